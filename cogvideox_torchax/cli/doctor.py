@@ -1,0 +1,86 @@
+"""`doctor`: versions, devices, and what is missing with the command that installs it."""
+
+import argparse
+import importlib
+import importlib.metadata
+import platform
+from typing import Any
+
+from cogvideox_torchax.cli import common
+
+CORE = ("torch", "torchax", "jax", "jaxlib", "diffusers", "safetensors", "huggingface_hub", "numpy", "tqdm")
+OPTIONAL = {
+    "av": ("video", "reading and writing videos"),
+    "flax": ("flax", "the Flax build"),
+    "transformers": ("text", "text encoders of whole pipelines"),
+    "sentencepiece": ("text", "the T5 tokenizer"),
+    "matplotlib": ("bench", "plots of benchmarks"),
+    "libtpu": ("tpu", "running on a TPU, and `plan` for one"),
+}
+
+
+def add(subparsers: Any) -> argparse.ArgumentParser:
+    command = common.add_command(
+        subparsers, "doctor", "show versions and devices, and what is missing", "cogvideox-torchax doctor"
+    )
+    command.add_argument("--json", action="store_true", help="print the report as JSON")
+    return command
+
+
+def run(args: argparse.Namespace) -> int:
+    common.quiet_libraries()
+    report: dict[str, Any] = {"python": platform.python_version()}
+    advice: list[str] = []
+    for name in CORE:
+        report[name] = _version(name) or "missing"
+        if report[name] == "missing":
+            advice.append(f"{name} is missing: pip install cogvideox-torchax")
+    for name, (extra, purpose) in OPTIONAL.items():
+        report[name] = _version(name) or "not installed"
+        if report[name] == "not installed":
+            advice.append(f"{name} ({purpose}): pip install 'cogvideox-torchax[{extra}]'")
+    broken = _broken_pair()
+    if broken:
+        advice.insert(0, broken)
+    report["torchax works"] = "no" if broken else "yes"
+    report["devices"] = _devices()
+    report["compile cache"] = str(_compile_cache())
+    common.print_report(report | ({"advice": advice} if args.json else {}), args.json)
+    if not args.json and advice:
+        print("\n" + "\n".join(f"  - {line}" for line in advice))
+    return 1 if broken else 0
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _broken_pair() -> str | None:
+    """What is wrong with the installed torch and torchax together, if anything."""
+    try:
+        importlib.import_module("torchax")
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200]
+        return (
+            f"torchax {_version('torchax')} does not import with torch {_version('torch')} ({reason}): "
+            "pip install 'torchax>=0.0.14.dev20261026' 'torch>=2.11'"
+        )
+    return None
+
+
+def _devices() -> str:
+    try:
+        import jax
+
+        return ", ".join(f"{device.platform}:{device.id} ({device.device_kind})" for device in jax.devices())
+    except Exception as error:
+        return f"none ({' '.join(str(error).split())[:200]}); on a machine without a TPU set JAX_PLATFORMS=cpu"
+
+
+def _compile_cache() -> object:
+    from cogvideox_torchax.runtime import default_compile_cache
+
+    return default_compile_cache()

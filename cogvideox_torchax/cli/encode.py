@@ -1,0 +1,47 @@
+"""`encode`: a video to a file of latents."""
+
+import argparse
+from typing import Any
+
+from cogvideox_torchax.cli import common
+from cogvideox_torchax.cli.work import encode_clip, open_clip
+
+
+def add(subparsers: Any) -> argparse.ArgumentParser:
+    command = common.add_command(
+        subparsers,
+        "encode",
+        "encode a video to latents",
+        "cogvideox-torchax encode clip.mp4 -o latents.safetensors --model zai-org/CogVideoX-5b --dtype bfloat16",
+    )
+    command.add_argument("video", help="any video that FFmpeg reads")
+    command.add_argument("-o", "--output", required=True, metavar="FILE", help="the .safetensors file to write")
+    common.add_model_options(command, default=str(common.DEMO_MODEL))
+    common.add_clip_options(command)
+    return command
+
+
+def run(args: argparse.Namespace) -> int:
+    from cogvideox_torchax import latents, video
+
+    if not args.output.endswith(".safetensors"):
+        raise ValueError(f"cannot write {args.output}: latents go into a .safetensors file")
+    video.check_output(args.output)
+    common.quiet_libraries()
+    clip = open_clip(args)
+    vae = common.load_vae(args.model, args.backend, args.dtype)
+    watch = common.Stopwatch()
+    encoded = encode_clip(vae, clip, args)
+    latents.save(encoded, args.output)
+    report = {
+        "output": args.output,
+        "backend": args.backend,
+        "device": common.device_name(args.backend),
+        "frames": clip.num_frames,
+        "size": f"{clip.size.height} x {clip.size.width}",
+        "latents": " x ".join(map(str, encoded.tensor.shape)),
+        "compile_s": watch.compile_seconds,
+        "total_s": watch.seconds,
+    }
+    common.print_report(report, args.json)
+    return 0

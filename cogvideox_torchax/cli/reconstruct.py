@@ -1,0 +1,48 @@
+"""`reconstruct`: a video through the VAE and back."""
+
+import argparse
+from fractions import Fraction
+from typing import Any
+
+from cogvideox_torchax.cli import common
+from cogvideox_torchax.cli.work import decode_to, encode_clip, open_clip
+
+
+def add(subparsers: Any) -> argparse.ArgumentParser:
+    command = common.add_command(
+        subparsers,
+        "reconstruct",
+        "encode a video and decode it again",
+        "cogvideox-torchax reconstruct clip.mp4 -o again.mp4 --frames 49 --crop",
+    )
+    command.add_argument("video", help="any video that FFmpeg reads")
+    command.add_argument(
+        "-o", "--output", required=True, metavar="FILE", help="an .mp4 or .gif file, or a directory for PNG frames"
+    )
+    common.add_model_options(command, default=str(common.DEMO_MODEL))
+    common.add_clip_options(command)
+    command.add_argument("--fps", type=Fraction, help="frames a second (default: the source's)")
+    return command
+
+
+def run(args: argparse.Namespace) -> int:
+    from cogvideox_torchax import video
+
+    clip = open_clip(args)
+    with video.writing(args.output, args.fps or clip.info.fps) as sink:
+        common.quiet_libraries()
+        vae = common.load_vae(args.model, args.backend, args.dtype)
+        watch = common.Stopwatch()
+        written = decode_to(sink, vae, encode_clip(vae, clip, args), args)
+    report = {
+        "output": args.output,
+        "backend": args.backend,
+        "device": common.device_name(args.backend),
+        "frames_in": clip.num_frames,
+        "frames_out": written,
+        "size": f"{clip.size.height} x {clip.size.width}",
+        "compile_s": watch.compile_seconds,
+        "total_s": watch.seconds,
+    }
+    common.print_report(report, args.json)
+    return 0

@@ -1,0 +1,129 @@
+"""Latent files: safetensors whose metadata says all that decoding needs to know."""
+
+import json
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cogvideox_torchax.runtime import to_torch, without_torchax
+from cogvideox_torchax.video import whole_file
+
+FORMAT = "cogvideox-torchax-latents/1"
+TENSOR = "latents"
+
+SHAPING_FIELDS = (
+    "in_channels",
+    "out_channels",
+    "block_out_channels",
+    "latent_channels",
+    "layers_per_block",
+    "norm_num_groups",
+    "temporal_compression_ratio",
+    "scaling_factor",
+    "shift_factor",
+    "latents_mean",
+    "latents_std",
+    "invert_scale_latents",
+    "use_quant_conv",
+    "use_post_quant_conv",
+)
+"""Fields of a VAE's config in which two models must agree to read each other's latents."""
+
+
+class LatentsError(ValueError):
+    """A latent file that cannot be read, or that belongs to another model."""
+
+
+@dataclass(frozen=True)
+class Latents:
+    """Latents (N, C, T, H, W) as the VAE's encoder gives them, not scaled, and where they come from.
+
+    Attributes:
+        tensor: the posterior's mean.
+        config: the config of the VAE that made them; holds `scaling_factor`, `shift_factor` and
+            `invert_scale_latents`, which a diffusion pipeline applies on its own side.
+        model: directory or hub id of that VAE.
+        fps: of the source video.
+        num_frames: of the source video.
+    """
+
+    tensor: torch.Tensor
+    config: dict[str, Any]
+    model: str
+    fps: Fraction
+    num_frames: int
+
+    def check_model(self, config: dict[str, Any]) -> None:
+        """Raises `LatentsError` unless a VAE of this config can decode these latents."""
+        for field in SHAPING_FIELDS:
+            mine, its = (_plain(source.get(field)) for source in (self.config, config))
+            if mine != its:
+                raise LatentsError(
+                    f"these latents are of another model: their {field} is {mine}, the model's is {its}; "
+                    f"they were made with --model {self.model}"
+                )
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def save(latents: Latents, path: str | Path) -> None:
+    """Writes a latent file, whole or not at all."""
+    from safetensors.torch import save_file
+
+    shaping = {field: _plain(latents.config.get(field)) for field in SHAPING_FIELDS}
+    metadata = {
+        "format": FORMAT,
+        "config": json.dumps(shaping),
+        "scaled": "false",
+        "scaling_factor": json.dumps(shaping["scaling_factor"]),
+        "shift_factor": json.dumps(shaping["shift_factor"]),
+        "invert_scale_latents": json.dumps(shaping["invert_scale_latents"]),
+        "model": latents.model,
+        "fps": str(latents.fps),
+        "num_frames": str(latents.num_frames),
+    }
+    with whole_file(path) as temporary:
+        without_torchax(save_file, {TENSOR: to_torch(latents.tensor).contiguous()}, temporary, metadata=metadata)
+
+
+def load(path: str | Path) -> Latents:
+    """Reads a latent file.
+
+    Raises:
+        LatentsError: no file, no safetensors, truncated, or without the tensor or the metadata of `save`.
+    """
+    from safetensors import SafetensorError
+
+    path = Path(path)
+    if not path.is_file():
+        raise LatentsError(f"there is no file {path}")
+    try:
+        metadata, tensor = without_torchax(_read, path)
+    except SafetensorError as error:
+        raise LatentsError(f"{path} is truncated or no safetensors file ({error})") from error
+    if metadata.get("format") != FORMAT or tensor is None:
+        raise LatentsError(f"{path} is no latent file of this program: write one with `cogvideox-torchax encode`")
+    if tensor.ndim != 5 or not tensor.dtype.is_floating_point:
+        raise LatentsError(
+            f"{path} holds {tensor.dtype} of shape {tuple(tensor.shape)}: floats (N, C, T, H, W) are wanted"
+        )
+    return Latents(
+        tensor=tensor,
+        config=json.loads(metadata["config"]),
+        model=metadata["model"],
+        fps=Fraction(metadata["fps"]),
+        num_frames=int(metadata["num_frames"]),
+    )
+
+
+def _read(path: Path) -> tuple[dict[str, str], torch.Tensor | None]:
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        tensor = file.get_tensor(TENSOR) if TENSOR in file.keys() else None  # noqa: SIM118 (no dict)
+        return file.metadata() or {}, tensor

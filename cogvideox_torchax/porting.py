@@ -1,0 +1,41 @@
+"""`port`: a loaded diffusers model or pipeline, made ready for torchax in place."""
+
+from typing import TypeVar
+
+from torch import nn
+
+from cogvideox_torchax.modules import port_modules
+
+Portable = TypeVar("Portable")
+
+
+def port(model_or_pipeline: Portable) -> Portable:
+    """Swaps the hot modules of a CogVideoX VAE for their ported classes.
+
+    Nothing is copied or moved: parameters stay the same objects under the same names, `state_dict()` and `isinstance`
+    do not change, and plain torch tensors go on running natively. Move the result with `.to("jax")` to run it on JAX.
+    Porting twice is porting once.
+
+    Args:
+        model_or_pipeline: a diffusers `AutoencoderKLCogVideoX`, or a pipeline whose `vae` is one.
+
+    Returns:
+        The same object.
+
+    Raises:
+        ValueError: neither a CogVideoX VAE nor a pipeline that holds one.
+    """
+    from diffusers import AutoencoderKLCogVideoX as DiffusersAutoencoder
+
+    from cogvideox_torchax.autoencoder import AutoencoderKLCogVideoX
+
+    vae = model_or_pipeline if isinstance(model_or_pipeline, nn.Module) else getattr(model_or_pipeline, "vae", None)
+    if not isinstance(vae, DiffusersAutoencoder):
+        raise ValueError(
+            f"port got {type(model_or_pipeline).__name__}: it takes diffusers' AutoencoderKLCogVideoX, or a pipeline "
+            "whose vae is one"
+        )
+    if type(vae) is DiffusersAutoencoder:
+        vae.__class__ = AutoencoderKLCogVideoX
+    port_modules(vae)
+    return model_or_pipeline

@@ -1,0 +1,252 @@
+"""torchax at the edge: enabling it, calling JAX from torch modules, compiling chunk programs, the compile cache.
+
+The only module that imports torchax. Everything it does is lazy: importing the package costs no JAX start-up, and a user
+who stays in native PyTorch never pays for it.
+"""
+
+import functools
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.overrides import _get_current_function_mode_stack  # the public API has no way to ask
+
+COMPILE_CACHE_VARIABLE = "COGVIDEOX_TORCHAX_COMPILE_CACHE"
+_cache_lock = threading.Lock()
+_cache_configured = False
+
+
+def _torchax():
+    try:
+        import torchax
+    except (ImportError, RuntimeError) as error:
+        raise ImportError(
+            f"torchax does not import with torch {torch.__version__} ({error}); "
+            "install a matching pair: pip install 'torchax>=0.0.14.dev20261026' 'torch>=2.11'"
+        ) from error
+    return torchax
+
+
+def enable() -> None:
+    """Turns torchax on for this thread, once; calling it again, or after `torchax.enable_globally()`, does nothing."""
+    torchax = _torchax()
+    if not is_enabled():
+        torchax.enable_globally()
+    configure_compile_cache()
+
+
+def is_enabled() -> bool:
+    """Whether this thread's torch calls go through torchax.
+
+    torchax's own `enabled` flag turns false after the first function that runs through `jax_view`, so the active modes
+    are asked instead.
+    """
+    return any(type(mode).__name__ == "XLAFunctionMode" for mode in _get_current_function_mode_stack())
+
+
+def without_torchax(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Calls `function` where torchax is off: its modes belong to a thread, so a fresh thread has none.
+
+    Loading safetensors and building on `torch.device("meta")` go wrong while torchax is on.
+    """
+    if not is_enabled():
+        return function(*args, **kwargs)
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function, *args, **kwargs).result()
+
+
+def on_jax(tensor: torch.Tensor) -> bool:
+    """Whether a tensor lives on JAX (a torchax tensor or a view of one) rather than in PyTorch itself."""
+    return tensor.device.type == "jax"
+
+
+def torch_view(jax_function: Callable[..., Any]) -> Callable[..., Any]:
+    """A JAX function as a torch function: `torchax.interop.torch_view`, imported at the first call."""
+
+    @functools.wraps(jax_function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return _torchax().interop.call_jax(jax_function, *args, **kwargs)
+
+    return call
+
+
+def to_jax(tensor: torch.Tensor) -> torch.Tensor:
+    """A plain torch tensor on JAX's default device; a torchax tensor as it is."""
+    return tensor if on_jax(tensor) else _torchax().default_env().to_xla(tensor.detach())
+
+
+def to_torch(tensor: torch.Tensor) -> torch.Tensor:
+    """A torchax tensor as a plain CPU tensor of its own (this waits for its value); a plain tensor as it is."""
+    if not on_jax(tensor):
+        return tensor
+    host = np.array(array_of(tensor))
+    if tensor.dtype == torch.bfloat16:  # NumPy's bfloat16 is ml_dtypes', which torch does not take
+        return torch.from_numpy(host.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(host)
+
+
+def array_of(tensor: torch.Tensor) -> Any:
+    """The `jax.Array` inside a torchax tensor."""
+    return _torchax().interop.jax_view(tensor)
+
+
+def tensor_of(array: Any) -> torch.Tensor:
+    """A `jax.Array` as a torchax tensor, without a copy."""
+    return _torchax().interop.torch_view(array)
+
+
+def fetch_async(tensor: torch.Tensor) -> None:
+    """Starts the copy of a result to the host, to be there when `to_torch` asks for it."""
+    if on_jax(tensor):
+        array_of(tensor).copy_to_host_async()
+
+
+def wait(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns when the tensor's value has been computed; a native tensor always has been."""
+    if on_jax(tensor):
+        array_of(tensor).block_until_ready()
+    return tensor
+
+
+def weights_of(network: nn.Module) -> dict[str, Any]:
+    """The network's parameters and buffers as JAX arrays, by name."""
+    named = {**dict(network.named_parameters()), **dict(network.named_buffers())}
+    return {name: array_of(tensor) for name, tensor in named.items()}
+
+
+def first_nonfinite(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """The index of the first NaN or Inf, or None; a tensor that is being traced has no values to look at."""
+    if not on_jax(tensor):
+        finite = torch.isfinite(tensor)
+        return None if bool(finite.all()) else tuple(int(i) for i in (~finite).nonzero()[0])
+    import jax
+
+    array = array_of(tensor)
+    if isinstance(array, jax.core.Tracer):
+        return None
+    clean, index = _jitted_nonfinite()(array)
+    return None if bool(clean) else tuple(int(i) for i in index)
+
+
+@functools.cache
+def _jitted_nonfinite():
+    import jax
+    import jax.numpy as jnp
+
+    def find(x):
+        finite = jnp.isfinite(x)
+        return finite.all(), jnp.stack(jnp.unravel_index(jnp.argmin(finite), x.shape))
+
+    return jax.jit(find)
+
+
+def take_frames(x: torch.Tensor, start: int, length: int) -> torch.Tensor:
+    """`x[:, :, start : start + length]`; on JAX one small program serves every start."""
+    if not on_jax(x):
+        return x[:, :, start : start + length]
+    return tensor_of(_jitted_take()(array_of(x), start, length))
+
+
+@functools.cache
+def _jitted_take():
+    import jax
+
+    return jax.jit(lambda x, start, length: jax.lax.dynamic_slice_in_dim(x, start, length, 2), static_argnums=2)
+
+
+class ChunkProgram:
+    """A network that takes (chunk, cache) and returns (result, cache), compiled once for all chunks of one shape.
+
+    The first chunk, which has no cache, is one program; every later chunk runs the other, whose cache is donated.
+    Weights are arguments of both. `compilations` counts the programs traced so far.
+    """
+
+    def __init__(self, network: nn.Module):
+        import jax
+
+        self.network = network
+        self.compilations = 0
+        self._first = jax.jit(lambda weights, chunk: self._trace(weights, chunk, None))
+        self._later = jax.jit(self._trace, donate_argnums=2)
+
+    def _trace(self, weights: dict[str, Any], chunk: Any, cache: Any) -> Any:
+        self.compilations += 1
+        call = functools.partial(torch.func.functional_call, self.network)
+        return _torchax().interop.jax_view(call)(weights, (chunk, cache))
+
+    def lower(self, weights: Any, chunk: Any, cache: Any = None) -> Any:
+        """The program lowered for arrays, or for `jax.ShapeDtypeStruct`s that stand for them."""
+        return self._first.lower(weights, chunk) if cache is None else self._later.lower(weights, chunk, cache)
+
+    def run(self, weights: Any, chunk: Any, cache: Any) -> tuple[Any, Any]:
+        return self._first(weights, chunk) if cache is None else self._later(weights, chunk, cache)
+
+
+class JaxRun:
+    """One pass over a video with a compiled network: carries the cache from chunk to chunk."""
+
+    def __init__(self, program: ChunkProgram):
+        configure_compile_cache()
+        self._program = program
+        self._weights = weights_of(program.network)
+        self._cache = None
+
+    def __call__(self, chunk: torch.Tensor) -> torch.Tensor:
+        result, self._cache = self._program.run(self._weights, array_of(to_jax(chunk)), self._cache)
+        return tensor_of(result)
+
+
+class NativeRun:
+    """One pass over a video in PyTorch itself."""
+
+    def __init__(self, network: nn.Module):
+        self._network = network
+        self._cache = None
+
+    def __call__(self, chunk: torch.Tensor) -> torch.Tensor:
+        result, self._cache = self._network(chunk, self._cache)
+        return result
+
+
+def jit_torch(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A torch function of tensors compiled by JAX; its first argument is static and hashable, the rest are tensors."""
+    import jax
+
+    compiled = jax.jit(
+        lambda static, *args: _torchax().interop.jax_view(functools.partial(function, static))(*args), static_argnums=0
+    )
+    return lambda static, *args: tensor_of(compiled(static, *_torchax().interop.jax_view(args)))
+
+
+def default_compile_cache() -> Path:
+    """`$XDG_CACHE_HOME/cogvideox-torchax/xla`, in `~/.cache` where that is not set."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cogvideox-torchax" / "xla"
+
+
+def configure_compile_cache(directory: str | Path | None = None) -> None:
+    """Points JAX's persistent compile cache at the user's cache directory, once.
+
+    A directory given here wins; a cache that JAX is already configured with (`JAX_COMPILATION_CACHE_DIR`, or
+    `jax_compilation_cache_dir`) is left alone; `COGVIDEOX_TORCHAX_COMPILE_CACHE` names another directory, or "off".
+    """
+    global _cache_configured
+    import jax
+    from jax.experimental.compilation_cache import compilation_cache
+
+    with _cache_lock:
+        if directory is None and (_cache_configured or jax.config.jax_compilation_cache_dir):
+            return
+        _cache_configured = True
+        chosen = str(directory or os.environ.get(COMPILE_CACHE_VARIABLE) or default_compile_cache())
+        if chosen == "off":
+            jax.config.update("jax_compilation_cache_dir", None)
+            return
+        jax.config.update("jax_compilation_cache_dir", chosen)
+        # JAX decides at its first compilation whether there is a cache: make it decide again.
+        compilation_cache.reset_cache()

@@ -1,0 +1,26 @@
+"""How far a backend may be from diffusers in float32 on CPU: the one table, for the tests and for `verify`."""
+
+import torch
+
+FLOAT32_RELATIVE = 1e-5
+"""Largest difference in float32, over the largest absolute value of the reference."""
+
+BFLOAT16_RMS_RATIO = 1.1
+"""Root-mean-square error in bfloat16 against the float32 reference, over that of PyTorch's own bfloat16 run."""
+
+
+def relative_error(got: torch.Tensor, reference: torch.Tensor) -> float:
+    """The largest difference, relative to the largest absolute value of the reference; NaN where there is a NaN."""
+    reference = reference.double()
+    return ((got.double() - reference).abs().max() / reference.abs().max()).item()
+
+
+def rms_error(got: torch.Tensor, reference: torch.Tensor) -> float:
+    """The root-mean-square difference."""
+    return (got.double() - reference.double()).square().mean().sqrt().item()
+
+
+def psnr(got: torch.Tensor, reference: torch.Tensor, peak: float = 255.0) -> float:
+    """Peak signal-to-noise ratio in decibels; infinite for equal tensors."""
+    error = (got.double() - reference.double()).square().mean().item()
+    return float("inf") if error == 0 else 10 * torch.log10(torch.tensor(peak**2 / error)).item()

@@ -1,0 +1,72 @@
+"""CogVideoX's up- and downsamplers: a factor of two in space by a 2-D convolution, and in time where asked."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jax_kernels.layout import conv_frames, repeat_nearest, split_first_frame
+
+
+@functools.partial(jax.jit, static_argnames="expand_time")
+def upsample(
+    x: Float[Array, "N T H W I"],
+    kernel: Float[Array, "kh kw I O"],
+    bias: Float[Array, " O"] | None,
+    *,
+    expand_time: bool,
+) -> Float[Array, "N T2 2H 2W O"]:
+    """Nearest 2x in space, in time too where `expand_time`, then a 2-D convolution of every frame.
+
+    Doubled frames are equal when the convolution sees them, so it runs before the doubling: half the work, the same
+    numbers. One frame stays one frame; an odd batch keeps its first frame single (`first_frame_stays`).
+
+    Args:
+        x: the activations.
+        kernel: odd in space, `x`'s dtype.
+        bias: (O,), or None.
+        expand_time: whether frames are doubled.
+
+    Returns:
+        2H x 2W pixels in `x`'s dtype; T2 is T, or with `expand_time` 2T (T even), 2T - 1 (T odd).
+    """
+    rows, columns = (kernel.shape[0] - 1) // 2, (kernel.shape[1] - 1) // 2
+    y = conv_frames(repeat_nearest(x, {2: 2, 3: 2}), kernel, padding=((rows, rows), (columns, columns)))
+    if bias is not None:
+        y = y + bias.astype(jnp.float32)
+    y = y.astype(x.dtype)
+    if not expand_time or x.shape[1] == 1:
+        return y
+    *first, rest = split_first_frame(y)
+    return jnp.concatenate([*first, repeat_nearest(rest, {1: 2})], axis=1)
+
+
+@functools.partial(jax.jit, static_argnames="compress_time")
+def downsample(
+    x: Float[Array, "N T H W I"],
+    kernel: Float[Array, "kh kw I O"],
+    bias: Float[Array, " O"] | None,
+    *,
+    compress_time: bool,
+) -> Float[Array, "N T2 H2 W2 O"]:
+    """Frames averaged in pairs where `compress_time`, then a 2-D convolution of stride 2, zero-padded below and right.
+
+    Args:
+        x: the activations.
+        kernel: (3, 3, I, O), `x`'s dtype.
+        bias: (O,), or None.
+        compress_time: whether pairs of frames are averaged; the first of an odd number of frames stays by itself.
+
+    Returns:
+        H2 = H // 2 and W2 = W // 2 pixels in `x`'s dtype; T2 is T, or with `compress_time` (T + 1) // 2.
+    """
+    if compress_time and x.shape[1] > 1:
+        *first, rest = split_first_frame(x)
+        pairs = rest.reshape(rest.shape[0], rest.shape[1] // 2, 2, *rest.shape[2:])
+        mean = jnp.mean(pairs.astype(jnp.float32), axis=2).astype(x.dtype)
+        x = jnp.concatenate([*first, mean], axis=1)
+    y = conv_frames(x, kernel, padding=((0, 1), (0, 1)), stride=2)
+    if bias is not None:
+        y = y + bias.astype(jnp.float32)
+    return y.astype(x.dtype)

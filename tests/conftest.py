@@ -1,0 +1,65 @@
+"""Every test runs on the CPU, as eight devices, and compiles what it runs: no cache from an earlier run."""
+
+import os
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["COGVIDEOX_TORCHAX_COMPILE_CACHE"] = "off"
+os.environ["HF_HUB_OFFLINE"] = "1"
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+
+import copy
+
+import pytest
+import torch
+
+from tests import reference
+
+
+@pytest.fixture(scope="session")
+def small_vae():
+    """Stock diffusers, small, in float32: the reference."""
+    return reference.small_vae()
+
+
+@pytest.fixture(scope="session")
+def native_vae(small_vae):
+    """The same weights, ported, still in PyTorch."""
+    from cogvideox_torchax import port
+
+    return port(copy.deepcopy(small_vae))
+
+
+@pytest.fixture(scope="session")
+def jax_vae(small_vae):
+    """The same weights, ported and moved to JAX; shared, so that its programs are compiled once."""
+    return reference.on_jax(copy.deepcopy(small_vae))
+
+
+@pytest.fixture(autouse=True)
+def _no_gradients():
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
+def model_directory(small_vae, tmp_path):
+    small_vae.save_pretrained(tmp_path / "vae")
+    return tmp_path / "vae"
+
+
+@pytest.fixture
+def torchax_off():
+    """The state of a session that has not enabled torchax yet, whatever the tests before did."""
+    import torchax
+
+    from cogvideox_torchax.runtime import enable, is_enabled
+
+    was_enabled = is_enabled()
+    while is_enabled():
+        torchax.disable_globally()
+    yield
+    while is_enabled():
+        torchax.disable_globally()
+    if was_enabled:
+        enable()

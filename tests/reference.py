@@ -1,0 +1,51 @@
+"""Builds small diffusers references and their inputs."""
+
+import numpy as np
+import torch
+from diffusers import AutoencoderKLCogVideoX
+
+SMALL = {
+    "block_out_channels": (16, 32, 32, 64),
+    "norm_num_groups": 8,
+    "layers_per_block": 1,
+    "sample_height": 64,
+    "sample_width": 96,
+}
+"""Narrow and shallow, but with every code path of the published models."""
+
+
+def small_vae(seed: int = 0, **overrides) -> AutoencoderKLCogVideoX:
+    """Stock diffusers with random weights; biases and affine parameters are drawn too, so that none can be lost."""
+    torch.manual_seed(seed)
+    vae = AutoencoderKLCogVideoX(**{**SMALL, **overrides}).eval()
+    for name, parameter in vae.named_parameters():
+        if parameter.ndim == 1:
+            center = 1.0 if "norm" in name and name.endswith("weight") else 0.0
+            torch.nn.init.normal_(parameter.data, mean=center, std=0.2)
+    return vae
+
+
+def on_jax(vae):
+    """The model ported and moved, with torchax enabled for the whole test session."""
+    from cogvideox_torchax import enable, port
+
+    port(vae)
+    enable()
+    return vae.to("jax")
+
+
+def latents(frames: int, *, batch: int = 1, height: int = 3, width: int = 5, channels: int = 16, seed: int = 1):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(batch, channels, frames, height, width, generator=generator)
+
+
+def video(frames: int, *, batch: int = 1, height: int = 24, width: int = 40, seed: int = 2):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand(batch, 3, frames, height, width, generator=generator) * 2 - 1
+
+
+def largest_error(got, want) -> float:
+    """The largest difference between two arrays, relative to the largest absolute value wanted."""
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    assert got.shape == want.shape
+    return np.abs(got - want).max() / np.abs(want).max()

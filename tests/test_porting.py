@@ -1,0 +1,97 @@
+import copy
+import json
+import subprocess
+import sys
+
+import diffusers
+import pytest
+import torch
+
+import cogvideox_torchax
+from cogvideox_torchax import AutoencoderKLCogVideoX, port
+from cogvideox_torchax.modules import PORTED
+from cogvideox_torchax.runtime import without_torchax
+from tests import reference
+
+
+def test_every_hot_module_is_swapped_and_nothing_else_changes(small_vae):
+    vae = copy.deepcopy(small_vae)
+    before = {name: (id(value), type(module)) for name, module in vae.named_modules() for value in [module]}
+    parameters = {name: id(parameter) for name, parameter in vae.named_parameters()}
+    assert port(vae) is vae
+    assert isinstance(vae, AutoencoderKLCogVideoX)
+    assert isinstance(vae, diffusers.AutoencoderKLCogVideoX)
+    for name, module in vae.named_modules():
+        identity, kind = before[name]
+        assert id(module) == identity
+        assert type(module) is PORTED.get(kind, AutoencoderKLCogVideoX if name == "" else kind)
+        assert type(module) not in PORTED
+    assert {name: id(parameter) for name, parameter in vae.named_parameters()} == parameters
+    assert list(vae.state_dict()) == list(small_vae.state_dict())
+
+
+def test_porting_twice_is_porting_once(small_vae):
+    once = port(copy.deepcopy(small_vae))
+    kinds = [type(module) for module in once.modules()]
+    assert [type(module) for module in port(once).modules()] == kinds
+
+
+def test_a_pipeline_is_ported_by_its_vae(small_vae):
+    class Pipeline:
+        vae = copy.deepcopy(small_vae)
+
+    pipeline = Pipeline()
+    assert port(pipeline) is pipeline
+    assert isinstance(pipeline.vae, AutoencoderKLCogVideoX)
+
+
+def test_hooks_survive(small_vae):
+    vae = copy.deepcopy(small_vae)
+    calls = []
+    vae.decoder.conv_in.register_forward_hook(lambda *_: calls.append("called"))
+    port(vae).decode(reference.latents(1))
+    assert calls == ["called"]
+
+
+@pytest.mark.parametrize("wrong", [torch.nn.Linear(2, 2), object(), None])
+def test_anything_else_is_refused(wrong):
+    with pytest.raises(ValueError, match="port got .*: it takes diffusers' AutoencoderKLCogVideoX"):
+        port(wrong)
+
+
+@pytest.mark.usefixtures("torchax_off")
+def test_saved_by_one_loads_in_the_other(small_vae, tmp_path):
+    x = reference.latents(1)
+    want = small_vae.decode(x).sample
+    small_vae.save_pretrained(tmp_path / "stock")
+    ours = AutoencoderKLCogVideoX.from_pretrained(tmp_path / "stock")
+    ours.save_pretrained(tmp_path / "ours")
+    again = diffusers.AutoencoderKLCogVideoX.from_pretrained(tmp_path / "ours")
+    assert torch.equal(again.decode(x).sample, want)
+    configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("stock", "ours")]
+    assert configs[0] == {key: value for key, value in configs[1].items() if key != "_name_or_path"}
+
+
+def test_a_model_on_jax_saves_the_same_file(small_vae, jax_vae, tmp_path):
+    without_torchax(small_vae.save_pretrained, tmp_path / "stock")
+    jax_vae.save_pretrained(tmp_path / "ours")
+    files = [tmp_path / name / "diffusion_pytorch_model.safetensors" for name in ("stock", "ours")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_made_from_a_config_it_is_ported_too(small_vae):
+    vae = AutoencoderKLCogVideoX.from_config(small_vae.config)
+    assert not any(type(module) in PORTED for module in vae.modules())
+
+
+def test_public_names_are_lazy_and_complete():
+    code = (
+        "import sys, cogvideox_torchax as c; "
+        "assert 'torch' not in sys.modules and 'jax' not in sys.modules; "
+        "from cogvideox_torchax import port; import cogvideox_torchax.porting; "
+        "assert all(getattr(c, name) for name in c.__all__) and c.port is port; "
+        "assert 'torchax' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = cogvideox_torchax.nothing
