@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import AutoencoderKLCogVideoX as DiffusersAutoencoder
+from diffusers.models.autoencoders.autoencoder_kl_cogvideox import (
+    AutoencoderKLCogVideoX as DiffusersAutoencoder,
+)
 from diffusers.models.autoencoders.vae import DecoderOutput, DiagonalGaussianDistribution
 from torch import nn
 
@@ -64,8 +66,9 @@ def to_uint8(frames: torch.Tensor) -> torch.Tensor:
 class AutoencoderKLCogVideoX(DiffusersAutoencoder):
     """CogVideoX's VAE on torchax, by diffusers' own names.
 
-    A plain torch tensor runs natively in PyTorch; a torchax tensor runs on JAX, a chunk of frames at a time, two compiled
-    programs for a video of any length. `vae.to("jax")` moves the weights, `x.to("jax")` an input.
+    A plain torch tensor runs natively in PyTorch; a torchax tensor runs on JAX, a chunk of frames at a time,
+    two compiled programs for a video of any length. `vae.to("jax")` moves the weights, `x.to("jax")` an
+    input.
     """
 
     @functools.wraps(DiffusersAutoencoder.__init__)
@@ -95,8 +98,9 @@ class AutoencoderKLCogVideoX(DiffusersAutoencoder):
             subfolder: where the VAE lies in it, "vae" for a whole pipeline.
             variant: of the weight files, such as "fp16".
             torch_dtype: of the loaded weights; float32 where None.
-            diffusers_options: further options of diffusers' `from_pretrained` (`revision`, `token`, `cache_dir`,
-                `local_files_only`, ...). `use_safetensors` is always on: a pickle is never loaded.
+            diffusers_options: further options of diffusers' `from_pretrained` (`revision`, `token`,
+                `cache_dir`, `local_files_only`, ...). `use_safetensors` is always on: a pickle is never
+                loaded.
 
         Raises:
             ModelError: a `ValueError` that says what is missing or wrong, and what to do.
@@ -130,7 +134,8 @@ class AutoencoderKLCogVideoX(DiffusersAutoencoder):
         if not runtime.on_jax(next(self.parameters())):
             super().save_pretrained(save_directory, **diffusers_options)
             return
-        native = DiffusersAutoencoder.from_config(self.config).to(self.dtype)
+        native: Any = DiffusersAutoencoder.from_config(self.config)
+        native.to(self.dtype)
         native.load_state_dict({name: runtime.to_torch(value) for name, value in self.state_dict().items()})
         native.save_pretrained(save_directory, **diffusers_options)
 
@@ -138,7 +143,9 @@ class AutoencoderKLCogVideoX(DiffusersAutoencoder):
 
     def _encode(self, x: torch.Tensor) -> torch.Tensor:
         self._check_video(x)
-        return torch.cat(list(self._encoded(self._split(x, self.num_sample_frames_batch_size), x.shape[3:])), dim=2)
+        return torch.cat(
+            list(self._encoded(self._split(x, self.num_sample_frames_batch_size), x.shape[3:])), dim=2
+        )
 
     @torch.no_grad()
     def encode_stream(
@@ -147,14 +154,14 @@ class AutoencoderKLCogVideoX(DiffusersAutoencoder):
         """Encodes a video that need not fit into memory; the next chunk is computed while one is taken.
 
         Args:
-            frames: a video (N, C, T, H, W), or an iterable of its frames (N, C, H, W); floats in [-1, 1], or uint8. They
-                may be plain tensors whatever the backend, which is where the weights are.
-            num_frames: how many frames an iterable will give. The first chunk takes what does not divide by 8, so the
-                length has to be known before the first frame is encoded.
+            frames: a video (N, C, T, H, W), or an iterable of its frames (N, C, H, W); floats in [-1, 1], or
+                uint8. They may be plain tensors whatever the backend, which is where the weights are.
+            num_frames: how many frames an iterable will give. The first chunk takes what does not divide by
+                8, so the length has to be known before the first frame is encoded.
 
         Yields:
-            The posterior of each chunk as plain torch tensors; their `mode()`s, concatenated on axis 2, are those of
-            `encode`.
+            The posterior of each chunk as plain torch tensors; their `mode()`s, concatenated on axis 2, are
+            those of `encode`.
 
         Raises:
             ValueError: a bad frame, no `num_frames` for an iterable, or more or fewer frames than announced.
@@ -175,7 +182,9 @@ class AutoencoderKLCogVideoX(DiffusersAutoencoder):
         for moments in _overlapped(self._encoded(pieces, size)):
             yield DiagonalGaussianDistribution(moments)
 
-    def _gather(self, first: torch.Tensor, rest: Iterator[torch.Tensor], num_frames: int) -> Iterator[torch.Tensor]:
+    def _gather(
+        self, first: torch.Tensor, rest: Iterator[torch.Tensor], num_frames: int
+    ) -> Iterator[torch.Tensor]:
         """Chunks (N, C, t, H, W) out of single frames (N, C, H, W), each checked."""
         taken = 0
         for chunk in chunks.plan(num_frames, self.num_sample_frames_batch_size):
@@ -183,9 +192,13 @@ class AutoencoderKLCogVideoX(DiffusersAutoencoder):
             while len(buffer) < chunk.length:
                 frame = first if taken == 0 else next(rest, None)
                 if frame is None:
-                    raise ValueError(f"the video ended after {taken} frames where {num_frames} were announced")
+                    raise ValueError(
+                        f"the video ended after {taken} frames where {num_frames} were announced"
+                    )
                 if frame.shape != first.shape:
-                    raise ValueError(f"frame {taken} is {tuple(frame.shape)}, the ones before it {tuple(first.shape)}")
+                    raise ValueError(
+                        f"frame {taken} is {tuple(frame.shape)}, the ones before it {tuple(first.shape)}"
+                    )
                 buffer.append(frame)
                 taken += 1
             piece = torch.stack(buffer, dim=2)
@@ -206,12 +219,15 @@ class AutoencoderKLCogVideoX(DiffusersAutoencoder):
         return DecoderOutput(sample=frames) if return_dict else (frames,)
 
     @torch.no_grad()
-    def decode_stream(self, z: torch.Tensor, *, output_dtype: torch.dtype | None = None) -> Iterator[torch.Tensor]:
-        """Decodes chunk by chunk; the next chunk is computed while one is taken, and no more than two are held.
+    def decode_stream(
+        self, z: torch.Tensor, *, output_dtype: torch.dtype | None = None
+    ) -> Iterator[torch.Tensor]:
+        """Decodes chunk by chunk; the next chunk is computed while one is taken, and no more than two are
+        held.
 
         Args:
-            z: latents (N, C, T, H, W), not scaled by `scaling_factor`; on JAX or plain, whatever the backend, which is
-                where the weights are.
+            z: latents (N, C, T, H, W), not scaled by `scaling_factor`; on JAX or plain, whatever the backend,
+                which is where the weights are.
             output_dtype: torch.uint8 for bytes (0 to 255); None for the model's dtype, in about [-1, 1].
 
         Yields:
@@ -230,11 +246,13 @@ class AutoencoderKLCogVideoX(DiffusersAutoencoder):
     # Tiling: the plan of `tiling.py` in place of diffusers' own
 
     def tiled_encode(self, x: torch.Tensor) -> torch.Tensor:
-        """As diffusers' `tiled_encode`, of the right size for any tile size; tiles even where one would do."""
+        """As diffusers' `tiled_encode`, of the right size for any tile size; tiles even where one would
+        do."""
         return self._tiled("encode", x, self.num_sample_frames_batch_size)
 
     def tiled_decode(self, z: torch.Tensor, return_dict: bool = True) -> DecoderOutput | tuple[torch.Tensor]:
-        """As diffusers' `tiled_decode`, of the right size for any tile size; tiles even where one would do."""
+        """As diffusers' `tiled_decode`, of the right size for any tile size; tiles even where one would
+        do."""
         frames = self._tiled("decode", z, self.num_latent_frames_batch_size)
         return DecoderOutput(sample=frames) if return_dict else (frames,)
 
@@ -245,7 +263,7 @@ class AutoencoderKLCogVideoX(DiffusersAutoencoder):
     @property
     def spatial_scale(self) -> int:
         """Sample pixels to a latent pixel, along one axis."""
-        return 2 ** (len(self.config.block_out_channels) - 1)
+        return 2 ** (len(self.config["block_out_channels"]) - 1)
 
     def _tile_plan(self, kind: str, size: torch.Size) -> tiling.TilePlan:
         scales = (self.spatial_scale, 1) if kind == "encode" else (1, self.spatial_scale)
@@ -267,8 +285,11 @@ class AutoencoderKLCogVideoX(DiffusersAutoencoder):
         for chunk in chunks.plan(x.shape[2], frames_a_chunk):
             yield runtime.take_frames(x, chunk.start, chunk.length)
 
-    def _run_chunks(self, kind: str, pieces: Iterable[torch.Tensor], size: torch.Size) -> Iterator[torch.Tensor]:
-        """Runs every chunk through the network, in tiles where tiling is on, the convolutions' cache carried along."""
+    def _run_chunks(
+        self, kind: str, pieces: Iterable[torch.Tensor], size: torch.Size
+    ) -> Iterator[torch.Tensor]:
+        """Runs every chunk through the network, in tiles where tiling is on, the convolutions' cache carried
+        along."""
         if self._wants_tiles(kind, size):
             yield from self._run_tiles(kind, pieces, self._tile_plan(kind, size))
             return
@@ -276,7 +297,9 @@ class AutoencoderKLCogVideoX(DiffusersAutoencoder):
         for piece in pieces:
             yield run(piece)
 
-    def _run_tiles(self, kind: str, pieces: Iterable[torch.Tensor], plan: tiling.TilePlan) -> Iterator[torch.Tensor]:
+    def _run_tiles(
+        self, kind: str, pieces: Iterable[torch.Tensor], plan: tiling.TilePlan
+    ) -> Iterator[torch.Tensor]:
         as_uint8 = kind == "decode_uint8"
         network = "decode" if as_uint8 else kind
         runs = [[self._run(network) for _ in plan.columns.spans] for _ in plan.rows.spans]
@@ -285,7 +308,9 @@ class AutoencoderKLCogVideoX(DiffusersAutoencoder):
             cut, join = _jitted_cut(), _jitted_join()
         for piece in pieces:
             tiles = cut(plan, runtime.to_jax(piece) if cut is not _cut else piece)
-            outputs = [[run(tile) for run, tile in zip(*row, strict=True)] for row in zip(runs, tiles, strict=True)]
+            outputs = [
+                [run(tile) for run, tile in zip(*row, strict=True)] for row in zip(runs, tiles, strict=True)
+            ]
             yield join((plan, as_uint8), outputs)
 
     def _run(self, kind: str) -> runtime.JaxRun | runtime.NativeRun:
@@ -299,7 +324,8 @@ class AutoencoderKLCogVideoX(DiffusersAutoencoder):
         return DecoderChunk(self, as_uint8=kind == "decode_uint8")
 
     def program(self, kind: str) -> runtime.ChunkProgram:
-        """The compiled chunk program of "encode", "decode" or "decode_uint8"; built at the first call, then kept."""
+        """The compiled chunk program of "encode", "decode" or "decode_uint8"; built at the first call, then
+        kept."""
         programs = self.__dict__.setdefault("_programs", {})
         if kind not in programs:
             programs[kind] = runtime.ChunkProgram(self._network(kind))
@@ -308,19 +334,21 @@ class AutoencoderKLCogVideoX(DiffusersAutoencoder):
     # Checks
 
     def _check_video(self, x: torch.Tensor, *, follow_weights: bool = False, first_frame: int = 0) -> None:
-        _check_rank_and_channels("video", x, self.config.in_channels)
+        _check_rank_and_channels("video", x, self.config["in_channels"])
         scale = self.spatial_scale
         if x.shape[3] % scale or x.shape[4] % scale or 0 in x.shape:
             height, width = (max(size // scale * scale, scale) for size in x.shape[3:])
             raise ValueError(
-                f"got a video of {x.shape[3]} x {x.shape[4]} pixels (height x width): both must be multiples of {scale}; "
-                f"crop it to {height} x {width}"
+                f"got a video of {x.shape[3]} x {x.shape[4]} pixels (height x width): both must be "
+                f"multiples of {scale}; crop it to {height} x {width}"
             )
-        self._check_backend_and_dtype("video", x, follow_weights, extra=(torch.uint8,) if follow_weights else ())
+        self._check_backend_and_dtype(
+            "video", x, follow_weights, extra=(torch.uint8,) if follow_weights else ()
+        )
         _check_finite("video", x, first_frame)
 
     def _check_latents(self, z: torch.Tensor, *, follow_weights: bool = False) -> None:
-        _check_rank_and_channels("latents", z, self.config.latent_channels)
+        _check_rank_and_channels("latents", z, self.config["latent_channels"])
         self._check_backend_and_dtype("latents", z, follow_weights)
         _check_finite("latents", z)
 
@@ -333,14 +361,18 @@ class AutoencoderKLCogVideoX(DiffusersAutoencoder):
             move = 'vae.to("jax")' if runtime.on_jax(x) else 'the tensor .to("jax")'
             raise ValueError(f"got {what} on {tensor} for weights {model}: move {move}")
         if x.dtype not in (self.dtype, *extra):
-            raise ValueError(f"got {what} of {x.dtype} for weights of {self.dtype}: pass them .to({self.dtype})")
+            raise ValueError(
+                f"got {what} of {x.dtype} for weights of {self.dtype}: pass them .to({self.dtype})"
+            )
 
 
 def _check_rank_and_channels(what: str, x: torch.Tensor, channels: int) -> None:
     if x.ndim != 5:
         raise ValueError(f"got {what} of rank {x.ndim}, shape {tuple(x.shape)}: it takes (N, C, T, H, W)")
     if x.shape[1] != channels:
-        raise ValueError(f"got {what} of {x.shape[1]} channels, shape {tuple(x.shape)}: the model takes {channels}")
+        raise ValueError(
+            f"got {what} of {x.shape[1]} channels, shape {tuple(x.shape)}: the model takes {channels}"
+        )
     if 0 in x.shape:
         raise ValueError(f"got empty {what}, shape {tuple(x.shape)}")
 
@@ -352,8 +384,8 @@ def _check_finite(what: str, x: torch.Tensor, first_frame: int = 0) -> None:
     if index is not None:
         n, c, t, h, w = index
         raise ValueError(
-            f"got NaN or Inf in the {what}: video {n}, frame {t + first_frame}, channel {c}, row {h}, column {w}; "
-            "find where they come from (float16 overflows: try bfloat16 or float32)"
+            f"got NaN or Inf in the {what}: video {n}, frame {t + first_frame}, channel {c}, row {h}, "
+            f"column {w}; find where they come from (float16 overflows: try bfloat16 or float32)"
         )
 
 

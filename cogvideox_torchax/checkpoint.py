@@ -39,7 +39,9 @@ def read_config(directory: Path) -> dict[str, Any]:
         raise ModelError(f"{path} is not valid JSON ({error}): download it again") from error
     name = config.get("_class_name") if isinstance(config, dict) else None
     if name != CLASS_NAME:
-        raise ModelError(f"{path} is for {name or 'no known class'}, not for {CLASS_NAME}: give a CogVideoX VAE")
+        raise ModelError(
+            f"{path} is for {name or 'no known class'}, not for {CLASS_NAME}: give a CogVideoX VAE"
+        )
     return config
 
 
@@ -60,13 +62,15 @@ def weight_files(directory: Path, variant: str | None = None) -> list[Path]:
             raise ModelError(f"{index} is no valid shard index ({error}): download it again") from error
         missing = [name for name in names if not (directory / name).is_file()]
         if missing:
-            raise ModelError(f"{directory} lacks {missing[0]}, one of the {len(names)} shards in {index.name}")
+            raise ModelError(
+                f"{directory} lacks {missing[0]}, one of the {len(names)} shards in {index.name}"
+            )
         return [directory / name for name in names]
     pickles = sorted(path for path in directory.iterdir() if path.suffix in PICKLE_SUFFIXES)
     if pickles:
         raise ModelError(
-            f"{directory} has only the pickle {pickles[0].name}, which can run code when loaded; convert it once: "
-            f"python -c \"import torch, safetensors.torch as s; s.save_file(torch.load('{pickles[0]}', "
+            f"{directory} has only the pickle {pickles[0].name}, which can run code when loaded; convert it "
+            f"once: python -c \"import torch, safetensors.torch as s; s.save_file(torch.load('{pickles[0]}', "
             f"weights_only=True), '{single}')\""
         )
     raise ModelError(f"{directory} has no {single.name}: is the download complete, and the variant right?")
@@ -79,13 +83,16 @@ def _check_safetensors(path: Path) -> None:
         with safe_open(path, framework="numpy") as file:
             names = list(file.keys())
     except SafetensorError as error:
-        raise ModelError(f"{path} is truncated or no safetensors file ({error}): download it again") from error
+        raise ModelError(
+            f"{path} is truncated or no safetensors file ({error}): download it again"
+        ) from error
     if not names:
         raise ModelError(f"{path} holds no tensors: download it again")
 
 
 def check_loading_info(info: dict[str, Any], source: object) -> None:
-    """Raises `ModelError` when loading left a parameter without its value, or a value without its parameter."""
+    """Raises `ModelError` when loading left a parameter without its value, or a value without its
+    parameter."""
     for what, names in _problems(info):
         if names:
             shown = ", ".join(str(name) for name in sorted(map(str, names))[:3])

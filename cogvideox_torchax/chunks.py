@@ -27,7 +27,8 @@ def plan(num_frames: int, frames_a_chunk: int) -> list[Chunk]:
 
     Args:
         num_frames: of the whole video, latent frames to decode or sample frames to encode.
-        frames_a_chunk: `LATENT_FRAMES_A_CHUNK` or `SAMPLE_FRAMES_A_CHUNK`, unless the model's attributes say otherwise.
+        frames_a_chunk: `LATENT_FRAMES_A_CHUNK` or `SAMPLE_FRAMES_A_CHUNK`, unless the model's attributes say
+            otherwise.
 
     Raises:
         ValueError: no frames.
@@ -41,7 +42,8 @@ def plan(num_frames: int, frames_a_chunk: int) -> list[Chunk]:
 
 
 def decoded_length(latent_frames: int, doublings: int = 2) -> int:
-    """Sample frames that one chunk of `latent_frames` decodes to: an odd chunk's first frame is not doubled."""
+    """Sample frames that one chunk of `latent_frames` decodes to: an odd chunk's first frame is not
+    doubled."""
     length = latent_frames
     for _ in range(doublings):
         length = 1 if length == 1 else 2 * length - length % 2
@@ -49,7 +51,8 @@ def decoded_length(latent_frames: int, doublings: int = 2) -> int:
 
 
 def encoded_length(sample_frames: int, halvings: int = 2) -> int:
-    """Latent frames that one chunk of `sample_frames` encodes to: an odd chunk's first frame stays by itself."""
+    """Latent frames that one chunk of `sample_frames` encodes to: an odd chunk's first frame stays by
+    itself."""
     length = sample_frames
     for _ in range(halvings):
         length = (length + 1) // 2

@@ -88,7 +88,9 @@ def save(latents: Latents, path: str | Path) -> None:
         "num_frames": str(latents.num_frames),
     }
     with whole_file(path) as temporary:
-        without_torchax(save_file, {TENSOR: to_torch(latents.tensor).contiguous()}, temporary, metadata=metadata)
+        without_torchax(
+            save_file, {TENSOR: to_torch(latents.tensor).contiguous()}, temporary, metadata=metadata
+        )
 
 
 def load(path: str | Path) -> Latents:
@@ -107,7 +109,9 @@ def load(path: str | Path) -> Latents:
     except SafetensorError as error:
         raise LatentsError(f"{path} is truncated or no safetensors file ({error})") from error
     if metadata.get("format") != FORMAT or tensor is None:
-        raise LatentsError(f"{path} is no latent file of this program: write one with `cogvideox-torchax encode`")
+        raise LatentsError(
+            f"{path} is no latent file of this program: write one with `cogvideox-torchax encode`"
+        )
     if tensor.ndim != 5 or not tensor.dtype.is_floating_point:
         raise LatentsError(
             f"{path} holds {tensor.dtype} of shape {tuple(tensor.shape)}: floats (N, C, T, H, W) are wanted"

@@ -1,8 +1,9 @@
 """The ported modules: diffusers' own classes, with a second way to run.
 
-Each class here subclasses the module that it stands in for, adds no state, and decides by the tensor it gets: a plain
-torch tensor takes the inherited forward, a torchax tensor the JAX kernel. `port` swaps a module's class in place, so
-parameters, names, hooks and `isinstance` stay what they were.
+Each class here subclasses the module that it stands in for, adds no state, and decides by the tensor it gets:
+    a plain
+torch tensor takes the inherited forward, a torchax tensor the JAX kernel. `port` swaps a module's class in
+place, so parameters, names, hooks and `isinstance` stay what they were.
 
 Axis letters: N videos, C channels, T frames, H rows, W columns; O, I output and input channels of a kernel.
 """
@@ -69,7 +70,7 @@ class CausalConv3d(diffusers_vae.CogVideoXCausalConv3d):
         conv = self.conv
         plain = conv.stride == (1, 1, 1) and conv.dilation == (1, 1, 1) and self.pad_mode != "replicate"
         if not on_jax(inputs) or not plain:
-            return super().forward(inputs, conv_cache)
+            return super().forward(inputs, conv_cache)  # pyright: ignore[reportReturnType]
         cache = None if conv_cache is None else _channels_last(conv_cache)
         y, new_cache = torch_view(jax_kernels.conv3d)(
             _channels_last(inputs), _kernel_last(conv.weight), conv.bias, cache
@@ -78,15 +79,21 @@ class CausalConv3d(diffusers_vae.CogVideoXCausalConv3d):
 
 
 class SpatialNorm3D(diffusers_vae.CogVideoXSpatialNorm3D):
-    """Norm, modulation by the latents and the activation after it as one kernel (`jax_kernels.spatial_norm`)."""
+    """Norm, modulation by the latents and the activation after it as one kernel
+    (`jax_kernels.spatial_norm`)."""
 
     def forward(
-        self, f: torch.Tensor, zq: torch.Tensor, conv_cache: Cache | None = None, *, activation: str | None = None
+        self,
+        f: torch.Tensor,
+        zq: torch.Tensor,
+        conv_cache: Cache | None = None,
+        *,
+        activation: str | None = None,
     ) -> tuple[torch.Tensor, Cache]:
         if not on_jax(f):
             if activation is not None:
                 raise ValueError("native SpatialNorm3D takes no activation: apply it to the result")
-            return super().forward(f, zq, conv_cache)
+            return super().forward(f, zq, conv_cache)  # pyright: ignore[reportReturnType]
         norm, conv_y, conv_b = self.norm_layer, self.conv_y.conv, self.conv_b.conv
         y = torch_view(jax_kernels.spatial_norm)(
             _channels_last(f),
@@ -116,7 +123,7 @@ class ResnetBlock3D(diffusers_vae.CogVideoXResnetBlock3D):
     ) -> tuple[torch.Tensor, Cache]:
         dropping = self.training and self.dropout.p > 0
         if not on_jax(inputs) or temb is not None or self.use_conv_shortcut or dropping:
-            return super().forward(inputs, temb, zq, conv_cache)
+            return super().forward(inputs, temb, zq, conv_cache)  # pyright: ignore[reportReturnType]
         cache = conv_cache or {}
         new_cache: Cache = {}
         hidden = self._activated(self.norm1, inputs, zq)
@@ -141,7 +148,10 @@ class Upsample3D(CogVideoXUpsample3D):
         if not on_jax(inputs):
             return super().forward(inputs)
         y = torch_view(jax_kernels.upsample)(
-            _channels_last(inputs), _kernel_last(self.conv.weight), self.conv.bias, expand_time=self.compress_time
+            _channels_last(inputs),
+            _kernel_last(self.conv.weight),
+            self.conv.bias,
+            expand_time=self.compress_time,
         )
         return _channels_first(y)
 
@@ -153,7 +163,10 @@ class Downsample3D(CogVideoXDownsample3D):
         if not on_jax(x):
             return super().forward(x)
         y = torch_view(jax_kernels.downsample)(
-            _channels_last(x), _kernel_last(self.conv.weight), self.conv.bias, compress_time=self.compress_time
+            _channels_last(x),
+            _kernel_last(self.conv.weight),
+            self.conv.bias,
+            compress_time=self.compress_time,
         )
         return _channels_first(y)
 

@@ -12,9 +12,10 @@ Portable = TypeVar("Portable")
 def port(model_or_pipeline: Portable) -> Portable:
     """Swaps the hot modules of a CogVideoX VAE for their ported classes.
 
-    Nothing is copied or moved: parameters stay the same objects under the same names, `state_dict()` and `isinstance`
-    do not change, and plain torch tensors go on running natively. Move the result with `.to("jax")` to run it on JAX.
-    Porting twice is porting once.
+    Nothing is copied or moved: parameters stay the same objects under the same names, `state_dict()` and
+        `isinstance`
+    do not change, and plain torch tensors go on running natively. Move the result with `.to("jax")` to run it
+    on JAX. Porting twice is porting once.
 
     Args:
         model_or_pipeline: a diffusers `AutoencoderKLCogVideoX`, or a pipeline whose `vae` is one.
@@ -25,15 +26,21 @@ def port(model_or_pipeline: Portable) -> Portable:
     Raises:
         ValueError: neither a CogVideoX VAE nor a pipeline that holds one.
     """
-    from diffusers import AutoencoderKLCogVideoX as DiffusersAutoencoder
+    from diffusers.models.autoencoders.autoencoder_kl_cogvideox import (
+        AutoencoderKLCogVideoX as DiffusersAutoencoder,
+    )
 
     from cogvideox_torchax.autoencoder import AutoencoderKLCogVideoX
 
-    vae = model_or_pipeline if isinstance(model_or_pipeline, nn.Module) else getattr(model_or_pipeline, "vae", None)
+    vae = (
+        model_or_pipeline
+        if isinstance(model_or_pipeline, nn.Module)
+        else getattr(model_or_pipeline, "vae", None)
+    )
     if not isinstance(vae, DiffusersAutoencoder):
         raise ValueError(
-            f"port got {type(model_or_pipeline).__name__}: it takes diffusers' AutoencoderKLCogVideoX, or a pipeline "
-            "whose vae is one"
+            f"port got {type(model_or_pipeline).__name__}: it takes diffusers' AutoencoderKLCogVideoX, or a "
+            "pipeline whose vae is one"
         )
     if type(vae) is DiffusersAutoencoder:
         vae.__class__ = AutoencoderKLCogVideoX

@@ -1,7 +1,8 @@
-"""torchax at the edge: enabling it, calling JAX from torch modules, compiling chunk programs, the compile cache.
+"""torchax at the edge: enabling it, calling JAX from torch modules, compiling chunk programs, the compile
+cache.
 
-The only module that imports torchax. Everything it does is lazy: importing the package costs no JAX start-up, and a user
-who stays in native PyTorch never pays for it.
+The only module that imports torchax. Everything it does is lazy: importing the package costs no JAX start-up,
+and a user who stays in native PyTorch never pays for it.
 """
 
 import functools
@@ -24,7 +25,7 @@ _cache_configured = False
 
 def _torchax():
     try:
-        import torchax
+        import torchax.interop
     except (ImportError, RuntimeError) as error:
         raise ImportError(
             f"torchax does not import with torch {torch.__version__} ({error}); "
@@ -34,7 +35,8 @@ def _torchax():
 
 
 def enable() -> None:
-    """Turns torchax on for this thread, once; calling it again, or after `torchax.enable_globally()`, does nothing."""
+    """Turns torchax on for this thread, once; calling it again, or after `torchax.enable_globally()`, does
+    nothing."""
     torchax = _torchax()
     if not is_enabled():
         torchax.enable_globally()
@@ -44,8 +46,8 @@ def enable() -> None:
 def is_enabled() -> bool:
     """Whether this thread's torch calls go through torchax.
 
-    torchax's own `enabled` flag turns false after the first function that runs through `jax_view`, so the active modes
-    are asked instead.
+    torchax's own `enabled` flag turns false after the first function that runs through `jax_view`, so the
+    active modes are asked instead.
     """
     return any(type(mode).__name__ == "XLAFunctionMode" for mode in _get_current_function_mode_stack())
 
@@ -82,7 +84,8 @@ def to_jax(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def to_torch(tensor: torch.Tensor) -> torch.Tensor:
-    """A torchax tensor as a plain CPU tensor of its own (this waits for its value); a plain tensor as it is."""
+    """A torchax tensor as a plain CPU tensor of its own (this waits for its value); a plain tensor as it
+    is."""
     if not on_jax(tensor):
         return tensor
     host = np.array(array_of(tensor))
@@ -125,10 +128,10 @@ def first_nonfinite(tensor: torch.Tensor) -> tuple[int, ...] | None:
     if not on_jax(tensor):
         finite = torch.isfinite(tensor)
         return None if bool(finite.all()) else tuple(int(i) for i in (~finite).nonzero()[0])
-    import jax
+    from jax.core import Tracer
 
     array = array_of(tensor)
-    if isinstance(array, jax.core.Tracer):
+    if isinstance(array, Tracer):
         return None
     clean, index = _jitted_nonfinite()(array)
     return None if bool(clean) else tuple(int(i) for i in index)
@@ -157,14 +160,17 @@ def take_frames(x: torch.Tensor, start: int, length: int) -> torch.Tensor:
 def _jitted_take():
     import jax
 
-    return jax.jit(lambda x, start, length: jax.lax.dynamic_slice_in_dim(x, start, length, 2), static_argnums=2)
+    return jax.jit(
+        lambda x, start, length: jax.lax.dynamic_slice_in_dim(x, start, length, 2), static_argnums=2
+    )
 
 
 class ChunkProgram:
-    """A network that takes (chunk, cache) and returns (result, cache), compiled once for all chunks of one shape.
+    """A network that takes (chunk, cache) and returns (result, cache), compiled once for all chunks of one
+    shape.
 
-    The first chunk, which has no cache, is one program; every later chunk runs the other, whose cache is donated.
-    Weights are arguments of both. `compilations` counts the programs traced so far.
+    The first chunk, which has no cache, is one program; every later chunk runs the other, whose cache is
+    donated. Weights are arguments of both. `compilations` counts the programs traced so far.
     """
 
     def __init__(self, network: nn.Module):
@@ -182,7 +188,9 @@ class ChunkProgram:
 
     def lower(self, weights: Any, chunk: Any, cache: Any = None) -> Any:
         """The program lowered for arrays, or for `jax.ShapeDtypeStruct`s that stand for them."""
-        return self._first.lower(weights, chunk) if cache is None else self._later.lower(weights, chunk, cache)
+        return (
+            self._first.lower(weights, chunk) if cache is None else self._later.lower(weights, chunk, cache)
+        )
 
     def run(self, weights: Any, chunk: Any, cache: Any) -> tuple[Any, Any]:
         return self._first(weights, chunk) if cache is None else self._later(weights, chunk, cache)
@@ -215,11 +223,13 @@ class NativeRun:
 
 
 def jit_torch(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A torch function of tensors compiled by JAX; its first argument is static and hashable, the rest are tensors."""
+    """A torch function of tensors compiled by JAX; its first argument is static and hashable, the rest are
+    tensors."""
     import jax
 
     compiled = jax.jit(
-        lambda static, *args: _torchax().interop.jax_view(functools.partial(function, static))(*args), static_argnums=0
+        lambda static, *args: _torchax().interop.jax_view(functools.partial(function, static))(*args),
+        static_argnums=0,
     )
     return lambda static, *args: tensor_of(compiled(static, *_torchax().interop.jax_view(args)))
 
@@ -233,14 +243,15 @@ def configure_compile_cache(directory: str | Path | None = None) -> None:
     """Points JAX's persistent compile cache at the user's cache directory, once.
 
     A directory given here wins; a cache that JAX is already configured with (`JAX_COMPILATION_CACHE_DIR`, or
-    `jax_compilation_cache_dir`) is left alone; `COGVIDEOX_TORCHAX_COMPILE_CACHE` names another directory, or "off".
+    `jax_compilation_cache_dir`) is left alone; `COGVIDEOX_TORCHAX_COMPILE_CACHE` names another directory, or
+    "off".
     """
     global _cache_configured
     import jax
     from jax.experimental.compilation_cache import compilation_cache
 
     with _cache_lock:
-        if directory is None and (_cache_configured or jax.config.jax_compilation_cache_dir):
+        if directory is None and (_cache_configured or jax.config.jax_compilation_cache_dir):  # pyright: ignore
             return
         _cache_configured = True
         chosen = str(directory or os.environ.get(COMPILE_CACHE_VARIABLE) or default_compile_cache())

@@ -1,8 +1,9 @@
 """The tile plan and the blending of tiles, for any array library and either layout.
 
-Tiles are cut, run and blended as in diffusers. There, overlap and crop are rounded each for itself, so a tile size whose
-overlap is not a whole number of latent pixels gives an output of the wrong size. Here all sizes follow from one number
-of latent pixels: equal to diffusers wherever diffusers is right, and of the right size everywhere.
+Tiles are cut, run and blended as in diffusers. There, overlap and crop are rounded each for itself, so a tile
+size whose overlap is not a whole number of latent pixels gives an output of the wrong size. Here all sizes
+follow from one number of latent pixels: equal to diffusers wherever diffusers is right, and of the right size
+    everywhere.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,8 +41,8 @@ def plan_axis(size: int, *, tile: int, overlap: float, scale_in: int = 1, scale_
         size: the input's pixels along the axis.
         tile: a tile's size in latent pixels.
         overlap: the share of a tile that overlaps the next, 0 <= overlap < 1.
-        scale_in, scale_out: pixels of the input and of the output to one latent pixel (1 and 8 to decode, 8 and 1 to
-            encode).
+        scale_in, scale_out: pixels of the input and of the output to one latent pixel (1 and 8 to decode, 8
+            and 1 to encode).
 
     Raises:
         ValueError: a tile without pixels, or an overlap that leaves no step.
@@ -49,8 +50,8 @@ def plan_axis(size: int, *, tile: int, overlap: float, scale_in: int = 1, scale_
     step = int(tile * (1 - overlap) + 1e-6)
     if tile < 1 or step < 1:
         raise ValueError(
-            f"got a tile of {tile} latent pixels with overlap {overlap:.3f}: a tile must advance by at least one latent "
-            "pixel; use a larger tile or a smaller overlap"
+            f"got a tile of {tile} latent pixels with overlap {overlap:.3f}: a tile must advance by at least "
+            "one latent pixel; use a larger tile or a smaller overlap"
         )
     spans = tuple((start, min(start + tile * scale_in, size)) for start in range(0, size, step * scale_in))
     return AxisPlan(spans, keep=step * scale_out, blend=(tile - step) * scale_out)
@@ -68,7 +69,10 @@ class ArrayLibrary:
 def cut(x: Any, plan: TilePlan, *, row_axis: int) -> list[list[Any]]:
     """The tiles of `x` as rows of columns; the column axis follows `row_axis`."""
     before = (slice(None),) * row_axis
-    return [[x[(*before, slice(*row), slice(*column))] for column in plan.columns.spans] for row in plan.rows.spans]
+    return [
+        [x[(*before, slice(*row), slice(*column))] for column in plan.columns.spans]
+        for row in plan.rows.spans
+    ]
 
 
 def join(tiles: Sequence[Sequence[Any]], plan: TilePlan, library: ArrayLibrary, *, row_axis: int) -> Any:
@@ -85,7 +89,10 @@ def join(tiles: Sequence[Sequence[Any]], plan: TilePlan, library: ArrayLibrary, 
             blended[i].append(tile)
     rows = [
         library.concatenate(
-            [_part(_part(tile, row_axis, 0, plan.rows.keep), column_axis, 0, plan.columns.keep) for tile in row],
+            [
+                _part(_part(tile, row_axis, 0, plan.rows.keep), column_axis, 0, plan.columns.keep)
+                for tile in row
+            ],
             column_axis,
         )
         for row in blended
@@ -103,8 +110,8 @@ def _fade(before: Any, tile: Any, extent: int, axis: int, library: ArrayLibrary)
     weight = library.asarray(np.linspace(0, 1, extent, endpoint=False, dtype=np.float32).reshape(shape), tile)
     old = _part(before, axis, before.shape[axis] - extent, before.shape[axis])
     new = _part(tile, axis, 0, extent)
-    # The library's own promotion makes this float32 for bfloat16 tiles; `+ 0 * new` style casts differ by library, so
-    # the result is brought back to the tile's dtype by concatenating it in that dtype.
+    # The library's own promotion makes this float32 for bfloat16 tiles; `+ 0 * new` style casts differ by
+    # library, so the result is brought back to the tile's dtype by concatenating it in that dtype.
     mixed = _as(old * (1 - weight) + new * weight, tile)
     return library.concatenate([mixed, _part(tile, axis, extent, tile.shape[axis])], axis)
 

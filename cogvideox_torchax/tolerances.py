@@ -1,4 +1,5 @@
-"""How far a backend may be from diffusers in float32 on CPU: the one table, for the tests and for `verify`."""
+"""How far a backend may be from diffusers in float32 on CPU: the one table, for the tests and for
+`verify`."""
 
 import torch
 
@@ -6,11 +7,13 @@ FLOAT32_RELATIVE = 1e-5
 """Largest difference in float32, over the largest absolute value of the reference."""
 
 BFLOAT16_RMS_RATIO = 1.1
-"""Root-mean-square error in bfloat16 against the float32 reference, over that of PyTorch's own bfloat16 run."""
+"""Root-mean-square error in bfloat16 against the float32 reference, over that of PyTorch's own bfloat16
+run."""
 
 
 def relative_error(got: torch.Tensor, reference: torch.Tensor) -> float:
-    """The largest difference, relative to the largest absolute value of the reference; NaN where there is a NaN."""
+    """The largest difference, relative to the largest absolute value of the reference; NaN where there is a
+    NaN."""
     reference = reference.double()
     return ((got.double() - reference).abs().max() / reference.abs().max()).item()
 

@@ -32,7 +32,9 @@ def _av() -> Any:
     try:
         import av
     except ImportError as error:
-        raise VideoError("reading and writing video needs PyAV: pip install 'cogvideox-torchax[video]'") from error
+        raise VideoError(
+            "reading and writing video needs PyAV: pip install 'cogvideox-torchax[video]'"
+        ) from error
     return av
 
 
@@ -51,11 +53,14 @@ def _opened(path: Path) -> Iterator[Any]:
             yield container
     except av.error.FFmpegError as error:
         reason = error.strerror or type(error).__name__
-        raise VideoError(f"{path} cannot be read as a video ({reason}): it is truncated or not a video") from error
+        raise VideoError(
+            f"{path} cannot be read as a video ({reason}): it is truncated or not a video"
+        ) from error
 
 
 def probe(path: str | Path) -> VideoInfo:
-    """Reads a video's size, rate and frame count; packets are counted, so a header that promises more is caught.
+    """Reads a video's size, rate and frame count; packets are counted, so a header that promises more is
+    caught.
 
     Raises:
         VideoError: no file, no video, no frames, or fewer frames than the header announces.
@@ -95,12 +100,15 @@ def framing(info: VideoInfo, *, multiple: int, height: int | None, width: int | 
     fitting = [max(side // multiple * multiple, multiple) for side in (chosen_height, chosen_width)]
     if crop:
         if fitting[0] > info.height or fitting[1] > info.width:
-            raise VideoError(f"cannot crop {info.height} x {info.width} pixels to {fitting[0]} x {fitting[1]}")
+            raise VideoError(
+                f"cannot crop {info.height} x {info.width} pixels to {fitting[0]} x {fitting[1]}"
+            )
         return Framing(fitting[0], fitting[1], crop=True)
     if (chosen_height, chosen_width) != tuple(fitting):
         raise VideoError(
-            f"{info.path.name} in {chosen_height} x {chosen_width} pixels (height x width): both must be multiples of "
-            f"{multiple}; pass --crop for {fitting[0]} x {fitting[1]}, or --height and --width to resize"
+            f"{info.path.name} in {chosen_height} x {chosen_width} pixels (height x width): both must be "
+            f"multiples of {multiple}; pass --crop for {fitting[0]} x {fitting[1]}, "
+            "or --height and --width to resize"
         )
     return Framing(chosen_height, chosen_width)
 
@@ -157,7 +165,8 @@ def check_output(path: str | Path) -> Path:
 
 @contextlib.contextmanager
 def whole_file(path: str | Path) -> Iterator[Path]:
-    """A temporary path beside `path` that becomes it when the block ends well, and vanishes when it does not."""
+    """A temporary path beside `path` that becomes it when the block ends well, and vanishes when it does
+    not."""
     path = check_output(path)
     try:
         workplace = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.absolute().parent))
@@ -185,7 +194,9 @@ def writing(path: str | Path, fps: Fraction | float) -> Iterator[Sink]:
     if kind not in (".mp4", ".gif", ""):
         raise VideoError(f"cannot write {path}: give a name in .mp4 or .gif, or a directory for frames")
     if path.is_dir() and (kind or any(path.iterdir())):
-        raise VideoError(f"cannot write {path}: it is a directory" + (" that is not empty" if not kind else ""))
+        raise VideoError(
+            f"cannot write {path}: it is a directory" + (" that is not empty" if not kind else "")
+        )
     if path.is_file() and not kind:
         raise VideoError(f"cannot write frames to {path}: it is a file")
     sinks = {".mp4": _Mp4Sink, ".gif": _GifSink, "": _FrameSink}
@@ -198,8 +209,7 @@ def writing(path: str | Path, fps: Fraction | float) -> Iterator[Sink]:
 
 
 def _frames_NHWC(frames: torch.Tensor) -> Iterator[Any]:
-    for frame in frames[0].permute(1, 2, 3, 0).contiguous().numpy():
-        yield frame
+    yield from frames[0].permute(1, 2, 3, 0).contiguous().numpy()
 
 
 class _Mp4Sink:

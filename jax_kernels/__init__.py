@@ -6,8 +6,8 @@ Axis letters, used in shapes and as suffixes throughout:
     G  channel groups  I  input channels of a kernel               O  output channels of a kernel
 
 Activations are channels-last (N T H W C) and kernels (T H W I O), the layout XLA convolutions want;
-`group_norm` takes its channel axis as an argument. `reference.py` holds the plainest form of every function: it is
-the definition that the tests hold the fast forms to.
+`group_norm` takes its channel axis as an argument. `reference.py` holds the plainest form of every function:
+it is the definition that the tests hold the fast forms to.
 """
 
 from jax_kernels.conv3d import conv3d

@@ -24,16 +24,18 @@ def conv3d(
 ) -> tuple[Float[Array, "N T H W O"], Float[Array, "N kt-1 H W I"] | None]:
     """3-D convolution, causal in time and zero-padded to the same size in space.
 
-    A frame sees itself and the kt - 1 frames before it: those of `cache`, or, at the start of a video, its first frame
-    repeated (diffusers' `CogVideoXCausalConv3d` with `pad_mode="first"`). Sums are float32, rounded once.
+    A frame sees itself and the kt - 1 frames before it: those of `cache`, or, at the start of a video, its
+    first frame repeated (diffusers' `CogVideoXCausalConv3d` with `pad_mode="first"`). Sums are float32,
+    rounded once.
 
     Args:
         x: a batch of frames.
         kernel: odd in space; `x`'s dtype.
         bias: (O,), or None.
         cache: what the call on the frames before returned; None at the start.
-        implementation: "direct" is one 3-D convolution; "summed" adds kt 2-D convolutions; "folded" is one 2-D
-            convolution over kt * I channels. None takes the fastest known for the platform that is compiled for.
+        implementation: "direct" is one 3-D convolution; "summed" adds kt 2-D convolutions; "folded" is one
+            2-D convolution over kt * I channels. None takes the fastest known for the platform that is
+            compiled for.
 
     Returns:
         The convolved frames, and the cache for the next call (None where kt is 1).
@@ -67,7 +69,8 @@ def _convolve(frames: Array, kernel: Array, implementation: Implementation | Non
 def _for_tpu(frames: Array, kernel: Array):
     """The fastest formulation by the v6e compiler's estimate, measured for CogVideoX's own layer sizes.
 
-    The 3-D form wins while a frame is small; on large ones its relayouts cost more than folding the taps' copies.
+    The 3-D form wins while a frame is small; on large ones its relayouts cost more than folding the taps'
+    copies.
     """
     pixels = frames.shape[2] * frames.shape[3]
     return _direct if pixels <= 120 * 180 else _folded
@@ -90,7 +93,10 @@ def _summed(frames: Array, kernel: Array) -> Array:
     length = frames.shape[1] - taps + 1
     return functools.reduce(
         jnp.add,
-        (conv_frames(frames[:, tap : tap + length], kernel[tap], padding=_same_padding(kernel)) for tap in range(taps)),
+        (
+            conv_frames(frames[:, tap : tap + length], kernel[tap], padding=_same_padding(kernel))
+            for tap in range(taps)
+        ),
     )
 
 
@@ -112,11 +118,15 @@ def _same_padding(kernel: Array) -> tuple[tuple[int, int], tuple[int, int]]:
 
 def _check(x: Array, kernel: Array, cache: Array | None) -> None:
     if x.ndim != 5 or kernel.ndim != 5:
-        raise ValueError(f"conv3d got x {x.shape} and kernel {kernel.shape}: it needs N T H W I and kt kh kw I O")
+        raise ValueError(
+            f"conv3d got x {x.shape} and kernel {kernel.shape}: it needs N T H W I and kt kh kw I O"
+        )
     if x.shape[-1] != kernel.shape[3]:
         raise ValueError(f"conv3d got {x.shape[-1]} channels for a kernel that takes {kernel.shape[3]}")
     if kernel.shape[1] % 2 == 0 or kernel.shape[2] % 2 == 0:
-        raise ValueError(f"conv3d got a kernel of {kernel.shape[1]} x {kernel.shape[2]} pixels: both must be odd")
+        raise ValueError(
+            f"conv3d got a kernel of {kernel.shape[1]} x {kernel.shape[2]} pixels: both must be odd"
+        )
     wanted = (x.shape[0], kernel.shape[0] - 1, *x.shape[2:])
     if cache is not None and cache.shape != wanted:
         raise ValueError(f"conv3d got a cache of shape {cache.shape}: {wanted} goes with x {x.shape}")

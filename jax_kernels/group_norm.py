@@ -10,7 +10,8 @@ from jaxtyping import Array, Float
 
 
 class Moments(NamedTuple):
-    """What Welford's recurrence carries: the count, the mean and M2, the sum of squared deviations from the mean."""
+    """What Welford's recurrence carries: the count, the mean and M2, the sum of squared deviations from the
+    mean."""
 
     count: int
     mean: Float[Array, "..."]
@@ -22,7 +23,8 @@ class Moments(NamedTuple):
 
 
 def merge(a: Moments, b: Moments) -> Moments:
-    """The moments of two samples together, from the moments of each (Chan, Golub and LeVeque 1979, eq. 2.1)."""
+    """The moments of two samples together, from the moments of each (Chan, Golub and LeVeque 1979, eq.
+    2.1)."""
     count = a.count + b.count
     delta = b.mean - a.mean
     return Moments(
@@ -35,7 +37,8 @@ def merge(a: Moments, b: Moments) -> Moments:
 def _merge_equal(parts: Moments, axes: tuple[int, ...]) -> Moments:
     """Chan's formula for partial results of equal count lying along `axes`: all are merged at once.
 
-    The means are averaged as differences from one of them: a plain float32 sum of many means near 1000 loses digits.
+    The means are averaged as differences from one of them: a plain float32 sum of many means near 1000 loses
+        digits.
     """
     size = 1
     for axis in axes:
@@ -52,8 +55,9 @@ def _merge_equal(parts: Moments, axes: tuple[int, ...]) -> Moments:
 def moments(x: Float[Array, "N *rest"], *, num_groups: int, channel_axis: int = 1) -> Moments:
     """The moments of each video's groups, in float32, from a single pass over `x`.
 
-    Each column of pixels is shifted by its own first pixel before it is squared and summed, so the sums stay as small as
-    the column's spread; the columns' (count, mean, M2), one row's worth of numbers, are then merged by Chan's formula.
+    Each column of pixels is shifted by its own first pixel before it is squared and summed, so the sums stay
+    as small as the column's spread; the columns' (count, mean, M2), one row's worth of numbers, are then
+    merged by Chan's formula.
     A column runs along H: W may be sharded and nothing but the merged triples has to travel.
 
     Returns:
@@ -90,7 +94,9 @@ def per_channel(stat_NG: Float[Array, "N G"], channels: int) -> Float[Array, "N 
 
 def check_groups(channels: int, num_groups: int) -> None:
     if num_groups < 1 or channels % num_groups:
-        raise ValueError(f"got {channels} channels in {num_groups} groups: num_groups must divide the channel count")
+        raise ValueError(
+            f"got {channels} channels in {num_groups} groups: num_groups must divide the channel count"
+        )
 
 
 @functools.partial(jax.jit, static_argnames=("num_groups", "eps", "channel_axis"))
@@ -103,7 +109,8 @@ def group_norm(
     eps: float = 1e-6,
     channel_axis: int = 1,
 ) -> Float[Array, "N *rest"]:
-    """Group normalization (Wu and He 2018): `(x - mean) / sqrt(variance + eps) * weight + bias`, a group at a time.
+    """Group normalization (Wu and He 2018): `(x - mean) / sqrt(variance + eps) * weight + bias`, a group at a
+    time.
 
     Args:
         x: any float dtype, rank 3 or more, axis 0 the batch.
@@ -119,7 +126,9 @@ def group_norm(
         ValueError: rank below 3, or a group count that does not divide C.
     """
     if x.ndim < 3:
-        raise ValueError(f"group_norm got rank {x.ndim}, shape {x.shape}: it needs a batch, a channel and a pixel axis")
+        raise ValueError(
+            f"group_norm got rank {x.ndim}, shape {x.shape}: it needs a batch, a channel and a pixel axis"
+        )
     channel_axis = channel_axis % x.ndim
     channels = x.shape[channel_axis]
     check_groups(channels, num_groups)

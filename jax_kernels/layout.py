@@ -11,8 +11,8 @@ from jaxtyping import Array, Float
 def precision_for(dtype: jnp.dtype) -> lax.Precision:
     """Full precision for float32, the hardware's own for narrower types.
 
-    By default a TPU multiplies float32 operands in bfloat16 and a recent GPU in TF32; either is a thousand times
-    outside the 1e-5 that float32 has to keep here.
+    By default a TPU multiplies float32 operands in bfloat16 and a recent GPU in TF32; either is a thousand
+    times outside the 1e-5 that float32 has to keep here.
     """
     return lax.Precision.HIGHEST if dtype == jnp.float32 else lax.Precision.DEFAULT
 
@@ -24,7 +24,8 @@ def conv_frames(
     padding: Sequence[tuple[int, int]],
     stride: int = 1,
 ) -> Float[Array, "N T H2 W2 O"]:
-    """Convolves every frame by itself; the result is the float32 accumulator, not yet rounded to the input's dtype."""
+    """Convolves every frame by itself; the result is the float32 accumulator, not yet rounded to the input's
+    dtype."""
     n, t = x_NTHWC.shape[:2]
     y = lax.conv_general_dilated(
         x_NTHWC.reshape(n * t, *x_NTHWC.shape[2:]),
@@ -39,7 +40,8 @@ def conv_frames(
 
 
 def repeat_nearest(x: Array, factors: dict[int, int]) -> Array:
-    """Repeats each element `factors[axis]` times along `axis`: nearest-neighbour upsampling by whole factors."""
+    """Repeats each element `factors[axis]` times along `axis`: nearest-neighbour upsampling by whole
+    factors."""
     for axis, factor in factors.items():
         if factor != 1:
             x = jnp.repeat(x, factor, axis=axis, total_repeat_length=x.shape[axis] * factor)
@@ -49,8 +51,9 @@ def repeat_nearest(x: Array, factors: dict[int, int]) -> Array:
 def first_frame_stays(frames: int) -> bool:
     """Whether a batch of `frames` frames keeps its first frame out of temporal resampling.
 
-    CogVideoX compresses 4k + 1 frames to k + 1: a batch of odd length carries the video's first frame, which stands for
-    itself alone (diffusers: `CogVideoXUpsample3D`, `CogVideoXDownsample3D`, `CogVideoXSpatialNorm3D`).
+    CogVideoX compresses 4k + 1 frames to k + 1: a batch of odd length carries the video's first frame, which
+    stands for itself alone (diffusers: `CogVideoXUpsample3D`, `CogVideoXDownsample3D`,
+    `CogVideoXSpatialNorm3D`).
     """
     return frames > 1 and frames % 2 == 1
 

@@ -1,4 +1,5 @@
-"""The plainest form of every kernel: what the fast forms have to equal. Written to be read, not to be run fast."""
+"""The plainest form of every kernel: what the fast forms have to equal. Written to be read, not to be run
+fast."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,9 @@ from jax_kernels.conv3d import conv3d
 from jax_kernels.spatial_norm import match_frames
 
 
-def group_norm(x: Array, weight: Array, bias: Array, *, num_groups: int, eps: float = 1e-6, channel_axis: int = 1):
+def group_norm(
+    x: Array, weight: Array, bias: Array, *, num_groups: int, eps: float = 1e-6, channel_axis: int = 1
+):
     """Two passes in float32: the mean, then the mean of the squared deviations."""
     y = jnp.moveaxis(x, channel_axis, 1).astype(jnp.float32)
     grouped = y.reshape(y.shape[0], num_groups, -1)
@@ -26,7 +29,9 @@ def causal_conv3d(x: Array, kernel: Array, bias: Array, cache: Array | None = No
     return conv3d(x, kernel, bias, cache, implementation="direct")
 
 
-def spatial_norm(x, zq, weight, bias, kernel_y, bias_y, kernel_b, bias_b, *, num_groups, eps=1e-6, activation=None):
+def spatial_norm(
+    x, zq, weight, bias, kernel_y, bias_y, kernel_b, bias_b, *, num_groups, eps=1e-6, activation=None
+):
     """The latents upsampled first, both 1x1x1 convolutions at full resolution, then the modulation."""
     full = match_frames(zq, x.shape)
     y, b = (
@@ -40,7 +45,11 @@ def spatial_norm(x, zq, weight, bias, kernel_y, bias_y, kernel_b, bias_b, *, num
 def upsample(x: Array, kernel: Array, bias: Array, *, expand_time: bool):
     """Doubled in space and time first, every frame convolved after."""
     if expand_time and x.shape[1] > 1:
-        x = jnp.concatenate([x[:, :1], jnp.repeat(x[:, 1:], 2, 1)], 1) if x.shape[1] % 2 else jnp.repeat(x, 2, 1)
+        x = (
+            jnp.concatenate([x[:, :1], jnp.repeat(x[:, 1:], 2, 1)], 1)
+            if x.shape[1] % 2
+            else jnp.repeat(x, 2, 1)
+        )
     x = jnp.repeat(jnp.repeat(x, 2, axis=2), 2, axis=3)
     y, _ = conv3d(x, kernel[None], bias, implementation="direct")
     return y

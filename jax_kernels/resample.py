@@ -1,4 +1,5 @@
-"""CogVideoX's up- and downsamplers: a factor of two in space by a 2-D convolution, and in time where asked."""
+"""CogVideoX's up- and downsamplers: a factor of two in space by a 2-D convolution, and in time where
+asked."""
 
 import functools
 
@@ -19,7 +20,8 @@ def upsample(
 ) -> Float[Array, "N T2 2H 2W O"]:
     """Nearest 2x in space, in time too where `expand_time`, then a 2-D convolution of every frame.
 
-    Doubled frames are equal when the convolution sees them, so it runs before the doubling: half the work, the same
+    Doubled frames are equal when the convolution sees them, so it runs before the doubling: half the work,
+        the same
     numbers. One frame stays one frame; an odd batch keeps its first frame single (`first_frame_stays`).
 
     Args:
@@ -50,13 +52,15 @@ def downsample(
     *,
     compress_time: bool,
 ) -> Float[Array, "N T2 H2 W2 O"]:
-    """Frames averaged in pairs where `compress_time`, then a 2-D convolution of stride 2, zero-padded below and right.
+    """Frames averaged in pairs where `compress_time`, then a 2-D convolution of stride 2, zero-padded below
+    and right.
 
     Args:
         x: the activations.
         kernel: (3, 3, I, O), `x`'s dtype.
         bias: (O,), or None.
-        compress_time: whether pairs of frames are averaged; the first of an odd number of frames stays by itself.
+        compress_time: whether pairs of frames are averaged; the first of an odd number of frames stays by
+            itself.
 
     Returns:
         H2 = H // 2 and W2 = W // 2 pixels in `x`'s dtype; T2 is T, or with `compress_time` (T + 1) // 2.

@@ -29,15 +29,18 @@ def spatial_norm(
     eps: float = 1e-6,
     activation: Activation | None = None,
 ) -> Float[Array, "N T H W C"]:
-    """`group_norm(x) * conv_y(zq) + conv_b(zq)`, `zq` upsampled to `x` by nearest neighbour (MoVQ, arXiv 2209.09002).
+    """`group_norm(x) * conv_y(zq) + conv_b(zq)`, `zq` upsampled to `x` by nearest neighbour (MoVQ, arXiv
+    2209.09002).
 
-    Two exact rewrites: a 1x1x1 convolution commutes with nearest upsampling, so both run at the latent's resolution;
-    then norm, affine and modulation are one `x * A + B` whose coefficients live there too and are repeated into place.
+    Two exact rewrites: a 1x1x1 convolution commutes with nearest upsampling, so both run at the latent's
+        resolution;
+    then norm, affine and modulation are one `x * A + B` whose coefficients live there too and are repeated
+    into place.
 
     Args:
         x: the activations.
-        zq: the latents: H / h, W / w and T / t are whole. A batch with an odd number of frames above one matches its
-            first frame with the first latent frame and the rest with the rest.
+        zq: the latents: H / h, W / w and T / t are whole. A batch with an odd number of frames above one
+            matches its first frame with the first latent frame and the rest with the rest.
         weight, bias: GroupNorm's affine.
         kernel_y, bias_y, kernel_b, bias_b: the two 1x1x1 convolutions.
         num_groups, eps: GroupNorm's.
@@ -73,7 +76,9 @@ def match_frames(z_NTHWC: Array, target: tuple[int, ...]) -> Array:
         factors = {}
         for axis, wanted in ((1, length), (2, rows), (3, columns)):
             if wanted % part.shape[axis]:
-                raise ValueError(f"spatial_norm got latents {z_NTHWC.shape} for activations {target}: not a multiple")
+                raise ValueError(
+                    f"spatial_norm got latents {z_NTHWC.shape} for activations {target}: not a multiple"
+                )
             factors[axis] = wanted // part.shape[axis]
         resized.append(repeat_nearest(part, factors))
     return resized[0] if len(resized) == 1 else jnp.concatenate(resized, axis=1)

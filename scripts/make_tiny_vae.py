@@ -1,4 +1,5 @@
-"""Makes the model directory that the package carries: CogVideoX's VAE, every layer of it, narrow, with random weights.
+"""Makes the model directory that the package carries: CogVideoX's VAE, every layer of it, narrow, with random
+weights.
 
 python scripts/make_tiny_vae.py cogvideox_torchax/assets/tiny-vae
 """
@@ -14,10 +15,15 @@ GROUPS = 4
 
 
 def make(directory: Path, seed: int = 0) -> None:
-    """Writes config.json and bfloat16 weights, about 2 MB; affine parameters and biases are drawn too, so none is 0."""
+    """Writes config.json and bfloat16 weights, about 2 MB; affine parameters and biases are drawn too, so
+    none is 0."""
     torch.manual_seed(seed)
     vae = AutoencoderKLCogVideoX(
-        block_out_channels=WIDTHS, norm_num_groups=GROUPS, scaling_factor=0.7, sample_height=480, sample_width=720
+        block_out_channels=WIDTHS,
+        norm_num_groups=GROUPS,
+        scaling_factor=0.7,
+        sample_height=480,
+        sample_width=720,
     )
     for name, parameter in vae.named_parameters():
         if parameter.ndim == 1:

@@ -15,7 +15,8 @@ SMALL = {
 
 
 def small_vae(seed: int = 0, **overrides) -> AutoencoderKLCogVideoX:
-    """Stock diffusers with random weights; biases and affine parameters are drawn too, so that none can be lost."""
+    """Stock diffusers with random weights; biases and affine parameters are drawn too, so that none can be
+    lost."""
     torch.manual_seed(seed)
     vae = AutoencoderKLCogVideoX(**{**SMALL, **overrides}).eval()
     for name, parameter in vae.named_parameters():
@@ -34,7 +35,9 @@ def on_jax(vae):
     return vae.to("jax")
 
 
-def latents(frames: int, *, batch: int = 1, height: int = 3, width: int = 5, channels: int = 16, seed: int = 1):
+def latents(
+    frames: int, *, batch: int = 1, height: int = 3, width: int = 5, channels: int = 16, seed: int = 1
+):
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(batch, channels, frames, height, width, generator=generator)
 

@@ -62,13 +62,17 @@ def test_encode_equals_diffusers(small_vae, backend, frames):
 def test_batch_of_two_equals_diffusers(small_vae, backend, frames):
     z, x = reference.latents(frames, batch=2), reference.video(4 * frames - 3, batch=2)
     assert relative_error(run_decode(backend, z), small_vae.decode(z).sample) < FLOAT32_RELATIVE
-    assert relative_error(run_encode(backend, x), small_vae.encode(x).latent_dist.parameters) < FLOAT32_RELATIVE
+    assert (
+        relative_error(run_encode(backend, x), small_vae.encode(x).latent_dist.parameters) < FLOAT32_RELATIVE
+    )
 
 
 def test_odd_sizes_equal_diffusers(small_vae, backend):
     z, x = reference.latents(3, height=9, width=13), reference.video(9, height=72, width=104)
     assert relative_error(run_decode(backend, z), small_vae.decode(z).sample) < FLOAT32_RELATIVE
-    assert relative_error(run_encode(backend, x), small_vae.encode(x).latent_dist.parameters) < FLOAT32_RELATIVE
+    assert (
+        relative_error(run_encode(backend, x), small_vae.encode(x).latent_dist.parameters) < FLOAT32_RELATIVE
+    )
 
 
 def test_full_depth_equals_diffusers():
@@ -105,7 +109,10 @@ def test_bfloat16_is_as_near_to_float32_as_pytorch(small_vae, frames):
 
 
 TILINGS = {
-    "columns, several chunks": ((5, 6, 9), {"tile_overlap_factor_height": 1 / 3, "tile_overlap_factor_width": 1 / 2}),
+    "columns, several chunks": (
+        (5, 6, 9),
+        {"tile_overlap_factor_height": 1 / 3, "tile_overlap_factor_width": 1 / 2},
+    ),
     "rows and columns, a narrow last tile": (
         (1, 8, 11),
         {"tile_overlap_factor_height": 1 / 6, "tile_overlap_factor_width": 1 / 6},
@@ -193,13 +200,18 @@ def test_streams_equal_the_whole(small_vae, backend):
 
 def test_bytes_in_and_bytes_out(small_vae, backend):
     z = reference.latents(3) * 3
-    x = torch.randint(0, 256, (1, 3, 9, 24, 40), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    x = torch.randint(
+        0, 256, (1, 3, 9, 24, 40), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
+    )
     exact = (small_vae.decode(z).sample / 2 + 0.5).clamp(0, 1) * 255
     frames = torch.cat(list(backend.decode_stream(z, output_dtype=torch.uint8)), 2)
     assert frames.dtype == torch.uint8
     assert (frames - exact).abs().max() <= 0.501  # a pixel that lies between two bytes may round either way
     want = small_vae.encode(x / 127.5 - 1).latent_dist.parameters
-    assert relative_error(torch.cat([p.parameters for p in backend.encode_stream(x)], 2), want) < FLOAT32_RELATIVE
+    assert (
+        relative_error(torch.cat([p.parameters for p in backend.encode_stream(x)], 2), want)
+        < FLOAT32_RELATIVE
+    )
 
 
 def test_any_length_compiles_the_same_two_programs(small_vae):
@@ -218,7 +230,9 @@ def test_weights_are_arguments_of_the_program(small_vae, jax_vae):
     program = jax_vae.program("decode")
     weights = runtime.weights_of(program.network)
     lowered = program.lower(weights, runtime.array_of(runtime.to_jax(reference.latents(3))))
-    assert lowered.compile().memory_analysis().argument_size_in_bytes >= sum(w.nbytes for w in weights.values())
+    assert lowered.compile().memory_analysis().argument_size_in_bytes >= sum(
+        w.nbytes for w in weights.values()
+    )
     assert len(lowered.as_text()) < 5e6  # constants would be written out in the text
 
 
@@ -291,7 +305,10 @@ BAD_LATENTS = {
     "rank": (lambda z: z[0], r"rank 4, shape \(16, 3, 3, 5\): it takes \(N, C, T, H, W\)"),
     "channels": (lambda z: z[:, :4], r"4 channels.*the model takes 16"),
     "empty": (lambda z: z[:, :, :0], "empty latents"),
-    "dtype": (lambda z: z.bfloat16(), r"bfloat16 for weights of torch.float32: pass them .to\(torch.float32\)"),
+    "dtype": (
+        lambda z: z.bfloat16(),
+        r"bfloat16 for weights of torch.float32: pass them .to\(torch.float32\)",
+    ),
     "nan": (
         lambda z: z.index_fill(2, torch.tensor([1]), float("nan")),
         "NaN or Inf in the latents: video 0, frame 1, channel 0",
@@ -313,7 +330,10 @@ BAD_VIDEOS = {
     "size": (lambda x: x[..., :20, :], "20 x 40 pixels.*multiples of 8; crop it to 16 x 40"),
     "rank": (lambda x: x[:, :, 0], "rank 4"),
     "channels": (lambda x: x[:, :1], "1 channels"),
-    "nan": (lambda x: x.index_fill(2, torch.tensor([2]), float("nan")), "NaN or Inf in the video: video 0, frame 2"),
+    "nan": (
+        lambda x: x.index_fill(2, torch.tensor([2]), float("nan")),
+        "NaN or Inf in the video: video 0, frame 2",
+    ),
 }
 
 

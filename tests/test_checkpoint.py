@@ -75,13 +75,19 @@ BROKEN = {
         "whole pipeline: pass subfolder='vae'",
     ),
     "config is no JSON": (lambda d: (d / "config.json").write_text("{"), "not valid JSON"),
-    "another class": (lambda d: _edit_config(d, _class_name="AutoencoderKL"), "is for AutoencoderKL, not for"),
+    "another class": (
+        lambda d: _edit_config(d, _class_name="AutoencoderKL"),
+        "is for AutoencoderKL, not for",
+    ),
     "no weights": (lambda d: (d / WEIGHTS).unlink(), f"has no {WEIGHTS}"),
     "truncated weights": (_truncate, "truncated"),
     "no shard": (_lose_shard, "lacks diffusion_pytorch_model-00001"),
     "a pickle": (_pickle, "which can run code when loaded; convert it once: python -c"),
     "a missing tensor": (lambda d: _edit_weights(d, lambda t: t.pop(NAME)), NAME),
-    "a tensor too many": (lambda d: _edit_weights(d, lambda t: t.update(extra=torch.zeros(1))), "unexpected extra"),
+    "a tensor too many": (
+        lambda d: _edit_weights(d, lambda t: t.update(extra=torch.zeros(1))),
+        "unexpected extra",
+    ),
     "another shape": (lambda d: _edit_weights(d, lambda t: t.update({NAME: torch.zeros(2, 2)})), NAME),
 }
 

@@ -1,3 +1,5 @@
+import itertools
+
 import pytest
 
 from cogvideox_torchax import chunks
@@ -26,16 +28,20 @@ def test_what_does_not_fill_a_chunk_joins_the_first(frames, size, lengths):
     assert [chunk.length for chunk in plan] == lengths
     assert plan[0].start == 0
     assert plan[-1].stop == frames
-    assert all(a.stop == b.start for a, b in zip(plan, plan[1:], strict=False))
+    assert all(a.stop == b.start for a, b in itertools.pairwise(plan))
 
 
 @pytest.mark.parametrize("frames", range(1, 30))
 def test_decoded_frames_are_1_for_1_and_4n_minus_3_for_odd_and_4n_for_even(frames):
-    total = sum(chunks.decoded_length(chunk.length) for chunk in chunks.plan(frames, chunks.LATENT_FRAMES_A_CHUNK))
+    total = sum(
+        chunks.decoded_length(chunk.length) for chunk in chunks.plan(frames, chunks.LATENT_FRAMES_A_CHUNK)
+    )
     assert total == (1 if frames == 1 else 4 * frames - 3 if frames % 2 else 4 * frames)
 
 
-@pytest.mark.parametrize(("frames", "latents"), [(1, 1), (2, 1), (4, 1), (5, 2), (8, 2), (9, 3), (10, 3), (49, 13)])
+@pytest.mark.parametrize(
+    ("frames", "latents"), [(1, 1), (2, 1), (4, 1), (5, 2), (8, 2), (9, 3), (10, 3), (49, 13)]
+)
 def test_encoded_frames(frames, latents):
     plan = chunks.plan(frames, chunks.SAMPLE_FRAMES_A_CHUNK)
     assert sum(chunks.encoded_length(chunk.length) for chunk in plan) == latents

@@ -13,7 +13,11 @@ def run_python(code, **environment):
     import os
 
     return subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, **environment}, capture_output=True, text=True, check=False
+        [sys.executable, "-c", code],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
     )
 
 
@@ -71,16 +75,24 @@ def test_the_first_value_that_is_not_finite_is_found_on_both_backends(bad):
     assert runtime.first_nonfinite(runtime.to_jax(x)) == (1, 0, 2)
 
 
-CACHE = "from cogvideox_torchax import enable; enable(); import jax; print(jax.config.jax_compilation_cache_dir)"
+CACHE = (
+    "from cogvideox_torchax import enable; enable(); import jax; print(jax.config.jax_compilation_cache_dir)"
+)
 
 
 @pytest.mark.parametrize(
     ("environment", "words"),
     [
-        ({"COGVIDEOX_TORCHAX_COMPILE_CACHE": "", "XDG_CACHE_HOME": "/tmp/caches"}, "/tmp/caches/cogvideox-torchax/xla"),
+        (
+            {"COGVIDEOX_TORCHAX_COMPILE_CACHE": "", "XDG_CACHE_HOME": "/tmp/caches"},
+            "/tmp/caches/cogvideox-torchax/xla",
+        ),
         ({"COGVIDEOX_TORCHAX_COMPILE_CACHE": "/tmp/mine"}, "/tmp/mine"),
         ({"COGVIDEOX_TORCHAX_COMPILE_CACHE": "off"}, "None"),
-        ({"COGVIDEOX_TORCHAX_COMPILE_CACHE": "/tmp/mine", "JAX_COMPILATION_CACHE_DIR": "/tmp/users"}, "/tmp/users"),
+        (
+            {"COGVIDEOX_TORCHAX_COMPILE_CACHE": "/tmp/mine", "JAX_COMPILATION_CACHE_DIR": "/tmp/users"},
+            "/tmp/users",
+        ),
     ],
 )
 def test_the_compile_cache_is_where_it_should_be(environment, words):

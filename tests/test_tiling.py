@@ -19,7 +19,9 @@ def test_published_sizes_give_diffusers_numbers():
 @pytest.mark.parametrize("tile", [4, 5, 6, 7])
 @pytest.mark.parametrize("overlap", [0.0, 1 / 6, 1 / 5, 0.4])
 @pytest.mark.parametrize("layout", ["NCTHW", "NTHWC"])
-def test_any_tile_size_gives_the_right_output_size_and_equal_tiles_blend_to_themselves(size, tile, overlap, layout):
+def test_any_tile_size_gives_the_right_output_size_and_equal_tiles_blend_to_themselves(
+    size, tile, overlap, layout
+):
     axis = layout.index("H")
     shape = [1, 1, 1, 1, 1]
     shape[axis] = shape[axis + 1] = size

@@ -10,7 +10,9 @@ from cogvideox_torchax.cli.demo import demo_clip
 
 def moving_frames(count=9, height=24, width=40):
     rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
-    frames = [torch.stack([rows * 8 + 4 * t, columns * 5, torch.full_like(rows, 20 * t)]) for t in range(count)]
+    frames = [
+        torch.stack([rows * 8 + 4 * t, columns * 5, torch.full_like(rows, 20 * t)]) for t in range(count)
+    ]
     return torch.stack(frames, 1)[None].clamp(0, 255).to(torch.uint8)
 
 

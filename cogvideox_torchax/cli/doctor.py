@@ -77,7 +77,9 @@ def _devices() -> str:
 
         return ", ".join(f"{device.platform}:{device.id} ({device.device_kind})" for device in jax.devices())
     except Exception as error:
-        return f"none ({' '.join(str(error).split())[:200]}); on a machine without a TPU set JAX_PLATFORMS=cpu"
+        return (
+            f"none ({' '.join(str(error).split())[:200]}); on a machine without a TPU set JAX_PLATFORMS=cpu"
+        )
 
 
 def _compile_cache() -> object:

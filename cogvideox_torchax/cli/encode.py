@@ -12,10 +12,12 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
         subparsers,
         "encode",
         "encode a video to latents",
-        "cogvideox-torchax encode clip.mp4 -o latents.safetensors --model zai-org/CogVideoX-5b --dtype bfloat16",
+        "cogvideox-torchax encode clip.mp4 -o clip.safetensors --model zai-org/CogVideoX-5b --dtype bfloat16",
     )
     command.add_argument("video", help="any video that FFmpeg reads")
-    command.add_argument("-o", "--output", required=True, metavar="FILE", help="the .safetensors file to write")
+    command.add_argument(
+        "-o", "--output", required=True, metavar="FILE", help="the .safetensors file to write"
+    )
     common.add_model_options(command, default=str(common.DEMO_MODEL))
     common.add_clip_options(command)
     return command

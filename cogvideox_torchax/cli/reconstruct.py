@@ -17,7 +17,11 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
     )
     command.add_argument("video", help="any video that FFmpeg reads")
     command.add_argument(
-        "-o", "--output", required=True, metavar="FILE", help="an .mp4 or .gif file, or a directory for PNG frames"
+        "-o",
+        "--output",
+        required=True,
+        metavar="FILE",
+        help="an .mp4 or .gif file, or a directory for PNG frames",
     )
     common.add_model_options(command, default=str(common.DEMO_MODEL))
     common.add_clip_options(command)

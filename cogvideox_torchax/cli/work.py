@@ -52,7 +52,9 @@ def encode_clip(vae: "AutoencoderKLCogVideoX", clip: Clip, args: argparse.Namesp
         name="encode",
         args=args,
     )
-    parts = [posterior.mode() if generator is None else posterior.sample(generator) for posterior in posteriors]
+    parts = [
+        posterior.mode() if generator is None else posterior.sample(generator) for posterior in posteriors
+    ]
     return Latents(
         tensor=torch.cat(parts, dim=2),
         config=dict(vae.config),
@@ -62,7 +64,9 @@ def encode_clip(vae: "AutoencoderKLCogVideoX", clip: Clip, args: argparse.Namesp
     )
 
 
-def decode_to(sink: video.Sink, vae: "AutoencoderKLCogVideoX", latents: "Latents", args: argparse.Namespace) -> int:
+def decode_to(
+    sink: video.Sink, vae: "AutoencoderKLCogVideoX", latents: "Latents", args: argparse.Namespace
+) -> int:
     """Writes the decoded frames as they come; returns how many."""
     import torch
 

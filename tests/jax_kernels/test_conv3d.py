@@ -19,7 +19,9 @@ def _torch_causal(x, kernel, bias, past):
     """torch's conv3d on (past, x): the definition."""
     frames = torch.from_numpy(np.concatenate([past, x], 1).astype(np.float32)).permute(0, 4, 1, 2, 3)
     weight = torch.from_numpy(np.array(kernel, np.float32)).permute(4, 3, 0, 1, 2)
-    y = torch.nn.functional.conv3d(frames, weight, torch.from_numpy(np.array(bias, np.float32)), padding=(0, 1, 1))
+    y = torch.nn.functional.conv3d(
+        frames, weight, torch.from_numpy(np.array(bias, np.float32)), padding=(0, 1, 1)
+    )
     return y.permute(0, 2, 3, 4, 1).numpy()
 
 
@@ -49,7 +51,8 @@ def test_bfloat16_sums_in_float32(implementation):
     y, cache = conv3d(x, kernel, bias, implementation=implementation)
     want, _ = conv3d(*(a.astype(jnp.float32) for a in (x, kernel, bias)), implementation="direct")
     assert y.dtype == cache.dtype == jnp.bfloat16
-    # One rounding of the result: half a unit in the last place. A bfloat16 sum of the three taps would be off by more.
+    # One rounding of the result: half a unit in the last place. A bfloat16 sum of the three taps would be off
+    # by more.
     np.testing.assert_array_equal(np.array(y), np.array(want.astype(jnp.bfloat16)))
 
 
@@ -65,7 +68,9 @@ def test_no_bias_and_a_kernel_of_one_frame():
     x, kernel, _ = _inputs(2, taps=1)
     y, cache = conv3d(x, kernel)
     assert cache is None
-    np.testing.assert_allclose(np.array(y), _torch_causal(x, kernel, np.zeros(6), np.array(x[:, :0])), atol=1e-5)
+    np.testing.assert_allclose(
+        np.array(y), _torch_causal(x, kernel, np.zeros(6), np.array(x[:, :0])), atol=1e-5
+    )
 
 
 @pytest.mark.parametrize(

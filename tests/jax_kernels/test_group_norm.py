@@ -34,7 +34,8 @@ def test_bfloat16_has_float32_statistics():
     got = group_norm(x, weight, bias, num_groups=4)
     want = reference.group_norm(x.astype(jnp.float32), weight, bias, num_groups=4)
     assert got.dtype == jnp.bfloat16
-    # Rounding the result alone costs half a unit in the last of 8 bits; rounded statistics cost many times that.
+    # Rounding the result alone costs half a unit in the last of 8 bits; rounded statistics cost many times
+    # that.
     np.testing.assert_allclose(np.array(got, np.float32), np.array(want), rtol=2**-8, atol=1e-3)
 
 

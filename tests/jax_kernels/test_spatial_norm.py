@@ -5,7 +5,8 @@ import pytest
 from jax_kernels import reference, spatial_norm
 from tests.reference import largest_error
 
-# Latent frames to frames, as they meet in the decoder: a first batch of 1, 2 or 3 latents, after 0, 1 or 2 doublings.
+# Latent frames to frames, as they meet in the decoder: a first batch of 1, 2 or 3 latents, after 0, 1 or 2
+# doublings.
 FRAMES = [(1, 1), (2, 2), (2, 4), (2, 8), (3, 3), (3, 5), (3, 9)]
 
 
@@ -30,7 +31,9 @@ def test_equals_modulation_at_full_resolution(latent_frames, frames, scale, acti
 def test_bfloat16_rounds_once(activation):
     inputs = _inputs(3, 9, dtype=jnp.bfloat16)
     got = spatial_norm(*inputs, num_groups=4, activation=activation)
-    want = reference.spatial_norm(*(a.astype(jnp.float32) for a in inputs), num_groups=4, activation=activation)
+    want = reference.spatial_norm(
+        *(a.astype(jnp.float32) for a in inputs), num_groups=4, activation=activation
+    )
     assert got.dtype == jnp.bfloat16
     np.testing.assert_allclose(np.array(got, np.float32), np.array(want), rtol=2**-8, atol=1e-4)
 
