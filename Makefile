@@ -20,7 +20,7 @@ test: $(VENV)/test.done
 lint: $(VENV)/test.done
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 format: $(VENV)/test.done
 	$(BIN)/ruff check --fix .
