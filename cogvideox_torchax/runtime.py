@@ -104,6 +104,11 @@ def tensor_of(array: Any) -> torch.Tensor:
     return _torchax().interop.torch_view(array)
 
 
+def jax_dtype(dtype: torch.dtype) -> Any:
+    """The JAX dtype of a torch dtype."""
+    return _torchax().interop.jax_view(dtype)
+
+
 def fetch_async(tensor: torch.Tensor) -> None:
     """Starts the copy of a result to the host, to be there when `to_torch` asks for it."""
     if on_jax(tensor):
@@ -191,6 +196,12 @@ class ChunkProgram:
         return (
             self._first.lower(weights, chunk) if cache is None else self._later.lower(weights, chunk, cache)
         )
+
+    def shapes(self, weights: Any, chunk: Any) -> Any:
+        """The shapes of the first chunk's result and cache, without running or compiling."""
+        import jax
+
+        return jax.eval_shape(self._first, weights, chunk)
 
     def run(self, weights: Any, chunk: Any, cache: Any) -> tuple[Any, Any]:
         return self._first(weights, chunk) if cache is None else self._later(weights, chunk, cache)

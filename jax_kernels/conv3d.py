@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from jax_kernels.layout import conv_frames, precision_for
+from jax_kernels.layout import conv_frames, precision_for, select_frames
 
 Implementation = Literal["direct", "summed", "folded"]
 
@@ -53,7 +53,8 @@ def conv3d(
     y = _convolve(frames, kernel, implementation)
     if bias is not None:
         y = y + bias.astype(jnp.float32)
-    return y.astype(x.dtype), frames[:, -past:] if past else None
+    length = frames.shape[1]
+    return y.astype(x.dtype), select_frames(frames, range(length - past, length)) if past else None
 
 
 def _convolve(frames: Array, kernel: Array, implementation: Implementation | None) -> Array:

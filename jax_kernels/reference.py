@@ -7,7 +7,7 @@ from jax import lax
 from jaxtyping import Array
 
 from jax_kernels.conv3d import conv3d
-from jax_kernels.spatial_norm import match_frames
+from jax_kernels.spatial_norm import match_frames_and_columns
 
 
 def group_norm(
@@ -33,7 +33,7 @@ def spatial_norm(
     x, zq, weight, bias, kernel_y, bias_y, kernel_b, bias_b, *, num_groups, eps=1e-6, activation=None
 ):
     """The latents upsampled first, both 1x1x1 convolutions at full resolution, then the modulation."""
-    full = match_frames(zq, x.shape)
+    full = jnp.repeat(match_frames_and_columns(zq, x.shape), x.shape[2] // zq.shape[2], axis=2)
     y, b = (
         jnp.einsum("nthwz,zc->nthwc", full, kernel, precision=lax.Precision.HIGHEST) + offset
         for kernel, offset in ((kernel_y, bias_y), (kernel_b, bias_b))

@@ -5,9 +5,18 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float
 
-from jax_kernels.layout import conv_frames, repeat_nearest, split_first_frame
+from jax_kernels.layout import (
+    conv_frames,
+    first_frame_stays,
+    frames_first,
+    pixels_first,
+    repeat_nearest,
+    select_frames,
+    split_first_frame,
+)
 
 
 @functools.partial(jax.jit, static_argnames="expand_time")
@@ -34,14 +43,28 @@ def upsample(
         2H x 2W pixels in `x`'s dtype; T2 is T, or with `expand_time` 2T (T even), 2T - 1 (T odd).
     """
     rows, columns = (kernel.shape[0] - 1) // 2, (kernel.shape[1] - 1) // 2
-    y = conv_frames(repeat_nearest(x, {2: 2, 3: 2}), kernel, padding=((rows, rows), (columns, columns)))
+    doubled = lax.platform_dependent(x, tpu=_double_pixels_outside, default=_double_pixels)
+    y = conv_frames(doubled, kernel, padding=((rows, rows), (columns, columns)))
     if bias is not None:
         y = y + bias.astype(jnp.float32)
     y = y.astype(x.dtype)
     if not expand_time or x.shape[1] == 1:
         return y
-    *first, rest = split_first_frame(y)
-    return jnp.concatenate([*first, repeat_nearest(rest, {1: 2})], axis=1)
+    length = x.shape[1]
+    kept = 1 if first_frame_stays(length) else 0
+    return select_frames(y, [*range(kept), *(frame for frame in range(kept, length) for _ in range(2))])
+
+
+def _double_pixels(x: Array) -> Array:
+    return repeat_nearest(x, {2: 2, 3: 2})
+
+
+def _double_pixels_outside(x: Array) -> Array:
+    """`_double_pixels` as one broadcast of outer axes; the barrier keeps it from becoming two of inner
+    ones."""
+    h, w, n, t, c = pixels_first(x).shape
+    doubled = jnp.broadcast_to(pixels_first(x)[:, None, :, None], (h, 2, w, 2, n, t, c))
+    return frames_first(lax.optimization_barrier(doubled).reshape(2 * h, 2 * w, n, t, c))
 
 
 @functools.partial(jax.jit, static_argnames="compress_time")

@@ -167,6 +167,19 @@ class Stopwatch:
         return time.perf_counter() - self._start
 
 
+def versions() -> dict[str, str]:
+    """Of the packages that a figure depends on."""
+    import importlib.metadata
+
+    found = {}
+    for name in ("torch", "torchax", "jax", "jaxlib", "libtpu", "diffusers"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "none"
+    return found
+
+
 def say(message: str) -> None:
     """A line for the person at the terminal, kept out of what a program reads from stdout."""
     print(message, file=sys.stderr)

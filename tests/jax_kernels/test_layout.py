@@ -1,0 +1,52 @@
+"""The forms that only a TPU takes, run here on the CPU: each has to be the other form's equal, to the bit."""
+
+import importlib
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_kernels import layout
+
+spatial_norm_module = importlib.import_module("jax_kernels.spatial_norm")
+resample_module = importlib.import_module("jax_kernels.resample")
+DTYPES = [jnp.float32, jnp.bfloat16]
+
+
+def _frames(frames=4, dtype=jnp.float32):
+    return jnp.asarray(np.random.default_rng(0).normal(size=(2, frames, 4, 6, 3)), dtype)
+
+
+def _modulation(name, dtype):
+    x = _frames(5, dtype)
+    multiplier, offset = (jnp.asarray(np.random.default_rng(i).normal(size=(2, 5, 2, 6, 3))) for i in (1, 2))
+    return getattr(spatial_norm_module, name)(x, multiplier, offset, activation="silu")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_modulation_with_frames_inside_is_the_same(dtype):
+    got, want = _modulation("_modulate_frames_inside", dtype), _modulation("_modulate", dtype)
+    assert got.dtype == dtype
+    np.testing.assert_array_equal(np.array(got), np.array(want))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_doubling_outside_is_the_same(dtype):
+    x = _frames(dtype=dtype)
+    got, want = resample_module._double_pixels_outside(x), resample_module._double_pixels(x)
+    np.testing.assert_array_equal(np.array(got), np.array(want))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("frames", [[2, 3], [0, 1, 1, 2, 2, 3, 3], [0]])
+def test_picked_frames_are_the_selected_ones(dtype, frames):
+    x = _frames(dtype=dtype)
+    picked = layout._pick_frames(x, index=np.asarray(frames))
+    np.testing.assert_array_equal(np.array(picked), np.array(x[:, np.asarray(frames)]))
+    np.testing.assert_array_equal(np.array(layout.select_frames(x, frames)), np.array(picked))
+
+
+def test_pixels_first_and_back():
+    x = _frames()
+    assert layout.pixels_first(x).shape == (4, 6, 2, 4, 3)
+    np.testing.assert_array_equal(np.array(layout.frames_first(layout.pixels_first(x))), np.array(x))
