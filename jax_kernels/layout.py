@@ -17,6 +17,11 @@ def precision_for(dtype: jnp.dtype) -> lax.Precision:
     return lax.Precision.HIGHEST if dtype == jnp.float32 else lax.Precision.DEFAULT
 
 
+def on_mesh() -> bool:
+    """Whether what is traced now is meant for the devices of a mesh (`jax.sharding.use_abstract_mesh`)."""
+    return not jax.sharding.get_abstract_mesh().empty
+
+
 def conv_frames(
     x_NTHWC: Float[Array, "N T H W I"],
     kernel_HWIO: Float[Array, "kh kw I O"],
@@ -25,8 +30,13 @@ def conv_frames(
     stride: int = 1,
 ) -> Float[Array, "N T H2 W2 O"]:
     """Convolves every frame by itself; the result is the float32 accumulator, not yet rounded to the input's
-    dtype."""
+    dtype.
+
+    A convolution with a stride over a mesh is rounded: where a width does not divide, XLA's partitioner pads
+    the operand of a bfloat16 convolution with a zero of the result's dtype, and then refuses the mixture.
+    """
     n, t = x_NTHWC.shape[:2]
+    result_dtype = x_NTHWC.dtype if stride > 1 and on_mesh() else jnp.float32
     y = lax.conv_general_dilated(
         x_NTHWC.reshape(n * t, *x_NTHWC.shape[2:]),
         kernel_HWIO,
@@ -34,7 +44,7 @@ def conv_frames(
         padding=padding,
         dimension_numbers=("NHWC", "HWIO", "NHWC"),
         precision=precision_for(x_NTHWC.dtype),
-        preferred_element_type=jnp.float32,
+        preferred_element_type=result_dtype,
     )
     return y.reshape(n, t, *y.shape[1:])
 
@@ -47,7 +57,7 @@ def repeat_nearest(x: Array, factors: dict[int, int]) -> Array:
     reshape: a partitioner would gather the whole of a sharded axis to index it. Columns first then, while the
     array is smallest: where the shards of a width and of its multiple do not line up, columns travel.
     """
-    if not jax.sharding.get_abstract_mesh().empty:
+    if on_mesh():
         for axis in sorted(factors, reverse=True):
             x = jnp.repeat(x, factors[axis], axis=axis)
         return x
