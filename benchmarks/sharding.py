@@ -2,6 +2,8 @@
 
     python benchmarks/sharding.py --sizes 60x90 96x170 -o benchmarks/results/sharding.json
 
+    python benchmarks/sharding.py --table -o benchmarks/results/sharding.json  # prints the table
+
 Compiles the steady chunk of the published model's widths (bfloat16) for one device and for a mesh of dp=1,
 tp=8, on eight CPU devices that are really one machine; nothing is run, and no weights are made.
 """
@@ -60,6 +62,37 @@ def measure(single, sharded, kind: str, height: int, width: int) -> dict:
     }
 
 
+def table(results: list[dict]) -> str:
+    """The figures as Markdown, a program a row."""
+    header = [
+        "chunk",
+        "latents",
+        "work x 8",
+        "temp, one device",
+        "temp a device",
+        "all-gathers",
+        "halos",
+        "sums",
+    ]
+    rows = [header, ["---"] * len(header)]
+    for result in results:
+        moved = result["collectives"]
+        halos = moved["collective-permute"]
+        rows.append(
+            [
+                result["kind"],
+                " x ".join(map(str, result["latents"])),
+                f"{result['flops_ratio']:.3f}",
+                f"{result['temp_mib_single_device']:,.0f} MiB",
+                f"{result['temp_mib_per_device']:,.0f} MiB ({result['temp_ratio']:.3f})",
+                str(moved.get("all-gather", {"count": 0})["count"]),
+                f"{halos['bytes'] / MIB:,.0f} MiB in {halos['count']}",
+                f"{moved['all-reduce']['bytes'] / 1024:,.0f} KiB in {moved['all-reduce']['count']}",
+            ]
+        )
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -67,7 +100,11 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", default=["60x90", "96x170"], help="latents, height x width")
     parser.add_argument("--kinds", nargs="+", default=["decode", "encode"])
     parser.add_argument("-o", "--output", type=Path, default=Path("benchmarks/results/sharding.json"))
+    parser.add_argument("--table", action="store_true", help="print the output file as a table")
     args = parser.parse_args()
+    if args.table:
+        print(table(json.loads(args.output.read_text())["results"]))
+        return
     single, sharded = published_vae(), port(published_vae(), mesh=make_mesh(dp=1, tp=8))
     results = []
     for size in args.sizes:
