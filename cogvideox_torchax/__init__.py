@@ -7,13 +7,15 @@ if TYPE_CHECKING:
     from cogvideox_torchax.autoencoder import AutoencoderKLCogVideoX
     from cogvideox_torchax.porting import port
     from cogvideox_torchax.runtime import enable
+    from cogvideox_torchax.sharding import make_mesh
 
 __version__ = "0.1.0"
-__all__ = ["AutoencoderKLCogVideoX", "enable", "port"]
+__all__ = ["AutoencoderKLCogVideoX", "enable", "make_mesh", "port"]
 
 _HOMES = {
     "AutoencoderKLCogVideoX": "cogvideox_torchax.autoencoder",
     "enable": "cogvideox_torchax.runtime",
+    "make_mesh": "cogvideox_torchax.sharding",
     "port": "cogvideox_torchax.porting",
 }
 

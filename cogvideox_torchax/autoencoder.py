@@ -328,8 +328,33 @@ class AutoencoderKLCogVideoX(DiffusersAutoencoder):
         kept."""
         programs = self.__dict__.setdefault("_programs", {})
         if kind not in programs:
-            programs[kind] = runtime.ChunkProgram(self._network(kind))
+            programs[kind] = self.build_program(kind)
         return programs[kind]
+
+    def build_program(self, kind: str) -> runtime.ChunkProgram:
+        """A chunk program of its own, for one that only looks at what it compiles to."""
+        network = self._network(kind)
+        if self.mesh is None:
+            return runtime.ChunkProgram(network)
+        from cogvideox_torchax.sharding import Placement, ShardedProgram
+
+        return ShardedProgram(network, Placement(self.mesh))
+
+    @property
+    def mesh(self) -> Any:
+        """The `jax.sharding.Mesh` that this model runs on, as given to `port`; None for a single device."""
+        return self.__dict__.get("_mesh")
+
+    def place_on(self, mesh: Any) -> None:
+        """Runs on another mesh from now on: the programs compiled so far are dropped.
+
+        Raises:
+            ValueError: a mesh that was not made by `make_mesh`.
+        """
+        from cogvideox_torchax.sharding import check_mesh
+
+        self.__dict__["_mesh"] = check_mesh(mesh)
+        self.__dict__.pop("_programs", None)
 
     # Checks
 

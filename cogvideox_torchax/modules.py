@@ -62,10 +62,7 @@ class SafeConv3d(diffusers_vae.CogVideoXSafeConv3d):
 
 
 class CausalConv3d(diffusers_vae.CogVideoXCausalConv3d):
-    """The causal convolution as one call, cache in and cache out (`jax_kernels.conv3d`).
-
-    On JAX the cache is (H, W, N, T, C): that is how a TPU holds it between two chunks without rearranging it.
-    """
+    """The causal convolution as one call, cache in and cache out (`jax_kernels.conv3d`)."""
 
     def forward(
         self, inputs: torch.Tensor, conv_cache: torch.Tensor | None = None
@@ -74,11 +71,11 @@ class CausalConv3d(diffusers_vae.CogVideoXCausalConv3d):
         plain = conv.stride == (1, 1, 1) and conv.dilation == (1, 1, 1) and self.pad_mode != "replicate"
         if not on_jax(inputs) or not plain:
             return super().forward(inputs, conv_cache)  # pyright: ignore[reportReturnType]
-        cache = None if conv_cache is None else conv_cache.permute(2, 3, 0, 1, 4)
+        cache = None if conv_cache is None else _channels_last(conv_cache)
         y, new_cache = torch_view(jax_kernels.conv3d)(
             _channels_last(inputs), _kernel_last(conv.weight), conv.bias, cache
         )
-        return _channels_first(y), None if new_cache is None else new_cache.permute(2, 3, 0, 1, 4)
+        return _channels_first(y), None if new_cache is None else _channels_first(new_cache)
 
 
 class SpatialNorm3D(diffusers_vae.CogVideoXSpatialNorm3D):

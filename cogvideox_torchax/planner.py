@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from cogvideox_torchax import checkpoint, chunks, runtime
+from cogvideox_torchax.sharding import make_mesh
 
 
 class PlanError(ValueError):
@@ -186,41 +187,41 @@ class Job:
         return decoding, (vae.config["latent_channels"], self.height // scale, self.width // scale)
 
 
-def plan_programs(vae: Any, job: Job, devices: list[Any], chip: Chip | None) -> Iterator[ProgramPlan]:
-    """Compiles the first and, where there is one, the later chunk program of a job for one device.
+def plan_programs(
+    vae: Any, job: Job, devices: list[Any], chip: Chip | None, *, dp: int = 1, tp: int = 1
+) -> Iterator[ProgramPlan]:
+    """Compiles the first and, where there is one, the later chunk program of a job.
 
     Args:
-        vae: of `hollow_vae`, or any ported VAE.
+        vae: of `hollow_vae`, or any ported VAE; with more than one device it is placed on their mesh.
         job: the video.
-        devices: of a topology, or of this machine; the first is compiled for.
-        chip: the peaks to hold the program against; None for none.
+        devices: of a topology, or of this machine.
+        chip: the peaks to hold a program against; None for none.
+        dp, tp: the mesh; one device where both are 1.
     """
     import jax
-    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+    from jax.sharding import SingleDeviceSharding
 
-    mesh = Mesh(np.asarray(devices[:1]), ("device",))
-    place = NamedSharding(mesh, PartitionSpec())
-
-    def struct(array: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=place)
-
+    if dp * tp > 1:
+        vae.place_on(make_mesh(dp, tp, devices=devices))
     program = vae.program(job.kind)
-    dtype = runtime.jax_dtype(vae.dtype)
-    weights = {
-        name: jax.ShapeDtypeStruct(tuple(p.shape), dtype) for name, p in program.network.named_parameters()
-    }
-    weights = jax.tree.map(struct, weights)
     pieces, (channels, rows, columns) = job.chunk_shapes(vae)
-    inputs = [
-        struct(jax.ShapeDtypeStruct((1, channels, piece.length, rows, columns), dtype))
-        for piece in pieces[:2]
-    ]
-    cache = jax.tree.map(struct, program.shapes(weights, inputs[0])[1])
-    for name, chunk, carried in zip(("first", "later"), inputs, (None, cache), strict=False):
+
+    def on_one(struct: Any) -> Any:
+        return jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=SingleDeviceSharding(devices[0]))
+
+    place = (lambda struct: struct) if dp * tp > 1 else on_one
+    inputs = []
+    for piece in pieces[:2]:
+        shape = (1, channels, piece.length, rows, columns)
+        weights, chunk = program.structs(shape, runtime.jax_dtype(vae.dtype))
+        inputs.append(jax.tree.map(place, chunk))
+    weights = jax.tree.map(place, weights)
+    cache = jax.tree.map(place, program.cache_structs(weights, inputs[0]))
+    for name, piece, chunk, carried in zip(("first", "later"), pieces, inputs, (None, cache), strict=False):
         start = time.perf_counter()
-        with jax.set_mesh(mesh):
-            compiled = program.lower(weights, chunk, carried).compile()
-        yield read_program(name, chunk.shape[2], compiled, chip, time.perf_counter() - start)
+        compiled = program.lower(weights, chunk, carried).compile()
+        yield read_program(name, piece.length, compiled, chip, time.perf_counter() - start)
 
 
 def read_program(

@@ -1,15 +1,18 @@
 """`port`: a loaded diffusers model or pipeline, made ready for torchax in place."""
 
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from torch import nn
 
 from cogvideox_torchax.modules import port_modules
 
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
 Portable = TypeVar("Portable")
 
 
-def port(model_or_pipeline: Portable) -> Portable:
+def port(model_or_pipeline: Portable, *, mesh: "Mesh | None" = None) -> Portable:
     """Swaps the hot modules of a CogVideoX VAE for their ported classes.
 
     Nothing is copied or moved: parameters stay the same objects under the same names, `state_dict()` and
@@ -19,12 +22,14 @@ def port(model_or_pipeline: Portable) -> Portable:
 
     Args:
         model_or_pipeline: a diffusers `AutoencoderKLCogVideoX`, or a pipeline whose `vae` is one.
+        mesh: of `make_mesh`: once on JAX, the VAE runs split over it. None leaves it as it is: on one device,
+            or on the mesh of an earlier `port`.
 
     Returns:
         The same object.
 
     Raises:
-        ValueError: neither a CogVideoX VAE nor a pipeline that holds one.
+        ValueError: neither a CogVideoX VAE nor a pipeline that holds one; or a mesh not made by `make_mesh`.
     """
     from diffusers.models.autoencoders.autoencoder_kl_cogvideox import (
         AutoencoderKLCogVideoX as DiffusersAutoencoder,
@@ -45,4 +50,6 @@ def port(model_or_pipeline: Portable) -> Portable:
     if type(vae) is DiffusersAutoencoder:
         vae.__class__ = AutoencoderKLCogVideoX
     port_modules(vae)
+    if mesh is not None:
+        vae.place_on(mesh)
     return model_or_pipeline

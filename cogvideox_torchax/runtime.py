@@ -104,11 +104,6 @@ def tensor_of(array: Any) -> torch.Tensor:
     return _torchax().interop.torch_view(array)
 
 
-def jax_dtype(dtype: torch.dtype) -> Any:
-    """The JAX dtype of a torch dtype."""
-    return _torchax().interop.jax_view(dtype)
-
-
 def fetch_async(tensor: torch.Tensor) -> None:
     """Starts the copy of a result to the host, to be there when `to_torch` asks for it."""
     if on_jax(tensor):
@@ -128,6 +123,34 @@ def weights_of(network: nn.Module) -> dict[str, Any]:
     return {name: array_of(tensor) for name, tensor in named.items()}
 
 
+def move_weights(network: nn.Module, sharding: Any) -> None:
+    """Moves the network's parameters and buffers to a sharding, each in its own tensor; traced ones stay."""
+    import jax
+    from jax.core import Tracer
+
+    for tensor in (*network.parameters(), *network.buffers()):
+        array = array_of(tensor)
+        if not isinstance(array, Tracer) and array.sharding != sharding:
+            tensor.apply_jax_(jax.device_put, sharding)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def host_array(tensor: torch.Tensor) -> np.ndarray:
+    """A plain torch tensor as a NumPy array, without a copy where there is one."""
+    tensor = tensor.detach()
+    if tensor.dtype == torch.bfloat16:
+        import ml_dtypes
+
+        return tensor.contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return tensor.numpy()
+
+
+def jax_dtype(dtype: torch.dtype) -> Any:
+    """torch's dtype as JAX's."""
+    import jax.numpy as jnp
+
+    return jnp.dtype(str(dtype).removeprefix("torch."))
+
+
 def first_nonfinite(tensor: torch.Tensor) -> tuple[int, ...] | None:
     """The index of the first NaN or Inf, or None; a tensor that is being traced has no values to look at."""
     if not on_jax(tensor):
@@ -138,20 +161,18 @@ def first_nonfinite(tensor: torch.Tensor) -> tuple[int, ...] | None:
     array = array_of(tensor)
     if isinstance(array, Tracer):
         return None
-    clean, index = _jitted_nonfinite()(array)
-    return None if bool(clean) else tuple(int(i) for i in index)
+    if bool(_jitted_all_finite()(array)):
+        return None
+    # On the host, and only now: to find the index on the devices would gather a sharded array on each.
+    return tuple(int(i) for i in np.argwhere(~np.isfinite(np.asarray(array)))[0])
 
 
 @functools.cache
-def _jitted_nonfinite():
+def _jitted_all_finite():
     import jax
     import jax.numpy as jnp
 
-    def find(x):
-        finite = jnp.isfinite(x)
-        return finite.all(), jnp.stack(jnp.unravel_index(jnp.argmin(finite), x.shape))
-
-    return jax.jit(find)
+    return jax.jit(lambda x: jnp.isfinite(x).all())
 
 
 def take_frames(x: torch.Tensor, start: int, length: int) -> torch.Tensor:
@@ -187,6 +208,15 @@ class ChunkProgram:
         self._later = jax.jit(self._trace, donate_argnums=2)
 
     def _trace(self, weights: dict[str, Any], chunk: Any, cache: Any) -> Any:
+        import jax
+
+        # Between two chunks a cache lies as (H, W, N, T, C), as a TPU holds it while it computes: in any other
+        # order each program would rearrange it on its way in and out.
+        cache = jax.tree.map(lambda stored: stored.transpose(2, 4, 3, 0, 1), cache)
+        result, cache = self._apply(weights, chunk, cache)
+        return result, jax.tree.map(lambda cache_NCTHW: cache_NCTHW.transpose(3, 4, 0, 2, 1), cache)
+
+    def _apply(self, weights: dict[str, Any], chunk: Any, cache: Any) -> Any:
         self.compilations += 1
         call = functools.partial(torch.func.functional_call, self.network)
         return _torchax().interop.jax_view(call)(weights, (chunk, cache))
@@ -197,11 +227,33 @@ class ChunkProgram:
             self._first.lower(weights, chunk) if cache is None else self._later.lower(weights, chunk, cache)
         )
 
-    def shapes(self, weights: Any, chunk: Any) -> Any:
-        """The shapes of the first chunk's result and cache, without running or compiling."""
+    def weights(self) -> dict[str, Any]:
+        """The network's weights, where the program takes them."""
+        return weights_of(self.network)
+
+    def put(self, chunk: torch.Tensor) -> Any:
+        """A chunk, where the program takes it."""
+        return array_of(to_jax(chunk))
+
+    def structs(self, chunk: tuple[int, ...], dtype: Any) -> tuple[Any, Any]:
+        """What stands for the weights and for a chunk (N, C, T, H, W) when nothing but compiling is wanted.
+
+        The network may be in PyTorch, or on torch's "meta" device, with no weights at all.
+        """
         import jax
 
-        return jax.eval_shape(self._first, weights, chunk)
+        named = {**dict(self.network.named_parameters()), **dict(self.network.named_buffers())}
+        weights = {
+            name: jax.ShapeDtypeStruct(tuple(value.shape), jax_dtype(value.dtype))
+            for name, value in named.items()
+        }
+        return weights, jax.ShapeDtypeStruct(chunk, dtype)
+
+    def cache_structs(self, weights: Any, chunk: Any) -> Any:
+        """What stands for the cache that the first chunk's program gives."""
+        import jax
+
+        return jax.eval_shape(self._first, weights, chunk)[1]
 
     def run(self, weights: Any, chunk: Any, cache: Any) -> tuple[Any, Any]:
         return self._first(weights, chunk) if cache is None else self._later(weights, chunk, cache)
@@ -213,11 +265,11 @@ class JaxRun:
     def __init__(self, program: ChunkProgram):
         configure_compile_cache()
         self._program = program
-        self._weights = weights_of(program.network)
+        self._weights = program.weights()
         self._cache = None
 
     def __call__(self, chunk: torch.Tensor) -> torch.Tensor:
-        result, self._cache = self._program.run(self._weights, array_of(to_jax(chunk)), self._cache)
+        result, self._cache = self._program.run(self._weights, self._program.put(chunk), self._cache)
         return tensor_of(result)
 
 

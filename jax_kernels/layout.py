@@ -19,6 +19,11 @@ def precision_for(dtype: jnp.dtype) -> lax.Precision:
     return lax.Precision.HIGHEST if dtype == jnp.float32 else lax.Precision.DEFAULT
 
 
+def on_mesh() -> bool:
+    """Whether what is traced now is meant for the devices of a mesh (`jax.sharding.use_abstract_mesh`)."""
+    return not jax.sharding.get_abstract_mesh().empty
+
+
 def conv_frames(
     x_NTHWC: Float[Array, "N T H W I"],
     kernel_HWIO: Float[Array, "kh kw I O"],
@@ -27,8 +32,13 @@ def conv_frames(
     stride: int = 1,
 ) -> Float[Array, "N T H2 W2 O"]:
     """Convolves every frame by itself; the result is the float32 accumulator, not yet rounded to the input's
-    dtype."""
+    dtype.
+
+    A convolution with a stride over a mesh is rounded: where a width does not divide, XLA's partitioner pads
+    the operand of a bfloat16 convolution with a zero of the result's dtype, and then refuses the mixture.
+    """
     n, t = x_NTHWC.shape[:2]
+    result_dtype = x_NTHWC.dtype if stride > 1 and on_mesh() else jnp.float32
     y = lax.conv_general_dilated(
         x_NTHWC.reshape(n * t, *x_NTHWC.shape[2:]),
         kernel_HWIO,
@@ -36,18 +46,20 @@ def conv_frames(
         padding=padding,
         dimension_numbers=("NHWC", "HWIO", "NHWC"),
         precision=precision_for(x_NTHWC.dtype),
-        preferred_element_type=jnp.float32,
+        preferred_element_type=result_dtype,
     )
     return y.reshape(n, t, *y.shape[1:])
 
 
 def repeat_nearest(x: Array, factors: dict[int, int]) -> Array:
-    """Repeats each element `factors[axis]` times along `axis`: nearest-neighbour upsampling by whole
-    factors."""
-    for axis, factor in factors.items():
-        if factor != 1:
-            # With `total_repeat_length` jnp.repeat would compute its indices by a scatter on the device.
-            x = jnp.repeat(x, factor, axis=axis)
+    """Repeats each element `factors[axis]` times along `axis`: nearest-neighbour upsampling by whole factors.
+
+    A broadcast and a reshape: an index gather would gather the whole of a sharded axis, and with
+    `total_repeat_length` jnp.repeat would compute its indices on the device. Columns first, while the array is
+    smallest: where the shards of a width and of its multiple do not line up, columns travel.
+    """
+    for axis in sorted(factors, reverse=True):
+        x = jnp.repeat(x, factors[axis], axis=axis)
     return x
 
 

@@ -30,6 +30,8 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
     command.add_argument("--frames", type=int, default=49, help="frames of the video (default: 49)")
     command.add_argument("--height", type=int, default=480, help="in pixels (default: 480)")
     command.add_argument("--width", type=int, default=720, help="in pixels (default: 720)")
+    command.add_argument("--dp", type=int, default=1, help="mesh: devices that a batch is split over")
+    command.add_argument("--tp", type=int, default=1, help="mesh: devices that a width is split over")
     command.add_argument("--encode", action="store_true", help="plan encoding instead of decoding")
     command.add_argument("--dtype", default="bfloat16", help="of weights and activations (default: bfloat16)")
     command.add_argument("--save-hlo", metavar="DIR", help="keep the compiled text of each program there")
@@ -53,8 +55,8 @@ def run(args: argparse.Namespace) -> int:
 
         devices = jax.devices("cpu")
     programs = []
-    common.say(f"compiling {min(len(pieces), 2)} programs for one chip; each can take minutes")
-    for program in planner.plan_programs(vae, job, devices, chip):
+    common.say(f"compiling {min(len(pieces), 2)} programs; each can take minutes")
+    for program in planner.plan_programs(vae, job, devices, chip, dp=args.dp, tp=args.tp):
         programs.append(program)
         _print_program(program, chip)
         if args.save_hlo:
@@ -66,6 +68,7 @@ def run(args: argparse.Namespace) -> int:
         document = {
             "job": vars(job),
             "topology": args.topology if chip else "cpu",
+            "mesh": {"dp": args.dp, "tp": args.tp},
             "dtype": args.dtype,
             "model": args.model,
             "versions": common.versions(),

@@ -1,0 +1,129 @@
+"""What a width-sharded chunk program costs a device, from the compiled program alone: work, memory, traffic.
+
+    python benchmarks/sharding.py --sizes 60x90 96x170 -o benchmarks/results/sharding.json
+
+    python benchmarks/sharding.py --table -o benchmarks/results/sharding.json  # prints the table
+
+Compiles the steady chunk of the published model's widths (bfloat16) for one device and for a mesh of dp=1,
+tp=8, on eight CPU devices that are really one machine; nothing is run, and no weights are made.
+"""
+
+import argparse
+import json
+import os
+import platform
+import time
+from pathlib import Path
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+os.environ.setdefault("COGVIDEOX_TORCHAX_COMPILE_CACHE", "off")
+
+import jax
+import torch
+
+from cogvideox_torchax import AutoencoderKLCogVideoX, make_mesh, port
+from cogvideox_torchax.sharding import compile_chunk, report
+
+MIB = 2**20
+
+
+def published_vae() -> AutoencoderKLCogVideoX:
+    """The published widths and depth, without weights."""
+    with torch.device("meta"):
+        return AutoencoderKLCogVideoX(
+            block_out_channels=(128, 256, 256, 512), layers_per_block=3, norm_num_groups=32
+        ).to(torch.bfloat16)
+
+
+def measure(single, sharded, kind: str, height: int, width: int) -> dict:
+    """One program, on one device and on the mesh."""
+    shape = (1, 16, 5, height, width) if kind == "decode" else (1, 3, 17, 8 * height, 8 * width)
+    started = time.perf_counter()
+    _, alone = compile_chunk(single, shape, kind=kind)
+    halfway = time.perf_counter()
+    found = report(sharded, shape, kind=kind)
+    flops = alone.cost_analysis()["flops"]
+    temp = alone.memory_analysis().temp_size_in_bytes
+    devices = sharded.mesh.size
+    return {
+        "kind": kind,
+        "latents": [height, width],
+        "input": shape,
+        "flops_single_device": flops,
+        "flops_ratio": found.flops_per_device * devices / flops,
+        "temp_mib_single_device": temp / MIB,
+        "temp_mib_per_device": found.temp_bytes_per_device / MIB,
+        "temp_ratio": found.temp_bytes_per_device / temp,
+        "largest_all_gather_bytes": found.largest_all_gather_bytes,
+        "collectives": found.collectives,
+        "layers": [row for row in json.loads(found.to_json())["rows"] if row["collectives"]],
+        "compile_seconds": {"single": halfway - started, "sharded": time.perf_counter() - halfway},
+    }
+
+
+def table(results: list[dict]) -> str:
+    """The figures as Markdown, a program a row."""
+    header = [
+        "chunk",
+        "latents",
+        "work x 8",
+        "temp, one device",
+        "temp a device",
+        "all-gathers",
+        "halos",
+        "sums",
+    ]
+    rows = [header, ["---"] * len(header)]
+    for result in results:
+        moved = result["collectives"]
+        halos = moved["collective-permute"]
+        rows.append(
+            [
+                result["kind"],
+                " x ".join(map(str, result["latents"])),
+                f"{result['flops_ratio']:.3f}",
+                f"{result['temp_mib_single_device']:,.0f} MiB",
+                f"{result['temp_mib_per_device']:,.0f} MiB ({result['temp_ratio']:.3f})",
+                str(moved.get("all-gather", {"count": 0})["count"]),
+                f"{halos['bytes'] / MIB:,.0f} MiB in {halos['count']}",
+                f"{moved['all-reduce']['bytes'] / 1024:,.0f} KiB in {moved['all-reduce']['count']}",
+            ]
+        )
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--sizes", nargs="+", default=["60x90", "96x170"], help="latents, height x width")
+    parser.add_argument("--kinds", nargs="+", default=["decode", "encode"])
+    parser.add_argument("-o", "--output", type=Path, default=Path("benchmarks/results/sharding.json"))
+    parser.add_argument("--table", action="store_true", help="print the output file as a table")
+    args = parser.parse_args()
+    if args.table:
+        print(table(json.loads(args.output.read_text())["results"]))
+        return
+    single, sharded = published_vae(), port(published_vae(), mesh=make_mesh(dp=1, tp=8))
+    results = []
+    for size in args.sizes:
+        for kind in args.kinds:
+            results.append(measure(single, sharded, kind, *map(int, size.split("x"))))
+            print({key: value for key, value in results[-1].items() if key != "layers"}, flush=True)
+            about = {
+                "versions": {
+                    "jax": jax.__version__,
+                    "torch": torch.__version__,
+                    "python": platform.python_version(),
+                },
+                "platform": jax.devices()[0].platform,
+                "mesh": dict(sharded.mesh.shape),
+                "dtype": "bfloat16",
+                "results": results,
+            }
+            args.output.write_text(json.dumps(about, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,299 @@
+"""Over a mesh every model is the same function, and nothing of a video's size is gathered anywhere."""
+
+import copy
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+import jax_kernels
+from cogvideox_torchax import make_mesh, port, runtime, sharding
+from cogvideox_torchax.tolerances import FLOAT32_RELATIVE, relative_error
+from tests import reference
+
+MIB = 2**20
+VIDEO, BATCH = (None, None, None, None, ("dp", "tp")), ("dp", None, None, None, "tp")
+
+
+@pytest.fixture(scope="module")
+def stock():
+    return reference.small_vae(block_out_channels=(8, 8, 8, 16), norm_num_groups=4, layers_per_block=1)
+
+
+def sharded(stock, dp, tp, *, move=True):
+    vae = port(copy.deepcopy(stock), mesh=make_mesh(dp, tp))
+    return reference.on_jax(vae) if move else vae
+
+
+def inputs(frames, batch, width):
+    z = reference.latents(frames, batch=batch, height=1, width=width)
+    return z, reference.video(4 * frames - 3, batch=batch, height=8, width=8 * width)
+
+
+def local_share(tensor):
+    """The part of an array that its largest shard holds."""
+    array = runtime.array_of(tensor) if isinstance(tensor, torch.Tensor) else tensor
+    return max(shard.data.size for shard in array.addressable_shards) / array.size
+
+
+MESHES = {
+    "1x8, one video, 90": (1, 8, 1, 90, 1, ["decode"]),
+    "2x4, a batch, 85": (2, 4, 2, 85, 3, ["decode", "encode"]),
+    "8x1, one video, 170": (8, 1, 1, 170, 1, ["decode"]),
+    "4x2, a batch smaller than dp, 96": (4, 2, 2, 96, 1, ["encode"]),
+    "2x4, a batch that dp does not divide, 45": (2, 4, 3, 45, 1, ["encode"]),
+}
+"""dp, tp, videos, latent columns, latent frames, and what is compared: each entry costs compilations."""
+
+
+@pytest.mark.parametrize(("dp", "tp", "batch", "width", "frames", "kinds"), MESHES.values(), ids=MESHES)
+def test_a_mesh_changes_no_number(stock, dp, tp, batch, width, frames, kinds):
+    z, x = inputs(frames, batch, width)
+    vae = sharded(stock, dp, tp)
+    if "decode" in kinds:
+        got = vae.decode(runtime.to_jax(z)).sample
+        assert local_share(got) == 1 / 8
+        assert relative_error(runtime.to_torch(got), stock.decode(z).sample) < FLOAT32_RELATIVE
+    if "encode" in kinds:
+        got = vae.encode(runtime.to_jax(x)).latent_dist.parameters
+        assert local_share(got) == 1 / 8
+        want = stock.encode(x).latent_dist.parameters
+        assert relative_error(runtime.to_torch(got), want) < FLOAT32_RELATIVE
+
+
+@pytest.fixture(scope="module")
+def eight(stock):
+    """One video over eight devices; shared, so that its programs are compiled once."""
+    return sharded(stock, 1, 8)
+
+
+def test_chunks_and_streams_over_a_mesh_change_no_number(stock, eight):
+    z, x = inputs(5, 1, 90)
+    want = stock.decode(z).sample, stock.encode(x).latent_dist.parameters
+    whole = eight.decode(runtime.to_jax(z)).sample
+    assert local_share(whole) == 1 / 8
+    streamed = torch.cat(list(eight.decode_stream(z)), 2)
+    moments = torch.cat([part.parameters for part in eight.encode_stream(x)], 2)
+    assert relative_error(runtime.to_torch(whole), want[0]) < FLOAT32_RELATIVE
+    assert relative_error(streamed, want[0]) < FLOAT32_RELATIVE
+    assert relative_error(moments, want[1]) < FLOAT32_RELATIVE
+
+
+def test_chunks_and_caches_cross_the_border_in_shards_and_weights_are_copied(stock, eight):
+    program = eight.program("decode")
+    weights = program.weights()
+    assert all(array.sharding.is_fully_replicated for array in weights.values())
+    assert all(len(array.sharding.device_set) == 8 for array in weights.values())
+    z, _ = inputs(3, 1, 90)
+    chunk = program.put(z)
+    assert local_share(chunk.array) == 1 / 8
+    assert chunk.array.shape == (1, 16, 3, 1, 96)
+    result, cache = program.run(weights, chunk, None)
+    caches = jax.tree.leaves(cache, is_leaf=lambda part: isinstance(part, sharding.Padded))
+    assert {part.shape[4] for part in caches} == {90, 180, 360, 720}
+    for array in [result, *(part.array for part in caches)]:
+        assert local_share(array) == 1 / 8
+        assert [shard.data.shape[2] for shard in array.addressable_shards] == [array.shape[2]] * 8
+
+
+def kernel_cases():
+    """Every kernel as a function of one array (N, T, H, W, C), by name."""
+    key = jax.random.key(0)
+    k5, k4, m = (jax.random.normal(key, s) for s in ((3, 3, 3, 8, 8), (3, 3, 8, 8), (8, 8)))
+    ones = jnp.ones(8)
+    return {
+        "group_norm": lambda x: jax_kernels.group_norm(x, ones, ones, num_groups=4, channel_axis=-1),
+        "conv3d": lambda x: jax_kernels.conv3d(x, k5, ones)[0],
+        "upsample": lambda x: jax_kernels.upsample(x, k4, ones, expand_time=True),
+        "downsample": lambda x: jax_kernels.downsample(x, k4, ones, compress_time=True),
+        "spatial_norm": lambda x: jax_kernels.spatial_norm(
+            jax_kernels.upsample(x, k4, ones, expand_time=False),
+            x,
+            ones,
+            ones,
+            m,
+            ones,
+            m,
+            ones,
+            num_groups=4,
+        ),
+    }
+
+
+KERNELS = ["conv3d", "downsample", "group_norm", "spatial_norm", "upsample"]
+
+
+def run_padded(function, x, fill=0.0):
+    """A kernel on `x` (N, C, T, H, W) over eight devices, its padding filled; and what was compiled."""
+    placement = sharding.Placement(make_mesh(1, 8))
+    columns = -x.shape[4] % 8
+    filled = jnp.pad(x, ((0, 0),) * 4 + ((0, columns),), constant_values=fill)
+    chunk = sharding.Padded(jax.device_put(filled, placement.sharding(x.shape)), x.shape)
+
+    def run(padded):
+        with jax.sharding.use_abstract_mesh(placement.mesh.abstract_mesh):
+            y = function(jnp.moveaxis(placement.enter(padded), 1, -1))
+        return placement.leave(jnp.moveaxis(y, -1, 1))
+
+    compiled = jax.jit(run).lower(chunk).compile()
+    return compiled(chunk), compiled
+
+
+@pytest.mark.parametrize("width", [45, 10])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_what_fills_the_padding_reaches_no_result(kernel, width):
+    function = kernel_cases()[kernel]
+    x = jax.random.normal(jax.random.key(1), (1, 8, 3, 4, width)) + 1000
+    result, compiled = run_padded(function, x, fill=jnp.nan)
+    got = np.asarray(result.array)[..., : result.shape[-1]]
+    want = np.moveaxis(np.asarray(function(jnp.moveaxis(x, 1, -1))), -1, 1)
+    assert local_share(result.array) == 1 / 8
+    assert reference.largest_error(got, want) < FLOAT32_RELATIVE
+    assert not any(i.collective == "all-gather" for i in sharding.instructions(compiled.as_text()))
+
+
+@pytest.mark.parametrize("columns", [180, 90])
+def test_a_strided_convolution_of_bfloat16_splits_a_width_that_does_not_divide(columns):
+    kernel = jax.random.normal(jax.random.key(0), (3, 3, 8, 8), jnp.bfloat16)
+    x = jax.random.normal(jax.random.key(1), (1, 8, 2, 4, columns), jnp.bfloat16)
+
+    def function(x):
+        return jax_kernels.downsample(x, kernel, None, compress_time=False)
+
+    result, _ = run_padded(function, x)
+    got = np.asarray(result.array, np.float32)[..., : result.shape[-1]]
+    want = np.moveaxis(np.asarray(function(jnp.moveaxis(x, 1, -1)), np.float32), -1, 1)
+    assert reference.largest_error(got, want) < 2**-8
+
+
+@pytest.fixture(scope="module")
+def compiled_pair(stock):
+    """The steady decode chunk on one device and what `report` finds of it on eight."""
+    shape = (1, 16, 5, 2, 90)
+    _, alone = sharding.compile_chunk(port(copy.deepcopy(stock)), shape)
+    return alone, sharding.report(sharded(stock, 1, 8, move=False), shape)
+
+
+def test_each_of_eight_devices_does_an_eighth_of_the_work_in_an_eighth_of_the_memory(compiled_pair):
+    alone, found = compiled_pair
+    assert 8 * found.flops_per_device <= 1.12 * alone.cost_analysis()["flops"]
+    assert found.temp_bytes_per_device <= 0.2 * alone.memory_analysis().temp_size_in_bytes
+
+
+def test_no_activation_is_gathered_and_a_norm_sends_numbers_only(compiled_pair):
+    _, found = compiled_pair
+    assert found.largest_all_gather_bytes == 0
+    assert set(found.collectives) == {"collective-permute", "all-reduce"}
+    frames = 8 * 8 * 16 * 720 * 4  # the largest activation
+    for row in found.rows:
+        # A group's mean and M2 are 4 numbers each.
+        assert row.collectives.get("all-reduce", {"bytes": 0})["bytes"] <= 8 * 4 * 4
+        assert row.collectives.get("collective-permute", {"bytes": 0})["bytes"] <= 0.02 * frames
+        assert row.bytes_per_device <= 0.2 * frames
+
+
+def test_the_report_names_every_ported_layer_and_its_split(compiled_pair):
+    _, found = compiled_pair
+    rows = {row.layer: row for row in found.rows}
+    assert rows["decoder.conv_out"].shape == (1, 8, 8, 16, 720)
+    assert rows["decoder.conv_out"].shards == 8
+    assert not [row.layer for row in found.rows if row.shards == 1]
+    assert rows["decoder.conv_in"].collectives["collective-permute"]["count"] > 0
+    header, *cells = found.table()
+    assert len(cells) == len(found.rows)
+    assert all(len(row) == len(header) for row in cells)
+    again = json.loads(found.to_json())
+    assert again["mesh"] == {"dp": 1, "tp": 8}
+    assert [row["layer"] for row in again["rows"]] == list(rows)
+
+
+def test_a_gathered_activation_is_reported():
+    text = """
+  %all-gather.1 = f32[1,2,4,96,8]{4,3,2,1,0} all-gather(%x), metadata={op_name="jit(f)/decoder.conv_in/a"}
+  %ag = (bf16[1,12]{1,0}, bf16[1,96]{1,0}) all-gather-start(%y), channel_id=1
+  %done = bf16[1,96]{1,0} all-gather-done(%ag)
+"""
+    found = [i for i in sharding.instructions(text) if i.collective]
+    assert [(i.collective, i.bytes) for i in found] == [("all-gather", 4 * 6144), ("all-gather", 192)]
+    assert found[0].scope == "jit(f)/decoder.conv_in/a"
+
+
+@pytest.mark.parametrize(
+    ("shape", "spec"),
+    [
+        ((1, 16, 2, 60, 90), VIDEO),
+        ((2, 16, 2, 60, 90), BATCH),
+        ((4, 16, 2, 60, 90), BATCH),
+        ((3, 16, 2, 60, 90), VIDEO),
+    ],
+)
+def test_a_batch_is_split_by_videos_and_one_video_by_width(shape, spec):
+    assert sharding.Placement(make_mesh(2, 4)).spec(shape) == PartitionSpec(*spec)
+
+
+def test_a_result_whose_width_does_not_divide_is_split_by_another_axis_or_refused():
+    placement = sharding.Placement(make_mesh(1, 8))
+    assert placement.result_spec((1, 3, 8, 480, 720))[4] == "tp"
+    assert placement.result_spec((1, 32, 2, 64, 90))[3] == "tp"
+    assert placement.result_spec((1, 32, 2, 60, 90))[1] == "tp"
+    with pytest.raises(ValueError, match="multiple of 8"):
+        placement.result_spec((1, 3, 2, 60, 90))
+
+
+def test_a_mesh_has_the_axes_and_sizes_that_were_asked_for():
+    assert dict(make_mesh().shape) == {"dp": 1, "tp": 8}
+    assert dict(make_mesh(2).shape) == {"dp": 2, "tp": 4}
+    assert dict(make_mesh(2, 3).shape) == {"dp": 2, "tp": 3}
+    assert make_mesh().axis_types == (AxisType.Auto, AxisType.Auto)
+
+
+@pytest.mark.parametrize(
+    ("dp", "tp", "words"),
+    [
+        (3, None, "does not divide"),
+        (2, 5, "10 devices, where there are 8"),
+        (0, 8, "at least 1"),
+        (1, 0, "1"),
+    ],
+)
+def test_a_mesh_that_does_not_fit_the_devices_is_refused(dp, tp, words):
+    with pytest.raises(ValueError, match=words):
+        make_mesh(dp, tp)
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        "dp=8",
+        Mesh(np.array(jax.devices()), ("tp",)),
+        Mesh(np.array(jax.devices()).reshape(1, 8), ("dp", "tp"), axis_types=(AxisType.Explicit,) * 2),
+    ],
+)
+def test_port_refuses_a_mesh_that_it_cannot_place_on(stock, mesh):
+    with pytest.raises(ValueError, match="make one with make_mesh"):
+        port(copy.deepcopy(stock), mesh=mesh)
+
+
+def test_a_report_without_a_mesh_is_refused(stock):
+    with pytest.raises(ValueError, match="without a mesh"):
+        sharding.report(port(copy.deepcopy(stock)), (1, 16, 1, 1, 8))
+
+
+def test_porting_again_moves_to_the_other_mesh_and_a_copy_keeps_it(stock):
+    vae = sharded(stock, 1, 8, move=False)
+    vae.program("decode")
+    assert copy.deepcopy(vae).mesh == vae.mesh
+    assert port(vae).mesh == make_mesh(1, 8)
+    port(vae, mesh=make_mesh(2, 4))
+    assert vae.program("decode").placement.mesh == make_mesh(2, 4)
+
+
+def test_a_nan_in_a_sharded_array_is_found():
+    array = np.zeros((1, 16, 2, 1, 96), np.float32)
+    array[0, 3, 1, 0, 95] = np.nan
+    placed = jax.device_put(array, NamedSharding(make_mesh(1, 8), PartitionSpec(*VIDEO)))
+    assert runtime.first_nonfinite(runtime.tensor_of(placed)) == (0, 3, 1, 0, 95)
