@@ -2,8 +2,8 @@
 
     JAX_PLATFORMS=cpu python benchmarks/flax_conversion.py
 
-Random weights in the published model's sizes are written as sharded safetensors, loaded into the Flax build, saved
-again, and compared bit for bit. Each step runs in a process of its own, so that its peak is its own.
+Random weights in the published model's sizes are written as sharded safetensors, loaded into the Flax build,
+saved again, and compared bit for bit. Each step runs in a process of its own, so that its peak is its own.
 """
 
 import argparse

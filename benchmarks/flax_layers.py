@@ -22,6 +22,7 @@ def main() -> None:
             name: {"error": layers.error(layer, layers.PUBLISHED), "tolerance": layer.tolerance}
             for name, layer in layers.LAYERS.items()
         }
+        frame_by_frame = layers.frame_by_frame_difference()
     packages = ("torch", "diffusers", "jax", "flax")
     report = {
         "question": "largest difference of each Flax layer to diffusers, over the largest reference value",
@@ -29,7 +30,7 @@ def main() -> None:
         "versions": {name: importlib.metadata.version(name) for name in packages},
         "dtype": "float32",
         "layers": errors,
-        "frame_by_frame": layers.frame_by_frame_difference(),
+        "frame_by_frame": frame_by_frame,
     }
     RESULT.parent.mkdir(exist_ok=True)
     RESULT.write_text(json.dumps(report, indent=2) + "\n")
