@@ -12,7 +12,7 @@ import pytest
 import torch
 from flax import nnx
 
-from cogvideox_torchax.flax import Posterior, modules
+from cogvideox_torchax.flax import FlaxVAEForPipelines, Posterior, modules
 from cogvideox_torchax.flax.autoencoder import EncoderChunk, run_chunk
 from cogvideox_torchax.tolerances import BFLOAT16_RMS_RATIO, FLOAT32_RELATIVE, relative_error, rms_error
 from tests import reference
@@ -111,6 +111,15 @@ def test_weights_are_arguments_and_caches_are_donated(vae):
     assert not any(array.is_deleted() for array in jax.tree.leaves(run._state))
 
 
+def test_quant_convolutions_equal_diffusers():
+    stock = reference.small_vae(use_quant_conv=True, use_post_quant_conv=True, latent_channels=3)
+    ours = FlaxVAEForPipelines.from_diffusers(stock)
+    z, x = reference.latents(1, channels=3), reference.video(1)
+    assert relative_error(ours.decode(z).sample, stock.decode(z).sample) < FLOAT32_RELATIVE
+    want, got = (model.encode(x).latent_dist.parameters for model in (stock, ours))
+    assert relative_error(got, want) < FLOAT32_RELATIVE
+
+
 def test_a_key_samples_and_repeats():
     posterior = Posterior(jnp.full((1, 2, 3, 5, 16), 3.0), jnp.full((1, 2, 3, 5, 16), -2.0))
     key = jax.random.key(7)
@@ -162,8 +171,6 @@ def test_statistics_are_float32_in_bfloat16():
 
 
 def test_bfloat16_is_as_near_to_float32_as_pytorch(small_vae):
-    from cogvideox_torchax.flax import FlaxVAEForPipelines
-
     z, x = reference.latents(1, height=6, width=8), reference.video(4, height=48, width=64)
     want = small_vae.decode(z).sample, small_vae.encode(x).latent_dist.parameters
     stock = copy.deepcopy(small_vae).to(torch.bfloat16)
