@@ -1,6 +1,6 @@
 """How long, and in how much memory, does the full-size model convert from diffusers' format to Flax and back?
 
-    JAX_PLATFORMS=cpu python benchmarks/flax_conversion.py
+    JAX_PLATFORMS=cpu PYTHONPATH=. python benchmarks/flax_conversion.py
 
 Random weights in the published model's sizes are written as sharded safetensors, loaded into the Flax build,
 saved again, and compared bit for bit. Each step runs in a process of its own, so that its peak is its own.
