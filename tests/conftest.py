@@ -36,6 +36,14 @@ def jax_vae(small_vae):
     return reference.on_jax(copy.deepcopy(small_vae))
 
 
+@pytest.fixture(scope="session")
+def flax_vae(small_vae):
+    """The same weights in the Flax build, behind diffusers' interface."""
+    from cogvideox_torchax.flax import FlaxVAEForPipelines
+
+    return FlaxVAEForPipelines.from_diffusers(small_vae)
+
+
 @pytest.fixture(autouse=True)
 def _no_gradients():
     with torch.no_grad():

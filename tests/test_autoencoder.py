@@ -27,16 +27,19 @@ def decode(vae, z):
 
 
 def run_decode(backend, z):
-    return decode(backend, runtime.to_jax(z) if runtime.on_jax(next(backend.parameters())) else z)
+    return decode(backend, runtime.to_jax(z) if backend.device.type == "jax" else z)
 
 
 def run_encode(backend, x):
-    return encode(backend, runtime.to_jax(x) if runtime.on_jax(next(backend.parameters())) else x)
+    return encode(backend, runtime.to_jax(x) if backend.device.type == "jax" else x)
 
 
-@pytest.fixture(params=["torch", "torchax"])
+BACKENDS = {"torch": "native_vae", "torchax": "jax_vae", "flax": "flax_vae"}
+
+
+@pytest.fixture(params=BACKENDS)
 def backend(request):
-    return request.getfixturevalue({"torch": "native_vae", "torchax": "jax_vae"}[request.param])
+    return request.getfixturevalue(BACKENDS[request.param])
 
 
 @pytest.mark.parametrize("frames", LATENT_FRAMES)

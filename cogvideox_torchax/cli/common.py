@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from cogvideox_torchax.autoencoder import AutoencoderKLCogVideoX
 
-BACKENDS = ("torchax", "torch")
+BACKENDS = ("torchax", "torch", "flax")
 DTYPES = ("float32", "bfloat16", "float16")
 DEMO_MODEL = Path(__file__).parent.parent / "assets" / "tiny-vae"
 
@@ -89,7 +89,6 @@ def load_vae(model: str, backend: str, dtype: str) -> "AutoencoderKLCogVideoX":
     """The model on its backend; of a pipeline directory or a bare pipeline id, its VAE."""
     from torch import nn
 
-    from cogvideox_torchax.autoencoder import AutoencoderKLCogVideoX
     from cogvideox_torchax.runtime import enable
 
     torch_dtype = parse_dtype(dtype)
@@ -97,13 +96,23 @@ def load_vae(model: str, backend: str, dtype: str) -> "AutoencoderKLCogVideoX":
     subfolder = None
     if (directory / "model_index.json").is_file() or _is_pipeline_id(model):
         subfolder = "vae"
-    vae = AutoencoderKLCogVideoX.from_pretrained(
+    vae = _backend_class(backend).from_pretrained(
         str(directory) if directory.exists() else model, subfolder=subfolder, torch_dtype=torch_dtype
     )
     if backend == "torchax":
         enable()
         nn.Module.to(vae, "jax")
     return vae
+
+
+def _backend_class(backend: str) -> "type[AutoencoderKLCogVideoX]":
+    if backend == "flax":
+        from cogvideox_torchax.flax import FlaxVAEForPipelines
+
+        return FlaxVAEForPipelines
+    from cogvideox_torchax.autoencoder import AutoencoderKLCogVideoX
+
+    return AutoencoderKLCogVideoX
 
 
 def _is_pipeline_id(model: str) -> bool:

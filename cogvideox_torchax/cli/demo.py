@@ -2,7 +2,6 @@
 PyTorch."""
 
 import argparse
-import copy
 import importlib.metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,7 +40,6 @@ def run(args: argparse.Namespace) -> int:
 
     from cogvideox_torchax import latents as latent_files
     from cogvideox_torchax.autoencoder import to_uint8
-    from cogvideox_torchax.runtime import enable
     from cogvideox_torchax.tolerances import psnr, relative_error
 
     common.quiet_libraries()
@@ -53,11 +51,8 @@ def run(args: argparse.Namespace) -> int:
     output = _output_directory(args.output)
     source = torch.cat([frame[:, :, None] for frame in clip.frames()], dim=2)
 
-    vae = common.load_vae(args.model, "torch", args.dtype)
-    native = copy.deepcopy(vae)
-    if args.backend == "torchax":
-        enable()
-        torch.nn.Module.to(vae, "jax")
+    native = common.load_vae(args.model, "torch", args.dtype)
+    vae = native if args.backend == "torch" else common.load_vae(args.model, args.backend, args.dtype)
     watch = common.Stopwatch()
     _round_trip(vae, source, args, "compile")
     compile_seconds = watch.compile_seconds

@@ -1,0 +1,40 @@
+"""The Flax NNX build of CogVideoX's VAE: NTHWC inside, the same kernels, chunk plan and tiles as the torchax
+build."""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cogvideox_torchax.flax.autoencoder import FlaxAutoencoderKLCogVideoX, Posterior
+    from cogvideox_torchax.flax.config import FlaxAutoencoderKLCogVideoXConfig
+    from cogvideox_torchax.flax.wrapper import FlaxVAEForPipelines
+
+__all__ = [
+    "FlaxAutoencoderKLCogVideoX",
+    "FlaxAutoencoderKLCogVideoXConfig",
+    "FlaxVAEForPipelines",
+    "Posterior",
+]
+
+_HOMES = {
+    "FlaxAutoencoderKLCogVideoX": "autoencoder",
+    "FlaxAutoencoderKLCogVideoXConfig": "config",
+    "FlaxVAEForPipelines": "wrapper",
+    "Posterior": "autoencoder",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        module = importlib.import_module(f"{__name__}.{_HOMES[name]}")
+    except ModuleNotFoundError as error:
+        if error.name != "flax":
+            raise
+        raise ImportError(f"{name} needs the flax package: pip install 'cogvideox-torchax[flax]'") from error
+    return getattr(module, name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,419 @@
+"""FlaxAutoencoderKLCogVideoX: the VAE in Flax NNX: encode, decode, and their streams, a chunk at a time.
+
+Axis letters: N videos, T frames, H rows, W columns, C channels. Arrays are NTHWC.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from cogvideox_torchax import checkpoint, chunks, runtime, tiling
+from cogvideox_torchax.flax import weights
+from cogvideox_torchax.flax.config import FlaxAutoencoderKLCogVideoXConfig
+from cogvideox_torchax.flax.modules import Cache, Conv3d
+from cogvideox_torchax.flax.networks import Decoder3D, Encoder3D
+
+ROW_AXIS = 2
+JAX_ARRAYS = tiling.ArrayLibrary(concatenate=jnp.concatenate, asarray=lambda array, like: jnp.asarray(array))
+
+Kind = Literal["encode", "decode", "decode_uint8", "decode_frame_by_frame"]
+
+
+class Posterior(NamedTuple):
+    """A diagonal Gaussian over latents (N, t, h, w, C)."""
+
+    mean: jax.Array
+    logvar: jax.Array
+
+    @classmethod
+    def from_moments(cls, moments: jax.Array) -> "Posterior":
+        """From the encoder's output; the log-variance is clamped to [-30, 20], as in diffusers."""
+        mean, logvar = jnp.split(moments, 2, axis=-1)
+        return cls(mean, jnp.clip(logvar, -30.0, 20.0))
+
+    def mode(self) -> jax.Array:
+        return self.mean
+
+    def sample(self, key: jax.Array) -> jax.Array:
+        """A draw from the posterior; the same key draws the same latents."""
+        return self.mean + jnp.exp(0.5 * self.logvar) * jax.random.normal(
+            key, self.mean.shape, self.mean.dtype
+        )
+
+
+class EncoderChunk(nnx.Module):
+    """One chunk of frames to its moments: float frames in [-1, 1], or uint8."""
+
+    def __init__(self, vae: "FlaxAutoencoderKLCogVideoX"):
+        self.encoder = vae.encoder
+        self.quant_conv = vae.quant_conv
+        self.dtype = vae.dtype
+
+    def __call__(self, x: jax.Array, cache: Cache | None) -> tuple[jax.Array, Cache]:
+        if x.dtype == jnp.uint8:
+            x = x.astype(jnp.float32) / 127.5 - 1.0
+        moments, cache = self.encoder(x.astype(self.dtype), cache)
+        return moments if self.quant_conv is None else self.quant_conv(moments), cache
+
+
+class DecoderChunk(nnx.Module):
+    """One chunk of latents to its frames, in [-1, 1], or as uint8."""
+
+    def __init__(self, vae: "FlaxAutoencoderKLCogVideoX", kind: Kind):
+        self.decoder = vae.decoder
+        self.post_quant_conv = vae.post_quant_conv
+        self.dtype = vae.dtype
+        self.kind = kind
+
+    def __call__(self, z: jax.Array, cache: Cache | None) -> tuple[jax.Array, Cache]:
+        z = z.astype(self.dtype)
+        if self.post_quant_conv is not None:
+            z = self.post_quant_conv(z)
+        later = cache is not None
+        frames, cache = self.decoder(
+            z, cache, double_lone_frame=later and self.kind == "decode_frame_by_frame"
+        )
+        return to_uint8(frames) if self.kind == "decode_uint8" else frames, cache
+
+
+def to_uint8(frames: jax.Array) -> jax.Array:
+    """Frames in [-1, 1] as bytes, rounded as diffusers' VideoProcessor does."""
+    return jnp.round(jnp.clip(frames.astype(jnp.float32) * 0.5 + 0.5, 0.0, 1.0) * 255.0).astype(jnp.uint8)
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=3)
+def run_chunk(
+    graph: nnx.GraphDef, state: nnx.State, chunk: jax.Array, cache: Cache | None
+) -> tuple[jax.Array, Cache]:
+    """The chunk program: one compilation for a first chunk (`cache` None), one for all later ones.
+
+    The weights are an argument; the cache is donated.
+    """
+    return nnx.merge(graph, state)(chunk, cache)
+
+
+class ChunkRun:
+    """One pass over a video: carries the cache from chunk to chunk."""
+
+    def __init__(self, graph: nnx.GraphDef, state: nnx.State):
+        self._graph, self._state = graph, state
+        self._cache: Cache | None = None
+
+    def __call__(self, chunk: jax.Array) -> jax.Array:
+        result, self._cache = run_chunk(self._graph, self._state, chunk, self._cache)
+        return result
+
+
+class TiledRun:
+    """One pass over a video in tiles, each with its own cache, blended chunk by chunk."""
+
+    def __init__(self, graph: nnx.GraphDef, state: nnx.State, plan: tiling.TilePlan, as_uint8: bool):
+        self._plan, self._as_uint8 = plan, as_uint8
+        self._runs = [[ChunkRun(graph, state) for _ in plan.columns.spans] for _ in plan.rows.spans]
+
+    def __call__(self, chunk: jax.Array) -> jax.Array:
+        tiles = _cut(self._plan, chunk)
+        outputs = [
+            [run(tile) for run, tile in zip(*row, strict=True)] for row in zip(self._runs, tiles, strict=True)
+        ]
+        return _join(self._plan, self._as_uint8, outputs)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _cut(plan: tiling.TilePlan, x: jax.Array) -> list[list[jax.Array]]:
+    return tiling.cut(x, plan, row_axis=ROW_AXIS)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _join(plan: tiling.TilePlan, as_uint8: bool, outputs: list[list[jax.Array]]) -> jax.Array:
+    frames = tiling.join(outputs, plan, JAX_ARRAYS, row_axis=ROW_AXIS)
+    return to_uint8(frames) if as_uint8 else frames
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _take(x: jax.Array, start: int, length: int) -> jax.Array:
+    return jax.lax.dynamic_slice_in_dim(x, start, length, axis=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class TileSettings:
+    """When and how a picture is cut: a tile's size in latent pixels, and the share that overlaps the next."""
+
+    latent_height: int
+    latent_width: int
+    overlap_height: float = 1 / 6
+    overlap_width: float = 1 / 5
+
+
+class FlaxAutoencoderKLCogVideoX(nnx.Module):
+    """CogVideoX's VAE, the same function as diffusers' `AutoencoderKLCogVideoX`, on NTHWC arrays.
+
+    Args:
+        config: sizes; see `FlaxAutoencoderKLCogVideoXConfig`.
+        dtype: to compute in. Statistics of the norms are float32 whatever it is.
+        param_dtype: to store the parameters in.
+        rngs: for random parameters.
+
+    Attributes:
+        mesh: the device mesh to run on; None for one device.
+    """
+
+    def __init__(
+        self,
+        config: FlaxAutoencoderKLCogVideoXConfig,
+        *,
+        dtype: DTypeLike = jnp.float32,
+        param_dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        self.config = config
+        self.dtype = jnp.dtype(dtype)
+        self.param_dtype = jnp.dtype(param_dtype)
+        self.mesh = None
+        self.encoder = Encoder3D(config, param_dtype=param_dtype, rngs=rngs)
+        self.decoder = Decoder3D(config, param_dtype=param_dtype, rngs=rngs)
+        # diffusers sizes both by the sample's channels, not by the latents'.
+        samples = config.out_channels
+        self.quant_conv = (
+            Conv3d(2 * samples, 2 * samples, param_dtype=param_dtype, rngs=rngs)
+            if config.use_quant_conv
+            else None
+        )
+        self.post_quant_conv = (
+            Conv3d(samples, samples, param_dtype=param_dtype, rngs=rngs)
+            if config.use_post_quant_conv
+            else None
+        )
+        self.tile_settings: TileSettings | None = None
+        self.use_slicing = False
+
+    # Weights
+
+    @classmethod
+    def from_tensors(
+        cls,
+        config: FlaxAutoencoderKLCogVideoXConfig,
+        tensors: Iterable[tuple[str, Any]],
+        *,
+        source: object = "the state dict",
+        dtype: DTypeLike = jnp.float32,
+        param_dtype: DTypeLike = jnp.float32,
+    ) -> "FlaxAutoencoderKLCogVideoX":
+        """A model of diffusers' tensors, (name, NumPy array) pairs that are taken one at a time.
+
+        Raises:
+            ModelError: a tensor that is missing, left over or of another shape, by name.
+        """
+        graph, abstract = nnx.split(
+            nnx.eval_shape(lambda: cls(config, dtype=dtype, param_dtype=param_dtype, rngs=nnx.Rngs(0)))
+        )
+        state = weights.read_state(abstract, tensors, source=source, param_dtype=param_dtype)
+        return nnx.merge(graph, state)
+
+    @classmethod
+    def from_state_dict(
+        cls,
+        config: FlaxAutoencoderKLCogVideoXConfig | Mapping[str, Any],
+        state_dict: dict[str, Any],
+        **dtypes: Any,
+    ) -> "FlaxAutoencoderKLCogVideoX":
+        """A model of a torch state dict; `dtype` and `param_dtype` as in `from_tensors`."""
+        if not isinstance(config, FlaxAutoencoderKLCogVideoXConfig):
+            config = FlaxAutoencoderKLCogVideoXConfig.from_dict(config)
+        return cls.from_tensors(config, weights.from_torch(state_dict), **dtypes)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name: str | Path,
+        *,
+        subfolder: str | None = None,
+        variant: str | None = None,
+        dtype: DTypeLike = jnp.float32,
+        param_dtype: DTypeLike = jnp.float32,
+        revision: str | None = None,
+        token: str | bool | None = None,
+        cache_dir: str | Path | None = None,
+        local_files_only: bool = False,
+    ) -> "FlaxAutoencoderKLCogVideoX":
+        """Loads diffusers' weights from a directory or from the hub, tensor by tensor.
+
+        Args:
+            name: a local directory or a hub id.
+            subfolder: where the VAE lies in it, "vae" for a whole pipeline.
+            variant: of the weight files, such as "fp16".
+            dtype, param_dtype: to compute in, and to store the parameters in.
+            revision, token, cache_dir, local_files_only: the hub's.
+
+        Raises:
+            ModelError: a `ValueError` that says what is missing or wrong, and what to do.
+        """
+        directory = weights.locate(
+            name,
+            subfolder=subfolder,
+            variant=variant,
+            revision=revision,
+            token=token,
+            cache_dir=cache_dir,
+            local_files_only=local_files_only,
+        )
+        config = FlaxAutoencoderKLCogVideoXConfig.from_file(directory)
+        tensors = weights.read_tensors(checkpoint.weight_files(directory, variant))
+        return cls.from_tensors(config, tensors, source=directory, dtype=dtype, param_dtype=param_dtype)
+
+    def save_pretrained(self, directory: str | Path) -> None:
+        """Writes the model as diffusers' `AutoencoderKLCogVideoX` loads it, in `param_dtype`."""
+        weights.save(nnx.state(self, nnx.Param), self.config, directory)
+
+    # Encoding and decoding
+
+    def encode(self, x: jax.Array) -> Posterior:
+        """The posterior of videos (N, T, H, W, C), floats in [-1, 1] or uint8.
+
+        Raises:
+            ValueError: another rank, channel count or size, or NaN or Inf.
+        """
+        return Posterior.from_moments(self._sliced(x, self._moments))
+
+    def _moments(self, x: jax.Array) -> jax.Array:
+        return jnp.concatenate(list(self._stream("encode", x, chunks.SAMPLE_FRAMES_A_CHUNK)), axis=1)
+
+    def decode(self, z: jax.Array) -> jax.Array:
+        """The frames, in about [-1, 1], of latents (N, t, h, w, C), not scaled by `scaling_factor`.
+
+        Raises:
+            ValueError: another rank or channel count, or NaN or Inf.
+        """
+        return self._sliced(z, lambda part: jnp.concatenate(list(self.decode_stream(part)), axis=1))
+
+    def decode_frame_by_frame(self, z: jax.Array) -> jax.Array:
+        """Decodes one latent frame a step, at about half the memory: ANOTHER FUNCTION than `decode`.
+
+        GroupNorm's statistics span the frames of a step, and the network was trained on steps of two; with
+        one frame a step they differ, and so does every pixel (docs/numerics.md has the measured difference).
+        The first latent frame gives one frame, each further one four: 4 t - 3 in all, also where `decode`
+        gives 4 t (even t).
+
+        Args:
+            z: as `decode` takes them.
+        """
+        return self._sliced(
+            z, lambda part: jnp.concatenate(list(self._stream("decode_frame_by_frame", part, 1)), axis=1)
+        )
+
+    def encode_stream(self, x: jax.Array) -> Iterator[Posterior]:
+        """As `encode`, chunk by chunk; a chunk's latents are there while the next one is computed."""
+        for moments in self._stream("encode", x, chunks.SAMPLE_FRAMES_A_CHUNK):
+            yield Posterior.from_moments(moments)
+
+    def decode_stream(self, z: jax.Array, *, as_uint8: bool = False) -> Iterator[jax.Array]:
+        """As `decode`, chunk by chunk; bytes (0 to 255) where `as_uint8`."""
+        kind = "decode_uint8" if as_uint8 else "decode"
+        return self._stream(kind, z, chunks.LATENT_FRAMES_A_CHUNK)
+
+    def _stream(self, kind: Kind, x: jax.Array, frames_a_chunk: int) -> Iterator[jax.Array]:
+        self._check(kind, x)
+        run = self.run(kind, self._tile_plan(kind, x.shape[2:4]))
+        for chunk in chunks.plan(x.shape[1], frames_a_chunk):
+            yield run(_take(x, chunk.start, chunk.length))
+
+    def _sliced(self, x: jax.Array, function: Callable[[jax.Array], jax.Array]) -> jax.Array:
+        if not self.use_slicing or x.shape[0] == 1:
+            return function(x)
+        return jnp.concatenate([function(video[None]) for video in x])
+
+    def run(self, kind: Kind, plan: tiling.TilePlan | None = None) -> ChunkRun | TiledRun:
+        """A function from a video's chunks, given in order, to their results; in tiles by a plan."""
+        runtime.configure_compile_cache()
+        network = EncoderChunk(self) if kind == "encode" else DecoderChunk(self, _network_kind(kind, plan))
+        graph, state = nnx.split(network)
+        if plan is None:
+            return ChunkRun(graph, state)
+        return TiledRun(graph, state, plan, as_uint8=kind == "decode_uint8")
+
+    # Tiling and slicing
+
+    def enable_slicing(self) -> None:
+        """Runs a batch one video at a time."""
+        self.use_slicing = True
+
+    def disable_slicing(self) -> None:
+        self.use_slicing = False
+
+    def enable_tiling(
+        self,
+        tile_sample_min_height: int | None = None,
+        tile_sample_min_width: int | None = None,
+        tile_overlap_factor_height: float = 1 / 6,
+        tile_overlap_factor_width: float = 1 / 5,
+    ) -> None:
+        """Runs pictures larger than a tile in tiles; sizes in sample pixels, half the config's by default."""
+        scale = self.config.spatial_scale
+        height = tile_sample_min_height or self.config.sample_height // 2
+        width = tile_sample_min_width or self.config.sample_width // 2
+        self.tile_settings = TileSettings(
+            height // scale, width // scale, tile_overlap_factor_height, tile_overlap_factor_width
+        )
+
+    def disable_tiling(self) -> None:
+        self.tile_settings = None
+
+    def _tile_plan(self, kind: Kind, size: tuple[int, ...]) -> tiling.TilePlan | None:
+        """The plan for a picture of `size` (rows, columns), or None where it is one tile or tiling is off."""
+        tiles, scale = self.tile_settings, self.config.spatial_scale
+        scale_in, scale_out = (scale, 1) if kind == "encode" else (1, scale)
+        if tiles is None or (
+            size[0] <= tiles.latent_height * scale_in and size[1] <= tiles.latent_width * scale_in
+        ):
+            return None
+        plan = functools.partial(tiling.plan_axis, scale_in=scale_in, scale_out=scale_out)
+        return tiling.TilePlan(
+            plan(size[0], tile=tiles.latent_height, overlap=tiles.overlap_height),
+            plan(size[1], tile=tiles.latent_width, overlap=tiles.overlap_width),
+        )
+
+    # Checks
+
+    def _check(self, kind: Kind, x: jax.Array) -> None:
+        what, channels = "latents", self.config.latent_channels
+        if kind == "encode":
+            what, channels = "video", self.config.in_channels
+        if x.ndim != 5:
+            raise ValueError(f"got {what} of rank {x.ndim}, shape {x.shape}: it takes (N, T, H, W, C)")
+        if x.shape[-1] != channels:
+            raise ValueError(
+                f"got {what} of {x.shape[-1]} channels, shape {x.shape}: the model takes {channels}"
+            )
+        if 0 in x.shape:
+            raise ValueError(f"got empty {what}, shape {x.shape}")
+        scale = self.config.spatial_scale if kind == "encode" else 1
+        if x.shape[2] % scale or x.shape[3] % scale:
+            height, width = (max(size // scale * scale, scale) for size in x.shape[2:4])
+            raise ValueError(
+                f"got a video of {x.shape[2]} x {x.shape[3]} pixels (height x width): both must be "
+                f"multiples of {scale}; crop it to {height} x {width}"
+            )
+        self._check_finite(what, x)
+
+    def _check_finite(self, what: str, x: jax.Array) -> None:
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            return
+        index = runtime.first_nonfinite(runtime.tensor_of(x))
+        if index is not None:
+            n, t, h, w, c = index
+            raise ValueError(
+                f"got NaN or Inf in the {what}: video {n}, frame {t}, channel {c}, row {h}, column {w}; find "
+                "where they come from (float16 overflows: try bfloat16 or float32)"
+            )
+
+
+def _network_kind(kind: Kind, plan: tiling.TilePlan | None) -> Kind:
+    """Tiles are blended as floats, so their network leaves them floats."""
+    return "decode" if kind == "decode_uint8" and plan is not None else kind

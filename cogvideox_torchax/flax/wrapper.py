@@ -1,0 +1,173 @@
+"""FlaxVAEForPipelines: the Flax build behind diffusers' PyTorch interface.
+
+Axis letters: N videos, C channels, T frames, H rows, W columns. Tensors are NCTHW, as diffusers has them.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+from diffusers.models.autoencoders.vae import DecoderOutput
+
+from cogvideox_torchax import runtime, tiling
+from cogvideox_torchax.autoencoder import AutoencoderKLCogVideoX
+from cogvideox_torchax.flax.autoencoder import FlaxAutoencoderKLCogVideoX
+
+
+@jax.jit
+def _channels_last(x_NCTHW: jax.Array) -> jax.Array:
+    return jnp.transpose(x_NCTHW, (0, 2, 3, 4, 1))
+
+
+@jax.jit
+def _channels_first(x_NTHWC: jax.Array) -> jax.Array:
+    return jnp.transpose(x_NTHWC, (0, 4, 1, 2, 3))
+
+
+class FlaxVAEForPipelines(AutoencoderKLCogVideoX):
+    """The Flax build where diffusers expects its own class: `pipe.vae = FlaxVAEForPipelines(flax_vae)`.
+
+    Plain torch tensors give plain torch tensors, torchax tensors give torchax tensors; everything that
+    diffusers' class promises holds (`encode(...).latent_dist`, `decode(...).sample`, `config`, tiling,
+    slicing), and so do the streams of `cogvideox_torchax.AutoencoderKLCogVideoX`. The weights are the Flax
+    model's: this module has no torch parameters, and `.to(...)` moves nothing.
+
+    Args:
+        flax_vae: the model to run.
+
+    Attributes:
+        flax_vae: the same.
+    """
+
+    def __init__(self, flax_vae: FlaxAutoencoderKLCogVideoX):
+        # The torch networks are built without memory, for the attributes around them, and dropped.
+        runtime.without_torchax(self._build_on_meta, flax_vae.config.to_dict())
+        self.encoder = self.decoder = self.quant_conv = self.post_quant_conv = None
+        self.flax_vae = flax_vae
+        self.eval()
+
+    def _build_on_meta(self, config: dict[str, Any]) -> None:
+        with torch.device("meta"):
+            super().__init__(**config)
+
+    @classmethod
+    def from_pretrained(  # pyright: ignore[reportIncompatibleMethodOverride]
+        cls,
+        pretrained_model_name_or_path: str | Path,
+        *,
+        subfolder: str | None = None,
+        variant: str | None = None,
+        torch_dtype: torch.dtype | None = None,
+        **hub_options: Any,
+    ) -> "FlaxVAEForPipelines":
+        """Loads diffusers' weights from a directory or from the hub.
+
+        Args:
+            pretrained_model_name_or_path: a local directory or a hub id.
+            subfolder: where the VAE lies in it, "vae" for a whole pipeline.
+            variant: of the weight files, such as "fp16".
+            torch_dtype: to store and to compute in; float32 where None.
+            hub_options: `revision`, `token`, `cache_dir`, `local_files_only`.
+
+        Raises:
+            ModelError: a `ValueError` that says what is missing or wrong, and what to do.
+        """
+        dtype = _jax_dtype(torch_dtype or torch.float32)
+        return cls(
+            FlaxAutoencoderKLCogVideoX.from_pretrained(
+                pretrained_model_name_or_path,
+                subfolder=subfolder,
+                variant=variant,
+                dtype=dtype,
+                param_dtype=dtype,
+                **hub_options,
+            )
+        )
+
+    @classmethod
+    def from_diffusers(
+        cls, vae: torch.nn.Module, torch_dtype: torch.dtype | None = None
+    ) -> "FlaxVAEForPipelines":
+        """From a loaded diffusers VAE, whose weights are copied; `torch_dtype` is its own where None."""
+        native: Any = vae
+        dtype = _jax_dtype(torch_dtype or native.dtype)
+        state_dict = {name: runtime.to_torch(tensor) for name, tensor in native.state_dict().items()}
+        return cls(
+            FlaxAutoencoderKLCogVideoX.from_state_dict(
+                dict(native.config), state_dict, dtype=dtype, param_dtype=dtype
+            )
+        )
+
+    def save_pretrained(self, save_directory: str | Path, **diffusers_options: Any) -> None:  # pyright: ignore
+        """Writes diffusers' format in one safetensors file; diffusers' options have no effect."""
+        self.flax_vae.save_pretrained(save_directory)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the model computes in, and what it takes and gives."""
+        return getattr(torch, self.flax_vae.dtype.name)
+
+    @property
+    def device(self) -> torch.device:
+        """Where plain tensors go in and come out: the host. The model itself runs on JAX's devices."""
+        return torch.device("cpu")
+
+    # Running chunks; the checks, the plans and the streams are inherited.
+
+    def _encode(self, x: torch.Tensor) -> torch.Tensor:
+        self._check_video(x)
+        return _together(self._encoded(self._split(x, self.num_sample_frames_batch_size), x.shape[3:]), x)
+
+    def _decode(self, z: torch.Tensor, return_dict: bool = True) -> DecoderOutput | tuple[torch.Tensor]:
+        self._check_latents(z)
+        pieces = self._split(z, self.num_latent_frames_batch_size)
+        frames = _together(self._run_chunks("decode", pieces, z.shape[3:]), z)
+        return DecoderOutput(sample=frames) if return_dict else (frames,)
+
+    def _tiled(self, kind: str, x: torch.Tensor, frames_a_chunk: int) -> torch.Tensor:
+        plan = self._tile_plan(kind, x.shape[3:])
+        return _together(self._run_tiles(kind, self._split(x, frames_a_chunk), plan), x)
+
+    def _run(self, kind: str) -> Any:
+        return self._on_arrays(kind, None)
+
+    def _run_tiles(
+        self, kind: str, pieces: Iterable[torch.Tensor], plan: tiling.TilePlan
+    ) -> Iterator[torch.Tensor]:
+        return map(self._on_arrays(kind, plan), pieces)
+
+    def _on_arrays(self, kind: Any, plan: tiling.TilePlan | None) -> Callable[[torch.Tensor], torch.Tensor]:
+        """The Flax model's run over a video: torch tensors in, torchax tensors being computed out."""
+        run = self.flax_vae.run(kind, plan)
+
+        def call(piece: torch.Tensor) -> torch.Tensor:
+            result = run(_channels_last(runtime.array_of(runtime.to_jax(piece))))
+            return runtime.tensor_of(_channels_first(result))
+
+        return call
+
+    def _check_backend_and_dtype(
+        self, what: str, x: torch.Tensor, follow_weights: bool, extra: tuple[torch.dtype, ...] = ()
+    ) -> None:
+        if x.dtype not in (self.dtype, *extra):
+            raise ValueError(
+                f"got {what} of {x.dtype} for weights of {self.dtype}: pass them .to({self.dtype})"
+            )
+
+
+def _together(parts: Iterator[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+    """The parts of a video in one tensor, on the host where `like` is plain; all are computed before any is
+    fetched."""
+    computed = list(parts)
+    if runtime.on_jax(like):
+        return torch.cat(computed, dim=2)
+    for part in computed:
+        runtime.fetch_async(part)
+    return torch.cat([runtime.to_torch(part) for part in computed], dim=2)
+
+
+def _jax_dtype(dtype: torch.dtype) -> Any:
+    return jnp.dtype(str(dtype).removeprefix("torch."))
