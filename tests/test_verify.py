@@ -58,7 +58,9 @@ def test_torch_and_torchax_pass_in_float32(verifier, torchax_candidate, small_va
         )
 
 
-def test_torch_and_torchax_pass_in_bfloat16(verifier, small_vae):
+def test_torch_and_torchax_pass_in_bfloat16(small_vae):
+    # Root-mean-square errors of two ways to round are compared: a few hundred latents are too few for that.
+    verifier = verify.Verifier(small_vae, reference.video(13, height=48, width=64))
     candidates = [
         verify.make_candidate(backend, torch.bfloat16, small_vae) for backend in ("torch", "torchax")
     ]

@@ -1,8 +1,8 @@
 """`bench ab`: the backends against each other on the same input and weights, one process each, interleaved.
 
-Every case (frames and size) is measured in rounds; in a round each backend has its turn, in a process of its own,
-so that what drifts on the machine hits all of them, and a TPU, which belongs to one process at a time, is free
-for the next. The first round starts with an empty compile cache and the later ones with the one it filled.
+Every case (frames and size) is measured in rounds; in a round each backend has its turn, in a process of its
+own, so that what drifts on the machine hits all of them, and a TPU, which belongs to one process at a time, is
+free for the next. The first round starts with an empty compile cache, the later ones with what it filled.
 """
 
 import datetime
@@ -32,8 +32,7 @@ PEAK_FLOPS = {
     ("TPU v5p", "bfloat16"): 459e12,
     ("TPU v6 lite", "bfloat16"): 918e12,
 }
-"""FLOP/s that the makers state for one device, by jax's name for it and the dtype; where none is stated, none is
-guessed."""
+"""FLOP/s that the makers state for one device, by jax's name for it and the dtype; none is guessed."""
 
 
 @dataclass(frozen=True)
@@ -175,9 +174,8 @@ def _run_case(options: Options, case: Case, scratch: Path, say: Callable[[str], 
                 _run_process(replace(task, backend=backend), reference["torch_rms"], scratch, options.timeout)
             )
             if results[-1]["status"] != "ok":
-                say(
-                    f"{case.name}: {backend}: {results[-1]['status']}: {results[-1].get('reason', 'see the errors')}"
-                )
+                reason = results[-1].get("reason", "an answer misses its tolerance")
+                say(f"{case.name}: {backend}: {results[-1]['status']}: {reason}")
     merged = [merge(backend, rounds, reference, case, options.dtype) for backend, rounds in found.items()]
     return {**asdict(case), "reference": reference, "results": merged}
 

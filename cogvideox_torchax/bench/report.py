@@ -47,8 +47,8 @@ def markdown(report: dict[str, Any]) -> str:
     commit = (report["commit"] or "unknown")[:12]
     parts = [
         f"Model {report['model_name']}, {options['dtype']}, {report['date'][:10]}, commit {commit}, "
-        f"{report['host']['cpus']} CPUs ({report['host']['machine']}), {versions}. Median of {runs} runs over "
-        f"{options['rounds']} processes a backend, {options['warmups']} warm-ups in each."
+        f"{report['host']['cpus']} CPUs ({report['host']['machine']}), {versions}. Median of {runs} runs "
+        f"over {options['rounds']} processes a backend, {options['warmups']} warm-ups in each."
     ]
     for case in report["cases"]:
         for kind in KINDS:
@@ -205,7 +205,7 @@ def write(report: dict[str, Any], directory: Path, stem: str = "ab") -> list[Pat
 
 
 def redraw(results: Path, docs: Path) -> None:
-    """Puts the tables and plots of every `ab*.json` in `results` into docs/benchmarks.md, between its marks."""
+    """Puts tables and plots of every `ab*.json` in `results` into docs/benchmarks.md, between its marks."""
     images = docs / "images"
     images.mkdir(parents=True, exist_ok=True)
     parts = []
