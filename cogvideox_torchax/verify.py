@@ -164,7 +164,7 @@ def make_candidate(backend: str, dtype: torch.dtype, stock: DiffusersAutoencoder
     Raises:
         ValueError: a backend that is unknown, or not part of this installation.
     """
-    native = copy.deepcopy(stock).to(dtype)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    native = nn.Module.to(copy.deepcopy(stock), dtype)
     if backend == "flax":
         return Candidate(backend, dtype, load_flax(native))
     if backend not in BACKENDS:
@@ -438,7 +438,7 @@ class Verifier:
         """Compares every candidate; the slow part is PyTorch in float32, which runs once for all of them."""
         torchs = Candidate("PyTorch's own", torch.bfloat16, None)
         if any(candidate.dtype == torch.bfloat16 for candidate in candidates):
-            torchs.vae = copy.deepcopy(self.reference).to(torch.bfloat16)
+            torchs.vae = nn.Module.to(copy.deepcopy(self.reference), torch.bfloat16)
         layers = self._layers(candidates, torchs, say)
         baseline = {}
         if torchs.vae is not None:

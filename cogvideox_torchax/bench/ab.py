@@ -1,8 +1,8 @@
 """`bench ab`: the backends against each other on the same input and weights, one process each, interleaved.
 
 Every case (frames and size) is measured in rounds; in a round each backend has its turn, in a process of its
-own, so that what drifts on the machine hits all of them, and a TPU, which belongs to one process at a time, is
-free for the next. The first round starts with an empty compile cache, the later ones with what it filled.
+own, so that what drifts on the machine hits all of them, and a TPU, which belongs to one process at a time,
+is free for the next. The first round starts with an empty compile cache, the later ones with what it filled.
 """
 
 import datetime

@@ -85,8 +85,10 @@ def _why(result: dict[str, Any], kind: str) -> str:
     if result["status"] != "wrong":
         return f"{result['status']}: {result['reason']}".replace("|", "/")
     verdict = result[kind]["check"]
+    if verdict["passed"]:
+        return "no time: the other half is wrong"
     found = verdict.get("reason") or f"relative error {float(verdict['relative_error']):.1e}"
-    return f"wrong ({found})" if not verdict["passed"] else f"no time: its other half is wrong ({found})"
+    return f"wrong ({found})"
 
 
 def _seconds(value: float | None) -> str:
