@@ -164,7 +164,7 @@ def make_candidate(backend: str, dtype: torch.dtype, stock: DiffusersAutoencoder
     Raises:
         ValueError: a backend that is unknown, or not part of this installation.
     """
-    native = nn.Module.to(copy.deepcopy(stock), dtype)
+    native: Any = nn.Module.to(copy.deepcopy(stock), dtype)
     if backend == "flax":
         return Candidate(backend, dtype, load_flax(native))
     if backend not in BACKENDS:

@@ -129,7 +129,7 @@ def make_backend(name: str, vae: AutoencoderKLCogVideoX) -> Backend:
     if name == "torchax":
         runtime.enable()
         return OnJax(nn.Module.to(vae, "jax"))
-    stock = nn.Module.to(verify.load_reference(vae), vae.dtype)
+    stock: Any = nn.Module.to(verify.load_reference(vae), vae.dtype)
     if name == "flax":
         return Flax(verify.load_flax(stock))
     if name == "torchax-stock":
