@@ -210,8 +210,8 @@ class ChunkProgram:
     def _trace(self, weights: dict[str, Any], chunk: Any, cache: Any) -> Any:
         import jax
 
-        # Between two chunks a cache lies as (H, W, N, T, C), as a TPU holds it while it computes: in any other
-        # order each program would rearrange it on its way in and out.
+        # Between two chunks a cache lies as (H, W, N, T, C), as a TPU holds it while it computes: in any
+        # other order each program would rearrange it on its way in and out.
         cache = jax.tree.map(lambda stored: stored.transpose(2, 4, 3, 0, 1), cache)
         result, cache = self._apply(weights, chunk, cache)
         return result, jax.tree.map(lambda cache_NCTHW: cache_NCTHW.transpose(3, 4, 0, 2, 1), cache)

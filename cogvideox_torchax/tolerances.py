@@ -10,6 +10,10 @@ BFLOAT16_RMS_RATIO = 1.1
 """Root-mean-square error in bfloat16 against the float32 reference, over that of PyTorch's own bfloat16
 run."""
 
+BFLOAT16_LAYER_RMS_RATIO = 1.5
+"""The same ratio for a single layer in a single chunk, where fewer roundings average out; it only finds the
+layer to name, and fails nothing by itself."""
+
 
 def relative_error(got: torch.Tensor, reference: torch.Tensor) -> float:
     """The largest difference, relative to the largest absolute value of the reference; NaN where there is a

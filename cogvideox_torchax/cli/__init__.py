@@ -7,9 +7,9 @@ import sys
 from collections.abc import Sequence
 
 from cogvideox_torchax import __version__
-from cogvideox_torchax.cli import decode, demo, doctor, encode, plan, reconstruct
+from cogvideox_torchax.cli import bench, decode, demo, doctor, encode, plan, reconstruct, verify
 
-COMMANDS = (doctor, demo, encode, decode, reconstruct, plan)
+COMMANDS = (doctor, demo, encode, decode, reconstruct, verify, bench, plan)
 USER_ERROR = 2
 FAILURE = 1
 INTERRUPTED = 130

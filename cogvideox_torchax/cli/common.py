@@ -53,17 +53,15 @@ def add_model_options(command: argparse.ArgumentParser, default: str | None) -> 
 
 
 def add_clip_options(command: argparse.ArgumentParser, frames: int | None = None) -> None:
-    command.add_argument(
-        "--frames", type=_positive, default=frames, help="read only the first so many frames"
-    )
-    command.add_argument("--height", type=_positive, help="resize to this height in pixels")
-    command.add_argument("--width", type=_positive, help="resize to this width in pixels")
+    command.add_argument("--frames", type=positive, default=frames, help="read only the first so many frames")
+    command.add_argument("--height", type=positive, help="resize to this height in pixels")
+    command.add_argument("--width", type=positive, help="resize to this width in pixels")
     command.add_argument(
         "--crop", action="store_true", help="crop the middle to the size instead of resizing"
     )
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is not a positive number")

@@ -1,0 +1,224 @@
+"""Results of `bench ab` as Markdown and as plots, and docs/benchmarks.md redrawn from kept results."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from cogvideox_torchax.bench.ab import FORMAT
+from cogvideox_torchax.bench.worker import KINDS
+from cogvideox_torchax.verify_report import pyplot, table
+
+HEAD = (
+    "backend",
+    "device",
+    "error",
+    "lower, s",
+    "compile, s",
+    "cold start, s",
+    "warm start, s",
+    "first frame, s",
+    "steady, s (min to max)",
+    "frames/s",
+    "GFLOP/s",
+    "of peak",
+    "host, MB",
+    "device, MB",
+)
+BEGIN, END = "<!-- bench ab: begin -->", "<!-- bench ab: end -->"
+
+
+def load(path: Path) -> dict[str, Any]:
+    """A result file; `ValueError` where it is none, or of another version."""
+    try:
+        report = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read as a result ({error})") from error
+    found = report.get("format") if isinstance(report, dict) else None
+    if found != FORMAT:
+        raise ValueError(f"{path} is of format {found}, this version reads {FORMAT}: run the benchmark again")
+    return report
+
+
+def markdown(report: dict[str, Any]) -> str:
+    """A table for each case and half, under a line that says where the numbers come from."""
+    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
+    options = report["options"]
+    runs = options["rounds"] * options["repetitions"]
+    commit = (report["commit"] or "unknown")[:12]
+    parts = [
+        f"Model {report['model_name']}, {options['dtype']}, {report['date'][:10]}, commit {commit}, "
+        f"{report['host']['cpus']} CPUs ({report['host']['machine']}), {versions}. Median of {runs} runs "
+        f"over {options['rounds']} processes a backend, {options['warmups']} warm-ups in each."
+    ]
+    for case in report["cases"]:
+        for kind in KINDS:
+            parts.append(f"**{kind}, {case['frames']} frames of {case['height']} x {case['width']}**")
+            rows = [_row(result, kind) for result in case["results"]]
+            parts.append(table(HEAD, rows) if rows else f"No reference: {case['reference']['reason']}")
+    return "\n\n".join(parts) + "\n"
+
+
+def _row(result: dict[str, Any], kind: str) -> tuple[str, ...]:
+    if result["status"] != "ok":
+        return (result["backend"], "", _why(result, kind), *[""] * (len(HEAD) - 3))
+    half = result[kind]
+    steady = half["steady"]
+    seconds = [
+        half[key] for key in ("lower_s", "compile_cold_s", "start_cold_s", "start_warm_s", "first_frame_s")
+    ]
+    share = half["share_of_peak"]
+    return (
+        result["backend"],
+        result["device"],
+        f"{half['check']['relative_error']:.1e}",
+        *map(_seconds, seconds),
+        f"{_seconds(steady['median_s'])} ({_seconds(steady['min_s'])} to {_seconds(steady['max_s'])})",
+        f"{half['frames_per_s']:.1f}",
+        f"{half['flops_per_s'] / 1e9:.1f}",
+        "" if share is None else f"{share:.1%}",
+        _megabytes(result["host_peak_bytes"]),
+        _megabytes(result["device_peak_bytes"]),
+    )
+
+
+def _why(result: dict[str, Any], kind: str) -> str:
+    if result["status"] != "wrong":
+        return f"{result['status']}: {result['reason']}".replace("|", "/")
+    verdict = result[kind]["check"]
+    if verdict["passed"]:
+        return "no time: the other half is wrong"
+    found = verdict.get("reason") or f"relative error {float(verdict['relative_error']):.1e}"
+    return f"wrong ({found})"
+
+
+def _seconds(value: float | None) -> str:
+    return "" if value is None else f"{value:.3g}"
+
+
+def _megabytes(value: int | None) -> str:
+    return "" if value is None else f"{value / 1e6:.0f}"
+
+
+# Plots
+
+
+def draw(report: dict[str, Any], directory: Path, stem: str) -> list[Path]:
+    """Bars of time and memory, and time against frames and against size where more than one was run."""
+    good = [
+        (case, result) for case in report["cases"] for result in case["results"] if result["status"] == "ok"
+    ]
+    if not good:
+        return []
+    paths = [_draw_bars(good, directory / f"{stem}-bars.png")]
+    for axis, label in (("frames", "frames"), ("size", "pixels a frame")):
+        points = _points(report["cases"], good, axis)
+        if points:
+            paths.append(_draw_lines(points, label, directory / f"{stem}-{axis}.png"))
+    return paths
+
+
+def _draw_bars(good: list[tuple[Any, Any]], path: Path) -> Path:
+    plt = pyplot()
+    case = good[0][0]
+    results = [result for other, result in good if other is case]
+    names = [result["backend"] for result in results]
+    figure, axes = plt.subplots(1, 4, figsize=(14, 4), layout="constrained")
+    for place, kind in zip(axes[:2], KINDS, strict=True):
+        steady = [result[kind]["steady"] for result in results]
+        medians = [run["median_s"] for run in steady]
+        spread = [
+            [median - run["min_s"] for median, run in zip(medians, steady, strict=True)],
+            [run["max_s"] - median for median, run in zip(medians, steady, strict=True)],
+        ]
+        bars = place.bar(names, medians, yerr=spread, capsize=4, color=_colors(names))
+        place.bar_label(bars, fmt="%.3g", label_type="center", color="white")
+        place.set(title=f"{kind}: steady run, s (median, min to max)")
+    cold = [sum(result[kind]["start_cold_s"] for kind in KINDS) for result in results]
+    warm = [sum(result[kind]["start_warm_s"] or 0 for kind in KINDS) for result in results]
+    places = range(len(names))
+    axes[2].bar([p - 0.2 for p in places], cold, 0.4, label="empty compile cache", color="0.45")
+    axes[2].bar([p + 0.2 for p in places], warm, 0.4, label="filled compile cache", color="0.75")
+    axes[2].set(title="first encode and decode of a process, s")
+    axes[2].set_xticks(list(places), names)
+    axes[2].legend(fontsize=8)
+    memory = [(result["device_peak_bytes"] or result["host_peak_bytes"] or 0) / 1e6 for result in results]
+    bars = axes[3].bar(names, memory, color=_colors(names))
+    axes[3].bar_label(bars, fmt="%.0f", label_type="center", color="white")
+    where = "device" if any(result["device_peak_bytes"] for result in results) else "host"
+    axes[3].set(title=f"peak memory ({where}), MB")
+    for place in axes:
+        place.tick_params(axis="x", rotation=20)
+    figure.suptitle(f"{case['frames']} frames of {case['height']} x {case['width']}")
+    return _saved(figure, path)
+
+
+def _colors(names: list[str]) -> list[str]:
+    return [f"C{index}" for index in range(len(names))]
+
+
+def _points(cases: list[Any], good: list[tuple[Any, Any]], axis: str) -> dict[str, dict[str, list[Any]]]:
+    """For each half and backend, (x, median) of the cases that differ from the first along one axis only."""
+    base = cases[0]
+    same = ("height", "width") if axis == "frames" else ("frames",)
+    chosen = [(case, result) for case, result in good if all(case[key] == base[key] for key in same)]
+    xs = {_position(case, axis) for case, _ in chosen}
+    if len(xs) < 2:
+        return {}
+    points: dict[str, dict[str, list[Any]]] = {kind: {} for kind in KINDS}
+    for case, result in chosen:
+        for kind in KINDS:
+            line = points[kind].setdefault(result["backend"], [])
+            line.append((_position(case, axis), result[kind]["steady"]["median_s"]))
+    return points
+
+
+def _position(case: Any, axis: str) -> int:
+    return case["frames"] if axis == "frames" else case["height"] * case["width"]
+
+
+def _draw_lines(points: dict[str, dict[str, list[Any]]], label: str, path: Path) -> Path:
+    plt = pyplot()
+    figure, axes = plt.subplots(1, len(points), figsize=(11, 4), layout="constrained")
+    for place, (kind, lines) in zip(axes, points.items(), strict=True):
+        for backend, line in lines.items():
+            xs, ys = zip(*sorted(line), strict=True)
+            place.plot(xs, ys, marker="o", label=backend)
+        place.set(title=f"{kind}: steady run, median", xlabel=label, ylabel="s", ylim=(0, None))
+        place.legend()
+        place.grid(alpha=0.3)
+    return _saved(figure, path)
+
+
+def _saved(figure: Any, path: Path) -> Path:
+    figure.savefig(path, dpi=110, format="png")
+    pyplot().close(figure)
+    return path
+
+
+def write(report: dict[str, Any], directory: Path, stem: str = "ab") -> list[Path]:
+    """JSON, Markdown and plots of one run; returns what was written."""
+    from cogvideox_torchax.video import whole_file
+
+    texts = {f"{stem}.json": json.dumps(report, indent=1) + "\n", f"{stem}.md": markdown(report)}
+    for name, text in texts.items():
+        with whole_file(directory / name) as temporary:
+            Path(temporary).write_text(text)
+    return [*(directory / name for name in texts), *draw(report, directory, stem)]
+
+
+def redraw(results: Path, docs: Path) -> None:
+    """Puts tables and plots of every `ab*.json` in `results` into docs/benchmarks.md, between its marks."""
+    images = docs / "images"
+    images.mkdir(parents=True, exist_ok=True)
+    parts = []
+    for path in sorted(results.glob("ab*.json")):
+        report = load(path)
+        plots = draw(report, images, path.stem)
+        parts += [f"### {path.stem}", markdown(report).rstrip()]
+        parts += [f"![{plot.stem}](images/{plot.name})" for plot in plots]
+    page = docs / "benchmarks.md"
+    text = page.read_text()
+    if BEGIN not in text or END not in text:
+        raise ValueError(f"{page} has no lines {BEGIN} and {END} between which the results go")
+    before, after = text.split(BEGIN)[0], text.split(END)[1]
+    page.write_text(f"{before}{BEGIN}\n\n" + "\n\n".join(parts) + f"\n\n{END}{after}")

@@ -1,0 +1,86 @@
+"""`bench ab`: backends measured against each other."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from cogvideox_torchax.cli import common
+
+BACKENDS = ("torch", "torch-compile", "torchax-stock", "torchax", "flax")
+
+
+def add(subparsers: Any) -> argparse.ArgumentParser:
+    command = common.add_command(
+        subparsers,
+        "bench",
+        "measure backends against each other",
+        "cogvideox-torchax bench ab --frames 17 --height 128 --width 192 --sweep frames=9,17,33 -o out/bench",
+    )
+    command.add_argument("benchmark", choices=("ab",), help="ab: encode and decode with every backend")
+    command.add_argument("--model", metavar="DIR_OR_ID", default=str(common.DEMO_MODEL))
+    command.add_argument(
+        "--backends", nargs="+", choices=BACKENDS, default=["torch", "torchax-stock", "torchax"]
+    )
+    command.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    command.add_argument("--frames", type=int, default=17, help="of the video (default: 17)")
+    command.add_argument("--height", type=int, default=64, help="in pixels (default: 64)")
+    command.add_argument("--width", type=int, default=96, help="in pixels (default: 96)")
+    command.add_argument(
+        "--sweep", action="append", default=[], metavar="AXIS", help="frames=9,17,33 or size=64x96,128x192"
+    )
+    command.add_argument("--repetitions", type=common.positive, default=5, help="a process (default: 5)")
+    command.add_argument(
+        "--warmups", type=int, default=2, help="runs before the first that counts (default: 2)"
+    )
+    command.add_argument(
+        "--rounds", type=common.positive, default=2, help="processes a backend; from 2 on, warm starts too"
+    )
+    command.add_argument("--timeout", type=float, default=3600, help="seconds a process may take")
+    command.add_argument("-o", "--output", metavar="DIR", help="write ab.json, ab.md and plots there")
+    command.add_argument("--name", default="ab", help="of the files in DIR (default: ab)")
+    command.add_argument("--json", action="store_true", help="print the results as JSON")
+    command.add_argument("--quiet", action="store_true", help="do not say what is being run")
+    return command
+
+
+def run(args: argparse.Namespace) -> int:
+    from cogvideox_torchax.bench import ab, report
+
+    common.quiet_libraries()
+    cases = ab.sweep(ab.Case(args.frames, args.height, args.width), args.sweep)
+    directory = Path(args.model).expanduser()
+    if directory.exists() and not (directory / "model_index.json").is_file():
+        from cogvideox_torchax import checkpoint
+
+        checkpoint.check_directory(directory)
+    output = None if args.output is None else _output_directory(args.output)
+    options = ab.Options(
+        model=str(directory.resolve()) if directory.exists() else args.model,
+        backends=tuple(dict.fromkeys(args.backends)),
+        dtype=args.dtype,
+        repetitions=args.repetitions,
+        warmups=args.warmups,
+        rounds=args.rounds,
+        timeout=args.timeout,
+    )
+    found = ab.run(options, cases, common.say if not args.quiet else lambda line: None)
+    found["options"]["model"] = found["model_name"]  # a result is read on other machines: no path of this one
+    print(json.dumps(found) if args.json else report.markdown(found))
+    if output is not None:
+        for path in report.write(found, output, args.name):
+            common.say(f"wrote {path}")
+    statuses = [result["status"] for case in found["cases"] for result in case["results"]]
+    return 1 if not statuses or "wrong" in statuses or "ok" not in statuses else 0
+
+
+def _output_directory(name: str) -> Path:
+    from cogvideox_torchax.verify_report import pyplot
+
+    pyplot()  # missing? say so before the work, not after it
+    path = Path(name)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"cannot write into {path}: {error.strerror}") from error
+    return path

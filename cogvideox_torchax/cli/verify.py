@@ -1,0 +1,117 @@
+"""`verify`: backends against PyTorch in float32, layer by layer and as a whole."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cogvideox_torchax import __version__, video
+from cogvideox_torchax.cli import common
+from cogvideox_torchax.cli.work import open_clip
+
+if TYPE_CHECKING:
+    import torch
+
+    from cogvideox_torchax.verify import Result
+
+BACKENDS = ("torch", "torchax", "flax")
+DTYPES = ("float32", "bfloat16")
+FILES = ("verify.json", "verify.md", "verify.png")
+
+
+def add(subparsers: Any) -> argparse.ArgumentParser:
+    command = common.add_command(
+        subparsers,
+        "verify",
+        "compare backends with PyTorch in float32, layer by layer and as a whole",
+        "cogvideox-torchax verify --model zai-org/CogVideoX-5b --video clip.mp4 --frames 17 --crop -o out",
+    )
+    command.add_argument(
+        "--model",
+        metavar="DIR_OR_ID",
+        default=str(common.DEMO_MODEL),
+        help="a CogVideoX VAE or a whole pipeline (default: the bundled one)",
+    )
+    command.add_argument("--video", metavar="CLIP", help="what to encode (default: noise from a fixed seed)")
+    command.add_argument("--backends", nargs="+", choices=BACKENDS, default=["torch", "torchax"])
+    command.add_argument("--dtype", nargs="+", choices=DTYPES, default=["float32"])
+    common.add_clip_options(command)
+    command.add_argument("-o", "--output", metavar="DIR", help=f"write {', '.join(FILES)} there")
+    command.add_argument("--json", action="store_true", help="print the report as JSON")
+    command.add_argument("--quiet", action="store_true", help="do not say what is being run")
+    return command
+
+
+def run(args: argparse.Namespace) -> int:
+    import torch
+
+    from cogvideox_torchax import verify, verify_report
+
+    common.quiet_libraries()
+    for backend in args.backends:
+        verify.require_backend(backend)
+    output = None if args.output is None else _output_directory(args.output)
+    x = _video(args)
+    reference = verify.load_reference(common.load_vae(args.model, "torch", "float32"))
+    say = common.say if not args.quiet else lambda line: None
+    with torch.no_grad():
+        say("PyTorch in float32: encode and decode")
+        verifier = verify.Verifier(reference, x)
+        candidates = [
+            verify.make_candidate(backend, getattr(torch, dtype), reference)
+            for dtype in args.dtype
+            for backend in args.backends
+        ]
+        results = verifier.verify(candidates, say)
+    about = {
+        "version": __version__,
+        "model": args.model,
+        "video": args.video or "noise",
+        "frames": x.shape[2],
+        "size": f"{x.shape[3]} x {x.shape[4]}",
+        "device": common.device_name("torchax" if "torchax" in args.backends else "torch"),
+    }
+    if output is not None:
+        _write(output, results, about)
+    if args.json:
+        print(json.dumps(verify_report.as_json(results, about)))
+    else:
+        print(verify_report.markdown(results, about))
+    return 0 if all(result.passed for result in results) else 1
+
+
+def _video(args: argparse.Namespace) -> "torch.Tensor":
+    """The clip, or noise, as floats (1, 3, T, H, W) in [-1, 1]."""
+    import torch
+
+    if args.video is not None:
+        frames = torch.stack(list(open_clip(args).frames()), dim=2)
+        return frames.float() / 127.5 - 1
+    if args.crop:
+        raise ValueError("--crop is for a clip: pass one with --video")
+    generator = torch.Generator().manual_seed(0)
+    shape = (1, 3, args.frames or 17, args.height or 64, args.width or 96)
+    return torch.rand(shape, generator=generator) * 2 - 1
+
+
+def _output_directory(name: str) -> Path:
+    from cogvideox_torchax import verify_report
+
+    verify_report.pyplot()  # missing? say so before the work, not after it
+    path = Path(name)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"cannot write into {path}: {error.strerror}") from error
+    return path
+
+
+def _write(output: Path, results: "list[Result]", about: dict[str, Any]) -> None:
+    from cogvideox_torchax import verify_report
+
+    with video.whole_file(output / "verify.json") as temporary:
+        Path(temporary).write_text(json.dumps(verify_report.as_json(results, about), indent=1) + "\n")
+    with video.whole_file(output / "verify.md") as temporary:
+        Path(temporary).write_text(verify_report.markdown(results, about))
+    with video.whole_file(output / "verify.png") as temporary:
+        verify_report.draw_layers(results, Path(temporary))
