@@ -16,6 +16,16 @@ import torch
 from tests import reference
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """The tests of a file stay in one process, so that what they share is compiled once; its Flax cases share
+    nothing with the others."""
+    for item in items:
+        parameters = getattr(item, "callspec", None)
+        flax = parameters is not None and parameters.params.get("backend") == "flax"
+        item.add_marker(pytest.mark.xdist_group(f"{item.path.name}{' flax' if flax else ''}"))
+
+
 @pytest.fixture(scope="session")
 def small_vae():
     """Stock diffusers, small, in float32: the reference."""
