@@ -22,17 +22,19 @@ from typing import Any
 
 from cogvideox_torchax import __version__
 from cogvideox_torchax.bench.worker import BACKENDS, KINDS, Task
+from cogvideox_torchax.planner import CHIPS
 
 FORMAT = "cogvideox-torchax-bench-ab/1"
 DEFAULT_BACKENDS = ("torch", "torchax-stock", "torchax")
 PACKAGES = ("torch", "torchax", "jax", "jaxlib", "diffusers", "flax", "numpy")
-PEAK_FLOPS = {
-    ("TPU v4", "bfloat16"): 275e12,
-    ("TPU v5 lite", "bfloat16"): 197e12,
-    ("TPU v5p", "bfloat16"): 459e12,
-    ("TPU v6 lite", "bfloat16"): 918e12,
-}
-"""FLOP/s that the makers state for one device, by jax's name for it and the dtype; none is guessed."""
+GENERATIONS = {"TPU v4": "v4", "TPU v5 lite": "v5e", "TPU v5p": "v5p", "TPU v6 lite": "v6e"}
+"""The chip of `planner.CHIPS` behind a device's name in JAX."""
+
+
+def peak_flops(device: str, dtype: str) -> float | None:
+    """FLOP/s that the maker states for one device; None where none is stated for the dtype."""
+    generation = GENERATIONS.get(device)
+    return CHIPS[generation].flops if generation and dtype == "bfloat16" else None
 
 
 @dataclass(frozen=True)
@@ -223,7 +225,7 @@ def merge(
     for kind in KINDS:
         halves = [result[kind] for result in rounds]
         merged[kind] = _merge_half(halves, frames[kind], reference["flops"][kind])
-        peak = PEAK_FLOPS.get((merged["device"], dtype))
+        peak = peak_flops(merged["device"], dtype)
         merged[kind]["share_of_peak"] = merged[kind]["flops_per_s"] / peak if peak else None
     return merged
 
