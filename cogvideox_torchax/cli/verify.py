@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from cogvideox_torchax import __version__, video
 from cogvideox_torchax.cli import common
-from cogvideox_torchax.cli.work import open_clip
+from cogvideox_torchax.cli.work import SPATIAL_SCALE, open_clip
 
 if TYPE_CHECKING:
     import torch
@@ -91,6 +91,8 @@ def _video(args: argparse.Namespace) -> "torch.Tensor":
         raise ValueError("--crop is for a clip: pass one with --video")
     generator = torch.Generator().manual_seed(0)
     shape = (1, 3, args.frames or 17, args.height or 64, args.width or 96)
+    if shape[3] % SPATIAL_SCALE or shape[4] % SPATIAL_SCALE:
+        raise ValueError(f"got {shape[3]} x {shape[4]} pixels: both must be multiples of {SPATIAL_SCALE}")
     return torch.rand(shape, generator=generator) * 2 - 1
 
 
