@@ -3,6 +3,8 @@
 import os
 
 os.environ["JAX_PLATFORMS"] = "cpu"
+# One thread for PyTorch in each test process: two processes with two threads each spin against each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["COGVIDEOX_TORCHAX_COMPILE_CACHE"] = "off"
 os.environ["HF_HUB_OFFLINE"] = "1"
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
