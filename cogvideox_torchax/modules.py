@@ -1,9 +1,8 @@
 """The ported modules: diffusers' own classes, with a second way to run.
 
-Each class here subclasses the module that it stands in for, adds no state, and decides by the tensor it gets:
-    a plain
-torch tensor takes the inherited forward, a torchax tensor the JAX kernel. `port` swaps a module's class in
-place, so parameters, names, hooks and `isinstance` stay what they were.
+Each class here subclasses the module that it stands in for, adds no state, and decides by the tensor it
+gets: a plain torch tensor takes the inherited forward, a torchax tensor the JAX kernel. `port` swaps a
+module's class in place, so parameters, names, hooks and `isinstance` stay what they were.
 
 Axis letters: N videos, C channels, T frames, H rows, W columns; O, I output and input channels of a kernel.
 """

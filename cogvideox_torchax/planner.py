@@ -11,18 +11,16 @@ import re
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from cogvideox_torchax import checkpoint, chunks, runtime
+from cogvideox_torchax import chunks, runtime, tiling
+from cogvideox_torchax.autoencoder import AutoencoderKLCogVideoX
+from cogvideox_torchax.hollow import PlanError, chunk_program, hollow_vae
 from cogvideox_torchax.sharding import make_mesh
-
-
-class PlanError(ValueError):
-    """A plan that cannot be made; the message says what to change."""
 
 
 @dataclass(frozen=True)
@@ -50,12 +48,10 @@ CHIPS = {
     "v6e": Chip(918e12, 1.64e12, 31.25 * GIB, 1.75e9),
 }
 
-CONFIGS = {
-    "2b": {"scaling_factor": 1.15258426},
-    "5b": {"scaling_factor": 0.7},
-    "1.5-5b": {"scaling_factor": 0.7, "invert_scale_latents": True},
-}
-"""The published VAEs, which differ in nothing that costs time: everything else is diffusers' default."""
+FORMAT = "cogvideox-torchax-plan/1"
+
+GRIDS = {2: "1x2", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}
+"""The flat grids that a slice of v5e or v6e comes in, by its chips."""
 
 COLLECTIVES = ("all-gather", "all-reduce", "collective-permute", "all-to-all", "reduce-scatter")
 CONVOLUTION, COPY, OTHER = "convolutions", "copies", "other"
@@ -132,63 +128,68 @@ def topology_devices(name: str) -> list[Any]:
         raise PlanError(f"the installed libtpu does not take topology {name!r}: {reason}") from error
 
 
-def hollow_vae(model: str | None, dtype: torch.dtype) -> Any:
-    """The ported VAE of a published config, a directory or a hub id, without its weights: shapes will do."""
-    from diffusers.models.autoencoders.autoencoder_kl_cogvideox import AutoencoderKLCogVideoX
-
-    from cogvideox_torchax.porting import port
-
-    config = CONFIGS.get(model or "5b")
-    if config is None:
-        config = _config_of(str(model))
-
-    def build() -> Any:
-        with torch.device("meta"):
-            vae: Any = AutoencoderKLCogVideoX.from_config(config)
-        return torch.nn.Module.to(vae, dtype).eval()
-
-    return port(runtime.without_torchax(build))
-
-
-def _config_of(model: str) -> dict[str, Any]:
-    from pathlib import Path
-
-    from diffusers.models.autoencoders.autoencoder_kl_cogvideox import AutoencoderKLCogVideoX
-
-    directory = Path(model)
-    if directory.exists():
-        inside = directory / "vae"
-        return checkpoint.read_config(inside if inside.is_dir() else directory)
-    try:
-        return dict(AutoencoderKLCogVideoX.load_config(model, subfolder="vae"))  # pyright: ignore
-    except OSError as error:
-        raise PlanError(f"cannot read the config of {model}: {' '.join(str(error).split())[:200]}") from error
-
-
 @dataclass(frozen=True)
 class Job:
-    """What is planned: "decode" or "encode" of a video of `frames` x `height` x `width`, or of one tile."""
+    """What is planned: "decode" or "encode" of a video of `frames` x `height` x `width` pixels.
+
+    `tile`, where it is given, is the (height, width) in pixels of the tiles that the video is cut into.
+    """
 
     kind: str
     frames: int
     height: int
     width: int
+    tile: tuple[int, int] | None = None
 
-    def chunk_shapes(self, vae: Any) -> tuple[list[chunks.Chunk], tuple[int, int, int]]:
-        """The chunks of the input, and its channels, rows and columns."""
+    def chunk_shapes(self, vae: AutoencoderKLCogVideoX) -> tuple[list[chunks.Chunk], tuple[int, int, int]]:
+        """The chunks of the input, and the channels, rows and columns of one (of the largest tile's).
+
+        Raises:
+            PlanError: a video or a tile of a size that the model cannot take.
+        """
         scale = vae.spatial_scale
-        if self.height % scale or self.width % scale:
-            raise PlanError(f"got {self.height} x {self.width} pixels: both must be multiples of {scale}")
+        if self.height % scale or self.width % scale or min(self.frames, self.height, self.width) < 1:
+            raise PlanError(
+                f"got {self.frames} frames of {self.height} x {self.width} pixels: height and width must be "
+                f"multiples of {scale}, and all of them at least 1"
+            )
+        height, width = self.height, self.width
+        if self.tile is not None:
+            if min(self.tile) < 1 or any(side % scale for side in self.tile):
+                raise PlanError(
+                    f"got tiles of {self.tile[0]} x {self.tile[1]} pixels: both must be multiples of {scale}"
+                )
+            height, width = min(height, self.tile[0]), min(width, self.tile[1])
         encoding = chunks.plan(self.frames, vae.num_sample_frames_batch_size)
         if self.kind == "encode":
-            return encoding, (vae.config["in_channels"], self.height, self.width)
+            return encoding, (vae.config["in_channels"], height, width)
         latent_frames = sum(chunks.encoded_length(chunk.length) for chunk in encoding)
         decoding = chunks.plan(latent_frames, vae.num_latent_frames_batch_size)
-        return decoding, (vae.config["latent_channels"], self.height // scale, self.width // scale)
+        return decoding, (vae.config["latent_channels"], height // scale, width // scale)
+
+    def tiles(self, vae: AutoencoderKLCogVideoX) -> int:
+        """How many tiles a picture is cut into; those at its edges are smaller."""
+        if self.tile is None or (self.height <= self.tile[0] and self.width <= self.tile[1]):
+            return 1
+        scale = vae.spatial_scale
+        overlaps = (vae.tile_overlap_factor_height, vae.tile_overlap_factor_width)
+        spans = [
+            tiling.plan_axis(size // scale, tile=side // scale, overlap=overlap).spans
+            for size, side, overlap in zip((self.height, self.width), self.tile, overlaps, strict=True)
+        ]
+        return len(spans[0]) * len(spans[1])
 
 
 def plan_programs(
-    vae: Any, job: Job, devices: list[Any], chip: Chip | None, *, dp: int = 1, tp: int = 1
+    vae: AutoencoderKLCogVideoX,
+    job: Job,
+    devices: list[Any],
+    chip: Chip | None,
+    *,
+    dp: int = 1,
+    tp: int = 1,
+    backend: str = "torchax",
+    only_last: bool = False,
 ) -> Iterator[ProgramPlan]:
     """Compiles the first and, where there is one, the later chunk program of a job.
 
@@ -198,14 +199,19 @@ def plan_programs(
         devices: of a topology, or of this machine.
         chip: the peaks to hold a program against; None for none.
         dp, tp: the mesh; one device where both are 1.
+        backend: whose program, one of `hollow.BACKENDS`.
+        only_last: without the first chunk's program where there is a later one.
+
+    Raises:
+        PlanError: a size that the model cannot take, or a backend that does not run on a mesh.
     """
     import jax
     from jax.sharding import SingleDeviceSharding
 
     if dp * tp > 1:
         vae.place_on(make_mesh(dp, tp, devices=devices))
-    program = vae.program(job.kind)
     pieces, (channels, rows, columns) = job.chunk_shapes(vae)
+    program = chunk_program(vae, job.kind, backend)
 
     def on_one(struct: Any) -> Any:
         return jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=SingleDeviceSharding(devices[0]))
@@ -218,10 +224,96 @@ def plan_programs(
         inputs.append(jax.tree.map(place, chunk))
     weights = jax.tree.map(place, weights)
     cache = jax.tree.map(place, program.cache_structs(weights, inputs[0]))
-    for name, piece, chunk, carried in zip(("first", "later"), pieces, inputs, (None, cache), strict=False):
+    planned = list(zip(("first", "later"), pieces, inputs, (None, cache), strict=False))
+    for name, piece, chunk, carried in planned[-1:] if only_last else planned:
         start = time.perf_counter()
         compiled = program.lower(weights, chunk, carried).compile()
         yield read_program(name, piece.length, compiled, chip, time.perf_counter() - start)
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change that makes a job fit, and the memory that its largest program then takes."""
+
+    what: str
+    peak_bytes: int
+
+
+def smallest_tiling_that_fits(
+    vae: AutoencoderKLCogVideoX,
+    job: Job,
+    devices: list[Any],
+    chip: Chip,
+    peak_bytes: int,
+    **options: Any,
+) -> Change | None:
+    """The largest tile, of the picture's own shape, with which a job that does not fit does.
+
+    What a program holds besides its weights grows with the pixels: by that rule the tile is sized, a
+    twentieth on the safe side, then compiled, and made smaller until it fits.
+
+    Args:
+        vae, job, devices, chip: as `plan_programs` takes them.
+        peak_bytes: of the job as it stands.
+        options: of `plan_programs`.
+
+    Returns:
+        The tile, compiled; None where not even a tile of one latent pixel fits.
+    """
+    scale, weights = vae.spatial_scale, _weight_bytes(vae, job.kind)
+    height, width = job.tile or (job.height, job.width)
+    while True:
+        share = 0.95 * max(chip.memory - weights, 0) / (peak_bytes - weights)
+        side = min(share, 0.9) ** 0.5
+        height, width = (int(size * side) // scale * scale for size in (height, width))
+        if min(height, width) < scale:
+            return None
+        tiled = replace(job, tile=(height, width))
+        (smaller,) = plan_programs(vae, tiled, devices, chip, only_last=True, **options)
+        peak_bytes = smaller.peak_bytes
+        if peak_bytes <= chip.memory:
+            return Change(f"--tiling {height}x{width} ({tiled.tiles(vae)} tiles)", peak_bytes)
+
+
+def smallest_mesh_that_fits(
+    model: str | None,
+    dtype: torch.dtype,
+    job: Job,
+    topology: str,
+    tp: int,
+    peak_bytes: int,
+    backend: str = "torchax",
+) -> Change | None:
+    """The fewest chips of a topology's generation, a power of two, over which a job fits as it is.
+
+    Args:
+        model, dtype: as `hollow_vae` takes them.
+        job, backend: as `plan_programs` takes them.
+        topology: such as "v6e:1x1"; its generation's larger grids are tried.
+        tp: over how many chips the width was split.
+        peak_bytes: of the job as it stands.
+
+    Returns:
+        The mesh, compiled; None where 256 chips are not enough, or the generation comes in other grids.
+    """
+    generation, _, grid = topology.partition(":")
+    chip, weights = CHIPS[generation], _weight_bytes(hollow_vae(model, dtype), job.kind)
+    if grid.count("x") != 1:
+        return None
+    for count, name in GRIDS.items():
+        if count <= tp or weights + (peak_bytes - weights) * tp / count > 1.1 * chip.memory:
+            continue
+        devices = topology_devices(f"{generation}:{name}")
+        options = {"tp": count, "backend": backend, "only_last": True}
+        (smaller,) = plan_programs(hollow_vae(model, dtype), job, devices, chip, **options)
+        if smaller.peak_bytes <= chip.memory:
+            return Change(f"--topology {generation}:{name} --tp {count}", smaller.peak_bytes)
+    return None
+
+
+def _weight_bytes(vae: AutoencoderKLCogVideoX, kind: str) -> int:
+    network = vae.encoder if kind == "encode" else vae.decoder
+    return sum(value.numel() * value.element_size() for value in network.parameters())
 
 
 def read_program(

@@ -16,9 +16,8 @@ def port(model_or_pipeline: Portable, *, mesh: "Mesh | None" = None) -> Portable
     """Swaps the hot modules of a CogVideoX VAE for their ported classes.
 
     Nothing is copied or moved: parameters stay the same objects under the same names, `state_dict()` and
-        `isinstance`
-    do not change, and plain torch tensors go on running natively. Move the result with `.to("jax")` to run it
-    on JAX. Porting twice is porting once.
+    `isinstance` do not change, and plain torch tensors go on running natively. Move the result with
+    `.to("jax")` to run it on JAX. Porting twice is porting once.
 
     Args:
         model_or_pipeline: a diffusers `AutoencoderKLCogVideoX`, or a pipeline whose `vae` is one.

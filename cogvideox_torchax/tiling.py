@@ -2,8 +2,8 @@
 
 Tiles are cut, run and blended as in diffusers. There, overlap and crop are rounded each for itself, so a tile
 size whose overlap is not a whole number of latent pixels gives an output of the wrong size. Here all sizes
-follow from one number of latent pixels: equal to diffusers wherever diffusers is right, and of the right size
-    everywhere.
+follow from one number of latent pixels: equal to diffusers wherever diffusers is right, and of the right
+size everywhere.
 """
 
 from collections.abc import Callable, Sequence

@@ -44,7 +44,7 @@ def conv3d(
         ValueError: channels, cache or kernel that do not fit each other.
     """
     _check(x, kernel, cache)
-    past = kernel.shape[0] - 1
+    past, length = kernel.shape[0] - 1, x.shape[1]
     frames = x
     if past:
         if cache is None:
@@ -53,8 +53,13 @@ def conv3d(
     y = _convolve(frames, kernel, implementation)
     if bias is not None:
         y = y + bias.astype(jnp.float32)
-    length = frames.shape[1]
-    return y.astype(x.dtype), select_frames(frames, range(length - past, length)) if past else None
+    y = y.astype(x.dtype)
+    if not past:
+        return y, None
+    # From x alone where it is long enough, and after the old cache was read: a donated cache whose memory is
+    # written while something still reads it is one that XLA copies first.
+    latest = x if length >= past else frames
+    return y, select_frames(latest, range(latest.shape[1] - past, latest.shape[1]), after=y)
 
 
 def _convolve(frames: Array, kernel: Array, implementation: Implementation | None) -> Array:

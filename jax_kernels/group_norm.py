@@ -10,8 +10,7 @@ from jaxtyping import Array, Float
 
 
 class Moments(NamedTuple):
-    """What Welford's recurrence carries: the count, the mean and M2, the sum of squared deviations from the
-    mean."""
+    """What Welford's recurrence carries: count, mean, and M2, the sum of squared deviations from the mean."""
 
     count: int
     mean: Float[Array, "..."]
@@ -23,8 +22,7 @@ class Moments(NamedTuple):
 
 
 def merge(a: Moments, b: Moments) -> Moments:
-    """The moments of two samples together, from the moments of each (Chan, Golub and LeVeque 1979, eq.
-    2.1)."""
+    """Two samples' moments together, from those of each (Chan, Golub and LeVeque 1979, eq. 2.1)."""
     count = a.count + b.count
     delta = b.mean - a.mean
     return Moments(
@@ -37,8 +35,8 @@ def merge(a: Moments, b: Moments) -> Moments:
 def _merge_equal(parts: Moments, axes: tuple[int, ...]) -> Moments:
     """Chan's formula for partial results of equal count lying along `axes`: all are merged at once.
 
-    The means are averaged as differences from one of them: a plain float32 sum of many means near 1000 loses
-        digits.
+    The means are averaged as differences from one of them: a plain float32 sum of many means near 1000
+    loses digits.
     """
     size = 1
     for axis in axes:
@@ -57,8 +55,8 @@ def moments(x: Float[Array, "N *rest"], *, num_groups: int, channel_axis: int = 
 
     Each column of pixels is shifted by its own first pixel before it is squared and summed, so the sums stay
     as small as the column's spread; the columns' (count, mean, M2), one row's worth of numbers, are then
-    merged by Chan's formula.
-    A column runs along H: W may be sharded and nothing but the merged triples has to travel.
+    merged by Chan's formula. A column runs along H: W may be sharded and nothing but the merged triples has
+    to travel.
 
     Returns:
         `Moments` of shape (N, G), float32.
@@ -109,8 +107,7 @@ def group_norm(
     eps: float = 1e-6,
     channel_axis: int = 1,
 ) -> Float[Array, "N *rest"]:
-    """Group normalization (Wu and He 2018): `(x - mean) / sqrt(variance + eps) * weight + bias`, a group at a
-    time.
+    """Group normalization (Wu and He 2018): `(x - mean) / sqrt(variance + eps) * weight + bias` by groups.
 
     Args:
         x: any float dtype, rank 3 or more, axis 0 the batch.

@@ -1,5 +1,4 @@
-"""CogVideoX's up- and downsamplers: a factor of two in space by a 2-D convolution, and in time where
-asked."""
+"""CogVideoX's up- and downsamplers: a factor of two in space by a 2-D convolution, in time where asked."""
 
 import functools
 
@@ -30,8 +29,8 @@ def upsample(
     """Nearest 2x in space, in time too where `expand_time`, then a 2-D convolution of every frame.
 
     Doubled frames are equal when the convolution sees them, so it runs before the doubling: half the work,
-        the same
-    numbers. One frame stays one frame; an odd batch keeps its first frame single (`first_frame_stays`).
+    the same numbers. One frame stays one frame; an odd batch keeps its first frame single
+    (`first_frame_stays`).
 
     Args:
         x: the activations.
@@ -60,11 +59,16 @@ def _double_pixels(x: Array) -> Array:
 
 
 def _double_pixels_outside(x: Array) -> Array:
-    """`_double_pixels` as one broadcast of outer axes; the barrier keeps it from becoming two of inner
-    ones."""
+    """`_double_pixels` as a product with ones, one pass in the order that a TPU keeps pixels in.
+
+    XLA does not see through the barriers that these are ones, and that two axes become one: a broadcast
+    written out takes 9.1 ms where this takes 3.4, two broadcasts of inner axes take more (v6e, 8 x 240 x 360
+    x 256 doubled).
+    """
     h, w, n, t, c = pixels_first(x).shape
-    doubled = jnp.broadcast_to(pixels_first(x)[:, None, :, None], (h, 2, w, 2, n, t, c))
-    return frames_first(lax.optimization_barrier(doubled).reshape(2 * h, 2 * w, n, t, c))
+    ones = lax.optimization_barrier(jnp.ones((1, 2, 1, 2, 1, 1, 1), x.dtype))
+    doubled = lax.optimization_barrier(pixels_first(x)[:, None, :, None] * ones)
+    return frames_first(doubled.reshape(2 * h, 2 * w, n, t, c))
 
 
 @functools.partial(jax.jit, static_argnames="compress_time")

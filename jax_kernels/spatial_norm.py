@@ -1,4 +1,4 @@
-"""Spatially conditioned GroupNorm, `norm(x) * y(zq) + b(zq)`, as one multiply-add."""
+"""Spatially conditioned GroupNorm, `norm(x) * y(zq) + b(zq)`, in one pass over the activations."""
 
 import functools
 from typing import Literal
@@ -32,10 +32,8 @@ def spatial_norm(
     """`group_norm(x) * conv_y(zq) + conv_b(zq)`, `zq` upsampled to `x` by nearest neighbour (MoVQ, arXiv
     2209.09002).
 
-    Two exact rewrites: a 1x1x1 convolution commutes with nearest upsampling, so both run at the latent's
-        resolution;
-    then norm, affine and modulation are one `x * A + B` whose coefficients live there too and are repeated
-    into place.
+    A 1x1x1 convolution commutes with nearest upsampling: both run on the latent's rows, an eighth of the
+    pixels or less, and are repeated into place.
 
     Args:
         x: the activations.
@@ -58,18 +56,16 @@ def spatial_norm(
     scale = per_channel(lax.rsqrt(stats.variance + eps), channels) * weight.astype(jnp.float32)
     shift = bias.astype(jnp.float32) - per_channel(stats.mean, channels) * scale
     zq = match_frames_and_columns(zq, x.shape)
-    y = _pointwise(zq, kernel_y, bias_y)
-    multiplier = y * _over_pixels(scale)
-    offset = y * _over_pixels(shift) + _pointwise(zq, kernel_b, bias_b)
     modulate = functools.partial(_modulate, activation=activation)
     modulate_for_tpu = functools.partial(_modulate_frames_inside, activation=activation)
-    return lax.platform_dependent(x, multiplier, offset, tpu=modulate_for_tpu, default=modulate)
+    pointwise = ((kernel_y, bias_y), (kernel_b, bias_b))
+    return lax.platform_dependent(x, scale, shift, zq, *pointwise, tpu=modulate_for_tpu, default=modulate)
 
 
 def match_frames_and_columns(z_NTHWC: Array, target: tuple[int, ...]) -> Array:
     """Nearest upsampling of latent-sized frames to the frames and columns of `target` (N T H W C); rows stay.
 
-    An odd number of frames above one pairs its first frame with the first latent frame and the rest with the
+    An odd number of frames above one pairs its first frame with the first latent frame, the rest with the
     rest.
     """
     frames, rows, columns = target[1:4]
@@ -87,9 +83,22 @@ def match_frames_and_columns(z_NTHWC: Array, target: tuple[int, ...]) -> Array:
     return resized[0] if len(resized) == 1 else jnp.concatenate(resized, axis=1)
 
 
-def _modulate(x: Array, multiplier: Array, offset: Array, *, activation: Activation | None) -> Array:
-    """`activation(x * multiplier + offset)` for coefficients (N T h W C): each of their rows serves H / h
-    rows."""
+def _modulate(
+    x: Array,
+    scale_NC: Array,
+    shift_NC: Array,
+    zq: Array,
+    to_y: tuple[Array, Array],
+    to_b: tuple[Array, Array],
+    *,
+    activation: Activation | None,
+) -> Array:
+    """`activation((x * scale + shift) * y + b)` as one multiply-add, for `zq` (N T h W Z): each of its rows
+    serves H / h rows.
+    """
+    y = _pointwise("nthwz,zc->nthwc", zq, *to_y)
+    multiplier = y * _over_pixels(scale_NC)
+    offset = y * _over_pixels(shift_NC) + _pointwise("nthwz,zc->nthwc", zq, *to_b)
     n, t, h, w, c = multiplier.shape
     rows = x.reshape(n, t, h, x.shape[2] // h, w, c)
     result = _activate(
@@ -99,20 +108,31 @@ def _modulate(x: Array, multiplier: Array, offset: Array, *, activation: Activat
 
 
 def _modulate_frames_inside(
-    x: Array, multiplier: Array, offset: Array, *, activation: Activation | None
+    x: Array,
+    scale_NC: Array,
+    shift_NC: Array,
+    zq: Array,
+    to_y: tuple[Array, Array],
+    to_b: tuple[Array, Array],
+    *,
+    activation: Activation | None,
 ) -> Array:
     """`_modulate` in the order H W N T C, in which a TPU keeps the activations of a convolution over frames.
 
-    There, repeating a row is a broadcast over an outer axis, which costs nothing inside a fusion. The
-    barriers
-    keep XLA from moving the reshape past the multiplication: it would then write the broadcast coefficients
-        out,
-    in float32 and at full size (v6e, a block at 8 x 480 x 720 x 128: 61 ms instead of 41).
+    There, repeating a row is a broadcast over an outer axis, which costs nothing inside a fusion: two
+    multiply-adds a pixel are less than a pass that makes them one. The barriers keep XLA from moving the
+    reshape past the multiplication: it would then write the broadcast `y` and `b` out, in float32 and at full
+    size (v6e, a block at 8 x 480 x 720 x 128: 61 ms instead of 41).
     """
-    n, t, h, w, c = multiplier.shape
+    # Not before the statistics: the compiler would compute the `y` and `b` of all norms first, and keep them.
+    zq_hWNTZ, _ = lax.optimization_barrier((pixels_first(zq), scale_NC))
+    y = _pointwise("hwntz,zc->hwntc", zq_hWNTZ, *to_y)
+    b = _pointwise("hwntz,zc->hwntc", zq_hWNTZ, *to_b)
+    h, w, n, t, c = y.shape
     rows = lax.optimization_barrier(pixels_first(x).reshape(h, x.shape[2] // h, w, n, t, c))
-    scaled = rows.astype(jnp.float32) * pixels_first(multiplier)[:, None] + pixels_first(offset)[:, None]
-    result = lax.optimization_barrier(_activate(scaled, activation).astype(x.dtype))
+    normed = rows.astype(jnp.float32) * scale_NC[:, None] + shift_NC[:, None]
+    result = _activate(normed * y[:, None] + b[:, None], activation)
+    result = lax.optimization_barrier(result.astype(x.dtype))
     return frames_first(result.reshape(x.shape[2], w, n, t, c))
 
 
@@ -120,9 +140,10 @@ def _activate(x: Array, activation: Activation | None) -> Array:
     return jax.nn.silu(x) if activation == "silu" else x
 
 
-def _pointwise(z: Array, kernel_ZC: Array, bias_C: Array) -> Array:
+def _pointwise(equation: str, z: Array, kernel_ZC: Array, bias_C: Array) -> Array:
+    """A 1x1x1 convolution, in float32."""
     y = jnp.einsum(
-        "nthwz,zc->nthwc", z, kernel_ZC, precision=precision_for(z.dtype), preferred_element_type=jnp.float32
+        equation, z, kernel_ZC, precision=precision_for(z.dtype), preferred_element_type=jnp.float32
     )
     return y + bias_C.astype(jnp.float32)
 

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from cogvideox_torchax import cli
+from cogvideox_torchax import cli, planner
 from cogvideox_torchax.bench import ab, report, worker
 
 HALF = {
@@ -26,6 +26,29 @@ ROUND = {
     "decode": HALF,
 }
 REFERENCE = {"status": "ok", "flops": {"encode": 10**9, "decode": 10**9}, "output_frames": 9}
+
+
+PROGRAM = {
+    "seconds": 0.25,
+    "shares": {"convolutions": 0.1, "copies": 0.05, "other": 0.1},
+    "floor_seconds": 0.05,
+    "temp_bytes": 2e9,
+    "peak_bytes": 5e9,
+    "collectives": {},
+    "compile_seconds": 30.0,
+}
+PLAN = {
+    "format": planner.FORMAT,
+    "job": {"kind": "decode", "frames": 9, "height": 480, "width": 720, "tile": None},
+    "topology": "v6e:1x1",
+    "mesh": {"dp": 1, "tp": 1},
+    "backend": "torchax",
+    "dtype": "bfloat16",
+    "model": "5b",
+    "versions": {"libtpu": "0.0.1", "jax": "0.10"},
+    "programs": [PROGRAM | {"seconds": 0.3}, PROGRAM],
+    "summary": {"whole_video_s": 0.55, "fits": True},
+}
 
 
 def merged(backend="torchax", rounds=(ROUND, ROUND), case=ab.Case(9, 16, 24)):  # noqa: B008 (frozen)
@@ -138,9 +161,11 @@ def test_docs_are_redrawn_between_their_marks(tmp_path):
     (tmp_path / "results").mkdir()
     (tmp_path / "docs").mkdir()
     page = tmp_path / "docs" / "benchmarks.md"
-    page.write_text(f"before\n{report.BEGIN}\nstale\n{report.END}\nafter\n")
+    runs, plans = ("\nstale\n".join(marks) for marks in (report.RUN_MARKS, report.PLAN_MARKS))
+    page.write_text(f"before\n{runs}\nbetween\n{plans}\nafter\n")
     found = made_up_report(merged(), cases=((9, 16, 24), (17, 16, 24), (9, 32, 48)))
     (tmp_path / "results" / "ab-x.json").write_text(json.dumps(found))
+    (tmp_path / "results" / "plan-x.json").write_text(json.dumps(PLAN))
     report.redraw(tmp_path / "results", tmp_path / "docs")
     once = page.read_text()
     report.redraw(tmp_path / "results", tmp_path / "docs")
@@ -148,6 +173,10 @@ def test_docs_are_redrawn_between_their_marks(tmp_path):
     assert once.startswith("before\n")
     assert once.endswith("after\n")
     assert "stale" not in once
+    table = once.split("between")[1]
+    assert "decode 9 x 480 x 720, model 5b, bfloat16, v6e:1x1, dp=1 tp=1" in table
+    row = "torchax 250 100 50 100 50 20% 300 0.55 2.0 5.0 yes 30"
+    assert row.split() in [line.replace("|", " ").split() for line in table.splitlines()]
     images = sorted(path.name for path in (tmp_path / "docs" / "images").iterdir())
     assert images == ["ab-x-bars.png", "ab-x-frames.png", "ab-x-size.png"]
     (tmp_path / "results" / "ab-x.json").write_text(json.dumps(found | {"format": "other/2"}))

@@ -3,10 +3,11 @@
 import json
 from pathlib import Path
 
+import jax
 import pytest
 import torch
 
-from cogvideox_torchax import cli, planner
+from cogvideox_torchax import cli, hollow, planner
 from cogvideox_torchax.cli.common import DEMO_MODEL
 
 pytestmark = pytest.mark.usefixtures("torchax_off")
@@ -47,7 +48,8 @@ def test_a_plan_for_a_tpu_without_one(tmp_path, monkeypatch):
     assert set(program["shares"]) <= {planner.CONVOLUTION, planner.COPY, planner.OTHER}
     assert program["argument_bytes"] > 0
     assert document["topology"] == "v6e:1x1"
-    assert document["summary"]["fits"].startswith("yes")
+    assert document["format"] == planner.FORMAT
+    assert document["summary"]["fits"] is True
     assert "estimated_cycles" in Path("hlo/encode_first.hlo.txt").read_text()
 
 
@@ -62,11 +64,57 @@ def test_a_plan_for_this_machine(tmp_path, monkeypatch, tp):
     assert ("collective-permute" in program["collectives"]) == (tp == 2)
 
 
+@pytest.mark.filterwarnings("ignore:Explicitly requested dtype:UserWarning")  # diffusers' own, on JAX
+@pytest.mark.parametrize("backend", ["torchax-stock", "flax"])
+@pytest.mark.parametrize("kind", ["encode", "decode"])
+def test_the_other_backends_are_planned_too(backend, kind):
+    vae = hollow.hollow_vae(str(DEMO_MODEL), torch.float32)
+    job = planner.Job(kind, 9, 16, 16)
+    ours, theirs = (
+        list(planner.plan_programs(vae, job, jax.devices("cpu"), None, backend=name))
+        for name in ("torchax", backend)
+    )
+    assert [program.name for program in theirs] == [program.name for program in ours]
+    for got, want in zip(theirs, ours, strict=True):
+        assert got.frames == want.frames
+        assert got.flops == pytest.approx(want.flops, rel=0.5)
+        assert got.argument_bytes == pytest.approx(want.argument_bytes, rel=0.01)
+
+
+def test_a_plan_in_tiles_compiles_one_tile(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    arguments = ["--model", str(DEMO_MODEL), "--frames", "1", "--height", "64", "--width", "96"]
+    tiled = [*arguments, "--platform", "cpu", "--tiling", "32x48", "--json", "tiled.json"]
+    assert cli.main(["plan", *tiled]) == 0
+    small = ["--model", str(DEMO_MODEL), "--frames", "1", "--height", "32", "--width", "48"]
+    assert cli.main(["plan", *small, "--platform", "cpu", "--json", "small.json"]) == 0
+    tile, alone = (json.loads(Path(f"{name}.json").read_text()) for name in ("tiled", "small"))
+    assert tile["programs"][0]["flops"] == alone["programs"][0]["flops"]
+    # Steps of int(4 * 5 / 6) = 3 of 8 rows and int(6 * 4 / 5) = 4 of 12 columns, in latent pixels.
+    assert tile["summary"]["tiles"] == 9
+    assert alone["summary"]["tiles"] == 1
+
+
+def test_a_job_that_does_not_fit_gets_the_largest_tile_that_does():
+    vae = hollow.hollow_vae(str(DEMO_MODEL), torch.float32)
+    job, devices = planner.Job("decode", 1, 64, 96), jax.devices("cpu")
+    (whole,) = planner.plan_programs(vae, job, devices, None)
+    weights = sum(value.numel() * value.element_size() for value in vae.decoder.parameters())
+    chip = planner.Chip(1e12, 1e12, weights + (whole.peak_bytes - weights) / 2, 1e9)
+    change = planner.smallest_tiling_that_fits(vae, job, devices, chip, whole.peak_bytes)
+    assert change is not None
+    assert change.peak_bytes <= chip.memory
+    height, width = map(int, change.what.split()[1].split("x"))
+    assert 0.25 < height * width / (64 * 96) <= 0.5
+    none = planner.Chip(1e12, 1e12, weights, 1e9)
+    assert planner.smallest_tiling_that_fits(vae, job, devices, none, whole.peak_bytes) is None
+
+
 def test_a_hollow_model_has_shapes_and_no_weights():
-    vae = planner.hollow_vae("5b", torch.bfloat16)
+    vae = hollow.hollow_vae("5b", torch.bfloat16)
     assert sum(parameter.numel() for parameter in vae.parameters()) == 215_583_907
     assert all(parameter.device.type == "meta" for parameter in vae.parameters())
-    assert planner.hollow_vae("1.5-5b", torch.bfloat16).config["invert_scale_latents"]
+    assert hollow.hollow_vae("1.5-5b", torch.bfloat16).config["invert_scale_latents"]
 
 
 @pytest.mark.parametrize(
@@ -77,6 +125,10 @@ def test_a_hollow_model_has_shapes_and_no_weights():
         (["--height", "100", "--platform", "cpu"], "multiples of 8"),
         (["--model", "./none"], "cannot read the config"),
         (["--platform", "cpu", "--dp", "99"], "99"),
+        (["--platform", "cpu", "--frames", "0"], "at least 1"),
+        (["--platform", "cpu", "--tiling", "30x48"], "multiples of 8"),
+        (["--platform", "cpu", "--tiling", "tiny"], "such as 240x360"),
+        (["--platform", "cpu", "--backend", "flax", "--tp", "2"], "one device"),
     ],
 )
 def test_a_plan_that_cannot_be_made_is_named(arguments, words, capsys):

@@ -96,8 +96,20 @@ def _varied(base: Case, name: str, value: str) -> Case:
     raise ValueError(f"got --sweep {name}={value}: it takes frames=9,17 or size=64x96,128x192")
 
 
-def run(options: Options, cases: list[Case], say: Callable[[str], None]) -> dict[str, Any]:
-    """Measures every backend at every case; what fails or does not fit is reported, and the rest goes on."""
+def run(
+    options: Options,
+    cases: list[Case],
+    say: Callable[[str], None],
+    keep: Callable[[dict[str, Any]], None] = lambda report: None,
+) -> dict[str, Any]:
+    """Measures every backend at every case; what fails or does not fit is reported, and the rest goes on.
+
+    Args:
+        options: what is the same in every process.
+        cases: sizes.
+        say: gets a line for each process that starts.
+        keep: gets the report after each case, so that a long run that is stopped leaves what it found.
+    """
     unknown = sorted(set(options.backends) - set(BACKENDS))
     if unknown:
         raise ValueError(f"unknown backend {unknown[0]!r}: one of {', '.join(BACKENDS)}")
@@ -105,11 +117,14 @@ def run(options: Options, cases: list[Case], say: Callable[[str], None]) -> dict
         from cogvideox_torchax.verify import require_backend
 
         require_backend("flax")
-    entries = []
+    # A result is read on other machines: the model by name, no path of this one.
+    settings = asdict(options) | {"model": Path(options.model).name}
+    report = {"format": FORMAT, **about(options), "options": settings, "cases": []}
     for case in cases:
         with tempfile.TemporaryDirectory() as scratch:
-            entries.append(_run_case(options, case, Path(scratch), say))
-    return {"format": FORMAT, **about(options), "options": asdict(options), "cases": entries}
+            report["cases"].append(_run_case(options, case, Path(scratch), say))
+        keep(report)
+    return report
 
 
 def about(options: Options) -> dict[str, Any]:

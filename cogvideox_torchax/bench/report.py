@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from cogvideox_torchax import plan_report
 from cogvideox_torchax.bench.ab import FORMAT
 from cogvideox_torchax.bench.worker import KINDS
 from cogvideox_torchax.verify_report import pyplot, table
@@ -24,7 +25,8 @@ HEAD = (
     "host, MB",
     "device, MB",
 )
-BEGIN, END = "<!-- bench ab: begin -->", "<!-- bench ab: end -->"
+RUN_MARKS = "<!-- bench ab: begin -->", "<!-- bench ab: end -->"
+PLAN_MARKS = "<!-- plan: begin -->", "<!-- plan: end -->"
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -131,23 +133,25 @@ def _draw_bars(good: list[tuple[Any, Any]], path: Path) -> Path:
             [run["max_s"] - median for median, run in zip(medians, steady, strict=True)],
         ]
         bars = place.bar(names, medians, yerr=spread, capsize=4, color=_colors(names))
-        place.bar_label(bars, fmt="%.3g", label_type="center", color="white")
-        place.set(title=f"{kind}: steady run, s (median, min to max)")
+        place.bar_label(bars, fmt="%.3g", padding=2)
+        place.set(title=f"{kind}, steady run, s\n(median, min to max)")
     cold = [sum(result[kind]["start_cold_s"] for kind in KINDS) for result in results]
     warm = [sum(result[kind]["start_warm_s"] or 0 for kind in KINDS) for result in results]
     places = range(len(names))
     axes[2].bar([p - 0.2 for p in places], cold, 0.4, label="empty compile cache", color="0.45")
-    axes[2].bar([p + 0.2 for p in places], warm, 0.4, label="filled compile cache", color="0.75")
-    axes[2].set(title="first encode and decode of a process, s")
+    if any(warm):  # one round has no second start
+        axes[2].bar([p + 0.2 for p in places], warm, 0.4, label="filled compile cache", color="0.75")
+    axes[2].set(title="first encode and decode\nof a process, s")
     axes[2].set_xticks(list(places), names)
     axes[2].legend(fontsize=8)
     memory = [(result["device_peak_bytes"] or result["host_peak_bytes"] or 0) / 1e6 for result in results]
     bars = axes[3].bar(names, memory, color=_colors(names))
-    axes[3].bar_label(bars, fmt="%.0f", label_type="center", color="white")
+    axes[3].bar_label(bars, fmt="%.0f", padding=2)
     where = "device" if any(result["device_peak_bytes"] for result in results) else "host"
-    axes[3].set(title=f"peak memory ({where}), MB")
+    axes[3].set(title=f"peak memory\n({where}), MB")
     for place in axes:
-        place.tick_params(axis="x", rotation=20)
+        place.tick_params(axis="x", rotation=30)
+        place.margins(y=0.12)
     figure.suptitle(f"{case['frames']} frames of {case['height']} x {case['width']}")
     return _saved(figure, path)
 
@@ -195,30 +199,47 @@ def _saved(figure: Any, path: Path) -> Path:
     return path
 
 
-def write(report: dict[str, Any], directory: Path, stem: str = "ab") -> list[Path]:
+def write_json(report: dict[str, Any], directory: Path, stem: str) -> Path:
+    """The run as `directory`/`stem`.json."""
+    return _write(directory / f"{stem}.json", json.dumps(report, indent=1) + "\n")
+
+
+def write(report: dict[str, Any], directory: Path, stem: str) -> list[Path]:
     """JSON, Markdown and plots of one run; returns what was written."""
+    return [
+        write_json(report, directory, stem),
+        _write(directory / f"{stem}.md", markdown(report)),
+        *draw(report, directory, stem),
+    ]
+
+
+def _write(path: Path, text: str) -> Path:
     from cogvideox_torchax.video import whole_file
 
-    texts = {f"{stem}.json": json.dumps(report, indent=1) + "\n", f"{stem}.md": markdown(report)}
-    for name, text in texts.items():
-        with whole_file(directory / name) as temporary:
-            Path(temporary).write_text(text)
-    return [*(directory / name for name in texts), *draw(report, directory, stem)]
+    with whole_file(path) as temporary:
+        Path(temporary).write_text(text)
+    return path
 
 
 def redraw(results: Path, docs: Path) -> None:
-    """Puts tables and plots of every `ab*.json` in `results` into docs/benchmarks.md, between its marks."""
+    """Puts every `ab*.json` and `plan*.json` of `results` into docs/benchmarks.md, between its marks."""
     images = docs / "images"
     images.mkdir(parents=True, exist_ok=True)
-    parts = []
+    runs = []
     for path in sorted(results.glob("ab*.json")):
         report = load(path)
         plots = draw(report, images, path.stem)
-        parts += [f"### {path.stem}", markdown(report).rstrip()]
-        parts += [f"![{plot.stem}](images/{plot.name})" for plot in plots]
+        runs += [f"### {path.stem}", markdown(report).rstrip()]
+        runs += [f"![{plot.stem}](images/{plot.name})" for plot in plots]
+    plans = [plan_report.load(path) for path in sorted(results.glob("plan*.json"))]
     page = docs / "benchmarks.md"
     text = page.read_text()
-    if BEGIN not in text or END not in text:
-        raise ValueError(f"{page} has no lines {BEGIN} and {END} between which the results go")
-    before, after = text.split(BEGIN)[0], text.split(END)[1]
-    page.write_text(f"{before}{BEGIN}\n\n" + "\n\n".join(parts) + f"\n\n{END}{after}")
+    for (begin, end), drawn in (
+        (RUN_MARKS, "\n\n".join(runs)),
+        (PLAN_MARKS, plan_report.markdown(plans).rstrip()),
+    ):
+        if begin not in text or end not in text:
+            raise ValueError(f"{page} has no lines {begin} and {end} between which the results go")
+        before, after = text.split(begin)[0], text.split(end)[1]
+        text = f"{before}{begin}\n\n{drawn}\n\n{end}{after}"
+    page.write_text(text)

@@ -64,8 +64,13 @@ def run(args: argparse.Namespace) -> int:
         rounds=args.rounds,
         timeout=args.timeout,
     )
-    found = ab.run(options, cases, common.say if not args.quiet else lambda line: None)
-    found["options"]["model"] = found["model_name"]  # a result is read on other machines: no path of this one
+    say = common.say if not args.quiet else lambda line: None
+
+    def keep(found: dict[str, Any]) -> None:
+        if output is not None:
+            report.write_json(found, output, args.name)
+
+    found = ab.run(options, cases, say, keep)
     print(json.dumps(found) if args.json else report.markdown(found))
     if output is not None:
         for path in report.write(found, output, args.name):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from cogvideox_torchax.cli import common
 
 if TYPE_CHECKING:
+    from cogvideox_torchax.autoencoder import AutoencoderKLCogVideoX
     from cogvideox_torchax.planner import Chip, Job, ProgramPlan
 
 GIB = 2**30
@@ -32,6 +33,19 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
     command.add_argument("--width", type=int, default=720, help="in pixels (default: 720)")
     command.add_argument("--dp", type=int, default=1, help="mesh: devices that a batch is split over")
     command.add_argument("--tp", type=int, default=1, help="mesh: devices that a width is split over")
+    command.add_argument(
+        "--backend", choices=("torchax", "torchax-stock", "flax"), default="torchax", help="whose programs"
+    )
+    command.add_argument(
+        "--tiling",
+        nargs="?",
+        const="default",
+        metavar="HEIGHTxWIDTH",
+        help="plan a tile of the video, in pixels; without a size, the tile that enable_tiling() takes",
+    )
+    command.add_argument(
+        "--no-advice", action="store_true", help="when it does not fit, do not compile what would"
+    )
     command.add_argument("--encode", action="store_true", help="plan encoding instead of decoding")
     command.add_argument("--dtype", default="bfloat16", help="of weights and activations (default: bfloat16)")
     command.add_argument("--save-hlo", metavar="DIR", help="keep the compiled text of each program there")
@@ -40,11 +54,14 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    from cogvideox_torchax import planner
+    from cogvideox_torchax import hollow, planner
 
     common.quiet_libraries()
-    job = planner.Job("encode" if args.encode else "decode", args.frames, args.height, args.width)
-    vae = planner.hollow_vae(args.model, common.parse_dtype(args.dtype))
+    dtype = common.parse_dtype(args.dtype)
+    vae = hollow.hollow_vae(args.model, dtype)
+    job = planner.Job(
+        "encode" if args.encode else "decode", args.frames, args.height, args.width, _tile(args.tiling, vae)
+    )
     pieces, _ = job.chunk_shapes(vae)
     chip, devices = None, []
     if args.platform == "tpu":
@@ -54,21 +71,36 @@ def run(args: argparse.Namespace) -> int:
         import jax
 
         devices = jax.devices("cpu")
+    mesh = {"dp": args.dp, "tp": args.tp}
     programs = []
     common.say(f"compiling {min(len(pieces), 2)} programs; each can take minutes")
-    for program in planner.plan_programs(vae, job, devices, chip, dp=args.dp, tp=args.tp):
+    for program in planner.plan_programs(vae, job, devices, chip, backend=args.backend, **mesh):
         programs.append(program)
         _print_program(program, chip)
         if args.save_hlo:
             Path(args.save_hlo).mkdir(parents=True, exist_ok=True)
             (Path(args.save_hlo) / f"{job.kind}_{program.name}.hlo.txt").write_text(program.text)
-    summary = _summary(job, len(pieces), programs, chip)
+    summary = _summary(job, len(pieces), job.tiles(vae), programs, chip)
     common.print_report(summary, as_json=False)
+    if chip and not summary["fits"] and not args.no_advice:
+        peak = max(program.peak_bytes for program in programs)
+        common.say("it does not fit: compiling what would")
+        changes = [
+            planner.smallest_tiling_that_fits(vae, job, devices, chip, peak, backend=args.backend, **mesh),
+            planner.smallest_mesh_that_fits(
+                args.model, dtype, job, args.topology, args.dp * args.tp, peak, args.backend
+            ),
+        ]
+        summary["would_fit"] = {change.what: change.peak_bytes / GIB for change in changes if change}
+        advice = {f"with {what}": f"{size:.2f} GiB" for what, size in summary["would_fit"].items()}
+        common.print_report(advice or {"would fit": "nothing that was tried"}, as_json=False)
     if args.json:
         document = {
+            "format": planner.FORMAT,
             "job": vars(job),
             "topology": args.topology if chip else "cpu",
-            "mesh": {"dp": args.dp, "tp": args.tp},
+            "mesh": mesh,
+            "backend": args.backend,
             "dtype": args.dtype,
             "model": args.model,
             "versions": common.versions(),
@@ -77,6 +109,18 @@ def run(args: argparse.Namespace) -> int:
         }
         Path(args.json).write_text(json.dumps(document, indent=1) + "\n")
     return 0
+
+
+def _tile(text: str | None, vae: "AutoencoderKLCogVideoX") -> tuple[int, int] | None:
+    if text is None:
+        return None
+    if text == "default":
+        return vae.tile_sample_min_height, vae.tile_sample_min_width
+    try:
+        height, width = map(int, text.split("x"))
+    except ValueError:
+        raise ValueError(f"got --tiling {text}: it takes a height and a width, such as 240x360") from None
+    return height, width
 
 
 def _print_program(program: "ProgramPlan", chip: "Chip | None") -> None:
@@ -104,17 +148,19 @@ def _print_program(program: "ProgramPlan", chip: "Chip | None") -> None:
     common.print_report(rows, as_json=False)
 
 
-def _summary(job: "Job", count: int, programs: "list[ProgramPlan]", chip: "Chip | None") -> dict[str, Any]:
+def _summary(
+    job: "Job", count: int, tiles: int, programs: "list[ProgramPlan]", chip: "Chip | None"
+) -> dict[str, Any]:
     peak = max(program.peak_bytes for program in programs)
     summary: dict[str, Any] = {
         "video": f"{job.kind} {job.frames} x {job.height} x {job.width}",
         "chunks": count,
+        "tiles": tiles,
         "peak_memory_GiB": peak / GIB,
     }
     if chip:
-        summary["fits"] = f"{'yes' if peak <= chip.memory else 'no'} ({chip.memory / GIB:.2f} GiB)"
-        if peak > chip.memory:
-            summary["try"] = "tiles (plan --height and --width of one tile), or fewer pixels a chip"
+        summary |= {"memory_of_a_chip_GiB": chip.memory / GIB, "fits": peak <= chip.memory}
         seconds = [program.seconds or 0.0 for program in programs]
-        summary["whole_video_s"] = seconds[0] + seconds[-1] * (count - 1)
+        # Tiles at the edges are smaller: with tiles this is an upper bound.
+        summary["whole_video_s"] = tiles * (seconds[0] + seconds[-1] * (count - 1))
     return summary

@@ -101,7 +101,8 @@ def _checked(
             f"{name} of {source} has the shape {tensor.shape}: the config asks for {expected}; give the "
             "config.json that belongs to these weights"
         )
-    return jnp.array(to_nnx(path, tensor), dtype=param_dtype)
+    # Waited for: copies to a device run behind, and would hold many host tensors at once.
+    return jnp.array(to_nnx(path, tensor), dtype=param_dtype).block_until_ready()
 
 
 def torch_shape(path: Keys, shape: tuple[int, ...]) -> tuple[int, ...]:

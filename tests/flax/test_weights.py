@@ -73,8 +73,8 @@ def test_tensors_are_taken_one_at_a_time(small_vae):
             alive.append(weakref.ref(array))
             yield name, array
             del array
-            # Copies to the device run behind; still, no more than a few are ever waiting.
-            assert sum(array() is not None for array in alive) <= 8
+            # The one before may still be on its way out of JAX's hands.
+            assert sum(array() is not None for array in alive) <= 3
 
     config = FlaxAutoencoderKLCogVideoXConfig.from_dict(small_vae.config)
     FlaxAutoencoderKLCogVideoX.from_tensors(config, tensors())

@@ -1,0 +1,40 @@
+"""What the TPU's compiler says of each build, kept in results/ for the tables in docs/.
+
+python benchmarks/plan.py CASE [BACKEND ...]
+
+A case takes minutes for each backend. `python benchmarks/report.py` then draws what is kept.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from cogvideox_torchax.cli import main
+from cogvideox_torchax.hollow import BACKENDS
+
+RESULTS = Path(__file__).parent / "results"
+SMALL = "--frames 49 --height 480 --width 720"
+LARGE = "--frames 81 --height 768 --width 1360"
+CASES = {
+    "v6e-1-decode": f"--topology v6e:1x1 {SMALL}",
+    "v6e-1-encode": f"--topology v6e:1x1 {SMALL} --encode",
+    "v6e-8-decode": f"--topology v6e:2x4 --tp 8 {LARGE}",
+    "v6e-8-encode": f"--topology v6e:2x4 --tp 8 {LARGE} --encode",
+}
+
+
+def plan(case: str, backend: str) -> int:
+    """Writes results/plan-CASE-BACKEND.json."""
+    output = RESULTS / f"plan-{case}-{backend}.json"
+    options = f"--model 5b --no-advice --backend {backend} {CASES[case]}".split()
+    return main(["plan", *options, "--json", str(output)])
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("case", choices=CASES)
+    parser.add_argument(
+        "backends", nargs="*", metavar="BACKEND", help=f"of {', '.join(BACKENDS)}; all by default"
+    )
+    arguments = parser.parse_args()
+    sys.exit(max(plan(arguments.case, backend) for backend in arguments.backends or BACKENDS))
