@@ -68,6 +68,22 @@ def test_torch_and_torchax_pass_in_bfloat16(small_vae):
         assert result.whole["decode"].relative > 1e-4, "nothing was run in bfloat16"
 
 
+def test_flax_passes_layer_by_layer_and_a_transposed_weight_of_it_is_named(small_vae):
+    verifier = verify.Verifier(small_vae, reference.video(1, height=48, width=64))
+    candidates = [
+        verify.make_candidate("flax", dtype, small_vae) for dtype in (torch.float32, torch.bfloat16)
+    ]
+    for result in verifier.verify(candidates):
+        assert result.passed, verify_report.verdict(result)
+        names = {layer.name for layer in result.layers}
+        assert {"encoder.conv_in", "decoder.mid_block.resnets.0", "decoder.up_blocks.3.resnets.1"} < names
+    kernel = candidates[0].vae.flax_vae.decoder.up_blocks[1].resnets[1].conv1.conv.kernel
+    kernel[...] = kernel[...].swapaxes(-1, -2)
+    result = only(verifier.verify(candidates[:1]))
+    assert not result.passed
+    assert result.first_bad_layer.name == "decoder.up_blocks.1.resnets.1"
+
+
 def test_a_transposed_weight_fails_and_is_named(verifier, torchax_candidate):
     weight = torchax_candidate.vae.decoder.up_blocks[1].resnets[1].conv1.conv.weight
     with changed(weight, lambda w: w.transpose(0, 1)):

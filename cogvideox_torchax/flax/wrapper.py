@@ -101,6 +101,23 @@ class FlaxVAEForPipelines(AutoencoderKLCogVideoX):
             )
         )
 
+    def layer_recorder(
+        self, kind: str, wanted: Callable[[str], Any]
+    ) -> Callable[[torch.Tensor], dict[str, torch.Tensor]]:
+        """A pass over a video that gives each chunk's layers as plain tensors; see `LayerRecorder`."""
+        from cogvideox_torchax.flax.recording import LayerRecorder
+
+        record = LayerRecorder(self.flax_vae, kind, wanted)
+
+        def run(chunk: torch.Tensor) -> dict[str, torch.Tensor]:
+            outputs = record(_channels_last(runtime.array_of(runtime.to_jax(chunk))))
+            return {
+                name: runtime.to_torch(runtime.tensor_of(_channels_first(output)))
+                for name, output in outputs.items()
+            }
+
+        return run
+
     def save_pretrained(self, save_directory: str | Path, **diffusers_options: Any) -> None:  # pyright: ignore
         """Writes diffusers' format in one safetensors file; diffusers' options have no effect."""
         self.flax_vae.save_pretrained(save_directory)
