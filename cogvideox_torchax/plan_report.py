@@ -73,7 +73,7 @@ def _row(plan: dict[str, Any]) -> tuple[str, ...]:
         *(_milliseconds(shares.get(kind)) for kind in ("convolutions", "copies", "other")),
         _milliseconds(steady["floor_seconds"]),
         f"{steady['floor_seconds'] / seconds:.0%}" if seconds else "",
-        _milliseconds(first["seconds"]),
+        _milliseconds(first["seconds"] if first["name"] == "first" else None),
         f"{summary['whole_video_s']:.2f}" if seconds else "",
         f"{steady['temp_bytes'] / GB:.1f}",
         f"{max(program['peak_bytes'] for program in plan['programs']) / GB:.1f}",

@@ -1,11 +1,18 @@
-"""Every test runs on the CPU, as eight devices, and compiles what it runs: no cache from an earlier run."""
+"""Tests run on the CPU, as eight devices; what one process of a run has compiled, the others take."""
 
+import atexit
 import os
+import shutil
+import tempfile
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 # One thread for PyTorch in each test process: two processes with two threads each spin against each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ["COGVIDEOX_TORCHAX_COMPILE_CACHE"] = "off"
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    # A compile cache of this run alone, made by its first process and inherited by all others.
+    os.environ["COGVIDEOX_TORCHAX_COMPILE_CACHE"] = tempfile.mkdtemp(prefix="cogvideox-torchax-tests-")
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
+    atexit.register(shutil.rmtree, os.environ["COGVIDEOX_TORCHAX_COMPILE_CACHE"], ignore_errors=True)
 os.environ["HF_HUB_OFFLINE"] = "1"
 # LLVM's optimizer is half of what compiling costs on a CPU, and the programs here run for milliseconds.
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):

@@ -29,6 +29,7 @@ REFERENCE = {"status": "ok", "flops": {"encode": 10**9, "decode": 10**9}, "outpu
 
 
 PROGRAM = {
+    "name": "later",
     "seconds": 0.25,
     "shares": {"convolutions": 0.1, "copies": 0.05, "other": 0.1},
     "floor_seconds": 0.05,
@@ -46,7 +47,7 @@ PLAN = {
     "dtype": "bfloat16",
     "model": "5b",
     "versions": {"libtpu": "0.0.1", "jax": "0.10"},
-    "programs": [PROGRAM | {"seconds": 0.3}, PROGRAM],
+    "programs": [PROGRAM | {"name": "first", "seconds": 0.3}, PROGRAM],
     "summary": {"whole_video_s": 0.55, "fits": True},
 }
 

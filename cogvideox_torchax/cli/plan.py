@@ -44,6 +44,11 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
         help="plan a tile of the video, in pixels; without a size, the tile that enable_tiling() takes",
     )
     command.add_argument(
+        "--steady",
+        action="store_true",
+        help="compile the later chunks' program alone; the first chunk then counts as one of them",
+    )
+    command.add_argument(
         "--no-advice", action="store_true", help="when it does not fit, do not compile what would"
     )
     command.add_argument("--encode", action="store_true", help="plan encoding instead of decoding")
@@ -73,8 +78,12 @@ def run(args: argparse.Namespace) -> int:
         devices = jax.devices("cpu")
     mesh = {"dp": args.dp, "tp": args.tp}
     programs = []
-    common.say(f"compiling {min(len(pieces), 2)} programs; each can take minutes")
-    for program in planner.plan_programs(vae, job, devices, chip, backend=args.backend, **mesh):
+    count = 1 if args.steady else min(len(pieces), 2)
+    common.say(f"compiling {count} program{'s' * (count > 1)}; each can take minutes")
+    planned = planner.plan_programs(
+        vae, job, devices, chip, backend=args.backend, only_last=args.steady, **mesh
+    )
+    for program in planned:
         programs.append(program)
         _print_program(program, chip)
         if args.save_hlo:
