@@ -6,7 +6,7 @@ Axis letters: N videos, C channels, T frames, H rows, W columns. Public tensors 
 import functools
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from diffusers.models.autoencoders.autoencoder_kl_cogvideox import (
@@ -17,6 +17,9 @@ from torch import nn
 
 from cogvideox_torchax import checkpoint, chunks, runtime, tiling
 from cogvideox_torchax.modules import port_modules
+
+if TYPE_CHECKING:
+    from cogvideox_torchax.sharding import Placement
 
 ROW_AXIS = 3
 TORCH_ARRAYS = tiling.ArrayLibrary(
@@ -303,15 +306,14 @@ class AutoencoderKLCogVideoX(DiffusersAutoencoder):
         as_uint8 = kind == "decode_uint8"
         network = "decode" if as_uint8 else kind
         runs = [[self._run(network) for _ in plan.columns.spans] for _ in plan.rows.spans]
-        cut, join = _cut, _join
-        if runtime.on_jax(next(self.parameters())):
-            cut, join = _jitted_cut(), _jitted_join()
+        join = _jitted_join() if runtime.on_jax(next(self.parameters())) else _join
         for piece in pieces:
-            tiles = cut(plan, runtime.to_jax(piece) if cut is not _cut else piece)
+            cut = _jitted_cut() if runtime.on_jax(piece) else _cut
             outputs = [
-                [run(tile) for run, tile in zip(*row, strict=True)] for row in zip(runs, tiles, strict=True)
+                [run(tile) for run, tile in zip(*row, strict=True)]
+                for row in zip(runs, cut(plan, piece), strict=True)
             ]
-            yield join((plan, as_uint8), outputs)
+            yield join((plan, as_uint8, self._placement), outputs)
 
     def _run(self, kind: str) -> runtime.JaxRun | runtime.NativeRun:
         if runtime.on_jax(next(self.parameters())):
@@ -333,17 +335,25 @@ class AutoencoderKLCogVideoX(DiffusersAutoencoder):
 
     def build_program(self, kind: str) -> runtime.ChunkProgram:
         """A chunk program of its own, for one that only looks at what it compiles to."""
-        network = self._network(kind)
-        if self.mesh is None:
+        network, placement = self._network(kind), self._placement
+        if placement is None:
             return runtime.ChunkProgram(network)
-        from cogvideox_torchax.sharding import Placement, ShardedProgram
+        from cogvideox_torchax.sharding import ShardedProgram
 
-        return ShardedProgram(network, Placement(self.mesh))
+        return ShardedProgram(network, placement)
 
     @property
     def mesh(self) -> Any:
         """The `jax.sharding.Mesh` that this model runs on, as given to `port`; None for a single device."""
         return self.__dict__.get("_mesh")
+
+    @property
+    def _placement(self) -> "Placement | None":
+        if self.mesh is None:
+            return None
+        from cogvideox_torchax.sharding import Placement
+
+        return Placement(self.mesh)
 
     def place_on(self, mesh: Any) -> None:
         """Runs on another mesh from now on: the programs compiled so far are dropped.
@@ -430,10 +440,13 @@ def _cut(plan: tiling.TilePlan, x: torch.Tensor) -> list[list[torch.Tensor]]:
     return tiling.cut(x, plan, row_axis=ROW_AXIS)
 
 
-def _join(static: tuple[tiling.TilePlan, bool], outputs: list[list[torch.Tensor]]) -> torch.Tensor:
-    plan, as_uint8 = static
+def _join(
+    static: "tuple[tiling.TilePlan, bool, Placement | None]", outputs: list[list[torch.Tensor]]
+) -> torch.Tensor:
+    plan, as_uint8, placement = static
     frames = tiling.join(outputs, plan, TORCH_ARRAYS, row_axis=ROW_AXIS)
-    return to_uint8(frames) if as_uint8 else frames
+    frames = to_uint8(frames) if as_uint8 else frames
+    return runtime.torch_view(placement.hand_out)(frames) if placement and runtime.on_jax(frames) else frames
 
 
 @functools.cache

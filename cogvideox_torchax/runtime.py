@@ -123,15 +123,14 @@ def weights_of(network: nn.Module) -> dict[str, Any]:
     return {name: array_of(tensor) for name, tensor in named.items()}
 
 
-def move_weights(network: nn.Module, sharding: Any) -> None:
-    """Moves the network's parameters and buffers to a sharding, each in its own tensor; traced ones stay."""
-    import jax
+def move_weights(network: nn.Module, move: Callable[[Any], Any]) -> None:
+    """Replaces the array in each of the network's parameters and buffers by what `move` makes of it; traced
+    ones stay."""
     from jax.core import Tracer
 
     for tensor in (*network.parameters(), *network.buffers()):
-        array = array_of(tensor)
-        if not isinstance(array, Tracer) and array.sharding != sharding:
-            tensor.apply_jax_(jax.device_put, sharding)  # pyright: ignore[reportAttributeAccessIssue]
+        if not isinstance(array_of(tensor), Tracer):
+            tensor.apply_jax_(move)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def host_array(tensor: torch.Tensor) -> np.ndarray:

@@ -100,6 +100,23 @@ def test_chunks_and_caches_cross_the_border_in_shards_and_weights_are_copied(sto
         assert [shard.data.shape[2] for shard in array.addressable_shards] == [array.shape[2]] * 8
 
 
+def test_tiles_over_a_mesh_change_no_number_and_blend_in_shards(stock, eight):
+    z, _ = inputs(1, 1, 45)
+    options = {"tile_sample_min_height": 48, "tile_sample_min_width": 8 * 30}
+    tiled = copy.deepcopy(stock)
+    for vae in (tiled, eight):
+        vae.enable_tiling(**options)
+    try:
+        got = eight.decode(runtime.to_jax(z)).sample
+        streamed = torch.cat(list(eight.decode_stream(z)), 2)
+    finally:
+        eight.disable_tiling()
+    want = tiled.decode(z).sample
+    assert local_share(got) == 1 / 8
+    assert relative_error(runtime.to_torch(got), want) < FLOAT32_RELATIVE
+    assert relative_error(streamed, want) < FLOAT32_RELATIVE
+
+
 def kernel_cases():
     """Every kernel as a function of one array (N, T, H, W, C), by name."""
     key = jax.random.key(0)
@@ -211,6 +228,15 @@ def test_the_report_names_every_ported_layer_and_its_split(compiled_pair):
     assert [row["layer"] for row in again["rows"]] == list(rows)
 
 
+def test_a_batch_that_dp_does_not_divide_is_reported_as_split_by_width_and_gathers_nothing(stock):
+    found = sharding.report(sharded(stock, 2, 4, move=False), (3, 3, 1, 16, 8 * 45), kind="encode")
+    layers = [row for row in found.rows if row.shape]
+    assert {row.spec for row in layers} == {str(PartitionSpec(*VIDEO))}
+    assert not [row.layer for row in layers if row.shards == 1]
+    # The latents, 45 wide, leave by channels: that must not reach back into the layers before.
+    assert found.largest_all_gather_bytes == 0
+
+
 def test_a_gathered_activation_is_reported():
     text = """
   %all-gather.1 = f32[1,2,4,96,8]{4,3,2,1,0} all-gather(%x), metadata={op_name="jit(f)/decoder.conv_in/a"}
@@ -232,7 +258,10 @@ def test_a_gathered_activation_is_reported():
     ],
 )
 def test_a_batch_is_split_by_videos_and_one_video_by_width(shape, spec):
-    assert sharding.Placement(make_mesh(2, 4)).spec(shape) == PartitionSpec(*spec)
+    mesh = make_mesh(2, 4)
+    assert sharding.Placement(mesh).spec(shape) == PartitionSpec(*spec)
+    channels_last = sharding.Placement(mesh, sharding.NTHWC).spec((*shape[:1], *shape[2:], shape[1]))
+    assert channels_last == PartitionSpec(*spec[:1], *spec[2:], spec[1])
 
 
 def test_a_result_whose_width_does_not_divide_is_split_by_another_axis_or_refused():

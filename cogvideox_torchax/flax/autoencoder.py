@@ -7,7 +7,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,9 @@ from cogvideox_torchax.flax import weights
 from cogvideox_torchax.flax.config import FlaxAutoencoderKLCogVideoXConfig
 from cogvideox_torchax.flax.modules import Cache, Conv3d
 from cogvideox_torchax.flax.networks import Decoder3D, Encoder3D
+
+if TYPE_CHECKING:
+    from cogvideox_torchax.sharding import Padded, Placement
 
 ROW_AXIS = 2
 JAX_ARRAYS = tiling.ArrayLibrary(concatenate=jnp.concatenate, asarray=lambda array, like: jnp.asarray(array))
@@ -83,6 +86,17 @@ class DecoderChunk(nnx.Module):
         return to_uint8(frames) if self.kind == "decode_uint8" else frames, cache
 
 
+class OnMesh(nnx.Module):
+    """A chunk's network over a mesh: chunk and cache in shards, each beside the shape that it stands for."""
+
+    def __init__(self, network: EncoderChunk | DecoderChunk, placement: "Placement"):
+        self.network = network
+        self.placement = placement
+
+    def __call__(self, chunk: "Padded", cache: Any) -> tuple[jax.Array, Any]:
+        return self.placement.trace(self.network, chunk, cache)
+
+
 def to_uint8(frames: jax.Array) -> jax.Array:
     """Frames in [-1, 1] as bytes, rounded as diffusers' VideoProcessor does."""
     return jnp.round(jnp.clip(frames.astype(jnp.float32) * 0.5 + 0.5, 0.0, 1.0) * 255.0).astype(jnp.uint8)
@@ -90,11 +104,12 @@ def to_uint8(frames: jax.Array) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=3)
 def run_chunk(
-    graph: nnx.GraphDef, state: nnx.State, chunk: jax.Array, cache: Cache | None
+    graph: nnx.GraphDef, state: nnx.State, chunk: "jax.Array | Padded", cache: Cache | None
 ) -> tuple[jax.Array, Cache]:
     """The chunk program: one compilation for a first chunk (`cache` None), one for all later ones.
 
-    The weights are an argument; the cache is donated.
+    The weights are an argument; the cache is donated. On one device `graph` is of a chunk's network, on
+    several of an `OnMesh`.
     """
     return nnx.merge(graph, state)(chunk, cache)
 
@@ -102,39 +117,54 @@ def run_chunk(
 class ChunkRun:
     """One pass over a video: carries the cache from chunk to chunk."""
 
-    def __init__(self, graph: nnx.GraphDef, state: nnx.State):
-        self._graph, self._state = graph, state
+    def __init__(self, graph: nnx.GraphDef, state: nnx.State, placement: "Placement | None"):
+        self._graph, self._state, self._placement = graph, state, placement
         self._cache: Cache | None = None
 
-    def __call__(self, chunk: jax.Array) -> jax.Array:
-        result, self._cache = run_chunk(self._graph, self._state, chunk, self._cache)
+    def __call__(self, chunk: Any) -> jax.Array:
+        placed = chunk if self._placement is None else self._placement.put(chunk)
+        result, self._cache = run_chunk(self._graph, self._state, placed, self._cache)
         return result
 
 
 class TiledRun:
     """One pass over a video in tiles, each with its own cache, blended chunk by chunk."""
 
-    def __init__(self, graph: nnx.GraphDef, state: nnx.State, plan: tiling.TilePlan, as_uint8: bool):
-        self._plan, self._as_uint8 = plan, as_uint8
-        self._runs = [[ChunkRun(graph, state) for _ in plan.columns.spans] for _ in plan.rows.spans]
+    def __init__(
+        self,
+        graph: nnx.GraphDef,
+        state: nnx.State,
+        placement: "Placement | None",
+        plan: tiling.TilePlan,
+        as_uint8: bool,
+    ):
+        self._plan, self._as_uint8, self._placement = plan, as_uint8, placement
+        self._runs = [
+            [ChunkRun(graph, state, placement) for _ in plan.columns.spans] for _ in plan.rows.spans
+        ]
 
-    def __call__(self, chunk: jax.Array) -> jax.Array:
-        tiles = _cut(self._plan, chunk)
+    def __call__(self, chunk: Any) -> jax.Array:
+        tiles = _cut(self._plan, chunk) if isinstance(chunk, jax.Array) else _slice(self._plan, chunk)
         outputs = [
             [run(tile) for run, tile in zip(*row, strict=True)] for row in zip(self._runs, tiles, strict=True)
         ]
-        return _join(self._plan, self._as_uint8, outputs)
+        return _join(self._plan, self._as_uint8, self._placement, outputs)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _cut(plan: tiling.TilePlan, x: jax.Array) -> list[list[jax.Array]]:
+def _slice(plan: tiling.TilePlan, x: Any) -> list[list[Any]]:
     return tiling.cut(x, plan, row_axis=ROW_AXIS)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _join(plan: tiling.TilePlan, as_uint8: bool, outputs: list[list[jax.Array]]) -> jax.Array:
+_cut = functools.partial(jax.jit, static_argnums=0)(_slice)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _join(
+    plan: tiling.TilePlan, as_uint8: bool, placement: "Placement | None", outputs: list[list[jax.Array]]
+) -> jax.Array:
     frames = tiling.join(outputs, plan, JAX_ARRAYS, row_axis=ROW_AXIS)
-    return to_uint8(frames) if as_uint8 else frames
+    frames = to_uint8(frames) if as_uint8 else frames
+    return frames if placement is None else placement.hand_out(frames)
 
 
 @functools.partial(jax.jit, static_argnums=2)
@@ -162,7 +192,7 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         rngs: for random parameters.
 
     Attributes:
-        mesh: the device mesh to run on; None for one device.
+        mesh: the device mesh to run on, as given to `place_on`; None for one device.
     """
 
     def __init__(
@@ -333,10 +363,36 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         """A function from a video's chunks, given in order, to their results; in tiles by a plan."""
         runtime.configure_compile_cache()
         network = EncoderChunk(self) if kind == "encode" else DecoderChunk(self, _network_kind(kind, plan))
-        graph, state = nnx.split(network)
+        placement = self._placement
+        graph, state = nnx.split(network if placement is None else OnMesh(network, placement))
         if plan is None:
-            return ChunkRun(graph, state)
-        return TiledRun(graph, state, plan, as_uint8=kind == "decode_uint8")
+            return ChunkRun(graph, state, placement)
+        return TiledRun(graph, state, placement, plan, as_uint8=kind == "decode_uint8")
+
+    # Several devices
+
+    def place_on(self, mesh: jax.sharding.Mesh) -> None:
+        """Runs on a mesh of `cogvideox_torchax.make_mesh` from now on; the weights are copied to its devices.
+
+        One video is split by width over all of them, a batch that "dp" divides by video over "dp" and by
+        width over "tp"; any width will do. What comes in may lie anywhere, what goes out lies split.
+
+        Raises:
+            ValueError: a mesh that was not made by `make_mesh`.
+        """
+        from cogvideox_torchax.sharding import Placement, check_mesh, spread
+
+        self.mesh = check_mesh(mesh)
+        move = functools.partial(spread, sharding=Placement(mesh).replicated)
+        nnx.update(self, jax.tree.map(move, nnx.state(self, nnx.Param)))
+
+    @property
+    def _placement(self) -> "Placement | None":
+        if self.mesh is None:
+            return None
+        from cogvideox_torchax.sharding import NTHWC, Placement
+
+        return Placement(self.mesh, NTHWC)
 
     # Tiling and slicing
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
 from diffusers.models.autoencoders.vae import DecoderOutput
 
@@ -132,6 +133,15 @@ class FlaxVAEForPipelines(AutoencoderKLCogVideoX):
         """Where plain tensors go in and come out: the host. The model itself runs on JAX's devices."""
         return torch.device("cpu")
 
+    @property
+    def mesh(self) -> Any:
+        """The mesh that the Flax model runs on; None for one device."""
+        return self.flax_vae.mesh
+
+    def place_on(self, mesh: Any) -> None:
+        """As `FlaxAutoencoderKLCogVideoX.place_on`; `port(vae, mesh=mesh)` calls it."""
+        self.flax_vae.place_on(mesh)
+
     # Running chunks; the checks, the plans and the streams are inherited.
 
     def _encode(self, x: torch.Tensor) -> torch.Tensor:
@@ -161,8 +171,11 @@ class FlaxVAEForPipelines(AutoencoderKLCogVideoX):
         run = self.flax_vae.run(kind, plan)
 
         def call(piece: torch.Tensor) -> torch.Tensor:
-            result = run(_channels_last(runtime.array_of(runtime.to_jax(piece))))
-            return runtime.tensor_of(_channels_first(result))
+            if runtime.on_jax(piece):
+                chunk = _channels_last(runtime.array_of(piece))
+            else:
+                chunk = np.moveaxis(runtime.host_array(piece), 1, -1)
+            return runtime.tensor_of(_channels_first(run(chunk)))
 
         return call
 

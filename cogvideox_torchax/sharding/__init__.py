@@ -1,10 +1,21 @@
 """The dp x tp mesh: `placement` says which axis lies where, `report` reads off a compiled program what
 became of it."""
 
-from cogvideox_torchax.sharding.placement import Padded, Placement, ShardedProgram, check_mesh, make_mesh
+from cogvideox_torchax.sharding.placement import (
+    NCTHW,
+    NTHWC,
+    Padded,
+    Placement,
+    ShardedProgram,
+    check_mesh,
+    make_mesh,
+    spread,
+)
 from cogvideox_torchax.sharding.report import Report, Row, compile_chunk, instructions, report
 
 __all__ = [
+    "NCTHW",
+    "NTHWC",
     "Padded",
     "Placement",
     "Report",
@@ -15,4 +26,5 @@ __all__ = [
     "instructions",
     "make_mesh",
     "report",
+    "spread",
 ]

@@ -1,6 +1,6 @@
 """Where the arrays of a VAE lie on a mesh, and how those that do not divide cross a program's border.
 
-Videos (N, C, T, H, W) are split by width: one video over both mesh axes, a batch that "dp" divides by video
+Videos are split by width, in either layout: one video over both mesh axes, a batch that "dp" divides by video
 over "dp" and by width over "tp". Another batch is split as one video is: padding it would cost each device a
 video's work, padding a width costs some columns. Time is never split, weights are copied to every device.
 
@@ -10,10 +10,11 @@ the same 8 x 12 columns (`Padded`): cutting the padding off moves nothing.
 """
 
 import contextlib
+import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +27,19 @@ from cogvideox_torchax import runtime
 from cogvideox_torchax.modules import PORTED
 
 AXES = ("dp", "tp")
-BATCH, CHANNEL, ROW, COLUMN = 0, 1, 3, 4
+
+
+class Layout(NamedTuple):
+    """Which axis of an activation is what; the one that is not named here is time."""
+
+    batch: int
+    channel: int
+    row: int
+    column: int
+
+
+NCTHW = Layout(batch=0, channel=1, row=3, column=4)
+NTHWC = Layout(batch=0, channel=4, row=2, column=3)
 
 
 def make_mesh(dp: int = 1, tp: int | None = None, *, devices: Any = None) -> Mesh:
@@ -90,15 +103,28 @@ jax.tree_util.register_dataclass(Padded, data_fields=["array"], meta_fields=["sh
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the arrays of a VAE lie on a mesh."""
+    """Where the arrays of a VAE lie on a mesh.
+
+    Attributes:
+        mesh: of `make_mesh`.
+        layout: of every activation, chunk and cache that is placed.
+    """
 
     mesh: Mesh
+    layout: Layout = NCTHW
 
     def spec(self, shape: tuple[int, ...]) -> PartitionSpec:
-        """How an activation (N, C, T, H, W) is split."""
-        if shape[BATCH] % self.mesh.shape["dp"] == 0:
-            return PartitionSpec("dp", None, None, None, "tp")
-        return PartitionSpec(None, None, None, None, AXES)
+        """How an activation of this shape is split."""
+        return self._split(shape, self.layout.column)
+
+    def _split(self, shape: tuple[int, ...], axis: int) -> PartitionSpec:
+        """By video over "dp" and along `axis` over "tp", or, where "dp" does not divide the batch, along
+        `axis` over both."""
+        if shape[self.layout.batch] % self.mesh.shape["dp"] == 0:
+            names = {self.layout.batch: "dp", axis: "tp"}
+        else:
+            names = {axis: AXES}
+        return PartitionSpec(*(names.get(i) for i in range(len(shape))))
 
     def parts(self, spec: PartitionSpec) -> list[int]:
         """Over how many devices each axis is split."""
@@ -131,16 +157,34 @@ class Placement:
         x = self.constrain(x)
         return Padded(self.constrain(jnp.pad(x, self.padding(x.shape))), x.shape)
 
-    def put(self, chunk: torch.Tensor) -> Padded:
-        """A chunk from the host, or from wherever on JAX it lies, split over the mesh."""
-        shape = tuple(chunk.shape)
-        if runtime.on_jax(chunk):
-            array, pad = runtime.array_of(chunk), jnp.pad
-        else:
-            array, pad = runtime.host_array(chunk), np.pad
+    def hand_out(self, x: jax.Array) -> jax.Array:
+        """Inside a program: split as a result that leaves it unpadded, see `result_spec`.
+
+        By width first: a result that leaves in rows or channels would otherwise have the layers before it
+        computed so, their inputs gathered.
+        """
+        sharding = NamedSharding(self.mesh, self.result_spec(x.shape))
+        return jax.lax.with_sharding_constraint(self.constrain(x), sharding)
+
+    def trace(self, network: Callable[..., Any], chunk: Padded, cache: Any) -> tuple[jax.Array, Any]:
+        """Inside a program: `network(chunk, cache)`, which gives (result, cache), split from end to end."""
+        cache = jax.tree.map(self.enter, cache, is_leaf=lambda part: isinstance(part, Padded))
+        # The kernels ask for it: what is fastest on one device may gather on several.
+        with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
+            result, cache = network(self.enter(chunk), cache)
+        return self.hand_out(result), jax.tree.map(self.leave, cache)
+
+    def put(self, chunk: Any) -> Padded:
+        """A chunk, a NumPy array or one on JAX, split over the mesh.
+
+        Over several processes each gives an array of the whole shape, of which it places the columns that lie
+        on its own devices and looks at no others.
+        """
+        shape, sharding = tuple(chunk.shape), self.sharding(chunk.shape)
         padding = self.padding(shape)
-        array = pad(array, padding) if any(after for _, after in padding) else array
-        return Padded(jax.device_put(array, self.sharding(shape)), shape)
+        if any(after for _, after in padding):
+            chunk = (jnp.pad if isinstance(chunk, jax.Array) else np.pad)(chunk, padding)
+        return Padded(spread(chunk, sharding), shape)
 
     def struct(self, shape: tuple[int, ...], dtype: Any) -> Padded:
         """What stands for `put`'s result when a program is compiled without data."""
@@ -154,18 +198,26 @@ class Placement:
         Raises:
             ValueError: none of them divides; the message names the sizes that would.
         """
-        spec = self.spec(shape)
-        batch, width, parts = spec[BATCH], spec[COLUMN], self.parts(spec)[COLUMN]
-        for axis in (COLUMN, ROW, CHANNEL):
+        layout = self.layout
+        parts = self.parts(self.spec(shape))[layout.column]
+        for axis in (layout.column, layout.row, layout.channel):
             if shape[axis] % parts == 0:
-                return PartitionSpec(
-                    *(batch if i == BATCH else width if i == axis else None for i in range(5))
-                )
+                return self._split(shape, axis)
         raise ValueError(
-            f"got a result of {shape[ROW]} x {shape[COLUMN]} pixels (height x width), {shape[CHANNEL]} "
-            f"channels: it cannot be split over {parts} devices; make its height or width a multiple of "
-            f"{parts}, or the mesh smaller"
+            f"got a result of {shape[layout.row]} x {shape[layout.column]} pixels (height x width), "
+            f"{shape[layout.channel]} channels: it cannot be split over {parts} devices; make its height or "
+            f"width a multiple of {parts}, or the mesh smaller"
         )
+
+
+def spread(array: Any, sharding: NamedSharding) -> jax.Array:
+    """An array under a sharding; over several processes each places what lies on its own devices."""
+    if isinstance(array, jax.Array) and array.sharding == sharding:
+        return array
+    if sharding.is_fully_addressable or (isinstance(array, jax.Array) and not array.is_fully_addressable):
+        return jax.device_put(array, sharding)
+    host = np.asarray(array)
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
 
 @dataclass
@@ -180,49 +232,41 @@ class Layer:
 
 
 @contextlib.contextmanager
-def constrained(network: nn.Module, placement: Placement) -> Iterator[dict[str, Layer]]:
-    """While a program is traced: every ported module takes and gives activations split over the mesh.
-
-    The modules know nothing of it. Their instructions are named after them, which `report` reads.
+def recorded(network: nn.Module) -> Iterator[dict[str, Layer]]:
+    """While a program is traced: the activations of every ported module, whose instructions are named after
+    it, as `report` reads them. The modules know nothing of it.
 
     Yields:
         The layers by name, filled in as they are traced.
     """
     scopes: list[Any] = []
-    names: list[str] = []
     layers: dict[str, Layer] = {}
-    constrain = runtime.torch_view(placement.constrain)
 
-    def split(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            if value.ndim != 5 or not runtime.on_jax(value):
-                return value
-            layers.setdefault(names[-1], Layer(set())).shapes.add(tuple(value.shape))
-            return constrain(value)
-        if isinstance(value, dict):
-            return {key: split(part) for key, part in value.items()}
-        return tuple(map(split, value)) if isinstance(value, tuple) else value
+    def record(name: str, values: Any) -> None:
+        for value in jax.tree.leaves(values):
+            if getattr(value, "ndim", 0) == 5:
+                layers.setdefault(name, Layer(set())).shapes.add(tuple(value.shape))
 
     def before(name: str):
-        def hook(_module: nn.Module, args: Any, kwargs: Any) -> Any:
-            names.append(name)
+        def hook(_module: nn.Module, args: Any, kwargs: Any) -> None:
+            record(name, (args, kwargs))
             scopes.append(jax.named_scope(name))
             scopes[-1].__enter__()
-            return split(args), split(kwargs)
 
         return hook
 
-    def after(_module: nn.Module, _args: Any, result: Any) -> Any:
-        result = split(result)
-        scopes.pop().__exit__(None, None, None)
-        names.pop()
-        return result
+    def after(name: str):
+        def hook(_module: nn.Module, _args: Any, result: Any) -> None:
+            scopes.pop().__exit__(None, None, None)
+            record(name, result)
+
+        return hook
 
     with contextlib.ExitStack() as hooks:
         for name, module in network.named_modules():
             if type(module) in PORTED.values():
                 hooks.callback(module.register_forward_pre_hook(before(name), with_kwargs=True).remove)
-                hooks.callback(module.register_forward_hook(after).remove)
+                hooks.callback(module.register_forward_hook(after(name)).remove)
         yield layers
 
 
@@ -235,24 +279,16 @@ class ShardedProgram(runtime.ChunkProgram):
         self.layers: dict[str, Layer] = {}
 
     def _trace(self, weights: dict[str, Any], chunk: Padded, cache: Any) -> Any:
-        place = self.placement
-        chunk_NCTHW = place.enter(chunk)
-        cache = jax.tree.map(place.enter, cache, is_leaf=lambda part: isinstance(part, Padded))
-        # The kernels ask for it: what is fastest on one device may gather on several.
-        with (
-            jax.sharding.use_abstract_mesh(place.mesh.abstract_mesh),
-            constrained(self.network, place) as self.layers,
-        ):
-            result, cache = self._apply(weights, chunk_NCTHW, cache)
-        sharding = NamedSharding(place.mesh, place.result_spec(result.shape))
-        return jax.lax.with_sharding_constraint(result, sharding), jax.tree.map(place.leave, cache)
+        with recorded(self.network) as self.layers:
+            return self.placement.trace(functools.partial(self._apply, weights), chunk, cache)
 
     def weights(self) -> dict[str, Any]:
-        runtime.move_weights(self.network, self.placement.replicated)
+        runtime.move_weights(self.network, functools.partial(spread, sharding=self.placement.replicated))
         return super().weights()
 
     def put(self, chunk: torch.Tensor) -> Padded:
-        return self.placement.put(chunk)
+        on_jax = runtime.on_jax(chunk)
+        return self.placement.put(runtime.array_of(chunk) if on_jax else runtime.host_array(chunk))
 
     def structs(self, chunk: tuple[int, ...], dtype: Any) -> tuple[Any, Any]:
         weights, _ = super().structs(chunk, dtype)

@@ -1,0 +1,97 @@
+"""Over a mesh the Flax build is the same function, its arrays split along axis 3 of N T H W C."""
+
+import copy
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+
+from cogvideox_torchax import make_mesh, port
+from cogvideox_torchax.flax import FlaxVAEForPipelines
+from cogvideox_torchax.sharding import Padded
+from cogvideox_torchax.tolerances import FLOAT32_RELATIVE, relative_error
+from tests import reference
+
+
+@pytest.fixture(scope="module")
+def stock():
+    return reference.small_vae(block_out_channels=(8, 8, 8, 16), norm_num_groups=4, layers_per_block=1)
+
+
+def on_mesh(stock, dp, tp):
+    return port(FlaxVAEForPipelines.from_diffusers(stock), mesh=make_mesh(dp, tp))
+
+
+@pytest.fixture(scope="module")
+def eight(stock):
+    """One video over eight devices; shared, so that its programs are compiled once."""
+    return on_mesh(stock, 1, 8)
+
+
+def inputs(frames, batch, width):
+    z = reference.latents(frames, batch=batch, height=1, width=width)
+    return z, reference.video(4 * frames - 3, batch=batch, height=8, width=8 * width)
+
+
+def local_share(array):
+    """The part of an array that its largest shard holds."""
+    return max(shard.data.size for shard in array.addressable_shards) / array.size
+
+
+def test_an_uneven_width_in_chunks_and_streams_changes_no_number(stock, eight):
+    z, x = inputs(5, 1, 90)
+    want = stock.decode(z).sample, stock.encode(x).latent_dist.parameters
+    frames = torch.cat(list(eight.decode_stream(z)), 2)
+    moments = torch.cat([part.parameters for part in eight.encode_stream(x)], 2)
+    for got in ((eight.decode(z).sample, eight.encode(x).latent_dist.parameters), (frames, moments)):
+        assert relative_error(got[0], want[0]) < FLOAT32_RELATIVE
+        assert relative_error(got[1], want[1]) < FLOAT32_RELATIVE
+
+
+def test_a_batch_over_both_axes_changes_no_number(stock):
+    z, x = inputs(1, 2, 85)
+    vae = on_mesh(stock, 2, 4)
+    assert relative_error(vae.decode(z).sample, stock.decode(z).sample) < FLOAT32_RELATIVE
+    want = stock.encode(x).latent_dist.parameters
+    assert relative_error(vae.encode(x).latent_dist.parameters, want) < FLOAT32_RELATIVE
+
+
+def test_tiles_change_no_number_and_blend_in_shards(stock, eight):
+    z, x = inputs(1, 1, 96)
+    tiled = copy.deepcopy(stock)
+    for vae in (tiled, eight, eight.flax_vae):
+        vae.enable_tiling(tile_sample_min_height=48, tile_sample_min_width=8 * 60)
+    try:
+        array = eight.flax_vae.decode(jnp.asarray(z.permute(0, 2, 3, 4, 1).numpy()))
+        decoded, encoded = eight.decode(z).sample, eight.encode(x).latent_dist.parameters
+    finally:
+        eight.disable_tiling()
+        eight.flax_vae.disable_tiling()
+    want = tiled.decode(z).sample
+    assert local_share(array) == 1 / 8
+    assert reference.largest_error(np.moveaxis(np.asarray(array), -1, 1), want) < FLOAT32_RELATIVE
+    assert relative_error(decoded, want) < FLOAT32_RELATIVE
+    assert relative_error(encoded, tiled.encode(x).latent_dist.parameters) < FLOAT32_RELATIVE
+
+
+def test_chunks_caches_and_results_lie_in_shards_and_weights_are_copied(eight):
+    for array in jax.tree.leaves(nnx.state(eight.flax_vae, nnx.Param)):
+        assert array.sharding.is_fully_replicated
+        assert len(array.sharding.device_set) == 8
+    run = eight.flax_vae.run("decode")
+    result = run(jnp.zeros((1, 3, 1, 90, 16)))
+    caches = jax.tree.leaves(run._cache, is_leaf=lambda part: isinstance(part, Padded))
+    assert {part.shape[3] for part in caches} == {90, 180, 360, 720}
+    for array in [result, *(part.array for part in caches)]:
+        assert local_share(array) == 1 / 8
+        rows_and_columns = {shard.data.shape[2:4] for shard in array.addressable_shards}
+        assert rows_and_columns == {(array.shape[2], array.shape[3] // 8)}
+
+
+def test_a_mesh_that_make_mesh_did_not_make_is_refused(eight):
+    with pytest.raises(ValueError, match="make one with make_mesh"):
+        eight.flax_vae.place_on("dp=8")
+    assert eight.mesh == make_mesh(1, 8)
