@@ -18,7 +18,13 @@ from tests import reference
 
 @pytest.fixture(scope="module")
 def stock():
-    return reference.small_vae(block_out_channels=(8, 8, 8, 16), norm_num_groups=4, layers_per_block=1)
+    """Three levels, the fewest that compress time by four: each program is quicker to compile."""
+    return reference.small_vae(
+        block_out_channels=(8, 8, 16),
+        down_block_types=("CogVideoXDownBlock3D",) * 3,
+        up_block_types=("CogVideoXUpBlock3D",) * 3,
+        norm_num_groups=4,
+    )
 
 
 def on_mesh(stock, dp, tp):
@@ -33,7 +39,7 @@ def eight(stock):
 
 def inputs(frames, batch, width):
     z = reference.latents(frames, batch=batch, height=1, width=width)
-    return z, reference.video(4 * frames - 3, batch=batch, height=8, width=8 * width)
+    return z, reference.video(4 * frames - 3, batch=batch, height=4, width=4 * width)
 
 
 def local_share(array):
@@ -63,7 +69,7 @@ def test_tiles_change_no_number_and_blend_in_shards(stock, eight):
     z, x = inputs(1, 1, 96)
     tiled = copy.deepcopy(stock)
     for vae in (tiled, eight, eight.flax_vae):
-        vae.enable_tiling(tile_sample_min_height=48, tile_sample_min_width=8 * 60)
+        vae.enable_tiling(tile_sample_min_height=48, tile_sample_min_width=4 * 60)
     try:
         array = eight.flax_vae.decode(jnp.asarray(z.permute(0, 2, 3, 4, 1).numpy()))
         decoded, encoded = eight.decode(z).sample, eight.encode(x).latent_dist.parameters
@@ -84,7 +90,7 @@ def test_chunks_caches_and_results_lie_in_shards_and_weights_are_copied(eight):
     run = eight.flax_vae.run("decode")
     result = run(jnp.zeros((1, 3, 1, 90, 16)))
     caches = jax.tree.leaves(run._cache, is_leaf=lambda part: isinstance(part, Padded))
-    assert {part.shape[3] for part in caches} == {90, 180, 360, 720}
+    assert {part.shape[3] for part in caches} == {90, 180, 360}
     for array in [result, *(part.array for part in caches)]:
         assert local_share(array) == 1 / 8
         rows_and_columns = {shard.data.shape[2:4] for shard in array.addressable_shards}
