@@ -4,7 +4,7 @@ Axis letters: N videos, C channels, T frames, H rows, W columns. Public tensors 
 """
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,9 @@ from cogvideox_torchax.modules import port_modules
 
 if TYPE_CHECKING:
     from cogvideox_torchax.sharding import Placement
+
+Fetch = Callable[[torch.Tensor], torch.Tensor]
+"""From a torchax tensor that may still be being computed to a plain one."""
 
 ROW_AXIS = 3
 TORCH_ARRAYS = tiling.ArrayLibrary(
@@ -152,7 +155,11 @@ class AutoencoderKLCogVideoX(DiffusersAutoencoder):
 
     @torch.no_grad()
     def encode_stream(
-        self, frames: torch.Tensor | Iterable[torch.Tensor], num_frames: int | None = None
+        self,
+        frames: torch.Tensor | Iterable[torch.Tensor],
+        num_frames: int | None = None,
+        *,
+        fetch: Fetch = runtime.to_torch,
     ) -> Iterator[DiagonalGaussianDistribution]:
         """Encodes a video that need not fit into memory; the next chunk is computed while one is taken.
 
@@ -161,6 +168,8 @@ class AutoencoderKLCogVideoX(DiffusersAutoencoder):
                 uint8. They may be plain tensors whatever the backend, which is where the weights are.
             num_frames: how many frames an iterable will give. The first chunk takes what does not divide by
                 8, so the length has to be known before the first frame is encoded.
+            fetch: what brings a chunk's moments from where they are computed to the host; a method of
+                `sharding.Exchange` on a mesh over several processes.
 
         Yields:
             The posterior of each chunk as plain torch tensors; their `mode()`s, concatenated on axis 2, are
@@ -182,7 +191,7 @@ class AutoencoderKLCogVideoX(DiffusersAutoencoder):
                 raise ValueError(f"encode_stream got no frame where {num_frames} were announced")
             size = first.shape[-2:]
             pieces = self._gather(first, iterator, num_frames)
-        for moments in _overlapped(self._encoded(pieces, size)):
+        for moments in _overlapped(self._encoded(pieces, size), fetch):
             yield DiagonalGaussianDistribution(moments)
 
     def _gather(
@@ -223,7 +232,7 @@ class AutoencoderKLCogVideoX(DiffusersAutoencoder):
 
     @torch.no_grad()
     def decode_stream(
-        self, z: torch.Tensor, *, output_dtype: torch.dtype | None = None
+        self, z: torch.Tensor, *, output_dtype: torch.dtype | None = None, fetch: Fetch = runtime.to_torch
     ) -> Iterator[torch.Tensor]:
         """Decodes chunk by chunk; the next chunk is computed while one is taken, and no more than two are
         held.
@@ -232,6 +241,8 @@ class AutoencoderKLCogVideoX(DiffusersAutoencoder):
             z: latents (N, C, T, H, W), not scaled by `scaling_factor`; on JAX or plain, whatever the backend,
                 which is where the weights are.
             output_dtype: torch.uint8 for bytes (0 to 255); None for the model's dtype, in about [-1, 1].
+            fetch: what brings a chunk from where it is computed to the host; a method of `sharding.Exchange`
+                on a mesh over several processes.
 
         Yields:
             Frames (N, C, t, H, W) as plain torch tensors; together they are those of `decode`.
@@ -244,7 +255,7 @@ class AutoencoderKLCogVideoX(DiffusersAutoencoder):
         self._check_latents(z, follow_weights=True)
         pieces = self._split(z, self.num_latent_frames_batch_size)
         kind = "decode" if output_dtype is None else "decode_uint8"
-        yield from _overlapped(self._run_chunks(kind, pieces, z.shape[3:]))
+        yield from _overlapped(self._run_chunks(kind, pieces, z.shape[3:]), fetch)
 
     # Tiling: the plan of `tiling.py` in place of diffusers' own
 
@@ -424,16 +435,16 @@ def _check_finite(what: str, x: torch.Tensor, first_frame: int = 0) -> None:
         )
 
 
-def _overlapped(results: Iterator[torch.Tensor]) -> Iterator[torch.Tensor]:
+def _overlapped(results: Iterator[torch.Tensor], fetch: Fetch) -> Iterator[torch.Tensor]:
     """Each result on the host, asked for only when the next one is already being computed."""
     previous = None
     for result in results:
         runtime.fetch_async(result)
         if previous is not None:
-            yield runtime.to_torch(previous)
+            yield fetch(previous)
         previous = result
     if previous is not None:
-        yield runtime.to_torch(previous)
+        yield fetch(previous)
 
 
 def _cut(plan: tiling.TilePlan, x: torch.Tensor) -> list[list[torch.Tensor]]:

@@ -1,6 +1,7 @@
 """Latent files: safetensors whose metadata says all that decoding needs to know."""
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -93,8 +94,13 @@ def save(latents: Latents, path: str | Path) -> None:
         )
 
 
-def load(path: str | Path) -> Latents:
+def load(path: str | Path, columns: Callable[[tuple[int, ...]], slice] | None = None) -> Latents:
     """Reads a latent file.
+
+    Args:
+        path: of the file.
+        columns: which columns (last axis) to read, given the shape of the whole; the others are left zero.
+            All of them where None.
 
     Raises:
         LatentsError: no file, no safetensors, truncated, or without the tensor or the metadata of `save`.
@@ -105,7 +111,7 @@ def load(path: str | Path) -> Latents:
     if not path.is_file():
         raise LatentsError(f"there is no file {path}")
     try:
-        metadata, tensor = without_torchax(_read, path)
+        metadata, tensor = without_torchax(_read, path, columns)
     except SafetensorError as error:
         raise LatentsError(f"{path} is truncated or no safetensors file ({error})") from error
     if metadata.get("format") != FORMAT or tensor is None:
@@ -125,9 +131,21 @@ def load(path: str | Path) -> Latents:
     )
 
 
-def _read(path: Path) -> tuple[dict[str, str], torch.Tensor | None]:
+def _read(
+    path: Path, columns: Callable[[tuple[int, ...]], slice] | None
+) -> tuple[dict[str, str], torch.Tensor | None]:
     from safetensors import safe_open
 
     with safe_open(path, framework="pt") as file:
-        tensor = file.get_tensor(TENSOR) if TENSOR in file.keys() else None  # noqa: SIM118 (no dict)
-        return file.metadata() or {}, tensor
+        metadata = file.metadata() or {}
+        if TENSOR not in file.keys():  # noqa: SIM118 (no dict)
+            return metadata, None
+        stored = file.get_slice(TENSOR)
+        shape = tuple(stored.get_shape())
+        if columns is None or len(shape) != 5:
+            return metadata, file.get_tensor(TENSOR)
+        own = columns(shape)
+        part = stored[:, :, :, :, own]
+        tensor = torch.zeros(shape, dtype=part.dtype)
+        tensor[..., own] = part
+        return metadata, tensor

@@ -86,10 +86,12 @@ def to_jax(tensor: torch.Tensor) -> torch.Tensor:
 def to_torch(tensor: torch.Tensor) -> torch.Tensor:
     """A torchax tensor as a plain CPU tensor of its own (this waits for its value); a plain tensor as it
     is."""
-    if not on_jax(tensor):
-        return tensor
-    host = np.array(array_of(tensor))
-    if tensor.dtype == torch.bfloat16:  # NumPy's bfloat16 is ml_dtypes', which torch does not take
+    return plain_tensor(np.array(array_of(tensor))) if on_jax(tensor) else tensor
+
+
+def plain_tensor(host: np.ndarray) -> torch.Tensor:
+    """A NumPy array as a plain torch tensor, without a copy: the inverse of `host_array`."""
+    if host.dtype.name == "bfloat16":  # ml_dtypes', which torch does not take
         return torch.from_numpy(host.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(host)
 
@@ -163,7 +165,12 @@ def first_nonfinite(tensor: torch.Tensor) -> tuple[int, ...] | None:
     if bool(_jitted_all_finite()(array)):
         return None
     # On the host, and only now: to find the index on the devices would gather a sharded array on each.
-    return tuple(int(i) for i in np.argwhere(~np.isfinite(np.asarray(array)))[0])
+    if array.is_fully_addressable:
+        return tuple(int(i) for i in np.argwhere(~np.isfinite(np.asarray(array)))[0])
+    for shard in array.addressable_shards:
+        for index in np.argwhere(~np.isfinite(np.asarray(shard.data))):
+            return tuple(int(i) + (s.start or 0) for i, s in zip(index, shard.index, strict=True))
+    raise ValueError("got NaN or Inf in the part of the input that another process holds, which says where")
 
 
 @functools.cache

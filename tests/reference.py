@@ -14,6 +14,15 @@ SMALL = {
 """Narrow and shallow, but with every code path of the published models."""
 
 
+THREE_LEVELS = {
+    "block_out_channels": (8, 8, 16),
+    "down_block_types": ("CogVideoXDownBlock3D",) * 3,
+    "up_block_types": ("CogVideoXUpBlock3D",) * 3,
+    "norm_num_groups": 4,
+}
+"""The fewest levels that compress time by four, so the quickest to compile; four pixels to a latent one."""
+
+
 def small_vae(seed: int = 0, **overrides) -> AutoencoderKLCogVideoX:
     """Stock diffusers with random weights; biases and affine parameters are drawn too, so that none can be
     lost."""

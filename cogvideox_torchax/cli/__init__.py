@@ -35,6 +35,16 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; 0 for success, 2 for a wrong input, 1 for a failure of the work, 130 for Ctrl-C."""
     args = parser().parse_args(argv)
+    code = _run(args)
+    if code and getattr(args, "distributed", False):
+        from cogvideox_torchax.sharding import abandon
+
+        abandon(code)
+    return code
+
+
+def _run(args: argparse.Namespace) -> int:
+    """Runs a command; an error becomes one line and a code."""
     try:
         return args.run(args) or 0
     except KeyboardInterrupt:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     import torch
+    from jax.sharding import Mesh
 
     from cogvideox_torchax.autoencoder import AutoencoderKLCogVideoX
 
@@ -83,8 +84,9 @@ def parse_dtype(name: str) -> "torch.dtype":
     return getattr(torch, name)
 
 
-def load_vae(model: str, backend: str, dtype: str) -> "AutoencoderKLCogVideoX":
-    """The model on its backend; of a pipeline directory or a bare pipeline id, its VAE."""
+def load_vae(model: str, backend: str, dtype: str, mesh: "Mesh | None" = None) -> "AutoencoderKLCogVideoX":
+    """The model on its backend, over a mesh if there is one; of a pipeline directory or a bare pipeline id,
+    its VAE."""
     from torch import nn
 
     from cogvideox_torchax.runtime import enable
@@ -97,6 +99,8 @@ def load_vae(model: str, backend: str, dtype: str) -> "AutoencoderKLCogVideoX":
     vae = _backend_class(backend).from_pretrained(
         str(directory) if directory.exists() else model, subfolder=subfolder, torch_dtype=torch_dtype
     )
+    if mesh is not None:
+        vae.place_on(mesh)
     if backend == "torchax":
         enable()
         nn.Module.to(vae, "jax")

@@ -1,10 +1,11 @@
 """`decode`: a file of latents to a video."""
 
 import argparse
+import contextlib
 from fractions import Fraction
 from typing import Any
 
-from cogvideox_torchax.cli import common
+from cogvideox_torchax.cli import common, devices
 from cogvideox_torchax.cli.work import decode_to
 
 
@@ -24,21 +25,26 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
         help="an .mp4 or .gif file, or a directory for PNG frames",
     )
     common.add_model_options(command, default=None)
+    devices.add_options(command)
     command.add_argument("--fps", type=Fraction, help="frames a second (default: the source's)")
     return command
 
 
 def run(args: argparse.Namespace) -> int:
-    from cogvideox_torchax import latents, video
+    from cogvideox_torchax import latents
 
-    loaded = latents.load(args.latents)
-    fps = args.fps or loaded.fps
-    with video.writing(args.output, fps) as sink:
+    with contextlib.ExitStack() as stack:
+        team = stack.enter_context(devices.joined(args))
+        loaded = latents.load(args.latents, team.columns)
+        fps = args.fps or loaded.fps
+        sink = stack.enter_context(team.writing(args.output, fps))
         common.quiet_libraries()
-        vae = common.load_vae(args.model or loaded.model, args.backend, args.dtype)
+        vae = common.load_vae(args.model or loaded.model, args.backend, args.dtype, team.mesh)
         loaded.check_model(vae.config)
         watch = common.Stopwatch()
-        written = decode_to(sink, vae, loaded, args)
+        written = decode_to(sink, vae, loaded, args, team.at_first)
+    if not team.is_first:
+        return 0
     report = {
         "output": args.output,
         "backend": args.backend,

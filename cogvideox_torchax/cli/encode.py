@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from cogvideox_torchax.cli import common
+from cogvideox_torchax.cli import common, devices
 from cogvideox_torchax.cli.work import encode_clip, open_clip
 
 
@@ -20,6 +20,7 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
     )
     common.add_model_options(command, default=str(common.DEMO_MODEL))
     common.add_clip_options(command)
+    devices.add_options(command)
     return command
 
 
@@ -31,10 +32,13 @@ def run(args: argparse.Namespace) -> int:
     video.check_output(args.output)
     common.quiet_libraries()
     clip = open_clip(args)
-    vae = common.load_vae(args.model, args.backend, args.dtype)
-    watch = common.Stopwatch()
-    encoded = encode_clip(vae, clip, args)
-    latents.save(encoded, args.output)
+    with devices.joined(args) as team:
+        vae = common.load_vae(args.model, args.backend, args.dtype, team.mesh)
+        watch = common.Stopwatch()
+        encoded = encode_clip(vae, clip, args, team.at_first)
+        if not team.is_first:
+            return 0
+        latents.save(encoded, args.output)
     report = {
         "output": args.output,
         "backend": args.backend,

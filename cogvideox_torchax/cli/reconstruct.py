@@ -1,10 +1,11 @@
 """`reconstruct`: a video through the VAE and back."""
 
 import argparse
+import contextlib
 from fractions import Fraction
 from typing import Any
 
-from cogvideox_torchax.cli import common
+from cogvideox_torchax.cli import common, devices
 from cogvideox_torchax.cli.work import decode_to, encode_clip, open_clip
 
 
@@ -25,19 +26,23 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
     )
     common.add_model_options(command, default=str(common.DEMO_MODEL))
     common.add_clip_options(command)
+    devices.add_options(command)
     command.add_argument("--fps", type=Fraction, help="frames a second (default: the source's)")
     return command
 
 
 def run(args: argparse.Namespace) -> int:
-    from cogvideox_torchax import video
-
     clip = open_clip(args)
-    with video.writing(args.output, args.fps or clip.info.fps) as sink:
+    with contextlib.ExitStack() as stack:
+        team = stack.enter_context(devices.joined(args))
+        sink = stack.enter_context(team.writing(args.output, args.fps or clip.info.fps))
         common.quiet_libraries()
-        vae = common.load_vae(args.model, args.backend, args.dtype)
+        vae = common.load_vae(args.model, args.backend, args.dtype, team.mesh)
         watch = common.Stopwatch()
-        written = decode_to(sink, vae, encode_clip(vae, clip, args), args)
+        encoded = encode_clip(vae, clip, args, team.everywhere)
+        written = decode_to(sink, vae, encoded, args, team.at_first)
+    if not team.is_first:
+        return 0
     report = {
         "output": args.output,
         "backend": args.backend,

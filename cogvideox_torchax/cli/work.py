@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from cogvideox_torchax import chunks, video
 from cogvideox_torchax.cli import common
+from cogvideox_torchax.cli.devices import Fetch
 
 if TYPE_CHECKING:
     import torch
@@ -39,15 +40,18 @@ def open_clip(args: argparse.Namespace) -> Clip:
     return Clip(info, size, args.frames or info.num_frames)
 
 
-def encode_clip(vae: "AutoencoderKLCogVideoX", clip: Clip, args: argparse.Namespace) -> "Latents":
-    """The clip's latents: the posterior's mode, or a sample where a seed is given."""
+def encode_clip(
+    vae: "AutoencoderKLCogVideoX", clip: Clip, args: argparse.Namespace, fetch: Fetch
+) -> "Latents":
+    """The clip's latents, where `fetch` brings them: the posterior's mode, or a sample where there is a
+    seed."""
     import torch
 
     from cogvideox_torchax.latents import Latents
 
     generator = None if args.seed is None else torch.Generator("cpu").manual_seed(args.seed)
     posteriors = common.progress(
-        vae.encode_stream(clip.frames(), clip.num_frames),
+        vae.encode_stream(clip.frames(), clip.num_frames, fetch=fetch),
         total=len(chunks.plan(clip.num_frames, vae.num_sample_frames_batch_size)),
         name="encode",
         args=args,
@@ -65,14 +69,18 @@ def encode_clip(vae: "AutoencoderKLCogVideoX", clip: Clip, args: argparse.Namesp
 
 
 def decode_to(
-    sink: video.Sink, vae: "AutoencoderKLCogVideoX", latents: "Latents", args: argparse.Namespace
+    sink: video.Sink,
+    vae: "AutoencoderKLCogVideoX",
+    latents: "Latents",
+    args: argparse.Namespace,
+    fetch: Fetch,
 ) -> int:
     """Writes the decoded frames as they come; returns how many."""
     import torch
 
     z = latents.tensor.to(vae.dtype)
     stream = common.progress(
-        vae.decode_stream(z, output_dtype=torch.uint8),
+        vae.decode_stream(z, output_dtype=torch.uint8, fetch=fetch),
         total=len(chunks.plan(z.shape[2], vae.num_latent_frames_batch_size)),
         name="decode",
         args=args,

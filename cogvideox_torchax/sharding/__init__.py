@@ -1,5 +1,5 @@
 """The dp x tp mesh: `placement` says which axis lies where, `report` reads off a compiled program what
-became of it."""
+became of it, `processes` is for a mesh over several of them."""
 
 from cogvideox_torchax.sharding.placement import (
     NCTHW,
@@ -11,19 +11,35 @@ from cogvideox_torchax.sharding.placement import (
     make_mesh,
     spread,
 )
+from cogvideox_torchax.sharding.processes import (
+    PATIENCE,
+    Exchange,
+    ProcessError,
+    abandon,
+    connect,
+    exchanging,
+    is_first,
+)
 from cogvideox_torchax.sharding.report import Report, Row, compile_chunk, instructions, report
 
 __all__ = [
     "NCTHW",
     "NTHWC",
+    "PATIENCE",
+    "Exchange",
     "Padded",
     "Placement",
+    "ProcessError",
     "Report",
     "Row",
     "ShardedProgram",
+    "abandon",
     "check_mesh",
     "compile_chunk",
+    "connect",
+    "exchanging",
     "instructions",
+    "is_first",
     "make_mesh",
     "report",
     "spread",

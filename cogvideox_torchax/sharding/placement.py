@@ -186,6 +186,14 @@ class Placement:
             chunk = (jnp.pad if isinstance(chunk, jax.Array) else np.pad)(chunk, padding)
         return Padded(spread(chunk, sharding), shape)
 
+    def own_columns(self, shape: tuple[int, ...]) -> slice:
+        """The columns of an activation that lie on this process's devices: all, where it is the only one."""
+        column = self.layout.column
+        padded = tuple(size + after for size, (_, after) in zip(shape, self.padding(shape), strict=True))
+        indices = self.sharding(shape).addressable_devices_indices_map(padded).values()
+        spans = [index[column].indices(padded[column]) for index in indices if index is not None]
+        return slice(min(span[0] for span in spans), min(max(span[1] for span in spans), shape[column]))
+
     def struct(self, shape: tuple[int, ...], dtype: Any) -> Padded:
         """What stands for `put`'s result when a program is compiled without data."""
         padded = tuple(size + after for size, (_, after) in zip(shape, self.padding(shape), strict=True))

@@ -18,13 +18,7 @@ from tests import reference
 
 @pytest.fixture(scope="module")
 def stock():
-    """Three levels, the fewest that compress time by four: each program is quicker to compile."""
-    return reference.small_vae(
-        block_out_channels=(8, 8, 16),
-        down_block_types=("CogVideoXDownBlock3D",) * 3,
-        up_block_types=("CogVideoXUpBlock3D",) * 3,
-        norm_num_groups=4,
-    )
+    return reference.small_vae(**reference.THREE_LEVELS)
 
 
 def on_mesh(stock, dp, tp):

@@ -1,0 +1,194 @@
+"""Several processes on one mesh: how they meet, and how a result's parts come together.
+
+Every process runs the same program on its own devices. What it puts in it gives as an array of the whole
+shape, of which its own columns alone are looked at (`Placement.put`). What comes out lies on the devices of
+all: each process writes its part to a file, and whoever wants the whole reads the others' (`Exchange`). No
+device ever holds it.
+"""
+
+import contextlib
+import math
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+
+from cogvideox_torchax import runtime
+
+PATIENCE = 60
+"""Seconds after which the others give up on a process that does not come, or that has gone silent."""
+
+
+class ProcessError(ValueError):
+    """Processes that cannot meet as asked; the message says what to change."""
+
+
+def connect(
+    coordinator: str | None = None,
+    count: int | None = None,
+    index: int | None = None,
+    *,
+    patience: int = PATIENCE,
+) -> None:
+    """Joins this process to the others, once, before anything has touched a device.
+
+    Args:
+        coordinator: host and port of the first process; `JAX_COORDINATOR_ADDRESS` where None.
+        count, index: of the processes, and this one's from 0 on. With neither, they and the coordinator are
+            taken from where the process runs: a TPU pod, Slurm, Open MPI, Kubernetes.
+        patience: seconds to wait for the others to come; and after which one that went silent is given up,
+            and every process ends with an error.
+
+    Raises:
+        ProcessError: one of `count` and `index` without the other, or an environment that names neither.
+        RuntimeError: the others did not come.
+    """
+    if (count is None) != (index is None):
+        raise ProcessError(
+            f"got a count of {count} processes and index {index}: pass both, or neither where a TPU pod, "
+            "Slurm, Open MPI or Kubernetes names them"
+        )
+    if connected():
+        return
+    try:
+        jax.distributed.initialize(
+            coordinator,
+            count,
+            index,
+            initialization_timeout=patience,
+            heartbeat_timeout_seconds=patience,
+        )
+    except ValueError as error:
+        raise ProcessError(
+            f"cannot join the other processes ({error}); pass a coordinator (host:port of the first "
+            "process), how many processes there are, and which this is, from 0 on"
+        ) from error
+
+
+def connected() -> bool:
+    """Whether this process has joined others."""
+    return jax.distributed.is_initialized()
+
+
+def is_first() -> bool:
+    """Whether this is the process that writes what is written once; the only one is."""
+    return jax.process_index() == 0
+
+
+def abandon(code: int) -> None:
+    """Ends a process that has failed among others, at once; does nothing in one that runs by itself.
+
+    A clean exit would first wait for the others, which wait for this one.
+    """
+    if connected():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+class Exchange:
+    """Brings chunks from the devices of all processes to the host, in files that all of them see.
+
+    Its methods have to be called in the same order in every process.
+
+    Attributes:
+        directory: where the files go; the same for all, and of this run alone.
+    """
+
+    def __init__(self, directory: Path):
+        self.directory = directory
+        self._chunks = 0
+        self._read: list[Path] = []
+
+    def everywhere(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The chunk as a plain tensor in every process."""
+        whole = self._join(self._write(tensor))
+        # That all have written this chunk says that all have read the one before.
+        for path in self._read:
+            path.unlink()
+        self._read = [self._path(self._chunks, jax.process_index())]
+        return whole
+
+    def at_first(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The chunk as a plain tensor in the first process; in the others a tensor of no frames."""
+        array = self._write(tensor)
+        if not is_first():
+            return torch.zeros((*tensor.shape[:2], 0, *tensor.shape[3:]), dtype=tensor.dtype)
+        whole = self._join(array)
+        for process in range(jax.process_count()):
+            self._path(self._chunks, process).unlink()
+        return whole
+
+    def _path(self, chunk: int, process: int) -> Path:
+        return self.directory / f"{chunk:06}.{process}"
+
+    def _write(self, tensor: torch.Tensor) -> jax.Array:
+        """This process's part, whole in its file or not there at all."""
+        self._chunks += 1
+        array = runtime.array_of(tensor)
+        shards = {shard.device: shard.data for shard in array.addressable_shards}
+        path = self._path(self._chunks, jax.process_index())
+        temporary = path.with_name(f"{path.name}.writing")
+        with temporary.open("wb") as file:
+            for device, _ in parts(array)[jax.process_index()]:
+                file.write(np.ascontiguousarray(shards[device]).tobytes())
+        os.replace(temporary, path)
+        return array
+
+    def _join(self, array: jax.Array) -> torch.Tensor:
+        whole = np.empty(array.shape, array.dtype)
+        for process, shards in parts(array).items():
+            values = np.frombuffer(self._wait(self._path(self._chunks, process)).read_bytes(), array.dtype)
+            taken = 0
+            for _, index in shards:
+                size = math.prod(whole[index].shape)
+                whole[index] = values[taken : taken + size].reshape(whole[index].shape)
+                taken += size
+        return runtime.plain_tensor(whole)
+
+    def _wait(self, path: Path) -> Path:
+        """The file, once it is there. If its process has died, this one is ended by the runtime, in time."""
+        pause = 0.001
+        while not path.exists():
+            for failure in self.directory.glob("*.failed"):
+                raise RuntimeError(f"process {failure.stem} failed: {failure.read_text()}")
+            time.sleep(pause)
+            pause = min(2 * pause, 0.1)
+        return path
+
+
+def parts(array: jax.Array) -> dict[int, list[tuple[Any, tuple[slice, ...]]]]:
+    """Which shards of an array each process holds, by device; of equal ones only the first."""
+    found: dict[int, list[tuple[Any, tuple[slice, ...]]]] = {}
+    seen: set[str] = set()
+    for device, index in array.sharding.devices_indices_map(array.shape).items():
+        if str(index) not in seen:
+            seen.add(str(index))
+            found.setdefault(device.process_index, []).append((device, index))
+    return found
+
+
+@contextlib.contextmanager
+def exchanging(output: str | Path) -> Iterator[Exchange]:
+    """An exchange through a directory beside `output`, which every process has to see; gone afterwards."""
+    from jax.experimental import multihost_utils
+
+    output = Path(output).absolute()
+    run: Any = multihost_utils.broadcast_one_to_all(np.frombuffer(os.urandom(8), np.uint32))
+    directory = output.with_name(f".{output.name}.{run[0]:08x}{run[1]:08x}")
+    directory.mkdir(exist_ok=True)
+    try:
+        yield Exchange(directory)
+    except BaseException as error:
+        (directory / f"{jax.process_index()}.failed").write_text(" ".join(str(error).split()))
+        raise
+    finally:
+        if is_first():
+            shutil.rmtree(directory, ignore_errors=True)
