@@ -346,12 +346,12 @@ class AutoencoderKLCogVideoX(DiffusersAutoencoder):
 
     def build_program(self, kind: str) -> runtime.ChunkProgram:
         """A chunk program of its own, for one that only looks at what it compiles to."""
-        network, placement = self._network(kind), self._placement
-        if placement is None:
+        network = self._network(kind)
+        if self.mesh is None:
             return runtime.ChunkProgram(network)
         from cogvideox_torchax.sharding import ShardedProgram
 
-        return ShardedProgram(network, placement)
+        return ShardedProgram(network, self.mesh)
 
     @property
     def mesh(self) -> Any:

@@ -92,7 +92,7 @@ def joined(args: argparse.Namespace) -> Iterator[Team]:
     """The team of a command, for as long as it works.
 
     Raises:
-        ValueError: options that contradict each other, a mesh that does not fit, or processes that cannot meet.
+        ValueError: options that contradict each other, a mesh that does not fit, processes that cannot meet.
     """
     check(args)
     if not (args.distributed or args.dp or args.tp):

@@ -40,6 +40,7 @@ class Layout(NamedTuple):
 
 NCTHW = Layout(batch=0, channel=1, row=3, column=4)
 NTHWC = Layout(batch=0, channel=4, row=2, column=3)
+HWNTC = Layout(batch=2, channel=4, row=0, column=1)
 
 
 def make_mesh(dp: int = 1, tp: int | None = None, *, devices: Any = None) -> Mesh:
@@ -107,11 +108,18 @@ class Placement:
 
     Attributes:
         mesh: of `make_mesh`.
-        layout: of every activation, chunk and cache that is placed.
+        layout: of the activations, chunks and results that are placed.
+        cache_layout: of the caches between two chunks; as `layout` where None.
     """
 
     mesh: Mesh
     layout: Layout = NCTHW
+    cache_layout: Layout | None = None
+
+    @property
+    def of_caches(self) -> "Placement":
+        """Where the caches lie."""
+        return Placement(self.mesh, self.cache_layout or self.layout)
 
     def spec(self, shape: tuple[int, ...]) -> PartitionSpec:
         """How an activation of this shape is split."""
@@ -168,11 +176,12 @@ class Placement:
 
     def trace(self, network: Callable[..., Any], chunk: Padded, cache: Any) -> tuple[jax.Array, Any]:
         """Inside a program: `network(chunk, cache)`, which gives (result, cache), split from end to end."""
-        cache = jax.tree.map(self.enter, cache, is_leaf=lambda part: isinstance(part, Padded))
+        stored = self.of_caches
+        cache = jax.tree.map(stored.enter, cache, is_leaf=lambda part: isinstance(part, Padded))
         # The kernels ask for it: what is fastest on one device may gather on several.
         with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
             result, cache = network(self.enter(chunk), cache)
-        return self.hand_out(result), jax.tree.map(self.leave, cache)
+        return self.hand_out(result), jax.tree.map(stored.leave, cache)
 
     def put(self, chunk: Any) -> Padded:
         """A chunk, a NumPy array or one on JAX, split over the mesh.
@@ -281,14 +290,14 @@ def recorded(network: nn.Module) -> Iterator[dict[str, Layer]]:
 class ShardedProgram(runtime.ChunkProgram):
     """A chunk program over a mesh: chunks, caches and results cross its border in shards."""
 
-    def __init__(self, network: nn.Module, placement: Placement):
+    def __init__(self, network: nn.Module, mesh: Mesh):
         super().__init__(network)
-        self.placement = placement
+        self.placement = Placement(mesh, NCTHW, cache_layout=HWNTC)
         self.layers: dict[str, Layer] = {}
 
     def _trace(self, weights: dict[str, Any], chunk: Padded, cache: Any) -> Any:
         with recorded(self.network) as self.layers:
-            return self.placement.trace(functools.partial(self._apply, weights), chunk, cache)
+            return self.placement.trace(functools.partial(super()._trace, weights), chunk, cache)
 
     def weights(self) -> dict[str, Any]:
         runtime.move_weights(self.network, functools.partial(spread, sharding=self.placement.replicated))
@@ -308,7 +317,7 @@ class ShardedProgram(runtime.ChunkProgram):
 
     def cache_structs(self, weights: Any, chunk: Any) -> Any:
         return jax.tree.map(
-            lambda part: self.placement.struct(part.shape, part.array.dtype),
+            lambda part: self.placement.of_caches.struct(part.shape, part.array.dtype),
             super().cache_structs(weights, chunk),
             is_leaf=lambda part: isinstance(part, Padded),
         )
