@@ -73,9 +73,9 @@ def chunk_program(vae: AutoencoderKLCogVideoX, kind: str, backend: str) -> Progr
     network = EncoderChunk(stock) if kind == "encode" else DecoderChunk(stock)
     if vae.mesh is None:
         return runtime.ChunkProgram(network)
-    from cogvideox_torchax.sharding import Placement, ShardedProgram
+    from cogvideox_torchax.sharding import ShardedProgram
 
-    return ShardedProgram(network, Placement(vae.mesh))
+    return ShardedProgram(network, vae.mesh)
 
 
 def _flax_program(vae: AutoencoderKLCogVideoX, kind: str) -> Program:

@@ -20,7 +20,7 @@ import torch
 from cogvideox_torchax import chunks, runtime, tiling
 from cogvideox_torchax.autoencoder import AutoencoderKLCogVideoX
 from cogvideox_torchax.hollow import PlanError, chunk_program, hollow_vae
-from cogvideox_torchax.sharding import make_mesh
+from cogvideox_torchax.sharding import Row, ShardedProgram, layers, make_mesh
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,8 @@ class ProgramPlan:
         argument_bytes, temp_bytes, output_bytes: memory; donated caches are in the arguments alone.
         collectives: kind to (count, largest result in bytes).
         compile_seconds: on this machine.
+        text: of the compiled program.
+        layers: what each layer holds and moves, on a mesh.
     """
 
     name: str
@@ -89,6 +91,7 @@ class ProgramPlan:
     collectives: dict[str, tuple[int, int]]
     compile_seconds: float
     text: str = field(default="", repr=False)
+    layers: list[Row] = field(default_factory=list, repr=False)
 
     @property
     def peak_bytes(self) -> int:
@@ -96,7 +99,7 @@ class ProgramPlan:
 
     def as_json(self) -> dict[str, Any]:
         values = asdict(self)
-        del values["text"]
+        del values["text"], values["layers"]
         return values | {"peak_bytes": self.peak_bytes}
 
 
@@ -228,7 +231,10 @@ def plan_programs(
     for name, piece, chunk, carried in planned[-1:] if only_last else planned:
         start = time.perf_counter()
         compiled = program.lower(weights, chunk, carried).compile()
-        yield read_program(name, piece.length, compiled, chip, time.perf_counter() - start)
+        plan = read_program(name, piece.length, compiled, chip, time.perf_counter() - start)
+        if isinstance(program, ShardedProgram):
+            plan.layers = layers(program, plan.text)
+        yield plan
 
 
 @dataclass(frozen=True)

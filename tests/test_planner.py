@@ -54,11 +54,18 @@ def test_a_plan_for_a_tpu_without_one(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_a_plan_for_this_machine(tmp_path, monkeypatch, tp):
+def test_a_plan_for_this_machine(tmp_path, monkeypatch, capsys, tp):
     monkeypatch.chdir(tmp_path)
     arguments = ["--model", str(DEMO_MODEL), "--frames", "1", "--height", "16", "--width", "32"]
+    arguments += ["--layers"] if tp == 2 else []
     assert cli.main(["plan", *arguments, "--platform", "cpu", "--tp", str(tp), "--json", "plan.json"]) == 0
-    (program,) = json.loads(Path("plan.json").read_text())["programs"]
+    document = json.loads(Path("plan.json").read_text())
+    (program,) = document["programs"]
+    layers = {row["layer"]: row for row in document["layers"]}
+    printed = capsys.readouterr().out.splitlines()
+    assert ("decoder.conv_out" in layers) == (tp == 2)
+    assert any(line.startswith("decoder.conv_out") for line in printed) == (tp == 2)
+    assert all(row["shards"] in (2, None) for row in layers.values())
     assert program["flops"] > 0
     assert program["seconds"] is None
     assert ("collective-permute" in program["collectives"]) == (tp == 2)
@@ -129,6 +136,7 @@ def test_a_hollow_model_has_shapes_and_no_weights():
         (["--platform", "cpu", "--tiling", "30x48"], "multiples of 8"),
         (["--platform", "cpu", "--tiling", "tiny"], "such as 240x360"),
         (["--platform", "cpu", "--backend", "flax", "--tp", "2"], "one device"),
+        (["--platform", "cpu", "--layers"], "pass --dp or --tp"),
     ],
 )
 def test_a_plan_that_cannot_be_made_is_named(arguments, words, capsys):

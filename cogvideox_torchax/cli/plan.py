@@ -10,6 +10,7 @@ from cogvideox_torchax.cli import common
 if TYPE_CHECKING:
     from cogvideox_torchax.autoencoder import AutoencoderKLCogVideoX
     from cogvideox_torchax.planner import Chip, Job, ProgramPlan
+    from cogvideox_torchax.sharding import Row
 
 GIB = 2**30
 
@@ -51,6 +52,7 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
     command.add_argument(
         "--no-advice", action="store_true", help="when it does not fit, do not compile what would"
     )
+    command.add_argument("--layers", action="store_true", help="on a mesh: what each layer holds and moves")
     command.add_argument("--encode", action="store_true", help="plan encoding instead of decoding")
     command.add_argument("--dtype", default="bfloat16", help="of weights and activations (default: bfloat16)")
     command.add_argument("--save-hlo", metavar="DIR", help="keep the compiled text of each program there")
@@ -61,6 +63,8 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> int:
     from cogvideox_torchax import hollow, planner
 
+    if args.layers and args.dp * args.tp == 1:
+        raise ValueError("--layers tells what lies where on a mesh: pass --dp or --tp")
     common.quiet_libraries()
     dtype = common.parse_dtype(args.dtype)
     vae = hollow.hollow_vae(args.model, dtype)
@@ -91,6 +95,7 @@ def run(args: argparse.Namespace) -> int:
             (Path(args.save_hlo) / f"{job.kind}_{program.name}.hlo.txt").write_text(program.text)
     summary = _summary(job, len(pieces), job.tiles(vae), programs, chip)
     common.print_report(summary, as_json=False)
+    _print_layers(programs[-1].layers if args.layers else [])
     if chip and not summary["fits"] and not args.no_advice:
         peak = max(program.peak_bytes for program in programs)
         common.say("it does not fit: compiling what would")
@@ -115,6 +120,7 @@ def run(args: argparse.Namespace) -> int:
             "versions": common.versions(),
             "programs": [program.as_json() for program in programs],
             "summary": summary,
+            "layers": [vars(row) for row in programs[-1].layers] if args.layers else [],
         }
         Path(args.json).write_text(json.dumps(document, indent=1) + "\n")
     return 0
@@ -130,6 +136,15 @@ def _tile(text: str | None, vae: "AutoencoderKLCogVideoX") -> tuple[int, int] | 
     except ValueError:
         raise ValueError(f"got --tiling {text}: it takes a height and a width, such as 240x360") from None
     return height, width
+
+
+def _print_layers(rows: "list[Row]") -> None:
+    from cogvideox_torchax import sharding
+
+    cells = sharding.table(rows) if rows else []
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for row in cells:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
 def _print_program(program: "ProgramPlan", chip: "Chip | None") -> None:

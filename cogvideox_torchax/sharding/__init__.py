@@ -20,7 +20,7 @@ from cogvideox_torchax.sharding.processes import (
     exchanging,
     is_first,
 )
-from cogvideox_torchax.sharding.report import Report, Row, compile_chunk, instructions, report
+from cogvideox_torchax.sharding.report import Report, Row, compile_chunk, instructions, layers, report, table
 
 __all__ = [
     "NCTHW",
@@ -40,7 +40,9 @@ __all__ = [
     "exchanging",
     "instructions",
     "is_first",
+    "layers",
     "make_mesh",
     "report",
     "spread",
+    "table",
 ]

@@ -100,8 +100,13 @@ class Report:
 
     def table(self) -> list[list[str]]:
         """Rows of cells, the header first."""
-        header = ["layer", "shape", "spec", "shards", "bytes a device", "collectives"]
-        return [header, *(_cells(row) for row in self.rows)]
+        return table(self.rows)
+
+
+def table(rows: list[Row]) -> list[list[str]]:
+    """The layers as rows of cells, the header first."""
+    header = ["layer", "shape", "spec", "shards", "bytes a device", "collectives"]
+    return [header, *map(_cells, rows)]
 
 
 def _cells(row: Row) -> list[str]:
@@ -155,7 +160,8 @@ def report(vae: Any, shape: tuple[int, ...], *, kind: str = "decode") -> Report:
     if vae.mesh is None:
         raise ValueError("report got a model without a mesh: port(vae, mesh=make_mesh(dp, tp)) first")
     program, compiled = compile_chunk(vae, shape, kind=kind)
-    found = list(instructions(compiled.as_text()))
+    text = compiled.as_text()
+    found = list(instructions(text))
     memory = compiled.memory_analysis()
     return Report(
         kind=kind,
@@ -167,7 +173,7 @@ def report(vae: Any, shape: tuple[int, ...], *, kind: str = "decode") -> Report:
         output_bytes_per_device=memory.output_size_in_bytes,
         largest_all_gather_bytes=max((i.bytes for i in found if i.collective == "all-gather"), default=0),
         collectives=_count(found),
-        rows=_rows(program, found),
+        rows=layers(program, text),
     )
 
 
@@ -181,9 +187,16 @@ def _count(found: list[Instruction]) -> dict[str, dict[str, int]]:
     return total
 
 
-def _rows(program: ShardedProgram, found: list[Instruction]) -> list[Row]:
+def layers(program: runtime.ChunkProgram, text: str) -> list[Row]:
+    """What each layer of a program lies in and moves, read off the compiled text of its last tracing.
+
+    Raises:
+        ValueError: a program for one device, which names no layers.
+    """
+    if not isinstance(program, ShardedProgram):
+        raise ValueError("got a program for one device: layers are told apart on a mesh, dp * tp above 1")
     owned: dict[str, list[Instruction]] = {name: [] for name in [*program.layers, ELSEWHERE]}
-    for instruction in found:
+    for instruction in instructions(text):
         owner = next((part for part in reversed(instruction.scope.split("/")) if part in owned), ELSEWHERE)
         owned[owner].append(instruction)
     return [_row(name, program.layers.get(name), own, program.placement) for name, own in owned.items()]

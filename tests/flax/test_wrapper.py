@@ -83,6 +83,33 @@ def test_it_is_diffusers_vae_by_every_name_that_pipelines_use(small_vae, flax_va
     assert isinstance(flax_vae.decode(reference.latents(1), return_dict=False), tuple)
 
 
+def test_every_field_of_the_config_reaches_the_pipeline():
+    options = {
+        "scaling_factor": 0.7,
+        "invert_scale_latents": True,
+        "shift_factor": 0.5,
+        "latents_mean": (0.1,) * 16,
+        "latents_std": (2.0,) * 16,
+        "force_upcast": False,
+        "sample_height": 32,
+        "sample_width": 48,
+    }
+    stock = reference.small_vae(**options)
+    vae = FlaxVAEForPipelines.from_diffusers(stock)
+    given, kept = (
+        {name: value for name, value in model.config.items() if not name.startswith("_")}
+        for model in (stock, vae)
+    )
+    assert {name: kept[name] for name in options} == options
+    assert {name: _plain(value) for name, value in kept.items()} == {
+        name: _plain(value) for name, value in given.items()
+    }
+
+
+def _plain(value):
+    return list(value) if isinstance(value, tuple | list) else value
+
+
 def test_torchax_tensors_give_torchax_tensors(small_vae, flax_vae):
     from cogvideox_torchax import runtime
 
