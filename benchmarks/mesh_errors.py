@@ -1,0 +1,164 @@
+"""How far a video over eight devices is from diffusers on one CPU, for meshes, widths and lengths.
+
+    PYTHONPATH=. python benchmarks/mesh_errors.py
+
+    PYTHONPATH=. python benchmarks/mesh_errors.py --table
+
+Float32, random weights of a small model with every code path, eight CPU devices that are really one machine.
+Each case is computed whole and streamed; the error is the largest difference over the largest absolute value
+of the reference.
+"""
+
+import argparse
+import json
+import os
+import platform
+from pathlib import Path
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+os.environ.setdefault("COGVIDEOX_TORCHAX_COMPILE_CACHE", "off")
+
+import copy
+
+import jax
+import torch
+
+from cogvideox_torchax import enable, make_mesh, port, runtime
+from cogvideox_torchax.flax import FlaxVAEForPipelines
+from cogvideox_torchax.tolerances import FLOAT32_RELATIVE, relative_error
+from tests import reference
+
+LATENT_FRAMES = [1, 3, 5]
+EVERY_LATENT_FRAMES = [1, 2, 3, 4, 5, 8, 9, 13]
+EVERY_SAMPLE_FRAMES = [1, 5, 8, 9, 13, 16, 17, 29, 32, 33, 49]
+CASES = [
+    # dp, tp, videos, latent columns
+    (1, 8, 1, 96),
+    (1, 8, 2, 90),
+    (2, 4, 1, 85),
+    (2, 4, 2, 170),
+    (8, 1, 1, 170),
+    (8, 1, 2, 96),
+    (4, 2, 1, 90),
+    (4, 2, 2, 85),
+]
+TILES = {"tile_sample_min_height": 48, "tile_sample_min_width": 240}
+
+
+def on_mesh(backend: str, stock, dp: int, tp: int):
+    mesh = make_mesh(dp, tp)
+    if backend == "flax":
+        return port(FlaxVAEForPipelines.from_diffusers(stock), mesh=mesh)
+    vae = port(copy.deepcopy(stock), mesh=mesh)
+    enable()
+    return vae.to("jax")
+
+
+def where_it_runs(vae, tensor):
+    return runtime.to_jax(tensor) if vae.device.type == "jax" else tensor
+
+
+def decode_error(stock, vae, z) -> float:
+    want = stock.decode(z).sample
+    whole = runtime.to_torch(vae.decode(where_it_runs(vae, z)).sample)
+    streamed = torch.cat(list(vae.decode_stream(z)), 2)
+    return max(relative_error(whole, want), relative_error(streamed, want))
+
+
+def encode_error(stock, vae, x) -> float:
+    want = stock.encode(x).latent_dist.parameters
+    whole = runtime.to_torch(vae.encode(where_it_runs(vae, x)).latent_dist.parameters)
+    streamed = torch.cat([part.parameters for part in vae.encode_stream(x)], 2)
+    return max(relative_error(whole, want), relative_error(streamed, want))
+
+
+def latents(frames: int, batch: int, width: int):
+    return reference.latents(frames, batch=batch, height=2, width=width)
+
+
+def video(frames: int, batch: int, width: int):
+    return reference.video(frames, batch=batch, height=8, width=4 * width)
+
+
+def measure(
+    backend: str, stock, dp: int, tp: int, batch: int, width: int, lengths, tiles: bool = False
+) -> dict:
+    """The errors of one case, by kind and frames."""
+    vae = on_mesh(backend, stock, dp, tp)
+    if tiles:
+        stock = copy.deepcopy(stock)
+        for model in (stock, vae):
+            model.enable_tiling(**TILES)
+    decoded, encoded = lengths
+    return {
+        "backend": backend,
+        "mesh": [dp, tp],
+        "videos": batch,
+        "latent_columns": width,
+        "tiled": tiles,
+        "decode": {n: decode_error(stock, vae, latents(n, batch, width)) for n in decoded},
+        "encode": {n: encode_error(stock, vae, video(n, batch, width)) for n in encoded},
+    }
+
+
+def worst(result: dict) -> float:
+    return max(*result["decode"].values(), *result["encode"].values())
+
+
+def table(results: list[dict]) -> str:
+    """The largest error of each case as Markdown."""
+    rows = [["backend", "mesh", "videos", "latent columns", "latent frames", "decode", "encode"], ["---"] * 7]
+    for result in results:
+        dp, tp = result["mesh"]
+        rows.append(
+            [
+                result["backend"],
+                f"{dp} x {tp}",
+                str(result["videos"]),
+                f"{result['latent_columns']}{', in tiles' if result['tiled'] else ''}",
+                ", ".join(result["decode"]),
+                *(f"{max(result[kind].values()):.1e}" for kind in ("decode", "encode")),
+            ]
+        )
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--backends", nargs="+", default=["flax", "torchax"])
+    parser.add_argument("-o", "--output", type=Path, default=Path("benchmarks/results/mesh_errors.json"))
+    parser.add_argument("--table", action="store_true", help="print the output file as a table")
+    args = parser.parse_args()
+    if args.table:
+        print(table(json.loads(args.output.read_text())["results"]))
+        return
+    torch.set_grad_enabled(False)
+    stock = reference.small_vae(**reference.THREE_LEVELS)
+    short = LATENT_FRAMES, [4 * frames - 3 for frames in LATENT_FRAMES]
+    every = EVERY_LATENT_FRAMES, EVERY_SAMPLE_FRAMES
+    results = []
+    for backend in args.backends:
+        jobs = [(*case, short) for case in CASES] + [(1, 8, 1, 90, every), (1, 8, 1, 96, ([1], [1]), True)]
+        for job in jobs:
+            results.append(measure(backend, stock, *job))
+            print(job[:4], worst(results[-1]), flush=True)
+            document = {
+                "versions": {
+                    "jax": jax.__version__,
+                    "torch": torch.__version__,
+                    "python": platform.python_version(),
+                },
+                "platform": jax.devices()[0].platform,
+                "tolerance": FLOAT32_RELATIVE,
+                "results": results,
+            }
+            args.output.write_text(json.dumps(document, indent=1) + "\n")
+    if not max(map(worst, results)) < FLOAT32_RELATIVE:
+        raise SystemExit("a case is outside the tolerance")
+
+
+if __name__ == "__main__":
+    main()
