@@ -201,7 +201,8 @@ class Placement:
         padded = tuple(size + after for size, (_, after) in zip(shape, self.padding(shape), strict=True))
         indices = self.sharding(shape).addressable_devices_indices_map(padded).values()
         spans = [index[column].indices(padded[column]) for index in indices if index is not None]
-        return slice(min(span[0] for span in spans), min(max(span[1] for span in spans), shape[column]))
+        start, stop = min(span[0] for span in spans), max(span[1] for span in spans)
+        return slice(min(start, shape[column]), min(stop, shape[column]))
 
     def struct(self, shape: tuple[int, ...], dtype: Any) -> Padded:
         """What stands for `put`'s result when a program is compiled without data."""

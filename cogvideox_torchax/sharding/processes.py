@@ -120,7 +120,7 @@ class Exchange:
         """The chunk as a plain tensor in the first process; in the others a tensor of no frames."""
         array = self._write(tensor)
         if not is_first():
-            return torch.zeros((*tensor.shape[:2], 0, *tensor.shape[3:]), dtype=tensor.dtype)
+            return runtime.plain_tensor(np.zeros((*array.shape[:2], 0, *array.shape[3:]), array.dtype))
         whole = self._join(array)
         for process in range(jax.process_count()):
             self._path(self._chunks, process).unlink()
@@ -187,7 +187,9 @@ def exchanging(output: str | Path) -> Iterator[Exchange]:
     try:
         yield Exchange(directory)
     except BaseException as error:
-        (directory / f"{jax.process_index()}.failed").write_text(" ".join(str(error).split()))
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        with contextlib.suppress(OSError):  # the first process has failed too, and cleared up
+            (directory / f"{jax.process_index()}.failed").write_text(reason)
         raise
     finally:
         if is_first():
