@@ -229,7 +229,7 @@ def test_the_report_names_every_ported_layer_and_its_split(compiled_pair):
 
 
 def test_a_batch_that_dp_does_not_divide_is_reported_as_split_by_width_and_gathers_nothing(stock):
-    # In bfloat16, whose strided convolutions of an uneven width compile only as the kernels do them on a mesh.
+    # In bfloat16, whose strided convolutions of uneven widths compile only as the kernels do them on a mesh.
     vae = sharded(copy.deepcopy(stock).to(torch.bfloat16), 2, 4, move=False)
     found = sharding.report(vae, (3, 3, 1, 8, 4 * 45), kind="encode")
     layers = [row for row in found.rows if row.shape]
