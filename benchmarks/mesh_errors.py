@@ -124,7 +124,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--backends", nargs="+", default=["flax", "torchax"])
+    parser.add_argument("--backends", nargs="+", default=["flax"], help="of flax, torchax")
     parser.add_argument("-o", "--output", type=Path, default=Path("benchmarks/results/mesh_errors.json"))
     parser.add_argument("--table", action="store_true", help="print the output file as a table")
     args = parser.parse_args()
