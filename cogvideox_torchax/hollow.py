@@ -59,7 +59,7 @@ def chunk_program(vae: AutoencoderKLCogVideoX, kind: str, backend: str) -> Progr
     """The chunk program, "encode" or "decode", of a backend for a hollow VAE's config, dtype and mesh.
 
     Raises:
-        PlanError: a backend that does not run on a mesh.
+        PlanError: the Flax build, where Flax is not installed.
     """
     if backend == "torchax":
         return vae.build_program(kind)
@@ -83,11 +83,7 @@ def _flax_program(vae: AutoencoderKLCogVideoX, kind: str) -> Program:
         from cogvideox_torchax.flax.hollow import HollowProgram
     except ImportError as error:
         raise PlanError("planning the Flax build needs it: pip install 'cogvideox-torchax[flax]'") from error
-    if vae.mesh is not None:
-        raise PlanError(
-            "got a mesh for the Flax build: it is planned for one device, leave --dp and --tp out"
-        )
-    return HollowProgram(dict(vae.config), kind, runtime.jax_dtype(vae.dtype))
+    return HollowProgram(dict(vae.config), kind, runtime.jax_dtype(vae.dtype), vae.mesh)
 
 
 def _on_meta(kind: type, config: dict[str, Any], dtype: torch.dtype) -> Any:

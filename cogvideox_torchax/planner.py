@@ -206,7 +206,7 @@ def plan_programs(
         only_last: without the first chunk's program where there is a later one.
 
     Raises:
-        PlanError: a size that the model cannot take, or a backend that does not run on a mesh.
+        PlanError: a size that the model cannot take, or a build that is not installed.
     """
     import jax
     from jax.sharding import SingleDeviceSharding

@@ -19,6 +19,7 @@ from cogvideox_torchax.flax import weights
 from cogvideox_torchax.flax.config import FlaxAutoencoderKLCogVideoXConfig
 from cogvideox_torchax.flax.modules import Cache, Conv3d
 from cogvideox_torchax.flax.networks import Decoder3D, Encoder3D
+from jax_kernels.layout import frames_first, pixels_first
 
 if TYPE_CHECKING:
     from cogvideox_torchax.sharding import Padded, Placement
@@ -51,6 +52,12 @@ class Posterior(NamedTuple):
         )
 
 
+# Between two chunks a cache lies as (H, W, N, T, C), as a TPU holds it while it computes: in any other order
+# each program would rearrange it on its way in and out.
+_stored = functools.partial(jax.tree.map, pixels_first)
+_unstored = functools.partial(jax.tree.map, frames_first)
+
+
 class EncoderChunk(nnx.Module):
     """One chunk of frames to its moments: float frames in [-1, 1], or uint8."""
 
@@ -62,8 +69,8 @@ class EncoderChunk(nnx.Module):
     def __call__(self, x: jax.Array, cache: Cache | None) -> tuple[jax.Array, Cache]:
         if x.dtype == jnp.uint8:
             x = x.astype(jnp.float32) / 127.5 - 1.0
-        moments, cache = self.encoder(x.astype(self.dtype), cache)
-        return moments if self.quant_conv is None else self.quant_conv(moments), cache
+        moments, cache = self.encoder(x.astype(self.dtype), _unstored(cache))
+        return moments if self.quant_conv is None else self.quant_conv(moments), _stored(cache)
 
 
 class DecoderChunk(nnx.Module):
@@ -81,9 +88,9 @@ class DecoderChunk(nnx.Module):
             z = self.post_quant_conv(z)
         later = cache is not None
         frames, cache = self.decoder(
-            z, cache, double_lone_frame=later and self.kind == "decode_frame_by_frame"
+            z, _unstored(cache), double_lone_frame=later and self.kind == "decode_frame_by_frame"
         )
-        return to_uint8(frames) if self.kind == "decode_uint8" else frames, cache
+        return to_uint8(frames) if self.kind == "decode_uint8" else frames, _stored(cache)
 
 
 class OnMesh(nnx.Module):
@@ -390,9 +397,9 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
     def _placement(self) -> "Placement | None":
         if self.mesh is None:
             return None
-        from cogvideox_torchax.sharding import NTHWC, Placement
+        from cogvideox_torchax.sharding import HWNTC, NTHWC, Placement
 
-        return Placement(self.mesh, NTHWC)
+        return Placement(self.mesh, NTHWC, cache_layout=HWNTC)
 
     # Tiling and slicing
 

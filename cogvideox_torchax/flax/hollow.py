@@ -9,9 +9,11 @@ from cogvideox_torchax.flax.autoencoder import (
     DecoderChunk,
     EncoderChunk,
     FlaxAutoencoderKLCogVideoX,
+    OnMesh,
     run_chunk,
 )
 from cogvideox_torchax.flax.config import FlaxAutoencoderKLCogVideoXConfig
+from cogvideox_torchax.sharding import HWNTC, NTHWC, Padded, Placement
 
 
 class HollowProgram:
@@ -21,25 +23,44 @@ class HollowProgram:
         config: diffusers' config of the VAE.
         kind: "encode" or "decode".
         dtype: of the parameters and of the computation.
+        mesh: of `make_mesh`; None for one device.
     """
 
-    def __init__(self, config: dict[str, Any], kind: str, dtype: Any):
+    def __init__(self, config: dict[str, Any], kind: str, dtype: Any, mesh: Any = None):
         sizes = FlaxAutoencoderKLCogVideoXConfig.from_dict(config)
+        self._placement = None if mesh is None else Placement(mesh, NTHWC, cache_layout=HWNTC)
 
         def network() -> nnx.Module:
             vae = FlaxAutoencoderKLCogVideoX(sizes, dtype=dtype, param_dtype=dtype, rngs=nnx.Rngs(0))
-            return EncoderChunk(vae) if kind == "encode" else DecoderChunk(vae, "decode")
+            chunk = EncoderChunk(vae) if kind == "encode" else DecoderChunk(vae, "decode")
+            return chunk if self._placement is None else OnMesh(chunk, self._placement)
 
         self._graph, self._weights = nnx.split(nnx.eval_shape(network))
 
     def structs(self, chunk: tuple[int, ...], dtype: Any) -> tuple[Any, Any]:
         """What stands for the weights, and for a chunk that diffusers would have as (N, C, T, H, W)."""
         videos, channels, frames, rows, columns = chunk
-        return self._weights, jax.ShapeDtypeStruct((videos, frames, rows, columns, channels), dtype)
+        shape = (videos, frames, rows, columns, channels)
+        place = self._placement
+        if place is None:
+            return self._weights, jax.ShapeDtypeStruct(shape, dtype)
+
+        def everywhere(value: Any) -> Any:
+            return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=place.replicated)
+
+        return jax.tree.map(everywhere, self._weights), place.struct(shape, dtype)
 
     def cache_structs(self, weights: Any, chunk: Any) -> Any:
         """What stands for the cache after the first chunk."""
-        return jax.eval_shape(lambda state, x: run_chunk(self._graph, state, x, None), weights, chunk)[1]
+        cache = jax.eval_shape(lambda state, x: run_chunk(self._graph, state, x, None), weights, chunk)[1]
+        if self._placement is None:
+            return cache
+        stored = self._placement.of_caches
+        return jax.tree.map(
+            lambda part: stored.struct(part.shape, part.array.dtype),
+            cache,
+            is_leaf=lambda part: isinstance(part, Padded),
+        )
 
     def lower(self, weights: Any, chunk: Any, cache: Any = None) -> Any:
         """The program lowered for what stands for its arguments."""

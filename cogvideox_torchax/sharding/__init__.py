@@ -2,6 +2,7 @@
 became of it, `processes` is for a mesh over several of them."""
 
 from cogvideox_torchax.sharding.placement import (
+    HWNTC,
     NCTHW,
     NTHWC,
     Padded,
@@ -23,6 +24,7 @@ from cogvideox_torchax.sharding.processes import (
 from cogvideox_torchax.sharding.report import Report, Row, compile_chunk, instructions, layers, report, table
 
 __all__ = [
+    "HWNTC",
     "NCTHW",
     "NTHWC",
     "PATIENCE",
