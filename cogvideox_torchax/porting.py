@@ -1,6 +1,7 @@
 """`port`: a loaded diffusers model or pipeline, made ready for torchax in place."""
 
-from typing import TYPE_CHECKING, TypeVar
+import importlib.util
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
 
@@ -51,4 +52,16 @@ def port(model_or_pipeline: Portable, *, mesh: "Mesh | None" = None) -> Portable
     port_modules(vae)
     if mesh is not None:
         vae.place_on(mesh)
+    if not isinstance(model_or_pipeline, nn.Module):
+        _port_rest(model_or_pipeline, mesh)
     return model_or_pipeline
+
+
+def _port_rest(pipeline: Any, mesh: "Mesh | None") -> None:
+    """What else a pipeline holds; one that is not diffusers' own for CogVideoX has its VAE ported alone."""
+    if importlib.util.find_spec("transformers") is None:
+        return
+    from cogvideox_torchax.pipeline import is_pipeline, port_pipeline
+
+    if is_pipeline(pipeline):
+        port_pipeline(pipeline, mesh)

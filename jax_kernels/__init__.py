@@ -10,9 +10,10 @@ Activations are channels-last (N T H W C) and kernels (T H W I O), the layout XL
 it is the definition that the tests hold the fast forms to.
 """
 
+from jax_kernels.attention import attention
 from jax_kernels.conv3d import conv3d
 from jax_kernels.group_norm import group_norm
 from jax_kernels.resample import downsample, upsample
 from jax_kernels.spatial_norm import spatial_norm
 
-__all__ = ["conv3d", "downsample", "group_norm", "spatial_norm", "upsample"]
+__all__ = ["attention", "conv3d", "downsample", "group_norm", "spatial_norm", "upsample"]

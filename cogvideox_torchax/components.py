@@ -1,0 +1,233 @@
+"""The two networks of a CogVideoX pipeline besides its VAE, ported: the transformer and the T5 text encoder.
+
+As in `modules`, each class is the one that it stands in for with a second way to run: a plain torch tensor
+takes the inherited forward, a torchax tensor one compiled program.
+
+Axis letters: N videos, S positions of a sequence (text first, then patches), H heads, D channels of a head.
+"""
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from diffusers.models.attention_processor import CogVideoXAttnProcessor2_0
+from diffusers.models.embeddings import apply_rotary_emb
+from diffusers.models.modeling_outputs import Transformer2DModelOutput
+from diffusers.models.transformers.cogvideox_transformer_3d import (
+    CogVideoXTransformer3DModel as DiffusersTransformer,
+)
+from torch import nn
+from transformers.modeling_outputs import BaseModelOutput
+from transformers.models.t5.modeling_t5 import T5EncoderModel as TransformersT5Encoder
+
+import jax_kernels
+from cogvideox_torchax import runtime
+from cogvideox_torchax.runtime import on_jax, torch_view
+
+
+class AttnProcessor(CogVideoXAttnProcessor2_0):
+    """CogVideoX's joint attention over text and patches, through `jax_kernels.attention`."""
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        image_rotary_emb: Any = None,
+    ) -> Any:
+        if not on_jax(hidden_states) or attention_mask is not None or attn.is_cross_attention:
+            return super().__call__(
+                attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb
+            )
+        text = encoder_hidden_states.shape[1]
+        x_NSC = torch.cat([encoder_hidden_states, hidden_states], dim=1)
+        q, k, v = (
+            project(x_NSC).unflatten(-1, (attn.heads, -1)) for project in (attn.to_q, attn.to_k, attn.to_v)
+        )
+        q = _rotated(q if attn.norm_q is None else attn.norm_q(q), text, image_rotary_emb)
+        k = _rotated(k if attn.norm_k is None else attn.norm_k(k), text, image_rotary_emb)
+        y_NSHD = torch_view(jax_kernels.attention)(q, k, v)
+        project, dropout = attn.to_out
+        y_NSC = dropout(project(y_NSHD.flatten(2)))
+        return y_NSC[:, text:], y_NSC[:, :text]
+
+
+def _rotated(x_NSHD: torch.Tensor, text: int, rotary: Any) -> torch.Tensor:
+    """The patches' positions rotated in; text has none."""
+    if rotary is None:
+        return x_NSHD
+    patches: Any = apply_rotary_emb(x_NSHD[:, text:], rotary, sequence_dim=1)
+    return torch.cat([x_NSHD[:, :text], patches.to(x_NSHD.dtype)], dim=1)
+
+
+class TransformerStep(nn.Module):
+    """The transformer's own forward, as a network that a program is compiled of."""
+
+    def __init__(self, model: DiffusersTransformer):
+        super().__init__()
+        self.model = model
+
+    def forward(self, options: Any, **tensors: Any) -> torch.Tensor:
+        attention_kwargs, _ = options
+        keywords = {"attention_kwargs": dict(attention_kwargs) if attention_kwargs else None}
+        return DiffusersTransformer.forward(self.model, **tensors, **keywords, return_dict=False)[0]
+
+
+class TextEncoding(nn.Module):
+    """The text encoder's own forward, as a network that a program is compiled of."""
+
+    def __init__(self, model: TransformersT5Encoder):
+        super().__init__()
+        self.model = model
+
+    def forward(self, options: Any, **tensors: Any) -> torch.Tensor:
+        return TransformersT5Encoder.forward(self.model, **tensors).last_hidden_state
+
+
+class Compiled(nn.Module):
+    """What both ported networks share: a program, built at the first call, on the mesh if there is one."""
+
+    network_class: Any
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = self.__dict__.copy()
+        state.pop("_program", None)  # compiled for this very object
+        return state
+
+    @property
+    def program(self) -> runtime.ModuleProgram:
+        """The compiled program, for what it counts and for `lower`."""
+        if "_program" not in self.__dict__:
+            self.__dict__["_program"] = self._build_program()
+        return self.__dict__["_program"]
+
+    def _build_program(self) -> runtime.ModuleProgram:
+        network = self.network_class(self)
+        if self.mesh is None:
+            return runtime.ModuleProgram(network)
+        from cogvideox_torchax.sharding.sequences import SequencePlacement, ShardedModuleProgram
+
+        return ShardedModuleProgram(network, SequencePlacement(self.mesh))
+
+    @property
+    def mesh(self) -> Any:
+        """The `jax.sharding.Mesh` that this network runs on, as given to `port`; None for a single device."""
+        return self.__dict__.get("_mesh")
+
+    def place(self, mesh: Any = None) -> None:
+        """Puts the weights on JAX: on its default device, or split over a mesh; later calls run there.
+
+        Raises:
+            ValueError: a mesh not made by `make_mesh`, or one that does not divide the weights.
+        """
+        if mesh is None and self.mesh is None:
+            import jax.numpy as jnp
+
+            runtime.put_weights(self, lambda _, array: jnp.asarray(array))
+            return
+        from cogvideox_torchax.sharding import check_mesh
+        from cogvideox_torchax.sharding.sequences import put_weights
+
+        mesh = self.mesh if mesh is None else check_mesh(mesh)
+        put_weights(self, mesh)
+        self.__dict__["_mesh"] = mesh
+        self.__dict__.pop("_program", None)
+
+
+class CogVideoXTransformer3DModel(Compiled, DiffusersTransformer):
+    """CogVideoX's transformer on torchax, by diffusers' own names: a denoising step is one program."""
+
+    network_class = TransformerStep
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor,
+        timestep: Any,
+        timestep_cond: torch.Tensor | None = None,
+        ofs: Any = None,
+        image_rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
+        attention_kwargs: dict[str, Any] | None = None,
+        return_dict: bool = True,
+    ) -> Any:
+        if not on_jax(hidden_states):
+            return super().forward(
+                hidden_states,
+                encoder_hidden_states,
+                timestep,
+                timestep_cond,
+                ofs,
+                image_rotary_emb,
+                attention_kwargs,
+                return_dict,
+            )
+        sample = self.program(
+            (tuple(sorted((attention_kwargs or {}).items())), layer_options(self)),
+            hidden_states=hidden_states,
+            encoder_hidden_states=encoder_hidden_states,
+            timestep=timestep,
+            timestep_cond=timestep_cond,
+            ofs=ofs,
+            image_rotary_emb=image_rotary_emb,
+        )
+        return Transformer2DModelOutput(sample=sample) if return_dict else (sample,)
+
+
+class T5EncoderModel(Compiled, TransformersT5Encoder):
+    """The T5 encoder on torchax, by transformers' own names: a prompt's encoding is one program."""
+
+    network_class = TextEncoding
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        **options: Any,
+    ) -> Any:
+        on_torch = not on_jax(next(self.parameters()))
+        if on_torch or any(value is not None for value in options.values()):
+            return super().forward(input_ids, attention_mask, inputs_embeds, **options)
+        hidden = self.program(
+            layer_options(self),
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
+        )
+        return BaseModelOutput(last_hidden_state=hidden)  # pyright: ignore[reportArgumentType]
+
+
+def layer_options(network: nn.Module) -> Hashable:
+    """What a layer's forward reads besides tensors and what may change between two calls.
+
+    A LoRA's scale, which adapters are active, and the attention's processor: a program compiled with other
+    values is another program.
+    """
+    found: list[Hashable] = []
+    for name, module in network.named_modules():
+        if hasattr(module, "active_adapters") and hasattr(module, "scaling"):
+            layer: Any = module
+            scales = tuple(sorted(layer.scaling.items()))
+            state = (tuple(layer.active_adapters), layer.disable_adapters, tuple(layer.merged_adapters))
+            found.append((name, scales, state))
+        elif hasattr(module, "processor"):
+            found.append((name, type(module.processor)))
+    return tuple(found)
+
+
+def port_transformer(model: DiffusersTransformer) -> None:
+    """Gives a loaded transformer its ported class, and its attention the ported processor."""
+    if type(model) is DiffusersTransformer:
+        model.__class__ = CogVideoXTransformer3DModel
+    for module in model.modules():
+        processor = getattr(module, "processor", None)
+        if type(processor) is CogVideoXAttnProcessor2_0:
+            processor.__class__ = AttnProcessor
+
+
+def port_text_encoder(model: TransformersT5Encoder) -> None:
+    """Gives a loaded text encoder its ported class."""
+    if type(model) is TransformersT5Encoder:
+        model.__class__ = T5EncoderModel
+    model.tie_weights()

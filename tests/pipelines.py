@@ -1,0 +1,133 @@
+"""Builds small diffusers pipelines, saved and loaded back, with a tokenizer that was really trained."""
+
+import functools
+import io
+import json
+from pathlib import Path
+
+import torch
+from diffusers import (
+    CogVideoXDDIMScheduler,
+    CogVideoXDPMScheduler,
+    CogVideoXFunControlPipeline,
+    CogVideoXImageToVideoPipeline,
+    CogVideoXPipeline,
+    CogVideoXTransformer3DModel,
+    CogVideoXVideoToVideoPipeline,
+)
+from PIL import Image
+
+from tests import reference
+
+HEIGHT, WIDTH, FRAMES = 16, 32, 9
+SENTENCES = (
+    "a panda plays a guitar in a bamboo forest",
+    "a garden comes to life as butterflies flutter",
+    "an astronaut hatches from an egg on the moon",
+    "the sea is calm and the sky is full of stars",
+)
+CLASSES = {
+    "text": CogVideoXPipeline,
+    "image": CogVideoXImageToVideoPipeline,
+    "video": CogVideoXVideoToVideoPipeline,
+    "control": CogVideoXFunControlPipeline,
+}
+TRANSFORMER = {
+    "num_attention_heads": 8,
+    "attention_head_dim": 16,
+    "in_channels": 16,
+    "out_channels": 16,
+    "time_embed_dim": 16,
+    "text_embed_dim": 32,
+    "num_layers": 2,
+    "sample_width": WIDTH // 8,
+    "sample_height": HEIGHT // 8,
+    "sample_frames": FRAMES,
+    "max_text_seq_length": 16,
+}
+VERSIONS = {
+    "2b": {"use_rotary_positional_embeddings": False},
+    "5b": {"use_rotary_positional_embeddings": True},
+    "1.5": {"use_rotary_positional_embeddings": True, "patch_size_t": 2, "patch_bias": False},
+}
+"""What sets the published versions' transformers apart."""
+
+
+@functools.cache
+def tokenizer():
+    """A T5 tokenizer, trained on four sentences."""
+    import sentencepiece
+    from transformers import T5Tokenizer
+
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(SENTENCES * 4),
+        model_writer=model,
+        vocab_size=60,
+        hard_vocab_limit=False,
+        pad_id=0,
+        eos_id=1,
+        unk_id=2,
+        bos_id=-1,
+        minloglevel=2,
+    )
+    processor = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
+    pieces = [
+        (processor.id_to_piece(i), processor.get_score(i)) for i in range(processor.get_piece_size())
+    ]
+    return T5Tokenizer(vocab=pieces, extra_ids=0)
+
+
+def text_encoder(seed: int = 0):
+    from transformers import T5Config, T5EncoderModel
+
+    torch.manual_seed(seed)
+    config = T5Config(
+        vocab_size=64,
+        d_model=32,
+        d_kv=4,
+        d_ff=64,
+        num_layers=2,
+        num_heads=8,
+        feed_forward_proj="gated-gelu",
+    )
+    return T5EncoderModel(config).eval()
+
+
+def transformer(version: str, seed: int = 0, **overrides):
+    torch.manual_seed(seed)
+    model = CogVideoXTransformer3DModel(**{**TRANSFORMER, **VERSIONS[version], **overrides}).eval()
+    for parameter in model.parameters():
+        if parameter.ndim == 1:
+            torch.nn.init.normal_(parameter.data, mean=1.0 if bool((parameter == 1).all()) else 0.0, std=0.2)
+    return model
+
+
+def save(directory: Path, kind: str = "text", version: str = "5b", scheduler=CogVideoXDDIMScheduler) -> Path:
+    """A whole pipeline as a directory, as `save_pretrained` writes it."""
+    vae = reference.small_vae(
+        block_out_channels=(8, 8, 8, 16),
+        norm_num_groups=4,
+        layers_per_block=1,
+        scaling_factor=1.15258426 if version == "2b" else 0.7,
+        invert_scale_latents=version == "1.5",
+    )
+    extra = {}
+    if kind in ("image", "control"):
+        extra["in_channels"] = 32
+    if kind == "image" and version == "1.5":
+        extra["ofs_embed_dim"] = 16
+    pipe = CLASSES[kind](
+        tokenizer=tokenizer(),
+        text_encoder=text_encoder(),
+        vae=vae,
+        transformer=transformer(version, **extra),
+        scheduler=scheduler(
+            snr_shift_scale=3.0 if version == "2b" else 1.0,
+            rescale_betas_zero_snr=True,
+            prediction_type="v_prediction",
+            timestep_spacing="trailing",
+        ),
+    )
+    pipe.save_pretrained(directory)
+    return directory
