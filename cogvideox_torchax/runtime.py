@@ -319,6 +319,26 @@ class ModuleProgram:
         """An argument, where the program takes it."""
         return array_of(to_jax(tensor))
 
+    def weight_struct(self, name: str, shape: tuple[int, ...], dtype: Any) -> Any:
+        """What stands for a weight when nothing but compiling is wanted."""
+        import jax
+
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    def struct(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        """What stands for an argument when nothing but compiling is wanted."""
+        import jax
+
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    def weight_structs(self) -> dict[str, Any]:
+        """What stands for the weights; the network may be on torch's "meta" device, with none at all."""
+        named = {**dict(self.network.named_parameters()), **dict(self.network.named_buffers())}
+        return {
+            name: self.weight_struct(name, tuple(value.shape), jax_dtype(value.dtype))
+            for name, value in named.items()
+        }
+
     def __call__(self, options: Hashable, **tensors: Any) -> torch.Tensor:
         """Runs on tensors, or nested tuples of them; what is None stays out.
 

@@ -2,13 +2,11 @@
 
 import functools
 import io
-import json
-from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers import (
     CogVideoXDDIMScheduler,
-    CogVideoXDPMScheduler,
     CogVideoXFunControlPipeline,
     CogVideoXImageToVideoPipeline,
     CogVideoXPipeline,
@@ -40,8 +38,8 @@ TRANSFORMER = {
     "time_embed_dim": 16,
     "text_embed_dim": 32,
     "num_layers": 2,
-    "sample_width": WIDTH // 8,
-    "sample_height": HEIGHT // 8,
+    "sample_width": WIDTH // 4,
+    "sample_height": HEIGHT // 4,
     "sample_frames": FRAMES,
     "max_text_seq_length": 16,
 }
@@ -103,31 +101,77 @@ def transformer(version: str, seed: int = 0, **overrides):
     return model
 
 
-def save(directory: Path, kind: str = "text", version: str = "5b", scheduler=CogVideoXDDIMScheduler) -> Path:
-    """A whole pipeline as a directory, as `save_pretrained` writes it."""
-    vae = reference.small_vae(
-        block_out_channels=(8, 8, 8, 16),
-        norm_num_groups=4,
-        layers_per_block=1,
-        scaling_factor=1.15258426 if version == "2b" else 0.7,
-        invert_scale_latents=version == "1.5",
+VAE = {
+    "block_out_channels": (8, 8, 16),
+    "down_block_types": ("CogVideoXDownBlock3D",) * 3,
+    "up_block_types": ("CogVideoXUpBlock3D",) * 3,
+    "norm_num_groups": 4,
+    "layers_per_block": 1,
+}
+"""A level less than the published ones: a quarter of the pixels along each side."""
+
+
+def vae(version: str = "5b"):
+    return configured(reference.small_vae(**VAE), version)
+
+
+def configured(model, version: str):
+    """The VAE with what a version's config says of its latents; nothing of it is a weight."""
+    scaling_factor = 1.15258426 if version == "2b" else 0.7
+    model.register_to_config(scaling_factor=scaling_factor, invert_scale_latents=version == "1.5")
+    return model
+
+
+def scheduler(kind=CogVideoXDDIMScheduler, version: str = "5b"):
+    return kind(
+        snr_shift_scale=3.0 if version == "2b" else 1.0,
+        rescale_betas_zero_snr=True,
+        prediction_type="v_prediction",
+        timestep_spacing="trailing",
     )
+
+
+def build(kind: str = "text", version: str = "5b", **components):
+    """A pipeline of stock diffusers, with random weights."""
     extra = {}
     if kind in ("image", "control"):
         extra["in_channels"] = 32
     if kind == "image" and version == "1.5":
         extra["ofs_embed_dim"] = 16
-    pipe = CLASSES[kind](
-        tokenizer=tokenizer(),
-        text_encoder=text_encoder(),
-        vae=vae,
-        transformer=transformer(version, **extra),
-        scheduler=scheduler(
-            snr_shift_scale=3.0 if version == "2b" else 1.0,
-            rescale_betas_zero_snr=True,
-            prediction_type="v_prediction",
-            timestep_spacing="trailing",
-        ),
-    )
-    pipe.save_pretrained(directory)
-    return directory
+    parts: dict[str, Any] = {
+        "tokenizer": tokenizer,
+        "text_encoder": text_encoder,
+        "vae": lambda: vae(version),
+        "transformer": lambda: transformer(version, **extra),
+        "scheduler": lambda: scheduler(version=version),
+    }
+    made = {name: components[name] if name in components else part() for name, part in parts.items()}
+    pipe = CLASSES[kind](**made)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def picture(seed: int = 3) -> Image.Image:
+    pixels = torch.rand(HEIGHT, WIDTH, 3, generator=torch.Generator().manual_seed(seed)) * 255
+    return Image.fromarray(pixels.to(torch.uint8).numpy())
+
+
+def inputs(kind: str, **overrides) -> dict[str, Any]:
+    """What a call of this pipeline takes, small: four steps, and a generator of its own."""
+    given: dict[str, Any] = {
+        "prompt": "a panda plays a guitar",
+        "height": HEIGHT,
+        "width": WIDTH,
+        "num_inference_steps": 4,
+        "generator": torch.Generator().manual_seed(0),
+        "max_sequence_length": 16,
+        "output_type": "pt",
+    }
+    if kind in ("text", "image"):
+        given["num_frames"] = FRAMES
+    if kind == "image":
+        given["image"] = picture()
+    if kind in ("video", "control"):
+        clip = [picture(i) for i in range(FRAMES)]
+        given["video" if kind == "video" else "control_video"] = clip
+    return {**given, **overrides}

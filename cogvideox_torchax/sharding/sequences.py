@@ -1,0 +1,119 @@
+"""Where the weights and the activations of the transformer and of the text encoder lie on a mesh.
+
+The batch, which holds the two halves of classifier-free guidance, is split over "dp". Weights are split over
+"tp": the first of two matrices by its columns, the second by its rows, so that what lies between them stays
+where it is and one sum over "tp" follows (Shoeybi et al. 2019, "Megatron-LM"). Attention has its heads over
+"tp"; heads that it does not divide leave it to the queries (`jax_kernels.attention`).
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import jax
+from diffusers.models.attention import FeedForward
+from diffusers.models.attention_processor import Attention
+from diffusers.models.embeddings import CogVideoXPatchEmbed
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from torch import nn
+from transformers.models.t5.modeling_t5 import T5LayerFF, T5LayerSelfAttention
+
+from cogvideox_torchax import runtime
+from cogvideox_torchax.sharding.placement import Layer, Placement, constrained
+
+COLUMNS = re.compile(
+    r"(attn1\.to_(q|k|v|qkv)|ff\.net\.0\.proj|norm[12]\.linear"
+    r"|SelfAttention\.(q|k|v)|DenseReluDense\.wi(_[01])?)(\.base_layer)?\.(weight|bias)$"
+)
+"""Matrices (out, in) whose outputs are split, with their biases."""
+
+ROWS = re.compile(r"(attn1\.to_out\.0|ff\.net\.2|SelfAttention\.o|DenseReluDense\.wo)(\.base_layer)?\.weight$")
+"""Matrices (out, in) whose inputs are split; their biases are added once, after the sum."""
+
+TABLES = re.compile(r"(shared|embed_tokens|relative_attention_bias)\.weight$")
+"""Tables (entries, channels) split by channels."""
+
+
+def weight_spec(name: str, rank: int) -> PartitionSpec:
+    """How the weight of a transformer or a text encoder is split, by its name."""
+    if COLUMNS.search(name):
+        return PartitionSpec("tp") if rank == 1 else PartitionSpec("tp", None)
+    if ROWS.search(name) or TABLES.search(name):
+        return PartitionSpec(None, "tp")
+    return PartitionSpec()
+
+
+def weight_sharding(mesh: Mesh, name: str, shape: tuple[int, ...]) -> NamedSharding:
+    """Where a weight lies.
+
+    Raises:
+        ValueError: "tp" does not divide the axis that it is to be split by.
+    """
+    spec = weight_spec(name, len(shape))
+    for size, axis in zip(shape, spec, strict=False):
+        if axis is not None and size % mesh.shape[axis]:
+            raise ValueError(
+                f"got a mesh with tp={mesh.shape[axis]}: it does not divide the {size} channels of {name}; "
+                f"choose tp among {[n for n in range(1, size + 1) if size % n == 0][:12]}"
+            )
+    return NamedSharding(mesh, spec)
+
+
+def put_weights(module: nn.Module, mesh: Mesh) -> None:
+    """Puts a network's weights on a mesh, every device's part straight from where they are.
+
+    Raises:
+        ValueError: a mesh that does not divide them; nothing has been moved then.
+    """
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        weight_sharding(mesh, name, tuple(tensor.shape))
+    runtime.put_weights(
+        module, lambda name, array: jax.device_put(array, weight_sharding(mesh, name, array.shape))
+    )
+
+
+@dataclass(frozen=True)
+class SequencePlacement(Placement):
+    """Where sequences (N, S, C) lie: split by batch over "dp" where it divides."""
+
+    rank: ClassVar[int] = 3
+    layers: ClassVar[tuple[type[nn.Module], ...]] = (
+        CogVideoXPatchEmbed,
+        Attention,
+        FeedForward,
+        T5LayerSelfAttention,
+        T5LayerFF,
+    )
+
+    def spec(self, shape: tuple[int, ...]) -> PartitionSpec:
+        batch = "dp" if shape[0] % self.mesh.shape["dp"] == 0 else None
+        return PartitionSpec(batch, *(None,) * (len(shape) - 1))
+
+
+class ShardedModuleProgram(runtime.ModuleProgram):
+    """A network's program over a mesh: its weights split, its sequences constrained, its result everywhere."""
+
+    def __init__(self, network: nn.Module, placement: SequencePlacement):
+        super().__init__(network)
+        self.placement = placement
+        self.layers: dict[str, Layer] = {}
+
+    def _trace(self, options: Any, weights: dict[str, Any], tensors: dict[str, Any]) -> Any:
+        place = self.placement
+        # The attention kernel asks for it: a kernel has to be split by hand.
+        with (
+            jax.sharding.use_abstract_mesh(place.mesh.abstract_mesh),
+            constrained(self.network, place) as self.layers,
+        ):
+            result = self._apply(options, weights, tensors)
+        return jax.lax.with_sharding_constraint(result, place.replicated)
+
+    def put(self, tensor: Any) -> Any:
+        array = runtime.array_of(tensor) if runtime.on_jax(tensor) else runtime.host_array(tensor)
+        return jax.device_put(array, self.placement.replicated)
+
+    def weight_struct(self, name: str, shape: tuple[int, ...], dtype: Any) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=weight_sharding(self.placement.mesh, name, shape))
+
+    def struct(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=self.placement.replicated)
