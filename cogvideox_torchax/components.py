@@ -6,12 +6,13 @@ takes the inherited forward, a torchax tensor one compiled program.
 Axis letters: N videos, S positions of a sequence (text first, then patches), H heads, D channels of a head.
 """
 
-from collections.abc import Hashable
+import contextlib
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 import torch
 from diffusers.models.attention_processor import CogVideoXAttnProcessor2_0
-from diffusers.models.embeddings import apply_rotary_emb
+from diffusers.models.embeddings import CogVideoXPatchEmbed, apply_rotary_emb
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from diffusers.models.transformers.cogvideox_transformer_3d import (
     CogVideoXTransformer3DModel as DiffusersTransformer,
@@ -61,6 +62,42 @@ def _rotated(x_NSHD: torch.Tensor, text: int, rotary: Any) -> torch.Tensor:
     return torch.cat([x_NSHD[:, :text], patches.to(x_NSHD.dtype)], dim=1)
 
 
+class PatchEmbed(CogVideoXPatchEmbed):
+    """The patch embedding, its table of positions computed on the host, in float64 as the reference has it.
+
+    The table of a size that is not the model's own is as large as an activation: the transformer's program
+    takes it as an argument.
+    """
+
+    def table_for(self, height: int, width: int, frames: int) -> torch.Tensor | None:
+        """Positions (1, S, C) of latents of this size; None where the model's own, or none, serve."""
+        if not self.use_positional_embeddings or self.use_learned_positional_embeddings:
+            return None
+        size = (height, width, (frames - 1) * self.temporal_compression_ratio + 1)
+        if size == (self.sample_height, self.sample_width, self.sample_frames):
+            return None
+        cached = self.__dict__.setdefault("_table", {})
+        if size not in cached:
+            cached.clear()
+            cached[size] = runtime.to_jax(super()._get_positional_embeddings(*size))
+        return cached[size]
+
+    @contextlib.contextmanager
+    def using(self, table: torch.Tensor | None) -> Iterator[None]:
+        self.__dict__["_given"] = table
+        try:
+            yield
+        finally:
+            del self.__dict__["_given"]
+
+    def _get_positional_embeddings(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        given = self.__dict__.get("_given")
+        return super()._get_positional_embeddings(*args, **kwargs) if given is None else given
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_table"}
+
+
 class TransformerStep(nn.Module):
     """The transformer's own forward, as a network that a program is compiled of."""
 
@@ -68,10 +105,13 @@ class TransformerStep(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, options: Any, **tensors: Any) -> torch.Tensor:
+    def forward(
+        self, options: Any, positions: torch.Tensor | None = None, **tensors: Any
+    ) -> torch.Tensor:
         attention_kwargs, _ = options
         keywords = {"attention_kwargs": dict(attention_kwargs) if attention_kwargs else None}
-        return DiffusersTransformer.forward(self.model, **tensors, **keywords, return_dict=False)[0]
+        with self.model.patch_embed.using(positions):
+            return DiffusersTransformer.forward(self.model, **tensors, **keywords, return_dict=False)[0]
 
 
 class TextEncoding(nn.Module):
@@ -162,6 +202,7 @@ class CogVideoXTransformer3DModel(Compiled, DiffusersTransformer):
                 attention_kwargs,
                 return_dict,
             )
+        frames, _, height, width = hidden_states.shape[1:]
         sample = self.program(
             (tuple(sorted((attention_kwargs or {}).items())), layer_options(self)),
             hidden_states=hidden_states,
@@ -170,6 +211,7 @@ class CogVideoXTransformer3DModel(Compiled, DiffusersTransformer):
             timestep_cond=timestep_cond,
             ofs=ofs,
             image_rotary_emb=image_rotary_emb,
+            positions=self.patch_embed.table_for(height, width, frames),
         )
         return Transformer2DModelOutput(sample=sample) if return_dict else (sample,)
 
@@ -220,6 +262,8 @@ def port_transformer(model: DiffusersTransformer) -> None:
     """Gives a loaded transformer its ported class, and its attention the ported processor."""
     if type(model) is DiffusersTransformer:
         model.__class__ = CogVideoXTransformer3DModel
+    if type(model.patch_embed) is CogVideoXPatchEmbed:
+        model.patch_embed.__class__ = PatchEmbed
     for module in model.modules():
         processor = getattr(module, "processor", None)
         if type(processor) is CogVideoXAttnProcessor2_0:

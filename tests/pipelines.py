@@ -134,18 +134,19 @@ def scheduler(kind=CogVideoXDDIMScheduler, version: str = "5b"):
     )
 
 
+def conditioning(kind: str, version: str) -> dict[str, int]:
+    """What a pipeline's class asks of its transformer."""
+    channels = {"in_channels": 32} if kind in ("image", "control") else {}
+    return {**channels, "ofs_embed_dim": 16} if (kind, version) == ("image", "1.5") else channels
+
+
 def build(kind: str = "text", version: str = "5b", **components):
     """A pipeline of stock diffusers, with random weights."""
-    extra = {}
-    if kind in ("image", "control"):
-        extra["in_channels"] = 32
-    if kind == "image" and version == "1.5":
-        extra["ofs_embed_dim"] = 16
     parts: dict[str, Any] = {
         "tokenizer": tokenizer,
         "text_encoder": text_encoder,
         "vae": lambda: vae(version),
-        "transformer": lambda: transformer(version, **extra),
+        "transformer": lambda: transformer(version, **conditioning(kind, version)),
         "scheduler": lambda: scheduler(version=version),
     }
     made = {name: components[name] if name in components else part() for name, part in parts.items()}

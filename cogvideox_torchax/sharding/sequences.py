@@ -13,12 +13,12 @@ from typing import Any, ClassVar
 import jax
 from diffusers.models.attention import FeedForward
 from diffusers.models.attention_processor import Attention
-from diffusers.models.embeddings import CogVideoXPatchEmbed
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from torch import nn
 from transformers.models.t5.modeling_t5 import T5LayerFF, T5LayerSelfAttention
 
 from cogvideox_torchax import runtime
+from cogvideox_torchax.components import PatchEmbed
 from cogvideox_torchax.sharding.placement import Layer, Placement, constrained
 
 COLUMNS = re.compile(
@@ -78,7 +78,7 @@ class SequencePlacement(Placement):
 
     rank: ClassVar[int] = 3
     layers: ClassVar[tuple[type[nn.Module], ...]] = (
-        CogVideoXPatchEmbed,
+        PatchEmbed,
         Attention,
         FeedForward,
         T5LayerSelfAttention,
