@@ -77,7 +77,7 @@ def tokenizer():
     return T5Tokenizer(vocab=pieces, extra_ids=0)
 
 
-def text_encoder(seed: int = 0):
+def text_encoder(seed: int = 0, num_layers: int = 2):
     from transformers import T5Config, T5EncoderModel
 
     torch.manual_seed(seed)
@@ -86,7 +86,7 @@ def text_encoder(seed: int = 0):
         d_model=32,
         d_kv=4,
         d_ff=64,
-        num_layers=2,
+        num_layers=num_layers,
         num_heads=8,
         feed_forward_proj="gated-gelu",
     )
