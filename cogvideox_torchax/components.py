@@ -26,6 +26,33 @@ from cogvideox_torchax import runtime
 from cogvideox_torchax.runtime import on_jax, torch_view
 
 
+class Linear(nn.Linear):
+    """A matrix product rounded once, bias included (`jax_kernels.linear`)."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if not on_jax(input):
+            return super().forward(input)
+        return torch_view(jax_kernels.linear)(input, self.weight, self.bias)
+
+
+class SiLU(nn.SiLU):
+    """SiLU in float32, rounded once."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if not on_jax(input):
+            return super().forward(input)
+        return super().forward(input.float()).to(input.dtype)
+
+
+class LayerNorm(nn.LayerNorm):
+    """LayerNorm over the last axis, whose statistics are float32 (`jax_kernels.layer_norm`)."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if not on_jax(input) or len(self.normalized_shape) != 1:
+            return super().forward(input)
+        return torch_view(jax_kernels.layer_norm)(input, self.weight, self.bias, self.eps)
+
+
 class AttnProcessor(CogVideoXAttnProcessor2_0):
     """CogVideoX's joint attention over text and patches, through `jax_kernels.attention`."""
 
@@ -69,13 +96,23 @@ class PatchEmbed(CogVideoXPatchEmbed):
     takes it as an argument.
     """
 
+    def needs_table(self, height: int, width: int, frames: int) -> bool:
+        """Whether latents of this size take another table than the model's own."""
+        return (
+            self.use_positional_embeddings
+            and not self.use_learned_positional_embeddings
+            and self._size(height, width, frames)
+            != (self.sample_height, self.sample_width, self.sample_frames)
+        )
+
+    def _size(self, height: int, width: int, frames: int) -> tuple[int, int, int]:
+        return height, width, (frames - 1) * self.temporal_compression_ratio + 1
+
     def table_for(self, height: int, width: int, frames: int) -> torch.Tensor | None:
         """Positions (1, S, C) of latents of this size; None where the model's own, or none, serve."""
-        if not self.use_positional_embeddings or self.use_learned_positional_embeddings:
+        if not self.needs_table(height, width, frames):
             return None
-        size = (height, width, (frames - 1) * self.temporal_compression_ratio + 1)
-        if size == (self.sample_height, self.sample_width, self.sample_frames):
-            return None
+        size = self._size(height, width, frames)
         cached = self.__dict__.setdefault("_table", {})
         if size not in cached:
             cached.clear()
@@ -105,9 +142,7 @@ class TransformerStep(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(
-        self, options: Any, positions: torch.Tensor | None = None, **tensors: Any
-    ) -> torch.Tensor:
+    def forward(self, options: Any, positions: torch.Tensor | None = None, **tensors: Any) -> torch.Tensor:
         attention_kwargs, _ = options
         keywords = {"attention_kwargs": dict(attention_kwargs) if attention_kwargs else None}
         with self.model.patch_embed.using(positions):
@@ -130,6 +165,10 @@ class Compiled(nn.Module):
 
     network_class: Any
 
+    def options(self) -> Hashable:
+        """What a program is compiled for besides tensors, as a plain call has it."""
+        return layer_options(self)
+
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
         state.pop("_program", None)  # compiled for this very object
@@ -139,10 +178,11 @@ class Compiled(nn.Module):
     def program(self) -> runtime.ModuleProgram:
         """The compiled program, for what it counts and for `lower`."""
         if "_program" not in self.__dict__:
-            self.__dict__["_program"] = self._build_program()
+            self.__dict__["_program"] = self.build_program()
         return self.__dict__["_program"]
 
-    def _build_program(self) -> runtime.ModuleProgram:
+    def build_program(self) -> runtime.ModuleProgram:
+        """A program of its own, for one that only looks at what it compiles to."""
         network = self.network_class(self)
         if self.mesh is None:
             return runtime.ModuleProgram(network)
@@ -166,11 +206,11 @@ class Compiled(nn.Module):
 
             runtime.put_weights(self, lambda _, array: jnp.asarray(array))
             return
-        from cogvideox_torchax.sharding import check_mesh
-        from cogvideox_torchax.sharding.sequences import put_weights
+        from cogvideox_torchax.sharding import sequences
 
-        mesh = self.mesh if mesh is None else check_mesh(mesh)
-        put_weights(self, mesh)
+        mesh = self.mesh if mesh is None else mesh
+        sequences.check_weights(self, mesh)
+        sequences.put_weights(self, mesh)
         self.__dict__["_mesh"] = mesh
         self.__dict__.pop("_program", None)
 
@@ -179,6 +219,9 @@ class CogVideoXTransformer3DModel(Compiled, DiffusersTransformer):
     """CogVideoX's transformer on torchax, by diffusers' own names: a denoising step is one program."""
 
     network_class = TransformerStep
+
+    def options(self, attention_kwargs: dict[str, Any] | None = None) -> Hashable:
+        return tuple(sorted((attention_kwargs or {}).items())), layer_options(self)
 
     def forward(
         self,
@@ -204,7 +247,7 @@ class CogVideoXTransformer3DModel(Compiled, DiffusersTransformer):
             )
         frames, _, height, width = hidden_states.shape[1:]
         sample = self.program(
-            (tuple(sorted((attention_kwargs or {}).items())), layer_options(self)),
+            self.options(attention_kwargs),
             hidden_states=hidden_states,
             encoder_hidden_states=encoder_hidden_states,
             timestep=timestep,
@@ -232,7 +275,7 @@ class T5EncoderModel(Compiled, TransformersT5Encoder):
         if on_torch or any(value is not None for value in options.values()):
             return super().forward(input_ids, attention_mask, inputs_embeds, **options)
         hidden = self.program(
-            layer_options(self),
+            self.options(),
             input_ids=input_ids,
             attention_mask=attention_mask,
             inputs_embeds=inputs_embeds,
@@ -258,20 +301,66 @@ def layer_options(network: nn.Module) -> Hashable:
     return tuple(found)
 
 
-def port_transformer(model: DiffusersTransformer) -> None:
-    """Gives a loaded transformer its ported class, and its attention the ported processor."""
-    if type(model) is DiffusersTransformer:
-        model.__class__ = CogVideoXTransformer3DModel
-    if type(model.patch_embed) is CogVideoXPatchEmbed:
-        model.patch_embed.__class__ = PatchEmbed
-    for module in model.modules():
+Described = dict[str, tuple[tuple[int, ...], Any]]
+
+
+def step_tensors(
+    transformer: Any, *, batch: int, frames: int, height: int, width: int, text: int | None = None
+) -> Described:
+    """What a denoising step takes, as `ModuleProgram.lower_structs` wants it.
+
+    Args:
+        transformer: a ported one; with weights or without.
+        batch: videos, each counted twice where there is guidance.
+        frames, height, width: of the latents.
+        text: tokens of a prompt; the model's own limit where None.
+    """
+    import jax.numpy as jnp
+
+    config, dtype = transformer.config, runtime.jax_dtype(transformer.dtype)
+    text = text or config["max_text_seq_length"]
+    tensors: Described = {
+        "hidden_states": ((batch, frames, config["in_channels"], height, width), dtype),
+        "encoder_hidden_states": ((batch, text, config["text_embed_dim"]), dtype),
+        "timestep": ((batch,), jnp.int32),
+    }
+    patches = frames // (config["patch_size_t"] or 1) * (height // config["patch_size"])
+    patches *= width // config["patch_size"]
+    if config["use_rotary_positional_embeddings"]:
+        table = ((patches, config["attention_head_dim"]), jnp.float32)
+        tensors |= {"image_rotary_emb": (table, table)}  # pyright: ignore[reportAssignmentType]
+    elif transformer.patch_embed.needs_table(height, width, frames):
+        channels = config["num_attention_heads"] * config["attention_head_dim"]
+        tensors["positions"] = ((1, text + patches, channels), jnp.float32)
+    if config["ofs_embed_dim"]:
+        tensors["ofs"] = ((1,), dtype)
+    return tensors
+
+
+def prompt_tensors(text_encoder: Any, *, batch: int, text: int) -> Described:
+    """What encoding `batch` prompts of `text` tokens takes, as `ModuleProgram.lower_structs` wants it."""
+    import jax.numpy as jnp
+
+    return {"input_ids": ((batch, text), jnp.int32)}
+
+
+SWAPPED: dict[type[nn.Module], type[nn.Module]] = {
+    nn.Linear: Linear,
+    nn.LayerNorm: LayerNorm,
+    nn.SiLU: SiLU,
+    CogVideoXPatchEmbed: PatchEmbed,
+    DiffusersTransformer: CogVideoXTransformer3DModel,
+    TransformersT5Encoder: T5EncoderModel,
+}
+"""The class that each module of the two networks becomes."""
+
+
+def port_network(network: nn.Module) -> None:
+    """Gives a loaded transformer or text encoder, and the layers in it, their ported classes."""
+    for module in network.modules():
+        module.__class__ = SWAPPED.get(type(module), type(module))
         processor = getattr(module, "processor", None)
         if type(processor) is CogVideoXAttnProcessor2_0:
             processor.__class__ = AttnProcessor
-
-
-def port_text_encoder(model: TransformersT5Encoder) -> None:
-    """Gives a loaded text encoder its ported class."""
-    if type(model) is TransformersT5Encoder:
-        model.__class__ = T5EncoderModel
-    model.tie_weights()
+    if isinstance(network, TransformersT5Encoder):
+        network.tie_weights()  # moving it by hand has untied them

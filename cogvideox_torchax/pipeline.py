@@ -35,12 +35,15 @@ def port_pipeline(pipe: Any, mesh: Any = None) -> None:
         ValueError: a mesh that does not divide the networks' weights.
     """
     runtime.enable()
-    if pipe.transformer is not None:
-        components.port_transformer(pipe.transformer)
-        pipe.transformer.place(mesh)
-    if pipe.text_encoder is not None:
-        components.port_text_encoder(pipe.text_encoder)
-        pipe.text_encoder.place(mesh)
+    networks = [network for network in (pipe.transformer, pipe.text_encoder) if network is not None]
+    if mesh is not None:
+        from cogvideox_torchax.sharding.sequences import check_weights
+
+        for network in networks:
+            check_weights(network, mesh)
+    for network in networks:
+        components.port_network(network)
+        network.place(mesh)
     if pipe.vae is not None:
         torch.nn.Module.to(pipe.vae, "jax")
     port_scheduler(pipe.scheduler)

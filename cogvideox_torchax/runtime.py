@@ -304,9 +304,14 @@ class ModuleProgram:
         return self._apply(options, weights, tensors)
 
     def _apply(self, options: Hashable, weights: dict[str, Any], tensors: dict[str, Any]) -> Any:
+        import jax
+
         self.compilations += 1
         call = functools.partial(torch.func.functional_call, self.network)
-        with warnings.catch_warnings():
+        # By default a TPU multiplies float32 in bfloat16, and a recent GPU in TF32.
+        exact = any(array.dtype == "float32" for array in weights.values() if array.ndim > 1)
+        precision = "highest" if exact else "default"
+        with warnings.catch_warnings(), jax.default_matmul_precision(precision):
             # What torch counts in 64 bits, JAX counts in 32: positions and token ids fit.
             warnings.filterwarnings("ignore", "Explicitly requested dtype int64")
             return _torchax().interop.jax_view(call)(weights, (options,), tensors)
@@ -353,9 +358,15 @@ class ModuleProgram:
         arrays = jax.tree.map(self.put, given)
         return tensor_of(self._compiled(options, self.weights(), arrays))
 
-    def lower(self, options: Hashable, weights: Any, tensors: Any) -> Any:
-        """The program lowered for arrays, or for `jax.ShapeDtypeStruct`s that stand for them."""
-        return self._compiled.lower(options, weights, tensors)
+    def _structs(self, described: Any) -> Any:
+        shape, dtype = described
+        several = isinstance(dtype, tuple)  # a pair of tensors, each with its shape and dtype
+        return tuple(map(self._structs, described)) if several else self.struct(shape, dtype)
+
+    def lower_structs(self, options: Hashable, tensors: dict[str, tuple[tuple[int, ...], Any]]) -> Any:
+        """The program lowered for arguments of these shapes and JAX dtypes, with no data and no weights."""
+        structs = {name: self._structs(described) for name, described in tensors.items()}
+        return self._compiled.lower(options, self.weight_structs(), structs)
 
 
 class JaxRun:

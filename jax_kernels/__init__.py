@@ -1,4 +1,4 @@
-"""The hot spots of CogVideoX's VAE as pure JAX functions: arrays in, arrays out.
+"""The hot spots of CogVideoX's VAE and transformer as pure JAX functions: arrays in, arrays out.
 
 Axis letters, used in shapes and as suffixes throughout:
 
@@ -12,8 +12,18 @@ it is the definition that the tests hold the fast forms to.
 
 from jax_kernels.attention import attention
 from jax_kernels.conv3d import conv3d
+from jax_kernels.dense import layer_norm, linear
 from jax_kernels.group_norm import group_norm
 from jax_kernels.resample import downsample, upsample
 from jax_kernels.spatial_norm import spatial_norm
 
-__all__ = ["attention", "conv3d", "downsample", "group_norm", "spatial_norm", "upsample"]
+__all__ = [
+    "attention",
+    "conv3d",
+    "downsample",
+    "group_norm",
+    "layer_norm",
+    "linear",
+    "spatial_norm",
+    "upsample",
+]

@@ -71,9 +71,7 @@ def tokenizer():
         minloglevel=2,
     )
     processor = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
-    pieces = [
-        (processor.id_to_piece(i), processor.get_score(i)) for i in range(processor.get_piece_size())
-    ]
+    pieces = [(processor.id_to_piece(i), processor.get_score(i)) for i in range(processor.get_piece_size())]
     return T5Tokenizer(vocab=pieces, extra_ids=0)
 
 

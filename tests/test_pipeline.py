@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import inspect
+import json
 
 import jax
 import jax.monitoring
@@ -12,7 +13,7 @@ import pytest
 import torch
 from diffusers import CogVideoXDPMScheduler, DDIMScheduler
 
-from cogvideox_torchax import make_mesh, port, runtime
+from cogvideox_torchax import components, make_mesh, port, runtime, sharding
 from cogvideox_torchax.scheduling import NonFiniteError
 from cogvideox_torchax.tolerances import relative_error
 from tests import pipelines
@@ -137,7 +138,9 @@ def test_weights_are_arguments_and_a_changed_one_is_used(ported):
     bias = ported.transformer.proj_out.bias
     bias.apply_jax_(lambda array: array + 1)
     try:
-        assert not torch.equal(runtime.to_torch(frames(ported, output_type="latent")), runtime.to_torch(before))
+        assert not torch.equal(
+            runtime.to_torch(frames(ported, output_type="latent")), runtime.to_torch(before)
+        )
     finally:
         bias.apply_jax_(lambda array: array - 1)
     assert ported.transformer.program.compilations == compiled
@@ -304,3 +307,82 @@ def test_another_size_than_the_models_own_gives_the_same_frames():
     for version in ("2b", "5b"):
         got = frames(pipeline("text", version, "one device"), **size)
         assert relative_error(got, frames(pipeline("text", version), **size)) < TOLERANCE
+
+
+def largest_share(tensor):
+    array = runtime.array_of(tensor)
+    return max(shard.data.size for shard in array.addressable_shards) / array.size
+
+
+@pytest.fixture(scope="module")
+def spread():
+    """A ported pipeline over two by four devices."""
+    return pipeline(placement="2x4")
+
+
+def test_matrices_are_split_over_tp_and_tied_ones_stay_tied(spread):
+    block, layer = spread.transformer.transformer_blocks[0], spread.text_encoder.encoder.block[0].layer
+    attention, feed_forward = block.attn1, block.ff.net
+    split = [attention.to_q, attention.to_k, attention.to_v, attention.to_out[0], feed_forward[0].proj]
+    split += [feed_forward[2], block.norm1.linear, layer[0].SelfAttention.q, layer[0].SelfAttention.o]
+    split += [layer[1].DenseReluDense.wi_0, layer[1].DenseReluDense.wo, spread.text_encoder.shared]
+    assert [largest_share(module.weight) for module in split] == [1 / 4] * len(split)
+    columns, rows = (runtime.array_of(m.weight).sharding.spec for m in (attention.to_q, attention.to_out[0]))
+    assert (columns[0], rows[1]) == ("tp", "tp")
+    encoder = spread.text_encoder
+    assert encoder.shared.weight is encoder.encoder.embed_tokens.weight
+
+
+@pytest.fixture(scope="module")
+def step_report(spread):
+    tensors = components.step_tensors(spread.transformer, batch=2, frames=3, height=4, width=8)
+    return sharding.report_network(spread.transformer, tensors)
+
+
+def test_the_halves_of_guidance_go_over_dp_and_only_sums_over_tp_travel(step_report):
+    rows = {row.layer: row for row in step_report.rows}
+    layers = [f"model.transformer_blocks.{i}.{layer}" for i in range(2) for layer in ("attn1", "ff")]
+    assert {(rows[name].spec, rows[name].shards) for name in layers} == {("P('dp', None, None)", 2)}
+    tokens, channels, blocks = 16 + 3 * 4 * 8 // 4, 128, 2
+    # One of the two videos: after attention and after the feed-forward its tokens, six vectors before each.
+    summed = blocks * 2 * 4 * (tokens * channels + 6 * channels)
+    assert step_report.collectives["all-reduce"]["bytes"] == summed
+    assert set(step_report.collectives) == {"all-reduce", "all-gather"}
+    result = 2 * 3 * 16 * 4 * 8 * 4
+    assert step_report.largest_all_gather_bytes == result
+    assert step_report.mesh == {"dp": 2, "tp": 4}
+    assert json.loads(step_report.to_json())["kind"] == "CogVideoXTransformer3DModel"
+
+
+def test_a_report_without_a_mesh_says_what_to_do(ported):
+    with pytest.raises(ValueError, match="without a mesh: port"):
+        sharding.report_network(ported.transformer, {})
+
+
+def test_a_mesh_that_does_not_divide_the_weights_is_refused_and_nothing_moves():
+    odd = {"num_attention_heads": 7, "attention_head_dim": 12, "num_layers": 1}
+    pipe = pipelines.build(transformer=pipelines.transformer("5b", **odd))
+    with pytest.raises(
+        ValueError, match=r"tp=8.* the 84 channels of .*to_q.*choose tp among \[1, 2, 3, 4, 6"
+    ):
+        port(pipe, mesh=make_mesh(1, 8))
+    assert pipe.transformer.proj_out.weight.device.type == "cpu"
+
+
+def test_porting_again_moves_the_pipeline_to_another_mesh():
+    pipe = pipelines.build(transformer=pipelines.transformer("5b", num_layers=1))
+    port(pipe, mesh=make_mesh(1, 2))
+    weight = pipe.transformer.transformer_blocks[0].attn1.to_q.weight
+    assert largest_share(weight) == 1 / 2
+    port(pipe, mesh=make_mesh(2, 4))
+    assert largest_share(weight) == 1 / 4
+    assert pipe.transformer.mesh == pipe.text_encoder.mesh == pipe.vae.mesh == make_mesh(2, 4)
+
+
+def test_float32_is_multiplied_in_float32(ported):
+    program = ported.transformer.build_program()
+    tensors = components.step_tensors(ported.transformer, batch=1, frames=1, height=2, width=2)
+    text = program.lower_structs(ported.transformer.options(), tensors).as_text()
+    products = [line for line in text.splitlines() if "dot_general" in line or "convolution(" in line]
+    assert products
+    assert all("HIGHEST" in line for line in products)

@@ -2,7 +2,14 @@
 became of it."""
 
 from cogvideox_torchax.sharding.placement import Padded, Placement, ShardedProgram, check_mesh, make_mesh
-from cogvideox_torchax.sharding.report import Report, Row, compile_chunk, instructions, report
+from cogvideox_torchax.sharding.report import (
+    Report,
+    Row,
+    compile_chunk,
+    instructions,
+    report,
+    report_network,
+)
 
 __all__ = [
     "Padded",
@@ -15,4 +22,5 @@ __all__ = [
     "instructions",
     "make_mesh",
     "report",
+    "report_network",
 ]

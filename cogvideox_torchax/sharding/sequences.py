@@ -22,13 +22,19 @@ from cogvideox_torchax.components import PatchEmbed
 from cogvideox_torchax.sharding.placement import Layer, Placement, constrained
 
 COLUMNS = re.compile(
-    r"(attn1\.to_(q|k|v|qkv)|ff\.net\.0\.proj|norm[12]\.linear"
-    r"|SelfAttention\.(q|k|v)|DenseReluDense\.wi(_[01])?)(\.base_layer)?\.(weight|bias)$"
+    r"(attn1\.to_(q|k|v|qkv)|ff\.net\.0\.proj|SelfAttention\.(q|k|v)|DenseReluDense\.wi(_[01])?)(\.base_layer)?\.(weight|bias)$"
 )
 """Matrices (out, in) whose outputs are split, with their biases."""
 
-ROWS = re.compile(r"(attn1\.to_out\.0|ff\.net\.2|SelfAttention\.o|DenseReluDense\.wo)(\.base_layer)?\.weight$")
-"""Matrices (out, in) whose inputs are split; their biases are added once, after the sum."""
+ROWS = re.compile(
+    r"(attn1\.to_out\.0|ff\.net\.2|norm[12]\.linear"
+    r"|SelfAttention\.o|DenseReluDense\.wo)(\.base_layer)?\.weight$"
+)
+"""Matrices (out, in) whose inputs are split; their biases are added once, after the sum.
+
+Those of the modulation are among them because what comes out is cut into six parts, which shards of its columns
+would straddle.
+"""
 
 TABLES = re.compile(r"(shared|embed_tokens|relative_attention_bias)\.weight$")
 """Tables (entries, channels) split by channels."""
@@ -59,14 +65,14 @@ def weight_sharding(mesh: Mesh, name: str, shape: tuple[int, ...]) -> NamedShard
     return NamedSharding(mesh, spec)
 
 
-def put_weights(module: nn.Module, mesh: Mesh) -> None:
-    """Puts a network's weights on a mesh, every device's part straight from where they are.
-
-    Raises:
-        ValueError: a mesh that does not divide them; nothing has been moved then.
-    """
+def check_weights(module: nn.Module, mesh: Mesh) -> None:
+    """Raises `ValueError` unless a mesh divides a network's weights."""
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         weight_sharding(mesh, name, tuple(tensor.shape))
+
+
+def put_weights(module: nn.Module, mesh: Mesh) -> None:
+    """Puts a network's weights on a mesh, every device's part straight from where they are."""
     runtime.put_weights(
         module, lambda name, array: jax.device_put(array, weight_sharding(mesh, name, array.shape))
     )
