@@ -4,6 +4,8 @@ import functools
 import io
 from typing import Any
 
+import jax
+import pytest
 import torch
 from diffusers import (
     CogVideoXDDIMScheduler,
@@ -16,6 +18,14 @@ from diffusers import (
 from PIL import Image
 
 from tests import reference
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_compilation():
+    """Programs compiled quickly rather than to run fast: what these tests take is compilation."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
 
 HEIGHT, WIDTH, FRAMES = 8, 16, 5
 SENTENCES = (

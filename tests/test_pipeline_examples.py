@@ -11,6 +11,7 @@ import torchax
 from cogvideox_torchax import port, runtime
 from cogvideox_torchax.tolerances import relative_error
 from tests import pipelines
+from tests.pipelines import quick_compilation as quick_compilation
 
 EXAMPLES = {
     "text": "pipeline_cogvideox",
@@ -41,7 +42,7 @@ def example(kind: str, model: str) -> str:
     lines = [line.strip() for line in module.EXAMPLE_DOC_STRING.splitlines()]
     code = textwrap.dedent("\n".join(line[4:] for line in lines if line.startswith((">>>", "..."))))
     loading, _, rest = code.partition("from_pretrained(")
-    arguments, _, rest = rest.partition("torch_dtype")
+    _, _, rest = rest.partition("torch_dtype")
     dtype, _, rest = rest.partition(")")
     rest = rest.removeprefix('.to("cuda")')
     return f"{loading}from_pretrained({model!r}, torch_dtype{dtype})\nport(pipe){rest}"
