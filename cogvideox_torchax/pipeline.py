@@ -52,7 +52,7 @@ def port_pipeline(pipe: Any, mesh: Any = None) -> None:
 
 
 class PortedPipeline(DiffusionPipeline):
-    """Mixed into a pipeline's class by `port_pipeline`: what its own `__call__` asks for, answered for JAX."""
+    """Mixed into a pipeline's class by `port_pipeline`: what its `__call__` asks for, answered for JAX."""
 
     vae: Any
     transformer: Any

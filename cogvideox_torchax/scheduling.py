@@ -6,7 +6,7 @@ multiply-add of the latents. The numbers are found where they are exact; the lat
 
 import functools
 import inspect
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -76,6 +76,18 @@ def port_scheduler(scheduler: Any) -> Any:
     return scheduler
 
 
+def resume_from(scheduler: Any, state: StepState, *, skipped: int = 0) -> None:
+    """Has the next run of a ported scheduler leave out the steps that were taken.
+
+    Args:
+        scheduler: of `port_scheduler`.
+        state: after the last of them; its latents go to the pipeline's call as `latents`.
+        skipped: timesteps before the first step, as a video-to-video run's strength leaves them out.
+    """
+    moved = None if state.previous is None else runtime.to_jax(state.previous)
+    scheduler.watch = Watch(resume=replace(state, previous=moved), skipped=skipped)
+
+
 @functools.cache
 def _host_class(kind: Any) -> type:
     """A subclass of a scheduler's class, of the same name and signatures."""
@@ -111,8 +123,9 @@ def _host_class(kind: Any) -> type:
 def _start(scheduler: Any) -> None:
     """A new run; one that resumes leaves out the timesteps that were done."""
     watch = scheduler.watch
-    scheduler.watch = Watch(total=len(scheduler.timesteps), resume=watch.resume, skipped=watch.skipped)
-    if watch.resume is not None:
+    scheduler.watch = Watch(total=len(scheduler.timesteps))
+    if watch.resume is not None and watch.total == 0:  # set by `resume_from`, for this run alone
+        scheduler.watch.resume, scheduler.watch.skipped = watch.resume, watch.skipped
         kept = list(range(len(scheduler.timesteps)))
         first = watch.skipped
         del kept[first : first + watch.resume.done]
@@ -129,12 +142,14 @@ def _step(watch: Watch, inherited: Any, bound: inspect.BoundArguments) -> Any:
         done = watch.resume.done
         if isinstance(generator, torch.Generator) and watch.resume.generator is not None:
             generator.set_state(watch.resume.generator)
-        if "old_pred_original_sample" in given:
+        if "old_pred_original_sample" in bound.signature.parameters:
             given["old_pred_original_sample"] = watch.resume.previous
             given["timestep_back"] = watch.timesteps[watch.skipped + done - 1]
     given["sample"] = _exact(given["sample"], given)
     result = inherited(*bound.args, **bound.kwargs)
-    latents, previous = (*result, None)[:2] if isinstance(result, tuple) else (result.prev_sample, None)
+    latents = result[0] if isinstance(result, tuple) else result.prev_sample
+    looks_back = "old_pred_original_sample" in bound.signature.parameters
+    previous = result[1] if looks_back else None
     state = generator.get_state() if isinstance(generator, torch.Generator) else None
     watch.last = StepState(done + 1, latents, previous, state)
     watch.timestep = given["timestep"]

@@ -19,6 +19,7 @@ from PIL import Image
 
 from tests import reference
 
+
 @pytest.fixture(scope="module", autouse=True)
 def quick_compilation():
     """Programs compiled quickly rather than to run fast: what these tests take is compilation."""
@@ -57,6 +58,7 @@ TRANSFORMER = {
 VERSIONS = {
     "2b": {"use_rotary_positional_embeddings": False},
     "5b": {"use_rotary_positional_embeddings": True},
+    "5b-I2V": {"use_rotary_positional_embeddings": True, "use_learned_positional_embeddings": True},
     "1.5": {"use_rotary_positional_embeddings": True, "patch_size_t": 2, "patch_bias": False},
 }
 """What sets the published versions' transformers apart."""

@@ -27,6 +27,7 @@ CASES = {
     "text to video, 2b": ("text", "2b"),
     "text to video, 1.5": ("text", "1.5"),
     "image to video, 5b": ("image", "5b"),
+    "image to video, 5b-I2V": ("image", "5b-I2V"),
     "image to video, 1.5": ("image", "1.5"),
     "video to video": ("video", "5b"),
     "control": ("control", "5b"),
@@ -78,7 +79,7 @@ def placements():
     """Each case on one device with and without guidance; over the meshes so that each meets both."""
     for name, (kind, version) in CASES.items():
         yield pytest.param(kind, version, "one device", (6.0, 1.0), id=name)
-        if name == "text to video, 2b":
+        if version in ("2b", "5b-I2V"):
             continue
         both = name == "text to video, 5b"
         yield pytest.param(kind, version, "2x4", (6.0, 1.0) if both else (6.0,), id=f"{name}, 2x4")

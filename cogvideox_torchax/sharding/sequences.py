@@ -32,8 +32,8 @@ ROWS = re.compile(
 )
 """Matrices (out, in) whose inputs are split; their biases are added once, after the sum.
 
-Those of the modulation are among them because what comes out is cut into six parts, which shards of its columns
-would straddle.
+Those of the modulation are among them because what comes out is cut into six parts, which shards of its
+columns would straddle.
 """
 
 TABLES = re.compile(r"(shared|embed_tokens|relative_attention_bias)\.weight$")
@@ -97,7 +97,7 @@ class SequencePlacement(Placement):
 
 
 class ShardedModuleProgram(runtime.ModuleProgram):
-    """A network's program over a mesh: its weights split, its sequences constrained, its result everywhere."""
+    """A network's program over a mesh: weights split, sequences constrained, the result everywhere."""
 
     def __init__(self, network: nn.Module, placement: SequencePlacement):
         super().__init__(network)
