@@ -144,9 +144,10 @@ class TransformerStep(nn.Module):
 
     def forward(self, options: Any, positions: torch.Tensor | None = None, **tensors: Any) -> torch.Tensor:
         attention_kwargs, _ = options
-        keywords = {"attention_kwargs": dict(attention_kwargs) if attention_kwargs else None}
-        with self.model.patch_embed.using(positions):
-            return DiffusersTransformer.forward(self.model, **tensors, **keywords, return_dict=False)[0]
+        given: dict[str, Any] = {**tensors, "attention_kwargs": dict(attention_kwargs) or None}
+        model: Any = self.model
+        with model.patch_embed.using(positions):
+            return DiffusersTransformer.forward(model, **given, return_dict=False)[0]
 
 
 class TextEncoding(nn.Module):
@@ -157,7 +158,8 @@ class TextEncoding(nn.Module):
         self.model = model
 
     def forward(self, options: Any, **tensors: Any) -> torch.Tensor:
-        return TransformersT5Encoder.forward(self.model, **tensors).last_hidden_state
+        result: Any = TransformersT5Encoder.forward(self.model, **tensors)
+        return result.last_hidden_state
 
 
 class Compiled(nn.Module):
@@ -246,6 +248,7 @@ class CogVideoXTransformer3DModel(Compiled, DiffusersTransformer):
                 return_dict,
             )
         frames, _, height, width = hidden_states.shape[1:]
+        patch_embed: Any = self.patch_embed
         sample = self.program(
             self.options(attention_kwargs),
             hidden_states=hidden_states,
@@ -254,7 +257,7 @@ class CogVideoXTransformer3DModel(Compiled, DiffusersTransformer):
             timestep_cond=timestep_cond,
             ofs=ofs,
             image_rotary_emb=image_rotary_emb,
-            positions=self.patch_embed.table_for(height, width, frames),
+            positions=patch_embed.table_for(height, width, frames),
         )
         return Transformer2DModelOutput(sample=sample) if return_dict else (sample,)
 
@@ -266,7 +269,7 @@ class T5EncoderModel(Compiled, TransformersT5Encoder):
 
     def forward(
         self,
-        input_ids: torch.Tensor | None = None,
+        input_ids: Any = None,
         attention_mask: torch.Tensor | None = None,
         inputs_embeds: torch.Tensor | None = None,
         **options: Any,
@@ -301,7 +304,8 @@ def layer_options(network: nn.Module) -> Hashable:
     return tuple(found)
 
 
-Described = dict[str, tuple[tuple[int, ...], Any]]
+Described = dict[str, Any]
+"""Shape and JAX dtype of each argument of a program, or a tuple of such pairs, by name."""
 
 
 def step_tensors(
@@ -328,7 +332,7 @@ def step_tensors(
     patches *= width // config["patch_size"]
     if config["use_rotary_positional_embeddings"]:
         table = ((patches, config["attention_head_dim"]), jnp.float32)
-        tensors |= {"image_rotary_emb": (table, table)}  # pyright: ignore[reportAssignmentType]
+        tensors["image_rotary_emb"] = (table, table)
     elif transformer.patch_embed.needs_table(height, width, frames):
         channels = config["num_attention_heads"] * config["attention_head_dim"]
         tensors["positions"] = ((1, text + patches, channels), jnp.float32)
@@ -337,7 +341,7 @@ def step_tensors(
     return tensors
 
 
-def prompt_tensors(text_encoder: Any, *, batch: int, text: int) -> Described:
+def prompt_tensors(*, batch: int, text: int) -> Described:
     """What encoding `batch` prompts of `text` tokens takes, as `ModuleProgram.lower_structs` wants it."""
     import jax.numpy as jnp
 

@@ -75,8 +75,9 @@ def describe(name: str, *, image: bool, clip: bool) -> Model:
     Raises:
         RequestError: no CogVideoX pipeline there, or one that takes something else.
     """
-    from diffusers import CogVideoXDDIMScheduler, CogVideoXTransformer3DModel
+    from diffusers.models.transformers.cogvideox_transformer_3d import CogVideoXTransformer3DModel
     from diffusers.pipelines.pipeline_utils import DiffusionPipeline
+    from diffusers.schedulers.scheduling_ddim_cogvideox import CogVideoXDDIMScheduler
 
     index = _config(name, DiffusionPipeline)
     kind = _kind(name, str(index.get("_class_name")), image, clip)
@@ -87,7 +88,7 @@ def describe(name: str, *, image: bool, clip: bool) -> Model:
 
 def vae_config(name: str) -> dict[str, Any]:
     """The config of a pipeline's VAE; `RequestError` where there is none."""
-    from diffusers import AutoencoderKLCogVideoX
+    from diffusers.models.autoencoders.autoencoder_kl_cogvideox import AutoencoderKLCogVideoX
 
     return _config(name, AutoencoderKLCogVideoX, "vae")
 
@@ -138,25 +139,20 @@ def _check_size(request: Request, model: Model) -> None:
     check_size(request.height, request.width, model.transformer, model.spatial_scale)
     if request.height % 8 or request.width % 8:
         raise RequestError(f"got {request.height} x {request.width} pixels: both must be multiples of 8")
-    if (
-        model.transformer["use_learned_positional_embeddings"]
-        and (request.height, request.width) != model.size[1:]
-    ):
-        height, width = model.size[1:]
+    own = model.size[1:]
+    if model.transformer["use_learned_positional_embeddings"] and (request.height, request.width) != own:
         raise RequestError(
-            f"got height={request.height}, width={request.width}: {model.name} has learned its positions, and "
-            f"takes height={height}, width={width} alone"
+            f"got height={request.height}, width={request.width}: {model.name} has learned its positions, "
+            f"and takes height={own[0]}, width={own[1]} alone"
         )
-    scale, patch = model.temporal_scale, model.transformer["patch_size_t"] or 1
-    padded = model.kind in (TEXT, IMAGE)  # the pipeline pads those to whole patches, and cuts the padding off
-    latent = model.latent_frames(request.frames)
-    if request.frames < 1 or (request.frames - 1) % scale or (not padded and latent % patch):
-        step = 1 if padded else patch
-        fitting = max((latent // step) * step, step)
-        near = [(n - 1) * scale + 1 for n in (fitting, fitting + step)]
+    # The pipelines without a clip pad their latents to whole patches, and cut the padding off.
+    patch = 1 if model.kind in (TEXT, IMAGE) else model.transformer["patch_size_t"] or 1
+    scale, latent = model.temporal_scale, model.latent_frames(request.frames)
+    if request.frames < 1 or (request.frames - 1) % scale or latent % patch:
+        below = max(latent // patch * patch, patch)
+        near = [(n - 1) * scale + 1 for n in (below, below + patch)]
         raise RequestError(
-            f"got --frames {request.frames}: {model.name} generates {near[0]} or {near[1]} of them, "
-            f"{scale} times {'any number' if step == 1 else f'a multiple of {step}, less 1,'} and 1 more"
+            f"got --frames {request.frames}: {model.name} generates {near[0]} or {near[1]} of them"
         )
 
 

@@ -4,18 +4,21 @@ import functools
 import inspect
 from typing import Any
 
-import diffusers
 import torch
+from diffusers.pipelines.cogvideo.pipeline_cogvideox import CogVideoXPipeline
+from diffusers.pipelines.cogvideo.pipeline_cogvideox_fun_control import CogVideoXFunControlPipeline
+from diffusers.pipelines.cogvideo.pipeline_cogvideox_image2video import CogVideoXImageToVideoPipeline
+from diffusers.pipelines.cogvideo.pipeline_cogvideox_video2video import CogVideoXVideoToVideoPipeline
 from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
 from cogvideox_torchax import components, runtime
 from cogvideox_torchax.scheduling import port_scheduler
 
 PIPELINES = (
-    diffusers.CogVideoXPipeline,
-    diffusers.CogVideoXImageToVideoPipeline,
-    diffusers.CogVideoXVideoToVideoPipeline,
-    diffusers.CogVideoXFunControlPipeline,
+    CogVideoXPipeline,
+    CogVideoXImageToVideoPipeline,
+    CogVideoXVideoToVideoPipeline,
+    CogVideoXFunControlPipeline,
 )
 
 

@@ -144,6 +144,7 @@ def put_weights(module: nn.Module, place: Callable[[str, Any], Any]) -> None:
     """
     put: dict[int, torch.Tensor] = {}
     for prefix, owner in module.named_modules():
+        held: Any
         for held in (owner._parameters, owner._buffers):
             for name, tensor in held.items():
                 if tensor is None:
@@ -363,8 +364,13 @@ class ModuleProgram:
         several = isinstance(dtype, tuple)  # a pair of tensors, each with its shape and dtype
         return tuple(map(self._structs, described)) if several else self.struct(shape, dtype)
 
-    def lower_structs(self, options: Hashable, tensors: dict[str, tuple[tuple[int, ...], Any]]) -> Any:
-        """The program lowered for arguments of these shapes and JAX dtypes, with no data and no weights."""
+    def lower_structs(self, options: Hashable, tensors: dict[str, Any]) -> Any:
+        """The program lowered for arguments of these shapes and JAX dtypes, with no data and no weights.
+
+        Args:
+            options: as a call takes them.
+            tensors: (shape, dtype) of each argument, or a tuple of such pairs, by name.
+        """
         structs = {name: self._structs(described) for name, described in tensors.items()}
         return self._compiled.lower(options, self.weight_structs(), structs)
 

@@ -156,7 +156,7 @@ def report(vae: Any, shape: tuple[int, ...], *, kind: str = "decode") -> Report:
     return _read(kind, tuple(shape), *compile_chunk(vae, shape, kind=kind))
 
 
-def report_network(network: Any, tensors: dict[str, tuple[tuple[int, ...], Any]]) -> Report:
+def report_network(network: Any, tensors: dict[str, Any]) -> Report:
     """As `report`, for a pipeline's ported transformer or text encoder.
 
     Args:
