@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from diffusers.models.attention_processor import CogVideoXAttnProcessor2_0
-from diffusers.models.embeddings import CogVideoXPatchEmbed, apply_rotary_emb
+from diffusers.models.embeddings import CogVideoXPatchEmbed
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from diffusers.models.transformers.cogvideox_transformer_3d import (
     CogVideoXTransformer3DModel as DiffusersTransformer,
@@ -73,20 +73,14 @@ class AttnProcessor(CogVideoXAttnProcessor2_0):
         q, k, v = (
             project(x_NSC).unflatten(-1, (attn.heads, -1)) for project in (attn.to_q, attn.to_k, attn.to_v)
         )
-        q = _rotated(q if attn.norm_q is None else attn.norm_q(q), text, image_rotary_emb)
-        k = _rotated(k if attn.norm_k is None else attn.norm_k(k), text, image_rotary_emb)
+        q = q if attn.norm_q is None else attn.norm_q(q)
+        k = k if attn.norm_k is None else attn.norm_k(k)
+        if image_rotary_emb is not None:  # the last positions are patches; text has none
+            q, k = (torch_view(jax_kernels.rotate)(x, *image_rotary_emb) for x in (q, k))
         y_NSHD = torch_view(jax_kernels.attention)(q, k, v)
         project, dropout = attn.to_out
         y_NSC = dropout(project(y_NSHD.flatten(2)))
         return y_NSC[:, text:], y_NSC[:, :text]
-
-
-def _rotated(x_NSHD: torch.Tensor, text: int, rotary: Any) -> torch.Tensor:
-    """The patches' positions rotated in; text has none."""
-    if rotary is None:
-        return x_NSHD
-    patches: Any = apply_rotary_emb(x_NSHD[:, text:], rotary, sequence_dim=1)
-    return torch.cat([x_NSHD[:, :text], patches.to(x_NSHD.dtype)], dim=1)
 
 
 class PatchEmbed(CogVideoXPatchEmbed):
@@ -203,16 +197,26 @@ class Compiled(nn.Module):
         Raises:
             ValueError: a mesh not made by `make_mesh`, or one that does not divide the weights.
         """
-        if mesh is None and self.mesh is None:
+        if mesh is not None:
+            self.place_on(mesh)
+        if self.mesh is None:
             import jax.numpy as jnp
 
             runtime.put_weights(self, lambda _, array: jnp.asarray(array))
             return
         from cogvideox_torchax.sharding import sequences
 
-        mesh = self.mesh if mesh is None else mesh
-        sequences.check_weights(self, mesh)
-        sequences.put_weights(self, mesh)
+        sequences.put_weights(self, self.mesh)
+
+    def place_on(self, mesh: Any) -> None:
+        """Compiles for a mesh from now on, wherever the weights are; the program so far is dropped.
+
+        Raises:
+            ValueError: a mesh not made by `make_mesh`, or one that does not divide the weights.
+        """
+        from cogvideox_torchax.sharding import check_mesh, sequences
+
+        sequences.check_weights(self, check_mesh(mesh))
         self.__dict__["_mesh"] = mesh
         self.__dict__.pop("_program", None)
 

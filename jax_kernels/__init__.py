@@ -10,7 +10,7 @@ Activations are channels-last (N T H W C) and kernels (T H W I O), the layout XL
 it is the definition that the tests hold the fast forms to.
 """
 
-from jax_kernels.attention import attention
+from jax_kernels.attention import attention, rotate
 from jax_kernels.conv3d import conv3d
 from jax_kernels.dense import layer_norm, linear
 from jax_kernels.group_norm import group_norm
@@ -24,6 +24,7 @@ __all__ = [
     "group_norm",
     "layer_norm",
     "linear",
+    "rotate",
     "spatial_norm",
     "upsample",
 ]

@@ -11,6 +11,7 @@ import torch
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+import jax_kernels
 from jax_kernels import attention as public_attention
 from jax_kernels import reference
 from tests.reference import largest_error
@@ -129,6 +130,25 @@ def test_over_a_mesh_each_device_has_its_own_part_and_no_number_changes(batch, h
     assert largest_error(run(*placed), want) < 1e-6
     sizes = [1 if names is None else np.prod([mesh.shape[n] for n in np.atleast_1d(names)]) for names in spec]
     assert shapes == [tuple(int(-(-n // parts)) for n, parts in zip(q.shape, sizes, strict=True))]
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_rotary_positions_are_diffusers_own_and_text_has_none(dtype):
+    from diffusers.models.embeddings import apply_rotary_emb
+
+    x, *_ = inputs(12, batch=2, dtype=dtype)
+    angles = np.repeat(np.random.default_rng(0).uniform(-9, 9, (7, 8)), 2, axis=1).astype(np.float32)
+    tables = [np.cos(angles), np.sin(angles)]
+    plain = torch.from_numpy(np.array(x, np.float32)).to(
+        torch.float32 if dtype == jnp.float32 else torch.bfloat16
+    )
+    want = apply_rotary_emb(plain[:, 5:], [torch.from_numpy(t) for t in tables], sequence_dim=1).float()
+    got = jax_kernels.rotate(x, *map(jnp.asarray, tables))
+    assert got.dtype == dtype
+    np.testing.assert_array_equal(np.array(got[:, :5], np.float32), np.array(x[:, :5], np.float32))
+    assert largest_error(got[:, 5:], want) < (1e-6 if dtype == jnp.float32 else 2**-8)
+    with pytest.raises(ValueError, match="rotate got"):
+        jax_kernels.rotate(x, jnp.ones((13, 16)), jnp.ones((13, 16)))
 
 
 @pytest.mark.parametrize(
