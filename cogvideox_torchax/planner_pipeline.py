@@ -1,7 +1,8 @@
 """`plan` for a pipeline's other two networks: one denoising step, and the encoding of a prompt.
 
 Their layers are all alike and compile one by one, which takes minutes each: two programs of a few layers are
-compiled, and what a layer adds is multiplied. Attention on a TPU is a kernel, for which the compiler gives no
+compiled, and what a layer adds is multiplied. Of temporaries that is an upper bound: buffers are used again.
+Attention on a TPU is a kernel, for which the compiler gives no
 cycles: its floating-point operations are counted against the chip's peak and shown apart.
 """
 
@@ -12,7 +13,8 @@ from typing import Any
 import torch
 
 from cogvideox_torchax import components, runtime
-from cogvideox_torchax.planner import Chip, PlanError, ProgramPlan, read_program
+from cogvideox_torchax.hollow import PlanError
+from cogvideox_torchax.planner import Chip, ProgramPlan, read_program
 from cogvideox_torchax.sharding import make_mesh
 
 TRANSFORMERS: dict[str, dict[str, Any]] = {
@@ -78,7 +80,8 @@ def hollow_transformer(model: str | None, dtype: torch.dtype, layers: int) -> An
         from diffusers.models.transformers.cogvideox_transformer_3d import CogVideoXTransformer3DModel
 
         with torch.device("meta"):
-            return torch.nn.Module.to(CogVideoXTransformer3DModel.from_config(config), dtype).eval()  # pyright: ignore
+            network: Any = CogVideoXTransformer3DModel.from_config(config)
+        return torch.nn.Module.to(network, dtype).eval()
 
     return _ported(runtime.without_torchax(build))
 
@@ -87,9 +90,8 @@ def transformer_config(model: str | None) -> dict[str, Any]:
     """The config of a published transformer, or of a pipeline's directory or hub id."""
     from diffusers.models.transformers.cogvideox_transformer_3d import CogVideoXTransformer3DModel
 
-    known = TRANSFORMERS.get(model or "5b")
-    if known is not None:
-        return known
+    if (model or "5b") in TRANSFORMERS:
+        return TRANSFORMERS[model or "5b"]
     try:
         return dict(CogVideoXTransformer3DModel.load_config(model, subfolder="transformer"))  # pyright: ignore
     except OSError as error:
@@ -103,8 +105,8 @@ def hollow_text_encoder(dtype: torch.dtype, layers: int) -> Any:
         from transformers import T5Config, T5EncoderModel
 
         with torch.device("meta"):
-            model = T5EncoderModel(T5Config(**{**TEXT_ENCODER, "num_layers": layers}))
-            return torch.nn.Module.to(model, dtype).eval()
+            network = T5EncoderModel(T5Config(**{**TEXT_ENCODER, "num_layers": layers}))
+        return torch.nn.Module.to(network, dtype).eval()
 
     return _ported(runtime.without_torchax(build))
 
@@ -141,7 +143,8 @@ def plan_step(
     Raises:
         PlanError: a config that cannot be read, or a size that its patches do not divide.
     """
-    config = {"patch_size": 2, "patch_size_t": None, **transformer_config(model)}
+    networks = [hollow_transformer(model, dtype, layers) for layers in FEW]
+    config, layers = networks[0].config, transformer_config(model)["num_layers"]
     patch, patch_t = config["patch_size"], config["patch_size_t"] or 1
     if height % patch or width % patch:
         raise PlanError(
@@ -149,35 +152,14 @@ def plan_step(
         )
     frames = -(-frames // patch_t) * patch_t
     batch = 2 if guided else 1
-
-    def compiled(layers: int) -> ProgramPlan:
-        network = hollow_transformer(model, dtype, layers)
+    plans = []
+    for network in networks:
         tensors = components.step_tensors(network, batch=batch, frames=frames, height=height, width=width)
-        return _compile("step", frames, network, tensors, devices, chip, dp, tp)
-
-    plans = [compiled(layers) for layers in FEW]
-    full: Any = _defaults(model)
-    tokens = full.text + frames // patch_t * (height // patch) * (width // patch)
-    attention = 4 * batch * full.heads * full.channels * tokens**2 * full.layers / (dp * tp)
-    return _extended("step", plans, full.layers, attention if plans[0].kernels else 0.0, chip)
-
-
-@dataclass(frozen=True)
-class _Sizes:
-    heads: int
-    channels: int
-    layers: int
-    text: int
-
-
-def _defaults(model: str | None) -> _Sizes:
-    config = hollow_transformer(model, torch.bfloat16, 1).config
-    return _Sizes(
-        config["num_attention_heads"],
-        config["attention_head_dim"],
-        transformer_config(model)["num_layers"],
-        config["max_text_seq_length"],
-    )
+        plans.append(_compile("step", frames, network, tensors, make_mesh(dp, tp, devices=devices), chip))
+    tokens = config["max_text_seq_length"] + frames // patch_t * (height // patch) * (width // patch)
+    products = 4 * batch * config["num_attention_heads"] * config["attention_head_dim"] * tokens**2
+    attention = products * layers / (dp * tp) if plans[0].kernels else 0.0
+    return _extended("step", plans, layers, attention, chip)
 
 
 def plan_prompt(
@@ -185,26 +167,19 @@ def plan_prompt(
 ) -> NetworkPlan:
     """The encoding of one prompt of so many tokens; the rest as `plan_step` takes it."""
 
-    def compiled(layers: int) -> ProgramPlan:
-        tensors = components.prompt_tensors(batch=1, text=tokens)
-        return _compile("prompt", tokens, hollow_text_encoder(dtype, layers), tensors, devices, chip, dp, tp)
-
-    return _extended("prompt", [compiled(n) for n in FEW], TEXT_ENCODER["num_layers"], 0.0, chip)
+    tensors = components.prompt_tensors(batch=1, text=tokens)
+    mesh = make_mesh(dp, tp, devices=devices)
+    plans = [
+        _compile("prompt", tokens, hollow_text_encoder(dtype, layers), tensors, mesh, chip) for layers in FEW
+    ]
+    return _extended("prompt", plans, TEXT_ENCODER["num_layers"], 0.0, chip)
 
 
 def _compile(
-    name: str,
-    frames: int,
-    network: Any,
-    tensors: dict[str, Any],
-    devices: list[Any],
-    chip: Chip | None,
-    dp: int,
-    tp: int,
+    name: str, frames: int, network: Any, tensors: dict[str, Any], mesh: Any, chip: Chip | None
 ) -> ProgramPlan:
     import jax
 
-    mesh = make_mesh(dp, tp, devices=devices)
     network.place_on(mesh)
     start = time.perf_counter()
     with jax.set_mesh(mesh):  # lowering a kernel for a TPU asks it for the chip's kind
@@ -231,3 +206,24 @@ def _extended(
     )
     peak = attention_flops / chip.flops if chip else None
     return NetworkPlan(name, program, layers, attention_flops, peak)
+
+
+def table(plan: NetworkPlan, chip: Chip | None) -> dict[str, Any]:
+    """A plan in words and figures, a device: what `plan` prints."""
+    program, gib = plan.program, 2**30
+    rows: dict[str, Any] = {
+        "network": f"{plan.name}, {plan.layers} layers, from programs of {FEW[0]} and {FEW[1]}",
+        "TFLOP": program.flops / 1e12,
+        "arguments_GiB": program.argument_bytes / gib,
+        "temporaries_GiB": program.temp_bytes / gib,
+        "results_GiB": program.output_bytes / gib,
+        "peak_memory_GiB": program.peak_bytes / gib,
+    }
+    if chip is not None:
+        rows["fits"] = f"{'yes' if program.peak_bytes <= chip.memory else 'no'} ({chip.memory / gib:.2f} GiB)"
+    if plan.seconds is not None:
+        rows["estimate_s"] = plan.seconds
+        rows["of_it_attention_at_the_chips_peak_s"] = plan.attention_seconds
+        rows["of_it_copies_s"] = program.shares.get("copies", 0.0)
+    rows["compiled_in_s"] = program.compile_seconds
+    return rows
