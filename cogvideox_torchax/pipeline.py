@@ -35,23 +35,38 @@ def port_pipeline(pipe: Any, mesh: Any = None) -> None:
         mesh: of `make_mesh`, or None.
 
     Raises:
-        ValueError: a mesh that does not divide the networks' weights.
+        ValueError: a mesh that does not divide the networks' weights, networks of another kind, or weights
+            that are offloaded. Nothing has been moved then.
     """
-    runtime.enable()
     networks = [network for network in (pipe.transformer, pipe.text_encoder) if network is not None]
-    if mesh is not None:
-        from cogvideox_torchax.sharding.sequences import check_weights
-
-        for network in networks:
-            check_weights(network, mesh)
+    for network in networks:
+        _check(network, mesh)
+    runtime.enable()
     for network in networks:
         components.port_network(network)
         network.place(mesh)
-    if pipe.vae is not None:
-        torch.nn.Module.to(pipe.vae, "jax")
+    torch.nn.Module.to(pipe.vae, "jax")
     port_scheduler(pipe.scheduler)
     if not isinstance(pipe, PortedPipeline):
         pipe.__class__ = _ported_class(type(pipe))
+
+
+def _check(network: Any, mesh: Any) -> None:
+    kind = type(network)
+    if not issubclass(components.SWAPPED.get(kind, kind), components.Compiled):
+        raise ValueError(
+            f"port got a pipeline with a {kind.__name__}: it takes CogVideoXTransformer3DModel and "
+            "T5EncoderModel, unquantized"
+        )
+    if hasattr(network, "_hf_hook"):
+        raise ValueError(
+            "port got a pipeline whose weights are offloaded to the CPU: load it again without "
+            "enable_model_cpu_offload(); a mesh splits the weights"
+        )
+    if mesh is not None:
+        from cogvideox_torchax.sharding.sequences import check_weights
+
+        check_weights(network, mesh)
 
 
 class PortedPipeline(DiffusionPipeline):
@@ -70,6 +85,16 @@ class PortedPipeline(DiffusionPipeline):
         if device is not None and torch.device(device).type in ("cuda", "jax"):
             return self if dtype is None else super().to(dtype)
         return super().to(*args, **kwargs)
+
+    def enable_model_cpu_offload(self, *args: Any, **kwargs: Any) -> None:
+        """Refused: the weights are on JAX.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError("a ported pipeline's weights stay on JAX: take the offload out; a mesh splits them")
+
+    enable_sequential_cpu_offload = enable_model_cpu_offload
 
     def decode_latents(self, latents: torch.Tensor) -> torch.Tensor:
         """Latents (N, T, C, H, W) to frames (N, 3, T', H', W') on the host, where each chunk goes while the

@@ -2,8 +2,8 @@
 
 Their layers are all alike and compile one by one, which takes minutes each: two programs of a few layers are
 compiled, and what a layer adds is multiplied. Of temporaries that is an upper bound: buffers are used again.
-Attention on a TPU is a kernel, for which the compiler gives no
-cycles: its floating-point operations are counted against the chip's peak and shown apart.
+Attention on a TPU is a kernel, for which the compiler gives no cycles: its floating-point operations are
+counted against the chip's peak and shown apart.
 """
 
 import time

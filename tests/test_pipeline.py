@@ -293,6 +293,34 @@ def test_a_nan_in_the_last_step_is_found_without_decoding(ported):
         frames(ported, callback_on_step_end=callback, output_type="latent")
 
 
+def test_frames_leave_chunk_by_chunk(ported, monkeypatch):
+    chunks = []
+    stream = ported.vae.decode_stream
+
+    def spy(z):
+        for chunk in stream(z):
+            chunks.append(chunk.shape[2])
+            assert chunk.device.type == "cpu"
+            yield chunk
+
+    monkeypatch.setattr(ported.vae, "decode_stream", spy, raising=False)
+    frames(ported, num_frames=9)
+    assert chunks == [5, 4]
+
+
+def test_offloaded_or_foreign_weights_are_refused(ported):
+    with pytest.raises(ValueError, match="take the offload out"):
+        ported.enable_model_cpu_offload()
+    pipe = pipelines.build()
+    pipe.text_encoder._hf_hook = object()
+    with pytest.raises(ValueError, match="load it again without"):
+        port(pipe)
+    pipe = pipelines.build()
+    pipe.register_modules(transformer=torch.nn.Linear(1, 1))
+    with pytest.raises(ValueError, match="with a Linear: it takes CogVideoXTransformer3DModel"):
+        port(pipe)
+
+
 @pytest.mark.parametrize(
     ("size", "words"),
     [({"height": 10}, "multiples of 4; try height=8, width=16"), ({"width": 18}, "height=8, width=16")],
