@@ -199,7 +199,8 @@ def _extended(
         return None if other is None else other + count * (other - one)
 
     grown = {field: extend(field) for field in ("flops", "bytes_accessed", "seconds", "floor_seconds")}
-    grown |= {field: int(extend(field)) for field in ("kernels", "argument_bytes", "temp_bytes")}
+    grown |= {field: int(extend(field)) for field in ("kernels", "argument_bytes")}
+    grown["temp_bytes"] = max(more.temp_bytes, int(extend("temp_bytes")))
     shares = {kind: part + count * (part - fewer.shares.get(kind, 0.0)) for kind, part in more.shares.items()}
     program = replace(
         more, shares=shares, compile_seconds=fewer.compile_seconds + more.compile_seconds, **grown

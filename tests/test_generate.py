@@ -78,12 +78,13 @@ def same(one, other):
     return len(one) == len(other) and all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-def test_the_frames_are_those_of_stock_diffusers(models):
-    stock = pipelines.CLASSES["text"].from_pretrained(models("text"))
+@pytest.mark.parametrize(("name", "mesh"), [("text", ["--dp", 2, "--tp", 4]), ("1.5", [])])
+def test_the_frames_are_those_of_stock_diffusers(models, name, mesh):
+    stock = pipelines.CLASSES["text"].from_pretrained(models(name))
     stock.set_progress_bar_config(disable=True)
     options = {"prompt": "a panda", "guidance_scale": 6.0, "output_type": "pil"}
     want = [np.asarray(p).astype(int) for p in stock(**pipelines.inputs("text", **options)).frames[0]]
-    assert generate(models("text"), "--dp", 2, "--tp", 4) == 0
+    assert generate(models(name), *mesh) == 0
     got = pictures("frames")
     assert len(got) == len(want) == pipelines.FRAMES
     assert max(np.abs(a - b).max() for a, b in zip(got, want, strict=True)) <= 1
