@@ -21,11 +21,19 @@ from tests import reference
 
 
 @pytest.fixture(scope="module", autouse=True)
-def quick_compilation():
-    """Programs compiled quickly rather than to run fast: what these tests take is compilation."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+def quick_compilation(tmp_path_factory):
+    """Programs compiled quickly rather than to run fast, and once for all pipelines of a file."""
+    from jax.experimental.compilation_cache import compilation_cache
+
+    directory = str(tmp_path_factory.mktemp("programs"))
+    before = jax.config.jax_persistent_cache_min_compile_time_secs
+    for quick, cache, seconds in ((True, directory, 0.3), (False, None, before)):
+        jax.config.update("jax_disable_most_optimizations", quick)
+        jax.config.update("jax_compilation_cache_dir", cache)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", seconds)
+        compilation_cache.reset_cache()
+        if quick:
+            yield
 
 
 HEIGHT, WIDTH, FRAMES = 8, 16, 5
