@@ -236,7 +236,7 @@ class Generation:
         if resume is not None:
             held = resume.tensors
             state = StepState(resume.done, held["latents"], held.get("previous"), held.get("generator"))
-            resume_from(self.pipe.scheduler, state, skipped=self._skipped())
+            resume_from(self.pipe.scheduler, state)
             given["latents"] = state.latents
             if self.model.kind == VIDEO:
                 del given["video"]
@@ -268,13 +268,6 @@ class Generation:
         size = video.Framing(self.request.height, self.request.width)
         frames = video.read_frames(str(self.request.video), size, self.request.frames)
         return [Image.fromarray(frame[0].permute(1, 2, 0).numpy()) for frame in frames]
-
-    def _skipped(self) -> int:
-        """Steps that a video's strength leaves out."""
-        if self.model.kind != VIDEO:
-            return 0
-        steps = self.request.steps
-        return steps - min(int(steps * self.request.strength), steps)
 
     def _after_step(self, pipe: Any, step: int, timestep: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
         last = pipe.scheduler.watch.last

@@ -44,7 +44,6 @@ class Watch:
     last: StepState | None = None
     timestep: Any = None
     resume: StepState | None = None
-    skipped: int = 0
     timesteps: list[Any] = field(default_factory=list)
 
     def check(self) -> None:
@@ -76,16 +75,15 @@ def port_scheduler(scheduler: Any) -> Any:
     return scheduler
 
 
-def resume_from(scheduler: Any, state: StepState, *, skipped: int = 0) -> None:
+def resume_from(scheduler: Any, state: StepState) -> None:
     """Has the next run of a ported scheduler leave out the steps that were taken.
 
     Args:
         scheduler: of `port_scheduler`.
         state: after the last of them; its latents go to the pipeline's call as `latents`.
-        skipped: timesteps before the first step, as a video-to-video run's strength leaves them out.
     """
     moved = None if state.previous is None else runtime.to_jax(state.previous)
-    scheduler.watch = Watch(resume=replace(state, previous=moved), skipped=skipped)
+    scheduler.watch = Watch(resume=replace(state, previous=moved))
 
 
 @functools.cache
@@ -121,16 +119,15 @@ def _host_class(kind: Any) -> type:
 
 
 def _start(scheduler: Any) -> None:
-    """A new run; one that resumes leaves out the timesteps that were done."""
+    """A new run; one that resumes leaves out as many timesteps as were done.
+
+    Those that a video-to-video run's strength leaves out are cut off after this, in front as well.
+    """
     watch = scheduler.watch
-    scheduler.watch = Watch(total=len(scheduler.timesteps))
+    scheduler.watch = Watch(total=len(scheduler.timesteps), timesteps=scheduler.timesteps.tolist())
     if watch.resume is not None and watch.total == 0:  # set by `resume_from`, for this run alone
-        scheduler.watch.resume, scheduler.watch.skipped = watch.resume, watch.skipped
-        kept = list(range(len(scheduler.timesteps)))
-        first = watch.skipped
-        del kept[first : first + watch.resume.done]
-        scheduler.watch.timesteps = scheduler.timesteps.tolist()
-        scheduler.timesteps = scheduler.timesteps[kept]
+        scheduler.watch.resume = watch.resume
+        scheduler.timesteps = scheduler.timesteps[watch.resume.done :]
 
 
 def _step(watch: Watch, inherited: Any, bound: inspect.BoundArguments) -> Any:
@@ -144,7 +141,7 @@ def _step(watch: Watch, inherited: Any, bound: inspect.BoundArguments) -> Any:
             generator.set_state(watch.resume.generator)
         if "old_pred_original_sample" in bound.signature.parameters:
             given["old_pred_original_sample"] = watch.resume.previous
-            given["timestep_back"] = watch.timesteps[watch.skipped + done - 1]
+            given["timestep_back"] = watch.timesteps[watch.timesteps.index(int(given["timestep"])) - 1]
     given["sample"] = _exact(given["sample"], given)
     result = inherited(*bound.args, **bound.kwargs)
     latents = result[0] if isinstance(result, tuple) else result.prev_sample
