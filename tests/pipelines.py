@@ -4,8 +4,6 @@ import functools
 import io
 from typing import Any
 
-import jax
-import pytest
 import torch
 from diffusers import (
     CogVideoXDDIMScheduler,
@@ -18,23 +16,6 @@ from diffusers import (
 from PIL import Image
 
 from tests import reference
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation(tmp_path_factory):
-    """Programs compiled quickly rather than to run fast, and once for all pipelines of a file."""
-    from jax.experimental.compilation_cache import compilation_cache
-
-    directory = str(tmp_path_factory.mktemp("programs"))
-    before = jax.config.jax_persistent_cache_min_compile_time_secs
-    for quick, cache, seconds in ((True, directory, 0.3), (False, None, before)):
-        jax.config.update("jax_disable_most_optimizations", quick)
-        jax.config.update("jax_compilation_cache_dir", cache)
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", seconds)
-        compilation_cache.reset_cache()
-        if quick:
-            yield
-
 
 HEIGHT, WIDTH, FRAMES = 8, 16, 5
 SENTENCES = (

@@ -17,7 +17,6 @@ from cogvideox_torchax import components, make_mesh, port, runtime, sharding
 from cogvideox_torchax.scheduling import NonFiniteError
 from cogvideox_torchax.tolerances import relative_error
 from tests import pipelines
-from tests.pipelines import quick_compilation as quick_compilation
 
 TOLERANCE = 1e-4
 """Of the frames after four steps, in float32."""

@@ -11,7 +11,6 @@ import torchax
 from cogvideox_torchax import port, runtime
 from cogvideox_torchax.tolerances import relative_error
 from tests import pipelines
-from tests.pipelines import quick_compilation as quick_compilation
 
 EXAMPLES = {
     "text": "pipeline_cogvideox",
