@@ -13,7 +13,7 @@ import contextlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -94,12 +94,6 @@ class Placement:
 
     mesh: Mesh
 
-    rank: ClassVar[int] = 5
-    """Of the activations that are split."""
-
-    layers: ClassVar[tuple[type[nn.Module], ...]] = tuple(PORTED.values())
-    """The modules whose activations are."""
-
     def spec(self, shape: tuple[int, ...]) -> PartitionSpec:
         """How an activation (N, C, T, H, W) is split."""
         if shape[BATCH] % self.mesh.shape["dp"] == 0:
@@ -176,7 +170,7 @@ class Placement:
 
 @dataclass
 class Layer:
-    """The shapes of the activations that a module took and gave while a program was traced."""
+    """The activations (N, C, T, H, W) that a module took and gave while a program was traced."""
 
     shapes: set[tuple[int, ...]]
 
@@ -187,7 +181,7 @@ class Layer:
 
 @contextlib.contextmanager
 def constrained(network: nn.Module, placement: Placement) -> Iterator[dict[str, Layer]]:
-    """While a program is traced: the placement's layers take and give activations split over the mesh.
+    """While a program is traced: every ported module takes and gives activations split over the mesh.
 
     The modules know nothing of it. Their instructions are named after them, which `report` reads.
 
@@ -201,7 +195,7 @@ def constrained(network: nn.Module, placement: Placement) -> Iterator[dict[str, 
 
     def split(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            if value.ndim != placement.rank or not runtime.on_jax(value):
+            if value.ndim != 5 or not runtime.on_jax(value):
                 return value
             layers.setdefault(names[-1], Layer(set())).shapes.add(tuple(value.shape))
             return constrain(value)
@@ -226,7 +220,7 @@ def constrained(network: nn.Module, placement: Placement) -> Iterator[dict[str, 
 
     with contextlib.ExitStack() as hooks:
         for name, module in network.named_modules():
-            if type(module) in placement.layers:
+            if type(module) in PORTED.values():
                 hooks.callback(module.register_forward_pre_hook(before(name), with_kwargs=True).remove)
                 hooks.callback(module.register_forward_hook(after).remove)
         yield layers

@@ -6,11 +6,14 @@ where it is and one sum over "tp" follows (Shoeybi et al. 2019, "Megatron-LM"). 
 "tp"; heads that it does not divide leave it to the queries (`jax_kernels.attention`).
 """
 
+import contextlib
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
+import torch
 from diffusers.models.attention import FeedForward
 from diffusers.models.attention_processor import Attention
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -19,7 +22,7 @@ from transformers.models.t5.modeling_t5 import T5LayerFF, T5LayerSelfAttention
 
 from cogvideox_torchax import runtime
 from cogvideox_torchax.components import PatchEmbed
-from cogvideox_torchax.sharding.placement import Layer, Placement, constrained
+from cogvideox_torchax.sharding.placement import Layer
 
 COLUMNS = re.compile(
     r"(attn1\.to_(q|k|v|qkv)|ff\.net\.0\.proj|SelfAttention\.(q|k|v)|DenseReluDense\.wi(_[01])?)(\.base_layer)?\.(weight|bias)$"
@@ -78,22 +81,75 @@ def put_weights(module: nn.Module, mesh: Mesh) -> None:
     )
 
 
+LAYERS = (PatchEmbed, Attention, FeedForward, T5LayerSelfAttention, T5LayerFF)
+"""The modules that take and give sequences split over a mesh."""
+
+
 @dataclass(frozen=True)
-class SequencePlacement(Placement):
+class SequencePlacement:
     """Where sequences (N, S, C) lie: split by batch over "dp" where it divides."""
 
-    rank: ClassVar[int] = 3
-    layers: ClassVar[tuple[type[nn.Module], ...]] = (
-        PatchEmbed,
-        Attention,
-        FeedForward,
-        T5LayerSelfAttention,
-        T5LayerFF,
-    )
+    mesh: Mesh
 
     def spec(self, shape: tuple[int, ...]) -> PartitionSpec:
         batch = "dp" if shape[0] % self.mesh.shape["dp"] == 0 else None
         return PartitionSpec(batch, *(None,) * (len(shape) - 1))
+
+    def parts(self, spec: PartitionSpec) -> list[int]:
+        """Over how many devices each axis is split."""
+        return [1 if name is None else self.mesh.shape[name] for name in spec]
+
+    @property
+    def replicated(self) -> NamedSharding:
+        return NamedSharding(self.mesh, PartitionSpec())
+
+    def constrain(self, x: jax.Array) -> jax.Array:
+        """Inside a program: `x` split by its spec."""
+        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, self.spec(x.shape)))
+
+
+@contextlib.contextmanager
+def constrained(network: nn.Module, placement: SequencePlacement) -> Iterator[dict[str, Layer]]:
+    """While a program is traced: the `LAYERS` take and give sequences split over the mesh.
+
+    The modules know nothing of it. Their instructions are named after them, which `report_network` reads.
+
+    Yields:
+        The layers by name, filled in as they are traced.
+    """
+    scopes: list[tuple[str, Any]] = []
+    layers: dict[str, Layer] = {}
+    constrain = runtime.torch_view(placement.constrain)
+
+    def split(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            if value.ndim != 3 or not runtime.on_jax(value):
+                return value
+            layers.setdefault(scopes[-1][0], Layer(set())).shapes.add(tuple(value.shape))
+            return constrain(value)
+        if isinstance(value, dict):
+            return {key: split(part) for key, part in value.items()}
+        return tuple(map(split, value)) if isinstance(value, tuple) else value
+
+    def before(name: str):
+        def hook(_module: nn.Module, args: Any, kwargs: Any) -> Any:
+            scopes.append((name, jax.named_scope(name)))
+            scopes[-1][1].__enter__()
+            return split(args), split(kwargs)
+
+        return hook
+
+    def after(_module: nn.Module, _args: Any, result: Any) -> Any:
+        result = split(result)
+        scopes.pop()[1].__exit__(None, None, None)
+        return result
+
+    with contextlib.ExitStack() as hooks:
+        for name, module in network.named_modules():
+            if type(module) in LAYERS:
+                hooks.callback(module.register_forward_pre_hook(before(name), with_kwargs=True).remove)
+                hooks.callback(module.register_forward_hook(after).remove)
+        yield layers
 
 
 class ShardedModuleProgram(runtime.ModuleProgram):
