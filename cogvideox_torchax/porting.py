@@ -1,6 +1,7 @@
 """`port`: a loaded diffusers model or pipeline, made ready for torchax in place."""
 
-from typing import TYPE_CHECKING, TypeVar
+import importlib.util
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
 
@@ -13,22 +14,30 @@ Portable = TypeVar("Portable")
 
 
 def port(model_or_pipeline: Portable, *, mesh: "Mesh | None" = None) -> Portable:
-    """Swaps the hot modules of a CogVideoX VAE for their ported classes.
+    """Makes a CogVideoX VAE, or a whole diffusers pipeline around one, ready for JAX, in place.
 
-    Nothing is copied or moved: parameters stay the same objects under the same names, `state_dict()` and
-    `isinstance` do not change, and plain torch tensors go on running natively. Move the result with
-    `.to("jax")` to run it on JAX. Porting twice is porting once.
+    A VAE has its hot modules' classes swapped. Nothing is copied or moved: parameters stay the same objects
+    under the same names, `state_dict()` and `isinstance` do not change, and plain torch tensors go on running
+    natively. Move the result with `.to("jax")` to run it on JAX.
+
+    A pipeline (text, image or video to video, or control) is moved as well: torchax is turned on, text
+    encoder and transformer become a program each, every weight goes to JAX, and the pipeline's own call runs
+    there. LoRAs have to be loaded before. Of any other pipeline the VAE alone is ported, and not moved.
+
+    Porting twice is porting once.
 
     Args:
         model_or_pipeline: a diffusers `AutoencoderKLCogVideoX`, or a pipeline whose `vae` is one.
-        mesh: of `make_mesh`: once on JAX, the VAE runs split over it. None leaves it as it is: on one device,
-            or on the mesh of an earlier `port`.
+        mesh: of `make_mesh`, to run split over it. None leaves it as it is: on one device, or on the mesh of
+            an earlier `port`.
 
     Returns:
         The same object.
 
     Raises:
-        ValueError: neither a CogVideoX VAE nor a pipeline that holds one; or a mesh not made by `make_mesh`.
+        ValueError: neither a CogVideoX VAE nor a pipeline that holds one; a mesh not made by `make_mesh`, or
+            one that does not divide the weights; a pipeline that offloads its weights, or whose networks are
+            of another kind.
     """
     from diffusers.models.autoencoders.autoencoder_kl_cogvideox import (
         AutoencoderKLCogVideoX as DiffusersAutoencoder,
@@ -51,4 +60,16 @@ def port(model_or_pipeline: Portable, *, mesh: "Mesh | None" = None) -> Portable
     port_modules(vae)
     if mesh is not None:
         vae.place_on(mesh)
+    if not isinstance(model_or_pipeline, nn.Module):
+        _port_rest(model_or_pipeline, mesh)
     return model_or_pipeline
+
+
+def _port_rest(pipeline: Any, mesh: "Mesh | None") -> None:
+    """What else a pipeline holds; one that is not diffusers' own for CogVideoX has its VAE ported alone."""
+    if importlib.util.find_spec("transformers") is None:
+        return
+    from cogvideox_torchax.pipeline import is_pipeline, port_pipeline
+
+    if is_pipeline(pipeline):
+        port_pipeline(pipeline, mesh)

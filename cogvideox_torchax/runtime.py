@@ -8,7 +8,8 @@ and a user who stays in native PyTorch never pays for it.
 import functools
 import os
 import threading
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,34 @@ def move_weights(network: nn.Module, move: Callable[[Any], Any]) -> None:
     for tensor in (*network.parameters(), *network.buffers()):
         if not isinstance(array_of(tensor), Tracer):
             tensor.apply_jax_(move)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def put_weights(module: nn.Module, place: Callable[[str, Any], Any]) -> None:
+    """Puts a module's parameters and buffers on JAX, each once and under its name: what is tied stays tied.
+
+    Args:
+        module: in PyTorch, on JAX already, or in part.
+        place: a name and a NumPy or JAX array to the JAX array that takes its place.
+    """
+    put: dict[int, torch.Tensor] = {}
+    for prefix, owner in module.named_modules():
+        held: Any
+        for held in (owner._parameters, owner._buffers):
+            for name, tensor in held.items():
+                if tensor is None:
+                    continue
+                if id(tensor) not in put:
+                    put[id(tensor)] = _put(tensor, functools.partial(place, f"{prefix}.{name}".lstrip(".")))
+                held[name] = put[id(tensor)]
+
+
+def _put(tensor: torch.Tensor, place: Callable[[Any], Any]) -> torch.Tensor:
+    if on_jax(tensor):
+        return tensor.apply_jax_(place)  # pyright: ignore[reportAttributeAccessIssue]
+    moved = tensor_of(place(host_array(tensor)))
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(moved, requires_grad=tensor.requires_grad)
+    return moved
 
 
 def host_array(tensor: torch.Tensor) -> np.ndarray:
@@ -263,6 +292,93 @@ class ChunkProgram:
 
     def run(self, weights: Any, chunk: Any, cache: Any) -> tuple[Any, Any]:
         return self._first(weights, chunk) if cache is None else self._later(weights, chunk, cache)
+
+
+class ModuleProgram:
+    """A network of tensors to a tensor, compiled once for each set of shapes and options.
+
+    Weights are arguments. `compilations` counts the programs traced so far.
+    """
+
+    def __init__(self, network: nn.Module):
+        import jax
+
+        self.network = network
+        self.compilations = 0
+        self._compiled = jax.jit(self._trace, static_argnums=0)
+
+    def _trace(self, options: Hashable, weights: dict[str, Any], tensors: dict[str, Any]) -> Any:
+        return self._apply(options, weights, tensors)
+
+    def _apply(self, options: Hashable, weights: dict[str, Any], tensors: dict[str, Any]) -> Any:
+        import jax
+
+        self.compilations += 1
+        call = functools.partial(torch.func.functional_call, self.network)
+        # By default a TPU multiplies float32 in bfloat16, and a recent GPU in TF32.
+        exact = any(array.dtype == "float32" for array in weights.values() if array.ndim > 1)
+        precision = "highest" if exact else "default"
+        with warnings.catch_warnings(), jax.default_matmul_precision(precision):
+            # What torch counts in 64 bits, JAX counts in 32: positions and token ids fit.
+            warnings.filterwarnings("ignore", "Explicitly requested dtype int64")
+            return _torchax().interop.jax_view(call)(weights, (options,), tensors)
+
+    def weights(self) -> dict[str, Any]:
+        """The network's weights, where the program takes them."""
+        return weights_of(self.network)
+
+    def put(self, tensor: torch.Tensor) -> Any:
+        """An argument, where the program takes it."""
+        return array_of(to_jax(tensor))
+
+    def weight_struct(self, name: str, shape: tuple[int, ...], dtype: Any) -> Any:
+        """What stands for a weight when nothing but compiling is wanted."""
+        import jax
+
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    def struct(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        """What stands for an argument when nothing but compiling is wanted."""
+        import jax
+
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    def weight_structs(self) -> dict[str, Any]:
+        """What stands for the weights; the network may be on torch's "meta" device, with none at all."""
+        named = {**dict(self.network.named_parameters()), **dict(self.network.named_buffers())}
+        return {
+            name: self.weight_struct(name, tuple(value.shape), jax_dtype(value.dtype))
+            for name, value in named.items()
+        }
+
+    def __call__(self, options: Hashable, **tensors: Any) -> torch.Tensor:
+        """Runs on tensors, or nested tuples of them; what is None stays out.
+
+        Args:
+            options: what the network takes besides tensors: another value is another program.
+            tensors: on JAX or plain.
+        """
+        import jax
+
+        configure_compile_cache()
+        given = {name: value for name, value in tensors.items() if value is not None}
+        arrays = jax.tree.map(self.put, given)
+        return tensor_of(self._compiled(options, self.weights(), arrays))
+
+    def _structs(self, described: Any) -> Any:
+        shape, dtype = described
+        several = isinstance(dtype, tuple)  # a pair of tensors, each with its shape and dtype
+        return tuple(map(self._structs, described)) if several else self.struct(shape, dtype)
+
+    def lower_structs(self, options: Hashable, tensors: dict[str, Any]) -> Any:
+        """The program lowered for arguments of these shapes and JAX dtypes, with no data and no weights.
+
+        Args:
+            options: as a call takes them.
+            tensors: (shape, dtype) of each argument, or a tuple of such pairs, by name.
+        """
+        structs = {name: self._structs(described) for name, described in tensors.items()}
+        return self._compiled.lower(options, self.weight_structs(), structs)
 
 
 class JaxRun:

@@ -1,4 +1,4 @@
-"""The hot spots of CogVideoX's VAE as pure JAX functions: arrays in, arrays out.
+"""The hot spots of CogVideoX's VAE and transformer as pure JAX functions: arrays in, arrays out.
 
 Axis letters, used in shapes and as suffixes throughout:
 
@@ -10,9 +10,21 @@ Activations are channels-last (N T H W C) and kernels (T H W I O), the layout XL
 it is the definition that the tests hold the fast forms to.
 """
 
+from jax_kernels.attention import attention, rotate
 from jax_kernels.conv3d import conv3d
+from jax_kernels.dense import layer_norm, linear
 from jax_kernels.group_norm import group_norm
 from jax_kernels.resample import downsample, upsample
 from jax_kernels.spatial_norm import spatial_norm
 
-__all__ = ["conv3d", "downsample", "group_norm", "spatial_norm", "upsample"]
+__all__ = [
+    "attention",
+    "conv3d",
+    "downsample",
+    "group_norm",
+    "layer_norm",
+    "linear",
+    "rotate",
+    "spatial_norm",
+    "upsample",
+]

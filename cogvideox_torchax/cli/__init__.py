@@ -7,9 +7,9 @@ import sys
 from collections.abc import Sequence
 
 from cogvideox_torchax import __version__
-from cogvideox_torchax.cli import bench, decode, demo, doctor, encode, plan, reconstruct, verify
+from cogvideox_torchax.cli import bench, decode, demo, doctor, encode, generate, plan, reconstruct, verify
 
-COMMANDS = (doctor, demo, encode, decode, reconstruct, verify, bench, plan)
+COMMANDS = (doctor, demo, encode, decode, reconstruct, generate, verify, bench, plan)
 USER_ERROR = 2
 FAILURE = 1
 INTERRUPTED = 130
@@ -18,7 +18,7 @@ INTERRUPTED = 130
 def parser() -> argparse.ArgumentParser:
     root = argparse.ArgumentParser(
         prog="cogvideox-torchax",
-        description="CogVideoX's video VAE on TPU, GPU and CPU through torchax.",
+        description="CogVideoX's video VAE and pipelines on TPU, GPU and CPU through torchax.",
         epilog="example: cogvideox-torchax demo",
     )
     root.add_argument("--version", action="version", version=f"%(prog)s {__version__}")

@@ -53,6 +53,15 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
         "--no-advice", action="store_true", help="when it does not fit, do not compile what would"
     )
     command.add_argument("--layers", action="store_true", help="on a mesh: what each layer holds and moves")
+    command.add_argument(
+        "--network",
+        choices=("vae", "step", "prompt"),
+        default="vae",
+        help="the VAE, one step of the transformer, or the text encoder (default: vae)",
+    )
+    command.add_argument(
+        "--no-guidance", action="store_true", help="with --network step: without the second half of guidance"
+    )
     command.add_argument("--encode", action="store_true", help="plan encoding instead of decoding")
     command.add_argument("--dtype", default="bfloat16", help="of weights and activations (default: bfloat16)")
     command.add_argument("--save-hlo", metavar="DIR", help="keep the compiled text of each program there")
@@ -68,18 +77,13 @@ def run(args: argparse.Namespace) -> int:
     common.quiet_libraries()
     dtype = common.parse_dtype(args.dtype)
     vae = hollow.hollow_vae(args.model, dtype)
+    if args.network != "vae":
+        return _run_network(args, vae)
     job = planner.Job(
         "encode" if args.encode else "decode", args.frames, args.height, args.width, _tile(args.tiling, vae)
     )
     pieces, _ = job.chunk_shapes(vae)
-    chip, devices = None, []
-    if args.platform == "tpu":
-        devices = planner.topology_devices(args.topology)
-        chip = planner.CHIPS[args.topology.partition(":")[0]]
-    else:
-        import jax
-
-        devices = jax.devices("cpu")
+    chip, devices = _target(args)
     mesh = {"dp": args.dp, "tp": args.tp}
     programs = []
     count = 1 if args.steady else min(len(pieces), 2)
@@ -121,6 +125,52 @@ def run(args: argparse.Namespace) -> int:
             "programs": [program.as_json() for program in programs],
             "summary": summary,
             "layers": [vars(row) for row in programs[-1].layers] if args.layers else [],
+        }
+        Path(args.json).write_text(json.dumps(document, indent=1) + "\n")
+    return 0
+
+
+def _target(args: argparse.Namespace) -> "tuple[Chip | None, list[Any]]":
+    """The peaks to hold programs against, and the devices to compile them for."""
+    from cogvideox_torchax import planner
+
+    if args.platform == "tpu":
+        devices = planner.topology_devices(args.topology)
+        return planner.CHIPS[args.topology.partition(":")[0]], devices
+    import jax
+
+    return None, jax.devices("cpu")
+
+
+def _run_network(args: argparse.Namespace, vae: "AutoencoderKLCogVideoX") -> int:
+    """The plan of a pipeline's transformer or of its text encoder."""
+    from cogvideox_torchax import planner, planner_pipeline, runtime
+
+    runtime.enable()
+    chip, devices = _target(args)
+    mesh, dtype = {"dp": args.dp, "tp": args.tp}, common.parse_dtype(args.dtype)
+    common.say("compiling 2 programs; each can take minutes")
+    if args.network == "prompt":
+        tokens = planner_pipeline.transformer_config(args.model).get("max_text_seq_length", 226)
+        plan = planner_pipeline.plan_prompt(dtype, devices, chip, tokens=tokens, **mesh)
+    else:
+        scale, frames = vae.spatial_scale, (args.frames - 1) // vae.config["temporal_compression_ratio"] + 1
+        size = {"frames": frames, "height": args.height // scale, "width": args.width // scale}
+        guided = not args.no_guidance
+        plan = planner_pipeline.plan_step(args.model, dtype, devices, chip, guided=guided, **size, **mesh)
+    table = planner_pipeline.table(plan, chip)
+    common.print_report(table, as_json=False)
+    if args.json:
+        document = {
+            "format": planner.FORMAT,
+            "job": {name: getattr(args, name) for name in ("network", "frames", "height", "width")},
+            "topology": args.topology if chip else "cpu",
+            "mesh": mesh,
+            "dtype": args.dtype,
+            "model": args.model,
+            "versions": common.versions(),
+            "programs": [plan.program.as_json()],
+            "summary": table,
         }
         Path(args.json).write_text(json.dumps(document, indent=1) + "\n")
     return 0

@@ -21,7 +21,16 @@ from cogvideox_torchax.sharding.processes import (
     exchanging,
     is_first,
 )
-from cogvideox_torchax.sharding.report import Report, Row, compile_chunk, instructions, layers, report, table
+from cogvideox_torchax.sharding.report import (
+    Report,
+    Row,
+    compile_chunk,
+    instructions,
+    layers,
+    report,
+    report_network,
+    table,
+)
 
 __all__ = [
     "HWNTC",
@@ -45,6 +54,7 @@ __all__ = [
     "layers",
     "make_mesh",
     "report",
+    "report_network",
     "spread",
     "table",
 ]

@@ -1,5 +1,4 @@
-"""What a compiled chunk program does on each device, read off its text: shards, bytes and collectives, by
-layer."""
+"""What a compiled program does on each device, read off its text: shards, bytes and collectives, by layer."""
 
 import json
 import math
@@ -64,7 +63,7 @@ class Row:
 
     Attributes:
         layer: the module's name, or "(program)" for what belongs to none.
-        shape: its largest activation (N, C, T, H, W), whole.
+        shape: its largest activation, (N, C, T, H, W) or a sequence (N, S, C), whole.
         spec: how that was to be split.
         shards: over how many devices the compiled program splits it, by the sizes of the arrays that are
             there; 1 where it is whole, None where its arrays are of neither size (fused away).
@@ -82,7 +81,7 @@ class Row:
 
 @dataclass
 class Report:
-    """What one chunk program does on each device."""
+    """What one program does on each device."""
 
     kind: str
     shape: tuple[int, ...]
@@ -159,21 +158,44 @@ def report(vae: Any, shape: tuple[int, ...], *, kind: str = "decode") -> Report:
     """
     if vae.mesh is None:
         raise ValueError("report got a model without a mesh: port(vae, mesh=make_mesh(dp, tp)) first")
-    program, compiled = compile_chunk(vae, shape, kind=kind)
-    text = compiled.as_text()
-    found = list(instructions(text))
+    return _read(kind, tuple(shape), *compile_chunk(vae, shape, kind=kind))
+
+
+def report_network(network: Any, tensors: dict[str, Any]) -> Report:
+    """As `report`, for a pipeline's ported transformer or text encoder.
+
+    Args:
+        network: with a mesh; in PyTorch, on JAX or on torch's "meta" device.
+        tensors: shape and JAX dtype of each argument, by name; `step_tensors` and `prompt_tensors` of
+            `components` say which.
+
+    Raises:
+        ValueError: a network that was ported without a mesh.
+    """
+    if network.mesh is None:
+        raise ValueError("report got a network without a mesh: port(pipe, mesh=make_mesh(dp, tp)) first")
+    runtime.enable()
+    program = network.build_program()
+    shape = next(iter(tensors.values()))[0]
+    return _read(
+        type(network).__name__, shape, program, program.lower_structs(network.options(), tensors).compile()
+    )
+
+
+def _read(kind: str, shape: tuple[int, ...], program: Any, compiled: Any) -> Report:
+    found = list(instructions(compiled.as_text()))
     memory = compiled.memory_analysis()
     return Report(
         kind=kind,
-        shape=tuple(shape),
-        mesh=dict(vae.mesh.shape),
+        shape=shape,
+        mesh=dict(program.placement.mesh.shape),
         flops_per_device=compiled.cost_analysis()["flops"],
         temp_bytes_per_device=memory.temp_size_in_bytes,
         argument_bytes_per_device=memory.argument_size_in_bytes,
         output_bytes_per_device=memory.output_size_in_bytes,
         largest_all_gather_bytes=max((i.bytes for i in found if i.collective == "all-gather"), default=0),
         collectives=_count(found),
-        rows=layers(program, text),
+        rows=_rows(program, found),
     )
 
 
@@ -195,8 +217,12 @@ def layers(program: runtime.ChunkProgram, text: str) -> list[Row]:
     """
     if not isinstance(program, ShardedProgram):
         raise ValueError("got a program for one device: layers are told apart on a mesh, dp * tp above 1")
+    return _rows(program, list(instructions(text)))
+
+
+def _rows(program: Any, found: list[Instruction]) -> list[Row]:
     owned: dict[str, list[Instruction]] = {name: [] for name in [*program.layers, ELSEWHERE]}
-    for instruction in instructions(text):
+    for instruction in found:
         owner = next((part for part in reversed(instruction.scope.split("/")) if part in owned), ELSEWHERE)
         owned[owner].append(instruction)
     return [_row(name, program.layers.get(name), own, program.placement) for name, own in owned.items()]

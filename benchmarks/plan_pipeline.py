@@ -1,0 +1,67 @@
+"""What the TPU's compiler says of a pipeline's networks, kept in results/ for the table in docs/pipelines.md.
+
+python benchmarks/plan_pipeline.py CASE ...      # minutes each
+python benchmarks/plan_pipeline.py               # draws what is kept
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from cogvideox_torchax.cli import main
+from cogvideox_torchax.verify_report import table
+
+RESULTS = Path(__file__).parent / "results"
+PAGE = Path(__file__).parent.parent / "docs" / "pipelines.md"
+MARKS = "<!-- network plans: begin -->", "<!-- network plans: end -->"
+EIGHT = "--topology v6e:2x4 --dp 2 --tp 4"
+LARGE = "--frames 81 --height 768 --width 1360"
+SMALL = "--frames 49 --height 480 --width 720"
+CASES = {
+    "step-1.5-5b-v6e-8": f"--network step --model 1.5-5b {EIGHT} {LARGE}",
+    "step-5b-v6e-1": f"--network step --model 5b --topology v6e:1x1 {SMALL}",
+    "prompt-v6e-8": f"--network prompt --model 5b {EIGHT}",
+}
+HEAD = (
+    "network",
+    "chips",
+    "weights and arguments, GiB",
+    "temporaries, GiB, at most",
+    "fits",
+    "estimate, s",
+    "of it attention at peak, s",
+    "of it copies, s",
+    "compile, s",
+)
+
+
+def draw(page: Path, plans: list[dict[str, Any]]) -> None:
+    """Puts the plans' table into a page between its marks."""
+    begin, end = MARKS
+    text = page.read_text()
+    before, after = text.split(begin)[0], text.split(end)[1]
+    page.write_text(f"{before}{begin}\n\n{table(HEAD, [_row(plan) for plan in plans])}\n\n{end}{after}")
+
+
+def _row(plan: dict[str, Any]) -> tuple[str, ...]:
+    job, mesh, summary = plan["job"], plan["mesh"], plan["summary"]
+    video = f", {job['frames']} x {job['height']} x {job['width']}" if job["network"] == "step" else ""
+    seconds = [
+        summary[name] for name in ("estimate_s", "of_it_attention_at_the_chips_peak_s", "of_it_copies_s")
+    ]
+    return (
+        f"{job['network']}, {plan['model']}{video}",
+        f"{plan['topology']}, dp={mesh['dp']} tp={mesh['tp']}",
+        f"{summary['arguments_GiB']:.2f}",
+        f"{summary['temporaries_GiB']:.2f}",
+        summary["fits"],
+        *(f"{value:.4f}" if value < 0.01 else f"{value:.2f}" for value in seconds),
+        f"{summary['compiled_in_s']:.0f}",
+    )
+
+
+if __name__ == "__main__":
+    for case in sys.argv[1:]:
+        main(["plan", *CASES[case].split(), "--json", str(RESULTS / f"network-{case}.json")])
+    draw(PAGE, [json.loads(path.read_text()) for path in sorted(RESULTS.glob("network-*.json"))])

@@ -1,0 +1,188 @@
+"""`generate`: a prompt, and what else the model takes, to a video, in stages that can be taken up again."""
+
+import argparse
+from dataclasses import asdict, replace
+from fractions import Fraction
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cogvideox_torchax.cli import common
+from cogvideox_torchax.cli.work import decode_to
+
+if TYPE_CHECKING:
+    from cogvideox_torchax.generation import Model
+    from cogvideox_torchax.latents import Latents
+    from cogvideox_torchax.stages import Request, Stage
+
+DEFAULTS = {"negative_prompt": "", "steps": 50, "guidance": 6.0, "strength": 0.8, "seed": 0}
+
+
+def add(subparsers: Any) -> argparse.ArgumentParser:
+    command = common.add_command(
+        subparsers,
+        "generate",
+        "generate a video with a CogVideoX pipeline",
+        "cogvideox-torchax generate --prompt 'A cat walks.' --model zai-org/CogVideoX-5b -o cat.mp4",
+    )
+    command.add_argument("--model", required=True, metavar="DIR_OR_ID", help="a whole pipeline")
+    command.add_argument("--prompt", help="what to show")
+    command.add_argument("--negative-prompt", help="what not to show")
+    command.add_argument("--image", metavar="FILE", help="the first frame, for an image-to-video model")
+    command.add_argument("--video", metavar="FILE", help="a video to start from, or a control video")
+    command.add_argument("--strength", type=float, help="how far from --video to go, 0 to 1 (default: 0.8)")
+    command.add_argument("--steps", type=int, help="of denoising (default: 50)")
+    command.add_argument("--guidance", type=float, help="scale of guidance, 1 for none (default: 6)")
+    command.add_argument("--seed", type=int, help="of the noise (default: 0)")
+    command.add_argument("--frames", type=int, help="how many (default: the model's)")
+    command.add_argument("--height", type=common.positive, help="in pixels (default: the model's)")
+    command.add_argument("--width", type=common.positive, help="in pixels (default: the model's)")
+    command.add_argument("--fps", type=Fraction, default=Fraction(8), help="frames a second (default: 8)")
+    command.add_argument("--dtype", help="of weights and latents (default: bfloat16)")
+    command.add_argument("--dp", type=int, default=1, help="mesh: devices for the halves of guidance")
+    command.add_argument("--tp", type=int, default=1, help="mesh: devices for weights and frames' width")
+    command.add_argument("--save-stages", metavar="DIR", help="keep embeddings and latents there")
+    command.add_argument(
+        "--save-every",
+        type=common.positive,
+        metavar="K",
+        help="with --save-stages: the latents of every K steps",
+    )
+    command.add_argument(
+        "--from-stage", choices=("text", "latents", "step"), help="take up from what --save-stages kept"
+    )
+    command.add_argument(
+        "-o",
+        "--output",
+        required=True,
+        metavar="FILE",
+        help="an .mp4 or .gif file, or a directory for PNG frames",
+    )
+    command.add_argument("--json", action="store_true", help="print the report as JSON")
+    command.add_argument("--quiet", action="store_true", help="no progress bars")
+    return command
+
+
+def run(args: argparse.Namespace) -> int:
+    from cogvideox_torchax import runtime, video
+
+    if (args.from_stage or args.save_every) and not args.save_stages:
+        raise ValueError("--from-stage and --save-every need the stages' directory: pass --save-stages DIR")
+    common.quiet_libraries()
+    with video.writing(args.output, args.fps) as sink:
+        if args.save_stages:
+            _make_directory(args.save_stages)
+        watch = common.Stopwatch()
+        vae, latents = _kept_latents(args) if args.from_stage == "latents" else _sampled(args)
+        written = decode_to(sink, vae, latents, args, runtime.to_torch)
+    report = {
+        "output": args.output,
+        "device": common.device_name("torchax"),
+        "frames": written,
+        "fps": float(args.fps),
+        "compile_s": watch.compile_seconds,
+        "total_s": watch.seconds,
+    }
+    common.print_report(report, args.json)
+    return 0
+
+
+def _make_directory(name: str) -> None:
+    try:
+        Path(name).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"cannot keep stages in {name}: {error.strerror}") from error
+
+
+def _kept_latents(args: argparse.Namespace) -> "tuple[Any, Latents]":
+    from cogvideox_torchax import generation, stages
+
+    mesh = _mesh(args)
+    latents = stages.load_latents(args.save_stages)
+    latents.check_model(generation.vae_config(args.model))
+    vae = common.load_vae(args.model, "torchax", args.dtype or _name(latents.tensor.dtype))
+    if mesh is not None:
+        vae.place_on(mesh)
+    return vae, latents
+
+
+def _name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _sampled(args: argparse.Namespace) -> "tuple[Any, Latents]":
+    """The pipeline's VAE and the latents that it sampled, everything checked before a weight is loaded."""
+    from cogvideox_torchax import generation, stages
+    from cogvideox_torchax import latents as latent_files
+
+    mesh = _mesh(args)
+    step, text = _kept(args)
+    model = generation.describe(args.model, **_conditions(args, step))
+    step, text = (None if stage is None else stage.checked(model.fingerprint) for stage in (step, text))
+    request = _request(args, model, step, text)
+    generation.check(request, model)
+    pipe = generation.load(model, common.parse_dtype(request.dtype), mesh, with_text=text is None)
+    pipe.set_progress_bar_config(disable=args.quiet, desc="denoise", leave=False)
+    keep = Path(args.save_stages) if args.save_stages else None
+    work = generation.Generation(pipe, model, request, keep, args.save_every or 0)
+    embeddings: dict[str, Any] = work.encode_text() if text is None else dict(text.tensors)
+    latents = replace(work.sample(embeddings, step), fps=args.fps)
+    if keep is not None:
+        latent_files.save(latents, stages.path_of(keep, stages.LATENTS))
+    return pipe.vae, latents
+
+
+def _mesh(args: argparse.Namespace) -> Any:
+    if args.dp == args.tp == 1:
+        return None
+    from cogvideox_torchax import make_mesh
+
+    return make_mesh(args.dp, args.tp)
+
+
+def _kept(args: argparse.Namespace) -> "tuple[Stage | None, Stage | None]":
+    """The stages of a step and of the text, those that are taken up from."""
+    from cogvideox_torchax import stages
+
+    if args.from_stage is None:
+        return None, None
+    step = stages.load(args.save_stages, stages.STEP) if args.from_stage == "step" else None
+    return step, stages.load(args.save_stages, stages.TEXT)
+
+
+def _conditions(args: argparse.Namespace, step: "Stage | None") -> dict[str, bool]:
+    given = args if step is None else step.request
+    return {"image": given.image is not None, "clip": given.video is not None}
+
+
+def _request(
+    args: argparse.Namespace, model: "Model", step: "Stage | None", text: "Stage | None"
+) -> "Request":
+    """What is asked for: by the options, or by the stage that is taken up, which they may not contradict."""
+    from cogvideox_torchax.stages import Request
+
+    given = {name: getattr(args, name) for name in Request.names()}
+    fixed = {} if text is None else {"prompt": text.request.prompt, "dtype": text.request.dtype}
+    if text is not None:
+        fixed["negative_prompt"] = text.request.negative_prompt
+    if step is not None:
+        fixed = asdict(step.request)
+    for name, value in fixed.items():
+        if given[name] not in (None, value):
+            option = f"--{name.replace('_', '-')}"
+            raise ValueError(
+                f"the stage was made with {option} {value!r}, got {given[name]!r}: leave {option} out"
+            )
+    frames, height, width = model.size
+    defaults = {**DEFAULTS, "frames": frames, "height": height, "width": width, "dtype": "bfloat16"}
+    values = {name: value for name, value in given.items() if value is not None}
+    if "prompt" not in {**values, **fixed}:
+        raise ValueError("generate needs --prompt")
+    request = Request(**{"image": None, "video": None, **defaults, **values, **fixed})
+    common.parse_dtype(request.dtype)
+    guided = "negative_prompt_embeds" in text.tensors if text is not None else request.guidance > 1
+    if (request.guidance > 1) != guided:
+        raise ValueError(
+            f"the text stage was made {'with' if guided else 'without'} guidance, got --guidance "
+            f"{request.guidance}: generate from the prompt again"
+        )
+    return request

@@ -1,0 +1,157 @@
+"""Whole diffusers pipelines on JAX: what `port` does with one, and what its own call needs besides."""
+
+import functools
+import inspect
+from typing import Any
+
+import torch
+from diffusers.pipelines.cogvideo.pipeline_cogvideox import CogVideoXPipeline
+from diffusers.pipelines.cogvideo.pipeline_cogvideox_fun_control import CogVideoXFunControlPipeline
+from diffusers.pipelines.cogvideo.pipeline_cogvideox_image2video import CogVideoXImageToVideoPipeline
+from diffusers.pipelines.cogvideo.pipeline_cogvideox_video2video import CogVideoXVideoToVideoPipeline
+from diffusers.pipelines.pipeline_utils import DiffusionPipeline
+
+from cogvideox_torchax import components, runtime
+from cogvideox_torchax.scheduling import port_scheduler
+
+PIPELINES = (
+    CogVideoXPipeline,
+    CogVideoXImageToVideoPipeline,
+    CogVideoXVideoToVideoPipeline,
+    CogVideoXFunControlPipeline,
+)
+
+
+def is_pipeline(candidate: Any) -> bool:
+    """Whether it is one of diffusers' CogVideoX pipelines."""
+    return isinstance(candidate, PIPELINES)
+
+
+def port_pipeline(pipe: Any, mesh: Any = None) -> None:
+    """Ports a pipeline's networks and puts them on JAX, on one device or over a mesh.
+
+    Args:
+        pipe: a CogVideoX pipeline whose VAE is ported already.
+        mesh: of `make_mesh`, or None.
+
+    Raises:
+        ValueError: a mesh that does not divide the networks' weights, networks of another kind, or weights
+            that are offloaded. Nothing has been moved then.
+    """
+    networks = [network for network in (pipe.transformer, pipe.text_encoder) if network is not None]
+    for network in networks:
+        _check(network, mesh)
+    runtime.enable()
+    for network in networks:
+        components.port_network(network)
+        network.place(mesh)
+    torch.nn.Module.to(pipe.vae, "jax")
+    port_scheduler(pipe.scheduler)
+    if not isinstance(pipe, PortedPipeline):
+        pipe.__class__ = _ported_class(type(pipe))
+
+
+def _check(network: Any, mesh: Any) -> None:
+    kind = type(network)
+    if not issubclass(components.SWAPPED.get(kind, kind), components.Compiled):
+        raise ValueError(
+            f"port got a pipeline with a {kind.__name__}: it takes CogVideoXTransformer3DModel and "
+            "T5EncoderModel, unquantized"
+        )
+    if hasattr(network, "_hf_hook"):
+        raise ValueError(
+            "port got a pipeline whose weights are offloaded to the CPU: load it again without "
+            "enable_model_cpu_offload(); a mesh splits the weights"
+        )
+    if mesh is not None:
+        from cogvideox_torchax.sharding.sequences import check_weights
+
+        check_weights(network, mesh)
+
+
+class PortedPipeline(DiffusionPipeline):
+    """Mixed into a pipeline's class by `port_pipeline`: what its `__call__` asks for, answered for JAX."""
+
+    vae: Any
+    transformer: Any
+    text_encoder: Any
+    scheduler: Any
+    vae_scaling_factor_image: float
+    vae_scale_factor_spatial: int
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """As diffusers' `to`; "cuda" and "jax" name the devices that the pipeline is on already."""
+        device, dtype = _device_and_dtype(args, kwargs)
+        if device is not None and torch.device(device).type in ("cuda", "jax"):
+            return self if dtype is None else super().to(dtype)
+        return super().to(*args, **kwargs)
+
+    def enable_model_cpu_offload(self, *args: Any, **kwargs: Any) -> None:
+        """Refused: the weights are on JAX.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError("a ported pipeline's weights stay on JAX: take the offload out; a mesh splits them")
+
+    enable_sequential_cpu_offload = enable_model_cpu_offload
+
+    def decode_latents(self, latents: torch.Tensor) -> torch.Tensor:
+        """Latents (N, T, C, H, W) to frames (N, 3, T', H', W') on the host, where each chunk goes while the
+        next is computed."""
+        z = 1 / self.vae_scaling_factor_image * latents.permute(0, 2, 1, 3, 4)
+        return torch.cat(list(self.vae.decode_stream(z)), dim=2)
+
+
+def _device_and_dtype(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    device, dtype = kwargs.get("device"), kwargs.get("dtype")
+    for value in args:
+        if isinstance(value, torch.dtype):
+            dtype = value
+        elif isinstance(value, str | torch.device):
+            device = value
+    return device, dtype
+
+
+@functools.cache
+def _ported_class(kind: type) -> type:
+    """A subclass of a pipeline's class, of the same name and signatures."""
+    inherited: Any = kind
+
+    @functools.wraps(inherited.__call__)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        runtime.enable()
+        port_scheduler(self.scheduler)
+        result = inherited.__call__(self, *args, **kwargs)
+        self.scheduler.watch.check()
+        return result
+
+    @functools.wraps(inherited.check_inputs)
+    def check_inputs(self: Any, *args: Any, **kwargs: Any) -> None:
+        given = inspect.signature(inherited.check_inputs).bind(self, *args, **kwargs).arguments
+        check_size(given["height"], given["width"], self.transformer.config, self.vae_scale_factor_spatial)
+        inherited.check_inputs(self, *args, **kwargs)
+
+    def rotary(self: Any, height: int, width: int, num_frames: int, device: Any) -> Any:
+        # On the host, as the reference does: the same angles, and nothing to compile.
+        tables = inherited._prepare_rotary_positional_embeddings(self, height, width, num_frames, "cpu")
+        return tuple(runtime.to_jax(table) for table in tables)
+
+    members = {
+        "__module__": kind.__module__,
+        "__call__": call,
+        "check_inputs": check_inputs,
+        "_prepare_rotary_positional_embeddings": rotary,
+    }
+    return type(kind.__name__, (PortedPipeline, kind), members)
+
+
+def check_size(height: int, width: int, config: Any, spatial_scale: int) -> None:
+    """Raises `ValueError` unless the transformer can cut a video of this size into whole patches."""
+    multiple = spatial_scale * config["patch_size"]
+    if height % multiple or width % multiple:
+        fitting = [max(round(side / multiple), 1) * multiple for side in (height, width)]
+        raise ValueError(
+            f"got height={height}, width={width}: both must be multiples of {multiple}; try "
+            f"height={fitting[0]}, width={fitting[1]}"
+        )

@@ -1,0 +1,66 @@
+"""The two layers that a transformer is made of besides attention: a matrix product, and LayerNorm."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from jax_kernels.layout import precision_for
+
+
+@jax.jit
+def linear(
+    x: Float[Array, "*batch I"], weight: Float[Array, "O I"], bias: Float[Array, " O"] | None = None
+) -> Float[Array, "*batch O"]:
+    """`x weight^T + bias`, summed in float32 and rounded once, as PyTorch's `linear` does.
+
+    Args:
+        x: any float dtype.
+        weight: (O, I), `x`'s dtype.
+        bias: (O,), or None.
+
+    Returns:
+        The dtype of `x`.
+
+    Raises:
+        ValueError: channels that the weight does not take.
+    """
+    if x.shape[-1] != weight.shape[1]:
+        raise ValueError(f"linear got {x.shape[-1]} channels for a weight that takes {weight.shape[1]}")
+    y = lax.dot_general(
+        x,
+        weight,
+        (((x.ndim - 1,), (1,)), ((), ())),
+        precision=precision_for(x.dtype),
+        preferred_element_type=jnp.float32,
+    )
+    if bias is not None:
+        y = y + bias.astype(jnp.float32)
+    return y.astype(x.dtype)
+
+
+@jax.jit
+def layer_norm(
+    x: Float[Array, "*batch C"],
+    weight: Float[Array, " C"] | None,
+    bias: Float[Array, " C"] | None,
+    eps: float = 1e-5,
+) -> Float[Array, "*batch C"]:
+    """Layer normalization (Ba et al. 2016) over the last axis.
+
+    Args:
+        x: any float dtype.
+        weight, bias: (C,), or None.
+        eps: added to the variance.
+
+    Returns:
+        The dtype of `x`; statistics and arithmetic are float32 whatever it is.
+    """
+    y = x.astype(jnp.float32)
+    y = y - y.mean(-1, keepdims=True)
+    y = y * lax.rsqrt(jnp.square(y).mean(-1, keepdims=True) + eps)
+    if weight is not None:
+        y = y * weight.astype(jnp.float32)
+    if bias is not None:
+        y = y + bias.astype(jnp.float32)
+    return y.astype(x.dtype)

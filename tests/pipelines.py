@@ -1,0 +1,180 @@
+"""Builds small diffusers pipelines, saved and loaded back, with a tokenizer that was really trained."""
+
+import functools
+import io
+from typing import Any
+
+import torch
+from diffusers import (
+    CogVideoXDDIMScheduler,
+    CogVideoXFunControlPipeline,
+    CogVideoXImageToVideoPipeline,
+    CogVideoXPipeline,
+    CogVideoXTransformer3DModel,
+    CogVideoXVideoToVideoPipeline,
+)
+from PIL import Image
+
+from tests import reference
+
+HEIGHT, WIDTH, FRAMES = 8, 16, 5
+SENTENCES = (
+    "a panda plays a guitar in a bamboo forest",
+    "a garden comes to life as butterflies flutter",
+    "an astronaut hatches from an egg on the moon",
+    "the sea is calm and the sky is full of stars",
+)
+CLASSES = {
+    "text": CogVideoXPipeline,
+    "image": CogVideoXImageToVideoPipeline,
+    "video": CogVideoXVideoToVideoPipeline,
+    "control": CogVideoXFunControlPipeline,
+}
+TRANSFORMER = {
+    "num_attention_heads": 8,
+    "attention_head_dim": 16,
+    "in_channels": 16,
+    "out_channels": 16,
+    "time_embed_dim": 16,
+    "text_embed_dim": 32,
+    "num_layers": 2,
+    "sample_width": WIDTH // 2,
+    "sample_height": HEIGHT // 2,
+    "sample_frames": FRAMES,
+    "temporal_compression_ratio": 2,
+    "max_text_seq_length": 16,
+}
+VERSIONS = {
+    "2b": {"use_rotary_positional_embeddings": False},
+    "5b": {"use_rotary_positional_embeddings": True},
+    "5b-I2V": {"use_rotary_positional_embeddings": True, "use_learned_positional_embeddings": True},
+    "1.5": {"use_rotary_positional_embeddings": True, "patch_size_t": 2, "patch_bias": False},
+}
+"""What sets the published versions' transformers apart."""
+
+
+@functools.cache
+def tokenizer():
+    """A T5 tokenizer, trained on four sentences."""
+    import sentencepiece
+    from transformers import T5Tokenizer
+
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(SENTENCES * 4),
+        model_writer=model,
+        vocab_size=60,
+        hard_vocab_limit=False,
+        pad_id=0,
+        eos_id=1,
+        unk_id=2,
+        bos_id=-1,
+        minloglevel=2,
+    )
+    processor = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
+    pieces = [(processor.id_to_piece(i), processor.get_score(i)) for i in range(processor.get_piece_size())]
+    return T5Tokenizer(vocab=pieces, extra_ids=0)
+
+
+def text_encoder(seed: int = 0, num_layers: int = 2):
+    from transformers import T5Config, T5EncoderModel
+
+    torch.manual_seed(seed)
+    config = T5Config(
+        vocab_size=64,
+        d_model=32,
+        d_kv=4,
+        d_ff=64,
+        num_layers=num_layers,
+        num_heads=8,
+        feed_forward_proj="gated-gelu",
+    )
+    return T5EncoderModel(config).eval()
+
+
+def transformer(version: str, seed: int = 0, **overrides):
+    torch.manual_seed(seed)
+    model = CogVideoXTransformer3DModel(**{**TRANSFORMER, **VERSIONS[version], **overrides}).eval()
+    for parameter in model.parameters():
+        if parameter.ndim == 1:
+            torch.nn.init.normal_(parameter.data, mean=1.0 if bool((parameter == 1).all()) else 0.0, std=0.2)
+    return model
+
+
+VAE = {
+    "block_out_channels": (8, 16),
+    "down_block_types": ("CogVideoXDownBlock3D",) * 2,
+    "up_block_types": ("CogVideoXUpBlock3D",) * 2,
+    "temporal_compression_ratio": 2,
+    "norm_num_groups": 4,
+    "layers_per_block": 1,
+}
+"""Two levels instead of four: half the frames, and half the pixels along each side. Its own tests have
+all."""
+
+
+def vae(version: str = "5b"):
+    return configured(reference.small_vae(**VAE), version)
+
+
+def configured(model, version: str):
+    """The VAE with what a version's config says of its latents; nothing of it is a weight."""
+    scaling_factor = 1.15258426 if version == "2b" else 0.7
+    model.register_to_config(scaling_factor=scaling_factor, invert_scale_latents=version == "1.5")
+    return model
+
+
+def scheduler(kind=CogVideoXDDIMScheduler, version: str = "5b"):
+    return kind(
+        snr_shift_scale=3.0 if version == "2b" else 1.0,
+        rescale_betas_zero_snr=True,
+        prediction_type="v_prediction",
+        timestep_spacing="trailing",
+    )
+
+
+def conditioning(kind: str, version: str) -> dict[str, int]:
+    """What a pipeline's class asks of its transformer."""
+    channels = {"in_channels": 32} if kind in ("image", "control") else {}
+    return {**channels, "ofs_embed_dim": 16} if (kind, version) == ("image", "1.5") else channels
+
+
+def build(kind: str = "text", version: str = "5b", **components):
+    """A pipeline of stock diffusers, with random weights."""
+    parts: dict[str, Any] = {
+        "tokenizer": tokenizer,
+        "text_encoder": text_encoder,
+        "vae": lambda: vae(version),
+        "transformer": lambda: transformer(version, **conditioning(kind, version)),
+        "scheduler": lambda: scheduler(version=version),
+    }
+    made = {name: components[name] if name in components else part() for name, part in parts.items()}
+    pipe = CLASSES[kind](**made)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def picture(seed: int = 3) -> Image.Image:
+    pixels = torch.rand(HEIGHT, WIDTH, 3, generator=torch.Generator().manual_seed(seed)) * 255
+    return Image.fromarray(pixels.to(torch.uint8).numpy())
+
+
+def inputs(kind: str, **overrides) -> dict[str, Any]:
+    """What a call of this pipeline takes, small: four steps, and a generator of its own."""
+    given: dict[str, Any] = {
+        "prompt": "a panda plays a guitar",
+        "height": HEIGHT,
+        "width": WIDTH,
+        "num_inference_steps": 4,
+        "generator": torch.Generator().manual_seed(0),
+        "max_sequence_length": 16,
+        "output_type": "pt",
+    }
+    if kind in ("text", "image"):
+        given["num_frames"] = FRAMES
+    if kind == "image":
+        given["image"] = picture()
+    if kind in ("video", "control"):
+        clip = [picture(i) for i in range(FRAMES)]
+        given["video" if kind == "video" else "control_video"] = clip
+    return {**given, **overrides}
