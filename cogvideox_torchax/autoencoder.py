@@ -351,7 +351,7 @@ class AutoencoderKLCogVideoX(DiffusersAutoencoder):
             return runtime.ChunkProgram(network)
         from cogvideox_torchax.sharding import ShardedProgram
 
-        return ShardedProgram(network, self.mesh)
+        return ShardedProgram(network, self.mesh, unit=self.spatial_scale if kind == "encode" else 1)
 
     @property
     def mesh(self) -> Any:

@@ -75,7 +75,8 @@ def chunk_program(vae: AutoencoderKLCogVideoX, kind: str, backend: str) -> Progr
         return runtime.ChunkProgram(network)
     from cogvideox_torchax.sharding import ShardedProgram
 
-    return ShardedProgram(network, vae.mesh)
+    # Of a width that does not divide stock modules take the padding for picture: this is for planning alone.
+    return ShardedProgram(network, vae.mesh, unit=vae.spatial_scale if kind == "encode" else 1)
 
 
 def _flax_program(vae: AutoencoderKLCogVideoX, kind: str) -> Program:

@@ -3,17 +3,16 @@
 import functools
 from typing import Literal
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from jax_kernels.layout import conv_frames, precision_for, select_frames
+from jax_kernels.layout import conv_frames, jit_kernel, precision_for, select_frames, without_padding
 
 Implementation = Literal["direct", "summed", "folded"]
 
 
-@functools.partial(jax.jit, static_argnames="implementation")
+@jit_kernel(static_argnames=["implementation"])
 def conv3d(
     x: Float[Array, "N T H W I"],
     kernel: Float[Array, "kt kh kw I O"],
@@ -44,6 +43,8 @@ def conv3d(
         ValueError: channels, cache or kernel that do not fit each other.
     """
     _check(x, kernel, cache)
+    if kernel.shape[2] > 1:
+        x = without_padding(x)
     past, length = kernel.shape[0] - 1, x.shape[1]
     frames = x
     if past:

@@ -1,12 +1,12 @@
 """GroupNorm with a one-pass Welford variance, over any channel axis."""
 
-import functools
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
+
+from jax_kernels.layout import column_mask, jit_kernel, real_columns
 
 
 class Moments(NamedTuple):
@@ -32,21 +32,31 @@ def merge(a: Moments, b: Moments) -> Moments:
     )
 
 
-def _merge_equal(parts: Moments, axes: tuple[int, ...]) -> Moments:
+def _merge_equal(parts: Moments, axes: tuple[int, ...], column_axis: int) -> Moments:
     """Chan's formula for partial results of equal count lying along `axes`: all are merged at once.
+
+    Columns that only pad a width are left out.
 
     The means are averaged as differences from one of them: a plain float32 sum of many means near 1000
     loses digits.
     """
+    columns = parts.mean.shape[column_axis]
+
+    def of_real(values: Array) -> Array:
+        if column_axis not in axes or real_columns(columns) == columns:
+            return values
+        others = [axis for axis in range(values.ndim) if axis != column_axis]
+        return jnp.where(jnp.expand_dims(column_mask(columns), others), values, 0.0)
+
     size = 1
     for axis in axes:
-        size *= parts.mean.shape[axis]
+        size *= real_columns(columns) if axis == column_axis else parts.mean.shape[axis]
     origin = parts.mean
     for axis in axes:
         origin = lax.slice_in_dim(origin, 0, 1, axis=axis)
-    offset = jnp.mean(parts.mean - origin, axes, keepdims=True)
-    deviation = parts.mean - origin - offset
-    m2 = jnp.sum(parts.m2, axes) + parts.count * jnp.sum(deviation * deviation, axes)
+    offset = jnp.sum(of_real(parts.mean - origin), axes, keepdims=True) / size
+    deviation = of_real(parts.mean - origin - offset)
+    m2 = jnp.sum(of_real(parts.m2), axes) + parts.count * jnp.sum(deviation * deviation, axes)
     return Moments(parts.count * size, jnp.squeeze(origin + offset, axes), m2)
 
 
@@ -78,7 +88,7 @@ def moments(x: Float[Array, "N *rest"], *, num_groups: int, channel_axis: int = 
     )
     columns = Moments(length, *(_split_groups(part, num_groups) for part in columns[1:]))
     axes = (*range(1, columns.mean.ndim - 2), columns.mean.ndim - 1)
-    return _merge_equal(columns, axes)
+    return _merge_equal(columns, axes, column_axis=columns.mean.ndim - 3)
 
 
 def _split_groups(x: Array, num_groups: int) -> Array:
@@ -97,7 +107,7 @@ def check_groups(channels: int, num_groups: int) -> None:
         )
 
 
-@functools.partial(jax.jit, static_argnames=("num_groups", "eps", "channel_axis"))
+@jit_kernel(static_argnames=("num_groups", "eps", "channel_axis"))
 def group_norm(
     x: Float[Array, "N *rest"],
     weight: Float[Array, " C"] | None,

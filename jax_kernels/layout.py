@@ -1,7 +1,10 @@
-"""Small shared pieces: 2-D convolution over frames, precision, nearest upsampling."""
+"""Small shared pieces: padded columns, 2-D convolution over frames, precision, nearest upsampling."""
 
+import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from typing import ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +27,65 @@ def on_mesh() -> bool:
     return not jax.sharding.get_abstract_mesh().empty
 
 
+Parameters, Result = ParamSpec("Parameters"), TypeVar("Result")
+_share_of_columns: ContextVar[tuple[int, int]] = ContextVar("share of columns", default=(1, 1))
+
+
+@contextlib.contextmanager
+def padded_columns(real: int, padded: int) -> Iterator[None]:
+    """While it is open, kernels take the first `real` of every `padded` columns for the picture.
+
+    The rest fills up the last shards of a width that does not divide. What it holds reaches no other column:
+    kernels that look at neighbours see zeros there, and statistics leave it out.
+    """
+    token = _share_of_columns.set((real, padded))
+    try:
+        yield
+    finally:
+        _share_of_columns.reset(token)
+
+
+def real_columns(columns: int) -> int:
+    """How many of an activation's columns are the picture's."""
+    real, padded = _share_of_columns.get()
+    return columns * real // padded
+
+
+def column_mask(columns: int) -> jax.Array:
+    """Whether each column is the picture's, (W,)."""
+    return lax.iota(jnp.int32, columns) < real_columns(columns)
+
+
+def without_padding(x_NTHWC: jax.Array) -> jax.Array:
+    """`x` with zeros for the columns that are not the picture's."""
+    columns = x_NTHWC.shape[3]
+    if real_columns(columns) == columns:
+        return x_NTHWC
+    return jnp.where(column_mask(columns)[:, None], x_NTHWC, jnp.zeros((), x_NTHWC.dtype))
+
+
+def jit_kernel(
+    static_argnames: Sequence[str],
+) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
+    """`jax.jit` for a kernel of activations: what `padded_columns` says is part of what it is traced for."""
+
+    def decorate(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+        def traced(*args, share, **kwargs):
+            with padded_columns(*share):
+                return function(*args, **kwargs)
+
+        traced.__name__ = function.__name__  # what a compiled program calls its instructions after
+        compiled = jax.jit(traced, static_argnames=("share", *static_argnames))
+
+        @functools.wraps(function)
+        def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+            return compiled(*args, share=_share_of_columns.get(), **kwargs)
+
+        return call
+
+    return decorate
+
+
 def conv_frames(
     x_NTHWC: Float[Array, "N T H W I"],
     kernel_HWIO: Float[Array, "kh kw I O"],
@@ -32,13 +94,8 @@ def conv_frames(
     stride: int = 1,
 ) -> Float[Array, "N T H2 W2 O"]:
     """Convolves every frame by itself; the result is the float32 accumulator, not yet rounded to the input's
-    dtype.
-
-    A convolution with a stride over a mesh is rounded: where a width does not divide, XLA's partitioner pads
-    the operand of a bfloat16 convolution with a zero of the result's dtype, and then refuses the mixture.
-    """
+    dtype."""
     n, t = x_NTHWC.shape[:2]
-    result_dtype = x_NTHWC.dtype if stride > 1 and on_mesh() else jnp.float32
     y = lax.conv_general_dilated(
         x_NTHWC.reshape(n * t, *x_NTHWC.shape[2:]),
         kernel_HWIO,
@@ -46,7 +103,7 @@ def conv_frames(
         padding=padding,
         dimension_numbers=("NHWC", "HWIO", "NHWC"),
         precision=precision_for(x_NTHWC.dtype),
-        preferred_element_type=result_dtype,
+        preferred_element_type=jnp.float32,
     )
     return y.reshape(n, t, *y.shape[1:])
 

@@ -1,8 +1,5 @@
 """CogVideoX's up- and downsamplers: a factor of two in space by a 2-D convolution, in time where asked."""
 
-import functools
-
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
@@ -11,14 +8,16 @@ from jax_kernels.layout import (
     conv_frames,
     first_frame_stays,
     frames_first,
+    jit_kernel,
     pixels_first,
     repeat_nearest,
     select_frames,
     split_first_frame,
+    without_padding,
 )
 
 
-@functools.partial(jax.jit, static_argnames="expand_time")
+@jit_kernel(static_argnames=["expand_time"])
 def upsample(
     x: Float[Array, "N T H W I"],
     kernel: Float[Array, "kh kw I O"],
@@ -42,6 +41,7 @@ def upsample(
         2H x 2W pixels in `x`'s dtype; T2 is T, or with `expand_time` 2T (T even), 2T - 1 (T odd).
     """
     rows, columns = (kernel.shape[0] - 1) // 2, (kernel.shape[1] - 1) // 2
+    x = without_padding(x)
     doubled = lax.platform_dependent(x, tpu=_double_pixels_outside, default=_double_pixels)
     y = conv_frames(doubled, kernel, padding=((rows, rows), (columns, columns)))
     if bias is not None:
@@ -71,7 +71,7 @@ def _double_pixels_outside(x: Array) -> Array:
     return frames_first(doubled.reshape(2 * h, 2 * w, n, t, c))
 
 
-@functools.partial(jax.jit, static_argnames="compress_time")
+@jit_kernel(static_argnames=["compress_time"])
 def downsample(
     x: Float[Array, "N T H W I"],
     kernel: Float[Array, "kh kw I O"],
@@ -92,6 +92,7 @@ def downsample(
     Returns:
         H2 = H // 2 and W2 = W // 2 pixels in `x`'s dtype; T2 is T, or with `compress_time` (T + 1) // 2.
     """
+    x = without_padding(x)
     if compress_time and x.shape[1] > 1:
         *first, rest = split_first_frame(x)
         pairs = rest.reshape(rest.shape[0], rest.shape[1] // 2, 2, *rest.shape[2:])

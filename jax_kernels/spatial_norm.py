@@ -9,12 +9,19 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jax_kernels.group_norm import check_groups, moments, per_channel
-from jax_kernels.layout import frames_first, pixels_first, precision_for, repeat_nearest, split_first_frame
+from jax_kernels.layout import (
+    frames_first,
+    jit_kernel,
+    pixels_first,
+    precision_for,
+    repeat_nearest,
+    split_first_frame,
+)
 
 Activation = Literal["silu"]
 
 
-@functools.partial(jax.jit, static_argnames=("num_groups", "eps", "activation"))
+@jit_kernel(static_argnames=("num_groups", "eps", "activation"))
 def spatial_norm(
     x: Float[Array, "N T H W C"],
     zq: Float[Array, "N t h w Z"],

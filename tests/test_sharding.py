@@ -93,9 +93,10 @@ def test_chunks_and_caches_cross_the_border_in_shards_and_weights_are_copied(sto
     assert local_share(chunk.array) == 1 / 8
     assert chunk.array.shape == (1, 16, 3, 1, 96)
     result, cache = program.run(weights, chunk, None)
-    caches = jax.tree.leaves(cache, is_leaf=lambda part: isinstance(part, sharding.Padded))
-    assert {part.shape[1] for part in caches} == {90, 180, 360}  # H W N T C
-    for array in [result, *(part.array for part in caches)]:
+    caches = jax.tree.leaves(cache)
+    assert {part.shape[1] for part in caches} == {96, 192, 384}  # H W N T C
+    assert result.shape[4] == 360
+    for array in [result, *caches]:
         assert local_share(array) == 1 / 8
         assert [shard.data.shape[2] for shard in array.addressable_shards] == [array.shape[2]] * 8
 
@@ -146,51 +147,33 @@ KERNELS = ["conv3d", "downsample", "group_norm", "spatial_norm", "upsample"]
 
 def run_padded(function, x, fill=0.0):
     """A kernel on `x` (N, C, T, H, W) over eight devices, its padding filled; and what was compiled."""
-    placement = sharding.Placement(make_mesh(1, 8))
-    columns = -x.shape[4] % 8
-    filled = jnp.pad(x, ((0, 0),) * 4 + ((0, columns),), constant_values=fill)
+    placement = sharding.Placement(make_mesh(1, 8), unit=2)
+    filled = jnp.pad(x, placement.padding(x.shape), constant_values=fill)
     chunk = sharding.Padded(jax.device_put(filled, placement.sharding(x.shape)), x.shape)
 
-    def run(padded):
-        with jax.sharding.use_abstract_mesh(placement.mesh.abstract_mesh):
-            y = function(jnp.moveaxis(placement.enter(padded), 1, -1))
-        return placement.leave(jnp.moveaxis(y, -1, 1))
+    def network(chunk_NCTHW, cache):
+        return jnp.moveaxis(function(jnp.moveaxis(chunk_NCTHW, 1, -1)), -1, 1), cache
 
-    compiled = jax.jit(run).lower(chunk).compile()
+    compiled = jax.jit(lambda chunk: placement.trace(network, chunk, ())[0]).lower(chunk).compile()
     return compiled(chunk), compiled
 
 
-@pytest.mark.parametrize("width", [45, 10])
+@pytest.mark.parametrize("width", [46, 10])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_what_fills_the_padding_reaches_no_result(kernel, width):
     function = kernel_cases()[kernel]
-    x = jax.random.normal(jax.random.key(1), (1, 8, 3, 4, width)) + 1000
-    result, compiled = run_padded(function, x, fill=jnp.nan)
-    got = np.asarray(result.array)[..., : result.shape[-1]]
+    x = jax.random.normal(jax.random.key(1), (1, 8, 3, 8, width)) + 1000
+    got, compiled = run_padded(function, x, fill=jnp.nan)
     want = np.moveaxis(np.asarray(function(jnp.moveaxis(x, 1, -1))), -1, 1)
-    assert local_share(result.array) == 1 / 8
     assert reference.largest_error(got, want) < FLOAT32_RELATIVE
-    assert not any(i.collective == "all-gather" for i in sharding.instructions(compiled.as_text()))
-
-
-@pytest.mark.parametrize("columns", [180, 90])
-def test_a_strided_convolution_of_bfloat16_splits_a_width_that_does_not_divide(columns):
-    kernel = jax.random.normal(jax.random.key(0), (3, 3, 8, 8), jnp.bfloat16)
-    x = jax.random.normal(jax.random.key(1), (1, 8, 2, 4, columns), jnp.bfloat16)
-
-    def function(x):
-        return jax_kernels.downsample(x, kernel, None, compress_time=False)
-
-    result, _ = run_padded(function, x)
-    got = np.asarray(result.array, np.float32)[..., : result.shape[-1]]
-    want = np.moveaxis(np.asarray(function(jnp.moveaxis(x, 1, -1)), np.float32), -1, 1)
-    assert reference.largest_error(got, want) < 2**-8
+    gathered = [i.bytes for i in sharding.instructions(compiled.as_text()) if i.collective == "all-gather"]
+    assert not gathered
 
 
 @pytest.fixture(scope="module")
 def compiled_pair(stock):
     """The steady decode chunk on one device and what `report` finds of it on eight."""
-    shape = (1, 16, 5, 2, 90)
+    shape = (1, 16, 5, 2, 170)
     _, alone = sharding.compile_chunk(port(copy.deepcopy(stock)), shape)
     return alone, sharding.report(sharded(stock, 1, 8, move=False), shape)
 
@@ -205,7 +188,7 @@ def test_no_activation_is_gathered_and_a_norm_sends_numbers_only(compiled_pair):
     _, found = compiled_pair
     assert found.largest_all_gather_bytes == 0
     assert set(found.collectives) == {"collective-permute", "all-reduce"}
-    frames = 8 * 8 * 8 * 360 * 4  # the largest activation
+    frames = 8 * 8 * 8 * 680 * 4  # the largest activation
     for row in found.rows:
         # A group's mean and M2 are 4 numbers each.
         assert row.collectives.get("all-reduce", {"bytes": 0})["bytes"] <= 8 * 4 * 4
@@ -216,7 +199,7 @@ def test_no_activation_is_gathered_and_a_norm_sends_numbers_only(compiled_pair):
 def test_the_report_names_every_ported_layer_and_its_split(compiled_pair):
     _, found = compiled_pair
     rows = {row.layer: row for row in found.rows}
-    assert rows["decoder.conv_out"].shape == (1, 8, 8, 8, 360)
+    assert rows["decoder.conv_out"].shape == (1, 8, 8, 8, 704)  # of which 680 are the picture
     assert rows["decoder.conv_out"].shards == 8
     assert not [row.layer for row in found.rows if row.shards == 1]
     assert rows["decoder.conv_in"].collectives["collective-permute"]["count"] > 0

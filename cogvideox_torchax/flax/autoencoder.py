@@ -370,7 +370,7 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         """A function from a video's chunks, given in order, to their results; in tiles by a plan."""
         runtime.configure_compile_cache()
         network = EncoderChunk(self) if kind == "encode" else DecoderChunk(self, _network_kind(kind, plan))
-        placement = self._placement
+        placement = self._placement(kind)
         graph, state = nnx.split(network if placement is None else OnMesh(network, placement))
         if plan is None:
             return ChunkRun(graph, state, placement)
@@ -393,13 +393,13 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         move = functools.partial(spread, sharding=Placement(mesh).replicated)
         nnx.update(self, jax.tree.map(move, nnx.state(self, nnx.Param)))
 
-    @property
-    def _placement(self) -> "Placement | None":
+    def _placement(self, kind: Kind) -> "Placement | None":
         if self.mesh is None:
             return None
         from cogvideox_torchax.sharding import HWNTC, NTHWC, Placement
 
-        return Placement(self.mesh, NTHWC, cache_layout=HWNTC)
+        unit = self.config.spatial_scale if kind == "encode" else 1
+        return Placement(self.mesh, NTHWC, cache_layout=HWNTC, unit=unit)
 
     # Tiling and slicing
 

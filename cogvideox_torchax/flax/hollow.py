@@ -13,7 +13,7 @@ from cogvideox_torchax.flax.autoencoder import (
     run_chunk,
 )
 from cogvideox_torchax.flax.config import FlaxAutoencoderKLCogVideoXConfig
-from cogvideox_torchax.sharding import HWNTC, NTHWC, Padded, Placement
+from cogvideox_torchax.sharding import HWNTC, NTHWC, Placement
 
 
 class HollowProgram:
@@ -28,7 +28,8 @@ class HollowProgram:
 
     def __init__(self, config: dict[str, Any], kind: str, dtype: Any, mesh: Any = None):
         sizes = FlaxAutoencoderKLCogVideoXConfig.from_dict(config)
-        self._placement = None if mesh is None else Placement(mesh, NTHWC, cache_layout=HWNTC)
+        unit = sizes.spatial_scale if kind == "encode" else 1
+        self._placement = None if mesh is None else Placement(mesh, NTHWC, cache_layout=HWNTC, unit=unit)
 
         def network() -> nnx.Module:
             vae = FlaxAutoencoderKLCogVideoX(sizes, dtype=dtype, param_dtype=dtype, rngs=nnx.Rngs(0))
@@ -53,14 +54,7 @@ class HollowProgram:
     def cache_structs(self, weights: Any, chunk: Any) -> Any:
         """What stands for the cache after the first chunk."""
         cache = jax.eval_shape(lambda state, x: run_chunk(self._graph, state, x, None), weights, chunk)[1]
-        if self._placement is None:
-            return cache
-        stored = self._placement.of_caches
-        return jax.tree.map(
-            lambda part: stored.struct(part.shape, part.array.dtype),
-            cache,
-            is_leaf=lambda part: isinstance(part, Padded),
-        )
+        return cache if self._placement is None else self._placement.cache_structs(cache)
 
     def lower(self, weights: Any, chunk: Any, cache: Any = None) -> Any:
         """The program lowered for what stands for its arguments."""

@@ -4,9 +4,10 @@ Videos are split by width, in either layout: one video over both mesh axes, a ba
 over "dp" and by width over "tp". Another batch is split as one video is: padding it would cost each device a
 video's work, padding a width costs some columns. Time is never split, weights are copied to every device.
 
-Inside a compiled program XLA splits a width of 90 over 8 devices by itself, as 7 x 12 + 6 columns, and masks
-the columns that pad the last shard. At a program's border arrays have to divide, so they cross it padded to
-the same 8 x 12 columns (`Padded`): cutting the padding off moves nothing.
+A width that does not divide is padded where it enters (`Padded`): 90 latent columns over 8 devices to 8 x 12,
+and so 24, 48 and 96 columns a device at the levels above. Kernels know which columns are the picture's
+(`jax_kernels.layout.padded_columns`), and the padding is cut off what a user gets. Left to XLA, each level
+would be split for itself, as 180 into 23 and 360 into 45, and columns would travel at every one.
 """
 
 import contextlib
@@ -25,6 +26,7 @@ from torch import nn
 
 from cogvideox_torchax import runtime
 from cogvideox_torchax.modules import PORTED
+from jax_kernels.layout import padded_columns, real_columns
 
 AXES = ("dp", "tp")
 
@@ -90,7 +92,7 @@ def check_mesh(mesh: Any) -> Mesh:
 
 @dataclass(frozen=True)
 class Padded:
-    """An array as it crosses a program's border: split evenly, and the shape of what it stands for.
+    """A chunk as it enters a program: split evenly, and the shape of what it stands for.
 
     `shape` is static: a compiled program knows it, and two shapes with the same padding are two programs.
     """
@@ -110,11 +112,13 @@ class Placement:
         mesh: of `make_mesh`.
         layout: of the activations, chunks and results that are placed.
         cache_layout: of the caches between two chunks; as `layout` where None.
+        unit: columns of a chunk that stay together: those of one latent pixel.
     """
 
     mesh: Mesh
     layout: Layout = NCTHW
     cache_layout: Layout | None = None
+    unit: int = 1
 
     @property
     def of_caches(self) -> "Placement":
@@ -149,38 +153,36 @@ class Placement:
         return NamedSharding(self.mesh, PartitionSpec())
 
     def padding(self, shape: tuple[int, ...]) -> list[tuple[int, int]]:
-        """What makes every axis divide, at the end of each."""
-        return [(0, -size % parts) for size, parts in zip(shape, self.parts(self.spec(shape)), strict=True)]
+        """What makes every axis of a chunk divide, at its every level, at the end of each."""
+        units = [self.unit if axis == self.layout.column else 1 for axis in range(len(shape))]
+        parts = self.parts(self.spec(shape))
+        return [(0, -size % (n * unit)) for size, n, unit in zip(shape, parts, units, strict=True)]
 
     def constrain(self, x: jax.Array) -> jax.Array:
-        """Inside a program: `x` split by its spec, whether or not it divides."""
+        """Inside a program: `x` split by its spec."""
         return jax.lax.with_sharding_constraint(x, self.sharding(x.shape))
 
-    def enter(self, padded: Padded) -> jax.Array:
-        """Inside a program: the padding cut off; every column stays on its device."""
-        return jax.lax.slice(padded.array, (0,) * len(padded.shape), padded.shape)
-
-    def leave(self, x: jax.Array) -> Padded:
-        """Inside a program: padded, so that it can leave the program in its shards."""
-        return Padded(self.constrain(jnp.pad(x, self.padding(x.shape))), x.shape)
-
     def hand_out(self, x: jax.Array) -> jax.Array:
-        """Inside a program: split as a result that leaves it unpadded, see `result_spec`.
+        """Inside a program: the picture's columns, split as a result that leaves it, see `result_spec`.
 
         By width first: a result that leaves in rows or channels would otherwise have the layers before it
         computed so, their inputs gathered.
         """
-        sharding = NamedSharding(self.mesh, self.result_spec(x.shape))
-        return jax.lax.with_sharding_constraint(self.constrain(x), sharding)
+        column = self.layout.column
+        picture = jax.lax.slice_in_dim(self.constrain(x), 0, real_columns(x.shape[column]), axis=column)
+        sharding = NamedSharding(self.mesh, self.result_spec(picture.shape))
+        return jax.lax.with_sharding_constraint(picture, sharding)
 
     def trace(self, network: Callable[..., Any], chunk: Padded, cache: Any) -> tuple[jax.Array, Any]:
         """Inside a program: `network(chunk, cache)`, which gives (result, cache), split from end to end."""
-        stored = self.of_caches
-        cache = jax.tree.map(stored.enter, cache, is_leaf=lambda part: isinstance(part, Padded))
-        # The kernels ask for it: what is fastest on one device may gather on several.
-        with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
-            result, cache = network(self.enter(chunk), cache)
-        return self.hand_out(result), jax.tree.map(stored.leave, cache)
+        column = self.layout.column
+        # The kernels ask for both: what is fastest on one device may gather on several.
+        with (
+            jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh),
+            padded_columns(chunk.shape[column], chunk.array.shape[column]),
+        ):
+            result, cache = network(chunk.array, cache)
+            return self.hand_out(result), jax.tree.map(self.of_caches.constrain, cache)
 
     def put(self, chunk: Any) -> Padded:
         """A chunk, a NumPy array or one on JAX, split over the mesh.
@@ -207,6 +209,14 @@ class Placement:
         """What stands for `put`'s result when a program is compiled without data."""
         padded = tuple(size + after for size, (_, after) in zip(shape, self.padding(shape), strict=True))
         return Padded(jax.ShapeDtypeStruct(padded, dtype, sharding=self.sharding(shape)), shape)
+
+    def cache_structs(self, cache: Any) -> Any:
+        """What stands for a cache, of which the shapes are known, where it lies."""
+        stored = self.of_caches
+        return jax.tree.map(
+            lambda part: jax.ShapeDtypeStruct(part.shape, part.dtype, sharding=stored.sharding(part.shape)),
+            cache,
+        )
 
     def result_spec(self, shape: tuple[int, ...]) -> PartitionSpec:
         """How a result is split that a user gets, and so cannot be padded: by width as everything else, or,
@@ -290,9 +300,9 @@ def recorded(network: nn.Module) -> Iterator[dict[str, Layer]]:
 class ShardedProgram(runtime.ChunkProgram):
     """A chunk program over a mesh: chunks, caches and results cross its border in shards."""
 
-    def __init__(self, network: nn.Module, mesh: Mesh):
+    def __init__(self, network: nn.Module, mesh: Mesh, unit: int = 1):
         super().__init__(network)
-        self.placement = Placement(mesh, NCTHW, cache_layout=HWNTC)
+        self.placement = Placement(mesh, NCTHW, cache_layout=HWNTC, unit=unit)
         self.layers: dict[str, Layer] = {}
 
     def _trace(self, weights: dict[str, Any], chunk: Padded, cache: Any) -> Any:
@@ -316,8 +326,4 @@ class ShardedProgram(runtime.ChunkProgram):
         return weights, self.placement.struct(chunk, dtype)
 
     def cache_structs(self, weights: Any, chunk: Any) -> Any:
-        return jax.tree.map(
-            lambda part: self.placement.of_caches.struct(part.shape, part.array.dtype),
-            super().cache_structs(weights, chunk),
-            is_leaf=lambda part: isinstance(part, Padded),
-        )
+        return self.placement.cache_structs(super().cache_structs(weights, chunk))

@@ -11,7 +11,6 @@ from flax import nnx
 
 from cogvideox_torchax import make_mesh, port
 from cogvideox_torchax.flax import FlaxVAEForPipelines
-from cogvideox_torchax.sharding import Padded
 from cogvideox_torchax.tolerances import FLOAT32_RELATIVE, relative_error
 from tests import reference
 
@@ -85,12 +84,14 @@ def test_chunks_caches_and_results_lie_in_shards_and_weights_are_copied(eight):
         assert len(array.sharding.device_set) == 8
     run = eight.flax_vae.run("decode")
     result = run(jnp.zeros((1, 3, 1, 90, 16)))
-    caches = jax.tree.leaves(run._cache, is_leaf=lambda part: isinstance(part, Padded))
-    assert {part.shape[3] for part in caches} == {90, 180, 360}
-    for array in [result, *(part.array for part in caches)]:
+    caches = jax.tree.leaves(run._cache)  # H W N T C
+    assert {part.shape[1] for part in caches} == {96, 192, 384}
+    assert result.shape[3] == 360
+    for array, row, column in [(result, 2, 3), *((cache, 0, 1) for cache in caches)]:
         assert local_share(array) == 1 / 8
-        rows_and_columns = {shard.data.shape[2:4] for shard in array.addressable_shards}
-        assert rows_and_columns == {(array.shape[2], array.shape[3] // 8)}
+        for shard in array.addressable_shards:
+            assert shard.data.shape[row] == array.shape[row]
+            assert shard.data.shape[column] == array.shape[column] // 8
 
 
 def test_a_mesh_that_make_mesh_did_not_make_is_refused(eight):
