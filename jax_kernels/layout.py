@@ -4,7 +4,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from typing import ParamSpec, TypeVar
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ def on_mesh() -> bool:
     return not jax.sharding.get_abstract_mesh().empty
 
 
-Parameters, Result = ParamSpec("Parameters"), TypeVar("Result")
+Function = TypeVar("Function", bound=Callable[..., Any])
 _share_of_columns: ContextVar[tuple[int, int]] = ContextVar("share of columns", default=(1, 1))
 
 
@@ -64,13 +64,11 @@ def without_padding(x_NTHWC: jax.Array) -> jax.Array:
     return jnp.where(column_mask(columns)[:, None], x_NTHWC, jnp.zeros((), x_NTHWC.dtype))
 
 
-def jit_kernel(
-    static_argnames: Sequence[str],
-) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
+def jit_kernel(static_argnames: Sequence[str]) -> Callable[[Function], Function]:
     """`jax.jit` for a kernel of activations: what `padded_columns` says is part of what it is traced for."""
 
-    def decorate(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-        def traced(*args, share, **kwargs):
+    def decorate(function: Function) -> Function:
+        def traced(*args: Any, share: tuple[int, int], **kwargs: Any) -> Any:
             with padded_columns(*share):
                 return function(*args, **kwargs)
 
@@ -78,10 +76,10 @@ def jit_kernel(
         compiled = jax.jit(traced, static_argnames=("share", *static_argnames))
 
         @functools.wraps(function)
-        def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        def call(*args: Any, **kwargs: Any) -> Any:
             return compiled(*args, share=_share_of_columns.get(), **kwargs)
 
-        return call
+        return cast(Function, call)
 
     return decorate
 
