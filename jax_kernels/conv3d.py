@@ -43,6 +43,8 @@ def conv3d(
         ValueError: channels, cache or kernel that do not fit each other.
     """
     _check(x, kernel, cache)
+    if kernel.shape[2] > 1:
+        x = without_padding(x)
     past, length = kernel.shape[0] - 1, x.shape[1]
     frames = x
     if past:
@@ -62,8 +64,6 @@ def conv3d(
 
 
 def _convolve(frames: Array, kernel: Array, implementation: Implementation | None) -> Array:
-    if kernel.shape[2] > 1:
-        frames = without_padding(frames)
     if kernel.shape[0] == 1:
         return _summed(frames, kernel)
     if implementation is not None:
