@@ -23,6 +23,7 @@ from transformers.models.t5.modeling_t5 import T5EncoderModel as TransformersT5E
 
 import jax_kernels
 from cogvideox_torchax import runtime
+from cogvideox_torchax.modules import SiLU
 from cogvideox_torchax.runtime import on_jax, torch_view
 
 
@@ -33,15 +34,6 @@ class Linear(nn.Linear):
         if not on_jax(input):
             return super().forward(input)
         return torch_view(jax_kernels.linear)(input, self.weight, self.bias)
-
-
-class SiLU(nn.SiLU):
-    """SiLU in float32, rounded once."""
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        if not on_jax(input):
-            return super().forward(input)
-        return super().forward(input.float()).to(input.dtype)
 
 
 class LayerNorm(nn.LayerNorm):

@@ -50,6 +50,13 @@ class GroupNorm(nn.GroupNorm):
         )
 
 
+class SiLU(nn.SiLU):
+    """SiLU in float32, rounded once (`jax_kernels.silu`)."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return torch_view(jax_kernels.silu)(input) if on_jax(input) else super().forward(input)
+
+
 class SafeConv3d(diffusers_vae.CogVideoXSafeConv3d):
     """A 3-D convolution that is never cut into chunks of memory; XLA plans its own."""
 
@@ -172,6 +179,7 @@ class Downsample3D(CogVideoXDownsample3D):
 
 PORTED: dict[type[nn.Module], type[nn.Module]] = {
     nn.GroupNorm: GroupNorm,
+    nn.SiLU: SiLU,
     diffusers_vae.CogVideoXSafeConv3d: SafeConv3d,
     diffusers_vae.CogVideoXCausalConv3d: CausalConv3d,
     diffusers_vae.CogVideoXSpatialNorm3D: SpatialNorm3D,

@@ -12,7 +12,7 @@ it is the definition that the tests hold the fast forms to.
 
 from jax_kernels.attention import attention, rotate
 from jax_kernels.conv3d import conv3d
-from jax_kernels.dense import layer_norm, linear
+from jax_kernels.dense import layer_norm, linear, silu
 from jax_kernels.group_norm import group_norm
 from jax_kernels.resample import downsample, upsample
 from jax_kernels.spatial_norm import spatial_norm
@@ -25,6 +25,7 @@ __all__ = [
     "layer_norm",
     "linear",
     "rotate",
+    "silu",
     "spatial_norm",
     "upsample",
 ]

@@ -1,4 +1,4 @@
-"""The two layers that a transformer is made of besides attention: a matrix product, and LayerNorm."""
+"""What works on channels alone: a matrix product, LayerNorm, and SiLU."""
 
 import jax
 import jax.numpy as jnp
@@ -64,3 +64,9 @@ def layer_norm(
     if bias is not None:
         y = y + bias.astype(jnp.float32)
     return y.astype(x.dtype)
+
+
+@jax.jit
+def silu(x: Float[Array, "*any"]) -> Float[Array, "*any"]:
+    """`x * sigmoid(x)` in float32, rounded once, as PyTorch does; `jax.nn.silu` rounds the sigmoid too."""
+    return jax.nn.silu(x.astype(jnp.float32)).astype(x.dtype)

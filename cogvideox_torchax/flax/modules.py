@@ -126,7 +126,7 @@ def _activated_norm(
 ) -> jax.Array:
     """silu(norm(x)): a GroupNorm takes no latents, a spatial norm takes them and the activation too."""
     if zq_NthwC is None:
-        return jax.nn.silu(norm(x_NTHWC))
+        return jax_kernels.silu(norm(x_NTHWC))
     return norm(x_NTHWC, zq_NthwC, activation="silu")
 
 

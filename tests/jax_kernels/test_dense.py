@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from jax_kernels import layer_norm, linear
+from jax_kernels import layer_norm, linear, silu
 from tests.reference import largest_error
 
 
@@ -55,3 +55,9 @@ def test_layer_norm_has_its_statistics_in_float32():
 def test_channels_that_do_not_fit_are_named():
     with pytest.raises(ValueError, match="8 channels for a weight that takes 6"):
         linear(draw(2, 8), draw(4, 6))
+
+
+def test_silu_is_rounded_once():
+    x = jnp.asarray(np.random.default_rng(0).normal(size=1000), jnp.bfloat16)
+    want = torch.nn.functional.silu(torch.from_numpy(np.array(x, np.float32)).bfloat16())
+    np.testing.assert_array_equal(np.array(silu(x), np.float32), want.float().numpy())
