@@ -66,8 +66,20 @@ def made_up_report(*results, cases=((9, 16, 24),)):
 
 
 @pytest.mark.usefixtures("torchax_off")
-def test_a_tiny_run_writes_every_field(tmp_path, capsys):
-    arguments = ["--frames", "1", "--height", "16", "--width", "16", "--backends", "torch", "torchax"]
+def test_a_tiny_run_writes_every_field(model_directory, tmp_path, capsys):
+    arguments = [
+        "--model",
+        str(model_directory),
+        "--frames",
+        "1",
+        "--height",
+        "16",
+        "--width",
+        "16",
+        "--backends",
+        "torch",
+        "torchax",
+    ]
     arguments += ["--repetitions", "1", "--warmups", "0", "--rounds", "1", "--quiet", "--json"]
     assert cli.main(["bench", "ab", *arguments, "-o", str(tmp_path)]) == 0
     found = json.loads(capsys.readouterr().out)

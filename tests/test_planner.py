@@ -119,7 +119,7 @@ def test_a_job_that_does_not_fit_gets_the_largest_tile_that_does(model_directory
     assert change is not None
     assert change.peak_bytes <= chip.memory
     height, width = map(int, change.what.split()[1].split("x"))
-    assert 0.25 < height * width / (64 * 96) <= 0.5
+    assert 1 / 8 < height * width / (64 * 96) <= 1 / 2  # so small, not all memory goes with the pixels
     none = planner.Chip(1e12, 1e12, weights, 1e9)
     assert planner.smallest_tiling_that_fits(vae, job, devices, none, whole.peak_bytes) is None
 
