@@ -111,7 +111,7 @@ def test_a_plan_in_tiles_compiles_one_tile(model_directory, tmp_path, monkeypatc
 
 def test_a_job_that_does_not_fit_gets_the_largest_tile_that_does(model_directory):
     vae = hollow.hollow_vae(str(model_directory), torch.float32)
-    job, devices = planner.Job("decode", 1, 64, 96), jax.devices("cpu")
+    job, devices = planner.Job("decode", 1, 512, 768), jax.devices("cpu")
     (whole,) = planner.plan_programs(vae, job, devices, None)
     weights = sum(value.numel() * value.element_size() for value in vae.decoder.parameters())
     chip = planner.Chip(1e12, 1e12, weights + (whole.peak_bytes - weights) / 2, 1e9)
@@ -119,9 +119,30 @@ def test_a_job_that_does_not_fit_gets_the_largest_tile_that_does(model_directory
     assert change is not None
     assert change.peak_bytes <= chip.memory
     height, width = map(int, change.what.split()[1].split("x"))
-    assert 1 / 8 < height * width / (64 * 96) <= 1 / 2  # so small, not all memory goes with the pixels
+    assert 0.25 < height * width / (512 * 768) <= 0.5
     none = planner.Chip(1e12, 1e12, weights, 1e9)
     assert planner.smallest_tiling_that_fits(vae, job, devices, none, whole.peak_bytes) is None
+
+
+def test_a_job_that_does_not_fit_gets_the_fewest_chips_over_which_it_does(model_directory, monkeypatch):
+    job, dtype = planner.Job("decode", 1, 64, 512), torch.float32
+    vae = hollow.hollow_vae(str(model_directory), dtype)
+    (whole,) = planner.plan_programs(vae, job, jax.devices("cpu"), None)
+    weights = sum(value.numel() * value.element_size() for value in vae.decoder.parameters())
+    monkeypatch.setattr(planner, "topology_devices", lambda name: jax.devices("cpu"))
+
+    def fewest(share, topology="v6e:1x1"):
+        memory = weights + share * (whole.peak_bytes - weights)
+        monkeypatch.setitem(planner.CHIPS, "v6e", planner.Chip(1e12, 1e12, memory, 1e9))
+        return planner.smallest_mesh_that_fits(
+            str(model_directory), dtype, job, topology, 1, whole.peak_bytes
+        )
+
+    change = fewest(0.4)
+    assert change is not None
+    assert change.what == "--topology v6e:2x2 --tp 4"
+    assert change.peak_bytes <= planner.CHIPS["v6e"].memory
+    assert fewest(0.4, "v5p:2x2x1") is None  # a generation that comes in other grids
 
 
 def test_a_hollow_model_has_shapes_and_no_weights():

@@ -170,6 +170,19 @@ def test_what_fills_the_padding_reaches_no_result(kernel, width):
     assert not gathered
 
 
+@pytest.mark.parametrize("columns", [180, 90])
+def test_a_strided_convolution_of_bfloat16_splits_a_width_that_does_not_divide(columns):
+    kernel = jax.random.normal(jax.random.key(0), (3, 3, 8, 8), jnp.bfloat16)
+    x = jax.random.normal(jax.random.key(1), (1, 8, 2, 8, columns), jnp.bfloat16)
+
+    def function(x):
+        return jax_kernels.downsample(x, kernel, None, compress_time=False)
+
+    result, _ = run_padded(function, x)
+    want = np.moveaxis(np.asarray(function(jnp.moveaxis(x, 1, -1)), np.float32), -1, 1)
+    assert reference.largest_error(np.asarray(result, np.float32), want) < 2**-8
+
+
 @pytest.fixture(scope="module")
 def compiled_pair(stock):
     """The steady decode chunk on one device and what `report` finds of it on eight."""
