@@ -14,11 +14,12 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
     atexit.register(shutil.rmtree, os.environ["COGVIDEOX_TORCHAX_COMPILE_CACHE"], ignore_errors=True)
 os.environ["HF_HUB_OFFLINE"] = "1"
-# LLVM's optimizer is half of what compiling costs on a CPU, and the programs here run for milliseconds.
+# Optimizing is most of what compiling costs on a CPU, and the programs here run for milliseconds: LLVM's
+# passes are off, and fusions do without MLIR's.
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = (
         f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8 "
-        "--xla_backend_optimization_level=0"
+        "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
     )
 
 import copy

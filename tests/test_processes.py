@@ -28,7 +28,7 @@ def start(directory, code, count=2):
         port = found.getsockname()[1]
     environment = {
         **os.environ,
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0",
+        "XLA_FLAGS": os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=4"),
         "PYTHONPATH": str(Path(__file__).parent.parent),
     }
     return [
