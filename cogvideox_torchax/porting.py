@@ -1,16 +1,22 @@
-"""`port`: a loaded diffusers model or pipeline, made ready for torchax in place."""
+"""`port`: a loaded diffusers model or pipeline, made ready for torchax in place.
+
+Importing it lets diffusers' `from_pretrained` work while torchax is on (`loading`).
+"""
 
 import importlib.util
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
 
+from cogvideox_torchax.loading import load_without_torchax
 from cogvideox_torchax.modules import port_modules
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
 Portable = TypeVar("Portable")
+
+load_without_torchax()
 
 
 def port(model_or_pipeline: Portable, *, mesh: "Mesh | None" = None) -> Portable:

@@ -84,8 +84,7 @@ def test_torchax_may_be_turned_on_by_the_user_at_any_time(directory):
             torchax.disable_globally()
         if order == "before loading":
             torchax.enable_globally()
-        # torchax itself cannot read safetensors while it is on.
-        pipe = runtime.without_torchax(loaded, directory)
+        pipe = loaded(directory)
         if order == "after loading":
             torchax.enable_globally()
         port(pipe)
