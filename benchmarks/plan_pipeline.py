@@ -4,17 +4,16 @@ python benchmarks/plan_pipeline.py CASE ...      # minutes each
 python benchmarks/plan_pipeline.py               # draws what is kept
 """
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
 from cogvideox_torchax.cli import main
-from cogvideox_torchax.verify_report import table
+from cogvideox_torchax.planner import FORMAT
+from cogvideox_torchax.reports import fill, load, table
 
 RESULTS = Path(__file__).parent / "results"
 PAGE = Path(__file__).parent.parent / "docs" / "pipelines.md"
-MARKS = "<!-- network plans: begin -->", "<!-- network plans: end -->"
 EIGHT = "--topology v6e:2x4 --dp 2 --tp 4"
 LARGE = "--frames 81 --height 768 --width 1360"
 SMALL = "--frames 49 --height 480 --width 720"
@@ -34,14 +33,6 @@ HEAD = (
     "of it copies, s",
     "compile, s",
 )
-
-
-def draw(page: Path, plans: list[dict[str, Any]]) -> None:
-    """Puts the plans' table into a page between its marks."""
-    begin, end = MARKS
-    text = page.read_text()
-    before, after = text.split(begin)[0], text.split(end)[1]
-    page.write_text(f"{before}{begin}\n\n{table(HEAD, [_row(plan) for plan in plans])}\n\n{end}{after}")
 
 
 def _row(plan: dict[str, Any]) -> tuple[str, ...]:
@@ -64,4 +55,5 @@ def _row(plan: dict[str, Any]) -> tuple[str, ...]:
 if __name__ == "__main__":
     for case in sys.argv[1:]:
         main(["plan", *CASES[case].split(), "--json", str(RESULTS / f"network-{case}.json")])
-    draw(PAGE, [json.loads(path.read_text()) for path in sorted(RESULTS.glob("network-*.json"))])
+    plans = [load(path, FORMAT) for path in sorted(RESULTS.glob("network-*.json"))]
+    fill(PAGE, "network plans", table(HEAD, [_row(plan) for plan in plans]))

@@ -1,11 +1,8 @@
 """Kept plans as Markdown tables."""
 
-import json
-from pathlib import Path
 from typing import Any
 
-from cogvideox_torchax.planner import FORMAT
-from cogvideox_torchax.verify_report import table
+from cogvideox_torchax.reports import table
 
 GB = 1e9
 HEAD = (
@@ -24,18 +21,6 @@ HEAD = (
     "collectives",
     "compile, s",
 )
-
-
-def load(path: Path) -> dict[str, Any]:
-    """A plan as `plan --json` writes it; `ValueError` where the file is none, or of another version."""
-    try:
-        plan = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read as a plan ({error})") from error
-    found = plan.get("format") if isinstance(plan, dict) else None
-    if found != FORMAT:
-        raise ValueError(f"{path} is of format {found}, this version reads {FORMAT}: plan again")
-    return plan
 
 
 def markdown(plans: list[dict[str, Any]]) -> str:

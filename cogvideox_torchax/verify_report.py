@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from cogvideox_torchax.reports import pyplot, table
 from cogvideox_torchax.verify import Result
 
 FORMAT = "cogvideox-torchax-verify/1"
@@ -99,30 +100,8 @@ def markdown(results: list[Result], about: dict[str, Any]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    """A Markdown table with its columns lined up."""
-    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
-    lines = [head, tuple("-" * width for width in widths), *rows]
-    return "\n".join(
-        "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |"
-        for line in lines
-    )
-
-
 def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.2e}"
-
-
-def pyplot() -> Any:
-    """matplotlib, drawing into files; `ValueError` with the command that installs it where it is missing."""
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ValueError("drawing needs matplotlib: pip install 'cogvideox-torchax[bench]'") from error
-    matplotlib.use("Agg")
-    import matplotlib.pyplot
-
-    return matplotlib.pyplot
 
 
 def draw_layers(results: list[Result], path: Path) -> None:

@@ -174,7 +174,7 @@ def test_docs_are_redrawn_between_their_marks(tmp_path):
     (tmp_path / "results").mkdir()
     (tmp_path / "docs").mkdir()
     page = tmp_path / "docs" / "benchmarks.md"
-    runs, plans = ("\nstale\n".join(marks) for marks in (report.RUN_MARKS, report.PLAN_MARKS))
+    runs, plans = (f"<!-- {name}: begin -->\nstale\n<!-- {name}: end -->" for name in ("bench ab", "plan"))
     page.write_text(f"before\n{runs}\nbetween\n{plans}\nafter\n")
     found = made_up_report(merged(), cases=((9, 16, 24), (17, 16, 24), (9, 32, 48)))
     (tmp_path / "results" / "ab-x.json").write_text(json.dumps(found))

@@ -1,13 +1,12 @@
 """Results of `bench ab` as Markdown and as plots, and docs/benchmarks.md redrawn from kept results."""
 
-import json
 from pathlib import Path
 from typing import Any
 
-from cogvideox_torchax import plan_report
+from cogvideox_torchax import plan_report, planner
 from cogvideox_torchax.bench.ab import FORMAT
 from cogvideox_torchax.bench.worker import KINDS
-from cogvideox_torchax.verify_report import pyplot, table
+from cogvideox_torchax.reports import fill, load, pyplot, table, write_json, write_text
 
 HEAD = (
     "backend",
@@ -25,20 +24,6 @@ HEAD = (
     "host, MB",
     "device, MB",
 )
-RUN_MARKS = "<!-- bench ab: begin -->", "<!-- bench ab: end -->"
-PLAN_MARKS = "<!-- plan: begin -->", "<!-- plan: end -->"
-
-
-def load(path: Path) -> dict[str, Any]:
-    """A result file; `ValueError` where it is none, or of another version."""
-    try:
-        report = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read as a result ({error})") from error
-    found = report.get("format") if isinstance(report, dict) else None
-    if found != FORMAT:
-        raise ValueError(f"{path} is of format {found}, this version reads {FORMAT}: run the benchmark again")
-    return report
 
 
 def markdown(report: dict[str, Any]) -> str:
@@ -199,26 +184,13 @@ def _saved(figure: Any, path: Path) -> Path:
     return path
 
 
-def write_json(report: dict[str, Any], directory: Path, stem: str) -> Path:
-    """The run as `directory`/`stem`.json."""
-    return _write(directory / f"{stem}.json", json.dumps(report, indent=1) + "\n")
-
-
 def write(report: dict[str, Any], directory: Path, stem: str) -> list[Path]:
     """JSON, Markdown and plots of one run; returns what was written."""
     return [
-        write_json(report, directory, stem),
-        _write(directory / f"{stem}.md", markdown(report)),
+        write_json(directory / f"{stem}.json", report),
+        write_text(directory / f"{stem}.md", markdown(report)),
         *draw(report, directory, stem),
     ]
-
-
-def _write(path: Path, text: str) -> Path:
-    from cogvideox_torchax.video import whole_file
-
-    with whole_file(path) as temporary:
-        Path(temporary).write_text(text)
-    return path
 
 
 def redraw(results: Path, docs: Path) -> None:
@@ -227,19 +199,11 @@ def redraw(results: Path, docs: Path) -> None:
     images.mkdir(parents=True, exist_ok=True)
     runs = []
     for path in sorted(results.glob("ab*.json")):
-        report = load(path)
+        report = load(path, FORMAT)
         plots = draw(report, images, path.stem)
         runs += [f"### {path.stem}", markdown(report).rstrip()]
         runs += [f"![{plot.stem}](images/{plot.name})" for plot in plots]
-    plans = [plan_report.load(path) for path in sorted(results.glob("plan*.json"))]
+    plans = [load(path, planner.FORMAT) for path in sorted(results.glob("plan*.json"))]
     page = docs / "benchmarks.md"
-    text = page.read_text()
-    for (begin, end), drawn in (
-        (RUN_MARKS, "\n\n".join(runs)),
-        (PLAN_MARKS, plan_report.markdown(plans).rstrip()),
-    ):
-        if begin not in text or end not in text:
-            raise ValueError(f"{page} has no lines {begin} and {end} between which the results go")
-        before, after = text.split(begin)[0], text.split(end)[1]
-        text = f"{before}{begin}\n\n{drawn}\n\n{end}{after}"
-    page.write_text(text)
+    fill(page, "bench ab", "\n\n".join(runs))
+    fill(page, "plan", plan_report.markdown(plans))

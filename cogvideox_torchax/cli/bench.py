@@ -45,6 +45,7 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
+    from cogvideox_torchax import reports
     from cogvideox_torchax.bench import ab, report
 
     common.quiet_libraries()
@@ -54,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
         from cogvideox_torchax import checkpoint
 
         checkpoint.check_directory(directory)
-    output = None if args.output is None else _output_directory(args.output)
+    output = None if args.output is None else common.report_directory(args.output)
     options = ab.Options(
         model=str(directory.resolve()) if directory.exists() else args.model,
         backends=tuple(dict.fromkeys(args.backends)),
@@ -68,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
 
     def keep(found: dict[str, Any]) -> None:
         if output is not None:
-            report.write_json(found, output, args.name)
+            reports.write_json(output / f"{args.name}.json", found)
 
     found = ab.run(options, cases, say, keep)
     print(json.dumps(found) if args.json else report.markdown(found))
@@ -77,15 +78,3 @@ def run(args: argparse.Namespace) -> int:
             common.say(f"wrote {path}")
     statuses = [result["status"] for case in found["cases"] for result in case["results"]]
     return 1 if not statuses or "wrong" in statuses or "ok" not in statuses else 0
-
-
-def _output_directory(name: str) -> Path:
-    from cogvideox_torchax.verify_report import pyplot
-
-    pyplot()  # missing? say so before the work, not after it
-    path = Path(name)
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"cannot write into {path}: {error.strerror}") from error
-    return path

@@ -178,6 +178,19 @@ class Stopwatch:
         return time.perf_counter() - self._start
 
 
+def report_directory(name: str) -> Path:
+    """A directory for a report with plots, made where it is not there yet."""
+    from cogvideox_torchax import reports
+
+    reports.pyplot()  # missing? say so before the work, not after it
+    path = Path(name)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"cannot write into {path}: {error.strerror}") from error
+    return path
+
+
 def versions() -> dict[str, str]:
     """Of the packages that a figure depends on."""
     import importlib.metadata

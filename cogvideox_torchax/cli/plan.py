@@ -1,7 +1,6 @@
 """`plan`: compiles for a TPU on a machine that has none, and says whether it fits and how long it takes."""
 
 import argparse
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,10 +69,14 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    from cogvideox_torchax import hollow, planner
+    from cogvideox_torchax import hollow, planner, reports, video
 
     if args.layers and args.dp * args.tp == 1:
         raise ValueError("--layers tells what lies where on a mesh: pass --dp or --tp")
+    if args.json:
+        video.check_output(args.json)  # before the work, not after it
+    if args.save_hlo:
+        Path(args.save_hlo).mkdir(parents=True, exist_ok=True)
     common.quiet_libraries()
     dtype = common.parse_dtype(args.dtype)
     vae = hollow.hollow_vae(args.model, dtype)
@@ -95,8 +98,7 @@ def run(args: argparse.Namespace) -> int:
         programs.append(program)
         _print_program(program, chip)
         if args.save_hlo:
-            Path(args.save_hlo).mkdir(parents=True, exist_ok=True)
-            (Path(args.save_hlo) / f"{job.kind}_{program.name}.hlo.txt").write_text(program.text)
+            reports.write_text(Path(args.save_hlo) / f"{job.kind}_{program.name}.hlo.txt", program.text)
     summary = _summary(job, len(pieces), job.tiles(vae), programs, chip)
     common.print_report(summary, as_json=False)
     _print_layers(programs[-1].layers if args.layers else [])
@@ -113,20 +115,8 @@ def run(args: argparse.Namespace) -> int:
         advice = {f"with {what}": f"{size:.2f} GiB" for what, size in summary["would_fit"].items()}
         common.print_report(advice or {"would fit": "nothing that was tried"}, as_json=False)
     if args.json:
-        document = {
-            "format": planner.FORMAT,
-            "job": vars(job),
-            "topology": args.topology if chip else "cpu",
-            "mesh": mesh,
-            "backend": args.backend,
-            "dtype": args.dtype,
-            "model": args.model,
-            "versions": common.versions(),
-            "programs": [program.as_json() for program in programs],
-            "summary": summary,
-            "layers": [vars(row) for row in programs[-1].layers] if args.layers else [],
-        }
-        Path(args.json).write_text(json.dumps(document, indent=1) + "\n")
+        layers = [vars(row) for row in programs[-1].layers] if args.layers else []
+        _write_json(args, vars(job), programs, summary, backend=args.backend, layers=layers)
     return 0
 
 
@@ -144,7 +134,7 @@ def _target(args: argparse.Namespace) -> "tuple[Chip | None, list[Any]]":
 
 def _run_network(args: argparse.Namespace, vae: "AutoencoderKLCogVideoX") -> int:
     """The plan of a pipeline's transformer or of its text encoder."""
-    from cogvideox_torchax import planner, planner_pipeline, runtime
+    from cogvideox_torchax import planner_pipeline, runtime
 
     runtime.enable()
     chip, devices = _target(args)
@@ -161,19 +151,33 @@ def _run_network(args: argparse.Namespace, vae: "AutoencoderKLCogVideoX") -> int
     table = planner_pipeline.table(plan, chip)
     common.print_report(table, as_json=False)
     if args.json:
-        document = {
-            "format": planner.FORMAT,
-            "job": {name: getattr(args, name) for name in ("network", "frames", "height", "width")},
-            "topology": args.topology if chip else "cpu",
-            "mesh": mesh,
-            "dtype": args.dtype,
-            "model": args.model,
-            "versions": common.versions(),
-            "programs": [plan.program.as_json()],
-            "summary": table,
-        }
-        Path(args.json).write_text(json.dumps(document, indent=1) + "\n")
+        job = {name: getattr(args, name) for name in ("network", "frames", "height", "width")}
+        _write_json(args, job, [plan.program], table)
     return 0
+
+
+def _write_json(
+    args: argparse.Namespace,
+    job: dict[str, Any],
+    programs: "list[ProgramPlan]",
+    summary: dict[str, Any],
+    **more: Any,
+) -> None:
+    """The plan as `benchmarks/` keeps it."""
+    from cogvideox_torchax import planner, reports
+
+    document = {
+        "format": planner.FORMAT,
+        "job": job,
+        "topology": args.topology if args.platform == "tpu" else "cpu",
+        "mesh": {"dp": args.dp, "tp": args.tp},
+        "dtype": args.dtype,
+        "model": args.model,
+        "versions": common.versions(),
+        "programs": [program.as_json() for program in programs],
+        "summary": summary,
+    }
+    reports.write_json(Path(args.json), document | more)
 
 
 def _tile(text: str | None, vae: "AutoencoderKLCogVideoX") -> tuple[int, int] | None:

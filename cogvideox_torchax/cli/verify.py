@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     common.quiet_libraries()
     for backend in args.backends:
         verify.require_backend(backend)
-    output = None if args.output is None else _output_directory(args.output)
+    output = None if args.output is None else common.report_directory(args.output)
     x = _video(args)
     reference = verify.load_reference(common.load_vae(args.model, "torch", "float32"))
     say = common.say if not args.quiet else lambda line: None
@@ -96,24 +96,10 @@ def _video(args: argparse.Namespace) -> "torch.Tensor":
     return torch.rand(shape, generator=generator) * 2 - 1
 
 
-def _output_directory(name: str) -> Path:
-    from cogvideox_torchax import verify_report
-
-    verify_report.pyplot()  # missing? say so before the work, not after it
-    path = Path(name)
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"cannot write into {path}: {error.strerror}") from error
-    return path
-
-
 def _write(output: Path, results: "list[Result]", about: dict[str, Any]) -> None:
-    from cogvideox_torchax import verify_report
+    from cogvideox_torchax import reports, verify_report
 
-    with video.whole_file(output / "verify.json") as temporary:
-        Path(temporary).write_text(json.dumps(verify_report.as_json(results, about), indent=1) + "\n")
-    with video.whole_file(output / "verify.md") as temporary:
-        Path(temporary).write_text(verify_report.markdown(results, about))
+    reports.write_json(output / "verify.json", verify_report.as_json(results, about))
+    reports.write_text(output / "verify.md", verify_report.markdown(results, about))
     with video.whole_file(output / "verify.png") as temporary:
-        verify_report.draw_layers(results, Path(temporary))
+        verify_report.draw_layers(results, temporary)
