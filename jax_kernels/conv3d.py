@@ -7,7 +7,15 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from jax_kernels.layout import conv_frames, jit_kernel, precision_for, select_frames, without_padding
+from jax_kernels.layout import (
+    conv_frames,
+    jit_kernel,
+    kept_pixels_first,
+    on_mesh,
+    precision_for,
+    select_frames,
+    without_padding,
+)
 
 Implementation = Literal["direct", "summed", "folded"]
 
@@ -55,6 +63,8 @@ def conv3d(
     if bias is not None:
         y = y + bias.astype(jnp.float32)
     y = y.astype(x.dtype)
+    if _is_large(x) and y.shape[-1] >= 128 and not on_mesh():  # fewer channels would fill a tile with nothing
+        y = kept_pixels_first(y)
     if not past:
         return y, None
     # From x alone where it is long enough, and after the old cache was read: a donated cache whose memory is
@@ -79,8 +89,11 @@ def _for_tpu(frames: Array, kernel: Array):
     The 3-D form wins while a frame is small; on large ones its relayouts cost more than folding the taps'
     copies.
     """
-    pixels = frames.shape[2] * frames.shape[3]
-    return _direct if pixels <= 120 * 180 else _folded
+    return _folded if _is_large(frames) else _direct
+
+
+def _is_large(frames: Array) -> bool:
+    return frames.shape[2] * frames.shape[3] > 120 * 180
 
 
 def _direct(frames: Array, kernel: Array) -> Array:

@@ -97,7 +97,7 @@ def _split_groups(x: Array, num_groups: int) -> Array:
 
 def per_channel(stat_NG: Float[Array, "N G"], channels: int) -> Float[Array, "N C"]:
     """A group's statistic, once for each of its channels."""
-    return jnp.repeat(stat_NG, channels // stat_NG.shape[1], axis=1, total_repeat_length=channels)
+    return jnp.repeat(stat_NG, channels // stat_NG.shape[1], axis=1)
 
 
 def check_groups(channels: int, num_groups: int) -> None:

@@ -129,7 +129,8 @@ def _modulate_frames_inside(
     There, repeating a row is a broadcast over an outer axis, which costs nothing inside a fusion: two
     multiply-adds a pixel are less than a pass that makes them one. The barriers keep XLA from moving the
     reshape past the multiplication: it would then write the broadcast `y` and `b` out, in float32 and at full
-    size (v6e, a block at 8 x 480 x 720 x 128: 61 ms instead of 41).
+    size (v6e, a block at 8 x 480 x 720 x 128: 61 ms instead of 41). Without an activation nothing keeps what
+    comes after from being fused.
     """
     # Not before the statistics: the compiler would compute the `y` and `b` of all norms first, and keep them.
     zq_hWNTZ, _ = lax.optimization_barrier((pixels_first(zq), scale_NC))
@@ -139,7 +140,9 @@ def _modulate_frames_inside(
     rows = lax.optimization_barrier(pixels_first(x).reshape(h, x.shape[2] // h, w, n, t, c))
     normed = rows.astype(jnp.float32) * scale_NC[:, None] + shift_NC[:, None]
     result = _activate(normed * y[:, None] + b[:, None], activation)
-    result = lax.optimization_barrier(result.astype(x.dtype))
+    result = result.astype(x.dtype)
+    if activation is not None:
+        result = lax.optimization_barrier(result)
     return frames_first(result.reshape(x.shape[2], w, n, t, c))
 
 
