@@ -32,12 +32,13 @@ from tests import reference
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """The tests of a file stay in one process, so that what they share is compiled once; its Flax cases share
-    nothing with the others."""
+    """The tests of a file stay in one process, so that what they share is compiled once; its cases of Flax
+    and of a mesh share nothing with the others."""
     for item in items:
         parameters = getattr(item, "callspec", None)
-        flax = parameters is not None and parameters.params.get("backend") == "flax"
-        item.add_marker(pytest.mark.xdist_group(f"{item.path.name}{' flax' if flax else ''}"))
+        backend = str(parameters.params.get("backend", "")) if parameters else ""
+        apart = backend if backend.startswith("flax") or "over" in backend else ""
+        item.add_marker(pytest.mark.xdist_group(f"{item.path.name} {apart}"))
 
 
 @pytest.fixture(scope="session")
@@ -66,6 +67,26 @@ def flax_vae(small_vae):
     from cogvideox_torchax.flax import FlaxVAEForPipelines
 
     return FlaxVAEForPipelines.from_diffusers(small_vae)
+
+
+@pytest.fixture(scope="session")
+def jax_vae_on_eight(small_vae):
+    """`jax_vae`, one video over eight devices."""
+    return reference.on_jax(port_to_eight(copy.deepcopy(small_vae)))
+
+
+@pytest.fixture(scope="session")
+def flax_vae_on_eight(small_vae):
+    """`flax_vae`, one video over eight devices."""
+    from cogvideox_torchax.flax import FlaxVAEForPipelines
+
+    return port_to_eight(FlaxVAEForPipelines.from_diffusers(small_vae))
+
+
+def port_to_eight(vae):
+    from cogvideox_torchax import make_mesh, port
+
+    return port(vae, mesh=make_mesh(1, 8))
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ from tests import reference
 
 LATENT_FRAMES = [1, 2, 3, 4, 5, 8, 9, 13]
 SAMPLE_FRAMES = [1, 5, 8, 9, 13, 16, 17, 29, 32, 33, 49]
-ODD_FRAMES = [2, 7, 12]
+ODD_FRAMES = [2, 3, 6, 7, 10, 12, 15]
 """Counts that no whole number of latent frames decodes to, and that diffusers encodes all the same."""
 
 
@@ -37,11 +37,22 @@ def run_encode(backend, x):
 BACKENDS = {"torch": "native_vae", "torchax": "jax_vae", "flax": "flax_vae"}
 
 
+BACKENDS_AND_MESHES = {
+    **BACKENDS,
+    "torchax over eight devices": "jax_vae_on_eight",
+    "flax over eight devices": "flax_vae_on_eight",
+}
+"""The contract's latents are five columns wide, which fill five of the eight."""
+
+on_meshes_too = pytest.mark.parametrize("backend", BACKENDS_AND_MESHES, indirect=True)
+
+
 @pytest.fixture(params=BACKENDS)
 def backend(request):
-    return request.getfixturevalue(BACKENDS[request.param])
+    return request.getfixturevalue(BACKENDS_AND_MESHES[request.param])
 
 
+@on_meshes_too
 @pytest.mark.parametrize("frames", LATENT_FRAMES)
 def test_decode_equals_diffusers(small_vae, backend, frames):
     z = reference.latents(frames)
@@ -52,6 +63,7 @@ def test_decode_equals_diffusers(small_vae, backend, frames):
     assert relative_error(got, want) < FLOAT32_RELATIVE
 
 
+@on_meshes_too
 @pytest.mark.parametrize("frames", SAMPLE_FRAMES + ODD_FRAMES)
 def test_encode_equals_diffusers(small_vae, backend, frames):
     x = reference.video(frames)
@@ -113,7 +125,7 @@ def test_bfloat16_is_as_near_to_float32_as_pytorch(small_vae, frames):
 
 TILINGS = {
     "columns, several chunks": (
-        (4, 4, 9),
+        (4, 6, 9),
         {"tile_overlap_factor_height": 1 / 3, "tile_overlap_factor_width": 1 / 2},
     ),
     "rows and columns, a narrow last tile": (
@@ -190,6 +202,7 @@ def test_a_sampled_posterior_draws_what_pytorch_draws(small_vae, jax_vae):
     assert relative_error(runtime.to_torch(got), want) < FLOAT32_RELATIVE
 
 
+@on_meshes_too
 def test_streams_equal_the_whole(small_vae, backend):
     z, x = reference.latents(5), reference.video(17)
     frames = list(backend.decode_stream(z))
