@@ -8,7 +8,7 @@ import pytest
 import torch
 import torchax
 
-from cogvideox_torchax import port, runtime
+from cogvideox_torchax import make_mesh, port, runtime
 from cogvideox_torchax.tolerances import relative_error
 from tests import pipelines
 
@@ -140,6 +140,23 @@ def test_a_lora_loaded_before_porting_scaled_after_it_and_one_unloaded(directory
     ported.set_adapters(["drawn"], [0.5])
     assert relative_error(run(ported), want_half) < 1e-4
     assert relative_error(run(ported, attention_kwargs={"scale": 0.5}), want_scaled) < 1e-4
+
+
+@pytest.mark.usefixtures("torchax_off")
+@pytest.mark.parametrize(("dp", "tp"), [(1, 8), (2, 4)])
+def test_a_lora_over_a_mesh_and_one_unloaded_before(directory, lora, dp, tp):
+    stock, ported, unloaded = (loaded(directory) for _ in range(3))
+    for pipe in (stock, ported, unloaded):
+        pipe.load_lora_weights(lora)
+    want = frames(stock, output_type="latent")
+    got = runtime.to_torch(frames(port(ported, mesh=make_mesh(dp, tp)), output_type="latent"))
+    assert relative_error(got, want) < 1e-4
+    for pipe in (stock, unloaded):
+        pipe.unload_lora_weights()
+    want_plain = frames(stock, output_type="latent")
+    assert relative_error(want_plain, want) > 0.01
+    got = runtime.to_torch(frames(port(unloaded, mesh=make_mesh(dp, tp)), output_type="latent"))
+    assert relative_error(got, want_plain) < 1e-4
 
 
 @pytest.mark.usefixtures("torchax_off")
