@@ -169,7 +169,36 @@ def _pick_frames(x_NTHWC: jax.Array, after_NTHWC: jax.Array | None = None, *, in
     if after_NTHWC is not None and not on_mesh():  # over a mesh that one number would have to travel
         # A zero that XLA cannot see through: it drops barriers before it decides what comes first.
         picks = picks + jnp.minimum(jnp.abs(after_NTHWC[0, 0, 0, 0, 0]), 0)
-    return jnp.einsum("st,nthwc->nshwc", picks, x_NTHWC, precision=precision_for(x_NTHWC.dtype))
+    return _mix_frames(picks, x_NTHWC)
+
+
+def _mix_frames(weights_ST: jax.Array, x_NTHWC: jax.Array) -> jax.Array:
+    return jnp.einsum("st,nthwc->nshwc", weights_ST, x_NTHWC, precision=precision_for(x_NTHWC.dtype))
+
+
+def average_pairs(x_NTHWC: jax.Array) -> jax.Array:
+    """The means of pairs of frames, float32 rounded once; an odd batch keeps its first frame as it is.
+
+    On a TPU a product with halves, which are exact: reducing pairs of sublanes takes 25.6 ms there (v6e,
+    8 x 480 x 720 x 128).
+    """
+    return lax.platform_dependent(x_NTHWC, tpu=_average_by_product, default=_average)
+
+
+def _average(x_NTHWC: jax.Array) -> jax.Array:
+    *first, rest = split_first_frame(x_NTHWC)
+    pairs = rest.reshape(rest.shape[0], rest.shape[1] // 2, 2, *rest.shape[2:])
+    return jnp.concatenate([*first, jnp.mean(pairs.astype(jnp.float32), axis=2).astype(rest.dtype)], axis=1)
+
+
+def _average_by_product(x_NTHWC: jax.Array) -> jax.Array:
+    length = x_NTHWC.shape[1]
+    kept = length % 2
+    weights = np.zeros((kept + length // 2, length))
+    weights[:kept, :kept] = 1
+    for pair in range(length // 2):
+        weights[kept + pair, kept + 2 * pair : kept + 2 * pair + 2] = 0.5
+    return _mix_frames(jnp.asarray(weights, x_NTHWC.dtype), x_NTHWC)
 
 
 def first_frame_stays(frames: int) -> bool:

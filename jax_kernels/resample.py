@@ -5,6 +5,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jax_kernels.layout import (
+    average_pairs,
     conv_frames,
     first_frame_stays,
     frames_first,
@@ -12,7 +13,6 @@ from jax_kernels.layout import (
     pixels_first,
     repeat_nearest,
     select_frames,
-    split_first_frame,
     without_padding,
 )
 
@@ -94,10 +94,7 @@ def downsample(
     """
     x = without_padding(x)
     if compress_time and x.shape[1] > 1:
-        *first, rest = split_first_frame(x)
-        pairs = rest.reshape(rest.shape[0], rest.shape[1] // 2, 2, *rest.shape[2:])
-        mean = jnp.mean(pairs.astype(jnp.float32), axis=2).astype(x.dtype)
-        x = jnp.concatenate([*first, mean], axis=1)
+        x = average_pairs(x)
     y = conv_frames(x, kernel, padding=((0, 1), (0, 1)), stride=2)
     if bias is not None:
         y = y + bias.astype(jnp.float32)

@@ -51,6 +51,17 @@ def test_picked_frames_are_the_selected_ones(dtype, frames):
     np.testing.assert_array_equal(np.array(layout.select_frames(x, frames)), np.array(picked))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("frames", [2, 3, 8, 9])
+def test_pairs_averaged_by_a_product_are_the_means(dtype, frames):
+    x = _frames(frames, dtype)
+    got, want = layout._average_by_product(x), layout._average(x)
+    assert got.dtype == dtype
+    np.testing.assert_array_equal(np.array(got), np.array(want))
+    pairs = np.array(x, np.float32)[:, frames % 2 :].reshape(2, frames // 2, 2, 4, 6, 3)
+    np.testing.assert_array_equal(np.array(want)[:, frames % 2 :], pairs.mean(2).astype(want.dtype))
+
+
 def test_pixels_first_and_back():
     x = _frames()
     assert layout.pixels_first(x).shape == (4, 6, 2, 4, 3)
