@@ -68,18 +68,30 @@ class SafeConv3d(diffusers_vae.CogVideoXSafeConv3d):
 
 
 class CausalConv3d(diffusers_vae.CogVideoXCausalConv3d):
-    """The causal convolution as one call, cache in and cache out (`jax_kernels.conv3d`)."""
+    """The causal convolution as one call, cache in and cache out (`jax_kernels.conv3d`).
+
+    `residual` is added to the result.
+    """
 
     def forward(
-        self, inputs: torch.Tensor, conv_cache: torch.Tensor | None = None
+        self,
+        inputs: torch.Tensor,
+        conv_cache: torch.Tensor | None = None,
+        *,
+        residual: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         conv = self.conv
         plain = conv.stride == (1, 1, 1) and conv.dilation == (1, 1, 1) and self.pad_mode != "replicate"
         if not on_jax(inputs) or not plain:
-            return super().forward(inputs, conv_cache)  # pyright: ignore[reportReturnType]
+            y, new_cache = super().forward(inputs, conv_cache)
+            return y if residual is None else y + residual, new_cache
         cache = None if conv_cache is None else _channels_last(conv_cache)
         y, new_cache = torch_view(jax_kernels.conv3d)(
-            _channels_last(inputs), _kernel_last(conv.weight), conv.bias, cache
+            _channels_last(inputs),
+            _kernel_last(conv.weight),
+            conv.bias,
+            cache,
+            residual=None if residual is None else _channels_last(residual),
         )
         return _channels_first(y), None if new_cache is None else _channels_first(new_cache)
 
@@ -135,9 +147,9 @@ class ResnetBlock3D(diffusers_vae.CogVideoXResnetBlock3D):
         hidden = self._activated(self.norm1, inputs, zq)
         hidden, new_cache["conv1"] = self.conv1(hidden, conv_cache=cache.get("conv1"))
         hidden = self._activated(self.norm2, hidden, zq)
-        hidden, new_cache["conv2"] = self.conv2(hidden, conv_cache=cache.get("conv2"))
         shortcut = inputs if self.in_channels == self.out_channels else self.conv_shortcut(inputs)
-        return hidden + shortcut, new_cache
+        hidden, new_cache["conv2"] = self.conv2(hidden, conv_cache=cache.get("conv2"), residual=shortcut)
+        return hidden, new_cache
 
     def _activated(self, norm: nn.Module, hidden: torch.Tensor, zq: torch.Tensor | None) -> torch.Tensor:
         if zq is None:

@@ -27,6 +27,7 @@ def conv3d(
     bias: Float[Array, " O"] | None = None,
     cache: Float[Array, "N kt-1 H W I"] | None = None,
     *,
+    residual: Float[Array, "N T H W O"] | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "N T H W O"], Float[Array, "N kt-1 H W I"] | None]:
     """3-D convolution, causal in time and zero-padded to the same size in space.
@@ -40,6 +41,7 @@ def conv3d(
         kernel: odd in space; `x`'s dtype.
         bias: (O,), or None.
         cache: what the call on the frames before returned; None at the start.
+        residual: added to the sums before they are rounded, or None.
         implementation: "direct" is one 3-D convolution; "summed" adds kt 2-D convolutions; "folded" is one
             2-D convolution over kt * I channels. None takes the fastest known for the platform that is
             compiled for.
@@ -62,6 +64,8 @@ def conv3d(
     y = _convolve(frames, kernel, implementation)
     if bias is not None:
         y = y + bias.astype(jnp.float32)
+    if residual is not None:
+        y = y + residual.astype(jnp.float32)
     y = y.astype(x.dtype)
     if _is_large(x) and y.shape[-1] >= 128 and not on_mesh():  # fewer channels would fill a tile with nothing
         y = kept_pixels_first(y)

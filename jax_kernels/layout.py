@@ -145,6 +145,14 @@ def kept_pixels_first(x_NTHWC: jax.Array) -> jax.Array:
     )
 
 
+def zero_of(x: jax.Array) -> jax.Array:
+    """A zero that is known when `x` is, to add to what is to wait for `x`.
+
+    XLA does not see that it is one. An optimization barrier it drops before it decides what comes first.
+    """
+    return jnp.minimum(jnp.abs(x[(0,) * x.ndim]), 0)
+
+
 def select_frames(x_NTHWC: jax.Array, frames: Sequence[int], *, after: jax.Array | None = None) -> jax.Array:
     """`x[:, frames]`, picked by a matrix of zeros and ones on a TPU, where slicing sublanes is slow.
 
@@ -167,8 +175,7 @@ def select_frames(x_NTHWC: jax.Array, frames: Sequence[int], *, after: jax.Array
 def _pick_frames(x_NTHWC: jax.Array, after_NTHWC: jax.Array | None = None, *, index: np.ndarray) -> jax.Array:
     picks = jnp.asarray(index[:, None] == np.arange(x_NTHWC.shape[1])[None], x_NTHWC.dtype)
     if after_NTHWC is not None and not on_mesh():  # over a mesh that one number would have to travel
-        # A zero that XLA cannot see through: it drops barriers before it decides what comes first.
-        picks = picks + jnp.minimum(jnp.abs(after_NTHWC[0, 0, 0, 0, 0]), 0)
+        picks = picks + zero_of(after_NTHWC)
     return _mix_frames(picks, x_NTHWC)
 
 

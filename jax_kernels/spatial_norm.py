@@ -16,6 +16,7 @@ from jax_kernels.layout import (
     precision_for,
     repeat_nearest,
     split_first_frame,
+    zero_of,
 )
 
 Activation = Literal["silu"]
@@ -133,9 +134,10 @@ def _modulate_frames_inside(
     comes after from being fused.
     """
     # Not before the statistics: the compiler would compute the `y` and `b` of all norms first, and keep them.
-    zq_hWNTZ, _ = lax.optimization_barrier((pixels_first(zq), scale_NC))
-    y = _pointwise("hwntz,zc->hwntc", zq_hWNTZ, *to_y)
-    b = _pointwise("hwntz,zc->hwntc", zq_hWNTZ, *to_b)
+    zero = zero_of(scale_NC)
+    y, b = (
+        _pointwise("hwntz,zc->hwntc", pixels_first(zq), kernel, bias + zero) for kernel, bias in (to_y, to_b)
+    )
     h, w, n, t, c = y.shape
     rows = lax.optimization_barrier(pixels_first(x).reshape(h, x.shape[2] // h, w, n, t, c))
     normed = rows.astype(jnp.float32) * scale_NC[:, None] + shift_NC[:, None]

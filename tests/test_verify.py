@@ -104,7 +104,7 @@ def test_a_dropped_cache_fails_and_is_named_with_its_chunk(verifier, small_vae):
     candidate = verify.make_candidate("torchax", torch.float32, small_vae)
     conv = candidate.vae.decoder.mid_block.resnets[1].conv2
     whole = conv.forward
-    conv.forward = lambda inputs, conv_cache=None: whole(inputs, conv_cache=None)
+    conv.forward = lambda inputs, conv_cache=None, **more: whole(inputs, conv_cache=None, **more)
     result = only(verifier.verify([candidate]))
     assert not result.passed
     assert result.first_bad_layer.name == "decoder.mid_block.resnets.1"

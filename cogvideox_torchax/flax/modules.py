@@ -69,9 +69,9 @@ class CausalConv3d(nnx.Module):
         self.conv = Conv(in_channels, out_channels, window, param_dtype=param_dtype, rngs=rngs)
 
     def __call__(
-        self, x_NTHWC: jax.Array, cache: jax.Array | None = None
+        self, x_NTHWC: jax.Array, cache: jax.Array | None = None, *, residual: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array | None]:
-        return jax_kernels.conv3d(x_NTHWC, *self.conv.cast(x_NTHWC.dtype), cache)
+        return jax_kernels.conv3d(x_NTHWC, *self.conv.cast(x_NTHWC.dtype), cache, residual=residual)
 
 
 class GroupNorm(nnx.Module):
@@ -166,9 +166,11 @@ class ResnetBlock3D(nnx.Module):
     ) -> tuple[jax.Array, Cache]:
         old, new = cache or {}, {}
         y_NTHWC, new["conv1"] = self.conv1(_activated_norm(self.norm1, x_NTHWC, zq_NthwC), old.get("conv1"))
-        y_NTHWC, new["conv2"] = self.conv2(_activated_norm(self.norm2, y_NTHWC, zq_NthwC), old.get("conv2"))
         shortcut = x_NTHWC if self.conv_shortcut is None else self.conv_shortcut(x_NTHWC)
-        return y_NTHWC + shortcut, new
+        y_NTHWC, new["conv2"] = self.conv2(
+            _activated_norm(self.norm2, y_NTHWC, zq_NthwC), old.get("conv2"), residual=shortcut
+        )
+        return y_NTHWC, new
 
 
 class Downsample3D(nnx.Module):

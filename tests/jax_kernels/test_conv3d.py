@@ -56,6 +56,16 @@ def test_bfloat16_sums_in_float32(implementation):
     np.testing.assert_array_equal(np.array(y), np.array(want.astype(jnp.bfloat16)))
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_residual_is_added_before_the_result_is_rounded(implementation):
+    x, kernel, bias = _inputs(3, jnp.bfloat16)
+    residual = jnp.asarray(np.random.default_rng(1).normal(size=(2, 3, 5, 7, 6)), jnp.bfloat16)
+    y, cache = conv3d(x, kernel, bias, residual=residual, implementation=implementation)
+    want, _ = conv3d(*(a.astype(jnp.float32) for a in (x, kernel, bias)), implementation="direct")
+    np.testing.assert_array_equal(np.array(y), np.array((want + residual).astype(jnp.bfloat16)))
+    np.testing.assert_array_equal(np.array(cache), np.array(x[:, 1:]))
+
+
 def test_float32_asks_for_full_precision_on_every_path():
     x, kernel, bias = _inputs()
     for implementation in ("direct", "summed", "folded"):
