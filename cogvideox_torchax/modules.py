@@ -130,7 +130,10 @@ class SpatialNorm3D(diffusers_vae.CogVideoXSpatialNorm3D):
 
 
 class ResnetBlock3D(diffusers_vae.CogVideoXResnetBlock3D):
-    """The residual block, its activations handed to the norms before them."""
+    """The residual block: activations go to the norms before them, the shortcut to the last convolution.
+
+    A hook on `conv2` therefore sees the sum when the block runs on JAX, and one on a norm its activation.
+    """
 
     def forward(
         self,
@@ -148,8 +151,11 @@ class ResnetBlock3D(diffusers_vae.CogVideoXResnetBlock3D):
         hidden, new_cache["conv1"] = self.conv1(hidden, conv_cache=cache.get("conv1"))
         hidden = self._activated(self.norm2, hidden, zq)
         shortcut = inputs if self.in_channels == self.out_channels else self.conv_shortcut(inputs)
-        hidden, new_cache["conv2"] = self.conv2(hidden, conv_cache=cache.get("conv2"), residual=shortcut)
-        return hidden, new_cache
+        if isinstance(self.conv2, CausalConv3d):
+            hidden, new_cache["conv2"] = self.conv2(hidden, conv_cache=cache.get("conv2"), residual=shortcut)
+            return hidden, new_cache
+        hidden, new_cache["conv2"] = self.conv2(hidden, conv_cache=cache.get("conv2"))
+        return hidden + shortcut, new_cache
 
     def _activated(self, norm: nn.Module, hidden: torch.Tensor, zq: torch.Tensor | None) -> torch.Tensor:
         if zq is None:

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from cogvideox_torchax.video import whole_file
+from cogvideox_torchax.video import check_output, whole_file
 
 
 def load(path: Path, wanted: str) -> dict[str, Any]:
@@ -19,8 +19,19 @@ def load(path: Path, wanted: str) -> dict[str, Any]:
     return report
 
 
+def check_file(path: Path) -> None:
+    """`ValueError` where no file can be written."""
+    check_output(path)
+    if path.is_dir():
+        raise ValueError(f"cannot write {path}: it is a directory")
+
+
 def write_text(path: Path, text: str) -> Path:
-    """The file, whole or not there at all."""
+    """The file, whole or not there at all; what is no regular file, such as /dev/stdout, is written into."""
+    check_file(path)
+    if path.exists() and not path.is_file():
+        path.write_text(text)
+        return path
     with whole_file(path) as temporary:
         temporary.write_text(text)
     return path

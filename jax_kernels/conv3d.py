@@ -50,7 +50,7 @@ def conv3d(
         The convolved frames, and the cache for the next call (None where kt is 1).
 
     Raises:
-        ValueError: channels, cache or kernel that do not fit each other.
+        ValueError: channels, cache, kernel or residual that do not fit each other.
     """
     _check(x, kernel, cache)
     if kernel.shape[2] > 1:
@@ -65,6 +65,8 @@ def conv3d(
     if bias is not None:
         y = y + bias.astype(jnp.float32)
     if residual is not None:
+        if residual.shape != y.shape:
+            raise ValueError(f"conv3d got a residual of shape {residual.shape} for a result of {y.shape}")
         y = y + residual.astype(jnp.float32)
     y = y.astype(x.dtype)
     if _is_large(x) and y.shape[-1] >= 128 and not on_mesh():  # fewer channels would fill a tile with nothing

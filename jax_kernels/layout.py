@@ -146,11 +146,11 @@ def kept_pixels_first(x_NTHWC: jax.Array) -> jax.Array:
 
 
 def zero_of(x: jax.Array) -> jax.Array:
-    """A zero that is known when `x` is, to add to what is to wait for `x`.
+    """Zeros that are known when `x` is, to add to what is to wait for it; zero for a NaN too.
 
-    XLA does not see that it is one. An optimization barrier it drops before it decides what comes first.
+    XLA does not see that they are. An optimization barrier it drops before it decides what comes first.
     """
-    return jnp.minimum(jnp.abs(x[(0,) * x.ndim]), 0)
+    return jnp.where(jnp.isnan(x), 0, jnp.minimum(jnp.abs(x), 0))
 
 
 def select_frames(x_NTHWC: jax.Array, frames: Sequence[int], *, after: jax.Array | None = None) -> jax.Array:
@@ -175,7 +175,7 @@ def select_frames(x_NTHWC: jax.Array, frames: Sequence[int], *, after: jax.Array
 def _pick_frames(x_NTHWC: jax.Array, after_NTHWC: jax.Array | None = None, *, index: np.ndarray) -> jax.Array:
     picks = jnp.asarray(index[:, None] == np.arange(x_NTHWC.shape[1])[None], x_NTHWC.dtype)
     if after_NTHWC is not None and not on_mesh():  # over a mesh that one number would have to travel
-        picks = picks + zero_of(after_NTHWC)
+        picks = picks + zero_of(after_NTHWC[0, 0, 0, 0, 0])
     return _mix_frames(picks, x_NTHWC)
 
 
@@ -184,7 +184,7 @@ def _mix_frames(weights_ST: jax.Array, x_NTHWC: jax.Array) -> jax.Array:
 
 
 def average_pairs(x_NTHWC: jax.Array) -> jax.Array:
-    """The means of pairs of frames, float32 rounded once; an odd batch keeps its first frame as it is.
+    """The means of pairs of frames, which must be finite; an odd batch keeps its first frame as it is.
 
     On a TPU a product with halves, which are exact: reducing pairs of sublanes takes 25.6 ms there (v6e,
     8 x 480 x 720 x 128).

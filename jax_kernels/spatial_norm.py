@@ -134,7 +134,7 @@ def _modulate_frames_inside(
     comes after from being fused.
     """
     # Not before the statistics: the compiler would compute the `y` and `b` of all norms first, and keep them.
-    zero = zero_of(scale_NC)
+    zero = zero_of(scale_NC[:, :1, None])  # of each video, whose statistics other videos' shards do not have
     y, b = (
         _pointwise("hwntz,zc->hwntc", pixels_first(zq), kernel, bias + zero) for kernel, bias in (to_y, to_b)
     )

@@ -7,6 +7,7 @@ import diffusers.utils
 import pytest
 import torch
 import torchax
+from diffusers import CogVideoXTransformer3DModel
 
 from cogvideox_torchax import make_mesh, port, runtime
 from cogvideox_torchax.tolerances import relative_error
@@ -92,6 +93,13 @@ def test_torchax_may_be_turned_on_by_the_user_at_any_time(directory):
             torchax.enable_globally()
         got = runtime.to_torch(frames(pipe, output_type="latent"))
         assert relative_error(got, want) < 1e-4, order
+
+
+@pytest.mark.usefixtures("torchax_off")
+def test_a_model_alone_loads_while_torchax_is_on(directory):
+    torchax.enable_globally()
+    transformer = CogVideoXTransformer3DModel.from_pretrained(directory("text"), subfolder="transformer")
+    assert {type(parameter) for parameter in transformer.parameters()} == {torch.nn.Parameter}
 
 
 @pytest.mark.usefixtures("torchax_off")

@@ -1,6 +1,7 @@
 """Two processes of four devices each, over loopback: the numbers of one, and an end in time when one dies."""
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -28,7 +29,7 @@ def start(directory, code, count=2):
         port = found.getsockname()[1]
     environment = {
         **os.environ,
-        "XLA_FLAGS": os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=4"),
+        "XLA_FLAGS": re.sub(r"device_count=\d+", "device_count=4", os.environ["XLA_FLAGS"]),
         "PYTHONPATH": str(Path(__file__).parent.parent),
     }
     return [

@@ -69,19 +69,19 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    from cogvideox_torchax import hollow, planner, reports, video
+    from cogvideox_torchax import hollow, planner, reports
 
     if args.layers and args.dp * args.tp == 1:
         raise ValueError("--layers tells what lies where on a mesh: pass --dp or --tp")
-    if args.json:
-        video.check_output(args.json)  # before the work, not after it
-    if args.save_hlo:
-        Path(args.save_hlo).mkdir(parents=True, exist_ok=True)
+    if args.json:  # before the work, not after it
+        reports.check_file(Path(args.json))
     common.quiet_libraries()
     dtype = common.parse_dtype(args.dtype)
     vae = hollow.hollow_vae(args.model, dtype)
     if args.network != "vae":
         return _run_network(args, vae)
+    if args.save_hlo:
+        Path(args.save_hlo).mkdir(parents=True, exist_ok=True)
     job = planner.Job(
         "encode" if args.encode else "decode", args.frames, args.height, args.width, _tile(args.tiling, vae)
     )

@@ -66,6 +66,12 @@ def test_a_residual_is_added_before_the_result_is_rounded(implementation):
     np.testing.assert_array_equal(np.array(cache), np.array(x[:, 1:]))
 
 
+def test_a_residual_of_another_shape_is_refused():
+    x, kernel, bias = _inputs(3)
+    with pytest.raises(ValueError, match="residual of shape"):
+        conv3d(x, kernel, bias, residual=jnp.zeros((2, 1, 5, 7, 6)))
+
+
 def test_float32_asks_for_full_precision_on_every_path():
     x, kernel, bias = _inputs()
     for implementation in ("direct", "summed", "folded"):

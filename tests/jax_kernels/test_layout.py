@@ -17,19 +17,21 @@ def _frames(frames=4, dtype=jnp.float32):
     return jnp.asarray(np.random.default_rng(0).normal(size=(2, frames, 4, 6, 3)), dtype)
 
 
-def _modulation(name, dtype):
+def _modulation(name, dtype, activation):
     x = _frames(5, dtype)
     draw = np.random.default_rng(1).normal
     scale, shift = (jnp.asarray(draw(size=(2, 3)), jnp.float32) for _ in range(2))
     zq = jnp.asarray(draw(size=(2, 5, 2, 6, 7)), dtype)
     to_y, to_b = ((jnp.asarray(draw(size=(7, 3)), dtype), jnp.asarray(draw(size=3), dtype)) for _ in range(2))
-    return getattr(spatial_norm_module, name)(x, scale, shift, zq, to_y, to_b, activation="silu")
+    return getattr(spatial_norm_module, name)(x, scale, shift, zq, to_y, to_b, activation=activation)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.float32, 1e-6), (jnp.bfloat16, 2**-8)])
-def test_modulation_with_frames_inside_is_the_same(dtype, tolerance):
+@pytest.mark.parametrize("activation", ["silu", None])
+def test_modulation_with_frames_inside_is_the_same(dtype, tolerance, activation):
     """One multiply-add or two: not equal to the bit, but to the last one of the dtype."""
-    got, want = _modulation("_modulate_frames_inside", dtype), _modulation("_modulate", dtype)
+    names = "_modulate_frames_inside", "_modulate"
+    got, want = (_modulation(name, dtype, activation) for name in names)
     assert got.dtype == dtype
     got, want = (np.array(result, np.float32) for result in (got, want))
     np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance * np.abs(want).max())
@@ -60,6 +62,11 @@ def test_pairs_averaged_by_a_product_are_the_means(dtype, frames):
     np.testing.assert_array_equal(np.array(got), np.array(want))
     pairs = np.array(x, np.float32)[:, frames % 2 :].reshape(2, frames // 2, 2, 4, 6, 3)
     np.testing.assert_array_equal(np.array(want)[:, frames % 2 :], pairs.mean(2).astype(want.dtype))
+
+
+def test_what_is_waited_for_adds_nothing():
+    x = jnp.array([1.0, -2.0, 0.0, jnp.inf, jnp.nan])
+    np.testing.assert_array_equal(np.array(layout.zero_of(x)), np.zeros(5))
 
 
 def test_pixels_first_and_back():
