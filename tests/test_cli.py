@@ -249,7 +249,12 @@ def test_ctrl_c_leaves_nothing_half_written(model_directory, tmp_path):
             sink.write(moving_frames(10, 128, 192))
     command = [sys.executable, "-m", "cogvideox_torchax.cli", "reconstruct", "long.mp4", "-o", "new.mp4"]
     process = subprocess.Popen(
-        [*command, "--model", "vae", "--backend", "torch"], stderr=subprocess.PIPE, text=True, env=os.environ
+        [*command, "--model", "vae", "--backend", "torch"],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ,
+        # A shell has what it runs in the background ignore the interrupt, and so would the command.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stderr is not None
     while "encode:" not in process.stderr.read(60):
