@@ -248,14 +248,12 @@ def test_ctrl_c_leaves_nothing_half_written(model_directory, tmp_path):
         for _ in range(30):
             sink.write(moving_frames(10, 128, 192))
     command = [sys.executable, "-m", "cogvideox_torchax.cli", "reconstruct", "long.mp4", "-o", "new.mp4"]
+    # A shell has what it runs in the background ignore the interrupt, and so would the command.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     process = subprocess.Popen(
-        [*command, "--model", "vae", "--backend", "torch"],
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ,
-        # A shell has what it runs in the background ignore the interrupt, and so would the command.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        [*command, "--model", "vae", "--backend", "torch"], stderr=subprocess.PIPE, text=True, env=os.environ
     )
+    signal.signal(signal.SIGINT, before)
     assert process.stderr is not None
     while "encode:" not in process.stderr.read(60):
         assert process.poll() is None
