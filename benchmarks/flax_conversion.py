@@ -19,9 +19,23 @@ import time
 from pathlib import Path
 from typing import Any
 
-from random_model import write_model
-
 RESULT = Path(__file__).parent / "results" / "flax_conversion.json"
+
+
+def write_model(directory: Path, dtype: str) -> dict[str, Any]:
+    """A full-size diffusers model with random weights, in shards."""
+    import torch
+    from diffusers import AutoencoderKLCogVideoX
+
+    torch.manual_seed(0)
+    vae = AutoencoderKLCogVideoX().to(getattr(torch, dtype))
+    vae.save_pretrained(directory, max_shard_size="300MB")
+    return {
+        "parameters": sum(tensor.numel() for tensor in vae.state_dict().values()),
+        "tensors": len(vae.state_dict()),
+        "bytes": sum(tensor.nbytes for tensor in vae.state_dict().values()),
+        "shards": len(list(directory.glob("*.safetensors"))),
+    }
 
 
 def convert(directory: Path, dtype: str, back: bool) -> dict[str, Any]:

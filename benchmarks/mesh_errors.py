@@ -1,6 +1,6 @@
 """How far a video over eight devices is from diffusers on one CPU, for meshes, widths and lengths.
 
-    PYTHONPATH=. python benchmarks/mesh_errors.py            # a quarter of an hour
+    PYTHONPATH=. python benchmarks/mesh_errors.py
 
     PYTHONPATH=. python benchmarks/mesh_errors.py --table
 

@@ -200,7 +200,7 @@ def _average(x_NTHWC: jax.Array) -> jax.Array:
 
 def _average_by_product(x_NTHWC: jax.Array) -> jax.Array:
     length = x_NTHWC.shape[1]
-    kept = length % 2
+    kept = int(first_frame_stays(length))
     weights = np.zeros((kept + length // 2, length))
     weights[:kept, :kept] = 1
     for pair in range(length // 2):
