@@ -11,6 +11,7 @@ HEAD = (
     "convolutions, ms",
     "copies, ms",
     "other, ms",
+    "Pallas kernels, ms",
     "floor, ms",
     "of peak",
     "first chunk, ms",
@@ -55,7 +56,7 @@ def _row(plan: dict[str, Any]) -> tuple[str, ...]:
     return (
         plan["backend"],
         _milliseconds(seconds),
-        *(_milliseconds(shares.get(kind)) for kind in ("convolutions", "copies", "other")),
+        *(_milliseconds(shares.get(kind)) for kind in ("convolutions", "copies", "other", "kernels")),
         _milliseconds(steady["floor_seconds"]),
         f"{steady['floor_seconds'] / seconds:.0%}" if seconds else "",
         _milliseconds(first["seconds"] if first["name"] == "first" else None),

@@ -54,7 +54,7 @@ GRIDS = {2: "1x2", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x
 """The flat grids that a slice of v5e or v6e comes in, by its chips."""
 
 COLLECTIVES = ("all-gather", "all-reduce", "collective-permute", "all-to-all", "reduce-scatter")
-CONVOLUTION, COPY, OTHER = "convolutions", "copies", "other"
+CONVOLUTION, COPY, OTHER, KERNEL = "convolutions", "copies", "other", "kernels"
 
 
 @dataclass
@@ -66,8 +66,9 @@ class ProgramPlan:
         frames: input frames of the chunk.
         flops: multiply-adds times two.
         bytes_accessed: between the chip and its memory, as the compiler counts.
-        seconds: the compiler's estimate; None where it gives no cycles (a CPU).
-        kernels: Pallas kernels, which carry no estimate and are not part of `seconds`.
+        seconds: the compiler's estimate, and for Pallas kernels, of which it gives none, the bytes that they
+            take and give over the chip's bandwidth; None where there are no cycles (a CPU).
+        kernels: how many of them are Pallas kernels.
         shares: seconds by kind of instruction.
         floor_seconds: FLOPs over the chip's peak.
         argument_bytes, temp_bytes, output_bytes: memory; donated caches are in the arguments alone.
@@ -323,22 +324,35 @@ def _weight_bytes(vae: AutoencoderKLCogVideoX, kind: str) -> int:
 
 
 def read_program(
-    name: str, frames: int, compiled: Any, chip: Chip | None, compile_seconds: float
+    name: str,
+    frames: int,
+    compiled: Any,
+    chip: Chip | None,
+    compile_seconds: float,
+    *,
+    count_kernels: bool = True,
 ) -> ProgramPlan:
-    """Reads off a compiled program what it costs; see `ProgramPlan`."""
+    """Reads off a compiled program what it costs; see `ProgramPlan`.
+
+    Without `count_kernels` the Pallas kernels are left out of its seconds: their bytes say little of one that
+    computes.
+    """
     text = compiled.as_text()
     memory, cost = compiled.memory_analysis(), compiled.cost_analysis()
-    cycles = cycles_by_kind(text)
-    clock = chip.clock if chip else 1.0
-    kernels = text.count('custom_call_target="tpu_custom_call"')
+    kernels = kernel_bytes(text)
+    shares: dict[str, float] = {}
+    if chip:
+        shares = {kind: count / chip.clock for kind, count in cycles_by_kind(text).items()}
+        if shares and kernels and count_kernels:
+            shares[KERNEL] = sum(kernels) / chip.bandwidth
     return ProgramPlan(
         name=name,
         frames=frames,
         flops=cost.get("flops", 0.0),
         bytes_accessed=cost.get("bytes accessed", 0.0),
-        seconds=sum(cycles.values()) / clock if chip and cycles else None,
-        kernels=kernels,
-        shares={kind: count / clock for kind, count in cycles.items()},
+        seconds=sum(shares.values()) if shares else None,
+        kernels=len(kernels),
+        shares=shares,
         floor_seconds=cost.get("flops", 0.0) / chip.flops if chip else None,
         argument_bytes=memory.argument_size_in_bytes,
         temp_bytes=memory.temp_size_in_bytes,
@@ -373,6 +387,17 @@ def cycles_by_kind(text: str) -> Counter[str]:
             kind = COPY
         counted[kind] += int(cycles.group(1))
     return counted
+
+
+def kernel_bytes(text: str) -> list[int]:
+    """What each Pallas kernel of a compiled text takes and gives, in bytes."""
+    found = []
+    for line in text.splitlines():
+        call = re.search(r"= (.*?) custom-call\(.*?operand_layout_constraints=\{(.*?\})\}", line)
+        if call and 'custom_call_target="tpu_custom_call"' in line:
+            arrays = re.findall(r"(\w+)\[([\d,]*)\]", f"{call[1]} {call[2]}")
+            found.append(sum(_bytes_of(dtype, shape) for dtype, shape in arrays))
+    return found
 
 
 def collectives(text: str) -> dict[str, tuple[int, int]]:

@@ -1,23 +1,27 @@
 """Causal 3-D convolution with a cache of past frames, in three formulations behind one signature."""
 
 import functools
+from collections.abc import Callable
 from typing import Literal
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from jax_kernels.columns import add_from_neighbours, by_shards, jit_kernel, with_clear_padding
 from jax_kernels.layout import (
     conv_frames,
-    jit_kernel,
+    frames_first,
     kept_pixels_first,
-    on_mesh,
+    pixels_first,
     precision_for,
     select_frames,
-    without_padding,
 )
+from jax_kernels.shifted_copies import LANES, shifted_copies, takes
 
-Implementation = Literal["direct", "summed", "folded"]
+Implementation = Literal["direct", "summed", "folded", "copied"]
+Columns = tuple[int, int]
+Form = Callable[[Array, Array, Columns], Array]
 
 
 @jit_kernel(static_argnames=["implementation"])
@@ -43,8 +47,9 @@ def conv3d(
         cache: what the call on the frames before returned; None at the start.
         residual: added to the sums before they are rounded, or None.
         implementation: "direct" is one 3-D convolution; "summed" adds kt 2-D convolutions; "folded" is one
-            2-D convolution over kt * I channels. None takes the fastest known for the platform that is
-            compiled for.
+            2-D convolution over kt * I channels; "copied" is that with the taps' frames written by a Pallas
+            kernel, for a TPU and no less than kt - 1 frames. None takes the fastest known for the platform
+            that is compiled for.
 
     Returns:
         The convolved frames, and the cache for the next call (None where kt is 1).
@@ -52,97 +57,152 @@ def conv3d(
     Raises:
         ValueError: channels, cache, kernel or residual that do not fit each other.
     """
-    _check(x, kernel, cache)
-    if kernel.shape[2] > 1:
-        x = without_padding(x)
-    past, length = kernel.shape[0] - 1, x.shape[1]
-    frames = x
-    if past:
-        if cache is None:
-            cache = jnp.repeat(x[:, :1], past, axis=1)
-        frames = jnp.concatenate([cache, x], axis=1)
-    y = _convolve(frames, kernel, implementation)
-    if bias is not None:
-        y = y + bias.astype(jnp.float32)
-    if residual is not None:
-        if residual.shape != y.shape:
-            raise ValueError(f"conv3d got a residual of shape {residual.shape} for a result of {y.shape}")
-        y = y + residual.astype(jnp.float32)
-    y = y.astype(x.dtype)
-    if _is_large(x) and y.shape[-1] >= 128 and not on_mesh():  # fewer channels would fill a tile with nothing
-        y = kept_pixels_first(y)
-    if not past:
-        return y, None
-    # From x alone where it is long enough, and after the old cache was read: a donated cache whose memory is
-    # written while something still reads it is one that XLA copies first.
-    latest = x if length >= past else frames
-    return y, select_frames(latest, range(latest.shape[1] - past, latest.shape[1]), after=y)
+    _check(x, kernel, cache, residual)
+    causal = functools.partial(_causal, implementation=implementation)
+    return by_shards(causal, (x, cache, residual), (kernel, bias))
 
 
-def _convolve(frames: Array, kernel: Array, implementation: Implementation | None) -> Array:
+def _causal(
+    x: Array,
+    cache: Array | None,
+    residual: Array | None,
+    kernel: Array,
+    bias: Array | None,
+    *,
+    implementation: Implementation | None,
+) -> tuple[Array, Array | None]:
     if kernel.shape[0] == 1:
-        return _summed(frames, kernel)
+        return _finished(_same(x, kernel, _summed), bias, residual, like=x), None
+    if cache is None:
+        cache = jnp.repeat(x[:, :1], kernel.shape[0] - 1, axis=1)
+    inputs = x, cache, residual, kernel, bias
     if implementation is not None:
         if implementation not in _IMPLEMENTATIONS:
             raise ValueError(f"implementation {implementation!r} is not one of {sorted(_IMPLEMENTATIONS)}")
-        return _IMPLEMENTATIONS[implementation](frames, kernel)
-    return lax.platform_dependent(frames, kernel, tpu=_for_tpu(frames, kernel), cuda=_direct, default=_summed)
+        return _IMPLEMENTATIONS[implementation](*inputs)
+    named = {"tpu": _for_tpu(x, kernel), "cuda": "direct", "default": "summed"}
+    forms = {platform: _IMPLEMENTATIONS[name] for platform, name in named.items()}
+    return lax.platform_dependent(*inputs, **forms)
 
 
-def _for_tpu(frames: Array, kernel: Array):
+def _for_tpu(x: Array, kernel: Array) -> Implementation:
     """The fastest formulation by the v6e compiler's estimate, measured for CogVideoX's own layer sizes.
 
     The 3-D form wins while a frame is small; on large ones its relayouts cost more than folding the taps'
-    copies.
+    copies. Where a decoder's channels narrow its memory peaks: the kernel would write two copies there, XLA,
+    a little slower, writes one.
     """
-    return _folded if _is_large(frames) else _direct
+    if not _is_large(x):
+        return "direct"
+    narrows = kernel.shape[3] > kernel.shape[4] >= LANES
+    return "copied" if takes(x, past=kernel.shape[0] - 1) and not narrows else "folded"
 
 
 def _is_large(frames: Array) -> bool:
     return frames.shape[2] * frames.shape[3] > 120 * 180
 
 
-def _direct(frames: Array, kernel: Array) -> Array:
+def _direct(frames: Array, kernel: Array, columns: Columns) -> Array:
     return lax.conv_general_dilated(
         frames,
         kernel,
         window_strides=(1, 1, 1),
-        padding=((0, 0), *_same_padding(kernel)),
+        padding=((0, 0), *_padding(kernel, columns)),
         dimension_numbers=("NDHWC", "DHWIO", "NDHWC"),
         precision=precision_for(frames.dtype),
         preferred_element_type=jnp.float32,
     )
 
 
-def _summed(frames: Array, kernel: Array) -> Array:
-    taps = kernel.shape[0]
-    length = frames.shape[1] - taps + 1
+def _summed(frames: Array, kernel: Array, columns: Columns) -> Array:
     return functools.reduce(
         jnp.add,
         (
-            conv_frames(frames[:, tap : tap + length], kernel[tap], padding=_same_padding(kernel))
-            for tap in range(taps)
+            conv_frames(tap, kernel[index], padding=_padding(kernel, columns))
+            for index, tap in enumerate(_taps(frames, kernel))
         ),
     )
 
 
-def _folded(frames: Array, kernel: Array) -> Array:
+def _folded(frames: Array, kernel: Array, columns: Columns) -> Array:
+    return _stacked(_taps(frames, kernel), kernel, columns)
+
+
+def _taps(frames: Array, kernel: Array) -> list[Array]:
+    """The frames under each tap of the kernel."""
     taps = kernel.shape[0]
     length = frames.shape[1] - taps + 1
-    stacked = jnp.concatenate([frames[:, tap : tap + length] for tap in range(taps)], axis=-1)
+    return [frames[:, tap : tap + length] for tap in range(taps)]
+
+
+def _stacked(taps: list[Array], kernel: Array, columns: Columns) -> Array:
     folded = jnp.concatenate(list(kernel), axis=2)
-    return conv_frames(stacked, folded, padding=_same_padding(kernel))
+    return conv_frames(jnp.concatenate(taps, axis=-1), folded, padding=_padding(kernel, columns))
 
 
-_IMPLEMENTATIONS = {"direct": _direct, "summed": _summed, "folded": _folded}
+def _by_xla(
+    x: Array,
+    cache: Array,
+    residual: Array | None,
+    kernel: Array,
+    bias: Array | None,
+    *,
+    form: Form,
+) -> tuple[Array, Array]:
+    past = cache.shape[1]
+    frames = jnp.concatenate([cache, x], axis=1)
+    y = _finished(_same(frames, kernel, form), bias, residual, like=x)
+    # From x alone where it is long enough, and after the old cache was read: a donated cache whose memory is
+    # written while something still reads it is one that XLA copies first.
+    latest = x if x.shape[1] >= past else frames
+    return y, select_frames(latest, range(latest.shape[1] - past, latest.shape[1]), after=y)
 
 
-def _same_padding(kernel: Array) -> tuple[tuple[int, int], tuple[int, int]]:
-    rows, columns = (kernel.shape[1] - 1) // 2, (kernel.shape[2] - 1) // 2
-    return (rows, rows), (columns, columns)
+def _copied(
+    x: Array, cache: Array, residual: Array | None, kernel: Array, bias: Array | None
+) -> tuple[Array, Array]:
+    # One array for the kernel and for the products, which would else each have their own made.
+    x = frames_first(lax.optimization_barrier(pixels_first(x)))
+    copies, latest = shifted_copies(cache, x)
+    sums = _stacked([*copies, x], kernel, _same_columns(kernel))
+    frames = jnp.concatenate([cache, x], axis=1)  # of which a shard makes the columns that it sends
+    return _finished(add_from_neighbours(sums, frames, kernel, _folded), bias, residual, like=x), latest
 
 
-def _check(x: Array, kernel: Array, cache: Array | None) -> None:
+def _same(frames: Array, kernel: Array, form: Form) -> Array:
+    """The sums of the convolution that is zero-padded to the same size in space."""
+    return add_from_neighbours(form(frames, kernel, _same_columns(kernel)), frames, kernel, form)
+
+
+def _same_columns(kernel: Array) -> Columns:
+    return kernel.shape[2] // 2, kernel.shape[2] // 2
+
+
+def _finished(sums: Array, bias: Array | None, residual: Array | None, *, like: Array) -> Array:
+    if bias is not None:
+        sums = sums + bias.astype(jnp.float32)
+    if residual is not None:
+        sums = sums + residual.astype(jnp.float32)
+    y = with_clear_padding(sums.astype(like.dtype))
+    # Fewer channels would fill a tile with nothing.
+    return kept_pixels_first(y) if _is_large(like) and y.shape[-1] >= LANES else y
+
+
+_IMPLEMENTATIONS: dict[str, Callable[..., tuple[Array, Array]]] = {
+    "direct": functools.partial(_by_xla, form=_direct),
+    "summed": functools.partial(_by_xla, form=_summed),
+    "folded": functools.partial(_by_xla, form=_folded),
+    "copied": _copied,
+}
+
+
+def _padding(kernel: Array, columns: Columns) -> tuple[tuple[int, int], Columns]:
+    """Zeros for as many rows as there are, and these columns to the left and right."""
+    rows = kernel.shape[1] // 2
+    return (rows, rows), columns
+
+
+def _check(x: Array, kernel: Array, cache: Array | None, residual: Array | None) -> None:
     if x.ndim != 5 or kernel.ndim != 5:
         raise ValueError(
             f"conv3d got x {x.shape} and kernel {kernel.shape}: it needs N T H W I and kt kh kw I O"
@@ -156,3 +216,6 @@ def _check(x: Array, kernel: Array, cache: Array | None) -> None:
     wanted = (x.shape[0], kernel.shape[0] - 1, *x.shape[2:])
     if cache is not None and cache.shape != wanted:
         raise ValueError(f"conv3d got a cache of shape {cache.shape}: {wanted} goes with x {x.shape}")
+    wanted = (*x.shape[:4], kernel.shape[4])
+    if residual is not None and residual.shape != wanted:
+        raise ValueError(f"conv3d got a residual of shape {residual.shape} for a result of {wanted}")

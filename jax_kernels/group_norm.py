@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from jax_kernels.layout import column_mask, jit_kernel, real_columns
+from jax_kernels.columns import jit_kernel, real_columns, with_clear_padding
 
 
 class Moments(NamedTuple):
@@ -43,10 +43,7 @@ def _merge_equal(parts: Moments, axes: tuple[int, ...], column_axis: int) -> Mom
     columns = parts.mean.shape[column_axis]
 
     def of_real(values: Array) -> Array:
-        if column_axis not in axes or real_columns(columns) == columns:
-            return values
-        others = [axis for axis in range(values.ndim) if axis != column_axis]
-        return jnp.where(jnp.expand_dims(column_mask(columns), others), values, 0.0)
+        return with_clear_padding(values, column_axis) if column_axis in axes else values
 
     size = 1
     for axis in axes:
@@ -152,4 +149,5 @@ def group_norm(
     y = (x.astype(jnp.float32) - along_channels(per_channel(stats.mean, channels))) * along_channels(scale)
     if bias is not None:
         y = y + along_channels(bias.astype(jnp.float32)[None])
-    return y.astype(x.dtype)
+    column_axis = x.ndim - (2 if channel_axis == x.ndim - 1 else 1)
+    return with_clear_padding(y.astype(x.dtype), column_axis)

@@ -1,10 +1,7 @@
-"""Small shared pieces: padded columns, 2-D convolution over frames, precision, nearest upsampling."""
+"""Small shared pieces: 2-D convolution over frames, precision, nearest upsampling."""
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
-from typing import Any, TypeVar, cast
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -21,68 +18,6 @@ def precision_for(dtype: jnp.dtype) -> lax.Precision:
     times outside the 1e-5 that float32 has to keep here.
     """
     return lax.Precision.HIGHEST if dtype == jnp.float32 else lax.Precision.DEFAULT
-
-
-def on_mesh() -> bool:
-    """Whether what is traced now is meant for the devices of a mesh (`jax.sharding.use_abstract_mesh`)."""
-    return not jax.sharding.get_abstract_mesh().empty
-
-
-Function = TypeVar("Function", bound=Callable[..., Any])
-_share_of_columns: ContextVar[tuple[int, int]] = ContextVar("share of columns", default=(1, 1))
-
-
-@contextlib.contextmanager
-def padded_columns(real: int, padded: int) -> Iterator[None]:
-    """While it is open, kernels take the first `real` of every `padded` columns for the picture.
-
-    The rest fills up the last shards of a width that does not divide. What it holds reaches no other column:
-    kernels that look at neighbours see zeros there, and statistics leave it out.
-    """
-    token = _share_of_columns.set((real, padded))
-    try:
-        yield
-    finally:
-        _share_of_columns.reset(token)
-
-
-def real_columns(columns: int) -> int:
-    """How many of an activation's columns are the picture's."""
-    real, padded = _share_of_columns.get()
-    return columns * real // padded
-
-
-def column_mask(columns: int) -> jax.Array:
-    """Whether each column is the picture's, (W,)."""
-    return lax.iota(jnp.int32, columns) < real_columns(columns)
-
-
-def without_padding(x_NTHWC: jax.Array) -> jax.Array:
-    """`x` with zeros for the columns that are not the picture's."""
-    columns = x_NTHWC.shape[3]
-    if real_columns(columns) == columns:
-        return x_NTHWC
-    return jnp.where(column_mask(columns)[:, None], x_NTHWC, jnp.zeros((), x_NTHWC.dtype))
-
-
-def jit_kernel(static_argnames: Sequence[str]) -> Callable[[Function], Function]:
-    """`jax.jit` for a kernel of activations: what `padded_columns` says is part of what it is traced for."""
-
-    def decorate(function: Function) -> Function:
-        def traced(*args: Any, share: tuple[int, int], **kwargs: Any) -> Any:
-            with padded_columns(*share):
-                return function(*args, **kwargs)
-
-        traced.__name__ = function.__name__  # what a compiled program calls its instructions after
-        compiled = jax.jit(traced, static_argnames=("share", *static_argnames))
-
-        @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return compiled(*args, share=_share_of_columns.get(), **kwargs)
-
-        return cast(Function, call)
-
-    return decorate
 
 
 def conv_frames(
@@ -137,11 +72,21 @@ def kept_pixels_first(x_NTHWC: jax.Array) -> jax.Array:
 
     XLA finds that order by itself for most large frames. Where it does not, an activation is written in
     float32, copied, and rounded in passes of their own (v6e, one of 8 x 480 x 720 x 128: 11 ms). Small frames
-    are better left to it: told for all, it compiles for longer than ten minutes. Not for a mesh: XLA gathers
-    what it is told this of.
+    are better left to it: told for all, it compiles for longer than ten minutes. Where XLA is
+    to partition it over a mesh, it gathers what it is told this of: say it in `columns.by_shards`.
     """
     return lax.platform_dependent(
-        x_NTHWC, tpu=lambda x: with_layout_constraint(x, Layout((2, 3, 0, 1, 4))), default=lambda x: x
+        x_NTHWC,
+        tpu=lambda x: lax.optimization_barrier(with_layout_constraint(x, Layout((2, 3, 0, 1, 4)))),
+        default=lambda x: x,
+    )
+
+
+def kept_columns_last(x_NTHWC: jax.Array) -> jax.Array:
+    """`x`, which a TPU then keeps in memory as N, C, T, H, W: few channels in the lanes of its tiles would
+    fill them with nothing. As `kept_pixels_first`, for one device or one shard."""
+    return lax.platform_dependent(
+        x_NTHWC, tpu=lambda x: with_layout_constraint(x, Layout((0, 4, 1, 2, 3))), default=lambda x: x
     )
 
 
@@ -174,7 +119,7 @@ def select_frames(x_NTHWC: jax.Array, frames: Sequence[int], *, after: jax.Array
 
 def _pick_frames(x_NTHWC: jax.Array, after_NTHWC: jax.Array | None = None, *, index: np.ndarray) -> jax.Array:
     picks = jnp.asarray(index[:, None] == np.arange(x_NTHWC.shape[1])[None], x_NTHWC.dtype)
-    if after_NTHWC is not None and not on_mesh():  # over a mesh that one number would have to travel
+    if after_NTHWC is not None:
         picks = picks + zero_of(after_NTHWC[0, 0, 0, 0, 0])
     return _mix_frames(picks, x_NTHWC)
 

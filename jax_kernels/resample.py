@@ -1,19 +1,28 @@
 """CogVideoX's up- and downsamplers: a factor of two in space by a 2-D convolution, in time where asked."""
 
+import functools
+
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from jax_kernels.columns import (
+    add_columns,
+    add_from_neighbours,
+    by_shards,
+    in_shard,
+    jit_kernel,
+    neighbours_of,
+    with_clear_padding,
+)
 from jax_kernels.layout import (
     average_pairs,
     conv_frames,
     first_frame_stays,
     frames_first,
-    jit_kernel,
     pixels_first,
     repeat_nearest,
     select_frames,
-    without_padding,
 )
 
 
@@ -40,13 +49,21 @@ def upsample(
     Returns:
         2H x 2W pixels in `x`'s dtype; T2 is T, or with `expand_time` 2T (T even), 2T - 1 (T odd).
     """
-    rows, columns = (kernel.shape[0] - 1) // 2, (kernel.shape[1] - 1) // 2
-    x = without_padding(x)
+    return by_shards(functools.partial(_upsample, expand_time=expand_time), (x,), (kernel, bias))
+
+
+def _upsample(x: Array, kernel: Array, bias: Array | None, *, expand_time: bool) -> Array:
+    rows = kernel.shape[0] // 2
+
+    def convolve(x: Array, kernel: Array, columns: tuple[int, int]) -> Array:
+        return conv_frames(x, kernel, padding=((rows, rows), columns))
+
     doubled = lax.platform_dependent(x, tpu=_double_pixels_outside, default=_double_pixels)
-    y = conv_frames(doubled, kernel, padding=((rows, rows), (columns, columns)))
+    y = convolve(doubled, kernel, (kernel.shape[1] // 2, kernel.shape[1] // 2))
+    y = add_from_neighbours(y, doubled, kernel, convolve)
     if bias is not None:
         y = y + bias.astype(jnp.float32)
-    y = y.astype(x.dtype)
+    y = with_clear_padding(y.astype(x.dtype))
     if not expand_time or x.shape[1] == 1:
         return y
     length = x.shape[1]
@@ -92,10 +109,17 @@ def downsample(
     Returns:
         H2 = H // 2 and W2 = W // 2 pixels in `x`'s dtype; T2 is T, or with `compress_time` (T + 1) // 2.
     """
-    x = without_padding(x)
+    return by_shards(functools.partial(_downsample, compress_time=compress_time), (x,), (kernel, bias))
+
+
+def _downsample(x: Array, kernel: Array, bias: Array | None, *, compress_time: bool) -> Array:
     if compress_time and x.shape[1] > 1:
         x = average_pairs(x)
     y = conv_frames(x, kernel, padding=((0, 1), (0, 1)), stride=2)
+    if in_shard():
+        _, right = neighbours_of(x, 1)
+        edge = conv_frames(right, kernel[:, 2:], padding=((0, 1), (0, 0)), stride=2)
+        y = add_columns(y, edge, at=y.shape[3] - 1)
     if bias is not None:
         y = y + bias.astype(jnp.float32)
-    return y.astype(x.dtype)
+    return with_clear_padding(y.astype(x.dtype))

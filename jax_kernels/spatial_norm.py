@@ -8,10 +8,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from jax_kernels.columns import jit_kernel, with_clear_padding
 from jax_kernels.group_norm import check_groups, moments, per_channel
 from jax_kernels.layout import (
     frames_first,
-    jit_kernel,
     pixels_first,
     precision_for,
     repeat_nearest,
@@ -112,7 +112,7 @@ def _modulate(
     result = _activate(
         rows.astype(jnp.float32) * multiplier[:, :, :, None] + offset[:, :, :, None], activation
     )
-    return result.astype(x.dtype).reshape(x.shape)
+    return with_clear_padding(result.astype(x.dtype).reshape(x.shape))
 
 
 def _modulate_frames_inside(
@@ -142,7 +142,7 @@ def _modulate_frames_inside(
     rows = lax.optimization_barrier(pixels_first(x).reshape(h, x.shape[2] // h, w, n, t, c))
     normed = rows.astype(jnp.float32) * scale_NC[:, None] + shift_NC[:, None]
     result = _activate(normed * y[:, None] + b[:, None], activation)
-    result = result.astype(x.dtype)
+    result = with_clear_padding(result.astype(x.dtype), column_axis=2)
     if activation is not None:
         result = lax.optimization_barrier(result)
     return frames_first(result.reshape(x.shape[2], w, n, t, c))

@@ -145,11 +145,10 @@ def kernel_cases():
 KERNELS = ["conv3d", "downsample", "group_norm", "spatial_norm", "upsample"]
 
 
-def run_padded(function, x, fill=0.0):
-    """A kernel on `x` (N, C, T, H, W) over eight devices, its padding filled; and what was compiled."""
+def run_padded(function, x):
+    """A kernel on `x` (N, C, T, H, W) over eight devices, and what was compiled."""
     placement = sharding.Placement(make_mesh(1, 8), unit=2)
-    filled = jnp.pad(x, placement.padding(x.shape), constant_values=fill)
-    chunk = sharding.Padded(jax.device_put(filled, placement.sharding(x.shape)), x.shape)
+    chunk = placement.put(x)
 
     def network(chunk_NCTHW, cache):
         return jnp.moveaxis(function(jnp.moveaxis(chunk_NCTHW, 1, -1)), -1, 1), cache
@@ -160,10 +159,14 @@ def run_padded(function, x, fill=0.0):
 
 @pytest.mark.parametrize("width", [46, 10])
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_what_fills_the_padding_reaches_no_result(kernel, width):
-    function = kernel_cases()[kernel]
+def test_a_kernel_leaves_the_padding_out_and_clear_for_the_next(kernel, width):
+    cases = kernel_cases()
+
+    def function(x):
+        return cases["conv3d"](cases[kernel](x))  # which sees a column of what the kernel left in the padding
+
     x = jax.random.normal(jax.random.key(1), (1, 8, 3, 8, width)) + 1000
-    got, compiled = run_padded(function, x, fill=jnp.nan)
+    got, compiled = run_padded(function, x)
     want = np.moveaxis(np.asarray(function(jnp.moveaxis(x, 1, -1))), -1, 1)
     assert reference.largest_error(got, want) < FLOAT32_RELATIVE
     gathered = [i.bytes for i in sharding.instructions(compiled.as_text()) if i.collective == "all-gather"]
@@ -184,8 +187,13 @@ def test_a_strided_convolution_of_bfloat16_splits_a_width_that_does_not_divide(c
 
 
 @pytest.fixture(scope="module")
-def compiled_pair(stock):
-    """The steady decode chunk on one device and what `report` finds of it on eight."""
+def compiled_pair():
+    """The steady decode chunk on one device and what `report` finds of it on eight.
+
+    Of enough channels for the convolutions to be most of the work: XLA's CPU backend computes the sums of a
+    convolution's taps again wherever the result is used, and on a mesh these have more terms.
+    """
+    stock = reference.small_vae(**reference.THREE_LEVELS | {"block_out_channels": (32, 32, 64)})
     shape = (1, 16, 5, 2, 170)
     _, alone = sharding.compile_chunk(port(copy.deepcopy(stock)), shape)
     return alone, sharding.report(sharded(stock, 1, 8, move=False), shape)

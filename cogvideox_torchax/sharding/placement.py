@@ -6,7 +6,7 @@ video's work, padding a width costs some columns. Time is never split, weights a
 
 A width that does not divide is padded where it enters (`Padded`): 90 latent columns over 8 devices to 8 x 12,
 and so 24, 48 and 96 columns a device at the levels above. Kernels know which columns are the picture's
-(`jax_kernels.layout.padded_columns`), and the padding is cut off what a user gets. Left to XLA, each level
+(`jax_kernels.columns.split_columns`), and the padding is cut off what a user gets. Left to XLA, each level
 would be split for itself, as 180 into 23 and 360 into 45, and columns would travel at every one.
 """
 
@@ -26,7 +26,8 @@ from torch import nn
 
 from cogvideox_torchax import runtime
 from cogvideox_torchax.modules import PORTED
-from jax_kernels.layout import padded_columns, real_columns
+from jax_kernels.columns import Split, by_shards, real_columns, split_columns
+from jax_kernels.layout import kept_columns_last
 
 AXES = ("dp", "tp")
 
@@ -169,18 +170,24 @@ class Placement:
         computed so, their inputs gathered.
         """
         column = self.layout.column
-        picture = jax.lax.slice_in_dim(self.constrain(x), 0, real_columns(x.shape[column]), axis=column)
+        channels_last = jnp.moveaxis(self.constrain(x), self.layout.channel, -1)
+        x = jnp.moveaxis(by_shards(kept_columns_last, (channels_last,)), -1, self.layout.channel)
+        picture = jax.lax.slice_in_dim(x, 0, real_columns(x.shape[column]), axis=column)
         sharding = NamedSharding(self.mesh, self.result_spec(picture.shape))
         return jax.lax.with_sharding_constraint(picture, sharding)
 
     def trace(self, network: Callable[..., Any], chunk: Padded, cache: Any) -> tuple[jax.Array, Any]:
         """Inside a program: `network(chunk, cache)`, which gives (result, cache), split from end to end."""
         column = self.layout.column
-        # The kernels ask for both: what is fastest on one device may gather on several.
-        with (
-            jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh),
-            padded_columns(chunk.shape[column], chunk.array.shape[column]),
-        ):
+        spec = self.spec(chunk.shape)
+        columns = spec[column]
+        split = Split(
+            real=chunk.shape[column],
+            padded=chunk.array.shape[column],
+            videos=spec[self.layout.batch],
+            columns=(columns,) if isinstance(columns, str) else columns,
+        )
+        with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh), split_columns(split):
             result, cache = network(chunk.array, cache)
             return self.hand_out(result), jax.tree.map(self.of_caches.constrain, cache)
 
