@@ -390,13 +390,13 @@ def cycles_by_kind(text: str) -> Counter[str]:
 
 
 def kernel_bytes(text: str) -> list[int]:
-    """What each Pallas kernel of a compiled text takes and gives, in bytes."""
+    """What each Pallas kernel of a compiled text takes and gives, in bytes of whole tiles."""
     found = []
     for line in text.splitlines():
         call = re.search(r"= (.*?) custom-call\(.*?operand_layout_constraints=\{(.*?\})\}", line)
         if call and 'custom_call_target="tpu_custom_call"' in line:
             arrays = re.findall(r"(\w+)\[([\d,]*)\]", f"{call[1]} {call[2]}")
-            found.append(sum(_bytes_of(dtype, shape) for dtype, shape in arrays))
+            found.append(sum(_tiled_bytes(dtype, shape) for dtype, shape in arrays))
     return found
 
 
@@ -416,3 +416,11 @@ def collectives(text: str) -> dict[str, tuple[int, int]]:
 def _bytes_of(dtype: str, shape: str) -> int:
     width = int(re.sub(r"\D", "", dtype) or 8) / 8
     return int(width * np.prod([int(side) for side in shape.split(",") if side] or [1]))
+
+
+def _tiled_bytes(dtype: str, shape: str) -> int:
+    """Of an array as a TPU's kernels have it: row-major, in tiles of 128 lanes and up to 8 sublanes."""
+    *outer, sublanes, lanes = [1, *(int(side) for side in shape.split(","))]
+    tile = min(8, 1 << (sublanes - 1).bit_length())
+    padded = [*outer, -(-sublanes // tile) * tile, -(-lanes // 128) * 128]
+    return _bytes_of(dtype, ",".join(map(str, padded)))

@@ -41,7 +41,8 @@ def shifted_copies(cache_NPHWC: jax.Array, x_NTHWC: jax.Array) -> tuple[list[jax
     height, width, videos, _, channels = x.shape
     sublanes = -(-length // 16) * 16
     pixel = math.prod((videos, sublanes, channels)) * x.dtype.itemsize * (2 * past + 1)
-    columns = min(width, max(1, BLOCK_BYTES // pixel))
+    fit = min(width, max(1, BLOCK_BYTES // pixel))
+    columns = next(columns for columns in range(fit, 0, -1) if width % columns == 0)
 
     def block(frames: int) -> pl.BlockSpec:
         shape = (1, columns, videos, frames, channels)
@@ -52,7 +53,7 @@ def shifted_copies(cache_NPHWC: jax.Array, x_NTHWC: jax.Array) -> tuple[list[jax
 
     *copies, latest = pl.pallas_call(
         functools.partial(_copy, past=past, length=length),
-        grid=(height, pl.cdiv(width, columns)),
+        grid=(height, width // columns),
         in_specs=[block(past), block(length)],
         out_specs=[*[block(length)] * past, block(past)],
         out_shape=[*[struct(length)] * past, struct(past)],
