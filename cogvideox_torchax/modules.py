@@ -70,7 +70,7 @@ class SafeConv3d(diffusers_vae.CogVideoXSafeConv3d):
 class CausalConv3d(diffusers_vae.CogVideoXCausalConv3d):
     """The causal convolution as one call, cache in and cache out (`jax_kernels.conv3d`).
 
-    `residual` is added to the result.
+    `residual` is added to the result; on JAX it is computed when `after` has been.
     """
 
     def forward(
@@ -79,19 +79,23 @@ class CausalConv3d(diffusers_vae.CogVideoXCausalConv3d):
         conv_cache: torch.Tensor | None = None,
         *,
         residual: torch.Tensor | None = None,
+        after: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         conv = self.conv
         plain = conv.stride == (1, 1, 1) and conv.dilation == (1, 1, 1) and self.pad_mode != "replicate"
         if not on_jax(inputs) or not plain:
             y, new_cache = super().forward(inputs, conv_cache)
             return y if residual is None else y + residual, new_cache
-        cache = None if conv_cache is None else _channels_last(conv_cache)
+        cache, residual, after = (
+            None if x is None else _channels_last(x) for x in (conv_cache, residual, after)
+        )
         y, new_cache = torch_view(jax_kernels.conv3d)(
             _channels_last(inputs),
             _kernel_last(conv.weight),
             conv.bias,
             cache,
-            residual=None if residual is None else _channels_last(residual),
+            residual=residual,
+            after=after,
         )
         return _channels_first(y), None if new_cache is None else _channels_first(new_cache)
 
@@ -143,19 +147,19 @@ class ResnetBlock3D(diffusers_vae.CogVideoXResnetBlock3D):
         conv_cache: Cache | None = None,
     ) -> tuple[torch.Tensor, Cache]:
         dropping = self.training and self.dropout.p > 0
-        if not on_jax(inputs) or temb is not None or self.use_conv_shortcut or dropping:
+        ported = all(isinstance(conv, CausalConv3d) for conv in (self.conv1, self.conv2))
+        if not on_jax(inputs) or not ported or temb is not None or self.use_conv_shortcut or dropping:
             return super().forward(inputs, temb, zq, conv_cache)  # pyright: ignore[reportReturnType]
         cache = conv_cache or {}
         new_cache: Cache = {}
-        hidden = self._activated(self.norm1, inputs, zq)
-        hidden, new_cache["conv1"] = self.conv1(hidden, conv_cache=cache.get("conv1"))
-        hidden = self._activated(self.norm2, hidden, zq)
         shortcut = inputs if self.in_channels == self.out_channels else self.conv_shortcut(inputs)
-        if isinstance(self.conv2, CausalConv3d):
-            hidden, new_cache["conv2"] = self.conv2(hidden, conv_cache=cache.get("conv2"), residual=shortcut)
-            return hidden, new_cache
-        hidden, new_cache["conv2"] = self.conv2(hidden, conv_cache=cache.get("conv2"))
-        return hidden + shortcut, new_cache
+        # A shortcut of fewer channels first: then the memory of the inputs is free for the first convolution.
+        first = {"after": shortcut} if self.out_channels < self.in_channels else {}
+        hidden = self._activated(self.norm1, inputs, zq)
+        hidden, new_cache["conv1"] = self.conv1(hidden, conv_cache=cache.get("conv1"), **first)
+        hidden = self._activated(self.norm2, hidden, zq)
+        hidden, new_cache["conv2"] = self.conv2(hidden, conv_cache=cache.get("conv2"), residual=shortcut)
+        return hidden, new_cache
 
     def _activated(self, norm: nn.Module, hidden: torch.Tensor, zq: torch.Tensor | None) -> torch.Tensor:
         if zq is None:

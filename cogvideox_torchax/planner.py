@@ -68,7 +68,7 @@ class ProgramPlan:
         bytes_accessed: between the chip and its memory, as the compiler counts.
         seconds: the compiler's estimate, and for Pallas kernels, of which it gives none, the bytes that they
             take and give over the chip's bandwidth; None where there are no cycles (a CPU).
-        kernels: how many of them are Pallas kernels.
+        kernels: Pallas kernels in the program.
         shares: seconds by kind of instruction.
         floor_seconds: FLOPs over the chip's peak.
         argument_bytes, temp_bytes, output_bytes: memory; donated caches are in the arguments alone.
@@ -420,7 +420,7 @@ def _bytes_of(dtype: str, shape: str) -> int:
 
 def _tiled_bytes(dtype: str, shape: str) -> int:
     """Of an array as a TPU's kernels have it: row-major, in tiles of 128 lanes and up to 8 sublanes."""
-    *outer, sublanes, lanes = [1, *(int(side) for side in shape.split(","))]
+    *outer, sublanes, lanes = [1, 1, *(int(side) for side in shape.split(",") if side)]
     tile = min(8, 1 << (sublanes - 1).bit_length())
     padded = [*outer, -(-sublanes // tile) * tile, -(-lanes // 128) * 128]
     return _bytes_of(dtype, ",".join(map(str, padded)))

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float
 
 
 class Split(NamedTuple):
@@ -39,7 +40,7 @@ class Split(NamedTuple):
 
     @property
     def shards(self) -> int:
-        """Over how many devices the columns are split that the code at hand does not see together."""
+        """How many devices' columns make a picture; 1 to code that sees them all, outside of a shard."""
         return lax.axis_size(self.columns) if self.in_shard else 1
 
 
@@ -48,7 +49,10 @@ _split: ContextVar[Split] = ContextVar("split of the columns", default=Split()) 
 
 @contextlib.contextmanager
 def split_columns(split: Split) -> Iterator[None]:
-    """While it is open, kernels take activations to be split and padded so."""
+    """While it is open, kernels take activations to be split and padded so.
+
+    A `split` over devices goes with `jax.sharding.use_abstract_mesh`, whose axes it names.
+    """
     token = _split.set(split)
     try:
         yield
@@ -82,12 +86,13 @@ def jit_kernel(static_argnames: Sequence[str]) -> Callable[[Function], Function]
 def by_shards(
     function: Callable[..., Any], activations: tuple[Any, ...], weights: tuple[Any, ...] = ()
 ) -> Any:
-    """`function(*activations, *weights)`, over a mesh by each device on its own columns.
+    """`function(*activations, *weights)`, by each device on its own columns where `split_columns` says that
+    they are split, else by one for all.
 
     Args:
         function: gives activations.
-        activations: N T H W C, or None.
-        weights: the same on every device, or None.
+        activations: arrays N T H W C, each split as `split_columns` says, or None.
+        weights: arrays that are the same on every device, or None.
     """
     split = _split.get()
     if not split.columns or split.in_shard:
@@ -107,53 +112,64 @@ def by_shards(
     )(activations, weights)
 
 
-def neighbours_of(x_NTHWC: jax.Array, reach: int) -> tuple[jax.Array, jax.Array]:
-    """The `reach` columns left and right of a shard's own, zeros beyond the first and the last shard."""
+def neighbours_of(
+    x: Float[Array, "N T H W C"], reach: int
+) -> tuple[Float[Array, "N T H reach C"], Float[Array, "N T H reach C"]]:
+    """The `reach` columns left and right of a shard's own, zeros beyond the first and the last shard.
+
+    Raises:
+        ValueError: a reach beyond the next shard's columns.
+    """
     split = _split.get()
+    if not 0 < reach <= x.shape[3]:
+        raise ValueError(
+            f"a kernel that reaches {reach} columns to either side got shards of {x.shape[3]}: a shard must "
+            f"have that many columns; use fewer devices"
+        )
     pairs = [(shard, shard + 1) for shard in range(split.shards - 1)]
-    left = lax.ppermute(x_NTHWC[:, :, :, -reach:], split.columns, pairs)
-    right = lax.ppermute(x_NTHWC[:, :, :, :reach], split.columns, [(b, a) for a, b in pairs])
+    left = lax.ppermute(x[:, :, :, -reach:], split.columns, pairs)
+    right = lax.ppermute(x[:, :, :, :reach], split.columns, [(b, a) for a, b in pairs])
     return left, right
 
 
-def add_columns(y_NTHWC: jax.Array, columns: jax.Array, at: int) -> jax.Array:
+def add_columns(y: Float[Array, "N T H W C"], columns: Float[Array, "N T H w C"], at: int) -> Array:
     """`y` with `columns` added from column `at` on."""
-    after = y_NTHWC.shape[3] - columns.shape[3] - at
+    after = y.shape[3] - columns.shape[3] - at
     none, zero = (0, 0, 0), jnp.zeros((), columns.dtype)
-    return y_NTHWC + lax.pad(columns, zero, [none, none, none, (at, after, 0), none])
+    return y + lax.pad(columns, zero, [none, none, none, (at, after, 0), none])
 
 
 def add_from_neighbours(
-    y_NTHWC: jax.Array,
-    x_NTHWC: jax.Array,
-    kernel_WIO: jax.Array,
-    convolve: Callable[[jax.Array, jax.Array, tuple[int, int]], jax.Array],
-) -> jax.Array:
+    y: Float[Array, "N T H W O"],
+    x: Float[Array, "N T2 H W I"],
+    kernel: Float[Array, "... kw I O"],
+    convolve: Callable[[Array, Array, tuple[int, int]], Array],
+) -> Float[Array, "N T H W O"]:
     """The sums of a window over `x`, with what a shard's neighbours add to its edges.
 
     Args:
-        y_NTHWC: the sums with zeros in the neighbours' place, not yet rounded.
-        x_NTHWC: what the window moves over.
-        kernel_WIO: the window, its columns the third axis from the end: an odd number.
+        y: the sums with zeros in the neighbours' place, not yet rounded.
+        x: what the window moves over.
+        kernel: the window, of an odd number of columns.
         convolve: moves a window over columns, with so many of zeros to the left and to the right.
     """
-    reach = kernel_WIO.shape[-3] // 2
-    if not reach or not in_shard():
-        return y_NTHWC
-    left, right = neighbours_of(x_NTHWC, reach)
-    before, after = kernel_WIO[..., :reach, :, :], kernel_WIO[..., reach + 1 :, :, :]
-    y_NTHWC = add_columns(y_NTHWC, convolve(left, before, (0, reach - 1)), at=0)
-    last = y_NTHWC.shape[3] - reach
-    return add_columns(y_NTHWC, convolve(right, after, (reach - 1, 0)), at=last)
+    reach = kernel.shape[-3] // 2
+    if not reach or not has_neighbours():
+        return y
+    left, right = neighbours_of(x, reach)
+    before, after = kernel[..., :reach, :, :], kernel[..., reach + 1 :, :, :]
+    y = add_columns(y, convolve(left, before, (0, reach - 1)), at=0)
+    return add_columns(y, convolve(right, after, (reach - 1, 0)), at=y.shape[3] - reach)
 
 
-def in_shard() -> bool:
-    """Whether what is traced now is the code of one device, on its own columns."""
-    return _split.get().in_shard
+def has_neighbours() -> bool:
+    """Whether what is traced now is the code of one device among others that have columns of the same
+    picture."""
+    return _split.get().shards > 1
 
 
 def real_columns(columns: int) -> int:
-    """How many of an activation's columns are the picture's, in all shards together."""
+    """How many of the picture's columns an activation of so many columns has, in all shards together."""
     split = _split.get()
     return columns * split.shards * split.real // split.padded
 
@@ -166,7 +182,7 @@ def column_mask(columns: int) -> jax.Array:
 
 
 def with_clear_padding(x: jax.Array, column_axis: int = 3) -> jax.Array:
-    """`x` with zeros in the columns that are not the picture's."""
+    """`x`, of any shape and dtype, with zeros in the columns that are not the picture's."""
     columns = x.shape[column_axis]
     split = _split.get()
     if split.real == split.padded:

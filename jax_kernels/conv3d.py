@@ -1,4 +1,4 @@
-"""Causal 3-D convolution with a cache of past frames, in three formulations behind one signature."""
+"""Causal 3-D convolution with a cache of past frames, in four formulations behind one signature."""
 
 import functools
 from collections.abc import Callable
@@ -16,6 +16,7 @@ from jax_kernels.layout import (
     pixels_first,
     precision_for,
     select_frames,
+    zero_of,
 )
 from jax_kernels.shifted_copies import LANES, shifted_copies, takes
 
@@ -32,6 +33,7 @@ def conv3d(
     cache: Float[Array, "N kt-1 H W I"] | None = None,
     *,
     residual: Float[Array, "N T H W O"] | None = None,
+    after: Float[Array, "N T H W O"] | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "N T H W O"], Float[Array, "N kt-1 H W I"] | None]:
     """3-D convolution, causal in time and zero-padded to the same size in space.
@@ -40,45 +42,54 @@ def conv3d(
     first frame repeated (diffusers' `CogVideoXCausalConv3d` with `pad_mode="first"`). Sums are float32,
     rounded once.
 
+    Columns that are split over devices are for `columns.split_columns` to tell. Left to XLA's partitioner, a
+    program for TPUs needs the environment's `JAX_KERNELS_PALLAS=off`.
+
     Args:
         x: a batch of frames.
         kernel: odd in space; `x`'s dtype.
         bias: (O,), or None.
-        cache: what the call on the frames before returned; None at the start.
+        cache: what the call on the frames before returned, in `x`'s dtype; None at the start.
         residual: added to the sums before they are rounded, or None.
+        after: the result is computed when this has been, for the sake of memory; or None.
         implementation: "direct" is one 3-D convolution; "summed" adds kt 2-D convolutions; "folded" is one
             2-D convolution over kt * I channels; "copied" is that with the taps' frames written by a Pallas
-            kernel, for a TPU and no less than kt - 1 frames. None takes the fastest known for the platform
-            that is compiled for.
+            kernel, for TPUs (`shifted_copies`). None takes the fastest known for the platform that is
+            compiled for, of those that take `x`.
 
     Returns:
         The convolved frames, and the cache for the next call (None where kt is 1).
 
     Raises:
-        ValueError: channels, cache, kernel or residual that do not fit each other.
+        ValueError: channels, cache, kernel or residual that do not fit each other; an implementation that
+            there is not.
     """
     _check(x, kernel, cache, residual)
+    if implementation is not None and implementation not in _IMPLEMENTATIONS:
+        raise ValueError(f"implementation {implementation!r} is not one of {sorted(_IMPLEMENTATIONS)}")
     causal = functools.partial(_causal, implementation=implementation)
-    return by_shards(causal, (x, cache, residual), (kernel, bias))
+    return by_shards(causal, (x, cache, residual, after), (kernel, bias))
 
 
 def _causal(
     x: Array,
     cache: Array | None,
     residual: Array | None,
+    after: Array | None,
     kernel: Array,
     bias: Array | None,
     *,
     implementation: Implementation | None,
 ) -> tuple[Array, Array | None]:
+    if after is not None:
+        zero = zero_of(after[0, 0, 0, 0, 0])
+        bias = zero[None] if bias is None else bias + zero
     if kernel.shape[0] == 1:
         return _finished(_same(x, kernel, _summed), bias, residual, like=x), None
     if cache is None:
         cache = jnp.repeat(x[:, :1], kernel.shape[0] - 1, axis=1)
     inputs = x, cache, residual, kernel, bias
     if implementation is not None:
-        if implementation not in _IMPLEMENTATIONS:
-            raise ValueError(f"implementation {implementation!r} is not one of {sorted(_IMPLEMENTATIONS)}")
         return _IMPLEMENTATIONS[implementation](*inputs)
     named = {"tpu": _for_tpu(x, kernel), "cuda": "direct", "default": "summed"}
     forms = {platform: _IMPLEMENTATIONS[name] for platform, name in named.items()}
@@ -89,13 +100,11 @@ def _for_tpu(x: Array, kernel: Array) -> Implementation:
     """The fastest formulation by the v6e compiler's estimate, measured for CogVideoX's own layer sizes.
 
     The 3-D form wins while a frame is small; on large ones its relayouts cost more than folding the taps'
-    copies. Where a decoder's channels narrow its memory peaks: the kernel would write two copies there, XLA,
-    a little slower, writes one.
+    copies.
     """
     if not _is_large(x):
         return "direct"
-    narrows = kernel.shape[3] > kernel.shape[4] >= LANES
-    return "copied" if takes(x, past=kernel.shape[0] - 1) and not narrows else "folded"
+    return "copied" if takes(x, past=kernel.shape[0] - 1) else "folded"
 
 
 def _is_large(frames: Array) -> bool:
@@ -214,8 +223,10 @@ def _check(x: Array, kernel: Array, cache: Array | None, residual: Array | None)
             f"conv3d got a kernel of {kernel.shape[1]} x {kernel.shape[2]} pixels: both must be odd"
         )
     wanted = (x.shape[0], kernel.shape[0] - 1, *x.shape[2:])
-    if cache is not None and cache.shape != wanted:
-        raise ValueError(f"conv3d got a cache of shape {cache.shape}: {wanted} goes with x {x.shape}")
+    if cache is not None and (cache.shape, cache.dtype) != (wanted, x.dtype):
+        raise ValueError(
+            f"conv3d got a cache {cache.dtype}{cache.shape}: {x.dtype}{wanted} goes with x {x.dtype}{x.shape}"
+        )
     wanted = (*x.shape[:4], kernel.shape[4])
     if residual is not None and residual.shape != wanted:
         raise ValueError(f"conv3d got a residual of shape {residual.shape} for a result of {wanted}")

@@ -10,7 +10,7 @@ from jax_kernels.columns import (
     add_columns,
     add_from_neighbours,
     by_shards,
-    in_shard,
+    has_neighbours,
     jit_kernel,
     neighbours_of,
     with_clear_padding,
@@ -108,6 +108,9 @@ def downsample(
 
     Returns:
         H2 = H // 2 and W2 = W // 2 pixels in `x`'s dtype; T2 is T, or with `compress_time` (T + 1) // 2.
+
+    Raises:
+        ValueError: columns split over devices, an odd number each.
     """
     return by_shards(functools.partial(_downsample, compress_time=compress_time), (x,), (kernel, bias))
 
@@ -116,7 +119,11 @@ def _downsample(x: Array, kernel: Array, bias: Array | None, *, compress_time: b
     if compress_time and x.shape[1] > 1:
         x = average_pairs(x)
     y = conv_frames(x, kernel, padding=((0, 1), (0, 1)), stride=2)
-    if in_shard():
+    if has_neighbours():
+        if x.shape[3] % 2:
+            raise ValueError(
+                f"downsample got shards of {x.shape[3]} columns: over several an even number is needed"
+            )
         _, right = neighbours_of(x, 1)
         edge = conv_frames(right, kernel[:, 2:], padding=((0, 1), (0, 0)), stride=2)
         y = add_columns(y, edge, at=y.shape[3] - 1)

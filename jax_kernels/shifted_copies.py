@@ -7,16 +7,18 @@ kernel moves take 0.6).
 """
 
 import functools
-import math
 import os
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float
 
 SWITCH = "JAX_KERNELS_PALLAS"
-"""The environment variable that, set to "off", leaves the work of this kernel to XLA."""
+"""The environment variable that, set to "off", leaves the work of this kernel to XLA. It is read when a
+convolution is traced."""
 
 BLOCK_BYTES = 4 * 2**20
 """What one step may hold, twice: in the 16 MiB that a kernel gets on a v5e."""
@@ -24,44 +26,68 @@ BLOCK_BYTES = 4 * 2**20
 LANES = 128
 
 
-def takes(x_NTHWC: jax.Array, past: int) -> bool:
-    """Whether the kernel takes these frames: whole tiles of channels, and enough frames to be the next past.
+def takes(x: Float[Array, "N T H W C"], past: int) -> bool:
+    """Whether the kernel takes these frames, with so many of the past: float32 or bfloat16, whole tiles of
+    channels, enough frames to be the next past, and no more of them than a step can hold.
 
     It runs on one device, or on one shard: nothing can partition it.
     """
-    whole = x_NTHWC.shape[-1] % LANES == 0 and x_NTHWC.shape[1] >= past > 0
-    return whole and os.environ.get(SWITCH, "on") != "off"
+    if os.environ.get(SWITCH, "on") == "off" or x.dtype not in (jnp.float32, jnp.bfloat16):
+        return False
+    whole = x.shape[-1] % LANES == 0 and x.shape[1] >= past > 0
+    return whole and _pixel_bytes(x.shape, x.dtype, past) <= BLOCK_BYTES
 
 
-def shifted_copies(cache_NPHWC: jax.Array, x_NTHWC: jax.Array) -> tuple[list[jax.Array], jax.Array]:
-    """Of `frames`, the P frames of the cache and the T of `x` after them: `frames[p : p + T]` for each p < P,
-    and the last P, which become the next cache."""
-    past, length = cache_NPHWC.shape[1], x_NTHWC.shape[1]
-    cache, x = (array.transpose(2, 3, 0, 1, 4) for array in (cache_NPHWC, x_NTHWC))
-    height, width, videos, _, channels = x.shape
-    sublanes = -(-length // 16) * 16
-    pixel = math.prod((videos, sublanes, channels)) * x.dtype.itemsize * (2 * past + 1)
-    fit = min(width, max(1, BLOCK_BYTES // pixel))
-    columns = next(columns for columns in range(fit, 0, -1) if width % columns == 0)
+def _pixel_bytes(shape: tuple[int, ...], dtype: jnp.dtype, past: int) -> int:
+    """What a step holds of one pixel, in whole tiles: the cache, the frames, their copies, the next cache."""
+    videos, length, _, _, channels = shape
+    tile = 32 // dtype.itemsize
+    frames = sum(-(-n // tile) * tile for n in (past, length, *[length] * past, past))
+    return videos * frames * channels * dtype.itemsize
+
+
+@jax.custom_jvp
+def shifted_copies(
+    cache: Float[Array, "N P H W C"], x: Float[Array, "N T H W C"]
+) -> tuple[list[Float[Array, "N T H W C"]], Float[Array, "N P H W C"]]:
+    """Of `frames`, the P of the cache and the T of `x` after them: `frames[p : p + T]` for each p < P, and
+    the last P, which become the next cache.
+
+    Args:
+        cache: donated by a program that wants no second one: the next cache takes its memory.
+        x: frames that the kernel `takes`.
+    """
+    past, length = cache.shape[1], x.shape[1]
+    videos, _, height, width, channels = x.shape
+    pixels = height * width
+    fit = BLOCK_BYTES // _pixel_bytes(x.shape, x.dtype, past)
+    # Of whole blocks: JAX's interpreter runs no others where a result takes an argument's memory.
+    step = next(step for step in range(min(fit, pixels), 0, -1) if pixels % step == 0)
 
     def block(frames: int) -> pl.BlockSpec:
-        shape = (1, columns, videos, frames, channels)
-        return pl.BlockSpec(shape, lambda row, column: (row, column, 0, 0, 0))
+        return pl.BlockSpec((step, videos, frames, channels), lambda pixel: (pixel, 0, 0, 0))
 
-    def struct(frames: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((height, width, videos, frames, channels), x.dtype)
+    def result(frames: int) -> Any:
+        # Said to be in HBM. XLA else brings caches into VMEM and back, and keeps memory for both.
+        return pltpu.HBM((pixels, videos, frames, channels), x.dtype)
+
+    def flat(array: Array) -> Array:
+        return array.transpose(2, 3, 0, 1, 4).reshape(pixels, videos, array.shape[1], channels)
+
+    def unflat(array: Array) -> Array:
+        return array.reshape(height, width, *array.shape[1:]).transpose(2, 3, 0, 1, 4)
 
     *copies, latest = pl.pallas_call(
         functools.partial(_copy, past=past, length=length),
-        grid=(height, width // columns),
+        grid=(pixels // step,),
         in_specs=[block(past), block(length)],
         out_specs=[*[block(length)] * past, block(past)],
-        out_shape=[*[struct(length)] * past, struct(past)],
-        input_output_aliases={0: past},  # the old cache's memory, which a program donates
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel")),
+        out_shape=[*[result(length)] * past, result(past)],
+        input_output_aliases={0: past},
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
         name="shifted_copies",
-    )(cache, x)
-    return [copy.transpose(2, 3, 0, 1, 4) for copy in copies], latest.transpose(2, 3, 0, 1, 4)
+    )(flat(cache), flat(x))
+    return [unflat(copy) for copy in copies], unflat(latest)
 
 
 def _copy(cache_ref, x_ref, *result_refs, past: int, length: int) -> None:
@@ -70,3 +96,12 @@ def _copy(cache_ref, x_ref, *result_refs, past: int, length: int) -> None:
     for shift, copy in enumerate(copies):
         copy[...] = frames[..., shift : shift + length, :]
     latest[...] = frames[..., length : length + past, :]
+
+
+@shifted_copies.defjvp
+def _(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> Any:
+    cache, x = tangents  # of a function that is linear
+    past, length = cache.shape[1], x.shape[1]
+    frames = jnp.concatenate([cache, x], axis=1)
+    copies = [frames[:, shift : shift + length] for shift in range(past)]
+    return shifted_copies(*primals), (copies, frames[:, length:])

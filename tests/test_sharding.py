@@ -1,6 +1,7 @@
 """Over a mesh every model is the same function, and nothing of a video's size is gathered anywhere."""
 
 import copy
+import functools
 import json
 
 import jax
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jax_kernels
@@ -121,11 +123,15 @@ def test_tiles_over_a_mesh_change_no_number_and_blend_in_shards(stock, eight):
 def kernel_cases():
     """Every kernel as a function of one array (N, T, H, W, C), by name."""
     key = jax.random.key(0)
-    k5, k4, m = (jax.random.normal(key, s) for s in ((3, 3, 3, 8, 8), (3, 3, 8, 8), (8, 8)))
+    k5, k4, m, wide = (
+        jax.random.normal(key, s) for s in ((3, 3, 3, 8, 8), (3, 3, 8, 8), (8, 8), (3, 3, 5, 8, 8))
+    )
     ones = jnp.ones(8)
     return {
         "group_norm": lambda x: jax_kernels.group_norm(x, ones, ones, num_groups=4, channel_axis=-1),
         "conv3d": lambda x: jax_kernels.conv3d(x, k5, ones)[0],
+        "conv3d of five columns": lambda x: jax_kernels.conv3d(x, wide, ones)[0],
+        "conv3d of one pixel": lambda x: jax_kernels.conv3d(x, m[None, None, None], ones)[0],
         "upsample": lambda x: jax_kernels.upsample(x, k4, ones, expand_time=True),
         "downsample": lambda x: jax_kernels.downsample(x, k4, ones, compress_time=True),
         "spatial_norm": lambda x: jax_kernels.spatial_norm(
@@ -142,7 +148,15 @@ def kernel_cases():
     }
 
 
-KERNELS = ["conv3d", "downsample", "group_norm", "spatial_norm", "upsample"]
+KERNELS = [
+    "conv3d",
+    "conv3d of five columns",
+    "conv3d of one pixel",
+    "downsample",
+    "group_norm",
+    "spatial_norm",
+    "upsample",
+]
 
 
 def run_padded(function, x):
@@ -171,6 +185,40 @@ def test_a_kernel_leaves_the_padding_out_and_clear_for_the_next(kernel, width):
     assert reference.largest_error(got, want) < FLOAT32_RELATIVE
     gathered = [i.bytes for i in sharding.instructions(compiled.as_text()) if i.collective == "all-gather"]
     assert not gathered
+
+
+@pytest.mark.parametrize(("width", "dp"), [(13, 2), (16, 1)])
+def test_a_convolution_of_copied_frames_sees_the_next_shards_columns(width, dp):
+    kernel = jax.random.normal(jax.random.key(0), (3, 3, 3, 128, 8))
+    x = jax.random.normal(jax.random.key(1), (dp, 128, 3, 2, width))
+    cache = jax.random.normal(jax.random.key(2), (dp, 128, 2, 2, width))
+    placement = sharding.Placement(make_mesh(dp, 8 // dp), unit=2)
+
+    def convolve(x, cache, implementation):
+        y, latest = jax_kernels.conv3d(x, kernel, None, cache, implementation=implementation)
+        return jax_kernels.conv3d(y, kernel[..., :8, :], None)[0], latest
+
+    wanted = convolve(jnp.moveaxis(x, 1, -1), jnp.moveaxis(cache, 1, -1), "direct")
+    for index, want in enumerate(wanted):
+
+        def network(chunk, cache, index=index):
+            results = convolve(*(jnp.moveaxis(array, 1, -1) for array in (chunk, cache)), "copied")
+            return jnp.moveaxis(results[index], -1, 1), ()
+
+        with pltpu.force_tpu_interpret_mode():
+            run = jax.jit(lambda x, cache, network=network: placement.trace(network, x, cache.array)[0])
+            got = run(placement.put(x), placement.put(cache))
+        assert reference.largest_error(np.moveaxis(np.asarray(got), 1, -1), want) < FLOAT32_RELATIVE
+
+
+def test_a_shard_too_narrow_for_a_kernel_is_refused():
+    x = jnp.ones((1, 8, 3, 8, 16))  # two columns a shard
+    with pytest.raises(ValueError, match="reaches 3 columns to either side got shards of 2"):
+        run_padded(lambda x: jax_kernels.conv3d(x, jnp.ones((3, 3, 7, 8, 8)))[0], x)
+    kernel = jnp.ones((3, 3, 8, 8))
+    halved = functools.partial(jax_kernels.downsample, compress_time=False)
+    with pytest.raises(ValueError, match="downsample got shards of 1 columns"):
+        run_padded(lambda x: halved(halved(x, kernel, None), kernel, None), x)
 
 
 @pytest.mark.parametrize("columns", [180, 90])

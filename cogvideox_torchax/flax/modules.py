@@ -69,9 +69,15 @@ class CausalConv3d(nnx.Module):
         self.conv = Conv(in_channels, out_channels, window, param_dtype=param_dtype, rngs=rngs)
 
     def __call__(
-        self, x_NTHWC: jax.Array, cache: jax.Array | None = None, *, residual: jax.Array | None = None
+        self,
+        x_NTHWC: jax.Array,
+        cache: jax.Array | None = None,
+        *,
+        residual: jax.Array | None = None,
+        after: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array | None]:
-        return jax_kernels.conv3d(x_NTHWC, *self.conv.cast(x_NTHWC.dtype), cache, residual=residual)
+        kernel, bias = self.conv.cast(x_NTHWC.dtype)
+        return jax_kernels.conv3d(x_NTHWC, kernel, bias, cache, residual=residual, after=after)
 
 
 class GroupNorm(nnx.Module):
@@ -165,8 +171,12 @@ class ResnetBlock3D(nnx.Module):
         self, x_NTHWC: jax.Array, zq_NthwC: jax.Array | None = None, cache: Cache | None = None
     ) -> tuple[jax.Array, Cache]:
         old, new = cache or {}, {}
-        y_NTHWC, new["conv1"] = self.conv1(_activated_norm(self.norm1, x_NTHWC, zq_NthwC), old.get("conv1"))
         shortcut = x_NTHWC if self.conv_shortcut is None else self.conv_shortcut(x_NTHWC)
+        # A shortcut of fewer channels first: then the memory of `x` is free for the first convolution.
+        first = shortcut if shortcut.shape[-1] < x_NTHWC.shape[-1] else None
+        y_NTHWC, new["conv1"] = self.conv1(
+            _activated_norm(self.norm1, x_NTHWC, zq_NthwC), old.get("conv1"), after=first
+        )
         y_NTHWC, new["conv2"] = self.conv2(
             _activated_norm(self.norm2, y_NTHWC, zq_NthwC), old.get("conv2"), residual=shortcut
         )

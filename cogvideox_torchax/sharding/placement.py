@@ -170,9 +170,7 @@ class Placement:
         computed so, their inputs gathered.
         """
         column = self.layout.column
-        channels_last = jnp.moveaxis(self.constrain(x), self.layout.channel, -1)
-        x = jnp.moveaxis(by_shards(kept_columns_last, (channels_last,)), -1, self.layout.channel)
-        picture = jax.lax.slice_in_dim(x, 0, real_columns(x.shape[column]), axis=column)
+        picture = jax.lax.slice_in_dim(self.constrain(x), 0, real_columns(x.shape[column]), axis=column)
         sharding = NamedSharding(self.mesh, self.result_spec(picture.shape))
         return jax.lax.with_sharding_constraint(picture, sharding)
 
@@ -189,6 +187,8 @@ class Placement:
         )
         with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh), split_columns(split):
             result, cache = network(chunk.array, cache)
+            result = by_shards(kept_columns_last, (jnp.moveaxis(result, self.layout.channel, -1),))
+            result = jnp.moveaxis(result, -1, self.layout.channel)  # whose padding is cut off
             return self.hand_out(result), jax.tree.map(self.of_caches.constrain, cache)
 
     def put(self, chunk: Any) -> Padded:

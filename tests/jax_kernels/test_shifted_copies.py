@@ -1,7 +1,5 @@
 """The Pallas kernel writes what its definition says, and Mosaic compiles it for the chips that it is for."""
 
-import importlib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,10 +8,9 @@ from jax.experimental.pallas import tpu as pltpu
 
 from cogvideox_torchax import planner
 from jax_kernels import conv3d
-from jax_kernels.shifted_copies import SWITCH, shifted_copies, takes
+from jax_kernels.shifted_copies import SWITCH, _pixel_bytes, shifted_copies
 from tests.reference import largest_error
 
-module = importlib.import_module("jax_kernels.shifted_copies")  # the package has the function by that name
 PAST = 2
 
 
@@ -26,11 +23,11 @@ def frames_of(videos, length, height, width, channels, dtype):
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("length", [2, 3, 8, 9])
-@pytest.mark.parametrize(("videos", "width", "columns"), [(1, 7, 7), (2, 8, 5)])
-def test_copies_are_the_frames_under_each_earlier_tap(dtype, length, videos, width, columns, monkeypatch):
+@pytest.mark.parametrize(("videos", "width", "blocks"), [(1, 7, 1), (2, 8, 3)])
+def test_copies_are_the_frames_under_each_earlier_tap(dtype, length, videos, width, blocks, monkeypatch):
     cache, x = frames_of(videos, length, 3, width, 128, dtype)
-    pixel = videos * 16 * 128 * x.dtype.itemsize * (2 * PAST + 1)
-    monkeypatch.setattr(module, "BLOCK_BYTES", columns * pixel)  # of 8 then 4 are a block
+    pixel = _pixel_bytes(x.shape, x.dtype, PAST)
+    monkeypatch.setattr("jax_kernels.shifted_copies.BLOCK_BYTES", 3 * width // blocks * pixel)
     with pltpu.force_tpu_interpret_mode():
         copies, latest = shifted_copies(cache, x)
     frames = np.concatenate([cache, x], axis=1)
@@ -51,25 +48,72 @@ def test_a_convolution_of_the_copies_is_the_convolution(length):
     np.testing.assert_array_equal(latest, cache)
 
 
-def test_what_the_kernel_does_not_take_is_left_to_xla(monkeypatch):
-    _, x = frames_of(1, 8, 2, 2, 128, jnp.bfloat16)
-    assert takes(x, PAST)
-    assert not takes(x[..., :64], PAST)  # half a tile of channels
-    assert not takes(x[:, :1], PAST)  # too short to be the next past
+def test_its_derivatives_are_those_of_the_convolution():
+    cache, x = frames_of(1, 3, 2, 2, 128, jnp.float32)
+    kernel = jax.random.normal(jax.random.key(1), (3, 3, 3, 128, 4))
+
+    def squared(cache, x, implementation):
+        return jnp.sum(conv3d(x, kernel, None, cache, implementation=implementation)[0] ** 2)
+
+    gradient = jax.grad(squared, argnums=(0, 1))
+    with pltpu.force_tpu_interpret_mode():
+        got = gradient(cache, x, "copied")
+    for mine, direct in zip(got, gradient(cache, x, "direct"), strict=True):
+        assert largest_error(mine, direct) < 1e-5
+
+
+def lowered_for_tpu(x, out_channels=128, frames=3):
+    """A convolution of such frames as it is given to the TPU's compiler."""
+    kernel = jax.ShapeDtypeStruct((frames, 3, 3, x.shape[-1], out_channels), x.dtype)
+    return jax.jit(conv3d).trace(x, kernel).lower(lowering_platforms=("tpu",)).as_text()
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "taken"),
+    [
+        ((1, 8, 128, 256, 128), jnp.bfloat16, True),
+        ((1, 8, 128, 256, 128), jnp.float32, True),
+        ((1, 8, 128, 256, 128), jnp.float16, False),  # which Mosaic cannot load
+        ((1, 8, 128, 256, 64), jnp.bfloat16, False),  # half a tile of channels
+        ((1, 1, 128, 256, 128), jnp.bfloat16, False),  # too short to be the next past
+        ((1, 6000, 128, 256, 128), jnp.bfloat16, False),  # more of a pixel than a step can hold
+        ((1, 8, 64, 64, 128), jnp.bfloat16, False),  # small: XLA's 3-D form is faster
+    ],
+)
+def test_large_frames_that_the_kernel_takes_go_through_it_on_a_tpu(shape, dtype, taken):
+    assert ("shifted_copies" in lowered_for_tpu(jax.ShapeDtypeStruct(shape, dtype))) == taken
+
+
+def test_the_switch_leaves_the_work_to_xla(monkeypatch):
     monkeypatch.setenv(SWITCH, "off")
-    assert not takes(x, PAST)
+    x = jax.ShapeDtypeStruct((1, 8, 128, 257, 128), jnp.bfloat16)  # which nothing else has traced
+    assert "shifted_copies" not in lowered_for_tpu(x)
+
+
+def test_large_frames_can_be_differentiated():
+    x = jax.ShapeDtypeStruct((1, 2, 128, 256, 128), jnp.float32)
+    kernel = jax.ShapeDtypeStruct((3, 3, 3, 128, 128), jnp.float32)
+    gradient = jax.eval_shape(jax.grad(lambda x, kernel: jnp.sum(conv3d(x, kernel)[0])), x, kernel)
+    assert gradient.shape == x.shape
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("length", [8, 9])
 @pytest.mark.parametrize("topology", ["v5e:1x1", "v6e:1x1"])
-def test_mosaic_compiles_it(topology, length, dtype):
+def test_mosaic_compiles_it_in_place_and_the_planner_counts_its_bytes(topology, length, dtype):
+    pytest.importorskip("libtpu")
     device = jax.sharding.SingleDeviceSharding(planner.topology_devices(topology)[0])
     cache, x = (
         jax.ShapeDtypeStruct((1, frames, 16, 360, 256), dtype, sharding=device) for frames in (PAST, length)
     )
     compiled = jax.jit(shifted_copies).lower(cache, x).compile()
+    assert "output_to_operand_aliasing={{2}: (0, {})}" in compiled.as_text()
     sublanes = 8 if length == 8 else 16  # a tile holds eight
     moved = PAST + sublanes + PAST * sublanes + PAST  # frames in, and frames out
-    (counted,) = planner.kernel_bytes(compiled.as_text())
-    assert counted == moved * 16 * 360 * 256 * x.dtype.itemsize
+    chip = planner.CHIPS[topology[:3]]
+    plan = planner.read_program("later", length, compiled, chip, 0.0)
+    assert plan.shares["kernels"] * chip.bandwidth == pytest.approx(moved * 16 * 360 * 256 * x.dtype.itemsize)
+    assert plan.seconds == sum(plan.shares.values())
+    without = planner.read_program("later", length, compiled, chip, 0.0, count_kernels=False)
+    assert without.kernels == plan.kernels == 1
+    assert "kernels" not in without.shares
