@@ -172,7 +172,8 @@ def _copied(
 ) -> tuple[Array, Array]:
     # One array for the kernel and for the products, which would else each have their own made.
     x = frames_first(lax.optimization_barrier(pixels_first(x)))
-    copies, latest = shifted_copies(cache, x)
+    # Where a decoder's channels narrow its memory peaks.
+    copies, latest = shifted_copies(cache, x, kernel.shape[3] > kernel.shape[4] >= LANES)
     sums = _stacked([*copies, x], kernel, _same_columns(kernel))
     frames = jnp.concatenate([cache, x], axis=1)  # of which a shard makes the columns that it sends
     return _finished(add_from_neighbours(sums, frames, kernel, _folded), bias, residual, like=x), latest

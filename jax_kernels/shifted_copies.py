@@ -46,9 +46,9 @@ def _pixel_bytes(shape: tuple[int, ...], dtype: jnp.dtype, past: int) -> int:
     return videos * frames * channels * dtype.itemsize
 
 
-@jax.custom_jvp
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
 def shifted_copies(
-    cache: Float[Array, "N P H W C"], x: Float[Array, "N T H W C"]
+    cache: Float[Array, "N P H W C"], x: Float[Array, "N T H W C"], sparing: bool = False
 ) -> tuple[list[Float[Array, "N T H W C"]], Float[Array, "N P H W C"]]:
     """Of `frames`, the P of the cache and the T of `x` after them: `frames[p : p + T]` for each p < P, and
     the last P, which become the next cache.
@@ -56,6 +56,8 @@ def shifted_copies(
     Args:
         cache: donated by a program that wants no second one: the next cache takes its memory.
         x: frames that the kernel `takes`.
+        sparing: write the first copy alone. XLA can then shift the others by itself inside the convolution
+            that reads them, which costs a little time, and a copy less of memory.
     """
     past, length = cache.shape[1], x.shape[1]
     videos, _, height, width, channels = x.shape
@@ -68,7 +70,7 @@ def shifted_copies(
         return pl.BlockSpec((step, videos, frames, channels), lambda pixel: (pixel, 0, 0, 0))
 
     def result(frames: int) -> Any:
-        # Said to be in HBM. XLA else brings caches into VMEM and back, and keeps memory for both.
+        # Said to be in HBM: XLA else brings caches into VMEM and back.
         return pltpu.HBM((pixels, videos, frames, channels), x.dtype)
 
     def flat(array: Array) -> Array:
@@ -77,31 +79,39 @@ def shifted_copies(
     def unflat(array: Array) -> Array:
         return array.reshape(height, width, *array.shape[1:]).transpose(2, 3, 0, 1, 4)
 
+    # The first frame of each result among `frames`, and how many there are.
+    spans = [(tap, length) for tap in range(past)]
+    if sparing and past > 1:
+        spans = [(0, length), (1, past - 1)]
+    spans.append((length, past))
     *copies, latest = pl.pallas_call(
-        functools.partial(_copy, past=past, length=length),
+        functools.partial(_copy, spans=spans),
         grid=(pixels // step,),
         in_specs=[block(past), block(length)],
-        out_specs=[*[block(length)] * past, block(past)],
-        out_shape=[*[result(length)] * past, result(past)],
-        input_output_aliases={0: past},
+        out_specs=[block(frames) for _, frames in spans],
+        out_shape=[result(frames) for _, frames in spans],
+        input_output_aliases={0: len(spans) - 1},
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
         name="shifted_copies",
     )(flat(cache), flat(x))
-    return [unflat(copy) for copy in copies], unflat(latest)
+    copies, latest = [unflat(copy) for copy in copies], unflat(latest)
+    if sparing and past > 1:
+        first, between = copies  # which are of the old cache, whose memory is the next one's by now
+        later = [(between[:, tap - 1 :], x[:, : length - past + tap]) for tap in range(1, past)]
+        copies = [first, *(jnp.concatenate(parts, axis=1) for parts in later)]
+    return copies, latest
 
 
-def _copy(cache_ref, x_ref, *result_refs, past: int, length: int) -> None:
+def _copy(cache_ref, x_ref, *result_refs, spans: list[tuple[int, int]]) -> None:
     frames = jnp.concatenate([cache_ref[...], x_ref[...]], axis=-2)
-    *copies, latest = result_refs
-    for shift, copy in enumerate(copies):
-        copy[...] = frames[..., shift : shift + length, :]
-    latest[...] = frames[..., length : length + past, :]
+    for result_ref, (first, length) in zip(result_refs, spans, strict=True):
+        result_ref[...] = frames[..., first : first + length, :]
 
 
 @shifted_copies.defjvp
-def _(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> Any:
+def _(sparing: bool, primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> Any:
     cache, x = tangents  # of a function that is linear
     past, length = cache.shape[1], x.shape[1]
     frames = jnp.concatenate([cache, x], axis=1)
-    copies = [frames[:, shift : shift + length] for shift in range(past)]
-    return shifted_copies(*primals), (copies, frames[:, length:])
+    copies = [frames[:, tap : tap + length] for tap in range(past)]
+    return shifted_copies(*primals, sparing), (copies, frames[:, length:])

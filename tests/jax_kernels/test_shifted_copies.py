@@ -23,24 +23,26 @@ def frames_of(videos, length, height, width, channels, dtype):
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("length", [2, 3, 8, 9])
-@pytest.mark.parametrize(("videos", "width", "blocks"), [(1, 7, 1), (2, 8, 3)])
-def test_copies_are_the_frames_under_each_earlier_tap(dtype, length, videos, width, blocks, monkeypatch):
+@pytest.mark.parametrize(("videos", "width", "blocks", "sparing"), [(1, 7, 1, False), (2, 8, 3, True)])
+def test_copies_are_the_frames_under_each_earlier_tap(
+    dtype, length, videos, width, blocks, sparing, monkeypatch
+):
     cache, x = frames_of(videos, length, 3, width, 128, dtype)
     pixel = _pixel_bytes(x.shape, x.dtype, PAST)
     monkeypatch.setattr("jax_kernels.shifted_copies.BLOCK_BYTES", 3 * width // blocks * pixel)
     with pltpu.force_tpu_interpret_mode():
-        copies, latest = shifted_copies(cache, x)
+        copies, latest = shifted_copies(cache, x, sparing)
     frames = np.concatenate([cache, x], axis=1)
     for tap, copy in enumerate(copies):
         np.testing.assert_array_equal(copy, frames[:, tap : tap + length])
     np.testing.assert_array_equal(latest, frames[:, -PAST:])
 
 
-@pytest.mark.parametrize("length", [2, 5])
-def test_a_convolution_of_the_copies_is_the_convolution(length):
-    cache, x = frames_of(1, length, 4, 5, 128, jnp.float32)
-    kernel, bias = jax.random.normal(jax.random.key(1), (3, 3, 3, 128, 4)), jnp.arange(4.0)
-    residual = jnp.ones((1, length, 4, 5, 4))
+@pytest.mark.parametrize(("length", "channels"), [(2, 128), (5, 128), (3, 256)])
+def test_a_convolution_of_the_copies_is_the_convolution(length, channels):
+    cache, x = frames_of(1, length, 4, 5, channels, jnp.float32)
+    kernel, bias = jax.random.normal(jax.random.key(1), (3, 3, 3, channels, 128)), jnp.arange(128.0)
+    residual = jnp.ones((1, length, 4, 5, 128))
     with pltpu.force_tpu_interpret_mode():
         got, latest = conv3d(x, kernel, bias, cache, residual=residual, implementation="copied")
     want, cache = conv3d(x, kernel, bias, cache, residual=residual, implementation="direct")
