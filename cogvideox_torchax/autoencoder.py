@@ -17,6 +17,7 @@ from torch import nn
 
 from cogvideox_torchax import checkpoint, chunks, runtime, tiling
 from cogvideox_torchax.modules import port_modules
+from jax_kernels.columns import with_clear_padding
 
 if TYPE_CHECKING:
     from cogvideox_torchax.sharding import Placement
@@ -41,7 +42,7 @@ class EncoderChunk(nn.Module):
 
     def forward(self, x: torch.Tensor, conv_cache: Any) -> tuple[torch.Tensor, Any]:
         if x.dtype == torch.uint8:
-            x = (x.to(torch.float32) / 127.5 - 1.0).to(self.encoder.conv_in.conv.weight.dtype)
+            x = from_uint8(x, self.encoder.conv_in.conv.weight.dtype)
         moments, conv_cache = self.encoder(x, conv_cache=conv_cache)
         if self.quant_conv is not None:
             moments = self.quant_conv(moments)
@@ -62,6 +63,12 @@ class DecoderChunk(nn.Module):
             z = self.post_quant_conv(z)
         frames, conv_cache = self.decoder(z, conv_cache=conv_cache)
         return to_uint8(frames) if self.as_uint8 else frames, conv_cache
+
+
+def from_uint8(frames: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Bytes (N, C, T, H, W) as frames in [-1, 1]; columns that pad a share of them stay zeros."""
+    frames = (frames.to(torch.float32) / 127.5 - 1.0).to(dtype)
+    return runtime.torch_view(with_clear_padding)(frames, 4) if runtime.on_jax(frames) else frames
 
 
 def to_uint8(frames: torch.Tensor) -> torch.Tensor:

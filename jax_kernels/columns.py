@@ -112,6 +112,16 @@ def by_shards(
     )(activations, weights)
 
 
+def by_platform(*operands: Any, **branches: Callable[..., Any]) -> Any:
+    """`lax.platform_dependent` for branches that ask how columns are split.
+
+    JAX keeps what it traced of a branch by the function and its operands' shapes. These are functions that it
+    has not seen.
+    """
+    fresh = {platform: functools.partial(branch) for platform, branch in branches.items()}
+    return lax.platform_dependent(*operands, **fresh)
+
+
 def neighbours_of(
     x: Float[Array, "N T H W C"], reach: int
 ) -> tuple[Float[Array, "N T H reach C"], Float[Array, "N T H reach C"]]:

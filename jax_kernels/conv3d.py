@@ -8,7 +8,13 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from jax_kernels.columns import add_from_neighbours, by_shards, jit_kernel, with_clear_padding
+from jax_kernels.columns import (
+    add_from_neighbours,
+    by_platform,
+    by_shards,
+    jit_kernel,
+    with_clear_padding,
+)
 from jax_kernels.layout import (
     conv_frames,
     frames_first,
@@ -93,7 +99,7 @@ def _causal(
         return _IMPLEMENTATIONS[implementation](*inputs)
     named = {"tpu": _for_tpu(x, kernel), "cuda": "direct", "default": "summed"}
     forms = {platform: _IMPLEMENTATIONS[name] for platform, name in named.items()}
-    return lax.platform_dependent(*inputs, **forms)
+    return by_platform(*inputs, **forms)
 
 
 def _for_tpu(x: Array, kernel: Array) -> Implementation:

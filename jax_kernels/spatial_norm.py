@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from jax_kernels.columns import jit_kernel, with_clear_padding
+from jax_kernels.columns import by_platform, jit_kernel, with_clear_padding
 from jax_kernels.group_norm import check_groups, moments, per_channel
 from jax_kernels.layout import (
     frames_first,
@@ -67,7 +67,7 @@ def spatial_norm(
     modulate = functools.partial(_modulate, activation=activation)
     modulate_for_tpu = functools.partial(_modulate_frames_inside, activation=activation)
     pointwise = ((kernel_y, bias_y), (kernel_b, bias_b))
-    return lax.platform_dependent(x, scale, shift, zq, *pointwise, tpu=modulate_for_tpu, default=modulate)
+    return by_platform(x, scale, shift, zq, *pointwise, tpu=modulate_for_tpu, default=modulate)
 
 
 def match_frames_and_columns(z_NTHWC: Array, target: tuple[int, ...]) -> Array:

@@ -85,6 +85,15 @@ def test_chunks_and_streams_over_a_mesh_change_no_number(stock, eight):
     assert relative_error(moments, want[1]) < FLOAT32_RELATIVE
 
 
+def test_bytes_over_a_mesh_are_the_frames_that_they_stand_for(stock, eight):
+    frames = torch.randint(
+        0, 256, (1, 3, 9, 4, 4 * 45), dtype=torch.uint8
+    )  # which pads with zeros: no frame's
+    moments = torch.cat([part.parameters for part in eight.encode_stream(frames)], 2)
+    want = stock.encode(frames / 127.5 - 1).latent_dist.parameters
+    assert relative_error(moments, want) < FLOAT32_RELATIVE
+
+
 def test_chunks_and_caches_cross_the_border_in_shards_and_weights_are_copied(stock, eight):
     program = eight.program("decode")
     weights = program.weights()
@@ -185,6 +194,18 @@ def test_a_kernel_leaves_the_padding_out_and_clear_for_the_next(kernel, width):
     assert reference.largest_error(got, want) < FLOAT32_RELATIVE
     gathered = [i.bytes for i in sharding.instructions(compiled.as_text()) if i.collective == "all-gather"]
     assert not gathered
+
+
+def test_widths_that_pad_to_the_same_number_are_traced_apart():
+    for width in (10, 16):
+        x = jax.random.normal(jax.random.key(1), (1, 8, 3, 8, width))
+
+        def function(x):
+            return kernel_cases()["conv3d"](kernel_cases()["spatial_norm"](x))
+
+        got, _ = run_padded(function, x)
+        want = np.moveaxis(np.asarray(function(jnp.moveaxis(x, 1, -1))), -1, 1)
+        assert reference.largest_error(got, want) < FLOAT32_RELATIVE
 
 
 @pytest.mark.parametrize(("width", "dp"), [(13, 2), (16, 1)])

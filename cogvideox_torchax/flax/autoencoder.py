@@ -19,6 +19,7 @@ from cogvideox_torchax.flax import weights
 from cogvideox_torchax.flax.config import FlaxAutoencoderKLCogVideoXConfig
 from cogvideox_torchax.flax.modules import Cache, Conv3d
 from cogvideox_torchax.flax.networks import Decoder3D, Encoder3D
+from jax_kernels.columns import with_clear_padding
 from jax_kernels.layout import frames_first, pixels_first
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ class EncoderChunk(nnx.Module):
 
     def __call__(self, x: jax.Array, cache: Cache | None) -> tuple[jax.Array, Cache]:
         if x.dtype == jnp.uint8:
-            x = x.astype(jnp.float32) / 127.5 - 1.0
+            x = with_clear_padding(x.astype(jnp.float32) / 127.5 - 1.0)
         moments, cache = self.encoder(x.astype(self.dtype), _unstored(cache))
         return moments if self.quant_conv is None else self.quant_conv(moments), _stored(cache)
 
