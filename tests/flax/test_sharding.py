@@ -50,6 +50,13 @@ def test_an_uneven_width_in_chunks_and_streams_changes_no_number(stock, eight):
         assert relative_error(got[1], want[1]) < FLOAT32_RELATIVE
 
 
+def test_bytes_over_a_mesh_are_the_frames_that_they_stand_for(stock, eight):
+    frames = torch.randint(0, 256, (1, 3, 9, 4, 4 * 45), dtype=torch.uint8)  # padded with what stands for -1
+    moments = torch.cat([part.parameters for part in eight.encode_stream(frames)], 2)
+    want = stock.encode(frames / 127.5 - 1).latent_dist.parameters
+    assert relative_error(moments, want) < FLOAT32_RELATIVE
+
+
 def test_a_batch_over_both_axes_changes_no_number(stock):
     z, x = inputs(1, 2, 85)
     vae = on_mesh(stock, 2, 4)
