@@ -66,6 +66,15 @@ def test_a_residual_is_added_before_the_result_is_rounded(implementation):
     np.testing.assert_array_equal(np.array(cache), np.array(x[:, 1:]))
 
 
+@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize("value", [3.0, jnp.inf, jnp.nan])
+def test_what_is_waited_for_is_not_part_of_the_result(value, with_bias):
+    x, kernel, bias = _inputs(3)
+    bias = bias if with_bias else None
+    got, _ = conv3d(x, kernel, bias, after=jnp.full((2, 3, 5, 7, 6), value))
+    np.testing.assert_array_equal(np.array(got), np.array(conv3d(x, kernel, bias)[0]))
+
+
 def test_a_residual_of_another_shape_is_refused():
     x, kernel, bias = _inputs(3)
     with pytest.raises(ValueError, match="residual of shape"):
