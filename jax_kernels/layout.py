@@ -72,9 +72,10 @@ def kept_pixels_first(x_NTHWC: jax.Array) -> jax.Array:
 
     XLA finds that order by itself for most large frames. Where it does not, an activation is written in
     float32, copied, and rounded in passes of their own (v6e, one of 8 x 480 x 720 x 128: 11 ms). Small frames
-    are better left to it: told for all, it compiles for longer than ten minutes. Where XLA is
-    to partition it over a mesh, it gathers what it is told this of: say it in `columns.by_shards`.
+    are better left to it: told for all, it compiles for longer than ten minutes. Over a mesh it gathers what
+    it is told this of, where it is to do the partitioning: say it in `columns.by_shards`.
     """
+    # Without the barrier XLA leaves out the rounding, and keeps a shortcut in float32.
     return lax.platform_dependent(
         x_NTHWC,
         tpu=lambda x: lax.optimization_barrier(with_layout_constraint(x, Layout((2, 3, 0, 1, 4)))),

@@ -80,10 +80,9 @@ def shifted_copies(
         return array.reshape(height, width, *array.shape[1:]).transpose(2, 3, 0, 1, 4)
 
     # The first frame of each result among `frames`, and how many there are.
-    spans = [(tap, length) for tap in range(past)]
-    if sparing and past > 1:
-        spans = [(0, length), (1, past - 1)]
-    spans.append((length, past))
+    sparing = sparing and past > 1
+    written = [(0, length), (1, past - 1)] if sparing else [(tap, length) for tap in range(past)]
+    spans = [*written, (length, past)]
     *copies, latest = pl.pallas_call(
         functools.partial(_copy, spans=spans),
         grid=(pixels // step,),
@@ -95,7 +94,7 @@ def shifted_copies(
         name="shifted_copies",
     )(flat(cache), flat(x))
     copies, latest = [unflat(copy) for copy in copies], unflat(latest)
-    if sparing and past > 1:
+    if sparing:
         first, between = copies  # which are of the old cache, whose memory is the next one's by now
         later = [(between[:, tap - 1 :], x[:, : length - past + tap]) for tap in range(1, past)]
         copies = [first, *(jnp.concatenate(parts, axis=1) for parts in later)]

@@ -86,9 +86,7 @@ def test_chunks_and_streams_over_a_mesh_change_no_number(stock, eight):
 
 
 def test_bytes_over_a_mesh_are_the_frames_that_they_stand_for(stock, eight):
-    frames = torch.randint(
-        0, 256, (1, 3, 9, 4, 4 * 45), dtype=torch.uint8
-    )  # which pads with zeros: no frame's
+    frames = torch.randint(0, 256, (1, 3, 9, 4, 4 * 45), dtype=torch.uint8)  # padded with what stands for -1
     moments = torch.cat([part.parameters for part in eight.encode_stream(frames)], 2)
     want = stock.encode(frames / 127.5 - 1).latent_dist.parameters
     assert relative_error(moments, want) < FLOAT32_RELATIVE
