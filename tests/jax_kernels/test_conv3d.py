@@ -103,6 +103,7 @@ def test_no_bias_and_a_kernel_of_one_frame():
     [
         (lambda x, k, c: (x[..., :3], k, c), "3 channels for a kernel that takes 4"),
         (lambda x, k, c: (x, k, c[:, :1]), "got a cache float32"),
+        (lambda x, k, c: (x, k, c.astype(jnp.bfloat16)), "got a cache bfloat16"),
         (lambda x, k, c: (x, k[:, :2], c), "must be odd"),
         (lambda x, k, c: (x[0], k, c), "N T H W I"),
     ],
