@@ -122,6 +122,8 @@ def topology_devices(name: str) -> list[Any]:
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v6e-8")
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    # libtpu locks itself to one process of a machine, for the chips' sake: planning opens none.
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     # A grid narrower than a host's own is made of hosts of one chip.
     narrow = generation != "v4" and "1" in grid.split("x")
     bounds = {"chips_per_host_bounds": [1, 1, 1]} if narrow else {}

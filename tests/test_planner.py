@@ -1,6 +1,9 @@
 """The plan of a small model: for a real TPU topology, and for this machine's CPU."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -51,6 +54,14 @@ def test_a_plan_for_a_tpu_without_one(tmp_path, monkeypatch):
     assert document["format"] == planner.FORMAT
     assert document["summary"]["fits"] is True
     assert "estimated_cycles" in Path("hlo/encode_first.hlo.txt").read_text()
+
+
+def test_two_processes_plan_at_once():
+    pytest.importorskip("libtpu", reason="the [tpu] extra is not installed")
+    planner.topology_devices("v6e:1x1")  # libtpu is this process's from here on
+    environment = {name: value for name, value in os.environ.items() if name != "ALLOW_MULTIPLE_LIBTPU_LOAD"}
+    other = "from cogvideox_torchax import planner; planner.topology_devices('v6e:1x1')"
+    subprocess.run([sys.executable, "-c", other], env=environment, check=True, timeout=120)
 
 
 @pytest.mark.parametrize("tp", [1, 2])
