@@ -40,14 +40,26 @@ def _matrix(conv: nn.Conv3d) -> torch.Tensor:
 
 
 class GroupNorm(nn.GroupNorm):
-    """GroupNorm whose statistics are float32, found in one pass (`jax_kernels.group_norm`)."""
+    """GroupNorm whose statistics are float32, found in one pass, and the activation after it, as one kernel
+    (`jax_kernels.group_norm`)."""
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: torch.Tensor, *, activation: str | None = None) -> torch.Tensor:
         if not on_jax(input) or input.ndim < 3:
+            _refuse(activation)
             return super().forward(input)
         return torch_view(jax_kernels.group_norm)(
-            input, self.weight, self.bias, num_groups=self.num_groups, eps=self.eps
+            input,
+            self.weight,
+            self.bias,
+            num_groups=self.num_groups,
+            eps=self.eps,
+            activation=activation,
         )
+
+
+def _refuse(activation: str | None) -> None:
+    if activation is not None:
+        raise ValueError("a norm of a plain torch tensor takes no activation: apply it to the result")
 
 
 class SiLU(nn.SiLU):
@@ -113,8 +125,7 @@ class SpatialNorm3D(diffusers_vae.CogVideoXSpatialNorm3D):
         activation: str | None = None,
     ) -> tuple[torch.Tensor, Cache]:
         if not on_jax(f):
-            if activation is not None:
-                raise ValueError("native SpatialNorm3D takes no activation: apply it to the result")
+            _refuse(activation)
             return super().forward(f, zq, conv_cache)  # pyright: ignore[reportReturnType]
         norm, conv_y, conv_b = self.norm_layer, self.conv_y.conv, self.conv_b.conv
         y = torch_view(jax_kernels.spatial_norm)(
@@ -162,11 +173,41 @@ class ResnetBlock3D(diffusers_vae.CogVideoXResnetBlock3D):
         return hidden, new_cache
 
     def _activated(self, norm: nn.Module, hidden: torch.Tensor, zq: torch.Tensor | None) -> torch.Tensor:
-        if zq is None:
-            return self.nonlinearity(norm(hidden))
-        if isinstance(self.nonlinearity, nn.SiLU) and isinstance(norm, SpatialNorm3D):
-            return norm(hidden, zq, activation="silu")[0]
-        return self.nonlinearity(norm(hidden, zq)[0])
+        inputs = (hidden,) if zq is None else (hidden, zq)
+        if isinstance(self.nonlinearity, nn.SiLU) and isinstance(norm, GroupNorm | SpatialNorm3D):
+            return _only(norm(*inputs, activation="silu"))
+        return self.nonlinearity(_only(norm(*inputs)))
+
+
+def _only(result: Any) -> torch.Tensor:
+    """What a norm gives, without the cache that diffusers has beside it."""
+    return result[0] if isinstance(result, tuple) else result
+
+
+class Decoder3D(diffusers_vae.CogVideoXDecoder3D):
+    """The decoder, its last activation given to the norm before it.
+
+    A hook on `norm_out` therefore sees its activation when the decoder runs on JAX.
+    """
+
+    def forward(
+        self, sample: torch.Tensor, temb: torch.Tensor | None = None, conv_cache: Cache | None = None
+    ) -> tuple[torch.Tensor, Cache]:
+        fusible = isinstance(self.conv_act, nn.SiLU) and isinstance(self.norm_out, SpatialNorm3D)
+        if not on_jax(sample) or not fusible or self.gradient_checkpointing:
+            return super().forward(sample, temb, conv_cache)  # pyright: ignore[reportReturnType]
+        cache = conv_cache or {}
+        new_cache: Cache = {}
+        hidden, new_cache["conv_in"] = self.conv_in(sample, conv_cache=cache.get("conv_in"))
+        hidden, new_cache["mid_block"] = self.mid_block(
+            hidden, temb, sample, conv_cache=cache.get("mid_block")
+        )
+        for index, up_block in enumerate(self.up_blocks):
+            name = f"up_block_{index}"
+            hidden, new_cache[name] = up_block(hidden, temb, sample, conv_cache=cache.get(name))
+        hidden, new_cache["norm_out"] = self.norm_out(hidden, sample, activation="silu")
+        hidden, new_cache["conv_out"] = self.conv_out(hidden, conv_cache=cache.get("conv_out"))
+        return hidden, new_cache
 
 
 class Upsample3D(CogVideoXUpsample3D):
@@ -206,6 +247,7 @@ PORTED: dict[type[nn.Module], type[nn.Module]] = {
     diffusers_vae.CogVideoXCausalConv3d: CausalConv3d,
     diffusers_vae.CogVideoXSpatialNorm3D: SpatialNorm3D,
     diffusers_vae.CogVideoXResnetBlock3D: ResnetBlock3D,
+    diffusers_vae.CogVideoXDecoder3D: Decoder3D,
     CogVideoXUpsample3D: Upsample3D,
     CogVideoXDownsample3D: Downsample3D,
 }

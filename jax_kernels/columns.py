@@ -84,32 +84,36 @@ def jit_kernel(static_argnames: Sequence[str]) -> Callable[[Function], Function]
 
 
 def by_shards(
-    function: Callable[..., Any], activations: tuple[Any, ...], weights: tuple[Any, ...] = ()
+    function: Callable[..., Any],
+    activations: tuple[Any, ...],
+    weights: tuple[Any, ...] = (),
+    statistics: tuple[Any, ...] = (),
 ) -> Any:
-    """`function(*activations, *weights)`, by each device on its own columns where `split_columns` says that
-    they are split, else by one for all.
+    """`function(*activations, *weights, *statistics)`, by each device on its own columns where
+    `split_columns` says that they are split, else by one for all.
 
     Args:
         function: gives activations.
         activations: arrays N T H W C, each split as `split_columns` says, or None.
         weights: arrays that are the same on every device, or None.
+        statistics: arrays N ..., of each video and all of its columns.
     """
     split = _split.get()
     if not split.columns or split.in_shard:
-        return function(*activations, *weights)
+        return function(*activations, *weights, *statistics)
 
-    def shard(activations: tuple[Any, ...], weights: tuple[Any, ...]) -> Any:
+    def shard(*groups: tuple[Any, ...]) -> Any:
         with split_columns(split._replace(in_shard=True)):
-            return function(*activations, *weights)
+            return function(*(array for group in groups for array in group))
 
     own = PartitionSpec(split.videos, None, None, split.columns)
     return jax.shard_map(
         shard,
         mesh=jax.sharding.get_abstract_mesh(),
-        in_specs=(own, PartitionSpec()),
+        in_specs=(own, PartitionSpec(), PartitionSpec(split.videos)),
         out_specs=own,
         check_vma=False,
-    )(activations, weights)
+    )(activations, weights, statistics)
 
 
 def by_platform(*operands: Any, **branches: Callable[..., Any]) -> Any:

@@ -1,12 +1,18 @@
 """GroupNorm with a one-pass Welford variance, over any channel axis."""
 
-from typing import NamedTuple
+import functools
+from typing import Any, Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from jax_kernels.columns import jit_kernel, real_columns, with_clear_padding
+from jax_kernels.columns import by_platform, by_shards, jit_kernel, real_columns, with_clear_padding
+from jax_kernels.layout import is_large
+from jax_kernels.tpu.group_norm_passes import column_sums, scaled, takes
+
+Activation = Literal["silu"]
 
 
 class Moments(NamedTuple):
@@ -18,7 +24,7 @@ class Moments(NamedTuple):
 
     @property
     def variance(self) -> Float[Array, "..."]:
-        return self.m2 / self.count
+        return self.m2 / float(self.count)  # which may be more than an int32 holds
 
 
 def merge(a: Moments, b: Moments) -> Moments:
@@ -71,21 +77,41 @@ def moments(x: Float[Array, "N *rest"], *, num_groups: int, channel_axis: int = 
     x = jnp.moveaxis(x, channel_axis, -1)
     column_axis = max(1, x.ndim - 3)
     length = x.shape[column_axis]
-    first = lax.slice_in_dim(x, 0, 1, axis=column_axis).astype(jnp.float32)
-    shifted = x.astype(jnp.float32) - first
-    # One reduction with two results: two reductions would make XLA's CPU backend write `shifted` out.
-    zero = jnp.zeros((), jnp.float32)
-    total, squares = lax.reduce(
-        (shifted, shifted * shifted), (zero, zero), lambda a, b: (a[0] + b[0], a[1] + b[1]), (column_axis,)
-    )
-    columns = Moments(
-        length,
-        jnp.squeeze(first, column_axis) + total / length,
-        jnp.maximum(squares - total * total / length, 0.0),
-    )
+    total, squares = by_shards(_sum_columns, (x,)) if x.ndim == 5 else _sum_by_xla(x)
+    total, squares = (jnp.squeeze(part, column_axis) for part in (total, squares))
+    first = lax.index_in_dim(x, 0, axis=column_axis, keepdims=False).astype(jnp.float32)
+    columns = Moments(length, first + total / length, jnp.maximum(squares - total * total / length, 0.0))
     columns = Moments(length, *(_split_groups(part, num_groups) for part in columns[1:]))
     axes = (*range(1, columns.mean.ndim - 2), columns.mean.ndim - 1)
     return _merge_equal(columns, axes, column_axis=columns.mean.ndim - 3)
+
+
+def _sum_columns(x_NTHWC: Array) -> tuple[Array, Array]:
+    by_kernel = is_large(x_NTHWC) and takes(x_NTHWC)
+    return by_platform(x_NTHWC, tpu=_sum_by_kernel if by_kernel else _sum_by_xla, default=_sum_by_xla)
+
+
+def _sum_by_xla(x: Array) -> tuple[Array, Array]:
+    """`column_sums` for any rank of three or more, the channels last."""
+    axis = max(1, x.ndim - 3)
+    shifted = x.astype(jnp.float32) - lax.slice_in_dim(x, 0, 1, axis=axis).astype(jnp.float32)
+    # One reduction with two results: two reductions would make XLA's CPU backend write `shifted` out.
+    zero = jnp.zeros((), jnp.float32)
+    sums = lax.reduce(
+        (shifted, shifted * shifted), (zero, zero), lambda a, b: (a[0] + b[0], a[1] + b[1]), (axis,)
+    )
+    total, squares = (jnp.expand_dims(part, axis) for part in sums)
+    return total, squares
+
+
+@jax.custom_jvp
+def _sum_by_kernel(x_NTHWC: Array) -> tuple[Array, Array]:
+    return column_sums(x_NTHWC)
+
+
+@_sum_by_kernel.defjvp
+def _(primals: tuple[Array], tangents: tuple[Array]) -> Any:
+    return _sum_by_kernel(*primals), jax.jvp(_sum_by_xla, primals, tangents)[1]
 
 
 def _split_groups(x: Array, num_groups: int) -> Array:
@@ -104,7 +130,7 @@ def check_groups(channels: int, num_groups: int) -> None:
         )
 
 
-@jit_kernel(static_argnames=("num_groups", "eps", "channel_axis"))
+@jit_kernel(static_argnames=("num_groups", "eps", "channel_axis", "activation"))
 def group_norm(
     x: Float[Array, "N *rest"],
     weight: Float[Array, " C"] | None,
@@ -113,6 +139,7 @@ def group_norm(
     num_groups: int,
     eps: float = 1e-6,
     channel_axis: int = 1,
+    activation: Activation | None = None,
 ) -> Float[Array, "N *rest"]:
     """Group normalization (Wu and He 2018): `(x - mean) / sqrt(variance + eps) * weight + bias` by groups.
 
@@ -122,6 +149,7 @@ def group_norm(
         num_groups: divides C.
         eps: added to the variance, as in PyTorch.
         channel_axis: where C lies in `x`.
+        activation: applied to the result before it is rounded ("silu"), or None.
 
     Returns:
         The shape and dtype of `x`; statistics and arithmetic are float32 whatever the dtype.
@@ -137,17 +165,62 @@ def group_norm(
     channels = x.shape[channel_axis]
     check_groups(channels, num_groups)
     stats = moments(x, num_groups=num_groups, channel_axis=channel_axis)
-
-    def along_channels(stat_NC: Array) -> Array:
-        shape = [1] * x.ndim
-        shape[0], shape[channel_axis] = stat_NC.shape[0], channels
-        return stat_NC.reshape(shape)
-
+    mean = per_channel(stats.mean, channels)
     scale = per_channel(lax.rsqrt(stats.variance + eps), channels)
     if weight is not None:
         scale = scale * weight.astype(jnp.float32)
-    y = (x.astype(jnp.float32) - along_channels(per_channel(stats.mean, channels))) * along_channels(scale)
-    if bias is not None:
-        y = y + along_channels(bias.astype(jnp.float32)[None])
-    column_axis = x.ndim - (2 if channel_axis == x.ndim - 1 else 1)
-    return with_clear_padding(y.astype(x.dtype), column_axis)
+    shift = jnp.zeros_like(mean) if bias is None else jnp.broadcast_to(bias.astype(jnp.float32), mean.shape)
+    if x.ndim != 5:
+        return _scale_by_xla(activation, x, mean, scale, shift, channel_axis=channel_axis)
+    x = jnp.moveaxis(x, channel_axis, -1)
+    y = by_shards(functools.partial(_scale, activation), (x,), (), (mean, scale, shift))
+    return jnp.moveaxis(y, -1, channel_axis)
+
+
+def _scale(activation: Activation | None, x_NTHWC: Array, *coefficients_NC: Array) -> Array:
+    # Without an activation what comes next is better fused with the norm than kept from it.
+    by_kernel = activation is not None and is_large(x_NTHWC) and takes(x_NTHWC)
+    by_xla = functools.partial(_scale_by_xla, activation)
+    return by_platform(
+        x_NTHWC, *coefficients_NC, tpu=_scale_by_kernel if by_kernel else by_xla, default=by_xla
+    )
+
+
+def _scale_by_xla(
+    activation: Activation | None,
+    x: Array,
+    mean_NC: Array,
+    scale_NC: Array,
+    shift_NC: Array,
+    *,
+    channel_axis: int = -1,
+) -> Array:
+    """`activation((x - mean) * scale + shift)`."""
+    channel_axis = channel_axis % x.ndim
+
+    def along_channels(part_NC: Array) -> Array:
+        shape = [1] * x.ndim
+        shape[0], shape[channel_axis] = part_NC.shape
+        return part_NC.reshape(shape)
+
+    y = (x.astype(jnp.float32) - along_channels(mean_NC)) * along_channels(scale_NC)
+    y = y + along_channels(shift_NC)
+    if activation == "silu":
+        y = jax.nn.silu(y)
+    return with_clear_padding(y.astype(x.dtype), x.ndim - (2 if channel_axis == x.ndim - 1 else 1))
+
+
+@jax.custom_jvp
+def _scale_by_kernel(x_NTHWC: Array, *coefficients_NC: Array) -> Array:
+    def by_column(part_NC: Array) -> Array:
+        return jnp.broadcast_to(part_NC[:, None], (part_NC.shape[0], x_NTHWC.shape[3], part_NC.shape[1]))
+
+    mean, scale, shift = (by_column(part_NC) for part_NC in coefficients_NC)
+    # Where columns only pad the width, so does the result: factors and offsets of zero clear it.
+    return scaled(x_NTHWC, mean, with_clear_padding(scale, 1), with_clear_padding(shift, 1))
+
+
+@_scale_by_kernel.defjvp
+def _(primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> Any:
+    tangent = jax.jvp(functools.partial(_scale_by_xla, "silu"), primals, tangents)[1]
+    return _scale_by_kernel(*primals), tangent

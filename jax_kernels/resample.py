@@ -20,10 +20,12 @@ from jax_kernels.layout import (
     conv_frames,
     first_frame_stays,
     frames_first,
+    is_large,
     pixels_first,
     repeat_nearest,
     select_frames,
 )
+from jax_kernels.tpu.doubled_pixels import doubled_pixels, takes
 
 
 @jit_kernel(static_argnames=["expand_time"])
@@ -58,7 +60,7 @@ def _upsample(x: Array, kernel: Array, bias: Array | None, *, expand_time: bool)
     def convolve(x: Array, kernel: Array, columns: tuple[int, int]) -> Array:
         return conv_frames(x, kernel, padding=((rows, rows), columns))
 
-    doubled = lax.platform_dependent(x, tpu=_double_pixels_outside, default=_double_pixels)
+    doubled = _doubled(x)
     y = convolve(doubled, kernel, (kernel.shape[1] // 2, kernel.shape[1] // 2))
     y = add_from_neighbours(y, doubled, kernel, convolve)
     if bias is not None:
@@ -69,6 +71,13 @@ def _upsample(x: Array, kernel: Array, bias: Array | None, *, expand_time: bool)
     length = x.shape[1]
     kept = 1 if first_frame_stays(length) else 0
     return select_frames(y, [*range(kept), *(frame for frame in range(kept, length) for _ in range(2))])
+
+
+def _doubled(x: Array) -> Array:
+    # A large frame of the result is four times the one that is doubled.
+    by_kernel = is_large(x, times=4) and takes(x)
+    for_tpu = doubled_pixels if by_kernel else _double_pixels_outside
+    return lax.platform_dependent(x, tpu=for_tpu, default=_double_pixels)
 
 
 def _double_pixels(x: Array) -> Array:

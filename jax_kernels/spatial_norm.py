@@ -1,28 +1,31 @@
 """Spatially conditioned GroupNorm, `norm(x) * y(zq) + b(zq)`, in one pass over the activations."""
 
 import functools
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from jax_kernels.columns import by_platform, jit_kernel, with_clear_padding
-from jax_kernels.group_norm import check_groups, moments, per_channel
+from jax_kernels.columns import by_platform, by_shards, jit_kernel, with_clear_padding
+from jax_kernels.group_norm import Activation, check_groups, moments, per_channel
 from jax_kernels.layout import (
     frames_first,
+    is_large,
     pixels_first,
     precision_for,
     repeat_nearest,
     split_first_frame,
     zero_of,
 )
+from jax_kernels.tpu.modulated import modulated, takes
 
-Activation = Literal["silu"]
+Implementation = Literal["rows", "pixels_first", "kernel"]
 
 
-@jit_kernel(static_argnames=("num_groups", "eps", "activation"))
+@jit_kernel(static_argnames=("num_groups", "eps", "activation", "implementation"))
 def spatial_norm(
     x: Float[Array, "N T H W C"],
     zq: Float[Array, "N t h w Z"],
@@ -36,6 +39,7 @@ def spatial_norm(
     num_groups: int,
     eps: float = 1e-6,
     activation: Activation | None = None,
+    implementation: Implementation | None = None,
 ) -> Float[Array, "N T H W C"]:
     """`group_norm(x) * conv_y(zq) + conv_b(zq)`, `zq` upsampled to `x` by nearest neighbour (MoVQ, arXiv
     2209.09002).
@@ -51,23 +55,53 @@ def spatial_norm(
         kernel_y, bias_y, kernel_b, bias_b: the two 1x1x1 convolutions.
         num_groups, eps: GroupNorm's.
         activation: applied to the result ("silu"), or None.
+        implementation: "rows" broadcasts what comes of the latents over rows; "pixels_first" does so in the
+            order that a TPU keeps large frames in; "kernel" is a Pallas kernel, for TPUs (`modulated`). None
+            takes the fastest known for the platform that is compiled for, of those that take `x`.
 
     Returns:
         The shape and dtype of `x`; everything in between is float32.
 
     Raises:
-        ValueError: sizes of `x` that are no whole multiples of those of `zq`.
+        ValueError: sizes of `x` that are no whole multiples of those of `zq`; an implementation that there
+            is not.
     """
     check_groups(x.shape[-1], num_groups)
+    if implementation is not None and implementation not in _IMPLEMENTATIONS:
+        raise ValueError(f"implementation {implementation!r} is not one of {sorted(_IMPLEMENTATIONS)}")
     channels = x.shape[-1]
     stats = moments(x, num_groups=num_groups, channel_axis=-1)
     scale = per_channel(lax.rsqrt(stats.variance + eps), channels) * weight.astype(jnp.float32)
     shift = bias.astype(jnp.float32) - per_channel(stats.mean, channels) * scale
-    zq = match_frames_and_columns(zq, x.shape)
-    modulate = functools.partial(_modulate, activation=activation)
-    modulate_for_tpu = functools.partial(_modulate_frames_inside, activation=activation)
-    pointwise = ((kernel_y, bias_y), (kernel_b, bias_b))
-    return by_platform(x, scale, shift, zq, *pointwise, tpu=modulate_for_tpu, default=modulate)
+    return by_shards(
+        functools.partial(_modulated, activation=activation, implementation=implementation),
+        (x, zq),
+        ((kernel_y, bias_y), (kernel_b, bias_b)),
+        (scale, shift),
+    )
+
+
+def _modulated(
+    x: Array,
+    zq: Array,
+    to_y: tuple[Array, Array],
+    to_b: tuple[Array, Array],
+    scale_NC: Array,
+    shift_NC: Array,
+    *,
+    activation: Activation | None,
+    implementation: Implementation | None,
+) -> Array:
+    inputs = x, scale_NC, shift_NC, zq, to_y, to_b
+    if implementation is not None:
+        return _IMPLEMENTATIONS[implementation](activation, *inputs)
+    # Without an activation what comes next is better fused with the modulation than kept from it.
+    by_kernel = activation is not None and is_large(x) and takes(x, zq)
+    named = {"tpu": "kernel" if by_kernel else "pixels_first", "default": "rows"}
+    forms = {
+        platform: functools.partial(_IMPLEMENTATIONS[name], activation) for platform, name in named.items()
+    }
+    return by_platform(*inputs, **forms)
 
 
 def match_frames_and_columns(z_NTHWC: Array, target: tuple[int, ...]) -> Array:
@@ -91,19 +125,17 @@ def match_frames_and_columns(z_NTHWC: Array, target: tuple[int, ...]) -> Array:
     return resized[0] if len(resized) == 1 else jnp.concatenate(resized, axis=1)
 
 
-def _modulate(
+def _by_rows(
+    activation: Activation | None,
     x: Array,
     scale_NC: Array,
     shift_NC: Array,
     zq: Array,
     to_y: tuple[Array, Array],
     to_b: tuple[Array, Array],
-    *,
-    activation: Activation | None,
 ) -> Array:
-    """`activation((x * scale + shift) * y + b)` as one multiply-add, for `zq` (N T h W Z): each of its rows
-    serves H / h rows.
-    """
+    """`activation((x * scale + shift) * y + b)` as one multiply-add, `y` and `b` at the latents' rows."""
+    zq = match_frames_and_columns(zq, x.shape)
     y = _pointwise("nthwz,zc->nthwc", zq, *to_y)
     multiplier = y * _over_pixels(scale_NC)
     offset = y * _over_pixels(shift_NC) + _pointwise("nthwz,zc->nthwc", zq, *to_b)
@@ -115,17 +147,16 @@ def _modulate(
     return with_clear_padding(result.astype(x.dtype).reshape(x.shape))
 
 
-def _modulate_frames_inside(
+def _pixels_first(
+    activation: Activation | None,
     x: Array,
     scale_NC: Array,
     shift_NC: Array,
     zq: Array,
     to_y: tuple[Array, Array],
     to_b: tuple[Array, Array],
-    *,
-    activation: Activation | None,
 ) -> Array:
-    """`_modulate` in the order H W N T C, in which a TPU keeps the activations of a convolution over frames.
+    """`_by_rows` in the order H W N T C, in which a TPU keeps the activations of a convolution over frames.
 
     There, repeating a row is a broadcast over an outer axis, which costs nothing inside a fusion: two
     multiply-adds a pixel are less than a pass that makes them one. The barriers keep XLA from moving the
@@ -133,6 +164,7 @@ def _modulate_frames_inside(
     size (v6e, a block at 8 x 480 x 720 x 128: 61 ms instead of 41). Without an activation nothing keeps what
     comes after from being fused.
     """
+    zq = match_frames_and_columns(zq, x.shape)
     # Not before the statistics: the compiler would compute the `y` and `b` of all norms first, and keep them.
     zero = zero_of(scale_NC[:, :1, None])  # of each video, whose statistics other videos' shards do not have
     y, b = (
@@ -146,6 +178,40 @@ def _modulate_frames_inside(
     if activation is not None:
         result = lax.optimization_barrier(result)
     return frames_first(result.reshape(x.shape[2], w, n, t, c))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _by_kernel(
+    activation: Activation | None,
+    x: Array,
+    scale_NC: Array,
+    shift_NC: Array,
+    zq: Array,
+    to_y: tuple[Array, Array],
+    to_b: tuple[Array, Array],
+) -> Array:
+    """`_by_rows` by the Pallas kernel."""
+    kernel = jnp.concatenate([jnp.vstack(conv) for conv in (to_y, to_b)], axis=1)
+    zq = match_frames_and_columns(zq, (*x.shape[:3], zq.shape[3], x.shape[4]))
+    ones = jnp.ones((*zq.shape[:-1], 1), zq.dtype)
+    # Where latents only pad a width, so does the result: factors and offsets of zero clear it.
+    zq = with_clear_padding(jnp.concatenate([zq, ones], axis=-1))
+    dtype = jnp.promote_types(zq.dtype, kernel.dtype)
+    zq, kernel = zq.astype(dtype), kernel.astype(dtype)
+    return modulated(x, scale_NC, shift_NC, zq, kernel, silu=activation == "silu")
+
+
+@_by_kernel.defjvp
+def _(activation: Activation | None, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> Any:
+    of_plain = jax.jvp(functools.partial(_by_rows, activation), primals, tangents)
+    return _by_kernel(activation, *primals), of_plain[1]
+
+
+_IMPLEMENTATIONS: dict[str, Callable[..., Array]] = {
+    "rows": _by_rows,
+    "pixels_first": _pixels_first,
+    "kernel": _by_kernel,
+}
 
 
 def _activate(x: Array, activation: Activation | None) -> Array:

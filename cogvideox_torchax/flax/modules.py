@@ -17,7 +17,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 import jax_kernels
-from jax_kernels.spatial_norm import Activation
+from jax_kernels.group_norm import Activation
 
 Cache = dict[str, Any]
 
@@ -81,7 +81,7 @@ class CausalConv3d(nnx.Module):
 
 
 class GroupNorm(nnx.Module):
-    """GroupNorm over the last axis; statistics in float32."""
+    """GroupNorm over the last axis, and the activation after it; statistics in float32."""
 
     def __init__(self, channels: int, *, num_groups: int, eps: float, param_dtype: DTypeLike):
         self.scale = nnx.Param(jnp.ones((channels,), param_dtype))
@@ -89,7 +89,7 @@ class GroupNorm(nnx.Module):
         self.num_groups = num_groups
         self.eps = eps
 
-    def __call__(self, x_NTHWC: jax.Array) -> jax.Array:
+    def __call__(self, x_NTHWC: jax.Array, *, activation: Activation | None = None) -> jax.Array:
         return jax_kernels.group_norm(
             x_NTHWC,
             self.scale[...],
@@ -97,6 +97,7 @@ class GroupNorm(nnx.Module):
             num_groups=self.num_groups,
             eps=self.eps,
             channel_axis=-1,
+            activation=activation,
         )
 
 
@@ -130,10 +131,9 @@ class SpatialNorm3D(nnx.Module):
 def _activated_norm(
     norm: Callable[..., jax.Array], x_NTHWC: jax.Array, zq_NthwC: jax.Array | None
 ) -> jax.Array:
-    """silu(norm(x)): a GroupNorm takes no latents, a spatial norm takes them and the activation too."""
-    if zq_NthwC is None:
-        return jax_kernels.silu(norm(x_NTHWC))
-    return norm(x_NTHWC, zq_NthwC, activation="silu")
+    """silu(norm(x)): a GroupNorm takes no latents, a spatial norm does."""
+    inputs = (x_NTHWC,) if zq_NthwC is None else (x_NTHWC, zq_NthwC)
+    return norm(*inputs, activation="silu")
 
 
 class ResnetBlock3D(nnx.Module):

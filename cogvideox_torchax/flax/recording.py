@@ -15,8 +15,6 @@ from cogvideox_torchax.flax.modules import Cache
 class LayerRecorder:
     """One pass over a video that gives, for each chunk, its layers' outputs by diffusers' names.
 
-    `decoder.norm_out` is left out: here it comes with its activation, in diffusers without.
-
     Args:
         vae: the model.
         kind: "encode" or "decode".
@@ -53,7 +51,7 @@ def _recorded(
     kinds: set[type] = set()
     for path, module in nnx.iter_modules(network):
         name = ".".join(map(str, path))
-        if wanted(name) and name != "decoder.norm_out":
+        if wanted(name):
             names[id(module)] = name
             kinds.add(type(module))
 

@@ -6,7 +6,7 @@ import torch
 
 from jax_kernels import conv3d
 
-IMPLEMENTATIONS = ["direct", "summed", "folded", None]
+IMPLEMENTATIONS = ["direct", "summed", "folded", "narrow", None]
 
 
 def _inputs(frames=3, dtype=jnp.float32, taps=3):
@@ -83,7 +83,7 @@ def test_a_residual_of_another_shape_is_refused():
 
 def test_float32_asks_for_full_precision_on_every_path():
     x, kernel, bias = _inputs()
-    for implementation in ("direct", "summed", "folded"):
+    for implementation in ("direct", "summed", "folded", "narrow"):
         text = str(jax.make_jaxpr(lambda *a, i=implementation: conv3d(*a, implementation=i))(x, kernel, bias))
         assert "Precision.HIGHEST" in text or "precision=HIGHEST" in text
         assert "DEFAULT" not in text
@@ -119,3 +119,21 @@ def test_unknown_implementation_is_named():
     x, kernel, _ = _inputs()
     with pytest.raises(ValueError, match="'fast' is not one of"):
         conv3d(x, kernel, implementation="fast")
+
+
+@pytest.mark.parametrize("width", [32, 34])
+def test_columns_computed_together_are_those_computed_alone(width):
+    rng = np.random.default_rng(0)
+    x, kernel = (jnp.asarray(rng.normal(size=shape)) for shape in ((1, 2, 3, width, 4), (3, 3, 5, 4, 3)))
+    got, cache = conv3d(x, kernel, implementation="narrow")
+    want, same = conv3d(x, kernel, implementation="direct")
+    np.testing.assert_allclose(np.array(got), np.array(want), rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(np.array(cache), np.array(same))
+
+
+@pytest.mark.parametrize(("channels", "together"), [(3, True), (32, False)])
+def test_large_frames_of_few_channels_are_computed_many_columns_together_on_a_tpu(channels, together):
+    x = jax.ShapeDtypeStruct((1, 2, 128, 256, 128), jnp.bfloat16)
+    kernel = jax.ShapeDtypeStruct((3, 3, 3, 128, channels), jnp.bfloat16)
+    text = jax.jit(conv3d).trace(x, kernel).lower(lowering_platforms=("tpu",)).as_text()
+    assert ("stride = [1, 16]" in text) == together

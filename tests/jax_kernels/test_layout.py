@@ -8,33 +8,12 @@ import pytest
 
 from jax_kernels import layout
 
-spatial_norm_module = importlib.import_module("jax_kernels.spatial_norm")
 resample_module = importlib.import_module("jax_kernels.resample")
 DTYPES = [jnp.float32, jnp.bfloat16]
 
 
 def _frames(frames=4, dtype=jnp.float32):
     return jnp.asarray(np.random.default_rng(0).normal(size=(2, frames, 4, 6, 3)), dtype)
-
-
-def _modulation(name, dtype, activation):
-    x = _frames(5, dtype)
-    draw = np.random.default_rng(1).normal
-    scale, shift = (jnp.asarray(draw(size=(2, 3)), jnp.float32) for _ in range(2))
-    zq = jnp.asarray(draw(size=(2, 5, 2, 6, 7)), dtype)
-    to_y, to_b = ((jnp.asarray(draw(size=(7, 3)), dtype), jnp.asarray(draw(size=3), dtype)) for _ in range(2))
-    return getattr(spatial_norm_module, name)(x, scale, shift, zq, to_y, to_b, activation=activation)
-
-
-@pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.float32, 1e-6), (jnp.bfloat16, 2**-8)])
-@pytest.mark.parametrize("activation", ["silu", None])
-def test_modulation_with_frames_inside_is_the_same(dtype, tolerance, activation):
-    """One multiply-add or two: not equal to the bit, but to the last one of the dtype."""
-    names = "_modulate_frames_inside", "_modulate"
-    got, want = (_modulation(name, dtype, activation) for name in names)
-    assert got.dtype == dtype
-    got, want = (np.array(result, np.float32) for result in (got, want))
-    np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance * np.abs(want).max())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -8,7 +8,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from cogvideox_torchax import planner
 from jax_kernels import conv3d
-from jax_kernels.shifted_copies import SWITCH, _pixel_bytes, shifted_copies
+from jax_kernels.tpu.shifted_copies import _pixel_bytes, shifted_copies
+from jax_kernels.tpu.tiles import SWITCH
 from tests.reference import largest_error
 
 PAST = 2
@@ -28,8 +29,8 @@ def test_copies_are_the_frames_under_each_earlier_tap(
     dtype, length, videos, width, blocks, sparing, monkeypatch
 ):
     cache, x = frames_of(videos, length, 3, width, 128, dtype)
-    pixel = _pixel_bytes(x.shape, x.dtype, PAST)
-    monkeypatch.setattr("jax_kernels.shifted_copies.BLOCK_BYTES", 3 * width // blocks * pixel)
+    pixel = _pixel_bytes(x, PAST)
+    monkeypatch.setattr("jax_kernels.tpu.shifted_copies.BLOCK_BYTES", 3 * width // blocks * pixel)
     with pltpu.force_tpu_interpret_mode():
         copies, latest = shifted_copies(cache, x, sparing)
     frames = np.concatenate([cache, x], axis=1)

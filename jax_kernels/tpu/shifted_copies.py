@@ -7,7 +7,6 @@ kernel moves take 0.6).
 """
 
 import functools
-import os
 from typing import Any
 
 import jax
@@ -16,34 +15,21 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
-SWITCH = "JAX_KERNELS_PALLAS"
-"""The environment variable that, set to "off", leaves the work of this kernel to XLA. It is read when a
-convolution is traced."""
-
-BLOCK_BYTES = 4 * 2**20
-"""What one step may hold, twice: in the 16 MiB that a kernel gets on a v5e."""
-
-LANES = 128
+from jax_kernels.tpu.tiles import BLOCK_BYTES, fills_tiles, pixel_bytes
 
 
 def takes(x: Float[Array, "N T H W C"], past: int) -> bool:
     """Whether the kernel takes these frames, with so many of the past: float32 or bfloat16, whole tiles of
     channels, enough frames to be the next past, and no more of them than a step can hold.
-
-    It runs on one device, or on one shard: nothing can partition it.
     """
-    if os.environ.get(SWITCH, "on") == "off" or x.dtype not in (jnp.float32, jnp.bfloat16):
+    if not fills_tiles(x.shape[-1], x.dtype) or not x.shape[1] >= past > 0:
         return False
-    whole = x.shape[-1] % LANES == 0 and x.shape[1] >= past > 0
-    return whole and _pixel_bytes(x.shape, x.dtype, past) <= BLOCK_BYTES
+    return _pixel_bytes(x, past) <= BLOCK_BYTES
 
 
-def _pixel_bytes(shape: tuple[int, ...], dtype: jnp.dtype, past: int) -> int:
-    """What a step holds of one pixel, in whole tiles: the cache, the frames, their copies, the next cache."""
-    videos, length, _, _, channels = shape
-    tile = 32 // dtype.itemsize
-    frames = sum(-(-n // tile) * tile for n in (past, length, *[length] * past, past))
-    return videos * frames * channels * dtype.itemsize
+def _pixel_bytes(x: Array, past: int) -> int:
+    """What a step holds of one pixel: the cache, the frames, their copies, the next cache."""
+    return pixel_bytes(x, past, x.shape[1], *[x.shape[1]] * past, past)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
@@ -62,7 +48,7 @@ def shifted_copies(
     past, length = cache.shape[1], x.shape[1]
     videos, _, height, width, channels = x.shape
     pixels = height * width
-    fit = BLOCK_BYTES // _pixel_bytes(x.shape, x.dtype, past)
+    fit = BLOCK_BYTES // _pixel_bytes(x, past)
     # Of whole blocks: JAX's interpreter runs no others where a result takes an argument's memory.
     step = next(step for step in range(min(fit, pixels), 0, -1) if pixels % step == 0)
 

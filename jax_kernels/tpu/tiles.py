@@ -1,0 +1,34 @@
+"""What the Pallas kernels for TPUs have in common: which arrays they take, and how much of one in a step."""
+
+import os
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+SWITCH = "JAX_KERNELS_PALLAS"
+"""The environment variable that, set to "off", leaves the work of the Pallas kernels to XLA. It is read when
+a kernel is traced."""
+
+BLOCK_BYTES = 4 * 2**20
+"""What one step may hold, twice: in the 16 MiB that a kernel gets on a v5e."""
+
+LANES = 128
+"""How many channels a tile holds."""
+
+
+def fills_tiles(channels: int, dtype: jnp.dtype) -> bool:
+    """Whether the Pallas kernels are on, and take frames of so many channels of this dtype."""
+    on = os.environ.get(SWITCH, "on") != "off"
+    return on and channels % LANES == 0 and dtype in (jnp.float32, jnp.bfloat16)
+
+
+def in_sublanes(frames: int, dtype: jnp.dtype) -> int:
+    """What so many frames take up in whole tiles."""
+    tile = 32 // dtype.itemsize
+    return -(-frames // tile) * tile
+
+
+def pixel_bytes(like: Float[Array, "N T H W C"], *frames: int) -> int:
+    """What one pixel takes up in arrays of so many frames each, in whole tiles."""
+    videos, channels = like.shape[0], like.shape[-1]
+    return videos * sum(in_sublanes(n, like.dtype) for n in frames) * channels * like.dtype.itemsize

@@ -1,0 +1,146 @@
+"""The Pallas kernels sum and scale as XLA does, and Mosaic compiles them for the chips that they are for."""
+
+import functools
+import importlib
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from cogvideox_torchax import planner
+from jax_kernels import group_norm
+from jax_kernels.tpu.group_norm_passes import _pixel_bytes, column_sums, scaled
+from jax_kernels.tpu.tiles import SWITCH
+from tests.reference import largest_error
+
+group_norm_module = importlib.import_module("jax_kernels.group_norm")
+
+
+every_block = pytest.mark.parametrize(
+    ("videos", "length", "height", "width", "rows"),
+    [(1, 8, 12, 16, 12), (2, 9, 6, 21, 3), (1, 2, 5, 3, 1), (2, 1, 1, 18, 1)],
+)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@every_block
+def test_sums_are_those_of_a_reduction(videos, length, height, width, rows, dtype, monkeypatch):
+    x = jax.random.normal(jax.random.key(0), (videos, length, height, width, 128), dtype) + 3
+    monkeypatch.setattr(
+        "jax_kernels.tpu.group_norm_passes.BLOCK_BYTES", rows * min(16, width) * _pixel_bytes(x)
+    )
+    with pltpu.force_tpu_interpret_mode():
+        got = column_sums(x)
+    for mine, plain in zip(got, group_norm_module._sum_by_xla(x), strict=True):
+        assert mine.shape == (videos, length, 1, width, 128)
+        if height > 1:
+            assert largest_error(mine, plain) < 1e-6
+        else:
+            assert not mine.any()
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@every_block
+def test_scaling_is_that_of_each_column(videos, length, height, width, rows, dtype, monkeypatch):
+    keys = jax.random.split(jax.random.key(0), 4)
+    x = jax.random.normal(keys[0], (videos, length, height, width, 128), dtype)
+    mean, scale, shift = (jax.random.normal(key, (videos, width, 128)) for key in keys[1:])
+    monkeypatch.setattr(
+        "jax_kernels.tpu.group_norm_passes.BLOCK_BYTES", rows * min(16, width) * _pixel_bytes(x)
+    )
+    with pltpu.force_tpu_interpret_mode():
+        got = scaled(x, mean, scale, shift)
+    of_columns = (part[:, None, None] for part in (mean, scale, shift))
+    mean, scale, shift = of_columns
+    want = jax.nn.silu((x.astype(jnp.float32) - mean) * scale + shift)
+    assert got.dtype == dtype
+    assert largest_error(got.astype(jnp.float32), want) < (2**-8 if dtype == jnp.bfloat16 else 1e-6)
+
+
+def test_statistics_far_from_zero_keep_their_digits():
+    x = jax.random.normal(jax.random.key(0), (1, 2, 8, 16, 128)) + 1000
+    with pltpu.force_tpu_interpret_mode():
+        _, squares = column_sums(x)
+    exact = (x.astype(jnp.float32) - x[:, :, :1]) ** 2
+    assert largest_error(squares, exact.sum(2, keepdims=True)) < 1e-6
+
+
+def test_its_derivatives_are_those_of_a_reduction():
+    x = jax.random.normal(jax.random.key(0), (1, 2, 3, 4, 128))
+
+    def squared(x, form):
+        return sum(jnp.sum(part**2) for part in form(x))
+
+    with pltpu.force_tpu_interpret_mode():
+        got = jax.grad(squared)(x, group_norm_module._sum_by_kernel)
+    assert largest_error(got, jax.grad(squared)(x, group_norm_module._sum_by_xla)) < 1e-5
+
+
+def test_scaling_has_the_derivatives_of_xlas():
+    keys = jax.random.split(jax.random.key(0), 4)
+    inputs = (
+        jax.random.normal(keys[0], (2, 2, 3, 4, 128)),
+        *(jax.random.normal(k, (2, 128)) for k in keys[1:]),
+    )
+
+    def squared(inputs, form):
+        return jnp.sum(form(*inputs) ** 2)
+
+    with pltpu.force_tpu_interpret_mode():
+        got = jax.grad(squared)(inputs, group_norm_module._scale_by_kernel)
+    want = jax.grad(squared)(inputs, functools.partial(group_norm_module._scale_by_xla, "silu"))
+    for mine, xlas in zip(got, want, strict=True):
+        assert largest_error(mine, xlas) < 1e-5
+
+
+def lowered_for_tpu(shape, dtype):
+    x = jax.ShapeDtypeStruct(shape, dtype)
+    norm = jax.jit(lambda x: group_norm(x, None, None, num_groups=4, channel_axis=-1, activation="silu"))
+    return norm.trace(x).lower(lowering_platforms=("tpu",)).as_text()
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "taken"),
+    [
+        ((1, 8, 128, 256, 128), jnp.bfloat16, True),
+        ((1, 8, 128, 256, 128), jnp.float32, True),
+        ((1, 8, 128, 256, 128), jnp.float16, False),  # which Mosaic cannot load
+        ((1, 8, 128, 256, 64), jnp.bfloat16, False),  # half a tile of channels
+        ((1, 6000, 128, 256, 128), jnp.bfloat16, False),  # more of a pixel than a step can hold
+        ((1, 8, 64, 64, 128), jnp.bfloat16, False),  # small: XLA chooses another order
+        ((8, 128, 256, 128), jnp.bfloat16, False),  # pictures
+    ],
+)
+def test_large_frames_that_the_kernel_takes_go_through_it_on_a_tpu(shape, dtype, taken):
+    text = lowered_for_tpu(shape, dtype)
+    assert ("column_sums" in text) == ("scaled" in text) == taken
+
+
+def test_the_switch_leaves_the_work_to_xla(monkeypatch):
+    monkeypatch.setenv(SWITCH, "off")
+    shape = 1, 8, 128, 288, 128  # which nothing else has traced
+    text = lowered_for_tpu(shape, jnp.bfloat16)
+    assert "column_sums" not in text
+    assert "scaled" not in text
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("length", [8, 9])
+@pytest.mark.parametrize("topology", ["v5e:1x1", "v6e:1x1"])
+def test_mosaic_compiles_them_and_the_planner_counts_their_bytes(topology, length, dtype):
+    pytest.importorskip("libtpu", reason="the [tpu] extra is not installed")
+    device = jax.sharding.SingleDeviceSharding(planner.topology_devices(topology)[0])
+    x = jax.ShapeDtypeStruct((1, length, 64, 180, 256), dtype, sharding=device)
+    coefficients = [jax.ShapeDtypeStruct((1, 180, 256), jnp.float32, sharding=device)] * 3
+    chip = planner.CHIPS[topology[:3]]
+    sublanes = 8 if length == 8 else 16  # a tile holds eight
+    pixels, columns = 64 * 180 * 256 * x.dtype.itemsize, 180 * 256 * 4
+    for kernel, inputs, moved in (
+        (column_sums, (x,), sublanes * (pixels + 2 * columns)),
+        (scaled, (x, *coefficients), 2 * sublanes * pixels + 3 * columns),
+    ):
+        compiled = jax.jit(kernel).lower(*inputs).compile()
+        plan = planner.read_program("later", length, compiled, chip, 0.0)
+        assert plan.kernels == 1
+        assert plan.shares["kernels"] * chip.bandwidth == pytest.approx(moved)
