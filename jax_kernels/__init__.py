@@ -8,6 +8,10 @@ Axis letters, used in shapes and as suffixes throughout:
 Activations are channels-last (N T H W C) and kernels (T H W I O), the layout XLA convolutions want;
 `group_norm` takes its channel axis as an argument. `reference.py` holds the plainest form of every function:
 it is the definition that the tests hold the fast forms to.
+
+Columns that are split over devices are for `columns.split_columns` to tell. A program for TPUs that leaves
+it to XLA's partitioner to split activations needs the environment's `JAX_KERNELS_PALLAS=off`: the Pallas
+kernels (`tpu`) cannot be split so.
 """
 
 from jax_kernels.attention import attention, rotate

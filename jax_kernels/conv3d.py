@@ -59,9 +59,6 @@ def conv3d(
     first frame repeated (diffusers' `CogVideoXCausalConv3d` with `pad_mode="first"`). Sums are float32,
     rounded once.
 
-    Columns that are split over devices are for `columns.split_columns` to tell. Left to XLA's partitioner, a
-    program for TPUs needs the environment's `JAX_KERNELS_PALLAS=off`.
-
     Args:
         x: a batch of frames.
         kernel: odd in space; `x`'s dtype.

@@ -10,7 +10,7 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float
 
-LARGE_FRAME = 8192
+LARGE_FRAME = 16384
 """Pixels; see `is_large`."""
 
 
@@ -75,7 +75,8 @@ def is_large(x_NTHWC: jax.Array, *, times: int = 1) -> bool:
     to choose.
 
     CogVideoX's VAE has frames of 60 x 90 and of 120 x 180 and more on one device, by the v6e compiler's
-    estimate for a steady chunk: 178 ms with those above 120 x 180 large, 156 ms with 120 x 180 too.
+    estimate for a steady chunk: 178 ms with those above 120 x 180 large, 156 ms with 120 x 180 too. With
+    the 192 x 44 of a shard too it compiles for longer than twelve minutes.
     """
     return times * x_NTHWC.shape[2] * x_NTHWC.shape[3] >= LARGE_FRAME
 
