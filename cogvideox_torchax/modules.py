@@ -2,7 +2,8 @@
 
 Each class here subclasses the module that it stands in for, adds no state, and decides by the tensor it
 gets: a plain torch tensor takes the inherited forward, a torchax tensor the JAX kernel. `port` swaps a
-module's class in place, so parameters, names, hooks and `isinstance` stay what they were.
+module's class in place, so parameters, names, hooks and `isinstance` stay what they were. On JAX a norm's
+activation is computed with it, so that what hooks see of the two differs.
 
 Axis letters: N videos, C channels, T frames, H rows, W columns; O, I output and input channels of a kernel.
 """
@@ -59,7 +60,7 @@ class GroupNorm(nn.GroupNorm):
 
 def _refuse(activation: str | None) -> None:
     if activation is not None:
-        raise ValueError("a norm of a plain torch tensor takes no activation: apply it to the result")
+        raise ValueError("a norm that runs in PyTorch takes no activation: apply it to the result")
 
 
 class SiLU(nn.SiLU):
@@ -147,7 +148,8 @@ class SpatialNorm3D(diffusers_vae.CogVideoXSpatialNorm3D):
 class ResnetBlock3D(diffusers_vae.CogVideoXResnetBlock3D):
     """The residual block: activations go to the norms before them, the shortcut to the last convolution.
 
-    A hook on `conv2` therefore sees the sum when the block runs on JAX, and one on a norm its activation.
+    A hook on `conv2` therefore sees the sum when the block runs on JAX, one on a norm its activation, and one
+    on `nonlinearity` nothing.
     """
 
     def forward(
@@ -187,14 +189,16 @@ def _only(result: Any) -> torch.Tensor:
 class Decoder3D(diffusers_vae.CogVideoXDecoder3D):
     """The decoder, its last activation given to the norm before it.
 
-    A hook on `norm_out` therefore sees its activation when the decoder runs on JAX.
+    A hook on `norm_out` therefore sees its activation when the decoder runs on JAX, and one on `conv_act`
+    nothing.
     """
 
     def forward(
         self, sample: torch.Tensor, temb: torch.Tensor | None = None, conv_cache: Cache | None = None
     ) -> tuple[torch.Tensor, Cache]:
         fusible = isinstance(self.conv_act, nn.SiLU) and isinstance(self.norm_out, SpatialNorm3D)
-        if not on_jax(sample) or not fusible or self.gradient_checkpointing:
+        checkpointing = self.gradient_checkpointing and torch.is_grad_enabled()
+        if not on_jax(sample) or not fusible or checkpointing:
             return super().forward(sample, temb, conv_cache)  # pyright: ignore[reportReturnType]
         cache = conv_cache or {}
         new_cache: Cache = {}

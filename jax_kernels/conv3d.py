@@ -69,8 +69,8 @@ def conv3d(
         implementation: "direct" is one 3-D convolution; "summed" adds kt 2-D convolutions; "folded" is one
             2-D convolution over kt * I channels; "copied" is that with the taps' frames written by a Pallas
             kernel, for TPUs (`shifted_copies`); "narrow" is one over I channels with the taps, and columns
-            next to each other, among its output channels. None takes the fastest known for the platform that
-            is compiled for, of those that take `x`.
+            next to each other, among its output channels, for finite frames. None takes the fastest known for
+            the platform that is compiled for, of those that take `x`.
 
     Returns:
         The convolved frames, and the cache for the next call (None where kt is 1).
@@ -226,7 +226,9 @@ def _finished(sums: Array, bias: Array | None, residual: Array | None, *, like: 
     y = with_clear_padding(sums.astype(like.dtype))
     if not is_large(like):
         return y
-    return kept_pixels_first(y) if y.shape[-1] >= LANES else kept_columns_last(y)
+    if y.shape[-1] <= FEW:
+        return kept_columns_last(y)
+    return kept_pixels_first(y) if y.shape[-1] >= LANES else y
 
 
 _IMPLEMENTATIONS: dict[str, Callable[..., tuple[Array, Array]]] = {

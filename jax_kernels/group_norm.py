@@ -123,6 +123,11 @@ def per_channel(stat_NG: Float[Array, "N G"], channels: int) -> Float[Array, "N 
     return jnp.repeat(stat_NG, channels // stat_NG.shape[1], axis=1)
 
 
+def check_activation(activation: str | None) -> None:
+    if activation not in (None, "silu"):
+        raise ValueError(f"got the activation {activation!r}: 'silu' or None can be fused with a norm")
+
+
 def check_groups(channels: int, num_groups: int) -> None:
     if num_groups < 1 or channels % num_groups:
         raise ValueError(
@@ -155,7 +160,7 @@ def group_norm(
         The shape and dtype of `x`; statistics and arithmetic are float32 whatever the dtype.
 
     Raises:
-        ValueError: rank below 3, or a group count that does not divide C.
+        ValueError: rank below 3, a group count that does not divide C, or another activation.
     """
     if x.ndim < 3:
         raise ValueError(
@@ -164,6 +169,7 @@ def group_norm(
     channel_axis = channel_axis % x.ndim
     channels = x.shape[channel_axis]
     check_groups(channels, num_groups)
+    check_activation(activation)
     stats = moments(x, num_groups=num_groups, channel_axis=channel_axis)
     mean = per_channel(stats.mean, channels)
     scale = per_channel(lax.rsqrt(stats.variance + eps), channels)

@@ -10,7 +10,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jax_kernels.columns import by_platform, by_shards, jit_kernel, with_clear_padding
-from jax_kernels.group_norm import Activation, check_groups, moments, per_channel
+from jax_kernels.group_norm import Activation, check_activation, check_groups, moments, per_channel
 from jax_kernels.layout import (
     frames_first,
     is_large,
@@ -63,10 +63,12 @@ def spatial_norm(
         The shape and dtype of `x`; everything in between is float32.
 
     Raises:
-        ValueError: sizes of `x` that are no whole multiples of those of `zq`; an implementation that there
-            is not.
+        ValueError: sizes of `x` that are no whole multiples of those of `zq`; an implementation or an
+            activation that there is not.
     """
     check_groups(x.shape[-1], num_groups)
+    check_activation(activation)
+    _check_sizes(zq, x.shape)
     if implementation is not None and implementation not in _IMPLEMENTATIONS:
         raise ValueError(f"implementation {implementation!r} is not one of {sorted(_IMPLEMENTATIONS)}")
     channels = x.shape[-1]
@@ -110,19 +112,28 @@ def match_frames_and_columns(z_NTHWC: Array, target: tuple[int, ...]) -> Array:
     An odd number of frames above one pairs its first frame with the first latent frame, the rest with the
     rest.
     """
-    frames, rows, columns = target[1:4]
-    parts = split_first_frame(z_NTHWC)
-    lengths = [1, frames - 1] if len(parts) == 2 else [frames]
-    for part, length in zip(parts, lengths, strict=True):
-        if length % part.shape[1] or rows % part.shape[2] or columns % part.shape[3]:
-            raise ValueError(
-                f"spatial_norm got latents {z_NTHWC.shape} for activations {target}: no multiple"
-            )
+    parts, lengths, columns = *_matched(z_NTHWC, target), target[3]
     resized = [
         repeat_nearest(part, {1: length // part.shape[1], 3: columns // part.shape[3]})
         for part, length in zip(parts, lengths, strict=True)
     ]
     return resized[0] if len(resized) == 1 else jnp.concatenate(resized, axis=1)
+
+
+def _matched(z_NTHWC: Array, target: tuple[int, ...]) -> tuple[list[Array], list[int]]:
+    """The parts of the latents' frames, and how many frames each stands for."""
+    parts = split_first_frame(z_NTHWC)
+    return parts, [1, target[1] - 1] if len(parts) == 2 else [target[1]]
+
+
+def _check_sizes(z_NTHWC: Array, target: tuple[int, ...]) -> None:
+    for part, length in zip(*_matched(z_NTHWC, target), strict=True):
+        wanted = length, *target[2:4]
+        if 0 in part.shape[1:4] or any(n % m for n, m in zip(wanted, part.shape[1:4], strict=True)):
+            raise ValueError(
+                f"spatial_norm got latents {z_NTHWC.shape} for activations {target}: no multiple; frames, "
+                "rows and columns must each be a whole one"
+            )
 
 
 def _by_rows(
@@ -220,9 +231,8 @@ def _activate(x: Array, activation: Activation | None) -> Array:
 
 def _pointwise(equation: str, z: Array, kernel_ZC: Array, bias_C: Array) -> Array:
     """A 1x1x1 convolution, in float32."""
-    y = jnp.einsum(
-        equation, z, kernel_ZC, precision=precision_for(z.dtype), preferred_element_type=jnp.float32
-    )
+    precision = precision_for(jnp.promote_types(z.dtype, kernel_ZC.dtype))
+    y = jnp.einsum(equation, z, kernel_ZC, precision=precision, preferred_element_type=jnp.float32)
     return y + bias_C.astype(jnp.float32)
 
 

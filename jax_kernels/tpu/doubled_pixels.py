@@ -16,7 +16,7 @@ def takes(x: Float[Array, "N T H W C"]) -> bool:
     """Whether the kernel takes these activations: float32 or bfloat16, whole tiles of channels, and no more
     frames than a step can hold.
     """
-    return fills_tiles(x.shape[-1], x.dtype) and _pixel_bytes(x) <= BLOCK_BYTES
+    return fills_tiles(x) and _pixel_bytes(x) <= BLOCK_BYTES
 
 
 def _pixel_bytes(x: Array) -> int:

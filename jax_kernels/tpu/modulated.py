@@ -15,7 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
 from jax_kernels.layout import frames_first, pixels_first, precision_for
-from jax_kernels.tpu.tiles import BLOCK_BYTES, fills_tiles, in_sublanes, pixel_bytes
+from jax_kernels.tpu.tiles import BLOCK_BYTES, DTYPES, LANES, fills_tiles, in_sublanes, pixel_bytes
 
 UNROLLED = 4
 """Pixels of a step of the kernel's loop: the bundles that the compiler schedules for 15 tiles are 82, 121,
@@ -23,17 +23,19 @@ UNROLLED = 4
 
 
 def takes(x: Float[Array, "N T H W C"], zq: Float[Array, "N T h w Z"]) -> bool:
-    """Whether the kernel takes these activations under these latents: float32 or bfloat16, whole tiles of
-    channels, and no more pixels under one latent than a step can hold.
+    """Whether the kernel takes these activations under these latents: both float32 or bfloat16, whole tiles
+    of channels, and no more pixels under one latent than a step can hold.
     """
-    return fills_tiles(x.shape[-1], x.dtype) and _cell_bytes(x, zq) <= BLOCK_BYTES
+    return fills_tiles(x) and zq.dtype in DTYPES and _cell_bytes(x, zq) <= BLOCK_BYTES
 
 
 def _cell_bytes(x: Array, zq: Array) -> int:
-    """What a step holds for one latent pixel: the activations under it, and their results."""
-    _, length, height, width, _ = x.shape
+    """What a step holds for one latent pixel: the latents, what comes of them, the activations under it, and
+    their results."""
+    videos, length, height, width, channels = x.shape
     pixels = (height // zq.shape[2]) * (width // zq.shape[3])
-    return pixels * pixel_bytes(x, *[length] * 2)
+    of_latents = videos * in_sublanes(length, jnp.dtype(jnp.float32)) * (LANES + 2 * channels) * 4
+    return of_latents + pixels * pixel_bytes(x, *[length] * 2)
 
 
 def modulated(
@@ -58,7 +60,7 @@ def modulated(
     videos, length, height, width, channels = x.shape
     rows, columns, latent = zq.shape[2:]
     tall, wide = height // rows, width // columns
-    steps = -(-columns // (BLOCK_BYTES // _cell_bytes(x, zq)))
+    steps = -(-columns // max(1, BLOCK_BYTES // _cell_bytes(x, zq)))
     step = -(-columns // steps)
     # Whole float32 tiles: the product's result is frames again without moving any.
     frames = in_sublanes(length, jnp.dtype(jnp.float32))

@@ -22,7 +22,7 @@ def takes(x: Float[Array, "N T H W C"], past: int) -> bool:
     """Whether the kernel takes these frames, with so many of the past: float32 or bfloat16, whole tiles of
     channels, enough frames to be the next past, and no more of them than a step can hold.
     """
-    if not fills_tiles(x.shape[-1], x.dtype) or not x.shape[1] >= past > 0:
+    if not fills_tiles(x) or not x.shape[1] >= past > 0:
         return False
     return _pixel_bytes(x, past) <= BLOCK_BYTES
 

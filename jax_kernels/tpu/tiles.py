@@ -10,16 +10,21 @@ SWITCH = "JAX_KERNELS_PALLAS"
 a kernel is traced."""
 
 BLOCK_BYTES = 4 * 2**20
-"""What one step may hold, twice: in the 16 MiB that a kernel gets on a v5e."""
+"""What one step may take and give: twice, since the next is fetched meanwhile, in the 16 MiB that a kernel
+gets on a v5e."""
 
 LANES = 128
 """How many channels a tile holds."""
 
 
-def fills_tiles(channels: int, dtype: jnp.dtype) -> bool:
+DTYPES = jnp.float32, jnp.bfloat16
+"""Those that a Pallas kernel loads."""
+
+
+def fills_tiles(x: Float[Array, "N T H W C"]) -> bool:
     """Whether the Pallas kernels are on, and take frames of so many channels of this dtype."""
     on = os.environ.get(SWITCH, "on") != "off"
-    return on and channels % LANES == 0 and dtype in (jnp.float32, jnp.bfloat16)
+    return on and x.size > 0 and x.shape[-1] % LANES == 0 and x.dtype in DTYPES
 
 
 def in_sublanes(frames: int, dtype: jnp.dtype) -> int:

@@ -39,6 +39,29 @@ def test_bfloat16_has_float32_statistics():
     np.testing.assert_allclose(np.array(got, np.float32), np.array(want), rtol=2**-8, atol=1e-3)
 
 
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("channel_axis", [1, -1])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_an_activation_is_applied_before_the_result_is_rounded(shape, channel_axis, dtype):
+    x = jnp.moveaxis(_normal(shape, dtype=dtype), 1, channel_axis)
+    weight, bias = _normal((8,), seed=1), _normal((8,), seed=2)
+    options = {"num_groups": 4, "channel_axis": channel_axis}
+    got = group_norm(x, weight, bias, activation="silu", **options)
+    want = jax.nn.silu(group_norm(x.astype(jnp.float32), weight, bias, **options)).astype(dtype)
+    assert got.dtype == dtype
+    np.testing.assert_allclose(np.array(got, np.float32), np.array(want, np.float32), rtol=1e-6, atol=1e-6)
+
+
+def test_an_activation_that_there_is_not_is_refused():
+    with pytest.raises(ValueError, match="'relu'"):
+        group_norm(_normal((1, 8, 4)), None, None, num_groups=4, activation="relu")  # pyright: ignore
+
+
+def test_an_empty_batch_stays_empty():
+    x = jnp.zeros((0, 8, 128, 256, 128))
+    assert group_norm(x, None, None, num_groups=4, channel_axis=-1, activation="silu").shape == x.shape
+
+
 def test_variance_is_right_where_sums_of_squares_fail():
     x = _normal((1, 4, 2, 64, 64), mean=1000.0, deviation=1.0)
     grouped = np.array(x, np.float64).reshape(1, 2, -1)

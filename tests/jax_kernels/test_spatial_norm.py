@@ -59,8 +59,16 @@ def test_bfloat16_rounds_once(activation, implementation):
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_sizes_that_do_not_fit_are_named(implementation):
     x, zq, *rest = _inputs(2, 4)
+    for wrong in (x[:, :, :5], x[:, :, :, :9], x[:, :3, :, :], x[:, :, :, :3]):
+        with pytest.raises(ValueError, match="no multiple"):
+            spatial_norm(wrong, zq, *rest, num_groups=4, implementation=implementation)
     with pytest.raises(ValueError, match="no multiple"):
-        spatial_norm(x[:, :, :5], zq, *rest, num_groups=4, implementation=implementation)
+        spatial_norm(x, zq[:, :, :0], *rest, num_groups=4, implementation=implementation)
+
+
+def test_an_activation_that_there_is_not_is_refused():
+    with pytest.raises(ValueError, match="'relu'"):
+        spatial_norm(*_inputs(2, 4), num_groups=4, activation="relu")  # pyright: ignore
 
 
 def test_an_implementation_that_there_is_not_is_refused():

@@ -5,12 +5,13 @@ import importlib
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from cogvideox_torchax import planner
 from jax_kernels import group_norm
-from jax_kernels.tpu.group_norm_passes import _pixel_bytes, column_sums, scaled
+from jax_kernels.tpu.group_norm_passes import _column_bytes, _pixel_bytes, column_sums, scaled
 from jax_kernels.tpu.tiles import SWITCH
 from tests.reference import largest_error
 
@@ -27,9 +28,8 @@ every_block = pytest.mark.parametrize(
 @every_block
 def test_sums_are_those_of_a_reduction(videos, length, height, width, rows, dtype, monkeypatch):
     x = jax.random.normal(jax.random.key(0), (videos, length, height, width, 128), dtype) + 3
-    monkeypatch.setattr(
-        "jax_kernels.tpu.group_norm_passes.BLOCK_BYTES", rows * min(16, width) * _pixel_bytes(x)
-    )
+    block = min(16, width) * (_column_bytes(x) + rows * _pixel_bytes(x))
+    monkeypatch.setattr("jax_kernels.tpu.group_norm_passes.BLOCK_BYTES", block)
     with pltpu.force_tpu_interpret_mode():
         got = column_sums(x)
     for mine, plain in zip(got, group_norm_module._sum_by_xla(x), strict=True):
@@ -46,16 +46,20 @@ def test_scaling_is_that_of_each_column(videos, length, height, width, rows, dty
     keys = jax.random.split(jax.random.key(0), 4)
     x = jax.random.normal(keys[0], (videos, length, height, width, 128), dtype)
     mean, scale, shift = (jax.random.normal(key, (videos, width, 128)) for key in keys[1:])
-    monkeypatch.setattr(
-        "jax_kernels.tpu.group_norm_passes.BLOCK_BYTES", rows * min(16, width) * _pixel_bytes(x)
-    )
+    block = min(16, width) * (_column_bytes(x) + rows * _pixel_bytes(x))
+    monkeypatch.setattr("jax_kernels.tpu.group_norm_passes.BLOCK_BYTES", block)
     with pltpu.force_tpu_interpret_mode():
         got = scaled(x, mean, scale, shift)
     of_columns = (part[:, None, None] for part in (mean, scale, shift))
     mean, scale, shift = of_columns
     want = jax.nn.silu((x.astype(jnp.float32) - mean) * scale + shift)
     assert got.dtype == dtype
-    assert largest_error(got.astype(jnp.float32), want) < (2**-8 if dtype == jnp.bfloat16 else 1e-6)
+    rounded = np.array(want.astype(dtype), np.float32)
+    # One rounding: a sigmoid that was rounded too would move a result by a unit more.
+    tolerance = 2**-7 if dtype == jnp.bfloat16 else 1e-5
+    np.testing.assert_allclose(np.array(got, np.float32), rounded, rtol=tolerance, atol=1e-6)
+    if dtype == jnp.bfloat16:
+        assert (np.array(got, np.float32) == rounded).mean() > 0.99
 
 
 def test_statistics_far_from_zero_keep_their_digits():
@@ -144,3 +148,12 @@ def test_mosaic_compiles_them_and_the_planner_counts_their_bytes(topology, lengt
         plan = planner.read_program("later", length, compiled, chip, 0.0)
         assert plan.kernels == 1
         assert plan.shares["kernels"] * chip.bandwidth == pytest.approx(moved)
+
+
+@pytest.mark.parametrize("shape", [(12, 9, 128, 128, 256), (24, 9, 128, 128, 128), (8, 9, 128, 128, 512)])
+def test_many_videos_fit_the_memory_of_a_step_or_are_left_to_xla(shape):
+    pytest.importorskip("libtpu", reason="the [tpu] extra is not installed")
+    device = jax.sharding.SingleDeviceSharding(planner.topology_devices("v5e:1x1")[0])
+    x = jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=device)
+    norm = jax.jit(lambda x: group_norm(x, None, None, num_groups=4, channel_axis=-1, activation="silu"))
+    norm.lower(x).compile()
