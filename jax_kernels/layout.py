@@ -70,15 +70,14 @@ def frames_first(x_HWNTC: jax.Array) -> jax.Array:
     return x_HWNTC.transpose(2, 3, 0, 1, 4)
 
 
-def is_large(x_NTHWC: jax.Array, *, times: int = 1) -> bool:
-    """Whether a TPU is better told how to keep such frames, or frames of so many times the pixels, than left
-    to choose.
+def is_large(x_NTHWC: jax.Array) -> bool:
+    """Whether a TPU is better told how to keep such frames than left to choose.
 
     CogVideoX's VAE has frames of 60 x 90 and of 120 x 180 and more on one device, by the v6e compiler's
     estimate for a steady chunk: 178 ms with those above 120 x 180 large, 156 ms with 120 x 180 too. With
     the 192 x 44 of a shard too it compiles for longer than twelve minutes.
     """
-    return times * x_NTHWC.shape[2] * x_NTHWC.shape[3] >= LARGE_FRAME
+    return x_NTHWC.shape[2] * x_NTHWC.shape[3] >= LARGE_FRAME
 
 
 def kept_pixels_first(x_NTHWC: jax.Array) -> jax.Array:

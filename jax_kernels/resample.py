@@ -74,8 +74,7 @@ def _upsample(x: Array, kernel: Array, bias: Array | None, *, expand_time: bool)
 
 
 def _doubled(x: Array) -> Array:
-    # A large frame of the result is four times the one that is doubled.
-    by_kernel = is_large(x, times=4) and takes(x)
+    by_kernel = is_large(x) and takes(x)
     for_tpu = doubled_pixels if by_kernel else _double_pixels_outside
     return lax.platform_dependent(x, tpu=for_tpu, default=_double_pixels)
 

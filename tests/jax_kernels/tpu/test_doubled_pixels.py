@@ -46,12 +46,12 @@ def lowered_for_tpu(shape, dtype):
 @pytest.mark.parametrize(
     ("shape", "dtype", "taken"),
     [
-        ((1, 8, 64, 128, 128), jnp.bfloat16, True),
-        ((1, 8, 64, 128, 128), jnp.float32, True),
-        ((1, 8, 64, 128, 128), jnp.float16, False),  # which Mosaic cannot load
-        ((1, 8, 64, 128, 64), jnp.bfloat16, False),  # half a tile of channels
-        ((1, 9000, 64, 128, 128), jnp.bfloat16, False),  # more of a pixel than a step can hold
-        ((1, 8, 16, 64, 128), jnp.bfloat16, False),  # small: XLA chooses another order
+        ((1, 8, 128, 256, 128), jnp.bfloat16, True),
+        ((1, 8, 128, 256, 128), jnp.float32, True),
+        ((1, 8, 128, 256, 128), jnp.float16, False),  # which Mosaic cannot load
+        ((1, 8, 128, 256, 64), jnp.bfloat16, False),  # half a tile of channels
+        ((1, 9000, 128, 256, 128), jnp.bfloat16, False),  # more of a pixel than a step can hold
+        ((1, 8, 64, 64, 128), jnp.bfloat16, False),  # small: XLA chooses another order
     ],
 )
 def test_large_frames_that_the_kernel_takes_go_through_it_on_a_tpu(shape, dtype, taken):
@@ -60,7 +60,7 @@ def test_large_frames_that_the_kernel_takes_go_through_it_on_a_tpu(shape, dtype,
 
 def test_the_switch_leaves_the_work_to_xla(monkeypatch):
     monkeypatch.setenv(SWITCH, "off")
-    shape = 1, 8, 64, 136, 128  # which nothing else has traced
+    shape = 1, 8, 128, 288, 128  # which nothing else has traced
     assert "doubled_pixels" not in lowered_for_tpu(shape, jnp.bfloat16)
 
 
