@@ -1,8 +1,8 @@
 """Activations whose columns are split over the devices of a mesh, and padded where they do not divide.
 
-Between kernels XLA's partitioner carries the split. A kernel that looks at neighbouring columns runs by hand
-on each device's own (`by_shards`): what its neighbours' columns add to its edges is computed from the columns
-that they send, so that the rest is the program of one device, unchanged.
+Between kernels XLA's partitioner carries the split. A kernel that looks at neighbouring columns, or that has a
+part in Pallas, runs by hand on each device's own (`by_shards`): what its neighbours' columns add to its edges
+is computed from the columns that they send, so that the rest is the program of one device, unchanged.
 
 Padding fills up the last shards of a width that does not divide. It holds zeros: kernels take it so and give
 it so, which costs them nothing where they compute the result anyway. Statistics leave it out.
