@@ -74,7 +74,8 @@ def _upsample(x: Array, kernel: Array, bias: Array | None, *, expand_time: bool)
 
 
 def _doubled(x: Array) -> Array:
-    by_kernel = is_large(x) and takes(x)
+    # Of shards XLA keeps the columns outermost, and would copy what the kernel gives into that order.
+    by_kernel = is_large(x) and takes(x) and not has_neighbours()
     for_tpu = doubled_pixels if by_kernel else _double_pixels_outside
     return lax.platform_dependent(x, tpu=for_tpu, default=_double_pixels)
 
