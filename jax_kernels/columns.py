@@ -1,6 +1,6 @@
 """Activations whose columns are split over the devices of a mesh, and padded where they do not divide.
 
-Between kernels XLA's partitioner carries the split. A kernel that looks at neighbouring columns, or that has a
+Between kernels XLA's partitioner carries the split. A kernel that looks at neighbouring columns, or has a
 part in Pallas, runs by hand on each device's own (`by_shards`): what its neighbours' columns add to its edges
 is computed from the columns that they send, so that the rest is the program of one device, unchanged.
 
