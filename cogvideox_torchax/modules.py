@@ -186,34 +186,6 @@ def _only(result: Any) -> torch.Tensor:
     return result[0] if isinstance(result, tuple) else result
 
 
-class Decoder3D(diffusers_vae.CogVideoXDecoder3D):
-    """The decoder, its last activation given to the norm before it.
-
-    A hook on `norm_out` therefore sees its activation when the decoder runs on JAX, and one on `conv_act`
-    nothing.
-    """
-
-    def forward(
-        self, sample: torch.Tensor, temb: torch.Tensor | None = None, conv_cache: Cache | None = None
-    ) -> tuple[torch.Tensor, Cache]:
-        fusible = isinstance(self.conv_act, nn.SiLU) and isinstance(self.norm_out, SpatialNorm3D)
-        checkpointing = self.gradient_checkpointing and torch.is_grad_enabled()
-        if not on_jax(sample) or not fusible or checkpointing:
-            return super().forward(sample, temb, conv_cache)  # pyright: ignore[reportReturnType]
-        cache = conv_cache or {}
-        new_cache: Cache = {}
-        hidden, new_cache["conv_in"] = self.conv_in(sample, conv_cache=cache.get("conv_in"))
-        hidden, new_cache["mid_block"] = self.mid_block(
-            hidden, temb, sample, conv_cache=cache.get("mid_block")
-        )
-        for index, up_block in enumerate(self.up_blocks):
-            name = f"up_block_{index}"
-            hidden, new_cache[name] = up_block(hidden, temb, sample, conv_cache=cache.get(name))
-        hidden, new_cache["norm_out"] = self.norm_out(hidden, sample, activation="silu")
-        hidden, new_cache["conv_out"] = self.conv_out(hidden, conv_cache=cache.get("conv_out"))
-        return hidden, new_cache
-
-
 class Upsample3D(CogVideoXUpsample3D):
     """The upsampler, frames doubled after the convolution instead of before (`jax_kernels.upsample`)."""
 
@@ -251,7 +223,6 @@ PORTED: dict[type[nn.Module], type[nn.Module]] = {
     diffusers_vae.CogVideoXCausalConv3d: CausalConv3d,
     diffusers_vae.CogVideoXSpatialNorm3D: SpatialNorm3D,
     diffusers_vae.CogVideoXResnetBlock3D: ResnetBlock3D,
-    diffusers_vae.CogVideoXDecoder3D: Decoder3D,
     CogVideoXUpsample3D: Upsample3D,
     CogVideoXDownsample3D: Downsample3D,
 }

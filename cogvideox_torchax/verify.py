@@ -30,10 +30,9 @@ PIXEL_RANGE = 2.0
 """Of frames in [-1, 1]: the peak of PSNR and SSIM."""
 
 LAYER_NAME = re.compile(
-    r"((encoder|decoder)\.(conv_in|conv_out|mid_block|(down|up)_blocks\.\d+)"
-    r"(\.(resnets|downsamplers|upsamplers)\.\d+)?|encoder\.norm_out|(post_)?quant_conv)"
+    r"((encoder|decoder)\.(conv_in|conv_out|norm_out|mid_block|(down|up)_blocks\.\d+)"
+    r"(\.(resnets|downsamplers|upsamplers)\.\d+)?|(post_)?quant_conv)"
 )
-"""Not `decoder.norm_out`, which in these builds comes with its activation, in diffusers without."""
 
 
 @dataclass

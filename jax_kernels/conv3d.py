@@ -12,6 +12,7 @@ from jax_kernels.columns import (
     add_from_neighbours,
     by_platform,
     by_shards,
+    has_neighbours,
     jit_kernel,
     with_clear_padding,
 )
@@ -119,9 +120,15 @@ def _for_tpu(x: Array, kernel: Array) -> Implementation:
     """
     if not is_large(x):
         return "direct"
-    if kernel.shape[0] * kernel.shape[4] <= FEW:
+    if _is_narrow(kernel):
         return "narrow"
     return "copied" if takes(x, past=kernel.shape[0] - 1) else "folded"
+
+
+def _is_narrow(kernel: Array) -> bool:
+    """Whether its channels are few enough, on a device that has all columns. A decoder whose shards took that
+    form was planned with 20 ms and 1.5 GB more (docs/performance.md)."""
+    return kernel.shape[0] * kernel.shape[4] <= FEW and not has_neighbours()
 
 
 def _direct(frames: Array, kernel: Array, columns: Columns) -> Array:
@@ -226,9 +233,9 @@ def _finished(sums: Array, bias: Array | None, residual: Array | None, *, like: 
     y = with_clear_padding(sums.astype(like.dtype))
     if not is_large(like):
         return y
-    if y.shape[-1] <= FEW:
-        return kept_columns_last(y)
-    return kept_pixels_first(y) if y.shape[-1] >= LANES else y
+    if y.shape[-1] >= LANES:
+        return kept_pixels_first(y)
+    return kept_columns_last(y) if y.shape[-1] <= FEW and not has_neighbours() else y
 
 
 _IMPLEMENTATIONS: dict[str, Callable[..., tuple[Array, Array]]] = {

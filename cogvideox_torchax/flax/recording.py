@@ -15,6 +15,8 @@ from cogvideox_torchax.flax.modules import Cache
 class LayerRecorder:
     """One pass over a video that gives, for each chunk, its layers' outputs by diffusers' names.
 
+    `decoder.norm_out` is left out: here it comes with its activation, in diffusers without.
+
     Args:
         vae: the model.
         kind: "encode" or "decode".
@@ -51,7 +53,7 @@ def _recorded(
     kinds: set[type] = set()
     for path, module in nnx.iter_modules(network):
         name = ".".join(map(str, path))
-        if wanted(name):
+        if wanted(name) and name != "decoder.norm_out":
             names[id(module)] = name
             kinds.add(type(module))
 

@@ -25,7 +25,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from torch import nn
 
 from cogvideox_torchax import runtime
-from cogvideox_torchax.modules import PORTED, Decoder3D
+from cogvideox_torchax.modules import PORTED
 from jax_kernels.columns import Split, by_shards, real_columns, split_columns
 from jax_kernels.layout import kept_columns_last
 
@@ -267,7 +267,7 @@ class Layer:
 
 @contextlib.contextmanager
 def recorded(network: nn.Module) -> Iterator[dict[str, Layer]]:
-    """While a program is traced: the activations of every ported layer, whose instructions are named after
+    """While a program is traced: the activations of every ported module, whose instructions are named after
     it, as `report` reads them. The modules know nothing of it.
 
     Yields:
@@ -298,7 +298,7 @@ def recorded(network: nn.Module) -> Iterator[dict[str, Layer]]:
 
     with contextlib.ExitStack() as hooks:
         for name, module in network.named_modules():
-            if type(module) in PORTED.values() and not isinstance(module, Decoder3D):
+            if type(module) in PORTED.values():
                 hooks.callback(module.register_forward_pre_hook(before(name), with_kwargs=True).remove)
                 hooks.callback(module.register_forward_hook(after(name)).remove)
         yield layers
