@@ -60,7 +60,7 @@ def convert(directory: Path, dtype: str, back: bool) -> dict[str, Any]:
 
 def equal_bits(directory: Path) -> bool:
     """Whether the shards and the file that was saved again hold the same names and the same bytes."""
-    from cogvideox_torchax.flax import weights
+    from cogvideox_torchax.vae.nnx import weights
 
     again = Path(f"{directory}-again")
     first = {

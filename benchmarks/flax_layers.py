@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from tests.flax import layers
+from tests.vae.nnx import layers
 
 RESULT = Path(__file__).parent / "results" / "flax_layers.json"
 PUBLISHED = {

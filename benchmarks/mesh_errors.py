@@ -33,7 +33,7 @@ import torch
 
 from cogvideox_torchax import enable, make_mesh, port, runtime
 from cogvideox_torchax.flax import FlaxVAEForPipelines
-from cogvideox_torchax.tolerances import FLOAT32_RELATIVE, relative_error
+from cogvideox_torchax.vae.tolerances import FLOAT32_RELATIVE, relative_error
 from tests import reference
 
 LATENT_FRAMES = [1, 3, 5]

@@ -9,10 +9,11 @@ import argparse
 import sys
 from pathlib import Path
 
+from cogvideox_torchax.backends import Use, names
 from cogvideox_torchax.cli import main
-from cogvideox_torchax.hollow import BACKENDS
 
 RESULTS = Path(__file__).parent / "results"
+BACKENDS = names(Use.PLAN)
 SMALL = "--frames 49 --height 480 --width 720"
 LARGE = "--frames 81 --height 768 --width 1360"
 CASES = {

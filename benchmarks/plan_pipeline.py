@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from cogvideox_torchax.cli import main
-from cogvideox_torchax.planner import FORMAT
-from cogvideox_torchax.reports import fill, load, table
+from cogvideox_torchax.files.reports import fill, load, table
+from cogvideox_torchax.plan.jobs import FORMAT
 
 RESULTS = Path(__file__).parent / "results"
 PAGE = Path(__file__).parent.parent / "docs" / "pipelines.md"
@@ -29,8 +29,9 @@ HEAD = (
     "temporaries, GiB, at most",
     "fits",
     "estimate, s",
-    "of it attention at peak, s",
+    "of it attention, s",
     "of it copies, s",
+    "collectives, s",
     "compile, s",
 )
 
@@ -39,7 +40,7 @@ def _row(plan: dict[str, Any]) -> tuple[str, ...]:
     job, mesh, summary = plan["job"], plan["mesh"], plan["summary"]
     video = f", {job['frames']} x {job['height']} x {job['width']}" if job["network"] == "step" else ""
     seconds = [
-        summary[name] for name in ("estimate_s", "of_it_attention_at_the_chips_peak_s", "of_it_copies_s")
+        summary[name] for name in ("estimate_s", "of_it_attention_s", "of_it_copies_s", "collectives_s")
     ]
     return (
         f"{job['network']}, {plan['model']}{video}",

@@ -4,16 +4,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from cogvideox_torchax.autoencoder import AutoencoderKLCogVideoX
     from cogvideox_torchax.porting import port
     from cogvideox_torchax.runtime import enable
     from cogvideox_torchax.sharding import make_mesh
+    from cogvideox_torchax.vae.torchax.autoencoder import AutoencoderKLCogVideoX
 
 __version__ = "0.1.0"
 __all__ = ["AutoencoderKLCogVideoX", "enable", "make_mesh", "port"]
 
 _HOMES = {
-    "AutoencoderKLCogVideoX": "cogvideox_torchax.autoencoder",
+    "AutoencoderKLCogVideoX": "cogvideox_torchax.vae.torchax.autoencoder",
     "enable": "cogvideox_torchax.runtime",
     "make_mesh": "cogvideox_torchax.sharding",
     "port": "cogvideox_torchax.porting",

@@ -1,6 +1,6 @@
 """`port`: a loaded diffusers model or pipeline, made ready for torchax in place.
 
-Importing it lets diffusers' `from_pretrained` work while torchax is on (`loading`).
+Importing it lets diffusers' `from_pretrained` work while torchax is on.
 """
 
 import importlib.util
@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
 
-from cogvideox_torchax.loading import load_without_torchax
-from cogvideox_torchax.modules import port_modules
+from cogvideox_torchax.runtime import without_torchax
+from cogvideox_torchax.upstream import around_from_pretrained
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
 Portable = TypeVar("Portable")
 
-load_without_torchax()
+around_from_pretrained(without_torchax)
 
 
 def port(model_or_pipeline: Portable, *, mesh: "Mesh | None" = None) -> Portable:
@@ -49,7 +49,7 @@ def port(model_or_pipeline: Portable, *, mesh: "Mesh | None" = None) -> Portable
         AutoencoderKLCogVideoX as DiffusersAutoencoder,
     )
 
-    from cogvideox_torchax.autoencoder import AutoencoderKLCogVideoX
+    from cogvideox_torchax.vae.torchax.autoencoder import port_vae
 
     vae = (
         model_or_pipeline
@@ -61,21 +61,24 @@ def port(model_or_pipeline: Portable, *, mesh: "Mesh | None" = None) -> Portable
             f"port got {type(model_or_pipeline).__name__}: it takes diffusers' AutoencoderKLCogVideoX, or a "
             "pipeline whose vae is one"
         )
-    if type(vae) is DiffusersAutoencoder:
-        vae.__class__ = AutoencoderKLCogVideoX
-    port_modules(vae)
     if mesh is not None:
-        vae.place_on(mesh)
-    if not isinstance(model_or_pipeline, nn.Module):
-        _port_rest(model_or_pipeline, mesh)
+        from cogvideox_torchax.sharding import check_mesh
+
+        check_mesh(mesh)  # before anything is changed
+    if vae is model_or_pipeline or not _port_whole(model_or_pipeline, mesh):
+        ported = port_vae(vae)
+        if mesh is not None:
+            ported.place_on(mesh)
     return model_or_pipeline
 
 
-def _port_rest(pipeline: Any, mesh: "Mesh | None") -> None:
-    """What else a pipeline holds; one that is not diffusers' own for CogVideoX has its VAE ported alone."""
+def _port_whole(pipeline: Any, mesh: "Mesh | None") -> bool:
+    """Ports one of diffusers' own pipelines for CogVideoX; of any other the VAE alone is ported."""
     if importlib.util.find_spec("transformers") is None:
-        return
-    from cogvideox_torchax.pipeline import is_pipeline, port_pipeline
+        return False
+    from cogvideox_torchax.pipelines.port import is_pipeline, port_pipeline
 
-    if is_pipeline(pipeline):
-        port_pipeline(pipeline, mesh)
+    if not is_pipeline(pipeline):
+        return False
+    port_pipeline(pipeline, mesh)
+    return True

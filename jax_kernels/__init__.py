@@ -6,20 +6,24 @@ Axis letters, used in shapes and as suffixes throughout:
     G  channel groups  I  input channels of a kernel               O  output channels of a kernel
 
 Activations are channels-last (N T H W C) and kernels (T H W I O), the layout XLA convolutions want;
-`group_norm` takes its channel axis as an argument. `reference.py` holds the plainest form of every function:
-it is the definition that the tests hold the fast forms to.
+`group_norm` takes its channel axis as an argument.
 
-Columns that are split over devices are for `columns.split_columns` to tell. A program for TPUs that leaves
-it to XLA's partitioner to split activations needs the environment's `JAX_KERNELS_PALLAS=off`: the Pallas
-kernels (`tpu`) cannot be split so.
+Each function has a folder. `op.py` holds its signature and chooses the form; `reference.py` is the plainest
+form, the definition that the tests hold the others to; `xla.py` and `tpu.py` hold the forms that XLA compiles
+and those with a Pallas kernel. `common` is what several share.
+
+Columns that are split over devices are for `common.columns.split_columns` to tell. A program for TPUs that
+leaves it to XLA's partitioner to split activations needs the environment's `JAX_KERNELS_PALLAS=off`: the
+Pallas kernels cannot be split so.
 """
 
-from jax_kernels.attention import attention, rotate
-from jax_kernels.conv3d import conv3d
-from jax_kernels.dense import layer_norm, linear, silu
-from jax_kernels.group_norm import group_norm
-from jax_kernels.resample import downsample, upsample
-from jax_kernels.spatial_norm import spatial_norm
+from jax_kernels.attention.op import attention
+from jax_kernels.attention.rotary import rotate
+from jax_kernels.conv3d.op import conv3d
+from jax_kernels.dense.op import layer_norm, linear, silu
+from jax_kernels.group_norm.op import group_norm
+from jax_kernels.resample.op import downsample, upsample
+from jax_kernels.spatial_norm.op import spatial_norm
 
 __all__ = [
     "attention",

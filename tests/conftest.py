@@ -1,6 +1,7 @@
 """Tests run on the CPU, as eight devices; what one process of a run has compiled, the others take."""
 
 import atexit
+import gc
 import os
 import shutil
 import tempfile
@@ -15,30 +16,61 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     atexit.register(shutil.rmtree, os.environ["COGVIDEOX_TORCHAX_COMPILE_CACHE"], ignore_errors=True)
 os.environ["HF_HUB_OFFLINE"] = "1"
 # Optimizing is most of what compiling costs on a CPU, and the programs here run for milliseconds: LLVM's
-# passes are off, and fusions do without MLIR's.
+# passes are off, fusions do without MLIR's, and a program is four modules of LLVM's, not 32 of them to
+# be compiled by as many threads. tests/test_default_optimization.py does without all of this.
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = (
         f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8 "
-        "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+        "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false "
+        "--xla_cpu_parallel_codegen_split_count=4"
     )
 
 import copy
+import ctypes
+from pathlib import Path
 
+import jaxtyping
 import pytest
 import torch
 
 from tests import reference
 
+jaxtyping.install_import_hook("jax_kernels", "beartype.beartype")  # annotated shapes are checked
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
-    """The tests of a file stay in one process, so that what they share is compiled once; its cases of Flax
-    and of a mesh share nothing with the others."""
-    for item in items:
-        parameters = getattr(item, "callspec", None)
-        backend = str(parameters.params.get("backend", "")) if parameters else ""
-        apart = backend if backend.startswith("flax") or "over" in backend else ""
-        item.add_marker(pytest.mark.xdist_group(f"{item.path.name} {apart}"))
+MEMORY_AFTER_A_MODULE, MEMORY_AFTER_A_TEST = 3 * 2**29, 3 * 2**30
+"""Bytes of a test process beyond which it forgets what it has compiled."""
+
+# Tracing makes millions of objects that live on: at Python's own thresholds, looking through them for garbage
+# takes a tenth of the time.
+gc.set_threshold(100_000, 20, 100)
+
+
+def pytest_collection_finish():
+    gc.collect()
+    gc.freeze()
+
+
+def forget_programs(beyond: int):
+    """Drops what JAX has compiled, where the process takes more bytes, and gives them back to the system."""
+    import jax
+
+    resident_pages = int(Path("/proc/self/statm").read_text().split()[1])
+    if resident_pages * os.sysconf("SC_PAGE_SIZE") > beyond:
+        jax.clear_caches()
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _memory_of_a_module():
+    yield
+    forget_programs(MEMORY_AFTER_A_MODULE)
+
+
+@pytest.fixture(autouse=True)
+def _memory_of_a_test():
+    yield
+    forget_programs(MEMORY_AFTER_A_TEST)
 
 
 @pytest.fixture(scope="session")

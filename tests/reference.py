@@ -44,6 +44,30 @@ def on_jax(vae):
     return vae.to("jax")
 
 
+_answers: dict[tuple, tuple[object, torch.Tensor]] = {}
+
+
+def decoded(stock: AutoencoderKLCogVideoX, z: torch.Tensor) -> torch.Tensor:
+    """What stock diffusers decodes, computed once for all tests of a process that ask."""
+    return _answer("decode", stock, z, lambda: stock.decode(z).sample)
+
+
+def encoded(stock: AutoencoderKLCogVideoX, x: torch.Tensor) -> torch.Tensor:
+    """The moments that stock diffusers encodes, computed once for all tests of a process that ask."""
+    return _answer("encode", stock, x, lambda: stock.encode(x).latent_dist.parameters)
+
+
+def _answer(kind, stock, given, compute):
+    from cogvideox_torchax.runtime import without_torchax
+
+    key = kind, id(stock), tuple(given.shape), given.numpy().tobytes()
+    if key not in _answers:
+        with_no_gradient = torch.no_grad()(compute)  # which a thread of its own has to be told
+        # Where torchax is on, each of PyTorch's own operations takes its way too.
+        _answers[key] = stock, without_torchax(with_no_gradient)  # kept, the model keeps its id
+    return _answers[key][1].clone()
+
+
 def latents(
     frames: int, *, batch: int = 1, height: int = 3, width: int = 5, channels: int = 16, seed: int = 1
 ):

@@ -9,8 +9,8 @@ import torch
 
 import cogvideox_torchax
 from cogvideox_torchax import AutoencoderKLCogVideoX, port
-from cogvideox_torchax.modules import PORTED
 from cogvideox_torchax.runtime import without_torchax
+from cogvideox_torchax.vae.torchax.modules import PORTED
 from tests import reference
 
 
@@ -95,3 +95,11 @@ def test_public_names_are_lazy_and_complete():
     subprocess.run([sys.executable, "-c", code], check=True)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = cogvideox_torchax.nothing
+
+
+def test_a_refused_mesh_leaves_the_model_as_it_was(small_vae):
+    vae = copy.deepcopy(small_vae)
+    with pytest.raises(ValueError, match="make one with make_mesh"):
+        port(vae, mesh="2x4")
+    assert type(vae) is type(small_vae)
+    assert not any(type(module) in PORTED.values() for module in vae.modules())

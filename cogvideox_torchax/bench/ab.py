@@ -6,7 +6,6 @@ is free for the next. The first round starts with an empty compile cache, the la
 """
 
 import datetime
-import importlib.metadata
 import json
 import os
 import platform
@@ -20,20 +19,20 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cogvideox_torchax import __version__
-from cogvideox_torchax.bench.worker import BACKENDS, KINDS, Task
-from cogvideox_torchax.planner import CHIPS
+from cogvideox_torchax import __version__, backends
+from cogvideox_torchax.backends.base import KINDS
+from cogvideox_torchax.bench.worker import Task
+from cogvideox_torchax.plan.chips import CHIPS, DEVICE_KINDS
+from cogvideox_torchax.versions import versions
 
 FORMAT = "cogvideox-torchax-bench-ab/1"
 DEFAULT_BACKENDS = ("torch", "torchax-stock", "torchax")
 PACKAGES = ("torch", "torchax", "jax", "jaxlib", "diffusers", "flax", "numpy")
-GENERATIONS = {"TPU v4": "v4", "TPU v5 lite": "v5e", "TPU v5p": "v5p", "TPU v6 lite": "v6e"}
-"""The chip of `planner.CHIPS` behind a device's name in JAX."""
 
 
 def peak_flops(device: str, dtype: str) -> float | None:
     """FLOP/s that the maker states for one device; None where none is stated for the dtype."""
-    generation = GENERATIONS.get(device)
+    generation = DEVICE_KINDS.get(device)
     return CHIPS[generation].flops if generation and dtype == "bfloat16" else None
 
 
@@ -110,13 +109,8 @@ def run(
         say: gets a line for each process that starts.
         keep: gets the report after each case, so that a long run that is stopped leaves what it found.
     """
-    unknown = sorted(set(options.backends) - set(BACKENDS))
-    if unknown:
-        raise ValueError(f"unknown backend {unknown[0]!r}: one of {', '.join(BACKENDS)}")
-    if "flax" in options.backends:
-        from cogvideox_torchax.verify import require_backend
-
-        require_backend("flax")
+    for name in options.backends:
+        backends.backend(name)  # before the work, not after it
     # A result is read on other machines: the model by name, no path of this one.
     settings = asdict(options) | {"model": Path(options.model).name}
     report = {"format": FORMAT, **about(options), "options": settings, "cases": []}
@@ -133,20 +127,10 @@ def about(options: Options) -> dict[str, Any]:
         "version": __version__,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": _commit(),
-        "versions": {"python": platform.python_version(), **_versions()},
+        "versions": {"python": platform.python_version(), **versions(*PACKAGES)},
         "host": {"machine": platform.machine(), "system": platform.system(), "cpus": os.cpu_count()},
         "model_name": Path(options.model).name,
     }
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for package in PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 def _commit() -> str | None:

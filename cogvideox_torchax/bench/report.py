@@ -3,10 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-from cogvideox_torchax import plan_report, planner
+from cogvideox_torchax.backends.base import KINDS
 from cogvideox_torchax.bench.ab import FORMAT
-from cogvideox_torchax.bench.worker import KINDS
-from cogvideox_torchax.reports import fill, load, pyplot, table, write_json, write_text
+from cogvideox_torchax.files.reports import fill, load, pyplot, table, write_json, write_text
+from cogvideox_torchax.plan import jobs, tables
 
 HEAD = (
     "backend",
@@ -203,7 +203,7 @@ def redraw(results: Path, docs: Path) -> None:
         plots = draw(report, images, path.stem)
         runs += [f"### {path.stem}", markdown(report).rstrip()]
         runs += [f"![{plot.stem}](images/{plot.name})" for plot in plots]
-    plans = [load(path, planner.FORMAT) for path in sorted(results.glob("plan*.json"))]
+    plans = [load(path, jobs.FORMAT) for path in sorted(results.glob("plan*.json"))]
     page = docs / "benchmarks.md"
     fill(page, "bench ab", "\n\n".join(runs))
-    fill(page, "plan", plan_report.markdown(plans))
+    fill(page, "plan", tables.markdown(plans))

@@ -7,19 +7,19 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
-from cogvideox_torchax import chunks, runtime, tolerances
-from cogvideox_torchax.autoencoder import AutoencoderKLCogVideoX, DecoderChunk, EncoderChunk
+from cogvideox_torchax import backends
+from cogvideox_torchax.backends.base import KINDS, Backend
+from cogvideox_torchax.backends.native import Torch
+from cogvideox_torchax.upstream import COMPILING_EVENTS, TRACING_EVENTS
+from cogvideox_torchax.vae import tolerances
 
-BACKENDS = ("torch", "torch-compile", "torchax-stock", "torchax", "flax")
-KINDS = ("encode", "decode")
 OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "out of memory", "Out of memory", "not enough memory", "MemoryError")
 
 
@@ -39,103 +39,12 @@ class Task:
     data: str
 
 
-class Backend:
-    """encode and decode of one backend as a stream of chunks that are left where they were computed."""
-
-    device = "cpu"
-
-    def chunks(self, kind: str, x: torch.Tensor) -> Iterator[Any]:
-        raise NotImplementedError
-
-    def wait(self, chunk: Any) -> None:
-        """Returns when a chunk has been computed."""
-
-    def to_torch(self, chunk: Any) -> torch.Tensor:
-        return chunk
-
-    def run(self, kind: str, x: torch.Tensor) -> list[Any]:
-        """All chunks, computed."""
-        results = list(self.chunks(kind, x))
-        for result in results:
-            self.wait(result)
-        return results
-
-
-class Native(Backend):
-    """Stock diffusers in PyTorch on the CPU, eager or through `torch.compile`."""
-
-    def __init__(self, stock: Any, compiled: bool = False):
-        self.frames_a_chunk = _frames_a_chunk(stock)
-        self.networks: dict[str, Any] = _networks(stock)
-        if compiled:
-            self.networks = {kind: torch.compile(network) for kind, network in self.networks.items()}
-
-    def chunks(self, kind: str, x: torch.Tensor) -> Iterator[Any]:
-        return _through(runtime.NativeRun(self.networks[kind]), x, self.frames_a_chunk[kind])
-
-
-class OnJax(Backend):
-    """Torch modules compiled by JAX, a program for the first chunk and one for every later one."""
-
-    def __init__(self, vae: Any):
-        import jax
-
-        self.device = jax.devices()[0].device_kind
-        self.frames_a_chunk = _frames_a_chunk(vae)
-        self.programs = {kind: runtime.ChunkProgram(network) for kind, network in _networks(vae).items()}
-
-    def chunks(self, kind: str, x: torch.Tensor) -> Iterator[Any]:
-        return _through(runtime.JaxRun(self.programs[kind]), x, self.frames_a_chunk[kind])
-
-    def wait(self, chunk: torch.Tensor) -> None:
-        runtime.wait(chunk)
-
-    def to_torch(self, chunk: torch.Tensor) -> torch.Tensor:
-        return runtime.to_torch(chunk)
-
-
-class Flax(Backend):
-    """The Flax build behind torch tensors, which come to the host: its times include that copy."""
-
-    def __init__(self, wrapper: Any):
-        import jax
-
-        self.device = jax.devices()[0].device_kind
-        self.wrapper = wrapper
-
-    def chunks(self, kind: str, x: torch.Tensor) -> Iterator[Any]:
-        if kind == "encode":
-            return (posterior.parameters for posterior in self.wrapper.encode_stream(x))
-        return self.wrapper.decode_stream(x)
-
-
-def _networks(vae: Any) -> dict[str, nn.Module]:
-    return {"encode": EncoderChunk(vae), "decode": DecoderChunk(vae)}
-
-
-def _frames_a_chunk(vae: Any) -> dict[str, int]:
-    return {"encode": vae.num_sample_frames_batch_size, "decode": vae.num_latent_frames_batch_size}
-
-
-def _through(run: Callable[[torch.Tensor], Any], x: torch.Tensor, frames_a_chunk: int) -> Iterator[Any]:
-    for chunk in chunks.plan(x.shape[2], frames_a_chunk):
-        yield run(runtime.take_frames(x, chunk.start, chunk.length))
-
-
-def make_backend(name: str, vae: AutoencoderKLCogVideoX) -> Backend:
-    """A backend around a loaded model, whose weights it takes."""
-    from cogvideox_torchax import verify
-
-    if name == "torchax":
-        runtime.enable()
-        return OnJax(nn.Module.to(vae, "jax"))
-    stock: Any = nn.Module.to(verify.load_reference(vae), vae.dtype)
-    if name == "flax":
-        return Flax(verify.load_flax(stock))
-    if name == "torchax-stock":
-        runtime.enable()
-        return OnJax(nn.Module.to(stock, "jax"))
-    return Native(stock, compiled=name == "torch-compile")
+def run_chunks(backend: Backend, kind: str, x: torch.Tensor) -> list[Any]:
+    """All chunks of a video, computed and left where they are."""
+    results = list(backend.chunks(kind, x))
+    for result in results:
+        backend.wait(result)
+    return results
 
 
 # The reference
@@ -148,26 +57,20 @@ def make_reference(task: Task) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
     x = torch.rand((1, 3, task.frames, task.height, task.width), generator=generator) * 2 - 1
     inputs, answers, flops, torchs = {"encode": x}, {}, {}, {}
-    exact = Native(_load(task.model, "float32"))
+    exact = Torch.load(task.model, torch.float32)
     for kind in KINDS:
         with FlopCounterMode(display=False) as counter:
-            answers[kind] = torch.cat(exact.run(kind, inputs[kind]), dim=2)
+            answers[kind] = torch.cat(run_chunks(exact, kind, inputs[kind]), dim=2)
         flops[kind] = counter.get_total_flops()
         inputs.setdefault("decode", answers[kind].chunk(2, dim=1)[0])
     if task.dtype == "bfloat16":
-        rounded = Native(_load(task.model, "bfloat16"))
+        rounded = Torch.load(task.model, torch.bfloat16)
         for kind in KINDS:
-            got = torch.cat(rounded.run(kind, inputs[kind].bfloat16()), dim=2)
+            got = torch.cat(run_chunks(rounded, kind, inputs[kind].bfloat16()), dim=2)
             torchs[kind] = tolerances.rms_error(got, answers[kind])
     arrays = {f"input_{kind}": inputs[kind].numpy() for kind in KINDS}
     np.savez(task.data, **arrays, **{f"answer_{kind}": answers[kind].numpy() for kind in KINDS})
     return {"status": "ok", "flops": flops, "torch_rms": torchs, "output_frames": answers["decode"].shape[2]}
-
-
-def _load(model: str, dtype: str) -> AutoencoderKLCogVideoX:
-    from cogvideox_torchax.cli.common import load_vae
-
-    return load_vae(model, "torch", dtype)
 
 
 def check(got: torch.Tensor, want: torch.Tensor, dtype: str, torchs: float | None) -> dict[str, Any]:
@@ -192,9 +95,6 @@ def _plain(value: float) -> float | str:
 class CompileClock:
     """Seconds that JAX spent lowering (tracing included) and compiling; nested spans count once."""
 
-    LOWER = ("/jax/core/compile/jaxpr_trace_duration", "/jax/core/compile/jaxpr_to_mlir_module_duration")
-    COMPILE = ("/jax/core/compile/backend_compile_duration",)
-
     def __init__(self) -> None:
         import jax.monitoring
 
@@ -208,7 +108,7 @@ class CompileClock:
     def take(self) -> dict[str, float]:
         """Seconds since the last call."""
         spans, self.spans = self.spans, []
-        return {"lower_s": _union(spans, self.LOWER), "compile_s": _union(spans, self.COMPILE)}
+        return {"lower_s": _union(spans, TRACING_EVENTS), "compile_s": _union(spans, COMPILING_EVENTS)}
 
 
 def _union(spans: list[tuple[str, float, float]], events: tuple[str, ...]) -> float:
@@ -223,19 +123,19 @@ def measure(backend: Backend, kind: str, x: torch.Tensor, task: Task, judge: Cal
     """Times of one half; without any where its answer is wrong."""
     clock = CompileClock()
     start = time.perf_counter()
-    first = backend.run(kind, x)
+    first = run_chunks(backend, kind, x)
     found: dict[str, Any] = {"start_s": time.perf_counter() - start, **clock.take()}
     verdict = judge(_joined(backend, first))
     del first
     if not verdict["passed"]:
         return {"check": verdict}
     for _ in range(task.warmups):
-        backend.run(kind, x)
+        run_chunks(backend, kind, x)
     steady, first_chunk = [], []
     last = None
     for _ in range(task.repetitions):
         start = time.perf_counter()
-        last = backend.run(kind, x)
+        last = run_chunks(backend, kind, x)
         steady.append(time.perf_counter() - start)
         first_chunk.append(_time_of_first_chunk(backend, kind, x))
     if last is not None:
@@ -282,29 +182,26 @@ def run_task(task: Task, torchs: dict[str, float]) -> dict[str, Any]:
     if task.backend == "reference":
         return make_reference(task)
     start = time.perf_counter()
-    vae = _load(task.model, task.dtype)
+    native = Torch.load(task.model, getattr(torch, task.dtype)).vae
     with np.load(task.data) as file:
         arrays = {name: torch.from_numpy(file[name]) for name in file.files}
-    backend = make_backend(task.backend, vae)
-    result: dict[str, Any] = {"load_s": time.perf_counter() - start, "device": backend.device}
+    backend = backends.backend(task.backend).around(native)
+    result: dict[str, Any] = {"load_s": time.perf_counter() - start, "device": backend.device()}
     for kind in KINDS:
-        x = arrays[f"input_{kind}"].to(getattr(torch, task.dtype))
-        if isinstance(backend, OnJax):
-            x = runtime.to_jax(x)
+        x = backend.put(arrays[f"input_{kind}"].to(getattr(torch, task.dtype)))
 
         def judge(got: torch.Tensor, kind: str = kind) -> dict[str, Any]:
             return check(got, arrays[f"answer_{kind}"], task.dtype, torchs.get(kind))
 
         result[kind] = measure(backend, kind, x, task, judge)
-        if isinstance(backend, Native) and "lower_s" in result[kind]:
+        if not backend.compiled_by_jax and "lower_s" in result[kind]:
             result[kind] |= {"lower_s": None, "compile_s": None}  # JAX compiled nothing here
     passed = all(result[kind]["check"]["passed"] for kind in KINDS)
-    on_device = not isinstance(backend, Native)
     return {
         "status": "ok" if passed else "wrong",
         **result,
         "host_peak_bytes": host_peak_bytes(),
-        "device_peak_bytes": device_peak_bytes() if on_device else None,
+        "device_peak_bytes": device_peak_bytes() if backend.compiled_by_jax else None,
     }
 
 
@@ -316,7 +213,7 @@ def failure(error: BaseException) -> dict[str, Any]:
 
 
 def main(argv: list[str]) -> int:
-    from cogvideox_torchax.cli.common import quiet_libraries
+    from cogvideox_torchax.runtime.quiet import quiet_libraries
 
     quiet_libraries()
     request = json.loads(Path(argv[0]).read_text())

@@ -5,9 +5,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from cogvideox_torchax.backends import Use, names
 from cogvideox_torchax.cli import common
-
-BACKENDS = ("torch", "torch-compile", "torchax-stock", "torchax", "flax")
+from cogvideox_torchax.runtime.quiet import quiet_libraries
 
 
 def add(subparsers: Any) -> argparse.ArgumentParser:
@@ -20,7 +20,7 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
     command.add_argument("benchmark", choices=("ab",), help="ab: encode and decode with every backend")
     command.add_argument("--model", metavar="DIR_OR_ID", default=str(common.DEMO_MODEL))
     command.add_argument(
-        "--backends", nargs="+", choices=BACKENDS, default=["torch", "torchax-stock", "torchax"]
+        "--backends", nargs="+", choices=names(Use.BENCH), default=["torch", "torchax-stock", "torchax"]
     )
     command.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     command.add_argument("--frames", type=int, default=17, help="of the video (default: 17)")
@@ -45,14 +45,14 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    from cogvideox_torchax import reports
     from cogvideox_torchax.bench import ab, report
+    from cogvideox_torchax.files import reports
 
-    common.quiet_libraries()
+    quiet_libraries()
     cases = ab.sweep(ab.Case(args.frames, args.height, args.width), args.sweep)
     directory = Path(args.model).expanduser()
     if directory.exists() and not (directory / "model_index.json").is_file():
-        from cogvideox_torchax import checkpoint
+        from cogvideox_torchax.vae import checkpoint
 
         checkpoint.check_directory(directory)
     output = None if args.output is None else common.report_directory(args.output)

@@ -2,21 +2,22 @@
 
 import argparse
 import json
-import logging
 import sys
 import time
-import warnings
 from collections.abc import Iterable, Iterator
+from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
+
+from cogvideox_torchax import backends
+from cogvideox_torchax.upstream import COMPILING_EVENTS, TRACING_EVENTS
 
 if TYPE_CHECKING:
     import torch
     from jax.sharding import Mesh
 
-    from cogvideox_torchax.autoencoder import AutoencoderKLCogVideoX
+    from cogvideox_torchax.vae.torchax.autoencoder import AutoencoderKLCogVideoX
 
-BACKENDS = ("torchax", "torch", "flax")
 DTYPES = ("float32", "bfloat16", "float16")
 DEMO_MODEL = Path(__file__).parent.parent / "assets" / "tiny-vae"
 
@@ -42,7 +43,9 @@ def add_model_options(command: argparse.ArgumentParser, default: str | None) -> 
         default=default,
         help=f"a CogVideoX VAE or a whole pipeline, as a directory or a hub id (default: {shown})",
     )
-    command.add_argument("--backend", choices=BACKENDS, default="torchax", help="default: torchax")
+    command.add_argument(
+        "--backend", choices=backends.names(backends.Use.RUN), default="torchax", help="default: torchax"
+    )
     command.add_argument(
         "--dtype", default="float32", help=f"of the weights: {', '.join(DTYPES)} (default: float32)"
     )
@@ -69,11 +72,15 @@ def positive(text: str) -> int:
     return value
 
 
-def quiet_libraries() -> None:
-    """Keeps other packages' warnings and download chatter off a user's terminal."""
-    warnings.filterwarnings("ignore")
-    for name in ("diffusers", "transformers", "jax", "torchax"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+def frame_rate(text: str) -> Fraction:
+    """Frames a second, as FFmpeg takes them: above 0, numerator and denominator in 32 bits."""
+    try:
+        rate = Fraction(text).limit_denominator(100_000)
+    except (ValueError, ZeroDivisionError):
+        rate = Fraction(0)
+    if not 0 < rate.numerator < 2**31:
+        raise argparse.ArgumentTypeError(f"{text} is no frame rate: give a number above 0, 8 or 30000/1001")
+    return rate
 
 
 def parse_dtype(name: str) -> "torch.dtype":
@@ -87,48 +94,11 @@ def parse_dtype(name: str) -> "torch.dtype":
 def load_vae(model: str, backend: str, dtype: str, mesh: "Mesh | None" = None) -> "AutoencoderKLCogVideoX":
     """The model on its backend, over a mesh if there is one; of a pipeline directory or a bare pipeline id,
     its VAE."""
-    from torch import nn
-
-    from cogvideox_torchax.runtime import enable
-
-    torch_dtype = parse_dtype(dtype)
-    directory = Path(model).expanduser()
-    subfolder = None
-    if (directory / "model_index.json").is_file() or _is_pipeline_id(model):
-        subfolder = "vae"
-    vae = _backend_class(backend).from_pretrained(
-        str(directory) if directory.exists() else model, subfolder=subfolder, torch_dtype=torch_dtype
-    )
-    if mesh is not None:
-        vae.place_on(mesh)
-    if backend == "torchax":
-        enable()
-        nn.Module.to(vae, "jax")
-    return vae
-
-
-def _backend_class(backend: str) -> "type[AutoencoderKLCogVideoX]":
-    if backend == "flax":
-        from cogvideox_torchax.flax import FlaxVAEForPipelines
-
-        return FlaxVAEForPipelines
-    from cogvideox_torchax.autoencoder import AutoencoderKLCogVideoX
-
-    return AutoencoderKLCogVideoX
-
-
-def _is_pipeline_id(model: str) -> bool:
-    """A hub id of one of the published pipelines, which hold their VAE in `vae/`."""
-    return not Path(model).exists() and model.count("/") == 1 and "cogvideox" in model.lower()
+    return backends.backend(backend).load(model, parse_dtype(dtype), mesh).vae
 
 
 def device_name(backend: str) -> str:
-    if backend == "torch":
-        return "cpu"
-    import jax
-
-    devices = jax.devices()
-    return f"{len(devices)} x {devices[0].device_kind}" if len(devices) > 1 else devices[0].device_kind
+    return backends.backend(backend).device()
 
 
 def progress(items: Iterable[Item], *, total: int, name: str, args: argparse.Namespace) -> Iterator[Item]:
@@ -166,7 +136,7 @@ class Stopwatch:
         self._start = time.perf_counter()
 
     def _listen(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
-        if event.startswith("/jax/core/compile/"):
+        if event in (*TRACING_EVENTS, *COMPILING_EVENTS):
             self._compiling += duration_secs
 
     @property
@@ -180,7 +150,7 @@ class Stopwatch:
 
 def report_directory(name: str) -> Path:
     """A directory for a report with plots, made where it is not there yet."""
-    from cogvideox_torchax import reports
+    from cogvideox_torchax.files import reports
 
     reports.pyplot()  # missing? say so before the work, not after it
     path = Path(name)
@@ -189,19 +159,6 @@ def report_directory(name: str) -> Path:
     except OSError as error:
         raise ValueError(f"cannot write into {path}: {error.strerror}") from error
     return path
-
-
-def versions() -> dict[str, str]:
-    """Of the packages that a figure depends on."""
-    import importlib.metadata
-
-    found = {}
-    for name in ("torch", "torchax", "jax", "jaxlib", "libtpu", "diffusers"):
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = "none"
-    return found
 
 
 def say(message: str) -> None:

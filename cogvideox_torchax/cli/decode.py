@@ -2,11 +2,11 @@
 
 import argparse
 import contextlib
-from fractions import Fraction
 from typing import Any
 
 from cogvideox_torchax.cli import common, devices
-from cogvideox_torchax.cli.work import decode_to
+from cogvideox_torchax.cli.clips import decode_to
+from cogvideox_torchax.runtime.quiet import quiet_libraries
 
 
 def add(subparsers: Any) -> argparse.ArgumentParser:
@@ -26,19 +26,19 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
     )
     common.add_model_options(command, default=None)
     devices.add_options(command)
-    command.add_argument("--fps", type=Fraction, help="frames a second (default: the source's)")
+    command.add_argument("--fps", type=common.frame_rate, help="frames a second (default: the source's)")
     return command
 
 
 def run(args: argparse.Namespace) -> int:
-    from cogvideox_torchax import latents
+    from cogvideox_torchax.files import latents
 
     with contextlib.ExitStack() as stack:
         team = stack.enter_context(devices.joined(args))
         loaded = latents.load(args.latents, team.columns)
         fps = args.fps or loaded.fps
         sink = stack.enter_context(team.writing(args.output, fps))
-        common.quiet_libraries()
+        quiet_libraries()
         vae = common.load_vae(args.model or loaded.model, args.backend, args.dtype, team.mesh)
         loaded.check_model(vae.config)
         watch = common.Stopwatch()

@@ -6,14 +6,17 @@ import importlib.metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cogvideox_torchax import chunks, video
 from cogvideox_torchax.cli import common
-from cogvideox_torchax.cli.work import open_clip
+from cogvideox_torchax.cli.clips import open_clip
+from cogvideox_torchax.files import video
+from cogvideox_torchax.files.whole import check_output, whole_file
+from cogvideox_torchax.runtime.quiet import quiet_libraries
+from cogvideox_torchax.vae import chunks
 
 if TYPE_CHECKING:
     import torch
 
-    from cogvideox_torchax.autoencoder import AutoencoderKLCogVideoX
+    from cogvideox_torchax.vae.torchax.autoencoder import AutoencoderKLCogVideoX
 
 DEMO_CLIP = "bigbuckbunny.mp4"
 DEMO_SIZE = (144, 256)
@@ -38,11 +41,11 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> int:
     import torch
 
-    from cogvideox_torchax import latents as latent_files
-    from cogvideox_torchax.autoencoder import to_uint8
-    from cogvideox_torchax.tolerances import psnr, relative_error
+    from cogvideox_torchax.files import latents as latent_files
+    from cogvideox_torchax.vae.tolerances import psnr, relative_error
+    from cogvideox_torchax.vae.torchax.autoencoder import to_uint8
 
-    common.quiet_libraries()
+    quiet_libraries()
     if args.video is None:
         args.video = demo_clip()
         if not (args.height or args.width or args.crop):
@@ -68,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     pixels = pixels[:, :, : shown.shape[2]]
     with video.writing(output / "demo.mp4", clip.info.fps) as sink:
         sink.write(torch.cat([shown, pixels], dim=4))
-    with video.whole_file(output / "demo.png") as temporary:
+    with whole_file(output / "demo.png") as temporary:
         _contact_sheet(shown, pixels).save(temporary)
     latent_files.save(
         latent_files.Latents(latents, dict(vae.config), args.model, clip.info.fps, clip.num_frames),
@@ -116,7 +119,7 @@ def _output_directory(name: str) -> Path:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"cannot write into {path}: {error.strerror}") from error
-    video.check_output(path / "demo.mp4")
+    check_output(path / "demo.mp4")
     return path
 
 

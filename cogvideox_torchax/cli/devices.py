@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
-from cogvideox_torchax import runtime, video
+from cogvideox_torchax import runtime
+from cogvideox_torchax.backends import backend
 from cogvideox_torchax.cli.common import positive
+from cogvideox_torchax.files import video
 
 if TYPE_CHECKING:
     import torch
@@ -128,8 +130,10 @@ def _talking_on_stderr() -> Iterator[None]:
 def check(args: argparse.Namespace) -> None:
     """Raises `ValueError` for options that cannot go together."""
     given = [name for name in ("dp", "tp", "distributed") if getattr(args, name)]
-    if given and args.backend == "torch":
-        raise ValueError(f"--backend torch runs on one device: leave out --{given[0]}, or take torchax")
+    if given and not backend(args.backend).runs_on_mesh:
+        raise ValueError(
+            f"--backend {args.backend} runs on one device: leave out --{given[0]}, or take torchax"
+        )
     for name in ("coordinator", "processes", "process", "patience"):
         value = getattr(args, name)
         if value is not None and not args.distributed:

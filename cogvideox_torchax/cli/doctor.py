@@ -1,12 +1,13 @@
-"""`doctor`: versions, devices, and what is missing with the command that installs it."""
+"""`doctor`: versions, tested or not, devices, and what is missing with the command that installs it."""
 
 import argparse
 import importlib
-import importlib.metadata
 import platform
 from typing import Any
 
 from cogvideox_torchax.cli import common
+from cogvideox_torchax.runtime.quiet import quiet_libraries
+from cogvideox_torchax.versions import installed, untested
 
 CORE = ("torch", "torchax", "jax", "jaxlib", "diffusers", "safetensors", "huggingface_hub", "numpy", "tqdm")
 OPTIONAL = {
@@ -28,17 +29,18 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    common.quiet_libraries()
+    quiet_libraries()
     report: dict[str, Any] = {"python": platform.python_version()}
     advice: list[str] = []
     for name in CORE:
-        report[name] = _version(name) or "missing"
+        report[name] = installed(name) or "missing"
         if report[name] == "missing":
             advice.append(f"{name} is missing: pip install cogvideox-torchax")
     for name, (extra, purpose) in OPTIONAL.items():
-        report[name] = _version(name) or "not installed"
+        report[name] = installed(name) or "not installed"
         if report[name] == "not installed":
             advice.append(f"{name} ({purpose}): pip install 'cogvideox-torchax[{extra}]'")
+    advice += untested()
     broken = _broken_pair()
     if broken:
         advice.insert(0, broken)
@@ -51,13 +53,6 @@ def run(args: argparse.Namespace) -> int:
     return 1 if broken else 0
 
 
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def _broken_pair() -> str | None:
     """What is wrong with the installed torch and torchax together, if anything."""
     try:
@@ -65,7 +60,7 @@ def _broken_pair() -> str | None:
     except Exception as error:
         reason = " ".join(str(error).split())[:200]
         return (
-            f"torchax {_version('torchax')} does not import with torch {_version('torch')} ({reason}): "
+            f"torchax {installed('torchax')} does not import with torch {installed('torch')} ({reason}): "
             "pip install 'torchax>=0.0.14.dev20261026' 'torch>=2.11'"
         )
     return None

@@ -4,7 +4,9 @@ import argparse
 from typing import Any
 
 from cogvideox_torchax.cli import common, devices
-from cogvideox_torchax.cli.work import encode_clip, open_clip
+from cogvideox_torchax.cli.clips import encode_clip, open_clip
+from cogvideox_torchax.files.whole import check_output
+from cogvideox_torchax.runtime.quiet import quiet_libraries
 
 
 def add(subparsers: Any) -> argparse.ArgumentParser:
@@ -25,12 +27,12 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    from cogvideox_torchax import latents, video
+    from cogvideox_torchax.files import latents
 
     if not args.output.endswith(".safetensors"):
         raise ValueError(f"cannot write {args.output}: latents go into a .safetensors file")
-    video.check_output(args.output)
-    common.quiet_libraries()
+    check_output(args.output)
+    quiet_libraries()
     clip = open_clip(args)
     with devices.joined(args) as team:
         vae = common.load_vae(args.model, args.backend, args.dtype, team.mesh)

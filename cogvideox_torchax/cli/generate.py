@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cogvideox_torchax.cli import common
-from cogvideox_torchax.cli.work import decode_to
+from cogvideox_torchax.cli.clips import decode_to
+from cogvideox_torchax.runtime.quiet import quiet_libraries
 
 if TYPE_CHECKING:
-    from cogvideox_torchax.generation import Model
-    from cogvideox_torchax.latents import Latents
-    from cogvideox_torchax.stages import Request, Stage
+    from cogvideox_torchax.files.latents import Latents
+    from cogvideox_torchax.pipelines.generate import Model
+    from cogvideox_torchax.pipelines.stages import Request, Stage
 
 DEFAULTS = {"negative_prompt": "", "steps": 50, "guidance": 6.0, "strength": 0.8, "seed": 0}
 
@@ -36,7 +37,9 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
     command.add_argument("--frames", type=int, help="how many (default: the model's)")
     command.add_argument("--height", type=common.positive, help="in pixels (default: the model's)")
     command.add_argument("--width", type=common.positive, help="in pixels (default: the model's)")
-    command.add_argument("--fps", type=Fraction, default=Fraction(8), help="frames a second (default: 8)")
+    command.add_argument(
+        "--fps", type=common.frame_rate, default=Fraction(8), help="frames a second (default: 8)"
+    )
     command.add_argument("--dtype", help="of weights and latents (default: bfloat16)")
     command.add_argument("--dp", type=int, default=1, help="mesh: devices for the halves of guidance")
     command.add_argument("--tp", type=int, default=1, help="mesh: devices for weights and frames' width")
@@ -63,11 +66,12 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    from cogvideox_torchax import runtime, video
+    from cogvideox_torchax import runtime
+    from cogvideox_torchax.files import video
 
     if (args.from_stage or args.save_every) and not args.save_stages:
         raise ValueError("--from-stage and --save-every need the stages' directory: pass --save-stages DIR")
-    common.quiet_libraries()
+    quiet_libraries()
     with video.writing(args.output, args.fps) as sink:
         if args.save_stages:
             _make_directory(args.save_stages)
@@ -94,11 +98,11 @@ def _make_directory(name: str) -> None:
 
 
 def _kept_latents(args: argparse.Namespace) -> "tuple[Any, Latents]":
-    from cogvideox_torchax import generation, stages
+    from cogvideox_torchax.pipelines import generate, stages
 
     mesh = _mesh(args)
     latents = stages.load_latents(args.save_stages)
-    latents.check_model(generation.vae_config(args.model))
+    latents.check_model(generate.vae_config(args.model))
     vae = common.load_vae(args.model, "torchax", args.dtype or _name(latents.tensor.dtype))
     if mesh is not None:
         vae.place_on(mesh)
@@ -111,19 +115,19 @@ def _name(dtype: Any) -> str:
 
 def _sampled(args: argparse.Namespace) -> "tuple[Any, Latents]":
     """The pipeline's VAE and the latents that it sampled, everything checked before a weight is loaded."""
-    from cogvideox_torchax import generation, stages
-    from cogvideox_torchax import latents as latent_files
+    from cogvideox_torchax.files import latents as latent_files
+    from cogvideox_torchax.pipelines import generate, stages
 
     mesh = _mesh(args)
     step, text = _kept(args)
-    model = generation.describe(args.model, **_conditions(args, step))
+    model = generate.describe(args.model, **_conditions(args, step))
     step, text = (None if stage is None else stage.checked(model.fingerprint) for stage in (step, text))
     request = _request(args, model, step, text)
-    generation.check(request, model)
-    pipe = generation.load(model, common.parse_dtype(request.dtype), mesh, with_text=text is None)
+    generate.check(request, model)
+    pipe = generate.load(model, common.parse_dtype(request.dtype), mesh, with_text=text is None)
     pipe.set_progress_bar_config(disable=args.quiet, desc="denoise", leave=False)
     keep = Path(args.save_stages) if args.save_stages else None
-    work = generation.Generation(pipe, model, request, keep, args.save_every or 0)
+    work = generate.Generation(pipe, model, request, keep, args.save_every or 0)
     embeddings: dict[str, Any] = work.encode_text() if text is None else dict(text.tensors)
     latents = replace(work.sample(embeddings, step), fps=args.fps)
     if keep is not None:
@@ -141,7 +145,7 @@ def _mesh(args: argparse.Namespace) -> Any:
 
 def _kept(args: argparse.Namespace) -> "tuple[Stage | None, Stage | None]":
     """The stages of a step and of the text, those that are taken up from."""
-    from cogvideox_torchax import stages
+    from cogvideox_torchax.pipelines import stages
 
     if args.from_stage is None:
         return None, None
@@ -158,7 +162,7 @@ def _request(
     args: argparse.Namespace, model: "Model", step: "Stage | None", text: "Stage | None"
 ) -> "Request":
     """What is asked for: by the options, or by the stage that is taken up, which they may not contradict."""
-    from cogvideox_torchax.stages import Request
+    from cogvideox_torchax.pipelines.stages import Request
 
     given = {name: getattr(args, name) for name in Request.names()}
     fixed = {} if text is None else {"prompt": text.request.prompt, "dtype": text.request.dtype}

@@ -4,12 +4,16 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cogvideox_torchax.backends import Use, names
 from cogvideox_torchax.cli import common
+from cogvideox_torchax.runtime.quiet import quiet_libraries
+from cogvideox_torchax.versions import versions
 
 if TYPE_CHECKING:
-    from cogvideox_torchax.autoencoder import AutoencoderKLCogVideoX
-    from cogvideox_torchax.planner import Chip, Job, ProgramPlan
+    from cogvideox_torchax.plan.jobs import Chip, Job, ProgramPlan
+    from cogvideox_torchax.plan.programs import KernelTime
     from cogvideox_torchax.sharding import Row
+    from cogvideox_torchax.vae.torchax.autoencoder import AutoencoderKLCogVideoX
 
 GIB = 2**30
 
@@ -33,9 +37,7 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
     command.add_argument("--width", type=int, default=720, help="in pixels (default: 720)")
     command.add_argument("--dp", type=int, default=1, help="mesh: devices that a batch is split over")
     command.add_argument("--tp", type=int, default=1, help="mesh: devices that a width is split over")
-    command.add_argument(
-        "--backend", choices=("torchax", "torchax-stock", "flax"), default="torchax", help="whose programs"
-    )
+    command.add_argument("--backend", choices=names(Use.PLAN), default="torchax", help="whose programs")
     command.add_argument(
         "--tiling",
         nargs="?",
@@ -69,20 +71,21 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    from cogvideox_torchax import hollow, planner, reports
+    from cogvideox_torchax.files import reports
+    from cogvideox_torchax.plan import jobs, models
 
     if args.layers and args.dp * args.tp == 1:
         raise ValueError("--layers tells what lies where on a mesh: pass --dp or --tp")
     if args.json:  # before the work, not after it
         reports.check_file(Path(args.json))
-    common.quiet_libraries()
+    quiet_libraries()
     dtype = common.parse_dtype(args.dtype)
-    vae = hollow.hollow_vae(args.model, dtype)
+    vae = models.weightless_vae(args.model, dtype)
     if args.network != "vae":
         return _run_network(args, vae)
     if args.save_hlo:
         Path(args.save_hlo).mkdir(parents=True, exist_ok=True)
-    job = planner.Job(
+    job = jobs.Job(
         "encode" if args.encode else "decode", args.frames, args.height, args.width, _tile(args.tiling, vae)
     )
     pieces, _ = job.chunk_shapes(vae)
@@ -91,9 +94,7 @@ def run(args: argparse.Namespace) -> int:
     programs = []
     count = 1 if args.steady else min(len(pieces), 2)
     common.say(f"compiling {count} program{'s' * (count > 1)}; each can take minutes")
-    planned = planner.plan_programs(
-        vae, job, devices, chip, backend=args.backend, only_last=args.steady, **mesh
-    )
+    planned = jobs.plan_programs(vae, job, devices, chip, backend=args.backend, only_last=args.steady, **mesh)
     for program in planned:
         programs.append(program)
         _print_program(program, chip)
@@ -106,8 +107,8 @@ def run(args: argparse.Namespace) -> int:
         peak = max(program.peak_bytes for program in programs)
         common.say("it does not fit: compiling what would")
         changes = [
-            planner.smallest_tiling_that_fits(vae, job, devices, chip, peak, backend=args.backend, **mesh),
-            planner.smallest_mesh_that_fits(
+            jobs.smallest_tiling_that_fits(vae, job, devices, chip, peak, backend=args.backend, **mesh),
+            jobs.smallest_mesh_that_fits(
                 args.model, dtype, job, args.topology, args.dp * args.tp, peak, args.backend
             ),
         ]
@@ -122,11 +123,11 @@ def run(args: argparse.Namespace) -> int:
 
 def _target(args: argparse.Namespace) -> "tuple[Chip | None, list[Any]]":
     """The peaks to hold programs against, and the devices to compile them for."""
-    from cogvideox_torchax import planner
+    from cogvideox_torchax.plan import chips
 
     if args.platform == "tpu":
-        devices = planner.topology_devices(args.topology)
-        return planner.CHIPS[args.topology.partition(":")[0]], devices
+        devices = chips.topology_devices(args.topology)
+        return chips.CHIPS[args.topology.partition(":")[0]], devices
     import jax
 
     return None, jax.devices("cpu")
@@ -134,21 +135,22 @@ def _target(args: argparse.Namespace) -> "tuple[Chip | None, list[Any]]":
 
 def _run_network(args: argparse.Namespace, vae: "AutoencoderKLCogVideoX") -> int:
     """The plan of a pipeline's transformer or of its text encoder."""
-    from cogvideox_torchax import planner_pipeline, runtime
+    from cogvideox_torchax import runtime
+    from cogvideox_torchax.plan import networks
 
     runtime.enable()
     chip, devices = _target(args)
     mesh, dtype = {"dp": args.dp, "tp": args.tp}, common.parse_dtype(args.dtype)
     common.say("compiling 2 programs; each can take minutes")
     if args.network == "prompt":
-        tokens = planner_pipeline.transformer_config(args.model).get("max_text_seq_length", 226)
-        plan = planner_pipeline.plan_prompt(dtype, devices, chip, tokens=tokens, **mesh)
+        tokens = networks.transformer_config(args.model).get("max_text_seq_length", 226)
+        plan = networks.plan_prompt(dtype, devices, chip, tokens=tokens, **mesh)
     else:
         scale, frames = vae.spatial_scale, (args.frames - 1) // vae.config["temporal_compression_ratio"] + 1
         size = {"frames": frames, "height": args.height // scale, "width": args.width // scale}
         guided = not args.no_guidance
-        plan = planner_pipeline.plan_step(args.model, dtype, devices, chip, guided=guided, **size, **mesh)
-    table = planner_pipeline.table(plan, chip)
+        plan = networks.plan_step(args.model, dtype, devices, chip, guided=guided, **size, **mesh)
+    table = networks.table(plan, chip)
     common.print_report(table, as_json=False)
     if args.json:
         job = {name: getattr(args, name) for name in ("network", "frames", "height", "width")}
@@ -164,16 +166,17 @@ def _write_json(
     **more: Any,
 ) -> None:
     """The plan as `benchmarks/` keeps it."""
-    from cogvideox_torchax import planner, reports
+    from cogvideox_torchax.files import reports
+    from cogvideox_torchax.plan import jobs
 
     document = {
-        "format": planner.FORMAT,
+        "format": jobs.FORMAT,
         "job": job,
         "topology": args.topology if args.platform == "tpu" else "cpu",
         "mesh": {"dp": args.dp, "tp": args.tp},
         "dtype": args.dtype,
         "model": args.model,
-        "versions": common.versions(),
+        "versions": versions("torch", "torchax", "jax", "jaxlib", "libtpu", "diffusers"),
         "programs": [program.as_json() for program in programs],
         "summary": summary,
     }
@@ -221,9 +224,25 @@ def _print_program(program: "ProgramPlan", chip: "Chip | None") -> None:
             "share of peak": f"{100 * program.floor_seconds / program.seconds:.0f} %",
             "time goes to": shares,
         }
+    for name, kernel in program.kernel_times.items():
+        rows[f"kernel {name} ms"] = _kernel(kernel)
+    if program.kernels_by_bytes:
+        rows["kernels by bytes"] = f"{program.kernels_by_bytes}: their schedule is not known"
+    if program.open_loops:
+        rows["loops of unknown length"] = f"{program.open_loops}: counted once"
+    if program.collective_seconds:
+        rows["collectives ms, no overlap"] = 1e3 * sum(program.collective_seconds.values())
     for kind, (count, largest) in program.collectives.items():
         rows[kind] = f"{count}, the largest {largest / 2**20:.2f} MiB"
     common.print_report(rows, as_json=False)
+
+
+def _kernel(kernel: "KernelTime") -> str:
+    by_bytes = f"{kernel.count} of them, by bytes {1e3 * kernel.bytes_seconds:.2f}"
+    if kernel.schedule_seconds is None:
+        return f"{by_bytes}; by schedule not known for {kernel.by_bytes}"
+    assumed = f", {kernel.assumed_branches} branches assumed" if kernel.assumed_branches else ""
+    return f"{by_bytes}, by schedule {1e3 * kernel.schedule_seconds:.2f}{assumed}"
 
 
 def _summary(
@@ -241,4 +260,7 @@ def _summary(
         seconds = [program.seconds or 0.0 for program in programs]
         # Tiles at the edges are smaller: with tiles this is an upper bound.
         summary["whole_video_s"] = tiles * (seconds[0] + seconds[-1] * (count - 1))
+        whole = [program.seconds_with_collectives for program in programs]
+        if whole[0] is not None and whole[-1] is not None:
+            summary["with_collectives_s"] = tiles * (whole[0] + whole[-1] * (count - 1))
     return summary

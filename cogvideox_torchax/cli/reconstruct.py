@@ -2,11 +2,11 @@
 
 import argparse
 import contextlib
-from fractions import Fraction
 from typing import Any
 
 from cogvideox_torchax.cli import common, devices
-from cogvideox_torchax.cli.work import decode_to, encode_clip, open_clip
+from cogvideox_torchax.cli.clips import decode_to, encode_clip, open_clip
+from cogvideox_torchax.runtime.quiet import quiet_libraries
 
 
 def add(subparsers: Any) -> argparse.ArgumentParser:
@@ -27,7 +27,7 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
     common.add_model_options(command, default=str(common.DEMO_MODEL))
     common.add_clip_options(command)
     devices.add_options(command)
-    command.add_argument("--fps", type=Fraction, help="frames a second (default: the source's)")
+    command.add_argument("--fps", type=common.frame_rate, help="frames a second (default: the source's)")
     return command
 
 
@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     with contextlib.ExitStack() as stack:
         team = stack.enter_context(devices.joined(args))
         sink = stack.enter_context(team.writing(args.output, args.fps or clip.info.fps))
-        common.quiet_libraries()
+        quiet_libraries()
         vae = common.load_vae(args.model, args.backend, args.dtype, team.mesh)
         watch = common.Stopwatch()
         encoded = encode_clip(vae, clip, args, team.everywhere)

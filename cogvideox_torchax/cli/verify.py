@@ -5,16 +5,18 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cogvideox_torchax import __version__, video
+from cogvideox_torchax import __version__
+from cogvideox_torchax.backends import Use, backend, names
 from cogvideox_torchax.cli import common
-from cogvideox_torchax.cli.work import SPATIAL_SCALE, open_clip
+from cogvideox_torchax.cli.clips import SPATIAL_SCALE, open_clip
+from cogvideox_torchax.files.whole import whole_file
+from cogvideox_torchax.runtime.quiet import quiet_libraries
 
 if TYPE_CHECKING:
     import torch
 
-    from cogvideox_torchax.verify import Result
+    from cogvideox_torchax.verify.compare import Result
 
-BACKENDS = ("torch", "torchax", "flax")
 DTYPES = ("float32", "bfloat16")
 FILES = ("verify.json", "verify.md", "verify.png")
 
@@ -33,7 +35,7 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
         help="a CogVideoX VAE or a whole pipeline (default: the bundled one)",
     )
     command.add_argument("--video", metavar="CLIP", help="what to encode (default: noise from a fixed seed)")
-    command.add_argument("--backends", nargs="+", choices=BACKENDS, default=["torch", "torchax"])
+    command.add_argument("--backends", nargs="+", choices=names(Use.VERIFY), default=["torch", "torchax"])
     command.add_argument("--dtype", nargs="+", choices=DTYPES, default=["float32"])
     common.add_clip_options(command)
     command.add_argument("-o", "--output", metavar="DIR", help=f"write {', '.join(FILES)} there")
@@ -45,22 +47,23 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> int:
     import torch
 
-    from cogvideox_torchax import verify, verify_report
+    from cogvideox_torchax.vae.torchax.networks import stock_of
+    from cogvideox_torchax.verify import compare, report
 
-    common.quiet_libraries()
-    for backend in args.backends:
-        verify.require_backend(backend)
+    quiet_libraries()
+    for name in args.backends:
+        backend(name)  # before the work, not after it
     output = None if args.output is None else common.report_directory(args.output)
     x = _video(args)
-    reference = verify.load_reference(common.load_vae(args.model, "torch", "float32"))
+    reference = stock_of(common.load_vae(args.model, "torch", "float32"))
     say = common.say if not args.quiet else lambda line: None
     with torch.no_grad():
         say("PyTorch in float32: encode and decode")
-        verifier = verify.Verifier(reference, x)
+        verifier = compare.Verifier(reference, x)
         candidates = [
-            verify.make_candidate(backend, getattr(torch, dtype), reference)
+            compare.make_candidate(name, getattr(torch, dtype), reference)
             for dtype in args.dtype
-            for backend in args.backends
+            for name in args.backends
         ]
         results = verifier.verify(candidates, say)
     about = {
@@ -74,9 +77,9 @@ def run(args: argparse.Namespace) -> int:
     if output is not None:
         _write(output, results, about)
     if args.json:
-        print(json.dumps(verify_report.as_json(results, about)))
+        print(json.dumps(report.as_json(results, about)))
     else:
-        print(verify_report.markdown(results, about))
+        print(report.markdown(results, about))
     return 0 if all(result.passed for result in results) else 1
 
 
@@ -97,9 +100,10 @@ def _video(args: argparse.Namespace) -> "torch.Tensor":
 
 
 def _write(output: Path, results: "list[Result]", about: dict[str, Any]) -> None:
-    from cogvideox_torchax import reports, verify_report
+    from cogvideox_torchax.files import reports
+    from cogvideox_torchax.verify import report
 
-    reports.write_json(output / "verify.json", verify_report.as_json(results, about))
-    reports.write_text(output / "verify.md", verify_report.markdown(results, about))
-    with video.whole_file(output / "verify.png") as temporary:
-        verify_report.draw_layers(results, temporary)
+    reports.write_json(output / "verify.json", report.as_json(results, about))
+    reports.write_text(output / "verify.md", report.markdown(results, about))
+    with whole_file(output / "verify.png") as temporary:
+        report.draw_layers(results, temporary)

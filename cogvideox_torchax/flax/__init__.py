@@ -5,9 +5,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from cogvideox_torchax.flax.autoencoder import FlaxAutoencoderKLCogVideoX, Posterior
-    from cogvideox_torchax.flax.config import FlaxAutoencoderKLCogVideoXConfig
-    from cogvideox_torchax.flax.wrapper import FlaxVAEForPipelines
+    from cogvideox_torchax.vae.nnx.autoencoder import FlaxAutoencoderKLCogVideoX, Posterior
+    from cogvideox_torchax.vae.nnx.config import FlaxAutoencoderKLCogVideoXConfig
+    from cogvideox_torchax.vae.nnx.wrapper import FlaxVAEForPipelines
 
 __all__ = [
     "FlaxAutoencoderKLCogVideoX",
@@ -17,10 +17,10 @@ __all__ = [
 ]
 
 _HOMES = {
-    "FlaxAutoencoderKLCogVideoX": "autoencoder",
-    "FlaxAutoencoderKLCogVideoXConfig": "config",
-    "FlaxVAEForPipelines": "wrapper",
-    "Posterior": "autoencoder",
+    "FlaxAutoencoderKLCogVideoX": "cogvideox_torchax.vae.nnx.autoencoder",
+    "FlaxAutoencoderKLCogVideoXConfig": "cogvideox_torchax.vae.nnx.config",
+    "FlaxVAEForPipelines": "cogvideox_torchax.vae.nnx.wrapper",
+    "Posterior": "cogvideox_torchax.vae.nnx.autoencoder",
 }
 
 
@@ -28,7 +28,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        module = importlib.import_module(f"{__name__}.{_HOMES[name]}")
+        module = importlib.import_module(_HOMES[name])
     except ModuleNotFoundError as error:
         if error.name != "flax":
             raise

@@ -1,15 +1,13 @@
 """The dp x tp mesh: `placement` says which axis lies where, `report` reads off a compiled program what
 became of it, `processes` is for a mesh over several of them."""
 
+from cogvideox_torchax.sharding.mesh import check_mesh, make_mesh
 from cogvideox_torchax.sharding.placement import (
     HWNTC,
     NCTHW,
     NTHWC,
-    Padded,
+    PaddedChunk,
     Placement,
-    ShardedProgram,
-    check_mesh,
-    make_mesh,
     spread,
 )
 from cogvideox_torchax.sharding.processes import (
@@ -21,11 +19,10 @@ from cogvideox_torchax.sharding.processes import (
     exchanging,
     is_first,
 )
+from cogvideox_torchax.sharding.programs import ShardedProgram
 from cogvideox_torchax.sharding.report import (
     Report,
     Row,
-    compile_chunk,
-    instructions,
     layers,
     report,
     report_network,
@@ -38,7 +35,7 @@ __all__ = [
     "NTHWC",
     "PATIENCE",
     "Exchange",
-    "Padded",
+    "PaddedChunk",
     "Placement",
     "ProcessError",
     "Report",
@@ -46,10 +43,8 @@ __all__ = [
     "ShardedProgram",
     "abandon",
     "check_mesh",
-    "compile_chunk",
     "connect",
     "exchanging",
-    "instructions",
     "is_first",
     "layers",
     "make_mesh",

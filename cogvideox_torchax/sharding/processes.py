@@ -9,7 +9,6 @@ device ever holds it.
 import contextlib
 import math
 import os
-import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ import numpy as np
 import torch
 
 from cogvideox_torchax import runtime
+from cogvideox_torchax.files.whole import check_output, workplace
 
 PATIENCE = 60
 """Seconds after which the others give up on a process that does not come, or that has gone silent."""
@@ -178,19 +178,23 @@ def parts(array: jax.Array) -> dict[int, list[tuple[Any, tuple[slice, ...]]]]:
 @contextlib.contextmanager
 def exchanging(output: str | Path) -> Iterator[Exchange]:
     """An exchange through a directory beside `output`, which every process has to see; gone afterwards."""
+    output = check_output(output).absolute()
+    with workplace(output) if is_first() else contextlib.nullcontext() as directory:
+        directory = output.with_name(_said_by_first("" if directory is None else directory.name))
+        directory.mkdir(exist_ok=True)
+        try:
+            yield Exchange(directory)
+        except BaseException as error:
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            with contextlib.suppress(OSError):  # the first process has failed too, and cleared up
+                (directory / f"{jax.process_index()}.failed").write_text(reason)
+            raise
+
+
+def _said_by_first(text: str) -> str:
+    """The first process's text, a file name, in every process."""
     from jax.experimental import multihost_utils
 
-    output = Path(output).absolute()
-    run: Any = multihost_utils.broadcast_one_to_all(np.frombuffer(os.urandom(8), np.uint32))
-    directory = output.with_name(f".{output.name}.{run[0]:08x}{run[1]:08x}")
-    directory.mkdir(exist_ok=True)
-    try:
-        yield Exchange(directory)
-    except BaseException as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        with contextlib.suppress(OSError):  # the first process has failed too, and cleared up
-            (directory / f"{jax.process_index()}.failed").write_text(reason)
-        raise
-    finally:
-        if is_first():
-            shutil.rmtree(directory, ignore_errors=True)
+    padded = np.frombuffer(text.encode().ljust(256, b"\0"), np.uint8)
+    said: Any = multihost_utils.broadcast_one_to_all(padded)
+    return bytes(np.asarray(said)).rstrip(b"\0").decode()

@@ -2,59 +2,15 @@
 
 import json
 import math
-import re
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from cogvideox_torchax import chunks, runtime
-from cogvideox_torchax.sharding.placement import Layer, Placement, ShardedProgram
+from cogvideox_torchax import runtime
+from cogvideox_torchax.runtime.compiled_text import Instruction, collectives, instructions
+from cogvideox_torchax.sharding.placement import Placement
+from cogvideox_torchax.sharding.programs import Layer, ShardedProgram
 
-COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
 ELSEWHERE = "(program)"
-_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?\S+ = (?P<result>\(.*?\)|\S+) (?P<op>[a-z][\w-]*)\(", re.M)
-_ARRAY = re.compile(r"\b(pred|[a-z]+\d+\w*)\[([\d,]*)\]")
-_SCOPE = re.compile(r'op_name="([^"]*)"')
-
-
-@dataclass(frozen=True)
-class Instruction:
-    """One instruction of a compiled program: what it is, the arrays that it gives on one device, and whose it
-    is."""
-
-    op: str
-    arrays: tuple[tuple[str, tuple[int, ...]], ...]
-    scope: str
-
-    @property
-    def collective(self) -> str | None:
-        """Its kind without the suffix of an asynchronous pair, of which only the start counts."""
-        kind = self.op.removesuffix("-start")
-        return kind if kind in COLLECTIVES else None
-
-    @property
-    def bytes(self) -> int:
-        """Of its result; the start of an asynchronous pair gives its operand too, which is no larger."""
-        sizes = [math.prod(shape) * _bytes_of(dtype) for dtype, shape in self.arrays]
-        return max(sizes, default=0) if self.op.endswith("-start") else sum(sizes)
-
-
-def instructions(text: str) -> Iterator[Instruction]:
-    """The instructions of a compiled program's text (`compiled.as_text()`)."""
-    for line in text.splitlines():
-        match = _INSTRUCTION.match(line)
-        if match:
-            arrays = tuple(
-                (dtype, tuple(int(size) for size in sizes.split(",") if size))
-                for dtype, sizes in _ARRAY.findall(match["result"])
-            )
-            scope = _SCOPE.search(line)
-            yield Instruction(match["op"], arrays, scope[1] if scope else "")
-
-
-def _bytes_of(dtype: str) -> int:
-    digits = re.search(r"\d+", dtype)
-    return max(1, int(digits[0]) // 8) if digits else 1
 
 
 @dataclass
@@ -116,49 +72,22 @@ def _cells(row: Row) -> list[str]:
     return [row.layer, shape, row.spec, str(row.shards or ""), f"{row.bytes_per_device:,}", moved]
 
 
-def compile_chunk(vae: Any, shape: tuple[int, ...], *, kind: str = "decode") -> tuple[Any, Any]:
-    """Compiles, without running it, the program of an input's last chunk: of every later one, where there are
-    several.
-
-    Args:
-        vae: an `AutoencoderKLCogVideoX`, in PyTorch, on JAX or on torch's "meta" device; on its mesh if
-            it has one.
-        shape: the whole input's (N, C, T, H, W): latents to decode, frames to encode.
-        kind: "decode", "decode_uint8" or "encode".
-
-    Returns:
-        The program and what JAX compiled of it.
-    """
-    runtime.enable()
-    encode = kind == "encode"
-    plan = chunks.plan(
-        shape[2], vae.num_sample_frames_batch_size if encode else vae.num_latent_frames_batch_size
-    )
-    program = vae.build_program(kind)
-    dtype = runtime.jax_dtype(vae.dtype)
-
-    def structs(length: int) -> tuple[Any, Any]:
-        return program.structs((*shape[:2], length, *shape[3:]), dtype)
-
-    weights, chunk = structs(plan[-1].length)
-    cache = program.cache_structs(*structs(plan[0].length)) if len(plan) > 1 else None
-    return program, program.lower(weights, chunk, cache).compile()
-
-
 def report(vae: Any, shape: tuple[int, ...], *, kind: str = "decode") -> Report:
     """Compiles the program of an input's last chunk and says what lies where, layer by layer.
 
     Everything but `shape` and `spec` of a row is read off the compiled program.
 
     Args:
-        vae, shape, kind: as `compile_chunk` takes them.
+        vae: an `AutoencoderKLCogVideoX` with a mesh, in PyTorch, on JAX or on torch's "meta" device.
+        shape: the whole input's (N, C, T, H, W): latents to decode, frames to encode.
+        kind: "decode", "decode_uint8" or "encode".
 
     Raises:
         ValueError: a model that was ported without a mesh.
     """
     if vae.mesh is None:
         raise ValueError("report got a model without a mesh: port(vae, mesh=make_mesh(dp, tp)) first")
-    return _read(kind, tuple(shape), *compile_chunk(vae, shape, kind=kind))
+    return _read(kind, tuple(shape), *vae.compile_last_chunk(shape, kind=kind))
 
 
 def report_network(network: Any, tensors: dict[str, Any]) -> Report:
@@ -167,7 +96,7 @@ def report_network(network: Any, tensors: dict[str, Any]) -> Report:
     Args:
         network: with a mesh; in PyTorch, on JAX or on torch's "meta" device.
         tensors: shape and JAX dtype of each argument, by name; `step_tensors` and `prompt_tensors` of
-            `components` say which.
+            `pipelines.networks` say which.
 
     Raises:
         ValueError: a network that was ported without a mesh.
@@ -200,13 +129,9 @@ def _read(kind: str, shape: tuple[int, ...], program: Any, compiled: Any) -> Rep
 
 
 def _count(found: list[Instruction]) -> dict[str, dict[str, int]]:
-    total: dict[str, dict[str, int]] = {}
-    for instruction in found:
-        if instruction.collective:
-            entry = total.setdefault(instruction.collective, {"count": 0, "bytes": 0})
-            entry["count"] += 1
-            entry["bytes"] += instruction.bytes
-    return total
+    return {
+        kind: {"count": traffic.count, "bytes": traffic.bytes} for kind, traffic in collectives(found).items()
+    }
 
 
 def layers(program: runtime.ChunkProgram, text: str) -> list[Row]:
@@ -243,7 +168,7 @@ def _row(name: str, layer: Layer | None, own: list[Instruction], placement: Plac
 
 def _shards(layer: Layer, arrays: list[Instruction], placement: Placement) -> int | None:
     """Over how many devices a layer's activations are split, by the sizes of the arrays that are there."""
-    sizes = {math.prod(shape) for instruction in arrays for _, shape in instruction.arrays}
+    sizes = {math.prod(array.shape) for instruction in arrays for array in instruction.results}
     parts = placement.parts(placement.spec(layer.largest))
     if math.prod(parts) == 1 or math.prod(layer.largest) in sizes:
         return 1

@@ -6,23 +6,18 @@ where it is and one sum over "tp" follows (Shoeybi et al. 2019, "Megatron-LM"). 
 "tp"; heads that it does not divide leave it to the queries (`jax_kernels.attention`).
 """
 
-import contextlib
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import torch
-from diffusers.models.attention import FeedForward
-from diffusers.models.attention_processor import Attention
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from torch import nn
-from transformers.models.t5.modeling_t5 import T5LayerFF, T5LayerSelfAttention
 
 from cogvideox_torchax import runtime
-from cogvideox_torchax.components import PatchEmbed
-from cogvideox_torchax.sharding.placement import Layer
+from cogvideox_torchax.runtime.layers import watched
+from cogvideox_torchax.sharding.programs import Layer
 
 COLUMNS = re.compile(
     r"(attn1\.to_(q|k|v|qkv)|ff\.net\.0\.proj|SelfAttention\.(q|k|v)|DenseReluDense\.wi(_[01])?)(\.base_layer)?\.(weight|bias)$"
@@ -81,10 +76,6 @@ def put_weights(module: nn.Module, mesh: Mesh) -> None:
     )
 
 
-LAYERS = (PatchEmbed, Attention, FeedForward, T5LayerSelfAttention, T5LayerFF)
-"""The modules that take and give sequences split over a mesh."""
-
-
 @dataclass(frozen=True)
 class SequencePlacement:
     """Where sequences (N, S, C) lie: split by batch over "dp" where it divides."""
@@ -108,67 +99,46 @@ class SequencePlacement:
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, self.spec(x.shape)))
 
 
-@contextlib.contextmanager
-def constrained(network: nn.Module, placement: SequencePlacement) -> Iterator[dict[str, Layer]]:
-    """While a program is traced: the `LAYERS` take and give sequences split over the mesh.
-
-    The modules know nothing of it. Their instructions are named after them, which `report_network` reads.
-
-    Yields:
-        The layers by name, filled in as they are traced.
-    """
-    scopes: list[tuple[str, Any]] = []
-    layers: dict[str, Layer] = {}
-    constrain = runtime.torch_view(placement.constrain)
-
-    def split(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            if value.ndim != 3 or not runtime.on_jax(value):
-                return value
-            layers.setdefault(scopes[-1][0], Layer(set())).shapes.add(tuple(value.shape))
-            return constrain(value)
-        if isinstance(value, dict):
-            return {key: split(part) for key, part in value.items()}
-        return tuple(map(split, value)) if isinstance(value, tuple) else value
-
-    def before(name: str):
-        def hook(_module: nn.Module, args: Any, kwargs: Any) -> Any:
-            scopes.append((name, jax.named_scope(name)))
-            scopes[-1][1].__enter__()
-            return split(args), split(kwargs)
-
-        return hook
-
-    def after(_module: nn.Module, _args: Any, result: Any) -> Any:
-        result = split(result)
-        scopes.pop()[1].__exit__(None, None, None)
-        return result
-
-    with contextlib.ExitStack() as hooks:
-        for name, module in network.named_modules():
-            if type(module) in LAYERS:
-                hooks.callback(module.register_forward_pre_hook(before(name), with_kwargs=True).remove)
-                hooks.callback(module.register_forward_hook(after).remove)
-        yield layers
-
-
 class ShardedModuleProgram(runtime.ModuleProgram):
-    """A network's program over a mesh: weights split, sequences constrained, the result everywhere."""
+    """A network's program over a mesh: weights split, sequences constrained, the result everywhere.
 
-    def __init__(self, network: nn.Module, placement: SequencePlacement):
+    Args:
+        network: as `ModuleProgram` takes it.
+        placement: of its sequences.
+        layers: the types of the modules that take and give sequences split over the mesh; `report` tells them
+            apart.
+    """
+
+    def __init__(self, network: nn.Module, placement: SequencePlacement, layers: tuple[type[nn.Module], ...]):
         super().__init__(network)
         self.placement = placement
         self.layers: dict[str, Layer] = {}
+        self._types = layers
 
     def _trace(self, options: Any, weights: dict[str, Any], tensors: dict[str, Any]) -> Any:
-        place = self.placement
+        self.layers = {}
         # The attention kernel asks for it: a kernel has to be split by hand.
-        with (
-            jax.sharding.use_abstract_mesh(place.mesh.abstract_mesh),
-            constrained(self.network, place) as self.layers,
-        ):
-            result = self._apply(options, weights, tensors)
-        return jax.lax.with_sharding_constraint(result, place.replicated)
+        with jax.sharding.use_abstract_mesh(self.placement.mesh.abstract_mesh):
+            result = super()._trace(options, weights, tensors)
+        return jax.lax.with_sharding_constraint(result, self.placement.replicated)
+
+    def _call(self, network: nn.Module, *inputs: Any) -> Any:
+        with watched(network, self._is_layer, taken=self._split, given=self._split):
+            return super()._call(network, *inputs)
+
+    def _is_layer(self, _name: str, module: nn.Module) -> bool:
+        return type(module) in self._types
+
+    def _split(self, name: str, value: Any) -> Any:
+        """The sequences in a value, which may be nested, split over the mesh."""
+        if isinstance(value, torch.Tensor):
+            if value.ndim != 3 or not runtime.on_jax(value):
+                return value
+            self.layers.setdefault(name, Layer()).shapes.add(tuple(value.shape))
+            return runtime.torch_view(self.placement.constrain)(value)
+        if isinstance(value, dict):
+            return {key: self._split(name, part) for key, part in value.items()}
+        return tuple(self._split(name, part) for part in value) if isinstance(value, tuple) else value
 
     def put(self, tensor: Any) -> Any:
         array = runtime.array_of(tensor) if runtime.on_jax(tensor) else runtime.host_array(tensor)

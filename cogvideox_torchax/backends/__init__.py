@@ -1,0 +1,64 @@
+"""The one list of backends. A new backend is an entry here and a file that defines its `Backend`."""
+
+import importlib
+from dataclasses import dataclass
+from enum import Enum
+
+from cogvideox_torchax.backends.base import Backend, Program
+
+__all__ = ["Backend", "BackendError", "Program", "Use", "backend", "names"]
+
+
+class BackendError(ValueError):
+    """A backend that there is not, or that is not part of this installation; the message says what to do."""
+
+
+class Use(Enum):
+    """What a backend is for: the commands that run a VAE, `verify`, `bench` and `plan`."""
+
+    RUN = "run"
+    VERIFY = "verify"
+    BENCH = "bench"
+    PLAN = "plan"
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """Where a backend's class is, and what it is for; nothing of it is imported before it is asked for."""
+
+    module: str
+    attribute: str
+    uses: frozenset[Use]
+    extra: str | None = None
+
+
+_REGISTRY = {
+    "torch": _Entry("native", "Torch", frozenset({Use.RUN, Use.VERIFY, Use.BENCH})),
+    "torch-compile": _Entry("native", "TorchCompile", frozenset({Use.BENCH})),
+    "torchax-stock": _Entry("torchax", "TorchaxStock", frozenset({Use.BENCH, Use.PLAN})),
+    "torchax": _Entry("torchax", "Torchax", frozenset(Use)),
+    "flax": _Entry("flax", "Flax", frozenset(Use), extra="flax"),
+}
+
+
+def names(use: Use) -> tuple[str, ...]:
+    """The backends that are for one use."""
+    return tuple(name for name, entry in _REGISTRY.items() if use in entry.uses)
+
+
+def backend(name: str) -> type[Backend]:
+    """A backend by its name.
+
+    Raises:
+        BackendError: no such backend, or one whose packages are not installed.
+    """
+    if name not in _REGISTRY:
+        raise BackendError(f"unknown backend {name!r}: one of {', '.join(_REGISTRY)}")
+    entry = _REGISTRY[name]
+    try:
+        return getattr(importlib.import_module(f"{__name__}.{entry.module}"), entry.attribute)
+    except ImportError as error:
+        install = f"pip install 'cogvideox-torchax[{entry.extra}]'" if entry.extra else "install it again"
+        raise BackendError(
+            f"the {name} backend is not installed ({error}): {install}, or leave {name} out"
+        ) from error

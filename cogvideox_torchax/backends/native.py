@@ -1,0 +1,56 @@
+"""Stock diffusers in PyTorch on the CPU: the reference, eager or through `torch.compile`."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from cogvideox_torchax import runtime
+from cogvideox_torchax.backends.base import KINDS, Backend, Recorder
+from cogvideox_torchax.vae.torchax.autoencoder import AutoencoderKLCogVideoX
+from cogvideox_torchax.vae.torchax.networks import (
+    RecordedLayers,
+    chunk_network,
+    frames_of_chunks,
+    stock_of,
+)
+
+
+class Torch(Backend):
+    """diffusers' modules as they are."""
+
+    runs_on_mesh = False
+    compiled_by_jax = False
+
+    @classmethod
+    def model_class(cls) -> Any:
+        return AutoencoderKLCogVideoX
+
+    @classmethod
+    def around(cls, native: Any) -> "Torch":
+        return cls(stock_of(native))
+
+    @classmethod
+    def device(cls) -> str:
+        return "cpu"
+
+    def _network(self, kind: str) -> Any:
+        return chunk_network(self.vae, kind)
+
+    def chunks(self, kind: str, x: torch.Tensor) -> Iterator[torch.Tensor]:
+        return map(runtime.NativeRun(self._network(kind)), frames_of_chunks(self.vae, kind, x))
+
+    def recorder(self, kind: str, wanted: Callable[[str], Any]) -> Recorder:
+        network = RecordedLayers(chunk_network(self.vae, kind), wanted)
+        return runtime.NativeRun(network)  # pyright: ignore[reportReturnType]
+
+
+class TorchCompile(Torch):
+    """diffusers' modules through `torch.compile`."""
+
+    def __init__(self, vae: Any):
+        super().__init__(vae)
+        self._networks = {kind: torch.compile(super(TorchCompile, self)._network(kind)) for kind in KINDS}
+
+    def _network(self, kind: str) -> Any:
+        return self._networks[kind]

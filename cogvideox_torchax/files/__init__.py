@@ -1,0 +1,1 @@
+"""What is read and written: clips, latents, reports, each whole or not at all."""

@@ -1,0 +1,74 @@
+"""What reports are made of: JSON files of a named format, Markdown tables and pages, plots."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from cogvideox_torchax.files.whole import check_output, whole_file
+
+
+def load(path: Path, wanted: str) -> dict[str, Any]:
+    """A report of the format `wanted`; `ValueError` where the file is none, or of another version."""
+    try:
+        report = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read as a report ({error})") from error
+    found = report.get("format") if isinstance(report, dict) else None
+    if found != wanted:
+        raise ValueError(f"{path} is of format {found}, this version reads {wanted}: make it again")
+    return report
+
+
+def check_file(path: Path) -> None:
+    """`ValueError` where no file can be written."""
+    check_output(path)
+    if path.is_dir():
+        raise ValueError(f"cannot write {path}: it is a directory")
+
+
+def write_text(path: Path, text: str) -> Path:
+    """The file, whole or not there at all; what is no regular file, such as /dev/stdout, is written into."""
+    check_file(path)
+    if path.exists() and not path.is_file():
+        path.write_text(text)
+        return path
+    with whole_file(path) as temporary:
+        temporary.write_text(text)
+    return path
+
+
+def write_json(path: Path, report: dict[str, Any]) -> Path:
+    """A report as `load` reads it, whole or not there at all."""
+    return write_text(path, json.dumps(report, indent=1) + "\n")
+
+
+def fill(page: Path, name: str, drawn: str) -> None:
+    """Puts `drawn` into a Markdown page, between `<!-- name: begin -->` and `<!-- name: end -->`."""
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    text = page.read_text()
+    if begin not in text or end not in text:
+        raise ValueError(f"{page} has no lines {begin} and {end} between which the results go")
+    before, after = text.split(begin)[0], text.split(end)[1]
+    write_text(page, f"{before}{begin}\n\n{drawn.rstrip()}\n\n{end}{after}")
+
+
+def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    """A Markdown table with its columns lined up."""
+    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
+    lines = [head, tuple("-" * width for width in widths), *rows]
+    return "\n".join(
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |"
+        for line in lines
+    )
+
+
+def pyplot() -> Any:
+    """matplotlib, drawing into files; `ValueError` with the command that installs it where it is missing."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ValueError("drawing needs matplotlib: pip install 'cogvideox-torchax[bench]'") from error
+    matplotlib.use("Agg")
+    import matplotlib.pyplot
+
+    return matplotlib.pyplot

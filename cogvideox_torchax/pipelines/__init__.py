@@ -1,0 +1,1 @@
+"""diffusers' CogVideoX pipelines on JAX: their networks, their schedulers, and a video from a prompt."""

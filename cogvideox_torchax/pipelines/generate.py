@@ -1,0 +1,297 @@
+"""A video generated from a prompt with a diffusers pipeline, in stages that can be kept and taken up again.
+
+Everything that a user passes is checked against the model's configs before any weight is loaded.
+"""
+
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cogvideox_torchax.files import latents as latent_files
+from cogvideox_torchax.files import video
+from cogvideox_torchax.pipelines import stages
+from cogvideox_torchax.pipelines.stages import Request
+from cogvideox_torchax.runtime import to_torch, without_torchax
+
+TEXT, IMAGE, VIDEO, CONTROL = "text", "image", "video", "control"
+CLASSES = {
+    TEXT: "CogVideoXPipeline",
+    IMAGE: "CogVideoXImageToVideoPipeline",
+    VIDEO: "CogVideoXVideoToVideoPipeline",
+    CONTROL: "CogVideoXFunControlPipeline",
+}
+
+
+class RequestError(ValueError):
+    """Something asked for that the model cannot do; the message says what it can."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """A pipeline that is not loaded yet: its name, its kind, and the configs of its parts."""
+
+    name: str
+    kind: str
+    transformer: dict[str, Any]
+    vae: dict[str, Any]
+    scheduler: dict[str, Any]
+
+    @property
+    def fingerprint(self) -> str:
+        configs = {"transformer": self.transformer, "vae": self.vae, "scheduler": self.scheduler}
+        return stages.fingerprint(configs)
+
+    @property
+    def spatial_scale(self) -> int:
+        return 2 ** (len(self.vae["block_out_channels"]) - 1)
+
+    @property
+    def temporal_scale(self) -> int:
+        return int(self.vae["temporal_compression_ratio"])
+
+    def latent_frames(self, frames: int) -> int:
+        return (frames - 1) // self.temporal_scale + 1
+
+    @property
+    def size(self) -> tuple[int, int, int]:
+        """Frames, height and width of the videos that it was made for."""
+        config = self.transformer
+        return (
+            config["sample_frames"],
+            config["sample_height"] * self.spatial_scale,
+            config["sample_width"] * self.spatial_scale,
+        )
+
+
+def describe(name: str, *, image: bool, clip: bool) -> Model:
+    """Reads a pipeline's configs.
+
+    Args:
+        name: a directory or a hub id.
+        image, clip: what the video is to be conditioned on.
+
+    Raises:
+        RequestError: no CogVideoX pipeline there, or one that takes something else.
+    """
+    from diffusers.models.transformers.cogvideox_transformer_3d import CogVideoXTransformer3DModel
+    from diffusers.pipelines.pipeline_utils import DiffusionPipeline
+    from diffusers.schedulers.scheduling_ddim_cogvideox import CogVideoXDDIMScheduler
+
+    index = _config(name, DiffusionPipeline)
+    kind = _kind(name, str(index.get("_class_name")), image, clip)
+    transformer = _config(name, CogVideoXTransformer3DModel, "transformer")
+    scheduler = _config(name, CogVideoXDDIMScheduler, "scheduler")
+    return Model(name, kind, transformer, vae_config(name), scheduler)
+
+
+def vae_config(name: str) -> dict[str, Any]:
+    """The config of a pipeline's VAE; `RequestError` where there is none."""
+    from diffusers.models.autoencoders.autoencoder_kl_cogvideox import AutoencoderKLCogVideoX
+
+    return _config(name, AutoencoderKLCogVideoX, "vae")
+
+
+def _config(name: str, kind: Any, folder: str | None = None) -> dict[str, Any]:
+    try:
+        return dict(kind.load_config(name, **({"subfolder": folder} if folder else {})))
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise RequestError(f"cannot read the pipeline {name}: {reason}") from error
+
+
+def _kind(name: str, class_name: str, image: bool, clip: bool) -> str:
+    wants = {CLASSES[IMAGE]: "an image (--image)", CLASSES[CONTROL]: "a control video (--video)"}
+    if class_name not in CLASSES.values():
+        raise RequestError(f"{name} is a {class_name}: it takes one of {', '.join(CLASSES.values())}")
+    if (class_name == CLASSES[IMAGE]) != image or (class_name == CLASSES[CONTROL] and not clip):
+        takes = wants.get(class_name, "no image")
+        raise RequestError(f"{name} is a {class_name}: it takes {takes}; give that, or another --model")
+    if image and clip:
+        raise RequestError("got both --image and --video: give one")
+    if class_name in wants:
+        return IMAGE if image else CONTROL
+    return VIDEO if clip else TEXT
+
+
+def check(request: Request, model: Model) -> None:
+    """Raises `RequestError` or `VideoError` unless the model can generate what is asked for."""
+    _check_size(request, model)
+    _check_prompt(request, model)
+    if request.steps < 1:
+        raise RequestError(f"got --steps {request.steps}: at least 1")
+    if not 0 < request.strength <= 1:
+        raise RequestError(f"got --strength {request.strength}: more than 0, and at most 1")
+    if request.image is not None:
+        _open_image(request.image)
+    if request.video is not None:
+        held = video.probe(request.video).num_frames
+        if held < request.frames:
+            raise RequestError(
+                f"{request.video} has {held} frames, {request.frames} are wanted: pass --frames"
+            )
+
+
+def _check_size(request: Request, model: Model) -> None:
+    from cogvideox_torchax.pipelines.port import check_size
+
+    check_size(request.height, request.width, model.transformer, model.spatial_scale)
+    if request.height % 8 or request.width % 8:
+        raise RequestError(f"got {request.height} x {request.width} pixels: both must be multiples of 8")
+    own = model.size[1:]
+    if model.transformer["use_learned_positional_embeddings"] and (request.height, request.width) != own:
+        raise RequestError(
+            f"got height={request.height}, width={request.width}: {model.name} has learned its positions, "
+            f"and takes height={own[0]}, width={own[1]} alone"
+        )
+    # The pipelines without a clip pad their latents to whole patches, and cut the padding off.
+    patch = 1 if model.kind in (TEXT, IMAGE) else model.transformer["patch_size_t"] or 1
+    scale, latent = model.temporal_scale, model.latent_frames(request.frames)
+    if request.frames < 1 or (request.frames - 1) % scale or latent % patch:
+        below = max(latent // patch * patch, patch)
+        near = [(n - 1) * scale + 1 for n in (below, below + patch)]
+        raise RequestError(
+            f"got --frames {request.frames}: {model.name} generates {near[0]} or {near[1]} of them"
+        )
+
+
+def _check_prompt(request: Request, model: Model) -> None:
+    from transformers import AutoTokenizer
+
+    limit = model.transformer["max_text_seq_length"]
+    tokenizer = without_torchax(AutoTokenizer.from_pretrained, model.name, subfolder="tokenizer")
+    for name, text in (("--prompt", request.prompt), ("--negative-prompt", request.negative_prompt)):
+        count = len(tokenizer(text).input_ids)
+        if count > limit:
+            raise RequestError(f"got a {name} of {count} tokens: {model.name} takes {limit}; shorten it")
+
+
+def _open_image(path: str) -> Any:
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        with Image.open(path) as image:
+            return image.convert("RGB")
+    except (OSError, UnidentifiedImageError) as error:
+        raise RequestError(f"cannot read {path} as an image ({error})") from error
+
+
+def load(model: Model, dtype: torch.dtype, mesh: Any, *, with_text: bool) -> Any:
+    """The ported pipeline; without its text encoder where the prompt is encoded already."""
+    import diffusers
+
+    from cogvideox_torchax.pipelines.port import port_pipeline
+
+    left_out = {} if with_text else {"text_encoder": None, "tokenizer": None}
+    kind = getattr(diffusers, CLASSES[model.kind])
+    try:
+        pipe = without_torchax(kind.from_pretrained, model.name, torch_dtype=dtype, **left_out)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise RequestError(f"cannot load {model.name}: {' '.join(str(error).split())[:300]}") from error
+    port_pipeline(pipe, mesh)
+    return pipe
+
+
+@dataclass
+class Generation:
+    """One video on its way through a loaded pipeline.
+
+    Attributes:
+        pipe: of `load`.
+        model, request: what is generated.
+        keep: the directory of the stages, or None.
+        every: steps after which a step's stage is kept; 0 for never.
+    """
+
+    pipe: Any
+    model: Model
+    request: Request
+    keep: Path | None = None
+    every: int = 0
+
+    @property
+    def _guided(self) -> bool:
+        return self.request.guidance > 1
+
+    def encode_text(self) -> dict[str, torch.Tensor | None]:
+        """The prompts' embeddings (1, S, C), kept as a stage."""
+        with torch.no_grad():
+            positive, negative = self.pipe.encode_prompt(
+                self.request.prompt,
+                self.request.negative_prompt,
+                do_classifier_free_guidance=self._guided,
+                max_sequence_length=self.model.transformer["max_text_seq_length"],
+            )
+        embeddings = {"prompt_embeds": positive, "negative_prompt_embeds": negative}
+        self._save(stages.TEXT, embeddings)
+        return embeddings
+
+    def sample(
+        self, embeddings: dict[str, torch.Tensor | None], resume: stages.Stage | None = None
+    ) -> latent_files.Latents:
+        """Latents as the VAE takes them, kept as a stage; from the first step, or from a kept one."""
+        from cogvideox_torchax.pipelines.scheduler import StepState, resume_from
+
+        given = self._arguments()
+        if resume is not None:
+            held = resume.tensors
+            state = StepState(resume.done, held["latents"], held.get("previous"), held.get("generator"))
+            resume_from(self.pipe.scheduler, state)
+            given["latents"] = state.latents
+            if self.model.kind == VIDEO:
+                del given["video"]
+        result = self.pipe(**given, **embeddings, callback_on_step_end=self._after_step, output_type="latent")
+        return self._finished(result.frames)
+
+    def _arguments(self) -> dict[str, Any]:
+        request = self.request
+        given: dict[str, Any] = {
+            "height": request.height,
+            "width": request.width,
+            "num_inference_steps": request.steps,
+            "guidance_scale": request.guidance,
+            "generator": torch.Generator("cpu").manual_seed(request.seed),
+        }
+        if self.model.kind in (TEXT, IMAGE):
+            given["num_frames"] = request.frames
+        if self.model.kind == IMAGE:
+            given["image"] = _open_image(str(request.image))
+        if self.model.kind == VIDEO:
+            given |= {"video": self._clip(), "strength": request.strength}
+        if self.model.kind == CONTROL:
+            given["control_video"] = self._clip()
+        return given
+
+    def _clip(self) -> list[Any]:
+        from PIL import Image
+
+        size = video.Framing(self.request.height, self.request.width)
+        frames = video.read_frames(str(self.request.video), size, self.request.frames)
+        return [Image.fromarray(frame[0].permute(1, 2, 0).numpy()) for frame in frames]
+
+    def _after_step(self, pipe: Any, step: int, timestep: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+        last = pipe.scheduler.watch.last
+        if self.every and last.done % self.every == 0:
+            pipe.scheduler.watch.check()  # nothing is kept that cannot be gone on from
+            tensors = {"latents": kwargs["latents"], "previous": last.previous, "generator": last.generator}
+            self._save(stages.STEP, tensors, last.done)
+        return {}
+
+    def _save(self, name: str, tensors: dict[str, torch.Tensor | None], done: int = 0) -> None:
+        if self.keep is not None:
+            stages.save(
+                self.keep, name, tensors, request=self.request, model=self.model.fingerprint, done=done
+            )
+
+    def _finished(self, sampled: torch.Tensor) -> latent_files.Latents:
+        wanted = self.model.latent_frames(self.request.frames)
+        z = to_torch(sampled)[:, sampled.shape[1] - wanted :].permute(0, 2, 1, 3, 4)
+        return latent_files.Latents(
+            tensor=(1 / self.model.vae["scaling_factor"] * z).contiguous(),
+            config=dict(self.pipe.vae.config),
+            model=self.model.name,
+            fps=Fraction(8),
+            num_frames=self.request.frames,
+        )

@@ -1,0 +1,129 @@
+"""The layers of a pipeline's networks, ported: each class is its original's with a second way to run.
+
+Axis letters: N videos, S positions of a sequence (text first, then patches), H heads, D channels of a head.
+"""
+
+import contextlib
+from collections.abc import Iterator, MutableMapping
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from diffusers.models.attention_processor import CogVideoXAttnProcessor2_0
+from diffusers.models.embeddings import CogVideoXPatchEmbed, get_3d_sincos_pos_embed
+from torch import nn
+
+import jax_kernels
+from cogvideox_torchax import runtime
+from cogvideox_torchax.runtime import on_jax, torch_view
+
+
+class Linear(nn.Linear):
+    """A matrix product rounded once, bias included (`jax_kernels.linear`)."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if not on_jax(input):
+            return super().forward(input)
+        return torch_view(jax_kernels.linear)(input, self.weight, self.bias)
+
+
+class LayerNorm(nn.LayerNorm):
+    """LayerNorm over the last axis, whose statistics are float32 (`jax_kernels.layer_norm`)."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if not on_jax(input) or len(self.normalized_shape) != 1:
+            return super().forward(input)
+        return torch_view(jax_kernels.layer_norm)(input, self.weight, self.bias, self.eps)
+
+
+class AttnProcessor(CogVideoXAttnProcessor2_0):
+    """CogVideoX's joint attention over text and patches, through `jax_kernels.attention`."""
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        image_rotary_emb: Any = None,
+    ) -> Any:
+        if not on_jax(hidden_states) or attention_mask is not None or attn.is_cross_attention:
+            return super().__call__(
+                attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb
+            )
+        text = encoder_hidden_states.shape[1]
+        x_NSC = torch.cat([encoder_hidden_states, hidden_states], dim=1)
+        q, k, v = (
+            project(x_NSC).unflatten(-1, (attn.heads, -1)) for project in (attn.to_q, attn.to_k, attn.to_v)
+        )
+        q = q if attn.norm_q is None else attn.norm_q(q)
+        k = k if attn.norm_k is None else attn.norm_k(k)
+        if image_rotary_emb is not None:  # the last positions are patches; text has none
+            q, k = (torch_view(jax_kernels.rotate)(x, *image_rotary_emb) for x in (q, k))
+        y_NSHD = torch_view(jax_kernels.attention)(q, k, v)
+        project, dropout = attn.to_out
+        y_NSC = dropout(project(y_NSHD.flatten(2)))
+        return y_NSC[:, text:], y_NSC[:, :text]
+
+
+class PatchEmbed(CogVideoXPatchEmbed):
+    """The patch embedding, its table of positions computed on the host, in float64 as the reference has it.
+
+    The table of a size that is not the model's own is as large as an activation: the transformer's program
+    takes it as an argument.
+    """
+
+    table: torch.Tensor | None = None
+
+    def needs_table(self, height: int, width: int, frames: int) -> bool:
+        """Whether latents of this size take another table than the model's own."""
+        return (
+            self.use_positional_embeddings
+            and not self.use_learned_positional_embeddings
+            and self._size(height, width, frames)
+            != (self.sample_height, self.sample_width, self.sample_frames)
+        )
+
+    def _size(self, height: int, width: int, frames: int) -> tuple[int, int, int]:
+        return height, width, (frames - 1) * self.temporal_compression_ratio + 1
+
+    def table_for(self, height: int, width: int, frames: int) -> torch.Tensor | None:
+        """Positions (1, S, C) of latents of this size; None where the model's own, or none, serve."""
+        if not self.needs_table(height, width, frames):
+            return None
+        size = (height, width, frames)
+        if _TABLES.get(self, (None, None))[0] != size:
+            _TABLES[self] = size, runtime.to_jax(runtime.without_torchax(self._positions, *size))
+        return _TABLES[self][1]
+
+    def _positions(self, height: int, width: int, frames: int) -> torch.Tensor:
+        patches_TSC = get_3d_sincos_pos_embed(
+            self.embed_dim,
+            (width // self.patch_size, height // self.patch_size),
+            frames,
+            self.spatial_interpolation_scale,
+            self.temporal_interpolation_scale,
+            output_type="pt",
+        )
+        text_SC = patches_TSC.new_zeros(self.max_text_seq_length, self.embed_dim)
+        return torch.cat([text_SC, patches_TSC.flatten(0, 1)])[None]
+
+    @contextlib.contextmanager
+    def using(self, table: torch.Tensor | None) -> Iterator[None]:
+        """While it is open, this module, one of a program's own, adds a table that it is given."""
+        if table is None:
+            yield
+            return
+        self.table, self.use_positional_embeddings = table, False
+        try:
+            yield
+        finally:
+            self.table, self.use_positional_embeddings = None, True
+
+    def forward(self, text_embeds: torch.Tensor, image_embeds: torch.Tensor) -> torch.Tensor:
+        embeds = super().forward(text_embeds, image_embeds)
+        return embeds if self.table is None else embeds + self.table.to(embeds.dtype)
+
+
+_TABLES: MutableMapping[PatchEmbed, tuple[tuple[int, int, int], torch.Tensor]] = WeakKeyDictionary()
+"""The table of the size that each module was last asked for: no part of what it saves or copies."""

@@ -1,0 +1,256 @@
+"""The two networks of a CogVideoX pipeline besides its VAE, ported: the transformer and the T5 text encoder.
+
+Each class is the one that it stands in for with a second way to run: a plain torch tensor
+takes the inherited forward, a torchax tensor one compiled program.
+
+Axis letters: N videos, S positions of a sequence (text first, then patches), H heads, D channels of a head.
+"""
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from diffusers.models.attention import FeedForward
+from diffusers.models.attention_processor import Attention, CogVideoXAttnProcessor2_0
+from diffusers.models.embeddings import CogVideoXPatchEmbed
+from diffusers.models.modeling_outputs import Transformer2DModelOutput
+from diffusers.models.transformers.cogvideox_transformer_3d import (
+    CogVideoXTransformer3DModel as DiffusersTransformer,
+)
+from torch import nn
+from transformers.modeling_outputs import BaseModelOutput
+from transformers.models.t5.modeling_t5 import T5EncoderModel as TransformersT5Encoder
+from transformers.models.t5.modeling_t5 import T5LayerFF, T5LayerSelfAttention
+
+from cogvideox_torchax import runtime
+from cogvideox_torchax.pipelines.layers import AttnProcessor, LayerNorm, Linear, PatchEmbed
+from cogvideox_torchax.runtime import on_jax
+from cogvideox_torchax.runtime.models import PortedModel
+from cogvideox_torchax.vae.torchax.modules import SiLU
+
+
+class TransformerStep(nn.Module):
+    """The transformer's own forward, as a network that a program is compiled of."""
+
+    def __init__(self, model: DiffusersTransformer):
+        super().__init__()
+        self.model = model
+
+    def forward(self, options: Any, positions: torch.Tensor | None = None, **tensors: Any) -> torch.Tensor:
+        given: dict[str, Any] = {**tensors, "attention_kwargs": dict(options) or None}
+        model: Any = self.model
+        with model.patch_embed.using(positions):
+            return DiffusersTransformer.forward(model, **given, return_dict=False)[0]
+
+
+class TextEncoding(nn.Module):
+    """The text encoder's own forward, as a network that a program is compiled of."""
+
+    def __init__(self, model: TransformersT5Encoder):
+        super().__init__()
+        self.model = model
+
+    def forward(self, options: Any, **tensors: Any) -> torch.Tensor:
+        result: Any = TransformersT5Encoder.forward(self.model, **tensors)
+        return result.last_hidden_state
+
+
+class Compiled(PortedModel):
+    """What both ported networks share: a program for what the model is now, on the mesh if there is one."""
+
+    network_class: Any
+
+    def options(self) -> Hashable:
+        """What a program is compiled for besides tensors, as a plain call has it."""
+        return ()
+
+    @property
+    def program(self) -> runtime.ModuleProgram:
+        """The compiled program, for what it counts and for `lower`."""
+        return self._program(self.network_class(self))
+
+    def _program(self, network: nn.Module) -> runtime.ModuleProgram:
+        return runtime.programs_of(self).get("forward", network, self._compile_for)
+
+    def build_program(self) -> runtime.ModuleProgram:
+        """A program of its own, for one that only looks at what it compiles to."""
+        return self._compile_for(self.network_class(self))
+
+    def _compile_for(self, network: nn.Module) -> runtime.ModuleProgram:
+        if self.mesh is None:
+            return runtime.ModuleProgram(network)
+        from cogvideox_torchax.sharding.sequences import SequencePlacement, ShardedModuleProgram
+
+        return ShardedModuleProgram(network, SequencePlacement(self.mesh), SPLIT_LAYERS)
+
+    def run_program(self, options: Hashable, **tensors: Any) -> torch.Tensor:
+        """What the network gives for tensors; see `ModuleProgram`."""
+        network = self.network_class(self)
+        return self._program(network)(network, options, **tensors)
+
+    def place(self, mesh: Any = None) -> None:
+        """Puts the weights on JAX: on its default device, or split over a mesh; later calls run there.
+
+        Raises:
+            ValueError: a mesh not made by `make_mesh`, or one that does not divide the weights.
+        """
+        if mesh is not None:
+            self.place_on(mesh)
+        if self.mesh is None:
+            import jax.numpy as jnp
+
+            runtime.put_weights(self, lambda _, array: jnp.asarray(array))
+            return
+        from cogvideox_torchax.sharding import sequences
+
+        sequences.put_weights(self, self.mesh)
+
+    def place_on(self, mesh: Any) -> None:
+        """Compiles for a mesh from now on, wherever the weights are; the program so far is dropped.
+
+        Raises:
+            ValueError: a mesh not made by `make_mesh`, or one that does not divide the weights.
+        """
+        from cogvideox_torchax.sharding import check_mesh, sequences
+
+        sequences.check_weights(self, check_mesh(mesh))
+        self._mesh = mesh
+        runtime.forget_programs(self)
+
+
+class CogVideoXTransformer3DModel(Compiled, DiffusersTransformer):
+    """CogVideoX's transformer on torchax, by diffusers' own names: a denoising step is one program."""
+
+    network_class = TransformerStep
+
+    def options(self, attention_kwargs: dict[str, Any] | None = None) -> Hashable:
+        return tuple(sorted((attention_kwargs or {}).items()))
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor,
+        timestep: Any,
+        timestep_cond: torch.Tensor | None = None,
+        ofs: Any = None,
+        image_rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
+        attention_kwargs: dict[str, Any] | None = None,
+        return_dict: bool = True,
+    ) -> Any:
+        if not on_jax(hidden_states):
+            return super().forward(
+                hidden_states,
+                encoder_hidden_states,
+                timestep,
+                timestep_cond,
+                ofs,
+                image_rotary_emb,
+                attention_kwargs,
+                return_dict,
+            )
+        frames, _, height, width = hidden_states.shape[1:]
+        patch_embed: Any = self.patch_embed
+        sample = self.run_program(
+            self.options(attention_kwargs),
+            hidden_states=hidden_states,
+            encoder_hidden_states=encoder_hidden_states,
+            timestep=timestep,
+            timestep_cond=timestep_cond,
+            ofs=ofs,
+            image_rotary_emb=image_rotary_emb,
+            positions=patch_embed.table_for(height, width, frames),
+        )
+        return Transformer2DModelOutput(sample=sample) if return_dict else (sample,)
+
+
+class T5EncoderModel(Compiled, TransformersT5Encoder):
+    """The T5 encoder on torchax, by transformers' own names: a prompt's encoding is one program."""
+
+    network_class = TextEncoding
+
+    def forward(
+        self,
+        input_ids: Any = None,
+        attention_mask: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        **options: Any,
+    ) -> Any:
+        on_torch = not on_jax(next(self.parameters()))
+        if on_torch or any(value is not None for value in options.values()):
+            return super().forward(input_ids, attention_mask, inputs_embeds, **options)
+        hidden = self.run_program(
+            self.options(),
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
+        )
+        return BaseModelOutput(last_hidden_state=hidden)  # pyright: ignore[reportArgumentType]
+
+
+Described = dict[str, Any]
+"""Shape and JAX dtype of each argument of a program, or a tuple of such pairs, by name."""
+
+
+def step_tensors(
+    transformer: Any, *, batch: int, frames: int, height: int, width: int, text: int | None = None
+) -> Described:
+    """What a denoising step takes, as `ModuleProgram.lower_structs` wants it.
+
+    Args:
+        transformer: a ported one; with weights or without.
+        batch: videos, each counted twice where there is guidance.
+        frames, height, width: of the latents.
+        text: tokens of a prompt; the model's own limit where None.
+    """
+    import jax.numpy as jnp
+
+    config, dtype = transformer.config, runtime.jax_dtype(transformer.dtype)
+    text = text or config["max_text_seq_length"]
+    tensors: Described = {
+        "hidden_states": ((batch, frames, config["in_channels"], height, width), dtype),
+        "encoder_hidden_states": ((batch, text, config["text_embed_dim"]), dtype),
+        "timestep": ((batch,), jnp.int32),
+    }
+    patches = frames // (config["patch_size_t"] or 1) * (height // config["patch_size"])
+    patches *= width // config["patch_size"]
+    if config["use_rotary_positional_embeddings"]:
+        table = ((patches, config["attention_head_dim"]), jnp.float32)
+        tensors["image_rotary_emb"] = (table, table)
+    elif transformer.patch_embed.needs_table(height, width, frames):
+        channels = config["num_attention_heads"] * config["attention_head_dim"]
+        tensors["positions"] = ((1, text + patches, channels), jnp.float32)
+    if config["ofs_embed_dim"]:
+        tensors["ofs"] = ((1,), dtype)
+    return tensors
+
+
+def prompt_tensors(*, batch: int, text: int) -> Described:
+    """What encoding `batch` prompts of `text` tokens takes, as `ModuleProgram.lower_structs` wants it."""
+    import jax.numpy as jnp
+
+    return {"input_ids": ((batch, text), jnp.int32)}
+
+
+SPLIT_LAYERS = (PatchEmbed, Attention, FeedForward, T5LayerSelfAttention, T5LayerFF)
+"""The modules that take and give sequences split over a mesh."""
+
+SWAPPED: dict[type[nn.Module], type[nn.Module]] = {
+    nn.Linear: Linear,
+    nn.LayerNorm: LayerNorm,
+    nn.SiLU: SiLU,
+    CogVideoXPatchEmbed: PatchEmbed,
+    DiffusersTransformer: CogVideoXTransformer3DModel,
+    TransformersT5Encoder: T5EncoderModel,
+}
+"""The class that each module of the two networks becomes."""
+
+
+def port_network(network: nn.Module) -> None:
+    """Gives a loaded transformer or text encoder, and the layers in it, their ported classes."""
+    for module in network.modules():
+        module.__class__ = SWAPPED.get(type(module), type(module))
+        processor = getattr(module, "processor", None)
+        if type(processor) is CogVideoXAttnProcessor2_0:
+            processor.__class__ = AttnProcessor
+    if isinstance(network, TransformersT5Encoder):
+        network.tie_weights()  # moving it by hand has untied them

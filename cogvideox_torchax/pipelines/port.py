@@ -1,0 +1,154 @@
+"""Whole diffusers pipelines on JAX: what `port` does with one, and what its own call needs besides."""
+
+import functools
+import inspect
+from typing import Any
+
+import torch
+from diffusers.pipelines.cogvideo.pipeline_cogvideox import CogVideoXPipeline
+from diffusers.pipelines.cogvideo.pipeline_cogvideox_fun_control import CogVideoXFunControlPipeline
+from diffusers.pipelines.cogvideo.pipeline_cogvideox_image2video import CogVideoXImageToVideoPipeline
+from diffusers.pipelines.cogvideo.pipeline_cogvideox_video2video import CogVideoXVideoToVideoPipeline
+from diffusers.pipelines.pipeline_utils import DiffusionPipeline
+
+from cogvideox_torchax import runtime, upstream
+from cogvideox_torchax.pipelines import networks
+from cogvideox_torchax.pipelines.scheduler import disarm, port_scheduler
+from cogvideox_torchax.sharding import check_mesh
+from cogvideox_torchax.vae.torchax.autoencoder import port_vae
+
+PIPELINES = (
+    CogVideoXPipeline,
+    CogVideoXImageToVideoPipeline,
+    CogVideoXVideoToVideoPipeline,
+    CogVideoXFunControlPipeline,
+)
+
+
+def is_pipeline(candidate: Any) -> bool:
+    """Whether it is one of diffusers' CogVideoX pipelines."""
+    return isinstance(candidate, PIPELINES)
+
+
+def port_pipeline(pipe: Any, mesh: Any = None) -> None:
+    """Ports a pipeline's VAE and networks and puts them on JAX, on one device or over a mesh.
+
+    Args:
+        pipe: a CogVideoX pipeline.
+        mesh: of `make_mesh`, or None.
+
+    Raises:
+        ValueError: a mesh that does not divide the networks' weights, networks of another kind, or weights
+            that are offloaded. Nothing has been moved then.
+    """
+    others = [network for network in (pipe.transformer, pipe.text_encoder) if network is not None]
+    if mesh is not None:
+        check_mesh(mesh)
+    for network in others:
+        _check(network, mesh)
+    vae = port_vae(pipe.vae)
+    if mesh is not None:
+        vae.place_on(mesh)
+    runtime.enable()
+    for network in others:
+        networks.port_network(network)
+        network.place(mesh)
+    torch.nn.Module.to(pipe.vae, "jax")
+    port_scheduler(pipe.scheduler)
+    if not isinstance(pipe, PortedPipeline):
+        pipe.__class__ = _ported_class(type(pipe))
+
+
+def _check(network: Any, mesh: Any) -> None:
+    kind = type(network)
+    if not issubclass(networks.SWAPPED.get(kind, kind), networks.Compiled):
+        raise ValueError(
+            f"port got a pipeline with a {kind.__name__}: it takes CogVideoXTransformer3DModel and "
+            "T5EncoderModel, unquantized"
+        )
+    if upstream.is_offloaded(network):
+        raise ValueError(
+            "port got a pipeline whose weights are offloaded to the CPU: load it again without "
+            "enable_model_cpu_offload(); a mesh splits the weights"
+        )
+    if mesh is not None:
+        from cogvideox_torchax.sharding.sequences import check_weights
+
+        check_weights(network, mesh)
+
+
+class PortedPipeline(DiffusionPipeline):
+    """Mixed into a pipeline's class by `port_pipeline`: what its `__call__` asks for, answered for JAX."""
+
+    vae: Any
+    transformer: Any
+    text_encoder: Any
+    scheduler: Any
+    vae_scaling_factor_image: float
+    vae_scale_factor_spatial: int
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """As diffusers' `to`; "cuda" and "jax" name the devices that the pipeline is on already."""
+        device, dtype = runtime.device_and_dtype(args, kwargs)
+        if device is not None and torch.device(device).type in ("cuda", "jax"):
+            return self if dtype is None else super().to(dtype)
+        return super().to(*args, **kwargs)
+
+    def enable_model_cpu_offload(self, *args: Any, **kwargs: Any) -> None:
+        """Refused: the weights are on JAX.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError("a ported pipeline's weights stay on JAX: take the offload out; a mesh splits them")
+
+    enable_sequential_cpu_offload = enable_model_cpu_offload
+
+    def decode_latents(self, latents: torch.Tensor) -> torch.Tensor:
+        """Latents (N, T, C, H, W) to frames (N, 3, T', H', W') on the host, where each chunk goes while the
+        next is computed."""
+        z = 1 / self.vae_scaling_factor_image * latents.permute(0, 2, 1, 3, 4)
+        return torch.cat(list(self.vae.decode_stream(z)), dim=2)
+
+
+@functools.cache
+def _ported_class(kind: type) -> type:
+    """A subclass of a pipeline's class, of the same name and signatures."""
+    inherited: Any = kind
+
+    @functools.wraps(inherited.__call__)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        runtime.enable()
+        port_scheduler(self.scheduler)
+        try:
+            result = inherited.__call__(self, *args, **kwargs)
+        except BaseException:
+            disarm(self.scheduler)
+            raise
+        self.scheduler.watch.check()
+        return result
+
+    @functools.wraps(inherited.check_inputs)
+    def check_inputs(self: Any, *args: Any, **kwargs: Any) -> None:
+        given = inspect.signature(inherited.check_inputs).bind(self, *args, **kwargs).arguments
+        check_size(given["height"], given["width"], self.transformer.config, self.vae_scale_factor_spatial)
+        inherited.check_inputs(self, *args, **kwargs)
+
+    members = {
+        "__module__": kind.__module__,
+        "__call__": call,
+        "check_inputs": check_inputs,
+        **upstream.rotary_tables(inherited, runtime.to_jax),
+    }
+    return type(kind.__name__, (PortedPipeline, kind), members)
+
+
+def check_size(height: int, width: int, config: Any, spatial_scale: int) -> None:
+    """Raises `ValueError` unless the transformer can cut a video of this size into whole patches."""
+    multiple = spatial_scale * config["patch_size"]
+    if height % multiple or width % multiple:
+        fitting = [max(round(side / multiple), 1) * multiple for side in (height, width)]
+        raise ValueError(
+            f"got height={height}, width={width}: both must be multiples of {multiple}; try "
+            f"height={fitting[0]}, width={fitting[1]}"
+        )

@@ -1,0 +1,168 @@
+"""Schedulers around a pipeline on JAX: their tables stay on the host, and they watch every step.
+
+A scheduler's work is a few numbers a step from tables in float64, which JAX does not have by default, and a
+multiply-add of the latents. The numbers are found where they are exact; the latents never leave the device.
+"""
+
+import functools
+import inspect
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from cogvideox_torchax import runtime
+
+
+class NonFiniteError(ArithmeticError):
+    """A NaN or Inf in a denoising step; the message names the step."""
+
+
+@dataclass
+class StepState:
+    """What a denoising loop carries from one step to the next.
+
+    Attributes:
+        done: steps that have been taken.
+        latents: (N, T, C, H, W), after the last of them.
+        previous: the model's prediction of the clean latents at that step, which multistep solvers look back
+            to; None for the others.
+        generator: the state of the caller's random generator after it; None where there is none.
+    """
+
+    done: int
+    latents: torch.Tensor
+    previous: torch.Tensor | None = None
+    generator: torch.Tensor | None = None
+
+
+@dataclass
+class Watch:
+    """The steps of one run: what the last one left, and what the first one takes up from."""
+
+    total: int = 0
+    last: StepState | None = None
+    timestep: Any = None
+    resume: StepState | None = None
+    timesteps: list[Any] = field(default_factory=list)
+
+    def check(self) -> None:
+        """Raises `NonFiniteError` if the last step's latents hold a NaN or an Inf; waits for them."""
+        if self.last is None or runtime.first_nonfinite(self.last.latents) is None:
+            return
+        dtype = self.last.latents.dtype
+        raise NonFiniteError(
+            f"step {self.last.done} of {self.total} (timestep {self.timestep}) gave NaN or Inf in {dtype}: "
+            f"{'float16 overflows in this model, ' if dtype == torch.float16 else ''}"
+            "load the pipeline with torch_dtype=torch.bfloat16 or torch.float32, and check the weights"
+        )
+
+
+class HostScheduler:
+    """Mixed into a scheduler's class by `port_scheduler`."""
+
+    watch: Watch
+
+
+def port_scheduler(scheduler: Any) -> Any:
+    """Gives a scheduler the class that keeps its tables on the host and watches its steps; once."""
+    if not isinstance(scheduler, HostScheduler):
+        scheduler.__class__ = _host_class(type(scheduler))
+        for name, value in vars(scheduler).items():
+            if isinstance(value, torch.Tensor):
+                setattr(scheduler, name, runtime.to_torch(value))
+        scheduler.watch = Watch()
+    return scheduler
+
+
+def resume_from(scheduler: Any, state: StepState) -> None:
+    """Has the next run of a ported scheduler leave out the steps that were taken.
+
+    Args:
+        scheduler: of `port_scheduler`.
+        state: after the last of them; its latents go to the pipeline's call as `latents`.
+    """
+    moved = None if state.previous is None else runtime.to_jax(state.previous)
+    scheduler.watch = Watch(resume=replace(state, previous=moved))
+
+
+def disarm(scheduler: Any) -> None:
+    """Takes a `resume_from` back that no run has taken up: one that was refused before its first step."""
+    if scheduler.watch.total == 0:
+        scheduler.watch = Watch()
+
+
+@functools.cache
+def _host_class(kind: Any) -> type:
+    """A subclass of a scheduler's class, of the same name and signatures."""
+
+    @functools.wraps(kind.set_timesteps)
+    def set_timesteps(self: Any, *args: Any, **kwargs: Any) -> None:
+        bound = inspect.signature(kind.set_timesteps).bind(self, *args, **kwargs)
+        if "device" in bound.arguments:
+            bound.arguments["device"] = "cpu"
+        kind.set_timesteps(*bound.args, **bound.kwargs)
+        _start(self)
+
+    @functools.wraps(kind.step)
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return _step(self.watch, kind.step, inspect.signature(kind.step).bind(self, *args, **kwargs))
+
+    def add_noise(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        tables = {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
+        try:
+            return kind.add_noise(self, *args, **kwargs)
+        finally:
+            vars(self).update(tables)  # it moves one of them to the latents' device, for good
+
+    members = {
+        "__module__": kind.__module__,
+        "set_timesteps": set_timesteps,
+        "step": step,
+        "add_noise": add_noise,
+    }
+    return type(kind.__name__, (HostScheduler, kind), members)
+
+
+def _start(scheduler: Any) -> None:
+    """A new run; one that resumes leaves out as many timesteps as were done.
+
+    Those that a video-to-video run's strength leaves out are cut off after this, in front as well.
+    """
+    watch = scheduler.watch
+    scheduler.watch = Watch(total=len(scheduler.timesteps), timesteps=scheduler.timesteps.tolist())
+    if watch.resume is not None and watch.total == 0:  # set by `resume_from`, for this run alone
+        scheduler.watch.resume = watch.resume
+        scheduler.timesteps = scheduler.timesteps[watch.resume.done :]
+
+
+def _step(watch: Watch, inherited: Any, bound: inspect.BoundArguments) -> Any:
+    given = bound.arguments
+    watch.check()  # of the step before, while this one's network is running
+    done = watch.last.done if watch.last is not None else 0
+    generator = given.get("generator")
+    if watch.resume is not None and watch.last is None:
+        done = watch.resume.done
+        if isinstance(generator, torch.Generator) and watch.resume.generator is not None:
+            generator.set_state(watch.resume.generator)
+        if "old_pred_original_sample" in bound.signature.parameters:
+            given["old_pred_original_sample"] = watch.resume.previous
+            given["timestep_back"] = watch.timesteps[watch.timesteps.index(int(given["timestep"])) - 1]
+    given["sample"] = _exact(given["sample"], given)
+    result = inherited(*bound.args, **bound.kwargs)
+    latents = result[0] if isinstance(result, tuple) else result.prev_sample
+    looks_back = "old_pred_original_sample" in bound.signature.parameters
+    previous = result[1] if looks_back else None
+    state = generator.get_state() if isinstance(generator, torch.Generator) else None
+    watch.last = StepState(done + 1, latents, previous, state)
+    watch.timestep = given["timestep"]
+    return result
+
+
+def _exact(sample: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:
+    """16-bit latents in float32 for the step's multiply-adds, unless the step draws noise in their dtype.
+
+    JAX rounds a Python number to the array's dtype before it multiplies, PyTorch does not.
+    """
+    draws = "old_pred_original_sample" in given or bool(given.get("eta"))
+    return sample if draws or sample.dtype == torch.float32 else sample.float()

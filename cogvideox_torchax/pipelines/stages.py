@@ -1,0 +1,168 @@
+"""The stages of a generation as files: embeddings of the prompt, a step's latents, the final latents.
+
+Each is a safetensors file that says what was asked for and of which model, is whole or not there at all, and
+is enough to take the generation up from.
+"""
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cogvideox_torchax.files import latents as latent_files
+from cogvideox_torchax.files.whole import whole_file
+from cogvideox_torchax.runtime import to_torch, without_torchax
+
+FORMAT = "cogvideox-torchax-stage/1"
+TEXT, STEP, LATENTS = "text", "step", "latents"
+STAGES = (TEXT, LATENTS, STEP)
+
+
+class StageError(ValueError):
+    """A stage that cannot be taken up; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a video is generated from.
+
+    Attributes:
+        prompt, negative_prompt: texts; no negative one is "".
+        image, video: paths of what conditions it, or None.
+        frames, height, width: of the video, in frames and pixels.
+        steps: of denoising.
+        guidance: scale of classifier-free guidance; 1 or less for none.
+        strength: share of the steps that a video is taken through, of its noise therefore.
+        seed: of the noise.
+        dtype: of weights and latents.
+    """
+
+    prompt: str
+    negative_prompt: str
+    image: str | None
+    video: str | None
+    frames: int
+    height: int
+    width: int
+    steps: int
+    guidance: float
+    strength: float
+    seed: int
+    dtype: str
+
+    @classmethod
+    def names(cls) -> list[str]:
+        return [field.name for field in fields(cls)]
+
+
+def fingerprint(configs: dict[str, dict[str, Any]]) -> str:
+    """What tells one model from another: a hash of its networks' and its scheduler's configs."""
+    plain = {
+        part: {key: value for key, value in config.items() if not key.startswith("_")}
+        for part, config in configs.items()
+    }
+    return hashlib.sha256(json.dumps(plain, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What a stage file holds: tensors by name, what was asked for, the steps taken, the model's
+    fingerprint."""
+
+    path: Path
+    tensors: dict[str, torch.Tensor]
+    request: Request
+    done: int
+    model: str
+
+    def checked(self, model: str) -> "Stage":
+        """The stage itself; `StageError` where it is of another model than this fingerprint's."""
+        if self.model != model:
+            raise StageError(f"{self.path} is of another model: give the --model that it was made with")
+        return self
+
+
+def path_of(directory: str | Path, name: str) -> Path:
+    return Path(directory) / f"{name}.safetensors"
+
+
+def save(
+    directory: str | Path,
+    name: str,
+    tensors: dict[str, torch.Tensor | None],
+    *,
+    request: Request,
+    model: str,
+    done: int = 0,
+) -> None:
+    """Writes a stage, whole or not at all; what is None is left out.
+
+    Args:
+        directory: of the stages; it has to exist.
+        name: TEXT or STEP.
+        tensors: on JAX or plain; this waits for them.
+        request: what the video is generated from.
+        model: its `fingerprint`.
+        done: steps that were taken.
+    """
+    from safetensors.torch import save_file
+
+    plain = {key: to_torch(value).contiguous() for key, value in tensors.items() if value is not None}
+    metadata = {
+        "format": FORMAT,
+        "stage": name,
+        "request": json.dumps(asdict(request)),
+        "model": model,
+        "done": str(done),
+    }
+    with whole_file(path_of(directory, name)) as temporary:
+        without_torchax(save_file, plain, temporary, metadata=metadata)
+
+
+def load(directory: str | Path, name: str) -> Stage:
+    """Reads a stage.
+
+    Raises:
+        StageError: no such file, or one that is truncated or no stage.
+    """
+    path = path_of(directory, name)
+    metadata, tensors = _read(path)
+    if metadata.get("format") != FORMAT or metadata.get("stage") != name:
+        raise StageError(
+            f"{path} is no {name!r} stage of this program: generate with --save-stages {directory}"
+        )
+    request = Request(**json.loads(metadata["request"]))
+    return Stage(path, tensors, request, int(metadata["done"]), metadata["model"])
+
+
+def _read(path: Path) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
+    from safetensors import SafetensorError, safe_open
+
+    if not path.is_file():
+        raise StageError(f"there is no stage {path}: generate with --save-stages {path.parent} first")
+
+    def read() -> tuple[dict[str, str], dict[str, torch.Tensor]]:
+        with safe_open(path, framework="pt") as file:
+            return file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+
+    try:
+        return without_torchax(read)
+    except SafetensorError as error:
+        raise StageError(
+            f"{path} is truncated or no safetensors file ({error}): delete it, take up from an earlier one"
+        ) from error
+
+
+def load_latents(directory: str | Path) -> latent_files.Latents:
+    """Reads the final latents, a latent file as `encode` writes them.
+
+    Raises:
+        StageError: no such file. LatentsError: one that is truncated or no latent file.
+    """
+    path = path_of(directory, LATENTS)
+    if not path.is_file():
+        raise StageError(f"there is no stage {path}: take up from 'step' or 'text'")
+    return latent_files.load(path)

@@ -1,0 +1,138 @@
+"""Chips: their published peaks, and the topologies that libtpu makes of them on a machine without any."""
+
+import atexit
+import contextlib
+import functools
+import importlib.util
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+class PlanError(ValueError):
+    """A plan that cannot be made; the message says what to change."""
+
+
+@dataclass(frozen=True)
+class Chip:
+    """Published peaks of one device, and what the compiler's figures count in.
+
+    The sources are the generations' pages at cloud.google.com/tpu/docs (v4, v5e, v5p, v6e, tpu7x). A link's
+    bandwidth is theirs of the interconnect, in both directions of all of a chip's links, over twice the
+    links: 400 GB/s over 4 on v5e, 800 over 4 on v6e, 1200 over 6 on v5p and tpu7x. For v4 they give 2400 Gb/s
+    in one direction of 6. A device is a chip, but on tpu7x one of a chip's two cores: it has half of a chip's
+    arithmetic and memory, both share its links, and the interface between them is published as six times as
+    fast as a link. tpu7x's clock is not published: 2.2 GHz is its peak over v6e's multiply-adds a cycle, with
+    which the compiler's cycles of a large product come to 80 % of the peak (70 % on v6e).
+
+    Attributes:
+        flops: bfloat16 multiply-adds a second, times two.
+        bandwidth: bytes a second between the device and its memory.
+        memory: bytes that a program may use; what the v6e runtime keeps for itself is taken off.
+        clock: cycles a second.
+        link: bytes a second of one link between two chips, one way; None where it is not known.
+        wraps: 16 where an axis of a flat slice is closed to a ring when it is so long; 4 where all axes of a
+            slice are when every one is a multiple of it.
+        delay_slots: bundles behind a branch that run whether it is taken or not.
+    """
+
+    flops: float
+    bandwidth: float
+    memory: float
+    clock: float
+    link: float | None = None
+    wraps: int = 16
+    delay_slots: int = 4
+
+
+GIB = 2**30
+
+CHIPS = {
+    "v4": Chip(275e12, 1.2e12, 32 * GIB, 1.05e9, link=50e9, wraps=4),
+    "v5e": Chip(197e12, 0.82e12, 16 * GIB, 1.5e9, link=50e9),
+    "v5p": Chip(459e12, 2.77e12, 95 * GIB, 1.75e9, link=100e9, wraps=4),
+    "v6e": Chip(918e12, 1.64e12, 31.25 * GIB, 1.75e9, link=100e9),
+    "tpu7x": Chip(1153.5e12, 3.69e12, 96 * GIB, 2.2e9, link=100e9, wraps=4, delay_slots=6),
+}
+
+CORES_LINK = 6
+"""How many times as fast as a link the interface between the two cores of a chip is."""
+
+DEVICE_KINDS = {
+    "TPU v4": "v4",
+    "TPU v5 lite": "v5e",
+    "TPU v5": "v5p",
+    "TPU v5p": "v5p",
+    "TPU v6 lite": "v6e",
+    "TPU7x": "tpu7x",
+}
+"""The generation behind a device's name in JAX."""
+
+FLAGS = "LIBTPU_INIT_ARGS"
+"""Flags of libtpu, which it reads when it is loaded and not again."""
+
+DUMP = "--xla_jf_dump_to="
+SCHEDULES = "--xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=final_bundles|deduplication-map"
+"""What of a compiled program libtpu writes there: final schedules, and which instructions share one."""
+
+GRIDS = {2: "1x2", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}
+"""The flat grids that a slice of v5e or v6e comes in, by its chips."""
+
+
+def topology_devices(name: str) -> list[Any]:
+    """The devices of a TPU topology such as "v6e:2x4", made up by libtpu on a machine without them.
+
+    Raises:
+        PlanError: no libtpu, or a topology that the installed one does not know.
+    """
+    from jax.experimental import topologies
+
+    generation, _, grid = name.partition(":")
+    if generation not in CHIPS or not re.fullmatch(r"\d+(x\d+)+", grid):
+        raise PlanError(
+            f"got topology {name!r}: it takes one of {', '.join(CHIPS)}, a colon and a grid, such as v6e:2x4"
+        )
+    if importlib.util.find_spec("libtpu") is None:
+        raise PlanError("planning for a TPU needs its compiler: pip install 'cogvideox-torchax[tpu]'")
+    os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v6e-8")
+    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    # libtpu locks itself to one process of a machine, for the chips' sake: planning opens none.
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    # A grid narrower than a host's own is made of hosts of one chip.
+    narrow = generation != "v4" and "1" in grid.split("x")
+    bounds = {"chips_per_host_bounds": [1, 1, 1]} if narrow else {}
+    try:
+        with _dumping_schedules():
+            return list(topologies.get_topology_desc(platform="tpu", topology_name=name, **bounds).devices)
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300]
+        raise PlanError(f"the installed libtpu does not take topology {name!r}: {reason}") from error
+
+
+@contextlib.contextmanager
+def _dumping_schedules() -> Iterator[None]:
+    """Has libtpu, where it is loaded inside, dump to this process's directory; a child gets no such flags."""
+    before = os.environ.get(FLAGS)
+    # Where libtpu's dumps go elsewhere already, they stay there, and no schedule is read.
+    if DUMP not in (before or ""):
+        os.environ[FLAGS] = f"{before or ''} {DUMP}{dump_directory()} {SCHEDULES}".strip()
+    try:
+        yield
+    finally:
+        os.environ.pop(FLAGS, None)
+        if before is not None:
+            os.environ[FLAGS] = before
+
+
+@functools.cache
+def dump_directory() -> Path:
+    """Where libtpu writes what it dumps: a directory of this process's own, gone when it ends."""
+    path = tempfile.mkdtemp(prefix="cogvideox-torchax-schedules-")
+    atexit.register(shutil.rmtree, path, ignore_errors=True)
+    return Path(path)

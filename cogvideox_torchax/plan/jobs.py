@@ -1,0 +1,219 @@
+"""Compiles the real chunk programs for a TPU on a machine that has none: does it fit, how long does it take.
+
+libtpu carries the TPU's compiler. Every instruction of the text that it compiles to has the compiler's own
+`estimated_cycles`; their sum over the clock is its estimate of the time. It leaves out what a Pallas kernel
+does inside, which the kernel's final schedule says, and what travels between chips, which is timed apart.
+"""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from cogvideox_torchax import backends, runtime
+from cogvideox_torchax.plan.chips import CHIPS, GRIDS, Chip, PlanError, topology_devices
+from cogvideox_torchax.plan.models import weightless_vae
+from cogvideox_torchax.plan.programs import ProgramPlan, read_program
+from cogvideox_torchax.plan.schedule import compile_with_schedules
+from cogvideox_torchax.sharding import ShardedProgram, layers, make_mesh
+from cogvideox_torchax.vae import chunks, tiling
+from cogvideox_torchax.vae.torchax.autoencoder import AutoencoderKLCogVideoX
+from cogvideox_torchax.vae.torchax.networks import frames_a_chunk
+
+FORMAT = "cogvideox-torchax-plan/2"
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is planned: "decode" or "encode" of a video of `frames` x `height` x `width` pixels.
+
+    `tile`, where it is given, is the (height, width) in pixels of the tiles that the video is cut into.
+    """
+
+    kind: str
+    frames: int
+    height: int
+    width: int
+    tile: tuple[int, int] | None = None
+
+    def chunk_shapes(self, vae: AutoencoderKLCogVideoX) -> tuple[list[chunks.Chunk], tuple[int, int, int]]:
+        """The chunks of the input, and the channels, rows and columns of one (of the largest tile's).
+
+        Raises:
+            PlanError: a video or a tile of a size that the model cannot take.
+        """
+        scale = vae.spatial_scale
+        if self.height % scale or self.width % scale or min(self.frames, self.height, self.width) < 1:
+            raise PlanError(
+                f"got {self.frames} frames of {self.height} x {self.width} pixels: height and width must be "
+                f"multiples of {scale}, and all of them at least 1"
+            )
+        height, width = self.height, self.width
+        if self.tile is not None:
+            if min(self.tile) < 1 or any(side % scale for side in self.tile):
+                raise PlanError(
+                    f"got tiles of {self.tile[0]} x {self.tile[1]} pixels: both must be multiples of {scale}"
+                )
+            height, width = min(height, self.tile[0]), min(width, self.tile[1])
+        encoding = chunks.plan(self.frames, frames_a_chunk(vae, "encode"))
+        if self.kind == "encode":
+            return encoding, (vae.config["in_channels"], height, width)
+        steps = chunks.temporal_steps(vae.config["temporal_compression_ratio"])
+        latent_frames = sum(chunks.encoded_length(chunk.length, steps) for chunk in encoding)
+        decoding = chunks.plan(latent_frames, frames_a_chunk(vae, "decode"))
+        return decoding, (vae.config["latent_channels"], height // scale, width // scale)
+
+    def tiles(self, vae: AutoencoderKLCogVideoX) -> int:
+        """How many tiles a picture is cut into; those at its edges are smaller."""
+        if self.tile is None or (self.height <= self.tile[0] and self.width <= self.tile[1]):
+            return 1
+        scale = vae.spatial_scale
+        overlaps = (vae.tile_overlap_factor_height, vae.tile_overlap_factor_width)
+        spans = [
+            tiling.plan_axis(size // scale, tile=side // scale, overlap=overlap).spans
+            for size, side, overlap in zip((self.height, self.width), self.tile, overlaps, strict=True)
+        ]
+        return len(spans[0]) * len(spans[1])
+
+
+def plan_programs(
+    vae: AutoencoderKLCogVideoX,
+    job: Job,
+    devices: list[Any],
+    chip: Chip | None,
+    *,
+    dp: int = 1,
+    tp: int = 1,
+    backend: str = "torchax",
+    only_last: bool = False,
+) -> Iterator[ProgramPlan]:
+    """Compiles the first and, where there is one, the later chunk program of a job.
+
+    Args:
+        vae: of `weightless_vae`, or any ported VAE; with more than one device it is placed on their mesh.
+        job: the video.
+        devices: of a topology, or of this machine.
+        chip: the peaks to hold a program against; None for none.
+        dp, tp: the mesh; one device where both are 1.
+        backend: whose program, one of `backends.planned()`.
+        only_last: without the first chunk's program where there is a later one.
+
+    Raises:
+        PlanError: a size that the model cannot take.
+        BackendError: a build that is not installed.
+    """
+    import jax
+    from jax.sharding import SingleDeviceSharding
+
+    if dp * tp > 1:
+        vae.place_on(make_mesh(dp, tp, devices=devices))
+    pieces, (channels, rows, columns) = job.chunk_shapes(vae)
+    program = backends.backend(backend).program(vae, job.kind)
+
+    def on_one(struct: Any) -> Any:
+        return jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=SingleDeviceSharding(devices[0]))
+
+    place = (lambda struct: struct) if dp * tp > 1 else on_one
+    inputs = []
+    for piece in pieces[:2]:
+        shape = (1, channels, piece.length, rows, columns)
+        weights, chunk = program.structs(shape, runtime.jax_dtype(vae.dtype))
+        inputs.append(jax.tree.map(place, chunk))
+    weights = jax.tree.map(place, weights)
+    cache = jax.tree.map(place, program.cache_structs(weights, inputs[0]))
+    planned = list(zip(("first", "later"), pieces, inputs, (None, cache), strict=False))
+    for name, piece, chunk, carried in planned[-1:] if only_last else planned:
+        start = time.perf_counter()
+        compiled, schedules = compile_with_schedules(program.lower(weights, chunk, carried), chip)
+        taken = time.perf_counter() - start
+        plan = read_program(name, piece.length, compiled, chip, taken, schedules=schedules)
+        if isinstance(program, ShardedProgram):
+            plan.layers = layers(program, plan.text)
+        yield plan
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change that makes a job fit, and the memory that its largest program then takes."""
+
+    what: str
+    peak_bytes: int
+
+
+def smallest_tiling_that_fits(
+    vae: AutoencoderKLCogVideoX,
+    job: Job,
+    devices: list[Any],
+    chip: Chip,
+    peak_bytes: int,
+    **options: Any,
+) -> Change | None:
+    """The largest tile, of the picture's own shape, with which a job that does not fit does.
+
+    What a program holds besides its weights grows with the pixels: by that rule the tile is sized, a
+    twentieth on the safe side, then compiled, and made smaller until it fits.
+
+    Args:
+        vae, job, devices, chip: as `plan_programs` takes them.
+        peak_bytes: of the job as it stands.
+        options: of `plan_programs`.
+
+    Returns:
+        The tile, compiled; None where not even a tile of one latent pixel fits.
+    """
+    scale, weights = vae.spatial_scale, _weight_bytes(vae, job.kind)
+    height, width = job.tile or (job.height, job.width)
+    while True:
+        share = 0.95 * max(chip.memory - weights, 0) / (peak_bytes - weights)
+        side = min(share, 0.9) ** 0.5
+        height, width = (int(size * side) // scale * scale for size in (height, width))
+        if min(height, width) < scale:
+            return None
+        tiled = replace(job, tile=(height, width))
+        (smaller,) = plan_programs(vae, tiled, devices, chip, only_last=True, **options)
+        peak_bytes = smaller.peak_bytes
+        if peak_bytes <= chip.memory:
+            return Change(f"--tiling {height}x{width} ({tiled.tiles(vae)} tiles)", peak_bytes)
+
+
+def smallest_mesh_that_fits(
+    model: str | None,
+    dtype: torch.dtype,
+    job: Job,
+    topology: str,
+    tp: int,
+    peak_bytes: int,
+    backend: str = "torchax",
+) -> Change | None:
+    """The fewest chips of a topology's generation, a power of two, over which a job fits as it is.
+
+    Args:
+        model, dtype: as `weightless_vae` takes them.
+        job, backend: as `plan_programs` takes them.
+        topology: such as "v6e:1x1"; its generation's larger grids are tried.
+        tp: over how many chips the width was split.
+        peak_bytes: of the job as it stands.
+
+    Returns:
+        The mesh, compiled; None where 256 chips are not enough, or the generation comes in other grids.
+    """
+    generation, _, grid = topology.partition(":")
+    chip, weights = CHIPS[generation], _weight_bytes(weightless_vae(model, dtype), job.kind)
+    if grid.count("x") != 1:
+        return None
+    for count, name in GRIDS.items():
+        if count <= tp or weights + (peak_bytes - weights) * tp / count > 1.1 * chip.memory:
+            continue
+        devices = topology_devices(f"{generation}:{name}")
+        options = {"tp": count, "backend": backend, "only_last": True}
+        (smaller,) = plan_programs(weightless_vae(model, dtype), job, devices, chip, **options)
+        if smaller.peak_bytes <= chip.memory:
+            return Change(f"--topology {generation}:{name} --tp {count}", smaller.peak_bytes)
+    return None
+
+
+def _weight_bytes(vae: AutoencoderKLCogVideoX, kind: str) -> int:
+    network = vae.encoder if kind == "encode" else vae.decoder
+    return sum(value.numel() * value.element_size() for value in network.parameters())

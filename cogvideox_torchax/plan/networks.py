@@ -1,0 +1,250 @@
+"""`plan` for a pipeline's other two networks: one denoising step, and the encoding of a prompt.
+
+Their layers are all alike and compile one by one, which takes minutes each: two programs of a few layers are
+compiled, and what a layer adds is multiplied. Of temporaries that is an upper bound: buffers are used again.
+Attention on a TPU is a kernel, for which the compiler gives no cycles: its final schedule counts. Where that
+is not known, its floating-point operations over the chip's peak do, and the plan says so.
+"""
+
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from cogvideox_torchax import runtime
+from cogvideox_torchax.pipelines.networks import port_network, prompt_tensors, step_tensors
+from cogvideox_torchax.plan.chips import Chip, PlanError
+from cogvideox_torchax.plan.programs import KERNEL, ProgramPlan, read_program
+from cogvideox_torchax.plan.schedule import compile_with_schedules
+from cogvideox_torchax.sharding import make_mesh
+
+TRANSFORMERS: dict[str, dict[str, Any]] = {
+    "2b": {"num_attention_heads": 30, "num_layers": 30},
+    "5b": {"num_attention_heads": 48, "num_layers": 42, "use_rotary_positional_embeddings": True},
+    "1.5-5b": {
+        "num_attention_heads": 48,
+        "num_layers": 42,
+        "use_rotary_positional_embeddings": True,
+        "patch_size_t": 2,
+        "patch_bias": False,
+        "max_text_seq_length": 224,
+    },
+}
+"""The published transformers, in what costs time; everything else is diffusers' default."""
+
+TEXT_ENCODER: dict[str, Any] = {
+    "vocab_size": 32128,
+    "d_model": 4096,
+    "d_kv": 64,
+    "d_ff": 10240,
+    "num_layers": 24,
+    "num_heads": 64,
+    "feed_forward_proj": "gated-gelu",
+}
+"""T5 v1.1 XXL's encoder, which all of them have."""
+
+FEW = (1, 2)
+"""Layers of the two programs that are compiled."""
+
+
+@dataclass(frozen=True)
+class NetworkPlan:
+    """What the compiler says of a network of many layers, a device, from programs of a few.
+
+    Attributes:
+        name: "step" or "prompt".
+        program: of the whole network: its estimates and sizes extended, what its collectives take too, their
+            number not.
+        layers: of the whole network.
+        attention_flops: of its attention kernels.
+        attention_seconds: of those kernels; part of the whole. None for no chip.
+        by_schedule: whether that is by their schedules, or at the chip's peak.
+    """
+
+    name: str
+    program: ProgramPlan
+    layers: int
+    attention_flops: float
+    attention_seconds: float | None
+    by_schedule: bool = True
+
+    @property
+    def seconds(self) -> float | None:
+        """The compiler's estimate and its kernels, without collectives; None where there is no estimate."""
+        if self.program.seconds is None or self.attention_seconds is None:
+            return None
+        return self.program.seconds - self.program.shares.get(KERNEL, 0.0) + self.attention_seconds
+
+
+def weightless_transformer(model: str | None, dtype: torch.dtype, layers: int) -> Any:
+    """The ported transformer of a published config or of a directory, of so many layers, without weights."""
+    config = {**transformer_config(model), "num_layers": layers}
+
+    def build() -> Any:
+        from diffusers.models.transformers.cogvideox_transformer_3d import CogVideoXTransformer3DModel
+
+        with torch.device("meta"):
+            network: Any = CogVideoXTransformer3DModel.from_config(config)
+        return torch.nn.Module.to(network, dtype).eval()
+
+    return _ported(runtime.without_torchax(build))
+
+
+def transformer_config(model: str | None) -> dict[str, Any]:
+    """The config of a published transformer, or of a pipeline's directory or hub id."""
+    from diffusers.models.transformers.cogvideox_transformer_3d import CogVideoXTransformer3DModel
+
+    if (model or "5b") in TRANSFORMERS:
+        return TRANSFORMERS[model or "5b"]
+    try:
+        return dict(CogVideoXTransformer3DModel.load_config(model, subfolder="transformer"))  # pyright: ignore
+    except OSError as error:
+        raise PlanError(f"cannot read the transformer's config of {model}: {error}") from error
+
+
+def weightless_text_encoder(dtype: torch.dtype, layers: int) -> Any:
+    """The ported T5 v1.1 XXL encoder of so many layers, without weights."""
+
+    def build() -> Any:
+        from transformers import T5Config, T5EncoderModel
+
+        with torch.device("meta"):
+            network = T5EncoderModel(T5Config(**{**TEXT_ENCODER, "num_layers": layers}))
+        return torch.nn.Module.to(network, dtype).eval()
+
+    return _ported(runtime.without_torchax(build))
+
+
+def _ported(network: Any) -> Any:
+    port_network(network)
+    return network
+
+
+def plan_step(
+    model: str | None,
+    dtype: torch.dtype,
+    devices: list[Any],
+    chip: Chip | None,
+    *,
+    frames: int,
+    height: int,
+    width: int,
+    guided: bool = True,
+    dp: int = 1,
+    tp: int = 1,
+) -> NetworkPlan:
+    """One denoising step of one video.
+
+    Args:
+        model: "2b", "5b", "1.5-5b", a pipeline's directory or its hub id.
+        dtype: of weights and activations.
+        devices: of a topology, or of this machine.
+        chip: the peaks to hold it against; None for none.
+        frames, height, width: of the latents.
+        guided: whether the step runs on both halves of classifier-free guidance.
+        dp, tp: the mesh.
+
+    Raises:
+        PlanError: a config that cannot be read, or a size that its patches do not divide.
+    """
+    networks = [weightless_transformer(model, dtype, layers) for layers in FEW]
+    config, layers = networks[0].config, transformer_config(model)["num_layers"]
+    patch, patch_t = config["patch_size"], config["patch_size_t"] or 1
+    if height % patch or width % patch:
+        raise PlanError(
+            f"got {height} x {width} latents: the transformer's patches take multiples of {patch}"
+        )
+    frames = -(-frames // patch_t) * patch_t
+    batch = 2 if guided else 1
+    plans = []
+    for network in networks:
+        tensors = step_tensors(network, batch=batch, frames=frames, height=height, width=width)
+        plans.append(_compile("step", frames, network, tensors, make_mesh(dp, tp, devices=devices), chip))
+    tokens = config["max_text_seq_length"] + frames // patch_t * (height // patch) * (width // patch)
+    products = 4 * batch * config["num_attention_heads"] * config["attention_head_dim"] * tokens**2
+    attention = products * layers / (dp * tp) if plans[0].kernels else 0.0
+    return _extended("step", plans, layers, attention, chip)
+
+
+def plan_prompt(
+    dtype: torch.dtype, devices: list[Any], chip: Chip | None, *, tokens: int, dp: int = 1, tp: int = 1
+) -> NetworkPlan:
+    """The encoding of one prompt of so many tokens; the rest as `plan_step` takes it."""
+
+    tensors = prompt_tensors(batch=1, text=tokens)
+    mesh = make_mesh(dp, tp, devices=devices)
+    plans = [
+        _compile("prompt", tokens, weightless_text_encoder(dtype, layers), tensors, mesh, chip)
+        for layers in FEW
+    ]
+    return _extended("prompt", plans, TEXT_ENCODER["num_layers"], 0.0, chip)
+
+
+def _compile(
+    name: str, frames: int, network: Any, tensors: dict[str, Any], mesh: Any, chip: Chip | None
+) -> ProgramPlan:
+    import jax
+
+    network.place_on(mesh)
+    start = time.perf_counter()
+    with jax.set_mesh(mesh):  # lowering a kernel for a TPU asks it for the chip's kind
+        lowered = network.program.lower_structs(network.options(), tensors)
+        compiled, schedules = compile_with_schedules(lowered, chip)
+    taken = time.perf_counter() - start
+    return read_program(name, frames, compiled, chip, taken, schedules=schedules)
+
+
+def _extended(
+    name: str, plans: list[ProgramPlan], layers: int, attention_flops: float, chip: Chip | None
+) -> NetworkPlan:
+    """The plan of all layers from those of a few: what one more layer added is added for every other."""
+    fewer, more = plans
+    count = (layers - FEW[1]) / (FEW[1] - FEW[0])
+
+    def extend(field: str) -> Any:
+        one, other = getattr(fewer, field), getattr(more, field)
+        return None if other is None else other + count * (other - one)
+
+    grown = {field: extend(field) for field in ("flops", "bytes_accessed", "seconds", "floor_seconds")}
+    grown |= {field: int(extend(field)) for field in ("kernels", "argument_bytes")}
+    grown["temp_bytes"] = max(more.temp_bytes, int(extend("temp_bytes")))
+
+    def extend_each(one: dict[str, float], other: dict[str, float]) -> dict[str, float]:
+        return {kind: part + count * (part - one.get(kind, 0.0)) for kind, part in other.items()}
+
+    grown["shares"] = extend_each(fewer.shares, more.shares)
+    if fewer.collective_seconds is not None and more.collective_seconds is not None:
+        grown["collective_seconds"] = extend_each(fewer.collective_seconds, more.collective_seconds)
+    program = replace(more, compile_seconds=fewer.compile_seconds + more.compile_seconds, **grown)
+    if chip is None:
+        return NetworkPlan(name, program, layers, attention_flops, None)
+    scheduled, known = program.shares.get(KERNEL, 0.0), program.kernels_by_bytes == 0
+    attention = scheduled if known else max(scheduled, attention_flops / chip.flops)
+    return NetworkPlan(name, program, layers, attention_flops, attention, known)
+
+
+def table(plan: NetworkPlan, chip: Chip | None) -> dict[str, Any]:
+    """A plan in words and figures, a device: what `plan` prints."""
+    program, gib = plan.program, 2**30
+    rows: dict[str, Any] = {
+        "network": f"{plan.name}, {plan.layers} layers, from programs of {FEW[0]} and {FEW[1]}",
+        "TFLOP": program.flops / 1e12,
+        "arguments_GiB": program.argument_bytes / gib,
+        "temporaries_GiB": program.temp_bytes / gib,
+        "results_GiB": program.output_bytes / gib,
+        "peak_memory_GiB": program.peak_bytes / gib,
+    }
+    if chip is not None:
+        rows["fits"] = f"{'yes' if program.peak_bytes <= chip.memory else 'no'} ({chip.memory / gib:.2f} GiB)"
+    if plan.seconds is not None:
+        rows["estimate_s"] = plan.seconds
+        rows["of_it_attention_s"] = plan.attention_seconds
+        rows["attention_counted"] = "by schedule" if plan.by_schedule else "at the chip's peak"
+        rows["of_it_copies_s"] = program.shares.get("copies", 0.0)
+    if plan.seconds is not None and program.collective_seconds is not None:
+        collectives = sum(program.collective_seconds.values())
+        rows["collectives_s"] = collectives
+        rows["with_collectives_s"] = plan.seconds + collectives
+    rows["compiled_in_s"] = program.compile_seconds
+    return rows

@@ -1,0 +1,225 @@
+"""What the compiler says of one program: memory, estimated time, what the time goes to."""
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from cogvideox_torchax.plan.chips import Chip
+from cogvideox_torchax.plan.links import Links
+from cogvideox_torchax.plan.schedule import Schedule
+from cogvideox_torchax.runtime.compiled_text import Instruction, collectives, instructions, times_run
+from cogvideox_torchax.sharding import Row
+
+CONVOLUTION, COPY, OTHER, KERNEL = "convolutions", "copies", "other", "kernels"
+COPIES = ("copy", "slice", "pad", "broadcast", "transpose")
+
+
+@dataclass(frozen=True)
+class KernelTime:
+    """The Pallas kernels of one name, all together.
+
+    Attributes:
+        count: how many run, those in a loop as often as it does.
+        bytes_seconds: what they take and give over the chip's bandwidth.
+        schedule_seconds: the cycles of their final schedules over the clock; None where one is not known.
+        seconds: the larger of the two, kernel by kernel.
+        by_bytes: of how many the schedule is not known.
+        assumed_branches: of a schedule, those that hang on data; what they would skip is counted.
+    """
+
+    count: int
+    bytes_seconds: float
+    schedule_seconds: float | None
+    seconds: float
+    by_bytes: int
+    assumed_branches: int
+
+
+@dataclass
+class ProgramPlan:
+    """What the compiler says of one chunk program, a device.
+
+    Attributes:
+        name: "first" or "later" chunk.
+        frames: input frames of the chunk.
+        flops: multiply-adds times two.
+        bytes_accessed: between the chip and its memory, as the compiler counts.
+        seconds: the compiler's estimate, and for Pallas kernels, of which it gives none, the larger of what
+            their bytes take and of what their final schedule does; without collectives. None where there are
+            no cycles (a CPU).
+        kernels: Pallas kernels in the program.
+        shares: seconds by kind of instruction.
+        floor_seconds: FLOPs over the chip's peak.
+        argument_bytes, temp_bytes, output_bytes: memory; donated caches are in the arguments alone.
+        collectives: kind to (count, largest result in bytes).
+        compile_seconds: on this machine.
+        text: of the compiled program.
+        layers: what each layer holds and moves, on a mesh.
+        kernel_times: of each name of Pallas kernels.
+        kernels_by_bytes: kernels whose schedule is not known: of them the bytes alone are counted.
+        collective_seconds: kind to what its collectives take on the links, one after the other; None where
+            the links are not known.
+        open_loops: loops of unknown length; what they run is counted once.
+    """
+
+    name: str
+    frames: int
+    flops: float
+    bytes_accessed: float
+    seconds: float | None
+    kernels: int
+    shares: dict[str, float]
+    floor_seconds: float | None
+    argument_bytes: int
+    temp_bytes: int
+    output_bytes: int
+    collectives: dict[str, tuple[int, int]]
+    compile_seconds: float
+    text: str = field(default="", repr=False)
+    layers: list[Row] = field(default_factory=list, repr=False)
+    kernel_times: dict[str, KernelTime] = field(default_factory=dict)
+    kernels_by_bytes: int = 0
+    collective_seconds: dict[str, float] | None = None
+    open_loops: int = 0
+
+    @property
+    def seconds_with_collectives(self) -> float | None:
+        """Nothing overlapping; None where one of them is not known."""
+        if self.seconds is None or self.collective_seconds is None:
+            return None
+        return self.seconds + sum(self.collective_seconds.values())
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.argument_bytes + self.temp_bytes + self.output_bytes
+
+    def as_json(self) -> dict[str, Any]:
+        values = asdict(self)
+        del values["text"], values["layers"]
+        return values | {
+            "peak_bytes": self.peak_bytes,
+            "seconds_with_collectives": self.seconds_with_collectives,
+        }
+
+
+def read_program(
+    name: str,
+    frames: int,
+    compiled: Any,
+    chip: Chip | None,
+    compile_seconds: float,
+    schedules: Mapping[str, Schedule] | None = None,
+) -> ProgramPlan:
+    """Reads off a compiled program what it costs; see `ProgramPlan`.
+
+    Args:
+        name, frames, compile_seconds: of the program, to go into the plan.
+        compiled: what `.compile()` gave.
+        chip: the peaks to hold it against; None for none.
+        schedules: of its Pallas kernels, by their instructions' names; kernels without count by their bytes.
+    """
+    text = compiled.as_text()
+    found = list(instructions(text))
+    memory, cost = compiled.memory_analysis(), compiled.cost_analysis()
+    times: dict[str, KernelTime] = {}
+    shares: dict[str, float] = {}
+    if chip:
+        shares = {kind: count / chip.clock for kind, count in cycles_by_kind(found).items()}
+        times = kernel_times(found, chip, schedules or {})
+        if times:
+            shares[KERNEL] = sum(time.seconds for time in times.values())
+    return ProgramPlan(
+        name=name,
+        frames=frames,
+        flops=cost.get("flops", 0.0),
+        bytes_accessed=cost.get("bytes accessed", 0.0),
+        seconds=sum(shares.values()) if shares else None,
+        kernels=sum(instruction.is_kernel for instruction in found),
+        shares=shares,
+        floor_seconds=cost.get("flops", 0.0) / chip.flops if chip else None,
+        argument_bytes=memory.argument_size_in_bytes,
+        temp_bytes=memory.temp_size_in_bytes,
+        output_bytes=memory.output_size_in_bytes - memory.alias_size_in_bytes,
+        collectives={kind: (traffic.count, traffic.largest) for kind, traffic in collectives(found).items()},
+        compile_seconds=compile_seconds,
+        text=text,
+        kernel_times=times,
+        kernels_by_bytes=sum(time.by_bytes for time in times.values()),
+        collective_seconds=_collective_seconds(found, compiled, chip),
+        open_loops=sum(instruction.trips is None for instruction in found),
+    )
+
+
+def _collective_seconds(
+    found: list[Instruction], compiled: Any, chip: Chip | None
+) -> dict[str, float] | None:
+    if chip is None:
+        return None
+    if not any(instruction.collective for instruction in found):
+        return {}
+    links = Links.of(_devices(compiled), chip)
+    return links.seconds(found) if links else None
+
+
+def _devices(compiled: Any) -> list[Any]:
+    """Of a compiled program, in its mesh's order, by which collectives name them."""
+    import jax
+
+    for sharding in jax.tree.leaves(compiled.input_shardings):
+        if isinstance(sharding, jax.sharding.NamedSharding):
+            return np.asarray(sharding.mesh.devices).reshape(-1).tolist()
+    return []
+
+
+def cycles_by_kind(found: list[Instruction]) -> Counter[str]:
+    """The compiler's cycles of all instructions, by convolutions, copies and the rest.
+
+    An instruction inside a loop counts as often as it runs, where the compiler knows.
+    """
+    times = times_run(found)
+    convolving = {instruction.computation for instruction in found if instruction.op == "convolution"}
+    counted: Counter[str] = Counter()
+    for instruction in found:
+        if instruction.cycles is None:
+            continue
+        kind = OTHER
+        if instruction.op == "convolution" or instruction.called in convolving:
+            kind = CONVOLUTION
+        elif instruction.op in COPIES:
+            kind = COPY
+        counted[kind] += times[instruction.computation] * instruction.cycles
+    return counted
+
+
+def kernel_times(
+    found: list[Instruction], chip: Chip, schedules: Mapping[str, Schedule]
+) -> dict[str, KernelTime]:
+    """What the Pallas kernels of each name take, by their bytes in whole tiles and by their schedules."""
+    times = times_run(found)
+    total: dict[str, KernelTime] = {}
+    for kernel in found:
+        if not kernel.is_kernel:
+            continue
+        count, schedule = times[kernel.computation], schedules.get(kernel.name)
+        moved = sum(array.tiled_bytes for array in (*kernel.results, *kernel.operands))
+        by_bytes = count * moved / chip.bandwidth
+        by_schedule = count * schedule.cycles / chip.clock if schedule else None
+        name = re.sub(r"[.\d]+$", "", kernel.name)
+        before = total.get(name, KernelTime(0, 0.0, 0.0, 0.0, 0, 0))
+        total[name] = KernelTime(
+            count=before.count + count,
+            bytes_seconds=before.bytes_seconds + by_bytes,
+            schedule_seconds=_sum(before.schedule_seconds, by_schedule),
+            seconds=before.seconds + max(by_bytes, by_schedule or 0.0),
+            by_bytes=before.by_bytes + (0 if schedule else count),
+            assumed_branches=before.assumed_branches + (schedule.assumed if schedule else 0),
+        )
+    return total
+
+
+def _sum(one: float | None, other: float | None) -> float | None:
+    return None if one is None or other is None else one + other

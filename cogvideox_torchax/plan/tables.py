@@ -1,0 +1,81 @@
+"""Kept plans as Markdown tables."""
+
+from typing import Any
+
+from cogvideox_torchax.files.reports import table
+
+GB = 1e9
+HEAD = (
+    "backend",
+    "steady chunk, ms",
+    "convolutions, ms",
+    "copies, ms",
+    "other, ms",
+    "Pallas kernels, ms",
+    "of them by bytes",
+    "collectives, ms",
+    "floor, ms",
+    "of peak",
+    "first chunk, ms",
+    "whole video, s",
+    "temporaries, GB",
+    "peak, GB",
+    "fits",
+    "collectives",
+    "compile, s",
+)
+
+
+def markdown(plans: list[dict[str, Any]]) -> str:
+    """A table for each job, topology and mesh, a row for each backend."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for plan in plans:
+        groups.setdefault(_title(plan), []).append(plan)
+    parts = []
+    for title, members in groups.items():
+        versions = members[0]["versions"]
+        parts.append(f"**{title}** (libtpu {versions['libtpu']}, jax {versions['jax']})")
+        parts.append(table(HEAD, [_row(plan) for plan in members]))
+    return "\n\n".join(parts) + "\n"
+
+
+def _title(plan: dict[str, Any]) -> str:
+    job, mesh = plan["job"], plan["mesh"]
+    tiles = f" in tiles of {job['tile'][0]} x {job['tile'][1]}" if job["tile"] else ""
+    return (
+        f"{job['kind']} {job['frames']} x {job['height']} x {job['width']}{tiles}, model {plan['model']}, "
+        f"{plan['dtype']}, {plan['topology']}, dp={mesh['dp']} tp={mesh['tp']}"
+    )
+
+
+def _row(plan: dict[str, Any]) -> tuple[str, ...]:
+    first, steady, summary = plan["programs"][0], plan["programs"][-1], plan["summary"]
+    shares, seconds = steady["shares"], steady["seconds"]
+    moved = ", ".join(
+        f"{count} {kind} (largest {largest / 1e6:.2f} MB)"
+        for kind, (count, largest) in steady["collectives"].items()
+    )
+    return (
+        plan["backend"],
+        _milliseconds(seconds),
+        *(_milliseconds(shares.get(kind)) for kind in ("convolutions", "copies", "other", "kernels")),
+        str(steady["kernels_by_bytes"]) if seconds and steady["kernels"] else "",
+        _milliseconds(_sum(steady["collective_seconds"])),
+        _milliseconds(steady["floor_seconds"]),
+        f"{steady['floor_seconds'] / seconds:.0%}" if seconds else "",
+        _milliseconds(first["seconds"] if first["name"] == "first" else None),
+        f"{summary['whole_video_s']:.2f}" if seconds else "",
+        f"{steady['temp_bytes'] / GB:.1f}",
+        f"{max(program['peak_bytes'] for program in plan['programs']) / GB:.1f}",
+        {True: "yes", False: "no", None: ""}[summary.get("fits")],
+        moved,
+        f"{steady['compile_seconds']:.0f}",
+    )
+
+
+def _sum(parts: dict[str, float] | None) -> float | None:
+    return sum(parts.values()) if parts else None
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "" if seconds is None else f"{1e3 * seconds:.0f}"

@@ -1,0 +1,133 @@
+"""Tensors and arrays, torch's, torchax's, JAX's and NumPy's: from each to each, and what is asked of all."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from cogvideox_torchax.runtime.bridge import array_of, import_torchax, on_jax, tensor_of
+from cogvideox_torchax.upstream import is_traced
+
+
+def to_jax(tensor: torch.Tensor) -> torch.Tensor:
+    """A plain torch tensor on JAX's default device; a torchax tensor as it is."""
+    return tensor if on_jax(tensor) else import_torchax().default_env().to_xla(tensor.detach())
+
+
+def to_torch(tensor: torch.Tensor) -> torch.Tensor:
+    """A torchax tensor as a plain CPU tensor of its own (this waits for its value); a plain tensor as it
+    is."""
+    return plain_tensor(np.array(array_of(tensor))) if on_jax(tensor) else tensor
+
+
+def plain_tensor(host: np.ndarray) -> torch.Tensor:
+    """A NumPy array as a plain torch tensor, without a copy: the inverse of `host_array`."""
+    if host.dtype.name == "bfloat16":  # ml_dtypes', which torch does not take
+        return torch.from_numpy(host.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(host)
+
+
+def fetch_async(tensor: torch.Tensor) -> None:
+    """Starts the copy of a result to the host, to be there when `to_torch` asks for it."""
+    if on_jax(tensor):
+        array_of(tensor).copy_to_host_async()
+
+
+def wait(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns when the tensor's value has been computed; a native tensor always has been."""
+    if on_jax(tensor):
+        array_of(tensor).block_until_ready()
+    return tensor
+
+
+def host_array(tensor: torch.Tensor) -> np.ndarray:
+    """A plain torch tensor as a NumPy array, without a copy where there is one."""
+    tensor = tensor.detach()
+    if tensor.dtype == torch.bfloat16:
+        import ml_dtypes
+
+        return tensor.contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return tensor.numpy()
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name that torch, JAX and NumPy share: "bfloat16" of `torch.bfloat16`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def device_and_dtype(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, torch.dtype | None]:
+    """What a call of `.to(*args, **kwargs)` asks for; None for what it does not."""
+    device, dtype = kwargs.get("device"), kwargs.get("dtype")
+    for value in args:
+        if isinstance(value, torch.dtype):
+            dtype = value
+        elif isinstance(value, torch.Tensor):
+            device, dtype = value.device, value.dtype
+        elif isinstance(value, str | torch.device):
+            device = value
+    return device, dtype
+
+
+def jax_dtype(dtype: torch.dtype) -> Any:
+    """torch's dtype as JAX's."""
+    import jax.numpy as jnp
+
+    return jnp.dtype(dtype_name(dtype))
+
+
+def first_nonfinite(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """The index of the first NaN or Inf, or None; a tensor that is being traced has no values to look at."""
+    if not tensor.dtype.is_floating_point:
+        return None
+    if not on_jax(tensor):
+        finite = torch.isfinite(tensor)
+        return None if bool(finite.all()) else tuple(int(i) for i in (~finite).nonzero()[0])
+    array = array_of(tensor)
+    if is_traced(array):
+        return None
+    if bool(_jitted_all_finite()(array)):
+        return None
+    # On the host, and only now: to find the index on the devices would gather a sharded array on each.
+    if array.is_fully_addressable:
+        return tuple(int(i) for i in np.argwhere(~np.isfinite(np.asarray(array)))[0])
+    for shard in array.addressable_shards:
+        for index in np.argwhere(~np.isfinite(np.asarray(shard.data))):
+            return tuple(int(i) + (s.start or 0) for i, s in zip(index, shard.index, strict=True))
+    raise ValueError("got NaN or Inf in the part of the input that another process holds, which says where")
+
+
+@functools.cache
+def _jitted_all_finite():
+    import jax
+    import jax.numpy as jnp
+
+    return jax.jit(lambda x: jnp.isfinite(x).all())
+
+
+def concatenate(parts: Sequence[torch.Tensor], axis: int) -> torch.Tensor:
+    """`torch.cat`, in any thread: on JAX without torchax's modes."""
+    if not on_jax(parts[0]):
+        return torch.cat(list(parts), dim=axis)
+    import jax.numpy as jnp
+
+    return (
+        parts[0] if len(parts) == 1 else tensor_of(jnp.concatenate([array_of(part) for part in parts], axis))
+    )
+
+
+def take_frames(x: torch.Tensor, start: int, length: int) -> torch.Tensor:
+    """`x[:, :, start : start + length]`; on JAX one small program serves every start."""
+    if not on_jax(x):
+        return x[:, :, start : start + length]
+    return tensor_of(_jitted_take()(array_of(x), start, length))
+
+
+@functools.cache
+def _jitted_take():
+    import jax
+
+    return jax.jit(
+        lambda x, start, length: jax.lax.dynamic_slice_in_dim(x, start, length, 2), static_argnums=2
+    )

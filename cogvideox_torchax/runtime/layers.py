@@ -1,0 +1,54 @@
+"""The layers of a torch network, watched from outside while it runs: what each takes and what it gives."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+from torch import nn
+
+Visit = Callable[[str, Any], Any]
+"""From a layer's name and its arguments (args, kwargs), or its result, to what takes their place."""
+
+
+@contextlib.contextmanager
+def watched(
+    network: nn.Module,
+    is_layer: Callable[[str, nn.Module], Any],
+    *,
+    given: Visit,
+    taken: Visit = lambda _, values: values,
+) -> Iterator[None]:
+    """While it is open, `taken` and `given` see what every layer takes and gives.
+
+    The layers know nothing of it. A program that is traced meanwhile names its instructions after them.
+
+    Args:
+        network: its own modules get hooks: a copy of the user's, where it is the user's.
+        is_layer: whether a module, by its name and itself, is one of the layers.
+        given, taken: see `Visit`.
+    """
+    scopes: list[Any] = []
+
+    def before(name: str):
+        def hook(_module: nn.Module, args: Any, kwargs: Any) -> Any:
+            scopes.append(jax.named_scope(name))
+            scopes[-1].__enter__()
+            return taken(name, (args, kwargs))
+
+        return hook
+
+    def after(name: str):
+        def hook(_module: nn.Module, _args: Any, result: Any) -> Any:
+            result = given(name, result)
+            scopes.pop().__exit__(None, None, None)
+            return result
+
+        return hook
+
+    with contextlib.ExitStack() as hooks:
+        for name, module in network.named_modules():
+            if is_layer(name, module):
+                hooks.callback(module.register_forward_pre_hook(before(name), with_kwargs=True).remove)
+                hooks.callback(module.register_forward_hook(after(name)).remove)
+        yield

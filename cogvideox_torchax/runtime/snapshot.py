@@ -1,0 +1,93 @@
+"""What a program was traced from, so that it is not run for anything else."""
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+TREE = ("_modules", "_parameters", "_buffers")
+CONTAINERS = (dict, OrderedDict, list, set)
+
+
+class Snapshot:
+    """What tracing a module tree depends on: its modules, their attributes and hooks, its weights' names.
+
+    The values of the weights are not part of it: they are arguments of a program. Nothing here keeps a module
+    or a weight alive.
+    """
+
+    def __init__(self, root: nn.Module):
+        self._modules = [_Seen(module) for module in _tree(root)]
+        self._weights = _weight_pattern(root)
+
+    def holds(self, root: nn.Module) -> bool:
+        """Whether a tree is still what it was; its root may be another module with the same attributes."""
+        modules = list(_tree(root))
+        return (
+            len(modules) == len(self._modules)
+            and all(seen.is_still(module) for seen, module in zip(self._modules, modules, strict=True))
+            and all(
+                seen.module() is module for seen, module in zip(self._modules[1:], modules[1:], strict=True)
+            )
+            and self._weights == _weight_pattern(root)
+        )
+
+
+class _Seen:
+    """One module, as it was."""
+
+    def __init__(self, module: nn.Module):
+        self.module = weakref.ref(module)
+        self._type = type(module)
+        self._attributes = {name: value for name, value in vars(module).items() if name not in TREE}
+        self._contents = [
+            (value, _items(value)) for value in self._attributes.values() if type(value) in CONTAINERS
+        ]
+
+    def is_still(self, module: nn.Module) -> bool:
+        attributes = vars(module)
+        if type(module) is not self._type or len(attributes) != len(self._attributes) + len(TREE):
+            return False
+        for name, value in self._attributes.items():
+            found = attributes.get(name, self)
+            if found is not value and not (type(value) in CONTAINERS and _same(_items(found), _items(value))):
+                return False
+        return all(_same(_items(container), items) for container, items in self._contents)
+
+
+def _items(container: Any) -> list[Any]:
+    if isinstance(container, dict):
+        return [*container.keys(), *container.values()]
+    return list(container) if isinstance(container, list | set) else [container]
+
+
+def _same(found: list[Any], before: list[Any]) -> bool:
+    return len(found) == len(before) and all(
+        a is b or (isinstance(b, str | int | float) and a == b) for a, b in zip(found, before, strict=True)
+    )
+
+
+def _tree(root: nn.Module) -> Iterator[nn.Module]:
+    """The modules of a tree, each once, parents first."""
+    done: set[int] = set()
+    waiting = [root]
+    while waiting:
+        module = waiting.pop()
+        if id(module) not in done:
+            done.add(id(module))
+            yield module
+            waiting.extend(child for child in module._modules.values() if child is not None)
+
+
+def _weight_pattern(root: nn.Module) -> list[Any]:
+    """Names and places of the weights: which there are, and which are one tensor under two names."""
+    first: dict[int, int] = {}
+    pattern: list[Any] = []
+    for module in _tree(root):
+        pattern.extend(module._modules)
+        for held in (module._parameters, module._buffers):
+            for name, tensor in held.items():
+                pattern.append((name, tensor if tensor is None else first.setdefault(id(tensor), len(first))))
+    return pattern

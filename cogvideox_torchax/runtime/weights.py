@@ -1,0 +1,52 @@
+"""A module's parameters and buffers on JAX: read, moved, put there."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from cogvideox_torchax.runtime.arrays import host_array
+from cogvideox_torchax.runtime.bridge import array_of, on_jax, tensor_of
+from cogvideox_torchax.upstream import is_traced, replace_array
+
+
+def weights_of(network: nn.Module) -> dict[str, Any]:
+    """The network's parameters and buffers as JAX arrays, by name."""
+    named = {**dict(network.named_parameters()), **dict(network.named_buffers())}
+    return {name: array_of(tensor) for name, tensor in named.items()}
+
+
+def move_weights(network: nn.Module, move: Callable[[Any], Any]) -> None:
+    """Replaces the array in each of the network's parameters and buffers by what `move` makes of it; traced
+    ones stay."""
+    for tensor in (*network.parameters(), *network.buffers()):
+        if not is_traced(array_of(tensor)):
+            replace_array(tensor, move)
+
+
+def put_weights(module: nn.Module, place: Callable[[str, Any], Any]) -> None:
+    """Puts a module's parameters and buffers on JAX, each once and under its name: what is tied stays tied.
+
+    Args:
+        module: in PyTorch, on JAX already, or in part.
+        place: a name and a NumPy or JAX array to the JAX array that takes its place.
+    """
+    put: dict[int, torch.Tensor] = {}
+    for prefix, owner in module.named_modules():
+        parameters = owner.named_parameters(recurse=False, remove_duplicate=False)
+        buffers = owner.named_buffers(recurse=False, remove_duplicate=False)
+        for name, tensor in [*parameters, *buffers]:
+            if id(tensor) not in put:
+                put[id(tensor)] = _put(tensor, functools.partial(place, f"{prefix}.{name}".lstrip(".")))
+            setattr(owner, name, put[id(tensor)])
+
+
+def _put(tensor: torch.Tensor, place: Callable[[Any], Any]) -> torch.Tensor:
+    if on_jax(tensor):
+        return replace_array(tensor, place)
+    moved = tensor_of(place(host_array(tensor)))
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(moved, requires_grad=tensor.requires_grad)
+    return moved

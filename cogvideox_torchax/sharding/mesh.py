@@ -1,0 +1,54 @@
+"""The dp x tp mesh of devices."""
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+AXES = ("dp", "tp")
+
+
+def make_mesh(dp: int = 1, tp: int | None = None, *, devices: Any = None) -> Mesh:
+    """A mesh with the axes "dp" and "tp", for `port(..., mesh=mesh)`.
+
+    Args:
+        dp: over how many devices a batch is split.
+        tp: over how many devices a width is split; all that are left where None.
+        devices: in order; `jax.devices()` where None. The first dp * tp of them are used.
+
+    Raises:
+        ValueError: sizes below one, more devices than there are, or a dp that does not divide them.
+    """
+    devices = np.asarray(jax.devices() if devices is None else devices).reshape(-1)
+    if dp < 1 or (tp is not None and tp < 1):
+        raise ValueError(f"got a mesh of dp={dp}, tp={tp}: both must be at least 1")
+    if tp is None and devices.size % dp:
+        raise ValueError(
+            f"got dp={dp} for {devices.size} devices: it does not divide them; pass tp, or a dp of "
+            f"{[n for n in range(1, devices.size + 1) if devices.size % n == 0]}"
+        )
+    columns = devices.size // dp if tp is None else tp
+    size = dp * columns
+    if size > devices.size:
+        raise ValueError(
+            f"got a mesh of dp={dp} x tp={columns}, {size} devices, where there are {devices.size}: "
+            "make dp * tp no larger"
+        )
+    return Mesh(devices[:size].reshape(dp, columns), AXES, axis_types=(AxisType.Auto,) * 2)
+
+
+def check_mesh(mesh: Any) -> Mesh:
+    """The mesh, if it is one that this module can place on.
+
+    Raises:
+        ValueError: not a mesh, other axes, or axes that are not Auto.
+    """
+    if not isinstance(mesh, Mesh):
+        raise ValueError(f"got a mesh of type {type(mesh).__name__}: make one with make_mesh(dp, tp)")
+    if mesh.axis_names != AXES or any(kind != AxisType.Auto for kind in mesh.axis_types):
+        raise ValueError(
+            f"got a mesh with axes {mesh.axis_names} of types {mesh.axis_types}: it takes {AXES}, both "
+            "AxisType.Auto; make one with make_mesh(dp, tp)"
+        )
+    return mesh

@@ -1,0 +1,107 @@
+"""What this package takes of others that they do not promise to keep: every such hook, with what it needs.
+
+Where a release takes one away, this file changes and no other; `tests/test_upstream.py` says which. Imports
+are made when they are asked for.
+"""
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from cogvideox_torchax.versions import TESTED, installed
+
+
+def _part(package: str, owner: Any, name: str) -> Any:
+    """An attribute that a package may take away; `ImportError` that says which release still has it."""
+    try:
+        return getattr(owner, name)
+    except AttributeError as error:
+        raise ImportError(
+            f"{package} {installed(package)} has no {owner.__name__}.{name} any more: install "
+            f"{package}=={TESTED[package].newest}, which is tested"
+        ) from error
+
+
+def torchax_is_on() -> bool:
+    """Whether this thread's torch calls go through torchax.
+
+    Needs torch's stack of function modes, which has no public reader, and torchax's mode in it. torchax's own
+    `enabled` flag does not do: it turns false after the first function that runs through `jax_view`.
+    """
+    if "torchax" not in sys.modules:
+        return False
+    import torch.overrides
+
+    mode = _part("torchax", sys.modules["torchax.tensor"], "XLAFunctionMode")
+    stack = _part("torch", torch.overrides, "_get_current_function_mode_stack")
+    return any(isinstance(active, mode) for active in stack())
+
+
+def replace_array(tensor: Any, move: Callable[[Any], Any]) -> Any:
+    """The same torchax tensor around what `move` makes of its array.
+
+    Needs `apply_jax_` of torchax's tensors: a parameter stays the object that it is, which no public function
+    of `torchax.interop` gives.
+    """
+    return _part("torchax", type(tensor), "apply_jax_")(tensor, move)
+
+
+def is_traced(array: Any) -> bool:
+    """Whether JAX is tracing the array, so that it has no value. Needs `jax.core.Tracer`."""
+    import jax.core
+
+    return isinstance(array, _part("jax", jax.core, "Tracer"))
+
+
+@functools.cache
+def around_from_pretrained(around: Callable[..., Any]) -> None:
+    """Has diffusers' `from_pretrained`, of models and of pipelines, called as `around(load, cls, ...)`; once.
+
+    Needs them to be class methods of `ModelMixin` and `DiffusionPipeline`. While torchax is on, it can
+    neither read a safetensors file (`torch.asarray` of a storage) nor build a module on
+    `torch.device("meta")`. A script that turns it on by hand and then loads a pipeline has imported `port`
+    and called nothing of this package yet: so it is done there.
+    """
+    from diffusers.models.modeling_utils import ModelMixin
+    from diffusers.pipelines.pipeline_utils import DiffusionPipeline
+
+    for kind in (DiffusionPipeline, ModelMixin):
+        load = _part("diffusers", kind, "from_pretrained").__func__
+
+        @functools.wraps(load)
+        def from_pretrained(cls: type, *args: Any, _load: Any = load, **kwargs: Any) -> Any:
+            return around(_load, cls, *args, **kwargs)
+
+        kind.from_pretrained = classmethod(from_pretrained)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def rotary_tables(pipeline_class: Any, move: Callable[[Any], Any]) -> dict[str, Any]:
+    """The method that has a pipeline's rotary tables computed on the host and then moved, by its name.
+
+    Needs diffusers' CogVideoX pipelines to take them from this method, a table of cosines and one of sines.
+    Computed on JAX they would be angles in float32, where the reference has float64, and many small programs.
+    """
+    name = "_prepare_rotary_positional_embeddings"
+    inherited = _part("diffusers", pipeline_class, name)
+
+    @functools.wraps(inherited)
+    def tables(self: Any, height: int, width: int, num_frames: int, device: Any) -> Any:
+        return tuple(move(table) for table in inherited(self, height, width, num_frames, "cpu"))
+
+    return {name: tables}
+
+
+def is_offloaded(network: Any) -> bool:
+    """Whether accelerate moves a network's weights to and fro. Needs the attribute that it marks it with."""
+    return hasattr(network, "_hf_hook")
+
+
+TRACING_EVENTS = (
+    "/jax/core/compile/jaxpr_trace_duration",
+    "/jax/core/compile/jaxpr_to_mlir_module_duration",
+)
+"""What `jax.monitoring` calls the time that JAX takes to trace and to lower; the names are not documented."""
+
+COMPILING_EVENTS = ("/jax/core/compile/backend_compile_duration",)
+"""What `jax.monitoring` calls the time that XLA takes to compile; the name is not documented."""

@@ -1,0 +1,109 @@
+"""A model directory, checked before any of it is loaded, with errors that say what to do."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+CLASS_NAME = "AutoencoderKLCogVideoX"
+WEIGHTS_STEM = "diffusion_pytorch_model"
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+
+
+class ModelError(ValueError, OSError):
+    """A model that cannot be loaded as CogVideoX's VAE; the message names the file and the way out.
+
+    It is an `OSError` too, which is what diffusers raises for a file that is not there.
+    """
+
+
+def check_directory(directory: Path, variant: str | None = None) -> None:
+    """Raises `ModelError` unless `directory` holds a whole AutoencoderKLCogVideoX in safetensors."""
+    if not directory.is_dir():
+        raise ModelError(
+            f"there is no model directory {directory}: give a directory that holds config.json, or a hub id"
+        )
+    read_config(directory)
+    for shard in weight_files(directory, variant):
+        _check_safetensors(shard)
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """The model's config.json; `ModelError` where it is missing, unreadable or another model's."""
+    path = directory / "config.json"
+    if not path.is_file():
+        hint = ""
+        if (directory / "model_index.json").is_file():
+            hint = "; this is a whole pipeline: pass subfolder='vae'"
+        raise ModelError(f"{directory} has no config.json{hint or ': is this the directory of a VAE?'}")
+    try:
+        config = json.loads(path.read_text())
+    except ValueError as error:
+        raise ModelError(f"{path} is not valid JSON ({error}): download it again") from error
+    name = config.get("_class_name") if isinstance(config, dict) else None
+    if name != CLASS_NAME:
+        raise ModelError(
+            f"{path} is for {name or 'no known class'}, not for {CLASS_NAME}: give a CogVideoX VAE"
+        )
+    return config
+
+
+def weight_files(directory: Path, variant: str | None = None) -> list[Path]:
+    """The safetensors files of a model, one or several shards."""
+    stem = WEIGHTS_STEM if variant is None else f"{WEIGHTS_STEM}.{variant}"
+    single = directory / f"{stem}.safetensors"
+    if single.is_file():
+        return [single]
+    index_name = f"{WEIGHTS_STEM}.safetensors.index.json"
+    if variant is not None:
+        index_name = f"{WEIGHTS_STEM}.safetensors.index.{variant}.json"
+    index = directory / index_name
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ModelError(f"{index} is no valid shard index ({error}): download it again") from error
+        missing = [name for name in names if not (directory / name).is_file()]
+        if missing:
+            raise ModelError(
+                f"{directory} lacks {missing[0]}, one of the {len(names)} shards in {index.name}"
+            )
+        return [directory / name for name in names]
+    pickles = sorted(path for path in directory.iterdir() if path.suffix in PICKLE_SUFFIXES)
+    if pickles:
+        raise ModelError(
+            f"{directory} has only the pickle {pickles[0].name}, which can run code when loaded; convert it "
+            f"once: python -c \"import torch, safetensors.torch as s; s.save_file(torch.load('{pickles[0]}', "
+            f"weights_only=True), '{single}')\""
+        )
+    raise ModelError(f"{directory} has no {single.name}: is the download complete, and the variant right?")
+
+
+def _check_safetensors(path: Path) -> None:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="numpy") as file:
+            names = list(file.keys())
+    except SafetensorError as error:
+        raise ModelError(
+            f"{path} is truncated or no safetensors file ({error}): download it again"
+        ) from error
+    if not names:
+        raise ModelError(f"{path} holds no tensors: download it again")
+
+
+def check_loading_info(info: dict[str, Any], source: object) -> None:
+    """Raises `ModelError` when loading left a parameter without its value, or a value without its
+    parameter."""
+    for what, names in _problems(info):
+        if names:
+            shown = ", ".join(str(name) for name in sorted(map(str, names))[:3])
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            raise ModelError(f"the weights of {source} do not match their config.json: {what} {shown}{more}")
+
+
+def _problems(info: dict[str, Any]) -> Iterator[tuple[str, list[Any]]]:
+    yield "missing", list(info.get("missing_keys") or [])
+    yield "unexpected", list(info.get("unexpected_keys") or [])
+    yield "of another shape", list(info.get("mismatched_keys") or [])

@@ -1,0 +1,75 @@
+"""The frame-batch plan: which frames go through the network together, and how many come out.
+
+GroupNorm's statistics span the frames of a batch, so the batching is part of the function (diffusers'
+`AutoencoderKLCogVideoX._encode` and `_decode`), and this file is the only place that knows it.
+It also holds the rule of the first frame, which up- and downsampling in time go by.
+"""
+
+from dataclasses import dataclass
+
+LATENT_FRAMES_A_CHUNK = 2
+SAMPLE_FRAMES_A_CHUNK = 8
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Frames `start` to `stop` (exclusive) of the input."""
+
+    start: int
+    stop: int
+
+    @property
+    def length(self) -> int:
+        return self.stop - self.start
+
+
+def plan(num_frames: int, frames_a_chunk: int) -> list[Chunk]:
+    """Splits a video into chunks; what does not fill a chunk joins the first one.
+
+    Args:
+        num_frames: of the whole video, latent frames to decode or sample frames to encode.
+        frames_a_chunk: `LATENT_FRAMES_A_CHUNK` or `SAMPLE_FRAMES_A_CHUNK`, unless the model's attributes say
+            otherwise.
+
+    Raises:
+        ValueError: no frames.
+    """
+    if num_frames < 1:
+        raise ValueError(f"got a video of {num_frames} frames: at least one is needed")
+    count = max(num_frames // frames_a_chunk, 1)
+    first = num_frames - frames_a_chunk * (count - 1)
+    starts = [0, *(first + frames_a_chunk * i for i in range(count - 1))]
+    return [Chunk(start, stop) for start, stop in zip(starts, [*starts[1:], num_frames], strict=True)]
+
+
+def first_frame_is_alone(frames: int) -> bool:
+    """Whether the first of a batch of `frames` frames stays out of temporal resampling.
+
+    CogVideoX compresses 4k + 1 frames to k + 1: a batch of odd length carries the video's first frame, which
+    stands for itself alone (diffusers: `CogVideoXUpsample3D`, `CogVideoXDownsample3D`,
+    `CogVideoXSpatialNorm3D`).
+    """
+    return frames % 2 == 1
+
+
+def temporal_steps(compression_ratio: float) -> int:
+    """How many times a model of this ratio halves (or doubles) its frames."""
+    return max(int(compression_ratio), 1).bit_length() - 1
+
+
+def decoded_length(latent_frames: int, doublings: int = 2) -> int:
+    """Sample frames that one chunk of `latent_frames` decodes to: a first frame that is alone is
+    not doubled."""
+    length = latent_frames
+    for _ in range(doublings):
+        length = 2 * length - first_frame_is_alone(length)
+    return length
+
+
+def encoded_length(sample_frames: int, halvings: int = 2) -> int:
+    """Latent frames that one chunk of `sample_frames` encodes to: a first frame that is alone
+    stays so."""
+    length = sample_frames
+    for _ in range(halvings):
+        length = (length + first_frame_is_alone(length)) // 2
+    return length

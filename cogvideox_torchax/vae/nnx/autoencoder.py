@@ -1,0 +1,454 @@
+"""FlaxAutoencoderKLCogVideoX: the VAE in Flax NNX: encode, decode, and their streams, a chunk at a time.
+
+Axis letters: N videos, T frames, H rows, W columns, C channels. Arrays are NTHWC.
+"""
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from cogvideox_torchax import runtime
+from cogvideox_torchax.vae import checkpoint, chunks, tiling
+from cogvideox_torchax.vae.checks import NTHWC, check_finite, check_shape
+from cogvideox_torchax.vae.nnx import weights
+from cogvideox_torchax.vae.nnx.config import FlaxAutoencoderKLCogVideoXConfig
+from cogvideox_torchax.vae.nnx.modules import Cache, Conv3d
+from cogvideox_torchax.vae.nnx.networks import Decoder3D, Encoder3D
+from cogvideox_torchax.vae.pixels import from_uint8, to_uint8
+from jax_kernels.common.columns import with_clear_padding
+from jax_kernels.common.layout import frames_first, pixels_first
+
+if TYPE_CHECKING:
+    from cogvideox_torchax.sharding import PaddedChunk, Placement
+
+JAX_ARRAYS = tiling.ArrayLibrary(concatenate=jnp.concatenate, asarray=lambda array, like: jnp.asarray(array))
+
+Kind = Literal["encode", "decode", "decode_uint8", "decode_frame_by_frame"]
+
+
+class Posterior(NamedTuple):
+    """A diagonal Gaussian over latents (N, t, h, w, C)."""
+
+    mean: jax.Array
+    logvar: jax.Array
+
+    @classmethod
+    def from_moments(cls, moments: jax.Array) -> "Posterior":
+        """From the encoder's output; the log-variance is clamped to [-30, 20], as in diffusers."""
+        mean, logvar = jnp.split(moments, 2, axis=-1)
+        return cls(mean, jnp.clip(logvar, -30.0, 20.0))
+
+    def mode(self) -> jax.Array:
+        return self.mean
+
+    def sample(self, key: jax.Array) -> jax.Array:
+        """A draw from the posterior; the same key draws the same latents."""
+        return self.mean + jnp.exp(0.5 * self.logvar) * jax.random.normal(
+            key, self.mean.shape, self.mean.dtype
+        )
+
+
+# Between two chunks a cache lies as (H, W, N, T, C), as a TPU holds it while it computes: in any other order
+# each program would rearrange it on its way in and out.
+_stored = functools.partial(jax.tree.map, pixels_first)
+_unstored = functools.partial(jax.tree.map, frames_first)
+
+
+class EncoderChunk(nnx.Module):
+    """One chunk of frames to its moments: float frames in [-1, 1], or uint8."""
+
+    def __init__(self, vae: "FlaxAutoencoderKLCogVideoX"):
+        self.encoder = vae.encoder
+        self.quant_conv = vae.quant_conv
+        self.dtype = vae.dtype
+
+    def __call__(self, x: jax.Array, cache: Cache | None) -> tuple[jax.Array, Cache]:
+        if x.dtype == jnp.uint8:
+            x = with_clear_padding(from_uint8(x, "float32"))
+        moments, cache = self.encoder(x.astype(self.dtype), _unstored(cache))
+        return moments if self.quant_conv is None else self.quant_conv(moments), _stored(cache)
+
+
+class DecoderChunk(nnx.Module):
+    """One chunk of latents to its frames, in [-1, 1], or as uint8."""
+
+    def __init__(self, vae: "FlaxAutoencoderKLCogVideoX", kind: Kind):
+        self.decoder = vae.decoder
+        self.post_quant_conv = vae.post_quant_conv
+        self.dtype = vae.dtype
+        self.kind = kind
+
+    def __call__(self, z: jax.Array, cache: Cache | None) -> tuple[jax.Array, Cache]:
+        z = z.astype(self.dtype)
+        if self.post_quant_conv is not None:
+            z = self.post_quant_conv(z)
+        later = cache is not None
+        # Frame by frame, a later chunk's only frame is not the video's first.
+        lone_first = False if later and self.kind == "decode_frame_by_frame" else None
+        frames, cache = self.decoder(z, _unstored(cache), lone_first=lone_first)
+        return to_uint8(frames) if self.kind == "decode_uint8" else frames, _stored(cache)
+
+
+class OnMesh(nnx.Module):
+    """A chunk's network over a mesh: chunk and cache in shards, each beside the shape that it stands for."""
+
+    def __init__(self, network: EncoderChunk | DecoderChunk, placement: "Placement"):
+        self.network = network
+        self.placement = placement
+
+    def __call__(self, chunk: "PaddedChunk", cache: Any) -> tuple[jax.Array, Any]:
+        return self.placement.trace(self.network, chunk, cache)
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=3)
+def run_chunk(
+    graph: nnx.GraphDef, state: nnx.State, chunk: "jax.Array | PaddedChunk", cache: Cache | None
+) -> tuple[jax.Array, Cache]:
+    """The chunk program: one compilation for a first chunk (`cache` None), one for all later ones.
+
+    The weights are an argument; the cache is donated. On one device `graph` is of a chunk's network, on
+    several of an `OnMesh`.
+    """
+    return nnx.merge(graph, state)(chunk, cache)
+
+
+class ChunkRun:
+    """One pass over a video: carries the cache from chunk to chunk."""
+
+    def __init__(self, graph: nnx.GraphDef, state: nnx.State, placement: "Placement | None"):
+        self._graph, self._state, self._placement = graph, state, placement
+        self._cache: Cache | None = None
+
+    def __call__(self, chunk: Any) -> jax.Array:
+        placed = chunk if self._placement is None else self._placement.put(chunk)
+        result, self._cache = run_chunk(self._graph, self._state, placed, self._cache)
+        return result
+
+
+class TiledRun:
+    """One pass over a video in tiles, each with its own cache, blended chunk by chunk."""
+
+    def __init__(
+        self,
+        graph: nnx.GraphDef,
+        state: nnx.State,
+        placement: "Placement | None",
+        plan: tiling.TilePlan,
+        as_uint8: bool,
+    ):
+        self._plan, self._as_uint8, self._placement = plan, as_uint8, placement
+        self._runs = [
+            [ChunkRun(graph, state, placement) for _ in plan.columns.spans] for _ in plan.rows.spans
+        ]
+
+    def __call__(self, chunk: Any) -> jax.Array:
+        tiles = _cut(self._plan, chunk) if isinstance(chunk, jax.Array) else _slice(self._plan, chunk)
+        outputs = [
+            [run(tile) for run, tile in zip(*row, strict=True)] for row in zip(self._runs, tiles, strict=True)
+        ]
+        return _join(self._plan, self._as_uint8, self._placement, outputs)
+
+
+def _slice(plan: tiling.TilePlan, x: Any) -> list[list[Any]]:
+    return tiling.cut(x, plan, row_axis=NTHWC.of("H"))
+
+
+_cut = functools.partial(jax.jit, static_argnums=0)(_slice)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _join(
+    plan: tiling.TilePlan, as_uint8: bool, placement: "Placement | None", outputs: list[list[jax.Array]]
+) -> jax.Array:
+    frames = tiling.join(outputs, plan, JAX_ARRAYS, row_axis=NTHWC.of("H"))
+    frames = to_uint8(frames) if as_uint8 else frames
+    return frames if placement is None else placement.hand_out(frames)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _take(x: jax.Array, start: int, length: int) -> jax.Array:
+    return jax.lax.dynamic_slice_in_dim(x, start, length, axis=1)
+
+
+class FlaxAutoencoderKLCogVideoX(nnx.Module):
+    """CogVideoX's VAE, the same function as diffusers' `AutoencoderKLCogVideoX`, on NTHWC arrays.
+
+    Args:
+        config: sizes; see `FlaxAutoencoderKLCogVideoXConfig`.
+        dtype: to compute in. Statistics of the norms are float32 whatever it is.
+        param_dtype: to store the parameters in.
+        rngs: for random parameters.
+
+    Attributes:
+        mesh: the device mesh to run on, as given to `place_on`; None for one device.
+    """
+
+    def __init__(
+        self,
+        config: FlaxAutoencoderKLCogVideoXConfig,
+        *,
+        dtype: DTypeLike = jnp.float32,
+        param_dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        self.config = config
+        self.dtype = jnp.dtype(dtype)
+        self.param_dtype = jnp.dtype(param_dtype)
+        self.mesh = None
+        self.encoder = Encoder3D(config, param_dtype=param_dtype, rngs=rngs)
+        self.decoder = Decoder3D(config, param_dtype=param_dtype, rngs=rngs)
+        # diffusers sizes both by the sample's channels, not by the latents'.
+        samples = config.out_channels
+        self.quant_conv = (
+            Conv3d(2 * samples, 2 * samples, param_dtype=param_dtype, rngs=rngs)
+            if config.use_quant_conv
+            else None
+        )
+        self.post_quant_conv = (
+            Conv3d(samples, samples, param_dtype=param_dtype, rngs=rngs)
+            if config.use_post_quant_conv
+            else None
+        )
+        self.tile_settings: tiling.TileSettings | None = None
+        self.use_slicing = False
+
+    # Weights
+
+    @classmethod
+    def from_tensors(
+        cls,
+        config: FlaxAutoencoderKLCogVideoXConfig,
+        tensors: Iterable[tuple[str, Any]],
+        *,
+        source: object = "the state dict",
+        dtype: DTypeLike = jnp.float32,
+        param_dtype: DTypeLike = jnp.float32,
+    ) -> "FlaxAutoencoderKLCogVideoX":
+        """A model of diffusers' tensors, (name, NumPy array) pairs that are taken one at a time.
+
+        Raises:
+            ModelError: a tensor that is missing, left over or of another shape, by name.
+        """
+        graph, abstract = nnx.split(
+            nnx.eval_shape(lambda: cls(config, dtype=dtype, param_dtype=param_dtype, rngs=nnx.Rngs(0)))
+        )
+        state = weights.read_state(abstract, tensors, source=source, param_dtype=param_dtype)
+        return nnx.merge(graph, state)
+
+    @classmethod
+    def from_state_dict(
+        cls,
+        config: FlaxAutoencoderKLCogVideoXConfig | Mapping[str, Any],
+        state_dict: dict[str, Any],
+        **dtypes: Any,
+    ) -> "FlaxAutoencoderKLCogVideoX":
+        """A model of a torch state dict; `dtype` and `param_dtype` as in `from_tensors`."""
+        if not isinstance(config, FlaxAutoencoderKLCogVideoXConfig):
+            config = FlaxAutoencoderKLCogVideoXConfig.from_dict(config)
+        return cls.from_tensors(config, weights.from_torch(state_dict), **dtypes)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name: str | Path,
+        *,
+        subfolder: str | None = None,
+        variant: str | None = None,
+        dtype: DTypeLike = jnp.float32,
+        param_dtype: DTypeLike = jnp.float32,
+        revision: str | None = None,
+        token: str | bool | None = None,
+        cache_dir: str | Path | None = None,
+        local_files_only: bool = False,
+    ) -> "FlaxAutoencoderKLCogVideoX":
+        """Loads diffusers' weights from a directory or from the hub, tensor by tensor.
+
+        Args:
+            name: a local directory or a hub id.
+            subfolder: where the VAE lies in it, "vae" for a whole pipeline.
+            variant: of the weight files, such as "fp16".
+            dtype, param_dtype: to compute in, and to store the parameters in.
+            revision, token, cache_dir, local_files_only: the hub's.
+
+        Raises:
+            ModelError: a `ValueError` that says what is missing or wrong, and what to do.
+        """
+        directory = weights.locate(
+            name,
+            subfolder=subfolder,
+            variant=variant,
+            revision=revision,
+            token=token,
+            cache_dir=cache_dir,
+            local_files_only=local_files_only,
+        )
+        config = FlaxAutoencoderKLCogVideoXConfig.from_file(directory)
+        tensors = weights.read_tensors(checkpoint.weight_files(directory, variant))
+        return cls.from_tensors(config, tensors, source=directory, dtype=dtype, param_dtype=param_dtype)
+
+    def save_pretrained(self, directory: str | Path) -> None:
+        """Writes the model as diffusers' `AutoencoderKLCogVideoX` loads it, in `param_dtype`."""
+        weights.save(nnx.state(self, nnx.Param), self.config, directory)
+
+    def load_tensors(self, tensors: Iterable[tuple[str, Any]], *, source: object = "the state dict") -> None:
+        """Takes over diffusers' tensors, all or none, on the mesh if there is one; as `from_tensors`.
+
+        Raises:
+            ModelError: a tensor that is missing, left over or of another shape, by name.
+        """
+        held = nnx.state(self, nnx.Param)
+        state = weights.read_state(held, tensors, source=source, param_dtype=self.param_dtype)
+        nnx.update(self, state)
+        if self.mesh is not None:
+            self.place_on(self.mesh)
+
+    def cast(self, dtype: DTypeLike) -> None:
+        """Stores the parameters in another dtype, and computes in it."""
+        self.dtype = self.param_dtype = jnp.dtype(dtype)
+        cast = jax.tree.map(lambda weight: weight.astype(dtype), nnx.state(self, nnx.Param))
+        nnx.update(self, cast)
+
+    # Encoding and decoding
+
+    def encode(self, x: jax.Array) -> Posterior:
+        """The posterior of videos (N, T, H, W, C), floats in [-1, 1] or uint8.
+
+        Raises:
+            ValueError: another rank, channel count or size, or NaN or Inf.
+        """
+        return Posterior.from_moments(self._sliced(x, self._moments))
+
+    def _moments(self, x: jax.Array) -> jax.Array:
+        return jnp.concatenate(list(self._stream("encode", x, chunks.SAMPLE_FRAMES_A_CHUNK)), axis=1)
+
+    def decode(self, z: jax.Array) -> jax.Array:
+        """The frames, in about [-1, 1], of latents (N, t, h, w, C), not scaled by `scaling_factor`.
+
+        Raises:
+            ValueError: another rank or channel count, or NaN or Inf.
+        """
+        return self._sliced(z, lambda part: jnp.concatenate(list(self.decode_stream(part)), axis=1))
+
+    def decode_frame_by_frame(self, z: jax.Array) -> jax.Array:
+        """Decodes one latent frame a step, at about half the memory: ANOTHER FUNCTION than `decode`.
+
+        GroupNorm's statistics span the frames of a step, and the network was trained on steps of two; with
+        one frame a step they differ, and so does every pixel (docs/numerics.md has the measured difference).
+        The first latent frame gives one frame, each further one four: 4 t - 3 in all, also where `decode`
+        gives 4 t (even t).
+
+        Args:
+            z: as `decode` takes them.
+        """
+        return self._sliced(
+            z, lambda part: jnp.concatenate(list(self._stream("decode_frame_by_frame", part, 1)), axis=1)
+        )
+
+    def encode_stream(self, x: jax.Array) -> Iterator[Posterior]:
+        """As `encode`, chunk by chunk; a chunk's latents are there while the next one is computed."""
+        for moments in self._stream("encode", x, chunks.SAMPLE_FRAMES_A_CHUNK):
+            yield Posterior.from_moments(moments)
+
+    def decode_stream(self, z: jax.Array, *, as_uint8: bool = False) -> Iterator[jax.Array]:
+        """As `decode`, chunk by chunk; bytes (0 to 255) where `as_uint8`."""
+        kind = "decode_uint8" if as_uint8 else "decode"
+        return self._stream(kind, z, chunks.LATENT_FRAMES_A_CHUNK)
+
+    def _stream(self, kind: Kind, x: jax.Array, frames_a_chunk: int) -> Iterator[jax.Array]:
+        self._check(kind, x)
+        run = self.run(kind, self._tile_plan(kind, x.shape[2:4]))
+        for chunk in chunks.plan(x.shape[1], frames_a_chunk):
+            yield run(_take(x, chunk.start, chunk.length))
+
+    def _sliced(self, x: jax.Array, function: Callable[[jax.Array], jax.Array]) -> jax.Array:
+        if not self.use_slicing or x.shape[0] == 1:
+            return function(x)
+        return jnp.concatenate([function(video[None]) for video in x])
+
+    def run(self, kind: Kind, plan: tiling.TilePlan | None = None) -> ChunkRun | TiledRun:
+        """A function from a video's chunks, given in order, to their results; in tiles by a plan."""
+        runtime.configure_compile_cache()
+        network = EncoderChunk(self) if kind == "encode" else DecoderChunk(self, _network_kind(kind, plan))
+        placement = self._placement(kind)
+        graph, state = nnx.split(network if placement is None else OnMesh(network, placement))
+        if plan is None:
+            return ChunkRun(graph, state, placement)
+        return TiledRun(graph, state, placement, plan, as_uint8=kind == "decode_uint8")
+
+    # Several devices
+
+    def place_on(self, mesh: jax.sharding.Mesh) -> None:
+        """Runs on a mesh of `cogvideox_torchax.make_mesh` from now on; the weights are copied to its devices.
+
+        One video is split by width over all of them, a batch that "dp" divides by video over "dp" and by
+        width over "tp"; any width will do. What comes in may lie anywhere, what goes out lies split.
+
+        Raises:
+            ValueError: a mesh that was not made by `make_mesh`.
+        """
+        from cogvideox_torchax.sharding import Placement, check_mesh, spread
+
+        self.mesh = check_mesh(mesh)
+        move = functools.partial(spread, sharding=Placement(mesh).replicated)
+        nnx.update(self, jax.tree.map(move, nnx.state(self, nnx.Param)))
+
+    def _placement(self, kind: Kind) -> "Placement | None":
+        if self.mesh is None:
+            return None
+        from cogvideox_torchax.sharding import HWNTC, NTHWC, Placement
+
+        unit = self.config.spatial_scale if kind == "encode" else 1
+        return Placement(self.mesh, NTHWC, cache_layout=HWNTC, unit=unit)
+
+    # Tiling and slicing
+
+    def enable_slicing(self) -> None:
+        """Runs a batch one video at a time."""
+        self.use_slicing = True
+
+    def disable_slicing(self) -> None:
+        self.use_slicing = False
+
+    def enable_tiling(
+        self,
+        tile_sample_min_height: int | None = None,
+        tile_sample_min_width: int | None = None,
+        tile_overlap_factor_height: float = 1 / 6,
+        tile_overlap_factor_width: float = 1 / 5,
+    ) -> None:
+        """Runs pictures larger than a tile in tiles; sizes in sample pixels, half the config's by default."""
+        scale = self.config.spatial_scale
+        height = tile_sample_min_height or self.config.sample_height // 2
+        width = tile_sample_min_width or self.config.sample_width // 2
+        self.tile_settings = tiling.TileSettings(
+            height // scale, width // scale, tile_overlap_factor_height, tile_overlap_factor_width
+        )
+
+    def disable_tiling(self) -> None:
+        self.tile_settings = None
+
+    def _tile_plan(self, kind: Kind, size: tuple[int, ...]) -> tiling.TilePlan | None:
+        """The plan for a picture of `size` (rows, columns), or None where it is one tile or tiling is off."""
+        tiles, scale = self.tile_settings, self.config.spatial_scale
+        return tiles.plan(kind, size, scale) if tiles is not None and tiles.cuts(kind, size, scale) else None
+
+    # Checks
+
+    def _check(self, kind: Kind, x: jax.Array) -> None:
+        encoding = kind == "encode"
+        what = "video" if encoding else "latents"
+        channels = self.config.in_channels if encoding else self.config.latent_channels
+        multiple = self.config.spatial_scale if encoding else 1
+        check_shape(what, x.shape, NTHWC, channels=channels, multiple=multiple)
+        check_finite(what, runtime.first_nonfinite(runtime.tensor_of(x)), NTHWC)
+
+
+def _network_kind(kind: Kind, plan: tiling.TilePlan | None) -> Kind:
+    """Tiles are blended as floats, so their network leaves them floats."""
+    return "decode" if kind == "decode_uint8" and plan is not None else kind

@@ -1,0 +1,113 @@
+"""The config of the Flax build: every field of diffusers' config.json, and nothing that it cannot honour."""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from cogvideox_torchax.vae import checkpoint, chunks
+
+NEVER_READ = ("sample_size",)
+"""Fields of old config files that diffusers' class documents and does not read."""
+
+DOWN_BLOCK = "CogVideoXDownBlock3D"
+UP_BLOCK = "CogVideoXUpBlock3D"
+
+
+@dataclasses.dataclass(frozen=True)
+class FlaxAutoencoderKLCogVideoXConfig:
+    """CogVideoX's VAE by diffusers' own field names and defaults; see diffusers' `AutoencoderKLCogVideoX`.
+
+    `scaling_factor`, `shift_factor`, `latents_mean`, `latents_std` and `invert_scale_latents` are what a
+    diffusion pipeline does to the latents on its own side; they are kept for it and change nothing here.
+
+    Raises:
+        ModelError: a block type, an activation or a size that this build does not have.
+    """
+
+    in_channels: int = 3
+    out_channels: int = 3
+    down_block_types: tuple[str, ...] = (DOWN_BLOCK,) * 4
+    up_block_types: tuple[str, ...] = (UP_BLOCK,) * 4
+    block_out_channels: tuple[int, ...] = (128, 256, 256, 512)
+    latent_channels: int = 16
+    layers_per_block: int = 3
+    act_fn: str = "silu"
+    norm_eps: float = 1e-6
+    norm_num_groups: int = 32
+    temporal_compression_ratio: float = 4
+    sample_height: int = 480
+    sample_width: int = 720
+    scaling_factor: float = 1.15258426
+    shift_factor: float | None = None
+    latents_mean: tuple[float, ...] | None = None
+    latents_std: tuple[float, ...] | None = None
+    force_upcast: float = True
+    use_quant_conv: bool = False
+    use_post_quant_conv: bool = False
+    invert_scale_latents: bool = False
+
+    def __post_init__(self) -> None:
+        levels = len(self.block_out_channels)
+        for field, wanted in (
+            ("down_block_types", (DOWN_BLOCK,) * levels),
+            ("up_block_types", (UP_BLOCK,) * levels),
+        ):
+            if getattr(self, field) != wanted:
+                raise checkpoint.ModelError(f"{field} is {getattr(self, field)}: the Flax build has {wanted}")
+        if self.act_fn not in ("silu", "swish"):
+            raise checkpoint.ModelError(f"act_fn is {self.act_fn!r}: the Flax build has 'silu'")
+        if 2**self.time_doublings != self.temporal_compression_ratio or self.time_doublings >= levels:
+            raise checkpoint.ModelError(
+                f"temporal_compression_ratio is {self.temporal_compression_ratio} for {levels} blocks: it is "
+                f"a power of two below {2**levels}"
+            )
+        for channels in self.block_out_channels:
+            if channels % self.norm_num_groups:
+                raise checkpoint.ModelError(
+                    f"norm_num_groups is {self.norm_num_groups}: it must divide each of "
+                    f"{self.block_out_channels}"
+                )
+
+    @property
+    def time_doublings(self) -> int:
+        """How many of the blocks halve (or double) the frames."""
+        return chunks.temporal_steps(self.temporal_compression_ratio)
+
+    @property
+    def spatial_scale(self) -> int:
+        """Sample pixels to a latent pixel, along one axis."""
+        return 2 ** (len(self.block_out_channels) - 1)
+
+    @classmethod
+    def from_dict(cls, config: Mapping[str, Any]) -> "FlaxAutoencoderKLCogVideoXConfig":
+        """From diffusers' config, which may carry private fields (`_class_name`, ...).
+
+        Raises:
+            ModelError: a field that this build does not know, with a value that is not None.
+        """
+        known = {field.name for field in dataclasses.fields(cls)}
+        unknown = [
+            name
+            for name, value in config.items()
+            if name not in known and name not in NEVER_READ and not name.startswith("_") and value is not None
+        ]
+        if unknown:
+            raise checkpoint.ModelError(
+                f"the config has {unknown[0]} = {config[unknown[0]]!r}, which the Flax build does not know: "
+                "use the torchax build, or remove the field if the model does not depend on it"
+            )
+        return cls(**{name: _hashable(value) for name, value in config.items() if name in known})
+
+    @classmethod
+    def from_file(cls, directory: str | Path) -> "FlaxAutoencoderKLCogVideoXConfig":
+        """From the config.json in a model directory."""
+        return cls.from_dict(checkpoint.read_config(Path(directory)))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as diffusers' class takes them."""
+        return dataclasses.asdict(self)
+
+
+def _hashable(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value

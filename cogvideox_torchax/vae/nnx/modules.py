@@ -1,0 +1,353 @@
+"""The VAE's layers in Flax NNX, channels last, over `jax_kernels`.
+
+Every module has the attribute names of its diffusers counterpart, so a parameter's path is its diffusers name
+but for the last word (`kernel` or `scale` for `weight`). A layer computes in the dtype of its input:
+parameters, stored in `param_dtype`, are cast to it. What a causal convolution remembers of earlier frames
+goes in and out as an explicit pytree, a dict by module name; at the start of a video it is None.
+
+Axis letters: N videos, T frames, H rows, W columns, C channels; t h w the sizes of the latents.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+import jax_kernels
+from cogvideox_torchax.vae.chunks import first_frame_is_alone
+from jax_kernels.common.activation import Activation
+
+Cache = dict[str, Any]
+
+
+class Conv(nnx.Module):
+    """The parameters of a convolution: `kernel` (*window, I, O) and `bias` (O,)."""
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        window: Sequence[int],
+        *,
+        param_dtype: DTypeLike,
+        rngs: nnx.Rngs,
+    ):
+        shape = (*window, in_channels, out_channels)
+        self.kernel = nnx.Param(nnx.initializers.lecun_normal()(rngs.params(), shape, param_dtype))
+        self.bias = nnx.Param(jnp.zeros((out_channels,), param_dtype))
+
+    def cast(self, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
+        """Kernel and bias in the dtype to compute in."""
+        return self.kernel[...].astype(dtype), self.bias[...].astype(dtype)
+
+    def matrix(self, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
+        """A 1x1x1 convolution's kernel as a matrix (I, O), and its bias."""
+        kernel, bias = self.cast(dtype)
+        return kernel[0, 0, 0], bias
+
+
+class Conv3d(Conv):
+    """A 1x1x1 convolution: no padding, no memory."""
+
+    def __init__(self, in_channels: int, out_channels: int, *, param_dtype: DTypeLike, rngs: nnx.Rngs):
+        super().__init__(in_channels, out_channels, (1, 1, 1), param_dtype=param_dtype, rngs=rngs)
+
+    def __call__(self, x_NTHWC: jax.Array) -> jax.Array:
+        y_NTHWC, _ = jax_kernels.conv3d(x_NTHWC, *self.cast(x_NTHWC.dtype))
+        return y_NTHWC
+
+
+class CausalConv3d(nnx.Module):
+    """A convolution that sees no later frame; diffusers' `pad_mode="first"`, which all of CogVideoX uses."""
+
+    def __init__(
+        self, in_channels: int, out_channels: int, kernel_size: int, *, param_dtype: DTypeLike, rngs: nnx.Rngs
+    ):
+        window = (kernel_size,) * 3
+        self.conv = Conv(in_channels, out_channels, window, param_dtype=param_dtype, rngs=rngs)
+
+    def __call__(
+        self,
+        x_NTHWC: jax.Array,
+        cache: jax.Array | None = None,
+        *,
+        residual: jax.Array | None = None,
+        after: jax.Array | None = None,
+    ) -> tuple[jax.Array, jax.Array | None]:
+        kernel, bias = self.conv.cast(x_NTHWC.dtype)
+        return jax_kernels.conv3d(
+            x_NTHWC, kernel, bias, cache, residual=residual, after=after, start="replicate"
+        )
+
+
+class GroupNorm(nnx.Module):
+    """GroupNorm over the last axis, and the activation after it; statistics in float32."""
+
+    def __init__(self, channels: int, *, num_groups: int, eps: float, param_dtype: DTypeLike):
+        self.scale = nnx.Param(jnp.ones((channels,), param_dtype))
+        self.bias = nnx.Param(jnp.zeros((channels,), param_dtype))
+        self.num_groups = num_groups
+        self.eps = eps
+
+    def __call__(self, x_NTHWC: jax.Array, *, activation: Activation | None = None) -> jax.Array:
+        return jax_kernels.group_norm(
+            x_NTHWC,
+            self.scale[...],
+            self.bias[...],
+            num_groups=self.num_groups,
+            eps=self.eps,
+            channel_axis=-1,
+            activation=activation,
+        )
+
+
+class SpatialNorm3D(nnx.Module):
+    """GroupNorm modulated by the latents, `norm(x) * conv_y(zq) + conv_b(zq)`."""
+
+    def __init__(
+        self, channels: int, latent_channels: int, *, num_groups: int, param_dtype: DTypeLike, rngs: nnx.Rngs
+    ):
+        self.norm_layer = GroupNorm(channels, num_groups=num_groups, eps=1e-6, param_dtype=param_dtype)
+        self.conv_y = CausalConv3d(latent_channels, channels, 1, param_dtype=param_dtype, rngs=rngs)
+        self.conv_b = CausalConv3d(latent_channels, channels, 1, param_dtype=param_dtype, rngs=rngs)
+
+    def __call__(
+        self, x_NTHWC: jax.Array, zq_NthwC: jax.Array, *, activation: Activation | None = None
+    ) -> jax.Array:
+        norm = self.norm_layer
+        return jax_kernels.spatial_norm(
+            x_NTHWC,
+            zq_NthwC,
+            norm.scale[...],
+            norm.bias[...],
+            *self.conv_y.conv.matrix(x_NTHWC.dtype),
+            *self.conv_b.conv.matrix(x_NTHWC.dtype),
+            num_groups=norm.num_groups,
+            eps=norm.eps,
+            activation=activation,
+            lone_first=first_frame_is_alone(x_NTHWC.shape[1]),
+        )
+
+
+def _activated_norm(
+    norm: Callable[..., jax.Array], x_NTHWC: jax.Array, zq_NthwC: jax.Array | None
+) -> jax.Array:
+    """silu(norm(x)): a GroupNorm takes no latents, a spatial norm does."""
+    inputs = (x_NTHWC,) if zq_NthwC is None else (x_NTHWC, zq_NthwC)
+    return norm(*inputs, activation="silu")
+
+
+class ResnetBlock3D(nnx.Module):
+    """Norm, SiLU and convolution, twice, beside a shortcut; with `latent_channels` the norms are spatial."""
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        *,
+        num_groups: int,
+        eps: float,
+        latent_channels: int | None,
+        param_dtype: DTypeLike,
+        rngs: nnx.Rngs,
+    ):
+        def norm(channels: int) -> GroupNorm | SpatialNorm3D:
+            if latent_channels is None:
+                return GroupNorm(channels, num_groups=num_groups, eps=eps, param_dtype=param_dtype)
+            return SpatialNorm3D(
+                channels, latent_channels, num_groups=num_groups, param_dtype=param_dtype, rngs=rngs
+            )
+
+        self.norm1 = norm(in_channels)
+        self.conv1 = CausalConv3d(in_channels, out_channels, 3, param_dtype=param_dtype, rngs=rngs)
+        self.norm2 = norm(out_channels)
+        self.conv2 = CausalConv3d(out_channels, out_channels, 3, param_dtype=param_dtype, rngs=rngs)
+        self.conv_shortcut = (
+            Conv3d(in_channels, out_channels, param_dtype=param_dtype, rngs=rngs)
+            if in_channels != out_channels
+            else None
+        )
+
+    def __call__(
+        self, x_NTHWC: jax.Array, zq_NthwC: jax.Array | None = None, cache: Cache | None = None
+    ) -> tuple[jax.Array, Cache]:
+        old, new = cache or {}, {}
+        shortcut = x_NTHWC if self.conv_shortcut is None else self.conv_shortcut(x_NTHWC)
+        # A shortcut of fewer channels first: then the memory of `x` is free for the first convolution.
+        first = shortcut if shortcut.shape[-1] < x_NTHWC.shape[-1] else None
+        y_NTHWC, new["conv1"] = self.conv1(
+            _activated_norm(self.norm1, x_NTHWC, zq_NthwC), old.get("conv1"), after=first
+        )
+        y_NTHWC, new["conv2"] = self.conv2(
+            _activated_norm(self.norm2, y_NTHWC, zq_NthwC), old.get("conv2"), residual=shortcut
+        )
+        return y_NTHWC, new
+
+
+class Downsample3D(nnx.Module):
+    """Half the pixels, and half the frames where `compress_time`."""
+
+    def __init__(self, channels: int, *, compress_time: bool, param_dtype: DTypeLike, rngs: nnx.Rngs):
+        self.conv = Conv(channels, channels, (3, 3), param_dtype=param_dtype, rngs=rngs)
+        self.compress_time = compress_time
+
+    def __call__(self, x_NTHWC: jax.Array) -> jax.Array:
+        kernel, bias = self.conv.cast(x_NTHWC.dtype)
+        return jax_kernels.downsample(
+            x_NTHWC,
+            kernel,
+            bias,
+            compress_time=self.compress_time,
+            lone_first=first_frame_is_alone(x_NTHWC.shape[1]),
+        )
+
+
+class Upsample3D(nnx.Module):
+    """Twice the pixels, and twice the frames where `expand_time`."""
+
+    def __init__(self, channels: int, *, expand_time: bool, param_dtype: DTypeLike, rngs: nnx.Rngs):
+        self.conv = Conv(channels, channels, (3, 3), param_dtype=param_dtype, rngs=rngs)
+        self.expand_time = expand_time
+
+    def __call__(self, x_NTHWC: jax.Array, *, lone_first: bool | None = None) -> jax.Array:
+        """`lone_first`: whether the first frame stays one; None for what the number of frames says."""
+        if lone_first is None:
+            lone_first = first_frame_is_alone(x_NTHWC.shape[1])
+        kernel, bias = self.conv.cast(x_NTHWC.dtype)
+        return jax_kernels.upsample(
+            x_NTHWC, kernel, bias, expand_time=self.expand_time, lone_first=lone_first
+        )
+
+
+class _Resnets(nnx.Module):
+    """A row of residual blocks, the part that down, mid and up blocks share."""
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        *,
+        num_layers: int,
+        num_groups: int,
+        eps: float,
+        latent_channels: int | None,
+        param_dtype: DTypeLike,
+        rngs: nnx.Rngs,
+    ):
+        self.resnets = nnx.List(
+            ResnetBlock3D(
+                in_channels if i == 0 else out_channels,
+                out_channels,
+                num_groups=num_groups,
+                eps=eps,
+                latent_channels=latent_channels,
+                param_dtype=param_dtype,
+                rngs=rngs,
+            )
+            for i in range(num_layers)
+        )
+
+    def _run_resnets(
+        self, x_NTHWC: jax.Array, zq_NthwC: jax.Array | None, cache: Cache | None
+    ) -> tuple[jax.Array, Cache]:
+        old, new = cache or {}, {}
+        for i, resnet in enumerate(self.resnets):
+            name = f"resnet_{i}"
+            x_NTHWC, new[name] = resnet(x_NTHWC, zq_NthwC, old.get(name))
+        return x_NTHWC, new
+
+
+class MidBlock3D(_Resnets):
+    """Residual blocks at the lowest resolution."""
+
+    def __call__(
+        self, x_NTHWC: jax.Array, zq_NthwC: jax.Array | None = None, cache: Cache | None = None
+    ) -> tuple[jax.Array, Cache]:
+        return self._run_resnets(x_NTHWC, zq_NthwC, cache)
+
+
+class DownBlock3D(_Resnets):
+    """Residual blocks, then the downsampler, which the last level does not have."""
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        *,
+        num_layers: int,
+        num_groups: int,
+        eps: float,
+        add_downsample: bool,
+        compress_time: bool,
+        param_dtype: DTypeLike,
+        rngs: nnx.Rngs,
+    ):
+        super().__init__(
+            in_channels,
+            out_channels,
+            num_layers=num_layers,
+            num_groups=num_groups,
+            eps=eps,
+            latent_channels=None,
+            param_dtype=param_dtype,
+            rngs=rngs,
+        )
+        self.downsamplers = nnx.List(
+            Downsample3D(out_channels, compress_time=compress_time, param_dtype=param_dtype, rngs=rngs)
+            for _ in range(int(add_downsample))
+        )
+
+    def __call__(self, x_NTHWC: jax.Array, cache: Cache | None = None) -> tuple[jax.Array, Cache]:
+        x_NTHWC, cache = self._run_resnets(x_NTHWC, None, cache)
+        for downsampler in self.downsamplers:
+            x_NTHWC = downsampler(x_NTHWC)
+        return x_NTHWC, cache
+
+
+class UpBlock3D(_Resnets):
+    """Residual blocks with spatial norms, then the upsampler, which the last level does not have."""
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        *,
+        num_layers: int,
+        num_groups: int,
+        eps: float,
+        latent_channels: int,
+        add_upsample: bool,
+        expand_time: bool,
+        param_dtype: DTypeLike,
+        rngs: nnx.Rngs,
+    ):
+        super().__init__(
+            in_channels,
+            out_channels,
+            num_layers=num_layers,
+            num_groups=num_groups,
+            eps=eps,
+            latent_channels=latent_channels,
+            param_dtype=param_dtype,
+            rngs=rngs,
+        )
+        self.upsamplers = nnx.List(
+            Upsample3D(out_channels, expand_time=expand_time, param_dtype=param_dtype, rngs=rngs)
+            for _ in range(int(add_upsample))
+        )
+
+    def __call__(
+        self,
+        x_NTHWC: jax.Array,
+        zq_NthwC: jax.Array,
+        cache: Cache | None = None,
+        *,
+        lone_first: bool | None = None,
+    ) -> tuple[jax.Array, Cache]:
+        x_NTHWC, cache = self._run_resnets(x_NTHWC, zq_NthwC, cache)
+        for upsampler in self.upsamplers:
+            x_NTHWC = upsampler(x_NTHWC, lone_first=lone_first)
+        return x_NTHWC, cache

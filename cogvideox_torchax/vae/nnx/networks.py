@@ -1,0 +1,118 @@
+"""Encoder and decoder: the whole networks for one chunk of frames, the cache in and out."""
+
+import jax
+from flax import nnx
+from jax.typing import DTypeLike
+
+import jax_kernels
+from cogvideox_torchax.vae.nnx.config import FlaxAutoencoderKLCogVideoXConfig
+from cogvideox_torchax.vae.nnx.modules import (
+    Cache,
+    CausalConv3d,
+    DownBlock3D,
+    GroupNorm,
+    MidBlock3D,
+    SpatialNorm3D,
+    UpBlock3D,
+)
+
+
+class Encoder3D(nnx.Module):
+    """Frames (N, T, H, W, C) to moments (N, t, h, w, 2 * latent_channels)."""
+
+    def __init__(self, config: FlaxAutoencoderKLCogVideoXConfig, *, param_dtype: DTypeLike, rngs: nnx.Rngs):
+        widths = config.block_out_channels
+        self.conv_in = CausalConv3d(config.in_channels, widths[0], 3, param_dtype=param_dtype, rngs=rngs)
+        self.down_blocks = nnx.List(
+            DownBlock3D(
+                widths[max(i - 1, 0)],
+                width,
+                num_layers=config.layers_per_block,
+                num_groups=config.norm_num_groups,
+                eps=config.norm_eps,
+                add_downsample=i < len(widths) - 1,
+                compress_time=i < config.time_doublings,
+                param_dtype=param_dtype,
+                rngs=rngs,
+            )
+            for i, width in enumerate(widths)
+        )
+        self.mid_block = MidBlock3D(
+            widths[-1],
+            widths[-1],
+            num_layers=2,
+            num_groups=config.norm_num_groups,
+            eps=config.norm_eps,
+            latent_channels=None,
+            param_dtype=param_dtype,
+            rngs=rngs,
+        )
+        self.norm_out = GroupNorm(
+            widths[-1], num_groups=config.norm_num_groups, eps=1e-6, param_dtype=param_dtype
+        )
+        self.conv_out = CausalConv3d(
+            widths[-1], 2 * config.latent_channels, 3, param_dtype=param_dtype, rngs=rngs
+        )
+
+    def __call__(self, x_NTHWC: jax.Array, cache: Cache | None = None) -> tuple[jax.Array, Cache]:
+        old, new = cache or {}, {}
+        x_NTHWC, new["conv_in"] = self.conv_in(x_NTHWC, old.get("conv_in"))
+        for i, block in enumerate(self.down_blocks):
+            name = f"down_block_{i}"
+            x_NTHWC, new[name] = block(x_NTHWC, old.get(name))
+        x_NTHWC, new["mid_block"] = self.mid_block(x_NTHWC, None, old.get("mid_block"))
+        x_NTHWC = jax_kernels.silu(self.norm_out(x_NTHWC))
+        x_NTHWC, new["conv_out"] = self.conv_out(x_NTHWC, old.get("conv_out"))
+        return x_NTHWC, new
+
+
+class Decoder3D(nnx.Module):
+    """Latents (N, t, h, w, C) to frames (N, T, H, W, C)."""
+
+    def __init__(self, config: FlaxAutoencoderKLCogVideoXConfig, *, param_dtype: DTypeLike, rngs: nnx.Rngs):
+        widths = config.block_out_channels[::-1]
+        latents = config.latent_channels
+        self.conv_in = CausalConv3d(latents, widths[0], 3, param_dtype=param_dtype, rngs=rngs)
+        self.mid_block = MidBlock3D(
+            widths[0],
+            widths[0],
+            num_layers=2,
+            num_groups=config.norm_num_groups,
+            eps=config.norm_eps,
+            latent_channels=latents,
+            param_dtype=param_dtype,
+            rngs=rngs,
+        )
+        self.up_blocks = nnx.List(
+            UpBlock3D(
+                widths[max(i - 1, 0)],
+                width,
+                num_layers=config.layers_per_block + 1,
+                num_groups=config.norm_num_groups,
+                eps=config.norm_eps,
+                latent_channels=latents,
+                add_upsample=i < len(widths) - 1,
+                expand_time=i < config.time_doublings,
+                param_dtype=param_dtype,
+                rngs=rngs,
+            )
+            for i, width in enumerate(widths)
+        )
+        self.norm_out = SpatialNorm3D(
+            widths[-1], latents, num_groups=config.norm_num_groups, param_dtype=param_dtype, rngs=rngs
+        )
+        self.conv_out = CausalConv3d(widths[-1], config.out_channels, 3, param_dtype=param_dtype, rngs=rngs)
+
+    def __call__(
+        self, z_NthwC: jax.Array, cache: Cache | None = None, *, lone_first: bool | None = None
+    ) -> tuple[jax.Array, Cache]:
+        """`lone_first`: whether the first frame is not doubled; None for what the number of frames says."""
+        old, new = cache or {}, {}
+        x_NTHWC, new["conv_in"] = self.conv_in(z_NthwC, old.get("conv_in"))
+        x_NTHWC, new["mid_block"] = self.mid_block(x_NTHWC, z_NthwC, old.get("mid_block"))
+        for i, block in enumerate(self.up_blocks):
+            name = f"up_block_{i}"
+            x_NTHWC, new[name] = block(x_NTHWC, z_NthwC, old.get(name), lone_first=lone_first)
+        x_NTHWC = self.norm_out(x_NTHWC, z_NthwC, activation="silu")
+        x_NTHWC, new["conv_out"] = self.conv_out(x_NTHWC, old.get("conv_out"))
+        return x_NTHWC, new

@@ -1,0 +1,73 @@
+"""What every layer of the Flax build computes, chunk by chunk: for comparing builds layer by layer."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import nnx
+
+from cogvideox_torchax.vae.nnx.autoencoder import DecoderChunk, EncoderChunk, FlaxAutoencoderKLCogVideoX
+from cogvideox_torchax.vae.nnx.modules import Cache
+
+
+class LayerRecorder:
+    """One pass over a video that gives, for each chunk, its layers' outputs by diffusers' names.
+
+    `decoder.norm_out` is left out: here it comes with its activation, in diffusers without.
+
+    Args:
+        vae: the model.
+        kind: "encode" or "decode".
+        wanted: whether a layer of that name is to be recorded.
+    """
+
+    def __init__(self, vae: FlaxAutoencoderKLCogVideoX, kind: str, wanted: Callable[[str], Any]):
+        network = EncoderChunk(vae) if kind == "encode" else DecoderChunk(vae, "decode")
+        self._graph, self._state = nnx.split(network)
+        self._wanted = wanted
+        self._cache: Cache | None = None
+        self._run = jax.jit(self._traced)
+
+    def __call__(self, chunk_NTHWC: jax.Array) -> dict[str, jax.Array]:
+        outputs, self._cache = self._run(self._state, chunk_NTHWC, self._cache)
+        return outputs
+
+    def _traced(
+        self, state: nnx.State, chunk: jax.Array, cache: Cache | None
+    ) -> tuple[dict[str, jax.Array], Cache]:
+        network: Any = nnx.merge(self._graph, state)  # of this trace alone
+        outputs: dict[str, jax.Array] = {}
+        # Inner layers first: what has been replaced has no parts that could be.
+        for path, module in sorted(nnx.iter_modules(network), key=lambda found: -len(found[0])):
+            name = ".".join(map(str, path))
+            if self._wanted(name) and name != "decoder.norm_out":
+                _replace(network, path, _Recorded(module, functools.partial(outputs.__setitem__, name)))
+        _, new_cache = network(chunk, cache)
+        return outputs, new_cache
+
+
+class _Recorded:
+    """A layer in its own place that also hands on what it gives."""
+
+    def __init__(self, layer: Any, record: Callable[[jax.Array], None]):
+        self._layer = layer
+        self._record = record
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        result = self._layer(*args, **kwargs)
+        self._record(result[0] if isinstance(result, tuple) else result)
+        return result
+
+
+def _replace(network: Any, path: tuple[Any, ...], layer: Any) -> None:
+    *parents, last = path
+    owner = functools.reduce(_child, parents, network)
+    if isinstance(last, int):
+        owner[last] = layer
+    else:
+        object.__setattr__(owner, last, layer)  # no part of the graph
+
+
+def _child(owner: Any, name: Any) -> Any:
+    return owner[name] if isinstance(name, int) else getattr(owner, name)

@@ -1,0 +1,167 @@
+"""Weights between diffusers' state dict and the NNX state, both ways, bit for bit, one tensor at a time.
+
+The attribute names are diffusers' own, so a path maps to a name word by word; only the last word differs, and
+only kernels are stored the other way round: torch (O, I, *window), here (*window, I, O).
+"""
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
+
+from cogvideox_torchax import runtime
+from cogvideox_torchax.files.whole import whole_file
+from cogvideox_torchax.vae import checkpoint
+from cogvideox_torchax.vae.nnx.config import FlaxAutoencoderKLCogVideoXConfig
+
+Keys = tuple[Any, ...]
+"""Where a parameter lies in the NNX state: names and list indices from the root down."""
+
+COMPILED_PREFIX = "_orig_mod."
+"""What `torch.compile` puts into the names of a compiled module's tensors."""
+
+_LEAVES = {"kernel": "weight", "scale": "weight", "bias": "bias"}
+
+
+def diffusers_name(path: Keys) -> str:
+    """The name in diffusers' state dict of the parameter at a path of the NNX state."""
+    *modules, leaf = path
+    return ".".join(map(str, [*modules, _LEAVES[leaf]]))
+
+
+def to_nnx(path: Keys, tensor: np.ndarray) -> np.ndarray:
+    """A torch tensor's array as the parameter at `path` holds it: convolutions and linear layers turned."""
+    if path[-1] != "kernel":
+        return tensor
+    return np.ascontiguousarray(tensor.transpose(*range(2, tensor.ndim), 1, 0))
+
+
+def to_torch(path: Keys, parameter: np.ndarray) -> np.ndarray:
+    """The inverse of `to_nnx`."""
+    if path[-1] != "kernel":
+        return parameter
+    last = parameter.ndim - 1
+    return np.ascontiguousarray(parameter.transpose(last, last - 1, *range(last - 1)))
+
+
+def read_tensors(files: Iterable[Path]) -> Iterator[tuple[str, np.ndarray]]:
+    """Every tensor of safetensors files, one at a time."""
+    from safetensors import safe_open
+
+    for path in files:
+        with safe_open(path, framework="numpy") as file:
+            names = list(file.keys())
+        for name in names:
+            # Opened anew for each tensor: pages that a mapping has touched stay in memory until it is closed,
+            # and would add up to the whole file beside the weights.
+            with safe_open(path, framework="numpy") as file:
+                yield name, file.get_tensor(name)
+
+
+def read_state(
+    abstract: nnx.State, tensors: Iterable[tuple[str, np.ndarray]], *, source: object, param_dtype: DTypeLike
+) -> nnx.State:
+    """An NNX state of concrete arrays from diffusers' tensors, taken one by one.
+
+    Args:
+        abstract: the state's shapes (`nnx.eval_shape`).
+        tensors: (name, array) pairs; a name may carry `_orig_mod.`.
+        source: what to call the weights in an error.
+        param_dtype: of the result.
+
+    Raises:
+        ModelError: a tensor of another shape, missing, left over, or given twice, by name.
+    """
+    wanted = {diffusers_name(path): (path, variable) for path, variable in nnx.to_flat_state(abstract)}
+    found: dict[str, tuple[Keys, nnx.Variable]] = {}
+    unexpected: list[str] = []
+    for given_name, tensor in tensors:
+        name = given_name.replace(COMPILED_PREFIX, "")
+        if name not in wanted:
+            unexpected.append(given_name)
+            continue
+        if name in found:
+            raise checkpoint.ModelError(f"{source} gives {name} twice: the second time as {given_name}")
+        path, variable = wanted[name]
+        found[name] = path, variable.replace(_checked(path, tensor, variable, name, source, param_dtype))
+    missing = wanted.keys() - found.keys()
+    checkpoint.check_loading_info({"missing_keys": missing, "unexpected_keys": unexpected}, source)
+    return nnx.from_flat_state([found[name] for name in wanted])
+
+
+def _checked(
+    path: Keys, tensor: np.ndarray, variable: Any, name: str, source: object, param_dtype: DTypeLike
+) -> Any:
+    expected = torch_shape(path, variable.shape)
+    if tensor.shape != expected:
+        raise checkpoint.ModelError(
+            f"{name} of {source} has the shape {tensor.shape}: the config asks for {expected}; give the "
+            "config.json that belongs to these weights"
+        )
+    # Waited for: copies to a device run behind, and would hold many host tensors at once.
+    return jnp.array(to_nnx(path, tensor), dtype=param_dtype).block_until_ready()
+
+
+def torch_shape(path: Keys, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape in diffusers' state dict of the parameter at `path`."""
+    return shape if path[-1] != "kernel" else (shape[-1], shape[-2], *shape[:-2])
+
+
+def state_dict(state: nnx.State) -> dict[str, np.ndarray]:
+    """Diffusers' state dict as NumPy arrays (bfloat16 as `ml_dtypes` has it)."""
+    return {
+        diffusers_name(path): to_torch(path, np.asarray(variable[...]))
+        for path, variable in nnx.to_flat_state(state)
+    }
+
+
+def from_torch(tensors: dict[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
+    """A torch state dict's tensors as NumPy arrays, one at a time."""
+    for name, tensor in tensors.items():
+        yield name, runtime.host_array(tensor.cpu())
+
+
+def save(state: nnx.State, config: FlaxAutoencoderKLCogVideoXConfig, directory: str | Path) -> None:
+    """Writes config.json and the weights as diffusers' `save_pretrained` does, in one file."""
+    from diffusers import __version__
+    from safetensors.numpy import save_file
+
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    header = {"_class_name": checkpoint.CLASS_NAME, "_diffusers_version": __version__}
+    fields = json.dumps(header | config.to_dict(), indent=2, sort_keys=True) + "\n"
+    with whole_file(directory / "config.json") as temporary:
+        temporary.write_text(fields)
+    with whole_file(directory / f"{checkpoint.WEIGHTS_STEM}.safetensors") as temporary:
+        save_file(state_dict(state), temporary, metadata={"format": "pt"})
+
+
+def locate(name: str | Path, *, subfolder: str | None, variant: str | None, **hub_options: Any) -> Path:
+    """The directory of a model: a local one, checked, or a snapshot of a hub repository.
+
+    Raises:
+        ModelError: no such model, or one that is not whole.
+    """
+    directory = Path(name).expanduser()
+    if not directory.exists() and str(name).count("/") == 1 and str(name)[0] not in "./~":
+        directory = _download(str(name), subfolder, hub_options)
+    directory /= subfolder or ""
+    checkpoint.check_directory(directory, variant)
+    return directory
+
+
+def _download(repository: str, subfolder: str | None, hub_options: dict[str, Any]) -> Path:
+    from huggingface_hub import snapshot_download
+
+    prefix = f"{subfolder}/" if subfolder else ""
+    patterns = [f"{prefix}config.json", f"{prefix}{checkpoint.WEIGHTS_STEM}*.safetensors*"]
+    try:
+        return Path(snapshot_download(repository, allow_patterns=patterns, **hub_options))
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise checkpoint.ModelError(f"cannot load {repository}: {reason}") from error

@@ -1,0 +1,155 @@
+"""The tile plan and the blending of tiles, for any array library and either layout.
+
+Tiles are cut, run and blended as in diffusers. There, overlap and crop are rounded each for itself, so a tile
+size whose overlap is not a whole number of latent pixels gives an output of the wrong size. Here all sizes
+follow from one number of latent pixels: equal to diffusers wherever diffusers is right, and of the right
+size everywhere.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class AxisPlan:
+    """Where the tiles of one spatial axis start and end in the input, and how their outputs overlap.
+
+    Attributes:
+        spans: (start, stop) of each tile, in input pixels.
+        keep: output pixels that each tile contributes (the last one contributes all it has).
+        blend: output pixels over which a tile fades in from the one before.
+    """
+
+    spans: tuple[tuple[int, int], ...]
+    keep: int
+    blend: int
+
+
+@dataclass(frozen=True)
+class TilePlan:
+    rows: AxisPlan
+    columns: AxisPlan
+
+
+def plan_axis(size: int, *, tile: int, overlap: float, scale_in: int = 1, scale_out: int = 1) -> AxisPlan:
+    """Plans one axis.
+
+    Args:
+        size: the input's pixels along the axis.
+        tile: a tile's size in latent pixels.
+        overlap: the share of a tile that overlaps the next, 0 <= overlap < 1.
+        scale_in, scale_out: pixels of the input and of the output to one latent pixel (1 and 8 to decode, 8
+            and 1 to encode).
+
+    Raises:
+        ValueError: a tile without pixels, or an overlap that leaves no step.
+    """
+    step = int(tile * (1 - overlap) + 1e-6)
+    if tile < 1 or step < 1:
+        raise ValueError(
+            f"got a tile of {tile} latent pixels with overlap {overlap:.3f}: a tile must advance by at least "
+            "one latent pixel; use a larger tile or a smaller overlap"
+        )
+    spans = tuple((start, min(start + tile * scale_in, size)) for start in range(0, size, step * scale_in))
+    return AxisPlan(spans, keep=step * scale_out, blend=(tile - step) * scale_out)
+
+
+@dataclass(frozen=True)
+class TileSettings:
+    """When and how a picture is cut: a tile's size in latent pixels, and the share that overlaps the next."""
+
+    latent_height: int
+    latent_width: int
+    overlap_height: float = 1 / 6
+    overlap_width: float = 1 / 5
+
+    def plan(self, kind: str, size: tuple[int, ...], scale: int) -> TilePlan:
+        """The tiles of a picture.
+
+        Args:
+            kind: "encode" or "decode".
+            size: the rows and columns of the input.
+            scale: sample pixels to a latent pixel.
+        """
+        scale_in, scale_out = (scale, 1) if kind == "encode" else (1, scale)
+        plan = functools.partial(plan_axis, scale_in=scale_in, scale_out=scale_out)
+        return TilePlan(
+            plan(size[0], tile=self.latent_height, overlap=self.overlap_height),
+            plan(size[1], tile=self.latent_width, overlap=self.overlap_width),
+        )
+
+    def cuts(self, kind: str, size: tuple[int, ...], scale: int) -> bool:
+        """Whether a picture is larger than one tile; the arguments are those of `plan`."""
+        scale_in = scale if kind == "encode" else 1
+        return size[0] > self.latent_height * scale_in or size[1] > self.latent_width * scale_in
+
+
+@dataclass(frozen=True)
+class ArrayLibrary:
+    """What blending asks of torch or of jax.numpy."""
+
+    concatenate: Callable[[Sequence[Any], int], Any]
+    asarray: Callable[[np.ndarray, Any], Any]
+    """A float32 array of the library, on the device of the second argument."""
+
+
+def cut(x: Any, plan: TilePlan, *, row_axis: int) -> list[list[Any]]:
+    """The tiles of `x` as rows of columns; the column axis follows `row_axis`."""
+    before = (slice(None),) * row_axis
+    return [
+        [x[(*before, slice(*row), slice(*column))] for column in plan.columns.spans]
+        for row in plan.rows.spans
+    ]
+
+
+def join(tiles: Sequence[Sequence[Any]], plan: TilePlan, library: ArrayLibrary, *, row_axis: int) -> Any:
+    """Blends the tiles' outputs, crops each to its share and puts them together."""
+    column_axis = row_axis + 1
+    blended: list[list[Any]] = []
+    for i, row in enumerate(tiles):
+        blended.append([])
+        for j, tile in enumerate(row):
+            if i > 0:
+                tile = _fade(blended[i - 1][j], tile, plan.rows.blend, row_axis, library)
+            if j > 0:
+                tile = _fade(blended[i][j - 1], tile, plan.columns.blend, column_axis, library)
+            blended[i].append(tile)
+    rows = [
+        library.concatenate(
+            [
+                _part(_part(tile, row_axis, 0, plan.rows.keep), column_axis, 0, plan.columns.keep)
+                for tile in row
+            ],
+            column_axis,
+        )
+        for row in blended
+    ]
+    return library.concatenate(rows, row_axis)
+
+
+def _fade(before: Any, tile: Any, extent: int, axis: int, library: ArrayLibrary) -> Any:
+    """`tile`, its first `extent` pixels a linear blend from the last ones of `before`."""
+    extent = min(before.shape[axis], tile.shape[axis], extent)
+    if extent == 0:
+        return tile
+    shape = [1] * len(tile.shape)
+    shape[axis] = extent
+    weight = library.asarray(np.linspace(0, 1, extent, endpoint=False, dtype=np.float32).reshape(shape), tile)
+    old = _part(before, axis, before.shape[axis] - extent, before.shape[axis])
+    new = _part(tile, axis, 0, extent)
+    # The library's own promotion makes this float32 for bfloat16 tiles; `+ 0 * new` style casts differ by
+    # library, so the result is brought back to the tile's dtype by concatenating it in that dtype.
+    mixed = _as(old * (1 - weight) + new * weight, tile)
+    return library.concatenate([mixed, _part(tile, axis, extent, tile.shape[axis])], axis)
+
+
+def _as(x: Any, like: Any) -> Any:
+    return x.to(like.dtype) if hasattr(x, "to") else x.astype(like.dtype)
+
+
+def _part(x: Any, axis: int, start: int, stop: int) -> Any:
+    return x[(slice(None),) * axis + (slice(start, stop),)]

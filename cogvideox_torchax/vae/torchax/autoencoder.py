@@ -1,0 +1,543 @@
+"""AutoencoderKLCogVideoX: diffusers' class, ported: encode, decode, and their streams.
+
+Axis letters: N videos, C channels, T frames, H rows, W columns. Public tensors are NCTHW.
+"""
+
+import contextlib
+import functools
+import itertools
+import operator
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from diffusers.models.autoencoders.autoencoder_kl_cogvideox import (
+    AutoencoderKLCogVideoX as DiffusersAutoencoder,
+)
+from diffusers.models.autoencoders.vae import DecoderOutput, DiagonalGaussianDistribution
+from torch import nn
+
+from cogvideox_torchax import runtime
+from cogvideox_torchax.runtime.models import PortedModel, save_as_stock
+from cogvideox_torchax.vae import checkpoint, chunks, tiling
+from cogvideox_torchax.vae.checks import NCTHW, check_finite, check_shape
+from cogvideox_torchax.vae.pixels import to_uint8
+from cogvideox_torchax.vae.torchax.modules import PORTED, port_modules
+from cogvideox_torchax.vae.torchax.networks import (
+    EncoderChunk,
+    chunk_network,
+    frames_a_chunk,
+    frames_of_chunks,
+    stock_of,
+)
+
+if TYPE_CHECKING:
+    from cogvideox_torchax.sharding import Placement
+
+Fetch = Callable[[torch.Tensor], torch.Tensor]
+"""From a torchax tensor that may still be being computed to a plain one."""
+
+TORCH_ARRAYS = tiling.ArrayLibrary(
+    concatenate=lambda parts, axis: torch.cat(list(parts), dim=axis),
+    asarray=lambda array, like: torch.as_tensor(array, device=like.device),
+)
+
+
+NO_GRADIENT = (
+    "gradients do not pass through the port on JAX: run under torch.no_grad(), or train the model in PyTorch "
+    "(vae.to('cpu'))"
+)
+
+
+class _NoGradient(torch.autograd.Function):
+    """A result as it is, whose gradient is an error that says why there is none."""
+
+    @staticmethod
+    def forward(ctx: Any, result: torch.Tensor, _weight: torch.Tensor) -> torch.Tensor:
+        return runtime.tensor_of(runtime.array_of(result))
+
+    @staticmethod
+    def backward(ctx: Any, *_gradients: torch.Tensor) -> Any:
+        raise RuntimeError(NO_GRADIENT)
+
+
+class AutoencoderKLCogVideoX(PortedModel, DiffusersAutoencoder):
+    """CogVideoX's VAE on torchax, by diffusers' own names.
+
+    A plain torch tensor runs natively in PyTorch; a torchax tensor runs on JAX, a chunk of frames at a time,
+    two compiled programs for a video of any length. `vae.to("jax")` moves the weights, `x.to("jax")` an
+    input.
+    """
+
+    @functools.wraps(DiffusersAutoencoder.__init__)
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        save_as_stock(self)
+        port_modules(self)
+
+    @classmethod
+    def from_pretrained(  # pyright: ignore[reportIncompatibleMethodOverride]
+        cls,
+        pretrained_model_name_or_path: str | Path,
+        *,
+        subfolder: str | None = None,
+        variant: str | None = None,
+        torch_dtype: torch.dtype | None = None,
+        **diffusers_options: Any,
+    ) -> "AutoencoderKLCogVideoX":
+        """Loads a model from a directory or from the hub, whether or not torchax is already enabled.
+
+        Args:
+            pretrained_model_name_or_path: a local directory or a hub id.
+            subfolder: where the VAE lies in it, "vae" for a whole pipeline.
+            variant: of the weight files, such as "fp16".
+            torch_dtype: of the loaded weights; float32 where None.
+            diffusers_options: further options of diffusers' `from_pretrained` (`revision`, `token`,
+                `cache_dir`, `local_files_only`, ...). `use_safetensors` is always on: a pickle is never
+                loaded.
+
+        Raises:
+            ModelError: a `ValueError` that says what is missing or wrong, and what to do.
+        """
+        name = str(pretrained_model_name_or_path)
+        directory = Path(name) / (subfolder or "")
+        if Path(name).exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
+            checkpoint.check_directory(directory, variant)
+        options = {
+            **diffusers_options,
+            "subfolder": subfolder,
+            "variant": variant,
+            "torch_dtype": torch_dtype or torch.float32,
+        }
+        load = functools.partial(
+            super().from_pretrained, name, use_safetensors=True, output_loading_info=True, **options
+        )
+        try:
+            vae, info = runtime.without_torchax(load)
+        except (OSError, ValueError, RuntimeError) as error:
+            reason = " ".join(str(error).split())
+            raise checkpoint.ModelError(f"cannot load {name}: {reason}") from error
+        checkpoint.check_loading_info(info, name)
+        return vae.eval()
+
+    def save_pretrained(self, save_directory: str | Path, **diffusers_options: Any) -> None:  # pyright: ignore
+        """As diffusers', in safetensors, from whichever backend the weights are on."""
+        runtime.without_torchax(self._save, save_directory, **diffusers_options)
+
+    def _save(self, save_directory: str | Path, **diffusers_options: Any) -> None:
+        if not runtime.on_jax(next(self.parameters())):
+            super().save_pretrained(save_directory, **diffusers_options)
+            return
+        native: Any = DiffusersAutoencoder.from_config(self.config)
+        native.to(self.dtype)
+        native.load_state_dict({name: runtime.to_torch(value) for name, value in self.state_dict().items()})
+        native.save_pretrained(save_directory, **diffusers_options)
+
+    # Encoding
+
+    @functools.wraps(DiffusersAutoencoder.encode)
+    def encode(self, x: torch.Tensor, return_dict: bool = True) -> Any:
+        with self._running(x):
+            return super().encode(x, return_dict)
+
+    def _encode(self, x: torch.Tensor) -> torch.Tensor:
+        self._check_video(x)
+        moments = self._run_chunks("encode", frames_of_chunks(self, "encode", x), x.shape[3:])
+        return self._without_gradient(runtime.concatenate(list(moments), 2))
+
+    def encode_stream(
+        self,
+        frames: torch.Tensor | Iterable[torch.Tensor],
+        num_frames: int | None = None,
+        *,
+        fetch: Fetch = runtime.to_torch,
+    ) -> Iterator[DiagonalGaussianDistribution]:
+        """Encodes a video that need not fit into memory; the next chunk is computed while one is taken.
+
+        Args:
+            frames: a video (N, C, T, H, W), or an iterable of its frames (N, C, H, W); floats in [-1, 1], or
+                uint8. They may be plain tensors whatever the backend, which is where the weights are.
+            num_frames: how many frames an iterable will give. The first chunk takes what does not divide by
+                8, so the length has to be known before the first frame is encoded. Of a video it is its own.
+            fetch: what brings a chunk's moments from where they are computed to the host; a method of
+                `sharding.Exchange` on a mesh over several processes.
+
+        Returns:
+            An iterator over the posteriors of the chunks, as plain torch tensors without gradients; their
+            `mode()`s, concatenated on axis 2, are those of `encode`. Where the source of the frames fails,
+            what has been computed comes first, then the failure.
+
+        Raises:
+            ValueError: a bad video or first frame, or no `num_frames` for an iterable, at once; a bad later
+                frame, or more or fewer frames than announced, when it is their turn.
+        """
+        if isinstance(frames, torch.Tensor):
+            self._check_video(frames, follow_weights=True)
+            if num_frames not in (None, frames.shape[2]):
+                raise ValueError(
+                    f"encode_stream got a video of {frames.shape[2]} frames where {num_frames} were "
+                    "announced: leave num_frames out, or cut the video"
+                )
+            size = frames.shape[3:]
+            pieces = frames_of_chunks(self, "encode", frames)
+        else:
+            if num_frames is None:
+                raise ValueError("encode_stream got an iterable of unknown length: pass num_frames")
+            if num_frames < 1:
+                raise ValueError(f"encode_stream got num_frames={num_frames}: at least one frame is needed")
+            iterator = iter(frames)
+            first = next(iterator, None)
+            if first is None:
+                raise ValueError(f"encode_stream got no frame where {num_frames} were announced")
+            self._check_video(first[:, :, None] if first.ndim == 4 else first, follow_weights=True)
+            size = first.shape[-2:]
+            pieces = self._gather(first, iterator, num_frames)
+        return _posteriors(self._stream("encode", pieces, size, fetch))
+
+    @torch.no_grad()
+    def _stream(
+        self, kind: str, pieces: Iterable[torch.Tensor], size: torch.Size, fetch: Fetch
+    ) -> Iterator[torch.Tensor]:
+        run = self._run_chunks if not self.use_slicing else self._run_slices
+        yield from _overlapped(run(kind, pieces, size), fetch)
+
+    def _gather(
+        self, first: torch.Tensor, rest: Iterator[torch.Tensor], num_frames: int
+    ) -> Iterator[torch.Tensor]:
+        """Chunks (N, C, t, H, W) out of single frames (N, C, H, W), each checked."""
+        taken = 0
+        for chunk in chunks.plan(num_frames, self.num_sample_frames_batch_size):
+            buffer: list[torch.Tensor] = []
+            while len(buffer) < chunk.length:
+                frame = first if taken == 0 else next(rest, None)
+                if frame is None:
+                    raise ValueError(
+                        f"the video ended after {taken} frames where {num_frames} were announced"
+                    )
+                if frame.shape != first.shape:
+                    raise ValueError(
+                        f"frame {taken} is {tuple(frame.shape)}, the ones before it {tuple(first.shape)}"
+                    )
+                buffer.append(frame)
+                taken += 1
+            piece = torch.stack(buffer, dim=2)
+            self._check_video(piece, follow_weights=True, first_frame=chunk.start)
+            yield piece
+        if next(rest, None) is not None:
+            raise ValueError(f"the video goes on after the {num_frames} frames that were announced")
+
+    # Decoding
+
+    @functools.wraps(DiffusersAutoencoder.decode)
+    def decode(self, z: torch.Tensor, return_dict: bool = True) -> Any:
+        with self._running(z):
+            return super().decode(z, return_dict)
+
+    def _decode(self, z: torch.Tensor, return_dict: bool = True) -> DecoderOutput | tuple[torch.Tensor]:
+        self._check_latents(z)
+        pieces = frames_of_chunks(self, "decode", z)
+        parts = list(self._run_chunks("decode", pieces, z.shape[3:]))
+        frames = self._without_gradient(runtime.concatenate(parts, 2))
+        return DecoderOutput(sample=frames) if return_dict else (frames,)
+
+    def decode_stream(
+        self, z: torch.Tensor, *, output_dtype: torch.dtype | None = None, fetch: Fetch = runtime.to_torch
+    ) -> Iterator[torch.Tensor]:
+        """Decodes chunk by chunk; the next chunk is computed while one is taken, and no more than two are
+        held.
+
+        Args:
+            z: latents (N, C, T, H, W), not scaled by `scaling_factor`; on JAX or plain, whatever the backend,
+                which is where the weights are.
+            output_dtype: torch.uint8 for bytes (0 to 255); None for the model's dtype, in about [-1, 1].
+            fetch: what brings a chunk from where it is computed to the host; a method of `sharding.Exchange`
+                on a mesh over several processes.
+
+        Returns:
+            An iterator over frames (N, C, t, H, W), plain torch tensors without gradients; together they are
+            those of `decode`.
+
+        Raises:
+            ValueError: bad latents or another output dtype, at once.
+        """
+        if output_dtype not in (None, torch.uint8):
+            raise ValueError(f"decode_stream got output_dtype {output_dtype}: None or torch.uint8")
+        self._check_latents(z, follow_weights=True)
+        pieces = frames_of_chunks(self, "decode", z)
+        kind = "decode" if output_dtype is None else "decode_uint8"
+        return self._stream(kind, pieces, z.shape[3:], fetch)
+
+    # Tiling: the plan of `tiling.py` in place of diffusers' own
+
+    def tiled_encode(self, x: torch.Tensor) -> torch.Tensor:
+        """As diffusers' `tiled_encode`, of the right size for any tile size; tiles even where one would
+        do."""
+        return self._without_gradient(self._tiled("encode", x))
+
+    def tiled_decode(self, z: torch.Tensor, return_dict: bool = True) -> DecoderOutput | tuple[torch.Tensor]:
+        """As diffusers' `tiled_decode`, of the right size for any tile size; tiles even where one would
+        do."""
+        frames = self._without_gradient(self._tiled("decode", z))
+        return DecoderOutput(sample=frames) if return_dict else (frames,)
+
+    def _tiled(self, kind: str, x: torch.Tensor) -> torch.Tensor:
+        plan = self._tiles.plan(kind, x.shape[3:], self.spatial_scale)
+        return runtime.concatenate(list(self._run_tiles(kind, frames_of_chunks(self, kind, x), plan)), 2)
+
+    @property
+    def spatial_scale(self) -> int:
+        """Sample pixels to a latent pixel, along one axis."""
+        return 2 ** (len(self.config["block_out_channels"]) - 1)
+
+    @property
+    def _tiles(self) -> tiling.TileSettings:
+        return tiling.TileSettings(
+            self.tile_latent_min_height,
+            self.tile_latent_min_width,
+            self.tile_overlap_factor_height,
+            self.tile_overlap_factor_width,
+        )
+
+    # Running chunks
+
+    def _run_chunks(
+        self, kind: str, pieces: Iterable[torch.Tensor], size: torch.Size
+    ) -> Iterator[torch.Tensor]:
+        """Runs every chunk through the network, in tiles where tiling is on, the convolutions' cache carried
+        along."""
+        if self.use_tiling and self._tiles.cuts(kind, size, self.spatial_scale):
+            yield from self._run_tiles(kind, pieces, self._tiles.plan(kind, size, self.spatial_scale))
+            return
+        run = self._run(kind)
+        for piece in pieces:
+            yield run(piece)
+
+    def _run_slices(
+        self, kind: str, pieces: Iterable[torch.Tensor], size: torch.Size
+    ) -> Iterator[torch.Tensor]:
+        """As `_run_chunks`, one video at a time within each chunk."""
+        for parts in zip(*(self._run_chunks(kind, own, size) for own in _by_video(pieces)), strict=True):
+            yield runtime.concatenate(list(parts), 0)
+
+    @contextlib.contextmanager
+    def _running(self, x: torch.Tensor) -> Iterator[None]:
+        """While a whole input is run: on JAX whether or not this thread has enabled torchax."""
+        if not runtime.on_jax(x):
+            yield
+            return
+        if torch.is_grad_enabled() and x.requires_grad:
+            raise ValueError(NO_GRADIENT)
+        with runtime.active():
+            yield
+
+    def _without_gradient(self, result: torch.Tensor) -> torch.Tensor:
+        """A result computed on JAX: one from which nothing can be traced back, and that says so if asked."""
+        if not torch.is_grad_enabled() or not runtime.on_jax(result):
+            return result
+        trainable = next((weight for weight in self.parameters() if weight.requires_grad), None)
+        return result if trainable is None else _NoGradient.apply(result, trainable)  # pyright: ignore
+
+    def _run_tiles(
+        self, kind: str, pieces: Iterable[torch.Tensor], plan: tiling.TilePlan
+    ) -> Iterator[torch.Tensor]:
+        as_uint8 = kind == "decode_uint8"
+        network = "decode" if as_uint8 else kind
+        runs = [[self._run(network) for _ in plan.columns.spans] for _ in plan.rows.spans]
+        join = _jitted_join() if runtime.on_jax(next(self.parameters())) else _join
+        for piece in pieces:
+            cut = _jitted_cut() if runtime.on_jax(piece) else _cut
+            outputs = [
+                [run(tile) for run, tile in zip(*row, strict=True)]
+                for row in zip(runs, cut(plan, piece), strict=True)
+            ]
+            yield join((plan, as_uint8, self._placement), outputs)
+
+    def _run(self, kind: str) -> runtime.JaxRun | runtime.NativeRun:
+        if runtime.on_jax(next(self.parameters())):
+            network = chunk_network(self, kind)
+            return runtime.JaxRun(self._program(kind, network), network)
+        return runtime.NativeRun(chunk_network(self, kind))
+
+    def program(self, kind: str) -> runtime.ChunkProgram:
+        """The compiled chunk program of "encode", "decode" or "decode_uint8": built when it is first asked
+        for, and anew when modules, hooks or attributes are others than those it was traced from."""
+        return self._program(kind, chunk_network(self, kind))
+
+    def _program(self, kind: str, network: nn.Module) -> runtime.ChunkProgram:
+        return runtime.programs_of(self).get(kind, network, self._compile_for)
+
+    def build_program(self, kind: str, *, stock: bool = False) -> runtime.ChunkProgram:
+        """A chunk program of its own, for one that only looks at what it compiles to.
+
+        Args:
+            kind: "encode", "decode" or "decode_uint8".
+            stock: of diffusers' own modules instead of the ported ones.
+        """
+        return self._compile_for(chunk_network(stock_of(self) if stock else self, kind))
+
+    def _compile_for(self, network: nn.Module) -> runtime.ChunkProgram:
+        if self.mesh is None:
+            return runtime.ChunkProgram(network)
+        from cogvideox_torchax.sharding import ShardedProgram
+
+        unit = self.spatial_scale if isinstance(network, EncoderChunk) else 1
+        return ShardedProgram(network, self.mesh, tuple(PORTED.values()), unit)
+
+    def compile_last_chunk(
+        self, shape: tuple[int, ...], *, kind: str = "decode"
+    ) -> tuple[runtime.ChunkProgram, Any]:
+        """Compiles, without running it, the program of an input's last chunk: of every later one, where there
+        are several. The model may be on torch's "meta" device.
+
+        Args:
+            shape: the whole input's (N, C, T, H, W): latents to decode, frames to encode.
+            kind: "decode", "decode_uint8" or "encode".
+
+        Returns:
+            The program and what JAX compiled of it.
+        """
+        runtime.enable()
+        plan = chunks.plan(shape[2], frames_a_chunk(self, kind))
+        program = self.build_program(kind)
+        dtype = runtime.jax_dtype(self.dtype)
+
+        def structs(length: int) -> tuple[Any, Any]:
+            return program.structs((*shape[:2], length, *shape[3:]), dtype)
+
+        weights, chunk = structs(plan[-1].length)
+        cache = program.cache_structs(*structs(plan[0].length)) if len(plan) > 1 else None
+        return program, program.lower(weights, chunk, cache).compile()
+
+    @property
+    def _placement(self) -> "Placement | None":
+        if self.mesh is None:
+            return None
+        from cogvideox_torchax.sharding import Placement
+
+        return Placement(self.mesh)
+
+    def place_on(self, mesh: Any) -> None:
+        """Runs on another mesh from now on: the programs compiled so far are dropped.
+
+        Raises:
+            ValueError: a mesh that was not made by `make_mesh`.
+        """
+        from cogvideox_torchax.sharding import check_mesh
+
+        self._mesh = check_mesh(mesh)
+        runtime.forget_programs(self)
+
+    # Checks
+
+    def _check_video(self, x: torch.Tensor, *, follow_weights: bool = False, first_frame: int = 0) -> None:
+        channels = self.config["in_channels"]
+        check_shape("video", tuple(x.shape), NCTHW, channels=channels, multiple=self.spatial_scale)
+        bytes_too = (torch.uint8,) if follow_weights else ()
+        self._check_backend_and_dtype("video", x, follow_weights, extra=bytes_too)
+        check_finite("video", runtime.first_nonfinite(x), NCTHW, first_frame=first_frame)
+
+    def _check_latents(self, z: torch.Tensor, *, follow_weights: bool = False) -> None:
+        check_shape("latents", tuple(z.shape), NCTHW, channels=self.config["latent_channels"])
+        self._check_backend_and_dtype("latents", z, follow_weights)
+        check_finite("latents", runtime.first_nonfinite(z), NCTHW)
+
+    def _check_backend_and_dtype(
+        self, what: str, x: torch.Tensor, follow_weights: bool, extra: tuple[torch.dtype, ...] = ()
+    ) -> None:
+        weights_on_jax = runtime.on_jax(next(self.parameters()))
+        if runtime.on_jax(x) != weights_on_jax and not (follow_weights and weights_on_jax):
+            tensor, model = ("jax", "in PyTorch") if runtime.on_jax(x) else (str(x.device), "on jax")
+            move = 'vae.to("jax")' if runtime.on_jax(x) else 'the tensor .to("jax")'
+            raise ValueError(f"got {what} on {tensor} for weights {model}: move {move}")
+        if x.dtype not in (self.dtype, *extra):
+            raise ValueError(
+                f"got {what} of {x.dtype} for weights of {self.dtype}: pass them .to({self.dtype})"
+            )
+
+
+def port_vae(vae: DiffusersAutoencoder) -> AutoencoderKLCogVideoX:
+    """Gives diffusers' model and its modules their ported classes, in place; done twice, it is done once."""
+    if not isinstance(vae, AutoencoderKLCogVideoX):
+        vae.__class__ = _ported_class(type(vae))
+        save_as_stock(vae)
+    port_modules(vae)
+    return vae  # pyright: ignore[reportReturnType]
+
+
+@functools.cache
+def _ported_class(kind: type[DiffusersAutoencoder]) -> Any:
+    """The ported class of diffusers' class, or of a subclass of it, whose methods come first."""
+    if kind is DiffusersAutoencoder:
+        return AutoencoderKLCogVideoX
+
+    def reduce(self: Any, _protocol: Any) -> Any:
+        return _revived, (kind,), self.__getstate__()
+
+    members = {"__module__": kind.__module__, "__doc__": kind.__doc__, "__reduce_ex__": reduce}
+    return type(kind.__name__, (kind, AutoencoderKLCogVideoX), members)  # pyright: ignore
+
+
+def _revived(kind: type[DiffusersAutoencoder]) -> Any:
+    """What the pickle of a ported subclass begins with: its class was made here, and is found nowhere."""
+    ported = _ported_class(kind)
+    return ported.__new__(ported)
+
+
+def _overlapped(results: Iterator[torch.Tensor], fetch: Fetch) -> Iterator[torch.Tensor]:
+    """Each result on the host, asked for only when the next one is already being computed.
+
+    Where the next one fails, the one before it still comes.
+    """
+    previous = None
+    while True:
+        result, failure = None, None
+        try:
+            result = next(results, None)
+            if result is not None:
+                runtime.fetch_async(result)
+        except Exception as error:
+            failure = error
+        if previous is not None:
+            yield fetch(previous)
+        if failure is not None:
+            raise failure
+        if result is None:
+            return
+        previous = result
+
+
+def _posteriors(moments: Iterator[torch.Tensor]) -> Iterator[DiagonalGaussianDistribution]:
+    for chunk in moments:
+        yield DiagonalGaussianDistribution(chunk)
+
+
+def _by_video(pieces: Iterable[torch.Tensor]) -> list[Iterator[torch.Tensor]]:
+    """The chunks of a batch as those of each of its videos."""
+    chunked = iter(pieces)
+    first = next(chunked)
+    copies = itertools.tee(itertools.chain([first], chunked), first.shape[0])
+    return [map(operator.itemgetter(slice(i, i + 1)), copy) for i, copy in enumerate(copies)]
+
+
+def _cut(plan: tiling.TilePlan, x: torch.Tensor) -> list[list[torch.Tensor]]:
+    return tiling.cut(x, plan, row_axis=NCTHW.of("H"))
+
+
+def _join(
+    static: "tuple[tiling.TilePlan, bool, Placement | None]", outputs: list[list[torch.Tensor]]
+) -> torch.Tensor:
+    plan, as_uint8, placement = static
+    frames = tiling.join(outputs, plan, TORCH_ARRAYS, row_axis=NCTHW.of("H"))
+    frames = to_uint8(frames) if as_uint8 else frames
+    return runtime.torch_view(placement.hand_out)(frames) if placement and runtime.on_jax(frames) else frames
+
+
+@functools.cache
+def _jitted_cut():
+    return runtime.jit_torch(_cut)
+
+
+@functools.cache
+def _jitted_join():
+    return runtime.jit_torch(_join)

@@ -1,0 +1,242 @@
+"""The ported modules: diffusers' own classes, with a second way to run.
+
+Each class here subclasses the module that it stands in for, adds no state, and decides by the tensor it
+gets: a plain torch tensor takes the inherited forward, a torchax tensor the JAX kernel. `port` swaps a
+module's class in place, so parameters, names, hooks and `isinstance` stay what they were. On JAX a norm's
+activation is computed with it, so that what hooks see of the two differs.
+
+Axis letters: N videos, C channels, T frames, H rows, W columns; O, I output and input channels of a kernel.
+"""
+
+from typing import Any
+
+import torch
+from diffusers.models.autoencoders import autoencoder_kl_cogvideox as diffusers_vae
+from diffusers.models.downsampling import CogVideoXDownsample3D
+from diffusers.models.upsampling import CogVideoXUpsample3D
+from torch import nn
+
+import jax_kernels
+from cogvideox_torchax.runtime import on_jax, torch_view
+from cogvideox_torchax.vae.chunks import first_frame_is_alone
+
+Cache = dict[str, Any]
+
+
+def _channels_last(x_NCTHW: torch.Tensor) -> torch.Tensor:
+    return x_NCTHW.permute(0, 2, 3, 4, 1)
+
+
+def _channels_first(x_NTHWC: torch.Tensor) -> torch.Tensor:
+    return x_NTHWC.permute(0, 4, 1, 2, 3)
+
+
+def _kernel_last(kernel_OI: torch.Tensor) -> torch.Tensor:
+    """A torch kernel (O, I, *window) as XLA takes it, (*window, I, O)."""
+    return kernel_OI.permute(*range(2, kernel_OI.ndim), 1, 0)
+
+
+def _matrix(conv: nn.Conv3d) -> torch.Tensor:
+    """A 1x1x1 convolution's kernel as a matrix (I, O)."""
+    return conv.weight[:, :, 0, 0, 0].T
+
+
+class GroupNorm(nn.GroupNorm):
+    """GroupNorm whose statistics are float32, found in one pass, and the activation after it, as one kernel
+    (`jax_kernels.group_norm`)."""
+
+    def forward(self, input: torch.Tensor, *, activation: str | None = None) -> torch.Tensor:
+        if not on_jax(input) or input.ndim < 3:
+            _refuse(activation)
+            return super().forward(input)
+        return torch_view(jax_kernels.group_norm)(
+            input,
+            self.weight,
+            self.bias,
+            num_groups=self.num_groups,
+            eps=self.eps,
+            activation=activation,
+        )
+
+
+def _refuse(activation: str | None) -> None:
+    if activation is not None:
+        raise ValueError("a norm that runs in PyTorch takes no activation: apply it to the result")
+
+
+class SiLU(nn.SiLU):
+    """SiLU in float32, rounded once (`jax_kernels.silu`)."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return torch_view(jax_kernels.silu)(input) if on_jax(input) else super().forward(input)
+
+
+class SafeConv3d(diffusers_vae.CogVideoXSafeConv3d):
+    """A 3-D convolution that is never cut into chunks of memory; XLA plans its own."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if not on_jax(input) or self.kernel_size != (1, 1, 1) or self.stride != (1, 1, 1):
+            return super().forward(input)
+        y, _ = torch_view(jax_kernels.conv3d)(_channels_last(input), _kernel_last(self.weight), self.bias)
+        return _channels_first(y)
+
+
+class CausalConv3d(diffusers_vae.CogVideoXCausalConv3d):
+    """The causal convolution as one call, cache in and cache out (`jax_kernels.conv3d`).
+
+    `residual` is added to the result; on JAX it is computed when `after` has been.
+    """
+
+    def forward(
+        self,
+        inputs: torch.Tensor,
+        conv_cache: torch.Tensor | None = None,
+        *,
+        residual: torch.Tensor | None = None,
+        after: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        conv = self.conv
+        plain = conv.stride == (1, 1, 1) and conv.dilation == (1, 1, 1) and self.pad_mode != "replicate"
+        if not on_jax(inputs) or not plain:
+            y, new_cache = super().forward(inputs, conv_cache)
+            return y if residual is None else y + residual, new_cache
+        cache, residual, after = (
+            None if x is None else _channels_last(x) for x in (conv_cache, residual, after)
+        )
+        y, new_cache = torch_view(jax_kernels.conv3d)(
+            _channels_last(inputs),
+            _kernel_last(conv.weight),
+            conv.bias,
+            cache,
+            residual=residual,
+            after=after,
+            start="replicate",
+        )
+        return _channels_first(y), None if new_cache is None else _channels_first(new_cache)
+
+
+class SpatialNorm3D(diffusers_vae.CogVideoXSpatialNorm3D):
+    """Norm, modulation by the latents and the activation after it as one kernel
+    (`jax_kernels.spatial_norm`)."""
+
+    def forward(
+        self,
+        f: torch.Tensor,
+        zq: torch.Tensor,
+        conv_cache: Cache | None = None,
+        *,
+        activation: str | None = None,
+    ) -> tuple[torch.Tensor, Cache]:
+        if not on_jax(f):
+            _refuse(activation)
+            return super().forward(f, zq, conv_cache)  # pyright: ignore[reportReturnType]
+        norm, conv_y, conv_b = self.norm_layer, self.conv_y.conv, self.conv_b.conv
+        y = torch_view(jax_kernels.spatial_norm)(
+            _channels_last(f),
+            _channels_last(zq),
+            norm.weight,
+            norm.bias,
+            _matrix(conv_y),
+            conv_y.bias,
+            _matrix(conv_b),
+            conv_b.bias,
+            num_groups=norm.num_groups,
+            eps=norm.eps,
+            activation=activation,
+            lone_first=first_frame_is_alone(f.shape[2]),
+        )
+        return _channels_first(y), {}
+
+
+class ResnetBlock3D(diffusers_vae.CogVideoXResnetBlock3D):
+    """The residual block: activations go to the norms before them, the shortcut to the last convolution.
+
+    A hook on `conv2` therefore sees the sum when the block runs on JAX, one on a norm its activation, and one
+    on `nonlinearity` nothing.
+    """
+
+    def forward(
+        self,
+        inputs: torch.Tensor,
+        temb: torch.Tensor | None = None,
+        zq: torch.Tensor | None = None,
+        conv_cache: Cache | None = None,
+    ) -> tuple[torch.Tensor, Cache]:
+        dropping = self.training and self.dropout.p > 0
+        ported = all(isinstance(conv, CausalConv3d) for conv in (self.conv1, self.conv2))
+        if not on_jax(inputs) or not ported or temb is not None or self.use_conv_shortcut or dropping:
+            return super().forward(inputs, temb, zq, conv_cache)  # pyright: ignore[reportReturnType]
+        cache = conv_cache or {}
+        new_cache: Cache = {}
+        shortcut = inputs if self.in_channels == self.out_channels else self.conv_shortcut(inputs)
+        # A shortcut of fewer channels first: then the memory of the inputs is free for the first convolution.
+        first = {"after": shortcut} if self.out_channels < self.in_channels else {}
+        hidden = self._activated(self.norm1, inputs, zq)
+        hidden, new_cache["conv1"] = self.conv1(hidden, conv_cache=cache.get("conv1"), **first)
+        hidden = self._activated(self.norm2, hidden, zq)
+        hidden, new_cache["conv2"] = self.conv2(hidden, conv_cache=cache.get("conv2"), residual=shortcut)
+        return hidden, new_cache
+
+    def _activated(self, norm: nn.Module, hidden: torch.Tensor, zq: torch.Tensor | None) -> torch.Tensor:
+        inputs = (hidden,) if zq is None else (hidden, zq)
+        if isinstance(self.nonlinearity, nn.SiLU) and isinstance(norm, GroupNorm | SpatialNorm3D):
+            return _only(norm(*inputs, activation="silu"))
+        return self.nonlinearity(_only(norm(*inputs)))
+
+
+def _only(result: Any) -> torch.Tensor:
+    """What a norm gives, without the cache that diffusers has beside it."""
+    return result[0] if isinstance(result, tuple) else result
+
+
+class Upsample3D(CogVideoXUpsample3D):
+    """The upsampler, frames doubled after the convolution instead of before (`jax_kernels.upsample`)."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if not on_jax(inputs):
+            return super().forward(inputs)
+        y = torch_view(jax_kernels.upsample)(
+            _channels_last(inputs),
+            _kernel_last(self.conv.weight),
+            self.conv.bias,
+            expand_time=self.compress_time,
+            lone_first=first_frame_is_alone(inputs.shape[2]),
+        )
+        return _channels_first(y)
+
+
+class Downsample3D(CogVideoXDownsample3D):
+    """The downsampler (`jax_kernels.downsample`)."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not on_jax(x):
+            return super().forward(x)
+        y = torch_view(jax_kernels.downsample)(
+            _channels_last(x),
+            _kernel_last(self.conv.weight),
+            self.conv.bias,
+            compress_time=self.compress_time,
+            lone_first=first_frame_is_alone(x.shape[2]),
+        )
+        return _channels_first(y)
+
+
+PORTED: dict[type[nn.Module], type[nn.Module]] = {
+    nn.GroupNorm: GroupNorm,
+    nn.SiLU: SiLU,
+    diffusers_vae.CogVideoXSafeConv3d: SafeConv3d,
+    diffusers_vae.CogVideoXCausalConv3d: CausalConv3d,
+    diffusers_vae.CogVideoXSpatialNorm3D: SpatialNorm3D,
+    diffusers_vae.CogVideoXResnetBlock3D: ResnetBlock3D,
+    CogVideoXUpsample3D: Upsample3D,
+    CogVideoXDownsample3D: Downsample3D,
+}
+"""The class that each of diffusers' hot modules becomes."""
+
+
+def port_modules(root: nn.Module) -> None:
+    """Gives every hot module below `root` its ported class; a module that has it already is left alone."""
+    for module in root.modules():
+        ported = PORTED.get(type(module))
+        if ported is not None:
+            module.__class__ = ported

@@ -1,0 +1,111 @@
+"""The networks of one chunk, around the modules of a VAE: what its programs are compiled of.
+
+Axis letters: N videos, C channels, T frames, H rows, W columns.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from diffusers.models.autoencoders.autoencoder_kl_cogvideox import (
+    AutoencoderKLCogVideoX as DiffusersAutoencoder,
+)
+from torch import nn
+
+from cogvideox_torchax import runtime
+from cogvideox_torchax.runtime.layers import watched
+from cogvideox_torchax.vae import chunks
+from cogvideox_torchax.vae.pixels import from_uint8, to_uint8
+from jax_kernels.common.columns import with_clear_padding
+
+COLUMN_AXIS = 4
+
+
+class EncoderChunk(nn.Module):
+    """One chunk of frames to its moments: float frames in [-1, 1], or uint8."""
+
+    def __init__(self, vae: DiffusersAutoencoder):
+        super().__init__()
+        self.encoder = vae.encoder
+        self.quant_conv = vae.quant_conv
+
+    def forward(self, x: torch.Tensor, conv_cache: Any) -> tuple[torch.Tensor, Any]:
+        if x.dtype == torch.uint8:
+            x = from_uint8(x, runtime.dtype_name(self.encoder.conv_in.conv.weight.dtype))
+            if runtime.on_jax(x):  # columns that pad a share of them stay zeros
+                x = runtime.torch_view(with_clear_padding)(x, COLUMN_AXIS)
+        moments, conv_cache = self.encoder(x, conv_cache=conv_cache)
+        if self.quant_conv is not None:
+            moments = self.quant_conv(moments)
+        return moments, conv_cache
+
+
+class DecoderChunk(nn.Module):
+    """One chunk of latents to its frames, in [-1, 1], or as uint8."""
+
+    def __init__(self, vae: DiffusersAutoencoder, as_uint8: bool = False):
+        super().__init__()
+        self.decoder = vae.decoder
+        self.post_quant_conv = vae.post_quant_conv
+        self.as_uint8 = as_uint8
+
+    def forward(self, z: torch.Tensor, conv_cache: Any) -> tuple[torch.Tensor, Any]:
+        if self.post_quant_conv is not None:
+            z = self.post_quant_conv(z)
+        frames, conv_cache = self.decoder(z, conv_cache=conv_cache)
+        return to_uint8(frames) if self.as_uint8 else frames, conv_cache
+
+
+def chunk_network(vae: DiffusersAutoencoder, kind: str) -> nn.Module:
+    """The network of "encode", "decode" or "decode_uint8"."""
+    return EncoderChunk(vae) if kind == "encode" else DecoderChunk(vae, as_uint8=kind == "decode_uint8")
+
+
+class RecordedLayers(nn.Module):
+    """A chunk network (chunk, cache) -> (result, cache) that gives its layers' outputs for its result.
+
+    Args:
+        network: whose layers.
+        wanted: whether a layer of that name is recorded.
+    """
+
+    def __init__(self, network: nn.Module, wanted: Callable[[str], Any]):
+        super().__init__()
+        self.network = network
+        self._wanted = wanted
+
+    def forward(self, chunk: torch.Tensor, cache: Any) -> tuple[dict[str, torch.Tensor], Any]:
+        outputs: dict[str, torch.Tensor] = {}
+
+        def record(name: str, result: Any) -> Any:
+            outputs[name] = result[0] if isinstance(result, tuple) else result
+            return result
+
+        with watched(self.network, lambda name, _: self._wanted(name), given=record):
+            _, cache = self.network(chunk, cache)
+        return outputs, cache
+
+
+def stock_of(vae: DiffusersAutoencoder) -> DiffusersAutoencoder:
+    """Stock diffusers around the weights of a ported model that is in PyTorch; stock itself as it is."""
+    if type(vae) is DiffusersAutoencoder:
+        return vae
+
+    def build() -> DiffusersAutoencoder:
+        with torch.device("meta"):
+            stock: Any = DiffusersAutoencoder.from_config(vae.config)
+        stock.load_state_dict(vae.state_dict(), assign=True)
+        return stock.eval()
+
+    return runtime.without_torchax(build)
+
+
+def frames_a_chunk(vae: DiffusersAutoencoder, kind: str) -> int:
+    """Frames to encode, or latent frames to decode, in every chunk but the first."""
+    return vae.num_sample_frames_batch_size if kind == "encode" else vae.num_latent_frames_batch_size
+
+
+def frames_of_chunks(vae: DiffusersAutoencoder, kind: str, x: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The chunks (N, C, t, H, W) of a video or of latents."""
+    for chunk in chunks.plan(x.shape[2], frames_a_chunk(vae, kind)):
+        yield runtime.take_frames(x, chunk.start, chunk.length)

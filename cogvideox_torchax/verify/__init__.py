@@ -1,0 +1,1 @@
+"""Backends compared with the reference, layer by layer."""

@@ -1,0 +1,403 @@
+"""`verify`: backends compared with diffusers' PyTorch in float32, layer by layer and as a whole.
+
+Every backend gets the same input and the same weights. Layers are compared chunk by chunk, in lockstep, so
+that no more than one chunk of activations is held.
+"""
+
+import copy
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from diffusers.models.autoencoders.autoencoder_kl_cogvideox import (
+    AutoencoderKLCogVideoX as DiffusersAutoencoder,
+)
+from torch import nn
+
+from cogvideox_torchax import runtime
+from cogvideox_torchax.backends import backend
+from cogvideox_torchax.backends.base import KINDS, Backend, Recorder
+from cogvideox_torchax.backends.native import Torch
+from cogvideox_torchax.vae import chunks, tolerances
+from cogvideox_torchax.vae.torchax.networks import frames_a_chunk
+
+DTYPES = ("float32", "bfloat16")
+PROGRAMS_A_NETWORK = 2
+PIXEL_RANGE = 2.0
+"""Of frames in [-1, 1]: the peak of PSNR and SSIM."""
+
+LAYER_NAME = re.compile(
+    r"((encoder|decoder)\.(conv_in|conv_out|norm_out|mid_block|(down|up)_blocks\.\d+)"
+    r"(\.(resnets|downsamplers|upsamplers)\.\d+)?|(post_)?quant_conv)"
+)
+
+
+@dataclass
+class LayerError:
+    """A layer's output against the reference's, over all chunks.
+
+    Attributes:
+        mean, largest: of the absolute difference.
+        relative: the largest difference over the largest absolute value of the reference.
+        rms: root of the mean squared difference.
+        chunk: the first chunk in which the difference leaves the tolerance; None where it never does.
+    """
+
+    name: str
+    mean: float
+    largest: float
+    relative: float
+    rms: float
+    chunk: int | None = None
+
+
+@dataclass
+class WholeError:
+    """A whole answer against the reference's.
+
+    Attributes:
+        mean, largest, relative, rms: as in `LayerError`.
+        at_borders, inside: the mean difference of the frames next to a border of chunks, and of the others;
+            None where there are none.
+        psnr, ssim: of each frame against the reference's; decoded frames only, infinite and 1 for equal ones.
+    """
+
+    mean: float
+    largest: float
+    relative: float
+    rms: float
+    at_borders: float | None
+    inside: float | None
+    psnr: list[float] = field(default_factory=list)
+    ssim: list[float] = field(default_factory=list)
+
+
+@dataclass
+class Contract:
+    """One contract of docs/architecture.md, as measured; `passed` is false for a NaN too."""
+
+    name: str
+    measured: float
+    allowed: float
+    passed: bool
+
+
+@dataclass
+class Candidate:
+    """A backend to verify.
+
+    Attributes:
+        name: of the backend.
+        dtype: of its weights and input.
+        backend: around a model; one that `has_layers` is compared layer by layer too.
+    """
+
+    name: str
+    dtype: torch.dtype
+    backend: Backend
+
+    @property
+    def dtype_name(self) -> str:
+        return runtime.dtype_name(self.dtype)
+
+    @property
+    def vae(self) -> Any:
+        return self.backend.vae
+
+    def run(self, kind: str, x: torch.Tensor) -> torch.Tensor:
+        """The posterior's moments of a video, or the frames of latents, as a plain tensor."""
+        return self.backend.run(kind, x.to(self.dtype))
+
+    def recorder(self, kind: str) -> Recorder:
+        """Chunk in, layers' outputs out, the cache carried along."""
+        return self.backend.recorder(kind, LAYER_NAME.fullmatch)
+
+
+@dataclass
+class Result:
+    """What was found for one backend in one dtype."""
+
+    backend: str
+    dtype: str
+    layers: list[LayerError]
+    whole: dict[str, WholeError]
+    contracts: list[Contract]
+    first_bad_layer: LayerError | None
+
+    @property
+    def passed(self) -> bool:
+        return all(contract.passed for contract in self.contracts)
+
+
+# The models
+
+
+def make_candidate(name: str, dtype: torch.dtype, stock: DiffusersAutoencoder) -> Candidate:
+    """A backend with a copy of the reference's weights.
+
+    Raises:
+        BackendError: a backend that is unknown, or not part of this installation.
+    """
+    native: Any = nn.Module.to(copy.deepcopy(stock), dtype)
+    return Candidate(name, dtype, backend(name).around(native))
+
+
+# Layer by layer
+
+
+class _Sums:
+    """Sums over chunks from which a `LayerError` is made."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.absolute = self.square = self.largest = self.scale = 0.0
+        self.by_chunk: list[tuple[float, float]] = []
+
+    def add(self, got: torch.Tensor, want: torch.Tensor) -> None:
+        if got.shape != want.shape:
+            raise ValueError(
+                f"got a layer of shape {tuple(got.shape)}, the reference's is {tuple(want.shape)}"
+            )
+        difference = (got.float() - want).abs_()
+        # torch's max passes a NaN on, Python's does not
+        largest = torch.stack([difference.max(), torch.tensor(self.largest)]).max().item()
+        square = difference.square().sum(dtype=torch.float64).item()
+        self.by_chunk.append((difference.max().item(), (square / got.numel()) ** 0.5))
+        self.absolute += difference.sum(dtype=torch.float64).item()
+        self.largest, self.square = largest, self.square + square
+        self.scale = max(self.scale, want.abs().max().item())
+        self.count += got.numel()
+
+    def error(self, name: str) -> LayerError:
+        rms = (self.square / self.count) ** 0.5
+        return LayerError(
+            name, self.absolute / self.count, self.largest, _ratio(self.largest, self.scale), rms
+        )
+
+    def first_chunk(self, allowed_largest: float, allowed_rms: float) -> int | None:
+        for index, (largest, rms) in enumerate(self.by_chunk):
+            if not (largest <= allowed_largest and rms <= allowed_rms):
+                return index
+        return None
+
+
+def _ratio(error: float, scale: float) -> float:
+    return error / scale if scale else (0.0 if error == 0 else float("inf"))
+
+
+def compare_layers(
+    reference: DiffusersAutoencoder, vaes: dict[str, Candidate], kind: str, x: torch.Tensor
+) -> dict[str, dict[str, _Sums]]:
+    """Runs all models over the same chunks; for each of `vaes`, the sums of its layers in running order."""
+    runs = {name: candidate.recorder(kind) for name, candidate in vaes.items()}
+    exact_run = Torch(reference).recorder(kind, LAYER_NAME.fullmatch)
+    sums: dict[str, dict[str, _Sums]] = {name: {} for name in vaes}
+    for chunk in chunks.plan(x.shape[2], frames_a_chunk(reference, kind)):
+        piece = x[:, :, chunk.start : chunk.stop]
+        exact = exact_run(piece)
+        for name, candidate in vaes.items():
+            outputs = runs[name](candidate.backend.put(piece.to(candidate.dtype)))
+            for layer, want in exact.items():
+                if layer in outputs:
+                    sums[name].setdefault(layer, _Sums()).add(outputs[layer], want)
+    return sums
+
+
+def _judged(dtype: torch.dtype, sums: dict[str, _Sums], baseline: dict[str, _Sums]) -> list[LayerError]:
+    """The layers' errors; in bfloat16 a layer's tolerance is a multiple of PyTorch's own error there."""
+    layers = []
+    for name, layer in sums.items():
+        error = layer.error(name)
+        if dtype == torch.float32:
+            allowed = (tolerances.FLOAT32_RELATIVE * layer.scale, float("inf"))
+        else:
+            torchs = max(rms for _, rms in baseline[name].by_chunk)
+            allowed = (float("inf"), tolerances.BFLOAT16_LAYER_RMS_RATIO * torchs)
+        error.chunk = layer.first_chunk(*allowed)
+        layers.append(error)
+    return layers
+
+
+# As a whole
+
+
+def border_frames(lengths: list[int]) -> list[int]:
+    """The frames on either side of each border, of chunks with these lengths."""
+    borders = np.cumsum(lengths)[:-1].tolist()
+    return sorted({frame for border in borders for frame in (border - 1, border)})
+
+
+def output_lengths(kind: str, num_frames: int, vae: DiffusersAutoencoder) -> list[int]:
+    """How many frames each chunk of a video of `num_frames` gives."""
+    length = chunks.encoded_length if kind == "encode" else chunks.decoded_length
+    steps = chunks.temporal_steps(vae.config["temporal_compression_ratio"])
+    return [length(c.length, steps) for c in chunks.plan(num_frames, frames_a_chunk(vae, kind))]
+
+
+def compare_whole(got: torch.Tensor, want: torch.Tensor, lengths: list[int], pixels: bool) -> WholeError:
+    """Errors of an answer (N, C, T, H, W); `pixels` adds PSNR and SSIM of each frame."""
+    difference = (got.double() - want.double()).abs()
+    by_frame = difference.mean(dim=(0, 1, 3, 4)).tolist()
+    at_borders = border_frames(lengths)
+    inside = [frame for frame in range(len(by_frame)) if frame not in at_borders]
+    whole = WholeError(
+        mean=difference.mean().item(),
+        largest=difference.max().item(),
+        relative=tolerances.relative_error(got, want),
+        rms=tolerances.rms_error(got, want),
+        at_borders=_mean([by_frame[frame] for frame in at_borders]),
+        inside=_mean([by_frame[frame] for frame in inside]),
+    )
+    if pixels:
+        frames = range(want.shape[2])
+        whole.psnr = [tolerances.psnr(got[:, :, t], want[:, :, t], PIXEL_RANGE) for t in frames]
+        whole.ssim = [ssim(got[:, :, t].float().numpy(), want[:, :, t].float().numpy()) for t in frames]
+    return whole
+
+
+def _mean(values: list[float]) -> float | None:
+    return float(np.mean(values)) if values else None
+
+
+def ssim(got: np.ndarray, want: np.ndarray, peak: float = PIXEL_RANGE) -> float:
+    """Structural similarity of images (..., H, W), the mean over all of them.
+
+    Wang et al. 2004: Gaussian windows of 11 x 11 pixels and deviation 1.5 that lie wholly inside the image;
+    smaller ones where the image is smaller.
+    """
+    a, b = got.astype(np.float64), want.astype(np.float64)
+    mean_a, mean_b = _windowed(a), _windowed(b)
+    var_a, var_b = _windowed(a * a) - mean_a**2, _windowed(b * b) - mean_b**2
+    covariance = _windowed(a * b) - mean_a * mean_b
+    c1, c2 = (0.01 * peak) ** 2, (0.03 * peak) ** 2
+    similarity = (2 * mean_a * mean_b + c1) * (2 * covariance + c2)
+    return float((similarity / ((mean_a**2 + mean_b**2 + c1) * (var_a + var_b + c2))).mean())
+
+
+def _windowed(image: np.ndarray, size: int = 11, deviation: float = 1.5) -> np.ndarray:
+    """Gaussian-weighted means of all windows of an image (..., H, W)."""
+    for axis in (-2, -1):
+        taps = min(size, image.shape[axis])
+        offsets = np.arange(taps) - (taps - 1) / 2
+        weights = np.exp(-0.5 * (offsets / deviation) ** 2)
+        windows = np.lib.stride_tricks.sliding_window_view(image, taps, axis=axis)
+        image = windows @ (weights / weights.sum())
+    return image
+
+
+# The contracts
+
+
+def _same_function(kind: str, dtype: torch.dtype, whole: WholeError, torchs: WholeError) -> Contract:
+    if dtype == torch.float32:
+        name, measured, allowed = "relative error", whole.relative, tolerances.FLOAT32_RELATIVE
+    else:
+        name, allowed = "RMS error over PyTorch's own", tolerances.BFLOAT16_RMS_RATIO
+        measured = _ratio(whole.rms, torchs.rms)
+    return Contract(f"{kind}: {name}", measured, allowed, measured <= allowed)
+
+
+def _stream(candidate: Candidate, z: torch.Tensor, want: torch.Tensor) -> Contract:
+    """Only the order of work differs from `decode`, so the tolerance of float32 holds in every dtype."""
+    parts = list(candidate.vae.decode_stream(z.to(candidate.dtype)))
+    error = tolerances.relative_error(torch.cat(parts, dim=2), want)
+    allowed = tolerances.FLOAT32_RELATIVE
+    return Contract("decode_stream: relative error to decode", error, allowed, error <= allowed)
+
+
+def _programs(counts: dict[str, int]) -> Iterable[Contract]:
+    for kind in counts:
+        count = counts[kind]
+        yield Contract(f"{kind}: programs compiled", count, PROGRAMS_A_NETWORK, count <= PROGRAMS_A_NETWORK)
+
+
+def _frame_count(kind: str, got: torch.Tensor, lengths: list[int]) -> Contract:
+    return Contract(f"{kind}: frames", got.shape[2], sum(lengths), got.shape[2] == sum(lengths))
+
+
+# All of it
+
+
+class Verifier:
+    """The reference, its answers for one video, and PyTorch's own bfloat16 run.
+
+    Args:
+        reference: stock diffusers in float32 on the CPU.
+        x: the video (N, C, T, H, W), float32 in [-1, 1].
+    """
+
+    def __init__(self, reference: DiffusersAutoencoder, x: torch.Tensor):
+        self.reference = reference
+        exact = Torch(reference)
+        moments = exact.run("encode", x)
+        # Each half gets the same input everywhere: no error of the latents is counted again in the frames.
+        self.inputs = {"encode": x, "decode": moments.chunk(2, dim=1)[0]}
+        self.answers = {"encode": moments, "decode": exact.run("decode", self.inputs["decode"])}
+        self.lengths = {kind: output_lengths(kind, self.inputs[kind].shape[2], reference) for kind in KINDS}
+
+    @torch.no_grad()
+    def verify(
+        self, candidates: list[Candidate], say: Callable[[str], None] = lambda line: None
+    ) -> list[Result]:
+        """Compares every candidate; the slow part is PyTorch in float32, which runs once for all of them."""
+        torchs = None
+        if any(candidate.dtype == torch.bfloat16 for candidate in candidates):
+            torchs = make_candidate("torch", torch.bfloat16, self.reference)
+        layers = self._layers(candidates, torchs, say)
+        baseline = {}
+        if torchs is not None:
+            say("PyTorch's own bfloat16 run")
+            baseline = self._whole(torchs)[0]
+        results = []
+        for index, candidate in enumerate(candidates):
+            say(f"{candidate.name} {candidate.dtype_name}: encode and decode")
+            results.append(self._result(candidate, layers[index], baseline))
+        return results
+
+    def _layers(
+        self, candidates: list[Candidate], torchs: Candidate | None, say: Callable[[str], None]
+    ) -> list[list[LayerError]]:
+        compared = {str(index): c for index, c in enumerate(candidates) if c.backend.has_layers}
+        if torchs is not None and compared:
+            compared["baseline"] = torchs
+        found: list[list[LayerError]] = [[] for _ in candidates]
+        if not compared:
+            return found
+        for kind in KINDS:
+            say(f"{kind}: layer by layer")
+            sums = compare_layers(self.reference, compared, kind, self.inputs[kind])
+            for index, candidate in enumerate(candidates):
+                if candidate.backend.has_layers:
+                    found[index] += _judged(candidate.dtype, sums[str(index)], sums.get("baseline", {}))
+        return found
+
+    def _whole(self, candidate: Candidate) -> tuple[dict[str, WholeError], list[Contract]]:
+        errors: dict[str, WholeError] = {}
+        contracts = []
+        for kind in KINDS:
+            got, want = candidate.run(kind, self.inputs[kind]), self.answers[kind]
+            contracts.append(_frame_count(kind, got, self.lengths[kind]))
+            if got.shape != want.shape:
+                contracts.append(
+                    Contract(f"{kind}: shape {tuple(got.shape)} for {tuple(want.shape)}", 1, 0, False)
+                )
+                continue
+            errors[kind] = compare_whole(got, want, self.lengths[kind], pixels=kind == "decode")
+            if kind == "decode" and hasattr(candidate.vae, "decode_stream"):
+                contracts.append(_stream(candidate, self.inputs[kind], got))
+        return errors, contracts
+
+    def _result(
+        self, candidate: Candidate, layers: list[LayerError], baseline: dict[str, WholeError]
+    ) -> Result:
+        whole, contracts = self._whole(candidate)
+        same = [
+            _same_function(kind, candidate.dtype, error, baseline.get(kind, error))
+            for kind, error in whole.items()
+        ]
+        contracts += _programs(candidate.backend.program_counts)
+        first_bad = next((layer for layer in layers if layer.chunk is not None), None)
+        return Result(candidate.name, candidate.dtype_name, layers, whole, same + contracts, first_bad)

@@ -1,0 +1,129 @@
+"""What `verify` found, as JSON, as Markdown tables and as a picture."""
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+from cogvideox_torchax.files.reports import pyplot, table
+from cogvideox_torchax.verify.compare import Result
+
+FORMAT = "cogvideox-torchax-verify/1"
+
+
+def as_json(results: list[Result], about: dict[str, Any]) -> dict[str, Any]:
+    """The results for `json.dumps`: what is infinite or no number becomes the string "inf" or "nan"."""
+    entries = [{**dataclasses.asdict(result), "passed": result.passed} for result in results]
+    passed = all(result.passed for result in results)
+    return _finite({"format": FORMAT, **about, "passed": passed, "results": entries})
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def contracts_table(results: list[Result]) -> str:
+    """A row for each contract of each backend."""
+    rows = [
+        (
+            f"{r.backend} {r.dtype}",
+            c.name,
+            f"{c.measured:.3g}",
+            f"{c.allowed:.3g}",
+            "PASS" if c.passed else "FAIL",
+        )
+        for r in results
+        for c in r.contracts
+    ]
+    return table(("backend", "contract", "measured", "wanted", "verdict"), rows)
+
+
+def whole_table(results: list[Result]) -> str:
+    """A row for each half of each backend: errors, PSNR and SSIM of the worst frame."""
+    rows = []
+    for r in results:
+        for kind, w in r.whole.items():
+            quality = (f"{min(w.psnr):.1f}", f"{min(w.ssim):.6f}") if w.psnr else ("", "")
+            errors = [w.mean, w.largest, w.relative, w.at_borders, w.inside]
+            rows.append((f"{r.backend} {r.dtype}", kind, *map(_number, errors), *quality))
+    head = ("backend", "half", "mean", "max", "relative", "mean at chunk borders", "mean inside")
+    return table((*head, "lowest PSNR, dB", "lowest SSIM"), rows)
+
+
+def layers_table(result: Result) -> str:
+    """A row for each layer, in running order."""
+    rows = [
+        (
+            layer.name,
+            _number(layer.mean),
+            _number(layer.largest),
+            _number(layer.relative),
+            _outside(layer.chunk),
+        )
+        for layer in result.layers
+    ]
+    return table(("layer", "mean", "max", "relative", "outside the tolerance"), rows)
+
+
+def _outside(chunk: int | None) -> str:
+    return "" if chunk is None else f"from chunk {chunk}"
+
+
+def verdict(result: Result) -> str:
+    """One line for one backend; the first layer outside the tolerance where it failed."""
+    head = f"{'PASS' if result.passed else 'FAIL'}  {result.backend} {result.dtype}"
+    if result.passed:
+        return head
+    failed = ", ".join(contract.name for contract in result.contracts if not contract.passed)
+    layer = result.first_bad_layer
+    if layer is None:
+        return f"{head}: {failed}; no single layer leaves the tolerance"
+    assert layer.chunk is not None
+    return (
+        f"{head}: {failed}; the first layer outside the tolerance is {layer.name}, "
+        f"from chunk {layer.chunk} on (relative error {layer.relative:.3g})"
+    )
+
+
+def markdown(results: list[Result], about: dict[str, Any]) -> str:
+    """The whole report as a Markdown page."""
+    facts = "\n".join(f"- {key}: {value}" for key, value in about.items())
+    parts = ["# verify", facts, "\n".join(f"    {verdict(result)}" for result in results)]
+    parts += ["## Contracts", contracts_table(results), "## As a whole", whole_table(results)]
+    for result in results:
+        if result.layers:
+            parts += [f"## Layers: {result.backend} {result.dtype}", layers_table(result)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.2e}"
+
+
+def draw_layers(results: list[Result], path: Path) -> None:
+    """Error over depth on a log axis, a line for each backend and dtype; exact layers lie on the floor."""
+    plt = pyplot()
+    figure, axes = plt.subplots(figsize=(12, 6), layout="constrained")
+    layered = [result for result in results if result.layers]
+    values = [layer.relative for result in layered for layer in result.layers]
+    floor = min((value for value in values if value > 0), default=1e-7) / 3
+    for index, result in enumerate(layered):
+        heights = [max(layer.relative, floor) for layer in result.layers]
+        axes.semilogy(
+            heights, marker="os^Dvx"[index % 6], markersize=4, label=f"{result.backend} {result.dtype}"
+        )
+    axes.axhline(floor, color="0.8", linewidth=0.8)
+    axes.text(0, floor, "exact", va="bottom", color="0.5", fontsize=8)
+    names = [layer.name for layer in layered[0].layers] if layered else []
+    axes.set_xticks(range(len(names)), names, rotation=90, fontsize=7)
+    axes.set_ylabel("largest difference / largest reference value")
+    axes.set_title("Error of each layer against PyTorch in float32, in running order")
+    axes.grid(axis="y", alpha=0.3)
+    if layered:
+        axes.legend()
+    figure.savefig(path, dpi=120, format="png")
+    plt.close(figure)

@@ -1,0 +1,58 @@
+"""The packages that a result depends on: which versions are tested, which are installed."""
+
+import importlib.metadata
+from dataclasses import dataclass
+
+from packaging.version import Version
+
+
+@dataclass(frozen=True)
+class Tested:
+    """The range of versions that the tests have passed with, both ends included."""
+
+    oldest: str
+    newest: str
+
+    def holds(self, version: str) -> bool:
+        """Whether a version lies in it.
+
+        A build for a device (`2.13.0+cpu`) is the version itself. Final patches of the newest release, whose
+        first two numbers they share, lie in it too; of 0.0 there are none.
+        """
+        found, newest = Version(Version(version).public), Version(self.newest)
+        patch = found.release[:2] == newest.release[:2] != (0, 0) and not found.is_prerelease
+        return found >= Version(self.oldest) and (found <= newest or patch)
+
+
+TESTED = {
+    "torch": Tested("2.13.0", "2.13.0"),
+    "torchax": Tested("0.0.14.dev20261026", "0.0.14.dev20261026"),
+    "jax": Tested("0.10.2", "0.10.2"),
+    "diffusers": Tested("0.42.1", "0.42.1"),
+    "transformers": Tested("5.23.0", "5.23.0"),
+}
+"""What constraints.txt pins is what the tests run with. `doctor` says when something else is installed."""
+
+
+def installed(package: str) -> str | None:
+    """The version of a package; None where it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def versions(*packages: str) -> dict[str, str]:
+    """Of packages that a figure depends on; "none" for one that is not installed."""
+    return {package: installed(package) or "none" for package in packages}
+
+
+def untested() -> list[str]:
+    """A line for each installed package whose version the tests have not passed with."""
+    lines = []
+    for package, tested in TESTED.items():
+        version = installed(package)
+        if version is not None and not tested.holds(version):
+            span = tested.oldest if tested.oldest == tested.newest else f"{tested.oldest} to {tested.newest}"
+            lines.append(f"{package} {version} is installed, {span} is tested")
+    return lines

@@ -1,0 +1,44 @@
+"""Rotary positions of queries and keys."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from jax_kernels.common.layout import precision_for
+
+
+@jax.jit
+def rotate(
+    x: Float[Array, "N S H D"], cos: Float[Array, "P D"], sin: Float[Array, "P D"]
+) -> Float[Array, "N S H D"]:
+    """Rotary positions (Su et al. 2021) for the last P of S positions; the ones before them have none.
+
+    Neighbouring channels are a pair: (a, b) becomes (a cos - b sin, b cos + a sin). The pairs are swapped by
+    a matrix of zeros and ones, exactly: an axis of two channels would fill a TPU's lanes with padding.
+
+    Args:
+        x: any float dtype, D even.
+        cos, sin: float32, each angle once for either channel of its pair.
+
+    Returns:
+        The shape and dtype of `x`; the arithmetic is float32.
+
+    Raises:
+        ValueError: tables that do not fit `x`.
+    """
+    positions, channels = cos.shape
+    if cos.shape != sin.shape or x.ndim != 4 or channels != x.shape[-1] or positions > x.shape[1]:
+        raise ValueError(
+            f"rotate got x {x.shape}, cos {cos.shape}, sin {sin.shape}: it takes (N, S, H, D), (P, D)"
+        )
+    before = ((x.shape[1] - positions, 0), (0, 0))
+    cos_SHD = jnp.pad(cos, before, constant_values=1.0)[:, None]
+    sin_SHD = jnp.pad(sin, before)[:, None]
+    turned = jnp.einsum("nshd,de->nshe", x, _turn(channels, x.dtype), precision=precision_for(x.dtype))
+    return (x.astype(jnp.float32) * cos_SHD + turned.astype(jnp.float32) * sin_SHD).astype(x.dtype)
+
+
+def _turn(channels: int, dtype: jnp.dtype) -> Array:
+    """The matrix that takes every pair (a, b) to (-b, a)."""
+    return jnp.asarray(np.kron(np.eye(channels // 2), [[0, 1], [-1, 0]]), dtype)

@@ -1,0 +1,73 @@
+"""How arrays lie in a TPU's memory, how exactly they are multiplied, and what waits for what."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
+
+LARGE_FRAME = 16384
+"""Pixels; see `is_large`."""
+
+
+def precision_for(dtype: jnp.dtype) -> lax.Precision:
+    """Full precision for float32, the hardware's own for narrower types.
+
+    By default a TPU multiplies float32 operands in bfloat16 and a recent GPU in TF32; either is a thousand
+    times outside the 1e-5 that float32 has to keep here.
+    """
+    return lax.Precision.HIGHEST if dtype == jnp.float32 else lax.Precision.DEFAULT
+
+
+def pixels_first(x_NTHWC: jax.Array) -> jax.Array:
+    """The axes as (H, W, N, T, C), the order in which a TPU keeps the frames of a 2-D convolution.
+
+    Frames lie in the sublanes of its tiles and pixels outside, so what repeats pixels is a plain broadcast.
+    """
+    return x_NTHWC.transpose(2, 3, 0, 1, 4)
+
+
+def frames_first(x_HWNTC: jax.Array) -> jax.Array:
+    """The inverse of `pixels_first`."""
+    return x_HWNTC.transpose(2, 3, 0, 1, 4)
+
+
+def is_large(x_NTHWC: jax.Array) -> bool:
+    """Whether a TPU is better told how to keep such frames than left to choose.
+
+    CogVideoX's VAE has frames of 60 x 90 and of 120 x 180 and more on one device, by the v6e compiler's
+    estimate for a steady chunk: 178 ms with those above 120 x 180 large, 156 ms with 120 x 180 too. With
+    the 192 x 44 of a shard too it compiles for longer than twelve minutes.
+    """
+    return x_NTHWC.shape[2] * x_NTHWC.shape[3] >= LARGE_FRAME
+
+
+def kept_pixels_first(x_NTHWC: jax.Array) -> jax.Array:
+    """`x`, which a TPU then keeps in memory as `pixels_first` orders it.
+
+    XLA finds that order by itself for most large frames. Where it does not, an activation is written in
+    float32, copied, and rounded in passes of their own (v6e, one of 8 x 480 x 720 x 128: 11 ms). Small frames
+    are better left to it: told for all, it compiles for longer than ten minutes. Over a mesh it gathers what
+    it is told this of, where it is to do the partitioning: say it in `columns.by_shards`.
+    """
+    # Without the barrier XLA leaves out the rounding, and keeps a shortcut in float32.
+    return lax.platform_dependent(
+        x_NTHWC,
+        tpu=lambda x: lax.optimization_barrier(with_layout_constraint(x, Layout((2, 3, 0, 1, 4)))),
+        default=lambda x: x,
+    )
+
+
+def kept_columns_last(x_NTHWC: jax.Array) -> jax.Array:
+    """`x`, which a TPU then keeps in memory as N, C, T, H, W: few channels in the lanes of its tiles would
+    fill them with nothing. As `kept_pixels_first`, for one device or one shard."""
+    return lax.platform_dependent(
+        x_NTHWC, tpu=lambda x: with_layout_constraint(x, Layout((0, 4, 1, 2, 3))), default=lambda x: x
+    )
+
+
+def zero_of(x: jax.Array) -> jax.Array:
+    """Zeros that are known when `x` is, to add to what is to wait for it; zero for a NaN too.
+
+    XLA does not see that they are. An optimization barrier it drops before it decides what comes first.
+    """
+    return jnp.where(jnp.isnan(x), 0, jnp.minimum(jnp.abs(x), 0))

@@ -1,0 +1,140 @@
+"""Causal 3-D convolution with a cache of past frames, in five formulations behind one signature."""
+
+import functools
+from collections.abc import Callable
+from typing import Literal, get_args
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jax_kernels.common.checks import check_channels
+from jax_kernels.common.columns import by_platform, by_shards, has_neighbours, jit_kernel
+from jax_kernels.common.layout import is_large, zero_of
+from jax_kernels.conv3d import tpu, xla
+
+Start = Literal["replicate", "zeros"]
+Implementation = Literal["direct", "summed", "folded", "copied", "narrow"]
+
+
+@jit_kernel(static_argnames=["start", "implementation"])
+def conv3d(
+    x: Float[Array, "N T H W I"],
+    kernel: Float[Array, "kt kh kw I O"],
+    bias: Float[Array, " O"] | None = None,
+    cache: Float[Array, "N kt-1 H W I"] | None = None,
+    *,
+    residual: Float[Array, "N T H W O"] | None = None,
+    after: Float[Array, "N T H W O"] | None = None,
+    start: Start = "replicate",
+    implementation: Implementation | None = None,
+) -> tuple[Float[Array, "N T H W O"], Float[Array, "N kt-1 H W I"] | None]:
+    """3-D convolution, causal in time and zero-padded to the same size in space.
+
+    A frame sees itself and the kt - 1 frames before it: those of `cache`, or, at the start of a video, what
+    `start` says. Sums are float32, rounded once.
+
+    Args:
+        x: a batch of frames.
+        kernel: odd in space; `x`'s dtype.
+        bias: (O,), or None.
+        cache: what the call on the frames before returned, in `x`'s dtype; None at the start.
+        residual: added to the sums before they are rounded, or None.
+        after: the result is computed when this has been, for the sake of memory; or None.
+        start: what lies before a video's first frame: that frame again ("replicate"), or zeros.
+        implementation: "direct" is one 3-D convolution; "summed" adds kt 2-D convolutions; "folded" is one
+            2-D convolution over kt * I channels; "copied" is that with the taps' frames written by a Pallas
+            kernel, for TPUs (`shifted_copies`); "narrow" is one over I channels with the taps, and columns
+            next to each other, among its output channels, for finite frames. None takes the fastest known for
+            the platform that is compiled for, of those that take `x`.
+
+    Returns:
+        The convolved frames, and the cache for the next call (None where kt is 1).
+
+    Raises:
+        ValueError: channels, bias, cache, kernel or residual that do not fit each other; a start or an
+            implementation that there is not.
+    """
+    _check(x, kernel, bias, cache, residual)
+    if implementation is not None and implementation not in _IMPLEMENTATIONS:
+        raise ValueError(f"implementation {implementation!r} is not one of {sorted(_IMPLEMENTATIONS)}")
+    if start not in get_args(Start):
+        raise ValueError(f"start {start!r} is not one of {list(get_args(Start))}")
+    causal = functools.partial(_causal, start=start, implementation=implementation)
+    return by_shards(causal, (x, cache, residual, after), (kernel, bias))
+
+
+def _causal(
+    x: Array,
+    cache: Array | None,
+    residual: Array | None,
+    after: Array | None,
+    kernel: Array,
+    bias: Array | None,
+    *,
+    start: Start,
+    implementation: Implementation | None,
+) -> tuple[Array, Array | None]:
+    if after is not None:
+        zero = zero_of(after[0, 0, 0, 0, 0])
+        bias = zero[None] if bias is None else bias + zero
+    if kernel.shape[0] == 1:
+        return xla.finished(xla.same(x, kernel, xla.summed), bias, residual, like=x), None
+    if cache is None:
+        first = x[:, :1] if start == "replicate" else jnp.zeros_like(x[:, :1])
+        cache = jnp.repeat(first, kernel.shape[0] - 1, axis=1)
+    inputs = x, cache, residual, kernel, bias
+    if implementation is not None:
+        return _IMPLEMENTATIONS[implementation](*inputs)
+    named = {"tpu": _for_tpu(x, kernel), "cuda": "direct", "default": "summed"}
+    forms = {platform: _IMPLEMENTATIONS[name] for platform, name in named.items()}
+    return by_platform(*inputs, **forms)
+
+
+def _for_tpu(x: Array, kernel: Array) -> Implementation:
+    """The fastest formulation by the v6e compiler's estimate, measured for CogVideoX's own layer sizes.
+
+    The 3-D form wins while a frame is small; on large ones its relayouts cost more than folding the taps'
+    copies.
+    """
+    if not is_large(x):
+        return "direct"
+    if _is_narrow(kernel):
+        return "narrow"
+    return "copied" if tpu.takes(x, past=kernel.shape[0] - 1) else "folded"
+
+
+def _is_narrow(kernel: Array) -> bool:
+    """Whether its channels are few enough, on a device that has all columns. A decoder whose shards took that
+    form was planned with 20 ms and 1.5 GB more (docs/performance.md)."""
+    return kernel.shape[0] * kernel.shape[4] <= xla.FEW and not has_neighbours()
+
+
+_IMPLEMENTATIONS: dict[str, Callable[..., tuple[Array, Array]]] = {
+    "direct": functools.partial(xla.by_xla, form=xla.direct),
+    "summed": functools.partial(xla.by_xla, form=xla.summed),
+    "folded": functools.partial(xla.by_xla, form=xla.folded),
+    "copied": tpu.copied,
+    "narrow": functools.partial(xla.by_xla, form=xla.narrow),
+}
+
+
+def _check(x: Array, kernel: Array, bias: Array | None, cache: Array | None, residual: Array | None) -> None:
+    if x.ndim != 5 or kernel.ndim != 5:
+        raise ValueError(
+            f"conv3d got x {x.shape} and kernel {kernel.shape}: it needs N T H W I and kt kh kw I O"
+        )
+    if x.shape[-1] != kernel.shape[3]:
+        raise ValueError(f"conv3d got {x.shape[-1]} channels for a kernel that takes {kernel.shape[3]}")
+    if kernel.shape[1] % 2 == 0 or kernel.shape[2] % 2 == 0:
+        raise ValueError(
+            f"conv3d got a kernel of {kernel.shape[1]} x {kernel.shape[2]} pixels: both must be odd"
+        )
+    check_channels("conv3d", kernel.shape[4], bias=bias)
+    wanted = (x.shape[0], kernel.shape[0] - 1, *x.shape[2:])
+    if cache is not None and (cache.shape, cache.dtype) != (wanted, x.dtype):
+        raise ValueError(
+            f"conv3d got a cache {cache.dtype}{cache.shape}: {x.dtype}{wanted} goes with x {x.dtype}{x.shape}"
+        )
+    wanted = (*x.shape[:4], kernel.shape[4])
+    if residual is not None and residual.shape != wanted:
+        raise ValueError(f"conv3d got a residual of shape {residual.shape} for a result of {wanted}")

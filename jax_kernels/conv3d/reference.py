@@ -1,0 +1,35 @@
+"""Causal 3-D convolution in its plainest form: what the fast forms have to equal."""
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+
+def conv3d(
+    x: Float[Array, "N T H W I"],
+    kernel: Float[Array, "kt kh kw I O"],
+    bias: Float[Array, " O"],
+    cache: Float[Array, "N kt-1 H W I"] | None = None,
+    *,
+    start: str = "replicate",
+) -> tuple[Float[Array, "N T H W O"], Float[Array, "N kt-1 H W I"]]:
+    """One 3-D convolution in float32 over the frames of the past and the new ones, zero-padded in space.
+
+    A start without a past repeats its first frame, or has zeros before it. The last frames are the next
+    call's past.
+    """
+    past, rows, columns = kernel.shape[0] - 1, kernel.shape[1] // 2, kernel.shape[2] // 2
+    if cache is None:
+        before = x[:, :1] if start == "replicate" else x[:, :1] * 0
+        cache = jnp.concatenate([x[:, :0], *[before] * past], axis=1)
+    frames = jnp.concatenate([cache, x], axis=1)
+    padded = jnp.pad(frames, ((0, 0), (0, 0), (rows, rows), (columns, columns), (0, 0)))
+    y = lax.conv_general_dilated(
+        padded.astype(jnp.float32),
+        kernel.astype(jnp.float32),
+        (1, 1, 1),
+        "VALID",
+        dimension_numbers=("NDHWC", "DHWIO", "NDHWC"),
+        precision=lax.Precision.HIGHEST,
+    )
+    return (y + bias.astype(jnp.float32)).astype(x.dtype), frames[:, frames.shape[1] - past :]

@@ -1,0 +1,72 @@
+"""The mean and variance of groups of channels, by Welford's moments and Chan's formula."""
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from jax_kernels.common.columns import by_platform, by_shards, real_columns, with_clear_padding
+from jax_kernels.common.layout import is_large
+from jax_kernels.group_norm import tpu, xla
+from jax_kernels.group_norm.welford import Moments
+
+
+def moments(x: Float[Array, "N *rest"], *, num_groups: int, channel_axis: int = 1) -> Moments:
+    """The moments of each video's groups, in float32, from a single pass over `x`.
+
+    Columns of pixels are reduced to their (count, mean, M2), one row's worth of numbers, a block of rows at a
+    time: a sum of squares over all rows would lose the digits of a column whose first pixel lies far from the
+    rest. All are merged by Chan's formula. A column runs along H: W may be sharded and nothing but the merged
+    triples has to travel.
+
+    Returns:
+        `Moments` of shape (N, G), float32.
+    """
+    x = jnp.moveaxis(x, channel_axis, -1)
+    column_axis = max(1, x.ndim - 3)
+    length = x.shape[column_axis]
+    mean, m2 = by_shards(_of_columns, (x,)) if x.ndim == 5 else xla.column_moments(x)
+    columns = Moments(length, jnp.squeeze(mean, column_axis), jnp.squeeze(m2, column_axis))
+    columns = Moments(length, *(_split_groups(part, num_groups) for part in columns[1:]))
+    axes = (*range(1, columns.mean.ndim - 2), columns.mean.ndim - 1)
+    return _merge_columns(columns, axes, column_axis=columns.mean.ndim - 3)
+
+
+def _of_columns(x_NTHWC: Array) -> tuple[Array, Array]:
+    by_kernel = is_large(x_NTHWC) and tpu.takes(x_NTHWC)
+    for_tpu = tpu.column_moments if by_kernel else xla.column_moments
+    return by_platform(x_NTHWC, tpu=for_tpu, default=xla.column_moments)
+
+
+def _merge_columns(parts: Moments, axes: tuple[int, ...], column_axis: int) -> Moments:
+    """`merge_equal` along several axes, without columns that only pad a width."""
+    columns = parts.mean.shape[column_axis]
+
+    def of_real(values: Array) -> Array:
+        return with_clear_padding(values, column_axis) if column_axis in axes else values
+
+    size = 1
+    for axis in axes:
+        size *= real_columns(columns) if axis == column_axis else parts.mean.shape[axis]
+    origin = parts.mean
+    for axis in axes:
+        origin = lax.slice_in_dim(origin, 0, 1, axis=axis)
+    offset = jnp.sum(of_real(parts.mean - origin), axes, keepdims=True) / size
+    deviation = of_real(parts.mean - origin - offset)
+    m2 = jnp.sum(of_real(parts.m2), axes) + parts.count * jnp.sum(deviation * deviation, axes)
+    return Moments(parts.count * size, jnp.squeeze(origin + offset, axes), m2)
+
+
+def _split_groups(x: Array, num_groups: int) -> Array:
+    return x.reshape(*x.shape[:-1], num_groups, x.shape[-1] // num_groups)
+
+
+def per_channel(stat_NG: Float[Array, "N G"], channels: int) -> Float[Array, "N C"]:
+    """A group's statistic, once for each of its channels."""
+    return jnp.repeat(stat_NG, channels // stat_NG.shape[1], axis=1)
+
+
+def check_groups(channels: int, num_groups: int) -> None:
+    if num_groups < 1 or channels % num_groups:
+        raise ValueError(
+            f"got {channels} channels in {num_groups} groups: num_groups must divide the channel count"
+        )

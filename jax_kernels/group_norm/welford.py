@@ -1,0 +1,49 @@
+"""Welford's moments, and Chan's formula that merges those of parts."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+
+class Moments(NamedTuple):
+    """What Welford's recurrence carries: count, mean, and M2, the sum of squared deviations from the mean."""
+
+    count: int
+    mean: Float[Array, "..."]
+    m2: Float[Array, "..."]
+
+    @property
+    def variance(self) -> Float[Array, "..."]:
+        return self.m2 / float(self.count)  # which may be more than an int32 holds
+
+
+def merge(a: Moments, b: Moments) -> Moments:
+    """Two samples' moments together, from those of each (Chan, Golub and LeVeque 1979, eq. 2.1)."""
+    count = a.count + b.count
+    delta = b.mean - a.mean
+    return Moments(
+        count,
+        a.mean + delta * (b.count / count),
+        a.m2 + b.m2 + delta * delta * (a.count * b.count / count),
+    )
+
+
+def typical(first: Array, middle: Array, last: Array) -> Array:
+    """The median of three values, element by element: close to most of what they are taken from, so that sums
+    of what the others differ from it are small."""
+    return jnp.maximum(jnp.minimum(first, last), jnp.minimum(jnp.maximum(first, last), middle))
+
+
+def merge_equal(parts: Moments, axis: int) -> Moments:
+    """Chan's formula for parts of equal count that lie along `axis`, all at once.
+
+    The means are averaged as differences from one of them: a plain float32 sum of many means near 1000
+    loses digits.
+    """
+    origin = lax.slice_in_dim(parts.mean, 0, 1, axis=axis)
+    offset = jnp.mean(parts.mean - origin, axis, keepdims=True)
+    deviation = parts.mean - origin - offset
+    m2 = jnp.sum(parts.m2, axis) + parts.count * jnp.sum(deviation * deviation, axis)
+    return Moments(parts.count * parts.mean.shape[axis], jnp.squeeze(origin + offset, axis), m2)

@@ -1,0 +1,78 @@
+"""GroupNorm's two passes over an activation as XLA compiles them: statistics, then scaling."""
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from jax_kernels.common.activation import Activation, activate
+from jax_kernels.common.columns import with_clear_padding
+from jax_kernels.group_norm.welford import Moments, merge, merge_equal, typical
+
+ROWS = 64
+"""How many rows of a column are summed together at most: float32 sums of squares keep the digits of so many,
+wherever their outliers lie, and what is kept of each block is a small part of its pixels."""
+
+
+def column_moments(x: Array) -> tuple[Array, Array]:
+    """The mean of each column of pixels and its M2, in float32.
+
+    Args:
+        x: of any rank of three or more, the channels last.
+
+    Returns:
+        Both as one row of `x`.
+    """
+    axis = max(1, x.ndim - 3)
+    height = x.shape[axis]
+    rows = -(-height // max(1, -(-height // ROWS)))
+    whole = height // rows * rows
+    origin = _typical_row(x, axis)
+    found = _of_blocks(lax.slice_in_dim(x, 0, whole, axis=axis), origin, axis, rows)
+    if height > whole:
+        rest = lax.slice_in_dim(x, whole, height, axis=axis)
+        found = merge(found, _of_blocks(rest, origin, axis, height - whole))
+    return origin + jnp.expand_dims(found.mean, axis), jnp.expand_dims(found.m2, axis)
+
+
+def _typical_row(x: Array, axis: int) -> Array:
+    """Of each column a value close to most of its pixels. No result depends on it but in its last digits."""
+    height = x.shape[axis]
+    picked = (lax.slice_in_dim(x, row, row + 1, axis=axis) for row in (0, height // 2, height - 1))
+    return lax.stop_gradient(typical(*picked).astype(jnp.float32))
+
+
+def _of_blocks(x: Array, origin: Array, axis: int, rows: int) -> Moments:
+    """The moments of the columns of `x` less `origin`, merged from those of blocks of so many rows."""
+    x = x.reshape(*x.shape[:axis], x.shape[axis] // rows, rows, *x.shape[axis + 1 :])
+    shift = _typical_row(x, axis + 1)
+    shifted = x.astype(jnp.float32) - shift
+    # One reduction with two results: two reductions would make XLA's CPU backend write `shifted` out.
+    zero = jnp.zeros((), jnp.float32)
+    total, squares = lax.reduce(
+        (shifted, shifted * shifted), (zero, zero), lambda a, b: (a[0] + b[0], a[1] + b[1]), (axis + 1,)
+    )
+    mean = jnp.squeeze(shift, axis + 1) - origin + total / rows
+    return merge_equal(Moments(rows, mean, jnp.maximum(squares - total * total / rows, 0.0)), axis)
+
+
+def scaled(
+    activation: Activation | None,
+    x: Array,
+    mean_NC: Array,
+    scale_NC: Array,
+    shift_NC: Array,
+    *,
+    channel_axis: int = -1,
+) -> Array:
+    """`activation((x - mean) * scale + shift)`."""
+    channel_axis = channel_axis % x.ndim
+
+    def along_channels(part_NC: Array) -> Array:
+        shape = [1] * x.ndim
+        shape[0], shape[channel_axis] = part_NC.shape
+        return part_NC.reshape(shape)
+
+    y = (x.astype(jnp.float32) - along_channels(mean_NC)) * along_channels(scale_NC)
+    y = y + along_channels(shift_NC)
+    y = activate(y, activation)
+    return with_clear_padding(y.astype(x.dtype), x.ndim - (2 if channel_axis == x.ndim - 1 else 1))

@@ -1,0 +1,151 @@
+"""Up- and downsamplers: a factor of two in space by a 2-D convolution, in time where asked."""
+
+import functools
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from jax_kernels.common.checks import check_channels
+from jax_kernels.common.columns import (
+    add_columns,
+    add_from_neighbours,
+    by_shards,
+    has_neighbours,
+    jit_kernel,
+    neighbours_of,
+    with_clear_padding,
+)
+from jax_kernels.common.frames import average_pairs, conv_frames, select_frames
+from jax_kernels.common.layout import is_large
+from jax_kernels.resample import tpu, xla
+
+
+@jit_kernel(static_argnames=["expand_time", "lone_first"])
+def upsample(
+    x: Float[Array, "N T H W I"],
+    kernel: Float[Array, "kh kw I O"],
+    bias: Float[Array, " O"] | None,
+    *,
+    expand_time: bool,
+    lone_first: bool = False,
+) -> Float[Array, "N T2 2*H 2*W O"]:
+    """Nearest 2x in space, in time too where `expand_time`, then a 2-D convolution of every frame.
+
+    Doubled frames are equal when the convolution sees them, so it runs before the doubling: half the work,
+    the same numbers.
+
+    Args:
+        x: the activations.
+        kernel: odd in space, `x`'s dtype.
+        bias: (O,), or None.
+        expand_time: whether frames are doubled.
+        lone_first: whether the first frame stays a single one.
+
+    Returns:
+        2H x 2W pixels in `x`'s dtype; T2 is T, or with `expand_time` 2T, with `lone_first` too 2T - 1.
+
+    Raises:
+        ValueError: a kernel that is even or does not take `x`, a bias of another length.
+    """
+    _check("upsample", x, kernel, bias)
+    if kernel.shape[0] % 2 == 0 or kernel.shape[1] % 2 == 0:
+        raise ValueError(
+            f"upsample got a kernel of {kernel.shape[0]} x {kernel.shape[1]} pixels: both must be odd"
+        )
+    return by_shards(
+        functools.partial(_upsample, expand_time=expand_time, lone_first=lone_first), (x,), (kernel, bias)
+    )
+
+
+def _upsample(x: Array, kernel: Array, bias: Array | None, *, expand_time: bool, lone_first: bool) -> Array:
+    rows = kernel.shape[0] // 2
+
+    def convolve(x: Array, kernel: Array, columns: tuple[int, int]) -> Array:
+        return conv_frames(x, kernel, padding=((rows, rows), columns))
+
+    doubled = _doubled(x)
+    y = convolve(doubled, kernel, (kernel.shape[1] // 2, kernel.shape[1] // 2))
+    y = add_from_neighbours(y, doubled, kernel, convolve)
+    if bias is not None:
+        y = y + bias.astype(jnp.float32)
+    y = with_clear_padding(y.astype(x.dtype))
+    length, kept = x.shape[1], int(lone_first)
+    if not expand_time or length == kept:
+        return y
+    return select_frames(y, [*range(kept), *(frame for frame in range(kept, length) for _ in range(2))])
+
+
+def _doubled(x: Array) -> Array:
+    # Of shards XLA keeps the columns outermost, and would copy what the kernel gives into that order.
+    by_kernel = is_large(x) and tpu.takes(x) and not has_neighbours()
+    for_tpu = tpu.doubled_pixels if by_kernel else xla.double_pixels_outside
+    return lax.platform_dependent(x, tpu=for_tpu, default=xla.double_pixels)
+
+
+@jit_kernel(static_argnames=["compress_time", "lone_first"])
+def downsample(
+    x: Float[Array, "N T H W I"],
+    kernel: Float[Array, "kh kw I O"],
+    bias: Float[Array, " O"] | None,
+    *,
+    compress_time: bool,
+    lone_first: bool = False,
+) -> Float[Array, "N T2 H2 W2 O"]:
+    """Frames averaged in pairs where `compress_time`, then a 2-D convolution of stride 2, zero-padded below
+    and right.
+
+    Args:
+        x: the activations.
+        kernel: (3, 3, I, O), `x`'s dtype.
+        bias: (O,), or None.
+        compress_time: whether pairs of frames are averaged.
+        lone_first: whether the first frame stays by itself, and pairs begin after it.
+
+    Returns:
+        H2 = H // 2 and W2 = W // 2 pixels in `x`'s dtype; T2 is T, or with `compress_time` T / 2, with
+        `lone_first` too (T + 1) / 2.
+
+    Raises:
+        ValueError: a kernel of another size or that does not take `x`, a bias of another length; frames that
+            are no pairs; columns split over devices, an odd number each.
+    """
+    _check("downsample", x, kernel, bias)
+    if kernel.shape[:2] != (3, 3):
+        raise ValueError(
+            f"downsample got a kernel of {kernel.shape[0]} x {kernel.shape[1]} pixels: it must have 3 x 3"
+        )
+    if compress_time and (x.shape[1] - lone_first) % 2:
+        after = " after the first" if lone_first else ""
+        raise ValueError(f"downsample got {x.shape[1]} frames: those{after} must be pairs to be averaged")
+    convolve = functools.partial(_downsample, compress_time=compress_time, lone_first=lone_first)
+    return by_shards(convolve, (x,), (kernel, bias))
+
+
+def _downsample(
+    x: Array, kernel: Array, bias: Array | None, *, compress_time: bool, lone_first: bool
+) -> Array:
+    if compress_time and x.shape[1] > lone_first:
+        x = average_pairs(x, lone_first=lone_first)
+    y = conv_frames(x, kernel, padding=((0, 1), (0, 1)), stride=2)
+    if has_neighbours():
+        if x.shape[3] % 2:
+            raise ValueError(
+                f"downsample got shards of {x.shape[3]} columns: over several an even number is needed"
+            )
+        _, right = neighbours_of(x, 1)
+        edge = conv_frames(right, kernel[:, 2:], padding=((0, 1), (0, 0)), stride=2)
+        y = add_columns(y, edge, at=y.shape[3] - 1)
+    if bias is not None:
+        y = y + bias.astype(jnp.float32)
+    return with_clear_padding(y.astype(x.dtype))
+
+
+def _check(name: str, x: Array, kernel: Array, bias: Array | None) -> None:
+    if x.ndim != 5 or kernel.ndim != 4:
+        raise ValueError(
+            f"{name} got x {x.shape} and kernel {kernel.shape}: it needs N T H W I and kh kw I O"
+        )
+    if x.shape[-1] != kernel.shape[2]:
+        raise ValueError(f"{name} got {x.shape[-1]} channels for a kernel that takes {kernel.shape[2]}")
+    check_channels(name, kernel.shape[3], bias=bias)

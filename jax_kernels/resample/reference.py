@@ -1,0 +1,37 @@
+"""Up- and downsampling in their plainest form: what the fast forms have to equal."""
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+
+def upsample(x: Array, kernel: Array, bias: Array, *, expand_time: bool, lone_first: bool = False):
+    """Doubled in space and time first, every frame convolved after."""
+    if expand_time:
+        x = jnp.concatenate([x[:, :lone_first], jnp.repeat(x[:, lone_first:], 2, 1)], 1)
+    x = jnp.repeat(jnp.repeat(x, 2, axis=2), 2, axis=3)
+    rows, columns = kernel.shape[0] // 2, kernel.shape[1] // 2
+    return convolved(x, kernel, bias, ((rows, rows), (columns, columns)), stride=1)
+
+
+def downsample(x: Array, kernel: Array, bias: Array, *, compress_time: bool, lone_first: bool = False):
+    """Pairs averaged, then every second pixel of a convolution padded below and right."""
+    if compress_time:
+        after = x[:, lone_first:].astype(jnp.float32)
+        pairs = (after[:, ::2] + after[:, 1::2]) / 2
+        x = jnp.concatenate([x[:, :lone_first], pairs.astype(x.dtype)], axis=1)
+    return convolved(x, kernel, bias, ((0, 1), (0, 1)), stride=2)
+
+
+def convolved(x: Array, kernel: Array, bias: Array, padding: tuple, *, stride: int):
+    """Every frame padded by hand and convolved by itself, in float32."""
+    frames = jnp.pad(x.reshape(-1, *x.shape[2:]), ((0, 0), *padding, (0, 0)))
+    y = lax.conv_general_dilated(
+        frames.astype(jnp.float32),
+        kernel.astype(jnp.float32),
+        (stride, stride),
+        "VALID",
+        dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        precision=lax.Precision.HIGHEST,
+    )
+    return (y + bias.astype(jnp.float32)).astype(x.dtype).reshape(*x.shape[:2], *y.shape[1:])

@@ -1,0 +1,45 @@
+"""Spatially conditioned GroupNorm in its plainest form: what the fast forms have to equal."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jax_kernels.group_norm.reference import group_norm
+
+
+def spatial_norm(
+    x,
+    zq,
+    weight,
+    bias,
+    kernel_y,
+    bias_y,
+    kernel_b,
+    bias_b,
+    *,
+    num_groups,
+    eps=1e-6,
+    activation=None,
+    lone_first=False,
+):
+    """The latents upsampled first, both 1x1x1 convolutions at full resolution, then the modulation."""
+    full = upsampled(zq, x.shape, lone_first)
+    y, b = (
+        jnp.einsum("nthwz,zc->nthwc", full, kernel, precision=lax.Precision.HIGHEST) + offset
+        for kernel, offset in ((kernel_y, bias_y), (kernel_b, bias_b))
+    )
+    result = group_norm(x, weight, bias, num_groups=num_groups, eps=eps, channel_axis=-1) * y + b
+    return jax.nn.silu(result) if activation == "silu" else result
+
+
+def upsampled(zq, shape, lone_first):
+    """For every pixel of every frame the latent that it lies under, an index at a time."""
+    _, frames, rows, columns, _ = shape
+    _, t, h, w, _ = zq.shape
+    if lone_first:
+        frame = [0, *(1 + i * (t - 1) // (frames - 1) for i in range(frames - 1))]
+    else:
+        frame = [i * t // frames for i in range(frames)]
+    zq = zq[:, jnp.array(frame)]
+    zq = zq[:, :, jnp.array([i * h // rows for i in range(rows)])]
+    return zq[:, :, :, jnp.array([i * w // columns for i in range(columns)])]

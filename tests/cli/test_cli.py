@@ -1,0 +1,308 @@
+"""The command line as a user meets it: main() in this process, and the program itself for Ctrl-C."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+import torch
+
+from cogvideox_torchax import cli, versions
+from cogvideox_torchax.cli import common
+from cogvideox_torchax.cli.common import DEMO_MODEL
+from cogvideox_torchax.files import latents, video
+from tests import reference
+from tests.files.test_video import moving_frames
+
+pytestmark = pytest.mark.usefixtures("torchax_off")
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def clip():
+    with video.writing("clip.mp4", 10) as sink:
+        sink.write(moving_frames(9))
+    return "clip.mp4"
+
+
+@pytest.fixture
+def latent_file(clip, model_directory):
+    assert run("encode", clip, "-o", "z.safetensors", "--model", "vae", "--backend", "torch") == 0
+    return "z.safetensors"
+
+
+def run(*arguments):
+    return cli.main([*map(str, arguments), *(["--quiet"] if arguments[0] != "doctor" else [])])
+
+
+def report(capsys, *arguments):
+    capsys.readouterr()
+    assert run(*arguments, "--json") == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("backend", ["torch", "torchax"])
+def test_encode_then_decode_then_reconstruct(clip, model_directory, capsys, backend):
+    options = ("--model", "vae", "--backend", backend)
+    encoded = report(capsys, "encode", clip, "-o", "z.safetensors", *options)
+    assert (encoded["frames"], encoded["latents"]) == (9, "1 x 16 x 3 x 3 x 5")
+    decoded = report(capsys, "decode", "z.safetensors", "-o", "again.mp4", "--backend", backend)
+    assert (decoded["frames"], decoded["fps"]) == (9, 10.0)
+    again = report(capsys, "reconstruct", clip, "-o", "frames", *options)
+    assert (again["frames_in"], again["frames_out"]) == (9, 9)
+    assert len(list(Path("frames").iterdir())) == 9
+    assert video.probe("again.mp4").num_frames == 9
+
+
+def test_both_backends_write_the_same_latents(clip, model_directory, small_vae):
+    for backend in ("torch", "torchax"):
+        assert (
+            run("encode", clip, "-o", f"{backend}.safetensors", "--model", "vae", "--backend", backend) == 0
+        )
+    ours, torchs = (latents.load(f"{backend}.safetensors").tensor for backend in ("torchax", "torch"))
+    assert reference.largest_error(ours, torchs) < 1e-5
+    x = torch.stack(list(video.read_frames(clip, video.Framing(24, 40), 9)), 2) / 127.5 - 1
+    assert reference.largest_error(torchs, small_vae.encode(x).latent_dist.mode()) < 1e-5
+
+
+def test_latents_say_what_decoding_needs(latent_file):
+    from safetensors import safe_open
+
+    with safe_open(latent_file, "pt") as file:
+        metadata = file.metadata()
+    assert {
+        key: metadata[key] for key in ("scaling_factor", "invert_scale_latents", "shift_factor", "fps")
+    } == {
+        "scaling_factor": "1.15258426",
+        "invert_scale_latents": "false",
+        "shift_factor": "null",
+        "fps": "10",
+    }
+    assert metadata["num_frames"] == "9"
+    assert metadata["model"] == "vae"
+
+
+def test_a_seed_samples_and_repeats(clip, model_directory):
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        arguments = ("-o", f"{name}.safetensors", "--model", "vae", "--backend", "torch", "--seed", seed)
+        assert run("encode", clip, *arguments) == 0
+    a, b, c = (latents.load(f"{name}.safetensors").tensor for name in "abc")
+    assert torch.equal(a, b)
+    assert not torch.equal(a, c)
+
+
+def test_demo_writes_all_and_agrees_with_pytorch(clip, capsys):
+    result = report(capsys, "demo", clip, "--frames", 5, "-o", "out")
+    assert sorted(path.name for path in Path("out").iterdir()) == ["demo.mp4", "demo.png", "demo.safetensors"]
+    assert result["largest_difference_to_PyTorch_latents"] < 1e-5
+    assert result["largest_difference_to_PyTorch_frames"] < 1e-5
+    assert result["compile_s"] > 0
+    assert result["run_s"] > 0
+    assert video.probe("out/demo.mp4").width == 2 * 40
+    assert latents.load("out/demo.safetensors").num_frames == 5
+
+
+def test_the_bundled_model_is_small_and_has_every_tensor_of_the_real_one():
+    from safetensors import safe_open
+
+    files = list(DEMO_MODEL.glob("*.safetensors"))
+    assert sum(file.stat().st_size for file in files) < 4e6
+    with safe_open(files[0], "pt") as file:
+        assert len(file.keys()) == 436
+
+
+def test_doctor_names_devices_and_versions(capsys):
+    result = report(capsys, "doctor")
+    assert result["torchax_works" if "torchax_works" in result else "torchax works"] == "yes"
+    assert result["devices"].startswith("cpu:0")
+    assert run("doctor") == 0
+
+
+def test_doctor_advises_where_an_untested_version_is_installed(capsys, monkeypatch):
+    assert run("doctor") == 0
+    assert "is tested" not in capsys.readouterr().out
+    monkeypatch.setitem(versions.TESTED, "jax", versions.Tested("0.1.0", "0.2.0"))
+    line = f"jax {versions.installed('jax')} is installed, 0.1.0 to 0.2.0 is tested"
+    assert run("doctor") == 0
+    assert f"  - {line}" in capsys.readouterr().out.splitlines()
+    assert line in report(capsys, "doctor")["advice"]
+
+
+def test_doctor_names_a_broken_pair(capsys, monkeypatch):
+    import importlib
+
+    real = importlib.import_module
+
+    def broken(name, *rest):
+        if name == "torchax":
+            raise RuntimeError("aten.prod has no overload name 'dim_Dimname'")
+        return real(name, *rest)
+
+    monkeypatch.setattr(importlib, "import_module", broken)
+    assert run("doctor") == 1
+    out = capsys.readouterr().out
+    assert "does not import with torch" in out
+    assert "pip install 'torchax>=0.0.14" in out
+
+
+@pytest.mark.parametrize("command", [command.__name__.split(".")[-1] for command in cli.COMMANDS])
+def test_help_shows_an_example(command, capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main([command, "--help"])
+    assert end.value.code == 0
+    assert f"example: cogvideox-torchax {command}" in capsys.readouterr().out
+
+
+def _edit_latents(**changes):
+    loaded = latents.load("z.safetensors")
+    latents.save(latents.Latents(**{**vars(loaded), **changes}), "z.safetensors")
+
+
+def _nan():
+    tensor = latents.load("z.safetensors").tensor.clone()
+    tensor[0, 3, 2, 1, 0] = float("nan")
+    _edit_latents(tensor=tensor)
+
+
+def _truncate(name):
+    data = Path(name).read_bytes()
+    Path(name).write_bytes(data[: len(data) // 2])
+
+
+def _other_model():
+    reference.small_vae(block_out_channels=(8, 16, 16, 32), norm_num_groups=4).save_pretrained("other")
+
+
+ENCODE = ("encode", "clip.mp4", "-o", "new.safetensors", "--model", "vae")
+DECODE = ("decode", "z.safetensors", "-o", "new.mp4")
+WRONG = {
+    "missing video": (lambda: None, ("encode", "no.mp4", *ENCODE[2:]), "there is no file no.mp4"),
+    "text as video": (
+        lambda: Path("t.mp4").write_text("x" * 99),
+        ("encode", "t.mp4", *ENCODE[2:]),
+        "not a video",
+    ),
+    "truncated video": (lambda: _truncate("clip.mp4"), ENCODE, "truncated"),
+    "size": (lambda: None, (*ENCODE, "--height", 23), "multiples of 8; pass --crop for 16 x 40"),
+    "more frames than there are": (
+        lambda: None,
+        (*ENCODE, "--frames", 99),
+        "has 9 frames, --frames asks for 99",
+    ),
+    "unknown dtype": (lambda: None, (*ENCODE, "--dtype", "int4"), "unknown dtype 'int4': one of float32"),
+    "missing model": (lambda: None, (*ENCODE[:-1], "./none"), "there is no model directory"),
+    "model without config": (lambda: Path("vae/config.json").unlink(), ENCODE, "no config.json"),
+    "truncated model": (lambda: _truncate("vae/diffusion_pytorch_model.safetensors"), ENCODE, "truncated"),
+    "latents into an mp4": (lambda: None, (*ENCODE[:3], "z.mp4", *ENCODE[4:]), "into a .safetensors file"),
+    "output directory": (
+        lambda: None,
+        (*ENCODE[:3], "no/z.safetensors", *ENCODE[4:]),
+        "there is no directory",
+    ),
+    "missing latents": (lambda: None, ("decode", "no.safetensors", *DECODE[2:]), "there is no file"),
+    "truncated latents": (lambda: _truncate("z.safetensors"), DECODE, "truncated"),
+    "weights as latents": (
+        lambda: shutil.copy("vae/diffusion_pytorch_model.safetensors", "z.safetensors"),
+        DECODE,
+        "no latent file",
+    ),
+    "latents with NaN": (_nan, DECODE, "video 0, frame 2, channel 3, row 1, column 0"),
+    "latents of another rank": (
+        lambda: _edit_latents(tensor=torch.zeros(16, 3, 5)),
+        DECODE,
+        r"floats (N, C, T, H, W)",
+    ),
+    "latents of another model": (
+        _other_model,
+        (*DECODE, "--model", "other"),
+        "their block_out_channels is [16,",
+    ),
+    "unknown suffix": (lambda: None, (*DECODE[:3], "new.avi"), "give a name in .mp4 or .gif"),
+}
+
+
+@pytest.mark.parametrize(("prepare", "arguments", "words"), WRONG.values(), ids=WRONG)
+def test_wrong_input_is_one_line_exit_code_2_and_no_output(latent_file, capsys, prepare, arguments, words):
+    prepare()
+    before = {path: path.stat().st_mtime_ns for path in Path().rglob("*")}
+    capsys.readouterr()
+    assert run(*arguments, "--backend", "torch") == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert words in err
+    assert {path: path.stat().st_mtime_ns for path in Path().rglob("*") if not path.is_dir()} == {
+        path: time_ns for path, time_ns in before.items() if not path.is_dir()
+    }
+
+
+@pytest.mark.parametrize("command", ["decode", "reconstruct", "generate"])
+@pytest.mark.parametrize("rate", ["0", "-3", "0/1", "1/0", "nan", "inf", "fast", "1e-9", "1e12"])
+def test_a_frame_rate_that_is_none_is_refused_before_anything_is_read(command, rate, capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main([command, *(() if command == "generate" else ("no.file",)), "-o", "new.mp4", "--fps", rate])
+    assert end.value.code == 2
+    assert (
+        f"--fps: {rate} is no frame rate: give a number above 0" in capsys.readouterr().err.splitlines()[-1]
+    )
+
+
+@pytest.mark.parametrize("rate", ["8", "29.97", "30000/1001"])
+def test_a_frame_rate_is_taken_as_a_number_or_a_fraction(rate):
+    assert common.frame_rate(rate) == Fraction(rate)
+
+
+def test_what_is_written_may_be_read_by_those_whom_the_umask_lets(latent_file, clip):
+    before = os.umask(0o027)
+    try:
+        for command in (ENCODE, DECODE, ("demo", clip, "--frames", 5, "-o", "out")):
+            assert run(*command, "--backend", "torch") == 0
+    finally:
+        os.umask(before)
+    written = [Path("new.safetensors"), Path("new.mp4"), *Path("out").iterdir()]
+    assert {path.name: oct(path.stat().st_mode & 0o777) for path in written} == dict.fromkeys(
+        ["new.safetensors", "new.mp4", "demo.safetensors", "demo.mp4", "demo.png"], "0o640"
+    )
+
+
+def test_a_failure_of_the_work_is_exit_code_1(clip, model_directory, monkeypatch, capsys):
+    def fail(*_):
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(cli.encode, "encode_clip", fail)
+    assert run(*ENCODE) == 1
+    assert "MemoryError: no room" in capsys.readouterr().err
+    with pytest.raises(MemoryError):
+        run(*ENCODE, "--traceback")
+
+
+def test_ctrl_c_leaves_nothing_half_written(model_directory, tmp_path):
+    with video.writing("long.mp4", 10) as sink:
+        for _ in range(30):
+            sink.write(moving_frames(10, 128, 192))
+    command = [sys.executable, "-m", "cogvideox_torchax.cli", "reconstruct", "long.mp4", "-o", "new.mp4"]
+    # A shell has what it runs in the background ignore the interrupt, and so would the command.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    process = subprocess.Popen(
+        [*command, "--model", "vae", "--backend", "torch"], stderr=subprocess.PIPE, text=True, env=os.environ
+    )
+    signal.signal(signal.SIGINT, before)
+    assert process.stderr is not None
+    while "encode:" not in process.stderr.read(60):
+        assert process.poll() is None
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "interrupted" in err
+    assert "Traceback" not in err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["long.mp4", "vae"]

@@ -1,0 +1,191 @@
+from fractions import Fraction
+
+import av
+import pytest
+import torch
+
+from cogvideox_torchax.cli.demo import demo_clip
+from cogvideox_torchax.files import video
+from cogvideox_torchax.files.whole import OutputError
+
+
+def moving_frames(count=9, height=24, width=40):
+    rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
+    frames = [
+        torch.stack([rows * 8 + 4 * t, columns * 5, torch.full_like(rows, 20 * t)]) for t in range(count)
+    ]
+    return torch.stack(frames, 1)[None].clamp(0, 255).to(torch.uint8)
+
+
+@pytest.fixture
+def clip(tmp_path):
+    with video.writing(tmp_path / "clip.mp4", Fraction(30000, 1001)) as sink:
+        sink.write(moving_frames())
+    return tmp_path / "clip.mp4"
+
+
+def read_all(path, size=None, count=None):
+    info = video.probe(path)
+    size = size or video.Framing(info.height, info.width)
+    return torch.stack(list(video.read_frames(path, size, count or info.num_frames)), 2)
+
+
+def test_what_is_written_is_read_back(clip):
+    info = video.probe(clip)
+    assert (info.height, info.width, info.num_frames, info.fps) == (24, 40, 9, Fraction(30000, 1001))
+    assert (read_all(clip).float() - moving_frames().float()).abs().mean() < 4
+    assert list(clip.parent.iterdir()) == [clip]
+
+
+def test_frames_come_in_order_and_only_as_many_as_asked(clip):
+    assert read_all(clip, count=4).shape == (1, 3, 4, 24, 40)
+    blue = read_all(clip)[0, 2].float().mean((1, 2))
+    assert (blue.diff() > 5).all()
+
+
+def test_resize_and_crop(clip):
+    whole = read_all(clip)
+    assert read_all(clip, video.Framing(16, 16)).shape == (1, 3, 9, 16, 16)
+    assert torch.equal(read_all(clip, video.Framing(16, 32, crop=True)), whole[..., 4:20, 4:36])
+
+
+def test_gif_and_frames(tmp_path):
+    from PIL import Image
+
+    with video.writing(tmp_path / "clip.gif", 10) as sink:
+        sink.write(moving_frames(5))
+    with Image.open(tmp_path / "clip.gif") as gif:
+        assert (gif.n_frames, gif.size, gif.info["duration"]) == (5, (40, 24), 100)
+    with video.writing(tmp_path / "frames", 10) as sink:
+        sink.write(moving_frames(3))
+        sink.write(moving_frames(2))
+    names = sorted(path.name for path in (tmp_path / "frames").iterdir())
+    assert names == [f"frame_{i:05d}.png" for i in range(5)]
+
+
+@pytest.mark.parametrize("name", ["clip.mp4", "clip.gif", "frames"])
+def test_nothing_is_left_when_the_work_fails(tmp_path, name):
+    def fail_after_one_frame():
+        with video.writing(tmp_path / name, 10) as sink:
+            sink.write(moving_frames(1))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fail_after_one_frame()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("fps", [0, -3, Fraction(-1, 2), float("nan")])
+def test_a_rate_that_is_not_above_0_is_refused(tmp_path, fps):
+    with pytest.raises(OutputError, match="give a rate above 0"), video.writing(tmp_path / "a.mp4", fps):
+        pass
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_that_was_there_stays_until_the_new_one_is_whole(clip):
+    before = clip.read_bytes()
+
+    def fail():
+        with video.writing(clip, 10) as sink:
+            sink.write(moving_frames(1))
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
+    assert clip.read_bytes() == before
+
+
+def test_the_demo_clip_is_there():
+    info = video.probe(demo_clip())
+    assert (info.height, info.width, info.num_frames) == (720, 1280, 132)
+
+
+def _no_frames(path):
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("libx264", rate=10)
+        stream.width = stream.height = 32
+        container.start_encoding()
+
+
+def _audio_only(path):
+    with av.open(str(path), "w", format="wav") as container:
+        stream = container.add_stream("pcm_s16le", rate=8000)
+        import numpy as np
+
+        frame = av.AudioFrame.from_ndarray(np.zeros((1, 800), np.int16), layout="mono")
+        frame.sample_rate = 8000
+        container.mux(stream.encode(frame))
+
+
+BAD_FILES = {
+    "missing": (lambda p: None, "there is no file"),
+    "a directory": (lambda p: p.mkdir(), "is a directory"),
+    "text": (lambda p: p.write_text("hello" * 100), "truncated or not a video"),
+    "empty": (lambda p: p.touch(), "truncated or not a video"),
+    "no video stream": (_audio_only, "no video stream"),
+}
+
+
+@pytest.mark.parametrize(("make", "words"), BAD_FILES.values(), ids=BAD_FILES)
+def test_a_bad_file_is_named(tmp_path, make, words):
+    make(tmp_path / "bad.mp4")
+    with pytest.raises(video.VideoError, match=words):
+        video.probe(tmp_path / "bad.mp4")
+
+
+@pytest.mark.parametrize("share", [0.3, 0.6, 0.9])
+def test_a_truncated_mp4_is_named(clip, share):
+    data = clip.read_bytes()
+    clip.write_bytes(data[: int(len(data) * share)])
+    with pytest.raises(video.VideoError, match="truncated"):
+        read_all(clip)
+
+
+@pytest.mark.parametrize("share", [0.5, 0.9])
+def test_a_truncated_mp4_whose_index_comes_first_is_named(tmp_path, share):
+    path = tmp_path / "fast.mp4"
+    with av.open(str(path), "w", options={"movflags": "faststart"}) as container:
+        stream = container.add_stream("libx264", rate=10)
+        stream.width, stream.height, stream.pix_fmt = 40, 24, "yuv420p"
+        for frame in moving_frames(30)[0].permute(1, 2, 3, 0).contiguous().numpy():
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+        container.mux(stream.encode(None))
+    data = path.read_bytes()
+    path.write_bytes(data[: int(len(data) * share)])
+    with pytest.raises(video.VideoError, match="truncated"):
+        read_all(path)
+
+
+def test_a_video_without_frames_is_named(tmp_path):
+    _no_frames(tmp_path / "none.mp4")
+    with pytest.raises(video.VideoError, match="no frames|no video stream"):
+        video.probe(tmp_path / "none.mp4")
+
+
+def test_a_size_that_does_not_divide_offers_the_crop(clip):
+    info = video.probe(clip)
+    with pytest.raises(video.VideoError, match="multiples of 16; pass --crop for 16 x 32"):
+        video.framing(info, multiple=16, height=None, width=None, crop=False)
+    assert video.framing(info, multiple=16, height=None, width=None, crop=True) == video.Framing(16, 32, True)
+    with pytest.raises(video.VideoError, match="cannot crop 24 x 40 pixels to 48 x 32"):
+        video.framing(info, multiple=16, height=48, width=None, crop=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("clip.avi", "give a name in .mp4 or .gif, or a directory"),
+        ("nowhere/clip.mp4", "there is no directory"),
+        ("taken.mp4", "it is a directory"),
+        ("full", "that is not empty"),
+        ("file", "it is a file"),
+        ("file/clip.mp4", "there is no directory"),
+    ],
+)
+def test_an_output_that_cannot_be_written_is_named(tmp_path, name, words):
+    (tmp_path / "taken.mp4").mkdir()
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/x").touch()
+    (tmp_path / "file").touch()
+    with pytest.raises(OutputError, match=words), video.writing(tmp_path / name, 10):
+        pass

@@ -1,0 +1,74 @@
+"""The transformer's plain layers: rounded once, statistics in float32."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from jax_kernels import layer_norm, linear, silu
+from tests.reference import largest_error
+
+
+def draw(*shape, seed=0, dtype=jnp.float32):
+    return jax.random.normal(jax.random.key(seed), shape, dtype)
+
+
+def to_torch(x):
+    return torch.from_numpy(np.array(x, np.float32))
+
+
+@pytest.mark.parametrize("biased", [True, False])
+def test_linear_is_torchs(biased):
+    x, weight, bias = draw(2, 3, 8), draw(5, 8, seed=1), draw(5, seed=2) if biased else None
+    want = torch.nn.functional.linear(to_torch(x), to_torch(weight), None if bias is None else to_torch(bias))
+    assert largest_error(linear(x, weight, bias), want) < 1e-6
+
+
+def test_linear_adds_the_bias_before_it_rounds():
+    x, weight, bias = (
+        draw(*s, seed=i, dtype=jnp.bfloat16) for i, s in enumerate([(64, 32), (16, 32), (16,)])
+    )
+    exact = linear(*(a.astype(jnp.float32) for a in (x, weight, bias * 3)))
+    got = linear(x, weight, bias * 3)
+    assert got.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(np.array(got, np.float32), np.array(exact.astype(jnp.bfloat16), np.float32))
+
+
+@pytest.mark.parametrize("affine", [True, False])
+def test_layer_norm_is_torchs(affine):
+    x = draw(2, 5, 16) * 3 + 1
+    weight, bias = (draw(16, seed=1), draw(16, seed=2)) if affine else (None, None)
+    parts = [None if part is None else to_torch(part) for part in (weight, bias)]
+    want = torch.nn.functional.layer_norm(to_torch(x), (16,), *parts, eps=1e-5)
+    assert largest_error(layer_norm(x, weight, bias), want) < 1e-6
+
+
+def test_layer_norm_has_its_statistics_in_float32():
+    x = (draw(4, 64) + 100).astype(jnp.bfloat16)
+    exact = layer_norm(x.astype(jnp.float32), None, None)
+    got = layer_norm(x, None, None)
+    assert got.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(np.array(got, np.float32), np.array(exact.astype(jnp.bfloat16), np.float32))
+
+
+@pytest.mark.usefixtures("shapes_unchecked")
+def test_channels_that_do_not_fit_are_named():
+    with pytest.raises(ValueError, match="8 channels for a weight that takes 6"):
+        linear(draw(2, 8), draw(4, 6))
+
+
+@pytest.mark.usefixtures("shapes_unchecked")
+def test_weights_of_another_length_are_refused():
+    x, one = draw(2, 8), jnp.ones(1)
+    for name, weights in (("weight", (one, None)), ("bias", (None, one))):
+        with pytest.raises(ValueError, match=rf"layer_norm got a {name} of shape \(1,\) for 8 channels"):
+            layer_norm(x, *weights)
+    with pytest.raises(ValueError, match=r"linear got a bias of shape \(1,\) for 5 channels"):
+        linear(x, draw(5, 8), one)
+
+
+def test_silu_is_rounded_once():
+    x = jnp.asarray(np.random.default_rng(0).normal(size=1000), jnp.bfloat16)
+    want = torch.nn.functional.silu(torch.from_numpy(np.array(x, np.float32)).bfloat16())
+    np.testing.assert_array_equal(np.array(silu(x), np.float32), want.float().numpy())

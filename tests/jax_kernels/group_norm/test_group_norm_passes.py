@@ -1,0 +1,157 @@
+"""The Pallas kernels sum and scale as XLA does, and Mosaic compiles them for the chips that they are for."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from cogvideox_torchax.plan import chips, programs
+from jax_kernels import group_norm
+from jax_kernels.common.tiles import SWITCH
+from jax_kernels.group_norm import tpu, xla
+from jax_kernels.group_norm.tpu import _column_bytes, _pixel_bytes, column_moments, scaled_by_column
+from tests.reference import largest_error
+
+every_block = pytest.mark.parametrize(
+    ("videos", "length", "height", "width", "rows"),
+    [(1, 8, 12, 16, 12), (2, 9, 6, 21, 3), (1, 2, 5, 3, 1), (2, 1, 1, 18, 1)],
+)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@every_block
+def test_sums_are_those_of_a_reduction(videos, length, height, width, rows, dtype, monkeypatch):
+    x = jax.random.normal(jax.random.key(0), (videos, length, height, width, 128), dtype) + 3
+    block = min(16, width) * (_column_bytes(x) + rows * _pixel_bytes(x))
+    monkeypatch.setattr(tpu, "BLOCK_BYTES", block)
+    with pltpu.force_tpu_interpret_mode():
+        got = column_moments(x)
+    for mine, plain in zip(got, xla.column_moments(x), strict=True):
+        assert mine.shape == (videos, length, 1, width, 128)
+        if plain.any():
+            assert largest_error(mine, plain) < 1e-6
+        else:  # the deviations of a single row
+            assert height == 1
+            assert not mine.any()
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@every_block
+def test_scaling_is_that_of_each_column(videos, length, height, width, rows, dtype, monkeypatch):
+    keys = jax.random.split(jax.random.key(0), 4)
+    x = jax.random.normal(keys[0], (videos, length, height, width, 128), dtype)
+    mean, scale, shift = (jax.random.normal(key, (videos, width, 128)) for key in keys[1:])
+    block = min(16, width) * (_column_bytes(x) + rows * _pixel_bytes(x))
+    monkeypatch.setattr(tpu, "BLOCK_BYTES", block)
+    with pltpu.force_tpu_interpret_mode():
+        got = scaled_by_column(x, mean, scale, shift)
+    of_columns = (part[:, None, None] for part in (mean, scale, shift))
+    mean, scale, shift = of_columns
+    want = jax.nn.silu((x.astype(jnp.float32) - mean) * scale + shift)
+    assert got.dtype == dtype
+    rounded = np.array(want.astype(dtype), np.float32)
+    # One rounding: a sigmoid that was rounded too would move a result by a unit more.
+    tolerance = 2**-7 if dtype == jnp.bfloat16 else 1e-5
+    np.testing.assert_allclose(np.array(got, np.float32), rounded, rtol=tolerance, atol=1e-6)
+    if dtype == jnp.bfloat16:
+        assert (np.array(got, np.float32) == rounded).mean() > 0.99
+
+
+def test_statistics_far_from_zero_keep_their_digits():
+    x = jax.random.normal(jax.random.key(0), (1, 2, 8, 16, 128)) + 1000
+    with pltpu.force_tpu_interpret_mode():
+        _, m2 = column_moments(x)
+    exact = np.asarray(x, np.float64).var(2, keepdims=True) * x.shape[2]
+    assert largest_error(m2, exact) < 1e-6
+
+
+def test_its_derivatives_are_those_of_a_reduction():
+    x = jax.random.normal(jax.random.key(0), (1, 2, 3, 4, 128))
+
+    def squared(x, form):
+        return sum(jnp.sum(part**2) for part in form(x))
+
+    with pltpu.force_tpu_interpret_mode():
+        got = jax.grad(squared)(x, column_moments)
+    assert largest_error(got, jax.grad(squared)(x, xla.column_moments)) < 1e-5
+
+
+def test_scaling_has_the_derivatives_of_xlas():
+    keys = jax.random.split(jax.random.key(0), 4)
+    inputs = (
+        jax.random.normal(keys[0], (2, 2, 3, 4, 128)),
+        *(jax.random.normal(k, (2, 128)) for k in keys[1:]),
+    )
+
+    def squared(inputs, form):
+        return jnp.sum(form(*inputs) ** 2)
+
+    with pltpu.force_tpu_interpret_mode():
+        got = jax.grad(squared)(inputs, tpu.scaled)
+    want = jax.grad(squared)(inputs, functools.partial(xla.scaled, "silu"))
+    for mine, xlas in zip(got, want, strict=True):
+        assert largest_error(mine, xlas) < 1e-5
+
+
+def lowered_for_tpu(shape, dtype):
+    x = jax.ShapeDtypeStruct(shape, dtype)
+    norm = jax.jit(lambda x: group_norm(x, None, None, num_groups=4, channel_axis=-1, activation="silu"))
+    return norm.trace(x).lower(lowering_platforms=("tpu",)).as_text()
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "taken"),
+    [
+        ((1, 8, 128, 256, 128), jnp.bfloat16, True),
+        ((1, 8, 128, 256, 128), jnp.float32, True),
+        ((1, 8, 128, 256, 128), jnp.float16, False),  # which Mosaic cannot load
+        ((1, 8, 128, 256, 64), jnp.bfloat16, False),  # half a tile of channels
+        ((1, 6000, 128, 256, 128), jnp.bfloat16, False),  # more of a pixel than a step can hold
+        ((1, 8, 64, 64, 128), jnp.bfloat16, False),  # small: XLA chooses another order
+        ((8, 128, 256, 128), jnp.bfloat16, False),  # pictures
+    ],
+)
+def test_large_frames_that_the_kernel_takes_go_through_it_on_a_tpu(shape, dtype, taken):
+    text = lowered_for_tpu(shape, dtype)
+    assert ("column_moments" in text) == ("scaled" in text) == taken
+
+
+def test_the_switch_leaves_the_work_to_xla(monkeypatch):
+    monkeypatch.setenv(SWITCH, "off")
+    shape = 1, 8, 128, 288, 128  # which nothing else has traced
+    text = lowered_for_tpu(shape, jnp.bfloat16)
+    assert "column_moments" not in text
+    assert "scaled" not in text
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("length", [8, 9])
+@pytest.mark.parametrize("topology", ["v5e:1x1", "v6e:1x1"])
+def test_mosaic_compiles_them_and_the_planner_counts_their_bytes(topology, length, dtype):
+    pytest.importorskip("libtpu", reason="the [tpu] extra is not installed")
+    device = jax.sharding.SingleDeviceSharding(chips.topology_devices(topology)[0])
+    x = jax.ShapeDtypeStruct((1, length, 64, 180, 256), dtype, sharding=device)
+    coefficients = [jax.ShapeDtypeStruct((1, 180, 256), jnp.float32, sharding=device)] * 3
+    chip = chips.CHIPS[topology[:3]]
+    sublanes = 8 if length == 8 else 16  # a tile holds eight
+    pixels, columns = 64 * 180 * 256 * x.dtype.itemsize, 180 * 256 * 4
+    for kernel, inputs, moved in (
+        (column_moments, (x,), sublanes * (pixels + 2 * columns)),
+        (scaled_by_column, (x, *coefficients), 2 * sublanes * pixels + 3 * columns),
+    ):
+        compiled = jax.jit(kernel).lower(*inputs).compile()
+        plan = programs.read_program("later", length, compiled, chip, 0.0)
+        assert plan.kernels == 1
+        assert plan.shares["kernels"] * chip.bandwidth == pytest.approx(moved)
+
+
+@pytest.mark.parametrize("shape", [(12, 9, 128, 128, 256), (24, 9, 128, 128, 128), (8, 9, 128, 128, 512)])
+def test_many_videos_fit_the_memory_of_a_step_or_are_left_to_xla(shape):
+    pytest.importorskip("libtpu", reason="the [tpu] extra is not installed")
+    device = jax.sharding.SingleDeviceSharding(chips.topology_devices("v5e:1x1")[0])
+    x = jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=device)
+    norm = jax.jit(lambda x: group_norm(x, None, None, num_groups=4, channel_axis=-1, activation="silu"))
+    norm.lower(x).compile()

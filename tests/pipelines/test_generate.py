@@ -1,0 +1,262 @@
+"""`generate` as a user meets it: stock diffusers' frames, stages, kills, and wrong input before any work."""
+
+import dataclasses
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from diffusers import CogVideoXDPMScheduler
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+from cogvideox_torchax import cli
+from cogvideox_torchax.files import latents, video
+from cogvideox_torchax.pipelines import generate as generation
+from cogvideox_torchax.pipelines import stages
+from tests import small_pipelines
+from tests.files.test_video import moving_frames
+
+pytestmark = pytest.mark.usefixtures("torchax_off")
+
+MODELS = {
+    "text": ("text", "5b"),
+    "image": ("image", "5b"),
+    "control": ("control", "5b"),
+    "noisy": ("text", "5b"),
+    "1.5": ("text", "1.5"),
+    "learned": ("image", "5b-I2V"),
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Pipelines on disk, saved when they are first asked for.
+
+    "noisy" has a scheduler that draws noise in every step and looks back at the one before.
+    """
+    root = tmp_path_factory.mktemp("models")
+
+    def saved(name):
+        if not (root / name).exists():
+            kind, version = MODELS[name]
+            one_layer = small_pipelines.transformer(
+                version, num_layers=1, **small_pipelines.conditioning(kind, version)
+            )
+            parts = {"transformer": one_layer, "text_encoder": small_pipelines.text_encoder(num_layers=1)}
+            if name == "noisy":
+                parts["scheduler"] = small_pipelines.scheduler(CogVideoXDPMScheduler)
+            small_pipelines.build(kind, version, **parts).save_pretrained(root / name)
+        return root / name
+
+    return saved
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    small_pipelines.picture().save("picture.png")
+    with video.writing("clip.mp4", 8) as sink:
+        sink.write(moving_frames(9))
+
+
+def arguments(model, *more, output="frames"):
+    own = {"--prompt": "a panda", "--steps": 4, "--dtype": "float32"}
+    given = [str(argument) for argument in more]
+    defaults = [str(part) for pair in own.items() if pair[0] not in given for part in pair]
+    if "--from-stage" in given:
+        defaults = []
+    return ["generate", "--model", str(model), "-o", output, "--quiet", *defaults, *given]
+
+
+def generate(model, *more, output="frames"):
+    return cli.main(arguments(model, *more, output=output))
+
+
+def pictures(directory):
+    return [np.asarray(Image.open(path)) for path in sorted(Path(directory).iterdir())]
+
+
+def same(one, other):
+    return len(one) == len(other) and all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize(("name", "mesh"), [("text", ["--dp", 2, "--tp", 4]), ("1.5", [])])
+def test_the_frames_are_those_of_stock_diffusers(models, name, mesh):
+    stock = small_pipelines.CLASSES["text"].from_pretrained(models(name))
+    stock.set_progress_bar_config(disable=True)
+    options = {"prompt": "a panda", "guidance_scale": 6.0, "output_type": "pil"}
+    want = [np.asarray(p).astype(int) for p in stock(**small_pipelines.inputs("text", **options)).frames[0]]
+    assert generate(models(name), *mesh) == 0
+    got = pictures("frames")
+    assert len(got) == len(want) == small_pipelines.FRAMES
+    assert max(np.abs(a - b).max() for a, b in zip(got, want, strict=True)) <= 1
+
+
+def test_every_stage_takes_up_to_the_same_frames(models, capsys):
+    model = models("text")
+    assert generate(model, "--save-stages", "kept", "--save-every", 3) == 0
+    assert {path.stem for path in Path("kept").iterdir()} == {"text", "step", "latents"}
+    assert stages.load("kept", "step").done == 3
+    before = latents.load("kept/latents.safetensors").tensor
+    for stage in ("latents", "step", "text"):
+        more = ["--steps", 4] if stage == "text" else []
+        assert generate(model, "--save-stages", "kept", "--from-stage", stage, *more, output=stage) == 0
+        assert same(pictures(stage), pictures("frames")), stage
+        assert torch.equal(latents.load("kept/latents.safetensors").tensor, before), stage
+
+
+# The last steps that are kept: 3 of 4, and 4 of the 6 that a strength of 0.75 leaves of 8.
+CONDITIONED = {
+    "image to video": ("image", ["--image", "picture.png", "--save-every", 3]),
+    "video to video": ("noisy", ["--video", "clip.mp4", "--strength", 0.75, "--steps", 8, "--save-every", 4]),
+    "control": ("control", ["--video", "clip.mp4", "--save-every", 3]),
+}
+
+
+@pytest.mark.parametrize(("name", "more"), CONDITIONED.values(), ids=CONDITIONED)
+def test_a_conditioned_video_is_taken_up_from_a_step(models, name, more):
+    kept = ["--save-stages", "kept", "--guidance", 1]
+    assert generate(models(name), *more, *kept) == 0
+    Path("kept/latents.safetensors").unlink()
+    assert generate(models(name), "--save-stages", "kept", "--from-stage", "step", output="again") == 0
+    assert same(pictures("again"), pictures("frames"))
+
+
+def test_a_killed_run_is_taken_up_to_a_bit_equal_result(models):
+    noisy = models("noisy")
+    whole = ["--steps", 150, "--save-stages"]
+    assert generate(noisy, *whole, "whole") == 0
+    command = [sys.executable, "-m", "cogvideox_torchax.cli"]
+    more = [*whole, "killed", "--save-every", 5]
+    # It inherits how XLA compiles here: other optimizations may round another way.
+    process = subprocess.Popen([*command, *arguments(noisy, *more, output="never")], env=os.environ)
+    try:
+        limit = time.monotonic() + 120
+        while not stages.path_of("killed", "step").exists() and time.monotonic() < limit:
+            assert process.poll() is None
+            time.sleep(0.02)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert not Path("never").exists()
+    assert not stages.path_of("killed", "latents").exists()
+    assert 0 < stages.load("killed", "step").done < 150
+    assert generate(noisy, "--save-stages", "killed", "--from-stage", "step", output="again") == 0
+    ends = [latents.load(stages.path_of(name, "latents")).tensor for name in ("whole", "killed")]
+    assert torch.equal(*ends)
+    assert same(pictures("again"), pictures("frames"))
+
+
+def test_a_failed_decode_loses_nothing(models, monkeypatch, capsys):
+    def fail(*args):
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("cogvideox_torchax.cli.generate.decode_to", fail)
+        assert generate(models("text"), "--save-stages", "kept") == 1
+    assert not Path("frames").exists()
+    assert "out of memory" in capsys.readouterr().err
+    assert generate(models("text"), "--save-stages", "kept", "--from-stage", "latents") == 0
+    assert len(pictures("frames")) == small_pipelines.FRAMES
+
+
+def test_a_nan_is_one_line_that_names_the_step(models, capsys):
+    pipe = small_pipelines.CLASSES["text"].from_pretrained(models("text"))
+    pipe.transformer.proj_out.bias.data[0] = float("nan")
+    pipe.save_pretrained("broken")
+    assert generate("broken", "--save-stages", "kept", "--save-every", 1) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert "step 1 of 4 (timestep 999) gave NaN or Inf in torch.float32" in error
+    assert not stages.path_of("kept", "step").exists()
+
+
+BAD = {
+    "frames": ("text", ["--frames", 4], "generates 3 or 5 of them"),
+    "size": ("text", ["--height", 10], "multiples of 4"),
+    "learned positions": ("learned", ["--image", "picture.png", "--height", 16], "height=8, width=16 alone"),
+    "no steps": ("text", ["--steps", 0], "at least 1"),
+    "strength": ("text", ["--strength", 2], "at most 1"),
+    "1.5 and a clip's frames": ("1.5", ["--video", "clip.mp4", "--frames", 5], "generates 3 or 7 of them"),
+    "long prompt": ("text", ["--prompt", "a panda plays " * 9], r"tokens: .* takes 16; shorten it"),
+    "an image for a text model": ("text", ["--image", "picture.png"], "takes no image"),
+    "no image": ("image", [], "takes an image"),
+    "no control video": ("control", [], "takes a control video"),
+    "not an image": ("image", ["--image", "clip.mp4"], "as an image"),
+    "no such image": ("image", ["--image", "none.png"], "No such file"),
+    "not a clip": ("text", ["--video", "picture.png"], r"1 frames, 5 are wanted|cannot be read as a video"),
+    "too few frames": ("text", ["--video", "clip.mp4", "--frames", 11], "has 9 frames, 11 are wanted"),
+    "mesh": ("text", ["--tp", 99], "99 devices, where there are 8"),
+    "dtype": ("text", ["--dtype", "int8"], "unknown dtype"),
+    "stages without a directory": ("text", ["--save-every", 1], "pass --save-stages"),
+    "no such stage": ("text", ["--from-stage", "step", "--save-stages", "none"], "there is no stage"),
+}
+
+
+@pytest.mark.parametrize(("name", "more", "words"), BAD.values(), ids=BAD)
+def test_wrong_input_is_one_line_before_any_weight_is_loaded(models, name, more, words, monkeypatch, capsys):
+    def fail(*args, **kwargs):
+        raise AssertionError("loaded")
+
+    model = models(name)
+    capsys.readouterr()
+    monkeypatch.setattr(generation, "load", fail)
+    assert generate(model, *more) == 2
+    error = capsys.readouterr().err.splitlines()
+    assert len(error) == 1
+    assert re.search(words, error[0]), error[0]
+    assert not Path("frames").exists()
+
+
+def test_a_prompt_is_needed(models, capsys):
+    assert cli.main(["generate", "--model", str(models("text")), "-o", "frames"]) == 2
+    assert "needs --prompt" in capsys.readouterr().err
+
+
+@pytest.fixture
+def kept(models):
+    """Stages without a run: as `generate` leaves them."""
+    model = generation.describe(str(models("text")), image=False, clip=False)
+    frames, height, width = model.size
+    request = stages.Request("a panda", "", None, None, frames, height, width, 4, 6.0, 0.8, 0, "float32")
+    Path("kept").mkdir()
+    embeddings = {name: torch.zeros(1, 16, 32) for name in ("prompt_embeds", "negative_prompt_embeds")}
+    stages.save("kept", "text", embeddings, request=request, model=model.fingerprint)
+    state = {"latents": torch.zeros(1, 3, 16, 4, 8)}
+    stages.save("kept", "step", state, request=request, model=model.fingerprint, done=2)
+    return request
+
+
+def test_a_stage_of_another_model_or_truncated_or_contradicted_is_refused(models, kept, monkeypatch, capsys):
+    monkeypatch.setattr(generation, "load", None)
+
+    def error(model, *more):
+        capsys.readouterr()
+        assert generate(model, "--save-stages", "kept", *more) == 2
+        return capsys.readouterr().err
+
+    assert "another model" in error(models("1.5"), "--from-stage", "step")
+    assert "another model" in error(models("1.5"), "--from-stage", "text", "--steps", 4)
+    assert "made with --steps 4, got 9" in error(models("text"), "--from-stage", "step", "--steps", 9)
+    assert "made with --prompt 'a panda'" in error(models("text"), "--from-stage", "text", "--prompt", "b")
+    assert "made with guidance" in error(models("text"), "--from-stage", "text", "--guidance", 1)
+    step = Path("kept/step.safetensors")
+    step.write_bytes(step.read_bytes()[:-100])
+    assert "truncated" in error(models("text"), "--from-stage", "step")
+    save_file(load_file("kept/text.safetensors"), "kept/step.safetensors")
+    assert "no 'step' stage" in error(models("text"), "--from-stage", "step")
+    config = {"latent_channels": 4, "scaling_factor": 0.7, "invert_scale_latents": False}
+    tensor = latents.Latents(torch.zeros(1, 16, 3, 4, 8), config, "other", Fraction(8), 5)
+    latents.save(tensor, "kept/latents.safetensors")
+    assert "of another model" in error(models("text"), "--from-stage", "latents")
+
+
+def test_a_request_survives_its_file(kept):
+    assert stages.load("kept", "step").request == dataclasses.replace(kept)

@@ -1,0 +1,418 @@
+"""A ported pipeline is the pipeline: the same frames as stock diffusers, from diffusers' own call."""
+
+import contextlib
+import functools
+import inspect
+import json
+
+import jax
+import jax.monitoring
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from diffusers import CogVideoXDPMScheduler, DDIMScheduler
+
+from cogvideox_torchax import make_mesh, port, runtime, sharding
+from cogvideox_torchax.pipelines import networks
+from cogvideox_torchax.pipelines.scheduler import NonFiniteError
+from cogvideox_torchax.vae.tolerances import relative_error
+from tests import small_pipelines
+
+TOLERANCE = 1e-4
+"""Of the frames after four steps, in float32."""
+
+CASES = {
+    "text to video, 5b": ("text", "5b"),
+    "text to video, 2b": ("text", "2b"),
+    "text to video, 1.5": ("text", "1.5"),
+    "image to video, 5b": ("image", "5b"),
+    "image to video, 5b-I2V": ("image", "5b-I2V"),
+    "image to video, 1.5": ("image", "1.5"),
+    "video to video": ("video", "5b"),
+    "control": ("control", "5b"),
+}
+MESHES = {"one device": None, "1x8": (1, 8), "2x4": (2, 4)}
+
+
+@functools.cache
+def shared(placement):
+    """What every case has alike, so that it is compiled once: VAE and text encoder; None for the stock
+    ones."""
+    vae, text_encoder = small_pipelines.vae(), small_pipelines.text_encoder()
+    if placement is not None:
+        port_to(placement, small_pipelines.build(vae=vae, text_encoder=text_encoder))
+    return vae, text_encoder
+
+
+@functools.cache
+def transformer(placement, version, conditioning):
+    """One for all pipelines that take the same."""
+    model = small_pipelines.transformer(version, **dict(conditioning))
+    if placement is not None:
+        port_to(placement, small_pipelines.build(transformer=model))
+    return model
+
+
+def port_to(placement, pipe):
+    return port(pipe, mesh=make_mesh(*MESHES[placement]) if MESHES[placement] else None)
+
+
+def pipeline(kind="text", version="5b", placement=None, **components):
+    """A pipeline of stock diffusers, or, for a placement, a ported one of the same weights."""
+    vae, text_encoder = shared(placement)
+    conditioning = tuple(small_pipelines.conditioning(kind, version).items())
+    common = {
+        "vae": small_pipelines.configured(vae, version),
+        "text_encoder": text_encoder,
+        "transformer": transformer(placement, version, conditioning),
+    }
+    pipe = small_pipelines.build(kind, version, **{**common, **components})
+    return pipe if placement is None else port_to(placement, pipe)
+
+
+def frames(pipe, kind="text", **overrides):
+    return pipe(**small_pipelines.inputs(kind, **overrides)).frames
+
+
+def placements():
+    """Each case on one device with and without guidance; over the meshes so that each meets both."""
+    for name, (kind, version) in CASES.items():
+        yield pytest.param(kind, version, "one device", (6.0, 1.0), id=name)
+        if version in ("2b", "5b-I2V"):
+            continue
+        both = name == "text to video, 5b"
+        yield pytest.param(kind, version, "2x4", (6.0, 1.0) if both else (6.0,), id=f"{name}, 2x4")
+        if name != "image to video, 1.5":
+            yield pytest.param(kind, version, "1x8", (1.0, 6.0) if both else (1.0,), id=f"{name}, 1x8")
+
+
+@pytest.mark.parametrize(("kind", "version", "placement", "guidance_scales"), list(placements()))
+def test_the_frames_are_those_of_stock_diffusers(kind, version, placement, guidance_scales):
+    stock, ported = pipeline(kind, version), pipeline(kind, version, placement)
+    for guidance_scale in guidance_scales:
+        want = frames(stock, kind, guidance_scale=guidance_scale)
+        got = frames(ported, kind, guidance_scale=guidance_scale)
+        assert got.shape == want.shape
+        assert want.std() > 0.01
+        assert relative_error(got, want) < TOLERANCE
+
+
+@pytest.fixture
+def stock():
+    return pipeline()
+
+
+@pytest.fixture
+def ported():
+    return pipeline(placement="one device")
+
+
+@contextlib.contextmanager
+def compilations():
+    """Counts what JAX compiles."""
+    counted = []
+
+    def listen(event, duration_secs, **kwargs):
+        if event == "/jax/core/compile/backend_compile_duration":
+            counted.append(kwargs.get("fun_name"))
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield counted
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def test_ten_steps_and_a_second_prompt_of_the_same_shape_compile_nothing_more():
+    model = small_pipelines.transformer("5b", num_layers=1)
+    encoder = small_pipelines.text_encoder()
+    pipe = pipeline(placement="one device", transformer=model, text_encoder=encoder)
+    frames(pipe, num_inference_steps=10)
+    with compilations() as counted:
+        frames(pipe, prompt="the sea is calm", num_inference_steps=10)
+    assert counted == []
+    assert model.program.compilations == 1
+    assert encoder.program.compilations == 1
+
+
+def test_weights_are_arguments_and_a_changed_one_is_used(ported):
+    before = frames(ported, output_type="latent")
+    compiled = ported.transformer.program.compilations
+    bias = ported.transformer.proj_out.bias
+    bias.apply_jax_(lambda array: array + 1)
+    try:
+        assert not torch.equal(
+            runtime.to_torch(frames(ported, output_type="latent")), runtime.to_torch(before)
+        )
+    finally:
+        bias.apply_jax_(lambda array: array - 1)
+    assert ported.transformer.program.compilations == compiled
+
+
+def test_classes_names_and_ties_stay():
+    stock = small_pipelines.build()
+    names = list(stock.transformer.state_dict()), list(stock.text_encoder.state_dict())
+    kinds = [type(part) for part in (stock, stock.transformer, stock.text_encoder, stock.scheduler)]
+    pipe = port(stock)
+    assert pipe is stock
+    parts = (pipe, pipe.transformer, pipe.text_encoder, pipe.scheduler)
+    assert all(isinstance(part, kind) for part, kind in zip(parts, kinds, strict=True))
+    assert [type(part).__name__ for part in parts] == [kind.__name__ for kind in kinds]
+    assert (list(pipe.transformer.state_dict()), list(pipe.text_encoder.state_dict())) == names
+    encoder = pipe.text_encoder
+    assert encoder.shared.weight is encoder.encoder.embed_tokens.weight
+    assert "model.encoder.embed_tokens.weight" not in encoder.program.weights(encoder.network_class(encoder))
+    assert pipe.device.type == "jax"
+    assert inspect.signature(pipe.__call__) == inspect.signature(kinds[0].__call__.__get__(pipe))
+
+
+def test_porting_twice_is_porting_once(ported, stock):
+    classes = [type(part) for part in (ported, ported.transformer, ported.text_encoder, ported.scheduler)]
+    again = port(port(ported))
+    assert [type(p) for p in (again, again.transformer, again.text_encoder, again.scheduler)] == classes
+    assert relative_error(frames(again), frames(stock)) < TOLERANCE
+
+
+OPTIONS = {
+    "negative prompt": {"negative_prompt": "the sky is full of stars"},
+    "dynamic guidance": {"use_dynamic_cfg": True},
+    "two prompts": {"prompt": ["a panda", "the moon"], "guidance_scale": 1.0},
+    "more videos": {"num_videos_per_prompt": 2},
+    "its own latents": {"latents": lambda: torch.full((1, 3, 16, 4, 8), 0.5)},
+    "a list of generators": {"generator": lambda: [torch.Generator().manual_seed(5)]},
+    "arrays": {"output_type": "np"},
+    "a tuple": {"return_dict": False},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_the_calls_own_options_work(ported, stock, options):
+    def result(pipe):
+        given = {name: value() if callable(value) else value for name, value in options.items()}
+        output = pipe(**small_pipelines.inputs("text", **given))
+        return torch.as_tensor(output[0])
+
+    got, want = result(ported), result(stock)
+    assert got.shape == want.shape
+    assert relative_error(got, want) < TOLERANCE
+
+
+def test_pictures_come_out_as_stock_diffusers_make_them(ported, stock):
+    got, want = frames(ported, output_type="pil")[0], frames(stock, output_type="pil")[0]
+    assert len(got) == len(want)
+    differences = [
+        np.abs(np.asarray(a).astype(int) - np.asarray(b)).max() for a, b in zip(got, want, strict=True)
+    ]
+    assert max(differences) <= 1  # a value may lie on the edge between two bytes
+
+
+def test_a_latent_result_stays_on_jax(ported, stock):
+    got = frames(ported, output_type="latent")
+    assert got.device.type == "jax"
+    assert relative_error(runtime.to_torch(got), frames(stock, output_type="latent")) < TOLERANCE
+
+
+def test_a_callback_sees_every_step_and_may_change_the_latents(ported, stock):
+    def run(pipe):
+        seen = []
+
+        def callback(pipe, step, timestep, kwargs):
+            seen.append((step, int(timestep), sorted(kwargs)))
+            return {"latents": kwargs["latents"] * 0.5} if step == 1 else {}
+
+        result = frames(
+            pipe,
+            callback_on_step_end=callback,
+            callback_on_step_end_tensor_inputs=["latents", "prompt_embeds"],
+        )
+        return result, seen
+
+    (got, steps), (want, stock_steps) = run(ported), run(stock)
+    assert steps == stock_steps
+    assert [step for step, *_ in steps] == [0, 1, 2, 3]
+    assert relative_error(got, want) < TOLERANCE
+    assert relative_error(got, frames(stock)) > TOLERANCE
+
+
+def test_an_interrupted_run_stops_where_the_callback_says(ported):
+    def callback(pipe, step, timestep, kwargs):
+        pipe._interrupt = step == 1
+        return {}
+
+    frames(ported, callback_on_step_end=callback, output_type="latent")
+    assert ported.scheduler.watch.last.done == 2
+
+
+def test_the_progress_bar_counts_the_steps(ported, capsys):
+    ported.set_progress_bar_config(disable=False, ascii=True)
+    frames(ported, output_type="latent")
+    assert "4/4" in capsys.readouterr().err
+
+
+SCHEDULERS = {"DPM": CogVideoXDPMScheduler, "diffusers' DDIM": DDIMScheduler}
+
+
+@pytest.mark.parametrize("kind", SCHEDULERS.values(), ids=SCHEDULERS)
+def test_another_scheduler_may_be_set_after_porting(ported, stock, kind):
+    for pipe in (ported, stock):
+        pipe.scheduler = kind.from_config(pipe.scheduler.config)
+    assert relative_error(frames(ported), frames(stock)) < TOLERANCE
+    assert isinstance(ported.scheduler, kind)
+    assert ported.scheduler.alphas_cumprod.device.type == "cpu"
+
+
+def test_a_schedulers_tables_keep_their_double_precision(ported):
+    clip = pipeline("video", placement="one device", scheduler=ported.scheduler)
+    frames(clip, "video")  # adds noise, which moves a table to the latents' device
+    assert ported.scheduler.alphas_cumprod.dtype == torch.float64
+    assert ported.scheduler.alphas_cumprod.device.type == "cpu"
+
+
+@pytest.mark.parametrize("poisoned", ["proj_out.bias", "patch_embed.text_proj.bias"])
+def test_a_nan_stops_the_run_and_names_the_step(poisoned):
+    pipe = pipeline(placement="one device")
+    weight = pipe.transformer.get_parameter(poisoned)
+    before = runtime.array_of(weight)
+
+    def callback(pipe, step, timestep, kwargs):
+        if step == 1:
+            weight.apply_jax_(lambda array: array.at[0].set(jnp.nan))
+        return {}
+
+    try:
+        with pytest.raises(NonFiniteError, match=r"step 3 of 4 \(timestep 499\) .*torch.float32.*bfloat16"):
+            frames(pipe, callback_on_step_end=callback)
+    finally:
+        weight.apply_jax_(lambda _: before)
+
+
+def test_a_nan_in_the_last_step_is_found_without_decoding(ported):
+    def callback(pipe, step, timestep, kwargs):
+        return {"latents": kwargs["latents"] * float("nan")} if step == 2 else {}
+
+    with pytest.raises(NonFiniteError, match="step 4 of 4"):
+        frames(ported, callback_on_step_end=callback, output_type="latent")
+
+
+def test_frames_leave_chunk_by_chunk(ported, monkeypatch):
+    chunks = []
+    stream = ported.vae.decode_stream
+
+    def spy(z):
+        for chunk in stream(z):
+            chunks.append(chunk.shape[2])
+            assert chunk.device.type == "cpu"
+            yield chunk
+
+    monkeypatch.setattr(ported.vae, "decode_stream", spy, raising=False)
+    frames(ported, num_frames=9)
+    assert chunks == [5, 4]
+
+
+def test_offloaded_or_foreign_weights_are_refused(ported):
+    with pytest.raises(ValueError, match="take the offload out"):
+        ported.enable_model_cpu_offload()
+    pipe = small_pipelines.build()
+    pipe.text_encoder._hf_hook = object()
+    with pytest.raises(ValueError, match="load it again without"):
+        port(pipe)
+    pipe = small_pipelines.build()
+    pipe.register_modules(transformer=torch.nn.Linear(1, 1))
+    with pytest.raises(ValueError, match="with a Linear: it takes CogVideoXTransformer3DModel"):
+        port(pipe)
+
+
+@pytest.mark.parametrize(
+    ("size", "words"),
+    [({"height": 10}, "multiples of 4; try height=8, width=16"), ({"width": 18}, "height=8, width=16")],
+)
+def test_a_size_that_no_patches_fit_is_refused_before_anything_runs(ported, size, words):
+    compiled = ported.text_encoder.program.compilations
+    with pytest.raises(ValueError, match=words):
+        frames(ported, **size, max_sequence_length=9)
+    assert ported.text_encoder.program.compilations == compiled
+
+
+def test_another_size_than_the_models_own_gives_the_same_frames():
+    size = {"height": 16, "width": 24, "num_frames": 7, "guidance_scale": 1.0}
+    for version in ("2b", "5b"):
+        got = frames(pipeline("text", version, "one device"), **size)
+        assert relative_error(got, frames(pipeline("text", version), **size)) < TOLERANCE
+
+
+def largest_share(tensor):
+    array = runtime.array_of(tensor)
+    return max(shard.data.size for shard in array.addressable_shards) / array.size
+
+
+@pytest.fixture(scope="module")
+def spread():
+    """A ported pipeline over two by four devices."""
+    return pipeline(placement="2x4")
+
+
+def test_matrices_are_split_over_tp_and_tied_ones_stay_tied(spread):
+    block, layer = spread.transformer.transformer_blocks[0], spread.text_encoder.encoder.block[0].layer
+    attention, feed_forward = block.attn1, block.ff.net
+    split = [attention.to_q, attention.to_k, attention.to_v, attention.to_out[0], feed_forward[0].proj]
+    split += [feed_forward[2], block.norm1.linear, layer[0].SelfAttention.q, layer[0].SelfAttention.o]
+    split += [layer[1].DenseReluDense.wi_0, layer[1].DenseReluDense.wo, spread.text_encoder.shared]
+    assert [largest_share(module.weight) for module in split] == [1 / 4] * len(split)
+    columns, rows = (runtime.array_of(m.weight).sharding.spec for m in (attention.to_q, attention.to_out[0]))
+    assert (columns[0], rows[1]) == ("tp", "tp")
+    encoder = spread.text_encoder
+    assert encoder.shared.weight is encoder.encoder.embed_tokens.weight
+
+
+@pytest.fixture(scope="module")
+def step_report(spread):
+    tensors = networks.step_tensors(spread.transformer, batch=2, frames=3, height=4, width=8)
+    return sharding.report_network(spread.transformer, tensors)
+
+
+def test_the_halves_of_guidance_go_over_dp_and_only_sums_over_tp_travel(step_report):
+    rows = {row.layer: row for row in step_report.rows}
+    layers = [f"model.transformer_blocks.{i}.{layer}" for i in range(2) for layer in ("attn1", "ff")]
+    assert {(rows[name].spec, rows[name].shards) for name in layers} == {("P('dp', None, None)", 2)}
+    tokens, channels, blocks = 16 + 3 * 4 * 8 // 4, 128, 2
+    # One of the two videos: after attention and after the feed-forward its tokens, six vectors before each.
+    summed = blocks * 2 * 4 * (tokens * channels + 6 * channels)
+    assert step_report.collectives["all-reduce"]["bytes"] == summed
+    assert set(step_report.collectives) == {"all-reduce", "all-gather"}
+    result = 2 * 3 * 16 * 4 * 8 * 4
+    assert step_report.largest_all_gather_bytes == result
+    assert step_report.mesh == {"dp": 2, "tp": 4}
+    assert json.loads(step_report.to_json())["kind"] == "CogVideoXTransformer3DModel"
+
+
+def test_a_report_without_a_mesh_says_what_to_do(ported):
+    with pytest.raises(ValueError, match="without a mesh: port"):
+        sharding.report_network(ported.transformer, {})
+
+
+def test_a_mesh_that_does_not_divide_the_weights_is_refused_and_nothing_moves():
+    odd = {"num_attention_heads": 7, "attention_head_dim": 12, "num_layers": 1}
+    pipe = small_pipelines.build(transformer=small_pipelines.transformer("5b", **odd))
+    with pytest.raises(
+        ValueError, match=r"tp=8.* the 84 channels of .*to_q.*choose tp among \[1, 2, 3, 4, 6"
+    ):
+        port(pipe, mesh=make_mesh(1, 8))
+    assert pipe.transformer.proj_out.weight.device.type == "cpu"
+
+
+def test_porting_again_moves_the_pipeline_to_another_mesh():
+    pipe = small_pipelines.build(transformer=small_pipelines.transformer("5b", num_layers=1))
+    port(pipe, mesh=make_mesh(1, 2))
+    weight = pipe.transformer.transformer_blocks[0].attn1.to_q.weight
+    assert largest_share(weight) == 1 / 2
+    port(pipe, mesh=make_mesh(2, 4))
+    assert largest_share(weight) == 1 / 4
+    assert pipe.transformer.mesh == pipe.text_encoder.mesh == pipe.vae.mesh == make_mesh(2, 4)
+
+
+def test_float32_is_multiplied_in_float32(ported):
+    program = ported.transformer.build_program()
+    tensors = networks.step_tensors(ported.transformer, batch=1, frames=1, height=2, width=2)
+    text = program.lower_structs(ported.transformer.options(), tensors).as_text()
+    products = [line for line in text.splitlines() if "dot_general" in line or "convolution(" in line]
+    assert products
+    assert all("HIGHEST" in line for line in products)

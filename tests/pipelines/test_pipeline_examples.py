@@ -1,0 +1,180 @@
+"""What people already have: diffusers' own examples, torchax turned on by hand, LoRAs, pipelines saved."""
+
+import importlib
+import textwrap
+
+import diffusers.utils
+import pytest
+import torch
+import torchax
+from diffusers import CogVideoXTransformer3DModel
+
+from cogvideox_torchax import make_mesh, port, runtime
+from cogvideox_torchax.vae.tolerances import relative_error
+from tests import small_pipelines
+
+EXAMPLES = {
+    "text": "pipeline_cogvideox",
+    "image": "pipeline_cogvideox_image2video",
+    "video": "pipeline_cogvideox_video2video",
+    "control": "pipeline_cogvideox_fun_control",
+}
+"""The module of each pipeline, which carries its example."""
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    """Pipelines on disk, saved when they are first asked for."""
+    root = tmp_path_factory.mktemp("pipelines")
+
+    def saved(kind):
+        if not (root / kind).exists():
+            pipe = small_pipelines.build(kind, text_encoder=small_pipelines.text_encoder(num_layers=1))
+            runtime.without_torchax(pipe.save_pretrained, root / kind)
+        return root / kind
+
+    return saved
+
+
+def example(kind: str, model: str) -> str:
+    """diffusers' own example, of a local model, with one line added: `port(pipe)`."""
+    module = importlib.import_module(f"diffusers.pipelines.cogvideo.{EXAMPLES[kind]}")
+    lines = [line.strip() for line in module.EXAMPLE_DOC_STRING.splitlines()]
+    code = textwrap.dedent("\n".join(line[4:] for line in lines if line.startswith((">>>", "..."))))
+    loading, _, rest = code.partition("from_pretrained(")
+    _, _, rest = rest.partition("torch_dtype")
+    dtype, _, rest = rest.partition(")")
+    rest = rest.removeprefix('.to("cuda")')
+    return f"{loading}from_pretrained({model!r}, torch_dtype{dtype})\nport(pipe){rest}"
+
+
+@pytest.mark.usefixtures("torchax_off")
+@pytest.mark.parametrize("kind", EXAMPLES)
+def test_diffusers_own_example_runs_with_one_line_added(kind, directory, monkeypatch):
+    written = []
+    clip = [small_pipelines.picture(i) for i in range(small_pipelines.FRAMES)]
+    monkeypatch.setattr(diffusers.utils, "load_image", lambda url: small_pipelines.picture())
+    monkeypatch.setattr(diffusers.utils, "load_video", lambda url: clip)
+    monkeypatch.setattr(diffusers.utils, "export_to_video", lambda frames, path, fps: written.append(frames))
+    code = example(kind, str(directory(kind)))
+    assert code.count("port(pipe)") == 1
+    exec(code, {"port": port})
+    (frames,) = written
+    assert len(frames) == (
+        49 if kind == "image" else small_pipelines.FRAMES
+    )  # that call has a default of its own
+    assert frames[0].size == (small_pipelines.WIDTH, small_pipelines.HEIGHT)
+
+
+def loaded(directory, kind="text"):
+    pipe = small_pipelines.CLASSES[kind].from_pretrained(directory(kind))
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def frames(pipe, kind="text", **overrides):
+    return pipe(**small_pipelines.inputs(kind, **overrides)).frames
+
+
+ORDERS = ("before loading", "after loading", "after porting", "never")
+
+
+@pytest.mark.usefixtures("torchax_off")
+def test_torchax_may_be_turned_on_by_the_user_at_any_time(directory):
+    want = frames(loaded(directory), output_type="latent")
+    for order in ORDERS:
+        while runtime.is_enabled():
+            torchax.disable_globally()
+        if order == "before loading":
+            torchax.enable_globally()
+        pipe = loaded(directory)
+        if order == "after loading":
+            torchax.enable_globally()
+        port(pipe)
+        if order == "after porting":
+            torchax.enable_globally()
+        got = runtime.to_torch(frames(pipe, output_type="latent"))
+        assert relative_error(got, want) < 1e-4, order
+
+
+@pytest.mark.usefixtures("torchax_off")
+def test_a_model_alone_loads_while_torchax_is_on(directory):
+    torchax.enable_globally()
+    transformer = CogVideoXTransformer3DModel.from_pretrained(directory("text"), subfolder="transformer")
+    assert {type(parameter) for parameter in transformer.parameters()} == {torch.nn.Parameter}
+
+
+@pytest.mark.usefixtures("torchax_off")
+def test_weights_that_were_moved_and_untied_by_hand_are_tied_again(directory):
+    pipe = loaded(directory)
+    torchax.enable_globally()
+    torch.nn.Module.to(pipe.text_encoder, "jax")
+    encoder = port(pipe).text_encoder
+    assert encoder.shared.weight is encoder.encoder.embed_tokens.weight
+
+
+@pytest.fixture
+def lora(directory, tmp_path):
+    """A LoRA's file for the transformer, its matrices all drawn."""
+    from peft import LoraConfig
+    from peft.utils import get_peft_model_state_dict
+
+    model = loaded(directory).transformer
+    model.add_adapter(LoraConfig(r=2, lora_alpha=4, target_modules=["to_q", "to_k", "to_v", "to_out.0"]))
+    generator = torch.Generator().manual_seed(7)
+    layers = {
+        name: torch.randn(value.shape, generator=generator) * 0.3
+        for name, value in get_peft_model_state_dict(model).items()
+    }
+    small_pipelines.CLASSES["text"].save_lora_weights(tmp_path, transformer_lora_layers=layers)
+    return tmp_path
+
+
+@pytest.mark.usefixtures("torchax_off")
+def test_a_lora_loaded_before_porting_scaled_after_it_and_one_unloaded(directory, lora):
+    def run(pipe, **options):
+        return runtime.to_torch(frames(pipe, output_type="latent", guidance_scale=1.0, **options))
+
+    plain, stock, unloaded, ported = (loaded(directory) for _ in range(4))
+    for pipe in (stock, unloaded, ported):
+        pipe.load_lora_weights(lora, adapter_name="drawn")
+    unloaded.unload_lora_weights()
+    want, want_plain = run(stock), run(plain)
+    stock.set_adapters(["drawn"], [0.5])
+    want_half = run(stock)
+    want_scaled = run(stock, attention_kwargs={"scale": 0.5})
+    assert min(relative_error(want_plain, want), relative_error(want_half, want)) > 0.01
+
+    assert relative_error(run(port(unloaded)), want_plain) < 1e-4
+    assert relative_error(run(port(ported)), want) < 1e-4
+    ported.set_adapters(["drawn"], [0.5])
+    assert relative_error(run(ported), want_half) < 1e-4
+    assert relative_error(run(ported, attention_kwargs={"scale": 0.5}), want_scaled) < 1e-4
+
+
+@pytest.mark.usefixtures("torchax_off")
+@pytest.mark.parametrize(("dp", "tp"), [(1, 8), (2, 4)])
+def test_a_lora_over_a_mesh_and_one_unloaded_before(directory, lora, dp, tp):
+    stock, ported, unloaded = (loaded(directory) for _ in range(3))
+    for pipe in (stock, ported, unloaded):
+        pipe.load_lora_weights(lora)
+    want = frames(stock, output_type="latent")
+    got = runtime.to_torch(frames(port(ported, mesh=make_mesh(dp, tp)), output_type="latent"))
+    assert relative_error(got, want) < 1e-4
+    for pipe in (stock, unloaded):
+        pipe.unload_lora_weights()
+    want_plain = frames(stock, output_type="latent")
+    assert relative_error(want_plain, want) > 0.01
+    got = runtime.to_torch(frames(port(unloaded, mesh=make_mesh(dp, tp)), output_type="latent"))
+    assert relative_error(got, want_plain) < 1e-4
+
+
+@pytest.mark.usefixtures("torchax_off")
+def test_sixteen_bits_stay_as_close_as_pytorchs_own(directory):
+    exact = frames(loaded(directory), output_type="latent")
+    native = loaded(directory).to(torch.bfloat16)
+    reference = frames(native, output_type="latent").float()
+    pipe = port(loaded(directory).to(torch.bfloat16))
+    got = runtime.to_torch(frames(pipe, output_type="latent")).float()
+    ratio = (got - exact).square().mean().sqrt() / (reference - exact).square().mean().sqrt()
+    assert ratio < 1.1

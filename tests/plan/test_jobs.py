@@ -1,0 +1,207 @@
+"""The plan of a small model: for a real TPU topology, and for this machine's CPU."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+import torch
+
+from cogvideox_torchax import cli
+from cogvideox_torchax.cli.common import DEMO_MODEL
+from cogvideox_torchax.plan import chips, jobs, models, programs
+from cogvideox_torchax.runtime.compiled_text import collectives, instructions
+
+pytestmark = pytest.mark.usefixtures("torchax_off")
+
+HLO = """
+HloModule jit__trace
+
+%fused.1 (a: bf16[8,8]) -> bf16[8,8] {
+  ROOT %c = bf16[8,8]{1,0} convolution(%a, %a)
+}
+
+ENTRY %main (x: bf16[8,8]) -> bf16[8,8] {
+  %f = bf16[8,8]{1,0} fusion(%x), kind=kOutput, calls=%fused.1, backend_config={"estimated_cycles":"100"}
+  %y = bf16[8,8]{0,1} copy(%f), backend_config={"estimated_cycles":"20"}
+  %z = bf16[8,8]{0,1} fusion(%y), kind=kLoop, calls=%fused.2, backend_config={"estimated_cycles":"3"}
+  %g = (bf16[8,8], bf16[8,64]{1,0}) all-gather-start(%z), dimensions={1}
+  %p = f32[4,4]{1,0} collective-permute(%z)
+}
+"""
+
+
+def test_cycles_go_to_what_they_are_spent_on():
+    found = list(instructions(HLO))
+    wanted = {programs.CONVOLUTION: 100, programs.COPY: 20, programs.OTHER: 3}
+    assert programs.cycles_by_kind(found) == wanted
+
+
+def test_cycles_in_a_loop_count_as_often_as_it_runs():
+    looped = HLO.replace("%fused.1 (", "%body (").replace("calls=%fused.1", "calls=%fused.3")
+    looped += """
+ENTRY %again (x: bf16[8,8]) -> bf16[8,8] {
+  %w = bf16[8,8]{1,0} while(%x), body=%main, backend_config={"known_trip_count":{"n":"7"}}
+}
+"""
+    counted = programs.cycles_by_kind(list(instructions(looped)))
+    assert counted == {programs.COPY: 7 * 20, programs.OTHER: 7 * (100 + 3)}
+
+
+def test_collectives_are_counted_with_their_largest_result():
+    found = collectives(instructions(HLO))
+    largest = {kind: (traffic.count, traffic.largest) for kind, traffic in found.items()}
+    assert largest == {"all-gather": (1, 8 * 64 * 2), "collective-permute": (1, 4 * 4 * 4)}
+
+
+def test_a_plan_for_a_tpu_without_one(tmp_path, monkeypatch):
+    pytest.importorskip("libtpu", reason="the [tpu] extra is not installed")
+    monkeypatch.chdir(tmp_path)
+    arguments = ["--model", str(DEMO_MODEL), "--frames", "1", "--height", "16", "--width", "24"]
+    assert cli.main(["plan", *arguments, "--encode", "--json", "plan.json", "--save-hlo", "hlo"]) == 0
+    document = json.loads(Path("plan.json").read_text())
+    (program,) = document["programs"]
+    assert program["seconds"] > program["floor_seconds"] > 0
+    assert set(program["shares"]) <= {programs.CONVOLUTION, programs.COPY, programs.OTHER}
+    assert program["argument_bytes"] > 0
+    assert document["topology"] == "v6e:1x1"
+    assert document["format"] == jobs.FORMAT
+    assert document["summary"]["fits"] is True
+    assert "estimated_cycles" in Path("hlo/encode_first.hlo.txt").read_text()
+
+
+def test_two_processes_plan_at_once():
+    pytest.importorskip("libtpu", reason="the [tpu] extra is not installed")
+    chips.topology_devices("v6e:1x1")  # libtpu is this process's from here on
+    environment = {name: value for name, value in os.environ.items() if name != "ALLOW_MULTIPLE_LIBTPU_LOAD"}
+    other = "from cogvideox_torchax.plan import chips; chips.topology_devices('v6e:1x1')"
+    subprocess.run([sys.executable, "-c", other], env=environment, check=True, timeout=120)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_plan_for_this_machine(tmp_path, monkeypatch, capsys, tp):
+    monkeypatch.chdir(tmp_path)
+    arguments = ["--model", str(DEMO_MODEL), "--frames", "1", "--height", "16", "--width", "32"]
+    arguments += ["--layers"] if tp == 2 else []
+    assert cli.main(["plan", *arguments, "--platform", "cpu", "--tp", str(tp), "--json", "plan.json"]) == 0
+    document = json.loads(Path("plan.json").read_text())
+    (program,) = document["programs"]
+    layers = {row["layer"]: row for row in document["layers"]}
+    printed = capsys.readouterr().out.splitlines()
+    assert ("decoder.conv_out" in layers) == (tp == 2)
+    assert any(line.startswith("decoder.conv_out") for line in printed) == (tp == 2)
+    assert all(row["shards"] in (2, None) for row in layers.values())
+    assert program["flops"] > 0
+    assert program["seconds"] is None
+    assert ("collective-permute" in program["collectives"]) == (tp == 2)
+
+
+@pytest.mark.filterwarnings("ignore:Explicitly requested dtype:UserWarning")  # diffusers' own, on JAX
+@pytest.mark.parametrize(
+    ("backend", "kind", "tp"),
+    [
+        ("torchax-stock", "encode", 1),
+        ("torchax-stock", "decode", 1),
+        ("flax", "encode", 1),
+        ("flax", "decode", 2),
+    ],
+)
+def test_the_other_backends_are_planned_too(model_directory, backend, kind, tp):
+    vae = models.weightless_vae(str(model_directory), torch.float32)
+    job = jobs.Job(kind, 9, 16, 16)
+    ours, theirs = (
+        list(jobs.plan_programs(vae, job, jax.devices("cpu"), None, tp=tp, backend=name))
+        for name in ("torchax", backend)
+    )
+    assert [program.name for program in theirs] == [program.name for program in ours]
+    for got, want in zip(theirs, ours, strict=True):
+        assert got.frames == want.frames
+        assert got.flops == pytest.approx(want.flops, rel=0.5)
+        assert got.argument_bytes == pytest.approx(want.argument_bytes, rel=0.01)
+
+
+def test_a_plan_in_tiles_compiles_one_tile(model_directory, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    arguments = ["--model", str(model_directory), "--frames", "1", "--height", "64", "--width", "96"]
+    tiled = [*arguments, "--platform", "cpu", "--tiling", "32x48", "--json", "tiled.json"]
+    assert cli.main(["plan", *tiled]) == 0
+    small = ["--model", str(model_directory), "--frames", "1", "--height", "32", "--width", "48"]
+    assert cli.main(["plan", *small, "--platform", "cpu", "--json", "small.json"]) == 0
+    tile, alone = (json.loads(Path(f"{name}.json").read_text()) for name in ("tiled", "small"))
+    assert tile["programs"][0]["flops"] == alone["programs"][0]["flops"]
+    # Steps of int(4 * 5 / 6) = 3 of 8 rows and int(6 * 4 / 5) = 4 of 12 columns, in latent pixels.
+    assert tile["summary"]["tiles"] == 9
+    assert alone["summary"]["tiles"] == 1
+
+
+def test_a_job_that_does_not_fit_gets_the_largest_tile_that_does(model_directory):
+    vae = models.weightless_vae(str(model_directory), torch.float32)
+    job, devices = jobs.Job("decode", 1, 512, 768), jax.devices("cpu")
+    (whole,) = jobs.plan_programs(vae, job, devices, None)
+    weights = sum(value.numel() * value.element_size() for value in vae.decoder.parameters())
+    chip = chips.Chip(1e12, 1e12, weights + (whole.peak_bytes - weights) / 2, 1e9)
+    change = jobs.smallest_tiling_that_fits(vae, job, devices, chip, whole.peak_bytes)
+    assert change is not None
+    assert change.peak_bytes <= chip.memory
+    height, width = map(int, change.what.split()[1].split("x"))
+    assert 0.25 < height * width / (512 * 768) <= 0.5
+    none = chips.Chip(1e12, 1e12, weights, 1e9)
+    assert jobs.smallest_tiling_that_fits(vae, job, devices, none, whole.peak_bytes) is None
+
+
+def test_a_job_that_does_not_fit_gets_the_fewest_chips_over_which_it_does(model_directory, monkeypatch):
+    job, dtype = jobs.Job("decode", 1, 64, 512), torch.float32
+    vae = models.weightless_vae(str(model_directory), dtype)
+    (whole,) = jobs.plan_programs(vae, job, jax.devices("cpu"), None)
+    weights = sum(value.numel() * value.element_size() for value in vae.decoder.parameters())
+    monkeypatch.setattr(jobs, "topology_devices", lambda name: jax.devices("cpu"))
+
+    def fewest(share, topology="v6e:1x1"):
+        memory = weights + share * (whole.peak_bytes - weights)
+        monkeypatch.setitem(chips.CHIPS, "v6e", chips.Chip(1e12, 1e12, memory, 1e9))
+        return jobs.smallest_mesh_that_fits(str(model_directory), dtype, job, topology, 1, whole.peak_bytes)
+
+    change = fewest(0.4)
+    assert change is not None
+    assert change.what == "--topology v6e:2x2 --tp 4"
+    assert change.peak_bytes <= chips.CHIPS["v6e"].memory
+    assert fewest(0.4, "v5p:2x2x1") is None  # a generation that comes in other grids
+
+
+def test_a_hollow_model_has_shapes_and_no_weights():
+    vae = models.weightless_vae("5b", torch.bfloat16)
+    assert sum(parameter.numel() for parameter in vae.parameters()) == 215_583_907
+    assert all(parameter.device.type == "meta" for parameter in vae.parameters())
+    assert models.weightless_vae("1.5-5b", torch.bfloat16).config["invert_scale_latents"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--topology", "v9:1x1"], "one of v4, v5e, v5p, v6e, tpu7x"),
+        (["--topology", "v6e"], "a grid, such as v6e:2x4"),
+        (["--height", "100", "--platform", "cpu"], "multiples of 8"),
+        (["--model", "./none"], "cannot read the config"),
+        (["--platform", "cpu", "--dp", "99"], "99"),
+        (["--platform", "cpu", "--frames", "0"], "at least 1"),
+        (["--platform", "cpu", "--tiling", "30x48"], "multiples of 8"),
+        (["--platform", "cpu", "--tiling", "tiny"], "such as 240x360"),
+        (["--platform", "cpu", "--layers"], "pass --dp or --tp"),
+    ],
+)
+def test_a_plan_that_cannot_be_made_is_named(arguments, words, capsys):
+    assert cli.main(["plan", *arguments]) == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("ratio", "latent_frames"), [(2, 9), (4, 5)])
+def test_latent_frames_follow_the_models_own_ratio(small_vae, tmp_path, ratio, latent_frames):
+    config = {name: value for name, value in small_vae.config.items() if not name.startswith("_")}
+    config |= {"temporal_compression_ratio": ratio, "_class_name": "AutoencoderKLCogVideoX"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    vae = models.weightless_vae(str(tmp_path), torch.float32)
+    pieces, _ = jobs.Job("decode", 17, 16, 16).chunk_shapes(vae)
+    assert pieces[-1].stop == latent_frames

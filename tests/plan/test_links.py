@@ -1,0 +1,107 @@
+"""What collectives take on the links: by hand for small slices, and off made-up text."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from cogvideox_torchax.plan.chips import CHIPS
+from cogvideox_torchax.plan.links import Links
+from cogvideox_torchax.runtime.compiled_text import instructions, times_run
+
+GB = 1e9
+
+
+def slice_of(generation, *lengths, cores=1, link=100 * GB):
+    """Devices in the order of libtpu: the first axis fastest, a chip's cores together."""
+    places = np.stack(np.meshgrid(*map(range, reversed(lengths)), indexing="ij"), -1).reshape(
+        -1, len(lengths)
+    )
+    places = [
+        (*map(int, reversed(place)), *[0] * (3 - len(lengths)), core)
+        for place in places
+        for core in range(cores)
+    ]
+    return Links(tuple(places), dataclasses.replace(CHIPS[generation], link=link))
+
+
+EIGHT = slice_of("v6e", 2, 4)
+HALVES, COLUMNS = ((0, 1, 2, 3), (4, 5, 6, 7)), ((0, 4), (1, 5), (2, 6), (3, 7))
+ALL = (tuple(range(8)),)
+
+
+@pytest.mark.parametrize(
+    ("links", "kind", "groups", "want"),
+    [
+        (EIGHT, "all-gather", HALVES, 3 / 4 / 2),  # a closed ring: both ways
+        (EIGHT, "all-reduce", HALVES, 2 * 3 / 4 / 2),
+        (EIGHT, "all-gather", ALL, 7 / 8 / 2),
+        (EIGHT, "all-gather", COLUMNS, 1 / 2 * 2),  # two apart, and each link in two groups' way
+        (EIGHT, "all-gather", ((0, 1), (2, 3), (4, 5), (6, 7)), 1 / 2),
+        (EIGHT, "reduce-scatter", HALVES, 4 * 3 / 4 / 2),  # of its result, a quarter
+        (EIGHT, "all-to-all", HALVES, 4 / 8),
+        (EIGHT, "all-to-all", ALL, 1.0),
+        (slice_of("v6e", 1, 8), "all-gather", ALL, 7 / 8),  # a line: what comes to its end takes one link
+        (slice_of("v6e", 1, 16), "all-gather", (tuple(range(16)),), 15 / 16 / 2),  # closed
+        (slice_of("v5p", 4, 4, 4), "all-gather", (tuple(range(4)),), 3 / 4 / 2),  # closed as well
+        (slice_of("v5p", 2, 2, 4), "all-gather", ((0, 4, 8, 12),), 3 / 4),  # not
+        (slice_of("tpu7x", 2, 2, 1, cores=2), "all-gather", ((0, 1),), 1 / 2 / 6),  # two cores of a chip
+    ],
+)
+def test_a_gigabyte_takes_what_arithmetic_says(links, kind, groups, want):
+    assert links.collective_seconds(kind, 100 * GB, groups) == pytest.approx(want)
+
+
+def test_a_step_of_the_large_model_takes_what_was_found_by_hand():
+    links = slice_of("v6e", 2, 4, link=90 * GB)  # two float32 sums of 554 MB a layer, 42 layers
+    assert 84 * links.collective_seconds("all-reduce", 554e6, HALVES) == pytest.approx(0.39, abs=0.005)
+    assert 168 * links.collective_seconds("all-to-all", 71e6, HALVES) == pytest.approx(0.066, abs=0.001)
+
+
+HLO = """
+%all-reduce-scatter.1 (a: f32[1000]) -> f32[250] {
+  %r = f32[1000]{0} all-reduce(%a), replica_groups={{0,1,2,3},{4,5,6,7}}, to_apply=%add
+}
+
+%body (s: f32[1000]) -> f32[1000] {
+  ROOT %b = f32[1000]{0} all-reduce(%s), replica_groups=[2,4]<=[8], to_apply=%add
+}
+
+ENTRY %main (x: f32[1000]) -> f32[1000] {
+  %w = f32[1000]{0} while(%x), condition=%test, body=%body, backend_config={"known_trip_count":{"n":"5"}}
+  %f = f32[250]{0} fusion(%w), kind=kCustom, calls=%all-reduce-scatter.1
+  %g = f32[1000]{0} all-gather(%f), replica_groups=[4,2]<=[2,4]T(1,0), dimensions={0}
+  %p = f32[1000]{0} collective-permute(%g), source_target_pairs={{0,1},{1,0},{2,4}}
+  %t = (f32[500]{0}, f32[500]{0}) all-to-all(%g, %g), replica_groups={}
+  %u = f32[1000]{0} while(%t), condition=%test, body=%other
+}
+"""
+
+
+def test_groups_and_trips_are_read_off_the_text():
+    found = {one.name: one for one in instructions(HLO)}
+    assert found["r"].groups == found["b"].groups == HALVES
+    assert found["g"].groups == COLUMNS
+    assert found["p"].groups == ((0, 1), (1, 0), (2, 4))
+    assert found["t"].groups == ()
+    assert (found["w"].trips, found["u"].trips, found["g"].trips) == (5, None, 1)
+    times = times_run(list(found.values()))
+    assert times == times | {"main": 1, "body": 5, "all-reduce-scatter.1": 1}
+
+
+def test_a_programs_collectives_add_up_by_kind():
+    size = 4000
+    assert EIGHT.seconds(list(instructions(HLO))) == pytest.approx(
+        {
+            "all-reduce": 5 * EIGHT.collective_seconds("all-reduce", size, HALVES),
+            "reduce-scatter": EIGHT.collective_seconds("reduce-scatter", size / 4, HALVES),
+            "all-gather": EIGHT.collective_seconds("all-gather", size, COLUMNS),
+            "collective-permute": size / (100 * GB),
+            "all-to-all": EIGHT.collective_seconds("all-to-all", size, ALL),
+        }
+    )
+
+
+def test_devices_without_coordinates_have_no_links():
+    assert Links.of(jax.devices("cpu"), CHIPS["v6e"]) is None

@@ -1,0 +1,108 @@
+"""Plans of a transformer's step and of a prompt, of small networks and for this machine's CPU."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import pytest
+import torch
+
+from cogvideox_torchax import cli, runtime
+from cogvideox_torchax.pipelines.networks import step_tensors
+from cogvideox_torchax.plan import chips, networks
+from cogvideox_torchax.plan.chips import PlanError
+from tests import small_pipelines
+
+pytestmark = pytest.mark.usefixtures("torchax_off")
+
+SMALL = {**small_pipelines.TRANSFORMER, "use_rotary_positional_embeddings": True, "num_layers": 4}
+SMALL_TEXT = {**networks.TEXT_ENCODER, "vocab_size": 64, "d_model": 32, "d_kv": 4, "d_ff": 64}
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(networks.TRANSFORMERS, "5b", SMALL)
+    monkeypatch.setattr(networks, "TEXT_ENCODER", {**SMALL_TEXT, "num_heads": 8, "num_layers": 3})
+
+
+def whole(network, tensors):
+    """The program of all layers, compiled, on a mesh of one device as the plan has it."""
+    from cogvideox_torchax import make_mesh
+    from cogvideox_torchax.plan.programs import read_program
+
+    network.place_on(make_mesh(1, 1))
+    compiled = network.program.lower_structs(network.options(), tensors).compile()
+    return read_program("whole", 0, compiled, None, 0.0)
+
+
+def test_a_plan_from_few_layers_is_that_of_all():
+    runtime.enable()
+    size = {"frames": 3, "height": 4, "width": 8}
+    devices = jax.devices("cpu")
+    plan = networks.plan_step("5b", torch.float32, devices, None, **size)
+    network = networks.weightless_transformer("5b", torch.float32, 4)
+    want = whole(network, step_tensors(network, batch=2, **size))
+    assert plan.layers == 4
+    assert plan.program.argument_bytes == want.argument_bytes
+    assert plan.program.flops == pytest.approx(want.flops, rel=0.01)
+    assert want.temp_bytes <= plan.program.temp_bytes < 2 * want.temp_bytes  # an upper bound
+    assert plan.seconds is None  # a CPU's compiler gives no cycles
+
+
+def test_a_plan_on_the_command_line(capsys):
+    size = ["--frames", "9", "--height", "32", "--width", "64"]
+    common = ["plan", "--platform", "cpu", "--dtype", "float32", "--json", "plan.json"]
+    assert cli.main([*common, "--network", "step", *size, "--dp", "2", "--tp", "4"]) == 0
+    document = json.loads(Path("plan.json").read_text())
+    assert document["summary"]["network"].startswith("step, 4 layers")
+    assert document["programs"][0]["collectives"]["all-reduce"][0] > 0
+    assert cli.main([*common, "--network", "prompt"]) == 0
+    assert json.loads(Path("plan.json").read_text())["summary"]["network"].startswith("prompt, 3 layers")
+
+
+def test_the_published_transformers_have_their_published_sizes(monkeypatch):
+    monkeypatch.undo()
+    sizes = {}
+    for name, config in networks.TRANSFORMERS.items():
+        network = networks.weightless_transformer(name, torch.bfloat16, config["num_layers"])
+        assert all(parameter.device.type == "meta" for parameter in network.parameters())
+        sizes[name] = sum(parameter.numel() for parameter in network.parameters()) / 1e9
+    assert sizes == pytest.approx({"2b": 1.69, "5b": 5.57, "1.5-5b": 5.57}, abs=0.01)
+
+
+CHIP = chips.CHIPS["v6e"]
+
+
+def program(layers, *, by_bytes=0):
+    """What a program of so many layers might say: a second of kernels and one of links for each."""
+    shares = {"other": 1.0 + 2.0 * layers, "kernels": 1.0 * layers}
+    sums = {"all-reduce": 1.0 * layers}
+    of_layers = {"kernels_by_bytes": by_bytes, "collective_seconds": sums}
+    return networks.ProgramPlan(
+        "step", 1, 0, 0, sum(shares.values()), layers, shares, 0, 0, 0, 0, {}, 0, **of_layers
+    )
+
+
+def test_attention_and_collectives_are_those_of_all_layers():
+    plan = networks._extended("step", [program(1), program(2)], 5, 7 * CHIP.flops, CHIP)
+    assert plan.by_schedule
+    assert plan.attention_seconds == 5.0
+    assert plan.seconds == 1 + 2 * 5 + 5
+    rows = networks.table(plan, CHIP)
+    assert (rows["attention_counted"], rows["of_it_attention_s"]) == ("by schedule", 5.0)
+    assert (rows["collectives_s"], rows["with_collectives_s"]) == (5.0, 16 + 5)
+    assert dataclasses.replace(plan, attention_seconds=None).seconds is None
+
+
+def test_attention_without_a_schedule_counts_at_the_peak_and_is_told():
+    plan = networks._extended("step", [program(1), program(2, by_bytes=1)], 5, 7 * CHIP.flops, CHIP)
+    assert plan.attention_seconds == 7.0
+    assert plan.seconds == 1 + 2 * 5 + 7
+    assert networks.table(plan, CHIP)["attention_counted"] == "at the chip's peak"
+
+
+def test_a_size_that_no_patches_fit_is_refused():
+    with pytest.raises(PlanError, match="multiples of 2"):
+        networks.plan_step("5b", torch.float32, jax.devices("cpu"), None, frames=3, height=3, width=8)

@@ -1,0 +1,173 @@
+"""Final schedules: of a kernel that the TPU's compiler schedules here, and of text made up."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cogvideox_torchax.plan import chips, programs, schedule
+from cogvideox_torchax.runtime.compiled_text import instructions
+
+CHIP = chips.CHIPS["v6e"]
+
+# A grid of 3 behind a loop of 4: the loop's body is 0x2 to 0x8, its branch 0x4 with the slots behind it. What
+# 0xb skips runs in the second iteration alone; that bundle writes the register that it reads, as phis do.
+TEXT = """
+= control target key start
+LB: loop body
+= control target key end
+
+     0   :  { %s10_s1 = smov 0 }
+   0x1   :  { %s20_s2 = smov 0 }
+   0x2 LB: > { %s21_s2 = sadd.s32 1, %s22_s2  ;;  %s22_s2 = sphi %s20_s2, %s21_s2 } /* Start region 5 */
+   0x3   : > { %p23_p0 = scmp.ge.s32.totalorder %s21_s2, 4 /* loop exit test */ }
+   0x4   : > { %24 = sbr.rel (!%p23_p0) target = $region5 }
+   0x5   : > {}
+   0x6   : > {}
+   0x7   : > {}
+   0x8   : > {} /* End region 5 */
+   0x9 LB: > { %s11_s1 = sadd.s32 1, %s12_s1  ;;  %s12_s1 = sphi %s10_s1, %s11_s1 } /* Start region 7 */
+   0xa   : > { %p30_p1 = scmp.ne.s32.totalorder %s11_s1, GUARD }
+   0xb   : > { %31 = sbr.rel (%p30_p1) target = $region8 }
+   0xc   : > {}
+   0xd   : > {}
+   0xe   : > {}
+   0xf   : > {}
+  0x10   : > { %v40_v0 = vld [vmem:[%s0] sm:$0xff] /* over
+two lines */ }
+  0x11 PF: > { %p13_p2 = scmp.ge.s32.totalorder %s11_s1, BOUND } /* Start/End empty region 8 */
+  0x12   : > { %14 = sbr.rel (!%p13_p2) target = $region7 }
+  0x13   : > {}
+  0x14   : > {}
+  0x15   : > {}
+  0x16   : > {} /* End region 7 */
+  0x17   :  { %50 = vsyncpa [#allocation3], 1 }
+"""
+
+
+def text(*, guard="2", bound="3"):
+    return TEXT.replace("GUARD", guard).replace("BOUND", bound)
+
+
+def test_bundles_count_as_often_as_they_run():
+    found = schedule.read_schedule(text(), 4)
+    assert found.loops == (schedule.Loop(7, 4), schedule.Loop(14, 3))
+    assert found.outside == 3
+    # 3 without the loops, 4 trips of 7, 3 of the 13 that run always, and once what the guard skips.
+    assert found.cycles == 3 + 4 * 7 + 3 * 13 + 1
+    assert found.assumed == 0
+
+
+def test_a_guard_that_hangs_on_data_counts_as_open_and_is_told():
+    found = schedule.read_schedule(text(guard="%s99_s9"), 4)
+    assert found.assumed == 1
+    assert found.cycles == 3 + 4 * 7 + 3 * 14
+
+
+@pytest.mark.parametrize(
+    ("broken", "words"),
+    [
+        ("", "no bundles"),
+        ("another format altogether", "no bundles"),
+        (text(bound="%s99_s9"), "hangs on data"),
+        (text().replace("Start region 7", ""), "region 7"),
+        (text().replace("sbr.rel (!%p13_p2)", "sbr.abs (!%p13_p2)"), "another form"),
+        (text(bound="100000000"), "steps"),
+    ],
+    ids=["empty", "format", "data", "region", "branch", "long"],
+)
+def test_a_schedule_that_cannot_be_followed_is_refused(monkeypatch, broken, words):
+    monkeypatch.setattr(schedule, "LONGEST", 10_000)
+    with pytest.raises(schedule.UnknownDumpError, match=words):
+        schedule.read_schedule(broken, 4)
+
+
+HLO = """
+ENTRY %main (x: bf16[1024,1024]) -> bf16[1024,1024] {
+  %made.1 = bf16[1024,1024]{1,0} custom-call(%x), KERNEL
+  ROOT %made.2 = bf16[1024,1024]{1,0} custom-call(%made.1), KERNEL
+}
+""".replace(
+    "KERNEL",
+    'custom_call_target="tpu_custom_call", operand_layout_constraints={bf16[1024,1024]{1,0}}',
+)
+MAP = "key:made.1\nordinal:2\nequivalent_hlos[size=2]:\n  made.1\n  made.2\n"
+
+
+def test_kernels_that_are_alike_share_a_schedule_and_count_by_the_larger(tmp_path):
+    (tmp_path / "18-made.1-01-final_bundles.txt").write_text(text())
+    (tmp_path / "17-made.1-01-final_bundles.txt").write_text(text(bound="5"))  # given up by the compiler
+    (tmp_path / "17-TLP-00-deduplication-map.txt").write_text(MAP)
+    schedules = schedule.read_schedules(tmp_path, ["made.1", "made.2", "made.3"], 4)
+    assert set(schedules) == {"made.1", "made.2"}
+    moved = 2 * 2 * 1024 * 1024 * 2 / CHIP.bandwidth
+    by_bytes = programs.kernel_times(list(instructions(HLO)), CHIP, schedules)["made"]
+    assert by_bytes.seconds == by_bytes.bytes_seconds == pytest.approx(moved)
+    assert by_bytes.schedule_seconds == pytest.approx(2 * 71 / CHIP.clock)
+    longer = {name: schedule.Schedule(10**6, 0, (), 0) for name in schedules}
+    by_schedule = programs.kernel_times(list(instructions(HLO)), CHIP, longer)["made"]
+    assert by_schedule.seconds == by_schedule.schedule_seconds == pytest.approx(2e6 / CHIP.clock)
+    assert by_schedule.by_bytes == 0
+
+
+def test_a_kernel_with_an_unknown_dump_counts_by_its_bytes_and_is_told(tmp_path):
+    (tmp_path / "17-made.1-01-final_bundles.txt").write_text("another format")
+    schedules = schedule.read_schedules(tmp_path, ["made.1", "made.2"], 4)
+    assert schedules == {}
+    times = programs.kernel_times(list(instructions(HLO)), CHIP, schedules)["made"]
+    assert times.by_bytes == 2
+    assert times.schedule_seconds is None
+    assert times.seconds == times.bytes_seconds > 0
+
+
+KERNEL = """
+import jax, jax.numpy as jnp, numpy as np, os, sys
+from jax.experimental import pallas as pl
+from cogvideox_torchax.plan import chips, schedule
+
+def body(x, w, o):
+    def step(i, sums):
+        return jnp.dot(sums.astype(jnp.bfloat16), w[...], preferred_element_type=jnp.float32)
+    o[...] = jax.lax.fori_loop(0, TRIPS, step, x[...].astype(jnp.float32)).astype(o.dtype)
+
+def run(x, w):
+    block = pl.BlockSpec((128, 256), lambda i: (i, 0))
+    return pl.pallas_call(body, grid=(GRID,), in_specs=[block, pl.BlockSpec((256, 256), lambda i: (0, 0))],
+                          out_specs=block, out_shape=x, name="looped")(x, w)
+
+topology = sys.argv[1]
+device = chips.topology_devices(topology)[0]
+placed = jax.sharding.SingleDeviceSharding(device)
+for GRID, TRIPS in ((4, 5), (8, 5), (4, 10)):
+    shapes = ((128 * GRID, 256), (256, 256))
+    structs = [jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=placed) for shape in shapes]
+    with jax.set_mesh(jax.sharding.Mesh(np.array([device]), ("d",))):
+        lowered = jax.jit(lambda x, w: run(x, w)).lower(*structs)
+    _, found = schedule.compile_with_schedules(lowered, chips.CHIPS[topology.partition(":")[0]])
+    (one,) = found.values()
+    print(one.cycles, *(loop.trips for loop in one.loops))
+assert not list(chips.dump_directory().iterdir())
+assert chips.FLAGS not in os.environ  # a child of this process dumps elsewhere
+print(chips.dump_directory())
+"""
+
+
+@pytest.mark.parametrize("topology", ["v5e:1x1", "v6e:1x1", "tpu7x:2x2x1"])
+def test_a_kernels_loops_are_found_with_their_trips(topology):
+    pytest.importorskip("libtpu", reason="the [tpu] extra is not installed")
+    # In a process of its own: libtpu takes its flags once, when it is loaded.
+    done = subprocess.run(
+        [sys.executable, "-c", KERNEL, topology], capture_output=True, text=True, timeout=300, check=True
+    )
+    *lines, directory = done.stdout.split("\n")[:4]
+    (few, *trips), (grid, *grid_trips), (loop, *loop_trips) = (map(int, line.split()) for line in lines)
+    # The pipeline runs the grid's loop twice more than the grid is long, without the inner one.
+    assert trips == [4 + 2, 4 * 5]
+    assert grid_trips == [8 + 2, 8 * 5]
+    assert loop_trips == [4 + 2, 4 * 10]
+    assert grid == pytest.approx(2 * few, rel=0.1)
+    body = (loop - few) / (4 * 5)
+    assert 50 < body < 300
+    assert body * 4 * 5 < few < 2 * body * 4 * 5  # the rest is what surrounds the loop
+    assert not Path(directory).exists()

@@ -1,0 +1,115 @@
+import subprocess
+import sys
+import threading
+
+import jax
+import pytest
+import torch
+
+from cogvideox_torchax import enable, runtime
+from cogvideox_torchax.runtime.bridge import import_torchax
+
+
+def run_python(code, **environment):
+    import os
+
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_enabling_is_safe_to_repeat_and_to_mix_with_the_users_own():
+    code = """
+import torchax
+from cogvideox_torchax import enable, runtime
+torchax.enable_globally(); enable(); enable()
+assert runtime.is_enabled()
+torchax.disable_globally()
+assert not runtime.is_enabled()   # one level, however often it was enabled
+"""
+    result = run_python(code)
+    assert result.returncode == 0, result.stderr
+
+
+def test_it_is_enabled_as_long_as_torch_says_so():
+    enable()
+    jax.jit(lambda x: import_torchax().interop.jax_view(lambda t: t * 2)(x))(jax.numpy.ones(2))
+    assert runtime.is_enabled()  # torchax's own flag is False by now
+
+
+def test_without_torchax_runs_where_it_is_off():
+    enable()
+    assert runtime.without_torchax(runtime.is_enabled) is False
+    assert runtime.without_torchax(threading.get_ident) != threading.get_ident()
+    with pytest.raises(KeyError):
+        runtime.without_torchax({}.__getitem__, "missing")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+def test_tensors_cross_over_and_back_unchanged_and_writable(dtype):
+    enable()
+    x = torch.arange(24).reshape(2, 3, 4).to(dtype)
+    back = runtime.to_torch(runtime.to_jax(x))
+    assert back.dtype == dtype
+    assert torch.equal(back, x)
+    back += 1
+
+
+def test_frames_are_taken_from_a_view_too():
+    enable()
+    x = runtime.to_jax(torch.arange(10.0).reshape(1, 1, 10, 1, 1))
+    assert runtime.to_torch(runtime.take_frames(x[:, :, 2:], 3, 2)).flatten().tolist() == [5, 6]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_the_first_value_that_is_not_finite_is_found_on_both_backends(bad):
+    enable()
+    x = torch.zeros(2, 3, 4)
+    assert runtime.first_nonfinite(x) is None
+    assert runtime.first_nonfinite(runtime.to_jax(x)) is None
+    x[1, 2, 3] = x[1, 0, 2] = bad
+    assert runtime.first_nonfinite(x) == (1, 0, 2)
+    assert runtime.first_nonfinite(runtime.to_jax(x)) == (1, 0, 2)
+
+
+CACHE = (
+    "from cogvideox_torchax import enable; enable(); import jax; print(jax.config.jax_compilation_cache_dir)"
+)
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        (
+            {"COGVIDEOX_TORCHAX_COMPILE_CACHE": "", "XDG_CACHE_HOME": "/tmp/caches"},
+            "/tmp/caches/cogvideox-torchax/xla",
+        ),
+        ({"COGVIDEOX_TORCHAX_COMPILE_CACHE": "/tmp/mine"}, "/tmp/mine"),
+        ({"COGVIDEOX_TORCHAX_COMPILE_CACHE": "off"}, "None"),
+        (
+            {"COGVIDEOX_TORCHAX_COMPILE_CACHE": "/tmp/mine", "JAX_COMPILATION_CACHE_DIR": "/tmp/users"},
+            "/tmp/users",
+        ),
+    ],
+)
+def test_the_compile_cache_is_where_it_should_be(environment, words):
+    result = run_python(CACHE, **environment)
+    assert result.stdout.strip() == words, result.stderr
+
+
+def test_a_cache_configured_after_a_compilation_is_used(tmp_path):
+    code = """
+import jax, os, sys
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+jax.jit(lambda x: x + 1)(1.0)
+from cogvideox_torchax import runtime
+runtime.configure_compile_cache()
+jax.jit(lambda x: x * 3 + 1)(1.0)
+assert os.listdir(sys.argv[1] if len(sys.argv) > 1 else os.environ["COGVIDEOX_TORCHAX_COMPILE_CACHE"])
+"""
+    result = run_python(code, COGVIDEOX_TORCHAX_COMPILE_CACHE=str(tmp_path))
+    assert result.returncode == 0, result.stderr

@@ -1,0 +1,191 @@
+"""Two processes of four devices each, over loopback: the numbers of one, and an end in time when one dies."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from cogvideox_torchax import cli, make_mesh
+from cogvideox_torchax.files import latents, video
+from cogvideox_torchax.sharding import NTHWC, Placement
+from tests import reference
+from tests.files.test_video import moving_frames
+
+pytestmark = pytest.mark.usefixtures("torchax_off")
+
+PATIENCE = 10
+"""Seconds after which the tests' processes give up on each other."""
+
+
+def start(directory, code, count=2):
+    """Runs Python code once a process; in it, `port` and `index` say where to meet and which it is."""
+    with socket.socket() as found:
+        found.bind(("localhost", 0))
+        port = found.getsockname()[1]
+    environment = {
+        **os.environ,
+        "XLA_FLAGS": re.sub(r"device_count=\d+", "device_count=4", os.environ["XLA_FLAGS"]),
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+    }
+    return [
+        subprocess.Popen(
+            [sys.executable, "-c", f"port, index = {port}, {index}\n{code}"],
+            cwd=directory,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for index in range(count)
+    ]
+
+
+def finish(processes, within):
+    """Each process's exit code and what it said, none later than `within` seconds from now."""
+    deadline = time.monotonic() + within
+    try:
+        said = [process.communicate(timeout=deadline - time.monotonic()) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [(process.returncode, *texts) for process, texts in zip(processes, said, strict=True)]
+
+
+@pytest.fixture
+def directory(tmp_path, monkeypatch):
+    """A clip of 9 frames and a model of three levels, whose latents are 10 wide: no multiple of 8 devices."""
+    monkeypatch.chdir(tmp_path)
+    reference.small_vae(**reference.THREE_LEVELS).save_pretrained("vae")
+    with video.writing("clip.mp4", 10) as sink:
+        sink.write(moving_frames(9))
+    return tmp_path
+
+
+TOGETHER = f"""
+from cogvideox_torchax import cli
+together = ["--quiet", "--distributed", "--coordinator", f"localhost:{{port}}", "--processes", "2"]
+together += ["--process", str(index), "--patience", "{PATIENCE}", "--json"]
+assert cli.main(["encode", "clip.mp4", "-o", "two.safetensors", "--model", "vae", *together]) == 0
+assert cli.main(["decode", "one.safetensors", "-o", "two", *together]) == 0
+"""
+
+
+def frames_of(directory):
+    from PIL import Image
+
+    return [
+        torch.frombuffer(bytearray(Image.open(path).tobytes()), dtype=torch.uint8)
+        for path in sorted(directory.iterdir())
+    ]
+
+
+def test_two_processes_write_what_one_writes(directory):
+    alone = ("--quiet", "--backend", "torch")
+    assert cli.main(["encode", "clip.mp4", "-o", "one.safetensors", "--model", "vae", *alone]) == 0
+    assert cli.main(["decode", "one.safetensors", "-o", "one", *alone]) == 0
+    first, second = finish(start(directory, TOGETHER), within=300)
+    assert (first[0], second[0]) == (0, 0), first[2] + second[2]
+    assert len(first[1].splitlines()) == 2  # a report for each command
+    assert second[1] == ""
+    one, two = (latents.load(f"{name}.safetensors").tensor for name in ("one", "two"))
+    assert reference.largest_error(two, one) < 1e-5
+    pairs = list(zip(frames_of(Path("one")), frames_of(Path("two")), strict=True))
+    assert len(pairs) == 9
+    # A pixel that lies between two bytes may round either way.
+    assert max(int((a.int() - b.int()).abs().max()) for a, b in pairs) <= 1
+    names = {"clip.mp4", "vae", "one", "two", "one.safetensors", "two.safetensors"}
+    assert {path.name for path in directory.iterdir()} == names
+
+
+MEET = """
+import os, signal, traceback
+import jax, jax.numpy as jnp
+from cogvideox_torchax import make_mesh, runtime
+from cogvideox_torchax.sharding import (Placement, abandon, connect, exchanging)
+
+connect(f"localhost:{port}", 2, index, patience=PATIENCE)
+try:
+    chunk = Placement(make_mesh()).put(jnp.ones((1, 16, 2, 4, 16))).array
+    with exchanging("out.mp4") as exchange:
+        whole = exchange.everywhere(runtime.tensor_of(chunk))
+        assert whole.shape == (1, 16, 2, 4, 16) and bool((whole == 1).all())
+        print("met", flush=True)
+        WORK
+    print("done", flush=True)
+except Exception:
+    traceback.print_exc()
+    abandon(1)
+""".replace("PATIENCE", str(PATIENCE))
+DIE = "os.kill(os.getpid(), signal.SIGKILL)"
+FAIL = "raise OSError('the disk is full')"
+READ = "exchange.everywhere(runtime.tensor_of(chunk))"
+COMPUTE = "print(jax.jit(jnp.sum)(chunk))"
+
+DEATHS = {
+    "the other one, while all compute": (1, DIE, COMPUTE, "stopped sending heartbeats"),
+    "the first one, while a file is awaited": (0, DIE, READ, "coordination service"),
+    "the other one, by an error": (1, FAIL, READ, "process 1 failed: OSError: the disk is full"),
+}
+
+
+@pytest.mark.parametrize(("dying", "end", "work", "words"), DEATHS.values(), ids=DEATHS)
+def test_when_a_process_dies_the_other_ends_with_an_error_in_time(tmp_path, dying, end, work, words):
+    script = MEET.replace("WORK", f"if index == {dying}: {end}\n        {work}")
+    results = finish(start(tmp_path, script), within=60 + 2 * PATIENCE)
+    for code, stdout, stderr in results:
+        assert "met" in stdout, stderr
+        assert "done" not in stdout
+        assert code != 0
+    assert words in results[1 - dying][2]
+
+
+def test_a_process_reads_its_own_columns_alone(directory):
+    z = reference.latents(3, width=13)
+    config = {"scaling_factor": 0.7, "invert_scale_latents": False}
+    latents.save(latents.Latents(z, config, "vae", 10, 9), "z.safetensors")
+    read = latents.load("z.safetensors", lambda shape: slice(shape[4] - 5, shape[4]))
+    assert torch.equal(read.tensor[..., 8:], z[..., 8:])
+    assert not read.tensor[..., :8].any()
+    none = latents.load("z.safetensors", lambda shape: slice(shape[4], shape[4]))
+    assert none.tensor.shape == z.shape
+    assert not none.tensor.any()
+
+
+@pytest.mark.parametrize(("shape", "layout"), [((1, 16, 2, 4, 90), None), ((1, 2, 4, 90, 16), NTHWC)])
+def test_a_single_process_owns_every_column(shape, layout):
+    placement = Placement(make_mesh(), layout) if layout else Placement(make_mesh())
+    assert placement.own_columns(shape) == slice(0, 90)
+
+
+WRONG = {
+    "no --distributed": (["--processes", 2], "got --processes 2 for a single process: add --distributed"),
+    "one of two": (["--distributed", "--processes", 2], "pass both"),
+    "torch": (["--backend", "torch", "--tp", 8], "torch runs on one device: leave out --tp"),
+    "too many devices": (["--tp", 9], "a mesh of dp=1 x tp=9, 9 devices, where there are 8"),
+}
+
+
+@pytest.mark.parametrize(("options", "words"), WRONG.values(), ids=WRONG)
+def test_options_that_cannot_be_met_are_one_line(directory, capfd, options, words):
+    arguments = ["encode", "clip.mp4", "-o", "z.safetensors", "--model", "vae", *map(str, options)]
+    assert cli.main(arguments) == 2
+    said = capfd.readouterr().err
+    assert words in said
+    assert len(said.splitlines()) == 1
+
+
+def test_processes_that_nobody_names_are_told_how_to_meet(tmp_path):
+    """In a process of its own: one whose devices are in use can join no other."""
+    code = "from cogvideox_torchax.sharding import connect; connect()"
+    environment = os.environ | {"TPU_SKIP_MDS_QUERY": "1"}  # no TPU pod's server to wait for
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, env=environment
+    )
+    assert "ProcessError: cannot join the other processes" in done.stderr
+    assert "pass a coordinator" in done.stderr

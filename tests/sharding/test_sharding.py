@@ -1,0 +1,425 @@
+"""Over a mesh every model is the same function, and nothing of a video's size is gathered anywhere."""
+
+import copy
+import functools
+import json
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+import jax_kernels
+from cogvideox_torchax import make_mesh, port, runtime, sharding
+from cogvideox_torchax.runtime.compiled_text import instructions
+from cogvideox_torchax.vae.tolerances import FLOAT32_RELATIVE, relative_error
+from cogvideox_torchax.vae.torchax.networks import chunk_network
+from jax_kernels.common import columns
+from jax_kernels.group_norm import moments as norm_moments
+from jax_kernels.group_norm import tpu as norm_on_tpu
+from tests import reference
+
+MIB = 2**20
+VIDEO, BATCH = (None, None, None, None, ("dp", "tp")), ("dp", None, None, None, "tp")
+
+
+@pytest.fixture(scope="module")
+def stock():
+    return reference.small_vae(**reference.THREE_LEVELS)
+
+
+def sharded(stock, dp, tp, *, move=True):
+    vae = port(copy.deepcopy(stock), mesh=make_mesh(dp, tp))
+    return reference.on_jax(vae) if move else vae
+
+
+def inputs(frames, batch, width):
+    z = reference.latents(frames, batch=batch, height=1, width=width)
+    return z, reference.video(4 * frames - 3, batch=batch, height=4, width=4 * width)
+
+
+def local_share(tensor):
+    """The part of an array that its largest shard holds."""
+    array = runtime.array_of(tensor) if isinstance(tensor, torch.Tensor) else tensor
+    return max(shard.data.size for shard in array.addressable_shards) / array.size
+
+
+MESHES = {
+    "1x8, one video, 90": (1, 8, 1, 90, 1, ["decode"]),
+    "2x4, a batch, 85": (2, 4, 2, 85, 3, ["decode", "encode"]),
+    "8x1, one video, 170": (8, 1, 1, 170, 1, ["decode"]),
+    "4x2, a batch smaller than dp, 96": (4, 2, 2, 96, 1, ["encode"]),
+    "2x4, a batch that dp does not divide, 45": (2, 4, 3, 45, 1, ["encode"]),
+}
+"""dp, tp, videos, latent columns, latent frames, and what is compared: each entry costs compilations."""
+
+
+@pytest.mark.parametrize(("dp", "tp", "batch", "width", "frames", "kinds"), MESHES.values(), ids=MESHES)
+def test_a_mesh_changes_no_number(stock, dp, tp, batch, width, frames, kinds):
+    z, x = inputs(frames, batch, width)
+    vae = sharded(stock, dp, tp)
+    if "decode" in kinds:
+        got = vae.decode(runtime.to_jax(z)).sample
+        assert local_share(got) == 1 / 8
+        assert relative_error(runtime.to_torch(got), reference.decoded(stock, z)) < FLOAT32_RELATIVE
+    if "encode" in kinds:
+        got = vae.encode(runtime.to_jax(x)).latent_dist.parameters
+        assert local_share(got) == 1 / 8
+        want = reference.encoded(stock, x)
+        assert relative_error(runtime.to_torch(got), want) < FLOAT32_RELATIVE
+
+
+@pytest.fixture(scope="module")
+def eight(stock):
+    """One video over eight devices; shared, so that its programs are compiled once."""
+    return sharded(stock, 1, 8)
+
+
+def test_chunks_and_streams_over_a_mesh_change_no_number(stock, eight):
+    z, x = inputs(5, 1, 90)
+    want = reference.decoded(stock, z), reference.encoded(stock, x)
+    whole = eight.decode(runtime.to_jax(z)).sample
+    assert local_share(whole) == 1 / 8
+    streamed = torch.cat(list(eight.decode_stream(z)), 2)
+    moments = torch.cat([part.parameters for part in eight.encode_stream(x)], 2)
+    assert relative_error(runtime.to_torch(whole), want[0]) < FLOAT32_RELATIVE
+    assert relative_error(streamed, want[0]) < FLOAT32_RELATIVE
+    assert relative_error(moments, want[1]) < FLOAT32_RELATIVE
+
+
+def test_bytes_over_a_mesh_are_the_frames_that_they_stand_for(stock, eight):
+    frames = torch.randint(0, 256, (1, 3, 9, 4, 4 * 45), dtype=torch.uint8)  # padded with what stands for -1
+    moments = torch.cat([part.parameters for part in eight.encode_stream(frames)], 2)
+    want = reference.encoded(stock, frames / 127.5 - 1)
+    assert relative_error(moments, want) < FLOAT32_RELATIVE
+
+
+def test_chunks_and_caches_cross_the_border_in_shards_and_weights_are_copied(stock, eight):
+    program = eight.program("decode")
+    weights = program.weights(chunk_network(eight, "decode"))
+    assert all(array.sharding.is_fully_replicated for array in weights.values())
+    assert all(len(array.sharding.device_set) == 8 for array in weights.values())
+    z, _ = inputs(3, 1, 90)
+    chunk = program.put(z)
+    assert local_share(chunk.array) == 1 / 8
+    assert chunk.array.shape == (1, 16, 3, 1, 96)
+    result, cache = program.run(weights, chunk, None)
+    caches = jax.tree.leaves(cache)
+    assert {part.shape[1] for part in caches} == {96, 192, 384}  # H W N T C
+    assert result.shape[4] == 360
+    for array in [result, *caches]:
+        assert local_share(array) == 1 / 8
+        assert [shard.data.shape[2] for shard in array.addressable_shards] == [array.shape[2]] * 8
+
+
+def test_tiles_over_a_mesh_change_no_number_and_blend_in_shards(stock, eight):
+    z, _ = inputs(1, 1, 48)
+    options = {"tile_sample_min_height": 48, "tile_sample_min_width": 4 * 30}
+    tiled = copy.deepcopy(stock)
+    for vae in (tiled, eight):
+        vae.enable_tiling(**options)
+    try:
+        got = eight.decode(runtime.to_jax(z)).sample
+        streamed = torch.cat(list(eight.decode_stream(z)), 2)
+    finally:
+        eight.disable_tiling()
+    want = tiled.decode(z).sample
+    assert local_share(got) == 1 / 8
+    assert relative_error(runtime.to_torch(got), want) < FLOAT32_RELATIVE
+    assert relative_error(streamed, want) < FLOAT32_RELATIVE
+
+
+def kernel_cases():
+    """Every kernel as a function of one array (N, T, H, W, C), by name."""
+    key = jax.random.key(0)
+    k5, k4, m, wide = (
+        jax.random.normal(key, s) for s in ((3, 3, 3, 8, 8), (3, 3, 8, 8), (8, 8), (3, 3, 5, 8, 8))
+    )
+    ones = jnp.ones(8)
+
+    def spatial_norm(x, implementation=None):
+        upsampled = jax_kernels.upsample(x, k4, ones, expand_time=False)
+        weights = ones, ones, m, ones, m, ones
+        return jax_kernels.spatial_norm(upsampled, x, *weights, num_groups=4, implementation=implementation)
+
+    def over_moments(x):
+        with mock.patch.object(norm_moments, "_of_columns", norm_on_tpu.column_moments):
+            stats = norm_moments.moments(x, num_groups=1, channel_axis=-1)
+        mean, variance = (part.reshape(-1, 1, 1, 1, 1) for part in (stats.mean, stats.variance))
+        return (x - 1000 * (x != 0)) * mean / variance
+
+    return {
+        "group_norm": lambda x: jax_kernels.group_norm(x, ones, ones, num_groups=4, channel_axis=-1),
+        "conv3d": lambda x: jax_kernels.conv3d(x, k5, ones)[0],
+        "conv3d of five columns": lambda x: jax_kernels.conv3d(x, wide, ones)[0],
+        "conv3d of one pixel": lambda x: jax_kernels.conv3d(x, m[None, None, None], ones)[0],
+        "upsample": lambda x: jax_kernels.upsample(x, k4, ones, expand_time=True, lone_first=True),
+        "downsample": lambda x: jax_kernels.downsample(x, k4, ones, compress_time=True, lone_first=True),
+        "spatial_norm": spatial_norm,
+        "spatial_norm by a Pallas kernel": lambda x: spatial_norm(x, "kernel"),
+        "moments by a Pallas kernel": over_moments,
+        "scaling by a Pallas kernel": lambda x: columns.by_shards(
+            norm_on_tpu.scaled,
+            (x,),
+            (),
+            tuple(factor * jnp.ones((x.shape[0], 8)) for factor in range(3)),
+        ),
+        "conv3d to few channels": lambda x: jnp.repeat(
+            jax_kernels.conv3d(x, k5[..., :2], ones[:2], implementation="narrow")[0], 4, axis=-1
+        ),
+    }
+
+
+KERNELS = [
+    "conv3d",
+    "conv3d of five columns",
+    "conv3d of one pixel",
+    "downsample",
+    "group_norm",
+    "spatial_norm",
+    "spatial_norm by a Pallas kernel",
+    "moments by a Pallas kernel",
+    "scaling by a Pallas kernel",
+    "conv3d to few channels",
+    "upsample",
+]
+
+
+def run_padded(function, x):
+    """A kernel on `x` (N, C, T, H, W) over eight devices, and what was compiled."""
+    placement = sharding.Placement(make_mesh(1, 8), unit=2)
+    chunk = placement.put(x)
+
+    def network(chunk_NCTHW, cache):
+        return jnp.moveaxis(function(jnp.moveaxis(chunk_NCTHW, 1, -1)), -1, 1), cache
+
+    compiled = jax.jit(lambda chunk: placement.trace(network, chunk, ())[0]).lower(chunk).compile()
+    return compiled(chunk), compiled
+
+
+@pytest.mark.parametrize("width", [46, 10])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_kernel_leaves_the_padding_out_and_clear_for_the_next(kernel, width):
+    cases = kernel_cases()
+
+    def function(x):
+        return cases["conv3d"](cases[kernel](x))  # which sees a column of what the kernel left in the padding
+
+    x = jax.random.normal(jax.random.key(1), (1, 8, 3, 8, width)) + 1000
+    with pltpu.force_tpu_interpret_mode():
+        got, compiled = run_padded(function, x)
+        want = np.moveaxis(np.asarray(function(jnp.moveaxis(x, 1, -1))), -1, 1)
+    assert reference.largest_error(got, want) < FLOAT32_RELATIVE
+    gathered = [i.bytes for i in instructions(compiled.as_text()) if i.collective == "all-gather"]
+    assert not gathered
+
+
+def test_widths_that_pad_to_the_same_number_are_traced_apart():
+    for width in (10, 16):
+        x = jax.random.normal(jax.random.key(1), (1, 8, 3, 8, width))
+
+        def function(x):
+            return kernel_cases()["conv3d"](kernel_cases()["spatial_norm"](x))
+
+        got, _ = run_padded(function, x)
+        want = np.moveaxis(np.asarray(function(jnp.moveaxis(x, 1, -1))), -1, 1)
+        assert reference.largest_error(got, want) < FLOAT32_RELATIVE
+
+
+@pytest.mark.parametrize(("width", "dp"), [(13, 2), (16, 1)])
+def test_a_convolution_of_copied_frames_sees_the_next_shards_columns(width, dp):
+    kernel = jax.random.normal(jax.random.key(0), (3, 3, 3, 128, 8))
+    x = jax.random.normal(jax.random.key(1), (dp, 128, 3, 2, width))
+    cache = jax.random.normal(jax.random.key(2), (dp, 128, 2, 2, width))
+    placement = sharding.Placement(make_mesh(dp, 8 // dp), unit=2)
+
+    def convolve(x, cache, implementation):
+        y, latest = jax_kernels.conv3d(x, kernel, None, cache, implementation=implementation)
+        return jax_kernels.conv3d(y, kernel[..., :8, :], None)[0], latest
+
+    wanted = convolve(jnp.moveaxis(x, 1, -1), jnp.moveaxis(cache, 1, -1), "direct")
+    for index, want in enumerate(wanted):
+
+        def network(chunk, cache, index=index):
+            results = convolve(*(jnp.moveaxis(array, 1, -1) for array in (chunk, cache)), "copied")
+            return jnp.moveaxis(results[index], -1, 1), ()
+
+        with pltpu.force_tpu_interpret_mode():
+            run = jax.jit(lambda x, cache, network=network: placement.trace(network, x, cache.array)[0])
+            got = run(placement.put(x), placement.put(cache))
+        assert reference.largest_error(np.moveaxis(np.asarray(got), 1, -1), want) < FLOAT32_RELATIVE
+
+
+def test_a_shard_too_narrow_for_a_kernel_is_refused():
+    x = jnp.ones((1, 8, 3, 8, 16))  # two columns a shard
+    with pytest.raises(ValueError, match="reaches 3 columns to either side got shards of 2"):
+        run_padded(lambda x: jax_kernels.conv3d(x, jnp.ones((3, 3, 7, 8, 8)))[0], x)
+    kernel = jnp.ones((3, 3, 8, 8))
+    halved = functools.partial(jax_kernels.downsample, compress_time=False)
+    with pytest.raises(ValueError, match="downsample got shards of 1 columns"):
+        run_padded(lambda x: halved(halved(x, kernel, None), kernel, None), x)
+
+
+@pytest.mark.parametrize("columns", [180, 90])
+def test_a_strided_convolution_of_bfloat16_splits_a_width_that_does_not_divide(columns):
+    kernel = jax.random.normal(jax.random.key(0), (3, 3, 8, 8), jnp.bfloat16)
+    x = jax.random.normal(jax.random.key(1), (1, 8, 2, 8, columns), jnp.bfloat16)
+
+    def function(x):
+        return jax_kernels.downsample(x, kernel, None, compress_time=False)
+
+    result, _ = run_padded(function, x)
+    want = np.moveaxis(np.asarray(function(jnp.moveaxis(x, 1, -1)), np.float32), -1, 1)
+    assert reference.largest_error(np.asarray(result, np.float32), want) < 2**-8
+
+
+@pytest.fixture(scope="module")
+def compiled_pair():
+    """The steady decode chunk on one device and what `report` finds of it on eight.
+
+    Of enough channels for the convolutions to be most of the work: XLA's CPU backend computes the sums of a
+    convolution's taps again wherever the result is used, and on a mesh these have more terms.
+    """
+    stock = reference.small_vae(**reference.THREE_LEVELS | {"block_out_channels": (32, 32, 64)})
+    shape = (1, 16, 5, 4, 170)
+    _, alone = port(copy.deepcopy(stock)).compile_last_chunk(shape)
+    return alone, sharding.report(sharded(stock, 1, 8, move=False), shape)
+
+
+def test_each_of_eight_devices_does_an_eighth_of_the_work_in_an_eighth_of_the_memory(compiled_pair):
+    alone, found = compiled_pair
+    assert 8 * found.flops_per_device <= 1.12 * alone.cost_analysis()["flops"]
+    assert found.temp_bytes_per_device <= 0.2 * alone.memory_analysis().temp_size_in_bytes
+
+
+def test_no_activation_is_gathered_and_a_norm_sends_numbers_only(compiled_pair):
+    _, found = compiled_pair
+    assert found.largest_all_gather_bytes == 0
+    assert set(found.collectives) == {"collective-permute", "all-reduce"}
+    frames = 32 * 8 * 16 * 680 * 4  # the largest activation
+    for row in found.rows:
+        # A group's mean and M2 are 4 numbers each.
+        assert row.collectives.get("all-reduce", {"bytes": 0})["bytes"] <= 8 * 4 * 4
+        assert row.collectives.get("collective-permute", {"bytes": 0})["bytes"] <= 0.02 * frames
+        assert row.bytes_per_device <= 0.2 * frames
+
+
+def test_the_report_names_every_ported_layer_and_its_split(compiled_pair):
+    _, found = compiled_pair
+    rows = {row.layer: row for row in found.rows}
+    assert rows["decoder.conv_out"].shape == (1, 32, 8, 16, 704)  # of which 680 are the picture
+    assert rows["decoder.conv_out"].shards == 8
+    assert not [row.layer for row in found.rows if row.shards == 1]
+    assert rows["decoder.conv_in"].collectives["collective-permute"]["count"] > 0
+    header, *cells = found.table()
+    assert len(cells) == len(found.rows)
+    assert all(len(row) == len(header) for row in cells)
+    again = json.loads(found.to_json())
+    assert again["mesh"] == {"dp": 1, "tp": 8}
+    assert [row["layer"] for row in again["rows"]] == list(rows)
+
+
+def test_a_batch_that_dp_does_not_divide_is_reported_as_split_by_width_and_gathers_nothing(stock):
+    # In bfloat16, whose strided convolutions of uneven widths compile only as the kernels do them on a mesh.
+    vae = sharded(copy.deepcopy(stock).to(torch.bfloat16), 2, 4, move=False)
+    found = sharding.report(vae, (3, 3, 1, 8, 4 * 45), kind="encode")
+    layers = [row for row in found.rows if row.shape]
+    assert {row.spec for row in layers} == {str(PartitionSpec(*VIDEO))}
+    assert not [row.layer for row in layers if row.shards == 1]
+    # The latents, 45 wide, leave by channels: that must not reach back into the layers before.
+    assert found.largest_all_gather_bytes == 0
+
+
+def test_a_gathered_activation_is_reported():
+    text = """
+  %all-gather.1 = f32[1,2,4,96,8]{4,3,2,1,0} all-gather(%x), metadata={op_name="jit(f)/decoder.conv_in/a"}
+  %ag = (bf16[1,12]{1,0}, bf16[1,96]{1,0}) all-gather-start(%y), channel_id=1
+  %done = bf16[1,96]{1,0} all-gather-done(%ag)
+"""
+    found = [i for i in instructions(text) if i.collective]
+    assert [(i.collective, i.bytes) for i in found] == [("all-gather", 4 * 6144), ("all-gather", 192)]
+    assert found[0].scope == "jit(f)/decoder.conv_in/a"
+
+
+@pytest.mark.parametrize(
+    ("shape", "spec"),
+    [
+        ((1, 16, 2, 60, 90), VIDEO),
+        ((2, 16, 2, 60, 90), BATCH),
+        ((4, 16, 2, 60, 90), BATCH),
+        ((3, 16, 2, 60, 90), VIDEO),
+    ],
+)
+def test_a_batch_is_split_by_videos_and_one_video_by_width(shape, spec):
+    mesh = make_mesh(2, 4)
+    assert sharding.Placement(mesh).spec(shape) == PartitionSpec(*spec)
+    channels_last = sharding.Placement(mesh, sharding.NTHWC).spec((*shape[:1], *shape[2:], shape[1]))
+    assert channels_last == PartitionSpec(*spec[:1], *spec[2:], spec[1])
+
+
+def test_a_result_whose_width_does_not_divide_is_split_by_another_axis_or_refused():
+    placement = sharding.Placement(make_mesh(1, 8))
+    assert placement.result_spec((1, 3, 8, 480, 720))[4] == "tp"
+    assert placement.result_spec((1, 32, 2, 64, 90))[3] == "tp"
+    assert placement.result_spec((1, 32, 2, 60, 90))[1] == "tp"
+    with pytest.raises(ValueError, match="multiple of 8"):
+        placement.result_spec((1, 3, 2, 60, 90))
+
+
+def test_a_mesh_has_the_axes_and_sizes_that_were_asked_for():
+    assert dict(make_mesh().shape) == {"dp": 1, "tp": 8}
+    assert dict(make_mesh(2).shape) == {"dp": 2, "tp": 4}
+    assert dict(make_mesh(2, 3).shape) == {"dp": 2, "tp": 3}
+    assert make_mesh().axis_types == (AxisType.Auto, AxisType.Auto)
+
+
+@pytest.mark.parametrize(
+    ("dp", "tp", "words"),
+    [
+        (3, None, "does not divide"),
+        (2, 5, "10 devices, where there are 8"),
+        (0, 8, "at least 1"),
+        (1, 0, "1"),
+    ],
+)
+def test_a_mesh_that_does_not_fit_the_devices_is_refused(dp, tp, words):
+    with pytest.raises(ValueError, match=words):
+        make_mesh(dp, tp)
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        "dp=8",
+        Mesh(np.array(jax.devices()), ("tp",)),
+        Mesh(np.array(jax.devices()).reshape(1, 8), ("dp", "tp"), axis_types=(AxisType.Explicit,) * 2),
+    ],
+)
+def test_port_refuses_a_mesh_that_it_cannot_place_on(stock, mesh):
+    with pytest.raises(ValueError, match="make one with make_mesh"):
+        port(copy.deepcopy(stock), mesh=mesh)
+
+
+def test_a_report_without_a_mesh_is_refused(stock):
+    with pytest.raises(ValueError, match="without a mesh"):
+        sharding.report(port(copy.deepcopy(stock)), (1, 16, 1, 1, 8))
+
+
+def test_porting_again_moves_to_the_other_mesh_and_a_copy_keeps_it(stock):
+    vae = sharded(stock, 1, 8, move=False)
+    vae.program("decode")
+    assert copy.deepcopy(vae).mesh == vae.mesh
+    assert port(vae).mesh == make_mesh(1, 8)
+    port(vae, mesh=make_mesh(2, 4))
+    assert vae.program("decode").placement.mesh == make_mesh(2, 4)
+
+
+def test_a_nan_in_a_sharded_array_is_found():
+    array = np.zeros((1, 16, 2, 1, 96), np.float32)
+    array[0, 3, 1, 0, 95] = np.nan
+    placed = jax.device_put(array, NamedSharding(make_mesh(1, 8), PartitionSpec(*VIDEO)))
+    assert runtime.first_nonfinite(runtime.tensor_of(placed)) == (0, 3, 1, 0, 95)

@@ -1,0 +1,237 @@
+"""The rooms of the two packages: which imports which, what each may take from outside, and the public names.
+
+An import inside a function counts as one at the top of a file; one for type checkers alone does not count.
+"""
+
+import ast
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("cogvideox_torchax", "jax_kernels")
+
+LEVELS = (
+    ("jax_kernels/common",),
+    ("jax_kernels/attention", "jax_kernels/conv3d", "jax_kernels/dense", "jax_kernels/group_norm"),
+    ("jax_kernels/resample", "jax_kernels/spatial_norm"),
+    ("jax_kernels/reference",),
+    ("jax_kernels",),
+    ("cogvideox_torchax", "versions"),
+    ("upstream",),
+    ("runtime",),
+    ("files",),
+    ("vae",),
+    ("sharding",),
+    ("vae/torchax",),
+    ("vae/nnx",),
+    ("backends", "flax", "pipelines"),
+    ("plan", "porting", "verify"),
+    ("bench",),
+    ("cli",),
+)
+"""A room imports rooms of the levels above its own in this list, and no other: so there is no circle."""
+
+OWNERS = {
+    "torchax": ("cogvideox_torchax.runtime",),
+    "flax": ("cogvideox_torchax.vae.nnx", "cogvideox_torchax.backends.flax"),
+    "av": ("cogvideox_torchax.files.video",),
+    "matplotlib": ("cogvideox_torchax.files.reports",),
+}
+"""The only packages and modules that import these."""
+
+KERNELS_TAKE = {"jax", "jaxtyping", "numpy", *PACKAGES, *sys.stdlib_module_names}
+"""What a kernel imports; of the two packages, what the levels let it."""
+
+
+def sources() -> dict[str, str]:
+    """The text of every module, by its dotted name."""
+    found = {}
+    for package in PACKAGES:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path.read_text()
+    return found
+
+
+def room_of(module: str) -> str:
+    package, *rest = module.split(".")
+    if package == "jax_kernels":
+        return "/".join((package, *rest[:1]))
+    if rest[:1] == ["vae"] and rest[1:2] in (["torchax"], ["nnx"]):
+        return "/".join(rest[:2])
+    return rest[0] if rest else package
+
+
+def level_of(room: str) -> int:
+    return next(i for i, rooms in enumerate(LEVELS) if room in rooms)
+
+
+def nodes(tree: ast.AST) -> Iterator[ast.AST]:
+    """Every node but those for type checkers."""
+    for child in ast.iter_child_nodes(tree):
+        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            continue
+        yield child
+        yield from nodes(child)
+
+
+def imported(node: ast.AST, modules: dict[str, str]) -> Iterator[tuple[str, str, str]]:
+    """Of an import: the module that each name comes from, the name there, or "", and the name bound here."""
+    if isinstance(node, ast.Import):
+        yield from ((alias.name, "", alias.asname or alias.name) for alias in node.names)
+    if isinstance(node, ast.ImportFrom):
+        for alias in node.names:
+            assert node.module is not None, "imports are absolute"
+            home = public_homes(node.module).get(alias.name, node.module)
+            inner = f"{node.module}.{alias.name}"
+            yield (inner if inner in modules else home, alias.name, alias.asname or alias.name)
+
+
+def public_homes(module: str) -> dict[str, str]:
+    """Where the names that a package imports lazily come from."""
+    if module in ("cogvideox_torchax", "cogvideox_torchax.flax"):
+        return importlib.import_module(module)._HOMES
+    return {}
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def complaints(modules: dict[str, str]) -> list[str]:
+    """A line for each thing that is not as it should be."""
+    known = {room for rooms in LEVELS for room in rooms}
+    lines = [f"{module}: no level for its room" for module in modules if room_of(module) not in known]
+    return lines or [line for module in modules for line in _complaints_of(module, modules)]
+
+
+def _complaints_of(module: str, modules: dict[str, str]) -> Iterator[str]:
+    tree, room = ast.parse(modules[module]), room_of(module)
+    if not (ast.get_docstring(tree) or "").partition("\n")[0].strip():
+        yield f"{module}: its first line does not say what it is"
+    bound: dict[str, str] = {}
+    for node in nodes(tree):
+        for source, name, binds in imported(node, modules):
+            package = source.partition(".")[0]
+            if package in PACKAGES:
+                bound[binds] = source
+                if room_of(source) != room:
+                    yield from _complaints_of_arrow(module, room, source, name)
+            if room.startswith("jax_kernels") and package not in KERNELS_TAKE:
+                yield f"{module}: a kernel imports {package}"
+            owners = OWNERS.get(package, (module,))
+            if not any(f"{module}.".startswith(f"{owner}.") for owner in owners):
+                yield f"{module}: {package} is imported by {' and '.join(owners)} alone"
+    for node in nodes(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and is_private(node.attr):
+            source = bound.get(node.value.id)
+            if source in modules and room_of(source) != room:
+                yield f"{module}: {source}.{node.attr} is private"
+
+
+def _complaints_of_arrow(module: str, room: str, source: str, name: str) -> Iterator[str]:
+    if level_of(room_of(source)) >= level_of(room):
+        yield f"{module}: {room} imports {source}, of a level that is not above its own"
+    if any(is_private(part) for part in (*source.split("."), name)):
+        yield f"{module}: {source}.{name} is private"
+
+
+def test_every_room_keeps_to_its_imports():
+    assert complaints(sources()) == []
+
+
+MUTATIONS = {
+    "a kernel that imports torch": (
+        "jax_kernels.conv3d.op",
+        "import torch",
+        "a kernel imports torch",
+    ),
+    "a kernel that knows the model": (
+        "jax_kernels.common.tiles",
+        "from cogvideox_torchax.vae import chunks",
+        "jax_kernels/common imports cogvideox_torchax.vae.chunks, of a level",
+    ),
+    "a climb": (
+        "cogvideox_torchax.vae.chunks",
+        "from cogvideox_torchax.cli import common",
+        "vae imports cogvideox_torchax.cli.common, of a level that is not above its own",
+    ),
+    "a climb inside a function": (
+        "cogvideox_torchax.runtime.arrays",
+        "def f():\n    from cogvideox_torchax.sharding import spread",
+        "runtime imports cogvideox_torchax.sharding, of a level",
+    ),
+    "a climb through a public name": (
+        "cogvideox_torchax.files.video",
+        "from cogvideox_torchax import make_mesh",
+        "files imports cogvideox_torchax.sharding, of a level",
+    ),
+    "two rooms of one level, which could close a circle": (
+        "cogvideox_torchax.verify.compare",
+        "import cogvideox_torchax.plan.chips",
+        "verify imports cogvideox_torchax.plan.chips, of a level",
+    ),
+    "a private name of another room": (
+        "cogvideox_torchax.cli.common",
+        "from cogvideox_torchax.runtime.weights import _put",
+        "cogvideox_torchax.runtime.weights._put is private",
+    ),
+    "a private name through its module": (
+        "cogvideox_torchax.cli.common",
+        "from cogvideox_torchax.runtime import weights as w\nw._put(None, None)",
+        "cogvideox_torchax.runtime.weights._put is private",
+    ),
+    "torchax outside of its room": (
+        "cogvideox_torchax.vae.checks",
+        "def f():\n    import torchax.interop",
+        "torchax is imported by cogvideox_torchax.runtime alone",
+    ),
+    "Flax outside of its rooms": (
+        "cogvideox_torchax.sharding.mesh",
+        "from flax import nnx",
+        "flax is imported by cogvideox_torchax.vae.nnx and cogvideox_torchax.backends.flax alone",
+    ),
+    "PyAV outside of its module": (
+        "cogvideox_torchax.files.reports",
+        "import av",
+        "av is imported by cogvideox_torchax.files.video alone",
+    ),
+    "a room that nobody has placed": ("cogvideox_torchax.batch.clips", None, "no level for its room"),
+    "a file without its first line": (
+        "cogvideox_torchax.vae.new",
+        None,
+        "its first line does not say what it is",
+    ),
+}
+
+
+@pytest.mark.parametrize(("module", "added", "words"), MUTATIONS.values(), ids=MUTATIONS)
+def test_what_breaks_a_rule_is_named(module, added, words):
+    modules = sources()
+    modules[module] = "x = 1" if added is None else f"{modules[module]}\n{added}\n"
+    (line,) = complaints(modules)
+    assert line.startswith(f"{module}: ")
+    assert words in line
+
+
+def test_an_import_for_type_checkers_is_none():
+    modules = sources()
+    module = "cogvideox_torchax.runtime.arrays"
+    modules[module] += "\nif TYPE_CHECKING:\n    from cogvideox_torchax.sharding import Placement\n"
+    assert complaints(modules) == []
+
+
+def public_names():
+    for package in (*PACKAGES, "cogvideox_torchax.flax"):
+        yield from ((package, name) for name in importlib.import_module(package).__all__)
+
+
+@pytest.mark.parametrize(("package", "name"), list(public_names()))
+def test_every_public_name_imports(package, name):
+    found = getattr(importlib.import_module(package), name)
+    assert found.__name__ == name
+    assert name in dir(importlib.import_module(package))

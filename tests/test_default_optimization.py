@@ -1,0 +1,28 @@
+"""The contract at XLA's default optimization, as users run it; `conftest.py` turns it off for other tests."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.default_optimization import CASES
+
+
+@pytest.fixture(scope="module")
+def outcomes():
+    """What went wrong in each case, "" for nothing; one process for all of them."""
+    users = os.environ | {
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        "COGVIDEOX_TORCHAX_COMPILE_CACHE": "off",
+    }
+    command = [sys.executable, "-m", "tests.default_optimization"]
+    done = subprocess.run(command, env=users, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_contract_holds_as_users_run_it(outcomes, case):
+    assert outcomes[case] == "", outcomes[case]

@@ -1,0 +1,265 @@
+"""What other packages do not promise to keep, and this one needs: a release that takes it away fails here."""
+
+import importlib
+import inspect
+import threading
+
+import accelerate
+import diffusers
+import jax
+import jax.core
+import jax.monitoring
+import pytest
+import torch
+import torchax
+from diffusers.models.embeddings import CogVideoXPatchEmbed
+from diffusers.models.modeling_utils import ModelMixin
+from torch import nn
+
+from cogvideox_torchax import AutoencoderKLCogVideoX, runtime, upstream
+from cogvideox_torchax.pipelines import networks
+from cogvideox_torchax.pipelines.layers import PatchEmbed
+from cogvideox_torchax.pipelines.port import PIPELINES, PortedPipeline
+from cogvideox_torchax.runtime.bridge import import_torchax
+from cogvideox_torchax.vae.torchax.modules import PORTED
+from tests import small_pipelines
+
+ROTARY = "_prepare_rotary_positional_embeddings"
+
+
+# What upstream.py takes
+
+
+@pytest.mark.usefixtures("torchax_off")
+def test_torchax_on_is_seen_in_torchs_stack_of_modes():
+    assert not upstream.torchax_is_on()
+    torchax.enable_globally()
+    jax.jit(lambda x: import_torchax().interop.jax_view(lambda t: t * 2)(x))(jax.numpy.ones(2))
+    assert upstream.torchax_is_on(), "torchax no longer pushes an XLAFunctionMode: upstream.torchax_is_on"
+    torchax.disable_globally()
+    assert not upstream.torchax_is_on()
+
+
+@pytest.mark.usefixtures("torchax_off")
+def test_a_fresh_thread_has_none_of_torchs_modes():
+    torchax.enable_globally()
+    seen = []
+    thread = threading.Thread(target=lambda: seen.append(upstream.torchax_is_on()))
+    thread.start()
+    thread.join()
+    assert seen == [False], (
+        "torchax's modes now reach other threads: runtime.without_torchax needs another way"
+    )
+
+
+def test_a_parameter_on_jax_takes_another_array_and_stays_the_same_object():
+    parameter = nn.Parameter(runtime.to_jax(torch.ones(2)))
+    assert upstream.replace_array(parameter, lambda array: array * 3) is parameter
+    assert runtime.to_torch(parameter.detach()).tolist() == [3, 3], "apply_jax_ no longer works in place"
+
+
+def test_an_array_that_is_traced_is_told_from_one_that_is_not():
+    traced = []
+    jax.jit(lambda x: traced.append(upstream.is_traced(x)))(1.0)
+    assert traced == [True], "jit no longer passes jax.core.Tracer: upstream.is_traced"
+    assert not upstream.is_traced(jax.numpy.ones(1))
+
+
+@pytest.mark.parametrize("kind", [ModelMixin, diffusers.DiffusionPipeline])
+def test_every_way_to_load_goes_around_torchax(kind):
+    classes = (diffusers.AutoencoderKLCogVideoX, diffusers.CogVideoXTransformer3DModel, *PIPELINES)
+    own = [found for found in classes if issubclass(found, kind) and "from_pretrained" in vars(found)]
+    assert not own, "a class has a from_pretrained of its own now: upstream.around_from_pretrained"
+    assert isinstance(vars(kind)["from_pretrained"], classmethod)
+    assert inspect.unwrap(vars(kind)["from_pretrained"].__func__).__module__.startswith("diffusers.")
+
+
+def test_from_pretrained_goes_through_what_is_put_around_it(monkeypatch):
+    for kind in (ModelMixin, diffusers.DiffusionPipeline):
+        monkeypatch.setattr(kind, "from_pretrained", vars(kind)["from_pretrained"])
+    calls = []
+
+    def around(load, cls, *args, **kwargs):
+        calls.append((load.__name__, cls, args, kwargs))
+
+    upstream.around_from_pretrained(around)
+    wrapped = vars(ModelMixin)["from_pretrained"]
+    upstream.around_from_pretrained(around)
+    assert vars(ModelMixin)["from_pretrained"] is wrapped
+    diffusers.CogVideoXTransformer3DModel.from_pretrained("m", subfolder="t")
+    diffusers.CogVideoXPipeline.from_pretrained("p")
+    assert calls == [
+        ("from_pretrained", diffusers.CogVideoXTransformer3DModel, ("m",), {"subfolder": "t"}),
+        ("from_pretrained", diffusers.CogVideoXPipeline, ("p",), {}),
+    ]
+
+
+@pytest.mark.parametrize("kind", PIPELINES)
+def test_a_pipeline_asks_one_method_for_its_rotary_tables(kind):
+    module = inspect.getsource(kind.__call__)
+    assert f"self.{ROTARY}(height, width, " in module, f"{kind.__name__} makes its tables elsewhere now"
+    moved = []
+    pipe = small_pipelines.build("text", "5b")
+    members = upstream.rotary_tables(diffusers.CogVideoXPipeline, lambda table: moved.append(table) or table)
+    tables = members[ROTARY](pipe, 8, 16, 3, "a device that is not there")
+    want = getattr(pipe, ROTARY)(8, 16, 3, "cpu")
+    assert len(tables) == len(moved) == 2
+    assert all(torch.equal(got, table) for got, table in zip(tables, want, strict=True))
+
+
+def test_an_offloaded_network_is_known_by_accelerates_mark():
+    network = nn.Linear(1, 1)
+    assert not upstream.is_offloaded(network)
+    accelerate.cpu_offload(network, torch.device("cpu"))
+    assert upstream.is_offloaded(network), "accelerate no longer sets _hf_hook: upstream.is_offloaded"
+
+
+def test_jax_says_how_long_it_traces_lowers_and_compiles():
+    heard = set()
+
+    def listen(event, duration_secs, **kwargs):
+        heard.add(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    jax.jit(lambda x: x * 5 + 3)(2.0)
+    jax.monitoring.unregister_event_duration_listener(listen)
+    wanted = {*upstream.TRACING_EVENTS, *upstream.COMPILING_EVENTS}
+    assert wanted <= heard, f"jax.monitoring has other names now: {sorted(heard)}"
+
+
+TAKEN_AWAY = {
+    "torch's stack of modes": (
+        ("torch.overrides", "_get_current_function_mode_stack"),
+        lambda: upstream.torchax_is_on(),
+        "torch .* has no torch.overrides._get_current_function_mode_stack any more: install torch==",
+    ),
+    "torchax's mode": (
+        ("torchax.tensor", "XLAFunctionMode"),
+        lambda: upstream.torchax_is_on(),
+        "torchax .* has no torchax.tensor.XLAFunctionMode any more: install torchax==",
+    ),
+    "torchax's assignment": (
+        ("torchax.tensor:Tensor", "apply_jax_"),
+        lambda: upstream.replace_array(runtime.to_jax(torch.ones(1)), abs),
+        "torchax .* has no Tensor.apply_jax_ any more",
+    ),
+    "JAX's tracer": (
+        ("jax.core", "Tracer"),
+        lambda: upstream.is_traced(1),
+        "jax .* has no jax.core.Tracer any more: install jax==",
+    ),
+    "diffusers' rotary tables": (
+        ("diffusers:CogVideoXPipeline", ROTARY),
+        lambda: upstream.rotary_tables(diffusers.CogVideoXPipeline, abs),
+        f"diffusers .* has no CogVideoXPipeline.{ROTARY} any more: install diffusers==",
+    ),
+}
+
+
+@pytest.mark.parametrize(("where", "use", "words"), TAKEN_AWAY.values(), ids=TAKEN_AWAY)
+def test_what_a_release_takes_away_is_named_with_the_release_that_has_it(monkeypatch, where, use, words):
+    (home, name) = where
+    module, _, kind = home.partition(":")
+    owner = importlib.import_module(module)
+    monkeypatch.delattr(getattr(owner, kind) if kind else owner, name)
+    with pytest.raises(ImportError, match=words):
+        use()
+
+
+# What ported classes override by its name
+
+
+OVERRIDDEN = {
+    AutoencoderKLCogVideoX: ("_encode", "_decode", "tiled_encode", "tiled_decode"),
+    PatchEmbed: ("forward",),
+    PortedPipeline: ("to", "enable_model_cpu_offload", "enable_sequential_cpu_offload", "decode_latents"),
+    **dict.fromkeys((*PORTED.values(), *networks.SWAPPED.values()), ("forward",)),
+}
+"""Methods that diffusers, transformers or torch call by this name: one that is renamed would be overridden no
+more, and the inherited code would run on JAX."""
+
+
+@pytest.mark.parametrize("ported", OVERRIDDEN, ids=lambda ported: ported.__name__)
+def test_every_method_that_is_overridden_is_there_upstream_and_takes_the_same(ported):
+    stocks = PIPELINES if ported is PortedPipeline else [_stock(ported)]
+    for stock in stocks:
+        for name in OVERRIDDEN[ported]:
+            assert hasattr(stock, name), (
+                f"{stock.__name__} has no {name} any more, {ported.__name__} overrides it"
+            )
+            theirs, ours = (inspect.signature(getattr(kind, name)).parameters for kind in (stock, ported))
+            takes_any = any(given.kind is given.VAR_KEYWORD for given in ours.values())
+            missing = [] if takes_any else [given for given in theirs if given not in ours]
+            assert not missing, f"{stock.__name__}.{name} takes {missing} now, {ported.__name__}'s does not"
+
+
+def _stock(ported):
+    return next(kind for kind in ported.__mro__ if "cogvideox_torchax" not in kind.__module__)
+
+
+def test_the_vaes_public_calls_end_in_the_methods_that_are_overridden():
+    for public, hidden in (("encode", "_encode"), ("decode", "_decode")):
+        source = inspect.getsource(inspect.unwrap(getattr(diffusers.AutoencoderKLCogVideoX, public)))
+        assert f"self.{hidden}(" in source, f"AutoencoderKLCogVideoX.{public} no longer calls {hidden}"
+
+
+# What else is read of diffusers, transformers and PEFT
+
+
+SIZES = {"another width": (3, 6, 3), "another height": (5, 4, 3), "more frames": (3, 4, 5)}
+
+
+@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
+def test_positions_of_another_size_are_those_of_diffusers(size):
+    height, width, frames = size
+    options = {
+        "in_channels": 4,
+        "embed_dim": 32,
+        "text_embed_dim": 8,
+        "max_text_seq_length": 7,
+        "patch_size": 1,
+    }
+    options |= {"use_learned_positional_embeddings": False, "spatial_interpolation_scale": 1.5}
+    made = CogVideoXPatchEmbed(sample_height=3, sample_width=4, sample_frames=9, **options)
+    stock = CogVideoXPatchEmbed(
+        sample_height=height, sample_width=width, sample_frames=4 * frames - 3, **options
+    )
+    made.__class__ = PatchEmbed
+    assert made.table_for(3, 4, 3) is None
+    table = runtime.to_torch(made.table_for(height, width, frames))
+    assert torch.equal(table, stock.pos_embedding.float()), (
+        "diffusers lays out its positions in another way now"
+    )
+    text, pixels = torch.randn(1, 7, 8), torch.randn(1, frames, 4, height, width)
+    want = made(text, pixels)
+    with made.using(table):
+        assert torch.equal(made(text, pixels), want), "diffusers adds its positions in another way now"
+    assert torch.equal(made(text, pixels), want)
+
+
+def test_schedulers_take_and_give_what_a_ported_one_watches():
+    multistep = inspect.signature(diffusers.CogVideoXDPMScheduler.step).parameters
+    assert {"old_pred_original_sample", "timestep_back", "generator", "sample"} <= set(multistep)
+    single = inspect.signature(diffusers.CogVideoXDDIMScheduler.step).parameters
+    assert {"generator", "sample", "timestep", "eta"} <= set(single)
+    for kind in (diffusers.CogVideoXDDIMScheduler, diffusers.CogVideoXDPMScheduler):
+        assert "device" in inspect.signature(kind.set_timesteps).parameters
+        scheduler = kind()
+        assert scheduler.alphas_cumprod.dtype == torch.float64
+    scheduler = diffusers.CogVideoXDDIMScheduler()
+    scheduler.set_timesteps(2)
+    result = scheduler.step(torch.ones(1), scheduler.timesteps[0], torch.ones(1))
+    assert isinstance(result.prev_sample, torch.Tensor), "a scheduler's result has no prev_sample any more"
+
+
+def test_a_loras_layers_have_what_a_program_is_compiled_for():
+    from peft import LoraConfig
+
+    model = small_pipelines.transformer("5b", num_layers=1)
+    model.add_adapter(LoraConfig(r=2, target_modules=["to_q"]))
+    (layer,) = (
+        module for module in model.modules() if hasattr(module, "lora_A") and hasattr(module, "base_layer")
+    )
+    read = ("active_adapters", "scaling", "disable_adapters", "merged_adapters")
+    missing = [name for name in read if not hasattr(layer, name)]
+    assert not missing, f"PEFT's layers have no {missing} any more: networks.layer_options"

@@ -1,0 +1,225 @@
+"""What the Flax build has beside the contract of `tests/test_autoencoder.py`; mistakes of published ports.
+
+Array axes are N T H W C.
+"""
+
+import copy
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from flax import nnx
+
+from cogvideox_torchax.flax import FlaxVAEForPipelines, Posterior
+from cogvideox_torchax.vae.nnx import modules
+from cogvideox_torchax.vae.nnx.autoencoder import EncoderChunk, run_chunk
+from cogvideox_torchax.vae.tolerances import BFLOAT16_RMS_RATIO, FLOAT32_RELATIVE, relative_error, rms_error
+from tests import reference
+
+
+@pytest.fixture(scope="module")
+def vae(flax_vae):
+    return flax_vae.flax_vae
+
+
+def channels_last(tensor):
+    return jnp.asarray(tensor.permute(0, 2, 3, 4, 1).numpy())
+
+
+def channels_first(array):
+    return torch.from_numpy(np.moveaxis(np.asarray(array), -1, 1).copy())
+
+
+def test_arrays_in_and_arrays_out_equal_diffusers(small_vae, vae):
+    z, x = reference.latents(5), reference.video(9)
+    assert (
+        relative_error(channels_first(vae.decode(channels_last(z))), reference.decoded(small_vae, z)) < 1e-5
+    )
+    want, got = small_vae.encode(x).latent_dist, vae.encode(channels_last(x))
+    assert relative_error(channels_first(got.mean), want.mean) < FLOAT32_RELATIVE
+    assert relative_error(channels_first(got.logvar), want.logvar) < FLOAT32_RELATIVE
+
+
+def test_slices_and_bytes_and_streams_are_the_same_video(vae):
+    z = channels_last(reference.latents(5, batch=2))
+    whole = np.asarray(vae.decode(z[1:]))
+    vae.enable_slicing()
+    try:
+        sliced = vae.decode(z)
+    finally:
+        vae.disable_slicing()
+    assert np.array_equal(np.asarray(sliced)[1:], whole)
+    parts = list(vae.decode_stream(z[1:]))
+    assert [part.shape[1] for part in parts] == [9, 8]
+    assert np.array_equal(np.concatenate(parts, axis=1), whole)
+
+
+@pytest.mark.parametrize("kind", ["encode", "decode"])
+def test_tiled_equals_diffusers(small_vae, flax_vae, vae, kind):
+    options = {"tile_sample_min_height": 48, "tile_sample_min_width": 48}
+    options |= {"tile_overlap_factor_height": 1 / 3, "tile_overlap_factor_width": 1 / 2}
+    stock = copy.deepcopy(small_vae)
+    for model in (stock, flax_vae, vae):
+        model.enable_tiling(**options)
+    z = reference.latents(1, height=4, width=9)
+    x = reference.video(1, height=32, width=72)
+    try:
+        if kind == "decode":
+            want = stock.decode(z).sample
+            got = flax_vae.decode(z).sample, channels_first(vae.decode(channels_last(z)))
+            as_bytes = next(vae.decode_stream(channels_last(z), as_uint8=True))
+            exact = (want / 2 + 0.5).clamp(0, 1) * 255
+            assert (channels_first(as_bytes) - exact).abs().max() <= 0.501
+        else:
+            want = stock.encode(x).latent_dist.mean
+            got = flax_vae.encode(x).latent_dist.mean, channels_first(vae.encode(channels_last(x)).mean)
+    finally:
+        flax_vae.disable_tiling()
+        vae.disable_tiling()
+    for result in got:
+        assert result.shape == want.shape
+        assert relative_error(result, want) < FLOAT32_RELATIVE
+
+
+def test_a_tile_size_that_diffusers_gets_wrong_gives_the_right_size(vae):
+    vae.enable_tiling(tile_sample_min_height=40, tile_sample_min_width=40, tile_overlap_factor_height=1 / 6)
+    try:
+        plan = vae._tile_plan("decode", (8, 9))
+        shape = jax.eval_shape(vae.run("decode", plan), jnp.zeros((1, 1, 8, 9, 16))).shape
+    finally:
+        vae.disable_tiling()
+    assert shape == (1, 1, 64, 72, 3)
+
+
+def test_any_length_runs_the_same_two_programs(vae):
+    vae.decode(channels_last(reference.latents(3)))
+    vae.decode(channels_last(reference.latents(5)))
+    before = run_chunk._cache_size()
+    for frames in (3, 13, 25):
+        for _ in vae.decode_stream(channels_last(reference.latents(frames))):
+            pass
+    assert run_chunk._cache_size() == before
+
+
+def test_weights_are_arguments_and_caches_are_donated(vae):
+    run = vae.run("decode")
+    run(channels_last(reference.latents(3)))
+    lowered = run_chunk.lower(run._graph, run._state, jnp.zeros((1, 2, 3, 5, 16)), run._cache)
+    assert len(lowered.as_text()) < 5e6  # constants would be written out in the text
+    cache = run._cache
+    run(channels_last(reference.latents(2)))
+    assert all(array.is_deleted() for array in jax.tree.leaves(cache))
+    assert not any(array.is_deleted() for array in jax.tree.leaves(run._state))
+
+
+def test_quant_convolutions_equal_diffusers():
+    stock = reference.small_vae(use_quant_conv=True, use_post_quant_conv=True, latent_channels=3)
+    ours = FlaxVAEForPipelines.from_diffusers(stock)
+    z, x = reference.latents(1, channels=3), reference.video(1)
+    assert relative_error(ours.decode(z).sample, stock.decode(z).sample) < FLOAT32_RELATIVE
+    want, got = (model.encode(x).latent_dist.parameters for model in (stock, ours))
+    assert relative_error(got, want) < FLOAT32_RELATIVE
+
+
+def test_a_key_samples_and_repeats():
+    posterior = Posterior(jnp.full((1, 2, 3, 5, 16), 3.0), jnp.full((1, 2, 3, 5, 16), -2.0))
+    key = jax.random.key(7)
+    assert jnp.array_equal(posterior.sample(key), posterior.sample(key))
+    assert not jnp.array_equal(posterior.sample(key), posterior.sample(jax.random.key(8)))
+    noise = (posterior.sample(key) - 3.0) / jnp.exp(-1.0)
+    assert abs(float(noise.mean())) < 0.2
+    assert abs(float(noise.std()) - 1.0) < 0.1
+
+
+# One test for each mistake of the published ports
+
+
+def test_time_compression_keeps_every_pixel_in_its_place():
+    module = modules.Downsample3D(4, compress_time=True, param_dtype=jnp.float32, rngs=nnx.Rngs(0))
+    still = jnp.repeat(jax.random.normal(jax.random.key(0), (1, 1, 4, 6, 4)), 4, axis=1)
+    one = module(still[:, :1])
+    np.testing.assert_allclose(module(still), jnp.repeat(one, 2, axis=1), atol=1e-6)
+
+
+def test_one_latent_frame_gives_one_frame(vae):
+    assert jax.eval_shape(vae.run("decode"), jnp.zeros((1, 1, 3, 5, 16))).shape == (1, 1, 24, 40, 3)
+
+
+def test_frames_are_not_clipped(small_vae, flax_vae):
+    z = reference.latents(3) * 40
+    want = reference.decoded(small_vae, z)
+    assert want.abs().max() > 1.0
+    assert relative_error(flax_vae.decode(z).sample, want) < FLOAT32_RELATIVE
+
+
+def test_the_log_variance_is_clamped():
+    moments = jnp.concatenate(
+        [jnp.zeros((1, 1, 1, 2, 1)), jnp.array([100.0, -100.0])[None, None, None, :, None]], -1
+    )
+    assert Posterior.from_moments(moments).logvar.ravel().tolist() == [20.0, -30.0]
+
+
+def test_statistics_are_float32_in_bfloat16():
+    x = jax.random.normal(jax.random.key(0), (1, 2, 32, 32, 16), jnp.bfloat16) + jnp.bfloat16(8)
+    norm = modules.GroupNorm(16, num_groups=4, eps=1e-6, param_dtype=jnp.bfloat16)
+    exact = norm(x.astype(jnp.float32))
+    # Half a bfloat16 unit in the last place of the result: nothing on the way may be rounded.
+    assert norm(x).dtype == jnp.bfloat16
+    assert (
+        float((jnp.abs(norm(x).astype(jnp.float32) - exact) / jnp.maximum(jnp.abs(exact), 1e-3)).max())
+        < 2**-8
+    )
+
+
+def test_bfloat16_is_as_near_to_float32_as_pytorch(small_vae):
+    z, x = reference.latents(1, height=6, width=8), reference.video(4, height=48, width=64)
+    want = reference.decoded(small_vae, z), reference.encoded(small_vae, x)
+    stock = copy.deepcopy(small_vae).to(torch.bfloat16)
+    ours = FlaxVAEForPipelines.from_diffusers(stock)
+    z, x = z.bfloat16(), x.bfloat16()
+    pairs = (
+        (ours.decode(z).sample, stock.decode(z).sample),
+        (ours.encode(x).latent_dist.parameters, stock.encode(x).latent_dist.parameters),
+    )
+    for (got, pytorchs), exact in zip(pairs, want, strict=True):
+        assert got.dtype == torch.bfloat16
+        assert rms_error(got, exact) <= BFLOAT16_RMS_RATIO * rms_error(pytorchs, exact)
+
+
+def test_frame_by_frame_is_another_function_of_the_documented_length(vae):
+    z = channels_last(reference.latents(4))
+    got = vae.decode_frame_by_frame(z)
+    assert got.shape == (1, 13, 24, 40, 3)
+    assert np.array_equal(np.asarray(got[:, :1]), np.asarray(vae.decode(z[:, :1])))
+    usual = vae.decode(z[:, :3])
+    assert float(jnp.abs(got[:, :9] - usual).max() / jnp.abs(usual).max()) > 1e-2
+
+
+def test_nan_is_named_and_never_replaced(vae):
+    z = channels_last(reference.latents(3)).at[0, 2, 1, 0, 3].set(jnp.nan)
+    with pytest.raises(ValueError, match="latents: video 0, frame 2, channel 3, row 1, column 0"):
+        vae.decode(z)
+
+
+BAD = {
+    "rank": (jnp.zeros((1, 3, 24, 3)), "rank 4"),
+    "channels": (jnp.zeros((1, 1, 24, 40, 4)), "4 channels"),
+    "size": (jnp.zeros((1, 1, 20, 40, 3)), "20 x 40 pixels.*multiples of 8; crop it to 16 x 40"),
+    "empty": (jnp.zeros((1, 0, 24, 40, 3)), "empty video"),
+}
+
+
+@pytest.mark.parametrize(("x", "words"), BAD.values(), ids=BAD)
+def test_bad_videos_are_named(vae, x, words):
+    with pytest.raises(ValueError, match=words):
+        vae.encode(x)
+
+
+def test_bytes_are_scaled_inside_the_program(vae):
+    graph, state = nnx.split(EncoderChunk(vae))
+    x = jax.random.randint(jax.random.key(0), (1, 1, 24, 40, 3), 0, 256).astype(jnp.uint8)
+    got, _ = run_chunk(graph, state, x, None)
+    want, _ = run_chunk(graph, state, x.astype(jnp.float32) / 127.5 - 1.0, None)
+    assert float(jnp.abs(got - want).max() / jnp.abs(want).max()) < FLOAT32_RELATIVE

@@ -1,0 +1,111 @@
+import json
+import shutil
+
+import pytest
+import safetensors.torch
+import torch
+
+from cogvideox_torchax import AutoencoderKLCogVideoX, enable
+from cogvideox_torchax.vae.checkpoint import ModelError
+from tests import reference
+
+WEIGHTS = "diffusion_pytorch_model.safetensors"
+
+
+def load(directory, **options):
+    return AutoencoderKLCogVideoX.from_pretrained(directory, **options)
+
+
+pytestmark = pytest.mark.usefixtures("torchax_off")
+
+
+@pytest.mark.parametrize("layout", ["one file", "shards", "subfolder", "variant"])
+@pytest.mark.parametrize("torchax_on", [False, True])
+def test_every_layout_loads_whether_or_not_torchax_is_on(small_vae, tmp_path, layout, torchax_on):
+    z = reference.latents(1)
+    where = tmp_path / "vae" if layout == "subfolder" else tmp_path
+    save = {"shards": {"max_shard_size": "500KB"}, "variant": {"variant": "fp16"}}.get(layout, {})
+    small_vae.save_pretrained(where, **save)
+    if torchax_on:
+        enable()
+    options = {"subfolder": {"subfolder": "vae"}, "variant": {"variant": "fp16"}}.get(layout, {})
+    vae = load(tmp_path, **options)
+    assert not vae.training
+    assert torch.equal(vae.decode(z).sample, small_vae.decode(z).sample)
+
+
+def test_dtype_is_the_one_asked_for(model_directory):
+    assert load(model_directory).dtype == torch.float32
+    assert load(model_directory, torch_dtype=torch.bfloat16).dtype == torch.bfloat16
+
+
+def _edit_config(directory, **changes):
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def _edit_weights(directory, edit):
+    tensors = safetensors.torch.load_file(directory / WEIGHTS)
+    edit(tensors)
+    safetensors.torch.save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
+
+
+def _pickle(directory):
+    torch.save(safetensors.torch.load_file(directory / WEIGHTS), directory / "diffusion_pytorch_model.bin")
+    (directory / WEIGHTS).unlink()
+
+
+def _truncate(directory):
+    data = (directory / WEIGHTS).read_bytes()
+    (directory / WEIGHTS).write_bytes(data[: len(data) // 2])
+
+
+def _lose_shard(directory):
+    index = {"weight_map": {"a": "diffusion_pytorch_model-00001-of-00002.safetensors"}}
+    (directory / WEIGHTS).unlink()
+    (directory / f"{WEIGHTS}.index.json").write_text(json.dumps(index))
+
+
+NAME = "decoder.conv_in.conv.weight"
+BROKEN = {
+    "no directory": (shutil.rmtree, "there is no model directory"),
+    "no config": (lambda d: (d / "config.json").unlink(), "has no config.json"),
+    "a pipeline": (
+        lambda d: (d / "config.json").rename(d / "model_index.json"),
+        "whole pipeline: pass subfolder='vae'",
+    ),
+    "config is no JSON": (lambda d: (d / "config.json").write_text("{"), "not valid JSON"),
+    "another class": (
+        lambda d: _edit_config(d, _class_name="AutoencoderKL"),
+        "is for AutoencoderKL, not for",
+    ),
+    "no weights": (lambda d: (d / WEIGHTS).unlink(), f"has no {WEIGHTS}"),
+    "truncated weights": (_truncate, "truncated"),
+    "no shard": (_lose_shard, "lacks diffusion_pytorch_model-00001"),
+    "a pickle": (_pickle, "which can run code when loaded; convert it once: python -c"),
+    "a missing tensor": (lambda d: _edit_weights(d, lambda t: t.pop(NAME)), NAME),
+    "a tensor too many": (
+        lambda d: _edit_weights(d, lambda t: t.update(extra=torch.zeros(1))),
+        "unexpected extra",
+    ),
+    "another shape": (lambda d: _edit_weights(d, lambda t: t.update({NAME: torch.zeros(2, 2)})), NAME),
+}
+
+
+@pytest.mark.parametrize(("break_it", "words"), BROKEN.values(), ids=BROKEN)
+def test_a_broken_model_is_named(model_directory, break_it, words):
+    break_it(model_directory)
+    with pytest.raises(ModelError, match=words):
+        load(model_directory)
+
+
+def test_the_conversion_that_the_pickle_error_gives_works(model_directory):
+    import subprocess
+    import sys
+
+    _pickle(model_directory)
+    with pytest.raises(ModelError) as caught:
+        load(model_directory)
+    command = str(caught.value).split("convert it once: ")[1].replace("python -c", f"{sys.executable} -c", 1)
+    subprocess.run(command, shell=True, check=True)
+    load(model_directory)

@@ -1,0 +1,57 @@
+import itertools
+
+import pytest
+
+from cogvideox_torchax.vae import chunks
+
+
+@pytest.mark.parametrize(
+    ("frames", "size", "lengths"),
+    [
+        (1, 2, [1]),
+        (2, 2, [2]),
+        (3, 2, [3]),
+        (4, 2, [2, 2]),
+        (5, 2, [3, 2]),
+        (13, 2, [3, 2, 2, 2, 2, 2]),
+        (1, 8, [1]),
+        (7, 8, [7]),
+        (9, 8, [9]),
+        (15, 8, [15]),
+        (17, 8, [9, 8]),
+        (22, 8, [14, 8]),
+        (49, 8, [9, 8, 8, 8, 8, 8]),
+    ],
+)
+def test_what_does_not_fill_a_chunk_joins_the_first(frames, size, lengths):
+    plan = chunks.plan(frames, size)
+    assert [chunk.length for chunk in plan] == lengths
+    assert plan[0].start == 0
+    assert plan[-1].stop == frames
+    assert all(a.stop == b.start for a, b in itertools.pairwise(plan))
+
+
+@pytest.mark.parametrize("frames", range(1, 30))
+def test_decoded_frames_are_1_for_1_and_4n_minus_3_for_odd_and_4n_for_even(frames):
+    total = sum(
+        chunks.decoded_length(chunk.length) for chunk in chunks.plan(frames, chunks.LATENT_FRAMES_A_CHUNK)
+    )
+    assert total == (1 if frames == 1 else 4 * frames - 3 if frames % 2 else 4 * frames)
+
+
+@pytest.mark.parametrize(
+    ("frames", "latents"), [(1, 1), (2, 1), (4, 1), (5, 2), (8, 2), (9, 3), (10, 3), (49, 13)]
+)
+def test_encoded_frames(frames, latents):
+    plan = chunks.plan(frames, chunks.SAMPLE_FRAMES_A_CHUNK)
+    assert sum(chunks.encoded_length(chunk.length) for chunk in plan) == latents
+
+
+def test_no_frames_is_an_error():
+    with pytest.raises(ValueError, match="0 frames"):
+        chunks.plan(0, 2)
+
+
+@pytest.mark.parametrize(("ratio", "steps"), [(1, 0), (2, 1), (4, 2), (8, 3), (4.0, 2)])
+def test_a_ratio_is_so_many_halvings(ratio, steps):
+    assert chunks.temporal_steps(ratio) == steps

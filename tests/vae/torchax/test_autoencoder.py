@@ -1,0 +1,399 @@
+"""The contract: every backend is the same function as stock diffusers."""
+
+import copy
+import gc
+import math
+
+import jax
+import pytest
+import torch
+
+from cogvideox_torchax import runtime
+from cogvideox_torchax.vae import chunks
+from cogvideox_torchax.vae.tolerances import BFLOAT16_RMS_RATIO, FLOAT32_RELATIVE, relative_error, rms_error
+from cogvideox_torchax.vae.torchax.networks import chunk_network
+from tests import reference
+
+LATENT_FRAMES = [1, 2, 3, 4, 5, 8, 9, 13]
+SAMPLE_FRAMES = [1, 5, 8, 9, 13, 16, 17, 29, 32, 33, 49]
+ODD_FRAMES = [2, 3, 6, 7, 10, 12, 15]
+"""Counts that no whole number of latent frames decodes to, and that diffusers encodes all the same."""
+
+
+def encode(vae, x):
+    return runtime.to_torch(vae.encode(x).latent_dist.parameters)
+
+
+def decode(vae, z):
+    return runtime.to_torch(vae.decode(z).sample)
+
+
+def run_decode(backend, z):
+    return decode(backend, runtime.to_jax(z) if backend.device.type == "jax" else z)
+
+
+def run_encode(backend, x):
+    return encode(backend, runtime.to_jax(x) if backend.device.type == "jax" else x)
+
+
+BACKENDS = {"torch": "native_vae", "torchax": "jax_vae", "flax": "flax_vae"}
+
+
+BACKENDS_AND_MESHES = {
+    **BACKENDS,
+    "torchax over eight devices": "jax_vae_on_eight",
+    "flax over eight devices": "flax_vae_on_eight",
+}
+"""The contract's latents are five columns wide, which fill five of the eight."""
+
+on_meshes_too = pytest.mark.parametrize("backend", BACKENDS_AND_MESHES, indirect=True)
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request):
+    return request.getfixturevalue(BACKENDS_AND_MESHES[request.param])
+
+
+@on_meshes_too
+@pytest.mark.parametrize("frames", LATENT_FRAMES)
+def test_decode_equals_diffusers(small_vae, backend, frames):
+    z = reference.latents(frames)
+    want = reference.decoded(small_vae, z)
+    got = run_decode(backend, z)
+    assert got.shape == want.shape
+    assert got.shape[2] == sum(chunks.decoded_length(c.length) for c in chunks.plan(frames, 2))
+    assert relative_error(got, want) < FLOAT32_RELATIVE
+
+
+@on_meshes_too
+@pytest.mark.parametrize("frames", SAMPLE_FRAMES + ODD_FRAMES)
+def test_encode_equals_diffusers(small_vae, backend, frames):
+    x = reference.video(frames)
+    want = reference.encoded(small_vae, x)
+    got = run_encode(backend, x)
+    assert got.shape == want.shape
+    assert relative_error(got, want) < FLOAT32_RELATIVE
+
+
+@pytest.mark.parametrize("frames", [1, 5])
+def test_batch_of_two_equals_diffusers(small_vae, backend, frames):
+    z, x = reference.latents(frames, batch=2), reference.video(4 * frames - 3, batch=2)
+    assert relative_error(run_decode(backend, z), reference.decoded(small_vae, z)) < FLOAT32_RELATIVE
+    assert relative_error(run_encode(backend, x), reference.encoded(small_vae, x)) < FLOAT32_RELATIVE
+
+
+def test_odd_sizes_equal_diffusers(small_vae, backend):
+    z, x = reference.latents(3, height=9, width=13), reference.video(9, height=72, width=104)
+    assert relative_error(run_decode(backend, z), reference.decoded(small_vae, z)) < FLOAT32_RELATIVE
+    assert relative_error(run_encode(backend, x), reference.encoded(small_vae, x)) < FLOAT32_RELATIVE
+
+
+def test_full_depth_equals_diffusers():
+    stock = reference.small_vae(layers_per_block=3)
+    z, x = reference.latents(5), reference.video(17)
+    want = stock.decode(z).sample, stock.encode(x).latent_dist.parameters
+    assert len(stock.state_dict()) == 436
+    vae = reference.on_jax(stock)
+    assert relative_error(run_decode(vae, z), want[0]) < FLOAT32_RELATIVE
+    assert relative_error(run_encode(vae, x), want[1]) < FLOAT32_RELATIVE
+
+
+def test_quant_convolutions_equal_diffusers():
+    stock = reference.small_vae(use_quant_conv=True, use_post_quant_conv=True, latent_channels=3)
+    z, x = reference.latents(3, channels=3), reference.video(9)
+    want = stock.decode(z).sample, stock.encode(x).latent_dist.parameters
+    vae = reference.on_jax(stock)
+    assert relative_error(run_decode(vae, z), want[0]) < FLOAT32_RELATIVE
+    assert relative_error(run_encode(vae, x), want[1]) < FLOAT32_RELATIVE
+
+
+@pytest.mark.parametrize("frames", [1, 3])
+def test_bfloat16_is_as_near_to_float32_as_pytorch(small_vae, frames):
+    z, x = reference.latents(frames, height=6, width=8), reference.video(4 * frames, height=48, width=64)
+    want = reference.decoded(small_vae, z), reference.encoded(small_vae, x)
+    stock = copy.deepcopy(small_vae).to(torch.bfloat16)
+    z, x = z.bfloat16(), x.bfloat16()
+    torchs = stock.decode(z).sample, stock.encode(x).latent_dist.parameters
+    vae = reference.on_jax(stock)
+    got = run_decode(vae, z), run_encode(vae, x)
+    for ours, pytorchs, exact in zip(got, torchs, want, strict=True):
+        assert ours.dtype == torch.bfloat16
+        assert rms_error(ours, exact) <= BFLOAT16_RMS_RATIO * rms_error(pytorchs, exact)
+
+
+TILINGS = {
+    "columns, several chunks": (
+        (4, 4, 6),
+        {"tile_overlap_factor_height": 1 / 4, "tile_overlap_factor_width": 1 / 2},
+    ),
+    "rows and columns, a narrow last tile": (
+        (1, 5, 7),
+        {"tile_overlap_factor_height": 1 / 4, "tile_overlap_factor_width": 1 / 4},
+    ),
+}
+
+
+@pytest.mark.parametrize(("shape", "overlap"), TILINGS.values(), ids=TILINGS)
+def test_tiled_equals_diffusers(small_vae, native_vae, jax_vae, shape, overlap):
+    frames, height, width = shape
+    z = reference.latents(frames, height=height, width=width)
+    x = reference.video(4 * frames - 3, height=8 * height, width=8 * width)
+    options = {"tile_sample_min_height": 32, "tile_sample_min_width": 32, **overlap}
+    stock = copy.deepcopy(small_vae)
+    stock.enable_tiling(**options)
+    want = stock.decode(z).sample, stock.encode(x).latent_dist.parameters
+    for vae in (native_vae, jax_vae):
+        vae.enable_tiling(**options)
+        try:
+            whole = run_decode(vae, z), run_encode(vae, x)
+            streamed = (
+                torch.cat(list(vae.decode_stream(z)), 2),
+                torch.cat([p.parameters for p in vae.encode_stream(x)], 2),
+            )
+            as_bytes = torch.cat(list(vae.decode_stream(z, output_dtype=torch.uint8)), 2)
+        finally:
+            vae.disable_tiling()
+        for got in (whole, streamed):
+            assert got[0].shape == want[0].shape
+            assert relative_error(got[0], want[0]) < FLOAT32_RELATIVE
+            assert relative_error(got[1], want[1]) < FLOAT32_RELATIVE
+        assert (as_bytes - (want[0] / 2 + 0.5).clamp(0, 1) * 255).abs().max() <= 0.501
+
+
+def test_a_tile_size_that_diffusers_gets_wrong_gives_the_right_size(small_vae, native_vae):
+    options = {"tile_sample_min_height": 40, "tile_sample_min_width": 40, "tile_overlap_factor_height": 1 / 6}
+    z = reference.latents(1, height=8, width=9)
+    stock = copy.deepcopy(small_vae)
+    stock.enable_tiling(**options)
+    native_vae.enable_tiling(**options)
+    try:
+        assert stock.decode(z).sample.shape[3:] != (64, 72)
+        assert native_vae.decode(z).sample.shape[3:] == (64, 72)
+    finally:
+        native_vae.disable_tiling()
+
+
+def test_slicing_equals_the_batch(small_vae, jax_vae):
+    z, x = reference.latents(1, batch=2), reference.video(1, batch=2)
+    jax_vae.enable_slicing()
+    try:
+        decoded, encoded = run_decode(jax_vae, z), run_encode(jax_vae, x)
+    finally:
+        jax_vae.disable_slicing()
+    assert relative_error(decoded, reference.decoded(small_vae, z)) < FLOAT32_RELATIVE
+    assert relative_error(encoded, reference.encoded(small_vae, x)) < FLOAT32_RELATIVE
+
+
+def test_return_types_are_diffusers(small_vae, jax_vae):
+    x = reference.video(1)
+    want, got = small_vae(x, return_dict=True), jax_vae(runtime.to_jax(x), return_dict=True)
+    assert type(got) is type(want)
+    assert relative_error(runtime.to_torch(got.sample), want.sample) < FLOAT32_RELATIVE
+    assert isinstance(jax_vae.encode(runtime.to_jax(x), return_dict=False), tuple)
+    assert isinstance(jax_vae.decode(runtime.to_jax(reference.latents(1)), return_dict=False), tuple)
+
+
+def test_a_sampled_posterior_draws_what_pytorch_draws(small_vae, jax_vae):
+    x = reference.video(1)
+    want = small_vae.encode(x).latent_dist.sample(torch.Generator("cpu").manual_seed(7))
+    got = jax_vae.encode(runtime.to_jax(x)).latent_dist.sample(torch.Generator("cpu").manual_seed(7))
+    assert relative_error(runtime.to_torch(got), want) < FLOAT32_RELATIVE
+
+
+@on_meshes_too
+def test_streams_equal_the_whole(small_vae, backend):
+    z, x = reference.latents(5), reference.video(17)
+    frames = list(backend.decode_stream(z))
+    assert [part.shape[2] for part in frames] == [9, 8]
+    assert relative_error(torch.cat(frames, 2), reference.decoded(small_vae, z)) < FLOAT32_RELATIVE
+    want = reference.encoded(small_vae, x)
+    for given in (x, iter(x.unbind(2))):
+        parts = [posterior.parameters for posterior in backend.encode_stream(given, 17)]
+        assert relative_error(torch.cat(parts, 2), want) < FLOAT32_RELATIVE
+
+
+def test_bytes_in_and_bytes_out(small_vae, backend):
+    z = reference.latents(3) * 3
+    x = torch.randint(
+        0, 256, (1, 3, 9, 24, 40), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
+    )
+    exact = (reference.decoded(small_vae, z) / 2 + 0.5).clamp(0, 1) * 255
+    frames = torch.cat(list(backend.decode_stream(z, output_dtype=torch.uint8)), 2)
+    assert frames.dtype == torch.uint8
+    assert (frames - exact).abs().max() <= 0.501  # a pixel that lies between two bytes may round either way
+    want = reference.encoded(small_vae, x / 127.5 - 1)
+    assert (
+        relative_error(torch.cat([p.parameters for p in backend.encode_stream(x)], 2), want)
+        < FLOAT32_RELATIVE
+    )
+
+
+def test_any_length_compiles_the_same_two_programs(small_vae):
+    vae = reference.on_jax(copy.deepcopy(small_vae))
+    for frames in (3, 13, 49):
+        for _ in vae.decode_stream(reference.latents(frames)):
+            pass
+    assert vae.program("decode").compilations == 2
+    for frames in (9, 17, 65):
+        for _ in vae.encode_stream(reference.video(frames)):
+            pass
+    assert vae.program("encode").compilations == 2
+
+
+def test_weights_are_arguments_of_the_program(small_vae, jax_vae):
+    program = jax_vae.program("decode")
+    weights = program.weights(chunk_network(jax_vae, "decode"))
+    lowered = program.lower(weights, runtime.array_of(runtime.to_jax(reference.latents(3))))
+    assert lowered.compile().memory_analysis().argument_size_in_bytes >= sum(
+        w.nbytes for w in weights.values()
+    )
+    assert len(lowered.as_text()) < 5e6  # constants would be written out in the text
+
+
+def test_caches_are_donated(jax_vae):
+    program = jax_vae.program("decode")
+    weights = program.weights(chunk_network(jax_vae, "decode"))
+    chunk = runtime.array_of(runtime.to_jax(reference.latents(2)))
+    _, cache = program.run(weights, runtime.array_of(runtime.to_jax(reference.latents(3))), None)
+    program.run(weights, chunk, cache)
+    assert all(array.is_deleted() for array in jax.tree.leaves(cache))
+
+
+def live_bytes():
+    return sum(math.prod(array.shape) * array.dtype.itemsize for array in jax.live_arrays())
+
+
+def test_memory_of_a_stream_does_not_grow(jax_vae):
+    def peak(frames):
+        latents = reference.latents(frames)
+        gc.collect()
+        before = live_bytes()
+        return max(live_bytes() for _ in jax_vae.decode_stream(latents)) - before
+
+    assert peak(49) <= peak(9)
+
+
+def test_encode_stream_reads_no_more_than_two_chunks_ahead(jax_vae):
+    taken = 0
+
+    def frames():
+        nonlocal taken
+        for frame in reference.video(65).unbind(2):
+            taken += 1
+            yield frame
+
+    before = live_bytes()
+    ahead = []
+    peaks = []
+    done = 0
+    for posterior in jax_vae.encode_stream(frames(), 65):
+        ahead.append(taken - done)
+        done += 9 if done == 0 else 8
+        peaks.append(live_bytes() - before)
+        del posterior
+    assert max(ahead) <= 9 + 8
+    assert max(peaks[3:]) <= max(peaks[:3])
+
+
+def test_gradient_through_jax_equals_pytorch(small_vae, jax_vae):
+    z = reference.latents(1)
+    with torch.enable_grad():
+        leaf = z.clone().requires_grad_()
+        small_vae.decode(leaf).sample.square().sum().backward()
+    program = jax_vae.program("decode")
+    weights = program.weights(chunk_network(jax_vae, "decode"))
+    gradient = jax.grad(lambda z: (program.run(weights, z, None)[0] ** 2).sum())
+    got = gradient(runtime.array_of(runtime.to_jax(z)))
+    assert relative_error(runtime.to_torch(runtime.tensor_of(got)), leaf.grad) < 1e-5
+
+
+def test_a_copy_runs_on_its_own_weights(small_vae, jax_vae):
+    z = reference.latents(1)
+    run_decode(jax_vae, z)
+    other = copy.deepcopy(small_vae)
+    other.decoder.conv_out.conv.bias.data += 1.0
+    assert relative_error(run_decode(reference.on_jax(other), z), reference.decoded(small_vae, z) + 1) < 1e-5
+
+
+BAD_LATENTS = {
+    "rank": (lambda z: z[0], r"rank 4, shape \(16, 3, 3, 5\): it takes \(N, C, T, H, W\)"),
+    "channels": (lambda z: z[:, :4], r"4 channels.*the model takes 16"),
+    "empty": (lambda z: z[:, :, :0], "empty latents"),
+    "dtype": (
+        lambda z: z.bfloat16(),
+        r"bfloat16 for weights of torch.float32: pass them .to\(torch.float32\)",
+    ),
+    "nan": (
+        lambda z: z.index_fill(2, torch.tensor([1]), float("nan")),
+        "NaN or Inf in the latents: video 0, frame 1, channel 0",
+    ),
+    "inf": (lambda z: z.index_fill(1, torch.tensor([3]), float("inf")), "frame 0, channel 3"),
+}
+
+
+@pytest.mark.parametrize(("change", "words"), BAD_LATENTS.values(), ids=BAD_LATENTS)
+def test_bad_latents_are_named(backend, change, words):
+    z = change(reference.latents(3))
+    with pytest.raises(ValueError, match=words):
+        run_decode(backend, z)
+    with pytest.raises(ValueError, match=words):
+        list(backend.decode_stream(z))
+
+
+BAD_VIDEOS = {
+    "size": (lambda x: x[..., :20, :], "20 x 40 pixels.*multiples of 8; crop it to 16 x 40"),
+    "rank": (lambda x: x[:, :, 0], "rank 4"),
+    "channels": (lambda x: x[:, :1], "1 channels"),
+    "nan": (
+        lambda x: x.index_fill(2, torch.tensor([2]), float("nan")),
+        "NaN or Inf in the video: video 0, frame 2",
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "words"), BAD_VIDEOS.values(), ids=BAD_VIDEOS)
+def test_bad_videos_are_named(backend, change, words):
+    x = change(reference.video(5))
+    with pytest.raises(ValueError, match=words):
+        run_encode(backend, x)
+
+
+def test_the_frame_of_a_nan_is_counted_from_the_start_of_the_stream(native_vae):
+    frames = list(reference.video(17).unbind(2))
+    frames[11] = frames[11] * float("nan")
+    with pytest.raises(ValueError, match="frame 11"):
+        list(native_vae.encode_stream(iter(frames), 17))
+
+
+@pytest.mark.parametrize(
+    ("given", "announced", "words"),
+    [
+        (9, None, "pass num_frames"),
+        (9, 10, "ended after 9 frames where 10 were announced"),
+        (10, 9, "goes on after the 9 frames"),
+        (0, 9, "no frame where 9"),
+    ],
+)
+def test_an_iterable_of_another_length_is_named(native_vae, given, announced, words):
+    frames = iter(reference.video(max(given, 1)).unbind(2)[:given])
+    with pytest.raises(ValueError, match=words):
+        list(native_vae.encode_stream(frames, announced))
+
+
+def test_frames_that_change_size_are_named(native_vae):
+    frames = [torch.zeros(1, 3, 24, 40), torch.zeros(1, 3, 24, 32)]
+    with pytest.raises(ValueError, match="frame 1 is"):
+        list(native_vae.encode_stream(iter(frames), 2))
+
+
+def test_a_tensor_on_the_other_backend_is_named(native_vae, jax_vae):
+    z = reference.latents(1)
+    with pytest.raises(ValueError, match="weights on jax: move the tensor"):
+        jax_vae.decode(z)
+    with pytest.raises(ValueError, match="weights in PyTorch: move vae.to"):
+        native_vae.decode(runtime.to_jax(z))
+
+
+def test_an_unknown_output_dtype_is_named(native_vae):
+    with pytest.raises(ValueError, match="output_dtype"):
+        list(native_vae.decode_stream(reference.latents(1), output_dtype=torch.int32))

@@ -1,0 +1,313 @@
+"""What programs around a ported VAE do: threads, replaced parts, hooks, copies, pickles, gradients."""
+
+import copy
+import gc
+import io
+import pickle
+import subprocess
+import sys
+import threading
+import weakref
+
+import jax
+import numpy as np
+import pytest
+import torch
+from diffusers import AutoencoderKLCogVideoX as DiffusersAutoencoder
+from torch import nn
+
+from cogvideox_torchax import AutoencoderKLCogVideoX, make_mesh, port, runtime
+from cogvideox_torchax.vae.tolerances import FLOAT32_RELATIVE, relative_error
+from tests import reference
+
+
+@pytest.fixture(scope="module")
+def stock():
+    return reference.small_vae(**reference.THREE_LEVELS)
+
+
+@pytest.fixture
+def vae(stock):
+    return reference.on_jax(copy.deepcopy(stock))
+
+
+def latents(frames=1, batch=1, height=2, width=4):
+    return reference.latents(frames, batch=batch, height=height, width=width)
+
+
+def decoded(vae, z):
+    return runtime.to_torch(vae.decode(runtime.to_jax(z)).sample)
+
+
+def in_threads(count, work):
+    """Runs `work(number)` in threads that start together; the first error is raised here."""
+    errors, together = [], threading.Barrier(count)
+
+    def run(number):
+        try:
+            together.wait()
+            with torch.no_grad():
+                work(number)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=300)
+    assert not any(thread.is_alive() for thread in threads), "a thread is stuck"
+    if errors:
+        raise errors[0]
+
+
+def test_eight_threads_get_what_one_gets(vae, stock):
+    sizes = [(1, 2, 4), (2, 3, 4), (3, 2, 4), (4, 2, 6)]
+    inputs = [latents(n, height=h, width=w) for n, h, w in sizes]
+    videos = [reference.video(n, height=8, width=16) for n in (1, 5, 9)]
+    want = [stock.decode(z).sample for z in inputs]
+    moments = [stock.encode(x).latent_dist.parameters for x in videos]
+    decoded(vae, inputs[0])  # one shape is compiled already, the others are new
+
+    def work(number):
+        for turn in range(3):
+            i, j = (number + turn) % len(inputs), (number + turn) % len(videos)
+            assert relative_error(decoded(vae, inputs[i]), want[i]) < FLOAT32_RELATIVE
+            streamed = torch.cat(list(vae.decode_stream(inputs[i])), dim=2)
+            assert relative_error(streamed, want[i]) < FLOAT32_RELATIVE
+            posterior = vae.encode(runtime.to_jax(videos[j])).latent_dist
+            got = runtime.to_torch(posterior.parameters)
+            assert relative_error(got, moments[j]) < FLOAT32_RELATIVE
+
+    in_threads(8, work)
+    assert relative_error(decoded(vae, inputs[0]), want[0]) < FLOAT32_RELATIVE
+
+
+def test_threads_over_a_mesh_get_what_one_gets(stock):
+    vae = reference.on_jax(port(copy.deepcopy(stock), mesh=make_mesh(1, 2)))
+    inputs = [latents(1, width=4), latents(1, width=6)]
+    want = [stock.decode(z).sample for z in inputs]
+
+    def work(number):
+        assert relative_error(decoded(vae, inputs[number % 2]), want[number % 2]) < FLOAT32_RELATIVE
+
+    in_threads(4, work)
+
+
+def test_a_trace_that_fails_leaves_the_model_as_it_was(vae, stock):
+    before = {name: id(weight) for name, weight in vae.named_parameters()}
+
+    def fail(module, args, output):
+        raise RuntimeError("from a hook")
+
+    hook = vae.decoder.conv_out.register_forward_hook(fail)
+    with pytest.raises(RuntimeError, match="from a hook"):
+        decoded(vae, latents())
+    hook.remove()
+    assert {name: id(weight) for name, weight in vae.named_parameters()} == before
+    assert all(isinstance(runtime.array_of(weight), jax.Array) for weight in vae.parameters())
+    assert not any(isinstance(runtime.array_of(weight), jax.core.Tracer) for weight in vae.parameters())
+    assert relative_error(decoded(vae, latents()), stock.decode(latents()).sample) < FLOAT32_RELATIVE
+
+
+def test_a_replaced_part_is_run(vae, stock):
+    z = latents()
+    decoded(vae, z)
+    other = reference.small_vae(seed=1, **reference.THREE_LEVELS)
+    vae.decoder = reference.on_jax(copy.deepcopy(other)).decoder
+    assert relative_error(decoded(vae, z), other.decode(z).sample) < FLOAT32_RELATIVE
+    inner = reference.small_vae(seed=2, **reference.THREE_LEVELS)
+    vae.decoder.mid_block.resnets[0] = reference.on_jax(copy.deepcopy(inner)).decoder.mid_block.resnets[0]
+    mixed = copy.deepcopy(other)
+    mixed.decoder.mid_block.resnets[0] = inner.decoder.mid_block.resnets[0]
+    assert relative_error(decoded(vae, z), mixed.decode(z).sample) < FLOAT32_RELATIVE
+
+
+def test_a_replaced_part_is_let_go(vae):
+    decoded(vae, latents())
+    old = weakref.ref(vae.decoder)
+    vae.decoder = reference.on_jax(reference.small_vae(seed=1, **reference.THREE_LEVELS)).decoder
+    decoded(vae, latents())
+    gc.collect()
+    assert old() is None
+
+
+def test_a_hook_registered_or_removed_later_is_seen(vae):
+    z = latents()
+    plain = decoded(vae, z)
+    hook = vae.decoder.conv_in.register_forward_hook(lambda module, args, out: (out[0] * 2, out[1]))
+    hooked = decoded(vae, z)
+    assert relative_error(hooked, plain) > 1e-3
+    hook.remove()
+    assert torch.equal(decoded(vae, z), plain)
+
+
+def test_a_changed_attribute_is_seen(vae, stock):
+    z = latents()
+    decoded(vae, z)
+    for model in (vae, stock := copy.deepcopy(stock)):
+        model.decoder.norm_out.norm_layer.eps = 0.5
+    assert relative_error(decoded(vae, z), stock.decode(z).sample) < FLOAT32_RELATIVE
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_loaded_weights_are_seen_without_compiling_again(vae, assign):
+    z = latents()
+    decoded(vae, z)
+    other = reference.small_vae(seed=1, **reference.THREE_LEVELS)
+    state = {name: runtime.to_jax(value) for name, value in other.state_dict().items()}
+    vae.load_state_dict(state, assign=assign)
+    assert relative_error(decoded(vae, z), other.decode(z).sample) < FLOAT32_RELATIVE
+    assert vae.program("decode").compilations == 1
+
+
+def test_another_dtype_is_seen(vae):
+    z = latents()
+    decoded(vae, z)
+    vae.to(torch.bfloat16)
+    assert decoded(vae, z.bfloat16()).dtype == torch.bfloat16
+
+
+def test_a_parametrization_is_seen(stock):
+    """Weight norm and its like: the module's class is another, and its weight is computed."""
+
+    class Doubled(nn.Module):
+        def forward(self, weight):
+            return weight * 2
+
+    def parametrized():
+        model = copy.deepcopy(stock)
+        convolution = model.decoder.conv_out.conv
+        nn.utils.parametrize.register_parametrization(convolution, "weight", Doubled(), unsafe=True)
+        return model
+
+    native = runtime.without_torchax(parametrized)
+    vae, z = reference.on_jax(copy.deepcopy(native)), latents()
+    assert relative_error(decoded(vae, z), native.decode(z).sample) < FLOAT32_RELATIVE
+    assert relative_error(decoded(vae, z), stock.decode(z).sample) > 1e-3
+
+
+def test_parts_that_take_turns_are_compiled_once_each(vae):
+    z = latents()
+    first, second = (
+        vae.decoder,
+        reference.on_jax(reference.small_vae(seed=1, **reference.THREE_LEVELS)).decoder,
+    )
+    programs = []
+    for decoder in (first, second, first, second):
+        vae.decoder = decoder
+        decoded(vae, z)
+        programs.append(vae.program("decode"))
+    assert programs[:2] == programs[2:]
+    assert [program.compilations for program in programs[:2]] == [1, 1]
+
+
+def test_a_copy_is_its_own(vae, stock):
+    z = latents()
+    want = decoded(vae, z)
+    copied = copy.deepcopy(vae)
+    assert torch.equal(decoded(copied, z), want)
+    with torch.no_grad():
+        copied.decoder.conv_out.conv.bias.add_(1)
+    assert torch.equal(decoded(vae, z), want)
+    assert relative_error(decoded(copied, z), want) > 1e-3
+    part = copy.deepcopy(vae.decoder.conv_in)
+    assert runtime.on_jax(next(part.parameters()))
+
+
+def test_a_copy_stays_on_its_mesh_and_a_pickle_leaves_it(stock):
+    z = latents()
+    vae = reference.on_jax(port(copy.deepcopy(stock), mesh=make_mesh(1, 2)))
+    want = stock.decode(z).sample
+    copied = copy.deepcopy(vae)
+    assert copied.mesh == vae.mesh
+    assert relative_error(decoded(copied, z), want) < FLOAT32_RELATIVE
+    loaded = pickle.loads(pickle.dumps(vae))
+    assert loaded.mesh is None
+    assert isinstance(loaded, AutoencoderKLCogVideoX)
+    assert torch.equal(loaded.decode(z).sample, want)  # in PyTorch, from the same weights
+
+
+@pytest.mark.parametrize("saved", ["the model", "its state"])
+def test_what_torch_saves_is_in_pytorch(vae, stock, saved, tmp_path):
+    path = tmp_path / "saved.pt"
+    torch.save(vae if saved == "the model" else vae.state_dict(), path)
+    loaded = torch.load(path, weights_only=saved == "its state")
+    state = loaded.state_dict() if saved == "the model" else loaded
+    assert all(torch.equal(value, state[name]) for name, value in stock.state_dict().items())
+
+
+def test_a_saved_state_loads_where_there_is_no_torchax(vae, tmp_path):
+    torch.save(vae.state_dict(), tmp_path / "saved.pt")
+    code = (
+        "import sys, torch; sys.modules['torchax'] = sys.modules['cogvideox_torchax'] = None; "
+        f"state = torch.load({str(tmp_path / 'saved.pt')!r}, weights_only=True); "
+        "assert all(type(value) is torch.Tensor for value in state.values()) and len(state) > 10"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_subclass_is_ported_with_what_it_adds(stock):
+    class Louder(DiffusersAutoencoder):
+        def decode(self, z, return_dict=True):
+            answer = super().decode(z, return_dict=True)
+            answer.sample = answer.sample * 2
+            return answer
+
+    louder = Louder.from_config(stock.config)
+    louder.load_state_dict(stock.state_dict())
+    vae = reference.on_jax(louder.eval())
+    z = latents(3)
+    want = stock.decode(z).sample
+    assert isinstance(vae, Louder)
+    assert relative_error(decoded(vae, z), want * 2) < FLOAT32_RELATIVE
+    assert relative_error(torch.cat(list(vae.decode_stream(z)), dim=2), want) < FLOAT32_RELATIVE
+    assert type(port(vae)) is type(vae)
+
+
+def test_gradients_are_refused_in_words(vae):
+    z = runtime.to_jax(latents())
+    with torch.enable_grad():
+        wanting = runtime.to_jax(latents()).requires_grad_()
+        with pytest.raises(ValueError, match="gradients do not pass"):
+            vae.decode(wanting)
+        frames = vae.decode(z).sample
+        assert frames.requires_grad, "silently without gradients"
+        with pytest.raises(RuntimeError, match="gradients do not pass"):
+            frames.sum().backward()
+        vae.requires_grad_(False)
+        assert not vae.decode(z).sample.requires_grad
+
+
+def test_an_abandoned_stream_frees_its_memory(vae):
+    def live():
+        gc.collect()
+        return sum(array.nbytes for array in jax.live_arrays())
+
+    list(vae.decode_stream(latents(5)))
+    before = live()
+    stream = vae.decode_stream(latents(5))
+    next(stream)
+    during = live()
+    del stream
+    assert during > before
+    assert live() == before
+
+
+def test_nothing_of_a_dropped_model_is_kept(stock):
+    vae = reference.on_jax(copy.deepcopy(stock))
+    decoded(vae, latents())
+    dropped = weakref.ref(vae)
+    del vae
+    gc.collect()
+    assert dropped() is None
+
+
+def test_a_model_pickles_through_a_buffer(vae):
+    buffer = io.BytesIO()
+    pickle.dump({"vae": vae, "steps": 3}, buffer)
+    buffer.seek(0)
+    loaded = pickle.load(buffer)
+    weight = loaded["vae"].decoder.conv_in.conv.weight
+    assert type(weight) is nn.Parameter
+    assert np.isfinite(weight.detach().numpy()).all()

@@ -1,0 +1,246 @@
+"""Streams around what goes wrong: sources that fail, bad input, counts, slices, streams that are dropped."""
+
+import copy
+import gc
+
+import jax
+import pytest
+import torch
+
+from cogvideox_torchax import port
+from cogvideox_torchax.vae.tolerances import FLOAT32_RELATIVE, relative_error
+from tests import reference
+
+BACKENDS = {"torch": "native_vae", "torchax": "jax_vae", "flax": "flax_vae"}
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request):
+    return request.getfixturevalue(BACKENDS[request.param])
+
+
+class SourceError(Exception):
+    """What a user's own source raises."""
+
+
+def until(stop, frames):
+    """The first `stop` of a video's frames, then an error."""
+    yield from reference.video(frames).unbind(2)[:stop]
+    raise SourceError(f"after {stop}")
+
+
+def with_nan(frame, frames):
+    video = reference.video(frames)
+    video[0, 1, frame, 2, 3] = float("nan")
+    return iter(video.unbind(2))
+
+
+def of_another_size(frame, frames):
+    video = list(reference.video(frames).unbind(2))
+    video[frame] = video[frame][..., :-8]
+    return iter(video)
+
+
+# 25 frames are encoded as 9, 8 and 8.
+FAILING = {
+    "in the first chunk": (lambda: until(5, 25), SourceError, []),
+    "at the border of the second": (lambda: until(9, 25), SourceError, [3]),
+    "in the second": (lambda: until(12, 25), SourceError, [3]),
+    "in the third": (lambda: until(20, 25), SourceError, [3, 2]),
+    "at the end": (lambda: until(25, 25), SourceError, [3, 2, 2]),
+    "by a NaN in the second": (lambda: with_nan(11, 25), ValueError, [3]),
+    "by a frame of another size in the third": (lambda: of_another_size(18, 25), ValueError, [3, 2]),
+    "by ending in the third": (lambda: iter(reference.video(25).unbind(2)[:20]), ValueError, [3, 2]),
+    "by going on": (
+        lambda: iter((*reference.video(25).unbind(2), torch.zeros(1, 3, 24, 40))),
+        ValueError,
+        [3, 2, 2],
+    ),
+}
+
+
+@pytest.mark.parametrize(("source", "error", "lengths"), FAILING.values(), ids=FAILING)
+def test_a_source_that_fails_loses_no_chunk_that_was_whole(small_vae, backend, source, error, lengths):
+    given = []
+
+    def take():
+        for posterior in backend.encode_stream(source(), 25):
+            given.append(posterior.parameters)
+
+    with pytest.raises(error):
+        take()
+    assert [parameters.shape[2] for parameters in given] == lengths
+    if given:
+        want = small_vae.encode(reference.video(25)).latent_dist.parameters[:, :, : sum(lengths)]
+        assert relative_error(torch.cat(given, 2), want) < FLOAT32_RELATIVE
+
+
+def test_a_stream_that_has_failed_is_over(backend):
+    stream = backend.encode_stream(until(12, 25), 25)
+    assert next(stream).parameters.shape[2] == 3
+    with pytest.raises(SourceError):
+        next(stream)
+    with pytest.raises(StopIteration):
+        next(stream)
+
+
+BAD_CALLS = {
+    "latents of another rank": (
+        lambda vae: vae.decode_stream(torch.zeros(16, 2, 3, 5)),
+        r"\(N, C, T, H, W\)",
+    ),
+    "latents of other channels": (lambda vae: vae.decode_stream(torch.zeros(1, 4, 2, 3, 5)), "channels"),
+    "latents of another dtype": (lambda vae: vae.decode_stream(reference.latents(2).double()), "float64"),
+    "latents with a NaN": (lambda vae: vae.decode_stream(reference.latents(2) * float("nan")), "NaN"),
+    "an output dtype": (
+        lambda vae: vae.decode_stream(reference.latents(2), output_dtype=torch.int32),
+        "output_dtype torch.int32",
+    ),
+    "a video of another rank": (
+        lambda vae: vae.encode_stream(torch.zeros(3, 5, 24, 40)),
+        r"\(N, C, T, H, W\)",
+    ),
+    "a video of another size": (lambda vae: vae.encode_stream(torch.zeros(1, 3, 5, 23, 40)), "multiple"),
+    "a video with a NaN": (lambda vae: vae.encode_stream(reference.video(5) * float("nan")), "NaN"),
+    "an iterable of unknown length": (lambda vae: vae.encode_stream(until(5, 5)), "pass num_frames"),
+    "no frames announced": (lambda vae: vae.encode_stream(until(5, 5), 0), "num_frames"),
+    "fewer than none announced": (lambda vae: vae.encode_stream(until(5, 5), -1), "num_frames"),
+    "more announced than a video has": (
+        lambda vae: vae.encode_stream(reference.video(5), num_frames=9),
+        "5 frames.* 9 .*announced",
+    ),
+    "fewer announced than a video has": (
+        lambda vae: vae.encode_stream(reference.video(9), num_frames=5),
+        "9 frames.* 5 .*announced",
+    ),
+}
+
+
+@pytest.mark.parametrize(("call", "words"), BAD_CALLS.values(), ids=BAD_CALLS)
+def test_what_is_bad_is_refused_by_the_call_itself(backend, call, words):
+    with pytest.raises(ValueError, match=words):
+        call(backend)  # and no `next`
+
+
+def test_the_count_of_a_video_may_be_said(backend):
+    x = reference.video(9)
+    want, got = (
+        torch.cat([posterior.parameters for posterior in backend.encode_stream(x, num_frames=count)], 2)
+        for count in (None, 9)
+    )
+    assert torch.equal(got, want)
+
+
+def test_a_stream_keeps_no_gradients_where_they_are_on(backend):
+    with torch.enable_grad():
+        frames = list(backend.decode_stream(reference.latents(3)))
+        posteriors = list(backend.encode_stream(reference.video(9)))
+        assert torch.is_grad_enabled()
+    assert not any(part.requires_grad for part in frames)
+    assert not any(posterior.parameters.requires_grad for posterior in posteriors)
+
+
+@pytest.mark.parametrize("kind", ["decode", "encode"])
+@pytest.mark.parametrize("place", ["torch", "torchax"])
+def test_slicing_runs_a_stream_one_video_at_a_time(small_vae, place, kind):
+    make = port if place == "torch" else reference.on_jax
+    vae = make(copy.deepcopy(small_vae))
+    vae.enable_slicing()
+    seen = []
+    layer = (vae.decoder if kind == "decode" else vae.encoder).conv_in
+    layer.register_forward_pre_hook(lambda _module, args: seen.append(args[0].shape[0]))
+    if kind == "decode":
+        z = reference.latents(5, batch=3)
+        parts, want = list(vae.decode_stream(z)), small_vae.decode(z).sample
+        lengths = [9, 8]
+    else:
+        x = reference.video(17, batch=3)
+        parts = [posterior.parameters for posterior in vae.encode_stream(x)]
+        want, lengths = small_vae.encode(x).latent_dist.parameters, [3, 2]
+    assert set(seen) == {1}
+    assert [part.shape[2] for part in parts] == lengths
+    assert relative_error(torch.cat(parts, 2), want) < FLOAT32_RELATIVE
+
+
+def test_slicing_takes_the_frames_of_an_iterable_too(small_vae, native_vae):
+    x = reference.video(17, batch=2)
+    vae = copy.deepcopy(native_vae)
+    vae.enable_slicing()
+    seen = []
+    vae.encoder.conv_in.register_forward_pre_hook(lambda _module, args: seen.append(args[0].shape[0]))
+    parts = [posterior.parameters for posterior in vae.encode_stream(iter(x.unbind(2)), 17)]
+    assert set(seen) == {1}
+    want = small_vae.encode(x).latent_dist.parameters
+    assert relative_error(torch.cat(parts, 2), want) < FLOAT32_RELATIVE
+
+
+def arrays_on_jax():
+    """Sizes of the arrays that are held; the garbage collector is not asked to help."""
+    return sorted(array.nbytes for array in jax.live_arrays())
+
+
+def started(vae, kind):
+    """A stream of several chunks, one of them taken, and more being computed."""
+    if kind == "decode":
+        stream = vae.decode_stream(reference.latents(9))
+    else:
+        stream = vae.encode_stream(reference.video(33))
+    next(stream)
+    return stream
+
+
+def closed(stream):
+    stream.close()
+    return stream  # whoever holds on to it holds no memory
+
+
+def dropped(stream):
+    del stream
+
+
+@pytest.mark.parametrize("backend", ["torchax", "flax"], indirect=True)
+@pytest.mark.parametrize("abandon", [closed, dropped])
+@pytest.mark.parametrize("kind", ["decode", "encode"])
+def test_an_abandoned_stream_frees_its_memory(backend, kind, abandon):
+    list(started(backend, kind))  # weights are where they stay, programs are compiled
+    gc.collect()
+    gc.disable()
+    try:
+        before = arrays_on_jax()
+        stream = started(backend, kind)
+        assert len(arrays_on_jax()) > len(before)
+        abandoned = [abandon(stream)]
+        del stream
+        assert arrays_on_jax() == before
+        del abandoned
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("backend", ["torchax", "flax"], indirect=True)
+def test_a_stream_that_failed_frees_its_memory(backend):
+    list(backend.encode_stream(reference.video(25)))
+    gc.collect()
+    before = arrays_on_jax()
+    stream = backend.encode_stream(until(12, 25), 25)
+    with pytest.raises(SourceError):
+        for _ in stream:
+            pass
+    gc.collect()  # the traceback holds frames that hold each other
+    assert arrays_on_jax() == before
+
+
+def test_an_abandoned_stream_lets_go_of_its_source(backend):
+    let_go = []
+
+    def source():
+        try:
+            yield from reference.video(25).unbind(2)
+        finally:
+            let_go.append(True)
+
+    stream = backend.encode_stream(source(), 25)
+    next(stream)
+    assert not let_go
+    stream.close()
+    assert let_go == [True]

@@ -1,0 +1,241 @@
+"""verify passes on sound backends, and names the layer of a broken one."""
+
+import contextlib
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from cogvideox_torchax import cli
+from cogvideox_torchax.backends.native import Torch
+from cogvideox_torchax.vae.tolerances import psnr
+from cogvideox_torchax.verify import compare, report
+from tests import reference
+
+
+@pytest.fixture(scope="module")
+def verifier(small_vae):
+    """13 frames are one chunk to encode and 4 latents, two chunks of one length, to decode."""
+    with torch.no_grad():
+        return compare.Verifier(small_vae, reference.video(13, height=16, width=24))
+
+
+@pytest.fixture(scope="module")
+def torchax_candidate(small_vae):
+    """Shared, so that its programs are compiled once: weights are their arguments."""
+    return compare.make_candidate("torchax", torch.float32, small_vae)
+
+
+@contextlib.contextmanager
+def changed(parameter, change):
+    """The parameter with another value, for a while."""
+    before = parameter.data
+    parameter.data = change(before)
+    yield
+    parameter.data = before
+
+
+def only(results):
+    (result,) = results
+    return result
+
+
+def test_torch_and_torchax_pass_in_float32(verifier, torchax_candidate, small_vae):
+    native = compare.make_candidate("torch", torch.float32, small_vae)
+    for result in verifier.verify([native, torchax_candidate]):
+        assert result.passed, report.verdict(result)
+        assert result.first_bad_layer is None
+        assert len(result.whole["decode"].psnr) == len(result.whole["decode"].ssim) == 13 + 3
+        names = [layer.name for layer in result.layers]
+        assert {
+            "encoder.conv_in",
+            "encoder.mid_block",
+            "decoder.up_blocks.3.resnets.1",
+            "decoder.conv_out",
+        } < {*names}
+        assert (
+            names.index("encoder.conv_out") < names.index("decoder.conv_in") < names.index("decoder.norm_out")
+        )
+
+
+def test_torch_and_torchax_pass_in_bfloat16(small_vae):
+    # Root-mean-square errors of two ways to round are compared: a few hundred latents are too few for that.
+    verifier = compare.Verifier(small_vae, reference.video(13, height=48, width=64))
+    candidates = [
+        compare.make_candidate(backend, torch.bfloat16, small_vae) for backend in ("torch", "torchax")
+    ]
+    for result in verifier.verify(candidates):
+        assert result.passed, report.verdict(result)
+        assert result.whole["decode"].relative > 1e-4, "nothing was run in bfloat16"
+
+
+def test_flax_passes_layer_by_layer_and_a_transposed_weight_of_it_is_named(small_vae):
+    verifier = compare.Verifier(small_vae, reference.video(1, height=48, width=64))
+    candidates = [
+        compare.make_candidate("flax", dtype, small_vae) for dtype in (torch.float32, torch.bfloat16)
+    ]
+    for result in verifier.verify(candidates):
+        assert result.passed, report.verdict(result)
+        names = {layer.name for layer in result.layers}
+        assert {"encoder.conv_in", "decoder.mid_block.resnets.0", "decoder.up_blocks.3.resnets.1"} < names
+    kernel = candidates[0].vae.flax_vae.decoder.up_blocks[1].resnets[1].conv1.conv.kernel
+    kernel[...] = kernel[...].swapaxes(-1, -2)
+    result = only(verifier.verify(candidates[:1]))
+    assert not result.passed
+    assert result.first_bad_layer.name == "decoder.up_blocks.1.resnets.1"
+
+
+def test_a_transposed_weight_fails_and_is_named(verifier, torchax_candidate):
+    weight = torchax_candidate.vae.decoder.up_blocks[1].resnets[1].conv1.conv.weight
+    with changed(weight, lambda w: w.transpose(0, 1)):
+        result = only(verifier.verify([torchax_candidate]))
+    assert not result.passed
+    assert result.first_bad_layer.name == "decoder.up_blocks.1.resnets.1"
+    assert "decoder.up_blocks.1.resnets.1" in report.verdict(result)
+
+
+def test_a_zeroed_bias_fails_and_is_named(verifier, torchax_candidate):
+    with changed(torchax_candidate.vae.encoder.down_blocks[2].resnets[0].conv2.conv.bias, lambda b: b * 0):
+        result = only(verifier.verify([torchax_candidate]))
+    assert not result.passed
+    assert result.first_bad_layer.name == "encoder.down_blocks.2.resnets.0"
+
+
+def test_a_dropped_cache_fails_and_is_named_with_its_chunk(verifier, small_vae):
+    candidate = compare.make_candidate("torchax", torch.float32, small_vae)
+    conv = candidate.vae.decoder.mid_block.resnets[1].conv2
+    whole = conv.forward
+    conv.forward = lambda inputs, conv_cache=None, **more: whole(inputs, conv_cache=None, **more)
+    result = only(verifier.verify([candidate]))
+    assert not result.passed
+    assert result.first_bad_layer.name == "decoder.mid_block.resnets.1"
+    assert result.first_bad_layer.chunk == 1
+    failed = [contract.name for contract in result.contracts if not contract.passed]
+    assert failed == ["decode: relative error"]
+
+
+class Whole:
+    """A model with no layers to look into: what verify asks of one that is no torch module."""
+
+    def __init__(self, vae, frames=None, nan=False):
+        self.vae, self.frames, self.nan = vae, frames, nan
+
+    def encode(self, x):
+        return self.vae.encode(x)
+
+    def decode(self, z):
+        answer = self.vae.decode(z)
+        answer.sample = answer.sample[:, :, : self.frames] * (float("nan") if self.nan else 1)
+        return answer
+
+
+class WithoutLayers(Torch):
+    has_layers = False
+
+
+@pytest.mark.parametrize(
+    ("options", "failed"),
+    [
+        ({}, []),
+        ({"frames": 5}, ["decode: frames", "decode: shape (1, 3, 5, 16, 24) for (1, 3, 16, 16, 24)"]),
+        ({"nan": True}, ["decode: relative error"]),
+    ],
+)
+def test_a_backend_without_layers_is_compared_as_a_whole(verifier, small_vae, options, failed):
+    result = only(
+        verifier.verify(
+            [compare.Candidate("other", torch.float32, WithoutLayers(Whole(small_vae, **options)))]
+        )
+    )
+    assert result.layers == []
+    assert [contract.name for contract in result.contracts if not contract.passed] == failed
+    assert json.loads(json.dumps(report.as_json([result], {}), allow_nan=False))["passed"] == (not failed)
+
+
+def test_borders_are_the_frames_on_both_sides_of_a_seam():
+    assert compare.border_frames([9, 8, 8]) == [8, 9, 16, 17]
+    assert compare.border_frames([4]) == []
+    want = torch.zeros(1, 1, 6, 2, 2)
+    got = want.clone()
+    got[:, :, 2:4] = 1
+    error = compare.compare_whole(got, want + 1e-9, [3, 3], pixels=False)
+    assert error.at_borders == pytest.approx(1)
+    assert error.inside == pytest.approx(0, abs=1e-8)
+
+
+def test_ssim_and_psnr_of_known_images():
+    generator = np.random.default_rng(0)
+    image = generator.uniform(-1, 1, (3, 32, 40))
+    assert compare.ssim(image, image) == pytest.approx(1)
+    assert compare.ssim(image[:, :5, :7], image[:, :5, :7]) == pytest.approx(1)
+    noisy = [compare.ssim(image + generator.normal(0, s, image.shape), image) for s in (0.05, 0.2, 0.8)]
+    assert 1 > noisy[0] > noisy[1] > noisy[2]
+    flat = np.zeros((16, 16))
+    c1 = (0.01 * 2) ** 2
+    assert compare.ssim(flat + 0.5, flat) == pytest.approx(c1 / (0.25 + c1))  # the formula with no variance
+    assert psnr(torch.full((4,), 0.2), torch.zeros(4), 2.0) == pytest.approx(20)
+
+
+def test_the_command_writes_json_tables_and_a_picture(model_directory, tmp_path, capsys, torchax_off):
+    arguments = ["verify", "--model", str(model_directory), "--backends", "torch", "--frames", "5"]
+    arguments += ["--height", "16", "--width", "24", "--quiet"]
+    assert cli.main([*arguments, "-o", str(tmp_path / "out"), "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed == json.loads((tmp_path / "out" / "verify.json").read_text())
+    assert printed["format"] == report.FORMAT
+    assert printed["results"][0]["layers"][0].keys() == {
+        "name",
+        "mean",
+        "largest",
+        "relative",
+        "rms",
+        "chunk",
+    }
+    assert (tmp_path / "out" / "verify.png").read_bytes().startswith(b"\x89PNG")
+    assert "| encoder.conv_in" in (tmp_path / "out" / "verify.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "missing/model/dir"], "there is no model directory"),
+        (["--height", "20"], "multiples of 8"),
+        (["--video", "missing.mp4"], "there is no file"),
+        (["--crop"], "--video"),
+    ],
+)
+def test_a_wrong_input_is_one_line(arguments, message, capsys, torchax_off):
+    assert cli.main(["verify", "--quiet", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_a_failing_backend_makes_the_command_exit_with_1(model_directory, monkeypatch, capsys, torchax_off):
+    make = compare.make_candidate
+
+    def broken(*args):
+        candidate = make(*args)
+        torch.nn.init.zeros_(candidate.vae.decoder.conv_in.conv.bias)
+        return candidate
+
+    monkeypatch.setattr(compare, "make_candidate", broken)
+    arguments = ["--backends", "torch", "--frames", "1", "--height", "16", "--width", "24", "--quiet"]
+    assert cli.main(["verify", "--model", str(model_directory), *arguments]) == 1
+    assert "the first layer outside the tolerance is decoder.conv_in, from chunk 0" in capsys.readouterr().out
+
+
+def test_a_backend_that_is_not_installed_says_so(monkeypatch, capsys, torchax_off):
+    import sys
+
+    monkeypatch.delitem(sys.modules, "cogvideox_torchax.backends.flax", raising=False)
+    monkeypatch.setitem(sys.modules, "cogvideox_torchax.vae.nnx.wrapper", None)
+    assert cli.main(["verify", "--backends", "flax"]) == 2
+    assert "the flax backend is not installed" in capsys.readouterr().err
+
+
+def test_a_copy_of_the_reference_keeps_its_weights_apart(small_vae):
+    before = {name: value.clone() for name, value in small_vae.state_dict().items()}
+    compare.make_candidate("torch", torch.bfloat16, small_vae)
+    assert all(torch.equal(value, before[name]) for name, value in small_vae.state_dict().items())
