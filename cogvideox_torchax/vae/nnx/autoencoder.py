@@ -18,7 +18,7 @@ from cogvideox_torchax.vae import checkpoint, chunks, tiling
 from cogvideox_torchax.vae.checks import NTHWC, check_finite, check_shape
 from cogvideox_torchax.vae.nnx import weights
 from cogvideox_torchax.vae.nnx.config import FlaxAutoencoderKLCogVideoXConfig
-from cogvideox_torchax.vae.nnx.modules import Cache, Conv3d
+from cogvideox_torchax.vae.nnx.modules import Cache, Conv3d, LayerConfig
 from cogvideox_torchax.vae.nnx.networks import Decoder3D, Encoder3D
 from cogvideox_torchax.vae.pixels import from_uint8, to_uint8
 from jax_kernels.common.columns import with_clear_padding
@@ -205,16 +205,9 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         self.decoder = Decoder3D(config, param_dtype=param_dtype, rngs=rngs)
         # diffusers sizes both by the sample's channels, not by the latents'.
         samples = config.out_channels
-        self.quant_conv = (
-            Conv3d(2 * samples, 2 * samples, param_dtype=param_dtype, rngs=rngs)
-            if config.use_quant_conv
-            else None
-        )
-        self.post_quant_conv = (
-            Conv3d(samples, samples, param_dtype=param_dtype, rngs=rngs)
-            if config.use_post_quant_conv
-            else None
-        )
+        layers = LayerConfig(rngs, param_dtype=param_dtype)
+        self.quant_conv = Conv3d(2 * samples, 2 * samples, layers) if config.use_quant_conv else None
+        self.post_quant_conv = Conv3d(samples, samples, layers) if config.use_post_quant_conv else None
         self.tile_settings: tiling.TileSettings | None = None
         self.use_slicing = False
 

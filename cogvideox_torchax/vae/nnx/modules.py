@@ -9,6 +9,7 @@ Axis letters: N videos, T frames, H rows, W columns, C channels; t h w the sizes
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -23,21 +24,33 @@ from jax_kernels.common.activation import Activation
 Cache = dict[str, Any]
 
 
+@dataclass(frozen=True)
+class LayerConfig:
+    """What the layers of one network have in common.
+
+    Attributes:
+        rngs: for random parameters.
+        num_groups: of every norm.
+        eps: of a residual block's GroupNorms; all others have diffusers' 1e-6.
+        latent_channels: of the latents that modulate the norms; None for plain GroupNorms.
+        param_dtype: to store the parameters in.
+    """
+
+    rngs: nnx.Rngs
+    num_groups: int = 32
+    eps: float = 1e-6
+    latent_channels: int | None = None
+    param_dtype: DTypeLike = jnp.float32
+
+
 class Conv(nnx.Module):
     """The parameters of a convolution: `kernel` (*window, I, O) and `bias` (O,)."""
 
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        window: Sequence[int],
-        *,
-        param_dtype: DTypeLike,
-        rngs: nnx.Rngs,
-    ):
+    def __init__(self, in_channels: int, out_channels: int, window: Sequence[int], config: LayerConfig):
         shape = (*window, in_channels, out_channels)
-        self.kernel = nnx.Param(nnx.initializers.lecun_normal()(rngs.params(), shape, param_dtype))
-        self.bias = nnx.Param(jnp.zeros((out_channels,), param_dtype))
+        draw = nnx.initializers.lecun_normal()
+        self.kernel = nnx.Param(draw(config.rngs.params(), shape, config.param_dtype))
+        self.bias = nnx.Param(jnp.zeros((out_channels,), config.param_dtype))
 
     def cast(self, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
         """Kernel and bias in the dtype to compute in."""
@@ -52,8 +65,8 @@ class Conv(nnx.Module):
 class Conv3d(Conv):
     """A 1x1x1 convolution: no padding, no memory."""
 
-    def __init__(self, in_channels: int, out_channels: int, *, param_dtype: DTypeLike, rngs: nnx.Rngs):
-        super().__init__(in_channels, out_channels, (1, 1, 1), param_dtype=param_dtype, rngs=rngs)
+    def __init__(self, in_channels: int, out_channels: int, config: LayerConfig):
+        super().__init__(in_channels, out_channels, (1, 1, 1), config)
 
     def __call__(self, x_NTHWC: jax.Array) -> jax.Array:
         y_NTHWC, _ = jax_kernels.conv3d(x_NTHWC, *self.cast(x_NTHWC.dtype))
@@ -63,11 +76,8 @@ class Conv3d(Conv):
 class CausalConv3d(nnx.Module):
     """A convolution that sees no later frame; diffusers' `pad_mode="first"`, which all of CogVideoX uses."""
 
-    def __init__(
-        self, in_channels: int, out_channels: int, kernel_size: int, *, param_dtype: DTypeLike, rngs: nnx.Rngs
-    ):
-        window = (kernel_size,) * 3
-        self.conv = Conv(in_channels, out_channels, window, param_dtype=param_dtype, rngs=rngs)
+    def __init__(self, in_channels: int, out_channels: int, kernel_size: int, config: LayerConfig):
+        self.conv = Conv(in_channels, out_channels, (kernel_size,) * 3, config)
 
     def __call__(
         self,
@@ -86,10 +96,10 @@ class CausalConv3d(nnx.Module):
 class GroupNorm(nnx.Module):
     """GroupNorm over the last axis, and the activation after it; statistics in float32."""
 
-    def __init__(self, channels: int, *, num_groups: int, eps: float, param_dtype: DTypeLike):
-        self.scale = nnx.Param(jnp.ones((channels,), param_dtype))
-        self.bias = nnx.Param(jnp.zeros((channels,), param_dtype))
-        self.num_groups = num_groups
+    def __init__(self, channels: int, config: LayerConfig, *, eps: float = 1e-6):
+        self.scale = nnx.Param(jnp.ones((channels,), config.param_dtype))
+        self.bias = nnx.Param(jnp.zeros((channels,), config.param_dtype))
+        self.num_groups = config.num_groups
         self.eps = eps
 
     def __call__(self, x_NTHWC: jax.Array, *, activation: Activation | None = None) -> jax.Array:
@@ -107,12 +117,10 @@ class GroupNorm(nnx.Module):
 class SpatialNorm3D(nnx.Module):
     """GroupNorm modulated by the latents, `norm(x) * conv_y(zq) + conv_b(zq)`."""
 
-    def __init__(
-        self, channels: int, latent_channels: int, *, num_groups: int, param_dtype: DTypeLike, rngs: nnx.Rngs
-    ):
-        self.norm_layer = GroupNorm(channels, num_groups=num_groups, eps=1e-6, param_dtype=param_dtype)
-        self.conv_y = CausalConv3d(latent_channels, channels, 1, param_dtype=param_dtype, rngs=rngs)
-        self.conv_b = CausalConv3d(latent_channels, channels, 1, param_dtype=param_dtype, rngs=rngs)
+    def __init__(self, channels: int, latent_channels: int, config: LayerConfig):
+        self.norm_layer = GroupNorm(channels, config)
+        self.conv_y = CausalConv3d(latent_channels, channels, 1, config)
+        self.conv_b = CausalConv3d(latent_channels, channels, 1, config)
 
     def __call__(
         self, x_NTHWC: jax.Array, zq_NthwC: jax.Array, *, activation: Activation | None = None
@@ -143,32 +151,18 @@ def _activated_norm(
 class ResnetBlock3D(nnx.Module):
     """Norm, SiLU and convolution, twice, beside a shortcut; with `latent_channels` the norms are spatial."""
 
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        *,
-        num_groups: int,
-        eps: float,
-        latent_channels: int | None,
-        param_dtype: DTypeLike,
-        rngs: nnx.Rngs,
-    ):
+    def __init__(self, in_channels: int, out_channels: int, config: LayerConfig):
         def norm(channels: int) -> GroupNorm | SpatialNorm3D:
-            if latent_channels is None:
-                return GroupNorm(channels, num_groups=num_groups, eps=eps, param_dtype=param_dtype)
-            return SpatialNorm3D(
-                channels, latent_channels, num_groups=num_groups, param_dtype=param_dtype, rngs=rngs
-            )
+            if config.latent_channels is None:
+                return GroupNorm(channels, config, eps=config.eps)
+            return SpatialNorm3D(channels, config.latent_channels, config)
 
         self.norm1 = norm(in_channels)
-        self.conv1 = CausalConv3d(in_channels, out_channels, 3, param_dtype=param_dtype, rngs=rngs)
+        self.conv1 = CausalConv3d(in_channels, out_channels, 3, config)
         self.norm2 = norm(out_channels)
-        self.conv2 = CausalConv3d(out_channels, out_channels, 3, param_dtype=param_dtype, rngs=rngs)
+        self.conv2 = CausalConv3d(out_channels, out_channels, 3, config)
         self.conv_shortcut = (
-            Conv3d(in_channels, out_channels, param_dtype=param_dtype, rngs=rngs)
-            if in_channels != out_channels
-            else None
+            Conv3d(in_channels, out_channels, config) if in_channels != out_channels else None
         )
 
     def __call__(
@@ -190,8 +184,8 @@ class ResnetBlock3D(nnx.Module):
 class Downsample3D(nnx.Module):
     """Half the pixels, and half the frames where `compress_time`."""
 
-    def __init__(self, channels: int, *, compress_time: bool, param_dtype: DTypeLike, rngs: nnx.Rngs):
-        self.conv = Conv(channels, channels, (3, 3), param_dtype=param_dtype, rngs=rngs)
+    def __init__(self, channels: int, config: LayerConfig, *, compress_time: bool):
+        self.conv = Conv(channels, channels, (3, 3), config)
         self.compress_time = compress_time
 
     def __call__(self, x_NTHWC: jax.Array) -> jax.Array:
@@ -208,8 +202,8 @@ class Downsample3D(nnx.Module):
 class Upsample3D(nnx.Module):
     """Twice the pixels, and twice the frames where `expand_time`."""
 
-    def __init__(self, channels: int, *, expand_time: bool, param_dtype: DTypeLike, rngs: nnx.Rngs):
-        self.conv = Conv(channels, channels, (3, 3), param_dtype=param_dtype, rngs=rngs)
+    def __init__(self, channels: int, config: LayerConfig, *, expand_time: bool):
+        self.conv = Conv(channels, channels, (3, 3), config)
         self.expand_time = expand_time
 
     def __call__(self, x_NTHWC: jax.Array, *, lone_first: bool | None = None) -> jax.Array:
@@ -225,28 +219,9 @@ class Upsample3D(nnx.Module):
 class _Resnets(nnx.Module):
     """A row of residual blocks, the part that down, mid and up blocks share."""
 
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        *,
-        num_layers: int,
-        num_groups: int,
-        eps: float,
-        latent_channels: int | None,
-        param_dtype: DTypeLike,
-        rngs: nnx.Rngs,
-    ):
+    def __init__(self, in_channels: int, out_channels: int, config: LayerConfig, *, num_layers: int):
         self.resnets = nnx.List(
-            ResnetBlock3D(
-                in_channels if i == 0 else out_channels,
-                out_channels,
-                num_groups=num_groups,
-                eps=eps,
-                latent_channels=latent_channels,
-                param_dtype=param_dtype,
-                rngs=rngs,
-            )
+            ResnetBlock3D(in_channels if i == 0 else out_channels, out_channels, config)
             for i in range(num_layers)
         )
 
@@ -276,28 +251,15 @@ class DownBlock3D(_Resnets):
         self,
         in_channels: int,
         out_channels: int,
+        config: LayerConfig,
         *,
         num_layers: int,
-        num_groups: int,
-        eps: float,
         add_downsample: bool,
         compress_time: bool,
-        param_dtype: DTypeLike,
-        rngs: nnx.Rngs,
     ):
-        super().__init__(
-            in_channels,
-            out_channels,
-            num_layers=num_layers,
-            num_groups=num_groups,
-            eps=eps,
-            latent_channels=None,
-            param_dtype=param_dtype,
-            rngs=rngs,
-        )
+        super().__init__(in_channels, out_channels, config, num_layers=num_layers)
         self.downsamplers = nnx.List(
-            Downsample3D(out_channels, compress_time=compress_time, param_dtype=param_dtype, rngs=rngs)
-            for _ in range(int(add_downsample))
+            Downsample3D(out_channels, config, compress_time=compress_time) for _ in range(add_downsample)
         )
 
     def __call__(self, x_NTHWC: jax.Array, cache: Cache | None = None) -> tuple[jax.Array, Cache]:
@@ -314,29 +276,15 @@ class UpBlock3D(_Resnets):
         self,
         in_channels: int,
         out_channels: int,
+        config: LayerConfig,
         *,
         num_layers: int,
-        num_groups: int,
-        eps: float,
-        latent_channels: int,
         add_upsample: bool,
         expand_time: bool,
-        param_dtype: DTypeLike,
-        rngs: nnx.Rngs,
     ):
-        super().__init__(
-            in_channels,
-            out_channels,
-            num_layers=num_layers,
-            num_groups=num_groups,
-            eps=eps,
-            latent_channels=latent_channels,
-            param_dtype=param_dtype,
-            rngs=rngs,
-        )
+        super().__init__(in_channels, out_channels, config, num_layers=num_layers)
         self.upsamplers = nnx.List(
-            Upsample3D(out_channels, expand_time=expand_time, param_dtype=param_dtype, rngs=rngs)
-            for _ in range(int(add_upsample))
+            Upsample3D(out_channels, config, expand_time=expand_time) for _ in range(add_upsample)
         )
 
     def __call__(

@@ -11,6 +11,7 @@ from cogvideox_torchax.vae.nnx.modules import (
     CausalConv3d,
     DownBlock3D,
     GroupNorm,
+    LayerConfig,
     MidBlock3D,
     SpatialNorm3D,
     UpBlock3D,
@@ -22,37 +23,24 @@ class Encoder3D(nnx.Module):
 
     def __init__(self, config: FlaxAutoencoderKLCogVideoXConfig, *, param_dtype: DTypeLike, rngs: nnx.Rngs):
         widths = config.block_out_channels
-        self.conv_in = CausalConv3d(config.in_channels, widths[0], 3, param_dtype=param_dtype, rngs=rngs)
+        layers = LayerConfig(
+            rngs, num_groups=config.norm_num_groups, eps=config.norm_eps, param_dtype=param_dtype
+        )
+        self.conv_in = CausalConv3d(config.in_channels, widths[0], 3, layers)
         self.down_blocks = nnx.List(
             DownBlock3D(
                 widths[max(i - 1, 0)],
                 width,
+                layers,
                 num_layers=config.layers_per_block,
-                num_groups=config.norm_num_groups,
-                eps=config.norm_eps,
                 add_downsample=i < len(widths) - 1,
                 compress_time=i < config.time_doublings,
-                param_dtype=param_dtype,
-                rngs=rngs,
             )
             for i, width in enumerate(widths)
         )
-        self.mid_block = MidBlock3D(
-            widths[-1],
-            widths[-1],
-            num_layers=2,
-            num_groups=config.norm_num_groups,
-            eps=config.norm_eps,
-            latent_channels=None,
-            param_dtype=param_dtype,
-            rngs=rngs,
-        )
-        self.norm_out = GroupNorm(
-            widths[-1], num_groups=config.norm_num_groups, eps=1e-6, param_dtype=param_dtype
-        )
-        self.conv_out = CausalConv3d(
-            widths[-1], 2 * config.latent_channels, 3, param_dtype=param_dtype, rngs=rngs
-        )
+        self.mid_block = MidBlock3D(widths[-1], widths[-1], layers, num_layers=2)
+        self.norm_out = GroupNorm(widths[-1], layers)
+        self.conv_out = CausalConv3d(widths[-1], 2 * config.latent_channels, 3, layers)
 
     def __call__(self, x_NTHWC: jax.Array, cache: Cache | None = None) -> tuple[jax.Array, Cache]:
         old, new = cache or {}, {}
@@ -72,36 +60,24 @@ class Decoder3D(nnx.Module):
     def __init__(self, config: FlaxAutoencoderKLCogVideoXConfig, *, param_dtype: DTypeLike, rngs: nnx.Rngs):
         widths = config.block_out_channels[::-1]
         latents = config.latent_channels
-        self.conv_in = CausalConv3d(latents, widths[0], 3, param_dtype=param_dtype, rngs=rngs)
-        self.mid_block = MidBlock3D(
-            widths[0],
-            widths[0],
-            num_layers=2,
-            num_groups=config.norm_num_groups,
-            eps=config.norm_eps,
-            latent_channels=latents,
-            param_dtype=param_dtype,
-            rngs=rngs,
+        layers = LayerConfig(
+            rngs, num_groups=config.norm_num_groups, latent_channels=latents, param_dtype=param_dtype
         )
+        self.conv_in = CausalConv3d(latents, widths[0], 3, layers)
+        self.mid_block = MidBlock3D(widths[0], widths[0], layers, num_layers=2)
         self.up_blocks = nnx.List(
             UpBlock3D(
                 widths[max(i - 1, 0)],
                 width,
+                layers,
                 num_layers=config.layers_per_block + 1,
-                num_groups=config.norm_num_groups,
-                eps=config.norm_eps,
-                latent_channels=latents,
                 add_upsample=i < len(widths) - 1,
                 expand_time=i < config.time_doublings,
-                param_dtype=param_dtype,
-                rngs=rngs,
             )
             for i, width in enumerate(widths)
         )
-        self.norm_out = SpatialNorm3D(
-            widths[-1], latents, num_groups=config.norm_num_groups, param_dtype=param_dtype, rngs=rngs
-        )
-        self.conv_out = CausalConv3d(widths[-1], config.out_channels, 3, param_dtype=param_dtype, rngs=rngs)
+        self.norm_out = SpatialNorm3D(widths[-1], latents, layers)
+        self.conv_out = CausalConv3d(widths[-1], config.out_channels, 3, layers)
 
     def __call__(
         self, z_NthwC: jax.Array, cache: Cache | None = None, *, lone_first: bool | None = None

@@ -21,7 +21,6 @@ from cogvideox_torchax.vae.nnx import modules, networks, weights
 from tests import reference
 
 LATENTS = 16
-EPS = {"eps": 1e-6, "param_dtype": jnp.float32}
 
 
 @dataclass(frozen=True)
@@ -110,47 +109,43 @@ def _resnet(s: Sizes, latents: int | None) -> torch.nn.Module:
     )
 
 
-def _our_resnet(s: Sizes, latents: int | None, rngs: nnx.Rngs) -> nnx.Module:
-    return modules.ResnetBlock3D(
-        s.narrow, s.wide, num_groups=s.groups, latent_channels=latents, rngs=rngs, **EPS
-    )
+def _config(s: Sizes, rngs: nnx.Rngs, latents: int | None = None) -> modules.LayerConfig:
+    return modules.LayerConfig(rngs, s.groups, latent_channels=latents)
 
-
-F32 = {"param_dtype": jnp.float32}
 
 LAYERS: dict[str, Layer] = {
     "conv_in": Layer(
         1e-6,
         lambda s: stock.CogVideoXCausalConv3d(3, s.narrow, 3, pad_mode="first"),
-        lambda s, r: modules.CausalConv3d(3, s.narrow, 3, rngs=r, **F32),
+        lambda s, r: modules.CausalConv3d(3, s.narrow, 3, _config(s, r)),
         lambda s: 3,
         "x, cache",
     ),
     "causal convolution": Layer(
         1e-6,
         lambda s: stock.CogVideoXCausalConv3d(s.narrow, s.wide, 3, pad_mode="first"),
-        lambda s, r: modules.CausalConv3d(s.narrow, s.wide, 3, rngs=r, **F32),
+        lambda s, r: modules.CausalConv3d(s.narrow, s.wide, 3, _config(s, r)),
         lambda s: s.narrow,
         "x, cache",
     ),
     "1x1x1 convolution": Layer(
         1e-6,
         lambda s: stock.CogVideoXSafeConv3d(s.narrow, s.wide, 1),
-        lambda s, r: modules.Conv3d(s.narrow, s.wide, rngs=r, **F32),
+        lambda s, r: modules.Conv3d(s.narrow, s.wide, _config(s, r)),
         lambda s: s.narrow,
         "x",
     ),
     "group norm": Layer(
         1e-6,
         lambda s: torch.nn.GroupNorm(s.groups, s.narrow, eps=1e-6),
-        lambda s, r: modules.GroupNorm(s.narrow, num_groups=s.groups, **EPS),
+        lambda s, r: modules.GroupNorm(s.narrow, _config(s, r)),
         lambda s: s.narrow,
         "x",
     ),
     "spatial norm": Layer(
         1e-6,
         lambda s: stock.CogVideoXSpatialNorm3D(s.narrow, LATENTS, groups=s.groups),
-        lambda s, r: modules.SpatialNorm3D(s.narrow, LATENTS, num_groups=s.groups, rngs=r, **F32),
+        lambda s, r: modules.SpatialNorm3D(s.narrow, LATENTS, _config(s, r)),
         lambda s: s.narrow,
         "x, zq",
         scale=(4, 4),
@@ -158,21 +153,21 @@ LAYERS: dict[str, Layer] = {
     "resnet block": Layer(
         1e-5,
         lambda s: _resnet(s, None),
-        lambda s, r: _our_resnet(s, None, r),
+        lambda s, r: modules.ResnetBlock3D(s.narrow, s.wide, _config(s, r)),
         lambda s: s.narrow,
         "x, cache",
     ),
     "resnet block, spatial norms": Layer(
         1e-5,
         lambda s: _resnet(s, LATENTS),
-        lambda s, r: _our_resnet(s, LATENTS, r),
+        lambda s, r: modules.ResnetBlock3D(s.narrow, s.wide, _config(s, r, LATENTS)),
         lambda s: s.narrow,
         "x, zq, cache",
     ),
     "downsampler": Layer(
         1e-6,
         lambda s: CogVideoXDownsample3D(s.narrow, s.narrow, compress_time=True),
-        lambda s, r: modules.Downsample3D(s.narrow, compress_time=True, rngs=r, **F32),
+        lambda s, r: modules.Downsample3D(s.narrow, _config(s, r), compress_time=True),
         lambda s: s.narrow,
         "x",
         frames=(9, 8),
@@ -180,7 +175,7 @@ LAYERS: dict[str, Layer] = {
     "upsampler": Layer(
         1e-6,
         lambda s: CogVideoXUpsample3D(s.narrow, s.narrow, compress_time=True),
-        lambda s, r: modules.Upsample3D(s.narrow, expand_time=True, rngs=r, **F32),
+        lambda s, r: modules.Upsample3D(s.narrow, _config(s, r), expand_time=True),
         lambda s: s.narrow,
         "x",
     ),
@@ -190,12 +185,10 @@ LAYERS: dict[str, Layer] = {
         lambda s, r: modules.DownBlock3D(
             s.narrow,
             s.wide,
+            _config(s, r),
             num_layers=s.layers,
-            num_groups=s.groups,
             add_downsample=True,
             compress_time=True,
-            rngs=r,
-            **EPS,
         ),
         lambda s: s.narrow,
         "x, cache",
@@ -204,9 +197,7 @@ LAYERS: dict[str, Layer] = {
     "mid block": Layer(
         1e-5,
         _mid_block,
-        lambda s, r: modules.MidBlock3D(
-            s.wide, s.wide, num_layers=2, num_groups=s.groups, latent_channels=LATENTS, rngs=r, **EPS
-        ),
+        lambda s, r: modules.MidBlock3D(s.wide, s.wide, _config(s, r, LATENTS), num_layers=2),
         lambda s: s.wide,
         "x, zq, cache",
     ),
@@ -216,13 +207,10 @@ LAYERS: dict[str, Layer] = {
         lambda s, r: modules.UpBlock3D(
             s.wide,
             s.narrow,
+            _config(s, r, LATENTS),
             num_layers=s.layers + 1,
-            num_groups=s.groups,
-            latent_channels=LATENTS,
             add_upsample=True,
             expand_time=True,
-            rngs=r,
-            **EPS,
         ),
         lambda s: s.wide,
         "x, zq, cache",
@@ -231,7 +219,7 @@ LAYERS: dict[str, Layer] = {
     "encoder": Layer(
         1e-5,
         lambda s: stock.CogVideoXEncoder3D(out_channels=LATENTS, **s.stock_network),
-        lambda s, r: networks.Encoder3D(s.config, rngs=r, **F32),
+        lambda s, r: networks.Encoder3D(s.config, param_dtype=jnp.float32, rngs=r),
         lambda s: 3,
         "x, cache",
         frames=(9, 8),
@@ -239,7 +227,7 @@ LAYERS: dict[str, Layer] = {
     "decoder": Layer(
         1e-5,
         lambda s: stock.CogVideoXDecoder3D(in_channels=LATENTS, **s.stock_network),
-        lambda s, r: networks.Decoder3D(s.config, rngs=r, **F32),
+        lambda s, r: networks.Decoder3D(s.config, param_dtype=jnp.float32, rngs=r),
         lambda s: LATENTS,
         "x, cache",
     ),

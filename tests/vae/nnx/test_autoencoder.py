@@ -137,7 +137,7 @@ def test_a_key_samples_and_repeats():
 
 
 def test_time_compression_keeps_every_pixel_in_its_place():
-    module = modules.Downsample3D(4, compress_time=True, param_dtype=jnp.float32, rngs=nnx.Rngs(0))
+    module = modules.Downsample3D(4, modules.LayerConfig(nnx.Rngs(0)), compress_time=True)
     still = jnp.repeat(jax.random.normal(jax.random.key(0), (1, 1, 4, 6, 4)), 4, axis=1)
     one = module(still[:, :1])
     np.testing.assert_allclose(module(still), jnp.repeat(one, 2, axis=1), atol=1e-6)
@@ -163,7 +163,7 @@ def test_the_log_variance_is_clamped():
 
 def test_statistics_are_float32_in_bfloat16():
     x = jax.random.normal(jax.random.key(0), (1, 2, 32, 32, 16), jnp.bfloat16) + jnp.bfloat16(8)
-    norm = modules.GroupNorm(16, num_groups=4, eps=1e-6, param_dtype=jnp.bfloat16)
+    norm = modules.GroupNorm(16, modules.LayerConfig(nnx.Rngs(0), 4, param_dtype=jnp.bfloat16))
     exact = norm(x.astype(jnp.float32))
     # Half a bfloat16 unit in the last place of the result: nothing on the way may be rounded.
     assert norm(x).dtype == jnp.bfloat16
