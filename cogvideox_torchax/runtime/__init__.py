@@ -30,6 +30,12 @@ from cogvideox_torchax.runtime.compile_cache import (
     configure_compile_cache,
     default_compile_cache,
 )
+from cogvideox_torchax.runtime.gradients import (
+    differentiable,
+    differentiated,
+    rematerialized,
+    wants_gradient,
+)
 from cogvideox_torchax.runtime.programs import (
     ChunkProgram,
     JaxRun,
@@ -54,6 +60,8 @@ __all__ = [
     "configure_compile_cache",
     "default_compile_cache",
     "device_and_dtype",
+    "differentiable",
+    "differentiated",
     "dtype_name",
     "enable",
     "fetch_async",
@@ -68,12 +76,14 @@ __all__ = [
     "plain_tensor",
     "programs_of",
     "put_weights",
+    "rematerialized",
     "take_frames",
     "tensor_of",
     "to_jax",
     "to_torch",
     "torch_view",
     "wait",
+    "wants_gradient",
     "weights_of",
     "without_torchax",
 ]

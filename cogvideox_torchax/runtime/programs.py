@@ -4,7 +4,7 @@ import functools
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -83,6 +83,8 @@ class ChunkProgram:
         self.compilations = 0
         self._first = jax.jit(lambda weights, chunk: self._trace(weights, chunk, None))
         self._later = jax.jit(self._trace, donate_argnums=2)
+        # Nothing is donated: a backward pass reads a cache again.
+        self._differentiable = jax.jit(self._trace_for_gradients)
 
     def _trace(self, weights: dict[str, Any], chunk: Any, cache: Any) -> Any:
         import jax
@@ -92,6 +94,10 @@ class ChunkProgram:
         cache = jax.tree.map(lambda stored: stored.transpose(2, 4, 3, 0, 1), cache)
         result, cache = self._apply(weights, chunk, cache)
         return result, jax.tree.map(lambda cache_NCTHW: cache_NCTHW.transpose(3, 4, 0, 2, 1), cache)
+
+    def _trace_for_gradients(self, weights: dict[str, Any], chunk: Any, cache: Any) -> Any:
+        with torch.enable_grad():  # where it is off, modules leave gradient checkpointing out
+            return self._trace(weights, chunk, cache)
 
     def _apply(self, weights: dict[str, Any], chunk: Any, cache: Any) -> Any:
         with TRACING:
@@ -115,7 +121,11 @@ class ChunkProgram:
 
     def put(self, chunk: torch.Tensor) -> Any:
         """A chunk, where the program takes it."""
-        return array_of(to_jax(chunk))
+        return self.put_array(array_of(to_jax(chunk)))
+
+    def put_array(self, chunk: Any) -> Any:
+        """As `put`, of an array on JAX, which may be traced."""
+        return chunk
 
     def structs(self, chunk: tuple[int, ...], dtype: Any) -> tuple[Any, Any]:
         """What stands for the weights and a chunk (N, C, T, H, W) when nothing but compiling is wanted."""
@@ -136,6 +146,25 @@ class ChunkProgram:
 
     def run(self, weights: Any, chunk: Any, cache: Any) -> tuple[Any, Any]:
         return self._first(weights, chunk) if cache is None else self._later(weights, chunk, cache)
+
+    def run_video(self, weights: Any, video: Any, lengths: Sequence[int]) -> Any:
+        """All chunks of a video, a JAX array (N, C, T, H, W), for `jax.vjp`: a later frame's gradient goes
+        through the caches to earlier ones.
+
+        Args:
+            weights: where the program takes them.
+            video: frames or latents.
+            lengths: of the chunks, in frames.
+        """
+        import jax.numpy as jnp
+
+        results, cache, start = [], None, 0
+        for length in lengths:
+            chunk = self.put_array(video[:, :, start : start + length])
+            result, cache = self._differentiable(weights, chunk, cache)
+            results.append(result)
+            start += length
+        return jnp.concatenate(results, axis=2)
 
 
 class ModuleProgram:

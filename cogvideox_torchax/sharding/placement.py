@@ -21,6 +21,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from cogvideox_torchax.sharding.mesh import AXES
+from cogvideox_torchax.upstream import is_traced
 from jax_kernels.common.columns import Split, by_shards, real_columns, split_columns
 from jax_kernels.common.layout import kept_columns_last
 
@@ -196,6 +197,8 @@ class Placement:
 
 def spread(array: Any, sharding: NamedSharding) -> jax.Array:
     """An array under a sharding; over several processes each places what lies on its own devices."""
+    if is_traced(array):
+        return jax.device_put(array, sharding)
     if isinstance(array, jax.Array) and array.sharding == sharding:
         return array
     if sharding.is_fully_addressable or (isinstance(array, jax.Array) and not array.is_fully_addressable):

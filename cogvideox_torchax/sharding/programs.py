@@ -65,7 +65,10 @@ class ShardedProgram(runtime.ChunkProgram):
 
     def put(self, chunk: torch.Tensor) -> PaddedChunk:
         on_jax = runtime.on_jax(chunk)
-        return self.placement.put(runtime.array_of(chunk) if on_jax else runtime.host_array(chunk))
+        return self.put_array(runtime.array_of(chunk) if on_jax else runtime.host_array(chunk))
+
+    def put_array(self, chunk: Any) -> PaddedChunk:
+        return self.placement.put(chunk)
 
     def structs(self, chunk: tuple[int, ...], dtype: Any) -> tuple[Any, Any]:
         weights, _ = super().structs(chunk, dtype)

@@ -16,6 +16,7 @@ from diffusers.models.autoencoders.autoencoder_kl_cogvideox import (
     AutoencoderKLCogVideoX as DiffusersAutoencoder,
 )
 from diffusers.models.autoencoders.vae import DecoderOutput, DiagonalGaussianDistribution
+from diffusers.models.modeling_outputs import AutoencoderKLOutput
 from torch import nn
 
 from cogvideox_torchax import runtime
@@ -44,22 +45,18 @@ TORCH_ARRAYS = tiling.ArrayLibrary(
 )
 
 
-NO_GRADIENT = (
-    "gradients do not pass through the port on JAX: run under torch.no_grad(), or train the model in PyTorch "
-    "(vae.to('cpu'))"
-)
+class DifferentiablePosterior(DiagonalGaussianDistribution):
+    """diffusers' posterior with its gradients on JAX, where those of torch's own split and clamp are lost."""
+
+    def __init__(self, parameters: torch.Tensor):
+        self.parameters, self.deterministic = parameters, False
+        self.mean = runtime.differentiated(lambda moments: moments[:, : moments.shape[1] // 2], parameters)
+        self.logvar = runtime.differentiated(_clamped_logvar, parameters)
+        self.std, self.var = torch.exp(0.5 * self.logvar), torch.exp(self.logvar)
 
 
-class _NoGradient(torch.autograd.Function):
-    """A result as it is, whose gradient is an error that says why there is none."""
-
-    @staticmethod
-    def forward(ctx: Any, result: torch.Tensor, _weight: torch.Tensor) -> torch.Tensor:
-        return runtime.tensor_of(runtime.array_of(result))
-
-    @staticmethod
-    def backward(ctx: Any, *_gradients: torch.Tensor) -> Any:
-        raise RuntimeError(NO_GRADIENT)
+def _clamped_logvar(moments: Any) -> Any:
+    return moments[:, moments.shape[1] // 2 :].clip(-30.0, 20.0)
 
 
 class AutoencoderKLCogVideoX(PortedModel, DiffusersAutoencoder):
@@ -139,12 +136,14 @@ class AutoencoderKLCogVideoX(PortedModel, DiffusersAutoencoder):
     @functools.wraps(DiffusersAutoencoder.encode)
     def encode(self, x: torch.Tensor, return_dict: bool = True) -> Any:
         with self._running(x):
-            return super().encode(x, return_dict)
+            (posterior,) = super().encode(x, return_dict=False)
+            if runtime.on_jax(x) and posterior.parameters.requires_grad:
+                posterior = DifferentiablePosterior(posterior.parameters)
+        return AutoencoderKLOutput(latent_dist=posterior) if return_dict else (posterior,)
 
     def _encode(self, x: torch.Tensor) -> torch.Tensor:
         self._check_video(x)
-        moments = self._run_chunks("encode", frames_of_chunks(self, "encode", x), x.shape[3:])
-        return self._without_gradient(runtime.concatenate(list(moments), 2))
+        return self._whole("encode", x)
 
     def encode_stream(
         self,
@@ -236,9 +235,7 @@ class AutoencoderKLCogVideoX(PortedModel, DiffusersAutoencoder):
 
     def _decode(self, z: torch.Tensor, return_dict: bool = True) -> DecoderOutput | tuple[torch.Tensor]:
         self._check_latents(z)
-        pieces = frames_of_chunks(self, "decode", z)
-        parts = list(self._run_chunks("decode", pieces, z.shape[3:]))
-        frames = self._without_gradient(runtime.concatenate(parts, 2))
+        frames = self._whole("decode", z)
         return DecoderOutput(sample=frames) if return_dict else (frames,)
 
     def decode_stream(
@@ -273,17 +270,20 @@ class AutoencoderKLCogVideoX(PortedModel, DiffusersAutoencoder):
     def tiled_encode(self, x: torch.Tensor) -> torch.Tensor:
         """As diffusers' `tiled_encode`, of the right size for any tile size; tiles even where one would
         do."""
-        return self._without_gradient(self._tiled("encode", x))
+        return self._tiled("encode", x)
 
     def tiled_decode(self, z: torch.Tensor, return_dict: bool = True) -> DecoderOutput | tuple[torch.Tensor]:
         """As diffusers' `tiled_decode`, of the right size for any tile size; tiles even where one would
         do."""
-        frames = self._without_gradient(self._tiled("decode", z))
+        frames = self._tiled("decode", z)
         return DecoderOutput(sample=frames) if return_dict else (frames,)
 
     def _tiled(self, kind: str, x: torch.Tensor) -> torch.Tensor:
-        plan = self._tiles.plan(kind, x.shape[3:], self.spatial_scale)
-        return runtime.concatenate(list(self._run_tiles(kind, frames_of_chunks(self, kind, x), plan)), 2)
+        def run() -> torch.Tensor:
+            plan = self._tiles.plan(kind, x.shape[3:], self.spatial_scale)
+            return runtime.concatenate(list(self._run_tiles(kind, frames_of_chunks(self, kind, x), plan)), 2)
+
+        return self._recorded(kind, x, run, in_tiles=True)
 
     @property
     def spatial_scale(self) -> int:
@@ -326,17 +326,42 @@ class AutoencoderKLCogVideoX(PortedModel, DiffusersAutoencoder):
         if not runtime.on_jax(x):
             yield
             return
-        if torch.is_grad_enabled() and x.requires_grad:
-            raise ValueError(NO_GRADIENT)
         with runtime.active():
             yield
 
-    def _without_gradient(self, result: torch.Tensor) -> torch.Tensor:
-        """A result computed on JAX: one from which nothing can be traced back, and that says so if asked."""
-        if not torch.is_grad_enabled() or not runtime.on_jax(result):
-            return result
-        trainable = next((weight for weight in self.parameters() if weight.requires_grad), None)
-        return result if trainable is None else _NoGradient.apply(result, trainable)  # pyright: ignore
+    def _whole(self, kind: str, x: torch.Tensor) -> torch.Tensor:
+        """All chunks of a video, or of latents, joined."""
+
+        def run() -> torch.Tensor:
+            pieces = frames_of_chunks(self, kind, x)
+            return runtime.concatenate(list(self._run_chunks(kind, pieces, x.shape[3:])), 2)
+
+        in_tiles = self.use_tiling and self._tiles.cuts(kind, x.shape[3:], self.spatial_scale)
+        return self._recorded(kind, x, run, in_tiles=in_tiles)
+
+    def _recorded(
+        self, kind: str, x: torch.Tensor, run: Callable[[], torch.Tensor], *, in_tiles: bool
+    ) -> torch.Tensor:
+        """What `run` gives, for a backward pass where torch records one on JAX. In training mode the forward
+        pass keeps what that needs; else the input alone, as most who decode without `torch.no_grad()` never
+        ask for gradients."""
+        network = chunk_network(self, kind)
+        if not runtime.wants_gradient(network, x):
+            return run()
+        program = self._program(kind, network)
+        lengths = [chunk.length for chunk in chunks.plan(x.shape[2], frames_a_chunk(self, kind))]
+        whole = functools.partial(program.run_video, lengths=lengths)
+        return runtime.differentiable(
+            _refuse_gradients if in_tiles else whole,
+            network,
+            program.weights(network),
+            x,
+            run=None if self.training and not in_tiles else run,
+        )
+
+    @functools.wraps(DiffusersAutoencoder.enable_gradient_checkpointing)
+    def enable_gradient_checkpointing(self, gradient_checkpointing_func: Any = None) -> None:
+        super().enable_gradient_checkpointing(gradient_checkpointing_func or runtime.rematerialized)
 
     def _run_tiles(
         self, kind: str, pieces: Iterable[torch.Tensor], plan: tiling.TilePlan
@@ -505,6 +530,10 @@ def _overlapped(results: Iterator[torch.Tensor], fetch: Fetch) -> Iterator[torch
         if result is None:
             return
         previous = result
+
+
+def _refuse_gradients(*_: Any) -> Any:
+    raise ValueError("gradients do not pass through tiles on JAX: call disable_tiling() before")
 
 
 def _posteriors(moments: Iterator[torch.Tensor]) -> Iterator[DiagonalGaussianDistribution]:

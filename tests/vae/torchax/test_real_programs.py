@@ -1,4 +1,4 @@
-"""What programs around a ported VAE do: threads, replaced parts, hooks, copies, pickles, gradients."""
+"""What programs around a ported VAE do: threads, replaced parts, hooks, copies, pickles."""
 
 import copy
 import gc
@@ -263,20 +263,6 @@ def test_a_subclass_is_ported_with_what_it_adds(stock):
     assert relative_error(decoded(vae, z), want * 2) < FLOAT32_RELATIVE
     assert relative_error(torch.cat(list(vae.decode_stream(z)), dim=2), want) < FLOAT32_RELATIVE
     assert type(port(vae)) is type(vae)
-
-
-def test_gradients_are_refused_in_words(vae):
-    z = runtime.to_jax(latents())
-    with torch.enable_grad():
-        wanting = runtime.to_jax(latents()).requires_grad_()
-        with pytest.raises(ValueError, match="gradients do not pass"):
-            vae.decode(wanting)
-        frames = vae.decode(z).sample
-        assert frames.requires_grad, "silently without gradients"
-        with pytest.raises(RuntimeError, match="gradients do not pass"):
-            frames.sum().backward()
-        vae.requires_grad_(False)
-        assert not vae.decode(z).sample.requires_grad
 
 
 def test_an_abandoned_stream_frees_its_memory(vae):

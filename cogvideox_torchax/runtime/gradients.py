@@ -1,0 +1,91 @@
+"""Gradients of compiled programs for a torch training loop: `loss.backward()` over `jax.vjp`."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from cogvideox_torchax.runtime.bridge import array_of, import_torchax, on_jax, tensor_of
+
+Function = Callable[..., Any]
+
+
+class _Differentiated(torch.autograd.Function):
+    """A JAX function's result, whose gradients are those of `jax.vjp`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, function: Function, run: Callable[[], torch.Tensor] | None, *tensors: torch.Tensor
+    ) -> torch.Tensor:
+        import jax
+
+        arrays = tuple(map(array_of, tensors))
+        if run is None:
+            result, ctx.pull_back = jax.vjp(function, *arrays)
+            return tensor_of(result)
+        ctx.pull_back = lambda gradient: jax.vjp(function, *arrays)[1](gradient)
+        return run()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        (gradient,) = map(array_of, gradients)
+        return None, None, *map(tensor_of, ctx.pull_back(gradient))
+
+
+def differentiated(function: Function, *tensors: torch.Tensor) -> torch.Tensor:
+    """A JAX function of torchax tensors, each of which gets its gradient where it asks for one."""
+    return _Differentiated.apply(function, None, *tensors)  # pyright: ignore[reportReturnType]
+
+
+def differentiable(
+    function: Callable[[dict[str, Any], Any], Any],
+    network: nn.Module,
+    weights: dict[str, Any],
+    x: torch.Tensor,
+    *,
+    run: Callable[[], torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """A JAX function of weights and of an input, with torch's gradients for those that ask for one.
+
+    Args:
+        function: of arrays, the weights by name and the input, to an array.
+        network: whose parameters the weights are.
+        weights: as arrays, by name, where the function takes them; of them those whose parameter has
+            `requires_grad` get a gradient.
+        x: a torchax tensor; it gets a gradient where it has `requires_grad`.
+        run: the same result at the cost of no gradients; `backward` then runs the function first. None for
+            keeping what `backward` needs.
+    """
+    trained = {name: weight for name, weight in network.named_parameters() if weight.requires_grad}
+    leaves = ([x] if x.requires_grad else []) + list(trained.values())
+    given = array_of(x)
+
+    def of_leaves(*values: Any) -> Any:
+        (*inputs,) = values[: len(leaves) - len(trained)]
+        changed = dict(zip(trained, values[len(inputs) :], strict=True))
+        return function(weights | changed, *(inputs or [given]))
+
+    return _Differentiated.apply(of_leaves, run, *leaves)  # pyright: ignore[reportReturnType]
+
+
+def wants_gradient(network: nn.Module, x: torch.Tensor) -> bool:
+    """Whether torch, as this thread has it set, records what becomes of an input on JAX or of the weights."""
+    if not torch.is_grad_enabled() or not on_jax(x):
+        return False
+    return x.requires_grad or any(weight.requires_grad for weight in network.parameters())
+
+
+def rematerialized(module: nn.Module, *inputs: Any) -> Any:
+    """Calls a module whose activations are computed anew for the backward pass instead of being kept; on
+    JAX or in PyTorch. As diffusers' `enable_gradient_checkpointing` takes it."""
+    tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
+    if not any(map(on_jax, tensors)):
+        return torch.utils.checkpoint.checkpoint(module, *inputs, use_reentrant=False)
+    import jax
+
+    interop = import_torchax().interop
+    call = jax.checkpoint(interop.jax_view(module.__call__))
+    return interop.torch_view(call(*interop.jax_view(inputs)))

@@ -1,0 +1,128 @@
+"""Gradients through the port: those of stock diffusers in PyTorch, for weights and inputs."""
+
+import copy
+
+import jax
+import pytest
+import torch
+
+from cogvideox_torchax import runtime
+from cogvideox_torchax.vae.tolerances import relative_error
+from tests import reference
+from tests.conftest import port_to_eight
+
+RELATIVE = 1e-4
+"""Of a gradient in float32, to the largest of its own."""
+
+
+def decoded(vae, z):
+    return vae.decode(z).sample
+
+
+def encoded(vae, x):
+    posterior = vae.encode(x).latent_dist
+    return posterior.mean + posterior.std
+
+
+CASES = {
+    # What runs, its input, from which frame on the loss looks, whether blocks are computed anew, the devices.
+    "decode two chunks, a loss on the second, blocks anew": (decoded, reference.latents(4), 8, True, 1),
+    "encode two chunks, a loss on the second": (encoded, reference.video(17), 3, False, 1),
+    "encode over eight devices, blocks anew": (encoded, reference.video(1), 0, True, 8),
+}
+
+
+def backward(vae, run, x, first_frame):
+    """The gradient of the input, by a loss that weighs each value of the result from a frame on."""
+    x = x.clone() if vae.device.type == "cpu" else runtime.to_jax(x)
+    leaf = x.requires_grad_()
+    with torch.enable_grad():
+        result = run(vae, leaf)
+        weight = torch.randn(result.shape, generator=torch.Generator().manual_seed(1))
+        weight[:, :, :first_frame] = 0.0
+        (result * (runtime.to_jax(weight) if runtime.on_jax(result) else weight)).sum().backward()
+    return leaf.grad
+
+
+@pytest.mark.parametrize(("run", "x", "first_frame", "anew", "devices"), CASES.values(), ids=CASES)
+def test_gradients_equal_pytorchs(run, x, first_frame, anew, devices):
+    stock = reference.small_vae()
+    vae = copy.deepcopy(stock)
+    vae = reference.on_jax(vae if devices == 1 else port_to_eight(vae)).train()
+    if anew:
+        vae.enable_gradient_checkpointing()
+    want = runtime.without_torchax(backward, stock, run, x, first_frame)
+    got = backward(vae, run, x, first_frame)
+    assert want[:, :, 0].abs().max() > 0, "the loss reaches the first frame"
+    assert relative_error(runtime.to_torch(got), want) < RELATIVE
+    wanted = {name: weight.grad for name, weight in stock.named_parameters() if weight.grad is not None}
+    found = {name: weight.grad for name, weight in vae.named_parameters() if weight.grad is not None}
+    assert found.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        assert relative_error(runtime.to_torch(found[name]), gradient) < RELATIVE, name
+
+
+def test_a_torch_optimizer_trains_it_without_compiling_again():
+    stock = reference.small_vae()
+    vae = reference.on_jax(copy.deepcopy(stock)).train()
+    x = reference.video(1)
+
+    def losses(vae, x):
+        optimizer = torch.optim.AdamW(vae.encoder.parameters(), lr=1e-3)
+        values = []
+        for _ in range(3):
+            optimizer.zero_grad()
+            with torch.enable_grad():
+                loss = vae.encode(x).latent_dist.kl().mean()
+                loss.backward()
+            torch.nn.utils.clip_grad_norm_(vae.encoder.parameters(), 1.0)
+            optimizer.step()
+            values.append(float(runtime.to_torch(loss.detach())))
+        return values
+
+    want = runtime.without_torchax(losses, stock, x)
+    got = losses(vae, runtime.to_jax(x))
+    assert want[0] > want[1] > want[2]
+    assert got == pytest.approx(want, rel=1e-4)
+    assert vae.program("encode").compilations == 1
+
+
+def test_frozen_weights_get_none_and_where_nothing_is_trained_nothing_is_recorded(jax_vae):
+    vae = copy.deepcopy(jax_vae).requires_grad_(False)
+    x = runtime.to_jax(reference.video(1))
+    with torch.enable_grad():
+        assert not vae.encode(x).latent_dist.mean.requires_grad
+        vae.encoder.conv_out.requires_grad_(True)
+        vae.encode(x).latent_dist.mean.square().sum().backward()
+    trained = [name for name, weight in vae.named_parameters() if weight.grad is not None]
+    assert trained == ["encoder.conv_out.conv.weight", "encoder.conv_out.conv.bias"]
+
+
+def test_only_training_keeps_activations_and_fewer_where_blocks_are_computed_anew(jax_vae):
+    vae = copy.deepcopy(jax_vae)
+    x = runtime.to_jax(reference.video(1))
+
+    def kept():
+        vae.encode(x)  # what the first call makes stays
+        before = sum(array.nbytes for array in jax.live_arrays())
+        posterior = vae.encode(x).latent_dist
+        results = (posterior.parameters, posterior.mean, posterior.logvar, posterior.std, posterior.var)
+        after = sum(array.nbytes for array in jax.live_arrays())
+        return after - before - sum(runtime.array_of(result).nbytes for result in results)
+
+    with torch.enable_grad():
+        in_evaluation = kept()
+        vae.train()
+        whole = kept()
+        vae.enable_gradient_checkpointing()
+        anew = kept()
+    assert in_evaluation < 1e4 < anew < 0.5 * whole
+
+
+def test_tiles_decode_and_refuse_gradients_in_words(jax_vae):
+    vae = copy.deepcopy(jax_vae)
+    z = runtime.to_jax(reference.latents(1, height=4, width=6))
+    with torch.enable_grad():
+        frames = vae.tiled_decode(z).sample
+        with pytest.raises(ValueError, match=r"disable_tiling\(\)"):
+            frames.sum().backward()
