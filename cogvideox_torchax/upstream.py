@@ -76,6 +76,37 @@ def around_from_pretrained(around: Callable[..., Any]) -> None:
         kind.from_pretrained = classmethod(from_pretrained)  # pyright: ignore[reportAttributeAccessIssue]
 
 
+@functools.cache
+def around_from_pipe(around: Callable[..., Any]) -> None:
+    """Has diffusers' `from_pipe` called as `around(make, cls, pipeline, ...)`; once for each `around`.
+
+    Needs it to be a class method of `DiffusionPipeline` alone.
+    """
+    from diffusers.pipelines.pipeline_utils import DiffusionPipeline
+
+    make = _part("diffusers", DiffusionPipeline, "from_pipe").__func__
+
+    @functools.wraps(make)
+    def from_pipe(cls: type, pipeline: Any, **kwargs: Any) -> Any:
+        return around(make, cls, pipeline, **kwargs)
+
+    DiffusionPipeline.from_pipe = classmethod(from_pipe)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def parts_for(pipeline_class: Any, pipeline: Any) -> dict[str, Any]:
+    """The parts of a pipeline that are of a kind that another pipeline's class takes by that name.
+
+    Needs the class to tell its parts' types. `from_pipe` itself passes on none of a class that is not the very
+    one, unless it gets it by name.
+    """
+    kinds = _part("diffusers", pipeline_class, "_get_signature_types")()
+    return {
+        name: part
+        for name, part in pipeline.components.items()
+        if isinstance(part, tuple(kind for kind in kinds.get(name, ()) if isinstance(kind, type)))
+    }
+
+
 def rotary_tables(pipeline_class: Any, move: Callable[[Any], Any]) -> dict[str, Any]:
     """The method that has a pipeline's rotary tables computed on the host and then moved, by its name.
 

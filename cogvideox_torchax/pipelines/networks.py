@@ -23,9 +23,10 @@ from transformers.models.t5.modeling_t5 import T5EncoderModel as TransformersT5E
 from transformers.models.t5.modeling_t5 import T5LayerFF, T5LayerSelfAttention
 
 from cogvideox_torchax import runtime
+from cogvideox_torchax.files.models import saved_from_host
 from cogvideox_torchax.pipelines.layers import AttnProcessor, LayerNorm, Linear, PatchEmbed
 from cogvideox_torchax.runtime import on_jax
-from cogvideox_torchax.runtime.models import PortedModel
+from cogvideox_torchax.runtime.models import PortedModel, save_as_stock
 from cogvideox_torchax.vae.torchax.modules import SiLU
 
 
@@ -114,14 +115,16 @@ class Compiled(PortedModel):
         from cogvideox_torchax.sharding import check_mesh, sequences
 
         sequences.check_weights(self, check_mesh(mesh))
-        self._mesh = mesh
-        runtime.forget_programs(self)
+        if mesh != self._mesh:
+            self._mesh = mesh
+            runtime.forget_programs(self)
 
 
 class CogVideoXTransformer3DModel(Compiled, DiffusersTransformer):
     """CogVideoX's transformer on torchax, by diffusers' own names: a denoising step is one program."""
 
     network_class = TransformerStep
+    save_pretrained = saved_from_host(DiffusersTransformer.save_pretrained)
 
     def options(self, attention_kwargs: dict[str, Any] | None = None) -> Hashable:
         return tuple(sorted((attention_kwargs or {}).items()))
@@ -167,6 +170,7 @@ class T5EncoderModel(Compiled, TransformersT5Encoder):
     """The T5 encoder on torchax, by transformers' own names: a prompt's encoding is one program."""
 
     network_class = TextEncoding
+    save_pretrained = saved_from_host(TransformersT5Encoder.save_pretrained)
 
     def forward(
         self,
@@ -252,5 +256,6 @@ def port_network(network: nn.Module) -> None:
         processor = getattr(module, "processor", None)
         if type(processor) is CogVideoXAttnProcessor2_0:
             processor.__class__ = AttnProcessor
+    save_as_stock(network)
     if isinstance(network, TransformersT5Encoder):
         network.tie_weights()  # moving it by hand has untied them

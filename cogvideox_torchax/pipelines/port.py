@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 from cogvideox_torchax import runtime, upstream
 from cogvideox_torchax.pipelines import networks
 from cogvideox_torchax.pipelines.scheduler import disarm, port_scheduler
+from cogvideox_torchax.runtime.models import PickledAsStock
 from cogvideox_torchax.sharding import check_mesh
 from cogvideox_torchax.vae.torchax.autoencoder import port_vae
 
@@ -77,8 +79,22 @@ def _check(network: Any, mesh: Any) -> None:
         check_weights(network, mesh)
 
 
-class PortedPipeline(DiffusionPipeline):
-    """Mixed into a pipeline's class by `port_pipeline`: what its `__call__` asks for, answered for JAX."""
+def _port_again(make: Callable[..., Any], kind: type, pipeline: Any, **options: Any) -> Any:
+    """diffusers' `from_pipe`, whose result is ported where what it is made from is."""
+    made = make(kind, pipeline, **options)
+    if isinstance(pipeline, PortedPipeline) and is_pipeline(made):
+        port_pipeline(made, pipeline.vae.mesh)
+    return made
+
+
+upstream.around_from_pipe(_port_again)
+
+
+class PortedPipeline(PickledAsStock, DiffusionPipeline):
+    """Mixed into a pipeline's class by `port_pipeline`: what its `__call__` asks for, answered for JAX.
+
+    A copy runs on JAX too. What is unpickled is in PyTorch, as its models are, until it is ported again.
+    """
 
     vae: Any
     transformer: Any

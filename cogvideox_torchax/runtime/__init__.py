@@ -39,6 +39,7 @@ from cogvideox_torchax.runtime.programs import (
     forget_programs,
     programs_of,
 )
+from cogvideox_torchax.runtime.skeleton import on_host
 from cogvideox_torchax.runtime.weights import move_weights, put_weights, weights_of
 
 __all__ = [
@@ -64,6 +65,7 @@ __all__ = [
     "jax_dtype",
     "jit_torch",
     "move_weights",
+    "on_host",
     "on_jax",
     "plain_tensor",
     "programs_of",

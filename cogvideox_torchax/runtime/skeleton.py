@@ -1,11 +1,13 @@
 """A module tree of its own around a user's parameters, to be traced in its place."""
 
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
+from cogvideox_torchax.runtime.arrays import to_torch
 from cogvideox_torchax.runtime.bridge import without_torchax
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -36,12 +38,22 @@ def _copied(module: Module, done: dict[int, nn.Module]) -> Module:
 
 def weightless(module: Module) -> Module:
     """A `skeleton` whose weights have a shape and a dtype, and take no memory."""
+    return _with_weights(module, lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
+
+
+def on_host(module: Module) -> Module:
+    """A `skeleton` whose weights are plain tensors: the module as it would be in PyTorch."""
+    return _with_weights(module, to_torch)
+
+
+def _with_weights(module: Module, make: Callable[[torch.Tensor], torch.Tensor]) -> Module:
+    """A skeleton around weights of its own; what is tied stays tied."""
     bare = skeleton(module)
-    without_torchax(_drop_weights, bare)
+    without_torchax(_replace_weights, bare, make)
     return bare
 
 
-def _drop_weights(module: nn.Module) -> None:
+def _replace_weights(module: nn.Module, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
     put: dict[int, torch.Tensor] = {}
     for part in module.modules():
         held: Any
@@ -50,7 +62,7 @@ def _drop_weights(module: nn.Module) -> None:
                 if tensor is None:
                     continue
                 if id(tensor) not in put:
-                    empty = torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device="meta")
+                    made = make(tensor)
                     is_parameter = isinstance(tensor, nn.Parameter)
-                    put[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+                    put[id(tensor)] = nn.Parameter(made, tensor.requires_grad) if is_parameter else made
                 held[name] = put[id(tensor)]
