@@ -1,4 +1,4 @@
-"""One VAE under eight threads for half an hour: is every result right, does memory stay flat, is nobody stuck.
+"""One VAE under eight threads for half an hour: every result right, memory flat, nobody stuck.
 
     PYTHONPATH=. python benchmarks/soak.py --minutes 30
 

@@ -4,6 +4,7 @@ Where a release takes one away, this file changes and no other; `tests/test_upst
 are made when they are asked for.
 """
 
+import copyreg
 import functools
 import sys
 from collections.abc import Callable
@@ -45,6 +46,38 @@ def replace_array(tensor: Any, move: Callable[[Any], Any]) -> Any:
     of `torchax.interop` gives.
     """
     return _part("torchax", type(tensor), "apply_jax_")(tensor, move)
+
+
+def teach_copying(kind: Any, tensor_of: Any, to_torch: Any, without_torchax: Any) -> None:
+    """Has torchax's tensor class copied and pickled, alone or inside of any module or state dict.
+
+    A copy shares its array, which nothing writes into. A pickle holds a plain torch tensor: what is loaded is
+    in PyTorch, with torchax there or not. Needs the class to have no `__deepcopy__` or `__reduce_ex__` that
+    comes first; by themselves torchax's tensors take neither copies nor pickles.
+
+    Args:
+        kind: the class.
+        tensor_of, to_torch, without_torchax: of `runtime`.
+    """
+    from torch import nn
+
+    def deepcopy(tensor: Any, memo: dict[int, Any]) -> Any:
+        copied = tensor_of(tensor.jax())
+        if isinstance(tensor, nn.Parameter):
+            copied = nn.Parameter(copied, requires_grad=tensor.requires_grad)
+        memo[id(tensor)] = copied
+        return copied
+
+    def reduce(tensor: Any) -> Any:
+        def plain() -> Any:
+            host = to_torch(tensor)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            return (nn.Parameter(host, tensor.requires_grad) if is_parameter else host).__reduce_ex__(2)
+
+        return without_torchax(plain)
+
+    kind.__deepcopy__ = deepcopy
+    copyreg.pickle(kind, reduce)
 
 
 def is_traced(array: Any) -> bool:
@@ -96,8 +129,8 @@ def around_from_pipe(around: Callable[..., Any]) -> None:
 def parts_for(pipeline_class: Any, pipeline: Any) -> dict[str, Any]:
     """The parts of a pipeline that are of a kind that another pipeline's class takes by that name.
 
-    Needs the class to tell its parts' types. `from_pipe` itself passes on none of a class that is not the very
-    one, unless it gets it by name.
+    Needs the class to tell its parts' types. `from_pipe` itself passes on none of a subclass, unless it gets
+    it by name.
     """
     kinds = _part("diffusers", pipeline_class, "_get_signature_types")()
     return {
@@ -121,6 +154,25 @@ def rotary_tables(pipeline_class: Any, move: Callable[[Any], Any]) -> dict[str, 
         return tuple(move(table) for table in inherited(self, height, width, num_frames, "cpu"))
 
     return {name: tables}
+
+
+def saved_as(model: Any, kind: type) -> None:
+    """Has a pipeline that holds a model name the package of `kind` for it in model_index.json.
+
+    Needs diffusers to ask the object for its `__module__` (`_fetch_class_library_tuple`); the class keeps its
+    own.
+    """
+    vars(model)["__module__"] = kind.__module__
+
+
+def is_compiled(module: Any) -> bool:
+    """Whether a module is torch.compile's around another. Needs its class, and the other as `_orig_mod`."""
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    return dynamo is not None and isinstance(module, _part("torch", dynamo, "OptimizedModule"))
+
+
+COMPILED_CALL = "_compiled_call_impl"
+"""The attribute in which a module that was compiled in place, `module.compile()`, holds what it calls."""
 
 
 def is_offloaded(network: Any) -> bool:

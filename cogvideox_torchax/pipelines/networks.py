@@ -24,6 +24,7 @@ from transformers.models.t5.modeling_t5 import T5LayerFF, T5LayerSelfAttention
 
 from cogvideox_torchax import runtime
 from cogvideox_torchax.files.models import saved_from_host
+from cogvideox_torchax.pipelines import loras
 from cogvideox_torchax.pipelines.layers import AttnProcessor, LayerNorm, Linear, PatchEmbed
 from cogvideox_torchax.runtime import on_jax
 from cogvideox_torchax.runtime.models import PortedModel, save_as_stock
@@ -89,6 +90,10 @@ class Compiled(PortedModel):
         network = self.network_class(self)
         return self._program(network)(network, options, **tensors)
 
+    def port_layers(self) -> None:
+        """Gives layers that were added later, as a LoRA's are, their ported classes."""
+        port_network(self)
+
     def place(self, mesh: Any = None) -> None:
         """Puts the weights on JAX: on its default device, or split over a mesh; later calls run there.
 
@@ -125,6 +130,16 @@ class CogVideoXTransformer3DModel(Compiled, DiffusersTransformer):
 
     network_class = TransformerStep
     save_pretrained = saved_from_host(DiffusersTransformer.save_pretrained)
+    # What reads or makes weights; scaling and switching a LoRA's adapters does not.
+    fuse_qkv_projections = loras.in_pytorch(DiffusersTransformer.fuse_qkv_projections)
+    unfuse_qkv_projections = loras.in_pytorch(DiffusersTransformer.unfuse_qkv_projections)
+    load_lora_adapter = loras.in_pytorch(DiffusersTransformer.load_lora_adapter)
+    save_lora_adapter = loras.in_pytorch(DiffusersTransformer.save_lora_adapter)
+    add_adapter = loras.in_pytorch(DiffusersTransformer.add_adapter)
+    delete_adapters = loras.in_pytorch(DiffusersTransformer.delete_adapters)
+    fuse_lora = loras.in_pytorch(DiffusersTransformer.fuse_lora)
+    unfuse_lora = loras.in_pytorch(DiffusersTransformer.unfuse_lora)
+    unload_lora = loras.in_pytorch(DiffusersTransformer.unload_lora)
 
     def options(self, attention_kwargs: dict[str, Any] | None = None) -> Hashable:
         return tuple(sorted((attention_kwargs or {}).items()))

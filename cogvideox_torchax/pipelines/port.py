@@ -13,7 +13,7 @@ from diffusers.pipelines.cogvideo.pipeline_cogvideox_video2video import CogVideo
 from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
 from cogvideox_torchax import runtime, upstream
-from cogvideox_torchax.pipelines import networks
+from cogvideox_torchax.pipelines import loras, networks
 from cogvideox_torchax.pipelines.scheduler import disarm, port_scheduler
 from cogvideox_torchax.runtime.models import PickledAsStock
 from cogvideox_torchax.sharding import check_mesh
@@ -66,7 +66,7 @@ def _check(network: Any, mesh: Any) -> None:
     if not issubclass(networks.SWAPPED.get(kind, kind), networks.Compiled):
         raise ValueError(
             f"port got a pipeline with a {kind.__name__}: it takes CogVideoXTransformer3DModel and "
-            "T5EncoderModel, unquantized"
+            "T5EncoderModel, unquantized, and before torch.compile"
         )
     if upstream.is_offloaded(network):
         raise ValueError(
@@ -118,7 +118,8 @@ class PortedPipeline(PickledAsStock, DiffusionPipeline):
         """
         raise ValueError("a ported pipeline's weights stay on JAX: take the offload out; a mesh splits them")
 
-    enable_sequential_cpu_offload = enable_model_cpu_offload
+    enable_sequential_cpu_offload = enable_group_offload = enable_model_cpu_offload
+    set_lora_device = enable_model_cpu_offload
 
     def decode_latents(self, latents: torch.Tensor) -> torch.Tensor:
         """Latents (N, T, C, H, W) to frames (N, 3, T', H', W') on the host, where each chunk goes while the
@@ -155,6 +156,7 @@ def _ported_class(kind: type) -> type:
         "__call__": call,
         "check_inputs": check_inputs,
         **upstream.rotary_tables(inherited, runtime.to_jax),
+        **loras.of_pipeline(kind),
     }
     return type(kind.__name__, (PortedPipeline, kind), members)
 

@@ -40,7 +40,7 @@ from cogvideox_torchax.runtime.programs import (
     programs_of,
 )
 from cogvideox_torchax.runtime.skeleton import on_host
-from cogvideox_torchax.runtime.weights import move_weights, put_weights, weights_of
+from cogvideox_torchax.runtime.weights import move_weights, put_weights, replace_weights, weights_of
 
 __all__ = [
     "COMPILE_CACHE_VARIABLE",
@@ -70,6 +70,7 @@ __all__ = [
     "plain_tensor",
     "programs_of",
     "put_weights",
+    "replace_weights",
     "take_frames",
     "tensor_of",
     "to_jax",

@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import nn
 
+from cogvideox_torchax import upstream
 from cogvideox_torchax.runtime.bridge import without_torchax
 
 
@@ -15,26 +16,27 @@ def stock_class(model: Any) -> type:
 
 
 def save_as_stock(model: nn.Module) -> None:
-    """Has a pipeline that holds the model name its original class in model_index.json.
-
-    diffusers asks the object for its `__module__` (`_fetch_class_library_tuple`); the class keeps its own.
-    """
-    vars(model)["__module__"] = stock_class(model).__module__
+    """Has a pipeline that holds the model name its original class in model_index.json."""
+    upstream.saved_as(model, stock_class(model))
 
 
 class Copied:
     """Mixed into a class by `port`: a copy is ported as well."""
 
+    def _state(self) -> dict[str, Any]:
+        """All but what torch.compile has made of it, which would run the original."""
+        return {name: value for name, value in vars(self).items() if name != upstream.COMPILED_CALL}
+
     def __copy__(self) -> Any:
         copied = object.__new__(type(self))
-        vars(copied).update(vars(self))
+        vars(copied).update(self._state())
         return copied
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copied = object.__new__(type(self))
         memo[id(self)] = copied
         # torchax takes no copies of plain tensors, which a model may hold besides.
-        vars(copied).update(without_torchax(copy.deepcopy, vars(self), memo))
+        vars(copied).update(without_torchax(copy.deepcopy, self._state(), memo))
         return copied
 
 
@@ -42,7 +44,7 @@ class PickledAsStock(Copied):
     """Mixed into the class of what is no module: its pickle is one of the class that it had before."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return dict(vars(self))
+        return self._state()
 
     def __reduce_ex__(self, _protocol: Any) -> Any:
         stock = type(self).__bases__[-1]  # the class itself was made by `port`, and is found nowhere
@@ -73,4 +75,4 @@ class PortedModel(Copied, nn.Module):
         return super().__deepcopy__(memo)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_mesh"}
+        return {name: value for name, value in self._state().items() if name != "_mesh"}
