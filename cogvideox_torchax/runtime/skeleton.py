@@ -3,7 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Callable
 from types import MethodType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
