@@ -140,8 +140,10 @@ def parts_for(pipeline_class: Any, pipeline: Any) -> dict[str, Any]:
     }
 
 
-def rotary_tables(pipeline_class: Any, move: Callable[[Any], Any]) -> dict[str, Any]:
-    """The method that has a pipeline's rotary tables computed on the host and then moved, by its name.
+def rotary_tables(pipeline_class: Any, move: Callable[[Any, Any], Any]) -> dict[str, Any]:
+    """The method that has a pipeline's rotary tables computed on the host, by its name.
+
+    What the pipeline gets is `move(pipeline, table)` of each.
 
     Needs diffusers' CogVideoX pipelines to take them from this method, a table of cosines and one of sines.
     Computed on JAX they would be angles in float32, where the reference has float64, and many small programs.
@@ -151,7 +153,7 @@ def rotary_tables(pipeline_class: Any, move: Callable[[Any], Any]) -> dict[str, 
 
     @functools.wraps(inherited)
     def tables(self: Any, height: int, width: int, num_frames: int, device: Any) -> Any:
-        return tuple(move(table) for table in inherited(self, height, width, num_frames, "cpu"))
+        return tuple(move(self, table) for table in inherited(self, height, width, num_frames, "cpu"))
 
     return {name: tables}
 

@@ -103,7 +103,9 @@ def test_a_pipeline_asks_one_method_for_its_rotary_tables(kind):
     assert f"self.{ROTARY}(height, width, " in module, f"{kind.__name__} makes its tables elsewhere now"
     moved = []
     pipe = small_pipelines.build("text", "5b")
-    members = upstream.rotary_tables(diffusers.CogVideoXPipeline, lambda table: moved.append(table) or table)
+    members = upstream.rotary_tables(
+        diffusers.CogVideoXPipeline, lambda _, table: moved.append(table) or table
+    )
     tables = members[ROTARY](pipe, 8, 16, 3, "a device that is not there")
     want = getattr(pipe, ROTARY)(8, 16, 3, "cpu")
     assert len(tables) == len(moved) == 2

@@ -11,7 +11,11 @@ from typing import Any
 
 import torch
 from diffusers.models.attention import FeedForward
-from diffusers.models.attention_processor import Attention, CogVideoXAttnProcessor2_0
+from diffusers.models.attention_processor import (
+    Attention,
+    CogVideoXAttnProcessor2_0,
+    FusedCogVideoXAttnProcessor2_0,
+)
 from diffusers.models.embeddings import CogVideoXPatchEmbed
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from diffusers.models.transformers.cogvideox_transformer_3d import (
@@ -25,6 +29,7 @@ from transformers.models.t5.modeling_t5 import T5LayerFF, T5LayerSelfAttention
 from cogvideox_torchax import runtime
 from cogvideox_torchax.files.models import saved_from_host
 from cogvideox_torchax.pipelines import loras
+from cogvideox_torchax.pipelines.fused import FusedAttnProcessor
 from cogvideox_torchax.pipelines.layers import AttnProcessor, LayerNorm, Linear, PatchEmbed
 from cogvideox_torchax.runtime import on_jax
 from cogvideox_torchax.runtime.models import PortedModel, save_as_stock
@@ -263,14 +268,20 @@ SWAPPED: dict[type[nn.Module], type[nn.Module]] = {
 }
 """The class that each module of the two networks becomes."""
 
+PROCESSORS: dict[Any, Any] = {
+    CogVideoXAttnProcessor2_0: AttnProcessor,
+    FusedCogVideoXAttnProcessor2_0: FusedAttnProcessor,
+}
+"""The class that each attention processor becomes."""
+
 
 def port_network(network: nn.Module) -> None:
     """Gives a loaded transformer or text encoder, and the layers in it, their ported classes."""
     for module in network.modules():
         module.__class__ = SWAPPED.get(type(module), type(module))
         processor = getattr(module, "processor", None)
-        if type(processor) is CogVideoXAttnProcessor2_0:
-            processor.__class__ = AttnProcessor
+        if type(processor) in PROCESSORS:
+            processor.__class__ = PROCESSORS[type(processor)]
     save_as_stock(network)
     if isinstance(network, TransformersT5Encoder):
         network.tie_weights()  # moving it by hand has untied them

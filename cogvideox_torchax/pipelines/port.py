@@ -104,11 +104,12 @@ class PortedPipeline(PickledAsStock, DiffusionPipeline):
     vae_scale_factor_spatial: int
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """As diffusers' `to`; "cuda" and "jax" name the devices that the pipeline is on already."""
+        """As diffusers' `to`; "cuda" and "jax" name the devices that `port` has put the pipeline on."""
         device, dtype = runtime.device_and_dtype(args, kwargs)
-        if device is not None and torch.device(device).type in ("cuda", "jax"):
-            return self if dtype is None else super().to(dtype)
-        return super().to(*args, **kwargs)
+        if device is None or torch.device(device).type not in ("cuda", "jax"):
+            return super().to(*args, **kwargs)
+        port_pipeline(self)  # it may have been moved to the host
+        return self if dtype is None else super().to(dtype)
 
     def enable_model_cpu_offload(self, *args: Any, **kwargs: Any) -> None:
         """Refused: the weights are on JAX.
@@ -155,10 +156,14 @@ def _ported_class(kind: type) -> type:
         "__module__": kind.__module__,
         "__call__": call,
         "check_inputs": check_inputs,
-        **upstream.rotary_tables(inherited, runtime.to_jax),
+        **upstream.rotary_tables(inherited, _beside_the_transformer),
         **loras.of_pipeline(kind),
     }
     return type(kind.__name__, (PortedPipeline, kind), members)
+
+
+def _beside_the_transformer(pipe: Any, table: torch.Tensor) -> torch.Tensor:
+    return runtime.to_jax(table) if runtime.on_jax(next(pipe.transformer.parameters())) else table
 
 
 def check_size(height: int, width: int, config: Any, spatial_scale: int) -> None:

@@ -3,10 +3,13 @@
 import copy
 from typing import Any
 
+import torch
 from torch import nn
 
 from cogvideox_torchax import upstream
+from cogvideox_torchax.runtime.arrays import device_and_dtype, to_torch
 from cogvideox_torchax.runtime.bridge import without_torchax
+from cogvideox_torchax.runtime.weights import replace_weights
 
 
 def stock_class(model: Any) -> type:
@@ -68,6 +71,17 @@ class PortedModel(Copied, nn.Module):
     def mesh(self) -> Any:
         """The `jax.sharding.Mesh` that this model runs on, as given to `port`; None for a single device."""
         return self._mesh
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """As torch's; on the host weights have memory of their own, and what is tied stays tied."""
+        device, _ = device_and_dtype(args, kwargs)
+        if device is not None and torch.device(device).type == "cpu":
+            without_torchax(replace_weights, self, to_torch)
+        return super().to(*args, **kwargs)
+
+    def cpu(self) -> Any:
+        """As `to("cpu")`."""
+        return self.to("cpu")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PortedModel":
         if self._mesh is not None:

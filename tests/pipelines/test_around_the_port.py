@@ -184,3 +184,23 @@ def test_a_variant_is_saved_under_its_name_with_the_pipeline(ported, tmp_path):
     for folder, name in (("vae", "diffusion_pytorch_model"), ("transformer", "diffusion_pytorch_model")):
         assert (tmp_path / folder / f"{name}.fp16.safetensors").exists()
     assert (tmp_path / "text_encoder" / "model.fp16.safetensors").exists()
+
+
+def test_a_pipeline_goes_to_the_host_and_back(ported, want):
+    ties = ported.text_encoder
+    for device in ("cpu", "jax", "cpu", "cuda"):
+        assert ported.to(device) is ported
+        assert runtime.on_jax(ported.transformer.proj_out.weight) == (device != "cpu")
+        assert ties.shared.weight is ties.encoder.embed_tokens.weight
+        assert relative_error(latents(ported), want) < TOLERANCE
+    port(ported.to("cpu"))
+    assert runtime.on_jax(ported.vae.decoder.conv_in.conv.weight)
+
+
+def test_weights_on_the_host_share_no_memory_with_jax(stock):
+    vae = port(runtime.without_torchax(copy.deepcopy, stock.vae))
+    runtime.enable()
+    before = vae.to("jax").decoder.conv_in.conv.bias
+    after = vae.cpu().decoder.conv_in.conv.bias
+    after += 1
+    assert torch.equal(after, runtime.to_torch(before.detach()) + 1)

@@ -50,7 +50,8 @@ class Run:
         self.vae.to("jax")
 
     def move_to_the_host(self):
-        self.vae.to("cpu")
+        if self.is_ported or not self.on_jax:  # torchax leaves a stock model's weights in memory of JAX's
+            self.vae.to("cpu")
 
     def copy(self):
         self.vae = runtime.without_torchax(copy.deepcopy, self.vae)
