@@ -28,7 +28,7 @@ def port(model_or_pipeline: Portable, *, mesh: "Mesh | None" = None) -> Portable
 
     A pipeline (text, image or video to video, or control) is moved as well: torchax is turned on, text
     encoder and transformer become a program each, every weight goes to JAX, and the pipeline's own call runs
-    there. LoRAs have to be loaded before. Of any other pipeline the VAE alone is ported, and not moved.
+    there. Of any other pipeline the VAE alone is ported, and not moved.
 
     Porting twice is porting once.
 

@@ -4,6 +4,7 @@ Where a release takes one away, this file changes and no other; `tests/test_upst
 are made when they are asked for.
 """
 
+import copyreg
 import functools
 import sys
 from collections.abc import Callable
@@ -47,6 +48,38 @@ def replace_array(tensor: Any, move: Callable[[Any], Any]) -> Any:
     return _part("torchax", type(tensor), "apply_jax_")(tensor, move)
 
 
+def teach_copying(kind: Any, tensor_of: Any, to_torch: Any, without_torchax: Any) -> None:
+    """Has torchax's tensor class copied and pickled, alone or inside of any module or state dict.
+
+    A copy shares its array, which nothing writes into. A pickle holds a plain torch tensor: what is loaded is
+    in PyTorch, with torchax there or not. Needs the class to have no `__deepcopy__` or `__reduce_ex__` that
+    comes first; by themselves torchax's tensors take neither copies nor pickles.
+
+    Args:
+        kind: the class.
+        tensor_of, to_torch, without_torchax: of `runtime`.
+    """
+    from torch import nn
+
+    def deepcopy(tensor: Any, memo: dict[int, Any]) -> Any:
+        copied = tensor_of(tensor.jax())
+        if isinstance(tensor, nn.Parameter):
+            copied = nn.Parameter(copied, requires_grad=tensor.requires_grad)
+        memo[id(tensor)] = copied
+        return copied
+
+    def reduce(tensor: Any) -> Any:
+        def plain() -> Any:
+            host = to_torch(tensor)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            return (nn.Parameter(host, tensor.requires_grad) if is_parameter else host).__reduce_ex__(2)
+
+        return without_torchax(plain)
+
+    kind.__deepcopy__ = deepcopy
+    copyreg.pickle(kind, reduce)
+
+
 def is_traced(array: Any) -> bool:
     """Whether JAX is tracing the array, so that it has no value. Needs `jax.core.Tracer`."""
     import jax.core
@@ -76,8 +109,41 @@ def around_from_pretrained(around: Callable[..., Any]) -> None:
         kind.from_pretrained = classmethod(from_pretrained)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def rotary_tables(pipeline_class: Any, move: Callable[[Any], Any]) -> dict[str, Any]:
-    """The method that has a pipeline's rotary tables computed on the host and then moved, by its name.
+@functools.cache
+def around_from_pipe(around: Callable[..., Any]) -> None:
+    """Has diffusers' `from_pipe` called as `around(make, cls, pipeline, ...)`; once for each `around`.
+
+    Needs it to be a class method of `DiffusionPipeline` alone.
+    """
+    from diffusers.pipelines.pipeline_utils import DiffusionPipeline
+
+    make = _part("diffusers", DiffusionPipeline, "from_pipe").__func__
+
+    @functools.wraps(make)
+    def from_pipe(cls: type, pipeline: Any, **kwargs: Any) -> Any:
+        return around(make, cls, pipeline, **kwargs)
+
+    DiffusionPipeline.from_pipe = classmethod(from_pipe)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def parts_for(pipeline_class: Any, pipeline: Any) -> dict[str, Any]:
+    """The parts of a pipeline that are of a kind that another pipeline's class takes by that name.
+
+    Needs the class to tell its parts' types. `from_pipe` itself passes on none of a subclass, unless it gets
+    it by name.
+    """
+    kinds = _part("diffusers", pipeline_class, "_get_signature_types")()
+    return {
+        name: part
+        for name, part in pipeline.components.items()
+        if isinstance(part, tuple(kind for kind in kinds.get(name, ()) if isinstance(kind, type)))
+    }
+
+
+def rotary_tables(pipeline_class: Any, move: Callable[[Any, Any], Any]) -> dict[str, Any]:
+    """The method that has a pipeline's rotary tables computed on the host, by its name.
+
+    What the pipeline gets is `move(pipeline, table)` of each.
 
     Needs diffusers' CogVideoX pipelines to take them from this method, a table of cosines and one of sines.
     Computed on JAX they would be angles in float32, where the reference has float64, and many small programs.
@@ -87,9 +153,28 @@ def rotary_tables(pipeline_class: Any, move: Callable[[Any], Any]) -> dict[str, 
 
     @functools.wraps(inherited)
     def tables(self: Any, height: int, width: int, num_frames: int, device: Any) -> Any:
-        return tuple(move(table) for table in inherited(self, height, width, num_frames, "cpu"))
+        return tuple(move(self, table) for table in inherited(self, height, width, num_frames, "cpu"))
 
     return {name: tables}
+
+
+def saved_as(model: Any, kind: type) -> None:
+    """Has a pipeline that holds a model name the package of `kind` for it in model_index.json.
+
+    Needs diffusers to ask the object for its `__module__` (`_fetch_class_library_tuple`); the class keeps its
+    own.
+    """
+    vars(model)["__module__"] = kind.__module__
+
+
+def is_compiled(module: Any) -> bool:
+    """Whether a module is torch.compile's around another. Needs its class, and the other as `_orig_mod`."""
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    return dynamo is not None and isinstance(module, _part("torch", dynamo, "OptimizedModule"))
+
+
+COMPILED_CALL = "_compiled_call_impl"
+"""The attribute in which a module that was compiled in place, `module.compile()`, holds what it calls."""
 
 
 def is_offloaded(network: Any) -> bool:

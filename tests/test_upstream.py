@@ -1,7 +1,9 @@
 """What other packages do not promise to keep, and this one needs: a release that takes it away fails here."""
 
+import copy
 import importlib
 import inspect
+import pickle
 import threading
 
 import accelerate
@@ -14,6 +16,7 @@ import torch
 import torchax
 from diffusers.models.embeddings import CogVideoXPatchEmbed
 from diffusers.models.modeling_utils import ModelMixin
+from diffusers.pipelines.pipeline_loading_utils import _fetch_class_library_tuple
 from torch import nn
 
 from cogvideox_torchax import AutoencoderKLCogVideoX, runtime, upstream
@@ -100,7 +103,9 @@ def test_a_pipeline_asks_one_method_for_its_rotary_tables(kind):
     assert f"self.{ROTARY}(height, width, " in module, f"{kind.__name__} makes its tables elsewhere now"
     moved = []
     pipe = small_pipelines.build("text", "5b")
-    members = upstream.rotary_tables(diffusers.CogVideoXPipeline, lambda table: moved.append(table) or table)
+    members = upstream.rotary_tables(
+        diffusers.CogVideoXPipeline, lambda _, table: moved.append(table) or table
+    )
     tables = members[ROTARY](pipe, 8, 16, 3, "a device that is not there")
     want = getattr(pipe, ROTARY)(8, 16, 3, "cpu")
     assert len(tables) == len(moved) == 2
@@ -112,6 +117,50 @@ def test_an_offloaded_network_is_known_by_accelerates_mark():
     assert not upstream.is_offloaded(network)
     accelerate.cpu_offload(network, torch.device("cpu"))
     assert upstream.is_offloaded(network), "accelerate no longer sets _hf_hook: upstream.is_offloaded"
+
+
+def test_torchaxs_tensors_take_copies_and_pickles_as_they_are_taught():
+    tensor = nn.Parameter(runtime.to_jax(torch.arange(3.0)), requires_grad=False)
+    copied, loaded = copy.deepcopy(tensor), pickle.loads(pickle.dumps(tensor))
+    assert type(copied) is type(tensor), "torchax's tensors no longer ask for __deepcopy__"
+    assert copied is not tensor
+    assert type(loaded) is nn.Parameter, "torchax's tensors no longer ask copyreg: upstream.teach_copying"
+    assert not loaded.requires_grad
+    assert loaded.tolist() == runtime.to_torch(copied.detach()).tolist() == [0, 1, 2]
+
+
+def test_diffusers_names_a_pipelines_part_after_the_object_not_its_class(small_vae):
+    vae = runtime.without_torchax(copy.deepcopy, small_vae)
+    vae.__class__ = AutoencoderKLCogVideoX
+    own = _fetch_class_library_tuple(vae)
+    upstream.saved_as(vae, diffusers.AutoencoderKLCogVideoX)
+    named = _fetch_class_library_tuple(vae)
+    assert own != named == ("diffusers", "AutoencoderKLCogVideoX"), "upstream.saved_as has no effect any more"
+
+
+def test_what_torch_compile_makes_of_a_module_is_known():
+    module = nn.Linear(1, 1)
+    assert not upstream.is_compiled(module)
+    wrapped = torch.compile(module, backend="eager")
+    assert upstream.is_compiled(wrapped), "torch.compile no longer makes an OptimizedModule"
+    assert wrapped.get_submodule("_orig_mod") is module
+    module.compile(backend="eager")
+    assert upstream.COMPILED_CALL in vars(module), "module.compile() no longer keeps what it calls there"
+
+
+@pytest.mark.parametrize("name", ["from_pipe", "_get_signature_types"])
+def test_pipelines_are_made_from_others_by_one_class_method(name):
+    own = [kind for kind in PIPELINES if name in vars(kind)]
+    assert not own, f"{own} have a {name} of their own now: upstream.around_from_pipe"
+    assert isinstance(vars(diffusers.DiffusionPipeline)[name], classmethod)
+
+
+def test_a_pipelines_class_tells_the_kinds_of_its_parts():
+    pipe = small_pipelines.build(text_encoder=None, tokenizer=None)
+    parts = upstream.parts_for(diffusers.CogVideoXVideoToVideoPipeline, pipe)
+    assert parts["vae"] is pipe.vae
+    assert parts["transformer"] is pipe.transformer
+    assert "text_encoder" not in parts
 
 
 def test_jax_says_how_long_it_traces_lowers_and_compiles():

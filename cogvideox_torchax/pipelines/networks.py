@@ -11,7 +11,11 @@ from typing import Any
 
 import torch
 from diffusers.models.attention import FeedForward
-from diffusers.models.attention_processor import Attention, CogVideoXAttnProcessor2_0
+from diffusers.models.attention_processor import (
+    Attention,
+    CogVideoXAttnProcessor2_0,
+    FusedCogVideoXAttnProcessor2_0,
+)
 from diffusers.models.embeddings import CogVideoXPatchEmbed
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from diffusers.models.transformers.cogvideox_transformer_3d import (
@@ -23,9 +27,12 @@ from transformers.models.t5.modeling_t5 import T5EncoderModel as TransformersT5E
 from transformers.models.t5.modeling_t5 import T5LayerFF, T5LayerSelfAttention
 
 from cogvideox_torchax import runtime
+from cogvideox_torchax.files.models import saved_from_host
+from cogvideox_torchax.pipelines import loras
+from cogvideox_torchax.pipelines.fused import FusedAttnProcessor
 from cogvideox_torchax.pipelines.layers import AttnProcessor, LayerNorm, Linear, PatchEmbed
 from cogvideox_torchax.runtime import on_jax
-from cogvideox_torchax.runtime.models import PortedModel
+from cogvideox_torchax.runtime.models import PortedModel, save_as_stock
 from cogvideox_torchax.vae.torchax.modules import SiLU
 
 
@@ -88,6 +95,10 @@ class Compiled(PortedModel):
         network = self.network_class(self)
         return self._program(network)(network, options, **tensors)
 
+    def port_layers(self) -> None:
+        """Gives layers that were added later, as a LoRA's are, their ported classes."""
+        port_network(self)
+
     def place(self, mesh: Any = None) -> None:
         """Puts the weights on JAX: on its default device, or split over a mesh; later calls run there.
 
@@ -114,14 +125,26 @@ class Compiled(PortedModel):
         from cogvideox_torchax.sharding import check_mesh, sequences
 
         sequences.check_weights(self, check_mesh(mesh))
-        self._mesh = mesh
-        runtime.forget_programs(self)
+        if mesh != self._mesh:
+            self._mesh = mesh
+            runtime.forget_programs(self)
 
 
 class CogVideoXTransformer3DModel(Compiled, DiffusersTransformer):
     """CogVideoX's transformer on torchax, by diffusers' own names: a denoising step is one program."""
 
     network_class = TransformerStep
+    save_pretrained = saved_from_host(DiffusersTransformer.save_pretrained)
+    # What reads or makes weights; scaling and switching a LoRA's adapters does not.
+    fuse_qkv_projections = loras.in_pytorch(DiffusersTransformer.fuse_qkv_projections)
+    unfuse_qkv_projections = loras.in_pytorch(DiffusersTransformer.unfuse_qkv_projections)
+    load_lora_adapter = loras.in_pytorch(DiffusersTransformer.load_lora_adapter)
+    save_lora_adapter = loras.in_pytorch(DiffusersTransformer.save_lora_adapter)
+    add_adapter = loras.in_pytorch(DiffusersTransformer.add_adapter)
+    delete_adapters = loras.in_pytorch(DiffusersTransformer.delete_adapters)
+    fuse_lora = loras.in_pytorch(DiffusersTransformer.fuse_lora)
+    unfuse_lora = loras.in_pytorch(DiffusersTransformer.unfuse_lora)
+    unload_lora = loras.in_pytorch(DiffusersTransformer.unload_lora)
 
     def options(self, attention_kwargs: dict[str, Any] | None = None) -> Hashable:
         return tuple(sorted((attention_kwargs or {}).items()))
@@ -167,6 +190,7 @@ class T5EncoderModel(Compiled, TransformersT5Encoder):
     """The T5 encoder on torchax, by transformers' own names: a prompt's encoding is one program."""
 
     network_class = TextEncoding
+    save_pretrained = saved_from_host(TransformersT5Encoder.save_pretrained)
 
     def forward(
         self,
@@ -244,13 +268,20 @@ SWAPPED: dict[type[nn.Module], type[nn.Module]] = {
 }
 """The class that each module of the two networks becomes."""
 
+PROCESSORS: dict[Any, Any] = {
+    CogVideoXAttnProcessor2_0: AttnProcessor,
+    FusedCogVideoXAttnProcessor2_0: FusedAttnProcessor,
+}
+"""The class that each attention processor becomes."""
+
 
 def port_network(network: nn.Module) -> None:
     """Gives a loaded transformer or text encoder, and the layers in it, their ported classes."""
     for module in network.modules():
         module.__class__ = SWAPPED.get(type(module), type(module))
         processor = getattr(module, "processor", None)
-        if type(processor) is CogVideoXAttnProcessor2_0:
-            processor.__class__ = AttnProcessor
+        if type(processor) in PROCESSORS:
+            processor.__class__ = PROCESSORS[type(processor)]
+    save_as_stock(network)
     if isinstance(network, TransformersT5Encoder):
         network.tie_weights()  # moving it by hand has untied them

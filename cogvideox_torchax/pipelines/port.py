@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,8 +13,9 @@ from diffusers.pipelines.cogvideo.pipeline_cogvideox_video2video import CogVideo
 from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
 from cogvideox_torchax import runtime, upstream
-from cogvideox_torchax.pipelines import networks
+from cogvideox_torchax.pipelines import loras, networks
 from cogvideox_torchax.pipelines.scheduler import disarm, port_scheduler
+from cogvideox_torchax.runtime.models import PickledAsStock
 from cogvideox_torchax.sharding import check_mesh
 from cogvideox_torchax.vae.torchax.autoencoder import port_vae
 
@@ -64,7 +66,7 @@ def _check(network: Any, mesh: Any) -> None:
     if not issubclass(networks.SWAPPED.get(kind, kind), networks.Compiled):
         raise ValueError(
             f"port got a pipeline with a {kind.__name__}: it takes CogVideoXTransformer3DModel and "
-            "T5EncoderModel, unquantized"
+            "T5EncoderModel, unquantized, and before torch.compile"
         )
     if upstream.is_offloaded(network):
         raise ValueError(
@@ -77,8 +79,22 @@ def _check(network: Any, mesh: Any) -> None:
         check_weights(network, mesh)
 
 
-class PortedPipeline(DiffusionPipeline):
-    """Mixed into a pipeline's class by `port_pipeline`: what its `__call__` asks for, answered for JAX."""
+def _port_again(make: Callable[..., Any], kind: type, pipeline: Any, **options: Any) -> Any:
+    """diffusers' `from_pipe`, whose result is ported where what it is made from is."""
+    made = make(kind, pipeline, **options)
+    if isinstance(pipeline, PortedPipeline) and is_pipeline(made):
+        port_pipeline(made, pipeline.vae.mesh)
+    return made
+
+
+upstream.around_from_pipe(_port_again)
+
+
+class PortedPipeline(PickledAsStock, DiffusionPipeline):
+    """Mixed into a pipeline's class by `port_pipeline`: what its `__call__` asks for, answered for JAX.
+
+    A copy runs on JAX too. What is unpickled is in PyTorch, as its models are, until it is ported again.
+    """
 
     vae: Any
     transformer: Any
@@ -88,11 +104,12 @@ class PortedPipeline(DiffusionPipeline):
     vae_scale_factor_spatial: int
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """As diffusers' `to`; "cuda" and "jax" name the devices that the pipeline is on already."""
+        """As diffusers' `to`; "cuda" and "jax" name the devices that `port` has put the pipeline on."""
         device, dtype = runtime.device_and_dtype(args, kwargs)
-        if device is not None and torch.device(device).type in ("cuda", "jax"):
-            return self if dtype is None else super().to(dtype)
-        return super().to(*args, **kwargs)
+        if device is None or torch.device(device).type not in ("cuda", "jax"):
+            return super().to(*args, **kwargs)
+        port_pipeline(self)  # it may have been moved to the host
+        return self if dtype is None else super().to(dtype)
 
     def enable_model_cpu_offload(self, *args: Any, **kwargs: Any) -> None:
         """Refused: the weights are on JAX.
@@ -102,7 +119,8 @@ class PortedPipeline(DiffusionPipeline):
         """
         raise ValueError("a ported pipeline's weights stay on JAX: take the offload out; a mesh splits them")
 
-    enable_sequential_cpu_offload = enable_model_cpu_offload
+    enable_sequential_cpu_offload = enable_group_offload = enable_model_cpu_offload
+    set_lora_device = enable_model_cpu_offload
 
     def decode_latents(self, latents: torch.Tensor) -> torch.Tensor:
         """Latents (N, T, C, H, W) to frames (N, 3, T', H', W') on the host, where each chunk goes while the
@@ -138,9 +156,14 @@ def _ported_class(kind: type) -> type:
         "__module__": kind.__module__,
         "__call__": call,
         "check_inputs": check_inputs,
-        **upstream.rotary_tables(inherited, runtime.to_jax),
+        **upstream.rotary_tables(inherited, _beside_the_transformer),
+        **loras.of_pipeline(kind),
     }
     return type(kind.__name__, (PortedPipeline, kind), members)
+
+
+def _beside_the_transformer(pipe: Any, table: torch.Tensor) -> torch.Tensor:
+    return runtime.to_jax(table) if runtime.on_jax(next(pipe.transformer.parameters())) else table
 
 
 def check_size(height: int, width: int, config: Any, spatial_scale: int) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from cogvideox_torchax import runtime
+from cogvideox_torchax.runtime.models import PickledAsStock
 
 
 class NonFiniteError(ArithmeticError):
@@ -58,10 +59,13 @@ class Watch:
         )
 
 
-class HostScheduler:
-    """Mixed into a scheduler's class by `port_scheduler`."""
+class HostScheduler(PickledAsStock):
+    """Mixed into a scheduler's class by `port_scheduler`; the steps that it has watched are not pickled."""
 
     watch: Watch
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "watch"}
 
 
 def port_scheduler(scheduler: Any) -> Any:

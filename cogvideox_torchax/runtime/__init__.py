@@ -45,7 +45,8 @@ from cogvideox_torchax.runtime.programs import (
     forget_programs,
     programs_of,
 )
-from cogvideox_torchax.runtime.weights import move_weights, put_weights, weights_of
+from cogvideox_torchax.runtime.skeleton import on_host
+from cogvideox_torchax.runtime.weights import move_weights, put_weights, replace_weights, weights_of
 
 __all__ = [
     "COMPILE_CACHE_VARIABLE",
@@ -72,11 +73,13 @@ __all__ = [
     "jax_dtype",
     "jit_torch",
     "move_weights",
+    "on_host",
     "on_jax",
     "plain_tensor",
     "programs_of",
     "put_weights",
     "rematerialized",
+    "replace_weights",
     "take_frames",
     "tensor_of",
     "to_jax",

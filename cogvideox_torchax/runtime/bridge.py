@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from cogvideox_torchax.runtime.compile_cache import configure_compile_cache
-from cogvideox_torchax.runtime.copying import teach_copying
-from cogvideox_torchax.upstream import torchax_is_on
+from cogvideox_torchax.upstream import teach_copying, torchax_is_on
 
 
 @functools.cache
@@ -27,7 +26,9 @@ def import_torchax() -> Any:
             f"torchax does not import with torch {torch.__version__} ({error}); "
             "install a matching pair: pip install 'torchax>=0.0.14.dev20261026' 'torch>=2.11'"
         ) from error
-    teach_copying(torchax.tensor.Tensor, tensor_of, without_torchax)
+    from cogvideox_torchax.runtime.arrays import to_torch
+
+    teach_copying(torchax.tensor.Tensor, tensor_of, to_torch, without_torchax)
     return torchax
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 
 from cogvideox_torchax.runtime.bridge import array_of, import_torchax, on_jax, tensor_of
 
@@ -83,7 +84,7 @@ def rematerialized(module: nn.Module, *inputs: Any) -> Any:
     JAX or in PyTorch. As diffusers' `enable_gradient_checkpointing` takes it."""
     tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
     if not any(map(on_jax, tensors)):
-        return torch.utils.checkpoint.checkpoint(module, *inputs, use_reentrant=False)
+        return checkpoint(module, *inputs, use_reentrant=False)
     import jax
 
     interop = import_torchax().interop

@@ -1,22 +1,65 @@
-"""What every ported model shares: its mesh, its copies and its pickles."""
+"""What every ported object shares: its mesh, its copies and its pickles."""
 
 import copy
 from typing import Any
 
+import torch
 from torch import nn
+
+from cogvideox_torchax import upstream
+from cogvideox_torchax.runtime.arrays import device_and_dtype, to_torch
+from cogvideox_torchax.runtime.bridge import without_torchax
+from cogvideox_torchax.runtime.weights import replace_weights
+
+
+def stock_class(model: Any) -> type:
+    """The class of another package that a ported model stands in for."""
+    ours = __name__.partition(".")[0]
+    return next(kind for kind in type(model).__mro__ if kind.__module__.partition(".")[0] != ours)
 
 
 def save_as_stock(model: nn.Module) -> None:
-    """Has a pipeline that holds the model name its original class in model_index.json.
-
-    diffusers asks the object for its `__module__` (`_fetch_class_library_tuple`); the class keeps its own.
-    """
-    ours = __name__.partition(".")[0]
-    kinds = (kind for kind in type(model).__mro__ if kind.__module__.partition(".")[0] != ours)
-    vars(model)["__module__"] = next(kinds).__module__
+    """Has a pipeline that holds the model name its original class in model_index.json."""
+    upstream.saved_as(model, stock_class(model))
 
 
-class PortedModel(nn.Module):
+class Copied:
+    """Mixed into a class by `port`: a copy is ported as well."""
+
+    def _state(self) -> dict[str, Any]:
+        """All but what torch.compile has made of it, which would run the original."""
+        return {name: value for name, value in vars(self).items() if name != upstream.COMPILED_CALL}
+
+    def __copy__(self) -> Any:
+        copied = object.__new__(type(self))
+        vars(copied).update(self._state())
+        return copied
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = object.__new__(type(self))
+        memo[id(self)] = copied
+        # torchax takes no copies of plain tensors, which a model may hold besides.
+        vars(copied).update(without_torchax(copy.deepcopy, self._state(), memo))
+        return copied
+
+
+class PickledAsStock(Copied):
+    """Mixed into the class of what is no module: its pickle is one of the class that it had before."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self._state()
+
+    def __reduce_ex__(self, _protocol: Any) -> Any:
+        stock = type(self).__bases__[-1]  # the class itself was made by `port`, and is found nowhere
+        return _blank, (stock,), self.__getstate__()
+
+
+def _blank(kind: type) -> Any:
+    """What a pickle of `PickledAsStock` begins with."""
+    return object.__new__(kind)
+
+
+class PortedModel(Copied, nn.Module):
     """Mixed into a model's class by `port`: copied with its mesh, pickled without; programs go with neither.
 
     What is unpickled is in PyTorch.
@@ -29,13 +72,21 @@ class PortedModel(nn.Module):
         """The `jax.sharding.Mesh` that this model runs on, as given to `port`; None for a single device."""
         return self._mesh
 
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """As torch's; on the host weights have memory of their own, and what is tied stays tied."""
+        device, _ = device_and_dtype(args, kwargs)
+        if device is not None and torch.device(device).type == "cpu":
+            without_torchax(replace_weights, self, to_torch)
+        return super().to(*args, **kwargs)
+
+    def cpu(self) -> Any:
+        """As `to("cpu")`."""
+        return self.to("cpu")
+
     def __deepcopy__(self, memo: dict[int, Any]) -> "PortedModel":
-        copied = object.__new__(type(self))
-        memo[id(self)] = copied
         if self._mesh is not None:
             memo[id(self._mesh)] = self._mesh  # devices have no copies
-        vars(copied).update(copy.deepcopy(vars(self), memo))
-        return copied
+        return super().__deepcopy__(memo)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_mesh"}
+        return {name: value for name, value in self._state().items() if name != "_mesh"}

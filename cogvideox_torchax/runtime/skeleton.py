@@ -1,12 +1,18 @@
 """A module tree of its own around a user's parameters, to be traced in its place."""
 
 from collections import OrderedDict
+from collections.abc import Callable
+from types import MethodType
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
+from cogvideox_torchax import upstream
+from cogvideox_torchax.runtime.arrays import to_torch
 from cogvideox_torchax.runtime.bridge import without_torchax
+from cogvideox_torchax.runtime.models import PortedModel
+from cogvideox_torchax.runtime.weights import replace_weights
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -15,18 +21,38 @@ def skeleton(module: Module) -> Module:
     """The module tree with the same parameters and attributes, but modules and dictionaries of its own.
 
     What tracing swaps in for parameters, and hooks that it adds, never reach the user's modules, which other
-    threads may be running.
+    threads may be running. What torch.compile has made of a module is left out: it would run the user's.
     """
     return _copied(module, {})
 
 
+class _Uncompiled(nn.Module):
+    """Where torch.compile has wrapped a module, that module by the same name: XLA compiles it."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._orig_mod(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("_orig_mod"), name)
+
+
 def _copied(module: Module, done: dict[int, nn.Module]) -> Module:
-    if id(module) not in done:
+    if id(module) not in done and upstream.is_compiled(module):
+        done[id(module)] = _Uncompiled()
+        done[id(module)].add_module("_orig_mod", _copied(module.get_submodule("_orig_mod"), done))
+    elif id(module) not in done:
         copied = done[id(module)] = object.__new__(type(module))
         attributes = {
             name: value.copy() if type(value) in (dict, OrderedDict) else value
             for name, value in vars(module).items()
+            if name != upstream.COMPILED_CALL
         }
+        forward = attributes.get("forward")
+        if isinstance(forward, MethodType) and forward.__self__ is module:
+            attributes["forward"] = MethodType(forward.__func__, copied)
         attributes["_modules"] = {
             name: None if child is None else _copied(child, done) for name, child in module._modules.items()
         }
@@ -35,22 +61,34 @@ def _copied(module: Module, done: dict[int, nn.Module]) -> Module:
 
 
 def weightless(module: Module) -> Module:
-    """A `skeleton` whose weights have a shape and a dtype, and take no memory."""
-    bare = skeleton(module)
-    without_torchax(_drop_weights, bare)
+    """A `skeleton` whose weights have a shape and a dtype, and take no memory.
+
+    Raises:
+        ValueError: a function stands where a module's forward is.
+    """
+
+    def empty(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device="meta")
+
+    bare = _with_weights(module, empty)
+    for name, part in bare.named_modules():
+        # A ported model's own call is no part of a program.
+        forward = None if isinstance(part, PortedModel) else vars(part).get("forward")
+        if forward is not None and getattr(forward, "__self__", None) is not part:
+            raise ValueError(
+                f"{name}.forward is a function of its own, and the weights that it holds would be "
+                f"compiled in as they are: set types.MethodType(function, {name}), or register a hook"
+            )
     return bare
 
 
-def _drop_weights(module: nn.Module) -> None:
-    put: dict[int, torch.Tensor] = {}
-    for part in module.modules():
-        held: Any
-        for held in (part._parameters, part._buffers):
-            for name, tensor in held.items():
-                if tensor is None:
-                    continue
-                if id(tensor) not in put:
-                    empty = torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device="meta")
-                    is_parameter = isinstance(tensor, nn.Parameter)
-                    put[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
-                held[name] = put[id(tensor)]
+def on_host(module: Module) -> Module:
+    """A `skeleton` whose weights are plain tensors: the module as it would be in PyTorch."""
+    return _with_weights(module, to_torch)
+
+
+def _with_weights(module: Module, make: Callable[[torch.Tensor], torch.Tensor]) -> Module:
+    """A skeleton around weights of its own; what is tied stays tied."""
+    bare = skeleton(module)
+    without_torchax(replace_weights, bare, make)
+    return bare

@@ -26,6 +26,27 @@ def move_weights(network: nn.Module, move: Callable[[Any], Any]) -> None:
             replace_array(tensor, move)
 
 
+def replace_weights(module: nn.Module, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Gives a module other parameters and buffers, each made once of the one before: what is tied stays tied.
+
+    Args:
+        module: its own tensors are written to no more.
+        make: to a plain tensor, with torchax off.
+    """
+    put: dict[int, torch.Tensor] = {}
+    for part in module.modules():
+        held: Any
+        for held in (part._parameters, part._buffers):
+            for name, tensor in held.items():
+                if tensor is None:
+                    continue
+                if id(tensor) not in put:
+                    made = make(tensor)
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    put[id(tensor)] = nn.Parameter(made, tensor.requires_grad) if is_parameter else made
+                held[name] = put[id(tensor)]
+
+
 def put_weights(module: nn.Module, place: Callable[[str, Any], Any]) -> None:
     """Puts a module's parameters and buffers on JAX, each once and under its name: what is tied stays tied.
 

@@ -153,6 +153,70 @@ def test_a_lora_loaded_before_porting_scaled_after_it_and_one_unloaded(directory
 
 
 @pytest.mark.usefixtures("torchax_off")
+@pytest.mark.parametrize("mesh", [None, (2, 4)], ids=["one device", "2x4"])
+def test_a_lora_loaded_merged_and_unloaded_after_porting(directory, lora, mesh, tmp_path):
+    def run(pipe):
+        options = {"output_type": "latent", "guidance_scale": 1.0, "num_inference_steps": 2}
+        return runtime.to_torch(frames(pipe, **options))
+
+    stock = loaded(directory)
+    ported = port(loaded(directory), mesh=make_mesh(*mesh) if mesh else None)
+    plain = run(stock)
+    assert relative_error(run(ported), plain) < 1e-4
+    changed = []
+    for change in (
+        lambda pipe: pipe.load_lora_weights(lora, adapter_name="drawn"),
+        lambda pipe: pipe.fuse_lora(lora_scale=0.5),
+        lambda pipe: pipe.unfuse_lora(),
+        lambda pipe: pipe.unload_lora_weights(),
+    ):
+        runtime.without_torchax(change, stock)
+        change(ported)
+        changed.append(run(stock))
+        assert relative_error(run(ported), changed[-1]) < 1e-4
+    assert relative_error(changed[0], plain) > 0.01
+    assert relative_error(changed[1], changed[0]) > 0.01
+    assert all(runtime.on_jax(weight) for weight in ported.transformer.parameters())
+    assert ported.transformer.mesh == (make_mesh(*mesh) if mesh else None)
+
+
+@pytest.mark.usefixtures("torchax_off")
+def test_a_lora_that_does_not_fit_is_refused_and_leaves_the_pipeline_as_it_was(directory, lora, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    layers = load_file(lora / "pytorch_lora_weights.safetensors")
+    wrong = {name: torch.cat([value, value], dim=1).contiguous() for name, value in layers.items()}
+    (tmp_path / "wrong").mkdir()
+    save_file(wrong, tmp_path / "wrong" / "pytorch_lora_weights.safetensors")
+    ported = port(loaded(directory))
+    want = runtime.to_torch(frames(ported, output_type="latent"))
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        ported.load_lora_weights(tmp_path / "wrong")
+    assert all(runtime.on_jax(weight) for weight in ported.transformer.parameters())
+    ported.unload_lora_weights()
+    assert torch.equal(runtime.to_torch(frames(ported, output_type="latent")), want)
+
+
+@pytest.mark.usefixtures("torchax_off")
+def test_an_adapter_of_the_transformer_alone_is_added_and_saved_after_porting(directory, tmp_path):
+    from peft import LoraConfig
+
+    transformer = port(loaded(directory)).transformer
+    runtime.enable()
+    transformer.add_adapter(LoraConfig(r=2, target_modules=["to_q"]), "added")
+    assert all(runtime.on_jax(weight) for weight in transformer.parameters())
+    transformer.save_lora_adapter(tmp_path, adapter_name="added")
+    other = loaded(directory).transformer
+    name = "pytorch_lora_weights.safetensors"
+    runtime.without_torchax(other.load_lora_adapter, tmp_path, prefix=None, weight_name=name)
+    added = {name: value for name, value in transformer.named_parameters() if "lora_" in name}
+    assert len(added) == 4
+    for name, value in added.items():
+        saved = other.get_parameter(name.replace("added", "default_0"))
+        assert torch.equal(runtime.to_torch(value), saved)
+
+
+@pytest.mark.usefixtures("torchax_off")
 @pytest.mark.parametrize(("dp", "tp"), [(1, 8), (2, 4)])
 def test_a_lora_over_a_mesh_and_one_unloaded_before(directory, lora, dp, tp):
     stock, ported, unloaded = (loaded(directory) for _ in range(3))

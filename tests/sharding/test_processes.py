@@ -13,6 +13,7 @@ import torch
 
 from cogvideox_torchax import cli, make_mesh
 from cogvideox_torchax.files import latents, video
+from cogvideox_torchax.files.whole import whole_file
 from cogvideox_torchax.sharding import NTHWC, Placement
 from tests import reference
 from tests.files.test_video import moving_frames
@@ -143,6 +144,10 @@ def test_when_a_process_dies_the_other_ends_with_an_error_in_time(tmp_path, dyin
         assert "done" not in stdout
         assert code != 0
     assert words in results[1 - dying][2]
+    # What both have left beside the output goes with the next run of it.
+    with whole_file(tmp_path / "out.mp4") as temporary:
+        temporary.touch()
+    assert [path.name for path in tmp_path.iterdir() if "out.mp4" in path.name] == ["out.mp4"]
 
 
 def test_a_process_reads_its_own_columns_alone(directory):

@@ -154,8 +154,14 @@ class FlaxVAEForPipelines(AutoencoderKLCogVideoX):
 
     def to(self, *args: Any, **kwargs: Any) -> "FlaxVAEForPipelines":
         """Casts the weights to a dtype. The model stays on JAX's devices: moving it to "jax", "cuda" or "cpu"
-        does nothing."""
+        does nothing.
+
+        Raises:
+            ValueError: a dtype that JAX does not compute in by default.
+        """
         _, dtype = runtime.device_and_dtype(args, kwargs)
+        if dtype not in (None, torch.float32, torch.bfloat16, torch.float16):
+            raise ValueError(f"got {dtype}: the Flax build takes float32, bfloat16 or float16")
         if dtype is not None:
             self.flax_vae.cast(runtime.jax_dtype(dtype))
         return self
@@ -168,6 +174,22 @@ class FlaxVAEForPipelines(AutoencoderKLCogVideoX):
 
     def float(self) -> "FlaxVAEForPipelines":
         return self.to(torch.float32)
+
+    def double(self) -> "FlaxVAEForPipelines":
+        return self.to(torch.float64)
+
+    def type(self, dst_type: torch.dtype) -> "FlaxVAEForPipelines":  # pyright: ignore
+        return self.to(dst_type)
+
+    def requires_grad_(self, requires_grad: bool = True) -> "FlaxVAEForPipelines":
+        """Nothing requires a gradient here.
+
+        Raises:
+            ValueError: asked for one.
+        """
+        if requires_grad:
+            self.enable_gradient_checkpointing()
+        return self
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
         """How many numbers the weights are."""

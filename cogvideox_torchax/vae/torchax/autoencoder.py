@@ -19,7 +19,8 @@ from diffusers.models.autoencoders.vae import DecoderOutput, DiagonalGaussianDis
 from diffusers.models.modeling_outputs import AutoencoderKLOutput
 from torch import nn
 
-from cogvideox_torchax import runtime
+from cogvideox_torchax import runtime, upstream
+from cogvideox_torchax.files.models import saved_from_host
 from cogvideox_torchax.runtime.models import PortedModel, save_as_stock
 from cogvideox_torchax.vae import checkpoint, chunks, tiling
 from cogvideox_torchax.vae.checks import NCTHW, check_finite, check_shape
@@ -57,6 +58,19 @@ class DifferentiablePosterior(DiagonalGaussianDistribution):
 
 def _clamped_logvar(moments: Any) -> Any:
     return moments[:, moments.shape[1] // 2 :].clip(-30.0, 20.0)
+
+
+def _hand_over(make: Callable[..., Any], kind: type, pipeline: Any, **options: Any) -> Any:
+    """diffusers' `from_pipe`, to which a ported part is as good as the stock one."""
+    parts = upstream.parts_for(kind, pipeline)
+    ported = {name: part for name, part in parts.items() if isinstance(part, PortedModel)}
+    if not ported:
+        return make(kind, pipeline, **options)
+    with runtime.active():  # it casts what it takes over
+        return make(kind, pipeline, **{**ported, **options})
+
+
+upstream.around_from_pipe(_hand_over)
 
 
 class AutoencoderKLCogVideoX(PortedModel, DiffusersAutoencoder):
@@ -118,18 +132,7 @@ class AutoencoderKLCogVideoX(PortedModel, DiffusersAutoencoder):
         checkpoint.check_loading_info(info, name)
         return vae.eval()
 
-    def save_pretrained(self, save_directory: str | Path, **diffusers_options: Any) -> None:  # pyright: ignore
-        """As diffusers', in safetensors, from whichever backend the weights are on."""
-        runtime.without_torchax(self._save, save_directory, **diffusers_options)
-
-    def _save(self, save_directory: str | Path, **diffusers_options: Any) -> None:
-        if not runtime.on_jax(next(self.parameters())):
-            super().save_pretrained(save_directory, **diffusers_options)
-            return
-        native: Any = DiffusersAutoencoder.from_config(self.config)
-        native.to(self.dtype)
-        native.load_state_dict({name: runtime.to_torch(value) for name, value in self.state_dict().items()})
-        native.save_pretrained(save_directory, **diffusers_options)
+    save_pretrained = saved_from_host(DiffusersAutoencoder.save_pretrained)
 
     # Encoding
 

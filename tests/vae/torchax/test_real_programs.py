@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 import threading
+import types
 import weakref
 
 import jax
@@ -185,6 +186,60 @@ def test_a_parametrization_is_seen(stock):
     vae, z = reference.on_jax(copy.deepcopy(native)), latents()
     assert relative_error(decoded(vae, z), native.decode(z).sample) < FLOAT32_RELATIVE
     assert relative_error(decoded(vae, z), stock.decode(z).sample) > 1e-3
+
+
+@pytest.mark.parametrize("where", ["wrapped", "in place"])
+def test_what_torch_compile_has_made_of_a_part_is_not_run_with_old_weights(vae, stock, where):
+    z = latents()
+    decoded(vae, z)
+    if where == "wrapped":
+        vae.decoder = torch.compile(vae.decoder, backend="eager")
+        vae.decoder.mid_block = torch.compile(vae.decoder.mid_block, backend="eager")
+    else:
+        vae.decoder.compile(backend="eager")
+    assert relative_error(decoded(vae, z), stock.decode(z).sample) < FLOAT32_RELATIVE
+    copied = copy.deepcopy(vae)
+    vae.decoder.conv_out.conv.bias.apply_jax_(lambda array: array + 1)
+    vae.decoder.mid_block.resnets[0].conv1.conv.weight.apply_jax_(lambda array: array * 2)
+    changed = copy.deepcopy(stock)
+    changed.decoder.conv_out.conv.bias += 1
+    changed.decoder.mid_block.resnets[0].conv1.conv.weight *= 2
+    assert relative_error(decoded(vae, z), changed.decode(z).sample) < FLOAT32_RELATIVE
+    assert relative_error(decoded(copied, z), stock.decode(z).sample) < FLOAT32_RELATIVE
+
+
+def test_a_copy_of_a_model_that_was_compiled_in_place_runs_itself(vae):
+    vae.compile(backend="eager")
+    copied, pickled = copy.deepcopy(vae), pickle.loads(pickle.dumps(vae))
+    assert vae._compiled_call_impl is not None
+    assert copied._compiled_call_impl is pickled._compiled_call_impl is None
+
+
+def test_a_forward_set_on_a_module_is_seen_and_one_that_hides_its_weights_is_refused(vae, stock):
+    def louder(self, inputs, conv_cache=None):
+        result, cache = type(self).forward(self, inputs, conv_cache)
+        return result * 2, cache
+
+    z = latents()
+    decoded(vae, z)
+    changed = copy.deepcopy(stock)
+    for model in (vae, changed):
+        model.decoder.conv_in.forward = types.MethodType(louder, model.decoder.conv_in)
+    want = changed.decode(z).sample
+    assert relative_error(decoded(vae, z), want) < FLOAT32_RELATIVE
+    bias = reference.small_vae(seed=3, **reference.THREE_LEVELS).decoder.conv_in.conv.bias
+    for convolution in (vae.decoder.conv_in.conv, changed.decoder.conv_in.conv):
+        tensor = runtime.to_jax(bias) if runtime.on_jax(convolution.bias) else bias
+        convolution.load_state_dict({"weight": convolution.weight, "bias": tensor})
+    assert relative_error(decoded(vae, z), changed.decode(z).sample) < FLOAT32_RELATIVE
+
+    inherited = vae.decoder.forward
+    vae.decoder.forward = lambda *args, **kwargs: inherited(*args, **kwargs)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"decoder.forward is a function of its own.*MethodType"):
+            decoded(vae, z)
+    del vae.decoder.forward
+    assert relative_error(decoded(vae, z), changed.decode(z).sample) < FLOAT32_RELATIVE
 
 
 def test_parts_that_take_turns_are_compiled_once_each(vae):

@@ -1,0 +1,206 @@
+"""Pipelines made of ported ones: by `from_pipe`, copied, pickled, saved for others to load."""
+
+import copy
+import json
+import pickle
+import stat
+import subprocess
+import sys
+
+import pytest
+import torch
+from diffusers import CogVideoXVideoToVideoPipeline
+
+from cogvideox_torchax import make_mesh, port, runtime
+from cogvideox_torchax.pipelines.port import PortedPipeline
+from cogvideox_torchax.pipelines.scheduler import HostScheduler
+from cogvideox_torchax.vae.tolerances import relative_error
+from tests import small_pipelines
+
+TOLERANCE = 1e-4
+"""Of the latents after two steps, in float32."""
+NAMES = {
+    "scheduler": ("diffusers", "CogVideoXDDIMScheduler"),
+    "text_encoder": ("transformers", "T5EncoderModel"),
+    "tokenizer": ("transformers", "T5Tokenizer"),
+    "transformer": ("diffusers", "CogVideoXTransformer3DModel"),
+    "vae": ("diffusers", "AutoencoderKLCogVideoX"),
+}
+"""What every pipeline calls its parts, whose classes others have to find."""
+
+
+def build(**components):
+    parts = {
+        "transformer": small_pipelines.transformer("5b", num_layers=1),
+        "text_encoder": small_pipelines.text_encoder(num_layers=1),
+    }
+    return small_pipelines.build(**{**parts, **components})
+
+
+def latents(pipe, kind="text", **overrides):
+    few = {"num_inference_steps": 2, "guidance_scale": 1.0, "output_type": "latent"}
+    return runtime.to_torch(pipe(**small_pipelines.inputs(kind, **few, **overrides)).frames)
+
+
+@pytest.fixture(scope="module")
+def stock():
+    return build()
+
+
+@pytest.fixture(scope="module")
+def want(stock):
+    return runtime.without_torchax(torch.no_grad()(lambda: latents(stock)))
+
+
+@pytest.fixture(scope="module")
+def ported(stock):
+    return port(runtime.without_torchax(copy.deepcopy, stock))
+
+
+def named_as_in(pipe):
+    return {name: tuple(pipe.config[name]) for name in NAMES}
+
+
+def test_a_pipeline_made_from_a_ported_one_is_ported_and_shares_its_parts(stock, ported):
+    clip, stock_clip = (CogVideoXVideoToVideoPipeline.from_pipe(pipe) for pipe in (ported, stock))
+    assert isinstance(clip, PortedPipeline)
+    assert all(clip.components[name] is part for name, part in ported.components.items())
+    assert relative_error(latents(clip, "video"), latents(stock_clip, "video")) < TOLERANCE
+    assert named_as_in(clip) == NAMES
+    again = type(clip).from_pipe(clip)  # by the ported class, too
+    assert again.transformer is ported.transformer
+
+
+def test_a_pipeline_made_from_one_on_a_mesh_stays_there_and_compiles_nothing_again(stock):
+    pipe = port(runtime.without_torchax(copy.deepcopy, stock), mesh=make_mesh(1, 2))
+    program = pipe.transformer.program
+    clip = CogVideoXVideoToVideoPipeline.from_pipe(pipe)
+    assert clip.vae.mesh == clip.transformer.mesh == make_mesh(1, 2)
+    assert clip.transformer.program is program
+
+
+def test_a_pipeline_around_a_ported_vae_alone_is_handed_over_and_named_for_others(stock):
+    pipe = build(vae=port(runtime.without_torchax(copy.deepcopy, stock.vae)))
+    clip = CogVideoXVideoToVideoPipeline.from_pipe(pipe)
+    assert clip.vae is pipe.vae
+    assert not isinstance(clip, PortedPipeline)
+    assert named_as_in(pipe) == named_as_in(clip) == NAMES
+
+
+def test_a_part_that_the_call_gives_comes_before_the_ported_one(ported):
+    other = small_pipelines.transformer("5b", seed=1, num_layers=1)
+    clip = CogVideoXVideoToVideoPipeline.from_pipe(ported, transformer=other)
+    assert clip.transformer is other
+    assert runtime.on_jax(other.proj_out.weight)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
+def test_a_copy_is_ported_too(ported, want, copied):
+    pipe = copied(ported)
+    assert type(pipe) is type(ported)
+    assert type(pipe.scheduler) is type(ported.scheduler)
+    assert (pipe.transformer is ported.transformer) == (copied is copy.copy)
+    assert relative_error(latents(pipe), want) < TOLERANCE
+
+
+def test_a_copy_has_weights_of_its_own_and_ties_of_its_own(ported, want):
+    pipe = copy.deepcopy(ported)
+    pipe.transformer.proj_out.bias.apply_jax_(lambda array: array + 1)
+    encoder = pipe.text_encoder
+    assert encoder.shared.weight is encoder.encoder.embed_tokens.weight
+    assert encoder.shared.weight is not ported.text_encoder.shared.weight
+    assert relative_error(latents(pipe), want) > 0.01
+    assert relative_error(latents(ported), want) < TOLERANCE
+
+
+@pytest.mark.usefixtures("torchax_off")
+def test_what_is_unpickled_is_in_pytorch_until_it_is_ported_again(ported, stock, want):
+    pipe = pickle.loads(pickle.dumps(ported))
+    assert type(pipe) is type(stock)
+    assert type(pipe.scheduler) is type(stock.scheduler)
+    assert {type(weight) for weight in pipe.transformer.parameters()} == {torch.nn.Parameter}
+    assert torch.equal(latents(pipe), want)  # PyTorch's own, from the same weights
+    assert relative_error(latents(port(pipe)), want) < TOLERANCE
+
+
+def test_a_scheduler_alone_is_copied_and_pickled(ported):
+    scheduler = ported.scheduler
+    copied, loaded = copy.deepcopy(scheduler), pickle.loads(pickle.dumps(scheduler))
+    assert isinstance(copied, HostScheduler)
+    assert not isinstance(loaded, HostScheduler)
+    for made in (copied, loaded):
+        assert made is not scheduler
+        assert dict(made.config) == dict(scheduler.config)
+        assert torch.equal(made.alphas_cumprod, scheduler.alphas_cumprod)
+
+
+ELSEWHERE = """
+import sys
+sys.modules["torchax"] = sys.modules["jax"] = sys.modules["cogvideox_torchax"] = None
+import torch
+from diffusers import DiffusionPipeline
+from safetensors.torch import save_file
+pipe = DiffusionPipeline.from_pretrained(sys.argv[1])
+encoder = pipe.text_encoder
+assert encoder.shared.weight is encoder.encoder.embed_tokens.weight
+parts = pipe.transformer, pipe.text_encoder, pipe.vae
+save_file({f"{i}.{n}": w.clone() for i, part in enumerate(parts) for n, w in part.state_dict().items()},
+          sys.argv[2])
+"""
+
+
+def test_what_is_saved_loads_where_this_package_is_not(ported, stock, tmp_path):
+    from safetensors.torch import load_file
+
+    ported.save_pretrained(tmp_path / "saved")
+    index = json.loads((tmp_path / "saved" / "model_index.json").read_text())
+    assert {name: tuple(index[name]) for name in NAMES} == NAMES
+    assert index["_class_name"] == "CogVideoXPipeline"
+    command = [sys.executable, "-c", ELSEWHERE, str(tmp_path / "saved"), str(tmp_path / "weights")]
+    subprocess.run(command, check=True, capture_output=True)
+    loaded = runtime.without_torchax(load_file, tmp_path / "weights")
+    held = {
+        f"{i}.{name}": weight
+        for i, part in enumerate((stock.transformer, stock.text_encoder, stock.vae))
+        for name, weight in part.state_dict().items()
+    }
+    assert loaded.keys() == held.keys()
+    assert all(torch.equal(loaded[name], weight) for name, weight in held.items())
+
+
+def test_saved_files_may_be_read_by_whom_the_umask_lets(ported, stock, tmp_path):
+    (tmp_path / "ordinary").touch()
+    ordinary = stat.S_IMODE((tmp_path / "ordinary").stat().st_mode)
+    native = port(runtime.without_torchax(copy.deepcopy, stock.vae))
+    for part in (ported.vae, ported.transformer, ported.text_encoder, native):
+        part.save_pretrained(tmp_path / "part")
+        files = list((tmp_path / "part").iterdir())
+        assert any(file.suffix == ".safetensors" for file in files)
+        assert {stat.S_IMODE(file.stat().st_mode) for file in files} == {ordinary}
+
+
+def test_a_variant_is_saved_under_its_name_with_the_pipeline(ported, tmp_path):
+    ported.save_pretrained(tmp_path, variant="fp16")
+    for folder, name in (("vae", "diffusion_pytorch_model"), ("transformer", "diffusion_pytorch_model")):
+        assert (tmp_path / folder / f"{name}.fp16.safetensors").exists()
+    assert (tmp_path / "text_encoder" / "model.fp16.safetensors").exists()
+
+
+def test_a_pipeline_goes_to_the_host_and_back(ported, want):
+    ties = ported.text_encoder
+    for device in ("cpu", "jax", "cpu", "cuda"):
+        assert ported.to(device) is ported
+        assert runtime.on_jax(ported.transformer.proj_out.weight) == (device != "cpu")
+        assert ties.shared.weight is ties.encoder.embed_tokens.weight
+        assert relative_error(latents(ported), want) < TOLERANCE
+    port(ported.to("cpu"))
+    assert runtime.on_jax(ported.vae.decoder.conv_in.conv.weight)
+
+
+def test_weights_on_the_host_share_no_memory_with_jax(stock):
+    vae = port(runtime.without_torchax(copy.deepcopy, stock.vae))
+    runtime.enable()
+    before = vae.to("jax").decoder.conv_in.conv.bias
+    after = vae.cpu().decoder.conv_in.conv.bias
+    after += 1
+    assert torch.equal(after, runtime.to_torch(before.detach()) + 1)

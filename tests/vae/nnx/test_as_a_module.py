@@ -1,0 +1,131 @@
+"""What the Flax wrapper has of torch's modules and diffusers' models does what it says, or is refused."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+from cogvideox_torchax import port, runtime, sharding
+from cogvideox_torchax.flax import FlaxVAEForPipelines
+from cogvideox_torchax.vae.checkpoint import ModelError
+from cogvideox_torchax.vae.tolerances import FLOAT32_RELATIVE, relative_error
+from tests import reference
+
+
+@pytest.fixture(scope="module")
+def stock():
+    return reference.small_vae(**reference.THREE_LEVELS)
+
+
+@pytest.fixture(scope="module")
+def other():
+    return reference.small_vae(seed=1, **reference.THREE_LEVELS)
+
+
+@pytest.fixture
+def vae(stock):
+    return FlaxVAEForPipelines.from_diffusers(stock)
+
+
+def latents():
+    return reference.latents(1, height=2, width=4)
+
+
+def is_of(vae, stock):
+    """Whether it decodes with the weights of a stock model."""
+    error = relative_error(vae.decode(latents()).sample, reference.decoded(stock, latents()))
+    return error < FLOAT32_RELATIVE
+
+
+def test_its_state_is_the_stock_models_and_its_own(vae, stock):
+    state, held = vae.state_dict(), stock.state_dict()
+    assert state.keys() == held.keys()
+    assert all(torch.equal(state[name], value) for name, value in held.items())
+    state["decoder.conv_in.conv.bias"] += 1
+    assert is_of(vae, stock)
+    assert vae.num_parameters() == stock.num_parameters()
+    with pytest.raises(ValueError, match="takes no options"):
+        vae.state_dict(prefix="vae.")
+
+
+@pytest.mark.parametrize("on_jax", [False, True])
+def test_loaded_weights_are_those_that_it_runs(vae, stock, other, on_jax):
+    assert is_of(vae, stock)
+    held = other.state_dict()
+    state = {name: runtime.to_jax(value) if on_jax else value for name, value in held.items()}
+    answer = vae.load_state_dict(state)
+    assert not answer.missing_keys
+    assert not answer.unexpected_keys
+    assert is_of(vae, other)
+
+
+def test_weights_that_do_not_fit_are_named_and_none_is_taken(vae, stock, other):
+    name = "decoder.conv_in.conv.weight"
+    whole = other.state_dict()
+    short = {key: value for key, value in whole.items() if key != name}
+    wrong = {**whole, name: whole[name][:1]}
+    longer = {**whole, "another": torch.ones(1)}
+    for state, words in ((short, name), (wrong, name), (longer, "another")):
+        with pytest.raises(ModelError, match=words):
+            vae.load_state_dict(state)
+        assert is_of(vae, stock)
+    with pytest.raises(ValueError, match="is strict"):
+        vae.load_state_dict(whole, strict=False)
+
+
+CASTS = {
+    "to": (lambda vae: vae.to(torch.bfloat16), torch.bfloat16),
+    "to, by name": (lambda vae: vae.to(dtype=torch.bfloat16), torch.bfloat16),
+    "to a tensor": (lambda vae: vae.to(torch.ones(1).half()), torch.float16),
+    "bfloat16": (lambda vae: vae.bfloat16(), torch.bfloat16),
+    "half": (lambda vae: vae.half(), torch.float16),
+    "type": (lambda vae: vae.type(torch.bfloat16), torch.bfloat16),
+    "and back": (lambda vae: vae.to(torch.bfloat16).float(), torch.float32),
+    "to a device": (lambda vae: vae.to("cuda"), torch.float32),
+    "to jax": (lambda vae: vae.to("jax"), torch.float32),
+    "cpu": (lambda vae: vae.cpu(), torch.float32),
+}
+
+
+@pytest.mark.parametrize(("cast", "dtype"), CASTS.values(), ids=CASTS)
+def test_a_cast_casts_what_is_stored_taken_and_given(vae, cast, dtype):
+    assert cast(vae) is vae
+    assert vae.dtype == dtype
+    assert {value.dtype for value in vae.state_dict().values()} == {dtype}
+    if dtype != torch.float16:  # one program is compiled
+        assert vae.decode(latents().to(dtype)).sample.dtype == dtype
+
+
+@pytest.mark.parametrize("cast", [lambda vae: vae.double(), lambda vae: vae.to(torch.float64)])
+def test_a_dtype_that_jax_does_not_have_is_refused_and_nothing_is_cast(vae, stock, cast):
+    with pytest.raises(ValueError, match="takes float32, bfloat16 or float16"):
+        cast(vae)
+    assert is_of(vae, stock)
+
+
+REFUSED = {
+    "gradients": lambda vae: vae.requires_grad_(),
+    "checkpointing": lambda vae: vae.enable_gradient_checkpointing(),
+    "a report of layers": lambda vae: sharding.report(port(vae), (1, 16, 1, 2, 4)),
+}
+
+
+@pytest.mark.parametrize("ask", REFUSED.values(), ids=REFUSED)
+def test_what_it_cannot_do_is_refused_in_one_line(vae, ask):
+    with pytest.raises(ValueError, match="^[^\n]+$"):
+        ask(vae)
+
+
+def test_what_changes_nothing_is_let_through(vae, stock):
+    assert vae.requires_grad_(False) is vae
+    assert vae.eval() is vae
+    assert is_of(vae.train(False), stock)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda vae: pickle.loads(pickle.dumps(vae))])
+def test_a_copy_has_weights_of_its_own(vae, stock, other, copied):
+    made = copied(vae)
+    made.load_state_dict(other.state_dict())
+    assert is_of(made, other)
+    assert is_of(vae, stock)
