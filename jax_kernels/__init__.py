@@ -19,6 +19,7 @@ Pallas kernels cannot be split so.
 
 from jax_kernels.attention.bounds import score_bound
 from jax_kernels.attention.op import attention, attention_transposed
+from jax_kernels.attention.prepare import prepare
 from jax_kernels.attention.rotary import rotate
 from jax_kernels.conv3d.op import conv3d
 from jax_kernels.dense.op import layer_norm, linear, silu
@@ -34,6 +35,7 @@ __all__ = [
     "group_norm",
     "layer_norm",
     "linear",
+    "prepare",
     "rotate",
     "score_bound",
     "silu",
