@@ -1,6 +1,6 @@
-"""Queries, keys and values as the TPU's attention takes them: normed, turned, scaled, channels before positions.
+"""Queries, keys and values as the TPU's attention takes them: normed, turned, scaled, heads first.
 
-Axis letters here: N batch, S positions, P those of them that are turned, C channels of all heads, H heads, D
+Axis letters here: N batch, S positions, C channels of all heads, H heads, D
 channels of a head.
 """
 
@@ -20,6 +20,9 @@ from jax_kernels.common.tiles import BLOCK_BYTES, DTYPES, LANES
 
 Pairs = Literal["neighbours", "halves"]
 
+VMEM = 64 * 2**20
+"""What the kernel may take of it."""
+
 
 @functools.partial(jax.jit, static_argnames=("heads", "pairs", "scale", "eps"))
 def prepare(
@@ -34,14 +37,15 @@ def prepare(
     scale: float = 1.0,
     eps: float = 1e-6,
 ) -> Float[Array, "N H D S"]:
-    """LayerNorm over a head's channels, rotary positions and a scale, for `attention_transposed`: on a TPU in one
-    pass by a Pallas kernel, rounded once.
+    """LayerNorm over a head's channels, rotary positions and a scale, for `attention_transposed`.
+
+    On a TPU one pass by a Pallas kernel. The result is rounded once.
 
     Args:
         x: what a projection gives, any float dtype; head h has the channels from h D on.
         weight, bias: (D,), of the norm; None for no norm, as values take it. A bias takes a weight.
-        cos, sin: (S, D), float32, each angle once for either channel of its pair; a position with cosine 1 and
-            sine 0 is not turned. None for no position.
+        cos, sin: (S, D), float32, each angle once for either channel of its pair; a position with cosine 1
+            and sine 0 is not turned. None for no position.
         heads: H.
         pairs: which channels (a, b) become (a cos - b sin, b cos + a sin): "neighbours" 2 i and 2 i + 1, or
             "halves" i and i + D / 2.
@@ -151,9 +155,7 @@ def _by_kernel(
     of_channels = pl.BlockSpec((channels, 1), lambda n, i: (0, 0))
     of_positions = pl.BlockSpec((channels, step), lambda n, i: (0, i))
     return pl.pallas_call(
-        functools.partial(
-            _prepare, normed=bool(norm), turned=bool(tables), pairs=pairs, scale=scale, eps=eps
-        ),
+        functools.partial(_prepare, normed=bool(norm), pairs=pairs, scale=scale, eps=eps),
         grid=(videos, pl.cdiv(positions, step)),
         in_specs=[
             pl.BlockSpec((None, step, width), lambda n, i: (n, i, 0)),
@@ -169,11 +171,7 @@ def _by_kernel(
     )(x, *(vector.astype(jnp.float32)[:, None] for vector in norm), *(table.T for table in tables))
 
 
-VMEM = 64 * 2**20
-"""What the kernel may take of it."""
-
-
-def _prepare(x_ref, *others: Any, normed: bool, turned: bool, pairs: Pairs, scale: float, eps: float) -> None:
+def _prepare(x_ref, *others: Any, normed: bool, pairs: Pairs, scale: float, eps: float) -> None:
     """A block of positions, as many heads at a time as fill whole tiles of lanes."""
     *operands, y_ref = others
     heads, channels, _ = y_ref.shape
@@ -187,7 +185,7 @@ def _prepare(x_ref, *others: Any, normed: bool, turned: bool, pairs: Pairs, scal
             y = y - y.mean(1, keepdims=True)
             y = y * lax.rsqrt(jnp.square(y).mean(1, keepdims=True) + eps)
             y = y * norm[0][...] + norm[1][...]
-        if turned:
+        if tables:
             y = y * tables[0][...] + _partners(y, pairs) * tables[1][...]
         y_ref[first : first + some] = (y * scale).astype(y_ref.dtype)
 
