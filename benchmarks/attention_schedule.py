@@ -1,4 +1,4 @@
-"""How many cycles does each attention kernel take for 1024 x 1024 scores, by the compiler's final schedule?
+"""How many cycles do attention's kernels take for 1024 x 1024 scores, by the compiler's final schedule?
 
 python benchmarks/attention_schedule.py       # compiles each kernel for each chip: minutes; no TPU is needed
 
@@ -6,10 +6,11 @@ Heads of 64 channels, 46,080 tokens of which 45,104 are real, as CogVideoX1.5 ha
 The schedule counts bundles that run; nothing waits in it. A time is cycles over the clock: an estimate.
 """
 
+import functools
 import importlib.metadata
 import math
-import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,66 +21,86 @@ import numpy as np
 from cogvideox_torchax.files.reports import write_json
 from cogvideox_torchax.plan.chips import CHIPS, topology_devices
 from cogvideox_torchax.plan.schedule import compile_with_schedules
-from jax_kernels import attention_transposed
+from jax_kernels import attention_transposed, prepare
 
 RESULT = Path(__file__).parent / "results" / "attention-schedule.json"
 FORMAT = "cogvideox-torchax attention schedule 1"
-TOPOLOGIES = "v6e:1x1", "v5e:1x1", "v5p:2x2x1", "tpu7x:2x2x1"
-HEADS, CHANNELS, TOKENS, VALID = 1, 64, 46080, 45104
+CHANNELS, TOKENS, VALID, PREPARED_HEADS = 64, 46080, 45104, 12
 HELD = {"scale": math.log(2)}
 FORMS: dict[str, dict[str, Any]] = {
-    "flash, JAX's own": {"implementation": "flash"},
+    "JAX's flash": {"implementation": "flash"},
     "running maximum": {"implementation": "transposed"},
     "running maximum, queries hold their scale": {"implementation": "transposed", **HELD},
     "bounded": {"implementation": "transposed", "bound": 1.0},
     "bounded, queries hold their scale": {"implementation": "transposed", "bound": 1.0, **HELD},
 }
+CASES = [
+    *[("v6e:1x1", dtype, form) for dtype in (jnp.bfloat16, jnp.float32) for form in FORMS],
+    *[
+        (topology, jnp.bfloat16, form)
+        for topology in ("v5e:1x1", "v5p:2x2x1", "tpu7x:2x2x1")
+        for form in (
+            "JAX's flash",
+            "running maximum, queries hold their scale",
+            "bounded, queries hold their scale",
+        )
+    ],
+]
 
 
-def measure(topology: str, dtype: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """Cycles of one form on one chip."""
+def measure(
+    topology: str, function: Callable[..., Any], *operands: tuple[tuple[int, ...], Any]
+) -> dict[str, Any]:
+    """What the schedule of a function with one kernel comes to."""
     (device, *_), chip = topology_devices(topology), CHIPS[topology.partition(":")[0]]
-    x = jax.ShapeDtypeStruct(
-        (1, HEADS, CHANNELS, TOKENS), dtype, sharding=jax.sharding.SingleDeviceSharding(device)
-    )
+    place = jax.sharding.SingleDeviceSharding(device)
+    structs = [jax.ShapeDtypeStruct(shape, dtype, sharding=place) for shape, dtype in operands]
     start = time.perf_counter()
     with jax.set_mesh(jax.sharding.Mesh(np.array([device]), ("device",))):
-        run = jax.jit(lambda q, k, v: attention_transposed(q, k, v, valid=VALID, **options))
-        lowered = run.lower(x, x, x)
+        lowered = jax.jit(function).lower(*structs)
     compiled, schedules = compile_with_schedules(lowered, chip)
     taken = time.perf_counter() - start
     (schedule,) = schedules.values()
-    cycles = schedule.cycles / HEADS
     return {
-        "cycles_a_block": cycles / (TOKENS / 1024) ** 2,
-        "estimate_ms_a_head": 1e3 * cycles / chip.clock,
+        "cycles": schedule.cycles,
+        "estimate_ms": 1e3 * schedule.cycles / chip.clock,
         "temporaries_bytes": compiled.memory_analysis().temp_size_in_bytes,
-        "compiled_in_s": taken,
+        "compiled_in_s": round(taken, 1),
     }
 
 
-def main(topologies: list[str]) -> None:
-    rows = []
-    for topology in topologies or TOPOLOGIES:
-        for dtype in (jnp.bfloat16, jnp.float32):
-            for form, options in FORMS.items():
-                row = {"topology": topology, "dtype": jnp.dtype(dtype).name, "form": form}
-                rows.append(row | measure(topology, dtype, options))
-                print(
-                    *(f"{value:.1f}" if isinstance(value, float) else value for value in rows[-1].values()),
-                    flush=True,
-                )
-    write_json(
-        RESULT,
-        {
-            "format": FORMAT,
-            "question": "cycles of the final schedule for 1024 x 1024 scores of a head",
-            "job": {"channels": CHANNELS, "tokens": TOKENS, "valid": VALID},
-            "versions": {name: importlib.metadata.version(name) for name in ("jax", "libtpu")},
-            "kernels": rows,
-        },
-    )
+def measure_attention(topology: str, dtype: Any, form: str) -> dict[str, Any]:
+    """One form, for one head."""
+    attend = functools.partial(attention_transposed, valid=VALID, **FORMS[form])
+    found = measure(topology, attend, *[((1, 1, CHANNELS, TOKENS), dtype)] * 3)
+    kept = {"topology": topology, "dtype": jnp.dtype(dtype).name, "form": form}
+    return kept | {"cycles_of_1024_x_1024": round(found["cycles"] / (TOKENS / 1024) ** 2)} | found
+
+
+def measure_preparing(form: str) -> dict[str, Any]:
+    """Queries or keys of twelve heads, or values, which have neither norm nor positions."""
+    vector, table = ((CHANNELS,), jnp.bfloat16), ((TOKENS, CHANNELS), jnp.float32)
+    operands = [] if form == "values" else [vector, vector, table, table]
+    pairs = {} if form == "values" else {"pairs": form}
+    run = functools.partial(prepare, heads=PREPARED_HEADS, **pairs)
+    x = (1, TOKENS, PREPARED_HEADS * CHANNELS), jnp.bfloat16
+    return {"topology": "v6e:1x1", "form": form} | measure("v6e:1x1", run, x, *operands)
+
+
+def main() -> None:
+    report: dict[str, Any] = {
+        "format": FORMAT,
+        "question": "cycles of the final schedule for 1024 x 1024 scores of a head",
+        "job": {"channels": CHANNELS, "tokens": TOKENS, "valid": VALID, "prepared_heads": PREPARED_HEADS},
+        "versions": {name: importlib.metadata.version(name) for name in ("jax", "libtpu")},
+        "prepare": [measure_preparing(form) for form in ("neighbours", "halves", "values")],
+        "attention": [],
+    }
+    for case in CASES:
+        report["attention"].append(measure_attention(*case))
+        print(report["attention"][-1], flush=True)
+        write_json(RESULT, report)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

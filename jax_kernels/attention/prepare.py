@@ -20,6 +20,9 @@ from jax_kernels.common.tiles import BLOCK_BYTES, DTYPES, LANES
 
 Pairs = Literal["neighbours", "halves"]
 
+POSITIONS = 512
+"""The most of a block: the compiler is to have whole ones in a loop's body."""
+
 VMEM = 64 * 2**20
 """What the kernel may take of it."""
 
@@ -151,7 +154,7 @@ def _by_kernel(
 ) -> Array:
     videos, positions, width = x.shape
     channels = width // heads
-    step = max(LANES, BLOCK_BYTES // (width * x.dtype.itemsize) // LANES * LANES)
+    step = min(POSITIONS, max(LANES, BLOCK_BYTES // (width * x.dtype.itemsize) // LANES * LANES))
     of_channels = pl.BlockSpec((channels, 1), lambda n, i: (0, 0))
     of_positions = pl.BlockSpec((channels, step), lambda n, i: (0, i))
     return pl.pallas_call(
@@ -176,10 +179,10 @@ def _prepare(x_ref, *others: Any, normed: bool, pairs: Pairs, scale: float, eps:
     *operands, y_ref = others
     heads, channels, _ = y_ref.shape
     norm, tables = operands[: 2 * normed], operands[2 * normed :]
-    together = math.lcm(channels, LANES) // channels
-    for first in range(0, heads, together):
-        some = min(together, heads - first)
-        x = x_ref[:, first * channels : (first + some) * channels]
+
+    def prepare_some(first: Any, some: int) -> None:
+        own = pl.ds(pl.multiple_of(first * channels, LANES), some * channels)
+        x = x_ref[:, own]
         y = x.astype(jnp.float32).T.reshape(some, channels, -1)
         if normed:
             y = y - y.mean(1, keepdims=True)
@@ -187,7 +190,17 @@ def _prepare(x_ref, *others: Any, normed: bool, pairs: Pairs, scale: float, eps:
             y = y * norm[0][...] + norm[1][...]
         if tables:
             y = y * tables[0][...] + _partners(y, pairs) * tables[1][...]
-        y_ref[first : first + some] = (y * scale).astype(y_ref.dtype)
+        y_ref[pl.ds(first, some)] = (y * scale).astype(y_ref.dtype)
+
+    together = math.lcm(channels, LANES) // channels
+    whole, left = divmod(heads, together)
+
+    @pl.loop(0, whole)
+    def _(index: Array) -> None:
+        prepare_some(index * together, together)
+
+    if left:
+        prepare_some(whole * together, left)
 
 
 def _partners(y_HDS: Array, pairs: Pairs) -> Array:

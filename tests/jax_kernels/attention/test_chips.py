@@ -42,8 +42,10 @@ def test_attention_compiles_and_copies_nothing(topology, dtype, channels, tokens
     assert found.memory_analysis().temp_size_in_bytes < 2**16
 
 
-@pytest.mark.parametrize("pairs", ["neighbours", "halves"])
-@pytest.mark.parametrize("topology", ["v5e:1x1", "v6e:1x1", "tpu7x:2x2x1"])
+@pytest.mark.parametrize(
+    ("topology", "pairs"),
+    [("v5e:1x1", "halves"), ("v6e:1x1", "neighbours"), ("tpu7x:2x2x1", "neighbours")],
+)
 def test_prepare_compiles_and_copies_no_activation(topology, pairs):
     pytest.importorskip("libtpu", reason="the [tpu] extra is not installed")
     prepared = functools.partial(prepare, heads=6, pairs=pairs)
