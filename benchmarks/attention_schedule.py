@@ -1,6 +1,7 @@
 """How many cycles do attention's kernels take for 1024 x 1024 scores, by the compiler's final schedule?
 
-python benchmarks/attention_schedule.py       # compiles each kernel for each chip: minutes; no TPU is needed
+python benchmarks/attention_schedule.py run     # compiles each kernel for each chip: minutes; needs no TPU
+python benchmarks/attention_schedule.py         # draws what is kept into docs/performance.md
 
 Heads of 64 channels, 46,080 tokens of which 45,104 are real, as CogVideoX1.5 has them at 81 x 768 x 1360.
 The schedule counts bundles that run; nothing waits in it. A time is cycles over the clock: an estimate.
@@ -9,6 +10,7 @@ The schedule counts bundles that run; nothing waits in it. A time is cycles over
 import functools
 import importlib.metadata
 import math
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,12 +20,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from cogvideox_torchax.files.reports import write_json
+from cogvideox_torchax.files.reports import fill, load, table, write_json
 from cogvideox_torchax.plan.chips import CHIPS, topology_devices
 from cogvideox_torchax.plan.schedule import compile_with_schedules
 from jax_kernels import attention_transposed, prepare
 
 RESULT = Path(__file__).parent / "results" / "attention-schedule.json"
+PAGE = Path(__file__).parent.parent / "docs" / "performance.md"
 FORMAT = "cogvideox-torchax attention schedule 1"
 CHANNELS, TOKENS, VALID, PREPARED_HEADS = 64, 46080, 45104, 12
 HELD = {"scale": math.log(2)}
@@ -87,7 +90,8 @@ def measure_preparing(form: str) -> dict[str, Any]:
     return {"topology": "v6e:1x1", "form": form} | measure("v6e:1x1", run, x, *operands)
 
 
-def main() -> None:
+def run() -> None:
+    """Compiles all, and keeps what has been compiled so far."""
     report: dict[str, Any] = {
         "format": FORMAT,
         "question": "cycles of the final schedule for 1024 x 1024 scores of a head",
@@ -102,5 +106,20 @@ def main() -> None:
         write_json(RESULT, report)
 
 
+def draw() -> None:
+    """A row a chip and dtype, a column a form."""
+    cycles = {
+        (row["topology"], row["dtype"], row["form"]): row["cycles_of_1024_x_1024"]
+        for row in load(RESULT, FORMAT)["attention"]
+    }
+    rows = [
+        (topology, dtype, *(str(cycles.get((topology, dtype, form), "")) for form in FORMS))
+        for topology, dtype in dict.fromkeys(key[:2] for key in cycles)
+    ]
+    fill(PAGE, "attention", table(("topology", "dtype", *FORMS), rows))
+
+
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:] == ["run"]:
+        run()
+    draw()
