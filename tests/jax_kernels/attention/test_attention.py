@@ -105,12 +105,12 @@ def test_padding_that_is_not_masked_would_fail(options):
 
 
 @of_all_forms
-def test_it_is_torchs_scaled_dot_product_attention(options, scale=0.3):
+def test_it_is_torchs_scaled_dot_product_attention(options):
     q, k, v = inputs(130, batch=2)
     heads_first = [torch.from_numpy(np.array(x)).transpose(1, 2) for x in (q, k, v)]
-    want = torch.nn.functional.scaled_dot_product_attention(*heads_first, scale=scale).transpose(1, 2)
-    assert largest_error(reference.attention(q, k, v, scale=scale), want) < 1e-5
-    assert largest_error(interpreted(q, k, v, scale=scale, **options), want) < 1e-5
+    want = torch.nn.functional.scaled_dot_product_attention(*heads_first, scale=0.3).transpose(1, 2)
+    assert largest_error(reference.attention(q, k, v, scale=0.3), want) < 1e-5
+    assert largest_error(interpreted(q, k, v, scale=0.3, **options), want) < 1e-5
 
 
 @of_all_forms
