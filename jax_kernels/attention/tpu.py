@@ -145,9 +145,10 @@ def _attend(q_ref, k_ref, v_ref, y_ref, sums_ref, *maximum_ref, valid: int, fact
     for chunk, following in itertools.zip_longest(chunks, chunks[1:]):
         v, k = values_of(chunk), keys_of(following) if following else None
         for n, strip in enumerate(strips):
-            ahead = k if k is None else scores_of(strip, k)
-            sums[n], maxima[n] = _with_chunk(sums[n], maxima[n], scores[n], v)
-            scores[n] = ahead
+            of_chunk = scores[n]
+            if k is not None:
+                scores[n] = scores_of(strip, k)
+            sums[n], maxima[n] = _with_chunk(sums[n], maxima[n], of_chunk, v)
     for strip, total, maximum in zip(strips, sums, maxima, strict=True):
         sums_ref[:, strip] = total
         for ref, value in zip(maximum_ref, maximum, strict=True):

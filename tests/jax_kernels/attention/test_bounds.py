@@ -67,6 +67,13 @@ def test_equal_weights_reach_the_bound():
     assert found == pytest.approx(6 * math.sqrt(CHANNELS), rel=1e-3)
 
 
+@pytest.mark.parametrize("rotated", ["any", "neighbours", "halves"])
+def test_biases_alone_reach_the_bound(rotated):
+    none, bias = np.zeros(CHANNELS), np.arange(1.0, CHANNELS + 1)
+    bound = score_bound(none, bias, none, bias, rotated=rotated)
+    assert bound == pytest.approx(bias @ bias / math.sqrt(CHANNELS))
+
+
 def test_pairs_whose_weights_are_not_large_together_have_a_smaller_bound():
     q, k = np.ones(CHANNELS), np.ones(CHANNELS)
     q[0], k[2] = 5, 5
