@@ -153,6 +153,17 @@ def test_scores_and_softmax_are_float32_in_sixteen_bits(options):
     assert largest_error(wrong, want) > 2**-6
 
 
+@of_all_forms
+def test_sixteen_bits_lose_no_more_than_in_torch(options):
+    q, k, v = inputs(300, channels=64, dtype=jnp.bfloat16)
+    want = reference.attention(*(x.astype(jnp.float32) for x in (q, k, v)))
+    heads_first = [torch.from_numpy(np.array(x, np.float32)).bfloat16().transpose(1, 2) for x in (q, k, v)]
+    of_torch = torch.nn.functional.scaled_dot_product_attention(*heads_first).transpose(1, 2).float().numpy()
+    got = interpreted(q, k, v, **options)
+    own, of_torch = (np.sqrt(np.mean((np.array(y, np.float32) - want) ** 2)) for y in (got, of_torch))
+    assert own <= 1.1 * of_torch
+
+
 @pytest.mark.parametrize("options", [FORMS["plain"], FORMS["flash"], FORMS["running maximum"]])
 @pytest.mark.parametrize("sign", [1, -1])
 def test_large_scores_neither_overflow_nor_vanish(sign, options):
