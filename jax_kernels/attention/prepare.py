@@ -1,0 +1,213 @@
+"""Queries, keys and values as the TPU's attention takes them: normed, turned, scaled, heads first.
+
+Axis letters here: N batch, S positions, C channels of all heads, H heads, D
+channels of a head.
+"""
+
+import functools
+import math
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float
+
+from jax_kernels.common.checks import check_channels
+from jax_kernels.common.tiles import BLOCK_BYTES, DTYPES, LANES
+
+Pairs = Literal["neighbours", "halves"]
+
+POSITIONS = 512
+"""The most of a block: the compiler is to have whole ones in a loop's body."""
+
+VMEM = 64 * 2**20
+"""What the kernel may take of it."""
+
+
+@functools.partial(jax.jit, static_argnames=("heads", "pairs", "scale", "eps"))
+def prepare(
+    x: Float[Array, "N S C"],
+    weight: Float[Array, " D"] | None = None,
+    bias: Float[Array, " D"] | None = None,
+    cos: Float[Array, "S D"] | None = None,
+    sin: Float[Array, "S D"] | None = None,
+    *,
+    heads: int,
+    pairs: Pairs = "neighbours",
+    scale: float = 1.0,
+    eps: float = 1e-6,
+) -> Float[Array, "N H D S"]:
+    """LayerNorm over a head's channels, rotary positions and a scale, for `attention_transposed`.
+
+    On a TPU one pass by a Pallas kernel. The result is rounded once.
+
+    Args:
+        x: what a projection gives, any float dtype; head h has the channels from h D on.
+        weight, bias: (D,), of the norm; None for no norm, as values take it. A bias takes a weight.
+        cos, sin: (S, D), float32, each angle once for either channel of its pair; a position with cosine 1
+            and sine 0 is not turned. None for no position.
+        heads: H.
+        pairs: which channels (a, b) become (a cos - b sin, b cos + a sin): "neighbours" 2 i and 2 i + 1, or
+            "halves" i and i + D / 2.
+        scale: of the result. Queries that hold log2(e) / sqrt(D) are for `attention_transposed(scale=ln 2)`.
+        eps: added to the variance.
+
+    Returns:
+        The dtype of `x`; all arithmetic is float32 whatever it is.
+
+    Raises:
+        ValueError: channels that heads do not divide or pairs do not, vectors or tables that fit neither.
+    """
+    _check(x, weight, bias, cos, sin, heads, pairs)
+    tables = () if cos is None or sin is None else (cos, _signed(sin, pairs))
+    norm = () if weight is None else (weight, jnp.zeros_like(weight) if bias is None else bias)
+    options: dict[str, Any] = {"heads": heads, "pairs": pairs, "scale": scale, "eps": eps}
+    plain = functools.partial(_plain, **options)
+    if not takes(x, heads):
+        return plain(x, norm, tables)
+    return lax.platform_dependent(x, norm, tables, tpu=_with_derivatives_of_plain(options), default=plain)
+
+
+def takes(x: Float[Array, "N S C"], heads: int) -> bool:
+    """Whether the kernel takes such projections: float32 or bfloat16, heads in whole tiles of 8 channels."""
+    return x.dtype in DTYPES and x.shape[-1] // heads % 8 == 0
+
+
+def _check(x: Array, weight: Any, bias: Any, cos: Any, sin: Any, heads: int, pairs: str) -> None:
+    if x.ndim != 3 or heads < 1 or x.shape[-1] % heads:
+        raise ValueError(f"prepare got x {x.shape} for {heads} heads: it takes (N, S, H D)")
+    channels = x.shape[-1] // heads
+    check_channels("prepare", channels, weight=weight, bias=bias)
+    if bias is not None and weight is None:
+        raise ValueError("prepare got a bias and no weight: a norm without a weight has one of ones")
+    if pairs not in get_args(Pairs):
+        raise ValueError(f"pairs {pairs!r} is not one of {list(get_args(Pairs))}")
+    shapes = [None if table is None else table.shape for table in (cos, sin)]
+    if shapes != [None, None] and (shapes != [(x.shape[1], channels)] * 2 or channels % 2):
+        raise ValueError(
+            f"prepare got cos and sin of shapes {shapes} for x {x.shape} of {heads} heads: both take "
+            f"{(x.shape[1], channels)}, or neither is given"
+        )
+
+
+def _signed(sin_SD: Array, pairs: Pairs) -> Array:
+    """What each channel's partner is multiplied by."""
+    return jnp.where(_is_first(lax.iota(jnp.int32, sin_SD.shape[1]), sin_SD.shape[1], pairs), -sin_SD, sin_SD)
+
+
+def _apart(channels: int, pairs: Pairs) -> int:
+    return 1 if pairs == "neighbours" else channels // 2
+
+
+def _is_first(index: Array, channels: int, pairs: Pairs) -> Array:
+    """Whether a channel is the first of its pair."""
+    return index // _apart(channels, pairs) % 2 == 0
+
+
+def _plain(
+    x: Array,
+    norm: tuple[Array, ...],
+    tables: tuple[Array, ...],
+    *,
+    heads: int,
+    pairs: Pairs,
+    scale: float,
+    eps: float,
+) -> Array:
+    """`prepare` in its plainest form: what the kernel has to equal."""
+    y = x.astype(jnp.float32).reshape(*x.shape[:2], heads, -1)
+    if norm:
+        y = y - y.mean(-1, keepdims=True)
+        y = y * lax.rsqrt(jnp.square(y).mean(-1, keepdims=True) + eps)
+        y = y * norm[0].astype(jnp.float32) + norm[1].astype(jnp.float32)
+    if tables:
+        cos, sin = (table[:, None] for table in tables)
+        channels = y.shape[-1]
+        pair = (channels // 2, 2) if pairs == "neighbours" else (2, channels // 2)
+        partner = jnp.flip(y.reshape(*y.shape[:-1], *pair), -1 if pairs == "neighbours" else -2)
+        y = y * cos + partner.reshape(y.shape) * sin
+    return (y * scale).astype(x.dtype).transpose(0, 2, 3, 1)
+
+
+def _with_derivatives_of_plain(options: dict[str, Any]) -> Any:
+    kernel = jax.custom_jvp(functools.partial(_by_kernel, **options))
+
+    @kernel.defjvp
+    def _(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Array, Array]:
+        return kernel(*primals), jax.jvp(functools.partial(_plain, **options), primals, tangents)[1]
+
+    return kernel
+
+
+def _by_kernel(
+    x: Array,
+    norm: tuple[Array, ...],
+    tables: tuple[Array, ...],
+    *,
+    heads: int,
+    pairs: Pairs,
+    scale: float,
+    eps: float,
+) -> Array:
+    videos, positions, width = x.shape
+    channels = width // heads
+    step = min(POSITIONS, max(LANES, BLOCK_BYTES // (width * x.dtype.itemsize) // LANES * LANES))
+    of_channels = pl.BlockSpec((channels, 1), lambda n, i: (0, 0))
+    of_positions = pl.BlockSpec((channels, step), lambda n, i: (0, i))
+    return pl.pallas_call(
+        functools.partial(_prepare, normed=bool(norm), pairs=pairs, scale=scale, eps=eps),
+        grid=(videos, pl.cdiv(positions, step)),
+        in_specs=[
+            pl.BlockSpec((None, step, width), lambda n, i: (n, i, 0)),
+            *[of_channels] * len(norm),
+            *[of_positions] * len(tables),
+        ],
+        out_specs=pl.BlockSpec((None, heads, channels, step), lambda n, i: (n, 0, 0, i)),
+        out_shape=jax.ShapeDtypeStruct((videos, heads, channels, positions), x.dtype),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel"), vmem_limit_bytes=VMEM
+        ),
+        name="prepare",
+    )(x, *(vector.astype(jnp.float32)[:, None] for vector in norm), *(table.T for table in tables))
+
+
+def _prepare(x_ref, *others: Any, normed: bool, pairs: Pairs, scale: float, eps: float) -> None:
+    """A block of positions, as many heads at a time as fill whole tiles of lanes."""
+    *operands, y_ref = others
+    heads, channels, _ = y_ref.shape
+    norm, tables = operands[: 2 * normed], operands[2 * normed :]
+
+    def prepare_some(first: Any, some: int) -> None:
+        own = pl.ds(pl.multiple_of(first * channels, LANES), some * channels)
+        x = x_ref[:, own]
+        y = x.astype(jnp.float32).T.reshape(some, channels, -1)
+        if normed:
+            y = y - y.mean(1, keepdims=True)
+            y = y * lax.rsqrt(jnp.square(y).mean(1, keepdims=True) + eps)
+            y = y * norm[0][...] + norm[1][...]
+        if tables:
+            y = y * tables[0][...] + _partners(y, pairs) * tables[1][...]
+        y_ref[pl.ds(first, some)] = (y * scale).astype(y_ref.dtype)
+
+    together = math.lcm(channels, LANES) // channels
+    whole, left = divmod(heads, together)
+
+    @pl.loop(0, whole)
+    def _(index: Array) -> None:
+        prepare_some(index * together, together)
+
+    if left:
+        prepare_some(whole * together, left)
+
+
+def _partners(y_HDS: Array, pairs: Pairs) -> Array:
+    """The other channel of each channel's pair."""
+    heads, channels, positions = y_HDS.shape
+    rows, apart = heads * channels, _apart(channels, pairs)
+    y = y_HDS.reshape(rows, positions)
+    first = _is_first(lax.broadcasted_iota(jnp.int32, (rows, 1), 0), channels, pairs)
+    partners = jnp.where(first, pltpu.roll(y, rows - apart, 0), pltpu.roll(y, apart, 0))
+    return partners.reshape(y_HDS.shape)
