@@ -30,12 +30,13 @@ def is_pipeline(candidate: Any) -> bool:
     return isinstance(candidate, PIPELINES)
 
 
-def port_pipeline(pipe: Any, mesh: Any = None) -> None:
+def port_pipeline(pipe: Any, mesh: Any = None, split: str | None = None) -> None:
     """Ports a pipeline's VAE and networks and puts them on JAX, on one device or over a mesh.
 
     Args:
         pipe: a CogVideoX pipeline.
         mesh: of `make_mesh`, or None.
+        split: what of the transformer is split over "tp", "tokens" or "channels"; None to choose.
 
     Raises:
         ValueError: a mesh that does not divide the networks' weights, networks of another kind, or weights
@@ -45,21 +46,21 @@ def port_pipeline(pipe: Any, mesh: Any = None) -> None:
     if mesh is not None:
         check_mesh(mesh)
     for network in others:
-        _check(network, mesh)
+        _check(network, mesh, split)
     vae = port_vae(pipe.vae)
     if mesh is not None:
         vae.place_on(mesh)
     runtime.enable()
     for network in others:
         networks.port_network(network)
-        network.place(mesh)
+        network.place(mesh, split)
     torch.nn.Module.to(pipe.vae, "jax")
     port_scheduler(pipe.scheduler)
     if not isinstance(pipe, PortedPipeline):
         pipe.__class__ = _ported_class(type(pipe))
 
 
-def _check(network: Any, mesh: Any) -> None:
+def _check(network: Any, mesh: Any, split: str | None) -> None:
     kind = type(network)
     if not issubclass(networks.SWAPPED.get(kind, kind), networks.Compiled):
         raise ValueError(
@@ -71,10 +72,9 @@ def _check(network: Any, mesh: Any) -> None:
             "port got a pipeline whose weights are offloaded to the CPU: load it again without "
             "enable_model_cpu_offload(); a mesh splits the weights"
         )
+    mesh = mesh if mesh is not None else getattr(network, "mesh", None)
     if mesh is not None:
-        from cogvideox_torchax.sharding.sequences import check_weights
-
-        check_weights(network, mesh)
+        networks.split_of(network, mesh, split)
 
 
 class PortedPipeline(DiffusionPipeline):

@@ -1,0 +1,213 @@
+"""CogVideoX's transformer on one sequence: text and patches are joined, and filled up, once a step.
+
+diffusers' own forward keeps the two apart and joins them in every attention. Here a block takes the whole
+sequence, which may be split over devices (`sharding.sequences.Sequence`); what is done is the same.
+
+Axis letters: N videos, S positions of a sequence (text first, then patches), C channels, H heads, D channels
+of a head; an axis of 2 holds text's and patches' own.
+"""
+
+from typing import Any
+
+import torch
+from diffusers.models.activations import GELU as DiffusersGELU
+from diffusers.models.attention_processor import Attention, FusedCogVideoXAttnProcessor2_0
+from diffusers.models.normalization import CogVideoXLayerNormZero
+from diffusers.models.transformers.cogvideox_transformer_3d import CogVideoXBlock
+from torch import nn
+
+import jax_kernels
+from cogvideox_torchax.pipelines.layers import AttnProcessor, LayerNorm
+from cogvideox_torchax.runtime import array_of, on_jax, tensor_of, torch_view
+from cogvideox_torchax.sharding.sequences import Sequence
+from cogvideox_torchax.upstream import scaling_loras
+
+Tables = tuple[torch.Tensor, torch.Tensor] | None
+"""Cosines and sines of all positions, (D, S) each; None for a model without rotary positions."""
+
+
+class GELU(DiffusersGELU):
+    """GELU rounded once (`jax_kernels.gelu`)."""
+
+    def gelu(self, gate: torch.Tensor) -> torch.Tensor:
+        if not on_jax(gate) or self.approximate != "tanh":
+            return super().gelu(gate)
+        return torch_view(jax_kernels.gelu)(gate)
+
+
+class Block(CogVideoXBlock):
+    """A layer of the transformer, which also takes text and patches as one sequence."""
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: Any = None,
+        temb: Any = None,
+        image_rotary_emb: Any = None,
+        attention_kwargs: dict[str, Any] | None = None,
+        *,
+        sequence: Sequence | None = None,
+    ) -> Any:
+        """As diffusers' own; with a `sequence`, from all its tokens (N, S, C) to all its tokens.
+
+        Args:
+            hidden_states: the patches, or the whole sequence.
+            encoder_hidden_states: the text; None with a sequence.
+            temb: of the timestep, (N, E).
+            image_rotary_emb: tables of the patches, or `Tables` of the whole sequence.
+            attention_kwargs: of diffusers' own; None with a sequence.
+            sequence: what `hidden_states` is.
+        """
+        if sequence is None:
+            return super().forward(
+                hidden_states, encoder_hidden_states, temb, image_rotary_emb, attention_kwargs
+            )
+
+        def layer(x_NSC: torch.Tensor, vectors_NE: torch.Tensor, tables: Tables) -> torch.Tensor:
+            return self._joined(x_NSC, vectors_NE, tables, sequence)
+
+        return sequence_view(sequence.everywhere, layer)(hidden_states, temb, image_rotary_emb)
+
+    def _joined(
+        self, x_NSC: torch.Tensor, temb_NE: torch.Tensor, tables: Tables, sequence: Sequence
+    ) -> torch.Tensor:
+        is_patch = torch_view(sequence.is_patch)()
+        for norm, work in (
+            (self.norm1, lambda h: self._attend(h, tables, sequence)),
+            (self.norm2, self.ff),
+        ):
+            shift, scale, gate = modulation(norm, temb_NE)
+            plain: Any = norm.norm
+            h_NSC = torch_view(jax_kernels.modulated_norm)(
+                x_NSC, plain.weight, plain.bias, scale, shift, is_patch, plain.eps
+            )
+            x_NSC = torch_view(jax_kernels.gated_sum)(x_NSC, work(h_NSC), gate, is_patch)
+        return x_NSC
+
+    def _attend(self, h_NSC: torch.Tensor, tables: Tables, sequence: Sequence) -> torch.Tensor:
+        attn: Any = self.attn1
+        heads = attn.heads // sequence.parts
+        q, k, v = (
+            torch_view(jax_kernels.heads_first)(torch_view(sequence.to_heads)(projected), heads=heads)
+            for projected in projections(attn, h_NSC)
+        )
+        cos, sin = tables or (None, None)
+        q, k = (
+            torch_view(jax_kernels.prepare)(x, norm.weight, norm.bias, cos, sin, norm.eps)
+            for x, norm in ((q, attn.norm_q), (k, attn.norm_k))
+        )
+        y_NHDS = torch_view(_attention)(q, k, v, sequence.tokens)
+        y_NSC = torch_view(sequence.to_tokens)(torch_view(jax_kernels.tokens_first)(y_NHDS))
+        project, dropout = attn.to_out
+        return dropout(project(y_NSC))
+
+
+def _attention(q: Any, k: Any, v: Any, keys: int) -> Any:
+    """Attention of (N, H, D, S), whose first keys alone are attended to."""
+    q, k, v = (x.transpose(0, 3, 1, 2) for x in (q, k[..., :keys], v[..., :keys]))
+    return jax_kernels.attention(q, k, v).transpose(0, 2, 3, 1)
+
+
+def projections(attn: Any, h_NSC: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Queries, keys and values, by three matrices or by one."""
+    if attn.fused_projections:
+        return attn.to_qkv(h_NSC).chunk(3, dim=-1)
+    return attn.to_q(h_NSC), attn.to_k(h_NSC), attn.to_v(h_NSC)
+
+
+def modulation(norm: Any, temb_NE: torch.Tensor) -> list[torch.Tensor]:
+    """Shift, scale and gate, (N, 2, C) each: of text and of patches."""
+    shift, scale, gate, text_shift, text_scale, text_gate = norm.linear(norm.silu(temb_NE)).chunk(6, dim=1)
+    pairs = ((text_shift, shift), (text_scale, scale), (text_gate, gate))
+    return [torch.stack(pair, dim=1) for pair in pairs]
+
+
+def sequence_view(everywhere: Any, function: Any) -> Any:
+    """A torch function run on each device's own tokens, as a torch function."""
+
+    def arrays(*args: Any) -> Any:
+        return array_of(function(*tensor_of(args)))
+
+    return torch_view(everywhere(arrays))
+
+
+def takes_sequences(model: Any) -> bool:
+    """Whether every layer is as it was ported: nobody's own takes the place of a part, or looks at it."""
+    return all(_as_ported(block) for block in model.transformer_blocks)
+
+
+def _as_ported(block: nn.Module) -> bool:
+    if type(block) is not Block:
+        return False
+    attn: Any = block.attn1
+    parts = (block, attn, block.norm1, block.norm2, block.norm1.norm, block.norm2.norm)
+    kinds = (Block, Attention, CogVideoXLayerNormZero, CogVideoXLayerNormZero, LayerNorm, LayerNorm)
+    norms = (attn.norm_q, attn.norm_k)
+    return (
+        all(type(part) is kind and not _watched(part) for part, kind in zip(parts, kinds, strict=True))
+        and all(type(norm) is LayerNorm and not _watched(norm) for norm in norms)
+        and type(attn.processor) in (AttnProcessor, FusedCogVideoXAttnProcessor2_0)
+    )
+
+
+def _watched(module: nn.Module) -> bool:
+    """Whether a module has hooks or a forward of its own."""
+    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
+
+
+@scaling_loras
+def joined_step(
+    model: Any,
+    *,
+    hidden_states: torch.Tensor,
+    encoder_hidden_states: torch.Tensor,
+    timestep: torch.Tensor,
+    timestep_cond: torch.Tensor | None = None,
+    ofs: torch.Tensor | None = None,
+    image_rotary_emb: Tables = None,
+    attention_kwargs: dict[str, Any] | None = None,
+) -> torch.Tensor:
+    """What diffusers' transformer gives for these tensors, its layers run on one sequence.
+
+    Args:
+        model: a ported transformer of which `takes_sequences` holds.
+        hidden_states: latents (N, T, C, H, W).
+        encoder_hidden_states: of the prompt, (N, S, C).
+        timestep, timestep_cond, ofs, image_rotary_emb: as the transformer takes them.
+        attention_kwargs: {"scale": of its LoRAs} or None.
+
+    Returns:
+        (N, T, C, H, W).
+    """
+    temb = embedded_time(model, timestep, timestep_cond, ofs, hidden_states.dtype)
+    x_NSC = model.embedding_dropout(model.patch_embed(encoder_hidden_states, hidden_states))
+    sequence = Sequence.of(
+        model.placement, videos=x_NSC.shape[0], text=encoder_hidden_states.shape[1], tokens=x_NSC.shape[1]
+    )
+    tables = None
+    if image_rotary_emb is not None:  # text has no position: cosine 1, sine 0
+        cos, sin = image_rotary_emb
+        fill = torch_view(sequence.fill_table)
+        tables = fill(cos, 1.0), fill(sin, 0.0)
+    x_NSC = torch_view(sequence.fill_up)(x_NSC)
+    for block in model.transformer_blocks:
+        x_NSC = block(x_NSC, temb=temb, image_rotary_emb=tables, sequence=sequence)
+    x_NSC = model.proj_out(model.norm_out(model.norm_final(x_NSC), temb=temb))
+    return unpatched(x_NSC[:, sequence.text : sequence.tokens], hidden_states.shape, model.config)
+
+
+def embedded_time(model: Any, timestep: Any, timestep_cond: Any, ofs: Any, dtype: torch.dtype) -> Any:
+    """Vectors (N, E) of the timestep, and of `ofs` where the model has it."""
+    temb = model.time_embedding(model.time_proj(timestep).to(dtype), timestep_cond)
+    if model.ofs_embedding is None:
+        return temb
+    return temb + model.ofs_embedding(model.ofs_proj(ofs).to(dtype))
+
+
+def unpatched(y_NPC: torch.Tensor, shape: torch.Size, config: Any) -> torch.Tensor:
+    """Latents (N, T, C, H, W) of the patches that were cut of latents of this shape."""
+    p, p_t = config["patch_size"], config["patch_size_t"] or 1
+    videos, frames, _, height, width = shape
+    y = y_NPC.unflatten(1, (-(-frames // p_t), height // p, width // p)).unflatten(-1, (-1, p_t, p, p))
+    # (N, T, H, W, C, t, h, w)
+    return y.permute(0, 1, 5, 4, 2, 6, 3, 7).reshape(videos, -1, y.shape[4], height, width)
