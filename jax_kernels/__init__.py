@@ -18,10 +18,10 @@ Pallas kernels cannot be split so.
 """
 
 from jax_kernels.attention.op import attention
-from jax_kernels.attention.prepare import heads_first, prepare, tokens_first
+from jax_kernels.attention.prepare import prepare
 from jax_kernels.attention.rotary import rotate
 from jax_kernels.conv3d.op import conv3d
-from jax_kernels.dense.op import gated_sum, gelu, layer_norm, linear, modulated_norm, silu
+from jax_kernels.dense.op import gated_sum, gelu, layer_norm, linear, linear_parts, modulated_norm, silu
 from jax_kernels.group_norm.op import group_norm
 from jax_kernels.resample.op import downsample, upsample
 from jax_kernels.spatial_norm.op import spatial_norm
@@ -33,14 +33,13 @@ __all__ = [
     "gated_sum",
     "gelu",
     "group_norm",
-    "heads_first",
     "layer_norm",
     "linear",
+    "linear_parts",
     "modulated_norm",
     "prepare",
     "rotate",
     "silu",
     "spatial_norm",
-    "tokens_first",
     "upsample",
 ]

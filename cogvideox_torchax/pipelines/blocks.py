@@ -4,9 +4,11 @@ diffusers' own forward keeps the two apart and joins them in every attention. He
 sequence, which may be split over devices (`sharding.sequences.Sequence`); what is done is the same.
 
 Axis letters: N videos, S positions of a sequence (text first, then patches), C channels, H heads, D channels
-of a head; an axis of 2 holds text's and patches' own.
+of a head, P parts of the channels, one for each device that has some of the tokens.
 """
 
+import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from diffusers.models.transformers.cogvideox_transformer_3d import CogVideoXBloc
 from torch import nn
 
 import jax_kernels
-from cogvideox_torchax.pipelines.layers import AttnProcessor, LayerNorm
+from cogvideox_torchax.pipelines.layers import AttnProcessor, LayerNorm, Linear
 from cogvideox_torchax.runtime import array_of, on_jax, tensor_of, torch_view
 from cogvideox_torchax.sharding.sequences import Sequence
 from cogvideox_torchax.upstream import scaling_loras
@@ -71,55 +73,54 @@ class Block(CogVideoXBlock):
     def _joined(
         self, x_NSC: torch.Tensor, temb_NE: torch.Tensor, tables: Tables, sequence: Sequence
     ) -> torch.Tensor:
-        is_patch = torch_view(sequence.is_patch)()
+        videos = x_NSC.shape[0]
+        kinds = torch_view(sequence.kinds)(videos)
+        x_SC = x_NSC.flatten(0, 1)  # of all videos
         for norm, work in (
-            (self.norm1, lambda h: self._attend(h, tables, sequence)),
+            (self.norm1, lambda h_SC: self._attend(h_SC, tables, sequence, videos)),
             (self.norm2, self.ff),
         ):
             shift, scale, gate = modulation(norm, temb_NE)
             plain: Any = norm.norm
-            h_NSC = torch_view(jax_kernels.modulated_norm)(
-                x_NSC, plain.weight, plain.bias, scale, shift, is_patch, plain.eps
+            h_SC = torch_view(jax_kernels.modulated_norm)(
+                x_SC, plain.weight, plain.bias, scale, shift, kinds, plain.eps
             )
-            x_NSC = torch_view(jax_kernels.gated_sum)(x_NSC, work(h_NSC), gate, is_patch)
-        return x_NSC
+            x_SC = torch_view(jax_kernels.gated_sum)(x_SC, work(h_SC), gate, kinds)
+        return x_SC.unflatten(0, (videos, -1))
 
-    def _attend(self, h_NSC: torch.Tensor, tables: Tables, sequence: Sequence) -> torch.Tensor:
+    def _attend(self, h_SC: torch.Tensor, tables: Tables, sequence: Sequence, videos: int) -> torch.Tensor:
         attn: Any = self.attn1
-        heads = attn.heads // sequence.parts
+        prepare = functools.partial(torch_view(jax_kernels.prepare), heads=attn.heads // sequence.parts)
         q, k, v = (
-            torch_view(jax_kernels.heads_first)(torch_view(sequence.to_heads)(projected), heads=heads)
-            for projected in projections(attn, h_NSC)
+            torch_view(sequence.to_heads)(part_PSC, videos)
+            for part_PSC in projections(attn, h_SC, sequence.parts)
         )
         cos, sin = tables or (None, None)
-        q, k = (
-            torch_view(jax_kernels.prepare)(x, norm.weight, norm.bias, cos, sin, norm.eps)
-            for x, norm in ((q, attn.norm_q), (k, attn.norm_k))
-        )
-        y_NHDS = torch_view(_attention)(q, k, v, sequence.tokens)
-        y_NSC = torch_view(sequence.to_tokens)(torch_view(jax_kernels.tokens_first)(y_NHDS))
+        q = prepare(q, attn.norm_q.weight, attn.norm_q.bias, cos, sin, eps=attn.norm_q.eps)
+        k = prepare(k, attn.norm_k.weight, attn.norm_k.bias, cos, sin, eps=attn.norm_k.eps)
+        y_NHDS = torch_view(jax_kernels.attention_transposed)(q, k, prepare(v), valid=sequence.tokens)
         project, dropout = attn.to_out
-        return dropout(project(y_NSC))
+        return dropout(project(torch_view(sequence.to_tokens)(y_NHDS.flatten(1, 2))))
 
 
-def _attention(q: Any, k: Any, v: Any, keys: int) -> Any:
-    """Attention of (N, H, D, S), whose first keys alone are attended to."""
-    q, k, v = (x.transpose(0, 3, 1, 2) for x in (q, k[..., :keys], v[..., :keys]))
-    return jax_kernels.attention(q, k, v).transpose(0, 2, 3, 1)
-
-
-def projections(attn: Any, h_NSC: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Queries, keys and values, by three matrices or by one."""
+def projections(attn: Any, h_SC: torch.Tensor, parts: int) -> Iterator[torch.Tensor]:
+    """Queries, keys and values (P, S, C), their channels in so many parts; by three matrices or by one."""
     if attn.fused_projections:
-        return attn.to_qkv(h_NSC).chunk(3, dim=-1)
-    return attn.to_q(h_NSC), attn.to_k(h_NSC), attn.to_v(h_NSC)
+        together = attn.to_qkv(h_SC).chunk(3, dim=-1)
+        yield from (part.unflatten(-1, (parts, -1)).transpose(0, 1) for part in together)
+        return
+    for project in (attn.to_q, attn.to_k, attn.to_v):
+        if type(project) is Linear:
+            yield torch_view(jax_kernels.linear_parts)(h_SC, project.weight, project.bias, parts=parts)
+        else:  # with a LoRA, or somebody's own
+            yield project(h_SC).unflatten(-1, (parts, -1)).transpose(0, 1)
 
 
 def modulation(norm: Any, temb_NE: torch.Tensor) -> list[torch.Tensor]:
-    """Shift, scale and gate, (N, 2, C) each: of text and of patches."""
+    """Shift, scale and gate, (N * 2, C) each: of every video's text and patches."""
     shift, scale, gate, text_shift, text_scale, text_gate = norm.linear(norm.silu(temb_NE)).chunk(6, dim=1)
     pairs = ((text_shift, shift), (text_scale, scale), (text_gate, gate))
-    return [torch.stack(pair, dim=1) for pair in pairs]
+    return [torch.stack(pair, dim=1).flatten(0, 1) for pair in pairs]
 
 
 def sequence_view(everywhere: Any, function: Any) -> Any:

@@ -236,26 +236,45 @@ class Sequence:
             check_vma=False,
         )
 
-    def is_patch(self) -> jax.Array:
-        """Which of a device's own tokens are no text; inside of `everywhere`."""
-        own = self.length // self.parts
-        start = jax.lax.axis_index(self.axes) * own if self.mesh is not None else 0
-        return start + jnp.arange(own) >= self.text
-
-    def to_heads(self, x_NSC: jax.Array) -> jax.Array:
-        """From all channels of a device's own tokens to all tokens of its own channels; inside of
+    def kinds(self, videos: int) -> jax.Array:
+        """Of a device's own tokens (N * S): two for each video, even for text, odd for all else; inside of
         `everywhere`."""
-        if self.mesh is None:
-            return x_NSC
-        # Without the barrier what travels is not what is rounded, but float32.
-        sent = jax.lax.optimization_barrier(x_NSC)
-        return jax.lax.all_to_all(sent, self.axes, split_axis=2, concat_axis=1, tiled=True)
+        own = self.length // self.parts
+        start = jax.lax.axis_index(self.axes) * own if self.axes else 0
+        row = jnp.arange(videos * own)
+        return 2 * (row // own) + (start + row % own >= self.text)
 
-    def to_tokens(self, x_NSC: jax.Array) -> jax.Array:
-        """The inverse of `to_heads`."""
-        if self.mesh is None:
-            return x_NSC
-        return jax.lax.all_to_all(x_NSC, self.axes, split_axis=1, concat_axis=2, tiled=True)
+    def to_heads(self, x_PNC: jax.Array, videos: int) -> jax.Array:
+        """From a device's own tokens to all tokens of its own channels; inside of `everywhere`.
+
+        Args:
+            x_PNC: own tokens of so many videos (N * S), their channels in a part for each device.
+            videos: how many.
+
+        Returns:
+            (N, S, C) of all tokens and of one part of the channels.
+        """
+        if self.axes:
+            # Without the barrier what travels is not what is rounded, but float32.
+            sent = jax.lax.optimization_barrier(x_PNC)
+            x_PNC = jax.lax.all_to_all(sent, self.axes, split_axis=0, concat_axis=0, tiled=True)
+        parts, _, channels = x_PNC.shape  # of tokens now
+        if videos == 1:  # no axis of one in the middle: it would be kept, and filled up to a tile
+            return x_PNC.reshape(1, -1, channels)
+        return x_PNC.reshape(parts, videos, -1, channels).swapaxes(0, 1).reshape(videos, -1, channels)
+
+    def to_tokens(self, y_NCS: jax.Array) -> jax.Array:
+        """From all tokens of a device's own channels to its own tokens (N * S, C); inside of `everywhere`."""
+        videos, channels, _ = y_NCS.shape
+        if not self.axes:
+            return y_NCS.swapaxes(1, 2).reshape(-1, channels)
+        if videos == 1:
+            y_PCS = y_NCS.reshape(channels, self.parts, -1).swapaxes(0, 1)
+            y_PCS = jax.lax.all_to_all(y_PCS, self.axes, split_axis=0, concat_axis=0, tiled=True)
+            return y_PCS.reshape(self.parts * channels, -1).T
+        y_PNCS = jnp.moveaxis(y_NCS.reshape(videos, channels, self.parts, -1), 2, 0)
+        y_PNCS = jax.lax.all_to_all(y_PNCS, self.axes, split_axis=0, concat_axis=0, tiled=True)
+        return y_PNCS.transpose(1, 3, 0, 2).reshape(-1, self.parts * channels)
 
 
 def _filled(tokens: int, parts: int) -> int:

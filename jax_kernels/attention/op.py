@@ -43,8 +43,7 @@ def attention(
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
     mesh = jax.sharding.get_abstract_mesh()
     attend = functools.partial(_attend, scale=scale)
-    by_hand = mesh.empty or mesh.are_all_axes_manual  # inside of a `shard_map` each device has its own
-    return attend(q, k, v) if by_hand else _over_mesh(attend, mesh, q, k, v)
+    return attend(q, k, v) if mesh.empty else _over_mesh(attend, mesh, q, k, v)
 
 
 def _check(q: Array, k: Array, v: Array) -> None:

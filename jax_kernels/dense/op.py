@@ -1,11 +1,12 @@
 """What works on channels alone: a matrix product, LayerNorm and what modulates it, SiLU and GELU."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float, Int
 
 from jax_kernels.common.checks import check_channels
 from jax_kernels.common.layout import precision_for
@@ -80,23 +81,44 @@ def silu(x: Float[Array, "*any"]) -> Float[Array, "*any"]:
     return jax.nn.silu(x.astype(jnp.float32)).astype(x.dtype)
 
 
+@functools.partial(jax.jit, static_argnames="parts")
+def linear_parts(
+    x: Float[Array, "S I"],
+    weight: Float[Array, "O I"],
+    bias: Float[Array, " O"] | None = None,
+    *,
+    parts: int,
+) -> Float[Array, "parts S O/parts"]:
+    """`linear` whose outputs come in so many parts, each by itself: cut apart later they would be copied."""
+    y = jnp.einsum(
+        "si,poi->pso",
+        x,
+        weight.reshape(parts, -1, x.shape[-1]),
+        precision=precision_for(x.dtype),
+        preferred_element_type=jnp.float32,
+    )
+    if bias is not None:
+        y = y + bias.astype(jnp.float32).reshape(parts, 1, -1)
+    return y.astype(x.dtype)
+
+
 @functools.partial(jax.jit, static_argnames="eps")
 def modulated_norm(
-    x: Float[Array, "N S C"],
+    x: Float[Array, "S C"],
     weight: Float[Array, " C"] | None,
     bias: Float[Array, " C"] | None,
-    scale: Float[Array, "N 2 C"],
-    shift: Float[Array, "N 2 C"],
-    second: Bool[Array, " S"],
+    scale: Float[Array, "K C"],
+    shift: Float[Array, "K C"],
+    kind: Int[Array, " S"],
     eps: float = 1e-5,
-) -> Float[Array, "N S C"]:
-    """`layer_norm(x) * (1 + scale) + shift`, in one pass, for a sequence of two kinds of tokens.
+) -> Float[Array, "S C"]:
+    """`layer_norm(x) * (1 + scale) + shift`, in one pass, for tokens of a few kinds.
 
     Args:
         x: any float dtype.
         weight, bias: of the norm, or None.
-        scale, shift: for each video, of tokens of the first and of the second kind.
-        second: which tokens are of the second kind.
+        scale, shift: of each kind.
+        kind: of each token.
         eps: added to the variance.
 
     Returns:
@@ -111,22 +133,25 @@ def modulated_norm(
     y = x.astype(jnp.float32)
     y = y - y.mean(-1, keepdims=True)
     y = y * lax.rsqrt(jnp.square(y).mean(-1, keepdims=True) + eps)
-    y = y * _of_kind(scale, second) + _of_kind(shift, second)
+    y = y * _of_kind(scale, kind) + _of_kind(shift, kind)
     return lax.optimization_barrier(y.astype(x.dtype))
 
 
 @jax.jit
 def gated_sum(
-    x: Float[Array, "N S C"], y: Float[Array, "N S C"], gate: Float[Array, "N 2 C"], second: Bool[Array, " S"]
-) -> Float[Array, "N S C"]:
+    x: Float[Array, "S C"], y: Float[Array, "S C"], gate: Float[Array, "K C"], kind: Int[Array, " S"]
+) -> Float[Array, "S C"]:
     """`x + gate * y`, in one pass; see `modulated_norm`."""
-    total = x.astype(jnp.float32) + _of_kind(gate.astype(jnp.float32), second) * y.astype(jnp.float32)
+    total = x.astype(jnp.float32) + _of_kind(gate.astype(jnp.float32), kind) * y.astype(jnp.float32)
     return lax.optimization_barrier(total.astype(x.dtype))
 
 
-def _of_kind(pair_N2C: Array, second: Array) -> Array:
-    """Each token's own of two vectors."""
-    return jnp.where(second[None, :, None], pair_N2C[:, 1:], pair_N2C[:, :1])
+def _of_kind(vectors_KC: Array, kind: Array) -> Array:
+    """Each token's own of a few vectors: chosen, as a TPU looks nothing up in registers."""
+    chosen = vectors_KC[:1]
+    for index in range(1, vectors_KC.shape[0]):
+        chosen = jnp.where(kind[:, None] == index, vectors_KC[index], chosen)
+    return chosen
 
 
 @jax.jit
@@ -135,4 +160,7 @@ def gelu(x: Float[Array, "*any"]) -> Float[Array, "*any"]:
 
     Inside the matrix product that takes it, XLA would compute it again for every block of outputs.
     """
-    return lax.optimization_barrier(jax.nn.gelu(x.astype(jnp.float32), approximate=True).astype(x.dtype))
+    y = x.astype(jnp.float32)
+    # y * (1 + tanh(z)) / 2 is y / (1 + exp(-2 z)), with one transcendental function and no other.
+    z = math.sqrt(2 / math.pi) * (y + 0.044715 * y**3)
+    return lax.optimization_barrier((y / (1 + jnp.exp(-2 * z))).astype(x.dtype))
