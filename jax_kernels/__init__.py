@@ -17,7 +17,8 @@ leaves it to XLA's partitioner to split activations needs the environment's `JAX
 Pallas kernels cannot be split so.
 """
 
-from jax_kernels.attention.op import attention
+from jax_kernels.attention.bounds import score_bound
+from jax_kernels.attention.op import attention, attention_transposed
 from jax_kernels.attention.prepare import prepare
 from jax_kernels.attention.rotary import rotate
 from jax_kernels.conv3d.op import conv3d
@@ -28,6 +29,7 @@ from jax_kernels.spatial_norm.op import spatial_norm
 
 __all__ = [
     "attention",
+    "attention_transposed",
     "conv3d",
     "downsample",
     "gated_sum",
@@ -39,6 +41,7 @@ __all__ = [
     "modulated_norm",
     "prepare",
     "rotate",
+    "score_bound",
     "silu",
     "spatial_norm",
     "upsample",

@@ -5,6 +5,8 @@ Axis letters here: N batch, S and K positions of the queries and of the keys, H 
 
 import functools
 import math
+from collections.abc import Callable
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -12,41 +14,87 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
-from jax_kernels.attention import gpu, tpu, xla
+from jax_kernels.attention import flash, gpu, tpu, xla
+from jax_kernels.attention.bounds import LARGEST_BOUND
+
+Implementation = Literal["plain", "transposed", "flash", "cudnn"]
 
 
-@functools.partial(jax.jit, static_argnames="scale")
 def attention(
     q: Float[Array, "N S H D"],
     k: Float[Array, "N K H D"],
     v: Float[Array, "N K H D"],
     *,
     scale: float | None = None,
+    valid: int | None = None,
+    bound: float | None = None,
+    implementation: Implementation | None = None,
 ) -> Float[Array, "N S H D"]:
     """`softmax(q k^T * scale) v`, a head at a time: torch's `scaled_dot_product_attention` without a mask.
 
-    On TPU JAX's flash attention, on GPU cuDNN's for 16-bit inputs, elsewhere plain XLA over blocks of
-    queries. On a mesh (`jax.sharding.use_abstract_mesh`) the batch is split over the first axis and the heads
-    over the others; the queries over those axes whose size divides neither.
+    On a mesh (`jax.sharding.use_abstract_mesh`) the batch is split over the first axis and the heads over the
+    others; the queries over those axes whose size divides neither. Inside `jax.shard_map` each device attends
+    to what it has.
 
     Args:
         q, k, v: any float dtype, all of one.
-        scale: of the scores before the softmax; 1 / sqrt(D) where None, as in torch.
+        scale: of the scores before the softmax; 1 / sqrt(D) where None, as in torch. ln 2 where queries hold
+            their scale times log2(e) already, as `prepare` writes them: it then costs nothing.
+        valid: how many of the keys are real, the first ones; those behind only pad and may hold anything. All
+            where None.
+        bound: what no score, scaled, exceeds in absolute value for any query and key, proven (`score_bound`);
+            None where nothing is. Up to `LARGEST_BOUND` the TPU's kernel leaves out the running maximum, for
+            values up to 2^40.
+        implementation: "plain" is XLA's, a block of queries at a time; "transposed" a Pallas kernel for TPUs,
+            for float32 and bfloat16; "flash" JAX's own for them; "cudnn" cuDNN's, for 16 bits. None takes the
+            fastest known for the platform that is compiled for, of those that take `q`.
 
     Returns:
         The shape and dtype of `q`. Scores and softmax are float32 whatever the dtype.
 
     Raises:
-        ValueError: shapes that do not fit each other, or dtypes that differ.
+        ValueError: shapes that do not fit each other, dtypes that differ, fewer keys than are said to be
+            real, an implementation that there is not.
     """
-    _check(q, k, v)
-    scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
-    mesh = jax.sharding.get_abstract_mesh()
-    attend = functools.partial(_attend, scale=scale)
-    return attend(q, k, v) if mesh.empty else _over_mesh(attend, mesh, q, k, v)
+    _check(q, k, v, valid, implementation)
+    return _attention(
+        q,
+        k,
+        v,
+        scale=1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale),
+        valid=k.shape[1] if valid is None else valid,
+        bounded=bound is not None and bound <= LARGEST_BOUND,
+        implementation=implementation,
+    )
 
 
-def _check(q: Array, k: Array, v: Array) -> None:
+def attention_transposed(
+    q: Float[Array, "N H D S"],
+    k: Float[Array, "N H D K"],
+    v: Float[Array, "N H D K"],
+    *,
+    scale: float | None = None,
+    valid: int | None = None,
+    bound: float | None = None,
+    implementation: Implementation | None = None,
+) -> Float[Array, "N H D S"]:
+    """`attention` of arrays with channels before positions, as the TPU's kernel keeps them: no copy is made."""
+    if not q.ndim == k.ndim == v.ndim == 4:
+        raise ValueError(
+            f"attention_transposed got q {q.shape}, k {k.shape}, v {v.shape}: it takes (N, H, D, S), "
+            f"(N, H, D, K) twice"
+        )
+    y_NSHD = attention(
+        *(x.transpose(0, 3, 1, 2) for x in (q, k, v)),
+        scale=scale,
+        valid=valid,
+        bound=bound,
+        implementation=implementation,
+    )
+    return y_NSHD.transpose(0, 2, 3, 1)
+
+
+def _check(q: Array, k: Array, v: Array, valid: int | None, implementation: str | None) -> None:
     fits = q.ndim == k.ndim == 4 and (q.shape[0], *q.shape[2:]) == (k.shape[0], *k.shape[2:])
     if not fits or k.shape != v.shape:
         raise ValueError(
@@ -54,17 +102,80 @@ def _check(q: Array, k: Array, v: Array) -> None:
         )
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"attention got q {q.dtype}, k {k.dtype}, v {v.dtype}: all of one dtype are wanted")
+    if valid is not None and not 1 <= valid <= k.shape[1]:
+        raise ValueError(f"attention got {k.shape[1]} keys, {valid} of them real: it takes 1 to all of them")
+    if implementation is not None and implementation not in get_args(Implementation):
+        raise ValueError(
+            f"implementation {implementation!r} is not one of {sorted(get_args(Implementation))}"
+        )
 
 
-def _attend(q: Array, k: Array, v: Array, *, scale: float) -> Array:
-    kernels = {
-        "tpu": functools.partial(tpu.flash, scale=scale),
-        "default": functools.partial(xla.plain, scale=scale),
+@functools.partial(jax.jit, static_argnames=("scale", "valid", "bounded", "implementation"))
+def _attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    scale: float,
+    valid: int,
+    bounded: bool,
+    implementation: Implementation | None,
+) -> Array:
+    """`attention` with everything that makes it another program decided."""
+    attend = functools.partial(
+        _attend, scale=scale, valid=valid, bounded=bounded, implementation=implementation
+    )
+    mesh = jax.sharding.get_abstract_mesh()
+    whole = mesh.empty or set(mesh.manual_axes) == set(mesh.axis_names)
+    return attend(q, k, v) if whole else _over_mesh(attend, mesh, q, k, v)
+
+
+def _attend(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    scale: float,
+    valid: int,
+    bounded: bool,
+    implementation: Implementation | None,
+) -> Array:
+    plain, of_jax, cudnn = (
+        functools.partial(_of_real_keys, form, scale=scale, valid=valid)
+        for form in (xla.plain, flash.flash, gpu.cudnn)
+    )
+    own = functools.partial(tpu.transposed, scale=scale, valid=valid, bounded=bounded)
+    forms = {
+        "plain": plain,
+        "transposed": _with_derivatives_of(plain, own),
+        "flash": _with_derivatives_of(plain, of_jax),
+        "cudnn": cudnn,
     }
+    if implementation is not None:
+        return forms[implementation](q, k, v)
+    kernels = {"default": forms["plain"]}
+    if tpu.takes(q):
+        kernels["tpu"] = forms["transposed"]
     # Tracing cuDNN's kernel asks for the library, so only where there is a GPU.
     if q.dtype != jnp.float32 and jax.default_backend() == "gpu":
-        kernels["cuda"] = functools.partial(gpu.cudnn, scale=scale)
+        kernels["cuda"] = forms["cudnn"]
     return lax.platform_dependent(q, k, v, **kernels)
+
+
+def _of_real_keys(
+    form: Callable[..., Array], q: Array, k: Array, v: Array, *, scale: float, valid: int
+) -> Array:
+    return form(q, k[:, :valid], v[:, :valid], scale=scale)
+
+
+def _with_derivatives_of(plain: Callable[..., Array], kernel: Callable[..., Array]) -> Callable[..., Array]:
+    derived = jax.custom_jvp(kernel)
+
+    @derived.defjvp
+    def _(primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[Array, Array]:
+        return kernel(*primals), jax.jvp(plain, primals, tangents)[1]
+
+    return derived
 
 
 def _over_mesh(attend, mesh: jax.sharding.AbstractMesh, q: Array, k: Array, v: Array) -> Array:

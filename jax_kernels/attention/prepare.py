@@ -1,4 +1,4 @@
-"""Queries, keys and values as attention takes them: by heads, normalized, turned to their positions, tokens last.
+"""Queries, keys and values as attention takes them: by heads, normalized, turned to positions, tokens last.
 
 Axis letters here: N batch, S positions, C channels of all heads, H heads, D channels of a head.
 """
@@ -49,7 +49,7 @@ def prepare(
     Raises:
         ValueError: channels that the heads do not divide, tables of another length.
     """
-    videos, tokens, channels = x.shape
+    tokens, channels = x.shape[1:]
     fits = channels % heads == 0 and (cos is None or cos.shape == (channels // heads, tokens))
     if not fits:
         raise ValueError(
@@ -110,7 +110,7 @@ def _block_channels(channels: int, heads: int) -> int | None:
 
 
 def transposed(settings: Settings, x: Float[Array, "N S C"], vectors: dict[str, Array]) -> Array:
-    """`prepare` by a Pallas kernel: a block is transposed in registers, and what is done to it costs nothing."""
+    """`prepare` by a Pallas kernel: while a block is transposed, what is done to it costs nothing."""
     heads, factor, eps = settings
     videos, length, channels = x.shape
     head = channels // heads

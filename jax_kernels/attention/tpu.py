@@ -1,57 +1,156 @@
-"""Attention on a TPU, by JAX's own Pallas kernel."""
+"""Attention on a TPU by a Pallas kernel that holds tokens in the lanes and keys before queries.
+
+`S^T = K Q^T` and `O^T = V^T P^T`, of arrays with channels before tokens: no channels are padded to the 128
+lanes of a tile, and the weights `P^T` come out of one product as the other takes them. A row of ones below
+`V^T` has the matrix unit sum the weights too, of the very values that it multiplies.
+
+Axis letters here: B videos and heads, D channels of a head, S and K positions of the queries and of the keys.
+"""
+
+import functools
+import math
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas.ops.tpu import flash_attention as tpu_flash
-from jaxtyping import Array
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float
 
-QUERY_BLOCK, KEY_BLOCK = 1024, 1024
-"""Positions a block in the TPU's kernel, for sequences as long as a video's."""
+from jax_kernels.common.layout import precision_for
+from jax_kernels.common.tiles import DTYPES, LANES
+
+BLOCKS = 2048, 2304, 2560, 2816
+"""Positions a block of a long sequence: that is taken which fills it up least."""
+
+CHUNK = 256
+"""Keys of a block whose weights are computed at a time."""
+
+CHANNELS = 256
+"""Those that a head may have."""
+
+VMEM = 100 * 2**20
+"""What the kernel may take of it."""
 
 
-LANES = 128
-"""Positions in the smallest block that the TPU's kernel takes."""
+def takes(q: Float[Array, "N S H D"]) -> bool:
+    """Whether the kernel takes such queries: float32 or bfloat16, heads of at most 256 channels."""
+    return q.dtype in DTYPES and q.shape[-1] <= CHANNELS
 
 
-def flash(q: Array, k: Array, v: Array, *, scale: float) -> Array:
-    """JAX's flash attention for TPU: whole blocks of positions, those that only fill up a block masked out.
+def transposed(
+    q: Float[Array, "N S H D"],
+    k: Float[Array, "N K H D"],
+    v: Float[Array, "N K H D"],
+    *,
+    scale: float,
+    valid: int,
+    bounded: bool,
+) -> Float[Array, "N S H D"]:
+    """Attention by the kernel, of arrays that it `takes`.
 
-    Padded keys belong to another segment than every query, so no query attends to them; padded queries are
-    cut off.
+    Args:
+        q, k, v: as `attention` takes them. XLA transposes them, unless it finds them transposed.
+        scale: of the scores.
+        valid: how many keys are real, at least one; the others may hold anything.
+        bounded: whether scores are known to be within `LARGEST_BOUND`. Else their running maximum is taken off.
     """
-    heads_first = [jnp.swapaxes(x, 1, 2) for x in (q, k, v)]
-    query_block, queries = _blocks(q.shape[1], QUERY_BLOCK)
-    key_block, keys = _blocks(k.shape[1], KEY_BLOCK)
-    q_NHSD, k_NHKD, v_NHKD = (
-        jnp.pad(x, ((0, 0), (0, 0), (0, length - x.shape[2]), (0, 0)))
-        for x, length in zip(heads_first, (queries, keys, keys), strict=True)
+    videos, queries, heads, channels = q.shape
+    # Whole tiles of channels: the row of ones begins where a tile does.
+    tile = 32 // q.dtype.itemsize
+    filled = -channels % tile
+    q_BDS, k_BDK, v_BDK = (
+        jnp.pad(x.transpose(0, 2, 3, 1), [(0, 0), (0, 0), (0, filled), (0, 0)]).reshape(
+            videos * heads, channels + filled, x.shape[1]
+        )
+        for x in (q, k, v)
     )
-    segments = None
-    if keys != k.shape[1]:
-        segments = tpu_flash.SegmentIds(
-            q=jnp.ones((q.shape[0], queries), jnp.int32),
-            kv=jnp.broadcast_to(_real(k.shape[1], keys), (k.shape[0], keys)),
-        )
-    with jax.default_matmul_precision("highest" if q.dtype == jnp.float32 else "default"):
-        y_NHSD = tpu_flash.flash_attention(
-            q_NHSD,
-            k_NHKD,
-            v_NHKD,
-            segment_ids=segments,
-            sm_scale=scale,
-            block_sizes=tpu_flash.BlockSizes(
-                block_q=query_block, block_k_major=key_block, block_k=key_block, block_b=1
-            ),
-        )
-    return jnp.swapaxes(y_NHSD[:, :, : q.shape[1]], 1, 2)
+    y_BDS = attend(q_BDS, k_BDK, v_BDK, scale=scale, valid=valid, bounded=bounded)
+    return y_BDS.reshape(videos, heads, channels + filled, queries)[:, :, :channels].transpose(0, 3, 1, 2)
 
 
-def _blocks(length: int, largest: int) -> tuple[int, int]:
-    """The block for a sequence, and the sequence's length in whole blocks."""
-    block = min(largest, -(-length // LANES) * LANES)
-    return block, -(-length // block) * block
+def attend(
+    q: Float[Array, "B D S"],
+    k: Float[Array, "B D K"],
+    v: Float[Array, "B D K"],
+    *,
+    scale: float,
+    valid: int,
+    bounded: bool,
+) -> Float[Array, "B D S"]:
+    """The kernel itself, for channels in whole tiles."""
+    batch, channels, queries = q.shape
+    tile = 32 // q.dtype.itemsize
+    query_block, key_block = _block(queries), _block(valid)
+    of_queries = pl.BlockSpec((None, channels, query_block), lambda b, i, j: (b, 0, i))
+    of_keys = pl.BlockSpec((None, channels, key_block), lambda b, i, j: (b, 0, j))
+    running = [] if bounded else [pltpu.VMEM((1, query_block), jnp.float32)]
+    return pl.pallas_call(
+        functools.partial(_attend, valid=valid, factor=scale * math.log2(math.e)),
+        grid=(batch, pl.cdiv(queries, query_block), pl.cdiv(valid, key_block)),
+        in_specs=[of_queries, of_keys, of_keys],
+        out_specs=of_queries,
+        out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        scratch_shapes=[pltpu.VMEM((channels + tile, query_block), jnp.float32), *running],
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=VMEM
+        ),
+        name="attention_bounded" if bounded else "attention_transposed",
+    )(q, k, v)
 
 
-def _real(length: int, padded: int) -> Array:
-    """1 for each position that holds something, 0 for each that only fills up."""
-    return (jnp.arange(padded) < length).astype(jnp.int32)
+def _block(length: int) -> int:
+    """Positions a block. The last one may reach beyond the sequence."""
+    if length <= min(BLOCKS):
+        unit = LANES if length <= LANES else CHUNK
+        return -(-length // unit) * unit
+    return min(BLOCKS, key=lambda block: (-(-length // block) * block, -block))
+
+
+def _attend(q_ref, k_ref, v_ref, y_ref, sums_ref, *maximum_ref, valid: int, factor: float) -> None:
+    """A block of queries and a block of keys: sums of weights times values, and below them of weights."""
+    channels, keys = k_ref.shape
+    block = pl.program_id(2)
+
+    @pl.when(block == 0)
+    def _():
+        sums_ref[...] = jnp.zeros_like(sums_ref)
+        for ref in maximum_ref:
+            ref[...] = jnp.full_like(ref, -jnp.inf)
+
+    q, sums, maximum = q_ref[...], sums_ref[...], [ref[...] for ref in maximum_ref]
+    chunk = min(keys, CHUNK)
+    for first in range(0, keys, chunk):
+        k, v = k_ref[:, first : first + chunk], v_ref[:, first : first + chunk]
+        ones = jnp.ones((sums.shape[0] - channels, chunk), v.dtype)
+        if valid % keys:
+            # Another key of the block in place of one that only pads: a score like any, of weight zero.
+            real = block * keys + first + lax.broadcasted_iota(jnp.int32, (1, chunk), 1) < valid
+            k, v = jnp.where(real, k, k_ref[:, :1]), jnp.where(real, v, 0)
+            ones = jnp.where(real, ones, 0)
+        scores = _product(k, q, over=0)
+        # Queries that hold their scale need no pass over the scores.
+        scores = scores if factor == 1.0 else scores * factor
+        if maximum:
+            before, maximum = maximum, [jnp.maximum(maximum[0], scores.max(0, keepdims=True))]
+            scores, sums = scores - maximum[0], sums * jnp.exp2(before[0] - maximum[0])
+        weights = jnp.exp2(scores).astype(v.dtype)
+        sums += _product(jnp.concatenate([v, ones]), weights, over=1)
+    sums_ref[...] = sums
+    for ref, value in zip(maximum_ref, maximum, strict=True):
+        ref[...] = value
+
+    @pl.when(block == pl.num_programs(2) - 1)
+    def _():
+        y_ref[...] = (sums_ref[:channels] / sums_ref[channels : channels + 1]).astype(y_ref.dtype)
+
+
+def _product(a: Array, b: Array, *, over: int) -> Array:
+    """`a` and `b` multiplied over one axis of `a` and the first of `b`, summed in float32."""
+    return lax.dot_general(
+        a,
+        b,
+        (((over,), (0,)), ((), ())),
+        precision=precision_for(a.dtype),
+        preferred_element_type=jnp.float32,
+    )

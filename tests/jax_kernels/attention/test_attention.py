@@ -2,6 +2,8 @@
 
 import functools
 import importlib
+import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +15,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jax_kernels
 from jax_kernels import attention as public_attention
-from jax_kernels.attention import reference, tpu, xla
+from jax_kernels import attention_transposed
+from jax_kernels.attention import flash, reference, tpu, xla
+from jax_kernels.attention.bounds import LARGEST_BOUND
 from tests.reference import largest_error
 
 attention = importlib.import_module("jax_kernels.attention.op")  # the package has the function by that name
@@ -29,47 +33,104 @@ def scale_of(q):
     return q.shape[-1] ** -0.5
 
 
-def flash(q, k, v, scale=None):
-    """The TPU's kernel, interpreted."""
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    """Blocks that short sequences fill more than one of."""
+    monkeypatch.setattr(flash, "QUERY_BLOCK", 128)
+    monkeypatch.setattr(flash, "KEY_BLOCK", 128)
+    monkeypatch.setattr(tpu, "BLOCKS", (256,))
+    monkeypatch.setattr(tpu, "CHUNK", 128)
+    attention._attention.clear_cache()
+    yield
+    attention._attention.clear_cache()
+
+
+def interpreted(q, k, v, **options):
+    """`attention` with its kernels for TPUs interpreted."""
     with pltpu.force_tpu_interpret_mode():
-        return tpu.flash(q, k, v, scale=scale or scale_of(q))
+        return public_attention(q, k, v, **options)
 
 
-LENGTHS = [1, 128, 300]
-"""Less than a block, a block, and what does not fill the last one."""
+FORMS = {
+    "plain": {"implementation": "plain"},
+    "flash": {"implementation": "flash"},
+    "running maximum": {"implementation": "transposed"},
+    "bounded": {"implementation": "transposed", "bound": LARGEST_BOUND},
+}
+"""Every form that can be run on a CPU: the options that choose it."""
+
+TOLERANCES = {jnp.float32: 1e-5, jnp.bfloat16: 2**-7}
+
+SHAPES = {
+    "one token": (1, 1, 1, 32),
+    "whole blocks": (256, 256, 2, 64),
+    "a block not filled": (300, 300, 2, 64),
+    "more keys": (40, 300, 3, 16),
+    "fewer keys": (300, 40, 1, 128),
+    "channels that fill no tile": (40, 130, 2, 36),
+}
+"""Queries, keys, heads, channels of a head."""
+
+of_all_forms = pytest.mark.parametrize("options", FORMS.values(), ids=FORMS)
 
 
-@pytest.mark.parametrize("length", LENGTHS)
-def test_the_tpus_kernel_takes_any_length(length, monkeypatch):
-    monkeypatch.setattr(tpu, "QUERY_BLOCK", 128)
-    monkeypatch.setattr(tpu, "KEY_BLOCK", 128)
-    q, k, v = inputs(length)
-    assert largest_error(flash(q, k, v), reference.attention(q, k, v)) < 1e-5
+@of_all_forms
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize(("queries", "keys", "heads", "channels"), SHAPES.values(), ids=SHAPES)
+def test_every_form_is_the_definition(queries, keys, heads, channels, dtype, options):
+    q, k, v = inputs(queries, keys=keys, batch=2, heads=heads, channels=channels, dtype=dtype)
+    got = interpreted(q, k, v, **options)
+    assert got.dtype == dtype
+    assert largest_error(got, reference.attention(q, k, v)) < TOLERANCES[dtype]
 
 
-def test_padding_that_is_not_masked_would_fail(monkeypatch):
+@of_all_forms
+@pytest.mark.parametrize("valid", [1, 130, 256, 290])
+def test_keys_that_only_pad_have_no_say_whatever_they_hold(valid, options):
+    q, k, v = inputs(300)
+    # All scores far below the zeros that padding with zeros would give.
+    q, k = jnp.abs(q) / 2, -jnp.abs(k)
+    want = reference.attention(q, k[:, :valid], v[:, :valid])
+    pads = (jnp.arange(300) >= valid)[:, None, None]
+    for held in (0.0, jnp.nan, 1e38):
+        got = interpreted(q, *(jnp.where(pads, held, x) for x in (k, v)), valid=valid, **options)
+        assert largest_error(got, want) < 1e-5
+
+
+@pytest.mark.parametrize("options", [{"implementation": "flash"}, {"implementation": "transposed"}])
+def test_padding_that_is_not_masked_would_fail(options):
     q, k, v = inputs(130)
-    monkeypatch.setattr(tpu, "_real", lambda length, padded: jnp.ones(padded, jnp.int32))
-    assert largest_error(flash(q, k, v), reference.attention(q, k, v)) > 0.1
+    padded = [jnp.pad(x, ((0, 0), (0, 126), (0, 0), (0, 0))) for x in (k, v)]
+    assert largest_error(interpreted(q, *padded, **options), reference.attention(q, k, v)) > 0.1
 
 
-def test_keys_may_be_more_or_fewer_than_queries():
-    q, k, v = inputs(40, keys=200)
-    want = reference.attention(q, k, v)
-    assert largest_error(flash(q, k, v), want) < 1e-5
-    assert largest_error(public_attention(q, k, v), want) < 1e-5
-
-
+@of_all_forms
 @pytest.mark.parametrize("scale", [None, 0.3])
-@pytest.mark.parametrize("length", [130])
-def test_it_is_torchs_scaled_dot_product_attention(length, scale):
-    q, k, v = inputs(length, batch=2)
+def test_it_is_torchs_scaled_dot_product_attention(scale, options):
+    q, k, v = inputs(130, batch=2)
     heads_first = [torch.from_numpy(np.array(x)).transpose(1, 2) for x in (q, k, v)]
     want = torch.nn.functional.scaled_dot_product_attention(*heads_first, scale=scale).transpose(1, 2)
-    assert largest_error(public_attention(q, k, v, scale=scale), want) < 1e-5
     assert largest_error(reference.attention(q, k, v, scale=scale), want) < 1e-5
-    if scale:
-        assert largest_error(flash(q, k, v, scale=scale), want) < 1e-5
+    assert largest_error(interpreted(q, k, v, scale=scale, **options), want) < 1e-5
+
+
+@of_all_forms
+def test_channels_before_positions_change_nothing(options):
+    q, k, v = inputs(130, keys=140, heads=3)
+    want = reference.attention(q, k[:, :135], v[:, :135], scale=0.2)
+    with pltpu.force_tpu_interpret_mode():
+        got = attention_transposed(
+            *(x.transpose(0, 2, 3, 1) for x in (q, k, v)), scale=0.2, valid=135, **options
+        )
+    assert largest_error(got.transpose(0, 3, 1, 2), want) < 1e-5
+
+
+@of_all_forms
+def test_queries_may_hold_their_scale(options):
+    q, k, v = inputs(130)
+    held = q * (scale_of(q) * math.log2(math.e))
+    got = interpreted(held, k, v, scale=math.log(2), **options)
+    assert largest_error(got, reference.attention(q, k, v)) < 1e-5
 
 
 @pytest.mark.parametrize("length", [64, 65, 150])
@@ -81,12 +142,11 @@ def test_blocks_of_queries_change_nothing(length, monkeypatch):
     assert largest_error(got, reference.attention(q, k, v)) < 1e-6
 
 
-@pytest.mark.parametrize("form", [flash, public_attention])
-def test_scores_and_softmax_are_float32_in_sixteen_bits(form):
+@of_all_forms
+def test_scores_and_softmax_are_float32_in_sixteen_bits(options):
     q, k, v = inputs(130, dtype=jnp.bfloat16)
-    q = q * 20  # a sharp softmax, which scores rounded to bfloat16 would get wrong
-    got = form(q, k, v)
-    assert got.dtype == jnp.bfloat16
+    q = q * 8  # a sharp softmax, which scores rounded to bfloat16 would get wrong
+    got = interpreted(q, k, v, **options)
     want = reference.attention(*(x.astype(jnp.float32) for x in (q, k, v)))
     assert largest_error(got, want) < 2**-7
     rounded = jnp.einsum("nshd,nkhd->nhsk", q, k).astype(jnp.bfloat16) * jnp.bfloat16(scale_of(q))
@@ -94,10 +154,67 @@ def test_scores_and_softmax_are_float32_in_sixteen_bits(form):
     assert largest_error(wrong, want) > 2**-6
 
 
-def test_large_scores_do_not_overflow():
-    q, k, v = inputs(20)
-    got = public_attention(q * 1e3, k * 1e3, v)
-    assert bool(jnp.isfinite(got).all())
+@pytest.mark.parametrize("options", [FORMS["plain"], FORMS["flash"], FORMS["running maximum"]])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_large_scores_neither_overflow_nor_vanish(sign, options):
+    q, k, v = inputs(300)
+    q, k = 1e3 * jnp.abs(q), sign * 1e3 * jnp.abs(k)
+    assert largest_error(interpreted(q, k, v, **options), reference.attention(q, k, v)) < 1e-5
+
+
+def facing(bound, length=300):
+    """Inputs of which a third of the queries have every score at `bound`, a third at `-bound`."""
+    _, _, v = inputs(length, heads=1)
+    ones = jnp.ones_like(v) / 2
+    third = jnp.arange(length)[:, None, None] % 3
+    return ones * jnp.select([third == 0, third == 1], [bound, -bound], 0.1), ones, v
+
+
+def test_scores_at_the_largest_bound_are_exact_without_a_maximum():
+    q, k, v = facing(LARGEST_BOUND)
+    v = v * 2.0**40
+    got = interpreted(q, k, v, bound=LARGEST_BOUND, implementation="transposed")
+    assert largest_error(got, reference.attention(q, k, v)) < 1e-5
+
+
+def test_beyond_the_largest_bound_the_maximum_is_what_keeps_them_right():
+    q, k, v = facing(3 * LARGEST_BOUND)
+    assert (
+        largest_error(interpreted(q, k, v, implementation="transposed"), reference.attention(q, k, v)) < 1e-5
+    )
+    wrong = interpreted(q, k, v, bound=LARGEST_BOUND, implementation="transposed")  # which is not true
+    assert not np.isfinite(wrong).all()
+
+
+@pytest.mark.parametrize(
+    ("bound", "name"),
+    [
+        (None, "attention_transposed"),
+        (LARGEST_BOUND, "attention_bounded"),
+        (LARGEST_BOUND * 1.001, "attention_transposed"),
+        (math.inf, "attention_transposed"),
+        (math.nan, "attention_transposed"),
+    ],
+)
+def test_only_a_bound_that_suffices_leaves_the_maximum_out(bound, name):
+    run = functools.partial(public_attention, bound=bound)
+    text = jax.jit(run).trace(*inputs(130)).lower(lowering_platforms=("tpu",)).as_text()
+    assert set(re.findall(r"attention_(?:bounded|transposed)", text)) == {name}
+
+
+@of_all_forms
+def test_its_derivatives_are_those_of_the_definition(options):
+    arrays = inputs(130, keys=140)
+
+    def loss(form, *arrays):
+        return jnp.sum(jnp.sin(form(*arrays)) ** 2)
+
+    got = jax.grad(functools.partial(loss, functools.partial(interpreted, valid=135, **options)), (0, 1, 2))
+    want = jax.grad(
+        functools.partial(loss, lambda q, k, v: reference.attention(q, k[:, :135], v[:, :135])), (0, 1, 2)
+    )
+    for one, other in zip(got(*arrays), want(*arrays), strict=True):
+        assert largest_error(one, other) < 1e-5
 
 
 SPLITS = {
@@ -132,6 +249,15 @@ def test_over_a_mesh_each_device_has_its_own_part_and_no_number_changes(batch, h
     assert shapes == [tuple(int(-(-n // parts)) for n, parts in zip(q.shape, sizes, strict=True))]
 
 
+def test_inside_a_shard_map_a_device_attends_to_what_it_has():
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("dp", "tp"), axis_types=(AxisType.Auto,) * 2)
+    arrays = inputs(33, batch=2, heads=8)
+    own = PartitionSpec("dp", None, "tp", None)
+    run = jax.shard_map(functools.partial(public_attention, valid=30), mesh=mesh, in_specs=own, out_specs=own)
+    q, k, v = arrays
+    assert largest_error(jax.jit(run)(*arrays), reference.attention(q, k[:, :30], v[:, :30])) < 1e-6
+
+
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_rotary_positions_are_diffusers_own_and_text_has_none(dtype):
     from diffusers.models.embeddings import apply_rotary_emb
@@ -164,3 +290,24 @@ def test_rotary_positions_are_diffusers_own_and_text_has_none(dtype):
 def test_bad_input_is_named(change, words):
     with pytest.raises(ValueError, match=words):
         public_attention(*change(*inputs(8)))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"valid": 0}, "8 keys, 0 of them real"),
+        ({"valid": 9}, "8 keys, 9 of them real"),
+        ({"implementation": "fast"}, "'fast' is not one of"),
+    ],
+)
+@pytest.mark.usefixtures("shapes_unchecked")
+def test_bad_options_are_named(options, words):
+    with pytest.raises(ValueError, match=words):
+        public_attention(*inputs(8), **options)
+
+
+@pytest.mark.usefixtures("shapes_unchecked")
+def test_a_missing_axis_is_named_where_channels_are_before_positions():
+    q, k, v = inputs(8)
+    with pytest.raises(ValueError, match=r"\(N, H, D, S\)"):
+        attention_transposed(q[0], k, v)
