@@ -8,6 +8,7 @@ of a head, P parts of the channels, one for each device that has some of the tok
 """
 
 import functools
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -90,15 +91,28 @@ class Block(CogVideoXBlock):
 
     def _attend(self, h_SC: torch.Tensor, tables: Tables, sequence: Sequence, videos: int) -> torch.Tensor:
         attn: Any = self.attn1
-        prepare = functools.partial(torch_view(jax_kernels.prepare), heads=attn.heads // sequence.parts)
+        prepare = functools.partial(
+            torch_view(jax_kernels.prepare),
+            heads=attn.heads // sequence.parts,
+            implementation=None if sequence.alone else "plain",
+        )
         q, k, v = (
             torch_view(sequence.to_heads)(part_PSC, videos)
             for part_PSC in projections(attn, h_SC, sequence.parts)
         )
         cos, sin = tables or (None, None)
-        q = prepare(q, attn.norm_q.weight, attn.norm_q.bias, cos, sin, eps=attn.norm_q.eps)
+        # The scores' scale, in powers of two, is in the queries.
+        scale = math.log2(math.e) / math.sqrt(q.shape[-1] * sequence.parts / attn.heads)
+        q = prepare(q, attn.norm_q.weight, attn.norm_q.bias, cos, sin, eps=attn.norm_q.eps, factor=scale)
         k = prepare(k, attn.norm_k.weight, attn.norm_k.bias, cos, sin, eps=attn.norm_k.eps)
-        y_NHDS = torch_view(jax_kernels.attention_transposed)(q, k, prepare(v), valid=sequence.tokens)
+        y_NHDS = torch_view(jax_kernels.attention_transposed)(
+            q,
+            k,
+            prepare(v),
+            scale=math.log(2),
+            valid=sequence.tokens,
+            bound=0.0 if sequence.bounded else None,
+        )
         project, dropout = attn.to_out
         return dropout(project(torch_view(sequence.to_tokens)(y_NHDS.flatten(1, 2))))
 
@@ -110,7 +124,9 @@ def projections(attn: Any, h_SC: torch.Tensor, parts: int) -> Iterator[torch.Ten
         yield from (part.unflatten(-1, (parts, -1)).transpose(0, 1) for part in together)
         return
     for project in (attn.to_q, attn.to_k, attn.to_v):
-        if type(project) is Linear:
+        if parts == 1:
+            yield project(h_SC).unsqueeze(0)
+        elif type(project) is Linear:
             yield torch_view(jax_kernels.linear_parts)(h_SC, project.weight, project.bias, parts=parts)
         else:  # with a LoRA, or somebody's own
             yield project(h_SC).unflatten(-1, (parts, -1)).transpose(0, 1)

@@ -179,7 +179,9 @@ class Sequence:
         length: with those that only fill up; no token attends to them.
         batch: the mesh axis that the videos are split over, or None.
         axes: the mesh axes that the tokens are split over; attention has its heads there.
-        mesh: None where nothing is split by tokens.
+        mesh: None where it is no matter of tokens what lies where.
+        alone: whether what is done to it is done on each device's own, or XLA is to split it.
+        bounded: whether no score of attention exceeds what the norms before it let it (`jax_kernels.score_bound`).
     """
 
     text: int
@@ -188,25 +190,27 @@ class Sequence:
     batch: str | None = None
     axes: tuple[str, ...] = ()
     mesh: Mesh | None = None
+    alone: bool = True
+    bounded: bool = False
 
     @classmethod
     def of(cls, placement: "SequencePlacement | None", *, videos: int, text: int, tokens: int) -> "Sequence":
         """The sequences of so many videos, as a placement splits them; not at all without one."""
-        axes = placement.token_axes(videos) if placement else ()
-        if placement is None or not axes:
-            return cls(text, tokens, _filled(tokens, 1))
-        parts = math.prod(placement.mesh.shape[axis] for axis in axes)
-        return cls(text, tokens, _filled(tokens, parts), placement.batch_axis(videos), axes, placement.mesh)
+        if placement is None or placement.split.over_tp == CHANNELS:
+            return cls(text, tokens, _filled(tokens, 1), alone=placement is None)
+        mesh, axes = placement.mesh, placement.token_axes(videos)
+        parts = math.prod(mesh.shape[axis] for axis in axes)
+        return cls(text, tokens, _filled(tokens, parts), placement.batch_axis(videos), axes, mesh)
 
     @property
     def spec(self) -> PartitionSpec:
         """Of its tokens (N, S, C) on the mesh."""
-        return PartitionSpec(self.batch, self.axes, None)
+        return PartitionSpec(self.batch, self.axes or None, None)
 
     @property
     def parts(self) -> int:
         """Over how many devices the tokens of a video are split."""
-        return 1 if self.mesh is None else math.prod(self.mesh.shape[axis] for axis in self.axes)
+        return math.prod(self.mesh.shape[axis] for axis in self.axes) if self.mesh is not None else 1
 
     def fill_up(self, x_NSC: jax.Array) -> jax.Array:
         """Zeros behind the last token; split over the mesh."""
@@ -306,7 +310,8 @@ class SequencePlacement:
         if self.split.over_tp == CHANNELS:
             return ()
         both = self.batch_axis(videos) is None and self.heads % self.mesh.size == 0
-        return ("dp", "tp") if both else ("tp",)
+        axes = ("dp", "tp") if both else ("tp",)
+        return tuple(axis for axis in axes if self.mesh.shape[axis] > 1)
 
     def spec(self, shape: tuple[int, ...]) -> PartitionSpec:
         """Of sequences of a shape (N, S, C), or of anything else that has the videos first."""

@@ -5,6 +5,7 @@ Axis letters here: N batch, S positions, C channels of all heads, H heads, D cha
 
 import functools
 import math
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +14,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
-from jax_kernels.common.tiles import LANES
+from jax_kernels.common.tiles import DTYPES, LANES
 
 TOKENS, CHANNELS = 512, 768
 """Of a block of the TPU's kernel, at most."""
 
 
-@functools.partial(jax.jit, static_argnames=("heads", "factor", "eps"))
+@functools.partial(jax.jit, static_argnames=("heads", "factor", "eps", "implementation"))
 def prepare(
     x: Float[Array, "N S C"],
     weight: Float[Array, " D"] | None = None,
@@ -30,6 +31,7 @@ def prepare(
     heads: int,
     factor: float = 1.0,
     eps: float = 1e-6,
+    implementation: Literal["plain", "transposed"] | None = None,
 ) -> Float[Array, "N H D S"]:
     """LayerNorm of each head's channels, and rotary positions (Su et al. 2021), in one pass.
 
@@ -42,6 +44,8 @@ def prepare(
         heads: into which the channels are cut; D is even where there are positions.
         factor: of the result, such as attention's scale.
         eps: added to the variance.
+        implementation: "plain" is XLA's, which it can split over a mesh; "transposed" a Pallas kernel for TPUs.
+            None takes the kernel on a TPU, for whole tiles of channels.
 
     Returns:
         The dtype of `x`; all arithmetic is float32, and rounded once.
@@ -58,23 +62,25 @@ def prepare(
         )
     given = {"weight": weight, "bias": bias, "cos": cos, "sin": sin}
     vectors = {name: value for name, value in given.items() if value is not None}
-    return _prepare((heads, factor, eps), x, vectors)
+    return _prepare((heads, factor, eps), implementation, x, vectors)
 
 
 Settings = tuple[int, float, float]
 """Heads, factor and eps."""
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _prepare(settings: Settings, x: Array, vectors: dict[str, Array]) -> Array:
-    plain = functools.partial(_plain, settings)
-    if _block_channels(x.shape[-1], settings[0]) is None:
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _prepare(settings: Settings, implementation: str | None, x: Array, vectors: dict[str, Array]) -> Array:
+    plain, kernel = functools.partial(_plain, settings), functools.partial(_transposed, settings)
+    if implementation is not None:
+        return {"plain": plain, "transposed": kernel}[implementation](x, vectors)
+    if x.dtype not in DTYPES or _block_channels(x.shape[-1], settings[0]) is None:
         return plain(x, vectors)
-    return lax.platform_dependent(x, vectors, tpu=functools.partial(transposed, settings), default=plain)
+    return lax.platform_dependent(x, vectors, tpu=kernel, default=plain)
 
 
 @_prepare.defjvp
-def _prepare_jvp(settings: Settings, primals: tuple, tangents: tuple) -> tuple[Array, Array]:
+def _prepare_jvp(settings: Settings, _: str | None, primals: Any, tangents: Any) -> Any:
     return jax.jvp(functools.partial(_plain, settings), primals, tangents)
 
 
@@ -109,7 +115,7 @@ def _block_channels(channels: int, heads: int) -> int | None:
     return sizes[-1] if sizes and channels // heads % 8 == 0 else None
 
 
-def transposed(settings: Settings, x: Float[Array, "N S C"], vectors: dict[str, Array]) -> Array:
+def _transposed(settings: Settings, x: Float[Array, "N S C"], vectors: dict[str, Array]) -> Array:
     """`prepare` by a Pallas kernel: while a block is transposed, what is done to it costs nothing."""
     heads, factor, eps = settings
     videos, length, channels = x.shape
