@@ -27,7 +27,7 @@ from transformers.models.t5.modeling_t5 import T5EncoderModel as TransformersT5E
 from transformers.models.t5.modeling_t5 import T5LayerFF, T5LayerSelfAttention
 
 from cogvideox_torchax import runtime
-from cogvideox_torchax.pipelines.blocks import GELU, Block, joined_step, takes_sequences
+from cogvideox_torchax.pipelines.blocks import GELU, Block, joined_step, score_bound, takes_sequences
 from cogvideox_torchax.pipelines.layers import AttnProcessor, LayerNorm, Linear, PatchEmbed
 from cogvideox_torchax.runtime import on_jax
 from cogvideox_torchax.runtime.models import PortedModel
@@ -44,13 +44,14 @@ class TransformerStep(nn.Module):
         super().__init__()
         self.model = model
         self.joined = takes_sequences(model)
+        self.bound = score_bound(model) if self.joined else None
 
     def forward(self, options: Any, positions: torch.Tensor | None = None, **tensors: Any) -> torch.Tensor:
         given: dict[str, Any] = {**tensors, "attention_kwargs": dict(options) or None}
         model: Any = self.model
         with model.patch_embed.using(positions):
             if self.joined and dict(options).keys() <= {"scale"}:
-                return joined_step(model, **given)
+                return joined_step(model, **given, bound=self.bound)
             return DiffusersTransformer.forward(model, **given, return_dict=False)[0]
 
 

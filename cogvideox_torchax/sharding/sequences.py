@@ -181,7 +181,6 @@ class Sequence:
         axes: the mesh axes that the tokens are split over; attention has its heads there.
         mesh: None where it is no matter of tokens what lies where.
         alone: whether what is done to it is done on each device's own, or XLA is to split it.
-        bounded: whether no score of attention exceeds what the norms before it let it (`jax_kernels.score_bound`).
     """
 
     text: int
@@ -191,7 +190,6 @@ class Sequence:
     axes: tuple[str, ...] = ()
     mesh: Mesh | None = None
     alone: bool = True
-    bounded: bool = False
 
     @classmethod
     def of(cls, placement: "SequencePlacement | None", *, videos: int, text: int, tokens: int) -> "Sequence":
