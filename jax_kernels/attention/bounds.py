@@ -21,8 +21,8 @@ def score_bound(
     scale: float | None = None,
     rotated: Rotated = "any",
 ) -> float:
-    """What `|scale q . k|` cannot exceed where `q` and `k` come of a LayerNorm over the channels of a head, and
-    positions then turn them.
+    """What `|scale q . k|` cannot exceed where `q` and `k` come of a LayerNorm over the channels of a head,
+    then turned by positions.
 
     Proof. A LayerNorm gives `w x + b` with `|x|^2 = D var / (var + eps) <= D`. Positions turn groups of
     channels, each by itself, which keeps the group's norm. In group g, with `m` the largest `|w|` and `c` the
@@ -39,8 +39,8 @@ def score_bound(
         q_weight, k_weight: (D,), of the norms.
         q_bias, k_bias: (D,), or None.
         scale: as `attention` takes it.
-        rotated: which channels are turned together: "neighbours" 2 i and 2 i + 1, "halves" i and i + D / 2. "any"
-            holds for both and for every other rotation, and is the largest.
+        rotated: which channels are turned together: "neighbours" 2 i and 2 i + 1, "halves" i and i + D / 2.
+            "any" holds for both and for every other rotation, and is the largest.
 
     Returns:
         The bound, for the `bound` of `attention`; NaN where a weight or a bias holds one.
@@ -58,8 +58,8 @@ def score_bound(
             f"score_bound got weights and biases of shapes {[x.shape for x in vectors]}: all take (channels,)"
         )
     scale = 1 / math.sqrt(channels) if scale is None else scale
-    m_q, m_k = (np.abs(_groups(x, rotated)).max(1) for x in vectors[:2])
-    c_q, c_k = (np.linalg.norm(_groups(x, rotated), axis=1) for x in vectors[2:])
+    m_q, m_k = (np.abs(_groups(x, rotated)).max(1) for x in weights)
+    c_q, c_k = (np.linalg.norm(_groups(x, rotated), axis=1) for x in biases)
     crossed = np.linalg.norm(m_q * c_k) + np.linalg.norm(m_k * c_q)
     return float(abs(scale) * (max(m_q * m_k) * channels + crossed * math.sqrt(channels) + c_q @ c_k))
 

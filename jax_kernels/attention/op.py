@@ -78,7 +78,7 @@ def attention_transposed(
     bound: float | None = None,
     implementation: Implementation | None = None,
 ) -> Float[Array, "N H D S"]:
-    """`attention` of arrays with channels before positions, as the TPU's kernel keeps them: no copy is made."""
+    """`attention` of arrays with channels before positions: on a TPU its kernel takes them as they are."""
     if not q.ndim == k.ndim == v.ndim == 4:
         raise ValueError(
             f"attention_transposed got q {q.shape}, k {k.shape}, v {v.shape}: it takes (N, H, D, S), "

@@ -8,6 +8,7 @@ Axis letters here: B videos and heads, D channels of a head, S and K positions o
 """
 
 import functools
+import itertools
 import math
 
 import jax
@@ -23,8 +24,8 @@ from jax_kernels.common.tiles import DTYPES, LANES
 BLOCKS = 2048, 2304, 2560, 2816
 """Positions a block of a long sequence: that is taken which fills it up least."""
 
-CHUNK = 256
-"""Keys of a block whose weights are computed at a time."""
+CHUNK, STRIP = 256, 256
+"""Keys and queries of a block whose weights are computed at a time."""
 
 CHANNELS = 256
 """Those that a head may have."""
@@ -53,7 +54,8 @@ def transposed(
         q, k, v: as `attention` takes them. XLA transposes them, unless it finds them transposed.
         scale: of the scores.
         valid: how many keys are real, at least one; the others may hold anything.
-        bounded: whether scores are known to be within `LARGEST_BOUND`. Else their running maximum is taken off.
+        bounded: whether scores are known to be within `LARGEST_BOUND`. Else the running maximum is
+            taken off.
     """
     videos, queries, heads, channels = q.shape
     # Whole tiles of channels: the row of ones begins where a tile does.
@@ -108,7 +110,11 @@ def _block(length: int) -> int:
 
 
 def _attend(q_ref, k_ref, v_ref, y_ref, sums_ref, *maximum_ref, valid: int, factor: float) -> None:
-    """A block of queries and a block of keys: sums of weights times values, and below them of weights."""
+    """A block of queries and a block of keys: sums of weights times values, and below them of weights.
+
+    A strip of queries has its scores for the next chunk of keys multiplied before its weights of this one are
+    computed, so that the matrix unit need not wait for them.
+    """
     channels, keys = k_ref.shape
     block = pl.program_id(2)
 
@@ -118,31 +124,60 @@ def _attend(q_ref, k_ref, v_ref, y_ref, sums_ref, *maximum_ref, valid: int, fact
         for ref in maximum_ref:
             ref[...] = jnp.full_like(ref, -jnp.inf)
 
-    q, sums, maximum = q_ref[...], sums_ref[...], [ref[...] for ref in maximum_ref]
-    chunk = min(keys, CHUNK)
-    for first in range(0, keys, chunk):
-        k, v = k_ref[:, first : first + chunk], v_ref[:, first : first + chunk]
-        ones = jnp.ones((sums.shape[0] - channels, chunk), v.dtype)
-        if valid % keys:
-            # Another key of the block in place of one that only pads: a score like any, of weight zero.
-            real = block * keys + first + lax.broadcasted_iota(jnp.int32, (1, chunk), 1) < valid
-            k, v = jnp.where(real, k, k_ref[:, :1]), jnp.where(real, v, 0)
-            ones = jnp.where(real, ones, 0)
-        scores = _product(k, q, over=0)
-        # Queries that hold their scale need no pass over the scores.
-        scores = scores if factor == 1.0 else scores * factor
-        if maximum:
-            before, maximum = maximum, [jnp.maximum(maximum[0], scores.max(0, keepdims=True))]
-            scores, sums = scores - maximum[0], sums * jnp.exp2(before[0] - maximum[0])
-        weights = jnp.exp2(scores).astype(v.dtype)
-        sums += _product(jnp.concatenate([v, ones]), weights, over=1)
-    sums_ref[...] = sums
-    for ref, value in zip(maximum_ref, maximum, strict=True):
-        ref[...] = value
+    def keys_of(chunk: slice) -> Array:
+        # Another key of the block in place of one that only pads: a score like any, of weight zero.
+        return _where_real(k_ref[:, chunk], k_ref[:, :1], chunk, block, keys, valid)
+
+    def values_of(chunk: slice) -> Array:
+        v = v_ref[:, chunk]
+        with_ones = jnp.concatenate([v, jnp.ones((sums_ref.shape[0] - channels, v.shape[1]), v.dtype)])
+        return _where_real(with_ones, 0, chunk, block, keys, valid)
+
+    def scores_of(strip: slice, k: Array) -> Array:
+        scores = _product(k, q_ref[:, strip], over=0)
+        return scores if factor == 1.0 else scores * factor  # queries that hold their scale need no pass
+
+    strips, chunks = _slices(q_ref.shape[1], STRIP), _slices(keys, CHUNK)
+    sums = [sums_ref[:, strip] for strip in strips]
+    maxima = [[ref[:, strip] for ref in maximum_ref] for strip in strips]
+    k = keys_of(chunks[0])
+    scores = [scores_of(strip, k) for strip in strips]
+    for chunk, following in itertools.zip_longest(chunks, chunks[1:]):
+        v, k = values_of(chunk), keys_of(following) if following else None
+        for n, strip in enumerate(strips):
+            ahead = k if k is None else scores_of(strip, k)
+            sums[n], maxima[n] = _with_chunk(sums[n], maxima[n], scores[n], v)
+            scores[n] = ahead
+    for strip, total, maximum in zip(strips, sums, maxima, strict=True):
+        sums_ref[:, strip] = total
+        for ref, value in zip(maximum_ref, maximum, strict=True):
+            ref[:, strip] = value
 
     @pl.when(block == pl.num_programs(2) - 1)
     def _():
         y_ref[...] = (sums_ref[:channels] / sums_ref[channels : channels + 1]).astype(y_ref.dtype)
+
+
+def _slices(length: int, step: int) -> list[slice]:
+    return [slice(at, min(at + step, length)) for at in range(0, length, step)]
+
+
+def _where_real(
+    x: Array, other: Array | int, chunk: slice, block: Array, block_keys: int, valid: int
+) -> Array:
+    """`x`, of a chunk of keys in its last axis, and `other` for those that only pad."""
+    if valid % block_keys == 0:
+        return x
+    positions = block * block_keys + chunk.start + lax.broadcasted_iota(jnp.int32, (1, x.shape[1]), 1)
+    return jnp.where(positions < valid, x, other)
+
+
+def _with_chunk(sums: Array, maximum: list[Array], scores: Array, v: Array) -> tuple[Array, list[Array]]:
+    """Sums with the weights of a chunk added, and the running maximum that was taken off, if there is one."""
+    if maximum:
+        before, maximum = maximum[0], [jnp.maximum(maximum[0], scores.max(0, keepdims=True))]
+        scores, sums = scores - maximum[0], sums * jnp.exp2(before - maximum[0])
+    return sums + _product(v, jnp.exp2(scores).astype(v.dtype), over=1), maximum
 
 
 def _product(a: Array, b: Array, *, over: int) -> Array:
