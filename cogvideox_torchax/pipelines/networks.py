@@ -28,6 +28,7 @@ from transformers.models.t5.modeling_t5 import T5LayerFF, T5LayerSelfAttention
 
 from cogvideox_torchax import runtime
 from cogvideox_torchax.pipelines.blocks import GELU, Block, joined_step, score_bound, takes_sequences
+from cogvideox_torchax.pipelines.later import prediction
 from cogvideox_torchax.pipelines.layers import AttnProcessor, LayerNorm, Linear, PatchEmbed
 from cogvideox_torchax.runtime import on_jax
 from cogvideox_torchax.runtime.models import PortedModel
@@ -232,6 +233,7 @@ class CogVideoXTransformer3DModel(Compiled, DiffusersTransformer):
             image_rotary_emb=image_rotary_emb,
             positions=patch_embed.table_for(height, width, frames),
         )
+        sample = prediction(sample)
         return Transformer2DModelOutput(sample=sample) if return_dict else (sample,)
 
 

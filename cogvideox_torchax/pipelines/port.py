@@ -13,6 +13,7 @@ from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
 from cogvideox_torchax import runtime, upstream
 from cogvideox_torchax.pipelines import networks
+from cogvideox_torchax.pipelines.later import waiting
 from cogvideox_torchax.pipelines.scheduler import disarm, port_scheduler
 from cogvideox_torchax.sharding import check_mesh
 from cogvideox_torchax.vae.torchax.autoencoder import port_vae
@@ -121,7 +122,13 @@ def _ported_class(kind: type) -> type:
         runtime.enable()
         port_scheduler(self.scheduler)
         try:
-            result = inherited.__call__(self, *args, **kwargs)
+            callback = (
+                inspect.signature(inherited.__call__)
+                .bind(self, *args, **kwargs)
+                .arguments.get("callback_on_step_end")
+            )
+            with waiting(looked_at=callback is not None):
+                result = inherited.__call__(self, *args, **kwargs)
         except BaseException:
             disarm(self.scheduler)
             raise

@@ -357,6 +357,9 @@ class ShardedModuleProgram(runtime.ModuleProgram):
         return jax.lax.with_sharding_constraint(result, self.placement.replicated)
 
     def _call(self, network: nn.Module, *inputs: Any) -> Any:
+        if self.placement.split.over_tp == CHANNELS:
+            for name, module in network.named_modules():  # the network is a copy, of this trace alone
+                vars(module)["inputs_split"] = ROWS.search(f"{name}.weight") is not None
         with watched(network, self._is_layer, taken=self._split, given=self._split):
             return super()._call(network, *inputs)
 

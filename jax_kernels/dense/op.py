@@ -12,9 +12,13 @@ from jax_kernels.common.checks import check_channels
 from jax_kernels.common.layout import precision_for
 
 
-@jax.jit
+@functools.partial(jax.jit, static_argnames="rounded_parts")
 def linear(
-    x: Float[Array, "*batch I"], weight: Float[Array, "O I"], bias: Float[Array, " O"] | None = None
+    x: Float[Array, "*batch I"],
+    weight: Float[Array, "O I"],
+    bias: Float[Array, " O"] | None = None,
+    *,
+    rounded_parts: bool = False,
 ) -> Float[Array, "*batch O"]:
     """`x weight^T + bias`, summed in float32 and rounded once, as PyTorch's `linear` does.
 
@@ -22,6 +26,8 @@ def linear(
         x: any float dtype.
         weight: (O, I), `x`'s dtype.
         bias: (O,), or None.
+        rounded_parts: where the inputs' channels are split over devices, whether each rounds its sum before
+            they are added, so that 16 bits travel and not 32.
 
     Returns:
         The dtype of `x`.
@@ -37,10 +43,10 @@ def linear(
         weight,
         (((x.ndim - 1,), (1,)), ((), ())),
         precision=precision_for(x.dtype),
-        preferred_element_type=jnp.float32,
+        preferred_element_type=x.dtype if rounded_parts else jnp.float32,
     )
     if bias is not None:
-        y = y + bias.astype(jnp.float32)
+        y = y.astype(jnp.float32) + bias.astype(jnp.float32)
     return y.astype(x.dtype)
 
 
