@@ -65,7 +65,10 @@ def main(topologies: list[str]) -> None:
             for form, options in FORMS.items():
                 row = {"topology": topology, "dtype": jnp.dtype(dtype).name, "form": form}
                 rows.append(row | measure(topology, dtype, options))
-                print(*(f"{value:.1f}" if isinstance(value, float) else value for value in rows[-1].values()))
+                print(
+                    *(f"{value:.1f}" if isinstance(value, float) else value for value in rows[-1].values()),
+                    flush=True,
+                )
     write_json(
         RESULT,
         {

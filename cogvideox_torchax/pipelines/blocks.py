@@ -7,7 +7,6 @@ Axis letters: N videos, S positions of a sequence (text first, then patches), C 
 of a head, P parts of the channels, one for each device that has some of the tokens.
 """
 
-import functools
 import math
 from collections.abc import Iterator, MutableMapping
 from typing import Any
@@ -27,8 +26,8 @@ from cogvideox_torchax.runtime import array_of, on_jax, tensor_of, torch_view
 from cogvideox_torchax.sharding.sequences import Sequence
 from cogvideox_torchax.upstream import scaling_loras
 
-Tables = tuple[torch.Tensor, torch.Tensor] | None
-"""Cosines and sines of all positions, (D, S) each; None for a model without rotary positions."""
+Tables = tuple[torch.Tensor, ...]
+"""Cosines and sines of all positions, (S, D) each; nothing for a model without rotary positions."""
 
 
 class GELU(DiffusersGELU):
@@ -102,20 +101,16 @@ class Block(CogVideoXBlock):
         self, h_SC: torch.Tensor, tables: Tables, sequence: Sequence, videos: int, bound: float | None
     ) -> torch.Tensor:
         attn: Any = self.attn1
-        prepare = functools.partial(
-            torch_view(jax_kernels.prepare),
-            heads=attn.heads // sequence.parts,
-            implementation=None if sequence.alone else "plain",
-        )
+        prepare = torch_view(sequence.for_heads(jax_kernels.prepare, attn.heads))
         q, k, v = (
             torch_view(sequence.to_heads)(part_PSC, videos)
             for part_PSC in projections(attn, h_SC, sequence.parts)
         )
-        cos, sin = tables or (None, None)
         # The scores' scale, in powers of two, is in the queries.
         scale = math.log2(math.e) / math.sqrt(q.shape[-1] * sequence.parts / attn.heads)
-        q = prepare(q, attn.norm_q.weight, attn.norm_q.bias, cos, sin, eps=attn.norm_q.eps, factor=scale)
-        k = prepare(k, attn.norm_k.weight, attn.norm_k.bias, cos, sin, eps=attn.norm_k.eps)
+        of_q, of_k = attn.norm_q, attn.norm_k
+        q = prepare(q, of_q.weight, of_q.bias, *tables, eps=of_q.eps, scale=scale)
+        k = prepare(k, of_k.weight, of_k.bias, *tables, eps=of_k.eps)
         y_NHDS = torch_view(jax_kernels.attention_transposed)(
             q,
             k,
@@ -215,7 +210,7 @@ def joined_step(
     timestep: torch.Tensor,
     timestep_cond: torch.Tensor | None = None,
     ofs: torch.Tensor | None = None,
-    image_rotary_emb: Tables = None,
+    image_rotary_emb: Any = None,
     attention_kwargs: dict[str, Any] | None = None,
     bound: float | None = None,
 ) -> torch.Tensor:
@@ -237,7 +232,7 @@ def joined_step(
     sequence = Sequence.of(
         model.placement, videos=x_NSC.shape[0], text=encoder_hidden_states.shape[1], tokens=x_NSC.shape[1]
     )
-    tables = None
+    tables: Tables = ()
     if image_rotary_emb is not None:  # text has no position: cosine 1, sine 0
         cos, sin = image_rotary_emb
         fill = torch_view(sequence.fill_table)

@@ -14,6 +14,7 @@ Attention has its heads over "tp"; heads that it does not divide leave it to the
 (`jax_kernels.attention`).
 """
 
+import functools
 import math
 import re
 from collections.abc import Callable
@@ -180,7 +181,7 @@ class Sequence:
         batch: the mesh axis that the videos are split over, or None.
         axes: the mesh axes that the tokens are split over; attention has its heads there.
         mesh: None where it is no matter of tokens what lies where.
-        alone: whether what is done to it is done on each device's own, or XLA is to split it.
+        shared: the placement where XLA is to split what is done to it; None where each device has its own.
     """
 
     text: int
@@ -189,13 +190,14 @@ class Sequence:
     batch: str | None = None
     axes: tuple[str, ...] = ()
     mesh: Mesh | None = None
-    alone: bool = True
+    shared: "SequencePlacement | None" = None
 
     @classmethod
     def of(cls, placement: "SequencePlacement | None", *, videos: int, text: int, tokens: int) -> "Sequence":
         """The sequences of so many videos, as a placement splits them; not at all without one."""
         if placement is None or placement.split.over_tp == CHANNELS:
-            return cls(text, tokens, _filled(tokens, 1), alone=placement is None)
+            parts = placement.mesh.shape["tp"] if placement else 1
+            return cls(text, tokens, _filled(tokens, parts), shared=placement)
         mesh, axes = placement.mesh, placement.token_axes(videos)
         parts = math.prod(mesh.shape[axis] for axis in axes)
         return cls(text, tokens, _filled(tokens, parts), placement.batch_axis(videos), axes, mesh)
@@ -218,12 +220,12 @@ class Sequence:
         return jax.lax.with_sharding_constraint(padded, NamedSharding(self.mesh, self.spec))
 
     def fill_table(self, table_PD: jax.Array, value: float) -> jax.Array:
-        """A table of patches (P, D) as one of all tokens (D, S), `value` for every other."""
+        """A table of patches (P, D) as one of all tokens (S, D), `value` for every other."""
         before, after = self.tokens - table_PD.shape[0], self.length - self.tokens
-        return jnp.pad(table_PD, ((before, after), (0, 0)), constant_values=value).T
+        return jnp.pad(table_PD, ((before, after), (0, 0)), constant_values=value)
 
     def everywhere(self, function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-        """A function of tokens (N, S, C), of vectors (N, C) and of tables (D, S), run on each device's own.
+        """A function of tokens (N, S, C), of vectors (N, C) and of tables (S, D), run on each device's own.
 
         Its tables and what else it takes, weights, every device has whole.
         """
@@ -237,6 +239,33 @@ class Sequence:
             out_specs=self.spec,
             check_vma=False,
         )
+
+    def for_heads(self, prepare: Callable[..., jax.Array], heads: int) -> Callable[..., jax.Array]:
+        """`jax_kernels.prepare` of queries, keys or values (N, S, C), vectors (D,) and tables (S, D).
+
+        Where XLA is to split it, which it cannot do to a kernel, it is split by hand: by heads, or by tokens
+        where "tp" does not divide them, as attention is.
+        """
+        if self.shared is None:
+            return functools.partial(prepare, heads=heads // self.parts)
+        placement, tp = self.shared, self.shared.mesh.shape["tp"]
+
+        def split(x_NSC: jax.Array, *others: jax.Array, **options: Any) -> jax.Array:
+            batch, by_heads = placement.batch_axis(x_NSC.shape[0]), heads % tp == 0
+            own, whole = functools.partial(PartitionSpec, batch), PartitionSpec()
+            tables = whole if by_heads else PartitionSpec("tp", None)
+            return jax.shard_map(
+                functools.partial(prepare, heads=heads // tp if by_heads else heads, **options),
+                mesh=placement.mesh,
+                in_specs=(
+                    own(None, "tp") if by_heads else own("tp", None),
+                    *(whole if other.ndim == 1 else tables for other in others),
+                ),
+                out_specs=own("tp", None, None) if by_heads else own(None, None, "tp"),
+                check_vma=False,
+            )(x_NSC, *others)
+
+        return split
 
     def kinds(self, videos: int) -> jax.Array:
         """Of a device's own tokens (N * S): two for each video, even for text, odd for all else; inside of

@@ -48,11 +48,10 @@ def score_bound(
     Raises:
         ValueError: weights or biases that do not fit each other, or channels that are no pairs.
     """
-    vectors = [np.asarray(x, np.float64) for x in (q_weight, k_weight)]
-    vectors += [
-        np.zeros_like(vectors[0]) if b is None else np.asarray(b, np.float64) for b in (q_bias, k_bias)
-    ]
-    channels = vectors[0].size
+    weights = [np.asarray(weight, np.float64) for weight in (q_weight, k_weight)]
+    channels = weights[0].size
+    biases = [np.asarray(np.zeros(channels) if b is None else b, np.float64) for b in (q_bias, k_bias)]
+    vectors = weights + biases
     if any(x.shape != (channels,) for x in vectors):
         raise ValueError(
             f"score_bound got weights and biases of shapes {[x.shape for x in vectors]}: all take (channels,)"

@@ -1,11 +1,12 @@
-"""Queries, keys and values as attention takes them: by heads, normalized, turned to positions, tokens last.
+"""Queries, keys and values as the TPU's attention takes them: normed, turned, scaled, heads first.
 
-Axis letters here: N batch, S positions, C channels of all heads, H heads, D channels of a head.
+Axis letters here: N batch, S positions, C channels of all heads, H heads, D
+channels of a head.
 """
 
 import functools
 import math
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -14,145 +15,186 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
-from jax_kernels.common.tiles import DTYPES, LANES
+from jax_kernels.common.checks import check_channels
+from jax_kernels.common.tiles import BLOCK_BYTES, DTYPES, LANES
 
-TOKENS, CHANNELS = 512, 768
-"""Of a block of the TPU's kernel, at most."""
+Pairs = Literal["neighbours", "halves"]
+
+VMEM = 64 * 2**20
+"""What the kernel may take of it."""
 
 
-@functools.partial(jax.jit, static_argnames=("heads", "factor", "eps", "implementation"))
+@functools.partial(jax.jit, static_argnames=("heads", "pairs", "scale", "eps"))
 def prepare(
     x: Float[Array, "N S C"],
     weight: Float[Array, " D"] | None = None,
     bias: Float[Array, " D"] | None = None,
-    cos: Float[Array, "D S"] | None = None,
-    sin: Float[Array, "D S"] | None = None,
+    cos: Float[Array, "S D"] | None = None,
+    sin: Float[Array, "S D"] | None = None,
     *,
     heads: int,
-    factor: float = 1.0,
+    pairs: Pairs = "neighbours",
+    scale: float = 1.0,
     eps: float = 1e-6,
-    implementation: Literal["plain", "transposed"] | None = None,
 ) -> Float[Array, "N H D S"]:
-    """LayerNorm of each head's channels, and rotary positions (Su et al. 2021), in one pass.
+    """LayerNorm over a head's channels, rotary positions and a scale, for `attention_transposed`.
 
-    Neighbouring channels are a pair: (a, b) becomes (a cos - b sin, b cos + a sin).
+    On a TPU one pass by a Pallas kernel. The result is rounded once.
 
     Args:
-        x: any float dtype.
-        weight, bias: of the norm, whose two go together; None for no norm.
-        cos, sin: float32, each angle once for either channel of its pair; None for no positions.
-        heads: into which the channels are cut; D is even where there are positions.
-        factor: of the result, such as attention's scale.
+        x: what a projection gives, any float dtype; head h has the channels from h D on.
+        weight, bias: (D,), of the norm; None for no norm, as values take it. A bias takes a weight.
+        cos, sin: (S, D), float32, each angle once for either channel of its pair; a position with cosine 1
+            and sine 0 is not turned. None for no position.
+        heads: H.
+        pairs: which channels (a, b) become (a cos - b sin, b cos + a sin): "neighbours" 2 i and 2 i + 1, or
+            "halves" i and i + D / 2.
+        scale: of the result. Queries that hold log2(e) / sqrt(D) are for `attention_transposed(scale=ln 2)`.
         eps: added to the variance.
-        implementation: "plain" is XLA's, which it can split over a mesh; "transposed" a Pallas kernel for TPUs.
-            None takes the kernel on a TPU, for whole tiles of channels.
 
     Returns:
-        The dtype of `x`; all arithmetic is float32, and rounded once.
+        The dtype of `x`; all arithmetic is float32 whatever it is.
 
     Raises:
-        ValueError: channels that the heads do not divide, tables of another length.
+        ValueError: channels that heads do not divide or pairs do not, vectors or tables that fit neither.
     """
-    tokens, channels = x.shape[1:]
-    fits = channels % heads == 0 and (cos is None or cos.shape == (channels // heads, tokens))
-    if not fits:
+    _check(x, weight, bias, cos, sin, heads, pairs)
+    tables = () if cos is None or sin is None else (cos, _signed(sin, pairs))
+    norm = () if weight is None else (weight, jnp.zeros_like(weight) if bias is None else bias)
+    options: dict[str, Any] = {"heads": heads, "pairs": pairs, "scale": scale, "eps": eps}
+    plain = functools.partial(_plain, **options)
+    if not takes(x, heads):
+        return plain(x, norm, tables)
+    return lax.platform_dependent(x, norm, tables, tpu=_with_derivatives_of_plain(options), default=plain)
+
+
+def takes(x: Float[Array, "N S C"], heads: int) -> bool:
+    """Whether the kernel takes such projections: float32 or bfloat16, heads in whole tiles of 8 channels."""
+    return x.dtype in DTYPES and x.shape[-1] // heads % 8 == 0
+
+
+def _check(x: Array, weight: Any, bias: Any, cos: Any, sin: Any, heads: int, pairs: str) -> None:
+    if x.ndim != 3 or heads < 1 or x.shape[-1] % heads:
+        raise ValueError(f"prepare got x {x.shape} for {heads} heads: it takes (N, S, H D)")
+    channels = x.shape[-1] // heads
+    check_channels("prepare", channels, weight=weight, bias=bias)
+    if bias is not None and weight is None:
+        raise ValueError("prepare got a bias and no weight: a norm without a weight has one of ones")
+    if pairs not in get_args(Pairs):
+        raise ValueError(f"pairs {pairs!r} is not one of {list(get_args(Pairs))}")
+    shapes = [None if table is None else table.shape for table in (cos, sin)]
+    if shapes != [None, None] and (shapes != [(x.shape[1], channels)] * 2 or channels % 2):
         raise ValueError(
-            f"prepare got x {x.shape} for {heads} heads, cos {None if cos is None else cos.shape}: it takes "
-            "(N, S, H * D), (D, S)"
+            f"prepare got cos and sin of shapes {shapes} for x {x.shape} of {heads} heads: both take "
+            f"{(x.shape[1], channels)}, or neither is given"
         )
-    given = {"weight": weight, "bias": bias, "cos": cos, "sin": sin}
-    vectors = {name: value for name, value in given.items() if value is not None}
-    return _prepare((heads, factor, eps), implementation, x, vectors)
 
 
-Settings = tuple[int, float, float]
-"""Heads, factor and eps."""
+def _signed(sin_SD: Array, pairs: Pairs) -> Array:
+    """What each channel's partner is multiplied by."""
+    return jnp.where(_is_first(lax.iota(jnp.int32, sin_SD.shape[1]), sin_SD.shape[1], pairs), -sin_SD, sin_SD)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _prepare(settings: Settings, implementation: str | None, x: Array, vectors: dict[str, Array]) -> Array:
-    plain, kernel = functools.partial(_plain, settings), functools.partial(_transposed, settings)
-    if implementation is not None:
-        return {"plain": plain, "transposed": kernel}[implementation](x, vectors)
-    if x.dtype not in DTYPES or _block_channels(x.shape[-1], settings[0]) is None:
-        return plain(x, vectors)
-    return lax.platform_dependent(x, vectors, tpu=kernel, default=plain)
+def _apart(channels: int, pairs: Pairs) -> int:
+    return 1 if pairs == "neighbours" else channels // 2
 
 
-@_prepare.defjvp
-def _prepare_jvp(settings: Settings, _: str | None, primals: Any, tangents: Any) -> Any:
-    return jax.jvp(functools.partial(_plain, settings), primals, tangents)
+def _is_first(index: Array, channels: int, pairs: Pairs) -> Array:
+    """Whether a channel is the first of its pair."""
+    return index // _apart(channels, pairs) % 2 == 0
 
 
-def _plain(settings: Settings, x: Array, vectors: dict[str, Array]) -> Array:
-    heads, factor, eps = settings
-    y = x.transpose(0, 2, 1).reshape(x.shape[0], heads, -1, x.shape[1])
-    if not vectors and factor == 1:
-        return y
-    in_columns = {name: v[:, None] if v.ndim == 1 else v for name, v in vectors.items()}
-    turn = functools.partial(jnp.roll, axis=-2)
-    return _arithmetic(y.astype(jnp.float32), in_columns, factor, eps, turn).astype(x.dtype)
+def _plain(
+    x: Array,
+    norm: tuple[Array, ...],
+    tables: tuple[Array, ...],
+    *,
+    heads: int,
+    pairs: Pairs,
+    scale: float,
+    eps: float,
+) -> Array:
+    """`prepare` in its plainest form: what the kernel has to equal."""
+    y = x.astype(jnp.float32).reshape(*x.shape[:2], heads, -1)
+    if norm:
+        y = y - y.mean(-1, keepdims=True)
+        y = y * lax.rsqrt(jnp.square(y).mean(-1, keepdims=True) + eps)
+        y = y * norm[0].astype(jnp.float32) + norm[1].astype(jnp.float32)
+    if tables:
+        cos, sin = (table[:, None] for table in tables)
+        channels = y.shape[-1]
+        pair = (channels // 2, 2) if pairs == "neighbours" else (2, channels // 2)
+        partner = jnp.flip(y.reshape(*y.shape[:-1], *pair), -1 if pairs == "neighbours" else -2)
+        y = y * cos + partner.reshape(y.shape) * sin
+    return (y * scale).astype(x.dtype).transpose(0, 2, 3, 1)
 
 
-def _arithmetic(y: Array, vectors: dict[str, Array], factor: float, eps: float, roll) -> Array:
-    """What is done to (..., D, S) in float32, with a way to roll D."""
-    if "weight" in vectors:
-        y = y - y.mean(-2, keepdims=True)
-        y = y * lax.rsqrt(jnp.square(y).mean(-2, keepdims=True) + eps)
-        y = y * vectors["weight"].astype(jnp.float32) + vectors["bias"].astype(jnp.float32)
-    if "cos" in vectors:
-        first = lax.broadcasted_iota(jnp.int32, y.shape, y.ndim - 2) % 2 == 0
-        # The ends that are rolled around are of pairs that lie apart: none takes them.
-        turned = jnp.where(first, -roll(y, -1), roll(y, 1))
-        y = y * vectors["cos"] + turned * vectors["sin"]
-    return y * factor if factor != 1 else y
+def _with_derivatives_of_plain(options: dict[str, Any]) -> Any:
+    kernel = jax.custom_jvp(functools.partial(_by_kernel, **options))
+
+    @kernel.defjvp
+    def _(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Array, Array]:
+        return kernel(*primals), jax.jvp(functools.partial(_plain, **options), primals, tangents)[1]
+
+    return kernel
 
 
-def _block_channels(channels: int, heads: int) -> int | None:
-    """Channels of a block: whole heads in whole tiles of lanes; None where there are no such."""
-    unit = math.lcm(channels // heads, LANES)
-    sizes = [size for size in range(unit, max(unit, CHANNELS) + 1, unit) if channels % size == 0]
-    return sizes[-1] if sizes and channels // heads % 8 == 0 else None
-
-
-def _transposed(settings: Settings, x: Float[Array, "N S C"], vectors: dict[str, Array]) -> Array:
-    """`prepare` by a Pallas kernel: while a block is transposed, what is done to it costs nothing."""
-    heads, factor, eps = settings
-    videos, length, channels = x.shape
-    head = channels // heads
-    block = _block_channels(channels, heads)
-    assert block is not None
-    tokens = min(TOKENS, -(-length // LANES) * LANES)
-    names = list(vectors)
-
-    def kernel(x_ref, *refs):
-        *in_refs, out_ref = refs
-        for start in range(0, block, math.lcm(head, LANES)):
-            size = min(math.lcm(head, LANES), block - start)
-            y = x_ref[:, start : start + size].astype(jnp.float32).T.reshape(size // head, head, tokens)
-            found = {name: ref[...] for name, ref in zip(names, in_refs, strict=True)}
-            y = _arithmetic(y, found, factor, eps, _roll)
-            out_ref[start // head : (start + size) // head] = y.astype(out_ref.dtype)
-
-    specs = [
-        pl.BlockSpec((head, 1), lambda n, i, c: (0, 0))
-        if vectors[name].ndim == 1
-        else pl.BlockSpec((head, tokens), lambda n, i, c: (0, i))
-        for name in names
-    ]
-    columns = [vectors[name][:, None] if vectors[name].ndim == 1 else vectors[name] for name in names]
+def _by_kernel(
+    x: Array,
+    norm: tuple[Array, ...],
+    tables: tuple[Array, ...],
+    *,
+    heads: int,
+    pairs: Pairs,
+    scale: float,
+    eps: float,
+) -> Array:
+    videos, positions, width = x.shape
+    channels = width // heads
+    step = max(LANES, BLOCK_BYTES // (width * x.dtype.itemsize) // LANES * LANES)
+    of_channels = pl.BlockSpec((channels, 1), lambda n, i: (0, 0))
+    of_positions = pl.BlockSpec((channels, step), lambda n, i: (0, i))
     return pl.pallas_call(
-        kernel,
-        grid=(videos, pl.cdiv(length, tokens), channels // block),
-        in_specs=[pl.BlockSpec((None, tokens, block), lambda n, i, c: (n, i, c)), *specs],
-        out_specs=pl.BlockSpec((None, block // head, head, tokens), lambda n, i, c: (n, c, 0, i)),
-        out_shape=jax.ShapeDtypeStruct((videos, heads, head, length), x.dtype),
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",) * 3),
+        functools.partial(_prepare, normed=bool(norm), pairs=pairs, scale=scale, eps=eps),
+        grid=(videos, pl.cdiv(positions, step)),
+        in_specs=[
+            pl.BlockSpec((None, step, width), lambda n, i: (n, i, 0)),
+            *[of_channels] * len(norm),
+            *[of_positions] * len(tables),
+        ],
+        out_specs=pl.BlockSpec((None, heads, channels, step), lambda n, i: (n, 0, 0, i)),
+        out_shape=jax.ShapeDtypeStruct((videos, heads, channels, positions), x.dtype),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel"), vmem_limit_bytes=VMEM
+        ),
         name="prepare",
-    )(x, *columns)
+    )(x, *(vector.astype(jnp.float32)[:, None] for vector in norm), *(table.T for table in tables))
 
 
-def _roll(y: Array, shift: int) -> Array:
-    """The channels of all heads as one axis, rolled."""
-    channels = math.prod(y.shape[:-1])
-    return pltpu.roll(y.reshape(channels, -1), shift % channels, 0).reshape(y.shape)
+def _prepare(x_ref, *others: Any, normed: bool, pairs: Pairs, scale: float, eps: float) -> None:
+    """A block of positions, as many heads at a time as fill whole tiles of lanes."""
+    *operands, y_ref = others
+    heads, channels, _ = y_ref.shape
+    norm, tables = operands[: 2 * normed], operands[2 * normed :]
+    together = math.lcm(channels, LANES) // channels
+    for first in range(0, heads, together):
+        some = min(together, heads - first)
+        x = x_ref[:, first * channels : (first + some) * channels]
+        y = x.astype(jnp.float32).T.reshape(some, channels, -1)
+        if normed:
+            y = y - y.mean(1, keepdims=True)
+            y = y * lax.rsqrt(jnp.square(y).mean(1, keepdims=True) + eps)
+            y = y * norm[0][...] + norm[1][...]
+        if tables:
+            y = y * tables[0][...] + _partners(y, pairs) * tables[1][...]
+        y_ref[first : first + some] = (y * scale).astype(y_ref.dtype)
+
+
+def _partners(y_HDS: Array, pairs: Pairs) -> Array:
+    """The other channel of each channel's pair."""
+    heads, channels, positions = y_HDS.shape
+    rows, apart = heads * channels, _apart(channels, pairs)
+    y = y_HDS.reshape(rows, positions)
+    first = _is_first(lax.broadcasted_iota(jnp.int32, (rows, 1), 0), channels, pairs)
+    partners = jnp.where(first, pltpu.roll(y, rows - apart, 0), pltpu.roll(y, apart, 0))
+    return partners.reshape(y_HDS.shape)

@@ -39,7 +39,7 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(flash, "QUERY_BLOCK", 128)
     monkeypatch.setattr(flash, "KEY_BLOCK", 128)
     monkeypatch.setattr(tpu, "BLOCKS", (256,))
-    monkeypatch.setattr(tpu, "CHUNK", 64)
+    monkeypatch.setattr(tpu, "CHUNK", 128)
     monkeypatch.setattr(tpu, "STRIP", 128)
     attention._attention.clear_cache()
     yield

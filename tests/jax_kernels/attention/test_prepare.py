@@ -1,86 +1,145 @@
-"""Queries and keys prepared in one pass are what the plain layers make of them."""
+"""Queries, keys and values are prepared as diffusers' processors do it, by XLA and by the kernel alike."""
+
+import importlib
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 from jax.experimental.pallas import tpu as pltpu
 
-from jax_kernels import layer_norm, prepare, rotate
+from jax_kernels import attention_transposed, prepare
 from tests.reference import largest_error
 
-FORMS = ("plain", "transposed")
+module = importlib.import_module("jax_kernels.attention.prepare")  # the package has the function by that name
 
 
-def draw(*shape, seed=0):
-    return jax.random.normal(jax.random.key(seed), shape)
+def inputs(*, heads=3, channels=16, positions=40, batch=2, dtype=jnp.float32):
+    """A projection, the norm's weight and bias, and tables of which the first 5 positions are not turned."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(0.3, 2, (batch, positions, heads * channels))
+    weight, bias = rng.normal(1, 0.3, channels), rng.normal(0, 0.3, channels)
+    angles = np.repeat(rng.uniform(-9, 9, (positions, channels // 2)), 2, axis=1)
+    angles[:5] = 0
+    vectors = [jnp.asarray(vector, dtype) for vector in (x, weight, bias)]
+    return [*vectors, jnp.asarray(np.cos(angles), jnp.float32), jnp.asarray(np.sin(angles), jnp.float32)]
 
 
-def interpreted(*args, implementation, **options):
-    if implementation == "plain":
-        return prepare(*args, implementation=implementation, **options)
+def of_diffusers(x, weight, bias, cos, sin, *, heads, scale=1.0):
+    """Its LayerNorm and rotary positions in float32, as (N, H, D, S)."""
+    from diffusers.models.embeddings import apply_rotary_emb
+
+    x, weight, bias, cos, sin = (
+        torch.from_numpy(np.array(t, np.float32)) for t in (x, weight, bias, cos, sin)
+    )
+    x_NSHD = torch.nn.functional.layer_norm(
+        x.unflatten(-1, (heads, -1)), weight.shape, weight, bias, eps=1e-6
+    )
+    return (apply_rotary_emb(x_NSHD, [cos, sin], sequence_dim=1) * scale).permute(0, 2, 3, 1).numpy()
+
+
+def interpreted(*arrays, **options):
+    """`prepare` as a TPU runs it."""
+    options = {"pairs": "neighbours", "scale": 1.0, "eps": 1e-6, **options}
+    x, weight, bias, cos, sin = (*arrays, *[None] * (5 - len(arrays)))
+    norm = () if weight is None else (weight, bias)
+    tables = () if cos is None else (cos, module._signed(sin, options["pairs"]))
     with pltpu.force_tpu_interpret_mode():
-        return prepare(*args, implementation=implementation, **options)
+        return module._with_derivatives_of_plain(options)(x, norm, tables)
 
 
-def problem(heads, channels, tokens, videos=1):
-    x = draw(videos, tokens, heads * channels) * 3 + 1
-    angles = jnp.repeat(draw(tokens, channels // 2, seed=3), 2, axis=1)
-    return x, draw(channels, seed=1), draw(channels, seed=2), jnp.cos(angles), jnp.sin(angles)
+FORMS = pytest.mark.parametrize("form", [prepare, interpreted], ids=["plain", "kernel"])
+
+SHAPES = {
+    "lanes filled by two heads": {"heads": 4, "channels": 64, "positions": 130},
+    "an odd head left": {"heads": 3, "channels": 64, "positions": 128},
+    "small heads": {"heads": 5, "channels": 16, "positions": 40},
+    "heads that fill the lanes": {"heads": 1, "channels": 128, "positions": 300},
+}
 
 
-@pytest.mark.parametrize("form", FORMS)
+@FORMS
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_it_is_diffusers_norm_and_rotary_positions(form, shape, dtype, monkeypatch):
+    monkeypatch.setattr(module, "BLOCK_BYTES", 1)  # blocks of 128 positions
+    arrays = inputs(**shape, dtype=dtype)
+    want = of_diffusers(*arrays, heads=shape["heads"], scale=0.3)
+    got = form(*arrays, heads=shape["heads"], scale=0.3)
+    assert got.dtype == dtype
+    assert largest_error(got, want) < (1e-5 if dtype == jnp.float32 else 2**-8)  # rounded once
+
+
+@FORMS
+def test_pairs_may_be_half_apart(form):
+    x, weight, bias, cos, sin = inputs()
+    order = np.r_[0:16:2, 1:16:2]
+    of_all_heads = np.concatenate([head * 16 + order for head in range(3)])
+    got = form(
+        x[..., of_all_heads],
+        weight[order],
+        bias[order],
+        cos[:, order],
+        sin[:, order],
+        heads=3,
+        pairs="halves",
+    )
+    assert largest_error(got, of_diffusers(x, weight, bias, cos, sin, heads=3)[:, :, order]) < 1e-5
+
+
+@FORMS
+def test_values_are_only_laid_out_anew(form):
+    x, *_ = inputs(dtype=jnp.bfloat16)
+    got = form(x, heads=3)
+    np.testing.assert_array_equal(got, x.reshape(2, 40, 3, 16).transpose(0, 2, 3, 1))
+
+
+def test_a_norm_may_have_no_bias_and_positions_none():
+    x, weight, *_ = inputs()
+    still = jnp.ones((40, 16)), jnp.zeros((40, 16))
+    want = of_diffusers(x, weight, jnp.zeros(16), *still, heads=3)
+    assert largest_error(prepare(x, weight, heads=3), want) < 1e-5
+    assert largest_error(interpreted(x, weight, jnp.zeros(16), heads=3), want) < 1e-5
+
+
+def test_its_derivatives_are_those_of_the_plain_form():
+    arrays = inputs()
+
+    def loss(form, *arrays):
+        return jnp.sum(jnp.sin(form(*arrays, heads=3)) ** 2)
+
+    got = jax.grad(lambda *arrays: loss(interpreted, *arrays), (0, 1, 2))(*arrays)
+    want = jax.grad(lambda *arrays: loss(prepare, *arrays), (0, 1, 2))(*arrays)
+    for one, other in zip(got, want, strict=True):
+        assert largest_error(one, other) < 1e-5
+
+
+def test_what_it_prepares_is_what_attention_takes():
+    x, weight, bias, cos, sin = inputs()
+    q, k = (prepare(x, weight, bias, cos, sin, heads=3, scale=s) for s in (math.log2(math.e) / 4, 1.0))
+    got = attention_transposed(q, k, prepare(x, heads=3), scale=math.log(2))
+    prepared = torch.from_numpy(of_diffusers(x, weight, bias, cos, sin, heads=3)).transpose(2, 3)
+    v = torch.from_numpy(np.array(x)).unflatten(-1, (3, -1)).transpose(1, 2)
+    want = torch.nn.functional.scaled_dot_product_attention(prepared, prepared, v).transpose(2, 3)
+    assert largest_error(got, want) < 1e-5
+
+
 @pytest.mark.parametrize(
-    ("heads", "channels", "tokens", "videos"), [(4, 64, 130, 1), (3, 128, 40, 2), (8, 32, 600, 1)]
+    ("change", "words"),
+    [
+        ({"heads": 5}, "5 heads"),
+        ({"x": jnp.ones((40, 48))}, "it takes"),
+        ({"weight": jnp.ones(48)}, "one number"),
+        ({"weight": None}, "a bias and no weight"),
+        ({"sin": None}, "neither is given"),
+        ({"cos": jnp.ones((39, 16))}, "cos and sin"),
+        ({"pairs": "thirds"}, "'thirds' is not one of"),
+    ],
 )
-def test_norm_and_positions_in_one_pass_are_those_of_two(form, heads, channels, tokens, videos):
-    x, weight, bias, cos, sin = problem(heads, channels, tokens, videos)
-    by_heads = x.reshape(videos, tokens, heads, channels)
-    want = rotate(layer_norm(by_heads, weight, bias, eps=1e-6), cos, sin).transpose(0, 2, 3, 1) * 0.5
-    got = interpreted(x, weight, bias, cos.T, sin.T, heads=heads, factor=0.5, implementation=form)
-    assert largest_error(got, want) < 2e-6
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_values_are_only_cut_into_heads(form):
-    x = draw(2, 130, 256).astype(jnp.bfloat16)
-    got = interpreted(x, heads=4, implementation=form)
-    want = x.reshape(2, 130, 4, 64).transpose(0, 2, 3, 1)
-    np.testing.assert_array_equal(np.array(got, np.float32), np.array(want, np.float32))
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_sixteen_bits_are_rounded_once(form):
-    x, weight, bias, cos, sin = problem(2, 64, 140)
-    x, weight, bias = (array.astype(jnp.bfloat16) for array in (x, weight, bias))
-    exact = prepare(
-        *(array.astype(jnp.float32) for array in (x, weight, bias)), cos.T, sin.T, heads=2
-    ).astype(jnp.bfloat16)
-    got = interpreted(x, weight, bias, cos.T, sin.T, heads=2, implementation=form)
-    assert got.dtype == jnp.bfloat16
-    equal = np.array(got, np.float32) == np.array(exact, np.float32)
-    assert equal.mean() > 0.999  # sums in another order may round the other way
-
-
-def test_the_kernel_has_the_plain_forms_derivatives():
-    x, *vectors = problem(2, 64, 130)
-
-    def total(implementation):
-        def function(x):
-            y = interpreted(
-                x, *vectors[:2], *(v.T for v in vectors[2:]), heads=2, implementation=implementation
-            )
-            return jnp.sum(y**3)
-
-        return jax.grad(function)(x)
-
-    np.testing.assert_array_equal(total("transposed"), total("plain"))
-
-
 @pytest.mark.usefixtures("shapes_unchecked")
-def test_tables_and_heads_that_do_not_fit_are_refused():
-    x, weight, bias, cos, sin = problem(2, 64, 130)
-    with pytest.raises(ValueError, match=r"x \(1, 130, 128\) for 3 heads"):
-        prepare(x, heads=3)
-    with pytest.raises(ValueError, match=r"cos \(130, 64\): it takes \(N, S, H \* D\), \(D, S\)"):
-        prepare(x, weight, bias, cos, sin, heads=2)
+def test_bad_input_is_named(change, words):
+    arguments = dict(zip(("x", "weight", "bias", "cos", "sin"), inputs(), strict=True))
+    with pytest.raises(ValueError, match=words):
+        prepare(**{"heads": 3, **arguments, **change})
