@@ -1,7 +1,7 @@
 """Arithmetic on a network's prediction that waits, to be computed in one program with the scheduler's step.
 
-Between the two a pipeline does classifier-free guidance, an operation after the other. What it does is written
-down here, and whoever asks for anything else than these operations gets the tensor.
+Between the two a pipeline does classifier-free guidance, an operation after the other. What it does is
+written down here, and whoever asks for anything else than these operations gets the tensor.
 """
 
 import contextlib
@@ -101,7 +101,7 @@ OPERATIONS = {
 """On arrays."""
 
 Written = int | tuple[Any, ...]
-"""An expression without its tensors and numbers: the place of one among them, or an operation and its parts."""
+"""An expression without its tensors and numbers: the place of one among them, or an operation and parts."""
 
 
 def written(value: Any, leaves: list[Any]) -> Written:

@@ -58,7 +58,8 @@ class NetworkPlan:
             number not.
         layers: of the whole network.
         attention_flops: of its attention kernels.
-        attention_seconds: of those kernels and of what prepares for them; part of the whole. None for no chip.
+        attention_seconds: of those kernels and of what prepares for them; part of the whole. None for no
+            chip.
         by_schedule: whether that is by their schedules, or at the chip's peak.
         split: what is split over "tp", and why.
     """

@@ -135,7 +135,7 @@ def test_by_tokens_four_exchanges_a_layer_are_all_that_travels(tensors):
     own = tokens // 4 * 128 * 4
     for block in (rows[f"model.transformer_blocks.{i}"] for i in range(2)):
         assert block.collectives == {"all-to-all": {"count": 4, "bytes": 4 * own}}
-        assert (block.spec, block.shards) == ("P('dp', ('tp',), None)", 8)
+        assert (block.spec, block.shards) == ("P('dp', 'tp', None)", 8)
     assert "all-reduce" not in found.collectives
 
 

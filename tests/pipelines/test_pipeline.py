@@ -382,7 +382,7 @@ def step_report(spread):
 
 def test_the_halves_of_guidance_go_over_dp_and_only_sums_over_tp_travel(step_report):
     rows = {row.layer: row for row in step_report.rows}
-    layers = [f"model.transformer_blocks.{i}{layer}" for i in range(2) for layer in ("", ".ff")]
+    layers = [f"model.transformer_blocks.{i}" for i in range(2)]
     assert {(rows[name].spec, rows[name].shards) for name in layers} == {("P('dp', None, None)", 2)}
     tokens, channels, blocks = 16 + 3 * 4 * 8 // 4, 128, 2
     # One of the two videos: after attention and after the feed-forward its tokens, six vectors before each.
