@@ -1,9 +1,9 @@
-"""How many cycles does each attention kernel take for 1024 x 1024 scores, by the TPU compiler's final schedule?
+"""How many cycles does each attention kernel take for 1024 x 1024 scores, by the compiler's final schedule?
 
 python benchmarks/attention_schedule.py       # compiles each kernel for each chip: minutes; no TPU is needed
 
-Heads of 64 channels, 46,080 tokens of which 45,104 are real, as CogVideoX1.5 has them at 81 x 768 x 1360. The
-schedule counts bundles that run; nothing waits in it. A time is these cycles over the chip's clock: an estimate.
+Heads of 64 channels, 46,080 tokens of which 45,104 are real, as CogVideoX1.5 has them at 81 x 768 x 1360.
+The schedule counts bundles that run; nothing waits in it. A time is cycles over the clock: an estimate.
 """
 
 import importlib.metadata

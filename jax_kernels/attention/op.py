@@ -33,8 +33,8 @@ def attention(
     """`softmax(q k^T * scale) v`, a head at a time: torch's `scaled_dot_product_attention` without a mask.
 
     On a mesh (`jax.sharding.use_abstract_mesh`) the batch is split over the first axis and the heads over the
-    others; the queries over those axes whose size divides neither. Inside `jax.shard_map` each device attends
-    to what it has.
+    others; the queries over those axes whose size divides neither. Inside `jax.shard_map`, with
+    `check_vma=False`, each device attends to what it has.
 
     Args:
         q, k, v: any float dtype, all of one.

@@ -254,7 +254,9 @@ def test_inside_a_shard_map_a_device_attends_to_what_it_has():
     mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("dp", "tp"), axis_types=(AxisType.Auto,) * 2)
     arrays = inputs(33, batch=2, heads=8)
     own = PartitionSpec("dp", None, "tp", None)
-    run = jax.shard_map(functools.partial(public_attention, valid=30), mesh=mesh, in_specs=own, out_specs=own)
+    run = jax.shard_map(
+        functools.partial(public_attention, valid=30), mesh=mesh, in_specs=own, out_specs=own, check_vma=False
+    )
     q, k, v = arrays
     assert largest_error(jax.jit(run)(*arrays), reference.attention(q, k[:, :30], v[:, :30])) < 1e-6
 
