@@ -1,4 +1,4 @@
-"""Guidance that waits for the scheduler's step gives what it would at once; no array of a caller is used up."""
+"""Guidance that waits for the scheduler's step gives what it would at once, and uses up no caller's array."""
 
 import numpy as np
 import pytest

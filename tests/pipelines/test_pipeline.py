@@ -385,8 +385,9 @@ def test_the_halves_of_guidance_go_over_dp_and_only_sums_over_tp_travel(step_rep
     layers = [f"model.transformer_blocks.{i}" for i in range(2)]
     assert {(rows[name].spec, rows[name].shards) for name in layers} == {("P('dp', None, None)", 2)}
     tokens, channels, blocks = 16 + 3 * 4 * 8 // 4, 128, 2
-    # One of the two videos: after attention and after the feed-forward its tokens, six vectors before each.
-    summed = blocks * 2 * 4 * (tokens * channels + 6 * channels)
+    # Of one of the two videos: after attention and after the feed-forward its tokens, six vectors before each.
+    # Over dp: those vectors of both videos.
+    summed = blocks * 2 * 4 * (tokens * channels + 6 * channels + 2 * 6 * channels)
     assert step_report.collectives["all-reduce"]["bytes"] == summed
     assert set(step_report.collectives) == {"all-reduce", "all-gather"}
     result = 2 * 3 * 16 * 4 * 8 * 4
