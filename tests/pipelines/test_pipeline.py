@@ -380,7 +380,7 @@ def step_report(spread):
     return sharding.report_network(spread.transformer, tensors)
 
 
-def test_the_halves_of_guidance_go_over_dp_and_only_sums_over_tp_travel(step_report):
+def test_the_halves_of_guidance_go_over_dp_and_sums_and_a_few_vectors_travel(step_report):
     rows = {row.layer: row for row in step_report.rows}
     layers = [f"model.transformer_blocks.{i}" for i in range(2)]
     assert {(rows[name].spec, rows[name].shards) for name in layers} == {("P('dp', None, None)", 2)}
@@ -389,7 +389,8 @@ def test_the_halves_of_guidance_go_over_dp_and_only_sums_over_tp_travel(step_rep
     # Over dp: those vectors of both videos.
     summed = blocks * 2 * 4 * (tokens * channels + 6 * channels + 2 * 6 * channels)
     assert step_report.collectives["all-reduce"]["bytes"] == summed
-    assert set(step_report.collectives) == {"all-reduce", "all-gather"}
+    assert set(step_report.collectives) == {"all-reduce", "all-gather", "collective-permute"}
+    assert step_report.collectives["collective-permute"]["bytes"] == blocks * 3 * 6 * channels * 4
     result = 2 * 3 * 16 * 4 * 8 * 4
     assert step_report.largest_all_gather_bytes == result
     assert step_report.mesh == {"dp": 2, "tp": 4}
