@@ -20,6 +20,7 @@ SMALL = "--frames 49 --height 480 --width 720"
 CASES = {
     "step-1.5-5b-v6e-8": f"--network step --model 1.5-5b {EIGHT} {LARGE}",
     "step-5b-v6e-1": f"--network step --model 5b --topology v6e:1x1 {SMALL}",
+    "step-5b-v6e-8": f"--network step --model 5b {EIGHT} {SMALL}",
     "prompt-v6e-8": f"--network prompt --model 5b {EIGHT}",
 }
 HEAD = (
@@ -28,8 +29,9 @@ HEAD = (
     "weights and arguments, GiB",
     "temporaries, GiB, at most",
     "fits",
+    "split",
     "estimate, s",
-    "of it attention, s",
+    "of it kernels, s",
     "of it copies, s",
     "collectives, s",
     "compile, s",
@@ -48,6 +50,7 @@ def _row(plan: dict[str, Any]) -> tuple[str, ...]:
         f"{summary['arguments_GiB']:.2f}",
         f"{summary['temporaries_GiB']:.2f}",
         summary["fits"],
+        summary.get("split", "").partition(" (")[0],
         *(f"{value:.4f}" if value < 0.01 else f"{value:.2f}" for value in seconds),
         f"{summary['compiled_in_s']:.0f}",
     )

@@ -19,7 +19,7 @@ Portable = TypeVar("Portable")
 around_from_pretrained(without_torchax)
 
 
-def port(model_or_pipeline: Portable, *, mesh: "Mesh | None" = None) -> Portable:
+def port(model_or_pipeline: Portable, *, mesh: "Mesh | None" = None, split: str | None = None) -> Portable:
     """Makes a CogVideoX VAE, or a whole diffusers pipeline around one, ready for JAX, in place.
 
     A VAE has its hot modules' classes swapped. Nothing is copied or moved: parameters stay the same objects
@@ -36,6 +36,9 @@ def port(model_or_pipeline: Portable, *, mesh: "Mesh | None" = None) -> Portable
         model_or_pipeline: a diffusers `AutoencoderKLCogVideoX`, or a pipeline whose `vae` is one.
         mesh: of `make_mesh`, to run split over it. None leaves it as it is: on one device, or on the mesh of
             an earlier `port`.
+        split: what of a pipeline's transformer is split over "tp": "tokens", with weights whole on every
+            device or gathered a layer at a time, or "channels" of weights. None chooses: tokens where "tp"
+            divides the attention's heads. `pipe.transformer.split` says which, and why.
 
     Returns:
         The same object.
@@ -65,14 +68,14 @@ def port(model_or_pipeline: Portable, *, mesh: "Mesh | None" = None) -> Portable
         from cogvideox_torchax.sharding import check_mesh
 
         check_mesh(mesh)  # before anything is changed
-    if vae is model_or_pipeline or not _port_whole(model_or_pipeline, mesh):
+    if vae is model_or_pipeline or not _port_whole(model_or_pipeline, mesh, split):
         ported = port_vae(vae)
         if mesh is not None:
             ported.place_on(mesh)
     return model_or_pipeline
 
 
-def _port_whole(pipeline: Any, mesh: "Mesh | None") -> bool:
+def _port_whole(pipeline: Any, mesh: "Mesh | None", split: str | None) -> bool:
     """Ports one of diffusers' own pipelines for CogVideoX; of any other the VAE alone is ported."""
     if importlib.util.find_spec("transformers") is None:
         return False
@@ -80,5 +83,5 @@ def _port_whole(pipeline: Any, mesh: "Mesh | None") -> bool:
 
     if not is_pipeline(pipeline):
         return False
-    port_pipeline(pipeline, mesh)
+    port_pipeline(pipeline, mesh, split)
     return True

@@ -190,3 +190,13 @@ TRACING_EVENTS = (
 
 COMPILING_EVENTS = ("/jax/core/compile/backend_compile_duration",)
 """What `jax.monitoring` calls the time that XLA takes to compile; the name is not documented."""
+
+
+def scaling_loras(step: Callable[..., Any]) -> Callable[..., Any]:
+    """A transformer's forward that scales its LoRAs by `attention_kwargs["scale"]`, as diffusers' own does.
+
+    Needs the decorator that diffusers gives its transformers' forwards.
+    """
+    from diffusers.utils import peft_utils
+
+    return _part("diffusers", peft_utils, "apply_lora_scale")("attention_kwargs")(step)

@@ -63,6 +63,11 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
     command.add_argument(
         "--no-guidance", action="store_true", help="with --network step: without the second half of guidance"
     )
+    command.add_argument(
+        "--split",
+        choices=("tokens", "channels"),
+        help="with --network step: what is split over --tp (default: tokens, where it divides the heads)",
+    )
     command.add_argument("--encode", action="store_true", help="plan encoding instead of decoding")
     command.add_argument("--dtype", default="bfloat16", help="of weights and activations (default: bfloat16)")
     command.add_argument("--save-hlo", metavar="DIR", help="keep the compiled text of each program there")
@@ -149,7 +154,8 @@ def _run_network(args: argparse.Namespace, vae: "AutoencoderKLCogVideoX") -> int
         scale, frames = vae.spatial_scale, (args.frames - 1) // vae.config["temporal_compression_ratio"] + 1
         size = {"frames": frames, "height": args.height // scale, "width": args.width // scale}
         guided = not args.no_guidance
-        plan = networks.plan_step(args.model, dtype, devices, chip, guided=guided, **size, **mesh)
+        options = {"guided": guided, "split": args.split}
+        plan = networks.plan_step(args.model, dtype, devices, chip, **options, **size, **mesh)
     table = networks.table(plan, chip)
     common.print_report(table, as_json=False)
     if args.json:

@@ -21,10 +21,13 @@ from cogvideox_torchax.runtime import on_jax, torch_view
 class Linear(nn.Linear):
     """A matrix product rounded once, bias included (`jax_kernels.linear`)."""
 
+    inputs_split: bool = False
+    """Whether a program has the inputs' channels split over devices; set while it is traced."""
+
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if not on_jax(input):
             return super().forward(input)
-        return torch_view(jax_kernels.linear)(input, self.weight, self.bias)
+        return torch_view(jax_kernels.linear)(input, self.weight, self.bias, rounded_parts=self.inputs_split)
 
 
 class LayerNorm(nn.LayerNorm):

@@ -56,4 +56,4 @@ def _on_host(network: Any) -> Iterator[None]:
         yield
     finally:
         network.port_layers()
-        network.place(network.mesh)
+        network.place()

@@ -10,6 +10,7 @@ from collections.abc import Hashable
 from typing import Any
 
 import torch
+from diffusers.models.activations import GELU as DiffusersGELU
 from diffusers.models.attention import FeedForward
 from diffusers.models.attention_processor import (
     Attention,
@@ -18,6 +19,9 @@ from diffusers.models.attention_processor import (
 )
 from diffusers.models.embeddings import CogVideoXPatchEmbed
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
+from diffusers.models.transformers.cogvideox_transformer_3d import (
+    CogVideoXBlock,
+)
 from diffusers.models.transformers.cogvideox_transformer_3d import (
     CogVideoXTransformer3DModel as DiffusersTransformer,
 )
@@ -29,7 +33,9 @@ from transformers.models.t5.modeling_t5 import T5LayerFF, T5LayerSelfAttention
 from cogvideox_torchax import runtime
 from cogvideox_torchax.files.models import saved_from_host
 from cogvideox_torchax.pipelines import loras
+from cogvideox_torchax.pipelines.blocks import GELU, Block, joined_step, score_bound, takes_sequences
 from cogvideox_torchax.pipelines.fused import FusedAttnProcessor
+from cogvideox_torchax.pipelines.later import prediction
 from cogvideox_torchax.pipelines.layers import AttnProcessor, LayerNorm, Linear, PatchEmbed
 from cogvideox_torchax.runtime import on_jax
 from cogvideox_torchax.runtime.models import PortedModel, save_as_stock
@@ -37,16 +43,23 @@ from cogvideox_torchax.vae.torchax.modules import SiLU
 
 
 class TransformerStep(nn.Module):
-    """The transformer's own forward, as a network that a program is compiled of."""
+    """A step of the transformer, as a network that a program is compiled of.
+
+    It runs on one sequence where it can, else as diffusers' own forward.
+    """
 
     def __init__(self, model: DiffusersTransformer):
         super().__init__()
         self.model = model
+        self.joined = takes_sequences(model)
+        self.bound = score_bound(model) if self.joined else None
 
     def forward(self, options: Any, positions: torch.Tensor | None = None, **tensors: Any) -> torch.Tensor:
         given: dict[str, Any] = {**tensors, "attention_kwargs": dict(options) or None}
         model: Any = self.model
         with model.patch_embed.using(positions):
+            if self.joined and dict(options).keys() <= {"scale"}:
+                return joined_step(model, **given, bound=self.bound)
             return DiffusersTransformer.forward(model, **given, return_dict=False)[0]
 
 
@@ -66,6 +79,25 @@ class Compiled(PortedModel):
     """What both ported networks share: a program for what the model is now, on the mesh if there is one."""
 
     network_class: Any
+    _split: Any = None
+
+    @property
+    def split(self) -> Any:
+        """What of it is split over "tp": a `sharding.sequences.Split`; None without a mesh."""
+        return self._split
+
+    @property
+    def placement(self) -> Any:
+        """Where its sequences lie: a `sharding.sequences.SequencePlacement`; None without a mesh."""
+        if self.mesh is None:
+            return None
+        from cogvideox_torchax.sharding.sequences import SequencePlacement
+
+        return SequencePlacement(self.mesh, self.split, heads_of(self))
+
+    def split_layers(self) -> tuple[type[nn.Module], ...]:
+        """The modules that take and give sequences split over a mesh."""
+        return SPLIT_LAYERS
 
     def options(self) -> Hashable:
         """What a program is compiled for besides tensors, as a plain call has it."""
@@ -86,9 +118,9 @@ class Compiled(PortedModel):
     def _compile_for(self, network: nn.Module) -> runtime.ModuleProgram:
         if self.mesh is None:
             return runtime.ModuleProgram(network)
-        from cogvideox_torchax.sharding.sequences import SequencePlacement, ShardedModuleProgram
+        from cogvideox_torchax.sharding.sequences import ShardedModuleProgram
 
-        return ShardedModuleProgram(network, SequencePlacement(self.mesh), SPLIT_LAYERS)
+        return ShardedModuleProgram(network, self.placement, self.split_layers())
 
     def run_program(self, options: Hashable, **tensors: Any) -> torch.Tensor:
         """What the network gives for tensors; see `ModuleProgram`."""
@@ -99,14 +131,19 @@ class Compiled(PortedModel):
         """Gives layers that were added later, as a LoRA's are, their ported classes."""
         port_network(self)
 
-    def place(self, mesh: Any = None) -> None:
-        """Puts the weights on JAX: on its default device, or split over a mesh; later calls run there.
+    def place(self, mesh: Any = None, split: str | None = None) -> None:
+        """Puts the weights on JAX: on its default device, or over a mesh; later calls run there.
+
+        Args:
+            mesh: of `make_mesh`; None for the one that it has, or none.
+            split: as `place_on` takes it.
 
         Raises:
             ValueError: a mesh not made by `make_mesh`, or one that does not divide the weights.
         """
+        mesh = mesh if mesh is not None or split is None else self.mesh
         if mesh is not None:
-            self.place_on(mesh)
+            self.place_on(mesh, split)
         if self.mesh is None:
             import jax.numpy as jnp
 
@@ -114,20 +151,51 @@ class Compiled(PortedModel):
             return
         from cogvideox_torchax.sharding import sequences
 
-        sequences.put_weights(self, self.mesh)
+        sequences.put_weights(self, self.mesh, self.split)
 
-    def place_on(self, mesh: Any) -> None:
+    def place_on(self, mesh: Any, split: str | None = None, memory: float | None = None) -> None:
         """Compiles for a mesh from now on, wherever the weights are; the program so far is dropped.
+
+        Args:
+            mesh: of `make_mesh`.
+            split: "tokens" or "channels", what of the transformer is split over "tp"; None to choose.
+            memory: of a device, in bytes; what it says itself where None.
 
         Raises:
             ValueError: a mesh not made by `make_mesh`, or one that does not divide the weights.
         """
-        from cogvideox_torchax.sharding import check_mesh, sequences
+        from cogvideox_torchax.sharding import check_mesh
 
-        sequences.check_weights(self, check_mesh(mesh))
-        if mesh != self._mesh:
-            self._mesh = mesh
+        chosen = split_of(self, check_mesh(mesh), split, memory)
+        if (mesh, chosen) != (self._mesh, self._split):
+            self._mesh, self._split = mesh, chosen
             runtime.forget_programs(self)
+
+
+def heads_of(network: Any) -> int:
+    """Heads of a transformer's attention; 1 for a text encoder, whose heads nobody asks for."""
+    return network.config["num_attention_heads"] if isinstance(network, DiffusersTransformer) else 1
+
+
+def split_of(network: Any, mesh: Any, asked: str | None = None, memory: float | None = None) -> Any:
+    """What of a network, ported or not, a mesh would split over "tp"; see `Compiled.place_on`.
+
+    Raises:
+        ValueError: what is asked for cannot be, or the mesh does not divide the weights.
+    """
+    from cogvideox_torchax.sharding import sequences
+
+    chosen = sequences.Split()
+    if isinstance(network, DiffusersTransformer):
+        chosen = sequences.choose_split(
+            mesh,
+            heads=heads_of(network),
+            weight_bytes=sum(weight.numel() * weight.element_size() for weight in network.parameters()),
+            memory=sequences.memory_of(mesh) if memory is None else memory,
+            asked=asked,
+        )
+    sequences.check_weights(network, mesh, chosen)
+    return chosen
 
 
 class CogVideoXTransformer3DModel(Compiled, DiffusersTransformer):
@@ -145,6 +213,11 @@ class CogVideoXTransformer3DModel(Compiled, DiffusersTransformer):
     fuse_lora = loras.in_pytorch(DiffusersTransformer.fuse_lora)
     unfuse_lora = loras.in_pytorch(DiffusersTransformer.unfuse_lora)
     unload_lora = loras.in_pytorch(DiffusersTransformer.unload_lora)
+
+    def split_layers(self) -> tuple[type[nn.Module], ...]:
+        if self.split.over_tp == "channels":
+            return SPLIT_LAYERS
+        return (Block,) if takes_sequences(self) else ()
 
     def options(self, attention_kwargs: dict[str, Any] | None = None) -> Hashable:
         return tuple(sorted((attention_kwargs or {}).items()))
@@ -183,6 +256,7 @@ class CogVideoXTransformer3DModel(Compiled, DiffusersTransformer):
             image_rotary_emb=image_rotary_emb,
             positions=patch_embed.table_for(height, width, frames),
         )
+        sample = prediction(sample)
         return Transformer2DModelOutput(sample=sample) if return_dict else (sample,)
 
 
@@ -255,13 +329,15 @@ def prompt_tensors(*, batch: int, text: int) -> Described:
     return {"input_ids": ((batch, text), jnp.int32)}
 
 
-SPLIT_LAYERS = (PatchEmbed, Attention, FeedForward, T5LayerSelfAttention, T5LayerFF)
+SPLIT_LAYERS = (PatchEmbed, Block, Attention, FeedForward, T5LayerSelfAttention, T5LayerFF)
 """The modules that take and give sequences split over a mesh."""
 
 SWAPPED: dict[type[nn.Module], type[nn.Module]] = {
     nn.Linear: Linear,
     nn.LayerNorm: LayerNorm,
     nn.SiLU: SiLU,
+    DiffusersGELU: GELU,
+    CogVideoXBlock: Block,
     CogVideoXPatchEmbed: PatchEmbed,
     DiffusersTransformer: CogVideoXTransformer3DModel,
     TransformersT5Encoder: T5EncoderModel,

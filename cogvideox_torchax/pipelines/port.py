@@ -14,6 +14,7 @@ from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
 from cogvideox_torchax import runtime, upstream
 from cogvideox_torchax.pipelines import loras, networks
+from cogvideox_torchax.pipelines.later import waiting
 from cogvideox_torchax.pipelines.scheduler import disarm, port_scheduler
 from cogvideox_torchax.runtime.models import PickledAsStock
 from cogvideox_torchax.sharding import check_mesh
@@ -32,12 +33,13 @@ def is_pipeline(candidate: Any) -> bool:
     return isinstance(candidate, PIPELINES)
 
 
-def port_pipeline(pipe: Any, mesh: Any = None) -> None:
+def port_pipeline(pipe: Any, mesh: Any = None, split: str | None = None) -> None:
     """Ports a pipeline's VAE and networks and puts them on JAX, on one device or over a mesh.
 
     Args:
         pipe: a CogVideoX pipeline.
         mesh: of `make_mesh`, or None.
+        split: what of the transformer is split over "tp", "tokens" or "channels"; None to choose.
 
     Raises:
         ValueError: a mesh that does not divide the networks' weights, networks of another kind, or weights
@@ -47,21 +49,21 @@ def port_pipeline(pipe: Any, mesh: Any = None) -> None:
     if mesh is not None:
         check_mesh(mesh)
     for network in others:
-        _check(network, mesh)
+        _check(network, mesh, split)
     vae = port_vae(pipe.vae)
     if mesh is not None:
         vae.place_on(mesh)
     runtime.enable()
     for network in others:
         networks.port_network(network)
-        network.place(mesh)
+        network.place(mesh, split)
     torch.nn.Module.to(pipe.vae, "jax")
     port_scheduler(pipe.scheduler)
     if not isinstance(pipe, PortedPipeline):
         pipe.__class__ = _ported_class(type(pipe))
 
 
-def _check(network: Any, mesh: Any) -> None:
+def _check(network: Any, mesh: Any, split: str | None) -> None:
     kind = type(network)
     if not issubclass(networks.SWAPPED.get(kind, kind), networks.Compiled):
         raise ValueError(
@@ -73,17 +75,17 @@ def _check(network: Any, mesh: Any) -> None:
             "port got a pipeline whose weights are offloaded to the CPU: load it again without "
             "enable_model_cpu_offload(); a mesh splits the weights"
         )
+    mesh = mesh if mesh is not None else getattr(network, "mesh", None)
     if mesh is not None:
-        from cogvideox_torchax.sharding.sequences import check_weights
-
-        check_weights(network, mesh)
+        networks.split_of(network, mesh, split)
 
 
 def _port_again(make: Callable[..., Any], kind: type, pipeline: Any, **options: Any) -> Any:
     """diffusers' `from_pipe`, whose result is ported where what it is made from is."""
     made = make(kind, pipeline, **options)
     if isinstance(pipeline, PortedPipeline) and is_pipeline(made):
-        port_pipeline(made, pipeline.vae.mesh)
+        split = pipeline.transformer.split
+        port_pipeline(made, pipeline.vae.mesh, split and split.over_tp)
     return made
 
 
@@ -139,7 +141,13 @@ def _ported_class(kind: type) -> type:
         runtime.enable()
         port_scheduler(self.scheduler)
         try:
-            result = inherited.__call__(self, *args, **kwargs)
+            callback = (
+                inspect.signature(inherited.__call__)
+                .bind(self, *args, **kwargs)
+                .arguments.get("callback_on_step_end")
+            )
+            with waiting(looked_at=callback is not None):
+                result = inherited.__call__(self, *args, **kwargs)
         except BaseException:
             disarm(self.scheduler)
             raise

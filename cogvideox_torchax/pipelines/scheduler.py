@@ -2,6 +2,8 @@
 
 A scheduler's work is a few numbers a step from tables in float64, which JAX does not have by default, and a
 multiply-add of the latents. The numbers are found where they are exact; the latents never leave the device.
+Where the numbers are all that a scheduler's class knows of a step (`LINEAR`), they are found before the first
+one, and a step with the guidance before it is one program.
 """
 
 import functools
@@ -9,9 +11,13 @@ import inspect
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
+from diffusers.schedulers.scheduling_ddim_cogvideox import CogVideoXDDIMScheduler, DDIMSchedulerOutput
 
 from cogvideox_torchax import runtime
+from cogvideox_torchax.pipelines.later import Later, Written, computed, nobody_looks, written
+from cogvideox_torchax.runtime import array_of, tensor_of
 from cogvideox_torchax.runtime.models import PickledAsStock
 
 
@@ -39,17 +45,24 @@ class StepState:
 
 @dataclass
 class Watch:
-    """The steps of one run: what the last one left, and what the first one takes up from."""
+    """The steps of one run: what the last one left, and what the first one takes up from.
+
+    Attributes:
+        factors: of each timestep, of a scheduler of which they are all there is to a step.
+        finite: whether the last step's latents are, where its program has looked.
+    """
 
     total: int = 0
     last: StepState | None = None
     timestep: Any = None
     resume: StepState | None = None
     timesteps: list[Any] = field(default_factory=list)
+    factors: dict[int, Any] = field(default_factory=dict)
+    finite: Any = None
 
     def check(self) -> None:
         """Raises `NonFiniteError` if the last step's latents hold a NaN or an Inf; waits for them."""
-        if self.last is None or runtime.first_nonfinite(self.last.latents) is None:
+        if self.last is None or self._is_finite(self.last.latents):
             return
         dtype = self.last.latents.dtype
         raise NonFiniteError(
@@ -57,6 +70,9 @@ class Watch:
             f"{'float16 overflows in this model, ' if dtype == torch.float16 else ''}"
             "load the pipeline with torch_dtype=torch.bfloat16 or torch.float32, and check the weights"
         )
+
+    def _is_finite(self, latents: torch.Tensor) -> bool:
+        return runtime.first_nonfinite(latents) is None if self.finite is None else bool(self.finite)
 
 
 class HostScheduler(PickledAsStock):
@@ -106,11 +122,14 @@ def _host_class(kind: Any) -> type:
         if "device" in bound.arguments:
             bound.arguments["device"] = "cpu"
         kind.set_timesteps(*bound.args, **bound.kwargs)
-        _start(self)
+        _start(self, kind is LINEAR)
 
     @functools.wraps(kind.step)
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return _step(self.watch, kind.step, inspect.signature(kind.step).bind(self, *args, **kwargs))
+        given = inspect.signature(kind.step).bind(self, *args, **kwargs)
+        known = int(given.arguments["timestep"]) in self.watch.factors
+        linear = known and runtime.on_jax(given.arguments["sample"])
+        return _step(self.watch, _linear_step if linear else kind.step, given)
 
     def add_noise(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         tables = {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
@@ -128,13 +147,15 @@ def _host_class(kind: Any) -> type:
     return type(kind.__name__, (HostScheduler, kind), members)
 
 
-def _start(scheduler: Any) -> None:
+def _start(scheduler: Any, linear: bool) -> None:
     """A new run; one that resumes leaves out as many timesteps as were done.
 
     Those that a video-to-video run's strength leaves out are cut off after this, in front as well.
     """
     watch = scheduler.watch
     scheduler.watch = Watch(total=len(scheduler.timesteps), timesteps=scheduler.timesteps.tolist())
+    if linear:
+        scheduler.watch.factors = runtime.without_torchax(_factors, scheduler)
     if watch.resume is not None and watch.total == 0:  # set by `resume_from`, for this run alone
         scheduler.watch.resume = watch.resume
         scheduler.timesteps = scheduler.timesteps[watch.resume.done :]
@@ -152,7 +173,11 @@ def _step(watch: Watch, inherited: Any, bound: inspect.BoundArguments) -> Any:
         if "old_pred_original_sample" in bound.signature.parameters:
             given["old_pred_original_sample"] = watch.resume.previous
             given["timestep_back"] = watch.timesteps[watch.timesteps.index(int(given["timestep"])) - 1]
-    given["sample"] = _exact(given["sample"], given)
+    watch.finite = None
+    if inherited is not _linear_step:
+        given["sample"] = _exact(given["sample"], given)
+        if isinstance(given["model_output"], Later):
+            given["model_output"] = given["model_output"].value
     result = inherited(*bound.args, **bound.kwargs)
     latents = result[0] if isinstance(result, tuple) else result.prev_sample
     looks_back = "old_pred_original_sample" in bound.signature.parameters
@@ -161,6 +186,65 @@ def _step(watch: Watch, inherited: Any, bound: inspect.BoundArguments) -> Any:
     watch.last = StepState(done + 1, latents, previous, state)
     watch.timestep = given["timestep"]
     return result
+
+
+LINEAR = CogVideoXDDIMScheduler
+"""Whose steps, of whatever options, are sums of the latents and of the prediction, each times a number."""
+
+
+def _factors(scheduler: Any) -> dict[int, Any]:
+    """For each timestep what the prediction and the latents are multiplied by, in two rows: for the next
+    latents, and for the clean ones that are predicted. Found by having the scheduler step with ones and
+    zeros."""
+    one, zero = torch.ones((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+    found = {}
+    for timestep in scheduler.timesteps:
+        columns = [
+            LINEAR.step(scheduler, output, timestep, sample, return_dict=False)
+            for output, sample in ((one, zero), (zero, one))
+        ]
+        found[int(timestep)] = np.array(columns, np.float32).T
+    return found
+
+
+def _linear_step(
+    scheduler: Any,
+    model_output: Any,
+    timestep: Any,
+    sample: torch.Tensor,
+    eta: float = 0.0,
+    use_clipped_model_output: bool = False,
+    generator: Any = None,
+    variance_noise: Any = None,
+    return_dict: bool = True,
+) -> Any:
+    """A step, and the guidance that waited for it, as one program; arguments as `LINEAR`'s own."""
+    watch, leaves = scheduler.watch, []
+    expression = written(model_output, leaves)
+    own = watch.last is not None and array_of(sample) is array_of(watch.last.latents)
+    program = _linear_program(own and nobody_looks())
+    latents, original, watch.finite = program(
+        expression, leaves, array_of(sample), watch.factors[int(timestep)]
+    )
+    previous, original = tensor_of(latents), tensor_of(original)
+    if return_dict:
+        return DDIMSchedulerOutput(prev_sample=previous, pred_original_sample=original)  # pyright: ignore
+    return previous, original
+
+
+@functools.cache
+def _linear_program(donated: bool) -> Any:
+    """From a prediction, as it is written, and latents to the next and the clean ones, and whether all is
+    finite."""
+    import jax
+    import jax.numpy as jnp
+
+    def step(expression: Written, leaves: list[Any], latents: Any, factors: Any) -> Any:
+        terms = computed(expression, leaves).astype(jnp.float32), latents.astype(jnp.float32)
+        after, clean = (row[0] * terms[0] + row[1] * terms[1] for row in factors)
+        return after.astype(latents.dtype), clean, jnp.isfinite(after).all()
+
+    return jax.jit(step, static_argnums=0, donate_argnums=2 if donated else ())
 
 
 def _exact(sample: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:

@@ -15,7 +15,7 @@ import torch
 from cogvideox_torchax import runtime
 from cogvideox_torchax.pipelines.networks import port_network, prompt_tensors, step_tensors
 from cogvideox_torchax.plan.chips import Chip, PlanError
-from cogvideox_torchax.plan.programs import KERNEL, ProgramPlan, read_program
+from cogvideox_torchax.plan.programs import KERNEL, KernelTime, ProgramPlan, read_program
 from cogvideox_torchax.plan.schedule import compile_with_schedules
 from cogvideox_torchax.sharding import make_mesh
 
@@ -58,8 +58,10 @@ class NetworkPlan:
             number not.
         layers: of the whole network.
         attention_flops: of its attention kernels.
-        attention_seconds: of those kernels; part of the whole. None for no chip.
+        attention_seconds: of those kernels and of what prepares for them; part of the whole. None for no
+            chip.
         by_schedule: whether that is by their schedules, or at the chip's peak.
+        split: what is split over "tp", and why.
     """
 
     name: str
@@ -68,6 +70,7 @@ class NetworkPlan:
     attention_flops: float
     attention_seconds: float | None
     by_schedule: bool = True
+    split: str = ""
 
     @property
     def seconds(self) -> float | None:
@@ -133,6 +136,7 @@ def plan_step(
     guided: bool = True,
     dp: int = 1,
     tp: int = 1,
+    split: str | None = None,
 ) -> NetworkPlan:
     """One denoising step of one video.
 
@@ -144,6 +148,7 @@ def plan_step(
         frames, height, width: of the latents.
         guided: whether the step runs on both halves of classifier-free guidance.
         dp, tp: the mesh.
+        split: what is split over "tp", "tokens" or "channels"; None to choose as `port` does.
 
     Raises:
         PlanError: a config that cannot be read, or a size that its patches do not divide.
@@ -157,14 +162,17 @@ def plan_step(
         )
     frames = -(-frames // patch_t) * patch_t
     batch = 2 if guided else 1
-    plans = []
-    for network in networks:
+    plans, mesh = [], make_mesh(dp, tp, devices=devices)
+    for few, network in zip(FEW, networks, strict=True):
+        # As all layers would be split, of which these have their share of the memory.
+        network.place_on(mesh, split, chip and chip.memory * few / layers)
         tensors = step_tensors(network, batch=batch, frames=frames, height=height, width=width)
-        plans.append(_compile("step", frames, network, tensors, make_mesh(dp, tp, devices=devices), chip))
+        plans.append(_compile("step", frames, network, tensors, chip))
     tokens = config["max_text_seq_length"] + frames // patch_t * (height // patch) * (width // patch)
     products = 4 * batch * config["num_attention_heads"] * config["attention_head_dim"] * tokens**2
     attention = products * layers / (dp * tp) if plans[0].kernels else 0.0
-    return _extended("step", plans, layers, attention, chip)
+    plan = _extended("step", plans, layers, attention, chip)
+    return replace(plan, split=str(networks[0].split))
 
 
 def plan_prompt(
@@ -173,22 +181,20 @@ def plan_prompt(
     """The encoding of one prompt of so many tokens; the rest as `plan_step` takes it."""
 
     tensors = prompt_tensors(batch=1, text=tokens)
-    mesh = make_mesh(dp, tp, devices=devices)
-    plans = [
-        _compile("prompt", tokens, weightless_text_encoder(dtype, layers), tensors, mesh, chip)
-        for layers in FEW
-    ]
-    return _extended("prompt", plans, TEXT_ENCODER["num_layers"], 0.0, chip)
+    plans = []
+    for layers in FEW:
+        network = weightless_text_encoder(dtype, layers)
+        network.place_on(make_mesh(dp, tp, devices=devices))
+        plans.append(_compile("prompt", tokens, network, tensors, chip))
+    plan = _extended("prompt", plans, TEXT_ENCODER["num_layers"], 0.0, chip)
+    return replace(plan, split=str(network.split))
 
 
-def _compile(
-    name: str, frames: int, network: Any, tensors: dict[str, Any], mesh: Any, chip: Chip | None
-) -> ProgramPlan:
+def _compile(name: str, frames: int, network: Any, tensors: dict[str, Any], chip: Chip | None) -> ProgramPlan:
     import jax
 
-    network.place_on(mesh)
     start = time.perf_counter()
-    with jax.set_mesh(mesh):  # lowering a kernel for a TPU asks it for the chip's kind
+    with jax.set_mesh(network.mesh):  # lowering a kernel for a TPU asks it for the chip's kind
         lowered = network.program.lower_structs(network.options(), tensors)
         compiled, schedules = compile_with_schedules(lowered, chip)
     taken = time.perf_counter() - start
@@ -216,6 +222,10 @@ def _extended(
     grown["shares"] = extend_each(fewer.shares, more.shares)
     if fewer.collective_seconds is not None and more.collective_seconds is not None:
         grown["collective_seconds"] = extend_each(fewer.collective_seconds, more.collective_seconds)
+    grown["kernel_times"] = {
+        kind: _extended_kernel(fewer.kernel_times.get(kind), time, count)
+        for kind, time in more.kernel_times.items()
+    }
     program = replace(more, compile_seconds=fewer.compile_seconds + more.compile_seconds, **grown)
     if chip is None:
         return NetworkPlan(name, program, layers, attention_flops, None)
@@ -224,11 +234,25 @@ def _extended(
     return NetworkPlan(name, program, layers, attention_flops, attention, known)
 
 
+def _extended_kernel(one: KernelTime | None, other: KernelTime, count: float) -> KernelTime:
+    """The kernels of one name in all layers, as `_extended`."""
+    if one is None:
+        return other
+
+    def extend(field: str) -> Any:
+        before, value = getattr(one, field), getattr(other, field)
+        return None if before is None or value is None else value + count * (value - before)
+
+    seconds = {field: extend(field) for field in ("bytes_seconds", "schedule_seconds", "seconds")}
+    return replace(other, count=int(extend("count")), **seconds)
+
+
 def table(plan: NetworkPlan, chip: Chip | None) -> dict[str, Any]:
     """A plan in words and figures, a device: what `plan` prints."""
     program, gib = plan.program, 2**30
     rows: dict[str, Any] = {
         "network": f"{plan.name}, {plan.layers} layers, from programs of {FEW[0]} and {FEW[1]}",
+        "split": plan.split,
         "TFLOP": program.flops / 1e12,
         "arguments_GiB": program.argument_bytes / gib,
         "temporaries_GiB": program.temp_bytes / gib,
@@ -241,6 +265,7 @@ def table(plan: NetworkPlan, chip: Chip | None) -> dict[str, Any]:
         rows["estimate_s"] = plan.seconds
         rows["of_it_attention_s"] = plan.attention_seconds
         rows["attention_counted"] = "by schedule" if plan.by_schedule else "at the chip's peak"
+        rows |= {f"of_it_{kind}_s": time.seconds for kind, time in program.kernel_times.items()}
         rows["of_it_copies_s"] = program.shares.get("copies", 0.0)
     if plan.seconds is not None and program.collective_seconds is not None:
         collectives = sum(program.collective_seconds.values())

@@ -1,16 +1,28 @@
 """Where the weights and the activations of the transformer and of the text encoder lie on a mesh.
 
-The batch, which holds the two halves of classifier-free guidance, is split over "dp". Weights are split over
-"tp": the first of two matrices by its columns, the second by its rows, so that what lies between them stays
-where it is and one sum over "tp" follows (Shoeybi et al. 2019, "Megatron-LM"). Attention has its heads over
-"tp"; heads that it does not divide leave it to the queries (`jax_kernels.attention`).
+The batch, which holds the two halves of classifier-free guidance, is split over "dp". Over "tp" a network has
+either its tokens or its weights split (`Split`):
+
+By tokens, all that is done to a token is done where it lies. For attention, which alone looks at several,
+every device gets all tokens of some heads, and gives them back after it (Jacobs et al. 2023, "DeepSpeed
+Ulysses"). Weights lie on every device; where they do not fit, in parts, and a layer's are gathered when it is
+its turn.
+
+By channels, the first of two matrices is split by its columns, the second by its rows, so that what lies
+between them stays where it is and one sum over "tp" follows (Shoeybi et al. 2019, "Megatron-LM").
+Attention has its heads over "tp"; heads that it does not divide leave it to the queries
+(`jax_kernels.attention`).
 """
 
+import functools
+import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import torch
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from torch import nn
@@ -38,8 +50,86 @@ TABLES = re.compile(r"(shared|embed_tokens|relative_attention_bias)\.weight$")
 """Tables (entries, channels) split by channels."""
 
 
+TOKENS, CHANNELS = "tokens", "channels"
+"""What a network has split over "tp"."""
+
+SHARE_OF_WEIGHTS = 0.5
+"""Of a device's memory: what a network's weights may take to lie on every device whole."""
+
+BLOCK = re.compile(r"transformer_blocks\.\d+\.")
+"""Weights of one layer of many."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """What of a network is split over "tp".
+
+    Attributes:
+        over_tp: TOKENS or CHANNELS.
+        gathered: whether weights lie in parts, and are gathered a layer at a time. By tokens alone.
+        reason: why so, in a few words.
+    """
+
+    over_tp: str = CHANNELS
+    gathered: bool = False
+    reason: str = "its sequences are short"
+
+    def __str__(self) -> str:
+        weights = "" if self.over_tp == CHANNELS else f", weights {'gathered' if self.gathered else 'whole'}"
+        return f"{self.over_tp} over tp{weights} ({self.reason})"
+
+    def weight_spec(self, name: str, shape: tuple[int, ...], parts: int) -> PartitionSpec:
+        """How a weight is split, by its name and over so many devices."""
+        if self.over_tp == CHANNELS:
+            return weight_spec(name, len(shape))
+        divides = self.gathered and BLOCK.search(name) and len(shape) == 2 and shape[0] % parts == 0
+        return PartitionSpec("tp", None) if divides else PartitionSpec()
+
+
+def choose_split(
+    mesh: Mesh, *, heads: int, weight_bytes: int, memory: float | None, asked: str | None = None
+) -> Split:
+    """What a transformer has split over "tp": tokens, where it divides the heads.
+
+    Args:
+        mesh: of `make_mesh`.
+        heads: of its attention.
+        weight_bytes: of all its weights.
+        memory: of a device, in bytes; None where it is not known, and weights are taken to fit.
+        asked: TOKENS or CHANNELS, to have it so; None to choose.
+
+    Raises:
+        ValueError: something else is asked for, or tokens where "tp" does not divide the heads.
+    """
+    tp = mesh.shape["tp"]
+    if asked not in (None, TOKENS, CHANNELS):
+        raise ValueError(f"got split={asked!r}: it takes {TOKENS!r}, {CHANNELS!r} or None")
+    if heads % tp:
+        if asked == TOKENS:
+            raise ValueError(
+                f"got split={TOKENS!r} and a mesh with tp={tp}: it does not divide the {heads} heads; "
+                f"choose tp among {[n for n in range(1, heads + 1) if heads % n == 0]}, or "
+                f"split={CHANNELS!r}"
+            )
+        return Split(CHANNELS, reason=f"tp={tp} does not divide {heads} heads")
+    if asked == CHANNELS:
+        return Split(CHANNELS, reason="asked for")
+    gathered = tp > 1 and memory is not None and weight_bytes > SHARE_OF_WEIGHTS * memory
+    reason = "asked for" if asked else f"tp={tp} divides {heads} heads"
+    return Split(TOKENS, gathered, reason)
+
+
+def memory_of(mesh: Mesh) -> float | None:
+    """Bytes of one of a mesh's devices; None where it does not say."""
+    try:
+        stats = mesh.devices.flat[0].memory_stats()
+    except (RuntimeError, jax.errors.JaxRuntimeError):  # a topology's devices are not there
+        return None
+    return (stats or {}).get("bytes_limit")
+
+
 def weight_spec(name: str, rank: int) -> PartitionSpec:
-    """How the weight of a transformer or a text encoder is split, by its name."""
+    """How the weight of a transformer or a text encoder is split by channels, by its name."""
     if COLUMNS.search(name):
         return PartitionSpec("tp") if rank == 1 else PartitionSpec("tp", None)
     if ROWS.search(name) or TABLES.search(name):
@@ -47,13 +137,13 @@ def weight_spec(name: str, rank: int) -> PartitionSpec:
     return PartitionSpec()
 
 
-def weight_sharding(mesh: Mesh, name: str, shape: tuple[int, ...]) -> NamedSharding:
+def weight_sharding(mesh: Mesh, name: str, shape: tuple[int, ...], split: Split = Split()) -> NamedSharding:
     """Where a weight lies.
 
     Raises:
         ValueError: "tp" does not divide the axis that it is to be split by.
     """
-    spec = weight_spec(name, len(shape))
+    spec = split.weight_spec(name, shape, mesh.shape["tp"])
     for size, axis in zip(shape, spec, strict=False):
         if axis is not None and size % mesh.shape[axis]:
             raise ValueError(
@@ -63,32 +153,205 @@ def weight_sharding(mesh: Mesh, name: str, shape: tuple[int, ...]) -> NamedShard
     return NamedSharding(mesh, spec)
 
 
-def check_weights(module: nn.Module, mesh: Mesh) -> None:
+def check_weights(module: nn.Module, mesh: Mesh, split: Split = Split()) -> None:
     """Raises `ValueError` unless a mesh divides a network's weights."""
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        weight_sharding(mesh, name, tuple(tensor.shape))
+        weight_sharding(mesh, name, tuple(tensor.shape), split)
 
 
-def put_weights(module: nn.Module, mesh: Mesh) -> None:
+def put_weights(module: nn.Module, mesh: Mesh, split: Split = Split()) -> None:
     """Puts a network's weights on a mesh, every device's part straight from where they are."""
     runtime.put_weights(
-        module, lambda name, array: jax.device_put(array, weight_sharding(mesh, name, array.shape))
+        module, lambda name, array: jax.device_put(array, weight_sharding(mesh, name, array.shape, split))
     )
+
+
+LANES = 128
+"""Tokens of each device are a multiple of it where there are many, for the kernels' sake."""
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """Text and patches as one sequence: how long it is, and over which devices its tokens are split.
+
+    Attributes:
+        text: tokens of the prompt, which come first.
+        tokens: of prompt and patches.
+        length: with those that only fill up; no token attends to them.
+        batch: the mesh axis that the videos are split over, or None.
+        axes: the mesh axes that the tokens are split over; attention has its heads there.
+        mesh: None where it is no matter of tokens what lies where.
+        shared: the placement where XLA is to split what is done to it; None where each device has its own.
+    """
+
+    text: int
+    tokens: int
+    length: int
+    batch: str | None = None
+    axes: tuple[str, ...] = ()
+    mesh: Mesh | None = None
+    shared: "SequencePlacement | None" = None
+
+    @classmethod
+    def of(cls, placement: "SequencePlacement | None", *, videos: int, text: int, tokens: int) -> "Sequence":
+        """The sequences of so many videos, as a placement splits them; not at all without one."""
+        if placement is None or placement.split.over_tp == CHANNELS:
+            parts = placement.mesh.shape["tp"] if placement else 1
+            return cls(text, tokens, _filled(tokens, parts), shared=placement)
+        mesh, axes = placement.mesh, placement.token_axes(videos)
+        parts = math.prod(mesh.shape[axis] for axis in axes)
+        return cls(text, tokens, _filled(tokens, parts), placement.batch_axis(videos), axes, mesh)
+
+    @property
+    def spec(self) -> PartitionSpec:
+        """Of its tokens (N, S, C) on the mesh."""
+        return PartitionSpec(self.batch, self.axes or None, None)
+
+    @property
+    def parts(self) -> int:
+        """Over how many devices the tokens of a video are split."""
+        return math.prod(self.mesh.shape[axis] for axis in self.axes) if self.mesh is not None else 1
+
+    def fill_up(self, x_NSC: jax.Array) -> jax.Array:
+        """Zeros behind the last token; split over the mesh."""
+        padded = jnp.pad(x_NSC, ((0, 0), (0, self.length - self.tokens), (0, 0)))
+        if self.mesh is None:
+            return padded
+        return jax.lax.with_sharding_constraint(padded, NamedSharding(self.mesh, self.spec))
+
+    def fill_table(self, table_PD: jax.Array, value: float) -> jax.Array:
+        """A table of patches (P, D) as one of all tokens (S, D), `value` for every other."""
+        before, after = self.tokens - table_PD.shape[0], self.length - self.tokens
+        return jnp.pad(table_PD, ((before, after), (0, 0)), constant_values=value)
+
+    def everywhere(self, function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+        """A function of tokens (N, S, C), of vectors (N, C) and of tables (S, D), run on each device's own.
+
+        Its tables and what else it takes, weights, every device has whole.
+        """
+        if self.mesh is None:
+            return function
+        tables = PartitionSpec()
+        return jax.shard_map(
+            function,
+            mesh=self.mesh,
+            in_specs=(self.spec, PartitionSpec(self.batch, None), tables),
+            out_specs=self.spec,
+            check_vma=False,
+        )
+
+    def for_heads(self, prepare: Callable[..., jax.Array], heads: int) -> Callable[..., jax.Array]:
+        """`jax_kernels.prepare` of queries, keys or values (N, S, C), vectors (D,) and tables (S, D).
+
+        Where XLA is to split it, which it cannot do to a kernel, it is split by hand: by heads, or by tokens
+        where "tp" does not divide them, as attention is.
+        """
+        if self.shared is None:
+            return functools.partial(prepare, heads=heads // self.parts)
+        placement, tp = self.shared, self.shared.mesh.shape["tp"]
+
+        def split(x_NSC: jax.Array, *others: jax.Array, **options: Any) -> jax.Array:
+            batch, by_heads = placement.batch_axis(x_NSC.shape[0]), heads % tp == 0
+            own, whole = functools.partial(PartitionSpec, batch), PartitionSpec()
+            tables = whole if by_heads else PartitionSpec("tp", None)
+            return jax.shard_map(
+                functools.partial(prepare, heads=heads // tp if by_heads else heads, **options),
+                mesh=placement.mesh,
+                in_specs=(
+                    own(None, "tp") if by_heads else own("tp", None),
+                    *(whole if other.ndim == 1 else tables for other in others),
+                ),
+                out_specs=own("tp", None, None) if by_heads else own(None, None, "tp"),
+                check_vma=False,
+            )(x_NSC, *others)
+
+        return split
+
+    def kinds(self, videos: int) -> jax.Array:
+        """Of a device's own tokens (N * S): two for each video, even for text, odd for all else; inside of
+        `everywhere`."""
+        own = self.length // self.parts
+        start = jax.lax.axis_index(self.axes) * own if self.axes else 0
+        row = jnp.arange(videos * own)
+        return 2 * (row // own) + (start + row % own >= self.text)
+
+    def to_heads(self, x_PNC: jax.Array, videos: int) -> jax.Array:
+        """From a device's own tokens to all tokens of its own channels; inside of `everywhere`.
+
+        Args:
+            x_PNC: own tokens of so many videos (N * S), their channels in a part for each device.
+            videos: how many.
+
+        Returns:
+            (N, S, C) of all tokens and of one part of the channels.
+        """
+        if self.axes:
+            # Without the barrier what travels is not what is rounded, but float32.
+            sent = jax.lax.optimization_barrier(x_PNC)
+            x_PNC = jax.lax.all_to_all(sent, self.axes, split_axis=0, concat_axis=0, tiled=True)
+        parts, _, channels = x_PNC.shape  # of tokens now
+        if videos == 1:  # no axis of one in the middle: it would be kept, and filled up to a tile
+            return x_PNC.reshape(1, -1, channels)
+        return x_PNC.reshape(parts, videos, -1, channels).swapaxes(0, 1).reshape(videos, -1, channels)
+
+    def to_tokens(self, y_NCS: jax.Array) -> jax.Array:
+        """From all tokens of a device's own channels to its own tokens (N * S, C); inside of `everywhere`."""
+        videos, channels, _ = y_NCS.shape
+        if not self.axes:
+            return y_NCS.swapaxes(1, 2).reshape(-1, channels)
+        if videos == 1:
+            y_PCS = y_NCS.reshape(channels, self.parts, -1).swapaxes(0, 1)
+            y_PCS = jax.lax.all_to_all(y_PCS, self.axes, split_axis=0, concat_axis=0, tiled=True)
+            return y_PCS.reshape(self.parts * channels, -1).T
+        y_PNCS = jnp.moveaxis(y_NCS.reshape(videos, channels, self.parts, -1), 2, 0)
+        y_PNCS = jax.lax.all_to_all(y_PNCS, self.axes, split_axis=0, concat_axis=0, tiled=True)
+        return y_PNCS.transpose(1, 3, 0, 2).reshape(-1, self.parts * channels)
+
+
+def _filled(tokens: int, parts: int) -> int:
+    """Tokens in whole shares of as many devices."""
+    unit = parts * (LANES if tokens > LANES * parts else 1)
+    return -(-tokens // unit) * unit
 
 
 @dataclass(frozen=True)
 class SequencePlacement:
-    """Where sequences (N, S, C) lie: split by batch over "dp" where it divides."""
+    """Where sequences (N, S, C) lie: by batch over "dp" where it divides, and as `split` says over "tp".
+
+    Attributes:
+        mesh: of `make_mesh`.
+        split: what is split over "tp".
+        heads: of attention.
+    """
 
     mesh: Mesh
+    split: Split = Split()
+    heads: int = 1
+
+    def batch_axis(self, videos: int) -> str | None:
+        """The axis that so many videos are split over."""
+        return "dp" if videos % self.mesh.shape["dp"] == 0 else None
+
+    def token_axes(self, videos: int) -> tuple[str, ...]:
+        """The axes that a video's tokens are split over: "dp" too, where it divides heads and no videos."""
+        if self.split.over_tp == CHANNELS:
+            return ()
+        both = self.batch_axis(videos) is None and self.heads % self.mesh.size == 0
+        axes = ("dp", "tp") if both else ("tp",)
+        return tuple(axis for axis in axes if self.mesh.shape[axis] > 1)
 
     def spec(self, shape: tuple[int, ...]) -> PartitionSpec:
-        batch = "dp" if shape[0] % self.mesh.shape["dp"] == 0 else None
-        return PartitionSpec(batch, *(None,) * (len(shape) - 1))
+        """Of sequences of a shape (N, S, C), or of anything else that has the videos first."""
+        tokens = (self.token_axes(shape[0]) or None,) if len(shape) == 3 else ()
+        rest = (None,) * (len(shape) - 1 - len(tokens))
+        return PartitionSpec(self.batch_axis(shape[0]), *tokens, *rest)
 
     def parts(self, spec: PartitionSpec) -> list[int]:
         """Over how many devices each axis is split."""
-        return [1 if name is None else self.mesh.shape[name] for name in spec]
+        return [
+            math.prod(self.mesh.shape[name] for name in ((axis,) if isinstance(axis, str) else axis or ()))
+            for axis in spec
+        ]
 
     @property
     def replicated(self) -> NamedSharding:
@@ -123,6 +386,9 @@ class ShardedModuleProgram(runtime.ModuleProgram):
         return jax.lax.with_sharding_constraint(result, self.placement.replicated)
 
     def _call(self, network: nn.Module, *inputs: Any) -> Any:
+        if self.placement.split.over_tp == CHANNELS:
+            for name, module in network.named_modules():  # the network is a copy, of this trace alone
+                vars(module)["inputs_split"] = ROWS.search(f"{name}.weight") is not None
         with watched(network, self._is_layer, taken=self._split, given=self._split):
             return super()._call(network, *inputs)
 
@@ -145,7 +411,9 @@ class ShardedModuleProgram(runtime.ModuleProgram):
         return jax.device_put(array, self.placement.replicated)
 
     def weight_struct(self, name: str, shape: tuple[int, ...], dtype: Any) -> Any:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=weight_sharding(self.placement.mesh, name, shape))
+        return jax.ShapeDtypeStruct(
+            shape, dtype, sharding=weight_sharding(self.placement.mesh, name, shape, self.placement.split)
+        )
 
     def struct(self, shape: tuple[int, ...], dtype: Any) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.placement.replicated)

@@ -1,19 +1,24 @@
-"""What works on channels alone: a matrix product, LayerNorm, and SiLU."""
+"""What works on channels alone: a matrix product, LayerNorm and what modulates it, SiLU and GELU."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jax_kernels.common.checks import check_channels
 from jax_kernels.common.layout import precision_for
 
 
-@jax.jit
+@functools.partial(jax.jit, static_argnames="rounded_parts")
 def linear(
-    x: Float[Array, "*batch I"], weight: Float[Array, "O I"], bias: Float[Array, " O"] | None = None
+    x: Float[Array, "*batch I"],
+    weight: Float[Array, "O I"],
+    bias: Float[Array, " O"] | None = None,
+    *,
+    rounded_parts: bool = False,
 ) -> Float[Array, "*batch O"]:
     """`x weight^T + bias`, summed in float32 and rounded once, as PyTorch's `linear` does.
 
@@ -21,6 +26,8 @@ def linear(
         x: any float dtype.
         weight: (O, I), `x`'s dtype.
         bias: (O,), or None.
+        rounded_parts: where the inputs' channels are split over devices, whether each rounds its sum before
+            they are added, so that 16 bits travel and not 32.
 
     Returns:
         The dtype of `x`.
@@ -36,10 +43,10 @@ def linear(
         weight,
         (((x.ndim - 1,), (1,)), ((), ())),
         precision=precision_for(x.dtype),
-        preferred_element_type=jnp.float32,
+        preferred_element_type=x.dtype if rounded_parts else jnp.float32,
     )
     if bias is not None:
-        y = y + bias.astype(jnp.float32)
+        y = y.astype(jnp.float32) + bias.astype(jnp.float32)
     return y.astype(x.dtype)
 
 
@@ -78,3 +85,88 @@ def layer_norm(
 def silu(x: Float[Array, "*any"]) -> Float[Array, "*any"]:
     """`x * sigmoid(x)` in float32, rounded once, as PyTorch does; `jax.nn.silu` rounds the sigmoid too."""
     return jax.nn.silu(x.astype(jnp.float32)).astype(x.dtype)
+
+
+@functools.partial(jax.jit, static_argnames="parts")
+def linear_parts(
+    x: Float[Array, "S I"],
+    weight: Float[Array, "O I"],
+    bias: Float[Array, " O"] | None = None,
+    *,
+    parts: int,
+) -> Float[Array, "parts S O/parts"]:
+    """`linear` whose outputs come in so many parts, each by itself: cut apart later they would be copied."""
+    y = jnp.einsum(
+        "si,poi->pso",
+        x,
+        weight.reshape(parts, -1, x.shape[-1]),
+        precision=precision_for(x.dtype),
+        preferred_element_type=jnp.float32,
+    )
+    if bias is not None:
+        y = y + bias.astype(jnp.float32).reshape(parts, 1, -1)
+    return y.astype(x.dtype)
+
+
+@functools.partial(jax.jit, static_argnames="eps")
+def modulated_norm(
+    x: Float[Array, "S C"],
+    weight: Float[Array, " C"] | None,
+    bias: Float[Array, " C"] | None,
+    scale: Float[Array, "K C"],
+    shift: Float[Array, "K C"],
+    kind: Int[Array, " S"],
+    eps: float = 1e-5,
+) -> Float[Array, "S C"]:
+    """`layer_norm(x) * (1 + scale) + shift`, in one pass, for tokens of a few kinds.
+
+    Args:
+        x: any float dtype.
+        weight, bias: of the norm, or None.
+        scale, shift: of each kind.
+        kind: of each token.
+        eps: added to the variance.
+
+    Returns:
+        The dtype of `x`; all arithmetic is float32, and rounded once.
+    """
+    check_channels("modulated_norm", x.shape[-1], weight=weight, bias=bias)
+    scale, shift = (1 + scale.astype(jnp.float32)), shift.astype(jnp.float32)
+    if bias is not None:
+        shift = shift + scale * bias.astype(jnp.float32)
+    if weight is not None:
+        scale = scale * weight.astype(jnp.float32)
+    y = x.astype(jnp.float32)
+    y = y - y.mean(-1, keepdims=True)
+    y = y * lax.rsqrt(jnp.square(y).mean(-1, keepdims=True) + eps)
+    y = y * _of_kind(scale, kind) + _of_kind(shift, kind)
+    return lax.optimization_barrier(y.astype(x.dtype))
+
+
+@jax.jit
+def gated_sum(
+    x: Float[Array, "S C"], y: Float[Array, "S C"], gate: Float[Array, "K C"], kind: Int[Array, " S"]
+) -> Float[Array, "S C"]:
+    """`x + gate * y`, in one pass; see `modulated_norm`."""
+    total = x.astype(jnp.float32) + _of_kind(gate.astype(jnp.float32), kind) * y.astype(jnp.float32)
+    return lax.optimization_barrier(total.astype(x.dtype))
+
+
+def _of_kind(vectors_KC: Array, kind: Array) -> Array:
+    """Each token's own of a few vectors: chosen, as a TPU looks nothing up in registers."""
+    chosen = vectors_KC[:1]
+    for index in range(1, vectors_KC.shape[0]):
+        chosen = jnp.where(kind[:, None] == index, vectors_KC[index], chosen)
+    return chosen
+
+
+@jax.jit
+def gelu(x: Float[Array, "*any"]) -> Float[Array, "*any"]:
+    """GELU by its tanh approximation, in float32, rounded once and in a pass of its own.
+
+    Inside the matrix product that takes it, XLA would compute it again for every block of outputs.
+    """
+    y = x.astype(jnp.float32)
+    # y * (1 + tanh(z)) / 2 is y / (1 + exp(-2 z)), with one transcendental function and no other.
+    z = math.sqrt(2 / math.pi) * (y + 0.044715 * y**3)
+    return lax.optimization_barrier((y / (1 + jnp.exp(-2 * z))).astype(x.dtype))

@@ -32,7 +32,13 @@ CASES = {
     "video to video": ("video", "5b"),
     "control": ("control", "5b"),
 }
-MESHES = {"one device": None, "1x8": (1, 8), "2x4": (2, 4)}
+PLACEMENTS = {
+    "one device": {},
+    "1x8": {"mesh": (1, 8)},
+    "2x4": {"mesh": (2, 4)},
+    "1x8 by channels": {"mesh": (1, 8), "split": "channels"},
+    "2x4 by channels": {"mesh": (2, 4), "split": "channels"},
+}
 
 
 @functools.cache
@@ -55,7 +61,9 @@ def transformer(placement, version, conditioning):
 
 
 def port_to(placement, pipe):
-    return port(pipe, mesh=make_mesh(*MESHES[placement]) if MESHES[placement] else None)
+    given = PLACEMENTS[placement]
+    mesh = make_mesh(*given["mesh"]) if given else None
+    return port(pipe, mesh=mesh, split=given.get("split"))
 
 
 def pipeline(kind="text", version="5b", placement=None, **components):
@@ -83,6 +91,9 @@ def placements():
             continue
         both = name == "text to video, 5b"
         yield pytest.param(kind, version, "2x4", (6.0, 1.0) if both else (6.0,), id=f"{name}, 2x4")
+        if both:
+            yield pytest.param(kind, version, "2x4 by channels", (6.0,), id=f"{name}, 2x4 by channels")
+            yield pytest.param(kind, version, "1x8 by channels", (1.0,), id=f"{name}, 1x8 by channels")
         if name != "image to video, 1.5":
             yield pytest.param(kind, version, "1x8", (1.0, 6.0) if both else (1.0,), id=f"{name}, 1x8")
 
@@ -346,8 +357,8 @@ def largest_share(tensor):
 
 @pytest.fixture(scope="module")
 def spread():
-    """A ported pipeline over two by four devices."""
-    return pipeline(placement="2x4")
+    """A ported pipeline over two by four devices, its transformer's weights split by channels."""
+    return pipeline(placement="2x4 by channels")
 
 
 def test_matrices_are_split_over_tp_and_tied_ones_stay_tied(spread):
@@ -369,15 +380,17 @@ def step_report(spread):
     return sharding.report_network(spread.transformer, tensors)
 
 
-def test_the_halves_of_guidance_go_over_dp_and_only_sums_over_tp_travel(step_report):
+def test_the_halves_of_guidance_go_over_dp_and_sums_and_a_few_vectors_travel(step_report):
     rows = {row.layer: row for row in step_report.rows}
-    layers = [f"model.transformer_blocks.{i}.{layer}" for i in range(2) for layer in ("attn1", "ff")]
+    layers = [f"model.transformer_blocks.{i}" for i in range(2)]
     assert {(rows[name].spec, rows[name].shards) for name in layers} == {("P('dp', None, None)", 2)}
     tokens, channels, blocks = 16 + 3 * 4 * 8 // 4, 128, 2
-    # One of the two videos: after attention and after the feed-forward its tokens, six vectors before each.
-    summed = blocks * 2 * 4 * (tokens * channels + 6 * channels)
+    # Of one of the two videos: after attention and the feed-forward its tokens, six vectors before each.
+    # Over dp: those vectors of both videos.
+    summed = blocks * 2 * 4 * (tokens * channels + 6 * channels + 2 * 6 * channels)
     assert step_report.collectives["all-reduce"]["bytes"] == summed
-    assert set(step_report.collectives) == {"all-reduce", "all-gather"}
+    assert set(step_report.collectives) == {"all-reduce", "all-gather", "collective-permute"}
+    assert step_report.collectives["collective-permute"]["bytes"] == blocks * 3 * 6 * channels * 4
     result = 2 * 3 * 16 * 4 * 8 * 4
     assert step_report.largest_all_gather_bytes == result
     assert step_report.mesh == {"dp": 2, "tp": 4}
@@ -401,10 +414,12 @@ def test_a_mesh_that_does_not_divide_the_weights_is_refused_and_nothing_moves():
 
 def test_porting_again_moves_the_pipeline_to_another_mesh():
     pipe = small_pipelines.build(transformer=small_pipelines.transformer("5b", num_layers=1))
-    port(pipe, mesh=make_mesh(1, 2))
+    port(pipe, mesh=make_mesh(1, 2), split="channels")
     weight = pipe.transformer.transformer_blocks[0].attn1.to_q.weight
     assert largest_share(weight) == 1 / 2
-    port(pipe, mesh=make_mesh(2, 4))
+    port(pipe, mesh=make_mesh(1, 2), split="tokens")
+    assert largest_share(weight) == 1
+    port(pipe, mesh=make_mesh(2, 4), split="channels")
     assert largest_share(weight) == 1 / 4
     assert pipe.transformer.mesh == pipe.text_encoder.mesh == pipe.vae.mesh == make_mesh(2, 4)
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from jax_kernels import layer_norm, linear, silu
+from jax_kernels import gated_sum, gelu, layer_norm, linear, linear_parts, modulated_norm, silu
 from tests.reference import largest_error
 
 
@@ -72,3 +72,56 @@ def test_silu_is_rounded_once():
     x = jnp.asarray(np.random.default_rng(0).normal(size=1000), jnp.bfloat16)
     want = torch.nn.functional.silu(torch.from_numpy(np.array(x, np.float32)).bfloat16())
     np.testing.assert_array_equal(np.array(silu(x), np.float32), want.float().numpy())
+
+
+def test_outputs_in_parts_are_linears():
+    x, weight, bias = draw(7, 8), draw(12, 8, seed=1), draw(12, seed=2)
+    for given in (bias, None):
+        got = linear_parts(x, weight, given, parts=3)
+        assert largest_error(jnp.concatenate(list(got), axis=1), linear(x, weight, given)) < 1e-6
+
+
+def modulation(kinds, channels, seed):
+    return [draw(kinds, channels, seed=seed + i) for i in range(3)], jnp.asarray([0, 1, 2, 1, 0, 2, 2])
+
+
+@pytest.mark.parametrize("affine", [True, False])
+def test_a_modulated_norm_has_each_tokens_own_vectors(affine):
+    x = draw(7, 16) * 3 + 1
+    (scale, shift, _), kind = modulation(3, 16, 5)
+    weight, bias = (draw(16, seed=1), draw(16, seed=2)) if affine else (None, None)
+    want = layer_norm(x, weight, bias) * (1 + scale[kind]) + shift[kind]
+    assert largest_error(modulated_norm(x, weight, bias, scale, shift, kind), want) < 1e-6
+
+
+def test_a_gated_sum_has_each_tokens_own_gate():
+    x, y = draw(7, 16), draw(7, 16, seed=1)
+    (gate, *_), kind = modulation(3, 16, 5)
+    assert largest_error(gated_sum(x, y, gate, kind), x + gate[kind] * y) < 1e-6
+
+
+def test_what_is_done_to_tokens_is_rounded_once():
+    x, y = (draw(7, 64, seed=i, dtype=jnp.bfloat16) for i in range(2))
+    vectors, kind = modulation(3, 64, 5)
+    scale, shift, gate = (vector.astype(jnp.bfloat16) for vector in vectors)
+
+    def results(x, y, scale, shift, gate):
+        return (
+            modulated_norm(x, None, None, scale, shift, kind),
+            gated_sum(x, y, gate, kind),
+            gelu(x),
+        )
+
+    exact = results(*(array.astype(jnp.float32) for array in (x, y, scale, shift, gate)))
+    for got, want in zip(results(x, y, scale, shift, gate), exact, strict=True):
+        assert got.dtype == jnp.bfloat16
+        np.testing.assert_array_equal(
+            np.array(got, np.float32), np.array(want.astype(jnp.bfloat16), np.float32)
+        )
+
+
+def test_gelu_is_torchs_by_tanh():
+    x = jnp.concatenate([jnp.linspace(-20, 20, 999), jnp.asarray([-1e30, 1e30, 0.0])])
+    want = torch.nn.functional.gelu(to_torch(x), approximate="tanh")
+    assert largest_error(gelu(x)[:-3], want[:-3]) < 1e-6
+    np.testing.assert_array_equal(np.array(gelu(x)[-3:]), [0, np.float32(1e30), 0])

@@ -1,0 +1,262 @@
+"""CogVideoX's transformer on one sequence: text and patches are joined, and filled up, once a step.
+
+diffusers' own forward keeps the two apart and joins them in every attention. Here a block takes the whole
+sequence, which may be split over devices (`sharding.sequences.Sequence`); what is done is the same.
+
+Axis letters: N videos, S positions of a sequence (text first, then patches), C channels, H heads, D channels
+of a head, P parts of the channels, one for each device that has some of the tokens.
+"""
+
+import math
+from collections.abc import Iterator, MutableMapping
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from diffusers.models.activations import GELU as DiffusersGELU
+from diffusers.models.attention_processor import Attention
+from diffusers.models.normalization import CogVideoXLayerNormZero
+from diffusers.models.transformers.cogvideox_transformer_3d import CogVideoXBlock
+from torch import nn
+
+import jax_kernels
+from cogvideox_torchax.pipelines.fused import FusedAttnProcessor
+from cogvideox_torchax.pipelines.layers import AttnProcessor, LayerNorm, Linear
+from cogvideox_torchax.runtime import array_of, on_jax, tensor_of, torch_view
+from cogvideox_torchax.sharding.sequences import Sequence
+from cogvideox_torchax.upstream import scaling_loras
+
+Tables = tuple[torch.Tensor, ...]
+"""Cosines and sines of all positions, (S, D) each; nothing for a model without rotary positions."""
+
+
+class GELU(DiffusersGELU):
+    """GELU rounded once (`jax_kernels.gelu`)."""
+
+    def gelu(self, gate: torch.Tensor) -> torch.Tensor:
+        if not on_jax(gate) or self.approximate != "tanh":
+            return super().gelu(gate)
+        return torch_view(jax_kernels.gelu)(gate)
+
+
+class Block(CogVideoXBlock):
+    """A layer of the transformer, which also takes text and patches as one sequence."""
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: Any = None,
+        temb: Any = None,
+        image_rotary_emb: Any = None,
+        attention_kwargs: dict[str, Any] | None = None,
+        *,
+        sequence: Sequence | None = None,
+        bound: float | None = None,
+    ) -> Any:
+        """As diffusers' own; with a `sequence`, from all its tokens (N, S, C) to all its tokens.
+
+        Args:
+            hidden_states: the patches, or the whole sequence.
+            encoder_hidden_states: the text; None with a sequence.
+            temb: of the timestep, (N, E).
+            image_rotary_emb: tables of the patches, or `Tables` of the whole sequence.
+            attention_kwargs: of diffusers' own; None with a sequence.
+            sequence: what `hidden_states` is.
+            bound: of its attention's scores, proven (`score_bound`); None for none.
+        """
+        if sequence is None:
+            return super().forward(
+                hidden_states, encoder_hidden_states, temb, image_rotary_emb, attention_kwargs
+            )
+
+        def layer(x_NSC: torch.Tensor, vectors_NE: torch.Tensor, tables: Tables) -> torch.Tensor:
+            return self._joined(x_NSC, vectors_NE, tables, sequence, bound)
+
+        return sequence_view(sequence.everywhere, layer)(hidden_states, temb, image_rotary_emb)
+
+    def _joined(
+        self,
+        x_NSC: torch.Tensor,
+        temb_NE: torch.Tensor,
+        tables: Tables,
+        sequence: Sequence,
+        bound: float | None,
+    ) -> torch.Tensor:
+        videos = x_NSC.shape[0]
+        kinds = torch_view(sequence.kinds)(videos)
+        x_SC = x_NSC.flatten(0, 1)  # of all videos
+        for norm, work in (
+            (self.norm1, lambda h_SC: self._attend(h_SC, tables, sequence, videos, bound)),
+            (self.norm2, self.ff),
+        ):
+            shift, scale, gate = modulation(norm, temb_NE)
+            plain: Any = norm.norm
+            h_SC = torch_view(jax_kernels.modulated_norm)(
+                x_SC, plain.weight, plain.bias, scale, shift, kinds, plain.eps
+            )
+            x_SC = torch_view(jax_kernels.gated_sum)(x_SC, work(h_SC), gate, kinds)
+        return x_SC.unflatten(0, (videos, -1))
+
+    def _attend(
+        self, h_SC: torch.Tensor, tables: Tables, sequence: Sequence, videos: int, bound: float | None
+    ) -> torch.Tensor:
+        attn: Any = self.attn1
+        prepare = torch_view(sequence.for_heads(jax_kernels.prepare, attn.heads))
+        q, k, v = (
+            torch_view(sequence.to_heads)(part_PSC, videos)
+            for part_PSC in projections(attn, h_SC, sequence.parts)
+        )
+        # The scores' scale, in powers of two, is in the queries.
+        scale = math.log2(math.e) / math.sqrt(q.shape[-1] * sequence.parts / attn.heads)
+        of_q, of_k = attn.norm_q, attn.norm_k
+        q = prepare(q, of_q.weight, of_q.bias, *tables, eps=of_q.eps, scale=scale)
+        k = prepare(k, of_k.weight, of_k.bias, *tables, eps=of_k.eps)
+        y_NHDS = torch_view(jax_kernels.attention_transposed)(
+            q,
+            k,
+            prepare(v),
+            scale=math.log(2),
+            valid=sequence.tokens,
+            bound=bound,
+        )
+        project, dropout = attn.to_out
+        return dropout(project(torch_view(sequence.to_tokens)(y_NHDS.flatten(1, 2))))
+
+
+def projections(attn: Any, h_SC: torch.Tensor, parts: int) -> Iterator[torch.Tensor]:
+    """Queries, keys and values (P, S, C), their channels in so many parts; by three matrices or by one."""
+    if attn.fused_projections:
+        together = attn.to_qkv(h_SC).chunk(3, dim=-1)
+        yield from (part.unflatten(-1, (parts, -1)).transpose(0, 1) for part in together)
+        return
+    for project in (attn.to_q, attn.to_k, attn.to_v):
+        if parts == 1:
+            yield project(h_SC).unsqueeze(0)
+        elif type(project) is Linear:
+            yield torch_view(jax_kernels.linear_parts)(h_SC, project.weight, project.bias, parts=parts)
+        else:  # with a LoRA, or somebody's own
+            yield project(h_SC).unflatten(-1, (parts, -1)).transpose(0, 1)
+
+
+def modulation(norm: Any, temb_NE: torch.Tensor) -> list[torch.Tensor]:
+    """Shift, scale and gate, (N * 2, C) each: of every video's text and patches."""
+    shift, scale, gate, text_shift, text_scale, text_gate = norm.linear(norm.silu(temb_NE)).chunk(6, dim=1)
+    pairs = ((text_shift, shift), (text_scale, scale), (text_gate, gate))
+    return [torch.stack(pair, dim=1).flatten(0, 1) for pair in pairs]
+
+
+def sequence_view(everywhere: Any, function: Any) -> Any:
+    """A torch function run on each device's own tokens, as a torch function."""
+
+    def arrays(*args: Any) -> Any:
+        return array_of(function(*tensor_of(args)))
+
+    return torch_view(everywhere(arrays))
+
+
+def takes_sequences(model: Any) -> bool:
+    """Whether every layer is as it was ported: nobody's own takes the place of a part, or looks at it."""
+    return all(_as_ported(block) for block in model.transformer_blocks)
+
+
+def _as_ported(block: nn.Module) -> bool:
+    if type(block) is not Block:
+        return False
+    attn: Any = block.attn1
+    parts = (block, attn, block.norm1, block.norm2, block.norm1.norm, block.norm2.norm)
+    kinds = (Block, Attention, CogVideoXLayerNormZero, CogVideoXLayerNormZero, LayerNorm, LayerNorm)
+    norms = (attn.norm_q, attn.norm_k)
+    return (
+        all(type(part) is kind and not _watched(part) for part, kind in zip(parts, kinds, strict=True))
+        and all(type(norm) is LayerNorm and not _watched(norm) for norm in norms)
+        and type(attn.processor) in (AttnProcessor, FusedAttnProcessor)
+    )
+
+
+def _watched(module: nn.Module) -> bool:
+    """Whether a module has hooks or a forward of its own."""
+    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
+
+
+_BOUNDS: MutableMapping[nn.Module, tuple[list[Any], float]] = WeakKeyDictionary()
+"""The norms' arrays that a model's bound was proven of, and the bound."""
+
+
+def score_bound(model: Any) -> float | None:
+    """What no score of any layer's attention exceeds, by its norms' weights as they are now.
+
+    None for weights that are not on JAX. Arrays do not change: it is found anew where there are others.
+    """
+    norms = [norm for block in model.transformer_blocks for norm in (block.attn1.norm_q, block.attn1.norm_k)]
+    weights = [tensor for norm in norms for tensor in (norm.weight, norm.bias)]
+    if not all(on_jax(tensor) for tensor in weights):
+        return None
+    arrays = [array_of(tensor) for tensor in weights]
+    known = _BOUNDS.get(model)
+    if known is None or any(a is not b for a, b in zip(known[0], arrays, strict=True)):
+        vectors = [np.asarray(array, np.float64) for array in arrays]
+        layers = [vectors[first : first + 4] for first in range(0, len(vectors), 4)]
+        largest = max(jax_kernels.score_bound(*layer, rotated="neighbours") for layer in layers)
+        known = _BOUNDS[model] = arrays, largest
+    return known[1]
+
+
+@scaling_loras
+def joined_step(
+    model: Any,
+    *,
+    hidden_states: torch.Tensor,
+    encoder_hidden_states: torch.Tensor,
+    timestep: torch.Tensor,
+    timestep_cond: torch.Tensor | None = None,
+    ofs: torch.Tensor | None = None,
+    image_rotary_emb: Any = None,
+    attention_kwargs: dict[str, Any] | None = None,
+    bound: float | None = None,
+) -> torch.Tensor:
+    """What diffusers' transformer gives for these tensors, its layers run on one sequence.
+
+    Args:
+        model: a ported transformer of which `takes_sequences` holds.
+        hidden_states: latents (N, T, C, H, W).
+        encoder_hidden_states: of the prompt, (N, S, C).
+        timestep, timestep_cond, ofs, image_rotary_emb: as the transformer takes them.
+        attention_kwargs: {"scale": of its LoRAs} or None.
+        bound: as `score_bound` has it for this very model.
+
+    Returns:
+        (N, T, C, H, W).
+    """
+    temb = embedded_time(model, timestep, timestep_cond, ofs, hidden_states.dtype)
+    x_NSC = model.embedding_dropout(model.patch_embed(encoder_hidden_states, hidden_states))
+    sequence = Sequence.of(
+        model.placement, videos=x_NSC.shape[0], text=encoder_hidden_states.shape[1], tokens=x_NSC.shape[1]
+    )
+    tables: Tables = ()
+    if image_rotary_emb is not None:  # text has no position: cosine 1, sine 0
+        cos, sin = image_rotary_emb
+        fill = torch_view(sequence.fill_table)
+        tables = fill(cos, 1.0), fill(sin, 0.0)
+    x_NSC = torch_view(sequence.fill_up)(x_NSC)
+    for block in model.transformer_blocks:
+        x_NSC = block(x_NSC, temb=temb, image_rotary_emb=tables, sequence=sequence, bound=bound)
+    x_NSC = model.proj_out(model.norm_out(model.norm_final(x_NSC), temb=temb))
+    return unpatched(x_NSC[:, sequence.text : sequence.tokens], hidden_states.shape, model.config)
+
+
+def embedded_time(model: Any, timestep: Any, timestep_cond: Any, ofs: Any, dtype: torch.dtype) -> Any:
+    """Vectors (N, E) of the timestep, and of `ofs` where the model has it."""
+    temb = model.time_embedding(model.time_proj(timestep).to(dtype), timestep_cond)
+    if model.ofs_embedding is None:
+        return temb
+    return temb + model.ofs_embedding(model.ofs_proj(ofs).to(dtype))
+
+
+def unpatched(y_NPC: torch.Tensor, shape: torch.Size, config: Any) -> torch.Tensor:
+    """Latents (N, T, C, H, W) of the patches that were cut of latents of this shape."""
+    p, p_t = config["patch_size"], config["patch_size_t"] or 1
+    videos, frames, _, height, width = shape
+    y = y_NPC.unflatten(1, (-(-frames // p_t), height // p, width // p)).unflatten(-1, (-1, p_t, p, p))
+    # (N, T, H, W, C, t, h, w)
+    return y.permute(0, 1, 5, 4, 2, 6, 3, 7).reshape(videos, -1, y.shape[4], height, width)

@@ -1,0 +1,199 @@
+"""A step of the transformer on one sequence, however it is split, is the step of stock diffusers."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+import torch
+
+from cogvideox_torchax import make_mesh, runtime, sharding
+from cogvideox_torchax.pipelines import blocks, networks
+from cogvideox_torchax.sharding.sequences import CHANNELS, TOKENS, choose_split
+from cogvideox_torchax.vae.tolerances import BFLOAT16_RMS_RATIO, relative_error, rms_error
+from tests import small_pipelines
+
+TOLERANCE = 1e-5
+TEXT, FRAMES, HEIGHT, WIDTH = 7, 4, 4, 8
+"""Of text fewer tokens than a device has: it ends inside of one's."""
+
+SMALL = {"num_layers": 2, "max_text_seq_length": TEXT, "sample_frames": 2 * FRAMES - 1}
+
+SPLITS = {
+    "one device": (None, None, None),
+    "1x8 by tokens": ((1, 8), TOKENS, None),
+    "2x4 by tokens": ((2, 4), TOKENS, None),
+    "2x4 by tokens, weights gathered": ((2, 4), TOKENS, 1.0),
+    "1x8 by channels": ((1, 8), CHANNELS, None),
+    "2x4 by channels": ((2, 4), CHANNELS, None),
+}
+
+
+@pytest.fixture(autouse=True)
+def _torchax_on():
+    runtime.enable()
+
+
+def given(model, videos=2):
+    """What a step takes."""
+    draw = torch.Generator().manual_seed(1)
+    config = model.config
+    latents = torch.randn(videos, FRAMES, config.in_channels, HEIGHT, WIDTH, generator=draw)
+    angles = torch.rand(FRAMES // (config.patch_size_t or 1) * HEIGHT * WIDTH // 4, 8, generator=draw) * 6
+    tables = tuple(function(angles).repeat_interleave(2, 1) for function in (torch.cos, torch.sin))
+    return {
+        "hidden_states": latents.to(model.dtype),
+        "encoder_hidden_states": torch.randn(videos, TEXT, 32, generator=draw).to(model.dtype),
+        "timestep": torch.full((videos,), 499),
+        "image_rotary_emb": tables if config.use_rotary_positional_embeddings else None,
+    }
+
+
+def step(model, videos=2, **options):
+    """A step of a model, stock or ported, as a plain tensor."""
+    return runtime.without_torchax(lambda: model(**given(model, videos), **options, return_dict=False)[0])
+
+
+def ported_step(model, videos=2, **options):
+    tensors = jax.tree.map(runtime.to_jax, runtime.without_torchax(given, model, videos))
+    return runtime.to_torch(model(**tensors, **options, return_dict=False)[0])
+
+
+def stock(version="5b", **overrides):
+    return runtime.without_torchax(
+        functools.partial(small_pipelines.transformer, version, **SMALL, **overrides)
+    )
+
+
+def ported(version="5b", split="one device", dtype=torch.float32):
+    model = runtime.without_torchax(stock(version).to, dtype)
+    networks.port_network(model)
+    mesh, over_tp, memory = SPLITS[split]
+    if mesh is not None:
+        model.place_on(make_mesh(*mesh), over_tp, memory)
+    model.place()
+    return model
+
+
+@functools.cache
+def reference(version="5b", videos=2):
+    return step(stock(version), videos)
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("version", ["5b", "2b", "1.5"])
+def test_a_step_is_that_of_stock_diffusers(version, split):
+    if version != "5b" and "1x8" in split:
+        pytest.skip("the mesh of 1 x 8 meets 5b")
+    model = ported(version, split)
+    assert networks.TransformerStep(model).joined
+    assert relative_error(ported_step(model), reference(version)) < TOLERANCE
+
+
+def test_one_video_is_split_over_dp_too():
+    model = ported(split="2x4 by tokens")
+    assert model.placement.token_axes(1) == ("dp", "tp")
+    assert relative_error(ported_step(model, 1), reference(videos=1)) < TOLERANCE
+
+
+@pytest.mark.parametrize("split", ["one device", "2x4 by tokens", "2x4 by channels"])
+def test_sixteen_bits_are_as_close_as_pytorchs_own(split):
+    exact = reference()
+    native = rms_error(step(runtime.without_torchax(stock().to, torch.bfloat16)), exact)
+    assert (
+        rms_error(ported_step(ported(split=split, dtype=torch.bfloat16)), exact) < BFLOAT16_RMS_RATIO * native
+    )
+
+
+@pytest.mark.parametrize("split", ["one device", "2x4 by tokens", "2x4 by channels"])
+def test_fused_projections_change_nothing(split):
+    model = ported(split=split)
+    model.fuse_qkv_projections()
+    assert networks.TransformerStep(model).joined
+    assert relative_error(ported_step(model), reference()) < TOLERANCE
+
+
+@pytest.mark.parametrize("split", ["one device", "2x4 by tokens"])
+def test_who_looks_at_a_part_sees_what_diffusers_shows_there(split):
+    model, seen = ported(split=split), []
+    attention = model.transformer_blocks[1].attn1
+    attention.register_forward_hook(lambda module, args, result: seen.extend(part.shape for part in result))
+    assert relative_error(ported_step(model), reference()) < TOLERANCE
+    assert seen == [(2, FRAMES * HEIGHT * WIDTH // 4, 128), (2, TEXT, 128)]
+
+
+@pytest.fixture(scope="module")
+def tensors():
+    runtime.enable()
+    return networks.step_tensors(ported(), batch=2, frames=FRAMES, height=HEIGHT, width=WIDTH, text=TEXT)
+
+
+def test_by_tokens_four_exchanges_a_layer_are_all_that_travels(tensors):
+    found = sharding.report_network(ported(split="2x4 by tokens"), tensors)
+    rows = {row.layer: row for row in found.rows}
+    tokens = -(-(TEXT + FRAMES * HEIGHT * WIDTH // 4) // 4) * 4
+    own = tokens // 4 * 128 * 4
+    for block in (rows[f"model.transformer_blocks.{i}"] for i in range(2)):
+        assert block.collectives == {"all-to-all": {"count": 4, "bytes": 4 * own}}
+        assert (block.spec, block.shards) == ("P('dp', 'tp', None)", 8)
+    assert "all-reduce" not in found.collectives
+
+
+def test_weights_that_do_not_fit_are_gathered_in_their_layer(tensors):
+    model = ported(split="2x4 by tokens, weights gathered")
+    weight = runtime.array_of(model.transformer_blocks[0].ff.net[0].proj.weight)
+    assert weight.sharding.shard_shape(weight.shape) == (128, 128)
+    found = sharding.report_network(model, tensors)
+    whole = sharding.report_network(ported(split="2x4 by tokens"), tensors)
+    assert found.argument_bytes_per_device < 0.5 * whole.argument_bytes_per_device
+    gathered = {kind: traffic["bytes"] for kind, traffic in found.collectives.items()}["all-gather"]
+    matrices = sum(p.numel() * 4 for p in stock().transformer_blocks.parameters() if p.ndim == 2)
+    assert gathered >= matrices
+
+
+CHOICES = {
+    "tp divides the heads": ({}, "tokens over tp, weights whole (tp=4 divides 48 heads)"),
+    "it does not": ({"heads": 30}, "channels over tp (tp=4 does not divide 30 heads)"),
+    "weights fit": ({"memory": 23e9}, "tokens over tp, weights whole (tp=4 divides 48 heads)"),
+    "weights do not": ({"memory": 16e9}, "tokens over tp, weights gathered (tp=4 divides 48 heads)"),
+    "asked for": ({"asked": CHANNELS}, "channels over tp (asked for)"),
+}
+
+
+@pytest.mark.parametrize(("facts", "words"), CHOICES.values(), ids=CHOICES)
+def test_one_declaration_says_what_is_split(facts, words):
+    common = {"heads": 48, "weight_bytes": 11_100_000_000, "memory": None}
+    assert str(choose_split(make_mesh(2, 4), **{**common, **facts})) == words
+
+
+def test_a_split_that_cannot_be_is_refused():
+    model = ported()
+    with pytest.raises(ValueError, match=r"split='rows': it takes 'tokens', 'channels' or None"):
+        model.place_on(make_mesh(2, 4), "rows")
+    odd = {"heads": 30, "weight_bytes": 0, "memory": None, "asked": TOKENS}
+    with pytest.raises(
+        ValueError, match=r"tp=4: it does not divide the 30 heads; choose tp among \[1, 2, 3, 5"
+    ):
+        choose_split(make_mesh(2, 4), **odd)
+    assert model.mesh is None
+
+
+def test_the_bound_of_scores_is_that_of_the_weights_as_they_are():
+    model = ported()
+    before = blocks.score_bound(model)
+    assert blocks.score_bound(model) is before  # it is not found anew
+    weight = model.transformer_blocks[1].attn1.norm_q.weight
+    weight.apply_jax_(lambda array: array * 100)
+    after = blocks.score_bound(model)
+    assert after > 10 * before
+    assert networks.TransformerStep(model).bound == after
+    scores = largest_score(model, layer=1)
+    assert 0.01 * after < scores <= after
+
+
+def largest_score(model, layer):
+    """The largest score of a layer's attention for drawn tokens."""
+    attn = model.transformer_blocks[layer].attn1
+    x = torch.randn(500, 8, 16, generator=torch.Generator().manual_seed(3)) * 5
+    q, k = (np.asarray(runtime.array_of(norm(runtime.to_jax(x)))) for norm in (attn.norm_q, attn.norm_k))
+    return np.abs(np.einsum("shd,khd->hsk", q, k)).max() / 4

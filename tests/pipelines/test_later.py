@@ -1,0 +1,118 @@
+"""Guidance that waits for the scheduler's step gives what it would at once, and uses up no caller's array."""
+
+import numpy as np
+import pytest
+import torch
+
+from cogvideox_torchax import port, runtime
+from cogvideox_torchax.pipelines import later, scheduler
+from cogvideox_torchax.pipelines.later import Later
+from tests import small_pipelines
+
+
+@pytest.fixture(scope="module")
+def pipe():
+    return port(small_pipelines.build(transformer=small_pipelines.transformer("5b", num_layers=1)))
+
+
+def latents(pipe, **options):
+    return pipe(**small_pipelines.inputs("text", output_type="latent", **options)).frames
+
+
+@pytest.fixture
+def drawn():
+    runtime.enable()
+    return runtime.to_jax(torch.randn(4, 3, generator=torch.Generator().manual_seed(0)).bfloat16())
+
+
+def test_what_is_written_down_is_what_torch_computes(drawn):
+    def guided(prediction):
+        one, other = prediction.float().chunk(2)
+        return one + 6.5 * (other - one)
+
+    waiting = guided(Later("tensor", drawn))
+    assert isinstance(waiting, Later)
+    want = guided(runtime.to_torch(drawn))
+    torch.testing.assert_close(runtime.to_torch(waiting.value), want)
+    assert waiting.dtype == torch.float32  # any attribute is the tensor's own
+
+
+def test_what_is_not_written_down_is_done_to_the_tensor(drawn):
+    waiting, plain = Later("tensor", drawn), runtime.to_torch(drawn)
+    for got, want in (
+        (torch.cat([waiting, waiting]), torch.cat([plain, plain])),
+        (waiting.chunk(2, dim=1)[1], plain.chunk(2, dim=1)[1]),
+        (waiting.float().square(), plain.float().square()),
+    ):
+        assert isinstance(got, torch.Tensor)
+        torch.testing.assert_close(runtime.to_torch(got), want)
+
+
+def test_outside_of_a_pipeline_a_prediction_is_a_tensor(drawn):
+    assert later.prediction(drawn) is drawn
+    with later.waiting(looked_at=True):
+        assert isinstance(later.prediction(drawn), Later)
+        assert not later.nobody_looks()
+    assert later.prediction(drawn) is drawn
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    """The latents that each step's program took, and what guidance it had to compute."""
+    taken, expressions = [], []
+    inherited = scheduler._linear_program
+
+    def spied(donated):
+        def run(expression, leaves, array, factors):
+            taken.append(array)
+            expressions.append(expression)
+            return inherited(donated)(expression, leaves, array, factors)
+
+        return run
+
+    monkeypatch.setattr(scheduler, "_linear_program", spied)
+    return taken, expressions
+
+
+def test_guidance_is_in_the_program_of_the_schedulers_step(pipe, steps):
+    latents(pipe, use_dynamic_cfg=True)
+    _, expressions = steps
+    assert len(expressions) == 4
+    assert len(set(expressions)) == 1  # another scale is not another program
+    assert expressions[0][0] == "sum"
+
+
+def test_latents_are_used_up_where_nobody_sees_them(pipe, steps):
+    given = runtime.to_jax(torch.full((1, 3, 16, 4, 8), 0.5))
+    result = latents(pipe, latents=given)
+    taken, _ = steps
+    assert [array.is_deleted() for array in taken] == [False, True, True, True]
+    assert bool(runtime.to_torch(given).eq(0.5).all())
+    assert runtime.first_nonfinite(result) is None
+
+
+def test_latents_that_a_callback_keeps_stay(pipe):
+    kept = []
+
+    def callback(pipe, step, timestep, kwargs):
+        kept.append(kwargs["latents"])
+        return {}
+
+    latents(pipe, callback_on_step_end=callback)
+    assert len({runtime.to_torch(step).sum().item() for step in kept}) == 4
+
+
+def test_a_schedulers_numbers_are_those_of_its_own_steps():
+    runtime.enable()
+    ported = scheduler.port_scheduler(small_pipelines.scheduler())
+    ported.set_timesteps(7)
+    stock = runtime.without_torchax(small_pipelines.scheduler)
+    runtime.without_torchax(stock.set_timesteps, 7)
+    assert len(ported.watch.factors) == 7
+    draw = torch.Generator().manual_seed(0)
+    sample, output = (runtime.without_torchax(torch.randn, 5, generator=draw) for _ in range(2))
+    for timestep in stock.timesteps.tolist():
+        want = runtime.without_torchax(stock.step, output, timestep, sample, return_dict=False)
+        got = ported.step(runtime.to_jax(output), timestep, runtime.to_jax(sample), return_dict=False)
+        for one, other in zip(got, want, strict=True):
+            np.testing.assert_allclose(runtime.to_torch(one), other, rtol=1e-6, atol=1e-6)
