@@ -2,7 +2,7 @@
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import nn
@@ -20,7 +20,7 @@ class Snapshot:
 
     def __init__(self, root: nn.Module):
         self._modules = [_Seen(module) for module in _tree(root)]
-        self._weights = _weight_pattern(root)
+        self._weights = _weight_pattern(_tree(root))
 
     def holds(self, root: nn.Module) -> bool:
         """Whether a tree is still what it was; its root may be another module with the same attributes."""
@@ -31,7 +31,7 @@ class Snapshot:
             and all(
                 seen.module() is module for seen, module in zip(self._modules[1:], modules[1:], strict=True)
             )
-            and self._weights == _weight_pattern(root)
+            and self._weights == _weight_pattern(modules)
         )
 
 
@@ -54,7 +54,10 @@ class _Seen:
             found = attributes.get(name, self)
             if found is not value and not (type(value) in CONTAINERS and _same(_items(found), _items(value))):
                 return False
-        return all(_same(_items(container), items) for container, items in self._contents)
+        # Most are hooks that nobody has registered: this is asked before every call.
+        return all(
+            not (container or items) or _same(_items(container), items) for container, items in self._contents
+        )
 
 
 def _items(container: Any) -> list[Any]:
@@ -81,11 +84,11 @@ def _tree(root: nn.Module) -> Iterator[nn.Module]:
             waiting.extend(child for child in module._modules.values() if child is not None)
 
 
-def _weight_pattern(root: nn.Module) -> list[Any]:
+def _weight_pattern(modules: Iterable[nn.Module]) -> list[Any]:
     """Names and places of the weights: which there are, and which are one tensor under two names."""
     first: dict[int, int] = {}
     pattern: list[Any] = []
-    for module in _tree(root):
+    for module in modules:
         pattern.extend(module._modules)
         for held in (module._parameters, module._buffers):
             for name, tensor in held.items():
