@@ -16,9 +16,12 @@ def saved_from_host(save_pretrained: Callable[..., None]) -> Callable[..., None]
 
     @functools.wraps(save_pretrained)
     def save(model: Any, save_directory: str | Path, *args: Any, **options: Any) -> None:
-        without_torchax(save_pretrained, on_host(model), save_directory, *args, **options)
         directory = Path(save_directory)
-        for file in directory.glob("*.safetensors"):
-            file.chmod((directory / "config.json").stat().st_mode)
+        before = {file: file.stat().st_mtime_ns for file in directory.glob("*.safetensors")}
+        without_torchax(save_pretrained, on_host(model), save_directory, *args, **options)
+        config = directory / "config.json"
+        for file in directory.glob("*.safetensors") if config.exists() else ():
+            if file.stat().st_mtime_ns != before.get(file):  # written by this call
+                file.chmod(config.stat().st_mode)
 
     return save

@@ -126,7 +126,7 @@ class Block(CogVideoXBlock):
 
 def projections(attn: Any, h_SC: torch.Tensor, parts: int) -> Iterator[torch.Tensor]:
     """Queries, keys and values (P, S, C), their channels in so many parts; by three matrices or by one."""
-    if attn.fused_projections:
+    if type(attn.processor) is FusedAttnProcessor:  # diffusers keeps `to_qkv`, and the flag, when it unfuses
         together = attn.to_qkv(h_SC).chunk(3, dim=-1)
         yield from (part.unflatten(-1, (parts, -1)).transpose(0, 1) for part in together)
         return
@@ -168,8 +168,9 @@ def _as_ported(block: nn.Module) -> bool:
     kinds = (Block, Attention, CogVideoXLayerNormZero, CogVideoXLayerNormZero, LayerNorm, LayerNorm)
     norms = (attn.norm_q, attn.norm_k)
     return (
-        all(type(part) is kind and not _watched(part) for part, kind in zip(parts, kinds, strict=True))
-        and all(type(norm) is LayerNorm and not _watched(norm) for norm in norms)
+        all(type(part) is kind for part, kind in zip(parts, kinds, strict=True))
+        and all(type(norm) is LayerNorm for norm in norms)
+        and not any(map(_watched, block.modules()))
         and type(attn.processor) in (AttnProcessor, FusedAttnProcessor)
     )
 
@@ -229,6 +230,7 @@ def joined_step(
         (N, T, C, H, W).
     """
     temb = embedded_time(model, timestep, timestep_cond, ofs, hidden_states.dtype)
+    temb = temb.expand(hidden_states.shape[0], -1)
     x_NSC = model.embedding_dropout(model.patch_embed(encoder_hidden_states, hidden_states))
     sequence = Sequence.of(
         model.placement, videos=x_NSC.shape[0], text=encoder_hidden_states.shape[1], tokens=x_NSC.shape[1]

@@ -89,6 +89,17 @@ class Later:
         return function(*args, **kwargs)
 
 
+def _of_value(name: str) -> Any:
+    def method(later: Later, *args: Any) -> Any:
+        return getattr(later.value, name)(*(arg.value if isinstance(arg, Later) else arg for arg in args))
+
+    return method
+
+
+# Python asks a type for these, and not `__getattr__`.
+for _name in ("getitem", "setitem", "len", "neg", "abs", "mul", "truediv", "rtruediv", "pow", "radd", "rsub"):
+    setattr(Later, f"__{_name}__", _of_value(f"__{_name}__"))
+
 OPERATIONS = {
     "tensor": lambda x: x,
     "float": lambda x: x.astype("float32"),
@@ -106,6 +117,8 @@ Written = int | tuple[Any, ...]
 
 def written(value: Any, leaves: list[Any]) -> Written:
     """An expression, whose arrays and numbers are put into `leaves`, each once."""
+    if isinstance(value, Later) and "value" in vars(value):  # somebody has seen it, and may have changed it
+        value = value.value
     if isinstance(value, Later):
         return (value.operation, *(written(part, leaves) for part in value.parts))
     leaf = array_of(value) if isinstance(value, torch.Tensor) else value

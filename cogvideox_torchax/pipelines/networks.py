@@ -40,6 +40,7 @@ from cogvideox_torchax.pipelines.layers import AttnProcessor, LayerNorm, Linear,
 from cogvideox_torchax.runtime import on_jax
 from cogvideox_torchax.runtime.models import PortedModel, save_as_stock
 from cogvideox_torchax.vae.torchax.modules import SiLU
+from jax_kernels.attention.bounds import LARGEST_BOUND
 
 
 class TransformerStep(nn.Module):
@@ -52,7 +53,9 @@ class TransformerStep(nn.Module):
         super().__init__()
         self.model = model
         self.joined = takes_sequences(model)
-        self.bound = score_bound(model) if self.joined else None
+        bound = score_bound(model) if self.joined else None
+        # Not the bound itself: weights with another one are the same program's.
+        self.bound = LARGEST_BOUND if bound is not None and bound <= LARGEST_BOUND else None
 
     def forward(self, options: Any, positions: torch.Tensor | None = None, **tensors: Any) -> torch.Tensor:
         given: dict[str, Any] = {**tensors, "attention_kwargs": dict(options) or None}
@@ -158,7 +161,8 @@ class Compiled(PortedModel):
 
         Args:
             mesh: of `make_mesh`.
-            split: "tokens" or "channels", what of the transformer is split over "tp"; None to choose.
+            split: "tokens" or "channels", what of the transformer is split over "tp"; None to choose, and for
+                the mesh that it is on to leave it.
             memory: of a device, in bytes; what it says itself where None.
 
         Raises:
@@ -166,7 +170,8 @@ class Compiled(PortedModel):
         """
         from cogvideox_torchax.sharding import check_mesh
 
-        chosen = split_of(self, check_mesh(mesh), split, memory)
+        keeps = mesh == self._mesh and split is None and memory is None
+        chosen = self._split if keeps else split_of(self, check_mesh(mesh), split, memory)
         if (mesh, chosen) != (self._mesh, self._split):
             self._mesh, self._split = mesh, chosen
             runtime.forget_programs(self)

@@ -1,5 +1,6 @@
 """Whole diffusers pipelines on JAX: what `port` does with one, and what its own call needs besides."""
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable
@@ -83,9 +84,13 @@ def _check(network: Any, mesh: Any, split: str | None) -> None:
 def _port_again(make: Callable[..., Any], kind: type, pipeline: Any, **options: Any) -> Any:
     """diffusers' `from_pipe`, whose result is ported where what it is made from is."""
     made = make(kind, pipeline, **options)
-    if isinstance(pipeline, PortedPipeline) and is_pipeline(made):
+    if not isinstance(pipeline, PortedPipeline) or not is_pipeline(made):
+        return made
+    if runtime.on_jax(next(pipeline.transformer.parameters())):
         split = pipeline.transformer.split
         port_pipeline(made, pipeline.vae.mesh, split and split.over_tp)
+    else:  # moved to the host, where the two share their parts
+        made.__class__ = _ported_class(type(made))
     return made
 
 
@@ -131,6 +136,12 @@ class PortedPipeline(PickledAsStock, DiffusionPipeline):
         return torch.cat(list(self.vae.decode_stream(z)), dim=2)
 
 
+def _is_stock(pipeline: Any, kind: type) -> bool:
+    """Whether nobody but diffusers' own loop sees what the transformer takes and gives."""
+    transformer = pipeline.transformer
+    return kind in PIPELINES and not (transformer._forward_hooks or transformer._forward_pre_hooks)
+
+
 @functools.cache
 def _ported_class(kind: type) -> type:
     """A subclass of a pipeline's class, of the same name and signatures."""
@@ -141,12 +152,9 @@ def _ported_class(kind: type) -> type:
         runtime.enable()
         port_scheduler(self.scheduler)
         try:
-            callback = (
-                inspect.signature(inherited.__call__)
-                .bind(self, *args, **kwargs)
-                .arguments.get("callback_on_step_end")
-            )
-            with waiting(looked_at=callback is not None):
+            given = inspect.signature(inherited.__call__).bind(self, *args, **kwargs).arguments
+            looked_at = given.get("callback_on_step_end") is not None
+            with waiting(looked_at=looked_at) if _is_stock(self, kind) else contextlib.nullcontext():
                 result = inherited.__call__(self, *args, **kwargs)
         except BaseException:
             disarm(self.scheduler)

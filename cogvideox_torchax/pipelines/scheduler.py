@@ -88,6 +88,7 @@ def port_scheduler(scheduler: Any) -> Any:
     """Gives a scheduler the class that keeps its tables on the host and watches its steps; once."""
     if not isinstance(scheduler, HostScheduler):
         scheduler.__class__ = _host_class(type(scheduler))
+    if "watch" not in vars(scheduler):  # one that was made of a ported one's class has none yet either
         for name, value in vars(scheduler).items():
             if isinstance(value, torch.Tensor):
                 setattr(scheduler, name, runtime.to_torch(value))

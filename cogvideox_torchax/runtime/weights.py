@@ -41,10 +41,18 @@ def replace_weights(module: nn.Module, make: Callable[[torch.Tensor], torch.Tens
                 if tensor is None:
                     continue
                 if id(tensor) not in put:
-                    made = make(tensor)
-                    is_parameter = isinstance(tensor, nn.Parameter)
-                    put[id(tensor)] = nn.Parameter(made, tensor.requires_grad) if is_parameter else made
+                    put[id(tensor)] = _remade(tensor, make)
                 held[name] = put[id(tensor)]
+
+
+def _remade(tensor: torch.Tensor, make: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """A parameter or a buffer of what is made of it, with its gradient; itself where that is itself."""
+    made = make(tensor)
+    if made is tensor or not isinstance(tensor, nn.Parameter):
+        return made
+    parameter = nn.Parameter(made, tensor.requires_grad)
+    parameter.grad = None if tensor.grad is None else make(tensor.grad)
+    return parameter
 
 
 def put_weights(module: nn.Module, place: Callable[[str, Any], Any]) -> None:

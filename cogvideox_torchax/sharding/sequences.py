@@ -18,7 +18,7 @@ import functools
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -72,7 +72,7 @@ class Split:
 
     over_tp: str = CHANNELS
     gathered: bool = False
-    reason: str = "its sequences are short"
+    reason: str = field(default="its sequences are short", compare=False)
 
     def __str__(self) -> str:
         weights = "" if self.over_tp == CHANNELS else f", weights {'gathered' if self.gathered else 'whole'}"

@@ -73,10 +73,18 @@ def test_a_pipeline_made_from_a_ported_one_is_ported_and_shares_its_parts(stock,
 
 def test_a_pipeline_made_from_one_on_a_mesh_stays_there_and_compiles_nothing_again(stock):
     pipe = port(runtime.without_torchax(copy.deepcopy, stock), mesh=make_mesh(1, 2))
-    program = pipe.transformer.program
+    program, chunks = pipe.transformer.program, pipe.vae.program("decode")
     clip = CogVideoXVideoToVideoPipeline.from_pipe(pipe)
     assert clip.vae.mesh == clip.transformer.mesh == make_mesh(1, 2)
     assert clip.transformer.program is program
+    assert clip.vae.program("decode") is chunks
+
+
+def test_a_pipeline_made_from_one_on_the_host_leaves_it_there(stock):
+    pipe = port(runtime.without_torchax(copy.deepcopy, stock)).to("cpu")
+    clip = CogVideoXVideoToVideoPipeline.from_pipe(pipe)
+    assert isinstance(clip, PortedPipeline)
+    assert not any(runtime.on_jax(weight) for weight in pipe.transformer.parameters())
 
 
 def test_a_pipeline_around_a_ported_vae_alone_is_handed_over_and_named_for_others(stock):

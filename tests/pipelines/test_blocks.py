@@ -11,6 +11,7 @@ from cogvideox_torchax import make_mesh, runtime, sharding
 from cogvideox_torchax.pipelines import blocks, networks
 from cogvideox_torchax.sharding.sequences import CHANNELS, TOKENS, choose_split
 from cogvideox_torchax.vae.tolerances import BFLOAT16_RMS_RATIO, relative_error, rms_error
+from jax_kernels.attention.bounds import LARGEST_BOUND
 from tests import small_pipelines
 
 TOLERANCE = 1e-5
@@ -116,6 +117,62 @@ def test_fused_projections_change_nothing(split):
     assert relative_error(ported_step(model), reference()) < TOLERANCE
 
 
+def test_what_was_fused_and_is_no_more_runs_on_its_own_weights():
+    def change(model):
+        model.fuse_qkv_projections()
+        model.unfuse_qkv_projections()
+        with torch.no_grad():
+            model.transformer_blocks[0].attn1.to_q.weight.mul_(2.0)
+
+    changed, model = stock(), ported()
+    runtime.without_torchax(change, changed)
+    change(model)
+    want = step(changed)
+    assert relative_error(want, reference()) > 1e-3
+    assert relative_error(ported_step(model), want) < TOLERANCE
+
+
+@pytest.mark.parametrize("split", ["one device", "2x4 by tokens"])
+def test_one_timestep_is_that_of_all_videos(split):
+    model = ported(split=split)
+    tensors = jax.tree.map(runtime.to_jax, runtime.without_torchax(given, model))
+    tensors["timestep"] = tensors["timestep"][:1]
+    got = runtime.to_torch(model(**tensors, return_dict=False)[0])
+    assert relative_error(got, reference()) < TOLERANCE
+
+
+def test_weights_loaded_or_moved_to_and_fro_are_the_same_programs():
+    model = ported()
+    first = ported_step(model)
+    program = model.program
+    model.to("cpu")
+    with torch.no_grad():
+        model.transformer_blocks[0].attn1.norm_q.weight.mul_(1.001)
+    model.place()
+    assert relative_error(ported_step(model), first) > 0
+    assert model.program is program
+    assert program.compilations == 1
+
+
+def test_a_chosen_split_stays_where_nothing_else_is_asked_for():
+    model = ported(split="2x4 by channels")
+    program = model.program
+    model.place(make_mesh(2, 4))
+    assert model.split.over_tp == CHANNELS
+    assert model.program is program
+
+
+@pytest.mark.parametrize("part", ["attn1.to_q", "ff"])
+def test_a_hook_on_a_part_inside_acts(part):
+    def twice(module, args, result):
+        return result * 2
+
+    changed, model = stock(), ported(split="2x4 by tokens")
+    for hooked in (changed, model):
+        hooked.transformer_blocks[0].get_submodule(part).register_forward_hook(twice)
+    assert relative_error(ported_step(model), step(changed)) < TOLERANCE
+
+
 @pytest.mark.parametrize("split", ["one device", "2x4 by tokens"])
 def test_who_looks_at_a_part_sees_what_diffusers_shows_there(split):
     model, seen = ported(split=split), []
@@ -189,9 +246,12 @@ def test_the_bound_of_scores_is_that_of_the_weights_as_they_are():
     weight.apply_jax_(lambda array: array * 100)
     after = blocks.score_bound(model)
     assert after > 10 * before
-    assert networks.TransformerStep(model).bound == after
+    assert before < LARGEST_BOUND < after
+    assert networks.TransformerStep(model).bound is None  # which takes the running maximum
     scores = largest_score(model, layer=1)
     assert 0.01 * after < scores <= after
+    weight.apply_jax_(lambda array: array / 100)
+    assert networks.TransformerStep(model).bound == LARGEST_BOUND
 
 
 def largest_score(model, layer):

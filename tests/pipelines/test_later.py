@@ -48,6 +48,58 @@ def test_what_is_not_written_down_is_done_to_the_tensor(drawn):
         torch.testing.assert_close(runtime.to_torch(got), want)
 
 
+def test_a_prediction_that_was_changed_in_place_is_what_the_step_takes(drawn):
+    waiting = Later("tensor", drawn).float()
+    waiting.mul_(0.5)
+    leaves = []
+    expression = later.written(waiting + 1.0, leaves)
+    got = runtime.to_torch(runtime.tensor_of(later.computed(expression, leaves)))
+    torch.testing.assert_close(got, runtime.to_torch(drawn).float() * 0.5 + 1.0)
+
+
+def test_any_arithmetic_is_done(drawn):
+    waiting, plain = Later("tensor", drawn).float(), runtime.to_torch(drawn).float()
+    for got, want in (
+        (waiting * 0.5, plain * 0.5),
+        (waiting / 2, plain / 2),
+        (-waiting, -plain),
+        (waiting[:1], plain[:1]),
+        (1.0 - waiting, 1.0 - plain),
+        (0.5 + waiting, 0.5 + plain),
+        (waiting * waiting, plain * plain),
+    ):
+        torch.testing.assert_close(runtime.to_torch(got), want)
+    assert len(waiting) == len(plain)
+
+
+def test_a_hook_on_the_transformer_gets_tensors_and_may_keep_what_it_sees(pipe):
+    seen, given = [], []
+    handles = [
+        pipe.transformer.register_forward_pre_hook(
+            lambda module, args, kwargs: given.append(kwargs["hidden_states"]), with_kwargs=True
+        ),
+        pipe.transformer.register_forward_hook(lambda module, args, result: seen.append(result[0])),
+    ]
+    try:
+        latents(pipe, guidance_scale=1.0)
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert len(seen) == 4
+    assert all(isinstance(part, torch.Tensor) for part in seen)
+    assert all(runtime.first_nonfinite(part) is None for part in given)
+
+
+def test_a_scheduler_made_of_a_ported_ones_class_is_taken(pipe):
+    own = pipe.scheduler
+    want = runtime.to_torch(latents(pipe))
+    try:
+        pipe.scheduler = type(own).from_config(own.config)
+        assert torch.equal(runtime.to_torch(latents(pipe)), want)
+    finally:
+        pipe.scheduler = own
+
+
 def test_outside_of_a_pipeline_a_prediction_is_a_tensor(drawn):
     assert later.prediction(drawn) is drawn
     with later.waiting(looked_at=True):

@@ -453,8 +453,9 @@ class AutoencoderKLCogVideoX(PortedModel, DiffusersAutoencoder):
         """
         from cogvideox_torchax.sharding import check_mesh
 
-        self._mesh = check_mesh(mesh)
-        runtime.forget_programs(self)
+        if check_mesh(mesh) != self._mesh:
+            self._mesh = mesh
+            runtime.forget_programs(self)
 
     # Checks
 

@@ -6,7 +6,7 @@ import jax
 import pytest
 import torch
 
-from cogvideox_torchax import runtime
+from cogvideox_torchax import port, runtime
 from cogvideox_torchax.vae.tolerances import relative_error
 from tests import reference
 from tests.conftest import port_to_eight
@@ -126,3 +126,25 @@ def test_tiles_decode_and_refuse_gradients_in_words(jax_vae):
         frames = vae.tiled_decode(z).sample
         with pytest.raises(ValueError, match=r"disable_tiling\(\)"):
             frames.sum().backward()
+
+
+def test_slices_of_a_batch_have_their_gradients():
+    stock = reference.small_vae()
+    vae = reference.on_jax(copy.deepcopy(stock)).train()
+    for model in (stock, vae):
+        model.enable_slicing()
+    x = reference.video(1, batch=2)
+    want = runtime.without_torchax(backward, stock, encoded, x, 0)
+    assert relative_error(runtime.to_torch(backward(vae, encoded, x, 0)), want) < RELATIVE
+
+
+def test_what_is_on_the_host_stays_the_same_parameters_and_gradients_move_along(small_vae):
+    vae = port(copy.deepcopy(small_vae))
+    before = list(vae.parameters())
+    assert all(one is other for one, other in zip(vae.to("cpu").parameters(), before, strict=True))
+    vae = reference.on_jax(copy.deepcopy(small_vae)).requires_grad_(False)
+    vae.encoder.conv_out.requires_grad_(True)
+    with torch.enable_grad():
+        vae.encode(runtime.to_jax(reference.video(1))).latent_dist.mean.sum().backward()
+    want = runtime.to_torch(vae.encoder.conv_out.conv.bias.grad)
+    assert torch.equal(vae.to("cpu").encoder.conv_out.conv.bias.grad, want)
