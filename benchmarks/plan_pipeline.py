@@ -21,8 +21,16 @@ CASES = {
     "step-1.5-5b-v6e-8": f"--network step --model 1.5-5b {EIGHT} {LARGE}",
     "step-5b-v6e-1": f"--network step --model 5b --topology v6e:1x1 {SMALL}",
     "step-5b-v6e-8": f"--network step --model 5b {EIGHT} {SMALL}",
+    "prompt-v6e-1": "--network prompt --model 5b --topology v6e:1x1",
     "prompt-v6e-8": f"--network prompt --model 5b {EIGHT}",
 }
+STEPS = 50
+VIDEOS = {
+    # The plans of its parts: prompt, step and VAE.
+    "5b, 49 x 480 x 720, one v6e": ("prompt-v6e-1", "step-5b-v6e-1", "v6e-1-decode"),
+    "1.5-5b, 81 x 768 x 1360, v6e-8": ("prompt-v6e-8", "step-1.5-5b-v6e-8", "v6e-8-decode"),
+}
+VIDEO_HEAD = ("video", "prompts, s", f"{STEPS} steps, s", "of which a step", "VAE, s", "whole, s")
 HEAD = (
     "network",
     "chips",
@@ -56,8 +64,19 @@ def _row(plan: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
+def _video(name: str, prompt: str, step: str, vae: str) -> tuple[str, ...]:
+    prompts, one = (
+        load(RESULTS / f"network-{case}.json", FORMAT)["summary"]["with_collectives_s"]
+        for case in (prompt, step)
+    )
+    frames = load(RESULTS / f"plan-{vae}-torchax.json", FORMAT)["summary"]["with_collectives_s"]
+    parts = (prompts, STEPS * one, one, frames, prompts + STEPS * one + frames)
+    return name, *(f"{seconds:.3f}" if seconds < 0.1 else f"{seconds:.2f}" for seconds in parts)
+
+
 if __name__ == "__main__":
     for case in sys.argv[1:]:
         main(["plan", *CASES[case].split(), "--json", str(RESULTS / f"network-{case}.json")])
     plans = [load(path, FORMAT) for path in sorted(RESULTS.glob("network-*.json"))]
     fill(PAGE, "network plans", table(HEAD, [_row(plan) for plan in plans]))
+    fill(PAGE, "videos", table(VIDEO_HEAD, [_video(name, *parts) for name, parts in VIDEOS.items()]))

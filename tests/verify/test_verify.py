@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import types
 
 import numpy as np
 import pytest
@@ -105,8 +106,11 @@ def test_a_zeroed_bias_fails_and_is_named(verifier, torchax_candidate):
 def test_a_dropped_cache_fails_and_is_named_with_its_chunk(verifier, small_vae):
     candidate = compare.make_candidate("torchax", torch.float32, small_vae)
     conv = candidate.vae.decoder.mid_block.resnets[1].conv2
-    whole = conv.forward
-    conv.forward = lambda inputs, conv_cache=None, **more: whole(inputs, conv_cache=None, **more)
+
+    def without_cache(self, inputs, conv_cache=None, **more):
+        return type(self).forward(self, inputs, conv_cache=None, **more)
+
+    conv.forward = types.MethodType(without_cache, conv)
     result = only(verifier.verify([candidate]))
     assert not result.passed
     assert result.first_bad_layer.name == "decoder.mid_block.resnets.1"
