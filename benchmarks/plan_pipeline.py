@@ -64,13 +64,17 @@ def _row(plan: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
-def _video(name: str, prompt: str, step: str, vae: str) -> tuple[str, ...]:
-    prompts, one = (
-        load(RESULTS / f"network-{case}.json", FORMAT)["summary"]["with_collectives_s"]
-        for case in (prompt, step)
-    )
-    frames = load(RESULTS / f"plan-{vae}-torchax.json", FORMAT)["summary"]["with_collectives_s"]
-    parts = (prompts, STEPS * one, one, frames, prompts + STEPS * one + frames)
+def _parts(prompt: str, step: str, vae: str) -> list[Path]:
+    return [
+        RESULTS / f"network-{prompt}.json",
+        RESULTS / f"network-{step}.json",
+        RESULTS / f"plan-{vae}-torchax.json",
+    ]
+
+
+def _video(name: str, plans: list[Path]) -> tuple[str, ...]:
+    prompts, step, frames = (load(plan, FORMAT)["summary"]["with_collectives_s"] for plan in plans)
+    parts = (prompts, STEPS * step, step, frames, prompts + STEPS * step + frames)
     return name, *(f"{seconds:.3f}" if seconds < 0.1 else f"{seconds:.2f}" for seconds in parts)
 
 
@@ -79,4 +83,6 @@ if __name__ == "__main__":
         main(["plan", *CASES[case].split(), "--json", str(RESULTS / f"network-{case}.json")])
     plans = [load(path, FORMAT) for path in sorted(RESULTS.glob("network-*.json"))]
     fill(PAGE, "network plans", table(HEAD, [_row(plan) for plan in plans]))
-    fill(PAGE, "videos", table(VIDEO_HEAD, [_video(name, *parts) for name, parts in VIDEOS.items()]))
+    videos = {name: _parts(*cases) for name, cases in VIDEOS.items()}
+    kept = {name: parts for name, parts in videos.items() if all(part.exists() for part in parts)}
+    fill(PAGE, "videos", table(VIDEO_HEAD, [_video(*item) for item in kept.items()]))
