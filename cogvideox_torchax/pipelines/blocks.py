@@ -170,12 +170,12 @@ def _as_ported(block: nn.Module) -> bool:
     return (
         all(type(part) is kind for part, kind in zip(parts, kinds, strict=True))
         and all(type(norm) is LayerNorm for norm in norms)
-        and not any(map(_watched, block.modules()))
+        and not any(map(is_watched, block.modules()))
         and type(attn.processor) in (AttnProcessor, FusedAttnProcessor)
     )
 
 
-def _watched(module: nn.Module) -> bool:
+def is_watched(module: nn.Module) -> bool:
     """Whether a module has hooks or a forward of its own."""
     return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
 

@@ -15,6 +15,7 @@ from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
 from cogvideox_torchax import runtime, upstream
 from cogvideox_torchax.pipelines import loras, networks
+from cogvideox_torchax.pipelines.blocks import is_watched
 from cogvideox_torchax.pipelines.later import waiting
 from cogvideox_torchax.pipelines.scheduler import disarm, port_scheduler
 from cogvideox_torchax.runtime.models import PickledAsStock
@@ -138,8 +139,7 @@ class PortedPipeline(PickledAsStock, DiffusionPipeline):
 
 def _is_stock(pipeline: Any, kind: type) -> bool:
     """Whether nobody but diffusers' own loop sees what the transformer takes and gives."""
-    transformer = pipeline.transformer
-    return kind in PIPELINES and not (transformer._forward_hooks or transformer._forward_pre_hooks)
+    return kind in PIPELINES and not is_watched(pipeline.transformer)
 
 
 @functools.cache
