@@ -56,9 +56,9 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
     command.add_argument("--layers", action="store_true", help="on a mesh: what each layer holds and moves")
     command.add_argument(
         "--network",
-        choices=("vae", "step", "prompt"),
+        choices=("vae", "step", "prompt", "train-step"),
         default="vae",
-        help="the VAE, one step of the transformer, or the text encoder (default: vae)",
+        help="the VAE, a step of the transformer, the text encoder, a step training the VAE (default: vae)",
     )
     command.add_argument(
         "--no-guidance", action="store_true", help="with --network step: without the second half of guidance"
@@ -86,6 +86,8 @@ def run(args: argparse.Namespace) -> int:
     quiet_libraries()
     dtype = common.parse_dtype(args.dtype)
     vae = models.weightless_vae(args.model, dtype)
+    if args.network == "train-step":
+        return _run_train_step(args, vae)
     if args.network != "vae":
         return _run_network(args, vae)
     if args.save_hlo:
@@ -159,9 +161,27 @@ def _run_network(args: argparse.Namespace, vae: "AutoencoderKLCogVideoX") -> int
     table = networks.table(plan, chip)
     common.print_report(table, as_json=False)
     if args.json:
-        job = {name: getattr(args, name) for name in ("network", "frames", "height", "width")}
-        _write_json(args, job, [plan.program], table)
+        _write_json(args, _network_job(args), [plan.program], table)
     return 0
+
+
+def _run_train_step(args: argparse.Namespace, vae: "AutoencoderKLCogVideoX") -> int:
+    """The plan of one step that trains the VAE."""
+    from cogvideox_torchax.plan import jobs, training
+
+    job = jobs.Job("encode", args.frames, args.height, args.width)
+    chip, devices = _target(args)
+    common.say("compiling 1 program; it takes minutes")
+    plan = training.plan_train_step(vae, job, devices, chip, dp=args.dp, tp=args.tp)
+    table = training.table(plan, vae, chip)
+    common.print_report(table, as_json=False)
+    if args.json:
+        _write_json(args, _network_job(args), [plan], table)
+    return 0
+
+
+def _network_job(args: argparse.Namespace) -> dict[str, Any]:
+    return {name: getattr(args, name) for name in ("network", "frames", "height", "width")}
 
 
 def _write_json(

@@ -1,20 +1,31 @@
 """Arithmetic on a network's prediction that waits, to be computed in one program with the scheduler's step.
 
 Between the two a pipeline does classifier-free guidance, an operation after the other. What it does is
-written down here, and whoever asks for anything else than these operations gets the tensor.
+written down here, and whoever asks for anything else than these operations gets the tensor. Nor is anything
+asked twice, in a run that nobody can step into, of which the answer cannot have changed.
 """
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from cogvideox_torchax.runtime import array_of, tensor_of
 
-_WAITING: ContextVar[str] = ContextVar("whether a scheduler's step follows, and who sees it", default="")
+T = TypeVar("T")
+
+
+class _Run(NamedTuple):
+    """A pipeline's call: whether somebody sees what its steps leave, and what was asked once for all."""
+
+    looked_at: bool
+    answers: dict[int, tuple[Any, Any]]
+
+
+_RUN: ContextVar[_Run | None] = ContextVar("the pipeline's call that this is in", default=None)
 
 
 @contextlib.contextmanager
@@ -24,21 +35,32 @@ def waiting(*, looked_at: bool) -> Iterator[None]:
     Args:
         looked_at: whether a callback sees what a step leaves, and may keep it.
     """
-    token = _WAITING.set("looked at" if looked_at else "alone")
+    token = _RUN.set(_Run(looked_at, {}))
     try:
         yield
     finally:
-        _WAITING.reset(token)
+        _RUN.reset(token)
 
 
 def prediction(sample: torch.Tensor) -> Any:
     """What a pipeline gets of a network: the tensor, or one that waits."""
-    return Later("tensor", sample) if _WAITING.get() else sample
+    return Later("tensor", sample) if _RUN.get() else sample
 
 
 def nobody_looks() -> bool:
     """Whether what a step leaves is the next one's alone, to be used up."""
-    return _WAITING.get() == "alone"
+    run = _RUN.get()
+    return run is not None and not run.looked_at
+
+
+def once_a_run(owner: Any, ask: Callable[[], T]) -> T:
+    """What `ask` gives, the same throughout a pipeline's call in which nobody can change the owner."""
+    run = _RUN.get()
+    if run is None or run.looked_at:
+        return ask()
+    if id(owner) not in run.answers:
+        run.answers[id(owner)] = owner, ask()
+    return run.answers[id(owner)][1]
 
 
 class Later:

@@ -35,7 +35,7 @@ from cogvideox_torchax.files.models import saved_from_host
 from cogvideox_torchax.pipelines import loras
 from cogvideox_torchax.pipelines.blocks import GELU, Block, joined_step, score_bound, takes_sequences
 from cogvideox_torchax.pipelines.fused import FusedAttnProcessor
-from cogvideox_torchax.pipelines.later import prediction
+from cogvideox_torchax.pipelines.later import once_a_run, prediction
 from cogvideox_torchax.pipelines.layers import AttnProcessor, LayerNorm, Linear, PatchEmbed
 from cogvideox_torchax.runtime import on_jax
 from cogvideox_torchax.runtime.models import PortedModel, save_as_stock
@@ -127,8 +127,13 @@ class Compiled(PortedModel):
 
     def run_program(self, options: Hashable, **tensors: Any) -> torch.Tensor:
         """What the network gives for tensors; see `ModuleProgram`."""
+        program, weights = once_a_run(self, self._program_and_weights)
+        return program(weights, options, **tensors)
+
+    def _program_and_weights(self) -> tuple[runtime.ModuleProgram, dict[str, Any]]:
         network = self.network_class(self)
-        return self._program(network)(network, options, **tensors)
+        program = self._program(network)
+        return program, program.weights(network)
 
     def port_layers(self) -> None:
         """Gives layers that were added later, as a LoRA's are, their ported classes."""

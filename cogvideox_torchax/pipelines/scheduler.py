@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 from diffusers.schedulers.scheduling_ddim_cogvideox import CogVideoXDDIMScheduler, DDIMSchedulerOutput
+from diffusers.schedulers.scheduling_dpm_cogvideox import CogVideoXDPMScheduler
+from diffusers.utils.torch_utils import randn_tensor
 
 from cogvideox_torchax import runtime
 from cogvideox_torchax.pipelines.later import Later, Written, computed, nobody_looks, written
@@ -48,7 +50,8 @@ class Watch:
     """The steps of one run: what the last one left, and what the first one takes up from.
 
     Attributes:
-        factors: of each timestep, of a scheduler of which they are all there is to a step.
+        linear: the step of each timestep, or of each with the one that it looks back to, of a scheduler whose
+            steps are sums.
         finite: whether the last step's latents are, where its program has looked.
     """
 
@@ -57,7 +60,7 @@ class Watch:
     timestep: Any = None
     resume: StepState | None = None
     timesteps: list[Any] = field(default_factory=list)
-    factors: dict[int, Any] = field(default_factory=dict)
+    linear: "dict[tuple[int, int | None], Linear]" = field(default_factory=dict)
     finite: Any = None
 
     def check(self) -> None:
@@ -123,14 +126,11 @@ def _host_class(kind: Any) -> type:
         if "device" in bound.arguments:
             bound.arguments["device"] = "cpu"
         kind.set_timesteps(*bound.args, **bound.kwargs)
-        _start(self, kind is LINEAR)
+        _start(self, LINEAR.get(kind))
 
     @functools.wraps(kind.step)
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        given = inspect.signature(kind.step).bind(self, *args, **kwargs)
-        known = int(given.arguments["timestep"]) in self.watch.factors
-        linear = known and runtime.on_jax(given.arguments["sample"])
-        return _step(self.watch, _linear_step if linear else kind.step, given)
+        return _step(self.watch, kind.step, inspect.signature(kind.step).bind(self, *args, **kwargs))
 
     def add_noise(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         tables = {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
@@ -148,15 +148,15 @@ def _host_class(kind: Any) -> type:
     return type(kind.__name__, (HostScheduler, kind), members)
 
 
-def _start(scheduler: Any, linear: bool) -> None:
+def _start(scheduler: Any, linear: Any) -> None:
     """A new run; one that resumes leaves out as many timesteps as were done.
 
     Those that a video-to-video run's strength leaves out are cut off after this, in front as well.
     """
     watch = scheduler.watch
     scheduler.watch = Watch(total=len(scheduler.timesteps), timesteps=scheduler.timesteps.tolist())
-    if linear:
-        scheduler.watch.factors = runtime.without_torchax(_factors, scheduler)
+    if linear is not None:
+        scheduler.watch.linear = runtime.without_torchax(linear, scheduler)
     if watch.resume is not None and watch.total == 0:  # set by `resume_from`, for this run alone
         scheduler.watch.resume = watch.resume
         scheduler.timesteps = scheduler.timesteps[watch.resume.done :]
@@ -175,11 +175,14 @@ def _step(watch: Watch, inherited: Any, bound: inspect.BoundArguments) -> Any:
             given["old_pred_original_sample"] = watch.resume.previous
             given["timestep_back"] = watch.timesteps[watch.timesteps.index(int(given["timestep"])) - 1]
     watch.finite = None
-    if inherited is not _linear_step:
+    linear = watch.linear.get(_times(given)) if runtime.on_jax(given["sample"]) else None
+    if linear is not None:
+        result = _linear_step(linear, watch, **_named(bound))
+    else:
         given["sample"] = _exact(given["sample"], given)
         if isinstance(given["model_output"], Later):
             given["model_output"] = given["model_output"].value
-    result = inherited(*bound.args, **bound.kwargs)
+        result = inherited(*bound.args, **bound.kwargs)
     latents = result[0] if isinstance(result, tuple) else result.prev_sample
     looks_back = "old_pred_original_sample" in bound.signature.parameters
     previous = result[1] if looks_back else None
@@ -189,44 +192,109 @@ def _step(watch: Watch, inherited: Any, bound: inspect.BoundArguments) -> Any:
     return result
 
 
-LINEAR = CogVideoXDDIMScheduler
-"""Whose steps, of whatever options, are sums of the latents and of the prediction, each times a number."""
+@dataclass(frozen=True)
+class Linear:
+    """A step that is a sum, of whatever options.
+
+    Attributes:
+        factors: in float32, (2, 4): what the prediction, the latents, the clean ones predicted a step
+            before and the noise are multiplied by, for the next latents and for the clean ones.
+        draws: how often noise is drawn, of which the last counts.
+    """
+
+    factors: np.ndarray
+    draws: int = 0
 
 
-def _factors(scheduler: Any) -> dict[int, Any]:
-    """For each timestep what the prediction and the latents are multiplied by, in two rows: for the next
-    latents, and for the clean ones that are predicted. Found by having the scheduler step with ones and
-    zeros."""
-    one, zero = torch.ones((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+def _times(given: dict[str, Any]) -> tuple[int, int | None]:
+    """The timestep of a step, and the one that it looks back to."""
+    back = given.get("timestep_back") if given.get("old_pred_original_sample") is not None else None
+    return int(given["timestep"]), None if back is None else int(back)
+
+
+def _named(bound: inspect.BoundArguments) -> dict[str, Any]:
+    bound.apply_defaults()
+    taken = ("model_output", "sample", "old_pred_original_sample", "generator", "return_dict")
+    return {name: bound.arguments[name] for name in taken if name in bound.arguments}
+
+
+ONE, ZERO = torch.ones(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
+
+
+def _of_ddim(scheduler: Any) -> dict[tuple[int, int | None], Linear]:
+    """Found by having the scheduler step with ones and zeros."""
     found = {}
     for timestep in scheduler.timesteps:
-        columns = [
-            LINEAR.step(scheduler, output, timestep, sample, return_dict=False)
-            for output, sample in ((one, zero), (zero, one))
+        results = [
+            CogVideoXDDIMScheduler.step(scheduler, output, timestep, sample, return_dict=False)
+            for output, sample in ((ONE, ZERO), (ZERO, ONE))
         ]
-        found[int(timestep)] = np.array(columns, np.float32).T
+        columns = [[float(part) for part in result] for result in results]
+        found[int(timestep), None] = Linear(np.array([*columns, (0, 0), (0, 0)], np.float32).T)
     return found
 
 
+def _of_dpm(scheduler: Any) -> dict[tuple[int, int | None], Linear]:
+    """As `_of_ddim`, of noise that is known; a step whose factors are not finite is left to the scheduler."""
+    timesteps, found = scheduler.timesteps, {}
+    pairs = [(timestep, None) for timestep in timesteps]
+    for timestep, back in [*pairs, *zip(timesteps[1:], timesteps[:-1], strict=True)]:
+
+        def stepped(output: Any, sample: Any, old: Any, timestep: Any = timestep, back: Any = back) -> Any:
+            generator = torch.Generator().manual_seed(0)
+            result = CogVideoXDPMScheduler.step(
+                scheduler,
+                output,
+                None if back is None else old,
+                timestep,
+                back,
+                sample,
+                generator=generator,
+            )
+            return np.array([float(part) for part in result]), generator
+
+        noisy, generator = stepped(ZERO, ZERO, ZERO)
+        columns = [
+            stepped(*ones)[0] - noisy for ones in ((ONE, ZERO, ZERO), (ZERO, ONE, ZERO), (ZERO, ZERO, ONE))
+        ]
+        draw, draws = torch.Generator().manual_seed(0), 0
+        while draws == 0 or not torch.equal(draw.get_state(), generator.get_state()):
+            noise = randn_tensor(ZERO.shape, generator=draw, dtype=ZERO.dtype)
+            draws += 1
+        factors = np.array([*columns, noisy / float(noise)], np.float32).T
+        if np.isfinite(factors).all():
+            found[int(timestep), None if back is None else int(back)] = Linear(factors, draws)
+    return found
+
+
+LINEAR = {CogVideoXDDIMScheduler: _of_ddim, CogVideoXDPMScheduler: _of_dpm}
+"""The schedulers whose steps are sums, and what finds their factors."""
+
+
 def _linear_step(
-    scheduler: Any,
+    linear: Linear,
+    watch: Watch,
+    *,
     model_output: Any,
-    timestep: Any,
     sample: torch.Tensor,
-    eta: float = 0.0,
-    use_clipped_model_output: bool = False,
+    old_pred_original_sample: torch.Tensor | None = None,
     generator: Any = None,
-    variance_noise: Any = None,
     return_dict: bool = True,
 ) -> Any:
-    """A step, and the guidance that waited for it, as one program; arguments as `LINEAR`'s own."""
-    watch, leaves = scheduler.watch, []
+    """A step, and the guidance that waited for it, as one program; arguments as the schedulers' own."""
+    leaves: list[Any] = []
     expression = written(model_output, leaves)
+    noise = None
+    device = sample.device if generator is None else torch.device("cpu")  # where diffusers draws them
+    for _ in range(linear.draws):
+        noise = randn_tensor(sample.shape, generator=generator, device=device, dtype=sample.dtype)
+    others = [
+        array_of(tensor) if tensor is None or runtime.on_jax(tensor) else runtime.host_array(tensor)
+        for tensor in (old_pred_original_sample, noise)
+    ]
     own = watch.last is not None and array_of(sample) is array_of(watch.last.latents)
     program = _linear_program(own and nobody_looks())
-    latents, original, watch.finite = program(
-        expression, leaves, array_of(sample), watch.factors[int(timestep)]
-    )
+    latents, original, watch.finite = program(expression, leaves, array_of(sample), others, linear.factors)
     previous, original = tensor_of(latents), tensor_of(original)
     if return_dict:
         return DDIMSchedulerOutput(prev_sample=previous, pred_original_sample=original)  # pyright: ignore
@@ -235,14 +303,21 @@ def _linear_step(
 
 @functools.cache
 def _linear_program(donated: bool) -> Any:
-    """From a prediction, as it is written, and latents to the next and the clean ones, and whether all is
-    finite."""
+    """From a prediction, as it is written, latents, and the clean ones before and noise or None, to the next
+    and the clean latents, and whether all is finite."""
     import jax
     import jax.numpy as jnp
 
-    def step(expression: Written, leaves: list[Any], latents: Any, factors: Any) -> Any:
-        terms = computed(expression, leaves).astype(jnp.float32), latents.astype(jnp.float32)
-        after, clean = (row[0] * terms[0] + row[1] * terms[1] for row in factors)
+    def step(expression: Written, leaves: list[Any], latents: Any, others: list[Any], factors: Any) -> Any:
+        terms = [computed(expression, leaves), latents, *others]
+        after, clean = (
+            sum(
+                factor * term.astype(jnp.float32)
+                for factor, term in zip(row, terms, strict=True)
+                if term is not None
+            )
+            for row in factors
+        )
         return after.astype(latents.dtype), clean, jnp.isfinite(after).all()
 
     return jax.jit(step, static_argnums=0, donate_argnums=2 if donated else ())

@@ -15,6 +15,9 @@ import torch
 from cogvideox_torchax.runtime.compile_cache import configure_compile_cache
 from cogvideox_torchax.upstream import teach_copying, torchax_is_on
 
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+"""The types of PyTorch's own tensors; one on JAX has a type of torchax's."""
+
 
 @functools.cache
 def import_torchax() -> Any:
@@ -69,7 +72,8 @@ def without_torchax(function: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 
 def on_jax(tensor: torch.Tensor) -> bool:
     """Whether a tensor lives on JAX (a torchax tensor or a view of one) rather than in PyTorch itself."""
-    return tensor.device.type == "jax"
+    # torchax's mode turns each attribute of a plain tensor into a call of its own.
+    return type(tensor) not in PLAIN and tensor.device.type == "jax"
 
 
 def torch_view(jax_function: Callable[..., Any]) -> Callable[..., Any]:

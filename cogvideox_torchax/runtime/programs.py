@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from cogvideox_torchax.runtime.arrays import jax_dtype, to_jax
-from cogvideox_torchax.runtime.bridge import array_of, import_torchax, tensor_of
+from cogvideox_torchax.runtime.arrays import host_array, jax_dtype, to_jax
+from cogvideox_torchax.runtime.bridge import array_of, import_torchax, on_jax, tensor_of
 from cogvideox_torchax.runtime.compile_cache import configure_compile_cache
 from cogvideox_torchax.runtime.skeleton import skeleton, weightless
 from cogvideox_torchax.runtime.snapshot import Snapshot
@@ -210,7 +210,7 @@ class ModuleProgram:
 
     def put(self, tensor: torch.Tensor) -> Any:
         """An argument, where the program takes it."""
-        return array_of(to_jax(tensor))
+        return array_of(tensor) if on_jax(tensor) else host_array(tensor)
 
     def weight_struct(self, name: str, shape: tuple[int, ...], dtype: Any) -> Any:
         """What stands for a weight when nothing but compiling is wanted."""
@@ -232,11 +232,11 @@ class ModuleProgram:
             for name, value in named.items()
         }
 
-    def __call__(self, network: nn.Module, options: Hashable, **tensors: Any) -> torch.Tensor:
+    def __call__(self, weights: dict[str, Any], options: Hashable, **tensors: Any) -> torch.Tensor:
         """Runs on tensors, or nested tuples of them; what is None stays out.
 
         Args:
-            network: whose weights are taken.
+            weights: of `weights`.
             options: what the network takes besides tensors: another value is another program.
             tensors: on JAX or plain.
         """
@@ -245,7 +245,7 @@ class ModuleProgram:
         configure_compile_cache()
         given = {name: value for name, value in tensors.items() if value is not None}
         arrays = jax.tree.map(self.put, given)
-        return tensor_of(self._compiled(options, self.weights(network), arrays))
+        return tensor_of(self._compiled(options, weights, arrays))
 
     def _structs(self, described: Any) -> Any:
         shape, dtype = described

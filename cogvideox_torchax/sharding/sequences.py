@@ -407,8 +407,7 @@ class ShardedModuleProgram(runtime.ModuleProgram):
         return tuple(self._split(name, part) for part in value) if isinstance(value, tuple) else value
 
     def put(self, tensor: Any) -> Any:
-        array = runtime.array_of(tensor) if runtime.on_jax(tensor) else runtime.host_array(tensor)
-        return jax.device_put(array, self.placement.replicated)
+        return jax.device_put(super().put(tensor), self.placement.replicated)
 
     def weight_struct(self, name: str, shape: tuple[int, ...], dtype: Any) -> Any:
         return jax.ShapeDtypeStruct(

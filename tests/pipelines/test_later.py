@@ -1,8 +1,11 @@
 """Guidance that waits for the scheduler's step gives what it would at once, and uses up no caller's array."""
 
+import inspect
+
 import numpy as np
 import pytest
 import torch
+from diffusers import CogVideoXDDIMScheduler, CogVideoXDPMScheduler
 
 from cogvideox_torchax import port, runtime
 from cogvideox_torchax.pipelines import later, scheduler
@@ -115,10 +118,10 @@ def steps(monkeypatch):
     inherited = scheduler._linear_program
 
     def spied(donated):
-        def run(expression, leaves, array, factors):
+        def run(expression, leaves, array, *others):
             taken.append(array)
             expressions.append(expression)
-            return inherited(donated)(expression, leaves, array, factors)
+            return inherited(donated)(expression, leaves, array, *others)
 
         return run
 
@@ -154,17 +157,69 @@ def test_latents_that_a_callback_keeps_stay(pipe):
     assert len({runtime.to_torch(step).sum().item() for step in kept}) == 4
 
 
-def test_a_schedulers_numbers_are_those_of_its_own_steps():
+@pytest.mark.parametrize("kind", [CogVideoXDDIMScheduler, CogVideoXDPMScheduler])
+def test_a_schedulers_numbers_are_those_of_its_own_steps(kind):
+    def run(scheduler, device):
+        """What every step gives for the same predictions and noise; the steps that look back do."""
+        draw, generator = (torch.Generator().manual_seed(seed) for seed in (0, 1))
+        sample, *outputs = (torch.randn(5, generator=draw) for _ in range(8))
+        scheduler.set_timesteps(7)
+        results, clean, before = [], None, None
+        sample = device(sample)
+        for timestep, output in zip(scheduler.timesteps.tolist(), outputs, strict=True):
+            given = (device(output), timestep, sample)
+            if kind is CogVideoXDPMScheduler:
+                given = (device(output), clean, timestep, before, sample, 0.0, False, generator)
+            sample, clean = scheduler.step(*given, return_dict=False)
+            before = timestep
+            results += [sample, clean]
+        return results
+
     runtime.enable()
-    ported = scheduler.port_scheduler(small_pipelines.scheduler())
-    ported.set_timesteps(7)
-    stock = runtime.without_torchax(small_pipelines.scheduler)
-    runtime.without_torchax(stock.set_timesteps, 7)
-    assert len(ported.watch.factors) == 7
-    draw = torch.Generator().manual_seed(0)
-    sample, output = (runtime.without_torchax(torch.randn, 5, generator=draw) for _ in range(2))
-    for timestep in stock.timesteps.tolist():
-        want = runtime.without_torchax(stock.step, output, timestep, sample, return_dict=False)
-        got = ported.step(runtime.to_jax(output), timestep, runtime.to_jax(sample), return_dict=False)
-        for one, other in zip(got, want, strict=True):
-            np.testing.assert_allclose(runtime.to_torch(one), other, rtol=1e-6, atol=1e-6)
+    ported = scheduler.port_scheduler(runtime.without_torchax(small_pipelines.scheduler, kind))
+    want = runtime.without_torchax(lambda: run(small_pipelines.scheduler(kind), lambda x: x))
+    got = run(ported, runtime.to_jax)
+    assert all(scheduler._times(given) in ported.watch.linear for given in steps_of(ported))
+    for one, other in zip(got, want, strict=True):
+        np.testing.assert_allclose(runtime.to_torch(one), other, rtol=1e-5, atol=1e-6)
+
+
+def steps_of(ported):
+    """What names each step of a whole run: its timestep, and where it looks back the one before."""
+    timesteps = ported.timesteps.tolist()
+    looks_back = "old_pred_original_sample" in inspect.signature(type(ported).step).parameters
+    backs = [None, *timesteps[:-1]] if looks_back else [None] * len(timesteps)
+    return [
+        {"timestep": now, "timestep_back": back, "old_pred_original_sample": back}
+        for now, back in zip(timesteps, backs, strict=True)
+    ]
+
+
+def test_what_a_callback_changes_between_two_steps_is_seen(pipe):
+    def halve(pipe, step, timestep, kwargs):
+        if step == 1:
+            pipe.transformer.proj_out.weight = torch.nn.Parameter(pipe.transformer.proj_out.weight * 0.5)
+        return {}
+
+    before = pipe.transformer.proj_out.weight
+    try:
+        changed = latents(pipe, callback_on_step_end=halve)
+    finally:
+        pipe.transformer.proj_out.weight = before
+    assert not torch.allclose(runtime.to_torch(changed), runtime.to_torch(latents(pipe)))
+
+
+def test_a_run_that_nobody_steps_into_asks_for_program_and_weights_once(pipe, monkeypatch):
+    asked = []
+    inherited = type(pipe.transformer)._program_and_weights
+
+    def spied(network):
+        asked.append(network)
+        return inherited(network)
+
+    monkeypatch.setattr(type(pipe.transformer), "_program_and_weights", spied)
+    latents(pipe)
+    assert asked.count(pipe.transformer) == 1
+    asked.clear()
+    latents(pipe, callback_on_step_end=lambda pipe, step, timestep, kwargs: {})
+    assert asked.count(pipe.transformer) == 4

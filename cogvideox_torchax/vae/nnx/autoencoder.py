@@ -18,7 +18,7 @@ from cogvideox_torchax.vae import checkpoint, chunks, tiling
 from cogvideox_torchax.vae.checks import NTHWC, check_finite, check_shape
 from cogvideox_torchax.vae.nnx import weights
 from cogvideox_torchax.vae.nnx.config import FlaxAutoencoderKLCogVideoXConfig
-from cogvideox_torchax.vae.nnx.modules import Cache, Conv3d, LayerConfig
+from cogvideox_torchax.vae.nnx.modules import Cache, Conv3d, LayerConfig, Resnets
 from cogvideox_torchax.vae.nnx.networks import Decoder3D, Encoder3D
 from cogvideox_torchax.vae.pixels import from_uint8, to_uint8
 from jax_kernels.common.columns import with_clear_padding
@@ -398,6 +398,21 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
 
         unit = self.config.spatial_scale if kind == "encode" else 1
         return Placement(self.mesh, NTHWC, cache_layout=HWNTC, unit=unit)
+
+    # Training
+
+    def enable_gradient_checkpointing(self) -> None:
+        """Has a backward pass compute residual blocks anew (`nnx.remat`) instead of keeping what lies inside
+        of them: less memory, about a third more time."""
+        self._rematerialize(True)
+
+    def disable_gradient_checkpointing(self) -> None:
+        self._rematerialize(False)
+
+    def _rematerialize(self, anew: bool) -> None:
+        for _, module in nnx.iter_modules(self):
+            if isinstance(module, Resnets):
+                module.rematerialize = anew
 
     # Tiling and slicing
 

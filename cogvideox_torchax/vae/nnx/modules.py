@@ -8,6 +8,7 @@ goes in and out as an explicit pytree, a dict by module name; at the start of a 
 Axis letters: N videos, T frames, H rows, W columns, C channels; t h w the sizes of the latents.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -216,14 +217,19 @@ class Upsample3D(nnx.Module):
         )
 
 
-class _Resnets(nnx.Module):
-    """A row of residual blocks, the part that down, mid and up blocks share."""
+class Resnets(nnx.Module):
+    """A row of residual blocks, the part that down, mid and up blocks share.
+
+    Attributes:
+        rematerialize: whether a backward pass computes what lies inside of a block anew.
+    """
 
     def __init__(self, in_channels: int, out_channels: int, config: LayerConfig, *, num_layers: int):
         self.resnets = nnx.List(
             ResnetBlock3D(in_channels if i == 0 else out_channels, out_channels, config)
             for i in range(num_layers)
         )
+        self.rematerialize = False
 
     def _run_resnets(
         self, x_NTHWC: jax.Array, zq_NthwC: jax.Array | None, cache: Cache | None
@@ -231,11 +237,17 @@ class _Resnets(nnx.Module):
         old, new = cache or {}, {}
         for i, resnet in enumerate(self.resnets):
             name = f"resnet_{i}"
-            x_NTHWC, new[name] = resnet(x_NTHWC, zq_NthwC, old.get(name))
+            run = _rematerialized(resnet) if self.rematerialize else resnet
+            x_NTHWC, new[name] = run(x_NTHWC, zq_NthwC, old.get(name))
         return x_NTHWC, new
 
 
-class MidBlock3D(_Resnets):
+def _rematerialized(module: nnx.Module) -> Callable[..., Any]:
+    """A module's call whose backward pass computes what lies inside anew."""
+    return functools.partial(nnx.remat(type(module).__call__), module)
+
+
+class MidBlock3D(Resnets):
     """Residual blocks at the lowest resolution."""
 
     def __call__(
@@ -244,7 +256,7 @@ class MidBlock3D(_Resnets):
         return self._run_resnets(x_NTHWC, zq_NthwC, cache)
 
 
-class DownBlock3D(_Resnets):
+class DownBlock3D(Resnets):
     """Residual blocks, then the downsampler, which the last level does not have."""
 
     def __init__(
@@ -269,7 +281,7 @@ class DownBlock3D(_Resnets):
         return x_NTHWC, cache
 
 
-class UpBlock3D(_Resnets):
+class UpBlock3D(Resnets):
     """Residual blocks with spatial norms, then the upsampler, which the last level does not have."""
 
     def __init__(
