@@ -60,13 +60,15 @@ def convert(directory: Path, dtype: str, back: bool) -> dict[str, Any]:
 
 def equal_bits(directory: Path) -> bool:
     """Whether the shards and the file that was saved again hold the same names and the same bytes."""
-    from cogvideox_torchax.vae.nnx import weights
+    from cogvideox_torchax.vae import checkpoint
 
     again = Path(f"{directory}-again")
     first = {
-        name: (t.dtype, t.tobytes()) for name, t in weights.read_tensors(directory.glob("*.safetensors"))
+        name: (t.dtype, t.tobytes()) for name, t in checkpoint.read_tensors(directory.glob("*.safetensors"))
     }
-    second = {name: (t.dtype, t.tobytes()) for name, t in weights.read_tensors(again.glob("*.safetensors"))}
+    second = {
+        name: (t.dtype, t.tobytes()) for name, t in checkpoint.read_tensors(again.glob("*.safetensors"))
+    }
     return first == second
 
 

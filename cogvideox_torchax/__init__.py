@@ -4,17 +4,19 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from cogvideox_torchax.pipelines.loading import load_pipeline
     from cogvideox_torchax.porting import port
     from cogvideox_torchax.runtime import enable
     from cogvideox_torchax.sharding import make_mesh
     from cogvideox_torchax.vae.torchax.autoencoder import AutoencoderKLCogVideoX
 
 __version__ = "0.1.0"
-__all__ = ["AutoencoderKLCogVideoX", "enable", "make_mesh", "port"]
+__all__ = ["AutoencoderKLCogVideoX", "enable", "load_pipeline", "make_mesh", "port"]
 
 _HOMES = {
     "AutoencoderKLCogVideoX": "cogvideox_torchax.vae.torchax.autoencoder",
     "enable": "cogvideox_torchax.runtime",
+    "load_pipeline": "cogvideox_torchax.pipelines.loading",
     "make_mesh": "cogvideox_torchax.sharding",
     "port": "cogvideox_torchax.porting",
 }

@@ -182,16 +182,14 @@ def load(model: Model, dtype: torch.dtype, mesh: Any, *, with_text: bool) -> Any
     """The ported pipeline; without its text encoder where the prompt is encoded already."""
     import diffusers
 
-    from cogvideox_torchax.pipelines.port import port_pipeline
+    from cogvideox_torchax.pipelines.loading import load_pipeline
 
     left_out = {} if with_text else {"text_encoder": None, "tokenizer": None}
-    kind = getattr(diffusers, CLASSES[model.kind])
     try:
-        pipe = without_torchax(kind.from_pretrained, model.name, torch_dtype=dtype, **left_out)
+        kind = getattr(diffusers, CLASSES[model.kind])
+        return load_pipeline(model.name, pipeline_class=kind, mesh=mesh, torch_dtype=dtype, **left_out)
     except (OSError, ValueError, RuntimeError) as error:
         raise RequestError(f"cannot load {model.name}: {' '.join(str(error).split())[:300]}") from error
-    port_pipeline(pipe, mesh)
-    return pipe
 
 
 @dataclass
@@ -242,7 +240,12 @@ class Generation:
             given["latents"] = state.latents
             if self.model.kind == VIDEO:
                 del given["video"]
-        result = self.pipe(**given, **embeddings, callback_on_step_end=self._after_step, output_type="latent")
+        result = self.pipe(
+            **given,
+            **embeddings,
+            callback_on_step_end=self._after_step if self.every else None,
+            output_type="latent",
+        )
         return self._finished(result.frames)
 
     def _arguments(self) -> dict[str, Any]:

@@ -152,14 +152,17 @@ class Compiled(PortedModel):
         mesh = mesh if mesh is not None or split is None else self.mesh
         if mesh is not None:
             self.place_on(mesh, split)
+        runtime.put_weights(self, self.put_weight)
+
+    def put_weight(self, name: str, array: Any) -> Any:
+        """A weight, a NumPy or a JAX array, on the default device, or as the mesh has it."""
         if self.mesh is None:
             import jax.numpy as jnp
 
-            runtime.put_weights(self, lambda _, array: jnp.asarray(array))
-            return
+            return jnp.asarray(array)
         from cogvideox_torchax.sharding import sequences
 
-        sequences.put_weights(self, self.mesh, self.split)
+        return sequences.put_weight(self.mesh, name, array, self.split)
 
     def place_on(self, mesh: Any, split: str | None = None, memory: float | None = None) -> None:
         """Compiles for a mesh from now on, wherever the weights are; the program so far is dropped.

@@ -46,7 +46,13 @@ from cogvideox_torchax.runtime.programs import (
     programs_of,
 )
 from cogvideox_torchax.runtime.skeleton import on_host
-from cogvideox_torchax.runtime.weights import move_weights, put_weights, replace_weights, weights_of
+from cogvideox_torchax.runtime.weights import (
+    feed_weights,
+    move_weights,
+    put_weights,
+    replace_weights,
+    weights_of,
+)
 
 __all__ = [
     "COMPILE_CACHE_VARIABLE",
@@ -65,6 +71,7 @@ __all__ = [
     "differentiated",
     "dtype_name",
     "enable",
+    "feed_weights",
     "fetch_async",
     "first_nonfinite",
     "forget_programs",

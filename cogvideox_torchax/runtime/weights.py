@@ -1,9 +1,10 @@
 """A module's parameters and buffers on JAX: read, moved, put there."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -70,6 +71,44 @@ def put_weights(module: nn.Module, place: Callable[[str, Any], Any]) -> None:
             if id(tensor) not in put:
                 put[id(tensor)] = _put(tensor, functools.partial(place, f"{prefix}.{name}".lstrip(".")))
             setattr(owner, name, put[id(tensor)])
+
+
+def feed_weights(
+    module: nn.Module, tensors: Iterable[tuple[str, np.ndarray]], place: Callable[[str, Any], Any]
+) -> tuple[set[str], list[str]]:
+    """Gives a module, whose parameters may be on torch's "meta" device, its weights one at a time.
+
+    Args:
+        module: of parameters and buffers that are saved.
+        tensors: (name, array) pairs, each taken when the one before lies where it belongs.
+        place: a name and a NumPy array to the JAX array that takes its place.
+
+    Returns:
+        The names that no tensor came for, and those that the module does not have.
+
+    Raises:
+        ValueError: a tensor of another shape than the module's.
+    """
+    owners = {
+        f"{prefix}.{name}".lstrip("."): (owner, name)
+        for prefix, owner in module.named_modules()
+        for name in (*owner._parameters, *owner._buffers)
+    }
+    missing, unexpected = {*module.state_dict()}, []
+    for name, array in tensors:
+        if name not in missing:
+            unexpected.append(name)
+            continue
+        owner, leaf = owners[name]
+        before = getattr(owner, leaf)
+        if tuple(before.shape) != array.shape:
+            raise ValueError(f"got {name} of shape {array.shape}: the model's is {tuple(before.shape)}")
+        fed = tensor_of(place(name, array).block_until_ready())
+        if isinstance(before, nn.Parameter):
+            fed = nn.Parameter(fed, requires_grad=before.requires_grad)
+        setattr(owner, leaf, fed)
+        missing.discard(name)
+    return missing, unexpected
 
 
 def _put(tensor: torch.Tensor, place: Callable[[Any], Any]) -> torch.Tensor:

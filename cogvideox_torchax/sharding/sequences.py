@@ -159,11 +159,9 @@ def check_weights(module: nn.Module, mesh: Mesh, split: Split = Split()) -> None
         weight_sharding(mesh, name, tuple(tensor.shape), split)
 
 
-def put_weights(module: nn.Module, mesh: Mesh, split: Split = Split()) -> None:
-    """Puts a network's weights on a mesh, every device's part straight from where they are."""
-    runtime.put_weights(
-        module, lambda name, array: jax.device_put(array, weight_sharding(mesh, name, array.shape, split))
-    )
+def put_weight(mesh: Mesh, name: str, array: Any, split: Split = Split()) -> jax.Array:
+    """A network's weight on a mesh, every device's part straight from where it is."""
+    return jax.device_put(array, weight_sharding(mesh, name, array.shape, split))
 
 
 LANES = 128

@@ -1,9 +1,11 @@
 """A model directory, checked before any of it is loaded, with errors that say what to do."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 CLASS_NAME = "AutoencoderKLCogVideoX"
 WEIGHTS_STEM = "diffusion_pytorch_model"
@@ -48,15 +50,14 @@ def read_config(directory: Path) -> dict[str, Any]:
     return config
 
 
-def weight_files(directory: Path, variant: str | None = None) -> list[Path]:
-    """The safetensors files of a model, one or several shards."""
-    stem = WEIGHTS_STEM if variant is None else f"{WEIGHTS_STEM}.{variant}"
-    single = directory / f"{stem}.safetensors"
+def weight_files(directory: Path, variant: str | None = None, *, stem: str = WEIGHTS_STEM) -> list[Path]:
+    """The safetensors files of a model, one or several shards, whose names begin with `stem`."""
+    single = directory / (f"{stem}.safetensors" if variant is None else f"{stem}.{variant}.safetensors")
     if single.is_file():
         return [single]
-    index_name = f"{WEIGHTS_STEM}.safetensors.index.json"
+    index_name = f"{stem}.safetensors.index.json"
     if variant is not None:
-        index_name = f"{WEIGHTS_STEM}.safetensors.index.{variant}.json"
+        index_name = f"{stem}.safetensors.index.{variant}.json"
     index = directory / index_name
     if index.is_file():
         try:
@@ -77,6 +78,20 @@ def weight_files(directory: Path, variant: str | None = None) -> list[Path]:
             f"weights_only=True), '{single}')\""
         )
     raise ModelError(f"{directory} has no {single.name}: is the download complete, and the variant right?")
+
+
+def read_tensors(files: Iterable[Path]) -> Iterator[tuple[str, np.ndarray]]:
+    """Every tensor of safetensors files, one at a time."""
+    from safetensors import safe_open
+
+    for path in files:
+        with safe_open(path, framework="numpy") as file:
+            names = list(file.keys())
+        for name in names:
+            # Opened anew for each tensor: pages that a mapping has touched stay in memory until it is closed,
+            # and would add up to the whole file beside the weights.
+            with safe_open(path, framework="numpy") as file:
+                yield name, file.get_tensor(name)
 
 
 def _check_safetensors(path: Path) -> None:

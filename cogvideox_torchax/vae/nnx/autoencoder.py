@@ -282,7 +282,7 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
             local_files_only=local_files_only,
         )
         config = FlaxAutoencoderKLCogVideoXConfig.from_file(directory)
-        tensors = weights.read_tensors(checkpoint.weight_files(directory, variant))
+        tensors = checkpoint.read_tensors(checkpoint.weight_files(directory, variant))
         return cls.from_tensors(config, tensors, source=directory, dtype=dtype, param_dtype=param_dtype)
 
     def save_pretrained(self, directory: str | Path) -> None:

@@ -49,20 +49,6 @@ def to_torch(path: Keys, parameter: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(parameter.transpose(last, last - 1, *range(last - 1)))
 
 
-def read_tensors(files: Iterable[Path]) -> Iterator[tuple[str, np.ndarray]]:
-    """Every tensor of safetensors files, one at a time."""
-    from safetensors import safe_open
-
-    for path in files:
-        with safe_open(path, framework="numpy") as file:
-            names = list(file.keys())
-        for name in names:
-            # Opened anew for each tensor: pages that a mapping has touched stay in memory until it is closed,
-            # and would add up to the whole file beside the weights.
-            with safe_open(path, framework="numpy") as file:
-                yield name, file.get_tensor(name)
-
-
 def read_state(
     abstract: nnx.State, tensors: Iterable[tuple[str, np.ndarray]], *, source: object, param_dtype: DTypeLike
 ) -> nnx.State:

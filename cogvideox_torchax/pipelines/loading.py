@@ -1,0 +1,140 @@
+"""A pipeline from its files onto the devices, a tensor at a time: no network is ever whole on the host."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from cogvideox_torchax import runtime
+from cogvideox_torchax.pipelines.networks import port_network
+from cogvideox_torchax.pipelines.port import PIPELINES, port_pipeline
+from cogvideox_torchax.vae.checkpoint import (
+    WEIGHTS_STEM,
+    ModelError,
+    check_loading_info,
+    read_tensors,
+    weight_files,
+)
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+STEMS = {"transformer": WEIGHTS_STEM, "text_encoder": "model"}
+"""The networks that are fed from their files, and what those are called."""
+
+
+def load_pipeline(
+    pretrained_model_name_or_path: str | Path,
+    *,
+    pipeline_class: type | None = None,
+    mesh: "Mesh | None" = None,
+    split: str | None = None,
+    torch_dtype: torch.dtype = torch.bfloat16,
+    variant: str | None = None,
+    **diffusers_options: Any,
+) -> Any:
+    """As `port(pipeline.from_pretrained(...))`, each weight going from its file to its devices by itself.
+
+    What the host holds besides is a tensor, and the VAE: a pipeline of 21 GB loads on a host of less.
+
+    Args:
+        pretrained_model_name_or_path: a directory or a hub id, of safetensors.
+        pipeline_class: one of diffusers' for CogVideoX; None for what model_index.json names.
+        mesh, split: as `port` takes them.
+        torch_dtype: of all weights.
+        variant: of the weight files, such as "fp16".
+        diffusers_options: of `from_pretrained`, parts of the pipeline among them: `text_encoder=None`, or
+            networks that are there already.
+
+    Returns:
+        The pipeline, ported.
+
+    Raises:
+        ModelError: files that are missing, or that hold other weights than their config says.
+        ValueError: what `port` refuses.
+    """
+    import diffusers
+
+    directory = _directory(str(pretrained_model_name_or_path), variant, diffusers_options)
+    index = json.loads((directory / "model_index.json").read_text())
+    kind: Any = pipeline_class or getattr(diffusers, index["_class_name"], None)
+    if kind not in PIPELINES:
+        raise ModelError(
+            f"{directory} holds a {index['_class_name']}: load it by its own class, and port the VAE alone"
+        )
+    runtime.enable()
+    fed = {
+        part: _fed(directory / part, part, torch_dtype, variant, mesh, split)
+        for part in STEMS
+        if part not in diffusers_options and index.get(part, [None])[0] is not None
+    }
+    options = {"torch_dtype": torch_dtype, "variant": variant, **diffusers_options, **fed}
+    pipe = runtime.without_torchax(kind.from_pretrained, directory, **options)
+    port_pipeline(pipe, mesh, split)
+    return pipe
+
+
+def _directory(name: str, variant: str | None, options: dict[str, Any]) -> Path:
+    """Where the files lie, downloaded where it is a hub id."""
+    if Path(name, "model_index.json").is_file():
+        return Path(name)
+    if Path(name).exists() or name.startswith((".", "/", "~")):
+        raise ModelError(
+            f"{name} has no model_index.json: give the directory of a whole pipeline, or a hub id"
+        )
+    from diffusers.pipelines.pipeline_utils import DiffusionPipeline
+
+    try:
+        return Path(DiffusionPipeline.download(name, variant=variant, use_safetensors=True, **options))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"cannot download {name}: {' '.join(str(error).split())[:300]}") from error
+
+
+def _fed(
+    directory: Path, part: str, dtype: torch.dtype, variant: str | None, mesh: Any, split: str | None
+) -> Any:
+    """A network on its devices."""
+    files = weight_files(directory, variant, stem=STEMS[part])
+    network = runtime.without_torchax(_empty, directory, part, dtype)
+    port_network(network)
+    if mesh is not None:
+        network.place_on(mesh, split)
+    whole = getattr(network, "_keep_in_fp32_modules", None) if dtype == torch.float16 else None
+    missing, unexpected = runtime.feed_weights(
+        network, _cast(read_tensors(files), dtype, tuple(whole or ())), network.put_weight
+    )
+    port_network(network)  # ties again what is one weight under two names
+    left = {name for name, weight in network.named_parameters() if weight.is_meta}
+    check_loading_info({"missing_keys": missing & left, "unexpected_keys": unexpected}, directory)
+    network.place()  # its buffers
+    return network.eval()
+
+
+def _empty(directory: Path, part: str, dtype: torch.dtype) -> Any:
+    """A network whose weights are on "meta", its buffers made."""
+    from accelerate import init_empty_weights
+    from diffusers.models.transformers.cogvideox_transformer_3d import CogVideoXTransformer3DModel
+    from transformers import T5Config, T5EncoderModel
+
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with init_empty_weights():
+            if part == "text_encoder":
+                return T5EncoderModel(T5Config.from_pretrained(directory))
+            config = CogVideoXTransformer3DModel.load_config(directory)
+            return CogVideoXTransformer3DModel.from_config(config)
+    finally:
+        torch.set_default_dtype(usual)
+
+
+def _cast(
+    tensors: Iterable[tuple[str, np.ndarray]], dtype: torch.dtype, whole: tuple[str, ...]
+) -> Iterable[tuple[str, np.ndarray]]:
+    """Each tensor in a dtype, in float32 where its module is one that float16 would overflow."""
+    for name, tensor in tensors:
+        kept = any(part in whole for part in name.split("."))
+        yield name, tensor.astype(runtime.jax_dtype(torch.float32 if kept else dtype), copy=False)

@@ -1,0 +1,93 @@
+"""A pipeline fed from its files: the one that diffusers loads, and nothing of it whole on the host."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file, save_file
+
+from cogvideox_torchax import load_pipeline, make_mesh, port, runtime
+from cogvideox_torchax.vae.checkpoint import ModelError
+from tests import small_pipelines
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    """A pipeline with learned positions, its networks in several files."""
+    path = tmp_path_factory.mktemp("saved")
+    pipe = runtime.without_torchax(small_pipelines.build, "image", "5b-I2V")
+
+    def save():
+        pipe.save_pretrained(path, max_shard_size="30KB")
+
+    runtime.without_torchax(save)
+    assert len(list((path / "transformer").glob("*.safetensors"))) > 1
+    assert len(list((path / "text_encoder").glob("*.safetensors"))) > 1
+    return path
+
+
+def latents(pipe):
+    pipe.set_progress_bar_config(disable=True)
+    return runtime.to_torch(pipe(**small_pipelines.inputs("image", output_type="latent")).frames)
+
+
+@pytest.fixture(scope="module")
+def wanted(directory):
+    kind = small_pipelines.CLASSES["image"]
+    return port(runtime.without_torchax(kind.from_pretrained, directory, torch_dtype=torch.float32))
+
+
+def test_what_is_fed_is_what_diffusers_loads(directory, wanted):
+    pipe = load_pipeline(directory, torch_dtype=torch.float32)
+    assert type(pipe) is type(wanted)
+    for part in ("transformer", "text_encoder"):
+        want, got = getattr(wanted, part).state_dict(), getattr(pipe, part).state_dict()
+        assert got.keys() == want.keys()
+        for name, tensor in want.items():
+            assert torch.equal(runtime.to_torch(got[name]), runtime.to_torch(tensor)), name
+        assert not getattr(pipe, part).training
+    assert pipe.text_encoder.shared.weight is pipe.text_encoder.encoder.embed_tokens.weight
+    assert torch.equal(latents(pipe), latents(wanted))
+
+
+def test_over_a_mesh_each_device_gets_its_part_and_the_dtype_is_the_one_asked_for(directory, wanted):
+    pipe = load_pipeline(directory, mesh=make_mesh(2, 4), split="channels", torch_dtype=torch.bfloat16)
+    weight = runtime.array_of(pipe.transformer.transformer_blocks[0].attn1.to_q.weight)
+    assert weight.dtype == "bfloat16"
+    assert {shard.data.shape for shard in weight.addressable_shards} == {(128 // 4, 128)}
+    want = runtime.to_torch(wanted.transformer.transformer_blocks[0].attn1.to_q.weight).bfloat16()
+    assert np.array_equal(np.asarray(weight, np.float32), want.float().numpy())
+
+
+@pytest.fixture
+def broken(directory, tmp_path):
+    """A copy whose first file of the transformer a test may change."""
+    path = tmp_path / "broken"
+    shutil.copytree(directory, path)
+    index = path / "transformer" / "diffusion_pytorch_model.safetensors.index.json"
+    name = "proj_out.weight"
+    return path, path / "transformer" / json.loads(index.read_text())["weight_map"][name], name
+
+
+@pytest.mark.parametrize("fault", ["missing", "unexpected", "of another shape"])
+def test_weights_that_do_not_fit_their_config_are_named(broken, fault):
+    path, file, name = broken
+    tensors = load_file(file)
+    if fault == "missing":
+        del tensors[name]
+    elif fault == "unexpected":
+        tensors["surplus.weight"] = np.zeros(3, np.float32)
+    else:
+        tensors[name] = np.ascontiguousarray(tensors[name][:, :-1])
+    save_file(tensors, file)
+    with pytest.raises(ValueError, match="surplus" if fault == "unexpected" else name.replace(".", r"\.")):
+        load_pipeline(path, torch_dtype=torch.float32)
+
+
+def test_a_directory_without_a_pipeline_is_refused_in_words(directory, tmp_path):
+    with pytest.raises(ModelError, match="model_index.json"):
+        load_pipeline(tmp_path)
+    with pytest.raises(ModelError, match="has no"):
+        load_pipeline(directory, variant="fp16")
