@@ -171,12 +171,15 @@ def _run_train_step(args: argparse.Namespace, vae: "AutoencoderKLCogVideoX") -> 
 
     job = jobs.Job("encode", args.frames, args.height, args.width)
     chip, devices = _target(args)
-    common.say("compiling 1 program; it takes minutes")
-    plan = training.plan_train_step(vae, job, devices, chip, dp=args.dp, tp=args.tp)
-    table = training.table(plan, vae, chip)
+    common.say("compiling 2 programs; each takes minutes")
+    plans = []
+    for plan in training.plan_train_step(vae, job, devices, chip, dp=args.dp, tp=args.tp):
+        plans.append(plan)
+        _print_program(plan, chip)
+    table = training.table(plans, vae, chip)
     common.print_report(table, as_json=False)
     if args.json:
-        _write_json(args, _network_job(args), [plan], table)
+        _write_json(args, _network_job(args), plans, table)
     return 0
 
 
