@@ -1,6 +1,7 @@
 """One clip as one unit of work."""
 
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -163,3 +164,13 @@ def test_equal_latents_make_equal_files(small, tmp_path):
     again = latent_files.loads((tmp_path / "one.safetensors").read_bytes(), "one")
     assert again.about == latents.about
     assert torch.equal(again.logvar, latents.logvar)
+
+
+@pytest.mark.usefixtures("torchax_off")
+def test_on_jax_mean_and_sample_are_those_of_pytorch(small):
+    recipe = Recipe(small.model, "torch", keep="both", seed=1)
+    wanted = EncodeClip(recipe)(clip_of(small, "b.mp4"))
+    found = EncodeClip(replace(recipe, backend="torchax"))(clip_of(small, "b.mp4"))
+    for name, tensor in wanted.tensors.items():
+        assert relative_error(found.tensors[name], tensor) < FLOAT32_RELATIVE
+    assert found.about == wanted.about

@@ -252,13 +252,13 @@ def test_a_torn_line_is_cut_and_the_whole_ones_stay(tmp_path):
     assert [line["index"] for line in manifest.lines(tmp_path)] == [0, 1]
 
 
-STEPS = (
-    "before a clip is in place",
-    "before its line",
-    "before the shard",
-    "before the shard's line",
-    "after it",
-)
+STEPS = {
+    "before a clip is in place": "parquet",
+    "before its line": "webdataset",
+    "before the shard": "parquet",
+    "before the shard's line": "webdataset",
+    "after it": "parquet",
+}
 KILLED = """
 import os, signal, sys
 import torch

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cogvideox_torchax import runtime
+from cogvideox_torchax import port, runtime
 from cogvideox_torchax.vae import memory
 from tests import reference
 
@@ -83,6 +83,12 @@ def test_free_memory_of_a_cpu_is_less_than_the_machine_has():
     assert 2**20 < runtime.free_memory() < machine
 
 
+@pytest.fixture(scope="module")
+def quick_vae():
+    """In PyTorch, four pixels to a latent one."""
+    return port(reference.small_vae(**reference.THREE_LEVELS))
+
+
 def failing(vae, monkeypatch, at, error):
     """Has a program of the whole picture fail once, at a chunk of the first run."""
     real, calls = vae._run, []
@@ -107,14 +113,14 @@ OUT = RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 12345 bytes.")
 
 
 @pytest.mark.parametrize("at", [0, 2])
-def test_out_of_memory_is_said_once_and_the_rest_comes_in_tiles(native_vae, monkeypatch, at):
-    vae = copy.copy(native_vae)
+def test_out_of_memory_is_said_once_and_the_rest_comes_in_tiles(quick_vae, monkeypatch, at):
+    vae = copy.copy(quick_vae)
     z = reference.latents(7, height=4, width=6)
     whole = list(vae.decode_stream(z))
     failing(vae, monkeypatch, at, OUT)
     said = []
-    found = list(memory.in_tiles_once_memory_is_out(vae, (32, 48), lambda: vae.decode_stream(z), said.append))
-    assert said == [f"out of memory after {at} chunks: going on in tiles of 16 x 24 pixels"]
+    found = list(memory.in_tiles_once_memory_is_out(vae, (16, 24), lambda: vae.decode_stream(z), said.append))
+    assert said == [f"out of memory after {at} chunks: going on in tiles of 8 x 12 pixels"]
     tiled = list(vae.decode_stream(z))
     assert [part.shape for part in found] == [part.shape for part in whole]
     for i, part in enumerate(found):
@@ -122,17 +128,17 @@ def test_out_of_memory_is_said_once_and_the_rest_comes_in_tiles(native_vae, monk
     assert not torch.equal(whole[-1], tiled[-1])
 
 
-def test_another_error_passes_and_a_second_end_of_memory_does(native_vae, monkeypatch):
-    vae = copy.copy(native_vae)
+def test_another_error_passes_and_a_second_end_of_memory_does(quick_vae, monkeypatch):
+    vae = copy.copy(quick_vae)
 
     def failing_always():
         raise OUT
         yield
 
     with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED"):
-        list(memory.in_tiles_once_memory_is_out(vae, (32, 48), failing_always, lambda line: None))
-    failing(vae := copy.copy(native_vae), monkeypatch, 0, RuntimeError("something else"))
+        list(memory.in_tiles_once_memory_is_out(vae, (16, 24), failing_always, lambda line: None))
+    failing(vae := copy.copy(quick_vae), monkeypatch, 0, RuntimeError("something else"))
     z = reference.latents(3)
     with pytest.raises(RuntimeError, match="something else"):
-        list(memory.in_tiles_once_memory_is_out(vae, (24, 40), lambda: vae.decode_stream(z), print))
+        list(memory.in_tiles_once_memory_is_out(vae, (12, 20), lambda: vae.decode_stream(z), print))
     assert not vae.use_tiling
