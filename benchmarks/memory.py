@@ -37,7 +37,7 @@ FORMAT = "cogvideox-torchax-memory/1"
 RESULTS = Path("benchmarks/results/memory.json")
 PAGE, PLOT = Path("docs/memory.md"), Path("docs/memory.png")
 MIB = 2**20
-LONG = (17, 497, 1001, 2001)
+LONG, SMALL = (17, 497, 1001, 2001), (16, 24)
 FRAMES = (17, 65, 129)
 SIZES = ((64, 96), (96, 144), (128, 192))
 WAYS = ("torchax, streamed", "torchax, whole", "torchax, in tiles", "diffusers in PyTorch")
@@ -110,20 +110,20 @@ def curve(way: str, points: list[tuple[int, int, int]], before: tuple[int, int, 
     return {"way": way, "points": [list(point) for point in points], "base_MiB": round(base, 1), "MiB": found}
 
 
-def measure() -> dict[str, Any]:
-    height, width = PLACE
-    long = curve("reconstruct", [(frames, 32, 48) for frames in LONG], (1, 32, 48))
-    over_frames = [
-        curve(way, [(frames, height, width) for frames in FRAMES], (1, height, width)) for way in WAYS
-    ]
-    over_size = [curve(way, [(4 * LATENT_FRAMES - 3, *size) for size in SIZES], (1, *PLACE)) for way in WAYS]
-    return {
-        "format": FORMAT,
-        "versions": versions("torch", "torchax", "jax", "diffusers"),
-        "long": long,
-        "over_frames": over_frames,
-        "over_size": over_size,
+def measure(only: str | None) -> dict[str, Any]:
+    """The curves, each kept when it is there; of one kind alone, beside those that were kept before."""
+    found = json.loads(RESULTS.read_text()) if only else {}
+    found |= {"format": FORMAT, "versions": versions("torch", "torchax", "jax", "diffusers")}
+    points = {
+        "long": ([(frames, *SMALL) for frames in LONG], (1, *SMALL)),
+        "over_frames": ([(frames, *PLACE) for frames in FRAMES], (1, *PLACE)),
+        "over_size": ([(4 * LATENT_FRAMES - 3, *size) for size in SIZES], (1, *PLACE)),
     }
+    for kind in [only] if only else points:
+        ways = ("reconstruct",) if kind == "long" else WAYS
+        found[kind] = [curve(way, *points[kind]) for way in ways]
+        reports.write_json(RESULTS, found)
+    return found
 
 
 def draw(found: dict[str, Any]) -> None:
@@ -135,8 +135,8 @@ def draw(found: dict[str, Any]) -> None:
     for curve in found["over_size"]:
         pixels = [point[1] * point[2] / 1000 for point in curve["points"]]
         axes[1].plot(pixels, curve["MiB"], marker="o", label=curve["way"])
-    axes[2].plot([point[0] for point in found["long"]["points"]], found["long"]["MiB"], marker="o")
-    labels = ("frames of 64 x 96", "thousand pixels of each of 17 frames", "frames of 32 x 48, file to file")
+    axes[2].plot([point[0] for point in found["long"][0]["points"]], found["long"][0]["MiB"], marker="o")
+    labels = ("frames of 64 x 96", "thousand pixels of each of 17 frames", "frames of 16 x 24, file to file")
     for axis, label in zip(axes, labels, strict=True):
         axis.set_xlabel(label)
         axis.set_ylabel("MiB over a video of one frame")
@@ -147,7 +147,7 @@ def draw(found: dict[str, Any]) -> None:
     figure.savefig(PLOT, dpi=110)
     reports.fill(PAGE, "frames", _table("frames", found["over_frames"], lambda point: str(point[0])))
     reports.fill(PAGE, "size", _table("pixels", found["over_size"], lambda p: f"{p[1]} x {p[2]}"))
-    reports.fill(PAGE, "long", _table("frames", [found["long"]], lambda point: str(point[0])))
+    reports.fill(PAGE, "long", _table("frames", found["long"], lambda point: str(point[0])))
 
 
 def _table(head: str, curves: list[dict[str, Any]], name: Any) -> str:
@@ -160,9 +160,10 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--draw", action="store_true", help="from the results that there are")
+    parser.add_argument("--only", choices=("long", "over_frames", "over_size"))
     args = parser.parse_args()
     if not args.draw:
-        reports.write_json(RESULTS, measure())
+        measure(args.only)
     draw(json.loads(RESULTS.read_text()))
 
 

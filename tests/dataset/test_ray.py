@@ -6,8 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from cogvideox_torchax import cli
 from tests.dataset.conftest import BAD, OPTIONS, tree
 
@@ -38,7 +36,6 @@ print("bad", sorted(shelf.ids[index] for index in shelf.bad))
 
 
 def test_an_actor_that_is_killed_is_replaced_and_the_result_is_the_command_lines(small, tmp_path):
-    pytest.importorskip("ray")
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     given = [str(small.clips), small.model, str(tmp_path / "ray")]
     ended = subprocess.run(
