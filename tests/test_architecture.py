@@ -29,7 +29,7 @@ LEVELS = (
     ("vae/torchax",),
     ("vae/nnx",),
     ("backends", "flax", "pipelines"),
-    ("plan", "porting", "verify"),
+    ("dataset", "plan", "porting", "verify"),
     ("bench",),
     ("cli",),
 )
@@ -40,6 +40,8 @@ OWNERS = {
     "flax": ("cogvideox_torchax.vae.nnx", "cogvideox_torchax.backends.flax"),
     "av": ("cogvideox_torchax.files.video",),
     "matplotlib": ("cogvideox_torchax.files.reports",),
+    "pyarrow": ("cogvideox_torchax.dataset.formats",),
+    "ray": ("cogvideox_torchax.dataset.ray",),
 }
 """The only packages and modules that import these."""
 

@@ -1,14 +1,15 @@
 """The work that commands share: a clip to latents, latents to a sink."""
 
 import argparse
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cogvideox_torchax.cli import common
-from cogvideox_torchax.cli.devices import Fetch
+from cogvideox_torchax.cli.devices import Fetch, Team
 from cogvideox_torchax.files import video
-from cogvideox_torchax.vae import chunks
+from cogvideox_torchax.vae import chunks, memory
 
 if TYPE_CHECKING:
     import torch
@@ -41,27 +42,38 @@ def open_clip(args: argparse.Namespace) -> Clip:
     return Clip(info, size, args.frames or info.num_frames)
 
 
+def latent_pieces(
+    vae: "AutoencoderKLCogVideoX", clip: Clip, seed: int | None, fetch: Fetch
+) -> "Iterator[torch.Tensor]":
+    """The latents of the clip's chunks, where `fetch` brings them: the posterior's mode, or a sample where
+    there is a seed."""
+    import torch
+
+    generator = None if seed is None else torch.Generator("cpu").manual_seed(seed)
+    for posterior in vae.encode_stream(clip.frames(), clip.num_frames, fetch=fetch):
+        yield posterior.mode() if generator is None else posterior.sample(generator)
+
+
 def encode_clip(
     vae: "AutoencoderKLCogVideoX", clip: Clip, args: argparse.Namespace, fetch: Fetch
 ) -> "Latents":
-    """The clip's latents, where `fetch` brings them: the posterior's mode, or a sample where there is a
-    seed."""
+    """The clip's latents, in tiles where those are asked for or memory runs out."""
     import torch
 
     from cogvideox_torchax.files.latents import Latents
 
-    generator = None if args.seed is None else torch.Generator("cpu").manual_seed(args.seed)
-    posteriors = common.progress(
-        vae.encode_stream(clip.frames(), clip.num_frames, fetch=fetch),
+    size = clip.size.height, clip.size.width
+    _set_tiles(vae, args, "encode", size, clip.num_frames)
+    parts = common.progress(
+        memory.in_tiles_once_memory_is_out(
+            vae, size, lambda: latent_pieces(vae, clip, args.seed, fetch), common.say
+        ),
         total=len(chunks.plan(clip.num_frames, vae.num_sample_frames_batch_size)),
         name="encode",
         args=args,
     )
-    parts = [
-        posterior.mode() if generator is None else posterior.sample(generator) for posterior in posteriors
-    ]
     return Latents(
-        tensor=torch.cat(parts, dim=2),
+        tensor=torch.cat(list(parts), dim=2),
         config=dict(vae.config),
         model=args.model,
         fps=clip.info.fps,
@@ -77,17 +89,71 @@ def decode_to(
     fetch: Fetch,
 ) -> int:
     """Writes the decoded frames as they come; returns how many."""
+    z = latents.tensor.to(vae.dtype)
+    return _decode_pieces(sink, vae, lambda: [z], tuple(z.shape[2:]), args, fetch)
+
+
+def reconstruct_to(
+    sink: video.Sink,
+    vae: "AutoencoderKLCogVideoX",
+    clip: Clip,
+    args: argparse.Namespace,
+    team: Team,
+) -> int:
+    """Writes the clip's frames as they come back from the VAE; returns how many.
+
+    A chunk's latents are decoded when there are enough of them: memory does not grow with the clip.
+    """
+    scale = vae.spatial_scale
+    latent_frames, _ = frames_through(vae, clip.num_frames)
+    shape = latent_frames, clip.size.height // scale, clip.size.width // scale
+    pieces = functools.partial(latent_pieces, vae, clip, args.seed, team.everywhere)
+    return _decode_pieces(sink, vae, pieces, shape, args, team.at_first)
+
+
+def frames_through(vae: "AutoencoderKLCogVideoX", frames: int) -> tuple[int, int]:
+    """To how many latent frames a video is encoded, and to how many frames these are decoded."""
+    steps = chunks.temporal_steps(vae.config["temporal_compression_ratio"])
+    encoding = chunks.plan(frames, vae.num_sample_frames_batch_size)
+    latent = sum(chunks.encoded_length(chunk.length, steps) for chunk in encoding)
+    decoding = chunks.plan(latent, vae.num_latent_frames_batch_size)
+    return latent, sum(chunks.decoded_length(chunk.length, steps) for chunk in decoding)
+
+
+def _decode_pieces(
+    sink: video.Sink,
+    vae: "AutoencoderKLCogVideoX",
+    pieces: "Callable[[], Iterable[torch.Tensor]]",
+    shape: tuple[int, int, int],
+    args: argparse.Namespace,
+    fetch: Fetch,
+) -> int:
+    """Decodes latents of `shape`, (frames, rows, columns), in tiles where those are asked for or memory runs
+    out."""
     import torch
 
-    z = latents.tensor.to(vae.dtype)
+    frames, height, width = shape[0], *(side * vae.spatial_scale for side in shape[1:])
+    _set_tiles(vae, args, "decode", (height, width), frames)
+
+    def start() -> "Iterator[torch.Tensor]":
+        return vae.decode_stream(pieces(), frames, output_dtype=torch.uint8, fetch=fetch)
+
     stream = common.progress(
-        vae.decode_stream(z, output_dtype=torch.uint8, fetch=fetch),
-        total=len(chunks.plan(z.shape[2], vae.num_latent_frames_batch_size)),
+        memory.in_tiles_once_memory_is_out(vae, (height, width), start, common.say),
+        total=len(chunks.plan(frames, vae.num_latent_frames_batch_size)),
         name="decode",
         args=args,
     )
     written = 0
-    for frames in stream:
-        sink.write(frames)
-        written += frames.shape[2]
+    for decoded in stream:
+        sink.write(decoded)
+        written += decoded.shape[2]
     return written
+
+
+def _set_tiles(
+    vae: "AutoencoderKLCogVideoX", args: argparse.Namespace, kind: str, size: tuple[int, int], frames: int
+) -> None:
+    told = memory.set_tiles(vae, getattr(args, "tiling", None), kind, *size, frames)
+    if told:
+        common.say(f"{kind} in {told}")

@@ -65,6 +65,17 @@ def add_clip_options(command: argparse.ArgumentParser, frames: int | None = None
     )
 
 
+def add_tiling_option(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--tiling",
+        nargs="?",
+        const="auto",
+        metavar="HEIGHTxWIDTH",
+        help="work in tiles of this size in pixels; auto, or no size: in tiles where it does not fit "
+        "into memory",
+    )
+
+
 def positive(text: str) -> int:
     value = int(text)
     if value < 1:
@@ -101,11 +112,13 @@ def device_name(backend: str) -> str:
     return backends.backend(backend).device()
 
 
-def progress(items: Iterable[Item], *, total: int, name: str, args: argparse.Namespace) -> Iterator[Item]:
+def progress(
+    items: Iterable[Item], *, total: int, name: str, args: argparse.Namespace, unit: str = "chunk"
+) -> Iterator[Item]:
     """The items, with a bar that counts them."""
     from tqdm import tqdm
 
-    yield from tqdm(items, total=total, desc=name, unit="chunk", disable=args.quiet, leave=False)
+    yield from tqdm(items, total=total, desc=name, unit=unit, disable=args.quiet, leave=False)
 
 
 def print_report(report: dict[str, Any], as_json: bool) -> None:

@@ -1,10 +1,11 @@
-"""`decode`: a file of latents to a video."""
+"""`decode`: a file of latents to a video, or a directory of them to videos."""
 
 import argparse
 import contextlib
+from pathlib import Path
 from typing import Any
 
-from cogvideox_torchax.cli import common, devices
+from cogvideox_torchax.cli import batch, common, devices
 from cogvideox_torchax.cli.clips import decode_to
 from cogvideox_torchax.runtime.quiet import quiet_libraries
 
@@ -13,18 +14,21 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
     command = common.add_command(
         subparsers,
         "decode",
-        "decode latents to a video",
+        "decode latents to a video, or a directory of them",
         "cogvideox-torchax decode latents.safetensors -o clip.mp4",
     )
-    command.add_argument("latents", help="a file that `encode` wrote")
+    command.add_argument("latents", help="a file that `encode` wrote, or a directory")
     command.add_argument(
         "-o",
         "--output",
         required=True,
         metavar="FILE",
-        help="an .mp4 or .gif file, or a directory for PNG frames",
+        help="an .mp4 or .gif file, or a directory for PNG frames; of a directory's latents, one for .mp4 "
+        "files, where what is done already is skipped",
     )
     common.add_model_options(command, default=None)
+    common.add_tiling_option(command)
+    batch.add_decoding_options(command.add_argument_group("many clips"))
     devices.add_options(command)
     command.add_argument("--fps", type=common.frame_rate, help="frames a second (default: the source's)")
     return command
@@ -33,6 +37,8 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> int:
     from cogvideox_torchax.files import latents
 
+    if Path(args.latents).is_dir():
+        return batch.decode(args)
     with contextlib.ExitStack() as stack:
         team = stack.enter_context(devices.joined(args))
         loaded = latents.load(args.latents, team.columns)

@@ -72,10 +72,12 @@ class Team:
         return Placement(self.mesh).own_columns(shape)
 
     @contextlib.contextmanager
-    def writing(self, path: str, fps: Fraction | float) -> Iterator[video.Sink]:
+    def writing(
+        self, path: str, fps: Fraction | float, alongside: video.Alongside | None = None
+    ) -> Iterator[video.Sink]:
         """A sink that writes in the first process alone."""
         if self.is_first:
-            with video.writing(path, fps) as sink:
+            with video.writing(path, fps, alongside) as sink:
                 yield sink
         else:
             yield _Nowhere()

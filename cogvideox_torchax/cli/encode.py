@@ -1,9 +1,9 @@
-"""`encode`: a video to a file of latents."""
+"""`encode`: a video to a file of latents, or many to a directory."""
 
 import argparse
 from typing import Any
 
-from cogvideox_torchax.cli import common, devices
+from cogvideox_torchax.cli import batch, common, devices
 from cogvideox_torchax.cli.clips import encode_clip, open_clip
 from cogvideox_torchax.files.whole import check_output
 from cogvideox_torchax.runtime.quiet import quiet_libraries
@@ -13,22 +13,35 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
     command = common.add_command(
         subparsers,
         "encode",
-        "encode a video to latents",
+        "encode a video, or a directory of them, to latents",
         "cogvideox-torchax encode clip.mp4 -o clip.safetensors --model zai-org/CogVideoX-5b --dtype bfloat16",
     )
-    command.add_argument("video", help="any video that FFmpeg reads")
     command.add_argument(
-        "-o", "--output", required=True, metavar="FILE", help="the .safetensors file to write"
+        "video",
+        help="any video that FFmpeg reads; or many: a directory of them, or a list, in .txt a path a line, "
+        "in .jsonl objects with path, caption and so on",
+    )
+    command.add_argument(
+        "-o",
+        "--output",
+        required=True,
+        metavar="FILE",
+        help="the .safetensors file to write; of many, the directory, where what is done already is skipped",
     )
     common.add_model_options(command, default=str(common.DEMO_MODEL))
     common.add_clip_options(command)
+    common.add_tiling_option(command)
+    batch.add_options(command)
     devices.add_options(command)
     return command
 
 
 def run(args: argparse.Namespace) -> int:
+    from cogvideox_torchax.dataset import sources
     from cogvideox_torchax.files import latents
 
+    if sources.is_many(args.video):
+        return batch.encode(args)
     if not args.output.endswith(".safetensors"):
         raise ValueError(f"cannot write {args.output}: latents go into a .safetensors file")
     check_output(args.output)

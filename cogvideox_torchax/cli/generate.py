@@ -1,6 +1,8 @@
 """`generate`: a prompt, and what else the model takes, to a video, in stages that can be taken up again."""
 
 import argparse
+import contextlib
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from fractions import Fraction
 from pathlib import Path
@@ -60,6 +62,7 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
         metavar="FILE",
         help="an .mp4 or .gif file, or a directory for PNG frames",
     )
+    common.add_tiling_option(command)
     command.add_argument("--json", action="store_true", help="print the report as JSON")
     command.add_argument("--quiet", action="store_true", help="no progress bars")
     return command
@@ -77,7 +80,8 @@ def run(args: argparse.Namespace) -> int:
             _make_directory(args.save_stages)
         watch = common.Stopwatch()
         vae, latents = _kept_latents(args) if args.from_stage == "latents" else _sampled(args)
-        written = decode_to(sink, vae, latents, args, runtime.to_torch)
+        with _on_disk(args, latents):
+            written = decode_to(sink, vae, latents, args, runtime.to_torch)
     report = {
         "output": args.output,
         "device": common.device_name("torchax"),
@@ -88,6 +92,25 @@ def run(args: argparse.Namespace) -> int:
     }
     common.print_report(report, args.json)
     return 0
+
+
+@contextlib.contextmanager
+def _on_disk(args: argparse.Namespace, latents: "Latents") -> Iterator[None]:
+    """Keeps the latents in a file until they are decoded; where decoding fails they stay, and a line says
+    so."""
+    from cogvideox_torchax.files import latents as latent_files
+
+    if args.save_stages:
+        yield
+        return
+    kept = Path(f"{args.output}.latents.safetensors")
+    latent_files.save(latents, kept)
+    try:
+        yield
+    except BaseException:
+        common.say(f"the latents are kept: cogvideox-torchax decode {kept} -o {args.output}")
+        raise
+    kept.unlink()
 
 
 def _make_directory(name: str) -> None:

@@ -5,7 +5,8 @@ import contextlib
 from typing import Any
 
 from cogvideox_torchax.cli import common, devices
-from cogvideox_torchax.cli.clips import decode_to, encode_clip, open_clip
+from cogvideox_torchax.cli.clips import Clip, frames_through, open_clip, reconstruct_to
+from cogvideox_torchax.files import video
 from cogvideox_torchax.runtime.quiet import quiet_libraries
 
 
@@ -26,6 +27,7 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
     )
     common.add_model_options(command, default=str(common.DEMO_MODEL))
     common.add_clip_options(command)
+    common.add_tiling_option(command)
     devices.add_options(command)
     command.add_argument("--fps", type=common.frame_rate, help="frames a second (default: the source's)")
     return command
@@ -35,23 +37,53 @@ def run(args: argparse.Namespace) -> int:
     clip = open_clip(args)
     with contextlib.ExitStack() as stack:
         team = stack.enter_context(devices.joined(args))
-        sink = stack.enter_context(team.writing(args.output, args.fps or clip.info.fps))
         quiet_libraries()
+        fps = args.fps or clip.info.fps
+        video.check_writing(args.output, fps)
         vae = common.load_vae(args.model, args.backend, args.dtype, team.mesh)
+        _, frames_out = frames_through(vae, clip.num_frames)
+        alongside, told = _alongside(args, clip, frames_out)
+        sink = stack.enter_context(team.writing(args.output, fps, alongside))
         watch = common.Stopwatch()
-        encoded = encode_clip(vae, clip, args, team.everywhere)
-        written = decode_to(sink, vae, encoded, args, team.at_first)
+        written = reconstruct_to(sink, vae, clip, args, team)
     if not team.is_first:
         return 0
+    for line in told:
+        common.say(line)
     report = {
         "output": args.output,
         "backend": args.backend,
         "device": common.device_name(args.backend),
         "frames_in": clip.num_frames,
         "frames_out": written,
+        "sound": "copied" if alongside.sound else "none" if not clip.info.has_sound else "left out",
         "size": f"{clip.size.height} x {clip.size.width}",
         "compile_s": watch.compile_seconds,
         "total_s": watch.seconds,
     }
     common.print_report(report, args.json)
     return 0
+
+
+def _alongside(args: argparse.Namespace, clip: Clip, frames_out: int) -> tuple[video.Alongside, list[str]]:
+    """What the output takes of its source besides frames, and what has to be said of it."""
+    info, told = clip.info, []
+    whole = args.fps in (None, info.fps)
+    if frames_out != clip.num_frames:
+        told.append(
+            f"{clip.num_frames} frames were read, {frames_out} written: the model gives back as many as it "
+            "took for 8 k + 1 of them"
+        )
+    keeps_times = info.variable and whole and args.output.endswith(".mp4") and frames_out == clip.num_frames
+    if info.variable:
+        shortest, longest = (1000 * float(gap) for gap in info.gaps)
+        told.append(
+            f"the frame rate varies, {shortest:.0f} to {longest:.0f} ms from frame to frame: "
+            + ("frames keep their times" if keeps_times else "the output's does not")
+        )
+    sound = info.path if info.has_sound and whole and args.output.endswith(".mp4") else None
+    if info.has_sound and sound is None:
+        told.append("the sound is left out: it is kept in an .mp4 at the source's own rate")
+    times = info.times[: clip.num_frames] if keeps_times else ()
+    seconds = times[-1] + 1 / info.fps if times else clip.num_frames / info.fps
+    return video.Alongside(times, sound, seconds), told

@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from cogvideox_torchax.files.whole import whole_file
 from cogvideox_torchax.runtime import to_torch, without_torchax
 
 FORMAT = "cogvideox-torchax-latents/1"
-TENSOR = "latents"
+TENSOR, LOGVAR, SAMPLE = "latents", "logvar", "sample"
 
 SHAPING_FIELDS = (
     "in_channels",
@@ -44,12 +44,15 @@ class Latents:
     """Latents (N, C, T, H, W) as the VAE's encoder gives them, not scaled, and where they come from.
 
     Attributes:
-        tensor: the posterior's mean.
+        tensor: the posterior's mean, or a sample where that alone was wanted.
         config: the config of the VAE that made them; holds `scaling_factor`, `shift_factor` and
             `invert_scale_latents`, which a diffusion pipeline applies on its own side.
         model: directory or hub id of that VAE.
         fps: of the source video.
         num_frames: of the source video.
+        logvar: the logarithm of the posterior's variance, of the mean's shape; None where it was not kept.
+        sample: drawn from the posterior, beside its mean; None where none was.
+        about: what else is known: a data set keeps each clip's caption, sizes and hashes there.
     """
 
     tensor: torch.Tensor
@@ -57,14 +60,41 @@ class Latents:
     model: str
     fps: Fraction
     num_frames: int
+    logvar: torch.Tensor | None = None
+    sample: torch.Tensor | None = None
+    about: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """What is kept of the posterior, by the names that a file has for it."""
+        kept = {TENSOR: self.tensor, LOGVAR: self.logvar, SAMPLE: self.sample}
+        return {name: tensor for name, tensor in kept.items() if tensor is not None}
+
+    def metadata(self) -> dict[str, str]:
+        """All but the tensors, as a file says it."""
+        shaping = {name: _plain(self.config.get(name)) for name in SHAPING_FIELDS}
+        said = {
+            "format": FORMAT,
+            "config": json.dumps(shaping),
+            "scaled": "false",
+            "scaling_factor": json.dumps(shaping["scaling_factor"]),
+            "shift_factor": json.dumps(shaping["shift_factor"]),
+            "invert_scale_latents": json.dumps(shaping["invert_scale_latents"]),
+            "model": self.model,
+            "fps": str(self.fps),
+            "num_frames": str(self.num_frames),
+        }
+        if self.about:
+            said["about"] = json.dumps(self.about, sort_keys=True)
+        return said
 
     def check_model(self, config: dict[str, Any]) -> None:
         """Raises `LatentsError` unless a VAE of this config can decode these latents."""
-        for field in SHAPING_FIELDS:
-            mine, its = (_plain(source.get(field)) for source in (self.config, config))
+        for name in SHAPING_FIELDS:
+            mine, its = (_plain(source.get(name)) for source in (self.config, config))
             if mine != its:
                 raise LatentsError(
-                    f"these latents are of another model: their {field} is {mine}, the model's is {its}; "
+                    f"these latents are of another model: their {name} is {mine}, the model's is {its}; "
                     f"they were made with --model {self.model}"
                 )
 
@@ -74,29 +104,29 @@ def _plain(value: Any) -> Any:
 
 
 def save(latents: Latents, path: str | Path) -> None:
-    """Writes a latent file, whole or not at all."""
+    """Writes a latent file, whole or not at all; equal latents make equal bytes."""
     from safetensors.torch import save_file
 
-    shaping = {field: _plain(latents.config.get(field)) for field in SHAPING_FIELDS}
-    metadata = {
-        "format": FORMAT,
-        "config": json.dumps(shaping),
-        "scaled": "false",
-        "scaling_factor": json.dumps(shaping["scaling_factor"]),
-        "shift_factor": json.dumps(shaping["shift_factor"]),
-        "invert_scale_latents": json.dumps(shaping["invert_scale_latents"]),
-        "model": latents.model,
-        "fps": str(latents.fps),
-        "num_frames": str(latents.num_frames),
-    }
+    plain = {name: to_torch(tensor).contiguous() for name, tensor in latents.tensors.items()}
     with whole_file(path) as temporary:
-        without_torchax(
-            save_file, {TENSOR: to_torch(latents.tensor).contiguous()}, temporary, metadata=metadata
-        )
+        without_torchax(save_file, plain, temporary, metadata=latents.metadata())
+        _sort_header(temporary)
+
+
+def _sort_header(path: Path) -> None:
+    """Puts the header of a safetensors file in order: its writer lists the metadata in one that changes from
+    run to run."""
+    with path.open("r+b") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+        ordered = json.dumps(header, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+        if len(ordered) <= length:  # else the writer escapes less than JSON has to
+            file.seek(8)
+            file.write(ordered.ljust(length))
 
 
 def load(path: str | Path, columns: Callable[[tuple[int, ...]], slice] | None = None) -> Latents:
-    """Reads a latent file.
+    """Reads a latent file, of the posterior what decoding takes.
 
     Args:
         path: of the file.
@@ -116,6 +146,42 @@ def load(path: str | Path, columns: Callable[[tuple[int, ...]], slice] | None = 
         metadata, tensor = without_torchax(_read, path, columns)
     except SafetensorError as error:
         raise LatentsError(f"{path} is truncated or no safetensors file ({error})") from error
+    return assembled(path, metadata, {} if tensor is None else {TENSOR: tensor})
+
+
+def loads(data: bytes, name: str | Path) -> Latents:
+    """All that a latent file holds, of its bytes.
+
+    Args:
+        data: the file.
+        name: of the file, for errors.
+
+    Raises:
+        LatentsError: as `load`.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load as load_tensors
+
+    try:
+        tensors = without_torchax(load_tensors, data)
+    except SafetensorError as error:
+        raise LatentsError(f"{name} is truncated or no safetensors file ({error})") from error
+    metadata = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")]).get("__metadata__", {})
+    return assembled(Path(name), metadata, tensors)
+
+
+def assembled(path: Path, metadata: dict[str, str], tensors: dict[str, torch.Tensor]) -> Latents:
+    """Latents of a file's metadata and tensors.
+
+    Args:
+        path: of the file, for errors.
+        metadata: as `Latents.metadata` gives it.
+        tensors: as `Latents.tensors` does.
+
+    Raises:
+        LatentsError: no tensor, another format, or a broken field, which is named.
+    """
+    tensor = tensors.get(TENSOR)
     if metadata.get("format") != FORMAT or tensor is None:
         raise LatentsError(
             f"{path} is no latent file of this program: write one with `cogvideox-torchax encode`"
@@ -124,12 +190,14 @@ def load(path: str | Path, columns: Callable[[tuple[int, ...]], slice] | None = 
         raise LatentsError(
             f"{path} holds {tensor.dtype} of shape {tuple(tensor.shape)}: floats (N, C, T, H, W) are wanted"
         )
-    fields = {name: _field(path, metadata, name) for name in _FIELDS}
+    fields = {name: _field(path, metadata, name) for name in _FIELDS if name != "about"}
     for name in ("scaling_factor", "shift_factor", "invert_scale_latents"):
         value, configured = fields[name], fields["config"].get(name)
         if configured != value:
             raise LatentsError(f"{path} is broken: its {name} is {value}, its config's is {configured}")
-    return Latents(tensor, *(fields[name] for name in ("config", "model", "fps", "num_frames")))
+    about = _field(path, metadata, "about") if "about" in metadata else {}
+    given = (fields[name] for name in ("config", "model", "fps", "num_frames"))
+    return Latents(tensor, *given, tensors.get(LOGVAR), tensors.get(SAMPLE), about)
 
 
 def _number(text: str) -> float:
@@ -180,6 +248,7 @@ _FIELDS: dict[str, tuple[Callable[[str], Any], str]] = {
     "model": (str, "a name"),
     "fps": (_rate, "a number above 0"),
     "num_frames": (_count, "a whole number above 0"),
+    "about": (_object, "a JSON object"),
 }
 """How each field of the metadata is read, and what it has to be."""
 

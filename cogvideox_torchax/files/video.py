@@ -1,15 +1,23 @@
 """Clips in; mp4, gif and frames out. The only module that imports PyAV."""
 
 import contextlib
-from collections.abc import Iterator
+import io
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
-from cogvideox_torchax.files.whole import OutputError, whole_file
+from cogvideox_torchax.files.whole import OutputError, check_output, whole_file
+
+Source = str | Path | bytes
+"""A video file: its path, or its bytes."""
+
+SUFFIXES = (".avi", ".gif", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg", ".ts", ".webm", ".wmv")
+"""What a directory's videos end in."""
 
 
 class VideoError(ValueError):
@@ -18,13 +26,38 @@ class VideoError(ValueError):
 
 @dataclass(frozen=True)
 class VideoInfo:
-    """What a video holds: pixels, frames a second, and the number of frames that are really in the file."""
+    """What a video holds.
+
+    Attributes:
+        path: of the file; a word in its place for one that came as bytes.
+        height, width: of a frame, in pixels.
+        fps: frames a second; their average where the gaps between frames differ.
+        num_frames: that are really in the file.
+        times: when each frame is shown, in seconds after the first; empty where the file does not say.
+        tick: of the clock that `times` are told by, in seconds.
+        has_sound: whether there is a sound track.
+    """
 
     path: Path
     height: int
     width: int
     fps: Fraction
     num_frames: int
+    times: tuple[Fraction, ...] = ()
+    tick: Fraction = Fraction(0)
+    has_sound: bool = False
+
+    @property
+    def gaps(self) -> tuple[Fraction, Fraction]:
+        """The shortest and the longest time from a frame to the next; twice 0 where there are none."""
+        found = [b - a for a, b in itertools.pairwise(self.times)]
+        return (min(found), max(found)) if found else (Fraction(0), Fraction(0))
+
+    @property
+    def variable(self) -> bool:
+        """Whether the frame rate varies: by more than the rounding to a clock that ticks often enough."""
+        shortest, longest = self.gaps
+        return longest - shortest > (self.tick if 4 * self.tick < shortest else 0)
 
 
 def _av() -> Any:
@@ -37,16 +70,21 @@ def _av() -> Any:
     return av
 
 
+def _name(source: Source) -> Path:
+    return Path("the video") if isinstance(source, bytes) else Path(source)
+
+
 @contextlib.contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    """The open container, its first video stream; PyAV's errors as one line."""
-    av = _av()
-    if not path.exists():
-        raise VideoError(f"there is no file {path}")
-    if path.is_dir():
-        raise VideoError(f"{path} is a directory: give a video file")
+def _opened(source: Source) -> Iterator[Any]:
+    """The open container, which has a video stream; PyAV's errors as one line."""
+    av, path = _av(), _name(source)
+    if not isinstance(source, bytes):
+        if not path.exists():
+            raise VideoError(f"there is no file {path}")
+        if path.is_dir():
+            raise VideoError(f"{path} is a directory: give a video file")
     try:
-        with av.open(str(path)) as container:
+        with av.open(io.BytesIO(source) if isinstance(source, bytes) else str(path)) as container:
             if not container.streams.video:
                 raise VideoError(f"{path} has no video stream")
             yield container
@@ -57,22 +95,35 @@ def _opened(path: Path) -> Iterator[Any]:
         ) from error
 
 
-def probe(path: str | Path) -> VideoInfo:
-    """Reads a video's size, rate and frame count; packets are counted, so a header that promises more is
-    caught.
+def probe(source: Source) -> VideoInfo:
+    """Reads a video's size, rate, frame count and times; packets are counted, so a header that promises more
+    is caught.
 
     Raises:
         VideoError: no file, no video, no frames, or fewer frames than the header announces.
     """
-    path = Path(path)
-    with _opened(path) as container:
+    path = _name(source)
+    with _opened(source) as container:
         stream = container.streams.video[0]
-        count = sum(1 for packet in container.demux(stream) if packet.size)
+        shown = [packet.pts for packet in container.demux(stream) if packet.size]
+        count = len(shown)
         if count == 0:
             raise VideoError(f"{path} has no frames")
         if stream.frames > count:
             raise VideoError(f"{path} is truncated: {stream.frames} frames are announced, {count} are there")
-        return VideoInfo(path, stream.height, stream.width, stream.average_rate or Fraction(25), count)
+        times: tuple[Fraction, ...] = ()
+        if None not in shown and len(set(shown)) == count:
+            times = tuple((pts - min(shown)) * stream.time_base for pts in sorted(shown))
+        return VideoInfo(
+            path,
+            stream.height,
+            stream.width,
+            stream.average_rate or Fraction(25),
+            count,
+            times,
+            stream.time_base or Fraction(0),
+            bool(container.streams.audio),
+        )
 
 
 @dataclass(frozen=True)
@@ -82,11 +133,20 @@ class Framing:
     Attributes:
         height, width: what frames are resized to.
         crop: whether the middle is cut out instead of resizing.
+        resized: (height, width) to which they are resized before the middle is cut out; None for their own.
     """
 
     height: int
     width: int
     crop: bool = False
+    resized: tuple[int, int] | None = None
+
+
+def covering(info: VideoInfo, height: int, width: int) -> Framing:
+    """The middle of the video, resized as little as fills `height` x `width` pixels."""
+    scale = max(Fraction(height, info.height), Fraction(width, info.width))
+    resized = max(round(info.height * scale), height), max(round(info.width * scale), width)
+    return Framing(height, width, crop=True, resized=resized)
 
 
 def framing(info: VideoInfo, *, multiple: int, height: int | None, width: int | None, crop: bool) -> Framing:
@@ -112,19 +172,25 @@ def framing(info: VideoInfo, *, multiple: int, height: int | None, width: int | 
     return Framing(chosen_height, chosen_width)
 
 
-def read_frames(path: str | Path, size: Framing, num_frames: int) -> Iterator[torch.Tensor]:
+def read_frames(source: Source, size: Framing, num_frames: int) -> Iterator[torch.Tensor]:
     """Yields the first `num_frames` frames as uint8 (1, 3, H, W), one at a time.
 
     Raises:
-        VideoError: a file that cannot be read, or that ends before `num_frames`.
+        VideoError: a file that cannot be read, that ends before `num_frames`, or whose frames change size.
     """
-    path = Path(path)
-    given = 0
-    with _opened(path) as container:
+    path = _name(source)
+    given, held = 0, None
+    with _opened(source) as container:
         container.streams.video[0].thread_type = "AUTO"
         for frame in container.decode(video=0):
             if given == num_frames:
                 break
+            held = held or (frame.height, frame.width)
+            if (frame.height, frame.width) != held:
+                raise VideoError(
+                    f"{path} changes size at frame {given}, from {held[0]} x {held[1]} pixels to "
+                    f"{frame.height} x {frame.width}: cut it there, or take fewer frames"
+                )
             yield torch.from_numpy(_pixels(frame, size)).permute(2, 0, 1)[None].contiguous()
             given += 1
     if given < num_frames:
@@ -135,8 +201,13 @@ def _pixels(frame: Any, size: Framing) -> Any:
     """A frame's RGB bytes (H, W, 3) in the wanted size."""
     if not size.crop:
         return frame.to_ndarray(format="rgb24", width=size.width, height=size.height, interpolation="BICUBIC")
-    top, left = (frame.height - size.height) // 2, (frame.width - size.width) // 2
-    return frame.to_ndarray(format="rgb24")[top : top + size.height, left : left + size.width]
+    if size.resized is None:
+        pixels = frame.to_ndarray(format="rgb24")
+    else:
+        height, width = size.resized
+        pixels = frame.to_ndarray(format="rgb24", width=width, height=height, interpolation="BICUBIC")
+    top, left = (pixels.shape[0] - size.height) // 2, (pixels.shape[1] - size.width) // 2
+    return pixels[top : top + size.height, left : left + size.width]
 
 
 class Sink(Protocol):
@@ -147,14 +218,49 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
+@dataclass(frozen=True)
+class Alongside:
+    """What an .mp4 takes of the video that its frames come from.
+
+    Attributes:
+        times: when each frame is shown, in seconds after the first; for an even rate none are needed.
+        sound: the file whose sound is copied, or None; where .mp4 does not know its codec it becomes AAC.
+        seconds: after which the sound ends.
+    """
+
+    times: Sequence[Fraction] = ()
+    sound: Path | None = None
+    seconds: Fraction = Fraction(0)
+
+
 @contextlib.contextmanager
-def writing(path: str | Path, fps: Fraction | float) -> Iterator[Sink]:
+def writing(path: str | Path, fps: Fraction | float, alongside: Alongside | None = None) -> Iterator[Sink]:
     """A sink for an .mp4 or .gif file, or for a directory of numbered PNG frames; whole or not there at all.
+
+    Args:
+        path: of the file or the directory.
+        fps: frames a second.
+        alongside: what an .mp4 takes of its source besides; the others take nothing.
 
     Raises:
         OutputError: another suffix, an output that cannot be written, a directory that has files in it, or a
             rate that is not above 0.
     """
+    path, kind = Path(path), check_writing(path, fps)
+    rate = Fraction(fps).limit_denominator(100_000)
+    with whole_file(path) as temporary:
+        if kind == ".mp4":
+            sink: Sink = _Mp4Sink(temporary, rate, alongside or Alongside())
+        else:
+            sink = (_GifSink if kind else _FrameSink)(temporary, rate)
+        try:
+            yield sink
+        finally:
+            sink.close()
+
+
+def check_writing(path: str | Path, fps: Fraction | float) -> str:
+    """The suffix of an output that `writing` can write; raises as it does."""
     path = Path(path)
     if not fps > 0:
         raise OutputError(f"cannot write {path} with {fps} frames a second: give a rate above 0")
@@ -167,13 +273,8 @@ def writing(path: str | Path, fps: Fraction | float) -> Iterator[Sink]:
         )
     if path.is_file() and not kind:
         raise OutputError(f"cannot write frames to {path}: it is a file")
-    sinks = {".mp4": _Mp4Sink, ".gif": _GifSink, "": _FrameSink}
-    with whole_file(path) as temporary:
-        sink = sinks[kind](temporary, Fraction(fps).limit_denominator(100_000))
-        try:
-            yield sink
-        finally:
-            sink.close()
+    check_output(path)
+    return kind
 
 
 def _frames_NHWC(frames: torch.Tensor) -> Iterator[Any]:
@@ -183,10 +284,18 @@ def _frames_NHWC(frames: torch.Tensor) -> Iterator[Any]:
 class _Mp4Sink:
     """H.264 in yuv420p, which every player shows; quality high enough not to be what one sees."""
 
-    def __init__(self, path: Path, fps: Fraction):
-        self._container = _av().open(str(path), "w", format="mp4")
+    TICK = Fraction(1, 90_000)
+    """Of the clock for frames at times of their own: MPEG's."""
+
+    def __init__(self, path: Path, fps: Fraction, alongside: Alongside):
         self._fps = fps
+        self._times = alongside.times
+        self._written = 0
         self._stream: Any = None
+        self._container = _av().open(str(path), "w", format="mp4")
+        self._sound = None
+        if alongside.sound is not None:
+            self._sound = _Sound(alongside.sound, self._container, alongside.seconds)
 
     def write(self, frames: torch.Tensor) -> None:
         av = _av()
@@ -195,12 +304,83 @@ class _Mp4Sink:
                 self._stream = self._container.add_stream("libx264", rate=self._fps, options={"crf": "16"})
                 self._stream.height, self._stream.width = pixels.shape[:2]
                 self._stream.pix_fmt = "yuv420p"
-            self._container.mux(self._stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+                if self._times:
+                    self._stream.time_base = self._stream.codec_context.time_base = self.TICK
+            frame = av.VideoFrame.from_ndarray(pixels, format="rgb24")
+            shown = Fraction(self._written) / self._fps
+            if self._times:
+                shown = self._times[self._written]
+                frame.pts, frame.time_base = round(shown / self.TICK), self.TICK
+            self._container.mux(self._stream.encode(frame))
+            if self._sound is not None:
+                self._sound.copy(until=shown)
+            self._written += 1
 
     def close(self) -> None:
         if self._stream is not None:
             self._container.mux(self._stream.encode(None))
+            if self._sound is not None:
+                self._sound.finish()
         self._container.close()
+
+
+class _Sound:
+    """The sound of a file, copied into another one beside the frames that are written there."""
+
+    COPIED = ("aac", "ac3", "alac", "eac3", "mp3", "opus")
+    """Codecs that .mp4 knows; any other becomes AAC."""
+    LAYOUTS: ClassVar = {1: "mono", 2: "stereo", 6: "5.1", 8: "7.1"}
+    """Of so many channels, which not every source names."""
+
+    def __init__(self, source: Path, container: Any, seconds: Fraction):
+        av = _av()
+        self._seconds = seconds
+        self._container = container
+        self._source = av.open(str(source))
+        given = self._source.streams.audio[0]
+        video = self._source.streams.video[0]
+        self._start = (video.start_time or 0) * (video.time_base or Fraction(0))
+        self._resampler = None
+        if given.codec_context.name in self.COPIED:
+            self._stream = container.add_stream_from_template(given)
+        else:
+            layout = self.LAYOUTS.get(given.channels, "stereo")
+            self._stream = container.add_stream("aac", rate=given.rate, layout=layout)
+            self._resampler = av.AudioResampler("fltp", layout, given.rate, frame_size=1024)
+        self._packets = self._source.demux(given)
+        self._next = next(self._packets, None)
+
+    def copy(self, until: Fraction) -> None:
+        """What is heard before a time, in seconds after the first frame."""
+        while self._next is not None:
+            packet = self._next
+            if packet.pts is not None:
+                heard = packet.pts * packet.time_base - self._start
+                if heard >= min(until, self._seconds):
+                    return
+                self._write(packet)
+            self._next = next(self._packets, None)
+
+    def _write(self, packet: Any) -> None:
+        if self._resampler is None:
+            shift = round(self._start / packet.time_base)
+            packet.pts -= shift
+            packet.dts = packet.pts
+            packet.stream = self._stream
+            self._container.mux(packet)
+            return
+        for decoded in packet.decode():
+            for frame in self._resampler.resample(decoded):
+                frame.pts -= round(self._start / frame.time_base)
+                self._container.mux(self._stream.encode(frame))
+
+    def finish(self) -> None:
+        self.copy(until=self._seconds)
+        if self._resampler is not None:
+            for frame in self._resampler.resample(None):
+                self._container.mux(self._stream.encode(frame))
+            self._container.mux(self._stream.encode(None))
+        self._source.close()
 
 
 class _GifSink:

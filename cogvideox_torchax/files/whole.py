@@ -87,9 +87,18 @@ def _marks(path: Path) -> tuple[str, str]:
 
 def _remove_left(path: Path) -> None:
     prefix, suffix = _marks(path)
-    pattern = re.compile(re.escape(prefix) + r"[a-z0-9_]{8}-.+")
-    with contextlib.suppress(OSError):  # a parent that cannot be listed
-        for entry in path.parent.iterdir():
+    _remove_all_left(path.parent, re.escape(prefix), suffix)
+
+
+def remove_left_in(directory: str | Path) -> None:
+    """Removes what killed runs have left beside any output in a directory; a live run keeps its own."""
+    _remove_all_left(Path(directory), r"\..+\.writing-", f"-{socket.gethostname()}")
+
+
+def _remove_all_left(directory: Path, prefix: str, suffix: str) -> None:
+    pattern = re.compile(prefix + r"[a-z0-9_]{8}-.+")
+    with contextlib.suppress(OSError):  # a directory that cannot be listed
+        for entry in directory.iterdir():
             if pattern.fullmatch(entry.name):
                 with contextlib.suppress(OSError):  # another user's, gone meanwhile, or no locks here
                     _remove_if_left(entry, elsewhere=not entry.name.endswith(suffix))

@@ -36,6 +36,7 @@ from cogvideox_torchax.runtime.gradients import (
     rematerialized,
     wants_gradient,
 )
+from cogvideox_torchax.runtime.memory import free_memory, out_of_memory
 from cogvideox_torchax.runtime.programs import (
     ChunkProgram,
     JaxRun,
@@ -75,6 +76,7 @@ __all__ = [
     "fetch_async",
     "first_nonfinite",
     "forget_programs",
+    "free_memory",
     "host_array",
     "is_enabled",
     "jax_dtype",
@@ -82,6 +84,7 @@ __all__ = [
     "move_weights",
     "on_host",
     "on_jax",
+    "out_of_memory",
     "plain_tensor",
     "programs_of",
     "put_weights",

@@ -18,6 +18,7 @@ from cogvideox_torchax.sharding.processes import (
     connect,
     exchanging,
     is_first,
+    wait_for_all,
 )
 from cogvideox_torchax.sharding.programs import ShardedProgram
 from cogvideox_torchax.sharding.report import (
@@ -52,4 +53,5 @@ __all__ = [
     "report_network",
     "spread",
     "table",
+    "wait_for_all",
 ]

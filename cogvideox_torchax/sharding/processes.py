@@ -82,6 +82,14 @@ def is_first() -> bool:
     return jax.process_index() == 0
 
 
+def wait_for_all() -> None:
+    """Waits until every process has come here; the first keeps the others' connection, and may not end before
+    them."""
+    from jax.experimental import multihost_utils
+
+    multihost_utils.sync_global_devices("cogvideox_torchax")
+
+
 def abandon(code: int) -> None:
     """Ends a process that has failed among others, at once; does nothing in one that runs by itself.
 

@@ -7,6 +7,7 @@ size everywhere.
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +36,24 @@ class TilePlan:
     columns: AxisPlan
 
 
+def groups(plan: TilePlan, together: int) -> list[list[tuple[int, int]]]:
+    """The tiles of a plan, those of one size `together` at a time, what is left over one by one.
+
+    Returns:
+        Groups of (row, column), each of `together` tiles or of one.
+    """
+    by_size: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for row, (top, bottom) in enumerate(plan.rows.spans):
+        for column, (left, right) in enumerate(plan.columns.spans):
+            by_size.setdefault((bottom - top, right - left), []).append((row, column))
+    found = []
+    for tiles in by_size.values():
+        full = len(tiles) // together * together
+        found += [tiles[start : start + together] for start in range(0, full, together)]
+        found += [[tile] for tile in tiles[full:]]
+    return found
+
+
 def plan_axis(size: int, *, tile: int, overlap: float, scale_in: int = 1, scale_out: int = 1) -> AxisPlan:
     """Plans one axis.
 
@@ -46,13 +65,19 @@ def plan_axis(size: int, *, tile: int, overlap: float, scale_in: int = 1, scale_
             and 1 to encode).
 
     Raises:
-        ValueError: a tile without pixels, or an overlap that leaves no step.
+        ValueError: a tile without pixels, or an overlap that leaves no step or a gap; it names good values.
     """
+    if not 0 <= overlap < 1:
+        raise ValueError(
+            f"got tiles that overlap by {overlap:.3f} of their size: at least 0 and less than 1 is wanted; "
+            "diffusers takes 1/6 of the height and 1/5 of the width"
+        )
     step = int(tile * (1 - overlap) + 1e-6)
     if tile < 1 or step < 1:
+        wanted = math.ceil(1 / (1 - overlap) - 1e-6)
         raise ValueError(
             f"got a tile of {tile} latent pixels with overlap {overlap:.3f}: a tile must advance by at least "
-            "one latent pixel; use a larger tile or a smaller overlap"
+            f"one latent pixel; with this overlap use a tile of {wanted} at least, or a smaller overlap"
         )
     spans = tuple((start, min(start + tile * scale_in, size)) for start in range(0, size, step * scale_in))
     return AxisPlan(spans, keep=step * scale_out, blend=(tile - step) * scale_out)

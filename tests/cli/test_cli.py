@@ -1,5 +1,6 @@
 """The command line as a user meets it: main() in this process, and the program itself for Ctrl-C."""
 
+import copy
 import json
 import os
 import shutil
@@ -18,7 +19,7 @@ from cogvideox_torchax.cli import common
 from cogvideox_torchax.cli.common import DEMO_MODEL
 from cogvideox_torchax.files import latents, video
 from tests import reference
-from tests.files.test_video import moving_frames
+from tests.files.test_video import TIMES, heard, moving_frames, with_sound
 
 pytestmark = pytest.mark.usefixtures("torchax_off")
 
@@ -227,6 +228,7 @@ WRONG = {
         (*DECODE, "--model", "other"),
         "their block_out_channels is [16,",
     ),
+    "tiles of no size": (lambda: None, (*ENCODE, "--tiling", "20x32"), "16x32 is near"),
     "unknown suffix": (lambda: None, (*DECODE[:3], "new.avi"), "give a name in .mp4 or .gif"),
 }
 
@@ -243,6 +245,36 @@ def test_wrong_input_is_one_line_exit_code_2_and_no_output(latent_file, capsys, 
     assert {path: path.stat().st_mtime_ns for path in Path().rglob("*") if not path.is_dir()} == {
         path: time_ns for path, time_ns in before.items() if not path.is_dir()
     }
+
+
+def test_reconstruct_keeps_times_and_sound_and_says_what_it_cannot(model_directory, capsys):
+    source = with_sound(Path("sound.mp4"))
+    with video.writing("clip.mp4", 10, video.Alongside(TIMES, source, Fraction(2))) as sink:
+        sink.write(moving_frames(9))
+    command = ("reconstruct", "clip.mp4", "--model", "vae", "--backend", "torch", "-o")
+    assert run(*command, "again.mp4") == 0
+    assert "10 to 300 ms from frame to frame: frames keep their times" in capsys.readouterr().err
+    assert video.probe("again.mp4").times == tuple(TIMES)
+    assert heard("again.mp4") == heard("clip.mp4")
+    assert run(*command, "short.mp4", "--frames", 6) == 0
+    err = capsys.readouterr().err
+    assert "6 frames were read, 8 written" in err
+    assert "the output's does not" in err
+    assert run(*command, "other.mp4", "--fps", 20) == 0
+    assert "the sound is left out" in capsys.readouterr().err
+    assert not video.probe("other.mp4").has_sound
+
+
+def test_tiles_are_those_that_are_asked_for(clip, latent_file, native_vae):
+    command = ("encode", clip, "-o", "tiled.safetensors", "--model", "vae", "--backend", "torch")
+    assert run(*command, "--tiling", "16x16") == 0
+    vae = copy.copy(native_vae)
+    vae.enable_tiling(tile_sample_min_height=16, tile_sample_min_width=16)
+    x = torch.stack(list(video.read_frames(clip, video.Framing(24, 40), 9)), 2) / 127.5 - 1
+    found = latents.load("tiled.safetensors").tensor
+    assert reference.largest_error(found, vae.encode(x).latent_dist.mode()) < 1e-5
+    assert found.shape == (1, 16, 3, 3, 5)
+    assert not torch.equal(found, latents.load(latent_file).tensor)
 
 
 @pytest.mark.parametrize("command", ["decode", "reconstruct", "generate"])
@@ -297,7 +329,7 @@ def test_ctrl_c_leaves_nothing_half_written(model_directory, tmp_path):
     )
     signal.signal(signal.SIGINT, before)
     assert process.stderr is not None
-    while "encode:" not in process.stderr.read(60):
+    while "decode:" not in process.stderr.read(60):
         assert process.poll() is None
     time.sleep(0.5)
     process.send_signal(signal.SIGINT)

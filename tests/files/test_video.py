@@ -189,3 +189,105 @@ def test_an_output_that_cannot_be_written_is_named(tmp_path, name, words):
     (tmp_path / "file").touch()
     with pytest.raises(OutputError, match=words), video.writing(tmp_path / name, 10):
         pass
+
+
+def test_bytes_of_a_file_are_read_as_the_file(clip):
+    data = clip.read_bytes()
+    info, of_file = video.probe(data), video.probe(clip)
+    assert (info.height, info.width, info.num_frames, info.times) == (24, 40, 9, of_file.times)
+    frames = torch.stack(list(video.read_frames(data, video.Framing(24, 40), 9)), 2)
+    assert torch.equal(frames, read_all(clip))
+    with pytest.raises(video.VideoError, match="truncated or not a video"):
+        video.probe(data[:100])
+
+
+def test_a_video_that_changes_size_midway_is_an_error_that_says_where(tmp_path):
+    """A transport stream may: two of them, one behind the other."""
+    parts = []
+    for name, size in (("a.ts", (24, 40)), ("b.ts", (32, 48))):
+        with av.open(str(tmp_path / name), "w") as container:
+            stream = container.add_stream("mpeg2video", rate=25)
+            stream.height, stream.width, stream.pix_fmt = *size, "yuv420p"
+            for pixels in moving_frames(5, *size)[0].permute(1, 2, 3, 0).contiguous().numpy():
+                container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+            container.mux(stream.encode(None))
+        parts.append((tmp_path / name).read_bytes())
+    path = tmp_path / "both.ts"
+    path.write_bytes(b"".join(parts))
+    with pytest.raises(video.VideoError, match=r"changes size at frame [45], from 24 x 40 pixels to 32 x 48"):
+        list(video.read_frames(path, video.Framing(24, 40), 10))
+
+
+TIMES = [Fraction(n, 100) for n in (0, 10, 12, 20, 50, 60, 61, 70, 90)]
+
+
+def with_sound(path, codec="aac", rate=16000, container="mp4"):
+    """Nine frames in 0.9 seconds, with a tone of a second."""
+    import numpy as np
+
+    with av.open(str(path), "w", format=container) as out:
+        stream = out.add_stream("libx264" if container == "mp4" else "mpeg2video", rate=10)
+        stream.height, stream.width, stream.pix_fmt = 24, 40, "yuv420p"
+        sound = out.add_stream(codec, rate=rate, layout="mono")
+        for pixels in moving_frames()[0].permute(1, 2, 3, 0).contiguous().numpy():
+            out.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+        out.mux(stream.encode(None))
+        tone = (np.sin(np.arange(rate) * 2 * np.pi * 440 / rate) * 2**14).astype(np.int16)
+        for start in range(0, rate, 1000):
+            frame = av.AudioFrame.from_ndarray(tone[None, start : start + 1000], format="s16", layout="mono")
+            frame.sample_rate, frame.pts = rate, start
+            out.mux(sound.encode(frame))
+        out.mux(sound.encode(None))
+    return path
+
+
+def heard(path):
+    with av.open(str(path)) as container:
+        stream = container.streams.audio[0]
+        packets = [bytes(packet) for packet in container.demux(stream) if packet.size]
+        return stream.codec_context.name, packets
+
+
+def test_times_of_frames_are_kept_and_an_even_rate_is_not_called_variable(tmp_path, clip):
+    alongside = video.Alongside(times=TIMES)
+    with video.writing(tmp_path / "b.mp4", 10, alongside) as sink:
+        sink.write(moving_frames())
+    info = video.probe(tmp_path / "b.mp4")
+    assert list(info.times) == TIMES
+    assert info.variable
+    assert info.gaps == (Fraction(1, 100), Fraction(30, 100))
+    assert not video.probe(clip).variable
+
+
+@pytest.mark.parametrize("tick", [Fraction(1, 1000), Fraction(1, 90000)])
+def test_rounding_to_the_files_clock_is_no_variable_rate(clip, tick):
+    times = tuple(round(Fraction(1001 * n, 30000) / tick) * tick for n in range(9))
+    assert not video.VideoInfo(clip, 24, 40, Fraction(30000, 1001), 9, times, tick).variable
+    doubled = (*times[:8], times[8] + Fraction(1001, 30000))
+    assert video.VideoInfo(clip, 24, 40, Fraction(30000, 1001), 9, doubled, tick).variable
+
+
+def test_a_frame_shown_twice_as_long_counts_where_the_clock_ticks_once_a_frame(clip):
+    times = tuple(Fraction(n, 25) for n in (0, 1, 2, 4, 5))
+    assert video.VideoInfo(clip, 24, 40, Fraction(25), 5, times, Fraction(1, 25)).variable
+
+
+def test_sound_that_mp4_knows_is_copied_packet_for_packet(tmp_path):
+    source = with_sound(tmp_path / "a.mp4")
+    assert video.probe(source).has_sound
+    with video.writing(tmp_path / "b.mp4", 10, video.Alongside((), source, Fraction(2))) as sink:
+        for frame in moving_frames().unbind(2):
+            sink.write(frame[:, :, None])
+    assert heard(tmp_path / "b.mp4") == heard(source)
+    assert video.probe(tmp_path / "b.mp4").num_frames == 9
+
+
+def test_other_sound_becomes_aac_and_ends_with_the_frames(tmp_path):
+    source = with_sound(tmp_path / "a.mkv", codec="pcm_s16le", container="matroska")
+    with video.writing(tmp_path / "b.mp4", 10, video.Alongside((), source, Fraction(1, 2))) as sink:
+        sink.write(moving_frames(5))
+    with av.open(str(tmp_path / "b.mp4")) as container:
+        stream = container.streams.audio[0]
+        samples = sum(frame.samples for frame in container.decode(stream))
+    assert heard(tmp_path / "b.mp4")[0] == "aac"
+    assert 0.4 * 16000 < samples < 0.75 * 16000

@@ -168,6 +168,24 @@ def test_a_failed_decode_loses_nothing(models, monkeypatch, capsys):
     assert len(pictures("frames")) == small_pipelines.FRAMES
 
 
+def test_a_failed_decode_without_stages_leaves_the_latents_beside_the_output(models, monkeypatch, capsys):
+    def fail(*args):
+        raise RuntimeError("no more of it")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("cogvideox_torchax.cli.generate.decode_to", fail)
+        assert generate(models("text")) == 1
+    assert (
+        "the latents are kept: cogvideox-torchax decode frames.latents.safetensors" in capsys.readouterr().err
+    )
+    kept = latents.load("frames.latents.safetensors").tensor
+    assert generate(models("text"), "--save-stages", "kept") == 0
+    assert torch.equal(kept, latents.load(stages.path_of("kept", "latents")).tensor)
+    Path("frames.latents.safetensors").unlink()
+    assert generate(models("text"), output="more") == 0
+    assert not list(Path().glob("*.latents.safetensors"))
+
+
 def test_a_nan_is_one_line_that_names_the_step(models, capsys):
     pipe = small_pipelines.CLASSES["text"].from_pretrained(models("text"))
     pipe.transformer.proj_out.bias.data[0] = float("nan")

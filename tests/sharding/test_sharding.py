@@ -133,6 +133,24 @@ def test_tiles_over_a_mesh_change_no_number_and_blend_in_shards(stock, eight):
     assert relative_error(streamed, want) < FLOAT32_RELATIVE
 
 
+def test_tiles_of_one_size_go_over_dp_together_and_change_no_number(stock, monkeypatch):
+    z, _ = inputs(1, 1, 54)  # tiles of 30, 30 and 6 columns
+    two = reference.on_jax(port(copy.deepcopy(stock), mesh=make_mesh(2, 1)))
+    tiled = copy.deepcopy(stock)
+    for vae in (tiled, two):
+        vae.enable_tiling(tile_sample_min_height=48, tile_sample_min_width=4 * 30)
+    given, real = [], two._run
+
+    def run(kind):
+        own = real(kind)
+        return lambda piece: given.append(tuple(piece.shape)) or own(piece)
+
+    monkeypatch.setattr(two, "_run", run)
+    found = torch.cat(list(two.decode_stream(z)), 2)
+    assert [(shape[0], shape[-1]) for shape in given] == [(2, 30), (1, 6)]
+    assert relative_error(found, tiled.decode(z).sample) < FLOAT32_RELATIVE
+
+
 def kernel_cases():
     """Every kernel as a function of one array (N, T, H, W, C), by name."""
     key = jax.random.key(0)

@@ -1,6 +1,8 @@
 import itertools
 
+import hypothesis
 import pytest
+from hypothesis import strategies
 
 from cogvideox_torchax.vae import chunks
 
@@ -55,3 +57,12 @@ def test_no_frames_is_an_error():
 @pytest.mark.parametrize(("ratio", "steps"), [(1, 0), (2, 1), (4, 2), (8, 3), (4.0, 2)])
 def test_a_ratio_is_so_many_halvings(ratio, steps):
     assert chunks.temporal_steps(ratio) == steps
+
+
+@hypothesis.given(frames=strategies.integers(1, 3000), a_chunk=strategies.integers(1, 16))
+def test_every_frame_is_in_one_chunk_and_only_the_first_is_longer(frames, a_chunk):
+    plan = chunks.plan(frames, a_chunk)
+    assert [frame for chunk in plan for frame in range(chunk.start, chunk.stop)] == list(range(frames))
+    assert all(chunk.length == a_chunk for chunk in plan[1:])
+    assert plan[0].length < 2 * a_chunk
+    assert len(plan) == 1 or plan[0].length >= a_chunk

@@ -1,7 +1,9 @@
 """The plan and the blending; that a tiled model equals diffusers' is tested in test_autoencoder.py."""
 
+import hypothesis
 import numpy as np
 import pytest
+from hypothesis import strategies
 
 from cogvideox_torchax.vae import tiling
 
@@ -46,3 +48,59 @@ def test_a_tile_fades_in_from_the_one_before():
 def test_a_tile_that_does_not_advance_is_an_error(tile, overlap):
     with pytest.raises(ValueError, match="at least one latent pixel"):
         tiling.plan_axis(10, tile=tile, overlap=overlap)
+
+
+@pytest.mark.parametrize("overlap", [-0.1, 1.0, 1.5])
+def test_an_overlap_that_is_none_is_an_error(overlap):
+    with pytest.raises(ValueError, match="at least 0 and less than 1"):
+        tiling.plan_axis(10, tile=4, overlap=overlap)
+
+
+@hypothesis.given(overlap=strategies.floats(0, 0.99), tile=strategies.integers(1, 200))
+def test_the_tile_that_an_error_names_is_good(overlap, tile):
+    try:
+        tiling.plan_axis(10, tile=tile, overlap=overlap)
+    except ValueError as error:
+        named = int(str(error).split("a tile of ")[-1].split()[0])
+        tiling.plan_axis(10, tile=named, overlap=overlap)
+        assert named > tile
+
+
+@hypothesis.given(
+    size=strategies.integers(1, 400),
+    tile=strategies.integers(1, 100),
+    overlap=strategies.floats(0, 0.9),
+    scale=strategies.sampled_from([(1, 8), (8, 1), (1, 4), (1, 1)]),
+)
+def test_every_pixel_is_given_once_by_a_tile_that_has_it(size, tile, overlap, scale):
+    scale_in, scale_out = scale
+    hypothesis.assume(int(tile * (1 - overlap) + 1e-6) >= 1)
+    size *= scale_in
+    plan = tiling.plan_axis(size, tile=tile, overlap=overlap, scale_in=scale_in, scale_out=scale_out)
+    given = []
+    for start, stop in plan.spans:
+        out = (stop - start) * scale_out // scale_in
+        first = start * scale_out // scale_in
+        given += range(first, first + min(plan.keep, out))
+        assert plan.keep + plan.blend == tile * scale_out
+    assert given == list(range(size * scale_out // scale_in))
+
+
+@hypothesis.given(
+    sizes=strategies.tuples(strategies.integers(1, 40), strategies.integers(1, 40)),
+    tile=strategies.integers(2, 12),
+    together=strategies.integers(1, 5),
+)
+def test_groups_have_every_tile_once_and_tiles_of_one_size_alone(sizes, tile, together):
+    plan = tiling.TilePlan(*(tiling.plan_axis(size, tile=tile, overlap=0.2) for size in sizes))
+    groups = tiling.groups(plan, together)
+    size = lambda at: tuple(  # noqa: E731
+        axis.spans[i][1] - axis.spans[i][0] for axis, i in zip((plan.rows, plan.columns), at, strict=True)
+    )
+    assert all(len(group) in (1, together) and len(set(map(size, group))) == 1 for group in groups)
+    every = [
+        (row, column) for row in range(len(plan.rows.spans)) for column in range(len(plan.columns.spans))
+    ]
+    assert sorted(at for group in groups for at in group) == every
+    left = [size(group[0]) for group in groups if len(group) == 1]
+    assert together == 1 or all(left.count(shape) < together for shape in left)

@@ -192,9 +192,9 @@ class AutoencoderKLCogVideoX(PortedModel, DiffusersAutoencoder):
             first = next(iterator, None)
             if first is None:
                 raise ValueError(f"encode_stream got no frame where {num_frames} were announced")
-            self._check_video(first[:, :, None] if first.ndim == 4 else first, follow_weights=True)
+            self._check_video(_with_time(first), follow_weights=True)
             size = first.shape[-2:]
-            pieces = self._gather(first, iterator, num_frames)
+            pieces = self._gather("encode", first, iterator, num_frames)
         return _posteriors(self._stream("encode", pieces, size, fetch))
 
     @torch.no_grad()
@@ -205,29 +205,35 @@ class AutoencoderKLCogVideoX(PortedModel, DiffusersAutoencoder):
         yield from _overlapped(run(kind, pieces, size), fetch)
 
     def _gather(
-        self, first: torch.Tensor, rest: Iterator[torch.Tensor], num_frames: int
+        self, kind: str, first: torch.Tensor, rest: Iterator[torch.Tensor], num_frames: int
     ) -> Iterator[torch.Tensor]:
-        """Chunks (N, C, t, H, W) out of single frames (N, C, H, W), each checked."""
-        taken = 0
-        for chunk in chunks.plan(num_frames, self.num_sample_frames_batch_size):
-            buffer: list[torch.Tensor] = []
-            while len(buffer) < chunk.length:
-                frame = first if taken == 0 else next(rest, None)
-                if frame is None:
+        """Chunks (N, C, t, H, W) out of pieces of any length, or of single frames (N, C, H, W), each
+        checked."""
+        what, check = ("video", self._check_video) if kind == "encode" else ("latents", self._check_latents)
+        piece = _with_time(first)
+        for chunk in chunks.plan(num_frames, frames_a_chunk(self, kind)):
+            parts: list[torch.Tensor] = []
+            at = chunk.start
+            while at < chunk.stop:
+                if not piece.shape[2]:
+                    piece = next(rest, None)
+                    if piece is None:
+                        raise ValueError(
+                            f"the {what} ended after {at} frames where {num_frames} were announced"
+                        )
+                    piece = _with_time(piece)
+                if (*piece.shape[:2], *piece.shape[3:]) != (*first.shape[:2], *first.shape[-2:]):
                     raise ValueError(
-                        f"the video ended after {taken} frames where {num_frames} were announced"
+                        f"frame {at} is {tuple(piece.shape)}, the ones before it {tuple(first.shape)}"
                     )
-                if frame.shape != first.shape:
-                    raise ValueError(
-                        f"frame {taken} is {tuple(frame.shape)}, the ones before it {tuple(first.shape)}"
-                    )
-                buffer.append(frame)
-                taken += 1
-            piece = torch.stack(buffer, dim=2)
-            self._check_video(piece, follow_weights=True, first_frame=chunk.start)
-            yield piece
-        if next(rest, None) is not None:
-            raise ValueError(f"the video goes on after the {num_frames} frames that were announced")
+                taken = min(chunk.stop - at, piece.shape[2])
+                parts.append(piece[:, :, :taken])
+                piece, at = piece[:, :, taken:], at + taken
+            whole = torch.cat(parts, dim=2)
+            check(whole, follow_weights=True, first_frame=chunk.start)
+            yield whole
+        if piece.shape[2] or next(rest, None) is not None:
+            raise ValueError(f"the {what} goes on after the {num_frames} frames that were announced")
 
     # Decoding
 
@@ -242,14 +248,20 @@ class AutoencoderKLCogVideoX(PortedModel, DiffusersAutoencoder):
         return DecoderOutput(sample=frames) if return_dict else (frames,)
 
     def decode_stream(
-        self, z: torch.Tensor, *, output_dtype: torch.dtype | None = None, fetch: Fetch = runtime.to_torch
+        self,
+        z: torch.Tensor | Iterable[torch.Tensor],
+        num_frames: int | None = None,
+        *,
+        output_dtype: torch.dtype | None = None,
+        fetch: Fetch = runtime.to_torch,
     ) -> Iterator[torch.Tensor]:
         """Decodes chunk by chunk; the next chunk is computed while one is taken, and no more than two are
         held.
 
         Args:
             z: latents (N, C, T, H, W), not scaled by `scaling_factor`; on JAX or plain, whatever the backend,
-                which is where the weights are.
+                which is where the weights are. Or an iterable of such pieces of them, plain, of any lengths.
+            num_frames: how many latent frames an iterable will give in all.
             output_dtype: torch.uint8 for bytes (0 to 255); None for the model's dtype, in about [-1, 1].
             fetch: what brings a chunk from where it is computed to the host; a method of `sharding.Exchange`
                 on a mesh over several processes.
@@ -259,14 +271,26 @@ class AutoencoderKLCogVideoX(PortedModel, DiffusersAutoencoder):
             those of `decode`.
 
         Raises:
-            ValueError: bad latents or another output dtype, at once.
+            ValueError: bad latents or a bad first piece, another output dtype, or no `num_frames` for an
+                iterable, at once; a bad later piece, or more or fewer frames than announced, when it is their
+                turn.
         """
         if output_dtype not in (None, torch.uint8):
             raise ValueError(f"decode_stream got output_dtype {output_dtype}: None or torch.uint8")
-        self._check_latents(z, follow_weights=True)
-        pieces = frames_of_chunks(self, "decode", z)
         kind = "decode" if output_dtype is None else "decode_uint8"
-        return self._stream(kind, pieces, z.shape[3:], fetch)
+        if isinstance(z, torch.Tensor):
+            self._check_latents(z, follow_weights=True)
+            return self._stream(kind, frames_of_chunks(self, "decode", z), z.shape[3:], fetch)
+        if num_frames is None or num_frames < 1:
+            raise ValueError(
+                f"decode_stream got an iterable and num_frames={num_frames}: pass how many it gives"
+            )
+        iterator = iter(z)
+        first = next(iterator, None)
+        if first is None:
+            raise ValueError(f"decode_stream got no latents where {num_frames} frames were announced")
+        self._check_latents(first, follow_weights=True)
+        return self._stream(kind, self._gather("decode", first, iterator, num_frames), first.shape[3:], fetch)
 
     # Tiling: the plan of `tiling.py` in place of diffusers' own
 
@@ -369,16 +393,27 @@ class AutoencoderKLCogVideoX(PortedModel, DiffusersAutoencoder):
     def _run_tiles(
         self, kind: str, pieces: Iterable[torch.Tensor], plan: tiling.TilePlan
     ) -> Iterator[torch.Tensor]:
+        """Runs every chunk in tiles; on a mesh as many of one size at a time as it splits a batch over."""
         as_uint8 = kind == "decode_uint8"
         network = "decode" if as_uint8 else kind
-        runs = [[self._run(network) for _ in plan.columns.spans] for _ in plan.rows.spans]
+        together = 1 if self.mesh is None else self.mesh.shape["dp"]
+        groups = tiling.groups(plan, together)
+        runs = [self._run(network) for _ in groups]
         join = _jitted_join() if runtime.on_jax(next(self.parameters())) else _join
         for piece in pieces:
             cut = _jitted_cut() if runtime.on_jax(piece) else _cut
-            outputs = [
-                [run(tile) for run, tile in zip(*row, strict=True)]
-                for row in zip(runs, cut(plan, piece), strict=True)
-            ]
+            tiles = cut(plan, piece)
+            outputs: list[list[Any]] = [[None] * len(row) for row in tiles]
+            for group, run in zip(groups, runs, strict=True):
+                given = [tiles[row][column] for row, column in group]
+                if len(group) == 1:
+                    results = [run(given[0])]
+                else:
+                    videos = piece.shape[0]
+                    batch = run(runtime.concatenate(given, 0))
+                    results = [_videos(batch, start, videos) for start in range(0, batch.shape[0], videos)]
+                for (row, column), result in zip(group, results, strict=True):
+                    outputs[row][column] = result
             yield join((plan, as_uint8, self._placement), outputs)
 
     def _run(self, kind: str) -> runtime.JaxRun | runtime.NativeRun:
@@ -466,10 +501,10 @@ class AutoencoderKLCogVideoX(PortedModel, DiffusersAutoencoder):
         self._check_backend_and_dtype("video", x, follow_weights, extra=bytes_too)
         check_finite("video", runtime.first_nonfinite(x), NCTHW, first_frame=first_frame)
 
-    def _check_latents(self, z: torch.Tensor, *, follow_weights: bool = False) -> None:
+    def _check_latents(self, z: torch.Tensor, *, follow_weights: bool = False, first_frame: int = 0) -> None:
         check_shape("latents", tuple(z.shape), NCTHW, channels=self.config["latent_channels"])
         self._check_backend_and_dtype("latents", z, follow_weights)
-        check_finite("latents", runtime.first_nonfinite(z), NCTHW)
+        check_finite("latents", runtime.first_nonfinite(z), NCTHW, first_frame=first_frame)
 
     def _check_backend_and_dtype(
         self, what: str, x: torch.Tensor, follow_weights: bool, extra: tuple[torch.dtype, ...] = ()
@@ -540,6 +575,11 @@ def _refuse_gradients(*_: Any) -> Any:
     raise ValueError("gradients do not pass through tiles on JAX: call disable_tiling() before")
 
 
+def _with_time(frames: torch.Tensor) -> torch.Tensor:
+    """A single frame (N, C, H, W) as a piece of one frame; a piece as it is."""
+    return frames[:, :, None] if frames.ndim == 4 else frames
+
+
 def _posteriors(moments: Iterator[torch.Tensor]) -> Iterator[DiagonalGaussianDistribution]:
     for chunk in moments:
         yield DiagonalGaussianDistribution(chunk)
@@ -551,6 +591,13 @@ def _by_video(pieces: Iterable[torch.Tensor]) -> list[Iterator[torch.Tensor]]:
     first = next(chunked)
     copies = itertools.tee(itertools.chain([first], chunked), first.shape[0])
     return [map(operator.itemgetter(slice(i, i + 1)), copy) for i, copy in enumerate(copies)]
+
+
+def _videos(batch: torch.Tensor, start: int, count: int) -> torch.Tensor:
+    """Some of a batch's videos, in any thread."""
+    if not runtime.on_jax(batch):
+        return batch[start : start + count]
+    return runtime.tensor_of(runtime.array_of(batch)[start : start + count])
 
 
 def _cut(plan: tiling.TilePlan, x: torch.Tensor) -> list[list[torch.Tensor]]:

@@ -244,3 +244,32 @@ def test_an_abandoned_stream_lets_go_of_its_source(backend):
     assert not let_go
     stream.close()
     assert let_go == [True]
+
+
+@pytest.mark.parametrize("lengths", [[7], [1] * 7, [3, 2, 2], [2, 4, 1]])
+def test_latents_in_pieces_are_decoded_as_in_one(native_vae, lengths):
+    z = reference.latents(7)
+    pieces = iter(z.split(lengths, dim=2))
+    for found, wanted in zip(native_vae.decode_stream(pieces, 7), native_vae.decode_stream(z), strict=True):
+        assert torch.equal(found, wanted)
+
+
+BAD_PIECES = {
+    "no count": (lambda: iter([reference.latents(3)]), None, "pass how many"),
+    "none": (lambda: iter([]), 3, "no latents"),
+    "too few": (lambda: iter([reference.latents(3)]), 5, "ended after 3 frames where 5"),
+    "too many": (lambda: iter([reference.latents(3), reference.latents(1)]), 3, "goes on after the 3"),
+    "too many in one": (lambda: iter([reference.latents(4)]), 3, "goes on after the 3"),
+    "another size": (
+        lambda: iter([reference.latents(3), reference.latents(2, width=6)]),
+        5,
+        r"frame 3 is \(1, 16, 2, 3, 6\)",
+    ),
+    "a NaN": (lambda: iter([reference.latents(3), reference.latents(2) * float("nan")]), 5, "frame 3"),
+}
+
+
+@pytest.mark.parametrize(("pieces", "count", "words"), BAD_PIECES.values(), ids=BAD_PIECES)
+def test_bad_pieces_of_latents_are_named(native_vae, pieces, count, words):
+    with pytest.raises(ValueError, match=words):
+        list(native_vae.decode_stream(pieces(), count))

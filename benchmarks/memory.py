@@ -1,0 +1,171 @@
+"""Memory over the frames and over the size of a video: streamed, whole, in tiles, and diffusers in PyTorch.
+
+    PYTHONPATH=. python benchmarks/memory.py          # writes results/memory.json, draws docs/memory.png
+
+Each point is a process of its own. What counts is its largest resident set less that of the same process with
+one frame of the same size, which has the packages, the weights and the programs. `reconstruct` goes from file
+to file; the others decode latents that are there to frames that stay there. Random weights of a small model,
+float32, one CPU; XLA without LLVM's passes, so that compiling takes no memory of note.
+"""
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import resource
+import tempfile
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false")
+os.environ.setdefault("MALLOC_ARENA_MAX", "2")
+
+import torch
+import torchax  # noqa: F401 (imported once, before the first fork)
+
+import cogvideox_torchax.backends.torchax
+import cogvideox_torchax.sharding  # noqa: F401
+from cogvideox_torchax import cli
+from cogvideox_torchax.files import reports, video
+from cogvideox_torchax.versions import versions
+from tests import reference
+
+FORMAT = "cogvideox-torchax-memory/1"
+RESULTS = Path("benchmarks/results/memory.json")
+PAGE, PLOT = Path("docs/memory.md"), Path("docs/memory.png")
+MIB = 2**20
+LONG, SMALL = (17, 497, 1001, 2001), (16, 24)
+FRAMES = (17, 65, 129)
+SIZES = ((64, 96), (96, 144), (128, 192))
+WAYS = ("torchax, streamed", "torchax, whole", "torchax, in tiles", "diffusers in PyTorch")
+PLACE = (64, 96)
+"""Height and width where the frames vary."""
+LATENT_FRAMES = 5
+"""Where the size varies: 17 frames."""
+
+
+def measured(way: str, frames: int, height: int, width: int) -> float:
+    """Mebibytes of the largest resident set of a process of its own, forked before JAX has a device."""
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            os.write(write, str(one(way, frames, height, width)).encode())
+            code = 0
+        finally:
+            os._exit(code)
+    os.close(write)
+    with os.fdopen(read, "rb") as said:
+        found = said.read()
+    if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
+        raise RuntimeError(f"{way} of {frames} x {height} x {width} failed")
+    return float(found)
+
+
+def one(way: str, frames: int, height: int, width: int) -> float:
+    """Does the work of one point; mebibytes of this process's largest resident set."""
+    torch.set_grad_enabled(False)
+    torch.set_num_threads(1)
+    if way == "reconstruct":
+        _reconstruct(frames, height, width)
+    else:
+        stock = reference.small_vae(**reference.THREE_LEVELS)
+        z = torch.zeros(1, 16, -(-frames // 4), height // 4, width // 4)
+        if way == "diffusers in PyTorch":
+            stock.decode(z)
+        else:
+            vae = reference.on_jax(stock)
+            if way == "torchax, in tiles":
+                vae.enable_tiling(tile_sample_min_height=48, tile_sample_min_width=48)
+            if way == "torchax, streamed":
+                for _ in vae.decode_stream(z, output_dtype=torch.uint8):
+                    pass
+            else:
+                vae.decode(z.to("jax")).sample.to("cpu")
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / MIB
+
+
+def _reconstruct(frames: int, height: int, width: int) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        reference.small_vae(**reference.THREE_LEVELS).save_pretrained(directory / "vae")
+        with video.writing(directory / "in.mp4", 25) as sink:
+            for number in range(frames):
+                sink.write(torch.full((1, 3, 1, height, width), number % 256, dtype=torch.uint8))
+        given = ["reconstruct", directory / "in.mp4", "-o", directory / "out.mp4", "--crop"]
+        with contextlib.redirect_stdout(io.StringIO()):
+            code = cli.main([*map(str, given), "--model", str(directory / "vae"), "--quiet"])
+        assert code == 0
+        assert video.probe(directory / "out.mp4").num_frames == frames
+
+
+def curve(way: str, points: list[tuple[int, int, int]], before: tuple[int, int, int]) -> dict[str, Any]:
+    base = measured(way, *before)
+    found = [round(measured(way, *point) - base, 1) for point in points]
+    print(way, points, found, flush=True)
+    return {"way": way, "points": [list(point) for point in points], "base_MiB": round(base, 1), "MiB": found}
+
+
+def measure(only: str | None) -> dict[str, Any]:
+    """The curves, each kept when it is there; of one kind alone, beside those that were kept before."""
+    found = json.loads(RESULTS.read_text()) if only else {}
+    found |= {"format": FORMAT, "versions": versions("torch", "torchax", "jax", "diffusers")}
+    points = {
+        "long": ([(frames, *SMALL) for frames in LONG], (1, *SMALL)),
+        "over_frames": ([(frames, *PLACE) for frames in FRAMES], (1, *PLACE)),
+        "over_size": ([(4 * LATENT_FRAMES - 3, *size) for size in SIZES], (1, *PLACE)),
+    }
+    for kind in [only] if only else points:
+        ways = ("reconstruct",) if kind == "long" else WAYS
+        found[kind] = [curve(way, *points[kind]) for way in ways]
+        reports.write_json(RESULTS, found)
+    return found
+
+
+def draw(found: dict[str, Any]) -> None:
+    """The plot, and the tables of the page."""
+    pyplot = reports.pyplot()
+    figure, axes = pyplot.subplots(1, 3, figsize=(13, 4))
+    for curve in found["over_frames"]:
+        axes[0].plot([point[0] for point in curve["points"]], curve["MiB"], marker="o", label=curve["way"])
+    for curve in found["over_size"]:
+        pixels = [point[1] * point[2] / 1000 for point in curve["points"]]
+        axes[1].plot(pixels, curve["MiB"], marker="o", label=curve["way"])
+    axes[2].plot([point[0] for point in found["long"][0]["points"]], found["long"][0]["MiB"], marker="o")
+    labels = ("frames of 64 x 96", "thousand pixels of each of 17 frames", "frames of 16 x 24, file to file")
+    for axis, label in zip(axes, labels, strict=True):
+        axis.set_xlabel(label)
+        axis.set_ylabel("MiB over a video of one frame")
+        axis.set_ylim(bottom=0)
+    axes[0].legend()
+    axes[2].set_title("reconstruct")
+    figure.tight_layout()
+    figure.savefig(PLOT, dpi=110)
+    reports.fill(PAGE, "frames", _table("frames", found["over_frames"], lambda point: str(point[0])))
+    reports.fill(PAGE, "size", _table("pixels", found["over_size"], lambda p: f"{p[1]} x {p[2]}"))
+    reports.fill(PAGE, "long", _table("frames", found["long"], lambda point: str(point[0])))
+
+
+def _table(head: str, curves: list[dict[str, Any]], name: Any) -> str:
+    rows = [(curve["way"], *(f"{value:.0f}" for value in curve["MiB"])) for curve in curves]
+    return reports.table((f"MiB, by {head}", *map(name, curves[0]["points"])), rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--draw", action="store_true", help="from the results that there are")
+    parser.add_argument("--only", choices=("long", "over_frames", "over_size"))
+    args = parser.parse_args()
+    if not args.draw:
+        measure(args.only)
+    draw(json.loads(RESULTS.read_text()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,5 @@
+"""Many clips: a data set's videos to latents and back, one clip a unit of work, whatever runs them."""
+
+from cogvideox_torchax.dataset.clip import Bucket, Clip, ClipError, DecodeClip, EncodeClip, Recipe
+
+__all__ = ["Bucket", "Clip", "ClipError", "DecodeClip", "EncodeClip", "Recipe"]

@@ -1,0 +1,346 @@
+"""One clip as one unit of work: `EncodeClip` and `DecodeClip`, which hold a model and know no other clip."""
+
+import functools
+import hashlib
+import json
+import math
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cogvideox_torchax import backends, runtime
+from cogvideox_torchax.files import latents as latent_files
+from cogvideox_torchax.files import video
+from cogvideox_torchax.files.latents import Latents
+from cogvideox_torchax.vae import memory
+
+POSTERIOR, SAMPLE, BOTH = "posterior", "sample", "both"
+KEEP = (POSTERIOR, SAMPLE, BOTH)
+
+AHEAD_BYTES = 2**30
+"""Of a clip's frames; a longer clip is read while it is encoded, not ahead of it."""
+
+
+class ClipError(ValueError):
+    """A clip that cannot be encoded or decoded; the message says why."""
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """A size that clips are brought to: frames, and height and width in pixels."""
+
+    frames: int
+    height: int
+    width: int
+
+    @classmethod
+    def parse(cls, text: str) -> "Bucket":
+        """Of text like "49x480x720"; `ClipError` for any other."""
+        parts = text.lower().split("x")
+        if len(parts) != 3 or not all(part.isdigit() and int(part) for part in parts):
+            raise ClipError(f"got a bucket {text!r}: give FRAMESxHEIGHTxWIDTH, such as 49x480x720")
+        return cls(*map(int, parts))
+
+
+@dataclass(frozen=True)
+class Clip:
+    """What is to be encoded.
+
+    Attributes:
+        id: its name in the data set.
+        source: a video file's path, or its bytes.
+        caption: kept beside the latents.
+        frames, height, width: its own, where they differ from the recipe's.
+    """
+
+    id: str
+    source: video.Source
+    caption: str = ""
+    frames: int | None = None
+    height: int | None = None
+    width: int | None = None
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How clips are encoded, or latents decoded; plain values, so that it travels to any process.
+
+    Attributes:
+        model: a directory or a hub id.
+        backend: of `backends`.
+        dtype: of the weights: "float32", "bfloat16" or "float16".
+        frames: only the first so many; all where None. A clip that has fewer is an error.
+        height, width: pixels to resize to; the clip's own where None.
+        crop: whether the middle is cut out instead of resizing.
+        buckets: sizes to choose from instead, for each clip the one nearest in shape whose frames it has, and
+            of those the longest; the frames are resized to fill it and their middle is cut out.
+        keep: "posterior" for mean and log-variance, "sample" for one drawn from it, "both" for all three.
+        seed: of the samples; each clip's depends on it and on the clip's id alone.
+        tiling: "HEIGHTxWIDTH" in pixels, "auto" for tiles where a clip does not fit, None for none.
+        dp, tp: mesh of this process's own devices; one device where both are None.
+    """
+
+    model: str
+    backend: str = "torchax"
+    dtype: str = "float32"
+    frames: int | None = None
+    height: int | None = None
+    width: int | None = None
+    crop: bool = False
+    buckets: tuple[Bucket, ...] = ()
+    keep: str = POSTERIOR
+    seed: int = 0
+    tiling: str | None = None
+    dp: int | None = None
+    tp: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.keep not in KEEP:
+            raise ClipError(f"got keep={self.keep!r}: one of {', '.join(KEEP)}")
+        if self.buckets and (self.frames or self.height or self.width or self.crop):
+            raise ClipError("got buckets and frames, a height, a width or a crop: buckets say all of them")
+
+    def lasting(self, model_sha256: str) -> dict[str, Any]:
+        """What another run has to share to go on with this one's work: all that the latents depend on."""
+        passing = ("model", "backend", "dp", "tp")
+        said = {name: value for name, value in asdict(self).items() if name not in passing}
+        return {**said, "model_sha256": model_sha256}
+
+    def load(self) -> Any:
+        """The model, where it runs."""
+        mesh = None
+        if self.dp or self.tp:
+            import jax
+
+            from cogvideox_torchax import sharding
+
+            mesh = sharding.make_mesh(self.dp or 1, self.tp, devices=jax.local_devices())
+        dtype = getattr(torch, self.dtype)
+        return backends.backend(self.backend).load(self.model, dtype, mesh).vae
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A clip as it was read.
+
+    Attributes:
+        clip, info: what it is.
+        framing, num_frames: the part of it that is encoded.
+        frames: uint8 (1, 3, T, H, W); None for one that is too long to be held.
+        sha256: of the file.
+        check: raises `ClipError` where the file is not any more what it was.
+    """
+
+    clip: Clip
+    info: video.VideoInfo
+    framing: video.Framing
+    num_frames: int
+    frames: torch.Tensor | None
+    sha256: str
+    check: Callable[[], None]
+
+    def stream(self) -> Iterator[torch.Tensor]:
+        """The frames, uint8 (1, 3, H, W), one at a time."""
+        if self.frames is None:
+            yield from video.read_frames(self.clip.source, self.framing, self.num_frames)
+        else:
+            yield from self.frames.unbind(2)
+
+
+class _WithModel:
+    """What holds a model: loaded when it is first needed, and left out of a pickle.
+
+    Args:
+        recipe: which model, and what is made.
+        say: is told what a user should know.
+    """
+
+    def __init__(self, recipe: Recipe, say: Callable[[str], None] = print):
+        self.recipe = recipe
+        self._say = say
+
+    @functools.cached_property
+    def vae(self) -> Any:
+        return self.recipe.load()
+
+    @functools.cached_property
+    def model_sha256(self) -> str:
+        """A hash of the model's config and of its weights as they are loaded."""
+        return model_sha256(self.vae)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"recipe": self.recipe, "_say": self._say}
+
+
+class EncodeClip(_WithModel):
+    """Encodes clips: `EncodeClip(recipe)(clip)`; equal clips give equal latents, whatever came before.
+
+    A program is compiled for each picture size and length of a chunk, once. `read` and `encode` are the two
+    halves of a call, for a loop that reads the next clip while one is computed; any thread may read.
+    """
+
+    def __call__(self, clip: Clip) -> Latents:
+        """The clip's latents; what is `about` them says of which source and model they are.
+
+        Raises:
+            VideoError, ClipError: a clip that cannot be read, or not in a size that is wanted.
+        """
+        return self.encode(self.read(clip))
+
+    def read(self, clip: Clip) -> Reading:
+        """Reads a clip, in the size in which it is encoded; raises as a call does."""
+        sha256, check = _identity(clip.source)
+        info = video.probe(clip.source)
+        framing, num_frames = self._part(clip, info)
+        frames = None
+        if 3 * num_frames * framing.height * framing.width <= AHEAD_BYTES:
+            frames = torch.stack(list(video.read_frames(clip.source, framing, num_frames)), dim=2)
+            check()
+        return Reading(clip, info, framing, num_frames, frames, sha256, check)
+
+    def _part(self, clip: Clip, info: video.VideoInfo) -> tuple[video.Framing, int]:
+        recipe = self.recipe
+        if recipe.buckets:
+            bucket = choose(recipe.buckets, info)
+            return video.covering(info, bucket.height, bucket.width), bucket.frames
+        framing = video.framing(
+            info,
+            multiple=self.vae.spatial_scale,
+            height=clip.height or recipe.height,
+            width=clip.width or recipe.width,
+            crop=recipe.crop,
+        )
+        frames = clip.frames or recipe.frames or info.num_frames
+        if frames > info.num_frames:
+            raise ClipError(f"{info.path} has {info.num_frames} frames, {frames} are wanted")
+        return framing, frames
+
+    def encode(self, reading: Reading) -> Latents:
+        """The latents of a clip that was read."""
+        recipe, vae, framing = self.recipe, self.vae, reading.framing
+        size = framing.height, framing.width
+        told = memory.set_tiles(vae, recipe.tiling, "encode", *size, reading.num_frames)
+        if told:
+            self._say(f"{reading.clip.id}: {told}")
+        posteriors = memory.in_tiles_once_memory_is_out(
+            vae,
+            size,
+            lambda: vae.encode_stream(reading.stream(), reading.num_frames),
+            lambda line: self._say(f"{reading.clip.id}: {line}"),
+        )
+        kept: dict[str, list[torch.Tensor]] = {}
+        generator = torch.Generator("cpu").manual_seed(_seed(recipe.seed, reading.clip.id))
+        for posterior in posteriors:
+            if recipe.keep != SAMPLE:
+                kept.setdefault(latent_files.TENSOR, []).append(posterior.mode())
+                kept.setdefault(latent_files.LOGVAR, []).append(posterior.logvar)
+            if recipe.keep != POSTERIOR:
+                name = latent_files.TENSOR if recipe.keep == SAMPLE else latent_files.SAMPLE
+                kept.setdefault(name, []).append(posterior.sample(generator))
+        reading.check()
+        tensors = {name: torch.cat(parts, dim=2) for name, parts in kept.items()}
+        return Latents(
+            tensor=tensors[latent_files.TENSOR],
+            config=dict(vae.config),
+            model=recipe.model,
+            fps=reading.info.fps,
+            num_frames=reading.num_frames,
+            logvar=tensors.get(latent_files.LOGVAR),
+            sample=tensors.get(latent_files.SAMPLE),
+            about=self._about(reading),
+        )
+
+    def _about(self, reading: Reading) -> dict[str, Any]:
+        return {
+            "id": reading.clip.id,
+            "caption": reading.clip.caption,
+            "height": reading.framing.height,
+            "width": reading.framing.width,
+            "source_frames": reading.info.num_frames,
+            "variable_frame_rate": reading.info.variable,
+            "kept": self.recipe.keep,
+            "source_sha256": reading.sha256,
+            "model_sha256": self.model_sha256,
+        }
+
+
+class DecodeClip(_WithModel):
+    """Decodes latents: `DecodeClip(recipe)(latents)`, in the recipe's dtype, not in the encoder's."""
+
+    def __call__(self, latents: Latents) -> torch.Tensor:
+        """The frames, uint8 (1, 3, T, H, W); `LatentsError` for another model's latents."""
+        return torch.cat(list(self.stream(latents)), dim=2)
+
+    def stream(self, latents: Latents) -> Iterator[torch.Tensor]:
+        """The frames as they come, uint8 (1, 3, t, H, W)."""
+        vae = self.vae
+        latents.check_model(vae.config)
+        z = latents.tensor.to(vae.dtype)
+        height, width = (side * vae.spatial_scale for side in z.shape[3:])
+        told = memory.set_tiles(vae, self.recipe.tiling, "decode", height, width, z.shape[2])
+        if told:
+            self._say(told)
+        return memory.in_tiles_once_memory_is_out(
+            vae, (height, width), lambda: vae.decode_stream(z, output_dtype=torch.uint8), self._say
+        )
+
+
+def choose(buckets: Sequence[Bucket], info: video.VideoInfo) -> Bucket:
+    """The bucket of a video: of those whose frames it has the nearest in shape, then the longest, then the
+    one with the most pixels.
+
+    Raises:
+        ClipError: a video shorter than every bucket.
+    """
+    fitting = [bucket for bucket in buckets if bucket.frames <= info.num_frames]
+    if not fitting:
+        shortest = min(bucket.frames for bucket in buckets)
+        raise ClipError(f"{info.path} has {info.num_frames} frames, the shortest bucket {shortest}")
+
+    def rank(bucket: Bucket) -> tuple[float, int, int]:
+        off = abs(math.log(bucket.width / bucket.height * info.height / info.width))
+        return round(off, 6), -bucket.frames, -bucket.height * bucket.width
+
+    return min(fitting, key=rank)
+
+
+def model_sha256(vae: Any) -> str:
+    """A hash of a model's config and of its weights, of their dtype too."""
+    shaping = {name: vae.config.get(name) for name in latent_files.SHAPING_FIELDS}
+    found = hashlib.sha256(json.dumps(shaping, sort_keys=True).encode())
+    for name, value in sorted(vae.state_dict().items()):
+        plain = runtime.without_torchax(lambda value=value: _bytes(runtime.to_torch(value)))
+        found.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
+        found.update(plain)
+    return found.hexdigest()
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def _seed(seed: int, name: str) -> int:
+    return zlib.crc32(f"{seed} {name}".encode())
+
+
+def _identity(source: video.Source) -> tuple[str, Callable[[], None]]:
+    """The hash of a file, and what raises `ClipError` where it has changed since."""
+    if isinstance(source, bytes):
+        return hashlib.sha256(source).hexdigest(), lambda: None
+    path = Path(source)
+    if not path.is_file():
+        raise ClipError(f"there is no file {path}")
+    before = path.stat()
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+
+    def check() -> None:
+        now = path.stat() if path.exists() else None
+        if now is None or (now.st_size, now.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
+            raise ClipError(f"{path} was changed while it was read: run again when it is complete")
+
+    return digest, check

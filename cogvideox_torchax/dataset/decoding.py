@@ -1,0 +1,108 @@
+"""A data set's latents to videos, one .mp4 a clip."""
+
+from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+from cogvideox_torchax.dataset import formats, loop
+from cogvideox_torchax.dataset.clip import DecodeClip
+from cogvideox_torchax.dataset.manifest import BAD, DONE, Manifest, Share, lines
+from cogvideox_torchax.files import video
+from cogvideox_torchax.files.latents import Latents, LatentsError
+from cogvideox_torchax.files.whole import OutputError, remove_left_in
+
+
+class Videos:
+    """A directory of decoded clips that fills up.
+
+    Args:
+        directory: made where it is not there.
+        shards: the files that hold the latents.
+        fps: frames a second; each clip's own where None.
+        share: of this process: every so-manieth shard.
+        retry: whether clips that were bad are tried again.
+
+    Attributes:
+        missing: ids that have no video yet.
+        bad: why clips could not be decoded.
+        done_before: how many videos there were.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        shards: Sequence[Path],
+        fps: Fraction | None,
+        share: Share,
+        *,
+        retry: bool = False,
+    ):
+        self.directory = Path(directory)
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise OutputError(f"cannot write into {self.directory}: {error.strerror}") from error
+        self._fps = fps
+        self._manifest = Manifest(self.directory, f"manifest-{share.index}.jsonl")
+        for place in (self.directory, *(path for path in self.directory.rglob("*") if path.is_dir())):
+            remove_left_in(place)
+        self.bad: dict[str, str] = {}
+        for line in lines(self.directory):
+            if line["kind"] == BAD and not retry:
+                self.bad[line["id"]] = line["error"]
+            elif line["kind"] == DONE:
+                self.bad.pop(line["id"], None)
+        self._readers: dict[str, Callable[[], Latents]] = {}
+        self.done_before = 0
+        for shard in list(shards)[share.index :: share.count]:
+            try:
+                entries = formats.entries(shard)
+            except LatentsError as error:
+                self.bad[shard.name] = str(error)
+                continue
+            for name, read in entries:
+                if self._path(name).exists():
+                    self.done_before += 1
+                elif name not in self.bad:
+                    self._readers[name] = read
+        self.missing = list(self._readers)
+
+    def __enter__(self) -> "Videos":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._manifest.close()
+
+    def _path(self, name: str) -> Path:
+        return self.directory / f"{name.removesuffix('.mp4')}.mp4"
+
+    def model(self) -> str:
+        """The model that the missing clips' latents say they are of; "" where none is missing."""
+        return self._readers[self.missing[0]]().model if self.missing else ""
+
+    def work(self, unit: DecodeClip, *, readers: int) -> Iterator[loop.Step]:
+        """Decodes what is missing; frames are written as they come, so a clip may be of any length."""
+
+        def compute(given: tuple[str, Latents]) -> dict[str, Any]:
+            name, latents = given
+            path = self._path(name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            written = 0
+            with video.writing(path, self._fps or latents.fps) as sink:
+                for frames in unit.stream(latents):
+                    sink.write(frames)
+                    written += frames.shape[2]
+            return {"frames": written, "frames_encoded": latents.num_frames}
+
+        def keep(name: str, line: dict[str, Any]) -> None:
+            self._manifest.add(DONE, id=name, **line)
+
+        def refuse(name: str, reason: str) -> None:
+            self.bad[name] = reason
+            self._manifest.add(BAD, id=name, error=reason)
+
+        def read(name: str) -> tuple[str, Latents]:
+            return name, self._readers[name]()
+
+        yield from loop.work(self.missing, read, compute, keep, refuse, readers=readers)

@@ -1,0 +1,99 @@
+"""One machine's loop over clips: the next are read, and the last are written, while one is computed."""
+
+import itertools
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from cogvideox_torchax.files.whole import OutputError
+
+Job = TypeVar("Job")
+
+READERS = 2
+"""Clips that are read at a time."""
+WRITTEN_BEHIND = 2
+"""Results that may wait to be written."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What became of a job.
+
+    Attributes:
+        job: which.
+        error: why it could not be done; None where it was.
+        waited: seconds that computing it had to wait for its reading.
+        computed: seconds that it took to compute.
+    """
+
+    job: Any
+    error: str | None
+    waited: float
+    computed: float
+
+
+def work(
+    jobs: Iterable[Job],
+    read: Callable[[Job], Any],
+    compute: Callable[[Any], Any],
+    keep: Callable[[Job, Any], None],
+    refuse: Callable[[Job, str], None],
+    *,
+    readers: int = READERS,
+) -> Iterator[Step]:
+    """Runs jobs in their order; yields one when it has been computed, and is done when all are kept.
+
+    Args:
+        jobs: what there is to do.
+        read: makes a job's input, in threads of its own. A `ValueError` or `OSError` is the job's.
+        compute: makes the result of it, in the caller's thread. A `ValueError` is the job's,
+            but an `OutputError`.
+        keep: puts a result where it belongs, in one thread. Any error of it ends the loop.
+        refuse: is told of a job that could not be done, in that same thread.
+        readers: jobs that are read at a time.
+    """
+    reading = ThreadPoolExecutor(readers, "read")
+    writing = ThreadPoolExecutor(1, "write")
+    ahead: deque[tuple[Job, Future[Any]]] = deque()
+    behind: deque[Future[None]] = deque()
+    waiting = iter(jobs)
+
+    def read_on() -> None:
+        for job in itertools.islice(waiting, readers + 1 - len(ahead)):
+            ahead.append((job, reading.submit(read, job)))
+
+    try:
+        read_on()
+        while ahead:
+            job, future = ahead.popleft()
+            start = time.perf_counter()
+            given, result, error = None, None, None
+            try:
+                given = future.result()
+            except (ValueError, OSError) as raised:
+                error = raised
+            read_on()
+            begun = time.perf_counter()
+            if error is None:
+                try:
+                    result = compute(given)
+                except OutputError:
+                    raise
+                except ValueError as raised:
+                    error = raised
+            given, reason = None, None if error is None else " ".join(str(error).split())
+            ended = time.perf_counter()
+            behind.append(
+                writing.submit(keep, job, result) if reason is None else writing.submit(refuse, job, reason)
+            )
+            while len(behind) > WRITTEN_BEHIND or (behind and behind[0].done()):
+                behind.popleft().result()
+            yield Step(job, reason, begun - start, ended - begun)
+        while behind:
+            behind.popleft().result()
+    finally:
+        reading.shutdown(wait=True, cancel_futures=True)
+        writing.shutdown(wait=True)

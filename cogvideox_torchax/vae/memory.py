@@ -1,0 +1,146 @@
+"""Which tiles a picture has to be cut into, by the memory that there is; going on in tiles where it runs out.
+
+What a chunk takes is estimated from what the TPU's compiler says of CogVideoX-5b at 480 x 720 in bfloat16
+(`cogvideox-torchax plan`): bytes for each frame of the chunk and each pixel of the picture, in proportion to
+the channels and to the bytes of a number.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+from cogvideox_torchax import runtime
+from cogvideox_torchax.vae import chunks
+
+BYTES_A_PIXEL = {"encode": 1307, "decode": 13513}
+"""Of a frame, to encode, or of a latent frame, to decode, for each pixel of the picture, beside the weights:
+temporaries and output of the larger program in benchmarks/results/plan-v6e-1-*-torchax.json."""
+PLANNED_CHANNELS, PLANNED_ITEMSIZE = 128, 2
+MARGIN = 0.9
+"""The share of the free memory that the estimate may take."""
+
+Item = TypeVar("Item")
+
+
+class TilingError(ValueError):
+    """A tile size that cannot be taken; the message names good ones."""
+
+
+def parse_tiles(text: str, scale: int) -> tuple[int, int]:
+    """A tile's height and width in pixels, of text like "240x360".
+
+    Raises:
+        TilingError: no such text, or sides that are no multiples of `scale`, or below two of them.
+    """
+    parts = text.lower().split("x")
+    if len(parts) != 2 or not all(part.isdigit() for part in parts):
+        raise TilingError(f"got tiles of {text!r}: give HEIGHTxWIDTH in pixels, such as 240x360, or auto")
+    height, width = (int(part) for part in parts)
+    good = [max(round(side / scale), 2) * scale for side in (height, width)]
+    if [height, width] != good:
+        raise TilingError(
+            f"got tiles of {height} x {width} pixels (height x width): both must be multiples of {scale}, "
+            f"{2 * scale} at least; {good[0]}x{good[1]} is near"
+        )
+    return height, width
+
+
+def needed(vae: Any, kind: str, height: int, width: int, frames: int) -> int:
+    """Estimated bytes of the largest chunk of a video, beside the weights.
+
+    Args:
+        vae: of which model.
+        kind: "encode" or "decode".
+        height, width: of the picture, in pixels.
+        frames: of the whole video: pixels' frames to encode, latent ones to decode.
+    """
+    a_chunk = chunks.SAMPLE_FRAMES_A_CHUNK if kind == "encode" else chunks.LATENT_FRAMES_A_CHUNK
+    longest = max(chunk.length for chunk in chunks.plan(frames, a_chunk))
+    share = vae.config["block_out_channels"][0] / PLANNED_CHANNELS * vae.dtype.itemsize / PLANNED_ITEMSIZE
+    return math.ceil(BYTES_A_PIXEL[kind] * share * height * width * longest)
+
+
+def fitting_tile(
+    vae: Any, kind: str, height: int, width: int, frames: int, free: int
+) -> tuple[int, int] | None:
+    """The largest tile of the picture's own shape that fits into memory by the estimate.
+
+    Args:
+        vae, kind, height, width, frames: as `needed` takes them.
+        free: bytes.
+
+    Returns:
+        Height and width in pixels; None where the whole picture fits.
+    """
+    wanted = needed(vae, kind, height, width, frames)
+    if wanted <= MARGIN * free:
+        return None
+    side, scale = math.sqrt(MARGIN * free / wanted), vae.spatial_scale
+    tile_height, tile_width = (max(int(size * side) // scale, 2) * scale for size in (height, width))
+    return tile_height, tile_width
+
+
+def set_tiles(vae: Any, tiling: str | None, kind: str, height: int, width: int, frames: int) -> str | None:
+    """Turns tiling on or off for a video.
+
+    Args:
+        vae: the model; left as it is where `tiling` is None.
+        tiling: "HEIGHTxWIDTH" in pixels, "auto" for tiles where the picture does not fit, or None.
+        kind, height, width, frames: as `needed` takes them.
+
+    Returns:
+        The tiles, in words, where "auto" has chosen some.
+
+    Raises:
+        TilingError: a size that cannot be taken.
+    """
+    if tiling is None:
+        return None
+    if tiling != "auto":
+        _enable(vae, parse_tiles(tiling, vae.spatial_scale))
+        return None
+    free = runtime.free_memory()
+    tile = fitting_tile(vae, kind, height, width, frames, free)
+    if tile is None:
+        vae.disable_tiling()
+        return None
+    _enable(vae, tile)
+    return f"tiles of {tile[0]} x {tile[1]} pixels, as {free / 2**30:.1f} GiB are free"
+
+
+def _enable(vae: Any, tile: tuple[int, int]) -> None:
+    vae.enable_tiling(tile_sample_min_height=tile[0], tile_sample_min_width=tile[1])
+
+
+def in_tiles_once_memory_is_out(
+    vae: Any, size: tuple[int, int], start: Callable[[], Iterator[Item]], say: Callable[[str], None]
+) -> Iterator[Item]:
+    """The results of a video's chunks; where memory runs out, once, those from there on are made in tiles.
+
+    The video is then run from its beginning, in tiles half as high and wide, as the convolutions' cache of a
+    failed chunk may be lost; what had been given before is computed again, but not given again.
+
+    Args:
+        vae: the model; it stays in tiles afterwards.
+        size: height and width of the picture, in pixels.
+        start: begins the video and gives its chunks' results.
+        say: is told, once.
+    """
+    given = 0
+    try:
+        for item in start():
+            yield item
+            given += 1
+        return
+    except Exception as error:
+        if not runtime.out_of_memory(error):
+            raise
+    scale = vae.spatial_scale
+    before = (
+        (vae.tile_latent_min_height * scale, vae.tile_latent_min_width * scale) if vae.use_tiling else size
+    )
+    tile = [max(side // 2 // scale, 2) * scale for side in map(min, before, size)]
+    say(f"out of memory after {given} chunks: going on in tiles of {tile[0]} x {tile[1]} pixels")
+    _enable(vae, (tile[0], tile[1]))
+    yield from itertools.islice(start(), given, None)

@@ -1,0 +1,59 @@
+"""Small clips, two of them bad, and a model that encodes one in a tenth of a second."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from cogvideox_torchax.dataset import EncodeClip, Recipe
+from cogvideox_torchax.files import video
+from tests import reference
+from tests.files.test_video import moving_frames
+
+GOOD = ["a.mp4", "b.mp4", "sub/c.mp4", "sub/d.mp4", "z.mp4"]
+BAD = ["no_video.mp4", "sub/truncated.mp4"]
+OPTIONS = ("--backend", "torch", "--quiet")
+
+
+def write_clip(path, shift=0, frames=9, height=16, width=24):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with video.writing(path, 10) as sink:
+        pixels = moving_frames(frames, height, width).int() + shift
+        sink.write(pixels.remainder(256).to(torch.uint8))
+    return path
+
+
+def write_clips(directory):
+    for number, name in enumerate(GOOD):
+        write_clip(directory / name, shift=9 * number)
+    (directory / "a.txt").write_text("A ball — é.\n")
+    (directory / BAD[0]).write_bytes(b"x" * 99)
+    whole = write_clip(directory / BAD[1]).read_bytes()
+    (directory / BAD[1]).write_bytes(whole[: len(whole) // 2])
+
+
+@pytest.fixture(scope="session")
+def small(tmp_path_factory):
+    """The clips' and the model's directories, and what each good clip is encoded to."""
+    root = tmp_path_factory.mktemp("clips")
+    write_clips(root / "in")
+    reference.small_vae(**reference.THREE_LEVELS).save_pretrained(root / "vae")
+    recipe = Recipe(str(root / "vae"), backend="torch")
+    unit = EncodeClip(recipe)
+    from cogvideox_torchax.dataset import Clip
+
+    with torch.no_grad():
+        wanted = {name: unit(Clip(name, root / "in" / name)) for name in GOOD}
+    return SimpleNamespace(
+        root=root, clips=root / "in", model=str(root / "vae"), recipe=recipe, unit=unit, wanted=wanted
+    )
+
+
+def tree(directory: Path) -> dict[str, bytes]:
+    """Every file of a directory but the manifests, which say when and by whom."""
+    return {
+        str(path.relative_to(directory)): path.read_bytes()
+        for path in sorted(directory.rglob("*"))
+        if path.is_file() and not path.name.startswith("manifest-")
+    }

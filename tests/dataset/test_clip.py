@@ -1,0 +1,176 @@
+"""One clip as one unit of work."""
+
+import pickle
+from dataclasses import replace
+
+import pytest
+import torch
+
+from cogvideox_torchax.dataset import Bucket, Clip, ClipError, DecodeClip, EncodeClip, Recipe
+from cogvideox_torchax.dataset.clip import choose
+from cogvideox_torchax.files import latents as latent_files
+from cogvideox_torchax.files import video
+from cogvideox_torchax.files.latents import LatentsError
+from cogvideox_torchax.vae.tolerances import FLOAT32_RELATIVE, relative_error
+from tests import reference
+from tests.dataset.conftest import write_clip
+
+
+def clip_of(small, name="a.mp4", **options):
+    return Clip(name, small.clips / name, **options)
+
+
+def posterior(small, name):
+    """What stock diffusers encodes the clip to."""
+    frames = list(video.read_frames(small.clips / name, video.Framing(16, 24), 9))
+    with torch.no_grad():
+        stock = reference.small_vae(**reference.THREE_LEVELS)
+        return stock.encode(torch.stack(frames, 2) / 127.5 - 1).latent_dist
+
+
+def test_a_clip_gives_the_mean_and_the_log_variance_of_diffusers(small):
+    found, wanted = small.wanted["a.mp4"], posterior(small, "a.mp4")
+    assert relative_error(found.tensor, wanted.mean) < FLOAT32_RELATIVE
+    assert relative_error(found.logvar, wanted.logvar) < FLOAT32_RELATIVE
+    assert found.sample is None
+
+
+def test_what_is_about_a_clip_says_where_it_comes_from(small):
+    import hashlib
+
+    found = small.unit(clip_of(small, caption="A ball."))
+    data = (small.clips / "a.mp4").read_bytes()
+    assert found.about["source_sha256"] == hashlib.sha256(data).hexdigest()
+    assert (found.about["caption"], found.about["height"], found.about["width"]) == ("A ball.", 16, 24)
+    assert (found.num_frames, found.fps) == (9, 10)
+
+
+def test_bytes_of_a_file_are_the_file(small):
+    given = small.unit(Clip("a.mp4", (small.clips / "a.mp4").read_bytes()))
+    assert torch.equal(given.tensor, small.wanted["a.mp4"].tensor)
+    assert given.about == small.wanted["a.mp4"].about
+
+
+def test_a_pickled_unit_gives_the_same_bits_and_takes_no_weights_along(small):
+    pickled = pickle.dumps(small.unit)
+    assert len(pickled) < 5000
+    other = pickle.loads(pickled)
+    assert torch.equal(other(clip_of(small, "b.mp4")).tensor, small.wanted["b.mp4"].tensor)
+    assert other.model_sha256 == small.unit.model_sha256
+
+
+def test_another_weight_or_dtype_is_another_model(small, tmp_path):
+    vae = reference.small_vae(**reference.THREE_LEVELS)
+    torch.nn.init.zeros_(vae.decoder.conv_out.conv.bias)
+    vae.save_pretrained(tmp_path / "vae")
+    others = (Recipe(str(tmp_path / "vae"), "torch"), Recipe(small.model, "torch", "bfloat16"))
+    hashes = {small.unit.model_sha256, *(EncodeClip(recipe).model_sha256 for recipe in others)}
+    assert len(hashes) == 3
+
+
+def test_a_sample_depends_on_seed_and_id_and_not_on_the_clips_before(small):
+    def sample(seed, *names):
+        unit = EncodeClip(Recipe(small.model, "torch", keep="both", seed=seed))
+        return [unit(clip_of(small, name)) for name in names][-1]
+
+    alone, after = sample(1, "b.mp4"), sample(1, "a.mp4", "b.mp4")
+    assert torch.equal(alone.sample, after.sample)
+    assert not torch.equal(alone.sample, sample(2, "b.mp4").sample)
+    assert torch.equal(alone.tensor, small.wanted["b.mp4"].tensor)
+    only = EncodeClip(Recipe(small.model, "torch", keep="sample", seed=1))(clip_of(small, "b.mp4"))
+    assert torch.equal(only.tensor, alone.sample)
+    assert only.logvar is None
+
+
+BUCKETS = (Bucket(9, 16, 24), Bucket(17, 16, 24), Bucket(9, 24, 16), Bucket(9, 32, 48))
+
+
+@pytest.mark.parametrize(
+    ("frames", "height", "width", "bucket"),
+    [(9, 90, 160, 3), (20, 90, 160, 1), (9, 160, 90, 2), (9, 24, 16, 2), (16, 10, 10, 3)],
+)
+def test_a_clip_goes_into_the_bucket_nearest_in_shape_then_the_longest(frames, height, width, bucket):
+    from pathlib import Path
+
+    info = video.VideoInfo(Path("a.mp4"), height, width, 10, frames)
+    assert choose(BUCKETS, info) == BUCKETS[bucket]
+
+
+def test_a_clip_shorter_than_every_bucket_is_an_error(small):
+    unit = EncodeClip(Recipe(small.model, "torch", buckets=(Bucket(17, 16, 24),)))
+    with pytest.raises(ClipError, match="has 9 frames, the shortest bucket 17"):
+        unit(clip_of(small))
+
+
+def test_a_bucket_is_filled_and_its_middle_cut_out(small, tmp_path):
+    path = write_clip(tmp_path / "wide.mp4", frames=17, height=32, width=96)
+    unit = EncodeClip(Recipe(small.model, "torch", buckets=(Bucket(9, 16, 24),)))
+    reading = unit.read(Clip("wide", path))
+    assert reading.frames is not None
+    assert reading.frames.shape == (1, 3, 9, 16, 24)
+    whole = torch.stack(list(video.read_frames(path, video.Framing(16, 48), 9)), 2)
+    assert torch.equal(reading.frames, whole[..., 12:36])
+
+
+@pytest.mark.parametrize("text", ["49x480", "axbxc", "49x480x0", "49 480 720"])
+def test_a_bucket_that_is_none_is_named(text):
+    with pytest.raises(ClipError, match="FRAMESxHEIGHTxWIDTH"):
+        Bucket.parse(text)
+
+
+def test_a_file_that_changes_while_it_is_read_is_an_error(small, tmp_path, monkeypatch):
+    path = write_clip(tmp_path / "growing.mp4")
+    real = video.read_frames
+
+    def and_grows(*args):
+        yield from real(*args)
+        with path.open("ab") as file:
+            file.write(b"more")
+
+    monkeypatch.setattr(video, "read_frames", and_grows)
+    with pytest.raises(ClipError, match="was changed while it was read"):
+        small.unit(Clip("growing", path))
+
+
+def test_a_long_clip_is_read_while_it_is_encoded_and_gives_the_same(small, monkeypatch):
+    monkeypatch.setattr("cogvideox_torchax.dataset.clip.AHEAD_BYTES", 1000)
+    reading = small.unit.read(clip_of(small))
+    assert reading.frames is None
+    assert torch.equal(small.unit.encode(reading).tensor, small.wanted["a.mp4"].tensor)
+
+
+def test_decoding_has_a_dtype_of_its_own_and_gives_diffusers_bytes(small):
+    latents = small.wanted["a.mp4"]
+    frames = DecodeClip(small.recipe)(latents)
+    stock = reference.small_vae(**reference.THREE_LEVELS)
+    wanted = ((stock.decode(latents.tensor).sample * 0.5 + 0.5).clip(0, 1) * 255).round()
+    assert (frames.float() - wanted).abs().max() <= 1  # a value between two bytes may go either way
+    rough = DecodeClip(Recipe(small.model, "torch", "bfloat16"))(latents)
+    assert rough.dtype == torch.uint8
+    assert 0 < (rough.float() - frames.float()).abs().mean() < 20
+
+
+def test_another_models_latents_are_refused(small, tmp_path):
+    reference.small_vae(**{**reference.THREE_LEVELS, "norm_num_groups": 2}).save_pretrained(tmp_path / "vae")
+    with pytest.raises(LatentsError, match="norm_num_groups"):
+        DecodeClip(Recipe(str(tmp_path / "vae"), "torch"))(small.wanted["a.mp4"])
+
+
+def test_equal_latents_make_equal_files(small, tmp_path):
+    latents = small.unit(clip_of(small, caption="ünï — ✓ \x7f \n"))
+    for name in ("one", "two", "three"):
+        latent_files.save(latents, tmp_path / f"{name}.safetensors")
+    assert len({path.read_bytes() for path in tmp_path.iterdir()}) == 1
+    again = latent_files.loads((tmp_path / "one.safetensors").read_bytes(), "one")
+    assert again.about == latents.about
+    assert torch.equal(again.logvar, latents.logvar)
+
+
+@pytest.mark.usefixtures("torchax_off")
+def test_on_jax_mean_and_sample_are_those_of_pytorch(small):
+    recipe = Recipe(small.model, "torch", keep="both", seed=1)
+    wanted = EncodeClip(recipe)(clip_of(small, "b.mp4"))
+    found = EncodeClip(replace(recipe, backend="torchax"))(clip_of(small, "b.mp4"))
+    for name, tensor in wanted.tensors.items():
+        assert relative_error(found.tensors[name], tensor) < FLOAT32_RELATIVE
+    assert found.about == wanted.about

@@ -1,0 +1,416 @@
+"""Directories of clips by the command line: formats that others read, what is done is skipped, faults."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from cogvideox_torchax import cli
+from cogvideox_torchax.dataset import EncodeClip, formats, loop, manifest
+from cogvideox_torchax.files import latents as latent_files
+from cogvideox_torchax.files import video
+from tests.dataset.conftest import BAD, GOOD, OPTIONS, tree, write_clip
+
+pytestmark = pytest.mark.usefixtures("torchax_off")
+
+SHARDED = ("parquet", "webdataset")
+
+
+def encode(small, output, *more, clips=None):
+    given = ("encode", str(clips or small.clips), "-o", str(output), "--model", small.model)
+    return cli.main([*given, *OPTIONS, *map(str, more)])
+
+
+@pytest.fixture(scope="module")
+def encoded(small, tmp_path_factory):
+    """A directory of each format, three clips a shard."""
+    root = tmp_path_factory.mktemp("encoded")
+    for kind in formats.SUFFIXES:
+        assert encode(small, root / kind, "--format", kind, "--shard-size", 3) == 1
+    return root
+
+
+@pytest.mark.parametrize("kind", formats.SUFFIXES)
+def test_every_good_clip_is_kept_bit_for_bit_and_every_bad_one_is_named(small, encoded, kind):
+    suffix = formats.SUFFIXES[kind]
+    found = {
+        name: read() for path in (encoded / kind).rglob(f"*{suffix}") for name, read in formats.entries(path)
+    }
+    assert sorted(found) == sorted(GOOD)
+    for name, latents in found.items():
+        assert torch.equal(latents.tensor, small.wanted[name].tensor)
+        assert torch.equal(latents.logvar, small.wanted[name].logvar)
+        assert {**latents.about, "caption": ""} == small.wanted[name].about
+        assert latents.fps == 10
+    assert found["a.mp4"].about["caption"] == "A ball — é."
+    lines = list(manifest.lines(encoded / kind))
+    assert sorted(line["id"] for line in lines if line["kind"] == "bad") == BAD
+    assert sorted(line["id"] for line in lines if line["kind"] == "done") == sorted(GOOD)
+    assert list((encoded / kind / "work").iterdir()) == []
+
+
+def test_datasets_and_pyarrow_read_the_columns_of_fastvideo(small, encoded, tmp_path):
+    import datasets
+    import pyarrow.parquet
+
+    files = sorted(map(str, (encoded / "parquet").glob("*.parquet")))
+    rows = datasets.load_dataset("parquet", data_files=files, cache_dir=str(tmp_path), split="train")
+    assert len(rows) == len(GOOD)
+    for row in rows:
+        values = np.frombuffer(row["vae_latent_bytes"], row["vae_latent_dtype"])
+        wanted = small.wanted[row["id"]]
+        assert np.array_equal(values.reshape(row["vae_latent_shape"]), wanted.tensor[0].numpy())
+        assert (row["num_frames"], row["height"], row["width"], row["fps"]) == (9, 16, 24, 10.0)
+    (captioned,) = (row for row in rows if row["id"] == "a.mp4")
+    assert captioned["caption"] == "A ball — é."
+    table = pyarrow.parquet.read_table(files)
+    values = np.frombuffer(table["vae_logvar_bytes"][0].as_py(), np.float32)
+    assert np.array_equal(values, small.wanted[table["id"][0].as_py()].logvar.numpy().ravel())
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")  # webdataset leaves the tars open
+def test_webdataset_reads_the_tars(small, encoded):
+    import gc
+
+    import safetensors.torch
+    import webdataset
+
+    files = sorted(map(str, (encoded / "webdataset").glob("*.tar")))
+    samples = list(webdataset.WebDataset(files, shardshuffle=False, empty_check=False))
+    assert len(samples) == len(GOOD)
+    for sample in samples:
+        tensors = safetensors.torch.load(sample["safetensors"])
+        wanted = small.wanted[json.loads(sample["json"])["id"]]
+        assert torch.equal(tensors["latents"], wanted.tensor)
+        assert torch.equal(tensors["logvar"], wanted.logvar)
+    gc.collect()
+
+
+def test_bfloat16_goes_through_parquet_bit_for_bit(small, tmp_path):
+    assert encode(small, tmp_path / "out", "--format", "parquet", "--dtype", "bfloat16") == 1
+    (path,) = (tmp_path / "out").glob("*.parquet")
+    back = {name: read() for name, read in formats.entries(path)}
+    assert {latents.tensor.dtype for latents in back.values()} == {torch.bfloat16}
+    from cogvideox_torchax.dataset import Clip, EncodeClip, Recipe
+
+    unit = EncodeClip(Recipe(small.model, "torch", "bfloat16"))
+    wanted = unit(Clip("z.mp4", small.clips / "z.mp4"))
+    assert torch.equal(back["z.mp4"].tensor, wanted.tensor)
+    assert torch.equal(back["z.mp4"].logvar, wanted.logvar)
+
+
+def test_a_second_run_computes_nothing_and_new_clips_go_into_new_shards(small, tmp_path, monkeypatch, capsys):
+    clips = tmp_path / "in"
+    shutil.copytree(small.clips, clips)
+    options = ("--format", "parquet", "--shard-size", 3)
+    assert encode(small, tmp_path / "out", *options, clips=clips) == 1
+    before = tree(tmp_path / "out")
+    monkeypatch.setattr("cogvideox_torchax.dataset.EncodeClip.encode", None)
+    capsys.readouterr()
+    assert encode(small, tmp_path / "out", *options, "--json", clips=clips) == 1
+    said = json.loads(capsys.readouterr().out)
+    assert (said["done_before"], said["bad"], said["clips"]) == (5, 2, 0)
+    assert tree(tmp_path / "out") == before
+    monkeypatch.undo()
+    write_clip(clips / "aa.mp4")
+    shutil.copy(clips / "a.mp4", clips / BAD[0])  # mended
+    assert encode(small, tmp_path / "out", *options, "--retry", clips=clips) == 1
+    after = tree(tmp_path / "out")
+    assert {name: data for name, data in after.items() if name in before and name != "clips.json"} == {
+        name: data for name, data in before.items() if name != "clips.json"
+    }
+    (new,) = set(after) - set(before)
+    assert [name for name, _ in formats.entries(tmp_path / "out" / new)] == ["aa.mp4", BAD[0]]
+
+
+def test_other_settings_are_refused_in_the_same_directory(small, encoded, capsys):
+    assert encode(small, encoded / "parquet", "--format", "parquet", "--shard-size", 3, "--frames", 5) == 2
+    assert "other settings (frames)" in capsys.readouterr().err
+
+
+def test_two_shares_make_what_one_process_makes(small, encoded, tmp_path):
+    out = tmp_path / "out"
+    options = ("--format", "webdataset", "--shard-size", 3, "--distributed", "--processes", 2, "--process")
+    codes = [encode(small, out, *options, index) for index in (1, 0)]
+    assert codes.count(1) >= 1
+    assert tree(out) == tree(encoded / "webdataset")
+    assert len(list(out.glob("manifest-*.jsonl"))) == 2
+
+
+def test_a_list_gives_captions_sizes_and_ids(small, tmp_path):
+    lines = [
+        {"path": str(small.clips / "a.mp4"), "caption": "One.", "frames": 5},
+        {"path": str(small.clips / "b.mp4"), "id": "other", "height": 8, "width": 8},
+    ]
+    (tmp_path / "clips.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    assert encode(small, tmp_path / "out", clips=tmp_path / "clips.jsonl") == 0
+    one = latent_files.load(tmp_path / "out" / "a.mp4.safetensors")
+    other = latent_files.load(tmp_path / "out" / "other.safetensors")
+    assert (one.about["caption"], one.num_frames) == ("One.", 5)
+    assert other.tensor.shape[-2:] == (2, 2)
+
+
+BAD_LISTS = {
+    "no object": ("3", "line 1: an object with a path"),
+    "no path": ('{"caption": "x"}', "line 1: an object with a path"),
+    "an unknown field": ('{"path": "a.mp4", "fsp": 3}', "got fsp"),
+    "an id twice": ('{"path": "a.mp4"}\n{"path": "a.mp4"}', "names a.mp4 twice"),
+    "a way out": ('{"path": "a.mp4", "id": "../a"}', "must not lead out"),
+    "nothing": ("", "names no clips"),
+}
+
+
+@pytest.mark.parametrize(("text", "words"), BAD_LISTS.values(), ids=BAD_LISTS)
+def test_a_bad_list_is_one_line(small, tmp_path, capsys, text, words):
+    (tmp_path / "clips.jsonl").write_text(text)
+    assert encode(small, tmp_path / "out", clips=tmp_path / "clips.jsonl") == 2
+    err = capsys.readouterr().err
+    assert words in err
+    assert err.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+# Decoding
+
+
+@pytest.mark.parametrize("kind", formats.SUFFIXES)
+def test_a_directory_of_latents_becomes_a_directory_of_videos(small, encoded, tmp_path, kind, capsys):
+    arguments = ["decode", str(encoded / kind), "-o", str(tmp_path / "out"), *OPTIONS, "--json"]
+    assert cli.main(arguments) == 0
+    assert json.loads(capsys.readouterr().out)["clips"] == 5
+    videos = sorted(str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*.mp4"))
+    assert videos == sorted(GOOD)
+    assert video.probe(tmp_path / "out" / "sub" / "c.mp4").num_frames == 9
+    (tmp_path / "out" / "b.mp4").unlink()
+    assert cli.main(arguments) == 0
+    again = json.loads(capsys.readouterr().out)
+    assert (again["done_before"], again["clips"]) == (4, 1)
+
+
+@pytest.mark.parametrize("kind", formats.SUFFIXES)
+def test_a_truncated_shard_is_named_and_the_others_are_decoded(encoded, tmp_path, kind, capsys):
+    shutil.copytree(encoded / kind, tmp_path / "in")
+    path = min((tmp_path / "in").rglob(f"*{formats.SUFFIXES[kind]}"))
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    assert cli.main(["decode", str(tmp_path / "in"), "-o", str(tmp_path / "out"), *OPTIONS]) == 1
+    err = capsys.readouterr().err
+    assert f"{path} is truncated" in err
+    assert 0 < len(list((tmp_path / "out").rglob("*.mp4"))) < 5
+
+
+# Faults
+
+
+def test_a_full_disk_ends_the_run_with_a_line_and_the_next_goes_on(
+    small, encoded, tmp_path, monkeypatch, capsys
+):
+    real, calls = latent_files.save, []
+
+    def full(latents, path):
+        calls.append(path)
+        if len(calls) == 3:
+            raise OSError(28, "No space left on device", str(path))
+        real(latents, path)
+
+    monkeypatch.setattr(latent_files, "save", full)
+    options = ("--format", "webdataset", "--shard-size", 3)
+    assert encode(small, tmp_path / "out", *options) == 1
+    err = capsys.readouterr().err
+    assert "No space left on device" in err
+    assert "Traceback" not in err
+    monkeypatch.undo()
+    assert encode(small, tmp_path / "out", *options) == 1
+    assert tree(tmp_path / "out") == tree(encoded / "webdataset")
+
+
+def test_an_output_that_cannot_be_written_is_a_line(small, tmp_path, capsys):
+    (tmp_path / "out").write_text("a file")
+    assert encode(small, tmp_path / "out") == 2
+    assert "cannot write into" in capsys.readouterr().err
+
+
+def test_a_second_live_run_of_one_directory_is_refused(small, tmp_path, capsys):
+    (tmp_path / "out").mkdir()
+    held = manifest.Manifest(tmp_path / "out", "manifest-0.jsonl")
+    assert encode(small, tmp_path / "out") == 2
+    assert "another run is writing" in capsys.readouterr().err
+    held.close()
+
+
+def test_a_torn_line_is_cut_and_the_whole_ones_stay(tmp_path):
+    path = tmp_path / "manifest-0.jsonl"
+    path.write_bytes(b'{"kind": "done", "index": 0}\n{"kind": "do')
+    found = manifest.Manifest(tmp_path, path.name)
+    found.add("done", index=1)
+    found.close()
+    assert [line["index"] for line in manifest.lines(tmp_path)] == [0, 1]
+
+
+STEPS = {
+    "before a clip is in place": "parquet",
+    "before its line": "webdataset",
+    "before the shard": "parquet",
+    "before the shard's line": "webdataset",
+    "after it": "parquet",
+}
+KILLED = """
+import os, signal, sys
+import torch
+from cogvideox_torchax import cli
+from cogvideox_torchax.dataset import formats, manifest
+from cogvideox_torchax.files import latents as latent_files
+from cogvideox_torchax.files import video
+
+die = lambda: os.kill(os.getpid(), signal.SIGKILL)
+done = []
+
+def save(latents, path, real=latent_files.save):
+    if step == "before a clip is in place" and len(done) == 2:
+        with latent_files.whole_file(path) as temporary:
+            temporary.write_bytes(b"half")
+            die()
+    real(latents, path)
+    done.append(path)
+    if step == "before its line" and len(done) == 3:
+        die()
+
+def write(kind, members, path, real=formats.write):
+    if step == "before the shard":
+        with formats.whole_file(path) as temporary:
+            temporary.write_bytes(b"half")
+            die()
+    real(kind, members, path)
+    if step == "before the shard's line":
+        die()
+
+def add(self, kind, real=manifest.Manifest.add, **line):
+    real(self, kind, **line)
+    if step == "after it" and kind == "shard":
+        die()
+    if step == "decode" and kind == "done":
+        done.append(line)
+
+def frame(self, frames, real=video._Mp4Sink.write):
+    real(self, frames)
+    if step == "decode" and len(done) == 2:
+        die()
+
+latent_files.save, formats.write, manifest.Manifest.add = save, write, add
+video._Mp4Sink.write = frame
+for given in sys.argv[1:]:  # each in a process of its own, which need not import all that again
+    step, *command = given.split("|")
+    child = os.fork()
+    if not child:
+        torch.set_num_threads(1)
+        os._exit(cli.main([*command, "--backend", "torch", "--quiet"]))
+    print(step, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def killed(small, encoded, tmp_path_factory):
+    """What runs left that were killed, each at another step."""
+    root = tmp_path_factory.mktemp("killed")
+    given = []
+    for step, kind in STEPS.items():
+        options = ("--model", small.model, "--format", kind, "--shard-size", "3")
+        given.append("|".join((step, "encode", str(small.clips), "-o", str(root / step), *options)))
+    decode = ("decode", "decode", str(encoded / "webdataset"), "-o", str(root / "decode"))
+    ended = subprocess.run(
+        [sys.executable, "-c", KILLED, *given, "|".join(decode)],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert [line.split()[-1] for line in ended.stdout.splitlines()] == ["-9"] * 6, ended.stderr
+    return root
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_what_a_killed_run_left_the_next_completes_bit_for_bit(
+    small, encoded, killed, tmp_path, step, monkeypatch
+):
+    out, kind = tmp_path / "out", STEPS[step]
+    shutil.copytree(killed / step, out)
+    finished = {line["id"] for line in manifest.lines(out) if line["kind"] == "done"}
+    computed, real = [], EncodeClip.encode
+    monkeypatch.setattr(
+        EncodeClip, "encode", lambda self, reading: computed.append(reading.clip.id) or real(self, reading)
+    )
+    assert encode(small, out, "--format", kind, "--shard-size", 3) == 1
+    assert not finished & set(computed)
+    assert 0 < len(computed) < len(GOOD)
+    assert tree(out) == tree(encoded / kind)
+    assert not list(out.rglob(".*.writing-*"))
+    lines = [(line["kind"], line.get("index", line.get("name"))) for line in manifest.lines(out)]
+    assert len(lines) == len(set(lines))
+
+
+def test_a_run_killed_while_it_decodes_leaves_whole_videos_alone(encoded, killed, tmp_path):
+    out = tmp_path / "out"
+    shutil.copytree(killed / "decode", out)
+    before = {path.name: path.stat().st_mtime_ns for path in out.rglob("*.mp4")}
+    assert 1 < len(before) < len(GOOD)
+    command = ["decode", str(encoded / "webdataset"), "-o"]
+    assert cli.main([*command, str(out), *OPTIONS]) == 0
+    assert cli.main([*command, str(tmp_path / "undisturbed"), *OPTIONS]) == 0
+    assert tree(out) == tree(tmp_path / "undisturbed")
+    after = {path.name: path.stat().st_mtime_ns for path in out.rglob("*.mp4")}
+    assert {name: after[name] for name in before} == before
+
+
+# The loop
+
+
+def test_reading_and_writing_overlap_with_computing():
+    import threading
+
+    log, lock = [], threading.Lock()
+
+    def note(what, job):
+        with lock:
+            log.append((what, job))
+
+    third_is_read = threading.Event()
+
+    def read(job):
+        if job == 2:
+            third_is_read.set()
+        return job
+
+    def compute(job):
+        if job == 0:
+            assert third_is_read.wait(30)  # while the first is computed
+        note("computed", job)
+        return job
+
+    steps = list(loop.work(range(5), read, compute, lambda job, _: note("kept", job), note, readers=2))
+    assert [step.job for step in steps] == list(range(5))
+    assert [job for what, job in log if what == "kept"] == list(range(5))
+
+
+def test_a_failure_to_keep_ends_the_loop_and_one_to_read_does_not():
+    def read(job):
+        if job == 1:
+            raise ValueError("bad")
+        return job
+
+    refused = []
+    refuse = lambda job, reason: refused.append((job, reason))  # noqa: E731
+    steps = list(loop.work(range(3), read, lambda job: job, lambda job, _: None, refuse))
+    assert [step.error for step in steps] == [None, "bad", None]
+    assert refused == [(1, "bad")]
+
+    def keep(job, _):
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space"):
+        list(loop.work(range(50), lambda job: job, lambda job: job, keep, refuse))

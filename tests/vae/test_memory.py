@@ -1,0 +1,144 @@
+"""Tiles chosen by memory, and going on in tiles where it runs out."""
+
+import copy
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from cogvideox_torchax import port, runtime
+from cogvideox_torchax.vae import memory
+from tests import reference
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+WIDE = SimpleNamespace(config={"block_out_channels": (128,)}, dtype=torch.bfloat16, spatial_scale=8)
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("plan-v6e-1-*code-torchax.json")), ids=lambda p: p.stem)
+def test_the_estimate_is_what_the_compiler_says(path):
+    plan = json.loads(path.read_text())
+    job, frames = plan["job"], plan["programs"]
+    taken = max((program["temp_bytes"] + program["output_bytes"]) / program["frames"] for program in frames)
+    figure = memory.BYTES_A_PIXEL[job["kind"]]
+    assert figure == pytest.approx(taken / job["height"] / job["width"], rel=0.1)
+
+
+def test_a_picture_that_fits_is_not_cut_and_one_that_does_not_is_cut_into_what_fits():
+    def needed(height, width):
+        return memory.needed(WIDE, "decode", height, width, 13)
+
+    free = int(needed(480, 720) / memory.MARGIN) + 1
+    assert memory.fitting_tile(WIDE, "decode", 480, 720, 13, free) is None
+    tile = memory.fitting_tile(WIDE, "decode", 960, 1440, 13, free)
+    assert tile is not None
+    assert all(side % 8 == 0 for side in tile)
+    assert 0.9 * needed(480, 720) < needed(*tile) <= memory.MARGIN * free
+    assert memory.fitting_tile(WIDE, "decode", 960, 1440, 13, 0) == (16, 16)
+
+
+def test_wider_dtypes_and_longer_first_chunks_need_more():
+    exact = SimpleNamespace(**{**vars(WIDE), "dtype": torch.float32})
+    assert memory.needed(exact, "encode", 64, 64, 17) == 2 * memory.needed(WIDE, "encode", 64, 64, 17)
+    assert memory.needed(WIDE, "encode", 64, 64, 15) > memory.needed(WIDE, "encode", 64, 64, 17)
+
+
+BAD = {
+    "240": "HEIGHTxWIDTH",
+    "240x": "HEIGHTxWIDTH",
+    "x": "HEIGHTxWIDTH",
+    "-8x16": "HEIGHTxWIDTH",
+    "100x360": "multiples of 8, 16 at least; 96x360 is near",
+    "8x16": "16x16 is near",
+    "0x0": "16x16 is near",
+}
+
+
+@pytest.mark.parametrize(("text", "words"), BAD.items())
+def test_a_bad_tile_size_is_an_error_that_names_a_good_one(text, words):
+    with pytest.raises(memory.TilingError, match=words):
+        memory.parse_tiles(text, 8)
+    near = words.split()[-3] if "near" in words else "240x360"
+    assert memory.parse_tiles(near, 8) == tuple(map(int, near.split("x")))
+
+
+def test_auto_turns_tiling_on_and_off(native_vae, monkeypatch):
+    vae = copy.copy(native_vae)
+    monkeypatch.setattr(runtime, "free_memory", lambda: 10**6)
+    told = memory.set_tiles(vae, "auto", "decode", 480, 720, 3)
+    assert told is not None
+    assert vae.use_tiling
+    tile = vae.tile_latent_min_height * 8, vae.tile_latent_min_width * 8
+    assert f"tiles of {tile[0]} x {tile[1]} pixels" in told
+    monkeypatch.setattr(runtime, "free_memory", lambda: 10**12)
+    assert memory.set_tiles(vae, "auto", "decode", 480, 720, 3) is None
+    assert not vae.use_tiling
+
+
+def test_free_memory_of_a_cpu_is_less_than_the_machine_has():
+    import os
+
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert 2**20 < runtime.free_memory() < machine
+
+
+@pytest.fixture(scope="module")
+def quick_vae():
+    """In PyTorch, four pixels to a latent one."""
+    return port(reference.small_vae(**reference.THREE_LEVELS))
+
+
+def failing(vae, monkeypatch, at, error):
+    """Has a program of the whole picture fail once, at a chunk of the first run."""
+    real, calls = vae._run, []
+
+    def run(kind):
+        own = real(kind)
+
+        def chunk(piece):
+            if not vae.use_tiling:
+                calls.append(piece)
+                if len(calls) == at + 1:
+                    raise error
+            return own(piece)
+
+        return chunk
+
+    monkeypatch.setattr(vae, "_run", run)
+    return calls
+
+
+OUT = RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 12345 bytes.")
+
+
+@pytest.mark.parametrize("at", [0, 2])
+def test_out_of_memory_is_said_once_and_the_rest_comes_in_tiles(quick_vae, monkeypatch, at):
+    vae = copy.copy(quick_vae)
+    z = reference.latents(7, height=4, width=6)
+    whole = list(vae.decode_stream(z))
+    failing(vae, monkeypatch, at, OUT)
+    said = []
+    found = list(memory.in_tiles_once_memory_is_out(vae, (16, 24), lambda: vae.decode_stream(z), said.append))
+    assert said == [f"out of memory after {at} chunks: going on in tiles of 8 x 12 pixels"]
+    tiled = list(vae.decode_stream(z))
+    assert [part.shape for part in found] == [part.shape for part in whole]
+    for i, part in enumerate(found):
+        assert torch.equal(part, (whole if i < at else tiled)[i])
+    assert not torch.equal(whole[-1], tiled[-1])
+
+
+def test_another_error_passes_and_a_second_end_of_memory_does(quick_vae, monkeypatch):
+    vae = copy.copy(quick_vae)
+
+    def failing_always():
+        raise OUT
+        yield
+
+    with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED"):
+        list(memory.in_tiles_once_memory_is_out(vae, (16, 24), failing_always, lambda line: None))
+    failing(vae := copy.copy(quick_vae), monkeypatch, 0, RuntimeError("something else"))
+    z = reference.latents(3)
+    with pytest.raises(RuntimeError, match="something else"):
+        list(memory.in_tiles_once_memory_is_out(vae, (12, 20), lambda: vae.decode_stream(z), print))
+    assert not vae.use_tiling
