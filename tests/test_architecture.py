@@ -29,7 +29,7 @@ LEVELS = (
     ("vae/torchax",),
     ("vae/nnx",),
     ("backends", "flax", "pipelines"),
-    ("plan", "porting", "verify"),
+    ("plan", "porting", "train", "verify"),
     ("bench",),
     ("cli",),
 )
