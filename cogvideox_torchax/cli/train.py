@@ -85,11 +85,11 @@ def run(args: argparse.Namespace) -> int:
     trainer = Trainer(_backend(args), clips.Sampler(sources, seed=args.seed), plan)
     settings = plan.settings() | {"backend": args.backend, "clips": [source.part.name for source in sources]}
     training = Run(trainer, directory, held_out, settings)
-    done = training.resume() if args.resume else 0
+    done = training.resume() if args.resume else training.begin()
     with _Ended() as ended:
         _follow(training, done, ended, args)
         _report(training, directory)
-    if ended.is_set():
+    if trainer.step_number < args.steps:
         common.say(f"ended after {trainer.step_number} of {args.steps} steps: go on with --resume")
         raise KeyboardInterrupt
     return 0
@@ -107,7 +107,7 @@ def _follow(training: "Run", done: int, ended: "_Ended", args: argparse.Namespac
             bar.update()
             for one in found:
                 step = training.trainer.step_number
-                bar.write(f"step {step}: {one.clip} {one.psnr:.2f} dB, SSIM {one.ssim:.3f}", sys.stderr)
+                bar.write(f"step {step}: {one.clip} {one.psnr:.2f} dB, SSIM {one.ssim:.3f}", file=sys.stderr)
 
 
 def _report(training: "Run", directory: Path) -> None:
@@ -160,11 +160,16 @@ def _held_out(text: str, frames: int) -> "HeldOut":
 
     from cogvideox_torchax.train.run import HeldOut
 
-    (part,) = clips.parts([text])
+    part, *others = clips.parts([text])
+    if others:
+        raise ValueError(f"--validate {text} holds several clips: name each by itself")
     info = video.probe(part.path)
     framing = video.framing(info, multiple=8, height=None, width=None, crop=True)
-    end = min(part.end or info.num_frames, info.num_frames, part.start + frames)
-    pixels = torch.from_numpy(clips.read(part, framing, end))
+    last = min(part.end or info.num_frames, info.num_frames, part.start + frames)
+    count = (last - part.start - 1) // 8 * 8 + 1  # others come back with more frames than they have
+    if count < 1:
+        raise ValueError(f"--validate {text}: {part.path} ends after {info.num_frames} frames")
+    pixels = torch.from_numpy(clips.read(part, framing, part.start + count))
     return HeldOut(part.path.stem, pixels.permute(3, 0, 1, 2)[None].contiguous())
 
 

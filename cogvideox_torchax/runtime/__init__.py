@@ -46,7 +46,7 @@ from cogvideox_torchax.runtime.programs import (
     programs_of,
 )
 from cogvideox_torchax.runtime.skeleton import on_host
-from cogvideox_torchax.runtime.weights import move_weights, put_weights, replace_weights, weights_of
+from cogvideox_torchax.runtime.weights import assign, move_weights, put_weights, replace_weights, weights_of
 
 __all__ = [
     "COMPILE_CACHE_VARIABLE",
@@ -57,6 +57,7 @@ __all__ = [
     "Programs",
     "active",
     "array_of",
+    "assign",
     "concatenate",
     "configure_compile_cache",
     "default_compile_cache",

@@ -140,9 +140,8 @@ class CompiledOptimizers(Optimizers):
         kept = [*self._weights.values(), *(average[name] for name in self._weights), *moments.values()]
         scalars = runtime.to_jax(torch.tensor([rate, decay]))
         norm, *advanced = self._program(static, scalars, *gradients, *kept)
-        with torch.no_grad():
-            for tensor, value in zip(kept, advanced, strict=True):
-                tensor.copy_(value)
+        for tensor, value in zip(kept, advanced, strict=True):
+            runtime.assign(tensor, value)
         return runtime.to_torch(norm).item()
 
 

@@ -50,6 +50,12 @@ class Run:
         self._settings = settings
         self._seconds = 0.0
 
+    def begin(self) -> int:
+        """Starts with the first step, 0 being done; tables that a killed training has left go."""
+        for name in (LOSSES, VALIDATION):
+            (self._directory / name).unlink(missing_ok=True)
+        return 0
+
     def resume(self) -> int:
         """Goes on from the checkpoint; how many steps are done. Lines of later steps leave the tables."""
         state, step, self._seconds = checkpoints.load(self._directory, settings=self._settings)
@@ -127,5 +133,6 @@ def _cut(path: Path, step: int) -> None:
         return
     with path.open(newline="") as file:
         head, *lines = csv.reader(file)
+    kept = [line for line in lines if len(line) == len(head) and int(line[0]) <= step]
     with whole_file(path) as temporary, temporary.open("w", newline="") as file:
-        csv.writer(file).writerows([head, *(line for line in lines if int(line[0]) <= step)])
+        csv.writer(file).writerows([head, *kept])

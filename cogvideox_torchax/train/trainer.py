@@ -85,14 +85,16 @@ class Trainer:
         )
         x = self._sampler.batch(number, clips=shape.clips, frames=shape.frames, size=shape.size)
         noise = torch.Generator().manual_seed(plan.seed * 1_000_003 + number)
-        total, l1, mse, kl = self._losses(x, noise)
+        losses = self._losses(x, noise)
         self._optimizers.zero_grad()
-        total.backward()
+        losses[0].backward()
         gradient = self._optimizers.step(number, self._average)
         self.step_number += 1
-        return Losses(*(self._backend.to_torch(loss).item() for loss in (total, l1, mse, kl)), gradient)
+        total, l1, mse, kl = (self._backend.to_torch(loss).item() for loss in losses)
+        return Losses(total, l1, mse, kl, gradient)
 
     def _losses(self, x: torch.Tensor, noise: torch.Generator) -> tuple[torch.Tensor, ...]:
+        """The total, L1, MSE and KL of a batch."""
         x = self._backend.put(x.contiguous(memory_format=torch.channels_last_3d))
         with self._precision():
             posterior = self.vae.encode(x).latent_dist
