@@ -12,7 +12,11 @@ from cogvideox_torchax import AutoencoderKLCogVideoX
 
 def make(trained: str, directory: str) -> None:
     """Writes config.json and bfloat16 weights into a directory that may hold other files."""
-    AutoencoderKLCogVideoX.from_pretrained(trained, torch_dtype=torch.bfloat16).save_pretrained(directory)
+    vae = AutoencoderKLCogVideoX.from_pretrained(trained)
+    config = {name: value for name, value in vae.config.items() if name != "_name_or_path"}
+    rounded = AutoencoderKLCogVideoX.from_config(config).to(torch.bfloat16)
+    rounded.load_state_dict(vae.state_dict())
+    rounded.save_pretrained(directory)
 
 
 if __name__ == "__main__":

@@ -125,7 +125,7 @@ class Trainer:
     def reconstruct(self, video: torch.Tensor) -> torch.Tensor:
         """A video (N, C, T, H, W) in [-1, 1], through the average of the weights."""
         with self.averaged() as vae, self._precision():
-            latents = vae.encode(self._backend.put(video)).latent_dist.mode()
+            latents = vae.encode(self._backend.put(video)).latent_dist.mode().float()
             return self._backend.to_torch(vae.decode(latents).sample).float()
 
     def state(self) -> State:
