@@ -1,36 +1,23 @@
-"""Makes the model directory that the package carries: CogVideoX's VAE, every layer of it, narrow, with random
-weights.
+"""Makes the model that the package carries of one that was trained: its weights rounded to bfloat16.
 
-python scripts/make_tiny_vae.py cogvideox_torchax/assets/tiny-vae
+python scripts/make_tiny_vae.py run/vae cogvideox_torchax/assets/tiny-vae
 """
 
 import sys
-from pathlib import Path
 
 import torch
-from diffusers import AutoencoderKLCogVideoX
 
-WIDTHS = (8, 16, 16, 32)
-GROUPS = 4
+from cogvideox_torchax import AutoencoderKLCogVideoX
 
 
-def make(directory: Path, seed: int = 0) -> None:
-    """Writes config.json and bfloat16 weights, about 2 MB; affine parameters and biases are drawn too, so
-    none is 0."""
-    torch.manual_seed(seed)
-    vae = AutoencoderKLCogVideoX(
-        block_out_channels=WIDTHS,
-        norm_num_groups=GROUPS,
-        scaling_factor=0.7,
-        sample_height=480,
-        sample_width=720,
-    )
-    for name, parameter in vae.named_parameters():
-        if parameter.ndim == 1:
-            center = 1.0 if "norm" in name and name.endswith("weight") else 0.0
-            torch.nn.init.normal_(parameter, mean=center, std=0.1)
-    vae.to(torch.bfloat16).save_pretrained(directory)
+def make(trained: str, directory: str) -> None:
+    """Writes config.json and bfloat16 weights into a directory that may hold other files."""
+    vae = AutoencoderKLCogVideoX.from_pretrained(trained)
+    config = {name: value for name, value in vae.config.items() if name != "_name_or_path"}
+    rounded = AutoencoderKLCogVideoX.from_config(config).to(torch.bfloat16)
+    rounded.load_state_dict(vae.state_dict())
+    rounded.save_pretrained(directory)
 
 
 if __name__ == "__main__":
-    make(Path(sys.argv[1]))
+    make(*sys.argv[1:])

@@ -29,7 +29,7 @@ LEVELS = (
     ("vae/torchax",),
     ("vae/nnx",),
     ("backends", "flax", "pipelines"),
-    ("dataset", "plan", "porting", "verify"),
+    ("dataset", "plan", "porting", "train", "verify"),
     ("bench",),
     ("cli",),
 )

@@ -7,9 +7,20 @@ import sys
 from collections.abc import Sequence
 
 from cogvideox_torchax import __version__
-from cogvideox_torchax.cli import bench, decode, demo, doctor, encode, generate, plan, reconstruct, verify
+from cogvideox_torchax.cli import (
+    bench,
+    decode,
+    demo,
+    doctor,
+    encode,
+    generate,
+    plan,
+    reconstruct,
+    train,
+    verify,
+)
 
-COMMANDS = (doctor, demo, encode, decode, reconstruct, generate, verify, bench, plan)
+COMMANDS = (doctor, demo, encode, decode, reconstruct, generate, train, verify, bench, plan)
 USER_ERROR = 2
 FAILURE = 1
 INTERRUPTED = 130

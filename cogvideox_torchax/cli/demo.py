@@ -42,6 +42,8 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from cogvideox_torchax.files import latents as latent_files
+    from cogvideox_torchax.files.sheets import contact_sheet
+    from cogvideox_torchax.vae.quality import ssim
     from cogvideox_torchax.vae.tolerances import psnr, relative_error
     from cogvideox_torchax.vae.torchax.autoencoder import to_uint8
 
@@ -72,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     with video.writing(output / "demo.mp4", clip.info.fps) as sink:
         sink.write(torch.cat([shown, pixels], dim=4))
     with whole_file(output / "demo.png") as temporary:
-        _contact_sheet(shown, pixels).save(temporary)
+        contact_sheet(shown, pixels).save(temporary)
     latent_files.save(
         latent_files.Latents(latents, dict(vae.config), args.model, clip.info.fps, clip.num_frames),
         output / "demo.safetensors",
@@ -89,16 +91,14 @@ def run(args: argparse.Namespace) -> int:
         "run_s": run_seconds,
         "frames_per_second": clip.num_frames / run_seconds,
         "PSNR_against_source_dB": psnr(pixels, shown),
+        "SSIM_against_source": ssim(pixels, shown),
         "largest_difference_to_PyTorch_latents": relative_error(latents, native_latents),
         "largest_difference_to_PyTorch_frames": relative_error(frames, native_frames),
         "written": ", ".join(str(output / f"demo.{suffix}") for suffix in ("mp4", "png", "safetensors")),
     }
     common.print_report(report, args.json)
     if Path(args.model) == common.DEMO_MODEL and not args.json:
-        print(
-            "\n  The bundled weights are small and random, so the reconstruction is no picture; what the demo"
-        )
-        print("  shows is that both backends compute the same function. Give your own model with --model.")
+        print("\n  The bundled model is small, trained on a CPU (docs/tiny-vae.md); --model takes another.")
     return 0
 
 
@@ -153,27 +153,3 @@ def _round_trip(
     """The clip's latents and its decoded frames, both on the host: whoever has them has waited for them."""
     latents = _encode(vae, source, args, name)
     return latents, _decode(vae, latents, args, name)
-
-
-def _contact_sheet(source: "torch.Tensor", result: "torch.Tensor", columns: int = 5) -> Any:
-    """Rows: source, reconstruction, their difference; columns: frames spread over the clip."""
-    from PIL import Image, ImageDraw
-
-    count = min(columns, source.shape[2])
-    chosen = [round(i * (source.shape[2] - 1) / max(count - 1, 1)) for i in range(count)]
-    difference = (source.int() - result.int()).abs().to(source.dtype)
-    rows = {"source": source, "reconstruction": result, "difference": difference}
-    label, margin = 16, 4
-    height, width = source.shape[3:]
-    sheet = Image.new(
-        "RGB", (count * (width + margin) + margin, len(rows) * (height + label + margin)), "white"
-    )
-    draw = ImageDraw.Draw(sheet)
-    for i, (name, frames) in enumerate(rows.items()):
-        for j, t in enumerate(chosen):
-            left, top = margin + j * (width + margin), i * (height + label + margin)
-            draw.text((left, top + 2), f"{name}, frame {t}", fill="black")
-            sheet.paste(
-                Image.fromarray(frames[0, :, t].permute(1, 2, 0).contiguous().numpy()), (left, top + label)
-            )
-    return sheet

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cogvideox_torchax import runtime
 from cogvideox_torchax.backends import backend
@@ -22,14 +22,7 @@ Fetch = Callable[["torch.Tensor"], "torch.Tensor"]
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
-    group = command.add_argument_group("several devices")
-    group.add_argument("--dp", type=positive, help="mesh: devices that a batch is split over (default: 1)")
-    group.add_argument(
-        "--tp",
-        type=positive,
-        help="mesh: devices that a width is split over (default: all that --dp leaves, where it or "
-        "--distributed is given)",
-    )
+    group = add_mesh_options(command)
     group.add_argument(
         "--distributed",
         action="store_true",
@@ -45,6 +38,34 @@ def add_options(command: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="after which a process that does not come, or goes silent, ends all (default: 60)",
     )
+
+
+def add_mesh_options(command: argparse.ArgumentParser) -> Any:
+    """The options of `mesh_of`, in a group that others may join."""
+    group = command.add_argument_group("several devices")
+    group.add_argument("--dp", type=positive, help="mesh: devices that a batch is split over (default: 1)")
+    group.add_argument(
+        "--tp",
+        type=positive,
+        help="mesh: devices that a width is split over (default: all that --dp leaves, where it or "
+        "--distributed is given)",
+    )
+    return group
+
+
+def mesh_of(args: argparse.Namespace) -> "Mesh | None":
+    """The mesh of one process's devices; None where none is asked for.
+
+    Raises:
+        ValueError: a backend that runs on one device, or a mesh that does not fit.
+    """
+    given = [name for name in ("dp", "tp") if getattr(args, name)]
+    if not given:
+        return None
+    _check_backend(args, given[0])
+    from cogvideox_torchax import sharding
+
+    return sharding.make_mesh(args.dp or 1, args.tp)
 
 
 @dataclass(frozen=True)
@@ -99,14 +120,11 @@ def joined(args: argparse.Namespace) -> Iterator[Team]:
         ValueError: options that contradict each other, a mesh that does not fit, processes that cannot meet.
     """
     check(args)
-    if not (args.distributed or args.dp or args.tp):
-        yield Team()
+    if not args.distributed:
+        yield Team(mesh_of(args))
         return
     from cogvideox_torchax import sharding
 
-    if not args.distributed:
-        yield Team(sharding.make_mesh(args.dp or 1, args.tp))
-        return
     patience = args.patience or sharding.PATIENCE
     with _talking_on_stderr():
         sharding.connect(args.coordinator, args.processes, args.process, patience=patience)
@@ -132,11 +150,14 @@ def _talking_on_stderr() -> Iterator[None]:
 def check(args: argparse.Namespace) -> None:
     """Raises `ValueError` for options that cannot go together."""
     given = [name for name in ("dp", "tp", "distributed") if getattr(args, name)]
-    if given and not backend(args.backend).runs_on_mesh:
-        raise ValueError(
-            f"--backend {args.backend} runs on one device: leave out --{given[0]}, or take torchax"
-        )
+    if given:
+        _check_backend(args, given[0])
     for name in ("coordinator", "processes", "process", "patience"):
         value = getattr(args, name)
         if value is not None and not args.distributed:
             raise ValueError(f"got --{name} {value} for a single process: add --distributed")
+
+
+def _check_backend(args: argparse.Namespace, given: str) -> None:
+    if not backend(args.backend).runs_on_mesh:
+        raise ValueError(f"--backend {args.backend} runs on one device: leave out --{given}, or take torchax")

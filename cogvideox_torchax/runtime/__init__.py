@@ -48,6 +48,7 @@ from cogvideox_torchax.runtime.programs import (
 )
 from cogvideox_torchax.runtime.skeleton import on_host
 from cogvideox_torchax.runtime.weights import (
+    assign,
     feed_weights,
     move_weights,
     put_weights,
@@ -64,6 +65,7 @@ __all__ = [
     "Programs",
     "active",
     "array_of",
+    "assign",
     "concatenate",
     "configure_compile_cache",
     "default_compile_cache",

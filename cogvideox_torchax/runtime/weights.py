@@ -27,6 +27,11 @@ def move_weights(network: nn.Module, move: Callable[[Any], Any]) -> None:
             replace_array(tensor, move)
 
 
+def assign(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Gives a torchax tensor another's array, without a copy."""
+    replace_array(tensor, lambda _: array_of(value))
+
+
 def replace_weights(module: nn.Module, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Gives a module other parameters and buffers, each made once of the one before: what is tied stays tied.
 

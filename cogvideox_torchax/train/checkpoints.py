@@ -1,0 +1,69 @@
+"""A training's state in one safetensors file, written whole: killed at any moment, it goes on from there."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from cogvideox_torchax.files.whole import whole_file
+from cogvideox_torchax.runtime import without_torchax
+
+FORMAT = "cogvideox-torchax-training/1"
+NAME = "checkpoint.safetensors"
+
+State = dict[str, torch.Tensor]
+"""Plain tensors by their names: `weights/...`, `average/...`, `muon/3/momentum` and so on."""
+
+
+def save(directory: Path, state: State, *, step: int, seconds: float, settings: dict[str, Any]) -> None:
+    """Writes the state after `step` steps, whole or not at all.
+
+    Args:
+        directory: of the training.
+        state: the tensors.
+        step: how many steps were made.
+        seconds: they took.
+        settings: what a training that goes on has to agree with.
+    """
+    metadata = {
+        "format": FORMAT,
+        "step": str(step),
+        "seconds": repr(seconds),
+        "settings": json.dumps(settings, sort_keys=True),
+    }
+    tensors = {name: tensor.contiguous() for name, tensor in state.items()}
+    with whole_file(directory / NAME) as temporary:
+        without_torchax(save_file, tensors, temporary, metadata=metadata)
+
+
+def load(directory: Path, *, settings: dict[str, Any]) -> tuple[State, int, float]:
+    """The state, the steps made and the seconds they took.
+
+    Raises:
+        ValueError: no checkpoint there, one that is broken, or of a training with other settings.
+    """
+    path = directory / NAME
+    if not path.is_file():
+        raise ValueError(f"there is no {path} to resume: leave out --resume")
+    try:
+        metadata, state = without_torchax(_read, path)
+    except SafetensorError as error:
+        raise ValueError(f"{path} is truncated or no safetensors file ({error})") from error
+    if metadata.get("format") != FORMAT:
+        raise ValueError(f"{path} is no checkpoint of this program, or of another version of it")
+    saved = json.loads(metadata["settings"])
+    for name, value in json.loads(json.dumps(settings)).items():
+        if saved.get(name) != value:
+            raise ValueError(
+                f"{path} is of a training with {name} {saved.get(name)}, this one has {value}: "
+                "give the same, or another directory"
+            )
+    return state, int(metadata["step"]), float(metadata["seconds"])
+
+
+def _read(path: Path) -> tuple[dict[str, str], State]:
+    with safe_open(path, framework="pt") as file:
+        return file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118

@@ -1,0 +1,231 @@
+"""What is trained on: parts of videos and pictures, cut, panned and zoomed into short clips.
+
+Axes: C channels, T frames, S the side of a square crop.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from cogvideox_torchax.files import video
+from cogvideox_torchax.vae.pixels import from_uint8
+
+PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".webp")
+VIDEOS = (".mp4", ".mkv", ".mov", ".avi", ".webm", ".gif")
+
+LEVELS = ((2.0, 0.85), (2.5, 1.0), (3.4, 1.0), (4.5, 1.0))
+"""The sizes that a source is kept in: its shorter side in crops' sides, and how much it is narrowed."""
+
+LARGEST_CROP = 1.5
+"""In the crop's side that was asked for: the last part of a training takes such crops, see `schedule`."""
+
+VIDEO_SHARE = 0.65
+"""Of the samples, where there are both videos and pictures."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Frames `start` to `end` (not included; None: to the last) of a file, written `path#start-end`."""
+
+    path: Path
+    start: int = 0
+    end: int | None = None
+
+    @property
+    def name(self) -> str:
+        """The file's name and the range, wherever the file lies."""
+        if not self.start and self.end is None:
+            return self.path.name
+        return f"{self.path.name}#{self.start}-{'' if self.end is None else self.end}"
+
+    def __str__(self) -> str:
+        return str(self.path.with_name(self.name))
+
+
+def parts(texts: Sequence[str]) -> list[Part]:
+    """The parts that a command line names: files, `file#start-end`, directories with all that is in them.
+
+    Raises:
+        ValueError: nothing there, or a range that is none.
+    """
+    found = [part for text in texts for part in _parts(text)]
+    if not found:
+        raise ValueError(
+            f"no videos or pictures in {', '.join(texts)}: they end in {', '.join(VIDEOS + PICTURES)}"
+        )
+    return found
+
+
+def _parts(text: str) -> Iterator[Part]:
+    name, mark, span = text.rpartition("#")
+    if not mark or Path(text).exists():
+        name, span = text, ""
+    path = Path(name)
+    if path.is_dir():
+        files = sorted(file for file in path.rglob("*") if file.suffix.lower() in VIDEOS + PICTURES)
+        yield from map(Part, files)
+        return
+    start, dash, end = span.partition("-")
+    try:
+        part = Part(path, int(start or 0), int(end) if end else None)
+    except ValueError:
+        part = None
+    if part is None or (span and not dash) or (part.end is not None and part.end <= part.start):
+        raise ValueError(f"{text}: #{span} is no range of frames; write #start-end, as #0-120 or #120-")
+    yield part
+
+
+@dataclass(frozen=True)
+class Source:
+    """A part in several sizes, uint8 (T, H, W, C); a picture has one frame."""
+
+    part: Part
+    levels: tuple[np.ndarray, ...]
+
+    @property
+    def frames(self) -> int:
+        return len(self.levels[0])
+
+
+def load(part: Part, *, frames: int, size: int) -> Source:
+    """Reads a part in all sizes that crops of `size` are cut of.
+
+    Raises:
+        ValueError: a file that cannot be read, with fewer frames than `frames`, or too small.
+    """
+    needed = math.ceil(size * LARGEST_CROP)
+    if part.path.suffix.lower() in PICTURES:
+        levels = _picture(part, needed, size)
+    else:
+        levels = _video(part, needed, size, frames)
+    return Source(part, levels)
+
+
+def _sizes(height: int, width: int, needed: int, size: int) -> list[tuple[int, int]]:
+    """Heights and widths to keep: those of `LEVELS` that are not larger than the source, or the source's."""
+    short = min(height, width)
+    if short < needed:
+        raise ValueError(f"is {height} x {width}, at least {needed} are needed")
+    scales = [(side * size / short, narrowed) for side, narrowed in LEVELS if side * size <= short] or [
+        (1.0, 1.0)
+    ]
+    return [
+        (round(height * scale), max(round(width * scale * narrowed), needed)) for scale, narrowed in scales
+    ]
+
+
+def _video(part: Part, needed: int, size: int, frames: int) -> tuple[np.ndarray, ...]:
+    info = video.probe(part.path)
+    end = min(part.end or info.num_frames, info.num_frames)
+    if end - part.start < frames:
+        raise ValueError(f"has {max(end - part.start, 0)} frames there, {frames} are needed")
+    return tuple(
+        read(part, video.Framing(*chosen), end) for chosen in _sizes(info.height, info.width, needed, size)
+    )
+
+
+def read(part: Part, framing: video.Framing, end: int) -> np.ndarray:
+    """Frames of a video, from the part's first to `end`, uint8 (T, H, W, C)."""
+    frames = video.read_frames(part.path, framing, end)
+    return np.stack([frame[0].permute(1, 2, 0).numpy() for i, frame in enumerate(frames) if i >= part.start])
+
+
+def _picture(part: Part, needed: int, size: int) -> tuple[np.ndarray, ...]:
+    from PIL import Image
+
+    try:
+        with Image.open(part.path) as opened:
+            picture = opened.convert("RGB")
+    except OSError as error:
+        raise ValueError(f"cannot be read as a picture ({error})") from error
+    return tuple(
+        np.asarray(picture.resize((width, height), Image.Resampling.LANCZOS))[None]
+        for height, width in _sizes(picture.height, picture.width, needed, size)
+    )
+
+
+class Sampler:
+    """Batches of clips, each made of its number alone: the same whenever and in whatever order asked for."""
+
+    def __init__(self, sources: Sequence[Source], *, seed: int):
+        self._videos = [source for source in sources if source.frames > 1]
+        self._pictures = [source for source in sources if source.frames == 1]
+        self._seed = seed
+
+    def batch(self, number: int, *, clips: int, frames: int, size: int) -> torch.Tensor:
+        """Batch `number`: float32 (N, C, T, S, S) in [-1, 1]."""
+        rng = np.random.default_rng((self._seed, number))
+        return torch.stack([self._sample(rng, frames, size) for _ in range(clips)])
+
+    def _sample(self, rng: np.random.Generator, frames: int, size: int) -> torch.Tensor:
+        share = VIDEO_SHARE if self._videos and self._pictures else float(bool(self._videos))
+        if rng.random() < share:
+            clip = _crop(rng, self._videos[rng.integers(len(self._videos))], frames, size)
+        else:
+            clip = _camera(rng, self._pictures[rng.integers(len(self._pictures))], frames, size)
+        return _recoloured(rng, _turned(rng, clip))
+
+
+def _crop(rng: np.random.Generator, source: Source, frames: int, size: int) -> torch.Tensor:
+    """Frames one after the other, or every second, forwards or backwards, in a fixed window."""
+    level = source.levels[rng.integers(len(source.levels))]
+    stride = int(rng.choice([1, 1, 1, 2]))
+    if (frames - 1) * stride >= len(level):
+        stride = 1
+    t = rng.integers(len(level) - (frames - 1) * stride)
+    y, x = (rng.integers(side - size + 1) for side in level.shape[1:3])
+    window = level[t : t + (frames - 1) * stride + 1 : stride, y : y + size, x : x + size]
+    if rng.random() < 0.5:
+        window = window[::-1]
+    return from_uint8(torch.from_numpy(window.transpose(3, 0, 1, 2).copy()), "float32")
+
+
+def _camera(rng: np.random.Generator, source: Source, frames: int, size: int) -> torch.Tensor:
+    """A picture seen by a camera that drifts, turns and zooms a little."""
+    picture = source.levels[rng.integers(len(source.levels))][0]
+    height, width = picture.shape[:2]
+    speed = rng.choice([0.0, 0.7, 2.0], p=[0.2, 0.5, 0.3])
+    steps = rng.normal(0, speed, 2) + np.cumsum(rng.normal(0, 0.1, (frames, 2)), 0) * (speed > 0)
+    path = np.cumsum(steps, 0)
+    zoom = rng.uniform(0.75, 1.15) * np.exp(np.arange(frames) * rng.normal(0, 0.006))
+    angle = rng.normal(0, 0.1) + np.arange(frames) * rng.normal(0, 0.004)
+    margin = 0.6 * size
+    center = [rng.uniform(margin, max(side - margin, margin + 1)) for side in (width, height)]
+    offsets = torch.linspace(-(size - 1) / 2, (size - 1) / 2, size)
+    y, x = torch.meshgrid(offsets, offsets, indexing="ij")
+    grids = []
+    for drift, factor, turn in zip(path - path[frames // 2], zoom, angle, strict=True):
+        cosine, sine = math.cos(turn) * factor, math.sin(turn) * factor
+        across = (center[0] + drift[0] + cosine * x - sine * y) / width
+        down = (center[1] + drift[1] + sine * x + cosine * y) / height
+        grids.append(torch.stack([across, down], -1) * 2 - 1)
+    pixels = from_uint8(torch.from_numpy(picture.transpose(2, 0, 1).copy()), "float32")
+    seen = functional.grid_sample(
+        pixels.expand(frames, -1, -1, -1),
+        torch.stack(grids),
+        mode="bicubic",
+        padding_mode="reflection",
+        align_corners=False,
+    )
+    return seen.clamp(-1, 1).transpose(0, 1)
+
+
+def _turned(rng: np.random.Generator, clip: torch.Tensor) -> torch.Tensor:
+    if rng.random() < 0.5:
+        clip = clip.flip(-1)
+    if rng.random() < 0.15:
+        clip = clip.flip(-2)
+    return clip.transpose(-1, -2) if rng.random() < 0.15 else clip
+
+
+def _recoloured(rng: np.random.Generator, clip: torch.Tensor) -> torch.Tensor:
+    """Brighter or darker, a tint; channels keep their places, as changing them costs colour."""
+    if rng.random() < 0.5:
+        return clip
+    gain = rng.uniform(0.7, 1.15) * rng.uniform(0.92, 1.08, (3, 1, 1, 1))
+    return (clip * torch.from_numpy(gain).float() + rng.normal(0, 0.08)).clamp(-1, 1)

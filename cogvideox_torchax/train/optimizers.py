@@ -1,0 +1,223 @@
+"""The optimizers, their learning rates, and the average of the weights that is kept."""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from cogvideox_torchax import runtime
+
+WARM_UP = 100
+"""Steps over which the learning rate rises."""
+
+LOWEST = 0.02
+"""Of the learning rate, where the cosine ends."""
+
+KERNELS_RATE, OTHERS_RATE = 5e-3, 1e-3
+AVERAGE = 0.9995
+
+
+class Muon(torch.optim.Optimizer):
+    """Momentum made orthogonal, for the kernels of convolutions.
+
+    `torch.optim.Muon` takes matrices alone: here a kernel (O, I, ...) is one of O rows. Kernels of one shape
+    go through the iteration together. The iteration and its coefficients: Jordan et al., "Muon: An optimizer
+    for hidden layers in neural networks", 2024.
+
+    Args:
+        kernels: parameters of two or more axes.
+        lr: the learning rate.
+        momentum: Nesterov's.
+        weight_decay: of a step, times the learning rate.
+    """
+
+    def __init__(
+        self,
+        kernels: Iterable[nn.Parameter],
+        *,
+        lr: float,
+        momentum: float = 0.95,
+        weight_decay: float = 0.01,
+    ):
+        super().__init__(kernels, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+        for kernel in self.param_groups[0]["params"]:
+            self.state[kernel] = {"momentum": torch.zeros_like(kernel, requires_grad=False)}
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            alike = defaultdict(list)
+            for kernel in group["params"]:
+                if kernel.grad is not None:
+                    alike[tuple(kernel.shape)].append(kernel)
+            for kernels in alike.values():
+                self._step_alike(kernels, group)
+
+    def _step_alike(self, kernels: list[nn.Parameter], group: dict[str, Any]) -> None:
+        directions = []
+        for kernel in kernels:
+            momentum = self.state[kernel]["momentum"].mul_(group["momentum"]).add_(kernel.grad)
+            directions.append((kernel.grad + momentum * group["momentum"]).flatten(1))
+        rows, columns = directions[0].shape
+        scale = -group["lr"] * math.sqrt(max(1.0, rows / columns))
+        for kernel, update in zip(kernels, orthogonal(torch.stack(directions)), strict=True):
+            kernel.mul_(1 - group["lr"] * group["weight_decay"]).add_(update.view(kernel.shape) * scale)
+
+
+def orthogonal(matrices: torch.Tensor) -> torch.Tensor:
+    """Matrices (N, R, C) with their singular values drawn towards 1, by five Newton-Schulz iterations.
+
+    Each iteration multiplies x by a polynomial of x x^T, and all of these commute: they are gathered on the
+    short side, so the long one is gone over twice in all, not twice an iteration.
+    """
+    wide = matrices if matrices.shape[1] <= matrices.shape[2] else matrices.transpose(1, 2)
+    x = wide / (wide.square().sum((1, 2), keepdim=True).sqrt() + 1e-7)
+    square = x @ x.transpose(1, 2)
+    gathered = identity = torch.eye(square.shape[1], device=square.device).expand_as(square)
+    for _ in range(5):
+        factor = 3.4445 * identity - 4.7750 * square + 2.0315 * square @ square
+        gathered = factor @ gathered
+        square = factor @ square @ factor
+    x = gathered @ x
+    return x if wide is matrices else x.transpose(1, 2)
+
+
+Moments = dict[tuple[str, int, str], torch.Tensor]
+"""What optimizers remember: by the optimizer, the index of its parameter, and the name that it has there."""
+
+
+class Optimizers:
+    """Muon for the inner convolutions, AdamW for the rest, along one schedule; gradients clipped to 1.
+
+    Args:
+        weights: parameters by their names.
+        steps: of the whole training.
+    """
+
+    def __init__(self, weights: dict[str, nn.Parameter], *, steps: int):
+        self._weights = weights
+        self._steps = steps
+        self._each = _optimizers(weights, traced=False)
+
+    def zero_grad(self) -> None:
+        for weight in self._weights.values():
+            weight.grad = None
+
+    def step(self, number: int, average: dict[str, torch.Tensor]) -> float:
+        """Step `number`, from 0 on, of the weights and of their average; the gradient's norm, not clipped.
+
+        Raises:
+            FloatingPointError: a gradient that was not finite.
+        """
+        norm = self._advance(average, schedule(number, self._steps), average_decay(number))
+        if not math.isfinite(norm):
+            raise FloatingPointError(f"the gradient of step {number} is {norm}")
+        return norm
+
+    def _advance(self, average: dict[str, torch.Tensor], rate: float, decay: float) -> float:
+        return _advance(self._each, self._weights, average, rate, decay).item()
+
+    @property
+    def moments(self) -> Moments:
+        """The optimizers' own tensors."""
+        return _moments(self._each)
+
+
+class CompiledOptimizers(Optimizers):
+    """The same on JAX: both optimizers and the average are traced into one program."""
+
+    def __init__(self, weights: dict[str, nn.Parameter], *, steps: int):
+        super().__init__(weights, steps=steps)
+        self._program = runtime.jit_torch(_traced)
+
+    def _advance(self, average: dict[str, torch.Tensor], rate: float, decay: float) -> float:
+        moments = self.moments
+        static = tuple(self._weights), tuple(moments)
+        gradients = [weight.grad for weight in self._weights.values()]
+        kept = [*self._weights.values(), *(average[name] for name in self._weights), *moments.values()]
+        scalars = runtime.to_jax(torch.tensor([rate, decay]))
+        norm, *advanced = self._program(static, scalars, *gradients, *kept)
+        for tensor, value in zip(kept, advanced, strict=True):
+            runtime.assign(tensor, value)
+        return runtime.to_torch(norm).item()
+
+
+def _traced(
+    static: tuple[tuple[str, ...], tuple[tuple[str, int, str], ...]], scalars: Any, *tensors: Any
+) -> tuple[Any, ...]:
+    """`_advance` as a function: the gradients' norm, then weights, average and moments after the step."""
+    names, keys = static
+    count = len(names)
+    gradients, weights, average = (
+        dict(zip(names, tensors[i * count : (i + 1) * count], strict=True)) for i in range(3)
+    )
+    for name, weight in weights.items():
+        weight.grad = gradients[name]
+    each = _optimizers(weights, traced=True)
+    for (kind, index, moment), tensor in zip(keys, tensors[3 * count :], strict=True):
+        optimizer = each[kind]
+        optimizer.state[optimizer.param_groups[0]["params"][index]][moment] = tensor
+    norm = _advance(each, weights, average, scalars[0], scalars[1])
+    return norm, *weights.values(), *average.values(), *_moments(each).values()
+
+
+def _optimizers(weights: dict[str, Any], *, traced: bool) -> dict[str, torch.optim.Optimizer]:
+    """Both optimizers, their moments 0; where a step is traced, numbers that change with it are tensors."""
+    kernels = [weight for name, weight in weights.items() if weight.ndim > 1 and not _at_border(name)]
+    others = [weight for name, weight in weights.items() if weight.ndim == 1 or _at_border(name)]
+    adamw = torch.optim.AdamW(
+        others, lr=OTHERS_RATE, betas=(0.9, 0.98), weight_decay=1e-3, differentiable=traced
+    )
+    for weight in others:
+        adamw.state[weight] = {
+            "step": torch.zeros((), device=weight.device),
+            "exp_avg": torch.zeros_like(weight, requires_grad=False),
+            "exp_avg_sq": torch.zeros_like(weight, requires_grad=False),
+        }
+    return {"muon": Muon(kernels, lr=KERNELS_RATE), "adamw": adamw}
+
+
+def _moments(each: dict[str, torch.optim.Optimizer]) -> Moments:
+    return {
+        (kind, index, name): moment
+        for kind, optimizer in each.items()
+        for index, weight in enumerate(optimizer.param_groups[0]["params"])
+        for name, moment in optimizer.state[weight].items()
+    }
+
+
+def _advance(
+    each: dict[str, torch.optim.Optimizer],
+    weights: dict[str, Any],
+    average: dict[str, torch.Tensor],
+    rate: Any,
+    decay: Any,
+) -> torch.Tensor:
+    """Steps the optimizers, then the average; the gradient's norm."""
+    norm = torch.nn.utils.clip_grad_norm_(weights.values(), 1.0)
+    for optimizer, largest in zip(each.values(), (KERNELS_RATE, OTHERS_RATE), strict=True):
+        optimizer.param_groups[0]["lr"] = largest * rate
+        optimizer.step()
+    with torch.no_grad():
+        for name, weight in weights.items():
+            average[name].lerp_(weight, 1 - decay)
+    return norm
+
+
+def _at_border(name: str) -> bool:
+    """Whether a parameter belongs to the first or the last convolution of a half."""
+    return "conv_in" in name or "conv_out" in name
+
+
+def schedule(step: int, steps: int) -> float:
+    """The learning rate of a step, in its largest: a rise, then a cosine down to `LOWEST`."""
+    cosine = 0.5 * (1 + math.cos(math.pi * min(step / steps, 1.0)))
+    return min(1.0, (step + 1) / WARM_UP) * (LOWEST + (1 - LOWEST) * cosine)
+
+
+def average_decay(step: int) -> float:
+    """How much of the averaged weights a step leaves: little at first, `AVERAGE` in the long run."""
+    return min(AVERAGE, (1 + step) / (10 + step))

@@ -1,0 +1,59 @@
+"""What a training's tables show: the curves of its losses and of its held-out clips."""
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cogvideox_torchax.files import reports
+from cogvideox_torchax.files.whole import whole_file
+from cogvideox_torchax.train.run import LOSSES, VALIDATION
+
+POINTS = 400
+"""Of a drawn curve: each is a mean of as many steps as it takes."""
+
+
+def curves(directory: Path) -> dict[str, Any]:
+    """The tables of a training: losses as means over equal parts, held-out clips as they were measured.
+
+    Returns:
+        `losses`: lists by column of the table, `step` the middle of a part; `validation`: a list of lines.
+    """
+    with (directory / LOSSES).open(newline="") as file:
+        head, *lines = csv.reader(file)
+    parts = np.array_split(np.array(lines, float), min(POINTS, len(lines)))
+    means = np.array([part.mean(0) for part in parts])
+    with (directory / VALIDATION).open(newline="") as file:
+        validation = [
+            {
+                "step": int(line["step"]),
+                "minutes": float(line["minutes"]),
+                "clip": line["clip"],
+                "psnr": round(float(line["psnr"]), 3),
+                "ssim": round(float(line["ssim"]), 4),
+            }
+            for line in csv.DictReader(file)
+        ]
+    losses = {name: [float(f"{value:.5g}") for value in means[:, i]] for i, name in enumerate(head)}
+    return {"losses": losses, "validation": validation}
+
+
+def draw(found: dict[str, Any], path: Path) -> None:
+    """A picture of `curves`: the loss, and the PSNR of the held-out clips, by step."""
+    pyplot = reports.pyplot()
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
+    losses = found["losses"]
+    for name in ("loss", "l1"):
+        left.plot(losses["step"], losses[name], label=name, linewidth=1)
+    left.set(xlabel="step", ylabel="loss of a batch", yscale="log")
+    left.legend()
+    for clip in sorted({line["clip"] for line in found["validation"]}):
+        lines = [line for line in found["validation"] if line["clip"] == clip]
+        right.plot([line["step"] for line in lines], [line["psnr"] for line in lines], ".-", label=clip)
+    right.set(xlabel="step", ylabel="PSNR in dB, average of the weights")
+    if found["validation"]:
+        right.legend()
+    with whole_file(path) as temporary:
+        figure.savefig(temporary, format="png", dpi=110)
+    pyplot.close(figure)

@@ -1,0 +1,138 @@
+"""A training from its first step, or from its checkpoint, to its last: losses, validation and checkpoints."""
+
+import csv
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+
+from cogvideox_torchax.files.sheets import contact_sheet
+from cogvideox_torchax.files.whole import whole_file
+from cogvideox_torchax.train import checkpoints
+from cogvideox_torchax.train.trainer import Losses, Trainer
+from cogvideox_torchax.vae.pixels import from_uint8, to_uint8
+from cogvideox_torchax.vae.quality import ssim
+from cogvideox_torchax.vae.tolerances import psnr
+
+LOSSES, VALIDATION = "losses.csv", "validation.csv"
+LOSSES_HEAD = ("step", "loss", "l1", "mse", "kl", "gradient", "psnr")
+VALIDATION_HEAD = ("step", "minutes", "clip", "psnr", "ssim")
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """A clip that is not trained on: its name, and its frames in bytes (1, C, T, H, W)."""
+
+    name: str
+    frames: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Validation:
+    """How a held-out clip was given back."""
+
+    clip: str
+    psnr: float
+    ssim: float
+    frames: torch.Tensor
+
+
+class Run:
+    """A training in a directory of its own."""
+
+    def __init__(self, trainer: Trainer, directory: Path, held_out: list[HeldOut], settings: dict[str, Any]):
+        self.trainer = trainer
+        self._directory = directory
+        self._held_out = held_out
+        self._settings = settings
+        self._seconds = 0.0
+
+    def begin(self) -> int:
+        """Starts with the first step, 0 being done; tables that a killed training has left go."""
+        for name in (LOSSES, VALIDATION):
+            (self._directory / name).unlink(missing_ok=True)
+        return 0
+
+    def resume(self) -> int:
+        """Goes on from the checkpoint; how many steps are done. Lines of later steps leave the tables."""
+        state, step, self._seconds = checkpoints.load(self._directory, settings=self._settings)
+        self.trainer.restore(state, step)
+        for name in (LOSSES, VALIDATION):
+            _cut(self._directory / name, step)
+        return step
+
+    def go(self, *, every: int, stopped: Callable[[], bool]) -> Iterator[tuple[Losses, list[Validation]]]:
+        """Makes the steps that are left; yields each one's losses, and the validation if it was made.
+
+        Args:
+            every: after how many steps to validate and to write a checkpoint.
+            stopped: whether to end after the present step, with a checkpoint.
+        """
+        total = self.trainer.plan.steps
+        since = time.perf_counter()
+        with _table(self._directory / LOSSES, LOSSES_HEAD) as losses_file:
+            table = csv.writer(losses_file)
+            while self.trainer.step_number < total:
+                losses = self.trainer.step()
+                step = self.trainer.step_number
+                table.writerow(
+                    (step, losses.total, losses.l1, losses.mse, losses.kl, losses.gradient, losses.psnr)
+                )
+                last = step == total or stopped()
+                found: list[Validation] = []
+                if last or step % every == 0:
+                    losses_file.flush()
+                    self._seconds += time.perf_counter() - since
+                    found = self.validate()
+                    self.save()
+                    since = time.perf_counter()
+                yield losses, found
+                if last:
+                    return
+
+    def validate(self) -> list[Validation]:
+        """PSNR and SSIM of each held-out clip, through the average of the weights: a line and a picture."""
+        found = []
+        for clip in self._held_out:
+            got = to_uint8(self.trainer.reconstruct(from_uint8(clip.frames, "float32")))
+            found.append(Validation(clip.name, psnr(got, clip.frames), ssim(got, clip.frames), got))
+        with _table(self._directory / VALIDATION, VALIDATION_HEAD) as file:
+            minutes = f"{self._seconds / 60:.2f}"
+            for one in found:
+                csv.writer(file).writerow((self.trainer.step_number, minutes, one.clip, one.psnr, one.ssim))
+        for clip, one in zip(self._held_out, found, strict=True):
+            with whole_file(self._directory / f"{clip.name}.png") as temporary:
+                contact_sheet(clip.frames, one.frames).save(temporary)
+        return found
+
+    def save(self) -> None:
+        """Writes the checkpoint."""
+        checkpoints.save(
+            self._directory,
+            self.trainer.state(),
+            step=self.trainer.step_number,
+            seconds=self._seconds,
+            settings=self._settings,
+        )
+
+
+def _table(path: Path, head: tuple[str, ...]) -> TextIO:
+    """A table to add lines to, with its head."""
+    file = path.open("a", newline="")
+    if not file.tell():
+        csv.writer(file).writerow(head)
+    return file
+
+
+def _cut(path: Path, step: int) -> None:
+    """Leaves out the lines after a step, and one that was cut short."""
+    if not path.exists():
+        return
+    with path.open(newline="") as file:
+        head, *lines = csv.reader(file)
+    kept = [line for line in lines if len(line) == len(head) and int(line[0]) <= step]
+    with whole_file(path) as temporary, temporary.open("w", newline="") as file:
+        csv.writer(file).writerows([head, *kept])

@@ -1,0 +1,44 @@
+"""What a training's steps are made of: stills first, then clips, at the end larger ones."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from cogvideox_torchax.train.clips import LARGEST_CROP
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A batch's: clips, frames of each, and the side of their square crop."""
+
+    clips: int
+    frames: int
+    size: int
+
+
+STILLS_END, SMALL_END = 0.12, 0.75
+"""The parts of a training in which stills, and clips of the size asked for, prevail."""
+
+
+def shape_of(step: int, steps: int, *, seed: int, clips: int, frames: int, size: int) -> Shape:
+    """The batch that a step takes, drawn by its number.
+
+    Args:
+        step: from 0 on.
+        steps: of the whole training.
+        seed: of the training.
+        clips: in a batch of the longest.
+        frames: of the longest, 8 n + 1: other clips come back with more frames than they have.
+        size: the crops' side in the first stages, a multiple of 16.
+    """
+    half = (frames - 1) // 16 * 8 + 1
+    large = int(size * LARGEST_CROP)
+    stills, some, whole = Shape(4 * clips, 1, size), Shape(clips, half, size), Shape(clips, frames, size)
+    if step < STILLS_END * steps:
+        odds = ((stills, 0.85), (some, 0.15))
+    elif step < SMALL_END * steps:
+        odds = ((stills, 0.1), (some, 0.55), (whole, 0.35))
+    else:
+        odds = ((Shape(2 * clips, 1, large), 0.1), (Shape(clips, half, large), 0.4), (whole, 0.5))
+    rng = np.random.default_rng((seed, step, 1))
+    return odds[rng.choice(len(odds), p=[odd for _, odd in odds])][0]

@@ -1,0 +1,157 @@
+"""The loop: a step, the weights' average, and all that goes into a checkpoint."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from cogvideox_torchax.backends import Backend
+from cogvideox_torchax.train.checkpoints import State
+from cogvideox_torchax.train.clips import Sampler
+from cogvideox_torchax.train.optimizers import CompiledOptimizers, Optimizers
+from cogvideox_torchax.train.stages import shape_of
+
+L1, MSE, KL = 1.0, 4.0, 1e-3
+"""How much each loss counts; the last is a mean over latent values."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a training is, but for its clips.
+
+    Attributes:
+        steps: of the whole training; the learning rate's course is stretched over them.
+        clips: in a batch.
+        frames: of the longest clips, 8 n + 1.
+        size: of the square crops in pixels, a multiple of 16.
+        seed: of the first weights, the batches and the noise.
+        mixed: whether layers compute in bfloat16, around float32 weights.
+    """
+
+    steps: int
+    clips: int = 1
+    frames: int = 17
+    size: int = 64
+    seed: int = 0
+    mixed: bool = False
+
+    def __post_init__(self) -> None:
+        if self.size % 16:
+            raise ValueError(f"got crops of {self.size} pixels: give a multiple of 16")
+        if self.frames % 8 != 1:
+            raise ValueError(f"got clips of {self.frames} frames: give 8 n + 1, as 1, 9, 17 or 49")
+
+    def settings(self) -> dict[str, Any]:
+        """As a checkpoint keeps them."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Of one step: `total` is what is minimised, `psnr` in decibels, before values are clipped."""
+
+    total: float
+    l1: float
+    mse: float
+    kl: float
+    gradient: float
+
+    @property
+    def psnr(self) -> float:
+        return 10 * torch.log10(torch.tensor(4 / self.mse)).item()
+
+
+class Trainer:
+    """A VAE on a backend, its optimizers, and the average of its weights."""
+
+    def __init__(self, backend: Backend, sampler: Sampler, plan: Plan):
+        self._backend = backend
+        self._sampler = sampler
+        self.plan = plan
+        self.step_number = 0
+        self.vae = backend.vae.train()
+        self._weights = dict(self.vae.named_parameters())
+        kind = CompiledOptimizers if backend.compiled_by_jax else Optimizers
+        self._optimizers = kind(self._weights, steps=plan.steps)
+        self._average = {name: weight.detach().clone() for name, weight in self._weights.items()}
+
+    def step(self) -> Losses:
+        """Makes the next step."""
+        plan, number = self.plan, self.step_number
+        shape = shape_of(
+            number, plan.steps, seed=plan.seed, clips=plan.clips, frames=plan.frames, size=plan.size
+        )
+        x = self._sampler.batch(number, clips=shape.clips, frames=shape.frames, size=shape.size)
+        noise = torch.Generator().manual_seed(plan.seed * 1_000_003 + number)
+        losses = self._losses(x, noise)
+        self._optimizers.zero_grad()
+        losses[0].backward()
+        gradient = self._optimizers.step(number, self._average)
+        self.step_number += 1
+        total, l1, mse, kl = (self._backend.to_torch(loss).item() for loss in losses)
+        return Losses(total, l1, mse, kl, gradient)
+
+    def _losses(self, x: torch.Tensor, noise: torch.Generator) -> tuple[torch.Tensor, ...]:
+        """The total, L1, MSE and KL of a batch."""
+        x = self._backend.put(x.contiguous(memory_format=torch.channels_last_3d))
+        with self._precision():
+            posterior = self.vae.encode(x).latent_dist
+            mean, logvar = posterior.mean.float(), posterior.logvar.float()
+            drawn = self._backend.put(torch.randn(mean.shape, generator=noise))
+            y = self.vae.decode(mean + torch.exp(0.5 * logvar) * drawn).sample
+        difference = y.float() - x
+        l1, mse = difference.abs().mean(), difference.square().mean()
+        kl = 0.5 * (mean.square() + logvar.exp() - 1 - logvar).mean()
+        return L1 * l1 + MSE * mse + KL * kl, l1, mse, kl
+
+    def _precision(self) -> contextlib.AbstractContextManager[Any]:
+        return torch.autocast("cpu", torch.bfloat16, enabled=self.plan.mixed)
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[Any]:
+        """The VAE with the average of its weights, for as long as the block lasts."""
+        with torch.no_grad():
+            own = {name: weight.detach().clone() for name, weight in self._weights.items()}
+            for name, weight in self._weights.items():
+                weight.copy_(self._average[name])
+            try:
+                yield self.vae
+            finally:
+                for name, weight in self._weights.items():
+                    weight.copy_(own[name])
+
+    def reconstruct(self, video: torch.Tensor) -> torch.Tensor:
+        """A video (N, C, T, H, W) in [-1, 1], through the average of the weights."""
+        with self.averaged() as vae, self._precision():
+            latents = vae.encode(self._backend.put(video)).latent_dist.mode().float()
+            return self._backend.to_torch(vae.decode(latents).sample).float()
+
+    def state(self) -> State:
+        """All that `restore` needs, as plain tensors."""
+        return {name: self._backend.to_torch(tensor.detach()) for name, tensor in self._tensors().items()}
+
+    def _tensors(self) -> State:
+        tensors: State = {f"weights/{name}": weight for name, weight in self._weights.items()}
+        tensors |= {f"average/{name}": weight for name, weight in self._average.items()}
+        for (kind, index, name), moment in self._optimizers.moments.items():
+            tensors[f"{kind}/{index}/{name}"] = moment
+        return tensors
+
+    def restore(self, state: State, step: int) -> None:
+        """Goes on after `step` steps.
+
+        Raises:
+            ValueError: the state of another model.
+        """
+        own = self._tensors()
+        shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
+        if {name: tuple(tensor.shape) for name, tensor in state.items()} != shapes:
+            raise ValueError(
+                "the checkpoint is of a model with another config: give the same, or another directory"
+            )
+        with torch.no_grad():
+            for name, tensor in own.items():  # in its layout: in another, PyTorch may round otherwise
+                tensor.copy_(self._backend.put(state[name]))
+        self.step_number = step

@@ -1,0 +1,42 @@
+"""A tiny model and tiny clips, for trainings of seconds."""
+
+import json
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from cogvideox_torchax.files import video
+from tests.files.test_video import moving_frames
+from tests.reference import THREE_LEVELS
+
+TINY = {
+    **THREE_LEVELS,
+    "block_out_channels": (4, 4, 8),
+    "norm_num_groups": 2,
+    "layers_per_block": 1,
+    "latent_channels": 4,
+    "sample_height": 64,
+    "sample_width": 96,
+}
+
+
+@pytest.fixture(autouse=True)
+def _gradients():
+    import torch
+
+    with torch.enable_grad():
+        yield
+
+
+@pytest.fixture
+def material(tmp_path, monkeypatch):
+    """A directory with a config, a video of 24 x 40 pixels and a picture; the working directory."""
+    monkeypatch.chdir(tmp_path)
+    config = {"_class_name": "AutoencoderKLCogVideoX", **TINY}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with video.writing("clip.mp4", 10) as sink:
+        sink.write(moving_frames(20))
+    noise = np.random.default_rng(0).integers(0, 256, (40, 48, 3), dtype=np.uint8)
+    Image.fromarray(noise).save("picture.png")
+    return tmp_path

@@ -1,0 +1,93 @@
+"""Clips to train on: what is left out, by name, and what a batch is made of."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from cogvideox_torchax import cli
+from cogvideox_torchax.train.clips import Part, Sampler, Source, load, parts
+from tests.files.test_video import moving_frames
+from tests.train.test_command import arguments
+
+
+def test_a_directory_gives_its_videos_and_pictures_in_order(material):
+    Path("notes.txt").write_text("no clip")
+    assert [part.name for part in parts(["."])] == ["clip.mp4", "picture.png"]
+
+
+@pytest.mark.parametrize(
+    ("text", "want"), [("clip.mp4#3-7", (3, 7)), ("clip.mp4#3-", (3, None)), ("clip.mp4", (0, None))]
+)
+def test_a_range_is_read_and_written_alike(text, want):
+    (part,) = parts([text])
+    assert (part.start, part.end) == want
+    assert str(part) == text
+
+
+@pytest.mark.parametrize("span", ["7", "7-3", "a-b"])
+def test_a_range_that_is_none_is_named(span):
+    with pytest.raises(ValueError, match=f"clip.mp4#{span}: .* write #start-end"):
+        parts([f"clip.mp4#{span}"])
+
+
+def test_frames_outside_of_a_range_are_never_seen(material):
+    source = load(Part(Path("clip.mp4"), 2, 12), frames=9, size=16)
+    blue = source.levels[0][..., 2].mean((1, 2))
+    assert source.frames == 10
+    assert np.abs(blue - 20 * np.arange(2, 12)).max() < 15
+
+
+BAD = {
+    "cut.mp4": (lambda: Path("cut.mp4").write_bytes(Path("clip.mp4").read_bytes()[:900]), "cut.mp4"),
+    "text.png": (lambda: Path("text.png").write_text("x" * 99), "cannot be read as a picture"),
+    "clip.mp4#15-": (lambda: None, "has 5 frames there, 9 are needed"),
+    "gone.mp4": (lambda: None, "there is no file"),
+}
+
+
+@pytest.mark.parametrize(("name", "make", "words"), [(k, *v) for k, v in BAD.items()], ids=BAD)
+def test_a_bad_clip_is_named_and_the_others_trained_on(material, capsys, name, make, words):
+    make()
+    code = cli.main(arguments("out", "--steps", 1, clips=(name, "picture.png")))
+    said = capsys.readouterr().err
+    assert code == 0, said
+    assert f"left out: {name}" in said
+    assert words in said
+
+
+def test_a_source_smaller_than_the_largest_crops_is_refused(material):
+    with pytest.raises(ValueError, match="is 24 x 40, at least 48 are needed"):
+        load(Part(Path("clip.mp4")), frames=9, size=32)
+
+
+def test_nothing_but_bad_clips_is_an_error(material, capsys):
+    assert cli.main(arguments("out", clips=("gone.mp4",))) == cli.USER_ERROR
+    assert "none of the clips can be trained on" in capsys.readouterr().err
+
+
+def still(value):
+    frames = np.full((1, 40, 40, 3), value, np.uint8)
+    return Source(Part(Path(f"{value}.png")), (frames,))
+
+
+def test_a_batch_is_made_of_its_number_alone():
+    video = moving_frames(12)[0].permute(1, 2, 3, 0).numpy()
+    sources = [Source(Part(Path("v.mp4")), (video,)), still(90)]
+    first, second = Sampler(sources, seed=3), Sampler(sources, seed=3)
+    second.batch(0, clips=2, frames=9, size=16)
+    batch = first.batch(7, clips=4, frames=9, size=16)
+    assert torch.equal(batch, second.batch(7, clips=4, frames=9, size=16))
+    assert not torch.equal(batch, first.batch(8, clips=4, frames=9, size=16))
+    assert not torch.equal(batch, Sampler(sources, seed=4).batch(7, clips=4, frames=9, size=16))
+    assert batch.shape == (4, 3, 9, 16, 16)
+    assert -1 <= batch.min() < batch.max() <= 1
+
+
+def test_channels_keep_their_places():
+    red = np.zeros((1, 40, 40, 3), np.uint8)
+    red[..., 0] = 200
+    batch = Sampler([Source(Part(Path("red.png")), (red,))], seed=0).batch(0, clips=32, frames=1, size=16)
+    means = batch.mean((2, 3, 4))
+    assert (means[:, 0] > means[:, 1:].amax(1)).all()

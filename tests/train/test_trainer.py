@@ -1,0 +1,105 @@
+"""Training steps: the same on every backend and on a mesh, and what they are made of."""
+
+import copy
+import math
+
+import pytest
+import torch
+from diffusers import AutoencoderKLCogVideoX
+
+from cogvideox_torchax import backends, make_mesh, port
+from cogvideox_torchax.train import start, trainer
+from cogvideox_torchax.train.clips import Sampler, load, parts
+from cogvideox_torchax.train.optimizers import orthogonal
+from cogvideox_torchax.train.stages import Shape, shape_of
+from cogvideox_torchax.train.trainer import Plan, Trainer
+from tests.train.conftest import TINY
+
+pytestmark = pytest.mark.usefixtures("torchax_off")
+
+PLAN = Plan(steps=40, clips=2, frames=9, size=16)
+STEPS = range(10, 13)
+
+
+@pytest.fixture
+def sampler(material, monkeypatch):
+    monkeypatch.setattr(trainer, "shape_of", lambda *_, **__: Shape(2, 9, 16))  # one to compile
+    sources = [load(part, frames=9, size=16) for part in parts(["clip.mp4", "picture.png"])]
+    return Sampler(sources, seed=0)
+
+
+@pytest.fixture(scope="module")
+def stock():
+    vae = AutoencoderKLCogVideoX(**TINY)
+    start.initialize(vae, seed=0)
+    return vae
+
+
+def trained(backend, sampler):
+    """Losses of a few steps, and the state after them."""
+    training = Trainer(backend, sampler, PLAN)
+    found = []
+    for number in STEPS:
+        training.step_number = number
+        found.append(training.step())
+    return found, training.state()
+
+
+@pytest.mark.parametrize("dp", [None, 2])
+def test_steps_on_jax_are_those_in_pytorch(stock, sampler, dp):
+    torchs = backends.backend("torch").around(copy.deepcopy(stock))
+    want, wanted = trained(torchs, sampler)
+    vae = port(copy.deepcopy(stock), mesh=dp and make_mesh(dp, 1))
+    got, state = trained(backends.backend("torchax").around(vae), sampler)
+    for ours, torchs in zip(got, want, strict=True):
+        assert math.isclose(ours.total, torchs.total, rel_tol=1e-5)
+        assert math.isclose(ours.gradient, torchs.gradient, rel_tol=1e-4)
+    assert state.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert (state[name] - tensor).abs().max() <= 1e-4 * tensor.abs().max(), name
+
+
+def test_a_training_learns(stock, sampler):
+    """Steps on one batch: what an optimizer of the wrong sign, or weights that stay, would not do."""
+    backend = backends.backend("torch").around(copy.deepcopy(stock))
+    training = Trainer(backend, sampler, Plan(steps=1000, clips=2, frames=9, size=16))
+    losses = []
+    for _ in range(20):
+        training.step_number = 99  # the full learning rate, the same clips
+        losses.append(training.step().total)
+    assert losses[-1] < 0.7 * losses[0]
+    before = {name: weight.clone() for name, weight in training.state().items()}
+    with training.averaged() as vae:
+        inside = {f"average/{name}": weight.clone() for name, weight in vae.named_parameters()}
+    assert all(torch.equal(before[name], weight) for name, weight in inside.items())
+    assert all(torch.equal(before[name], weight) for name, weight in training.state().items())
+
+
+@pytest.mark.parametrize("shape", [(2, 8, 50), (2, 50, 8)])
+def test_orthogonal_is_newton_schulzs_iteration(shape):
+    matrices = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    x = matrices / matrices.flatten(1).norm(dim=1)[:, None, None]
+    for _ in range(5):
+        square = x @ x.transpose(1, 2)
+        x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
+    found = orthogonal(matrices)
+    assert (found - x).abs().max() < 1e-5
+    values = torch.linalg.svdvals(found)
+    assert 0.6 < values.min() <= values.max() < 1.3
+
+
+def test_stills_come_first_and_clips_are_of_lengths_that_come_back_whole():
+    steps = 200
+    shapes = [shape_of(step, steps, seed=0, clips=1, frames=49, size=64) for step in range(steps)]
+    assert sum(shape.frames == 1 for shape in shapes[:24]) > 16
+    assert sum(shape.frames == 49 for shape in shapes[24:]) > 40
+    assert {shape.size for shape in shapes[:150]} == {64}
+    assert {shape.size for shape in shapes[150:]} == {64, 96}
+    assert {shape.frames for shape in shapes} == {1, 25, 49}
+    assert shapes == [shape_of(step, steps, seed=0, clips=1, frames=49, size=64) for step in range(steps)]
+
+
+@pytest.mark.parametrize(("options", "words"), [({"size": 40}, "multiple of 16"), ({"frames": 8}, "8 n")])
+def test_what_the_vae_cannot_give_back_in_size_is_refused(options, words):
+    with pytest.raises(ValueError, match=words):
+        Plan(steps=1, **options)
