@@ -9,8 +9,8 @@ import torch
 from diffusers import AutoencoderKLCogVideoX
 from jax.experimental.pallas import tpu as pltpu
 
-from jax_kernels.common import layout, tiles
-from jax_kernels.norm_conv3d import op
+from jax_kernels.common import tiles
+from jax_kernels.norm_conv3d import op, tpu
 
 SMALL = {
     "block_out_channels": (16, 32, 32, 64),
@@ -68,7 +68,7 @@ def encoded(stock: AutoencoderKLCogVideoX, x: torch.Tensor) -> torch.Tensor:
 def _answer(kind, stock, given, compute):
     from cogvideox_torchax.runtime import without_torchax
 
-    key = kind, id(stock), tuple(given.shape), given.numpy().tobytes()
+    key = kind, id(stock), tuple(given.shape), given.dtype, given.float().numpy().tobytes()
     if key not in _answers:
         with_no_gradient = torch.no_grad()(compute)  # which a thread of its own has to be told
         # Where torchax is on, each of PyTorch's own operations takes its way too.
@@ -101,14 +101,14 @@ def interpreted_norm_conv3d(*, lanes=16, large=1):
     `large` pixels and multiples of `lanes` channels. Gives a list of the activations it was traced for."""
     traced = []
 
-    def on_tpu(*operands, tpu, default):
+    def on_tpu(*operands, **forms):
         traced.append(operands[0].shape)
-        return tpu(*operands)
+        return forms["tpu"](*operands)
 
     jax.clear_caches()  # what was traced before knows nothing of this
     with pytest.MonkeyPatch.context() as patch, pltpu.force_tpu_interpret_mode():
         patch.setattr(tiles, "LANES", lanes)
-        patch.setattr(layout, "LARGE_FRAME", large)
+        patch.setattr(tpu, "SMALLEST", large)
         patch.setattr(op, "by_platform", on_tpu)
         yield traced
     jax.clear_caches()

@@ -136,19 +136,22 @@ def _fused(
     stats = moments_of_columns(*columns, x.shape[2], num_groups=num_groups)
     scale = per_channel(lax.rsqrt(stats.variance + eps), channels) * norm.weight.astype(jnp.float32)
     shift = norm.bias.astype(jnp.float32) - per_channel(stats.mean, channels) * scale
-    multiplier, offset = _coefficients(norm, scale, shift)
+    multiplier, offset = _coefficients(norm, scale, shift, x.shape[1], x.shape[3])
     if cache is None:
-        first = tpu.activated(x[:, :1], multiplier[:, :1], offset[:, :1])
+        first = tpu.activated(x, multiplier, offset)[:, :1]
         cache = jnp.concatenate([first, first], axis=1)
     y, latest, found = tpu.convolved(x, multiplier, offset, cache, residual, kernel, bias)
     return y, latest, Columns(*found)
 
 
-def _coefficients(norm: Norm, scale_NC: Array, shift_NC: Array) -> tuple[Array, Array]:
-    """Multipliers and offsets N S h w C that do what the norm does: one for each latent, or for all."""
+def _coefficients(
+    norm: Norm, scale_NC: Array, shift_NC: Array, frames: int, columns: int
+) -> tuple[Array, Array]:
+    """Multipliers and offsets that do what the norm does, `tpu.in_registers`."""
     scale, shift = (part[:, None, None, None] for part in (scale_NC, shift_NC))
     if norm.zq is None:
-        return scale, shift
-    y = spatial_xla.pointwise("nthwz,zc->nthwc", norm.zq, norm.kernel_y, norm.bias_y)
-    b = spatial_xla.pointwise("nthwz,zc->nthwc", norm.zq, norm.kernel_b, norm.bias_b)
+        return tpu.in_registers(scale, frames, columns), tpu.in_registers(shift, frames, columns)
+    zq = tpu.in_registers(norm.zq, frames, columns)  # while it has few channels
+    y = spatial_xla.pointwise("nhvsz,zc->nhvsc", zq, norm.kernel_y, norm.bias_y)
+    b = spatial_xla.pointwise("nhvsz,zc->nhvsc", zq, norm.kernel_b, norm.bias_b)
     return y * scale, y * shift + b

@@ -30,12 +30,14 @@ from jaxtyping import Array, Float
 from jax_kernels.common import tiles
 from jax_kernels.common.columns import is_split
 from jax_kernels.common.frames import repeat_nearest
-from jax_kernels.common.layout import is_large
 from jax_kernels.common.tiles import fills_tiles
 from jax_kernels.conv3d import xla
 from jax_kernels.group_norm.xla import column_moments
 
 MIB = 2**20
+
+SMALLEST = 16384
+"""Pixels of a frame that are worth it."""
 
 ROWS = 2
 """Rows of a step."""
@@ -68,7 +70,8 @@ class Sizes(NamedTuple):
         columns: of the picture.
         chunk: columns of a product.
         chunks: of these in a row of the picture, the last one may be part of it only.
-        cell: columns under a coefficient.
+        cell: columns under a register of coefficients: under the same ones, or as many as it has rows for.
+        tall: rows under the same coefficients.
         blocks: of two rows.
         channels, outputs: into the convolution and out of it.
     """
@@ -78,6 +81,7 @@ class Sizes(NamedTuple):
     chunk: int
     chunks: int
     cell: int
+    tall: int
     blocks: int
     channels: int
     outputs: int
@@ -257,11 +261,12 @@ class _Step:
         cells = max(1, self.unit // sizes.cell)
         of_cells = pl.ds(lax.div(inside, sizes.cell), cells)
         of_past = self._rows(inside, self.unit, 2 * sizes.parts)
-        half, offset = refs["half"][0, 0, of_cells], refs["half_offset"][0, 0, of_cells]
-        if after is not None:
-            zero = jnp.minimum(jnp.abs(after[:SUBLANES, : tiles.LANES]), 0.0)
-            offset = offset + jnp.concatenate([zero] * sizes.parts, 1)
+        zero = None if after is None else jnp.minimum(jnp.abs(after[:SUBLANES, : tiles.LANES]), 0.0)
         for row in range(ROWS):
+            under = row if sizes.tall == 1 else 0
+            half, offset = refs["half"][0, under, of_cells], refs["half_offset"][0, under, of_cells]
+            if zero is not None:
+                offset = offset + jnp.concatenate([zero] * sizes.parts, 1)
             x = refs["x"][0, row, at].astype(jnp.float32)
             x = x.reshape(cells, -1, SUBLANES, sizes.channels) * half[:, None] + offset[:, None]
             x = (x + x * jnp.tanh(x)).reshape(UNIT, sizes.channels).astype(jnp.bfloat16)
@@ -341,7 +346,7 @@ def _from_left(column: Any) -> Any:
 def takes(
     x: Float[Array, "N T H W I"], grid: tuple[int, ...], kernel: Float[Array, "..."], *, residual: bool
 ) -> bool:
-    """Whether the kernel takes these frames: two, four or eight large ones of bfloat16, on one device, with
+    """Whether the kernel takes these frames: two, four or eight of bfloat16, not small, on one device, with
     an even number of rows, whole tiles of channels in and out, and no more of a row than fits into VMEM.
 
     Args:
@@ -350,28 +355,36 @@ def takes(
         kernel: (3, 3, 3, I, O).
         residual: whether there is one.
     """
-    if not fills_tiles(x) or x.dtype != jnp.bfloat16 or not is_large(x) or is_split():
+    if not fills_tiles(x) or x.dtype != jnp.bfloat16 or is_split():
         return False
-    if kernel.shape[:3] != (TAPS,) * 3 or kernel.shape[4] % tiles.LANES:
+    if x.shape[2] * x.shape[3] < SMALLEST or kernel.shape[:3] != (TAPS,) * 3 or kernel.shape[4] % tiles.LANES:
         return False
     frames, height, columns = x.shape[1:4]
-    if frames not in (2, 4, 8) or height % ROWS or columns * frames % (2 * SUBLANES):
+    if frames not in (2, 4, 8) or height % ROWS:
         return False
     sizes = _sizes(x, grid, kernel.shape[4])
     times, rows, wide = grid
-    if frames % times or height % rows or columns % wide or (rows > 1 and height // rows % ROWS):
+    if frames % times or height % rows or columns % wide or (sizes.tall > 1 and sizes.tall % ROWS):
         return False
-    unit = UNIT // frames
-    if wide > 1 and (unit % sizes.cell or sizes.cell * frames % SUBLANES):
+    if wide > 1 and (UNIT // frames) % sizes.cell:
         return False
     return _vmem_bytes(sizes, residual) <= vmem_limit()
 
 
 def _sizes(x: Array, grid: tuple[int, ...], outputs: int) -> Sizes:
     frames, height, columns, channels = x.shape[1:]
-    chunk = UNIT * UNITS // frames
+    chunk, of_register = UNIT * UNITS // frames, SUBLANES // frames
+    cell = -(-columns // grid[2])
     return Sizes(
-        frames, columns, chunk, -(-columns // chunk), columns // grid[2], height // ROWS, channels, outputs
+        frames,
+        columns,
+        chunk,
+        -(-columns // chunk),
+        cell if cell % of_register == 0 or grid[2] == 1 else of_register,
+        height // grid[1],
+        height // ROWS,
+        channels,
+        outputs,
     )
 
 
@@ -379,7 +392,7 @@ def _vmem_bytes(sizes: Sizes, residual: bool) -> int:
     """What the kernel holds: blocks twice, as the next is fetched meanwhile."""
     row = sizes.width * sizes.frames
     taken, given = row * sizes.channels * 2, row * sizes.outputs * 2
-    cells = 2 * -(-sizes.width // sizes.cell) * SUBLANES * sizes.channels * 4
+    cells = 2 * ROWS * -(-sizes.width // sizes.cell) * SUBLANES * sizes.channels * 4
     caches = 2 * ROWS * sizes.width * 2 * sizes.channels * 2
     blocks = ROWS * (taken + given * (1 + residual)) + cells + caches + 2 * row * sizes.outputs * 4
     weights = sum(
@@ -402,15 +415,39 @@ def vmem_limit() -> int:
     return capacity - MIB
 
 
+def in_registers(z: Float[Array, "N t h w Z"], frames: int, columns: int) -> Float[Array, "N h v S Z"]:
+    """What lies over pixels of so many frames and columns, in the rows that registers of them have: each
+    frame of a pixel, of as many pixels as fit. v is w, or, where fewer pixels lie under one of `z`, as many
+    registers as the columns take.
+    """
+    of_register, cell = SUBLANES // frames, columns // z.shape[3]
+    z = repeat_nearest(z.transpose(0, 2, 3, 1, 4), {3: frames // z.shape[1]})
+    if cell % of_register == 0 or z.shape[2] == 1:
+        return jnp.concatenate([z] * of_register, axis=3)
+    z = repeat_nearest(z, {2: cell})
+    z = jnp.pad(z, [(0, 0), (0, 0), (0, -columns % of_register), (0, 0), (0, 0)])
+    return z.reshape(*z.shape[:2], -1, SUBLANES, z.shape[-1])
+
+
+def _over_pixels(part: Float[Array, "N h v S C"], x: Float[Array, "N T H W C"]) -> Float[Array, "N T H W C"]:
+    """The inverse of `in_registers`, at the pixels' own rows and columns."""
+    frames, height, columns, channels = x.shape[1:]
+    videos, rows, registers = part.shape[:3]
+    of_register = SUBLANES // frames
+    pixels = part.reshape(videos, rows, registers * of_register, frames, channels)
+    if registers * of_register - columns not in range(of_register):  # the same for all pixels of a register
+        pixels = repeat_nearest(pixels[:, :, ::of_register], {2: columns // registers})
+    pixels = repeat_nearest(pixels[:, :, :columns], {1: height // rows})
+    return pixels.transpose(0, 3, 1, 2, 4)
+
+
 def activated(
-    x: Float[Array, "N T H W C"], multiplier: Float[Array, "N S h w C"], offset: Float[Array, "N S h w C"]
+    x: Float[Array, "N T H W C"], multiplier: Float[Array, "N h v S C"], offset: Float[Array, "N h v S C"]
 ) -> Float[Array, "N T H W C"]:
-    """`silu(x * multiplier + offset)` as XLA compiles it."""
-    frames, height, columns = (n // m for n, m in zip(x.shape[1:4], multiplier.shape[1:4], strict=True))
-    multiplier, offset = (
-        repeat_nearest(part, {1: frames, 2: height, 3: columns}) for part in (multiplier, offset)
+    """`silu(x * multiplier + offset)` as XLA compiles it, of coefficients `in_registers`."""
+    return jax.nn.silu(x.astype(jnp.float32) * _over_pixels(multiplier, x) + _over_pixels(offset, x)).astype(
+        x.dtype
     )
-    return jax.nn.silu(x.astype(jnp.float32) * multiplier + offset).astype(x.dtype)
 
 
 def _plain(
@@ -431,8 +468,8 @@ def _plain(
 @jax.custom_jvp
 def convolved(
     x: Float[Array, "N T H W I"],
-    multiplier: Float[Array, "N S h w I"],
-    offset: Float[Array, "N S h w I"],
+    multiplier: Float[Array, "N h v S I"],
+    offset: Float[Array, "N h v S I"],
     cache: Float[Array, "N 2 H W I"],
     residual: Float[Array, "N T H W O"] | None,
     kernel: Float[Array, "3 3 3 I O"],
@@ -446,7 +483,7 @@ def convolved(
 
     Args:
         x: frames that the kernel `takes`, as all of these.
-        multiplier, offset: float32, the same for H / h x W / w pixels of T / S frames.
+        multiplier, offset: float32, `in_registers`; each the same for H / h rows.
         cache: the two activated frames before those of `x`; the next ones take its memory.
         residual: added to the sums before they are rounded, or None.
         kernel, bias: the convolution's.
@@ -454,7 +491,8 @@ def convolved(
     Returns:
         The convolved frames; the next cache; mean and M2 of each of their columns of pixels.
     """
-    sizes = _sizes(x, multiplier.shape[1:4], kernel.shape[-1])
+    grid = 1, *multiplier.shape[1:3]
+    sizes = _sizes(x, grid, kernel.shape[-1])
     operands, weights = _operands(sizes, x, multiplier, offset, cache, residual, kernel, bias)
     results, scratch = _results(sizes, operands), _scratch(sizes)
     names = [*operands, *results, *scratch]
@@ -495,20 +533,20 @@ def _operands(
     bias: Array,
 ) -> tuple[dict[str, tuple[Any, pl.BlockSpec]], list[Array]]:
     """What the kernel takes, by name, each with its blocks; and the products' weights."""
-    tall = ROWS * sizes.blocks // multiplier.shape[2]
     cells = -(-sizes.width // sizes.cell)
     row = sizes.width * sizes.frames
+    rows = ROWS if sizes.tall == 1 else 1
 
     def under(video: Array, step: Array) -> tuple[Any, ...]:
-        return video, lax.div(_now(sizes, step) * ROWS, tall), 0, 0, 0
+        return video, lax.div(_now(sizes, step) * ROWS, max(ROWS, sizes.tall)), 0, 0, 0
 
-    of_cells = pl.BlockSpec((1, 1, cells, SUBLANES, sizes.channels), under)
+    of_cells = pl.BlockSpec((1, rows, cells, SUBLANES, sizes.channels), under)
     bias = bias.astype(jnp.float32)[None]
     operands = {
         "x": (_pixels_first(x), _rows_now(sizes, row, sizes.channels)),
         "cache": (_pixels_of_cache(cache), _rows_now(sizes, sizes.width * sizes.parts * 2, tiles.LANES)),
-        "half": (_coefficients(multiplier, sizes), of_cells),
-        "half_offset": (_coefficients(offset, sizes), of_cells),
+        "half": (multiplier / 2, of_cells),  # for SiLU by a hyperbolic tangent
+        "half_offset": (offset / 2, of_cells),
         "bias": (bias, _whole(bias)),
     }
     if residual is not None:
@@ -589,13 +627,6 @@ def _frames_of_cache(latest: Array, shape: tuple[int, ...]) -> Array:
     videos, frames, height, columns, _ = shape
     latest = latest.reshape(videos, height, columns, -1, frames, tiles.LANES)
     return latest.transpose(0, 4, 1, 2, 3, 5).reshape(shape)
-
-
-def _coefficients(part_NShwC: Array, sizes: Sizes) -> Array:
-    """N, h, w, rows of a register, C; halved, for SiLU by a hyperbolic tangent."""
-    part = part_NShwC.astype(jnp.float32).transpose(0, 2, 3, 1, 4) / 2
-    part = jnp.repeat(part, sizes.frames // part.shape[3], axis=3)
-    return jnp.concatenate([part] * (SUBLANES // sizes.frames), axis=3)
 
 
 @convolved.defjvp
