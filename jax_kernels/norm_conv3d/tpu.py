@@ -36,7 +36,7 @@ from jax_kernels.group_norm.xla import column_moments
 
 MIB = 2**20
 
-SMALLEST = 16384
+SMALLEST = 4096
 """Pixels of a frame that are worth it."""
 
 ROWS = 2
