@@ -362,30 +362,37 @@ def takes(
     frames, height, columns = x.shape[1:4]
     if frames not in (2, 4, 8) or height % ROWS:
         return False
-    sizes = _sizes(x, grid, kernel.shape[4])
     times, rows, wide = grid
-    if frames % times or height % rows or columns % wide or (sizes.tall > 1 and sizes.tall % ROWS):
+    if frames % times or height % rows or columns % wide:
         return False
-    if wide > 1 and (UNIT // frames) % sizes.cell:
+    registers = wide if wide == 1 or _is_shared(columns // wide, frames) else _registers(columns, frames)
+    sizes = _sizes(x, rows, registers, kernel.shape[4])
+    if (sizes.tall > 1 and sizes.tall % ROWS) or (wide > 1 and (UNIT // frames) % sizes.cell):
         return False
     return _vmem_bytes(sizes, residual) <= vmem_limit()
 
 
-def _sizes(x: Array, grid: tuple[int, ...], outputs: int) -> Sizes:
+def _is_shared(cell: int, frames: int) -> bool:
+    """Whether so many columns under the same coefficients fill whole registers."""
+    return cell * frames % SUBLANES == 0
+
+
+def _registers(columns: int, frames: int) -> int:
+    """How many registers the frames of so many columns take."""
+    return -(-columns * frames // SUBLANES)
+
+
+def _columns_of_register(columns: int, frames: int, registers: int) -> int:
+    """How many columns lie under a register of coefficients, of so many of them `in_registers`."""
+    return SUBLANES // frames if registers == _registers(columns, frames) else columns // registers
+
+
+def _sizes(x: Array, rows: int, registers: int, outputs: int) -> Sizes:
     frames, height, columns, channels = x.shape[1:]
-    chunk, of_register = UNIT * UNITS // frames, SUBLANES // frames
-    cell = -(-columns // grid[2])
-    return Sizes(
-        frames,
-        columns,
-        chunk,
-        -(-columns // chunk),
-        cell if cell % of_register == 0 or grid[2] == 1 else of_register,
-        height // grid[1],
-        height // ROWS,
-        channels,
-        outputs,
-    )
+    chunk = UNIT * UNITS // frames
+    cell = _columns_of_register(columns, frames, registers)
+    blocks, chunks = height // ROWS, -(-columns // chunk)
+    return Sizes(frames, columns, chunk, chunks, cell, height // rows, blocks, channels, outputs)
 
 
 def _vmem_bytes(sizes: Sizes, residual: bool) -> int:
@@ -422,7 +429,7 @@ def in_registers(z: Float[Array, "N t h w Z"], frames: int, columns: int) -> Flo
     """
     of_register, cell = SUBLANES // frames, columns // z.shape[3]
     z = repeat_nearest(z.transpose(0, 2, 3, 1, 4), {3: frames // z.shape[1]})
-    if cell % of_register == 0 or z.shape[2] == 1:
+    if z.shape[2] == 1 or _is_shared(cell, frames):
         return jnp.concatenate([z] * of_register, axis=3)
     z = repeat_nearest(z, {2: cell})
     z = jnp.pad(z, [(0, 0), (0, 0), (0, -columns % of_register), (0, 0), (0, 0)])
@@ -433,10 +440,10 @@ def _over_pixels(part: Float[Array, "N h v S C"], x: Float[Array, "N T H W C"]) 
     """The inverse of `in_registers`, at the pixels' own rows and columns."""
     frames, height, columns, channels = x.shape[1:]
     videos, rows, registers = part.shape[:3]
-    of_register = SUBLANES // frames
+    of_register, cell = SUBLANES // frames, _columns_of_register(columns, frames, registers)
     pixels = part.reshape(videos, rows, registers * of_register, frames, channels)
-    if registers * of_register - columns not in range(of_register):  # the same for all pixels of a register
-        pixels = repeat_nearest(pixels[:, :, ::of_register], {2: columns // registers})
+    if cell != of_register:  # they are the same for all of its pixels
+        pixels = repeat_nearest(pixels[:, :, ::of_register], {2: cell})
     pixels = repeat_nearest(pixels[:, :, :columns], {1: height // rows})
     return pixels.transpose(0, 3, 1, 2, 4)
 
@@ -491,8 +498,8 @@ def convolved(
     Returns:
         The convolved frames; the next cache; mean and M2 of each of their columns of pixels.
     """
-    grid = 1, *multiplier.shape[1:3]
-    sizes = _sizes(x, grid, kernel.shape[-1])
+    _, rows, registers, *_ = multiplier.shape
+    sizes = _sizes(x, rows, registers, kernel.shape[-1])
     operands, weights = _operands(sizes, x, multiplier, offset, cache, residual, kernel, bias)
     results, scratch = _results(sizes, operands), _scratch(sizes)
     names = [*operands, *results, *scratch]

@@ -219,18 +219,17 @@ def _fits_together(norm: nn.Module, conv: nn.Module) -> bool:
 
 def _norm_conv(
     norm: Any,
-    causal: CausalConv3d,
+    causal: Any,
     hidden: torch.Tensor,
-    zq: torch.Tensor | None,
+    zq: Any,
     conv_cache: torch.Tensor | None,
     columns: Any,
     **options: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor | None, Any]:
     conv = causal.conv
-    group_norm, latents = norm, ()
+    group_norm, latents = norm, tuple[torch.Tensor, ...]()
     if isinstance(norm, SpatialNorm3D):
         group_norm, conv_y, conv_b = norm.norm_layer, norm.conv_y.conv, norm.conv_b.conv
-        assert zq is not None
         latents = (_channels_last(zq), _matrix(conv_y), conv_y.bias, _matrix(conv_b), conv_b.bias)
     y, new_cache, columns = torch_view(jax_kernels.norm_conv3d)(
         _channels_last(hidden),

@@ -39,7 +39,7 @@ CASES = {
     "two videos, two tiles of channels to one": ((2, 8, 2, 24, 32), 16, 2, True, False),
     "four frames, one tile to two": ((1, 4, 4, 52, 16), 32, 2, True, True),
     "two frames of a plain norm": ((1, 2, 2, 40, 32), 32, None, True, False),
-    "the start of a video": ((1, 2, 2, 32, 16), 16, None, False, True),
+    "the start of a video, latents of its size": ((1, 2, 2, 9, 16), 16, 1, False, True),
 }
 
 
@@ -72,7 +72,7 @@ def test_the_statistics_that_a_call_before_gave_are_those_of_its_result(interpre
 
 def test_its_derivatives_are_those_of_the_plain_form():
     x, _, kernel, bias, cache = inputs((1, 2, 2, 32, 128), 128)
-    ones = jnp.ones((1, 1, 1, 1, 128))
+    ones = jnp.ones((1, 1, 1, 8, 128))
     residual = x + 1
 
     def both(form):
@@ -103,8 +103,10 @@ LARGE = (1, 8, 128, 256, 128)
         ((1, 8, 128, 256, 64), jnp.bfloat16, (1, 1, 1), (3, 3, 3), 128, False),  # half a tile of channels
         (LARGE, jnp.bfloat16, (1, 1, 1), (3, 3, 3), 3, False),
         (LARGE, jnp.bfloat16, (1, 1, 1), (1, 1, 1), 128, False),
-        (LARGE, jnp.bfloat16, (8, 128, 256), (3, 3, 3), 128, False),  # coefficients of every row
-        ((1, 8, 64, 64, 128), jnp.bfloat16, (1, 1, 1), (3, 3, 3), 128, False),  # small
+        (LARGE, jnp.bfloat16, (8, 128, 256), (3, 3, 3), 128, True),
+        (LARGE, jnp.bfloat16, (8, 16, 16), (3, 3, 3), 128, False),  # more columns of a latent than a unit
+        ((1, 8, 132, 256, 128), jnp.bfloat16, (8, 44, 32), (3, 3, 3), 128, False),  # steps across latents
+        ((1, 8, 32, 64, 128), jnp.bfloat16, (1, 1, 1), (3, 3, 3), 128, False),  # small
         ((1, 8, 16, 4096, 256), jnp.bfloat16, (1, 1, 1), (3, 3, 3), 256, False),  # too wide for VMEM
     ],
 )
@@ -150,7 +152,7 @@ def test_mosaic_compiles_it_in_place(topology, frames, channels, outputs):
         y, latest, moments = tpu.convolved(x, multiplier, offset, cache, residual, kernel, bias)
         return y.transpose(2, 3, 0, 1, 4), latest.transpose(2, 3, 0, 1, 4), moments
 
-    cells = [struct(1, frames, height // 4, width // 4, channels, dtype=jnp.float32)] * 2
+    cells = [struct(1, height // 4, width // 4, 8, channels, dtype=jnp.float32)] * 2
     operands = (
         struct(height, width, 1, frames, channels),
         struct(height, width, 1, 2, channels),
