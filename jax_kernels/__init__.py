@@ -24,10 +24,13 @@ from jax_kernels.attention.rotary import rotate
 from jax_kernels.conv3d.op import conv3d
 from jax_kernels.dense.op import gated_sum, gelu, layer_norm, linear, linear_parts, modulated_norm, silu
 from jax_kernels.group_norm.op import group_norm
+from jax_kernels.norm_conv3d.op import Columns, Norm, norm_conv3d
 from jax_kernels.resample.op import downsample, upsample
 from jax_kernels.spatial_norm.op import spatial_norm
 
 __all__ = [
+    "Columns",
+    "Norm",
     "attention",
     "attention_transposed",
     "conv3d",
@@ -39,6 +42,7 @@ __all__ = [
     "linear",
     "linear_parts",
     "modulated_norm",
+    "norm_conv3d",
     "prepare",
     "rotate",
     "score_bound",

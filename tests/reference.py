@@ -1,8 +1,16 @@
 """Builds small diffusers references and their inputs."""
 
+import contextlib
+
+import jax
 import numpy as np
+import pytest
 import torch
 from diffusers import AutoencoderKLCogVideoX
+from jax.experimental.pallas import tpu as pltpu
+
+from jax_kernels.common import tiles
+from jax_kernels.norm_conv3d import op, tpu
 
 SMALL = {
     "block_out_channels": (16, 32, 32, 64),
@@ -60,7 +68,7 @@ def encoded(stock: AutoencoderKLCogVideoX, x: torch.Tensor) -> torch.Tensor:
 def _answer(kind, stock, given, compute):
     from cogvideox_torchax.runtime import without_torchax
 
-    key = kind, id(stock), tuple(given.shape), given.numpy().tobytes()
+    key = kind, id(stock), tuple(given.shape), given.dtype, given.float().numpy().tobytes()
     if key not in _answers:
         with_no_gradient = torch.no_grad()(compute)  # which a thread of its own has to be told
         # Where torchax is on, each of PyTorch's own operations takes its way too.
@@ -85,3 +93,22 @@ def largest_error(got, want) -> float:
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
     assert got.shape == want.shape
     return np.abs(got - want).max() / np.abs(want).max()
+
+
+@contextlib.contextmanager
+def interpreted_norm_conv3d(*, lanes=16, large=1):
+    """While it is open, `norm_conv3d` runs its kernel, interpreted, where it would on a TPU: for frames of
+    `large` pixels and multiples of `lanes` channels. Gives a list of the activations it was traced for."""
+    traced = []
+
+    def on_tpu(*operands, **forms):
+        traced.append(operands[0].shape)
+        return forms["tpu"](*operands)
+
+    jax.clear_caches()  # what was traced before knows nothing of this
+    with pytest.MonkeyPatch.context() as patch, pltpu.force_tpu_interpret_mode():
+        patch.setattr(tiles, "LANES", lanes)
+        patch.setattr(tpu, "SMALLEST", large)
+        patch.setattr(op, "by_platform", on_tpu)
+        yield traced
+    jax.clear_caches()

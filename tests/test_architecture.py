@@ -18,6 +18,7 @@ LEVELS = (
     ("jax_kernels/common",),
     ("jax_kernels/attention", "jax_kernels/conv3d", "jax_kernels/dense", "jax_kernels/group_norm"),
     ("jax_kernels/resample", "jax_kernels/spatial_norm"),
+    ("jax_kernels/norm_conv3d",),
     ("jax_kernels/reference",),
     ("jax_kernels",),
     ("cogvideox_torchax", "versions"),

@@ -24,6 +24,7 @@ import jax_kernels
 from cogvideox_torchax.pipelines.fused import FusedAttnProcessor
 from cogvideox_torchax.pipelines.layers import AttnProcessor, LayerNorm, Linear
 from cogvideox_torchax.runtime import array_of, on_jax, tensor_of, torch_view
+from cogvideox_torchax.runtime.layers import is_watched
 from cogvideox_torchax.sharding.sequences import Sequence
 from cogvideox_torchax.upstream import scaling_loras
 
@@ -173,11 +174,6 @@ def _as_ported(block: nn.Module) -> bool:
         and not any(map(is_watched, block.modules()))
         and type(attn.processor) in (AttnProcessor, FusedAttnProcessor)
     )
-
-
-def is_watched(module: nn.Module) -> bool:
-    """Whether a module has hooks or a forward of its own."""
-    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
 
 
 _BOUNDS: MutableMapping[nn.Module, tuple[list[Any], float]] = WeakKeyDictionary()

@@ -15,9 +15,9 @@ from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
 from cogvideox_torchax import runtime, upstream
 from cogvideox_torchax.pipelines import loras, networks
-from cogvideox_torchax.pipelines.blocks import is_watched
 from cogvideox_torchax.pipelines.later import waiting
 from cogvideox_torchax.pipelines.scheduler import disarm, port_scheduler
+from cogvideox_torchax.runtime.layers import is_watched
 from cogvideox_torchax.runtime.models import PickledAsStock
 from cogvideox_torchax.sharding import check_mesh
 from cogvideox_torchax.vae.torchax.autoencoder import port_vae

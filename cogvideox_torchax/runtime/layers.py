@@ -52,3 +52,8 @@ def watched(
                 hooks.callback(module.register_forward_pre_hook(before(name), with_kwargs=True).remove)
                 hooks.callback(module.register_forward_hook(after(name)).remove)
         yield
+
+
+def is_watched(module: nn.Module) -> bool:
+    """Whether a module has hooks or a forward of its own."""
+    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))

@@ -176,6 +176,12 @@ def add_from_neighbours(
     return add_columns(y, convolve(right, after, (reach - 1, 0)), at=y.shape[3] - reach)
 
 
+def is_split() -> bool:
+    """Whether columns are split over devices, or some only pad a width."""
+    split = _split.get()
+    return bool(split.columns) or split.real != split.padded
+
+
 def has_neighbours() -> bool:
     """Whether what is traced now is the code of one device among others that have columns of the same
     picture."""

@@ -22,11 +22,26 @@ def moments(x: Float[Array, "N *rest"], *, num_groups: int, channel_axis: int = 
         `Moments` of shape (N, G), float32.
     """
     x = jnp.moveaxis(x, channel_axis, -1)
-    column_axis = max(1, x.ndim - 3)
-    length = x.shape[column_axis]
-    mean, m2 = by_shards(_of_columns, (x,)) if x.ndim == 5 else xla.column_moments(x)
-    columns = Moments(length, jnp.squeeze(mean, column_axis), jnp.squeeze(m2, column_axis))
-    columns = Moments(length, *(_split_groups(part, num_groups) for part in columns[1:]))
+    axis = max(1, x.ndim - 3)
+    columns = column_moments(x) if x.ndim == 5 else _squeezed(xla.column_moments(x), axis)
+    return moments_of_columns(*columns, x.shape[axis], num_groups=num_groups)
+
+
+def column_moments(x: Float[Array, "N T H W C"]) -> tuple[Float[Array, "N T W C"], Float[Array, "N T W C"]]:
+    """The mean of each column of pixels and its M2, in float32."""
+    return _squeezed(by_shards(_of_columns, (x,)), axis=2)
+
+
+def _squeezed(parts: tuple[Array, Array], axis: int) -> tuple[Array, Array]:
+    mean, m2 = parts
+    return jnp.squeeze(mean, axis), jnp.squeeze(m2, axis)
+
+
+def moments_of_columns(
+    mean: Float[Array, "N *rest"], m2: Float[Array, "N *rest"], length: int, *, num_groups: int
+) -> Moments:
+    """The moments of each video's groups from those of columns of `length` pixels, channels last."""
+    columns = Moments(length, *(_split_groups(part, num_groups) for part in (mean, m2)))
     axes = (*range(1, columns.mean.ndim - 2), columns.mean.ndim - 1)
     return _merge_columns(columns, axes, column_axis=columns.mean.ndim - 3)
 

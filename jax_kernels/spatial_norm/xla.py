@@ -22,9 +22,9 @@ def by_rows(
 ) -> Array:
     """`activation((x * scale + shift) * y + b)` as one multiply-add, `y` and `b` at the latents' rows."""
     zq = match_frames_and_columns(zq, x.shape, lone_first=lone_first)
-    y = _pointwise("nthwz,zc->nthwc", zq, *to_y)
+    y = pointwise("nthwz,zc->nthwc", zq, *to_y)
     multiplier = y * _over_pixels(scale_NC)
-    offset = y * _over_pixels(shift_NC) + _pointwise("nthwz,zc->nthwc", zq, *to_b)
+    offset = y * _over_pixels(shift_NC) + pointwise("nthwz,zc->nthwc", zq, *to_b)
     n, t, h, w, c = multiplier.shape
     rows = x.reshape(n, t, h, x.shape[2] // h, w, c)
     result = activate(
@@ -55,7 +55,7 @@ def by_pixels(
     # Not before the statistics: the compiler would compute the `y` and `b` of all norms first, and keep them.
     zero = zero_of(scale_NC[:, :1, None])  # of each video, whose statistics other videos' shards do not have
     y, b = (
-        _pointwise("hwntz,zc->hwntc", pixels_first(zq), kernel, bias + zero) for kernel, bias in (to_y, to_b)
+        pointwise("hwntz,zc->hwntc", pixels_first(zq), kernel, bias + zero) for kernel, bias in (to_y, to_b)
     )
     h, w, n, t, c = y.shape
     rows = lax.optimization_barrier(pixels_first(x).reshape(h, x.shape[2] // h, w, n, t, c))
@@ -67,7 +67,7 @@ def by_pixels(
     return frames_first(result.reshape(x.shape[2], w, n, t, c))
 
 
-def _pointwise(equation: str, z: Array, kernel_ZC: Array, bias_C: Array) -> Array:
+def pointwise(equation: str, z: Array, kernel_ZC: Array, bias_C: Array) -> Array:
     """A 1x1x1 convolution, in float32."""
     precision = precision_for(jnp.promote_types(z.dtype, kernel_ZC.dtype))
     y = jnp.einsum(equation, z, kernel_ZC, precision=precision, preferred_element_type=jnp.float32)

@@ -141,12 +141,39 @@ class SpatialNorm3D(nnx.Module):
         )
 
 
-def _activated_norm(
-    norm: Callable[..., jax.Array], x_NTHWC: jax.Array, zq_NthwC: jax.Array | None
-) -> jax.Array:
-    """silu(norm(x)): a GroupNorm takes no latents, a spatial norm does."""
-    inputs = (x_NTHWC,) if zq_NthwC is None else (x_NTHWC, zq_NthwC)
-    return norm(*inputs, activation="silu")
+def _normed_conv(
+    norm: Any,
+    causal: Any,
+    x_NTHWC: jax.Array,
+    zq_NthwC: jax.Array | None,
+    cache: jax.Array | None,
+    columns: jax_kernels.Columns | None = None,
+    **options: jax.Array | None,
+) -> tuple[jax.Array, jax.Array | None, jax_kernels.Columns | None]:
+    """conv(silu(norm(x))): a GroupNorm takes no latents, a spatial norm does.
+
+    In one, unless something else stands in a layer's place to record it. `columns` is what the convolution
+    before gave last, and this one gives (`jax_kernels.norm_conv3d`).
+    """
+    if type(norm) not in (GroupNorm, SpatialNorm3D) or type(causal) is not CausalConv3d:
+        inputs = (x_NTHWC,) if zq_NthwC is None else (x_NTHWC, zq_NthwC)
+        return *causal(norm(*inputs, activation="silu"), cache, **options), None
+    dtype = x_NTHWC.dtype
+    affine, latents = norm, tuple[Any, ...]()
+    if isinstance(norm, SpatialNorm3D):
+        affine = norm.norm_layer
+        latents = (zq_NthwC, *norm.conv_y.conv.matrix(dtype), *norm.conv_b.conv.matrix(dtype))
+    return jax_kernels.norm_conv3d(
+        x_NTHWC,
+        jax_kernels.Norm(affine.scale[...], affine.bias[...], *latents),
+        *causal.conv.cast(dtype),
+        cache,
+        columns,
+        num_groups=affine.num_groups,
+        eps=affine.eps,
+        lone_first=first_frame_is_alone(x_NTHWC.shape[1]),
+        **options,
+    )
 
 
 class ResnetBlock3D(nnx.Module):
@@ -173,11 +200,11 @@ class ResnetBlock3D(nnx.Module):
         shortcut = x_NTHWC if self.conv_shortcut is None else self.conv_shortcut(x_NTHWC)
         # A shortcut of fewer channels first: then the memory of `x` is free for the first convolution.
         first = shortcut if shortcut.shape[-1] < x_NTHWC.shape[-1] else None
-        y_NTHWC, new["conv1"] = self.conv1(
-            _activated_norm(self.norm1, x_NTHWC, zq_NthwC), old.get("conv1"), after=first
+        y_NTHWC, new["conv1"], columns = _normed_conv(
+            self.norm1, self.conv1, x_NTHWC, zq_NthwC, old.get("conv1"), after=first
         )
-        y_NTHWC, new["conv2"] = self.conv2(
-            _activated_norm(self.norm2, y_NTHWC, zq_NthwC), old.get("conv2"), residual=shortcut
+        y_NTHWC, new["conv2"], _ = _normed_conv(
+            self.norm2, self.conv2, y_NTHWC, zq_NthwC, old.get("conv2"), columns, residual=shortcut
         )
         return y_NTHWC, new
 

@@ -18,6 +18,7 @@ from torch import nn
 
 import jax_kernels
 from cogvideox_torchax.runtime import on_jax, torch_view
+from cogvideox_torchax.runtime.layers import is_watched
 from cogvideox_torchax.vae.chunks import first_frame_is_alone
 
 Cache = dict[str, Any]
@@ -87,6 +88,12 @@ class CausalConv3d(diffusers_vae.CogVideoXCausalConv3d):
     `residual` is added to the result; on JAX it is computed when `after` has been.
     """
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is what the kernels compute."""
+        conv = self.conv
+        return conv.stride == (1, 1, 1) and conv.dilation == (1, 1, 1) and self.pad_mode != "replicate"
+
     def forward(
         self,
         inputs: torch.Tensor,
@@ -96,8 +103,7 @@ class CausalConv3d(diffusers_vae.CogVideoXCausalConv3d):
         after: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         conv = self.conv
-        plain = conv.stride == (1, 1, 1) and conv.dilation == (1, 1, 1) and self.pad_mode != "replicate"
-        if not on_jax(inputs) or not plain:
+        if not on_jax(inputs) or not self.is_plain:
             y, new_cache = super().forward(inputs, conv_cache)
             return y if residual is None else y + residual, new_cache
         cache, residual, after = (
@@ -152,7 +158,7 @@ class ResnetBlock3D(diffusers_vae.CogVideoXResnetBlock3D):
     """The residual block: activations go to the norms before them, the shortcut to the last convolution.
 
     A hook on `conv2` therefore sees the sum when the block runs on JAX, one on a norm its activation, and one
-    on `nonlinearity` nothing.
+    on `nonlinearity` nothing. A norm and a convolution without hooks run as one (`jax_kernels.norm_conv3d`).
     """
 
     def forward(
@@ -171,17 +177,73 @@ class ResnetBlock3D(diffusers_vae.CogVideoXResnetBlock3D):
         shortcut = inputs if self.in_channels == self.out_channels else self.conv_shortcut(inputs)
         # A shortcut of fewer channels first: then the memory of the inputs is free for the first convolution.
         first = {"after": shortcut} if self.out_channels < self.in_channels else {}
-        hidden = self._activated(self.norm1, inputs, zq)
-        hidden, new_cache["conv1"] = self.conv1(hidden, conv_cache=cache.get("conv1"), **first)
-        hidden = self._activated(self.norm2, hidden, zq)
-        hidden, new_cache["conv2"] = self.conv2(hidden, conv_cache=cache.get("conv2"), residual=shortcut)
+        hidden, new_cache["conv1"], columns = self._normed_conv(
+            self.norm1, self.conv1, inputs, zq, cache.get("conv1"), **first
+        )
+        hidden, new_cache["conv2"], _ = self._normed_conv(
+            self.norm2, self.conv2, hidden, zq, cache.get("conv2"), columns, residual=shortcut
+        )
         return hidden, new_cache
+
+    def _normed_conv(
+        self,
+        norm: nn.Module,
+        conv: nn.Module,
+        hidden: torch.Tensor,
+        zq: torch.Tensor | None,
+        conv_cache: torch.Tensor | None,
+        columns: Any = None,
+        **options: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, Any]:
+        """A norm, the activation and a convolution; in one where nobody looks at what lies between them.
+
+        `columns` is what the convolution before gave last, and this one gives (`jax_kernels.norm_conv3d`).
+        """
+        together = isinstance(self.nonlinearity, nn.SiLU) and _fits_together(norm, conv)
+        if not together or is_watched(norm) or is_watched(conv):
+            hidden = self._activated(norm, hidden, zq)
+            return *conv(hidden, conv_cache=conv_cache, **options), None
+        return _norm_conv(norm, conv, hidden, zq, conv_cache, columns, **options)
 
     def _activated(self, norm: nn.Module, hidden: torch.Tensor, zq: torch.Tensor | None) -> torch.Tensor:
         inputs = (hidden,) if zq is None else (hidden, zq)
         if isinstance(self.nonlinearity, nn.SiLU) and isinstance(norm, GroupNorm | SpatialNorm3D):
             return _only(norm(*inputs, activation="silu"))
         return self.nonlinearity(_only(norm(*inputs)))
+
+
+def _fits_together(norm: nn.Module, conv: nn.Module) -> bool:
+    """Whether both are as they were ported, of kinds that `jax_kernels.norm_conv3d` computes together."""
+    return type(norm) in (GroupNorm, SpatialNorm3D) and type(conv) is CausalConv3d and conv.is_plain
+
+
+def _norm_conv(
+    norm: Any,
+    causal: Any,
+    hidden: torch.Tensor,
+    zq: Any,
+    conv_cache: torch.Tensor | None,
+    columns: Any,
+    **options: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor | None, Any]:
+    conv = causal.conv
+    group_norm, latents = norm, tuple[torch.Tensor, ...]()
+    if isinstance(norm, SpatialNorm3D):
+        group_norm, conv_y, conv_b = norm.norm_layer, norm.conv_y.conv, norm.conv_b.conv
+        latents = (_channels_last(zq), _matrix(conv_y), conv_y.bias, _matrix(conv_b), conv_b.bias)
+    y, new_cache, columns = torch_view(jax_kernels.norm_conv3d)(
+        _channels_last(hidden),
+        jax_kernels.Norm(group_norm.weight, group_norm.bias, *latents),
+        _kernel_last(conv.weight),
+        conv.bias,
+        None if conv_cache is None else _channels_last(conv_cache),
+        columns,
+        num_groups=group_norm.num_groups,
+        eps=group_norm.eps,
+        lone_first=first_frame_is_alone(hidden.shape[2]),
+        **{name: _channels_last(tensor) for name, tensor in options.items()},
+    )
+    return _channels_first(y), None if new_cache is None else _channels_first(new_cache), columns
 
 
 def _only(result: Any) -> torch.Tensor:

@@ -1,0 +1,157 @@
+"""Half of a residual block: a norm, SiLU and the causal 3-D convolution after it, in one pass where large."""
+
+import functools
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from jax_kernels.common.columns import by_platform, jit_kernel
+from jax_kernels.conv3d.op import conv3d
+from jax_kernels.group_norm import xla as norm_xla
+from jax_kernels.group_norm.moments import column_moments, moments_of_columns, per_channel
+from jax_kernels.group_norm.op import group_norm
+from jax_kernels.norm_conv3d import tpu
+from jax_kernels.spatial_norm import xla as spatial_xla
+from jax_kernels.spatial_norm.op import spatial_norm
+
+
+class Norm(NamedTuple):
+    """GroupNorm's affine, (C,) each, and what modulates it: `zq` and two 1x1x1 convolutions (`spatial_norm`).
+
+    Without `zq` it is a plain GroupNorm.
+    """
+
+    weight: Array
+    bias: Array
+    zq: Array | None = None
+    kernel_y: Array | None = None
+    bias_y: Array | None = None
+    kernel_b: Array | None = None
+    bias_b: Array | None = None
+
+
+class Columns(NamedTuple):
+    """Mean and M2 of columns of pixels, in float32: what a norm's statistics are merged from."""
+
+    mean: Float[Array, "N T W C"]
+    m2: Float[Array, "N T W C"]
+
+
+@jit_kernel(static_argnames=["num_groups", "eps", "lone_first"])
+def norm_conv3d(
+    x: Float[Array, "N T H W I"],
+    norm: Norm,
+    kernel: Float[Array, "kt kh kw I O"],
+    bias: Float[Array, " O"] | None = None,
+    cache: Float[Array, "N kt-1 H W I"] | None = None,
+    columns: Columns | None = None,
+    *,
+    num_groups: int,
+    eps: float = 1e-6,
+    lone_first: bool = False,
+    residual: Float[Array, "N T H W O"] | None = None,
+    after: Float[Array, "N T H W O"] | None = None,
+) -> tuple[Float[Array, "N T H W O"], Float[Array, "N kt-1 H W I"] | None, Columns | None]:
+    """`conv3d(silu(norm(x)))`, which starts a video by repeating its first frame.
+
+    On a TPU it is one Pallas kernel for what that `takes`; else it is the two kernels one after the other.
+
+    Args:
+        x, kernel, bias, cache, residual, after: as `conv3d` takes them; the cache holds activated frames.
+        norm: `group_norm`'s, or with latents `spatial_norm`'s.
+        columns: what the call gave whose result `x` is, where that did; saves a pass on a TPU.
+        num_groups, eps, lone_first: the norm's.
+
+    Returns:
+        The convolved frames; the cache for the next call; their columns' moments, or None where no kernel
+        takes `x`.
+
+    Raises:
+        ValueError: what `conv3d`, `group_norm` or `spatial_norm` refuse.
+    """
+    plain = functools.partial(_plain, num_groups=num_groups, eps=eps, lone_first=lone_first)
+    grid = (1, 1, 1) if norm.zq is None else norm.zq.shape[1:4]
+    if lone_first or bias is None or not tpu.takes(x, grid, kernel, residual=residual is not None):
+        y, latest = plain(x, norm, kernel, bias, cache, residual, after=after)
+        return y, latest, None
+
+    def composed(*operands: Array) -> tuple[Array, Array, Columns]:
+        y, latest = plain(*operands[:-1], after=after)
+        return y, latest, Columns(*(jnp.squeeze(part, 2) for part in norm_xla.column_moments(y)))
+
+    fused = functools.partial(_fused, num_groups=num_groups, eps=eps)
+    return by_platform(x, norm, kernel, bias, cache, residual, columns, tpu=fused, default=composed)
+
+
+def _plain(
+    x: Array,
+    norm: Norm,
+    kernel: Array,
+    bias: Array | None,
+    cache: Array | None,
+    residual: Array | None,
+    *,
+    num_groups: int,
+    eps: float,
+    lone_first: bool,
+    after: Array | None,
+) -> tuple[Array, Array]:
+    weight, shift, *latents = norm
+    if norm.zq is None:
+        hidden = group_norm(
+            x, weight, shift, num_groups=num_groups, eps=eps, channel_axis=-1, activation="silu"
+        )
+    else:
+        zq, *convolutions = latents
+        hidden = spatial_norm(
+            x,
+            zq,
+            weight,
+            shift,
+            *convolutions,
+            num_groups=num_groups,
+            eps=eps,
+            activation="silu",
+            lone_first=lone_first,
+        )
+    return conv3d(hidden, kernel, bias, cache, residual=residual, after=after, start="replicate")
+
+
+def _fused(
+    x: Array,
+    norm: Norm,
+    kernel: Array,
+    bias: Array,
+    cache: Array | None,
+    residual: Array | None,
+    columns: Columns | None,
+    *,
+    num_groups: int,
+    eps: float,
+) -> tuple[Array, Array, Columns]:
+    channels = x.shape[-1]
+    columns = column_moments(x) if columns is None else columns
+    stats = moments_of_columns(*columns, x.shape[2], num_groups=num_groups)
+    scale = per_channel(lax.rsqrt(stats.variance + eps), channels) * norm.weight.astype(jnp.float32)
+    shift = norm.bias.astype(jnp.float32) - per_channel(stats.mean, channels) * scale
+    multiplier, offset = _coefficients(norm, scale, shift, x.shape[1], x.shape[3])
+    if cache is None:
+        first = tpu.activated(x, multiplier, offset)[:, :1]
+        cache = jnp.concatenate([first, first], axis=1)
+    y, latest, found = tpu.convolved(x, multiplier, offset, cache, residual, kernel, bias)
+    return y, latest, Columns(*found)
+
+
+def _coefficients(
+    norm: Norm, scale_NC: Array, shift_NC: Array, frames: int, columns: int
+) -> tuple[Array, Array]:
+    """Multipliers and offsets that do what the norm does, `tpu.in_registers`."""
+    scale, shift = (part[:, None, None, None] for part in (scale_NC, shift_NC))
+    if norm.zq is None:
+        return tpu.in_registers(scale, frames, columns), tpu.in_registers(shift, frames, columns)
+    zq = tpu.in_registers(norm.zq, frames, columns)  # while it has few channels
+    y = spatial_xla.pointwise("nhvsz,zc->nhvsc", zq, norm.kernel_y, norm.bias_y)
+    b = spatial_xla.pointwise("nhvsz,zc->nhvsc", zq, norm.kernel_b, norm.bias_b)
+    return y * scale, y * shift + b

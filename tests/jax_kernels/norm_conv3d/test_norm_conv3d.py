@@ -1,0 +1,167 @@
+"""Norm, SiLU and convolution in one Pallas kernel equal the three in a row, and Mosaic compiles it."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from cogvideox_torchax.plan import chips
+from jax_kernels import Columns, Norm, norm_conv3d
+from jax_kernels.common.tiles import SWITCH
+from jax_kernels.norm_conv3d import reference, tpu
+from tests.reference import largest_error
+
+GROUPS = 4
+HALF_A_UNIT = 2.0**-8
+"""Of bfloat16's last place, relative."""
+
+
+def inputs(shape, outputs, *, cell=None, cached=True, dtype=jnp.bfloat16):
+    """x, norm, kernel, bias and cache; latents that are `cell` times smaller in space, or none."""
+    videos, frames, height, width, channels = shape
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), dtype)  # noqa: E731
+    latents = ()
+    if cell:
+        zq = draw(videos, max(1, frames // 4), height // cell, width // cell, 4)
+        latents = zq, draw(4, channels), draw(channels), draw(4, channels), draw(channels)
+    norm = Norm(draw(channels), draw(channels), *latents)
+    cache = draw(videos, 2, height, width, channels) if cached else None
+    kernel = draw(3, 3, 3, channels, outputs) / 16
+    return draw(*shape), norm, kernel, draw(outputs), cache
+
+
+CASES = {
+    "eight frames, a ragged row": ((1, 8, 4, 26, 16), 16, 2, True, True),
+    "two videos, two tiles of channels to one": ((2, 8, 2, 24, 32), 16, 2, True, False),
+    "four frames, one tile to two": ((1, 4, 4, 52, 16), 32, 2, True, True),
+    "two frames of a plain norm": ((1, 2, 2, 40, 32), 32, None, True, False),
+    "the start of a video, latents of its size": ((1, 2, 2, 9, 16), 16, 1, False, True),
+}
+
+
+@pytest.mark.parametrize(("shape", "outputs", "cell", "cached", "added"), CASES.values(), ids=CASES)
+def test_the_kernel_equals_norm_activation_and_convolution(shape, outputs, cell, cached, added, interpreted):
+    operands = inputs(shape, outputs, cell=cell, cached=cached)
+    residual = jnp.ones((*shape[:4], outputs), jnp.bfloat16) / 3 if added else None
+    y, latest, columns = norm_conv3d(*operands, num_groups=GROUPS, residual=residual)
+    want, want_latest = reference.norm_conv3d(*operands, num_groups=GROUPS, residual=residual)
+    assert y.dtype == latest.dtype == jnp.bfloat16
+    # A value next to a rounding's edge may fall on its other side, and few lie there.
+    for mine, plain in ((y, want), (latest, want_latest)):
+        assert largest_error(mine, plain) <= HALF_A_UNIT
+        assert float(jnp.mean(mine != plain)) < 1e-2
+    pixels = np.asarray(y, np.float64)
+    assert largest_error(columns.mean, pixels.mean(2)) < 1e-5
+    assert largest_error(columns.m2, pixels.var(2) * shape[2]) < 1e-5
+
+
+def test_the_statistics_that_a_call_before_gave_are_those_of_its_result(interpreted):
+    first = inputs((1, 2, 2, 32, 16), 16)
+    x, _, columns = norm_conv3d(*first, num_groups=GROUPS)
+    _, norm, kernel, bias, cache = first
+    convolve = functools.partial(norm_conv3d, x, norm, kernel, bias, cache, num_groups=GROUPS)
+    given, found = convolve(columns), convolve()
+    assert largest_error(given[0], found[0]) <= HALF_A_UNIT
+    off = convolve(Columns(columns.mean + 1, columns.m2))
+    assert largest_error(off[0], found[0]) > 0.1
+
+
+def test_its_derivatives_are_those_of_the_plain_form():
+    x, _, kernel, bias, cache = inputs((1, 2, 2, 32, 128), 128)
+    ones = jnp.ones((1, 1, 1, 8, 128))
+    residual = x + 1
+
+    def both(form):
+        return jax.jvp(form, primals, tangents)
+
+    primals = x, ones * 0.7, ones * 0.1, cache, residual, kernel, bias
+    tangents = tuple(jnp.full_like(primal, 0.5) for primal in primals)
+    with pltpu.force_tpu_interpret_mode():
+        (y, *_), (tangent, *_) = both(tpu.convolved)
+    (want, *_), (want_tangent, *_) = both(tpu._plain)
+    assert largest_error(y, want) <= HALF_A_UNIT
+    np.testing.assert_array_equal(tangent, want_tangent)
+    assert float(jnp.max(jnp.abs(tangent.astype(jnp.float32)))) > 0
+
+
+LARGE = (1, 8, 128, 256, 128)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "grid", "window", "outputs", "taken"),
+    [
+        (LARGE, jnp.bfloat16, (2, 16, 32), (3, 3, 3), 128, True),
+        (LARGE, jnp.bfloat16, (1, 1, 1), (3, 3, 3), 256, True),
+        ((1, 4, 128, 256, 128), jnp.bfloat16, (2, 64, 128), (3, 3, 3), 128, True),
+        (LARGE, jnp.float32, (2, 16, 32), (3, 3, 3), 128, False),  # whose products are not the unit's own
+        ((1, 9, 128, 256, 128), jnp.bfloat16, (1, 1, 1), (3, 3, 3), 128, False),  # no words of two frames
+        ((1, 8, 127, 256, 128), jnp.bfloat16, (1, 1, 1), (3, 3, 3), 128, False),  # a row left over
+        ((1, 8, 128, 256, 64), jnp.bfloat16, (1, 1, 1), (3, 3, 3), 128, False),  # half a tile of channels
+        (LARGE, jnp.bfloat16, (1, 1, 1), (3, 3, 3), 3, False),
+        (LARGE, jnp.bfloat16, (1, 1, 1), (1, 1, 1), 128, False),
+        (LARGE, jnp.bfloat16, (8, 128, 256), (3, 3, 3), 128, True),
+        (LARGE, jnp.bfloat16, (8, 16, 16), (3, 3, 3), 128, False),  # more columns of a latent than a unit
+        ((1, 8, 132, 256, 128), jnp.bfloat16, (8, 44, 32), (3, 3, 3), 128, False),  # steps across latents
+        ((1, 8, 32, 64, 128), jnp.bfloat16, (1, 1, 1), (3, 3, 3), 128, False),  # small
+        ((1, 8, 16, 4096, 256), jnp.bfloat16, (1, 1, 1), (3, 3, 3), 256, False),  # too wide for VMEM
+    ],
+)
+def test_what_the_kernel_takes(shape, dtype, grid, window, outputs, taken):
+    x = jax.ShapeDtypeStruct(shape, dtype)
+    kernel = jax.ShapeDtypeStruct((*window, shape[-1], outputs), dtype)
+    assert tpu.takes(x, grid, kernel, residual=True) == taken
+
+
+@pytest.mark.parametrize("switch", ["on", "off"])
+def test_the_switch_leaves_the_work_to_xla(switch, monkeypatch):
+    monkeypatch.setenv(SWITCH, switch)
+    width = 256 if switch == "on" else 264  # which nothing else has traced
+    x = jax.ShapeDtypeStruct((1, 2, 128, width, 128), jnp.bfloat16)
+    vector = jax.ShapeDtypeStruct((128,), jnp.bfloat16)
+    kernel = jax.ShapeDtypeStruct((3, 3, 3, 128, 128), jnp.bfloat16)
+    convolve = jax.jit(functools.partial(norm_conv3d, num_groups=32))
+    lowered = convolve.trace(x, Norm(vector, vector), kernel, vector).lower(lowering_platforms=("tpu",))
+    assert ('kernel_name = "norm_conv3d"' in lowered.as_text()) == (switch == "on")
+
+
+@pytest.mark.parametrize(
+    ("topology", "frames", "channels", "outputs"),
+    [
+        ("v6e:1x1", 8, 128, 128),
+        ("v6e:1x1", 4, 256, 128),
+        ("v5e:1x1", 8, 128, 256),
+        ("v5p:2x2x1", 8, 128, 128),
+        ("tpu7x:2x2x1", 2, 128, 128),
+    ],
+)
+def test_mosaic_compiles_it_in_place(topology, frames, channels, outputs):
+    pytest.importorskip("libtpu", reason="the [tpu] extra is not installed")
+    device = chips.topology_devices(topology)[0]
+    place = jax.sharding.SingleDeviceSharding(device)
+    height, width = 8, 192 // frames  # one product
+
+    def struct(*shape, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+
+    def pixels_first(x, cache, residual, multiplier, offset, kernel, bias):
+        x, cache, residual = (part.transpose(2, 3, 0, 1, 4) for part in (x, cache, residual))
+        y, latest, moments = tpu.convolved(x, multiplier, offset, cache, residual, kernel, bias)
+        return y.transpose(2, 3, 0, 1, 4), latest.transpose(2, 3, 0, 1, 4), moments
+
+    cells = [struct(1, height // 4, width // 4, 8, channels, dtype=jnp.float32)] * 2
+    operands = (
+        struct(height, width, 1, frames, channels),
+        struct(height, width, 1, 2, channels),
+        struct(height, width, 1, frames, outputs),
+        *cells,
+        struct(3, 3, 3, channels, outputs),
+        struct(outputs),
+    )
+    with jax.set_mesh(jax.sharding.Mesh(np.array([device]), ("device",))):
+        lowered = jax.jit(pixels_first, donate_argnums=1).lower(*operands)
+    text = lowered.compile().as_text()
+    assert "output_to_operand_aliasing={{1}: (1, {})}" in text

@@ -1,0 +1,61 @@
+"""Both builds in bfloat16 with the last level's frames through the kernel that a TPU has for large ones."""
+
+import copy
+
+import pytest
+
+from cogvideox_torchax import runtime
+from cogvideox_torchax.flax import FlaxVAEForPipelines
+from cogvideox_torchax.vae.tolerances import BFLOAT16_RMS_RATIO, rms_error
+from tests import reference
+
+LARGE = {"lanes": 8, "large": 8 * 24}
+
+
+@pytest.fixture(scope="module")
+def stock():
+    return reference.small_vae(**reference.THREE_LEVELS)
+
+
+def build(name, stock):
+    stock = copy.deepcopy(stock).bfloat16()
+    return reference.on_jax(stock) if name == "torchax" else FlaxVAEForPipelines.from_diffusers(stock)
+
+
+def check(got, want, in_torch):
+    ratio = rms_error(runtime.to_torch(got).float(), want) / rms_error(in_torch.float(), want)
+    assert ratio <= BFLOAT16_RMS_RATIO
+
+
+@pytest.mark.parametrize("name", ["torchax", "flax"])
+def test_decoded_chunks_are_as_accurate_as_pytorchs(name, stock):
+    z = reference.latents(4, height=2, width=6)
+    want, half = reference.decoded(stock, z), reference.decoded(copy.deepcopy(stock).bfloat16(), z.bfloat16())
+    vae = build(name, stock)
+    with reference.interpreted_norm_conv3d(**LARGE) as traced:
+        got = vae.decode(runtime.to_jax(z.bfloat16())).sample
+    assert traced == [(1, 8, 8, 24, 8)] * 4 * 2, "a first and a later chunk of two residual blocks"
+    check(got, want, half)
+
+
+@pytest.mark.parametrize("name", ["torchax", "flax"])
+def test_encoded_chunks_are_as_accurate_as_pytorchs(name, stock):
+    x = reference.video(16, height=8, width=24)
+    want = reference.encoded(stock, x)
+    half = reference.encoded(copy.deepcopy(stock).bfloat16(), x.bfloat16())
+    vae = build(name, stock)
+    with reference.interpreted_norm_conv3d(**LARGE) as traced:
+        got = vae.encode(runtime.to_jax(x.bfloat16())).latent_dist.parameters
+    assert traced == [(1, 8, 8, 24, 8)] * 2 * 2
+    check(got, want, half)
+
+
+def test_a_hook_on_a_norm_sees_what_it_gives(stock):
+    vae = build("torchax", stock)
+    seen = []
+    vae.decoder.up_blocks[-1].resnets[0].norm1.register_forward_hook(lambda *_: seen.append(1))
+    z = runtime.to_jax(reference.latents(2, height=2, width=6).bfloat16())
+    with reference.interpreted_norm_conv3d(**LARGE) as traced:
+        vae.decode(z)
+    assert len(seen) == 1
+    assert len(traced) == 3
