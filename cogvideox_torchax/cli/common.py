@@ -65,6 +65,12 @@ def add_clip_options(command: argparse.ArgumentParser, frames: int | None = None
     )
 
 
+def add_profile_option(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--profile", metavar="DIR", help="write JAX's profile of the run there, for TensorBoard and Perfetto"
+    )
+
+
 def positive(text: str) -> int:
     value = int(text)
     if value < 1:

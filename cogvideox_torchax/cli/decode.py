@@ -27,6 +27,7 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
     common.add_model_options(command, default=None)
     devices.add_options(command)
     command.add_argument("--fps", type=common.frame_rate, help="frames a second (default: the source's)")
+    common.add_profile_option(command)
     return command
 
 

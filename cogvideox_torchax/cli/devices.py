@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cogvideox_torchax import runtime
 from cogvideox_torchax.backends import backend
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 Fetch = Callable[["torch.Tensor"], "torch.Tensor"]
 
 
-def add_options(command: argparse.ArgumentParser) -> None:
+def add_mesh_options(command: argparse.ArgumentParser) -> Any:
+    """The mesh of a single process; returns the group of its options."""
     group = command.add_argument_group("several devices")
     group.add_argument("--dp", type=positive, help="mesh: devices that a batch is split over (default: 1)")
     group.add_argument(
@@ -30,6 +31,13 @@ def add_options(command: argparse.ArgumentParser) -> None:
         help="mesh: devices that a width is split over (default: all that --dp leaves, where it or "
         "--distributed is given)",
     )
+    alone = {"distributed": False, "coordinator": None, "processes": None, "process": None, "patience": None}
+    command.set_defaults(**alone)
+    return group
+
+
+def add_options(command: argparse.ArgumentParser) -> None:
+    group = add_mesh_options(command)
     group.add_argument(
         "--distributed",
         action="store_true",

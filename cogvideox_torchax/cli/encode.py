@@ -23,6 +23,7 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
     common.add_model_options(command, default=str(common.DEMO_MODEL))
     common.add_clip_options(command)
     devices.add_options(command)
+    common.add_profile_option(command)
     return command
 
 

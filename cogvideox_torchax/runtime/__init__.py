@@ -36,6 +36,7 @@ from cogvideox_torchax.runtime.gradients import (
     rematerialized,
     wants_gradient,
 )
+from cogvideox_torchax.runtime.profiling import profiling
 from cogvideox_torchax.runtime.programs import (
     ChunkProgram,
     JaxRun,
@@ -76,6 +77,7 @@ __all__ = [
     "on_host",
     "on_jax",
     "plain_tensor",
+    "profiling",
     "programs_of",
     "put_weights",
     "rematerialized",
