@@ -27,7 +27,7 @@ lint: $(VENV)/test.done
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 docs: $(VENV)/docs.done
-	$(BIN)/mkdocs build --strict --quiet --site-dir out/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --site-dir out/site
 
 test-versions: $(VENV)/test.done
 	$(BIN)/python scripts/version_matrix.py $(SETS)

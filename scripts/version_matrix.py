@@ -130,9 +130,11 @@ def drawn(found: list[dict[str, Any]]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Runs tests with the lowest and the newest versions.")
-    parser.add_argument("sets", nargs="*", choices=("lowest", "newest"), help="none: draw the table")
+    parser.add_argument("sets", nargs="*", metavar="SET", help="lowest or newest; none: draw the table")
     parser.add_argument("--pin", action="append", default=[], metavar="PACKAGE==VERSION")
     args = parser.parse_args()
+    if not set(args.sets) <= {"lowest", "newest"}:
+        parser.error(f"no such set in {' '.join(args.sets)}: give lowest, newest, both or none")
     for name in args.sets:
         with tempfile.TemporaryDirectory(prefix="versions-") as directory:
             found = run(name, wanted(name, args.pin), Path(directory))
