@@ -7,6 +7,7 @@ from types import MappingProxyType
 import jax
 import pytest
 import torch
+from jax.experimental.compilation_cache import compilation_cache
 
 from cogvideox_torchax import cli
 from cogvideox_torchax.cli import compile
@@ -31,12 +32,16 @@ def clip():
 @pytest.fixture
 def fresh_cache(tmp_path):
     """An empty compile cache that keeps whatever is compiled."""
-    before = (jax.config.jax_compilation_cache_dir, jax.config.jax_persistent_cache_min_compile_time_secs)
+    settings = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = {setting: getattr(jax.config, setting) for setting in settings}
+    was_configured = compile_cache._cache_configured
     compile_cache.configure_compile_cache(tmp_path / "cache")
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     yield tmp_path / "cache"
-    compile_cache.configure_compile_cache(before[0] or "off")
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", before[1])
+    for setting, value in before.items():
+        jax.config.update(setting, value)
+    compilation_cache.reset_cache()
+    compile_cache._cache_configured = was_configured
 
 
 def report(capsys, *arguments):
