@@ -1,6 +1,8 @@
 # make demo    the main job: a real clip to latents and back, with pictures and a table in out/
 # make test    every test
 # make lint    ruff and pyright
+# make docs    the site, in out/site; a dead link or a public name without a docstring fails
+# make test-versions    a part of the tests with the lowest and the newest versions of other packages
 # Each makes a virtual environment in .venv first, from the exact versions in constraints.txt.
 
 PYTHON ?= python3
@@ -9,7 +11,9 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check install --constraint constraints.txt
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: demo test lint format clean
+SETS ?= lowest newest
+
+.PHONY: demo test lint docs test-versions format clean
 
 demo: $(VENV)/demo.done
 	$(BIN)/cogvideox-torchax demo
@@ -21,6 +25,12 @@ lint: $(VENV)/test.done
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+docs: $(VENV)/docs.done
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet --site-dir out/site
+
+test-versions: $(VENV)/test.done
+	$(BIN)/python scripts/version_matrix.py $(SETS)
 
 format: $(VENV)/test.done
 	$(BIN)/ruff check --fix .
@@ -38,4 +48,8 @@ $(VENV)/demo.done: pyproject.toml constraints.txt | $(VENV)/bin/python
 
 $(VENV)/test.done: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(PIP) --editable '.[cpu,test]'
+	touch $@
+
+$(VENV)/docs.done: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(PIP) --editable '.[cpu,docs]'
 	touch $@

@@ -28,7 +28,7 @@ def plan(case: str, backend: str) -> int:
     """Writes results/plan-CASE-BACKEND.json."""
     output = RESULTS / f"plan-{case}-{backend}.json"
     options = f"--model 5b --no-advice --backend {backend} {CASES[case]}".split()
-    return main(["plan", *options, "--json", str(output)])
+    return main(["plan", *options, "-o", str(output)])
 
 
 if __name__ == "__main__":

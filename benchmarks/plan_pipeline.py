@@ -80,7 +80,7 @@ def _video(name: str, plans: list[Path]) -> tuple[str, ...]:
 
 if __name__ == "__main__":
     for case in sys.argv[1:]:
-        main(["plan", *CASES[case].split(), "--json", str(RESULTS / f"network-{case}.json")])
+        main(["plan", *CASES[case].split(), "-o", str(RESULTS / f"network-{case}.json")])
     plans = [load(path, FORMAT) for path in sorted(RESULTS.glob("network-*.json"))]
     fill(PAGE, "network plans", table(HEAD, [_row(plan) for plan in plans]))
     videos = {name: _parts(*cases) for name, cases in VIDEOS.items()}

@@ -2,13 +2,16 @@
 `run(args)`."""
 
 import argparse
+import contextlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from cogvideox_torchax import __version__
 from cogvideox_torchax.cli import (
     bench,
+    compile,
+    completion,
     decode,
     demo,
     doctor,
@@ -20,7 +23,10 @@ from cogvideox_torchax.cli import (
     verify,
 )
 
-COMMANDS = (doctor, demo, encode, decode, reconstruct, generate, train, verify, bench, plan)
+COMMANDS = (
+    *(doctor, demo, encode, decode, reconstruct, generate),
+    *(train, compile, verify, bench, plan, completion),
+)
 USER_ERROR = 2
 FAILURE = 1
 INTERRUPTED = 130
@@ -57,7 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(args: argparse.Namespace) -> int:
     """Runs a command; an error becomes one line and a code."""
     try:
-        return args.run(args) or 0
+        with _profiled(args):
+            return args.run(args) or 0
     except KeyboardInterrupt:
         print("interrupted; nothing half-written was left", file=sys.stderr)
         return INTERRUPTED
@@ -72,6 +79,19 @@ def _run(args: argparse.Namespace) -> int:
         name = "" if wrong_input else f"{type(error).__name__}: "
         print(f"cogvideox-torchax {args.command}: {name}{_one_line(error)}", file=sys.stderr)
         return USER_ERROR if wrong_input else FAILURE
+
+
+@contextlib.contextmanager
+def _profiled(args: argparse.Namespace) -> Iterator[None]:
+    """Records what a command computes, where `--profile` asks for it."""
+    directory = getattr(args, "profile", None)
+    if directory is None:
+        yield
+        return
+    from cogvideox_torchax.runtime import profiling
+
+    with profiling(directory):
+        yield
 
 
 def _one_line(error: Exception) -> str:

@@ -76,6 +76,12 @@ def add_tiling_option(command: argparse.ArgumentParser) -> None:
     )
 
 
+def add_profile_option(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--profile", metavar="DIR", help="write JAX's profile of the run there, for TensorBoard and Perfetto"
+    )
+
+
 def positive(text: str) -> int:
     value = int(text)
     if value < 1:

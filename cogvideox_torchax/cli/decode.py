@@ -31,6 +31,7 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
     batch.add_decoding_options(command.add_argument_group("many clips"))
     devices.add_options(command)
     command.add_argument("--fps", type=common.frame_rate, help="frames a second (default: the source's)")
+    common.add_profile_option(command)
     return command
 
 

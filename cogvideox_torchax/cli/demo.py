@@ -35,6 +35,7 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
     command.add_argument("-o", "--output", default="out", metavar="DIR", help="where to write (default: out)")
     common.add_model_options(command, default=str(common.DEMO_MODEL))
     common.add_clip_options(command, frames=25)
+    common.add_profile_option(command)
     return command
 
 

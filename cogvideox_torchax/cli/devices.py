@@ -50,6 +50,8 @@ def add_mesh_options(command: argparse.ArgumentParser) -> Any:
         help="mesh: devices that a width is split over (default: all that --dp leaves, where it or "
         "--distributed is given)",
     )
+    alone = {"distributed": False, "coordinator": None, "processes": None, "process": None, "patience": None}
+    command.set_defaults(**alone)
     return group
 
 

@@ -33,6 +33,7 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
     common.add_tiling_option(command)
     batch.add_options(command)
     devices.add_options(command)
+    common.add_profile_option(command)
     return command
 
 

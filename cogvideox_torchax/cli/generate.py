@@ -10,12 +10,20 @@ from typing import TYPE_CHECKING, Any
 
 from cogvideox_torchax.cli import common
 from cogvideox_torchax.cli.clips import decode_to
+from cogvideox_torchax.files.whole import check_output, whole_file
 from cogvideox_torchax.runtime.quiet import quiet_libraries
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
     from cogvideox_torchax.files.latents import Latents
     from cogvideox_torchax.pipelines.generate import Model
     from cogvideox_torchax.pipelines.stages import Request, Stage
+
+SHOWN, ENLARGED = 4, 3
+"""Of a preview: frames side by side, and how much larger than latents."""
 
 DEFAULTS = {"negative_prompt": "", "steps": 50, "guidance": 6.0, "strength": 0.8, "seed": 0}
 
@@ -56,6 +64,11 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
         "--from-stage", choices=("text", "latents", "step"), help="take up from what --save-stages kept"
     )
     command.add_argument(
+        "--preview",
+        metavar="FILE.png",
+        help="show frames there while steps go on, by a linear map of latents",
+    )
+    command.add_argument(
         "-o",
         "--output",
         required=True,
@@ -65,6 +78,7 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
     common.add_tiling_option(command)
     command.add_argument("--json", action="store_true", help="print the report as JSON")
     command.add_argument("--quiet", action="store_true", help="no progress bars")
+    common.add_profile_option(command)
     return command
 
 
@@ -74,6 +88,10 @@ def run(args: argparse.Namespace) -> int:
 
     if (args.from_stage or args.save_every) and not args.save_stages:
         raise ValueError("--from-stage and --save-every need the stages' directory: pass --save-stages DIR")
+    if args.preview:
+        check_output(args.preview)
+        if not args.preview.endswith(".png"):
+            raise ValueError(f"cannot write {args.preview}: a preview goes into a .png file")
     quiet_libraries()
     with video.writing(args.output, args.fps) as sink:
         if args.save_stages:
@@ -150,12 +168,32 @@ def _sampled(args: argparse.Namespace) -> "tuple[Any, Latents]":
     pipe = generate.load(model, common.parse_dtype(request.dtype), mesh, with_text=text is None)
     pipe.set_progress_bar_config(disable=args.quiet, desc="denoise", leave=False)
     keep = Path(args.save_stages) if args.save_stages else None
-    work = generate.Generation(pipe, model, request, keep, args.save_every or 0)
+    show = _preview(args.preview, pipe.vae) if args.preview else None
+    work = generate.Generation(pipe, model, request, keep, args.save_every or 0, show)
     embeddings: dict[str, Any] = work.encode_text() if text is None else dict(text.tensors)
     latents = replace(work.sample(embeddings, step), fps=args.fps)
     if keep is not None:
         latent_files.save(latents, stages.path_of(keep, stages.LATENTS))
     return pipe.vae, latents
+
+
+def _preview(path: str, vae: Any) -> "Callable[[torch.Tensor], None]":
+    """What writes frames of a step's latents into a picture, over that of the step before."""
+    from PIL import Image
+
+    from cogvideox_torchax.pipelines import preview
+
+    colors_of = preview.fit(vae)
+    common.say(f"preview: a linear map of latents that explains {colors_of.explained:.0%} of colors")
+
+    def show(latents: "torch.Tensor") -> None:
+        frames = colors_of(latents[:1])[0]
+        chosen = sorted({round(i * (len(frames) - 1) / (SHOWN - 1)) for i in range(SHOWN)})
+        picture = Image.fromarray(frames[chosen].transpose(0, 1).flatten(1, 2).contiguous().numpy())
+        with whole_file(path) as temporary:
+            picture.resize((picture.width * ENLARGED, picture.height * ENLARGED)).save(temporary, "PNG")
+
+    return show
 
 
 def _mesh(args: argparse.Namespace) -> Any:

@@ -1,6 +1,9 @@
 """`plan`: compiles for a TPU on a machine that has none, and says whether it fits and how long it takes."""
 
 import argparse
+import contextlib
+import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -71,25 +74,39 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
     command.add_argument("--encode", action="store_true", help="plan encoding instead of decoding")
     command.add_argument("--dtype", default="bfloat16", help="of weights and activations (default: bfloat16)")
     command.add_argument("--save-hlo", metavar="DIR", help="keep the compiled text of each program there")
-    command.add_argument("--json", metavar="FILE", help="write the plan there as JSON")
+    command.add_argument("-o", "--output", metavar="FILE", help="write the plan there as JSON")
+    command.add_argument("--json", action="store_true", help="print the plan as JSON, and the rest on stderr")
     return command
 
 
 def run(args: argparse.Namespace) -> int:
     from cogvideox_torchax.files import reports
-    from cogvideox_torchax.plan import jobs, models
 
     if args.layers and args.dp * args.tp == 1:
         raise ValueError("--layers tells what lies where on a mesh: pass --dp or --tp")
-    if args.json:  # before the work, not after it
-        reports.check_file(Path(args.json))
+    if args.output:  # before the work, not after it
+        reports.check_file(Path(args.output))
     quiet_libraries()
+    with contextlib.redirect_stdout(sys.stderr) if args.json else contextlib.nullcontext():
+        document = _planned(args)
+    if args.output:
+        reports.write_json(Path(args.output), document)
+    if args.json:
+        print(json.dumps(document))
+    return 0
+
+
+def _planned(args: argparse.Namespace) -> dict[str, Any]:
+    """The plan as `benchmarks/` keeps it; prints it as it goes."""
+    from cogvideox_torchax.files import reports
+    from cogvideox_torchax.plan import jobs, models
+
     dtype = common.parse_dtype(args.dtype)
     vae = models.weightless_vae(args.model, dtype)
     if args.network == "train-step":
-        return _run_train_step(args, vae)
+        return _planned_train_step(args, vae)
     if args.network != "vae":
-        return _run_network(args, vae)
+        return _planned_network(args, vae)
     if args.save_hlo:
         Path(args.save_hlo).mkdir(parents=True, exist_ok=True)
     job = jobs.Job(
@@ -122,10 +139,8 @@ def run(args: argparse.Namespace) -> int:
         summary["would_fit"] = {change.what: change.peak_bytes / GIB for change in changes if change}
         advice = {f"with {what}": f"{size:.2f} GiB" for what, size in summary["would_fit"].items()}
         common.print_report(advice or {"would fit": "nothing that was tried"}, as_json=False)
-    if args.json:
-        layers = [vars(row) for row in programs[-1].layers] if args.layers else []
-        _write_json(args, vars(job), programs, summary, backend=args.backend, layers=layers)
-    return 0
+    layers = [vars(row) for row in programs[-1].layers] if args.layers else []
+    return _document(args, vars(job), programs, summary, backend=args.backend, layers=layers)
 
 
 def _target(args: argparse.Namespace) -> "tuple[Chip | None, list[Any]]":
@@ -140,7 +155,7 @@ def _target(args: argparse.Namespace) -> "tuple[Chip | None, list[Any]]":
     return None, jax.devices("cpu")
 
 
-def _run_network(args: argparse.Namespace, vae: "AutoencoderKLCogVideoX") -> int:
+def _planned_network(args: argparse.Namespace, vae: "AutoencoderKLCogVideoX") -> dict[str, Any]:
     """The plan of a pipeline's transformer or of its text encoder."""
     from cogvideox_torchax import runtime
     from cogvideox_torchax.plan import networks
@@ -160,12 +175,10 @@ def _run_network(args: argparse.Namespace, vae: "AutoencoderKLCogVideoX") -> int
         plan = networks.plan_step(args.model, dtype, devices, chip, **options, **size, **mesh)
     table = networks.table(plan, chip)
     common.print_report(table, as_json=False)
-    if args.json:
-        _write_json(args, _network_job(args), [plan.program], table)
-    return 0
+    return _document(args, _network_job(args), [plan.program], table)
 
 
-def _run_train_step(args: argparse.Namespace, vae: "AutoencoderKLCogVideoX") -> int:
+def _planned_train_step(args: argparse.Namespace, vae: "AutoencoderKLCogVideoX") -> dict[str, Any]:
     """The plan of one step that trains the VAE."""
     from cogvideox_torchax.plan import jobs, training
 
@@ -178,27 +191,23 @@ def _run_train_step(args: argparse.Namespace, vae: "AutoencoderKLCogVideoX") -> 
         _print_program(plan, chip)
     table = training.table(plans, vae, chip)
     common.print_report(table, as_json=False)
-    if args.json:
-        _write_json(args, _network_job(args), plans, table)
-    return 0
+    return _document(args, _network_job(args), plans, table)
 
 
 def _network_job(args: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(args, name) for name in ("network", "frames", "height", "width")}
 
 
-def _write_json(
+def _document(
     args: argparse.Namespace,
     job: dict[str, Any],
     programs: "list[ProgramPlan]",
     summary: dict[str, Any],
     **more: Any,
-) -> None:
-    """The plan as `benchmarks/` keeps it."""
-    from cogvideox_torchax.files import reports
+) -> dict[str, Any]:
     from cogvideox_torchax.plan import jobs
 
-    document = {
+    return {
         "format": jobs.FORMAT,
         "job": job,
         "topology": args.topology if args.platform == "tpu" else "cpu",
@@ -208,8 +217,8 @@ def _write_json(
         "versions": versions("torch", "torchax", "jax", "jaxlib", "libtpu", "diffusers"),
         "programs": [program.as_json() for program in programs],
         "summary": summary,
+        **more,
     }
-    reports.write_json(Path(args.json), document | more)
 
 
 def _tile(text: str | None, vae: "AutoencoderKLCogVideoX") -> tuple[int, int] | None:

@@ -30,6 +30,7 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
     common.add_tiling_option(command)
     devices.add_options(command)
     command.add_argument("--fps", type=common.frame_rate, help="frames a second (default: the source's)")
+    common.add_profile_option(command)
     return command
 
 

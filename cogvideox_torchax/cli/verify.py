@@ -41,6 +41,7 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
     command.add_argument("-o", "--output", metavar="DIR", help=f"write {', '.join(FILES)} there")
     command.add_argument("--json", action="store_true", help="print the report as JSON")
     command.add_argument("--quiet", action="store_true", help="do not say what is being run")
+    common.add_profile_option(command)
     return command
 
 

@@ -3,6 +3,7 @@
 Everything that a user passes is checked against the model's configs before any weight is loaded.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -201,6 +202,7 @@ class Generation:
         model, request: what is generated.
         keep: the directory of the stages, or None.
         every: steps after which a step's stage is kept; 0 for never.
+        show: is given each step's latents (N, T, C, H, W), plain, as the VAE takes them; waits for them.
     """
 
     pipe: Any
@@ -208,6 +210,7 @@ class Generation:
     request: Request
     keep: Path | None = None
     every: int = 0
+    show: Callable[[torch.Tensor], None] | None = None
 
     @property
     def _guided(self) -> bool:
@@ -280,6 +283,8 @@ class Generation:
             pipe.scheduler.watch.check()  # nothing is kept that cannot be gone on from
             tensors = {"latents": kwargs["latents"], "previous": last.previous, "generator": last.generator}
             self._save(stages.STEP, tensors, last.done)
+        if self.show is not None:
+            self.show(self._unscaled(kwargs["latents"]))
         return {}
 
     def _save(self, name: str, tensors: dict[str, torch.Tensor | None], done: int = 0) -> None:
@@ -288,11 +293,15 @@ class Generation:
                 self.keep, name, tensors, request=self.request, model=self.model.fingerprint, done=done
             )
 
+    def _unscaled(self, latents: torch.Tensor) -> torch.Tensor:
+        """Plain latents, as the VAE takes them."""
+        return 1 / self.model.vae["scaling_factor"] * to_torch(latents)
+
     def _finished(self, sampled: torch.Tensor) -> latent_files.Latents:
         wanted = self.model.latent_frames(self.request.frames)
-        z = to_torch(sampled)[:, sampled.shape[1] - wanted :].permute(0, 2, 1, 3, 4)
+        z = self._unscaled(sampled)[:, sampled.shape[1] - wanted :].permute(0, 2, 1, 3, 4)
         return latent_files.Latents(
-            tensor=(1 / self.model.vae["scaling_factor"] * z).contiguous(),
+            tensor=z.contiguous(),
             config=dict(self.pipe.vae.config),
             model=self.model.name,
             fps=Fraction(8),

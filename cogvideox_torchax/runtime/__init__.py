@@ -37,6 +37,7 @@ from cogvideox_torchax.runtime.gradients import (
     wants_gradient,
 )
 from cogvideox_torchax.runtime.memory import free_memory, out_of_memory
+from cogvideox_torchax.runtime.profiling import profiling
 from cogvideox_torchax.runtime.programs import (
     ChunkProgram,
     JaxRun,
@@ -88,6 +89,7 @@ __all__ = [
     "on_jax",
     "out_of_memory",
     "plain_tensor",
+    "profiling",
     "programs_of",
     "put_weights",
     "rematerialized",

@@ -13,6 +13,7 @@ from torch import nn
 from cogvideox_torchax.runtime.arrays import host_array, jax_dtype, to_jax
 from cogvideox_torchax.runtime.bridge import array_of, import_torchax, on_jax, tensor_of
 from cogvideox_torchax.runtime.compile_cache import configure_compile_cache
+from cogvideox_torchax.runtime.profiling import named_layers
 from cogvideox_torchax.runtime.skeleton import skeleton, weightless
 from cogvideox_torchax.runtime.snapshot import Snapshot
 from cogvideox_torchax.runtime.weights import weights_of
@@ -100,9 +101,10 @@ class ChunkProgram:
             return self._trace(weights, chunk, cache)
 
     def _apply(self, weights: dict[str, Any], chunk: Any, cache: Any) -> Any:
-        with TRACING:
+        network = skeleton(self.network)
+        with TRACING, named_layers(network):
             self.compilations += 1
-            return self._call(skeleton(self.network), weights, chunk, cache)
+            return self._call(network, weights, chunk, cache)
 
     def _call(self, network: nn.Module, weights: dict[str, Any], chunk: Any, cache: Any) -> Any:
         """The network, a copy of its own, run on arrays."""

@@ -16,6 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
 from jax_kernels.common.checks import check_channels
+from jax_kernels.common.jitted import jitted
 from jax_kernels.common.tiles import BLOCK_BYTES, DTYPES, LANES
 
 Pairs = Literal["neighbours", "halves"]
@@ -27,7 +28,7 @@ VMEM = 64 * 2**20
 """What the kernel may take of it."""
 
 
-@functools.partial(jax.jit, static_argnames=("heads", "pairs", "scale", "eps"))
+@jitted("heads", "pairs", "scale", "eps")
 def prepare(
     x: Float[Array, "N S C"],
     weight: Float[Array, " D"] | None = None,

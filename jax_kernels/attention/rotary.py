@@ -1,14 +1,14 @@
 """Rotary positions of queries and keys."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from jax_kernels.common.jitted import jitted
 from jax_kernels.common.layout import precision_for
 
 
-@jax.jit
+@jitted()
 def rotate(
     x: Float[Array, "N S H D"], cos: Float[Array, "P D"], sin: Float[Array, "P D"]
 ) -> Float[Array, "N S H D"]:

@@ -1,6 +1,5 @@
 """What works on channels alone: a matrix product, LayerNorm and what modulates it, SiLU and GELU."""
 
-import functools
 import math
 
 import jax
@@ -9,10 +8,11 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jax_kernels.common.checks import check_channels
+from jax_kernels.common.jitted import jitted
 from jax_kernels.common.layout import precision_for
 
 
-@functools.partial(jax.jit, static_argnames="rounded_parts")
+@jitted("rounded_parts")
 def linear(
     x: Float[Array, "*batch I"],
     weight: Float[Array, "O I"],
@@ -50,7 +50,7 @@ def linear(
     return y.astype(x.dtype)
 
 
-@functools.partial(jax.jit, static_argnames="eps")
+@jitted("eps")
 def layer_norm(
     x: Float[Array, "*batch C"],
     weight: Float[Array, " C"] | None,
@@ -81,13 +81,13 @@ def layer_norm(
     return y.astype(x.dtype)
 
 
-@jax.jit
+@jitted()
 def silu(x: Float[Array, "*any"]) -> Float[Array, "*any"]:
     """`x * sigmoid(x)` in float32, rounded once, as PyTorch does; `jax.nn.silu` rounds the sigmoid too."""
     return jax.nn.silu(x.astype(jnp.float32)).astype(x.dtype)
 
 
-@functools.partial(jax.jit, static_argnames="parts")
+@jitted("parts")
 def linear_parts(
     x: Float[Array, "S I"],
     weight: Float[Array, "O I"],
@@ -108,7 +108,7 @@ def linear_parts(
     return y.astype(x.dtype)
 
 
-@functools.partial(jax.jit, static_argnames="eps")
+@jitted("eps")
 def modulated_norm(
     x: Float[Array, "S C"],
     weight: Float[Array, " C"] | None,
@@ -143,7 +143,7 @@ def modulated_norm(
     return lax.optimization_barrier(y.astype(x.dtype))
 
 
-@jax.jit
+@jitted()
 def gated_sum(
     x: Float[Array, "S C"], y: Float[Array, "S C"], gate: Float[Array, "K C"], kind: Int[Array, " S"]
 ) -> Float[Array, "S C"]:
@@ -160,7 +160,7 @@ def _of_kind(vectors_KC: Array, kind: Array) -> Array:
     return chosen
 
 
-@jax.jit
+@jitted()
 def gelu(x: Float[Array, "*any"]) -> Float[Array, "*any"]:
     """GELU by its tanh approximation, in float32, rounded once and in a pass of its own.
 

@@ -175,12 +175,32 @@ def test_a_bad_sweep_is_one_line(axis, capsys):
     assert capsys.readouterr().err.count("\n") == 1
 
 
+def test_builds_are_compared_where_both_were_run_and_right():
+    wrong = merged("flax") | {"status": "wrong"}
+    both, one, bad = (
+        made_up_report(*results)
+        for results in ((merged("flax"), merged("torch")), (merged("torch"),), (merged("flax"), wrong))
+    )
+    both["cases"][0]["results"].append(merged("torchax"))
+    lines = report.builds([both, one, bad]).splitlines()
+    assert [line.split("|")[4].strip() for line in lines[2:]] == ["torch", "torchax", "flax"]
+    assert [cell.strip() for cell in lines[3].split("|")[3:8]] == [
+        "9 x 16 x 24",
+        "torchax",
+        "0.0e+00",
+        "3",
+        "3",
+    ]
+
+
 def test_docs_are_redrawn_between_their_marks(tmp_path):
     (tmp_path / "results").mkdir()
     (tmp_path / "docs").mkdir()
     page = tmp_path / "docs" / "benchmarks.md"
     runs, plans = (f"<!-- {name}: begin -->\nstale\n<!-- {name}: end -->" for name in ("bench ab", "plan"))
     page.write_text(f"before\n{runs}\nbetween\n{plans}\nafter\n")
+    comparison = tmp_path / "docs" / "migration.md"
+    comparison.write_text("<!-- builds: begin -->\nstale\n<!-- builds: end -->")
     found = made_up_report(merged(), cases=((9, 16, 24), (17, 16, 24), (9, 32, 48)))
     (tmp_path / "results" / "ab-x.json").write_text(json.dumps(found))
     (tmp_path / "results" / "plan-x.json").write_text(json.dumps(PLAN))
@@ -195,6 +215,7 @@ def test_docs_are_redrawn_between_their_marks(tmp_path):
     assert "decode 9 x 480 x 720, model 5b, bfloat16, v6e:1x1, dp=1 tp=1" in table
     row = "torchax 250 100 50 80 20 1 12 50 20% 300 0.55 2.0 5.0 yes 30"
     assert row.split() in [line.replace("|", " ").split() for line in table.splitlines()]
+    assert "stale" not in comparison.read_text()
     images = sorted(path.name for path in (tmp_path / "docs" / "images").iterdir())
     assert images == ["ab-x-bars.png", "ab-x-frames.png", "ab-x-size.png"]
     (tmp_path / "results" / "ab-x.json").write_text(json.dumps(found | {"format": "other/2"}))

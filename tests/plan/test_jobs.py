@@ -61,7 +61,7 @@ def test_a_plan_for_a_tpu_without_one(tmp_path, monkeypatch):
     pytest.importorskip("libtpu", reason="the [tpu] extra is not installed")
     monkeypatch.chdir(tmp_path)
     arguments = ["--model", str(DEMO_MODEL), "--frames", "1", "--height", "16", "--width", "24"]
-    assert cli.main(["plan", *arguments, "--encode", "--json", "plan.json", "--save-hlo", "hlo"]) == 0
+    assert cli.main(["plan", *arguments, "--encode", "-o", "plan.json", "--save-hlo", "hlo"]) == 0
     document = json.loads(Path("plan.json").read_text())
     (program,) = document["programs"]
     assert program["seconds"] > program["floor_seconds"] > 0
@@ -86,7 +86,7 @@ def test_a_plan_for_this_machine(tmp_path, monkeypatch, capsys, tp):
     monkeypatch.chdir(tmp_path)
     arguments = ["--model", str(DEMO_MODEL), "--frames", "1", "--height", "16", "--width", "32"]
     arguments += ["--layers"] if tp == 2 else []
-    assert cli.main(["plan", *arguments, "--platform", "cpu", "--tp", str(tp), "--json", "plan.json"]) == 0
+    assert cli.main(["plan", *arguments, "--platform", "cpu", "--tp", str(tp), "-o", "plan.json"]) == 0
     document = json.loads(Path("plan.json").read_text())
     (program,) = document["programs"]
     layers = {row["layer"]: row for row in document["layers"]}
@@ -126,10 +126,10 @@ def test_the_other_backends_are_planned_too(model_directory, backend, kind, tp):
 def test_a_plan_in_tiles_compiles_one_tile(model_directory, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     arguments = ["--model", str(model_directory), "--frames", "1", "--height", "64", "--width", "96"]
-    tiled = [*arguments, "--platform", "cpu", "--tiling", "32x48", "--json", "tiled.json"]
+    tiled = [*arguments, "--platform", "cpu", "--tiling", "32x48", "-o", "tiled.json"]
     assert cli.main(["plan", *tiled]) == 0
     small = ["--model", str(model_directory), "--frames", "1", "--height", "32", "--width", "48"]
-    assert cli.main(["plan", *small, "--platform", "cpu", "--json", "small.json"]) == 0
+    assert cli.main(["plan", *small, "--platform", "cpu", "-o", "small.json"]) == 0
     tile, alone = (json.loads(Path(f"{name}.json").read_text()) for name in ("tiled", "small"))
     assert tile["programs"][0]["flops"] == alone["programs"][0]["flops"]
     # Steps of int(4 * 5 / 6) = 3 of 8 rows and int(6 * 4 / 5) = 4 of 12 columns, in latent pixels.

@@ -53,7 +53,7 @@ def test_a_plan_from_few_layers_is_that_of_all():
 
 def test_a_plan_on_the_command_line(capsys):
     size = ["--frames", "9", "--height", "32", "--width", "64"]
-    common = ["plan", "--platform", "cpu", "--dtype", "float32", "--json", "plan.json"]
+    common = ["plan", "--platform", "cpu", "--dtype", "float32", "-o", "plan.json"]
     assert cli.main([*common, "--network", "step", *size, "--dp", "2", "--tp", "4"]) == 0
     document = json.loads(Path("plan.json").read_text())
     assert document["summary"]["network"].startswith("step, 4 layers")

@@ -22,7 +22,7 @@ def test_a_training_step_is_planned_by_its_halves_with_what_the_optimizer_keeps(
     monkeypatch.setitem(models.CONFIGS, "5b", SMALLEST)
     size = ["--frames", "1", "--height", "16", "--width", "16"]
     command = ["plan", "--platform", "cpu", "--dtype", "float32", "--network", "train-step", *size]
-    assert cli.main([*command, "--json", "plan.json"]) == 0
+    assert cli.main([*command, "-o", "plan.json"]) == 0
     assert "train-step" in capsys.readouterr().out
     document = json.loads(Path("plan.json").read_text())
     encode, decode = document["programs"]

@@ -45,6 +45,7 @@ class Posterior(NamedTuple):
         return cls(mean, jnp.clip(logvar, -30.0, 20.0))
 
     def mode(self) -> jax.Array:
+        """The likeliest latents, which are the mean."""
         return self.mean
 
     def sample(self, key: jax.Array) -> jax.Array:
@@ -421,6 +422,7 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         self.use_slicing = True
 
     def disable_slicing(self) -> None:
+        """All videos of a batch at once again."""
         self.use_slicing = False
 
     def enable_tiling(
@@ -439,6 +441,7 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         )
 
     def disable_tiling(self) -> None:
+        """Whole frames again."""
         self.tile_settings = None
 
     def _tile_plan(self, kind: Kind, size: tuple[int, ...]) -> tiling.TilePlan | None:

@@ -167,18 +167,23 @@ class FlaxVAEForPipelines(AutoencoderKLCogVideoX):
         return self
 
     def half(self) -> "FlaxVAEForPipelines":
+        """As `to(torch.float16)`."""
         return self.to(torch.float16)
 
     def bfloat16(self) -> "FlaxVAEForPipelines":
+        """As `to(torch.bfloat16)`."""
         return self.to(torch.bfloat16)
 
     def float(self) -> "FlaxVAEForPipelines":
+        """As `to(torch.float32)`."""
         return self.to(torch.float32)
 
     def double(self) -> "FlaxVAEForPipelines":
+        """As `to(torch.float64)`: refused."""
         return self.to(torch.float64)
 
     def type(self, dst_type: torch.dtype) -> "FlaxVAEForPipelines":  # pyright: ignore
+        """As `to(dst_type)`."""
         return self.to(dst_type)
 
     def requires_grad_(self, requires_grad: bool = True) -> "FlaxVAEForPipelines":

@@ -1,0 +1,67 @@
+"""What latents show, roughly, without a VAE's decoder: a linear map from a latent's channels to a color.
+
+Axis letters: N videos, T frames, C channels, H rows, W columns, of latents.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from cogvideox_torchax.runtime import on_host, without_torchax
+
+PICTURES, PIXELS, PATCHES = 64, 64, 8
+"""What the map is fitted to: so many pictures, their side in pixels, and in patches of one color."""
+
+
+@dataclass(frozen=True)
+class LinearPreview:
+    """Colors of latents.
+
+    Attributes:
+        weights: (C + 1, 3), the last row the constant.
+        explained: the share of the colors' variance that the map explains on pictures that it was not fitted
+            to: 1 for all of it, 0 for no more than their mean does.
+    """
+
+    weights: torch.Tensor
+    explained: float
+
+    def __call__(self, latents: torch.Tensor) -> torch.Tensor:
+        """Colors (N, T, H, W, 3), bytes, of plain latents (N, T, C, H, W) as the VAE takes them."""
+        colors = _with_ones(latents.float().movedim(2, -1)) @ self.weights
+        return ((colors + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
+
+
+def fit(vae: Any, *, seed: int = 0) -> LinearPreview:
+    """Fits the map to a VAE, by least squares: what its encoder makes of patches of random colors.
+
+    Each picture is a still of patches, blurred into each other; the color of a latent is the mean of the
+    pixels that it stands for. Three quarters are fitted to, the rest say how well. The encoder runs in
+    PyTorch, on the host, for some seconds.
+
+    Args:
+        vae: a ported `AutoencoderKLCogVideoX`, wherever its weights are.
+        seed: of the pictures.
+    """
+    return without_torchax(_fit, on_host(vae), seed)
+
+
+@torch.no_grad()
+def _fit(vae: Any, seed: int) -> LinearPreview:
+    generator = torch.Generator().manual_seed(seed)
+    patches = torch.rand(PICTURES, 3, PATCHES, PATCHES, generator=generator) * 2 - 1
+    pictures = torch.nn.functional.interpolate(patches, (PIXELS, PIXELS), mode="bilinear")
+    latents = torch.cat(
+        [vae.encode(picture[None, :, None].to(vae.dtype)).latent_dist.mode() for picture in pictures]
+    )
+    features = _with_ones(latents[:, :, 0].float().movedim(1, -1))
+    colors = torch.nn.functional.avg_pool2d(pictures, vae.spatial_scale).movedim(1, -1)
+    fitted = PICTURES * 3 // 4
+    weights = torch.linalg.lstsq(features[:fitted].flatten(0, 2), colors[:fitted].flatten(0, 2)).solution
+    missed = (features[fitted:] @ weights - colors[fitted:]).square().mean()
+    return LinearPreview(weights, float(1 - missed / colors[fitted:].var(correction=0)))
+
+
+def _with_ones(features: torch.Tensor) -> torch.Tensor:
+    return torch.cat([features, torch.ones_like(features[..., :1])], dim=-1)

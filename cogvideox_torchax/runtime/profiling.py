@@ -1,0 +1,56 @@
+"""A profile by JAX of what runs meanwhile, its instructions named after the layers of the VAE."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from cogvideox_torchax.runtime.layers import watched
+
+_profiling = False
+
+
+@contextlib.contextmanager
+def profiling(directory: str | Path) -> Iterator[None]:
+    """While it is open, JAX records what runs; afterwards a file for TensorBoard and Perfetto is there.
+
+    Programs that are traced meanwhile name their instructions after the layers of a torch network; programs
+    of the compile cache have no names, so those with names are kept apart there.
+
+    Args:
+        directory: made where it is not there yet; the trace lies in `plugins/profile/`.
+
+    Raises:
+        ValueError: a directory that cannot be written into.
+    """
+    import jax
+
+    global _profiling
+    try:
+        Path(directory).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"cannot write a profile into {directory}: {error.strerror}") from error
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0  # Python's own calls would be most of the trace
+    before = jax.config.jax_compilation_cache_include_metadata_in_key  # pyright: ignore[reportAttributeAccessIssue]
+    jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
+    _profiling = True
+    try:
+        with jax.profiler.trace(str(directory), create_perfetto_trace=True, profiler_options=options):
+            yield
+    finally:
+        _profiling = False
+        jax.config.update("jax_compilation_cache_include_metadata_in_key", before)
+
+
+def named_layers(network: nn.Module) -> contextlib.AbstractContextManager[Any]:
+    """While a network is traced: its layers' names for the instructions, where a profile is being made.
+
+    Args:
+        network: a skeleton; it gets hooks.
+    """
+    if not _profiling:
+        return contextlib.nullcontext()
+    return watched(network, lambda name, _: name, given=lambda _, values: values)

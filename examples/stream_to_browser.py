@@ -1,0 +1,183 @@
+"""A page that shows a video while it is being decoded: latents go up, frames come back as they are computed.
+
+    python examples/stream_to_browser.py --model zai-org/CogVideoX-5b     # then open http://127.0.0.1:8000
+
+It takes files that `cogvideox-torchax encode` writes, of the same model. It listens on the loopback
+interface unless --host says otherwise, and has no users and no passwords: who reaches the port may use it.
+An upload is at most --largest MB, at most --queue videos wait, one is decoded at a time, and a bad request is
+answered by one line. Names of files are made here; none is taken from a request.
+"""
+
+import argparse
+import io
+import secrets
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import uvicorn
+from fastapi import FastAPI, HTTPException, Request, Response
+from fastapi.responses import HTMLResponse, PlainTextResponse, StreamingResponse
+from PIL import Image
+from starlette.exceptions import HTTPException as StarletteHTTPException
+
+from cogvideox_torchax.backends import backend
+from cogvideox_torchax.files import latents as latent_files
+
+Chunks = Iterator[torch.Tensor]
+"""Frames (1, C, t, H, W) in uint8, decoded when they are asked for."""
+
+PATIENCE = 60.0
+"""Seconds that an upload is kept for somebody who does not come to see it."""
+
+PAGE = """<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width">
+<title>Decoded as you watch</title>
+<style>
+  body { font: 16px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 60rem; padding: 0 1rem }
+  img { display: block; margin-top: 1rem; max-width: 100%; image-rendering: pixelated; min-width: 50% }
+  output { color: #555 }
+</style>
+<h1>Decoded as you watch</h1>
+<label>Latents, a .safetensors file: <input type="file" id="file"></label>
+<output id="said"></output>
+<img id="video" alt="">
+<script>
+  const said = document.getElementById("said"), video = document.getElementById("video");
+  document.getElementById("file").addEventListener("change", async event => {
+    said.textContent = "uploading";
+    const answer = await fetch("/videos", { method: "POST", body: event.target.files[0] });
+    const text = await answer.text();
+    said.textContent = answer.ok ? "" : text;
+    if (answer.ok) video.src = text.trim();
+  });
+</script>
+</html>
+"""
+
+
+class Waiting:
+    """The videos that were uploaded and not seen yet; any thread may ask."""
+
+    def __init__(self, limit: int):
+        self._limit = limit
+        self._lock = threading.Lock()
+        self._held: dict[str, tuple[float, Chunks]] = {}
+
+    def add(self, chunks: Chunks) -> str:
+        """Keeps a video under a name made here; 429 where too many wait."""
+        now = time.monotonic()
+        with self._lock:
+            self._held = {name: kept for name, kept in self._held.items() if now - kept[0] < PATIENCE}
+            if len(self._held) >= self._limit:
+                raise HTTPException(429, f"{self._limit} videos are waiting: try again later")
+            name = secrets.token_urlsafe(16)
+            self._held[name] = (now, chunks)
+        return name
+
+    def take(self, name: str) -> Chunks:
+        """Hands a video out, once; 404 where there is none."""
+        with self._lock:
+            kept = self._held.pop(name, None)
+        if kept is None:
+            raise HTTPException(404, "no such video: upload it, and watch it once")
+        return kept[1]
+
+
+async def body(request: Request, largest: int) -> bytes:
+    """What was uploaded, read no further than `largest` bytes."""
+    held = bytearray()
+    async for part in request.stream():
+        held += part
+        if len(held) > largest:
+            raise HTTPException(413, f"larger than {largest} bytes")
+    return bytes(held)
+
+
+def read(data: bytes, vae: Any) -> Chunks:
+    """The video of uploaded latents, not decoded yet; 400 for what this model does not decode."""
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "upload"
+        path.write_bytes(data)
+        try:
+            latents = latent_files.load(path)
+            latents.check_model(vae.config)
+            if len(latents.tensor) != 1:
+                raise ValueError(f"{path} holds {len(latents.tensor)} videos: one at a time")
+            return vae.decode_stream(latents.tensor.to(vae.dtype), output_dtype=torch.uint8)
+        except ValueError as error:
+            raise HTTPException(400, str(error).replace(str(path), "the upload")) from error
+
+
+def jpegs(chunks: Chunks) -> Iterator[bytes]:
+    """A part of a multipart/x-mixed-replace answer for every frame."""
+    for chunk in chunks:
+        for frame in chunk[0].permute(1, 2, 3, 0):
+            picture = io.BytesIO()
+            Image.fromarray(frame.contiguous().numpy()).save(picture, "JPEG", quality=90)
+            data = picture.getvalue()
+            head = f"--frame\r\nContent-Type: image/jpeg\r\nContent-Length: {len(data)}\r\n\r\n"
+            yield head.encode() + data + b"\r\n"
+    yield b"--frame--\r\n"
+
+
+def make_app(vae: Any, *, queue: int = 4, largest: int = 64_000_000) -> FastAPI:
+    """The page, where latents go up, and where frames come down.
+
+    Args:
+        vae: what decodes, ready to run.
+        queue: how many videos may wait.
+        largest: bytes of an upload.
+    """
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    waiting, decoding = Waiting(queue), threading.Lock()
+
+    @app.exception_handler(StarletteHTTPException)
+    async def one_line(request: Request, error: StarletteHTTPException) -> Response:
+        text = " ".join(str(error.detail).split())
+        return PlainTextResponse(f"{text}\n", error.status_code)
+
+    @app.get("/")
+    def page() -> HTMLResponse:
+        return HTMLResponse(PAGE)
+
+    @app.post("/videos")
+    async def upload(request: Request) -> PlainTextResponse:
+        name = waiting.add(read(await body(request, largest), vae))
+        return PlainTextResponse(f"/videos/{name}\n")
+
+    @app.get("/videos/{name}")
+    def watch(name: str) -> StreamingResponse:
+        chunks = waiting.take(name)
+
+        def one_at_a_time() -> Iterator[bytes]:
+            with decoding:
+                yield from jpegs(chunks)
+
+        return StreamingResponse(one_at_a_time(), media_type="multipart/x-mixed-replace; boundary=frame")
+
+    return app
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="A page that shows a video while it is being decoded.")
+    parser.add_argument("--model", default="zai-org/CogVideoX-5b", help="a directory or a hub id")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--host", default="127.0.0.1", help="to listen on (default: 127.0.0.1)")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--queue", type=int, default=4, help="videos that may wait (default: 4)")
+    parser.add_argument("--largest", type=int, default=64, help="MB of an upload (default: 64)")
+    args = parser.parse_args()
+    vae = backend("torchax").load(args.model, getattr(torch, args.dtype)).vae
+    app = make_app(vae, queue=args.queue, largest=args.largest * 1_000_000)
+    uvicorn.run(app, host=args.host, port=args.port, log_level="warning")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Softmax attention, and what prepares its queries and keys."""

@@ -1,0 +1,1 @@
+"""Convolutions that are causal in time."""

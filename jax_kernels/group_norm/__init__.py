@@ -1,0 +1,1 @@
+"""GroupNorm by one pass over the activations."""

@@ -1,0 +1,1 @@
+"""Halving and doubling of frames and pixels, each with its convolution."""

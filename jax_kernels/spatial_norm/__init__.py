@@ -1,0 +1,1 @@
+"""GroupNorm modulated by latents."""

@@ -1,0 +1,73 @@
+"""What the site takes from outside of docs/: results, pages of the root, the command line's help."""
+
+import importlib
+import io
+import re
+from contextlib import redirect_stdout, suppress
+from pathlib import Path
+from typing import Any
+
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("cogvideox_torchax", "cogvideox_torchax.flax", "jax_kernels")
+FROM_ROOT = {"changelog.md": "CHANGELOG.md", "contributing.md": "CONTRIBUTING.md"}
+"""Pages of the site that are files beside README.md, where people look for them."""
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Adds the pages of the root, and the JSON files that tables are drawn from."""
+    for page, source in FROM_ROOT.items():
+        text = (ROOT / source).read_text().replace("](docs/", "](")
+        files.append(File.generated(config, page, content=text))
+    for path in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
+        files.append(File.generated(config, f"results/{path.name}", content=path.read_text()))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Links into the repository become links within the site; the command line's help is filled in."""
+    markdown = markdown.replace("](../benchmarks/results/", "](results/")
+    markdown = re.sub(r"\]\(\.\./(CHANGELOG|CONTRIBUTING)\.md", lambda m: f"]({m[1].lower()}.md", markdown)
+    return markdown.replace("<!-- help of every command -->", help_of_every_command())
+
+
+def on_pre_build(**_: Any) -> None:
+    """Fails on a public name without a docstring."""
+    missing = undocumented()
+    if missing:
+        raise PluginError(f"no docstring: {', '.join(missing)}")
+
+
+def undocumented() -> list[str]:
+    """The public names, and their own public methods, that no docstring explains."""
+    found = []
+    for package in PACKAGES:
+        module = importlib.import_module(package)
+        for name in module.__all__:
+            value = getattr(module, name)
+            own = vars(value) if isinstance(value, type) else {}
+            parts = {f"{package}.{name}": value} | {
+                f"{package}.{name}.{part}": member
+                for part, member in own.items()
+                if callable(member) and not part.startswith("_")
+            }
+            found += [
+                where for where, part in parts.items() if not (getattr(part, "__doc__", "") or "").strip()
+            ]
+    return found
+
+
+def help_of_every_command() -> str:
+    """What `--help` prints, command by command."""
+    from cogvideox_torchax import cli
+
+    parts = []
+    for command in cli.COMMANDS:
+        name = command.__name__.rpartition(".")[2]
+        printed = io.StringIO()
+        with redirect_stdout(printed), suppress(SystemExit):
+            cli.main([name, "--help"])
+        parts.append(f"## {name}\n\n```text\n{printed.getvalue().rstrip()}\n```")
+    return "\n\n".join(parts)

@@ -1,0 +1,149 @@
+"""Runs a part of the tests with the lowest and the newest versions of what a result depends on.
+
+    python scripts/version_matrix.py lowest newest    # writes benchmarks/results/versions-*.json
+    python scripts/version_matrix.py                  # draws the table in docs/install.md
+
+Each set takes minutes, and gets a virtual environment of its own, some gigabytes large and deleted
+afterwards. `--pin torch==2.13.0` puts another version in place of the set's; what was installed is what is
+kept.
+"""
+
+import argparse
+import itertools
+import json
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+from packaging.requirements import Requirement
+
+from cogvideox_torchax.files import reports
+from cogvideox_torchax.versions import TESTED
+
+FORMAT = "cogvideox-torchax-versions/1"
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PACKAGES = (*TESTED, "flax")
+TESTS = (
+    "tests/test_upstream.py",
+    "tests/test_porting.py",
+    "tests/files",
+    "tests/jax_kernels/conv3d/test_conv3d.py",
+    "tests/jax_kernels/dense",
+    "tests/jax_kernels/attention/test_prepare.py",
+    "tests/pipelines/test_as_diffusers.py",
+    "tests/vae/test_checkpoint.py",
+    "tests/vae/nnx/test_autoencoder.py",
+    "tests/vae/torchax/test_streams.py",
+)
+"""About three minutes: what touches other packages' names, the kernels, both builds, pipelines."""
+
+
+def declared() -> dict[str, str]:
+    """The lowest version that pyproject.toml admits, of each package of `PACKAGES`."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines = itertools.chain(project["dependencies"], *project["optional-dependencies"].values())
+    found = {}
+    for requirement in map(Requirement, lines):
+        bounds = [spec.version for spec in requirement.specifier if spec.operator == ">="]
+        if requirement.name in PACKAGES and bounds:
+            found[requirement.name] = bounds[0]
+    return found
+
+
+def wanted(name: str, pins: list[str]) -> list[str]:
+    """What pip is asked for; what is not said here it chooses itself, the newest that fits."""
+    if name == "lowest":
+        # 0.8 stands for its newest patch, which is what somebody who is held to 0.8 has.
+        asked = {
+            package: f"{package}=={version}" + (".*" if version.count(".") == 1 else "")
+            for package, version in declared().items()
+        }
+    else:
+        asked = {package: package for package in PACKAGES}
+        asked["torchax"] = f"torchax>={declared()['torchax']}"
+    asked |= {Requirement(pin).name: pin for pin in pins}
+    return sorted(asked.values())
+
+
+def run(name: str, asked: list[str], directory: Path) -> dict[str, Any]:
+    """Installs a set, runs `TESTS` with it, and says what came of it."""
+    python = directory / "bin" / "python"
+    subprocess.run([sys.executable, "-m", "venv", directory], check=True)
+    install = [python, "-m", "pip", "install", "--quiet", f"{ROOT}[cpu,test,text]", *asked]
+    installed = subprocess.run(install, capture_output=True, text=True)
+    about = {"format": FORMAT, "set": name, "asked": asked, "date": time.strftime("%Y-%m-%d")}
+    if installed.returncode:
+        return about | {"reason": " ".join(installed.stderr.split())[-600:]}
+    listed = subprocess.run([python, "-m", "pip", "list", "--format=json"], capture_output=True, check=True)
+    versions = {entry["name"].lower(): entry["version"] for entry in json.loads(listed.stdout)}
+    outcome = _tested(python, directory / "junit.xml")
+    return about | {
+        "python": platform.python_version(),
+        "versions": {package: versions.get(package, "none") for package in PACKAGES},
+        "tests": list(TESTS),
+        **outcome,
+    }
+
+
+def _tested(python: Path, junit: Path) -> dict[str, Any]:
+    subprocess.run(
+        [
+            *(python, "-m", "pytest", "-q", "-n", "0", "--tb=line", "--continue-on-collection-errors"),
+            *(f"--junitxml={junit}", *TESTS),
+        ],
+        cwd=ROOT,
+    )
+    if not junit.exists():
+        return {"reason": "pytest did not run"}
+    cases = list(ElementTree.parse(junit).iter("testcase"))
+    bad = {
+        f"{case.get('classname')}::{case.get('name')}": " ".join((found.get("message") or "").split())[:300]
+        for case in cases
+        for found in case
+        if found.tag in ("failure", "error")
+    }
+    return {"passed": len(cases) - len(bad), "failed": len(bad), "failures": dict(list(bad.items())[:40])}
+
+
+def drawn(found: list[dict[str, Any]]) -> str:
+    """The table of docs/install.md."""
+    rows = [
+        (
+            report["set"],
+            report.get("python", ""),
+            *(report.get("versions", {}).get(package, "") for package in PACKAGES),
+            f"{report['passed']} of {report['passed'] + report['failed']}"
+            if "passed" in report
+            else report["reason"].replace("|", "/"),
+        )
+        for report in found
+    ]
+    return reports.table(("set", "python", *PACKAGES, "tests passed"), rows)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Runs tests with the lowest and the newest versions.")
+    parser.add_argument("sets", nargs="*", metavar="SET", help="lowest or newest; none: draw the table")
+    parser.add_argument("--pin", action="append", default=[], metavar="PACKAGE==VERSION")
+    args = parser.parse_args()
+    if not set(args.sets) <= {"lowest", "newest"}:
+        parser.error(f"no such set in {' '.join(args.sets)}: give lowest, newest, both or none")
+    for name in args.sets:
+        with tempfile.TemporaryDirectory(prefix="versions-") as directory:
+            found = run(name, wanted(name, args.pin), Path(directory))
+        reports.write_json(RESULTS / f"versions-{name}.json", found)
+        print(json.dumps(found, indent=1))
+    kept = [reports.load(path, FORMAT) for path in sorted(RESULTS.glob("versions-*.json"))]
+    reports.fill(ROOT / "docs" / "install.md", "versions", drawn(kept))
+    return 0 if all(report.get("failed") == 0 for report in kept) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

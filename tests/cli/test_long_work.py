@@ -1,0 +1,148 @@
+"""What a user asks of long work: a profile, programs compiled beforehand, completion, JSON for a program."""
+
+import json
+from pathlib import Path
+from types import MappingProxyType
+
+import jax
+import pytest
+import torch
+from jax.experimental.compilation_cache import compilation_cache
+
+from cogvideox_torchax import cli
+from cogvideox_torchax.cli import compile
+from cogvideox_torchax.files import video
+from cogvideox_torchax.runtime import COMPILE_CACHE_VARIABLE, compile_cache
+
+pytestmark = pytest.mark.usefixtures("torchax_off")
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def clip():
+    with video.writing("clip.mp4", 10) as sink:
+        sink.write(torch.zeros(1, 3, 5, 16, 24, dtype=torch.uint8))
+    return "clip.mp4"
+
+
+@pytest.fixture
+def fresh_cache(tmp_path):
+    """An empty compile cache that keeps whatever is compiled."""
+    settings = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = {setting: getattr(jax.config, setting) for setting in settings}
+    was_configured = compile_cache._cache_configured
+    compile_cache.configure_compile_cache(tmp_path / "cache")
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    yield tmp_path / "cache"
+    for setting, value in before.items():
+        jax.config.update(setting, value)
+    compilation_cache.reset_cache()
+    compile_cache._cache_configured = was_configured
+
+
+def report(capsys, *arguments):
+    capsys.readouterr()
+    assert cli.main([str(argument) for argument in arguments]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    return json.loads(line)
+
+
+def test_a_profile_names_what_ran_after_the_models_layers(clip, fresh_cache):
+    assert cli.main(["encode", clip, "-o", "z.safetensors", "--quiet", "--profile", "profile"]) == 0
+    (trace,) = Path("profile/plugins/profile").rglob("*.xplane.pb")
+    assert b"encoder.down_blocks.0.resnets.0.conv1" in trace.read_bytes()
+    assert not jax.config.jax_compilation_cache_include_metadata_in_key
+
+
+def test_a_profile_that_cannot_be_written_is_one_line_before_the_work(clip, capsys):
+    Path("taken").touch()
+    assert cli.main(["reconstruct", clip, "-o", "again.mp4", "--profile", "taken"]) == 2
+    assert "cannot write a profile into taken" in capsys.readouterr().err
+    assert not Path("again.mp4").exists()
+
+
+def test_what_compile_has_compiled_no_later_process_compiles(clip, fresh_cache, capsys):
+    found = report(capsys, "compile", "5x16x24", "--json")
+    kinds = [(program["kind"], program["size"]) for program in found["programs"]]
+    assert kinds == [("decode", "5x16x24"), ("encode", "5x16x24")]
+    assert found["compile_cache"] == str(fresh_cache)
+    before = programs_in(fresh_cache)
+    assert len(before) == 2, "five frames are one chunk in each direction"
+    jax.clear_caches()  # as in another process
+    assert cli.main(["reconstruct", clip, "-o", "again.mp4", "--quiet"]) == 0
+    assert programs_in(fresh_cache) == before
+
+
+def programs_in(cache: Path) -> set[str]:
+    """The programs of chunks that a cache holds; what is done to single arrays is not among them."""
+    return {path.name for path in cache.iterdir() if path.name.startswith(("jit__lambda", "jit__trace"))}
+
+
+def test_a_longer_video_has_a_second_program_and_no_third():
+    asked = []
+
+    class Vae:
+        config = MappingProxyType({"in_channels": 3, "latent_channels": 16, "temporal_compression_ratio": 4})
+        num_sample_frames_batch_size, num_latent_frames_batch_size = 8, 2
+        spatial_scale, dtype = 8, torch.float32
+
+        def encode_stream(self, frames, count):
+            asked.append(("encode", sum(1 for _ in frames), count))
+            return iter(())
+
+        def decode_stream(self, z, output_dtype):
+            asked.append(("decode", *z.shape))
+            return iter(())
+
+    compile._encode(Vae(), 49, 16, 24)
+    compile._decode(Vae(), 49, 16, 24)
+    # Of 49 frames the first chunk holds 9 and each later one 8; of 13 latent frames it is 3 and 2.
+    assert asked == [("encode", 17, 17), ("decode", 1, 16, 5, 2, 3)]
+
+
+@pytest.mark.parametrize("size", ["49x480", "0x16x24", "5x15x24", "axbxc"])
+def test_a_size_that_no_video_has_is_refused(size, capsys):
+    with pytest.raises(SystemExit) as left:
+        cli.main(["compile", size])
+    assert left.value.code == 2
+    assert f"{size}: give frames, height and width" in capsys.readouterr().err
+
+
+def test_compiling_for_nothing_is_refused(monkeypatch, capsys):
+    assert cli.main(["compile", "5x16x24", "--backend", "torch"]) == 2
+    assert "--backend torch has no compile cache" in capsys.readouterr().err
+    monkeypatch.setenv(COMPILE_CACHE_VARIABLE, "off")
+    monkeypatch.setattr(compile_cache, "_cache_configured", False)
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", None)
+    try:
+        assert cli.main(["compile", "5x16x24"]) == 2
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+    assert f"the compile cache is off: set {COMPILE_CACHE_VARIABLE}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "tcsh"])
+def test_completion_knows_every_command(shell, capsys):
+    assert cli.main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    for command in cli.COMMANDS:
+        assert command.__name__.rpartition(".")[2] in script
+
+
+def test_a_plan_is_one_line_of_json_and_its_tables_go_to_stderr(model_directory, capsys):
+    arguments = ("--model", "vae", "--platform", "cpu", "--frames", 1, "--height", 16, "--width", 24)
+    found = report(capsys, "plan", *arguments, "--dtype", "float32", "--json", "-o", "plan.json")
+    assert found == json.loads(Path("plan.json").read_text())
+    assert found["summary"]["chunks"] == 1
+
+
+def test_json_is_a_switch_wherever_it_is_taken():
+    for name, command in cli.parser()._subparsers._group_actions[0].choices.items():
+        options = {option: action for action in command._actions for option in action.option_strings}
+        if "--json" in options:
+            assert options["--json"].nargs == 0, f"{name} --json takes a value"

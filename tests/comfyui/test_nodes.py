@@ -1,0 +1,105 @@
+"""ComfyUI's nodes, loaded as ComfyUI loads a custom node, by its contract and without its server."""
+
+import importlib.util
+import inspect
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+FOLDER = Path(__file__).parents[2] / "comfyui"
+
+
+@pytest.fixture(scope="module")
+def nodes():
+    spec = importlib.util.spec_from_file_location("custom_nodes_cogvideox", FOLDER / "__init__.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def bar(monkeypatch):
+    """What reaches ComfyUI's progress bar: (frames done, of how many, the picture shown)."""
+    seen = []
+
+    class ProgressBar:
+        def __init__(self, total):
+            self.total = total
+
+        def update_absolute(self, value, total=None, preview=None):
+            seen.append((value, total, preview))
+
+    comfy, utils = types.ModuleType("comfy"), types.ModuleType("comfy.utils")
+    comfy.utils, utils.ProgressBar = utils, ProgressBar
+    monkeypatch.setitem(sys.modules, "comfy", comfy)
+    monkeypatch.setitem(sys.modules, "comfy.utils", utils)
+    return seen
+
+
+def run(nodes, name, **given):
+    """As ComfyUI runs a node: an instance, and the method that FUNCTION names, by keywords."""
+    kind = nodes.NODE_CLASS_MAPPINGS[f"CogVideoXTorchax{name}"]
+    result = getattr(kind(), kind.FUNCTION)(**given)
+    assert len(result) == len(kind.RETURN_TYPES)
+    return result[0]
+
+
+def test_every_node_keeps_the_contract(nodes):
+    assert set(nodes.NODE_DISPLAY_NAME_MAPPINGS) == set(nodes.NODE_CLASS_MAPPINGS)
+    for name, kind in nodes.NODE_CLASS_MAPPINGS.items():
+        inputs = kind.INPUT_TYPES()
+        assert set(inputs) <= {"required", "optional", "hidden"}, name
+        taken = [option for group in inputs.values() for option in group]
+        parameters = list(inspect.signature(getattr(kind, kind.FUNCTION)).parameters)[1:]
+        assert parameters == taken, f"{name} is called with {taken}"
+        assert all(isinstance(type_, str) for type_ in kind.RETURN_TYPES), name
+        assert kind.CATEGORY == "CogVideoX/torchax"
+        for given in inputs["required"].values():
+            assert isinstance(given[0], str | list)
+            if len(given) == 2 and isinstance(given[0], list):
+                assert given[1]["default"] in given[0]
+
+
+@pytest.mark.usefixtures("torchax_off")
+def test_images_go_to_latents_and_back_as_the_model_has_them(nodes, bar, model_directory, small_vae):
+    vae = run(nodes, "LoadVAE", model=str(model_directory), dtype="float32", devices=1)
+    pixels = torch.rand(9, 16, 24, 3, generator=torch.Generator().manual_seed(0))
+    latents = run(nodes, "Encode", vae=vae, pixels=pixels)
+    video = pixels.movedim(-1, 0)[None] * 2 - 1
+    want = small_vae.encode(video).latent_dist.mode()
+    assert set(latents) == {"samples"}
+    torch.testing.assert_close(latents["samples"], want, rtol=0, atol=1e-5 * float(want.abs().max()))
+    assert [done for done, _, _ in bar] == list(range(1, 10))
+    bar.clear()
+    images = run(nodes, "Decode", vae=vae, samples=latents)
+    frames = small_vae.decode(want).sample
+    assert images.shape == (9, 16, 24, 3)
+    assert images.dtype == torch.float32
+    torch.testing.assert_close(images, (frames[0].movedim(0, -1) / 2 + 0.5).clamp(0, 1), rtol=0, atol=1e-4)
+    assert [total for _, total, _ in bar] == [9] * len(bar)
+    assert bar[-1][0] == 9
+    kind, picture, largest = bar[-1][2]
+    assert (kind, picture.size, largest) == ("JPEG", (24, 16), 512)
+
+
+@pytest.mark.usefixtures("torchax_off")
+def test_tiling_leaves_the_vae_that_other_nodes_hold_whole(nodes, model_directory):
+    vae = run(nodes, "LoadVAE", model=str(model_directory), dtype="float32", devices=1)
+    tiled = run(nodes, "TileVAE", vae=vae, height=16, width=24)
+    assert (vae.use_tiling, tiled.use_tiling) == (False, True)
+    assert tiled.tile_sample_min_width == 24 != vae.tile_sample_min_width
+    assert next(tiled.parameters()) is next(vae.parameters())
+
+
+def test_the_latents_of_a_picture_are_refused_by_their_shape(nodes, native_vae):
+    with pytest.raises(ValueError, match=r"\(1, 16, 8, 8\): a video's are \(N, C, T, H, W\)"):
+        run(nodes, "Decode", vae=native_vae, samples={"samples": torch.zeros(1, 16, 8, 8)})
+
+
+def test_outside_of_comfyui_there_is_no_bar_to_move(nodes, native_vae):
+    images = run(nodes, "Decode", vae=native_vae, samples={"samples": torch.zeros(2, 16, 1, 2, 3)})
+    assert images.shape == (2, 16, 24, 3)

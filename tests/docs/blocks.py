@@ -1,0 +1,73 @@
+"""The code blocks of a Markdown page, and how each is run on a small model."""
+
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted(
+    path.relative_to(ROOT).as_posix()
+    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md"))
+)
+FENCE = re.compile(
+    r"(?:<!-- not run: (?P<reason>[^>]+) -->\n)?^```(?P<language>\w+)\n(?P<text>(?s:.*?))^```$"
+    r"|(?P<indented>^ {4}\S.*\n(?:^ {4}.*\n|\n(?= {4}))*)",
+    re.MULTILINE,
+)
+COMMANDS = ("cogvideox-torchax", "python", "pip", "make", "git", "cd", "ln", "pre-commit")
+"""What a line of a shell block begins with, settings of the environment aside."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A code block.
+
+    Attributes:
+        page, line: where it is.
+        language: "python", "bash", ...; of an indented block "bash" where it is commands, else "text".
+        text: what it holds.
+        reason: why it is not run, or None.
+    """
+
+    page: str
+    line: int
+    language: str
+    text: str
+    reason: str | None
+
+    @property
+    def commands(self) -> list[list[str]]:
+        """The command lines of a shell block, without comments, settings of the environment, redirections."""
+        joined = self.text.replace("\\\n", " ")
+        words = [shlex.split(line, comments=True) for line in joined.splitlines()]
+        words = [line[: line.index(">")] if ">" in line else line for line in words]
+        bare = [[word for i, word in enumerate(line) if i or "=" not in word] for line in words]
+        split = [part for line in bare for part in _split_at_and(line)]
+        return [line for line in split if line]
+
+
+def _split_at_and(words: list[str]) -> list[list[str]]:
+    lines: list[list[str]] = [[]]
+    for word in words:
+        if word == "&&":
+            lines.append([])
+        else:
+            lines[-1].append(word)
+    return lines
+
+
+def blocks(page: str) -> list[Block]:
+    """Every code block of a page, in order."""
+    text = (ROOT / page).read_text()
+    found = []
+    for match in FENCE.finditer(text):
+        line = text.count("\n", 0, match.start()) + 1
+        if match["indented"] is None:
+            found.append(Block(page, line, match["language"], match["text"], match["reason"]))
+            continue
+        body = re.sub(r"^ {4}", "", match["indented"], flags=re.MULTILINE)
+        first = body.split()[1] if "=" in body.split()[0] else body.split()[0]
+        language = "bash" if first in COMMANDS else "text"
+        found.append(Block(page, line, language, body, "its commands are checked, and not run"))
+    return found

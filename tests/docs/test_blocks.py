@@ -1,0 +1,165 @@
+"""Every code block of README and docs: run on small models, or checked where it says why it is not run.
+
+A page's blocks run in order, in one directory, the Python ones in one namespace, as a reader would type them.
+What is replaced for them is in `SMALL`: names of published models by directories of small ones, sizes, steps.
+"""
+
+import ast
+import importlib
+import re
+import runpy
+import tomllib
+
+import pytest
+import torch
+
+from cogvideox_torchax import cli, runtime
+from tests import small_pipelines
+from tests.docs.blocks import PAGES, ROOT, Block, blocks
+
+RUN = {page: [block for block in blocks(page) if block.reason is None] for page in PAGES}
+RUN = {page: found for page, found in RUN.items() if any(b.language in ("python", "bash") for b in found)}
+SMALL = {
+    "49, 480, 720": "5, 16, 24",
+    "9, 480, 720": "5, 16, 24",
+    "3, 480, 720": "3, 16, 24",
+    "range(17)": "range(5)",
+    "num_frames=17": "num_frames=5",
+    "num_frames=49": "num_frames=5, num_inference_steps=2, height=8, width=16",
+    "(1, 16, 13, 60, 90)": "(1, 16, 3, 8, 16)",
+    "batch=2, frames=13, height=60, width=90": "batch=2, frames=3, height=4, width=8",
+    "tile_sample_min_height=240": "tile_sample_min_height=8",
+    "tile_sample_min_width=360": "tile_sample_min_width=16",
+    "A cat walks on the grass.": "a panda",
+    "A cat walks.": "a panda",
+    "--frames 49": "--frames 5",
+    "--frames 9": "--frames 5",
+}
+"""What a text says, and what is run in its place."""
+
+OPTIONS = {"generate": ["--steps", "2"]}
+"""What is added to a command that leaves it to its defaults."""
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory, small_vae):
+    """Directories in place of published models."""
+    root = tmp_path_factory.mktemp("models")
+    for name, kind in (("CogVideoX-5b", "text"), ("CogVideoX-5b-I2V", "image")):
+        pipe = small_pipelines.build(kind, text_encoder=small_pipelines.text_encoder(num_layers=1))
+        runtime.without_torchax(pipe.save_pretrained, root / name)
+    return root
+
+
+@pytest.fixture
+def as_a_reader(tmp_path, monkeypatch):
+    """A directory with a clip and a picture in it, and diffusers as it is when a script begins."""
+    monkeypatch.chdir(tmp_path)
+    frames = torch.randint(0, 256, (1, 3, 5, 16, 24), dtype=torch.uint8)
+    from cogvideox_torchax.files import video
+
+    for name in ("clip.mp4", "my.mp4", "walk.mp4"):
+        with video.writing(name, 8) as sink:
+            sink.write(frames)
+    small_pipelines.picture().save("cat.png")
+    return tmp_path
+
+
+def small(text: str, models) -> str:
+    for published, replaced in SMALL.items():
+        text = text.replace(published, replaced)
+    return re.sub(r"zai-org/(CogVideoX-5b(?:-I2V)?)", lambda match: str(models / match[1]), text)
+
+
+@pytest.mark.usefixtures("as_a_reader", "torchax_off")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("page", RUN)
+def test_the_blocks_of_a_page_run(page, models):
+    namespace: dict[str, object] = {"__name__": "__main__"}
+    for block in RUN[page]:
+        text = small(block.text, models)
+        if block.language == "python":
+            with torch.enable_grad():
+                exec(compile(text, f"{page}:{block.line}", "exec"), namespace)
+        if block.language == "bash":
+            for words in Block(page, block.line, "bash", text, None).commands:
+                run(words, f"{page}:{block.line}")
+
+
+def run(words: list[str], where: str):
+    """Runs the commands of this package; of others it checks that what they name is there."""
+    check(words, where)
+    if words[0] == "cogvideox-torchax":
+        added = OPTIONS.get(words[1], [])
+        given = [*words[1:], *(added if added and added[0] not in words else [])]
+        assert cli.main(given) == 0, f"{where}: {' '.join(words)}"
+    elif words[0] == "python":
+        runpy.run_path(str(ROOT / words[1]), run_name="__main__")
+
+
+ALL = [block for page in PAGES for block in blocks(page)]
+
+
+@pytest.mark.parametrize("block", ALL, ids=lambda block: f"{block.page}:{block.line}")
+def test_what_a_block_names_is_there(block):
+    if block.language == "python":
+        ast.parse(block.text)
+    if block.language == "bash":
+        assert block.commands, f"{block.page}:{block.line} holds no command"
+        for words in block.commands:
+            check(words, f"{block.page}:{block.line}")
+
+
+def check(words: list[str], where: str):
+    """A command line that this package's parser takes, and files, targets and extras that there are."""
+    program, *rest = words
+    if program == "cogvideox-torchax":
+        try:
+            cli.parser().parse_args(rest)
+        except SystemExit as left:
+            if left.code:
+                pytest.fail(f"{where}: no such command or option: {' '.join(words)}")
+    elif program == "python" and rest[:1] == ["-m"]:
+        assert importlib.util.find_spec(rest[1]), f"{where}: no module {rest[1]}"
+    elif program == "python":
+        assert (ROOT / rest[0]).is_file(), f"{where}: no file {rest[0]}"
+    elif program == "make":
+        targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+        assert {word for word in rest if "=" not in word} <= targets, f"{where}: no such target"
+    elif program == "pip":
+        project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+        named = {extra for found in re.findall(r"\[([\w,]+)\]", " ".join(rest)) for extra in found.split(",")}
+        assert named <= set(project["optional-dependencies"]), f"{where}: no such extra"
+    else:
+        assert program in ("git", "cd", "ln", "pre-commit"), f"{where}: {program} is no known program"
+
+
+def test_most_blocks_run():
+    kept = [block for block in ALL if block.reason is not None and block.language in ("python", "bash")]
+    ran = [block for found in RUN.values() for block in found if block.language in ("python", "bash")]
+    print(f"{len(ran)} blocks run, {len(kept)} are checked alone")
+    for block in kept:
+        print(f"  {block.page}:{block.line} ({block.reason})")
+    assert not [block for block in kept if block.language == "python"], "Python blocks run, all of them"
+
+
+def test_a_test_that_a_page_names_is_there():
+    defined = {name for path in (ROOT / "tests").rglob("test_*.py") for name in _names(path.read_text())}
+    for page in PAGES:
+        named = set(re.findall(r"`(test_\w+)`", (ROOT / page).read_text()))
+        assert named <= defined, f"{page} names {named - defined}"
+
+
+def _names(source: str) -> list[str]:
+    return re.findall(r"^def (test_\w+)", source, re.MULTILINE)
+
+
+def test_each_page_starts_with_something_to_run():
+    for page in PAGES:
+        first = next(iter(blocks(page)), None)
+        runs = first is not None and first.language in ("python", "bash") and first.line <= 12
+        assert runs or page in TOLD, f"{page} has nothing to run in its first lines"
+
+
+TOLD = {"README.md", *(f"docs/{name}.md" for name in ("architecture", "history", "numerics", "performance"))}
+"""Pages that begin with what they are: a README, a map, a diary, a table of errors, estimates."""

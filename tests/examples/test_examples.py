@@ -1,0 +1,83 @@
+"""The examples, run on small models as their first lines say."""
+
+import json
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+
+from cogvideox_torchax import runtime
+from cogvideox_torchax.files import video
+from tests import small_pipelines
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+pytestmark = pytest.mark.usefixtures("torchax_off")
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def saved(pipe, directory: str) -> str:
+    runtime.without_torchax(pipe.save_pretrained, directory)
+    return directory
+
+
+def small(kind: str):
+    return small_pipelines.build(kind, text_encoder=small_pipelines.text_encoder(num_layers=1))
+
+
+def run(name: str, monkeypatch, *arguments: object):
+    monkeypatch.setattr("sys.argv", [name, *map(str, arguments)])
+    runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+
+
+def pixels(path: str) -> torch.Tensor:
+    info = video.probe(path)
+    size = video.Framing(info.height, info.width)
+    return torch.stack(list(video.read_frames(path, size, info.num_frames)), 2)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_text_to_video_on_a_mesh_writes_the_video(monkeypatch, capsys):
+    given = ("--model", saved(small("text"), "text"), "--dp", 2, "--tp", 4, "--frames", 5, "--steps", 2)
+    run("text_to_video_on_a_mesh.py", monkeypatch, "a panda", *given, "-o", "panda.mp4")
+    assert "tokens" in capsys.readouterr().out
+    assert video.probe("panda.mp4").num_frames == 5
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_image_to_video_with_a_lora_differs_from_the_one_without(monkeypatch):
+    from peft import LoraConfig
+    from peft.utils import get_peft_model_state_dict
+
+    pipe = small("image")
+    model = saved(pipe, "image")
+    matrices = ["to_q", "to_k", "to_v", "to_out.0"]
+    pipe.transformer.add_adapter(LoraConfig(r=2, lora_alpha=4, target_modules=matrices))
+    layers = {
+        name: torch.ones_like(value) for name, value in get_peft_model_state_dict(pipe.transformer).items()
+    }
+    pipe.save_lora_weights("lora", transformer_lora_layers=layers)
+    small_pipelines.picture().save("cat.png")
+    given = ("--model", model, "--lora", "lora", "--frames", 5, "--steps", 2, "-o", "cat.mp4")
+    run("image_to_video_with_a_lora.py", monkeypatch, "cat.png", "a panda", *given)
+    with_it, without = pixels("cat.mp4"), pixels("cat-without.mp4")
+    assert with_it.shape == without.shape == (1, 3, 5, 8, 16)
+    assert not torch.equal(with_it, without)
+
+
+def test_the_notebook_runs_and_keeps_no_result():
+    cells = json.loads((EXAMPLES / "torchax_or_flax.ipynb").read_text())["cells"]
+    code = [cell for cell in cells if cell["cell_type"] == "code"]
+    assert [cell["outputs"] for cell in code] == [[]] * len(code)
+    namespace: dict[str, object] = {}
+    for cell in code:
+        source = "".join(cell["source"]).replace("9, 64, 96 ", "5, 16, 24 ")
+        exec(compile(source, cell["id"], "exec"), namespace)
+    assert set(namespace["errors"]) == {"torchax", "flax"}
+    assert max(max(pair) for pair in namespace["errors"].values()) < 1e-5
+    assert namespace["first"]["torchax"][0] == 8, "two latent frames"

@@ -1,0 +1,76 @@
+"""What a strictly typed program sees of the public names: checked by pyright, in `make lint`, and never run.
+
+`tests/typing/test_public_names.py` holds that none is left out.
+"""
+# pyright: strict
+
+from collections.abc import Iterator
+from typing import Any, assert_type
+
+import jax
+import torch
+from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+from diffusers.pipelines.cogvideo.pipeline_cogvideox import CogVideoXPipeline
+from jax.sharding import Mesh
+
+import jax_kernels
+from cogvideox_torchax import AutoencoderKLCogVideoX, enable, make_mesh, port
+from cogvideox_torchax.flax import (
+    FlaxAutoencoderKLCogVideoX,
+    FlaxAutoencoderKLCogVideoXConfig,
+    FlaxVAEForPipelines,
+    Posterior,
+)
+
+
+def port_and_run(pipe: CogVideoXPipeline, video: torch.Tensor) -> None:
+    mesh = make_mesh(dp=1, tp=8)
+    assert_type(mesh, Mesh)
+    assert_type(port(pipe, mesh=mesh), CogVideoXPipeline)
+    assert_type(enable(), None)
+    vae = AutoencoderKLCogVideoX.from_pretrained("a-directory", torch_dtype=torch.bfloat16)
+    assert_type(vae, AutoencoderKLCogVideoX)
+    assert_type(port(vae), AutoencoderKLCogVideoX)
+    assert_type(vae.encode_stream(video), Iterator[DiagonalGaussianDistribution])
+    assert_type(vae.decode_stream(video, output_dtype=torch.uint8), Iterator[torch.Tensor])
+
+
+def flax_build(video: jax.Array, directory: str) -> None:
+    config = FlaxAutoencoderKLCogVideoXConfig()
+    assert_type(FlaxAutoencoderKLCogVideoXConfig.from_dict({}), FlaxAutoencoderKLCogVideoXConfig)
+    assert_type(config.to_dict(), dict[str, Any])
+    flax_vae = FlaxAutoencoderKLCogVideoX.from_pretrained(directory)
+    assert_type(flax_vae, FlaxAutoencoderKLCogVideoX)
+    posterior = flax_vae.encode(video)
+    assert_type(posterior, Posterior)
+    assert_type(flax_vae.decode(posterior.mode()), jax.Array)
+    assert_type(flax_vae.decode_stream(video), Iterator[jax.Array])
+    assert_type(FlaxVAEForPipelines(flax_vae).mesh, Any)
+
+
+def vae_kernels(x: jax.Array, kernel: jax.Array, vector: jax.Array) -> None:
+    y, cache = jax_kernels.conv3d(x, kernel, vector, None, start="replicate")
+    assert_type(y, jax.Array)
+    assert_type(cache, jax.Array | None)
+    assert_type(jax_kernels.group_norm(x, vector, vector, num_groups=8, channel_axis=-1), jax.Array)
+    assert_type(
+        jax_kernels.spatial_norm(x, y, vector, vector, kernel, vector, kernel, vector, num_groups=8),
+        jax.Array,
+    )
+    assert_type(jax_kernels.upsample(x, kernel, vector, expand_time=True), jax.Array)
+    assert_type(jax_kernels.downsample(x, kernel, vector, compress_time=True), jax.Array)
+    assert_type(jax_kernels.silu(x), jax.Array)
+
+
+def transformer_kernels(x: jax.Array, weight: jax.Array, vector: jax.Array, kind: jax.Array) -> None:
+    assert_type(jax_kernels.attention(x, x, x, valid=5), jax.Array)
+    assert_type(jax_kernels.attention_transposed(x, x, x, bound=3.0), jax.Array)
+    assert_type(jax_kernels.prepare(x, vector, vector, weight, weight, heads=8), jax.Array)
+    assert_type(jax_kernels.rotate(x, weight, weight), jax.Array)
+    assert_type(jax_kernels.score_bound(vector, vector, vector, vector), float)
+    assert_type(jax_kernels.linear(x, weight, vector), jax.Array)
+    assert_type(jax_kernels.linear_parts(x, weight, vector, parts=3), jax.Array)
+    assert_type(jax_kernels.layer_norm(x, vector, vector), jax.Array)
+    assert_type(jax_kernels.modulated_norm(x, vector, vector, weight, weight, kind), jax.Array)
+    assert_type(jax_kernels.gated_sum(x, x, weight, kind), jax.Array)
+    assert_type(jax_kernels.gelu(x), jax.Array)

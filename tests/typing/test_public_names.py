@@ -1,0 +1,21 @@
+"""The strict check of the public names leaves none of them out."""
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+from tests.test_architecture import public_names
+
+CHECKED = (Path(__file__).parent / "public_names.py").read_text()
+
+
+@pytest.mark.parametrize(("package", "name"), list(public_names()))
+def test_a_public_name_is_checked_strictly(package, name):
+    called = f"jax_kernels.{name}(" if package == "jax_kernels" else f"{name}"
+    assert called in CHECKED.partition('"""')[2].partition("# pyright: strict")[2]
+
+
+@pytest.mark.parametrize("package", ["cogvideox_torchax", "jax_kernels"])
+def test_a_type_checker_is_told_to_read_the_annotations(package):
+    assert (Path(importlib.import_module(package).__file__).parent / "py.typed").read_text() == ""
