@@ -33,6 +33,8 @@ ROOT = Path(__file__).parent.parent
 RESULTS, IMAGES, PAGE = ROOT / "benchmarks/results", ROOT / "docs/images", ROOT / "docs/tiny-vae.md"
 FORMAT, TRAINING_FORMAT = "cogvideox-torchax tiny-vae 1", "cogvideox-torchax tiny-vae training 1"
 FRAMES = (17, 49)
+OFF_COLOUR = 2.0
+MEASURES = ("psnr", "worst_frame_psnr", "ssim", "colour", "flicker_at_borders", "flicker_elsewhere")
 
 CASES = {
     # The clip, its first frame, height and width, and what it was to the training.
@@ -61,10 +63,12 @@ def reconstructed(backend: backends.Backend, source: torch.Tensor) -> torch.Tens
 def measure(source: torch.Tensor, got: torch.Tensor) -> dict[str, Any]:
     """How near a reconstruction is; both in bytes.
 
+    `colour` is the largest error of a frame's mean in a channel; frames where it is above 2 are named.
     `flicker` is how much its error changes from a frame to the next, in 255ths, where a chunk begins and
     elsewhere: frames that jump between chunks would show there.
     """
     error = got.double() - source.double()
+    colour = error.mean((3, 4)).abs().amax((0, 1))
     change = error.diff(dim=2).abs().mean((0, 1, 3, 4))
     border = torch.zeros(len(change), dtype=torch.bool)
     for chunk in chunks.plan(source.shape[2], chunks.SAMPLE_FRAMES_A_CHUNK)[1:]:
@@ -75,7 +79,8 @@ def measure(source: torch.Tensor, got: torch.Tensor) -> dict[str, Any]:
             min(psnr(got[:, :, t], source[:, :, t]) for t in range(source.shape[2])), 2
         ),
         "ssim": round(ssim(got, source), 3),
-        "colour": round(error.mean((3, 4)).abs().max().item(), 2),
+        "colour": round(colour.max().item(), 2),
+        "frames_off_colour": (colour > OFF_COLOUR).nonzero().flatten().tolist(),
         "flicker_at_borders": round(change[border].mean().item(), 2),
         "flicker_elsewhere": round(change[~border].mean().item(), 2),
     }
@@ -106,11 +111,13 @@ def table(report: dict[str, Any]) -> str:
     for case, (_, _, height, width, role) in CASES.items():
         for count in FRAMES:
             lines = [one for one in report["results"] if (one["case"], one["frames"]) == (case, count)]
-            seen = {name: sorted({line[name] for line in lines}) for name in lines[0] if name != "backend"}
+            seen = {name: sorted({line[name] for line in lines}) for name in MEASURES}
             shown = {name: " to ".join(map(str, values)) for name, values in seen.items()}
+            if lines[0]["frames_off_colour"]:
+                shown["colour"] += f" (frames {', '.join(map(str, lines[0]['frames_off_colour']))})"
             flicker = f"{shown['flicker_at_borders']}, {shown['flicker_elsewhere']}"
             size = f"{height} x {width}"
-            measures = [shown[name] for name in ("psnr", "worst_frame_psnr", "ssim", "colour")]
+            measures = [shown[name] for name in MEASURES[:4]]
             rows.append((case, role, str(count), size, *measures, flicker))
     return reports.table(head, rows)
 

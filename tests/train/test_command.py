@@ -53,7 +53,7 @@ def test_killed_and_resumed_every_loss_is_that_of_a_training_left_alone(whole):
     process.send_signal(signal.SIGKILL)
     process.wait()
     with Path("killed/losses.csv").open("a") as file:
-        file.write("23,1.0,0.")  # as cut short by the end
+        file.write("23,1.0,1.0,1.0,1.0,1.0,1.0\n24,1.0,0.")  # later than the checkpoint, and cut short
     assert cli.main(arguments("killed", "--resume")) == 0
     assert len(whole) == STEPS
     assert table("killed/losses.csv") == whole
