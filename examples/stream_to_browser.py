@@ -31,6 +31,9 @@ from cogvideox_torchax.files import latents as latent_files
 Chunks = Iterator[torch.Tensor]
 """Frames (1, C, t, H, W) in uint8, decoded when they are asked for."""
 
+QUALITY = 90
+"""Of a JPEG."""
+
 PATIENCE = 60.0
 """Seconds that an upload is kept for somebody who does not come to see it."""
 
@@ -120,7 +123,7 @@ def jpegs(chunks: Chunks) -> Iterator[bytes]:
     for chunk in chunks:
         for frame in chunk[0].permute(1, 2, 3, 0):
             picture = io.BytesIO()
-            Image.fromarray(frame.contiguous().numpy()).save(picture, "JPEG", quality=90)
+            Image.fromarray(frame.contiguous().numpy()).save(picture, "JPEG", quality=QUALITY)
             data = picture.getvalue()
             head = f"--frame\r\nContent-Type: image/jpeg\r\nContent-Length: {len(data)}\r\n\r\n"
             yield head.encode() + data + b"\r\n"
