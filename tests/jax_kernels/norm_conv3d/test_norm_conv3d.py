@@ -50,8 +50,8 @@ def test_the_kernel_equals_norm_activation_and_convolution(shape, outputs, cell,
     y, latest, columns = norm_conv3d(*operands, num_groups=GROUPS, residual=residual)
     want, want_latest = reference.norm_conv3d(*operands, num_groups=GROUPS, residual=residual)
     assert y.dtype == latest.dtype == jnp.bfloat16
-    # An activated value next to a rounding's edge may fall on its other side. The sums that it is in then move
-    # by less than their last place, which rounds few of them otherwise.
+    # An activated value next to a rounding's edge may fall on its other side. The sums that it is in then
+    # move by less than their last place, which rounds few of them otherwise.
     for mine, plain in ((y, want), (latest, want_latest)):
         assert largest_error(mine, plain) <= A_UNIT
         assert float(jnp.mean(mine != plain)) < 0.05
