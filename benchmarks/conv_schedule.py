@@ -46,8 +46,8 @@ def measure_case(name: str, topology: str = "v6e:1x1") -> dict[str, Any]:
     grid = (1, 1) if cells == 1 else (60, registers)
 
     def run(x: Any, cache: Any, multiplier: Any, offset: Any, kernel: Any, bias: Any, *residual: Any) -> Any:
-        x, cache, *residual = (part.transpose(2, 3, 0, 1, 4) for part in (x, cache, *residual))
-        added = residual[0] if residual else None
+        x, cache, *others = (part.transpose(2, 3, 0, 1, 4) for part in (x, cache, *residual))
+        added = others[0] if others else None
         y, latest, moments = tpu.convolved(x, multiplier, offset, cache, added, kernel, bias)
         return y.transpose(2, 3, 0, 1, 4), latest.transpose(2, 3, 0, 1, 4), moments
 

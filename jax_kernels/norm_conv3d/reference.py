@@ -10,7 +10,7 @@ from jax_kernels.spatial_norm.reference import spatial_norm
 
 def norm_conv3d(x, norm, kernel, bias, cache=None, *, num_groups, eps=1e-6, residual=None):
     """One after the other in float32; activated frames alone are rounded, as what a cache keeps."""
-    wide, (weight, shift, *latents) = x.astype(jnp.float32), norm
+    wide, (weight, shift, *latents) = jax.tree.map(lambda part: part.astype(jnp.float32), (x, norm))
     if norm.zq is None:
         hidden = group_norm(wide, weight, shift, num_groups=num_groups, eps=eps, channel_axis=-1)
     else:

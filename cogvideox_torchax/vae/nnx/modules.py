@@ -159,7 +159,8 @@ def _normed_conv(
         inputs = (x_NTHWC,) if zq_NthwC is None else (x_NTHWC, zq_NthwC)
         return *causal(norm(*inputs, activation="silu"), cache, **options), None
     dtype = x_NTHWC.dtype
-    affine, latents = norm, tuple[Any, ...]()
+    affine = norm
+    latents: tuple[Any, ...] = ()
     if isinstance(norm, SpatialNorm3D):
         affine = norm.norm_layer
         latents = (zq_NthwC, *norm.conv_y.conv.matrix(dtype), *norm.conv_b.conv.matrix(dtype))

@@ -226,8 +226,8 @@ def _norm_conv(
     columns: Any,
     **options: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor | None, Any]:
-    conv = causal.conv
-    group_norm, latents = norm, tuple[torch.Tensor, ...]()
+    conv, group_norm = causal.conv, norm
+    latents: tuple[Any, ...] = ()
     if isinstance(norm, SpatialNorm3D):
         group_norm, conv_y, conv_b = norm.norm_layer, norm.conv_y.conv, norm.conv_b.conv
         latents = (_channels_last(zq), _matrix(conv_y), conv_y.bias, _matrix(conv_b), conv_b.bias)
