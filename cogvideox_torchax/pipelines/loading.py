@@ -125,7 +125,7 @@ def _empty(directory: Path, part: str, dtype: torch.dtype) -> Any:
         with init_empty_weights():
             if part == "text_encoder":
                 return T5EncoderModel(T5Config.from_pretrained(directory))
-            config = CogVideoXTransformer3DModel.load_config(directory)
+            config: Any = CogVideoXTransformer3DModel.load_config(directory)
             return CogVideoXTransformer3DModel.from_config(config)
     finally:
         torch.set_default_dtype(usual)

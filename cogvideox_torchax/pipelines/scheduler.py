@@ -237,20 +237,14 @@ def _of_ddim(scheduler: Any) -> dict[tuple[int, int | None], Linear]:
 def _of_dpm(scheduler: Any) -> dict[tuple[int, int | None], Linear]:
     """As `_of_ddim`, of noise that is known; a step whose factors are not finite is left to the scheduler."""
     timesteps, found = scheduler.timesteps, {}
+    step: Any = CogVideoXDPMScheduler.step
     pairs = [(timestep, None) for timestep in timesteps]
     for timestep, back in [*pairs, *zip(timesteps[1:], timesteps[:-1], strict=True)]:
 
         def stepped(output: Any, sample: Any, old: Any, timestep: Any = timestep, back: Any = back) -> Any:
             generator = torch.Generator().manual_seed(0)
-            result = CogVideoXDPMScheduler.step(
-                scheduler,
-                output,
-                None if back is None else old,
-                timestep,
-                back,
-                sample,
-                generator=generator,
-            )
+            old = None if back is None else old
+            result = step(scheduler, output, old, timestep, back, sample, generator=generator)
             return np.array([float(part) for part in result]), generator
 
         noisy, generator = stepped(ZERO, ZERO, ZERO)
@@ -288,10 +282,7 @@ def _linear_step(
     device = sample.device if generator is None else torch.device("cpu")  # where diffusers draws them
     for _ in range(linear.draws):
         noise = randn_tensor(sample.shape, generator=generator, device=device, dtype=sample.dtype)
-    others = [
-        array_of(tensor) if tensor is None or runtime.on_jax(tensor) else runtime.host_array(tensor)
-        for tensor in (old_pred_original_sample, noise)
-    ]
+    others = [None if tensor is None else _array(tensor) for tensor in (old_pred_original_sample, noise)]
     own = watch.last is not None and array_of(sample) is array_of(watch.last.latents)
     program = _linear_program(own and nobody_looks())
     latents, original, watch.finite = program(expression, leaves, array_of(sample), others, linear.factors)
@@ -299,6 +290,10 @@ def _linear_step(
     if return_dict:
         return DDIMSchedulerOutput(prev_sample=previous, pred_original_sample=original)  # pyright: ignore
     return previous, original
+
+
+def _array(tensor: torch.Tensor) -> Any:
+    return array_of(tensor) if runtime.on_jax(tensor) else runtime.host_array(tensor)
 
 
 @functools.cache
@@ -310,13 +305,9 @@ def _linear_program(donated: bool) -> Any:
 
     def step(expression: Written, leaves: list[Any], latents: Any, others: list[Any], factors: Any) -> Any:
         terms = [computed(expression, leaves), latents, *others]
+        there = [(place, term.astype(jnp.float32)) for place, term in enumerate(terms) if term is not None]
         after, clean = (
-            sum(
-                factor * term.astype(jnp.float32)
-                for factor, term in zip(row, terms, strict=True)
-                if term is not None
-            )
-            for row in factors
+            functools.reduce(jnp.add, (row[place] * term for place, term in there)) for row in factors
         )
         return after.astype(latents.dtype), clean, jnp.isfinite(after).all()
 
