@@ -75,6 +75,9 @@ def test_a_training_learns(stock, sampler, only):
         losses.append(training.step().total)
     assert losses[-1] < 0.7 * losses[0]
     before = {name: weight.clone() for name, weight in training.state().items()}
+    for name, first in stock.named_parameters():
+        assert not torch.equal(before[f"average/{name}"], first), f"the average of {name} stays"
+        assert not torch.equal(before[f"average/{name}"], before[f"weights/{name}"])
     with training.averaged() as vae:
         inside = {f"average/{name}": weight.clone() for name, weight in vae.named_parameters()}
     assert all(torch.equal(before[name], weight) for name, weight in inside.items())
