@@ -5,11 +5,14 @@
 Each point is a process of its own. What counts is its largest resident set less that of the same process with
 one frame of the same size, which has the packages, the weights and the programs. `reconstruct` goes from file
 to file; the others decode latents that are there to frames that stay there. Random weights of a small model,
-float32, one CPU; XLA without LLVM's passes, so that compiling takes no memory of note.
+float32, one CPU; XLA without LLVM's passes, so that compiling takes no memory of note; the C library gives
+back at once what is freed.
 """
 
 import argparse
 import contextlib
+import ctypes
+import functools
 import io
 import json
 import os
@@ -21,7 +24,6 @@ from typing import Any
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false")
-os.environ.setdefault("MALLOC_ARENA_MAX", "2")
 
 import torch
 import torchax  # noqa: F401 (imported once, before the first fork)
@@ -38,15 +40,24 @@ RESULTS = Path("benchmarks/results/memory.json")
 PAGE, PLOT = Path("docs/memory.md"), Path("docs/memory.png")
 MIB = 2**20
 LONG, SMALL = (17, 497, 1001, 2001), (16, 24)
-FRAMES = (17, 65, 129)
-SIZES = ((64, 96), (96, 144), (128, 192))
-WAYS = ("torchax, streamed", "torchax, whole", "torchax, in tiles", "diffusers in PyTorch")
+FRAMES = (17, 129)
+SIZES = ((64, 96), (128, 192))
+WAYS = ("diffusers in PyTorch", "torchax, streamed", "torchax, whole", "torchax, in tiles")
 PLACE = (64, 96)
 """Height and width where the frames vary."""
 LATENT_FRAMES = 5
 """Where the size varies: 17 frames."""
 
 
+def settle_malloc() -> None:
+    """Has the C library give back at once what is freed, so that a resident set holds what is in use."""
+    mmap_threshold, arena_max = -3, -8
+    library = ctypes.CDLL(None)
+    assert library.mallopt(mmap_threshold, 2**16)
+    assert library.mallopt(arena_max, 1)
+
+
+@functools.cache
 def measured(way: str, frames: int, height: int, width: int) -> float:
     """Mebibytes of the largest resident set of a process of its own, forked before JAX has a device."""
     read, write = os.pipe()
@@ -80,7 +91,7 @@ def one(way: str, frames: int, height: int, width: int) -> float:
         else:
             vae = reference.on_jax(stock)
             if way == "torchax, in tiles":
-                vae.enable_tiling(tile_sample_min_height=48, tile_sample_min_width=48)
+                vae.enable_tiling(tile_sample_min_height=height // 2, tile_sample_min_width=width)
             if way == "torchax, streamed":
                 for _ in vae.decode_stream(z, output_dtype=torch.uint8):
                     pass
@@ -110,8 +121,8 @@ def curve(way: str, points: list[tuple[int, int, int]], before: tuple[int, int, 
     return {"way": way, "points": [list(point) for point in points], "base_MiB": round(base, 1), "MiB": found}
 
 
-def measure(only: str | None) -> dict[str, Any]:
-    """The curves, each kept when it is there; of one kind alone, beside those that were kept before."""
+def measure(only: list[str] | None) -> dict[str, Any]:
+    """The curves, each kept when it is there; of some kinds alone, beside those that were kept before."""
     found = json.loads(RESULTS.read_text()) if only else {}
     found |= {"format": FORMAT, "versions": versions("torch", "torchax", "jax", "diffusers")}
     points = {
@@ -119,35 +130,40 @@ def measure(only: str | None) -> dict[str, Any]:
         "over_frames": ([(frames, *PLACE) for frames in FRAMES], (1, *PLACE)),
         "over_size": ([(4 * LATENT_FRAMES - 3, *size) for size in SIZES], (1, *PLACE)),
     }
-    for kind in [only] if only else points:
+    for kind in only or points:
         ways = ("reconstruct",) if kind == "long" else WAYS
-        found[kind] = [curve(way, *points[kind]) for way in ways]
-        reports.write_json(RESULTS, found)
+        found[kind] = []
+        for way in ways:
+            found[kind].append(curve(way, *points[kind]))
+            reports.write_json(RESULTS, found)
     return found
 
 
+PANELS = {
+    "over_frames": ("frames of 64 x 96", "frames", lambda point: point[0]),
+    "over_size": ("pixels of each of 17 frames", "size", lambda point: point[1] * point[2]),
+    "long": ("frames of 16 x 24, file to file", "long", lambda point: point[0]),
+}
+"""Of each kind of curve: the axis, its part of the page, and where a point lies on it."""
+
+
 def draw(found: dict[str, Any]) -> None:
-    """The plot, and the tables of the page."""
+    """The plot of the curves that there are, and their tables in the page."""
     pyplot = reports.pyplot()
-    figure, axes = pyplot.subplots(1, 3, figsize=(13, 4))
-    for curve in found["over_frames"]:
-        axes[0].plot([point[0] for point in curve["points"]], curve["MiB"], marker="o", label=curve["way"])
-    for curve in found["over_size"]:
-        pixels = [point[1] * point[2] / 1000 for point in curve["points"]]
-        axes[1].plot(pixels, curve["MiB"], marker="o", label=curve["way"])
-    axes[2].plot([point[0] for point in found["long"][0]["points"]], found["long"][0]["MiB"], marker="o")
-    labels = ("frames of 64 x 96", "thousand pixels of each of 17 frames", "frames of 16 x 24, file to file")
-    for axis, label in zip(axes, labels, strict=True):
+    kinds = [kind for kind in PANELS if kind in found]
+    figure, axes = pyplot.subplots(1, len(kinds), figsize=(4.5 * len(kinds), 4), squeeze=False)
+    for axis, kind in zip(axes[0], kinds, strict=True):
+        label, part, place = PANELS[kind]
+        for curve in found[kind]:
+            axis.plot([place(point) for point in curve["points"]], curve["MiB"], "o-", label=curve["way"])
         axis.set_xlabel(label)
         axis.set_ylabel("MiB over a video of one frame")
         axis.set_ylim(bottom=0)
-    axes[0].legend()
-    axes[2].set_title("reconstruct")
+        axis.legend()
+        name = (lambda point: f"{point[1]} x {point[2]}") if kind == "over_size" else (lambda p: str(p[0]))
+        reports.fill(PAGE, part, _table("pixels" if kind == "over_size" else "frames", found[kind], name))
     figure.tight_layout()
     figure.savefig(PLOT, dpi=110)
-    reports.fill(PAGE, "frames", _table("frames", found["over_frames"], lambda point: str(point[0])))
-    reports.fill(PAGE, "size", _table("pixels", found["over_size"], lambda p: f"{p[1]} x {p[2]}"))
-    reports.fill(PAGE, "long", _table("frames", found["long"], lambda point: str(point[0])))
 
 
 def _table(head: str, curves: list[dict[str, Any]], name: Any) -> str:
@@ -160,9 +176,10 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--draw", action="store_true", help="from the results that there are")
-    parser.add_argument("--only", choices=("long", "over_frames", "over_size"))
+    parser.add_argument("--only", nargs="+", choices=("long", "over_frames", "over_size"))
     args = parser.parse_args()
     if not args.draw:
+        settle_malloc()
         measure(args.only)
     draw(json.loads(RESULTS.read_text()))
 
