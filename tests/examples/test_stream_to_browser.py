@@ -1,8 +1,10 @@
-"""The page that shows a video while it is being decoded, over HTTP."""
+"""The page that shows a video while it is being decoded: over HTTP, and in a browser where there is one."""
 
 import io
+import shutil
 import socket
 import threading
+import time
 import urllib.error
 import urllib.request
 from fractions import Fraction
@@ -15,6 +17,8 @@ from PIL import Image
 from cogvideox_torchax.files import latents as latent_files
 from examples import stream_to_browser
 from tests.reference import latents as made_up_latents
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
 class Gated:
@@ -158,3 +162,23 @@ def test_it_listens_on_the_loopback_interface_unless_told_otherwise(monkeypatch,
     monkeypatch.setattr("sys.argv", ["stream", "--model", str(model_directory)])
     stream_to_browser.main()
     assert seen["host"] == "127.0.0.1"
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt-get install chromium")
+def test_a_browser_shows_the_first_chunk_while_the_second_is_not_decoded(site, gated, upload, tmp_path):
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 800, "height": 600})
+        page.goto(site)
+        page.set_input_files("#file", upload)
+        page.wait_for_function("document.getElementById('video').naturalWidth === 24", timeout=30_000)
+        before = page.locator("#video").screenshot()
+        assert not gated.go.is_set()
+        gated.go.set()
+        deadline = time.monotonic() + 30
+        while page.locator("#video").screenshot() == before and time.monotonic() < deadline:
+            page.wait_for_timeout(100)
+        assert page.locator("#video").screenshot() != before, "later frames take the place of the first"
+        browser.close()
