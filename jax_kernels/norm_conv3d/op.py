@@ -73,7 +73,8 @@ def norm_conv3d(
     """
     plain = functools.partial(_plain, num_groups=num_groups, eps=eps, lone_first=lone_first)
     grid = (1, 1, 1) if norm.zq is None else norm.zq.shape[1:4]
-    if lone_first or bias is None or not tpu.takes(x, grid, kernel, residual=residual is not None):
+    whole = not lone_first and all(vector is not None for vector in (bias, norm.weight, norm.bias))
+    if not whole or not tpu.takes(x, grid, kernel, residual=residual is not None):
         y, latest = plain(x, norm, kernel, bias, cache, residual, after=after)
         return y, latest, None
 
