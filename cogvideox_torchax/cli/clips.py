@@ -90,7 +90,8 @@ def decode_to(
 ) -> int:
     """Writes the decoded frames as they come; returns how many."""
     z = latents.tensor.to(vae.dtype)
-    return _decode_pieces(sink, vae, lambda: [z], tuple(z.shape[2:]), args, fetch)
+    frames, rows, columns = z.shape[2:]
+    return _decode_pieces(sink, vae, lambda: [z], (frames, rows, columns), args, fetch)
 
 
 def reconstruct_to(

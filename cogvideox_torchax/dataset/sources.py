@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from cogvideox_torchax.dataset import formats
 from cogvideox_torchax.dataset.clip import Clip, ClipError
@@ -64,7 +65,7 @@ def _in_list(path: Path) -> Iterator[Clip]:
         if not line.strip():
             continue
         if path.suffix == ".txt":
-            given = {"path": line.strip()}
+            given: dict[str, Any] = {"path": line.strip()}
         else:
             try:
                 given = dict(json.loads(line))

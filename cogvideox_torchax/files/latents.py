@@ -196,8 +196,8 @@ def assembled(path: Path, metadata: dict[str, str], tensors: dict[str, torch.Ten
         if configured != value:
             raise LatentsError(f"{path} is broken: its {name} is {value}, its config's is {configured}")
     about = _field(path, metadata, "about") if "about" in metadata else {}
-    given = (fields[name] for name in ("config", "model", "fps", "num_frames"))
-    return Latents(tensor, *given, tensors.get(LOGVAR), tensors.get(SAMPLE), about)
+    given = {name: fields[name] for name in ("config", "model", "fps", "num_frames")}
+    return Latents(tensor, **given, logvar=tensors.get(LOGVAR), sample=tensors.get(SAMPLE), about=about)
 
 
 def _number(text: str) -> float:
