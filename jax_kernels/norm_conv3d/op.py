@@ -1,7 +1,7 @@
 """Half of a residual block: a norm, SiLU and the causal 3-D convolution after it, in one pass where large."""
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -23,13 +23,13 @@ class Norm(NamedTuple):
     Without `zq` it is a plain GroupNorm.
     """
 
-    weight: Array
-    bias: Array
-    zq: Array | None = None
-    kernel_y: Array | None = None
-    bias_y: Array | None = None
-    kernel_b: Array | None = None
-    bias_b: Array | None = None
+    weight: Any
+    bias: Any
+    zq: Any = None
+    kernel_y: Any = None
+    bias_y: Any = None
+    kernel_b: Any = None
+    bias_b: Any = None
 
 
 class Columns(NamedTuple):
@@ -78,7 +78,7 @@ def norm_conv3d(
         y, latest = plain(x, norm, kernel, bias, cache, residual, after=after)
         return y, latest, None
 
-    def composed(*operands: Array) -> tuple[Array, Array, Columns]:
+    def composed(*operands: Any) -> tuple[Array, Array | None, Columns]:
         y, latest = plain(*operands[:-1], after=after)
         return y, latest, Columns(*(jnp.squeeze(part, 2) for part in norm_xla.column_moments(y)))
 
@@ -98,7 +98,7 @@ def _plain(
     eps: float,
     lone_first: bool,
     after: Array | None,
-) -> tuple[Array, Array]:
+) -> tuple[Array, Array | None]:
     weight, shift, *latents = norm
     if norm.zq is None:
         hidden = group_norm(
@@ -133,8 +133,8 @@ def _fused(
     eps: float,
 ) -> tuple[Array, Array, Columns]:
     channels = x.shape[-1]
-    columns = column_moments(x) if columns is None else columns
-    stats = moments_of_columns(*columns, x.shape[2], num_groups=num_groups)
+    mean, m2 = column_moments(x) if columns is None else columns
+    stats = moments_of_columns(mean, m2, x.shape[2], num_groups=num_groups)
     scale = per_channel(lax.rsqrt(stats.variance + eps), channels) * norm.weight.astype(jnp.float32)
     shift = norm.bias.astype(jnp.float32) - per_channel(stats.mean, channels) * scale
     multiplier, offset = _coefficients(norm, scale, shift, x.shape[1], x.shape[3])

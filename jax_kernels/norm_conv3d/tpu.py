@@ -329,7 +329,7 @@ class _Step:
             beyond = self.refs["stage"].at[:, :, part, at]
             beyond[...] = jnp.zeros(beyond.shape, beyond.dtype)
 
-    def _rows(self, column: Any, count: int, each: int, before: int = 0, shift: int = 0) -> pl.Slice:
+    def _rows(self, column: Any, count: int, each: int, before: int = 0, shift: int = 0) -> Any:
         """Where `count` columns lie, from a multiple of them on and `shift` further, each in so many rows, in
         memory that holds others before them."""
         start = (column + before) * each
@@ -509,6 +509,7 @@ def convolved(
         _Step(sizes, refs[:last], dict(zip(names, refs[last:], strict=True))).run()
 
     whole_chunks = sizes.width == sizes.columns
+    y_bytes = x.nbytes // sizes.channels * sizes.outputs * (1 if residual is None else 2)
     cache_in, cache_out = len(weights) + names.index("cache"), [*results].index("latest")
     y, latest, *moments = pl.pallas_call(
         run,
@@ -522,6 +523,11 @@ def convolved(
         input_output_aliases={cache_in: cache_out} if whole_chunks else {},
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary", "arbitrary"), vmem_limit_bytes=vmem_limit()
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * kernel.size * x.size // sizes.channels,
+            bytes_accessed=sum(array.nbytes for array in (x, cache, kernel)) + y_bytes + cache.nbytes,
+            transcendentals=x.size,
         ),
         name="norm_conv3d",
     )(*weights, *(array for array, _ in operands.values()))
