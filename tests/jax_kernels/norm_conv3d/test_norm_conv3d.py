@@ -100,7 +100,7 @@ LARGE = (1, 8, 128, 256, 128)
         ((1, 4, 128, 256, 128), jnp.bfloat16, (2, 64, 128), (3, 3, 3), 128, True),
         (LARGE, jnp.float32, (2, 16, 32), (3, 3, 3), 128, False),  # whose products are not the unit's own
         ((1, 9, 128, 256, 128), jnp.bfloat16, (1, 1, 1), (3, 3, 3), 128, False),  # no words of two frames
-        ((1, 8, 127, 256, 128), jnp.bfloat16, (1, 1, 1), (3, 3, 3), 128, False),  # a row left over
+        ((1, 8, 127, 256, 128), jnp.bfloat16, (8, 127, 32), (3, 3, 3), 128, False),  # a row left over
         ((1, 8, 128, 256, 64), jnp.bfloat16, (1, 1, 1), (3, 3, 3), 128, False),  # half a tile of channels
         (LARGE, jnp.bfloat16, (1, 1, 1), (3, 3, 3), 3, False),
         (LARGE, jnp.bfloat16, (1, 1, 1), (1, 1, 1), 128, False),
