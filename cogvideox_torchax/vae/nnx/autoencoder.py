@@ -408,6 +408,7 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         self._rematerialize(True)
 
     def disable_gradient_checkpointing(self) -> None:
+        """Has a backward pass keep all that it needs, which is the default."""
         self._rematerialize(False)
 
     def _rematerialize(self, anew: bool) -> None:
