@@ -9,7 +9,7 @@ import torch
 
 from cogvideox_torchax import runtime
 from cogvideox_torchax.files import video
-from tests import small_pipelines
+from tests import reference, small_pipelines
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -68,6 +68,41 @@ def test_image_to_video_with_a_lora_differs_from_the_one_without(monkeypatch):
     with_it, without = pixels("cat.mp4"), pixels("cat-without.mp4")
     assert with_it.shape == without.shape == (1, 3, 5, 8, 16)
     assert not torch.equal(with_it, without)
+
+
+def written(path: str, frames: int = 5, seed: int = 0):
+    with video.writing(path, 8) as sink:
+        generator = torch.Generator().manual_seed(seed)
+        sink.write(torch.randint(0, 256, (1, 3, frames, 16, 24), dtype=torch.uint8, generator=generator))
+
+
+def test_fine_tuning_changes_the_decoder_alone_and_lowers_the_loss(monkeypatch, capsys):
+    stock = reference.small_vae(**reference.THREE_LEVELS)
+    stock.save_pretrained("stock")
+    written("my.mp4")
+    given = ("--model", "stock", "--steps", 3, "--frames", 1, "--size", 16, 24, "--rate", 1e-3)
+    with torch.enable_grad():
+        run("finetune_the_vae.py", monkeypatch, "my.mp4", *given, "-o", "tuned")
+    losses = [float(line.split()[-1]) for line in capsys.readouterr().out.splitlines() if "L1" in line]
+    assert len(losses) == 3
+    assert losses[-1] < losses[0]
+    tuned = runtime.without_torchax(type(stock).from_pretrained, "tuned")
+    before, after = stock.state_dict(), tuned.state_dict()
+    changed = {name.partition(".")[0] for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {"decoder"}
+
+
+def test_a_folder_is_encoded_and_read_by_a_trainer_without_its_bad_clip(monkeypatch, capsys):
+    reference.small_vae(**reference.THREE_LEVELS).save_pretrained("stock")
+    Path("clips").mkdir()
+    for i in range(2):
+        written(f"clips/{i}.mp4", seed=i)
+    Path("clips/bad.mp4").write_bytes(b"no video")
+    given = ("--model", "stock", "--dtype", "float32", "--bucket", "5x16x24", "-o", "latents")
+    run("encode_a_folder.py", monkeypatch, "clips", *given)
+    out = capsys.readouterr().out
+    assert "left out bad.mp4" in out
+    assert "a batch for the trainer: (2, 16, 2, 4, 6)" in out
 
 
 def test_the_notebook_runs_and_keeps_no_result():

@@ -1,0 +1,59 @@
+"""A folder of videos encoded once, and what a trainer then reads of it.
+
+    python examples/encode_a_folder.py clips/ -o latents/ --bucket 49x480x720
+
+Each video is one unit of work, `EncodeClip`, which any engine may call; `cogvideox-torchax encode` is a loop
+around it that reads ahead, writes shards, and goes on where a killed run ended.
+"""
+
+import argparse
+from pathlib import Path
+
+import torch
+
+from cogvideox_torchax.dataset import Bucket, ClipError, EncodeClip, Recipe, sources
+from cogvideox_torchax.files import latents
+from cogvideox_torchax.files.video import VideoError
+
+
+class Posteriors(torch.utils.data.Dataset):
+    """Latents (C, t, h, w) drawn anew each time from the means and log-variances of a folder."""
+
+    def __init__(self, folder: Path):
+        self.files = sorted(folder.glob("*.safetensors"))
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        kept = latents.load(self.files[index])
+        assert kept.logvar is not None, "encoded with keep='sample'"
+        drawn = kept.tensor + torch.exp(0.5 * kept.logvar) * torch.randn_like(kept.tensor)
+        return drawn[0] * kept.config["scaling_factor"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="A folder of videos encoded once, and read by a trainer.")
+    parser.add_argument("folder")
+    parser.add_argument("-o", "--output", type=Path, default=Path("latents"), metavar="DIR")
+    parser.add_argument("--model", default="zai-org/CogVideoX-5b")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument(
+        "--bucket", type=Bucket.parse, default=Bucket(49, 480, 720), help="FRAMESxHEIGHTxWIDTH"
+    )
+    args = parser.parse_args()
+
+    args.output.mkdir(parents=True, exist_ok=True)
+    encode = EncodeClip(Recipe(args.model, dtype=args.dtype, buckets=(args.bucket,)))
+    for clip in sources.clips(args.folder):
+        try:
+            latents.save(encode(clip), args.output / f"{Path(clip.id).stem}.safetensors")
+        except (ClipError, VideoError) as error:
+            print(f"left out {clip.id}: {error}")
+    loader = torch.utils.data.DataLoader(Posteriors(args.output), batch_size=2)
+    for batch in loader:
+        print("a batch for the trainer:", tuple(batch.shape))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""The decoder fine-tuned on a clip of one's own, by a torch optimizer over a ported VAE on JAX.
+
+    python examples/finetune_the_vae.py my.mp4 -o my-vae --steps 100
+
+The encoder stays as it is, so that latents mean what they meant and a pipeline's transformer still fits. What
+is written is diffusers' and loads without this package. `cogvideox-torchax train` does more: many clips, both
+halves, checkpoints, an average of the weights.
+"""
+
+import argparse
+
+import torch
+from diffusers import AutoencoderKLCogVideoX
+
+from cogvideox_torchax import enable, port, runtime
+from cogvideox_torchax.files import video
+from cogvideox_torchax.vae.pixels import from_uint8
+
+
+def clip(path: str, frames: int, height: int, width: int) -> torch.Tensor:
+    """The first frames of a video, float32 (1, 3, T, H, W) in [-1, 1]."""
+    read = video.read_frames(path, video.Framing(height, width), frames)
+    return from_uint8(torch.stack(list(read), dim=2), "float32")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="The decoder fine-tuned on a clip of one's own.")
+    parser.add_argument("video")
+    parser.add_argument("-o", "--output", default="vae", metavar="DIR")
+    parser.add_argument(
+        "--model", default="zai-org/CogVideoX-5b", help="a VAE's directory, or a pipeline's hub id"
+    )
+    parser.add_argument("--subfolder", help='"vae" for a whole pipeline')
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--frames", type=int, default=9)
+    parser.add_argument("--size", type=int, nargs=2, default=(240, 360), metavar=("HEIGHT", "WIDTH"))
+    parser.add_argument("--rate", type=float, default=1e-5)
+    args = parser.parse_args()
+
+    frames = clip(args.video, args.frames, *args.size)
+    vae = port(AutoencoderKLCogVideoX.from_pretrained(args.model, subfolder=args.subfolder))
+    enable()
+    vae = vae.to("jax").train()
+    vae.enable_gradient_checkpointing()
+    vae.encoder.requires_grad_(False)
+    optimizer = torch.optim.AdamW(vae.decoder.parameters(), lr=args.rate)
+    x = runtime.to_jax(frames)
+    with torch.no_grad():
+        z = vae.encode(x).latent_dist.mode()
+    for step in range(args.steps):
+        optimizer.zero_grad()
+        loss = (vae.decode(z).sample - x).abs().mean()
+        loss.backward()
+        optimizer.step()
+        print(f"step {step + 1}: L1 {float(loss.detach()):.4f}")
+    vae.save_pretrained(args.output)
+
+
+if __name__ == "__main__":
+    main()
