@@ -26,8 +26,8 @@ class Posteriors(torch.utils.data.Dataset):
         return len(self.files)
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        kept = latents.load(self.files[index])
-        assert kept.logvar is not None, "encoded with keep='sample'"
+        file = self.files[index]
+        kept = latents.loads(file.read_bytes(), file)
         drawn = kept.tensor + torch.exp(0.5 * kept.logvar) * torch.randn_like(kept.tensor)
         return drawn[0] * kept.config["scaling_factor"]
 
