@@ -246,7 +246,7 @@ class Generation:
         result = self.pipe(
             **given,
             **embeddings,
-            callback_on_step_end=self._after_step if self.every else None,
+            callback_on_step_end=self._after_step if self.every or self.show else None,
             output_type="latent",
         )
         return self._finished(result.frames)

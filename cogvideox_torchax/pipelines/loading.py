@@ -54,10 +54,16 @@ def load_pipeline(
 
     Raises:
         ModelError: files that are missing, or that hold other weights than their config says.
-        ValueError: what `port` refuses.
+        ValueError: what `port` refuses, and options that would load weights in another way.
     """
     import diffusers
 
+    refused = {"quantization_config", "device_map"} & diffusers_options.keys()
+    if refused:
+        raise ValueError(
+            f"load_pipeline got {', '.join(sorted(refused))}: weights lie as port has them, unquantized"
+        )
+    diffusers_options.pop("use_safetensors", None)  # nothing else is read
     directory = _directory(str(pretrained_model_name_or_path), variant, diffusers_options)
     index = json.loads((directory / "model_index.json").read_text())
     kind: Any = pipeline_class or getattr(diffusers, index["_class_name"], None)

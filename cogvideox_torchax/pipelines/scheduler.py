@@ -235,7 +235,8 @@ def _of_ddim(scheduler: Any) -> dict[tuple[int, int | None], Linear]:
 
 
 def _of_dpm(scheduler: Any) -> dict[tuple[int, int | None], Linear]:
-    """As `_of_ddim`, of noise that is known; a step whose factors are not finite is left to the scheduler."""
+    """As `_of_ddim`, of noise that is known; a step whose factors are not finite, or that draws more than two
+    times, is left to the scheduler."""
     timesteps, found = scheduler.timesteps, {}
     step: Any = CogVideoXDPMScheduler.step
     pairs = [(timestep, None) for timestep in timesteps]
@@ -251,13 +252,15 @@ def _of_dpm(scheduler: Any) -> dict[tuple[int, int | None], Linear]:
         columns = [
             stepped(*ones)[0] - noisy for ones in ((ONE, ZERO, ZERO), (ZERO, ONE, ZERO), (ZERO, ZERO, ONE))
         ]
-        draw, draws = torch.Generator().manual_seed(0), 0
-        while draws == 0 or not torch.equal(draw.get_state(), generator.get_state()):
+        draw, states = torch.Generator().manual_seed(0), []
+        for _ in range(2):
             noise = randn_tensor(ZERO.shape, generator=draw, dtype=ZERO.dtype)
-            draws += 1
+            states.append(torch.equal(draw.get_state(), generator.get_state()))
+            if states[-1]:
+                break
         factors = np.array([*columns, noisy / float(noise)], np.float32).T
-        if np.isfinite(factors).all():
-            found[int(timestep), None if back is None else int(back)] = Linear(factors, draws)
+        if states[-1] and np.isfinite(factors).all():
+            found[int(timestep), None if back is None else int(back)] = Linear(factors, len(states))
     return found
 
 

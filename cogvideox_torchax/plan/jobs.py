@@ -124,9 +124,12 @@ def plan_programs(
     weights = jax.tree.map(place, weights)
     cache = jax.tree.map(place, program.cache_structs(weights, inputs[0]))
     planned = list(zip(("first", "later"), pieces, inputs, (None, cache), strict=False))
+    mesh = make_mesh(dp, tp, devices=devices)
     for name, piece, chunk, carried in planned[-1:] if only_last else planned:
         start = time.perf_counter()
-        compiled, schedules = compile_with_schedules(program.lower(weights, chunk, carried), chip)
+        with jax.set_mesh(mesh):  # lowering a kernel asks it for the chip's kind
+            lowered = program.lower(weights, chunk, carried)
+        compiled, schedules = compile_with_schedules(lowered, chip)
         taken = time.perf_counter() - start
         plan = read_program(name, piece.length, compiled, chip, taken, schedules=schedules)
         if isinstance(program, ShardedProgram):

@@ -51,6 +51,7 @@ def _title(plan: dict[str, Any]) -> str:
 def _row(plan: dict[str, Any]) -> tuple[str, ...]:
     first, steady, summary = plan["programs"][0], plan["programs"][-1], plan["summary"]
     shares, seconds = steady["shares"], steady["seconds"]
+    whole = len(plan["programs"]) > 1 or summary["chunks"] == 1  # else the first chunk's program is another
     moved = ", ".join(
         f"{count} {kind} (largest {largest / 1e6:.2f} MB)"
         for kind, (count, largest) in steady["collectives"].items()
@@ -64,10 +65,10 @@ def _row(plan: dict[str, Any]) -> tuple[str, ...]:
         _milliseconds(steady["floor_seconds"]),
         f"{steady['floor_seconds'] / seconds:.0%}" if seconds else "",
         _milliseconds(first["seconds"] if first["name"] == "first" else None),
-        f"{summary['whole_video_s']:.2f}" if seconds else "",
+        f"{summary['whole_video_s']:.2f}" if seconds and whole else "",
         f"{steady['temp_bytes'] / GB:.1f}",
-        f"{max(program['peak_bytes'] for program in plan['programs']) / GB:.1f}",
-        {True: "yes", False: "no", None: ""}[summary.get("fits")],
+        f"{max(program['peak_bytes'] for program in plan['programs']) / GB:.1f}" if whole else "",
+        {True: "yes", False: "no", None: ""}[summary.get("fits")] if whole else "",
         moved,
         f"{steady['compile_seconds']:.0f}",
     )

@@ -18,6 +18,7 @@ def watched(
     *,
     given: Visit,
     taken: Visit = lambda _, values: values,
+    names_only: bool = False,
 ) -> Iterator[None]:
     """While it is open, `taken` and `given` see what every layer takes and gives.
 
@@ -27,6 +28,7 @@ def watched(
         network: its own modules get hooks: a copy of the user's, where it is the user's.
         is_layer: whether a module, by its name and itself, is one of the layers.
         given, taken: see `Visit`.
+        names_only: whether both leave all as it is: then no layer `is_watched`.
     """
     scopes: list[Any] = []
 
@@ -49,11 +51,15 @@ def watched(
     with contextlib.ExitStack() as hooks:
         for name, module in network.named_modules():
             if is_layer(name, module):
-                hooks.callback(module.register_forward_pre_hook(before(name), with_kwargs=True).remove)
-                hooks.callback(module.register_forward_hook(after(name)).remove)
+                pair = before(name), after(name)
+                for hook in pair:
+                    vars(hook)["names_only"] = names_only
+                hooks.callback(module.register_forward_pre_hook(pair[0], with_kwargs=True).remove)
+                hooks.callback(module.register_forward_hook(pair[1]).remove)
         yield
 
 
 def is_watched(module: nn.Module) -> bool:
-    """Whether a module has hooks or a forward of its own."""
-    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
+    """Whether a module has hooks that see or change what it does, or a forward of its own."""
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    return "forward" in vars(module) or any(not getattr(hook, "names_only", False) for hook in hooks)

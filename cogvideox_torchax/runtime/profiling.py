@@ -53,4 +53,9 @@ def named_layers(network: nn.Module) -> contextlib.AbstractContextManager[Any]:
     """
     if not _profiling:
         return contextlib.nullcontext()
-    return watched(network, lambda name, _: name, given=lambda _, values: values)
+    return watched(network, lambda name, _: name, given=lambda _, values: values, names_only=True)
+
+
+def is_profiling() -> bool:
+    """Whether a profile is being made: programs traced meanwhile have names."""
+    return _profiling

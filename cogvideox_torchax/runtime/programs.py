@@ -13,7 +13,7 @@ from torch import nn
 from cogvideox_torchax.runtime.arrays import host_array, jax_dtype, to_jax
 from cogvideox_torchax.runtime.bridge import array_of, import_torchax, on_jax, tensor_of
 from cogvideox_torchax.runtime.compile_cache import configure_compile_cache
-from cogvideox_torchax.runtime.profiling import named_layers
+from cogvideox_torchax.runtime.profiling import is_profiling, named_layers
 from cogvideox_torchax.runtime.skeleton import skeleton, weightless
 from cogvideox_torchax.runtime.snapshot import Snapshot
 from cogvideox_torchax.runtime.weights import weights_of
@@ -43,7 +43,7 @@ class Programs:
             build: from the network to its program.
         """
         with self._lock:
-            kept = self._kept.setdefault(kind, [])
+            kept = self._kept.setdefault((kind, is_profiling()), [])
             for snapshot, program in kept:
                 if snapshot.holds(network):
                     return program

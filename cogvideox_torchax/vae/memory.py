@@ -47,7 +47,7 @@ def parse_tiles(text: str, scale: int) -> tuple[int, int]:
 
 
 def needed(vae: Any, kind: str, height: int, width: int, frames: int) -> int:
-    """Estimated bytes of the largest chunk of a video, beside the weights.
+    """Estimated bytes of the largest chunk of a video, beside the weights, on one device of its mesh.
 
     Args:
         vae: of which model.
@@ -58,7 +58,9 @@ def needed(vae: Any, kind: str, height: int, width: int, frames: int) -> int:
     a_chunk = chunks.SAMPLE_FRAMES_A_CHUNK if kind == "encode" else chunks.LATENT_FRAMES_A_CHUNK
     longest = max(chunk.length for chunk in chunks.plan(frames, a_chunk))
     share = vae.config["block_out_channels"][0] / PLANNED_CHANNELS * vae.dtype.itemsize / PLANNED_ITEMSIZE
-    return math.ceil(BYTES_A_PIXEL[kind] * share * height * width * longest)
+    mesh = getattr(vae, "mesh", None)
+    devices = 1 if mesh is None else mesh.size
+    return math.ceil(BYTES_A_PIXEL[kind] * share * height * width * longest / devices)
 
 
 def fitting_tile(

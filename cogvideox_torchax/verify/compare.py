@@ -22,6 +22,7 @@ from cogvideox_torchax.backends import backend
 from cogvideox_torchax.backends.base import KINDS, Backend, Recorder
 from cogvideox_torchax.backends.native import Torch
 from cogvideox_torchax.vae import chunks, tolerances
+from cogvideox_torchax.vae.quality import ssim
 from cogvideox_torchax.vae.torchax.networks import frames_a_chunk
 
 DTYPES = ("float32", "bfloat16")
@@ -254,38 +255,12 @@ def compare_whole(got: torch.Tensor, want: torch.Tensor, lengths: list[int], pix
     if pixels:
         frames = range(want.shape[2])
         whole.psnr = [tolerances.psnr(got[:, :, t], want[:, :, t], PIXEL_RANGE) for t in frames]
-        whole.ssim = [ssim(got[:, :, t].float().numpy(), want[:, :, t].float().numpy()) for t in frames]
+        whole.ssim = [ssim(got[:, :, t : t + 1], want[:, :, t : t + 1], PIXEL_RANGE) for t in frames]
     return whole
 
 
 def _mean(values: list[float]) -> float | None:
     return float(np.mean(values)) if values else None
-
-
-def ssim(got: np.ndarray, want: np.ndarray, peak: float = PIXEL_RANGE) -> float:
-    """Structural similarity of images (..., H, W), the mean over all of them.
-
-    Wang et al. 2004: Gaussian windows of 11 x 11 pixels and deviation 1.5 that lie wholly inside the image;
-    smaller ones where the image is smaller.
-    """
-    a, b = got.astype(np.float64), want.astype(np.float64)
-    mean_a, mean_b = _windowed(a), _windowed(b)
-    var_a, var_b = _windowed(a * a) - mean_a**2, _windowed(b * b) - mean_b**2
-    covariance = _windowed(a * b) - mean_a * mean_b
-    c1, c2 = (0.01 * peak) ** 2, (0.03 * peak) ** 2
-    similarity = (2 * mean_a * mean_b + c1) * (2 * covariance + c2)
-    return float((similarity / ((mean_a**2 + mean_b**2 + c1) * (var_a + var_b + c2))).mean())
-
-
-def _windowed(image: np.ndarray, size: int = 11, deviation: float = 1.5) -> np.ndarray:
-    """Gaussian-weighted means of all windows of an image (..., H, W)."""
-    for axis in (-2, -1):
-        taps = min(size, image.shape[axis])
-        offsets = np.arange(taps) - (taps - 1) / 2
-        weights = np.exp(-0.5 * (offsets / deviation) ** 2)
-        windows = np.lib.stride_tricks.sliding_window_view(image, taps, axis=axis)
-        image = windows @ (weights / weights.sum())
-    return image
 
 
 # The contracts

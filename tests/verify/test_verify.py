@@ -4,7 +4,6 @@ import contextlib
 import json
 import types
 
-import numpy as np
 import pytest
 import torch
 
@@ -168,16 +167,7 @@ def test_borders_are_the_frames_on_both_sides_of_a_seam():
     assert error.inside == pytest.approx(0, abs=1e-8)
 
 
-def test_ssim_and_psnr_of_known_images():
-    generator = np.random.default_rng(0)
-    image = generator.uniform(-1, 1, (3, 32, 40))
-    assert compare.ssim(image, image) == pytest.approx(1)
-    assert compare.ssim(image[:, :5, :7], image[:, :5, :7]) == pytest.approx(1)
-    noisy = [compare.ssim(image + generator.normal(0, s, image.shape), image) for s in (0.05, 0.2, 0.8)]
-    assert 1 > noisy[0] > noisy[1] > noisy[2]
-    flat = np.zeros((16, 16))
-    c1 = (0.01 * 2) ** 2
-    assert compare.ssim(flat + 0.5, flat) == pytest.approx(c1 / (0.25 + c1))  # the formula with no variance
+def test_psnr_of_known_values():
     assert psnr(torch.full((4,), 0.2), torch.zeros(4), 2.0) == pytest.approx(20)
 
 

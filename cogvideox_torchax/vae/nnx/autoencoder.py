@@ -404,7 +404,7 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
 
     def enable_gradient_checkpointing(self) -> None:
         """Has a backward pass compute residual blocks anew (`nnx.remat`) instead of keeping what lies inside
-        of them: less memory, about a third more time."""
+        of them."""
         self._rematerialize(True)
 
     def disable_gradient_checkpointing(self) -> None:

@@ -396,11 +396,14 @@ class AutoencoderKLCogVideoX(PortedModel, DiffusersAutoencoder):
         """Runs every chunk in tiles; on a mesh as many of one size at a time as it splits a batch over."""
         as_uint8 = kind == "decode_uint8"
         network = "decode" if as_uint8 else kind
-        together = 1 if self.mesh is None else self.mesh.shape["dp"]
+        pieces = iter(pieces)
+        first = next(pieces)
+        dp = 1 if self.mesh is None else self.mesh.shape["dp"]
+        together = 1 if first.shape[0] % dp == 0 else dp  # else "dp" has the videos to split
         groups = tiling.groups(plan, together)
         runs = [self._run(network) for _ in groups]
         join = _jitted_join() if runtime.on_jax(next(self.parameters())) else _join
-        for piece in pieces:
+        for piece in itertools.chain([first], pieces):
             cut = _jitted_cut() if runtime.on_jax(piece) else _cut
             tiles = cut(plan, piece)
             outputs: list[list[Any]] = [[None] * len(row) for row in tiles]
