@@ -2,11 +2,11 @@
 
     PYTHONPATH=. python benchmarks/memory.py          # writes results/memory.json, draws docs/memory.png
 
-Each point is a process of its own. What counts is its largest resident set less that of the same process with
-one frame of the same size, which has the packages, the weights and the programs. `reconstruct` goes from file
-to file; the others decode latents that are there to frames that stay there. Random weights of a small model,
-float32, one CPU; XLA without LLVM's passes, so that compiling takes no memory of note; the C library gives
-back at once what is freed.
+Each point is a process of its own. What counts is its largest resident set less that of the same process
+with one frame, which has the packages, the weights and the programs: of the curve's own size where the frames
+vary, of `PLACE` where the size does. `reconstruct` goes from file to file; the others decode latents that are
+there to frames that stay there. Random weights of a small model, float32, one CPU; XLA without LLVM's passes,
+so that compiling takes no memory of note; the C library gives back at once what is freed.
 """
 
 import argparse

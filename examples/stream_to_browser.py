@@ -88,7 +88,7 @@ class Waiting:
         """Hands a video out, once; 404 where there is none."""
         with self._lock:
             kept = self._held.pop(name, None)
-        if kept is None:
+        if kept is None or time.monotonic() - kept[0] >= PATIENCE:
             raise HTTPException(404, "no such video: upload it, and watch it once")
         return kept[1]
 

@@ -109,7 +109,14 @@ def _tested(python: Path, junit: Path) -> dict[str, Any]:
         for found in case
         if found.tag in ("failure", "error")
     }
-    return {"passed": len(cases) - len(bad), "failed": len(bad), "failures": dict(list(bad.items())[:40])}
+    skipped = sum(case.find("skipped") is not None for case in cases)
+    passed = len(cases) - len(bad) - skipped
+    return {
+        "passed": passed,
+        "skipped": skipped,
+        "failed": len(bad),
+        "failures": dict(list(bad.items())[:40]),
+    }
 
 
 def drawn(found: list[dict[str, Any]]) -> str:
@@ -120,6 +127,7 @@ def drawn(found: list[dict[str, Any]]) -> str:
             report.get("python", ""),
             *(report.get("versions", {}).get(package, "") for package in PACKAGES),
             f"{report['passed']} of {report['passed'] + report['failed']}"
+            + (f", {report['skipped']} skipped" if report.get("skipped") else "")
             if "passed" in report
             else report["reason"].replace("|", "/"),
         )

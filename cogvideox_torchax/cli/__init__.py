@@ -52,33 +52,33 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; 0 for success, 2 for a wrong input, 1 for a failure of the work, 130 for Ctrl-C."""
     args = parser().parse_args(argv)
-    code = _run(args)
-    if code and getattr(args, "distributed", False):
+    try:
+        with _profiled(args):
+            return args.run(args) or 0
+    except (KeyboardInterrupt, Exception) as error:
+        code = _told(error, args)
+    if getattr(args, "distributed", False):  # the others may wait for what this one will not give
         from cogvideox_torchax.sharding import abandon
 
         abandon(code)
     return code
 
 
-def _run(args: argparse.Namespace) -> int:
-    """Runs a command; an error becomes one line and a code."""
-    try:
-        with _profiled(args):
-            return args.run(args) or 0
-    except KeyboardInterrupt:
+def _told(error: BaseException, args: argparse.Namespace) -> int:
+    """Says in one line what ended a command; its code."""
+    if isinstance(error, KeyboardInterrupt):
         print("interrupted; nothing half-written was left", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:
+    if isinstance(error, BrokenPipeError):
         # The reader of our output is gone: keep the interpreter from flushing into it once more.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILURE
-    except Exception as error:
-        if args.traceback:
-            raise
-        wrong_input = isinstance(error, ValueError | ImportError)
-        name = "" if wrong_input else f"{type(error).__name__}: "
-        print(f"cogvideox-torchax {args.command}: {name}{_one_line(error)}", file=sys.stderr)
-        return USER_ERROR if wrong_input else FAILURE
+    if args.traceback:
+        raise error
+    wrong_input = isinstance(error, ValueError | ImportError)
+    name = "" if wrong_input else f"{type(error).__name__}: "
+    print(f"cogvideox-torchax {args.command}: {name}{_one_line(error)}", file=sys.stderr)
+    return USER_ERROR if wrong_input else FAILURE
 
 
 @contextlib.contextmanager
@@ -94,6 +94,6 @@ def _profiled(args: argparse.Namespace) -> Iterator[None]:
         yield
 
 
-def _one_line(error: Exception) -> str:
+def _one_line(error: BaseException) -> str:
     text = " ".join(str(error).split())
     return text if len(text) <= 600 else f"{text[:600]} ... (--traceback shows all)"

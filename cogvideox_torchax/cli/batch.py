@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cogvideox_torchax.cli import common
+from cogvideox_torchax.cli import common, devices
 from cogvideox_torchax.runtime.quiet import quiet_libraries
 
 if TYPE_CHECKING:
@@ -56,6 +56,7 @@ def encode(args: argparse.Namespace) -> int:
     """Encodes the clips that a directory lacks; 1 where some could not be."""
     from cogvideox_torchax.dataset import Bucket, EncodeClip, loop, manifest, sources
 
+    devices.check_alone(args)
     clips = {clip.id: clip for clip in sources.clips(args.video)}
     buckets = tuple(Bucket.parse(text) for text in args.buckets.split(",")) if args.buckets else ()
     recipe = _recipe(args, frames=args.frames, height=args.height, width=args.width, crop=args.crop)
@@ -63,6 +64,7 @@ def encode(args: argparse.Namespace) -> int:
     quiet_libraries()
     with _share(args) as share:
         unit = EncodeClip(recipe, common.say)
+        unit.check()
         made_by = recipe.lasting(unit.model_sha256)
         options: dict[str, Any] = {"kind": args.format, "shard_size": args.shard_size, "retry": args.retry}
         with manifest.Shelf(args.output, made_by, list(clips), share=share, **options) as shelf:
@@ -95,14 +97,18 @@ def decode(args: argparse.Namespace) -> int:
     from cogvideox_torchax.dataset import DecodeClip, sources
     from cogvideox_torchax.dataset.decoding import Videos
 
+    devices.check_alone(args)
     shards = sources.shards(Path(args.latents))
     quiet_libraries()
     with _share(args) as share, contextlib.ExitStack() as stack:
         videos = stack.enter_context(Videos(args.output, shards, args.fps, share, retry=args.retry))
         for name, reason in videos.bad.items():
             common.say(f"bad: {name}: {reason}")
-        model = args.model or videos.model()
+        first = videos.first()
+        model = args.model or (first.model if first else "")
         unit = DecodeClip(_recipe(args)(model=model), common.say)
+        if first:
+            unit.check(first)
         report = _through(args, videos.work(unit, readers=args.readers), videos.missing, videos.missing)
     return _finish(args, report, videos.bad, videos.done_before)
 
@@ -134,11 +140,12 @@ def _share(args: argparse.Namespace) -> Iterator["Share"]:
 
     from cogvideox_torchax import sharding
 
-    sharding.connect(
-        args.coordinator, args.processes, args.process, patience=args.patience or sharding.PATIENCE
-    )
-    yield Share(jax.process_index(), jax.process_count())
-    sharding.wait_for_all()
+    with devices.talking_on_stderr():
+        sharding.connect(
+            args.coordinator, args.processes, args.process, patience=args.patience or sharding.PATIENCE
+        )
+        yield Share(jax.process_index(), jax.process_count())
+        sharding.wait_for_all()
 
 
 def _through(

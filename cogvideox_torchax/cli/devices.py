@@ -128,7 +128,7 @@ def joined(args: argparse.Namespace) -> Iterator[Team]:
     from cogvideox_torchax import sharding
 
     patience = args.patience or sharding.PATIENCE
-    with _talking_on_stderr():
+    with talking_on_stderr():
         sharding.connect(args.coordinator, args.processes, args.process, patience=patience)
         mesh = sharding.make_mesh(args.dp or 1, args.tp)
         with sharding.exchanging(args.output) as exchange:
@@ -136,7 +136,7 @@ def joined(args: argparse.Namespace) -> Iterator[Team]:
 
 
 @contextlib.contextmanager
-def _talking_on_stderr() -> Iterator[None]:
+def talking_on_stderr() -> Iterator[None]:
     """Keeps off stdout what gloo, which connects CPUs, prints there of its connections."""
     sys.stdout.flush()
     stdout = os.dup(1)
@@ -151,9 +151,16 @@ def _talking_on_stderr() -> Iterator[None]:
 
 def check(args: argparse.Namespace) -> None:
     """Raises `ValueError` for options that cannot go together."""
-    given = [name for name in ("dp", "tp", "distributed") if getattr(args, name)]
-    if given:
-        _check_backend(args, given[0])
+    check_alone(args)
+    if args.distributed:
+        _check_backend(args, "distributed")
+
+
+def check_alone(args: argparse.Namespace) -> None:
+    """As `check`, for processes that have a mesh each and no common one: those run on any backend."""
+    for name in ("dp", "tp"):
+        if getattr(args, name):
+            _check_backend(args, name)
     for name in ("coordinator", "processes", "process", "patience"):
         value = getattr(args, name)
         if value is not None and not args.distributed:

@@ -96,6 +96,8 @@ def run(args: argparse.Namespace) -> int:
     with video.writing(args.output, args.fps) as sink:
         if args.save_stages:
             _make_directory(args.save_stages)
+        else:
+            check_output(_kept_path(args))
         watch = common.Stopwatch()
         vae, latents = _kept_latents(args) if args.from_stage == "latents" else _sampled(args)
         with _on_disk(args, latents):
@@ -121,7 +123,7 @@ def _on_disk(args: argparse.Namespace, latents: "Latents") -> Iterator[None]:
     if args.save_stages:
         yield
         return
-    kept = Path(f"{args.output}.latents.safetensors")
+    kept = _kept_path(args)
     latent_files.save(latents, kept)
     try:
         yield
@@ -129,6 +131,12 @@ def _on_disk(args: argparse.Namespace, latents: "Latents") -> Iterator[None]:
         common.say(f"the latents are kept: cogvideox-torchax decode {kept} -o {args.output}")
         raise
     kept.unlink()
+
+
+def _kept_path(args: argparse.Namespace) -> Path:
+    """Beside the output, which as a directory may end in a slash."""
+    output = Path(args.output)
+    return output.with_name(f"{output.name}.latents.safetensors")
 
 
 def _make_directory(name: str) -> None:

@@ -57,13 +57,22 @@ def run(args: argparse.Namespace) -> int:
         "device": common.device_name(args.backend),
         "frames_in": clip.num_frames,
         "frames_out": written,
-        "sound": "copied" if alongside.sound else "none" if not clip.info.has_sound else "left out",
+        "sound": _sound(clip, alongside),
         "size": f"{clip.size.height} x {clip.size.width}",
         "compile_s": watch.compile_seconds,
         "total_s": watch.seconds,
     }
     common.print_report(report, args.json)
     return 0
+
+
+def _sound(clip: Clip, alongside: video.Alongside) -> str:
+    """What became of the sound."""
+    if not clip.info.has_sound:
+        return "none"
+    if alongside.sound is None:
+        return "left out"
+    return "copied" if clip.info.copies_sound else "AAC"
 
 
 def _alongside(args: argparse.Namespace, clip: Clip, frames_out: int) -> tuple[video.Alongside, list[str]]:

@@ -170,7 +170,7 @@ def _held_out(text: str, frames: int) -> "HeldOut":
     if count < 1:
         raise ValueError(f"--validate {text}: {part.path} ends after {info.num_frames} frames")
     pixels = torch.from_numpy(clips.read(part, framing, part.start + count))
-    return HeldOut(part.path.stem, pixels.permute(3, 0, 1, 2)[None].contiguous())
+    return HeldOut(part.name, pixels.permute(3, 0, 1, 2)[None].contiguous())
 
 
 def _backend(args: argparse.Namespace) -> backends.Backend:

@@ -4,10 +4,11 @@ import functools
 import hashlib
 import json
 import math
+import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
@@ -27,6 +28,25 @@ AHEAD_BYTES = 2**30
 
 class ClipError(ValueError):
     """A clip that cannot be encoded or decoded; the message says why."""
+
+
+WORK = "work"
+"""Where clips wait for their shard, in a data set's directory."""
+_WAITING = re.compile(WORK + r"/\d{8}(\.safetensors)?")
+
+
+def waits(path: PurePosixPath) -> bool:
+    """Whether a path within a data set's directory is that of a clip that waits for its shard."""
+    return _WAITING.fullmatch(path.as_posix()) is not None
+
+
+def check_id(name: Any) -> None:
+    """Raises `ClipError` for an id that names no file of its own below an output's directory."""
+    path = PurePosixPath(name) if isinstance(name, str) else PurePosixPath()
+    if not path.parts or path.is_absolute() or ".." in path.parts or path.as_posix() != name:
+        raise ClipError(f"got the id {name!r}: a path that must not lead out of the output is wanted")
+    if "\0" in name or waits(path):
+        raise ClipError(f"got the id {name!r}: no output can have that name")
 
 
 @dataclass(frozen=True)
@@ -202,6 +222,20 @@ class EncodeClip(_WithModel):
             check()
         return Reading(clip, info, framing, num_frames, frames, sha256, check)
 
+    def check(self) -> None:
+        """Raises `ClipError` or `TilingError` for a recipe by which this model can encode no clip."""
+        recipe, scale = self.recipe, self.vae.spatial_scale
+        memory.check_tiling(recipe.tiling, scale)
+        wanted = [side for bucket in recipe.buckets for side in (bucket.height, bucket.width)]
+        if not recipe.crop:  # which takes what fits
+            wanted += [side for side in (recipe.height, recipe.width) if side]
+        for side in wanted:
+            if side % scale:
+                near = max(round(side / scale), 1) * scale
+                raise ClipError(
+                    f"got a side of {side} pixels: a multiple of {scale} is wanted, such as {near}"
+                )
+
     def _part(self, clip: Clip, info: video.VideoInfo) -> tuple[video.Framing, int]:
         recipe = self.recipe
         if recipe.buckets:
@@ -221,6 +255,10 @@ class EncodeClip(_WithModel):
 
     def encode(self, reading: Reading) -> Latents:
         """The latents of a clip that was read."""
+        with memory.tiles_put_back(self.vae):
+            return self._encoded(reading)
+
+    def _encoded(self, reading: Reading) -> Latents:
         recipe, vae, framing = self.recipe, self.vae, reading.framing
         size = framing.height, framing.width
         told = memory.set_tiles(vae, recipe.tiling, "encode", *size, reading.num_frames)
@@ -255,6 +293,7 @@ class EncodeClip(_WithModel):
         )
 
     def _about(self, reading: Reading) -> dict[str, Any]:
+        tile = memory.tile_of(self.vae)
         return {
             "id": reading.clip.id,
             "caption": reading.clip.caption,
@@ -263,6 +302,7 @@ class EncodeClip(_WithModel):
             "source_frames": reading.info.num_frames,
             "variable_frame_rate": reading.info.variable,
             "kept": self.recipe.keep,
+            "tiles": "{}x{}".format(*tile) if tile else None,
             "source_sha256": reading.sha256,
             "model_sha256": self.model_sha256,
         }
@@ -275,10 +315,19 @@ class DecodeClip(_WithModel):
         """The frames, uint8 (1, 3, T, H, W); `LatentsError` for another model's latents."""
         return torch.cat(list(self.stream(latents)), dim=2)
 
+    def check(self, latents: Latents) -> None:
+        """Raises `LatentsError` for another model's latents, `TilingError` for tiles that it cannot take."""
+        memory.check_tiling(self.recipe.tiling, self.vae.spatial_scale)
+        latents.check_model(self.vae.config)
+
     def stream(self, latents: Latents) -> Iterator[torch.Tensor]:
         """The frames as they come, uint8 (1, 3, t, H, W)."""
+        with memory.tiles_put_back(self.vae):
+            yield from self._decoded(latents)
+
+    def _decoded(self, latents: Latents) -> Iterator[torch.Tensor]:
         vae = self.vae
-        latents.check_model(vae.config)
+        self.check(latents)
         z = latents.tensor.to(vae.dtype)
         height, width = (side * vae.spatial_scale for side in z.shape[3:])
         told = memory.set_tiles(vae, self.recipe.tiling, "decode", height, width, z.shape[2])

@@ -1,12 +1,13 @@
 """A data set's latents to videos, one .mp4 a clip."""
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 from cogvideox_torchax.dataset import formats, loop
-from cogvideox_torchax.dataset.clip import DecodeClip
+from cogvideox_torchax.dataset.clip import ClipError, DecodeClip, check_id
 from cogvideox_torchax.dataset.manifest import BAD, DONE, Manifest, Share, lines
 from cogvideox_torchax.files import video
 from cogvideox_torchax.files.latents import Latents, LatentsError
@@ -55,6 +56,7 @@ class Videos:
                 self.bad.pop(line["id"], None)
         self._readers: dict[str, Callable[[], Latents]] = {}
         self.done_before = 0
+        owners: dict[Path, str] = {}
         for shard in list(shards)[share.index :: share.count]:
             try:
                 entries = formats.entries(shard)
@@ -62,6 +64,14 @@ class Videos:
                 self.bad[shard.name] = str(error)
                 continue
             for name, read in entries:
+                try:
+                    check_id(name)
+                    owner = owners.setdefault(self._path(name), name)
+                    if owner != name:
+                        raise ClipError(f"its video would be that of {owner}: give it another id")
+                except ClipError as error:
+                    self.bad[str(name)] = f"{shard}: {error}"
+                    continue
                 if self._path(name).exists():
                     self.done_before += 1
                 elif name not in self.bad:
@@ -77,9 +87,12 @@ class Videos:
     def _path(self, name: str) -> Path:
         return self.directory / f"{name.removesuffix('.mp4')}.mp4"
 
-    def model(self) -> str:
-        """The model that the missing clips' latents say they are of; "" where none is missing."""
-        return self._readers[self.missing[0]]().model if self.missing else ""
+    def first(self) -> Latents | None:
+        """The first missing clip's latents that can be read; None where there are none."""
+        for name in self.missing:
+            with contextlib.suppress(ValueError, OSError):  # what `work` finds again, and refuses
+                return self._readers[name]()
+        return None
 
     def work(self, unit: DecodeClip, *, readers: int) -> Iterator[loop.Step]:
         """Decodes what is missing; frames are written as they come, so a clip may be of any length."""

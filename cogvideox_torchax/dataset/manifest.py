@@ -20,13 +20,14 @@ from pathlib import Path
 from typing import Any
 
 from cogvideox_torchax.dataset import formats
+from cogvideox_torchax.dataset.clip import WORK
 from cogvideox_torchax.files import latents as latent_files
 from cogvideox_torchax.files import reports
 from cogvideox_torchax.files.latents import Latents
 from cogvideox_torchax.files.whole import OutputError, remove_left_in
 
 FORMAT = "cogvideox-torchax-clips/1"
-LIST, WORK = "clips.json", "work"
+LIST = "clips.json"
 DONE, BAD, SHARD = "done", "bad", "shard"
 
 

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from cogvideox_torchax.dataset import formats
-from cogvideox_torchax.dataset.clip import Clip, EncodeClip, Recipe
+from cogvideox_torchax.dataset.clip import Clip, ClipError, EncodeClip, Reading, Recipe
 from cogvideox_torchax.dataset.loop import Step
 from cogvideox_torchax.dataset.manifest import Shelf, described
 from cogvideox_torchax.files import latents as latent_files
+from cogvideox_torchax.files.whole import OutputError
 
 RETRIES = 100
 """How often an actor is started again, and a clip given to another, before the work fails."""
@@ -41,12 +42,20 @@ class ClipActor:
             if path.exists():  # by an actor that died before it could say so
                 latents = latent_files.load(path)
             else:
-                latents = self._encode(Clip(**json.loads(row["clip"])))
+                latents = self._encode.encode(self._read(Clip(**json.loads(row["clip"]))))
                 path.parent.mkdir(parents=True, exist_ok=True)
                 latent_files.save(latents, path)
+        except OutputError:
+            raise
         except ValueError as error:
             return json.dumps({"index": int(index), "error": " ".join(str(error).split())})
         return json.dumps({"index": int(index), "about": described(latents)})
+
+    def _read(self, clip: Clip) -> Reading:
+        try:
+            return self._encode.read(clip)
+        except OSError as error:  # the clip's own; one of the output ends the work
+            raise ClipError(str(error)) from error
 
 
 def _rows(batch: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -72,6 +81,7 @@ def encode(
     kind: str = formats.PARQUET,
     shard_size: int = 64,
     resources: dict[str, float] | None = None,
+    retry: bool = False,
     say: Callable[[Step], None] = lambda step: None,
 ) -> Shelf:
     """Encodes the clips that a directory lacks, on the Ray cluster that this process is connected to.
@@ -84,6 +94,7 @@ def encode(
         kind: of `formats`.
         shard_size: clips a shard.
         resources: what an actor takes, such as {"TPU": 4} for a host of four chips; a CPU where None.
+        retry: whether clips that were bad before are tried again.
         say: is told of each clip.
 
     Returns:
@@ -96,8 +107,11 @@ def encode(
     ray = _ray()
     by_id = {clip.id: clip for clip in clips}
     on_host = replace(recipe, backend="torch", dp=None, tp=None)
-    made_by = recipe.lasting(EncodeClip(on_host).model_sha256)
-    with Shelf(output, made_by, list(by_id), kind=kind, shard_size=shard_size) as shelf:
+    unit = EncodeClip(on_host)
+    unit.check()
+    made_by = recipe.lasting(unit.model_sha256)
+    options: dict[str, Any] = {"kind": kind, "shard_size": shard_size, "retry": retry}
+    with Shelf(output, made_by, list(by_id), **options) as shelf:
         rows = []
         for index in shelf.pending():
             clip = by_id.get(shelf.ids[index] or "")

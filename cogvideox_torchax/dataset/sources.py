@@ -1,16 +1,18 @@
 """Where a data set's clips are: a directory of videos, or a list of them."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from cogvideox_torchax.dataset import formats
-from cogvideox_torchax.dataset.clip import Clip, ClipError
-from cogvideox_torchax.dataset.manifest import WORK
+from cogvideox_torchax.dataset.clip import Clip, ClipError, check_id, waits
 from cogvideox_torchax.files import video
 
 LISTS = (".txt", ".jsonl")
+TEXTS, COUNTS = ("id", "caption"), ("frames", "height", "width")
+"""What a line of a list may say of a clip, besides its path."""
 
 
 def is_many(path: str | Path) -> bool:
@@ -37,8 +39,10 @@ def clips(path: str | Path) -> list[Clip]:
     for clip in found:
         if clip.id in seen:
             raise ClipError(f"{path} names {clip.id} twice: give each clip an id of its own")
-        if clip.id.startswith(("/", "..")) or "/../" in clip.id:
-            raise ClipError(f"{path} gives the id {clip.id}: it must not lead out of the output's directory")
+        try:
+            check_id(clip.id)
+        except ClipError as error:
+            raise ClipError(f"{path}: {error}") from error
         seen.add(clip.id)
     return found
 
@@ -55,13 +59,13 @@ def _in_directory(directory: Path) -> list[Clip]:
 
 def _caption(file: Path) -> str:
     beside = file.with_suffix(".txt")
-    return beside.read_text().strip() if beside.is_file() else ""
+    return beside.read_text("utf-8").strip() if beside.is_file() else ""
 
 
 def _in_list(path: Path) -> Iterator[Clip]:
     if not path.is_file():
         raise ClipError(f"there is no file {path}")
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    for number, line in enumerate(path.read_text("utf-8").split("\n"), 1):
         if not line.strip():
             continue
         if path.suffix == ".txt":
@@ -69,26 +73,43 @@ def _in_list(path: Path) -> Iterator[Clip]:
         else:
             try:
                 given = dict(json.loads(line))
-                given["path"] = str(given["path"])
-            except (ValueError, KeyError, TypeError) as error:
+            except (ValueError, TypeError) as error:
                 raise ClipError(
                     f"{path}, line {number}: an object with a path is wanted, got {line[:80]}"
                 ) from error
+        try:
+            _check_fields(given)
+        except ClipError as error:
+            raise ClipError(f"{path}, line {number}: {error}") from error
         file = path.parent / given.pop("path")
         name = str(given.pop("id", _name(file, path.parent)))
-        unknown = set(given) - {"caption", "frames", "height", "width"}
-        if unknown:
-            raise ClipError(f"{path}, line {number}: got {', '.join(sorted(unknown))}, which no clip has")
         yield Clip(name, file, **given)
 
 
+def _check_fields(given: dict[str, Any]) -> None:
+    unknown = set(given) - {"path", *TEXTS, *COUNTS}
+    if unknown:
+        raise ClipError(f"got {', '.join(sorted(unknown))}, which no clip has")
+    if not isinstance(given.get("path"), str):
+        raise ClipError(f"an object with a path is wanted, got {given}")
+    for name in TEXTS:
+        if not isinstance(given.get(name, ""), str):
+            raise ClipError(f"{name} is {given[name]!r}, a text is wanted")
+    for name in COUNTS:
+        if type(given.get(name, 1)) is not int or given.get(name, 1) < 1:  # a bool is an int, too
+            raise ClipError(f"{name} is {given[name]!r}, a whole number above 0 is wanted")
+
+
 def _name(file: Path, directory: Path) -> str:
-    return (file.relative_to(directory) if file.is_relative_to(directory) else Path(file.name)).as_posix()
+    """A file's path below a directory; of one that lies elsewhere its own name."""
+    below = file.relative_to(directory) if file.is_relative_to(directory) else Path(file.name)
+    return file.name if ".." in below.parts else below.as_posix()
 
 
 def _is_inner(path: Path) -> bool:
-    """Whether a file is still being made: in a hidden directory, or waiting for its shard."""
-    return path.parts[0] == WORK or any(part.startswith(".") for part in path.parts)
+    """Whether a file is still being made: in the directory of a run that writes it, or waiting for its
+    shard."""
+    return waits(path) or any(re.match(r"\..*\.writing-", part) for part in path.parts)
 
 
 def shards(directory: Path) -> list[Path]:

@@ -20,6 +20,10 @@ SUFFIXES = (".avi", ".gif", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg", ".t
 """What a directory's videos end in."""
 
 
+COPIED = ("aac", "ac3", "alac", "eac3", "mp3", "opus")
+"""Codecs of sound that .mp4 knows."""
+
+
 class VideoError(ValueError):
     """A video that cannot be read, or not in the size wanted; the message says what to do."""
 
@@ -35,7 +39,7 @@ class VideoInfo:
         num_frames: that are really in the file.
         times: when each frame is shown, in seconds after the first; empty where the file does not say.
         tick: of the clock that `times` are told by, in seconds.
-        has_sound: whether there is a sound track.
+        sound: the codec of the sound track; "" where there is none.
     """
 
     path: Path
@@ -45,7 +49,16 @@ class VideoInfo:
     num_frames: int
     times: tuple[Fraction, ...] = ()
     tick: Fraction = Fraction(0)
-    has_sound: bool = False
+    sound: str = ""
+
+    @property
+    def has_sound(self) -> bool:
+        return bool(self.sound)
+
+    @property
+    def copies_sound(self) -> bool:
+        """Whether an .mp4 takes the sound as it is; any other becomes AAC."""
+        return self.sound in COPIED
 
     @property
     def gaps(self) -> tuple[Fraction, Fraction]:
@@ -122,8 +135,13 @@ def probe(source: Source) -> VideoInfo:
             count,
             times,
             stream.time_base or Fraction(0),
-            bool(container.streams.audio),
+            _codec(container.streams.audio[0]) if container.streams.audio else "",
         )
+
+
+def _codec(stream: Any) -> str:
+    """The codec's own name, not that of the decoder which FFmpeg takes for it, such as mp3float."""
+    return stream.codec_context.codec.canonical_name
 
 
 @dataclass(frozen=True)
@@ -327,8 +345,6 @@ class _Mp4Sink:
 class _Sound:
     """The sound of a file, copied into another one beside the frames that are written there."""
 
-    COPIED = ("aac", "ac3", "alac", "eac3", "mp3", "opus")
-    """Codecs that .mp4 knows; any other becomes AAC."""
     LAYOUTS: ClassVar = {1: "mono", 2: "stereo", 6: "5.1", 8: "7.1"}
     """Of so many channels, which not every source names."""
 
@@ -341,7 +357,7 @@ class _Sound:
         video = self._source.streams.video[0]
         self._start = (video.start_time or 0) * (video.time_base or Fraction(0))
         self._resampler = None
-        if given.codec_context.name in self.COPIED:
+        if _codec(given) in COPIED:
             self._stream = container.add_stream_from_template(given)
         else:
             layout = self.LAYOUTS.get(given.channels, "stereo")

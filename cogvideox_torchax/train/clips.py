@@ -16,7 +16,6 @@ from cogvideox_torchax.files import video
 from cogvideox_torchax.vae.pixels import from_uint8
 
 PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".webp")
-VIDEOS = (".mp4", ".mkv", ".mov", ".avi", ".webm", ".gif")
 
 LEVELS = ((2.0, 0.85), (2.5, 1.0), (3.4, 1.0), (4.5, 1.0))
 """The sizes that a source is kept in: its shorter side in crops' sides, and how much it is narrowed."""
@@ -56,7 +55,7 @@ def parts(texts: Sequence[str]) -> list[Part]:
     found = [part for text in texts for part in _parts(text)]
     if not found:
         raise ValueError(
-            f"no videos or pictures in {', '.join(texts)}: they end in {', '.join(VIDEOS + PICTURES)}"
+            f"no videos or pictures in {', '.join(texts)}: they end in {', '.join(video.SUFFIXES + PICTURES)}"
         )
     return found
 
@@ -67,7 +66,7 @@ def _parts(text: str) -> Iterator[Part]:
         name, span = text, ""
     path = Path(name)
     if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.suffix.lower() in VIDEOS + PICTURES)
+        files = sorted(file for file in path.rglob("*") if file.suffix.lower() in video.SUFFIXES + PICTURES)
         yield from map(Part, files)
         return
     start, dash, end = span.partition("-")

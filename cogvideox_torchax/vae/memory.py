@@ -5,6 +5,7 @@ What a chunk takes is estimated from what the TPU's compiler says of CogVideoX-5
 the channels and to the bytes of a number.
 """
 
+import contextlib
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -44,6 +45,12 @@ def parse_tiles(text: str, scale: int) -> tuple[int, int]:
             f"{2 * scale} at least; {good[0]}x{good[1]} is near"
         )
     return height, width
+
+
+def check_tiling(tiling: str | None, scale: int) -> None:
+    """Raises `TilingError` for what `set_tiles` cannot take with a model of this scale."""
+    if tiling not in (None, "auto"):
+        parse_tiles(tiling, scale)
 
 
 def needed(vae: Any, kind: str, height: int, width: int, frames: int) -> int:
@@ -111,6 +118,25 @@ def set_tiles(vae: Any, tiling: str | None, kind: str, height: int, width: int, 
     return f"tiles of {tile[0]} x {tile[1]} pixels, as {free / 2**30:.1f} GiB are free"
 
 
+def tile_of(vae: Any) -> tuple[int, int] | None:
+    """The height and width of a model's tiles, in pixels; None where tiling is off."""
+    if not vae.use_tiling:
+        return None
+    return vae.tile_latent_min_height * vae.spatial_scale, vae.tile_latent_min_width * vae.spatial_scale
+
+
+@contextlib.contextmanager
+def tiles_put_back(vae: Any) -> Iterator[None]:
+    """Leaves a model's tiles as they were before the block, whatever it turned on."""
+    names = ("use_tiling", *(name for name in vars(vae) if name.startswith("tile_")))
+    before = {name: getattr(vae, name) for name in names}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(vae, name, value)
+
+
 def _enable(vae: Any, tile: tuple[int, int]) -> None:
     vae.enable_tiling(tile_sample_min_height=tile[0], tile_sample_min_width=tile[1])
 
@@ -139,10 +165,7 @@ def in_tiles_once_memory_is_out(
         if not runtime.out_of_memory(error):
             raise
     scale = vae.spatial_scale
-    before = (
-        (vae.tile_latent_min_height * scale, vae.tile_latent_min_width * scale) if vae.use_tiling else size
-    )
-    tile = [max(side // 2 // scale, 2) * scale for side in map(min, before, size)]
+    tile = [max(side // 2 // scale, 2) * scale for side in map(min, tile_of(vae) or size, size)]
     say(f"out of memory after {given} chunks: going on in tiles of {tile[0]} x {tile[1]} pixels")
     _enable(vae, (tile[0], tile[1]))
     yield from itertools.islice(start(), given, None)

@@ -276,7 +276,9 @@ def test_reconstruct_keeps_times_and_sound_and_says_what_it_cannot(model_directo
         sink.write(moving_frames(9))
     command = ("reconstruct", "clip.mp4", "--model", "vae", "--backend", "torch", "-o")
     assert run(*command, "again.mp4") == 0
-    assert "10 to 300 ms from frame to frame: frames keep their times" in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert "10 to 300 ms from frame to frame: frames keep their times" in said.err
+    assert "copied" in said.out
     assert video.probe("again.mp4").times == tuple(TIMES)
     assert heard("again.mp4") == heard("clip.mp4")
     assert run(*command, "short.mp4", "--frames", 6) == 0
@@ -286,6 +288,9 @@ def test_reconstruct_keeps_times_and_sound_and_says_what_it_cannot(model_directo
     assert run(*command, "other.mp4", "--fps", 20) == 0
     assert "the sound is left out" in capsys.readouterr().err
     assert not video.probe("other.mp4").has_sound
+    with_sound(Path("raw.mkv"), codec="pcm_s16le", container="matroska")
+    assert run("reconstruct", "raw.mkv", *command[2:], "raw.mp4", "--frames", 5) == 0
+    assert "AAC" in capsys.readouterr().out
 
 
 def test_tiles_are_those_that_are_asked_for(clip, latent_file, native_vae):

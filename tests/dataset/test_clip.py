@@ -139,6 +139,25 @@ def test_a_long_clip_is_read_while_it_is_encoded_and_gives_the_same(small, monke
     assert torch.equal(small.unit.encode(reading).tensor, small.wanted["a.mp4"].tensor)
 
 
+def test_tiles_of_one_clip_are_put_back_before_the_next_and_written_down(small, monkeypatch):
+    unit = EncodeClip(replace(small.recipe, tiling="8x12"))
+    latents = unit(clip_of(small))
+    assert latents.about["tiles"] == "8x12"
+    assert not torch.equal(latents.tensor, small.wanted["a.mp4"].tensor)
+    assert not unit.vae.use_tiling
+    decoder, out = DecodeClip(small.recipe), RuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+    real = decoder.vae.decode_stream
+
+    def once(*args, **options):
+        monkeypatch.setattr(decoder.vae, "decode_stream", real)
+        raise out
+
+    whole = decoder(latents)
+    monkeypatch.setattr(decoder.vae, "decode_stream", once)
+    assert not torch.equal(decoder(latents), whole)
+    assert torch.equal(decoder(latents), whole)
+
+
 def test_decoding_has_a_dtype_of_its_own_and_gives_diffusers_bytes(small):
     latents = small.wanted["a.mp4"]
     frames = DecodeClip(small.recipe)(latents)

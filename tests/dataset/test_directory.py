@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from cogvideox_torchax import cli
-from cogvideox_torchax.dataset import EncodeClip, formats, loop, manifest
+from cogvideox_torchax.dataset import EncodeClip, formats, loop, manifest, sources
+from cogvideox_torchax.dataset.decoding import Videos
 from cogvideox_torchax.files import latents as latent_files
 from cogvideox_torchax.files import video
 from tests.dataset.conftest import BAD, GOOD, OPTIONS, tree, write_clip
@@ -134,8 +135,9 @@ def test_other_settings_are_refused_in_the_same_directory(small, encoded, capsys
     assert "other settings (frames)" in capsys.readouterr().err
 
 
-def test_two_shares_make_what_one_process_makes(small, encoded, tmp_path):
+def test_two_shares_make_what_one_process_makes(small, encoded, tmp_path, monkeypatch):
     out = tmp_path / "out"
+    monkeypatch.setattr("cogvideox_torchax.sharding.abandon", None)  # bad clips are no reason to
     options = ("--format", "webdataset", "--shard-size", 3, "--distributed", "--processes", 2, "--process")
     codes = [encode(small, out, *options, index) for index in (1, 0)]
     assert codes.count(1) >= 1
@@ -162,6 +164,9 @@ BAD_LISTS = {
     "an unknown field": ('{"path": "a.mp4", "fsp": 3}', "got fsp"),
     "an id twice": ('{"path": "a.mp4"}\n{"path": "a.mp4"}', "names a.mp4 twice"),
     "a way out": ('{"path": "a.mp4", "id": "../a"}', "must not lead out"),
+    "an absolute id": ('{"path": "a.mp4", "id": "/a"}', "must not lead out"),
+    "no caption": ('{"path": "a.mp4", "caption": null}', "line 1: caption is None, a text"),
+    "no count": ('{"path": "a.mp4"}\n{"path": "b.mp4", "frames": "5"}', "line 2: frames is '5', a whole"),
     "nothing": ("", "names no clips"),
 }
 
@@ -176,7 +181,66 @@ def test_a_bad_list_is_one_line(small, tmp_path, capsys, text, words):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_list_names_files_elsewhere_and_keeps_line_separators_in_captions(small, tmp_path):
+    (tmp_path / "clips.txt").write_text("../in/a.mp4\n")
+    assert [clip.id for clip in sources.clips(tmp_path / "clips.txt")] == ["a.mp4"]
+    (tmp_path / "clips.jsonl").write_text('{"path": "a.mp4", "caption": "one\u2028two"}\n', "utf-8")
+    assert [clip.caption for clip in sources.clips(tmp_path / "clips.jsonl")] == ["one\u2028two"]
+
+
+WRONG = {
+    "tiles": (["--tiling", "21x32"], "multiples of 4"),
+    "a bucket": (["--buckets", "9x18x24"], "a side of 18 pixels"),
+    "a height": (["--height", 18, "--width", 24], "a side of 18 pixels"),
+    "a mesh": (["--tp", 2], "runs on one device"),
+    "a process": (["--processes", 2, "--process", 0], "add --distributed"),
+}
+
+
+@pytest.mark.parametrize(("options", "words"), WRONG.values(), ids=WRONG)
+def test_a_wrong_option_marks_no_clip_bad(small, tmp_path, capsys, options, words):
+    assert encode(small, tmp_path / "out", *options) == 2
+    assert words in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 # Decoding
+
+
+def test_latents_are_found_in_folders_of_any_name_but_those_of_runs(tmp_path):
+    kept = ["work/a.mp4.safetensors", ".b/a.mp4.safetensors"]
+    for name in (*kept, "work/00000001.safetensors", ".a.tar.writing-12345678-host/a.tar"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    assert sorted(sources.shards(tmp_path)) == sorted(tmp_path / name for name in kept)
+
+
+def test_an_id_without_a_place_of_its_own_below_the_output_is_bad(tmp_path, monkeypatch):
+    ids = ["cat", "cat.mp4", "../../escaped", "/escaped", "a/../../escaped", "", None]
+    monkeypatch.setattr(formats, "entries", lambda path: [(name, None) for name in ids])
+    with Videos(tmp_path / "out", [Path("latents.tar")], None, manifest.Share()) as videos:
+        assert videos.missing == ["cat"]
+        assert set(videos.bad) == {str(name) for name in ids[1:]}
+
+
+def test_another_model_marks_no_latents_bad_and_a_broken_first_clip_is_its_own(
+    small, encoded, tmp_path, capsys
+):
+    from tests import reference
+
+    reference.small_vae(**{**reference.THREE_LEVELS, "norm_num_groups": 2}).save_pretrained(tmp_path / "vae")
+    decode = ["decode", str(encoded / "webdataset"), "-o", str(tmp_path / "out"), *OPTIONS]
+    assert cli.main([*decode, "--model", str(tmp_path / "vae")]) == 2
+    assert "norm_num_groups" in capsys.readouterr().err
+    assert list(manifest.lines(tmp_path / "out")) == []
+    shutil.copytree(encoded / "webdataset", tmp_path / "in")
+    path = min((tmp_path / "in").glob("*.tar"))
+    data = path.read_bytes()
+    path.write_bytes(data.replace(b"cogvideox-torchax-latents", b"cogvideox-torchax-nothing", 1))
+    assert path.read_bytes() != data
+    assert cli.main(["decode", str(tmp_path / "in"), *decode[2:]]) == 1
+    assert [line["kind"] for line in manifest.lines(tmp_path / "out")].count("bad") == 1
+    assert len(list((tmp_path / "out").rglob("*.mp4"))) == 4
 
 
 @pytest.mark.parametrize("kind", formats.SUFFIXES)

@@ -146,7 +146,9 @@ def test_no_more_videos_wait_than_the_queue_holds(site, upload, monkeypatch):
     data = upload.read_bytes()
     assert [asked(f"{site}/videos", data)[0] for _ in range(3)] == [200, 200, 429]
     monkeypatch.setattr(stream_to_browser, "PATIENCE", 0.0)
-    assert asked(f"{site}/videos", data)[0] == 200, "what nobody came for makes room"
+    status, late = asked(f"{site}/videos", data)
+    assert status == 200, "what nobody came for makes room"
+    assert asked(site + late.strip())[0] == 404, "nor is it handed out any more"
 
 
 @pytest.mark.parametrize("path", ["/videos/..%2f..%2fetc%2fpasswd", "/videos/none", "/etc/passwd", "/docs"])

@@ -174,7 +174,7 @@ def test_a_failed_decode_without_stages_leaves_the_latents_beside_the_output(mod
 
     with monkeypatch.context() as patch:
         patch.setattr("cogvideox_torchax.cli.generate.decode_to", fail)
-        assert generate(models("text")) == 1
+        assert generate(models("text"), output="frames/") == 1
     assert (
         "the latents are kept: cogvideox-torchax decode frames.latents.safetensors" in capsys.readouterr().err
     )
