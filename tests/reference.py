@@ -2,15 +2,10 @@
 
 import contextlib
 
-import jax
 import numpy as np
 import pytest
 import torch
 from diffusers import AutoencoderKLCogVideoX
-from jax.experimental.pallas import tpu as pltpu
-
-from jax_kernels.common import tiles
-from jax_kernels.norm_conv3d import op, tpu
 
 SMALL = {
     "block_out_channels": (16, 32, 32, 64),
@@ -99,6 +94,13 @@ def largest_error(got, want) -> float:
 def interpreted_norm_conv3d(*, lanes=16, large=1):
     """While it is open, `norm_conv3d` runs its kernel, interpreted, where it would on a TPU: for frames of
     `large` pixels and multiples of `lanes` channels. Gives a list of the activations it was traced for."""
+    # Not before the tests have begun: what is imported earlier has its annotated shapes unchecked.
+    import jax
+    from jax.experimental.pallas import tpu as pltpu
+
+    from jax_kernels.common import tiles
+    from jax_kernels.norm_conv3d import op, tpu
+
     traced = []
 
     def on_tpu(*operands, **forms):

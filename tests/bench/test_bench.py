@@ -187,7 +187,7 @@ def test_builds_are_compared_where_both_were_run_and_right():
     assert [cell.strip() for cell in lines[3].split("|")[3:8]] == [
         "9 x 16 x 24",
         "torchax",
-        "0.0e+00",
+        "1.0e-06",
         "3",
         "3",
     ]

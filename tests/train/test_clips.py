@@ -11,6 +11,8 @@ from cogvideox_torchax.train.clips import Part, Sampler, Source, load, parts
 from tests.files.test_video import moving_frames
 from tests.train.test_command import arguments
 
+pytestmark = pytest.mark.usefixtures("torchax_off")
+
 
 def test_a_directory_gives_its_videos_and_pictures_in_order(material):
     Path("notes.txt").write_text("no clip")

@@ -14,7 +14,7 @@ from diffusers.pipelines.cogvideo.pipeline_cogvideox import CogVideoXPipeline
 from jax.sharding import Mesh
 
 import jax_kernels
-from cogvideox_torchax import AutoencoderKLCogVideoX, enable, make_mesh, port
+from cogvideox_torchax import AutoencoderKLCogVideoX, enable, load_pipeline, make_mesh, port
 from cogvideox_torchax.flax import (
     FlaxAutoencoderKLCogVideoX,
     FlaxAutoencoderKLCogVideoXConfig,
@@ -27,6 +27,7 @@ def port_and_run(pipe: CogVideoXPipeline, video: torch.Tensor) -> None:
     mesh = make_mesh(dp=1, tp=8)
     assert_type(mesh, Mesh)
     assert_type(port(pipe, mesh=mesh), CogVideoXPipeline)
+    assert_type(load_pipeline("a-directory", mesh=mesh), Any)
     assert_type(enable(), None)
     vae = AutoencoderKLCogVideoX.from_pretrained("a-directory", torch_dtype=torch.bfloat16)
     assert_type(vae, AutoencoderKLCogVideoX)
@@ -56,6 +57,12 @@ def vae_kernels(x: jax.Array, kernel: jax.Array, vector: jax.Array) -> None:
     assert_type(
         jax_kernels.spatial_norm(x, y, vector, vector, kernel, vector, kernel, vector, num_groups=8),
         jax.Array,
+    )
+    norm = jax_kernels.Norm(vector, vector)
+    columns = jax_kernels.Columns(x, x)
+    assert_type(
+        jax_kernels.norm_conv3d(x, norm, kernel, vector, columns=columns, num_groups=8),
+        tuple[jax.Array, jax.Array | None, jax_kernels.Columns | None],
     )
     assert_type(jax_kernels.upsample(x, kernel, vector, expand_time=True), jax.Array)
     assert_type(jax_kernels.downsample(x, kernel, vector, compress_time=True), jax.Array)
