@@ -8,7 +8,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ WORK = "work"
 _WAITING = re.compile(WORK + r"/\d{8}(\.safetensors)?")
 
 
-def waits(path: PurePosixPath) -> bool:
+def waits(path: PurePath) -> bool:
     """Whether a path within a data set's directory is that of a clip that waits for its shard."""
     return _WAITING.fullmatch(path.as_posix()) is not None
 

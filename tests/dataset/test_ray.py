@@ -1,12 +1,16 @@
 """Encoding on a local Ray, in a process of its own, whose actors are killed on the way."""
 
+import json
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from cogvideox_torchax import cli
+from cogvideox_torchax.files.whole import OutputError
 from tests.dataset.conftest import BAD, OPTIONS, tree
 
 ENCODE = """
@@ -49,3 +53,26 @@ def test_an_actor_that_is_killed_is_replaced_and_the_result_is_the_command_lines
     shards = lambda name: {key: data for key, data in tree(tmp_path / name).items() if key.endswith(".tar")}  # noqa: E731
     assert shards("ray") == shards("alone")
     shutil.rmtree(tmp_path / "ray")
+
+
+def test_an_actor_refuses_a_clip_that_cannot_be_read_and_ends_where_the_output_cannot_be_written(
+    small, tmp_path, monkeypatch
+):
+    from cogvideox_torchax.dataset import ray as engine
+
+    def failing(error):
+        def fail(*args):
+            raise error
+
+        return fail
+
+    clip = json.dumps({"id": "a.mp4", "source": str(small.clips / "a.mp4")})
+    row = {"index": [0], "path": [str(tmp_path / "a.safetensors")], "clip": [clip]}
+    actor = engine.ClipActor(small.recipe)
+    with monkeypatch.context() as patch:
+        patch.setattr("cogvideox_torchax.files.video.probe", failing(OSError(5, "Input/output error")))
+        (line,) = actor(row)["line"]
+    assert "Input/output error" in json.loads(line)["error"]
+    monkeypatch.setattr("cogvideox_torchax.files.latents.save", failing(OutputError("not writable")))
+    with pytest.raises(OutputError, match="not writable"):
+        actor(row)
