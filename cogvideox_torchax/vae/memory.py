@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from cogvideox_torchax import runtime
 from cogvideox_torchax.vae import chunks
 
-BYTES_A_PIXEL = {"encode": 1307, "decode": 13513}
+BYTES_A_PIXEL = {"encode": 1026, "decode": 13513}
 """Of a frame, to encode, or of a latent frame, to decode, for each pixel of the picture, beside the weights:
 temporaries and output of the larger program in benchmarks/results/plan-v6e-1-*-torchax.json."""
 PLANNED_CHANNELS, PLANNED_ITEMSIZE = 128, 2

@@ -58,7 +58,8 @@ def as_a_reader(tmp_path, monkeypatch):
     frames = torch.randint(0, 256, (1, 3, 5, 16, 24), dtype=torch.uint8)
     from cogvideox_torchax.files import video
 
-    for name in ("clip.mp4", "my.mp4", "walk.mp4"):
+    (tmp_path / "clips").mkdir()
+    for name in ("clip.mp4", "my.mp4", "walk.mp4", "clips/cat.mp4"):
         with video.writing(name, 8) as sink:
             sink.write(frames)
     small_pipelines.picture().save("cat.png")
