@@ -1,6 +1,6 @@
 """What encoding a million clips costs, from the compiler's estimate, into docs/datasets.md.
 
-    cogvideox-torchax plan --encode --json benchmarks/results/plan-v6e-1-encode-torchax.json
+    python benchmarks/plan.py v6e-1-encode torchax
     PYTHONPATH=. python benchmarks/dataset_cost.py --price 2.70
 
 Nothing of it was measured: the seconds are the plan's, the price of a chip's hour is the one given.
