@@ -343,12 +343,18 @@ def _from_left(column: Any) -> Any:
     return lax.max(column, 0) if isinstance(column, jax.Array) else max(column, 0)
 
 
-def takes(x: Any, grid: tuple[int, ...], kernel: Any, *, residual: bool) -> bool:
+def takes(
+    x: Float[Array, "N T H W I"],
+    grid: tuple[int, ...],
+    kernel: Float[Array, "kt kh kw I O"],
+    *,
+    residual: bool,
+) -> bool:
     """Whether the kernel takes these frames: two, four or eight of bfloat16, not small, on one device, with
     an even number of rows, whole tiles of channels in and out, and no more of a row than fits into VMEM.
 
     Args:
-        x: frames (N, T, H, W, I); of it and of the kernel only shape and dtype are looked at.
+        x: frames; of it and of the kernel only shape and dtype are looked at.
         grid: frames, rows and columns of the coefficients.
         kernel: (3, 3, 3, I, O).
         residual: whether there is one.
