@@ -32,6 +32,9 @@ CASES = {
     "decoder, 256 to 256, four frames": (4, 120, 180, 256, 256, True, DECODER),
     "decoder, 512 to 256, four frames, no residual": (4, 120, 180, 512, 256, False, DECODER),
     "decoder, 512 to 512, two frames": (2, 60, 90, 512, 512, True, DECODER),
+    "decoder, 128 to 128, an image": (1, 480, 720, 128, 128, True, DECODER),
+    "decoder, 256 to 128, an image, no residual": (1, 480, 720, 256, 128, False, DECODER),
+    "decoder, 256 to 256, an image": (1, 240, 360, 256, 256, True, DECODER),
     "encoder, 128 to 128": (8, 480, 720, 128, 128, True, ENCODER),
     "encoder, 256 to 256, four frames": (4, 240, 360, 256, 256, True, ENCODER),
     "encoder, 256 to 256, two frames": (2, 120, 180, 256, 256, True, ENCODER),
@@ -42,13 +45,17 @@ CASES = {
 def measure_case(name: str, topology: str = "v6e:1x1") -> dict[str, Any]:
     """One shape; activations and caches come and go in the order that a program keeps them in."""
     frames, height, width, channels, outputs, added, cells = CASES[name]
-    registers = -(-width * frames // 8) if width == 90 else 90
+    cell = width // 90
+    registers = 90 if cell * frames % 8 == 0 else -(-width * frames // 8)
     grid = (1, 1) if cells == 1 else (60, registers)
+
+    still = frames == 1  # the start of a video, before which there is no cache
 
     def run(x: Any, cache: Any, multiplier: Any, offset: Any, kernel: Any, bias: Any, *residual: Any) -> Any:
         x, cache, *others = (part.transpose(2, 3, 0, 1, 4) for part in (x, cache, *residual))
         added = others[0] if others else None
-        y, latest, moments = tpu.convolved(x, multiplier, offset, cache, added, kernel, bias)
+        past = None if still else cache
+        y, latest, moments = tpu.convolved(x, multiplier, offset, past, added, kernel, bias)
         return y.transpose(2, 3, 0, 1, 4), latest.transpose(2, 3, 0, 1, 4), moments
 
     bfloat16, float32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
@@ -64,7 +71,7 @@ def measure_case(name: str, topology: str = "v6e:1x1") -> dict[str, Any]:
     ]
     chip = CHIPS[topology.partition(":")[0]]
     pixels = height * width
-    moved = 2 * pixels * (frames * (channels + outputs * (1 + added)) + 4 * channels)
+    moved = 2 * pixels * (frames * (channels + outputs * (1 + added)) + (2 if still else 4) * channels)
     return {
         "shape": name,
         "topology": topology,

@@ -20,6 +20,7 @@ SMALL = "--frames 49 --height 480 --width 720"
 CASES = {
     "step-1.5-5b-v6e-8": f"--network step --model 1.5-5b {EIGHT} {LARGE}",
     "step-5b-v6e-1": f"--network step --model 5b --topology v6e:1x1 {SMALL}",
+    "step-2b-v6e-1": f"--network step --model 2b --topology v6e:1x1 {SMALL}",
     "step-5b-v6e-8": f"--network step --model 5b {EIGHT} {SMALL}",
     "prompt-v6e-1": "--network prompt --model 5b --topology v6e:1x1",
     "prompt-v6e-8": f"--network prompt --model 5b {EIGHT}",
@@ -27,7 +28,9 @@ CASES = {
 STEPS = 50
 VIDEOS = {
     # The plans of its parts: prompt, step and VAE.
+    "2b, 49 x 480 x 720, one v6e": ("prompt-v6e-1", "step-2b-v6e-1", "v6e-1-decode"),
     "5b, 49 x 480 x 720, one v6e": ("prompt-v6e-1", "step-5b-v6e-1", "v6e-1-decode"),
+    "5b, 49 x 480 x 720, v6e-8": ("prompt-v6e-8", "step-5b-v6e-8", "v6e-8-decode-small"),
     "1.5-5b, 81 x 768 x 1360, v6e-8": ("prompt-v6e-8", "step-1.5-5b-v6e-8", "v6e-8-decode"),
 }
 VIDEO_HEAD = ("video", "prompts, s", f"{STEPS} steps, s", "of which a step", "VAE, s", "whole, s")

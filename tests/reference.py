@@ -93,13 +93,15 @@ def largest_error(got, want) -> float:
 @contextlib.contextmanager
 def interpreted_norm_conv3d(*, lanes=16, large=1):
     """While it is open, `norm_conv3d` runs its kernel, interpreted, where it would on a TPU: for frames of
-    `large` pixels and multiples of `lanes` channels. Gives a list of the activations it was traced for."""
+    `large` pixels and multiples of `lanes` channels; the first of an odd number is computed by itself, as
+    there. Gives a list of the activations it was traced for."""
     # Not before the tests have begun: what is imported earlier has its annotated shapes unchecked.
     import jax
     from jax.experimental.pallas import tpu as pltpu
 
-    from jax_kernels.common import tiles
+    from jax_kernels.common import first_frame, tiles
     from jax_kernels.norm_conv3d import op, tpu
+    from jax_kernels.resample import tpu as resample
 
     traced = []
 
@@ -112,5 +114,7 @@ def interpreted_norm_conv3d(*, lanes=16, large=1):
         patch.setattr(tiles, "LANES", lanes)
         patch.setattr(tpu, "SMALLEST", large)
         patch.setattr(op, "by_platform", on_tpu)
+        patch.setattr(resample, "takes_image", lambda _: False)
+        patch.setattr(first_frame, "is_tpu_device", lambda: True)
         yield traced
     jax.clear_caches()

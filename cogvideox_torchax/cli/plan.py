@@ -160,8 +160,8 @@ def _planned_network(args: argparse.Namespace, vae: "AutoencoderKLCogVideoX") ->
     from cogvideox_torchax import runtime
     from cogvideox_torchax.plan import networks
 
+    chip, devices = _target(args)  # first: what loads libtpu else has no kernel's schedule written
     runtime.enable()
-    chip, devices = _target(args)
     mesh, dtype = {"dp": args.dp, "tp": args.tp}, common.parse_dtype(args.dtype)
     common.say("compiling 2 programs; each can take minutes")
     if args.network == "prompt":

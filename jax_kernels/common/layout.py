@@ -32,13 +32,13 @@ def frames_first(x_HWNTC: jax.Array) -> jax.Array:
 
 
 def is_large(x_NTHWC: jax.Array) -> bool:
-    """Whether a TPU is better told how to keep such frames than left to choose.
+    """Whether a TPU is better told how to keep such frames than left to choose, which it is of no image.
 
     CogVideoX's VAE has frames of 60 x 90 and of 120 x 180 and more on one device, by the v6e compiler's
     estimate for a steady chunk: 178 ms with those above 120 x 180 large, 156 ms with 120 x 180 too. With
     the 192 x 44 of a shard too it compiles for longer than twelve minutes.
     """
-    return x_NTHWC.shape[2] * x_NTHWC.shape[3] >= LARGE_FRAME
+    return x_NTHWC.shape[1] > 1 and x_NTHWC.shape[2] * x_NTHWC.shape[3] >= LARGE_FRAME
 
 
 def kept_pixels_first(x_NTHWC: jax.Array) -> jax.Array:

@@ -3,7 +3,9 @@
 import os
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jax import lax
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Int
 
 SWITCH = "JAX_KERNELS_PALLAS"
 """The environment variable that, set to "off", leaves the work of the Pallas kernels to XLA. It is read when
@@ -37,3 +39,9 @@ def pixel_bytes(like: Float[Array, "N T H W C"], *frames: int) -> int:
     """What one pixel takes up in arrays of so many frames each, in whole tiles."""
     videos, channels = like.shape[0], like.shape[-1]
     return videos * sum(in_sublanes(n, like.dtype) for n in frames) * channels * like.dtype.itemsize
+
+
+def words_of_twice(rows: Float[Array, "rows lanes"]) -> Int[Array, "rows lanes"]:
+    """Inside a kernel: each row of bfloat16 twice, as a tile holds two rows in its words."""
+    high = pltpu.bitcast(rows.astype(jnp.float32), jnp.int32)
+    return high | lax.shift_right_logical(high, 16)

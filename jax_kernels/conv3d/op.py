@@ -9,6 +9,7 @@ from jaxtyping import Array, Float
 
 from jax_kernels.common.checks import check_channels
 from jax_kernels.common.columns import by_platform, by_shards, has_neighbours, jit_kernel
+from jax_kernels.common.first_frame import in_parts, joined
 from jax_kernels.common.layout import is_large, zero_of
 from jax_kernels.conv3d import tpu, xla
 
@@ -60,7 +61,11 @@ def conv3d(
     if start not in get_args(Start):
         raise ValueError(f"start {start!r} is not one of {list(get_args(Start))}")
     causal = functools.partial(_causal, start=start, implementation=implementation)
-    return by_shards(causal, (x, cache, residual, after), (kernel, bias))
+    results = []
+    for frames, added, before in in_parts(x, residual, after):
+        y, cache = by_shards(causal, (frames, cache, added, before), (kernel, bias))
+        results.append(y)
+    return joined(results), cache
 
 
 def _causal(
@@ -79,6 +84,8 @@ def _causal(
         bias = zero[None] if bias is None else bias + zero
     if kernel.shape[0] == 1:
         return xla.finished(xla.same(x, kernel, xla.summed), bias, residual, like=x), None
+    if cache is None and x.shape[1] == 1 and implementation is None:
+        return xla.of_image(x, residual, kernel, bias, replicate=start == "replicate")
     if cache is None:
         first = x[:, :1] if start == "replicate" else jnp.zeros_like(x[:, :1])
         cache = jnp.repeat(first, kernel.shape[0] - 1, axis=1)

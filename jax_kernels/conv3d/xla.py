@@ -86,6 +86,24 @@ def by_xla(
     return y, select_frames(latest, range(latest.shape[1] - past, latest.shape[1]), after=y)
 
 
+def of_image(
+    x: Array, residual: Array | None, kernel: Array, bias: Array | None, *, replicate: bool
+) -> tuple[Array, Array]:
+    """A video's first frame by itself, of which every tap of time sees a copy, or all but the last one zeros.
+
+    The taps are added up beforehand. In a narrow dtype their sum is two kernels, itself and what rounding
+    took off it.
+    """
+    whole = jnp.sum(kernel, axis=0, keepdims=True, dtype=jnp.float32) if replicate else kernel[-1:]
+    rounded = whole.astype(x.dtype)
+    sums = same(x, rounded, summed)
+    if rounded.dtype != whole.dtype:
+        sums = sums + same(x, (whole - rounded.astype(whole.dtype)).astype(x.dtype), summed)
+    past = kernel.shape[0] - 1
+    earlier = x if replicate else jnp.zeros_like(x)
+    return finished(sums, bias, residual, like=x), jnp.concatenate([*[earlier] * (past - 1), x], axis=1)
+
+
 def same(frames: Array, kernel: Array, form: Form) -> Array:
     """The sums of the convolution that is zero-padded to the same size in space."""
     return add_from_neighbours(form(frames, kernel, same_columns(kernel)), frames, kernel, form)

@@ -8,6 +8,8 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jax_kernels.common.checks import check_channels
+from jax_kernels.common.columns import jit_kernel
+from jax_kernels.common.first_frame import in_parts, joined
 from jax_kernels.common.jitted import jitted
 from jax_kernels.common.layout import precision_for
 
@@ -81,10 +83,16 @@ def layer_norm(
     return y.astype(x.dtype)
 
 
-@jitted()
-def silu(x: Float[Array, "*any"]) -> Float[Array, "*any"]:
-    """`x * sigmoid(x)` in float32, rounded once, as PyTorch does; `jax.nn.silu` rounds the sigmoid too."""
-    return jax.nn.silu(x.astype(jnp.float32)).astype(x.dtype)
+@jit_kernel(static_argnames=["time_axis"])
+def silu(x: Float[Array, "*any"], *, time_axis: int | None = None) -> Float[Array, "*any"]:
+    """`x * sigmoid(x)` in float32, rounded once, as PyTorch does; `jax.nn.silu` rounds the sigmoid too.
+
+    Args:
+        x: of any float dtype.
+        time_axis: along which frames lie, where `x` has some.
+    """
+    parts = [x] if time_axis is None else [part for (part,) in in_parts(x, time_axis=time_axis)]
+    return joined([jax.nn.silu(part.astype(jnp.float32)).astype(x.dtype) for part in parts], time_axis or 0)
 
 
 @jitted("parts")

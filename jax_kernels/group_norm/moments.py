@@ -5,6 +5,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jax_kernels.common.columns import by_platform, by_shards, real_columns, with_clear_padding
+from jax_kernels.common.first_frame import in_parts, joined
 from jax_kernels.common.layout import is_large
 from jax_kernels.group_norm import tpu, xla
 from jax_kernels.group_norm.welford import Moments
@@ -29,7 +30,8 @@ def moments(x: Float[Array, "N *rest"], *, num_groups: int, channel_axis: int = 
 
 def column_moments(x: Float[Array, "N T H W C"]) -> tuple[Float[Array, "N T W C"], Float[Array, "N T W C"]]:
     """The mean of each column of pixels and its M2, in float32."""
-    return _squeezed(by_shards(_of_columns, (x,)), axis=2)
+    parts = [_squeezed(by_shards(_of_columns, part), axis=2) for part in in_parts(x)]
+    return joined([mean for mean, _ in parts]), joined([m2 for _, m2 in parts])
 
 
 def _squeezed(parts: tuple[Array, Array], axis: int) -> tuple[Array, Array]:

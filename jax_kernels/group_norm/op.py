@@ -9,6 +9,7 @@ from jaxtyping import Array, Float
 from jax_kernels.common.activation import Activation, check_activation
 from jax_kernels.common.checks import check_channels
 from jax_kernels.common.columns import by_platform, by_shards, jit_kernel
+from jax_kernels.common.first_frame import in_parts, joined
 from jax_kernels.common.layout import is_large
 from jax_kernels.group_norm import tpu, xla
 from jax_kernels.group_norm.moments import check_groups, moments, per_channel
@@ -60,7 +61,8 @@ def group_norm(
     if x.ndim != 5:
         return xla.scaled(activation, x, mean, scale, shift, channel_axis=channel_axis)
     x = jnp.moveaxis(x, channel_axis, -1)
-    y = by_shards(functools.partial(_scale, activation), (x,), (), (mean, scale, shift))
+    scaled = functools.partial(_scale, activation)
+    y = joined([by_shards(scaled, part, (), (mean, scale, shift)) for part in in_parts(x)])
     return jnp.moveaxis(y, -1, channel_axis)
 
 

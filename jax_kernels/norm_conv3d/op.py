@@ -8,6 +8,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jax_kernels.common.columns import by_platform, jit_kernel
+from jax_kernels.common.first_frame import in_parts, joined
 from jax_kernels.conv3d.op import conv3d
 from jax_kernels.group_norm import xla as norm_xla
 from jax_kernels.group_norm.moments import column_moments, moments_of_columns, per_channel
@@ -72,9 +73,20 @@ def norm_conv3d(
         ValueError: what `conv3d`, `group_norm` or `spatial_norm` refuse.
     """
     plain = functools.partial(_plain, num_groups=num_groups, eps=eps, lone_first=lone_first)
-    grid = (1, 1, 1) if norm.zq is None else norm.zq.shape[1:4]
-    whole = not lone_first and all(vector is not None for vector in (bias, norm.weight, norm.bias))
-    if not whole or not tpu.takes(x, grid, kernel, residual=residual is not None):
+    parts = in_parts(x, norm.zq, residual)
+    whole = all(vector is not None for vector in (bias, norm.weight, norm.bias))
+    # Latents whose first frame stands for the first frame alone are taken apart with it.
+    whole = whole and lone_first == (x.shape[1] == 1 or len(parts) > 1)
+    if not whole or not all(
+        tpu.takes(
+            frames,
+            (1, 1, 1) if zq is None else zq.shape[1:4],
+            kernel,
+            residual=added is not None,
+            at_start=cache is None,
+        )
+        for frames, zq, added in parts
+    ):
         y, latest = plain(x, norm, kernel, bias, cache, residual, after=after)
         return y, latest, None
 
@@ -131,28 +143,29 @@ def _fused(
     *,
     num_groups: int,
     eps: float,
-) -> tuple[Array, Array, Columns]:
+) -> tuple[Array, Array | None, Columns]:
     channels = x.shape[-1]
     mean, m2 = column_moments(x) if columns is None else columns
     stats = moments_of_columns(mean, m2, x.shape[2], num_groups=num_groups)
     scale = per_channel(lax.rsqrt(stats.variance + eps), channels) * norm.weight.astype(jnp.float32)
     shift = norm.bias.astype(jnp.float32) - per_channel(stats.mean, channels) * scale
-    multiplier, offset = _coefficients(norm, scale, shift, x.shape[1], x.shape[3])
-    if cache is None:
-        first = tpu.activated(x, multiplier, offset)[:, :1]
-        cache = jnp.concatenate([first, first], axis=1)
-    y, latest, found = tpu.convolved(x, multiplier, offset, cache, residual, kernel, bias)
-    return y, latest, Columns(*found)
+    results = []
+    for frames, zq, added in in_parts(x, norm.zq, residual):
+        multiplier, offset = _coefficients(norm, zq, scale, shift, frames.shape[1], frames.shape[3])
+        y, cache, found = tpu.convolved(frames, multiplier, offset, cache, added, kernel, bias)
+        results.append((y, *found))
+    y, *found = (joined(parts) for parts in zip(*results, strict=True))
+    return y, cache, Columns(*found)
 
 
 def _coefficients(
-    norm: Norm, scale_NC: Array, shift_NC: Array, frames: int, columns: int
+    norm: Norm, zq: Array | None, scale_NC: Array, shift_NC: Array, frames: int, columns: int
 ) -> tuple[Array, Array]:
-    """Multipliers and offsets that do what the norm does, `tpu.in_registers`."""
+    """Multipliers and offsets that do what the norm does under these latents, `tpu.in_registers`."""
     scale, shift = (part[:, None, None, None] for part in (scale_NC, shift_NC))
-    if norm.zq is None:
+    if zq is None:
         return tpu.in_registers(scale, frames, columns), tpu.in_registers(shift, frames, columns)
-    zq = tpu.in_registers(norm.zq, frames, columns)  # while it has few channels
+    zq = tpu.in_registers(zq, frames, columns)  # while it has few channels
     y = spatial_xla.pointwise("nhvsz,zc->nhvsc", zq, norm.kernel_y, norm.bias_y)
     b = spatial_xla.pointwise("nhvsz,zc->nhvsc", zq, norm.kernel_b, norm.bias_b)
     return y * scale, y * shift + b

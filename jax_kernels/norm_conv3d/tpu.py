@@ -9,6 +9,8 @@ matrix product is a frame of a pixel.
   sums of a pixel of eight frames fill registers there, so that a shift by a column costs nothing. Two
   columns' taps of 128 output channels fill a matrix unit that is 256 wide.
 - The next rows are modulated, and the last columns' results finished, while the matrix unit multiplies.
+- A video's first frame by itself is two equal ones to the products, and one to all that comes before and
+  after them: so its words are of equal halves, and every second sum is a result.
 
 Rows lag: step g modulates the rows of block g, those of block g - 1 move from the stage into the ring, and
 the results are those of block g - 2. Stores go to a stage because the compiler would have loads of the ring
@@ -30,7 +32,7 @@ from jaxtyping import Array, Float
 from jax_kernels.common import tiles
 from jax_kernels.common.columns import is_split
 from jax_kernels.common.frames import repeat_nearest
-from jax_kernels.common.tiles import fills_tiles
+from jax_kernels.common.tiles import fills_tiles, words_of_twice
 from jax_kernels.conv3d import xla
 from jax_kernels.group_norm.xla import column_moments
 
@@ -61,12 +63,15 @@ UNROLLED = 18
 SUBLANES = 8
 """Rows of a register of float32."""
 
+LOW_HALF = 0xFFFF
+"""Of a word: the earlier of its two frames."""
+
 
 class Sizes(NamedTuple):
     """What a kernel is compiled for.
 
     Attributes:
-        frames: of a chunk.
+        held: frames of a chunk.
         columns: of the picture.
         chunk: columns of a product.
         chunks: of these in a row of the picture, the last one may be part of it only.
@@ -76,7 +81,7 @@ class Sizes(NamedTuple):
         channels, outputs: into the convolution and out of it.
     """
 
-    frames: int
+    held: int
     columns: int
     chunk: int
     chunks: int
@@ -85,6 +90,11 @@ class Sizes(NamedTuple):
     blocks: int
     channels: int
     outputs: int
+
+    @property
+    def frames(self) -> int:
+        """Rows of a product for a pixel."""
+        return max(self.held, 2)
 
     @property
     def words(self) -> int:
@@ -255,12 +265,13 @@ class _Step:
         sizes, refs = self.sizes, self.refs
         words = sizes.words
         inside = _from_left(column)
-        at = self._rows(inside, self.unit, sizes.frames)
+        at = self._rows(inside, self.unit, sizes.held)
         to = self._rows(column, self.unit, words, before=sizes.chunk)
         count = self.unit * words
         cells = max(1, self.unit // sizes.cell)
         of_cells = pl.ds(lax.div(inside, sizes.cell), cells)
         of_past = self._rows(inside, self.unit, 2 * sizes.parts)
+        at_start = "cache" not in refs
         zero = None if after is None else jnp.minimum(jnp.abs(after[:SUBLANES, : tiles.LANES]), 0.0)
         for row in range(ROWS):
             under = row if sizes.tall == 1 else 0
@@ -269,14 +280,19 @@ class _Step:
                 offset = offset + jnp.concatenate([zero] * sizes.parts, 1)
             x = refs["x"][0, row, at].astype(jnp.float32)
             x = x.reshape(cells, -1, SUBLANES, sizes.channels) * half[:, None] + offset[:, None]
-            x = (x + x * jnp.tanh(x)).reshape(UNIT, sizes.channels).astype(jnp.bfloat16)
+            x = (x + x * jnp.tanh(x)).reshape(-1, sizes.channels).astype(jnp.bfloat16)
             past = refs["past"].at[unit, row]
-            past[...] = pltpu.bitcast(refs["cache"][0, row, of_past], jnp.int32)
+            if not at_start:
+                past[...] = pltpu.bitcast(refs["cache"][0, row, of_past], jnp.int32)
             for part in range(sizes.parts):
-                now = pltpu.bitcast(x[:, _lanes(part)], jnp.int32)
+                lanes = x[:, _lanes(part)]
+                now = pltpu.bitcast(lanes, jnp.int32) if sizes.held > 1 else words_of_twice(lanes)
                 earlier, shifted, same = (refs["stage"].at[time, row, part] for time in range(TAPS))
                 of_pixels = pl.ds(part, self.unit, stride=sizes.parts)
                 same[to, :] = now
+                if at_start:
+                    first = same[pl.ds(to.start, self.unit, stride=words), :]
+                    past[of_pixels, :] = (first & LOW_HALF) | (first << 16)
                 if words > 1:
                     earlier[pl.ds(to.start + 1, count - 1), :] = now[:-1]
                 earlier[pl.ds(to.start, self.unit, stride=words), :] = past[of_pixels, :]
@@ -287,14 +303,17 @@ class _Step:
     def _finish(self, column: Any) -> None:
         """A chunk's results; those before the picture's first column are overwritten by it."""
         sizes, refs = self.sizes, self.refs
-        at = self._rows(_from_left(column), sizes.chunk, sizes.frames)
-        beside = self._rows(column, sizes.chunk, sizes.frames, before=sizes.chunk)
+        at = self._rows(_from_left(column), sizes.chunk, sizes.held)
+        beside = self._rows(column, sizes.chunk, sizes.held, before=sizes.chunk)
+        of_sums = self._rows(column, sizes.chunk, sizes.frames, before=sizes.chunk)
+        if sizes.held == 1:
+            of_sums = pl.ds(of_sums.start, sizes.chunk, stride=sizes.frames)
         start = self.step == LAG
         for part in range(self.result_parts):
             lanes = _lanes(part)
             rounded = []
             for row in range(ROWS):
-                y = refs["sums"][row, part, beside] + refs["bias"][:, lanes]
+                y = refs["sums"].at[row, part][of_sums, :] + refs["bias"][:, lanes]
                 if "residual" in refs:
                     y = y + refs["residual"][0, row, at, lanes].astype(jnp.float32)
                 y = y.astype(jnp.bfloat16)
@@ -312,8 +331,8 @@ class _Step:
         share = 1 / (ROWS * sizes.blocks)
 
         def chunk(index: Array, carry: None) -> None:
-            to = self._rows(index * sizes.chunk, sizes.chunk, sizes.frames)
-            at = self._rows(index * sizes.chunk, sizes.chunk, sizes.frames, before=sizes.chunk)
+            to = self._rows(index * sizes.chunk, sizes.chunk, sizes.held)
+            at = self._rows(index * sizes.chunk, sizes.chunk, sizes.held, before=sizes.chunk)
             for part in range(self.result_parts):
                 origin, total, squares = (refs["moments"][index, part, at] for index in range(3))
                 refs["mean"][0, to, _lanes(part)] = origin + total * share
@@ -349,29 +368,32 @@ def takes(
     kernel: Float[Array, "kt kh kw I O"],
     *,
     residual: bool,
+    at_start: bool,
 ) -> bool:
-    """Whether the kernel takes these frames: two, four or eight of bfloat16, not small, on one device, with
-    an even number of rows, whole tiles of channels in and out, and no more of a row than fits into VMEM.
+    """Whether the kernel takes these frames: two, four or eight of bfloat16, or a video's first, not small,
+    on one device, with an even number of rows, whole tiles of channels in and out, and no more of a row than
+    fits into VMEM.
 
     Args:
         x: frames; of it and of the kernel only shape and dtype are looked at.
         grid: frames, rows and columns of the coefficients.
         kernel: (3, 3, 3, I, O).
         residual: whether there is one.
+        at_start: whether the first of the frames is the video's.
     """
     if not fills_tiles(x) or x.dtype != jnp.bfloat16 or is_split():
         return False
     if x.shape[2] * x.shape[3] < SMALLEST or kernel.shape[:3] != (TAPS,) * 3 or kernel.shape[4] % tiles.LANES:
         return False
     frames, height, columns = x.shape[1:4]
-    if frames not in (2, 4, 8) or height % ROWS:
+    if frames not in ((1, 2, 4, 8) if at_start else (2, 4, 8)) or height % ROWS:
         return False
     times, rows, wide = grid
     if frames % times or height % rows or columns % wide:
         return False
     registers = wide if wide == 1 or _is_shared(columns // wide, frames) else _registers(columns, frames)
     sizes = _sizes(x, rows, registers, kernel.shape[4])
-    if (sizes.tall > 1 and sizes.tall % ROWS) or (wide > 1 and (UNIT // frames) % sizes.cell):
+    if (sizes.tall > 1 and sizes.tall % ROWS) or (wide > 1 and (UNIT // sizes.frames) % sizes.cell):
         return False
     return _vmem_bytes(sizes, residual) <= vmem_limit()
 
@@ -392,16 +414,16 @@ def _columns_of_register(columns: int, frames: int, registers: int) -> int:
 
 
 def _sizes(x: Array, rows: int, registers: int, outputs: int) -> Sizes:
-    frames, height, columns, channels = x.shape[1:]
-    chunk = UNIT * UNITS // frames
-    cell = _columns_of_register(columns, frames, registers)
+    held, height, columns, channels = x.shape[1:]
+    chunk = UNIT * UNITS // max(held, 2)
+    cell = _columns_of_register(columns, held, registers)
     blocks, chunks = height // ROWS, -(-columns // chunk)
-    return Sizes(frames, columns, chunk, chunks, cell, height // rows, blocks, channels, outputs)
+    return Sizes(held, columns, chunk, chunks, cell, height // rows, blocks, channels, outputs)
 
 
 def _vmem_bytes(sizes: Sizes, residual: bool) -> int:
     """What the kernel holds: blocks twice, as the next is fetched meanwhile."""
-    row = sizes.width * sizes.frames
+    row, rows = sizes.width * sizes.held, sizes.width * sizes.frames
     taken, given = row * sizes.channels * 2, row * sizes.outputs * 2
     cells = 2 * ROWS * -(-sizes.width // sizes.cell) * SUBLANES * sizes.channels * 4
     caches = 2 * ROWS * sizes.width * 2 * sizes.channels * 2
@@ -410,10 +432,10 @@ def _vmem_bytes(sizes: Sizes, residual: bool) -> int:
         len(product.inputs) * sizes.channels * len(product.results) * sizes.outputs * 2
         for product in products(sizes.channels, sizes.outputs)
     )
-    shifted = TAPS * ROWS * taken
+    shifted = TAPS * ROWS * rows * sizes.channels * 2
     beside = sizes.chunk * sizes.frames
     stage = shifted + TAPS * ROWS * beside * sizes.channels * 2
-    sums = ROWS * (row + 2 * beside) * sizes.outputs * 4 + 3 * (row + beside) * sizes.outputs * 4
+    sums = ROWS * (rows + 2 * beside) * sizes.outputs * 4 + 3 * (row + beside) * sizes.outputs * 4
     return 2 * blocks + weights + 2 * shifted + stage + sums
 
 
@@ -465,12 +487,14 @@ def _plain(
     x: Array,
     multiplier: Array,
     offset: Array,
-    cache: Array,
+    cache: Array | None,
     residual: Array | None,
     kernel: Array,
     bias: Array,
 ) -> Any:
     hidden = activated(x, multiplier, offset)
+    if cache is None:
+        cache = jnp.concatenate([hidden[:, :1]] * 2, axis=1)
     y, latest = xla.by_xla(hidden, cache, residual, kernel, bias, form=xla.summed)
     mean, m2 = column_moments(y)
     return y, latest, (jnp.squeeze(mean, 2), jnp.squeeze(m2, 2))
@@ -481,7 +505,7 @@ def convolved(
     x: Float[Array, "N T H W I"],
     multiplier: Float[Array, "N h v S I"],
     offset: Float[Array, "N h v S I"],
-    cache: Float[Array, "N 2 H W I"],
+    cache: Float[Array, "N 2 H W I"] | None,
     residual: Float[Array, "N T H W O"] | None,
     kernel: Float[Array, "3 3 3 I O"],
     bias: Float[Array, " O"],
@@ -495,7 +519,8 @@ def convolved(
     Args:
         x: frames that the kernel `takes`, as all of these.
         multiplier, offset: float32, `in_registers`; each the same for H / h rows.
-        cache: the two activated frames before those of `x`; the next ones take its memory.
+        cache: the two activated frames before those of `x`, and the next ones take its memory; None at the
+            start of a video, whose first frame then stands before itself.
         residual: added to the sums before they are rounded, or None.
         kernel, bias: the convolution's.
 
@@ -514,7 +539,11 @@ def convolved(
 
     whole_chunks = sizes.width == sizes.columns
     y_bytes = x.nbytes // sizes.channels * sizes.outputs * (1 if residual is None else 2)
-    cache_in, cache_out = len(weights) + names.index("cache"), [*results].index("latest")
+    cache_bytes = x.nbytes // sizes.held * (TAPS - 1)
+    taken_over = {}
+    if cache is not None and whole_chunks:
+        taken_over = {len(weights) + names.index("cache"): [*results].index("latest")}
+    cache_shape = (x.shape[0], TAPS - 1, *x.shape[2:])
     y, latest, *moments = pl.pallas_call(
         run,
         grid=(x.shape[0], sizes.blocks + LAG),
@@ -524,19 +553,19 @@ def convolved(
         out_shape=[pltpu.HBM(struct.shape, struct.dtype) for struct, _ in results.values()],
         scratch_shapes=[*scratch.values()],
         # Of whole blocks: JAX's interpreter runs no others where a result takes an argument's memory.
-        input_output_aliases={cache_in: cache_out} if whole_chunks else {},
+        input_output_aliases=taken_over,
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary", "arbitrary"), vmem_limit_bytes=vmem_limit()
         ),
         cost_estimate=pl.CostEstimate(
             flops=2 * kernel.size * x.size // sizes.channels,
-            bytes_accessed=sum(array.nbytes for array in (x, cache, kernel)) + y_bytes + cache.nbytes,
+            bytes_accessed=x.nbytes + kernel.nbytes + y_bytes + (2 if cache is not None else 1) * cache_bytes,
             transcendentals=x.size,
         ),
         name="norm_conv3d",
     )(*weights, *(array for array, _ in operands.values()))
-    mean, m2 = (part.reshape(x.shape[0], sizes.columns, sizes.frames, -1).swapaxes(1, 2) for part in moments)
-    return _frames_first(y, sizes), _frames_of_cache(latest, cache.shape), (mean, m2)
+    mean, m2 = (part.reshape(x.shape[0], sizes.columns, sizes.held, -1).swapaxes(1, 2) for part in moments)
+    return _frames_first(y, sizes), _frames_of_cache(latest, cache_shape), (mean, m2)
 
 
 def _operands(
@@ -544,14 +573,14 @@ def _operands(
     x: Array,
     multiplier: Array,
     offset: Array,
-    cache: Array,
+    cache: Array | None,
     residual: Array | None,
     kernel: Array,
     bias: Array,
 ) -> tuple[dict[str, tuple[Any, pl.BlockSpec]], list[Array]]:
     """What the kernel takes, by name, each with its blocks; and the products' weights."""
     cells = -(-sizes.width // sizes.cell)
-    row = sizes.width * sizes.frames
+    row = sizes.width * sizes.held
     rows = ROWS if sizes.tall == 1 else 1
 
     def under(video: Array, step: Array) -> tuple[Any, ...]:
@@ -559,9 +588,10 @@ def _operands(
 
     of_cells = pl.BlockSpec((1, rows, cells, SUBLANES, sizes.channels), under)
     bias = bias.astype(jnp.float32)[None]
-    operands = {
-        "x": (_pixels_first(x), _rows_now(sizes, row, sizes.channels)),
-        "cache": (_pixels_of_cache(cache), _rows_now(sizes, sizes.width * sizes.parts * 2, tiles.LANES)),
+    operands = {"x": (_pixels_first(x), _rows_now(sizes, row, sizes.channels))}
+    if cache is not None:
+        operands["cache"] = _pixels_of_cache(cache), _rows_of_cache(sizes)
+    operands |= {
         "half": (multiplier / 2, of_cells),  # for SiLU by a hyperbolic tangent
         "half_offset": (offset / 2, of_cells),
         "bias": (bias, _whole(bias)),
@@ -575,14 +605,15 @@ def _results(
     sizes: Sizes, operands: dict[str, tuple[Any, pl.BlockSpec]]
 ) -> dict[str, tuple[Any, pl.BlockSpec]]:
     """What the kernel gives, by name, each with its blocks."""
-    (x, _), (cache, of_cache) = operands["x"], operands["cache"]
-    row, videos = sizes.width * sizes.frames, x.shape[0]
+    x, _ = operands["x"]
+    row, videos, height = sizes.width * sizes.held, *x.shape[:2]
+    latest = (videos, height, sizes.columns * sizes.parts * (TAPS - 1), tiles.LANES)
     moments = jax.ShapeDtypeStruct((videos, x.shape[2], sizes.outputs), jnp.float32)
     of_video = pl.BlockSpec((1, row, sizes.outputs), lambda video, step: (video, 0, 0))
     y = jax.ShapeDtypeStruct((*x.shape[:3], sizes.outputs), x.dtype)
     return {
         "y": (y, _rows_later(row, sizes.outputs)),
-        "latest": (cache, of_cache),
+        "latest": (jax.ShapeDtypeStruct(latest, x.dtype), _rows_of_cache(sizes)),
         "mean": (moments, of_video),
         "m2": (moments, of_video),
     }
@@ -597,7 +628,7 @@ def _scratch(sizes: Sizes) -> dict[str, Any]:
         "stage": ((*words, beside * sizes.words), jnp.int32),
         "past": ((UNITS, ROWS, UNIT // sizes.frames * sizes.parts), jnp.int32),
         "sums": ((ROWS, given, (beside + sizes.chunk) * sizes.frames), jnp.float32),
-        "moments": ((3, given, beside * sizes.frames), jnp.float32),
+        "moments": ((3, given, beside * sizes.held), jnp.float32),
     }
     return {name: pltpu.VMEM((*shape, tiles.LANES), dtype) for name, (shape, dtype) in shapes.items()}
 
@@ -609,6 +640,11 @@ def _now(sizes: Sizes, step: Array) -> Array:
 def _rows_now(sizes: Sizes, length: int, lanes: int) -> pl.BlockSpec:
     """The rows that a step modulates."""
     return pl.BlockSpec((1, ROWS, length, lanes), lambda video, step: (video, _now(sizes, step), 0, 0))
+
+
+def _rows_of_cache(sizes: Sizes) -> pl.BlockSpec:
+    """The rows of a cache that a step takes and gives."""
+    return _rows_now(sizes, sizes.width * sizes.parts * (TAPS - 1), tiles.LANES)
 
 
 def _rows_later(length: int, lanes: int) -> pl.BlockSpec:
@@ -628,7 +664,7 @@ def _pixels_first(x_NTHWC: Array) -> Array:
 
 def _frames_first(y: Array, sizes: Sizes) -> Array:
     """The inverse of `_pixels_first`."""
-    return y.reshape(*y.shape[:2], sizes.columns, sizes.frames, -1).transpose(0, 3, 1, 2, 4)
+    return y.reshape(*y.shape[:2], sizes.columns, sizes.held, -1).transpose(0, 3, 1, 2, 4)
 
 
 def _pixels_of_cache(cache_NTHWC: Array) -> Array:

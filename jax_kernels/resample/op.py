@@ -1,6 +1,7 @@
 """Up- and downsamplers: a factor of two in space by a 2-D convolution, in time where asked."""
 
 import functools
+from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax import lax
@@ -16,6 +17,7 @@ from jax_kernels.common.columns import (
     neighbours_of,
     with_clear_padding,
 )
+from jax_kernels.common.first_frame import in_bands, in_parts, is_image_for_tpu, joined, of_bands
 from jax_kernels.common.frames import average_pairs, conv_frames, select_frames
 from jax_kernels.common.layout import is_large
 from jax_kernels.resample import tpu, xla
@@ -53,23 +55,40 @@ def upsample(
         raise ValueError(
             f"upsample got a kernel of {kernel.shape[0]} x {kernel.shape[1]} pixels: both must be odd"
         )
-    return by_shards(
-        functools.partial(_upsample, expand_time=expand_time, lone_first=lone_first), (x,), (kernel, bias)
-    )
+
+    def convolve(part: tuple[Array, ...], expand_time: bool, lone_first: bool) -> Array:
+        resample = functools.partial(_upsample, expand_time=expand_time, lone_first=lone_first)
+        return by_shards(resample, part, (kernel, bias))
+
+    return _by_parts(convolve, x, expand_time, lone_first)
+
+
+def _by_parts(resample: Callable[..., Array], x: Array, in_time: bool, lone_first: bool) -> Array:
+    """`resample(frames, in_time, lone_first)`, of a first frame that stays by itself and of the others."""
+    parts = in_parts(x) if lone_first else [(x,)]
+    if len(parts) == 1:
+        return resample(*parts, in_time, lone_first)
+    first, others = parts
+    return joined([resample(first, False, False), resample(others, in_time, False)])
 
 
 def _upsample(x: Array, kernel: Array, bias: Array | None, *, expand_time: bool, lone_first: bool) -> Array:
-    rows = kernel.shape[0] // 2
-
-    def convolve(x: Array, kernel: Array, columns: tuple[int, int]) -> Array:
-        return conv_frames(x, kernel, padding=((rows, rows), columns))
-
+    rows, columns = (size // 2 for size in kernel.shape[:2])
     doubled = _doubled(x)
-    y = convolve(doubled, kernel, (kernel.shape[1] // 2, kernel.shape[1] // 2))
-    y = add_from_neighbours(y, doubled, kernel, convolve)
+    by_bands = is_image_for_tpu(x) and not has_neighbours()
+    if by_bands:
+        y = conv_frames(in_bands(doubled, rows), kernel, padding=((0, 0), (columns, columns)))
+    else:
+
+        def convolve(x: Array, kernel: Array, columns: tuple[int, int]) -> Array:
+            return conv_frames(x, kernel, padding=((rows, rows), columns))
+
+        y = convolve(doubled, kernel, (columns, columns))
+        y = add_from_neighbours(y, doubled, kernel, convolve)
     if bias is not None:
         y = y + bias.astype(jnp.float32)
     y = with_clear_padding(y.astype(x.dtype))
+    y = of_bands(y) if by_bands else y
     length, kept = x.shape[1], int(lone_first)
     if not expand_time or length == kept:
         return y
@@ -80,6 +99,9 @@ def _doubled(x: Array) -> Array:
     # Of shards XLA keeps the columns outermost, and would copy what the kernel gives into that order.
     by_kernel = is_large(x) and tpu.takes(x) and not has_neighbours()
     for_tpu = tpu.doubled_pixels if by_kernel else xla.double_pixels_outside
+    if x.shape[1] == 1:
+        by_kernel = tpu.takes_image(x) and not has_neighbours()
+        for_tpu = tpu.doubled_image if by_kernel else xla.double_pixels
     return lax.platform_dependent(x, tpu=for_tpu, default=xla.double_pixels)
 
 
@@ -118,8 +140,12 @@ def downsample(
     if compress_time and (x.shape[1] - lone_first) % 2:
         after = " after the first" if lone_first else ""
         raise ValueError(f"downsample got {x.shape[1]} frames: those{after} must be pairs to be averaged")
-    convolve = functools.partial(_downsample, compress_time=compress_time, lone_first=lone_first)
-    return by_shards(convolve, (x,), (kernel, bias))
+
+    def convolve(part: tuple[Array, ...], compress_time: bool, lone_first: bool) -> Array:
+        resample = functools.partial(_downsample, compress_time=compress_time, lone_first=lone_first)
+        return by_shards(resample, part, (kernel, bias))
+
+    return _by_parts(convolve, x, compress_time, lone_first)
 
 
 def _downsample(

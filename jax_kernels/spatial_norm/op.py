@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 from jax_kernels.common.activation import Activation, check_activation
 from jax_kernels.common.checks import check_channels
 from jax_kernels.common.columns import by_platform, by_shards, jit_kernel
+from jax_kernels.common.first_frame import in_parts, joined
 from jax_kernels.common.layout import is_large
 from jax_kernels.group_norm.moments import check_groups, moments, per_channel
 from jax_kernels.spatial_norm import tpu, xla
@@ -73,14 +74,15 @@ def spatial_norm(
     stats = moments(x, num_groups=num_groups, channel_axis=-1)
     scale = per_channel(lax.rsqrt(stats.variance + eps), channels) * weight.astype(jnp.float32)
     shift = bias.astype(jnp.float32) - per_channel(stats.mean, channels) * scale
-    return by_shards(
-        functools.partial(
-            _modulated, activation=activation, lone_first=lone_first, implementation=implementation
-        ),
-        (x, zq),
-        ((kernel_y, bias_y), (kernel_b, bias_b)),
-        (scale, shift),
+    parts = in_parts(x, zq) if lone_first else [(x, zq)]
+    modulated = functools.partial(
+        _modulated,
+        activation=activation,
+        lone_first=lone_first and len(parts) == 1,
+        implementation=implementation,
     )
+    convolutions = (kernel_y, bias_y), (kernel_b, bias_b)
+    return joined([by_shards(modulated, part, convolutions, (scale, shift)) for part in parts])
 
 
 def _check_kernels(latent_channels: int, channels: int, *kernels: Array) -> None:
@@ -109,7 +111,8 @@ def _modulated(
         return _IMPLEMENTATIONS[implementation](activation, lone_first, *inputs)
     # Without an activation what comes next is better fused with the modulation than kept from it.
     by_kernel = activation is not None and is_large(x) and tpu.takes(x, zq)
-    named = {"tpu": "kernel" if by_kernel else "pixels_first", "default": "rows"}
+    for_tpu = "kernel" if by_kernel else "pixels_first" if x.shape[1] > 1 else "rows"
+    named = {"tpu": for_tpu, "default": "rows"}
     forms = {
         platform: functools.partial(_IMPLEMENTATIONS[name], activation, lone_first)
         for platform, name in named.items()

@@ -27,27 +27,39 @@ def check(got, want, in_torch):
     assert ratio <= BFLOAT16_RMS_RATIO
 
 
-@pytest.mark.parametrize("name", ["torchax", "flax"])
-def test_decoded_chunks_are_as_accurate_as_pytorchs(name, stock):
-    z = reference.latents(4, height=2, width=6)
+ODD, EVEN = (9, 8), (8, 8)
+"""Frames of two chunks as the last level has them."""
+
+CASES = pytest.mark.parametrize(
+    ("name", "chunks"), [("torchax", ODD), ("torchax", EVEN), ("flax", ODD)], ids=str
+)
+
+
+def traced_for(chunks):
+    """Of each chunk a convolution without a residual and one with it."""
+    return [(1, frames, 8, 24, 8) for frames in chunks for _ in range(2)]
+
+
+@CASES
+def test_decoded_chunks_are_as_accurate_as_pytorchs(name, chunks, stock):
+    z = reference.latents(4 + (chunks == ODD), height=2, width=6)
     want, half = reference.decoded(stock, z), reference.decoded(copy.deepcopy(stock).bfloat16(), z.bfloat16())
     vae = build(name, stock)
     with reference.interpreted_norm_conv3d(**LARGE) as traced:
         got = vae.decode(runtime.to_jax(z.bfloat16())).sample
-    # Of a first and of a later chunk, each without a residual and with one.
-    assert traced == [(1, 8, 8, 24, 8)] * 2 * 2
+    assert traced == traced_for(chunks)
     check(got, want, half)
 
 
-@pytest.mark.parametrize("name", ["torchax", "flax"])
-def test_encoded_chunks_are_as_accurate_as_pytorchs(name, stock):
-    x = reference.video(16, height=8, width=24)
+@CASES
+def test_encoded_chunks_are_as_accurate_as_pytorchs(name, chunks, stock):
+    x = reference.video(sum(chunks), height=8, width=24)
     want = reference.encoded(stock, x)
     half = reference.encoded(copy.deepcopy(stock).bfloat16(), x.bfloat16())
     vae = build(name, stock)
     with reference.interpreted_norm_conv3d(**LARGE) as traced:
         got = vae.encode(runtime.to_jax(x.bfloat16())).latent_dist.parameters
-    assert traced == [(1, 8, 8, 24, 8)] * 2 * 2
+    assert traced == traced_for(chunks)
     check(got, want, half)
 
 

@@ -25,7 +25,7 @@ from cogvideox_torchax.runtime.models import PortedModel, save_as_stock
 from cogvideox_torchax.vae import checkpoint, chunks, tiling
 from cogvideox_torchax.vae.checks import NCTHW, check_finite, check_shape
 from cogvideox_torchax.vae.pixels import to_uint8
-from cogvideox_torchax.vae.torchax.modules import PORTED, port_modules
+from cogvideox_torchax.vae.torchax.modules import LAYERS, port_modules
 from cogvideox_torchax.vae.torchax.networks import (
     EncoderChunk,
     chunk_network,
@@ -448,7 +448,7 @@ class AutoencoderKLCogVideoX(PortedModel, DiffusersAutoencoder):
         from cogvideox_torchax.sharding import ShardedProgram
 
         unit = self.spatial_scale if isinstance(network, EncoderChunk) else 1
-        return ShardedProgram(network, self.mesh, tuple(PORTED.values()), unit)
+        return ShardedProgram(network, self.mesh, LAYERS, unit)
 
     def compile_last_chunk(
         self, shape: tuple[int, ...], *, kind: str = "decode"

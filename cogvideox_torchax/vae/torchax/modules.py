@@ -69,7 +69,9 @@ class SiLU(nn.SiLU):
     """SiLU in float32, rounded once (`jax_kernels.silu`)."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return torch_view(jax_kernels.silu)(input) if on_jax(input) else super().forward(input)
+        if not on_jax(input):
+            return super().forward(input)
+        return torch_view(jax_kernels.silu)(input, time_axis=2 if input.ndim == 5 else None)
 
 
 class SafeConv3d(diffusers_vae.CogVideoXSafeConv3d):
@@ -283,6 +285,32 @@ class Downsample3D(CogVideoXDownsample3D):
         return _channels_first(y)
 
 
+class Decoder3D(diffusers_vae.CogVideoXDecoder3D):
+    """The decoder: the activation after its last norm goes to that norm."""
+
+    def forward(
+        self, sample: torch.Tensor, temb: torch.Tensor | None = None, conv_cache: Cache | None = None
+    ) -> tuple[torch.Tensor, Cache]:
+        norm, activation = self.norm_out, self.conv_act
+        together = type(norm) is SpatialNorm3D and type(activation) is SiLU
+        if not on_jax(sample) or not together or is_watched(norm) or is_watched(activation):
+            return super().forward(sample, temb, conv_cache)  # pyright: ignore[reportReturnType]
+        cache = conv_cache or {}
+        new_cache: Cache = {}
+        hidden, new_cache["conv_in"] = self.conv_in(sample, conv_cache=cache.get("conv_in"))
+        blocks = {f"up_block_{index}": block for index, block in enumerate(self.up_blocks)}
+        for name, block in {"mid_block": self.mid_block, **blocks}.items():
+            hidden, new_cache[name] = self._run(block, hidden, temb, sample, cache.get(name))
+        hidden, new_cache["norm_out"] = norm(hidden, sample, activation="silu")
+        hidden, new_cache["conv_out"] = self.conv_out(hidden, conv_cache=cache.get("conv_out"))
+        return hidden, new_cache
+
+    def _run(self, block: nn.Module, *inputs: Any) -> tuple[torch.Tensor, Cache]:
+        if torch.is_grad_enabled() and self.gradient_checkpointing:
+            return self._gradient_checkpointing_func(block, *inputs)  # pyright: ignore[reportCallIssue]
+        return block(*inputs)
+
+
 PORTED: dict[type[nn.Module], type[nn.Module]] = {
     nn.GroupNorm: GroupNorm,
     nn.SiLU: SiLU,
@@ -292,8 +320,12 @@ PORTED: dict[type[nn.Module], type[nn.Module]] = {
     diffusers_vae.CogVideoXResnetBlock3D: ResnetBlock3D,
     CogVideoXUpsample3D: Upsample3D,
     CogVideoXDownsample3D: Downsample3D,
+    diffusers_vae.CogVideoXDecoder3D: Decoder3D,
 }
 """The class that each of diffusers' hot modules becomes."""
+
+LAYERS = tuple(ported for ported in PORTED.values() if ported is not Decoder3D)
+"""Those that are no whole network."""
 
 
 def port_modules(root: nn.Module) -> None:

@@ -40,6 +40,10 @@ CASES = {
     "four frames, one tile to two": ((1, 4, 4, 52, 16), 32, 2, True, True),
     "two frames of a plain norm": ((1, 2, 2, 40, 32), 32, None, True, False),
     "the start of a video, latents of its size": ((1, 2, 2, 9, 16), 16, 1, False, True),
+    "the start of a video, eight frames": ((1, 8, 2, 24, 32), 16, 2, False, False),
+    "a first frame": ((1, 1, 8, 104, 16), 16, 8, False, True),
+    "two first frames, two tiles of channels, a ragged row": ((2, 1, 4, 20, 32), 32, 2, False, False),
+    "a first frame of a plain norm": ((1, 1, 2, 96, 16), 32, None, False, True),
 }
 
 
@@ -47,7 +51,8 @@ CASES = {
 def test_the_kernel_equals_norm_activation_and_convolution(shape, outputs, cell, cached, added, interpreted):
     operands = inputs(shape, outputs, cell=cell, cached=cached)
     residual = jnp.ones((*shape[:4], outputs), jnp.bfloat16) / 3 if added else None
-    y, latest, columns = norm_conv3d(*operands, num_groups=GROUPS, residual=residual)
+    alone = shape[1] == 1
+    y, latest, columns = norm_conv3d(*operands, num_groups=GROUPS, residual=residual, lone_first=alone)
     want, want_latest = reference.norm_conv3d(*operands, num_groups=GROUPS, residual=residual)
     assert y.dtype == latest.dtype == jnp.bfloat16
     # An activated value next to a rounding's edge may fall on its other side. The sums that it is in then
@@ -95,6 +100,7 @@ LARGE = (1, 8, 128, 256, 128)
 @pytest.mark.parametrize(
     ("shape", "dtype", "grid", "window", "outputs", "taken"),
     [
+        ((1, 1, 128, 256, 128), jnp.bfloat16, (1, 16, 32), (3, 3, 3), 128, True),
         (LARGE, jnp.bfloat16, (2, 16, 32), (3, 3, 3), 128, True),
         (LARGE, jnp.bfloat16, (1, 1, 1), (3, 3, 3), 256, True),
         ((1, 4, 128, 256, 128), jnp.bfloat16, (2, 64, 128), (3, 3, 3), 128, True),
@@ -117,7 +123,7 @@ def test_what_the_kernel_takes(shape, dtype, grid, window, outputs, taken):
     found = []
 
     def ask(x, kernel):
-        found.append(tpu.takes(x, grid, kernel, residual=True))
+        found.append(tpu.takes(x, grid, kernel, residual=True, at_start=True))
         return x
 
     jax.eval_shape(ask, x, kernel)
@@ -174,3 +180,21 @@ def test_mosaic_compiles_it_in_place(topology, frames, channels, outputs):
     text = lowered.compile().as_text()
     weights = len(tpu.products(channels, outputs))
     assert f"output_to_operand_aliasing={{{{1}}: ({weights + 1}, {{}})}}" in text
+
+
+@pytest.mark.parametrize(("frames", "channels"), [(1, 128), (1, 256), (8, 128)])
+def test_mosaic_compiles_the_start_of_a_video(frames, channels):
+    pytest.importorskip("libtpu", reason="the [tpu] extra is not installed")
+    device = chips.topology_devices("v6e:1x1")[0]
+    place = jax.sharding.SingleDeviceSharding(device)
+    height, width = 8, 192 // max(frames, 2)
+
+    def struct(*shape, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+
+    cells = [struct(1, height // 4, width * frames // 8, 8, channels, dtype=jnp.float32)] * 2
+    x = struct(1, frames, height, width, channels)
+    operands = x, *cells, None, None, struct(3, 3, 3, channels, channels), struct(channels)
+    with jax.set_mesh(jax.sharding.Mesh(np.array([device]), ("device",))):
+        text = jax.jit(tpu.convolved).lower(*operands).compile().as_text()
+    assert "norm_conv3d" in text

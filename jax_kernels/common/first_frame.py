@@ -1,0 +1,72 @@
+"""The first of an odd number of frames, which a TPU computes by itself.
+
+A TPU keeps frames in the sublanes of its tiles, and nine fill them badly: so computed a chunk takes two and a
+half times what one of eight takes. Each kernel therefore computes the first frame as an image and the others
+as it computes frames without it, and joins them at its end, where XLA sees through to the parts. Rows of the
+image may be cut into bands, which fill the sublanes in the place of frames.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas.tpu import is_tpu_device
+from jaxtyping import Array, Float
+
+
+def in_parts(*arrays: jax.Array | None, time_axis: int = 1) -> list[tuple[Any, ...]]:
+    """The arrays' frames that are computed together: all, or on a TPU the first one of an odd number, then
+    the others.
+
+    Args:
+        arrays: the first of them says how many frames there are.
+        time_axis: along which they lie.
+    """
+    whole = arrays[0]
+    assert whole is not None
+    frames = whole.shape[time_axis]
+    if frames == 1 or frames % 2 == 0 or not is_tpu_device():
+        return [arrays]
+
+    def take(start: int, stop: int | None) -> tuple[Any, ...]:
+        return tuple(
+            None if array is None else jax.lax.slice_in_dim(array, start, stop, axis=time_axis)
+            for array in arrays
+        )
+
+    return [take(0, 1), take(1, None)]
+
+
+def joined(parts: Sequence[jax.Array], time_axis: int = 1) -> jax.Array:
+    """The frames of `in_parts`' results, one after the other."""
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=time_axis)
+
+
+BANDS = 8
+
+
+def is_image_for_tpu(x: jax.Array) -> bool:
+    """Whether a TPU computes `x`, frames N T H W C, as an image."""
+    return x.shape[1] == 1 and is_tpu_device()
+
+
+def in_bands(x: Float[Array, "N 1 H W C"], beyond: int) -> Float[Array, "N B h W C"]:
+    """An image's rows in bands, with rows of their neighbours above and below, zeros beyond the image.
+
+    Args:
+        x: an image.
+        beyond: how many rows of either neighbour.
+    """
+    height = x.shape[2]
+    bands = next(count for count in range(BANDS, 0, -1) if height % count == 0)
+    rows = height // bands
+    padded = jnp.pad(x, [(0, 0), (0, 0), (beyond, beyond), (0, 0), (0, 0)])
+    cut = (padded[:, :, band * rows : (band + 1) * rows + 2 * beyond] for band in range(bands))
+    return jnp.concatenate(list(cut), axis=1)
+
+
+def of_bands(x: Float[Array, "N B h W C"]) -> Float[Array, "N 1 B*h W C"]:
+    """The image of bands that hold no rows of their neighbours."""
+    videos, bands, rows, *pixel = x.shape
+    return x.reshape(videos, 1, bands * rows, *pixel)

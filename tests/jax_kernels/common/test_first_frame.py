@@ -1,0 +1,103 @@
+"""Kernels that compute a first frame by itself give what they give of all frames together."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_kernels
+from jax_kernels.common import first_frame
+from jax_kernels.common.first_frame import in_parts, joined
+from tests.reference import largest_error
+
+CHANNELS, LATENTS = 8, 4
+NORM = {"num_groups": 2}
+
+
+def draw(*shape):
+    return jnp.asarray(np.random.default_rng(sum(shape)).normal(size=shape), jnp.float32)
+
+
+def convolve(x, z, lone_first):
+    y, latest = jax_kernels.conv3d(x, draw(3, 3, 3, CHANNELS, 6), draw(6))
+    return y, latest
+
+
+def convolve_and_add(x, z, lone_first):
+    y, _ = jax_kernels.conv3d(x, draw(3, 3, 3, CHANNELS, CHANNELS), residual=x * 2, after=x)
+    return y
+
+
+def affine():
+    return draw(CHANNELS), draw(CHANNELS)
+
+
+def convolutions():
+    return draw(LATENTS, CHANNELS), draw(CHANNELS), draw(LATENTS, CHANNELS), draw(CHANNELS)
+
+
+def spatial(x, z, lone_first):
+    return jax_kernels.spatial_norm(x, z, *affine(), *convolutions(), **NORM, lone_first=lone_first)
+
+
+def norm_and_convolve(x, z, lone_first):
+    norm = jax_kernels.Norm(*affine(), z, *convolutions())
+    kernel, bias = draw(3, 3, 3, CHANNELS, CHANNELS), draw(CHANNELS)
+    y, latest, _ = jax_kernels.norm_conv3d(
+        x, norm, kernel, bias, **NORM, residual=x, after=x, lone_first=lone_first
+    )
+    return y, latest
+
+
+def resampled(resample, **options):
+    return lambda x, z, lone_first: resample(
+        x, draw(3, 3, CHANNELS, 6), draw(6), lone_first=lone_first, **options
+    )
+
+
+KERNELS = {
+    "conv3d": convolve,
+    "conv3d, with a residual": convolve_and_add,
+    "a 1x1x1 convolution": lambda x, z, _: jax_kernels.conv3d(x, draw(1, 1, 1, CHANNELS, 6))[0],
+    "group_norm": lambda x, z, _: jax_kernels.group_norm(x, *affine(), **NORM, channel_axis=-1),
+    "spatial_norm": spatial,
+    "norm_conv3d": norm_and_convolve,
+    "upsample": resampled(jax_kernels.upsample, expand_time=False),
+    "upsample in time": resampled(jax_kernels.upsample, expand_time=True),
+    "downsample": resampled(jax_kernels.downsample, compress_time=False),
+    "downsample in time": resampled(jax_kernels.downsample, compress_time=True),
+    "silu": lambda x, z, _: jax_kernels.silu(x, time_axis=1),
+}
+
+
+@pytest.fixture
+def as_on_a_tpu(monkeypatch):
+    """From when it is called on, an odd number of frames is taken apart."""
+
+    def begin():
+        jax.clear_caches()  # what was traced before computes them together
+        monkeypatch.setattr(first_frame, "is_tpu_device", lambda: True)
+
+    yield begin
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_first_frame_by_itself_changes_nothing(name, as_on_a_tpu):
+    x, z = draw(2, 5, 4, 6, CHANNELS) + 3, draw(2, 3, 2, 3, LATENTS)
+    want = jax.tree.leaves(KERNELS[name](x, z, True))
+    as_on_a_tpu()
+    got = jax.tree.leaves(KERNELS[name](x, z, True))
+    for mine, plain in zip(got, want, strict=True):
+        assert largest_error(mine, plain) <= 1e-6
+    assert " concatenate(" in jax.jit(KERNELS[name], static_argnums=2).lower(x, z, True).as_text("hlo")
+
+
+def test_frames_are_taken_apart_and_joined(as_on_a_tpu):
+    x = draw(1, 5, 2)
+    assert [part.shape[1] for (part,) in in_parts(x)] == [5]
+    as_on_a_tpu()
+    assert [part.shape[1] for part, _ in in_parts(x, None)] == [1, 4]
+    np.testing.assert_array_equal(joined([part for (part,) in in_parts(x)]), x)
+    assert [part.shape[1] for (part,) in in_parts(x[:, :1])] == [1]
+    assert [part.shape[1] for (part,) in in_parts(x[:, :4])] == [4]

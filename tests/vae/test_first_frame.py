@@ -1,0 +1,64 @@
+"""A chunk whose first frame is computed by itself, as on a TPU, is what stock diffusers computes."""
+
+import jax
+import pytest
+
+from cogvideox_torchax import make_mesh, runtime
+from cogvideox_torchax.flax import FlaxVAEForPipelines
+from cogvideox_torchax.vae.tolerances import FLOAT32_RELATIVE
+from jax_kernels.common import first_frame
+from tests import reference
+
+
+@pytest.fixture(scope="module")
+def stock():
+    return reference.small_vae(**reference.THREE_LEVELS)
+
+
+@pytest.fixture
+def parts(monkeypatch):
+    """An entry for each time that a kernel asked whether it is on a TPU, and was told so."""
+    found = []
+
+    def on_tpu():
+        found.append(1)
+        return True
+
+    jax.clear_caches()  # what was traced before computes all frames together
+    monkeypatch.setattr(first_frame, "is_tpu_device", on_tpu)
+    yield found
+    jax.clear_caches()
+
+
+def build(name):
+    stock = reference.small_vae(**reference.THREE_LEVELS)
+    return FlaxVAEForPipelines.from_diffusers(stock) if name == "flax" else reference.on_jax(stock)
+
+
+@pytest.mark.parametrize("name", ["torchax", "flax"])
+@pytest.mark.parametrize("frames", [1, 5])
+def test_decoding(name, frames, stock, parts):
+    z = reference.latents(frames, batch=2)
+    got = build(name).decode(runtime.to_jax(z)).sample
+    error = reference.largest_error(runtime.to_torch(got), reference.decoded(stock, z))
+    assert error <= FLOAT32_RELATIVE
+    assert parts
+
+
+@pytest.mark.parametrize("name", ["torchax", "flax"])
+def test_encoding(name, stock, parts):
+    x = reference.video(17, height=12, width=20)
+    got = build(name).encode(runtime.to_jax(x)).latent_dist.parameters
+    error = reference.largest_error(runtime.to_torch(got), reference.encoded(stock, x))
+    assert error <= FLOAT32_RELATIVE
+    assert parts
+
+
+def test_decoding_over_a_mesh_whose_shards_are_padded(stock, parts):
+    z = reference.latents(5, width=12)
+    vae = build("torchax")
+    vae.place_on(make_mesh(1, 8))
+    got = vae.decode(runtime.to_jax(z)).sample
+    error = reference.largest_error(runtime.to_torch(got), reference.decoded(stock, z))
+    assert error <= FLOAT32_RELATIVE
+    assert parts
