@@ -14,10 +14,17 @@ import jax.numpy as jnp
 from jax.experimental.pallas.tpu import is_tpu_device
 from jaxtyping import Array, Float
 
+from jax_kernels.common.columns import is_split
+
+
+def stands_apart(x: jax.Array) -> bool:
+    """Whether the first frame is computed by itself: of bfloat16 on one TPU, as has been planned."""
+    return x.dtype == jnp.bfloat16 and not is_split() and is_tpu_device()
+
 
 def in_parts(*arrays: jax.Array | None, time_axis: int = 1) -> list[tuple[Any, ...]]:
-    """The arrays' frames that are computed together: all, or on a TPU the first one of an odd number, then
-    the others.
+    """The arrays' frames that are computed together: all, or the first one of an odd number, where it
+    `stands_apart`, then the others.
 
     Args:
         arrays: the first of them says how many frames there are.
@@ -26,7 +33,7 @@ def in_parts(*arrays: jax.Array | None, time_axis: int = 1) -> list[tuple[Any, .
     whole = arrays[0]
     assert whole is not None
     frames = whole.shape[time_axis]
-    if frames == 1 or frames % 2 == 0 or not is_tpu_device():
+    if frames == 1 or frames % 2 == 0 or not stands_apart(whole):
         return [arrays]
 
     def take(start: int, stop: int | None) -> tuple[Any, ...]:
@@ -47,8 +54,8 @@ BANDS = 8
 
 
 def is_image_for_tpu(x: jax.Array) -> bool:
-    """Whether a TPU computes `x`, frames N T H W C, as an image."""
-    return x.shape[1] == 1 and is_tpu_device()
+    """Whether a TPU computes `x`, frames N T H W C, as an image by itself."""
+    return x.shape[1] == 1 and stands_apart(x)
 
 
 def in_bands(x: Float[Array, "N 1 H W C"], beyond: int) -> Float[Array, "N B h W C"]:

@@ -676,10 +676,10 @@ def _pixels_of_cache(cache_NTHWC: Array) -> Array:
 
 
 def _frames_of_cache(latest: Array, shape: tuple[int, ...]) -> Array:
-    """The inverse of `_pixels_of_cache`."""
-    videos, frames, height, columns, _ = shape
-    latest = latest.reshape(videos, height, columns, -1, frames, tiles.LANES)
-    return latest.transpose(0, 4, 1, 2, 3, 5).reshape(shape)
+    """The inverse of `_pixels_of_cache`, step by step: one after the other XLA leaves both out."""
+    videos, frames, height, columns, channels = shape
+    latest = latest.reshape(videos, height, columns, -1, frames, tiles.LANES).transpose(0, 1, 2, 4, 3, 5)
+    return latest.reshape(videos, height, columns, frames, channels).transpose(0, 3, 1, 2, 4)
 
 
 @convolved.defjvp

@@ -4,6 +4,7 @@ import jax
 from flax import nnx
 from jax.typing import DTypeLike
 
+import jax_kernels
 from cogvideox_torchax.vae.nnx.config import FlaxAutoencoderKLCogVideoXConfig
 from cogvideox_torchax.vae.nnx.modules import (
     Cache,
@@ -48,7 +49,7 @@ class Encoder3D(nnx.Module):
             name = f"down_block_{i}"
             x_NTHWC, new[name] = block(x_NTHWC, old.get(name))
         x_NTHWC, new["mid_block"] = self.mid_block(x_NTHWC, None, old.get("mid_block"))
-        x_NTHWC = self.norm_out(x_NTHWC, activation="silu")
+        x_NTHWC = jax_kernels.silu(self.norm_out(x_NTHWC), time_axis=1)
         x_NTHWC, new["conv_out"] = self.conv_out(x_NTHWC, old.get("conv_out"))
         return x_NTHWC, new
 

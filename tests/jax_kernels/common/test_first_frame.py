@@ -7,6 +7,7 @@ import pytest
 
 import jax_kernels
 from jax_kernels.common import first_frame
+from jax_kernels.common.columns import Split, split_columns
 from jax_kernels.common.first_frame import in_parts, joined
 from tests.reference import largest_error
 
@@ -76,7 +77,7 @@ def as_on_a_tpu(monkeypatch):
 
     def begin():
         jax.clear_caches()  # what was traced before computes them together
-        monkeypatch.setattr(first_frame, "is_tpu_device", lambda: True)
+        monkeypatch.setattr(first_frame, "stands_apart", lambda x: True)
 
     yield begin
     jax.clear_caches()
@@ -91,6 +92,21 @@ def test_a_first_frame_by_itself_changes_nothing(name, as_on_a_tpu):
     for mine, plain in zip(got, want, strict=True):
         assert largest_error(mine, plain) <= 1e-6
     assert " concatenate(" in jax.jit(KERNELS[name], static_argnums=2).lower(x, z, True).as_text("hlo")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "split", "on_tpu", "apart"),
+    [
+        (jnp.bfloat16, Split(), True, True),
+        (jnp.bfloat16, Split(), False, False),
+        (jnp.float32, Split(), True, False),
+        (jnp.bfloat16, Split(real=3, padded=4), True, False),
+    ],
+)
+def test_where_a_first_frame_stands_apart(dtype, split, on_tpu, apart, monkeypatch):
+    monkeypatch.setattr(first_frame, "is_tpu_device", lambda: on_tpu)
+    with split_columns(split):
+        assert first_frame.stands_apart(draw(1, 5, 2, 4, 1).astype(dtype)) == apart
 
 
 def test_frames_are_taken_apart_and_joined(as_on_a_tpu):
