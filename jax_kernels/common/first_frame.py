@@ -51,6 +51,7 @@ def joined(parts: Sequence[jax.Array], time_axis: int = 1) -> jax.Array:
 
 
 BANDS = 8
+"""At most, of an image: as many as a register has rows."""
 
 
 def is_image_for_tpu(x: jax.Array) -> bool:
