@@ -40,11 +40,13 @@ RESULTS = Path("benchmarks/results/memory.json")
 PAGE, PLOT = Path("docs/memory.md"), Path("docs/memory.png")
 MIB = 2**20
 LONG, SMALL = (17, 497, 1001, 2001), (16, 24)
-FRAMES = (17, 129)
-SIZES = ((64, 96), (128, 192))
+FRAMES = (17, 49, 97, 129)
+SIZES = ((64, 96), (96, 144), (128, 192), (192, 288))
 WAYS = ("diffusers in PyTorch", "torchax, streamed", "torchax, whole", "torchax, in tiles")
 PLACE = (64, 96)
 """Height and width where the frames vary."""
+TILE = (64, 96)
+"""Of larger pictures; one that is no larger is cut in two."""
 LATENT_FRAMES = 5
 """Where the size varies: 17 frames."""
 
@@ -91,7 +93,8 @@ def one(way: str, frames: int, height: int, width: int) -> float:
         else:
             vae = reference.on_jax(stock)
             if way == "torchax, in tiles":
-                vae.enable_tiling(tile_sample_min_height=height // 2, tile_sample_min_width=width)
+                rows = TILE[0] if height > TILE[0] else height // 2
+                vae.enable_tiling(tile_sample_min_height=rows, tile_sample_min_width=min(width, TILE[1]))
             if way == "torchax, streamed":
                 for _ in vae.decode_stream(z, output_dtype=torch.uint8):
                     pass

@@ -1,4 +1,5 @@
-"""What the TPU's compiler says of a pipeline's networks, kept in results/ for the table in docs/pipelines.md.
+"""What the TPU's compiler says of a pipeline's networks and of a training step, kept in results/ for the
+tables in docs/pipelines.md and docs/planning.md.
 
 python benchmarks/plan_pipeline.py CASE ...      # minutes each
 python benchmarks/plan_pipeline.py               # draws what is kept
@@ -13,10 +14,12 @@ from cogvideox_torchax.files.reports import fill, load, table
 from cogvideox_torchax.plan.jobs import FORMAT
 
 RESULTS = Path(__file__).parent / "results"
-PAGE = Path(__file__).parent.parent / "docs" / "pipelines.md"
+DOCS = Path(__file__).parent.parent / "docs"
+PAGE = DOCS / "pipelines.md"
 EIGHT = "--topology v6e:2x4 --dp 2 --tp 4"
 LARGE = "--frames 81 --height 768 --width 1360"
 SMALL = "--frames 49 --height 480 --width 720"
+TRAINING = "train-step-v6e-1"
 CASES = {
     "step-1.5-5b-v6e-8": f"--network step --model 1.5-5b {EIGHT} {LARGE}",
     "step-5b-v6e-1": f"--network step --model 5b --topology v6e:1x1 {SMALL}",
@@ -24,6 +27,7 @@ CASES = {
     "step-5b-v6e-8": f"--network step --model 5b {EIGHT} {SMALL}",
     "prompt-v6e-1": "--network prompt --model 5b --topology v6e:1x1",
     "prompt-v6e-8": f"--network prompt --model 5b {EIGHT}",
+    TRAINING: "--network train-step --model 5b --frames 1 --height 64 --width 64 --no-advice",
 }
 STEPS = 50
 VIDEOS = {
@@ -81,9 +85,37 @@ def _video(name: str, plans: list[Path]) -> tuple[str, ...]:
     return name, *(f"{seconds:.3f}" if seconds < 0.1 else f"{seconds:.2f}" for seconds in parts)
 
 
+TRAINING_HEAD = ("v6e, 1 x 64 x 64, bfloat16", "estimate, ms", "floor, ms", "temporaries, GiB", "compile, s")
+
+
+def _training(plan: dict[str, Any]) -> list[tuple[str, ...]]:
+    rows = [
+        (
+            f"{program['name']}, forward and backward",
+            f"{program['seconds'] * 1e3:.1f}",
+            f"{program['floor_seconds'] * 1e3:.2f}",
+            f"{program['temp_bytes'] / 2**30:.2f}",
+            f"{program['compile_seconds']:.0f}",
+        )
+        for program in plan["programs"]
+    ]
+    summary = plan["summary"]
+    seconds, temporaries = summary["with_collectives_s"], summary["temporaries_GiB_at_most"]
+    whole = (f"{seconds * 1e3:.1f}", "", f"{temporaries:.2f}", f"{summary['compiled_in_s']:.0f}")
+    peak = summary["peak_memory_GiB_at_most"]
+    step = f"a step; with weights, gradients and AdamW's moments {peak:.2f} GiB at most"
+    return [*rows, (step, *whole)]
+
+
+def _kept(case: str) -> Path:
+    return RESULTS / f"{case if case == TRAINING else f'network-{case}'}.json"
+
+
 if __name__ == "__main__":
     for case in sys.argv[1:]:
-        main(["plan", *CASES[case].split(), "-o", str(RESULTS / f"network-{case}.json")])
+        main(["plan", *CASES[case].split(), "-o", str(_kept(case))])
+    training = load(_kept(TRAINING), FORMAT)
+    fill(DOCS / "planning.md", "training", table(TRAINING_HEAD, _training(training)))
     plans = [load(path, FORMAT) for path in sorted(RESULTS.glob("network-*.json"))]
     fill(PAGE, "network plans", table(HEAD, [_row(plan) for plan in plans]))
     videos = {name: _parts(*cases) for name, cases in VIDEOS.items()}

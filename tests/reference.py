@@ -1,6 +1,7 @@
 """Builds small diffusers references and their inputs."""
 
 import contextlib
+import functools
 
 import numpy as np
 import pytest
@@ -91,12 +92,16 @@ def largest_error(got, want) -> float:
 
 
 @contextlib.contextmanager
-def interpreted_norm_conv3d(*, lanes=16, large=1):
+def interpreted_norm_conv3d(*, lanes=16, large=1, on_mesh=False):
     """While it is open, `norm_conv3d` runs its kernel, interpreted, where it would on a TPU: for frames of
     `large` pixels and multiples of `lanes` channels; the first of an odd number is computed by itself, as
-    there. Gives a list of the activations it was traced for."""
+    there. Gives a list of the activations it was traced for.
+
+    The interpreter that knows a TPU's memory has devices wait for each other, for which a machine of few
+    cores has too few threads. On a mesh the plain one runs it."""
     # Not before the tests have begun: what is imported earlier has its annotated shapes unchecked.
     import jax
+    from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 
     from jax_kernels.common import first_frame, tiles
@@ -110,9 +115,13 @@ def interpreted_norm_conv3d(*, lanes=16, large=1):
         return forms["tpu"](*operands)
 
     jax.clear_caches()  # what was traced before knows nothing of this
-    with pytest.MonkeyPatch.context() as patch, pltpu.force_tpu_interpret_mode():
+    interpreter = contextlib.nullcontext() if on_mesh else pltpu.force_tpu_interpret_mode()
+    with pytest.MonkeyPatch.context() as patch, interpreter:
+        if on_mesh:
+            patch.setattr(pl, "pallas_call", functools.partial(pl.pallas_call, interpret=True))
         patch.setattr(tiles, "LANES", lanes)
         patch.setattr(tpu, "SMALLEST", large)
+        patch.setattr(tpu, "RAGGED_IN_PLACE", False)
         patch.setattr(op, "by_platform", on_tpu)
         patch.setattr(resample, "takes_image", lambda _: False)
         patch.setattr(first_frame, "is_tpu_device", lambda: True)

@@ -47,7 +47,8 @@ class ShardedProgram(runtime.ChunkProgram):
         return self.placement.trace(functools.partial(super()._trace, weights), chunk, cache)
 
     def _call(self, network: nn.Module, weights: dict[str, Any], chunk: Any, cache: Any) -> Any:
-        with watched(network, self._is_layer, taken=self._record, given=self._record):
+        # A norm and a convolution that run as one are no layers by themselves: their block is.
+        with watched(network, self._is_layer, taken=self._record, given=self._record, names_only=True):
             return super()._call(network, weights, chunk, cache)
 
     def _is_layer(self, _name: str, module: nn.Module) -> bool:

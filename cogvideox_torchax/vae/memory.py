@@ -19,8 +19,8 @@ BYTES_A_PIXEL = {"encode": 1026, "decode": 6493}
 temporaries and output of the larger program in benchmarks/results/plan-v6e-1-*-torchax.json."""
 PLANNED_CHANNELS, PLANNED_ITEMSIZE = 128, 2
 WITHOUT_KERNEL = 2.1
-"""Times as much for float32 and for shards, which do not take the convolution's kernel: 13513 bytes to decode
-were planned before there was one."""
+"""Times as much for what is not bfloat16, and so does not take the convolution's kernel: 13513 bytes to
+decode were planned before there was one."""
 MARGIN = 0.9
 """The share of the free memory that the estimate may take."""
 
@@ -70,7 +70,7 @@ def needed(vae: Any, kind: str, height: int, width: int, frames: int) -> int:
     share = vae.config["block_out_channels"][0] / PLANNED_CHANNELS * vae.dtype.itemsize / PLANNED_ITEMSIZE
     mesh = getattr(vae, "mesh", None)
     devices = 1 if mesh is None else mesh.size
-    plain = WITHOUT_KERNEL if devices > 1 or vae.dtype.itemsize != PLANNED_ITEMSIZE else 1.0
+    plain = 1.0 if "bfloat16" in str(vae.dtype) else WITHOUT_KERNEL
     return math.ceil(BYTES_A_PIXEL[kind] * share * plain * height * width * longest / devices)
 
 

@@ -10,6 +10,7 @@ it so, which costs them nothing where they compute the result anyway. Statistics
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple, TypeVar, cast
@@ -18,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 
 class Split(NamedTuple):
@@ -134,16 +135,21 @@ def neighbours_of(
     Raises:
         ValueError: a reach beyond the next shard's columns.
     """
-    split = _split.get()
     if not 0 < reach <= x.shape[3]:
         raise ValueError(
             f"a kernel that reaches {reach} columns to either side got shards of {x.shape[3]}: a shard must "
             f"have that many columns; use fewer devices"
         )
+    return exchanged(x[:, :, :, :reach], x[:, :, :, -reach:])
+
+
+def exchanged(first: Array, last: Array) -> tuple[Array, Array]:
+    """For the first and the last columns of a shard those of its neighbours, the left one's last and the
+    right one's first, zeros beyond the first and the last shard."""
+    split = _split.get()
     pairs = [(shard, shard + 1) for shard in range(split.shards - 1)]
-    left = lax.ppermute(x[:, :, :, -reach:], split.columns, pairs)
-    right = lax.ppermute(x[:, :, :, :reach], split.columns, [(b, a) for a, b in pairs])
-    return left, right
+    left = lax.ppermute(last, split.columns, pairs)
+    return left, lax.ppermute(first, split.columns, [(b, a) for a, b in pairs])
 
 
 def add_columns(y: Float[Array, "N T H W C"], columns: Float[Array, "N T H w C"], at: int) -> Array:
@@ -154,11 +160,11 @@ def add_columns(y: Float[Array, "N T H W C"], columns: Float[Array, "N T H w C"]
 
 
 def add_from_neighbours(
-    y: Float[Array, "N T H W O"],
-    x: Float[Array, "N T2 H W I"],
+    y: Float[Array, "N T2 H2 W O"],
+    x: Float[Array, "N T H W I"],
     kernel: Float[Array, "... kw I O"],
     convolve: Callable[[Array, Array, tuple[int, int]], Array],
-) -> Float[Array, "N T H W O"]:
+) -> Float[Array, "N T2 H2 W O"]:
     """The sums of a window over `x`, with what a shard's neighbours add to its edges.
 
     Args:
@@ -176,10 +182,20 @@ def add_from_neighbours(
     return add_columns(y, convolve(right, after, (reach - 1, 0)), at=y.shape[3] - reach)
 
 
-def is_split() -> bool:
-    """Whether columns are split over devices, or some only pad a width."""
+def shard_of(x: jax.Array) -> jax.ShapeDtypeStruct:
+    """What one device has of `x`, an activation N T H W C, shape and dtype."""
+    split, (videos, *size, columns, channels) = _split.get(), x.shape
+    if split.columns and not split.in_shard:
+        mesh = jax.sharding.get_abstract_mesh().shape
+        videos //= mesh[split.videos] if split.videos else 1
+        columns //= math.prod(mesh[axis] for axis in split.columns)
+    return jax.ShapeDtypeStruct((videos, *size, columns, channels), x.dtype)
+
+
+def is_padded() -> bool:
+    """Whether some columns only pad a width."""
     split = _split.get()
-    return bool(split.columns) or split.real != split.padded
+    return split.real != split.padded
 
 
 def has_neighbours() -> bool:
@@ -194,18 +210,22 @@ def real_columns(columns: int) -> int:
     return columns * split.shards * split.real // split.padded
 
 
-def column_mask(columns: int) -> jax.Array:
-    """Whether each column is the picture's, (W,)."""
+def real_columns_here(columns: int) -> Int[Array, ""]:
+    """How many of the picture's columns an activation of so many columns has by itself."""
     split = _split.get()
     first = lax.axis_index(split.columns) * columns if split.in_shard else 0
-    return first + lax.iota(jnp.int32, columns) < real_columns(columns)
+    return jnp.clip(jnp.int32(real_columns(columns)) - first, 0, columns)
+
+
+def column_mask(columns: int) -> jax.Array:
+    """Whether each column is the picture's, (W,)."""
+    return lax.iota(jnp.int32, columns) < real_columns_here(columns)
 
 
 def with_clear_padding(x: jax.Array, column_axis: int = 3) -> jax.Array:
     """`x`, of any shape and dtype, with zeros in the columns that are not the picture's."""
     columns = x.shape[column_axis]
-    split = _split.get()
-    if split.real == split.padded:
+    if not is_padded():
         return x
     others = [axis for axis in range(x.ndim) if axis != column_axis]
     return jnp.where(jnp.expand_dims(column_mask(columns), others), x, jnp.zeros((), x.dtype))

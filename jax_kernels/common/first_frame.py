@@ -14,12 +14,10 @@ import jax.numpy as jnp
 from jax.experimental.pallas.tpu import is_tpu_device
 from jaxtyping import Array, Float
 
-from jax_kernels.common.columns import is_split
-
 
 def stands_apart(x: jax.Array) -> bool:
-    """Whether the first frame is computed by itself: of bfloat16 on one TPU, as has been planned."""
-    return x.dtype == jnp.bfloat16 and not is_split() and is_tpu_device()
+    """Whether the first frame is computed by itself: of bfloat16 on a TPU, as has been planned."""
+    return x.dtype == jnp.bfloat16 and is_tpu_device()
 
 
 def in_parts(*arrays: jax.Array | None, time_axis: int = 1) -> list[tuple[Any, ...]]:

@@ -2,6 +2,7 @@
 
 import os
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import tpu as pltpu
@@ -23,7 +24,7 @@ DTYPES = jnp.float32, jnp.bfloat16
 """Those that a Pallas kernel loads."""
 
 
-def fills_tiles(x: Float[Array, "N T H W C"]) -> bool:
+def fills_tiles(x: Float[Array | jax.ShapeDtypeStruct, "N T H W C"]) -> bool:
     """Whether the Pallas kernels are on, and take frames of so many channels of this dtype."""
     on = os.environ.get(SWITCH, "on") != "off"
     return on and x.size > 0 and x.shape[-1] % LANES == 0 and x.dtype in DTYPES

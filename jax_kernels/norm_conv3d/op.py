@@ -1,14 +1,27 @@
 """Half of a residual block: a norm, SiLU and the causal 3-D convolution after it, in one pass where large."""
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from jax_kernels.common.columns import by_platform, jit_kernel
+from jax_kernels.common.columns import (
+    by_platform,
+    by_shards,
+    column_mask,
+    exchanged,
+    has_neighbours,
+    is_padded,
+    jit_kernel,
+    real_columns_here,
+    shard_of,
+)
 from jax_kernels.common.first_frame import in_parts, joined
+from jax_kernels.common.frames import repeat_nearest
+from jax_kernels.common.layout import kept_pixels_first
 from jax_kernels.conv3d.op import conv3d
 from jax_kernels.group_norm import xla as norm_xla
 from jax_kernels.group_norm.moments import column_moments, moments_of_columns, per_channel
@@ -79,11 +92,12 @@ def norm_conv3d(
     whole = whole and lone_first == (x.shape[1] == 1 or len(parts) > 1)
     if not whole or not all(
         tpu.takes(
-            frames,
-            (1, 1, 1) if zq is None else zq.shape[1:4],
+            shard_of(frames),
+            _grid(frames, zq),
             kernel,
             residual=added is not None,
             at_start=cache is None,
+            pixels=x.shape[2] * x.shape[3],
         )
         for frames, zq, added in parts
     ):
@@ -132,6 +146,13 @@ def _plain(
     return conv3d(hidden, kernel, bias, cache, residual=residual, after=after, start="replicate")
 
 
+def _grid(x: Array, zq: Array | None) -> tuple[int, ...]:
+    """Frames, rows and columns of a shard's coefficients: by column where some only pad a width."""
+    if zq is None:
+        return 1, 1, shard_of(x).shape[3] if is_padded() else 1
+    return shard_of(zq).shape[1:4]
+
+
 def _fused(
     x: Array,
     norm: Norm,
@@ -151,21 +172,89 @@ def _fused(
     shift = norm.bias.astype(jnp.float32) - per_channel(stats.mean, channels) * scale
     results = []
     for frames, zq, added in in_parts(x, norm.zq, residual):
-        multiplier, offset = _coefficients(norm, zq, scale, shift, frames.shape[1], frames.shape[3])
-        y, cache, found = tpu.convolved(frames, multiplier, offset, cache, added, kernel, bias)
-        results.append((y, *found))
+        y, cache, *found = by_shards(
+            _convolved, (frames, cache, added, zq), (kernel, bias, norm._replace(zq=None)), (scale, shift)
+        )
+        results.append((y, *(jnp.squeeze(part, 2) for part in found)))
     y, *found = (joined(parts) for parts in zip(*results, strict=True))
     return y, cache, Columns(*found)
 
 
+def _convolved(
+    x: Array,
+    cache: Array | None,
+    residual: Array | None,
+    zq: Array | None,
+    kernel: Array,
+    bias: Array,
+    norm: Norm,
+    scale_NC: Array,
+    shift_NC: Array,
+) -> tuple[Array, ...]:
+    """The kernel on a device's own columns; their moments as one row."""
+    frames, _, width, _ = x.shape[1:]
+    coefficients = functools.partial(_coefficients, norm, zq, scale_NC, shift_NC, _grid(x, zq)[-1])
+    multiplier, offset = coefficients(lambda part: tpu.in_registers(part, frames, width))
+    edges = _edges(x, cache, kernel, coefficients) if has_neighbours() else None
+    real = real_columns_here(width) if is_padded() else None
+    y, latest, moments = tpu.convolved(x, multiplier, offset, cache, residual, kernel, bias, edges, real)
+    return y, latest, *(jnp.expand_dims(part, 2) for part in moments)
+
+
 def _coefficients(
-    norm: Norm, zq: Array | None, scale_NC: Array, shift_NC: Array, frames: int, columns: int
+    norm: Norm,
+    zq: Array | None,
+    scale_NC: Array,
+    shift_NC: Array,
+    columns: int,
+    placed: Callable[[Array], Array],
 ) -> tuple[Array, Array]:
-    """Multipliers and offsets that do what the norm does under these latents, `tpu.in_registers`."""
+    """Multipliers and offsets that do what the norm does under these latents: `placed` where they are needed,
+    zeros in columns that only pad a width."""
     scale, shift = (part[:, None, None, None] for part in (scale_NC, shift_NC))
     if zq is None:
-        return tpu.in_registers(scale, frames, columns), tpu.in_registers(shift, frames, columns)
-    zq = tpu.in_registers(zq, frames, columns)  # while it has few channels
-    y = spatial_xla.pointwise("nhvsz,zc->nhvsc", zq, norm.kernel_y, norm.bias_y)
-    b = spatial_xla.pointwise("nhvsz,zc->nhvsc", zq, norm.kernel_b, norm.bias_b)
-    return y * scale, y * shift + b
+        multiplier, offset = (placed(jnp.repeat(part, columns, axis=3)) for part in (scale, shift))
+    else:
+        zq = placed(zq)  # while it has few channels
+        y = spatial_xla.pointwise("nabcz,zo->nabco", zq, norm.kernel_y, norm.bias_y)
+        b = spatial_xla.pointwise("nabcz,zo->nabco", zq, norm.kernel_b, norm.bias_b)
+        multiplier, offset = y * scale, y * shift + b
+    if is_padded():
+        mask = placed(column_mask(columns)[None, None, None, :, None])
+        multiplier, offset = (jnp.where(mask, part, 0) for part in (multiplier, offset))
+    return multiplier, offset
+
+
+def _edges(
+    x: Array, cache: Array | None, kernel: Array, coefficients: Callable[..., tuple[Array, Array]]
+) -> tuple[Array, Array]:
+    """What the neighbours of a shard add to the sums of its first and of its last column, N T H O each."""
+    frames, height = x.shape[1:3]
+    hidden = []
+    for column in (slice(0, 1), slice(-1, None)):
+
+        def of_column(part: Array, column: slice = column) -> Array:
+            return repeat_nearest(
+                part[:, :, :, column], {1: frames // part.shape[1], 2: height // part.shape[2]}
+            )
+
+        # Cut out as they lie: in the order that suits one column XLA would first lay all of them.
+        now = tpu.silu(kept_pixels_first(x[:, :, :, column]), *coefficients(of_column))
+        if cache is None:
+            past = jnp.repeat(now[:, :1], 2, axis=1)
+        else:
+            past = kept_pixels_first(cache[:, :, :, column])
+        hidden.append(jnp.squeeze(jnp.concatenate([past, now], axis=1), 3))
+    left, right = exchanged(*hidden)
+    return _sums(left, kernel[:, :, 0]), _sums(right, kernel[:, :, -1])
+
+
+def _sums(hidden: Float[Array, "N P H I"], kernel: Float[Array, "3 3 I O"]) -> Float[Array, "N P-2 H O"]:
+    """A column's convolution over time and rows, as one product."""
+    frames, height = hidden.shape[1] - 2, hidden.shape[2]
+    hidden = jnp.pad(hidden, [(0, 0), (0, 0), (1, 1), (0, 0)])
+    taps = [hidden[:, time : time + frames, row : row + height] for time in range(3) for row in range(3)]
+    weights = kernel.reshape(-1, kernel.shape[-1])
+    return jnp.einsum(
+        "nthi,io->ntho", jnp.concatenate(taps, axis=-1), weights, preferred_element_type=jnp.float32
+    )

@@ -27,10 +27,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int, Shaped
 
 from jax_kernels.common import tiles
-from jax_kernels.common.columns import is_split
+from jax_kernels.common.columns import add_columns
 from jax_kernels.common.frames import repeat_nearest
 from jax_kernels.common.tiles import fills_tiles, words_of_twice
 from jax_kernels.conv3d import xla
@@ -59,6 +59,10 @@ UNITS = 3
 UNROLLED = 18
 """Products in a loop's body, at most. Cycles of a chunk of 128 to 128 channels, and seconds to compile it:
 883 and 10 with 15 of them, 950 and 5 with 6, 1076 and 4 with 3."""
+
+RAGGED_IN_PLACE = True
+"""Whether a shard's next cache takes the memory of the one before where its columns are no whole chunks, as
+they seldom are. JAX's interpreters run no blocks that reach beyond such an argument."""
 
 SUBLANES = 8
 """Rows of a register of float32."""
@@ -200,11 +204,9 @@ class _Step:
         lax.fori_loop(0, self.sizes.width // self.unit, unit, None)
 
     def _convolve(self) -> None:
-        sizes, refs = self.sizes, self.refs
+        sizes = self.sizes
         chunk, chunks = sizes.chunk, sizes.chunks
-        # What the left column of the picture has from beyond.
-        edge = refs["sums"].at[:, :, pl.ds(chunk * sizes.frames, sizes.frames)]
-        edge[...] = jnp.zeros(edge.shape, edge.dtype)
+        self._begin_left()
         most = min(UNROLLED // len(self.products), chunks)
         together = next(n for n in range(most, 0, -1) if chunks % n == 0)
 
@@ -216,9 +218,33 @@ class _Step:
                 self._finish(column - chunk)
 
         lax.fori_loop(0, chunks // together, several, None)
+        self._end_right()
         self._finish(sizes.width - chunk)
         for unit in range(UNITS):
             self._modulate(sizes.width - chunk + unit * self.unit, unit)
+
+    def _begin_left(self) -> None:
+        """What the first column has from beyond: what a neighbour adds, or nothing."""
+        frames, refs = self.sizes.frames, self.refs
+        first = pl.ds(self.sizes.chunk * frames, frames)
+        if "edges" not in refs:
+            edge = refs["sums"].at[:, :, first]
+            edge[...] = jnp.zeros(edge.shape, edge.dtype)
+            return
+        for row in range(ROWS):
+            for part in range(self.result_parts):
+                refs["sums"][row, part, first] = refs["edges"][0, row, :frames, _lanes(part)]
+
+    def _end_right(self) -> None:
+        """What a neighbour adds to the last column."""
+        frames, refs = self.sizes.frames, self.refs
+        if "edges" not in refs:
+            return
+        last = pl.ds((self.sizes.chunk + self.sizes.columns - 1) * frames, frames)
+        for row in range(ROWS):
+            for part in range(self.result_parts):
+                sums = refs["sums"].at[row, part]
+                sums[last] = sums[last] + refs["edges"][0, row, frames:, _lanes(part)]
 
     def _multiply(self, column: Any) -> None:
         """A chunk's products, and beside them the modulation of the chunk before it."""
@@ -309,6 +335,7 @@ class _Step:
         if sizes.held == 1:
             of_sums = pl.ds(of_sums.start, sizes.chunk, stride=sizes.frames)
         start = self.step == LAG
+        real = self._real_rows(_from_left(column)) if "real" in refs else None
         for part in range(self.result_parts):
             lanes = _lanes(part)
             rounded = []
@@ -316,6 +343,8 @@ class _Step:
                 y = refs["sums"].at[row, part][of_sums, :] + refs["bias"][:, lanes]
                 if "residual" in refs:
                     y = y + refs["residual"][0, row, at, lanes].astype(jnp.float32)
+                if real is not None:
+                    y = jnp.where(real, y, 0.0)
                 y = y.astype(jnp.bfloat16)
                 refs["y"][0, row, at, lanes] = y
                 rounded.append(y.astype(jnp.float32))
@@ -325,6 +354,12 @@ class _Step:
             origin[beside] = of_first
             total[beside] = jnp.where(start, 0.0, total[beside]) + (one + other)
             squares[beside] = jnp.where(start, 0.0, squares[beside]) + (one * one + other * other)
+
+    def _real_rows(self, column: Any) -> Array:
+        """Which of a chunk's rows are the picture's."""
+        shape = (self.sizes.chunk * self.sizes.held, tiles.LANES)
+        row = lax.broadcasted_iota(jnp.int32, shape, 0)
+        return row < (self.refs["real"][0] - column) * self.sizes.held
 
     def _give_moments(self) -> None:
         sizes, refs = self.sizes, self.refs
@@ -363,16 +398,16 @@ def _from_left(column: Any) -> Any:
 
 
 def takes(
-    x: Float[Array, "N T H W I"],
+    x: Float[Array | jax.ShapeDtypeStruct, "N T H W I"],
     grid: tuple[int, ...],
     kernel: Float[Array, "kt kh kw I O"],
     *,
     residual: bool,
     at_start: bool,
+    pixels: int | None = None,
 ) -> bool:
     """Whether the kernel takes these frames: two, four or eight of bfloat16, or a video's first, not small,
-    on one device, with an even number of rows, whole tiles of channels in and out, and no more of a row than
-    fits into VMEM.
+    with an even number of rows, whole tiles of channels in and out, and no more of a row than fits into VMEM.
 
     Args:
         x: frames; of it and of the kernel only shape and dtype are looked at.
@@ -380,12 +415,15 @@ def takes(
         kernel: (3, 3, 3, I, O).
         residual: whether there is one.
         at_start: whether the first of the frames is the video's.
+        pixels: of a whole frame, where `x` is of a shard.
     """
-    if not fills_tiles(x) or x.dtype != jnp.bfloat16 or is_split():
-        return False
-    if x.shape[2] * x.shape[3] < SMALLEST or kernel.shape[:3] != (TAPS,) * 3 or kernel.shape[4] % tiles.LANES:
+    if not fills_tiles(x) or x.dtype != jnp.bfloat16:
         return False
     frames, height, columns = x.shape[1:4]
+    if (pixels or height * columns) < SMALLEST:
+        return False
+    if kernel.shape[:3] != (TAPS,) * 3 or kernel.shape[4] % tiles.LANES:
+        return False
     if frames not in ((1, 2, 4, 8) if at_start else (2, 4, 8)) or height % ROWS:
         return False
     times, rows, wide = grid
@@ -413,7 +451,7 @@ def _columns_of_register(columns: int, frames: int, registers: int) -> int:
     return SUBLANES // frames if registers == _registers(columns, frames) else columns // registers
 
 
-def _sizes(x: Array, rows: int, registers: int, outputs: int) -> Sizes:
+def _sizes(x: Array | jax.ShapeDtypeStruct, rows: int, registers: int, outputs: int) -> Sizes:
     held, height, columns, channels = x.shape[1:]
     chunk = UNIT * UNITS // max(held, 2)
     cell = _columns_of_register(columns, held, registers)
@@ -448,7 +486,7 @@ def vmem_limit() -> int:
     return capacity - MIB
 
 
-def in_registers(z: Float[Array, "N t h w Z"], frames: int, columns: int) -> Float[Array, "N h v S Z"]:
+def in_registers(z: Shaped[Array, "N t h w Z"], frames: int, columns: int) -> Shaped[Array, "N h v S Z"]:
     """What lies over pixels of so many frames and columns, in the rows that registers of them have: each
     frame of a pixel, of as many pixels as fit. v is w, or, where fewer pixels lie under one of `z`, as many
     registers as the columns take.
@@ -474,13 +512,9 @@ def _over_pixels(part: Float[Array, "N h v S C"], x: Float[Array, "N T H W C"]) 
     return pixels.transpose(0, 3, 1, 2, 4)
 
 
-def activated(
-    x: Float[Array, "N T H W C"], multiplier: Float[Array, "N h v S C"], offset: Float[Array, "N h v S C"]
-) -> Float[Array, "N T H W C"]:
-    """`silu(x * multiplier + offset)` as XLA compiles it, of coefficients `in_registers`."""
-    return jax.nn.silu(x.astype(jnp.float32) * _over_pixels(multiplier, x) + _over_pixels(offset, x)).astype(
-        x.dtype
-    )
+def silu(x: Array, multiplier: Array, offset: Array) -> Array:
+    """`silu(x * multiplier + offset)` in float32, rounded to the dtype of `x`."""
+    return jax.nn.silu(x.astype(jnp.float32) * multiplier + offset).astype(x.dtype)
 
 
 def _plain(
@@ -491,11 +525,21 @@ def _plain(
     residual: Array | None,
     kernel: Array,
     bias: Array,
+    edges: tuple[Array, Array] | None = None,
+    real: Array | None = None,
 ) -> Any:
-    hidden = activated(x, multiplier, offset)
+    hidden = silu(x, _over_pixels(multiplier, x), _over_pixels(offset, x))
     if cache is None:
         cache = jnp.concatenate([hidden[:, :1]] * 2, axis=1)
-    y, latest = xla.by_xla(hidden, cache, residual, kernel, bias, form=xla.summed)
+    frames = jnp.concatenate([cache, hidden], axis=1)
+    sums = xla.summed(frames, kernel, xla.same_columns(kernel))
+    if edges is not None:
+        left, right = (jnp.expand_dims(edge, 3) for edge in edges)
+        sums = add_columns(add_columns(sums, left, at=0), right, at=x.shape[3] - 1)
+    y = xla.finished(sums, bias, residual, like=x)
+    if real is not None:
+        y = jnp.where(lax.iota(jnp.int32, x.shape[3])[:, None] < real, y, 0)
+    latest = frames[:, frames.shape[1] - cache.shape[1] :]
     mean, m2 = column_moments(y)
     return y, latest, (jnp.squeeze(mean, 2), jnp.squeeze(m2, 2))
 
@@ -509,6 +553,8 @@ def convolved(
     residual: Float[Array, "N T H W O"] | None,
     kernel: Float[Array, "3 3 3 I O"],
     bias: Float[Array, " O"],
+    edges: tuple[Float[Array, "N T H O"], Float[Array, "N T H O"]] | None = None,
+    real: Int[Array, ""] | None = None,
 ) -> tuple[
     Float[Array, "N T H W O"],
     Float[Array, "N 2 H W I"],
@@ -523,13 +569,15 @@ def convolved(
             start of a video, whose first frame then stands before itself.
         residual: added to the sums before they are rounded, or None.
         kernel, bias: the convolution's.
+        edges: what neighbours add to the sums of the first and of the last column, float32, or None.
+        real: columns from this one on get zeros, as they only pad a width; None where there are none.
 
     Returns:
         The convolved frames; the next cache; mean and M2 of each of their columns of pixels.
     """
     _, rows, registers, *_ = multiplier.shape
     sizes = _sizes(x, rows, registers, kernel.shape[-1])
-    operands, weights = _operands(sizes, x, multiplier, offset, cache, residual, kernel, bias)
+    operands, weights = _operands(sizes, x, multiplier, offset, cache, residual, kernel, bias, edges, real)
     results, scratch = _results(sizes, operands), _scratch(sizes)
     names = [*operands, *results, *scratch]
 
@@ -537,11 +585,11 @@ def convolved(
         last = len(refs) - len(names)  # weights come first
         _Step(sizes, refs[:last], dict(zip(names, refs[last:], strict=True))).run()
 
-    whole_chunks = sizes.width == sizes.columns
+    in_place = sizes.width == sizes.columns or (edges is not None and RAGGED_IN_PLACE)
     y_bytes = x.nbytes // sizes.channels * sizes.outputs * (1 if residual is None else 2)
     cache_bytes = x.nbytes // sizes.held * (TAPS - 1)
     taken_over = {}
-    if cache is not None and whole_chunks:
+    if cache is not None and in_place:
         taken_over = {len(weights) + names.index("cache"): [*results].index("latest")}
     cache_shape = (x.shape[0], TAPS - 1, *x.shape[2:])
     y, latest, *moments = pl.pallas_call(
@@ -552,7 +600,6 @@ def convolved(
         # Said to be in HBM: XLA else brings small ones into VMEM and back.
         out_shape=[pltpu.HBM(struct.shape, struct.dtype) for struct, _ in results.values()],
         scratch_shapes=[*scratch.values()],
-        # Of whole blocks: JAX's interpreter runs no others where a result takes an argument's memory.
         input_output_aliases=taken_over,
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary", "arbitrary"), vmem_limit_bytes=vmem_limit()
@@ -577,6 +624,8 @@ def _operands(
     residual: Array | None,
     kernel: Array,
     bias: Array,
+    edges: tuple[Array, Array] | None,
+    real: Array | None,
 ) -> tuple[dict[str, tuple[Any, pl.BlockSpec]], list[Array]]:
     """What the kernel takes, by name, each with its blocks; and the products' weights."""
     cells = -(-sizes.width // sizes.cell)
@@ -598,6 +647,12 @@ def _operands(
     }
     if residual is not None:
         operands["residual"] = _pixels_first(residual), _rows_later(row, sizes.outputs)
+    if edges is not None:
+        of_frames = (jnp.repeat(edge, sizes.frames // sizes.held, axis=1) for edge in edges)
+        both = jnp.concatenate([edge.transpose(0, 2, 1, 3) for edge in of_frames], axis=2)
+        operands["edges"] = both, _rows_later(2 * sizes.frames, sizes.outputs)
+    if real is not None:
+        operands["real"] = real[None], pl.BlockSpec(memory_space=pltpu.SMEM)
     return operands, [_weights(kernel, product) for product in products(sizes.channels, sizes.outputs)]
 
 

@@ -75,16 +75,14 @@ def _by_parts(resample: Callable[..., Array], x: Array, in_time: bool, lone_firs
 def _upsample(x: Array, kernel: Array, bias: Array | None, *, expand_time: bool, lone_first: bool) -> Array:
     rows, columns = (size // 2 for size in kernel.shape[:2])
     doubled = _doubled(x)
-    by_bands = is_image_for_tpu(x) and not has_neighbours()
-    if by_bands:
-        y = conv_frames(in_bands(doubled, rows), kernel, padding=((0, 0), (columns, columns)))
-    else:
+    by_bands = is_image_for_tpu(x)
 
-        def convolve(x: Array, kernel: Array, columns: tuple[int, int]) -> Array:
-            return conv_frames(x, kernel, padding=((rows, rows), columns))
+    def convolve(x: Array, kernel: Array, columns: tuple[int, int]) -> Array:
+        if by_bands:
+            return conv_frames(in_bands(x, rows), kernel, padding=((0, 0), columns))
+        return conv_frames(x, kernel, padding=((rows, rows), columns))
 
-        y = convolve(doubled, kernel, (columns, columns))
-        y = add_from_neighbours(y, doubled, kernel, convolve)
+    y = add_from_neighbours(convolve(doubled, kernel, (columns, columns)), doubled, kernel, convolve)
     if bias is not None:
         y = y + bias.astype(jnp.float32)
     y = with_clear_padding(y.astype(x.dtype))
@@ -100,8 +98,7 @@ def _doubled(x: Array) -> Array:
     by_kernel = is_large(x) and tpu.takes(x) and not has_neighbours()
     for_tpu = tpu.doubled_pixels if by_kernel else xla.double_pixels_outside
     if x.shape[1] == 1:
-        by_kernel = tpu.takes_image(x) and not has_neighbours()
-        for_tpu = tpu.doubled_image if by_kernel else xla.double_pixels
+        for_tpu = tpu.doubled_image if tpu.takes_image(x) else xla.double_pixels
     return lax.platform_dependent(x, tpu=for_tpu, default=xla.double_pixels)
 
 

@@ -9,10 +9,11 @@ import pytest
 import torch
 from jax.experimental.compilation_cache import compilation_cache
 
-from cogvideox_torchax import cli
+from cogvideox_torchax import cli, runtime
 from cogvideox_torchax.cli import compile
 from cogvideox_torchax.files import video
 from cogvideox_torchax.runtime import COMPILE_CACHE_VARIABLE, compile_cache
+from tests import small_pipelines
 
 pytestmark = pytest.mark.usefixtures("torchax_off")
 
@@ -75,6 +76,19 @@ def test_what_compile_has_compiled_no_later_process_compiles(clip, fresh_cache, 
     jax.clear_caches()  # as in another process
     assert cli.main(["reconstruct", clip, "-o", "again.mp4", "--quiet"]) == 0
     assert programs_in(fresh_cache) == before
+
+
+def test_two_steps_compile_what_any_number_of_steps_runs(fresh_cache):
+    pipe = small_pipelines.build("text", text_encoder=small_pipelines.text_encoder(num_layers=1))
+    runtime.without_torchax(pipe.save_pretrained, "model")
+    cat = ["--prompt", "panda", "--frames", "5", "--height", "8", "--width", "16", "-o", "cat.mp4"]
+    asked = ["generate", "--model", "model", *cat, "--quiet"]
+    assert cli.main([*asked, "--steps", "2"]) == 0
+    before = {path.name for path in fresh_cache.iterdir()}
+    assert before
+    jax.clear_caches()  # as in another process
+    assert cli.main([*asked, "--steps", "5"]) == 0
+    assert {path.name for path in fresh_cache.iterdir()} == before
 
 
 def programs_in(cache: Path) -> set[str]:

@@ -25,7 +25,7 @@ class Block:
 
     Attributes:
         page, line: where it is.
-        language: "python", "bash", ...; of an indented block "bash" where it is commands, else "text".
+        language: "python", "bash", ...; "text" of an indented block, and "commands" where it begins with one.
         text: what it holds.
         reason: why it is not run, or None.
     """
@@ -69,6 +69,5 @@ def blocks(page: str) -> list[Block]:
             continue
         body = re.sub(r"^ {4}", "", match["indented"], flags=re.MULTILINE)
         first = body.split()[1] if "=" in body.split()[0] else body.split()[0]
-        language = "bash" if first in COMMANDS else "text"
-        found.append(Block(page, line, language, body, "its commands are checked, and not run"))
+        found.append(Block(page, line, "commands" if first in COMMANDS else "text", body, "indented"))
     return found

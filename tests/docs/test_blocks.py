@@ -32,6 +32,9 @@ SMALL = {
     "tile_sample_min_width=360": "tile_sample_min_width=16",
     "A cat walks on the grass.": "a panda",
     "A cat walks.": "a panda",
+    "--frames 17 --height 240 --width 360": "--frames 5 --height 16 --width 24",
+    "--buckets 49x480x720,49x720x480": "--buckets 5x16x24",
+    "--tiling 240x360": "--tiling 16x16",
     "--frames 49": "--frames 5",
     "--frames 9": "--frames 5",
 }
@@ -103,6 +106,7 @@ ALL = [block for page in PAGES for block in blocks(page)]
 
 @pytest.mark.parametrize("block", ALL, ids=lambda block: f"{block.page}:{block.line}")
 def test_what_a_block_names_is_there(block):
+    assert block.language != "commands", "write commands between ```bash and ```: they run, or say why not"
     if block.language == "python":
         ast.parse(block.text)
     if block.language == "bash":

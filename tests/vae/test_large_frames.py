@@ -2,9 +2,10 @@
 
 import copy
 
+import jax
 import pytest
 
-from cogvideox_torchax import runtime
+from cogvideox_torchax import make_mesh, runtime
 from cogvideox_torchax.flax import FlaxVAEForPipelines
 from cogvideox_torchax.vae.tolerances import BFLOAT16_RMS_RATIO, rms_error
 from tests import reference
@@ -60,6 +61,18 @@ def test_encoded_chunks_are_as_accurate_as_pytorchs(name, chunks, stock):
     with reference.interpreted_norm_conv3d(**LARGE) as traced:
         got = vae.encode(runtime.to_jax(x.bfloat16())).latent_dist.parameters
     assert traced == traced_for(chunks)
+    check(got, want, half)
+
+
+@pytest.mark.parametrize("name", ["torchax", "flax"])
+def test_a_padded_mesh_decodes_as_accurately_by_the_kernel(name, stock):
+    z = reference.latents(5, height=2, width=6)
+    want, half = reference.decoded(stock, z), reference.decoded(copy.deepcopy(stock).bfloat16(), z.bfloat16())
+    vae = build(name, stock)
+    vae.place_on(make_mesh(1, 4, devices=jax.devices()[:4]))
+    with reference.interpreted_norm_conv3d(**LARGE, on_mesh=True) as traced:
+        got = vae.decode(runtime.to_jax(z.bfloat16())).sample
+    assert {shape[1] for shape in traced} == {8, 9}
     check(got, want, half)
 
 

@@ -38,10 +38,14 @@ def test_a_picture_that_fits_is_not_cut_and_one_that_does_not_is_cut_into_what_f
     assert memory.fitting_tile(WIDE, "decode", 960, 1440, 13, 0) == (16, 16)
 
 
-def test_wider_dtypes_and_longer_first_chunks_need_more():
-    exact = SimpleNamespace(**{**vars(WIDE), "dtype": torch.float32})
-    more = 2 * memory.WITHOUT_KERNEL * memory.needed(WIDE, "encode", 64, 64, 17)
-    assert memory.needed(exact, "encode", 64, 64, 17) == pytest.approx(more, rel=1e-6)
+def test_other_dtypes_and_longer_first_chunks_need_more_and_a_device_of_a_mesh_less():
+    def needed(**other):
+        vae = SimpleNamespace(**{**vars(WIDE), **other})
+        return memory.needed(vae, "encode", 64, 64, 17) / memory.needed(WIDE, "encode", 64, 64, 17)
+
+    assert needed(dtype=torch.float32) == pytest.approx(2 * memory.WITHOUT_KERNEL, rel=1e-6)
+    assert needed(dtype=torch.float16) == pytest.approx(memory.WITHOUT_KERNEL, rel=1e-6)
+    assert needed(mesh=SimpleNamespace(size=8)) == pytest.approx(1 / 8, rel=1e-6)
     assert memory.needed(WIDE, "encode", 64, 64, 15) > memory.needed(WIDE, "encode", 64, 64, 17)
 
 

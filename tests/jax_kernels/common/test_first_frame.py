@@ -100,7 +100,7 @@ def test_a_first_frame_by_itself_changes_nothing(name, as_on_a_tpu):
         (jnp.bfloat16, Split(), True, True),
         (jnp.bfloat16, Split(), False, False),
         (jnp.float32, Split(), True, False),
-        (jnp.bfloat16, Split(real=3, padded=4), True, False),
+        (jnp.bfloat16, Split(real=3, padded=4), True, True),
     ],
 )
 def test_where_a_first_frame_stands_apart(dtype, split, on_tpu, apart, monkeypatch):

@@ -9,3 +9,9 @@ from tests.reference import interpreted_norm_conv3d
 def interpreted():
     with interpreted_norm_conv3d():
         yield
+
+
+@pytest.fixture
+def interpreted_on_mesh():
+    with interpreted_norm_conv3d(on_mesh=True) as traced:
+        yield traced

@@ -1,15 +1,19 @@
 """Norm, SiLU and convolution in one Pallas kernel equal the three in a row, and Mosaic compiles it."""
 
 import functools
+import math
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from cogvideox_torchax.plan import chips
 from jax_kernels import Columns, Norm, norm_conv3d
+from jax_kernels.common.columns import Split, split_columns
 from jax_kernels.common.tiles import SWITCH
 from jax_kernels.norm_conv3d import reference, tpu
 from tests.reference import largest_error
@@ -76,7 +80,64 @@ def test_the_statistics_that_a_call_before_gave_are_those_of_its_result(interpre
     assert largest_error(off[0], found[0]) > 0.1
 
 
-def test_its_derivatives_are_those_of_the_plain_form():
+def on_mesh(real, padded, dp, tp, **static):
+    """`norm_conv3d` over a mesh: of arrays whose columns are split over it, `real` of every `padded` the
+    picture's."""
+    devices = np.array(jax.devices()[: dp * tp]).reshape(dp, tp)
+    mesh = Mesh(devices, ("dp", "tp"), axis_types=(AxisType.Auto,) * 2)
+    videos = "dp" if dp > 1 else None
+    split = Split(real, padded, videos=videos, columns=("tp",))
+
+    def put(array):
+        if array.ndim != 5 or array.shape[0] == 3:
+            return array
+        more = array.shape[3] * padded // real - array.shape[3]
+        array = jnp.pad(array, [(0, 0)] * 3 + [(0, more), (0, 0)])
+        return jax.device_put(array, NamedSharding(mesh, PartitionSpec(videos, None, None, "tp")))
+
+    @jax.jit
+    def traced(operands, residual):
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), split_columns(split):
+            return norm_conv3d(*operands, residual=residual, **static)
+
+    return lambda *operands, residual: traced(*jax.tree.map(put, (operands, residual)))
+
+
+SHARDS = {
+    "eight frames, four shards": ((1, 8, 4, 32, 16), 16, 2, True, True, (1, 1), (1, 4)),
+    "two videos, the last shard padded": ((2, 8, 2, 28, 32), 16, 2, True, True, (7, 8), (2, 4)),
+    "a shard of padding alone": ((1, 4, 4, 20, 16), 32, 2, False, False, (5, 8), (1, 4)),
+    "a plain norm, padded": ((1, 2, 2, 14, 32), 32, None, True, True, (7, 8), (1, 4)),
+    "a first frame, padded": ((1, 1, 4, 28, 16), 16, 2, False, True, (7, 8), (1, 4)),
+    "one shard, padded": ((1, 8, 2, 14, 16), 16, 2, True, False, (7, 8), (1, 1)),
+}
+
+
+@pytest.mark.parametrize(
+    ("shape", "outputs", "cell", "cached", "added", "width", "mesh"), SHARDS.values(), ids=SHARDS
+)
+def test_shards_give_what_one_device_gives(
+    shape, outputs, cell, cached, added, width, mesh, interpreted_on_mesh
+):
+    operands = inputs(shape, outputs, cell=cell, cached=cached)
+    residual = jnp.ones((*shape[:4], outputs), jnp.bfloat16) / 3 if added else None
+    convolve = on_mesh(*width, *mesh, num_groups=GROUPS, lone_first=shape[1] == 1)
+    y, latest, columns = convolve(*operands, residual=residual)
+    want, want_latest = reference.norm_conv3d(*operands, num_groups=GROUPS, residual=residual)
+    assert interpreted_on_mesh
+    real = shape[3]
+    for mine, plain in ((y, want), (latest, want_latest)):
+        assert largest_error(mine[:, :, :, :real], plain) <= A_UNIT
+        assert float(jnp.mean(mine[:, :, :, :real] != plain)) < 0.05
+        assert not jnp.any(mine[:, :, :, real:])
+    pixels = np.asarray(y, np.float64)
+    assert largest_error(columns.mean, pixels.mean(2)) < 1e-5
+    assert largest_error(columns.m2, pixels.var(2) * shape[2]) < 1e-5
+
+
+@pytest.mark.parametrize("of_shard", [False, True], ids=["alone", "a padded shard with neighbours"])
+def test_its_derivatives_are_those_of_the_plain_form(of_shard, monkeypatch):
+    monkeypatch.setattr(tpu, "RAGGED_IN_PLACE", False)
     x, _, kernel, bias, cache = inputs((1, 2, 2, 32, 128), 128)
     ones = jnp.ones((1, 1, 1, 8, 128))
     residual = x + 1
@@ -86,6 +147,10 @@ def test_its_derivatives_are_those_of_the_plain_form():
 
     primals = x, ones * 0.7, ones * 0.1, cache, residual, kernel, bias
     tangents = tuple(jnp.full_like(primal, 0.5) for primal in primals)
+    if of_shard:
+        edge = jnp.arange(2 * 2 * 128, dtype=jnp.float32).reshape(1, 2, 2, 128) / 128
+        primals = *primals, (edge, -edge), jnp.int32(31)
+        tangents = *tangents, (edge + 1, edge + 2), np.zeros((), jax.dtypes.float0)
     with pltpu.force_tpu_interpret_mode():
         (y, *_), (tangent, *_) = both(tpu.convolved)
     (want, *_), (want_tangent, *_) = both(tpu._plain)
@@ -198,3 +263,41 @@ def test_mosaic_compiles_the_start_of_a_video(frames, channels):
     with jax.set_mesh(jax.sharding.Mesh(np.array([device]), ("device",))):
         text = jax.jit(tpu.convolved).lower(*operands).compile().as_text()
     assert "norm_conv3d" in text
+
+
+def test_a_shard_copies_neither_its_frames_nor_its_cache_for_its_neighbours():
+    pytest.importorskip("libtpu", reason="the [tpu] extra is not installed")
+    height, width, channels, latents = 64, 8 * 88, 128, 16
+    mesh = Mesh(np.array(chips.topology_devices("v6e:2x4")), ("tp",), axis_types=(AxisType.Auto,))
+    split = Split(85, 88, columns=("tp",))
+
+    def struct(*shape, columns=None):
+        spec = [None] * len(shape)
+        if columns is not None:
+            spec[columns] = "tp"
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec(*spec)))
+
+    def pixels_first(x, cache, norm, kernel, bias):
+        x, cache = (part.transpose(2, 3, 0, 1, 4) for part in (x, cache))
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), split_columns(split):
+            y, latest, _ = norm_conv3d(x, norm, kernel, bias, cache, num_groups=32)
+        return y.transpose(2, 3, 0, 1, 4), latest.transpose(2, 3, 0, 1, 4)
+
+    vector, matrix = struct(channels), struct(latents, channels)
+    norm = Norm(
+        vector, vector, struct(1, 2, 8, width // 8, latents, columns=3), matrix, vector, matrix, vector
+    )
+    x, cache = (struct(height, width, 1, frames, channels, columns=1) for frames in (8, 2))
+    with jax.set_mesh(mesh):
+        lowered = jax.jit(pixels_first, donate_argnums=1).lower(
+            x, cache, norm, struct(3, 3, 3, channels, channels), vector
+        )
+    compiled = lowered.compile()
+    own = math.prod(x.shape) // 8
+    text = compiled.as_text()
+    assert "norm_conv3d" in text
+    copies = [line for line in text.splitlines() if re.search(r"= bf16\[[\d,]*\]\S* (copy|fusion)\(", line)]
+    assert copies
+    sizes = [math.prod(map(int, re.search(r"= bf16\[([\d,]*)\]", line)[1].split(","))) for line in copies]
+    assert max(sizes) < own / 8
+    assert compiled.memory_analysis().alias_size_in_bytes == 2 * own // 4
