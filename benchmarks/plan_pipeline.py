@@ -22,7 +22,11 @@ SMALL = "--frames 49 --height 480 --width 720"
 TRAINING = "train-step-v6e-1"
 CASES = {
     "step-1.5-5b-v6e-8": f"--network step --model 1.5-5b {EIGHT} {LARGE}",
+    "step-1.5-5b-v6e-4": f"--network step --model 1.5-5b --topology v6e:2x2 --dp 2 --tp 2 {LARGE}",
+    "step-1.5-5b-v6e-16": f"--network step --model 1.5-5b --topology v6e:4x4 --dp 2 --tp 8 {LARGE}",
+    "step-1.5-5b-v6e-32": f"--network step --model 1.5-5b --topology v6e:4x8 --dp 2 --tp 16 {LARGE}",
     "step-5b-v6e-1": f"--network step --model 5b --topology v6e:1x1 {SMALL}",
+    "step-5b-v6e-2": f"--network step --model 5b --topology v6e:1x2 --dp 2 {SMALL}",
     "step-2b-v6e-1": f"--network step --model 2b --topology v6e:1x1 {SMALL}",
     "step-5b-v6e-8": f"--network step --model 5b {EIGHT} {SMALL}",
     "prompt-v6e-1": "--network prompt --model 5b --topology v6e:1x1",
