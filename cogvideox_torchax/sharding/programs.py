@@ -47,7 +47,7 @@ class ShardedProgram(runtime.ChunkProgram):
         return self.placement.trace(functools.partial(super()._trace, weights), chunk, cache)
 
     def _call(self, network: nn.Module, weights: dict[str, Any], chunk: Any, cache: Any) -> Any:
-        # A norm and a convolution that run as one are no layers by themselves: their block is.
+        # `_record` changes nothing: so a norm and a convolution run as one, in the name of their block.
         with watched(network, self._is_layer, taken=self._record, given=self._record, names_only=True):
             return super()._call(network, weights, chunk, cache)
 

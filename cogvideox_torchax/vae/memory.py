@@ -70,7 +70,7 @@ def needed(vae: Any, kind: str, height: int, width: int, frames: int) -> int:
     share = vae.config["block_out_channels"][0] / PLANNED_CHANNELS * vae.dtype.itemsize / PLANNED_ITEMSIZE
     mesh = getattr(vae, "mesh", None)
     devices = 1 if mesh is None else mesh.size
-    plain = 1.0 if "bfloat16" in str(vae.dtype) else WITHOUT_KERNEL
+    plain = 1.0 if runtime.dtype_name(vae.dtype) == "bfloat16" else WITHOUT_KERNEL
     return math.ceil(BYTES_A_PIXEL[kind] * share * plain * height * width * longest / devices)
 
 

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 
 class Split(NamedTuple):
@@ -143,7 +143,7 @@ def neighbours_of(
     return exchanged(x[:, :, :, :reach], x[:, :, :, -reach:])
 
 
-def exchanged(first: Array, last: Array) -> tuple[Array, Array]:
+def exchanged(first: Shaped[Array, "*column"], last: Shaped[Array, "*column"]) -> tuple[Array, Array]:
     """For the first and the last columns of a shard those of its neighbours, the left one's last and the
     right one's first, zeros beyond the first and the last shard."""
     split = _split.get()

@@ -112,7 +112,7 @@ def _for_tpu(x: Array, kernel: Array) -> Implementation:
 
 def _is_narrow(kernel: Array) -> bool:
     """Whether its channels are few enough, on a device that has all columns. A decoder whose shards took that
-    form was planned with 20 ms and 1.5 GB more (docs/performance.md)."""
+    form was planned with 20 ms and 1.5 GB more (docs/history.md)."""
     return kernel.shape[0] * kernel.shape[4] <= xla.FEW and not has_neighbours()
 
 

@@ -76,9 +76,9 @@ class Sizes(NamedTuple):
 
     Attributes:
         held: frames of a chunk.
-        columns: of the picture.
+        columns: of the picture, or a shard's own.
         chunk: columns of a product.
-        chunks: of these in a row of the picture, the last one may be part of it only.
+        chunks: of these in a row, the last one may be part of it only.
         cell: columns under a register of coefficients: under the same ones, or as many as it has rows for.
         tall: rows under the same coefficients.
         blocks: of two rows.
@@ -465,7 +465,8 @@ def _vmem_bytes(sizes: Sizes, residual: bool) -> int:
     taken, given = row * sizes.channels * 2, row * sizes.outputs * 2
     cells = 2 * ROWS * -(-sizes.width // sizes.cell) * SUBLANES * sizes.channels * 4
     caches = 2 * ROWS * sizes.width * 2 * sizes.channels * 2
-    blocks = ROWS * (taken + given * (1 + residual)) + cells + caches + 2 * row * sizes.outputs * 4
+    edges = 2 * ROWS * sizes.frames * sizes.outputs * 4
+    blocks = ROWS * (taken + given * (1 + residual)) + cells + caches + edges + 2 * row * sizes.outputs * 4
     weights = sum(
         len(product.inputs) * sizes.channels * len(product.results) * sizes.outputs * 2
         for product in products(sizes.channels, sizes.outputs)
@@ -536,9 +537,12 @@ def _plain(
     if edges is not None:
         left, right = (jnp.expand_dims(edge, 3) for edge in edges)
         sums = add_columns(add_columns(sums, left, at=0), right, at=x.shape[3] - 1)
-    y = xla.finished(sums, bias, residual, like=x)
+    sums = sums + bias.astype(jnp.float32)
+    if residual is not None:
+        sums = sums + residual.astype(jnp.float32)
     if real is not None:
-        y = jnp.where(lax.iota(jnp.int32, x.shape[3])[:, None] < real, y, 0)
+        sums = jnp.where(lax.iota(jnp.int32, x.shape[3])[:, None] < real, sums, 0.0)
+    y = sums.astype(x.dtype)
     latest = frames[:, frames.shape[1] - cache.shape[1] :]
     mean, m2 = column_moments(y)
     return y, latest, (jnp.squeeze(mean, 2), jnp.squeeze(m2, 2))

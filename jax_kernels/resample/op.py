@@ -94,7 +94,8 @@ def _upsample(x: Array, kernel: Array, bias: Array | None, *, expand_time: bool,
 
 
 def _doubled(x: Array) -> Array:
-    # Of shards XLA keeps the columns outermost, and would copy what the kernel gives into that order.
+    # Of a shard's frames XLA keeps the columns outermost, and would copy what the kernel gives into that
+    # order.
     by_kernel = is_large(x) and tpu.takes(x) and not has_neighbours()
     for_tpu = tpu.doubled_pixels if by_kernel else xla.double_pixels_outside
     if x.shape[1] == 1:

@@ -20,7 +20,6 @@ from jax_kernels.common.columns import with_clear_padding
 from jax_kernels.common.layout import frames_first, pixels_first, precision_for
 from jax_kernels.common.tiles import BLOCK_BYTES, DTYPES, LANES, fills_tiles, in_sublanes, pixel_bytes
 from jax_kernels.spatial_norm.latents import match_frames_and_columns
-from jax_kernels.spatial_norm.xla import by_rows
 
 UNROLLED = 4
 """Pixels of a step of the kernel's loop: the bundles that the compiler schedules for 15 tiles are 82, 121,
@@ -43,13 +42,13 @@ def _cell_bytes(x: Array, zq: Array) -> int:
     return of_latents + pixels * pixel_bytes(x, *[length] * 2)
 
 
+@functools.partial(jax.custom_jvp, nondiff_argnums=(5,))
 def modulated(
     x: Float[Array, "N T H W C"],
     scale: Float[Array, "N C"],
     shift: Float[Array, "N C"],
     zq: Float[Array, "N T h w Z"],
     kernel: Float[Array, "Z 2*C"],
-    *,
     silu: bool,
 ) -> Float[Array, "N T H W C"]:
     """`(x * scale + shift) * y + b`, then SiLU or not, where `y` and `b` are the halves of `zq @ kernel`, the
@@ -113,7 +112,27 @@ def _modulate(x_ref, zq_ref, scale_ref, shift_ref, kernel_ref, result_ref, *, si
     lax.fori_loop(0, tall * wide, modulate_pixel, None, unroll=UNROLLED)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+@modulated.defjvp
+def _(silu: bool, primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> Any:
+    tangent = jax.jvp(functools.partial(_plainly_modulated, silu), primals, tangents)[1]
+    return modulated(*primals, silu), tangent
+
+
+def _plainly_modulated(
+    silu: bool, x_NTHWC: Array, scale_NC: Array, shift_NC: Array, zq: Array, kernel: Array
+) -> Array:
+    videos, length, height, width, channels = x_NTHWC.shape
+    rows, columns = zq.shape[2:4]
+    both = jnp.einsum(
+        "nthwz,zc->nthwc", zq, kernel, precision=precision_for(zq.dtype), preferred_element_type=jnp.float32
+    )
+    y, b = jnp.split(both[:, :, :, None, :, None], 2, axis=-1)
+    scale, shift = (part.reshape(videos, 1, 1, 1, 1, 1, channels) for part in (scale_NC, shift_NC))
+    cells = x_NTHWC.reshape(videos, length, rows, height // rows, columns, width // columns, channels)
+    result = (cells.astype(jnp.float32) * scale + shift) * y + b
+    return (jax.nn.silu(result) if silu else result).astype(x_NTHWC.dtype).reshape(x_NTHWC.shape)
+
+
 def by_kernel(
     activation: Activation | None,
     lone_first: bool,
@@ -124,21 +143,14 @@ def by_kernel(
     to_y: tuple[Array, Array],
     to_b: tuple[Array, Array],
 ) -> Array:
-    """`by_rows` by the Pallas kernel."""
+    """`xla.by_rows` by the Pallas kernel."""
     kernel = jnp.concatenate([jnp.vstack(conv) for conv in (to_y, to_b)], axis=1)
     target = (*x.shape[:3], zq.shape[3], x.shape[4])
     zq = match_frames_and_columns(zq, target, lone_first=lone_first)
     ones = jnp.ones((*zq.shape[:-1], 1), zq.dtype)
     # Where latents only pad a width, so does the result: factors and offsets of zero clear it.
+    # They are arguments of what has a rule for derivatives: that is traced where nobody says what is padding.
     zq = with_clear_padding(jnp.concatenate([zq, ones], axis=-1))
     dtype = jnp.promote_types(zq.dtype, kernel.dtype)
     zq, kernel = zq.astype(dtype), kernel.astype(dtype)
-    return modulated(x, scale_NC, shift_NC, zq, kernel, silu=activation == "silu")
-
-
-@by_kernel.defjvp
-def _(
-    activation: Activation | None, lone_first: bool, primals: tuple[Any, ...], tangents: tuple[Any, ...]
-) -> Any:
-    of_plain = jax.jvp(functools.partial(by_rows, activation, lone_first), primals, tangents)
-    return by_kernel(activation, lone_first, *primals), of_plain[1]
+    return modulated(x, scale_NC, shift_NC, zq, kernel, activation == "silu")

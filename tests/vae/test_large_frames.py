@@ -76,12 +76,15 @@ def test_a_padded_mesh_decodes_as_accurately_by_the_kernel(name, stock):
     check(got, want, half)
 
 
-def test_a_hook_on_a_norm_sees_what_it_gives(stock):
+@pytest.mark.parametrize("devices", [1, 4])
+def test_a_hook_on_a_norm_sees_what_it_gives(devices, stock):
     vae = build("torchax", stock)
+    if devices > 1:
+        vae.place_on(make_mesh(1, devices, devices=jax.devices()[:devices]))
     seen = []
     vae.decoder.up_blocks[-1].resnets[0].norm1.register_forward_hook(lambda *_: seen.append(1))
     z = runtime.to_jax(reference.latents(2, height=2, width=6).bfloat16())
-    with reference.interpreted_norm_conv3d(**LARGE) as traced:
+    with reference.interpreted_norm_conv3d(**LARGE, on_mesh=devices > 1) as traced:
         vae.decode(z)
     assert len(seen) == 1
     assert len(traced) == 3

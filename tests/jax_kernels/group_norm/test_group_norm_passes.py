@@ -10,6 +10,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from cogvideox_torchax.plan import chips, programs
 from jax_kernels import group_norm
+from jax_kernels.common.columns import Split, split_columns
 from jax_kernels.common.tiles import SWITCH
 from jax_kernels.group_norm import tpu, xla
 from jax_kernels.group_norm.tpu import _column_bytes, _pixel_bytes, column_moments, scaled_by_column
@@ -94,6 +95,22 @@ def test_scaling_has_the_derivatives_of_xlas():
     want = jax.grad(squared)(inputs, functools.partial(xla.scaled, "silu"))
     for mine, xlas in zip(got, want, strict=True):
         assert largest_error(mine, xlas) < 1e-5
+
+
+def test_columns_that_only_pad_a_width_have_no_derivatives():
+    x = jax.random.normal(jax.random.key(0), (1, 2, 3, 4, 128))
+    vectors = [jnp.ones((1, 128))] * 3
+
+    @jax.jit  # differentiated from outside: rules are traced when nothing says how columns are split
+    def scale(x):
+        with split_columns(Split(real=3, padded=4)):
+            return tpu.scaled(x, *vectors)
+
+    with pltpu.force_tpu_interpret_mode():
+        y, tangent = jax.jvp(scale, (x,), (jnp.ones_like(x),))
+    for found in (y, tangent):
+        assert not jnp.any(found[:, :, :, 3:])
+        assert jnp.all(found[:, :, :, :3] != 0)
 
 
 def lowered_for_tpu(shape, dtype):

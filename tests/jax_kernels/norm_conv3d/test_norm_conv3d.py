@@ -100,7 +100,7 @@ def on_mesh(real, padded, dp, tp, **static):
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), split_columns(split):
             return norm_conv3d(*operands, residual=residual, **static)
 
-    return lambda *operands, residual: traced(*jax.tree.map(put, (operands, residual)))
+    return lambda *operands, residual=None: traced(*jax.tree.map(put, (operands, residual)))
 
 
 SHARDS = {
@@ -133,6 +133,22 @@ def test_shards_give_what_one_device_gives(
     pixels = np.asarray(y, np.float64)
     assert largest_error(columns.mean, pixels.mean(2)) < 1e-5
     assert largest_error(columns.m2, pixels.var(2) * shape[2]) < 1e-5
+
+
+def test_shards_have_the_gradients_of_one_device(interpreted_on_mesh):
+    operands = inputs((1, 2, 4, 20, 16), 16, cell=2)
+    weigh = jnp.asarray(np.random.default_rng(1).normal(size=(1, 2, 4, 20, 16)), jnp.float32)
+
+    def loss(operands, convolve):
+        y, *_ = convolve(*operands)
+        return jnp.sum(y[:, :, :, :20].astype(jnp.float32) * weigh)
+
+    alone = functools.partial(norm_conv3d, num_groups=GROUPS)
+    want = jax.grad(loss)(operands, alone)
+    got = jax.grad(loss)(operands, on_mesh(5, 8, 1, 4, num_groups=GROUPS))
+    for mine, plain in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert mine.shape == plain.shape
+        assert largest_error(mine, plain) < 0.02
 
 
 @pytest.mark.parametrize("of_shard", [False, True], ids=["alone", "a padded shard with neighbours"])
@@ -265,7 +281,8 @@ def test_mosaic_compiles_the_start_of_a_video(frames, channels):
     assert "norm_conv3d" in text
 
 
-def test_a_shard_copies_neither_its_frames_nor_its_cache_for_its_neighbours():
+@pytest.mark.parametrize("frames", [2, 8])
+def test_a_shard_copies_neither_its_frames_nor_its_cache_for_its_neighbours(frames):
     pytest.importorskip("libtpu", reason="the [tpu] extra is not installed")
     height, width, channels, latents = 64, 8 * 88, 128, 16
     mesh = Mesh(np.array(chips.topology_devices("v6e:2x4")), ("tp",), axis_types=(AxisType.Auto,))
@@ -287,7 +304,7 @@ def test_a_shard_copies_neither_its_frames_nor_its_cache_for_its_neighbours():
     norm = Norm(
         vector, vector, struct(1, 2, 8, width // 8, latents, columns=3), matrix, vector, matrix, vector
     )
-    x, cache = (struct(height, width, 1, frames, channels, columns=1) for frames in (8, 2))
+    x, cache = (struct(height, width, 1, length, channels, columns=1) for length in (frames, 2))
     with jax.set_mesh(mesh):
         lowered = jax.jit(pixels_first, donate_argnums=1).lower(
             x, cache, norm, struct(3, 3, 3, channels, channels), vector
@@ -299,5 +316,6 @@ def test_a_shard_copies_neither_its_frames_nor_its_cache_for_its_neighbours():
     copies = [line for line in text.splitlines() if re.search(r"= bf16\[[\d,]*\]\S* (copy|fusion)\(", line)]
     assert copies
     sizes = [math.prod(map(int, re.search(r"= bf16\[([\d,]*)\]", line)[1].split(","))) for line in copies]
-    assert max(sizes) < own / 8
-    assert compiled.memory_analysis().alias_size_in_bytes == 2 * own // 4
+    if frames == 8:  # tiles of two frames are laid anew for the kernel, whoever is beside them
+        assert max(sizes) < own / frames
+    assert compiled.memory_analysis().alias_size_in_bytes == 2 * own * 2 // frames

@@ -7,6 +7,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from cogvideox_torchax.plan import chips, programs
+from jax_kernels.common.columns import Split, split_columns
 from jax_kernels.spatial_norm import tpu
 from jax_kernels.spatial_norm.tpu import _cell_bytes, modulated
 
@@ -65,3 +66,19 @@ def test_mosaic_compiles_it_and_the_planner_counts_its_bytes(topology, length, d
     pixels = 16 * 180 * 256 * dtype(0).itemsize
     moved = plan.shares["kernels"] * chips.CHIPS[topology[:3]].bandwidth
     assert moved == pytest.approx(2 * sublanes * pixels, rel=0.1)  # and the latents
+
+
+def test_latents_that_only_pad_a_width_have_no_derivatives():
+    x, scale, shift, zq, _ = inputs_of(1, 2, 2, 4, 2, 2, 128, jnp.float32)
+    kernel, bias = jnp.ones((17, 128)), jnp.ones(128)
+
+    @jax.jit  # differentiated from outside: rules are traced when nothing says how columns are split
+    def modulate(x):
+        with split_columns(Split(real=3, padded=4)):
+            return tpu.by_kernel("silu", False, x, scale, shift, zq, (kernel, bias), (kernel, bias))
+
+    with pltpu.force_tpu_interpret_mode():
+        y, tangent = jax.jvp(modulate, (x,), (jnp.ones_like(x),))
+    for found in (y, tangent):
+        assert not jnp.any(found[:, :, :, 6:])
+        assert jnp.any(found[:, :, :, :6])
