@@ -33,9 +33,16 @@ def make_mesh(dp: int = 1, tp: int | None = None, *, devices: Any = None) -> Mes
     if size > devices.size:
         raise ValueError(
             f"got a mesh of dp={dp} x tp={columns}, {size} devices, where there are {devices.size}: "
-            "make dp * tp no larger"
+            f"make dp * tp no larger{_on_a_cpu(devices, size)}"
         )
     return Mesh(devices[:size].reshape(dp, columns), AXES, axis_types=(AxisType.Auto,) * 2)
+
+
+def _on_a_cpu(devices: Any, wanted: int) -> str:
+    """How a machine without accelerators shows more devices."""
+    if devices.size and devices[0].platform != "cpu":
+        return ""
+    return f", or try it on a CPU with XLA_FLAGS=--xla_force_host_platform_device_count={wanted} set"
 
 
 def check_mesh(mesh: Any) -> Mesh:
