@@ -61,9 +61,10 @@ def test_every_length_decodes(frames, vae, stock, traced):
     assert traced
 
 
-@pytest.mark.parametrize("frames", [1, 9, 16])
-def test_encoding(frames, vae, stock):
-    x = reference.video(frames, height=4 * HEIGHT, width=4 * WIDTH)
+@pytest.mark.parametrize(("frames", "larger"), [(1, 3), (9, 1), (16, 1)])
+def test_encoding(frames, larger, vae, stock):
+    # A still of 8 x 24 has too few latents for two errors to compare: 1.13 of PyTorch's own, less when larger.
+    x = reference.video(frames, height=4 * HEIGHT * larger, width=4 * WIDTH * larger)
     want = reference.encoded(stock, x)
     half = reference.encoded(copy.deepcopy(stock).bfloat16(), x.bfloat16())
     got = vae.encode(runtime.to_jax(x.bfloat16())).latent_dist.parameters
@@ -84,8 +85,9 @@ def test_a_stream(vae, stock):
 
 
 def test_tiles(vae, stock):
-    z = latents(3, height=4)
-    options = {"tile_sample_min_height": 4 * 3, "tile_sample_min_width": 4 * WIDTH}
+    z = latents(3, height=6)
+    options = {"tile_sample_min_height": 4 * 4, "tile_sample_min_width": 4 * WIDTH}
+    options |= {"tile_overlap_factor_height": 0.5, "tile_overlap_factor_width": 0.5}
     in_tiles = copy.deepcopy(stock)
     for each in (vae, in_tiles):
         each.enable_tiling(**options)
