@@ -131,12 +131,15 @@ def _padding(kernel: Array, columns: Columns) -> tuple[tuple[int, int], Columns]
     return (rows, rows), columns
 
 
-def finished(sums: Array, bias: Array | None, residual: Array | None, *, like: Array) -> Array:
+def completed(sums: Array, bias: Array | None, residual: Array | None) -> Array:
+    """The sums with what is added to them, not yet rounded."""
     if bias is not None:
         sums = sums + bias.astype(jnp.float32)
-    if residual is not None:
-        sums = sums + residual.astype(jnp.float32)
-    y = with_clear_padding(sums.astype(like.dtype))
+    return sums if residual is None else sums + residual.astype(jnp.float32)
+
+
+def finished(sums: Array, bias: Array | None, residual: Array | None, *, like: Array) -> Array:
+    y = with_clear_padding(completed(sums, bias, residual).astype(like.dtype))
     if not is_large(like):
         return y
     if y.shape[-1] >= LANES:

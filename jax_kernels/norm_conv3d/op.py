@@ -239,7 +239,7 @@ def _edges(
             )
 
         # Cut out as they lie: in the order that suits one column XLA would first lay all of them.
-        now = tpu.silu(kept_pixels_first(x[:, :, :, column]), *coefficients(of_column))
+        now = tpu.activated(kept_pixels_first(x[:, :, :, column]), *coefficients(of_column))
         if cache is None:
             past = jnp.repeat(now[:, :1], 2, axis=1)
         else:

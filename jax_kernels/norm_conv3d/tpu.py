@@ -513,7 +513,7 @@ def _over_pixels(part: Float[Array, "N h v S C"], x: Float[Array, "N T H W C"]) 
     return pixels.transpose(0, 3, 1, 2, 4)
 
 
-def silu(x: Array, multiplier: Array, offset: Array) -> Array:
+def activated(x: Array, multiplier: Array, offset: Array) -> Array:
     """`silu(x * multiplier + offset)` in float32, rounded to the dtype of `x`."""
     return jax.nn.silu(x.astype(jnp.float32) * multiplier + offset).astype(x.dtype)
 
@@ -529,7 +529,7 @@ def _plain(
     edges: tuple[Array, Array] | None = None,
     real: Array | None = None,
 ) -> Any:
-    hidden = silu(x, _over_pixels(multiplier, x), _over_pixels(offset, x))
+    hidden = activated(x, _over_pixels(multiplier, x), _over_pixels(offset, x))
     if cache is None:
         cache = jnp.concatenate([hidden[:, :1]] * 2, axis=1)
     frames = jnp.concatenate([cache, hidden], axis=1)
@@ -537,9 +537,7 @@ def _plain(
     if edges is not None:
         left, right = (jnp.expand_dims(edge, 3) for edge in edges)
         sums = add_columns(add_columns(sums, left, at=0), right, at=x.shape[3] - 1)
-    sums = sums + bias.astype(jnp.float32)
-    if residual is not None:
-        sums = sums + residual.astype(jnp.float32)
+    sums = xla.completed(sums, bias, residual)
     if real is not None:
         sums = jnp.where(lax.iota(jnp.int32, x.shape[3])[:, None] < real, sums, 0.0)
     y = sums.astype(x.dtype)
