@@ -1,5 +1,6 @@
 """What a compiled program does on each device, read off its text: shards, bytes and collectives, by layer."""
 
+import itertools
 import json
 import math
 from dataclasses import asdict, dataclass, field
@@ -21,8 +22,8 @@ class Row:
         layer: the module's name, or "(program)" for what belongs to none.
         shape: its largest activation, (N, C, T, H, W) or a sequence (N, S, C), whole.
         spec: how that was to be split.
-        shards: over how many devices the compiled program splits it, by the sizes of the arrays that are
-            there; 1 where it is whole, None where its arrays are of neither size (fused away).
+        shards: over how many devices the compiled program splits it, by the shapes of the arrays that are
+            there; 1 where it is whole, None where no array is of either shape (fused away).
         bytes_per_device: the largest array that the layer's instructions give on one device.
         collectives: by kind, how many and how many bytes a device receives.
     """
@@ -167,10 +168,26 @@ def _row(name: str, layer: Layer | None, own: list[Instruction], placement: Plac
 
 
 def _shards(layer: Layer, arrays: list[Instruction], placement: Placement) -> int | None:
-    """Over how many devices a layer's activations are split, by the sizes of the arrays that are there."""
-    sizes = {math.prod(array.shape) for instruction in arrays for array in instruction.results}
+    """Over how many devices a layer's activations are split, by the axes of the arrays that are there."""
+    found = {array.shape for instruction in arrays for array in instruction.results}
     parts = placement.parts(placement.spec(layer.largest))
-    if math.prod(parts) == 1 or math.prod(layer.largest) in sizes:
+    if math.prod(parts) == 1 or any(_is_laid_as(shape, layer.largest) for shape in found):
         return 1
-    local = {math.prod(-(-size // n) for size, n in zip(s, parts, strict=True)) for s in layer.shapes}
-    return math.prod(parts) if local & sizes else None
+    local = {tuple(-(-size // n) for size, n in zip(s, parts, strict=True)) for s in layer.shapes}
+    return math.prod(parts) if any(_is_laid_as(shape, one) for shape in found for one in local) else None
+
+
+def _is_laid_as(shape: tuple[int, ...], axes: tuple[int, ...]) -> bool:
+    """Whether an array of this shape can hold these axes: in any order, some of them joined. A weight that
+    has as many numbers as an activation seldom can."""
+    if math.prod(shape) != math.prod(axes):
+        return False
+    if not shape:
+        return True
+    first, *rest = shape
+    for count in range(len(axes) + 1):
+        for joined in itertools.combinations(range(len(axes)), count):
+            left = tuple(size for index, size in enumerate(axes) if index not in joined)
+            if math.prod(axes[index] for index in joined) == first and _is_laid_as(tuple(rest), left):
+                return True
+    return False

@@ -174,6 +174,7 @@ def kernel_cases():
         "group_norm": lambda x: jax_kernels.group_norm(x, ones, ones, num_groups=4, channel_axis=-1),
         "conv3d": lambda x: jax_kernels.conv3d(x, k5, ones)[0],
         "conv3d of five columns": lambda x: jax_kernels.conv3d(x, wide, ones)[0],
+        "conv3d of patches": lambda x: jax_kernels.conv3d(x, k5, ones, implementation="patches")[0],
         "conv3d of one pixel": lambda x: jax_kernels.conv3d(x, m[None, None, None], ones)[0],
         "upsample": lambda x: jax_kernels.upsample(x, k4, ones, expand_time=True, lone_first=True),
         "downsample": lambda x: jax_kernels.downsample(x, k4, ones, compress_time=True, lone_first=True),
@@ -195,6 +196,7 @@ def kernel_cases():
 KERNELS = [
     "conv3d",
     "conv3d of five columns",
+    "conv3d of patches",
     "conv3d of one pixel",
     "downsample",
     "group_norm",
@@ -352,6 +354,31 @@ def test_a_batch_that_dp_does_not_divide_is_reported_as_split_by_width_and_gathe
     assert not [row.layer for row in layers if row.shards == 1]
     # The latents, 45 wide, leave by channels: that must not reach back into the layers before.
     assert found.largest_all_gather_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("array", "shards"),
+    [
+        ("bf16[3,2,48,32]", 1),  # frames of 2 x 48 with 32 channels
+        ("bf16[32,288]", 1),
+        ("bf16[3,1,2,6,32]", 8),
+        ("bf16[3,3,16,64]", None),  # a kernel that has as many numbers
+    ],
+)
+def test_a_layers_shards_are_told_by_its_arrays_axes(array, shards, encoder_in_four):
+    line = f'%a = {array} copy(%x), metadata={{op_name="jit(f)/encoder.conv_out/a"}}'
+    rows = {row.layer: row for row in sharding.layers(encoder_in_four, line)}
+    assert rows["encoder.conv_out"].shape == (3, 32, 1, 2, 48)
+    assert rows["encoder.conv_out"].shards == shards
+
+
+@pytest.fixture(scope="module")
+def encoder_in_four(stock):
+    """The traced program of a still's encoding over a mesh of 2 x 4."""
+    vae = sharded(copy.deepcopy(stock), 2, 4, move=False)
+    program = vae.build_program("encode")
+    program.lower(*program.structs((3, 3, 1, 8, 4 * 45), jnp.float32), None)
+    return program
 
 
 def test_a_gathered_activation_is_reported():
