@@ -5,8 +5,6 @@ Axis letters: N videos, C channels, T frames, H rows, W columns. Public tensors 
 
 import contextlib
 import functools
-import itertools
-import operator
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +22,6 @@ from cogvideox_torchax.files.models import saved_from_host
 from cogvideox_torchax.runtime.models import PortedModel, save_as_stock
 from cogvideox_torchax.vae import checkpoint, chunks, tiling
 from cogvideox_torchax.vae.checks import NCTHW, check_finite, check_shape
-from cogvideox_torchax.vae.pixels import to_uint8
 from cogvideox_torchax.vae.torchax.modules import LAYERS, port_modules
 from cogvideox_torchax.vae.torchax.networks import (
     EncoderChunk,
@@ -33,17 +30,11 @@ from cogvideox_torchax.vae.torchax.networks import (
     frames_of_chunks,
     stock_of,
 )
+from cogvideox_torchax.vae.torchax.streams import Fetch, by_video, gathered, overlapped, posteriors, with_time
+from cogvideox_torchax.vae.torchax.tiles import run_tiles
 
 if TYPE_CHECKING:
     from cogvideox_torchax.sharding import Placement
-
-Fetch = Callable[[torch.Tensor], torch.Tensor]
-"""From a torchax tensor that may still be being computed to a plain one."""
-
-TORCH_ARRAYS = tiling.ArrayLibrary(
-    concatenate=lambda parts, axis: torch.cat(list(parts), dim=axis),
-    asarray=lambda array, like: torch.as_tensor(array, device=like.device),
-)
 
 
 class DifferentiablePosterior(DiagonalGaussianDistribution):
@@ -192,48 +183,23 @@ class AutoencoderKLCogVideoX(PortedModel, DiffusersAutoencoder):
             first = next(iterator, None)
             if first is None:
                 raise ValueError(f"encode_stream got no frame where {num_frames} were announced")
-            self._check_video(_with_time(first), follow_weights=True)
+            self._check_video(with_time(first), follow_weights=True)
             size = first.shape[-2:]
             pieces = self._gather("encode", first, iterator, num_frames)
-        return _posteriors(self._stream("encode", pieces, size, fetch))
+        return posteriors(self._stream("encode", pieces, size, fetch))
 
     @torch.no_grad()
     def _stream(
         self, kind: str, pieces: Iterable[torch.Tensor], size: torch.Size, fetch: Fetch
     ) -> Iterator[torch.Tensor]:
         run = self._run_chunks if not self.use_slicing else self._run_slices
-        yield from _overlapped(run(kind, pieces, size), fetch)
+        yield from overlapped(run(kind, pieces, size), fetch)
 
     def _gather(
         self, kind: str, first: torch.Tensor, rest: Iterator[torch.Tensor], num_frames: int
     ) -> Iterator[torch.Tensor]:
-        """Chunks (N, C, t, H, W) out of pieces of any length, or of single frames (N, C, H, W), each
-        checked."""
         what, check = ("video", self._check_video) if kind == "encode" else ("latents", self._check_latents)
-        piece = _with_time(first)
-        for chunk in chunks.plan(num_frames, frames_a_chunk(self, kind)):
-            parts: list[torch.Tensor] = []
-            at = chunk.start
-            while at < chunk.stop:
-                if not piece.shape[2]:
-                    piece = next(rest, None)
-                    if piece is None:
-                        raise ValueError(
-                            f"the {what} ended after {at} frames where {num_frames} were announced"
-                        )
-                    piece = _with_time(piece)
-                if (*piece.shape[:2], *piece.shape[3:]) != (*first.shape[:2], *first.shape[-2:]):
-                    raise ValueError(
-                        f"frame {at} is {tuple(piece.shape)}, the ones before it {tuple(first.shape)}"
-                    )
-                taken = min(chunk.stop - at, piece.shape[2])
-                parts.append(piece[:, :, :taken])
-                piece, at = piece[:, :, taken:], at + taken
-            whole = torch.cat(parts, dim=2)
-            check(whole, follow_weights=True, first_frame=chunk.start)
-            yield whole
-        if piece.shape[2] or next(rest, None) is not None:
-            raise ValueError(f"the {what} goes on after the {num_frames} frames that were announced")
+        return gathered(what, first, rest, chunks.plan(num_frames, frames_a_chunk(self, kind)), check)
 
     # Decoding
 
@@ -344,7 +310,7 @@ class AutoencoderKLCogVideoX(PortedModel, DiffusersAutoencoder):
         self, kind: str, pieces: Iterable[torch.Tensor], size: torch.Size
     ) -> Iterator[torch.Tensor]:
         """As `_run_chunks`, one video at a time within each chunk."""
-        for parts in zip(*(self._run_chunks(kind, own, size) for own in _by_video(pieces)), strict=True):
+        for parts in zip(*(self._run_chunks(kind, own, size) for own in by_video(pieces)), strict=True):
             yield runtime.concatenate(list(parts), 0)
 
     @contextlib.contextmanager
@@ -395,29 +361,15 @@ class AutoencoderKLCogVideoX(PortedModel, DiffusersAutoencoder):
     ) -> Iterator[torch.Tensor]:
         """Runs every chunk in tiles; on a mesh as many of one size at a time as it splits a batch over."""
         as_uint8 = kind == "decode_uint8"
-        network = "decode" if as_uint8 else kind
-        pieces = iter(pieces)
-        first = next(pieces)
-        dp = 1 if self.mesh is None else self.mesh.shape["dp"]
-        together = 1 if first.shape[0] % dp == 0 else dp  # else "dp" has the videos to split
-        groups = tiling.groups(plan, together)
-        runs = [self._run(network) for _ in groups]
-        join = _jitted_join() if runtime.on_jax(next(self.parameters())) else _join
-        for piece in itertools.chain([first], pieces):
-            cut = _jitted_cut() if runtime.on_jax(piece) else _cut
-            tiles = cut(plan, piece)
-            outputs: list[list[Any]] = [[None] * len(row) for row in tiles]
-            for group, run in zip(groups, runs, strict=True):
-                given = [tiles[row][column] for row, column in group]
-                if len(group) == 1:
-                    results = [run(given[0])]
-                else:
-                    videos = piece.shape[0]
-                    batch = run(runtime.concatenate(given, 0))
-                    results = [_videos(batch, start, videos) for start in range(0, batch.shape[0], videos)]
-                for (row, column), result in zip(group, results, strict=True):
-                    outputs[row][column] = result
-            yield join((plan, as_uint8, self._placement), outputs)
+        return run_tiles(
+            pieces,
+            plan,
+            functools.partial(self._run, "decode" if as_uint8 else kind),
+            dp=1 if self.mesh is None else self.mesh.shape["dp"],
+            as_uint8=as_uint8,
+            placement=self._placement,
+            join_on_jax=runtime.on_jax(next(self.parameters())),
+        )
 
     def _run(self, kind: str) -> runtime.JaxRun | runtime.NativeRun:
         if runtime.on_jax(next(self.parameters())):
@@ -551,76 +503,5 @@ def _revived(kind: type[DiffusersAutoencoder]) -> Any:
     return ported.__new__(ported)
 
 
-def _overlapped(results: Iterator[torch.Tensor], fetch: Fetch) -> Iterator[torch.Tensor]:
-    """Each result on the host, asked for only when the next one is already being computed.
-
-    Where the next one fails, the one before it still comes.
-    """
-    previous = None
-    while True:
-        result, failure = None, None
-        try:
-            result = next(results, None)
-            if result is not None:
-                runtime.fetch_async(result)
-        except Exception as error:
-            failure = error
-        if previous is not None:
-            yield fetch(previous)
-        if failure is not None:
-            raise failure
-        if result is None:
-            return
-        previous = result
-
-
 def _refuse_gradients(*_: Any) -> Any:
     raise ValueError("gradients do not pass through tiles on JAX: call disable_tiling() before")
-
-
-def _with_time(frames: torch.Tensor) -> torch.Tensor:
-    """A single frame (N, C, H, W) as a piece of one frame; a piece as it is."""
-    return frames[:, :, None] if frames.ndim == 4 else frames
-
-
-def _posteriors(moments: Iterator[torch.Tensor]) -> Iterator[DiagonalGaussianDistribution]:
-    for chunk in moments:
-        yield DiagonalGaussianDistribution(chunk)
-
-
-def _by_video(pieces: Iterable[torch.Tensor]) -> list[Iterator[torch.Tensor]]:
-    """The chunks of a batch as those of each of its videos."""
-    chunked = iter(pieces)
-    first = next(chunked)
-    copies = itertools.tee(itertools.chain([first], chunked), first.shape[0])
-    return [map(operator.itemgetter(slice(i, i + 1)), copy) for i, copy in enumerate(copies)]
-
-
-def _videos(batch: torch.Tensor, start: int, count: int) -> torch.Tensor:
-    """Some of a batch's videos, in any thread."""
-    if not runtime.on_jax(batch):
-        return batch[start : start + count]
-    return runtime.tensor_of(runtime.array_of(batch)[start : start + count])
-
-
-def _cut(plan: tiling.TilePlan, x: torch.Tensor) -> list[list[torch.Tensor]]:
-    return tiling.cut(x, plan, row_axis=NCTHW.of("H"))
-
-
-def _join(
-    static: "tuple[tiling.TilePlan, bool, Placement | None]", outputs: list[list[torch.Tensor]]
-) -> torch.Tensor:
-    plan, as_uint8, placement = static
-    frames = tiling.join(outputs, plan, TORCH_ARRAYS, row_axis=NCTHW.of("H"))
-    frames = to_uint8(frames) if as_uint8 else frames
-    return runtime.torch_view(placement.hand_out)(frames) if placement and runtime.on_jax(frames) else frames
-
-
-@functools.cache
-def _jitted_cut():
-    return runtime.jit_torch(_cut)
-
-
-@functools.cache
-def _jitted_join():
-    return runtime.jit_torch(_join)
