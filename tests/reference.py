@@ -92,10 +92,10 @@ def largest_error(got, want) -> float:
 
 
 @contextlib.contextmanager
-def interpreted_norm_conv3d(*, lanes=16, large=1, on_mesh=False):
-    """While it is open, `norm_conv3d` runs its kernel, interpreted, where it would on a TPU: for frames of
-    `large` pixels and multiples of `lanes` channels; the first of an odd number is computed by itself, as
-    there. Gives a list of the activations it was traced for.
+def interpreted_kernels(*, lanes=16, large=1, on_mesh=False):
+    """While it is open, `norm_conv3d` and `upsample` run their kernels, interpreted, where a TPU would: for
+    frames of `large` pixels and multiples of `lanes` channels; the first of an odd number is computed by
+    itself, as there. Gives a list of the activations that they were traced for.
 
     The interpreter that knows a TPU's memory has devices wait for each other, for which a machine of few
     cores has too few threads. On a mesh the plain one runs it."""
@@ -105,8 +105,9 @@ def interpreted_norm_conv3d(*, lanes=16, large=1, on_mesh=False):
     from jax.experimental.pallas import tpu as pltpu
 
     from jax_kernels.common import first_frame, tiles
+    from jax_kernels.group_norm import moments
     from jax_kernels.norm_conv3d import op, tpu
-    from jax_kernels.resample import tpu as resample
+    from jax_kernels.resample import op as resample
 
     traced = []
 
@@ -120,10 +121,11 @@ def interpreted_norm_conv3d(*, lanes=16, large=1, on_mesh=False):
         if on_mesh:
             patch.setattr(pl, "pallas_call", functools.partial(pl.pallas_call, interpret=True))
         patch.setattr(tiles, "LANES", lanes)
-        patch.setattr(tpu, "SMALLEST", large)
+        patch.setattr(tiles, "SMALLEST", large)
         patch.setattr(tpu, "RAGGED_IN_PLACE", False)
         patch.setattr(op, "by_platform", on_tpu)
-        patch.setattr(resample, "takes_image", lambda _: False)
+        patch.setattr(resample, "by_platform", on_tpu)
+        patch.setattr(moments, "by_platform", lambda *operands, **forms: forms["tpu"](*operands))
         patch.setattr(first_frame, "is_tpu_device", lambda: True)
         yield traced
     jax.clear_caches()

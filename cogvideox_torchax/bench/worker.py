@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from cogvideox_torchax import backends
+from cogvideox_torchax import backends, runtime
 from cogvideox_torchax.backends.base import KINDS, Backend
 from cogvideox_torchax.backends.native import Torch
 from cogvideox_torchax.upstream import COMPILING_EVENTS, TRACING_EVENTS
@@ -156,15 +156,6 @@ def _time_of_first_chunk(backend: Backend, kind: str, x: torch.Tensor) -> float:
     return time.perf_counter() - start
 
 
-def host_peak_bytes() -> int | None:
-    """The most memory this process has held; None off Linux. (`getrusage` counts the parent's too.)"""
-    status = Path("/proc/self/status")
-    if not status.is_file():
-        return None
-    line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
-    return int(line.split()[1]) * 1024
-
-
 def device_peak_bytes() -> int | None:
     """The most memory JAX has held on its first device; None where the device does not say, as a CPU."""
     import jax
@@ -200,7 +191,7 @@ def run_task(task: Task, torchs: dict[str, float]) -> dict[str, Any]:
     return {
         "status": "ok" if passed else "wrong",
         **result,
-        "host_peak_bytes": host_peak_bytes(),
+        "host_peak_bytes": runtime.host_peak_bytes(),
         "device_peak_bytes": device_peak_bytes() if backend.compiled_by_jax else None,
     }
 

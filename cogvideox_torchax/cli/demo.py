@@ -44,9 +44,9 @@ def run(args: argparse.Namespace) -> int:
 
     from cogvideox_torchax.files import latents as latent_files
     from cogvideox_torchax.files.sheets import contact_sheet
+    from cogvideox_torchax.vae.pixels import to_uint8
     from cogvideox_torchax.vae.quality import ssim
     from cogvideox_torchax.vae.tolerances import psnr, relative_error
-    from cogvideox_torchax.vae.torchax.autoencoder import to_uint8
 
     quiet_libraries()
     if args.video is None:

@@ -205,6 +205,7 @@ def _document(
     summary: dict[str, Any],
     **more: Any,
 ) -> dict[str, Any]:
+    from cogvideox_torchax import runtime
     from cogvideox_torchax.plan import jobs
 
     return {
@@ -217,6 +218,7 @@ def _document(
         "versions": versions("torch", "torchax", "jax", "jaxlib", "libtpu", "diffusers"),
         "programs": [program.as_json() for program in programs],
         "summary": summary,
+        "process_bytes": runtime.host_peak_bytes(),
         **more,
     }
 

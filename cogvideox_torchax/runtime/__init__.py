@@ -36,7 +36,7 @@ from cogvideox_torchax.runtime.gradients import (
     rematerialized,
     wants_gradient,
 )
-from cogvideox_torchax.runtime.memory import free_memory, out_of_memory
+from cogvideox_torchax.runtime.memory import free_memory, host_peak_bytes, out_of_memory
 from cogvideox_torchax.runtime.profiling import profiling
 from cogvideox_torchax.runtime.programs import (
     ChunkProgram,
@@ -81,6 +81,7 @@ __all__ = [
     "forget_programs",
     "free_memory",
     "host_array",
+    "host_peak_bytes",
     "is_enabled",
     "jax_dtype",
     "jit_torch",

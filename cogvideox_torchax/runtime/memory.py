@@ -1,4 +1,4 @@
-"""Memory of the device that computes: how much there is, and whether an error says that it ran out."""
+"""Memory: how much the device that computes has, what this process took, whether an error says it ran out."""
 
 from pathlib import Path
 
@@ -20,3 +20,12 @@ def free_memory() -> int:
         return int(stats["bytes_limit"] - stats.get("bytes_in_use", 0))
     lines = Path("/proc/meminfo").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+
+
+def host_peak_bytes() -> int | None:
+    """The most memory this process has held; None off Linux. (`getrusage` counts the parent's too.)"""
+    status = Path("/proc/self/status")
+    if not status.is_file():
+        return None
+    line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024

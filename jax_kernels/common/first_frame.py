@@ -57,22 +57,28 @@ def is_image_for_tpu(x: jax.Array) -> bool:
     return x.shape[1] == 1 and stands_apart(x)
 
 
-def in_bands(x: Float[Array, "N 1 H W C"], beyond: int) -> Float[Array, "N B h W C"]:
+def in_bands(
+    x: Float[Array, "N 1 H W C"], beyond: int, bands: int | None = None
+) -> Float[Array, "N B h W C"]:
     """An image's rows in bands, with rows of their neighbours above and below, zeros beyond the image.
 
     Args:
         x: an image.
         beyond: how many rows of either neighbour.
+        bands: how many, which must divide the rows; None for at most `BANDS`.
     """
     height = x.shape[2]
-    bands = next(count for count in range(BANDS, 0, -1) if height % count == 0)
+    bands = bands or next(count for count in range(BANDS, 0, -1) if height % count == 0)
     rows = height // bands
     padded = jnp.pad(x, [(0, 0), (0, 0), (beyond, beyond), (0, 0), (0, 0)])
     cut = (padded[:, :, band * rows : (band + 1) * rows + 2 * beyond] for band in range(bands))
     return jnp.concatenate(list(cut), axis=1)
 
 
-def of_bands(x: Float[Array, "N B h W C"]) -> Float[Array, "N 1 B*h W C"]:
-    """The image of bands that hold no rows of their neighbours."""
+def of_bands(x: Float[Array, "N B h W C"], beyond: int = 0) -> Float[Array, "N 1 H W C"]:
+    """The image of bands, of each without so many rows above and below that are its neighbours' too."""
     videos, bands, rows, *pixel = x.shape
-    return x.reshape(videos, 1, bands * rows, *pixel)
+    if not beyond:
+        return x.reshape(videos, 1, bands * rows, *pixel)
+    own = slice(beyond, rows - beyond)
+    return jnp.concatenate([x[:, band : band + 1, own] for band in range(bands)], axis=2)

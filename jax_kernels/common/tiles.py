@@ -19,6 +19,11 @@ gets on a v5e."""
 LANES = 128
 """How many channels a tile holds."""
 
+SMALLEST = 4096
+"""Pixels of a frame that are worth a kernel with frames in the sublanes of its tiles."""
+
+MIB = 2**20
+
 
 DTYPES = jnp.float32, jnp.bfloat16
 """Those that a Pallas kernel loads."""
@@ -46,3 +51,12 @@ def words_of_twice(rows: Float[Array, "rows lanes"]) -> Int[Array, "rows lanes"]
     """Inside a kernel: each row of bfloat16 twice, as a tile holds two rows in its words."""
     high = pltpu.bitcast(rows.astype(jnp.float32), jnp.int32)
     return high | lax.shift_right_logical(high, 16)
+
+
+def vmem_limit() -> int:
+    """What a kernel may hold on the chip that is compiled for, as far as it is known."""
+    try:
+        capacity = pltpu.get_tpu_info().vmem_capacity_bytes
+    except ValueError:  # traced on another platform
+        capacity = 128 * MIB
+    return capacity - MIB

@@ -1,4 +1,4 @@
-"""Causal 3-D convolution with a cache of past frames, in five formulations behind one signature."""
+"""Causal 3-D convolution with a cache of past frames, in six formulations behind one signature."""
 
 import functools
 from collections.abc import Callable
@@ -8,13 +8,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jax_kernels.common.checks import check_channels
-from jax_kernels.common.columns import by_platform, by_shards, has_neighbours, jit_kernel
+from jax_kernels.common.columns import by_platform, by_shards, jit_kernel
 from jax_kernels.common.first_frame import in_parts, joined
 from jax_kernels.common.layout import is_large, zero_of
 from jax_kernels.conv3d import tpu, xla
 
 Start = Literal["replicate", "zeros"]
-Implementation = Literal["direct", "summed", "folded", "copied", "narrow"]
+Implementation = Literal["direct", "summed", "folded", "copied", "narrow", "patches"]
 
 
 @jit_kernel(static_argnames=["start", "implementation"])
@@ -45,8 +45,9 @@ def conv3d(
         implementation: "direct" is one 3-D convolution; "summed" adds kt 2-D convolutions; "folded" is one
             2-D convolution over kt * I channels; "copied" is that with the taps' frames written by a Pallas
             kernel, for TPUs (`shifted_copies`); "narrow" is one over I channels with the taps, and columns
-            next to each other, among its output channels, for finite frames. None takes the fastest known for
-            the platform that is compiled for, of those that take `x`.
+            next to each other, among its output channels, for finite frames; "patches" is one product of all
+            that a window sees, for few channels. None takes the fastest known for the platform that is
+            compiled for, of those that take `x`.
 
     Returns:
         The convolved frames, and the cache for the next call (None where kt is 1).
@@ -83,7 +84,7 @@ def _causal(
         zero = zero_of(after[0, 0, 0, 0, 0])
         bias = zero[None] if bias is None else bias + zero
     if kernel.shape[0] == 1:
-        return xla.finished(xla.same(x, kernel, xla.summed), bias, residual, like=x), None
+        return xla.finished(xla.same(x, kernel, xla.form_of_image(x, kernel)), bias, residual, like=x), None
     if cache is None and x.shape[1] == 1 and implementation is None:
         return xla.of_image(x, residual, kernel, bias, replicate=start == "replicate")
     if cache is None:
@@ -103,17 +104,13 @@ def _for_tpu(x: Array, kernel: Array) -> Implementation:
     The 3-D form wins while a frame is small; on large ones its relayouts cost more than folding the taps'
     copies.
     """
+    if xla.suits_patches(x, kernel):
+        return "patches"
     if not is_large(x):
         return "direct"
-    if _is_narrow(kernel):
+    if xla.is_narrow(kernel):
         return "narrow"
     return "copied" if tpu.takes(x, past=kernel.shape[0] - 1) else "folded"
-
-
-def _is_narrow(kernel: Array) -> bool:
-    """Whether its channels are few enough, on a device that has all columns. A decoder whose shards took that
-    form was planned with 20 ms and 1.5 GB more (docs/history.md)."""
-    return kernel.shape[0] * kernel.shape[4] <= xla.FEW and not has_neighbours()
 
 
 _IMPLEMENTATIONS: dict[str, Callable[..., tuple[Array, Array]]] = {
@@ -122,6 +119,7 @@ _IMPLEMENTATIONS: dict[str, Callable[..., tuple[Array, Array]]] = {
     "folded": functools.partial(xla.by_xla, form=xla.folded),
     "copied": tpu.copied,
     "narrow": functools.partial(xla.by_xla, form=xla.narrow),
+    "patches": functools.partial(xla.by_xla, form=xla.patches),
 }
 
 

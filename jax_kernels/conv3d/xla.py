@@ -1,6 +1,7 @@
 """The forms of a causal 3-D convolution that XLA compiles: how the taps become 2-D convolutions, or not."""
 
 import functools
+import math
 from collections.abc import Callable
 
 import jax.numpy as jnp
@@ -8,8 +9,16 @@ from jax import lax
 from jaxtyping import Array
 
 from jax_kernels.common.columns import add_from_neighbours, has_neighbours, with_clear_padding
+from jax_kernels.common.first_frame import in_bands, is_image_for_tpu, of_bands
 from jax_kernels.common.frames import conv_frames, select_frames
-from jax_kernels.common.layout import is_large, kept_columns_last, kept_pixels_first, precision_for
+from jax_kernels.common.layout import (
+    LARGE_FRAME,
+    is_large,
+    kept_columns_last,
+    kept_pixels_first,
+    laid_for_kernels,
+    precision_for,
+)
 from jax_kernels.common.tiles import LANES
 
 Columns = tuple[int, int]
@@ -17,7 +26,8 @@ Form = Callable[[Array, Array, Columns], Array]
 
 
 FEW = 16
-"""Output channels of all taps together that leave a TPU's matrix unit nearly empty."""
+"""Output channels of all taps together that leave a TPU's matrix unit nearly empty; of inputs, channels that
+leave its tiles so."""
 
 
 TOGETHER = 16
@@ -49,6 +59,57 @@ def summed(frames: Array, kernel: Array, columns: Columns) -> Array:
 
 def folded(frames: Array, kernel: Array, columns: Columns) -> Array:
     return stacked(_taps(frames, kernel), kernel, columns)
+
+
+def patches(frames: Array, kernel: Array, columns: Columns) -> Array:
+    _, rows, reach, _, out = kernel.shape
+    padded = jnp.pad(frames, [(0, 0), (0, 0), *_padding(kernel, columns), (0, 0)])
+    height, width = padded.shape[2] - rows + 1, padded.shape[3] - reach + 1
+    under = [
+        tap[:, :, row : row + height, column : column + width]
+        for tap in _taps(padded, kernel)
+        for row in range(rows)
+        for column in range(reach)
+    ]
+    return jnp.einsum(
+        "nthwi,io->nthwo",
+        jnp.concatenate(under, axis=-1),
+        kernel.reshape(-1, out),
+        precision=precision_for(frames.dtype),
+        preferred_element_type=jnp.float32,
+    )
+
+
+MOST_IN_PATCHES = 2**29
+"""Bytes of what all windows see, at most: each pixel of each tap, written out."""
+
+
+def suits_patches(x: Array, kernel: Array) -> bool:
+    """Whether frames are small, with few channels in or out, and what windows see of them is not too much.
+
+    XLA compiles a convolution to few channels for half a minute, and with few of them for ten seconds.
+    """
+    few = x.shape[-1] <= FEW or kernel.shape[-1] < LANES
+    seen = x.size * math.prod(kernel.shape[:3]) * x.dtype.itemsize
+    return few and _is_small(x) and seen <= MOST_IN_PATCHES
+
+
+def _is_small(x: Array) -> bool:
+    return x.shape[2] * x.shape[3] < LARGE_FRAME
+
+
+def banded(frames: Array, kernel: Array, columns: Columns) -> Array:
+    rows = kernel.shape[1] // 2
+    image = in_bands(laid_for_kernels(frames), rows)
+    if is_narrow(kernel):
+        return of_bands(narrow(image, kernel, columns), rows)  # which puts zeros above and below a band
+    return of_bands(conv_frames(image, kernel[0], padding=((0, 0), columns)))
+
+
+def is_narrow(kernel: Array) -> bool:
+    """Whether its channels are few enough, on a device that has all columns. A decoder whose shards took that
+    form was planned with 20 ms and 1.5 GB more (docs/history.md)."""
+    return kernel.shape[0] * kernel.shape[4] <= FEW and not has_neighbours()
 
 
 def narrow(frames: Array, kernel: Array, columns: Columns) -> Array:
@@ -96,12 +157,28 @@ def of_image(
     """
     whole = jnp.sum(kernel, axis=0, keepdims=True, dtype=jnp.float32) if replicate else kernel[-1:]
     rounded = whole.astype(x.dtype)
-    sums = same(x, rounded, summed)
-    if rounded.dtype != whole.dtype:
-        sums = sums + same(x, (whole - rounded.astype(whole.dtype)).astype(x.dtype), summed)
+    form = form_of_image(x, kernel)
+    if rounded.dtype == whole.dtype:
+        sums = same(x, rounded, form)
+    else:
+        rest = (whole - rounded.astype(whole.dtype)).astype(x.dtype)
+        both = same(x, jnp.concatenate([rounded, rest], axis=-1), form)
+        sums = functools.reduce(jnp.add, jnp.split(both, 2, axis=-1))
     past = kernel.shape[0] - 1
     earlier = x if replicate else jnp.zeros_like(x)
     return finished(sums, bias, residual, like=x), jnp.concatenate([*[earlier] * (past - 1), x], axis=1)
+
+
+def form_of_image(x: Array, kernel: Array) -> Form:
+    """How a kernel of one tap of time convolves an image, on a TPU as XLA compiles fast; else "summed".
+
+    The convolution of the image of 60 x 90 x 512 that an encoder ends with takes XLA 111 s to compile, one
+    product 5.
+    """
+    if not is_image_for_tpu(x):
+        return summed
+    one_pixel = kernel.shape[1:3] == (1, 1)
+    return patches if one_pixel or x.shape[-1] <= FEW or _is_small(x) else banded
 
 
 def same(frames: Array, kernel: Array, form: Form) -> Array:
@@ -140,6 +217,8 @@ def completed(sums: Array, bias: Array | None, residual: Array | None) -> Array:
 
 def finished(sums: Array, bias: Array | None, residual: Array | None, *, like: Array) -> Array:
     y = with_clear_padding(completed(sums, bias, residual).astype(like.dtype))
+    if is_image_for_tpu(like):
+        return laid_for_kernels(y)
     if not is_large(like):
         return y
     if y.shape[-1] >= LANES:

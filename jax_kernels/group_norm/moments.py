@@ -5,7 +5,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jax_kernels.common.columns import by_platform, by_shards, real_columns, with_clear_padding
-from jax_kernels.common.first_frame import in_parts, joined
+from jax_kernels.common.first_frame import in_parts, is_image_for_tpu, joined
 from jax_kernels.common.layout import is_large
 from jax_kernels.group_norm import tpu, xla
 from jax_kernels.group_norm.welford import Moments
@@ -49,8 +49,11 @@ def moments_of_columns(
 
 
 def _of_columns(x_NTHWC: Array) -> tuple[Array, Array]:
-    by_kernel = is_large(x_NTHWC) and tpu.takes(x_NTHWC)
-    for_tpu = tpu.column_moments if by_kernel else xla.column_moments
+    for_tpu = xla.column_moments
+    if is_large(x_NTHWC) and tpu.takes(x_NTHWC):
+        for_tpu = tpu.column_moments
+    elif is_image_for_tpu(x_NTHWC) and tpu.takes_image(x_NTHWC):
+        for_tpu = tpu.image_moments
     return by_platform(x_NTHWC, tpu=for_tpu, default=xla.column_moments)
 
 

@@ -2,7 +2,9 @@
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
@@ -11,16 +13,23 @@ from jax_kernels.common.checks import check_channels
 from jax_kernels.common.columns import (
     add_columns,
     add_from_neighbours,
+    by_platform,
     by_shards,
     has_neighbours,
+    is_padded,
     jit_kernel,
     neighbours_of,
+    real_columns_here,
+    shard_of,
     with_clear_padding,
 )
 from jax_kernels.common.first_frame import in_bands, in_parts, is_image_for_tpu, joined, of_bands
 from jax_kernels.common.frames import average_pairs, conv_frames, select_frames
-from jax_kernels.common.layout import is_large
-from jax_kernels.resample import tpu, xla
+from jax_kernels.common.layout import is_large, laid_for_kernels
+from jax_kernels.resample import tpu, upsampled, xla
+
+BEYOND = 1
+"""Rows above and below a band of an image that a 3 x 3 kernel sees."""
 
 
 @jit_kernel(static_argnames=["expand_time", "lone_first"])
@@ -35,7 +44,7 @@ def upsample(
     """Nearest 2x in space, in time too where `expand_time`, then a 2-D convolution of every frame.
 
     Doubled frames are equal when the convolution sees them, so it runs before the doubling: half the work,
-    the same numbers.
+    the same numbers. On a TPU both are one Pallas kernel for what that takes (`upsampled.takes`).
 
     Args:
         x: the activations.
@@ -58,6 +67,9 @@ def upsample(
 
     def convolve(part: tuple[Array, ...], expand_time: bool, lone_first: bool) -> Array:
         resample = functools.partial(_upsample, expand_time=expand_time, lone_first=lone_first)
+        fused = _kernel_for(part[0], kernel, expand_time, lone_first)
+        if fused is not None:
+            resample = functools.partial(_by_platform, fused, resample)
         return by_shards(resample, part, (kernel, bias))
 
     return _by_parts(convolve, x, expand_time, lone_first)
@@ -72,21 +84,55 @@ def _by_parts(resample: Callable[..., Array], x: Array, in_time: bool, lone_firs
     return joined([resample(first, False, False), resample(others, in_time, False)])
 
 
+def _by_platform(fused: Callable[..., Array], composed: Callable[..., Array], *operands: Any) -> Array:
+    return by_platform(*operands, tpu=fused, default=composed)
+
+
+def _kernel_for(
+    x: Array, kernel: Array, expand_time: bool, lone_first: bool
+) -> Callable[[Array, Array, Array | None], Array] | None:
+    """The kernel for these frames, or for an image in bands; None where it takes neither."""
+    videos, _, height, columns, channels = shard_of(x).shape
+    takes = functools.partial(upsampled.takes, pixels=x.shape[2] * x.shape[3])
+    if is_image_for_tpu(x) and (lone_first or not expand_time):
+        even = height + height % 2
+        for bands in upsampled.FRAMES:
+            shape = videos, bands, even // bands + 2 * BEYOND, columns, channels
+            if even % bands == 0 and takes(jax.ShapeDtypeStruct(shape, x.dtype), kernel, expand_time=False):
+                return functools.partial(_fused_image, bands=bands)
+    elif not lone_first and takes(shard_of(x), kernel, expand_time=expand_time):
+        return functools.partial(_fused, expand_time=expand_time)
+    return None
+
+
+def _fused(x: Array, kernel: Array, bias: Array | None, *, expand_time: bool) -> Array:
+    """One kernel on a device's own columns."""
+    bias = jnp.zeros(kernel.shape[-1:], kernel.dtype) if bias is None else bias
+    beside = neighbours_of(x, 1) if has_neighbours() else None
+    real = real_columns_here(2 * x.shape[3]) if is_padded() else None
+    return upsampled.upsampled(x, kernel, bias, beside, real, expand_time)
+
+
+def _fused_image(x: Array, kernel: Array, bias: Array | None, *, bands: int) -> Array:
+    """As XLA convolves it, an image of 120 x 180 x 512 compiles for 52 s, so for 3. An odd row is followed by
+    one of zeros, as a convolution's padding is."""
+    height = x.shape[2]
+    even = jnp.pad(laid_for_kernels(x), [(0, 0), (0, 0), (0, height % 2), (0, 0), (0, 0)])
+    y = _fused(in_bands(even, BEYOND, bands), kernel, bias, expand_time=False)
+    return laid_for_kernels(of_bands(y, 2 * BEYOND)[:, :, : 2 * height])
+
+
 def _upsample(x: Array, kernel: Array, bias: Array | None, *, expand_time: bool, lone_first: bool) -> Array:
     rows, columns = (size // 2 for size in kernel.shape[:2])
     doubled = _doubled(x)
-    by_bands = is_image_for_tpu(x)
 
     def convolve(x: Array, kernel: Array, columns: tuple[int, int]) -> Array:
-        if by_bands:
-            return conv_frames(in_bands(x, rows), kernel, padding=((0, 0), columns))
         return conv_frames(x, kernel, padding=((rows, rows), columns))
 
     y = add_from_neighbours(convolve(doubled, kernel, (columns, columns)), doubled, kernel, convolve)
     if bias is not None:
         y = y + bias.astype(jnp.float32)
     y = with_clear_padding(y.astype(x.dtype))
-    y = of_bands(y) if by_bands else y
     length, kept = x.shape[1], int(lone_first)
     if not expand_time or length == kept:
         return y
@@ -98,8 +144,7 @@ def _doubled(x: Array) -> Array:
     # order.
     by_kernel = is_large(x) and tpu.takes(x) and not has_neighbours()
     for_tpu = tpu.doubled_pixels if by_kernel else xla.double_pixels_outside
-    if x.shape[1] == 1:
-        for_tpu = tpu.doubled_image if tpu.takes_image(x) else xla.double_pixels
+    for_tpu = xla.double_pixels if x.shape[1] == 1 else for_tpu
     return lax.platform_dependent(x, tpu=for_tpu, default=xla.double_pixels)
 
 
@@ -151,15 +196,15 @@ def _downsample(
 ) -> Array:
     if compress_time and x.shape[1] > lone_first:
         x = average_pairs(x, lone_first=lone_first)
-    y = conv_frames(x, kernel, padding=((0, 1), (0, 1)), stride=2)
+    halve = xla.halved_by_patches if is_image_for_tpu(x) and xla.suits_patches(x) else xla.halved
+    y = halve(x, kernel, (0, 1))
     if has_neighbours():
         if x.shape[3] % 2:
             raise ValueError(
                 f"downsample got shards of {x.shape[3]} columns: over several an even number is needed"
             )
         _, right = neighbours_of(x, 1)
-        edge = conv_frames(right, kernel[:, 2:], padding=((0, 1), (0, 0)), stride=2)
-        y = add_columns(y, edge, at=y.shape[3] - 1)
+        y = add_columns(y, halve(right, kernel[:, 2:], (0, 0)), at=y.shape[3] - 1)
     if bias is not None:
         y = y + bias.astype(jnp.float32)
     return with_clear_padding(y.astype(x.dtype))

@@ -1,4 +1,4 @@
-"""Nearest 2x upsampling on a TPU, in one pass by a Pallas kernel: of frames, and of an image."""
+"""Nearest 2x upsampling on a TPU, in one pass by a Pallas kernel."""
 
 from typing import Any
 
@@ -9,10 +9,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
 from jax_kernels.common.layout import frames_first, pixels_first
-from jax_kernels.common.tiles import BLOCK_BYTES, LANES, fills_tiles, pixel_bytes, words_of_twice
-
-WIDTHS = 16
-"""Columns of an image come in multiples of it, as whole tiles of bfloat16."""
+from jax_kernels.common.tiles import BLOCK_BYTES, fills_tiles, pixel_bytes
 
 
 def takes(x: Float[Array, "N T H W C"]) -> bool:
@@ -64,46 +61,3 @@ def _double(x_ref, result_ref) -> None:
 def _(primals: tuple[Array], tangents: tuple[Array]) -> Any:
     (tangent,) = tangents
     return doubled_pixels(*primals), jnp.repeat(jnp.repeat(tangent, 2, axis=2), 2, axis=3)
-
-
-def takes_image(x: Float[Array, "N T H W C"]) -> bool:
-    """Whether the kernel takes it: one frame of bfloat16, whole tiles of channels, rows that a step can
-    hold."""
-    width = -(-x.shape[3] // WIDTHS) * WIDTHS
-    fits = 5 * width * x.shape[4] * 2 <= BLOCK_BYTES
-    return fills_tiles(x) and x.dtype == jnp.bfloat16 and x.shape[1] == 1 and fits
-
-
-@jax.custom_jvp
-def doubled_image(x: Float[Array, "N 1 H W C"]) -> Float[Array, "N 1 2*H 2*W C"]:
-    """Each pixel four times, in two rows and two columns.
-
-    Args:
-        x: an image that the kernel takes (`takes_image`).
-    """
-    videos, _, height, width, channels = x.shape
-    step = -(-width // WIDTHS) * WIDTHS
-    result = pl.pallas_call(
-        _double_image,
-        grid=(videos, height),
-        in_specs=[pl.BlockSpec((None, None, step, channels), lambda video, row: (video, row, 0, 0))],
-        out_specs=pl.BlockSpec((None, None, 2, 2 * step, channels), lambda video, row: (video, row, 0, 0, 0)),
-        out_shape=pltpu.HBM((videos, height, 2, 2 * width, channels), x.dtype),
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel")),
-        name="doubled_image",
-    )(x[:, 0])
-    return result.reshape(videos, 1, 2 * height, 2 * width, channels)
-
-
-def _double_image(x_ref, result_ref) -> None:
-    for lane in range(0, x_ref.shape[-1], LANES):
-        lanes = slice(lane, lane + LANES)
-        twice = pltpu.bitcast(words_of_twice(x_ref[:, lanes]), result_ref.dtype)
-        for row in range(2):
-            result_ref[row, :, lanes] = twice
-
-
-@doubled_image.defjvp
-def _(primals: tuple[Array], tangents: tuple[Array]) -> Any:
-    (tangent,) = tangents
-    return doubled_image(*primals), jnp.repeat(jnp.repeat(tangent, 2, axis=2), 2, axis=3)

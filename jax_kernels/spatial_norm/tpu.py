@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 
 from jax_kernels.common.activation import Activation
 from jax_kernels.common.columns import with_clear_padding
-from jax_kernels.common.layout import frames_first, pixels_first, precision_for
+from jax_kernels.common.layout import frames_first, laid_for_kernels, pixels_first, precision_for
 from jax_kernels.common.tiles import BLOCK_BYTES, DTYPES, LANES, fills_tiles, in_sublanes, pixel_bytes
 from jax_kernels.spatial_norm.latents import match_frames_and_columns
 
@@ -70,7 +70,7 @@ def modulated(
     frames = in_sublanes(length, jnp.dtype(jnp.float32))
     zq_HWNTZ = pixels_first(zq)
     zq_HWNTZ = jnp.pad(zq_HWNTZ.astype(jnp.float32), [(0, 0)] * 3 + [(0, frames - length), (0, 0)])
-    cells = pixels_first(x).reshape(rows, tall, columns, wide, videos, length, channels)
+    cells = pixels_first(laid_for_kernels(x)).reshape(rows, tall, columns, wide, videos, length, channels)
     block = pl.BlockSpec(
         (None, tall, step, wide, videos, length, channels), lambda row, column: (row, 0, column, 0, 0, 0, 0)
     )

@@ -3,6 +3,8 @@
 import jaxtyping
 import pytest
 
+from tests.reference import interpreted_kernels
+
 
 @pytest.fixture
 def shapes_unchecked():
@@ -10,3 +12,16 @@ def shapes_unchecked():
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture
+def interpreted():
+    """Pallas kernels take few channels and pixels."""
+    with interpreted_kernels() as traced:
+        yield traced
+
+
+@pytest.fixture
+def interpreted_on_mesh():
+    with interpreted_kernels(on_mesh=True) as traced:
+        yield traced

@@ -36,9 +36,15 @@ CASES = pytest.mark.parametrize(
 )
 
 
-def traced_for(chunks):
-    """Of each chunk a convolution without a residual and one with it."""
-    return [(1, frames, 8, 24, 8) for frames in chunks for _ in range(2)]
+def traced_for(chunks, upsampled=False):
+    """Of each chunk what is upsampled to that level, a first frame by itself, once where chunks are alike;
+    then a convolution without a residual and one with it."""
+    shapes = []
+    for index, frames in enumerate(chunks):
+        if upsampled and frames not in chunks[:index]:
+            shapes += [(1, 1, 4, 12, 8)] * (frames % 2) + [(1, frames // 2, 4, 12, 8)]
+        shapes += [(1, frames, 8, 24, 8)] * 2
+    return shapes
 
 
 @CASES
@@ -46,9 +52,9 @@ def test_decoded_chunks_are_as_accurate_as_pytorchs(name, chunks, stock):
     z = reference.latents(4 + (chunks == ODD), height=2, width=6)
     want, half = reference.decoded(stock, z), reference.decoded(copy.deepcopy(stock).bfloat16(), z.bfloat16())
     vae = build(name, stock)
-    with reference.interpreted_norm_conv3d(**LARGE) as traced:
+    with reference.interpreted_kernels(**LARGE) as traced:
         got = vae.decode(runtime.to_jax(z.bfloat16())).sample
-    assert traced == traced_for(chunks)
+    assert traced == traced_for(chunks, upsampled=True)
     check(got, want, half)
 
 
@@ -58,7 +64,7 @@ def test_encoded_chunks_are_as_accurate_as_pytorchs(name, chunks, stock):
     want = reference.encoded(stock, x)
     half = reference.encoded(copy.deepcopy(stock).bfloat16(), x.bfloat16())
     vae = build(name, stock)
-    with reference.interpreted_norm_conv3d(**LARGE) as traced:
+    with reference.interpreted_kernels(**LARGE) as traced:
         got = vae.encode(runtime.to_jax(x.bfloat16())).latent_dist.parameters
     assert traced == traced_for(chunks)
     check(got, want, half)
@@ -70,9 +76,9 @@ def test_a_padded_mesh_decodes_as_accurately_by_the_kernel(name, stock):
     want, half = reference.decoded(stock, z), reference.decoded(copy.deepcopy(stock).bfloat16(), z.bfloat16())
     vae = build(name, stock)
     vae.place_on(make_mesh(1, 4, devices=jax.devices()[:4]))
-    with reference.interpreted_norm_conv3d(**LARGE, on_mesh=True) as traced:
+    with reference.interpreted_kernels(**LARGE, on_mesh=True) as traced:
         got = vae.decode(runtime.to_jax(z.bfloat16())).sample
-    assert {shape[1] for shape in traced} == {8, 9}
+    assert {shape[1] for shape in traced} == {1, 4, 8, 9}
     check(got, want, half)
 
 
@@ -84,7 +90,7 @@ def test_a_hook_on_a_norm_sees_what_it_gives(devices, stock):
     seen = []
     vae.decoder.up_blocks[-1].resnets[0].norm1.register_forward_hook(lambda *_: seen.append(1))
     z = runtime.to_jax(reference.latents(2, height=2, width=6).bfloat16())
-    with reference.interpreted_norm_conv3d(**LARGE, on_mesh=devices > 1) as traced:
+    with reference.interpreted_kernels(**LARGE, on_mesh=devices > 1) as traced:
         vae.decode(z)
     assert len(seen) == 1
-    assert len(traced) == 3
+    assert len(traced) == 4

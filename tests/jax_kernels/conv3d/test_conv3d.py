@@ -5,9 +5,10 @@ import pytest
 import torch
 
 from jax_kernels import conv3d
-from jax_kernels.conv3d import reference
+from jax_kernels.common import first_frame
+from jax_kernels.conv3d import op, reference, xla
 
-IMPLEMENTATIONS = ["direct", "summed", "folded", "narrow", None]
+IMPLEMENTATIONS = ["direct", "summed", "folded", "narrow", "patches", None]
 
 
 def _inputs(frames=3, dtype=jnp.float32, taps=3):
@@ -24,6 +25,14 @@ def _torch_causal(x, kernel, bias, past):
         frames, weight, torch.from_numpy(np.array(bias, np.float32)), padding=(0, 1, 1)
     )
     return y.permute(0, 2, 3, 4, 1).numpy()
+
+
+def check_rounded_once(got, sums):
+    """Of sums in float32, which may have been added in another order."""
+    assert got.dtype == jnp.bfloat16
+    sums = np.array(sums)
+    half_a_unit = np.exp2(np.floor(np.log2(np.abs(sums))) - 8)
+    assert np.all(np.abs(np.array(got, np.float32) - sums) <= half_a_unit + 1e-5)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -76,7 +85,7 @@ def test_a_residual_is_added_before_the_result_is_rounded(implementation):
     residual = jnp.asarray(np.random.default_rng(1).normal(size=(2, 3, 5, 7, 6)), jnp.bfloat16)
     y, cache = conv3d(x, kernel, bias, residual=residual, implementation=implementation)
     want, _ = reference.conv3d(*(a.astype(jnp.float32) for a in (x, kernel, bias)))
-    np.testing.assert_array_equal(np.array(y), np.array((want + residual).astype(jnp.bfloat16)))
+    check_rounded_once(y, want + residual)
     np.testing.assert_array_equal(np.array(cache), np.array(x[:, 1:]))
 
 
@@ -98,7 +107,7 @@ def test_a_residual_of_another_shape_is_refused():
 
 def test_float32_asks_for_full_precision_on_every_path():
     x, kernel, bias = _inputs()
-    for implementation in ("direct", "summed", "folded", "narrow"):
+    for implementation in ("direct", "summed", "folded", "narrow", "patches"):
         text = str(jax.make_jaxpr(lambda *a, i=implementation: conv3d(*a, implementation=i))(x, kernel, bias))
         assert "Precision.HIGHEST" in text or "precision=HIGHEST" in text
         assert "DEFAULT" not in text
@@ -168,3 +177,60 @@ def test_large_frames_of_few_channels_are_computed_many_columns_together_on_a_tp
     kernel = jax.ShapeDtypeStruct((3, 3, 3, 128, channels), jnp.bfloat16)
     text = jax.jit(conv3d).trace(x, kernel).lower(lowering_platforms=("tpu",)).as_text()
     assert ("stride = [1, 16]" in text) == together
+
+
+@pytest.mark.parametrize(("channels", "together"), [(3, True), (32, False)])
+def test_a_large_image_of_few_channels_too(channels, together, monkeypatch):
+    monkeypatch.setattr(first_frame, "is_tpu_device", lambda: True)
+    jax.clear_caches()  # what was traced before is for another platform
+    x = jax.ShapeDtypeStruct((1, 1, 128, 256, 128), jnp.bfloat16)
+    kernel = jax.ShapeDtypeStruct((3, 3, 3, 128, channels), jnp.bfloat16)
+    text = jax.jit(conv3d).trace(x, kernel).lower(lowering_platforms=("tpu",)).as_text()
+    assert ("stride = [1, 16]" in text) == together
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize("start", ["replicate", "zeros"])
+@pytest.mark.parametrize(
+    ("channels", "window", "outputs", "large", "form"),
+    [
+        (24, (3, 3, 3), 6, 64, "patches"),
+        (24, (3, 3, 3), 6, 63, "banded"),  # with columns computed together
+        (24, (3, 3, 3), 17, 63, "banded"),
+        (4, (3, 3, 3), 6, 63, "patches"),
+        (24, (1, 1, 1), 6, 63, "patches"),
+        (24, (3, 1, 1), 6, 63, "patches"),
+    ],
+)
+def test_an_image_is_convolved_as_a_tpu_compiles_fast(
+    channels, window, outputs, large, form, start, monkeypatch
+):
+    monkeypatch.setattr(first_frame, "is_tpu_device", lambda: True)
+    monkeypatch.setattr(xla, "LARGE_FRAME", large)
+    jax.clear_caches()  # what was traced before is for another platform
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.bfloat16)  # noqa: E731
+    x, kernel, bias = draw(2, 1, 9, 7, channels), draw(*window, channels, outputs), draw(outputs)
+    assert xla.form_of_image(x, kernel) is getattr(xla, form)
+    y, _ = conv3d(x, kernel, bias, start=start)
+    want, _ = reference.conv3d(*(part.astype(jnp.float32) for part in (x, kernel, bias)), start=start)
+    check_rounded_once(y, want)
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize(
+    ("frames", "channels", "outputs", "height", "name"),
+    [
+        (2, 16, 512, 60, "patches"),  # what a decoder begins with
+        (2, 512, 32, 60, "patches"),  # what an encoder ends with
+        (2, 512, 512, 60, "direct"),
+        (8, 512, 32, 60, "direct"),  # of which windows see too much
+        (8, 3, 128, 480, "folded"),  # what an encoder begins with
+    ],
+)
+def test_how_a_tpu_convolves_frames(frames, channels, outputs, height, name):
+    x = jax.ShapeDtypeStruct((1, frames, height, 90, channels), jnp.bfloat16)
+    kernel = jax.ShapeDtypeStruct((3, 3, 3, channels, outputs), jnp.bfloat16)
+    found = []
+    jax.eval_shape(lambda x, kernel: found.append(op._for_tpu(x, kernel)), x, kernel)
+    assert found == [name]

@@ -10,10 +10,17 @@ from jax.experimental.pallas import tpu as pltpu
 
 from cogvideox_torchax.plan import chips, programs
 from jax_kernels import group_norm
+from jax_kernels.common import first_frame
 from jax_kernels.common.columns import Split, split_columns
-from jax_kernels.common.tiles import SWITCH
+from jax_kernels.common.tiles import SWITCH, in_sublanes
 from jax_kernels.group_norm import tpu, xla
-from jax_kernels.group_norm.tpu import _column_bytes, _pixel_bytes, column_moments, scaled_by_column
+from jax_kernels.group_norm.tpu import (
+    _column_bytes,
+    _pixel_bytes,
+    column_moments,
+    image_moments,
+    scaled_by_column,
+)
 from tests.reference import largest_error
 
 every_block = pytest.mark.parametrize(
@@ -40,6 +47,24 @@ def test_sums_are_those_of_a_reduction(videos, length, height, width, rows, dtyp
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(
+    ("videos", "height", "width", "rows"), [(1, 12, 40, 12), (2, 6, 7, 2), (1, 5, 64, 1)]
+)
+def test_an_images_sums_are_those_of_a_reduction(videos, height, width, rows, dtype, monkeypatch):
+    x = jax.random.normal(jax.random.key(0), (videos, 1, height, width, 128), dtype) + 3
+    whole = tpu._rows_of_image(x)
+    assert whole == height
+    row, kept = (in_sublanes(width, jnp.dtype(kind)) * 128 for kind in (dtype, jnp.float32))
+    monkeypatch.setattr(tpu, "BLOCK_BYTES", 3 * kept * 4 + rows * row * x.dtype.itemsize)
+    assert tpu._rows_of_image(x) == rows
+    with pltpu.force_tpu_interpret_mode():
+        got = image_moments(x)
+    for mine, plain in zip(got, xla.column_moments(x), strict=True):
+        assert mine.shape == plain.shape
+        assert largest_error(mine, plain) < 1e-6
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @every_block
 def test_scaling_is_that_of_each_column(videos, length, height, width, rows, dtype, monkeypatch):
     keys = jax.random.split(jax.random.key(0), 4)
@@ -61,22 +86,24 @@ def test_scaling_is_that_of_each_column(videos, length, height, width, rows, dty
         assert (np.array(got, np.float32) == rounded).mean() > 0.99
 
 
-def test_statistics_far_from_zero_keep_their_digits():
-    x = jax.random.normal(jax.random.key(0), (1, 2, 8, 16, 128)) + 1000
+@pytest.mark.parametrize(("moments", "frames"), [(column_moments, 2), (image_moments, 1)])
+def test_statistics_far_from_zero_keep_their_digits(moments, frames):
+    x = jax.random.normal(jax.random.key(0), (1, frames, 8, 16, 128)) + 1000
     with pltpu.force_tpu_interpret_mode():
-        _, m2 = column_moments(x)
+        _, m2 = moments(x)
     exact = np.asarray(x, np.float64).var(2, keepdims=True) * x.shape[2]
     assert largest_error(m2, exact) < 1e-6
 
 
-def test_its_derivatives_are_those_of_a_reduction():
-    x = jax.random.normal(jax.random.key(0), (1, 2, 3, 4, 128))
+@pytest.mark.parametrize(("moments", "frames"), [(column_moments, 2), (image_moments, 1)])
+def test_its_derivatives_are_those_of_a_reduction(moments, frames):
+    x = jax.random.normal(jax.random.key(0), (1, frames, 3, 4, 128))
 
     def squared(x, form):
         return sum(jnp.sum(part**2) for part in form(x))
 
     with pltpu.force_tpu_interpret_mode():
-        got = jax.grad(squared)(x, column_moments)
+        got = jax.grad(squared)(x, moments)
     assert largest_error(got, jax.grad(squared)(x, xla.column_moments)) < 1e-5
 
 
@@ -136,6 +163,21 @@ def test_large_frames_that_the_kernel_takes_go_through_it_on_a_tpu(shape, dtype,
     assert ("column_moments" in text) == ("scaled" in text) == taken
 
 
+@pytest.mark.parametrize(
+    ("shape", "dtype", "taken"),
+    [
+        ((1, 1, 16, 24, 128), jnp.bfloat16, True),
+        ((1, 1, 16, 24, 128), jnp.float32, False),  # of which no frame is computed by itself
+        ((1, 1, 16, 24, 64), jnp.bfloat16, False),  # half a tile of channels
+        ((1, 1, 16, 4096, 128), jnp.bfloat16, False),  # more of a row than a step can hold
+        ((1, 2, 16, 24, 128), jnp.bfloat16, False),
+    ],
+)
+def test_an_image_that_the_kernel_takes_goes_through_it_on_a_tpu(shape, dtype, taken, monkeypatch):
+    monkeypatch.setattr(first_frame, "is_tpu_device", lambda: True)
+    assert ("image_moments" in lowered_for_tpu(shape, dtype)) == taken
+
+
 def test_the_switch_leaves_the_work_to_xla(monkeypatch):
     monkeypatch.setenv(SWITCH, "off")
     shape = 1, 8, 128, 288, 128  # which nothing else has traced
@@ -163,6 +205,14 @@ def test_mosaic_compiles_them_and_the_planner_counts_their_bytes(topology, lengt
         plan = programs.read_program("later", length, compiled, chip, 0.0)
         assert plan.kernels == 1
         assert plan.shares["kernels"] * chip.bandwidth == pytest.approx(moved)
+
+
+@pytest.mark.parametrize(("topology", "width"), [("v6e:1x1", 90), ("v5e:1x1", 22)])
+def test_mosaic_compiles_it_for_an_image(topology, width):
+    pytest.importorskip("libtpu", reason="the [tpu] extra is not installed")
+    device = jax.sharding.SingleDeviceSharding(chips.topology_devices(topology)[0])
+    x = jax.ShapeDtypeStruct((1, 1, 16, width, 256), jnp.bfloat16, sharding=device)
+    assert "image_moments" in jax.jit(image_moments).lower(x).compile().as_text()
 
 
 @pytest.mark.parametrize("shape", [(12, 9, 128, 128, 256), (24, 9, 128, 128, 128), (8, 9, 128, 128, 512)])

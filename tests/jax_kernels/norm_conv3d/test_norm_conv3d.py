@@ -15,7 +15,8 @@ from cogvideox_torchax.plan import chips
 from jax_kernels import Columns, Norm, norm_conv3d
 from jax_kernels.common.columns import Split, split_columns
 from jax_kernels.common.tiles import SWITCH
-from jax_kernels.norm_conv3d import reference, tpu
+from jax_kernels.norm_conv3d import reference, sizes, tpu
+from tests.jax_kernels.meshes import on_mesh
 from tests.reference import largest_error
 
 GROUPS = 4
@@ -80,29 +81,6 @@ def test_the_statistics_that_a_call_before_gave_are_those_of_its_result(interpre
     assert largest_error(off[0], found[0]) > 0.1
 
 
-def on_mesh(real, padded, dp, tp, **static):
-    """`norm_conv3d` over a mesh: of arrays whose columns are split over it, `real` of every `padded` the
-    picture's."""
-    devices = np.array(jax.devices()[: dp * tp]).reshape(dp, tp)
-    mesh = Mesh(devices, ("dp", "tp"), axis_types=(AxisType.Auto,) * 2)
-    videos = "dp" if dp > 1 else None
-    split = Split(real, padded, videos=videos, columns=("tp",))
-
-    def put(array):
-        if array.ndim != 5 or array.shape[0] == 3:
-            return array
-        more = array.shape[3] * padded // real - array.shape[3]
-        array = jnp.pad(array, [(0, 0)] * 3 + [(0, more), (0, 0)])
-        return jax.device_put(array, NamedSharding(mesh, PartitionSpec(videos, None, None, "tp")))
-
-    @jax.jit
-    def traced(operands, residual):
-        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), split_columns(split):
-            return norm_conv3d(*operands, residual=residual, **static)
-
-    return lambda *operands, residual=None: traced(*jax.tree.map(put, (operands, residual)))
-
-
 SHARDS = {
     "eight frames, four shards": ((1, 8, 4, 32, 16), 16, 2, True, True, (1, 1), (1, 4)),
     "two videos, the last shard padded": ((2, 8, 2, 28, 32), 16, 2, True, True, (7, 8), (2, 4)),
@@ -121,7 +99,8 @@ def test_shards_give_what_one_device_gives(
 ):
     operands = inputs(shape, outputs, cell=cell, cached=cached)
     residual = jnp.ones((*shape[:4], outputs), jnp.bfloat16) / 3 if added else None
-    convolve = on_mesh(*width, *mesh, num_groups=GROUPS, lone_first=shape[1] == 1)
+    alone = functools.partial(norm_conv3d, num_groups=GROUPS, lone_first=shape[1] == 1)
+    convolve = on_mesh(alone, *width, *mesh)
     y, latest, columns = convolve(*operands, residual=residual)
     want, want_latest = reference.norm_conv3d(*operands, num_groups=GROUPS, residual=residual)
     assert interpreted_on_mesh
@@ -145,7 +124,7 @@ def test_shards_have_the_gradients_of_one_device(interpreted_on_mesh):
 
     alone = functools.partial(norm_conv3d, num_groups=GROUPS)
     want = jax.grad(loss)(operands, alone)
-    got = jax.grad(loss)(operands, on_mesh(5, 8, 1, 4, num_groups=GROUPS))
+    got = jax.grad(loss)(operands, on_mesh(alone, 5, 8, 1, 4))
     for mine, plain in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert mine.shape == plain.shape
         assert largest_error(mine, plain) < 0.02
@@ -204,7 +183,7 @@ def test_what_the_kernel_takes(shape, dtype, grid, window, outputs, taken):
     found = []
 
     def ask(x, kernel):
-        found.append(tpu.takes(x, grid, kernel, residual=True, at_start=True))
+        found.append(sizes.takes(x, grid, kernel, residual=True, at_start=True))
         return x
 
     jax.eval_shape(ask, x, kernel)
@@ -259,7 +238,7 @@ def test_mosaic_compiles_it_in_place(topology, frames, channels, outputs):
     with jax.set_mesh(jax.sharding.Mesh(np.array([device]), ("device",))):
         lowered = jax.jit(pixels_first, donate_argnums=1).lower(*operands)
     text = lowered.compile().as_text()
-    weights = len(tpu.products(channels, outputs))
+    weights = len(sizes.products(channels, outputs))
     assert f"output_to_operand_aliasing={{{{1}}: ({weights + 1}, {{}})}}" in text
 
 

@@ -1,13 +1,16 @@
 import functools
 import re
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from cogvideox_torchax.vae.chunks import first_frame_is_alone
 from jax_kernels import downsample, upsample
-from jax_kernels.resample import reference
+from jax_kernels.common import first_frame
+from jax_kernels.resample import reference, xla
+from tests.jax_kernels.meshes import on_mesh
 from tests.reference import largest_error
 
 
@@ -65,6 +68,37 @@ def test_the_caller_says_which_frame_is_alone(frames, lone_first):
     else:
         want = reference.downsample(x, kernel, bias, compress_time=True, lone_first=lone_first)
         assert largest_error(shrink(), want) < 1e-6
+
+
+def image(height, width):
+    x, kernel, bias = _inputs(1, height, width, jnp.bfloat16)
+    return x[:1], kernel, bias
+
+
+def check_rounded_once(got, operands):
+    assert got.dtype == jnp.bfloat16
+    want = reference.downsample(*(a.astype(jnp.float32) for a in operands), compress_time=False)
+    np.testing.assert_allclose(np.array(got, np.float32), np.array(want), rtol=2**-8, atol=2**-8)
+
+
+@pytest.mark.parametrize(("height", "width"), [(4, 6), (5, 6), (4, 7), (2, 2), (3, 9)])
+@pytest.mark.parametrize("most", [0, xla.MOST_IN_PATCHES])
+def test_an_image_is_halved_as_a_tpu_compiles_fast(height, width, most, monkeypatch):
+    monkeypatch.setattr(first_frame, "is_tpu_device", lambda: True)
+    monkeypatch.setattr(xla, "MOST_IN_PATCHES", most)
+    jax.clear_caches()  # what was traced before is for another platform
+    operands = image(height, width)
+    halve = functools.partial(downsample, compress_time=True, lone_first=True)
+    text = str(jax.make_jaxpr(halve)(*operands))
+    assert ("conv_general_dilated" in text) == (most == 0)
+    check_rounded_once(halve(*operands), operands)
+    jax.clear_caches()
+
+
+def test_an_image_in_shards_is_halved_with_its_neighbours_columns(interpreted_on_mesh):
+    operands = image(4, 24)
+    got = on_mesh(functools.partial(downsample, compress_time=False), 1, 1, 1, 4)(*operands)
+    check_rounded_once(got, operands)
 
 
 UP, DOWN = functools.partial(upsample, expand_time=False), functools.partial(downsample, compress_time=False)

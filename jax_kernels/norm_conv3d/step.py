@@ -1,0 +1,278 @@
+"""A step of the kernel for TPUs: two rows of all columns modulated, the results of two before them.
+
+A row of a matrix product is a frame of a pixel.
+
+- Rows are modulated once and kept in VMEM, in a ring, as words of two frames. Beside them lie copies,
+  shifted by a frame (half a word) and by two (a word): what is under the taps of time.
+- The taps of rows and of time are contracted by a product. Those of columns are added where results are:
+  sums of a pixel of eight frames fill registers there, so that a shift by a column costs nothing. Two
+  columns' taps of 128 output channels fill a matrix unit that is 256 wide.
+- The next rows are modulated, and the last columns' results finished, while the matrix unit multiplies.
+- A video's first frame by itself is two equal ones to the products, and one to all that comes before and
+  after them: so its words are of equal halves, and every second sum is a result.
+
+Rows lag: step g modulates the rows of block g, those of block g - 1 move from the stage into the ring, and
+the results are those of block g - 2. Stores go to a stage because the compiler would have loads of the ring
+wait for those to it. What a step stores lies some columns behind what it loads.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array
+
+from jax_kernels.common import tiles
+from jax_kernels.common.tiles import words_of_twice
+from jax_kernels.norm_conv3d.sizes import LAG, ROWS, SUBLANES, TAPS, UNIT, UNITS, Sizes, products
+
+UNROLLED, UNROLLED_OF_FEW = 18, 6
+"""Products in a loop's body, at most, of eight frames or one, and of two or four. Cycles of a chunk of 128 to
+128 channels, and seconds to compile it: 883 and 10 with 15 of them, 950 and 5 with 6, 1076 and 4 with 3. Four
+frames of 256 channels take 2 % more with 6, and half the time to compile."""
+
+LOW_HALF = 0xFFFF
+"""Of a word: the earlier of its two frames."""
+
+
+def _lanes(part: int) -> slice:
+    return slice(part * tiles.LANES, (part + 1) * tiles.LANES)
+
+
+class Step:
+    """A step of the kernel, on its references by name."""
+
+    def __init__(self, sizes: Sizes, weights: tuple[Any, ...], refs: dict[str, Any]):
+        self.sizes, self.weights, self.refs = sizes, weights, refs
+        self.products = products(sizes.channels, sizes.outputs)
+        self.result_parts = sizes.outputs // tiles.LANES
+        self.unit = UNIT // sizes.frames
+        self.step = pl.program_id(1)
+        self.old, self.new = lax.rem(self.step + 1, 2), lax.rem(self.step, 2)
+
+    def run(self) -> None:
+        refs, last = self.refs, pl.num_programs(1) - 1
+
+        @pl.when(self.step == LAG)
+        def _():  # above the first row
+            above = refs["ring"].at[self.old, :, 1]
+            above[...] = jnp.zeros(above.shape, above.dtype)
+
+        @pl.when(self.step == last)
+        def _():  # below the last
+            below = refs["stage"].at[:, 0]
+            below[...] = jnp.zeros(below.shape, below.dtype)
+
+        pl.when(self.step < LAG)(self._fill)
+        pl.when(self.step >= LAG)(self._convolve)
+        if self.sizes.width > self.sizes.columns:
+            self._clear_beyond()
+
+        @pl.when(self.step == last)
+        def _():
+            self._give_moments()
+
+    def _fill(self) -> None:
+        def unit(index: Array, carry: None) -> None:
+            column = index * self.unit
+            self._move(column, self.unit)
+            self._modulate(column)
+
+        lax.fori_loop(0, self.sizes.width // self.unit, unit, None)
+
+    def _convolve(self) -> None:
+        sizes = self.sizes
+        chunk, chunks = sizes.chunk, sizes.chunks
+        self._begin_left()
+        unrolled = UNROLLED_OF_FEW if sizes.held in (2, 4) else UNROLLED
+        most = min(unrolled // len(self.products), chunks)
+        together = next(n for n in range(most, 0, -1) if chunks % n == 0)
+
+        def several(index: Array, carry: None) -> None:
+            for offset in range(together):
+                column = (index * together + offset) * chunk
+                self._multiply(column)
+                self._move(column, chunk)
+                self._finish(column - chunk)
+
+        lax.fori_loop(0, chunks // together, several, None)
+        self._end_right()
+        self._finish(sizes.width - chunk)
+        for unit in range(UNITS):
+            self._modulate(sizes.width - chunk + unit * self.unit, unit)
+
+    def _begin_left(self) -> None:
+        """What the first column has from beyond: what a neighbour adds, or nothing."""
+        frames, refs = self.sizes.frames, self.refs
+        first = pl.ds(self.sizes.chunk * frames, frames)
+        if "edges" not in refs:
+            edge = refs["sums"].at[:, :, first]
+            edge[...] = jnp.zeros(edge.shape, edge.dtype)
+            return
+        for row in range(ROWS):
+            for part in range(self.result_parts):
+                refs["sums"][row, part, first] = refs["edges"][0, row, :frames, _lanes(part)]
+
+    def _end_right(self) -> None:
+        """What a neighbour adds to the last column."""
+        frames, refs = self.sizes.frames, self.refs
+        if "edges" not in refs:
+            return
+        last = pl.ds((self.sizes.chunk + self.sizes.columns - 1) * frames, frames)
+        for row in range(ROWS):
+            for part in range(self.result_parts):
+                sums = refs["sums"].at[row, part]
+                sums[last] = sums[last] + refs["edges"][0, row, frames:, _lanes(part)]
+
+    def _multiply(self, column: Any) -> None:
+        """A chunk's products, and beside them the modulation of the chunk before it."""
+        sizes = self.sizes
+        for index, (product, weights) in enumerate(zip(self.products, self.weights, strict=True)):
+            inputs = [
+                self._input(row, time, part, column)
+                for row, time in product.inputs
+                for part in range(sizes.parts)
+            ]
+            sums = jnp.dot(jnp.concatenate(inputs, axis=1), weights[...], preferred_element_type=jnp.float32)
+            for place, (row, tap) in enumerate(product.results):
+                at = self._rows(column, sizes.chunk, sizes.frames, before=sizes.chunk, shift=1 - tap)
+                for part in range(self.result_parts):
+                    found = sums[:, _lanes(place * self.result_parts + part)]
+                    if tap:
+                        found = found + self.refs["sums"][row, part, at]
+                    self.refs["sums"][row, part, at] = found
+            if index * UNITS % len(self.products) == 0:
+                unit = index * UNITS // len(self.products)
+                self._modulate(column - sizes.chunk + unit * self.unit, unit, after=sums)
+
+    def _input(self, row: int, time: int, part: int, column: Any) -> Array:
+        """The words of a chunk in one of four rows."""
+        sizes = self.sizes
+        if row == ROWS + 1:
+            at = self._rows(column, sizes.chunk, sizes.words, before=sizes.chunk)
+            words = self.refs["stage"][time, 0, part, at]
+        else:
+            slot, of_block = (self.old, 1) if row == 0 else (self.new, row - 1)
+            at = self._rows(column, sizes.chunk, sizes.words)
+            words = self.refs["ring"][slot, time, of_block, part, at]
+        return pltpu.bitcast(words, jnp.bfloat16)
+
+    def _move(self, column: Any, count: int) -> None:
+        """From the stage, of the block before, into the ring."""
+        sizes = self.sizes
+        to = self._rows(column, count, sizes.words)
+        at = self._rows(column, count, sizes.words, before=sizes.chunk)
+        self.refs["ring"][self.old, :, :, :, to] = self.refs["stage"][:, :, :, at]
+
+    def _modulate(self, column: Any, unit: int = 0, after: Array | None = None) -> None:
+        """A unit of columns into the stage. Those before the picture's first are written in vain."""
+        sizes, refs = self.sizes, self.refs
+        words = sizes.words
+        inside = _from_left(column)
+        at = self._rows(inside, self.unit, sizes.held)
+        to = self._rows(column, self.unit, words, before=sizes.chunk)
+        count = self.unit * words
+        cells = max(1, self.unit // sizes.cell)
+        of_cells = pl.ds(lax.div(inside, sizes.cell), cells)
+        of_past = self._rows(inside, self.unit, 2 * sizes.parts)
+        at_start = "cache" not in refs
+        zero = None if after is None else jnp.minimum(jnp.abs(after[:SUBLANES, : tiles.LANES]), 0.0)
+        for row in range(ROWS):
+            under = row if sizes.tall == 1 else 0
+            half, offset = refs["half"][0, under, of_cells], refs["half_offset"][0, under, of_cells]
+            if zero is not None:
+                offset = offset + jnp.concatenate([zero] * sizes.parts, 1)
+            x = refs["x"][0, row, at].astype(jnp.float32)
+            x = x.reshape(cells, -1, SUBLANES, sizes.channels) * half[:, None] + offset[:, None]
+            x = (x + x * jnp.tanh(x)).reshape(-1, sizes.channels).astype(jnp.bfloat16)
+            past = refs["past"].at[unit, row]
+            if not at_start:
+                past[...] = pltpu.bitcast(refs["cache"][0, row, of_past], jnp.int32)
+            for part in range(sizes.parts):
+                lanes = x[:, _lanes(part)]
+                now = pltpu.bitcast(lanes, jnp.int32) if sizes.held > 1 else words_of_twice(lanes)
+                earlier, shifted, same = (refs["stage"].at[time, row, part] for time in range(TAPS))
+                of_pixels = pl.ds(part, self.unit, stride=sizes.parts)
+                same[to, :] = now
+                if at_start:
+                    first = same[pl.ds(to.start, self.unit, stride=words), :]
+                    past[of_pixels, :] = (first & LOW_HALF) | (first << 16)
+                if words > 1:
+                    earlier[pl.ds(to.start + 1, count - 1), :] = now[:-1]
+                earlier[pl.ds(to.start, self.unit, stride=words), :] = past[of_pixels, :]
+                shifted[to, :] = lax.shift_right_logical(earlier[to, :], 16) | (now << 16)
+                past[of_pixels, :] = same[pl.ds(to.start + words - 1, self.unit, stride=words), :]
+            refs["latest"][0, row, of_past] = pltpu.bitcast(past[...], jnp.bfloat16)
+
+    def _finish(self, column: Any) -> None:
+        """A chunk's results; those before the picture's first column are overwritten by it."""
+        sizes, refs = self.sizes, self.refs
+        at = self._rows(_from_left(column), sizes.chunk, sizes.held)
+        beside = self._rows(column, sizes.chunk, sizes.held, before=sizes.chunk)
+        of_sums = self._rows(column, sizes.chunk, sizes.frames, before=sizes.chunk)
+        if sizes.held == 1:
+            of_sums = pl.ds(of_sums.start, sizes.chunk, stride=sizes.frames)
+        start = self.step == LAG
+        real = self._real_rows(_from_left(column)) if "real" in refs else None
+        for part in range(self.result_parts):
+            lanes = _lanes(part)
+            rounded = []
+            for row in range(ROWS):
+                y = refs["sums"].at[row, part][of_sums, :] + refs["bias"][:, lanes]
+                if "residual" in refs:
+                    y = y + refs["residual"][0, row, at, lanes].astype(jnp.float32)
+                if real is not None:
+                    y = jnp.where(real, y, 0.0)
+                y = y.astype(jnp.bfloat16)
+                refs["y"][0, row, at, lanes] = y
+                rounded.append(y.astype(jnp.float32))
+            origin, total, squares = (refs["moments"].at[index, part] for index in range(3))
+            of_first = jnp.where(start, rounded[0], origin[beside])
+            one, other = (y - of_first for y in rounded)
+            origin[beside] = of_first
+            total[beside] = jnp.where(start, 0.0, total[beside]) + (one + other)
+            squares[beside] = jnp.where(start, 0.0, squares[beside]) + (one * one + other * other)
+
+    def _real_rows(self, column: Any) -> Array:
+        """Which of a chunk's rows are the picture's."""
+        shape = (self.sizes.chunk * self.sizes.held, tiles.LANES)
+        row = lax.broadcasted_iota(jnp.int32, shape, 0)
+        return row < (self.refs["real"][0] - column) * self.sizes.held
+
+    def _give_moments(self) -> None:
+        sizes, refs = self.sizes, self.refs
+        share = 1 / (ROWS * sizes.blocks)
+
+        def chunk(index: Array, carry: None) -> None:
+            to = self._rows(index * sizes.chunk, sizes.chunk, sizes.held)
+            at = self._rows(index * sizes.chunk, sizes.chunk, sizes.held, before=sizes.chunk)
+            for part in range(self.result_parts):
+                origin, total, squares = (refs["moments"][index, part, at] for index in range(3))
+                refs["mean"][0, to, _lanes(part)] = origin + total * share
+                refs["m2"][0, to, _lanes(part)] = jnp.maximum(squares - total * total * share, 0.0)
+
+        lax.fori_loop(0, sizes.chunks, chunk, None)
+
+    def _clear_beyond(self) -> None:
+        """Zeros right of the picture's last column."""
+        sizes = self.sizes
+        at = pl.ds((sizes.columns + sizes.chunk) * sizes.words, sizes.words)
+        for part in range(sizes.parts):
+            beyond = self.refs["stage"].at[:, :, part, at]
+            beyond[...] = jnp.zeros(beyond.shape, beyond.dtype)
+
+    def _rows(self, column: Any, count: int, each: int, before: int = 0, shift: int = 0) -> Any:
+        """Where `count` columns lie, from a multiple of them on and `shift` further, each in so many rows, in
+        memory that holds others before them."""
+        start = (column + before) * each
+        if isinstance(start, jax.Array):
+            start = pl.multiple_of(start, count * each)
+        return pl.ds(start + shift * each, count * each)
+
+
+def _from_left(column: Any) -> Any:
+    """A column, or the first where it is before that."""
+    return lax.max(column, 0) if isinstance(column, jax.Array) else max(column, 0)

@@ -1,0 +1,34 @@
+"""Runs a kernel over a mesh, of arrays whose columns are split over it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jax_kernels.common.columns import Split, split_columns
+
+
+def on_mesh(kernel: Callable[..., Any], real: int, padded: int, dp: int, tp: int) -> Callable[..., Any]:
+    """`kernel` over dp x tp devices; of every `padded` columns of what it takes `real` are the picture's, the
+    others are added here. Activations are what has five axes, the first not three long."""
+    devices = np.array(jax.devices()[: dp * tp]).reshape(dp, tp)
+    mesh = Mesh(devices, ("dp", "tp"), axis_types=(AxisType.Auto,) * 2)
+    videos = "dp" if dp > 1 else None
+    split = Split(real, padded, videos=videos, columns=("tp",))
+
+    def put(array):
+        if array.ndim != 5 or array.shape[0] == 3:
+            return array
+        more = array.shape[3] * padded // real - array.shape[3]
+        array = jnp.pad(array, [(0, 0)] * 3 + [(0, more), (0, 0)])
+        return jax.device_put(array, NamedSharding(mesh, PartitionSpec(videos, None, None, "tp")))
+
+    @jax.jit
+    def traced(operands, named):
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), split_columns(split):
+            return kernel(*operands, **named)
+
+    return lambda *operands, **named: traced(*jax.tree.map(put, (operands, named)))

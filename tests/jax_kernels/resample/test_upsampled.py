@@ -1,0 +1,238 @@
+"""Upsampling in one Pallas kernel equals doubling before the convolution, and Mosaic compiles it."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from cogvideox_torchax.plan import chips
+from jax_kernels import upsample
+from jax_kernels.common import first_frame
+from jax_kernels.common.tiles import SWITCH
+from jax_kernels.resample import op, reference, upsampled
+from tests.jax_kernels.meshes import on_mesh
+from tests.reference import largest_error
+
+A_UNIT = 2.0**-7
+"""Of bfloat16's last place, relative."""
+
+
+def inputs(shape, outputs, dtype=jnp.bfloat16):
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), dtype)  # noqa: E731
+    return draw(*shape), draw(3, 3, shape[-1], outputs) / 8, draw(outputs)
+
+
+def check(got, want):
+    """Sums are added in another order, which rounds few of them otherwise."""
+    assert got.dtype == want.dtype == jnp.bfloat16
+    assert largest_error(got, want) <= A_UNIT
+    assert float(jnp.mean(got != want)) < 0.01
+
+
+CASES = {
+    "eight frames, a ragged row": ((1, 8, 3, 41, 16), 16, False),
+    "two videos, two tiles of channels to one": ((2, 8, 2, 9, 32), 16, False),
+    "four frames become eight, one tile to two": ((1, 4, 2, 50, 16), 32, True),
+    "four frames": ((1, 4, 3, 7, 16), 16, False),
+    "two frames become four, a ragged row": ((1, 2, 2, 73, 16), 16, True),
+    "eight frames, a column left over": ((1, 8, 1, 161, 16), 16, False),
+    "two frames": ((2, 2, 1, 5, 16), 16, False),
+    "one column": ((1, 8, 2, 1, 16), 16, False),
+}
+
+
+@pytest.mark.parametrize(("shape", "outputs", "expand_time"), CASES.values(), ids=CASES)
+def test_the_kernel_equals_doubling_and_a_convolution(shape, outputs, expand_time, interpreted):
+    operands = inputs(shape, outputs)
+    got = upsample(*operands, expand_time=expand_time)
+    assert interpreted == [shape]
+    check(got, reference.upsample(*operands, expand_time=expand_time))
+
+
+def test_without_a_bias(interpreted):
+    x, kernel, bias = inputs((1, 2, 2, 8, 16), 16)
+    got = upsample(x, kernel, None, expand_time=False)
+    assert interpreted
+    check(got, reference.upsample(x, kernel, bias * 0, expand_time=False))
+
+
+def test_an_odd_number_of_frames_goes_through_it_in_two_parts(interpreted):
+    operands = inputs((1, 5, 2, 8, 16), 16)
+    got = upsample(*operands, expand_time=True, lone_first=True)
+    assert interpreted == [(1, 1, 2, 8, 16), (1, 4, 2, 8, 16)]
+    check(got, reference.upsample(*operands, expand_time=True, lone_first=True))
+
+
+@pytest.mark.parametrize("rows", [16, 12, 10, 9], ids="{} rows".format)
+def test_an_image_goes_through_it_in_bands(rows, interpreted):
+    operands = inputs((2, 1, rows, 9, 16), 32)
+    got = upsample(*operands, expand_time=True, lone_first=True)
+    assert interpreted == [(2, 1, rows, 9, 16)]
+    check(got, reference.upsample(*operands, expand_time=False))
+
+
+SHARDS = {
+    "an image": ((1, 1, 4, 20, 16), False, (5, 8), (1, 4)),
+    "four shards": ((1, 8, 3, 20, 16), False, (1, 1), (1, 4)),
+    "two videos, the last shard padded": ((2, 4, 2, 28, 16), True, (7, 8), (2, 4)),
+    "a shard of padding alone": ((1, 2, 2, 20, 16), True, (5, 8), (1, 4)),
+    "one shard of several products, padded": ((1, 8, 2, 70, 16), False, (7, 8), (1, 1)),
+}
+
+
+@pytest.mark.parametrize(("shape", "expand_time", "width", "mesh"), SHARDS.values(), ids=SHARDS)
+def test_shards_give_what_one_device_gives(shape, expand_time, width, mesh, interpreted_on_mesh):
+    operands = inputs(shape, 16)
+    got = on_mesh(functools.partial(upsample, expand_time=expand_time), *width, *mesh)(*operands)
+    assert interpreted_on_mesh
+    real = 2 * shape[3]
+    check(got[:, :, :, :real], reference.upsample(*operands, expand_time=expand_time))
+    assert not jnp.any(got[:, :, :, real:])
+
+
+@pytest.mark.parametrize("frames", [1, 2])
+def test_shards_have_the_gradients_of_one_device(frames, interpreted_on_mesh):
+    operands = inputs((1, frames, 4 // frames, 20, 16), 16)
+    alone = functools.partial(upsample, expand_time=True, lone_first=frames == 1)
+    shape = jax.eval_shape(alone, *operands).shape
+    weigh = jnp.asarray(np.random.default_rng(1).normal(size=shape), jnp.float32)
+
+    def loss(operands, function):
+        return jnp.sum(function(*operands)[:, :, :, :40].astype(jnp.float32) * weigh)
+
+    want = jax.grad(loss)(operands, alone)
+    got = jax.grad(loss)(operands, on_mesh(alone, 5, 8, 1, 4))
+    for mine, plain in zip(got, want, strict=True):
+        assert mine.shape == plain.shape
+        assert largest_error(mine, plain) < 0.02
+
+
+@pytest.mark.parametrize("of_shard", [False, True], ids=["alone", "a padded shard with neighbours"])
+def test_its_derivatives_are_those_of_the_plain_form(of_shard):
+    x, *_ = primals = inputs((1, 2, 2, 9, 128), 128)
+    tangents = tuple(jnp.full_like(primal, 0.5) for primal in primals)
+    if of_shard:
+        column = x[:, :, :, :1]
+        primals = *primals, (column + 1, column - 1), jnp.int32(17)
+        tangents = *tangents, (column, -column), np.zeros((), jax.dtypes.float0)
+
+    def both(form):
+        more = () if of_shard else (None, None)
+        return jax.jvp(lambda *operands: form(*operands, *more, True), primals, tangents)
+
+    with pltpu.force_tpu_interpret_mode():
+        y, tangent = both(upsampled.upsampled)
+    want, want_tangent = both(upsampled._plain)
+    check(y, want)
+    np.testing.assert_array_equal(tangent, want_tangent)
+    assert float(jnp.max(jnp.abs(tangent.astype(jnp.float32)))) > 0
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "outputs", "expand_time", "taken"),
+    [
+        ((1, 8, 64, 64, 128), jnp.bfloat16, 128, False, True),
+        ((1, 4, 64, 64, 128), jnp.bfloat16, 256, True, True),
+        ((1, 2, 32, 32, 128), jnp.bfloat16, 128, True, True),
+        ((1, 2, 31, 32, 128), jnp.bfloat16, 128, True, False),  # small
+        ((1, 8, 64, 64, 128), jnp.float32, 128, False, False),  # whose products are not the unit's own
+        (
+            (1, 6, 64, 64, 128),
+            jnp.bfloat16,
+            128,
+            False,
+            False,
+        ),  # no whole register, nor one of several pixels
+        ((1, 8, 64, 64, 128), jnp.bfloat16, 128, True, False),  # sixteen frames
+        ((1, 8, 64, 64, 64), jnp.bfloat16, 128, False, False),  # half a tile of channels
+        ((1, 8, 64, 64, 128), jnp.bfloat16, 64, False, False),
+        ((1, 8, 8, 1600, 512), jnp.bfloat16, 512, False, False),  # too wide for VMEM
+    ],
+)
+def test_large_frames_that_the_kernel_takes_go_through_it_on_a_tpu(shape, dtype, outputs, expand_time, taken):
+    text = lowered_for_tpu(shape, dtype, outputs, expand_time)
+    assert ('kernel_name = "upsampled"' in text) == taken
+
+
+@pytest.mark.parametrize(
+    ("height", "options", "taken"),
+    [
+        (64, {"expand_time": False}, True),
+        (66, {"expand_time": True, "lone_first": True}, True),
+        (65, {"expand_time": False}, True),
+        (64, {"expand_time": True}, False),  # doubled in time
+    ],
+)
+def test_an_image_that_the_kernel_takes_in_bands_goes_through_it_on_a_tpu(
+    height, options, taken, monkeypatch
+):
+    monkeypatch.setattr(first_frame, "is_tpu_device", lambda: True)
+    jax.clear_caches()
+    text = lowered_for_tpu((1, 1, height, 72, 128), jnp.bfloat16, 128, **options)
+    assert ('kernel_name = "upsampled"' in text) == taken
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize(("width", "bands"), [(360, 8), (1200, 4), (2400, 2), (3200, None)])
+def test_an_image_is_cut_into_as_many_bands_as_fit_into_vmem(width, bands, monkeypatch):
+    monkeypatch.setattr(first_frame, "is_tpu_device", lambda: True)
+    x = jax.ShapeDtypeStruct((1, 1, 16, width, 512), jnp.bfloat16)
+    kernel = jax.ShapeDtypeStruct((3, 3, 512, 512), jnp.bfloat16)
+    found = []
+    jax.eval_shape(lambda x, kernel: found.append(op._kernel_for(x, kernel, False, False)), x, kernel)
+    assert [form and form.keywords["bands"] for form in found] == [bands]
+
+
+def lowered_for_tpu(shape, dtype, outputs, expand_time, lone_first=False):
+    x, kernel = jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct((3, 3, shape[-1], outputs), dtype)
+    options = {"expand_time": expand_time, "lone_first": lone_first}
+    upsampled = jax.jit(lambda x, kernel: upsample(x, kernel, None, **options))
+    return upsampled.trace(x, kernel).lower(lowering_platforms=("tpu",)).as_text()
+
+
+def test_the_switch_leaves_the_work_to_xla(monkeypatch):
+    monkeypatch.setenv(SWITCH, "off")
+    shape = 1, 8, 64, 72, 128  # which nothing else has traced
+    assert "upsampled" not in lowered_for_tpu(shape, jnp.bfloat16, 128, False)
+
+
+@pytest.mark.parametrize(
+    ("topology", "frames", "expand_time", "channels", "outputs", "width", "of_shard"),
+    [
+        ("v6e:1x1", 8, False, 256, 256, 45, False),
+        ("v6e:1x1", 8, False, 128, 128, 161, True),
+        ("v6e:1x1", 4, True, 256, 128, 45, True),
+        ("v6e:1x1", 2, False, 128, 128, 45, True),
+        ("v5e:1x1", 4, False, 128, 128, 45, False),
+        ("v5p:2x2x1", 2, True, 128, 128, 45, True),
+        ("v5p:2x2x1", 8, False, 256, 256, 680, True),  # as much VMEM as there is
+        ("tpu7x:2x2x1", 2, True, 256, 128, 45, False),
+    ],
+)
+def test_mosaic_compiles_it_and_frames_of_eight_stay_as_they_lie(
+    topology, frames, expand_time, channels, outputs, width, of_shard
+):
+    pytest.importorskip("libtpu", reason="the [tpu] extra is not installed")
+    device = chips.topology_devices(topology)[0]
+    place = jax.sharding.SingleDeviceSharding(device)
+    height = 4
+
+    def struct(*shape):
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=place)
+
+    def pixels_first(x, kernel, bias, *beside):
+        x, *beside = (part.transpose(2, 3, 0, 1, 4) for part in (x, *beside))
+        shard = (tuple(beside), jnp.int32(2 * width - 3)) if of_shard else (None, None)
+        return upsampled.upsampled(x, kernel, bias, *shard, expand_time).transpose(2, 3, 0, 1, 4)
+
+    beside = [struct(height, 1, 1, frames, channels)] * 2 * of_shard
+    operands = struct(height, width, 1, frames, channels), struct(3, 3, channels, outputs), struct(outputs)
+    with jax.set_mesh(jax.sharding.Mesh(np.array([device]), ("device",))):
+        compiled = jax.jit(pixels_first).lower(*operands, *beside).compile()
+    assert "upsampled" in compiled.as_text()
+    if frames == 8 and not of_shard:  # tiles of fewer are laid anew
+        assert compiled.memory_analysis().temp_size_in_bytes == 0
