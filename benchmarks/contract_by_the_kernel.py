@@ -27,7 +27,7 @@ def stock():
 @pytest.fixture(scope="module")
 def traced():
     """The activations that the kernel was traced for."""
-    with reference.interpreted_norm_conv3d(lanes=8, large=4 * HEIGHT * 4 * WIDTH, on_mesh=True) as found:
+    with reference.interpreted_kernels(lanes=8, large=4 * HEIGHT * 4 * WIDTH, on_mesh=True) as found:
         yield found
 
 

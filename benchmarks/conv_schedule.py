@@ -1,4 +1,4 @@
-"""How long does a residual block's half take as one kernel, by the compiler's final schedule?
+"""How long does half of a residual block take as one kernel, and an upsampler, by the final schedule?
 
 python benchmarks/conv_schedule.py run     # compiles each shape: a minute each; needs no TPU
 python benchmarks/conv_schedule.py         # draws what is kept into docs/performance.md
@@ -18,6 +18,7 @@ from attention_schedule import PAGE, measure
 from cogvideox_torchax.files.reports import fill, load, table, write_json
 from cogvideox_torchax.plan.chips import CHIPS
 from jax_kernels.norm_conv3d import tpu
+from jax_kernels.resample.upsampled import upsampled
 
 RESULT = PAGE.parent.parent / "benchmarks" / "results" / "conv-schedule.json"
 FORMAT = "cogvideox-torchax conv schedule 1"
@@ -40,6 +41,13 @@ CASES = {
     "encoder, 256 to 256, two frames": (2, 120, 180, 256, 256, True, ENCODER),
 }
 """Frames, rows, columns, channels in and out, whether a residual is added, coefficients of a frame."""
+
+UPSAMPLERS = {
+    "upsampler, 256 to 256": (8, 240, 360, 256, False),
+    "upsampler, 256 to 256, four frames to eight": (4, 120, 180, 256, True),
+    "upsampler, 512 to 512, two frames to four": (2, 60, 90, 512, True),
+}
+"""Frames, rows and columns before, channels, whether frames are doubled."""
 
 
 def measure_case(name: str, topology: str = "v6e:1x1") -> dict[str, Any]:
@@ -81,6 +89,31 @@ def measure_case(name: str, topology: str = "v6e:1x1") -> dict[str, Any]:
     }
 
 
+def measure_upsampler(name: str, topology: str = "v6e:1x1") -> dict[str, Any]:
+    """One shape, as `measure_case`; FLOPs are those of the kernel, a quarter of a doubled frame's."""
+    frames, height, width, channels, expand_time = UPSAMPLERS[name]
+
+    def run(x: Any, kernel: Any, bias: Any) -> Any:
+        x = x.transpose(2, 3, 0, 1, 4)
+        return upsampled(x, kernel, bias, None, None, expand_time).transpose(2, 3, 0, 1, 4)
+
+    bfloat16 = jnp.dtype(jnp.bfloat16)
+    operands = [
+        ((height, width, 1, frames, channels), bfloat16),
+        ((3, 3, channels, channels), bfloat16),
+        ((channels,), bfloat16),
+    ]
+    chip = CHIPS[topology.partition(":")[0]]
+    given = frames * (1 + expand_time)
+    return {
+        "shape": name,
+        "topology": topology,
+        "flops_ms": 1e3 * 2 * 9 * channels**2 * given * height * width / chip.flops,
+        "bytes_ms": 1e3 * 2 * channels * height * width * (frames + 4 * given) / chip.bandwidth,
+        **measure(topology, run, *operands),
+    }
+
+
 def run() -> None:
     """Compiles all, and keeps what has been compiled so far."""
     report: dict[str, Any] = {
@@ -89,8 +122,8 @@ def run() -> None:
         "versions": {name: importlib.metadata.version(name) for name in ("jax", "libtpu")},
         "kernels": [],
     }
-    for name in CASES:
-        report["kernels"].append(measure_case(name))
+    for name in (*CASES, *UPSAMPLERS):
+        report["kernels"].append((measure_case if name in CASES else measure_upsampler)(name))
         print(report["kernels"][-1], flush=True)
         write_json(RESULT, report)
 
