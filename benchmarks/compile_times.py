@@ -99,12 +99,11 @@ def draw() -> None:
     order = [*jobs()]
     rows = []
     for row in sorted(report["jobs"], key=lambda row: order.index(row["job"])):
-        for program in row["programs"]:
-            seconds, memory = f"{program['compile_seconds']:.0f}", f"{row['process_bytes'] / 2**30:.1f}"
-            rows.append((row["job"], program["name"], seconds, memory))
-        if not row["programs"]:
-            rows.append((row["job"], "", f"more than {report['limit']}", ""))
-    fill(PAGE, "compile times", table(("job", "program", "seconds", "GiB"), rows))
+        seconds = {program["name"]: f"{program['compile_seconds']:.0f}" for program in row["programs"]}
+        first = seconds.get("first", f"more than {report['limit']}")
+        memory = f"{row['process_bytes'] / 2**30:.1f}" if seconds else ""
+        rows.append((row["job"], first, seconds.get("later", ""), memory))
+    fill(PAGE, "compile times", table(("job", "first chunk, s", "steady chunk, s", "GiB"), rows))
 
 
 if __name__ == "__main__":

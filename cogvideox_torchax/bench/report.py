@@ -220,8 +220,9 @@ def write(report: dict[str, Any], directory: Path, stem: str) -> list[Path]:
 
 
 def redraw(results: Path, docs: Path) -> None:
-    """Puts every `ab*.json` and `plan*.json` of `results` into docs/benchmarks.md, and what
-    compares the builds into docs/migration.md, between their marks."""
+    """Puts every `ab*.json` and `plan*.json` of `results` into docs/benchmarks.md, what a program's time
+    consists of into docs/performance.md, and what compares the builds into docs/migration.md, between their
+    marks."""
     images = docs / "images"
     images.mkdir(parents=True, exist_ok=True)
     runs, reports = [], []
@@ -235,4 +236,5 @@ def redraw(results: Path, docs: Path) -> None:
     page = docs / "benchmarks.md"
     fill(page, "bench ab", "\n\n".join(runs))
     fill(page, "plan", tables.markdown(plans))
+    fill(docs / "performance.md", "composition", tables.composition(plans))
     fill(docs / "migration.md", "builds", builds(reports))

@@ -36,6 +36,11 @@ PROGRAM = {
     "shares": {"convolutions": 0.1, "copies": 0.05, "other": 0.08, "kernels": 0.02},
     "kernels": 3,
     "kernels_by_bytes": 1,
+    "kernel_times": {
+        "norm_conv3d": {"seconds": 0.015},
+        "modulated": {"seconds": 0.002},
+        "scaled": {"seconds": 0.003},
+    },
     "collective_seconds": {"all-reduce": 0.01, "all-gather": 0.002},
     "floor_seconds": 0.05,
     "temp_bytes": 2e9,
@@ -201,6 +206,8 @@ def test_docs_are_redrawn_between_their_marks(tmp_path):
     page.write_text(f"before\n{runs}\nbetween\n{plans}\nafter\n")
     comparison = tmp_path / "docs" / "migration.md"
     comparison.write_text("<!-- builds: begin -->\nstale\n<!-- builds: end -->")
+    performance = tmp_path / "docs" / "performance.md"
+    performance.write_text("<!-- composition: begin -->\nstale\n<!-- composition: end -->")
     found = made_up_report(merged(), cases=((9, 16, 24), (17, 16, 24), (9, 32, 48)))
     (tmp_path / "results" / "ab-x.json").write_text(json.dumps(found))
     (tmp_path / "results" / "plan-x.json").write_text(json.dumps(PLAN))
@@ -216,6 +223,10 @@ def test_docs_are_redrawn_between_their_marks(tmp_path):
     row = "torchax 250 100 50 80 20 1 12 50 20% 300 0.55 2.0 5.0 yes 30"
     assert row.split() in [line.replace("|", " ").split() for line in table.splitlines()]
     assert "stale" not in comparison.read_text()
+    composition = performance.read_text()
+    assert "stale" not in composition
+    row = "decode 480 x 720, 1 chip, steady chunk 262.0 15.0 0.0 5.0 100.0 50.0 80.0 12.0"
+    assert row.split() in [line.replace("|", " ").split() for line in composition.splitlines()]
     images = sorted(path.name for path in (tmp_path / "docs" / "images").iterdir())
     assert images == ["ab-x-bars.png", "ab-x-frames.png", "ab-x-size.png"]
     (tmp_path / "results" / "ab-x.json").write_text(json.dumps(found | {"format": "other/2"}))
