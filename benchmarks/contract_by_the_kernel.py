@@ -61,7 +61,7 @@ def test_every_length_decodes(frames, vae, stock, traced):
     assert traced
 
 
-@pytest.mark.parametrize(("frames", "larger"), [(1, 3), (9, 1), (16, 1)])
+@pytest.mark.parametrize(("frames", "larger"), [(1, 3), (9, 1), (10, 1), (13, 1), (16, 1)])
 def test_encoding(frames, larger, vae, stock):
     # A still of 8 x 24 has too few latents for two errors to compare: 1.13 times, less when larger.
     x = reference.video(frames, height=4 * HEIGHT * larger, width=4 * WIDTH * larger)

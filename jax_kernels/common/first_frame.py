@@ -1,9 +1,9 @@
-"""The first of an odd number of frames, which a TPU computes by itself.
+"""Which frames a TPU computes together: the first of an odd number by itself, the others in equal runs.
 
 A TPU keeps frames in the sublanes of its tiles, and nine fill them badly: so computed a chunk takes two and a
 half times what one of eight takes. Each kernel therefore computes the first frame as an image and the others
-as it computes frames without it, and joins them at its end, where XLA sees through to the parts. Rows of the
-image may be cut into bands, which fill the sublanes in the place of frames.
+as it computes frames without it, two, four or eight at a time, and joins them at its end, where XLA sees
+through to the parts. Rows of the image may be cut into bands, which fill the sublanes in the place of frames.
 """
 
 from collections.abc import Sequence
@@ -20,18 +20,30 @@ def stands_apart(x: jax.Array) -> bool:
     return x.dtype == jnp.bfloat16 and is_tpu_device()
 
 
+RUNS = 8, 4, 2
+"""Frames that are computed together, the longest first."""
+
+
 def in_parts(*arrays: jax.Array | None, time_axis: int = 1) -> list[tuple[Any, ...]]:
-    """The arrays' frames that are computed together: all, or the first one of an odd number, where it
-    `stands_apart`, then the others.
+    """The arrays' frames that are computed together, in order: all, or where the first one `stands_apart` the
+    first one of an odd number, then the others in equal `RUNS`.
 
     Args:
-        arrays: the first of them says how many frames there are.
+        arrays: the first of them says how many frames there are. Where another has fewer, the others stay
+            together.
         time_axis: along which they lie.
     """
     whole = arrays[0]
     assert whole is not None
     frames = whole.shape[time_axis]
-    if frames == 1 or frames % 2 == 0 or not stands_apart(whole):
+    if not stands_apart(whole):
+        return [arrays]
+    alone = frames % 2
+    run = next(run for run in RUNS if (frames - alone) % run == 0)
+    if any(array is not None and array.shape[time_axis] != frames for array in arrays):
+        run = frames
+    starts = [*range(alone), *range(alone, frames, run)]
+    if len(starts) == 1:
         return [arrays]
 
     def take(start: int, stop: int | None) -> tuple[Any, ...]:
@@ -40,7 +52,7 @@ def in_parts(*arrays: jax.Array | None, time_axis: int = 1) -> list[tuple[Any, .
             for array in arrays
         )
 
-    return [take(0, 1), take(1, None)]
+    return list(map(take, starts, [*starts[1:], None]))
 
 
 def joined(parts: Sequence[jax.Array], time_axis: int = 1) -> jax.Array:

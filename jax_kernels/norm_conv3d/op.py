@@ -90,7 +90,7 @@ def norm_conv3d(
     parts = in_parts(x, norm.zq, residual)
     whole = all(vector is not None for vector in (bias, norm.weight, norm.bias))
     # Latents whose first frame stands for the first frame alone are taken apart with it.
-    whole = whole and lone_first == (x.shape[1] == 1 or len(parts) > 1)
+    whole = whole and lone_first == (parts[0][0].shape[1] == 1)
     if not whole or not all(
         sizes.takes(
             shard_of(frames),

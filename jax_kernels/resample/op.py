@@ -77,11 +77,11 @@ def upsample(
 
 def _by_parts(resample: Callable[..., Array], x: Array, in_time: bool, lone_first: bool) -> Array:
     """`resample(frames, in_time, lone_first)`, of a first frame that stays by itself and of the others."""
-    parts = in_parts(x) if lone_first else [(x,)]
+    parts = in_parts(x) if lone_first == (x.shape[1] % 2 == 1) else [(x,)]
     if len(parts) == 1:
         return resample(*parts, in_time, lone_first)
-    first, others = parts
-    return joined([resample(first, False, False), resample(others, in_time, False)])
+    # A single frame is the first: the others come in pairs.
+    return joined([resample(part, in_time and part[0].shape[1] > 1, False) for part in parts])
 
 
 def _by_platform(fused: Callable[..., Array], composed: Callable[..., Array], *operands: Any) -> Array:

@@ -46,8 +46,9 @@ def test_decoding(name, frames, stock, parts):
 
 
 @pytest.mark.parametrize("name", ["torchax", "flax"])
-def test_encoding(name, stock, parts):
-    x = reference.video(17, height=12, width=20)
+@pytest.mark.parametrize("frames", [10, 13, 17])
+def test_encoding(name, frames, stock, parts):
+    x = reference.video(frames, height=12, width=20)
     got = build(name).encode(runtime.to_jax(x)).latent_dist.parameters
     error = reference.largest_error(runtime.to_torch(got), reference.encoded(stock, x))
     assert error <= FLOAT32_RELATIVE

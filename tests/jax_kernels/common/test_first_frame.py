@@ -9,6 +9,7 @@ import jax_kernels
 from jax_kernels.common import first_frame
 from jax_kernels.common.columns import Split, split_columns
 from jax_kernels.common.first_frame import in_parts, joined
+from jax_kernels.norm_conv3d import sizes
 from tests.reference import largest_error
 
 CHANNELS, LATENTS = 8, 4
@@ -84,14 +85,19 @@ def as_on_a_tpu(monkeypatch):
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_a_first_frame_by_itself_changes_nothing(name, as_on_a_tpu):
-    x, z = draw(2, 5, 4, 6, CHANNELS) + 3, draw(2, 3, 2, 3, LATENTS)
-    want = jax.tree.leaves(KERNELS[name](x, z, True))
+@pytest.mark.parametrize("frames", [5, 6, 7])
+def test_frames_in_parts_give_what_all_give_together(name, frames, as_on_a_tpu):
+    x, z = draw(2, frames, 4, 6, CHANNELS) + 3, draw(2, 3, 2, 3, LATENTS)
+    lone_first = frames % 2 == 1
+    want = jax.tree.leaves(KERNELS[name](x, z, lone_first))
     as_on_a_tpu()
-    got = jax.tree.leaves(KERNELS[name](x, z, True))
+    got = jax.tree.leaves(KERNELS[name](x, z, lone_first))
     for mine, plain in zip(got, want, strict=True):
         assert largest_error(mine, plain) <= 1e-6
-    assert " concatenate(" in jax.jit(KERNELS[name], static_argnums=2).lower(x, z, True).as_text("hlo")
+    if frames % 2 or name != "spatial_norm":  # which has fewer latents than frames, and none alone
+        assert " concatenate(" in jax.jit(KERNELS[name], static_argnums=2).lower(x, z, lone_first).as_text(
+            "hlo"
+        )
 
 
 @pytest.mark.parametrize(
@@ -109,11 +115,38 @@ def test_where_a_first_frame_stands_apart(dtype, split, on_tpu, apart, monkeypat
         assert first_frame.stands_apart(draw(1, 5, 2, 4, 1).astype(dtype)) == apart
 
 
-def test_frames_are_taken_apart_and_joined(as_on_a_tpu):
-    x = draw(1, 5, 2)
-    assert [part.shape[1] for (part,) in in_parts(x)] == [5]
+PARTS = {
+    1: [1],
+    2: [2],
+    4: [4],
+    5: [1, 4],
+    6: [2, 2, 2],
+    9: [1, 8],
+    12: [4, 4, 4],
+    13: [1, 4, 4, 4],
+    16: [8, 8],
+}
+PARTS |= {7: [1, 2, 2, 2], 17: [1, 8, 8]}
+
+
+@pytest.mark.parametrize(("frames", "lengths"), PARTS.items())
+def test_frames_are_taken_apart_and_joined(frames, lengths, as_on_a_tpu):
+    x, fewer = draw(1, frames, 2), draw(1, (frames + 1) // 2, 2)
+    assert [part.shape[1] for (part,) in in_parts(x)] == [frames]
     as_on_a_tpu()
-    assert [part.shape[1] for part, _ in in_parts(x, None)] == [1, 4]
+    assert [part.shape[1] for part, _ in in_parts(x, None)] == lengths
     np.testing.assert_array_equal(joined([part for (part,) in in_parts(x)]), x)
-    assert [part.shape[1] for (part,) in in_parts(x[:, :1])] == [1]
-    assert [part.shape[1] for (part,) in in_parts(x[:, :4])] == [4]
+    if frames > 2:
+        of_both = [(part.shape[1], other.shape[1]) for part, other in in_parts(x, fewer)]
+        alone = frames % 2
+        assert of_both == [(1, 1)] * alone + [(frames - alone, fewer.shape[1] - alone)]
+
+
+def test_kernels_take_every_part():
+    assert set(first_frame.RUNS) == {frames for frames in range(2, 20) if takes(frames)}
+
+
+def takes(frames):
+    x = jax.ShapeDtypeStruct((1, frames, 64, 64, 128), jnp.bfloat16)
+    kernel = jnp.zeros((3, 3, 3, 128, 128), jnp.bfloat16)
+    return sizes.takes(x, (1, 1, 1), kernel, residual=False, at_start=True)
