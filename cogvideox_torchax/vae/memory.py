@@ -16,7 +16,8 @@ from cogvideox_torchax.vae import chunks
 
 BYTES_A_PIXEL = {"encode": 1345, "decode": 6493}
 """Of a frame, to encode, or of a latent frame, to decode, for each pixel of the picture, beside the weights:
-temporaries and output of the program that takes most of a frame in benchmarks/results/plan-v6e-1-*-torchax.json."""
+temporaries and output of the program that takes most of a frame, of those in
+benchmarks/results/plan-v6e-1-*-torchax.json."""
 PLANNED_CHANNELS, PLANNED_ITEMSIZE = 128, 2
 WITHOUT_KERNEL = 2.1
 """Times as much for what is not bfloat16, and so does not take the convolution's kernel: 13513 bytes to

@@ -196,7 +196,11 @@ def _convolved(
     frames, _, width, _ = x.shape[1:]
     coefficients = functools.partial(_coefficients, norm, zq, scale_NC, shift_NC, _grid(x, zq)[-1])
     multiplier, offset = coefficients(lambda part: tpu.in_registers(part, frames, width))
-    edges = _edges(x, cache, kernel, coefficients) if has_neighbours() else None
+    _, rows, registers, *_ = multiplier.shape
+    starts = sizes.sizes_of(x, rows, registers, kernel.shape[-1], residual is not None).starts
+    edges = None
+    if len(starts) > 1 or has_neighbours():
+        edges = _edges(x, cache, kernel, coefficients, starts)
     real = real_columns_here(width) if is_padded() else None
     y, latest, moments = tpu.convolved(x, multiplier, offset, cache, residual, kernel, bias, edges, real)
     return y, latest, *(jnp.expand_dims(part, 2) for part in moments)
@@ -231,27 +235,42 @@ def _coefficients(
 
 
 def _edges(
-    x: Array, cache: Array | None, kernel: Array, coefficients: Callable[..., tuple[Array, Array]]
+    x: Array,
+    cache: Array | None,
+    kernel: Array,
+    coefficients: Callable[..., tuple[Array, Array]],
+    starts: range,
 ) -> tuple[Array, Array]:
-    """What the neighbours of a shard add to the sums of its first and of its last column, N T H O each."""
-    frames, height = x.shape[1:3]
-    hidden = []
-    for column in (slice(0, 1), slice(-1, None)):
+    """What the columns beside strips that begin at `starts` add to the sums of their first and of their last
+    column, N T H E O each for E strips: of the next strip, of a neighbour, or zeros."""
+    hidden = functools.partial(_activated_column, x, cache, coefficients)
+    firsts = [hidden(start) for start in starts]
+    lasts = [hidden(start - 1) for start in (*starts[1:], x.shape[3])]
+    beyond = jnp.zeros_like(firsts[0]), jnp.zeros_like(firsts[0])
+    left, right = exchanged(firsts[0], lasts[-1]) if has_neighbours() else beyond
+    before = [_sums(column, kernel[:, :, 0]) for column in (left, *lasts[:-1])]
+    after = [_sums(column, kernel[:, :, -1]) for column in (*firsts[1:], right)]
+    return jnp.stack(before, axis=3), jnp.stack(after, axis=3)
 
-        def of_column(part: Array, column: slice = column) -> Array:
-            return repeat_nearest(
-                part[:, :, :, column], {1: frames // part.shape[1], 2: height // part.shape[2]}
-            )
 
-        # Cut out as they lie: in the order that suits one column XLA would first lay all of them.
-        now = tpu.activated(kept_pixels_first(x[:, :, :, column]), *coefficients(of_column))
-        if cache is None:
-            past = jnp.repeat(now[:, :1], 2, axis=1)
-        else:
-            past = kept_pixels_first(cache[:, :, :, column])
-        hidden.append(jnp.squeeze(jnp.concatenate([past, now], axis=1), 3))
-    left, right = exchanged(*hidden)
-    return _sums(left, kernel[:, :, 0]), _sums(right, kernel[:, :, -1])
+def _activated_column(
+    x: Array, cache: Array | None, coefficients: Callable[..., tuple[Array, Array]], column: int
+) -> Float[Array, "N P H I"]:
+    """A column's activated frames and the two before them."""
+    frames, height, columns = x.shape[1:4]
+
+    def of_column(part: Array) -> Array:
+        own = column * part.shape[3] // columns
+        return repeat_nearest(
+            part[:, :, :, own : own + 1], {1: frames // part.shape[1], 2: height // part.shape[2]}
+        )
+
+    # Cut out as they lie: in the order that suits one column XLA would first lay all of them.
+    own = slice(column, column + 1)
+    now = tpu.activated(kept_pixels_first(x[:, :, :, own]), *coefficients(of_column))
+    start = jnp.repeat(now[:, :1], 2, axis=1)
+    past = start if cache is None else kept_pixels_first(cache[:, :, :, own])
+    return jnp.squeeze(jnp.concatenate([past, now], axis=1), 3)
 
 
 def _sums(hidden: Float[Array, "N P H I"], kernel: Float[Array, "3 3 I O"]) -> Float[Array, "N P-2 H O"]:

@@ -27,6 +27,9 @@ UNITS = 3
 SUBLANES = 8
 """Rows of a register of float32."""
 
+MOST_STRIPS = 8
+"""Of columns, into which a picture is cut that is too wide for the chip's VMEM."""
+
 
 class Sizes(NamedTuple):
     """What a kernel is compiled for.
@@ -34,8 +37,9 @@ class Sizes(NamedTuple):
     Attributes:
         held: frames of a chunk.
         columns: of the picture, or a shard's own.
+        strips: of columns, one after the other; the last one may be narrower.
         chunk: columns of a product.
-        chunks: of these in a row, the last one may be part of it only.
+        chunks: of these in a row of a strip, the last one may be part of it only.
         cell: columns under a register of coefficients: under the same ones, or as many as it has rows for.
         tall: rows under the same coefficients.
         blocks: of two rows.
@@ -44,6 +48,7 @@ class Sizes(NamedTuple):
 
     held: int
     columns: int
+    strips: int
     chunk: int
     chunks: int
     cell: int
@@ -69,8 +74,18 @@ class Sizes(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Columns of whole chunks."""
+        """Columns of a strip's whole chunks."""
         return self.chunk * self.chunks
+
+    @property
+    def last_columns(self) -> int:
+        """The picture's columns in the last strip."""
+        return self.columns - (self.strips - 1) * self.width
+
+    @property
+    def starts(self) -> range:
+        """The first column of each strip."""
+        return range(0, self.columns, self.width)
 
 
 class Product(NamedTuple):
@@ -113,7 +128,7 @@ def takes(
     pixels: int | None = None,
 ) -> bool:
     """Whether the kernel takes these frames: two, four or eight of bfloat16, or a video's first, not small,
-    with an even number of rows, whole tiles of channels in and out, and no more of a row than fits into VMEM.
+    with an even number of rows, whole tiles of channels in and out, and `MOST_STRIPS` that fit into VMEM.
 
     Args:
         x: frames; of it and of the kernel only shape and dtype are looked at.
@@ -136,7 +151,7 @@ def takes(
     if frames % times or height % rows or columns % wide:
         return False
     registers = wide if wide == 1 or is_shared(columns // wide, frames) else _registers(columns, frames)
-    sizes = sizes_of(x, rows, registers, kernel.shape[4])
+    sizes = sizes_of(x, rows, registers, kernel.shape[4], residual)
     if (sizes.tall > 1 and sizes.tall % ROWS) or (wide > 1 and (UNIT // sizes.frames) % sizes.cell):
         return False
     return _vmem_bytes(sizes, residual) <= vmem_limit()
@@ -158,12 +173,28 @@ def columns_of_register(columns: int, frames: int, registers: int) -> int:
     return SUBLANES // frames if registers == _registers(columns, frames) else columns // registers
 
 
-def sizes_of(x: Array | jax.ShapeDtypeStruct, rows: int, registers: int, outputs: int) -> Sizes:
+def sizes_of(
+    x: Array | jax.ShapeDtypeStruct, rows: int, registers: int, outputs: int, residual: bool
+) -> Sizes:
+    """What the kernel is compiled for: as few strips as fit into VMEM, or the most there may be.
+
+    Args:
+        x: frames.
+        rows, registers: of the coefficients.
+        outputs: channels.
+        residual: whether there is one.
+    """
     held, height, columns, channels = x.shape[1:]
     chunk = UNIT * UNITS // max(held, 2)
     cell = columns_of_register(columns, held, registers)
     blocks, chunks = height // ROWS, -(-columns // chunk)
-    return Sizes(held, columns, chunk, chunks, cell, height // rows, blocks, channels, outputs)
+    found = Sizes(held, columns, 1, chunk, chunks, cell, height // rows, blocks, channels, outputs)
+    for strips in range(1, min(MOST_STRIPS, chunks) + 1):
+        of_strip = -(-chunks // strips)
+        found = found._replace(strips=-(-chunks // of_strip), chunks=of_strip)
+        if _vmem_bytes(found, residual) <= vmem_limit():
+            break
+    return found
 
 
 def _vmem_bytes(sizes: Sizes, residual: bool) -> int:

@@ -16,6 +16,7 @@ the results are those of block g - 2. Stores go to a stage because the compiler 
 wait for those to it. What a step stores lies some columns behind what it loads.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -50,11 +51,12 @@ class Step:
         self.products = products(sizes.channels, sizes.outputs)
         self.result_parts = sizes.outputs // tiles.LANES
         self.unit = UNIT // sizes.frames
-        self.step = pl.program_id(1)
+        self.axes = 2 if sizes.strips == 1 else 3
+        _, self.strip, self.step = of_grid(tuple(map(pl.program_id, range(self.axes))))
         self.old, self.new = lax.rem(self.step + 1, 2), lax.rem(self.step, 2)
 
     def run(self) -> None:
-        refs, last = self.refs, pl.num_programs(1) - 1
+        refs, last = self.refs, pl.num_programs(self.axes - 1) - 1
 
         @pl.when(self.step == LAG)
         def _():  # above the first row
@@ -68,8 +70,8 @@ class Step:
 
         pl.when(self.step < LAG)(self._fill)
         pl.when(self.step >= LAG)(self._convolve)
-        if self.sizes.width > self.sizes.columns:
-            self._clear_beyond()
+        if self.sizes.width > self.sizes.last_columns:
+            self._in_last_strip(self._clear_beyond)
 
         @pl.when(self.step == last)
         def _():
@@ -121,7 +123,11 @@ class Step:
         frames, refs = self.sizes.frames, self.refs
         if "edges" not in refs:
             return
-        last = pl.ds((self.sizes.chunk + self.sizes.columns - 1) * frames, frames)
+        sizes = self.sizes
+        columns: Any = sizes.last_columns
+        if sizes.strips > 1:
+            columns = jnp.where(self.strip == sizes.strips - 1, sizes.last_columns, sizes.width)
+        last = self._rows(columns - 1, 1, frames, before=sizes.chunk)
         for row in range(ROWS):
             for part in range(self.result_parts):
                 sums = refs["sums"].at[row, part]
@@ -240,7 +246,8 @@ class Step:
         """Which of a chunk's rows are the picture's."""
         shape = (self.sizes.chunk * self.sizes.held, tiles.LANES)
         row = lax.broadcasted_iota(jnp.int32, shape, 0)
-        return row < (self.refs["real"][0] - column) * self.sizes.held
+        real = self.refs["real"][0] - self.strip * self.sizes.width
+        return row < (real - column) * self.sizes.held
 
     def _give_moments(self) -> None:
         sizes, refs = self.sizes, self.refs
@@ -256,10 +263,16 @@ class Step:
 
         lax.fori_loop(0, sizes.chunks, chunk, None)
 
+    def _in_last_strip(self, work: Callable[[], None]) -> None:
+        if self.sizes.strips == 1:
+            work()
+        else:
+            pl.when(self.strip == self.sizes.strips - 1)(work)
+
     def _clear_beyond(self) -> None:
         """Zeros right of the picture's last column."""
         sizes = self.sizes
-        at = pl.ds((sizes.columns + sizes.chunk) * sizes.words, sizes.words)
+        at = pl.ds((sizes.last_columns + sizes.chunk) * sizes.words, sizes.words)
         for part in range(sizes.parts):
             beyond = self.refs["stage"].at[:, :, part, at]
             beyond[...] = jnp.zeros(beyond.shape, beyond.dtype)
@@ -271,6 +284,11 @@ class Step:
         if isinstance(start, jax.Array):
             start = pl.multiple_of(start, count * each)
         return pl.ds(start + shift * each, count * each)
+
+
+def of_grid(place: tuple[Any, ...]) -> tuple[Any, Any, Any]:
+    """Video, strip and step of a place in the grid, whose second axis is left out for a single strip."""
+    return place if len(place) == 3 else (place[0], 0, place[1])
 
 
 def _from_left(column: Any) -> Any:

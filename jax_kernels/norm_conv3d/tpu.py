@@ -38,7 +38,7 @@ from jax_kernels.norm_conv3d.sizes import (
     products,
     sizes_of,
 )
-from jax_kernels.norm_conv3d.step import Step
+from jax_kernels.norm_conv3d.step import Step, of_grid
 
 RAGGED_IN_PLACE = True
 """Whether a shard's next cache takes the memory of the one before where its columns are no whole chunks, as
@@ -105,8 +105,9 @@ def _plain(
     frames = jnp.concatenate([cache, hidden], axis=1)
     sums = xla.summed(frames, kernel, xla.same_columns(kernel))
     if edges is not None:
-        left, right = (jnp.expand_dims(edge, 3) for edge in edges)
-        sums = add_columns(add_columns(sums, left, at=0), right, at=x.shape[3] - 1)
+        left, right = edges  # those between strips are in the sums
+        sums = add_columns(sums, left[:, :, :, :1], at=0)
+        sums = add_columns(sums, right[:, :, :, -1:], at=x.shape[3] - 1)
     sums = xla.completed(sums, bias, residual)
     if real is not None:
         sums = jnp.where(lax.iota(jnp.int32, x.shape[3])[:, None] < real, sums, 0.0)
@@ -125,7 +126,7 @@ def convolved(
     residual: Float[Array, "N T H W O"] | None,
     kernel: Float[Array, "3 3 3 I O"],
     bias: Float[Array, " O"],
-    edges: tuple[Float[Array, "N T H O"], Float[Array, "N T H O"]] | None = None,
+    edges: tuple[Float[Array, "N T H E O"], Float[Array, "N T H E O"]] | None = None,
     real: Int[Array, ""] | None = None,
 ) -> tuple[
     Float[Array, "N T H W O"],
@@ -141,14 +142,15 @@ def convolved(
             start of a video, whose first frame then stands before itself.
         residual: added to the sums before they are rounded, or None.
         kernel, bias: the convolution's.
-        edges: what neighbours add to the sums of the first and of the last column, float32, or None.
+        edges: what the columns beside each strip (`Sizes`) add to the sums of its first and of its last
+            column, float32; None for a single strip that has no neighbours.
         real: columns from this one on get zeros, as they only pad a width; None where there are none.
 
     Returns:
         The convolved frames; the next cache; mean and M2 of each of their columns of pixels.
     """
     _, rows, registers, *_ = multiplier.shape
-    sizes = sizes_of(x, rows, registers, kernel.shape[-1])
+    sizes = sizes_of(x, rows, registers, kernel.shape[-1], residual is not None)
     operands, weights = _operands(sizes, x, multiplier, offset, cache, residual, kernel, bias, edges, real)
     results, scratch = _results(sizes, operands), _scratch(sizes)
     names = [*operands, *results, *scratch]
@@ -166,7 +168,7 @@ def convolved(
     cache_shape = (x.shape[0], TAPS - 1, *x.shape[2:])
     y, latest, *moments = pl.pallas_call(
         run,
-        grid=(x.shape[0], sizes.blocks + LAG),
+        grid=_grid(x.shape[0], sizes),
         in_specs=[*map(_whole, weights), *(spec for _, spec in operands.values())],
         out_specs=[spec for _, spec in results.values()],
         # Said to be in HBM: XLA else brings small ones into VMEM and back.
@@ -174,7 +176,7 @@ def convolved(
         scratch_shapes=[*scratch.values()],
         input_output_aliases=taken_over,
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary", "arbitrary"), vmem_limit_bytes=vmem_limit()
+            dimension_semantics=("arbitrary",) * len(_grid(x.shape[0], sizes)), vmem_limit_bytes=vmem_limit()
         ),
         cost_estimate=pl.CostEstimate(
             flops=2 * kernel.size * x.size // sizes.channels,
@@ -204,8 +206,10 @@ def _operands(
     row = sizes.width * sizes.held
     rows = ROWS if sizes.tall == 1 else 1
 
-    def under(video: Array, step: Array) -> tuple[Any, ...]:
-        return video, lax.div(_now(sizes, step) * ROWS, max(ROWS, sizes.tall)), 0, 0, 0
+    def under(*place: Any) -> tuple[Any, ...]:
+        video, strip, step = of_grid(place)
+        strip = strip if multiplier.shape[2] > 1 else 0
+        return video, lax.div(_now(sizes, step) * ROWS, max(ROWS, sizes.tall)), strip, 0, 0
 
     of_cells = pl.BlockSpec((1, rows, cells, SUBLANES, sizes.channels), under)
     bias = bias.astype(jnp.float32)[None]
@@ -221,7 +225,8 @@ def _operands(
         operands["residual"] = _pixels_first(residual), _rows_later(row, sizes.outputs)
     if edges is not None:
         of_frames = (jnp.repeat(edge, sizes.frames // sizes.held, axis=1) for edge in edges)
-        both = jnp.concatenate([edge.transpose(0, 2, 1, 3) for edge in of_frames], axis=2)
+        both = jnp.concatenate([edge.transpose(0, 2, 3, 1, 4) for edge in of_frames], axis=3)
+        both = both.reshape(*both.shape[:2], -1, sizes.outputs)
         operands["edges"] = both, _rows_later(2 * sizes.frames, sizes.outputs)
     if real is not None:
         operands["real"] = real[None], pl.BlockSpec(memory_space=pltpu.SMEM)
@@ -236,13 +241,13 @@ def _results(
     row, videos, height = sizes.width * sizes.held, *x.shape[:2]
     latest = (videos, height, sizes.columns * sizes.parts * (TAPS - 1), tiles.LANES)
     moments = jax.ShapeDtypeStruct((videos, x.shape[2], sizes.outputs), jnp.float32)
-    of_video = pl.BlockSpec((1, row, sizes.outputs), lambda video, step: (video, 0, 0))
+    of_strip = pl.BlockSpec((1, row, sizes.outputs), lambda *place: (*of_grid(place)[:2], 0))
     y = jax.ShapeDtypeStruct((*x.shape[:3], sizes.outputs), x.dtype)
     return {
         "y": (y, _rows_later(row, sizes.outputs)),
         "latest": (jax.ShapeDtypeStruct(latest, x.dtype), _rows_of_cache(sizes)),
-        "mean": (moments, of_video),
-        "m2": (moments, of_video),
+        "mean": (moments, of_strip),
+        "m2": (moments, of_strip),
     }
 
 
@@ -260,13 +265,23 @@ def _scratch(sizes: Sizes) -> dict[str, Any]:
     return {name: pltpu.VMEM((*shape, tiles.LANES), dtype) for name, (shape, dtype) in shapes.items()}
 
 
+def _grid(videos: int, sizes: Sizes) -> tuple[int, ...]:
+    steps = sizes.blocks + LAG
+    return (videos, steps) if sizes.strips == 1 else (videos, sizes.strips, steps)
+
+
 def _now(sizes: Sizes, step: Array) -> Array:
     return lax.min(step, sizes.blocks - 1)
 
 
 def _rows_now(sizes: Sizes, length: int, lanes: int) -> pl.BlockSpec:
     """The rows that a step modulates."""
-    return pl.BlockSpec((1, ROWS, length, lanes), lambda video, step: (video, _now(sizes, step), 0, 0))
+
+    def rows(*place: Any) -> tuple[Any, ...]:
+        video, strip, step = of_grid(place)
+        return video, _now(sizes, step), strip, 0
+
+    return pl.BlockSpec((1, ROWS, length, lanes), rows)
 
 
 def _rows_of_cache(sizes: Sizes) -> pl.BlockSpec:
@@ -276,11 +291,16 @@ def _rows_of_cache(sizes: Sizes) -> pl.BlockSpec:
 
 def _rows_later(length: int, lanes: int) -> pl.BlockSpec:
     """The rows that a step finishes."""
-    return pl.BlockSpec((1, ROWS, length, lanes), lambda video, step: (video, lax.max(step - LAG, 0), 0, 0))
+
+    def rows(*place: Any) -> tuple[Any, ...]:
+        video, strip, step = of_grid(place)
+        return video, lax.max(step - LAG, 0), strip, 0
+
+    return pl.BlockSpec((1, ROWS, length, lanes), rows)
 
 
 def _whole(array: Array) -> pl.BlockSpec:
-    return pl.BlockSpec(array.shape, lambda video, step: (0,) * array.ndim, pipeline_mode=pl.Buffered(1))
+    return pl.BlockSpec(array.shape, lambda *_: (0,) * array.ndim, pipeline_mode=pl.Buffered(1))
 
 
 def _pixels_first(x_NTHWC: Array) -> Array:

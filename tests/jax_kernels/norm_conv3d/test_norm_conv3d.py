@@ -1,6 +1,7 @@
 """Norm, SiLU and convolution in one Pallas kernel equal the three in a row, and Mosaic compiles it."""
 
 import functools
+import itertools
 import math
 import re
 
@@ -81,6 +82,64 @@ def test_the_statistics_that_a_call_before_gave_are_those_of_its_result(interpre
     assert largest_error(off[0], found[0]) > 0.1
 
 
+STRIPS = {
+    "eight frames in two": ((1, 8, 4, 48, 16), 16, 2, True, True, 2),
+    "two videos in three, ragged": ((2, 4, 2, 140, 32), 16, 2, True, False, 3),
+    "the start of a plain norm in four": ((1, 2, 2, 384, 32), 32, None, False, True, 4),
+    "five frames, the first whole": ((1, 5, 2, 112, 16), 16, None, False, True, 3),
+}
+
+
+@pytest.mark.parametrize(
+    ("shape", "outputs", "cell", "cached", "added", "strips"), STRIPS.values(), ids=STRIPS
+)
+def test_strips_give_what_the_whole_picture_gives(
+    shape, outputs, cell, cached, added, strips, interpreted, monkeypatch
+):
+    operands = inputs(shape, outputs, cell=cell, cached=cached)
+    residual = jnp.ones((*shape[:4], outputs), jnp.bfloat16) / 3 if added else None
+    convolve = functools.partial(norm_conv3d, num_groups=GROUPS, lone_first=shape[1] % 2 == 1)
+    want = convolve(*operands, residual=residual)
+    weigh = jnp.asarray(np.random.default_rng(1).normal(size=(*shape[:4], outputs)), jnp.float32)
+    slopes = jax.grad(lambda *operands: jnp.sum(convolve(*operands)[0] * weigh))
+    want_slope = slopes(*operands)
+    jax.clear_caches()
+    found, sizes_of = [], sizes.sizes_of
+
+    def in_strips(x, *rest):
+        whole = sizes_of(x, *rest)
+        chunks = -(-whole.chunks // (1 if x.shape[1] == 1 else strips))
+        found.append(whole._replace(strips=-(-whole.chunks // chunks), chunks=chunks))
+        return found[-1]
+
+    monkeypatch.setattr(sizes, "sizes_of", in_strips)
+    monkeypatch.setattr(tpu, "sizes_of", in_strips)
+    got = convolve(*operands, residual=residual)
+    assert {size.strips for size in found} == {strips, *[1] * (shape[1] % 2)}
+    for mine, whole in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert largest_error(mine, whole) <= A_UNIT
+        assert float(jnp.mean(mine != whole)) < 0.05
+    assert largest_error(slopes(*operands), want_slope) <= 2 * A_UNIT
+    jax.clear_caches()
+
+
+def test_as_few_strips_as_fit_into_vmem():
+    def strips(columns, inputs, outputs):
+        x = jax.ShapeDtypeStruct((1, 8, 720, columns, inputs), jnp.bfloat16)
+        found = sizes.sizes_of(x, 90, columns // 8, outputs, True)
+        starts = [*found.starts, columns]
+        assert found.last_columns == starts[-1] - starts[-2]
+        assert all(b - a == found.width for a, b in itertools.pairwise(starts[:-1]))
+        return len(starts) - 1, found.strips
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sizes, "vmem_limit", lambda: 127 * 2**20)
+        assert strips(720, 128, 128) == (1, 1)
+        assert strips(1280, 128, 128) == strips(1360, 256, 128) == (2, 2)
+        patch.setattr(sizes, "vmem_limit", lambda: 63 * 2**20)
+        assert strips(720, 128, 128) == (2, 2)
+
+
 SHARDS = {
     "eight frames, four shards": ((1, 8, 4, 32, 16), 16, 2, True, True, (1, 1), (1, 4)),
     "two videos, the last shard padded": ((2, 8, 2, 28, 32), 16, 2, True, True, (7, 8), (2, 4)),
@@ -143,7 +202,7 @@ def test_its_derivatives_are_those_of_the_plain_form(of_shard, monkeypatch):
     primals = x, ones * 0.7, ones * 0.1, cache, residual, kernel, bias
     tangents = tuple(jnp.full_like(primal, 0.5) for primal in primals)
     if of_shard:
-        edge = jnp.arange(2 * 2 * 128, dtype=jnp.float32).reshape(1, 2, 2, 128) / 128
+        edge = jnp.arange(2 * 2 * 128, dtype=jnp.float32).reshape(1, 2, 2, 1, 128) / 128
         primals = *primals, (edge, -edge), jnp.int32(31)
         tangents = *tangents, (edge + 1, edge + 2), np.zeros((), jax.dtypes.float0)
     with pltpu.force_tpu_interpret_mode():
@@ -174,7 +233,8 @@ LARGE = (1, 8, 128, 256, 128)
         (LARGE, jnp.bfloat16, (8, 16, 16), (3, 3, 3), 128, False),  # more columns of a latent than a unit
         ((1, 8, 132, 256, 128), jnp.bfloat16, (8, 44, 32), (3, 3, 3), 128, False),  # steps across latents
         ((1, 8, 32, 64, 128), jnp.bfloat16, (1, 1, 1), (3, 3, 3), 128, False),  # small
-        ((1, 8, 16, 4096, 256), jnp.bfloat16, (1, 1, 1), (3, 3, 3), 256, False),  # too wide for VMEM
+        ((1, 8, 16, 4096, 256), jnp.bfloat16, (1, 1, 1), (3, 3, 3), 256, True),  # in strips
+        ((1, 8, 16, 8192, 256), jnp.bfloat16, (1, 1, 1), (3, 3, 3), 256, False),  # too wide for VMEM
     ],
 )
 def test_what_the_kernel_takes(shape, dtype, grid, window, outputs, taken):
@@ -298,3 +358,33 @@ def test_a_shard_copies_neither_its_frames_nor_its_cache_for_its_neighbours(fram
     if frames == 8:  # tiles of two frames are laid anew for the kernel, whoever is beside them
         assert max(sizes) < own / frames
     assert compiled.memory_analysis().alias_size_in_bytes == 2 * own * 2 // frames
+
+
+@pytest.mark.parametrize("topology", ["v5p:2x2x1", "v6e:1x1"])
+def test_strips_of_a_wide_picture_copy_neither_its_frames_nor_its_cache(topology):
+    pytest.importorskip("libtpu", reason="the [tpu] extra is not installed")
+    device = chips.topology_devices(topology)[0]
+    place = jax.sharding.SingleDeviceSharding(device)
+    height, width, channels = 8, 1600, 128
+
+    def struct(*shape):
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=place)
+
+    def pixels_first(x, cache, norm, kernel, bias):
+        x, cache = (part.transpose(2, 3, 0, 1, 4) for part in (x, cache))
+        y, latest, _ = norm_conv3d(x, norm, kernel, bias, cache, num_groups=32)
+        return y.transpose(2, 3, 0, 1, 4), latest.transpose(2, 3, 0, 1, 4)
+
+    vector, matrix = struct(channels), struct(16, channels)
+    norm = Norm(vector, vector, struct(1, 2, 1, width // 8, 16), matrix, vector, matrix, vector)
+    x, cache = (struct(height, width, 1, length, channels) for length in (8, 2))
+    with jax.set_mesh(jax.sharding.Mesh(np.array([device]), ("device",))):
+        lowered = jax.jit(pixels_first, donate_argnums=1).lower(
+            x, cache, norm, struct(3, 3, 3, channels, channels), vector
+        )
+    compiled = lowered.compile()
+    text = compiled.as_text()
+    assert text.count('custom_call_target="tpu_custom_call"') == 1  # for all strips
+    copies = re.findall(r"= bf16\[([\d,]*)\]\S* (?:copy|fusion)\(", text)
+    assert max(math.prod(map(int, shape.split(","))) for shape in copies) < math.prod(cache.shape)
+    assert compiled.memory_analysis().alias_size_in_bytes == 2 * math.prod(cache.shape)
