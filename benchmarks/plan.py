@@ -15,13 +15,17 @@ from cogvideox_torchax.cli import main
 RESULTS = Path(__file__).parent / "results"
 BACKENDS = names(Use.PLAN)
 SMALL = "--frames 49 --height 480 --width 720"
+WIDE = "--frames 49 --height 720 --width 1280"
 LARGE = "--frames 81 --height 768 --width 1360"
 STILL = "--frames 1 --height 480 --width 720"
+ONE_CHUNK = "--frames 13 --height 480 --width 720"
 CASES = {
     "v6e-1-decode": f"--topology v6e:1x1 {SMALL}",
     "v6e-1-encode": f"--topology v6e:1x1 {SMALL} --encode",
     "v6e-1-decode-still": f"--topology v6e:1x1 {STILL}",
     "v6e-1-encode-still": f"--topology v6e:1x1 {STILL} --encode",
+    "v6e-1-encode-13": f"--topology v6e:1x1 {ONE_CHUNK} --encode",
+    "v6e-1-decode-wide": f"--topology v6e:1x1 {WIDE}",
     "v6e-8-decode-small": f"--topology v6e:2x4 --tp 8 {SMALL}",
     "v6e-8-decode": f"--topology v6e:2x4 --tp 8 {LARGE}",
     "v6e-8-encode": f"--topology v6e:2x4 --tp 8 {LARGE} --encode",

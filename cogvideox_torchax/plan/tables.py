@@ -44,7 +44,17 @@ def markdown(plans: list[dict[str, Any]]) -> str:
 
 def composition(plans: list[dict[str, Any]], backend: str = "torchax") -> str:
     """What the time of each program of a backend consists of, in milliseconds: a row for each program."""
-    head = ("program", "all", *FUSED, "other kernels", "convolutions", "copies", "other", "collectives")
+    head = (
+        "program",
+        "frames in",
+        "all",
+        *FUSED,
+        "other kernels",
+        "convolutions",
+        "copies",
+        "other",
+        "collectives",
+    )
     rows = []
     for plan in plans:
         if plan["backend"] != backend:
@@ -53,13 +63,13 @@ def composition(plans: list[dict[str, Any]], backend: str = "torchax") -> str:
         chips = mesh["dp"] * mesh["tp"]
         video = f"{job['kind']} {job['height']} x {job['width']}, {chips} chip{'s' * (chips > 1)}"
         for program in plan["programs"]:
-            chunk = f"{'first' if program['name'] == 'first' else 'steady'} chunk"
+            chunk = "first" if program["name"] == "first" else "steady"
             kernels = {name: kernel["seconds"] for name, kernel in program["kernel_times"].items()}
             fused = [kernels.pop(name, 0.0) for name in FUSED]
             shares = [program["shares"].get(kind, 0.0) for kind in ("convolutions", "copies", "other")]
             parts = [*fused, sum(kernels.values()), *shares, _sum(program["collective_seconds"]) or 0.0]
-            name = f"{video}, {'a still' if job['frames'] == 1 else chunk}"
-            rows.append((name, *(f"{1e3 * seconds:.1f}" for seconds in (sum(parts), *parts))))
+            name = f"{video}, {chunk} chunk", str(program["frames"])
+            rows.append((*name, *(f"{1e3 * seconds:.1f}" for seconds in (sum(parts), *parts))))
     return table(head, rows)
 
 

@@ -32,6 +32,7 @@ REFERENCE = {"status": "ok", "flops": {"encode": 10**9, "decode": 10**9}, "outpu
 
 PROGRAM = {
     "name": "later",
+    "frames": 2,
     "seconds": 0.25,
     "shares": {"convolutions": 0.1, "copies": 0.05, "other": 0.08, "kernels": 0.02},
     "kernels": 3,
@@ -225,7 +226,7 @@ def test_docs_are_redrawn_between_their_marks(tmp_path):
     assert "stale" not in comparison.read_text()
     composition = performance.read_text()
     assert "stale" not in composition
-    row = "decode 480 x 720, 1 chip, steady chunk 262.0 15.0 0.0 5.0 100.0 50.0 80.0 12.0"
+    row = "decode 480 x 720, 1 chip, steady chunk 2 262.0 15.0 0.0 5.0 100.0 50.0 80.0 12.0"
     assert row.split() in [line.replace("|", " ").split() for line in composition.splitlines()]
     images = sorted(path.name for path in (tmp_path / "docs" / "images").iterdir())
     assert images == ["ab-x-bars.png", "ab-x-frames.png", "ab-x-size.png"]
