@@ -34,6 +34,38 @@ def conv_frames(
     return y.reshape(n, t, *y.shape[1:])
 
 
+MOST_IN_PATCHES = 2**29
+"""Bytes of what all windows see, at most: `conv_patches` writes each pixel under each tap."""
+
+
+def conv_patches(
+    taps: Sequence[Float[Array, "N T H W I"]], kernel: Float[Array, "*taps kh kw I O"], *, stride: int = 1
+) -> Float[Array, "N T H2 W2 O"]:
+    """As `conv_frames`, of padded frames under each tap of time: one product of all that windows see."""
+    rows, reach, _, outputs = kernel.shape[-4:]
+    height, width = (
+        (size - seen) // stride + 1 for size, seen in zip(taps[0].shape[2:4], (rows, reach), strict=True)
+    )
+    under = [
+        tap[
+            :,
+            :,
+            row : row + stride * (height - 1) + 1 : stride,
+            column : column + stride * (width - 1) + 1 : stride,
+        ]
+        for tap in taps
+        for row in range(rows)
+        for column in range(reach)
+    ]
+    return jnp.einsum(
+        "nthwi,io->nthwo",
+        jnp.concatenate(under, axis=-1),
+        kernel.reshape(-1, outputs),
+        precision=precision_for(taps[0].dtype),
+        preferred_element_type=jnp.float32,
+    )
+
+
 def repeat_nearest(x: Array, factors: dict[int, int]) -> Array:
     """Repeats each element `factors[axis]` times along `axis`: nearest-neighbour upsampling by whole factors.
 

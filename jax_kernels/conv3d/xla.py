@@ -10,7 +10,7 @@ from jaxtyping import Array
 
 from jax_kernels.common.columns import add_from_neighbours, has_neighbours, with_clear_padding
 from jax_kernels.common.first_frame import in_bands, is_image_for_tpu, of_bands
-from jax_kernels.common.frames import conv_frames, select_frames
+from jax_kernels.common.frames import MOST_IN_PATCHES, conv_frames, conv_patches, select_frames
 from jax_kernels.common.layout import (
     LARGE_FRAME,
     is_large,
@@ -62,26 +62,8 @@ def folded(frames: Array, kernel: Array, columns: Columns) -> Array:
 
 
 def patches(frames: Array, kernel: Array, columns: Columns) -> Array:
-    _, rows, reach, _, out = kernel.shape
     padded = jnp.pad(frames, [(0, 0), (0, 0), *_padding(kernel, columns), (0, 0)])
-    height, width = padded.shape[2] - rows + 1, padded.shape[3] - reach + 1
-    under = [
-        tap[:, :, row : row + height, column : column + width]
-        for tap in _taps(padded, kernel)
-        for row in range(rows)
-        for column in range(reach)
-    ]
-    return jnp.einsum(
-        "nthwi,io->nthwo",
-        jnp.concatenate(under, axis=-1),
-        kernel.reshape(-1, out),
-        precision=precision_for(frames.dtype),
-        preferred_element_type=jnp.float32,
-    )
-
-
-MOST_IN_PATCHES = 2**29
-"""Bytes of what all windows see, at most: each pixel of each tap, written out."""
+    return conv_patches(list(_taps(padded, kernel)), kernel)
 
 
 def suits_patches(x: Array, kernel: Array) -> bool:

@@ -4,8 +4,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from jax_kernels.common.frames import conv_frames, repeat_nearest
-from jax_kernels.common.layout import frames_first, pixels_first, precision_for
+from jax_kernels.common.frames import MOST_IN_PATCHES, conv_frames, conv_patches, repeat_nearest
+from jax_kernels.common.layout import frames_first, pixels_first
 
 
 def double_pixels(x: Array) -> Array:
@@ -36,27 +36,7 @@ def halved_by_patches(x: Array, kernel: Array, columns: tuple[int, int]) -> Arra
     On a TPU, of an image: as a convolution XLA compiles 120 x 180 x 256 for 14 s of a core, a shard of 768 x
     170 x 128 for a minute; so for 5.
     """
-    rows, reach, _, outputs = kernel.shape
-    padded = jnp.pad(x, [(0, 0), (0, 0), (0, 1), columns, (0, 0)])
-    height, width = (
-        (size - taps) // 2 + 1 for size, taps in zip(padded.shape[2:4], (rows, reach), strict=True)
-    )
-    under = [
-        padded[:, :, row : row + 2 * height - 1 : 2, column : column + 2 * width - 1 : 2]
-        for row in range(rows)
-        for column in range(reach)
-    ]
-    return jnp.einsum(
-        "nthwi,io->nthwo",
-        jnp.concatenate(under, axis=-1),
-        kernel.reshape(-1, outputs),
-        precision=precision_for(x.dtype),
-        preferred_element_type=jnp.float32,
-    )
-
-
-MOST_IN_PATCHES = 2**29
-"""Bytes of what all windows see, at most."""
+    return conv_patches([jnp.pad(x, [(0, 0), (0, 0), (0, 1), columns, (0, 0)])], kernel, stride=2)
 
 
 def suits_patches(x: Array) -> bool:
