@@ -33,6 +33,7 @@ def traced():
 
 @pytest.fixture(scope="module", params=["torchax", "flax", "torchax on a mesh"])
 def vae(request, stock, traced):
+    traced.clear()
     half = copy.deepcopy(stock).bfloat16()
     if request.param == "flax":
         return FlaxVAEForPipelines.from_diffusers(half)

@@ -40,7 +40,10 @@ SMALL = {
 }
 """What a text says, and what is run in its place."""
 
-OPTIONS = {"generate": ["--steps", "2"]}
+OPTIONS = {
+    "generate": ["--steps", "2"],
+    "demo": ["--frames", "5", "--height", "16", "--width", "24"],
+}
 """What is added to a command that leaves it to its defaults."""
 
 

@@ -1,4 +1,7 @@
-"""Both builds in bfloat16 with the last level's frames through the kernel that a TPU has for large ones."""
+"""Both builds in bfloat16 with the last level's frames through the kernel that a TPU has for large ones.
+
+`benchmarks/contract_by_the_kernel.py` has every length, both builds each way, and a padded mesh.
+"""
 
 import copy
 
@@ -28,55 +31,39 @@ def check(got, want, in_torch):
     assert ratio <= BFLOAT16_RMS_RATIO
 
 
-ODD, EVEN = (9, 8), (8, 8)
+CHUNKS = 9, 8
 """Frames of two chunks as the last level has them."""
-
-CASES = [("torchax", ODD), ("torchax", EVEN), ("flax", ODD)]
 
 
 def traced_for(chunks, upsampled=False):
-    """Of each chunk what is upsampled to that level, a first frame by itself, once where chunks are alike;
-    then a convolution without a residual and one with it."""
+    """Of each chunk what is upsampled to that level, a first frame by itself; then a convolution without a
+    residual and one with it."""
     shapes = []
-    for index, frames in enumerate(chunks):
-        if upsampled and frames not in chunks[:index]:
+    for frames in chunks:
+        if upsampled:
             shapes += [(1, 1, 4, 12, 8)] * (frames % 2) + [(1, frames // 2, 4, 12, 8)]
         shapes += [(1, frames, 8, 24, 8)] * 2
     return shapes
 
 
-@pytest.mark.parametrize(("name", "chunks"), CASES, ids=str)
-def test_decoded_chunks_are_as_accurate_as_pytorchs(name, chunks, stock):
-    z = reference.latents(4 + (chunks == ODD), height=2, width=6)
-    want, half = reference.decoded(stock, z), reference.decoded(copy.deepcopy(stock).bfloat16(), z.bfloat16())
-    vae = build(name, stock)
-    with reference.interpreted_kernels(**LARGE) as traced:
-        got = vae.decode(runtime.to_jax(z.bfloat16())).sample
-    assert traced == traced_for(chunks, upsampled=True)
-    check(got, want, half)
-
-
-@pytest.mark.parametrize(("name", "chunks"), [*CASES, ("torchax", (13,))], ids=str)
-def test_encoded_chunks_are_as_accurate_as_pytorchs(name, chunks, stock):
-    x = reference.video(sum(chunks), height=8, width=24)
-    want = reference.encoded(stock, x)
-    half = reference.encoded(copy.deepcopy(stock).bfloat16(), x.bfloat16())
-    vae = build(name, stock)
-    with reference.interpreted_kernels(**LARGE) as traced:
-        got = vae.encode(runtime.to_jax(x.bfloat16())).latent_dist.parameters
-    assert traced == traced_for(chunks)
-    check(got, want, half)
-
-
-@pytest.mark.parametrize("name", ["torchax", "flax"])
-def test_a_padded_mesh_decodes_as_accurately_by_the_kernel(name, stock):
+def test_decoded_chunks_are_as_accurate_as_pytorchs(stock):
     z = reference.latents(5, height=2, width=6)
     want, half = reference.decoded(stock, z), reference.decoded(copy.deepcopy(stock).bfloat16(), z.bfloat16())
-    vae = build(name, stock)
-    vae.place_on(make_mesh(1, 4, devices=jax.devices()[:4]))
-    with reference.interpreted_kernels(**LARGE, on_mesh=True) as traced:
+    vae = build("torchax", stock)
+    with reference.interpreted_kernels(**LARGE) as traced:
         got = vae.decode(runtime.to_jax(z.bfloat16())).sample
-    assert {shape[1] for shape in traced} == {1, 4, 8, 9}
+    assert traced == traced_for(CHUNKS, upsampled=True)
+    check(got, want, half)
+
+
+def test_encoded_chunks_are_as_accurate_as_pytorchs(stock):
+    x = reference.video(sum(CHUNKS), height=8, width=24)
+    want = reference.encoded(stock, x)
+    half = reference.encoded(copy.deepcopy(stock).bfloat16(), x.bfloat16())
+    vae = build("flax", stock)
+    with reference.interpreted_kernels(**LARGE) as traced:
+        got = vae.encode(runtime.to_jax(x.bfloat16())).latent_dist.parameters
+    assert traced == traced_for(CHUNKS)
     check(got, want, half)
 
 

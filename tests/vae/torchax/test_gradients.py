@@ -24,10 +24,11 @@ def encoded(vae, x):
     return posterior.mean + posterior.std
 
 
+LATENTS, VIDEO = reference.latents(4, height=2, width=3), reference.video(17, height=12, width=20)
 CASES = {
     # What runs, its input, from which frame on the loss looks, whether blocks are computed anew, the devices.
-    "decode two chunks, a loss on the second, blocks anew": (decoded, reference.latents(4), 8, True, 1),
-    "encode two chunks, a loss on the second": (encoded, reference.video(17), 3, False, 1),
+    "decode two chunks, a loss on the second, blocks anew": (decoded, LATENTS, 8, True, 1),
+    "encode two chunks, a loss on the second": (encoded, VIDEO, 3, False, 1),
     "encode over eight devices, blocks anew": (encoded, reference.video(1), 0, True, 8),
 }
 
@@ -46,7 +47,7 @@ def backward(vae, run, x, first_frame):
 
 @pytest.mark.parametrize(("run", "x", "first_frame", "anew", "devices"), CASES.values(), ids=CASES)
 def test_gradients_equal_pytorchs(run, x, first_frame, anew, devices):
-    stock = reference.small_vae()
+    stock = reference.small_vae(**reference.THREE_LEVELS)
     vae = copy.deepcopy(stock)
     vae = reference.on_jax(vae if devices == 1 else port_to_eight(vae)).train()
     if anew:
@@ -63,7 +64,7 @@ def test_gradients_equal_pytorchs(run, x, first_frame, anew, devices):
 
 
 def test_a_torch_optimizer_trains_it_without_compiling_again():
-    stock = reference.small_vae()
+    stock = reference.small_vae(**reference.THREE_LEVELS)
     vae = reference.on_jax(copy.deepcopy(stock)).train()
     x = reference.video(1)
 
@@ -129,7 +130,7 @@ def test_tiles_decode_and_refuse_gradients_in_words(jax_vae):
 
 
 def test_slices_of_a_batch_have_their_gradients():
-    stock = reference.small_vae()
+    stock = reference.small_vae(**reference.THREE_LEVELS)
     vae = reference.on_jax(copy.deepcopy(stock)).train()
     for model in (stock, vae):
         model.enable_slicing()
