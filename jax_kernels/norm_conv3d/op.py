@@ -269,7 +269,7 @@ def _activated_column(
     own = slice(column, column + 1)
     now = tpu.activated(kept_pixels_first(x[:, :, :, own]), *coefficients(of_column))
     start = jnp.repeat(now[:, :1], 2, axis=1)
-    past = start if cache is None else kept_pixels_first(cache[:, :, :, own])
+    past = start if cache is None else tpu.column_of_cache(cache, column)
     return jnp.squeeze(jnp.concatenate([past, now], axis=1), 3)
 
 

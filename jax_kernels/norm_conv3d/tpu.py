@@ -41,8 +41,8 @@ from jax_kernels.norm_conv3d.sizes import (
 from jax_kernels.norm_conv3d.step import Step, of_grid
 
 RAGGED_IN_PLACE = True
-"""Whether a shard's next cache takes the memory of the one before where its columns are no whole chunks, as
-they seldom are. JAX's interpreters run no blocks that reach beyond such an argument."""
+"""Whether the next cache takes the memory of the one before where columns are no whole chunks. JAX's
+interpreters run no blocks that reach beyond such an argument."""
 
 
 def _weights(kernel: Array, product: Product) -> Array:
@@ -159,7 +159,7 @@ def convolved(
         last = len(refs) - len(names)  # weights come first
         Step(sizes, refs[:last], dict(zip(names, refs[last:], strict=True))).run()
 
-    in_place = sizes.width == sizes.columns or (edges is not None and RAGGED_IN_PLACE)
+    in_place = sizes.width == sizes.columns or RAGGED_IN_PLACE
     y_bytes = x.nbytes // sizes.channels * sizes.outputs * (1 if residual is None else 2)
     cache_bytes = x.nbytes // sizes.held * (TAPS - 1)
     taken_over = {}
@@ -320,6 +320,14 @@ def _pixels_of_cache(cache_NTHWC: Array) -> Array:
     videos, height, columns, frames, channels = cache.shape
     cache = cache.reshape(videos, height, columns, frames, channels // tiles.LANES, tiles.LANES)
     return cache.transpose(0, 1, 2, 4, 3, 5).reshape(videos, height, -1, tiles.LANES)
+
+
+def column_of_cache(cache: Float[Array, "N 2 H W I"], column: int) -> Float[Array, "N 2 H 1 I"]:
+    """A column, cut out of what the kernel takes: cut out of frames XLA would lay all of them anew."""
+    videos, frames, height, _, channels = cache.shape
+    rows = channels // tiles.LANES * frames
+    cut = _pixels_of_cache(cache)[:, :, column * rows : (column + 1) * rows]
+    return _frames_of_cache(cut, (videos, frames, height, 1, channels))
 
 
 def _frames_of_cache(latest: Array, shape: tuple[int, ...]) -> Array:

@@ -281,20 +281,21 @@ def test_the_switch_leaves_the_work_to_xla(switch, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("topology", "frames", "channels", "outputs"),
+    ("topology", "frames", "beyond", "channels", "outputs"),
     [
-        ("v6e:1x1", 8, 128, 128),
-        ("v6e:1x1", 4, 256, 128),
-        ("v5e:1x1", 8, 128, 256),
-        ("v5p:2x2x1", 8, 128, 128),
-        ("tpu7x:2x2x1", 2, 128, 128),
+        ("v6e:1x1", 8, 0, 128, 128),
+        ("v6e:1x1", 8, 4, 128, 128),
+        ("v6e:1x1", 4, 0, 256, 128),
+        ("v5e:1x1", 8, 0, 128, 256),
+        ("v5p:2x2x1", 8, 0, 128, 128),
+        ("tpu7x:2x2x1", 2, 0, 128, 128),
     ],
 )
-def test_mosaic_compiles_it_in_place(topology, frames, channels, outputs):
+def test_mosaic_compiles_it_in_place(topology, frames, beyond, channels, outputs):
     pytest.importorskip("libtpu", reason="the [tpu] extra is not installed")
     device = chips.topology_devices(topology)[0]
     place = jax.sharding.SingleDeviceSharding(device)
-    height, width = 8, 192 // frames  # one product
+    height, width = 8, 192 // frames + beyond  # columns of a product, and a part of one
 
     def struct(*shape, dtype=jnp.bfloat16):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
@@ -406,3 +407,26 @@ def test_strips_of_a_wide_picture_copy_neither_its_frames_nor_its_cache(topology
     copies = re.findall(r"= bf16\[([\d,]*)\]\S* (?:copy|fusion)\(", text)
     assert max(math.prod(map(int, shape.split(","))) for shape in copies) < math.prod(cache.shape)
     assert compiled.memory_analysis().alias_size_in_bytes == 2 * math.prod(cache.shape)
+
+
+def test_strips_of_a_first_chunk_take_the_first_frames_cache_as_it_lies():
+    pytest.importorskip("libtpu", reason="the [tpu] extra is not installed")
+    device = chips.topology_devices("v5p:2x2x1")[0]
+    place = jax.sharding.SingleDeviceSharding(device)
+    height, width, channels = 8, 704, 256
+
+    def struct(*shape):
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=place)
+
+    def pixels_first(x, norm, kernel, bias):
+        results = norm_conv3d(x.transpose(2, 3, 0, 1, 4), norm, kernel, bias, num_groups=32, lone_first=True)
+        return [part.transpose(2, 3, 0, 1, 4) for part in results[:2]]
+
+    vector, matrix = struct(channels), struct(16, channels)
+    norm = Norm(vector, vector, struct(1, 3, 1, width // 8, 16), matrix, vector, matrix, vector)
+    x, kernel = struct(height, width, 1, 9, channels), struct(3, 3, 3, channels, channels)
+    with jax.set_mesh(jax.sharding.Mesh(np.array([device]), ("device",))):
+        text = jax.jit(pixels_first).lower(x, norm, kernel, vector).compile().as_text()
+    assert len(re.findall(r"%norm_conv3d[.\d]* = .* custom-call\(", text)) == 2
+    of_cache = f"1,{height},{width},2,2,128"  # its channels are two tiles
+    assert not re.search(rf"= bf16\[{of_cache}\]\S* (copy|fusion)\(", text)
