@@ -244,13 +244,14 @@ def _edges(
     """What the columns beside strips that begin at `starts` add to the sums of their first and of their last
     column, N T H E O each for E strips: of the next strip, of a neighbour, or zeros."""
     hidden = functools.partial(_activated_column, x, cache, coefficients)
-    firsts = [hidden(start) for start in starts]
-    lasts = [hidden(start - 1) for start in (*starts[1:], x.shape[3])]
-    beyond = jnp.zeros_like(firsts[0]), jnp.zeros_like(firsts[0])
-    left, right = exchanged(firsts[0], lasts[-1]) if has_neighbours() else beyond
-    before = [_sums(column, kernel[:, :, 0]) for column in (left, *lasts[:-1])]
-    after = [_sums(column, kernel[:, :, -1]) for column in (*firsts[1:], right)]
-    return jnp.stack(before, axis=3), jnp.stack(after, axis=3)
+    before = [_sums(hidden(start - 1), kernel[:, :, 0]) for start in starts[1:]]
+    after = [_sums(hidden(start), kernel[:, :, -1]) for start in starts[1:]]
+    if has_neighbours():
+        left, right = exchanged(hidden(0), hidden(x.shape[3] - 1))
+        outer = _sums(left, kernel[:, :, 0]), _sums(right, kernel[:, :, -1])
+    else:
+        outer = (jnp.zeros_like(before[0]),) * 2
+    return jnp.stack([outer[0], *before], axis=3), jnp.stack([*after, outer[1]], axis=3)
 
 
 def _activated_column(
