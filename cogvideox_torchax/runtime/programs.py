@@ -68,6 +68,12 @@ def forget_programs(model: nn.Module) -> None:
         _PROGRAMS.pop(model, None)
 
 
+def _named(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function under a name for its program, in a profile and in the compile cache."""
+    function.__name__ = name
+    return function
+
+
 class ChunkProgram:
     """A network that takes (chunk, cache) and returns (result, cache), compiled once for all chunks of one
     shape.
@@ -82,8 +88,16 @@ class ChunkProgram:
 
         self.network = weightless(network)
         self.compilations = 0
-        self._first = jax.jit(lambda weights, chunk: self._trace(weights, chunk, None))
-        self._later = jax.jit(self._trace, donate_argnums=2)
+
+        def first(weights: dict[str, Any], chunk: Any) -> Any:
+            return self._trace(weights, chunk, None)
+
+        def later(weights: dict[str, Any], chunk: Any, cache: Any) -> Any:
+            return self._trace(weights, chunk, cache)
+
+        name = type(network).__name__
+        self._first = jax.jit(_named(f"{name}_first", first))
+        self._later = jax.jit(_named(f"{name}_later", later), donate_argnums=2)
         # Nothing is donated: a backward pass reads a cache again.
         self._differentiable = jax.jit(self._trace_for_gradients)
 
@@ -181,7 +195,11 @@ class ModuleProgram:
 
         self.network = weightless(network)
         self.compilations = 0
-        self._compiled = jax.jit(self._trace, static_argnums=0)
+
+        def run(options: Hashable, weights: dict[str, Any], tensors: dict[str, Any]) -> Any:
+            return self._trace(options, weights, tensors)
+
+        self._compiled = jax.jit(_named(type(network).__name__, run), static_argnums=0)
 
     def _trace(self, options: Hashable, weights: dict[str, Any], tensors: dict[str, Any]) -> Any:
         return self._apply(options, weights, tensors)

@@ -1,6 +1,7 @@
 """What a user asks of long work: a profile, programs compiled beforehand, completion, JSON for a program."""
 
 import json
+import re
 from pathlib import Path
 from types import MappingProxyType
 
@@ -94,7 +95,7 @@ def test_two_steps_compile_what_any_number_of_steps_runs(fresh_cache):
 
 def programs_in(cache: Path) -> set[str]:
     """The programs of chunks that a cache holds; what is done to single arrays is not among them."""
-    return {path.name for path in cache.iterdir() if path.name.startswith(("jit__lambda", "jit__trace"))}
+    return {path.name for path in cache.iterdir() if re.match(r"jit_\w+Chunk_(first|later)", path.name)}
 
 
 def test_a_longer_video_has_a_second_program_and_no_third():
