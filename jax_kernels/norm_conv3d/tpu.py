@@ -42,7 +42,7 @@ from jax_kernels.norm_conv3d.step import Step, of_grid
 
 RAGGED_IN_PLACE = True
 """Whether the next cache takes the memory of the one before where columns are no whole chunks. JAX's
-interpreters run no blocks that reach beyond such an argument."""
+interpreters run no blocks that reach beyond such an argument: tests compile it for TPUs and do not run it."""
 
 
 def _weights(kernel: Array, product: Product) -> Array:
@@ -323,7 +323,8 @@ def _pixels_of_cache(cache_NTHWC: Array) -> Array:
 
 
 def column_of_cache(cache: Float[Array, "N 2 H W I"], column: int) -> Float[Array, "N 2 H 1 I"]:
-    """A column, cut out of what the kernel takes: cut out of frames XLA would lay all of them anew."""
+    """A column of a cache, sliced from the form that the kernel takes: for a slice of the frames XLA would
+    copy the whole cache into another order."""
     videos, frames, height, _, channels = cache.shape
     rows = channels // tiles.LANES * frames
     cut = _pixels_of_cache(cache)[:, :, column * rows : (column + 1) * rows]

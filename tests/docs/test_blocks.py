@@ -42,7 +42,7 @@ SMALL = {
 
 OPTIONS = {
     "generate": ["--steps", "2"],
-    "demo": ["--frames", "5", "--height", "16", "--width", "24"],
+    "demo": ["--height", "32", "--width", "48"],
 }
 """What is added to a command that leaves it to its defaults."""
 

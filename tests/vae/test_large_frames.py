@@ -1,6 +1,6 @@
 """Both builds in bfloat16 with the last level's frames through the kernel that a TPU has for large ones.
 
-`benchmarks/contract_by_the_kernel.py` has every length, both builds each way, and a padded mesh.
+`benchmarks/contract_by_the_kernel.py` decodes every length to 13 and encodes some: both builds, on a mesh too.
 """
 
 import copy
@@ -74,8 +74,10 @@ def test_a_hook_on_a_norm_sees_what_it_gives(devices, stock):
         vae.place_on(make_mesh(1, devices, devices=jax.devices()[:devices]))
     seen = []
     vae.decoder.up_blocks[-1].resnets[0].norm1.register_forward_hook(lambda *_: seen.append(1))
-    z = runtime.to_jax(reference.latents(2, height=2, width=6).bfloat16())
+    z = reference.latents(2, height=2, width=6)
+    want, half = reference.decoded(stock, z), reference.decoded(copy.deepcopy(stock).bfloat16(), z.bfloat16())
     with reference.interpreted_kernels(**LARGE, on_mesh=devices > 1) as traced:
-        vae.decode(z)
+        got = vae.decode(runtime.to_jax(z.bfloat16())).sample
+    check(got, want, half)
     assert len(seen) == 1
     assert len(traced) == 4

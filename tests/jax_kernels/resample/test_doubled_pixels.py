@@ -71,11 +71,11 @@ def test_the_switch_leaves_the_work_to_xla(monkeypatch):
 def test_mosaic_compiles_it_and_the_planner_counts_its_bytes(topology, length, dtype):
     pytest.importorskip("libtpu", reason="the [tpu] extra is not installed")
     device = jax.sharding.SingleDeviceSharding(chips.topology_devices(topology)[0])
-    x = jax.ShapeDtypeStruct((1, length, 16, 24, 256), dtype, sharding=device)
+    x = jax.ShapeDtypeStruct((1, length, 16, 90, 256), dtype, sharding=device)
     compiled = jax.jit(doubled_pixels).lower(x).compile()
     chip = chips.CHIPS[topology[:3]]
     plan = programs.read_program("later", length, compiled, chip, 0.0)
     assert plan.kernels == 1
     sublanes = 8 if length == 8 else 16  # a tile holds eight
-    moved = 5 * sublanes * 16 * 24 * 256 * x.dtype.itemsize
+    moved = 5 * sublanes * 16 * 90 * 256 * x.dtype.itemsize
     assert plan.shares["kernels"] * chip.bandwidth == pytest.approx(moved)

@@ -57,13 +57,13 @@ def test_a_product_of_float32_is_one_in_full_precision():
 def test_mosaic_compiles_it_and_the_planner_counts_its_bytes(topology, length, dtype):
     pytest.importorskip("libtpu", reason="the [tpu] extra is not installed")
     device = jax.sharding.SingleDeviceSharding(chips.topology_devices(topology)[0])
-    inputs = jax.eval_shape(lambda: inputs_of(1, length, 4, 12, 4, 4, 256, dtype))
+    inputs = jax.eval_shape(lambda: inputs_of(1, length, 4, 45, 4, 4, 256, dtype))
     inputs = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=device) for a in inputs]
     compiled = jax.jit(modulated, static_argnames="silu").lower(*inputs, silu=True).compile()
     plan = programs.read_program("later", length, compiled, chips.CHIPS[topology[:3]], 0.0)
     assert plan.kernels == 1
     sublanes = 8 if length == 8 else 16  # a tile holds eight
-    pixels = 16 * 48 * 256 * dtype(0).itemsize
+    pixels = 16 * 180 * 256 * dtype(0).itemsize
     moved = plan.shares["kernels"] * chips.CHIPS[topology[:3]].bandwidth
     assert moved == pytest.approx(2 * sublanes * pixels, rel=0.1)  # and the latents
 

@@ -24,7 +24,7 @@ def encoded(vae, x):
     return posterior.mean + posterior.std
 
 
-LATENTS, VIDEO = reference.latents(4, height=2, width=3), reference.video(17, height=12, width=20)
+LATENTS, VIDEO = reference.latents(4, height=2, width=3), reference.video(17, height=16, width=24)
 CASES = {
     # What runs, its input, from which frame on the loss looks, whether blocks are computed anew, the devices.
     "decode two chunks, a loss on the second, blocks anew": (decoded, LATENTS, 8, True, 1),
@@ -47,7 +47,7 @@ def backward(vae, run, x, first_frame):
 
 @pytest.mark.parametrize(("run", "x", "first_frame", "anew", "devices"), CASES.values(), ids=CASES)
 def test_gradients_equal_pytorchs(run, x, first_frame, anew, devices):
-    stock = reference.small_vae(**reference.THREE_LEVELS)
+    stock = reference.small_vae()
     vae = copy.deepcopy(stock)
     vae = reference.on_jax(vae if devices == 1 else port_to_eight(vae)).train()
     if anew:
