@@ -1,6 +1,6 @@
 """Both builds in bfloat16 with the last level's frames through the kernel that a TPU has for large ones.
 
-`benchmarks/contract_by_the_kernel.py` decodes every length to 13 and encodes some: both builds, on a mesh too.
+`benchmarks/contract_by_the_kernel.py` decodes every length to 13 and encodes some, on a mesh too.
 """
 
 import copy
