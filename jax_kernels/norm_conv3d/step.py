@@ -30,10 +30,9 @@ from jax_kernels.common import tiles
 from jax_kernels.common.tiles import words_of_twice
 from jax_kernels.norm_conv3d.sizes import LAG, ROWS, SUBLANES, TAPS, UNIT, UNITS, Sizes, products
 
-UNROLLED, UNROLLED_OF_FEW = 18, 6
-"""Products in a loop's body, at most, of eight frames or one, and of two or four. Cycles of a chunk of 128 to
-128 channels, and seconds to compile it: 883 and 10 with 15 of them, 950 and 5 with 6, 1076 and 4 with 3. Four
-frames of 256 channels take 2 % more with 6, and half the time to compile."""
+UNROLLED = 9
+"""Products in a loop's body, at most. With 18 of them 128 to 128 channels of 8 x 480 x 720 take 3.69 ms, and
+7.5 s to compile; with 9, 3.85 and 3.1; with 6, 4.00 and 2.2."""
 
 LOW_HALF = 0xFFFF
 """Of a word: the earlier of its two frames."""
@@ -89,8 +88,7 @@ class Step:
         sizes = self.sizes
         chunk, chunks = sizes.chunk, sizes.chunks
         self._begin_left()
-        unrolled = UNROLLED_OF_FEW if sizes.held in (2, 4) else UNROLLED
-        most = min(unrolled // len(self.products), chunks)
+        most = min(UNROLLED // len(self.products), chunks)
         together = next(n for n in range(most, 0, -1) if chunks % n == 0)
 
         def several(index: Array, carry: None) -> None:
@@ -103,8 +101,7 @@ class Step:
         lax.fori_loop(0, chunks // together, several, None)
         self._end_right()
         self._finish(sizes.width - chunk)
-        for unit in range(UNITS):
-            self._modulate(sizes.width - chunk + unit * self.unit, unit)
+        self._modulate_chunk(sizes.width - chunk)
 
     def _begin_left(self) -> None:
         """What the first column has from beyond: what a neighbour adds, or nothing."""
@@ -135,24 +132,34 @@ class Step:
 
     def _multiply(self, column: Any) -> None:
         """A chunk's products, and beside them the modulation of the chunk before it."""
-        sizes = self.sizes
+        before, turns = column - self.sizes.chunk, self.sizes.turns
+        if turns == 1:
+            self._take_turn(0, column, modulated=before)
+        else:
+            self._modulate_chunk(before)
+            lax.fori_loop(0, turns, lambda turn, _: self._take_turn(turn, column), None)
+
+    def _take_turn(self, turn: Any, column: Any, modulated: Any = None) -> None:
+        """A chunk's products that give a turn's share of the results; beside them one may be modulated."""
+        sizes, refs = self.sizes, self.refs
+        parts = self.result_parts // sizes.turns
         for index, (product, weights) in enumerate(zip(self.products, self.weights, strict=True)):
             inputs = [
                 self._input(row, time, part, column)
                 for row, time in product.inputs
                 for part in range(sizes.parts)
             ]
-            sums = jnp.dot(jnp.concatenate(inputs, axis=1), weights[...], preferred_element_type=jnp.float32)
+            sums = jnp.dot(jnp.concatenate(inputs, axis=1), weights[turn], preferred_element_type=jnp.float32)
             for place, (row, tap) in enumerate(product.results):
                 at = self._rows(column, sizes.chunk, sizes.frames, before=sizes.chunk, shift=1 - tap)
-                for part in range(self.result_parts):
-                    found = sums[:, _lanes(place * self.result_parts + part)]
+                for part in range(parts):
+                    found, given = sums[:, _lanes(place * parts + part)], turn * parts + part
                     if tap:
-                        found = found + self.refs["sums"][row, part, at]
-                    self.refs["sums"][row, part, at] = found
-            if index * UNITS % len(self.products) == 0:
+                        found = found + refs["sums"][row, given, at]
+                    refs["sums"][row, given, at] = found
+            if modulated is not None and index * UNITS % len(self.products) == 0:
                 unit = index * UNITS // len(self.products)
-                self._modulate(column - sizes.chunk + unit * self.unit, unit, after=sums)
+                self._modulate(modulated + unit * self.unit, unit, after=sums)
 
     def _input(self, row: int, time: int, part: int, column: Any) -> Array:
         """The words of a chunk in one of four rows."""
@@ -172,6 +179,9 @@ class Step:
         to = self._rows(column, count, sizes.words)
         at = self._rows(column, count, sizes.words, before=sizes.chunk)
         self.refs["ring"][self.old, :, :, :, to] = self.refs["stage"][:, :, :, at]
+
+    def _modulate_chunk(self, column: Any) -> None:
+        lax.fori_loop(0, UNITS, lambda unit, _: self._modulate(column + unit * self.unit), None)
 
     def _modulate(self, column: Any, unit: int = 0, after: Array | None = None) -> None:
         """A unit of columns into the stage. Those before the picture's first are written in vain."""

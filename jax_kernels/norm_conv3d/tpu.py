@@ -4,7 +4,7 @@ Nothing but the frames before and after it lies in HBM. `step` is what a step of
 frames it takes. Here are what goes in and what comes out, in the order of axes that both have, and its
 derivatives.
 
-A v6e schedules 3.7 ms for 128 channels of 8 x 480 x 720, of which 2.7 are its matrix units' peak; XLA's
+A v6e schedules 3.8 ms for 128 channels of 8 x 480 x 720, of which 2.7 are its matrix units' peak; XLA's
 convolution alone takes 5.4.
 """
 
@@ -45,16 +45,19 @@ RAGGED_IN_PLACE = True
 interpreters run no blocks that reach beyond such an argument: tests compile it for TPUs and do not run it."""
 
 
-def _weights(kernel: Array, product: Product) -> Array:
-    """The matrix of a product: zeros where a row of inputs is under no tap of a row of results."""
+def _weights(kernel: Array, product: Product, turns: int) -> Array:
+    """The matrices of a product, one for each turn: zeros where a row of inputs is under no tap of a row of
+    results."""
 
-    def tap(row: int, time: int, result: int, column: int) -> Array:
+    def tap(outputs: Array, row: int, time: int, result: int, column: int) -> Array:
         inside = 0 <= row - result < TAPS
-        return kernel[time, row - result, column] if inside else jnp.zeros_like(kernel[0, 0, 0])
+        return outputs[time, row - result, column] if inside else jnp.zeros_like(outputs[0, 0, 0])
 
-    return jnp.concatenate(
-        [jnp.concatenate([tap(*part, *result) for result in product.results], 1) for part in product.inputs]
-    )
+    def of_turn(outputs: Array) -> Array:
+        rows = [[tap(outputs, *part, *result) for result in product.results] for part in product.inputs]
+        return jnp.concatenate([jnp.concatenate(row, axis=1) for row in rows])
+
+    return jnp.stack([of_turn(outputs) for outputs in jnp.split(kernel, turns, axis=-1)])
 
 
 def in_registers(z: Shaped[Array, "N t h w Z"], frames: int, columns: int) -> Shaped[Array, "N h v S Z"]:
@@ -230,7 +233,9 @@ def _operands(
         operands["edges"] = both, _rows_later(2 * sizes.frames, sizes.outputs)
     if real is not None:
         operands["real"] = real[None], pl.BlockSpec(memory_space=pltpu.SMEM)
-    return operands, [_weights(kernel, product) for product in products(sizes.channels, sizes.outputs)]
+    return operands, [
+        _weights(kernel, product, sizes.turns) for product in products(sizes.channels, sizes.outputs)
+    ]
 
 
 def _results(
