@@ -43,7 +43,7 @@ class Sizes(NamedTuple):
         cell: columns under a register of coefficients: under the same ones, or as many as it has rows for.
         tall: rows under the same coefficients.
         blocks: of two rows.
-        channels, outputs: into the convolution and out of it.
+        channels, outputs: into the convolution and out of it, whole tiles of them.
     """
 
     held: int
@@ -135,7 +135,8 @@ def takes(
     pixels: int | None = None,
 ) -> bool:
     """Whether the kernel takes these frames: two, four or eight of bfloat16, or a video's first, not small,
-    with an even number of rows, whole tiles of channels in and out, and `MOST_STRIPS` that fit into VMEM.
+    with an even number of rows, whole tiles of channels in, and out where they are more than one, and
+    `MOST_STRIPS` that fit into VMEM.
 
     Args:
         x: frames; of it and of the kernel only shape and dtype are looked at.
@@ -150,7 +151,8 @@ def takes(
     frames, height, columns = x.shape[1:4]
     if (pixels or height * columns) < tiles.SMALLEST:
         return False
-    if kernel.shape[:3] != (TAPS,) * 3 or kernel.shape[4] % tiles.LANES:
+    outputs = kernel.shape[4]
+    if kernel.shape[:3] != (TAPS,) * 3 or (outputs > tiles.LANES and outputs % tiles.LANES):
         return False
     if frames not in ((1, 2, 4, 8) if at_start else (2, 4, 8)) or height % ROWS:
         return False
@@ -158,7 +160,7 @@ def takes(
     if frames % times or height % rows or columns % wide:
         return False
     registers = wide if wide == 1 or is_shared(columns // wide, frames) else _registers(columns, frames)
-    sizes = sizes_of(x, rows, registers, kernel.shape[4], residual)
+    sizes = sizes_of(x, rows, registers, outputs, residual)
     if (sizes.tall > 1 and sizes.tall % ROWS) or (wide > 1 and (UNIT // sizes.frames) % sizes.cell):
         return False
     return _vmem_bytes(sizes, residual) <= vmem_limit()
@@ -192,6 +194,7 @@ def sizes_of(
         residual: whether there is one.
     """
     held, height, columns, channels = x.shape[1:]
+    outputs += -outputs % tiles.LANES
     chunk = UNIT * UNITS // max(held, 2)
     cell = columns_of_register(columns, held, registers)
     blocks, chunks = height // ROWS, -(-columns // chunk)

@@ -153,7 +153,8 @@ def convolved(
         The convolved frames; the next cache; mean and M2 of each of their columns of pixels.
     """
     _, rows, registers, *_ = multiplier.shape
-    sizes = sizes_of(x, rows, registers, kernel.shape[-1], residual is not None)
+    outputs = kernel.shape[-1]
+    sizes = sizes_of(x, rows, registers, outputs, residual is not None)
     operands, weights = _operands(sizes, x, multiplier, offset, cache, residual, kernel, bias, edges, real)
     results, scratch = _results(sizes, operands), _scratch(sizes)
     names = [*operands, *results, *scratch]
@@ -188,8 +189,9 @@ def convolved(
         ),
         name="norm_conv3d",
     )(*weights, *(array for array, _ in operands.values()))
-    mean, m2 = (part.reshape(x.shape[0], sizes.columns, sizes.held, -1).swapaxes(1, 2) for part in moments)
-    return _frames_first(y, sizes), _frames_of_cache(latest, cache_shape), (mean, m2)
+    moments = (part[..., :outputs].reshape(x.shape[0], sizes.columns, sizes.held, -1) for part in moments)
+    mean, m2 = (part.swapaxes(1, 2) for part in moments)
+    return _frames_first(y, sizes, outputs), _frames_of_cache(latest, cache_shape), (mean, m2)
 
 
 def _operands(
@@ -209,13 +211,16 @@ def _operands(
     row = sizes.width * sizes.held
     rows = ROWS if sizes.tall == 1 else 1
 
+    def in_tiles(part: Array) -> Array:
+        return jnp.pad(part, [(0, 0)] * (part.ndim - 1) + [(0, sizes.outputs - part.shape[-1])])
+
     def under(*place: Any) -> tuple[Any, ...]:
         video, strip, step = of_grid(place)
         strip = strip if multiplier.shape[2] > 1 else 0
         return video, lax.div(_now(sizes, step) * ROWS, max(ROWS, sizes.tall)), strip, 0, 0
 
     of_cells = pl.BlockSpec((1, rows, cells, SUBLANES, sizes.channels), under)
-    bias = bias.astype(jnp.float32)[None]
+    kernel, bias = in_tiles(kernel), in_tiles(bias.astype(jnp.float32)[None])
     operands = {"x": (_pixels_first(x), _rows_now(sizes, row, sizes.channels))}
     if cache is not None:
         operands["cache"] = _pixels_of_cache(cache), _rows_of_cache(sizes)
@@ -225,9 +230,9 @@ def _operands(
         "bias": (bias, _whole(bias)),
     }
     if residual is not None:
-        operands["residual"] = _pixels_first(residual), _rows_later(row, sizes.outputs)
+        operands["residual"] = _pixels_first(in_tiles(residual)), _rows_later(row, sizes.outputs)
     if edges is not None:
-        of_frames = (jnp.repeat(edge, sizes.frames // sizes.held, axis=1) for edge in edges)
+        of_frames = (jnp.repeat(in_tiles(edge), sizes.frames // sizes.held, axis=1) for edge in edges)
         both = jnp.concatenate([edge.transpose(0, 2, 3, 1, 4) for edge in of_frames], axis=3)
         both = both.reshape(*both.shape[:2], -1, sizes.outputs)
         operands["edges"] = both, _rows_later(2 * sizes.frames, sizes.outputs)
@@ -314,9 +319,14 @@ def _pixels_first(x_NTHWC: Array) -> Array:
     return x.reshape(*x.shape[:2], -1, x.shape[-1])
 
 
-def _frames_first(y: Array, sizes: Sizes) -> Array:
-    """The inverse of `_pixels_first`."""
-    return y.reshape(*y.shape[:2], sizes.columns, sizes.held, -1).transpose(0, 3, 1, 2, 4)
+def _frames_first(y: Array, sizes: Sizes, outputs: int) -> Array:
+    """The inverse of `_pixels_first`, of the first channels where a tile has more than there are."""
+    videos, height, *_ = y.shape
+    if outputs == sizes.outputs:
+        return y.reshape(videos, height, sizes.columns, sizes.held, -1).transpose(0, 3, 1, 2, 4)
+    # Chosen by a product, which is exact, with pixels last: XLA would transpose the whole tile for a slice.
+    few = jnp.einsum("nhpc,co->nohp", y, jnp.eye(sizes.outputs, outputs, dtype=y.dtype))
+    return few.reshape(videos, outputs, height, sizes.columns, sizes.held).transpose(0, 4, 2, 3, 1)
 
 
 def _pixels_of_cache(cache_NTHWC: Array) -> Array:

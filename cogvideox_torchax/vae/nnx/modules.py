@@ -141,7 +141,7 @@ class SpatialNorm3D(nnx.Module):
         )
 
 
-def _normed_conv(
+def normed_conv(
     norm: Any,
     causal: Any,
     x_NTHWC: jax.Array,
@@ -201,10 +201,10 @@ class ResnetBlock3D(nnx.Module):
         shortcut = x_NTHWC if self.conv_shortcut is None else self.conv_shortcut(x_NTHWC)
         # A shortcut of fewer channels first: then the memory of `x` is free for the first convolution.
         first = shortcut if shortcut.shape[-1] < x_NTHWC.shape[-1] else None
-        y_NTHWC, new["conv1"], columns = _normed_conv(
+        y_NTHWC, new["conv1"], columns = normed_conv(
             self.norm1, self.conv1, x_NTHWC, zq_NthwC, old.get("conv1"), after=first
         )
-        y_NTHWC, new["conv2"], _ = _normed_conv(
+        y_NTHWC, new["conv2"], _ = normed_conv(
             self.norm2, self.conv2, y_NTHWC, zq_NthwC, old.get("conv2"), columns, residual=shortcut
         )
         return y_NTHWC, new

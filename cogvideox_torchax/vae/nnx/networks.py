@@ -15,6 +15,7 @@ from cogvideox_torchax.vae.nnx.modules import (
     MidBlock3D,
     SpatialNorm3D,
     UpBlock3D,
+    normed_conv,
 )
 
 
@@ -89,6 +90,6 @@ class Decoder3D(nnx.Module):
         for i, block in enumerate(self.up_blocks):
             name = f"up_block_{i}"
             x_NTHWC, new[name] = block(x_NTHWC, z_NthwC, old.get(name), lone_first=lone_first)
-        x_NTHWC = self.norm_out(x_NTHWC, z_NthwC, activation="silu")
-        x_NTHWC, new["conv_out"] = self.conv_out(x_NTHWC, old.get("conv_out"))
+        last = old.get("conv_out")
+        x_NTHWC, new["conv_out"], _ = normed_conv(self.norm_out, self.conv_out, x_NTHWC, z_NthwC, last)
         return x_NTHWC, new

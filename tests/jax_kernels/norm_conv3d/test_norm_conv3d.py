@@ -46,6 +46,8 @@ CASES = {
     "four frames, one tile to two": ((1, 4, 4, 52, 16), 32, 2, True, True),
     "two frames of a plain norm": ((1, 2, 2, 40, 32), 32, None, True, False),
     "four frames, two tiles to four, in two turns": ((1, 4, 2, 52, 32), 64, 2, True, True),
+    "four frames to three channels, a ragged row": ((1, 4, 4, 52, 16), 3, 2, True, True),
+    "a first frame to three channels": ((1, 1, 4, 104, 16), 3, 2, False, False),
     "two frames, one tile to three": ((1, 2, 2, 40, 16), 48, None, True, False),
     "the start of a video, latents of its size": ((1, 2, 2, 9, 16), 16, 1, False, True),
     "the start of a video, eight frames": ((1, 8, 2, 24, 32), 16, 2, False, False),
@@ -247,7 +249,8 @@ LARGE = (1, 8, 128, 256, 128)
         ((1, 9, 128, 256, 128), jnp.bfloat16, (1, 1, 1), (3, 3, 3), 128, False),  # no words of two frames
         ((1, 8, 127, 256, 128), jnp.bfloat16, (8, 127, 32), (3, 3, 3), 128, False),  # a row left over
         ((1, 8, 128, 256, 64), jnp.bfloat16, (1, 1, 1), (3, 3, 3), 128, False),  # half a tile of channels
-        (LARGE, jnp.bfloat16, (1, 1, 1), (3, 3, 3), 3, False),
+        (LARGE, jnp.bfloat16, (1, 1, 1), (3, 3, 3), 3, True),
+        (LARGE, jnp.bfloat16, (1, 1, 1), (3, 3, 3), 192, False),  # a tile and a half
         (LARGE, jnp.bfloat16, (1, 1, 1), (1, 1, 1), 128, False),
         (LARGE, jnp.bfloat16, (8, 128, 256), (3, 3, 3), 128, True),
         (LARGE, jnp.bfloat16, (8, 16, 16), (3, 3, 3), 128, False),  # more columns of a latent than a unit
