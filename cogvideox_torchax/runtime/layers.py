@@ -63,3 +63,17 @@ def is_watched(module: nn.Module) -> bool:
     """Whether a module has hooks that see or change what it does, or a forward of its own."""
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     return "forward" in vars(module) or any(not getattr(hook, "names_only", False) for hook in hooks)
+
+
+def as_layer(module: nn.Module, run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run` in the place of a module that is not `is_watched`, under the name that `watched` gives it."""
+
+    def call(*inputs: Any) -> Any:
+        for hook in module._forward_pre_hooks.values():
+            hook(module, inputs, {})  # pyright: ignore[reportCallIssue]
+        result = run(*inputs)
+        for hook in module._forward_hooks.values():
+            hook(module, inputs, result)  # pyright: ignore[reportCallIssue]
+        return result
+
+    return call

@@ -37,12 +37,12 @@ CHUNKS = 9, 8
 
 def traced_for(chunks, upsampled=False):
     """Of each chunk what is upsampled to that level, a first frame by itself; then a convolution without a
-    residual and one with it."""
+    residual and one with it, and where it is upsampled the last one, to three channels."""
     shapes = []
     for frames in chunks:
         if upsampled:
             shapes += [(1, 1, 4, 12, 8)] * (frames % 2) + [(1, frames // 2, 4, 12, 8)]
-        shapes += [(1, frames, 8, 24, 8)] * 2
+        shapes += [(1, frames, 8, 24, 8)] * (2 + upsampled)
     return shapes
 
 
@@ -67,17 +67,21 @@ def test_encoded_chunks_are_as_accurate_as_pytorchs(stock):
     check(got, want, half)
 
 
-@pytest.mark.parametrize("devices", [1, 4])
-def test_a_hook_on_a_norm_sees_what_it_gives(devices, stock):
+HOOKED = {"up_blocks.2.resnets.0.norm1": 5, "conv_act": 3, "conv_out": 3}
+"""How many kernels are traced beside a hook on one of these; without one it is four."""
+
+
+@pytest.mark.parametrize(("module", "devices"), [*[(name, 1) for name in HOOKED], (next(iter(HOOKED)), 4)])
+def test_a_hook_sees_what_its_layer_gives(module, devices, stock):
     vae = build("torchax", stock)
     if devices > 1:
         vae.place_on(make_mesh(1, devices, devices=jax.devices()[:devices]))
     seen = []
-    vae.decoder.up_blocks[-1].resnets[0].norm1.register_forward_hook(lambda *_: seen.append(1))
+    vae.decoder.get_submodule(module).register_forward_hook(lambda *_: seen.append(1))
     z = reference.latents(2, height=2, width=6)
     want, half = reference.decoded(stock, z), reference.decoded(copy.deepcopy(stock).bfloat16(), z.bfloat16())
     with reference.interpreted_kernels(**LARGE, on_mesh=devices > 1) as traced:
         got = vae.decode(runtime.to_jax(z.bfloat16())).sample
     check(got, want, half)
     assert len(seen) == 1
-    assert len(traced) == 4
+    assert len(traced) == HOOKED[module]

@@ -18,7 +18,7 @@ from torch import nn
 
 import jax_kernels
 from cogvideox_torchax.runtime import on_jax, torch_view
-from cogvideox_torchax.runtime.layers import is_watched
+from cogvideox_torchax.runtime.layers import as_layer, is_watched
 from cogvideox_torchax.vae.chunks import first_frame_is_alone
 
 Cache = dict[str, Any]
@@ -179,44 +179,39 @@ class ResnetBlock3D(diffusers_vae.CogVideoXResnetBlock3D):
         shortcut = inputs if self.in_channels == self.out_channels else self.conv_shortcut(inputs)
         # A shortcut of fewer channels first: then the memory of the inputs is free for the first convolution.
         first = {"after": shortcut} if self.out_channels < self.in_channels else {}
-        act = self.nonlinearity
-        hidden, new_cache["conv1"], columns = _normed_conv(
-            self.norm1, act, self.conv1, inputs, zq, cache.get("conv1"), **first
+        hidden, new_cache["conv1"], columns = self._normed_conv(
+            self.norm1, self.conv1, inputs, zq, cache.get("conv1"), **first
         )
-        hidden, new_cache["conv2"], _ = _normed_conv(
-            self.norm2, act, self.conv2, hidden, zq, cache.get("conv2"), columns, residual=shortcut
+        hidden, new_cache["conv2"], _ = self._normed_conv(
+            self.norm2, self.conv2, hidden, zq, cache.get("conv2"), columns, residual=shortcut
         )
         return hidden, new_cache
 
+    def _normed_conv(
+        self,
+        norm: nn.Module,
+        conv: nn.Module,
+        hidden: torch.Tensor,
+        zq: torch.Tensor | None,
+        conv_cache: torch.Tensor | None,
+        columns: Any = None,
+        **options: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, Any]:
+        """A norm, the activation and a convolution; in one where nobody looks at what lies between them.
 
-def _normed_conv(
-    norm: nn.Module,
-    activation: nn.Module,
-    conv: nn.Module,
-    hidden: torch.Tensor,
-    zq: torch.Tensor | None,
-    conv_cache: torch.Tensor | None,
-    columns: Any = None,
-    **options: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor | None, Any]:
-    """A norm, the activation and a convolution; in one where nobody looks at what lies between them.
+        `columns` is what the convolution before gave last, and this one gives (`jax_kernels.norm_conv3d`).
+        """
+        together = isinstance(self.nonlinearity, nn.SiLU) and _fits_together(norm, conv)
+        if not together or is_watched(norm) or is_watched(conv):
+            hidden = self._activated(norm, hidden, zq)
+            return *conv(hidden, conv_cache=conv_cache, **options), None
+        return _norm_conv(norm, conv, hidden, zq, conv_cache, columns, **options)
 
-    `columns` is what the convolution before gave last, and this one gives (`jax_kernels.norm_conv3d`).
-    """
-    together = isinstance(activation, nn.SiLU) and _fits_together(norm, conv)
-    if not together or is_watched(norm) or is_watched(conv):
-        hidden = _activated(norm, activation, hidden, zq)
-        return *conv(hidden, conv_cache=conv_cache, **options), None
-    return _norm_conv(norm, conv, hidden, zq, conv_cache, columns, **options)
-
-
-def _activated(
-    norm: nn.Module, activation: nn.Module, hidden: torch.Tensor, zq: torch.Tensor | None
-) -> torch.Tensor:
-    inputs = (hidden,) if zq is None else (hidden, zq)
-    if isinstance(activation, nn.SiLU) and isinstance(norm, GroupNorm | SpatialNorm3D):
-        return _only(norm(*inputs, activation="silu"))
-    return activation(_only(norm(*inputs)))
+    def _activated(self, norm: nn.Module, hidden: torch.Tensor, zq: torch.Tensor | None) -> torch.Tensor:
+        inputs = (hidden,) if zq is None else (hidden, zq)
+        if isinstance(self.nonlinearity, nn.SiLU) and isinstance(norm, GroupNorm | SpatialNorm3D):
+            return _only(norm(*inputs, activation="silu"))
+        return self.nonlinearity(_only(norm(*inputs)))
 
 
 def _fits_together(norm: nn.Module, conv: nn.Module) -> bool:
@@ -291,14 +286,18 @@ class Downsample3D(CogVideoXDownsample3D):
 
 
 class Decoder3D(diffusers_vae.CogVideoXDecoder3D):
-    """The decoder: its last norm, activation and convolution are computed as a residual block's."""
+    """The decoder: the activation after its last norm goes to that norm, and both to the last convolution.
+
+    A hook on that norm or on its activation sees what it sees in diffusers; one on the convolution, the
+    activation.
+    """
 
     def forward(
         self, sample: torch.Tensor, temb: torch.Tensor | None = None, conv_cache: Cache | None = None
     ) -> tuple[torch.Tensor, Cache]:
         norm, activation = self.norm_out, self.conv_act
-        together = type(norm) is SpatialNorm3D and type(activation) is SiLU
-        if not on_jax(sample) or not together or is_watched(norm) or is_watched(activation):
+        ported = type(norm) is SpatialNorm3D and type(activation) is SiLU
+        if not on_jax(sample) or not ported or is_watched(norm) or is_watched(activation):
             return super().forward(sample, temb, conv_cache)  # pyright: ignore[reportReturnType]
         cache = conv_cache or {}
         new_cache: Cache = {}
@@ -306,8 +305,14 @@ class Decoder3D(diffusers_vae.CogVideoXDecoder3D):
         blocks = {f"up_block_{index}": block for index, block in enumerate(self.up_blocks)}
         for name, block in {"mid_block": self.mid_block, **blocks}.items():
             hidden, new_cache[name] = self._run(block, hidden, temb, sample, cache.get(name))
-        last = cache.get("conv_out")
-        hidden, new_cache["conv_out"], _ = _normed_conv(norm, activation, self.conv_out, hidden, sample, last)
+        conv, last = self.conv_out, cache.get("conv_out")
+        if is_watched(conv) or not _fits_together(norm, conv):
+            hidden, new_cache["conv_out"] = conv(
+                _only(norm(hidden, sample, activation="silu")), conv_cache=last
+            )
+        else:
+            together = as_layer(conv, lambda hidden: _norm_conv(norm, conv, hidden, sample, last, None)[:2])
+            hidden, new_cache["conv_out"] = together(hidden)
         return hidden, new_cache
 
     def _run(self, block: nn.Module, *inputs: Any) -> tuple[torch.Tensor, Cache]:
@@ -329,8 +334,8 @@ PORTED: dict[type[nn.Module], type[nn.Module]] = {
 }
 """The class that each of diffusers' hot modules becomes."""
 
-LAYERS = tuple(PORTED.values())
-"""Those that a report of a program tells apart."""
+LAYERS = tuple(ported for ported in PORTED.values() if ported is not Decoder3D)
+"""Those that are no whole network."""
 
 
 def port_modules(root: nn.Module) -> None:

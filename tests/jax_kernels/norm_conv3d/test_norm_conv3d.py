@@ -46,9 +46,9 @@ CASES = {
     "four frames, one tile to two": ((1, 4, 4, 52, 16), 32, 2, True, True),
     "two frames of a plain norm": ((1, 2, 2, 40, 32), 32, None, True, False),
     "four frames, two tiles to four, in two turns": ((1, 4, 2, 52, 32), 64, 2, True, True),
-    "four frames to three channels, a ragged row": ((1, 4, 4, 52, 16), 3, 2, True, True),
+    "four frames to three channels": ((1, 4, 4, 52, 16), 3, 2, True, True),
     "a first frame to three channels": ((1, 1, 4, 104, 16), 3, 2, False, False),
-    "two frames, one tile to three": ((1, 2, 2, 40, 16), 48, None, True, False),
+    "two frames to three tiles": ((1, 2, 2, 40, 16), 48, None, True, False),
     "the start of a video, latents of its size": ((1, 2, 2, 9, 16), 16, 1, False, True),
     "the start of a video, eight frames": ((1, 8, 2, 24, 32), 16, 2, False, False),
     "a first frame": ((1, 1, 8, 104, 16), 16, 8, False, True),
@@ -63,6 +63,7 @@ def test_the_kernel_equals_norm_activation_and_convolution(shape, outputs, cell,
     residual = jnp.ones((*shape[:4], outputs), jnp.bfloat16) / 3 if added else None
     alone = shape[1] == 1
     y, latest, columns = norm_conv3d(*operands, num_groups=GROUPS, residual=residual, lone_first=alone)
+    assert interpreted
     want, want_latest = reference.norm_conv3d(*operands, num_groups=GROUPS, residual=residual)
     assert y.dtype == latest.dtype == jnp.bfloat16
     # An activated value next to a rounding's edge may fall on its other side. The sums that it is in then
@@ -91,6 +92,7 @@ STRIPS = {
     "two videos in three, ragged": ((2, 4, 2, 140, 32), 16, 2, True, False, 3),
     "the start of a plain norm in four": ((1, 2, 2, 384, 32), 32, None, False, True, 4),
     "five frames, the first whole": ((1, 5, 2, 112, 16), 16, None, False, True, 3),
+    "four frames to three channels in two": ((1, 4, 2, 96, 16), 3, 2, True, False, 2),
 }
 
 
@@ -168,6 +170,7 @@ SHARDS = {
     "a shard of padding alone": ((1, 4, 4, 20, 16), 32, 2, False, False, (5, 8), (1, 4)),
     "a plain norm, padded": ((1, 2, 2, 14, 32), 32, None, True, True, (7, 8), (1, 4)),
     "a first frame, padded": ((1, 1, 4, 28, 16), 16, 2, False, True, (7, 8), (1, 4)),
+    "three channels, padded": ((1, 4, 4, 28, 16), 3, 2, True, False, (7, 8), (1, 4)),
     "one shard, padded": ((1, 8, 2, 14, 16), 16, 2, True, False, (7, 8), (1, 1)),
 }
 
@@ -211,12 +214,16 @@ def test_shards_have_the_gradients_of_one_device(interpreted_on_mesh):
         assert largest_error(mine, plain) < 0.02
 
 
-@pytest.mark.parametrize("of_shard", [False, True], ids=["alone", "a padded shard with neighbours"])
-def test_its_derivatives_are_those_of_the_plain_form(of_shard, monkeypatch):
+@pytest.mark.parametrize(
+    ("of_shard", "outputs"),
+    [(False, 128), (True, 128), (True, 3)],
+    ids=["alone", "a padded shard with neighbours", "such a shard to three channels"],
+)
+def test_its_derivatives_are_those_of_the_plain_form(of_shard, outputs, monkeypatch):
     monkeypatch.setattr(tpu, "RAGGED_IN_PLACE", False)
-    x, _, kernel, bias, cache = inputs((1, 2, 2, 32, 128), 128)
+    x, _, kernel, bias, cache = inputs((1, 2, 2, 32, 128), outputs)
     ones = jnp.ones((1, 1, 1, 8, 128))
-    residual = x + 1
+    residual = x[..., :outputs] + 1
 
     def both(form):
         return jax.jvp(form, primals, tangents)
@@ -224,7 +231,7 @@ def test_its_derivatives_are_those_of_the_plain_form(of_shard, monkeypatch):
     primals = x, ones * 0.7, ones * 0.1, cache, residual, kernel, bias
     tangents = tuple(jnp.full_like(primal, 0.5) for primal in primals)
     if of_shard:
-        edge = jnp.arange(2 * 2 * 128, dtype=jnp.float32).reshape(1, 2, 2, 1, 128) / 128
+        edge = jnp.arange(2 * 2 * outputs, dtype=jnp.float32).reshape(1, 2, 2, 1, outputs) / outputs
         primals = *primals, (edge, -edge), jnp.int32(31)
         tangents = *tangents, (edge + 1, edge + 2), np.zeros((), jax.dtypes.float0)
     with pltpu.force_tpu_interpret_mode():
@@ -293,6 +300,7 @@ def test_the_switch_leaves_the_work_to_xla(switch, monkeypatch):
         ("v6e:1x1", 4, 0, 256, 128),
         ("v5e:1x1", 8, 0, 128, 256),
         ("v6e:1x1", 2, 0, 128, 512),
+        ("v6e:1x1", 4, 0, 128, 3),
         ("v5p:2x2x1", 8, 0, 128, 128),
         ("tpu7x:2x2x1", 2, 0, 128, 128),
     ],
