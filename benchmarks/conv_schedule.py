@@ -17,6 +17,7 @@ from attention_schedule import PAGE, measure
 
 from cogvideox_torchax.files.reports import fill, load, table, write_json
 from cogvideox_torchax.plan.chips import CHIPS
+from jax_kernels.common.tiles import LANES
 from jax_kernels.norm_conv3d import tpu
 from jax_kernels.resample.upsampled import upsampled
 
@@ -29,6 +30,7 @@ CASES = {
     "decoder, 128 to 128": (8, 480, 720, 128, 128, True, DECODER),
     "decoder, 128 to 128, no residual": (8, 480, 720, 128, 128, False, DECODER),
     "decoder, 256 to 128, no residual": (8, 480, 720, 256, 128, False, DECODER),
+    "decoder, 128 to 3, no residual": (8, 480, 720, 128, 3, False, DECODER),
     "decoder, 256 to 256": (8, 240, 360, 256, 256, True, DECODER),
     "decoder, 256 to 256, four frames": (4, 120, 180, 256, 256, True, DECODER),
     "decoder, 512 to 256, four frames, no residual": (4, 120, 180, 512, 256, False, DECODER),
@@ -79,7 +81,8 @@ def measure_case(name: str, topology: str = "v6e:1x1") -> dict[str, Any]:
     ]
     chip = CHIPS[topology.partition(":")[0]]
     pixels = height * width
-    moved = 2 * pixels * (frames * (channels + outputs * (1 + added)) + (2 if still else 4) * channels)
+    given = outputs + -outputs % LANES
+    moved = 2 * pixels * (frames * (channels + given * (1 + added)) + (2 if still else 4) * channels)
     return {
         "shape": name,
         "topology": topology,

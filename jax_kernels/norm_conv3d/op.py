@@ -1,4 +1,5 @@
-"""Half of a residual block: a norm, SiLU and the causal 3-D convolution after it, in one pass where large."""
+"""Half of a residual block, or a decoder's end: a norm, SiLU and the causal 3-D convolution after it, in one
+pass where large."""
 
 import functools
 from collections.abc import Callable
