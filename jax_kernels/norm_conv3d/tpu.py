@@ -324,7 +324,7 @@ def _frames_first(y: Array, sizes: Sizes, outputs: int) -> Array:
     videos, height, *_ = y.shape
     if outputs == sizes.outputs:
         return y.reshape(videos, height, sizes.columns, sizes.held, -1).transpose(0, 3, 1, 2, 4)
-    # Chosen by a product, exact of finite frames, with pixels last: XLA would transpose the whole tile for a slice.
+    # Chosen by a product, exact if finite, pixels last: for a slice XLA would transpose the whole tile.
     few = jnp.einsum("nhpc,co->nohp", y, jnp.eye(sizes.outputs, outputs, dtype=y.dtype))
     return few.reshape(videos, outputs, height, sizes.columns, sizes.held).transpose(0, 4, 2, 3, 1)
 
