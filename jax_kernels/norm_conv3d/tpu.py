@@ -322,9 +322,11 @@ def _pixels_first(x_NTHWC: Array) -> Array:
 def _frames_first(y: Array, sizes: Sizes, outputs: int) -> Array:
     """The inverse of `_pixels_first`, of the first channels where a tile has more than there are."""
     videos, height, *_ = y.shape
-    if outputs == sizes.outputs:
-        return y.reshape(videos, height, sizes.columns, sizes.held, -1).transpose(0, 3, 1, 2, 4)
-    # Chosen by a product, exact if finite, pixels last: for a slice XLA would transpose the whole tile.
+    if outputs == sizes.outputs or sizes.held == 1:
+        y = y.reshape(videos, height, sizes.columns, sizes.held, -1).transpose(0, 3, 1, 2, 4)
+        return y[..., :outputs]
+    # Chosen by a product, exact if finite, pixels last: for a slice XLA would transpose the whole tile. Of an
+    # image it would not, and compiles such a product for 90 s.
     few = jnp.einsum("nhpc,co->nohp", y, jnp.eye(sizes.outputs, outputs, dtype=y.dtype))
     return few.reshape(videos, outputs, height, sizes.columns, sizes.held).transpose(0, 4, 2, 3, 1)
 
