@@ -1,4 +1,4 @@
-# make demo    the main job: a real clip to latents and back, with pictures and a table in out/
+# make demo    the main job: a real clip to latents and back; pictures in out/, and a table
 # make test    every test
 # make lint    ruff and pyright
 # make docs    the site, in out/site; a dead link or a public name without a docstring fails

@@ -5,6 +5,7 @@ An import inside a function counts as one at the top of a file; one for type che
 
 import ast
 import importlib
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -238,3 +239,9 @@ def test_every_public_name_imports(package, name):
     found = getattr(importlib.import_module(package), name)
     assert found.__name__ == name
     assert name in dir(importlib.import_module(package))
+
+
+@pytest.mark.parametrize(("package", "name"), list(public_names()))
+def test_every_public_name_is_in_the_reference(package, name):
+    page = ROOT / "docs" / "reference" / f"{package.removeprefix('cogvideox_torchax.')}.md"
+    assert re.search(rf"^::: \S+\.{name}$", page.read_text(), re.MULTILINE)

@@ -1,8 +1,8 @@
 """Which tiles a picture has to be cut into, by the memory that there is; going on in tiles where it runs out.
 
 What a chunk takes is estimated from what the TPU's compiler says of CogVideoX-5b at 480 x 720 in bfloat16
-(`cogvideox-torchax plan`): bytes for each frame of the chunk and each pixel of the picture, in proportion to
-the channels and to the bytes of a number.
+(`cogvideox-torchax plan`): bytes for each pixel of the picture, of the cache and of each frame of the chunk,
+in proportion to the channels and to the bytes of a number.
 """
 
 import contextlib
@@ -14,10 +14,11 @@ from typing import Any, TypeVar
 from cogvideox_torchax import runtime
 from cogvideox_torchax.vae import chunks
 
-BYTES_A_PIXEL = {"encode": 1345, "decode": 6493}
-"""Of a frame, to encode, or of a latent frame, to decode, for each pixel of the picture, beside the weights:
-temporaries and output of the program that takes most of a frame, of those in
-benchmarks/results/plan-v6e-1-*-torchax.json."""
+CACHE_BYTES = {"encode": 5217, "decode": 8187}
+"""Of the convolutions' cache, for each pixel of the picture; an image gives one too."""
+FRAME_BYTES = {"encode": 750, "decode": 3466}
+"""Of temporaries beside it, for each pixel of a frame, to encode, or of a latent frame, to decode: those of the
+first chunk's program in benchmarks/results/plan-v6e-1-*code-torchax.json."""
 PLANNED_CHANNELS, PLANNED_ITEMSIZE = 128, 2
 WITHOUT_KERNEL = 2.1
 """Times as much for what is not bfloat16, and so does not take the convolution's kernel: 13513 bytes to
@@ -72,7 +73,8 @@ def needed(vae: Any, kind: str, height: int, width: int, frames: int) -> int:
     mesh = getattr(vae, "mesh", None)
     devices = 1 if mesh is None else mesh.size
     plain = 1.0 if runtime.dtype_name(vae.dtype) == "bfloat16" else WITHOUT_KERNEL
-    return math.ceil(BYTES_A_PIXEL[kind] * share * plain * height * width * longest / devices)
+    a_pixel = CACHE_BYTES[kind] + FRAME_BYTES[kind] * longest
+    return math.ceil(a_pixel * share * plain * height * width / devices)
 
 
 def fitting_tile(

@@ -16,13 +16,15 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 WIDE = SimpleNamespace(config={"block_out_channels": (128,)}, dtype=torch.bfloat16, spatial_scale=8)
 
 
-@pytest.mark.parametrize("path", sorted(RESULTS.glob("plan-v6e-1-*code-torchax.json")), ids=lambda p: p.stem)
-def test_the_estimate_is_what_the_compiler_says(path):
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("plan-v6e-1-*-torchax.json")), ids=lambda p: p.stem)
+def test_the_estimate_is_what_the_compiler_says_or_somewhat_more(path):
     plan = json.loads(path.read_text())
-    job, frames = plan["job"], plan["programs"]
-    taken = max((program["temp_bytes"] + program["output_bytes"]) / program["frames"] for program in frames)
-    figure = memory.BYTES_A_PIXEL[job["kind"]]
-    assert figure == pytest.approx(taken / job["height"] / job["width"], rel=0.1)
+    job, program = plan["job"], plan["programs"][0]
+    assert program["name"] == "first"
+    frames, taken = program["frames"], program["temp_bytes"] + program["output_bytes"]
+    estimate = memory.needed(WIDE, job["kind"], job["height"], job["width"], frames)
+    most = 1.35 if frames in (1, 13) else 1.05  # an image, and frames by fours, hold less at a time
+    assert 0.94 <= estimate / taken <= most
 
 
 def test_a_picture_that_fits_is_not_cut_and_one_that_does_not_is_cut_into_what_fits():
