@@ -166,6 +166,7 @@ def _sampled(args: argparse.Namespace) -> "tuple[Any, Latents]":
     """The pipeline's VAE and the latents that it sampled, everything checked before a weight is loaded."""
     from cogvideox_torchax.files import latents as latent_files
     from cogvideox_torchax.pipelines import generate, stages
+    from cogvideox_torchax.pipelines.scheduler import check_resumed
 
     mesh = _mesh(args)
     step, text = _kept(args)
@@ -173,6 +174,8 @@ def _sampled(args: argparse.Namespace) -> "tuple[Any, Latents]":
     step, text = (None if stage is None else stage.checked(model.fingerprint) for stage in (step, text))
     request = _request(args, model, step, text)
     generate.check(request, model)
+    if args.save_every or step is not None:
+        check_resumed(model.scheduler["_class_name"])
     pipe = generate.load(model, common.parse_dtype(request.dtype), mesh, with_text=text is None)
     pipe.set_progress_bar_config(disable=args.quiet, desc="denoise", leave=False)
     keep = Path(args.save_stages) if args.save_stages else None

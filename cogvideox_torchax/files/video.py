@@ -9,6 +9,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
+import numpy as np
 import torch
 
 from cogvideox_torchax.files.whole import OutputError, check_output, whole_file
@@ -34,9 +35,9 @@ class VideoInfo:
 
     Attributes:
         path: of the file; a word in its place for one that came as bytes.
-        height, width: of a frame, in pixels.
+        height, width: of a frame as it is shown, upright, in pixels.
         fps: frames a second; their average where the gaps between frames differ.
-        num_frames: that are really in the file.
+        num_frames: that are really in the file, and shown: a cut without encoding anew hides some.
         times: when each frame is shown, in seconds after the first; empty where the file does not say.
         tick: of the clock that `times` are told by, in seconds.
         sound: the codec of the sound track; "" where there is none.
@@ -118,25 +119,42 @@ def probe(source: Source) -> VideoInfo:
     path = _name(source)
     with _opened(source) as container:
         stream = container.streams.video[0]
-        shown = [packet.pts for packet in container.demux(stream) if packet.size]
+        held, shown, turns = 0, [], None
+        for packet in container.demux(stream):
+            if turns is None:  # until a frame comes out
+                turns = next(map(_quarter_turns, packet.decode()), None)
+            held += packet.size > 0
+            if packet.size and not packet.is_discard:
+                shown.append(packet.pts)
         count = len(shown)
         if count == 0:
             raise VideoError(f"{path} has no frames")
-        if stream.frames > count:
-            raise VideoError(f"{path} is truncated: {stream.frames} frames are announced, {count} are there")
+        if stream.frames > held:
+            raise VideoError(f"{path} is truncated: {stream.frames} frames are announced, {held} are there")
         times: tuple[Fraction, ...] = ()
         if None not in shown and len(set(shown)) == count:
             times = tuple((pts - min(shown)) * stream.time_base for pts in sorted(shown))
+        height, width = _turned((stream.height, stream.width), turns or 0)
         return VideoInfo(
             path,
-            stream.height,
-            stream.width,
+            height,
+            width,
             stream.average_rate or Fraction(25),
             count,
             times,
             stream.time_base or Fraction(0),
             _codec(container.streams.audio[0]) if container.streams.audio else "",
         )
+
+
+def _quarter_turns(frame: Any) -> int:
+    """How often a frame is to be turned by 90 degrees, counterclockwise, to be seen upright: phones say so
+    beside a portrait's pixels, which lie on their side."""
+    return round(getattr(frame, "rotation", 0) / 90) % 4
+
+
+def _turned(sides: tuple[int, int], turns: int) -> tuple[int, int]:
+    return (sides[1], sides[0]) if turns % 2 else sides
 
 
 def _codec(stream: Any) -> str:
@@ -191,7 +209,7 @@ def framing(info: VideoInfo, *, multiple: int, height: int | None, width: int | 
 
 
 def read_frames(source: Source, size: Framing, num_frames: int) -> Iterator[torch.Tensor]:
-    """Yields the first `num_frames` frames as uint8 (1, 3, H, W), one at a time.
+    """Yields the first `num_frames` frames as uint8 (1, 3, H, W), upright, one at a time.
 
     Raises:
         VideoError: a file that cannot be read, that ends before `num_frames`, or whose frames change size.
@@ -216,14 +234,17 @@ def read_frames(source: Source, size: Framing, num_frames: int) -> Iterator[torc
 
 
 def _pixels(frame: Any, size: Framing) -> Any:
-    """A frame's RGB bytes (H, W, 3) in the wanted size."""
-    if not size.crop:
-        return frame.to_ndarray(format="rgb24", width=size.width, height=size.height, interpolation="BICUBIC")
-    if size.resized is None:
+    """A frame's RGB bytes (H, W, 3) in the wanted size, upright."""
+    resized, turns = size.resized if size.crop else (size.height, size.width), _quarter_turns(frame)
+    if resized is None:
         pixels = frame.to_ndarray(format="rgb24")
     else:
-        height, width = size.resized
+        height, width = _turned(resized, turns)
         pixels = frame.to_ndarray(format="rgb24", width=width, height=height, interpolation="BICUBIC")
+    if turns:
+        pixels = np.ascontiguousarray(np.rot90(pixels, turns))
+    if not size.crop:
+        return pixels
     top, left = (pixels.shape[0] - size.height) // 2, (pixels.shape[1] - size.width) // 2
     return pixels[top : top + size.height, left : left + size.width]
 

@@ -125,6 +125,11 @@ def check(request: Request, model: Model) -> None:
         raise RequestError(f"got --steps {request.steps}: at least 1")
     if not 0 < request.strength <= 1:
         raise RequestError(f"got --strength {request.strength}: more than 0, and at most 1")
+    if model.kind == VIDEO and int(request.steps * request.strength) < 1:
+        raise RequestError(
+            f"got --strength {request.strength} with --steps {request.steps}: no step is left of "
+            f"{request.steps} x {request.strength}; give more of either"
+        )
     if request.image is not None:
         _open_image(request.image)
     if request.video is not None:

@@ -95,9 +95,11 @@ class PatchEmbed(CogVideoXPatchEmbed):
         if not self.needs_table(height, width, frames):
             return None
         size = (height, width, frames)
-        if _TABLES.get(self, (None, None))[0] != size:
-            _TABLES[self] = size, runtime.to_jax(runtime.without_torchax(self._positions, *size))
-        return _TABLES[self][1]
+        known, table = _TABLES.get(self, (None, None))
+        if known != size:  # another thread may put that of another size there at any time
+            table = runtime.to_jax(runtime.without_torchax(self._positions, *size))
+            _TABLES[self] = size, table
+        return table
 
     def _positions(self, height: int, width: int, frames: int) -> torch.Tensor:
         patches_TSC = get_3d_sincos_pos_embed(

@@ -99,13 +99,30 @@ def port_scheduler(scheduler: Any) -> Any:
     return scheduler
 
 
+RESUMED = ("CogVideoXDDIMScheduler", "CogVideoXDPMScheduler", "DDIMScheduler")
+"""Schedulers of which a step is told by its timestep, and by what `StepState` holds of the one before."""
+
+
+def check_resumed(class_name: str) -> None:
+    """Raises ValueError unless a run of this scheduler may begin at a later step."""
+    if class_name not in RESUMED:
+        raise ValueError(
+            f"a run of {class_name} cannot be taken up at a step, as it counts its steps and looks back at "
+            f"several: generate it as a whole, or set one of {', '.join(RESUMED)}"
+        )
+
+
 def resume_from(scheduler: Any, state: StepState) -> None:
     """Has the next run of a ported scheduler leave out the steps that were taken.
 
     Args:
         scheduler: of `port_scheduler`.
         state: after the last of them; its latents go to the pipeline's call as `latents`.
+
+    Raises:
+        ValueError: a scheduler that cannot begin at a later step.
     """
+    check_resumed(type(scheduler).__name__)
     moved = None if state.previous is None else runtime.to_jax(state.previous)
     scheduler.watch = Watch(resume=replace(state, previous=moved))
 

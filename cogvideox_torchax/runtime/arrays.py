@@ -117,6 +117,13 @@ def concatenate(parts: Sequence[torch.Tensor], axis: int) -> torch.Tensor:
     )
 
 
+def take_videos(batch: torch.Tensor, start: int, count: int) -> torch.Tensor:
+    """Some of a batch's videos, in any thread."""
+    if not on_jax(batch):
+        return batch[start : start + count]
+    return tensor_of(array_of(batch)[start : start + count])
+
+
 def take_frames(x: torch.Tensor, start: int, length: int) -> torch.Tensor:
     """`x[:, :, start : start + length]`; on JAX one small program serves every start."""
     if not on_jax(x):

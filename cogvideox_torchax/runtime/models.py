@@ -23,12 +23,18 @@ def save_as_stock(model: nn.Module) -> None:
     upstream.saved_as(model, stock_class(model))
 
 
+PROGRAMS = "_compiled_programs"
+"""The attribute in which a model's own programs lie (`programs_of`)."""
+MADE_OF_IT = frozenset({PROGRAMS, upstream.COMPILED_CALL})
+"""Attributes that were made of a module and are no part of it: what torch.compile made would run the
+original."""
+
+
 class Copied:
     """Mixed into a class by `port`: a copy is ported as well."""
 
     def _state(self) -> dict[str, Any]:
-        """All but what torch.compile has made of it, which would run the original."""
-        return {name: value for name, value in vars(self).items() if name != upstream.COMPILED_CALL}
+        return {name: value for name, value in vars(self).items() if name not in MADE_OF_IT}
 
     def __copy__(self) -> Any:
         copied = object.__new__(type(self))

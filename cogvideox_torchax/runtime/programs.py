@@ -3,7 +3,6 @@
 import functools
 import threading
 import warnings
-import weakref
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeVar
 
@@ -13,6 +12,7 @@ from torch import nn
 from cogvideox_torchax.runtime.arrays import host_array, jax_dtype, to_jax
 from cogvideox_torchax.runtime.bridge import array_of, import_torchax, on_jax, tensor_of
 from cogvideox_torchax.runtime.compile_cache import configure_compile_cache
+from cogvideox_torchax.runtime.models import PROGRAMS
 from cogvideox_torchax.runtime.profiling import is_profiling, named_layers
 from cogvideox_torchax.runtime.skeleton import skeleton, weightless
 from cogvideox_torchax.runtime.snapshot import Snapshot
@@ -52,20 +52,18 @@ class Programs:
             return kept[0][1]
 
 
-_PROGRAMS: "weakref.WeakKeyDictionary[nn.Module, Programs]" = weakref.WeakKeyDictionary()
-_PROGRAMS_LOCK = threading.Lock()
-
-
 def programs_of(model: nn.Module) -> Programs:
-    """The programs of a model: neither part of it nor of its copies, and gone when it is."""
-    with _PROGRAMS_LOCK:
-        return _PROGRAMS.setdefault(model, Programs())
+    """The programs of a model: neither part of it nor of its copies, and gone when it is.
+
+    They lie in the model: a hook that they were traced with may refer to it, and then only Python's collector
+    finds that nobody else does.
+    """
+    return vars(model).setdefault(PROGRAMS, Programs())  # at once, whatever other threads do
 
 
 def forget_programs(model: nn.Module) -> None:
     """Drops what was compiled of a model."""
-    with _PROGRAMS_LOCK:
-        _PROGRAMS.pop(model, None)
+    vars(model).pop(PROGRAMS, None)
 
 
 def _named(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,7 +11,7 @@ from torch import nn
 from cogvideox_torchax import upstream
 from cogvideox_torchax.runtime.arrays import to_torch
 from cogvideox_torchax.runtime.bridge import without_torchax
-from cogvideox_torchax.runtime.models import PortedModel
+from cogvideox_torchax.runtime.models import MADE_OF_IT, PortedModel
 from cogvideox_torchax.runtime.weights import replace_weights
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -48,7 +48,7 @@ def _copied(module: Module, done: dict[int, nn.Module]) -> Module:
         attributes = {
             name: value.copy() if type(value) in (dict, OrderedDict) else value
             for name, value in vars(module).items()
-            if name != upstream.COMPILED_CALL
+            if name not in MADE_OF_IT
         }
         forward = attributes.get("forward")
         if isinstance(forward, MethodType) and forward.__self__ is module:

@@ -7,15 +7,17 @@ from typing import Any
 
 from torch import nn
 
-TREE = ("_modules", "_parameters", "_buffers")
+from cogvideox_torchax.runtime.models import MADE_OF_IT
+
+TREE = frozenset({"_modules", "_parameters", "_buffers"})
 CONTAINERS = (dict, OrderedDict, list, set)
 
 
 class Snapshot:
     """What tracing a module tree depends on: its modules, their attributes and hooks, its weights' names.
 
-    The values of the weights are not part of it: they are arguments of a program. Nothing here keeps a module
-    or a weight alive.
+    The values of the weights are not part of it: they are arguments of a program. It keeps neither module nor
+    weight alive, but attributes and hooks are kept, and what these refer to.
     """
 
     def __init__(self, root: nn.Module):
@@ -41,14 +43,17 @@ class _Seen:
     def __init__(self, module: nn.Module):
         self.module = weakref.ref(module)
         self._type = type(module)
-        self._attributes = {name: value for name, value in vars(module).items() if name not in TREE}
+        self._attributes = {
+            name: value for name, value in vars(module).items() if name not in TREE and name not in MADE_OF_IT
+        }
         self._contents = [
             (value, _items(value)) for value in self._attributes.values() if type(value) in CONTAINERS
         ]
 
     def is_still(self, module: nn.Module) -> bool:
         attributes = vars(module)
-        if type(module) is not self._type or len(attributes) != len(self._attributes) + len(TREE):
+        made = len(attributes.keys() & MADE_OF_IT)
+        if type(module) is not self._type or len(attributes) != len(self._attributes) + len(TREE) + made:
             return False
         for name, value in self._attributes.items():
             found = attributes.get(name, self)

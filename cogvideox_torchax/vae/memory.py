@@ -17,8 +17,8 @@ from cogvideox_torchax.vae import chunks
 CACHE_BYTES = {"encode": 5217, "decode": 8187}
 """Of the convolutions' cache, for each pixel of the picture; an image gives one too."""
 FRAME_BYTES = {"encode": 750, "decode": 3466}
-"""Of temporaries beside it, for each pixel of a frame, to encode, or of a latent frame, to decode: those of the
-first chunk's program in benchmarks/results/plan-v6e-1-*code-torchax.json."""
+"""Of temporaries beside it, for each pixel of a frame, to encode, or of a latent frame, to decode: those of
+the first chunk's program in benchmarks/results/plan-v6e-1-*code-torchax.json."""
 PLANNED_CHANNELS, PLANNED_ITEMSIZE = 128, 2
 WITHOUT_KERNEL = 2.1
 """Times as much for what is not bfloat16, and so does not take the convolution's kernel: 13513 bytes to

@@ -1,3 +1,4 @@
+import struct
 from fractions import Fraction
 
 import av
@@ -216,6 +217,58 @@ def test_a_video_that_changes_size_midway_is_an_error_that_says_where(tmp_path):
     path.write_bytes(b"".join(parts))
     with pytest.raises(video.VideoError, match=r"changes size at frame [45], from 24 x 40 pixels to 32 x 48"):
         list(video.read_frames(path, video.Framing(24, 40), 10))
+
+
+def test_a_clip_cut_without_encoding_anew_begins_where_it_is_shown(tmp_path):
+    """Its file holds frames from the key frame before the cut, which an edit list hides."""
+    whole, cut = tmp_path / "whole.mp4", tmp_path / "cut.mp4"
+    with av.open(str(whole), "w") as container:
+        stream = container.add_stream("libx264", rate=10, options={"g": "4", "bf": "0", "sc_threshold": "0"})
+        stream.width, stream.height, stream.pix_fmt = 40, 24, "yuv420p"
+        for pixels in moving_frames(12)[0].permute(1, 2, 3, 0).contiguous().numpy():
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+        container.mux(stream.encode(None))
+    with av.open(str(whole)) as source, av.open(str(cut), "w") as container:
+        held = source.streams.video[0]
+        stream = container.add_stream_from_template(held)
+        first = round(Fraction(6, 10) / held.time_base)
+        for packet in source.demux(held):
+            if packet.size and packet.pts * held.time_base >= Fraction(4, 10):
+                packet.pts, packet.dts, packet.stream = packet.pts - first, packet.dts - first, stream
+                container.mux(packet)
+    info = video.probe(cut)
+    assert info.num_frames == 6
+    assert info.times == tuple(Fraction(n, 10) for n in range(6))
+    assert torch.equal(read_all(cut), read_all(whole)[:, :, 6:])
+
+
+IDENTITY = [1, 0, 0, 0, 1, 0, 0, 0, 0x4000]
+TURNED = {
+    90: [0, -1, 0, 1, 0, 0, 0, 0, 0x4000],
+    180: [-1, 0, 0, 0, -1, 0, 0, 0, 0x4000],
+    -90: [0, 1, 0, -1, 0, 0, 0, 0, 0x4000],
+}
+"""The matrix of an mp4's track, in units of 2^16: degrees, counterclockwise."""
+
+
+@pytest.mark.parametrize("degrees", TURNED)
+def test_a_phones_portrait_is_read_upright(clip, degrees):
+    def matrix(values):
+        return struct.pack(">9i", *(value << 16 for value in values))
+
+    whole = read_all(clip)
+    before, tracks, rest = clip.read_bytes().partition(b"tkhd")
+    clip.write_bytes(before + tracks + rest.replace(matrix(IDENTITY), matrix(TURNED[degrees]), 1))
+    upright, info = whole.rot90(degrees // 90, (3, 4)), video.probe(clip)
+    assert (info.height, info.width) == upright.shape[3:]
+    assert torch.equal(read_all(clip), upright)
+    middle = video.covering(info, 16, 16)
+    small = read_all(clip, middle).float()
+    assert small.shape == (1, 3, 9, 16, 16)
+    height, width = middle.resized
+    top, left = (height - 16) // 2, (width - 16) // 2
+    resized = read_all(clip, video.Framing(height, width)).float()
+    assert torch.equal(small, resized[..., top : top + 16, left : left + 16])
 
 
 TIMES = [Fraction(n, 100) for n in (0, 10, 12, 20, 50, 60, 61, 70, 90)]

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from diffusers import CogVideoXDPMScheduler
+from diffusers import CogVideoXDPMScheduler, DPMSolverMultistepScheduler
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
@@ -33,6 +33,7 @@ MODELS = {
     "noisy": ("text", "5b"),
     "1.5": ("text", "1.5"),
     "learned": ("image", "5b-I2V"),
+    "counting": ("text", "5b"),
 }
 
 
@@ -40,7 +41,8 @@ MODELS = {
 def models(tmp_path_factory):
     """Pipelines on disk, saved when they are first asked for.
 
-    "noisy" has a scheduler that draws noise in every step and looks back at the one before.
+    "noisy" has a scheduler that draws noise in every step and looks back at the one before, "counting" one
+    that counts its steps.
     """
     root = tmp_path_factory.mktemp("models")
 
@@ -53,6 +55,8 @@ def models(tmp_path_factory):
             parts = {"transformer": one_layer, "text_encoder": small_pipelines.text_encoder(num_layers=1)}
             if name == "noisy":
                 parts["scheduler"] = small_pipelines.scheduler(CogVideoXDPMScheduler)
+            if name == "counting":
+                parts["scheduler"] = DPMSolverMultistepScheduler()
             small_pipelines.build(kind, version, **parts).save_pretrained(root / name)
         return root / name
 
@@ -202,6 +206,8 @@ BAD = {
     "learned positions": ("learned", ["--image", "picture.png", "--height", 16], "height=8, width=16 alone"),
     "no steps": ("text", ["--steps", 0], "at least 1"),
     "strength": ("text", ["--strength", 2], "at most 1"),
+    "a strength without steps": ("text", ["--video", "clip.mp4", "--strength", 0.2], "no step is left"),
+    "steps that are counted": ("counting", ["--save-stages", "k", "--save-every", 1], "it counts its steps"),
     "1.5 and a clip's frames": ("1.5", ["--video", "clip.mp4", "--frames", 5], "generates 3 or 7 of them"),
     "long prompt": ("text", ["--prompt", "a panda plays " * 9], r"tokens: .* takes 16; shorten it"),
     "an image for a text model": ("text", ["--image", "picture.png"], "takes no image"),

@@ -40,7 +40,7 @@ def wanted(directory):
 
 
 def test_what_is_fed_is_what_diffusers_loads(directory, wanted):
-    pipe = load_pipeline(directory, torch_dtype=torch.float32)
+    pipe = load_pipeline(directory, dtype=torch.float32)  # as diffusers says now
     assert type(pipe) is type(wanted)
     for part in ("transformer", "text_encoder"):
         want, got = getattr(wanted, part).state_dict(), getattr(pipe, part).state_dict()

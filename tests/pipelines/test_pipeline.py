@@ -4,6 +4,7 @@ import contextlib
 import functools
 import inspect
 import json
+import weakref
 
 import jax
 import jax.monitoring
@@ -14,7 +15,7 @@ import torch
 from diffusers import CogVideoXDPMScheduler, DDIMScheduler
 
 from cogvideox_torchax import make_mesh, port, runtime, sharding
-from cogvideox_torchax.pipelines import networks
+from cogvideox_torchax.pipelines import layers, networks
 from cogvideox_torchax.pipelines.scheduler import NonFiniteError
 from cogvideox_torchax.vae.tolerances import relative_error
 from tests import small_pipelines
@@ -348,6 +349,19 @@ def test_another_size_than_the_models_own_gives_the_same_frames():
     for version in ("2b", "5b"):
         got = frames(pipeline("text", version, "one device"), **size)
         assert relative_error(got, frames(pipeline("text", version), **size)) < TOLERANCE
+
+
+def test_a_table_of_positions_is_that_of_the_size_whatever_other_threads_ask_for(monkeypatch):
+    class Replaced(weakref.WeakKeyDictionary):
+        """In which another thread always comes next."""
+
+        def __setitem__(self, embed, _):
+            super().__setitem__(embed, ((1, 2, 2), None))
+
+    embed = pipeline("text", "2b", "one device").transformer.patch_embed
+    want = embed.table_for(6, 8, 2)
+    monkeypatch.setattr(layers, "_TABLES", Replaced())
+    assert torch.equal(runtime.to_torch(embed.table_for(6, 8, 2)), runtime.to_torch(want))
 
 
 def largest_share(tensor):

@@ -392,6 +392,9 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         move = functools.partial(spread, sharding=Placement(mesh).replicated)
         nnx.update(self, jax.tree.map(move, nnx.state(self, nnx.Param)))
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "mesh": None}  # devices do not pickle
+
     def _placement(self, kind: Kind) -> "Placement | None":
         if self.mesh is None:
             return None
@@ -458,7 +461,7 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         channels = self.config.in_channels if encoding else self.config.latent_channels
         multiple = self.config.spatial_scale if encoding else 1
         check_shape(what, x.shape, NTHWC, channels=channels, multiple=multiple)
-        check_finite(what, runtime.first_nonfinite(runtime.tensor_of(x)), NTHWC)
+        check_finite(what, runtime.first_nonfinite(runtime.tensor_of(jnp.asarray(x))), NTHWC)
 
 
 def _network_kind(kind: Kind, plan: tiling.TilePlan | None) -> Kind:

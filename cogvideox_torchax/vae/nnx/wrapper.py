@@ -286,7 +286,7 @@ def _together(parts: Iterator[torch.Tensor], like: torch.Tensor) -> torch.Tensor
     fetched."""
     computed = list(parts)
     if runtime.on_jax(like):
-        return torch.cat(computed, dim=2)
+        return runtime.concatenate(computed, axis=2)
     for part in computed:
         runtime.fetch_async(part)
     return torch.cat([runtime.to_torch(part) for part in computed], dim=2)

@@ -1,7 +1,7 @@
 """A video in pieces: frames gathered into chunks, results brought to the host while the next are computed."""
 
+import functools
 import itertools
-import operator
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
@@ -96,4 +96,6 @@ def by_video(pieces: Iterable[torch.Tensor]) -> list[Iterator[torch.Tensor]]:
     chunked = iter(pieces)
     first = next(chunked)
     copies = itertools.tee(itertools.chain([first], chunked), first.shape[0])
-    return [map(operator.itemgetter(slice(i, i + 1)), copy) for i, copy in enumerate(copies)]
+    return [
+        map(functools.partial(runtime.take_videos, start=i, count=1), copy) for i, copy in enumerate(copies)
+    ]

@@ -59,17 +59,10 @@ def run_tiles(
             else:
                 videos = piece.shape[0]
                 batch = run(runtime.concatenate(given, 0))
-                results = [_videos(batch, at, videos) for at in range(0, batch.shape[0], videos)]
+                results = [runtime.take_videos(batch, at, videos) for at in range(0, batch.shape[0], videos)]
             for (row, column), result in zip(group, results, strict=True):
                 outputs[row][column] = result
         yield join((plan, as_uint8, placement), outputs)
-
-
-def _videos(batch: torch.Tensor, start: int, count: int) -> torch.Tensor:
-    """Some of a batch's videos, in any thread."""
-    if not runtime.on_jax(batch):
-        return batch[start : start + count]
-    return runtime.tensor_of(runtime.array_of(batch)[start : start + count])
 
 
 def _cut(plan: tiling.TilePlan, x: torch.Tensor) -> list[list[torch.Tensor]]:

@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 
-from cogvideox_torchax import port, runtime, sharding
+from cogvideox_torchax import make_mesh, port, runtime, sharding
 from cogvideox_torchax.flax import FlaxVAEForPipelines
 from cogvideox_torchax.vae.checkpoint import ModelError
 from cogvideox_torchax.vae.tolerances import FLOAT32_RELATIVE, relative_error
@@ -129,3 +129,12 @@ def test_a_copy_has_weights_of_its_own(vae, stock, other, copied):
     made.load_state_dict(other.state_dict())
     assert is_of(made, other)
     assert is_of(vae, stock)
+
+
+def test_a_copy_keeps_a_mesh_and_a_pickle_leaves_it(stock):
+    vae = port(FlaxVAEForPipelines.from_diffusers(stock), mesh=make_mesh(1, 2))
+    assert copy.deepcopy(vae).mesh is vae.mesh
+    loaded = pickle.loads(pickle.dumps(vae))
+    assert (loaded.mesh, loaded.flax_vae.mesh) == (None, None)
+    assert vae.flax_vae.mesh is not None
+    assert is_of(loaded, stock)

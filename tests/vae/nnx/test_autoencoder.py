@@ -208,6 +208,7 @@ BAD = {
     "channels": (jnp.zeros((1, 1, 24, 40, 4)), "4 channels"),
     "size": (jnp.zeros((1, 1, 20, 40, 3)), "20 x 40 pixels.*multiples of 8; crop it to 16 x 40"),
     "empty": (jnp.zeros((1, 0, 24, 40, 3)), "empty video"),
+    "NumPy's": (np.full((1, 1, 24, 40, 3), np.nan, np.float32), "NaN or Inf"),
 }
 
 

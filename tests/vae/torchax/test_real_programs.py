@@ -18,6 +18,7 @@ from diffusers import AutoencoderKLCogVideoX as DiffusersAutoencoder
 from torch import nn
 
 from cogvideox_torchax import AutoencoderKLCogVideoX, make_mesh, port, runtime
+from cogvideox_torchax.runtime.models import PROGRAMS
 from cogvideox_torchax.vae.tolerances import FLOAT32_RELATIVE, relative_error
 from tests import reference
 
@@ -93,6 +94,20 @@ def test_threads_over_a_mesh_get_what_one_gets(stock):
         assert relative_error(decoded(vae, inputs[number % 2]), want[number % 2]) < FLOAT32_RELATIVE
 
     in_threads(4, work)
+
+
+def test_any_thread_streams_what_lies_on_jax_one_video_at_a_time(vae, stock):
+    vae.enable_slicing()
+    z, x = latents(1, batch=2), reference.video(5, height=16, width=32, batch=2)
+    on_jax = [runtime.to_jax(tensor) for tensor in (z, x)]
+
+    def work(_):
+        got = torch.cat(list(vae.decode_stream(on_jax[0])), dim=2)
+        assert relative_error(got, reference.decoded(stock, z)) < FLOAT32_RELATIVE
+        moments = [runtime.to_torch(part.parameters) for part in vae.encode_stream(on_jax[1])]
+        assert relative_error(torch.cat(moments, 2), reference.encoded(stock, x)) < FLOAT32_RELATIVE
+
+    in_threads(1, work)
 
 
 def test_a_trace_that_fails_leaves_the_model_as_it_was(vae, stock):
@@ -335,13 +350,35 @@ def test_an_abandoned_stream_frees_its_memory(vae):
     assert live() == before
 
 
-def test_nothing_of_a_dropped_model_is_kept(stock):
+@pytest.mark.parametrize("hooked", [False, True])
+def test_nothing_of_a_dropped_model_is_kept(stock, hooked):
+    class Features:
+        """What a hook is a method of, and what holds the model."""
+
+        def __init__(self, vae):
+            self.vae = vae
+            vae.decoder.mid_block.register_forward_hook(self.see)
+
+        def see(self, module, args, output):
+            pass
+
     vae = reference.on_jax(copy.deepcopy(stock))
+    features = Features(vae) if hooked else None
     decoded(vae, latents())
     dropped = weakref.ref(vae)
-    del vae
+    del vae, features
     gc.collect()
     assert dropped() is None
+
+
+def test_what_torch_compile_makes_of_it_is_neither_traced_nor_traced_for(vae):
+    before = decoded(vae, latents())
+    programs = vars(vae)[PROGRAMS]
+    vae.compile()
+    assert "_compiled_call_impl" in vars(vae)
+    assert torch.equal(decoded(vae, latents()), before)
+    assert vars(vae)[PROGRAMS] is programs
+    assert [len(kept) for kept in programs._kept.values()] == [1]
 
 
 def test_a_model_pickles_through_a_buffer(vae):
