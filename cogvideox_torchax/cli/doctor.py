@@ -15,6 +15,7 @@ OPTIONAL = {
     "flax": ("flax", "the Flax build"),
     "transformers": ("text", "text encoders of whole pipelines"),
     "sentencepiece": ("text", "the T5 tokenizer"),
+    "peft": ("text", "LoRAs"),
     "matplotlib": ("bench", "plots of benchmarks"),
     "libtpu": ("tpu", "running on a TPU, and `plan` for one"),
 }

@@ -3,11 +3,12 @@
 import contextlib
 import io
 import itertools
+import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -89,7 +90,7 @@ def _name(source: Source) -> Path:
 
 
 @contextlib.contextmanager
-def _opened(source: Source) -> Iterator[Any]:
+def _opened(source: Source, **options: str) -> Iterator[Any]:
     """The open container, which has a video stream; PyAV's errors as one line."""
     av, path = _av(), _name(source)
     if not isinstance(source, bytes):
@@ -98,7 +99,8 @@ def _opened(source: Source) -> Iterator[Any]:
         if path.is_dir():
             raise VideoError(f"{path} is a directory: give a video file")
     try:
-        with av.open(io.BytesIO(source) if isinstance(source, bytes) else str(path)) as container:
+        file = io.BytesIO(source) if isinstance(source, bytes) else str(path)
+        with av.open(file, options=options) as container:
             if not container.streams.video:
                 raise VideoError(f"{path} has no video stream")
             yield container
@@ -119,22 +121,22 @@ def probe(source: Source) -> VideoInfo:
     path = _name(source)
     with _opened(source) as container:
         stream = container.streams.video[0]
-        held, shown, turns = 0, [], None
+        shown, placed = [], None
         for packet in container.demux(stream):
-            if turns is None:  # until a frame comes out
-                turns = next(map(_quarter_turns, packet.decode()), None)
-            held += packet.size > 0
+            if placed is None:  # until a frame comes out
+                placed = next(map(_placed, packet.decode()), None)
             if packet.size and not packet.is_discard:
                 shown.append(packet.pts)
         count = len(shown)
         if count == 0:
             raise VideoError(f"{path} has no frames")
+        held = count if count >= stream.frames else _held(source)
         if stream.frames > held:
             raise VideoError(f"{path} is truncated: {stream.frames} frames are announced, {held} are there")
         times: tuple[Fraction, ...] = ()
         if None not in shown and len(set(shown)) == count:
             times = tuple((pts - min(shown)) * stream.time_base for pts in sorted(shown))
-        height, width = _turned((stream.height, stream.width), turns or 0)
+        height, width = (placed or _Placed()).sides((stream.height, stream.width))
         return VideoInfo(
             path,
             height,
@@ -147,14 +149,45 @@ def probe(source: Source) -> VideoInfo:
         )
 
 
-def _quarter_turns(frame: Any) -> int:
-    """How often a frame is to be turned by 90 degrees, counterclockwise, to be seen upright: phones say so
-    beside a portrait's pixels, which lie on their side."""
-    return round(getattr(frame, "rotation", 0) / 90) % 4
+def _held(source: Source) -> int:
+    """How many frames a file holds, those that its edit list hides among them."""
+    with _opened(source, ignore_editlist="1") as container:
+        return sum(packet.size > 0 for packet in container.demux(container.streams.video[0]))
 
 
-def _turned(sides: tuple[int, int], turns: int) -> tuple[int, int]:
-    return (sides[1], sides[0]) if turns % 2 else sides
+class _Placed(NamedTuple):
+    """What is done to a frame's pixels, in this order, for it to be seen upright: a phone says so beside a
+    portrait's pixels, which lie on their side.
+
+    Attributes:
+        swapped: rows and columns change places.
+        upward, leftward: rows, and columns, come in the opposite order.
+    """
+
+    swapped: bool = False
+    upward: bool = False
+    leftward: bool = False
+
+    def sides(self, sides: tuple[int, int]) -> tuple[int, int]:
+        """Height and width; those before of those after, too."""
+        return (sides[1], sides[0]) if self.swapped else sides
+
+    def pixels(self, pixels: Any) -> Any:
+        """(H, W, 3), as they are seen."""
+        if not any(self):
+            return pixels
+        pixels = pixels.swapaxes(0, 1) if self.swapped else pixels
+        return np.ascontiguousarray(pixels[:: -1 if self.upward else 1, :: -1 if self.leftward else 1])
+
+
+def _placed(frame: Any) -> _Placed:
+    """By the display matrix of ISO/IEC 14496-12: x' = a x + c y and y' = b x + d y."""
+    matrix = frame.side_data.get("DISPLAYMATRIX")
+    if matrix is None:
+        return _Placed()
+    a, b, _, c, d, *_ = struct.unpack("=9i", bytes(matrix))
+    swapped = abs(b) > abs(a)
+    return _Placed(swapped, (b if swapped else d) < 0, (c if swapped else a) < 0)
 
 
 def _codec(stream: Any) -> str:
@@ -235,14 +268,13 @@ def read_frames(source: Source, size: Framing, num_frames: int) -> Iterator[torc
 
 def _pixels(frame: Any, size: Framing) -> Any:
     """A frame's RGB bytes (H, W, 3) in the wanted size, upright."""
-    resized, turns = size.resized if size.crop else (size.height, size.width), _quarter_turns(frame)
+    resized, placed = size.resized if size.crop else (size.height, size.width), _placed(frame)
     if resized is None:
         pixels = frame.to_ndarray(format="rgb24")
     else:
-        height, width = _turned(resized, turns)
+        height, width = placed.sides(resized)
         pixels = frame.to_ndarray(format="rgb24", width=width, height=height, interpolation="BICUBIC")
-    if turns:
-        pixels = np.ascontiguousarray(np.rot90(pixels, turns))
+    pixels = placed.pixels(pixels)
     if not size.crop:
         return pixels
     top, left = (pixels.shape[0] - size.height) // 2, (pixels.shape[1] - size.width) // 2

@@ -85,6 +85,7 @@ def describe(name: str, *, image: bool, clip: bool) -> Model:
     kind = _kind(name, str(index.get("_class_name")), image, clip)
     transformer = _config(name, CogVideoXTransformer3DModel, "transformer")
     scheduler = _config(name, CogVideoXDDIMScheduler, "scheduler")
+    scheduler["_class_name"] = index["scheduler"][1]  # which is loaded, whatever its own file says
     return Model(name, kind, transformer, vae_config(name), scheduler)
 
 

@@ -44,7 +44,7 @@ def load_pipeline(
         pretrained_model_name_or_path: a directory or a hub id, of safetensors.
         pipeline_class: one of diffusers' for CogVideoX; None for what model_index.json names.
         mesh, split: as `port` takes them.
-        torch_dtype: of all weights; diffusers' newer name for it, `dtype`, will do too.
+        torch_dtype: of all weights; `dtype`, diffusers' newer name for it, goes before it.
         variant: of the weight files, such as "fp16".
         diffusers_options: of `from_pretrained`, parts of the pipeline among them: `text_encoder=None`, or
             networks that are there already.
@@ -64,7 +64,7 @@ def load_pipeline(
             f"load_pipeline got {', '.join(sorted(refused))}: weights lie as port has them, unquantized"
         )
     diffusers_options.pop("use_safetensors", None)  # nothing else is read
-    torch_dtype = diffusers_options.pop("dtype", torch_dtype)
+    torch_dtype = diffusers_options.pop("dtype", None) or torch_dtype
     directory = _directory(str(pretrained_model_name_or_path), variant, diffusers_options)
     index = json.loads((directory / "model_index.json").read_text())
     kind: Any = pipeline_class or getattr(diffusers, index["_class_name"], None)

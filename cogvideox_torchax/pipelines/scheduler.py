@@ -99,16 +99,22 @@ def port_scheduler(scheduler: Any) -> Any:
     return scheduler
 
 
-RESUMED = ("CogVideoXDDIMScheduler", "CogVideoXDPMScheduler", "DDIMScheduler")
-"""Schedulers of which a step is told by its timestep, and by what `StepState` holds of the one before."""
+RESUMED = (
+    "CogVideoXDDIMScheduler",
+    "CogVideoXDPMScheduler",
+    "DDIMScheduler",
+    "DDIMParallelScheduler",
+    "DDPMScheduler",
+)
+"""Schedulers that find a step by its timestep, and need no more of those before it than `StepState` holds."""
 
 
-def check_resumed(class_name: str) -> None:
-    """Raises ValueError unless a run of this scheduler may begin at a later step."""
-    if class_name not in RESUMED:
+def check_resumed(*class_names: str) -> None:
+    """Raises ValueError unless a run may begin at a later step of a scheduler of one of these classes."""
+    if not set(class_names) & set(RESUMED):
         raise ValueError(
-            f"a run of {class_name} cannot be taken up at a step, as it counts its steps and looks back at "
-            f"several: generate it as a whole, or set one of {', '.join(RESUMED)}"
+            f"a run of {class_names[0]} cannot be taken up at a step, as it may count its steps or look back "
+            f"at several: generate it as a whole, or set one of {', '.join(RESUMED)}"
         )
 
 
@@ -122,7 +128,7 @@ def resume_from(scheduler: Any, state: StepState) -> None:
     Raises:
         ValueError: a scheduler that cannot begin at a later step.
     """
-    check_resumed(type(scheduler).__name__)
+    check_resumed(*(kind.__name__ for kind in type(scheduler).__mro__))
     moved = None if state.previous is None else runtime.to_jax(state.previous)
     scheduler.watch = Watch(resume=replace(state, previous=moved))
 

@@ -34,7 +34,8 @@ class Copied:
     """Mixed into a class by `port`: a copy is ported as well."""
 
     def _state(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in MADE_OF_IT}
+        own = vars(self).copy()  # at once: another thread may compile its first program
+        return {name: value for name, value in own.items() if name not in MADE_OF_IT}
 
     def __copy__(self) -> Any:
         copied = object.__new__(type(self))

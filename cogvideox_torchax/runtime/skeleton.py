@@ -47,7 +47,7 @@ def _copied(module: Module, done: dict[int, nn.Module]) -> Module:
         copied = done[id(module)] = object.__new__(type(module))
         attributes = {
             name: value.copy() if type(value) in (dict, OrderedDict) else value
-            for name, value in vars(module).items()
+            for name, value in vars(module).copy().items()
             if name not in MADE_OF_IT
         }
         forward = attributes.get("forward")

@@ -44,7 +44,9 @@ class _Seen:
         self.module = weakref.ref(module)
         self._type = type(module)
         self._attributes = {
-            name: value for name, value in vars(module).items() if name not in TREE and name not in MADE_OF_IT
+            name: value
+            for name, value in vars(module).copy().items()
+            if name not in TREE and name not in MADE_OF_IT
         }
         self._contents = [
             (value, _items(value)) for value in self._attributes.values() if type(value) in CONTAINERS

@@ -16,9 +16,12 @@ from cogvideox_torchax.vae import chunks
 
 CACHE_BYTES = {"encode": 5217, "decode": 8187}
 """Of the convolutions' cache, for each pixel of the picture; an image gives one too."""
-FRAME_BYTES = {"encode": 750, "decode": 3466}
-"""Of temporaries beside it, for each pixel of a frame, to encode, or of a latent frame, to decode: those of
-the first chunk's program in benchmarks/results/plan-v6e-1-*code-torchax.json."""
+FRAME_BYTES = {"encode": 840, "decode": 5230}
+"""Of temporaries beside it, for each pixel of a frame, to encode, or of a latent frame, to decode; the first
+of an odd number of them is computed by itself, and takes no more than is there already."""
+IMAGE_BYTES = {"encode": 1083, "decode": 739}
+"""Of temporaries where there is no other frame. All are what benchmarks/results/plan-v6e-1-*-torchax.json and
+compile-times.json say of first chunks; a later one has its cache besides, and fewer temporaries."""
 PLANNED_CHANNELS, PLANNED_ITEMSIZE = 128, 2
 WITHOUT_KERNEL = 2.1
 """Times as much for what is not bfloat16, and so does not take the convolution's kernel: 13513 bytes to
@@ -73,7 +76,8 @@ def needed(vae: Any, kind: str, height: int, width: int, frames: int) -> int:
     mesh = getattr(vae, "mesh", None)
     devices = 1 if mesh is None else mesh.size
     plain = 1.0 if runtime.dtype_name(vae.dtype) == "bfloat16" else WITHOUT_KERNEL
-    a_pixel = CACHE_BYTES[kind] + FRAME_BYTES[kind] * longest
+    temporaries = FRAME_BYTES[kind] * (longest - longest % 2) or IMAGE_BYTES[kind]
+    a_pixel = CACHE_BYTES[kind] + temporaries
     return math.ceil(a_pixel * share * plain * height * width / devices)
 
 
@@ -135,7 +139,7 @@ def tile_of(vae: Any) -> tuple[int, int] | None:
 @contextlib.contextmanager
 def tiles_put_back(vae: Any) -> Iterator[None]:
     """Leaves a model's tiles as they were before the block, whatever it turned on."""
-    names = ("use_tiling", *(name for name in vars(vae) if name.startswith("tile_")))
+    names = ("use_tiling", *(name for name in vars(vae).copy() if name.startswith("tile_")))
     before = {name: getattr(vae, name) for name in names}
     try:
         yield

@@ -219,8 +219,10 @@ def test_a_video_that_changes_size_midway_is_an_error_that_says_where(tmp_path):
         list(video.read_frames(path, video.Framing(24, 40), 10))
 
 
-def test_a_clip_cut_without_encoding_anew_begins_where_it_is_shown(tmp_path):
-    """Its file holds frames from the key frame before the cut, which an edit list hides."""
+@pytest.mark.parametrize("kept_from", [0, 4])
+def test_a_clip_cut_without_encoding_anew_begins_where_it_is_shown(tmp_path, kept_from):
+    """Its file holds frames from the key frame before the cut, or from any before that; an edit list hides
+    them."""
     whole, cut = tmp_path / "whole.mp4", tmp_path / "cut.mp4"
     with av.open(str(whole), "w") as container:
         stream = container.add_stream("libx264", rate=10, options={"g": "4", "bf": "0", "sc_threshold": "0"})
@@ -233,7 +235,7 @@ def test_a_clip_cut_without_encoding_anew_begins_where_it_is_shown(tmp_path):
         stream = container.add_stream_from_template(held)
         first = round(Fraction(6, 10) / held.time_base)
         for packet in source.demux(held):
-            if packet.size and packet.pts * held.time_base >= Fraction(4, 10):
+            if packet.size and packet.pts * held.time_base >= Fraction(kept_from, 10):
                 packet.pts, packet.dts, packet.stream = packet.pts - first, packet.dts - first, stream
                 container.mux(packet)
     info = video.probe(cut)
@@ -243,23 +245,26 @@ def test_a_clip_cut_without_encoding_anew_begins_where_it_is_shown(tmp_path):
 
 
 IDENTITY = [1, 0, 0, 0, 1, 0, 0, 0, 0x4000]
-TURNED = {
-    90: [0, -1, 0, 1, 0, 0, 0, 0, 0x4000],
-    180: [-1, 0, 0, 0, -1, 0, 0, 0, 0x4000],
-    -90: [0, 1, 0, -1, 0, 0, 0, 0, 0x4000],
+PLACED = {
+    "turned left": ([0, -1, 0, 1, 0, 0, 0, 0, 0x4000], lambda x: x.rot90(1, (3, 4))),
+    "turned right": ([0, 1, 0, -1, 0, 0, 0, 0, 0x4000], lambda x: x.rot90(-1, (3, 4))),
+    "upside down": ([-1, 0, 0, 0, -1, 0, 0, 0, 0x4000], lambda x: x.flip(3, 4)),
+    "mirrored": ([-1, 0, 0, 0, 1, 0, 0, 0, 0x4000], lambda x: x.flip(4)),
+    "mirrored upside down": ([1, 0, 0, 0, -1, 0, 0, 0, 0x4000], lambda x: x.flip(3)),
+    "rows for columns": ([0, 1, 0, 1, 0, 0, 0, 0, 0x4000], lambda x: x.mT),
 }
-"""The matrix of an mp4's track, in units of 2^16: degrees, counterclockwise."""
+"""The matrix of an mp4's track, in units of 2^16, and what it says."""
 
 
-@pytest.mark.parametrize("degrees", TURNED)
-def test_a_phones_portrait_is_read_upright(clip, degrees):
+@pytest.mark.parametrize(("placed", "upright_of"), PLACED.values(), ids=PLACED)
+def test_a_phones_portrait_is_read_upright(clip, placed, upright_of):
     def matrix(values):
         return struct.pack(">9i", *(value << 16 for value in values))
 
     whole = read_all(clip)
     before, tracks, rest = clip.read_bytes().partition(b"tkhd")
-    clip.write_bytes(before + tracks + rest.replace(matrix(IDENTITY), matrix(TURNED[degrees]), 1))
-    upright, info = whole.rot90(degrees // 90, (3, 4)), video.probe(clip)
+    clip.write_bytes(before + tracks + rest.replace(matrix(IDENTITY), matrix(placed), 1))
+    upright, info = upright_of(whole), video.probe(clip)
     assert (info.height, info.width) == upright.shape[3:]
     assert torch.equal(read_all(clip), upright)
     middle = video.covering(info, 16, 16)

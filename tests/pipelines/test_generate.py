@@ -207,7 +207,7 @@ BAD = {
     "no steps": ("text", ["--steps", 0], "at least 1"),
     "strength": ("text", ["--strength", 2], "at most 1"),
     "a strength without steps": ("text", ["--video", "clip.mp4", "--strength", 0.2], "no step is left"),
-    "steps that are counted": ("counting", ["--save-stages", "k", "--save-every", 1], "it counts its steps"),
+    "steps that are counted": ("counting", ["--save-stages", "k", "--save-every", 1], "may count its steps"),
     "1.5 and a clip's frames": ("1.5", ["--video", "clip.mp4", "--frames", 5], "generates 3 or 7 of them"),
     "long prompt": ("text", ["--prompt", "a panda plays " * 9], r"tokens: .* takes 16; shorten it"),
     "an image for a text model": ("text", ["--image", "picture.png"], "takes no image"),

@@ -392,6 +392,11 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         move = functools.partial(spread, sharding=Placement(mesh).replicated)
         nnx.update(self, jax.tree.map(move, nnx.state(self, nnx.Param)))
 
+    def __copy__(self) -> "FlaxAutoencoderKLCogVideoX":
+        copied = object.__new__(type(self))
+        vars(copied).update(vars(self))
+        return copied
+
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "mesh": None}  # devices do not pickle
 

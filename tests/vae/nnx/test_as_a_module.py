@@ -134,6 +134,7 @@ def test_a_copy_has_weights_of_its_own(vae, stock, other, copied):
 def test_a_copy_keeps_a_mesh_and_a_pickle_leaves_it(stock):
     vae = port(FlaxVAEForPipelines.from_diffusers(stock), mesh=make_mesh(1, 2))
     assert copy.deepcopy(vae).mesh is vae.mesh
+    assert copy.copy(vae.flax_vae).mesh is vae.flax_vae.mesh
     loaded = pickle.loads(pickle.dumps(vae))
     assert (loaded.mesh, loaded.flax_vae.mesh) == (None, None)
     assert vae.flax_vae.mesh is not None
