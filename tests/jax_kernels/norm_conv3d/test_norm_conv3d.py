@@ -15,7 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from cogvideox_torchax.plan import chips
 from jax_kernels import Columns, Norm, norm_conv3d
 from jax_kernels.common.columns import Split, split_columns
-from jax_kernels.common.tiles import SWITCH
+from jax_kernels.common.tiles import LANES, SWITCH
 from jax_kernels.norm_conv3d import reference, sizes, tpu
 from tests.jax_kernels.meshes import on_mesh
 from tests.reference import largest_error
@@ -331,7 +331,7 @@ def test_mosaic_compiles_it_in_place(topology, frames, beyond, channels, outputs
     with jax.set_mesh(jax.sharding.Mesh(np.array([device]), ("device",))):
         lowered = jax.jit(pixels_first, donate_argnums=1).lower(*operands)
     text = lowered.compile().as_text()
-    weights = len(sizes.products(channels, max(outputs, tiles.LANES)))
+    weights = len(sizes.products(channels, max(outputs, LANES)))
     assert f"output_to_operand_aliasing={{{{1}}: ({weights + 1}, {{}})}}" in text
 
 
