@@ -64,6 +64,12 @@ def port(model_or_pipeline: Portable, *, mesh: "Mesh | None" = None, split: str 
             f"port got {type(model_or_pipeline).__name__}: it takes diffusers' AutoencoderKLCogVideoX, or a "
             "pipeline whose vae is one"
         )
+    if split is not None:
+        transformer = getattr(model_or_pipeline, "transformer", None)
+        if transformer is None or (mesh is None and getattr(transformer, "mesh", None) is None):
+            raise ValueError(
+                f"port got split={split!r}: it is for a pipeline over a mesh; pass both, or none"
+            )
     if mesh is not None:
         from cogvideox_torchax.sharding import check_mesh
 

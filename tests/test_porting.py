@@ -2,6 +2,7 @@ import copy
 import json
 import subprocess
 import sys
+import types
 
 import diffusers
 import pytest
@@ -57,6 +58,15 @@ def test_hooks_survive(small_vae):
 def test_anything_else_is_refused(wrong):
     with pytest.raises(ValueError, match="port got .*: it takes diffusers' AutoencoderKLCogVideoX"):
         port(wrong)
+
+
+@pytest.mark.parametrize("given", ["a VAE", "a pipeline without a mesh"])
+def test_a_split_without_a_mesh_is_refused(small_vae, given):
+    vae = copy.deepcopy(small_vae)
+    model = vae if given == "a VAE" else types.SimpleNamespace(vae=vae, transformer=torch.nn.Identity())
+    with pytest.raises(ValueError, match="split='tokens': it is for a pipeline over a mesh"):
+        port(model, split="tokens")
+    assert type(vae) is type(small_vae)
 
 
 @pytest.mark.usefixtures("torchax_off")

@@ -5,6 +5,7 @@ import argparse
 import contextlib
 import os
 import sys
+import traceback
 from collections.abc import Iterator, Sequence
 
 from cogvideox_torchax import __version__
@@ -74,7 +75,9 @@ def _told(error: BaseException, args: argparse.Namespace) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILURE
     if args.traceback:
-        raise error
+        if not getattr(args, "distributed", False):
+            raise error
+        traceback.print_exception(error)  # raised, it would have this process wait for the others
     wrong_input = isinstance(error, ValueError | ImportError)
     name = "" if wrong_input else f"{type(error).__name__}: "
     print(f"cogvideox-torchax {args.command}: {name}{_one_line(error)}", file=sys.stderr)

@@ -16,6 +16,15 @@ if TYPE_CHECKING:
 
 FORMATS = ("safetensors", "parquet", "webdataset")
 KEEP = ("posterior", "sample", "both")
+DEFAULTS = {
+    "format": FORMATS[0],
+    "shard_size": 64,
+    "keep": KEEP[0],
+    "buckets": None,
+    "readers": 2,
+    "retry": False,
+}
+"""Of the options for many clips."""
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
@@ -24,16 +33,20 @@ def add_options(command: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--format",
         choices=FORMATS,
-        default="safetensors",
+        default=DEFAULTS["format"],
         help="a latent file a clip (default), or shards: Parquet as FastVideo reads it, or WebDataset tars",
     )
     group.add_argument(
-        "--shard-size", type=common.positive, default=64, metavar="CLIPS", help="clips a shard (default: 64)"
+        "--shard-size",
+        type=common.positive,
+        default=DEFAULTS["shard_size"],
+        metavar="CLIPS",
+        help="clips a shard (default: 64)",
     )
     group.add_argument(
         "--keep",
         choices=KEEP,
-        default="posterior",
+        default=DEFAULTS["keep"],
         help="mean and log-variance (default), a sample of them, or both",
     )
     group.add_argument(
@@ -47,15 +60,29 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 def add_decoding_options(group: Any) -> None:
     group.add_argument(
-        "--readers", type=common.positive, default=2, help="clips that are read at a time (default: 2)"
+        "--readers",
+        type=common.positive,
+        default=DEFAULTS["readers"],
+        help="clips that are read at a time (default: 2)",
     )
     group.add_argument("--retry", action="store_true", help="try clips again that were bad before")
+
+
+def check_one(args: argparse.Namespace) -> None:
+    """Raises `ValueError` for options that a single clip has no use for."""
+    for name, default in DEFAULTS.items():
+        if getattr(args, name, default) != default:
+            raise ValueError(
+                f"--{name.replace('_', '-')} is for many clips: leave it out, or give a directory or a list"
+            )
 
 
 def encode(args: argparse.Namespace) -> int:
     """Encodes the clips that a directory lacks; 1 where some could not be."""
     from cogvideox_torchax.dataset import Bucket, EncodeClip, loop, manifest, sources
 
+    if args.seed is not None and args.keep == "posterior":
+        raise ValueError("--seed draws samples: add --keep sample, or both")
     devices.check_alone(args)
     clips = {clip.id: clip for clip in sources.clips(args.video)}
     buckets = tuple(Bucket.parse(text) for text in args.buckets.split(",")) if args.buckets else ()

@@ -49,9 +49,6 @@ def add_model_options(command: argparse.ArgumentParser, default: str | None) -> 
     command.add_argument(
         "--dtype", default="float32", help=f"of the weights: {', '.join(DTYPES)} (default: float32)"
     )
-    command.add_argument(
-        "--seed", type=int, default=None, help="sample the posterior with this seed instead of its mode"
-    )
     command.add_argument("--json", action="store_true", help="print the report as JSON")
     command.add_argument("--quiet", action="store_true", help="no progress bars")
 
@@ -62,6 +59,12 @@ def add_clip_options(command: argparse.ArgumentParser, frames: int | None = None
     command.add_argument("--width", type=positive, help="resize to this width in pixels")
     command.add_argument(
         "--crop", action="store_true", help="crop the middle to the size instead of resizing"
+    )
+
+
+def add_seed_option(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--seed", type=int, default=None, help="sample the posterior with this seed instead of its mode"
     )
 
 

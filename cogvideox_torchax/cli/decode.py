@@ -40,9 +40,11 @@ def run(args: argparse.Namespace) -> int:
 
     if Path(args.latents).is_dir():
         return batch.decode(args)
+    batch.check_one(args)
     with contextlib.ExitStack() as stack:
         team = stack.enter_context(devices.joined(args))
-        loaded = latents.load(args.latents, team.columns)
+        # In tiles every process's devices take columns of each tile.
+        loaded = latents.load(args.latents, None if args.tiling else team.columns)
         fps = args.fps or loaded.fps
         sink = stack.enter_context(team.writing(args.output, fps))
         quiet_libraries()

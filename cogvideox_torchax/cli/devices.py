@@ -131,6 +131,7 @@ def joined(args: argparse.Namespace) -> Iterator[Team]:
     with talking_on_stderr():
         sharding.connect(args.coordinator, args.processes, args.process, patience=patience)
         mesh = sharding.make_mesh(args.dp or 1, args.tp)
+        sharding.check_all_take_part(mesh)
         with sharding.exchanging(args.output) as exchange:
             yield Team(mesh, sharding.is_first(), exchange.everywhere, exchange.at_first)
 

@@ -30,6 +30,7 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
     )
     common.add_model_options(command, default=str(common.DEMO_MODEL))
     common.add_clip_options(command)
+    common.add_seed_option(command)
     common.add_tiling_option(command)
     batch.add_options(command)
     devices.add_options(command)
@@ -43,6 +44,7 @@ def run(args: argparse.Namespace) -> int:
 
     if sources.is_many(args.video):
         return batch.encode(args)
+    batch.check_one(args)
     if not args.output.endswith(".safetensors"):
         raise ValueError(f"cannot write {args.output}: latents go into a .safetensors file")
     check_output(args.output)

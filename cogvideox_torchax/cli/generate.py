@@ -234,14 +234,20 @@ def _request(
     args: argparse.Namespace, model: "Model", step: "Stage | None", text: "Stage | None"
 ) -> "Request":
     """What is asked for: by the options, or by the stage that is taken up, which they may not contradict."""
-    from cogvideox_torchax.pipelines.stages import Request
+    from cogvideox_torchax.pipelines.stages import Request, StageError
 
     given = {name: getattr(args, name) for name in Request.names()}
     fixed = {} if text is None else {"prompt": text.request.prompt, "dtype": text.request.dtype}
     if text is not None:
         fixed["negative_prompt"] = text.request.negative_prompt
     if step is not None:
-        fixed = asdict(step.request)
+        of_text, fixed = fixed, asdict(step.request)
+        for name, value in of_text.items():
+            if fixed[name] != value:
+                raise StageError(
+                    f"the step is of another generation than the text: made with --{name.replace('_', '-')} "
+                    f"{fixed[name]!r}, not {value!r}; take up from 'text'"
+                )
     for name, value in fixed.items():
         if given[name] not in (None, value):
             option = f"--{name.replace('_', '-')}"

@@ -19,6 +19,11 @@ if TYPE_CHECKING:
     from cogvideox_torchax.vae.torchax.autoencoder import AutoencoderKLCogVideoX
 
 GIB = 2**30
+ONLY = {
+    **dict.fromkeys(("tiling", "steady", "no_advice", "layers", "encode", "save_hlo"), ("vae",)),
+    **dict.fromkeys(("no_guidance", "split"), ("step",)),
+}
+"""Options that some networks alone have a use for."""
 
 
 def add(subparsers: Any) -> argparse.ArgumentParser:
@@ -82,6 +87,9 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> int:
     from cogvideox_torchax.files import reports
 
+    for name, networks in ONLY.items():
+        if args.network not in networks and getattr(args, name) not in (None, False):
+            raise ValueError(f"--{name.replace('_', '-')} does not go with --network {args.network}")
     if args.layers and args.dp * args.tp == 1:
         raise ValueError("--layers tells what lies where on a mesh: pass --dp or --tp")
     if args.output:  # before the work, not after it
@@ -130,10 +138,11 @@ def _planned(args: argparse.Namespace) -> dict[str, Any]:
     if chip and not summary["fits"] and not args.no_advice:
         peak = max(program.peak_bytes for program in programs)
         common.say("it does not fit: compiling what would")
+        whose = {"backend": args.backend, "only_last": args.steady}
         changes = [
-            jobs.smallest_tiling_that_fits(vae, job, devices, chip, peak, backend=args.backend, **mesh),
+            jobs.smallest_tiling_that_fits(vae, job, devices, chip, peak, **whose, **mesh),
             jobs.smallest_mesh_that_fits(
-                args.model, dtype, job, args.topology, args.dp * args.tp, peak, args.backend
+                args.model, dtype, job, args.topology, args.dp * args.tp, peak, **whose
             ),
         ]
         summary["would_fit"] = {change.what: change.peak_bytes / GIB for change in changes if change}

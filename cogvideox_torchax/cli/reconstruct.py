@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+from pathlib import Path
 from typing import Any
 
 from cogvideox_torchax.cli import common, devices
@@ -27,6 +28,7 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
     )
     common.add_model_options(command, default=str(common.DEMO_MODEL))
     common.add_clip_options(command)
+    common.add_seed_option(command)
     common.add_tiling_option(command)
     devices.add_options(command)
     command.add_argument("--fps", type=common.frame_rate, help="frames a second (default: the source's)")
@@ -78,20 +80,21 @@ def _sound(clip: Clip, alongside: video.Alongside) -> str:
 def _alongside(args: argparse.Namespace, clip: Clip, frames_out: int) -> tuple[video.Alongside, list[str]]:
     """What the output takes of its source besides frames, and what has to be said of it."""
     info, told = clip.info, []
+    is_mp4 = Path(args.output).suffix.lower() == ".mp4"
     whole = args.fps in (None, info.fps)
     if frames_out != clip.num_frames:
         told.append(
             f"{clip.num_frames} frames were read, {frames_out} written: the model gives back as many as it "
             "took for 8 k + 1 of them"
         )
-    keeps_times = info.variable and whole and args.output.endswith(".mp4") and frames_out == clip.num_frames
+    keeps_times = info.variable and whole and is_mp4 and frames_out == clip.num_frames
     if info.variable:
         shortest, longest = (1000 * float(gap) for gap in info.gaps)
         told.append(
             f"the frame rate varies, {shortest:.0f} to {longest:.0f} ms from frame to frame: "
             + ("frames keep their times" if keeps_times else "the output's does not")
         )
-    sound = info.path if info.has_sound and whole and args.output.endswith(".mp4") else None
+    sound = info.path if info.has_sound and whole and is_mp4 else None
     if info.has_sound and sound is None:
         told.append("the sound is left out: it is kept in an .mp4 at the source's own rate")
     times = info.times[: clip.num_frames] if keeps_times else ()

@@ -145,7 +145,7 @@ class _Ended:
 def _sources(args: argparse.Namespace) -> list[clips.Source]:
     """What can be trained on; the rest is named and left out."""
     found = []
-    for part in clips.parts(args.clips):
+    for part in clips.parts(args.clips, without=Path(args.output)):  # the curves of a run are no clip
         try:
             found.append(clips.load(part, frames=args.frames, size=args.size))
         except ValueError as error:

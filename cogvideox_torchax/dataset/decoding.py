@@ -56,7 +56,7 @@ class Videos:
                 self.bad.pop(line["id"], None)
         self._readers: dict[str, Callable[[], Latents]] = {}
         self.done_before = 0
-        owners: dict[Path, str] = {}
+        owners: dict[Path, tuple[str, Path]] = {}
         for shard in list(shards)[share.index :: share.count]:
             try:
                 entries = formats.entries(shard)
@@ -66,13 +66,18 @@ class Videos:
             for name, read in entries:
                 try:
                     check_id(name)
-                    owner = owners.setdefault(self._path(name), name)
-                    if owner != name:
-                        raise ClipError(f"its video would be that of {owner}: give it another id")
+                    owner = owners.setdefault(self._path(name), (name, shard))
+                    if owner != (name, shard):
+                        raise ClipError(
+                            f"its video would be that of {owner[0]} in {owner[1]}: give it another id"
+                        )
                 except ClipError as error:
                     self.bad[str(name)] = f"{shard}: {error}"
                     continue
                 if self._path(name).exists():
+                    self.bad.pop(
+                        name, None
+                    )  # another process's manifest may be read after that of its success
                     self.done_before += 1
                 elif name not in self.bad:
                     self._readers[name] = read

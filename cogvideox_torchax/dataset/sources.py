@@ -95,6 +95,10 @@ def _check_fields(given: dict[str, Any]) -> None:
     for name in TEXTS:
         if not isinstance(given.get(name, ""), str):
             raise ClipError(f"{name} is {given[name]!r}, a text is wanted")
+        try:
+            given.get(name, "").encode()
+        except UnicodeEncodeError as error:
+            raise ClipError(f"{name} is {given[name]!r}, which UTF-8 cannot hold ({error.reason})") from error
     for name in COUNTS:
         if type(given.get(name, 1)) is not int or given.get(name, 1) < 1:  # a bool is an int, too
             raise ClipError(f"{name} is {given[name]!r}, a whole number above 0 is wanted")

@@ -453,11 +453,14 @@ class _Sound:
 
 
 class _GifSink:
-    """An animated GIF, each frame with a palette of its own."""
+    """An animated GIF, each frame with a palette of its own, shown for whole hundredths of a second."""
+
+    SHORTEST = 20
+    """Milliseconds of a frame: shorter ones are slowed to a tenth of a second where GIFs are shown."""
 
     def __init__(self, path: Path, fps: Fraction):
         self._path = path
-        self._milliseconds = round(1000 / fps)
+        self._hundredths = Fraction(100) / fps
         self._images: list[Any] = []
 
     def write(self, frames: torch.Tensor) -> None:
@@ -469,7 +472,9 @@ class _GifSink:
     def close(self) -> None:
         if self._images:
             first, *rest = self._images
-            first.save(self._path, save_all=True, append_images=rest, duration=self._milliseconds, loop=0)
+            ends = [round(i * self._hundredths) for i in range(len(self._images) + 1)]
+            times = [max(10 * (end - start), self.SHORTEST) for start, end in itertools.pairwise(ends)]
+            first.save(self._path, save_all=True, append_images=rest, duration=times, loop=0)
 
 
 class _FrameSink:

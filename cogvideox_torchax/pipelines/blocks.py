@@ -22,7 +22,7 @@ from torch import nn
 
 import jax_kernels
 from cogvideox_torchax.pipelines.fused import FusedAttnProcessor
-from cogvideox_torchax.pipelines.layers import AttnProcessor, LayerNorm, Linear
+from cogvideox_torchax.pipelines.layers import AttnProcessor, LayerNorm, Linear, check_positions
 from cogvideox_torchax.runtime import array_of, on_jax, tensor_of, torch_view
 from cogvideox_torchax.runtime.layers import is_watched
 from cogvideox_torchax.sharding.sequences import Sequence
@@ -234,6 +234,7 @@ def joined_step(
     tables: Tables = ()
     if image_rotary_emb is not None:  # text has no position: cosine 1, sine 0
         cos, sin = image_rotary_emb
+        check_positions(cos, sequence.tokens - sequence.text)
         fill = torch_view(sequence.fill_table)
         tables = fill(cos, 1.0), fill(sin, 0.0)
     x_NSC = torch_view(sequence.fill_up)(x_NSC)

@@ -232,6 +232,7 @@ class Generation:
                 max_sequence_length=self.model.transformer["max_text_seq_length"],
             )
         embeddings = {"prompt_embeds": positive, "negative_prompt_embeds": negative}
+        self._forget(stages.STEP, stages.LATENTS)
         self._save(stages.TEXT, embeddings)
         return embeddings
 
@@ -249,6 +250,8 @@ class Generation:
             given["latents"] = state.latents
             if self.model.kind == VIDEO:
                 del given["video"]
+        else:
+            self._forget(stages.STEP, stages.LATENTS)
         result = self.pipe(
             **given,
             **embeddings,
@@ -298,6 +301,11 @@ class Generation:
             stages.save(
                 self.keep, name, tensors, request=self.request, model=self.model.fingerprint, done=done
             )
+
+    def _forget(self, *names: str) -> None:
+        """Removes what a generation before this one has left: nobody is to go on from it as if from this."""
+        if self.keep is not None:
+            stages.forget(self.keep, *names)
 
     def _unscaled(self, latents: torch.Tensor) -> torch.Tensor:
         """Plain latents, as the VAE takes them."""

@@ -39,6 +39,16 @@ class LayerNorm(nn.LayerNorm):
         return torch_view(jax_kernels.layer_norm)(input, self.weight, self.bias, self.eps)
 
 
+def check_positions(table: torch.Tensor, patches: int) -> None:
+    """Raises `ValueError` for a rotary table of another number of patches: what is missing would be taken for
+    text."""
+    if table.shape[0] != patches:
+        raise ValueError(
+            f"got rotary tables of {table.shape[0]} positions for {patches} patches: make them for the "
+            "frames, height and width of these latents"
+        )
+
+
 class AttnProcessor(CogVideoXAttnProcessor2_0):
     """CogVideoX's joint attention over text and patches, through `jax_kernels.attention`."""
 
@@ -62,6 +72,7 @@ class AttnProcessor(CogVideoXAttnProcessor2_0):
         q = q if attn.norm_q is None else attn.norm_q(q)
         k = k if attn.norm_k is None else attn.norm_k(k)
         if image_rotary_emb is not None:  # the last positions are patches; text has none
+            check_positions(image_rotary_emb[0], hidden_states.shape[1])
             q, k = (torch_view(jax_kernels.rotate)(x, *image_rotary_emb) for x in (q, k))
         y_NSHD = torch_view(jax_kernels.attention)(q, k, v)
         project, dropout = attn.to_out

@@ -135,6 +135,17 @@ class Compiled(PortedModel):
         program = self._program(network)
         return program, program.weights(network)
 
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """As torch's; what comes back to JAX lies on its mesh again, and what is tied stays tied."""
+        device, dtype = runtime.device_and_dtype(args, kwargs)
+        if device is None or torch.device(device).type != "jax":
+            return super().to(*args, **kwargs)
+        if dtype is not None:
+            super().to(dtype)
+        self.port_layers()
+        self.place()
+        return self
+
     def port_layers(self) -> None:
         """Gives layers that were added later, as a LoRA's are, their ported classes."""
         port_network(self)
@@ -251,11 +262,11 @@ class CogVideoXTransformer3DModel(Compiled, DiffusersTransformer):
                 hidden_states,
                 encoder_hidden_states,
                 timestep,
-                timestep_cond,
-                ofs,
-                image_rotary_emb,
-                attention_kwargs,
-                return_dict,
+                timestep_cond=timestep_cond,
+                ofs=ofs,
+                image_rotary_emb=image_rotary_emb,
+                attention_kwargs=attention_kwargs,  # by name: what scales a LoRA looks for it there
+                return_dict=return_dict,
             )
         frames, _, height, width = hidden_states.shape[1:]
         patch_embed: Any = self.patch_embed

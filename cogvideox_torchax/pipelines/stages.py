@@ -122,6 +122,12 @@ def save(
         without_torchax(save_file, plain, temporary, metadata=metadata)
 
 
+def forget(directory: str | Path, *names: str) -> None:
+    """Removes stages that an earlier generation has left, where they are there."""
+    for name in names:
+        path_of(directory, name).unlink(missing_ok=True)
+
+
 def load(directory: str | Path, name: str) -> Stage:
     """Reads a stage.
 

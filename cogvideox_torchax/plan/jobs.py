@@ -175,8 +175,7 @@ def smallest_tiling_that_fits(
         if min(height, width) < scale:
             return None
         tiled = replace(job, tile=(height, width))
-        (smaller,) = plan_programs(vae, tiled, devices, chip, only_last=True, **options)
-        peak_bytes = smaller.peak_bytes
+        peak_bytes = max(plan.peak_bytes for plan in plan_programs(vae, tiled, devices, chip, **options))
         if peak_bytes <= chip.memory:
             return Change(f"--tiling {height}x{width} ({tiled.tiles(vae)} tiles)", peak_bytes)
 
@@ -188,16 +187,17 @@ def smallest_mesh_that_fits(
     topology: str,
     tp: int,
     peak_bytes: int,
-    backend: str = "torchax",
+    **options: Any,
 ) -> Change | None:
     """The fewest chips of a topology's generation, a power of two, over which a job fits as it is.
 
     Args:
         model, dtype: as `weightless_vae` takes them.
-        job, backend: as `plan_programs` takes them.
+        job: as `plan_programs` takes it.
         topology: such as "v6e:1x1"; its generation's larger grids are tried.
         tp: over how many chips the width was split.
         peak_bytes: of the job as it stands.
+        options: of `plan_programs`.
 
     Returns:
         The mesh, compiled; None where 256 chips are not enough, or the generation comes in other grids.
@@ -210,10 +210,10 @@ def smallest_mesh_that_fits(
         if count <= tp or weights + (peak_bytes - weights) * tp / count > 1.1 * chip.memory:
             continue
         devices = topology_devices(f"{generation}:{name}")
-        options = {"tp": count, "backend": backend, "only_last": True}
-        (smaller,) = plan_programs(weightless_vae(model, dtype), job, devices, chip, **options)
-        if smaller.peak_bytes <= chip.memory:
-            return Change(f"--topology {generation}:{name} --tp {count}", smaller.peak_bytes)
+        vae = weightless_vae(model, dtype)
+        peak = max(plan.peak_bytes for plan in plan_programs(vae, job, devices, chip, tp=count, **options))
+        if peak <= chip.memory:
+            return Change(f"--topology {generation}:{name} --tp {count}", peak)
     return None
 
 

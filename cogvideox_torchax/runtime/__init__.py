@@ -37,7 +37,7 @@ from cogvideox_torchax.runtime.gradients import (
     rematerialized,
     wants_gradient,
 )
-from cogvideox_torchax.runtime.memory import free_memory, host_peak_bytes, out_of_memory
+from cogvideox_torchax.runtime.memory import free_memory, host_peak_bytes, of_several_processes, out_of_memory
 from cogvideox_torchax.runtime.profiling import profiling
 from cogvideox_torchax.runtime.programs import (
     ChunkProgram,
@@ -87,6 +87,7 @@ __all__ = [
     "jax_dtype",
     "jit_torch",
     "move_weights",
+    "of_several_processes",
     "on_host",
     "on_jax",
     "out_of_memory",

@@ -1,6 +1,12 @@
 """Memory: how much the device that computes has, what this process took, whether an error says it ran out."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
 
 EXHAUSTED = ("RESOURCE_EXHAUSTED", "out of memory", "not enough memory", "Ran out of memory")
 """What XLA, CUDA and PyTorch write when there is no more."""
@@ -11,8 +17,26 @@ def out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or any(words in str(error) for words in EXHAUSTED)
 
 
-def free_memory() -> int:
-    """Bytes that a program may still take: of JAX's first device here, of the host where that is a CPU."""
+def of_several_processes(mesh: "Mesh | None") -> bool:
+    """Whether a mesh has devices of more than one process."""
+    return mesh is not None and len({device.process_index for device in mesh.devices.flat}) > 1
+
+
+def free_memory(mesh: "Mesh | None" = None) -> int:
+    """Bytes that a program may still take: of JAX's first device here, of the host where that is a CPU.
+
+    Over a mesh of several processes it is the least of theirs; each of them has to ask.
+    """
+    own = _free_memory()
+    if not of_several_processes(mesh):
+        return own
+    from jax.experimental import multihost_utils
+
+    mebibytes = multihost_utils.process_allgather(np.asarray(own // 2**20, np.int32))
+    return int(np.min(mebibytes)) * 2**20
+
+
+def _free_memory() -> int:
     import jax
 
     stats = jax.local_devices()[0].memory_stats()

@@ -1,5 +1,7 @@
 """What a program was traced from, so that it is not run for anything else."""
 
+import functools
+import types
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
@@ -11,6 +13,7 @@ from cogvideox_torchax.runtime.models import MADE_OF_IT
 
 TREE = frozenset({"_modules", "_parameters", "_buffers"})
 CONTAINERS = (dict, OrderedDict, list, set)
+FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial)
 
 
 class Snapshot:
@@ -48,9 +51,8 @@ class _Seen:
             for name, value in vars(module).copy().items()
             if name not in TREE and name not in MADE_OF_IT
         }
-        self._contents = [
-            (value, _items(value)) for value in self._attributes.values() if type(value) in CONTAINERS
-        ]
+        held = (value if type(value) in CONTAINERS else _state(value) for value in self._attributes.values())
+        self._contents = [(value, _items(value)) for value in held if value is not None]
 
     def is_still(self, module: nn.Module) -> bool:
         attributes = vars(module)
@@ -65,6 +67,12 @@ class _Seen:
         return all(
             not (container or items) or _same(_items(container), items) for container, items in self._contents
         )
+
+
+def _state(value: Any) -> dict[str, Any] | None:
+    """The attributes of an object that a module calls, as an attention processor; None of anything else."""
+    other = isinstance(value, (nn.Module, type, *FUNCTIONS)) or not callable(value)
+    return None if other else getattr(value, "__dict__", None)
 
 
 def _items(container: Any) -> list[Any]:

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 import torch
+from jax.sharding import Mesh
 
 from cogvideox_torchax import runtime
 from cogvideox_torchax.files.whole import check_output, workplace
@@ -88,6 +89,16 @@ def wait_for_all() -> None:
     from jax.experimental import multihost_utils
 
     multihost_utils.sync_global_devices("cogvideox_torchax")
+
+
+def check_all_take_part(mesh: Mesh) -> None:
+    """Raises `ProcessError` where a process has none of a mesh's devices."""
+    idle = set(range(jax.process_count())) - {device.process_index for device in mesh.devices.flat}
+    if idle:
+        raise ProcessError(
+            f"the mesh has {mesh.size} of {jax.device_count()} devices, and none of processes "
+            f"{', '.join(map(str, sorted(idle)))}: take all of them, or start fewer processes"
+        )
 
 
 def abandon(code: int) -> None:
@@ -166,6 +177,8 @@ class Exchange:
         pause = 0.001
         while not path.exists():
             for failure in self.directory.glob("*.failed"):
+                if path.exists():  # it failed later, and what is awaited came in between
+                    return path
                 raise RuntimeError(f"process {failure.stem} failed: {failure.read_text()}")
             time.sleep(pause)
             pause = min(2 * pause, 0.1)

@@ -404,6 +404,16 @@ class ShardedModuleProgram(runtime.ModuleProgram):
             return {key: self._split(name, part) for key, part in value.items()}
         return tuple(self._split(name, part) for part in value) if isinstance(value, tuple) else value
 
+    def weights(self, network: nn.Module) -> dict[str, Any]:
+        """As a program's; what `load_state_dict` has put elsewhere goes where the mesh has it, for good."""
+        mesh, split = self.placement.mesh, self.placement.split
+        for name, tensor in (*network.named_parameters(), *network.named_buffers()):
+            array = runtime.array_of(tensor)
+            wanted = weight_sharding(mesh, name, array.shape, split)
+            if not array.sharding.is_equivalent_to(wanted, array.ndim):
+                runtime.assign(tensor, runtime.tensor_of(put_weight(mesh, name, array, split)))
+        return super().weights(network)
+
     def put(self, tensor: Any) -> Any:
         return jax.device_put(super().put(tensor), self.placement.replicated)
 

@@ -46,13 +46,17 @@ class Part:
         return str(self.path.with_name(self.name))
 
 
-def parts(texts: Sequence[str]) -> list[Part]:
+def parts(texts: Sequence[str], without: Path | None = None) -> list[Part]:
     """The parts that a command line names: files, `file#start-end`, directories with all that is in them.
+
+    Args:
+        texts: what is named.
+        without: a directory of which nothing is taken for being in another, or None.
 
     Raises:
         ValueError: nothing there, or a range that is none.
     """
-    found = [part for text in texts for part in _parts(text)]
+    found = [part for text in texts for part in _parts(text, without)]
     if not found:
         raise ValueError(
             f"no videos or pictures in {', '.join(texts)}: they end in {', '.join(video.SUFFIXES + PICTURES)}"
@@ -60,14 +64,16 @@ def parts(texts: Sequence[str]) -> list[Part]:
     return found
 
 
-def _parts(text: str) -> Iterator[Part]:
+def _parts(text: str, without: Path | None) -> Iterator[Part]:
     name, mark, span = text.rpartition("#")
     if not mark or Path(text).exists():
         name, span = text, ""
     path = Path(name)
     if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.suffix.lower() in video.SUFFIXES + PICTURES)
-        yield from map(Part, files)
+        for file in sorted(path.rglob("*")):
+            left_out = without is not None and without.resolve() in file.resolve().parents
+            if file.suffix.lower() in video.SUFFIXES + PICTURES and not left_out:
+                yield Part(file)
         return
     start, dash, end = span.partition("-")
     try:

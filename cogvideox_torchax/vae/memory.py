@@ -120,7 +120,7 @@ def set_tiles(vae: Any, tiling: str | None, kind: str, height: int, width: int, 
     if tiling != "auto":
         _enable(vae, parse_tiles(tiling, vae.spatial_scale))
         return None
-    free = runtime.free_memory()
+    free = runtime.free_memory(getattr(vae, "mesh", None))
     tile = fitting_tile(vae, kind, height, width, frames, free)
     if tile is None:
         vae.disable_tiling()
@@ -158,7 +158,8 @@ def in_tiles_once_memory_is_out(
     """The results of a video's chunks; where memory runs out, once, those from there on are made in tiles.
 
     The video is then run from its beginning, in tiles half as high and wide, as the convolutions' cache of a
-    failed chunk may be lost; what had been given before is computed again, but not given again.
+    failed chunk may be lost; what had been given before is computed again, but not given again. Over several
+    processes the error is raised: the others know nothing of it, and would wait.
 
     Args:
         vae: the model; it stays in tiles afterwards.
@@ -173,7 +174,8 @@ def in_tiles_once_memory_is_out(
             given += 1
         return
     except Exception as error:
-        if not runtime.out_of_memory(error):
+        alone = not runtime.of_several_processes(getattr(vae, "mesh", None))
+        if not (alone and runtime.out_of_memory(error)):
             raise
     scale = vae.spatial_scale
     tile = [max(side // 2 // scale, 2) * scale for side in map(min, tile_of(vae) or size, size)]

@@ -174,7 +174,23 @@ def gelu(x: Float[Array, "*any"]) -> Float[Array, "*any"]:
 
     Inside the matrix product that takes it, XLA would compute it again for every block of outputs.
     """
-    y = x.astype(jnp.float32)
-    # y * (1 + tanh(z)) / 2 is y / (1 + exp(-2 z)), with one transcendental function and no other.
-    z = math.sqrt(2 / math.pi) * (y + 0.044715 * y**3)
-    return lax.optimization_barrier((y / (1 + jnp.exp(-2 * z))).astype(x.dtype))
+    return lax.optimization_barrier(_gelu(x.astype(jnp.float32)).astype(x.dtype))
+
+
+@jax.custom_jvp
+def _gelu(x: jax.Array) -> jax.Array:
+    # x * (1 + tanh(z)) / 2 is x / (1 + exp(-2 z)), with one transcendental function and no other.
+    return x / (1 + jnp.exp(-2 * _gelu_inner(x)))
+
+
+def _gelu_inner(x: jax.Array) -> jax.Array:
+    return math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)
+
+
+@_gelu.defjvp
+def _gelu_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """By itself the quotient's derivative is infinity by infinity where the exponential overflows."""
+    (x,), (tangent,) = primals, tangents
+    share = jax.nn.sigmoid(2 * _gelu_inner(x))
+    slope = 2 * math.sqrt(2 / math.pi) * (1 + 3 * 0.044715 * x**2)
+    return _gelu(x), tangent * share * (1 + x * (1 - share) * slope)

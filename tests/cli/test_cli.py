@@ -253,6 +253,9 @@ WRONG = {
     ),
     "tiles of no size": (lambda: None, (*ENCODE, "--tiling", "20x32"), "16x32 is near"),
     "unknown suffix": (lambda: None, (*DECODE[:3], "new.avi"), "give a name in .mp4 or .gif"),
+    "sizes for one clip": (lambda: None, (*ENCODE, "--buckets", "9x24x40"), "--buckets is for many clips"),
+    "readers of one file": (lambda: None, (*DECODE, "--readers", 3), "--readers is for many clips"),
+    "a seed for no sample": (lambda: None, ("encode", ".", *ENCODE[2:], "--seed", 3), "add --keep sample"),
 }
 
 
@@ -281,6 +284,9 @@ def test_reconstruct_keeps_times_and_sound_and_says_what_it_cannot(model_directo
     assert "copied" in said.out
     assert video.probe("again.mp4").times == tuple(TIMES)
     assert heard("again.mp4") == heard("clip.mp4")
+    assert run(*command, "AGAIN.MP4") == 0
+    assert "frames keep their times" in capsys.readouterr().err
+    assert heard("AGAIN.MP4") == heard("clip.mp4")
     assert run(*command, "short.mp4", "--frames", 6) == 0
     err = capsys.readouterr().err
     assert "6 frames were read, 8 written" in err

@@ -167,6 +167,7 @@ BAD_LISTS = {
     "an absolute id": ('{"path": "a.mp4", "id": "/a"}', "must not lead out"),
     "no caption": ('{"path": "a.mp4", "caption": null}', "line 1: caption is None, a text"),
     "no count": ('{"path": "a.mp4"}\n{"path": "b.mp4", "frames": "5"}', "line 2: frames is '5', a whole"),
+    "half an emoji": (r'{"path": "a.mp4", "caption": "cat \ud83d"}', "which UTF-8 cannot hold"),
     "nothing": ("", "names no clips"),
 }
 
@@ -255,6 +256,24 @@ def test_a_directory_of_latents_becomes_a_directory_of_videos(small, encoded, tm
     assert cli.main(arguments) == 0
     again = json.loads(capsys.readouterr().out)
     assert (again["done_before"], again["clips"]) == (4, 1)
+
+
+def test_one_id_of_two_shards_is_named_and_a_video_that_is_there_is_not_bad(encoded, tmp_path):
+    for name in ("one", "two"):
+        shutil.copytree(encoded / "safetensors", tmp_path / "in" / name)
+    shards = [path for name in ("one", "two") for path in sources.shards(tmp_path / "in" / name)]
+    with Videos(tmp_path / "out", shards, None, manifest.Share()) as videos:
+        assert len(videos.missing) == len(GOOD)
+        assert set(videos.bad) == set(GOOD)
+        assert "its video would be that of b.mp4 in" in videos.bad["b.mp4"]
+    # One process found it bad; another made it, and its manifest is read before that of the first.
+    for name, kind in (("manifest-0.jsonl", manifest.DONE), ("manifest-1.jsonl", manifest.BAD)):
+        line = {"kind": kind, "id": "b.mp4", "error": "no memory"}
+        (tmp_path / "out" / name).write_text(json.dumps(line) + "\n")
+    (tmp_path / "out" / "b.mp4").touch()
+    alone = sources.shards(tmp_path / "in" / "one")
+    with Videos(tmp_path / "out", alone, None, manifest.Share()) as videos:
+        assert (videos.bad, videos.done_before) == ({}, 1)
 
 
 @pytest.mark.parametrize("kind", formats.SUFFIXES)

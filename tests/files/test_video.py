@@ -57,6 +57,13 @@ def test_gif_and_frames(tmp_path):
         sink.write(moving_frames(5))
     with Image.open(tmp_path / "clip.gif") as gif:
         assert (gif.n_frames, gif.size, gif.info["duration"]) == (5, (40, 24), 100)
+    for rate, seconds in ((30, 0.6), (24, 0.75), (120, 18 * 0.02)):  # no frame lasts less than 20 ms
+        with video.writing(tmp_path / "clip.gif", rate) as sink:
+            sink.write(moving_frames(18))
+        with Image.open(tmp_path / "clip.gif") as gif:
+            lasting = [gif.seek(i) or gif.info["duration"] for i in range(18)]
+        assert sum(lasting) == pytest.approx(1000 * seconds)
+        assert max(lasting) - min(lasting) in (0, 10)
     with video.writing(tmp_path / "frames", 10) as sink:
         sink.write(moving_frames(3))
         sink.write(moving_frames(2))

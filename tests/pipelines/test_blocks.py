@@ -6,9 +6,11 @@ import jax
 import numpy as np
 import pytest
 import torch
+from diffusers.models.attention_processor import CogVideoXAttnProcessor2_0
 
 from cogvideox_torchax import make_mesh, runtime, sharding
 from cogvideox_torchax.pipelines import blocks, networks
+from cogvideox_torchax.pipelines.layers import AttnProcessor
 from cogvideox_torchax.sharding.sequences import CHANNELS, TOKENS, choose_split
 from cogvideox_torchax.vae.tolerances import BFLOAT16_RMS_RATIO, relative_error, rms_error
 from jax_kernels.attention.bounds import LARGEST_BOUND
@@ -152,6 +154,92 @@ def test_weights_loaded_or_moved_to_and_fro_are_the_same_programs():
     assert relative_error(ported_step(model), first) > 0
     assert model.program is program
     assert program.compilations == 1
+
+
+@pytest.mark.parametrize("split", ["2x4 by tokens, weights gathered", "1x8 by channels"])
+def test_weights_moved_or_loaded_lie_where_the_mesh_has_them(split):
+    model = ported(split=split)
+    wanted = {name: runtime.array_of(weight).sharding for name, weight in model.named_parameters()}
+    state = {name: runtime.to_jax(value) for name, value in stock().state_dict().items()}
+
+    def places():
+        return {name: runtime.array_of(weight).sharding for name, weight in model.named_parameters()}
+
+    model.to("cpu")
+    model.to("jax")
+    assert places() == wanted
+    model.load_state_dict(state)
+    assert places() != wanted
+    assert relative_error(ported_step(model), reference()) < TOLERANCE
+    assert places() == wanted
+
+
+def test_what_is_tied_is_tied_again_on_jax():
+    encoder = runtime.without_torchax(small_pipelines.text_encoder)
+    networks.port_network(encoder)
+    encoder.place()
+    encoder.to("cpu")
+    encoder.to(torch.bfloat16).to("jax")
+    assert encoder.shared.weight is encoder.encoder.embed_tokens.weight
+    assert encoder.shared.weight.dtype == torch.bfloat16
+    assert runtime.on_jax(encoder.shared.weight)
+
+
+@pytest.mark.parametrize("scale", [0.0, 2.0])
+def test_a_loras_scale_counts_in_pytorch_too(scale):
+    from peft import LoraConfig
+
+    def adapted():
+        torch.manual_seed(0)
+        model = small_pipelines.transformer("5b", **SMALL)
+        model.add_adapter(LoraConfig(r=2, lora_alpha=8, target_modules=["to_q"], init_lora_weights=False))
+        return model
+
+    options = {"attention_kwargs": {"scale": scale}}
+    want = step(runtime.without_torchax(adapted), **options)
+    model = runtime.without_torchax(adapted)
+    networks.port_network(model)
+    assert relative_error(step(model), want) > 1e-3
+    assert relative_error(step(model, **options), want) < TOLERANCE
+
+
+def test_what_a_processor_is_told_later_counts():
+    class Scaled(CogVideoXAttnProcessor2_0):
+        scale = 1.0
+
+        def __call__(
+            self, attn, hidden_states, encoder_hidden_states, attention_mask=None, image_rotary_emb=None
+        ):
+            given = hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb
+            parts = super().__call__(attn, *given)
+            return tuple(part * self.scale for part in parts)
+
+    processor, changed, model = Scaled(), stock(), ported()
+    for told in (changed, model):
+        told.set_attn_processor(processor)
+    assert relative_error(ported_step(model), reference()) < TOLERANCE
+    processor.scale = 0.25
+    want = step(changed)
+    assert relative_error(want, reference()) > 1e-3
+    assert relative_error(ported_step(model), want) < TOLERANCE
+    program = model.program
+    ported_step(model)
+    assert program is model.program
+    assert program.compilations == 1
+
+
+@pytest.mark.parametrize("joined", [True, False])
+@pytest.mark.parametrize("positions", [-2, 2])
+def test_rotary_tables_of_another_size_are_refused(joined, positions):
+    model = ported()
+    if not joined:
+        model.set_attn_processor(AttnProcessor())
+        model.transformer_blocks[0].register_forward_hook(lambda *_: None)
+    tensors = jax.tree.map(runtime.to_jax, runtime.without_torchax(given, model))
+    patches = tensors["image_rotary_emb"][0].shape[0]
+    table = runtime.to_jax(torch.ones(patches + positions, 16))
+    with pytest.raises(ValueError, match=f"tables of {patches + positions} positions for {patches} patches"):
+        model(**{**tensors, "image_rotary_emb": (table, table)})
 
 
 def test_a_chosen_split_stays_where_nothing_else_is_asked_for():

@@ -282,5 +282,34 @@ def test_a_stage_of_another_model_or_truncated_or_contradicted_is_refused(models
     assert "of another model" in error(models("text"), "--from-stage", "latents")
 
 
+def test_a_step_of_another_text_is_refused(models, kept, monkeypatch, capsys):
+    monkeypatch.setattr(generation, "load", None)
+    text = stages.load("kept", "text")
+    request = dataclasses.replace(kept, prompt="a cat")
+    stages.save("kept", "text", text.tensors, request=request, model=text.model)
+    assert generate(models("text"), "--save-stages", "kept", "--from-stage", "step") == 2
+    assert "of another generation than the text: made with --prompt 'a panda'" in capsys.readouterr().err
+
+
+def test_a_new_generation_takes_the_stages_of_the_one_before_away(models, kept, monkeypatch):
+    """Killed before its first kept step, it could not be told from the older one."""
+
+    def fail(*args, **kwargs):
+        raise RuntimeError("killed")
+
+    def left():
+        return {path.name for path in Path("kept").iterdir()}
+
+    pipe = small_pipelines.CLASSES["text"]
+    Path("kept/latents.safetensors").touch()
+    with monkeypatch.context() as patch:
+        patch.setattr(pipe, "__call__", fail)
+        assert generate(models("text"), "--save-stages", "kept") == 1
+        assert left() == {"text.safetensors"}
+        Path("kept/step.safetensors").touch()
+        assert generate(models("text"), "--save-stages", "kept", "--from-stage", "text", "--steps", 4) == 1
+        assert left() == {"text.safetensors"}
+
+
 def test_a_request_survives_its_file(kept):
     assert stages.load("kept", "step").request == dataclasses.replace(kept)

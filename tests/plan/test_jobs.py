@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -153,6 +154,30 @@ def test_a_job_that_does_not_fit_gets_the_largest_tile_that_does(model_directory
     assert jobs.smallest_tiling_that_fits(vae, job, devices, none, whole.peak_bytes) is None
 
 
+def test_what_fits_is_said_by_the_largest_of_its_programs(model_directory, monkeypatch):
+    vae = models.weightless_vae(str(model_directory), torch.float32)
+    weights = sum(value.numel() * value.element_size() for value in vae.decoder.parameters())
+
+    def planned(vae, job, devices, chip, *, tp=1, only_last=False):
+        height, width = job.tile or (job.height, job.width)
+        sizes = [height * width // tp] if only_last else [2 * height * width // tp, height * width // tp]
+        yield from (SimpleNamespace(peak_bytes=weights + size) for size in sizes)
+
+    monkeypatch.setattr(jobs, "plan_programs", planned)
+    monkeypatch.setattr(jobs, "topology_devices", lambda name: [])
+    monkeypatch.setitem(chips.CHIPS, "v6e", chip := chips.Chip(1e12, 1e12, weights + 512 * 768, 1e9))
+    job, peak = jobs.Job("decode", 17, 512, 768), weights + 2 * 512 * 768
+    tiled = jobs.smallest_tiling_that_fits(vae, job, [], chip, peak)
+    assert tiled is not None
+    height, width = map(int, tiled.what.split()[1].split("x"))
+    assert tiled.peak_bytes == weights + 2 * height * width <= chip.memory
+    model = str(model_directory), torch.float32
+    spread = jobs.smallest_mesh_that_fits(*model, job, "v6e:1x1", 1, peak)
+    assert spread == jobs.Change("--topology v6e:1x2 --tp 2", weights + 512 * 768)
+    steady = jobs.smallest_mesh_that_fits(*model, job, "v6e:1x1", 1, peak, only_last=True)
+    assert steady == jobs.Change("--topology v6e:1x2 --tp 2", weights + 512 * 768 // 2)
+
+
 def test_a_job_that_does_not_fit_gets_the_fewest_chips_over_which_it_does(model_directory, monkeypatch):
     job, dtype = jobs.Job("decode", 1, 64, 512), torch.float32
     vae = models.weightless_vae(str(model_directory), dtype)
@@ -191,6 +216,8 @@ def test_a_hollow_model_has_shapes_and_no_weights():
         (["--platform", "cpu", "--tiling", "30x48"], "multiples of 8"),
         (["--platform", "cpu", "--tiling", "tiny"], "such as 240x360"),
         (["--platform", "cpu", "--layers"], "pass --dp or --tp"),
+        (["--network", "step", "--save-hlo", "hlo"], "--save-hlo does not go with --network step"),
+        (["--split", "tokens"], "--split does not go with --network vae"),
     ],
 )
 def test_a_plan_that_cannot_be_made_is_named(arguments, words, capsys):

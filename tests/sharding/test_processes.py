@@ -8,13 +8,14 @@ import sys
 import time
 from pathlib import Path
 
+import jax
 import pytest
 import torch
 
 from cogvideox_torchax import cli, make_mesh
 from cogvideox_torchax.files import latents, video
 from cogvideox_torchax.files.whole import whole_file
-from cogvideox_torchax.sharding import NTHWC, Placement
+from cogvideox_torchax.sharding import NTHWC, Exchange, Placement, ProcessError, check_all_take_part
 from tests import reference
 from tests.files.test_video import moving_frames
 
@@ -74,6 +75,11 @@ together = ["--quiet", "--distributed", "--coordinator", f"localhost:{{port}}", 
 together += ["--process", str(index), "--patience", "{PATIENCE}", "--json"]
 assert cli.main(["encode", "clip.mp4", "-o", "two.safetensors", "--model", "vae", *together]) == 0
 assert cli.main(["decode", "one.safetensors", "-o", "two", *together]) == 0
+# In three tiles, of which each process's devices hold columns of their own.
+assert cli.main(["decode", "one.safetensors", "-o", "two-tiled", "--tiling", "32x24", *together]) == 0
+from cogvideox_torchax import make_mesh, runtime
+runtime.memory._free_memory = lambda: (3 + index) * 2**40
+assert runtime.free_memory(make_mesh()) == 3 * 2**40
 """
 
 
@@ -90,17 +96,20 @@ def test_two_processes_write_what_one_writes(directory):
     alone = ("--quiet", "--backend", "torch")
     assert cli.main(["encode", "clip.mp4", "-o", "one.safetensors", "--model", "vae", *alone]) == 0
     assert cli.main(["decode", "one.safetensors", "-o", "one", *alone]) == 0
+    tiled = ("-o", "one-tiled", "--tiling", "32x24")
+    assert cli.main(["decode", "one.safetensors", *tiled, *alone]) == 0
     first, second = finish(start(directory, TOGETHER), within=300)
     assert (first[0], second[0]) == (0, 0), first[2] + second[2]
-    assert len(first[1].splitlines()) == 2  # a report for each command
+    assert len(first[1].splitlines()) == 3  # a report for each command
     assert second[1] == ""
     one, two = (latents.load(f"{name}.safetensors").tensor for name in ("one", "two"))
     assert reference.largest_error(two, one) < 1e-5
-    pairs = list(zip(frames_of(Path("one")), frames_of(Path("two")), strict=True))
-    assert len(pairs) == 9
-    # A pixel that lies between two bytes may round either way.
-    assert max(int((a.int() - b.int()).abs().max()) for a, b in pairs) <= 1
-    names = {"clip.mp4", "vae", "one", "two", "one.safetensors", "two.safetensors"}
+    for ours, theirs in (("one", "two"), ("one-tiled", "two-tiled")):
+        pairs = list(zip(frames_of(Path(ours)), frames_of(Path(theirs)), strict=True))
+        assert len(pairs) == 9
+        # A pixel that lies between two bytes may round either way.
+        assert max(int((a.int() - b.int()).abs().max()) for a, b in pairs) <= 1
+    names = {"clip.mp4", "vae", "one", "two", "one.safetensors", "two.safetensors", "one-tiled", "two-tiled"}
     assert {path.name for path in directory.iterdir()} == names
 
 
@@ -150,6 +159,25 @@ def test_when_a_process_dies_the_other_ends_with_an_error_in_time(tmp_path, dyin
     assert [path.name for path in tmp_path.iterdir() if "out.mp4" in path.name] == ["out.mp4"]
 
 
+def test_what_came_before_a_failure_is_read(tmp_path, monkeypatch):
+    exchange, part = Exchange(tmp_path), tmp_path / "000001.1"
+    real = Path.exists
+    seen = []
+
+    def exists(path):
+        seen.append(path)
+        if len(seen) == 1:  # the other process writes its part, and fails, as soon as this one has looked
+            part.touch()
+            (tmp_path / "1.failed").write_text("the disk is full")
+            return False
+        return real(path)
+
+    monkeypatch.setattr(Path, "exists", exists)
+    assert exchange._wait(part) == part
+    with pytest.raises(RuntimeError, match="process 1 failed: the disk is full"):
+        exchange._wait(tmp_path / "000002.1")
+
+
 def test_a_process_reads_its_own_columns_alone(directory):
     z = reference.latents(3, width=13)
     config = {"scaling_factor": 0.7, "invert_scale_latents": False}
@@ -183,6 +211,21 @@ def test_options_that_cannot_be_met_are_one_line(directory, capfd, options, word
     said = capfd.readouterr().err
     assert words in said
     assert len(said.splitlines()) == 1
+
+
+def test_a_mesh_that_leaves_a_process_out_is_refused(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 3)
+    with pytest.raises(ProcessError, match="4 of 8 devices, and none of processes 1, 2: take all of them"):
+        check_all_take_part(make_mesh(1, 4))
+
+
+def test_a_process_that_failed_waits_for_no_other_with_a_traceback_either(directory, monkeypatch, capsys):
+    left = []
+    monkeypatch.setattr("cogvideox_torchax.sharding.abandon", left.append)
+    command = ["encode", "none.mp4", "-o", "z.safetensors", "--model", "vae", "--distributed", "--traceback"]
+    assert cli.main(command) == 2
+    assert left == [2]
+    assert "Traceback" in capsys.readouterr().err
 
 
 def test_processes_that_nobody_names_are_told_how_to_meet(tmp_path):

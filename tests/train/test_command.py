@@ -63,6 +63,17 @@ def test_killed_and_resumed_every_loss_is_that_of_a_training_left_alone(whole):
         assert torch.equal(tensor, right[name]), name
 
 
+def test_what_a_training_writes_is_none_of_its_clips(material):
+    Path("clips").mkdir()
+    for name in ("clip.mp4", "picture.png"):
+        Path(name).rename(f"clips/{name}")
+    some = arguments("clips/run", "--steps", 2, "--validate", "clips/clip.mp4#0-9", clips=["clips"])
+    assert cli.main(some) == 0
+    assert len(list(Path("clips").rglob("*.png"))) > 1
+    more = arguments("clips/run", "--steps", 2, "--resume", clips=["clips"])
+    assert cli.main(more) == 0  # of the same clips: nothing is left to do
+
+
 def test_a_signal_ends_it_with_a_checkpoint_of_the_last_step(material):
     process = start("ended", "--every", 1000)
     wait_for("ended/losses.csv", process)

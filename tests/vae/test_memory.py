@@ -83,13 +83,13 @@ def test_a_bad_tile_size_is_an_error_that_names_a_good_one(text, words):
 
 def test_auto_turns_tiling_on_and_off(native_vae, monkeypatch):
     vae = copy.copy(native_vae)
-    monkeypatch.setattr(runtime, "free_memory", lambda: 10**6)
+    monkeypatch.setattr(runtime, "free_memory", lambda mesh: 10**6)
     told = memory.set_tiles(vae, "auto", "decode", 480, 720, 3)
     assert told is not None
     assert vae.use_tiling
     tile = vae.tile_latent_min_height * 8, vae.tile_latent_min_width * 8
     assert f"tiles of {tile[0]} x {tile[1]} pixels" in told
-    monkeypatch.setattr(runtime, "free_memory", lambda: 10**12)
+    monkeypatch.setattr(runtime, "free_memory", lambda mesh: 10**12)
     assert memory.set_tiles(vae, "auto", "decode", 480, 720, 3) is None
     assert not vae.use_tiling
 
@@ -155,8 +155,14 @@ def test_another_error_passes_and_a_second_end_of_memory_does(quick_vae, monkeyp
 
     with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED"):
         list(memory.in_tiles_once_memory_is_out(vae, (16, 24), failing_always, lambda line: None))
+    vae, z = copy.copy(quick_vae), reference.latents(3)
+    with monkeypatch.context() as patch:
+        # Other processes of a mesh would wait: they know nothing of the tiles that this one would go on in.
+        patch.setattr(runtime, "of_several_processes", lambda mesh: True)
+        failing(vae, patch, 0, OUT)
+        with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED"):
+            list(memory.in_tiles_once_memory_is_out(vae, (12, 20), lambda: vae.decode_stream(z), print))
     failing(vae := copy.copy(quick_vae), monkeypatch, 0, RuntimeError("something else"))
-    z = reference.latents(3)
     with pytest.raises(RuntimeError, match="something else"):
         list(memory.in_tiles_once_memory_is_out(vae, (12, 20), lambda: vae.decode_stream(z), print))
     assert not vae.use_tiling

@@ -208,6 +208,11 @@ class AutoencoderKLCogVideoX(PortedModel, DiffusersAutoencoder):
         with self._running(z):
             return super().decode(z, return_dict)
 
+    def forward(self, sample: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """As diffusers': encodes, draws of the posterior or takes its mode, decodes."""
+        with self._running(sample):
+            return super().forward(sample, *args, **kwargs)
+
     def _decode(self, z: torch.Tensor, return_dict: bool = True) -> DecoderOutput | tuple[torch.Tensor]:
         self._check_latents(z)
         frames = self._whole("decode", z)

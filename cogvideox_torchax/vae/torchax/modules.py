@@ -20,8 +20,11 @@ import jax_kernels
 from cogvideox_torchax.runtime import on_jax, torch_view
 from cogvideox_torchax.runtime.layers import as_layer, is_watched
 from cogvideox_torchax.vae.chunks import first_frame_is_alone
+from jax_kernels.common.columns import with_clear_padding
 
 Cache = dict[str, Any]
+
+COLUMN_AXIS = 4
 
 
 def _channels_last(x_NCTHW: torch.Tensor) -> torch.Tensor:
@@ -35,6 +38,17 @@ def _channels_first(x_NTHWC: torch.Tensor) -> torch.Tensor:
 def _kernel_last(kernel_OI: torch.Tensor) -> torch.Tensor:
     """A torch kernel (O, I, *window) as XLA takes it, (*window, I, O)."""
     return kernel_OI.permute(*range(2, kernel_OI.ndim), 1, 0)
+
+
+def _as_ported(module: nn.Module) -> bool:
+    """Whether what lies in a module is what `port` left there, unwatched: its weights say what it does."""
+    parts = (part for part in module.modules() if part is not module)
+    return all(type(part) in PARTS and not is_watched(part) for part in parts)
+
+
+def _cleared(x_NCTHW: torch.Tensor) -> torch.Tensor:
+    """What PyTorch's operations gave on JAX: columns that pad a share become zeros again."""
+    return torch_view(with_clear_padding)(x_NCTHW, COLUMN_AXIS) if on_jax(x_NCTHW) else x_NCTHW
 
 
 def _matrix(conv: nn.Conv3d) -> torch.Tensor:
@@ -94,7 +108,8 @@ class CausalConv3d(diffusers_vae.CogVideoXCausalConv3d):
     def is_plain(self) -> bool:
         """Whether it is what the kernels compute."""
         conv = self.conv
-        return conv.stride == (1, 1, 1) and conv.dilation == (1, 1, 1) and self.pad_mode != "replicate"
+        window = (1, 1, 1)
+        return _as_ported(self) and conv.stride == conv.dilation == window and self.pad_mode != "replicate"
 
     def forward(
         self,
@@ -107,7 +122,7 @@ class CausalConv3d(diffusers_vae.CogVideoXCausalConv3d):
         conv = self.conv
         if not on_jax(inputs) or not self.is_plain:
             y, new_cache = super().forward(inputs, conv_cache)
-            return y if residual is None else y + residual, new_cache
+            return _cleared(y if residual is None else y + residual), new_cache
         cache, residual, after = (
             None if x is None else _channels_last(x) for x in (conv_cache, residual, after)
         )
@@ -138,6 +153,11 @@ class SpatialNorm3D(diffusers_vae.CogVideoXSpatialNorm3D):
         if not on_jax(f):
             _refuse(activation)
             return super().forward(f, zq, conv_cache)  # pyright: ignore[reportReturnType]
+        if not _as_ported(self):
+            y = _only(super().forward(f, zq))
+            if activation is not None:
+                y = torch_view(getattr(jax_kernels, activation))(y)
+            return _cleared(y), {}
         norm, conv_y, conv_b = self.norm_layer, self.conv_y.conv, self.conv_b.conv
         y = torch_view(jax_kernels.spatial_norm)(
             _channels_last(f),
@@ -216,7 +236,8 @@ class ResnetBlock3D(diffusers_vae.CogVideoXResnetBlock3D):
 
 def _fits_together(norm: nn.Module, conv: nn.Module) -> bool:
     """Whether both are as they were ported, of kinds that `jax_kernels.norm_conv3d` computes together."""
-    return type(norm) in (GroupNorm, SpatialNorm3D) and type(conv) is CausalConv3d and conv.is_plain
+    kinds = type(norm) in (GroupNorm, SpatialNorm3D) and type(conv) is CausalConv3d
+    return kinds and _as_ported(norm) and conv.is_plain  # pyright: ignore[reportReturnType]
 
 
 def _norm_conv(
@@ -257,8 +278,8 @@ class Upsample3D(CogVideoXUpsample3D):
     """The upsampler, frames doubled after the convolution instead of before (`jax_kernels.upsample`)."""
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        if not on_jax(inputs):
-            return super().forward(inputs)
+        if not on_jax(inputs) or not _as_ported(self):
+            return _cleared(super().forward(inputs))
         y = torch_view(jax_kernels.upsample)(
             _channels_last(inputs),
             _kernel_last(self.conv.weight),
@@ -273,8 +294,8 @@ class Downsample3D(CogVideoXDownsample3D):
     """The downsampler (`jax_kernels.downsample`)."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if not on_jax(x):
-            return super().forward(x)
+        if not on_jax(x) or not _as_ported(self):
+            return _cleared(super().forward(x))
         y = torch_view(jax_kernels.downsample)(
             _channels_last(x),
             _kernel_last(self.conv.weight),
@@ -333,6 +354,9 @@ PORTED: dict[type[nn.Module], type[nn.Module]] = {
     diffusers_vae.CogVideoXDecoder3D: Decoder3D,
 }
 """The class that each of diffusers' hot modules becomes."""
+
+PARTS = (nn.Conv2d, GroupNorm, SafeConv3d, CausalConv3d)
+"""What may lie within a layer, where its kernel does all of it."""
 
 LAYERS = tuple(ported for ported in PORTED.values() if ported is not Decoder3D)
 """Those that are no whole network."""

@@ -16,9 +16,8 @@ from cogvideox_torchax import runtime
 from cogvideox_torchax.runtime.layers import watched
 from cogvideox_torchax.vae import chunks
 from cogvideox_torchax.vae.pixels import from_uint8, to_uint8
+from cogvideox_torchax.vae.torchax.modules import COLUMN_AXIS
 from jax_kernels.common.columns import with_clear_padding
-
-COLUMN_AXIS = 4
 
 
 class EncoderChunk(nn.Module):

@@ -74,6 +74,15 @@ def test_silu_is_rounded_once():
     np.testing.assert_array_equal(np.array(silu(x), np.float32), want.float().numpy())
 
 
+def test_the_gradient_of_gelu_is_torchs_far_below_zero_too():
+    x = jnp.asarray([-1e4, -20.0, -10.5, -3.0, -0.7, 0.0, 0.3, 2.0, 20.0])
+    given = to_torch(x).requires_grad_()
+    with torch.enable_grad():
+        torch.nn.functional.gelu(given, approximate="tanh").sum().backward()
+    got = jax.grad(lambda x: gelu(x).sum())(x)
+    np.testing.assert_allclose(np.array(got), given.grad.numpy(), rtol=1e-5, atol=1e-6)
+
+
 def test_outputs_in_parts_are_linears():
     x, weight, bias = draw(7, 8), draw(12, 8, seed=1), draw(12, seed=2)
     for given in (bias, None):

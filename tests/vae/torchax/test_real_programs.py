@@ -158,6 +158,68 @@ def test_a_hook_registered_or_removed_later_is_seen(vae):
     assert torch.equal(decoded(vae, z), plain)
 
 
+def test_a_thread_that_enabled_nothing_draws_of_the_posterior(vae, stock):
+    x = reference.video(5, height=16, width=32)
+    want = stock(x, sample_posterior=True, generator=torch.Generator().manual_seed(3)).sample
+    on_jax, found = runtime.to_jax(x), []
+
+    def work(_):
+        drawn = vae(on_jax, sample_posterior=True, generator=torch.Generator().manual_seed(3))
+        found.append(runtime.to_torch(drawn.sample))
+
+    in_threads(1, work)
+    assert relative_error(found[0], want) < FLOAT32_RELATIVE
+
+
+INNER = [
+    "decoder.up_blocks.0.resnets.1.conv2.conv",  # of which the upsampler reads columns that only pad
+    *("decoder.conv_in.conv", "decoder.mid_block.resnets.0.norm1.norm_layer", "encoder.conv_out.conv"),
+    *("decoder.up_blocks.0.resnets.0.norm2.conv_y.conv", "decoder.up_blocks.1.resnets.0.norm1.conv_b"),
+    *("decoder.up_blocks.0.upsamplers.0.conv", "encoder.down_blocks.0.downsamplers.0.conv"),
+]
+"""Parts of the modules that a kernel stands in for as a whole."""
+
+
+def with_hooks(model):
+    def double(module, args, out):
+        return (out[0] * 2, *out[1:]) if isinstance(out, tuple) else out * 2
+
+    for name in INNER:
+        model.get_submodule(name).register_forward_hook(double)
+
+
+def with_loras(model):
+    from peft import LoraConfig, inject_adapter_in_model
+
+    torch.manual_seed(3)
+    names = [name for name in INNER if not name.endswith(("norm_layer", "conv_b"))]
+    config = LoraConfig(r=2, lora_alpha=64, target_modules=names, init_lora_weights=False)
+    inject_adapter_in_model(config, model)
+
+
+@pytest.mark.filterwarnings("ignore:Explicitly requested dtype int64")  # torchax's interpolation
+@pytest.mark.parametrize("mesh", [None, (1, 8)], ids=["one device", "a padded mesh"])
+@pytest.mark.parametrize("change", [with_hooks, with_loras])
+def test_what_changes_a_part_within_a_layer_is_not_passed_over(stock, change, mesh):
+    z, x = latents(3, width=5), reference.video(9, height=8, width=20)
+    plain = reference.decoded(stock, z), reference.encoded(stock, x)
+
+    def changed():
+        model = copy.deepcopy(stock)
+        change(model)
+        return model
+
+    model = runtime.without_torchax(changed)
+    want = runtime.without_torchax(lambda: (model.decode(z).sample, model.encode(x).latent_dist.parameters))
+    vae = port(model, mesh=None if mesh is None else make_mesh(*mesh))
+    runtime.enable()
+    vae.to("jax")
+    got = decoded(vae, z), runtime.to_torch(vae.encode(runtime.to_jax(x)).latent_dist.parameters)
+    for ours, theirs, unchanged in zip(got, want, plain, strict=True):
+        assert relative_error(theirs, unchanged) > 1e-2
+        assert relative_error(ours, theirs) < FLOAT32_RELATIVE
+
+
 def test_a_changed_attribute_is_seen(vae, stock):
     z = latents()
     decoded(vae, z)
