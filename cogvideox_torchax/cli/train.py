@@ -50,7 +50,26 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
     command.add_argument(
         "--size", type=common.positive, default=64, help="of the square crops, in pixels (default: 64)"
     )
+    command.add_argument(
+        "--rate",
+        type=float,
+        default=1.0,
+        metavar="FACTOR",
+        help="times the usual learning rates (default: 1)",
+    )
     command.add_argument("--seed", type=int, default=0, help="default: 0")
+    command.add_argument(
+        "--cuts",
+        action="store_true",
+        help="a tenth of the clips cut to another, half of a video's lie where it changes fast",
+    )
+    command.add_argument(
+        "--colour",
+        type=float,
+        default=0.0,
+        metavar="WEIGHT",
+        help="of the error of a frame's mean, beside 1 for L1 (default: 0)",
+    )
     command.add_argument(
         "--validate", action="append", default=[], metavar="CLIP", help="a held-out video; repeatable"
     )
@@ -79,11 +98,15 @@ def run(args: argparse.Namespace) -> int:
         size=args.size,
         seed=args.seed,
         mixed=args.backend == "torch",
+        stills=args.config is not None,
+        colour=args.colour,
+        rate=args.rate,
     )
     sources = _sources(args)
     held_out = [_held_out(clip, args.frames) for clip in args.validate]
-    trainer = Trainer(_backend(args), clips.Sampler(sources, seed=args.seed), plan)
-    settings = plan.settings() | {"backend": args.backend, "clips": [source.part.name for source in sources]}
+    trainer = Trainer(_backend(args), clips.Sampler(sources, seed=args.seed, cuts=args.cuts), plan)
+    names = [source.part.name for source in sources]
+    settings = plan.settings() | {"backend": args.backend, "cuts": args.cuts, "clips": names}
     training = Run(trainer, directory, held_out, settings)
     done = training.resume() if args.resume else training.begin()
     with _Ended() as ended:

@@ -3,6 +3,7 @@
 Axes: C channels, T frames, S the side of a square crop.
 """
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,12 @@ LARGEST_CROP = 1.5
 
 VIDEO_SHARE = 0.65
 """Of the samples, where there are both videos and pictures."""
+
+CUT_SHARE = 0.1
+"""Of the samples, where cuts are asked for: those that are cut, at any frame, to another."""
+
+EVENT_SHARE = 0.5
+"""Of the windows of a video, where cuts are asked for: those around a frame drawn by how much it changes."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +103,13 @@ class Source:
     def frames(self) -> int:
         return len(self.levels[0])
 
+    @functools.cached_property
+    def events(self) -> np.ndarray:
+        """How likely each frame but the first is drawn: by the square of its difference to the one before."""
+        frames = self.levels[0][:, ::2, ::2].astype(np.float32)
+        change = np.square(np.abs(np.diff(frames, axis=0)).mean((1, 2, 3)) + 0.1)
+        return change / change.sum()
+
 
 def load(part: Part, *, frames: int, size: int) -> Source:
     """Reads a part in all sizes that crops of `size` are cut of.
@@ -155,12 +169,19 @@ def _picture(part: Part, needed: int, size: int) -> tuple[np.ndarray, ...]:
 
 
 class Sampler:
-    """Batches of clips, each made of its number alone: the same whenever and in whatever order asked for."""
+    """Batches of clips, each made of its number alone: the same whenever and in whatever order asked for.
 
-    def __init__(self, sources: Sequence[Source], *, seed: int):
+    Args:
+        sources: what is cut into clips.
+        seed: of what is drawn.
+        cuts: whether some clips cut to another, and more of a video's lie where it changes fast.
+    """
+
+    def __init__(self, sources: Sequence[Source], *, seed: int, cuts: bool = False):
         self._videos = [source for source in sources if source.frames > 1]
         self._pictures = [source for source in sources if source.frames == 1]
         self._seed = seed
+        self._cuts = cuts
 
     def batch(self, number: int, *, clips: int, frames: int, size: int) -> torch.Tensor:
         """Batch `number`: float32 (N, C, T, S, S) in [-1, 1]."""
@@ -168,21 +189,36 @@ class Sampler:
         return torch.stack([self._sample(rng, frames, size) for _ in range(clips)])
 
     def _sample(self, rng: np.random.Generator, frames: int, size: int) -> torch.Tensor:
+        clip = self._scene(rng, frames, size)
+        if self._cuts and frames > 1 and rng.random() < CUT_SHARE:
+            cut = rng.integers(1, frames)
+            clip = torch.cat([clip[:, :cut], self._scene(rng, frames, size)[:, cut:]], 1)
+        return clip
+
+    def _scene(self, rng: np.random.Generator, frames: int, size: int) -> torch.Tensor:
         share = VIDEO_SHARE if self._videos and self._pictures else float(bool(self._videos))
         if rng.random() < share:
-            clip = _crop(rng, self._videos[rng.integers(len(self._videos))], frames, size)
+            source = self._videos[rng.integers(len(self._videos))]
+            clip = _crop(rng, source, frames, size, EVENT_SHARE if self._cuts else 0.0)
         else:
             clip = _camera(rng, self._pictures[rng.integers(len(self._pictures))], frames, size)
         return _recoloured(rng, _turned(rng, clip))
 
 
-def _crop(rng: np.random.Generator, source: Source, frames: int, size: int) -> torch.Tensor:
+def _crop(
+    rng: np.random.Generator, source: Source, frames: int, size: int, event_share: float
+) -> torch.Tensor:
     """Frames one after the other, or every second, forwards or backwards, in a fixed window."""
     level = source.levels[rng.integers(len(source.levels))]
     stride = int(rng.choice([1, 1, 1, 2]))
     if (frames - 1) * stride >= len(level):
         stride = 1
-    t = rng.integers(len(level) - (frames - 1) * stride)
+    last = len(level) - 1 - (frames - 1) * stride
+    if event_share and rng.random() < event_share and frames > 1:
+        event = 1 + rng.choice(len(source.events), p=source.events)
+        t = min(max(event - rng.integers((frames - 1) * stride + 1), 0), last)
+    else:
+        t = rng.integers(last + 1)
     y, x = (rng.integers(side - size + 1) for side in level.shape[1:3])
     window = level[t : t + (frames - 1) * stride + 1 : stride, y : y + size, x : x + size]
     if rng.random() < 0.5:

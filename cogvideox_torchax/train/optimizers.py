@@ -97,9 +97,10 @@ class Optimizers:
         steps: of the whole training.
     """
 
-    def __init__(self, weights: dict[str, nn.Parameter], *, steps: int):
+    def __init__(self, weights: dict[str, nn.Parameter], *, steps: int, rate: float = 1.0):
         self._weights = weights
         self._steps = steps
+        self._rate = rate
         self._each = _optimizers(weights, traced=False)
 
     def zero_grad(self) -> None:
@@ -112,7 +113,7 @@ class Optimizers:
         Raises:
             FloatingPointError: a gradient that was not finite.
         """
-        norm = self._advance(average, schedule(number, self._steps), average_decay(number))
+        norm = self._advance(average, self._rate * schedule(number, self._steps), average_decay(number))
         if not math.isfinite(norm):
             raise FloatingPointError(f"the gradient of step {number} is {norm}")
         return norm
@@ -129,8 +130,8 @@ class Optimizers:
 class CompiledOptimizers(Optimizers):
     """The same on JAX: both optimizers and the average are traced into one program."""
 
-    def __init__(self, weights: dict[str, nn.Parameter], *, steps: int):
-        super().__init__(weights, steps=steps)
+    def __init__(self, weights: dict[str, nn.Parameter], *, steps: int, rate: float = 1.0):
+        super().__init__(weights, steps=steps, rate=rate)
         self._program = runtime.jit_torch(_traced)
 
     def _advance(self, average: dict[str, torch.Tensor], rate: float, decay: float) -> float:

@@ -3,7 +3,7 @@
 import csv
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -18,7 +18,7 @@ from cogvideox_torchax.vae.quality import ssim
 from cogvideox_torchax.vae.tolerances import psnr
 
 LOSSES, VALIDATION = "losses.csv", "validation.csv"
-LOSSES_HEAD = ("step", "loss", "l1", "mse", "kl", "gradient", "psnr")
+LOSSES_HEAD = ("step", "loss", "l1", "mse", "kl", "colour", "gradient", "psnr")
 VALIDATION_HEAD = ("step", "minutes", "clip", "psnr", "ssim")
 
 
@@ -78,9 +78,7 @@ class Run:
             while self.trainer.step_number < total:
                 losses = self.trainer.step()
                 step = self.trainer.step_number
-                table.writerow(
-                    (step, losses.total, losses.l1, losses.mse, losses.kl, losses.gradient, losses.psnr)
-                )
+                table.writerow((step, *astuple(losses), losses.psnr))
                 last = step == total or stopped()
                 found: list[Validation] = []
                 if last or step % every == 0:

@@ -20,7 +20,9 @@ STILLS_END, SMALL_END = 0.12, 0.75
 """The parts of a training in which stills, and clips of the size asked for, prevail."""
 
 
-def shape_of(step: int, steps: int, *, seed: int, clips: int, frames: int, size: int) -> Shape:
+def shape_of(
+    step: int, steps: int, *, seed: int, clips: int, frames: int, size: int, stills: bool = True
+) -> Shape:
     """The batch that a step takes, drawn by its number.
 
     Args:
@@ -30,14 +32,15 @@ def shape_of(step: int, steps: int, *, seed: int, clips: int, frames: int, size:
         clips: in a batch of the longest.
         frames: of the longest, 8 n + 1: other clips come back with more frames than they have.
         size: the crops' side in the first stages, a multiple of 16.
+        stills: whether there is a first stage, of stills.
     """
     half = (frames - 1) // 16 * 8 + 1
     large = int(size * LARGEST_CROP)
-    stills, some, whole = Shape(4 * clips, 1, size), Shape(clips, half, size), Shape(clips, frames, size)
-    if step < STILLS_END * steps:
-        odds = ((stills, 0.85), (some, 0.15))
+    still, some, whole = Shape(4 * clips, 1, size), Shape(clips, half, size), Shape(clips, frames, size)
+    if stills and step < STILLS_END * steps:
+        odds = ((still, 0.85), (some, 0.15))
     elif step < SMALL_END * steps:
-        odds = ((stills, 0.1), (some, 0.55), (whole, 0.35))
+        odds = ((still, 0.1), (some, 0.55), (whole, 0.35))
     else:
         odds = ((Shape(2 * clips, 1, large), 0.1), (Shape(clips, half, large), 0.4), (whole, 0.5))
     rng = np.random.default_rng((seed, step, 1))

@@ -1,6 +1,7 @@
 """The loop: a step, the weights' average, and all that goes into a checkpoint."""
 
 import contextlib
+import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -28,6 +29,9 @@ class Plan:
         size: of the square crops in pixels, a multiple of 16.
         seed: of the first weights, the batches and the noise.
         mixed: whether layers compute in bfloat16, around float32 weights.
+        stills: whether most of the first batches are stills, for weights that know nothing yet.
+        colour: how much the error of a frame's mean counts, beside L1's 1.
+        rate: of the learning rates, of which the usual is 1.
     """
 
     steps: int
@@ -36,12 +40,19 @@ class Plan:
     size: int = 64
     seed: int = 0
     mixed: bool = False
+    stills: bool = True
+    colour: float = 0.0
+    rate: float = 1.0
 
     def __post_init__(self) -> None:
         if self.size % 16:
             raise ValueError(f"got crops of {self.size} pixels: give a multiple of 16")
         if self.frames % 8 != 1:
             raise ValueError(f"got clips of {self.frames} frames: give 8 n + 1, as 1, 9, 17 or 49")
+        if not 0 <= self.colour < math.inf:
+            raise ValueError(f"got a weight of {self.colour} for the loss on colours: give 0 or more")
+        if not 0 < self.rate < math.inf:
+            raise ValueError(f"got learning rates of {self.rate} times the usual: give a number above 0")
 
     def settings(self) -> dict[str, Any]:
         """As a checkpoint keeps them."""
@@ -50,12 +61,14 @@ class Plan:
 
 @dataclass(frozen=True)
 class Losses:
-    """Of one step: `total` is what is minimised, `psnr` in decibels, before values are clipped."""
+    """Of one step: `total` is what is minimised, `colour` the mean error of a frame's mean; `psnr` is in
+    decibels, before values are clipped."""
 
     total: float
     l1: float
     mse: float
     kl: float
+    colour: float
     gradient: float
 
     @property
@@ -74,14 +87,20 @@ class Trainer:
         self.vae = backend.vae.train()
         self._weights = dict(self.vae.named_parameters())
         kind = CompiledOptimizers if backend.compiled_by_jax else Optimizers
-        self._optimizers = kind(self._weights, steps=plan.steps)
+        self._optimizers = kind(self._weights, steps=plan.steps, rate=plan.rate)
         self._average = {name: weight.detach().clone() for name, weight in self._weights.items()}
 
     def step(self) -> Losses:
         """Makes the next step."""
         plan, number = self.plan, self.step_number
         shape = shape_of(
-            number, plan.steps, seed=plan.seed, clips=plan.clips, frames=plan.frames, size=plan.size
+            number,
+            plan.steps,
+            seed=plan.seed,
+            clips=plan.clips,
+            frames=plan.frames,
+            size=plan.size,
+            stills=plan.stills,
         )
         x = self._sampler.batch(number, clips=shape.clips, frames=shape.frames, size=shape.size)
         noise = torch.Generator().manual_seed(plan.seed * 1_000_003 + number)
@@ -90,11 +109,11 @@ class Trainer:
         losses[0].backward()
         gradient = self._optimizers.step(number, self._average)
         self.step_number += 1
-        total, l1, mse, kl = (self._backend.to_torch(loss).item() for loss in losses)
-        return Losses(total, l1, mse, kl, gradient)
+        total, l1, mse, kl, colour = (self._backend.to_torch(loss).item() for loss in losses)
+        return Losses(total, l1, mse, kl, colour, gradient)
 
     def _losses(self, x: torch.Tensor, noise: torch.Generator) -> tuple[torch.Tensor, ...]:
-        """The total, L1, MSE and KL of a batch."""
+        """The total, L1, MSE, KL and the loss on colours of a batch."""
         x = self._backend.put(x.contiguous(memory_format=torch.channels_last_3d))
         with self._precision():
             posterior = self.vae.encode(x).latent_dist
@@ -104,7 +123,9 @@ class Trainer:
         difference = y.float() - x
         l1, mse = difference.abs().mean(), difference.square().mean()
         kl = 0.5 * (mean.square() + logvar.exp() - 1 - logvar).mean()
-        return L1 * l1 + MSE * mse + KL * kl, l1, mse, kl
+        colour = difference.mean((3, 4)).abs().mean()
+        total = L1 * l1 + MSE * mse + KL * kl + self.plan.colour * colour
+        return total, l1, mse, kl, colour
 
     def _precision(self) -> contextlib.AbstractContextManager[Any]:
         return torch.autocast("cpu", torch.bfloat16, enabled=self.plan.mixed)

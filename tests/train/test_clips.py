@@ -87,6 +87,36 @@ def test_a_batch_is_made_of_its_number_alone():
     assert -1 <= batch.min() < batch.max() <= 1
 
 
+def turning(at, frames=200):
+    """A video that changes at one frame alone."""
+    video = np.full((frames, 40, 40, 3), 40, np.uint8)
+    video[at:] = 200
+    return Source(Part(Path("v.mp4")), (video,))
+
+
+def test_cuts_are_asked_for():
+    """Some clips cut to another, and more than by chance hold the frame at which their video changes."""
+
+    def changes(cuts):
+        batch = Sampler([turning(100)], seed=0, cuts=cuts).batch(0, clips=200, frames=9, size=16)
+        return (batch.mean((1, 3, 4)).diff(dim=1).abs() > 0.1).sum(1)
+
+    plain, cut = changes(False), changes(True)
+    assert plain.max() == 1
+    assert plain.sum() < 20
+    assert (cut > 0).sum() > 90
+    assert cut.max() > 1
+    stills = Sampler([turning(100), still(90)], seed=0, cuts=True).batch(0, clips=8, frames=1, size=16)
+    assert stills.shape == (8, 3, 1, 16, 16)
+
+
+def test_a_frame_is_drawn_by_how_much_it_changes():
+    events = turning(5).events
+    assert len(events) == 199
+    assert events.argmax() == 4
+    assert events[4] > 0.99
+
+
 def test_channels_keep_their_places():
     red = np.zeros((1, 40, 40, 3), np.uint8)
     red[..., 0] = 200

@@ -17,8 +17,11 @@ from cogvideox_torchax import cli
 
 pytestmark = pytest.mark.usefixtures("torchax_off")
 
-STEPS = 24
-OPTIONS = ("--config", "config.json", "--steps", STEPS, "--frames", 9, "--size", 16, "--every", 5, "--quiet")
+STEPS, COLOUR = 24, 2.0
+OPTIONS = (
+    *("--config", "config.json", "--steps", STEPS, "--frames", 9, "--size", 16, "--every", 5, "--quiet"),
+    *("--cuts", "--colour", COLOUR),
+)
 
 
 def arguments(output, *more, clips=("clip.mp4#0-19", "picture.png")):
@@ -53,7 +56,7 @@ def test_killed_and_resumed_every_loss_is_that_of_a_training_left_alone(whole):
     process.send_signal(signal.SIGKILL)
     process.wait()
     with Path("killed/losses.csv").open("a") as file:
-        file.write("23,1.0,1.0,1.0,1.0,1.0,1.0\n24,1.0,0.")  # later than the checkpoint, and cut short
+        file.write("23,1.0,1.0,1.0,1.0,1.0,1.0,1.0\n24,1.0,0.")  # later than the checkpoint, and cut short
     assert cli.main(arguments("killed", "--resume")) == 0
     assert len(whole) == STEPS
     assert table("killed/losses.csv") == whole
@@ -92,6 +95,7 @@ def test_what_was_measured_is_in_its_tables_and_pictures(whole):
     assert all(0 < float(line["psnr"]) < 40 and -1 < float(line["ssim"]) < 1 for line in lines)
     for line in whole:
         parts = float(line["l1"]) + 4 * float(line["mse"]) + 1e-3 * float(line["kl"])
+        parts += COLOUR * float(line["colour"])
         assert float(line["loss"]) == pytest.approx(parts, rel=1e-5)
     for name in ("clip.mp4#0-9.png", "curves.png"):
         with Image.open(f"whole/{name}") as picture:

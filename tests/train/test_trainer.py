@@ -10,7 +10,7 @@ from diffusers import AutoencoderKLCogVideoX
 from cogvideox_torchax import backends, make_mesh, port
 from cogvideox_torchax.train import start, trainer
 from cogvideox_torchax.train.clips import Sampler, load, parts
-from cogvideox_torchax.train.optimizers import orthogonal
+from cogvideox_torchax.train.optimizers import OTHERS_RATE, orthogonal, schedule
 from cogvideox_torchax.train.stages import Shape, shape_of
 from cogvideox_torchax.train.trainer import Plan, Trainer
 from tests.train.conftest import TINY
@@ -108,7 +108,34 @@ def test_stills_come_first_and_clips_are_of_lengths_that_come_back_whole():
     assert shapes == [shape_of(step, steps, seed=0, clips=1, frames=25, size=64) for step in range(steps)]
 
 
-@pytest.mark.parametrize(("options", "words"), [({"size": 40}, "multiple of 16"), ({"frames": 8}, "8 n")])
+@pytest.mark.parametrize("rate", [1.0, 0.25])
+def test_learning_rates_are_a_part_of_the_usual(stock, sampler, only, rate):
+    """AdamW's first step is its rate, whatever the gradient."""
+    only(1)
+    backend = backends.backend("torch").around(copy.deepcopy(stock))
+    training = Trainer(backend, sampler, Plan(steps=1000, frames=1, size=16, rate=rate))
+    training.step_number = 99
+    training.step()
+    moved = (backend.vae.decoder.conv_out.conv.bias - stock.decoder.conv_out.conv.bias).abs().max()
+    assert math.isclose(moved.item(), rate * OTHERS_RATE * schedule(99, 1000), rel_tol=0.01)
+
+
+def test_weights_that_are_given_need_no_stills_first():
+    options = {"seed": 0, "clips": 1, "frames": 25, "size": 64}
+    shapes = [shape_of(step, 200, stills=False, **options) for step in range(200)]
+    assert sum(shape.frames == 1 for shape in shapes[:24]) < 8
+    assert shapes[24:] == [shape_of(step, 200, **options) for step in range(24, 200)]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"colour": -1.0}, "0 or more"),
+        ({"rate": 0.0}, "above 0"),
+        ({"size": 40}, "multiple of 16"),
+        ({"frames": 8}, "8 n"),
+    ],
+)
 def test_what_the_vae_cannot_give_back_in_size_is_refused(options, words):
     with pytest.raises(ValueError, match=words):
         Plan(steps=1, **options)
