@@ -31,7 +31,7 @@ CASES = {
     "step-5b-v6e-8": f"--network step --model 5b {EIGHT} {SMALL}",
     "prompt-v6e-1": "--network prompt --model 5b --topology v6e:1x1",
     "prompt-v6e-8": f"--network prompt --model 5b {EIGHT}",
-    TRAINING: "--network train-step --model 5b --frames 1 --height 64 --width 64 --no-advice",
+    TRAINING: "--network train-step --model 5b --frames 1 --height 64 --width 64",
 }
 STEPS = 50
 VIDEOS = {
@@ -117,7 +117,8 @@ def _kept(case: str) -> Path:
 
 if __name__ == "__main__":
     for case in sys.argv[1:]:
-        main(["plan", *CASES[case].split(), "-o", str(_kept(case))])
+        if code := main(["plan", *CASES[case].split(), "-o", str(_kept(case))]):
+            sys.exit(code)
     training = load(_kept(TRAINING), FORMAT)
     fill(DOCS / "planning.md", "training", table(TRAINING_HEAD, _training(training)))
     plans = [load(path, FORMAT) for path in sorted(RESULTS.glob("network-*.json"))]

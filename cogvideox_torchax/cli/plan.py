@@ -19,8 +19,9 @@ if TYPE_CHECKING:
     from cogvideox_torchax.vae.torchax.autoencoder import AutoencoderKLCogVideoX
 
 GIB = 2**30
+BACKEND = "torchax"
 ONLY = {
-    **dict.fromkeys(("tiling", "steady", "no_advice", "layers", "encode", "save_hlo"), ("vae",)),
+    **dict.fromkeys(("backend", "tiling", "steady", "no_advice", "layers", "encode", "save_hlo"), ("vae",)),
     **dict.fromkeys(("no_guidance", "split"), ("step",)),
 }
 """Options that some networks alone have a use for."""
@@ -45,7 +46,7 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
     command.add_argument("--width", type=int, default=720, help="in pixels (default: 720)")
     command.add_argument("--dp", type=int, default=1, help="mesh: devices that a batch is split over")
     command.add_argument("--tp", type=int, default=1, help="mesh: devices that a width is split over")
-    command.add_argument("--backend", choices=names(Use.PLAN), default="torchax", help="whose programs")
+    command.add_argument("--backend", choices=names(Use.PLAN), default=BACKEND, help="whose programs")
     command.add_argument(
         "--tiling",
         nargs="?",
@@ -84,14 +85,19 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
     return command
 
 
-def run(args: argparse.Namespace) -> int:
-    from cogvideox_torchax.files import reports
-
+def check(args: argparse.Namespace) -> None:
+    """Raises `ValueError` for options that have no effect beside the others."""
     for name, networks in ONLY.items():
-        if args.network not in networks and getattr(args, name) not in (None, False):
+        if args.network not in networks and getattr(args, name) not in (None, False, BACKEND):
             raise ValueError(f"--{name.replace('_', '-')} does not go with --network {args.network}")
     if args.layers and args.dp * args.tp == 1:
         raise ValueError("--layers tells what lies where on a mesh: pass --dp or --tp")
+
+
+def run(args: argparse.Namespace) -> int:
+    from cogvideox_torchax.files import reports
+
+    check(args)
     if args.output:  # before the work, not after it
         reports.check_file(Path(args.output))
     quiet_libraries()

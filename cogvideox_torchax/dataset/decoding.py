@@ -75,9 +75,8 @@ class Videos:
                     self.bad[str(name)] = f"{shard}: {error}"
                     continue
                 if self._path(name).exists():
-                    self.bad.pop(
-                        name, None
-                    )  # another process's manifest may be read after that of its success
+                    # Another process's manifest may be read after the one that tells of its success.
+                    self.bad.pop(name, None)
                     self.done_before += 1
                 elif name not in self.bad:
                     self._readers[name] = read

@@ -1,5 +1,6 @@
 """A module tree of its own around a user's parameters, to be traced in its place."""
 
+import copy
 from collections import OrderedDict
 from collections.abc import Callable
 from types import MethodType
@@ -16,9 +17,13 @@ from cogvideox_torchax.runtime.weights import replace_weights
 
 Module = TypeVar("Module", bound=nn.Module)
 
+PROCESSOR = "processor"
+"""The attribute in which diffusers' attention keeps the object that computes it, which may have a state."""
+
 
 def skeleton(module: Module) -> Module:
-    """The module tree with the same parameters and attributes, but modules and dictionaries of its own.
+    """The module tree with the same parameters and attributes, but modules, dictionaries and attention
+    processors of its own.
 
     What tracing swaps in for parameters, and hooks that it adds, never reach the user's modules, which other
     threads may be running. What torch.compile has made of a module is left out: it would run the user's.
@@ -39,7 +44,7 @@ class _Uncompiled(nn.Module):
             return getattr(super().__getattr__("_orig_mod"), name)
 
 
-def _copied(module: Module, done: dict[int, nn.Module]) -> Module:
+def _copied(module: Module, done: dict[int, Any]) -> Module:
     if id(module) not in done and upstream.is_compiled(module):
         done[id(module)] = _Uncompiled()
         done[id(module)].add_module("_orig_mod", _copied(module.get_submodule("_orig_mod"), done))
@@ -50,6 +55,9 @@ def _copied(module: Module, done: dict[int, nn.Module]) -> Module:
             for name, value in vars(module).copy().items()
             if name not in MADE_OF_IT
         }
+        if PROCESSOR in attributes:
+            processor = attributes[PROCESSOR]  # that of one block may be that of all
+            attributes[PROCESSOR] = done.setdefault(id(processor), copy.copy(processor))
         forward = attributes.get("forward")
         if isinstance(forward, MethodType) and forward.__self__ is module:
             attributes["forward"] = MethodType(forward.__func__, copied)
@@ -57,7 +65,7 @@ def _copied(module: Module, done: dict[int, nn.Module]) -> Module:
             name: None if child is None else _copied(child, done) for name, child in module._modules.items()
         }
         vars(copied).update(attributes)
-    return done[id(module)]  # pyright: ignore[reportReturnType]
+    return done[id(module)]
 
 
 def weightless(module: Module) -> Module:

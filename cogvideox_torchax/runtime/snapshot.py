@@ -1,7 +1,5 @@
 """What a program was traced from, so that it is not run for anything else."""
 
-import functools
-import types
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
@@ -10,10 +8,10 @@ from typing import Any
 from torch import nn
 
 from cogvideox_torchax.runtime.models import MADE_OF_IT
+from cogvideox_torchax.runtime.skeleton import PROCESSOR
 
 TREE = frozenset({"_modules", "_parameters", "_buffers"})
 CONTAINERS = (dict, OrderedDict, list, set)
-FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial)
 
 
 class Snapshot:
@@ -51,8 +49,10 @@ class _Seen:
             for name, value in vars(module).copy().items()
             if name not in TREE and name not in MADE_OF_IT
         }
-        held = (value if type(value) in CONTAINERS else _state(value) for value in self._attributes.values())
-        self._contents = [(value, _items(value)) for value in held if value is not None]
+        held = [value for value in self._attributes.values() if type(value) in CONTAINERS]
+        if hasattr(self._attributes.get(PROCESSOR), "__dict__"):
+            held.append(vars(self._attributes[PROCESSOR]))
+        self._contents = [(container, _items(container)) for container in held]
 
     def is_still(self, module: nn.Module) -> bool:
         attributes = vars(module)
@@ -67,12 +67,6 @@ class _Seen:
         return all(
             not (container or items) or _same(_items(container), items) for container, items in self._contents
         )
-
-
-def _state(value: Any) -> dict[str, Any] | None:
-    """The attributes of an object that a module calls, as an attention processor; None of anything else."""
-    other = isinstance(value, (nn.Module, type, *FUNCTIONS)) or not callable(value)
-    return None if other else getattr(value, "__dict__", None)
 
 
 def _items(container: Any) -> list[Any]:

@@ -119,7 +119,4 @@ def feed_weights(
 def _put(tensor: torch.Tensor, place: Callable[[Any], Any]) -> torch.Tensor:
     if on_jax(tensor):
         return replace_array(tensor, place)
-    moved = tensor_of(place(host_array(tensor)))
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(moved, requires_grad=tensor.requires_grad)
-    return moved
+    return _remade(tensor, lambda tensor: tensor_of(place(host_array(tensor))))

@@ -30,6 +30,7 @@ from torch import nn
 from cogvideox_torchax import runtime
 from cogvideox_torchax.runtime.layers import watched
 from cogvideox_torchax.sharding.programs import Layer
+from cogvideox_torchax.upstream import is_traced
 
 COLUMNS = re.compile(
     r"(attn1\.to_(q|k|v|qkv)|ff\.net\.0\.proj|SelfAttention\.(q|k|v)|DenseReluDense\.wi(_[01])?)(\.base_layer)?\.(weight|bias)$"
@@ -409,6 +410,8 @@ class ShardedModuleProgram(runtime.ModuleProgram):
         mesh, split = self.placement.mesh, self.placement.split
         for name, tensor in (*network.named_parameters(), *network.named_buffers()):
             array = runtime.array_of(tensor)
+            if is_traced(array):
+                continue
             wanted = weight_sharding(mesh, name, array.shape, split)
             if not array.sharding.is_equivalent_to(wanted, array.ndim):
                 runtime.assign(tensor, runtime.tensor_of(put_weight(mesh, name, array, split)))

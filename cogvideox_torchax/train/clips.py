@@ -58,7 +58,7 @@ def parts(texts: Sequence[str], without: Path | None = None) -> list[Part]:
 
     Args:
         texts: what is named.
-        without: a directory of which nothing is taken for being in another, or None.
+        without: a directory; what lies in it is not taken for being in one that it lies in itself.
 
     Raises:
         ValueError: nothing there, or a range that is none.
@@ -77,10 +77,9 @@ def _parts(text: str, without: Path | None) -> Iterator[Part]:
         name, span = text, ""
     path = Path(name)
     if path.is_dir():
-        for file in sorted(path.rglob("*")):
-            left_out = without is not None and without.resolve() in file.resolve().parents
-            if file.suffix.lower() in video.SUFFIXES + PICTURES and not left_out:
-                yield Part(file)
+        files = sorted(file for file in path.rglob("*") if file.suffix.lower() in video.SUFFIXES + PICTURES)
+        inner = without if without is not None and path.resolve() in without.resolve().parents else None
+        yield from (Part(file) for file in files if inner is None or not _is_below(file, inner))
         return
     start, dash, end = span.partition("-")
     try:
@@ -90,6 +89,10 @@ def _parts(text: str, without: Path | None) -> Iterator[Part]:
     if part is None or (span and not dash) or (part.end is not None and part.end <= part.start):
         raise ValueError(f"{text}: #{span} is no range of frames; write #start-end, as #0-120 or #120-")
     yield part
+
+
+def _is_below(file: Path, directory: Path) -> bool:
+    return directory.resolve() in file.resolve().parents
 
 
 @dataclass(frozen=True)

@@ -95,6 +95,7 @@ class Optimizers:
     Args:
         weights: parameters by their names.
         steps: of the whole training.
+        rate: of the learning rates, of which the usual is 1.
     """
 
     def __init__(self, weights: dict[str, nn.Parameter], *, steps: int, rate: float = 1.0):

@@ -11,6 +11,7 @@ import jax
 import pytest
 import torch
 
+from benchmarks import plan_pipeline
 from cogvideox_torchax import cli
 from cogvideox_torchax.cli.common import DEMO_MODEL
 from cogvideox_torchax.plan import chips, jobs, models, programs
@@ -204,6 +205,11 @@ def test_a_hollow_model_has_shapes_and_no_weights():
     assert models.weightless_vae("1.5-5b", torch.bfloat16).config["invert_scale_latents"]
 
 
+@pytest.mark.parametrize("words", plan_pipeline.CASES.values(), ids=plan_pipeline.CASES)
+def test_the_kept_plans_are_of_commands_that_are_taken(words):
+    cli.plan.check(cli.parser().parse_args(["plan", *words.split()]))
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -217,6 +223,7 @@ def test_a_hollow_model_has_shapes_and_no_weights():
         (["--platform", "cpu", "--tiling", "tiny"], "such as 240x360"),
         (["--platform", "cpu", "--layers"], "pass --dp or --tp"),
         (["--network", "step", "--save-hlo", "hlo"], "--save-hlo does not go with --network step"),
+        (["--network", "prompt", "--backend", "flax"], "--backend does not go with --network prompt"),
         (["--split", "tokens"], "--split does not go with --network vae"),
     ],
 )

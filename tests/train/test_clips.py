@@ -19,6 +19,17 @@ def test_a_directory_gives_its_videos_and_pictures_in_order(material):
     assert [part.name for part in parts(["."])] == ["clip.mp4", "picture.png"]
 
 
+@pytest.mark.parametrize("output", ["run", "clips", "."])
+def test_what_lies_in_the_output_is_left_out_of_a_directory_around_it_alone(material, output):
+    Path("clips/run").mkdir(parents=True)
+    Path("clip.mp4").rename("clips/clip.mp4")
+    Path("picture.png").rename("clips/run/sheet.png")
+    found = [part.path.relative_to("clips").as_posix() for part in parts(["clips"], without=Path(output))]
+    assert found == ["clip.mp4", "run/sheet.png"]
+    inner = [part.path.name for part in parts(["clips"], without=Path("clips/run"))]
+    assert inner == ["clip.mp4"]
+
+
 @pytest.mark.parametrize(
     ("text", "want"), [("clip.mp4#3-7", (3, 7)), ("clip.mp4#3-", (3, None)), ("clip.mp4", (0, None))]
 )

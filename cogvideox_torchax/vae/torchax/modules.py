@@ -89,7 +89,7 @@ class SiLU(nn.SiLU):
 
 
 class SafeConv3d(diffusers_vae.CogVideoXSafeConv3d):
-    """A 3-D convolution that is never cut into chunks of memory; XLA plans its own."""
+    """A 3-D convolution; one of a single pixel is a product, and never cut into chunks of memory."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if not on_jax(input) or self.kernel_size != (1, 1, 1) or self.stride != (1, 1, 1):
