@@ -208,7 +208,10 @@ def exchanging(output: str | Path) -> Iterator[Exchange]:
         except BaseException as error:
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             with contextlib.suppress(OSError):  # the first process has failed too, and cleared up
-                (directory / f"{jax.process_index()}.failed").write_text(reason)
+                failed = directory / f"{jax.process_index()}.failed"
+                writing = failed.with_suffix(".writing")  # the others read it as soon as it is there
+                writing.write_text(reason)
+                os.replace(writing, failed)
             raise
 
 
