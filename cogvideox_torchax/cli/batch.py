@@ -81,7 +81,7 @@ def encode(args: argparse.Namespace) -> int:
     """Encodes the clips that a directory lacks; 1 where some could not be."""
     from cogvideox_torchax.dataset import Bucket, EncodeClip, loop, manifest, sources
 
-    if args.seed is not None and args.keep == "posterior":
+    if args.seed is not None and args.keep == DEFAULTS["keep"]:
         raise ValueError("--seed draws samples: add --keep sample, or both")
     devices.check_alone(args)
     clips = {clip.id: clip for clip in sources.clips(args.video)}

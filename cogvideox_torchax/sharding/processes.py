@@ -21,7 +21,7 @@ import torch
 from jax.sharding import Mesh
 
 from cogvideox_torchax import runtime
-from cogvideox_torchax.files.whole import check_output, workplace
+from cogvideox_torchax.files.whole import OutputError, check_output, whole_file, workplace
 
 PATIENCE = 60
 """Seconds after which the others give up on a process that does not come, or that has gone silent."""
@@ -207,11 +207,10 @@ def exchanging(output: str | Path) -> Iterator[Exchange]:
             yield Exchange(directory)
         except BaseException as error:
             reason = " ".join(f"{type(error).__name__}: {error}".split())
-            with contextlib.suppress(OSError):  # the first process has failed too, and cleared up
-                failed = directory / f"{jax.process_index()}.failed"
-                writing = failed.with_suffix(".writing")  # the others read it as soon as it is there
-                writing.write_text(reason)
-                os.replace(writing, failed)
+            failed = directory / f"{jax.process_index()}.failed"
+            # Suppressed: the first process has failed too, and cleared up.
+            with contextlib.suppress(OSError, OutputError), whole_file(failed) as temporary:
+                temporary.write_text(reason)
             raise
 
 

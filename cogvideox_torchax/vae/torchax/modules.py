@@ -46,8 +46,8 @@ def _as_ported(module: nn.Module) -> bool:
     return all(type(part) in PARTS and not is_watched(part) for part in parts)
 
 
-def _cleared(x_NCTHW: torch.Tensor) -> torch.Tensor:
-    """What PyTorch's operations gave on JAX: columns that pad a share become zeros again."""
+def cleared(x_NCTHW: torch.Tensor) -> torch.Tensor:
+    """Columns that pad a share made zeros again, after operations that know nothing of them."""
     return torch_view(with_clear_padding)(x_NCTHW, COLUMN_AXIS) if on_jax(x_NCTHW) else x_NCTHW
 
 
@@ -122,7 +122,7 @@ class CausalConv3d(diffusers_vae.CogVideoXCausalConv3d):
         conv = self.conv
         if not on_jax(inputs) or not self.is_plain:
             y, new_cache = super().forward(inputs, conv_cache)
-            return _cleared(y if residual is None else y + residual), new_cache
+            return cleared(y if residual is None else y + residual), new_cache
         cache, residual, after = (
             None if x is None else _channels_last(x) for x in (conv_cache, residual, after)
         )
@@ -157,7 +157,7 @@ class SpatialNorm3D(diffusers_vae.CogVideoXSpatialNorm3D):
             y = _only(super().forward(f, zq))
             if activation is not None:
                 y = torch_view(getattr(jax_kernels, activation))(y)
-            return _cleared(y), {}
+            return cleared(y), {}
         norm, conv_y, conv_b = self.norm_layer, self.conv_y.conv, self.conv_b.conv
         y = torch_view(jax_kernels.spatial_norm)(
             _channels_last(f),
@@ -279,7 +279,7 @@ class Upsample3D(CogVideoXUpsample3D):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         if not on_jax(inputs) or not _as_ported(self):
-            return _cleared(super().forward(inputs))
+            return cleared(super().forward(inputs))
         y = torch_view(jax_kernels.upsample)(
             _channels_last(inputs),
             _kernel_last(self.conv.weight),
@@ -295,7 +295,7 @@ class Downsample3D(CogVideoXDownsample3D):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not on_jax(x) or not _as_ported(self):
-            return _cleared(super().forward(x))
+            return cleared(super().forward(x))
         y = torch_view(jax_kernels.downsample)(
             _channels_last(x),
             _kernel_last(self.conv.weight),

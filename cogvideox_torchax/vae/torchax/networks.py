@@ -16,8 +16,7 @@ from cogvideox_torchax import runtime
 from cogvideox_torchax.runtime.layers import watched
 from cogvideox_torchax.vae import chunks
 from cogvideox_torchax.vae.pixels import from_uint8, to_uint8
-from cogvideox_torchax.vae.torchax.modules import COLUMN_AXIS
-from jax_kernels.common.columns import with_clear_padding
+from cogvideox_torchax.vae.torchax.modules import cleared
 
 
 class EncoderChunk(nn.Module):
@@ -30,9 +29,7 @@ class EncoderChunk(nn.Module):
 
     def forward(self, x: torch.Tensor, conv_cache: Any) -> tuple[torch.Tensor, Any]:
         if x.dtype == torch.uint8:
-            x = from_uint8(x, runtime.dtype_name(self.encoder.conv_in.conv.weight.dtype))
-            if runtime.on_jax(x):  # columns that pad a share of them stay zeros
-                x = runtime.torch_view(with_clear_padding)(x, COLUMN_AXIS)
+            x = cleared(from_uint8(x, runtime.dtype_name(self.encoder.conv_in.conv.weight.dtype)))
         moments, conv_cache = self.encoder(x, conv_cache=conv_cache)
         if self.quant_conv is not None:
             moments = self.quant_conv(moments)
