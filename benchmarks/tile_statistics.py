@@ -37,7 +37,8 @@ CASES = ("bikes, end", "carphone", "bigbuckbunny")
 FRAMES, LATENT_FRAMES = 17, 5
 TILES = {"halves": 0.5, "thirds": 1 / 3}
 """A tile's height and width over the picture's."""
-OVERLAP = 0.25
+OVERLAPS = TileSettings.overlap_height, TileSettings.overlap_width
+"""As `enable_tiling()` and `--tiling` have them."""
 BLOCK = 16
 STATISTICS = ("own", "half", "whole")
 
@@ -94,8 +95,8 @@ def tiling(vae: Any, size: torch.Size, share: float) -> Iterator[int]:
     """While it is open, the model decodes in tiles of this share of the picture: how many they are."""
     scale = vae.spatial_scale
     height, width = (max(1, math.ceil(side * share)) for side in size)
-    vae.enable_tiling(height * scale, width * scale, OVERLAP, OVERLAP)
-    plan = TileSettings(height, width, OVERLAP, OVERLAP).plan("decode", tuple(size), scale)
+    vae.enable_tiling(height * scale, width * scale, *OVERLAPS)
+    plan = TileSettings(height, width, *OVERLAPS).plan("decode", tuple(size), scale)
     try:
         yield len(plan.rows.spans) * len(plan.columns.spans)
     finally:
@@ -153,7 +154,7 @@ if __name__ == "__main__":
     report = {
         "format": FORMAT,
         "versions": {name: versions.installed(name) for name in ("torch", "diffusers")},
-        "overlap": OVERLAP,
+        "overlaps": OVERLAPS,
         "results": measured(),
     }
     reports.write_json(RESULT, report)

@@ -5,7 +5,7 @@ from typing import Any
 
 from cogvideox_torchax.backends.base import KINDS
 from cogvideox_torchax.bench.ab import FORMAT
-from cogvideox_torchax.files.reports import fill, load, pyplot, table, write_json, write_text
+from cogvideox_torchax.files.reports import fill, load, pyplot, save_figure, table, write_json, write_text
 from cogvideox_torchax.plan import jobs, tables
 
 HEAD = (
@@ -164,7 +164,8 @@ def _draw_bars(good: list[tuple[Any, Any]], path: Path) -> Path:
         place.tick_params(axis="x", rotation=30)
         place.margins(y=0.12)
     figure.suptitle(f"{case['frames']} frames of {case['height']} x {case['width']}")
-    return _saved(figure, path)
+    save_figure(figure, path)
+    return path
 
 
 def _colors(names: list[str]) -> list[str]:
@@ -201,12 +202,7 @@ def _draw_lines(points: dict[str, dict[str, list[Any]]], label: str, path: Path)
         place.set(title=f"{kind}: steady run, median", xlabel=label, ylabel="s", ylim=(0, None))
         place.legend()
         place.grid(alpha=0.3)
-    return _saved(figure, path)
-
-
-def _saved(figure: Any, path: Path) -> Path:
-    figure.savefig(path, dpi=110, format="png")
-    pyplot().close(figure)
+    save_figure(figure, path)
     return path
 
 

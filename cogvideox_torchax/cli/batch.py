@@ -34,7 +34,8 @@ def add_options(command: argparse.ArgumentParser) -> None:
         "--format",
         choices=FORMATS,
         default=DEFAULTS["format"],
-        help="a latent file a clip (default), or shards: Parquet as FastVideo reads it, or WebDataset tars",
+        help="a latent file a clip (default), or shards: Parquet as FastVideo reads it (needs the extra "
+        "data), or WebDataset tars",
     )
     group.add_argument(
         "--shard-size",

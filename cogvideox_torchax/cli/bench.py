@@ -29,14 +29,21 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
     command.add_argument(
         "--sweep", action="append", default=[], metavar="AXIS", help="frames=9,17,33 or size=64x96,128x192"
     )
-    command.add_argument("--repetitions", type=common.positive, default=5, help="a process (default: 5)")
+    command.add_argument(
+        "--repetitions", type=common.positive, default=5, help="measured runs in each process (default: 5)"
+    )
     command.add_argument(
         "--warmups", type=int, default=2, help="runs before the first that counts (default: 2)"
     )
     command.add_argument(
-        "--rounds", type=common.positive, default=2, help="processes a backend; from 2 on, warm starts too"
+        "--rounds",
+        type=common.positive,
+        default=2,
+        help="processes for each backend; with 2 or more, warm starts are measured too (default: 2)",
     )
-    command.add_argument("--timeout", type=float, default=3600, help="seconds a process may take")
+    command.add_argument(
+        "--timeout", type=float, default=3600, help="seconds a process may take (default: 3600)"
+    )
     command.add_argument("-o", "--output", metavar="DIR", help="write ab.json, ab.md and plots there")
     command.add_argument("--name", default="ab", help="of the files in DIR (default: ab)")
     command.add_argument("--json", action="store_true", help="print the results as JSON")

@@ -33,13 +33,14 @@ class Clip:
         return video.read_frames(self.info.path, self.size, self.num_frames)
 
 
-def open_clip(args: argparse.Namespace) -> Clip:
-    """Checks the video and the sizes asked for, before anything is loaded."""
+def open_clip(args: argparse.Namespace, at_most: int | None = None) -> Clip:
+    """Checks the video and the sizes asked for, before anything is loaded; `at_most` so many frames, where
+    no number is asked for."""
     info = video.probe(args.video)
     size = video.framing(info, multiple=SPATIAL_SCALE, height=args.height, width=args.width, crop=args.crop)
     if args.frames and args.frames > info.num_frames:
         raise ValueError(f"{info.path} has {info.num_frames} frames, --frames asks for {args.frames}")
-    return Clip(info, size, args.frames or info.num_frames)
+    return Clip(info, size, args.frames or min(at_most or info.num_frames, info.num_frames))
 
 
 def latent_pieces(

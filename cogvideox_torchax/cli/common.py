@@ -54,7 +54,9 @@ def add_model_options(command: argparse.ArgumentParser, default: str | None) -> 
 
 
 def add_clip_options(command: argparse.ArgumentParser, frames: int | None = None) -> None:
-    command.add_argument("--frames", type=positive, default=frames, help="read only the first so many frames")
+    """Which part of a clip to take; `frames` is what a command without `--frames` takes at most."""
+    shown = "" if frames is None else f" (default: {frames}, or all of a shorter clip)"
+    command.add_argument("--frames", type=positive, help=f"read only the first so many frames{shown}")
     command.add_argument("--height", type=positive, help="resize to this height in pixels")
     command.add_argument("--width", type=positive, help="resize to this width in pixels")
     command.add_argument(

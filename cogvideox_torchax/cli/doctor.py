@@ -17,6 +17,10 @@ OPTIONAL = {
     "sentencepiece": ("text", "the T5 tokenizer"),
     "peft": ("text", "LoRAs"),
     "matplotlib": ("bench", "plots of benchmarks"),
+    "pyarrow": ("data", "data sets in Parquet"),
+    "ray": ("ray", "encoding data sets on Ray"),
+    "scikit-learn": ("train", "pictures to train the carried model on"),
+    "fastapi": ("web", "the example that streams into a browser"),
     "libtpu": ("tpu", "running on a TPU, and `plan` for one"),
 }
 
@@ -47,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
         advice.insert(0, broken)
     report["torchax works"] = "no" if broken else "yes"
     report["devices"] = _devices()
-    report["compile cache"] = str(_compile_cache())
+    report["compile cache"] = _compile_cache()
     common.print_report(report | ({"advice": advice} if args.json else {}), args.json)
     if not args.json and advice:
         print("\n" + "\n".join(f"  - {line}" for line in advice))
@@ -78,7 +82,10 @@ def _devices() -> str:
         )
 
 
-def _compile_cache() -> object:
-    from cogvideox_torchax.runtime import default_compile_cache
+def _compile_cache() -> str:
+    import jax
 
-    return default_compile_cache()
+    from cogvideox_torchax import runtime
+
+    runtime.configure_compile_cache()
+    return jax.config.jax_compilation_cache_dir or "off"  # pyright: ignore[reportAttributeAccessIssue]

@@ -54,8 +54,16 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
         "--fps", type=common.frame_rate, default=Fraction(8), help="frames a second (default: 8)"
     )
     command.add_argument("--dtype", help="of weights and latents (default: bfloat16)")
-    command.add_argument("--dp", type=int, default=1, help="mesh: devices for the halves of guidance")
-    command.add_argument("--tp", type=int, default=1, help="mesh: devices for weights and frames' width")
+    command.add_argument(
+        "--dp", type=int, default=1, help="mesh: devices for the halves of guidance (default: 1)"
+    )
+    command.add_argument(
+        "--tp",
+        type=int,
+        default=1,
+        help="mesh: devices for the transformer's tokens (its weights, where this does not divide the "
+        "heads), T5's weights and frames' width (default: 1)",
+    )
     command.add_argument("--save-stages", metavar="DIR", help="keep embeddings and latents there")
     command.add_argument(
         "--save-every",

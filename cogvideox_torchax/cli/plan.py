@@ -92,6 +92,8 @@ def check(args: argparse.Namespace) -> None:
             raise ValueError(f"--{name.replace('_', '-')} does not go with --network {args.network}")
     if args.layers and args.dp * args.tp == 1:
         raise ValueError("--layers tells what lies where on a mesh: pass --dp or --tp")
+    if args.layers and args.backend == "flax":
+        raise ValueError("--layers reads the names of PyTorch's modules: the Flax build's programs have none")
 
 
 def run(args: argparse.Namespace) -> int:

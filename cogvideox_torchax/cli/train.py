@@ -45,10 +45,16 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
     command.add_argument("--steps", type=common.positive, required=True, help="of the whole training")
     command.add_argument("--batch", type=common.positive, default=1, help="clips in a batch (default: 1)")
     command.add_argument(
-        "--frames", type=common.positive, default=17, help="of the longest clips (default: 17)"
+        "--frames",
+        type=common.positive,
+        default=17,
+        help="of the longest clips, 8 n + 1 (default: 17)",
     )
     command.add_argument(
-        "--size", type=common.positive, default=64, help="of the square crops, in pixels (default: 64)"
+        "--size",
+        type=common.positive,
+        default=64,
+        help="of the square crops, in pixels, a multiple of 16 (default: 64)",
     )
     command.add_argument(
         "--rate",
@@ -57,18 +63,20 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
         metavar="FACTOR",
         help="times the usual learning rates (default: 1)",
     )
-    command.add_argument("--seed", type=int, default=0, help="default: 0")
+    command.add_argument(
+        "--seed", type=int, default=0, help="of first weights, batches and noise (default: 0)"
+    )
     command.add_argument(
         "--cuts",
         action="store_true",
-        help="a tenth of the clips cut to another, half of a video's lie where it changes fast",
+        help="a tenth of the clips cut to another scene; half of a video's are taken where it changes fast",
     )
     command.add_argument(
         "--colour",
         type=float,
         default=0.0,
         metavar="WEIGHT",
-        help="of the error of a frame's mean, beside 1 for L1 (default: 0)",
+        help="of a loss on each frame's mean colour; L1 has 1 (default: 0)",
     )
     command.add_argument(
         "--validate", action="append", default=[], metavar="CLIP", help="a held-out video; repeatable"

@@ -61,6 +61,12 @@ def entries(path: Path) -> list[Entry]:
     return _parquet_entries(path) if path.suffix == SUFFIXES[PARQUET] else _tar_entries(path)
 
 
+def check(kind: str) -> None:
+    """Raises `ValueError` where what this format is written with is not installed."""
+    if kind == "parquet":
+        _arrow()
+
+
 def _arrow() -> Any:
     try:
         import pyarrow

@@ -113,6 +113,7 @@ class Shelf:
         share: Share | None = None,
         retry: bool = False,
     ):
+        formats.check(kind)
         self.directory = Path(directory)
         self.kind = kind
         self.shard_size = 1 if kind == formats.SAFETENSORS else shard_size

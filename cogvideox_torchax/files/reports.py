@@ -72,3 +72,10 @@ def pyplot() -> Any:
     import matplotlib.pyplot
 
     return matplotlib.pyplot
+
+
+def save_figure(figure: Any, path: Path) -> None:
+    """Writes a plot as a whole PNG, and closes it."""
+    with whole_file(path) as temporary:
+        figure.savefig(temporary, dpi=110, format="png")
+    pyplot().close(figure)

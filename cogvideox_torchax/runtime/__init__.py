@@ -29,7 +29,6 @@ from cogvideox_torchax.runtime.bridge import (
 from cogvideox_torchax.runtime.compile_cache import (
     COMPILE_CACHE_VARIABLE,
     configure_compile_cache,
-    default_compile_cache,
 )
 from cogvideox_torchax.runtime.gradients import (
     differentiable,
@@ -70,7 +69,6 @@ __all__ = [
     "assign",
     "concatenate",
     "configure_compile_cache",
-    "default_compile_cache",
     "device_and_dtype",
     "differentiable",
     "differentiated",

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 
 from cogvideox_torchax.files import reports
-from cogvideox_torchax.files.whole import whole_file
 from cogvideox_torchax.train.run import LOSSES, VALIDATION
 
 POINTS = 400
@@ -54,6 +53,4 @@ def draw(found: dict[str, Any], path: Path) -> None:
     right.set(xlabel="step", ylabel="PSNR in dB, average of the weights")
     if found["validation"]:
         right.legend()
-    with whole_file(path) as temporary:
-        figure.savefig(temporary, format="png", dpi=110)
-    pyplot.close(figure)
+    reports.save_figure(figure, path)

@@ -5,7 +5,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from cogvideox_torchax.files.reports import pyplot, table
+from cogvideox_torchax.files.reports import pyplot, save_figure, table
 from cogvideox_torchax.verify.compare import Result
 
 FORMAT = "cogvideox-torchax-verify/1"
@@ -125,5 +125,4 @@ def draw_layers(results: list[Result], path: Path) -> None:
     axes.grid(axis="y", alpha=0.3)
     if layered:
         axes.legend()
-    figure.savefig(path, dpi=120, format="png")
-    plt.close(figure)
+    save_figure(figure, path)
