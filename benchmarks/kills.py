@@ -89,7 +89,7 @@ def files(directory: Path) -> dict[str, bytes]:
     return {
         str(path.relative_to(directory)): path.read_bytes()
         for path in sorted(directory.rglob("*"))
-        if path.is_file() and not path.name.startswith("manifest-")
+        if path.is_file() and path.suffix != ".jsonl"
     }
 
 

@@ -20,7 +20,7 @@ class Posteriors(torch.utils.data.Dataset):
     """Latents (C, t, h, w) drawn anew each time from the means and log-variances of a folder."""
 
     def __init__(self, folder: Path):
-        self.files = sorted(folder.glob("*.safetensors"))
+        self.files = sorted(folder.rglob("*.safetensors"))
 
     def __len__(self) -> int:
         return len(self.files)
@@ -47,7 +47,9 @@ def main() -> None:
     encode = EncodeClip(Recipe(args.model, dtype=args.dtype, buckets=(args.bucket,)))
     for clip in sources.clips(args.folder):
         try:
-            latents.save(encode(clip), args.output / f"{Path(clip.id).stem}.safetensors")
+            path = args.output / f"{clip.id}.safetensors"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            latents.save(encode(clip), path)
         except (ClipError, VideoError) as error:
             print(f"left out {clip.id}: {error}")
     loader = torch.utils.data.DataLoader(Posteriors(args.output), batch_size=2)

@@ -137,6 +137,7 @@ def decode(args: argparse.Namespace) -> int:
         unit = DecodeClip(_recipe(args)(model=model), common.say)
         if first:
             unit.check(first)
+            videos.begin(unit.recipe.lasting(unit.model_sha256))
         report = _through(args, videos.work(unit, readers=args.readers), videos.missing, videos.missing)
     return _finish(args, report, videos.bad, videos.done_before)
 

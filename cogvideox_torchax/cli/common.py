@@ -57,8 +57,14 @@ def add_clip_options(command: argparse.ArgumentParser, frames: int | None = None
     """Which part of a clip to take; `frames` is what a command without `--frames` takes at most."""
     shown = "" if frames is None else f" (default: {frames}, or all of a shorter clip)"
     command.add_argument("--frames", type=positive, help=f"read only the first so many frames{shown}")
-    command.add_argument("--height", type=positive, help="resize to this height in pixels")
-    command.add_argument("--width", type=positive, help="resize to this width in pixels")
+    command.add_argument(
+        "--height",
+        type=positive,
+        help="resize to this height in pixels; the width follows if it is not given",
+    )
+    command.add_argument(
+        "--width", type=positive, help="resize to this width in pixels; the height follows if it is not given"
+    )
     command.add_argument(
         "--crop", action="store_true", help="crop the middle to the size instead of resizing"
     )

@@ -83,9 +83,11 @@ def _devices() -> str:
 
 
 def _compile_cache() -> str:
-    import jax
-
     from cogvideox_torchax import runtime
 
+    try:
+        import jax
+    except Exception:
+        return "none, as JAX does not import"
     runtime.configure_compile_cache()
     return jax.config.jax_compilation_cache_dir or "off"  # pyright: ignore[reportAttributeAccessIssue]

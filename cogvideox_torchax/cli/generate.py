@@ -28,6 +28,7 @@ SHOWN, ENLARGED = 4, 3
 OF_TEXT = ("prompt", "negative_prompt", "dtype")
 """What of a request its text stage is made from."""
 
+FPS = Fraction(8)
 DEFAULTS = {"negative_prompt": "", "steps": 50, "guidance": 6.0, "strength": 0.8, "seed": 0}
 
 
@@ -51,7 +52,7 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
     command.add_argument("--height", type=common.positive, help="in pixels (default: the model's)")
     command.add_argument("--width", type=common.positive, help="in pixels (default: the model's)")
     command.add_argument(
-        "--fps", type=common.frame_rate, default=Fraction(8), help="frames a second (default: 8)"
+        "--fps", type=common.frame_rate, help="frames a second (default: 8; that of a latents stage)"
     )
     command.add_argument("--dtype", help="of weights and latents (default: bfloat16)")
     command.add_argument(
@@ -104,15 +105,18 @@ def run(args: argparse.Namespace) -> int:
         if not args.preview.endswith(".png"):
             raise ValueError(f"cannot write {args.preview}: a preview goes into a .png file")
     quiet_libraries()
-    with video.writing(args.output, args.fps) as sink:
+    kept = _kept_latents(args) if args.from_stage == "latents" else None
+    args.fps = args.fps or (kept.fps if kept else FPS)
+    # Latents are kept until the video is whole: the inner context ends first.
+    with contextlib.ExitStack() as keeping, video.writing(args.output, args.fps) as sink:
         if args.save_stages:
             _make_directory(args.save_stages)
         else:
             check_output(_kept_path(args))
         watch = common.Stopwatch()
-        vae, latents = _kept_latents(args) if args.from_stage == "latents" else _sampled(args)
-        with _on_disk(args, latents):
-            written = decode_to(sink, vae, latents, args, runtime.to_torch)
+        vae, latents = _sampled(args) if kept is None else (_vae_for(args, kept), kept)
+        keeping.enter_context(_on_disk(args, latents))
+        written = decode_to(sink, vae, latents, args, runtime.to_torch)
     report = {
         "output": args.output,
         "device": common.device_name("torchax"),
@@ -127,7 +131,7 @@ def run(args: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _on_disk(args: argparse.Namespace, latents: "Latents") -> Iterator[None]:
-    """Keeps the latents in a file until they are decoded; where decoding fails they stay, and a line says
+    """Keeps the latents in a file until their video is whole; where that fails they stay, and a line says
     so."""
     from cogvideox_torchax.files import latents as latent_files
 
@@ -157,16 +161,26 @@ def _make_directory(name: str) -> None:
         raise ValueError(f"cannot keep stages in {name}: {error.strerror}") from error
 
 
-def _kept_latents(args: argparse.Namespace) -> "tuple[Any, Latents]":
+def _kept_latents(args: argparse.Namespace) -> "Latents":
+    """The latents stage, which is only decoded any more: what it was sampled by cannot be asked for."""
     from cogvideox_torchax.pipelines import generate, stages
 
-    mesh = _mesh(args)
+    sampling = {*stages.Request.names(), "save_every", "preview"} - {"dtype"}
+    given = sorted(name for name in sampling if getattr(args, name) is not None)
+    if given:
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise ValueError(f"the latents are sampled already: leave {options} out, or take up from 'text'")
     latents = stages.load_latents(args.save_stages)
     latents.check_model(generate.vae_config(args.model))
+    return latents
+
+
+def _vae_for(args: argparse.Namespace, latents: "Latents") -> Any:
+    mesh = _mesh(args)
     vae = common.load_vae(args.model, "torchax", args.dtype or _name(latents.tensor.dtype))
     if mesh is not None:
         vae.place_on(mesh)
-    return vae, latents
+    return vae
 
 
 def _name(dtype: Any) -> str:

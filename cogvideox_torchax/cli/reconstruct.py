@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -94,9 +95,13 @@ def _alongside(args: argparse.Namespace, clip: Clip, frames_out: int) -> tuple[v
             f"the frame rate varies, {shortest:.0f} to {longest:.0f} ms from frame to frame: "
             + ("frames keep their times" if keeps_times else "the output's does not")
         )
-    sound = info.path if info.has_sound and whole and is_mp4 else None
-    if info.has_sound and sound is None:
+    sound = info.path if info.reads_sound and whole and is_mp4 else None
+    if info.has_sound and not info.reads_sound:
+        told.append("the sound is left out: FFmpeg has no decoder for it")
+    elif info.has_sound and sound is None:
         told.append("the sound is left out: it is kept in an .mp4 at the source's own rate")
     times = info.times[: clip.num_frames] if keeps_times else ()
     seconds = times[-1] + 1 / info.fps if times else clip.num_frames / info.fps
-    return video.Alongside(times, sound, seconds), told
+    size, own = (clip.size.height, clip.size.width), (info.height, info.width)
+    pixel = info.pixel if clip.size.crop or size == own else Fraction(1)
+    return video.Alongside(times, sound, seconds, pixel), told

@@ -4,9 +4,10 @@ import functools
 import hashlib
 import json
 import math
+import os
 import re
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
@@ -30,6 +31,8 @@ class ClipError(ValueError):
     """A clip that cannot be encoded or decoded; the message says why."""
 
 
+LONGEST_NAME = 255
+"""Bytes of a file's name on common file systems: NAME_MAX of Linux's limits.h."""
 WORK = "work"
 """Where clips wait for their shard, in a data set's directory."""
 _WAITING = re.compile(WORK + r"/\d{8}(\.safetensors)?")
@@ -47,6 +50,29 @@ def check_id(name: Any) -> None:
         raise ClipError(f"got the id {name!r}: a path that must not lead out of the output is wanted")
     if "\0" in name or waits(path):
         raise ClipError(f"got the id {name!r}: no output can have that name")
+
+
+def check_ids(clips: "Iterable[Clip]", where: str) -> None:
+    """Raises `ClipError` for an id that comes twice, and as `check_id` does; `where` they come from."""
+    seen: set[str] = set()
+    for clip in clips:
+        if clip.id in seen:
+            raise ClipError(f"{where} names {clip.id} twice: give each clip an id of its own")
+        try:
+            check_id(clip.id)
+        except ClipError as error:
+            raise ClipError(f"{where}: {error}") from error
+        seen.add(clip.id)
+
+
+def check_file(path: Path) -> None:
+    """Raises `ClipError` for a clip's file that no file system takes."""
+    for part in path.parts:
+        size = len(os.fsencode(part))
+        if size > LONGEST_NAME:
+            raise ClipError(
+                f"its file would have a name of {size} bytes, {LONGEST_NAME} are the most: {part[:80]}..."
+            )
 
 
 @dataclass(frozen=True)
@@ -74,7 +100,8 @@ class Clip:
         id: its name in the data set.
         source: a video file's path, or its bytes.
         caption: kept beside the latents.
-        frames, height, width: its own, where they differ from the recipe's.
+        frames, height, width: its own, where they differ from the recipe's; with buckets only frames, the
+            most of them that may be taken.
     """
 
     id: str
@@ -239,7 +266,9 @@ class EncodeClip(_WithModel):
     def _part(self, clip: Clip, info: video.VideoInfo) -> tuple[video.Framing, int]:
         recipe = self.recipe
         if recipe.buckets:
-            bucket = choose(recipe.buckets, info)
+            if clip.height or clip.width:
+                raise ClipError("it has a height or a width of its own: buckets say them")
+            bucket = choose(recipe.buckets, info, clip.frames)
             return video.covering(info, bucket.height, bucket.width), bucket.frames
         framing = video.framing(
             info,
@@ -338,20 +367,26 @@ class DecodeClip(_WithModel):
         )
 
 
-def choose(buckets: Sequence[Bucket], info: video.VideoInfo) -> Bucket:
+def choose(buckets: Sequence[Bucket], info: video.VideoInfo, frames: int | None = None) -> Bucket:
     """The bucket of a video: of those whose frames it has the nearest in shape, then the longest, then the
     one with the most pixels.
+
+    Args:
+        buckets: to choose from.
+        info: of the video.
+        frames: how many of it may be taken; all where None.
 
     Raises:
         ClipError: a video shorter than every bucket.
     """
-    fitting = [bucket for bucket in buckets if bucket.frames <= info.num_frames]
+    frames = min(frames or info.num_frames, info.num_frames)
+    fitting = [bucket for bucket in buckets if bucket.frames <= frames]
     if not fitting:
         shortest = min(bucket.frames for bucket in buckets)
-        raise ClipError(f"{info.path} has {info.num_frames} frames, the shortest bucket {shortest}")
+        raise ClipError(f"{info.path} has {frames} frames, the shortest bucket {shortest}")
 
     def rank(bucket: Bucket) -> tuple[float, int, int]:
-        off = abs(math.log(bucket.width / bucket.height * info.height / info.width))
+        off = abs(math.log(bucket.width / bucket.height / float(info.shape)))
         return round(off, 6), -bucket.frames, -bucket.height * bucket.width
 
     return min(fitting, key=rank)

@@ -1,4 +1,8 @@
-"""A data set's latents to videos, one .mp4 a clip."""
+"""A data set's latents to videos, one .mp4 a clip.
+
+videos.json         what they are made by
+videos-0.jsonl      a line for each video done or latents bad; a file for each process
+"""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -7,11 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from cogvideox_torchax.dataset import formats, loop
-from cogvideox_torchax.dataset.clip import ClipError, DecodeClip, check_id
-from cogvideox_torchax.dataset.manifest import BAD, DONE, Manifest, Share, lines
-from cogvideox_torchax.files import video
+from cogvideox_torchax.dataset.clip import ClipError, DecodeClip, check_file, check_id
+from cogvideox_torchax.dataset.manifest import BAD, DONE, Manifest, Share, check_recipe, lines
+from cogvideox_torchax.files import reports, video
 from cogvideox_torchax.files.latents import Latents, LatentsError
 from cogvideox_torchax.files.whole import OutputError, remove_left_in
+
+FORMAT = "cogvideox-torchax-videos/1"
+LIST, NAME = "videos.json", "videos"
 
 
 class Videos:
@@ -45,11 +52,11 @@ class Videos:
         except OSError as error:
             raise OutputError(f"cannot write into {self.directory}: {error.strerror}") from error
         self._fps = fps
-        self._manifest = Manifest(self.directory, f"manifest-{share.index}.jsonl")
+        self._manifest = Manifest(self.directory, f"{NAME}-{share.index}.jsonl")
         for place in (self.directory, *(path for path in self.directory.rglob("*") if path.is_dir())):
             remove_left_in(place)
         self.bad: dict[str, str] = {}
-        for line in lines(self.directory):
+        for line in lines(self.directory, NAME):
             if line["kind"] == BAD and not retry:
                 self.bad[line["id"]] = line["error"]
             elif line["kind"] == DONE:
@@ -66,6 +73,7 @@ class Videos:
             for name, read in entries:
                 try:
                     check_id(name)
+                    check_file(self._path(name))
                     owner = owners.setdefault(self._path(name), (name, shard))
                     if owner != (name, shard):
                         raise ClipError(
@@ -81,6 +89,12 @@ class Videos:
                 elif name not in self.bad:
                     self._readers[name] = read
         self.missing = list(self._readers)
+        # Whoever makes a video has written down its recipe before.
+        if self.done_before and not (self.directory / LIST).exists():
+            raise OutputError(
+                f"{self.directory} holds videos of these names that were not decoded there: give another "
+                "directory"
+            )
 
     def __enter__(self) -> "Videos":
         return self
@@ -90,6 +104,19 @@ class Videos:
 
     def _path(self, name: str) -> Path:
         return self.directory / f"{name.removesuffix('.mp4')}.mp4"
+
+    def begin(self, recipe: dict[str, Any]) -> None:
+        """Writes down what videos are made by, as JSON; a directory has one recipe for good.
+
+        Raises:
+            OutputError: there are videos of another recipe.
+        """
+        path = self.directory / LIST
+        recipe = {**recipe, "fps": None if self._fps is None else str(self._fps)}
+        if path.exists():
+            check_recipe(self.directory, reports.load(path, FORMAT)["recipe"], recipe)
+        else:
+            reports.write_json(path, {"format": FORMAT, "recipe": recipe})
 
     def first(self) -> Latents | None:
         """The first missing clip's latents that can be read; None where there are none."""

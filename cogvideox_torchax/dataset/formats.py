@@ -56,7 +56,7 @@ def entries(path: Path) -> list[Entry]:
     if not path.is_file():
         raise LatentsError(f"there is no file {path}")
     if path.suffix == SUFFIXES[SAFETENSORS]:
-        about = latent_files.load(path).about
+        about = latent_files.about(path)
         return [(about.get("id", path.stem), lambda: latent_files.loads(path.read_bytes(), path))]
     return _parquet_entries(path) if path.suffix == SUFFIXES[PARQUET] else _tar_entries(path)
 

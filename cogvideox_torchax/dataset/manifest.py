@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from cogvideox_torchax.dataset import formats
-from cogvideox_torchax.dataset.clip import WORK
+from cogvideox_torchax.dataset.clip import WORK, ClipError, check_file
 from cogvideox_torchax.files import latents as latent_files
 from cogvideox_torchax.files import reports
 from cogvideox_torchax.files.latents import Latents
@@ -74,9 +74,20 @@ class Manifest:
         self._file.close()
 
 
-def lines(directory: Path) -> Iterator[dict[str, Any]]:
-    """The whole lines of all manifests."""
-    for path in sorted(directory.glob("manifest-*.jsonl")):
+def check_recipe(directory: Path, was: dict[str, Any], recipe: dict[str, Any]) -> None:
+    """Raises `OutputError` where a directory's clips were made by another recipe."""
+    recipe = json.loads(json.dumps(recipe))
+    differing = sorted(key for key in recipe if was.get(key) != recipe[key])
+    if differing:
+        raise OutputError(
+            f"{directory} holds clips that were made with other settings "
+            f"({', '.join(differing)}): give those, or another directory"
+        )
+
+
+def lines(directory: Path, name: str = "manifest") -> Iterator[dict[str, Any]]:
+    """The whole lines of all processes' files of this name."""
+    for path in sorted(directory.glob(f"{name}-*.jsonl")):
         for text in path.read_bytes().split(b"\n")[:-1]:
             with contextlib.suppress(ValueError):
                 yield json.loads(text)
@@ -140,13 +151,7 @@ class Shelf:
         known: list[str | None] = []
         if path.exists():
             listed = reports.load(path, FORMAT)
-            recipe = json.loads(json.dumps(recipe))
-            differing = sorted(key for key in recipe if listed["recipe"].get(key) != recipe[key])
-            if differing:
-                raise OutputError(
-                    f"{self.directory} holds clips that were made with other settings "
-                    f"({', '.join(differing)}): give those, or another directory"
-                )
+            check_recipe(self.directory, listed["recipe"], recipe)
             known = listed["clips"]
         last = {name: index for index, name in enumerate(known)}
         new = [name for name in ids if name not in last or (retry and last[name] in self.bad)]
@@ -199,6 +204,12 @@ class Shelf:
         """The numbers of the clips that this process has to encode; writes the shards that lack no clip."""
         missing = []
         for shard in self.shards:
+            for index in self.members(shard):
+                try:
+                    check_file(self.clip_path(index))
+                except ClipError as error:
+                    if index not in self.bad:
+                        self.refuse(index, str(error))
             lacking = [i for i in self.members(shard) if i not in self.bad and not self.is_done(i)]
             for index in self.members(shard):
                 if index not in self.bad and index not in lacking and index not in self._noted:

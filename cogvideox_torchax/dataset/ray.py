@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from cogvideox_torchax.dataset import formats
-from cogvideox_torchax.dataset.clip import Clip, ClipError, EncodeClip, Reading, Recipe
+from cogvideox_torchax.dataset.clip import Clip, ClipError, EncodeClip, Reading, Recipe, check_ids
 from cogvideox_torchax.dataset.loop import Step
 from cogvideox_torchax.dataset.manifest import Shelf, described
 from cogvideox_torchax.files import latents as latent_files
@@ -102,9 +102,11 @@ def encode(
 
     Raises:
         OutputError: a directory that cannot be written, or that was made by another recipe.
+        ClipError: an id that comes twice, or names no file below the directory.
         ValueError: Ray is not installed.
     """
     ray = _ray()
+    check_ids(clips, "the data set")
     by_id = {clip.id: clip for clip in clips}
     on_host = replace(recipe, backend="torch", dp=None, tp=None)
     unit = EncodeClip(on_host)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from cogvideox_torchax.dataset import formats
-from cogvideox_torchax.dataset.clip import Clip, ClipError, check_id, waits
+from cogvideox_torchax.dataset.clip import Clip, ClipError, check_ids, waits
 from cogvideox_torchax.files import video
 
 LISTS = (".txt", ".jsonl")
@@ -35,15 +35,7 @@ def clips(path: str | Path) -> list[Clip]:
     found = _in_directory(path) if path.is_dir() else list(_in_list(path))
     if not found:
         raise ClipError(f"{path} names no clips: a video ends in {', '.join(video.SUFFIXES)}")
-    seen: set[str] = set()
-    for clip in found:
-        if clip.id in seen:
-            raise ClipError(f"{path} names {clip.id} twice: give each clip an id of its own")
-        try:
-            check_id(clip.id)
-        except ClipError as error:
-            raise ClipError(f"{path}: {error}") from error
-        seen.add(clip.id)
+    check_ids(found, str(path))
     return found
 
 
@@ -59,13 +51,23 @@ def _in_directory(directory: Path) -> list[Clip]:
 
 def _caption(file: Path) -> str:
     beside = file.with_suffix(".txt")
-    return beside.read_text("utf-8").strip() if beside.is_file() else ""
+    return _text(beside).strip() if beside.is_file() else ""
+
+
+def _text(path: Path) -> str:
+    """Of a UTF-8 file, without the mark that Windows' editors begin one with."""
+    try:
+        return path.read_text("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ClipError(
+            f"{path} is not in UTF-8 ({error.reason} at byte {error.start}): save it so"
+        ) from error
 
 
 def _in_list(path: Path) -> Iterator[Clip]:
     if not path.is_file():
         raise ClipError(f"there is no file {path}")
-    for number, line in enumerate(path.read_text("utf-8").split("\n"), 1):
+    for number, line in enumerate(_text(path).split("\n"), 1):
         if not line.strip():
             continue
         if path.suffix == ".txt":

@@ -149,6 +149,30 @@ def load(path: str | Path, columns: Callable[[tuple[int, ...]], slice] | None = 
     return assembled(path, metadata, {} if tensor is None else {TENSOR: tensor})
 
 
+def about(path: Path) -> dict[str, Any]:
+    """What a latent file says it is `about`; its tensors are not read.
+
+    Raises:
+        LatentsError: no safetensors, truncated, another format, or a broken field.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="np") as file:
+            metadata = file.metadata() or {}
+    except SafetensorError as error:
+        raise LatentsError(f"{path} is truncated or no safetensors file ({error})") from error
+    if metadata.get("format") != FORMAT:
+        raise _foreign(path)
+    return _field(path, metadata, "about") if "about" in metadata else {}
+
+
+def _foreign(path: Path) -> LatentsError:
+    return LatentsError(
+        f"{path} is no latent file of this program: write one with `cogvideox-torchax encode`"
+    )
+
+
 def loads(data: bytes, name: str | Path) -> Latents:
     """All that a latent file holds, of its bytes.
 
@@ -183,9 +207,7 @@ def assembled(path: Path, metadata: dict[str, str], tensors: dict[str, torch.Ten
     """
     tensor = tensors.get(TENSOR)
     if metadata.get("format") != FORMAT or tensor is None:
-        raise LatentsError(
-            f"{path} is no latent file of this program: write one with `cogvideox-torchax encode`"
-        )
+        raise _foreign(path)
     if tensor.ndim != 5 or not tensor.dtype.is_floating_point:
         raise LatentsError(
             f"{path} holds {tensor.dtype} of shape {tuple(tensor.shape)}: floats (N, C, T, H, W) are wanted"

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import numpy as np
 import torch
 
-from cogvideox_torchax.files.whole import OutputError, check_output, whole_file
+from cogvideox_torchax.files.whole import OutputError, check_output, followed, whole_file
 
 Source = str | Path | bytes
 """A video file: its path, or its bytes."""
@@ -24,6 +24,8 @@ SUFFIXES = (".avi", ".gif", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg", ".t
 
 COPIED = ("aac", "ac3", "alac", "eac3", "mp3", "opus")
 """Codecs of sound that .mp4 knows."""
+UNREADABLE = "unknown"
+"""Stands for a codec of sound that FFmpeg has no decoder for."""
 
 
 class VideoError(ValueError):
@@ -36,12 +38,13 @@ class VideoInfo:
 
     Attributes:
         path: of the file; a word in its place for one that came as bytes.
-        height, width: of a frame as it is shown, upright, in pixels.
+        height, width: of a frame, upright, in pixels as they are stored.
         fps: frames a second; their average where the gaps between frames differ.
         num_frames: that are really in the file, and shown: a cut without encoding anew hides some.
         times: when each frame is shown, in seconds after the first; empty where the file does not say.
         tick: of the clock that `times` are told by, in seconds.
-        sound: the codec of the sound track; "" where there is none.
+        sound: the codec of the sound track; "" where there is none, `UNREADABLE` where FFmpeg knows none.
+        pixel: a pixel's width over its height, as it is shown.
     """
 
     path: Path
@@ -52,10 +55,21 @@ class VideoInfo:
     times: tuple[Fraction, ...] = ()
     tick: Fraction = Fraction(0)
     sound: str = ""
+    pixel: Fraction = Fraction(1)
+
+    @property
+    def shape(self) -> Fraction:
+        """A frame's width over its height, as it is shown."""
+        return self.width * self.pixel / self.height
 
     @property
     def has_sound(self) -> bool:
         return bool(self.sound)
+
+    @property
+    def reads_sound(self) -> bool:
+        """Whether there is sound that can be read."""
+        return self.has_sound and self.sound != UNREADABLE
 
     @property
     def copies_sound(self) -> bool:
@@ -99,7 +113,8 @@ def _opened(source: Source, **options: str) -> Iterator[Any]:
         if path.is_dir():
             raise VideoError(f"{path} is a directory: give a video file")
     try:
-        file = io.BytesIO(source) if isinstance(source, bytes) else str(path)
+        # FFmpeg takes what stands before a colon for a protocol, but not after a slash.
+        file = io.BytesIO(source) if isinstance(source, bytes) else str(path.absolute())
         with av.open(file, options=options) as container:
             if not container.streams.video:
                 raise VideoError(f"{path} has no video stream")
@@ -136,7 +151,9 @@ def probe(source: Source) -> VideoInfo:
         times: tuple[Fraction, ...] = ()
         if None not in shown and len(set(shown)) == count:
             times = tuple((pts - min(shown)) * stream.time_base for pts in sorted(shown))
-        height, width = (placed or _Placed()).sides((stream.height, stream.width))
+        placed = placed or _Placed()
+        height, width = placed.sides((stream.height, stream.width))
+        pixel = stream.sample_aspect_ratio or Fraction(1)
         return VideoInfo(
             path,
             height,
@@ -146,6 +163,7 @@ def probe(source: Source) -> VideoInfo:
             times,
             stream.time_base or Fraction(0),
             _codec(container.streams.audio[0]) if container.streams.audio else "",
+            1 / pixel if placed.swapped else pixel,
         )
 
 
@@ -192,7 +210,7 @@ def _placed(frame: Any) -> _Placed:
 
 def _codec(stream: Any) -> str:
     """The codec's own name, not that of the decoder which FFmpeg takes for it, such as mp3float."""
-    return stream.codec_context.codec.canonical_name
+    return stream.codec_context.codec.canonical_name if stream.codec_context else UNREADABLE
 
 
 @dataclass(frozen=True)
@@ -212,18 +230,29 @@ class Framing:
 
 
 def covering(info: VideoInfo, height: int, width: int) -> Framing:
-    """The middle of the video, resized as little as fills `height` x `width` pixels."""
-    scale = max(Fraction(height, info.height), Fraction(width, info.width))
-    resized = max(round(info.height * scale), height), max(round(info.width * scale), width)
+    """The middle of the video, resized as little as fills `height` x `width` square pixels."""
+    scale = max(Fraction(height), width / info.shape)
+    resized = max(round(scale), height), max(round(scale * info.shape), width)
     return Framing(height, width, crop=True, resized=resized)
 
 
 def framing(info: VideoInfo, *, multiple: int, height: int | None, width: int | None, crop: bool) -> Framing:
     """The size to read a video in, every side a multiple of `multiple`.
 
+    Args:
+        info: of the video.
+        multiple: of pixels.
+        height, width: what to resize to. One alone keeps the picture's shape, as near as a multiple comes;
+            with `crop` the other side is the video's own, as both are where none is given.
+        crop: whether to cut out the middle instead of resizing.
+
     Raises:
         VideoError: a size that is no such multiple; the message offers the crop.
     """
+    if not crop and height and not width:
+        width = max(round(height * info.shape / multiple), 1) * multiple
+    elif not crop and width and not height:
+        height = max(round(width / info.shape / multiple), 1) * multiple
     chosen_height, chosen_width = height or info.height, width or info.width
     fitting = [max(side // multiple * multiple, multiple) for side in (chosen_height, chosen_width)]
     if crop:
@@ -297,11 +326,13 @@ class Alongside:
         times: when each frame is shown, in seconds after the first; for an even rate none are needed.
         sound: the file whose sound is copied, or None; where .mp4 does not know its codec it becomes AAC.
         seconds: after which the sound ends.
+        pixel: a pixel's width over its height.
     """
 
     times: Sequence[Fraction] = ()
     sound: Path | None = None
     seconds: Fraction = Fraction(0)
+    pixel: Fraction = Fraction(1)
 
 
 @contextlib.contextmanager
@@ -344,6 +375,10 @@ def check_writing(path: str | Path, fps: Fraction | float) -> str:
         )
     if path.is_file() and not kind:
         raise OutputError(f"cannot write frames to {path}: it is a file")
+    if path.is_dir() and followed(path).is_mount():
+        raise OutputError(
+            f"cannot write frames to {path}: something is mounted there; give a directory in it"
+        )
     check_output(path)
     return kind
 
@@ -361,6 +396,7 @@ class _Mp4Sink:
     def __init__(self, path: Path, fps: Fraction, alongside: Alongside):
         self._fps = fps
         self._times = alongside.times
+        self._pixel = alongside.pixel
         self._written = 0
         self._stream: Any = None
         self._container = _av().open(str(path), "w", format="mp4")
@@ -375,6 +411,8 @@ class _Mp4Sink:
                 self._stream = self._container.add_stream("libx264", rate=self._fps, options={"crf": "16"})
                 self._stream.height, self._stream.width = pixels.shape[:2]
                 self._stream.pix_fmt = "yuv420p"
+                if self._pixel != 1:
+                    self._stream.codec_context.sample_aspect_ratio = self._pixel
                 if self._times:
                     self._stream.time_base = self._stream.codec_context.time_base = self.TICK
             frame = av.VideoFrame.from_ndarray(pixels, format="rgb24")
@@ -405,7 +443,7 @@ class _Sound:
         av = _av()
         self._seconds = seconds
         self._container = container
-        self._source = av.open(str(source))
+        self._source = av.open(str(source.absolute()))
         given = self._source.streams.audio[0]
         video = self._source.streams.video[0]
         self._start = (video.start_time or 0) * (video.time_base or Fraction(0))

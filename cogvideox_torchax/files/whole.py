@@ -28,10 +28,12 @@ def check_output(path: str | Path) -> Path:
     """The path, if a file can be written there.
 
     Raises:
-        OutputError: its directory is missing or cannot be written.
+        OutputError: its directory is missing or cannot be written, or a device or a pipe is there.
     """
     path = Path(path)
-    parent = path.absolute().parent
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise OutputError(f"cannot write {path}: it is a device or a pipe; give a file")
+    parent = followed(path).parent
     if not parent.is_dir():
         raise OutputError(f"cannot write {path}: there is no directory {parent}")
     if not os.access(parent, os.W_OK):
@@ -39,13 +41,19 @@ def check_output(path: str | Path) -> Path:
     return path
 
 
+def followed(path: str | Path) -> Path:
+    """The absolute path that links lead to."""
+    return Path(os.path.realpath(path))
+
+
 @contextlib.contextmanager
 def whole_file(path: str | Path) -> Iterator[Path]:
     """A temporary path beside `path` that becomes it when the block ends well, and vanishes when it does not.
 
-    A file gets the mode that the umask leaves it, whatever the one that its writer gave it.
+    A file gets the mode that the umask leaves it, whatever the one that its writer gave it. A link stays, and
+    leads to what was written.
     """
-    path = check_output(path)
+    path = followed(check_output(path))
     with workplace(path) as directory:
         temporary = directory / path.name
         yield temporary
@@ -66,7 +74,7 @@ def workplace(path: str | Path) -> Iterator[Path]:
     Raises:
         OutputError: the directory of `path` is missing or cannot be written.
     """
-    path = check_output(path).absolute()
+    path = followed(check_output(path))
     _remove_left(path)
     try:
         directory, lock = _locked_directory(path)

@@ -4,7 +4,6 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import jax
 from torch import nn
 
 Visit = Callable[[str, Any], Any]
@@ -30,6 +29,8 @@ def watched(
         given, taken: see `Visit`.
         names_only: whether both leave all as it is: then no layer `is_watched`.
     """
+    import jax
+
     scopes: list[Any] = []
 
     def before(name: str):

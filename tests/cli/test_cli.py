@@ -16,10 +16,11 @@ import pytest
 import torch
 
 from cogvideox_torchax import cli, versions
-from cogvideox_torchax.cli import common
+from cogvideox_torchax.cli import common, doctor
 from cogvideox_torchax.cli.common import DEMO_MODEL
 from cogvideox_torchax.cli.demo import demo_clip
 from cogvideox_torchax.files import latents, video
+from cogvideox_torchax.runtime import COMPILE_CACHE_VARIABLE
 from cogvideox_torchax.vae.pixels import from_uint8, to_uint8
 from cogvideox_torchax.vae.quality import ssim
 from cogvideox_torchax.vae.tolerances import psnr
@@ -147,7 +148,9 @@ def test_the_bundled_model_gives_back_a_clip_that_it_was_not_trained_on():
 
 def test_doctor_names_devices_and_versions(capsys):
     result = report(capsys, "doctor")
-    assert result["torchax_works" if "torchax_works" in result else "torchax works"] == "yes"
+    assert result["torchax works"] == "yes"
+    for name in (*doctor.CORE, "pyarrow"):
+        assert result[name] == versions.installed(name)
     assert result["devices"].startswith("cpu:0")
     assert run("doctor") == 0
 
@@ -160,6 +163,24 @@ def test_doctor_advises_where_an_untested_version_is_installed(capsys, monkeypat
     assert run("doctor") == 0
     assert f"  - {line}" in capsys.readouterr().out.splitlines()
     assert line in report(capsys, "doctor")["advice"]
+
+
+def test_doctor_works_where_jax_does_not():
+    code = "import sys; sys.modules['jax'] = None; from cogvideox_torchax import cli; "
+    code += "sys.exit(cli.main(['doctor']))"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ended.returncode == 1, ended.stderr
+    assert "JAX_PLATFORMS=cpu" in ended.stdout
+    assert "pip install" in ended.stdout
+    assert not ended.stderr
+
+
+def test_doctor_says_where_programs_are_kept(capsys):
+    assert report(capsys, "doctor")["compile cache"] == os.environ[COMPILE_CACHE_VARIABLE]
+    code = "import sys; from cogvideox_torchax import cli; sys.exit(cli.main(['doctor', '--json']))"
+    off = {**os.environ, COMPILE_CACHE_VARIABLE: "off"}
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=off)
+    assert json.loads(ended.stdout)["compile cache"] == "off"
 
 
 def test_doctor_names_a_broken_pair(capsys, monkeypatch):

@@ -2,6 +2,7 @@
 
 import pickle
 from dataclasses import replace
+from fractions import Fraction
 
 import pytest
 import torch
@@ -100,6 +101,26 @@ def test_a_clip_shorter_than_every_bucket_is_an_error(small):
     unit = EncodeClip(Recipe(small.model, "torch", buckets=(Bucket(17, 16, 24),)))
     with pytest.raises(ClipError, match="has 9 frames, the shortest bucket 17"):
         unit(clip_of(small))
+
+
+def test_a_bucket_holds_no_more_frames_than_a_clip_may_give(small, tmp_path):
+    path = write_clip(tmp_path / "long.mp4", frames=25)
+    unit = EncodeClip(Recipe(small.model, "torch", buckets=(Bucket(9, 16, 24), Bucket(17, 16, 24))))
+    assert unit.read(Clip("long", path)).num_frames == 17
+    assert unit.read(Clip("long", path, frames=12)).num_frames == 9
+    with pytest.raises(ClipError, match="has 8 frames, the shortest bucket 9"):
+        unit.read(Clip("long", path, frames=8))
+    with pytest.raises(ClipError, match="a height or a width of its own"):
+        unit.read(Clip("long", path, height=16))
+
+
+def test_a_bucket_is_chosen_by_the_shape_in_which_a_clip_is_shown():
+    from pathlib import Path
+
+    tall, wide = Bucket(9, 16, 20), Bucket(9, 16, 28)
+    stored = video.VideoInfo(Path("pal.mpg"), 576, 720, Fraction(25), 9)
+    assert choose((tall, wide), stored) == tall
+    assert choose((tall, wide), replace(stored, pixel=Fraction(64, 45))) == wide
 
 
 def test_a_bucket_is_filled_and_its_middle_cut_out(small, tmp_path):

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from cogvideox_torchax import cli
-from cogvideox_torchax.dataset import EncodeClip, formats, loop, manifest, sources
+from cogvideox_torchax.dataset import ClipError, EncodeClip, formats, loop, manifest, sources
 from cogvideox_torchax.dataset.decoding import Videos
 from cogvideox_torchax.files import latents as latent_files
 from cogvideox_torchax.files import video
@@ -233,14 +233,14 @@ def test_another_model_marks_no_latents_bad_and_a_broken_first_clip_is_its_own(
     decode = ["decode", str(encoded / "webdataset"), "-o", str(tmp_path / "out"), *OPTIONS]
     assert cli.main([*decode, "--model", str(tmp_path / "vae")]) == 2
     assert "norm_num_groups" in capsys.readouterr().err
-    assert list(manifest.lines(tmp_path / "out")) == []
+    assert list(manifest.lines(tmp_path / "out", "videos")) == []
     shutil.copytree(encoded / "webdataset", tmp_path / "in")
     path = min((tmp_path / "in").glob("*.tar"))
     data = path.read_bytes()
     path.write_bytes(data.replace(b"cogvideox-torchax-latents", b"cogvideox-torchax-nothing", 1))
     assert path.read_bytes() != data
     assert cli.main(["decode", str(tmp_path / "in"), *decode[2:]]) == 1
-    assert [line["kind"] for line in manifest.lines(tmp_path / "out")].count("bad") == 1
+    assert [line["kind"] for line in manifest.lines(tmp_path / "out", "videos")].count("bad") == 1
     assert len(list((tmp_path / "out").rglob("*.mp4"))) == 4
 
 
@@ -266,8 +266,9 @@ def test_one_id_of_two_shards_is_named_and_a_video_that_is_there_is_not_bad(enco
         assert len(videos.missing) == len(GOOD)
         assert set(videos.bad) == set(GOOD)
         assert "its video would be that of b.mp4 in" in videos.bad["b.mp4"]
+        videos.begin({})
     # One process found it bad; another made it, and its manifest is read before that of the first.
-    for name, kind in (("manifest-0.jsonl", manifest.DONE), ("manifest-1.jsonl", manifest.BAD)):
+    for name, kind in (("videos-0.jsonl", manifest.DONE), ("videos-1.jsonl", manifest.BAD)):
         line = {"kind": kind, "id": "b.mp4", "error": "no memory"}
         (tmp_path / "out" / name).write_text(json.dumps(line) + "\n")
     (tmp_path / "out" / "b.mp4").touch()
@@ -287,7 +288,101 @@ def test_a_truncated_shard_is_named_and_the_others_are_decoded(encoded, tmp_path
     assert 0 < len(list((tmp_path / "out").rglob("*.mp4"))) < 5
 
 
+def test_videos_of_other_weights_or_rates_are_refused_in_the_same_directory(small, encoded, tmp_path, capsys):
+    from tests import reference
+
+    vae = reference.small_vae(**reference.THREE_LEVELS)
+    torch.nn.init.zeros_(vae.decoder.conv_out.conv.bias)
+    vae.save_pretrained(tmp_path / "vae")
+    shutil.copytree(encoded / "webdataset", tmp_path / "in")
+    decode = ["decode", str(tmp_path / "in"), "-o", str(tmp_path / "out"), *OPTIONS]
+    assert cli.main(decode) == 0
+    (tmp_path / "out/b.mp4").unlink()
+    for options, differing in (
+        (["--model", str(tmp_path / "vae")], "model_sha256"),
+        (["--fps", "5"], "fps"),
+        (["--dtype", "bfloat16"], "dtype"),
+    ):
+        assert cli.main([*decode, *options]) == 2
+        assert differing in capsys.readouterr().err
+    assert not (tmp_path / "out/b.mp4").exists()
+    assert cli.main(decode) == 0
+
+
+def test_videos_that_were_there_before_are_not_taken_for_decoded_ones(small, encoded, tmp_path, capsys):
+    shutil.copytree(small.clips, tmp_path / "clips")
+    before = tree(tmp_path / "clips")
+    assert cli.main(["decode", str(encoded / "webdataset"), "-o", str(tmp_path / "clips"), *OPTIONS]) == 2
+    assert "were not decoded there" in capsys.readouterr().err
+    assert tree(tmp_path / "clips") == before
+
+
+def test_latents_and_their_videos_may_share_a_directory(small, tmp_path):
+    out = tmp_path / "out"
+    assert encode(small, out) == 1
+    assert cli.main(["decode", str(out), "-o", str(out), *OPTIONS]) == 0
+    assert sorted(path.name for path in out.glob("*.mp4")) == ["a.mp4", "b.mp4", "z.mp4"]
+    assert encode(small, out) == 1
+    assert cli.main(["decode", str(out), "-o", str(out), *OPTIONS]) == 0
+
+
+def test_what_is_in_a_directory_is_said_by_headers_alone(encoded, monkeypatch):
+    def read(*_):
+        raise AssertionError("tensors are read")
+
+    monkeypatch.setattr(latent_files, "load", read)
+    monkeypatch.setattr(latent_files, "loads", read)
+    paths = sources.shards(encoded / "safetensors")
+    assert sorted(name for path in paths for name, _ in formats.entries(path)) == sorted(GOOD)
+
+
 # Faults
+
+
+LONG = "x" * 246 + ".mp4"
+
+
+def test_a_name_too_long_for_its_file_is_a_bad_clip_of_its_own(small, tmp_path, capsys):
+    write_clip(tmp_path / "in" / "short.mp4")
+    shutil.copy(tmp_path / "in" / "short.mp4", tmp_path / "in" / LONG)
+    for _ in range(2):
+        assert encode(small, tmp_path / "out", clips=tmp_path / "in") == 1
+        assert "1 bad clips were left out: x" in capsys.readouterr().err
+        (bad,) = (line for line in manifest.lines(tmp_path / "out") if line["kind"] == manifest.BAD)
+        assert "its file would have a name of 262 bytes, 255 are the most" in bad["error"]
+    assert (tmp_path / "out/short.mp4.safetensors").exists()
+    options = ("--format", "webdataset")
+    assert encode(small, tmp_path / "tar", *options, clips=tmp_path / "in") == 0
+    for name in ("tar", "more"):
+        (shard,) = sources.shards(tmp_path / "tar")
+        with Videos(tmp_path / name, [shard], None, manifest.Share()) as videos:
+            assert videos.missing == ["short.mp4", LONG]
+    long_id = [("y" * 254, lambda: None), ("z", lambda: None)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(formats, "entries", lambda path: long_id)
+        with Videos(tmp_path / "last", [shard], None, manifest.Share()) as videos:
+            assert videos.missing == ["z"]
+            assert "258 bytes" in videos.bad["y" * 254]
+
+
+def test_a_text_that_is_not_utf_8_is_named_and_the_mark_of_windows_is_no_part_of_it(small, tmp_path):
+    write_clip(tmp_path / "a.mp4")
+    (tmp_path / "a.txt").write_bytes("\ufeffA ball.".encode())
+    (found,) = sources.clips(tmp_path)
+    assert found.caption == "A ball."
+    (tmp_path / "list.jsonl").write_bytes('\ufeff{"path": "a.mp4"}\n'.encode())
+    assert [clip.id for clip in sources.clips(tmp_path / "list.jsonl")] == ["a.mp4"]
+    (tmp_path / "a.txt").write_bytes("Ein Bär.".encode("latin-1"))
+    with pytest.raises(ClipError, match=r"a\.txt is not in UTF-8 \(.* at byte 5\): save it so"):
+        sources.clips(tmp_path)
+
+
+def test_parquet_without_pyarrow_is_a_line_before_any_work(small, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    monkeypatch.setattr(EncodeClip, "read", lambda *_: pytest.fail("a clip is read"))
+    assert encode(small, tmp_path / "out", "--format", "parquet") == 2
+    assert "pip install 'cogvideox-torchax[data]'" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_full_disk_ends_the_run_with_a_line_and_the_next_goes_on(
@@ -462,7 +557,7 @@ def test_reading_and_writing_overlap_with_computing():
         with lock:
             log.append((what, job))
 
-    third_is_read = threading.Event()
+    third_is_read, second_is_computed = threading.Event(), threading.Event()
 
     def read(job):
         if job == 2:
@@ -472,10 +567,16 @@ def test_reading_and_writing_overlap_with_computing():
     def compute(job):
         if job == 0:
             assert third_is_read.wait(30)  # while the first is computed
-        note("computed", job)
+        if job == 1:
+            second_is_computed.set()
         return job
 
-    steps = list(loop.work(range(5), read, compute, lambda job, _: note("kept", job), note, readers=2))
+    def keep(job, _):
+        if job == 0:
+            assert second_is_computed.wait(30)  # while the first is written
+        note("kept", job)
+
+    steps = list(loop.work(range(5), read, compute, keep, note, readers=2))
     assert [step.job for step in steps] == list(range(5))
     assert [job for what, job in log if what == "kept"] == list(range(5))
 

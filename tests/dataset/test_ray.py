@@ -55,6 +55,15 @@ def test_an_actor_that_is_killed_is_replaced_and_the_result_is_the_command_lines
     shutil.rmtree(tmp_path / "ray")
 
 
+def test_an_id_that_comes_twice_or_leads_elsewhere_is_refused(small, tmp_path):
+    from cogvideox_torchax.dataset import Clip, ClipError
+    from cogvideox_torchax.dataset import ray as engine
+
+    for ids, words in ((("a.mp4", "a.mp4"), "a.mp4 twice"), (("../a.mp4",), "must not lead out")):
+        with pytest.raises(ClipError, match=words):
+            engine.encode([Clip(name, small.clips / "a.mp4") for name in ids], small.recipe, tmp_path / "out")
+
+
 def test_an_actor_refuses_a_clip_that_cannot_be_read_and_ends_where_the_output_cannot_be_written(
     small, tmp_path, monkeypatch
 ):

@@ -1,7 +1,10 @@
+import functools
 import struct
 from fractions import Fraction
+from pathlib import Path
 
 import av
+import numpy as np
 import pytest
 import torch
 
@@ -50,6 +53,19 @@ def test_resize_and_crop(clip):
     assert torch.equal(read_all(clip, video.Framing(16, 32, crop=True)), whole[..., 4:20, 4:36])
 
 
+def test_a_smaller_frame_is_made_of_all_pixels(tmp_path):
+    noise = torch.randint(256, (1, 1, 3, 48, 96), generator=torch.Generator().manual_seed(0))
+    with video.writing(tmp_path / "noise.mp4", 10) as sink:
+        sink.write(noise.expand(1, 3, 3, 48, 96).to(torch.uint8))
+    whole, small = (
+        read_all(tmp_path / "noise.mp4", size)[0].transpose(0, 1).float()
+        for size in (None, video.Framing(16, 32))
+    )
+    want = torch.nn.functional.interpolate(whole, (16, 32), mode="bicubic", antialias=True)
+    assert want.std() > 15
+    assert (small - want).abs().mean() < 5
+
+
 def test_gif_and_frames(tmp_path):
     from PIL import Image
 
@@ -57,6 +73,9 @@ def test_gif_and_frames(tmp_path):
         sink.write(moving_frames(5))
     with Image.open(tmp_path / "clip.gif") as gif:
         assert (gif.n_frames, gif.size, gif.info["duration"]) == (5, (40, 24), 100)
+        for i, want in enumerate(moving_frames(5)[0].permute(1, 2, 3, 0).numpy()):
+            gif.seek(i)
+            assert np.abs(np.asarray(gif.convert("RGB"), int) - want).mean() < 4
     for rate, seconds in ((30, 0.6), (24, 0.75), (120, 18 * 0.02)):  # no frame lasts less than 20 ms
         with video.writing(tmp_path / "clip.gif", rate) as sink:
             sink.write(moving_frames(18))
@@ -281,6 +300,51 @@ def test_a_phones_portrait_is_read_upright(clip, placed, upright_of):
     top, left = (height - 16) // 2, (width - 16) // 2
     resized = read_all(clip, video.Framing(height, width)).float()
     assert torch.equal(small, resized[..., top : top + 16, left : left + 16])
+
+
+def test_pixels_that_are_not_square(clip, tmp_path):
+    wide = video.Alongside(pixel=Fraction(64, 45))
+    with video.writing(tmp_path / "wide.mp4", 10, wide) as sink:
+        sink.write(moving_frames())
+    info = video.probe(tmp_path / "wide.mp4")
+    assert (info.height, info.width, info.pixel) == (24, 40, Fraction(64, 45))
+    assert info.shape == Fraction(40, 24) * Fraction(64, 45)
+    assert video.probe(clip).pixel == 1
+    # Resized as it is shown: 24 x 56.9 square pixels.
+    assert video.covering(info, 24, 40).resized == (24, 57)
+    follows = functools.partial(video.framing, info, multiple=8)
+    assert follows(height=48, width=None, crop=False) == video.Framing(48, 112)
+    assert follows(height=None, width=112, crop=False) == video.Framing(48, 112)
+    assert follows(height=16, width=None, crop=True) == video.Framing(16, 40, crop=True)
+
+
+def test_one_side_alone_keeps_the_shape(clip):
+    info = video.probe(clip)
+    assert video.framing(info, multiple=8, height=48, width=None, crop=False) == video.Framing(48, 80)
+    assert video.framing(info, multiple=8, height=None, width=16, crop=False) == video.Framing(8, 16)
+
+
+def test_a_colon_in_a_name_is_no_protocol(clip, tmp_path, monkeypatch):
+    clip.rename(tmp_path / "12:30:05.mp4")
+    with_sound(tmp_path / "12:31:05.mp4")
+    monkeypatch.chdir(tmp_path)
+    assert video.probe("12:30:05.mp4").num_frames == 9
+    assert read_all("12:30:05.mp4").shape == (1, 3, 9, 24, 40)
+    with video.writing(
+        "out.mp4", 10, video.Alongside(sound=Path("12:31:05.mp4"), seconds=Fraction(1))
+    ) as sink:
+        sink.write(moving_frames())
+    assert video.probe("out.mp4").sound == "aac"
+
+
+def test_sound_without_a_decoder_is_none_that_can_be_read(tmp_path):
+    with_sound(tmp_path / "clip.mkv", container="matroska")
+    data = (tmp_path / "clip.mkv").read_bytes()
+    assert data.count(b"A_AAC") == 1
+    (tmp_path / "clip.mkv").write_bytes(data.replace(b"A_AAC", b"A_ZZZ"))
+    info = video.probe(tmp_path / "clip.mkv")
+    assert (info.sound, info.has_sound, info.reads_sound) == ("unknown", True, False)
+    assert read_all(tmp_path / "clip.mkv").shape == (1, 3, 9, 24, 40)
 
 
 TIMES = [Fraction(n, 100) for n in (0, 10, 12, 20, 50, 60, 61, 70, 90)]

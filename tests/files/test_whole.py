@@ -54,6 +54,30 @@ def kill(process):
     process.wait()
 
 
+def test_what_a_link_leads_to_is_written_and_the_link_stays(tmp_path):
+    (tmp_path / "far").mkdir()
+    (tmp_path / "near").mkdir()
+    (tmp_path / "near/a").symlink_to(tmp_path / "far/a")
+    (tmp_path / "near/frames").symlink_to(tmp_path / "far/frames")
+    (tmp_path / "far/frames").mkdir()
+    write(tmp_path / "near/a")
+    with whole_file(tmp_path / "near/frames") as temporary:
+        temporary.mkdir()
+        (temporary / "0.png").write_text("a frame")
+    assert (tmp_path / "near/a").is_symlink()
+    assert (tmp_path / "far/a").read_text() == "mine"
+    assert (tmp_path / "near/frames").is_symlink()
+    assert listed(tmp_path / "far/frames") == ["0.png"]
+    assert listed(tmp_path / "near") == ["a", "frames"]
+
+
+def test_a_device_or_a_pipe_is_not_replaced(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path(os.devnull)):
+        with pytest.raises(whole.OutputError, match="a device or a pipe"):
+            write(path)
+
+
 def listed(directory):
     return sorted(entry.name for entry in directory.iterdir())
 

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from cogvideox_torchax import cli
 from cogvideox_torchax.files import latents, video
 from cogvideox_torchax.pipelines import generate as generation
-from cogvideox_torchax.pipelines import stages
+from cogvideox_torchax.pipelines import networks, stages
 from tests import small_pipelines
 from tests.files.test_video import moving_frames
 
@@ -104,7 +104,20 @@ def test_the_frames_are_those_of_stock_diffusers(models, name, mesh):
     assert max(np.abs(a - b).max() for a, b in zip(got, want, strict=True)) <= 1
 
 
-def test_every_stage_takes_up_to_the_same_frames(models, capsys):
+@pytest.fixture
+def steps(monkeypatch):
+    """A list that grows with every step of denoising."""
+    made, real = [], networks.CogVideoXTransformer3DModel.forward
+
+    def forward(self, *args, **kwargs):
+        made.append(self)
+        return real(self, *args, **kwargs)
+
+    monkeypatch.setattr(networks.CogVideoXTransformer3DModel, "forward", forward)
+    return made
+
+
+def test_every_stage_takes_up_to_the_same_frames(models, steps):
     model = models("text")
     assert generate(model, "--save-stages", "kept", "--save-every", 3) == 0
     assert {path.stem for path in Path("kept").iterdir()} == {"text", "step", "latents"}
@@ -112,7 +125,9 @@ def test_every_stage_takes_up_to_the_same_frames(models, capsys):
     before = latents.load("kept/latents.safetensors").tensor
     for stage in ("latents", "step", "text"):
         more = ["--steps", 4] if stage == "text" else []
+        steps.clear()
         assert generate(model, "--save-stages", "kept", "--from-stage", stage, *more, output=stage) == 0
+        assert len(steps) == {"latents": 0, "step": 1, "text": 4}[stage]
         assert same(pictures(stage), pictures("frames")), stage
         assert torch.equal(latents.load("kept/latents.safetensors").tensor, before), stage
 
@@ -126,15 +141,17 @@ CONDITIONED = {
 
 
 @pytest.mark.parametrize(("name", "more"), CONDITIONED.values(), ids=CONDITIONED)
-def test_a_conditioned_video_is_taken_up_from_a_step(models, name, more):
+def test_a_conditioned_video_is_taken_up_from_a_step(models, steps, name, more):
     kept = ["--save-stages", "kept", "--guidance", 1]
     assert generate(models(name), *more, *kept) == 0
     Path("kept/latents.safetensors").unlink()
+    whole = len(steps)
     assert generate(models(name), "--save-stages", "kept", "--from-stage", "step", output="again") == 0
+    assert len(steps) - whole == whole - more[-1]
     assert same(pictures("again"), pictures("frames"))
 
 
-def test_a_killed_run_is_taken_up_to_a_bit_equal_result(models):
+def test_a_killed_run_is_taken_up_to_a_bit_equal_result(models, steps):
     noisy = models("noisy")
     whole = ["--steps", 150, "--save-stages"]
     assert generate(noisy, *whole, "whole") == 0
@@ -152,8 +169,10 @@ def test_a_killed_run_is_taken_up_to_a_bit_equal_result(models):
         process.wait()
     assert not Path("never").exists()
     assert not stages.path_of("killed", "latents").exists()
-    assert 0 < stages.load("killed", "step").done < 150
+    done = stages.load("killed", "step").done
+    assert 0 < done < len(steps) == 150
     assert generate(noisy, "--save-stages", "killed", "--from-stage", "step", output="again") == 0
+    assert len(steps) == 150 + 150 - done
     ends = [latents.load(stages.path_of(name, "latents")).tensor for name in ("whole", "killed")]
     assert torch.equal(*ends)
     assert same(pictures("again"), pictures("frames"))
@@ -188,6 +207,35 @@ def test_a_failed_decode_without_stages_leaves_the_latents_beside_the_output(mod
     Path("frames.latents.safetensors").unlink()
     assert generate(models("text"), output="more") == 0
     assert not list(Path().glob("*.latents.safetensors"))
+
+
+def test_latents_stay_until_the_video_is_whole(models, monkeypatch, capsys):
+    def fail(self):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(video._GifSink, "close", fail)
+        assert generate(models("text"), output="clip.gif") == 1
+    assert "the latents are kept: cogvideox-torchax decode clip.gif.latents" in capsys.readouterr().err
+    assert Path("clip.gif.latents.safetensors").exists()
+    assert not Path("clip.gif").exists()
+
+
+def test_latents_that_are_kept_take_no_other_request_and_have_their_rate(models, capsys):
+    assert generate(models("text"), "--save-stages", "kept", "--fps", 5) == 0
+    again = ["generate", "--model", str(models("text")), "--save-stages", "kept", "--from-stage", "latents"]
+    for option, value in (
+        ("--prompt", "a dog"),
+        ("--steps", "9"),
+        ("--save-every", "1"),
+        ("--preview", "a.png"),
+    ):
+        assert cli.main([*again, "-o", "x.mp4", option, value, "--quiet"]) == 2
+        assert f"leave {option} out" in capsys.readouterr().err
+    assert cli.main([*again, "-o", "x.mp4", "--quiet"]) == 0
+    assert video.probe("x.mp4").fps == 5
+    assert cli.main([*again, "-o", "y.mp4", "--fps", "10", "--quiet"]) == 0
+    assert video.probe("y.mp4").fps == 10
 
 
 def test_a_nan_is_one_line_that_names_the_step(models, capsys):
