@@ -49,7 +49,8 @@ def replace_array(tensor: Any, move: Callable[[Any], Any]) -> Any:
 
 
 def teach_copying(kind: Any, tensor_of: Any, to_torch: Any, without_torchax: Any) -> None:
-    """Has torchax's tensor class copied and pickled, alone or inside of any module or state dict.
+    """Has a tensor class of torchax, of whole tensors or of views, copied and pickled, alone or inside of any
+    module or state dict.
 
     A copy shares its array, which nothing writes into. A pickle holds a plain torch tensor: what is loaded is
     in PyTorch, with torchax there or not. Needs the class to have no `__deepcopy__` or `__reduce_ex__` that

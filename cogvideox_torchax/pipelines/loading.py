@@ -63,6 +63,8 @@ def load_pipeline(
         raise ValueError(
             f"load_pipeline got {', '.join(sorted(refused))}: weights lie as port has them, unquantized"
         )
+    if split is not None and mesh is None:
+        raise ValueError(f"load_pipeline got split={split!r}: it is for a mesh; pass both, or none")
     diffusers_options.pop("use_safetensors", None)  # nothing else is read
     torch_dtype = diffusers_options.pop("dtype", None) or torch_dtype
     directory = _directory(str(pretrained_model_name_or_path), variant, diffusers_options)

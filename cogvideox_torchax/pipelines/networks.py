@@ -6,6 +6,7 @@ takes the inherited forward, a torchax tensor one compiled program.
 Axis letters: N videos, S positions of a sequence (text first, then patches), H heads, D channels of a head.
 """
 
+import functools
 from collections.abc import Hashable
 from typing import Any
 
@@ -270,7 +271,8 @@ class CogVideoXTransformer3DModel(Compiled, DiffusersTransformer):
             )
         frames, _, height, width = hidden_states.shape[1:]
         patch_embed: Any = self.patch_embed
-        sample = self.run_program(
+        run = functools.partial(
+            self.run_program,
             self.options(attention_kwargs),
             hidden_states=hidden_states,
             encoder_hidden_states=encoder_hidden_states,
@@ -280,6 +282,7 @@ class CogVideoXTransformer3DModel(Compiled, DiffusersTransformer):
             image_rotary_emb=image_rotary_emb,
             positions=patch_embed.table_for(height, width, frames),
         )
+        sample = runtime.without_gradient(self, hidden_states, run, "on JAX a transformer has no gradients")
         sample = prediction(sample)
         return Transformer2DModelOutput(sample=sample) if return_dict else (sample,)
 

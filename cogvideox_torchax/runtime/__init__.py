@@ -35,6 +35,7 @@ from cogvideox_torchax.runtime.gradients import (
     differentiated,
     rematerialized,
     wants_gradient,
+    without_gradient,
 )
 from cogvideox_torchax.runtime.memory import free_memory, host_peak_bytes, of_several_processes, out_of_memory
 from cogvideox_torchax.runtime.profiling import profiling
@@ -104,5 +105,6 @@ __all__ = [
     "wait",
     "wants_gradient",
     "weights_of",
+    "without_gradient",
     "without_torchax",
 ]

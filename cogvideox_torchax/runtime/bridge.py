@@ -24,6 +24,7 @@ def import_torchax() -> Any:
     """torchax with its `interop`; `ImportError` with the pair to install where it does not import."""
     try:
         import torchax.interop
+        import torchax.view
     except (ImportError, RuntimeError) as error:
         raise ImportError(
             f"torchax does not import with torch {torch.__version__} ({error}); "
@@ -31,7 +32,8 @@ def import_torchax() -> Any:
         ) from error
     from cogvideox_torchax.runtime.arrays import to_torch
 
-    teach_copying(torchax.tensor.Tensor, tensor_of, to_torch, without_torchax)
+    for kind in (torchax.tensor.Tensor, torchax.view.View):
+        teach_copying(kind, tensor_of, to_torch, without_torchax)
     return torchax
 
 

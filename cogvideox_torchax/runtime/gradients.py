@@ -24,16 +24,39 @@ class _Differentiated(torch.autograd.Function):
 
         arrays = tuple(map(array_of, tensors))
         if run is None:
-            result, ctx.pull_back = jax.vjp(function, *arrays)
-            return tensor_of(result)
-        ctx.pull_back = lambda gradient: jax.vjp(function, *arrays)[1](gradient)
-        return run()
+            array, pull_back = jax.vjp(function, *arrays)
+            ctx.kept, ctx.pull = _keep(ctx, pull_back), lambda kept, gradient: kept(gradient)
+            return tensor_of(array)
+        result = run()
+        ctx.kept = _keep(ctx, arrays)
+        ctx.pull = lambda kept, gradient: jax.vjp(function, *kept)[1](gradient)
+        return result
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         (gradient,) = map(array_of, gradients)
-        return None, None, *map(tensor_of, ctx.pull_back(gradient))
+        return None, None, *map(tensor_of, ctx.pull(ctx.kept(ctx.saved_tensors), gradient))
+
+
+def _keep(ctx: Any, tree: Any) -> Callable[[tuple[torch.Tensor, ...]], Any]:
+    """Gives a tree's arrays to torch, which lets them go after a backward pass; what makes the tree of them
+    again."""
+    import jax
+
+    leaves, structure = jax.tree.flatten(tree)
+    places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
+    ctx.save_for_backward(*(tensor_of(leaves[index]) for index in places))
+    for index in places:
+        leaves[index] = None
+
+    def restored(saved: tuple[torch.Tensor, ...]) -> Any:
+        found = list(leaves)
+        for index, tensor in zip(places, saved, strict=True):
+            found[index] = array_of(tensor)
+        return jax.tree.unflatten(structure, found)
+
+    return restored
 
 
 def differentiated(function: Function, *tensors: torch.Tensor) -> torch.Tensor:
@@ -70,6 +93,20 @@ def differentiable(
         return function(weights | changed, *(inputs or [given]))
 
     return _Differentiated.apply(of_leaves, run, *leaves)  # pyright: ignore[reportReturnType]
+
+
+def without_gradient(
+    network: nn.Module, x: torch.Tensor, run: Callable[[], torch.Tensor], why: str
+) -> torch.Tensor:
+    """What `run` gives of an input; where torch records it, a backward pass through it is an error that says
+    why."""
+    if not wants_gradient(network, x):
+        return run()
+
+    def refuse(*_: Any) -> Any:
+        raise ValueError(why)
+
+    return differentiable(refuse, network, {}, x, run=run)
 
 
 def wants_gradient(network: nn.Module, x: torch.Tensor) -> bool:

@@ -18,6 +18,7 @@ from cogvideox_torchax.runtime.skeleton import skeleton, weightless
 from cogvideox_torchax.runtime.snapshot import Snapshot
 from cogvideox_torchax.runtime.weights import weights_of
 
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 TRACING = threading.RLock()
 """Held while a network is traced: torchax's modes and its environment are not made for two traces at once."""
 
@@ -64,6 +65,18 @@ def programs_of(model: nn.Module) -> Programs:
 def forget_programs(model: nn.Module) -> None:
     """Drops what was compiled of a model."""
     vars(model).pop(PROGRAMS, None)
+
+
+def _without_chance(network: nn.Module) -> nn.Module:
+    """The network; `ValueError` where something in it drops values by chance, which a program would draw once
+    and for all."""
+    for name, module in network.named_modules():
+        if isinstance(module, DROPOUTS) and module.training and module.p > 0:
+            raise ValueError(
+                f"{name} drops values by chance (p={module.p}), which no program on JAX does: set its p to "
+                "0, or call its eval()"
+            )
+    return network
 
 
 def _named(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -113,7 +126,7 @@ class ChunkProgram:
             return self._trace(weights, chunk, cache)
 
     def _apply(self, weights: dict[str, Any], chunk: Any, cache: Any) -> Any:
-        network = skeleton(self.network)
+        network = _without_chance(skeleton(self.network))
         with TRACING, named_layers(network):
             self.compilations += 1
             return self._call(network, weights, chunk, cache)
@@ -205,7 +218,7 @@ class ModuleProgram:
     def _apply(self, options: Hashable, weights: dict[str, Any], tensors: dict[str, Any]) -> Any:
         with TRACING:
             self.compilations += 1
-            return self._call(skeleton(self.network), options, weights, tensors)
+            return self._call(_without_chance(skeleton(self.network)), options, weights, tensors)
 
     def _call(
         self, network: nn.Module, options: Hashable, weights: dict[str, Any], tensors: dict[str, Any]

@@ -21,7 +21,7 @@ import torch
 from jax.sharding import Mesh
 
 from cogvideox_torchax import runtime
-from cogvideox_torchax.files.whole import OutputError, check_output, whole_file, workplace
+from cogvideox_torchax.files.whole import OutputError, check_output, followed, whole_file, workplace
 
 PATIENCE = 60
 """Seconds after which the others give up on a process that does not come, or that has gone silent."""
@@ -145,6 +145,14 @@ class Exchange:
             self._path(self._chunks, process).unlink()
         return whole
 
+    def leave(self) -> None:
+        """Says that this process reads no more; the first one, which clears up, waits for all to say so."""
+        mark = lambda process: self.directory / f"{process}.left"  # noqa: E731
+        mark(jax.process_index()).touch()
+        if is_first():
+            for process in range(jax.process_count()):
+                self._wait(mark(process))
+
     def _path(self, chunk: int, process: int) -> Path:
         return self.directory / f"{chunk:06}.{process}"
 
@@ -180,6 +188,8 @@ class Exchange:
                 if path.exists():  # it failed later, and what is awaited came in between
                     return path
                 raise RuntimeError(f"process {failure.stem} failed: {failure.read_text()}")
+            if not self.directory.exists():
+                raise RuntimeError("the first process failed, and has cleared up")
             time.sleep(pause)
             pause = min(2 * pause, 0.1)
         return path
@@ -199,12 +209,14 @@ def parts(array: jax.Array) -> dict[int, list[tuple[Any, tuple[slice, ...]]]]:
 @contextlib.contextmanager
 def exchanging(output: str | Path) -> Iterator[Exchange]:
     """An exchange through a directory beside `output`, which every process has to see; gone afterwards."""
-    output = check_output(output).absolute()
+    output = followed(check_output(output))
     with workplace(output) if is_first() else contextlib.nullcontext() as directory:
         directory = output.with_name(_said_by_first("" if directory is None else directory.name))
         directory.mkdir(exist_ok=True)
         try:
-            yield Exchange(directory)
+            exchange = Exchange(directory)
+            yield exchange
+            exchange.leave()
         except BaseException as error:
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             failed = directory / f"{jax.process_index()}.failed"

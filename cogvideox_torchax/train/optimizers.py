@@ -112,7 +112,7 @@ class Optimizers:
         """Step `number`, from 0 on, of the weights and of their average; the gradient's norm, not clipped.
 
         Raises:
-            FloatingPointError: a gradient that was not finite.
+            FloatingPointError: a gradient that was not finite; everything stays as it was.
         """
         norm = self._advance(average, self._rate * schedule(number, self._steps), average_decay(number))
         if not math.isfinite(norm):
@@ -162,8 +162,11 @@ def _traced(
     for (kind, index, moment), tensor in zip(keys, tensors[3 * count :], strict=True):
         optimizer = each[kind]
         optimizer.state[optimizer.param_groups[0]["params"][index]][moment] = tensor
-    norm = _advance(each, weights, average, scalars[0], scalars[1])
-    return norm, *weights.values(), *average.values(), *_moments(each).values()
+    before = [tensor.clone() for tensor in tensors[count:]]
+    norm = _advance(each, weights, average, scalars[0], scalars[1], traced=True)
+    after = [*weights.values(), *average.values(), *_moments(each).values()]
+    is_good = torch.isfinite(norm)
+    return norm, *(torch.where(is_good, new, old) for new, old in zip(after, before, strict=True))
 
 
 def _optimizers(weights: dict[str, Any], *, traced: bool) -> dict[str, torch.optim.Optimizer]:
@@ -197,9 +200,14 @@ def _advance(
     average: dict[str, torch.Tensor],
     rate: Any,
     decay: Any,
+    *,
+    traced: bool = False,
 ) -> torch.Tensor:
-    """Steps the optimizers, then the average; the gradient's norm."""
+    """Steps the optimizers, then the average; the gradient's norm. With one that is not finite nothing is
+    stepped, unless the step is traced."""
     norm = torch.nn.utils.clip_grad_norm_(weights.values(), 1.0)
+    if not traced and not math.isfinite(norm):
+        return norm
     for optimizer, largest in zip(each.values(), (KERNELS_RATE, OTHERS_RATE), strict=True):
         optimizer.param_groups[0]["lr"] = largest * rate
         optimizer.step()

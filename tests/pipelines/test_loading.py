@@ -61,6 +61,11 @@ def test_over_a_mesh_each_device_gets_its_part_and_the_dtype_is_the_one_asked_fo
     assert np.array_equal(np.asarray(weight, np.float32), want.float().numpy())
 
 
+def test_a_split_without_a_mesh_is_refused(directory):
+    with pytest.raises(ValueError, match="split='tokens': it is for a mesh"):
+        load_pipeline(directory, split="tokens")
+
+
 @pytest.fixture
 def broken(directory, tmp_path):
     """A copy whose first file of the transformer a test may change."""

@@ -254,6 +254,19 @@ def test_an_interrupted_run_stops_where_the_callback_says(ported):
     assert ported.scheduler.watch.last.done == 2
 
 
+def test_gradients_of_the_transformer_are_refused_in_words(ported):
+    transformer = ported.transformer
+    config = transformer.config
+    size = (1, 2, config.in_channels, config.sample_height, config.sample_width)
+    text = torch.zeros(1, config.max_text_seq_length, config.text_embed_dim, device="jax")
+    with torch.enable_grad():
+        sample = transformer(
+            torch.zeros(size, device="jax"), text, torch.zeros(1, device="jax"), return_dict=False
+        )[0]
+        with pytest.raises(ValueError, match="no gradients"):
+            sample.sum().backward()
+
+
 def test_the_progress_bar_counts_the_steps(ported, capsys):
     ported.set_progress_bar_config(disable=False, ascii=True)
     frames(ported, output_type="latent")

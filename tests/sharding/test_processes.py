@@ -159,6 +159,26 @@ def test_when_a_process_dies_the_other_ends_with_an_error_in_time(tmp_path, dyin
     assert [path.name for path in tmp_path.iterdir() if "out.mp4" in path.name] == ["out.mp4"]
 
 
+SLOW = """
+import time
+real = exchange._wait
+exchange._wait = lambda path: (time.sleep(index), real(path))[1]
+for n in range(2):
+    assert bool((exchange.everywhere(runtime.tensor_of(chunk + n)) == 1 + n).all())
+"""
+
+
+def test_what_one_process_has_not_read_yet_the_first_does_not_clear_away(tmp_path):
+    script = MEET.replace("WORK", SLOW.strip().replace("\n", "\n        "))
+    for code, stdout, stderr in finish(start(tmp_path, script), within=60 + 2 * PATIENCE):
+        assert (code, "done" in stdout) == (0, True), stderr
+
+
+def test_a_directory_that_is_gone_is_awaited_no_longer(tmp_path):
+    with pytest.raises(RuntimeError, match="has cleared up"):
+        Exchange(tmp_path / "gone")._wait(tmp_path / "gone" / "000001.0")
+
+
 def test_what_came_before_a_failure_is_read(tmp_path, monkeypatch):
     exchange, part = Exchange(tmp_path), tmp_path / "000001.1"
     real = Path.exists

@@ -10,14 +10,21 @@ from pathlib import Path
 
 import pytest
 import torch
+from diffusers import AutoencoderKLCogVideoX
 from PIL import Image
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 from cogvideox_torchax import cli
+from cogvideox_torchax.files import video
+from cogvideox_torchax.train.trainer import Trainer
+from cogvideox_torchax.vae.pixels import from_uint8, to_uint8
+from cogvideox_torchax.vae.quality import ssim
+from cogvideox_torchax.vae.tolerances import psnr
 
 pytestmark = pytest.mark.usefixtures("torchax_off")
 
-STEPS, COLOUR = 24, 2.0
+STEPS, MANY, COLOUR = 24, 150, 2.0
 OPTIONS = (
     *("--config", "config.json", "--steps", STEPS, "--frames", 9, "--size", 16, "--every", 5, "--quiet"),
     *("--cuts", "--colour", COLOUR),
@@ -44,20 +51,30 @@ def wait_for(path, process):
         time.sleep(0.01)
 
 
+def step_of(directory):
+    """How many steps a checkpoint is of."""
+    with safe_open(f"{directory}/checkpoint.safetensors", "pt") as file:
+        return int(file.metadata()["step"])
+
+
 @pytest.fixture
 def whole(material):
     assert cli.main(arguments("whole", "--validate", "clip.mp4#0-9")) == 0
     return table("whole/losses.csv")
 
 
-def test_killed_and_resumed_every_loss_is_that_of_a_training_left_alone(whole):
+def test_killed_and_resumed_every_loss_is_that_of_a_training_left_alone(whole, monkeypatch):
     process = start("killed")
     wait_for("killed/checkpoint.safetensors", process)
     process.send_signal(signal.SIGKILL)
     process.wait()
     with Path("killed/losses.csv").open("a") as file:
         file.write("23,1.0,1.0,1.0,1.0,1.0,1.0,1.0\n24,1.0,0.")  # later than the checkpoint, and cut short
+    left, made = STEPS - step_of("killed"), []
+    real = Trainer.step
+    monkeypatch.setattr(Trainer, "step", lambda trainer: made.append(trainer) or real(trainer))
     assert cli.main(arguments("killed", "--resume")) == 0
+    assert len(made) == left < STEPS
     assert len(whole) == STEPS
     assert table("killed/losses.csv") == whole
     left, right = (load_file(f"{name}/checkpoint.safetensors") for name in ("whole", "killed"))
@@ -78,13 +95,15 @@ def test_what_a_training_writes_is_none_of_its_clips(material):
 
 
 def test_a_signal_ends_it_with_a_checkpoint_of_the_last_step(material):
-    process = start("ended", "--every", 1000)
+    more = ("--every", 1000, "--steps", MANY)
+    process = start("ended", *more)
     wait_for("ended/losses.csv", process)
     process.send_signal(signal.SIGINT)
-    assert process.wait() in (0, cli.INTERRUPTED)
+    assert process.wait() == cli.INTERRUPTED
     lines = table("ended/losses.csv")
-    assert cli.main(arguments("ended", "--resume")) == 0
-    assert [int(line["step"]) for line in table("ended/losses.csv")] == list(range(1, STEPS + 1))
+    assert 0 < len(lines) == step_of("ended") < MANY
+    assert cli.main(arguments("ended", *more, "--resume")) == 0
+    assert [int(line["step"]) for line in table("ended/losses.csv")] == list(range(1, MANY + 1))
     assert table("ended/losses.csv")[: len(lines)] == lines
 
 
@@ -93,6 +112,16 @@ def test_what_was_measured_is_in_its_tables_and_pictures(whole):
     assert [int(line["step"]) for line in lines] == [5, 10, 15, 20, 24]
     assert {line["clip"] for line in lines} == {"clip.mp4#0-9"}
     assert all(0 < float(line["psnr"]) < 40 and -1 < float(line["ssim"]) < 1 for line in lines)
+    vae = AutoencoderKLCogVideoX.from_pretrained("whole/vae")
+    kept = load_file("whole/checkpoint.safetensors")
+    assert all(torch.equal(weight, kept[f"average/{name}"]) for name, weight in vae.named_parameters())
+    assert not all(torch.equal(kept[f"weights/{name}"], kept[f"average/{name}"]) for name in vae.state_dict())
+    source = torch.stack(list(video.read_frames("clip.mp4", video.Framing(24, 40), 9)), 2)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        mean = vae.encode(from_uint8(source, "float32")).latent_dist.mode().float()
+        got = to_uint8(vae.decode(mean).sample.float())
+    assert float(lines[-1]["psnr"]) == pytest.approx(psnr(got, source), abs=0.05)
+    assert float(lines[-1]["ssim"]) == pytest.approx(ssim(got, source), abs=0.01)
     for line in whole:
         parts = float(line["l1"]) + 4 * float(line["mse"]) + 1e-3 * float(line["kl"])
         parts += COLOUR * float(line["colour"])

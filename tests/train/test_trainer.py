@@ -2,10 +2,12 @@
 
 import copy
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from diffusers import AutoencoderKLCogVideoX
+from torch.nn import functional
 
 from cogvideox_torchax import backends, make_mesh, port
 from cogvideox_torchax.train import start, trainer
@@ -64,6 +66,36 @@ def test_steps_on_jax_are_those_in_pytorch(stock, sampler, only, dp, frames, ste
         assert (state[name] - tensor).abs().max() <= 1e-4 * tensor.abs().max(), name
 
 
+def test_losses_are_what_they_are_called(stock, sampler):
+    backend = backends.backend("torch").around(copy.deepcopy(stock))
+    training = Trainer(backend, sampler, replace(PLAN, colour=2.0))
+    x = sampler.batch(0, clips=2, frames=9, size=16)
+    found = training._losses(x, torch.Generator().manual_seed(3))
+    posterior = stock.encode(x).latent_dist
+    drawn = torch.randn(posterior.mean.shape, generator=torch.Generator().manual_seed(3))
+    y = stock.decode(posterior.mean + posterior.std * drawn).sample
+    l1, mse = functional.l1_loss(y, x), functional.mse_loss(y, x)
+    kl = posterior.kl().sum() / posterior.mean.numel()
+    colour = (y.mean((3, 4)) - x.mean((3, 4))).abs().mean()
+    wanted = (l1 + 4 * mse + 1e-3 * kl + 2 * colour, l1, mse, kl, colour)
+    for got, want in zip(found, wanted, strict=True):
+        assert math.isclose(got.item(), want.item(), rel_tol=1e-4)
+
+
+def test_the_average_follows_its_formula(stock, sampler, only):
+    only(1)
+    training = Trainer(backends.backend("torch").around(copy.deepcopy(stock)), sampler, PLAN)
+    want = {name: weight.clone() for name, weight in stock.named_parameters()}
+    for number in range(3):
+        training.step()
+        decay = min(0.9995, (1 + number) / (10 + number))
+        for name, weight in training.vae.named_parameters():
+            want[name] = decay * want[name] + (1 - decay) * weight.detach()
+    state = training.state()
+    for name, tensor in want.items():
+        assert torch.allclose(state[f"average/{name}"], tensor, rtol=1e-5, atol=1e-7), name
+
+
 def test_a_training_learns(stock, sampler, only):
     """Steps on one batch: what an optimizer of the wrong sign, or weights that stay, would not do."""
     only(9)
@@ -82,6 +114,21 @@ def test_a_training_learns(stock, sampler, only):
         inside = {f"average/{name}": weight.clone() for name, weight in vae.named_parameters()}
     assert all(torch.equal(before[name], weight) for name, weight in inside.items())
     assert all(torch.equal(before[name], weight) for name, weight in training.state().items())
+
+
+@pytest.mark.parametrize("kind", ["torch", "torchax"])
+def test_a_gradient_that_is_not_finite_changes_nothing(stock, sampler, only, kind, monkeypatch):
+    only(1)
+    backend = backends.backend(kind).around(copy.deepcopy(stock))
+    training = Trainer(backend, sampler, Plan(steps=10, clips=1, frames=1, size=16, stills=False))
+    training.step()
+    before = {name: tensor.clone() for name, tensor in training.state().items()}
+    real = Trainer._losses
+    monkeypatch.setattr(Trainer, "_losses", lambda *args: (real(*args)[0] * math.inf, *real(*args)[1:]))
+    with pytest.raises(FloatingPointError, match="the gradient of step 1 is"):
+        training.step()
+    after = training.state()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in after.items())
 
 
 @pytest.mark.parametrize("shape", [(2, 8, 50), (2, 50, 8)])

@@ -474,7 +474,8 @@ class AutoencoderKLCogVideoX(PortedModel, DiffusersAutoencoder):
             tensor, model = ("jax", "in PyTorch") if runtime.on_jax(x) else (str(x.device), "on jax")
             move = 'vae.to("jax")' if runtime.on_jax(x) else 'the tensor .to("jax")'
             raise ValueError(f"got {what} on {tensor} for weights {model}: move {move}")
-        if x.dtype not in (self.dtype, *extra):
+        autocast = not weights_on_jax and torch.is_autocast_enabled(x.device.type) and x.is_floating_point()
+        if x.dtype not in (self.dtype, *extra) and not autocast:
             raise ValueError(
                 f"got {what} of {x.dtype} for weights of {self.dtype}: pass them .to({self.dtype})"
             )
@@ -485,6 +486,9 @@ def port_vae(vae: DiffusersAutoencoder) -> AutoencoderKLCogVideoX:
     if not isinstance(vae, AutoencoderKLCogVideoX):
         vae.__class__ = _ported_class(type(vae))
         save_as_stock(vae)
+        for module in vae.modules():  # that it was switched on for before
+            if getattr(module, "gradient_checkpointing", False):
+                module._gradient_checkpointing_func = runtime.rematerialized  # pyright: ignore
     port_modules(vae)
     return vae  # pyright: ignore[reportReturnType]
 

@@ -120,6 +120,73 @@ def test_only_training_keeps_activations_and_fewer_where_blocks_are_computed_ane
     assert in_evaluation < 1e4 < anew < 0.5 * whole
 
 
+def test_a_backward_pass_lets_go_what_the_forward_pass_kept(jax_vae):
+    vae = copy.deepcopy(jax_vae).train()
+    x = runtime.to_jax(reference.video(1))
+    alive = lambda: sum(array.nbytes for array in jax.live_arrays())  # noqa: E731
+    with torch.enable_grad():
+        vae.encode(x).latent_dist.mean.sum().backward()  # gradients, and what the first call makes, stay
+        vae.zero_grad()
+        before = alive()
+        loss = vae.encode(x).latent_dist.mean.sum()
+        kept = alive() - before
+        loss.backward()
+        vae.zero_grad()
+        assert alive() - before < 0.05 * kept
+        with pytest.raises(RuntimeError, match="second time"):
+            loss.backward()
+
+
+def test_checkpointing_switched_on_before_the_port_is_on_after_it(small_vae):
+    x = reference.video(1)
+    kept = []
+    for when in ("before", "after", "never"):
+        vae = copy.deepcopy(small_vae).train()
+        if when == "before":
+            vae.enable_gradient_checkpointing()
+        vae = reference.on_jax(port(vae))
+        if when == "after":
+            vae.enable_gradient_checkpointing()
+        with torch.enable_grad():
+            before = sum(array.nbytes for array in jax.live_arrays())
+            posterior = vae.encode(runtime.to_jax(x)).latent_dist
+            kept.append(sum(array.nbytes for array in jax.live_arrays()) - before)
+            del posterior
+    assert kept[0] < 1.1 * kept[1]
+    assert kept[0] < 0.6 * kept[2]
+
+
+def test_autocast_in_pytorch_is_as_in_diffusers(small_vae):
+    vae, x = port(copy.deepcopy(small_vae)), reference.video(1)
+    with torch.autocast("cpu", torch.bfloat16):
+        want, got = small_vae(x).sample, vae(x).sample
+    assert got.dtype == want.dtype == torch.bfloat16
+    assert torch.equal(got, want)
+    with pytest.raises(ValueError, match=r"pass them \.to\(torch\.float32\)"):
+        vae.decode(reference.latents(1).bfloat16())
+
+
+def test_dropout_is_refused_by_name(jax_vae):
+    vae = copy.deepcopy(jax_vae)
+    block = vae.encoder.mid_block.resnets[0]
+    block.dropout.p = 0.1
+    x = runtime.to_jax(reference.video(1))
+    vae.encode(x)
+    with pytest.raises(ValueError, match=r"mid_block\.resnets\.0\.dropout drops values by chance"):
+        vae.train().encode(x)
+    block.dropout.p = 0.0
+    vae.encode(x)
+
+
+def test_a_gradient_has_the_dtype_of_its_weight_after_a_cast_on_jax(jax_vae):
+    vae = copy.deepcopy(jax_vae).to(torch.bfloat16).to(torch.float32).train()
+    with torch.enable_grad():
+        vae.encode(runtime.to_jax(reference.video(1))).latent_dist.mean.sum().backward()
+    weight = vae.encoder.conv_out.conv.weight
+    assert (weight.dtype, weight.grad.dtype) == (torch.float32, torch.float32)
+    assert runtime.array_of(weight.grad).dtype == "float32"
+
+
 def test_tiles_decode_and_refuse_gradients_in_words(jax_vae):
     vae = copy.deepcopy(jax_vae)
     z = runtime.to_jax(reference.latents(1, height=4, width=6))

@@ -4,6 +4,7 @@ import copy
 import gc
 import io
 import pickle
+import re
 import subprocess
 import sys
 import threading
@@ -20,6 +21,7 @@ from torch import nn
 from cogvideox_torchax import AutoencoderKLCogVideoX, make_mesh, port, runtime
 from cogvideox_torchax.runtime.models import PROGRAMS
 from cogvideox_torchax.vae.tolerances import FLOAT32_RELATIVE, relative_error
+from cogvideox_torchax.vae.torchax.networks import chunk_network
 from tests import reference
 
 
@@ -246,6 +248,18 @@ def test_another_dtype_is_seen(vae):
     assert decoded(vae, z.bfloat16()).dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("kind", ["encode", "decode"])
+def test_float32_is_multiplied_in_float32(vae, kind):
+    program = vae._program(kind, chunk_network(vae, kind))
+    shape = (1, 3, 8, 16, 24) if kind == "encode" else (1, 16, 2, 4, 6)
+    weights, chunk = program.structs(shape, runtime.jax_dtype(torch.float32))
+    for cache in (None, program.cache_structs(weights, chunk)):
+        text = program.lower(weights, chunk, cache).as_text()
+        products = [line for line in text.splitlines() if re.search(r"\.(dot_general|convolution)\b", line)]
+        assert len(products) > 10
+        assert all("HIGHEST" in line for line in products)
+
+
 def test_a_parametrization_is_seen(stock):
     """Weight norm and its like: the module's class is another, and its weight is computed."""
 
@@ -367,6 +381,20 @@ def test_what_torch_saves_is_in_pytorch(vae, stock, saved, tmp_path):
     loaded = torch.load(path, weights_only=saved == "its state")
     state = loaded.state_dict() if saved == "the model" else loaded
     assert all(torch.equal(value, state[name]) for name, value in stock.state_dict().items())
+
+
+def test_a_slice_is_copied_and_saved_as_a_whole_tensor_is(vae, tmp_path):
+    whole = runtime.to_jax(reference.latents(2))
+    want = runtime.to_torch(whole)[0]
+    part = whole[0]
+    torch.save({"part": part}, tmp_path / "part.pt")
+    loaded = torch.load(tmp_path / "part.pt", weights_only=True)["part"]
+    assert type(loaded) is torch.Tensor
+    assert torch.equal(loaded, want)
+    assert torch.equal(pickle.loads(pickle.dumps(part)), want)
+    copied = copy.deepcopy(part)
+    part += 1
+    assert torch.equal(runtime.to_torch(copied), want)
 
 
 def test_a_saved_state_loads_where_there_is_no_torchax(vae, tmp_path):
