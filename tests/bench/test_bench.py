@@ -2,6 +2,7 @@
 
 import copy
 import json
+import subprocess
 
 import pytest
 
@@ -148,6 +149,20 @@ def test_a_failing_process_is_a_result_and_not_the_end(tmp_path):
     task = worker.Task("torch", str(tmp_path / "none"), "float32", 1, 16, 16, 1, 0, "none.npz")
     found = ab._run_process(task, {}, tmp_path, timeout=0.01)
     assert found == {"status": "failed", "reason": "not done after 0 s"}
+
+
+@pytest.mark.parametrize(
+    ("code", "found"),
+    [
+        (3, {"status": "failed", "reason": "exit code 3: no such op"}),
+        (-9, {"status": "does not fit", "reason": "killed, as the system does when host memory runs out"}),
+    ],
+)
+def test_a_process_that_leaves_no_answer_is_a_result_too(tmp_path, monkeypatch, code, found):
+    ended = subprocess.CompletedProcess([], code, "", "Traceback\nno such op\n")
+    monkeypatch.setattr(ab.subprocess, "run", lambda *_, **__: ended)
+    task = worker.Task("torch", str(tmp_path / "none"), "float32", 1, 16, 16, 1, 0, "none.npz")
+    assert ab._run_process(task, {}, tmp_path, timeout=1) == found
 
 
 def test_an_answer_is_judged_by_the_contract_of_its_dtype():

@@ -101,6 +101,14 @@ def test_free_memory_of_a_cpu_is_less_than_the_machine_has():
     assert 2**20 < runtime.free_memory() < machine
 
 
+def test_free_memory_of_a_cpu_is_what_the_system_calls_available(monkeypatch):
+    from pathlib import Path
+
+    text = "MemTotal:       24000000 kB\nMemFree:        1 kB\nMemAvailable:   12345678 kB\n"
+    monkeypatch.setattr(Path, "read_text", lambda path: text)
+    assert runtime.free_memory() == 12345678 * 1024
+
+
 @pytest.fixture(scope="module")
 def quick_vae():
     """In PyTorch, four pixels to a latent one."""

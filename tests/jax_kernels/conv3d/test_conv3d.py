@@ -1,3 +1,5 @@
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -108,9 +110,14 @@ def test_a_residual_of_another_shape_is_refused():
 def test_float32_asks_for_full_precision_on_every_path():
     x, kernel, bias = _inputs()
     for implementation in ("direct", "summed", "folded", "narrow", "patches"):
-        text = str(jax.make_jaxpr(lambda *a, i=implementation: conv3d(*a, implementation=i))(x, kernel, bias))
-        assert "Precision.HIGHEST" in text or "precision=HIGHEST" in text
-        assert "DEFAULT" not in text
+        traced = jax.jit(lambda *a, i=implementation: conv3d(*a, implementation=i)).trace(x, kernel, bias)
+        for platform in ("cpu", "tpu"):
+            text = traced.lower(lowering_platforms=(platform,)).as_text()
+            products = [
+                line for line in text.splitlines() if re.search(r"\.(dot_general|convolution)\b", line)
+            ]
+            assert products, implementation
+            assert all("HIGHEST" in line for line in products), implementation
 
 
 def test_no_bias_and_a_kernel_of_one_frame():

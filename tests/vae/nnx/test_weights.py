@@ -90,6 +90,8 @@ def test_param_dtype_stores_and_dtype_computes(small_vae):
         jnp.dtype("float32")
     }
     assert vae.dtype == jnp.bfloat16
+    z = jnp.asarray(reference.latents(1, height=2, width=3).permute(0, 2, 3, 4, 1).numpy())
+    assert vae.decode(z).dtype == jnp.bfloat16
 
 
 NAME = "decoder.mid_block.resnets.1.conv2.conv.weight"

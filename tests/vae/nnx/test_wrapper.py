@@ -132,8 +132,11 @@ def test_another_dtype_is_named(flax_vae):
 def test_from_pretrained_and_save_pretrained(model_directory, tmp_path, flax_vae):
     vae = FlaxVAEForPipelines.from_pretrained(model_directory, torch_dtype=torch.bfloat16)
     assert vae.dtype == torch.bfloat16
+    assert {value.dtype for value in vae.state_dict().values()} == {torch.bfloat16}
     vae.save_pretrained(tmp_path / "again")
     again = AutoencoderKLCogVideoX.from_pretrained(tmp_path / "again", torch_dtype=torch.bfloat16)
+    stock = AutoencoderKLCogVideoX.from_pretrained(model_directory, torch_dtype=torch.bfloat16).state_dict()
+    assert all(torch.equal(value, stock[name]) for name, value in again.state_dict().items())
     assert tuple(again.config.block_out_channels) == tuple(flax_vae.config.block_out_channels)
 
 
