@@ -92,6 +92,8 @@ def test_param_dtype_stores_and_dtype_computes(small_vae):
     assert vae.dtype == jnp.bfloat16
     z = jnp.asarray(reference.latents(1, height=2, width=3).permute(0, 2, 3, 4, 1).numpy())
     assert vae.decode(z).dtype == jnp.bfloat16
+    video = jnp.asarray(reference.video(1).permute(0, 2, 3, 4, 1).numpy())
+    assert vae.encode(video).mean.dtype == jnp.bfloat16
 
 
 NAME = "decoder.mid_block.resnets.1.conv2.conv.weight"
