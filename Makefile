@@ -1,5 +1,6 @@
 # make demo    the main job: a real clip to latents and back; pictures in out/, and a table
-# make test    every test
+# make test    the tests, without those marked slow: some minutes on two cores
+# make test-all    every test: three times as long
 # make lint    ruff and pyright
 # make docs    the site, in out/site; a dead link or a public name without a docstring fails
 # make test-versions    a part of the tests with the lowest and the newest versions of other packages
@@ -13,12 +14,15 @@ export JAX_PLATFORMS ?= cpu
 
 SETS ?= lowest newest
 
-.PHONY: demo test lint docs test-versions format clean
+.PHONY: demo test test-all lint docs test-versions format clean
 
 demo: $(VENV)/demo.done
 	$(BIN)/cogvideox-torchax demo
 
 test: $(VENV)/test.done
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: $(VENV)/test.done
 	$(BIN)/python -m pytest
 
 lint: $(VENV)/test.done

@@ -27,6 +27,7 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
 
 import copy
 import ctypes
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import jaxtyping
@@ -43,6 +44,23 @@ MEMORY_AFTER_A_MODULE, MEMORY_AFTER_A_TEST = 3 * 2**29, 3 * 2**30
 # Tracing makes millions of objects that live on: at Python's own thresholds, looking through them for garbage
 # takes a tenth of the time.
 gc.set_threshold(100_000, 20, 100)
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
+def pytest_collection_modifyitems(config, items):
+    """Marks cases as `slow`: those that `slow_cases("pattern")` names, or that `but=["pattern"]` does not."""
+    used = {}
+    for item in items:
+        for marker in item.iter_markers("slow_cases"):
+            fits = {p: fnmatchcase(item.callspec.id, p) for p in marker.args or marker.kwargs["but"]}
+            if any(fits.values()) == bool(marker.args):
+                item.add_marker("slow")
+            for pattern, fit in fits.items():
+                case = f"{item.location[0]}::{item.originalname}[{pattern}]"
+                used[case] = used.get(case, False) or fit
+    unused = [case for case, fit in used.items() if not fit]
+    if unused and not any("::" in argument for argument in config.args):
+        raise pytest.UsageError(f"slow_cases names cases that are not there: {', '.join(unused)}")
 
 
 def pytest_collection_finish():

@@ -78,6 +78,7 @@ def made_up_report(*results, cases=((9, 16, 24),)):
 
 
 @pytest.mark.usefixtures("torchax_off")
+@pytest.mark.slow
 def test_a_tiny_run_writes_every_field(model_directory, tmp_path, capsys):
     arguments = [
         "--model",

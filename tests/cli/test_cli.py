@@ -372,6 +372,7 @@ def test_a_failure_of_the_work_is_exit_code_1(clip, model_directory, monkeypatch
         run(*ENCODE, "--traceback")
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_nothing_half_written(model_directory, tmp_path):
     with video.writing("long.mp4", 10) as sink:
         for _ in range(30):

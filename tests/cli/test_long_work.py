@@ -53,6 +53,7 @@ def report(capsys, *arguments):
     return json.loads(line)
 
 
+@pytest.mark.slow
 def test_a_profile_names_what_ran_after_the_models_layers(clip, fresh_cache):
     assert cli.main(["encode", clip, "-o", "z.safetensors", "--quiet", "--profile", "profile"]) == 0
     (trace,) = Path("profile/plugins/profile").rglob("*.xplane.pb")
@@ -67,6 +68,7 @@ def test_a_profile_that_cannot_be_written_is_one_line_before_the_work(clip, caps
     assert not Path("again.mp4").exists()
 
 
+@pytest.mark.slow
 def test_what_compile_has_compiled_no_later_process_compiles(clip, fresh_cache, capsys):
     found = report(capsys, "compile", "5x16x24", "--json")
     kinds = [(program["kind"], program["size"]) for program in found["programs"]]
@@ -79,6 +81,7 @@ def test_what_compile_has_compiled_no_later_process_compiles(clip, fresh_cache, 
     assert programs_in(fresh_cache) == before
 
 
+@pytest.mark.slow
 def test_two_steps_compile_what_any_number_of_steps_runs(fresh_cache):
     pipe = small_pipelines.build("text", text_encoder=small_pipelines.text_encoder(num_layers=1))
     runtime.without_torchax(pipe.save_pretrained, "model")

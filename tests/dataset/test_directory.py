@@ -513,6 +513,7 @@ def killed(small, encoded, tmp_path_factory):
 
 
 @pytest.mark.parametrize("step", STEPS)
+@pytest.mark.slow
 def test_what_a_killed_run_left_the_next_completes_bit_for_bit(
     small, encoded, killed, tmp_path, step, monkeypatch
 ):

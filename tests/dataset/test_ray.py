@@ -39,6 +39,7 @@ print("bad", sorted(shelf.ids[index] for index in shelf.bad))
 """
 
 
+@pytest.mark.slow
 def test_an_actor_that_is_killed_is_replaced_and_the_result_is_the_command_lines(small, tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     given = [str(small.clips), small.model, str(tmp_path / "ray")]

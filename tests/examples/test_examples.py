@@ -42,6 +42,7 @@ def pixels(path: str) -> torch.Tensor:
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.slow
 def test_text_to_video_on_a_mesh_writes_the_video(monkeypatch, capsys):
     given = ("--model", saved(small("text"), "text"), "--dp", 2, "--tp", 4, "--frames", 5, "--steps", 2)
     run("text_to_video_on_a_mesh.py", monkeypatch, "a panda", *given, "-o", "panda.mp4")
@@ -50,6 +51,7 @@ def test_text_to_video_on_a_mesh_writes_the_video(monkeypatch, capsys):
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.slow
 def test_image_to_video_with_a_lora_differs_from_the_one_without(monkeypatch):
     from peft import LoraConfig
     from peft.utils import get_peft_model_state_dict
@@ -76,6 +78,7 @@ def written(path: str, frames: int = 5, seed: int = 0):
         sink.write(torch.randint(0, 256, (1, 3, frames, 16, 24), dtype=torch.uint8, generator=generator))
 
 
+@pytest.mark.slow
 def test_fine_tuning_changes_the_decoder_alone_and_lowers_the_loss(monkeypatch, capsys):
     stock = reference.small_vae(**reference.THREE_LEVELS)
     stock.save_pretrained("stock")
@@ -105,6 +108,7 @@ def test_a_folder_is_encoded_and_read_by_a_trainer_without_its_bad_clip(monkeypa
     assert "a batch for the trainer: (2, 16, 2, 4, 6)" in out
 
 
+@pytest.mark.slow
 def test_the_notebook_runs_and_keeps_no_result():
     cells = json.loads((EXAMPLES / "torchax_or_flax.ipynb").read_text())["cells"]
     code = [cell for cell in cells if cell["cell_type"] == "code"]

@@ -157,6 +157,7 @@ save_file({f"{i}.{n}": w.clone() for i, part in enumerate(parts) for n, w in par
 """
 
 
+@pytest.mark.slow
 def test_what_is_saved_loads_where_this_package_is_not(ported, stock, tmp_path):
     from safetensors.torch import load_file
 

@@ -29,6 +29,7 @@ def latents(pipe, **overrides):
 
 @pytest.mark.parametrize("mesh", [None, (1, 2)], ids=["one device", "1x2"])
 @pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.slow_cases("*-1x2")
 def test_fused_projections_change_nothing(when, mesh):
     mesh = None if mesh is None else make_mesh(*mesh)
     want, pipe = latents(build()), build()
@@ -46,6 +47,7 @@ def test_fused_projections_change_nothing(when, mesh):
     assert relative_error(latents(pipe), want) < TOLERANCE
 
 
+@pytest.mark.slow
 def test_slices_and_tiles_of_the_vae_are_those_of_stock_diffusers():
     stock, ported = build(), port(build())
     prompts = {"prompt": ["a panda", "the moon"]}

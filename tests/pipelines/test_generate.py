@@ -93,6 +93,7 @@ def same(one, other):
 
 
 @pytest.mark.parametrize(("name", "mesh"), [("text", ["--dp", 2, "--tp", 4]), ("1.5", [])])
+@pytest.mark.slow_cases("1.5-*")
 def test_the_frames_are_those_of_stock_diffusers(models, name, mesh):
     stock = small_pipelines.CLASSES["text"].from_pretrained(models(name))
     stock.set_progress_bar_config(disable=True)
@@ -141,6 +142,7 @@ CONDITIONED = {
 
 
 @pytest.mark.parametrize(("name", "more"), CONDITIONED.values(), ids=CONDITIONED)
+@pytest.mark.slow_cases(but=["image to video"])
 def test_a_conditioned_video_is_taken_up_from_a_step(models, steps, name, more):
     kept = ["--save-stages", "kept", "--guidance", 1]
     assert generate(models(name), *more, *kept) == 0
@@ -151,6 +153,7 @@ def test_a_conditioned_video_is_taken_up_from_a_step(models, steps, name, more):
     assert same(pictures("again"), pictures("frames"))
 
 
+@pytest.mark.slow
 def test_a_killed_run_is_taken_up_to_a_bit_equal_result(models, steps):
     noisy = models("noisy")
     whole = ["--steps", 150, "--save-stages"]

@@ -100,6 +100,15 @@ def placements():
 
 
 @pytest.mark.parametrize(("kind", "version", "placement", "guidance_scales"), list(placements()))
+@pytest.mark.slow_cases(
+    but=[
+        "text to video, 5b",
+        "text to video, 5b, 1x8",
+        "text to video, 1.5",
+        "image to video, 1.5",
+        "video to video, 2x4",
+    ]
+)
 def test_the_frames_are_those_of_stock_diffusers(kind, version, placement, guidance_scales):
     stock, ported = pipeline(kind, version), pipeline(kind, version, placement)
     for guidance_scale in guidance_scales:
@@ -357,6 +366,7 @@ def test_a_size_that_no_patches_fit_is_refused_before_anything_runs(ported, size
     assert ported.text_encoder.program.compilations == compiled
 
 
+@pytest.mark.slow
 def test_another_size_than_the_models_own_gives_the_same_frames():
     size = {"height": 16, "width": 24, "num_frames": 7, "guidance_scale": 1.0}
     for version in ("2b", "5b"):

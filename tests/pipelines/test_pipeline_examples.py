@@ -50,6 +50,7 @@ def example(kind: str, model: str) -> str:
 
 @pytest.mark.usefixtures("torchax_off")
 @pytest.mark.parametrize("kind", EXAMPLES)
+@pytest.mark.slow_cases("image", "control")
 def test_diffusers_own_example_runs_with_one_line_added(kind, directory, monkeypatch):
     written = []
     clip = [small_pipelines.picture(i) for i in range(small_pipelines.FRAMES)]
@@ -80,6 +81,7 @@ ORDERS = ("before loading", "after loading", "after porting", "never")
 
 
 @pytest.mark.usefixtures("torchax_off")
+@pytest.mark.slow
 def test_torchax_may_be_turned_on_by_the_user_at_any_time(directory):
     want = frames(loaded(directory), output_type="latent")
     for order in ORDERS:
@@ -131,6 +133,7 @@ def lora(directory, tmp_path):
 
 
 @pytest.mark.usefixtures("torchax_off")
+@pytest.mark.slow
 def test_a_lora_loaded_before_porting_scaled_after_it_and_one_unloaded(directory, lora):
     def run(pipe, **options):
         return runtime.to_torch(frames(pipe, output_type="latent", guidance_scale=1.0, **options))
@@ -154,6 +157,7 @@ def test_a_lora_loaded_before_porting_scaled_after_it_and_one_unloaded(directory
 
 @pytest.mark.usefixtures("torchax_off")
 @pytest.mark.parametrize("mesh", [None, (2, 4)], ids=["one device", "2x4"])
+@pytest.mark.slow_cases("2x4")
 def test_a_lora_loaded_merged_and_unloaded_after_porting(directory, lora, mesh, tmp_path):
     def run(pipe):
         options = {"output_type": "latent", "guidance_scale": 1.0, "num_inference_steps": 2}
@@ -218,6 +222,7 @@ def test_an_adapter_of_the_transformer_alone_is_added_and_saved_after_porting(di
 
 @pytest.mark.usefixtures("torchax_off")
 @pytest.mark.parametrize(("dp", "tp", "split"), [(1, 8, "tokens"), (2, 4, "tokens"), (2, 4, "channels")])
+@pytest.mark.slow_cases(but=["2-4-tokens"])
 def test_a_lora_over_a_mesh_and_one_unloaded_before(directory, lora, dp, tp, split):
     stock, ported, unloaded = (loaded(directory) for _ in range(3))
     for pipe in (stock, ported, unloaded):

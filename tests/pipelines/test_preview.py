@@ -35,6 +35,7 @@ def test_a_map_that_exists_is_found_and_its_colors_are_the_pixels():
     assert (colors[0, 0].permute(2, 0, 1) - want[0]).abs().max() <= 1
 
 
+@pytest.mark.slow
 def test_how_much_is_explained_is_measured_on_other_pictures():
     class Noise(LinearVAE):
         def encode(self, x):

@@ -84,6 +84,7 @@ def test_two_processes_plan_at_once():
 
 
 @pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.slow_cases("2")
 def test_a_plan_for_this_machine(tmp_path, monkeypatch, capsys, tp):
     monkeypatch.chdir(tmp_path)
     # Five latent rows: shards are told by sizes, and no weight is as large as these are.
@@ -112,6 +113,7 @@ def test_a_plan_for_this_machine(tmp_path, monkeypatch, capsys, tp):
         ("flax", "decode", 2),
     ],
 )
+@pytest.mark.slow_cases(but=["flax-encode-1"])
 def test_the_other_backends_are_planned_too(model_directory, backend, kind, tp):
     vae = models.weightless_vae(str(model_directory), torch.float32)
     job = jobs.Job(kind, 9, 16, 16)
@@ -126,6 +128,7 @@ def test_the_other_backends_are_planned_too(model_directory, backend, kind, tp):
         assert got.argument_bytes == pytest.approx(want.argument_bytes, rel=0.01)
 
 
+@pytest.mark.slow
 def test_a_plan_in_tiles_compiles_one_tile(model_directory, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     arguments = ["--model", str(model_directory), "--frames", "1", "--height", "64", "--width", "96"]
@@ -140,6 +143,7 @@ def test_a_plan_in_tiles_compiles_one_tile(model_directory, tmp_path, monkeypatc
     assert alone["summary"]["tiles"] == 1
 
 
+@pytest.mark.slow
 def test_a_job_that_does_not_fit_gets_the_largest_tile_that_does(model_directory):
     vae = models.weightless_vae(str(model_directory), torch.float32)
     job, devices = jobs.Job("decode", 1, 512, 768), jax.devices("cpu")
@@ -179,6 +183,7 @@ def test_what_fits_is_said_by_the_largest_of_its_programs(model_directory, monke
     assert steady == jobs.Change("--topology v6e:1x2 --tp 2", weights + 512 * 768 // 2)
 
 
+@pytest.mark.slow
 def test_a_job_that_does_not_fit_gets_the_fewest_chips_over_which_it_does(model_directory, monkeypatch):
     job, dtype = jobs.Job("decode", 1, 64, 512), torch.float32
     vae = models.weightless_vae(str(model_directory), dtype)

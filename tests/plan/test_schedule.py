@@ -154,6 +154,7 @@ print(chips.dump_directory())
 
 
 @pytest.mark.parametrize("topology", ["v5e:1x1", "v6e:1x1", "tpu7x:2x2x1"])
+@pytest.mark.slow_cases(but=["v6e*"])
 def test_a_kernels_loops_are_found_with_their_trips(topology):
     pytest.importorskip("libtpu", reason="the [tpu] extra is not installed")
     # In a process of its own: libtpu takes its flags once, when it is loaded.

@@ -15,6 +15,7 @@ pytestmark = pytest.mark.usefixtures("torchax_off")
 SMALLEST = {**reference.SMALL, **reference.THREE_LEVELS}
 
 
+@pytest.mark.slow
 def test_a_training_step_is_planned_by_its_halves_with_what_the_optimizer_keeps(
     monkeypatch, tmp_path, capsys
 ):

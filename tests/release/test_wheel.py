@@ -57,6 +57,7 @@ def test_it_says_what_it_is(wheel):
     assert any(name.endswith("/LICENSE") for name in archive.namelist())
 
 
+@pytest.mark.slow
 def test_installed_elsewhere_its_commands_run(environment, tmp_path):
     settings = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     run = {"cwd": tmp_path, "env": settings}

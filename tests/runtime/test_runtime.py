@@ -96,11 +96,13 @@ CACHE = (
         ),
     ],
 )
+@pytest.mark.slow_cases(but=["environment2-None"])
 def test_the_compile_cache_is_where_it_should_be(environment, words):
     result = run_python(CACHE, **environment)
     assert result.stdout.strip() == words, result.stderr
 
 
+@pytest.mark.slow
 def test_a_cache_configured_after_a_compilation_is_used(tmp_path):
     code = """
 import jax, os, sys

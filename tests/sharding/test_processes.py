@@ -92,6 +92,7 @@ def frames_of(directory):
     ]
 
 
+@pytest.mark.slow
 def test_two_processes_write_what_one_writes(directory):
     alone = ("--quiet", "--backend", "torch")
     assert cli.main(["encode", "clip.mp4", "-o", "one.safetensors", "--model", "vae", *alone]) == 0
@@ -145,6 +146,7 @@ DEATHS = {
 
 
 @pytest.mark.parametrize(("dying", "end", "work", "words"), DEATHS.values(), ids=DEATHS)
+@pytest.mark.slow_cases(but=["the first one, while a file is awaited"])
 def test_when_a_process_dies_the_other_ends_with_an_error_in_time(tmp_path, dying, end, work, words):
     script = MEET.replace("WORK", f"if index == {dying}: {end}\n        {work}")
     results = finish(start(tmp_path, script), within=60 + 2 * PATIENCE)
@@ -168,6 +170,7 @@ for n in range(2):
 """
 
 
+@pytest.mark.slow
 def test_what_one_process_has_not_read_yet_the_first_does_not_clear_away(tmp_path):
     script = MEET.replace("WORK", SLOW.strip().replace("\n", "\n        "))
     for code, stdout, stderr in finish(start(tmp_path, script), within=60 + 2 * PATIENCE):

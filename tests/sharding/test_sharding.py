@@ -59,6 +59,7 @@ MESHES = {
 
 
 @pytest.mark.parametrize(("dp", "tp", "batch", "width", "frames", "kinds"), MESHES.values(), ids=MESHES)
+@pytest.mark.slow_cases(but=["1x8, one video, 90", "2x4, a batch that dp does not divide, 45"])
 def test_a_mesh_changes_no_number(stock, dp, tp, batch, width, frames, kinds):
     z, x = inputs(frames, batch, width)
     vae = sharded(stock, dp, tp)
@@ -79,6 +80,7 @@ def eight(stock):
     return sharded(stock, 1, 8)
 
 
+@pytest.mark.slow
 def test_chunks_and_streams_over_a_mesh_change_no_number(stock, eight):
     z, x = inputs(5, 1, 90)
     want = reference.decoded(stock, z), reference.encoded(stock, x)
@@ -133,6 +135,7 @@ def test_tiles_over_a_mesh_change_no_number_and_blend_in_shards(stock, eight):
     assert relative_error(streamed, want) < FLOAT32_RELATIVE
 
 
+@pytest.mark.slow
 def test_tiles_of_one_size_go_over_dp_together_and_change_no_number(stock, monkeypatch):
     z, _ = inputs(1, 1, 54)  # tiles of 30, 30 and 6 columns
     two = reference.on_jax(port(copy.deepcopy(stock), mesh=make_mesh(2, 1)))
@@ -223,6 +226,7 @@ def run_padded(function, x):
 
 @pytest.mark.parametrize("width", [46, 10])
 @pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.slow_cases("*-10")
 def test_a_kernel_leaves_the_padding_out_and_clear_for_the_next(kernel, width):
     cases = kernel_cases()
 

@@ -94,6 +94,7 @@ def test_what_a_training_writes_is_none_of_its_clips(material):
     assert cli.main(more) == 0  # of the same clips: nothing is left to do
 
 
+@pytest.mark.slow
 def test_a_signal_ends_it_with_a_checkpoint_of_the_last_step(material):
     more = ("--every", 1000, "--steps", MANY)
     process = start("ended", *more)

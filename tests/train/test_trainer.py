@@ -52,6 +52,7 @@ def trained(backend, sampler, steps):
 
 
 @pytest.mark.parametrize(("dp", "frames", "steps"), [(None, 9, 3), (2, 1, 1)])
+@pytest.mark.slow
 def test_steps_on_jax_are_those_in_pytorch(stock, sampler, only, dp, frames, steps):
     only(frames)
     torchs = backends.backend("torch").around(copy.deepcopy(stock))
@@ -117,6 +118,7 @@ def test_a_training_learns(stock, sampler, only):
 
 
 @pytest.mark.parametrize("kind", ["torch", "torchax"])
+@pytest.mark.slow_cases("torchax")
 def test_a_gradient_that_is_not_finite_changes_nothing(stock, sampler, only, kind, monkeypatch):
     only(1)
     backend = backends.backend(kind).around(copy.deepcopy(stock))

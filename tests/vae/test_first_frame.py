@@ -37,6 +37,7 @@ def build(name):
 
 @pytest.mark.parametrize("name", ["torchax", "flax"])
 @pytest.mark.parametrize("frames", [1, 5])
+@pytest.mark.slow_cases(but=["5-torchax"])
 def test_decoding(name, frames, stock, parts):
     z = reference.latents(frames, batch=2)
     got = build(name).decode(runtime.to_jax(z)).sample
@@ -47,6 +48,7 @@ def test_decoding(name, frames, stock, parts):
 
 @pytest.mark.parametrize("name", ["torchax", "flax"])
 @pytest.mark.parametrize("frames", [10, 13, 17])
+@pytest.mark.slow_cases(but=["13-flax"])
 def test_encoding(name, frames, stock, parts):
     x = reference.video(frames, height=12, width=20)
     got = build(name).encode(runtime.to_jax(x)).latent_dist.parameters
@@ -55,6 +57,7 @@ def test_encoding(name, frames, stock, parts):
     assert parts
 
 
+@pytest.mark.slow
 def test_decoding_over_a_mesh_whose_shards_are_padded(stock, parts):
     z = reference.latents(5, width=12)
     vae = build("torchax")

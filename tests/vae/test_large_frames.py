@@ -46,6 +46,7 @@ def traced_for(chunks, upsampled=False):
     return shapes
 
 
+@pytest.mark.slow
 def test_decoded_chunks_are_as_accurate_as_pytorchs(stock):
     z = reference.latents(5, height=2, width=6)
     want, half = reference.decoded(stock, z), reference.decoded(copy.deepcopy(stock).bfloat16(), z.bfloat16())
@@ -56,6 +57,7 @@ def test_decoded_chunks_are_as_accurate_as_pytorchs(stock):
     check(got, want, half)
 
 
+@pytest.mark.slow
 def test_encoded_chunks_are_as_accurate_as_pytorchs(stock):
     x = reference.video(sum(CHUNKS), height=8, width=24)
     want = reference.encoded(stock, x)
@@ -72,6 +74,7 @@ HOOKED = {"up_blocks.2.resnets.0.norm1": 5, "conv_act": 3, "conv_out": 3}
 
 
 @pytest.mark.parametrize(("module", "devices"), [*[(name, 1) for name in HOOKED], (next(iter(HOOKED)), 4)])
+@pytest.mark.slow
 def test_a_hook_sees_what_its_layer_gives(module, devices, stock):
     vae = build("torchax", stock)
     if devices > 1:

@@ -139,6 +139,7 @@ OUT = RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 12345 bytes.")
 
 
 @pytest.mark.parametrize("at", [0, 2])
+@pytest.mark.slow_cases("0")
 def test_out_of_memory_is_said_once_and_the_rest_comes_in_tiles(quick_vae, monkeypatch, at):
     vae = copy.copy(quick_vae)
     z = reference.latents(7, height=4, width=6)

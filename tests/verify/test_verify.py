@@ -41,6 +41,7 @@ def only(results):
     return result
 
 
+@pytest.mark.slow
 def test_torch_and_torchax_pass_in_float32(verifier, torchax_candidate, small_vae):
     native = compare.make_candidate("torch", torch.float32, small_vae)
     for result in verifier.verify([native, torchax_candidate]):
@@ -59,6 +60,7 @@ def test_torch_and_torchax_pass_in_float32(verifier, torchax_candidate, small_va
         )
 
 
+@pytest.mark.slow
 def test_torch_and_torchax_pass_in_bfloat16(small_vae):
     # Root-mean-square errors of two ways to round are compared: a few hundred latents are too few for that.
     verifier = compare.Verifier(small_vae, reference.video(13, height=48, width=64))
@@ -70,6 +72,7 @@ def test_torch_and_torchax_pass_in_bfloat16(small_vae):
         assert result.whole["decode"].relative > 1e-4, "nothing was run in bfloat16"
 
 
+@pytest.mark.slow
 def test_flax_passes_layer_by_layer_and_a_transposed_weight_of_it_is_named(small_vae):
     verifier = compare.Verifier(small_vae, reference.video(1, height=48, width=64))
     candidates = [
@@ -86,6 +89,7 @@ def test_flax_passes_layer_by_layer_and_a_transposed_weight_of_it_is_named(small
     assert result.first_bad_layer.name == "decoder.up_blocks.1.resnets.1"
 
 
+@pytest.mark.slow
 def test_a_transposed_weight_fails_and_is_named(verifier, torchax_candidate):
     weight = torchax_candidate.vae.decoder.up_blocks[1].resnets[1].conv1.conv.weight
     with changed(weight, lambda w: w.transpose(0, 1)):
@@ -102,6 +106,7 @@ def test_a_zeroed_bias_fails_and_is_named(verifier, torchax_candidate):
     assert result.first_bad_layer.name == "encoder.down_blocks.2.resnets.0"
 
 
+@pytest.mark.slow
 def test_a_dropped_cache_fails_and_is_named_with_its_chunk(verifier, small_vae):
     candidate = compare.make_candidate("torchax", torch.float32, small_vae)
     conv = candidate.vae.decoder.mid_block.resnets[1].conv2

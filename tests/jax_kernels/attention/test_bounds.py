@@ -49,6 +49,7 @@ def largest_score(rotated, q_weight, q_bias, k_weight, k_bias, seed):
 
 @pytest.mark.parametrize("rotated", ["neighbours", "halves"])
 @pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.slow_cases(but=["True-neighbours"])
 def test_no_score_climbs_over_the_bound_of_the_pairs_that_are_turned(rotated, biased):
     for seed in range(3):
         of_norms = weights(seed, biased=biased)

@@ -96,6 +96,7 @@ def test_statistics_far_from_zero_keep_their_digits(moments, frames):
 
 
 @pytest.mark.parametrize(("moments", "frames"), [(column_moments, 2), (image_moments, 1)])
+@pytest.mark.slow_cases("column_moments-2")
 def test_its_derivatives_are_those_of_a_reduction(moments, frames):
     x = jax.random.normal(jax.random.key(0), (1, frames, 3, 4, 128))
 
@@ -189,6 +190,7 @@ def test_the_switch_leaves_the_work_to_xla(monkeypatch):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("length", [8, 9])
 @pytest.mark.parametrize("topology", ["v5e:1x1", "v6e:1x1"])
+@pytest.mark.slow_cases(but=["v6e:1x1-*-bfloat16"])
 def test_mosaic_compiles_them_and_the_planner_counts_their_bytes(topology, length, dtype):
     pytest.importorskip("libtpu", reason="the [tpu] extra is not installed")
     device = jax.sharding.SingleDeviceSharding(chips.topology_devices(topology)[0])
@@ -216,6 +218,7 @@ def test_mosaic_compiles_it_for_an_image(topology, width):
 
 
 @pytest.mark.parametrize("shape", [(12, 9, 128, 128, 256), (24, 9, 128, 128, 128), (8, 9, 128, 128, 512)])
+@pytest.mark.slow
 def test_many_videos_fit_the_memory_of_a_step_or_are_left_to_xla(shape):
     pytest.importorskip("libtpu", reason="the [tpu] extra is not installed")
     device = jax.sharding.SingleDeviceSharding(chips.topology_devices("v5e:1x1")[0])

@@ -58,6 +58,9 @@ CASES = {
 
 
 @pytest.mark.parametrize(("shape", "outputs", "cell", "cached", "added"), CASES.values(), ids=CASES)
+@pytest.mark.slow_cases(
+    but=["a first frame", "four frames to three channels", "two videos, two tiles of channels to one"]
+)
 def test_the_kernel_equals_norm_activation_and_convolution(shape, outputs, cell, cached, added, interpreted):
     operands = inputs(shape, outputs, cell=cell, cached=cached)
     residual = jnp.ones((*shape[:4], outputs), jnp.bfloat16) / 3 if added else None
@@ -76,6 +79,7 @@ def test_the_kernel_equals_norm_activation_and_convolution(shape, outputs, cell,
     assert largest_error(columns.m2, pixels.var(2) * shape[2]) < 1e-5
 
 
+@pytest.mark.slow
 def test_the_statistics_that_a_call_before_gave_are_those_of_its_result(interpreted):
     first = inputs((1, 2, 2, 32, 16), 16)
     x, _, columns = norm_conv3d(*first, num_groups=GROUPS)
@@ -99,6 +103,7 @@ STRIPS = {
 @pytest.mark.parametrize(
     ("shape", "outputs", "cell", "cached", "added", "strips"), STRIPS.values(), ids=STRIPS
 )
+@pytest.mark.slow_cases(but=["four frames to three channels in two"])
 def test_strips_give_what_the_whole_picture_gives(
     shape, outputs, cell, cached, added, strips, interpreted, monkeypatch
 ):
@@ -131,6 +136,7 @@ def cut_into(strips, monkeypatch):
     return found
 
 
+@pytest.mark.slow
 def test_strips_have_the_gradients_of_the_whole_picture(interpreted, monkeypatch):
     shape = 1, 5, 2, 112, 16  # the first frame whole
     operands = inputs(shape, 16, cached=False)
@@ -178,6 +184,7 @@ SHARDS = {
 @pytest.mark.parametrize(
     ("shape", "outputs", "cell", "cached", "added", "width", "mesh"), SHARDS.values(), ids=SHARDS
 )
+@pytest.mark.slow_cases(but=["one shard, padded", "a shard of padding alone"])
 def test_shards_give_what_one_device_gives(
     shape, outputs, cell, cached, added, width, mesh, interpreted_on_mesh
 ):
@@ -198,6 +205,7 @@ def test_shards_give_what_one_device_gives(
     assert largest_error(columns.m2, pixels.var(2) * shape[2]) < 1e-5
 
 
+@pytest.mark.slow
 def test_shards_have_the_gradients_of_one_device(interpreted_on_mesh):
     operands = inputs((1, 2, 4, 20, 16), 16, cell=2)
     weigh = jnp.asarray(np.random.default_rng(1).normal(size=(1, 2, 4, 20, 16)), jnp.float32)
@@ -219,6 +227,7 @@ def test_shards_have_the_gradients_of_one_device(interpreted_on_mesh):
     [(False, 128), (True, 128), (True, 3)],
     ids=["alone", "a padded shard with neighbours", "such a shard to three channels"],
 )
+@pytest.mark.slow_cases(but=["a padded shard with neighbours"])
 def test_its_derivatives_are_those_of_the_plain_form(of_shard, outputs, monkeypatch):
     monkeypatch.setattr(tpu, "RAGGED_IN_PLACE", False)
     x, _, kernel, bias, cache = inputs((1, 2, 2, 32, 128), outputs)
@@ -305,6 +314,7 @@ def test_the_switch_leaves_the_work_to_xla(switch, monkeypatch):
         ("tpu7x:2x2x1", 2, 0, 128, 128),
     ],
 )
+@pytest.mark.slow_cases(but=["v6e:1x1-8-4-*", "v6e:1x1-4-0-128-3"])
 def test_mosaic_compiles_it_in_place(topology, frames, beyond, channels, outputs):
     pytest.importorskip("libtpu", reason="the [tpu] extra is not installed")
     device = chips.topology_devices(topology)[0]
@@ -336,6 +346,7 @@ def test_mosaic_compiles_it_in_place(topology, frames, beyond, channels, outputs
 
 
 @pytest.mark.parametrize(("frames", "channels"), [(1, 128), (1, 256), (8, 128)])
+@pytest.mark.slow_cases("1-*")
 def test_mosaic_compiles_the_start_of_a_video(frames, channels):
     pytest.importorskip("libtpu", reason="the [tpu] extra is not installed")
     device = chips.topology_devices("v6e:1x1")[0]
@@ -354,6 +365,7 @@ def test_mosaic_compiles_the_start_of_a_video(frames, channels):
 
 
 @pytest.mark.parametrize("frames", [2, 8])
+@pytest.mark.slow_cases("2")
 def test_a_shard_copies_neither_its_frames_nor_its_cache_for_its_neighbours(frames):
     pytest.importorskip("libtpu", reason="the [tpu] extra is not installed")
     height, width, channels, latents = 64, 8 * 88, 128, 16
@@ -394,6 +406,7 @@ def test_a_shard_copies_neither_its_frames_nor_its_cache_for_its_neighbours(fram
 
 
 @pytest.mark.parametrize("topology", ["v5p:2x2x1", "v6e:1x1"])
+@pytest.mark.slow
 def test_strips_of_a_wide_picture_copy_neither_its_frames_nor_its_cache(topology):
     pytest.importorskip("libtpu", reason="the [tpu] extra is not installed")
     device = chips.topology_devices(topology)[0]
@@ -423,6 +436,7 @@ def test_strips_of_a_wide_picture_copy_neither_its_frames_nor_its_cache(topology
     assert compiled.memory_analysis().alias_size_in_bytes == 2 * math.prod(cache.shape)
 
 
+@pytest.mark.slow
 def test_strips_of_a_first_chunk_take_the_first_frames_cache_as_it_lies():
     pytest.importorskip("libtpu", reason="the [tpu] extra is not installed")
     device = chips.topology_devices("v5p:2x2x1")[0]

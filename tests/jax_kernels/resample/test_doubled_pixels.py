@@ -68,6 +68,7 @@ def test_the_switch_leaves_the_work_to_xla(monkeypatch):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("length", [8, 9])
 @pytest.mark.parametrize("topology", ["v5e:1x1", "v6e:1x1"])
+@pytest.mark.slow_cases(but=["v6e:1x1-*-bfloat16"])
 def test_mosaic_compiles_it_and_the_planner_counts_its_bytes(topology, length, dtype):
     pytest.importorskip("libtpu", reason="the [tpu] extra is not installed")
     device = jax.sharding.SingleDeviceSharding(chips.topology_devices(topology)[0])

@@ -68,6 +68,7 @@ def test_an_odd_number_of_frames_goes_through_it_in_two_parts(interpreted):
 
 
 @pytest.mark.parametrize("rows", [16, 12, 10, 9], ids="{} rows".format)
+@pytest.mark.slow_cases(but=["9 rows", "10 rows"])
 def test_an_image_goes_through_it_in_bands(rows, interpreted):
     operands = inputs((2, 1, rows, 9, 16), 32)
     got = upsample(*operands, expand_time=True, lone_first=True)
@@ -213,6 +214,7 @@ def test_the_switch_leaves_the_work_to_xla(monkeypatch):
         ("tpu7x:2x2x1", 2, True, 256, 128, 45, False),
     ],
 )
+@pytest.mark.slow_cases("v5p*")
 def test_mosaic_compiles_it_and_frames_of_eight_stay_as_they_lie(
     topology, frames, expand_time, channels, outputs, width, of_shard
 ):

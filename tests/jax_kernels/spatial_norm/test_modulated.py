@@ -27,6 +27,7 @@ def inputs_of(videos, length, rows, columns, tall, wide, channels, dtype):
     ("videos", "length", "columns", "blocks", "tall", "wide"),
     [(1, 8, 6, 1, 8, 8), (2, 9, 7, 3, 2, 3), (1, 3, 5, 5, 1, 1), (2, 1, 4, 2, 4, 4)],
 )
+@pytest.mark.slow_cases("*-bfloat16-True", "*-float32-False")
 def test_each_latent_modulates_the_pixels_above_it(
     videos, length, columns, blocks, tall, wide, dtype, silu, monkeypatch
 ):
@@ -54,6 +55,7 @@ def test_a_product_of_float32_is_one_in_full_precision():
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("length", [8, 9])
 @pytest.mark.parametrize("topology", ["v5e:1x1", "v6e:1x1"])
+@pytest.mark.slow_cases(but=["v6e:1x1-*-bfloat16"])
 def test_mosaic_compiles_it_and_the_planner_counts_its_bytes(topology, length, dtype):
     pytest.importorskip("libtpu", reason="the [tpu] extra is not installed")
     device = jax.sharding.SingleDeviceSharding(chips.topology_devices(topology)[0])

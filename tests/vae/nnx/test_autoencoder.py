@@ -114,6 +114,7 @@ def test_weights_are_arguments_and_caches_are_donated(vae):
     assert not any(array.is_deleted() for array in jax.tree.leaves(run._state))
 
 
+@pytest.mark.slow
 def test_quant_convolutions_equal_diffusers():
     stock = reference.small_vae(use_quant_conv=True, use_post_quant_conv=True, latent_channels=3)
     ours = FlaxVAEForPipelines.from_diffusers(stock)
@@ -188,6 +189,7 @@ def test_bfloat16_is_as_near_to_float32_as_pytorch(small_vae):
         assert rms_error(got, exact) <= BFLOAT16_RMS_RATIO * rms_error(pytorchs, exact)
 
 
+@pytest.mark.slow
 def test_frame_by_frame_is_another_function_of_the_documented_length(vae):
     z = channels_last(reference.latents(4))
     got = vae.decode_frame_by_frame(z)

@@ -32,6 +32,7 @@ def weighed(frames, first_frame):
 
 
 @pytest.mark.parametrize(("kind", "x", "first_frame", "anew", "devices"), CASES.values(), ids=CASES)
+@pytest.mark.slow_cases("decode two chunks, a loss on the second")
 def test_gradients_equal_pytorchs(kind, x, first_frame, anew, devices):
     stock = reference.small_vae(**reference.THREE_LEVELS)
     wrapper = FlaxVAEForPipelines.from_diffusers(copy.deepcopy(stock))

@@ -40,6 +40,7 @@ def local_share(array):
     return max(shard.data.size for shard in array.addressable_shards) / array.size
 
 
+@pytest.mark.slow
 def test_an_uneven_width_in_chunks_and_streams_changes_no_number(stock, eight):
     z, x = inputs(5, 1, 90)
     want = reference.decoded(stock, z), reference.encoded(stock, x)
@@ -57,6 +58,7 @@ def test_bytes_over_a_mesh_are_the_frames_that_they_stand_for(stock, eight):
     assert relative_error(moments, want) < FLOAT32_RELATIVE
 
 
+@pytest.mark.slow
 def test_a_batch_over_both_axes_changes_no_number(stock):
     z, x = inputs(1, 2, 85)
     vae = on_mesh(stock, 2, 4)
@@ -65,6 +67,7 @@ def test_a_batch_over_both_axes_changes_no_number(stock):
     assert relative_error(vae.encode(x).latent_dist.parameters, want) < FLOAT32_RELATIVE
 
 
+@pytest.mark.slow
 def test_tiles_change_no_number_and_blend_in_shards(stock, eight):
     z, x = inputs(1, 1, 90)
     tiled = copy.deepcopy(stock)

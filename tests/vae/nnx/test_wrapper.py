@@ -140,6 +140,7 @@ def test_from_pretrained_and_save_pretrained(model_directory, tmp_path, flax_vae
     assert tuple(again.config.block_out_channels) == tuple(flax_vae.config.block_out_channels)
 
 
+@pytest.mark.slow
 def test_the_command_line_runs_it(model_directory, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     with video.writing("clip.mp4", 10) as sink:

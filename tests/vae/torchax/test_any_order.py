@@ -97,6 +97,7 @@ STEPS = [name for name in vars(Run) if not name.startswith("_") and name not in 
 @example(
     order=["port", "move_to_jax", "decode_on_jax", "pickle", "load", "decode_plain", "move_to_jax", "stream"]
 )
+@pytest.mark.slow
 def test_whatever_the_order_the_result_is_the_references(stocks, order):
     run = Run(stocks)
     for step in order:

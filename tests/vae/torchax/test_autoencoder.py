@@ -56,6 +56,7 @@ def backend(request):
 
 @on_meshes_too
 @pytest.mark.parametrize("frames", LATENT_FRAMES)
+@pytest.mark.slow_cases(but=["*-torch", "[35]-*", "1-torchax", "1-flax", "13-torchax"])
 def test_decode_equals_diffusers(small_vae, backend, frames):
     z = reference.latents(frames)
     want = reference.decoded(small_vae, z)
@@ -67,6 +68,9 @@ def test_decode_equals_diffusers(small_vae, backend, frames):
 
 @on_meshes_too
 @pytest.mark.parametrize("frames", SAMPLE_FRAMES + ODD_FRAMES)
+@pytest.mark.slow_cases(
+    but=["*-torch", "5-*", "[19]-torchax", "[19]-flax", "12-torchax", "12-flax", "6-torchax", "49-torchax"]
+)
 def test_encode_equals_diffusers(small_vae, backend, frames):
     x = reference.video(frames)
     want = reference.encoded(small_vae, x)
@@ -76,18 +80,21 @@ def test_encode_equals_diffusers(small_vae, backend, frames):
 
 
 @pytest.mark.parametrize("frames", [1, 5])
+@pytest.mark.slow_cases("torchax-5", "flax-5")
 def test_batch_of_two_equals_diffusers(small_vae, backend, frames):
     z, x = reference.latents(frames, batch=2), reference.video(4 * frames - 3, batch=2)
     assert relative_error(run_decode(backend, z), reference.decoded(small_vae, z)) < FLOAT32_RELATIVE
     assert relative_error(run_encode(backend, x), reference.encoded(small_vae, x)) < FLOAT32_RELATIVE
 
 
+@pytest.mark.slow_cases("flax")
 def test_odd_sizes_equal_diffusers(small_vae, backend):
     z, x = reference.latents(3, height=9, width=13), reference.video(9, height=72, width=104)
     assert relative_error(run_decode(backend, z), reference.decoded(small_vae, z)) < FLOAT32_RELATIVE
     assert relative_error(run_encode(backend, x), reference.encoded(small_vae, x)) < FLOAT32_RELATIVE
 
 
+@pytest.mark.slow
 def test_full_depth_equals_diffusers():
     stock = reference.small_vae(layers_per_block=3)
     z, x = reference.latents(5), reference.video(17)
@@ -98,6 +105,7 @@ def test_full_depth_equals_diffusers():
     assert relative_error(run_encode(vae, x), want[1]) < FLOAT32_RELATIVE
 
 
+@pytest.mark.slow
 def test_quant_convolutions_equal_diffusers():
     stock = reference.small_vae(use_quant_conv=True, use_post_quant_conv=True, latent_channels=3)
     z, x = reference.latents(3, channels=3), reference.video(9)
@@ -108,6 +116,7 @@ def test_quant_convolutions_equal_diffusers():
 
 
 @pytest.mark.parametrize("frames", [1, 3])
+@pytest.mark.slow_cases("3")
 def test_bfloat16_is_as_near_to_float32_as_pytorch(small_vae, frames):
     z, x = reference.latents(frames, height=6, width=8), reference.video(4 * frames, height=48, width=64)
     want = reference.decoded(small_vae, z), reference.encoded(small_vae, x)
@@ -134,6 +143,7 @@ TILINGS = {
 
 
 @pytest.mark.parametrize(("shape", "overlap"), TILINGS.values(), ids=TILINGS)
+@pytest.mark.slow
 def test_tiled_equals_diffusers(small_vae, native_vae, jax_vae, shape, overlap):
     frames, height, width = shape
     z = reference.latents(frames, height=height, width=width)
@@ -201,6 +211,7 @@ def test_a_sampled_posterior_draws_what_pytorch_draws(small_vae, jax_vae):
 
 
 @on_meshes_too
+@pytest.mark.slow_cases("*over eight devices")
 def test_streams_equal_the_whole(small_vae, backend):
     z, x = reference.latents(5), reference.video(17)
     frames = list(backend.decode_stream(z))

@@ -46,6 +46,7 @@ def backward(vae, run, x, first_frame):
 
 
 @pytest.mark.parametrize(("run", "x", "first_frame", "anew", "devices"), CASES.values(), ids=CASES)
+@pytest.mark.slow_cases(but=["encode two chunks, a loss on the second"])
 def test_gradients_equal_pytorchs(run, x, first_frame, anew, devices):
     stock = reference.small_vae()
     vae = copy.deepcopy(stock)
@@ -187,6 +188,7 @@ def test_a_gradient_has_the_dtype_of_its_weight_after_a_cast_on_jax(jax_vae):
     assert runtime.array_of(weight.grad).dtype == "float32"
 
 
+@pytest.mark.slow
 def test_tiles_decode_and_refuse_gradients_in_words(jax_vae):
     vae = copy.deepcopy(jax_vae)
     z = runtime.to_jax(reference.latents(1, height=4, width=6))

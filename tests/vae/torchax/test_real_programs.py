@@ -65,6 +65,7 @@ def in_threads(count, work):
         raise errors[0]
 
 
+@pytest.mark.slow
 def test_eight_threads_get_what_one_gets(vae, stock):
     sizes = [(1, 2, 4), (2, 3, 4), (3, 2, 4), (4, 2, 6)]
     inputs = [latents(n, height=h, width=w) for n, h, w in sizes]
@@ -202,6 +203,7 @@ def with_loras(model):
 @pytest.mark.filterwarnings("ignore:Explicitly requested dtype int64")  # torchax's interpolation
 @pytest.mark.parametrize("mesh", [None, (1, 8)], ids=["one device", "a padded mesh"])
 @pytest.mark.parametrize("change", [with_hooks, with_loras])
+@pytest.mark.slow_cases(but=["with_hooks-one device"])
 def test_what_changes_a_part_within_a_layer_is_not_passed_over(stock, change, mesh):
     z, x = latents(3, width=5), reference.video(9, height=8, width=20)
     plain = reference.decoded(stock, z), reference.encoded(stock, x)
@@ -425,6 +427,7 @@ def test_a_subclass_is_ported_with_what_it_adds(stock):
     assert type(port(vae)) is type(vae)
 
 
+@pytest.mark.slow
 def test_an_abandoned_stream_frees_its_memory(vae):
     def live():
         gc.collect()

@@ -201,6 +201,7 @@ def dropped(stream):
 @pytest.mark.parametrize("backend", ["torchax", "flax"], indirect=True)
 @pytest.mark.parametrize("abandon", [closed, dropped])
 @pytest.mark.parametrize("kind", ["decode", "encode"])
+@pytest.mark.slow_cases("*-flax")
 def test_an_abandoned_stream_frees_its_memory(backend, kind, abandon):
     list(started(backend, kind))  # weights are where they stay, programs are compiled
     gc.collect()
