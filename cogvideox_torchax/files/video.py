@@ -390,6 +390,10 @@ def _frames_NHWC(frames: torch.Tensor) -> Iterator[Any]:
 class _Mp4Sink:
     """H.264 in yuv420p, which every player shows; quality high enough not to be what one sees."""
 
+    OPTIONS: ClassVar = {"crf": "18", "mbtree": "0"}
+    """Equal frames make equal files; with its macroblock trees x264 writes others from run to run, on one
+    thread too. Without them a rate factor of 18 gives the PSNR of 16 with them, in a quarter more bytes."""
+
     TICK = Fraction(1, 90_000)
     """Of the clock for frames at times of their own: MPEG's."""
 
@@ -408,7 +412,7 @@ class _Mp4Sink:
         av = _av()
         for pixels in _frames_NHWC(frames):
             if self._stream is None:
-                self._stream = self._container.add_stream("libx264", rate=self._fps, options={"crf": "16"})
+                self._stream = self._container.add_stream("libx264", rate=self._fps, options=self.OPTIONS)
                 self._stream.height, self._stream.width = pixels.shape[:2]
                 self._stream.pix_fmt = "yuv420p"
                 if self._pixel != 1:

@@ -533,6 +533,7 @@ def test_what_a_killed_run_left_the_next_completes_bit_for_bit(
     assert len(lines) == len(set(lines))
 
 
+@pytest.mark.slow
 def test_a_run_killed_while_it_decodes_leaves_whole_videos_alone(encoded, killed, tmp_path):
     out = tmp_path / "out"
     shutil.copytree(killed / "decode", out)

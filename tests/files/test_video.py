@@ -41,6 +41,17 @@ def test_what_is_written_is_read_back(clip):
     assert list(clip.parent.iterdir()) == [clip]
 
 
+def test_equal_frames_make_equal_files(tmp_path):
+    noise = torch.rand(1, 3, 17, 64, 96, generator=torch.Generator().manual_seed(0))
+    frames = (torch.nn.functional.avg_pool3d(noise, 5, 1, 2) * 255).to(torch.uint8)
+    files = set()
+    for _ in range(60):
+        with video.writing(tmp_path / "clip.mp4", 25) as sink:
+            sink.write(frames)
+        files.add((tmp_path / "clip.mp4").read_bytes())
+    assert len(files) == 1
+
+
 def test_frames_come_in_order_and_only_as_many_as_asked(clip):
     assert read_all(clip, count=4).shape == (1, 3, 4, 24, 40)
     blue = read_all(clip)[0, 2].float().mean((1, 2))

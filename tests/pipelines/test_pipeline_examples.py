@@ -50,7 +50,7 @@ def example(kind: str, model: str) -> str:
 
 @pytest.mark.usefixtures("torchax_off")
 @pytest.mark.parametrize("kind", EXAMPLES)
-@pytest.mark.slow_cases("image", "control")
+@pytest.mark.slow_cases("image", "video", "control")
 def test_diffusers_own_example_runs_with_one_line_added(kind, directory, monkeypatch):
     written = []
     clip = [small_pipelines.picture(i) for i in range(small_pipelines.FRAMES)]
