@@ -104,9 +104,7 @@ def placements():
     but=[
         "text to video, 5b",
         "text to video, 5b, 1x8",
-        "text to video, 1.5",
         "image to video, 1.5",
-        "video to video, 2x4",
     ]
 )
 def test_the_frames_are_those_of_stock_diffusers(kind, version, placement, guidance_scales):

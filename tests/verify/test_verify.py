@@ -99,6 +99,7 @@ def test_a_transposed_weight_fails_and_is_named(verifier, torchax_candidate):
     assert "decoder.up_blocks.1.resnets.1" in report.verdict(result)
 
 
+@pytest.mark.slow
 def test_a_zeroed_bias_fails_and_is_named(verifier, torchax_candidate):
     with changed(torchax_candidate.vae.encoder.down_blocks[2].resnets[0].conv2.conv.bias, lambda b: b * 0):
         result = only(verifier.verify([torchax_candidate]))

@@ -79,6 +79,7 @@ of_all_forms = pytest.mark.parametrize("options", FORMS.values(), ids=FORMS)
 
 @of_all_forms
 @pytest.mark.parametrize(("queries", "keys", "heads", "channels", "dtype"), CASES.values(), ids=CASES)
+@pytest.mark.slow_cases("whole blocks-*", "more keys-*", "sixteen bits-*")
 def test_every_form_is_the_definition(queries, keys, heads, channels, dtype, options):
     q, k, v = inputs(queries, keys=keys, batch=2, heads=heads, channels=channels, dtype=dtype)
     got = interpreted(q, k, v, **options)

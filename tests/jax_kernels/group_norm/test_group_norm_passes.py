@@ -31,6 +31,7 @@ every_block = pytest.mark.parametrize(
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @every_block
+@pytest.mark.slow_cases("*-bfloat16")
 def test_sums_are_those_of_a_reduction(videos, length, height, width, rows, dtype, monkeypatch):
     x = jax.random.normal(jax.random.key(0), (videos, length, height, width, 128), dtype) + 3
     block = min(16, width) * (_column_bytes(x) + rows * _pixel_bytes(x))

@@ -64,6 +64,7 @@ def test_gradients_equal_pytorchs(run, x, first_frame, anew, devices):
         assert relative_error(runtime.to_torch(found[name]), gradient) < RELATIVE, name
 
 
+@pytest.mark.slow
 def test_a_torch_optimizer_trains_it_without_compiling_again():
     stock = reference.small_vae(**reference.THREE_LEVELS)
     vae = reference.on_jax(copy.deepcopy(stock)).train()
