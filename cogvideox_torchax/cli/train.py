@@ -57,6 +57,12 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
         help="of the square crops, in pixels, a multiple of 16 (default: 64)",
     )
     command.add_argument(
+        "--whole",
+        type=_size,
+        metavar="HEIGHTxWIDTH",
+        help="half of the clips are whole frames of the videos, brought to this size in pixels",
+    )
+    command.add_argument(
         "--rate",
         type=float,
         default=1.0,
@@ -76,7 +82,7 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
         type=float,
         default=0.0,
         metavar="WEIGHT",
-        help="of a loss on each frame's mean colour; L1 has 1 (default: 0)",
+        help="of a loss on frames' mean colours; L1 has 1 (default: 0)",
     )
     command.add_argument(
         "--validate", action="append", default=[], metavar="CLIP", help="a held-out video; repeatable"
@@ -109,6 +115,7 @@ def run(args: argparse.Namespace) -> int:
         stills=args.config is not None,
         colour=args.colour,
         rate=args.rate,
+        whole=args.whole,
     )
     sources = _sources(args)
     held_out = [_held_out(clip, args.frames) for clip in args.validate]
@@ -150,6 +157,14 @@ def _report(training: "Run", directory: Path) -> None:
     report.draw(report.curves(directory), directory / "curves.png")
 
 
+def _size(text: str) -> tuple[int, int]:
+    """A height and a width, of text like "128x192"."""
+    parts = text.lower().split("x")
+    if len(parts) != 2 or not all(part.isdigit() for part in parts):
+        raise argparse.ArgumentTypeError(f"got {text!r}: give HEIGHTxWIDTH in pixels, such as 128x192")
+    return int(parts[0]), int(parts[1])
+
+
 class _Ended:
     """Whether someone has asked for the end, by Ctrl-C or SIGTERM, for as long as the block lasts."""
 
@@ -178,11 +193,13 @@ def _sources(args: argparse.Namespace) -> list[clips.Source]:
     found = []
     for part in clips.parts(args.clips, without=Path(args.output)):  # the curves of a run are no clip
         try:
-            found.append(clips.load(part, frames=args.frames, size=args.size))
+            found.append(clips.load(part, frames=args.frames, size=args.size, whole=args.whole))
         except ValueError as error:
             common.say(f"left out: {part}: {error}")
     if not found:
         raise ValueError("none of the clips can be trained on")
+    if args.whole and all(source.whole is None for source in found):
+        raise ValueError("--whole takes frames of videos, and none of the clips is one: add a video")
     return found
 
 

@@ -14,6 +14,7 @@ import torch
 from torch.nn import functional
 
 from cogvideox_torchax.files import video
+from cogvideox_torchax.vae import chunks
 from cogvideox_torchax.vae.pixels import from_uint8
 
 PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".webp")
@@ -32,6 +33,9 @@ CUT_SHARE = 0.1
 
 EVENT_SHARE = 0.5
 """Of the windows of a video, where cuts are asked for: those around a frame drawn by how much it changes."""
+
+ALIGNED_SHARE = 0.5
+"""Of the windows of whole frames: those that begin where a chunk of the whole video does."""
 
 
 @dataclass(frozen=True)
@@ -97,10 +101,14 @@ def _is_below(file: Path, directory: Path) -> bool:
 
 @dataclass(frozen=True)
 class Source:
-    """A part in several sizes, uint8 (T, H, W, C); a picture has one frame."""
+    """A part in several sizes, uint8 (T, H, W, C); a picture has one frame.
+
+    `whole` is a video in the size that its whole frames are trained on, where they are asked for.
+    """
 
     part: Part
     levels: tuple[np.ndarray, ...]
+    whole: np.ndarray | None = None
 
     @property
     def frames(self) -> int:
@@ -114,18 +122,22 @@ class Source:
         return change / change.sum()
 
 
-def load(part: Part, *, frames: int, size: int) -> Source:
-    """Reads a part in all sizes that crops of `size` are cut of.
+def load(part: Part, *, frames: int, size: int, whole: tuple[int, int] | None = None) -> Source:
+    """Reads a part in all sizes that crops of `size` are cut of, and a video as frames of `whole` too.
 
     Raises:
         ValueError: a file that cannot be read, with fewer frames than `frames`, or too small.
     """
     needed = math.ceil(size * LARGEST_CROP)
     if part.path.suffix.lower() in PICTURES:
-        levels = _picture(part, needed, size)
-    else:
-        levels = _video(part, needed, size, frames)
-    return Source(part, levels)
+        return Source(part, _picture(part, needed, size))
+    info = video.probe(part.path)
+    end = min(part.end or info.num_frames, info.num_frames)
+    if end - part.start < frames:
+        raise ValueError(f"has {max(end - part.start, 0)} frames there, {frames} are needed")
+    sizes = [*_sizes(info.height, info.width, needed, size), *([whole] if whole else [])]
+    levels = tuple(read(part, video.Framing(*chosen), end) for chosen in sizes)
+    return Source(part, levels[:-1], levels[-1]) if whole else Source(part, levels)
 
 
 def _sizes(height: int, width: int, needed: int, size: int) -> list[tuple[int, int]]:
@@ -139,16 +151,6 @@ def _sizes(height: int, width: int, needed: int, size: int) -> list[tuple[int, i
     return [
         (round(height * scale), max(round(width * scale * narrowed), needed)) for scale, narrowed in scales
     ]
-
-
-def _video(part: Part, needed: int, size: int, frames: int) -> tuple[np.ndarray, ...]:
-    info = video.probe(part.path)
-    end = min(part.end or info.num_frames, info.num_frames)
-    if end - part.start < frames:
-        raise ValueError(f"has {max(end - part.start, 0)} frames there, {frames} are needed")
-    return tuple(
-        read(part, video.Framing(*chosen), end) for chosen in _sizes(info.height, info.width, needed, size)
-    )
 
 
 def read(part: Part, framing: video.Framing, end: int) -> np.ndarray:
@@ -185,11 +187,30 @@ class Sampler:
         self._pictures = [source for source in sources if source.frames == 1]
         self._seed = seed
         self._cuts = cuts
+        self._event_share = EVENT_SHARE if cuts else 0.0
 
     def batch(self, number: int, *, clips: int, frames: int, size: int) -> torch.Tensor:
         """Batch `number`: float32 (N, C, T, S, S) in [-1, 1]."""
         rng = np.random.default_rng((self._seed, number))
         return torch.stack([self._sample(rng, frames, size) for _ in range(clips)])
+
+    def whole(self, number: int, *, clips: int, frames: int) -> torch.Tensor:
+        """Batch `number` of whole frames as they are: float32 (N, C, T, H, W) in [-1, 1].
+
+        Raises:
+            ValueError: a video was loaded without them.
+        """
+        rng = np.random.default_rng((self._seed, number))
+        return torch.stack([self._whole(rng, frames) for _ in range(clips)])
+
+    def _whole(self, rng: np.random.Generator, frames: int) -> torch.Tensor:
+        source = self._videos[rng.integers(len(self._videos))]
+        if source.whole is None:
+            raise ValueError(f"{source.part} was loaded without whole frames: give load() their size")
+        start = _start(rng, source, frames, self._event_share)
+        if rng.random() < ALIGNED_SHARE:
+            start -= start % chunks.SAMPLE_FRAMES_A_CHUNK
+        return _clip(source.whole[start : start + frames])
 
     def _sample(self, rng: np.random.Generator, frames: int, size: int) -> torch.Tensor:
         clip = self._scene(rng, frames, size)
@@ -202,7 +223,7 @@ class Sampler:
         share = VIDEO_SHARE if self._videos and self._pictures else float(bool(self._videos))
         if rng.random() < share:
             source = self._videos[rng.integers(len(self._videos))]
-            clip = _crop(rng, source, frames, size, EVENT_SHARE if self._cuts else 0.0)
+            clip = _crop(rng, source, frames, size, self._event_share)
         else:
             clip = _camera(rng, self._pictures[rng.integers(len(self._pictures))], frames, size)
         return _recoloured(rng, _turned(rng, clip))
@@ -216,17 +237,26 @@ def _crop(
     stride = int(rng.choice([1, 1, 1, 2]))
     if (frames - 1) * stride >= len(level):
         stride = 1
-    last = len(level) - 1 - (frames - 1) * stride
-    if event_share and rng.random() < event_share and frames > 1:
-        event = 1 + rng.choice(len(source.events), p=source.events)
-        t = min(max(event - rng.integers((frames - 1) * stride + 1), 0), last)
-    else:
-        t = rng.integers(last + 1)
+    span = (frames - 1) * stride + 1
+    t = _start(rng, source, span, event_share)
     y, x = (rng.integers(side - size + 1) for side in level.shape[1:3])
-    window = level[t : t + (frames - 1) * stride + 1 : stride, y : y + size, x : x + size]
+    window = level[t : t + span : stride, y : y + size, x : x + size]
     if rng.random() < 0.5:
         window = window[::-1]
-    return from_uint8(torch.from_numpy(window.transpose(3, 0, 1, 2).copy()), "float32")
+    return _clip(window)
+
+
+def _start(rng: np.random.Generator, source: Source, span: int, event_share: float) -> int:
+    """The first of `span` frames: by chance, or so that they hold a frame drawn by how much it changes."""
+    last = source.frames - span
+    if event_share and rng.random() < event_share and span > 1:
+        event = 1 + rng.choice(len(source.events), p=source.events)
+        return int(min(max(event - rng.integers(span), 0), last))
+    return int(rng.integers(last + 1))
+
+
+def _clip(frames: np.ndarray) -> torch.Tensor:
+    return from_uint8(torch.from_numpy(frames.transpose(3, 0, 1, 2).copy()), "float32")
 
 
 def _camera(rng: np.random.Generator, source: Source, frames: int, size: int) -> torch.Tensor:
@@ -248,9 +278,9 @@ def _camera(rng: np.random.Generator, source: Source, frames: int, size: int) ->
         across = (center[0] + drift[0] + cosine * x - sine * y) / width
         down = (center[1] + drift[1] + sine * x + cosine * y) / height
         grids.append(torch.stack([across, down], -1) * 2 - 1)
-    pixels = from_uint8(torch.from_numpy(picture.transpose(2, 0, 1).copy()), "float32")
+    pixels = _clip(picture[None])
     seen = functional.grid_sample(
-        pixels.expand(frames, -1, -1, -1),
+        pixels.transpose(0, 1).expand(frames, -1, -1, -1),
         torch.stack(grids),
         mode="bicubic",
         padding_mode="reflection",

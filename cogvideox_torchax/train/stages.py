@@ -1,6 +1,6 @@
 """What a training's steps are made of: stills first, then clips, at the end larger ones."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -9,19 +9,31 @@ from cogvideox_torchax.train.clips import LARGEST_CROP
 
 @dataclass(frozen=True)
 class Shape:
-    """A batch's: clips, frames of each, and the side of their square crop."""
+    """A batch's: clips, frames of each, and the side of their square crop, unless frames are `whole`."""
 
     clips: int
     frames: int
     size: int
+    whole: bool = False
 
 
 STILLS_END, SMALL_END = 0.12, 0.75
 """The parts of a training in which stills, and clips of the size asked for, prevail."""
 
+WHOLE_SHARE = 0.5
+"""Of the batches of clips, where whole frames are asked for: those of whole frames."""
+
 
 def shape_of(
-    step: int, steps: int, *, seed: int, clips: int, frames: int, size: int, stills: bool = True
+    step: int,
+    steps: int,
+    *,
+    seed: int,
+    clips: int,
+    frames: int,
+    size: int,
+    stills: bool = True,
+    whole: bool = False,
 ) -> Shape:
     """The batch that a step takes, drawn by its number.
 
@@ -33,15 +45,19 @@ def shape_of(
         frames: of the longest, 8 n + 1: other clips come back with more frames than they have.
         size: the crops' side in the first stages, a multiple of 16.
         stills: whether there is a first stage, of stills.
+        whole: whether some batches are of whole frames.
     """
     half = (frames - 1) // 16 * 8 + 1
     large = int(size * LARGEST_CROP)
-    still, some, whole = Shape(4 * clips, 1, size), Shape(clips, half, size), Shape(clips, frames, size)
+    still, some, long = Shape(4 * clips, 1, size), Shape(clips, half, size), Shape(clips, frames, size)
     if stills and step < STILLS_END * steps:
         odds = ((still, 0.85), (some, 0.15))
     elif step < SMALL_END * steps:
-        odds = ((still, 0.1), (some, 0.55), (whole, 0.35))
+        odds = ((still, 0.1), (some, 0.55), (long, 0.35))
     else:
-        odds = ((Shape(2 * clips, 1, large), 0.1), (Shape(clips, half, large), 0.4), (whole, 0.5))
+        odds = ((Shape(2 * clips, 1, large), 0.1), (Shape(clips, half, large), 0.4), (long, 0.5))
     rng = np.random.default_rng((seed, step, 1))
-    return odds[rng.choice(len(odds), p=[odd for _, odd in odds])][0]
+    shape = odds[rng.choice(len(odds), p=[odd for _, odd in odds])][0]
+    if whole and shape.frames > 1 and rng.random() < WHOLE_SHARE:
+        return replace(shape, whole=True)
+    return shape

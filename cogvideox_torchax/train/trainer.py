@@ -12,10 +12,13 @@ from cogvideox_torchax.backends import Backend
 from cogvideox_torchax.train.checkpoints import State
 from cogvideox_torchax.train.clips import Sampler
 from cogvideox_torchax.train.optimizers import CompiledOptimizers, Optimizers
-from cogvideox_torchax.train.stages import shape_of
+from cogvideox_torchax.train.stages import Shape, shape_of
 
 L1, MSE, KL = 1.0, 4.0, 1e-3
 """How much each loss counts; the last is a mean over latent values."""
+
+TINY = 1e-12
+"""Keeps the gradient of a square root finite where there is no error."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +33,9 @@ class Plan:
         seed: of the first weights, the batches and the noise.
         mixed: whether layers compute in bfloat16, around float32 weights.
         stills: whether most of the first batches are stills, for weights that know nothing yet.
-        colour: how much the error of a frame's mean counts, beside L1's 1.
+        colour: how much the errors of frames' means count, beside L1's 1.
         rate: of the learning rates, of which the usual is 1.
+        whole: height and width of whole frames that half of the batches of clips are of; multiples of 16.
     """
 
     steps: int
@@ -43,10 +47,13 @@ class Plan:
     stills: bool = True
     colour: float = 0.0
     rate: float = 1.0
+    whole: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         if self.size % 16:
             raise ValueError(f"got crops of {self.size} pixels: give a multiple of 16")
+        if self.whole and (min(self.whole) < 16 or any(side % 16 for side in self.whole)):
+            raise ValueError(f"got whole frames of {self.whole} pixels: give multiples of 16")
         if self.frames % 8 != 1:
             raise ValueError(f"got clips of {self.frames} frames: give 8 n + 1, as 1, 9, 17 or 49")
         if not 0 <= self.colour < math.inf:
@@ -61,8 +68,8 @@ class Plan:
 
 @dataclass(frozen=True)
 class Losses:
-    """Of one step: `total` is what is minimised, `colour` the mean error of a frame's mean; `psnr` is in
-    decibels, before values are clipped."""
+    """Of one step: `total` is what is minimised, `colour` the root mean square of the errors of frames'
+    means; `psnr` is in decibels, before values are clipped."""
 
     total: float
     l1: float
@@ -101,8 +108,9 @@ class Trainer:
             frames=plan.frames,
             size=plan.size,
             stills=plan.stills,
+            whole=plan.whole is not None,
         )
-        x = self._sampler.batch(number, clips=shape.clips, frames=shape.frames, size=shape.size)
+        x = self._batch(number, shape)
         noise = torch.Generator().manual_seed(plan.seed * 1_000_003 + number)
         losses = self._losses(x, noise)
         self._optimizers.zero_grad()
@@ -111,6 +119,11 @@ class Trainer:
         self.step_number += 1
         total, l1, mse, kl, colour = (self._backend.to_torch(loss).item() for loss in losses)
         return Losses(total, l1, mse, kl, colour, gradient)
+
+    def _batch(self, number: int, shape: Shape) -> torch.Tensor:
+        if shape.whole:
+            return self._sampler.whole(number, clips=shape.clips, frames=shape.frames)
+        return self._sampler.batch(number, clips=shape.clips, frames=shape.frames, size=shape.size)
 
     def _losses(self, x: torch.Tensor, noise: torch.Generator) -> tuple[torch.Tensor, ...]:
         """The total, L1, MSE, KL and the loss on colours of a batch."""
@@ -123,7 +136,7 @@ class Trainer:
         difference = y.float() - x
         l1, mse = difference.abs().mean(), difference.square().mean()
         kl = 0.5 * (mean.square() + logvar.exp() - 1 - logvar).mean()
-        colour = difference.mean((3, 4)).abs().mean()
+        colour = (difference.mean((3, 4)).square().mean() + TINY).sqrt()
         total = L1 * l1 + MSE * mse + KL * kl + self.plan.colour * colour
         return total, l1, mse, kl, colour
 

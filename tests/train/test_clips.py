@@ -1,5 +1,6 @@
 """Clips to train on: what is left out, by name, and what a batch is made of."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +9,7 @@ import torch
 
 from cogvideox_torchax import cli
 from cogvideox_torchax.train.clips import Part, Sampler, Source, load, parts
+from cogvideox_torchax.vae.pixels import from_uint8
 from tests.files.test_video import moving_frames
 from tests.train.test_command import arguments
 
@@ -63,7 +65,7 @@ BAD = {
 @pytest.mark.parametrize(("name", "make", "words"), [(k, *v) for k, v in BAD.items()], ids=BAD)
 def test_a_bad_clip_is_named_and_the_others_trained_on(material, capsys, name, make, words):
     make()
-    code = cli.main(arguments("out", "--steps", 1, clips=(name, "picture.png")))
+    code = cli.main(arguments("out", "--steps", 1, clips=(name, "clip.mp4#0-9")))
     said = capsys.readouterr().err
     assert code == 0, said
     assert f"left out: {name}" in said
@@ -126,6 +128,35 @@ def test_a_frame_is_drawn_by_how_much_it_changes():
     assert len(events) == 199
     assert events.argmax() == 4
     assert events[4] > 0.99
+
+
+def test_whole_frames_come_as_they_are(material):
+    source = load(Part(Path("clip.mp4"), 2, 20), frames=9, size=16, whole=(32, 48))
+    want = from_uint8(torch.from_numpy(source.whole).permute(3, 0, 1, 2), "float32")
+    assert want.shape == (3, 18, 32, 48)
+    sampler = Sampler([source, load(Part(Path("picture.png")), frames=9, size=16)], seed=0)
+    windows = want.unfold(1, 9, 1).permute(1, 0, 4, 2, 3)
+    clips = torch.cat([sampler.whole(number, clips=4, frames=9) for number in range(25)])
+    starts = [[torch.equal(clip, window) for window in windows].index(True) for clip in clips]
+    aligned = sum(start in (0, 8) for start in starts)
+    assert set(starts) == set(range(10))
+    assert 45 < aligned < 75
+    assert torch.equal(sampler.whole(3, clips=4, frames=9), clips[12:16])
+
+
+def test_whole_frames_hold_a_cut_more_often_where_cuts_are_asked_for():
+    source = replace(turning(101), whole=turning(101).levels[0])
+    held = {}
+    for cuts in (False, True):
+        clips = Sampler([source], seed=0, cuts=cuts).whole(0, clips=200, frames=9)
+        held[cuts] = (clips.mean((1, 3, 4)).diff(dim=1).abs() > 0.1).sum().item()
+    assert held[False] < 20
+    assert 60 < held[True] < 100  # a window that is moved to where a chunk begins may lose it
+
+
+def test_whole_frames_that_were_not_loaded_are_named():
+    with pytest.raises(ValueError, match="v.mp4 was loaded without whole frames"):
+        Sampler([turning(100)], seed=0).whole(0, clips=1, frames=9)
 
 
 def test_channels_keep_their_places():

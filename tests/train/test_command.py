@@ -1,5 +1,6 @@
 """`train` as a user meets it: killed and resumed, bad clips, its tables and pictures."""
 
+import contextlib
 import csv
 import os
 import signal
@@ -27,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("torchax_off")
 STEPS, MANY, COLOUR = 24, 150, 2.0
 OPTIONS = (
     *("--config", "config.json", "--steps", STEPS, "--frames", 9, "--size", 16, "--every", 5, "--quiet"),
-    *("--cuts", "--colour", COLOUR),
+    *("--cuts", "--colour", COLOUR, "--whole", "16x32"),
 )
 
 
@@ -38,6 +39,21 @@ def arguments(output, *more, clips=("clip.mp4#0-19", "picture.png")):
 def table(path):
     with Path(path).open(newline="") as file:
         return list(csv.DictReader(file))
+
+
+@pytest.mark.parametrize(
+    ("size", "clips", "words"),
+    [
+        ("16x32", ("picture.png",), "none of the clips is one: add a video"),
+        ("16", ("clip.mp4",), "give HEIGHTxWIDTH in pixels"),
+        ("16x40", ("clip.mp4",), "give multiples of 16"),
+    ],
+)
+def test_whole_frames_that_cannot_be_are_named(material, capsys, size, clips, words):
+    with contextlib.suppress(SystemExit):
+        assert cli.main(arguments("out", "--whole", size, clips=clips)) == cli.USER_ERROR
+    assert words in capsys.readouterr().err
+    assert not Path("out/losses.csv").exists()
 
 
 def start(output, *more):

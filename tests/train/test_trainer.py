@@ -77,7 +77,7 @@ def test_losses_are_what_they_are_called(stock, sampler):
     y = stock.decode(posterior.mean + posterior.std * drawn).sample
     l1, mse = functional.l1_loss(y, x), functional.mse_loss(y, x)
     kl = posterior.kl().sum() / posterior.mean.numel()
-    colour = (y.mean((3, 4)) - x.mean((3, 4))).abs().mean()
+    colour = (y.mean((3, 4)) - x.mean((3, 4))).square().mean().sqrt()
     wanted = (l1 + 4 * mse + 1e-3 * kl + 2 * colour, l1, mse, kl, colour)
     for got, want in zip(found, wanted, strict=True):
         assert math.isclose(got.item(), want.item(), rel_tol=1e-4)
@@ -176,9 +176,26 @@ def test_weights_that_are_given_need_no_stills_first():
     assert shapes[24:] == [shape_of(step, 200, **options) for step in range(24, 200)]
 
 
+def test_half_of_the_clips_are_whole_frames_where_they_are_asked_for():
+    def shapes_of(whole):
+        return [
+            shape_of(step, 400, seed=0, clips=1, frames=25, size=64, stills=False, whole=whole)
+            for step in range(400)
+        ]
+
+    plain, shapes = shapes_of(False), shapes_of(True)
+    assert [replace(shape, whole=False) for shape in shapes] == plain
+    whole = [shape.whole for shape in shapes if shape.frames > 1]
+    assert 0.4 < sum(whole) / len(whole) < 0.6
+    assert not any(shape.whole for shape in shapes if shape.frames == 1)
+    assert {shape.frames for shape in shapes if shape.whole} == {9, 25}
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
+        ({"whole": (48, 40)}, "multiples of 16"),
+        ({"whole": (0, 32)}, "multiples of 16"),
         ({"colour": -1.0}, "0 or more"),
         ({"rate": 0.0}, "above 0"),
         ({"size": 40}, "multiple of 16"),
