@@ -60,7 +60,8 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
         "--whole",
         type=_size,
         metavar="HEIGHTxWIDTH",
-        help="half of the clips are whole frames of the videos, brought to this size in pixels",
+        help="half of the clips are whole frames of the videos, resized to this size in pixels, whatever "
+        "their shape; multiples of 16",
     )
     command.add_argument(
         "--rate",
@@ -75,7 +76,7 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
     command.add_argument(
         "--cuts",
         action="store_true",
-        help="a tenth of the clips cut to another scene; half of a video's are taken where it changes fast",
+        help="a tenth of the crops cut to another scene; half of a video's are taken where it changes fast",
     )
     command.add_argument(
         "--colour",
@@ -199,7 +200,9 @@ def _sources(args: argparse.Namespace) -> list[clips.Source]:
     if not found:
         raise ValueError("none of the clips can be trained on")
     if args.whole and all(source.whole is None for source in found):
-        raise ValueError("--whole takes frames of videos, and none of the clips is one: add a video")
+        raise ValueError(
+            "--whole takes frames of videos, and none of the clips that can be trained on is one: add a video"
+        )
     return found
 
 

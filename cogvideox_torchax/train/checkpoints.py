@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from cogvideox_torchax.files.whole import whole_file
 from cogvideox_torchax.runtime import without_torchax
 
-FORMAT = "cogvideox-torchax-training/2"
+FORMAT = "cogvideox-torchax-training/3"
 NAME = "checkpoint.safetensors"
 
 State = dict[str, torch.Tensor]

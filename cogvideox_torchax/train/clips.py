@@ -35,7 +35,7 @@ EVENT_SHARE = 0.5
 """Of the windows of a video, where cuts are asked for: those around a frame drawn by how much it changes."""
 
 ALIGNED_SHARE = 0.5
-"""Of the windows of whole frames: those that begin where a chunk of the whole video does."""
+"""Of the windows of whole frames: begun so that, but for the first, their chunks are the video's."""
 
 
 @dataclass(frozen=True)

@@ -54,6 +54,10 @@ class Plan:
             raise ValueError(f"got crops of {self.size} pixels: give a multiple of 16")
         if self.whole and (min(self.whole) < 16 or any(side % 16 for side in self.whole)):
             raise ValueError(f"got whole frames of {self.whole} pixels: give multiples of 16")
+        if self.whole and self.frames == 1:
+            raise ValueError(
+                "got whole frames with clips of 1 frame: they are of longer clips, give 9 or more"
+            )
         if self.frames % 8 != 1:
             raise ValueError(f"got clips of {self.frames} frames: give 8 n + 1, as 1, 9, 17 or 49")
         if not 0 <= self.colour < math.inf:

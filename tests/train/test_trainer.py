@@ -67,6 +67,21 @@ def test_steps_on_jax_are_those_in_pytorch(stock, sampler, only, dp, frames, ste
         assert (state[name] - tensor).abs().max() <= 1e-4 * tensor.abs().max(), name
 
 
+def test_half_of_the_steps_with_clips_take_whole_frames(stock, material, monkeypatch):
+    source = load(parts(["clip.mp4"])[0], frames=9, size=16, whole=(32, 48))
+    backend = backends.backend("torch").around(copy.deepcopy(stock))
+    training = Trainer(backend, Sampler([source], seed=0), replace(PLAN, stills=False, whole=(32, 48)))
+    taken = []
+    monkeypatch.setattr(
+        training, "_losses", lambda x, _: taken.append(x) or (torch.zeros((), requires_grad=True),) * 5
+    )
+    for _ in range(40):
+        training.step()
+    sizes = [tuple(x.shape[2:]) for x in taken if x.shape[2] > 1]
+    assert set(sizes) <= {(9, 16, 16), (9, 24, 24), (9, 32, 48)}
+    assert 0.3 < sizes.count((9, 32, 48)) / len(sizes) < 0.7
+
+
 def test_losses_are_what_they_are_called(stock, sampler):
     backend = backends.backend("torch").around(copy.deepcopy(stock))
     training = Trainer(backend, sampler, replace(PLAN, colour=2.0))
@@ -196,6 +211,7 @@ def test_half_of_the_clips_are_whole_frames_where_they_are_asked_for():
     [
         ({"whole": (48, 40)}, "multiples of 16"),
         ({"whole": (0, 32)}, "multiples of 16"),
+        ({"whole": (32, 48), "frames": 1}, "give 9 or more"),
         ({"colour": -1.0}, "0 or more"),
         ({"rate": 0.0}, "above 0"),
         ({"size": 40}, "multiple of 16"),
