@@ -31,7 +31,8 @@ def only(monkeypatch):
 @pytest.fixture
 def sampler(material):
     sources = [load(part, frames=9, size=16) for part in parts(["clip.mp4", "picture.png"])]
-    return Sampler(sources, seed=0)
+    # Of these clips no weight's gradient is near to 0: there Adam makes a step of its rounding.
+    return Sampler(sources, seed=1)
 
 
 @pytest.fixture(scope="module")
