@@ -23,6 +23,7 @@ from cogvideox_torchax import __version__, backends
 from cogvideox_torchax.backends.base import KINDS
 from cogvideox_torchax.bench.worker import Task
 from cogvideox_torchax.plan.chips import CHIPS, DEVICE_KINDS
+from cogvideox_torchax.vae.sizes import check_sides, parse_size
 from cogvideox_torchax.versions import versions
 
 FORMAT = "cogvideox-torchax-bench-ab/1"
@@ -68,6 +69,9 @@ def sweep(base: Case, axes: list[str]) -> list[Case]:
     Raises:
         ValueError: another axis, or a value that is no number and no size.
     """
+    check_sides("a video", base.height, base.width, multiple=8)
+    if base.frames < 1:
+        raise ValueError(f"got a video of {base.name}: at least one frame is needed")
     cases = [base] if not axes else []
     for axis in axes:
         name, _, values = axis.partition("=")
@@ -75,23 +79,15 @@ def sweep(base: Case, axes: list[str]) -> list[Case]:
             case = _varied(base, name, value)
             if case not in cases:
                 cases.append(case)
-    for case in cases:
-        if min(case.frames, case.height, case.width) < 1 or case.height % 8 or case.width % 8:
-            raise ValueError(
-                f"got a video of {case.name}: height and width must be multiples of 8, frames at least 1"
-            )
     return cases
 
 
 def _varied(base: Case, name: str, value: str) -> Case:
-    try:
-        if name == "frames":
-            return replace(base, frames=int(value))
-        if name == "size":
-            height, width = map(int, value.split("x"))
-            return replace(base, height=height, width=width)
-    except ValueError:
-        pass
+    if name == "frames" and value.isdigit() and int(value):
+        return replace(base, frames=int(value))
+    if name == "size":
+        height, width = parse_size(value, "a video", multiple=8)
+        return replace(base, height=height, width=width)
     raise ValueError(f"got --sweep {name}={value}: it takes frames=9,17 or size=64x96,128x192")
 
 

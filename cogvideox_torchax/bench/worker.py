@@ -20,8 +20,6 @@ from cogvideox_torchax.backends.native import Torch
 from cogvideox_torchax.upstream import COMPILING_EVENTS, TRACING_EVENTS
 from cogvideox_torchax.vae import tolerances
 
-OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "out of memory", "Out of memory", "not enough memory", "MemoryError")
-
 
 @dataclasses.dataclass(frozen=True)
 class Task:
@@ -199,8 +197,7 @@ def run_task(task: Task, torchs: dict[str, float]) -> dict[str, Any]:
 def failure(error: BaseException) -> dict[str, Any]:
     """A result that says why there is none."""
     text = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-    fits = not any(mark in text for mark in OUT_OF_MEMORY)
-    return {"status": "failed" if fits else "does not fit", "reason": text}
+    return {"status": "does not fit" if runtime.out_of_memory(error) else "failed", "reason": text}
 
 
 def main(argv: list[str]) -> int:

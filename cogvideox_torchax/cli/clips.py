@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from cogvideox_torchax.cli import common
 from cogvideox_torchax.cli.devices import Fetch, Team
 from cogvideox_torchax.files import video
-from cogvideox_torchax.vae import chunks, memory
+from cogvideox_torchax.vae import memory
+from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction
 
 if TYPE_CHECKING:
     import torch
@@ -64,12 +65,12 @@ def encode_clip(
     from cogvideox_torchax.files.latents import Latents
 
     size = clip.size.height, clip.size.width
-    _set_tiles(vae, args, "encode", size, clip.num_frames)
+    _set_tiles(vae, args, ENCODE, size, clip.num_frames)
     parts = common.progress(
         memory.in_tiles_once_memory_is_out(
             vae, size, lambda: latent_pieces(vae, clip, args.seed, fetch), common.say
         ),
-        total=len(chunks.plan(clip.num_frames, vae.num_sample_frames_batch_size)),
+        total=len(ENCODE.chunks(vae, clip.num_frames)),
         name="encode",
         args=args,
     )
@@ -115,11 +116,8 @@ def reconstruct_to(
 
 def frames_through(vae: "AutoencoderKLCogVideoX", frames: int) -> tuple[int, int]:
     """To how many latent frames a video is encoded, and to how many frames these are decoded."""
-    steps = chunks.temporal_steps(vae.config["temporal_compression_ratio"])
-    encoding = chunks.plan(frames, vae.num_sample_frames_batch_size)
-    latent = sum(chunks.encoded_length(chunk.length, steps) for chunk in encoding)
-    decoding = chunks.plan(latent, vae.num_latent_frames_batch_size)
-    return latent, sum(chunks.decoded_length(chunk.length, steps) for chunk in decoding)
+    latent = sum(ENCODE.results(vae, frames))
+    return latent, sum(DECODE.results(vae, latent))
 
 
 def _decode_pieces(
@@ -135,14 +133,14 @@ def _decode_pieces(
     import torch
 
     frames, height, width = shape[0], *(side * vae.spatial_scale for side in shape[1:])
-    _set_tiles(vae, args, "decode", (height, width), frames)
+    _set_tiles(vae, args, DECODE, (height, width), frames)
 
     def start() -> "Iterator[torch.Tensor]":
         return vae.decode_stream(pieces(), frames, output_dtype=torch.uint8, fetch=fetch)
 
     stream = common.progress(
         memory.in_tiles_once_memory_is_out(vae, (height, width), start, common.say),
-        total=len(chunks.plan(frames, vae.num_latent_frames_batch_size)),
+        total=len(DECODE.chunks(vae, frames)),
         name="decode",
         args=args,
     )
@@ -154,8 +152,12 @@ def _decode_pieces(
 
 
 def _set_tiles(
-    vae: "AutoencoderKLCogVideoX", args: argparse.Namespace, kind: str, size: tuple[int, int], frames: int
+    vae: "AutoencoderKLCogVideoX",
+    args: argparse.Namespace,
+    direction: Direction,
+    size: tuple[int, int],
+    frames: int,
 ) -> None:
-    told = memory.set_tiles(vae, getattr(args, "tiling", None), kind, *size, frames)
+    told = memory.set_tiles(vae, getattr(args, "tiling", None), direction, *size, frames)
     if told:
-        common.say(f"{kind} in {told}")
+        common.say(f"{direction} in {told}")

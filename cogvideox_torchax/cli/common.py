@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from cogvideox_torchax import backends
 from cogvideox_torchax.upstream import COMPILING_EVENTS, TRACING_EVENTS
+from cogvideox_torchax.vae.sizes import parse_size
 
 if TYPE_CHECKING:
     import torch
@@ -98,6 +99,14 @@ def positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is not a positive number")
     return value
+
+
+def size(text: str, **options: Any) -> tuple[int, ...]:
+    """Return what `vae.sizes.parse_size` does, with its options, for argparse."""
+    try:
+        return parse_size(text, **options)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def frame_rate(text: str) -> Fraction:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 from cogvideox_torchax.backends import Use, names
 from cogvideox_torchax.cli import common
 from cogvideox_torchax.runtime.quiet import quiet_libraries
+from cogvideox_torchax.vae.directions import DECODE, ENCODE
+from cogvideox_torchax.vae.memory import parse_tiles
 from cogvideox_torchax.versions import versions
 
 if TYPE_CHECKING:
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
 GIB = 2**30
 BACKEND = "torchax"
 ONLY = {
-    **dict.fromkeys(("backend", "tiling", "steady", "no_advice", "layers", "encode", "save_hlo"), ("vae",)),
+    **dict.fromkeys(("backend", "tiling", "no_advice", "layers", "encode", "save_hlo"), ("vae",)),
     **dict.fromkeys(("no_guidance", "split"), ("step",)),
 }
 """Options that some networks alone have a use for."""
@@ -53,11 +55,6 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
         const="default",
         metavar="HEIGHTxWIDTH",
         help="plan a tile of the video, in pixels; without a size, the tile that enable_tiling() takes",
-    )
-    command.add_argument(
-        "--steady",
-        action="store_true",
-        help="compile the later chunks' program alone; the first chunk then counts as one of them",
     )
     command.add_argument(
         "--no-advice", action="store_true", help="when it does not fit, do not compile what would"
@@ -125,16 +122,15 @@ def _planned(args: argparse.Namespace) -> dict[str, Any]:
         return _planned_network(args, vae)
     if args.save_hlo:
         Path(args.save_hlo).mkdir(parents=True, exist_ok=True)
-    job = jobs.Job(
-        "encode" if args.encode else "decode", args.frames, args.height, args.width, _tile(args.tiling, vae)
-    )
+    direction, tile = ENCODE if args.encode else DECODE, _tile(args.tiling, vae)
+    job = jobs.Job(direction, args.frames, args.height, args.width, tile)
     pieces, _ = job.chunk_shapes(vae)
     chip, devices = _target(args)
     mesh = {"dp": args.dp, "tp": args.tp}
     programs = []
-    count = 1 if args.steady else min(len(pieces), 2)
+    count = min(len(pieces), 2)
     common.say(f"compiling {count} program{'s' * (count > 1)}; each can take minutes")
-    planned = jobs.plan_programs(vae, job, devices, chip, backend=args.backend, only_last=args.steady, **mesh)
+    planned = jobs.plan_programs(vae, job, devices, chip, backend=args.backend, **mesh)
     for program in planned:
         programs.append(program)
         _print_program(program, chip)
@@ -146,12 +142,11 @@ def _planned(args: argparse.Namespace) -> dict[str, Any]:
     if chip and not summary["fits"] and not args.no_advice:
         peak = max(program.peak_bytes for program in programs)
         common.say("it does not fit: compiling what would")
-        whose = {"backend": args.backend, "only_last": args.steady}
+        whose = {"backend": args.backend}
+        used = args.dp * args.tp
         changes = [
             jobs.smallest_tiling_that_fits(vae, job, devices, chip, peak, **whose, **mesh),
-            jobs.smallest_mesh_that_fits(
-                args.model, dtype, job, args.topology, args.dp * args.tp, peak, **whose
-            ),
+            jobs.smallest_mesh_that_fits(args.model, dtype, job, args.topology, used, peak, **whose),
         ]
         summary["would_fit"] = {change.what: change.peak_bytes / GIB for change in changes if change}
         advice = {f"with {what}": f"{size:.2f} GiB" for what, size in summary["would_fit"].items()}
@@ -199,7 +194,7 @@ def _planned_train_step(args: argparse.Namespace, vae: "AutoencoderKLCogVideoX")
     """The plan of one step that trains the VAE."""
     from cogvideox_torchax.plan import jobs, training
 
-    job = jobs.Job("encode", args.frames, args.height, args.width)
+    job = jobs.Job(ENCODE, args.frames, args.height, args.width)
     chip, devices = _target(args)
     common.say("compiling 2 programs; each takes minutes")
     plans = []
@@ -245,11 +240,7 @@ def _tile(text: str | None, vae: "AutoencoderKLCogVideoX") -> tuple[int, int] | 
         return None
     if text == "default":
         return vae.tile_sample_min_height, vae.tile_sample_min_width
-    try:
-        height, width = map(int, text.split("x"))
-    except ValueError:
-        raise ValueError(f"got --tiling {text}: it takes a height and a width, such as 240x360") from None
-    return height, width
+    return parse_tiles(text, vae.spatial_scale)
 
 
 def _print_layers(rows: "list[Row]") -> None:

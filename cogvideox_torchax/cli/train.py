@@ -58,7 +58,7 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
     )
     command.add_argument(
         "--whole",
-        type=_size,
+        type=common.size,
         metavar="HEIGHTxWIDTH",
         help="half of the clips are whole frames of the videos, resized to this size in pixels, whatever "
         "their shape; multiples of 16",
@@ -156,14 +156,6 @@ def _report(training: "Run", directory: Path) -> None:
     with training.trainer.averaged() as vae:
         vae.save_pretrained(directory / "vae")
     report.draw(report.curves(directory), directory / "curves.png")
-
-
-def _size(text: str) -> tuple[int, int]:
-    """A height and a width, of text like "128x192"."""
-    parts = text.lower().split("x")
-    if len(parts) != 2 or not all(part.isdigit() for part in parts):
-        raise argparse.ArgumentTypeError(f"got {text!r}: give HEIGHTxWIDTH in pixels, such as 128x192")
-    return int(parts[0]), int(parts[1])
 
 
 class _Ended:

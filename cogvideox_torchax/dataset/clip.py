@@ -19,6 +19,8 @@ from cogvideox_torchax.files import latents as latent_files
 from cogvideox_torchax.files import video
 from cogvideox_torchax.files.latents import Latents
 from cogvideox_torchax.vae import memory
+from cogvideox_torchax.vae.directions import DECODE, ENCODE
+from cogvideox_torchax.vae.sizes import parse_size
 
 POSTERIOR, SAMPLE, BOTH = "posterior", "sample", "both"
 KEEP = (POSTERIOR, SAMPLE, BOTH)
@@ -85,11 +87,12 @@ class Bucket:
 
     @classmethod
     def parse(cls, text: str) -> "Bucket":
-        """Of text like "49x480x720"; `ClipError` for any other."""
-        parts = text.lower().split("x")
-        if len(parts) != 3 or not all(part.isdigit() and int(part) for part in parts):
-            raise ClipError(f"got a bucket {text!r}: give FRAMESxHEIGHTxWIDTH, such as 49x480x720")
-        return cls(*map(int, parts))
+        """Return the bucket of text like "49x480x720".
+
+        Raises:
+            SizeError: another text.
+        """
+        return cls(*parse_size(text, frames=True))
 
 
 @dataclass(frozen=True)
@@ -250,7 +253,7 @@ class EncodeClip(_WithModel):
         return Reading(clip, info, framing, num_frames, frames, sha256, check)
 
     def check(self) -> None:
-        """Raises `ClipError` or `TilingError` for a recipe by which this model can encode no clip."""
+        """Raises `ClipError` or `SizeError` for a recipe by which this model can encode no clip."""
         recipe, scale = self.recipe, self.vae.spatial_scale
         memory.check_tiling(recipe.tiling, scale)
         wanted = [side for bucket in recipe.buckets for side in (bucket.height, bucket.width)]
@@ -290,7 +293,7 @@ class EncodeClip(_WithModel):
     def _encoded(self, reading: Reading) -> Latents:
         recipe, vae, framing = self.recipe, self.vae, reading.framing
         size = framing.height, framing.width
-        told = memory.set_tiles(vae, recipe.tiling, "encode", *size, reading.num_frames)
+        told = memory.set_tiles(vae, recipe.tiling, ENCODE, *size, reading.num_frames)
         if told:
             self._say(f"{reading.clip.id}: {told}")
         posteriors = memory.in_tiles_once_memory_is_out(
@@ -345,7 +348,7 @@ class DecodeClip(_WithModel):
         return torch.cat(list(self.stream(latents)), dim=2)
 
     def check(self, latents: Latents) -> None:
-        """Raises `LatentsError` for another model's latents, `TilingError` for tiles that it cannot take."""
+        """Raises `LatentsError` for another model's latents, `SizeError` for tiles that it cannot take."""
         memory.check_tiling(self.recipe.tiling, self.vae.spatial_scale)
         latents.check_model(self.vae.config)
 
@@ -359,7 +362,7 @@ class DecodeClip(_WithModel):
         self.check(latents)
         z = latents.tensor.to(vae.dtype)
         height, width = (side * vae.spatial_scale for side in z.shape[3:])
-        told = memory.set_tiles(vae, self.recipe.tiling, "decode", height, width, z.shape[2])
+        told = memory.set_tiles(vae, self.recipe.tiling, DECODE, height, width, z.shape[2])
         if told:
             self._say(told)
         return memory.in_tiles_once_memory_is_out(

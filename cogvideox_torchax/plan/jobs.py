@@ -13,26 +13,27 @@ from typing import Any
 import torch
 
 from cogvideox_torchax import backends, runtime
-from cogvideox_torchax.plan.chips import CHIPS, GRIDS, Chip, PlanError, topology_devices
+from cogvideox_torchax.plan.chips import CHIPS, GRIDS, Chip, topology_devices
 from cogvideox_torchax.plan.models import weightless_vae
 from cogvideox_torchax.plan.programs import ProgramPlan, read_program
 from cogvideox_torchax.plan.schedule import compile_with_schedules
 from cogvideox_torchax.sharding import ShardedProgram, layers, make_mesh
 from cogvideox_torchax.vae import chunks, tiling
+from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction
+from cogvideox_torchax.vae.sizes import SMALLEST_TILE, check_sides
 from cogvideox_torchax.vae.torchax.autoencoder import AutoencoderKLCogVideoX
-from cogvideox_torchax.vae.torchax.networks import frames_a_chunk
 
 FORMAT = "cogvideox-torchax-plan/2"
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is planned: "decode" or "encode" of a video of `frames` x `height` x `width` pixels.
+    """What is planned: a direction, of a video of `frames` x `height` x `width` pixels.
 
     `tile`, where it is given, is the (height, width) in pixels of the tiles that the video is cut into.
     """
 
-    kind: str
+    kind: Direction
     frames: int
     height: int
     width: int
@@ -42,28 +43,20 @@ class Job:
         """The chunks of the input, and the channels, rows and columns of one (of the largest tile's).
 
         Raises:
-            PlanError: a video or a tile of a size that the model cannot take.
+            SizeError: a video or a tile of a size that the model cannot take.
+            ValueError: no frames.
         """
         scale = vae.spatial_scale
-        if self.height % scale or self.width % scale or min(self.frames, self.height, self.width) < 1:
-            raise PlanError(
-                f"got {self.frames} frames of {self.height} x {self.width} pixels: height and width must be "
-                f"multiples of {scale}, and all of them at least 1"
-            )
+        check_sides("a video", self.height, self.width, multiple=scale)
         height, width = self.height, self.width
         if self.tile is not None:
-            if min(self.tile) < 1 or any(side % scale for side in self.tile):
-                raise PlanError(
-                    f"got tiles of {self.tile[0]} x {self.tile[1]} pixels: both must be multiples of {scale}"
-                )
+            check_sides("tiles", *self.tile, multiple=scale, least=SMALLEST_TILE)
             height, width = min(height, self.tile[0]), min(width, self.tile[1])
-        encoding = chunks.plan(self.frames, frames_a_chunk(vae, "encode"))
-        if self.kind == "encode":
-            return encoding, (vae.config["in_channels"], height, width)
-        steps = chunks.temporal_steps(vae.config["temporal_compression_ratio"])
-        latent_frames = sum(chunks.encoded_length(chunk.length, steps) for chunk in encoding)
-        decoding = chunks.plan(latent_frames, frames_a_chunk(vae, "decode"))
-        return decoding, (vae.config["latent_channels"], height // scale, width // scale)
+        channels, frames = vae.config[self.kind.channels], self.frames
+        if self.kind is DECODE:
+            frames = sum(ENCODE.results(vae, frames))
+            height, width = height // scale, width // scale
+        return self.kind.chunks(vae, frames), (channels, height, width)
 
     def tiles(self, vae: AutoencoderKLCogVideoX) -> int:
         """How many tiles a picture is cut into; those at its edges are smaller."""
@@ -87,7 +80,6 @@ def plan_programs(
     dp: int = 1,
     tp: int = 1,
     backend: str = "torchax",
-    only_last: bool = False,
 ) -> Iterator[ProgramPlan]:
     """Compiles the first and, where there is one, the later chunk program of a job.
 
@@ -97,11 +89,10 @@ def plan_programs(
         devices: of a topology, or of this machine.
         chip: the peaks to hold a program against; None for none.
         dp, tp: the mesh; one device where both are 1.
-        backend: whose program, one of `backends.planned()`.
-        only_last: without the first chunk's program where there is a later one.
+        backend: whose program, one of `backends.names(Use.PLAN)`.
 
     Raises:
-        PlanError: a size that the model cannot take.
+        SizeError: a size that the model cannot take.
         BackendError: a build that is not installed.
     """
     import jax
@@ -123,9 +114,9 @@ def plan_programs(
         inputs.append(jax.tree.map(place, chunk))
     weights = jax.tree.map(place, weights)
     cache = jax.tree.map(place, program.cache_structs(weights, inputs[0]))
-    planned = list(zip(("first", "later"), pieces, inputs, (None, cache), strict=False))
+    planned = zip(("first", "later"), pieces, inputs, (None, cache), strict=False)
     mesh = make_mesh(dp, tp, devices=devices)
-    for name, piece, chunk, carried in planned[-1:] if only_last else planned:
+    for name, piece, chunk, carried in planned:
         start = time.perf_counter()
         with jax.set_mesh(mesh):  # lowering a kernel asks it for the chip's kind
             lowered = program.lower(weights, chunk, carried)
@@ -164,7 +155,7 @@ def smallest_tiling_that_fits(
         options: of `plan_programs`.
 
     Returns:
-        The tile, compiled; None where not even a tile of one latent pixel fits.
+        The tile, compiled; None where not even the smallest one fits.
     """
     scale, weights = vae.spatial_scale, _weight_bytes(vae, job.kind)
     height, width = job.tile or (job.height, job.width)
@@ -172,7 +163,7 @@ def smallest_tiling_that_fits(
         share = 0.95 * max(chip.memory - weights, 0) / (peak_bytes - weights)
         side = min(share, 0.9) ** 0.5
         height, width = (int(size * side) // scale * scale for size in (height, width))
-        if min(height, width) < scale:
+        if min(height, width) < SMALLEST_TILE * scale:
             return None
         tiled = replace(job, tile=(height, width))
         peak_bytes = max(plan.peak_bytes for plan in plan_programs(vae, tiled, devices, chip, **options))
@@ -217,6 +208,6 @@ def smallest_mesh_that_fits(
     return None
 
 
-def _weight_bytes(vae: AutoencoderKLCogVideoX, kind: str) -> int:
-    network = vae.encoder if kind == "encode" else vae.decoder
+def _weight_bytes(vae: AutoencoderKLCogVideoX, direction: Direction) -> int:
+    network = getattr(vae, direction.network)
     return sum(value.numel() * value.element_size() for value in network.parameters())

@@ -16,9 +16,9 @@ from cogvideox_torchax.plan.jobs import Job
 from cogvideox_torchax.plan.programs import ProgramPlan, read_program
 from cogvideox_torchax.plan.schedule import compile_with_schedules
 from cogvideox_torchax.sharding import make_mesh
+from cogvideox_torchax.vae.directions import Direction
 from cogvideox_torchax.vae.torchax.autoencoder import AutoencoderKLCogVideoX
 
-HALVES = ("encode", "decode")
 MOMENTS = 2
 """Of a weight, in float32, that AdamW keeps."""
 FLOAT32_BYTES = 4
@@ -41,7 +41,7 @@ def plan_train_step(
         devices, chip, dp, tp: as `plan_programs` takes them.
 
     Raises:
-        PlanError: a size that the model cannot take.
+        SizeError: a size that the model cannot take.
     """
     import jax
 
@@ -51,7 +51,7 @@ def plan_train_step(
         vae.place_on(mesh)
     trained: Any = vae.train()  # whose method is wrapped in a way that pyright cannot follow
     trained.enable_gradient_checkpointing()
-    for half in HALVES:
+    for half in Direction:
         pieces, (channels, *size) = replace(job, kind=half).chunk_shapes(vae)
         lengths = [chunk.length for chunk in pieces]
         program = vae.build_program(half)

@@ -1,5 +1,6 @@
 """Memory: how much the device that computes has, what this process took, whether an error says it ran out."""
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -8,13 +9,16 @@ import numpy as np
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-EXHAUSTED = ("RESOURCE_EXHAUSTED", "out of memory", "not enough memory", "Ran out of memory")
-"""What XLA, CUDA and PyTorch write when there is no more."""
+MEMINFO = Path("/proc/meminfo")
+
+EXHAUSTED = ("resource_exhausted", "out of memory", "not enough memory", "memoryerror")
+"""What XLA, CUDA, PyTorch and Python write when there is no more, in small letters."""
 
 
 def out_of_memory(error: BaseException) -> bool:
     """Whether memory, of the device or of the host, is what an error is about."""
-    return isinstance(error, MemoryError) or any(words in str(error) for words in EXHAUSTED)
+    text = f"{type(error).__name__}: {error}".lower()
+    return any(words in text for words in EXHAUSTED)
 
 
 def of_several_processes(mesh: "Mesh | None") -> bool:
@@ -23,11 +27,12 @@ def of_several_processes(mesh: "Mesh | None") -> bool:
 
 
 def free_memory(mesh: "Mesh | None" = None) -> int:
-    """Bytes that a program may still take: of JAX's first device here, of the host where that is a CPU.
+    """Return the bytes that a program may still take on a device: JAX's first here, or each of a mesh.
 
-    Over a mesh of several processes it is the least of theirs; each of them has to ask.
+    CPU devices share the host's memory, and so each of a mesh has a part of what is free. Over several
+    processes it is the least of theirs; each of them has to ask.
     """
-    own = _free_memory()
+    own = _free_memory(1 if mesh is None else mesh.local_mesh.size)
     if not of_several_processes(mesh):
         return own
     from jax.experimental import multihost_utils
@@ -36,14 +41,17 @@ def free_memory(mesh: "Mesh | None" = None) -> int:
     return int(np.min(mebibytes)) * 2**20
 
 
-def _free_memory() -> int:
+def _free_memory(devices: int) -> int:
     import jax
 
     stats = jax.local_devices()[0].memory_stats()
     if stats and "bytes_limit" in stats:
         return int(stats["bytes_limit"] - stats.get("bytes_in_use", 0))
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    if not MEMINFO.is_file():  # off Linux: what the machine has
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // devices
+    lines = MEMINFO.read_text().splitlines()
+    free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    return free // devices
 
 
 def host_peak_bytes() -> int | None:

@@ -1,4 +1,4 @@
-"""Which tiles a picture has to be cut into, by the memory that there is; going on in tiles where it runs out.
+"""Tiles chosen by the free memory, and a video continued in tiles where memory runs out.
 
 What a chunk takes is estimated from what the TPU's compiler says of CogVideoX-5b at 480 x 720 in bfloat16
 (`cogvideox-torchax plan`): bytes for each pixel of the picture, of the cache and of each frame of the chunk,
@@ -12,14 +12,15 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from cogvideox_torchax import runtime
-from cogvideox_torchax.vae import chunks
+from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction
+from cogvideox_torchax.vae.sizes import SMALLEST_TILE, parse_size
 
-CACHE_BYTES = {"encode": 5217, "decode": 8187}
+CACHE_BYTES = {ENCODE: 5217, DECODE: 8187}
 """Of the convolutions' cache, for each pixel of the picture; an image gives one too."""
-FRAME_BYTES = {"encode": 840, "decode": 5230}
+FRAME_BYTES = {ENCODE: 840, DECODE: 5230}
 """Of temporaries beside it, for each pixel of a frame, to encode, or of a latent frame, to decode; the first
 of an odd number of them is computed by itself, and takes no more than is there already."""
-IMAGE_BYTES = {"encode": 1083, "decode": 739}
+IMAGE_BYTES = {ENCODE: 1083, DECODE: 739}
 """Of temporaries where there is no other frame. All are what benchmarks/results/plan-v6e-1-*-torchax.json and
 compile-times.json say of first chunks; a later one has its cache besides, and fewer temporaries."""
 PLANNED_CHANNELS, PLANNED_ITEMSIZE = 128, 2
@@ -32,88 +33,78 @@ MARGIN = 0.9
 Item = TypeVar("Item")
 
 
-class TilingError(ValueError):
-    """A tile size that cannot be taken; the message names good ones."""
-
-
 def parse_tiles(text: str, scale: int) -> tuple[int, int]:
-    """A tile's height and width in pixels, of text like "240x360".
+    """Return a tile's height and width in pixels, of text like "240x360".
 
     Raises:
-        TilingError: no such text, or sides that are no multiples of `scale`, or below two of them.
+        SizeError: no such text, or sides that are no multiples of `scale`, or below two of them.
     """
-    parts = text.lower().split("x")
-    if len(parts) != 2 or not all(part.isdigit() for part in parts):
-        raise TilingError(f"got tiles of {text!r}: give HEIGHTxWIDTH in pixels, such as 240x360, or auto")
-    height, width = (int(part) for part in parts)
-    good = [max(round(side / scale), 2) * scale for side in (height, width)]
-    if [height, width] != good:
-        raise TilingError(
-            f"got tiles of {height} x {width} pixels (height x width): both must be multiples of {scale}, "
-            f"{2 * scale} at least; {good[0]}x{good[1]} is near"
-        )
+    height, width = parse_size(text, "tiles", multiple=scale, least=SMALLEST_TILE)
     return height, width
 
 
 def check_tiling(tiling: str | None, scale: int) -> None:
-    """Raises `TilingError` for what `set_tiles` cannot take with a model of this scale."""
+    """Raise `SizeError` for what `set_tiles` cannot take with a model of this scale."""
     if tiling not in (None, "auto"):
         parse_tiles(tiling, scale)
 
 
-def needed(vae: Any, kind: str, height: int, width: int, frames: int) -> int:
-    """Estimated bytes of the largest chunk of a video, beside the weights, on one device of its mesh.
+def needed(vae: Any, direction: Direction, height: int, width: int, frames: int) -> int:
+    """Estimate the bytes of a video's largest chunk, beside the weights, on one device of the model's mesh.
 
     Args:
-        vae: of which model.
-        kind: "encode" or "decode".
+        vae: the model.
+        direction: `ENCODE` or `DECODE`.
         height, width: of the picture, in pixels.
-        frames: of the whole video: pixels' frames to encode, latent ones to decode.
+        frames: of the whole input: of the video, or of the latents.
     """
-    a_chunk = chunks.SAMPLE_FRAMES_A_CHUNK if kind == "encode" else chunks.LATENT_FRAMES_A_CHUNK
-    longest = max(chunk.length for chunk in chunks.plan(frames, a_chunk))
+    longest = max(chunk.length for chunk in direction.chunks(vae, frames))
     share = vae.config["block_out_channels"][0] / PLANNED_CHANNELS * vae.dtype.itemsize / PLANNED_ITEMSIZE
     mesh = getattr(vae, "mesh", None)
     devices = 1 if mesh is None else mesh.size
     plain = 1.0 if runtime.dtype_name(vae.dtype) == "bfloat16" else WITHOUT_KERNEL
-    temporaries = FRAME_BYTES[kind] * (longest - longest % 2) or IMAGE_BYTES[kind]
-    a_pixel = CACHE_BYTES[kind] + temporaries
+    temporaries = FRAME_BYTES[direction] * (longest - longest % 2) or IMAGE_BYTES[direction]
+    a_pixel = CACHE_BYTES[direction] + temporaries
     return math.ceil(a_pixel * share * plain * height * width / devices)
 
 
 def fitting_tile(
-    vae: Any, kind: str, height: int, width: int, frames: int, free: int
+    vae: Any, direction: Direction, height: int, width: int, frames: int, free: int
 ) -> tuple[int, int] | None:
-    """The largest tile of the picture's own shape that fits into memory by the estimate.
+    """Return the largest tile of the picture's own shape that fits into memory by the estimate.
 
     Args:
-        vae, kind, height, width, frames: as `needed` takes them.
-        free: bytes.
+        vae, direction, height, width, frames: as `needed` takes them.
+        free: bytes on one device.
 
     Returns:
         Height and width in pixels; None where the whole picture fits.
     """
-    wanted = needed(vae, kind, height, width, frames)
+    wanted = needed(vae, direction, height, width, frames)
     if wanted <= MARGIN * free:
         return None
     side, scale = math.sqrt(MARGIN * free / wanted), vae.spatial_scale
-    tile_height, tile_width = (max(int(size * side) // scale, 2) * scale for size in (height, width))
+    tile_height, tile_width = (
+        max(int(size * side) // scale, SMALLEST_TILE) * scale for size in (height, width)
+    )
     return tile_height, tile_width
 
 
-def set_tiles(vae: Any, tiling: str | None, kind: str, height: int, width: int, frames: int) -> str | None:
-    """Turns tiling on or off for a video.
+def set_tiles(
+    vae: Any, tiling: str | None, direction: Direction, height: int, width: int, frames: int
+) -> str | None:
+    """Turn tiling on or off for a video.
 
     Args:
         vae: the model; left as it is where `tiling` is None.
         tiling: "HEIGHTxWIDTH" in pixels, "auto" for tiles where the picture does not fit, or None.
-        kind, height, width, frames: as `needed` takes them.
+        direction, height, width, frames: as `needed` takes them.
 
     Returns:
         The tiles, in words, where "auto" has chosen some.
 
     Raises:
-        TilingError: a size that cannot be taken.
+        SizeError: a size that cannot be taken.
     """
     if tiling is None:
         return None
@@ -121,7 +112,7 @@ def set_tiles(vae: Any, tiling: str | None, kind: str, height: int, width: int, 
         _enable(vae, parse_tiles(tiling, vae.spatial_scale))
         return None
     free = runtime.free_memory(getattr(vae, "mesh", None))
-    tile = fitting_tile(vae, kind, height, width, frames, free)
+    tile = fitting_tile(vae, direction, height, width, frames, free)
     if tile is None:
         vae.disable_tiling()
         return None
@@ -178,7 +169,7 @@ def in_tiles_once_memory_is_out(
         if not (alone and runtime.out_of_memory(error)):
             raise
     scale = vae.spatial_scale
-    tile = [max(side // 2 // scale, 2) * scale for side in map(min, tile_of(vae) or size, size)]
+    tile = [max(side // 2 // scale, SMALLEST_TILE) * scale for side in map(min, tile_of(vae) or size, size)]
     say(f"out of memory after {given} chunks: going on in tiles of {tile[0]} x {tile[1]} pixels")
     _enable(vae, (tile[0], tile[1]))
     yield from itertools.islice(start(), given, None)

@@ -11,9 +11,10 @@ import torch
 from jax.experimental.compilation_cache import compilation_cache
 
 from cogvideox_torchax import cli, runtime
-from cogvideox_torchax.cli import compile
+from cogvideox_torchax.cli import common, compile
 from cogvideox_torchax.files import video
 from cogvideox_torchax.runtime import COMPILE_CACHE_VARIABLE, compile_cache
+from cogvideox_torchax.vae.directions import DECODE, ENCODE
 from tests import small_pipelines
 
 pytestmark = pytest.mark.usefixtures("torchax_off")
@@ -75,9 +76,12 @@ def test_what_compile_has_compiled_no_later_process_compiles(clip, fresh_cache, 
     assert kinds == [("decode", "5x16x24"), ("encode", "5x16x24")]
     assert found["compile_cache"] == str(fresh_cache)
     before = programs_in(fresh_cache)
-    assert len(before) == 2, "five frames are one chunk in each direction"
+    assert len(before) == 4, "five frames are one chunk in each direction, of bytes and of floats"
     jax.clear_caches()  # as in another process
     assert cli.main(["reconstruct", clip, "-o", "again.mp4", "--quiet"]) == 0
+    vae = common.load_vae(str(common.DEMO_MODEL), "torchax", "float32")
+    z = vae.encode(runtime.to_jax(torch.zeros(1, 3, 5, 16, 24))).latent_dist.mode()
+    vae.decode(z)
     assert programs_in(fresh_cache) == before
 
 
@@ -109,18 +113,22 @@ def test_a_longer_video_has_a_second_program_and_no_third():
         num_sample_frames_batch_size, num_latent_frames_batch_size = 8, 2
         spatial_scale, dtype = 8, torch.float32
 
-        def encode_stream(self, frames, count):
-            asked.append(("encode", sum(1 for _ in frames), count))
+        def encode_stream(self, frames):
+            asked.append(("encode", frames.dtype, *frames.shape))
             return iter(())
 
         def decode_stream(self, z, output_dtype):
-            asked.append(("decode", *z.shape))
+            asked.append(("decode", output_dtype, z.dtype, *z.shape))
             return iter(())
 
-    compile._encode(Vae(), 49, 16, 24)
-    compile._decode(Vae(), 49, 16, 24)
-    # Of 49 frames the first chunk holds 9 and each later one 8; of 13 latent frames it is 3 and 2.
-    assert asked == [("encode", 17, 17), ("decode", 1, 16, 5, 2, 3)]
+    for direction in (ENCODE, DECODE):
+        compile._run_all(Vae(), direction, 49, 16, 24)
+    # Of 49 frames the first chunk holds 9 and each later one 8; of 13 latent frames it is 3 and 2. The
+    # command line reads and writes bytes, `vae.encode` and `vae.decode` floats.
+    assert asked == [
+        *(("encode", dtype, 1, 3, 17, 16, 24) for dtype in (torch.uint8, torch.float32)),
+        *(("decode", dtype, torch.float32, 1, 16, 5, 2, 3) for dtype in (torch.uint8, None)),
+    ]
 
 
 @pytest.mark.parametrize("size", ["49x480", "0x16x24", "5x15x24", "axbxc"])
@@ -128,7 +136,7 @@ def test_a_size_that_no_video_has_is_refused(size, capsys):
     with pytest.raises(SystemExit) as left:
         cli.main(["compile", size])
     assert left.value.code == 2
-    assert f"{size}: give frames, height and width" in capsys.readouterr().err
+    assert "argument FRAMESxHEIGHTxWIDTH: got a video of" in capsys.readouterr().err
 
 
 def test_compiling_for_nothing_is_refused(monkeypatch, capsys):

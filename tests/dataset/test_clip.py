@@ -135,7 +135,7 @@ def test_a_bucket_is_filled_and_its_middle_cut_out(small, tmp_path):
 
 @pytest.mark.parametrize("text", ["49x480", "axbxc", "49x480x0", "49 480 720"])
 def test_a_bucket_that_is_none_is_named(text):
-    with pytest.raises(ClipError, match="FRAMESxHEIGHTxWIDTH"):
+    with pytest.raises(ValueError, match="FRAMESxHEIGHTxWIDTH"):
         Bucket.parse(text)
 
 

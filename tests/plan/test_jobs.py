@@ -16,6 +16,7 @@ from cogvideox_torchax import cli
 from cogvideox_torchax.cli.common import DEMO_MODEL
 from cogvideox_torchax.plan import chips, jobs, models, programs
 from cogvideox_torchax.runtime.compiled_text import collectives, instructions
+from cogvideox_torchax.vae.directions import DECODE, Direction
 
 pytestmark = pytest.mark.usefixtures("torchax_off")
 
@@ -116,7 +117,7 @@ def test_a_plan_for_this_machine(tmp_path, monkeypatch, capsys, tp):
 @pytest.mark.slow_cases(but=["flax-encode-1"])
 def test_the_other_backends_are_planned_too(model_directory, backend, kind, tp):
     vae = models.weightless_vae(str(model_directory), torch.float32)
-    job = jobs.Job(kind, 9, 16, 16)
+    job = jobs.Job(Direction(kind), 9, 16, 16)
     ours, theirs = (
         list(jobs.plan_programs(vae, job, jax.devices("cpu"), None, tp=tp, backend=name))
         for name in ("torchax", backend)
@@ -146,7 +147,7 @@ def test_a_plan_in_tiles_compiles_one_tile(model_directory, tmp_path, monkeypatc
 @pytest.mark.slow
 def test_a_job_that_does_not_fit_gets_the_largest_tile_that_does(model_directory):
     vae = models.weightless_vae(str(model_directory), torch.float32)
-    job, devices = jobs.Job("decode", 1, 512, 768), jax.devices("cpu")
+    job, devices = jobs.Job(DECODE, 1, 512, 768), jax.devices("cpu")
     (whole,) = jobs.plan_programs(vae, job, devices, None)
     weights = sum(value.numel() * value.element_size() for value in vae.decoder.parameters())
     chip = chips.Chip(1e12, 1e12, weights + (whole.peak_bytes - weights) / 2, 1e9)
@@ -163,15 +164,15 @@ def test_what_fits_is_said_by_the_largest_of_its_programs(model_directory, monke
     vae = models.weightless_vae(str(model_directory), torch.float32)
     weights = sum(value.numel() * value.element_size() for value in vae.decoder.parameters())
 
-    def planned(vae, job, devices, chip, *, tp=1, only_last=False):
+    def planned(vae, job, devices, chip, *, tp=1):
         height, width = job.tile or (job.height, job.width)
-        sizes = [height * width // tp] if only_last else [2 * height * width // tp, height * width // tp]
+        sizes = [2 * height * width // tp, height * width // tp]
         yield from (SimpleNamespace(peak_bytes=weights + size) for size in sizes)
 
     monkeypatch.setattr(jobs, "plan_programs", planned)
     monkeypatch.setattr(jobs, "topology_devices", lambda name: [])
     monkeypatch.setitem(chips.CHIPS, "v6e", chip := chips.Chip(1e12, 1e12, weights + 512 * 768, 1e9))
-    job, peak = jobs.Job("decode", 17, 512, 768), weights + 2 * 512 * 768
+    job, peak = jobs.Job(DECODE, 17, 512, 768), weights + 2 * 512 * 768
     tiled = jobs.smallest_tiling_that_fits(vae, job, [], chip, peak)
     assert tiled is not None
     height, width = map(int, tiled.what.split()[1].split("x"))
@@ -179,13 +180,13 @@ def test_what_fits_is_said_by_the_largest_of_its_programs(model_directory, monke
     model = str(model_directory), torch.float32
     spread = jobs.smallest_mesh_that_fits(*model, job, "v6e:1x1", 1, peak)
     assert spread == jobs.Change("--topology v6e:1x2 --tp 2", weights + 512 * 768)
-    steady = jobs.smallest_mesh_that_fits(*model, job, "v6e:1x1", 1, peak, only_last=True)
-    assert steady == jobs.Change("--topology v6e:1x2 --tp 2", weights + 512 * 768 // 2)
+    tiny = chips.Chip(1e12, 1e12, weights + 2 * 8 * 16, 1e9)  # room for one latent pixel by two, no tile
+    assert jobs.smallest_tiling_that_fits(vae, job, [], tiny, peak) is None
 
 
 @pytest.mark.slow
 def test_a_job_that_does_not_fit_gets_the_fewest_chips_over_which_it_does(model_directory, monkeypatch):
-    job, dtype = jobs.Job("decode", 1, 64, 512), torch.float32
+    job, dtype = jobs.Job(DECODE, 1, 64, 512), torch.float32
     vae = models.weightless_vae(str(model_directory), dtype)
     (whole,) = jobs.plan_programs(vae, job, jax.devices("cpu"), None)
     weights = sum(value.numel() * value.element_size() for value in vae.decoder.parameters())
@@ -223,8 +224,9 @@ def test_the_kept_plans_are_of_commands_that_are_taken(words):
         (["--height", "100", "--platform", "cpu"], "multiples of 8"),
         (["--model", "./none"], "cannot read the config"),
         (["--platform", "cpu", "--dp", "99"], "99"),
-        (["--platform", "cpu", "--frames", "0"], "at least 1"),
+        (["--platform", "cpu", "--frames", "0"], "at least one frame"),
         (["--platform", "cpu", "--tiling", "30x48"], "multiples of 8"),
+        (["--platform", "cpu", "--tiling", "8x8"], "16 at least; 16x16 is near"),
         (["--platform", "cpu", "--tiling", "tiny"], "such as 240x360"),
         (["--platform", "cpu", "--layers"], "pass --dp or --tp"),
         (["--network", "step", "--save-hlo", "hlo"], "--save-hlo does not go with --network step"),
@@ -243,5 +245,5 @@ def test_latent_frames_follow_the_models_own_ratio(small_vae, tmp_path, ratio, l
     config |= {"temporal_compression_ratio": ratio, "_class_name": "AutoencoderKLCogVideoX"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     vae = models.weightless_vae(str(tmp_path), torch.float32)
-    pieces, _ = jobs.Job("decode", 17, 16, 16).chunk_shapes(vae)
+    pieces, _ = jobs.Job(DECODE, 17, 16, 16).chunk_shapes(vae)
     assert pieces[-1].stop == latent_frames

@@ -8,12 +8,20 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cogvideox_torchax import port, runtime
+from cogvideox_torchax import make_mesh, port, runtime
 from cogvideox_torchax.vae import memory
+from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction
+from cogvideox_torchax.vae.sizes import SizeError
 from tests import reference
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-WIDE = SimpleNamespace(config={"block_out_channels": (128,)}, dtype=torch.bfloat16, spatial_scale=8)
+WIDE = SimpleNamespace(
+    config={"block_out_channels": (128,)},
+    dtype=torch.bfloat16,
+    spatial_scale=8,
+    num_sample_frames_batch_size=8,
+    num_latent_frames_batch_size=2,
+)
 
 
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("plan-v6e-1-*-torchax.json")), ids=lambda p: p.stem)
@@ -22,7 +30,7 @@ def test_the_estimate_is_what_the_compiler_says_or_somewhat_more(path):
     job, program = plan["job"], plan["programs"][0]
     assert program["name"] == "first"
     frames, taken = program["frames"], program["temp_bytes"] + program["output_bytes"]
-    estimate = memory.needed(WIDE, job["kind"], job["height"], job["width"], frames)
+    estimate = memory.needed(WIDE, Direction(job["kind"]), job["height"], job["width"], frames)
     assert 0.95 <= estimate / taken <= (1.2 if frames == 13 else 1.05)  # 13 are computed four at a time
 
 
@@ -33,33 +41,34 @@ def test_an_even_number_of_frames_takes_as_much_as_one_more(job):
     kind = job.split()[0]
     taken = program["temp_bytes"] / (480 * 720) + memory.CACHE_BYTES[kind]
     assert program["frames"] % 2 == 0
-    assert memory.needed(WIDE, kind, 480, 720, program["frames"]) / (480 * 720) == pytest.approx(
+    assert memory.needed(WIDE, Direction(kind), 480, 720, program["frames"]) / (480 * 720) == pytest.approx(
         taken, rel=0.05
     )
 
 
 def test_a_picture_that_fits_is_not_cut_and_one_that_does_not_is_cut_into_what_fits():
     def needed(height, width):
-        return memory.needed(WIDE, "decode", height, width, 13)
+        return memory.needed(WIDE, DECODE, height, width, 13)
 
     free = int(needed(480, 720) / memory.MARGIN) + 1
-    assert memory.fitting_tile(WIDE, "decode", 480, 720, 13, free) is None
-    tile = memory.fitting_tile(WIDE, "decode", 960, 1440, 13, free)
+    assert memory.fitting_tile(WIDE, DECODE, 480, 720, 13, free) is None
+    tile = memory.fitting_tile(WIDE, DECODE, 960, 1440, 13, free)
     assert tile is not None
     assert all(side % 8 == 0 for side in tile)
     assert 0.9 * needed(480, 720) < needed(*tile) <= memory.MARGIN * free
-    assert memory.fitting_tile(WIDE, "decode", 960, 1440, 13, 0) == (16, 16)
+    assert memory.fitting_tile(WIDE, DECODE, 960, 1440, 13, 0) == (16, 16)
 
 
 def test_other_dtypes_and_longer_first_chunks_need_more_and_a_device_of_a_mesh_less():
     def needed(**other):
         vae = SimpleNamespace(**{**vars(WIDE), **other})
-        return memory.needed(vae, "encode", 64, 64, 17) / memory.needed(WIDE, "encode", 64, 64, 17)
+        return memory.needed(vae, ENCODE, 64, 64, 17) / memory.needed(WIDE, ENCODE, 64, 64, 17)
 
     assert needed(dtype=torch.float32) == pytest.approx(2 * memory.WITHOUT_KERNEL, rel=1e-6)
     assert needed(dtype=torch.float16) == pytest.approx(memory.WITHOUT_KERNEL, rel=1e-6)
     assert needed(mesh=SimpleNamespace(size=8)) == pytest.approx(1 / 8, rel=1e-6)
-    assert memory.needed(WIDE, "encode", 64, 64, 15) > memory.needed(WIDE, "encode", 64, 64, 17)
+    assert needed(num_sample_frames_batch_size=16) == needed(num_sample_frames_batch_size=17) > 1.4
+    assert memory.needed(WIDE, ENCODE, 64, 64, 15) > memory.needed(WIDE, ENCODE, 64, 64, 17)
 
 
 BAD = {
@@ -67,15 +76,16 @@ BAD = {
     "240x": "HEIGHTxWIDTH",
     "x": "HEIGHTxWIDTH",
     "-8x16": "HEIGHTxWIDTH",
+    "²x16": "HEIGHTxWIDTH",
     "100x360": "multiples of 8, 16 at least; 96x360 is near",
     "8x16": "16x16 is near",
-    "0x0": "16x16 is near",
+    "0x0": "HEIGHTxWIDTH",
 }
 
 
 @pytest.mark.parametrize(("text", "words"), BAD.items())
 def test_a_bad_tile_size_is_an_error_that_names_a_good_one(text, words):
-    with pytest.raises(memory.TilingError, match=words):
+    with pytest.raises(SizeError, match=words):
         memory.parse_tiles(text, 8)
     near = words.split()[-3] if "near" in words else "240x360"
     assert memory.parse_tiles(near, 8) == tuple(map(int, near.split("x")))
@@ -84,13 +94,13 @@ def test_a_bad_tile_size_is_an_error_that_names_a_good_one(text, words):
 def test_auto_turns_tiling_on_and_off(native_vae, monkeypatch):
     vae = copy.copy(native_vae)
     monkeypatch.setattr(runtime, "free_memory", lambda mesh: 10**6)
-    told = memory.set_tiles(vae, "auto", "decode", 480, 720, 3)
+    told = memory.set_tiles(vae, "auto", DECODE, 480, 720, 3)
     assert told is not None
     assert vae.use_tiling
     tile = vae.tile_latent_min_height * 8, vae.tile_latent_min_width * 8
     assert f"tiles of {tile[0]} x {tile[1]} pixels" in told
     monkeypatch.setattr(runtime, "free_memory", lambda mesh: 10**12)
-    assert memory.set_tiles(vae, "auto", "decode", 480, 720, 3) is None
+    assert memory.set_tiles(vae, "auto", DECODE, 480, 720, 3) is None
     assert not vae.use_tiling
 
 
@@ -107,6 +117,14 @@ def test_free_memory_of_a_cpu_is_what_the_system_calls_available(monkeypatch):
     text = "MemTotal:       24000000 kB\nMemFree:        1 kB\nMemAvailable:   12345678 kB\n"
     monkeypatch.setattr(Path, "read_text", lambda path: text)
     assert runtime.free_memory() == 12345678 * 1024
+    assert runtime.free_memory(make_mesh(2, 4)) == 12345678 * 1024 // 8, "one memory for eight devices"
+
+
+def test_free_memory_off_linux_is_what_the_machine_has(monkeypatch):
+    import os
+
+    monkeypatch.setattr("cogvideox_torchax.runtime.memory.MEMINFO", Path("/none"))
+    assert runtime.free_memory() == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,51 @@
+"""The two directions of a VAE, encoding and decoding: what each takes, and how many frames at a time."""
+
+from enum import StrEnum
+from typing import Any
+
+from cogvideox_torchax.vae import chunks
+
+
+class Direction(StrEnum):
+    """One of a VAE's two directions; equal to its name, "encode" or "decode".
+
+    Attributes:
+        takes: what goes in, "video" or "latents".
+        network: the model's attribute that holds its network.
+        channels: the config's field that holds the channels of what goes in.
+    """
+
+    takes: str
+    network: str
+    channels: str
+    _frames: str
+
+    ENCODE = "encode", "video", "encoder", "in_channels", "num_sample_frames_batch_size"
+    DECODE = "decode", "latents", "decoder", "latent_channels", "num_latent_frames_batch_size"
+
+    def __new__(cls, name: str, takes: str, network: str, channels: str, frames: str) -> "Direction":
+        member = str.__new__(cls, name)
+        member._value_ = name
+        member.takes, member.network, member.channels, member._frames = takes, network, channels, frames
+        return member
+
+    def scale(self, spatial_scale: int) -> int:
+        """Return how many pixels of what goes in belong to one latent pixel, along one axis."""
+        return spatial_scale if self is ENCODE else 1
+
+    def frames_a_chunk(self, vae: Any) -> int:
+        """Return how many frames every chunk but the first takes, by the model's own attribute."""
+        return getattr(vae, self._frames)
+
+    def chunks(self, vae: Any, frames: int) -> list[chunks.Chunk]:
+        """Return the chunks of a video, or of latents, of so many frames."""
+        return chunks.plan(frames, self.frames_a_chunk(vae))
+
+    def results(self, vae: Any, frames: int) -> list[int]:
+        """Return how many frames each chunk of such an input gives."""
+        length = chunks.encoded_length if self is ENCODE else chunks.decoded_length
+        steps = chunks.temporal_steps(vae.config["temporal_compression_ratio"])
+        return [length(chunk.length, steps) for chunk in self.chunks(vae, frames)]
+
+
+ENCODE, DECODE = Direction

@@ -1,0 +1,43 @@
+"""Sizes as a user writes them: HEIGHTxWIDTH or FRAMESxHEIGHTxWIDTH, in pixels."""
+
+SMALLEST_TILE = 2
+"""Latent pixels on a side: a smaller tile would not advance beyond what it shares with the next."""
+
+
+class SizeError(ValueError):
+    """A text that is no size, or a size that a model cannot take; the message names a good one."""
+
+
+def parse_size(
+    text: str, what: str = "a size", *, frames: bool = False, multiple: int = 1, least: int = 1
+) -> tuple[int, ...]:
+    """Return the numbers of a text such as "480x720" (height and width).
+
+    Args:
+        text: what the user wrote.
+        what: is of this size, for an error.
+        frames: whether the number of frames stands before them, as in "49x480x720".
+        multiple: of which height and width must be multiples.
+        least: how many times `multiple` they must be at least.
+
+    Raises:
+        SizeError: another text, no frames, or sides that do not fit.
+    """
+    form, example = ("FRAMESxHEIGHTxWIDTH", "49x480x720") if frames else ("HEIGHTxWIDTH", "240x360")
+    parts = text.lower().split("x")
+    good = all(part.isascii() and part.isdigit() and int(part) for part in parts)
+    if not good or len(parts) != len(form.split("x")):
+        raise SizeError(f"got {what} of {text!r}: give {form} in pixels, such as {example}")
+    numbers = tuple(map(int, parts))
+    check_sides(what, numbers[-2], numbers[-1], multiple=multiple, least=least)
+    return numbers
+
+
+def check_sides(what: str, height: int, width: int, *, multiple: int, least: int = 1) -> None:
+    """Raise `SizeError` unless both sides are multiples of `multiple`, `least` times it at least."""
+    good = [max(round(side / multiple), least) * multiple for side in (height, width)]
+    if [height, width] != good:
+        raise SizeError(
+            f"got {what} of {height} x {width} pixels (height x width): both must be multiples of "
+            f"{multiple}, {least * multiple} at least; {good[0]}x{good[1]} is near"
+        )
