@@ -202,4 +202,4 @@ def report_directory(name: str) -> Path:
 
 def say(message: str) -> None:
     """A line for the person at the terminal, kept out of what a program reads from stdout."""
-    print(message, file=sys.stderr)
+    print(message.encode("utf-8", "backslashreplace").decode(), file=sys.stderr)

@@ -4,10 +4,9 @@ import functools
 import hashlib
 import json
 import math
-import os
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
@@ -33,8 +32,8 @@ class ClipError(ValueError):
     """A clip that cannot be encoded or decoded; the message says why."""
 
 
-LONGEST_NAME = 255
-"""Bytes of a file's name on common file systems: NAME_MAX of Linux's limits.h."""
+LONGEST_NAME, LONGEST_PATH, MOST_PARTS = 255, 4095, 100
+"""Bytes of a file's name and of a path, by Linux's limits.h, and parts of one, which is made by recursion."""
 WORK = "work"
 """Where clips wait for their shard, in a data set's directory."""
 _WAITING = re.compile(WORK + r"/\d{8}(\.safetensors)?")
@@ -54,6 +53,14 @@ def check_id(name: Any) -> None:
         raise ClipError(f"got the id {name!r}: no output can have that name")
 
 
+def check_text(name: str) -> None:
+    """Raise `ClipError` for an id that cannot be written as UTF-8."""
+    try:
+        name.encode()
+    except UnicodeEncodeError as error:
+        raise ClipError(f"got the id {name!r}: it is no UTF-8 ({error.reason})") from error
+
+
 def check_ids(clips: "Iterable[Clip]", where: str) -> None:
     """Raises `ClipError` for an id that comes twice, and as `check_id` does; `where` they come from."""
     seen: set[str] = set()
@@ -67,14 +74,27 @@ def check_ids(clips: "Iterable[Clip]", where: str) -> None:
         seen.add(clip.id)
 
 
-def check_file(path: Path) -> None:
-    """Raises `ClipError` for a clip's file that no file system takes."""
-    for part in path.parts:
-        size = len(os.fsencode(part))
-        if size > LONGEST_NAME:
-            raise ClipError(
-                f"its file would have a name of {size} bytes, {LONGEST_NAME} are the most: {part[:80]}..."
-            )
+def check_file(path: Path, directory: Path, taken: Container[Path]) -> None:
+    """Raise `ClipError` for a clip's file that cannot be.
+
+    Args:
+        path: of the file.
+        directory: of the output, which it lies below.
+        taken: the files of all clips.
+    """
+    try:
+        sizes = [len(part.encode()) for part in path.parts]
+    except UnicodeEncodeError as error:
+        raise ClipError(f"its file would have a name that is no UTF-8 ({error.reason})") from error
+    if max(sizes) > LONGEST_NAME:
+        raise ClipError(f"its file would have a name of {max(sizes)} bytes, {LONGEST_NAME} are the most")
+    if sum(sizes) + len(sizes) + LONGEST_NAME > LONGEST_PATH or len(sizes) > MOST_PARTS:  # beside a temporary
+        raise ClipError(f"its file would have a path of {sum(sizes)} bytes in {len(sizes)} parts: too long")
+    above = [directory / parent for parent in path.relative_to(directory).parents[:-1]]
+    if path.is_dir() or any(parent in taken or parent.is_file() for parent in above):
+        raise ClipError(
+            f"its file {path} would lie below another file, or is a directory: give it another id"
+        )
 
 
 @dataclass(frozen=True)

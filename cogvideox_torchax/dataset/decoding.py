@@ -55,39 +55,37 @@ class Videos:
         self._manifest = Manifest(self.directory, f"{NAME}-{share.index}.jsonl")
         for place in (self.directory, *(path for path in self.directory.rglob("*") if path.is_dir())):
             remove_left_in(place)
-        self.bad: dict[str, str] = {}
+        noted: dict[str, str] = {}
         for line in lines(self.directory, NAME):
             if line["kind"] == BAD and not retry:
-                self.bad[line["id"]] = line["error"]
-            elif line["kind"] == DONE:
-                self.bad.pop(line["id"], None)
+                noted[line["id"]] = line["error"]
+        self.bad: dict[str, str] = {}
         self._readers: dict[str, Callable[[], Latents]] = {}
         self.done_before = 0
-        owners: dict[Path, tuple[str, Path]] = {}
-        for shard in list(shards)[share.index :: share.count]:
+        owners: dict[Path, tuple[str, Path]] = {self.directory / LIST: ("", self.directory / LIST)}
+        found = list(self._entries(list(shards)[share.index :: share.count]))
+        for shard, name, _ in found:
+            with contextlib.suppress(ClipError):
+                check_id(name)
+                owners.setdefault(self._path(name), (name, shard))
+        for shard, name, read in found:
             try:
-                entries = formats.entries(shard)
-            except LatentsError as error:
-                self.bad[shard.name] = str(error)
+                check_id(name)
+                path = self._path(name)
+                check_file(path, self.directory, owners)
+                if owners[path] != (name, shard):
+                    owner, where = owners[path]
+                    raise ClipError(f"its video would be that of {owner} in {where}: give it another id")
+            except ClipError as error:
+                self.bad[str(name)] = f"{shard}: {error}"
                 continue
-            for name, read in entries:
-                try:
-                    check_id(name)
-                    check_file(self._path(name))
-                    owner = owners.setdefault(self._path(name), (name, shard))
-                    if owner != (name, shard):
-                        raise ClipError(
-                            f"its video would be that of {owner[0]} in {owner[1]}: give it another id"
-                        )
-                except ClipError as error:
-                    self.bad[str(name)] = f"{shard}: {error}"
-                    continue
-                if self._path(name).exists():
-                    # Another process's manifest may be read after the one that tells of its success.
-                    self.bad.pop(name, None)
-                    self.done_before += 1
-                elif name not in self.bad:
-                    self._readers[name] = read
+            # Another process's manifest may be read after the one that tells of its success.
+            if path.exists():
+                self.done_before += 1
+            elif name in noted:
+                self.bad[name] = noted[name]
+            else:
+                self._readers[name] = read
         self.missing = list(self._readers)
         # Whoever makes a video has written down its recipe before.
         if self.done_before and not (self.directory / LIST).exists():
@@ -95,6 +93,14 @@ class Videos:
                 f"{self.directory} holds videos of these names that were not decoded there: give another "
                 "directory"
             )
+
+    def _entries(self, shards: Sequence[Path]) -> Iterator[tuple[Path, Any, Callable[[], Latents]]]:
+        """Yield the shard, the id and the reader of each clip; note the shards that cannot be read."""
+        for shard in shards:
+            try:
+                yield from ((shard, *entry) for entry in formats.entries(shard))
+            except LatentsError as error:
+                self.bad[shard.name] = str(error)
 
     def __enter__(self) -> "Videos":
         return self

@@ -3,14 +3,17 @@
 A shard is made of the clips' latent files, whole or not at all, and equal files make an equal shard.
 """
 
+import contextlib
 import functools
 import io
+import itertools
 import json
 import tarfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from cogvideox_torchax.files import latents as latent_files
@@ -25,6 +28,9 @@ COLUMNS = {
     latent_files.LOGVAR: "vae_logvar",
     latent_files.SAMPLE: "vae_sample",
 }
+DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
+TEXT_SHAPE = 226, 4096
+"""Tokens and width of the text that published CogVideoX models are conditioned on."""
 
 
 def write(kind: str, members: Sequence[tuple[int, Path]], path: Path) -> None:
@@ -48,17 +54,43 @@ Entry = tuple[str, Callable[[], Latents]]
 
 
 def entries(path: Path) -> list[Entry]:
-    """The clips of a shard, or the one of a latent file; nothing but their names is read yet.
+    """Return the clips of a shard, or the one of a latent file; nothing but their names is read yet.
 
     Raises:
         LatentsError: a file that is truncated, or no such shard; reading a clip may raise it too.
     """
     if not path.is_file():
         raise LatentsError(f"there is no file {path}")
-    if path.suffix == SUFFIXES[SAFETENSORS]:
-        about = latent_files.about(path)
-        return [(about.get("id", path.stem), lambda: latent_files.loads(path.read_bytes(), path))]
-    return _parquet_entries(path) if path.suffix == SUFFIXES[PARQUET] else _tar_entries(path)
+    if path.suffix == SUFFIXES[PARQUET]:
+        _arrow()
+    readers = {".safetensors": _latent_file, ".parquet": _parquet_entries, ".tar": _tar_entries}
+    with _refusing(path):
+        return [
+            (name, functools.partial(_read, f"{path}, {name!r}", read))
+            for name, read in readers[path.suffix](path)
+        ]
+
+
+def _read(name: str, read: Callable[[], Latents]) -> Latents:
+    with _refusing(name):
+        return read()
+
+
+@contextlib.contextmanager
+def _refusing(name: str | Path) -> Iterator[None]:
+    """Raise `LatentsError` for all that readers raise at a file that is not what it says."""
+    try:
+        yield
+    except LatentsError:
+        raise
+    except _BROKEN as error:
+        raise LatentsError(f"{name} is truncated or holds no latents ({error}): make it again") from error
+
+
+_BROKEN = (
+    *(AttributeError, EOFError, LookupError, NotImplementedError, OSError, OverflowError),
+    *(RecursionError, TypeError, ValueError, tarfile.TarError),
+)
 
 
 def check(kind: str) -> None:
@@ -104,7 +136,9 @@ def _schema(arrow: Any) -> Any:
 def _write_parquet(members: Sequence[tuple[int, Path]], path: Path) -> None:
     arrow = _arrow()
     schema = _schema(arrow)
-    with arrow.parquet.ParquetWriter(path, schema, compression="none") as writer:
+    # Latents hardly compress; the zeros in place of a text do.
+    packed = {name: "zstd" if name.startswith("text_") else "none" for name in schema.names}
+    with arrow.parquet.ParquetWriter(path, schema, compression=packed) as writer:
         for _, file in members:  # each a row group of its own, so that a reader need not hold several
             writer.write_table(arrow.Table.from_pylist([_row(file)], schema=schema))
 
@@ -114,8 +148,9 @@ def _row(file: Path) -> dict[str, Any]:
     about, described = latents.about, {"latents": latents.metadata(), "dtype": str(latents.tensor.dtype)}
     row: dict[str, Any] = {
         "id": about["id"],
-        "text_embedding_bytes": b"",
-        "text_embedding_shape": [],
+        # As FastVideo's loaders have a text that is dropped: an empty one does not fit their shapes.
+        "text_embedding_bytes": np.zeros(TEXT_SHAPE, np.float32).tobytes(),
+        "text_embedding_shape": list(TEXT_SHAPE),
         "text_embedding_dtype": "float32",
         "file_name": about["id"],
         "caption": about["caption"],
@@ -142,38 +177,51 @@ def _float32(tensor: torch.Tensor) -> Any:
     return tensor.float().contiguous().numpy()
 
 
+def _latent_file(path: Path) -> list[Entry]:
+    return [
+        (latent_files.about(path).get("id", path.stem), lambda: latent_files.loads(path.read_bytes(), path))
+    ]
+
+
 def _parquet_entries(path: Path) -> list[Entry]:
-    arrow = _arrow()
-    broken = (arrow.ArrowInvalid, OSError, KeyError, TypeError, ValueError)
+    with _arrow().parquet.ParquetFile(path) as file:
+        groups = [
+            file.read_row_group(group, ["id"])["id"].to_pylist() for group in range(file.num_row_groups)
+        ]
+    return [
+        (name, functools.partial(_parquet_latents, path, group, offset, name))
+        for group, names in enumerate(groups)
+        for offset, name in enumerate(names)
+    ]
 
-    def refused(error: Exception) -> LatentsError:
-        return LatentsError(f"{path} is truncated or no Parquet file of latents ({error}): make it again")
 
-    def read(group: int) -> Latents:
-        try:
-            with arrow.parquet.ParquetFile(path) as file:
-                return _of_row(path, file.read_row_group(group).to_pylist()[0])
-        except LatentsError:
-            raise
-        except broken as error:
-            raise refused(error) from error
-
-    try:
-        names = arrow.parquet.read_table(path, columns=["id"], partitioning=None).column("id").to_pylist()
-    except broken as error:
-        raise refused(error) from error
-    return [(name, functools.partial(read, group)) for group, name in enumerate(names)]
+def _parquet_latents(path: Path, group: int, offset: int, name: Any) -> Latents:
+    """Return the latents of a row, by its row group and its place there, whose id has to be `name`."""
+    columns = [
+        "id",
+        "about",
+        *(f"{column}_{part}" for column in COLUMNS.values() for part in ("bytes", "shape")),
+    ]
+    with _arrow().parquet.ParquetFile(path) as file:
+        rows = file.iter_batches(1, row_groups=[group], columns=columns)
+        (row,) = next(itertools.islice(rows, offset, None)).to_pylist()
+        if row["id"] != name:
+            raise LatentsError(f"{path} holds {row['id']} where {name} was: it was changed, run again")
+        return _of_row(path, row)
 
 
 def _of_row(path: Path, row: dict[str, Any]) -> Latents:
     about = json.loads(row["about"])
-    dtype = getattr(torch, about["dtype"].removeprefix("torch."))
+    dtype = DTYPES[about["dtype"]]
     tensors = {}
     for name, column in COLUMNS.items():
         if row[f"{column}_bytes"] is not None:
-            values = torch.frombuffer(bytearray(row[f"{column}_bytes"]), dtype=torch.float32)
-            tensors[name] = values.reshape(1, *row[f"{column}_shape"]).to(dtype)
-    return latent_files.assembled(path, about["latents"], tensors)
+            shape = row[f"{column}_shape"]
+            if min(shape) < 1:
+                raise ValueError(f"its {column} has the shape {shape}")
+            values = np.frombuffer(row[f"{column}_bytes"], np.float32).reshape(1, *shape)
+            tensors[name] = without_torchax(lambda values=values: torch.from_numpy(values.copy()).to(dtype))
+    return latent_files.assembled(path, dict(about["latents"]), tensors)
 
 
 def _write_tar(members: Sequence[tuple[int, Path]], path: Path) -> None:
@@ -194,6 +242,12 @@ def _add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
 
 
 def _tar_entries(path: Path) -> list[Entry]:
+    with tarfile.open(path, "r:") as tar:
+        members = {entry.name: entry for entry in tar if entry.isfile()}
+        end = tar.offset
+    if path.stat().st_size < end + tarfile.BLOCKSIZE:  # cut between two of its members
+        raise LatentsError(f"{path} is truncated, as its end is missing: make it again")
+
     def read(entry: tarfile.TarInfo) -> bytes:
         with path.open("rb") as file:
             file.seek(entry.offset_data)
@@ -202,18 +256,18 @@ def _tar_entries(path: Path) -> list[Entry]:
     def latents(entry: tarfile.TarInfo) -> Latents:
         return latent_files.loads(read(entry), f"{path}, {entry.name}")
 
-    try:
-        with tarfile.open(path, "r:") as tar:
-            members = {entry.name: entry for entry in tar}
-            end = tar.offset
-        found = []
-        for name, entry in members.items():
-            if name.endswith(SUFFIXES[SAFETENSORS]):
-                about = members.get(f"{Path(name).stem}.json")
-                stored = Path(name).stem if about is None else json.loads(read(about)).get("id")
+    def refused(error: LatentsError) -> Latents:
+        raise error
+
+    found: list[Entry] = []
+    for name, entry in members.items():
+        if name.endswith(SUFFIXES[SAFETENSORS]):
+            stem = Path(name).stem
+            about = members.get(f"{stem}.json")
+            try:
+                with _refusing(f"{path}, {stem}.json"):
+                    stored = stem if about is None else json.loads(read(about))["id"]
                 found.append((stored, functools.partial(latents, entry)))
-    except (tarfile.TarError, EOFError, ValueError) as error:
-        raise LatentsError(f"{path} is truncated or no tar of latents ({error}): make it again") from error
-    if path.stat().st_size < end + tarfile.BLOCKSIZE:  # cut between two of its members
-        raise LatentsError(f"{path} is truncated, as its end is missing: make it again")
+            except LatentsError as error:
+                found.append((name, functools.partial(refused, error)))
     return found

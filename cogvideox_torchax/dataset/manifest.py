@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from cogvideox_torchax.dataset import formats
-from cogvideox_torchax.dataset.clip import WORK, ClipError, check_file
+from cogvideox_torchax.dataset.clip import WORK, ClipError, check_file, check_text
 from cogvideox_torchax.files import latents as latent_files
 from cogvideox_torchax.files import reports
 from cogvideox_torchax.files.latents import Latents
@@ -203,10 +203,12 @@ class Shelf:
     def pending(self) -> list[int]:
         """The numbers of the clips that this process has to encode; writes the shards that lack no clip."""
         missing = []
+        taken = {self.clip_path(index) for index, name in enumerate(self.ids) if name is not None}
         for shard in self.shards:
             for index in self.members(shard):
                 try:
-                    check_file(self.clip_path(index))
+                    check_text(self.ids[index] or "")
+                    check_file(self.clip_path(index), self.directory, taken)
                 except ClipError as error:
                     if index not in self.bad:
                         self.refuse(index, str(error))

@@ -1,0 +1,155 @@
+"""Shards as others read and rewrite them, and as they come broken."""
+
+import io
+import json
+import tarfile
+
+import numpy as np
+import pyarrow.parquet
+import pytest
+import torch
+
+from cogvideox_torchax import cli
+from cogvideox_torchax.dataset import formats, manifest
+from cogvideox_torchax.files import latents as latent_files
+from tests.dataset.conftest import GOOD, OPTIONS
+
+pytestmark = pytest.mark.usefixtures("torchax_off")
+
+
+@pytest.fixture
+def shard(small, tmp_path):
+    """Return a function that writes the good clips as one shard of a kind."""
+
+    def write(kind):
+        files = []
+        for number, name in enumerate(GOOD):
+            files.append((number, tmp_path / f"{number}.safetensors"))
+            latent_files.save(small.wanted[name], files[-1][1])
+        path = tmp_path / f"in/latents-00000{formats.SUFFIXES[kind]}"
+        path.parent.mkdir()
+        formats.write(kind, files, path)
+        return path
+
+    return write
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 9])
+def test_a_rewritten_shard_gives_each_clip_its_own_latents(small, shard, rows):
+    path = shard("parquet")
+    pyarrow.parquet.write_table(pyarrow.parquet.read_table(path), path, row_group_size=rows)
+    entries = formats.entries(path)
+    assert [name for name, _ in entries] == GOOD
+    for name, read in entries:
+        assert torch.equal(read().tensor, small.wanted[name].tensor)
+
+
+def test_a_shard_that_is_rewritten_while_it_is_read_gives_no_clip_anothers_latents(shard):
+    path = shard("parquet")
+    entries = formats.entries(path)
+    table = pyarrow.parquet.read_table(path)
+    pyarrow.parquet.write_table(table.take([4, 3, 2, 1, 0]), path, row_group_size=1)
+    with pytest.raises(latent_files.LatentsError, match="holds z.mp4 where a.mp4 was"):
+        entries[0][1]()
+
+
+def padded(embedding, length):
+    """Pad or crop an embedding (tokens, width) as FastVideo does; return the mask, too."""
+    tokens, width = embedding.shape
+    own = (np.arange(length) < tokens).astype(np.float32)
+    return np.concatenate([embedding, np.zeros((max(length - tokens, 0), width))])[:length], own
+
+
+@pytest.mark.parametrize("style", ["iterable", "map"])
+def test_fastvideos_loaders_take_the_rows(small, shard, style):
+    """Both make arrays of bytes and shape as float32, and pad the text's to (512, 4096) with a mask."""
+    file = pyarrow.parquet.ParquetFile(shard("parquet"))
+    if style == "iterable":
+        rows = [row for batch in file.iter_batches(batch_size=32) for row in batch.to_pylist()]
+    else:
+        groups = (file.read_row_group(index).to_pydict() for index in range(file.num_row_groups))
+        rows = [{name: column[0] for name, column in group.items()} for group in groups]
+    for row in rows:
+        tensors = {}
+        for name in ("vae_latent", "text_embedding"):
+            assert len(row[f"{name}_bytes"])  # the map style takes an empty text for one of width 768
+            values = np.frombuffer(row[f"{name}_bytes"], dtype=np.float32)
+            tensors[name] = values.reshape(row[f"{name}_shape"])
+        assert np.array_equal(tensors["vae_latent"], small.wanted[row["id"]].tensor[0].numpy())
+        text, mask = padded(tensors["text_embedding"], 512)
+        assert (text.shape, mask.sum()) == ((512, 4096), 226)
+        assert not text.any()
+    assert [row["caption"] for row in rows] == [""] * len(GOOD)
+
+
+# Broken
+
+
+def parquet(path, **columns):
+    """Change columns of the second row; a function gets what was there."""
+    table = pyarrow.parquet.read_table(path)
+    rows = table.to_pylist()
+    for name, value in columns.items():
+        rows[1][name] = value(rows[1][name]) if callable(value) else value
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows, schema=table.schema), path)
+
+
+def webdataset(path, change):
+    """Change the JSON of the second clip."""
+    with tarfile.open(path) as tar:
+        members = [(entry.name, tar.extractfile(entry).read()) for entry in tar]
+    with tarfile.open(path, "w") as tar:
+        for name, data in members:
+            data = change(data) if name == "00000001.json" else data
+            entry = tarfile.TarInfo(name)
+            entry.size = len(data)
+            tar.addfile(entry, io.BytesIO(data))
+
+
+DEEP = "[" * 100_000
+
+
+def about(**fields):
+    return lambda text: json.dumps({**json.loads(text), **fields})
+
+
+BROKEN = {
+    "a shape of other sides": lambda path: parquet(path, vae_latent_shape=[4, 3, 3, 6]),
+    "a shape with a side below 1": lambda path: parquet(path, vae_latent_shape=[-1, 3, 4, 6]),
+    "no shape": lambda path: parquet(path, vae_latent_shape=None),
+    "a shape beyond 64 bits": lambda path: parquet(path, vae_latent_shape=[2**62] * 4),
+    "half a number": lambda path: parquet(path, vae_latent_bytes=b"abc"),
+    "an unknown dtype": lambda path: parquet(path, about=about(dtype="torch.float3")),
+    "a dtype that is a class": lambda path: parquet(path, about=about(dtype="torch.Tensor")),
+    "a dtype that is a number": lambda path: parquet(path, about=about(dtype=3)),
+    "metadata that is a list": lambda path: parquet(path, about=about(latents=[1])),
+    "about that is a list": lambda path: parquet(path, about="[1]"),
+    "about nested too deep": lambda path: parquet(path, about=DEEP),
+    "JSON that is a list": lambda path: webdataset(path, lambda data: b"[]"),
+    "JSON nested too deep": lambda path: webdataset(path, lambda data: DEEP.encode()),
+    "JSON that is none": lambda path: webdataset(path, lambda data: b"{"),
+    "half an emoji in its id": lambda path: webdataset(path, lambda data: rb'{"id": "\ud83d"}'),
+    "an id below another's video": lambda path: webdataset(path, lambda data: b'{"id": "a.mp4/c"}'),
+    "an id below the list of videos": lambda path: webdataset(path, lambda data: b'{"id": "videos.json/c"}'),
+    "an id longer than any path": lambda path: webdataset(
+        path, lambda data: json.dumps({"id": "/".join(["x" * 200] * 21)}).encode()
+    ),
+    "an id of very many parts": lambda path: webdataset(
+        path, lambda data: json.dumps({"id": "x/" * 1900 + "x"}).encode()
+    ),
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN.values(), ids=BROKEN)
+def test_a_broken_entry_is_named_and_the_others_are_decoded(shard, tmp_path, capsys, broken):
+    name = broken.__code__.co_names[0]
+    broken(shard(name))
+    out = tmp_path / "out"
+    for _ in range(2):
+        assert cli.main(["decode", str(tmp_path / "in"), "-o", str(out), *OPTIONS]) == 1
+        said = capsys.readouterr().err
+        assert "1 bad clips were left out" in said
+        assert "Traceback" not in said
+    found = sorted(path.relative_to(out).as_posix() for path in out.rglob("*.mp4"))
+    assert found == sorted(set(GOOD) - {"b.mp4"})
+    assert len([line for line in manifest.lines(out, "videos") if line["kind"] == "done"]) == 4
