@@ -16,6 +16,7 @@ from jaxtyping import Array, Float
 
 from jax_kernels.attention import flash, gpu, tpu, xla
 from jax_kernels.attention.bounds import LARGEST_BOUND
+from jax_kernels.common.tiles import pallas_is_on
 
 Implementation = Literal["plain", "transposed", "flash", "cudnn"]
 
@@ -65,6 +66,7 @@ def attention(
         valid=k.shape[1] if valid is None else valid,
         bounded=bound is not None and bound <= LARGEST_BOUND,
         implementation=implementation,
+        pallas=pallas_is_on(),
     )
 
 
@@ -110,7 +112,7 @@ def _check(q: Array, k: Array, v: Array, valid: int | None, implementation: str 
         )
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "valid", "bounded", "implementation"))
+@functools.partial(jax.jit, static_argnames=("scale", "valid", "bounded", "implementation", "pallas"))
 def _attention(
     q: Array,
     k: Array,
@@ -120,10 +122,11 @@ def _attention(
     valid: int,
     bounded: bool,
     implementation: Implementation | None,
+    pallas: bool,
 ) -> Array:
     """`attention` with everything that makes it another program decided."""
     attend = functools.partial(
-        _attend, scale=scale, valid=valid, bounded=bounded, implementation=implementation
+        _attend, scale=scale, valid=valid, bounded=bounded, implementation=implementation, pallas=pallas
     )
     mesh = jax.sharding.get_abstract_mesh()
     whole = mesh.empty or set(mesh.manual_axes) == set(mesh.axis_names)
@@ -139,6 +142,7 @@ def _attend(
     valid: int,
     bounded: bool,
     implementation: Implementation | None,
+    pallas: bool,
 ) -> Array:
     plain, of_jax, cudnn = (
         functools.partial(_of_real_keys, form, scale=scale, valid=valid)
@@ -154,7 +158,7 @@ def _attend(
     if implementation is not None:
         return forms[implementation](q, k, v)
     kernels = {"default": forms["plain"]}
-    if tpu.takes(q):
+    if pallas and tpu.takes(q):
         kernels["tpu"] = forms["transposed"]
     # Tracing cuDNN's kernel asks for the library, so only where there is a GPU.
     if q.dtype != jnp.float32 and jax.default_backend() == "gpu":

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 
 from jax_kernels.common.checks import check_channels
 from jax_kernels.common.jitted import jitted
-from jax_kernels.common.tiles import BLOCK_BYTES, DTYPES, LANES
+from jax_kernels.common.tiles import BLOCK_BYTES, DTYPES, LANES, pallas_is_on
 
 Pairs = Literal["neighbours", "halves"]
 
@@ -28,7 +28,6 @@ VMEM = 64 * 2**20
 """What the kernel may take of it."""
 
 
-@jitted("heads", "pairs", "scale", "eps")
 def prepare(
     x: Float[Array, "N S C"],
     weight: Float[Array, " D"] | None = None,
@@ -65,9 +64,16 @@ def prepare(
     _check(x, weight, bias, cos, sin, heads, pairs)
     tables = () if cos is None or sin is None else (cos, _signed(sin, pairs))
     norm = () if weight is None else (weight, jnp.zeros_like(weight) if bias is None else bias)
-    options: dict[str, Any] = {"heads": heads, "pairs": pairs, "scale": scale, "eps": eps}
+    options = {"heads": heads, "pairs": pairs, "scale": scale, "eps": eps}
+    return _prepared(x, norm, tables, by_kernel=pallas_is_on() and takes(x, heads), **options)
+
+
+@jitted("heads", "pairs", "scale", "eps", "by_kernel")
+def _prepared(
+    x: Array, norm: tuple[Array, ...], tables: tuple[Array, ...], *, by_kernel: bool, **options: Any
+) -> Array:
     plain = functools.partial(_plain, **options)
-    if not takes(x, heads):
+    if not by_kernel:
         return plain(x, norm, tables)
     return lax.platform_dependent(x, norm, tables, tpu=_with_derivatives_of_plain(options), default=plain)
 

@@ -21,6 +21,8 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, Shaped
 
+from jax_kernels.common.tiles import pallas_is_on
+
 
 class Split(NamedTuple):
     """How the columns of what is traced now lie.
@@ -65,19 +67,20 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def jit_kernel(static_argnames: Sequence[str]) -> Callable[[Function], Function]:
-    """`jax.jit` for a kernel of activations: what `split_columns` says is part of what it is traced for."""
+    """`jax.jit` for a kernel of activations: what `split_columns` says and whether Pallas kernels are on is
+    part of what it is traced for."""
 
     def decorate(function: Function) -> Function:
-        def traced(*args: Any, split: Split, **kwargs: Any) -> Any:
+        def traced(*args: Any, split: Split, pallas: bool, **kwargs: Any) -> Any:
             with split_columns(split):
                 return function(*args, **kwargs)
 
         traced.__name__ = function.__name__  # what a compiled program calls its instructions after
-        compiled = jax.jit(traced, static_argnames=("split", *static_argnames))
+        compiled = jax.jit(traced, static_argnames=("split", "pallas", *static_argnames))
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            return compiled(*args, split=_split.get(), **kwargs)
+            return compiled(*args, split=_split.get(), pallas=pallas_is_on(), **kwargs)
 
         return cast(Function, call)
 

@@ -9,8 +9,8 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 SWITCH = "JAX_KERNELS_PALLAS"
-"""The environment variable that, set to "off", leaves the work of the Pallas kernels to XLA. It is read when
-a kernel is traced."""
+"""The environment variable that, set to "off", leaves the work of the Pallas kernels to XLA. It is read at
+each call; a call inside of a compiled program, when that is traced."""
 
 BLOCK_BYTES = 4 * 2**20
 """What one step may take and give: twice, since the next is fetched meanwhile, in the 16 MiB that a kernel
@@ -29,10 +29,14 @@ DTYPES = jnp.float32, jnp.bfloat16
 """Those that a Pallas kernel loads."""
 
 
+def pallas_is_on() -> bool:
+    """Whether Pallas kernels may be used, as `SWITCH` says now."""
+    return os.environ.get(SWITCH, "on") != "off"
+
+
 def fills_tiles(x: Float[Array | jax.ShapeDtypeStruct, "N T H W C"]) -> bool:
     """Whether the Pallas kernels are on, and take frames of so many channels of this dtype."""
-    on = os.environ.get(SWITCH, "on") != "off"
-    return on and x.size > 0 and x.shape[-1] % LANES == 0 and x.dtype in DTYPES
+    return pallas_is_on() and x.size > 0 and x.shape[-1] % LANES == 0 and x.dtype in DTYPES
 
 
 def in_sublanes(frames: int, dtype: jnp.dtype) -> int:

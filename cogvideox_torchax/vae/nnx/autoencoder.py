@@ -23,6 +23,7 @@ from cogvideox_torchax.vae.nnx.networks import Decoder3D, Encoder3D
 from cogvideox_torchax.vae.pixels import from_uint8, to_uint8
 from jax_kernels.common.columns import with_clear_padding
 from jax_kernels.common.layout import frames_first, pixels_first
+from jax_kernels.common.tiles import pallas_is_on
 
 if TYPE_CHECKING:
     from cogvideox_torchax.sharding import PaddedChunk, Placement
@@ -68,6 +69,7 @@ class EncoderChunk(nnx.Module):
         self.encoder = vae.encoder
         self.quant_conv = vae.quant_conv
         self.dtype = vae.dtype
+        self.pallas = pallas_is_on()  # another program, see `run_chunk`
 
     def __call__(self, x: jax.Array, cache: Cache | None) -> tuple[jax.Array, Cache]:
         if x.dtype == jnp.uint8:
@@ -84,6 +86,7 @@ class DecoderChunk(nnx.Module):
         self.post_quant_conv = vae.post_quant_conv
         self.dtype = vae.dtype
         self.kind = kind
+        self.pallas = pallas_is_on()
 
     def __call__(self, z: jax.Array, cache: Cache | None) -> tuple[jax.Array, Cache]:
         z = z.astype(self.dtype)
