@@ -3,6 +3,7 @@
 
 import argparse
 import contextlib
+import errno
 import os
 import sys
 import traceback
@@ -78,7 +79,9 @@ def _told(error: BaseException, args: argparse.Namespace) -> int:
         if not getattr(args, "distributed", False):
             raise error
         traceback.print_exception(error)  # raised, it would have this process wait for the others
-    wrong_input = isinstance(error, ValueError | ImportError)
+    wrong_input = isinstance(error, ValueError | ImportError) or (
+        isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG  # whichever name was given
+    )
     name = "" if wrong_input else f"{type(error).__name__}: "
     print(f"cogvideox-torchax {args.command}: {name}{_one_line(error)}", file=sys.stderr)
     return USER_ERROR if wrong_input else FAILURE
@@ -99,4 +102,4 @@ def _profiled(args: argparse.Namespace) -> Iterator[None]:
 
 def _one_line(error: BaseException) -> str:
     text = " ".join(str(error).split())
-    return text if len(text) <= 600 else f"{text[:600]} ... (--traceback shows all)"
+    return text if len(text) <= 600 else f"{text[:300]} ... {text[-300:]} (--traceback shows all)"

@@ -110,14 +110,19 @@ def size(text: str, **options: Any) -> tuple[int, ...]:
 
 
 def frame_rate(text: str) -> Fraction:
-    """Frames a second, as FFmpeg takes them: above 0, numerator and denominator in 32 bits."""
+    """Frames a second, as `video.frame_rate` reads them."""
+    from cogvideox_torchax.files import video
+
     try:
-        rate = Fraction(text).limit_denominator(100_000)
-    except (ValueError, ZeroDivisionError):
-        rate = Fraction(0)
-    if not 0 < rate.numerator < 2**31:
-        raise argparse.ArgumentTypeError(f"{text} is no frame rate: give a number above 0, 8 or 30000/1001")
-    return rate
+        return video.frame_rate(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def check_named(path: str) -> None:
+    """Raise `ValueError` for an empty input path, which would stand for the current directory."""
+    if not path:
+        raise ValueError('got an empty name: give a file or a directory, "." for the current one')
 
 
 def parse_dtype(name: str) -> "torch.dtype":

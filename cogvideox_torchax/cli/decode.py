@@ -38,6 +38,7 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> int:
     from cogvideox_torchax.files import latents
 
+    common.check_named(args.latents)
     if Path(args.latents).is_dir():
         return batch.decode(args)
     batch.check_one(args)
@@ -45,6 +46,10 @@ def run(args: argparse.Namespace) -> int:
         team = stack.enter_context(devices.joined(args))
         # In tiles every process's devices take columns of each tile.
         loaded = latents.load(args.latents, None if args.tiling else team.columns)
+        if len(loaded.tensor) > 1:
+            raise ValueError(
+                f"{args.latents} holds {len(loaded.tensor)} videos, one is decoded: save each by itself"
+            )
         fps = args.fps or loaded.fps
         sink = stack.enter_context(team.writing(args.output, fps))
         quiet_libraries()

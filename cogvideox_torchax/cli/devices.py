@@ -110,9 +110,6 @@ class _Nowhere:
     def write(self, frames: "torch.Tensor") -> None:
         """Nothing: the first process writes."""
 
-    def close(self) -> None:
-        """Nothing was opened."""
-
 
 @contextlib.contextmanager
 def joined(args: argparse.Namespace) -> Iterator[Team]:

@@ -5,7 +5,7 @@ from typing import Any
 
 from cogvideox_torchax.cli import batch, common, devices
 from cogvideox_torchax.cli.clips import encode_clip, open_clip
-from cogvideox_torchax.files.whole import check_output
+from cogvideox_torchax.files.whole import check_file
 from cogvideox_torchax.runtime.quiet import quiet_libraries
 
 
@@ -42,12 +42,13 @@ def run(args: argparse.Namespace) -> int:
     from cogvideox_torchax.dataset import sources
     from cogvideox_torchax.files import latents
 
+    common.check_named(args.video)
     if sources.is_many(args.video):
         return batch.encode(args)
     batch.check_one(args)
     if not args.output.endswith(".safetensors"):
         raise ValueError(f"cannot write {args.output}: latents go into a .safetensors file")
-    check_output(args.output)
+    check_file(args.output)
     quiet_libraries()
     clip = open_clip(args)
     with devices.joined(args) as team:

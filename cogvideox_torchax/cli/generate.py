@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from cogvideox_torchax.cli import common
 from cogvideox_torchax.cli.clips import decode_to
-from cogvideox_torchax.files.whole import check_output, whole_file
+from cogvideox_torchax.files.whole import check_file, whole_file
 from cogvideox_torchax.runtime.quiet import quiet_libraries
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
     if (args.from_stage or args.save_every) and not args.save_stages:
         raise ValueError("--from-stage and --save-every need the stages' directory: pass --save-stages DIR")
     if args.preview:
-        check_output(args.preview)
+        check_file(args.preview)
         if not args.preview.endswith(".png"):
             raise ValueError(f"cannot write {args.preview}: a preview goes into a .png file")
     quiet_libraries()
@@ -112,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
         if args.save_stages:
             _make_directory(args.save_stages)
         else:
-            check_output(_kept_path(args))
+            check_file(_kept_path(args))
         watch = common.Stopwatch()
         vae, latents = _sampled(args) if kept is None else (_vae_for(args, kept), kept)
         keeping.enter_context(_on_disk(args, latents))

@@ -1,8 +1,9 @@
-"""Latent files: safetensors whose metadata says all that decoding needs to know."""
+"""Read and write latent files: safetensors whose metadata is one JSON object with all that decoding needs."""
 
+import contextlib
 import json
-import math
-from collections.abc import Callable
+import reprlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
@@ -10,10 +11,14 @@ from typing import Any
 
 import torch
 
+from cogvideox_torchax.files import reports, video
 from cogvideox_torchax.files.whole import whole_file
 from cogvideox_torchax.runtime import to_torch, without_torchax
 
-FORMAT = "cogvideox-torchax-latents/1"
+KEY, FORMAT = "cogvideox-torchax", 2
+FACTORS = ("scaling_factor", "shift_factor", "invert_scale_latents")
+"""Of the config, what a diffusion pipeline applies."""
+FORMER = "cogvideox-torchax-latents/1"
 TENSOR, LOGVAR, SAMPLE = "latents", "logvar", "sample"
 
 SHAPING_FIELDS = (
@@ -71,22 +76,16 @@ class Latents:
         return {name: tensor for name, tensor in kept.items() if tensor is not None}
 
     def metadata(self) -> dict[str, str]:
-        """All but the tensors, as a file says it."""
-        shaping = {name: _plain(self.config.get(name)) for name in SHAPING_FIELDS}
-        said = {
+        """Return all but the tensors, as a file holds it: one JSON object."""
+        fields = {
             "format": FORMAT,
-            "config": json.dumps(shaping),
-            "scaled": "false",
-            "scaling_factor": json.dumps(shaping["scaling_factor"]),
-            "shift_factor": json.dumps(shaping["shift_factor"]),
-            "invert_scale_latents": json.dumps(shaping["invert_scale_latents"]),
             "model": self.model,
+            "config": {name: _plain(self.config.get(name)) for name in SHAPING_FIELDS},
             "fps": str(self.fps),
-            "num_frames": str(self.num_frames),
+            "num_frames": self.num_frames,
+            "about": self.about,
         }
-        if self.about:
-            said["about"] = json.dumps(self.about, sort_keys=True)
-        return said
+        return {KEY: json.dumps(fields, sort_keys=True)}
 
     def check_model(self, config: dict[str, Any]) -> None:
         """Raises `LatentsError` unless a VAE of this config can decode these latents."""
@@ -104,29 +103,16 @@ def _plain(value: Any) -> Any:
 
 
 def save(latents: Latents, path: str | Path) -> None:
-    """Writes a latent file, whole or not at all; equal latents make equal bytes."""
-    from safetensors.torch import save_file
+    """Write a latent file, whole or not at all; equal latents make equal bytes."""
+    from safetensors.torch import save as serialized
 
     plain = {name: to_torch(tensor).contiguous() for name, tensor in latents.tensors.items()}
     with whole_file(path) as temporary:
-        without_torchax(save_file, plain, temporary, metadata=latents.metadata())
-        _sort_header(temporary)
-
-
-def _sort_header(path: Path) -> None:
-    """Puts the header of a safetensors file in order: its writer lists the metadata in one that changes from
-    run to run."""
-    with path.open("r+b") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length))
-        ordered = json.dumps(header, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
-        if len(ordered) <= length:  # else the writer escapes less than JSON has to
-            file.seek(8)
-            file.write(ordered.ljust(length))
+        temporary.write_bytes(without_torchax(serialized, plain, metadata=latents.metadata()))
 
 
 def load(path: str | Path, columns: Callable[[tuple[int, ...]], slice] | None = None) -> Latents:
-    """Reads a latent file, of the posterior what decoding takes.
+    """Read a latent file, of the posterior what decoding takes.
 
     Args:
         path: of the file.
@@ -135,46 +121,30 @@ def load(path: str | Path, columns: Callable[[tuple[int, ...]], slice] | None = 
 
     Raises:
         LatentsError: no file, no safetensors, truncated, without the tensor or the metadata of `save`, or
-            with a field of it that is broken, which is named.
+            with a field that is broken, which is named.
     """
-    from safetensors import SafetensorError
-
     path = Path(path)
     if not path.is_file():
         raise LatentsError(f"there is no file {path}")
-    try:
+    with _readable(path):
         metadata, tensor = without_torchax(_read, path, columns)
-    except SafetensorError as error:
-        raise LatentsError(f"{path} is truncated or no safetensors file ({error})") from error
     return assembled(path, metadata, {} if tensor is None else {TENSOR: tensor})
 
 
 def about(path: Path) -> dict[str, Any]:
-    """What a latent file says it is `about`; its tensors are not read.
+    """Return what a latent file is `about`; its tensors are not read.
 
     Raises:
         LatentsError: no safetensors, truncated, another format, or a broken field.
     """
-    from safetensors import SafetensorError, safe_open
+    from safetensors import safe_open
 
-    try:
-        with safe_open(path, framework="np") as file:
-            metadata = file.metadata() or {}
-    except SafetensorError as error:
-        raise LatentsError(f"{path} is truncated or no safetensors file ({error})") from error
-    if metadata.get("format") != FORMAT:
-        raise _foreign(path)
-    return _field(path, metadata, "about") if "about" in metadata else {}
-
-
-def _foreign(path: Path) -> LatentsError:
-    return LatentsError(
-        f"{path} is no latent file of this program: write one with `cogvideox-torchax encode`"
-    )
+    with _readable(path), safe_open(path, framework="np") as file:
+        return _fields(path, file.metadata() or {})["about"]
 
 
 def loads(data: bytes, name: str | Path) -> Latents:
-    """All that a latent file holds, of its bytes.
+    """Return all that a latent file holds, given its bytes.
 
     Args:
         data: the file.
@@ -183,105 +153,106 @@ def loads(data: bytes, name: str | Path) -> Latents:
     Raises:
         LatentsError: as `load`.
     """
+    from safetensors.torch import load as deserialized
+
+    with _readable(name):
+        tensors = without_torchax(deserialized, data)
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    return assembled(name, header.get("__metadata__", {}), tensors)
+
+
+@contextlib.contextmanager
+def _readable(path: str | Path) -> Iterator[None]:
+    """Raise `LatentsError` for what safetensors finds wrong with a file."""
     from safetensors import SafetensorError
-    from safetensors.torch import load as load_tensors
 
     try:
-        tensors = without_torchax(load_tensors, data)
+        yield
     except SafetensorError as error:
-        raise LatentsError(f"{name} is truncated or no safetensors file ({error})") from error
-    metadata = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")]).get("__metadata__", {})
-    return assembled(Path(name), metadata, tensors)
+        raise LatentsError(f"{path} is truncated or no safetensors file ({error})") from error
 
 
-def assembled(path: Path, metadata: dict[str, str], tensors: dict[str, torch.Tensor]) -> Latents:
-    """Latents of a file's metadata and tensors.
+def assembled(path: str | Path, metadata: dict[str, str], tensors: dict[str, torch.Tensor]) -> Latents:
+    """Return the latents of a file's metadata and tensors.
 
     Args:
         path: of the file, for errors.
-        metadata: as `Latents.metadata` gives it.
+        metadata: as `Latents.metadata` gives it, or of the former format.
         tensors: as `Latents.tensors` does.
 
     Raises:
         LatentsError: no tensor, another format, or a broken field, which is named.
     """
-    tensor = tensors.get(TENSOR)
-    if metadata.get("format") != FORMAT or tensor is None:
+    fields, tensor = _fields(path, metadata), tensors.get(TENSOR)
+    if tensor is None:
         raise _foreign(path)
-    if tensor.ndim != 5 or not tensor.dtype.is_floating_point:
+    if tensor.ndim != 5 or not tensor.numel() or not tensor.dtype.is_floating_point:
         raise LatentsError(
-            f"{path} holds {tensor.dtype} of shape {tuple(tensor.shape)}: floats (N, C, T, H, W) are wanted"
+            f"{path} holds {tensor.dtype} of shape {tuple(tensor.shape)}: floats (N, C, T, H, W), none of "
+            "them 0, are wanted"
         )
-    fields = {name: _field(path, metadata, name) for name in _FIELDS if name != "about"}
-    for name in ("scaling_factor", "shift_factor", "invert_scale_latents"):
-        value, configured = fields[name], fields["config"].get(name)
-        if configured != value:
-            raise LatentsError(f"{path} is broken: its {name} is {value}, its config's is {configured}")
-    about = _field(path, metadata, "about") if "about" in metadata else {}
-    given = {name: fields[name] for name in ("config", "model", "fps", "num_frames")}
-    return Latents(tensor, **given, logvar=tensors.get(LOGVAR), sample=tensors.get(SAMPLE), about=about)
+    return Latents(tensor, **fields, logvar=tensors.get(LOGVAR), sample=tensors.get(SAMPLE))
 
 
-def _number(text: str) -> float:
-    value = json.loads(text)
-    if isinstance(value, bool) or not math.isfinite(value):
-        raise ValueError
-    return value
+def _foreign(path: str | Path) -> LatentsError:
+    return LatentsError(
+        f"{path} is no latent file of this program: write one with `cogvideox-torchax encode`"
+    )
 
 
-def _factor(text: str) -> float:
-    value = _number(text)
-    if value == 0:
-        raise ValueError
-    return value
-
-
-def _number_or_null(text: str) -> float | None:
-    return None if text == "null" else _number(text)
-
-
-def _flag(text: str) -> bool:
-    return {"true": True, "false": False}[text]
-
-
-def _object(text: str) -> dict[str, Any]:
-    return dict(json.loads(text))
-
-
-def _rate(text: str) -> Fraction:
-    rate = Fraction(text)
-    if rate <= 0:
-        raise ValueError
-    return rate
-
-
-def _count(text: str) -> int:
-    count = int(text)
-    if count < 1:
-        raise ValueError
-    return count
-
-
-_FIELDS: dict[str, tuple[Callable[[str], Any], str]] = {
-    "config": (_object, "a JSON object"),
-    "scaling_factor": (_factor, "a finite number other than 0"),
-    "shift_factor": (_number_or_null, "a finite number or null"),
-    "invert_scale_latents": (_flag, "true or false"),
-    "model": (str, "a name"),
-    "fps": (_rate, "a number above 0"),
-    "num_frames": (_count, "a whole number above 0"),
-    "about": (_object, "a JSON object"),
-}
-"""How each field of the metadata is read, and what it has to be."""
-
-
-def _field(path: Path, metadata: dict[str, str], name: str) -> Any:
-    read, wanted = _FIELDS[name]
+def _fields(path: str | Path, metadata: dict[str, str]) -> dict[str, Any]:
+    """Return the attributes of `Latents` that a file's metadata holds."""
     try:
-        return read(metadata[name])
-    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-        found = repr(metadata[name]) if name in metadata else "missing"
-        raise LatentsError(f"{path} is broken: its {name} is {found}, {wanted} is wanted") from error
+        fields = reports.parse(metadata[KEY]) if KEY in metadata else _former(metadata)
+    except ValueError as error:
+        raise LatentsError(f"{path} is broken: its metadata is no JSON ({error})") from error
+    if not isinstance(fields, dict) or fields.get("format") != FORMAT:
+        raise _foreign(path)
+    config = fields.get("config")
+    found = {**fields}
+    if isinstance(config, dict):
+        found |= {name: config[name] for name in FACTORS if name in config}
+    for name, (is_valid, wanted) in _CHECKS.items():
+        if not is_valid(found.get(name)):
+            shown = reprlib.repr(found[name]) if name in found else "missing"
+            raise LatentsError(f"{path} is broken: its {name} is {shown}, {wanted} is wanted")
+    kept = {name: fields[name] for name in ("model", "config", "num_frames", "about")}
+    return {**kept, "fps": video.frame_rate(fields["fps"])}
+
+
+def _former(metadata: dict[str, str]) -> dict[str, Any]:
+    """Return the fields of a file of format 1: a string each, some of the config's once more."""
+    if metadata.get("format") != FORMER:
+        return {}
+    texts = {name: metadata[name] for name in ("model", "fps") if name in metadata}
+    of_json = ("config", "num_frames", "about")
+    values = {name: reports.parse(metadata[name]) for name in of_json if name in metadata}
+    return {"about": {}, **texts, **values, "format": FORMAT}
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it is one that float32 has; compared as it is, since an int of JSON may be beyond any float."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and -1e38 < value < 1e38
+
+
+def _is_rate(value: Any) -> bool:
+    try:
+        return isinstance(value, str) and video.frame_rate(value) > 0
+    except ValueError:
+        return False
+
+
+_CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "config": (lambda value: isinstance(value, dict), "a JSON object"),
+    "scaling_factor": (lambda value: _is_number(value) and value != 0, "a finite number other than 0"),
+    "shift_factor": (lambda value: value is None or _is_number(value), "a finite number or null"),
+    "invert_scale_latents": (lambda value: isinstance(value, bool), "true or false"),
+    "model": (lambda value: isinstance(value, str), "a name"),
+    "fps": (_is_rate, "a number above 0"),
+    "num_frames": (lambda value: type(value) is int and 0 < value < 2**63, "a whole number above 0"),
+    "about": (lambda value: isinstance(value, dict), "a JSON object"),
+}
+"""What each field has to be, `FACTORS` of the config among them."""
 
 
 def _read(

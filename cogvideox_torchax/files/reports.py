@@ -4,26 +4,27 @@ import json
 from pathlib import Path
 from typing import Any
 
-from cogvideox_torchax.files.whole import check_output, whole_file
+from cogvideox_torchax.files.whole import check_file, whole_file
+
+
+def parse(text: str | bytes) -> Any:
+    """Return the value of a JSON text; `ValueError` where it is none, or nested too deep to be read."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deep") from error
 
 
 def load(path: Path, wanted: str) -> dict[str, Any]:
     """A report of the format `wanted`; `ValueError` where the file is none, or of another version."""
     try:
-        report = json.loads(path.read_text())
+        report = parse(path.read_bytes())
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read as a report ({error})") from error
     found = report.get("format") if isinstance(report, dict) else None
     if found != wanted:
         raise ValueError(f"{path} is of format {found}, this version reads {wanted}: make it again")
     return report
-
-
-def check_file(path: Path) -> None:
-    """`ValueError` where no file can be written."""
-    check_output(path)
-    if path.is_dir():
-        raise ValueError(f"cannot write {path}: it is a directory")
 
 
 def write_text(path: Path, text: str) -> Path:

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import itertools
+import re
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,12 @@ Source = str | Path | bytes
 SUFFIXES = (".avi", ".gif", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg", ".ts", ".webm", ".wmv")
 """What a directory's videos end in."""
 
-
+RATE = re.compile(r"[0-9]{1,10}(\.[0-9]{1,10})?(/[0-9]{1,10})?")
+"""A frame rate as text; without exponents, as a few bytes of those make a number that fills memory."""
+LONGEST = 600
+"""Seconds that a frame may last: neither .gif nor .mp4 has numbers for many more."""
+LARGEST = 16_384
+"""Pixels of a side, the most that H.264 has."""
 COPIED = ("aac", "ac3", "alac", "eac3", "mp3", "opus")
 """Codecs of sound that .mp4 knows."""
 UNREADABLE = "unknown"
@@ -87,6 +93,20 @@ class VideoInfo:
         """Whether the frame rate varies: by more than the rounding to a clock that ticks often enough."""
         shortest, longest = self.gaps
         return longest - shortest > (self.tick if 4 * self.tick < shortest else 0)
+
+
+def frame_rate(text: str) -> Fraction:
+    """Return the frames a second that a text such as 29.97 or 30000/1001 names.
+
+    Raises:
+        ValueError: no number above 0 that FFmpeg has a fraction of 32 bits for.
+    """
+    with contextlib.suppress(ValueError, ZeroDivisionError):
+        if RATE.fullmatch(text):
+            rate = Fraction(text)
+            if 0 < rate.numerator < 2**31 > rate.denominator:
+                return rate
+    raise ValueError(f"{text[:40]} is no frame rate: give a number above 0, 8 or 30000/1001")
 
 
 def _av() -> Any:
@@ -254,6 +274,8 @@ def framing(info: VideoInfo, *, multiple: int, height: int | None, width: int | 
     elif not crop and width and not height:
         height = max(round(width / info.shape / multiple), 1) * multiple
     chosen_height, chosen_width = height or info.height, width or info.width
+    if max(chosen_height, chosen_width) > LARGEST:
+        raise VideoError(f"got {chosen_height} x {chosen_width} pixels: give at most {LARGEST} a side")
     fitting = [max(side // multiple * multiple, multiple) for side in (chosen_height, chosen_width)]
     if crop:
         if fitting[0] > info.height or fitting[1] > info.width:
@@ -315,8 +337,6 @@ class Sink(Protocol):
 
     def write(self, frames: torch.Tensor) -> None: ...
 
-    def close(self) -> None: ...
-
 
 @dataclass(frozen=True)
 class Alongside:
@@ -346,26 +366,32 @@ def writing(path: str | Path, fps: Fraction | float, alongside: Alongside | None
 
     Raises:
         OutputError: another suffix, an output that cannot be written, a directory that has files in it, or a
-            rate that is not above 0.
+            rate that is not above 0 or has a frame last for longer than `LONGEST`.
     """
-    path, kind = Path(path), check_writing(path, fps)
+    alongside = alongside or Alongside()
+    path, kind = Path(path), check_writing(path, fps, alongside.times)
     rate = Fraction(fps).limit_denominator(100_000)
     with whole_file(path) as temporary:
         if kind == ".mp4":
-            sink: Sink = _Mp4Sink(temporary, rate, alongside or Alongside())
+            sink: _Mp4Sink | _GifSink | _FrameSink = _Mp4Sink(temporary, rate, alongside)
         else:
             sink = (_GifSink if kind else _FrameSink)(temporary, rate)
-        try:
+        with contextlib.closing(sink):
             yield sink
-        finally:
-            sink.close()
+            sink.finish()
 
 
-def check_writing(path: str | Path, fps: Fraction | float) -> str:
-    """The suffix of an output that `writing` can write; raises as it does."""
-    path = Path(path)
+def check_writing(path: str | Path, fps: Fraction | float, times: Sequence[Fraction] = ()) -> str:
+    """Return the suffix of an output that `writing` can write; raises as it does."""
+    path = check_output(path)
     if not fps > 0:
         raise OutputError(f"cannot write {path} with {fps} frames a second: give a rate above 0")
+    longest = max([1 / Fraction(fps), *(b - a for a, b in itertools.pairwise(times))])
+    if longest > LONGEST:
+        raise OutputError(
+            f"cannot write {path}: a frame would last for {float(longest):.0f} s, at most {LONGEST} s are "
+            "possible; give another --fps"
+        )
     kind = path.suffix.lower()
     if kind not in (".mp4", ".gif", ""):
         raise OutputError(f"cannot write {path}: give a name in .mp4 or .gif, or a directory for frames")
@@ -379,7 +405,6 @@ def check_writing(path: str | Path, fps: Fraction | float) -> str:
         raise OutputError(
             f"cannot write frames to {path}: something is mounted there; give a directory in it"
         )
-    check_output(path)
     return kind
 
 
@@ -429,12 +454,21 @@ class _Mp4Sink:
                 self._sound.copy(until=shown)
             self._written += 1
 
-    def close(self) -> None:
+    def finish(self) -> None:
+        """Write the frames that x264 holds back, the rest of the sound, and the index."""
         if self._stream is not None:
             self._container.mux(self._stream.encode(None))
             if self._sound is not None:
                 self._sound.finish()
         self._container.close()
+
+    def close(self) -> None:
+        """Give back what is open. Nothing is muxed here: after a header that could not be written, on a full
+        disk, FFmpeg would begin it again and crash."""
+        if self._sound is not None:
+            self._sound.close()
+        with contextlib.suppress(_av().error.FFmpegError):  # the trailer, where frames failed before
+            self._container.close()
 
 
 class _Sound:
@@ -491,6 +525,8 @@ class _Sound:
             for frame in self._resampler.resample(None):
                 self._container.mux(self._stream.encode(frame))
             self._container.mux(self._stream.encode(None))
+
+    def close(self) -> None:
         self._source.close()
 
 
@@ -511,12 +547,16 @@ class _GifSink:
         # A GIF's frames are held as palette bytes, a third of their pixels: Pillow writes them all at once.
         self._images += [Image.fromarray(pixels).quantize() for pixels in _frames_NHWC(frames)]
 
-    def close(self) -> None:
+    def finish(self) -> None:
+        """Write the file, which needs all frames."""
         if self._images:
             first, *rest = self._images
             ends = [round(i * self._hundredths) for i in range(len(self._images) + 1)]
             times = [max(10 * (end - start), self.SHORTEST) for start, end in itertools.pairwise(ends)]
             first.save(self._path, save_all=True, append_images=rest, duration=times, loop=0)
+
+    def close(self) -> None:
+        """Nothing is open."""
 
 
 class _FrameSink:
@@ -534,5 +574,8 @@ class _FrameSink:
             Image.fromarray(pixels).save(self._path / f"frame_{self._count:05d}.png")
             self._count += 1
 
+    def finish(self) -> None:
+        """Nothing is left to write."""
+
     def close(self) -> None:
-        pass
+        """Nothing is open."""

@@ -31,7 +31,13 @@ def check_output(path: str | Path) -> Path:
         OutputError: its directory is missing or cannot be written, or a device or a pipe is there.
     """
     path = Path(path)
-    if path.exists() and not (path.is_file() or path.is_dir()):
+    try:
+        kind = stat.S_IFMT(path.stat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        kind = stat.S_IFREG
+    except OSError as error:
+        raise OutputError(f"cannot write {path}: {error.strerror}") from error
+    if kind not in (stat.S_IFREG, stat.S_IFDIR):
         raise OutputError(f"cannot write {path}: it is a device or a pipe; give a file")
     parent = followed(path).parent
     if not parent.is_dir():
@@ -39,6 +45,13 @@ def check_output(path: str | Path) -> Path:
     if not os.access(parent, os.W_OK):
         raise OutputError(f"cannot write {path}: {parent} is not writable")
     return path
+
+
+def check_file(path: str | Path) -> Path:
+    """The path, if a file that is no directory can be written there; raises as `check_output` does."""
+    if check_output(path).is_dir():
+        raise OutputError(f"cannot write {path}: it is a directory")
+    return Path(path)
 
 
 def followed(path: str | Path) -> Path:

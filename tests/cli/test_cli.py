@@ -12,6 +12,7 @@ import time
 from fractions import Fraction
 from pathlib import Path
 
+import av
 import pytest
 import torch
 
@@ -83,20 +84,13 @@ def test_both_backends_write_the_same_latents(clip, model_directory, small_vae):
 
 
 def test_latents_say_what_decoding_needs(latent_file):
-    from safetensors import safe_open
-
-    with safe_open(latent_file, "pt") as file:
-        metadata = file.metadata()
-    assert {
-        key: metadata[key] for key in ("scaling_factor", "invert_scale_latents", "shift_factor", "fps")
-    } == {
-        "scaling_factor": "1.15258426",
-        "invert_scale_latents": "false",
-        "shift_factor": "null",
-        "fps": "10",
+    loaded = latents.load(latent_file)
+    assert {name: loaded.config[name] for name in latents.FACTORS} == {
+        "scaling_factor": 1.15258426,
+        "shift_factor": None,
+        "invert_scale_latents": False,
     }
-    assert metadata["num_frames"] == "9"
-    assert metadata["model"] == "vae"
+    assert (loaded.fps, loaded.num_frames, loaded.model) == (10, 9, "vae")
 
 
 def test_a_seed_samples_and_repeats(clip, model_directory):
@@ -228,6 +222,19 @@ def _other_model():
     reference.small_vae(block_out_channels=(8, 16, 16, 32), norm_num_groups=4).save_pretrained("other")
 
 
+def _late():
+    """A video whose last frame is shown 10^12 ms after the first."""
+    with av.open("late.mkv", "w") as container:
+        stream = container.add_stream("libx264", rate=10)
+        stream.height, stream.width, stream.pix_fmt = 24, 40, "yuv420p"
+        stream.codec_context.time_base = Fraction(1, 1000)
+        for n, pixels in enumerate(moving_frames(9)[0].permute(1, 2, 3, 0).contiguous().numpy()):
+            frame = av.VideoFrame.from_ndarray(pixels, format="rgb24")
+            frame.pts, frame.time_base = 100 * n if n < 8 else 10**12, Fraction(1, 1000)
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode(None))
+
+
 ENCODE = ("encode", "clip.mp4", "-o", "new.safetensors", "--model", "vae")
 DECODE = ("decode", "z.safetensors", "-o", "new.mp4")
 WRONG = {
@@ -276,6 +283,39 @@ WRONG = {
     "unknown suffix": (lambda: None, (*DECODE[:3], "new.avi"), "give a name in .mp4 or .gif"),
     "sizes for one clip": (lambda: None, (*ENCODE, "--buckets", "9x24x40"), "--buckets is for many clips"),
     "readers of one file": (lambda: None, (*DECODE, "--readers", 3), "--readers is for many clips"),
+    "latents into a directory": (
+        lambda: Path("taken.safetensors").mkdir(),
+        (*ENCODE[:3], "taken.safetensors", *ENCODE[4:]),
+        "cannot write taken.safetensors: it is a directory",
+    ),
+    "no video's name": (lambda: None, ("encode", "", *ENCODE[2:]), "got an empty name"),
+    "no latents' name": (lambda: None, ("decode", "", *DECODE[2:]), "got an empty name"),
+    "two videos": (
+        lambda: _edit_latents(tensor=torch.zeros(2, 16, 3, 3, 5)),
+        DECODE,
+        "z.safetensors holds 2 videos",
+    ),
+    "no frames": (
+        lambda: _edit_latents(tensor=torch.zeros(1, 16, 0, 3, 5)),
+        DECODE,
+        "floats (N, C, T, H, W), none of them 0",
+    ),
+    "an output's long name": (lambda: None, (*DECODE[:3], "x" * 252 + ".mp4"), "File name too long"),
+    "a latent file's long name": (
+        lambda: None,
+        (*ENCODE[:3], "x" * 256 + ".safetensors", *ENCODE[4:]),
+        "File name too long",
+    ),
+    "an input's long name": (lambda: None, ("decode", "x" * 256, *DECODE[2:]), "File name too long"),
+    "a video's long name": (lambda: None, ("encode", "x" * 256, *ENCODE[2:]), "File name too long"),
+    "a gif's frame of 1000 s": (lambda: None, (*DECODE[:3], "a.gif", "--fps", 0.001), "at most 600 s"),
+    "a frame of 100000 s": (lambda: None, (*DECODE, "--fps", "0.00001"), "at most 600 s"),
+    "a height beyond any": (lambda: None, (*ENCODE, "--height", 8 * 10**12), "at most 16384"),
+    "a time beyond any": (
+        _late,
+        ("reconstruct", "late.mkv", "-o", "late.mp4", "--model", "vae"),
+        "at most 600 s",
+    ),
     "a seed for no sample": (lambda: None, ("encode", ".", *ENCODE[2:], "--seed", 3), "add --keep sample"),
 }
 
@@ -333,7 +373,9 @@ def test_tiles_are_those_that_are_asked_for(clip, latent_file, native_vae):
 
 
 @pytest.mark.parametrize("command", ["decode", "reconstruct", "generate"])
-@pytest.mark.parametrize("rate", ["0", "-3", "0/1", "1/0", "nan", "inf", "fast", "1e-9", "1e12"])
+@pytest.mark.parametrize(
+    "rate", ["0", "-3", "0/1", "1/0", "nan", "inf", "fast", "1e-9", "1e12", "1e99999999"]
+)
 def test_a_frame_rate_that_is_none_is_refused_before_anything_is_read(command, rate, capsys):
     with pytest.raises(SystemExit) as end:
         cli.main([command, *(() if command == "generate" else ("no.file",)), "-o", "new.mp4", "--fps", rate])

@@ -1,6 +1,7 @@
-"""A latent file that is broken is refused, by the field that is."""
+"""Latent files: what is saved is loaded, the former format too; a broken field is named."""
 
 import json
+import math
 from fractions import Fraction
 
 import pytest
@@ -13,95 +14,117 @@ from cogvideox_torchax.files import latents
 pytestmark = pytest.mark.usefixtures("torchax_off")
 
 CONFIG = {"scaling_factor": 0.7, "shift_factor": None, "invert_scale_latents": False, "latent_channels": 16}
+MADE = latents.Latents(torch.zeros(1, 16, 2, 3, 5), CONFIG, "vae", Fraction(30000, 1001), 8)
+FIELDS = json.loads(MADE.metadata()[latents.KEY])
 
 
-def saved(path, **config):
-    made = latents.Latents(torch.zeros(1, 16, 2, 3, 5), {**CONFIG, **config}, "vae", Fraction(30000, 1001), 8)
-    latents.save(made, path)
+def written(path, metadata):
+    save_file({latents.TENSOR: MADE.tensor}, path, metadata=metadata)
     return path
 
 
-def edited(path, **fields):
-    """The file with other metadata; None takes a field out."""
-    with safe_open(path, "pt") as file:
-        metadata, tensor = file.metadata() | fields, file.get_tensor(latents.TENSOR)
-    metadata = {name: value for name, value in metadata.items() if value is not None}
-    save_file({latents.TENSOR: tensor}, path, metadata=metadata)
-    return path
+def with_fields(path, **changes):
+    """A file with other fields, some of them of the config; what is `MISSING` is left out."""
+    fields = {**FIELDS, "config": {**FIELDS["config"]}}
+    for name, value in changes.items():
+        owner = fields["config"] if name in latents.FACTORS else fields
+        owner[name] = value
+        if value is MISSING:
+            del owner[name]
+    return written(path, {latents.KEY: json.dumps(fields)})
 
 
-def with_config(path, **config):
-    """The file with another config and the fields beside it that repeat it."""
-    shaping = {**CONFIG, **config}
-    repeated = {name: json.dumps(value) for name, value in config.items()}
-    return edited(path, config=json.dumps(shaping), **repeated)
+def former(**changes):
+    """The metadata of format 1, which files of earlier versions have; None leaves a field out."""
+    fields = {
+        "format": "cogvideox-torchax-latents/1",
+        "config": json.dumps(FIELDS["config"]),
+        "scaled": "false",
+        "scaling_factor": "0.7",
+        "shift_factor": "null",
+        "invert_scale_latents": "false",
+        "model": "vae",
+        "fps": "30000/1001",
+        "num_frames": "8",
+        **changes,
+    }
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+MISSING = object()
 
 
 @pytest.mark.parametrize("shift", [None, 0.0, -0.25])
 @pytest.mark.parametrize("scale", [0.7, 1, -2.5])
 def test_what_is_saved_is_loaded(tmp_path, scale, shift):
-    path = saved(
-        tmp_path / "z.safetensors", scaling_factor=scale, shift_factor=shift, invert_scale_latents=True
-    )
-    loaded = latents.load(path)
-    assert loaded.config["scaling_factor"] == scale
-    assert loaded.config["shift_factor"] == shift
-    assert loaded.config["invert_scale_latents"] is True
+    config = {"scaling_factor": scale, "shift_factor": shift, "invert_scale_latents": True}
+    about = {"caption": "a cat", "size": [24, 40]}
+    made = latents.Latents(torch.rand(1, 16, 2, 3, 5), config, "vae", Fraction(30000, 1001), 8, about=about)
+    files = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
+    for path in files:
+        latents.save(made, path)
+    loaded = latents.load(files[0])
+    assert torch.equal(loaded.tensor, made.tensor)
+    assert {name: loaded.config[name] for name in config} == config
     assert (loaded.model, loaded.fps, loaded.num_frames) == ("vae", Fraction(30000, 1001), 8)
+    assert loaded.about == latents.about(files[0]) == about
+    assert files[0].read_bytes() == files[1].read_bytes()
+    with safe_open(files[0], "pt") as file:
+        assert list(file.metadata()) == [latents.KEY]
 
 
-NUMBERS = {
-    "text": '"0.7"',
-    "no JSON": "0.7x",
-    "nothing": "",
-    "not a number": "NaN",
-    "infinite": "Infinity",
-    "minus infinite": "-Infinity",
-    "a flag": "true",
-    "a list": "[0.7]",
-    "missing": None,
-}
+@pytest.mark.parametrize("about", [None, {"caption": "a cat"}])
+def test_files_of_the_former_format_are_read(tmp_path, about):
+    path = written(tmp_path / "z.safetensors", former(about=about and json.dumps(about)))
+    loaded = latents.load(path)
+    assert torch.equal(loaded.tensor, MADE.tensor)
+    assert (loaded.config, loaded.model, loaded.fps) == (FIELDS["config"], "vae", Fraction(30000, 1001))
+    assert (loaded.num_frames, loaded.about) == (8, about or {})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("fps", "1e400"), ("fps", None), ("num_frames", "many"), ("config", "[1]"), ("config", "[" * 10**5)],
+)
+def test_a_broken_file_of_the_former_format_is_refused(tmp_path, field, value):
+    path = written(tmp_path / "z.safetensors", former(**{field: value}))
+    with pytest.raises(latents.LatentsError, match=f"z.safetensors is broken: its ({field} is|metadata)"):
+        latents.load(path)
+
+
+NUMBERS = ["0.7", math.nan, math.inf, -math.inf, True, [0.7], MISSING, 10**400, 1e39]
 BROKEN = {
-    **{f"scaling_factor, {name}": ("scaling_factor", value) for name, value in NUMBERS.items()},
-    "scaling_factor, null": ("scaling_factor", "null"),
-    "scaling_factor, zero": ("scaling_factor", "0.0"),
-    **{f"shift_factor, {name}": ("shift_factor", value) for name, value in NUMBERS.items()},
-    "invert_scale_latents, null": ("invert_scale_latents", "null"),
-    "invert_scale_latents, a number": ("invert_scale_latents", "0"),
-    "invert_scale_latents, text": ("invert_scale_latents", '"false"'),
-    "invert_scale_latents, missing": ("invert_scale_latents", None),
-    "config, a list": ("config", "[1]"),
-    "config, no JSON": ("config", "{"),
-    "config, missing": ("config", None),
-    "model, missing": ("model", None),
-    "fps, zero": ("fps", "0"),
-    "fps, below zero": ("fps", "-8"),
-    "fps, no fraction": ("fps", "8/0"),
-    "num_frames, text": ("num_frames", "many"),
-    "num_frames, zero": ("num_frames", "0"),
+    "scaling_factor": [*NUMBERS, None, 0.0],
+    "shift_factor": [value for value in NUMBERS if value is not MISSING],
+    "invert_scale_latents": [None, 0, "false", MISSING],
+    "config": [[1], MISSING],
+    "model": [3, MISSING],
+    "fps": ["0", "-8", "8/0", 8, "nan", "1e99999999", "1/10000000000", "1e-9", "1e400", "9" * 500, MISSING],
+    "num_frames": ["8", 0, 8.0, True, 2**63, MISSING],
+    "about": [[], None, MISSING],
 }
+CASES = [(field, value) for field, values in BROKEN.items() for value in values]
 
 
-@pytest.mark.parametrize(("field", "value"), BROKEN.values(), ids=BROKEN)
+@pytest.mark.parametrize(("field", "value"), CASES, ids=[f"{f}-{str(v)[:12]}" for f, v in CASES])
 def test_a_broken_field_is_named(tmp_path, field, value):
-    path = edited(saved(tmp_path / "z.safetensors"), **{field: value})
+    path = with_fields(tmp_path / "z.safetensors", **{field: value})
     with pytest.raises(latents.LatentsError, match=f"z.safetensors is broken: its {field} is .* is wanted"):
         latents.load(path)
 
 
-@pytest.mark.parametrize(
-    ("field", "value"), [("scaling_factor", None), ("scaling_factor", "0.7"), ("invert_scale_latents", 0)]
-)
-def test_a_field_that_is_broken_in_the_config_as_well_is_named(tmp_path, field, value):
-    path = with_config(saved(tmp_path / "z.safetensors"), **{field: value})
-    with pytest.raises(latents.LatentsError, match=f"its {field} is .* is wanted"):
-        latents.load(path)
+@pytest.mark.parametrize("text", ["{", "[" * 10**5, '{"a":' * 10**5, "9" * 5000])
+def test_metadata_that_is_no_json_is_refused(tmp_path, text):
+    path = written(tmp_path / "z.safetensors", {latents.KEY: text})
+    for read in (latents.load, latents.about, lambda path: latents.loads(path.read_bytes(), path)):
+        with pytest.raises(latents.LatentsError, match="z.safetensors is broken: its metadata is no JSON"):
+            read(path)
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("scaling_factor", "1.5"), ("shift_factor", "0.5"), ("invert_scale_latents", "true")]
+    "metadata", [None, {"format": "pt"}, {latents.KEY: "[2]"}, {latents.KEY: '{"format": 3}'}]
 )
-def test_a_field_that_contradicts_the_config_is_named(tmp_path, field, value):
-    path = edited(saved(tmp_path / "z.safetensors"), **{field: value})
-    with pytest.raises(latents.LatentsError, match=f"its {field} is {value.title()}, its config's is "):
+def test_a_file_of_another_program_is_refused(tmp_path, metadata):
+    path = written(tmp_path / "z.safetensors", metadata)
+    with pytest.raises(latents.LatentsError, match="no latent file of this program"):
         latents.load(path)
