@@ -237,7 +237,7 @@ def test_another_model_marks_no_latents_bad_and_a_broken_first_clip_is_its_own(
     shutil.copytree(encoded / "webdataset", tmp_path / "in")
     path = min((tmp_path / "in").glob("*.tar"))
     data = path.read_bytes()
-    path.write_bytes(data.replace(b"cogvideox-torchax-latents", b"cogvideox-torchax-nothing", 1))
+    path.write_bytes(data.replace(rb"format\": 2", rb"format\": 3", 1))
     assert path.read_bytes() != data
     assert cli.main(["decode", str(tmp_path / "in"), *decode[2:]]) == 1
     assert [line["kind"] for line in manifest.lines(tmp_path / "out", "videos")].count("bad") == 1
