@@ -2,10 +2,11 @@
 
 import abc
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+
+from cogvideox_torchax.vae.checkpoint import locate_vae
 
 KINDS = ("encode", "decode")
 
@@ -62,13 +63,7 @@ class Backend(abc.ABC):
         Raises:
             ModelError: a `ValueError` that says what is missing or wrong, and what to do.
         """
-        directory = Path(model).expanduser()
-        whole = (directory / "model_index.json").is_file() or _is_pipeline_id(model)
-        vae = cls.model_class().from_pretrained(
-            str(directory) if directory.exists() else model,
-            subfolder="vae" if whole else None,
-            torch_dtype=dtype,
-        )
+        vae = cls.model_class().from_pretrained(locate_vae(model), torch_dtype=dtype)
         if mesh is not None:
             vae.place_on(mesh)
         return cls(cls.placed(vae))
@@ -132,8 +127,3 @@ class Backend(abc.ABC):
     def to_torch(self, chunk: Any) -> torch.Tensor:
         """A result as a plain tensor."""
         return chunk
-
-
-def _is_pipeline_id(model: str) -> bool:
-    """A hub id of one of the published pipelines, which hold their VAE in `vae/`."""
-    return not Path(model).exists() and model.count("/") == 1 and "cogvideox" in model.lower()

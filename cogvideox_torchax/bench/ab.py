@@ -62,6 +62,10 @@ class Options:
     rounds: int = 2
     timeout: float = 3600.0
 
+    @property
+    def model_name(self) -> str:
+        return Path(self.model).expanduser().resolve().name
+
 
 def sweep(base: Case, axes: list[str]) -> list[Case]:
     """The cases of `frames=9,17` or `size=64x96,128x192`, each varied from the base; without any, the base.
@@ -108,7 +112,7 @@ def run(
     for name in options.backends:
         backends.backend(name)  # before the work, not after it
     # A result is read on other machines: the model by name, no path of this one.
-    settings = asdict(options) | {"model": Path(options.model).name}
+    settings = asdict(options) | {"model": options.model_name}
     report = {"format": FORMAT, **about(options), "options": settings, "cases": []}
     for case in cases:
         with tempfile.TemporaryDirectory() as scratch:
@@ -125,7 +129,7 @@ def about(options: Options) -> dict[str, Any]:
         "commit": _commit(),
         "versions": {"python": platform.python_version(), **versions(*PACKAGES)},
         "host": {"machine": platform.machine(), "system": platform.system(), "cpus": os.cpu_count()},
-        "model_name": Path(options.model).name,
+        "model_name": options.model_name,
     }
 
 

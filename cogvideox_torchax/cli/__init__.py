@@ -24,6 +24,7 @@ from cogvideox_torchax.cli import (
     train,
     verify,
 )
+from cogvideox_torchax.runtime.quiet import quiet_libraries
 
 COMMANDS = (
     *(doctor, demo, encode, decode, reconstruct, generate),
@@ -55,6 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; 0 for success, 2 for a wrong input, 1 for a failure of the work, 130 for Ctrl-C."""
     args = parser().parse_args(argv)
     try:
+        quiet_libraries(bars=not getattr(args, "quiet", False))
         with _profiled(args):
             return args.run(args) or 0
     except (KeyboardInterrupt, Exception) as error:

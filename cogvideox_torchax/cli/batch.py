@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cogvideox_torchax.cli import common, devices
-from cogvideox_torchax.runtime.quiet import quiet_libraries
 
 if TYPE_CHECKING:
     from cogvideox_torchax.dataset.loop import Step
@@ -86,10 +85,10 @@ def encode(args: argparse.Namespace) -> int:
         raise ValueError("--seed draws samples: add --keep sample, or both")
     devices.check_alone(args)
     clips = {clip.id: clip for clip in sources.clips(args.video)}
+    common.take_bundled_model(args)
     buckets = tuple(Bucket.parse(text) for text in args.buckets.split(",")) if args.buckets else ()
     recipe = _recipe(args, frames=args.frames, height=args.height, width=args.width, crop=args.crop)
     recipe = recipe(buckets=buckets, keep=args.keep, seed=args.seed or 0)
-    quiet_libraries()
     with _share(args) as share:
         unit = EncodeClip(recipe, common.say)
         unit.check()
@@ -127,7 +126,6 @@ def decode(args: argparse.Namespace) -> int:
 
     devices.check_alone(args)
     shards = sources.shards(Path(args.latents))
-    quiet_libraries()
     with _share(args) as share, contextlib.ExitStack() as stack:
         videos = stack.enter_context(Videos(args.output, shards, args.fps, share, retry=args.retry))
         for name, reason in videos.bad.items():

@@ -2,12 +2,10 @@
 
 import argparse
 import json
-from pathlib import Path
 from typing import Any
 
 from cogvideox_torchax.backends import Use, names
 from cogvideox_torchax.cli import common
-from cogvideox_torchax.runtime.quiet import quiet_libraries
 
 
 def add(subparsers: Any) -> argparse.ArgumentParser:
@@ -54,17 +52,13 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> int:
     from cogvideox_torchax.bench import ab, report
     from cogvideox_torchax.files import reports
+    from cogvideox_torchax.vae import checkpoint
 
-    quiet_libraries()
     cases = ab.sweep(ab.Case(args.frames, args.height, args.width), args.sweep)
-    directory = Path(args.model).expanduser()
-    if directory.exists() and not (directory / "model_index.json").is_file():
-        from cogvideox_torchax.vae import checkpoint
-
-        checkpoint.check_directory(directory)
+    checkpoint.locate_vae(args.model)  # before the work, not after it
     output = None if args.output is None else common.report_directory(args.output)
     options = ab.Options(
-        model=str(directory.resolve()) if directory.exists() else args.model,
+        model=args.model,
         backends=tuple(dict.fromkeys(args.backends)),
         dtype=args.dtype,
         repetitions=args.repetitions,

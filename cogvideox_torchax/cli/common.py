@@ -36,13 +36,13 @@ def add_command(subparsers: Any, name: str, summary: str, example: str) -> argpa
     )
 
 
-def add_model_options(command: argparse.ArgumentParser, default: str | None) -> None:
-    shown = default or "the model named in the latent file"
+def add_model_options(
+    command: argparse.ArgumentParser, default: str = "the small bundled model, as a line says"
+) -> None:
     command.add_argument(
         "--model",
         metavar="DIR_OR_ID",
-        default=default,
-        help=f"a CogVideoX VAE or a whole pipeline, as a directory or a hub id (default: {shown})",
+        help=f"a CogVideoX VAE or a whole pipeline, as a directory or a hub id (default: {default})",
     )
     command.add_argument(
         "--backend", choices=backends.names(backends.Use.RUN), default="torchax", help="default: torchax"
@@ -123,6 +123,13 @@ def check_named(path: str) -> None:
     """Raise `ValueError` for an empty input path, which would stand for the current directory."""
     if not path:
         raise ValueError('got an empty name: give a file or a directory, "." for the current one')
+
+
+def take_bundled_model(args: argparse.Namespace) -> None:
+    """Have a command that was given no model take the bundled one, and say so."""
+    if args.model is None:
+        args.model = str(DEMO_MODEL)
+        say(f"no --model is given: taking the small bundled model {DEMO_MODEL} (docs/tiny-vae.md)")
 
 
 def parse_dtype(name: str) -> "torch.dtype":

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 from cogvideox_torchax.cli import common, devices
 from cogvideox_torchax.cli.clips import SPATIAL_SCALE
-from cogvideox_torchax.runtime.quiet import quiet_libraries
 from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction
 
 if TYPE_CHECKING:
@@ -22,7 +21,7 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
     )
     size = functools.partial(common.size, what="a video", frames=True, multiple=SPATIAL_SCALE)
     command.add_argument("sizes", nargs="+", type=size, metavar="FRAMESxHEIGHTxWIDTH", help="of the videos")
-    common.add_model_options(command, default=str(common.DEMO_MODEL))
+    common.add_model_options(command)
     devices.add_mesh_options(command)
     return command
 
@@ -38,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     cache = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
     if not cache:
         raise ValueError(f"the compile cache is off: set {runtime.COMPILE_CACHE_VARIABLE} to a directory")
-    quiet_libraries()
+    common.take_bundled_model(args)
     with devices.joined(args) as team:
         vae = common.load_vae(args.model, args.backend, args.dtype, team.mesh)
     programs = []

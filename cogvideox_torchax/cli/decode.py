@@ -7,7 +7,6 @@ from typing import Any
 
 from cogvideox_torchax.cli import batch, common, devices
 from cogvideox_torchax.cli.clips import decode_to
-from cogvideox_torchax.runtime.quiet import quiet_libraries
 
 
 def add(subparsers: Any) -> argparse.ArgumentParser:
@@ -26,7 +25,7 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
         help="an .mp4 or .gif file, or a directory for PNG frames; of a directory's latents, one for .mp4 "
         "files, where what is done already is skipped",
     )
-    common.add_model_options(command, default=None)
+    common.add_model_options(command, default="the model named in the latent file")
     common.add_tiling_option(command)
     batch.add_decoding_options(command.add_argument_group("many clips"))
     devices.add_options(command)
@@ -52,7 +51,6 @@ def run(args: argparse.Namespace) -> int:
             )
         fps = args.fps or loaded.fps
         sink = stack.enter_context(team.writing(args.output, fps))
-        quiet_libraries()
         vae = common.load_vae(args.model or loaded.model, args.backend, args.dtype, team.mesh)
         loaded.check_model(vae.config)
         watch = common.Stopwatch()

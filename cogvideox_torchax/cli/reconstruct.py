@@ -9,7 +9,6 @@ from typing import Any
 from cogvideox_torchax.cli import common, devices
 from cogvideox_torchax.cli.clips import Clip, frames_through, open_clip, reconstruct_to
 from cogvideox_torchax.files import video
-from cogvideox_torchax.runtime.quiet import quiet_libraries
 
 
 def add(subparsers: Any) -> argparse.ArgumentParser:
@@ -27,7 +26,7 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
         metavar="FILE",
         help="an .mp4 or .gif file, or a directory for PNG frames",
     )
-    common.add_model_options(command, default=str(common.DEMO_MODEL))
+    common.add_model_options(command)
     common.add_clip_options(command)
     common.add_seed_option(command)
     common.add_tiling_option(command)
@@ -41,9 +40,9 @@ def run(args: argparse.Namespace) -> int:
     clip = open_clip(args)
     with contextlib.ExitStack() as stack:
         team = stack.enter_context(devices.joined(args))
-        quiet_libraries()
         fps = args.fps or clip.info.fps
         video.check_writing(args.output, fps)
+        common.take_bundled_model(args)
         vae = common.load_vae(args.model, args.backend, args.dtype, team.mesh)
         _, frames_out = frames_through(vae, clip.num_frames)
         alongside, told = _alongside(args, clip, frames_out)

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from cogvideox_torchax import backends
 from cogvideox_torchax.cli import common, devices
 from cogvideox_torchax.files import video
-from cogvideox_torchax.runtime.quiet import quiet_libraries
 from cogvideox_torchax.train import clips
 
 if TYPE_CHECKING:
@@ -102,7 +101,6 @@ def run(args: argparse.Namespace) -> int:
     from cogvideox_torchax.train.run import Run
     from cogvideox_torchax.train.trainer import Plan, Trainer
 
-    quiet_libraries()
     directory = common.report_directory(args.output)
     if not args.resume and (directory / NAME).exists():
         raise ValueError(f"{directory} holds a training: --resume it, or give another directory")

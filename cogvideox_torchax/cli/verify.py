@@ -10,7 +10,6 @@ from cogvideox_torchax.backends import Use, backend, names
 from cogvideox_torchax.cli import common
 from cogvideox_torchax.cli.clips import SPATIAL_SCALE, open_clip
 from cogvideox_torchax.files.whole import whole_file
-from cogvideox_torchax.runtime.quiet import quiet_libraries
 
 if TYPE_CHECKING:
     import torch
@@ -51,7 +50,6 @@ def run(args: argparse.Namespace) -> int:
     from cogvideox_torchax.vae.torchax.networks import stock_of
     from cogvideox_torchax.verify import compare, report
 
-    quiet_libraries()
     for name in args.backends:
         backend(name)  # before the work, not after it
     output = None if args.output is None else common.report_directory(args.output)

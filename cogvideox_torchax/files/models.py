@@ -1,11 +1,87 @@
-"""Models saved in their own packages' format, wherever their weights are."""
+"""Models located in directories and on the hub, and saved in their own packages' format."""
 
 import functools
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from cogvideox_torchax.runtime import on_host, without_torchax
+
+INDEX = "model_index.json"
+"""What a whole pipeline has, and a model alone has not."""
+
+
+class ModelError(ValueError, OSError):
+    """A model that cannot be loaded; the message names the file and the way out.
+
+    It is an `OSError` too, which is what diffusers raises for a file that is not there.
+    """
+
+
+def local(name: str | Path) -> Path | None:
+    """Return the directory of a model on this machine; None for the hub's, which is OWNER/NAME.
+
+    Args:
+        name: a directory, a file in one, or a hub id; "~" is the home directory.
+
+    Raises:
+        ModelError: no directory and no hub id.
+    """
+    path = Path(name).expanduser()
+    if path.exists():
+        return path.parent if path.is_file() else path
+    if str(name).count("/") == 1 and str(name)[0] not in "./~":
+        return None
+    raise ModelError(f"there is no model directory {path}: give a directory, or a hub id such as OWNER/NAME")
+
+
+def locate(
+    name: str | Path, part: str | None = None, *, files: Sequence[str] = ("*.json",), **hub_options: Any
+) -> Path:
+    """Return the directory of a model, or of a part of a pipeline, downloaded where `name` is a hub id.
+
+    Args:
+        name: as `local` takes it.
+        part: the folder within a pipeline, "vae" say; a model that is no pipeline is its own part.
+        files: patterns of those to download.
+        hub_options: of huggingface_hub's `snapshot_download`: `revision`, `token`, `cache_dir`,
+            `local_files_only`. Without a network its cache serves.
+
+    Raises:
+        ModelError: no such directory, or a repository that cannot be downloaded and is not in the cache.
+    """
+    directory = local(name)
+    if directory is None:
+        within = [f"{part}/{file}" for file in files] if part else []
+        directory = _snapshot(str(name), [INDEX, *within], hub_options)
+        if not (part and (directory / INDEX).is_file()):
+            directory = _snapshot(str(name), list(files), hub_options)
+    whole = (directory / INDEX).is_file()
+    return directory / part if part and (whole or (directory / part).is_dir()) else directory
+
+
+def _snapshot(repository: str, patterns: list[str], hub_options: dict[str, Any]) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(repository, allow_patterns=patterns, **hub_options))
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ModelError(f"cannot load {repository}: {reason}") from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return a model's JSON file; `ModelError` where it is missing or no JSON object."""
+    try:
+        found = json.loads(path.read_text())
+    except FileNotFoundError as error:
+        raise ModelError(f"{path.parent} has no {path.name}: is this the directory of a model?") from error
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} is not valid JSON ({error}): download it again") from error
+    if not isinstance(found, dict):
+        raise ModelError(f"{path} is not a JSON object: download it again")
+    return found
 
 
 def saved_from_host(save_pretrained: Callable[..., None]) -> Callable[..., None]:

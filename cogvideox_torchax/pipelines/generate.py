@@ -13,6 +13,7 @@ import torch
 
 from cogvideox_torchax.files import latents as latent_files
 from cogvideox_torchax.files import video
+from cogvideox_torchax.files.models import INDEX, ModelError, locate, read_json
 from cogvideox_torchax.pipelines import stages
 from cogvideox_torchax.pipelines.stages import Request
 from cogvideox_torchax.runtime import to_torch, without_torchax
@@ -24,6 +25,8 @@ CLASSES = {
     VIDEO: "CogVideoXVideoToVideoPipeline",
     CONTROL: "CogVideoXFunControlPipeline",
 }
+
+CONFIGS = (INDEX, "*/config.json", "*/scheduler_config.json")
 
 
 class RequestError(ValueError):
@@ -77,31 +80,24 @@ def describe(name: str, *, image: bool, clip: bool) -> Model:
     Raises:
         RequestError: no CogVideoX pipeline there, or one that takes something else.
     """
-    from diffusers.models.transformers.cogvideox_transformer_3d import CogVideoXTransformer3DModel
-    from diffusers.pipelines.pipeline_utils import DiffusionPipeline
-    from diffusers.schedulers.scheduling_ddim_cogvideox import CogVideoXDDIMScheduler
-
-    index = _config(name, DiffusionPipeline)
+    index = _config(name, INDEX)
     kind = _kind(name, str(index.get("_class_name")), image, clip)
-    transformer = _config(name, CogVideoXTransformer3DModel, "transformer")
-    scheduler = _config(name, CogVideoXDDIMScheduler, "scheduler")
+    transformer = _config(name, "transformer/config.json")
+    scheduler = _config(name, "scheduler/scheduler_config.json")
     scheduler["_class_name"] = index["scheduler"][1]  # which is loaded, whatever its own file says
     return Model(name, kind, transformer, vae_config(name), scheduler)
 
 
 def vae_config(name: str) -> dict[str, Any]:
     """The config of a pipeline's VAE; `RequestError` where there is none."""
-    from diffusers.models.autoencoders.autoencoder_kl_cogvideox import AutoencoderKLCogVideoX
-
-    return _config(name, AutoencoderKLCogVideoX, "vae")
+    return _config(name, "vae/config.json")
 
 
-def _config(name: str, kind: Any, folder: str | None = None) -> dict[str, Any]:
+def _config(name: str, file: str) -> dict[str, Any]:
     try:
-        return dict(kind.load_config(name, **({"subfolder": folder} if folder else {})))
-    except (OSError, ValueError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise RequestError(f"cannot read the pipeline {name}: {reason}") from error
+        return read_json(locate(name, files=CONFIGS) / file)
+    except ModelError as error:
+        raise RequestError(f"cannot read the pipeline {name}: {error}") from error
 
 
 def _kind(name: str, class_name: str, image: bool, clip: bool) -> str:
@@ -168,7 +164,8 @@ def _check_prompt(request: Request, model: Model) -> None:
     from transformers import AutoTokenizer
 
     limit = model.transformer["max_text_seq_length"]
-    tokenizer = without_torchax(AutoTokenizer.from_pretrained, model.name, subfolder="tokenizer")
+    files = locate(model.name, "tokenizer", files=("*",))
+    tokenizer = without_torchax(AutoTokenizer.from_pretrained, files)
     for name, text in (("--prompt", request.prompt), ("--negative-prompt", request.negative_prompt)):
         count = len(tokenizer(text).input_ids)
         if count > limit:

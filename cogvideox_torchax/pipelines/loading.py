@@ -1,6 +1,5 @@
 """A pipeline from its files onto the devices, a tensor at a time: no network is ever whole on the host."""
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,15 +8,10 @@ import numpy as np
 import torch
 
 from cogvideox_torchax import runtime
+from cogvideox_torchax.files.models import INDEX, ModelError, local, read_json
 from cogvideox_torchax.pipelines.networks import port_network
 from cogvideox_torchax.pipelines.port import PIPELINES, port_pipeline
-from cogvideox_torchax.vae.checkpoint import (
-    WEIGHTS_STEM,
-    ModelError,
-    check_loading_info,
-    read_tensors,
-    weight_files,
-)
+from cogvideox_torchax.vae.checkpoint import WEIGHTS_STEM, check_loading_info, read_tensors, weight_files
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -68,7 +62,7 @@ def load_pipeline(
     diffusers_options.pop("use_safetensors", None)  # nothing else is read
     torch_dtype = diffusers_options.pop("dtype", None) or torch_dtype
     directory = _directory(str(pretrained_model_name_or_path), variant, diffusers_options)
-    index = json.loads((directory / "model_index.json").read_text())
+    index = read_json(directory / INDEX)
     kind: Any = pipeline_class or getattr(diffusers, index["_class_name"], None)
     if kind not in PIPELINES:
         raise ModelError(
@@ -88,12 +82,11 @@ def load_pipeline(
 
 def _directory(name: str, variant: str | None, options: dict[str, Any]) -> Path:
     """Where the files lie, downloaded where it is a hub id."""
-    if Path(name, "model_index.json").is_file():
-        return Path(name)
-    if Path(name).exists() or name.startswith((".", "/", "~")):
-        raise ModelError(
-            f"{name} has no model_index.json: give the directory of a whole pipeline, or a hub id"
-        )
+    directory = local(name)
+    if directory is not None:
+        if not (directory / INDEX).is_file():
+            raise ModelError(f"{name} has no {INDEX}: give the directory of a whole pipeline, or a hub id")
+        return directory
     from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
     try:

@@ -1,12 +1,11 @@
 """The VAE without its weights, on torch's "meta" device: what `plan` compiles needs shapes alone."""
 
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from cogvideox_torchax import runtime
-from cogvideox_torchax.plan.chips import PlanError
+from cogvideox_torchax.files.models import locate
 from cogvideox_torchax.vae import checkpoint
 from cogvideox_torchax.vae.torchax.autoencoder import AutoencoderKLCogVideoX
 
@@ -22,11 +21,11 @@ def weightless_vae(model: str | None, dtype: torch.dtype) -> AutoencoderKLCogVid
     """The ported VAE of a published config, a directory or a hub id, without its weights: shapes will do.
 
     Raises:
-        PlanError, ModelError: a model whose config cannot be read.
+        ModelError: a model whose config cannot be read.
     """
     config = CONFIGS.get(model or "5b")
     if config is None:
-        config = _config_of(str(model))
+        config = checkpoint.read_config(locate(str(model), "vae", files=("config.json",)))
 
     def build() -> AutoencoderKLCogVideoX:
         with torch.device("meta"):
@@ -34,14 +33,3 @@ def weightless_vae(model: str | None, dtype: torch.dtype) -> AutoencoderKLCogVid
         return vae.to(dtype).eval()
 
     return runtime.without_torchax(build)
-
-
-def _config_of(model: str) -> dict[str, Any]:
-    directory = Path(model)
-    if directory.exists():
-        inside = directory / "vae"
-        return checkpoint.read_config(inside if inside.is_dir() else directory)
-    try:
-        return dict(AutoencoderKLCogVideoX.load_config(model, subfolder="vae"))  # pyright: ignore
-    except OSError as error:
-        raise PlanError(f"cannot read the config of {model}: {' '.join(str(error).split())[:200]}") from error

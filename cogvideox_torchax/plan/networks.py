@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from cogvideox_torchax import runtime
+from cogvideox_torchax.files.models import locate, read_json
 from cogvideox_torchax.pipelines.networks import port_network, prompt_tensors, step_tensors
 from cogvideox_torchax.plan.chips import Chip, PlanError
 from cogvideox_torchax.plan.programs import KERNEL, KernelTime, ProgramPlan, read_program
@@ -96,14 +97,10 @@ def weightless_transformer(model: str | None, dtype: torch.dtype, layers: int) -
 
 def transformer_config(model: str | None) -> dict[str, Any]:
     """The config of a published transformer, or of a pipeline's directory or hub id."""
-    from diffusers.models.transformers.cogvideox_transformer_3d import CogVideoXTransformer3DModel
-
-    if (model or "5b") in TRANSFORMERS:
-        return TRANSFORMERS[model or "5b"]
-    try:
-        return dict(CogVideoXTransformer3DModel.load_config(model, subfolder="transformer"))  # pyright: ignore
-    except OSError as error:
-        raise PlanError(f"cannot read the transformer's config of {model}: {error}") from error
+    name = model or "5b"
+    if name in TRANSFORMERS:
+        return TRANSFORMERS[name]
+    return read_json(locate(name, "transformer", files=("config.json",)) / "config.json")
 
 
 def weightless_text_encoder(dtype: torch.dtype, layers: int) -> Any:

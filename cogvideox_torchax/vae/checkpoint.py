@@ -7,42 +7,43 @@ from typing import Any
 
 import numpy as np
 
+from cogvideox_torchax.files.models import INDEX, ModelError, locate, read_json
+
 CLASS_NAME = "AutoencoderKLCogVideoX"
 WEIGHTS_STEM = "diffusion_pytorch_model"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 
 
-class ModelError(ValueError, OSError):
-    """A model that cannot be loaded as CogVideoX's VAE; the message names the file and the way out.
+FILES = ("config.json", f"{WEIGHTS_STEM}*.safetensors*")
+"""What is downloaded of a VAE."""
 
-    It is an `OSError` too, which is what diffusers raises for a file that is not there.
+
+def locate_vae(
+    name: str | Path, part: str | None = "vae", variant: str | None = None, **hub_options: Any
+) -> Path:
+    """Return the directory of a whole AutoencoderKLCogVideoX in safetensors, alone or in a pipeline.
+
+    Args:
+        name, part, hub_options: as `locate` takes them.
+        variant: of the weight files, such as "fp16".
+
+    Raises:
+        ModelError: no such model, or one that is not whole.
     """
-
-
-def check_directory(directory: Path, variant: str | None = None) -> None:
-    """Raises `ModelError` unless `directory` holds a whole AutoencoderKLCogVideoX in safetensors."""
-    if not directory.is_dir():
-        raise ModelError(
-            f"there is no model directory {directory}: give a directory that holds config.json, or a hub id"
-        )
+    directory = locate(name, part, files=FILES, **hub_options)
     read_config(directory)
     for shard in weight_files(directory, variant):
         _check_safetensors(shard)
+    return directory
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """The model's config.json; `ModelError` where it is missing, unreadable or another model's."""
+    """Return the model's config.json; `ModelError` where it is missing, unreadable or another model's."""
     path = directory / "config.json"
-    if not path.is_file():
-        hint = ""
-        if (directory / "model_index.json").is_file():
-            hint = "; this is a whole pipeline: pass subfolder='vae'"
-        raise ModelError(f"{directory} has no config.json{hint or ': is this the directory of a VAE?'}")
-    try:
-        config = json.loads(path.read_text())
-    except ValueError as error:
-        raise ModelError(f"{path} is not valid JSON ({error}): download it again") from error
-    name = config.get("_class_name") if isinstance(config, dict) else None
+    if not path.is_file() and (directory / INDEX).is_file():
+        raise ModelError(f"{directory} has no config.json; this is a whole pipeline: pass subfolder='vae'")
+    config = read_json(path)
+    name = config.get("_class_name")
     if name != CLASS_NAME:
         raise ModelError(
             f"{path} is for {name or 'no known class'}, not for {CLASS_NAME}: give a CogVideoX VAE"

@@ -83,6 +83,12 @@ def test_both_backends_write_the_same_latents(clip, model_directory, small_vae):
     assert reference.largest_error(torchs, small_vae.encode(x).latent_dist.mode()) < 1e-5
 
 
+@pytest.mark.parametrize(("source", "output"), [("clip.mp4", "z.safetensors"), (".", "out")])
+def test_the_small_model_is_named_where_none_is_given(clip, capsys, source, output):
+    assert run("encode", source, "-o", output, "--backend", "torch", "--frames", 1) == 0
+    assert capsys.readouterr().err.count("no --model is given: taking the small bundled model") == 1
+
+
 def test_latents_say_what_decoding_needs(latent_file):
     loaded = latents.load(latent_file)
     assert {name: loaded.config[name] for name in latents.FACTORS} == {

@@ -276,15 +276,8 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         Raises:
             ModelError: a `ValueError` that says what is missing or wrong, and what to do.
         """
-        directory = weights.locate(
-            name,
-            subfolder=subfolder,
-            variant=variant,
-            revision=revision,
-            token=token,
-            cache_dir=cache_dir,
-            local_files_only=local_files_only,
-        )
+        hub = {"revision": revision, "token": token, "cache_dir": cache_dir}
+        directory = checkpoint.locate_vae(name, subfolder, variant, local_files_only=local_files_only, **hub)
         config = FlaxAutoencoderKLCogVideoXConfig.from_file(directory)
         tensors = checkpoint.read_tensors(checkpoint.weight_files(directory, variant))
         return cls.from_tensors(config, tensors, source=directory, dtype=dtype, param_dtype=param_dtype)

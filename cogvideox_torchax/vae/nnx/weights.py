@@ -125,29 +125,3 @@ def save(state: nnx.State, config: FlaxAutoencoderKLCogVideoXConfig, directory: 
         temporary.write_text(fields)
     with whole_file(directory / f"{checkpoint.WEIGHTS_STEM}.safetensors") as temporary:
         save_file(state_dict(state), temporary, metadata={"format": "pt"})
-
-
-def locate(name: str | Path, *, subfolder: str | None, variant: str | None, **hub_options: Any) -> Path:
-    """The directory of a model: a local one, checked, or a snapshot of a hub repository.
-
-    Raises:
-        ModelError: no such model, or one that is not whole.
-    """
-    directory = Path(name).expanduser()
-    if not directory.exists() and str(name).count("/") == 1 and str(name)[0] not in "./~":
-        directory = _download(str(name), subfolder, hub_options)
-    directory /= subfolder or ""
-    checkpoint.check_directory(directory, variant)
-    return directory
-
-
-def _download(repository: str, subfolder: str | None, hub_options: dict[str, Any]) -> Path:
-    from huggingface_hub import snapshot_download
-
-    prefix = f"{subfolder}/" if subfolder else ""
-    patterns = [f"{prefix}config.json", f"{prefix}{checkpoint.WEIGHTS_STEM}*.safetensors*"]
-    try:
-        return Path(snapshot_download(repository, allow_patterns=patterns, **hub_options))
-    except (OSError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise checkpoint.ModelError(f"cannot load {repository}: {reason}") from error

@@ -36,6 +36,9 @@ from cogvideox_torchax.vae.torchax.tiles import run_tiles
 if TYPE_CHECKING:
     from cogvideox_torchax.sharding import Placement
 
+HUB_OPTIONS = {"revision", "token", "cache_dir", "local_files_only", "force_download"}
+"""Of diffusers' `from_pretrained`, those that are huggingface_hub's."""
+
 
 class DifferentiablePosterior(DiagonalGaussianDistribution):
     """diffusers' posterior with its gradients on JAX, where those of torch's own split and clamp are lost."""
@@ -102,18 +105,14 @@ class AutoencoderKLCogVideoX(PortedModel, DiffusersAutoencoder):
         Raises:
             ModelError: a `ValueError` that says what is missing or wrong, and what to do.
         """
-        name = str(pretrained_model_name_or_path)
-        directory = Path(name) / (subfolder or "")
-        if Path(name).exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
-            checkpoint.check_directory(directory, variant)
-        options = {
-            **diffusers_options,
-            "subfolder": subfolder,
-            "variant": variant,
-            "torch_dtype": torch_dtype or torch.float32,
+        name = pretrained_model_name_or_path
+        hub_options = {
+            option: diffusers_options.pop(option) for option in HUB_OPTIONS & diffusers_options.keys()
         }
+        directory = checkpoint.locate_vae(name, subfolder, variant, **hub_options)
+        options = {**diffusers_options, "variant": variant, "torch_dtype": torch_dtype or torch.float32}
         load = functools.partial(
-            super().from_pretrained, name, use_safetensors=True, output_loading_info=True, **options
+            super().from_pretrained, directory, use_safetensors=True, output_loading_info=True, **options
         )
         try:
             vae, info = runtime.without_torchax(load)

@@ -1,0 +1,89 @@
+"""Models found: in directories, below "~", and in a cached snapshot of the hub, with no network."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from cogvideox_torchax import AutoencoderKLCogVideoX, backends
+from cogvideox_torchax.files.models import ModelError, locate
+from cogvideox_torchax.flax import FlaxVAEForPipelines
+from cogvideox_torchax.plan import models
+from cogvideox_torchax.vae.checkpoint import locate_vae
+from tests import reference
+
+BARE, PIPELINE = "someone/cogvideox-vae-finetuned", "someone/my-own-video"
+
+pytestmark = pytest.mark.usefixtures("torchax_off")
+
+
+def snapshot(cache: Path, repository: str) -> Path:
+    """An empty snapshot of a repository, as huggingface_hub keeps one."""
+    kept = cache / f"models--{repository.replace('/', '--')}"
+    (kept / "refs").mkdir(parents=True)
+    (kept / "refs" / "main").write_text("0" * 40)
+    directory = kept / "snapshots" / ("0" * 40)
+    directory.mkdir(parents=True)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """The directory of a VAE of another width than the published ones'."""
+    directory = tmp_path_factory.mktemp("saved") / "vae"
+    reference.small_vae(**reference.THREE_LEVELS).save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture
+def home(saved, tmp_path, monkeypatch):
+    """A home directory with a VAE, and a hub cache with a bare VAE and a pipeline around one."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    shutil.copytree(saved, tmp_path / "vae")
+    shutil.copytree(saved, snapshot(tmp_path / "cache", BARE), dirs_exist_ok=True)
+    pipeline = snapshot(tmp_path / "cache", PIPELINE)
+    shutil.copytree(saved, pipeline / "vae")
+    (pipeline / "model_index.json").write_text(json.dumps({"_class_name": "CogVideoXPipeline"}))
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", [BARE, PIPELINE, "~/vae", "~/vae/config.json"])
+def test_a_vae_is_found_by_what_is_there_not_by_its_name(home, name):
+    for backend in ("torch", "flax"):
+        vae = backends.backend(backend).load(name, torch.float32).vae
+        assert tuple(vae.config["block_out_channels"]) == reference.THREE_LEVELS["block_out_channels"]
+    assert models.weightless_vae(name, torch.float32).spatial_scale == 4
+    found = locate_vae(name)
+    assert found.is_relative_to(home)
+    assert (found / "config.json").is_file()
+
+
+@pytest.mark.parametrize("build", [AutoencoderKLCogVideoX, FlaxVAEForPipelines])
+@pytest.mark.parametrize(("name", "options"), [(BARE, {}), (PIPELINE, {"subfolder": "vae"}), ("~/vae", {})])
+def test_either_build_loads_what_the_other_does(home, build, name, options):
+    vae = build.from_pretrained(name, **options)
+    assert tuple(vae.config["block_out_channels"]) == reference.THREE_LEVELS["block_out_channels"]
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "words"),
+    [
+        ("./none", None, "there is no model directory none"),
+        ("~/none/vae", None, "none/vae"),
+        ("none", None, "give a directory, or a hub id such as"),
+        ("someone/not-cached", "vae", "cannot load someone/not-cached"),
+    ],
+)
+def test_what_is_not_there_is_named(home, name, part, words):
+    with pytest.raises(ModelError, match=words):
+        locate(name, part)
+
+
+def test_a_part_lies_within_a_pipeline_and_a_model_alone_is_its_own(home):
+    (home / "model_index.json").write_text("{}")
+    assert locate(home, "vae") == locate("~", "vae") == home / "vae"
+    assert locate(home / "vae", "vae") == home / "vae"
+    assert locate(home, "transformer") == home / "transformer", "which is not there, as its reader says"
