@@ -31,7 +31,6 @@ FORMAT = "cogvideox-torchax attention schedule 1"
 CHANNELS, TOKENS, VALID, PREPARED_HEADS = 64, 46080, 45104, 12
 HELD = {"scale": math.log(2)}
 FORMS: dict[str, dict[str, Any]] = {
-    "JAX's flash": {"implementation": "flash"},
     "running maximum": {"implementation": "transposed"},
     "running maximum, queries hold their scale": {"implementation": "transposed", **HELD},
     "bounded": {"implementation": "transposed", "bound": 1.0},
@@ -42,11 +41,7 @@ CASES = [
     *[
         (topology, jnp.bfloat16, form)
         for topology in ("v5e:1x1", "v5p:2x2x1", "tpu7x:2x2x1")
-        for form in (
-            "JAX's flash",
-            "running maximum, queries hold their scale",
-            "bounded, queries hold their scale",
-        )
+        for form in ("running maximum, queries hold their scale", "bounded, queries hold their scale")
     ],
 ]
 
@@ -84,8 +79,7 @@ def measure_preparing(form: str) -> dict[str, Any]:
     """Queries or keys of twelve heads, or values, which have neither norm nor positions."""
     vector, table = ((CHANNELS,), jnp.bfloat16), ((TOKENS, CHANNELS), jnp.float32)
     operands = [] if form == "values" else [vector, vector, table, table]
-    pairs = {} if form == "values" else {"pairs": form}
-    run = functools.partial(prepare, heads=PREPARED_HEADS, **pairs)
+    run = functools.partial(prepare, heads=PREPARED_HEADS)
     x = (1, TOKENS, PREPARED_HEADS * CHANNELS), jnp.bfloat16
     return {"topology": "v6e:1x1", "form": form} | measure("v6e:1x1", run, x, *operands)
 
@@ -97,7 +91,7 @@ def run() -> None:
         "question": "cycles of the final schedule for 1024 x 1024 scores of a head",
         "job": {"channels": CHANNELS, "tokens": TOKENS, "valid": VALID, "prepared_heads": PREPARED_HEADS},
         "versions": {name: importlib.metadata.version(name) for name in ("jax", "libtpu")},
-        "prepare": [measure_preparing(form) for form in ("neighbours", "halves", "values")],
+        "prepare": [measure_preparing(form) for form in ("neighbours", "values")],
         "attention": [],
     }
     for case in CASES:

@@ -194,7 +194,7 @@ def score_bound(model: Any) -> float | None:
     if known is None or any(a is not b for a, b in zip(known[0], arrays, strict=True)):
         vectors = [np.asarray(array, np.float64) for array in arrays]
         layers = [vectors[first : first + 4] for first in range(0, len(vectors), 4)]
-        largest = max(jax_kernels.score_bound(*layer, rotated="neighbours") for layer in layers)
+        largest = max(jax_kernels.score_bound(*layer) for layer in layers)
         known = _BOUNDS[model] = arrays, largest
     return known[1]
 

@@ -22,13 +22,13 @@ class PlanError(ValueError):
 class Chip:
     """Published peaks of one device, and what the compiler's figures count in.
 
-    The sources are the generations' pages at cloud.google.com/tpu/docs (v4, v5e, v5p, v6e, tpu7x). A link's
+    The sources are the generations' pages at cloud.google.com/tpu/docs (v5e, v5p, v6e, tpu7x). A link's
     bandwidth is theirs of the interconnect, in both directions of all of a chip's links, over twice the
-    links: 400 GB/s over 4 on v5e, 800 over 4 on v6e, 1200 over 6 on v5p and tpu7x. For v4 they give 2400 Gb/s
-    in one direction of 6. A device is a chip, but on tpu7x one of a chip's two cores: it has half of a chip's
-    arithmetic and memory, both share its links, and the interface between them is published as six times as
-    fast as a link. tpu7x's clock is not published: 2.2 GHz is its peak over v6e's multiply-adds a cycle, with
-    which the compiler's cycles of a large product come to 80 % of the peak (70 % on v6e).
+    links: 400 GB/s over 4 on v5e, 800 over 4 on v6e, 1200 over 6 on v5p and tpu7x. A device is a chip, but on
+    tpu7x one of a chip's two cores: it has half of a chip's arithmetic and memory, both share its links, and
+    the interface between them is published as six times as fast as a link. tpu7x's clock is not published:
+    2.2 GHz is its peak over v6e's multiply-adds a cycle, with which the compiler's cycles of a large product
+    come to 80 % of the peak (70 % on v6e).
 
     Attributes:
         flops: bfloat16 multiply-adds a second, times two.
@@ -53,7 +53,6 @@ class Chip:
 GIB = 2**30
 
 CHIPS = {
-    "v4": Chip(275e12, 1.2e12, 32 * GIB, 1.05e9, link=50e9, wraps=4),
     "v5e": Chip(197e12, 0.82e12, 16 * GIB, 1.5e9, link=50e9),
     "v5p": Chip(459e12, 2.77e12, 95 * GIB, 1.75e9, link=100e9, wraps=4),
     "v6e": Chip(918e12, 1.64e12, 31.25 * GIB, 1.75e9, link=100e9),
@@ -64,7 +63,6 @@ CORES_LINK = 6
 """How many times as fast as a link the interface between the two cores of a chip is."""
 
 DEVICE_KINDS = {
-    "TPU v4": "v4",
     "TPU v5 lite": "v5e",
     "TPU v5": "v5p",
     "TPU v5p": "v5p",
@@ -105,7 +103,7 @@ def topology_devices(name: str) -> list[Any]:
     # libtpu locks itself to one process of a machine, for the chips' sake: planning opens none.
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     # A grid narrower than a host's own is made of hosts of one chip.
-    narrow = generation != "v4" and "1" in grid.split("x")
+    narrow = "1" in grid.split("x")
     bounds = {"chips_per_host_bounds": [1, 1, 1]} if narrow else {}
     try:
         with _dumping_schedules():

@@ -14,11 +14,11 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
-from jax_kernels.attention import flash, gpu, tpu, xla
+from jax_kernels.attention import gpu, tpu, xla
 from jax_kernels.attention.bounds import LARGEST_BOUND
 from jax_kernels.common.tiles import pallas_is_on
 
-Implementation = Literal["plain", "transposed", "flash", "cudnn"]
+Implementation = Literal["plain", "transposed", "cudnn"]
 
 
 def attention(
@@ -47,8 +47,8 @@ def attention(
             None where nothing is. Up to `LARGEST_BOUND` the TPU's kernel leaves out the running maximum, for
             values up to 2^40.
         implementation: "plain" is XLA's, a block of queries at a time; "transposed" a Pallas kernel for TPUs,
-            for float32 and bfloat16; "flash" JAX's own for them; "cudnn" cuDNN's, for 16 bits. None takes the
-            fastest known for the platform that is compiled for, of those that take `q`.
+            for float32 and bfloat16; "cudnn" cuDNN's, for 16 bits. None takes the fastest known for the
+            platform that is compiled for, of those that take `q`.
 
     Returns:
         The shape and dtype of `q`. Scores and softmax are float32 whatever the dtype.
@@ -144,15 +144,13 @@ def _attend(
     implementation: Implementation | None,
     pallas: bool,
 ) -> Array:
-    plain, of_jax, cudnn = (
-        functools.partial(_of_real_keys, form, scale=scale, valid=valid)
-        for form in (xla.plain, flash.flash, gpu.cudnn)
+    plain, cudnn = (
+        functools.partial(_of_real_keys, form, scale=scale, valid=valid) for form in (xla.plain, gpu.cudnn)
     )
     own = functools.partial(tpu.transposed, scale=scale, valid=valid, bounded=bounded)
     forms = {
         "plain": plain,
         "transposed": _with_derivatives_of(plain, own),
-        "flash": _with_derivatives_of(plain, of_jax),
         "cudnn": cudnn,
     }
     if implementation is not None:

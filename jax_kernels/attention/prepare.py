@@ -6,7 +6,7 @@ channels of a head.
 
 import functools
 import math
-from typing import Any, Literal, get_args
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +18,6 @@ from jaxtyping import Array, Float
 from jax_kernels.common.checks import check_channels
 from jax_kernels.common.jitted import jitted
 from jax_kernels.common.tiles import BLOCK_BYTES, DTYPES, LANES, pallas_is_on
-
-Pairs = Literal["neighbours", "halves"]
 
 POSITIONS = 512
 """The most of a block: the compiler is to have whole ones in a loop's body."""
@@ -36,7 +34,6 @@ def prepare(
     sin: Float[Array, "S D"] | None = None,
     *,
     heads: int,
-    pairs: Pairs = "neighbours",
     scale: float = 1.0,
     eps: float = 1e-6,
 ) -> Float[Array, "N H D S"]:
@@ -47,11 +44,9 @@ def prepare(
     Args:
         x: what a projection gives, any float dtype; head h has the channels from h D on.
         weight, bias: (D,), of the norm; None for no norm, as values take it. A bias takes a weight.
-        cos, sin: (S, D), float32, each angle once for either channel of its pair; a position with cosine 1
-            and sine 0 is not turned. None for no position.
+        cos, sin: (S, D), float32, each angle once for either channel of its pair: channels (a, b) = (2 i,
+            2 i + 1) become (a cos - b sin, b cos + a sin). None for no position.
         heads: H.
-        pairs: which channels (a, b) become (a cos - b sin, b cos + a sin): "neighbours" 2 i and 2 i + 1, or
-            "halves" i and i + D / 2.
         scale: of the result. Queries that hold log2(e) / sqrt(D) are for `attention_transposed(scale=ln 2)`.
         eps: added to the variance.
 
@@ -61,14 +56,14 @@ def prepare(
     Raises:
         ValueError: channels that heads do not divide or pairs do not, vectors or tables that fit neither.
     """
-    _check(x, weight, bias, cos, sin, heads, pairs)
-    tables = () if cos is None or sin is None else (cos, _signed(sin, pairs))
+    _check(x, weight, bias, cos, sin, heads)
+    tables = () if cos is None or sin is None else (cos, _signed(sin))
     norm = () if weight is None else (weight, jnp.zeros_like(weight) if bias is None else bias)
-    options = {"heads": heads, "pairs": pairs, "scale": scale, "eps": eps}
+    options = {"heads": heads, "scale": scale, "eps": eps}
     return _prepared(x, norm, tables, by_kernel=pallas_is_on() and takes(x, heads), **options)
 
 
-@jitted("heads", "pairs", "scale", "eps", "by_kernel")
+@jitted("heads", "scale", "eps", "by_kernel")
 def _prepared(
     x: Array, norm: tuple[Array, ...], tables: tuple[Array, ...], *, by_kernel: bool, **options: Any
 ) -> Array:
@@ -83,15 +78,13 @@ def takes(x: Float[Array, "N S C"], heads: int) -> bool:
     return x.dtype in DTYPES and x.shape[-1] // heads % 8 == 0
 
 
-def _check(x: Array, weight: Any, bias: Any, cos: Any, sin: Any, heads: int, pairs: str) -> None:
+def _check(x: Array, weight: Any, bias: Any, cos: Any, sin: Any, heads: int) -> None:
     if x.ndim != 3 or heads < 1 or x.shape[-1] % heads:
         raise ValueError(f"prepare got x {x.shape} for {heads} heads: it takes (N, S, H D)")
     channels = x.shape[-1] // heads
     check_channels("prepare", channels, weight=weight, bias=bias)
     if bias is not None and weight is None:
         raise ValueError("prepare got a bias and no weight: a norm without a weight has one of ones")
-    if pairs not in get_args(Pairs):
-        raise ValueError(f"pairs {pairs!r} is not one of {list(get_args(Pairs))}")
     shapes = [None if table is None else table.shape for table in (cos, sin)]
     if shapes != [None, None] and (shapes != [(x.shape[1], channels)] * 2 or channels % 2):
         raise ValueError(
@@ -100,18 +93,9 @@ def _check(x: Array, weight: Any, bias: Any, cos: Any, sin: Any, heads: int, pai
         )
 
 
-def _signed(sin_SD: Array, pairs: Pairs) -> Array:
-    """What each channel's partner is multiplied by."""
-    return jnp.where(_is_first(lax.iota(jnp.int32, sin_SD.shape[1]), sin_SD.shape[1], pairs), -sin_SD, sin_SD)
-
-
-def _apart(channels: int, pairs: Pairs) -> int:
-    return 1 if pairs == "neighbours" else channels // 2
-
-
-def _is_first(index: Array, channels: int, pairs: Pairs) -> Array:
-    """Whether a channel is the first of its pair."""
-    return index // _apart(channels, pairs) % 2 == 0
+def _signed(sin_SD: Array) -> Array:
+    """Return what each channel's partner is multiplied by."""
+    return jnp.where(lax.iota(jnp.int32, sin_SD.shape[1]) % 2 == 0, -sin_SD, sin_SD)
 
 
 def _plain(
@@ -120,7 +104,6 @@ def _plain(
     tables: tuple[Array, ...],
     *,
     heads: int,
-    pairs: Pairs,
     scale: float,
     eps: float,
 ) -> Array:
@@ -132,9 +115,7 @@ def _plain(
         y = y * norm[0].astype(jnp.float32) + norm[1].astype(jnp.float32)
     if tables:
         cos, sin = (table[:, None] for table in tables)
-        channels = y.shape[-1]
-        pair = (channels // 2, 2) if pairs == "neighbours" else (2, channels // 2)
-        partner = jnp.flip(y.reshape(*y.shape[:-1], *pair), -1 if pairs == "neighbours" else -2)
+        partner = jnp.flip(y.reshape(*y.shape[:-1], -1, 2), -1)
         y = y * cos + partner.reshape(y.shape) * sin
     return (y * scale).astype(x.dtype).transpose(0, 2, 3, 1)
 
@@ -155,7 +136,6 @@ def _by_kernel(
     tables: tuple[Array, ...],
     *,
     heads: int,
-    pairs: Pairs,
     scale: float,
     eps: float,
 ) -> Array:
@@ -165,7 +145,7 @@ def _by_kernel(
     of_channels = pl.BlockSpec((channels, 1), lambda n, i: (0, 0))
     of_positions = pl.BlockSpec((channels, step), lambda n, i: (0, i))
     return pl.pallas_call(
-        functools.partial(_prepare, normed=bool(norm), pairs=pairs, scale=scale, eps=eps),
+        functools.partial(_prepare, normed=bool(norm), scale=scale, eps=eps),
         grid=(videos, pl.cdiv(positions, step)),
         in_specs=[
             pl.BlockSpec((None, step, width), lambda n, i: (n, i, 0)),
@@ -181,7 +161,7 @@ def _by_kernel(
     )(x, *(vector.astype(jnp.float32)[:, None] for vector in norm), *(table.T for table in tables))
 
 
-def _prepare(x_ref, *others: Any, normed: bool, pairs: Pairs, scale: float, eps: float) -> None:
+def _prepare(x_ref, *others: Any, normed: bool, scale: float, eps: float) -> None:
     """A block of positions, as many heads at a time as fill whole tiles of lanes."""
     *operands, y_ref = others
     heads, channels, _ = y_ref.shape
@@ -196,7 +176,7 @@ def _prepare(x_ref, *others: Any, normed: bool, pairs: Pairs, scale: float, eps:
             y = y * lax.rsqrt(jnp.square(y).mean(1, keepdims=True) + eps)
             y = y * norm[0][...] + norm[1][...]
         if tables:
-            y = y * tables[0][...] + _partners(y, pairs) * tables[1][...]
+            y = y * tables[0][...] + _partners(y) * tables[1][...]
         y_ref[pl.ds(first, some)] = (y * scale).astype(y_ref.dtype)
 
     together = math.lcm(channels, LANES) // channels
@@ -210,11 +190,10 @@ def _prepare(x_ref, *others: Any, normed: bool, pairs: Pairs, scale: float, eps:
         prepare_some(whole * together, left)
 
 
-def _partners(y_HDS: Array, pairs: Pairs) -> Array:
+def _partners(y_HDS: Array) -> Array:
     """The other channel of each channel's pair."""
-    heads, channels, positions = y_HDS.shape
-    rows, apart = heads * channels, _apart(channels, pairs)
-    y = y_HDS.reshape(rows, positions)
-    first = _is_first(lax.broadcasted_iota(jnp.int32, (rows, 1), 0), channels, pairs)
-    partners = jnp.where(first, pltpu.roll(y, rows - apart, 0), pltpu.roll(y, apart, 0))
+    y = y_HDS.reshape(-1, y_HDS.shape[-1])
+    rows = y.shape[0]
+    first = lax.broadcasted_iota(jnp.int32, (rows, 1), 0) % 2 == 0
+    partners = jnp.where(first, pltpu.roll(y, rows - 1, 0), pltpu.roll(y, 1, 0))
     return partners.reshape(y_HDS.shape)

@@ -60,37 +60,26 @@ def joined(parts: Sequence[jax.Array], time_axis: int = 1) -> jax.Array:
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=time_axis)
 
 
-BANDS = 8
-"""At most, of an image: as many as a register has rows."""
-
-
 def is_image_for_tpu(x: jax.Array) -> bool:
     """Whether a TPU computes `x`, frames N T H W C, as an image by itself."""
     return x.shape[1] == 1 and stands_apart(x)
 
 
-def in_bands(
-    x: Float[Array, "N 1 H W C"], beyond: int, bands: int | None = None
-) -> Float[Array, "N B h W C"]:
+def in_bands(x: Float[Array, "N 1 H W C"], beyond: int, bands: int) -> Float[Array, "N B h W C"]:
     """An image's rows in bands, with rows of their neighbours above and below, zeros beyond the image.
 
     Args:
         x: an image.
         beyond: how many rows of either neighbour.
-        bands: how many, which must divide the rows; None for at most `BANDS`.
+        bands: how many, which must divide the rows.
     """
-    height = x.shape[2]
-    bands = bands or next(count for count in range(BANDS, 0, -1) if height % count == 0)
-    rows = height // bands
+    rows = x.shape[2] // bands
     padded = jnp.pad(x, [(0, 0), (0, 0), (beyond, beyond), (0, 0), (0, 0)])
     cut = (padded[:, :, band * rows : (band + 1) * rows + 2 * beyond] for band in range(bands))
     return jnp.concatenate(list(cut), axis=1)
 
 
-def of_bands(x: Float[Array, "N B h W C"], beyond: int = 0) -> Float[Array, "N 1 H W C"]:
+def of_bands(x: Float[Array, "N B h W C"], beyond: int) -> Float[Array, "N 1 H W C"]:
     """The image of bands, of each without so many rows above and below that are its neighbours' too."""
-    videos, bands, rows, *pixel = x.shape
-    if not beyond:
-        return x.reshape(videos, 1, bands * rows, *pixel)
-    own = slice(beyond, rows - beyond)
-    return jnp.concatenate([x[:, band : band + 1, own] for band in range(bands)], axis=2)
+    own = slice(beyond, x.shape[2] - beyond)
+    return jnp.concatenate([x[:, band : band + 1, own] for band in range(x.shape[1])], axis=2)

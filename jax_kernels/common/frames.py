@@ -17,7 +17,7 @@ def conv_frames(
     kernel_HWIO: Float[Array, "kh kw I O"],
     *,
     padding: Sequence[tuple[int, int]],
-    stride: int | tuple[int, int] = 1,
+    stride: int = 1,
 ) -> Float[Array, "N T H2 W2 O"]:
     """Convolves every frame by itself; the result is the float32 accumulator, not yet rounded to the input's
     dtype."""
@@ -25,7 +25,7 @@ def conv_frames(
     y = lax.conv_general_dilated(
         x_NTHWC.reshape(n * t, *x_NTHWC.shape[2:]),
         kernel_HWIO,
-        window_strides=stride if isinstance(stride, tuple) else (stride, stride),
+        window_strides=(stride, stride),
         padding=padding,
         dimension_numbers=("NHWC", "HWIO", "NHWC"),
         precision=precision_for(x_NTHWC.dtype),

@@ -1,4 +1,4 @@
-"""Causal 3-D convolution with a cache of past frames, in six formulations behind one signature."""
+"""Causal 3-D convolution with a cache of past frames, in four formulations behind one signature."""
 
 import functools
 from collections.abc import Callable
@@ -11,10 +11,10 @@ from jax_kernels.common.checks import check_channels
 from jax_kernels.common.columns import by_platform, by_shards, jit_kernel
 from jax_kernels.common.first_frame import in_parts, joined
 from jax_kernels.common.layout import is_large, zero_of
-from jax_kernels.conv3d import tpu, xla
+from jax_kernels.conv3d import xla
 
 Start = Literal["replicate", "zeros"]
-Implementation = Literal["direct", "summed", "folded", "copied", "narrow", "patches"]
+Implementation = Literal["direct", "summed", "folded", "patches"]
 
 
 @jit_kernel(static_argnames=["start", "implementation"])
@@ -43,11 +43,8 @@ def conv3d(
         after: the result is computed when this has been, for the sake of memory; or None.
         start: what lies before a video's first frame: that frame again ("replicate"), or zeros.
         implementation: "direct" is one 3-D convolution; "summed" adds kt 2-D convolutions; "folded" is one
-            2-D convolution over kt * I channels; "copied" is that with the taps' frames written by a Pallas
-            kernel, for TPUs (`shifted_copies`); "narrow" is one over I channels with the taps, and columns
-            next to each other, among its output channels, for finite frames; "patches" is one product of all
-            that a window sees, for few channels. None takes the fastest known for the platform that is
-            compiled for, of those that take `x`.
+            2-D convolution over kt * I channels; "patches" is one product of all that a window sees, for few
+            channels. None takes the fastest known for the platform that is compiled for.
 
     Returns:
         The convolved frames, and the cache for the next call (None where kt is 1).
@@ -106,19 +103,13 @@ def _for_tpu(x: Array, kernel: Array) -> Implementation:
     """
     if xla.suits_patches(x, kernel):
         return "patches"
-    if not is_large(x):
-        return "direct"
-    if xla.is_narrow(kernel):
-        return "narrow"
-    return "copied" if tpu.takes(x, past=kernel.shape[0] - 1) else "folded"
+    return "folded" if is_large(x) else "direct"
 
 
 _IMPLEMENTATIONS: dict[str, Callable[..., tuple[Array, Array]]] = {
     "direct": functools.partial(xla.by_xla, form=xla.direct),
     "summed": functools.partial(xla.by_xla, form=xla.summed),
     "folded": functools.partial(xla.by_xla, form=xla.folded),
-    "copied": tpu.copied,
-    "narrow": functools.partial(xla.by_xla, form=xla.narrow),
     "patches": functools.partial(xla.by_xla, form=xla.patches),
 }
 

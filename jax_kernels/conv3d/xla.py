@@ -9,7 +9,7 @@ from jax import lax
 from jaxtyping import Array
 
 from jax_kernels.common.columns import add_from_neighbours, has_neighbours, with_clear_padding
-from jax_kernels.common.first_frame import in_bands, is_image_for_tpu, of_bands
+from jax_kernels.common.first_frame import is_image_for_tpu
 from jax_kernels.common.frames import MOST_IN_PATCHES, conv_frames, conv_patches, select_frames
 from jax_kernels.common.layout import (
     LARGE_FRAME,
@@ -28,11 +28,6 @@ Form = Callable[[Array, Array, Columns], Array]
 FEW = 16
 """Output channels of all taps together that leave a TPU's matrix unit nearly empty; of inputs, channels that
 leave its tiles so."""
-
-
-TOGETHER = 16
-"""Columns that the narrow form computes together (v6e, 128 to 3 channels at 8 x 480 x 720: 7.4 ms one by one,
-3.5 with 4 of them, 3.0 with 8, 2.6 with 16, the taps apart)."""
 
 
 def direct(frames: Array, kernel: Array, columns: Columns) -> Array:
@@ -58,12 +53,13 @@ def summed(frames: Array, kernel: Array, columns: Columns) -> Array:
 
 
 def folded(frames: Array, kernel: Array, columns: Columns) -> Array:
-    return stacked(_taps(frames, kernel), kernel, columns)
+    taps = jnp.concatenate(_taps(frames, kernel), axis=-1)
+    return conv_frames(taps, jnp.concatenate(list(kernel), axis=2), padding=_padding(kernel, columns))
 
 
 def patches(frames: Array, kernel: Array, columns: Columns) -> Array:
     padded = jnp.pad(frames, [(0, 0), (0, 0), *_padding(kernel, columns), (0, 0)])
-    return conv_patches(list(_taps(padded, kernel)), kernel)
+    return conv_patches(_taps(padded, kernel), kernel)
 
 
 def suits_patches(x: Array, kernel: Array) -> bool:
@@ -72,43 +68,12 @@ def suits_patches(x: Array, kernel: Array) -> bool:
     XLA compiles a convolution to few channels for half a minute, and with few of them for ten seconds.
     """
     few = x.shape[-1] <= FEW or kernel.shape[-1] < LANES
-    seen = x.size * math.prod(kernel.shape[:3]) * x.dtype.itemsize
-    return few and _is_small(x) and seen <= MOST_IN_PATCHES
+    small = x.shape[2] * x.shape[3] < LARGE_FRAME
+    return few and small and _seen_bytes(x, kernel.shape[:3]) <= MOST_IN_PATCHES
 
 
-def _is_small(x: Array) -> bool:
-    return x.shape[2] * x.shape[3] < LARGE_FRAME
-
-
-def banded(frames: Array, kernel: Array, columns: Columns) -> Array:
-    rows = kernel.shape[1] // 2
-    image = in_bands(laid_for_kernels(frames), rows)
-    if is_narrow(kernel):
-        return of_bands(narrow(image, kernel, columns), rows)  # which puts zeros above and below a band
-    return of_bands(conv_frames(image, kernel[0], padding=((0, 0), columns)))
-
-
-def is_narrow(kernel: Array) -> bool:
-    """Whether its channels are few enough, on a device that has all columns. A decoder whose shards took that
-    form was planned with 20 ms and 1.5 GB more (docs/history.md)."""
-    return kernel.shape[0] * kernel.shape[4] <= FEW and not has_neighbours()
-
-
-def narrow(frames: Array, kernel: Array, columns: Columns) -> Array:
-    taps, _, reach, _, out = kernel.shape
-    videos, length, height, width, _ = frames.shape
-    width += sum(columns) - (reach - 1)
-    together = next(n for n in range(min(TOGETHER, width), 0, -1) if width % n == 0)
-    each = jnp.concatenate(list(kernel), axis=-1)
-    # A window moves by many columns, over all that they see.
-    windows = [jnp.pad(each, [(0, 0), (i, together - 1 - i), (0, 0), (0, 0)]) for i in range(together)]
-    kernel_HWIO = jnp.concatenate(windows, axis=-1)
-    y = conv_frames(frames, kernel_HWIO, padding=_padding(kernel, columns), stride=(1, together))
-    # Frames are added where they have few channels: no copies of them lie under the taps.
-    y = y.reshape(videos, length, height, width, taps, out)
-    return functools.reduce(
-        jnp.add, (y[:, tap : tap + length - taps + 1, ..., tap, :] for tap in range(taps))
-    )
+def _seen_bytes(x: Array, window: tuple[int, ...]) -> int:
+    return x.size * math.prod(window) * x.dtype.itemsize
 
 
 def by_xla(
@@ -159,8 +124,8 @@ def form_of_image(x: Array, kernel: Array) -> Form:
     """
     if not is_image_for_tpu(x):
         return summed
-    one_pixel = kernel.shape[1:3] == (1, 1)
-    return patches if one_pixel or x.shape[-1] <= FEW or _is_small(x) else banded
+    window = kernel.shape[1:3]
+    return patches if window == (1, 1) or _seen_bytes(x, window) <= MOST_IN_PATCHES else summed
 
 
 def same(frames: Array, kernel: Array, form: Form) -> Array:
@@ -173,11 +138,6 @@ def _taps(frames: Array, kernel: Array) -> list[Array]:
     taps = kernel.shape[0]
     length = frames.shape[1] - taps + 1
     return [frames[:, tap : tap + length] for tap in range(taps)]
-
-
-def stacked(taps: list[Array], kernel: Array, columns: Columns) -> Array:
-    folded = jnp.concatenate(list(kernel), axis=2)
-    return conv_frames(jnp.concatenate(taps, axis=-1), folded, padding=_padding(kernel, columns))
 
 
 def same_columns(kernel: Array) -> Columns:

@@ -8,10 +8,9 @@ from jaxtyping import Array, Float
 
 from jax_kernels.common.activation import Activation, check_activation
 from jax_kernels.common.checks import check_channels
-from jax_kernels.common.columns import by_platform, by_shards, jit_kernel
+from jax_kernels.common.columns import by_shards, jit_kernel
 from jax_kernels.common.first_frame import in_parts, joined
-from jax_kernels.common.layout import is_large
-from jax_kernels.group_norm import tpu, xla
+from jax_kernels.group_norm import xla
 from jax_kernels.group_norm.moments import check_groups, moments, per_channel
 
 
@@ -61,13 +60,6 @@ def group_norm(
     if x.ndim != 5:
         return xla.scaled(activation, x, mean, scale, shift, channel_axis=channel_axis)
     x = jnp.moveaxis(x, channel_axis, -1)
-    scaled = functools.partial(_scale, activation)
+    scaled = functools.partial(xla.scaled, activation)
     y = joined([by_shards(scaled, part, (), (mean, scale, shift)) for part in in_parts(x)])
     return jnp.moveaxis(y, -1, channel_axis)
-
-
-def _scale(activation: Activation | None, x_NTHWC: Array, *coefficients_NC: Array) -> Array:
-    # Without an activation what comes next is better fused with the norm than kept from it.
-    by_kernel = activation is not None and is_large(x_NTHWC) and tpu.takes(x_NTHWC)
-    by_xla = functools.partial(xla.scaled, activation)
-    return by_platform(x_NTHWC, *coefficients_NC, tpu=tpu.scaled if by_kernel else by_xla, default=by_xla)

@@ -1,7 +1,7 @@
-"""GroupNorm's two passes over an activation, on a TPU each by a Pallas kernel: statistics, then scaling.
+"""GroupNorm's statistics, on a TPU by a Pallas kernel.
 
-Both compute a tile in less time than its bytes take. XLA's own passes take two to three times what the bytes
-do (v6e, 8 x 480 x 720 x 128: 1.4 ms to reduce, of 0.43, and 2.15 ms to scale, of 0.86).
+It computes a tile in less time than its bytes take. XLA's own pass takes three times what the bytes do (v6e,
+8 x 480 x 720 x 128: 1.4 ms, of 0.43).
 """
 
 import functools
@@ -14,8 +14,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
-from jax_kernels.common.columns import with_clear_padding
-from jax_kernels.common.layout import frames_first, pixels_first
 from jax_kernels.common.tiles import BLOCK_BYTES, fills_tiles, in_sublanes, pixel_bytes
 from jax_kernels.group_norm import xla
 from jax_kernels.group_norm.welford import typical
@@ -23,13 +21,13 @@ from jax_kernels.group_norm.welford import typical
 COLUMNS = 16
 """Columns of a step."""
 
-SUMMED_TOGETHER, SCALED_TOGETHER = 4, 8
+TOGETHER = 4
 """Columns that a step of a kernel's loop takes: as many as registers hold what is kept of them."""
 
 SUBLANES = 8
 """Rows of a register of float32: frames of a column, or columns of an image."""
 
-SUMMED_UNROLLED, SCALED_UNROLLED = 5, 4
+UNROLLED = 5
 """Rows of a step of a kernel's loop."""
 
 
@@ -123,7 +121,7 @@ def image_moments(
     videos, _, height, width, channels = x.shape
     rows = _rows_of_image(x)
     mean, m2 = pl.pallas_call(
-        functools.partial(_moments, together=SUMMED_TOGETHER * SUBLANES),
+        functools.partial(_moments, together=TOGETHER * SUBLANES),
         grid=(videos, 1, height // rows),
         in_specs=[pl.BlockSpec((None, rows, width, channels), lambda video, _, row: (video, row, 0, 0))],
         out_specs=[pl.BlockSpec((None, width, channels), lambda video, _, row: (video, 0, 0))] * 2,
@@ -140,7 +138,7 @@ def _(primals: tuple[Array], tangents: tuple[Array]) -> Any:
     return image_moments(*primals), jax.jvp(xla.column_moments, primals, tangents)[1]
 
 
-def _moments(x_ref, mean_ref, m2_ref, origin_ref, *, together: int = SUMMED_TOGETHER) -> None:
+def _moments(x_ref, mean_ref, m2_ref, origin_ref, *, together: int = TOGETHER) -> None:
     before, rows = pl.program_id(2), x_ref.shape[0]
 
     @pl.when(before == 0)
@@ -158,14 +156,14 @@ def _moments(x_ref, mean_ref, m2_ref, origin_ref, *, together: int = SUMMED_TOGE
         def add_row(row: Array, total: Array, columns=columns, origin=origin) -> Array:
             return total + (x_ref[row, columns].astype(jnp.float32) - origin)
 
-        mean = lax.fori_loop(0, rows, add_row, jnp.zeros_like(origin), unroll=SUMMED_UNROLLED) / rows
+        mean = lax.fori_loop(0, rows, add_row, jnp.zeros_like(origin), unroll=UNROLLED) / rows
         centre = origin + mean
 
         def add_square(row: Array, squares: Array, columns=columns, centre=centre) -> Array:
             deviation = x_ref[row, columns].astype(jnp.float32) - centre
             return squares + deviation * deviation
 
-        squares = lax.fori_loop(0, rows, add_square, jnp.zeros_like(origin), unroll=SUMMED_UNROLLED)
+        squares = lax.fori_loop(0, rows, add_square, jnp.zeros_like(origin), unroll=UNROLLED)
         delta = mean - mean_ref[columns]
         mean_ref[columns] += delta * share
         m2_ref[columns] += squares + delta * delta * (share * before.astype(jnp.float32) * rows)
@@ -173,70 +171,3 @@ def _moments(x_ref, mean_ref, m2_ref, origin_ref, *, together: int = SUMMED_TOGE
     @pl.when(before == pl.num_programs(2) - 1)
     def _():
         mean_ref[...] += origin_ref[...]
-
-
-@jax.custom_jvp
-def scaled_by_column(
-    x: Float[Array, "N T H W C"],
-    mean: Float[Array, "N W C"],
-    scale: Float[Array, "N W C"],
-    shift: Float[Array, "N W C"],
-) -> Float[Array, "N T H W C"]:
-    """`silu((x - mean) * scale + shift)`.
-
-    Args:
-        x: activations that the kernel `takes`.
-        mean, scale, shift: of each video, column and channel, float32.
-    """
-    videos, length, height, width, channels = x.shape
-    rows, columns = _block(x)
-    block = pl.BlockSpec(
-        (rows, columns, videos, length, channels), lambda column, row: (row, column, 0, 0, 0)
-    )
-    of_columns = pl.BlockSpec((columns, videos, 1, channels), lambda column, row: (column, 0, 0, 0))
-    coefficients = (part.swapaxes(0, 1)[:, :, None] for part in (mean, scale, shift))
-    pixels = pixels_first(x)
-    result = pl.pallas_call(
-        _scale,
-        grid=(-(-width // columns), height // rows),
-        in_specs=[block, of_columns, of_columns, of_columns],
-        out_specs=block,
-        out_shape=pltpu.HBM(pixels.shape, x.dtype),
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel")),
-        name="scaled",
-    )(pixels, *coefficients)
-    return frames_first(result)
-
-
-def _scale(x_ref, mean_ref, scale_ref, shift_ref, result_ref) -> None:
-    for column in range(0, x_ref.shape[1], SCALED_TOGETHER):
-        columns = slice(column, column + SCALED_TOGETHER)
-        mean, scale, shift = mean_ref[columns], scale_ref[columns], shift_ref[columns]
-
-        def scale_row(row: Array, carry: None, columns=columns, mean=mean, scale=scale, shift=shift) -> None:
-            y = (x_ref[row, columns].astype(jnp.float32) - mean) * scale + shift
-            result_ref[row, columns] = jax.nn.silu(y).astype(result_ref.dtype)
-
-        lax.fori_loop(0, x_ref.shape[0], scale_row, None, unroll=SCALED_UNROLLED)
-
-
-@scaled_by_column.defjvp
-def _(primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> Any:
-    return scaled_by_column(*primals), jax.jvp(_plainly_scaled, primals, tangents)[1]
-
-
-def _plainly_scaled(x_NTHWC: Array, *coefficients_NWC: Array) -> Array:
-    mean, scale, shift = (part[:, None, None] for part in coefficients_NWC)
-    return jax.nn.silu((x_NTHWC.astype(jnp.float32) - mean) * scale + shift).astype(x_NTHWC.dtype)
-
-
-def scaled(x_NTHWC: Array, *coefficients_NC: Array) -> Array:
-    """`scaled_by_column` with a video's coefficients in all of its columns."""
-
-    def by_column(part_NC: Array) -> Array:
-        return jnp.broadcast_to(part_NC[:, None], (part_NC.shape[0], x_NTHWC.shape[3], part_NC.shape[1]))
-
-    mean, scale, shift = (by_column(part_NC) for part_NC in coefficients_NC)
-    # Where columns only pad the width, so does the result: factors and offsets of zero clear it.
-    # They are arguments of what has a rule for derivatives: that is traced where nobody says what is padding.
-    return scaled_by_column(x_NTHWC, mean, with_clear_padding(scale, 1), with_clear_padding(shift, 1))

@@ -25,8 +25,8 @@ from jax_kernels.common.columns import (
 )
 from jax_kernels.common.first_frame import in_bands, in_parts, is_image_for_tpu, joined, of_bands
 from jax_kernels.common.frames import average_pairs, conv_frames, select_frames
-from jax_kernels.common.layout import is_large, laid_for_kernels
-from jax_kernels.resample import tpu, upsampled, xla
+from jax_kernels.common.layout import laid_for_kernels
+from jax_kernels.resample import upsampled, xla
 
 BEYOND = 1
 """Rows above and below a band of an image that a 3 x 3 kernel sees."""
@@ -140,11 +140,7 @@ def _upsample(x: Array, kernel: Array, bias: Array | None, *, expand_time: bool,
 
 
 def _doubled(x: Array) -> Array:
-    # Of a shard's frames XLA keeps the columns outermost, and would copy what the kernel gives into that
-    # order.
-    by_kernel = is_large(x) and tpu.takes(x) and not has_neighbours()
-    for_tpu = tpu.doubled_pixels if by_kernel else xla.double_pixels_outside
-    for_tpu = xla.double_pixels if x.shape[1] == 1 else for_tpu
+    for_tpu = xla.double_pixels if x.shape[1] == 1 else xla.double_pixels_outside
     return lax.platform_dependent(x, tpu=for_tpu, default=xla.double_pixels)
 
 

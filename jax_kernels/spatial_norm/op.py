@@ -12,12 +12,11 @@ from jax_kernels.common.activation import Activation, check_activation
 from jax_kernels.common.checks import check_channels
 from jax_kernels.common.columns import by_platform, by_shards, jit_kernel
 from jax_kernels.common.first_frame import in_parts, joined
-from jax_kernels.common.layout import is_large
 from jax_kernels.group_norm.moments import check_groups, moments, per_channel
-from jax_kernels.spatial_norm import tpu, xla
+from jax_kernels.spatial_norm import xla
 from jax_kernels.spatial_norm.latents import check_sizes
 
-Implementation = Literal["rows", "pixels_first", "kernel"]
+Implementation = Literal["rows", "pixels_first"]
 
 
 @jit_kernel(static_argnames=("num_groups", "eps", "activation", "lone_first", "implementation"))
@@ -53,8 +52,8 @@ def spatial_norm(
         lone_first: whether the first frame goes with the first latent frame alone, and the rest with the
             rest: then (T - 1) / (t - 1) is whole.
         implementation: "rows" broadcasts what comes of the latents over rows; "pixels_first" does so in the
-            order that a TPU keeps large frames in; "kernel" is a Pallas kernel, for TPUs (`modulated`). None
-            takes the fastest known for the platform that is compiled for, of those that take `x`.
+            order that a TPU keeps large frames in. None takes the fastest known for the platform that is
+            compiled for.
 
     Returns:
         The shape and dtype of `x`; everything in between is float32.
@@ -109,10 +108,7 @@ def _modulated(
     inputs = x, scale_NC, shift_NC, zq, to_y, to_b
     if implementation is not None:
         return _IMPLEMENTATIONS[implementation](activation, lone_first, *inputs)
-    # Without an activation what comes next is better fused with the modulation than kept from it.
-    by_kernel = activation is not None and is_large(x) and tpu.takes(x, zq)
-    for_tpu = "kernel" if by_kernel else "pixels_first" if x.shape[1] > 1 else "rows"
-    named = {"tpu": for_tpu, "default": "rows"}
+    named = {"tpu": "pixels_first" if x.shape[1] > 1 else "rows", "default": "rows"}
     forms = {
         platform: functools.partial(_IMPLEMENTATIONS[name], activation, lone_first)
         for platform, name in named.items()
@@ -123,5 +119,4 @@ def _modulated(
 _IMPLEMENTATIONS: dict[str, Callable[..., Array]] = {
     "rows": xla.by_rows,
     "pixels_first": xla.by_pixels,
-    "kernel": tpu.by_kernel,
 }

@@ -219,7 +219,7 @@ def test_the_kept_plans_are_of_commands_that_are_taken(words):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--topology", "v9:1x1"], "one of v4, v5e, v5p, v6e, tpu7x"),
+        (["--topology", "v9:1x1"], "one of v5e, v5p, v6e, tpu7x"),
         (["--topology", "v6e"], "a grid, such as v6e:2x4"),
         (["--height", "100", "--platform", "cpu"], "multiples of 8"),
         (["--model", "./none"], "there is no model directory none"),

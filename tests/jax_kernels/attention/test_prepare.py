@@ -42,10 +42,10 @@ def of_diffusers(x, weight, bias, cos, sin, *, heads, scale=1.0):
 
 def interpreted(*arrays, **options):
     """`prepare` as a TPU runs it."""
-    options = {"pairs": "neighbours", "scale": 1.0, "eps": 1e-6, **options}
+    options = {"scale": 1.0, "eps": 1e-6, **options}
     x, weight, bias, cos, sin = (*arrays, *[None] * (5 - len(arrays)))
     norm = () if weight is None else (weight, bias)
-    tables = () if cos is None else (cos, module._signed(sin, options["pairs"]))
+    tables = () if cos is None else (cos, module._signed(sin))
     with pltpu.force_tpu_interpret_mode():
         return module._with_derivatives_of_plain(options)(x, norm, tables)
 
@@ -70,23 +70,6 @@ def test_it_is_diffusers_norm_and_rotary_positions(form, shape, dtype, monkeypat
     got = form(*arrays, heads=shape["heads"], scale=0.3)
     assert got.dtype == dtype
     assert largest_error(got, want) < (1e-5 if dtype == jnp.float32 else 2**-8)  # rounded once
-
-
-@FORMS
-def test_pairs_may_be_half_apart(form):
-    x, weight, bias, cos, sin = inputs()
-    order = np.r_[0:16:2, 1:16:2]
-    of_all_heads = np.concatenate([head * 16 + order for head in range(3)])
-    got = form(
-        x[..., of_all_heads],
-        weight[order],
-        bias[order],
-        cos[:, order],
-        sin[:, order],
-        heads=3,
-        pairs="halves",
-    )
-    assert largest_error(got, of_diffusers(x, weight, bias, cos, sin, heads=3)[:, :, order]) < 1e-5
 
 
 @FORMS
@@ -135,7 +118,6 @@ def test_what_it_prepares_is_what_attention_takes():
         ({"weight": None}, "a bias and no weight"),
         ({"sin": None}, "neither is given"),
         ({"cos": jnp.ones((39, 16))}, "cos and sin"),
-        ({"pairs": "thirds"}, "'thirds' is not one of"),
     ],
 )
 @pytest.mark.usefixtures("shapes_unchecked")

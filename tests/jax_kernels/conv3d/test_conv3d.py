@@ -10,7 +10,7 @@ from jax_kernels import conv3d
 from jax_kernels.common import first_frame
 from jax_kernels.conv3d import op, reference, xla
 
-IMPLEMENTATIONS = ["direct", "summed", "folded", "narrow", "patches", None]
+IMPLEMENTATIONS = ["direct", "summed", "folded", "patches", None]
 
 
 def _inputs(frames=3, dtype=jnp.float32, taps=3):
@@ -109,7 +109,7 @@ def test_a_residual_of_another_shape_is_refused():
 
 def test_float32_asks_for_full_precision_on_every_path():
     x, kernel, bias = _inputs()
-    for implementation in ("direct", "summed", "folded", "narrow", "patches"):
+    for implementation in ("direct", "summed", "folded", "patches"):
         traced = jax.jit(lambda *a, i=implementation: conv3d(*a, implementation=i)).trace(x, kernel, bias)
         for platform in ("cpu", "tpu"):
             text = traced.lower(lowering_platforms=(platform,)).as_text()
@@ -168,56 +168,23 @@ def test_unknown_implementation_is_named():
         conv3d(x, kernel, implementation="fast")
 
 
-@pytest.mark.parametrize("width", [32, 34])
-def test_columns_computed_together_are_those_computed_alone(width):
-    rng = np.random.default_rng(0)
-    x, kernel = (jnp.asarray(rng.normal(size=shape)) for shape in ((1, 2, 3, width, 4), (3, 3, 5, 4, 3)))
-    got, cache = conv3d(x, kernel, implementation="narrow")
-    want, same = conv3d(x, kernel, implementation="direct")
-    np.testing.assert_allclose(np.array(got), np.array(want), rtol=1e-5, atol=1e-5)
-    np.testing.assert_array_equal(np.array(cache), np.array(same))
-
-
-@pytest.mark.parametrize(("channels", "together"), [(3, True), (32, False)])
-def test_large_frames_of_few_channels_are_computed_many_columns_together_on_a_tpu(channels, together):
-    x = jax.ShapeDtypeStruct((1, 2, 128, 256, 128), jnp.bfloat16)
-    kernel = jax.ShapeDtypeStruct((3, 3, 3, 128, channels), jnp.bfloat16)
-    text = jax.jit(conv3d).trace(x, kernel).lower(lowering_platforms=("tpu",)).as_text()
-    assert ("stride = [1, 16]" in text) == together
-
-
-@pytest.mark.parametrize(("channels", "together"), [(3, True), (32, False)])
-def test_a_large_image_of_few_channels_too(channels, together, monkeypatch):
-    monkeypatch.setattr(first_frame, "is_tpu_device", lambda: True)
-    jax.clear_caches()  # what was traced before is for another platform
-    x = jax.ShapeDtypeStruct((1, 1, 128, 256, 128), jnp.bfloat16)
-    kernel = jax.ShapeDtypeStruct((3, 3, 3, 128, channels), jnp.bfloat16)
-    text = jax.jit(conv3d).trace(x, kernel).lower(lowering_platforms=("tpu",)).as_text()
-    assert ("stride = [1, 16]" in text) == together
-    jax.clear_caches()
-
-
 @pytest.mark.parametrize("start", ["replicate", "zeros"])
 @pytest.mark.parametrize(
-    ("channels", "window", "outputs", "large", "form"),
+    ("window", "seen", "form"),
     [
-        (24, (3, 3, 3), 6, 64, "patches"),
-        (24, (3, 3, 3), 6, 63, "banded"),  # with columns computed together
-        (24, (3, 3, 3), 17, 63, "banded"),
-        (4, (3, 3, 3), 6, 63, "patches"),
-        (24, (1, 1, 1), 6, 63, "patches"),
-        (24, (3, 1, 1), 6, 63, "patches"),
+        ((3, 3, 3), 2 * 9 * 7 * 24 * 9 * 2, "patches"),
+        ((3, 3, 3), 2 * 9 * 7 * 24 * 9 * 2 - 1, "summed"),  # windows see too much
+        ((1, 1, 1), 0, "patches"),
+        ((3, 1, 1), 0, "patches"),
     ],
 )
-def test_an_image_is_convolved_as_a_tpu_compiles_fast(
-    channels, window, outputs, large, form, start, monkeypatch
-):
+def test_an_image_is_convolved_as_a_tpu_compiles_fast(window, seen, form, start, monkeypatch):
     monkeypatch.setattr(first_frame, "is_tpu_device", lambda: True)
-    monkeypatch.setattr(xla, "LARGE_FRAME", large)
+    monkeypatch.setattr(xla, "MOST_IN_PATCHES", seen)
     jax.clear_caches()  # what was traced before is for another platform
     rng = np.random.default_rng(0)
     draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.bfloat16)  # noqa: E731
-    x, kernel, bias = draw(2, 1, 9, 7, channels), draw(*window, channels, outputs), draw(outputs)
+    x, kernel, bias = draw(2, 1, 9, 7, 24), draw(*window, 24, 6), draw(6)
     assert xla.form_of_image(x, kernel) is getattr(xla, form)
     y, _ = conv3d(x, kernel, bias, start=start)
     want, _ = reference.conv3d(*(part.astype(jnp.float32) for part in (x, kernel, bias)), start=start)

@@ -1,6 +1,4 @@
-"""The Pallas kernels sum and scale as XLA does, and Mosaic compiles them for the chips that they are for."""
-
-import functools
+"""The Pallas kernels sum as XLA does, and Mosaic compiles them for the chips that they are for."""
 
 import jax
 import jax.numpy as jnp
@@ -11,16 +9,9 @@ from jax.experimental.pallas import tpu as pltpu
 from cogvideox_torchax.plan import chips, programs
 from jax_kernels import group_norm
 from jax_kernels.common import first_frame
-from jax_kernels.common.columns import Split, split_columns
-from jax_kernels.common.tiles import SWITCH, in_sublanes
+from jax_kernels.common.tiles import in_sublanes
 from jax_kernels.group_norm import tpu, xla
-from jax_kernels.group_norm.tpu import (
-    _column_bytes,
-    _pixel_bytes,
-    column_moments,
-    image_moments,
-    scaled_by_column,
-)
+from jax_kernels.group_norm.tpu import _column_bytes, _pixel_bytes, column_moments, image_moments
 from tests.reference import largest_error
 
 every_block = pytest.mark.parametrize(
@@ -65,28 +56,6 @@ def test_an_images_sums_are_those_of_a_reduction(videos, height, width, rows, dt
         assert largest_error(mine, plain) < 1e-6
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@every_block
-def test_scaling_is_that_of_each_column(videos, length, height, width, rows, dtype, monkeypatch):
-    keys = jax.random.split(jax.random.key(0), 4)
-    x = jax.random.normal(keys[0], (videos, length, height, width, 128), dtype)
-    mean, scale, shift = (jax.random.normal(key, (videos, width, 128)) for key in keys[1:])
-    block = min(16, width) * (_column_bytes(x) + rows * _pixel_bytes(x))
-    monkeypatch.setattr(tpu, "BLOCK_BYTES", block)
-    with pltpu.force_tpu_interpret_mode():
-        got = scaled_by_column(x, mean, scale, shift)
-    of_columns = (part[:, None, None] for part in (mean, scale, shift))
-    mean, scale, shift = of_columns
-    want = jax.nn.silu((x.astype(jnp.float32) - mean) * scale + shift)
-    assert got.dtype == dtype
-    rounded = np.array(want.astype(dtype), np.float32)
-    # One rounding: a sigmoid that was rounded too would move a result by a unit more.
-    tolerance = 2**-7 if dtype == jnp.bfloat16 else 1e-5
-    np.testing.assert_allclose(np.array(got, np.float32), rounded, rtol=tolerance, atol=1e-6)
-    if dtype == jnp.bfloat16:
-        assert (np.array(got, np.float32) == rounded).mean() > 0.99
-
-
 @pytest.mark.parametrize(("moments", "frames"), [(column_moments, 2), (image_moments, 1)])
 def test_statistics_far_from_zero_keep_their_digits(moments, frames):
     x = jax.random.normal(jax.random.key(0), (1, frames, 8, 16, 128)) + 1000
@@ -109,39 +78,6 @@ def test_its_derivatives_are_those_of_a_reduction(moments, frames):
     assert largest_error(got, jax.grad(squared)(x, xla.column_moments)) < 1e-5
 
 
-def test_scaling_has_the_derivatives_of_xlas():
-    keys = jax.random.split(jax.random.key(0), 4)
-    inputs = (
-        jax.random.normal(keys[0], (2, 2, 3, 4, 128)),
-        *(jax.random.normal(k, (2, 128)) for k in keys[1:]),
-    )
-
-    def squared(inputs, form):
-        return jnp.sum(form(*inputs) ** 2)
-
-    with pltpu.force_tpu_interpret_mode():
-        got = jax.grad(squared)(inputs, tpu.scaled)
-    want = jax.grad(squared)(inputs, functools.partial(xla.scaled, "silu"))
-    for mine, xlas in zip(got, want, strict=True):
-        assert largest_error(mine, xlas) < 1e-5
-
-
-def test_columns_that_only_pad_a_width_have_no_derivatives():
-    x = jax.random.normal(jax.random.key(0), (1, 2, 3, 4, 128))
-    vectors = [jnp.ones((1, 128))] * 3
-
-    @jax.jit  # differentiated from outside: rules are traced when nothing says how columns are split
-    def scale(x):
-        with split_columns(Split(real=3, padded=4)):
-            return tpu.scaled(x, *vectors)
-
-    with pltpu.force_tpu_interpret_mode():
-        y, tangent = jax.jvp(scale, (x,), (jnp.ones_like(x),))
-    for found in (y, tangent):
-        assert not jnp.any(found[:, :, :, 3:])
-        assert jnp.all(found[:, :, :, :3] != 0)
-
-
 def lowered_for_tpu(shape, dtype):
     x = jax.ShapeDtypeStruct(shape, dtype)
     norm = jax.jit(lambda x: group_norm(x, None, None, num_groups=4, channel_axis=-1, activation="silu"))
@@ -162,7 +98,7 @@ def lowered_for_tpu(shape, dtype):
 )
 def test_large_frames_that_the_kernel_takes_go_through_it_on_a_tpu(shape, dtype, taken):
     text = lowered_for_tpu(shape, dtype)
-    assert ("column_moments" in text) == ("scaled" in text) == taken
+    assert ("column_moments" in text) == taken
 
 
 @pytest.mark.parametrize(
@@ -180,14 +116,6 @@ def test_an_image_that_the_kernel_takes_goes_through_it_on_a_tpu(shape, dtype, t
     assert ("image_moments" in lowered_for_tpu(shape, dtype)) == taken
 
 
-def test_the_switch_leaves_the_work_to_xla(monkeypatch):
-    monkeypatch.setenv(SWITCH, "off")
-    shape = 1, 8, 128, 288, 128  # which nothing else has traced
-    text = lowered_for_tpu(shape, jnp.bfloat16)
-    assert "column_moments" not in text
-    assert "scaled" not in text
-
-
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("length", [8, 9])
 @pytest.mark.parametrize("topology", ["v5e:1x1", "v6e:1x1"])
@@ -196,18 +124,12 @@ def test_mosaic_compiles_them_and_the_planner_counts_their_bytes(topology, lengt
     pytest.importorskip("libtpu", reason="the [tpu] extra is not installed")
     device = jax.sharding.SingleDeviceSharding(chips.topology_devices(topology)[0])
     x = jax.ShapeDtypeStruct((1, length, 64, 45, 256), dtype, sharding=device)
-    coefficients = [jax.ShapeDtypeStruct((1, 45, 256), jnp.float32, sharding=device)] * 3
     chip = chips.CHIPS[topology[:3]]
     sublanes = 8 if length == 8 else 16  # a tile holds eight
     pixels, columns = 64 * 45 * 256 * x.dtype.itemsize, 45 * 256 * 4
-    for kernel, inputs, moved in (
-        (column_moments, (x,), sublanes * (pixels + 2 * columns)),
-        (scaled_by_column, (x, *coefficients), 2 * sublanes * pixels + 3 * columns),
-    ):
-        compiled = jax.jit(kernel).lower(*inputs).compile()
-        plan = programs.read_program("later", length, compiled, chip, 0.0)
-        assert plan.kernels == 1
-        assert plan.shares["kernels"] * chip.bandwidth == pytest.approx(moved)
+    plan = programs.read_program("later", length, jax.jit(column_moments).lower(x).compile(), chip, 0.0)
+    assert plan.kernels == 1
+    assert plan.shares["kernels"] * chip.bandwidth == pytest.approx(sublanes * (pixels + 2 * columns))
 
 
 @pytest.mark.parametrize(("topology", "width"), [("v6e:1x1", 90), ("v5e:1x1", 22)])

@@ -15,7 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from cogvideox_torchax.plan import chips
 from jax_kernels import Columns, Norm, norm_conv3d
 from jax_kernels.common.columns import Split, split_columns
-from jax_kernels.common.tiles import LANES, SWITCH
+from jax_kernels.common.tiles import LANES
 from jax_kernels.norm_conv3d import reference, sizes, tpu
 from tests.jax_kernels.meshes import on_mesh
 from tests.reference import largest_error
@@ -285,18 +285,6 @@ def test_what_the_kernel_takes(shape, dtype, grid, window, outputs, taken):
 
     jax.eval_shape(ask, x, kernel)
     assert found == [taken]
-
-
-@pytest.mark.parametrize("switch", ["on", "off"])
-def test_the_switch_leaves_the_work_to_xla(switch, monkeypatch):
-    monkeypatch.setenv(SWITCH, switch)
-    width = 256 if switch == "on" else 264  # which nothing else has traced
-    x = jax.ShapeDtypeStruct((1, 2, 128, width, 128), jnp.bfloat16)
-    vector = jax.ShapeDtypeStruct((128,), jnp.bfloat16)
-    kernel = jax.ShapeDtypeStruct((3, 3, 3, 128, 128), jnp.bfloat16)
-    convolve = jax.jit(functools.partial(norm_conv3d, num_groups=32))
-    lowered = convolve.trace(x, Norm(vector, vector), kernel, vector).lower(lowering_platforms=("tpu",))
-    assert ('kernel_name = "norm_conv3d"' in lowered.as_text()) == (switch == "on")
 
 
 @pytest.mark.parametrize(

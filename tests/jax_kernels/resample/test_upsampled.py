@@ -11,7 +11,6 @@ from jax.experimental.pallas import tpu as pltpu
 from cogvideox_torchax.plan import chips
 from jax_kernels import upsample
 from jax_kernels.common import first_frame
-from jax_kernels.common.tiles import SWITCH
 from jax_kernels.resample import op, reference, upsampled
 from tests.jax_kernels.meshes import on_mesh
 from tests.reference import largest_error
@@ -193,12 +192,6 @@ def lowered_for_tpu(shape, dtype, outputs, expand_time, lone_first=False):
     options = {"expand_time": expand_time, "lone_first": lone_first}
     upsampled = jax.jit(lambda x, kernel: upsample(x, kernel, None, **options))
     return upsampled.trace(x, kernel).lower(lowering_platforms=("tpu",)).as_text()
-
-
-def test_the_switch_leaves_the_work_to_xla(monkeypatch):
-    monkeypatch.setenv(SWITCH, "off")
-    shape = 1, 8, 64, 72, 128  # which nothing else has traced
-    assert "upsampled" not in lowered_for_tpu(shape, jnp.bfloat16, 128, False)
 
 
 @pytest.mark.parametrize(

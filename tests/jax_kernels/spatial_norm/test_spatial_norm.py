@@ -1,23 +1,18 @@
 """Every way to modulate is the same function, and is taken where it is meant to be."""
 
-import contextlib
-
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import tpu as pltpu
 
 from cogvideox_torchax.vae.chunks import first_frame_is_alone
 from jax_kernels import spatial_norm
-from jax_kernels.common.tiles import SWITCH
 from jax_kernels.spatial_norm import reference
 from tests.reference import largest_error
 
 # Latent frames to frames, as they meet in the decoder: a first batch of 1, 2 or 3 latents, after 0, 1 or 2
 # doublings.
 FRAMES = [(1, 1), (2, 2), (2, 4), (2, 8), (3, 3), (3, 5), (3, 9)]
-IMPLEMENTATIONS = [None, "rows", "pixels_first", "kernel"]
+IMPLEMENTATIONS = [None, "rows", "pixels_first"]
 
 
 def _inputs(latent_frames, frames, scale=2, dtype=jnp.float32, channels=8):
@@ -29,16 +24,13 @@ def _inputs(latent_frames, frames, scale=2, dtype=jnp.float32, channels=8):
 
 
 def _run(inputs, implementation, activation=None):
-    """The kernel as JAX interprets it, and the others compiled."""
-    interpreted = pltpu.force_tpu_interpret_mode if implementation == "kernel" else contextlib.nullcontext
-    with interpreted():
-        return spatial_norm(
-            *inputs,
-            num_groups=4,
-            activation=activation,
-            lone_first=first_frame_is_alone(inputs[0].shape[1]),
-            implementation=implementation,
-        )
+    return spatial_norm(
+        *inputs,
+        num_groups=4,
+        activation=activation,
+        lone_first=first_frame_is_alone(inputs[0].shape[1]),
+        implementation=implementation,
+    )
 
 
 def _reference(inputs, activation):
@@ -92,54 +84,6 @@ def test_an_activation_that_there_is_not_is_refused():
 def test_an_implementation_that_there_is_not_is_refused():
     with pytest.raises(ValueError, match="is not one of"):
         spatial_norm(*_inputs(2, 4), num_groups=4, implementation="columns")  # pyright: ignore
-
-
-def test_derivatives_of_the_kernel_are_those_of_the_plain_form():
-    inputs = _inputs(2, 4)
-
-    def squared(inputs, implementation):
-        y = spatial_norm(*inputs, num_groups=4, activation="silu", implementation=implementation)
-        return jnp.sum(y**2)
-
-    with pltpu.force_tpu_interpret_mode():
-        got = jax.grad(squared)(inputs, "kernel")
-    for mine, plain in zip(got, jax.grad(squared)(inputs, "rows"), strict=True):
-        assert largest_error(mine, plain) < 1e-5
-
-
-def lowered_for_tpu(shape, dtype, activation="silu", zq=(16, 32)):
-    """The norm of such activations as it is given to the TPU's compiler."""
-    channels = shape[-1]
-    draw = lambda *shape: jax.ShapeDtypeStruct(shape, dtype)  # noqa: E731
-    pointwise = [draw(*shape) for _ in "yb" for shape in ((4, channels), (channels,))]
-
-    def norm(*arrays):
-        return spatial_norm(*arrays, num_groups=4, activation=activation)
-
-    inputs = draw(*shape), draw(1, 1, *zq, 4), draw(channels), draw(channels), *pointwise
-    return jax.jit(norm).trace(*inputs).lower(lowering_platforms=("tpu",)).as_text()
-
-
-@pytest.mark.parametrize(
-    ("shape", "options", "taken"),
-    [
-        ((1, 8, 128, 256, 128), {"dtype": jnp.bfloat16}, True),
-        ((1, 8, 128, 256, 128), {"dtype": jnp.float32}, True),
-        ((1, 8, 128, 256, 128), {"dtype": jnp.float16}, False),  # which Mosaic cannot load
-        ((1, 8, 128, 256, 64), {"dtype": jnp.bfloat16}, False),  # half a tile of channels
-        ((1, 8, 128, 256, 128), {"dtype": jnp.bfloat16, "zq": (1, 1)}, False),  # one latent above too much
-        ((1, 8, 64, 64, 128), {"dtype": jnp.bfloat16}, False),  # small: XLA chooses another order
-        ((1, 8, 128, 256, 128), {"dtype": jnp.bfloat16, "activation": None}, False),  # better fused with it
-    ],
-)
-def test_large_frames_that_the_kernel_takes_go_through_it_on_a_tpu(shape, options, taken):
-    assert ("modulated" in lowered_for_tpu(shape, **options)) == taken
-
-
-def test_the_switch_leaves_the_work_to_xla(monkeypatch):
-    monkeypatch.setenv(SWITCH, "off")
-    shape = 1, 8, 128, 288, 128  # which nothing else has traced
-    assert "modulated" not in lowered_for_tpu(shape, jnp.bfloat16)
 
 
 @pytest.mark.usefixtures("shapes_unchecked")
