@@ -12,9 +12,10 @@ Each function has a folder. `op.py` holds its signature and chooses the form; `r
 form, the definition that the tests hold the others to; `xla.py` and `tpu.py` hold the forms that XLA compiles
 and those with a Pallas kernel. `common` is what several share.
 
-Columns that are split over devices are for `common.columns.split_columns` to tell. A program for TPUs that
-leaves it to XLA's partitioner to split activations needs the environment's `JAX_KERNELS_PALLAS=off`: the
-Pallas kernels cannot be split so.
+Each function chooses its form for the platform that its program is lowered for, and leaves Pallas kernels
+out where the environment has `JAX_KERNELS_PALLAS=off` when it is called. Columns that are split over devices
+are its argument `split` (`common.columns.Split`). A program for TPUs that leaves it to XLA's partitioner to
+split activations needs the switch: Pallas kernels cannot be split so.
 """
 
 from jax_kernels.attention.bounds import score_bound

@@ -1,7 +1,6 @@
 """Builds small diffusers references and their inputs."""
 
 import contextlib
-import functools
 
 import numpy as np
 import pytest
@@ -92,40 +91,46 @@ def largest_error(got, want) -> float:
 
 
 @contextlib.contextmanager
+def as_on_a_tpu():
+    """While it is open, ops take the forms that they have for a TPU."""
+    # Not before the tests have begun: what is imported earlier has its annotated shapes unchecked.
+    import jax
+
+    from jax_kernels.common import dispatch
+
+    def for_tpu(*operands, default, **forms):
+        return forms.get("tpu", default)(*operands)
+
+    jax.clear_caches()  # what was traced before knows nothing of this
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dispatch, "platform_dependent", for_tpu)
+        yield
+    jax.clear_caches()
+
+
+@contextlib.contextmanager
 def interpreted_kernels(*, lanes=16, large=1, on_mesh=False):
-    """While it is open, `norm_conv3d` and `upsample` run their kernels, interpreted, where a TPU would: for
-    frames of `large` pixels and multiples of `lanes` channels; the first of an odd number is computed by
-    itself, as there. Gives a list of the activations that they were traced for.
+    """While it is open, ops run as on a TPU, their Pallas kernels interpreted: those take frames of `large`
+    pixels and multiples of `lanes` channels. Gives a list of the kernels that were traced, by name.
 
     The interpreter that knows a TPU's memory has devices wait for each other, for which a machine of few
     cores has too few threads. On a mesh the plain one runs it."""
-    # Not before the tests have begun: what is imported earlier has its annotated shapes unchecked.
-    import jax
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 
-    from jax_kernels.common import first_frame, tiles
-    from jax_kernels.group_norm import moments
-    from jax_kernels.norm_conv3d import op, tpu
-    from jax_kernels.resample import op as resample
+    from jax_kernels.common import tiles
+    from jax_kernels.norm_conv3d import tpu
 
-    traced = []
+    traced, pallas_call = [], pl.pallas_call
 
-    def on_tpu(*operands, **forms):
-        traced.append(operands[0].shape)
-        return forms["tpu"](*operands)
+    def traced_call(*args, name, **options):
+        traced.append(name)
+        return pallas_call(*args, name=name, **options, **({"interpret": True} if on_mesh else {}))
 
-    jax.clear_caches()  # what was traced before knows nothing of this
     interpreter = contextlib.nullcontext() if on_mesh else pltpu.force_tpu_interpret_mode()
-    with pytest.MonkeyPatch.context() as patch, interpreter:
-        if on_mesh:
-            patch.setattr(pl, "pallas_call", functools.partial(pl.pallas_call, interpret=True))
+    with pytest.MonkeyPatch.context() as patch, as_on_a_tpu(), interpreter:
+        patch.setattr(pl, "pallas_call", traced_call)
         patch.setattr(tiles, "LANES", lanes)
         patch.setattr(tiles, "SMALLEST", large)
         patch.setattr(tpu, "RAGGED_IN_PLACE", False)
-        patch.setattr(op, "by_platform", on_tpu)
-        patch.setattr(resample, "by_platform", on_tpu)
-        patch.setattr(moments, "by_platform", lambda *operands, **forms: forms["tpu"](*operands))
-        patch.setattr(first_frame, "is_tpu_device", lambda: True)
         yield traced
-    jax.clear_caches()

@@ -114,24 +114,24 @@ class ChunkProgram:
         # Nothing is donated: a backward pass reads a cache again.
         self._differentiable = jax.jit(self._trace_for_gradients)
 
-    def _trace(self, weights: dict[str, Any], chunk: Any, cache: Any) -> Any:
+    def _trace(self, weights: dict[str, Any], chunk: Any, cache: Any, **place: Any) -> Any:
         import jax
 
         # Between two chunks a cache lies as (H, W, N, T, C), as a TPU holds it while it computes: in any
         # other order each program would rearrange it on its way in and out.
         cache = jax.tree.map(lambda stored: stored.transpose(2, 4, 3, 0, 1), cache)
-        result, cache = self._apply(weights, chunk, cache)
+        result, cache = self._apply(weights, chunk, cache, **place)
         return result, jax.tree.map(lambda cache_NCTHW: cache_NCTHW.transpose(3, 4, 0, 2, 1), cache)
 
     def _trace_for_gradients(self, weights: dict[str, Any], chunk: Any, cache: Any) -> Any:
         with torch.enable_grad():  # where it is off, modules leave gradient checkpointing out
             return self._trace(weights, chunk, cache)
 
-    def _apply(self, weights: dict[str, Any], chunk: Any, cache: Any) -> Any:
+    def _apply(self, weights: dict[str, Any], chunk: Any, cache: Any, **place: Any) -> Any:
         network = _without_chance(skeleton(self.network))
         with TRACING, named_layers(network):
             self.compilations += 1
-            return self._call(network, weights, chunk, cache)
+            return self._call(network, weights, chunk, cache, **place)
 
     def _call(self, network: nn.Module, weights: dict[str, Any], chunk: Any, cache: Any) -> Any:
         """The network, a copy of its own, run on arrays."""

@@ -5,8 +5,8 @@ over "dp" and by width over "tp". Another batch is split as one video is: paddin
 video's work, padding a width costs some columns. Time is never split, weights are copied to every device.
 
 A width that does not divide is padded where it enters (`PaddedChunk`): 90 latent columns over 8 devices to
-8 x 12, and so 24, 48 and 96 columns a device at the levels above. Kernels know which columns are the
-picture's (`jax_kernels.common.columns.split_columns`), and the padding is cut off what a user gets. Left to
+8 x 12, and so 24, 48 and 96 columns a device at the levels above. Kernels are given which columns are the
+picture's (`jax_kernels.common.columns.Split`), and the padding is cut off what a user gets. Left to
 XLA, each level would be split for itself, as 180 into 23 and 360 into 45: columns would travel at every one.
 """
 
@@ -22,7 +22,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from cogvideox_torchax.sharding.mesh import AXES
 from cogvideox_torchax.upstream import is_traced
-from jax_kernels.common.columns import Split, by_shards, real_columns, split_columns
+from jax_kernels.common.columns import WHOLE, Split
+from jax_kernels.common.dispatch import Target, by_shards, dispatched
 from jax_kernels.common.layout import kept_columns_last
 
 
@@ -114,19 +115,20 @@ class Placement:
         """Inside a program: `x` split by its spec."""
         return jax.lax.with_sharding_constraint(x, self.sharding(x.shape))
 
-    def hand_out(self, x: jax.Array) -> jax.Array:
+    def hand_out(self, x: jax.Array, split: Split = WHOLE) -> jax.Array:
         """Inside a program: the picture's columns, split as a result that leaves it, see `result_spec`.
 
         By width first: a result that leaves in rows or channels would otherwise have the layers before it
         computed so, their inputs gathered.
         """
         column = self.layout.column
-        picture = jax.lax.slice_in_dim(self.constrain(x), 0, real_columns(x.shape[column]), axis=column)
+        picture = jax.lax.slice_in_dim(self.constrain(x), 0, split.real_columns(x.shape[column]), axis=column)
         sharding = NamedSharding(self.mesh, self.result_spec(picture.shape))
         return jax.lax.with_sharding_constraint(picture, sharding)
 
     def trace(self, network: Callable[..., Any], chunk: PaddedChunk, cache: Any) -> tuple[jax.Array, Any]:
-        """Inside a program: `network(chunk, cache)`, which gives (result, cache), split from end to end."""
+        """Inside a program: `network(chunk, cache, split=...)`, which returns (result, cache), split from end
+        to end."""
         column = self.layout.column
         spec = self.spec(chunk.shape)
         columns = spec[column]
@@ -136,11 +138,11 @@ class Placement:
             videos=spec[self.layout.batch],
             columns=(columns,) if isinstance(columns, str) else columns,
         )
-        with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh), split_columns(split):
-            result, cache = network(chunk.array, cache)
-            result = by_shards(kept_columns_last, (jnp.moveaxis(result, self.layout.channel, -1),))
+        with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
+            result, cache = network(chunk.array, cache, split=split)
+            result = _columns_last(jnp.moveaxis(result, self.layout.channel, -1), split=split)
             result = jnp.moveaxis(result, -1, self.layout.channel)  # whose padding is cut off
-            return self.hand_out(result), jax.tree.map(self.of_caches.constrain, cache)
+            return self.hand_out(result, split), jax.tree.map(self.of_caches.constrain, cache)
 
     def put(self, chunk: Any) -> PaddedChunk:
         """A chunk, a NumPy array or one on JAX, split over the mesh.
@@ -193,6 +195,14 @@ class Placement:
             f"{shape[layout.channel]} channels: it cannot be split over {parts} devices; make its height or "
             f"width a multiple of {parts}, or the mesh smaller"
         )
+
+
+def columns_last_on(target: Target, x_NTHWC: jax.Array) -> jax.Array:
+    """Frames of a few channels as a TPU keeps them best."""
+    return by_shards(target, kept_columns_last, (x_NTHWC,))
+
+
+_columns_last = dispatched(columns_last_on, "tpu")
 
 
 def spread(array: Any, sharding: NamedSharding) -> jax.Array:

@@ -13,6 +13,8 @@ from torch import nn
 from cogvideox_torchax import runtime
 from cogvideox_torchax.runtime.layers import watched
 from cogvideox_torchax.sharding.placement import HWNTC, NCTHW, PaddedChunk, Placement, spread
+from cogvideox_torchax.vae.columns import set_split
+from jax_kernels.common.columns import Split
 
 
 @dataclass
@@ -46,7 +48,10 @@ class ShardedProgram(runtime.ChunkProgram):
         self.layers = {}
         return self.placement.trace(functools.partial(super()._trace, weights), chunk, cache)
 
-    def _call(self, network: nn.Module, weights: dict[str, Any], chunk: Any, cache: Any) -> Any:
+    def _call(
+        self, network: nn.Module, weights: dict[str, Any], chunk: Any, cache: Any, *, split: Split
+    ) -> Any:
+        set_split(network.modules(), split)
         # `_record` changes nothing: so a norm and a convolution run as one, in the name of their block.
         with watched(network, self._is_layer, taken=self._record, given=self._record, names_only=True):
             return super()._call(network, weights, chunk, cache)

@@ -1,7 +1,13 @@
 """Attention on a GPU."""
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array
+
+
+def takes(q: Array) -> bool:
+    """Return whether cuDNN takes such queries, of 16 bits, and is there: tracing its kernel asks for it."""
+    return q.dtype != jnp.float32 and jax.default_backend() == "gpu"
 
 
 def cudnn(q: Array, k: Array, v: Array, *, scale: float) -> Array:

@@ -10,13 +10,12 @@ from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from jax_kernels.attention import gpu, tpu, xla
 from jax_kernels.attention.bounds import LARGEST_BOUND
-from jax_kernels.common.tiles import pallas_is_on
+from jax_kernels.common.dispatch import Target, dispatched, with_derivatives_of
 
 Implementation = Literal["plain", "transposed", "cudnn"]
 
@@ -66,7 +65,6 @@ def attention(
         valid=k.shape[1] if valid is None else valid,
         bounded=bound is not None and bound <= LARGEST_BOUND,
         implementation=implementation,
-        pallas=pallas_is_on(),
     )
 
 
@@ -112,8 +110,8 @@ def _check(q: Array, k: Array, v: Array, valid: int | None, implementation: str 
         )
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "valid", "bounded", "implementation", "pallas"))
-def _attention(
+def attention_on(
+    target: Target,
     q: Array,
     k: Array,
     v: Array,
@@ -122,62 +120,32 @@ def _attention(
     valid: int,
     bounded: bool,
     implementation: Implementation | None,
-    pallas: bool,
 ) -> Array:
-    """`attention` with everything that makes it another program decided."""
-    attend = functools.partial(
-        _attend, scale=scale, valid=valid, bounded=bounded, implementation=implementation, pallas=pallas
+    """`attention` for a target, with everything that makes it another program decided."""
+    plain, cudnn = (
+        functools.partial(_of_real_keys, form, scale=scale, valid=valid) for form in (xla.plain, gpu.cudnn)
     )
+    own = functools.partial(tpu.transposed, scale=scale, valid=valid, bounded=bounded)
+    forms = {"plain": plain, "transposed": with_derivatives_of(plain, own), "cudnn": cudnn}
+    attend = forms[implementation or _fastest(target, q)]
     mesh = jax.sharding.get_abstract_mesh()
     whole = mesh.empty or set(mesh.manual_axes) == set(mesh.axis_names)
     return attend(q, k, v) if whole else _over_mesh(attend, mesh, q, k, v)
 
 
-def _attend(
-    q: Array,
-    k: Array,
-    v: Array,
-    *,
-    scale: float,
-    valid: int,
-    bounded: bool,
-    implementation: Implementation | None,
-    pallas: bool,
-) -> Array:
-    plain, cudnn = (
-        functools.partial(_of_real_keys, form, scale=scale, valid=valid) for form in (xla.plain, gpu.cudnn)
-    )
-    own = functools.partial(tpu.transposed, scale=scale, valid=valid, bounded=bounded)
-    forms = {
-        "plain": plain,
-        "transposed": _with_derivatives_of(plain, own),
-        "cudnn": cudnn,
-    }
-    if implementation is not None:
-        return forms[implementation](q, k, v)
-    kernels = {"default": forms["plain"]}
-    if pallas and tpu.takes(q):
-        kernels["tpu"] = forms["transposed"]
-    # Tracing cuDNN's kernel asks for the library, so only where there is a GPU.
-    if q.dtype != jnp.float32 and jax.default_backend() == "gpu":
-        kernels["cuda"] = forms["cudnn"]
-    return lax.platform_dependent(q, k, v, **kernels)
+_attention = dispatched(attention_on, "tpu", "cuda")
+
+
+def _fastest(target: Target, q: Array) -> Implementation:
+    if target.by_pallas and tpu.takes(q):
+        return "transposed"
+    return "cudnn" if target.platform == "cuda" and gpu.takes(q) else "plain"
 
 
 def _of_real_keys(
     form: Callable[..., Array], q: Array, k: Array, v: Array, *, scale: float, valid: int
 ) -> Array:
     return form(q, k[:, :valid], v[:, :valid], scale=scale)
-
-
-def _with_derivatives_of(plain: Callable[..., Array], kernel: Callable[..., Array]) -> Callable[..., Array]:
-    derived = jax.custom_jvp(kernel)
-
-    @derived.defjvp
-    def _(primals: tuple[Array, ...], tangents: tuple[Array, ...]) -> tuple[Array, Array]:
-        return kernel(*primals), jax.jvp(plain, primals, tangents)[1]
-
-    return derived
 
 
 def _over_mesh(attend, mesh: jax.sharding.AbstractMesh, q: Array, k: Array, v: Array) -> Array:

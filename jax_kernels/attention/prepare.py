@@ -16,8 +16,9 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
 from jax_kernels.common.checks import check_channels
-from jax_kernels.common.jitted import jitted
-from jax_kernels.common.tiles import BLOCK_BYTES, DTYPES, LANES, pallas_is_on
+from jax_kernels.common.dispatch import Target, dispatched, with_derivatives_of
+from jax_kernels.common.pointwise import standardized
+from jax_kernels.common.tiles import BLOCK_BYTES, DTYPES, LANES
 
 POSITIONS = 512
 """The most of a block: the compiler is to have whole ones in a loop's body."""
@@ -59,18 +60,27 @@ def prepare(
     _check(x, weight, bias, cos, sin, heads)
     tables = () if cos is None or sin is None else (cos, _signed(sin))
     norm = () if weight is None else (weight, jnp.zeros_like(weight) if bias is None else bias)
-    options = {"heads": heads, "scale": scale, "eps": eps}
-    return _prepared(x, norm, tables, by_kernel=pallas_is_on() and takes(x, heads), **options)
+    return _prepare(x, norm, tables, heads=heads, scale=scale, eps=eps)
 
 
-@jitted("heads", "scale", "eps", "by_kernel")
-def _prepared(
-    x: Array, norm: tuple[Array, ...], tables: tuple[Array, ...], *, by_kernel: bool, **options: Any
+def prepare_on(
+    target: Target,
+    x: Array,
+    norm: tuple[Array, ...],
+    tables: tuple[Array, ...],
+    *,
+    heads: int,
+    scale: float,
+    eps: float,
 ) -> Array:
-    plain = functools.partial(_plain, **options)
-    if not by_kernel:
-        return plain(x, norm, tables)
-    return lax.platform_dependent(x, norm, tables, tpu=_with_derivatives_of_plain(options), default=plain)
+    """`prepare` for a target."""
+    options = {"heads": heads, "scale": scale, "eps": eps}
+    plain, by_kernel = (functools.partial(form, **options) for form in (_plain, _by_kernel))
+    form = with_derivatives_of(plain, by_kernel) if target.by_pallas and takes(x, heads) else plain
+    return form(x, norm, tables)
+
+
+_prepare = dispatched(prepare_on, "tpu")
 
 
 def takes(x: Float[Array, "N S C"], heads: int) -> bool:
@@ -110,24 +120,13 @@ def _plain(
     """`prepare` in its plainest form: what the kernel has to equal."""
     y = x.astype(jnp.float32).reshape(*x.shape[:2], heads, -1)
     if norm:
-        y = y - y.mean(-1, keepdims=True)
-        y = y * lax.rsqrt(jnp.square(y).mean(-1, keepdims=True) + eps)
+        y = standardized(y, eps)
         y = y * norm[0].astype(jnp.float32) + norm[1].astype(jnp.float32)
     if tables:
         cos, sin = (table[:, None] for table in tables)
         partner = jnp.flip(y.reshape(*y.shape[:-1], -1, 2), -1)
         y = y * cos + partner.reshape(y.shape) * sin
     return (y * scale).astype(x.dtype).transpose(0, 2, 3, 1)
-
-
-def _with_derivatives_of_plain(options: dict[str, Any]) -> Any:
-    kernel = jax.custom_jvp(functools.partial(_by_kernel, **options))
-
-    @kernel.defjvp
-    def _(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Array, Array]:
-        return kernel(*primals), jax.jvp(functools.partial(_plain, **options), primals, tangents)[1]
-
-    return kernel
 
 
 def _by_kernel(
@@ -145,7 +144,7 @@ def _by_kernel(
     of_channels = pl.BlockSpec((channels, 1), lambda n, i: (0, 0))
     of_positions = pl.BlockSpec((channels, step), lambda n, i: (0, i))
     return pl.pallas_call(
-        functools.partial(_prepare, normed=bool(norm), scale=scale, eps=eps),
+        functools.partial(_prepare_block, normed=bool(norm), scale=scale, eps=eps),
         grid=(videos, pl.cdiv(positions, step)),
         in_specs=[
             pl.BlockSpec((None, step, width), lambda n, i: (n, i, 0)),
@@ -161,7 +160,7 @@ def _by_kernel(
     )(x, *(vector.astype(jnp.float32)[:, None] for vector in norm), *(table.T for table in tables))
 
 
-def _prepare(x_ref, *others: Any, normed: bool, scale: float, eps: float) -> None:
+def _prepare_block(x_ref, *others: Any, normed: bool, scale: float, eps: float) -> None:
     """A block of positions, as many heads at a time as fill whole tiles of lanes."""
     *operands, y_ref = others
     heads, channels, _ = y_ref.shape
@@ -172,8 +171,7 @@ def _prepare(x_ref, *others: Any, normed: bool, scale: float, eps: float) -> Non
         x = x_ref[:, own]
         y = x.astype(jnp.float32).T.reshape(some, channels, -1)
         if normed:
-            y = y - y.mean(1, keepdims=True)
-            y = y * lax.rsqrt(jnp.square(y).mean(1, keepdims=True) + eps)
+            y = standardized(y, eps, axis=1)
             y = y * norm[0][...] + norm[1][...]
         if tables:
             y = y * tables[0][...] + _partners(y) * tables[1][...]

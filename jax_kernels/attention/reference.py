@@ -1,15 +1,43 @@
-"""Attention in its plainest form: what the fast forms have to equal."""
+"""Attention and what prepares it in their plainest form: what the fast forms have to equal."""
+
+import math
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array
 
 
-def attention(q: Array, k: Array, v: Array, *, scale: float | None = None):
-    """All scores at once, everything in float32."""
-    q_f32, k_f32, v_f32 = (x.astype(jnp.float32) for x in (q, k, v))
-    factor = q.shape[-1] ** -0.5 if scale is None else scale
-    scores = jnp.einsum("nshd,nkhd->nhsk", q_f32, k_f32, precision=lax.Precision.HIGHEST) * factor
+def attention(q, k, v, *, scale=None, valid=None, bound=None):
+    """All scores of the real keys at once, everything in float32; no `bound` changes them."""
+    q_f32, k_f32, v_f32 = (x.astype(jnp.float32) for x in (q, k[:, :valid], v[:, :valid]))
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    scores = jnp.einsum("nshd,nkhd->nhsk", q_f32, k_f32, precision=lax.Precision.HIGHEST) * scale
     weights = jnp.exp(scores - scores.max(-1, keepdims=True))
     weights = weights / weights.sum(-1, keepdims=True)
     return jnp.einsum("nhsk,nkhd->nshd", weights, v_f32, precision=lax.Precision.HIGHEST).astype(q.dtype)
+
+
+def attention_transposed(q, k, v, *, scale=None, valid=None, bound=None):
+    """`attention` of arrays with channels before positions."""
+    y = attention(*(x.transpose(0, 3, 1, 2) for x in (q, k, v)), scale=scale, valid=valid, bound=bound)
+    return y.transpose(0, 2, 3, 1)
+
+
+def prepare(x, weight=None, bias=None, cos=None, sin=None, *, heads, scale=1.0, eps=1e-6):
+    """One after the other in float32: the norm of a head, its rotation, the scale."""
+    y = x.astype(jnp.float32).reshape(*x.shape[:2], heads, -1)
+    if weight is not None:
+        y = (y - y.mean(-1, keepdims=True)) / jnp.sqrt(y.var(-1, keepdims=True) + eps)
+        y = y * weight + (0 if bias is None else bias)
+    if cos is not None:
+        y = rotate(y, cos, sin)
+    return (y * scale).astype(x.dtype).transpose(0, 2, 3, 1)
+
+
+def rotate(x, cos, sin):
+    """Each pair (a, b) of neighbours becomes (a cos - b sin, b cos + a sin), at the last positions."""
+    before, x_f32 = x.shape[1] - cos.shape[0], x.astype(jnp.float32)
+    a, b = x_f32[:, before:, :, ::2], x_f32[:, before:, :, 1::2]
+    cos, sin = (table[:, None, ::2] for table in (cos, sin))
+    pairs = jnp.stack([a * cos - b * sin, b * cos + a * sin], axis=-1)
+    rotated = pairs.reshape(*pairs.shape[:3], -1)
+    return jnp.concatenate([x_f32[:, :before], rotated], axis=1).astype(x.dtype)

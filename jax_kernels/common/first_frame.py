@@ -11,24 +11,26 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas.tpu import is_tpu_device
 from jaxtyping import Array, Float
 
+from jax_kernels.common.dispatch import Target
 
-def stands_apart(x: jax.Array) -> bool:
-    """Whether the first frame is computed by itself: of bfloat16 on a TPU, as has been planned."""
-    return x.dtype == jnp.bfloat16 and is_tpu_device()
+
+def stands_apart(target: Target, x: jax.Array) -> bool:
+    """Return whether the first frame is computed by itself: of bfloat16 on a TPU, as has been planned."""
+    return x.dtype == jnp.bfloat16 and target.on_tpu
 
 
 RUNS = 8, 4, 2
 """Frames that are computed together, the longest first."""
 
 
-def in_parts(*arrays: jax.Array | None, time_axis: int = 1) -> list[tuple[Any, ...]]:
+def in_parts(target: Target, *arrays: jax.Array | None, time_axis: int = 1) -> list[tuple[Any, ...]]:
     """The arrays' frames that are computed together, in order: all, or where the first one `stands_apart` the
     first one of an odd number, then the others in equal `RUNS`.
 
     Args:
+        target: what is traced for.
         arrays: the first of them says how many frames there are. Where another has fewer, the others stay
             together.
         time_axis: along which they lie.
@@ -36,7 +38,7 @@ def in_parts(*arrays: jax.Array | None, time_axis: int = 1) -> list[tuple[Any, .
     whole = arrays[0]
     assert whole is not None
     frames = whole.shape[time_axis]
-    if not stands_apart(whole):
+    if not stands_apart(target, whole):
         return [arrays]
     alone = frames % 2
     run = next(run for run in RUNS if (frames - alone) % run == 0)
@@ -60,9 +62,9 @@ def joined(parts: Sequence[jax.Array], time_axis: int = 1) -> jax.Array:
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=time_axis)
 
 
-def is_image_for_tpu(x: jax.Array) -> bool:
-    """Whether a TPU computes `x`, frames N T H W C, as an image by itself."""
-    return x.shape[1] == 1 and stands_apart(x)
+def is_image_for_tpu(target: Target, x: jax.Array) -> bool:
+    """Return whether `x`, frames N T H W C, is an image that a TPU computes by itself."""
+    return x.shape[1] == 1 and stands_apart(target, x)
 
 
 def in_bands(x: Float[Array, "N 1 H W C"], beyond: int, bands: int) -> Float[Array, "N B h W C"]:

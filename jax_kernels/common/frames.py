@@ -1,6 +1,5 @@
 """What is done to whole frames: convolved each by itself, repeated, picked, averaged in pairs."""
 
-import functools
 from collections.abc import Sequence
 
 import jax
@@ -9,6 +8,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
+from jax_kernels.common.dispatch import Target
 from jax_kernels.common.layout import precision_for, zero_of
 
 
@@ -78,50 +78,39 @@ def repeat_nearest(x: Array, factors: dict[int, int]) -> Array:
     return x
 
 
-def select_frames(x_NTHWC: jax.Array, frames: Sequence[int], *, after: jax.Array | None = None) -> jax.Array:
+def select_frames(
+    target: Target, x_NTHWC: jax.Array, frames: Sequence[int], *, after: jax.Array | None = None
+) -> jax.Array:
     """`x[:, frames]`, picked by a matrix of zeros and ones on a TPU, where slicing sublanes is slow.
 
     A sum of one finite value and zeros is exact in any dtype (v6e, two of 8 x 480 x 720 x 128: 1.7 ms instead
     of 4.7).
 
     Args:
+        target: what is traced for.
         x_NTHWC: frames.
         frames: which, in order; the same one may come twice.
         after: N T H W C; a TPU picks when this has been computed.
     """
     index = np.asarray(frames)
-    return lax.platform_dependent(
-        *((x_NTHWC,) if after is None else (x_NTHWC, after)),
-        tpu=functools.partial(_pick_frames, index=index),
-        default=lambda x, *_: x[:, index],
-    )
-
-
-def _pick_frames(x_NTHWC: jax.Array, after_NTHWC: jax.Array | None = None, *, index: np.ndarray) -> jax.Array:
+    if not target.on_tpu:
+        return x_NTHWC[:, index]
     picks = jnp.asarray(index[:, None] == np.arange(x_NTHWC.shape[1])[None], x_NTHWC.dtype)
-    if after_NTHWC is not None:
-        picks = picks + zero_of(after_NTHWC[0, 0, 0, 0, 0])
-    return _mix_frames(picks, x_NTHWC)
+    return _mix_frames(picks if after is None else picks + zero_of(after[0, 0, 0, 0, 0]), x_NTHWC)
 
 
 def _mix_frames(weights_ST: jax.Array, x_NTHWC: jax.Array) -> jax.Array:
     return jnp.einsum("st,nthwc->nshwc", weights_ST, x_NTHWC, precision=precision_for(x_NTHWC.dtype))
 
 
-def average_pairs(x_NTHWC: jax.Array, *, lone_first: bool) -> jax.Array:
+def average_pairs(target: Target, x_NTHWC: jax.Array, *, lone_first: bool) -> jax.Array:
     """The means of pairs of frames, which must be finite; with `lone_first` the first stays as it is.
 
     On a TPU a product with halves, which are exact: reducing pairs of sublanes takes 25.6 ms there (v6e,
     8 x 480 x 720 x 128).
     """
-    return lax.platform_dependent(
-        x_NTHWC,
-        tpu=functools.partial(_average_by_product, lone_first=lone_first),
-        default=functools.partial(_average, lone_first=lone_first),
-    )
-
-
-def _average(x_NTHWC: jax.Array, *, lone_first: bool) -> jax.Array:
+    if target.on_tpu:
+        return _average_by_product(x_NTHWC, lone_first=lone_first)
     first, rest = ([x_NTHWC[:, :1]], x_NTHWC[:, 1:]) if lone_first else ([], x_NTHWC)
     pairs = rest.reshape(rest.shape[0], rest.shape[1] // 2, 2, *rest.shape[2:])
     return jnp.concatenate([*first, jnp.mean(pairs.astype(jnp.float32), axis=2).astype(rest.dtype)], axis=1)

@@ -5,6 +5,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
+from jax_kernels.common.dispatch import Target
+
 LARGE_FRAME = 16384
 """Pixels; see `is_large`."""
 
@@ -42,41 +44,35 @@ def is_large(x_NTHWC: jax.Array) -> bool:
 
 
 def laid_for_kernels(x_NTHWC: jax.Array) -> jax.Array:
-    """`x`, which a TPU lays in the order that Pallas kernels take, where it has a choice: as `pixels_first`
-    orders it, an image row by row. (Some take each video by itself. Of one video that is the same order; more
-    have not been planned.)
+    """`x`, which a TPU, and only one, lays in the order that Pallas kernels take, where it has a choice: as
+    `pixels_first` orders it, an image row by row. (Some take each video by itself. Of one video that is the
+    same order; more have not been planned.)
 
     Frames that are cut out of several arrays' joined ones, as a first chunk's are, it else copies into
     another order and back (v6e, 8 x 480 x 720 x 128: 4.3 ms).
     """
     order = (0, 1, 2, 3, 4) if x_NTHWC.shape[1] == 1 else (2, 3, 0, 1, 4)
-    return lax.platform_dependent(
-        x_NTHWC, tpu=lambda x: with_layout_constraint(x, Layout(order)), default=lambda x: x
-    )
+    return with_layout_constraint(x_NTHWC, Layout(order))
 
 
-def kept_pixels_first(x_NTHWC: jax.Array) -> jax.Array:
+def kept_pixels_first(target: Target, x_NTHWC: jax.Array) -> jax.Array:
     """`x`, which a TPU then keeps in memory as `pixels_first` orders it.
 
     XLA finds that order by itself for most large frames. Where it does not, an activation is written in
     float32, copied, and rounded in passes of their own (v6e, one of 8 x 480 x 720 x 128: 11 ms). Small frames
     are better left to it: told for all, it compiles for longer than ten minutes. Over a mesh it gathers what
-    it is told this of, where it is to do the partitioning: say it in `columns.by_shards`.
+    it is told this of, where it is to do the partitioning: say it in `dispatch.by_shards`.
     """
+    if not target.on_tpu:
+        return x_NTHWC
     # Without the barrier XLA leaves out the rounding, and keeps a shortcut in float32.
-    return lax.platform_dependent(
-        x_NTHWC,
-        tpu=lambda x: lax.optimization_barrier(with_layout_constraint(x, Layout((2, 3, 0, 1, 4)))),
-        default=lambda x: x,
-    )
+    return lax.optimization_barrier(with_layout_constraint(x_NTHWC, Layout((2, 3, 0, 1, 4))))
 
 
-def kept_columns_last(x_NTHWC: jax.Array) -> jax.Array:
+def kept_columns_last(target: Target, x_NTHWC: jax.Array) -> jax.Array:
     """`x`, which a TPU then keeps in memory as N, C, T, H, W: few channels in the lanes of its tiles would
     fill them with nothing. As `kept_pixels_first`, for one device or one shard."""
-    return lax.platform_dependent(
-        x_NTHWC, tpu=lambda x: with_layout_constraint(x, Layout((0, 4, 1, 2, 3))), default=lambda x: x
-    )
+    return with_layout_constraint(x_NTHWC, Layout((0, 4, 1, 2, 3))) if target.on_tpu else x_NTHWC
 
 
 def zero_of(x: jax.Array) -> jax.Array:

@@ -8,16 +8,16 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jax_kernels.common.checks import check_channels
-from jax_kernels.common.columns import by_platform, by_shards, jit_kernel
+from jax_kernels.common.columns import WHOLE, Split
+from jax_kernels.common.dispatch import Target, by_shards, dispatched
 from jax_kernels.common.first_frame import in_parts, joined
-from jax_kernels.common.layout import is_large, zero_of
+from jax_kernels.common.layout import is_large
 from jax_kernels.conv3d import xla
 
 Start = Literal["replicate", "zeros"]
 Implementation = Literal["direct", "summed", "folded", "patches"]
 
 
-@jit_kernel(static_argnames=["start", "implementation"])
 def conv3d(
     x: Float[Array, "N T H W I"],
     kernel: Float[Array, "kt kh kw I O"],
@@ -25,9 +25,9 @@ def conv3d(
     cache: Float[Array, "N kt-1 H W I"] | None = None,
     *,
     residual: Float[Array, "N T H W O"] | None = None,
-    after: Float[Array, "N T H W O"] | None = None,
     start: Start = "replicate",
     implementation: Implementation | None = None,
+    split: Split = WHOLE,
 ) -> tuple[Float[Array, "N T H W O"], Float[Array, "N kt-1 H W I"] | None]:
     """3-D convolution, causal in time and zero-padded to the same size in space.
 
@@ -40,11 +40,11 @@ def conv3d(
         bias: (O,), or None.
         cache: what the call on the frames before returned, in `x`'s dtype; None at the start.
         residual: added to the sums before they are rounded, or None.
-        after: the result is computed when this has been, for the sake of memory; or None.
         start: what lies before a video's first frame: that frame again ("replicate"), or zeros.
         implementation: "direct" is one 3-D convolution; "summed" adds kt 2-D convolutions; "folded" is one
             2-D convolution over kt * I channels; "patches" is one product of all that a window sees, for few
             channels. None takes the fastest known for the platform that is compiled for.
+        split: how columns lie on devices.
 
     Returns:
         The convolved frames, and the cache for the next call (None where kt is 1).
@@ -53,68 +53,85 @@ def conv3d(
         ValueError: channels, bias, cache, kernel or residual that do not fit each other; a start or an
             implementation that there is not.
     """
-    _check(x, kernel, bias, cache, residual)
+    check_conv3d(x, kernel, bias, cache, residual)
     if implementation is not None and implementation not in _IMPLEMENTATIONS:
         raise ValueError(f"implementation {implementation!r} is not one of {sorted(_IMPLEMENTATIONS)}")
     if start not in get_args(Start):
         raise ValueError(f"start {start!r} is not one of {list(get_args(Start))}")
+    return _conv3d(x, kernel, bias, cache, residual, start=start, implementation=implementation, split=split)
+
+
+def conv3d_on(
+    target: Target,
+    x: Array,
+    kernel: Array,
+    bias: Array | None,
+    cache: Array | None,
+    residual: Array | None,
+    *,
+    start: Start = "replicate",
+    implementation: Implementation | None = None,
+) -> tuple[Array, Array | None]:
+    """`conv3d` for a target."""
     causal = functools.partial(_causal, start=start, implementation=implementation)
     results = []
-    for frames, added, before in in_parts(x, residual, after):
-        y, cache = by_shards(causal, (frames, cache, added, before), (kernel, bias))
+    for frames, added in in_parts(target, x, residual):
+        y, cache = by_shards(target, causal, (frames, cache, added), (kernel, bias))
         results.append(y)
     return joined(results), cache
 
 
+_conv3d = dispatched(conv3d_on, "tpu", "cuda")
+
+
 def _causal(
+    target: Target,
     x: Array,
     cache: Array | None,
     residual: Array | None,
-    after: Array | None,
     kernel: Array,
     bias: Array | None,
     *,
     start: Start,
     implementation: Implementation | None,
 ) -> tuple[Array, Array | None]:
-    if after is not None:
-        zero = zero_of(after[0, 0, 0, 0, 0])
-        bias = zero[None] if bias is None else bias + zero
     if kernel.shape[0] == 1:
-        return xla.finished(xla.same(x, kernel, xla.form_of_image(x, kernel)), bias, residual, like=x), None
+        sums = xla.same(target, x, kernel, xla.form_of_image(target, x, kernel))
+        return xla.finished(target, sums, bias, residual, like=x), None
     if cache is None and x.shape[1] == 1 and implementation is None:
-        return xla.of_image(x, residual, kernel, bias, replicate=start == "replicate")
+        return xla.of_image(target, x, residual, kernel, bias, replicate=start == "replicate")
     if cache is None:
         first = x[:, :1] if start == "replicate" else jnp.zeros_like(x[:, :1])
         cache = jnp.repeat(first, kernel.shape[0] - 1, axis=1)
-    inputs = x, cache, residual, kernel, bias
-    if implementation is not None:
-        return _IMPLEMENTATIONS[implementation](*inputs)
-    named = {"tpu": _for_tpu(x, kernel), "cuda": "direct", "default": "summed"}
-    forms = {platform: _IMPLEMENTATIONS[name] for platform, name in named.items()}
-    return by_platform(*inputs, **forms)
+    form = _IMPLEMENTATIONS[implementation or _fastest(target, x, kernel)]
+    return xla.by_xla(target, x, cache, residual, kernel, bias, form=form)
 
 
-def _for_tpu(x: Array, kernel: Array) -> Implementation:
-    """The fastest formulation by the v6e compiler's estimate, measured for CogVideoX's own layer sizes.
+def _fastest(target: Target, x: Array, kernel: Array) -> Implementation:
+    """Return the fastest formulation, on a TPU by the v6e compiler's estimate for CogVideoX's own layers.
 
     The 3-D form wins while a frame is small; on large ones its relayouts cost more than folding the taps'
     copies.
     """
+    if not target.on_tpu:
+        return "direct" if target.platform == "cuda" else "summed"
     if xla.suits_patches(x, kernel):
         return "patches"
     return "folded" if is_large(x) else "direct"
 
 
-_IMPLEMENTATIONS: dict[str, Callable[..., tuple[Array, Array]]] = {
-    "direct": functools.partial(xla.by_xla, form=xla.direct),
-    "summed": functools.partial(xla.by_xla, form=xla.summed),
-    "folded": functools.partial(xla.by_xla, form=xla.folded),
-    "patches": functools.partial(xla.by_xla, form=xla.patches),
+_IMPLEMENTATIONS: dict[str, Callable[..., Array]] = {
+    "direct": xla.direct,
+    "summed": xla.summed,
+    "folded": xla.folded,
+    "patches": xla.patches,
 }
 
 
-def _check(x: Array, kernel: Array, bias: Array | None, cache: Array | None, residual: Array | None) -> None:
+def check_conv3d(
+    x: Array, kernel: Array, bias: Array | None, cache: Array | None, residual: Array | None
+) -> None:
+    """Raise `ValueError` for arrays that `conv3d` does not take."""
     if x.ndim != 5 or kernel.ndim != 5:
         raise ValueError(
             f"conv3d got x {x.shape} and kernel {kernel.shape}: it needs N T H W I and kt kh kw I O"

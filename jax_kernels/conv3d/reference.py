@@ -2,17 +2,9 @@
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
 
 
-def conv3d(
-    x: Float[Array, "N T H W I"],
-    kernel: Float[Array, "kt kh kw I O"],
-    bias: Float[Array, " O"],
-    cache: Float[Array, "N kt-1 H W I"] | None = None,
-    *,
-    start: str = "replicate",
-) -> tuple[Float[Array, "N T H W O"], Float[Array, "N kt-1 H W I"]]:
+def conv3d(x, kernel, bias=None, cache=None, *, residual=None, start="replicate"):
     """One 3-D convolution in float32 over the frames of the past and the new ones, zero-padded in space.
 
     A start without a past repeats its first frame, or has zeros before it. The last frames are the next
@@ -32,4 +24,5 @@ def conv3d(
         dimension_numbers=("NDHWC", "DHWIO", "NDHWC"),
         precision=lax.Precision.HIGHEST,
     )
-    return (y + bias.astype(jnp.float32)).astype(x.dtype), frames[:, frames.shape[1] - past :]
+    y = sum((part.astype(jnp.float32) for part in (bias, residual) if part is not None), start=y)
+    return y.astype(x.dtype), frames[:, frames.shape[1] - past :] if past else None

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from jax_kernels.common.columns import add_from_neighbours, has_neighbours, with_clear_padding
+from jax_kernels.common.columns import add_from_neighbours, with_clear_padding
+from jax_kernels.common.dispatch import Target
 from jax_kernels.common.first_frame import is_image_for_tpu
 from jax_kernels.common.frames import MOST_IN_PATCHES, conv_frames, conv_patches, select_frames
 from jax_kernels.common.layout import (
@@ -77,6 +78,7 @@ def _seen_bytes(x: Array, window: tuple[int, ...]) -> int:
 
 
 def by_xla(
+    target: Target,
     x: Array,
     cache: Array,
     residual: Array | None,
@@ -87,15 +89,15 @@ def by_xla(
 ) -> tuple[Array, Array]:
     past = cache.shape[1]
     frames = jnp.concatenate([cache, x], axis=1)
-    y = finished(same(frames, kernel, form), bias, residual, like=x)
+    y = finished(target, same(target, frames, kernel, form), bias, residual, like=x)
     # From x alone where it is long enough, and after the old cache was read: a donated cache whose memory is
     # written while something still reads it is one that XLA copies first.
     latest = x if x.shape[1] >= past else frames
-    return y, select_frames(latest, range(latest.shape[1] - past, latest.shape[1]), after=y)
+    return y, select_frames(target, latest, range(latest.shape[1] - past, latest.shape[1]), after=y)
 
 
 def of_image(
-    x: Array, residual: Array | None, kernel: Array, bias: Array | None, *, replicate: bool
+    target: Target, x: Array, residual: Array | None, kernel: Array, bias: Array | None, *, replicate: bool
 ) -> tuple[Array, Array]:
     """A video's first frame by itself, of which every tap of time sees a copy, or all but the last one zeros.
 
@@ -104,33 +106,35 @@ def of_image(
     """
     whole = jnp.sum(kernel, axis=0, keepdims=True, dtype=jnp.float32) if replicate else kernel[-1:]
     rounded = whole.astype(x.dtype)
-    form = form_of_image(x, kernel)
+    form = form_of_image(target, x, kernel)
     if rounded.dtype == whole.dtype:
-        sums = same(x, rounded, form)
+        sums = same(target, x, rounded, form)
     else:
         rest = (whole - rounded.astype(whole.dtype)).astype(x.dtype)
-        both = same(x, jnp.concatenate([rounded, rest], axis=-1), form)
+        both = same(target, x, jnp.concatenate([rounded, rest], axis=-1), form)
         sums = functools.reduce(jnp.add, jnp.split(both, 2, axis=-1))
     past = kernel.shape[0] - 1
     earlier = x if replicate else jnp.zeros_like(x)
-    return finished(sums, bias, residual, like=x), jnp.concatenate([*[earlier] * (past - 1), x], axis=1)
+    y = finished(target, sums, bias, residual, like=x)
+    return y, jnp.concatenate([*[earlier] * (past - 1), x], axis=1)
 
 
-def form_of_image(x: Array, kernel: Array) -> Form:
+def form_of_image(target: Target, x: Array, kernel: Array) -> Form:
     """How a kernel of one tap of time convolves an image, on a TPU as XLA compiles fast; else "summed".
 
     The convolution of the image of 60 x 90 x 512 that an encoder ends with takes XLA 111 s to compile, one
     product 5.
     """
-    if not is_image_for_tpu(x):
+    if not is_image_for_tpu(target, x):
         return summed
     window = kernel.shape[1:3]
     return patches if window == (1, 1) or _seen_bytes(x, window) <= MOST_IN_PATCHES else summed
 
 
-def same(frames: Array, kernel: Array, form: Form) -> Array:
+def same(target: Target, frames: Array, kernel: Array, form: Form) -> Array:
     """The sums of the convolution that is zero-padded to the same size in space."""
-    return add_from_neighbours(form(frames, kernel, same_columns(kernel)), frames, kernel, form)
+    sums = form(frames, kernel, same_columns(kernel))
+    return add_from_neighbours(target.split, sums, frames, kernel, form)
 
 
 def _taps(frames: Array, kernel: Array) -> list[Array]:
@@ -157,12 +161,15 @@ def completed(sums: Array, bias: Array | None, residual: Array | None) -> Array:
     return sums if residual is None else sums + residual.astype(jnp.float32)
 
 
-def finished(sums: Array, bias: Array | None, residual: Array | None, *, like: Array) -> Array:
-    y = with_clear_padding(completed(sums, bias, residual).astype(like.dtype))
-    if is_image_for_tpu(like):
+def finished(
+    target: Target, sums: Array, bias: Array | None, residual: Array | None, *, like: Array
+) -> Array:
+    y = with_clear_padding(completed(sums, bias, residual).astype(like.dtype), target.split)
+    if is_image_for_tpu(target, like):
         return laid_for_kernels(y)
     if not is_large(like):
         return y
     if y.shape[-1] >= LANES:
-        return kept_pixels_first(y)
-    return kept_columns_last(y) if y.shape[-1] <= FEW and not has_neighbours() else y
+        return kept_pixels_first(target, y)
+    few = y.shape[-1] <= FEW and not target.split.has_neighbours
+    return kept_columns_last(target, y) if few else y

@@ -8,10 +8,11 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jax_kernels.common.checks import check_channels
-from jax_kernels.common.columns import jit_kernel
+from jax_kernels.common.dispatch import Target, dispatched
 from jax_kernels.common.first_frame import in_parts, joined
 from jax_kernels.common.jitted import jitted
 from jax_kernels.common.layout import precision_for
+from jax_kernels.common.pointwise import standardized
 
 
 @jitted("rounded_parts")
@@ -73,9 +74,7 @@ def layer_norm(
         ValueError: a weight or bias of another length.
     """
     check_channels("layer_norm", x.shape[-1], weight=weight, bias=bias)
-    y = x.astype(jnp.float32)
-    y = y - y.mean(-1, keepdims=True)
-    y = y * lax.rsqrt(jnp.square(y).mean(-1, keepdims=True) + eps)
+    y = standardized(x.astype(jnp.float32), eps)
     if weight is not None:
         y = y * weight.astype(jnp.float32)
     if bias is not None:
@@ -83,7 +82,6 @@ def layer_norm(
     return y.astype(x.dtype)
 
 
-@jit_kernel(static_argnames=["time_axis"])
 def silu(x: Float[Array, "*any"], *, time_axis: int | None = None) -> Float[Array, "*any"]:
     """`x * sigmoid(x)` in float32, rounded once, as PyTorch does; `jax.nn.silu` rounds the sigmoid too.
 
@@ -91,8 +89,18 @@ def silu(x: Float[Array, "*any"], *, time_axis: int | None = None) -> Float[Arra
         x: of any float dtype.
         time_axis: along which frames lie, where `x` has some.
     """
-    parts = [x] if time_axis is None else [part for (part,) in in_parts(x, time_axis=time_axis)]
-    return joined([jax.nn.silu(part.astype(jnp.float32)).astype(x.dtype) for part in parts], time_axis or 0)
+    return _silu(x, time_axis=time_axis)
+
+
+def silu_on(target: Target, x: Array, *, time_axis: int | None) -> Array:
+    """`silu` for a target."""
+    parts = [(x,)] if time_axis is None else in_parts(target, x, time_axis=time_axis)
+    return joined(
+        [jax.nn.silu(part.astype(jnp.float32)).astype(x.dtype) for (part,) in parts], time_axis or 0
+    )
+
+
+_silu = dispatched(silu_on, "tpu")
 
 
 @jitted("parts")
@@ -144,9 +152,7 @@ def modulated_norm(
         shift = shift + scale * bias.astype(jnp.float32)
     if weight is not None:
         scale = scale * weight.astype(jnp.float32)
-    y = x.astype(jnp.float32)
-    y = y - y.mean(-1, keepdims=True)
-    y = y * lax.rsqrt(jnp.square(y).mean(-1, keepdims=True) + eps)
+    y = standardized(x.astype(jnp.float32), eps)
     y = y * _of_kind(scale, kind) + _of_kind(shift, kind)
     return lax.optimization_barrier(y.astype(x.dtype))
 
@@ -163,7 +169,7 @@ def gated_sum(
 def _of_kind(vectors_KC: Array, kind: Array) -> Array:
     """Each token's own of a few vectors: chosen, as a TPU looks nothing up in registers."""
     chosen = vectors_KC[:1]
-    for index in range(1, vectors_KC.shape[0]):
+    for index in range(1, len(vectors_KC)):
         chosen = jnp.where(kind[:, None] == index, vectors_KC[index], chosen)
     return chosen
 

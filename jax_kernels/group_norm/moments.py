@@ -4,14 +4,15 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from jax_kernels.common.columns import by_platform, by_shards, real_columns, with_clear_padding
+from jax_kernels.common.columns import Split, with_clear_padding
+from jax_kernels.common.dispatch import Target, by_shards
 from jax_kernels.common.first_frame import in_parts, is_image_for_tpu, joined
 from jax_kernels.common.layout import is_large
 from jax_kernels.group_norm import tpu, xla
 from jax_kernels.group_norm.welford import Moments
 
 
-def moments(x: Float[Array, "N *rest"], *, num_groups: int, channel_axis: int = 1) -> Moments:
+def moments(target: Target, x: Float[Array, "N *rest"], *, num_groups: int, channel_axis: int = 1) -> Moments:
     """The moments of each video's groups, in float32, from a single pass over `x`.
 
     Columns of pixels are reduced to their (count, mean, M2), one row's worth of numbers, a block of rows at a
@@ -24,13 +25,15 @@ def moments(x: Float[Array, "N *rest"], *, num_groups: int, channel_axis: int = 
     """
     x = jnp.moveaxis(x, channel_axis, -1)
     axis = max(1, x.ndim - 3)
-    columns = column_moments(x) if x.ndim == 5 else _squeezed(xla.column_moments(x), axis)
-    return moments_of_columns(*columns, x.shape[axis], num_groups=num_groups)
+    columns = column_moments(target, x) if x.ndim == 5 else _squeezed(xla.column_moments(x), axis)
+    return moments_of_columns(target, *columns, x.shape[axis], num_groups=num_groups)
 
 
-def column_moments(x: Float[Array, "N T H W C"]) -> tuple[Float[Array, "N T W C"], Float[Array, "N T W C"]]:
+def column_moments(
+    target: Target, x: Float[Array, "N T H W C"]
+) -> tuple[Float[Array, "N T W C"], Float[Array, "N T W C"]]:
     """The mean of each column of pixels and its M2, in float32."""
-    parts = [_squeezed(by_shards(_of_columns, part), axis=2) for part in in_parts(x)]
+    parts = [_squeezed(by_shards(target, _of_columns, part), axis=2) for part in in_parts(target, x)]
     return joined([mean for mean, _ in parts]), joined([m2 for _, m2 in parts])
 
 
@@ -40,33 +43,37 @@ def _squeezed(parts: tuple[Array, Array], axis: int) -> tuple[Array, Array]:
 
 
 def moments_of_columns(
-    mean: Float[Array, "N *rest"], m2: Float[Array, "N *rest"], length: int, *, num_groups: int
+    target: Target,
+    mean: Float[Array, "N *rest"],
+    m2: Float[Array, "N *rest"],
+    length: int,
+    *,
+    num_groups: int,
 ) -> Moments:
     """The moments of each video's groups from those of columns of `length` pixels, channels last."""
     columns = Moments(length, *(_split_groups(part, num_groups) for part in (mean, m2)))
     axes = (*range(1, columns.mean.ndim - 2), columns.mean.ndim - 1)
-    return _merge_columns(columns, axes, column_axis=columns.mean.ndim - 3)
+    return _merge_columns(target.split, columns, axes, column_axis=columns.mean.ndim - 3)
 
 
-def _of_columns(x_NTHWC: Array) -> tuple[Array, Array]:
-    for_tpu = xla.column_moments
-    if is_large(x_NTHWC) and tpu.takes(x_NTHWC):
-        for_tpu = tpu.column_moments
-    elif is_image_for_tpu(x_NTHWC) and tpu.takes_image(x_NTHWC):
-        for_tpu = tpu.image_moments
-    return by_platform(x_NTHWC, tpu=for_tpu, default=xla.column_moments)
+def _of_columns(target: Target, x_NTHWC: Array) -> tuple[Array, Array]:
+    if target.by_pallas and is_large(x_NTHWC) and tpu.takes(x_NTHWC):
+        return tpu.column_moments(x_NTHWC)
+    if target.by_pallas and is_image_for_tpu(target, x_NTHWC) and tpu.takes_image(x_NTHWC):
+        return tpu.image_moments(x_NTHWC)
+    return xla.column_moments(x_NTHWC)
 
 
-def _merge_columns(parts: Moments, axes: tuple[int, ...], column_axis: int) -> Moments:
+def _merge_columns(split: Split, parts: Moments, axes: tuple[int, ...], column_axis: int) -> Moments:
     """`merge_equal` along several axes, without columns that only pad a width."""
     columns = parts.mean.shape[column_axis]
 
     def of_real(values: Array) -> Array:
-        return with_clear_padding(values, column_axis) if column_axis in axes else values
+        return with_clear_padding(values, split, column_axis) if column_axis in axes else values
 
     size = 1
     for axis in axes:
-        size *= real_columns(columns) if axis == column_axis else parts.mean.shape[axis]
+        size *= split.real_columns(columns) if axis == column_axis else parts.mean.shape[axis]
     origin = parts.mean
     for axis in axes:
         origin = lax.slice_in_dim(origin, 0, 1, axis=axis)

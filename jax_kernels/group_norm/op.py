@@ -6,15 +6,15 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from jax_kernels.common.activation import Activation, check_activation
 from jax_kernels.common.checks import check_channels
-from jax_kernels.common.columns import by_shards, jit_kernel
+from jax_kernels.common.columns import WHOLE, Split
+from jax_kernels.common.dispatch import Target, by_shards, dispatched
 from jax_kernels.common.first_frame import in_parts, joined
+from jax_kernels.common.pointwise import Activation, check_activation
 from jax_kernels.group_norm import xla
 from jax_kernels.group_norm.moments import check_groups, moments, per_channel
 
 
-@jit_kernel(static_argnames=("num_groups", "eps", "channel_axis", "activation"))
 def group_norm(
     x: Float[Array, "N *rest"],
     weight: Float[Array, " C"] | None,
@@ -24,6 +24,7 @@ def group_norm(
     eps: float = 1e-6,
     channel_axis: int = 1,
     activation: Activation | None = None,
+    split: Split = WHOLE,
 ) -> Float[Array, "N *rest"]:
     """Group normalization (Wu and He 2018): `(x - mean) / sqrt(variance + eps) * weight + bias` by groups.
 
@@ -34,6 +35,7 @@ def group_norm(
         eps: added to the variance, as in PyTorch.
         channel_axis: where C lies in `x`.
         activation: applied to the result before it is rounded ("silu"), or None.
+        split: how columns lie on devices, for an `x` of rank 5.
 
     Returns:
         The shape and dtype of `x`; statistics and arithmetic are float32 whatever the dtype.
@@ -47,19 +49,52 @@ def group_norm(
             f"group_norm got rank {x.ndim}, shape {x.shape}: it needs a batch, a channel and a pixel axis"
         )
     channel_axis = channel_axis % x.ndim
-    channels = x.shape[channel_axis]
-    check_groups(channels, num_groups)
+    check_group_norm(x.shape[channel_axis], weight, bias, num_groups)
     check_activation(activation)
+    return _group_norm(
+        x,
+        weight,
+        bias,
+        num_groups=num_groups,
+        eps=eps,
+        channel_axis=channel_axis,
+        activation=activation,
+        split=split,
+    )
+
+
+def check_group_norm(channels: int, weight: Array | None, bias: Array | None, num_groups: int) -> None:
+    """Raise `ValueError` for groups or vectors that do not fit the channels."""
+    check_groups(channels, num_groups)
     check_channels("group_norm", channels, weight=weight, bias=bias)
-    stats = moments(x, num_groups=num_groups, channel_axis=channel_axis)
+
+
+def group_norm_on(
+    target: Target,
+    x: Array,
+    weight: Array | None,
+    bias: Array | None,
+    *,
+    num_groups: int,
+    eps: float,
+    channel_axis: int,
+    activation: Activation | None,
+) -> Array:
+    """`group_norm` for a target; `channel_axis` is not negative."""
+    channels = x.shape[channel_axis]
+    stats = moments(target, x, num_groups=num_groups, channel_axis=channel_axis)
     mean = per_channel(stats.mean, channels)
     scale = per_channel(lax.rsqrt(stats.variance + eps), channels)
     if weight is not None:
         scale = scale * weight.astype(jnp.float32)
     shift = jnp.zeros_like(mean) if bias is None else jnp.broadcast_to(bias.astype(jnp.float32), mean.shape)
     if x.ndim != 5:
-        return xla.scaled(activation, x, mean, scale, shift, channel_axis=channel_axis)
+        return xla.scaled(target, x, mean, scale, shift, activation=activation, channel_axis=channel_axis)
     x = jnp.moveaxis(x, channel_axis, -1)
-    scaled = functools.partial(xla.scaled, activation)
-    y = joined([by_shards(scaled, part, (), (mean, scale, shift)) for part in in_parts(x)])
+    scaled = functools.partial(xla.scaled, activation=activation)
+    parts = in_parts(target, x)
+    y = joined([by_shards(target, scaled, part, (), (mean, scale, shift)) for part in parts])
     return jnp.moveaxis(y, -1, channel_axis)
+
+
+_group_norm = dispatched(group_norm_on, "tpu")

@@ -5,15 +5,14 @@ It computes a tile in less time than its bytes take. XLA's own pass takes three 
 """
 
 import functools
-from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
+from jax_kernels.common.dispatch import with_derivatives_of
 from jax_kernels.common.tiles import BLOCK_BYTES, fills_tiles, in_sublanes, pixel_bytes
 from jax_kernels.group_norm import xla
 from jax_kernels.group_norm.welford import typical
@@ -57,8 +56,7 @@ def _block(x: Array) -> tuple[int, int]:
     return next(rows for rows in range(fit, 0, -1) if height % rows == 0), columns
 
 
-@jax.custom_jvp
-def column_moments(
+def _column_moments(
     x: Float[Array, "N T H W C"],
 ) -> tuple[Float[Array, "N T 1 W C"], Float[Array, "N T 1 W C"]]:
     """The mean of each column of pixels and its M2, in float32.
@@ -89,9 +87,7 @@ def column_moments(
     return mean, m2
 
 
-@column_moments.defjvp
-def _(primals: tuple[Array], tangents: tuple[Array]) -> Any:
-    return column_moments(*primals), jax.jvp(xla.column_moments, primals, tangents)[1]
+column_moments = with_derivatives_of(xla.column_moments, _column_moments)
 
 
 def takes_image(x: Float[Array, "N 1 H W C"]) -> bool:
@@ -109,8 +105,7 @@ def _rows_of_image(x: Float[Array, "N 1 H W C"]) -> int:
     return next((rows for rows in range(fit, 0, -1) if height % rows == 0), 0)
 
 
-@jax.custom_jvp
-def image_moments(
+def _image_moments(
     x: Float[Array, "N 1 H W C"],
 ) -> tuple[Float[Array, "N 1 1 W C"], Float[Array, "N 1 1 W C"]]:
     """`column_moments` of an image, which has its columns, not its frames, in the sublanes of a tile.
@@ -133,9 +128,7 @@ def image_moments(
     return mean[:, None, None], m2[:, None, None]
 
 
-@image_moments.defjvp
-def _(primals: tuple[Array], tangents: tuple[Array]) -> Any:
-    return image_moments(*primals), jax.jvp(xla.column_moments, primals, tangents)[1]
+image_moments = with_derivatives_of(xla.column_moments, _image_moments)
 
 
 def _moments(x_ref, mean_ref, m2_ref, origin_ref, *, together: int = TOGETHER) -> None:

@@ -4,8 +4,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from jax_kernels.common.activation import Activation, activate
 from jax_kernels.common.columns import with_clear_padding
+from jax_kernels.common.dispatch import Target
+from jax_kernels.common.pointwise import Activation, activate
 from jax_kernels.group_norm.welford import Moments, merge, merge_equal, typical
 
 ROWS = 64
@@ -56,12 +57,13 @@ def _of_blocks(x: Array, origin: Array, axis: int, rows: int) -> Moments:
 
 
 def scaled(
-    activation: Activation | None,
+    target: Target,
     x: Array,
     mean_NC: Array,
     scale_NC: Array,
     shift_NC: Array,
     *,
+    activation: Activation | None,
     channel_axis: int = -1,
 ) -> Array:
     """`activation((x - mean) * scale + shift)`."""
@@ -75,4 +77,5 @@ def scaled(
     y = (x.astype(jnp.float32) - along_channels(mean_NC)) * along_channels(scale_NC)
     y = y + along_channels(shift_NC)
     y = activate(y, activation)
-    return with_clear_padding(y.astype(x.dtype), x.ndim - (2 if channel_axis == x.ndim - 1 else 1))
+    column_axis = x.ndim - (2 if channel_axis == x.ndim - 1 else 1)
+    return with_clear_padding(y.astype(x.dtype), target.split, column_axis)

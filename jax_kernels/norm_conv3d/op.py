@@ -3,33 +3,25 @@ pass where large."""
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from jax_kernels.common.columns import (
-    by_platform,
-    by_shards,
-    column_mask,
-    exchanged,
-    has_neighbours,
-    is_padded,
-    jit_kernel,
-    real_columns_here,
-    shard_of,
-)
+from jax_kernels.common.columns import WHOLE, Split, exchanged
+from jax_kernels.common.dispatch import Target, by_shards, dispatched
 from jax_kernels.common.first_frame import in_parts, joined
 from jax_kernels.common.frames import repeat_nearest
 from jax_kernels.common.layout import kept_pixels_first
-from jax_kernels.conv3d.op import conv3d
+from jax_kernels.conv3d.op import check_conv3d, conv3d_on
 from jax_kernels.group_norm import xla as norm_xla
 from jax_kernels.group_norm.moments import column_moments, moments_of_columns, per_channel
-from jax_kernels.group_norm.op import group_norm
+from jax_kernels.group_norm.op import check_group_norm, group_norm_on
 from jax_kernels.norm_conv3d import sizes, tpu
 from jax_kernels.spatial_norm import xla as spatial_xla
-from jax_kernels.spatial_norm.op import spatial_norm
+from jax_kernels.spatial_norm.op import check_spatial_norm, spatial_norm_on
 
 
 class Norm(NamedTuple):
@@ -54,7 +46,6 @@ class Columns(NamedTuple):
     m2: Float[Array, "N T W C"]
 
 
-@jit_kernel(static_argnames=["num_groups", "eps", "lone_first"])
 def norm_conv3d(
     x: Float[Array, "N T H W I"],
     norm: Norm,
@@ -67,7 +58,7 @@ def norm_conv3d(
     eps: float = 1e-6,
     lone_first: bool = False,
     residual: Float[Array, "N T H W O"] | None = None,
-    after: Float[Array, "N T H W O"] | None = None,
+    split: Split = WHOLE,
 ) -> tuple[Float[Array, "N T H W O"], Float[Array, "N kt-1 H W I"] | None, Columns | None]:
     """`conv3d(silu(norm(x)))`, which starts a video by repeating its first frame.
 
@@ -75,7 +66,7 @@ def norm_conv3d(
     after the other.
 
     Args:
-        x, kernel, bias, cache, residual, after: as `conv3d` takes them; the cache holds activated frames.
+        x, kernel, bias, cache, residual, split: as `conv3d` takes them; the cache holds activated frames.
         norm: `group_norm`'s, or with latents `spatial_norm`'s.
         columns: what the call gave whose result `x` is, where that did; saves a pass on a TPU.
         num_groups, eps, lone_first: the norm's.
@@ -87,79 +78,103 @@ def norm_conv3d(
     Raises:
         ValueError: what `conv3d`, `group_norm` or `spatial_norm` refuse.
     """
-    plain = functools.partial(_plain, num_groups=num_groups, eps=eps, lone_first=lone_first)
-    parts = in_parts(x, norm.zq, residual)
-    whole = all(vector is not None for vector in (bias, norm.weight, norm.bias))
-    # Latents whose first frame stands for the first frame alone are taken apart with it.
-    whole = whole and lone_first == (parts[0][0].shape[1] == 1)
-    if not whole or not all(
-        sizes.takes(
-            shard_of(frames),
-            _grid(frames, zq),
-            kernel,
-            residual=added is not None,
-            at_start=cache is None,
-            pixels=x.shape[2] * x.shape[3],
-        )
-        for frames, zq, added in parts
-    ):
-        y, latest = plain(x, norm, kernel, bias, cache, residual, after=after)
-        return y, latest, None
-
-    def composed(*operands: Any) -> tuple[Array, Array | None, Columns]:
-        y, latest = plain(*operands[:-1], after=after)
-        return y, latest, Columns(*(jnp.squeeze(part, 2) for part in norm_xla.column_moments(y)))
-
-    fused = functools.partial(_fused, num_groups=num_groups, eps=eps)
-    return by_platform(x, norm, kernel, bias, cache, residual, columns, tpu=fused, default=composed)
+    check_conv3d(x, kernel, bias, cache, residual)
+    if norm.zq is None:
+        check_group_norm(x.shape[-1], norm.weight, norm.bias, num_groups)
+    else:
+        check_spatial_norm(x, norm.zq, *norm[:2], *norm[3:], num_groups=num_groups, lone_first=lone_first)
+    return _norm_conv3d(
+        x,
+        norm,
+        kernel,
+        bias,
+        cache,
+        columns,
+        residual,
+        num_groups=num_groups,
+        eps=eps,
+        lone_first=lone_first,
+        split=split,
+    )
 
 
-def _plain(
+def norm_conv3d_on(
+    target: Target,
+    x: Array,
+    norm: Norm,
+    kernel: Array,
+    bias: Array | None,
+    cache: Array | None,
+    columns: Columns | None,
+    residual: Array | None,
+    *,
+    num_groups: int,
+    eps: float,
+    lone_first: bool,
+) -> tuple[Array, Array | None, Columns | None]:
+    """`norm_conv3d` for a target."""
+    taken = _is_taken(replace(target, platform="tpu"), x, norm, kernel, bias, cache, residual, lone_first)
+    if taken and target.on_tpu:
+        return _fused(target, x, norm, kernel, bias, cache, residual, columns, num_groups=num_groups, eps=eps)
+    normed = functools.partial(group_norm_on, channel_axis=-1 % x.ndim)
+    if norm.zq is not None:
+        normed = functools.partial(spatial_norm_on, lone_first=lone_first)
+    weight, shift, zq, *convolutions = norm
+    inputs = (x, weight, shift) if zq is None else (x, zq, weight, shift, *convolutions)
+    hidden = normed(target, *inputs, num_groups=num_groups, eps=eps, activation="silu")
+    y, latest = conv3d_on(target, hidden, kernel, bias, cache, residual)
+    # Every platform returns what a TPU does.
+    moments = (jnp.squeeze(part, 2) for part in norm_xla.column_moments(y)) if taken else ()
+    return y, latest, Columns(*moments) if taken else None
+
+
+_norm_conv3d = dispatched(norm_conv3d_on, "tpu", "cuda")
+
+
+def _is_taken(
+    target: Target,
     x: Array,
     norm: Norm,
     kernel: Array,
     bias: Array | None,
     cache: Array | None,
     residual: Array | None,
-    *,
-    num_groups: int,
-    eps: float,
     lone_first: bool,
-    after: Array | None,
-) -> tuple[Array, Array | None]:
-    weight, shift, *latents = norm
-    if norm.zq is None:
-        hidden = group_norm(
-            x, weight, shift, num_groups=num_groups, eps=eps, channel_axis=-1, activation="silu"
+) -> bool:
+    """Whether a TPU's kernel takes all parts of the frames."""
+    parts = in_parts(target, x, norm.zq, residual)
+    whole = target.pallas and all(vector is not None for vector in (bias, norm.weight, norm.bias))
+    # Latents whose first frame stands for the first frame alone are taken apart with it.
+    return (
+        whole
+        and lone_first == (parts[0][0].shape[1] == 1)
+        and all(
+            sizes.takes(
+                target.split.shard_of(frames),
+                _grid(target.split, frames, zq),
+                kernel,
+                residual=added is not None,
+                at_start=cache is None,
+                pixels=x.shape[2] * x.shape[3],
+            )
+            for frames, zq, added in parts
         )
-    else:
-        zq, *convolutions = latents
-        hidden = spatial_norm(
-            x,
-            zq,
-            weight,
-            shift,
-            *convolutions,
-            num_groups=num_groups,
-            eps=eps,
-            activation="silu",
-            lone_first=lone_first,
-        )
-    return conv3d(hidden, kernel, bias, cache, residual=residual, after=after, start="replicate")
+    )
 
 
-def _grid(x: Array, zq: Array | None) -> tuple[int, ...]:
+def _grid(split: Split, x: Array, zq: Array | None) -> tuple[int, ...]:
     """Frames, rows and columns of a shard's coefficients: by column where some only pad a width."""
     if zq is None:
-        return 1, 1, shard_of(x).shape[3] if is_padded() else 1
-    return shard_of(zq).shape[1:4]
+        return 1, 1, split.shard_of(x).shape[3] if split.is_padded else 1
+    return split.shard_of(zq).shape[1:4]
 
 
 def _fused(
+    target: Target,
     x: Array,
     norm: Norm,
     kernel: Array,
-    bias: Array,
+    bias: Array | None,
     cache: Array | None,
     residual: Array | None,
     columns: Columns | None,
@@ -168,21 +183,20 @@ def _fused(
     eps: float,
 ) -> tuple[Array, Array | None, Columns]:
     channels = x.shape[-1]
-    mean, m2 = column_moments(x) if columns is None else columns
-    stats = moments_of_columns(mean, m2, x.shape[2], num_groups=num_groups)
+    mean, m2 = column_moments(target, x) if columns is None else columns
+    stats = moments_of_columns(target, mean, m2, x.shape[2], num_groups=num_groups)
     scale = per_channel(lax.rsqrt(stats.variance + eps), channels) * norm.weight.astype(jnp.float32)
     shift = norm.bias.astype(jnp.float32) - per_channel(stats.mean, channels) * scale
-    results = []
-    for frames, zq, added in in_parts(x, norm.zq, residual):
-        y, cache, *found = by_shards(
-            _convolved, (frames, cache, added, zq), (kernel, bias, norm._replace(zq=None)), (scale, shift)
-        )
+    weights, results = (kernel, bias, norm._replace(zq=None)), []
+    for frames, zq, added in in_parts(target, x, norm.zq, residual):
+        y, cache, *found = by_shards(target, _convolved, (frames, cache, added, zq), weights, (scale, shift))
         results.append((y, *(jnp.squeeze(part, 2) for part in found)))
     y, *found = (joined(parts) for parts in zip(*results, strict=True))
     return y, cache, Columns(*found)
 
 
 def _convolved(
+    target: Target,
     x: Array,
     cache: Array | None,
     residual: Array | None,
@@ -194,20 +208,23 @@ def _convolved(
     shift_NC: Array,
 ) -> tuple[Array, ...]:
     """The kernel on a device's own columns; their moments as one row."""
+    split = target.split
     frames, _, width, _ = x.shape[1:]
-    coefficients = functools.partial(_coefficients, norm, zq, scale_NC, shift_NC, _grid(x, zq)[-1])
+    columns = _grid(split, x, zq)[-1]
+    coefficients = functools.partial(_coefficients, split, norm, zq, scale_NC, shift_NC, columns)
     multiplier, offset = coefficients(lambda part: tpu.in_registers(part, frames, width))
     _, rows, registers, *_ = multiplier.shape
     starts = sizes.sizes_of(x, rows, registers, kernel.shape[-1], residual is not None).starts
     edges = None
-    if len(starts) > 1 or has_neighbours():
-        edges = _edges(x, cache, kernel, coefficients, starts)
-    real = real_columns_here(width) if is_padded() else None
+    if len(starts) > 1 or split.has_neighbours:
+        edges = _edges(target, x, cache, kernel, coefficients, starts)
+    real = split.real_columns_here(width) if split.is_padded else None
     y, latest, moments = tpu.convolved(x, multiplier, offset, cache, residual, kernel, bias, edges, real)
     return y, latest, *(jnp.expand_dims(part, 2) for part in moments)
 
 
 def _coefficients(
+    split: Split,
     norm: Norm,
     zq: Array | None,
     scale_NC: Array,
@@ -229,13 +246,14 @@ def _coefficients(
             for kernel, bias in ((norm.kernel_y, norm.bias_y), (norm.kernel_b, norm.bias_b))
         )
         multiplier, offset = y * scale, y * shift + b
-    if is_padded():
-        mask = placed(column_mask(columns)[None, None, None, :, None])
+    if split.is_padded:
+        mask = placed(split.mask(columns)[None, None, None, :, None])
         multiplier, offset = (jnp.where(mask, part, 0) for part in (multiplier, offset))
     return multiplier, offset
 
 
 def _edges(
+    target: Target,
     x: Array,
     cache: Array | None,
     kernel: Array,
@@ -244,11 +262,11 @@ def _edges(
 ) -> tuple[Array, Array]:
     """What the columns beside strips that begin at `starts` add to the sums of their first and of their last
     column, N T H E O each for E strips: of the next strip, of a neighbour, or zeros."""
-    hidden = functools.partial(_activated_column, x, cache, coefficients)
+    hidden = functools.partial(_activated_column, target, x, cache, coefficients)
     before = [_sums(hidden(start - 1), kernel[:, :, 0]) for start in starts[1:]]
     after = [_sums(hidden(start), kernel[:, :, -1]) for start in starts[1:]]
-    if has_neighbours():
-        left, right = exchanged(hidden(0), hidden(x.shape[3] - 1))
+    if target.split.has_neighbours:
+        left, right = exchanged(target.split, hidden(0), hidden(x.shape[3] - 1))
         outer = _sums(left, kernel[:, :, 0]), _sums(right, kernel[:, :, -1])
     else:
         outer = (jnp.zeros_like(before[0]),) * 2
@@ -256,7 +274,11 @@ def _edges(
 
 
 def _activated_column(
-    x: Array, cache: Array | None, coefficients: Callable[..., tuple[Array, Array]], column: int
+    target: Target,
+    x: Array,
+    cache: Array | None,
+    coefficients: Callable[..., tuple[Array, Array]],
+    column: int,
 ) -> Float[Array, "N P H I"]:
     """A column's activated frames and the two before them."""
     frames, height, columns = x.shape[1:4]
@@ -269,7 +291,7 @@ def _activated_column(
 
     # Cut out as they lie: in the order that suits one column XLA would first lay all of them.
     own = slice(column, column + 1)
-    now = tpu.activated(kept_pixels_first(x[:, :, :, own]), *coefficients(of_column))
+    now = tpu.activated(kept_pixels_first(target, x[:, :, :, own]), *coefficients(of_column))
     start = jnp.repeat(now[:, :1], 2, axis=1)
     past = start if cache is None else tpu.column_of_cache(cache, column)
     return jnp.squeeze(jnp.concatenate([past, now], axis=1), 3)

@@ -8,15 +8,30 @@ from jax_kernels.group_norm.reference import group_norm
 from jax_kernels.spatial_norm.reference import spatial_norm
 
 
-def norm_conv3d(x, norm, kernel, bias, cache=None, *, num_groups, eps=1e-6, residual=None):
-    """One after the other in float32; activated frames alone are rounded, as what a cache keeps."""
+def norm_conv3d(
+    x,
+    norm,
+    kernel,
+    bias=None,
+    cache=None,
+    columns=None,
+    *,
+    num_groups,
+    eps=1e-6,
+    lone_first=False,
+    residual=None,
+):
+    """One after the other in float32; activated frames alone are rounded, as what a cache keeps.
+
+    Its columns' moments are found anew, and no third result is returned.
+    """
     wide, (weight, shift, *latents) = jax.tree.map(lambda part: part.astype(jnp.float32), (x, norm))
+    options = {"num_groups": num_groups, "eps": eps, "activation": "silu"}
     if norm.zq is None:
-        hidden = group_norm(wide, weight, shift, num_groups=num_groups, eps=eps, channel_axis=-1)
+        hidden = group_norm(wide, weight, shift, channel_axis=-1, **options)
     else:
         zq, *convolutions = latents
-        hidden = spatial_norm(wide, zq, weight, shift, *convolutions, num_groups=num_groups, eps=eps)
-    hidden = jax.nn.silu(hidden).astype(x.dtype)
-    past = None if cache is None else cache.astype(jnp.float32)
-    y, latest = conv3d(hidden.astype(jnp.float32), kernel.astype(jnp.float32), bias, past)
-    return (y if residual is None else y + residual).astype(x.dtype), latest.astype(x.dtype)
+        hidden = spatial_norm(wide, zq, weight, shift, *convolutions, lone_first=lone_first, **options)
+    rounded = jax.tree.map(lambda part: part.astype(x.dtype).astype(jnp.float32), (hidden, kernel, cache))
+    y, latest = conv3d(rounded[0], rounded[1], bias, rounded[2], residual=residual)
+    return y.astype(x.dtype), None if latest is None else latest.astype(x.dtype), None

@@ -132,7 +132,7 @@ def takes(
     *,
     residual: bool,
     at_start: bool,
-    pixels: int | None = None,
+    pixels: int,
 ) -> bool:
     """Whether the kernel takes these frames: two, four or eight of bfloat16, or a video's first, not small,
     with an even number of rows, whole tiles of channels in, and out where they are more than one, and
@@ -144,12 +144,12 @@ def takes(
         kernel: (3, 3, 3, I, O).
         residual: whether there is one.
         at_start: whether the first of the frames is the video's.
-        pixels: of a whole frame, where `x` is of a shard.
+        pixels: of a whole frame, of which `x` may be a shard's.
     """
     if not fills_tiles(x) or x.dtype != jnp.bfloat16:
         return False
     frames, height, columns = x.shape[1:4]
-    if (pixels or height * columns) < tiles.SMALLEST:
+    if pixels < tiles.SMALLEST:
         return False
     outputs = kernel.shape[4]
     if kernel.shape[:3] != (TAPS,) * 3 or (outputs > tiles.LANES and outputs % tiles.LANES):

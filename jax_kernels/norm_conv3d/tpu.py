@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from jax_kernels.common import tiles
 from jax_kernels.common.columns import add_columns
+from jax_kernels.common.dispatch import with_derivatives_of
 from jax_kernels.common.frames import repeat_nearest
 from jax_kernels.common.layout import laid_for_kernels
 from jax_kernels.common.tiles import vmem_limit
@@ -120,8 +121,7 @@ def _plain(
     return y, latest, (jnp.squeeze(mean, 2), jnp.squeeze(m2, 2))
 
 
-@jax.custom_jvp
-def convolved(
+def _by_kernel(
     x: Float[Array, "N T H W I"],
     multiplier: Float[Array, "N h v S I"],
     offset: Float[Array, "N h v S I"],
@@ -355,6 +355,4 @@ def _frames_of_cache(latest: Array, shape: tuple[int, ...]) -> Array:
     return latest.reshape(videos, height, columns, frames, channels).transpose(0, 3, 1, 2, 4)
 
 
-@convolved.defjvp
-def _(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> Any:
-    return convolved(*primals), jax.jvp(_plain, primals, tangents)[1]
+convolved = with_derivatives_of(_plain, _by_kernel)

@@ -2,27 +2,21 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float
 
 from jax_kernels.common.checks import check_channels
 from jax_kernels.common.columns import (
+    WHOLE,
+    Split,
     add_columns,
     add_from_neighbours,
-    by_platform,
-    by_shards,
-    has_neighbours,
-    is_padded,
-    jit_kernel,
     neighbours_of,
-    real_columns_here,
-    shard_of,
     with_clear_padding,
 )
+from jax_kernels.common.dispatch import Target, by_shards, dispatched
 from jax_kernels.common.first_frame import in_bands, in_parts, is_image_for_tpu, joined, of_bands
 from jax_kernels.common.frames import average_pairs, conv_frames, select_frames
 from jax_kernels.common.layout import laid_for_kernels
@@ -32,7 +26,6 @@ BEYOND = 1
 """Rows above and below a band of an image that a 3 x 3 kernel sees."""
 
 
-@jit_kernel(static_argnames=["expand_time", "lone_first"])
 def upsample(
     x: Float[Array, "N T H W I"],
     kernel: Float[Array, "kh kw I O"],
@@ -40,6 +33,7 @@ def upsample(
     *,
     expand_time: bool,
     lone_first: bool = False,
+    split: Split = WHOLE,
 ) -> Float[Array, "N T2 2*H 2*W O"]:
     """Nearest 2x in space, in time too where `expand_time`, then a 2-D convolution of every frame.
 
@@ -52,6 +46,7 @@ def upsample(
         bias: (O,), or None.
         expand_time: whether frames are doubled.
         lone_first: whether the first frame stays a single one.
+        split: how columns lie on devices.
 
     Returns:
         2H x 2W pixels in `x`'s dtype; T2 is T, or with `expand_time` 2T, with `lone_first` too 2T - 1.
@@ -65,86 +60,97 @@ def upsample(
             f"upsample got a kernel of {kernel.shape[0]} x {kernel.shape[1]} pixels: both must be odd"
         )
 
-    def convolve(part: tuple[Array, ...], expand_time: bool, lone_first: bool) -> Array:
-        resample = functools.partial(_upsample, expand_time=expand_time, lone_first=lone_first)
-        fused = _kernel_for(part[0], kernel, expand_time, lone_first)
-        if fused is not None:
-            resample = functools.partial(_by_platform, fused, resample)
-        return by_shards(resample, part, (kernel, bias))
-
-    return _by_parts(convolve, x, expand_time, lone_first)
+    return _upsample(x, kernel, bias, expand_time=expand_time, lone_first=lone_first, split=split)
 
 
-def _by_parts(resample: Callable[..., Array], x: Array, in_time: bool, lone_first: bool) -> Array:
+def upsample_on(
+    target: Target, x: Array, kernel: Array, bias: Array | None, *, expand_time: bool, lone_first: bool
+) -> Array:
+    """`upsample` for a target."""
+
+    def convolve(part: Array, expand_time: bool, lone_first: bool) -> Array:
+        composed = functools.partial(_composed, expand_time=expand_time, lone_first=lone_first)
+        form = _kernel_for(target, part, kernel, expand_time, lone_first) or composed
+        return by_shards(target, form, (part,), (kernel, bias))
+
+    return _by_parts(target, convolve, x, expand_time, lone_first)
+
+
+def _by_parts(
+    target: Target, resample: Callable[..., Array], x: Array, in_time: bool, lone_first: bool
+) -> Array:
     """`resample(frames, in_time, lone_first)`, of a first frame that stays by itself and of the others."""
-    parts = in_parts(x) if lone_first == (x.shape[1] % 2 == 1) else [(x,)]
+    parts = in_parts(target, x) if lone_first == (x.shape[1] % 2 == 1) else [(x,)]
     if len(parts) == 1:
-        return resample(*parts, in_time, lone_first)
+        return resample(x, in_time, lone_first)
     # A single frame is the first: the others come in pairs.
-    return joined([resample(part, in_time and part[0].shape[1] > 1, False) for part in parts])
-
-
-def _by_platform(fused: Callable[..., Array], composed: Callable[..., Array], *operands: Any) -> Array:
-    return by_platform(*operands, tpu=fused, default=composed)
+    return joined([resample(part, in_time and part.shape[1] > 1, False) for (part,) in parts])
 
 
 def _kernel_for(
-    x: Array, kernel: Array, expand_time: bool, lone_first: bool
-) -> Callable[[Array, Array, Array | None], Array] | None:
+    target: Target, x: Array, kernel: Array, expand_time: bool, lone_first: bool
+) -> Callable[..., Array] | None:
     """The kernel for these frames, or for an image in bands; None where it takes neither."""
-    videos, _, height, columns, channels = shard_of(x).shape
+    if not target.by_pallas:
+        return None
+    shard = target.split.shard_of(x)
+    videos, _, height, columns, channels = shard.shape
     takes = functools.partial(upsampled.takes, pixels=x.shape[2] * x.shape[3])
-    if is_image_for_tpu(x) and (lone_first or not expand_time):
+    if is_image_for_tpu(target, x) and (lone_first or not expand_time):
         even = height + height % 2
         for bands in upsampled.FRAMES:
             shape = videos, bands, even // bands + 2 * BEYOND, columns, channels
             if even % bands == 0 and takes(jax.ShapeDtypeStruct(shape, x.dtype), kernel, expand_time=False):
                 return functools.partial(_fused_image, bands=bands)
-    elif not lone_first and takes(shard_of(x), kernel, expand_time=expand_time):
+    elif not lone_first and takes(shard, kernel, expand_time=expand_time):
         return functools.partial(_fused, expand_time=expand_time)
     return None
 
 
-def _fused(x: Array, kernel: Array, bias: Array | None, *, expand_time: bool) -> Array:
+def _fused(target: Target, x: Array, kernel: Array, bias: Array | None, *, expand_time: bool) -> Array:
     """One kernel on a device's own columns."""
+    split = target.split
     bias = jnp.zeros(kernel.shape[-1:], kernel.dtype) if bias is None else bias
-    beside = neighbours_of(x, 1) if has_neighbours() else None
-    real = real_columns_here(2 * x.shape[3]) if is_padded() else None
+    beside = neighbours_of(split, x, 1) if split.has_neighbours else None
+    real = split.real_columns_here(2 * x.shape[3]) if split.is_padded else None
     return upsampled.upsampled(x, kernel, bias, beside, real, expand_time)
 
 
-def _fused_image(x: Array, kernel: Array, bias: Array | None, *, bands: int) -> Array:
+def _fused_image(target: Target, x: Array, kernel: Array, bias: Array | None, *, bands: int) -> Array:
     """As XLA convolves it, an image of 120 x 180 x 512 compiles for 52 s, so for 3. An odd row is followed by
     one of zeros, as a convolution's padding is."""
     height = x.shape[2]
     even = jnp.pad(laid_for_kernels(x), [(0, 0), (0, 0), (0, height % 2), (0, 0), (0, 0)])
-    y = _fused(in_bands(even, BEYOND, bands), kernel, bias, expand_time=False)
+    y = _fused(target, in_bands(even, BEYOND, bands), kernel, bias, expand_time=False)
     return laid_for_kernels(of_bands(y, 2 * BEYOND)[:, :, : 2 * height])
 
 
-def _upsample(x: Array, kernel: Array, bias: Array | None, *, expand_time: bool, lone_first: bool) -> Array:
+def _composed(
+    target: Target, x: Array, kernel: Array, bias: Array | None, *, expand_time: bool, lone_first: bool
+) -> Array:
     rows, columns = (size // 2 for size in kernel.shape[:2])
-    doubled = _doubled(x)
+    many = target.on_tpu and x.shape[1] > 1
+    doubled = xla.double_pixels_outside(x) if many else xla.double_pixels(x)
 
     def convolve(x: Array, kernel: Array, columns: tuple[int, int]) -> Array:
         return conv_frames(x, kernel, padding=((rows, rows), columns))
 
-    y = add_from_neighbours(convolve(doubled, kernel, (columns, columns)), doubled, kernel, convolve)
+    y = convolve(doubled, kernel, (columns, columns))
+    y = add_from_neighbours(target.split, y, doubled, kernel, convolve)
     if bias is not None:
         y = y + bias.astype(jnp.float32)
-    y = with_clear_padding(y.astype(x.dtype))
+    y = with_clear_padding(y.astype(x.dtype), target.split)
     length, kept = x.shape[1], int(lone_first)
     if not expand_time or length == kept:
         return y
-    return select_frames(y, [*range(kept), *(frame for frame in range(kept, length) for _ in range(2))])
+    return select_frames(
+        target, y, [*range(kept), *(frame for frame in range(kept, length) for _ in range(2))]
+    )
 
 
-def _doubled(x: Array) -> Array:
-    for_tpu = xla.double_pixels if x.shape[1] == 1 else xla.double_pixels_outside
-    return lax.platform_dependent(x, tpu=for_tpu, default=xla.double_pixels)
+_upsample = dispatched(upsample_on, "tpu")
 
 
-@jit_kernel(static_argnames=["compress_time", "lone_first"])
 def downsample(
     x: Float[Array, "N T H W I"],
     kernel: Float[Array, "kh kw I O"],
@@ -152,6 +158,7 @@ def downsample(
     *,
     compress_time: bool,
     lone_first: bool = False,
+    split: Split = WHOLE,
 ) -> Float[Array, "N T2 H2 W2 O"]:
     """Frames averaged in pairs where `compress_time`, then a 2-D convolution of stride 2, zero-padded below
     and right.
@@ -162,6 +169,7 @@ def downsample(
         bias: (O,), or None.
         compress_time: whether pairs of frames are averaged.
         lone_first: whether the first frame stays by itself, and pairs begin after it.
+        split: how columns lie on devices.
 
     Returns:
         H2 = H // 2 and W2 = W // 2 pixels in `x`'s dtype; T2 is T, or with `compress_time` T / 2, with
@@ -180,30 +188,42 @@ def downsample(
         after = " after the first" if lone_first else ""
         raise ValueError(f"downsample got {x.shape[1]} frames: those{after} must be pairs to be averaged")
 
-    def convolve(part: tuple[Array, ...], compress_time: bool, lone_first: bool) -> Array:
-        resample = functools.partial(_downsample, compress_time=compress_time, lone_first=lone_first)
-        return by_shards(resample, part, (kernel, bias))
-
-    return _by_parts(convolve, x, compress_time, lone_first)
+    return _downsample(x, kernel, bias, compress_time=compress_time, lone_first=lone_first, split=split)
 
 
-def _downsample(
-    x: Array, kernel: Array, bias: Array | None, *, compress_time: bool, lone_first: bool
+def downsample_on(
+    target: Target, x: Array, kernel: Array, bias: Array | None, *, compress_time: bool, lone_first: bool
+) -> Array:
+    """`downsample` for a target."""
+
+    def convolve(part: Array, compress_time: bool, lone_first: bool) -> Array:
+        halve = functools.partial(_halved, compress_time=compress_time, lone_first=lone_first)
+        return by_shards(target, halve, (part,), (kernel, bias))
+
+    return _by_parts(target, convolve, x, compress_time, lone_first)
+
+
+_downsample = dispatched(downsample_on, "tpu")
+
+
+def _halved(
+    target: Target, x: Array, kernel: Array, bias: Array | None, *, compress_time: bool, lone_first: bool
 ) -> Array:
     if compress_time and x.shape[1] > lone_first:
-        x = average_pairs(x, lone_first=lone_first)
-    halve = xla.halved_by_patches if is_image_for_tpu(x) and xla.suits_patches(x) else xla.halved
+        x = average_pairs(target, x, lone_first=lone_first)
+    by_patches = is_image_for_tpu(target, x) and xla.suits_patches(x)
+    halve = xla.halved_by_patches if by_patches else xla.halved
     y = halve(x, kernel, (0, 1))
-    if has_neighbours():
+    if target.split.has_neighbours:
         if x.shape[3] % 2:
             raise ValueError(
                 f"downsample got shards of {x.shape[3]} columns: over several an even number is needed"
             )
-        _, right = neighbours_of(x, 1)
+        _, right = neighbours_of(target.split, x, 1)
         y = add_columns(y, halve(right, kernel[:, 2:], (0, 0)), at=y.shape[3] - 1)
     if bias is not None:
         y = y + bias.astype(jnp.float32)
-    return with_clear_padding(y.astype(x.dtype))
+    return with_clear_padding(y.astype(x.dtype), target.split)
 
 
 def _check(name: str, x: Array, kernel: Array, bias: Array | None) -> None:

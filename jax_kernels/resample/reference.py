@@ -2,10 +2,9 @@
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array
 
 
-def upsample(x: Array, kernel: Array, bias: Array, *, expand_time: bool, lone_first: bool = False):
+def upsample(x, kernel, bias, *, expand_time, lone_first=False):
     """Doubled in space and time first, every frame convolved after."""
     if expand_time:
         x = jnp.concatenate([x[:, :lone_first], jnp.repeat(x[:, lone_first:], 2, 1)], 1)
@@ -14,7 +13,7 @@ def upsample(x: Array, kernel: Array, bias: Array, *, expand_time: bool, lone_fi
     return convolved(x, kernel, bias, ((rows, rows), (columns, columns)), stride=1)
 
 
-def downsample(x: Array, kernel: Array, bias: Array, *, compress_time: bool, lone_first: bool = False):
+def downsample(x, kernel, bias, *, compress_time, lone_first=False):
     """Pairs averaged, then every second pixel of a convolution padded below and right."""
     if compress_time:
         after = x[:, lone_first:].astype(jnp.float32)
@@ -23,7 +22,7 @@ def downsample(x: Array, kernel: Array, bias: Array, *, compress_time: bool, lon
     return convolved(x, kernel, bias, ((0, 1), (0, 1)), stride=2)
 
 
-def convolved(x: Array, kernel: Array, bias: Array, padding: tuple, *, stride: int):
+def convolved(x, kernel, bias, padding, *, stride):
     """Every frame padded by hand and convolved by itself, in float32."""
     frames = jnp.pad(x.reshape(-1, *x.shape[2:]), ((0, 0), *padding, (0, 0)))
     y = lax.conv_general_dilated(
@@ -34,4 +33,5 @@ def convolved(x: Array, kernel: Array, bias: Array, padding: tuple, *, stride: i
         dimension_numbers=("NHWC", "HWIO", "NHWC"),
         precision=lax.Precision.HIGHEST,
     )
-    return (y + bias.astype(jnp.float32)).astype(x.dtype).reshape(*x.shape[:2], *y.shape[1:])
+    y = y if bias is None else y + bias.astype(jnp.float32)
+    return y.astype(x.dtype).reshape(*x.shape[:2], *y.shape[1:])

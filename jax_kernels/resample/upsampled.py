@@ -24,6 +24,7 @@ from jaxtyping import Array, Float, Int
 
 from jax_kernels.common import tiles
 from jax_kernels.common.columns import add_columns
+from jax_kernels.common.dispatch import with_derivatives_of
 from jax_kernels.common.frames import conv_frames, repeat_nearest
 from jax_kernels.common.tiles import fills_tiles, vmem_limit, words_of_twice
 from jax_kernels.resample import xla
@@ -81,7 +82,7 @@ def takes(
     kernel: Float[Array, "kh kw I O"],
     *,
     expand_time: bool,
-    pixels: int | None = None,
+    pixels: int,
 ) -> bool:
     """Whether the kernel takes these frames: two, four or eight of bfloat16, and no more of the result, which
     is not small, with whole tiles of channels in and out, and no more of a row than fits into VMEM.
@@ -90,11 +91,11 @@ def takes(
         x: frames; of it and of the kernel only shape and dtype are looked at.
         kernel: (3, 3, I, O).
         expand_time: whether frames are doubled too.
-        pixels: of a whole frame, where `x` is of a shard.
+        pixels: of a whole frame, of which `x` may be a shard's.
     """
     if not fills_tiles(x) or x.dtype != jnp.bfloat16:
         return False
-    if 4 * (pixels or x.shape[2] * x.shape[3]) < tiles.SMALLEST:
+    if 4 * pixels < tiles.SMALLEST:
         return False
     if kernel.shape[:2] != (TAPS,) * 2 or kernel.shape[3] % tiles.LANES:
         return False
@@ -206,7 +207,6 @@ def _joined(*parts: Array) -> Array:
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(5,))
 def upsampled(
     x: Float[Array, "N T H W I"],
     kernel: Float[Array, "3 3 I O"],
@@ -225,6 +225,18 @@ def upsampled(
             none.
         expand_time: whether each frame is given twice.
     """
+    plain, by_kernel = (functools.partial(form, expand_time=expand_time) for form in (_plain, _by_kernel))
+    return with_derivatives_of(plain, by_kernel)(x, kernel, bias, beside, real)
+
+
+def _by_kernel(
+    x: Array,
+    kernel: Array,
+    bias: Array,
+    beside: tuple[Array, Array] | None,
+    real: Array | None,
+    expand_time: bool,
+) -> Array:
     sizes = _sizes(x, kernel.shape[-1], expand_time)
     videos, _, height, *_ = x.shape
     weights, bias = kernel.reshape(-1, *kernel.shape[2:]), bias.astype(jnp.float32)[None]
@@ -299,9 +311,3 @@ def _plain(
         sums = jnp.where(lax.iota(jnp.int32, sums.shape[3])[:, None] < real, sums, 0.0)
     y = sums.astype(x.dtype)
     return repeat_nearest(y, {1: 2}) if expand_time else y
-
-
-@upsampled.defjvp
-def _(expand_time: bool, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> Any:
-    plain = functools.partial(_plain, expand_time=expand_time)
-    return upsampled(*primals, expand_time), jax.jvp(plain, primals, tangents)[1]

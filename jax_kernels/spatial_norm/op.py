@@ -1,17 +1,17 @@
 """Spatially conditioned GroupNorm, `norm(x) * y(zq) + b(zq)`, in one pass over the activations."""
 
-import functools
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from jax_kernels.common.activation import Activation, check_activation
 from jax_kernels.common.checks import check_channels
-from jax_kernels.common.columns import by_platform, by_shards, jit_kernel
+from jax_kernels.common.columns import WHOLE, Split
+from jax_kernels.common.dispatch import Target, by_shards, dispatched
 from jax_kernels.common.first_frame import in_parts, joined
+from jax_kernels.common.pointwise import Activation, check_activation
 from jax_kernels.group_norm.moments import check_groups, moments, per_channel
 from jax_kernels.spatial_norm import xla
 from jax_kernels.spatial_norm.latents import check_sizes
@@ -19,7 +19,6 @@ from jax_kernels.spatial_norm.latents import check_sizes
 Implementation = Literal["rows", "pixels_first"]
 
 
-@jit_kernel(static_argnames=("num_groups", "eps", "activation", "lone_first", "implementation"))
 def spatial_norm(
     x: Float[Array, "N T H W C"],
     zq: Float[Array, "N t h w Z"],
@@ -35,6 +34,7 @@ def spatial_norm(
     activation: Activation | None = None,
     lone_first: bool = False,
     implementation: Implementation | None = None,
+    split: Split = WHOLE,
 ) -> Float[Array, "N T H W C"]:
     """`group_norm(x) * conv_y(zq) + conv_b(zq)`, `zq` upsampled to `x` by nearest neighbour (MoVQ, arXiv
     2209.09002).
@@ -54,6 +54,7 @@ def spatial_norm(
         implementation: "rows" broadcasts what comes of the latents over rows; "pixels_first" does so in the
             order that a TPU keeps large frames in. None takes the fastest known for the platform that is
             compiled for.
+        split: how columns lie on devices.
 
     Returns:
         The shape and dtype of `x`; everything in between is float32.
@@ -62,58 +63,85 @@ def spatial_norm(
         ValueError: sizes of `x` that are no whole multiples of those of `zq`; weights of other sizes; an
             implementation or an activation that there is not.
     """
-    channels = x.shape[-1]
-    check_groups(channels, num_groups)
+    weights = weight, bias, kernel_y, bias_y, kernel_b, bias_b
+    check_spatial_norm(x, zq, *weights, num_groups=num_groups, lone_first=lone_first)
     check_activation(activation)
-    check_channels("spatial_norm", channels, weight=weight, bias=bias, bias_y=bias_y, bias_b=bias_b)
-    _check_kernels(zq.shape[-1], channels, kernel_y, kernel_b)
-    check_sizes(zq, x.shape, lone_first=lone_first)
     if implementation is not None and implementation not in _IMPLEMENTATIONS:
         raise ValueError(f"implementation {implementation!r} is not one of {sorted(_IMPLEMENTATIONS)}")
-    stats = moments(x, num_groups=num_groups, channel_axis=-1)
+    return _spatial_norm(
+        x,
+        zq,
+        *weights,
+        num_groups=num_groups,
+        eps=eps,
+        activation=activation,
+        lone_first=lone_first,
+        implementation=implementation,
+        split=split,
+    )
+
+
+def spatial_norm_on(
+    target: Target,
+    x: Array,
+    zq: Array,
+    weight: Array,
+    bias: Array,
+    kernel_y: Array,
+    bias_y: Array,
+    kernel_b: Array,
+    bias_b: Array,
+    *,
+    num_groups: int,
+    eps: float,
+    activation: Activation | None,
+    lone_first: bool,
+    implementation: Implementation | None = None,
+) -> Array:
+    """`spatial_norm` for a target."""
+    channels = x.shape[-1]
+    stats = moments(target, x, num_groups=num_groups, channel_axis=-1)
     scale = per_channel(lax.rsqrt(stats.variance + eps), channels) * weight.astype(jnp.float32)
     shift = bias.astype(jnp.float32) - per_channel(stats.mean, channels) * scale
-    parts = in_parts(x, zq) if lone_first else [(x, zq)]
-    modulated = functools.partial(
-        _modulated,
-        activation=activation,
-        lone_first=lone_first and len(parts) == 1,
-        implementation=implementation,
-    )
+    parts = in_parts(target, x, zq) if lone_first else [(x, zq)]
     convolutions = (kernel_y, bias_y), (kernel_b, bias_b)
-    return joined([by_shards(modulated, part, convolutions, (scale, shift)) for part in parts])
+
+    def modulated(target: Target, x: Array, zq: Array, *operands: Any) -> Array:
+        fastest = "pixels_first" if target.on_tpu and x.shape[1] > 1 else "rows"
+        modulate = _IMPLEMENTATIONS[implementation or fastest]
+        alone = lone_first and len(parts) == 1
+        return modulate(target, x, zq, *operands, activation=activation, lone_first=alone)
+
+    return joined([by_shards(target, modulated, part, convolutions, (scale, shift)) for part in parts])
 
 
-def _check_kernels(latent_channels: int, channels: int, *kernels: Array) -> None:
-    for kernel in kernels:
+_spatial_norm = dispatched(spatial_norm_on, "tpu")
+
+
+def check_spatial_norm(
+    x: Array,
+    zq: Array,
+    weight: Array,
+    bias: Array,
+    kernel_y: Array,
+    bias_y: Array,
+    kernel_b: Array,
+    bias_b: Array,
+    *,
+    num_groups: int,
+    lone_first: bool,
+) -> None:
+    """Raise `ValueError` for arrays that `spatial_norm` does not take."""
+    channels, latent_channels = x.shape[-1], zq.shape[-1]
+    check_groups(channels, num_groups)
+    check_channels("spatial_norm", channels, weight=weight, bias=bias, bias_y=bias_y, bias_b=bias_b)
+    check_sizes(zq, x.shape, lone_first=lone_first)
+    for kernel in (kernel_y, kernel_b):
         if kernel.shape != (latent_channels, channels):
             raise ValueError(
                 f"spatial_norm got a kernel of shape {kernel.shape} for latents of {latent_channels} "
                 f"channels and activations of {channels}: it needs ({latent_channels}, {channels})"
             )
-
-
-def _modulated(
-    x: Array,
-    zq: Array,
-    to_y: tuple[Array, Array],
-    to_b: tuple[Array, Array],
-    scale_NC: Array,
-    shift_NC: Array,
-    *,
-    activation: Activation | None,
-    lone_first: bool,
-    implementation: Implementation | None,
-) -> Array:
-    inputs = x, scale_NC, shift_NC, zq, to_y, to_b
-    if implementation is not None:
-        return _IMPLEMENTATIONS[implementation](activation, lone_first, *inputs)
-    named = {"tpu": "pixels_first" if x.shape[1] > 1 else "rows", "default": "rows"}
-    forms = {
-        platform: functools.partial(_IMPLEMENTATIONS[name], activation, lone_first)
-        for platform, name in named.items()
-    }
-    return by_platform(*inputs, **forms)
 
 
 _IMPLEMENTATIONS: dict[str, Callable[..., Array]] = {

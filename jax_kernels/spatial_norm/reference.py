@@ -23,13 +23,13 @@ def spatial_norm(
     lone_first=False,
 ):
     """The latents upsampled first, both 1x1x1 convolutions at full resolution, then the modulation."""
-    full = upsampled(zq, x.shape, lone_first)
+    wide, full = x.astype(jnp.float32), upsampled(zq, x.shape, lone_first).astype(jnp.float32)
     y, b = (
         jnp.einsum("nthwz,zc->nthwc", full, kernel, precision=lax.Precision.HIGHEST) + offset
         for kernel, offset in ((kernel_y, bias_y), (kernel_b, bias_b))
     )
-    result = group_norm(x, weight, bias, num_groups=num_groups, eps=eps, channel_axis=-1) * y + b
-    return jax.nn.silu(result) if activation == "silu" else result
+    result = group_norm(wide, weight, bias, num_groups=num_groups, eps=eps, channel_axis=-1) * y + b
+    return (jax.nn.silu(result) if activation == "silu" else result).astype(x.dtype)
 
 
 def upsampled(zq, shape, lone_first):

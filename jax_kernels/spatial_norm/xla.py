@@ -4,21 +4,24 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from jax_kernels.common.activation import Activation, activate
 from jax_kernels.common.columns import with_clear_padding
+from jax_kernels.common.dispatch import Target
 from jax_kernels.common.layout import frames_first, pixels_first, precision_for, zero_of
+from jax_kernels.common.pointwise import Activation, activate
 from jax_kernels.spatial_norm.latents import match_frames_and_columns
 
 
 def by_rows(
-    activation: Activation | None,
-    lone_first: bool,
+    target: Target,
     x: Array,
-    scale_NC: Array,
-    shift_NC: Array,
     zq: Array,
     to_y: tuple[Array, Array],
     to_b: tuple[Array, Array],
+    scale_NC: Array,
+    shift_NC: Array,
+    *,
+    activation: Activation | None,
+    lone_first: bool,
 ) -> Array:
     """`activation((x * scale + shift) * y + b)` as one multiply-add, `y` and `b` at the latents' rows."""
     zq = match_frames_and_columns(zq, x.shape, lone_first=lone_first)
@@ -30,18 +33,20 @@ def by_rows(
     result = activate(
         rows.astype(jnp.float32) * multiplier[:, :, :, None] + offset[:, :, :, None], activation
     )
-    return with_clear_padding(result.astype(x.dtype).reshape(x.shape))
+    return with_clear_padding(result.astype(x.dtype).reshape(x.shape), target.split)
 
 
 def by_pixels(
-    activation: Activation | None,
-    lone_first: bool,
+    target: Target,
     x: Array,
-    scale_NC: Array,
-    shift_NC: Array,
     zq: Array,
     to_y: tuple[Array, Array],
     to_b: tuple[Array, Array],
+    scale_NC: Array,
+    shift_NC: Array,
+    *,
+    activation: Activation | None,
+    lone_first: bool,
 ) -> Array:
     """`by_rows` in the order H W N T C, in which a TPU keeps the activations of a convolution over frames.
 
@@ -61,7 +66,7 @@ def by_pixels(
     rows = lax.optimization_barrier(pixels_first(x).reshape(h, x.shape[2] // h, w, n, t, c))
     normed = rows.astype(jnp.float32) * scale_NC[:, None] + shift_NC[:, None]
     result = activate(normed * y[:, None] + b[:, None], activation)
-    result = with_clear_padding(result.astype(x.dtype), column_axis=2)
+    result = with_clear_padding(result.astype(x.dtype), target.split, column_axis=2)
     if activation is not None:
         result = lax.optimization_barrier(result)
     return frames_first(result.reshape(x.shape[2], w, n, t, c))

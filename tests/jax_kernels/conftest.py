@@ -3,7 +3,7 @@
 import jaxtyping
 import pytest
 
-from tests.reference import interpreted_kernels
+from tests.reference import as_on_a_tpu, interpreted_kernels
 
 
 @pytest.fixture
@@ -12,6 +12,13 @@ def shapes_unchecked():
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture
+def on_tpu():
+    """Ops take the forms that they have for a TPU."""
+    with as_on_a_tpu():
+        yield
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jax_kernels.common.columns import Split, split_columns
+from jax_kernels.common.columns import Split
 
 
 def on_mesh(kernel: Callable[..., Any], real: int, padded: int, dp: int, tp: int) -> Callable[..., Any]:
@@ -28,7 +28,7 @@ def on_mesh(kernel: Callable[..., Any], real: int, padded: int, dp: int, tp: int
 
     @jax.jit
     def traced(operands, named):
-        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), split_columns(split):
-            return kernel(*operands, **named)
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            return kernel(*operands, **named, split=split)
 
     return lambda *operands, **named: traced(*jax.tree.map(put, (operands, named)))

@@ -16,12 +16,13 @@ from jax.typing import DTypeLike
 from cogvideox_torchax import runtime
 from cogvideox_torchax.vae import checkpoint, chunks, tiling
 from cogvideox_torchax.vae.checks import NTHWC, check_finite, check_shape
+from cogvideox_torchax.vae.columns import OnColumns, set_split
 from cogvideox_torchax.vae.nnx import weights
 from cogvideox_torchax.vae.nnx.config import FlaxAutoencoderKLCogVideoXConfig
 from cogvideox_torchax.vae.nnx.modules import Cache, Conv3d, LayerConfig, Resnets
 from cogvideox_torchax.vae.nnx.networks import Decoder3D, Encoder3D
 from cogvideox_torchax.vae.pixels import from_uint8, to_uint8
-from jax_kernels.common.columns import with_clear_padding
+from jax_kernels.common.columns import Split, with_clear_padding
 from jax_kernels.common.layout import frames_first, pixels_first
 from jax_kernels.common.tiles import pallas_is_on
 
@@ -62,7 +63,7 @@ _stored = functools.partial(jax.tree.map, pixels_first)
 _unstored = functools.partial(jax.tree.map, frames_first)
 
 
-class EncoderChunk(nnx.Module):
+class EncoderChunk(OnColumns, nnx.Module):
     """One chunk of frames to its moments: float frames in [-1, 1], or uint8."""
 
     def __init__(self, vae: "FlaxAutoencoderKLCogVideoX"):
@@ -73,7 +74,7 @@ class EncoderChunk(nnx.Module):
 
     def __call__(self, x: jax.Array, cache: Cache | None) -> tuple[jax.Array, Cache]:
         if x.dtype == jnp.uint8:
-            x = with_clear_padding(from_uint8(x, "float32"))
+            x = with_clear_padding(from_uint8(x, "float32"), self.split)
         moments, cache = self.encoder(x.astype(self.dtype), _unstored(cache))
         return moments if self.quant_conv is None else self.quant_conv(moments), _stored(cache)
 
@@ -107,7 +108,11 @@ class OnMesh(nnx.Module):
         self.placement = placement
 
     def __call__(self, chunk: "PaddedChunk", cache: Any) -> tuple[jax.Array, Any]:
-        return self.placement.trace(self.network, chunk, cache)
+        def network(chunk: jax.Array, cache: Any, *, split: Split) -> tuple[jax.Array, Any]:
+            set_split((module for _, module in nnx.iter_modules(self.network)), split)
+            return self.network(chunk, cache)
+
+        return self.placement.trace(network, chunk, cache)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=3)

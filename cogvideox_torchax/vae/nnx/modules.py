@@ -20,7 +20,8 @@ from jax.typing import DTypeLike
 
 import jax_kernels
 from cogvideox_torchax.vae.chunks import first_frame_is_alone
-from jax_kernels.common.activation import Activation
+from cogvideox_torchax.vae.columns import OnColumns
+from jax_kernels.common.pointwise import Activation
 
 Cache = dict[str, Any]
 
@@ -44,7 +45,7 @@ class LayerConfig:
     param_dtype: DTypeLike = jnp.float32
 
 
-class Conv(nnx.Module):
+class Conv(OnColumns, nnx.Module):
     """The parameters of a convolution: `kernel` (*window, I, O) and `bias` (O,)."""
 
     def __init__(self, in_channels: int, out_channels: int, window: Sequence[int], config: LayerConfig):
@@ -70,11 +71,11 @@ class Conv3d(Conv):
         super().__init__(in_channels, out_channels, (1, 1, 1), config)
 
     def __call__(self, x_NTHWC: jax.Array) -> jax.Array:
-        y_NTHWC, _ = jax_kernels.conv3d(x_NTHWC, *self.cast(x_NTHWC.dtype))
+        y_NTHWC, _ = jax_kernels.conv3d(x_NTHWC, *self.cast(x_NTHWC.dtype), split=self.split)
         return y_NTHWC
 
 
-class CausalConv3d(nnx.Module):
+class CausalConv3d(OnColumns, nnx.Module):
     """A convolution that sees no later frame; diffusers' `pad_mode="first"`, which all of CogVideoX uses."""
 
     def __init__(self, in_channels: int, out_channels: int, kernel_size: int, config: LayerConfig):
@@ -86,15 +87,14 @@ class CausalConv3d(nnx.Module):
         cache: jax.Array | None = None,
         *,
         residual: jax.Array | None = None,
-        after: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array | None]:
         kernel, bias = self.conv.cast(x_NTHWC.dtype)
         return jax_kernels.conv3d(
-            x_NTHWC, kernel, bias, cache, residual=residual, after=after, start="replicate"
+            x_NTHWC, kernel, bias, cache, residual=residual, start="replicate", split=self.split
         )
 
 
-class GroupNorm(nnx.Module):
+class GroupNorm(OnColumns, nnx.Module):
     """GroupNorm over the last axis, and the activation after it; statistics in float32."""
 
     def __init__(self, channels: int, config: LayerConfig, *, eps: float = 1e-6):
@@ -112,10 +112,11 @@ class GroupNorm(nnx.Module):
             eps=self.eps,
             channel_axis=-1,
             activation=activation,
+            split=self.split,
         )
 
 
-class SpatialNorm3D(nnx.Module):
+class SpatialNorm3D(OnColumns, nnx.Module):
     """GroupNorm modulated by the latents, `norm(x) * conv_y(zq) + conv_b(zq)`."""
 
     def __init__(self, channels: int, latent_channels: int, config: LayerConfig):
@@ -138,6 +139,7 @@ class SpatialNorm3D(nnx.Module):
             eps=norm.eps,
             activation=activation,
             lone_first=first_frame_is_alone(x_NTHWC.shape[1]),
+            split=self.split,
         )
 
 
@@ -173,6 +175,7 @@ def normed_conv(
         num_groups=affine.num_groups,
         eps=affine.eps,
         lone_first=first_frame_is_alone(x_NTHWC.shape[1]),
+        split=causal.split,
         **options,
     )
 
@@ -199,10 +202,8 @@ class ResnetBlock3D(nnx.Module):
     ) -> tuple[jax.Array, Cache]:
         old, new = cache or {}, {}
         shortcut = x_NTHWC if self.conv_shortcut is None else self.conv_shortcut(x_NTHWC)
-        # A shortcut of fewer channels first: then the memory of `x` is free for the first convolution.
-        first = shortcut if shortcut.shape[-1] < x_NTHWC.shape[-1] else None
         y_NTHWC, new["conv1"], columns = normed_conv(
-            self.norm1, self.conv1, x_NTHWC, zq_NthwC, old.get("conv1"), after=first
+            self.norm1, self.conv1, x_NTHWC, zq_NthwC, old.get("conv1")
         )
         y_NTHWC, new["conv2"], _ = normed_conv(
             self.norm2, self.conv2, y_NTHWC, zq_NthwC, old.get("conv2"), columns, residual=shortcut
@@ -210,7 +211,7 @@ class ResnetBlock3D(nnx.Module):
         return y_NTHWC, new
 
 
-class Downsample3D(nnx.Module):
+class Downsample3D(OnColumns, nnx.Module):
     """Half the pixels, and half the frames where `compress_time`."""
 
     def __init__(self, channels: int, config: LayerConfig, *, compress_time: bool):
@@ -225,10 +226,11 @@ class Downsample3D(nnx.Module):
             bias,
             compress_time=self.compress_time,
             lone_first=first_frame_is_alone(x_NTHWC.shape[1]),
+            split=self.split,
         )
 
 
-class Upsample3D(nnx.Module):
+class Upsample3D(OnColumns, nnx.Module):
     """Twice the pixels, and twice the frames where `expand_time`."""
 
     def __init__(self, channels: int, config: LayerConfig, *, expand_time: bool):
@@ -241,7 +243,7 @@ class Upsample3D(nnx.Module):
             lone_first = first_frame_is_alone(x_NTHWC.shape[1])
         kernel, bias = self.conv.cast(x_NTHWC.dtype)
         return jax_kernels.upsample(
-            x_NTHWC, kernel, bias, expand_time=self.expand_time, lone_first=lone_first
+            x_NTHWC, kernel, bias, expand_time=self.expand_time, lone_first=lone_first, split=self.split
         )
 
 

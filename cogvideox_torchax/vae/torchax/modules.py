@@ -20,7 +20,8 @@ import jax_kernels
 from cogvideox_torchax.runtime import on_jax, torch_view
 from cogvideox_torchax.runtime.layers import as_layer, is_watched
 from cogvideox_torchax.vae.chunks import first_frame_is_alone
-from jax_kernels.common.columns import with_clear_padding
+from cogvideox_torchax.vae.columns import OnColumns
+from jax_kernels.common.columns import WHOLE, Split, with_clear_padding
 
 Cache = dict[str, Any]
 
@@ -46,9 +47,9 @@ def _as_ported(module: nn.Module) -> bool:
     return all(type(part) in PARTS and not is_watched(part) for part in parts)
 
 
-def cleared(x_NCTHW: torch.Tensor) -> torch.Tensor:
-    """Columns that pad a share made zeros again, after operations that know nothing of them."""
-    return torch_view(with_clear_padding)(x_NCTHW, COLUMN_AXIS) if on_jax(x_NCTHW) else x_NCTHW
+def cleared(x_NCTHW: torch.Tensor, split: Split) -> torch.Tensor:
+    """Return `x_NCTHW` with zeros in the columns that only pad a width, which other operations fill."""
+    return torch_view(with_clear_padding)(x_NCTHW, split, COLUMN_AXIS) if on_jax(x_NCTHW) else x_NCTHW
 
 
 def _matrix(conv: nn.Conv3d) -> torch.Tensor:
@@ -56,7 +57,7 @@ def _matrix(conv: nn.Conv3d) -> torch.Tensor:
     return conv.weight[:, :, 0, 0, 0].T
 
 
-class GroupNorm(nn.GroupNorm):
+class GroupNorm(OnColumns, nn.GroupNorm):
     """GroupNorm whose statistics are float32, found in one pass, and the activation after it, as one kernel
     (`jax_kernels.group_norm`)."""
 
@@ -71,6 +72,7 @@ class GroupNorm(nn.GroupNorm):
             num_groups=self.num_groups,
             eps=self.eps,
             activation=activation,
+            split=self.split if input.ndim == 5 else WHOLE,
         )
 
 
@@ -88,20 +90,22 @@ class SiLU(nn.SiLU):
         return torch_view(jax_kernels.silu)(input, time_axis=2 if input.ndim == 5 else None)
 
 
-class SafeConv3d(diffusers_vae.CogVideoXSafeConv3d):
+class SafeConv3d(OnColumns, diffusers_vae.CogVideoXSafeConv3d):
     """A 3-D convolution; one of a single pixel is a product, and never cut into chunks of memory."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if not on_jax(input) or self.kernel_size != (1, 1, 1) or self.stride != (1, 1, 1):
             return super().forward(input)
-        y, _ = torch_view(jax_kernels.conv3d)(_channels_last(input), _kernel_last(self.weight), self.bias)
+        y, _ = torch_view(jax_kernels.conv3d)(
+            _channels_last(input), _kernel_last(self.weight), self.bias, split=self.split
+        )
         return _channels_first(y)
 
 
-class CausalConv3d(diffusers_vae.CogVideoXCausalConv3d):
+class CausalConv3d(OnColumns, diffusers_vae.CogVideoXCausalConv3d):
     """The causal convolution as one call, cache in and cache out (`jax_kernels.conv3d`).
 
-    `residual` is added to the result; on JAX it is computed when `after` has been.
+    `residual` is added to the result.
     """
 
     @property
@@ -117,28 +121,25 @@ class CausalConv3d(diffusers_vae.CogVideoXCausalConv3d):
         conv_cache: torch.Tensor | None = None,
         *,
         residual: torch.Tensor | None = None,
-        after: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         conv = self.conv
         if not on_jax(inputs) or not self.is_plain:
             y, new_cache = super().forward(inputs, conv_cache)
-            return cleared(y if residual is None else y + residual), new_cache
-        cache, residual, after = (
-            None if x is None else _channels_last(x) for x in (conv_cache, residual, after)
-        )
+            return cleared(y if residual is None else y + residual, self.split), new_cache
+        cache, residual = (None if x is None else _channels_last(x) for x in (conv_cache, residual))
         y, new_cache = torch_view(jax_kernels.conv3d)(
             _channels_last(inputs),
             _kernel_last(conv.weight),
             conv.bias,
             cache,
             residual=residual,
-            after=after,
             start="replicate",
+            split=self.split,
         )
         return _channels_first(y), None if new_cache is None else _channels_first(new_cache)
 
 
-class SpatialNorm3D(diffusers_vae.CogVideoXSpatialNorm3D):
+class SpatialNorm3D(OnColumns, diffusers_vae.CogVideoXSpatialNorm3D):
     """Norm, modulation by the latents and the activation after it as one kernel
     (`jax_kernels.spatial_norm`)."""
 
@@ -157,7 +158,7 @@ class SpatialNorm3D(diffusers_vae.CogVideoXSpatialNorm3D):
             y = _only(super().forward(f, zq))
             if activation is not None:
                 y = torch_view(getattr(jax_kernels, activation))(y)
-            return cleared(y), {}
+            return cleared(y, self.split), {}
         norm, conv_y, conv_b = self.norm_layer, self.conv_y.conv, self.conv_b.conv
         y = torch_view(jax_kernels.spatial_norm)(
             _channels_last(f),
@@ -172,6 +173,7 @@ class SpatialNorm3D(diffusers_vae.CogVideoXSpatialNorm3D):
             eps=norm.eps,
             activation=activation,
             lone_first=first_frame_is_alone(f.shape[2]),
+            split=self.split,
         )
         return _channels_first(y), {}
 
@@ -197,10 +199,8 @@ class ResnetBlock3D(diffusers_vae.CogVideoXResnetBlock3D):
         cache = conv_cache or {}
         new_cache: Cache = {}
         shortcut = inputs if self.in_channels == self.out_channels else self.conv_shortcut(inputs)
-        # A shortcut of fewer channels first: then the memory of the inputs is free for the first convolution.
-        first = {"after": shortcut} if self.out_channels < self.in_channels else {}
         hidden, new_cache["conv1"], columns = self._normed_conv(
-            self.norm1, self.conv1, inputs, zq, cache.get("conv1"), **first
+            self.norm1, self.conv1, inputs, zq, cache.get("conv1")
         )
         hidden, new_cache["conv2"], _ = self._normed_conv(
             self.norm2, self.conv2, hidden, zq, cache.get("conv2"), columns, residual=shortcut
@@ -264,6 +264,7 @@ def _norm_conv(
         num_groups=group_norm.num_groups,
         eps=group_norm.eps,
         lone_first=first_frame_is_alone(hidden.shape[2]),
+        split=causal.split,
         **{name: _channels_last(tensor) for name, tensor in options.items()},
     )
     return _channels_first(y), None if new_cache is None else _channels_first(new_cache), columns
@@ -274,34 +275,36 @@ def _only(result: Any) -> torch.Tensor:
     return result[0] if isinstance(result, tuple) else result
 
 
-class Upsample3D(CogVideoXUpsample3D):
+class Upsample3D(OnColumns, CogVideoXUpsample3D):
     """The upsampler, frames doubled after the convolution instead of before (`jax_kernels.upsample`)."""
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         if not on_jax(inputs) or not _as_ported(self):
-            return cleared(super().forward(inputs))
+            return cleared(super().forward(inputs), self.split)
         y = torch_view(jax_kernels.upsample)(
             _channels_last(inputs),
             _kernel_last(self.conv.weight),
             self.conv.bias,
             expand_time=self.compress_time,
             lone_first=first_frame_is_alone(inputs.shape[2]),
+            split=self.split,
         )
         return _channels_first(y)
 
 
-class Downsample3D(CogVideoXDownsample3D):
+class Downsample3D(OnColumns, CogVideoXDownsample3D):
     """The downsampler (`jax_kernels.downsample`)."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not on_jax(x) or not _as_ported(self):
-            return cleared(super().forward(x))
+            return cleared(super().forward(x), self.split)
         y = torch_view(jax_kernels.downsample)(
             _channels_last(x),
             _kernel_last(self.conv.weight),
             self.conv.bias,
             compress_time=self.compress_time,
             lone_first=first_frame_is_alone(x.shape[2]),
+            split=self.split,
         )
         return _channels_first(y)
 

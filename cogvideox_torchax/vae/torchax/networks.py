@@ -15,11 +15,12 @@ from torch import nn
 from cogvideox_torchax import runtime
 from cogvideox_torchax.runtime.layers import watched
 from cogvideox_torchax.vae import chunks
+from cogvideox_torchax.vae.columns import OnColumns
 from cogvideox_torchax.vae.pixels import from_uint8, to_uint8
 from cogvideox_torchax.vae.torchax.modules import cleared
 
 
-class EncoderChunk(nn.Module):
+class EncoderChunk(OnColumns, nn.Module):
     """One chunk of frames to its moments: float frames in [-1, 1], or uint8."""
 
     def __init__(self, vae: DiffusersAutoencoder):
@@ -29,7 +30,8 @@ class EncoderChunk(nn.Module):
 
     def forward(self, x: torch.Tensor, conv_cache: Any) -> tuple[torch.Tensor, Any]:
         if x.dtype == torch.uint8:
-            x = cleared(from_uint8(x, runtime.dtype_name(self.encoder.conv_in.conv.weight.dtype)))
+            dtype = runtime.dtype_name(self.encoder.conv_in.conv.weight.dtype)
+            x = cleared(from_uint8(x, dtype), self.split)
         moments, conv_cache = self.encoder(x, conv_cache=conv_cache)
         if self.quant_conv is not None:
             moments = self.quant_conv(moments)

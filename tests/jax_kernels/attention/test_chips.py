@@ -3,23 +3,12 @@
 import functools
 import math
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
-from cogvideox_torchax.plan import chips
 from jax_kernels import attention_transposed, prepare
 from jax_kernels.attention import tpu
-
-
-def compiled(topology, function, *structs):
-    device = chips.topology_devices(topology)[0]
-    place = jax.sharding.SingleDeviceSharding(device)
-    arguments = [jax.ShapeDtypeStruct(shape, dtype, sharding=place) for shape, dtype in structs]
-    with jax.set_mesh(jax.sharding.Mesh(np.array([device]), ("device",))):
-        return jax.jit(function).lower(*arguments).compile()
-
+from tests.jax_kernels.chips import compiled_for, struct
 
 CASES = {
     "v6e": ("v6e:1x1", jnp.bfloat16, 64, 1000, None),
@@ -34,22 +23,17 @@ CASES = {
 
 @pytest.mark.parametrize(("topology", "dtype", "channels", "tokens", "bound"), CASES.values(), ids=CASES)
 def test_attention_compiles_and_copies_nothing(topology, dtype, channels, tokens, bound, monkeypatch):
-    pytest.importorskip("libtpu", reason="the [tpu] extra is not installed")
     monkeypatch.setattr(tpu, "BLOCKS", (512,))  # benchmarks/attention_schedule.py compiles whole ones
     attend = functools.partial(attention_transposed, bound=bound, valid=tokens - 10, scale=math.log(2))
-    found = compiled(topology, attend, *[((2, 3, channels, tokens), dtype)] * 3)
+    found = compiled_for(topology, attend, *[struct(2, 3, channels, tokens, dtype=dtype)] * 3)
     assert ("attention_bounded" if bound else "attention_transposed") in found.as_text()
     assert found.memory_analysis().temp_size_in_bytes < 2**16
 
 
-@pytest.mark.parametrize(
-    ("topology", "pairs"),
-    [("v5e:1x1", "halves"), ("v6e:1x1", "neighbours"), ("tpu7x:2x2x1", "neighbours")],
-)
-def test_prepare_compiles_and_copies_no_activation(topology, pairs):
-    pytest.importorskip("libtpu", reason="the [tpu] extra is not installed")
-    prepared = functools.partial(prepare, heads=6, pairs=pairs)
-    x, vector, table = ((2, 1000, 384), jnp.bfloat16), ((64,), jnp.bfloat16), ((1000, 64), jnp.float32)
-    found = compiled(topology, prepared, x, vector, vector, table, table)
+@pytest.mark.parametrize("topology", ["v5e:1x1", "v6e:1x1", "tpu7x:2x2x1"])
+def test_prepare_compiles_and_copies_no_activation(topology):
+    prepared = functools.partial(prepare, heads=6)
+    tables = [struct(1000, 64, dtype=jnp.float32)] * 2
+    found = compiled_for(topology, prepared, struct(2, 1000, 384), struct(64), struct(64), *tables)
     assert "prepare" in found.as_text()
     assert found.memory_analysis().temp_size_in_bytes < 3 * 1024 * 64 * 4  # the tables, transposed

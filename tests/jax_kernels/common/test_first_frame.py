@@ -7,12 +7,12 @@ import pytest
 
 import jax_kernels
 from jax_kernels.common import first_frame
-from jax_kernels.common.columns import Split, split_columns
+from jax_kernels.common.dispatch import Target
 from jax_kernels.common.first_frame import in_parts, joined
 from jax_kernels.norm_conv3d import sizes
 from tests.reference import largest_error
 
-CHANNELS, LATENTS = 8, 4
+CHANNELS, LATENTS, ANYWHERE = 8, 4, Target()
 NORM = {"num_groups": 2}
 
 
@@ -26,7 +26,7 @@ def convolve(x, z, lone_first):
 
 
 def convolve_and_add(x, z, lone_first):
-    y, _ = jax_kernels.conv3d(x, draw(3, 3, 3, CHANNELS, CHANNELS), residual=x * 2, after=x)
+    y, _ = jax_kernels.conv3d(x, draw(3, 3, 3, CHANNELS, CHANNELS), residual=x * 2)
     return y
 
 
@@ -45,9 +45,7 @@ def spatial(x, z, lone_first):
 def norm_and_convolve(x, z, lone_first):
     norm = jax_kernels.Norm(*affine(), z, *convolutions())
     kernel, bias = draw(3, 3, 3, CHANNELS, CHANNELS), draw(CHANNELS)
-    y, latest, _ = jax_kernels.norm_conv3d(
-        x, norm, kernel, bias, **NORM, residual=x, after=x, lone_first=lone_first
-    )
+    y, latest, _ = jax_kernels.norm_conv3d(x, norm, kernel, bias, **NORM, residual=x, lone_first=lone_first)
     return y, latest
 
 
@@ -78,7 +76,7 @@ def as_on_a_tpu(monkeypatch):
 
     def begin():
         jax.clear_caches()  # what was traced before computes them together
-        monkeypatch.setattr(first_frame, "stands_apart", lambda x: True)
+        monkeypatch.setattr(first_frame, "stands_apart", lambda target, x: True)
 
     yield begin
     jax.clear_caches()
@@ -101,18 +99,11 @@ def test_frames_in_parts_give_what_all_give_together(name, frames, as_on_a_tpu):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "split", "on_tpu", "apart"),
-    [
-        (jnp.bfloat16, Split(), True, True),
-        (jnp.bfloat16, Split(), False, False),
-        (jnp.float32, Split(), True, False),
-        (jnp.bfloat16, Split(real=3, padded=4), True, True),
-    ],
+    ("dtype", "platform", "apart"),
+    [(jnp.bfloat16, "tpu", True), (jnp.bfloat16, "cuda", False), (jnp.float32, "tpu", False)],
 )
-def test_where_a_first_frame_stands_apart(dtype, split, on_tpu, apart, monkeypatch):
-    monkeypatch.setattr(first_frame, "is_tpu_device", lambda: on_tpu)
-    with split_columns(split):
-        assert first_frame.stands_apart(draw(1, 5, 2, 4, 1).astype(dtype)) == apart
+def test_where_a_first_frame_stands_apart(dtype, platform, apart):
+    assert first_frame.stands_apart(Target(platform), draw(1, 5, 2, 4, 1).astype(dtype)) == apart
 
 
 PARTS = {
@@ -132,12 +123,12 @@ PARTS |= {7: [1, 2, 2, 2], 17: [1, 8, 8]}
 @pytest.mark.parametrize(("frames", "lengths"), PARTS.items())
 def test_frames_are_taken_apart_and_joined(frames, lengths, as_on_a_tpu):
     x, fewer = draw(1, frames, 2), draw(1, (frames + 1) // 2, 2)
-    assert [part.shape[1] for (part,) in in_parts(x)] == [frames]
+    assert [part.shape[1] for (part,) in in_parts(ANYWHERE, x)] == [frames]
     as_on_a_tpu()
-    assert [part.shape[1] for part, _ in in_parts(x, None)] == lengths
-    np.testing.assert_array_equal(joined([part for (part,) in in_parts(x)]), x)
+    assert [part.shape[1] for part, _ in in_parts(ANYWHERE, x, None)] == lengths
+    np.testing.assert_array_equal(joined([part for (part,) in in_parts(ANYWHERE, x)]), x)
     if frames > 2:
-        of_both = [(part.shape[1], other.shape[1]) for part, other in in_parts(x, fewer)]
+        of_both = [(part.shape[1], other.shape[1]) for part, other in in_parts(ANYWHERE, x, fewer)]
         alone = frames % 2
         assert of_both == [(1, 1)] * alone + [(frames - alone, fewer.shape[1] - alone)]
 
@@ -149,4 +140,4 @@ def test_kernels_take_every_part():
 def takes(frames):
     x = jax.ShapeDtypeStruct((1, frames, 64, 64, 128), jnp.bfloat16)
     kernel = jnp.zeros((3, 3, 3, 128, 128), jnp.bfloat16)
-    return sizes.takes(x, (1, 1, 1), kernel, residual=False, at_start=True)
+    return sizes.takes(x, (1, 1, 1), kernel, residual=False, at_start=True, pixels=64 * 64)

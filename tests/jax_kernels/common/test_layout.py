@@ -6,8 +6,10 @@ import pytest
 
 from jax_kernels.common import frames as over_frames
 from jax_kernels.common import layout
+from jax_kernels.common.dispatch import Target
 from jax_kernels.resample import xla
 
+TPU = Target("tpu")
 DTYPES = [jnp.float32, jnp.bfloat16]
 
 
@@ -26,9 +28,9 @@ def test_doubling_outside_is_the_same(dtype):
 @pytest.mark.parametrize("frames", [[2, 3], [0, 1, 1, 2, 2, 3, 3], [0]])
 def test_picked_frames_are_the_selected_ones(dtype, frames):
     x = _frames(dtype=dtype)
-    picked = over_frames._pick_frames(x, 3 - x, index=np.asarray(frames))
-    np.testing.assert_array_equal(np.array(picked), np.array(x[:, np.asarray(frames)]))
-    np.testing.assert_array_equal(np.array(over_frames.select_frames(x, frames)), np.array(picked))
+    for target in (TPU, Target()):
+        picked = over_frames.select_frames(target, x, frames, after=3 - x)
+        np.testing.assert_array_equal(np.array(picked), np.array(x[:, np.asarray(frames)]))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -36,8 +38,7 @@ def test_picked_frames_are_the_selected_ones(dtype, frames):
 def test_pairs_averaged_by_a_product_are_the_means(dtype, frames):
     x = _frames(frames, dtype)
     got, want = (
-        average(x, lone_first=frames % 2 == 1)
-        for average in (over_frames._average_by_product, over_frames._average)
+        over_frames.average_pairs(target, x, lone_first=frames % 2 == 1) for target in (TPU, Target())
     )
     assert got.dtype == dtype
     np.testing.assert_array_equal(np.array(got), np.array(want))

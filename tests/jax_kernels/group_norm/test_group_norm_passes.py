@@ -1,5 +1,7 @@
 """The Pallas kernels sum as XLA does, and Mosaic compiles them for the chips that they are for."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,10 +10,10 @@ from jax.experimental.pallas import tpu as pltpu
 
 from cogvideox_torchax.plan import chips, programs
 from jax_kernels import group_norm
-from jax_kernels.common import first_frame
 from jax_kernels.common.tiles import in_sublanes
 from jax_kernels.group_norm import tpu, xla
 from jax_kernels.group_norm.tpu import _column_bytes, _pixel_bytes, column_moments, image_moments
+from tests.jax_kernels.chips import compiled_for, struct
 from tests.reference import largest_error
 
 every_block = pytest.mark.parametrize(
@@ -111,8 +113,7 @@ def test_large_frames_that_the_kernel_takes_go_through_it_on_a_tpu(shape, dtype,
         ((1, 2, 16, 24, 128), jnp.bfloat16, False),
     ],
 )
-def test_an_image_that_the_kernel_takes_goes_through_it_on_a_tpu(shape, dtype, taken, monkeypatch):
-    monkeypatch.setattr(first_frame, "is_tpu_device", lambda: True)
+def test_an_image_that_the_kernel_takes_goes_through_it_on_a_tpu(shape, dtype, taken):
     assert ("image_moments" in lowered_for_tpu(shape, dtype)) == taken
 
 
@@ -121,30 +122,22 @@ def test_an_image_that_the_kernel_takes_goes_through_it_on_a_tpu(shape, dtype, t
 @pytest.mark.parametrize("topology", ["v5e:1x1", "v6e:1x1"])
 @pytest.mark.slow_cases(but=["v6e:1x1-*-bfloat16"])
 def test_mosaic_compiles_them_and_the_planner_counts_their_bytes(topology, length, dtype):
-    pytest.importorskip("libtpu", reason="the [tpu] extra is not installed")
-    device = jax.sharding.SingleDeviceSharding(chips.topology_devices(topology)[0])
-    x = jax.ShapeDtypeStruct((1, length, 64, 45, 256), dtype, sharding=device)
-    chip = chips.CHIPS[topology[:3]]
+    x, chip = struct(1, length, 64, 45, 256, dtype=dtype), chips.CHIPS[topology[:3]]
     sublanes = 8 if length == 8 else 16  # a tile holds eight
     pixels, columns = 64 * 45 * 256 * x.dtype.itemsize, 45 * 256 * 4
-    plan = programs.read_program("later", length, jax.jit(column_moments).lower(x).compile(), chip, 0.0)
+    compiled = compiled_for(topology, column_moments, x)
+    plan = programs.read_program("later", length, compiled, chip, 0.0)
     assert plan.kernels == 1
     assert plan.shares["kernels"] * chip.bandwidth == pytest.approx(sublanes * (pixels + 2 * columns))
 
 
 @pytest.mark.parametrize(("topology", "width"), [("v6e:1x1", 90), ("v5e:1x1", 22)])
 def test_mosaic_compiles_it_for_an_image(topology, width):
-    pytest.importorskip("libtpu", reason="the [tpu] extra is not installed")
-    device = jax.sharding.SingleDeviceSharding(chips.topology_devices(topology)[0])
-    x = jax.ShapeDtypeStruct((1, 1, 16, width, 256), jnp.bfloat16, sharding=device)
-    assert "image_moments" in jax.jit(image_moments).lower(x).compile().as_text()
+    assert "image_moments" in compiled_for(topology, image_moments, struct(1, 1, 16, width, 256)).as_text()
 
 
 @pytest.mark.parametrize("shape", [(12, 9, 128, 128, 256), (24, 9, 128, 128, 128), (8, 9, 128, 128, 512)])
 @pytest.mark.slow
 def test_many_videos_fit_the_memory_of_a_step_or_are_left_to_xla(shape):
-    pytest.importorskip("libtpu", reason="the [tpu] extra is not installed")
-    device = jax.sharding.SingleDeviceSharding(chips.topology_devices("v5e:1x1")[0])
-    x = jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=device)
-    norm = jax.jit(lambda x: group_norm(x, None, None, num_groups=4, channel_axis=-1, activation="silu"))
-    norm.lower(x).compile()
+    norm = functools.partial(group_norm, num_groups=4, channel_axis=-1, activation="silu")
+    compiled_for("v5e:1x1", lambda x: norm(x, None, None), struct(*shape))

@@ -10,7 +10,8 @@ from jax.experimental import pallas as pl
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_kernels import group_norm
-from jax_kernels.common import columns
+from jax_kernels.common.columns import WHOLE, Split
+from jax_kernels.common.dispatch import Target
 from jax_kernels.group_norm import moments as norm_moments
 from jax_kernels.group_norm import tpu
 
@@ -72,9 +73,10 @@ def exact(x):
     return mean, variance, ((grouped - centre) * scale).reshape(x.shape)
 
 
-def norm(x):
-    stats = norm_moments.moments(x, num_groups=GROUPS, channel_axis=-1)
-    return stats.mean, stats.variance, group_norm(x, None, None, num_groups=GROUPS, eps=EPS, channel_axis=-1)
+def norm(x, split=WHOLE):
+    stats = norm_moments.moments(Target(split=split), x, num_groups=GROUPS, channel_axis=-1)
+    y = group_norm(x, None, None, num_groups=GROUPS, eps=EPS, channel_axis=-1, split=split)
+    return stats.mean, stats.variance, y
 
 
 def over_eight():
@@ -84,11 +86,8 @@ def over_eight():
 
     @jax.jit
     def traced(x):
-        with (
-            jax.sharding.use_abstract_mesh(mesh.abstract_mesh),
-            columns.split_columns(columns.Split(columns=("tp",))),
-        ):
-            return norm(x)
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            return norm(x, Split(columns=("tp",)))
 
     return lambda x: traced(jax.device_put(x, sharding))
 
@@ -99,7 +98,7 @@ def width(request, monkeypatch):
     if request.param == "xla":
         yield 8
         return
-    monkeypatch.setattr(norm_moments, "_of_columns", tpu.column_moments)
+    monkeypatch.setattr(norm_moments, "_of_columns", lambda _, x: tpu.column_moments(x))
     monkeypatch.setattr(tpu, "_block", lambda x: (next(n for n in (120, 60, 4, 1) if x.shape[2] % n == 0), 2))
     # Not the interpreter of a TPU's memory: it takes arrays through callbacks, which wait for each other
     # forever where they are large and the devices many.

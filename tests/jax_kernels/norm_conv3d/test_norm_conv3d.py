@@ -14,9 +14,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from cogvideox_torchax.plan import chips
 from jax_kernels import Columns, Norm, norm_conv3d
-from jax_kernels.common.columns import Split, split_columns
+from jax_kernels.common.columns import Split
 from jax_kernels.common.tiles import LANES
 from jax_kernels.norm_conv3d import reference, sizes, tpu
+from tests.jax_kernels.chips import compiled_for, pixels_first, struct
 from tests.jax_kernels.meshes import on_mesh
 from tests.reference import largest_error
 
@@ -65,7 +66,7 @@ def test_the_kernel_equals_norm_activation_and_convolution(shape, outputs, cell,
     alone = shape[1] == 1
     y, latest, columns = norm_conv3d(*operands, num_groups=GROUPS, residual=residual, lone_first=alone)
     assert interpreted
-    want, want_latest = reference.norm_conv3d(*operands, num_groups=GROUPS, residual=residual)
+    want, want_latest, _ = reference.norm_conv3d(*operands, num_groups=GROUPS, residual=residual)
     assert y.dtype == latest.dtype == jnp.bfloat16
     # An activated value next to a rounding's edge may fall on its other side. The sums that it is in then
     # move by less than their last place, which rounds few of them otherwise.
@@ -191,7 +192,7 @@ def test_shards_give_what_one_device_gives(
     alone = functools.partial(norm_conv3d, num_groups=GROUPS, lone_first=shape[1] == 1)
     convolve = on_mesh(alone, *width, *mesh)
     y, latest, columns = convolve(*operands, residual=residual)
-    want, want_latest = reference.norm_conv3d(*operands, num_groups=GROUPS, residual=residual)
+    want, want_latest, _ = reference.norm_conv3d(*operands, num_groups=GROUPS, residual=residual)
     assert interpreted_on_mesh
     real = shape[3]
     for mine, plain in ((y, want), (latest, want_latest)):
@@ -280,7 +281,8 @@ def test_what_the_kernel_takes(shape, dtype, grid, window, outputs, taken):
     found = []
 
     def ask(x, kernel):
-        found.append(sizes.takes(x, grid, kernel, residual=True, at_start=True))
+        pixels = shape[2] * shape[3]
+        found.append(sizes.takes(x, grid, kernel, residual=True, at_start=True, pixels=pixels))
         return x
 
     jax.eval_shape(ask, x, kernel)
@@ -302,31 +304,22 @@ def test_what_the_kernel_takes(shape, dtype, grid, window, outputs, taken):
 )
 @pytest.mark.slow_cases(but=["v6e:1x1-8-4-*", "v6e:1x1-4-0-128-3"])
 def test_mosaic_compiles_it_in_place(topology, frames, beyond, channels, outputs):
-    pytest.importorskip("libtpu", reason="the [tpu] extra is not installed")
-    device = chips.topology_devices(topology)[0]
-    place = jax.sharding.SingleDeviceSharding(device)
     height, width = 8, 192 // frames + beyond  # columns of a product, and a part of one
 
-    def struct(*shape, dtype=jnp.bfloat16):
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
-
-    def pixels_first(x, cache, residual, multiplier, offset, kernel, bias):
-        x, cache, residual = (part.transpose(2, 3, 0, 1, 4) for part in (x, cache, residual))
+    def run(x, cache, residual, multiplier, offset, kernel, bias):
+        x, cache, residual = map(pixels_first, (x, cache, residual))
         y, latest, moments = tpu.convolved(x, multiplier, offset, cache, residual, kernel, bias)
-        return y.transpose(2, 3, 0, 1, 4), latest.transpose(2, 3, 0, 1, 4), moments
+        return pixels_first(y), pixels_first(latest), moments
 
     cells = [struct(1, height // 4, width // 4, 8, channels, dtype=jnp.float32)] * 2
     operands = (
-        struct(height, width, 1, frames, channels),
-        struct(height, width, 1, 2, channels),
+        *(struct(height, width, 1, *of_pixel) for of_pixel in ((frames, channels), (2, channels))),
         struct(height, width, 1, frames, outputs),
         *cells,
         struct(3, 3, 3, channels, outputs),
         struct(outputs),
     )
-    with jax.set_mesh(jax.sharding.Mesh(np.array([device]), ("device",))):
-        lowered = jax.jit(pixels_first, donate_argnums=1).lower(*operands)
-    text = lowered.compile().as_text()
+    text = compiled_for(topology, run, *operands, donate=1).as_text()
     weights = len(sizes.products(channels, max(outputs, LANES)))
     assert f"output_to_operand_aliasing={{{{1}}: ({weights + 1}, {{}})}}" in text
 
@@ -334,19 +327,11 @@ def test_mosaic_compiles_it_in_place(topology, frames, beyond, channels, outputs
 @pytest.mark.parametrize(("frames", "channels"), [(1, 128), (1, 256), (8, 128)])
 @pytest.mark.slow_cases("1-*")
 def test_mosaic_compiles_the_start_of_a_video(frames, channels):
-    pytest.importorskip("libtpu", reason="the [tpu] extra is not installed")
-    device = chips.topology_devices("v6e:1x1")[0]
-    place = jax.sharding.SingleDeviceSharding(device)
     height, width = 8, 192 // max(frames, 2)
-
-    def struct(*shape, dtype=jnp.bfloat16):
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
-
     cells = [struct(1, height // 4, width * frames // 8, 8, channels, dtype=jnp.float32)] * 2
     x = struct(1, frames, height, width, channels)
     operands = x, *cells, None, None, struct(3, 3, 3, channels, channels), struct(channels)
-    with jax.set_mesh(jax.sharding.Mesh(np.array([device]), ("device",))):
-        text = jax.jit(tpu.convolved).lower(*operands).compile().as_text()
+    text = compiled_for("v6e:1x1", tpu.convolved, *operands).as_text()
     assert "norm_conv3d" in text
 
 
@@ -358,26 +343,25 @@ def test_a_shard_copies_neither_its_frames_nor_its_cache_for_its_neighbours(fram
     mesh = Mesh(np.array(chips.topology_devices("v6e:2x4")), ("tp",), axis_types=(AxisType.Auto,))
     split = Split(85, 88, columns=("tp",))
 
-    def struct(*shape, columns=None):
-        spec = [None] * len(shape)
-        if columns is not None:
-            spec[columns] = "tp"
-        return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec(*spec)))
+    def placed(x, columns=None):
+        spec = [None if axis != columns else "tp" for axis in range(len(x.shape))]
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, PartitionSpec(*spec)))
 
-    def pixels_first(x, cache, norm, kernel, bias):
-        x, cache = (part.transpose(2, 3, 0, 1, 4) for part in (x, cache))
-        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), split_columns(split):
-            y, latest, _ = norm_conv3d(x, norm, kernel, bias, cache, num_groups=32)
-        return y.transpose(2, 3, 0, 1, 4), latest.transpose(2, 3, 0, 1, 4)
+    def run(x, cache, norm, kernel, bias):
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            y, latest, _ = norm_conv3d(
+                pixels_first(x), norm, kernel, bias, pixels_first(cache), num_groups=32, split=split
+            )
+        return pixels_first(y), pixels_first(latest)
 
-    vector, matrix = struct(channels), struct(latents, channels)
+    vector, matrix = placed(struct(channels)), placed(struct(latents, channels))
     norm = Norm(
-        vector, vector, struct(1, 2, 8, width // 8, latents, columns=3), matrix, vector, matrix, vector
+        vector, vector, placed(struct(1, 2, 8, width // 8, latents), 3), matrix, vector, matrix, vector
     )
-    x, cache = (struct(height, width, 1, length, channels, columns=1) for length in (frames, 2))
+    x, cache = (placed(struct(height, width, 1, length, channels), 1) for length in (frames, 2))
     with jax.set_mesh(mesh):
-        lowered = jax.jit(pixels_first, donate_argnums=1).lower(
-            x, cache, norm, struct(3, 3, 3, channels, channels), vector
+        lowered = jax.jit(run, donate_argnums=1).lower(
+            x, cache, norm, placed(struct(3, 3, 3, channels, channels)), vector
         )
     compiled = lowered.compile()
     own = math.prod(x.shape) // 8
@@ -394,27 +378,17 @@ def test_a_shard_copies_neither_its_frames_nor_its_cache_for_its_neighbours(fram
 @pytest.mark.parametrize("topology", ["v5p:2x2x1", "v6e:1x1"])
 @pytest.mark.slow
 def test_strips_of_a_wide_picture_copy_neither_its_frames_nor_its_cache(topology):
-    pytest.importorskip("libtpu", reason="the [tpu] extra is not installed")
-    device = chips.topology_devices(topology)[0]
-    place = jax.sharding.SingleDeviceSharding(device)
     height, width, channels = 8, 1600, 128
 
-    def struct(*shape):
-        return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=place)
-
-    def pixels_first(x, cache, norm, kernel, bias):
-        x, cache = (part.transpose(2, 3, 0, 1, 4) for part in (x, cache))
-        y, latest, _ = norm_conv3d(x, norm, kernel, bias, cache, num_groups=32)
-        return y.transpose(2, 3, 0, 1, 4), latest.transpose(2, 3, 0, 1, 4)
+    def run(x, cache, norm, kernel, bias):
+        y, latest, _ = norm_conv3d(pixels_first(x), norm, kernel, bias, pixels_first(cache), num_groups=32)
+        return pixels_first(y), pixels_first(latest)
 
     vector, matrix = struct(channels), struct(16, channels)
     norm = Norm(vector, vector, struct(1, 2, 1, width // 8, 16), matrix, vector, matrix, vector)
     x, cache = (struct(height, width, 1, length, channels) for length in (8, 2))
-    with jax.set_mesh(jax.sharding.Mesh(np.array([device]), ("device",))):
-        lowered = jax.jit(pixels_first, donate_argnums=1).lower(
-            x, cache, norm, struct(3, 3, 3, channels, channels), vector
-        )
-    compiled = lowered.compile()
+    kernel = struct(3, 3, 3, channels, channels)
+    compiled = compiled_for(topology, run, x, cache, norm, kernel, vector, donate=1)
     text = compiled.as_text()
     assert text.count('custom_call_target="tpu_custom_call"') == 1  # for all strips
     copies = re.findall(r"= bf16\[([\d,]*)\]\S* (?:copy|fusion)\(", text)
@@ -424,25 +398,18 @@ def test_strips_of_a_wide_picture_copy_neither_its_frames_nor_its_cache(topology
 
 @pytest.mark.slow
 def test_strips_of_a_first_chunk_take_the_first_frames_cache_as_it_lies():
-    pytest.importorskip("libtpu", reason="the [tpu] extra is not installed")
-    device = chips.topology_devices("v5p:2x2x1")[0]
-    place = jax.sharding.SingleDeviceSharding(device)
     height, width, channels = 8, 704, 256
 
-    def struct(*shape):
-        return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=place)
-
-    def pixels_first(x, norm, kernel, bias):
-        results = norm_conv3d(x.transpose(2, 3, 0, 1, 4), norm, kernel, bias, num_groups=32, lone_first=True)
-        return [part.transpose(2, 3, 0, 1, 4) for part in results[:2]]
+    def run(x, norm, kernel, bias):
+        results = norm_conv3d(pixels_first(x), norm, kernel, bias, num_groups=32, lone_first=True)
+        of_later = struct(1, 8, height, width, channels)
+        assert sizes.sizes_of(of_later, 1, width // 8, channels, False).strips > 1
+        return [pixels_first(part) for part in results[:2]]
 
     vector, matrix = struct(channels), struct(16, channels)
     norm = Norm(vector, vector, struct(1, 3, 1, width // 8, 16), matrix, vector, matrix, vector)
     x, kernel = struct(height, width, 1, 9, channels), struct(3, 3, 3, channels, channels)
-    with jax.set_mesh(jax.sharding.Mesh(np.array([device]), ("device",))):
-        text = jax.jit(pixels_first).lower(x, norm, kernel, vector).compile().as_text()
-        of_later = jax.ShapeDtypeStruct((1, 8, height, width, channels), jnp.bfloat16)
-        assert sizes.sizes_of(of_later, 1, width // 8, channels, False).strips > 1
+    text = compiled_for("v5p:2x2x1", run, x, norm, kernel, vector).as_text()
     assert len(re.findall(r"%norm_conv3d[.\d]* = .* custom-call\(", text)) == 2
     written = re.findall(r"bf16\[([\d,]+)\]\S*[^=\n]* (?:copy|copy-start|fusion)\(", text)
     assert written

@@ -50,16 +50,6 @@ def test_equals_modulation_at_full_resolution(latent_frames, frames, scale, acti
     assert largest_error(got, want) < 1e-6
 
 
-@pytest.mark.parametrize("activation", [None, "silu"])
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_bfloat16_rounds_once(activation, implementation):
-    inputs = _inputs(3, 9, dtype=jnp.bfloat16)
-    got = _run(inputs, implementation, activation)
-    want = _reference([a.astype(jnp.float32) for a in inputs], activation)
-    assert got.dtype == jnp.bfloat16
-    np.testing.assert_allclose(np.array(got, np.float32), np.array(want), rtol=2**-8, atol=1e-4)
-
-
 @pytest.mark.usefixtures("shapes_unchecked")
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_sizes_that_do_not_fit_are_named(implementation):

@@ -1,8 +1,10 @@
-"""What may follow a norm in the same pass."""
+"""What is done to each number, or to a few together, in several kernels."""
 
 from typing import Literal
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 
 Activation = Literal["silu"]
 """SiLU, `x * sigmoid(x)`."""
@@ -16,3 +18,9 @@ def check_activation(activation: str | None) -> None:
 def activate(x: jax.Array, activation: Activation | None) -> jax.Array:
     """`x` under the activation, or as it is."""
     return jax.nn.silu(x) if activation == "silu" else x
+
+
+def standardized(x: jax.Array, eps: float, axis: int = -1) -> jax.Array:
+    """`(x - mean) / sqrt(variance + eps)` over an axis of float32, in two passes."""
+    x = x - x.mean(axis, keepdims=True)
+    return x * lax.rsqrt(jnp.square(x).mean(axis, keepdims=True) + eps)

@@ -1,0 +1,23 @@
+"""How columns lie on devices, as the modules of both builds hand it to their kernels."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from jax_kernels.common.columns import WHOLE, Split
+
+
+class OnColumns:
+    """Mixed into a module whose kernels are given how columns lie on devices.
+
+    Attributes:
+        split: all on one device, but in the copy of a network that is traced over a mesh (`set_split`).
+    """
+
+    split: Split = WHOLE
+
+
+def set_split(modules: Iterable[Any], split: Split) -> None:
+    """Tell the modules of a network how columns lie: of a copy that is traced, never of the user's."""
+    for module in modules:
+        if isinstance(module, OnColumns):
+            module.split = split

@@ -1,0 +1,114 @@
+"""Choose how an op runs: for which platform, with Pallas kernels or not, over how many devices.
+
+An op's public function checks what it is given and calls its body through `dispatched`. The body is traced
+for each platform that has a form of its own, and the one that the program is lowered for is kept. A `Target`
+tells the body which that is.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+from jax.lax import platform_dependent
+from jax.sharding import PartitionSpec
+
+from jax_kernels.common.columns import WHOLE, Split
+from jax_kernels.common.tiles import pallas_is_on
+
+
+@dataclass(frozen=True)
+class Target:
+    """What an op's body is traced for.
+
+    Attributes:
+        platform: "tpu" or "cuda", where the op has a form of its own for it, else "default".
+        pallas: whether Pallas kernels may be used.
+        split: how columns lie.
+    """
+
+    platform: str = "default"
+    pallas: bool = True
+    split: Split = WHOLE
+
+    @property
+    def on_tpu(self) -> bool:
+        return self.platform == "tpu"
+
+    @property
+    def by_pallas(self) -> bool:
+        """Whether a Pallas kernel may do the work."""
+        return self.on_tpu and self.pallas
+
+
+def dispatched(body: Callable[..., Any], *platforms: str) -> Callable[..., Any]:
+    """Return `body(target, *operands, **options)` as a compiled function of operands and options.
+
+    Options are static, and so are the function's argument `split` and whether Pallas kernels are on when it
+    is called: each value is another program.
+
+    Args:
+        body: takes arrays, or trees of them, by position and everything else by name.
+        platforms: for which it has a form of its own.
+    """
+
+    def traced(*operands: Any, split: Split, pallas: bool, **options: Any) -> Any:
+        # Fresh partials: JAX would take a branch that it has traced for equal shapes before.
+        forms = {
+            platform: functools.partial(body, Target(platform, pallas, split), **options)
+            for platform in (*platforms, "default")
+        }
+        return platform_dependent(*operands, **forms)
+
+    traced.__name__ = body.__name__.removesuffix("_on")  # what a program calls its instructions after
+    options = [p.name for p in inspect.signature(body).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    compiled = jax.jit(traced, static_argnames=("split", "pallas", *options))
+
+    def call(*operands: Any, split: Split = WHOLE, **options: Any) -> Any:
+        return compiled(*operands, split=split, pallas=pallas_is_on(), **options)
+
+    return call
+
+
+def by_shards(
+    target: Target,
+    function: Callable[..., Any],
+    activations: tuple[Any, ...],
+    weights: tuple[Any, ...] = (),
+    statistics: tuple[Any, ...] = (),
+) -> Any:
+    """`function(target, *activations, *weights, *statistics)`, by each device on its own columns where they
+    are split over devices, else by one for all.
+
+    Args:
+        target: what is traced for; inside of a shard `split.in_shard` holds.
+        function: returns activations.
+        activations: arrays N T H W C, split as the target's `split` tells, or None.
+        weights: arrays that are the same on every device, or None.
+        statistics: arrays N ..., of each video and all of its columns.
+    """
+    split = target.split
+    if not split.columns or split.in_shard:
+        return function(target, *activations, *weights, *statistics)
+    inside = replace(target, split=replace(split, in_shard=True))
+
+    def shard(*groups: tuple[Any, ...]) -> Any:
+        return function(inside, *(array for group in groups for array in group))
+
+    own = PartitionSpec(split.videos, None, None, split.columns)
+    return jax.shard_map(
+        shard,
+        mesh=jax.sharding.get_abstract_mesh(),
+        in_specs=(own, PartitionSpec(), PartitionSpec(split.videos)),
+        out_specs=own,
+        check_vma=False,
+    )(activations, weights, statistics)
+
+
+def with_derivatives_of(plain: Callable[..., Any], kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a kernel that has the derivatives of `plain`, a function of the same arrays."""
+    derived = jax.custom_jvp(kernel)
+    derived.defjvp(lambda primals, tangents: (derived(*primals), jax.jvp(plain, primals, tangents)[1]))
+    return derived

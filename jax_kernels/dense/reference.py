@@ -1,0 +1,45 @@
+"""What works on channels alone, in its plainest form: what the fast forms have to equal."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def linear(x, weight, bias=None, *, rounded_parts=False):
+    """A product in float32, rounded once wherever its parts are added."""
+    y = jnp.matmul(x.astype(jnp.float32), weight.astype(jnp.float32).T, precision=lax.Precision.HIGHEST)
+    return (y if bias is None else y + bias).astype(x.dtype)
+
+
+def linear_parts(x, weight, bias=None, *, parts):
+    """The outputs of `linear`, cut apart."""
+    return jnp.stack(jnp.split(linear(x, weight, bias), parts, axis=1))
+
+
+def layer_norm(x, weight, bias, eps=1e-5):
+    """The mean, then the variance, in float32."""
+    y = x.astype(jnp.float32)
+    y = (y - y.mean(-1, keepdims=True)) / jnp.sqrt(y.var(-1, keepdims=True) + eps)
+    y = y if weight is None else y * weight
+    return (y if bias is None else y + bias).astype(x.dtype)
+
+
+def modulated_norm(x, weight, bias, scale, shift, kind, eps=1e-5):
+    """The norm in float32, then each token's own vectors."""
+    y = layer_norm(x.astype(jnp.float32), weight, bias, eps)
+    return (y * (1 + scale.astype(jnp.float32)[kind]) + shift[kind]).astype(x.dtype)
+
+
+def gated_sum(x, y, gate, kind):
+    """A sum in float32."""
+    return (x + gate.astype(jnp.float32)[kind] * y.astype(jnp.float32)).astype(x.dtype)
+
+
+def silu(x, *, time_axis=None):
+    """Frame by frame the same."""
+    return jax.nn.silu(x.astype(jnp.float32)).astype(x.dtype)
+
+
+def gelu(x):
+    """JAX's own, in float32."""
+    return jax.nn.gelu(x.astype(jnp.float32), approximate=True).astype(x.dtype)

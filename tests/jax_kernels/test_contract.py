@@ -1,0 +1,369 @@
+"""The contract of every op, in one table: each way to run it is its reference, in each dtype, split over
+devices, and differentiated; where it has a Pallas kernel, a TPU runs that, until it is switched off.
+
+What holds for one op alone is tested in that op's folder.
+"""
+
+import contextlib
+import functools
+import importlib
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+import jax_kernels
+from jax_kernels.attention import reference as attention
+from jax_kernels.common.tiles import SWITCH
+from jax_kernels.conv3d import reference as conv3d
+from jax_kernels.dense import reference as dense
+from jax_kernels.group_norm import reference as group_norm
+from jax_kernels.norm_conv3d import reference as norm_conv3d
+from jax_kernels.resample import reference as resample
+from jax_kernels.spatial_norm import reference as spatial_norm
+from tests import reference
+from tests.jax_kernels.meshes import on_mesh
+from tests.reference import largest_error
+
+HOW = {"implementation", "split"}
+"""Arguments that say how an op runs, not what it computes: a reference has all others."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """An op at one set of sizes.
+
+    Attributes:
+        op, plain: the function and its reference.
+        shapes: of what it takes by position: None, shapes, or tuples of them; integers are drawn for `int`.
+        options: by name.
+        arrays: shapes of what it takes by name.
+        implementations: of its own, besides what it chooses.
+        large: shapes of the same, of which a TPU takes the work to its Pallas kernel; None where it has none.
+        kernels: the Pallas kernels that a TPU then runs.
+        activations: whether columns may be split over devices.
+        exact: whether all that it rounds to bfloat16 is its result, but for what the reference rounds too.
+    """
+
+    op: Callable[..., Any]
+    plain: Callable[..., Any]
+    shapes: tuple[Any, ...]
+    options: dict[str, Any] = field(default_factory=dict)
+    arrays: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    implementations: tuple[str, ...] = ()
+    large: tuple[Any, ...] | None = None
+    kernels: frozenset[str] = frozenset()
+    activations: bool = True
+    exact: bool = True
+
+
+X, IMAGE, Z, V, CONVOLVED = (1, 4, 4, 8, 16), (1, 1, 4, 8, 16), (1, 2, 2, 4, 4), (16,), (1, 4, 4, 8, 16)
+KERNEL, KERNEL_2D, MATRIX = (3, 3, 3, 16, 16), (3, 3, 16, 16), (4, 16)
+SPATIAL = V, V, MATRIX, V, MATRIX, V
+LARGE, LARGE_Z, WIDE = (1, 2, 128, 256, 128), (1, 1, 16, 32, 16), (128,)
+LARGE_SPATIAL = WIDE, WIDE, (16, 128), WIDE, (16, 128), WIDE
+GROUPS, LAST = {"num_groups": 4}, {"num_groups": 4, "channel_axis": -1}
+HEADS, TOKENS, KINDS = (1, 40, 2, 16), (7, 16), (3, 16)
+TABLES = (40, 16), (40, 16), (30, 16)
+
+
+def norm(x, zq, *vectors_and_rest, **options):
+    """`norm_conv3d` with its norm's parts by position: six for a spatial norm, two for a plain one."""
+    count = 2 if zq is None else 6
+    parts, rest = vectors_and_rest[:count], vectors_and_rest[count:]
+    of_norm = jax_kernels.Norm(*parts[:2], *(() if zq is None else (zq, *parts[2:])))
+    op = options.pop("op")
+    return op(x, of_norm, *rest, **options)[:2]
+
+
+NORMED = (
+    functools.partial(norm, op=jax_kernels.norm_conv3d),
+    functools.partial(norm, op=norm_conv3d.norm_conv3d),
+)
+CONVOLUTION = jax_kernels.conv3d, conv3d.conv3d
+FORMS = ("direct", "summed", "folded", "patches")
+
+CASES = {
+    "attention": Case(
+        jax_kernels.attention,
+        attention.attention,
+        (HEADS, HEADS, HEADS),
+        {"valid": 37},
+        implementations=("plain", "transposed"),
+        large=(HEADS, HEADS, HEADS),
+        kernels=frozenset({"attention_transposed"}),
+        activations=False,
+        exact=False,
+    ),
+    "attention_transposed": Case(
+        jax_kernels.attention_transposed,
+        attention.attention_transposed,
+        ((1, 2, 16, 40),) * 3,
+        {"scale": 0.3, "bound": 40.0},
+        implementations=("plain", "transposed"),
+        large=((1, 2, 16, 40),) * 3,
+        kernels=frozenset({"attention_bounded"}),
+        activations=False,
+        exact=False,
+    ),
+    "prepare": Case(
+        jax_kernels.prepare,
+        attention.prepare,
+        ((1, 40, 48), V, V, *TABLES[:2]),
+        {"heads": 3, "scale": 0.3},
+        large=((1, 40, 48), V, V, *TABLES[:2]),
+        kernels=frozenset({"prepare"}),
+        activations=False,
+    ),
+    "prepare, values": Case(
+        jax_kernels.prepare, attention.prepare, ((1, 40, 48),), {"heads": 3}, activations=False
+    ),
+    "rotate": Case(jax_kernels.rotate, attention.rotate, (HEADS, TABLES[2], TABLES[2]), activations=False),
+    "conv3d": Case(*CONVOLUTION, (X, KERNEL, V), implementations=FORMS),
+    "conv3d, a cache and a residual": Case(
+        *CONVOLUTION,
+        (X, KERNEL, V, (1, 2, 4, 8, 16)),
+        arrays={"residual": CONVOLVED},
+        implementations=FORMS,
+    ),
+    "conv3d, zeros before it": Case(*CONVOLUTION, (X, KERNEL), {"start": "zeros"}, implementations=FORMS),
+    "conv3d, an image": Case(*CONVOLUTION, (IMAGE, KERNEL, V), arrays={"residual": IMAGE}),
+    "conv3d, five columns": Case(*CONVOLUTION, (X, (3, 3, 5, 16, 16), V), implementations=FORMS),
+    "conv3d, one pixel": Case(*CONVOLUTION, (X, (1, 1, 1, 16, 16), V), activations=False),
+    "group_norm": Case(
+        jax_kernels.group_norm,
+        group_norm.group_norm,
+        (X, V, V),
+        LAST | {"activation": "silu"},
+        large=(LARGE, WIDE, WIDE),
+        kernels=frozenset({"column_moments"}),
+    ),
+    "group_norm, no affine": Case(jax_kernels.group_norm, group_norm.group_norm, (X, None, None), LAST),
+    "spatial_norm": Case(
+        jax_kernels.spatial_norm,
+        spatial_norm.spatial_norm,
+        (X, Z, *SPATIAL),
+        GROUPS | {"activation": "silu"},
+        implementations=("rows", "pixels_first"),
+        large=(LARGE, LARGE_Z, *LARGE_SPATIAL),
+        kernels=frozenset({"column_moments"}),
+    ),
+    "spatial_norm, a lone first frame": Case(
+        jax_kernels.spatial_norm,
+        spatial_norm.spatial_norm,
+        ((1, 5, 4, 8, 16), (1, 3, 2, 4, 4), *SPATIAL),
+        GROUPS | {"lone_first": True},
+        implementations=("rows", "pixels_first"),
+    ),
+    "norm_conv3d": Case(
+        *NORMED,
+        (X, Z, *SPATIAL, KERNEL, V, (1, 2, 4, 8, 16)),
+        GROUPS,
+        arrays={"residual": CONVOLVED},
+        large=(LARGE, LARGE_Z, *LARGE_SPATIAL, (3, 3, 3, 128, 128), WIDE),
+        kernels=frozenset({"column_moments", "norm_conv3d"}),
+    ),
+    "norm_conv3d, a plain norm at the start": Case(*NORMED, (X, None, V, V, KERNEL, V), GROUPS),
+    "norm_conv3d, a lone first frame": Case(
+        *NORMED,
+        ((1, 3, 4, 8, 16), (1, 3, 2, 4, 4), *SPATIAL, KERNEL, V),
+        GROUPS | {"lone_first": True},
+    ),
+    "upsample": Case(
+        jax_kernels.upsample,
+        resample.upsample,
+        (X, KERNEL_2D, V),
+        {"expand_time": True},
+        large=(LARGE, (3, 3, 128, 128), WIDE),
+        kernels=frozenset({"upsampled"}),
+    ),
+    "upsample, a lone first frame": Case(
+        jax_kernels.upsample,
+        resample.upsample,
+        ((1, 5, 4, 8, 16), KERNEL_2D, None),
+        {"expand_time": True, "lone_first": True},
+    ),
+    "downsample": Case(
+        jax_kernels.downsample, resample.downsample, (X, KERNEL_2D, V), {"compress_time": True}
+    ),
+    "downsample, a lone first frame": Case(
+        jax_kernels.downsample,
+        resample.downsample,
+        ((1, 5, 4, 8, 16), KERNEL_2D, None),
+        {"compress_time": True, "lone_first": True},
+    ),
+    "silu": Case(jax_kernels.silu, dense.silu, ((1, 5, 4, 8, 16),), {"time_axis": 1}, activations=False),
+    "gelu": Case(jax_kernels.gelu, dense.gelu, (TOKENS,), activations=False),
+    "linear": Case(jax_kernels.linear, dense.linear, (TOKENS, (12, 16), (12,)), activations=False),
+    "linear_parts": Case(
+        jax_kernels.linear_parts,
+        dense.linear_parts,
+        (TOKENS, (12, 16), (12,)),
+        {"parts": 3},
+        activations=False,
+    ),
+    "layer_norm": Case(jax_kernels.layer_norm, dense.layer_norm, (TOKENS, V, V), activations=False),
+    "modulated_norm": Case(
+        jax_kernels.modulated_norm,
+        dense.modulated_norm,
+        (TOKENS, V, V, KINDS, KINDS, int),
+        activations=False,
+    ),
+    "gated_sum": Case(
+        jax_kernels.gated_sum, dense.gated_sum, (TOKENS, TOKENS, KINDS, int), activations=False
+    ),
+}
+
+
+def drawn(case: Case, dtype: Any) -> tuple[list[Any], dict[str, Any]]:
+    """What a case takes by position and by name. Tables of angles are float32 always."""
+    rng = np.random.default_rng(0)
+
+    def draw(shape):
+        if shape is None or shape is int:
+            return None if shape is None else jnp.asarray([0, 1, 2, 1, 0, 2, 2])
+        array = rng.normal(0.3, 1, shape)
+        if shape in TABLES:  # each angle for either channel of its pair
+            return jnp.asarray(np.repeat(array[:, ::2], 2, axis=1), jnp.float32)
+        return jnp.asarray(array, dtype)
+
+    return [draw(shape) for shape in case.shapes], {name: draw(shape) for name, shape in case.arrays.items()}
+
+
+WAYS = [(name, way) for name, case in CASES.items() for way in ("chosen", "on a TPU", *case.implementations)]
+
+
+@contextlib.contextmanager
+def run_by(way: str):
+    """Options that have an op run this way, its Pallas kernels interpreted."""
+    if way == "chosen":
+        yield {}
+        return
+    with reference.interpreted_kernels() if way == "on a TPU" else pltpu.force_tpu_interpret_mode():
+        yield {} if way == "on a TPU" else {"implementation": way}
+
+
+every_way = pytest.mark.parametrize(("name", "way"), WAYS, ids=[f"{name}-{way}" for name, way in WAYS])
+
+
+def results(case, dtype, way):
+    """What an op returns one way, and its reference."""
+    operands, arrays = drawn(case, dtype)
+    with run_by(way) as how:
+        found = case.op(*operands, **arrays, **case.options, **how)
+    return zip(*map(jax.tree.leaves, (found, case.plain(*operands, **arrays, **case.options))), strict=True)
+
+
+@every_way
+def test_float32_is_the_reference(name, way):
+    for got, want in results(CASES[name], jnp.float32, way):
+        assert got.dtype == jnp.float32
+        assert largest_error(got, want) < 1e-5
+
+
+@every_way
+def test_bfloat16_sums_in_float32_and_is_rounded_once(name, way):
+    for got, want in results(CASES[name], jnp.bfloat16, way):
+        assert got.dtype == jnp.bfloat16
+        assert largest_error(got, want) <= 2.0**-7
+        # Sums in another order round few of them otherwise; arithmetic in 16 bits, half of them.
+        assert float(jnp.mean(got != want)) < (0.05 if CASES[name].exact else 0.5)
+
+
+DIFFERENTIATED = [
+    (name, way) for name, way in WAYS if way == "chosen" or (CASES[name].kernels and way != "plain")
+]
+
+
+@pytest.mark.parametrize(("name", "way"), DIFFERENTIATED)
+def test_its_derivatives_are_the_references(name, way):
+    case = CASES[name]
+    operands, arrays = drawn(case, jnp.float32)
+    floats = [i for i, x in enumerate(operands) if x is not None and jnp.issubdtype(x.dtype, jnp.floating)]
+
+    def slopes(function, **how):
+        def loss(*operands):
+            found = function(*operands, **arrays, **case.options, **how)
+            return sum(jnp.sum(jnp.sin(part) ** 2) for part in jax.tree.leaves(found))
+
+        return jax.grad(loss, floats)(*operands)
+
+    with run_by(way) as how:
+        found = slopes(case.op, **how)
+    for got, want in zip(found, slopes(case.plain), strict=True):
+        assert largest_error(got, want) < 2e-5
+
+
+OVER_DEVICES = [(name, way) for name, way in WAYS if CASES[name].activations and way != "on a TPU"]
+
+
+@pytest.mark.parametrize(("name", "way"), OVER_DEVICES)
+@pytest.mark.parametrize("padded", [1, 2], ids=["filled", "padded"])
+def test_shards_are_the_whole_and_their_padding_is_clear(name, way, padded):
+    case, how = CASES[name], {} if way == "chosen" else {"implementation": way}
+    operands, arrays = drawn(case, jnp.float32)
+    run = on_mesh(functools.partial(case.op, **case.options, **how), 1, padded, 1, 4)
+    found, whole = run(*operands, **arrays), case.plain(*operands, **arrays, **case.options)
+    for got, want in zip(*map(jax.tree.leaves, (found, whole)), strict=True):
+        real = want.shape[3]
+        assert got.shape[3] == padded * real
+        assert largest_error(got[:, :, :, :real], want) < 1e-5
+        assert not jnp.any(got[:, :, :, real:])
+
+
+def lowered(case, shapes, dtype, platform):
+    """The text of a case for a platform; what has been traced before is taken where it may be."""
+
+    def struct(shape):
+        exact = jnp.float32 if shape in TABLES else dtype
+        return (
+            None
+            if shape is None
+            else jax.ShapeDtypeStruct((7,) if shape is int else shape, jnp.int32 if shape is int else exact)
+        )
+
+    run = jax.jit(lambda operands, arrays: case.op(*operands, **arrays, **case.options))
+    arrays = {
+        name: struct(shape if shapes is case.shapes else shapes[0]) for name, shape in case.arrays.items()
+    }
+    traced = run.trace([struct(shape) for shape in shapes], arrays)
+    return traced.lower(lowering_platforms=(platform,)).as_text()
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.large])
+def test_a_tpu_runs_its_pallas_kernels_until_they_are_switched_off(name, monkeypatch):
+    case = CASES[name]
+
+    def kernels():
+        return set(re.findall(r'kernel_name = "(\w+)"', lowered(case, case.large, jnp.bfloat16, "tpu")))
+
+    for switch in ("on", "off", "on"):
+        monkeypatch.setenv(SWITCH, switch)
+        assert kernels() == (case.kernels if switch == "on" else set())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_float32_asks_for_full_precision(name):
+    for platform in ("cpu", "tpu"):
+        text = lowered(CASES[name], CASES[name].shapes, jnp.float32, platform)
+        products = [line for line in text.splitlines() if re.search(r"\.(dot_general|convolution)\b", line)]
+        assert all("HIGHEST" in line for line in products)
+
+
+OPS = set(jax_kernels.__all__) - {"Columns", "Norm", "score_bound"}
+
+
+@pytest.mark.parametrize("name", sorted(OPS))
+def test_every_op_has_a_case_and_a_reference_of_its_own_signature(name):
+    op = getattr(jax_kernels, name)
+    folder = importlib.import_module(op.__module__.rpartition(".")[0] + ".reference")
+    arguments = [inspect.signature(function).parameters for function in (op, getattr(folder, name))]
+    assert [n for n in arguments[0] if n not in HOW] == list(arguments[1])
+    assert any(case.split(",")[0] == name for case in CASES)
