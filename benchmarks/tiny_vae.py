@@ -100,7 +100,7 @@ def measured(model: Path, names: list[str]) -> list[dict[str, Any]]:
                 found.append(line)
                 if case == SHOWN and count == FRAMES[0] and name == names[0]:
                     with whole_file(IMAGES / "tiny-vae.png") as temporary:
-                        contact_sheet(source, got, columns=3).save(temporary)
+                        contact_sheet(source, got, columns=3).save(temporary, "PNG")
     return found
 
 

@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     with video.writing(output / "demo.mp4", clip.info.fps) as sink:
         sink.write(torch.cat([shown, pixels], dim=4))
     with whole_file(output / "demo.png") as temporary:
-        contact_sheet(shown, pixels).save(temporary)
+        contact_sheet(shown, pixels).save(temporary, "PNG")
     latent_files.save(
         latent_files.Latents(latents, dict(vae.config), args.model, clip.info.fps, clip.num_frames),
         output / "demo.safetensors",

@@ -72,9 +72,7 @@ def _sound(clip: Clip, alongside: video.Alongside) -> str:
     """What became of the sound."""
     if not clip.info.has_sound:
         return "none"
-    if alongside.sound is None:
-        return "left out"
-    return "copied" if clip.info.copies_sound else "AAC"
+    return "left out" if alongside.sound is None else "copied"
 
 
 def _alongside(args: argparse.Namespace, clip: Clip, frames_out: int) -> tuple[video.Alongside, list[str]]:
@@ -94,9 +92,9 @@ def _alongside(args: argparse.Namespace, clip: Clip, frames_out: int) -> tuple[v
             f"the frame rate varies, {shortest:.0f} to {longest:.0f} ms from frame to frame: "
             + ("frames keep their times" if keeps_times else "the output's does not")
         )
-    sound = info.path if info.reads_sound and whole and is_mp4 else None
-    if info.has_sound and not info.reads_sound:
-        told.append("the sound is left out: FFmpeg has no decoder for it")
+    sound = info.path if info.copies_sound and whole and is_mp4 else None
+    if info.has_sound and not info.copies_sound:
+        told.append(f"the sound is left out: an .mp4 takes {', '.join(video.COPIED)}, not {info.sound}")
     elif info.has_sound and sound is None:
         told.append("the sound is left out: it is kept in an .mp4 at the source's own rate")
     times = info.times[: clip.num_frames] if keeps_times else ()

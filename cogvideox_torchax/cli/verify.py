@@ -9,7 +9,6 @@ from cogvideox_torchax import __version__
 from cogvideox_torchax.backends import Use, backend, names
 from cogvideox_torchax.cli import common
 from cogvideox_torchax.cli.clips import SPATIAL_SCALE, open_clip
-from cogvideox_torchax.files.whole import whole_file
 
 if TYPE_CHECKING:
     import torch
@@ -104,5 +103,4 @@ def _write(output: Path, results: "list[Result]", about: dict[str, Any]) -> None
 
     reports.write_json(output / "verify.json", report.as_json(results, about))
     reports.write_text(output / "verify.md", report.markdown(results, about))
-    with whole_file(output / "verify.png") as temporary:
-        report.draw_layers(results, temporary)
+    report.draw_layers(results, output / "verify.png")

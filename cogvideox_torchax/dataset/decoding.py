@@ -15,7 +15,7 @@ from cogvideox_torchax.dataset.clip import ClipError, DecodeClip, check_file, ch
 from cogvideox_torchax.dataset.manifest import BAD, DONE, Manifest, Share, check_recipe, lines
 from cogvideox_torchax.files import reports, video
 from cogvideox_torchax.files.latents import Latents, LatentsError
-from cogvideox_torchax.files.whole import OutputError, remove_left_in
+from cogvideox_torchax.files.whole import OutputError
 
 FORMAT = "cogvideox-torchax-videos/1"
 LIST, NAME = "videos.json", "videos"
@@ -53,8 +53,6 @@ class Videos:
             raise OutputError(f"cannot write into {self.directory}: {error.strerror}") from error
         self._fps = fps
         self._manifest = Manifest(self.directory, f"{NAME}-{share.index}.jsonl")
-        for place in (self.directory, *(path for path in self.directory.rglob("*") if path.is_dir())):
-            remove_left_in(place)
         noted: dict[str, str] = {}
         for line in lines(self.directory, NAME):
             if line["kind"] == BAD and not retry:

@@ -24,7 +24,7 @@ from cogvideox_torchax.dataset.clip import WORK, ClipError, check_file, check_te
 from cogvideox_torchax.files import latents as latent_files
 from cogvideox_torchax.files import reports
 from cogvideox_torchax.files.latents import Latents
-from cogvideox_torchax.files.whole import OutputError, remove_left_in
+from cogvideox_torchax.files.whole import OutputError
 
 FORMAT = "cogvideox-torchax-clips/1"
 LIST = "clips.json"
@@ -135,8 +135,6 @@ class Shelf:
         except OSError as error:
             raise OutputError(f"cannot write into {self.directory}: {error.strerror}") from error
         self._manifest = Manifest(self.directory, f"manifest-{self.share.index}.jsonl")
-        for place in (self.directory, self.directory / WORK):
-            remove_left_in(place)
         self.bad: dict[int, str] = {}
         self._noted: set[int] = set()
         for line in lines(self.directory):

@@ -1,7 +1,6 @@
 """Where a data set's clips are: a directory of videos, or a list of them."""
 
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -112,12 +111,6 @@ def _name(file: Path, directory: Path) -> str:
     return file.name if ".." in below.parts else below.as_posix()
 
 
-def _is_inner(path: Path) -> bool:
-    """Whether a file is still being made: in the directory of a run that writes it, or waiting for its
-    shard."""
-    return waits(path) or any(re.match(r"\..*\.writing-", part) for part in path.parts)
-
-
 def shards(directory: Path) -> list[Path]:
     """The files of a directory that hold latents, those below it too.
 
@@ -126,7 +119,7 @@ def shards(directory: Path) -> list[Path]:
     """
     suffixes = tuple(formats.SUFFIXES.values())
     files = (path for path in directory.rglob("*") if path.suffix in suffixes and path.is_file())
-    found = sorted(path for path in files if not _is_inner(path.relative_to(directory)))
+    found = sorted(path for path in files if not waits(path.relative_to(directory)))
     if not found:
         raise ClipError(f"{directory} holds no latents: they end in {', '.join(suffixes)}")
     return found

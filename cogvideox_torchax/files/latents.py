@@ -1,9 +1,8 @@
 """Read and write latent files: safetensors whose metadata is one JSON object with all that decoding needs."""
 
-import contextlib
 import json
 import reprlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
@@ -11,9 +10,8 @@ from typing import Any
 
 import torch
 
-from cogvideox_torchax.files import reports, video
-from cogvideox_torchax.files.whole import whole_file
-from cogvideox_torchax.runtime import to_torch, without_torchax
+from cogvideox_torchax.files import reports, tensors, video
+from cogvideox_torchax.runtime import without_torchax
 
 KEY, FORMAT = "cogvideox-torchax", 2
 FACTORS = ("scaling_factor", "shift_factor", "invert_scale_latents")
@@ -104,11 +102,7 @@ def _plain(value: Any) -> Any:
 
 def save(latents: Latents, path: str | Path) -> None:
     """Write a latent file, whole or not at all; equal latents make equal bytes."""
-    from safetensors.torch import save as serialized
-
-    plain = {name: to_torch(tensor).contiguous() for name, tensor in latents.tensors.items()}
-    with whole_file(path) as temporary:
-        temporary.write_bytes(without_torchax(serialized, plain, metadata=latents.metadata()))
+    tensors.save(latents.tensors, path, latents.metadata())
 
 
 def load(path: str | Path, columns: Callable[[tuple[int, ...]], slice] | None = None) -> Latents:
@@ -126,7 +120,7 @@ def load(path: str | Path, columns: Callable[[tuple[int, ...]], slice] | None = 
     path = Path(path)
     if not path.is_file():
         raise LatentsError(f"there is no file {path}")
-    with _readable(path):
+    with tensors.readable(path, LatentsError):
         metadata, tensor = without_torchax(_read, path, columns)
     return assembled(path, metadata, {} if tensor is None else {TENSOR: tensor})
 
@@ -139,7 +133,7 @@ def about(path: Path) -> dict[str, Any]:
     """
     from safetensors import safe_open
 
-    with _readable(path), safe_open(path, framework="np") as file:
+    with tensors.readable(path, LatentsError), safe_open(path, framework="np") as file:
         return _fields(path, file.metadata() or {})["about"]
 
 
@@ -155,35 +149,24 @@ def loads(data: bytes, name: str | Path) -> Latents:
     """
     from safetensors.torch import load as deserialized
 
-    with _readable(name):
-        tensors = without_torchax(deserialized, data)
+    with tensors.readable(name, LatentsError):
+        found = without_torchax(deserialized, data)
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    return assembled(name, header.get("__metadata__", {}), tensors)
+    return assembled(name, header.get("__metadata__", {}), found)
 
 
-@contextlib.contextmanager
-def _readable(path: str | Path) -> Iterator[None]:
-    """Raise `LatentsError` for what safetensors finds wrong with a file."""
-    from safetensors import SafetensorError
-
-    try:
-        yield
-    except SafetensorError as error:
-        raise LatentsError(f"{path} is truncated or no safetensors file ({error})") from error
-
-
-def assembled(path: str | Path, metadata: dict[str, str], tensors: dict[str, torch.Tensor]) -> Latents:
+def assembled(path: str | Path, metadata: dict[str, str], found: dict[str, torch.Tensor]) -> Latents:
     """Return the latents of a file's metadata and tensors.
 
     Args:
         path: of the file, for errors.
         metadata: as `Latents.metadata` gives it, or of the former format.
-        tensors: as `Latents.tensors` does.
+        found: as `Latents.tensors` gives them.
 
     Raises:
         LatentsError: no tensor, another format, or a broken field, which is named.
     """
-    fields, tensor = _fields(path, metadata), tensors.get(TENSOR)
+    fields, tensor = _fields(path, metadata), found.get(TENSOR)
     if tensor is None:
         raise _foreign(path)
     if tensor.ndim != 5 or not tensor.numel() or not tensor.dtype.is_floating_point:
@@ -191,7 +174,7 @@ def assembled(path: str | Path, metadata: dict[str, str], tensors: dict[str, tor
             f"{path} holds {tensor.dtype} of shape {tuple(tensor.shape)}: floats (N, C, T, H, W), none of "
             "them 0, are wanted"
         )
-    return Latents(tensor, **fields, logvar=tensors.get(LOGVAR), sample=tensors.get(SAMPLE))
+    return Latents(tensor, **fields, logvar=found.get(LOGVAR), sample=found.get(SAMPLE))
 
 
 def _foreign(path: str | Path) -> LatentsError:

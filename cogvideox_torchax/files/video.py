@@ -30,8 +30,6 @@ LARGEST = 16_384
 """Pixels of a side, the most that H.264 has."""
 COPIED = ("aac", "ac3", "alac", "eac3", "mp3", "opus")
 """Codecs of sound that .mp4 knows."""
-UNREADABLE = "unknown"
-"""Stands for a codec of sound that FFmpeg has no decoder for."""
 
 
 class VideoError(ValueError):
@@ -49,7 +47,7 @@ class VideoInfo:
         num_frames: that are really in the file, and shown: a cut without encoding anew hides some.
         times: when each frame is shown, in seconds after the first; empty where the file does not say.
         tick: of the clock that `times` are told by, in seconds.
-        sound: the codec of the sound track; "" where there is none, `UNREADABLE` where FFmpeg knows none.
+        sound: the codec of the sound track; "" where there is none, "unknown" where FFmpeg has no decoder.
         pixel: a pixel's width over its height, as it is shown.
     """
 
@@ -73,13 +71,8 @@ class VideoInfo:
         return bool(self.sound)
 
     @property
-    def reads_sound(self) -> bool:
-        """Whether there is sound that can be read."""
-        return self.has_sound and self.sound != UNREADABLE
-
-    @property
     def copies_sound(self) -> bool:
-        """Whether an .mp4 takes the sound as it is; any other becomes AAC."""
+        """Whether an .mp4 takes the sound as it is."""
         return self.sound in COPIED
 
     @property
@@ -230,7 +223,7 @@ def _placed(frame: Any) -> _Placed:
 
 def _codec(stream: Any) -> str:
     """The codec's own name, not that of the decoder which FFmpeg takes for it, such as mp3float."""
-    return stream.codec_context.codec.canonical_name if stream.codec_context else UNREADABLE
+    return stream.codec_context.codec.canonical_name if stream.codec_context else "unknown"
 
 
 @dataclass(frozen=True)
@@ -344,7 +337,7 @@ class Alongside:
 
     Attributes:
         times: when each frame is shown, in seconds after the first; for an even rate none are needed.
-        sound: the file whose sound is copied, or None; where .mp4 does not know its codec it becomes AAC.
+        sound: the file whose sound, in a codec that .mp4 takes, is copied; or None.
         seconds: after which the sound ends.
         pixel: a pixel's width over its height.
     """
@@ -371,7 +364,7 @@ def writing(path: str | Path, fps: Fraction | float, alongside: Alongside | None
     alongside = alongside or Alongside()
     path, kind = Path(path), check_writing(path, fps, alongside.times)
     rate = Fraction(fps).limit_denominator(100_000)
-    with whole_file(path) as temporary:
+    with whole_file(path, directory=not kind) as temporary:
         if kind == ".mp4":
             sink: _Mp4Sink | _GifSink | _FrameSink = _Mp4Sink(temporary, rate, alongside)
         else:
@@ -474,24 +467,14 @@ class _Mp4Sink:
 class _Sound:
     """The sound of a file, copied into another one beside the frames that are written there."""
 
-    LAYOUTS: ClassVar = {1: "mono", 2: "stereo", 6: "5.1", 8: "7.1"}
-    """Of so many channels, which not every source names."""
-
     def __init__(self, source: Path, container: Any, seconds: Fraction):
-        av = _av()
         self._seconds = seconds
         self._container = container
-        self._source = av.open(str(source.absolute()))
+        self._source = _av().open(str(source.absolute()))
         given = self._source.streams.audio[0]
         video = self._source.streams.video[0]
         self._start = (video.start_time or 0) * (video.time_base or Fraction(0))
-        self._resampler = None
-        if _codec(given) in COPIED:
-            self._stream = container.add_stream_from_template(given)
-        else:
-            layout = self.LAYOUTS.get(given.channels, "stereo")
-            self._stream = container.add_stream("aac", rate=given.rate, layout=layout)
-            self._resampler = av.AudioResampler("fltp", layout, given.rate, frame_size=1024)
+        self._stream = container.add_stream_from_template(given)
         self._packets = self._source.demux(given)
         self._next = next(self._packets, None)
 
@@ -507,24 +490,13 @@ class _Sound:
             self._next = next(self._packets, None)
 
     def _write(self, packet: Any) -> None:
-        if self._resampler is None:
-            shift = round(self._start / packet.time_base)
-            packet.pts -= shift
-            packet.dts = packet.pts
-            packet.stream = self._stream
-            self._container.mux(packet)
-            return
-        for decoded in packet.decode():
-            for frame in self._resampler.resample(decoded):
-                frame.pts -= round(self._start / frame.time_base)
-                self._container.mux(self._stream.encode(frame))
+        packet.pts -= round(self._start / packet.time_base)
+        packet.dts = packet.pts
+        packet.stream = self._stream
+        self._container.mux(packet)
 
     def finish(self) -> None:
         self.copy(until=self._seconds)
-        if self._resampler is not None:
-            for frame in self._resampler.resample(None):
-                self._container.mux(self._stream.encode(frame))
-            self._container.mux(self._stream.encode(None))
 
     def close(self) -> None:
         self._source.close()
@@ -553,7 +525,7 @@ class _GifSink:
             first, *rest = self._images
             ends = [round(i * self._hundredths) for i in range(len(self._images) + 1)]
             times = [max(10 * (end - start), self.SHORTEST) for start, end in itertools.pairwise(ends)]
-            first.save(self._path, save_all=True, append_images=rest, duration=times, loop=0)
+            first.save(self._path, "GIF", save_all=True, append_images=rest, duration=times, loop=0)
 
     def close(self) -> None:
         """Nothing is open."""
@@ -565,7 +537,6 @@ class _FrameSink:
     def __init__(self, path: Path, fps: Fraction):
         self._path = path
         self._count = 0
-        path.mkdir()
 
     def write(self, frames: torch.Tensor) -> None:
         from PIL import Image

@@ -1,23 +1,21 @@
-"""Files written whole or not at all.
+"""Write files and directories whole or not at all.
 
-What is written lies meanwhile in a directory beside the output, whose lock its run holds for as long as it
-lives. The next run of the same output removes those that nobody holds.
+What is written lies meanwhile beside the output, under one hidden name that follows from the output's. The
+writer holds a lock on it for as long as it lives: no second one writes there, and what a killed one has left
+is removed by the next writer of the same output.
 """
 
 import contextlib
 import fcntl
+import hashlib
 import os
-import re
 import shutil
-import socket
 import stat
-import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
-SILENCE = 24 * 3600
-"""Seconds without a write after which another machine's run, whose lock may not show here, counts as dead."""
+WRITING, EXCHANGE = ".writing", ".exchange"
+"""Suffixes of the hidden names: of an output in the making, and of what its processes tell each other."""
 
 
 class OutputError(ValueError):
@@ -25,7 +23,7 @@ class OutputError(ValueError):
 
 
 def check_output(path: str | Path) -> Path:
-    """The path, if a file can be written there.
+    """Return the path, if a file or a directory can be written there.
 
     Raises:
         OutputError: its directory is missing or cannot be written, or a device or a pipe is there.
@@ -48,130 +46,130 @@ def check_output(path: str | Path) -> Path:
 
 
 def check_file(path: str | Path) -> Path:
-    """The path, if a file that is no directory can be written there; raises as `check_output` does."""
+    """Return the path, if a file that is no directory can be written there; raises as `check_output` does."""
     if check_output(path).is_dir():
         raise OutputError(f"cannot write {path}: it is a directory")
     return Path(path)
 
 
 def followed(path: str | Path) -> Path:
-    """The absolute path that links lead to."""
+    """Return the absolute path that links lead to."""
     return Path(os.path.realpath(path))
 
 
 @contextlib.contextmanager
-def whole_file(path: str | Path) -> Iterator[Path]:
-    """A temporary path beside `path` that becomes it when the block ends well, and vanishes when it does not.
+def whole_file(path: str | Path, *, directory: bool = False) -> Iterator[Path]:
+    """Yield an empty file beside `path` that becomes it, on the disk, when the block ends well.
 
-    A file gets the mode that the umask leaves it, whatever the one that its writer gave it. A link stays, and
-    leads to what was written.
+    Where the block raises, the file vanishes and what was at `path` stays. A link stays, and leads to what
+    was written. The block writes into the file and puts no other in its place.
+
+    Args:
+        path: of the output.
+        directory: whether it is a directory of files, which may replace an empty one.
+
+    Raises:
+        OutputError: `path` cannot be written, or another run is writing it.
     """
-    path = followed(check_output(path))
-    with workplace(path) as directory:
-        temporary = directory / path.name
-        yield temporary
-        if temporary.is_file():
-            temporary.chmod(stat.S_IMODE(_lock_of(directory).stat().st_mode))
-        if path.is_dir() and temporary.is_dir():
-            path.rmdir()
-        os.replace(temporary, path)
+    path = followed(path)
+    with _reserved(path, WRITING, directory=directory) as (place, handle):
+        yield place
+        if not _is_at(handle, place):
+            raise OutputError(f"cannot write {path}: another run writes it, and files cannot be locked there")
+        for written in (*(place.iterdir() if directory else ()), place):
+            _sync(written)
+        os.replace(place, path)
+        with contextlib.suppress(OSError):  # the output is whole; not every file system syncs directories
+            _sync(path.parent)
 
 
 @contextlib.contextmanager
-def workplace(path: str | Path) -> Iterator[Path]:
-    """A directory beside `path` for this run alone, gone afterwards.
+def exchange_of(path: str | Path) -> Iterator[None]:
+    """Make the directory `hidden(path, EXCHANGE)`, for the processes that write `path` together.
 
-    Those that killed runs of the same output have left are removed. A run that lives keeps its own: several
-    may write one output, and the last to end is the one that stays.
+    It is empty at first, and gone afterwards.
 
     Raises:
-        OutputError: the directory of `path` is missing or cannot be written.
+        OutputError: `path` cannot be written, or another run is writing it.
     """
-    path = followed(check_output(path))
-    _remove_left(path)
+    with _reserved(path, EXCHANGE, directory=True):
+        yield
+
+
+def hidden(path: str | Path, suffix: str) -> Path:
+    """Return the name beside `path` for what belongs to it; a hash where the name has no room for more."""
+    path = followed(path)
+    name = f".{path.name}{suffix}"
+    if len(os.fsencode(name)) > 255:
+        name = f".{hashlib.sha256(os.fsencode(path.name)).hexdigest()}{suffix}"
+    return path.with_name(name)
+
+
+@contextlib.contextmanager
+def _reserved(path: str | Path, suffix: str, *, directory: bool) -> Iterator[tuple[Path, int]]:
+    """Yield the hidden name that belongs to `path`, something empty there, and the descriptor of its lock.
+
+    Afterwards it is removed, where it is still there.
+    """
+    place = hidden(check_output(path), suffix)
     try:
-        directory, lock = _locked_directory(path)
+        handle = _locked(place, directory=directory)
+    except BlockingIOError as error:
+        raise OutputError(
+            f"cannot write {path}: another run is writing it; wait for it, or end it"
+        ) from error
     except OSError as error:
         raise OutputError(f"cannot write {path}: {error.strerror}") from error
     try:
-        yield directory
+        yield place, handle
     finally:
-        os.close(lock)  # first: NFS keeps a file that is open, and the directory with it
-        shutil.rmtree(directory, ignore_errors=True)
+        if _is_at(handle, place):
+            _remove(place)
+        os.close(handle)
 
 
-def _marks(path: Path) -> tuple[str, str]:
-    """What the names of its directories begin and end with; between them are eight characters of chance."""
-    name = os.fsencode(path.name)[:120].decode(errors="ignore")  # a name has room for 255 bytes
-    return f".{name}.writing-", f"-{socket.gethostname()}"
+def _locked(place: Path, *, directory: bool) -> int:
+    """Return the descriptor of a locked file or directory, new or without what a killed run has left there.
 
-
-def _remove_left(path: Path) -> None:
-    prefix, suffix = _marks(path)
-    _remove_all_left(path.parent, re.escape(prefix), suffix)
-
-
-def remove_left_in(directory: str | Path) -> None:
-    """Removes what killed runs have left beside any output in a directory; a live run keeps its own."""
-    _remove_all_left(Path(directory), r"\..+\.writing-", f"-{socket.gethostname()}")
-
-
-def _remove_all_left(directory: Path, prefix: str, suffix: str) -> None:
-    pattern = re.compile(prefix + r"[a-z0-9_]{8}-.+")
-    with contextlib.suppress(OSError):  # a directory that cannot be listed
-        for entry in directory.iterdir():
-            if pattern.fullmatch(entry.name):
-                with contextlib.suppress(OSError):  # another user's, gone meanwhile, or no locks here
-                    _remove_if_left(entry, elsewhere=not entry.name.endswith(suffix))
-
-
-def _remove_if_left(directory: Path, *, elsewhere: bool) -> None:
-    written = max(entry.stat().st_mtime for entry in (directory, *directory.iterdir()))
-    if elsewhere and time.time() - written < SILENCE:
-        return
-    lock = _open_lock(directory)
-    try:
-        if not _take(lock, directory):
-            return
-        shutil.rmtree(directory, ignore_errors=True)
-    finally:
-        os.close(lock)
-    directory.rmdir()  # still there on NFS, empty now; not empty if its run has begun meanwhile
-
-
-def _locked_directory(path: Path) -> tuple[Path, int]:
-    """A new directory, and the descriptor that holds its lock.
-
-    Where the file system knows no locks none is held, and `_remove_left` leaves every directory alone.
+    Raises:
+        BlockingIOError: another run holds the lock.
     """
-    prefix, suffix = _marks(path)
     while True:
-        directory = Path(tempfile.mkdtemp(prefix=prefix, suffix=suffix, dir=path.parent))
-        with contextlib.suppress(FileNotFoundError):  # another run found it unlocked, and removed it
-            lock = _open_lock(directory)
-            try:
-                held = _take(lock, directory)
-            except FileNotFoundError:
-                held = False
-            except OSError:
-                held = True
-            if held:
-                return directory, lock
-            os.close(lock)
+        if directory:
+            place.mkdir(exist_ok=True)
+        flags = os.O_RDONLY if directory else os.O_CREAT | os.O_RDWR
+        handle = os.open(place, flags | os.O_NOFOLLOW, 0o666)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(handle)
+            raise
+        except OSError:  # a file system without locks: who comes later takes the place of who was there
+            pass
+        if _is_at(handle, place):  # else its run has ended since it was opened
+            if not (any(place.iterdir()) if directory else place.stat().st_size):
+                return handle
+            _remove(place)
+        os.close(handle)
 
 
-def _lock_of(directory: Path) -> Path:
-    return directory / directory.name
+def _is_at(handle: int, path: Path) -> bool:
+    """Whether what is open still lies at a path."""
+    with contextlib.suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(handle), path.stat())
+    return False
 
 
-def _open_lock(directory: Path) -> int:
-    return os.open(_lock_of(directory), os.O_CREAT | os.O_RDWR, 0o666)
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink()
 
 
-def _take(lock: int, directory: Path) -> bool:
-    """Whether the lock could be taken, and is still the directory's, which may have been removed."""
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return os.path.samestat(os.fstat(lock), _lock_of(directory).stat())
+        os.fsync(handle)
+    finally:
+        os.close(handle)

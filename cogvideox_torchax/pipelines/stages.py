@@ -6,15 +6,16 @@ is enough to take the generation up from.
 
 import hashlib
 import json
+import reprlib
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 
 from cogvideox_torchax.files import latents as latent_files
-from cogvideox_torchax.files.whole import whole_file
-from cogvideox_torchax.runtime import to_torch, without_torchax
+from cogvideox_torchax.files import reports
+from cogvideox_torchax.files import tensors as tensor_files
 
 FORMAT = "cogvideox-torchax-stage/1"
 TEXT, STEP, LATENTS = "text", "step", "latents"
@@ -108,9 +109,7 @@ def save(
         model: its `fingerprint`.
         done: steps that were taken.
     """
-    from safetensors.torch import save_file
-
-    plain = {key: to_torch(value).contiguous() for key, value in tensors.items() if value is not None}
+    given = {key: value for key, value in tensors.items() if value is not None}
     metadata = {
         "format": FORMAT,
         "stage": name,
@@ -118,8 +117,7 @@ def save(
         "model": model,
         "done": str(done),
     }
-    with whole_file(path_of(directory, name)) as temporary:
-        without_torchax(save_file, plain, temporary, metadata=metadata)
+    tensor_files.save(given, path_of(directory, name), metadata)
 
 
 def forget(directory: str | Path, *names: str) -> None:
@@ -132,34 +130,31 @@ def load(directory: str | Path, name: str) -> Stage:
     """Reads a stage.
 
     Raises:
-        StageError: no such file, or one that is truncated or no stage.
+        StageError: no such file, or one that is truncated, broken or no stage.
     """
     path = path_of(directory, name)
-    metadata, tensors = _read(path)
+    if not path.is_file():
+        raise StageError(f"there is no stage {path}: generate with --save-stages {path.parent} first")
+    metadata, tensors = tensor_files.load(path, StageError)
     if metadata.get("format") != FORMAT or metadata.get("stage") != name:
         raise StageError(
             f"{path} is no {name!r} stage of this program: generate with --save-stages {directory}"
         )
-    request = Request(**json.loads(metadata["request"]))
-    return Stage(path, tensors, request, int(metadata["done"]), metadata["model"])
-
-
-def _read(path: Path) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
-    from safetensors import SafetensorError, safe_open
-
-    if not path.is_file():
-        raise StageError(f"there is no stage {path}: generate with --save-stages {path.parent} first")
-
-    def read() -> tuple[dict[str, str], dict[str, torch.Tensor]]:
-        with safe_open(path, framework="pt") as file:
-            return file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-
     try:
-        return without_torchax(read)
-    except SafetensorError as error:
-        raise StageError(
-            f"{path} is truncated or no safetensors file ({error}): delete it, take up from an earlier one"
-        ) from error
+        request, done = _request(reports.parse(metadata["request"])), int(metadata["done"])
+        return Stage(path, tensors, request, done, metadata["model"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise StageError(f"{path} is broken ({error}): delete it, and generate from the prompt") from error
+
+
+def _request(values: dict[str, Any]) -> Request:
+    """Return the request that JSON holds; `TypeError` where its fields, or their types, are others."""
+    request = Request(**values)
+    for name, kind in get_type_hints(Request).items():
+        value = getattr(request, name)
+        if not isinstance(value, int | float if kind is float else kind):
+            raise TypeError(f"its {name} is {reprlib.repr(value)}")
+    return request
 
 
 def load_latents(directory: str | Path) -> latent_files.Latents:

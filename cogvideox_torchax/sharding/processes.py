@@ -21,7 +21,7 @@ import torch
 from jax.sharding import Mesh
 
 from cogvideox_torchax import runtime
-from cogvideox_torchax.files.whole import OutputError, check_output, followed, whole_file, workplace
+from cogvideox_torchax.files.whole import EXCHANGE, OutputError, exchange_of, hidden, whole_file
 
 PATIENCE = 60
 """Seconds after which the others give up on a process that does not come, or that has gone silent."""
@@ -209,9 +209,9 @@ def parts(array: jax.Array) -> dict[int, list[tuple[Any, tuple[slice, ...]]]]:
 @contextlib.contextmanager
 def exchanging(output: str | Path) -> Iterator[Exchange]:
     """An exchange through a directory beside `output`, which every process has to see; gone afterwards."""
-    output = followed(check_output(output))
-    with workplace(output) if is_first() else contextlib.nullcontext() as directory:
-        directory = output.with_name(_said_by_first("" if directory is None else directory.name))
+    directory = hidden(output, EXCHANGE)
+    with exchange_of(output) if is_first() else contextlib.nullcontext():
+        wait_for_all()  # until the first has emptied it
         directory.mkdir(exist_ok=True)
         try:
             exchange = Exchange(directory)
@@ -224,12 +224,3 @@ def exchanging(output: str | Path) -> Iterator[Exchange]:
             with contextlib.suppress(OSError, OutputError), whole_file(failed) as temporary:
                 temporary.write_text(reason)
             raise
-
-
-def _said_by_first(text: str) -> str:
-    """The first process's text, a file name, in every process."""
-    from jax.experimental import multihost_utils
-
-    padded = np.frombuffer(text.encode().ljust(256, b"\0"), np.uint8)
-    said: Any = multihost_utils.broadcast_one_to_all(padded)
-    return bytes(np.asarray(said)).rstrip(b"\0").decode()

@@ -5,11 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
-from cogvideox_torchax.files.whole import whole_file
-from cogvideox_torchax.runtime import without_torchax
+from cogvideox_torchax.files import tensors
 
 FORMAT = "cogvideox-torchax-training/3"
 NAME = "checkpoint.safetensors"
@@ -34,9 +31,7 @@ def save(directory: Path, state: State, *, step: int, seconds: float, settings: 
         "seconds": repr(seconds),
         "settings": json.dumps(settings, sort_keys=True),
     }
-    tensors = {name: tensor.contiguous() for name, tensor in state.items()}
-    with whole_file(directory / NAME) as temporary:
-        without_torchax(save_file, tensors, temporary, metadata=metadata)
+    tensors.save(state, directory / NAME, metadata)
 
 
 def load(directory: Path, *, settings: dict[str, Any]) -> tuple[State, int, float]:
@@ -48,10 +43,7 @@ def load(directory: Path, *, settings: dict[str, Any]) -> tuple[State, int, floa
     path = directory / NAME
     if not path.is_file():
         raise ValueError(f"there is no {path} to resume: leave out --resume")
-    try:
-        metadata, state = without_torchax(_read, path)
-    except SafetensorError as error:
-        raise ValueError(f"{path} is truncated or no safetensors file ({error})") from error
+    metadata, state = tensors.load(path)
     if metadata.get("format") != FORMAT:
         raise ValueError(f"{path} is no checkpoint of this program, or of another version of it")
     saved = json.loads(metadata["settings"])
@@ -62,8 +54,3 @@ def load(directory: Path, *, settings: dict[str, Any]) -> tuple[State, int, floa
                 "give the same, or another directory"
             )
     return state, int(metadata["step"]), float(metadata["seconds"])
-
-
-def _read(path: Path) -> tuple[dict[str, str], State]:
-    with safe_open(path, framework="pt") as file:
-        return file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118

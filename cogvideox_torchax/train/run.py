@@ -103,7 +103,7 @@ class Run:
                 csv.writer(file).writerow((self.trainer.step_number, minutes, one.clip, one.psnr, one.ssim))
         for clip, one in zip(self._held_out, found, strict=True):
             with whole_file(self._directory / f"{clip.name}.png") as temporary:
-                contact_sheet(clip.frames, one.frames).save(temporary)
+                contact_sheet(clip.frames, one.frames).save(temporary, "PNG")
         return found
 
     def save(self) -> None:

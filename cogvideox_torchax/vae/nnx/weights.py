@@ -115,7 +115,7 @@ def from_torch(tensors: dict[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
 def save(state: nnx.State, config: FlaxAutoencoderKLCogVideoXConfig, directory: str | Path) -> None:
     """Writes config.json and the weights as diffusers' `save_pretrained` does, in one file."""
     from diffusers import __version__
-    from safetensors.numpy import save_file
+    from safetensors.numpy import save as serialized
 
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
@@ -124,4 +124,4 @@ def save(state: nnx.State, config: FlaxAutoencoderKLCogVideoXConfig, directory: 
     with whole_file(directory / "config.json") as temporary:
         temporary.write_text(fields)
     with whole_file(directory / f"{checkpoint.WEIGHTS_STEM}.safetensors") as temporary:
-        save_file(state_dict(state), temporary, metadata={"format": "pt"})
+        temporary.write_bytes(serialized(state_dict(state), metadata={"format": "pt"}))

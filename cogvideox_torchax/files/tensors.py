@@ -1,0 +1,45 @@
+"""Read and write safetensors files of PyTorch tensors."""
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+
+from cogvideox_torchax.files.whole import whole_file
+from cogvideox_torchax.runtime import to_torch, without_torchax
+
+
+def save(tensors: Mapping[str, torch.Tensor], path: str | Path, metadata: dict[str, str]) -> None:
+    """Write tensors, which may lie on JAX, and metadata: whole or not at all."""
+    from safetensors.torch import save as serialized
+
+    plain = {name: to_torch(tensor).contiguous() for name, tensor in tensors.items()}
+    data = without_torchax(serialized, plain, metadata=metadata)
+    with whole_file(path) as temporary:  # safetensors' own writer would put another file in its place
+        temporary.write_bytes(data)
+
+
+def load(
+    path: Path, refused: type[ValueError] = ValueError
+) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
+    """Return the metadata and the tensors of a file; `refused` is raised where it cannot be read."""
+    from safetensors import safe_open
+
+    def read() -> tuple[dict[str, str], dict[str, torch.Tensor]]:
+        with safe_open(path, framework="pt") as file:
+            return file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+
+    with readable(path, refused):
+        return without_torchax(read)
+
+
+@contextlib.contextmanager
+def readable(path: str | Path, refused: type[ValueError]) -> Iterator[None]:
+    """Raise `refused` for what safetensors finds wrong with a file."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (SafetensorError, OSError) as error:
+        raise refused(f"{path} is truncated or no safetensors file ({error})") from error
