@@ -72,6 +72,7 @@ def whole_file(path: str | Path, *, directory: bool = False) -> Iterator[Path]:
         OutputError: `path` cannot be written, or another run is writing it.
     """
     path = followed(path)
+    _remove_left(hidden(path, EXCHANGE))
     with _reserved(path, WRITING, directory=directory) as (place, handle):
         yield place
         if not _is_at(handle, place):
@@ -151,6 +152,17 @@ def _locked(place: Path, *, directory: bool) -> int:
                 return handle
             _remove(place)
         os.close(handle)
+
+
+def _remove_left(place: Path) -> None:
+    """Remove what a killed run has left; where files cannot be locked it stays, as its run may be alive."""
+    with contextlib.suppress(OSError):
+        handle = os.open(place, os.O_RDONLY)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _remove(place)
+        finally:
+            os.close(handle)
 
 
 def _is_at(handle: int, path: Path) -> bool:

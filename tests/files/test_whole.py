@@ -173,11 +173,15 @@ def test_a_file_has_the_umasks_mode(tmp_path, umask, mode):
     assert (tmp_path / "a").stat().st_mode & 0o777 == mode
 
 
-def test_the_directory_of_an_exchange_is_gone_afterwards_whatever_is_in_it(tmp_path):
+def test_the_directory_of_an_exchange_goes_with_its_run_or_with_the_next_one_of_the_output(tmp_path):
     directory = whole.hidden(tmp_path / "a", whole.EXCHANGE)
-    directory.mkdir()
-    (directory / "left").touch()
-    with whole.exchange_of(tmp_path / "a"):
-        assert listed(directory) == []
-        (directory / "part").write_text("x")
-    assert listed(tmp_path) == []
+    for next_run in (lambda: write(tmp_path / "a"), lambda: contextlib.nullcontext()):
+        directory.mkdir()
+        (directory / "left").touch()
+        next_run()
+        with whole.exchange_of(tmp_path / "a"):
+            assert listed(directory) == []
+            (directory / "part").write_text("x")
+            write(tmp_path / "a")
+            assert listed(directory) == ["part"]
+        assert listed(tmp_path) == ["a"]
