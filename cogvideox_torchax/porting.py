@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 Portable = TypeVar("Portable")
 
+# At import: who turns torchax on by hand and then loads has called nothing of this package yet.
 around_from_pretrained(without_torchax)
 
 
@@ -26,14 +27,16 @@ def port(model_or_pipeline: Portable, *, mesh: "Mesh | None" = None, split: str 
     under the same names, `state_dict()` and `isinstance` do not change, and plain torch tensors go on running
     natively. Move the result with `.to("jax")` to run it on JAX.
 
-    A pipeline (text, image or video to video, or control) is moved as well: torchax is turned on, text
-    encoder and transformer become a program each, every weight goes to JAX, and the pipeline's own call runs
-    there. Of any other pipeline the VAE alone is ported, and not moved.
+    A pipeline (text, image or video to video, or control) is moved as well: text encoder and transformer
+    become a program each, every weight goes to JAX, and the pipeline's own call runs there; a part that is
+    None stays so. torchax is on while its methods run, and not after. Of any other pipeline the VAE alone is
+    ported, and not moved.
 
     Porting twice is porting once.
 
     Args:
-        model_or_pipeline: a diffusers `AutoencoderKLCogVideoX`, or a pipeline whose `vae` is one.
+        model_or_pipeline: a diffusers `AutoencoderKLCogVideoX`, or a pipeline whose `vae` is one
+            or, of CogVideoX, None.
         mesh: of `make_mesh`, to run split over it. None leaves it as it is: on one device, or on the mesh of
             an earlier `port`.
         split: what of a pipeline's transformer is split over "tp": "tokens", with weights whole on every
@@ -54,12 +57,9 @@ def port(model_or_pipeline: Portable, *, mesh: "Mesh | None" = None, split: str 
 
     from cogvideox_torchax.vae.torchax.autoencoder import port_vae
 
-    vae = (
-        model_or_pipeline
-        if isinstance(model_or_pipeline, nn.Module)
-        else getattr(model_or_pipeline, "vae", None)
-    )
-    if not isinstance(vae, DiffusersAutoencoder):
+    whole = isinstance(model_or_pipeline, nn.Module)
+    vae = model_or_pipeline if whole else getattr(model_or_pipeline, "vae", None)
+    if not isinstance(vae, DiffusersAutoencoder) and (vae is not None or not _is_pipeline(model_or_pipeline)):
         raise ValueError(
             f"port got {type(model_or_pipeline).__name__}: it takes diffusers' AutoencoderKLCogVideoX, or a "
             "pipeline whose vae is one"
@@ -74,20 +74,21 @@ def port(model_or_pipeline: Portable, *, mesh: "Mesh | None" = None, split: str 
         from cogvideox_torchax.sharding import check_mesh
 
         check_mesh(mesh)  # before anything is changed
-    if vae is model_or_pipeline or not _port_whole(model_or_pipeline, mesh, split):
-        ported = port_vae(vae)
-        if mesh is not None:
-            ported.place_on(mesh)
+    if _is_pipeline(model_or_pipeline):
+        from cogvideox_torchax.pipelines.port import port_pipeline
+
+        port_pipeline(model_or_pipeline, mesh, split)
+        return model_or_pipeline
+    ported = port_vae(vae)  # pyright: ignore[reportArgumentType]
+    if mesh is not None:
+        ported.place_on(mesh)
     return model_or_pipeline
 
 
-def _port_whole(pipeline: Any, mesh: "Mesh | None", split: str | None) -> bool:
-    """Ports one of diffusers' own pipelines for CogVideoX; of any other the VAE alone is ported."""
-    if importlib.util.find_spec("transformers") is None:
+def _is_pipeline(candidate: Any) -> bool:
+    """Return whether it is one of diffusers' CogVideoX pipelines, which are ported whole."""
+    if isinstance(candidate, nn.Module) or importlib.util.find_spec("transformers") is None:
         return False
-    from cogvideox_torchax.pipelines.port import is_pipeline, port_pipeline
+    from cogvideox_torchax.pipelines.port import is_pipeline
 
-    if not is_pipeline(pipeline):
-        return False
-    port_pipeline(pipeline, mesh, split)
-    return True
+    return is_pipeline(candidate)

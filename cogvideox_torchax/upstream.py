@@ -4,10 +4,11 @@ Where a release takes one away, this file changes and no other; `tests/test_upst
 are made when they are asked for.
 """
 
+import contextlib
 import copyreg
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from cogvideox_torchax.versions import TESTED, installed
@@ -37,6 +38,41 @@ def torchax_is_on() -> bool:
     mode = _part("torchax", sys.modules["torchax.tensor"], "XLAFunctionMode")
     stack = _part("torch", torch.overrides, "_get_current_function_mode_stack")
     return any(isinstance(active, mode) for active in stack())
+
+
+@contextlib.contextmanager
+def torchax_off() -> Iterator[None]:
+    """While it is open, torchax's modes are off this thread's stacks, wherever they lie between others.
+
+    Needs torch's stacks of function modes and of dispatch modes, which have no public way to take one off
+    that is not the last.
+    """
+    import torch.overrides
+    import torch.utils._python_dispatch
+
+    stacks = (
+        (torch.overrides, "_get_current_function_mode_stack", "XLAFunctionMode"),
+        (
+            torch.utils._python_dispatch,
+            "_get_current_dispatch_mode_stack",
+            "XLADispatchMode",
+        ),
+    )
+    with contextlib.ExitStack() as restored:
+        for owner, modes, kind in stacks:
+            current, push, pop = (_part("torch", owner, name) for name in (modes, "_push_mode", "_pop_mode"))
+            before = current()
+            ours = _part("torchax", sys.modules["torchax.tensor"], kind)
+
+            def put(modes: list[Any], current: Any = current, push: Any = push, pop: Any = pop) -> None:
+                for _ in current():
+                    pop()
+                for mode in modes:
+                    push(mode)
+
+            restored.callback(put, before)
+            put([mode for mode in before if not isinstance(mode, ours)])
+        yield
 
 
 def replace_array(tensor: Any, move: Callable[[Any], Any]) -> Any:

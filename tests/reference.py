@@ -65,9 +65,8 @@ def _answer(kind, stock, given, compute):
 
     key = kind, id(stock), tuple(given.shape), given.dtype, given.float().numpy().tobytes()
     if key not in _answers:
-        with_no_gradient = torch.no_grad()(compute)  # which a thread of its own has to be told
         # Where torchax is on, each of PyTorch's own operations takes its way too.
-        _answers[key] = stock, without_torchax(with_no_gradient)  # kept, the model keeps its id
+        _answers[key] = stock, without_torchax(torch.no_grad()(compute))  # kept, the model keeps its id
     return _answers[key][1].clone()
 
 

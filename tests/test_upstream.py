@@ -5,7 +5,6 @@ import copy
 import importlib
 import inspect
 import pickle
-import threading
 
 import accelerate
 import diffusers
@@ -19,6 +18,7 @@ from diffusers.models.embeddings import CogVideoXPatchEmbed
 from diffusers.models.modeling_utils import ModelMixin
 from diffusers.pipelines.pipeline_loading_utils import _fetch_class_library_tuple
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from cogvideox_torchax import AutoencoderKLCogVideoX, runtime, upstream
 from cogvideox_torchax.pipelines import networks
@@ -45,15 +45,19 @@ def test_torchax_on_is_seen_in_torchs_stack_of_modes():
 
 
 @pytest.mark.usefixtures("torchax_off")
-def test_a_fresh_thread_has_none_of_torchs_modes():
-    torchax.enable_globally()
-    seen = []
-    thread = threading.Thread(target=lambda: seen.append(upstream.torchax_is_on()))
-    thread.start()
-    thread.join()
-    assert seen == [False], (
-        "torchax's modes now reach other threads: runtime.without_torchax needs another way"
-    )
+def test_torchax_is_taken_off_from_between_other_modes_and_put_back():
+    def stacks():
+        return (
+            torch.overrides._get_current_function_mode_stack(),
+            torch.utils._python_dispatch._get_current_dispatch_mode_stack(),
+        )
+
+    with torch.device("cpu"), torchax.default_env(), FlopCounterMode(display=False), torch.device("cpu"):
+        before = stacks()
+        with upstream.torchax_off():
+            assert [len(stack) for stack in stacks()] == [len(stack) - 1 for stack in before]
+            assert not any("XLA" in type(mode).__name__ for stack in stacks() for mode in stack)
+        assert stacks() == before
 
 
 def test_a_parameter_on_jax_takes_another_array_and_stays_the_same_object():

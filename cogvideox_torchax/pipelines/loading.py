@@ -68,7 +68,6 @@ def load_pipeline(
         raise ModelError(
             f"{directory} holds a {index['_class_name']}: load it by its own class, and port the VAE alone"
         )
-    runtime.enable()
     fed = {
         part: _fed(directory / part, part, torch_dtype, variant, mesh, split)
         for part in STEMS

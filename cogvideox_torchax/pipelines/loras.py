@@ -55,5 +55,4 @@ def _on_host(network: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        network.port_layers()
         network.place()

@@ -6,6 +6,7 @@ takes the inherited forward, a torchax tensor one compiled program.
 Axis letters: N videos, S positions of a sequence (text first, then patches), H heads, D channels of a head.
 """
 
+import contextlib
 import functools
 from collections.abc import Hashable
 from typing import Any
@@ -136,17 +137,6 @@ class Compiled(PortedModel):
         program = self._program(network)
         return program, program.weights(network)
 
-    def to(self, *args: Any, **kwargs: Any) -> Any:
-        """As torch's; what comes back to JAX lies on its mesh again, and what is tied stays tied."""
-        device, dtype = runtime.device_and_dtype(args, kwargs)
-        if device is None or torch.device(device).type != "jax":
-            return super().to(*args, **kwargs)
-        if dtype is not None:
-            super().to(dtype)
-        self.port_layers()
-        self.place()
-        return self
-
     def port_layers(self) -> None:
         """Gives layers that were added later, as a LoRA's are, their ported classes."""
         port_network(self)
@@ -161,6 +151,7 @@ class Compiled(PortedModel):
         Raises:
             ValueError: a mesh not made by `make_mesh`, or one that does not divide the weights.
         """
+        self.port_layers()
         mesh = mesh if mesh is not None or split is None else self.mesh
         if mesh is not None:
             self.place_on(mesh, split)
@@ -169,9 +160,7 @@ class Compiled(PortedModel):
     def put_weight(self, name: str, array: Any) -> Any:
         """A weight, a NumPy or a JAX array, on the default device, or as the mesh has it."""
         if self.mesh is None:
-            import jax.numpy as jnp
-
-            return jnp.asarray(array)
+            return runtime.on_default_device(name, array)
         from cogvideox_torchax.sharding import sequences
 
         return sequences.put_weight(self.mesh, name, array, self.split)
@@ -282,7 +271,10 @@ class CogVideoXTransformer3DModel(Compiled, DiffusersTransformer):
             image_rotary_emb=image_rotary_emb,
             positions=patch_embed.table_for(height, width, frames),
         )
-        sample = runtime.without_gradient(self, hidden_states, run, "on JAX a transformer has no gradients")
+        with runtime.active():
+            sample = runtime.without_gradient(
+                self, hidden_states, run, "on JAX a transformer has no gradients"
+            )
         sample = prediction(sample)
         return Transformer2DModelOutput(sample=sample) if return_dict else (sample,)
 
@@ -300,9 +292,10 @@ class T5EncoderModel(Compiled, TransformersT5Encoder):
         inputs_embeds: torch.Tensor | None = None,
         **options: Any,
     ) -> Any:
-        on_torch = not on_jax(next(self.parameters()))
+        on_torch = not runtime.is_on_jax(self)
         if on_torch or any(value is not None for value in options.values()):
-            return super().forward(input_ids, attention_mask, inputs_embeds, **options)
+            with contextlib.nullcontext() if on_torch else runtime.active():
+                return super().forward(input_ids, attention_mask, inputs_embeds, **options)
         hidden = self.run_program(
             self.options(),
             input_ids=input_ids,

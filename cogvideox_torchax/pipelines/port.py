@@ -52,15 +52,16 @@ def port_pipeline(pipe: Any, mesh: Any = None, split: str | None = None) -> None
         check_mesh(mesh)
     for network in others:
         _check(network, mesh, split)
-    vae = port_vae(pipe.vae)
-    if mesh is not None:
-        vae.place_on(mesh)
-    runtime.enable()
     for network in others:
         networks.port_network(network)
         network.place(mesh, split)
-    torch.nn.Module.to(pipe.vae, "jax")
-    port_scheduler(pipe.scheduler)
+    if pipe.vae is not None:
+        vae = port_vae(pipe.vae)
+        if mesh is not None:
+            vae.place_on(mesh)
+        vae.place()
+    if pipe.scheduler is not None:
+        port_scheduler(pipe.scheduler)
     if not isinstance(pipe, PortedPipeline):
         pipe.__class__ = _ported_class(type(pipe))
 
@@ -87,9 +88,10 @@ def _port_again(make: Callable[..., Any], kind: type, pipeline: Any, **options: 
     made = make(kind, pipeline, **options)
     if not isinstance(pipeline, PortedPipeline) or not is_pipeline(made):
         return made
-    if runtime.on_jax(next(pipeline.transformer.parameters())):
-        split = pipeline.transformer.split
-        port_pipeline(made, pipeline.vae.mesh, split and split.over_tp)
+    parts = [part for part in (pipeline.transformer, pipeline.vae, pipeline.text_encoder) if part is not None]
+    if parts and runtime.is_on_jax(parts[0]):
+        split = getattr(parts[0], "split", None)
+        port_pipeline(made, parts[0].mesh, split and split.over_tp)
     else:  # moved to the host, where the two share their parts
         made.__class__ = _ported_class(type(made))
     return made
@@ -114,7 +116,7 @@ class PortedPipeline(PickledAsStock, DiffusionPipeline):
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """As diffusers' `to`; "cuda" and "jax" name the devices that `port` has put the pipeline on."""
         device, dtype = runtime.device_and_dtype(args, kwargs)
-        if device is None or torch.device(device).type not in ("cuda", "jax"):
+        if device is None or not (runtime.is_jax_device(device) or torch.device(device).type == "cuda"):
             return super().to(*args, **kwargs)
         port_pipeline(self)  # it may have been moved to the host
         return self if dtype is None else super().to(dtype)
@@ -133,7 +135,8 @@ class PortedPipeline(PickledAsStock, DiffusionPipeline):
     def decode_latents(self, latents: torch.Tensor) -> torch.Tensor:
         """Latents (N, T, C, H, W) to frames (N, 3, T', H', W') on the host, where each chunk goes while the
         next is computed."""
-        z = 1 / self.vae_scaling_factor_image * latents.permute(0, 2, 1, 3, 4)
+        with runtime.active():
+            z = 1 / self.vae_scaling_factor_image * latents.permute(0, 2, 1, 3, 4)
         return torch.cat(list(self.vae.decode_stream(z)), dim=2)
 
 
@@ -149,7 +152,6 @@ def _ported_class(kind: type) -> type:
 
     @functools.wraps(inherited.__call__)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        runtime.enable()
         port_scheduler(self.scheduler)
         try:
             given = inspect.signature(inherited.__call__).bind(self, *args, **kwargs).arguments
@@ -169,8 +171,9 @@ def _ported_class(kind: type) -> type:
         inherited.check_inputs(self, *args, **kwargs)
 
     members = {
+        **{name: _on_torchax(getattr(kind, name)) for name in _own_methods(kind)},
         "__module__": kind.__module__,
-        "__call__": call,
+        "__call__": _on_torchax(call),
         "check_inputs": check_inputs,
         **upstream.rotary_tables(inherited, _beside_the_transformer),
         **loras.of_pipeline(kind),
@@ -178,8 +181,24 @@ def _ported_class(kind: type) -> type:
     return type(kind.__name__, (PortedPipeline, kind), members)
 
 
+def _own_methods(kind: type) -> list[str]:
+    """The methods that a pipeline's class adds to diffusers' base, which a user may call by themselves."""
+    bases = kind.__mro__[: kind.__mro__.index(DiffusionPipeline)]
+    names = {name for base in bases for name, found in vars(base).items() if inspect.isfunction(found)}
+    return [name for name in names if not name.startswith("__") and not hasattr(PortedPipeline, name)]
+
+
+def _on_torchax(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with runtime.active():
+            return method(*args, **kwargs)
+
+    return call
+
+
 def _beside_the_transformer(pipe: Any, table: torch.Tensor) -> torch.Tensor:
-    return runtime.to_jax(table) if runtime.on_jax(next(pipe.transformer.parameters())) else table
+    return runtime.to_jax(table) if runtime.is_on_jax(pipe.transformer) else table
 
 
 def check_size(height: int, width: int, config: Any, spatial_scale: int) -> None:

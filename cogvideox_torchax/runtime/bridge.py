@@ -7,13 +7,12 @@ stays in native PyTorch never pays for it.
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 
 from cogvideox_torchax.runtime.compile_cache import configure_compile_cache
-from cogvideox_torchax.upstream import teach_copying, torchax_is_on
+from cogvideox_torchax.upstream import teach_copying, torchax_is_on, torchax_off
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 """The types of PyTorch's own tensors; one on JAX has a type of torchax's."""
@@ -53,29 +52,41 @@ def is_enabled() -> bool:
 
 @contextlib.contextmanager
 def active() -> Iterator[None]:
-    """While it is open, this thread's torch calls go through torchax, whether or not it has enabled it."""
-    if is_enabled():
+    """While it is open, this thread's torch calls go through torchax, whether or not it has enabled it.
+
+    Inference mode is off meanwhile, gradients are as they were: in it torch takes operations apart no more
+    (`chunk`, `split`), of which torchax has the parts alone.
+    """
+    gradients = torch.is_grad_enabled()
+    modes = contextlib.nullcontext() if is_enabled() else import_torchax().default_env()
+    with modes, torch.inference_mode(False), torch.set_grad_enabled(gradients):
         yield
-    else:
-        with import_torchax().default_env():
-            yield
 
 
 def without_torchax(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Calls `function` where torchax is off: its modes belong to a thread, so a fresh thread has none.
+    """Calls `function` with torchax off, all else as this thread has it.
 
     Loading safetensors and building on `torch.device("meta")` go wrong while torchax is on.
     """
-    if not is_enabled():
+    with torchax_off() if is_enabled() else contextlib.nullcontext():
         return function(*args, **kwargs)
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(function, *args, **kwargs).result()
 
 
 def on_jax(tensor: torch.Tensor) -> bool:
     """Whether a tensor lives on JAX (a torchax tensor or a view of one) rather than in PyTorch itself."""
     # torchax's mode turns each attribute of a plain tensor into a call of its own.
     return type(tensor) not in PLAIN and tensor.device.type == "jax"
+
+
+def is_on_jax(module: torch.nn.Module) -> bool:
+    """Return whether a module's weights lie on JAX, by its first one."""
+    first = next(module.parameters(), None)
+    return first is not None and on_jax(first)
+
+
+def is_jax_device(device: Any) -> bool:
+    """Return whether "jax", or one of its devices, is named: a name that torch itself may not know yet."""
+    return str(device).partition(":")[0] == "jax"
 
 
 def torch_view(jax_function: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,5 +1,6 @@
 """What every ported object shares: its mesh, its copies and its pickles."""
 
+import contextlib
 import copy
 from typing import Any
 
@@ -8,8 +9,8 @@ from torch import nn
 
 from cogvideox_torchax import upstream
 from cogvideox_torchax.runtime.arrays import device_and_dtype, to_torch
-from cogvideox_torchax.runtime.bridge import without_torchax
-from cogvideox_torchax.runtime.weights import replace_weights
+from cogvideox_torchax.runtime.bridge import active, is_jax_device, is_on_jax, without_torchax
+from cogvideox_torchax.runtime.weights import put_weights, replace_weights
 
 
 def stock_class(model: Any) -> type:
@@ -80,11 +81,25 @@ class PortedModel(Copied, nn.Module):
         return self._mesh
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """As torch's; on the host weights have memory of their own, and what is tied stays tied."""
-        device, _ = device_and_dtype(args, kwargs)
+        """As torch's, whether or not torchax is on; what is tied stays tied, and weights on the host have
+        memory of their own."""
+        device, dtype = device_and_dtype(args, kwargs)
+        if is_jax_device(device):
+            if dtype is not None:
+                self.to(dtype)
+            self.place()
+            return self
         if device is not None and torch.device(device).type == "cpu":
             without_torchax(replace_weights, self, to_torch)
         return super().to(*args, **kwargs)
+
+    def place(self) -> None:
+        """Puts the weights on JAX's default device."""
+        put_weights(self)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        with active() if is_on_jax(self) else contextlib.nullcontext():
+            return super()._apply(fn, recurse)
 
     def cpu(self) -> Any:
         """As `to("cpu")`."""

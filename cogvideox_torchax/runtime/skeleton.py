@@ -3,7 +3,7 @@
 import copy
 from collections import OrderedDict
 from collections.abc import Callable
-from types import MethodType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any, TypeVar
 
 import torch
@@ -20,9 +20,11 @@ Module = TypeVar("Module", bound=nn.Module)
 PROCESSOR = "processor"
 """The attribute in which diffusers' attention keeps the object that computes it, which may have a state."""
 
+CONTAINERS = (dict, OrderedDict, list, set, tuple)
+
 
 def skeleton(module: Module) -> Module:
-    """The module tree with the same parameters and attributes, but modules, dictionaries and attention
+    """The module tree with the same parameters and attributes, but modules, containers and attention
     processors of its own.
 
     What tracing swaps in for parameters, and hooks that it adds, never reach the user's modules, which other
@@ -51,13 +53,10 @@ def _copied(module: Module, done: dict[int, Any]) -> Module:
     elif id(module) not in done:
         copied = done[id(module)] = object.__new__(type(module))
         attributes = {
-            name: value.copy() if type(value) in (dict, OrderedDict) else value
+            name: _own(value, done, name == PROCESSOR)  # the processor of one block may be that of all
             for name, value in vars(module).copy().items()
             if name not in MADE_OF_IT
         }
-        if PROCESSOR in attributes:
-            processor = attributes[PROCESSOR]  # that of one block may be that of all
-            attributes[PROCESSOR] = done.setdefault(id(processor), copy.copy(processor))
         forward = attributes.get("forward")
         if isinstance(forward, MethodType) and forward.__self__ is module:
             attributes["forward"] = MethodType(forward.__func__, copied)
@@ -66,6 +65,36 @@ def _copied(module: Module, done: dict[int, Any]) -> Module:
         }
         vars(copied).update(attributes)
     return done[id(module)]
+
+
+def has_state(value: Any) -> bool:
+    """Return whether it is an object with attributes, and no module, tensor, class or function."""
+    others = nn.Module | torch.Tensor | type | ModuleType | FunctionType | MethodType
+    return hasattr(value, "__dict__") and not isinstance(value, others)
+
+
+def _own(value: Any, done: dict[int, Any], of_processor: bool) -> Any:
+    """A container, at any depth, as one of its own; so is a processor, and each object that it holds."""
+    if id(value) in done:
+        return done[id(value)]
+
+    def own(item: Any) -> Any:
+        return _own(item, done, of_processor)
+
+    if of_processor and has_state(value):
+        done[id(value)] = copied = copy.copy(value)
+        vars(copied).update({name: own(item) for name, item in vars(value).items()})
+    elif type(value) in (dict, OrderedDict):
+        done[id(value)] = copied = type(value)()
+        copied.update((name, own(item)) for name, item in value.items())
+    elif type(value) is list:
+        done[id(value)] = copied = []
+        copied.extend(map(own, value))
+    elif type(value) in CONTAINERS:
+        done[id(value)] = copied = type(value)(map(own, value))
+    else:
+        return value
+    return copied
 
 
 def weightless(module: Module) -> Module:

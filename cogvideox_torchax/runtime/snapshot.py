@@ -1,17 +1,15 @@
 """What a program was traced from, so that it is not run for anything else."""
 
 import weakref
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import nn
 
 from cogvideox_torchax.runtime.models import MADE_OF_IT
-from cogvideox_torchax.runtime.skeleton import PROCESSOR
+from cogvideox_torchax.runtime.skeleton import CONTAINERS, PROCESSOR, has_state
 
 TREE = frozenset({"_modules", "_parameters", "_buffers"})
-CONTAINERS = (dict, OrderedDict, list, set)
 
 
 class Snapshot:
@@ -23,6 +21,10 @@ class Snapshot:
 
     def __init__(self, root: nn.Module):
         self._modules = [_Seen(module) for module in _tree(root)]
+        contents = _contents(seen.attributes for seen in self._modules)
+        # Most are hooks that nobody has registered: they are asked before every call.
+        self._empty = [container for container, items in contents if not items]
+        self._contents = [(container, items) for container, items in contents if items]
         self._weights = _weight_pattern(_tree(root))
 
     def holds(self, root: nn.Module) -> bool:
@@ -34,6 +36,8 @@ class Snapshot:
             and all(
                 seen.module() is module for seen, module in zip(self._modules[1:], modules[1:], strict=True)
             )
+            and not any(self._empty)
+            and all(_same(_items(container), items) for container, items in self._contents)
             and self._weights == _weight_pattern(modules)
         )
 
@@ -44,35 +48,49 @@ class _Seen:
     def __init__(self, module: nn.Module):
         self.module = weakref.ref(module)
         self._type = type(module)
-        self._attributes = {
+        self.attributes = {
             name: value
             for name, value in vars(module).copy().items()
             if name not in TREE and name not in MADE_OF_IT
         }
-        held = [value for value in self._attributes.values() if type(value) in CONTAINERS]
-        if hasattr(self._attributes.get(PROCESSOR), "__dict__"):
-            held.append(vars(self._attributes[PROCESSOR]))
-        self._contents = [(container, _items(container)) for container in held]
+        # Ids alone: kept, the dictionaries of weights would keep the weights.
+        self._ids = tuple(map(id, vars(module).values()))
 
     def is_still(self, module: nn.Module) -> bool:
         attributes = vars(module)
+        if type(module) is self._type and tuple(map(id, attributes.values())) == self._ids:
+            return True
         made = len(attributes.keys() & MADE_OF_IT)
-        if type(module) is not self._type or len(attributes) != len(self._attributes) + len(TREE) + made:
+        if type(module) is not self._type or len(attributes) != len(self.attributes) + len(TREE) + made:
             return False
-        for name, value in self._attributes.items():
+        for name, value in self.attributes.items():
             found = attributes.get(name, self)
             if found is not value and not (type(value) in CONTAINERS and _same(_items(found), _items(value))):
                 return False
-        # Most are hooks that nobody has registered: this is asked before every call.
-        return all(
-            not (container or items) or _same(_items(container), items) for container, items in self._contents
-        )
+        return True
+
+
+def _contents(modules: Iterable[dict[str, Any]]) -> list[tuple[Any, list[Any]]]:
+    """Return every container that modules' attributes hold, at any depth, each with its items as they are.
+
+    Of a processor, and of the objects that it holds, the container is that of their attributes.
+    """
+    found: dict[int, tuple[Any, list[Any]]] = {}
+    for attributes in modules:
+        waiting = [(value, name == PROCESSOR) for name, value in attributes.items()]
+        while waiting:
+            value, of_processor = waiting.pop()
+            container = vars(value) if of_processor and has_state(value) else value
+            if type(container) in CONTAINERS and id(container) not in found:
+                found[id(container)] = container, _items(container)
+                waiting.extend((item, of_processor) for item in found[id(container)][1])
+    return list(found.values())
 
 
 def _items(container: Any) -> list[Any]:
     if isinstance(container, dict):
         return [*container.keys(), *container.values()]
-    return list(container) if isinstance(container, list | set) else [container]
+    return list(container) if isinstance(container, list | set | tuple) else [container]
 
 
 def _same(found: list[Any], before: list[Any]) -> bool:

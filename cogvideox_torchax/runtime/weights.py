@@ -32,6 +32,16 @@ def assign(tensor: torch.Tensor, value: torch.Tensor) -> None:
     replace_array(tensor, lambda _: array_of(value))
 
 
+def on_default_device(_name: str, array: Any) -> Any:
+    """Return a NumPy array on JAX's default device, in memory of its own; one on JAX where it is."""
+    import jax
+    import jax.numpy as jnp
+
+    return array if isinstance(array, jax.Array) else jnp.array(array)
+
+
+# In inference mode torch would make parameters that nobody can train, and that take no in-place change.
+@torch.inference_mode(False)
 def replace_weights(module: nn.Module, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Gives a module other parameters and buffers, each made once of the one before: what is tied stays tied.
 
@@ -61,7 +71,8 @@ def _remade(tensor: torch.Tensor, make: Callable[[torch.Tensor], torch.Tensor]) 
     return parameter
 
 
-def put_weights(module: nn.Module, place: Callable[[str, Any], Any]) -> None:
+@torch.inference_mode(False)
+def put_weights(module: nn.Module, place: Callable[[str, Any], Any] = on_default_device) -> None:
     """Puts a module's parameters and buffers on JAX, each once and under its name: what is tied stays tied.
 
     Args:
@@ -78,6 +89,7 @@ def put_weights(module: nn.Module, place: Callable[[str, Any], Any]) -> None:
             setattr(owner, name, put[id(tensor)])
 
 
+@torch.inference_mode(False)
 def feed_weights(
     module: nn.Module, tensors: Iterable[tuple[str, np.ndarray]], place: Callable[[str, Any], Any]
 ) -> tuple[set[str], list[str]]:

@@ -104,7 +104,7 @@ def report_network(network: Any, tensors: dict[str, Any]) -> Report:
     """
     if network.mesh is None:
         raise ValueError("report got a network without a mesh: port(pipe, mesh=make_mesh(dp, tp)) first")
-    runtime.enable()
+    runtime.configure_compile_cache()
     program = network.build_program()
     shape = next(iter(tensors.values()))[0]
     return _read(

@@ -41,9 +41,11 @@ def bar(monkeypatch):
 
 
 def run(nodes, name, **given):
-    """As ComfyUI runs a node: an instance, and the method that FUNCTION names, by keywords."""
+    """As ComfyUI runs a node: an instance, and the method that FUNCTION names, by keywords, in inference
+    mode."""
     kind = nodes.NODE_CLASS_MAPPINGS[f"CogVideoXTorchax{name}"]
-    result = getattr(kind(), kind.FUNCTION)(**given)
+    with torch.inference_mode():
+        result = getattr(kind(), kind.FUNCTION)(**given)
     assert len(result) == len(kind.RETURN_TYPES)
     return result[0]
 

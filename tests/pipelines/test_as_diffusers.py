@@ -11,11 +11,10 @@ TOLERANCE = 1e-4
 """Of what comes out after two steps, in float32."""
 
 
-def build():
+def build(**components):
     transformer = small_pipelines.transformer("5b", num_layers=1)
-    return small_pipelines.build(
-        transformer=transformer, text_encoder=small_pipelines.text_encoder(num_layers=1)
-    )
+    text_encoder = small_pipelines.text_encoder(num_layers=1)
+    return small_pipelines.build(**{"transformer": transformer, "text_encoder": text_encoder, **components})
 
 
 def result(pipe, **overrides):
@@ -25,6 +24,26 @@ def result(pipe, **overrides):
 
 def latents(pipe, **overrides):
     return result(pipe, output_type="latent", **overrides)
+
+
+@pytest.mark.usefixtures("torchax_off")
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.slow_cases("no_grad")
+def test_prompts_encoded_by_themselves_give_the_same_video_and_leave_torchax_off(mode):
+    """As diffusers' documents have it: a pipeline without VAE and transformer, then one without encoder."""
+    stock = build()
+    want, given = latents(stock), {"max_sequence_length": 16, "do_classifier_free_guidance": False}
+    with mode():
+        encoder = port(build(vae=None, transformer=None))
+        prompt_embeds, _ = encoder.encode_prompt("a panda plays a guitar", **given)
+        pipe = port(build(text_encoder=None, tokenizer=None))
+        assert not runtime.is_enabled()
+        for made in (pipe, type(pipe).from_pipe(pipe), pipe.to("jax")):
+            got = latents(made, prompt=None, prompt_embeds=prompt_embeds)
+            assert relative_error(got, want) < TOLERANCE
+            assert not runtime.is_enabled()
+        frames = pipe.decode_latents(pipe.prepare_latents(1, 16, 5, 8, 16, torch.float32, "jax", None))
+        assert (frames.device.type, runtime.is_enabled()) == ("cpu", False)
 
 
 @pytest.mark.parametrize("mesh", [None, (1, 2)], ids=["one device", "1x2"])

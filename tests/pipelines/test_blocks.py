@@ -1,6 +1,7 @@
 """A step of the transformer on one sequence, however it is split, is the step of stock diffusers."""
 
 import functools
+import types
 
 import jax
 import numpy as np
@@ -231,20 +232,21 @@ def test_a_loras_scale_counts_in_pytorch_too(scale):
 
 def test_what_a_processor_is_told_later_counts():
     class Scaled(CogVideoXAttnProcessor2_0):
-        scale = 1.0
+        def __init__(self):
+            self.settings = types.SimpleNamespace(scales=[1.0])
 
         def __call__(
             self, attn, hidden_states, encoder_hidden_states, attention_mask=None, image_rotary_emb=None
         ):
             given = hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb
             parts = super().__call__(attn, *given)
-            return tuple(part * self.scale for part in parts)
+            return tuple(part * self.settings.scales[0] for part in parts)
 
     processor, changed, model = Scaled(), stock(), ported()
     for told in (changed, model):
         told.set_attn_processor(processor)
     assert relative_error(ported_step(model), reference()) < TOLERANCE
-    processor.scale = 0.25
+    processor.settings.scales[0] = 0.25
     want = step(changed)
     assert relative_error(want, reference()) > 1e-3
     assert relative_error(ported_step(model), want) < TOLERANCE
@@ -254,8 +256,13 @@ def test_a_processor_that_writes_to_itself_is_compiled_once():
     class Counting(CogVideoXAttnProcessor2_0):
         count = 0
 
+        def __init__(self):
+            self.seen = {"all": [types.SimpleNamespace(last=None)]}
+
         def __call__(self, attn, hidden_states, encoder_hidden_states, **options):
             self.count += 1
+            self.seen["all"][0].last = hidden_states
+            self.seen["all"].append(hidden_states)
             return super().__call__(attn, hidden_states, encoder_hidden_states, **options)
 
     processor, model = Counting(), ported("2b")
@@ -264,6 +271,7 @@ def test_a_processor_that_writes_to_itself_is_compiled_once():
         assert relative_error(ported_step(model), reference("2b")) < TOLERANCE
     assert model.program.compilations == 1
     assert processor.count == 0
+    assert processor.seen == {"all": [types.SimpleNamespace(last=None)]}
 
 
 @pytest.mark.parametrize("joined", [True, False])

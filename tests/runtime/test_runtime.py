@@ -1,3 +1,4 @@
+import contextvars
 import subprocess
 import sys
 import threading
@@ -41,12 +42,36 @@ def test_it_is_enabled_as_long_as_torch_says_so():
     assert runtime.is_enabled()  # torchax's own flag is False by now
 
 
-def test_without_torchax_runs_where_it_is_off():
+VARIABLE = contextvars.ContextVar("the caller's", default="unset")
+
+
+def own_state():
+    """What a thread has set, for torch, for JAX and for itself."""
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.get_default_device().type,
+        jax.config.jax_default_matmul_precision,  # pyright: ignore[reportAttributeAccessIssue]
+        VARIABLE.get(),
+        threading.get_ident(),
+    )
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
+def test_without_torchax_all_else_is_as_the_caller_has_it(mode):
     enable()
-    assert runtime.without_torchax(runtime.is_enabled) is False
-    assert runtime.without_torchax(threading.get_ident) != threading.get_ident()
-    with pytest.raises(KeyError):
-        runtime.without_torchax({}.__getitem__, "missing")
+    token = VARIABLE.set("set")
+    with mode(), jax.default_matmul_precision("float32"), torch.device("meta"):
+        modes = torch.overrides._get_current_function_mode_stack()
+        assert runtime.without_torchax(own_state) == own_state()
+        assert runtime.without_torchax(runtime.is_enabled) is False
+        assert type(runtime.without_torchax(torch.ones, 2)) is torch.Tensor
+        assert runtime.without_torchax(torch.ones, 2).is_meta
+        with pytest.raises(KeyError):
+            runtime.without_torchax({}.__getitem__, "missing")
+        assert torch.overrides._get_current_function_mode_stack() == modes
+    VARIABLE.reset(token)
+    assert runtime.is_enabled()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])

@@ -372,11 +372,11 @@ class AutoencoderKLCogVideoX(PortedModel, DiffusersAutoencoder):
             dp=1 if self.mesh is None else self.mesh.shape["dp"],
             as_uint8=as_uint8,
             placement=self._placement,
-            join_on_jax=runtime.on_jax(next(self.parameters())),
+            join_on_jax=runtime.is_on_jax(self),
         )
 
     def _run(self, kind: str) -> runtime.JaxRun | runtime.NativeRun:
-        if runtime.on_jax(next(self.parameters())):
+        if runtime.is_on_jax(self):
             network = chunk_network(self, kind)
             return runtime.JaxRun(self._program(kind, network), network)
         return runtime.NativeRun(chunk_network(self, kind))
@@ -419,7 +419,7 @@ class AutoencoderKLCogVideoX(PortedModel, DiffusersAutoencoder):
         Returns:
             The program and what JAX compiled of it.
         """
-        runtime.enable()
+        runtime.configure_compile_cache()
         plan = chunks.plan(shape[2], frames_a_chunk(self, kind))
         program = self.build_program(kind)
         dtype = runtime.jax_dtype(self.dtype)
@@ -468,7 +468,7 @@ class AutoencoderKLCogVideoX(PortedModel, DiffusersAutoencoder):
     def _check_backend_and_dtype(
         self, what: str, x: torch.Tensor, follow_weights: bool, extra: tuple[torch.dtype, ...] = ()
     ) -> None:
-        weights_on_jax = runtime.on_jax(next(self.parameters()))
+        weights_on_jax = runtime.is_on_jax(self)
         if runtime.on_jax(x) != weights_on_jax and not (follow_weights and weights_on_jax):
             tensor, model = ("jax", "in PyTorch") if runtime.on_jax(x) else (str(x.device), "on jax")
             move = 'vae.to("jax")' if runtime.on_jax(x) else 'the tensor .to("jax")'

@@ -174,6 +174,31 @@ def test_a_thread_that_enabled_nothing_draws_of_the_posterior(vae, stock):
     assert relative_error(found[0], want) < FLOAT32_RELATIVE
 
 
+@pytest.mark.usefixtures("torchax_off")
+@pytest.mark.parametrize("enabled", [False, True])
+def test_all_that_a_model_does_it_does_in_inference_mode_and_trains_afterwards(stock, enabled, tmp_path):
+    x, z = reference.video(5, height=8, width=16), latents()
+    moments, frames = reference.encoded(stock, x), reference.decoded(stock, z)
+    stock.save_pretrained(tmp_path)
+    with torch.inference_mode():
+        if enabled:
+            runtime.enable()
+        vae = AutoencoderKLCogVideoX.from_pretrained(tmp_path).to("jax", torch.bfloat16).float()
+        assert runtime.is_enabled() is enabled
+        vae = copy.deepcopy(port(vae.to("cpu").to("jax")))
+        posterior = vae.encode(runtime.to_jax(x)).latent_dist
+        got = [posterior.parameters, posterior.mode(), vae.decode(runtime.to_jax(z)).sample]
+        streamed = next(vae.encode_stream(x)).parameters, next(vae.decode_stream(z))
+        mean = moments.chunk(2, dim=1)[0]
+        for ours, theirs in zip((*got, *streamed), (moments, mean, frames, moments, frames), strict=True):
+            assert relative_error(runtime.to_torch(ours), theirs) < 2e-2  # of weights in bfloat16
+        vae.save_pretrained(tmp_path / "saved")
+    runtime.enable()
+    with torch.enable_grad():
+        vae.train().decode(runtime.to_jax(z)).sample.sum().backward()
+    assert vae.decoder.conv_out.conv.weight.grad is not None
+
+
 INNER = [
     "decoder.up_blocks.0.resnets.1.conv2.conv",  # of which the upsampler reads columns that only pad
     *("decoder.conv_in.conv", "decoder.mid_block.resnets.0.norm1.norm_layer", "encoder.conv_out.conv"),
@@ -230,6 +255,29 @@ def test_a_changed_attribute_is_seen(vae, stock):
     for model in (vae, stock := copy.deepcopy(stock)):
         model.decoder.norm_out.norm_layer.eps = 0.5
     assert relative_error(decoded(vae, z), stock.decode(z).sample) < FLOAT32_RELATIVE
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda options: options["a"].update(gain=3),
+        lambda options: options["a"]["list"][0].append("louder"),
+        lambda options: options["tuple"][0][0].add("louder"),
+    ],
+)
+def test_a_value_changed_in_place_is_seen_at_any_depth(vae, change):
+    def scaled(module, args, result):
+        inner = module.options["a"]
+        return result[0] * inner["gain"] * 3 ** len(
+            inner["list"][0] + [*module.options["tuple"][0][0]]
+        ), result[1]
+
+    options = vae.decoder.conv_out.options = {"a": {"gain": 1, "list": [[]]}, "tuple": ([set()],)}
+    vae.decoder.conv_out.register_forward_hook(scaled)
+    z = latents()
+    plain = decoded(vae, z)
+    change(options)
+    assert relative_error(decoded(vae, z), 3 * plain) < FLOAT32_RELATIVE
 
 
 @pytest.mark.parametrize("assign", [False, True])
