@@ -62,6 +62,7 @@ def port_pipeline(pipe: Any, mesh: Any = None, split: str | None = None) -> None
         vae.place()
     if pipe.scheduler is not None:
         port_scheduler(pipe.scheduler)
+    upstream.around_from_pipe(_port_again)
     if not isinstance(pipe, PortedPipeline):
         pipe.__class__ = _ported_class(type(pipe))
 
@@ -95,9 +96,6 @@ def _port_again(make: Callable[..., Any], kind: type, pipeline: Any, **options: 
     else:  # moved to the host, where the two share their parts
         made.__class__ = _ported_class(type(made))
     return made
-
-
-upstream.around_from_pipe(_port_again)
 
 
 class PortedPipeline(PickledAsStock, DiffusionPipeline):

@@ -1,4 +1,4 @@
-"""Tensors and arrays, torch's, torchax's, JAX's and NumPy's: from each to each, and what is asked of all."""
+"""What is asked of tensors wherever they lie: frames, videos, dtypes, values that are not finite."""
 
 import functools
 from collections.abc import Sequence
@@ -7,26 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from cogvideox_torchax.runtime.bridge import array_of, import_torchax, on_jax, tensor_of
+from cogvideox_torchax.runtime.bridge import array_of, on_jax, tensor_of
 from cogvideox_torchax.upstream import is_traced
-
-
-def to_jax(tensor: torch.Tensor) -> torch.Tensor:
-    """A plain torch tensor on JAX's default device; a torchax tensor as it is."""
-    return tensor if on_jax(tensor) else import_torchax().default_env().to_xla(tensor.detach())
-
-
-def to_torch(tensor: torch.Tensor) -> torch.Tensor:
-    """A torchax tensor as a plain CPU tensor of its own (this waits for its value); a plain tensor as it
-    is."""
-    return plain_tensor(np.array(array_of(tensor))) if on_jax(tensor) else tensor
-
-
-def plain_tensor(host: np.ndarray) -> torch.Tensor:
-    """A NumPy array as a plain torch tensor, without a copy: the inverse of `host_array`."""
-    if host.dtype.name == "bfloat16":  # ml_dtypes', which torch does not take
-        return torch.from_numpy(host.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(host)
 
 
 def fetch_async(tensor: torch.Tensor) -> None:
@@ -40,16 +22,6 @@ def wait(tensor: torch.Tensor) -> torch.Tensor:
     if on_jax(tensor):
         array_of(tensor).block_until_ready()
     return tensor
-
-
-def host_array(tensor: torch.Tensor) -> np.ndarray:
-    """A plain torch tensor as a NumPy array, without a copy where there is one."""
-    tensor = tensor.detach()
-    if tensor.dtype == torch.bfloat16:
-        import ml_dtypes
-
-        return tensor.contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-    return tensor.numpy()
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -1,4 +1,4 @@
-"""torchax at the edge: turning it on and off, JAX functions as torch functions and back.
+"""torchax at the edge: turning it on and off, JAX functions as torch functions and back, tensors across.
 
 The one place that imports torchax, and lazily: importing the package costs no JAX start-up, and a user who
 stays in native PyTorch never pays for it.
@@ -9,6 +9,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 
 from cogvideox_torchax.runtime.compile_cache import configure_compile_cache
@@ -29,8 +30,6 @@ def import_torchax() -> Any:
             f"torchax does not import with torch {torch.__version__} ({error}); "
             "install a matching pair: pip install 'torchax>=0.0.14.dev20261026' 'torch>=2.11'"
         ) from error
-    from cogvideox_torchax.runtime.arrays import to_torch
-
     for kind in (torchax.tensor.Tensor, torchax.view.View):
         teach_copying(kind, tensor_of, to_torch, without_torchax)
     return torchax
@@ -107,6 +106,34 @@ def array_of(tensor: torch.Tensor) -> Any:
 def tensor_of(array: Any) -> torch.Tensor:
     """A `jax.Array` as a torchax tensor, without a copy."""
     return import_torchax().interop.torch_view(array)
+
+
+def to_jax(tensor: torch.Tensor) -> torch.Tensor:
+    """A plain torch tensor on JAX's default device; a torchax tensor as it is."""
+    return tensor if on_jax(tensor) else import_torchax().default_env().to_xla(tensor.detach())
+
+
+def to_torch(tensor: torch.Tensor) -> torch.Tensor:
+    """A torchax tensor as a plain CPU tensor of its own (this waits for its value); a plain tensor as it
+    is."""
+    return plain_tensor(np.array(array_of(tensor))) if on_jax(tensor) else tensor
+
+
+def plain_tensor(host: np.ndarray) -> torch.Tensor:
+    """A NumPy array as a plain torch tensor, without a copy: the inverse of `host_array`."""
+    if host.dtype.name == "bfloat16":  # ml_dtypes', which torch does not take
+        return torch.from_numpy(host.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(host)
+
+
+def host_array(tensor: torch.Tensor) -> np.ndarray:
+    """A plain torch tensor as a NumPy array, without a copy where there is one."""
+    tensor = tensor.detach()
+    if tensor.dtype == torch.bfloat16:
+        import ml_dtypes
+
+        return tensor.contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return tensor.numpy()
 
 
 def jit_torch(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from cogvideox_torchax.runtime.arrays import host_array, jax_dtype, to_jax
-from cogvideox_torchax.runtime.bridge import array_of, import_torchax, on_jax, tensor_of
+from cogvideox_torchax.runtime.arrays import jax_dtype
+from cogvideox_torchax.runtime.bridge import array_of, host_array, import_torchax, on_jax, tensor_of, to_jax
 from cogvideox_torchax.runtime.compile_cache import configure_compile_cache
 from cogvideox_torchax.runtime.models import PROGRAMS
 from cogvideox_torchax.runtime.profiling import is_profiling, named_layers

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from cogvideox_torchax import upstream
-from cogvideox_torchax.runtime.arrays import to_torch
-from cogvideox_torchax.runtime.bridge import without_torchax
+from cogvideox_torchax.runtime.bridge import to_torch, without_torchax
 from cogvideox_torchax.runtime.models import MADE_OF_IT, PortedModel
 from cogvideox_torchax.runtime.weights import replace_weights
 

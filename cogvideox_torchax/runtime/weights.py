@@ -8,8 +8,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from cogvideox_torchax.runtime.arrays import host_array
-from cogvideox_torchax.runtime.bridge import array_of, on_jax, tensor_of
+from cogvideox_torchax.runtime.bridge import array_of, host_array, on_jax, tensor_of
 from cogvideox_torchax.upstream import is_traced, replace_array
 
 

@@ -64,6 +64,7 @@ def _hand_over(make: Callable[..., Any], kind: type, pipeline: Any, **options: A
         return make(kind, pipeline, **{**ported, **options})
 
 
+# At import: a model that was unpickled has called nothing of this package.
 upstream.around_from_pipe(_hand_over)
 
 
