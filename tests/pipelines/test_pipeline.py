@@ -265,6 +265,7 @@ def test_gradients_of_the_transformer_are_refused_in_words(ported):
     transformer = ported.transformer
     config = transformer.config
     size = (1, 2, config.in_channels, config.sample_height, config.sample_width)
+    runtime.enable()
     text = torch.zeros(1, config.max_text_seq_length, config.text_embed_dim, device="jax")
     with torch.enable_grad():
         sample = transformer(
