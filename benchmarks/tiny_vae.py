@@ -24,6 +24,7 @@ from cogvideox_torchax.files.sheets import contact_sheet
 from cogvideox_torchax.files.whole import whole_file
 from cogvideox_torchax.train import clips
 from cogvideox_torchax.train.report import curves, draw
+from cogvideox_torchax.train.run import LOSSES, VALIDATION
 from cogvideox_torchax.vae import chunks
 from cogvideox_torchax.vae.pixels import from_uint8, to_uint8
 from cogvideox_torchax.vae.quality import ssim
@@ -129,7 +130,7 @@ def main() -> None:
     parser.add_argument("--training", type=Path, help="the directory of a training: draw its curves")
     args = parser.parse_args()
     if args.training:
-        found = curves(args.training)
+        found = curves(args.training / LOSSES, args.training / VALIDATION)
         name = args.training.name
         reports.write_json(RESULTS / f"tiny_vae_training_{name}.json", {"format": TRAINING_FORMAT, **found})
         draw(found, IMAGES / f"tiny-vae-curves-{name}.png")

@@ -1,7 +1,6 @@
 """`train`: a VAE's weights out of clips."""
 
 import argparse
-import json
 import signal
 import sys
 from pathlib import Path
@@ -9,11 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from cogvideox_torchax import backends
 from cogvideox_torchax.cli import common, devices
-from cogvideox_torchax.files import video
-from cogvideox_torchax.train import clips
 
 if TYPE_CHECKING:
-    from cogvideox_torchax.train.run import HeldOut, Run
+    from cogvideox_torchax.train.run import Run
 
 TRAINERS = ("torch", "torchax")
 
@@ -56,33 +53,12 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
         help="of the square crops, in pixels, a multiple of 16 (default: 64)",
     )
     command.add_argument(
-        "--whole",
-        type=common.size,
-        metavar="HEIGHTxWIDTH",
-        help="half of the clips are whole frames of the videos, resized to this size in pixels, whatever "
-        "their shape; multiples of 16",
-    )
-    command.add_argument(
-        "--rate",
-        type=float,
-        default=1.0,
-        metavar="FACTOR",
-        help="times the usual learning rates (default: 1)",
-    )
-    command.add_argument(
         "--seed", type=int, default=0, help="of first weights, batches and noise (default: 0)"
     )
     command.add_argument(
-        "--cuts",
-        action="store_true",
-        help="a tenth of the crops cut to another scene; half of a video's are taken where it changes fast",
-    )
-    command.add_argument(
-        "--colour",
-        type=float,
-        default=0.0,
-        metavar="WEIGHT",
-        help="of a loss on frames' mean colours; L1 has 1 (default: 0)",
+        "--recipe",
+        metavar="FILE",
+        help="TOML with any of cuts, colour, rate and whole (docs/tiny-vae.md says what they do)",
     )
     command.add_argument(
         "--validate", action="append", default=[], metavar="CLIP", help="a held-out video; repeatable"
@@ -97,13 +73,15 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
+    from cogvideox_torchax.train import clips, start
     from cogvideox_torchax.train.checkpoints import NAME
-    from cogvideox_torchax.train.run import Run
-    from cogvideox_torchax.train.trainer import Plan, Trainer
+    from cogvideox_torchax.train.run import HeldOut, Run
+    from cogvideox_torchax.train.trainer import Plan, Trainer, TrainingRecipe
 
     directory = common.report_directory(args.output)
     if not args.resume and (directory / NAME).exists():
         raise ValueError(f"{directory} holds a training: --resume it, or give another directory")
+    recipe = TrainingRecipe.load(Path(args.recipe)) if args.recipe else TrainingRecipe()
     plan = Plan(
         steps=args.steps,
         clips=args.batch,
@@ -112,20 +90,20 @@ def run(args: argparse.Namespace) -> int:
         seed=args.seed,
         mixed=args.backend == "torch",
         stills=args.config is not None,
-        colour=args.colour,
-        rate=args.rate,
-        whole=args.whole,
+        recipe=recipe,
     )
-    sources = _sources(args)
-    held_out = [_held_out(clip, args.frames) for clip in args.validate]
-    trainer = Trainer(_backend(args), clips.Sampler(sources, seed=args.seed, cuts=args.cuts), plan)
+    found = clips.parts(args.clips, without=directory)  # the curves of a run are no clip
+    sources = clips.load_all(found, common.say, frames=args.frames, size=args.size, whole=recipe.whole)
+    held_out = [HeldOut.load(clip, args.frames) for clip in args.validate]
+    kind, mesh = backends.backend(args.backend), devices.mesh_of(args)
+    backend = start.load(kind, mesh, model=args.model, config=args.config, seed=args.seed)
+    trainer = Trainer(backend, clips.Sampler(sources, seed=args.seed, cuts=recipe.cuts), plan)
     names = [source.part.name for source in sources]
-    settings = plan.settings() | {"backend": args.backend, "cuts": args.cuts, "clips": names}
-    training = Run(trainer, directory, held_out, settings)
+    training = Run(trainer, directory, held_out, plan.settings() | {"backend": args.backend, "clips": names})
     done = training.resume() if args.resume else training.begin()
     with _Ended() as ended:
         _follow(training, done, ended, args)
-        _report(training, directory)
+        training.finish()
     if trainer.step_number < args.steps:
         common.say(f"ended after {trainer.step_number} of {args.steps} steps: go on with --resume")
         raise KeyboardInterrupt
@@ -145,15 +123,6 @@ def _follow(training: "Run", done: int, ended: "_Ended", args: argparse.Namespac
             for one in found:
                 step = training.trainer.step_number
                 bar.write(f"step {step}: {one.clip} {one.psnr:.2f} dB, SSIM {one.ssim:.3f}", file=sys.stderr)
-
-
-def _report(training: "Run", directory: Path) -> None:
-    """The averaged weights as a model directory, and the curves."""
-    from cogvideox_torchax.train import report
-
-    with training.trainer.averaged() as vae:
-        vae.save_pretrained(directory / "vae")
-    report.draw(report.curves(directory), directory / "curves.png")
 
 
 class _Ended:
@@ -177,77 +146,3 @@ class _Ended:
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
-
-
-def _sources(args: argparse.Namespace) -> list[clips.Source]:
-    """What can be trained on; the rest is named and left out."""
-    found = []
-    for part in clips.parts(args.clips, without=Path(args.output)):  # the curves of a run are no clip
-        try:
-            found.append(clips.load(part, frames=args.frames, size=args.size, whole=args.whole))
-        except ValueError as error:
-            common.say(f"left out: {part}: {error}")
-    if not found:
-        raise ValueError("none of the clips can be trained on")
-    if args.whole and all(source.whole is None for source in found):
-        raise ValueError(
-            "--whole takes frames of videos, and none of the clips that can be trained on is one: add a video"
-        )
-    return found
-
-
-def _held_out(text: str, frames: int) -> "HeldOut":
-    import torch
-
-    from cogvideox_torchax.train.run import HeldOut
-
-    part, *others = clips.parts([text])
-    if others:
-        raise ValueError(f"--validate {text} holds several clips: name each by itself")
-    info = video.probe(part.path)
-    framing = video.framing(info, multiple=8, height=None, width=None, crop=True)
-    last = min(part.end or info.num_frames, info.num_frames, part.start + frames)
-    count = (last - part.start - 1) // 8 * 8 + 1  # others come back with more frames than they have
-    if count < 1:
-        raise ValueError(f"--validate {text}: {part.path} ends after {info.num_frames} frames")
-    pixels = torch.from_numpy(clips.read(part, framing, part.start + count))
-    return HeldOut(part.name, pixels.permute(3, 0, 1, 2)[None].contiguous())
-
-
-def _backend(args: argparse.Namespace) -> backends.Backend:
-    """The model to train, where its backend runs it."""
-    import torch
-
-    kind, mesh = backends.backend(args.backend), devices.mesh_of(args)
-    if args.model:
-        backend = kind.load(args.model, torch.float32, mesh)
-    else:
-        vae = _drawn(kind, Path(args.config), args.seed)
-        if mesh is not None:
-            vae.place_on(mesh)
-        backend = kind(kind.placed(vae))
-    if not kind.compiled_by_jax:
-        _channels_last(backend.vae)
-    return backend
-
-
-def _drawn(kind: type[backends.Backend], path: Path, seed: int) -> Any:
-    from cogvideox_torchax.train.start import initialize
-
-    try:
-        config = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read as a config ({error})") from error
-    vae = kind.model_class().from_config(config)
-    initialize(vae, seed=seed)
-    return vae
-
-
-def _channels_last(vae: Any) -> None:
-    """Lays kernels out as PyTorch's convolutions on a CPU like them: half the time of a step."""
-    import torch
-
-    layouts = {4: torch.channels_last, 5: torch.channels_last_3d}
-    for weight in vae.parameters():
-        if weight.ndim in layouts:
-            weight.data = weight.data.contiguous(memory_format=layouts[weight.ndim])

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from cogvideox_torchax.files import tensors
+from cogvideox_torchax.files import reports, tensors
 
-FORMAT = "cogvideox-torchax-training/3"
+FORMAT = "cogvideox-torchax-training/4"
 NAME = "checkpoint.safetensors"
 
 State = dict[str, torch.Tensor]
@@ -46,11 +46,15 @@ def load(directory: Path, *, settings: dict[str, Any]) -> tuple[State, int, floa
     metadata, state = tensors.load(path)
     if metadata.get("format") != FORMAT:
         raise ValueError(f"{path} is no checkpoint of this program, or of another version of it")
-    saved = json.loads(metadata["settings"])
+    try:
+        saved = dict(reports.parse(metadata["settings"]))
+        step, seconds = int(metadata["step"]), float(metadata["seconds"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is broken ({error!r}): give another directory") from error
     for name, value in json.loads(json.dumps(settings)).items():
         if saved.get(name) != value:
             raise ValueError(
                 f"{path} is of a training with {name} {saved.get(name)}, this one has {value}: "
                 "give the same, or another directory"
             )
-    return state, int(metadata["step"]), float(metadata["seconds"])
+    return state, step, seconds

@@ -5,7 +5,7 @@ Axes: C channels, T frames, S the side of a square crop.
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -122,7 +122,7 @@ class Source:
         return change / change.sum()
 
 
-def load(part: Part, *, frames: int, size: int, whole: tuple[int, int] | None = None) -> Source:
+def load(part: Part, *, frames: int, size: int, whole: tuple[int, ...] | None = None) -> Source:
     """Reads a part in all sizes that crops of `size` are cut of, and a video as frames of `whole` too.
 
     Raises:
@@ -138,6 +138,32 @@ def load(part: Part, *, frames: int, size: int, whole: tuple[int, int] | None = 
     sizes = [*_sizes(info.height, info.width, needed, size), *([whole] if whole else [])]
     levels = tuple(read(part, video.Framing(*chosen), end) for chosen in sizes)
     return Source(part, levels[:-1], levels[-1]) if whole else Source(part, levels)
+
+
+def load_all(
+    found: Sequence[Part],
+    say: Callable[[str], None],
+    *,
+    frames: int,
+    size: int,
+    whole: tuple[int, ...] | None,
+) -> list[Source]:
+    """Return the parts that can be trained on, as `load` does; `say` names the others.
+
+    Raises:
+        ValueError: none can be, or, where whole frames are asked for, no video.
+    """
+    sources = []
+    for part in found:
+        try:
+            sources.append(load(part, frames=frames, size=size, whole=whole))
+        except ValueError as error:
+            say(f"left out: {part}: {error}")
+    if not sources:
+        raise ValueError("none of the clips can be trained on")
+    if whole and all(source.whole is None for source in sources):
+        raise ValueError("whole frames are those of videos, and none of the clips is one: add a video")
+    return sources
 
 
 def _sizes(height: int, width: int, needed: int, size: int) -> list[tuple[int, int]]:

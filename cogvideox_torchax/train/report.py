@@ -7,23 +7,22 @@ from typing import Any
 import numpy as np
 
 from cogvideox_torchax.files import reports
-from cogvideox_torchax.train.run import LOSSES, VALIDATION
 
 POINTS = 400
 """Of a drawn curve: each is a mean of as many steps as it takes."""
 
 
-def curves(directory: Path) -> dict[str, Any]:
+def curves(losses_table: Path, validation_table: Path) -> dict[str, Any]:
     """The tables of a training: losses as means over equal parts, held-out clips as they were measured.
 
     Returns:
         `losses`: lists by column of the table, `step` the middle of a part; `validation`: a list of lines.
     """
-    with (directory / LOSSES).open(newline="") as file:
+    with losses_table.open(newline="") as file:
         head, *lines = csv.reader(file)
     parts = np.array_split(np.array(lines, float), min(POINTS, len(lines)))
     means = np.array([part.mean(0) for part in parts])
-    with (directory / VALIDATION).open(newline="") as file:
+    with validation_table.open(newline="") as file:
         validation = [
             {
                 "step": int(line["step"]),

@@ -9,9 +9,10 @@ from typing import Any, TextIO
 
 import torch
 
+from cogvideox_torchax.files import video
 from cogvideox_torchax.files.sheets import contact_sheet
 from cogvideox_torchax.files.whole import whole_file
-from cogvideox_torchax.train import checkpoints
+from cogvideox_torchax.train import checkpoints, clips, report
 from cogvideox_torchax.train.trainer import Losses, Trainer
 from cogvideox_torchax.vae.pixels import from_uint8, to_uint8
 from cogvideox_torchax.vae.quality import ssim
@@ -28,6 +29,25 @@ class HeldOut:
 
     name: str
     frames: torch.Tensor
+
+    @classmethod
+    def load(cls, text: str, frames: int) -> "HeldOut":
+        """Return at most so many frames, 8 n + 1, of a file or a range of one.
+
+        Raises:
+            ValueError: several clips, or a range without frames.
+        """
+        part, *others = clips.parts([text])
+        if others:
+            raise ValueError(f"{text} holds several clips to validate with: name each by itself")
+        info = video.probe(part.path)
+        framing = video.framing(info, multiple=8, height=None, width=None, crop=True)
+        last = min(part.end or info.num_frames, info.num_frames, part.start + frames)
+        count = (last - part.start - 1) // 8 * 8 + 1  # others come back with more frames than they have
+        if count < 1:
+            raise ValueError(f"{text} has no frame to validate with: {part.path} has {info.num_frames}")
+        pixels = torch.from_numpy(clips.read(part, framing, part.start + count))
+        return cls(part.name, pixels.permute(3, 0, 1, 2)[None].contiguous())
 
 
 @dataclass(frozen=True)
@@ -105,6 +125,15 @@ class Run:
             with whole_file(self._directory / f"{clip.name}.png") as temporary:
                 contact_sheet(clip.frames, one.frames).save(temporary, "PNG")
         return found
+
+    def finish(self) -> None:
+        """Write the averaged weights as a model directory, and the curves."""
+        with self.trainer.averaged() as vae:
+            vae.save_pretrained(self._directory / "vae")
+        report.draw(
+            report.curves(self._directory / LOSSES, self._directory / VALIDATION),
+            self._directory / "curves.png",
+        )
 
     def save(self) -> None:
         """Writes the checkpoint."""

@@ -2,8 +2,10 @@
 
 import contextlib
 import math
+import tomllib
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,12 +15,57 @@ from cogvideox_torchax.train.checkpoints import State
 from cogvideox_torchax.train.clips import Sampler
 from cogvideox_torchax.train.optimizers import CompiledOptimizers, Optimizers
 from cogvideox_torchax.train.stages import Shape, shape_of
+from cogvideox_torchax.vae.sizes import check_sides, parse_size
 
 L1, MSE, KL = 1.0, 4.0, 1e-3
 """How much each loss counts; the last is a mean over latent values."""
 
 TINY = 1e-12
 """Keeps the gradient of a square root finite where there is no error."""
+
+
+@dataclass(frozen=True)
+class TrainingRecipe:
+    """How a training differs from the plain one; a file of it is TOML with these fields.
+
+    Attributes:
+        cuts: whether a tenth of the crops cut to another scene, and half of a video's windows lie where it
+            changes fast.
+        colour: how much the errors of frames' means count, beside L1's 1.
+        rate: of the learning rates, of which the usual is 1.
+        whole: height and width of whole frames that half of the batches of clips are of, multiples of 16;
+            in a file a text such as "128x192".
+    """
+
+    cuts: bool = False
+    colour: float = 0.0
+    rate: float = 1.0
+    whole: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.cuts, bool):
+            raise ValueError(f"got cuts = {self.cuts!r}: give true or false")
+        for name, wanted in (("colour", "0 or more"), ("rate", "a number above 0")):
+            value = getattr(self, name)
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not (number and 0 <= value < math.inf and (value or name == "colour")):
+                raise ValueError(f"got {name} = {value!r}: give {wanted}")
+        if self.whole:
+            check_sides("whole frames", *self.whole, multiple=16)
+
+    @classmethod
+    def load(cls, path: Path) -> "TrainingRecipe":
+        """Return the recipe of a TOML file; `ValueError` for one that is none, or a field that is wrong."""
+        try:
+            given = tomllib.loads(path.read_text("utf-8"))
+            unknown = sorted(given.keys() - {field.name for field in fields(cls)})
+            if unknown:
+                raise ValueError(f"got {', '.join(unknown)}: a recipe has {', '.join(vars(cls()))}")
+            if "whole" in given:
+                given["whole"] = parse_size(str(given["whole"]), "whole frames")
+            return cls(**given)
+        except (OSError, RecursionError, ValueError) as error:
+            raise ValueError(f"{path} is no recipe: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -33,9 +80,7 @@ class Plan:
         seed: of the first weights, the batches and the noise.
         mixed: whether layers compute in bfloat16, around float32 weights.
         stills: whether most of the first batches are stills, for weights that know nothing yet.
-        colour: how much the errors of frames' means count, beside L1's 1.
-        rate: of the learning rates, of which the usual is 1.
-        whole: height and width of whole frames that half of the batches of clips are of; multiples of 16.
+        recipe: how it differs from the plain one.
     """
 
     steps: int
@@ -45,25 +90,17 @@ class Plan:
     seed: int = 0
     mixed: bool = False
     stills: bool = True
-    colour: float = 0.0
-    rate: float = 1.0
-    whole: tuple[int, int] | None = None
+    recipe: TrainingRecipe = TrainingRecipe()
 
     def __post_init__(self) -> None:
         if self.size % 16:
             raise ValueError(f"got crops of {self.size} pixels: give a multiple of 16")
-        if self.whole and (min(self.whole) < 16 or any(side % 16 for side in self.whole)):
-            raise ValueError(f"got whole frames of {self.whole} pixels: give multiples of 16")
-        if self.whole and self.frames == 1:
+        if self.recipe.whole and self.frames == 1:
             raise ValueError(
                 "got whole frames with clips of 1 frame: they are of longer clips, give 9 or more"
             )
         if self.frames % 8 != 1:
             raise ValueError(f"got clips of {self.frames} frames: give 8 n + 1, as 1, 9, 17 or 49")
-        if not 0 <= self.colour < math.inf:
-            raise ValueError(f"got a weight of {self.colour} for the loss on colours: give 0 or more")
-        if not 0 < self.rate < math.inf:
-            raise ValueError(f"got learning rates of {self.rate} times the usual: give a number above 0")
 
     def settings(self) -> dict[str, Any]:
         """As a checkpoint keeps them."""
@@ -98,7 +135,7 @@ class Trainer:
         self.vae = backend.vae.train()
         self._weights = dict(self.vae.named_parameters())
         kind = CompiledOptimizers if backend.compiled_by_jax else Optimizers
-        self._optimizers = kind(self._weights, steps=plan.steps, rate=plan.rate)
+        self._optimizers = kind(self._weights, steps=plan.steps, rate=plan.recipe.rate)
         self._average = {name: weight.detach().clone() for name, weight in self._weights.items()}
 
     def step(self) -> Losses:
@@ -112,7 +149,7 @@ class Trainer:
             frames=plan.frames,
             size=plan.size,
             stills=plan.stills,
-            whole=plan.whole is not None,
+            whole=plan.recipe.whole is not None,
         )
         x = self._batch(number, shape)
         noise = torch.Generator().manual_seed(plan.seed * 1_000_003 + number)
@@ -141,7 +178,7 @@ class Trainer:
         l1, mse = difference.abs().mean(), difference.square().mean()
         kl = 0.5 * (mean.square() + logvar.exp() - 1 - logvar).mean()
         colour = (difference.mean((3, 4)).square().mean() + TINY).sqrt()
-        total = L1 * l1 + MSE * mse + KL * kl + self.plan.colour * colour
+        total = L1 * l1 + MSE * mse + KL * kl + self.plan.recipe.colour * colour
         return total, l1, mse, kl, colour
 
     def _precision(self) -> contextlib.AbstractContextManager[Any]:

@@ -31,10 +31,11 @@ def _gradients():
 
 @pytest.fixture
 def material(tmp_path, monkeypatch):
-    """A directory with a config, a video of 24 x 40 pixels and a picture; the working directory."""
+    """A directory with a config, a recipe, a video of 24 x 40 pixels and a picture; the working directory."""
     monkeypatch.chdir(tmp_path)
     config = {"_class_name": "AutoencoderKLCogVideoX", **TINY}
     (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "recipe.toml").write_text('cuts = true\ncolour = 2\nwhole = "16x32"\n')
     with video.writing("clip.mp4", 10) as sink:
         sink.write(moving_frames(20))
     noise = np.random.default_rng(0).integers(0, 256, (40, 48, 3), dtype=np.uint8)

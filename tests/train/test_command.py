@@ -13,11 +13,12 @@ import torch
 from diffusers import AutoencoderKLCogVideoX
 from PIL import Image
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from cogvideox_torchax import cli
 from cogvideox_torchax.files import video
-from cogvideox_torchax.train.trainer import Trainer
+from cogvideox_torchax.train import checkpoints
+from cogvideox_torchax.train.trainer import Trainer, TrainingRecipe
 from cogvideox_torchax.vae.pixels import from_uint8, to_uint8
 from cogvideox_torchax.vae.quality import ssim
 from cogvideox_torchax.vae.tolerances import psnr
@@ -27,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("torchax_off")
 STEPS, MANY, COLOUR = 24, 150, 2.0
 OPTIONS = (
     *("--config", "config.json", "--steps", STEPS, "--frames", 9, "--size", 16, "--every", 5, "--quiet"),
-    *("--cuts", "--colour", COLOUR, "--whole", "16x32"),
+    *("--recipe", "recipe.toml"),
 )
 
 
@@ -40,22 +41,61 @@ def table(path):
         return list(csv.DictReader(file))
 
 
+def test_whole_frames_of_pictures_alone_are_named(material, capsys):
+    assert cli.main(arguments("out", clips=("picture.png",))) == cli.USER_ERROR
+    assert "is one: add a video" in capsys.readouterr().err
+    assert not Path("out/losses.csv").exists()
+
+
 @pytest.mark.parametrize(
-    ("size", "clips", "words"),
+    ("recipe", "words"),
     [
-        ("16x32", ("picture.png",), "is one: add a video"),
-        ("16", ("clip.mp4",), "give HEIGHTxWIDTH in pixels"),
-        ("16x40", ("clip.mp4",), "give multiples of 16"),
+        ('whole = "16"', "give HEIGHTxWIDTH in pixels"),
+        ('whole = "16x40"', "must be multiples of 16"),
+        ("whole = [16, 32]", "give HEIGHTxWIDTH in pixels"),
+        ("cuts = 1", "give true or false"),
+        ("colour = -1", "give 0 or more"),
+        ("colour = true", "give 0 or more"),
+        ("colour = nan", "give 0 or more"),
+        ("rate = 0", "give a number above 0"),
+        ('rate = "1"', "give a number above 0"),
+        ("rates = 1", "got rates: a recipe has cuts, colour, rate, whole"),
+        ("rate", "recipe.toml is no recipe"),
+        (f"rate = {'[' * 100_000}", "recipe.toml is no recipe"),
     ],
 )
-def test_whole_frames_that_cannot_be_are_named(material, capsys, size, clips, words):
-    try:
-        code = cli.main(arguments("out", "--whole", size, clips=clips))
-    except SystemExit as ended:
-        code = ended.code
-    assert code == cli.USER_ERROR
-    assert words in capsys.readouterr().err
-    assert not Path("out/losses.csv").exists()
+def test_a_recipe_that_is_none_is_one_line(material, capsys, recipe, words):
+    Path("recipe.toml").write_text(recipe)
+    assert cli.main(arguments("out")) == cli.USER_ERROR
+    said = capsys.readouterr().err
+    assert words in said
+    assert said.count("\n") == 1
+
+
+def test_a_training_with_another_recipe_is_not_resumed(material, capsys):
+    assert cli.main(arguments("out", "--steps", 1)) == 0
+    recipe = Path("recipe.toml")
+    recipe.write_text(recipe.read_text() + "rate = 0.5\n")
+    assert cli.main(arguments("out", "--steps", 1, "--resume")) == cli.USER_ERROR
+    assert "is of a training with recipe" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "change", [{"settings": "[1]"}, {"settings": "[" * 100_000}, {"step": "x"}, {"seconds": None}]
+)
+def test_a_broken_checkpoint_is_one_line(tmp_path, change):
+    checkpoints.save(tmp_path, {"a": torch.zeros(1)}, step=1, seconds=1.0, settings={})
+    path = tmp_path / checkpoints.NAME
+    with safe_open(path, "pt") as file:
+        metadata = {name: text for name, text in {**file.metadata(), **change}.items() if text is not None}
+    save_file({"a": torch.zeros(1)}, path, metadata)
+    with pytest.raises(ValueError, match="is broken"):
+        checkpoints.load(tmp_path, settings={})
+
+
+def test_the_recipe_of_the_bundled_model_is_one():
+    recipe = TrainingRecipe.load(Path(__file__).parents[2] / "examples/tiny-vae.toml")
+    assert recipe == TrainingRecipe(cuts=True, colour=10, rate=0.12, whole=(128, 192))
 
 
 def start(output, *more):

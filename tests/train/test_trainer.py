@@ -14,7 +14,7 @@ from cogvideox_torchax.train import start, trainer
 from cogvideox_torchax.train.clips import Sampler, load, parts
 from cogvideox_torchax.train.optimizers import OTHERS_RATE, orthogonal, schedule
 from cogvideox_torchax.train.stages import Shape, shape_of
-from cogvideox_torchax.train.trainer import Plan, Trainer
+from cogvideox_torchax.train.trainer import Plan, Trainer, TrainingRecipe
 from tests.train.conftest import TINY
 
 pytestmark = pytest.mark.usefixtures("torchax_off")
@@ -71,7 +71,9 @@ def test_steps_on_jax_are_those_in_pytorch(stock, sampler, only, dp, frames, ste
 def test_half_of_the_steps_with_clips_take_whole_frames(stock, material, monkeypatch):
     source = load(parts(["clip.mp4"])[0], frames=9, size=16, whole=(32, 48))
     backend = backends.backend("torch").around(copy.deepcopy(stock))
-    training = Trainer(backend, Sampler([source], seed=0), replace(PLAN, stills=False, whole=(32, 48)))
+    training = Trainer(
+        backend, Sampler([source], seed=0), replace(PLAN, stills=False, recipe=TrainingRecipe(whole=(32, 48)))
+    )
     taken = []
     monkeypatch.setattr(
         training, "_losses", lambda x, _: taken.append(x) or (torch.zeros((), requires_grad=True),) * 5
@@ -85,7 +87,7 @@ def test_half_of_the_steps_with_clips_take_whole_frames(stock, material, monkeyp
 
 def test_losses_are_what_they_are_called(stock, sampler):
     backend = backends.backend("torch").around(copy.deepcopy(stock))
-    training = Trainer(backend, sampler, replace(PLAN, colour=2.0))
+    training = Trainer(backend, sampler, replace(PLAN, recipe=TrainingRecipe(colour=2.0)))
     x = sampler.batch(0, clips=2, frames=9, size=16)
     found = training._losses(x, torch.Generator().manual_seed(3))
     posterior = stock.encode(x).latent_dist
@@ -178,7 +180,9 @@ def test_learning_rates_are_a_part_of_the_usual(stock, sampler, only, rate):
     """AdamW's first step is its rate, whatever the gradient."""
     only(1)
     backend = backends.backend("torch").around(copy.deepcopy(stock))
-    training = Trainer(backend, sampler, Plan(steps=1000, frames=1, size=16, rate=rate))
+    training = Trainer(
+        backend, sampler, Plan(steps=1000, frames=1, size=16, recipe=TrainingRecipe(rate=rate))
+    )
     training.step_number = 99
     training.step()
     moved = (backend.vae.decoder.conv_out.conv.bias - stock.decoder.conv_out.conv.bias).abs().max()
@@ -210,11 +214,7 @@ def test_half_of_the_clips_are_whole_frames_where_they_are_asked_for():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"whole": (48, 40)}, "multiples of 16"),
-        ({"whole": (0, 32)}, "multiples of 16"),
-        ({"whole": (32, 48), "frames": 1}, "give 9 or more"),
-        ({"colour": -1.0}, "0 or more"),
-        ({"rate": 0.0}, "above 0"),
+        ({"recipe": TrainingRecipe(whole=(32, 48)), "frames": 1}, "give 9 or more"),
         ({"size": 40}, "multiple of 16"),
         ({"frames": 8}, "8 n"),
     ],
