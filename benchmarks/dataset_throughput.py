@@ -24,7 +24,7 @@ import torch
 
 from cogvideox_torchax import runtime
 from cogvideox_torchax.cli.common import DEMO_MODEL
-from cogvideox_torchax.dataset import Clip, EncodeClip, Recipe, loop, manifest, sources
+from cogvideox_torchax.dataset import Clip, EncodeClip, Recipe, manifest, sources
 from cogvideox_torchax.files import reports
 from cogvideox_torchax.versions import versions
 from tests.dataset.conftest import write_clip
@@ -57,18 +57,10 @@ def alone(unit: EncodeClip, clips: list[Clip]) -> Took:
 
 def through(unit: EncodeClip, clips: list[Clip], out: Path) -> Took:
     """The directory, from its listing to its last shard."""
-    by_id = {clip.id: clip for clip in clips}
     start, cores = time.perf_counter(), time.process_time()
     made_by = unit.recipe.lasting(unit.model_sha256)
-    with manifest.Shelf(out, made_by, list(by_id), kind="parquet", shard_size=8) as shelf:
-        steps = loop.work(
-            shelf.pending(),
-            lambda index: unit.read(by_id[shelf.ids[index] or ""]),
-            unit.encode,
-            shelf.keep,
-            shelf.refuse,
-        )
-        done = list(steps)
+    with manifest.DatasetDirectory(out, made_by, clips, kind="parquet", shard_size=8) as directory:
+        done = list(directory.work(unit))
         assert all(step.error is None for step in done)
     took = Took(time.perf_counter() - start, time.process_time() - cores, sum(step.computed for step in done))
     shutil.rmtree(out)

@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
             args.height, args.width = DEMO_SIZE
     clip = open_clip(args, at_most=FRAMES)
     output = _output_directory(args.output)
-    source = torch.cat([frame[:, :, None] for frame in clip.frames()], dim=2)
+    source = torch.cat([frame[:, :, None] for frame in clip.stream()], dim=2)
 
     common.take_bundled_model(args)
     native = common.load_vae(args.model, "torch", args.dtype)
@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
         "device": common.device_name(args.backend),
         "dtype": args.dtype,
         "frames": f"{clip.num_frames} in, {latents.shape[2]} latent, {frames.shape[2]} out",
-        "size": f"{clip.size.height} x {clip.size.width}",
+        "size": f"{clip.framing.height} x {clip.framing.width}",
         "compile_s": compile_seconds,
         "run_s": run_seconds,
         "frames_per_second": clip.num_frames / run_seconds,

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     import torch
     from jax.sharding import Mesh
 
+    from cogvideox_torchax.dataset.manifest import ProcessShard
+
 Fetch = Callable[["torch.Tensor"], "torch.Tensor"]
 
 
@@ -131,6 +133,31 @@ def joined(args: argparse.Namespace) -> Iterator[Team]:
         sharding.check_all_take_part(mesh)
         with sharding.exchanging(args.output) as exchange:
             yield Team(mesh, sharding.is_first(), exchange.everywhere, exchange.at_first)
+
+
+@contextlib.contextmanager
+def sharing(args: argparse.Namespace) -> Iterator["ProcessShard"]:
+    """Give a process's share of many clips. With an index and a count processes need not meet."""
+    from cogvideox_torchax.dataset.manifest import ProcessShard
+
+    if not args.distributed:
+        yield ProcessShard()
+        return
+    if args.processes is not None and args.process is not None and args.coordinator is None:
+        if not 0 <= args.process < args.processes:
+            raise ValueError(f"got --process {args.process} of --processes {args.processes}: count from 0 on")
+        yield ProcessShard(args.process, args.processes)
+        return
+    import jax
+
+    from cogvideox_torchax import sharding
+
+    with talking_on_stderr():
+        sharding.connect(
+            args.coordinator, args.processes, args.process, patience=args.patience or sharding.PATIENCE
+        )
+        yield ProcessShard(jax.process_index(), jax.process_count())
+        sharding.wait_for_all()
 
 
 @contextlib.contextmanager

@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
         "backend": args.backend,
         "device": common.device_name(args.backend),
         "frames": clip.num_frames,
-        "size": f"{clip.size.height} x {clip.size.width}",
+        "size": f"{clip.framing.height} x {clip.framing.width}",
         "latents": " x ".join(map(str, encoded.tensor.shape)),
         "compile_s": watch.compile_seconds,
         "total_s": watch.seconds,

@@ -4,11 +4,14 @@ import argparse
 import contextlib
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cogvideox_torchax.cli import common, devices
-from cogvideox_torchax.cli.clips import Clip, frames_through, open_clip, reconstruct_to
+from cogvideox_torchax.cli.clips import frames_through, open_clip, reconstruct_to
 from cogvideox_torchax.files import video
+
+if TYPE_CHECKING:
+    from cogvideox_torchax.dataset.clip import DecodedClip
 
 
 def add(subparsers: Any) -> argparse.ArgumentParser:
@@ -60,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
         "frames_in": clip.num_frames,
         "frames_out": written,
         "sound": _sound(clip, alongside),
-        "size": f"{clip.size.height} x {clip.size.width}",
+        "size": f"{clip.framing.height} x {clip.framing.width}",
         "compile_s": watch.compile_seconds,
         "total_s": watch.seconds,
     }
@@ -68,14 +71,16 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _sound(clip: Clip, alongside: video.Alongside) -> str:
+def _sound(clip: "DecodedClip", alongside: video.Alongside) -> str:
     """What became of the sound."""
     if not clip.info.has_sound:
         return "none"
     return "left out" if alongside.sound is None else "copied"
 
 
-def _alongside(args: argparse.Namespace, clip: Clip, frames_out: int) -> tuple[video.Alongside, list[str]]:
+def _alongside(
+    args: argparse.Namespace, clip: "DecodedClip", frames_out: int
+) -> tuple[video.Alongside, list[str]]:
     """What the output takes of its source besides frames, and what has to be said of it."""
     info, told = clip.info, []
     is_mp4 = Path(args.output).suffix.lower() == ".mp4"
@@ -99,6 +104,6 @@ def _alongside(args: argparse.Namespace, clip: Clip, frames_out: int) -> tuple[v
         told.append("the sound is left out: it is kept in an .mp4 at the source's own rate")
     times = info.times[: clip.num_frames] if keeps_times else ()
     seconds = times[-1] + 1 / info.fps if times else clip.num_frames / info.fps
-    size, own = (clip.size.height, clip.size.width), (info.height, info.width)
-    pixel = info.pixel if clip.size.crop or size == own else Fraction(1)
+    size, own = (clip.framing.height, clip.framing.width), (info.height, info.width)
+    pixel = info.pixel if clip.framing.crop or size == own else Fraction(1)
     return video.Alongside(times, sound, seconds, pixel), told

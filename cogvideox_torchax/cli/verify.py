@@ -86,7 +86,7 @@ def _video(args: argparse.Namespace) -> "torch.Tensor":
     import torch
 
     if args.video is not None:
-        frames = torch.stack(list(open_clip(args).frames()), dim=2)
+        frames = torch.stack(list(open_clip(args).stream()), dim=2)
         return frames.float() / 127.5 - 1
     if args.crop:
         raise ValueError("--crop is for a clip: pass one with --video")

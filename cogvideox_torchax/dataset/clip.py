@@ -5,9 +5,10 @@ import hashlib
 import json
 import math
 import re
+import threading
 import zlib
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
 
@@ -18,11 +19,11 @@ from cogvideox_torchax.files import latents as latent_files
 from cogvideox_torchax.files import video
 from cogvideox_torchax.files.latents import Latents
 from cogvideox_torchax.vae import memory
-from cogvideox_torchax.vae.directions import DECODE, ENCODE
+from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction
 from cogvideox_torchax.vae.sizes import parse_size
 
-POSTERIOR, SAMPLE, BOTH = "posterior", "sample", "both"
-KEEP = (POSTERIOR, SAMPLE, BOTH)
+POSTERIOR, MEAN, SAMPLE, BOTH = "posterior", "mean", "sample", "both"
+KEEP = (POSTERIOR, MEAN, SAMPLE, BOTH)
 
 AHEAD_BYTES = 2**30
 """Of a clip's frames; a longer clip is read while it is encoded, not ahead of it."""
@@ -120,7 +121,7 @@ class Clip:
     """What is to be encoded.
 
     Attributes:
-        id: its name in the data set.
+        id: its name in the data set; "" for a clip by itself.
         source: a video file's path, or its bytes.
         caption: kept beside the latents.
         frames, height, width: its own, where they differ from the recipe's; with buckets only frames, the
@@ -148,8 +149,9 @@ class Recipe:
         crop: whether the middle is cut out instead of resizing.
         buckets: sizes to choose from instead, for each clip the one nearest in shape whose frames it has, and
             of those the longest; the frames are resized to fill it and their middle is cut out.
-        keep: "posterior" for mean and log-variance, "sample" for one drawn from it, "both" for all three.
-        seed: of the samples; each clip's depends on it and on the clip's id alone.
+        keep: "posterior" for mean and log-variance, "mean" for that alone, "sample" for one drawn from it,
+            "both" for all three.
+        seed: of the samples; a clip's own depends on it and on the clip's id alone.
         tiling: "HEIGHTxWIDTH" in pixels, "auto" for tiles where a clip does not fit, None for none.
         dp, tp: mesh of this process's own devices; one device where both are None.
     """
@@ -194,14 +196,14 @@ class Recipe:
 
 
 @dataclass(frozen=True)
-class Reading:
-    """A clip as it was read.
+class DecodedClip:
+    """The part of a clip that is encoded.
 
     Attributes:
         clip, info: what it is.
-        framing, num_frames: the part of it that is encoded.
-        frames: uint8 (1, 3, T, H, W); None for one that is too long to be held.
-        sha256: of the file.
+        framing, num_frames: which part, in which size.
+        frames: uint8 (1, 3, T, H, W); None for one that is read while it is encoded.
+        sha256: of the file; "" where nobody asks for it.
         check: raises `ClipError` where the file is not any more what it was.
     """
 
@@ -209,41 +211,111 @@ class Reading:
     info: video.VideoInfo
     framing: video.Framing
     num_frames: int
-    frames: torch.Tensor | None
-    sha256: str
-    check: Callable[[], None]
+    frames: torch.Tensor | None = None
+    sha256: str = ""
+    check: Callable[[], None] = lambda: None
 
     def stream(self) -> Iterator[torch.Tensor]:
-        """The frames, uint8 (1, 3, H, W), one at a time."""
+        """Yield the frames, uint8 (1, 3, H, W), one at a time."""
         if self.frames is None:
             yield from video.read_frames(self.clip.source, self.framing, self.num_frames)
         else:
             yield from self.frames.unbind(2)
 
 
+def framed(clip: Clip, recipe: "Recipe", scale: int) -> DecodedClip:
+    """Return the part of a clip that a recipe takes, unread, its sides multiples of `scale` pixels.
+
+    Raises:
+        VideoError, ClipError: a clip that cannot be read, or not in a size that is wanted.
+    """
+    info = video.probe(clip.source)
+    if recipe.buckets:
+        if clip.height or clip.width:
+            raise ClipError("it has a height or a width of its own: buckets say them")
+        bucket = choose(recipe.buckets, info, clip.frames)
+        return DecodedClip(clip, info, video.covering(info, bucket.height, bucket.width), bucket.frames)
+    height, width = clip.height or recipe.height, clip.width or recipe.width
+    framing = video.framing(info, multiple=scale, height=height, width=width, crop=recipe.crop)
+    frames = clip.frames or recipe.frames or info.num_frames
+    if frames > info.num_frames:
+        raise ClipError(f"{info.path} has {info.num_frames} frames, {frames} are wanted")
+    return DecodedClip(clip, info, framing, frames)
+
+
+Chunks = Iterator[Any]
+_LOADING = threading.RLock()
+
+
+def _unfollowed(parts: Chunks, total: int, kind: str) -> Chunks:
+    return parts
+
+
 class _WithModel:
-    """What holds a model: loaded when it is first needed, and left out of a pickle.
+    """A recipe and its model: loaded when it is first needed, and left out of a pickle.
 
     Args:
         recipe: which model, and what is made.
         say: is told what a user should know.
+        vae: the model, where it is loaded already.
+        fetch: brings what a chunk gives to the host.
+        follow: gives a clip's chunks on, of so many, in one direction, for a bar.
     """
 
-    def __init__(self, recipe: Recipe, say: Callable[[str], None] = print):
+    def __init__(
+        self,
+        recipe: Recipe,
+        say: Callable[[str], None] = print,
+        *,
+        vae: Any = None,
+        fetch: Callable[[torch.Tensor], torch.Tensor] = runtime.to_torch,
+        follow: Callable[[Chunks, int, str], Chunks] = _unfollowed,
+    ):
         self.recipe = recipe
         self._say = say
+        self._vae = vae
+        self._hash = ""
+        self._fetch = fetch
+        self._follow = follow
 
-    @functools.cached_property
+    @property
     def vae(self) -> Any:
-        return self.recipe.load()
+        with _LOADING:  # threads that read ask for it, too
+            if self._vae is None:
+                self._vae = self.recipe.load()
+            return self._vae
 
-    @functools.cached_property
+    @property
     def model_sha256(self) -> str:
         """A hash of the model's config and of its weights as they are loaded."""
-        return model_sha256(self.vae)
+        with _LOADING:
+            self._hash = self._hash or model_sha256(self.vae)
+            return self._hash
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"recipe": self.recipe, "_say": self._say}
+        return {**vars(self), "_vae": None, "_hash": ""}
+
+    def _in_tiles(
+        self, direction: Direction, size: tuple[int, int], frames: int, start: Callable[[], Chunks], name: str
+    ) -> Chunks:
+        """Yield the chunks of a clip, in tiles where those are asked for or memory runs out.
+
+        Args:
+            direction: ENCODE or DECODE.
+            size: height and width in pixels.
+            frames: that are encoded, or latent ones that are decoded.
+            start: begins the clip.
+            name: of the clip; "" for one by itself.
+        """
+        chosen = memory.set_tiles(self.vae, self.recipe.tiling, direction, *size, frames)
+        if chosen:
+            self._say(f"{name}: {chosen}" if name else f"{direction} in {chosen}")
+
+        def say(line: str) -> None:
+            self._say(f"{name}: {line}" if name else line)
+
+        parts = memory.in_tiles_once_memory_is_out(self.vae, size, start, say)
+        return self._follow(parts, len(direction.chunks(self.vae, frames)), direction)
 
 
 class EncodeClip(_WithModel):
@@ -254,26 +326,25 @@ class EncodeClip(_WithModel):
     """
 
     def __call__(self, clip: Clip) -> Latents:
-        """The clip's latents; what is `about` them says of which source and model they are.
+        """Return the clip's latents; their `about` names the source and the model.
 
         Raises:
             VideoError, ClipError: a clip that cannot be read, or not in a size that is wanted.
         """
         return self.encode(self.read(clip))
 
-    def read(self, clip: Clip) -> Reading:
-        """Reads a clip, in the size in which it is encoded; raises as a call does."""
+    def read(self, clip: Clip) -> DecodedClip:
+        """Read a clip, in the size in which it is encoded; raise as a call does."""
         sha256, check = _identity(clip.source)
-        info = video.probe(clip.source)
-        framing, num_frames = self._part(clip, info)
+        found = framed(clip, self.recipe, self.vae.spatial_scale)
         frames = None
-        if 3 * num_frames * framing.height * framing.width <= AHEAD_BYTES:
-            frames = torch.stack(list(video.read_frames(clip.source, framing, num_frames)), dim=2)
+        if 3 * found.num_frames * found.framing.height * found.framing.width <= AHEAD_BYTES:
+            frames = torch.stack(list(found.stream()), dim=2)
             check()
-        return Reading(clip, info, framing, num_frames, frames, sha256, check)
+        return replace(found, frames=frames, sha256=sha256, check=check)
 
     def check(self) -> None:
-        """Raises `ClipError` or `SizeError` for a recipe by which this model can encode no clip."""
+        """Raise `ClipError` or `SizeError` for a recipe by which this model can encode no clip."""
         recipe, scale = self.recipe, self.vae.spatial_scale
         memory.check_tiling(recipe.tiling, scale)
         wanted = [side for bucket in recipe.buckets for side in (bucket.height, bucket.width)]
@@ -286,76 +357,57 @@ class EncodeClip(_WithModel):
                     f"got a side of {side} pixels: a multiple of {scale} is wanted, such as {near}"
                 )
 
-    def _part(self, clip: Clip, info: video.VideoInfo) -> tuple[video.Framing, int]:
-        recipe = self.recipe
-        if recipe.buckets:
-            if clip.height or clip.width:
-                raise ClipError("it has a height or a width of its own: buckets say them")
-            bucket = choose(recipe.buckets, info, clip.frames)
-            return video.covering(info, bucket.height, bucket.width), bucket.frames
-        framing = video.framing(
-            info,
-            multiple=self.vae.spatial_scale,
-            height=clip.height or recipe.height,
-            width=clip.width or recipe.width,
-            crop=recipe.crop,
-        )
-        frames = clip.frames or recipe.frames or info.num_frames
-        if frames > info.num_frames:
-            raise ClipError(f"{info.path} has {info.num_frames} frames, {frames} are wanted")
-        return framing, frames
-
-    def encode(self, reading: Reading) -> Latents:
-        """The latents of a clip that was read."""
-        with memory.tiles_put_back(self.vae):
-            return self._encoded(reading)
-
-    def _encoded(self, reading: Reading) -> Latents:
-        recipe, vae, framing = self.recipe, self.vae, reading.framing
-        size = framing.height, framing.width
-        told = memory.set_tiles(vae, recipe.tiling, ENCODE, *size, reading.num_frames)
-        if told:
-            self._say(f"{reading.clip.id}: {told}")
-        posteriors = memory.in_tiles_once_memory_is_out(
-            vae,
-            size,
-            lambda: vae.encode_stream(reading.stream(), reading.num_frames),
-            lambda line: self._say(f"{reading.clip.id}: {line}"),
-        )
-        kept: dict[str, list[torch.Tensor]] = {}
-        generator = torch.Generator("cpu").manual_seed(_seed(recipe.seed, reading.clip.id))
-        for posterior in posteriors:
-            if recipe.keep != SAMPLE:
-                kept.setdefault(latent_files.TENSOR, []).append(posterior.mode())
-                kept.setdefault(latent_files.LOGVAR, []).append(posterior.logvar)
-            if recipe.keep != POSTERIOR:
-                name = latent_files.TENSOR if recipe.keep == SAMPLE else latent_files.SAMPLE
-                kept.setdefault(name, []).append(posterior.sample(generator))
-        reading.check()
+    def encode(self, decoded: DecodedClip) -> Latents:
+        """Return the latents of a clip that was read; those of a clip without an id are about nothing."""
+        recipe, vae, framing = self.recipe, self.vae, decoded.framing
+        size, kept = (framing.height, framing.width), {}
+        with memory.tiles_put_back(vae):
+            start = functools.partial(self.pieces, decoded)
+            for piece in self._in_tiles(ENCODE, size, decoded.num_frames, start, decoded.clip.id):
+                for name, tensor in piece.items():
+                    kept.setdefault(name, []).append(tensor)
+            about = self._about(decoded) if decoded.clip.id else {}
+        decoded.check()
         tensors = {name: torch.cat(parts, dim=2) for name, parts in kept.items()}
         return Latents(
             tensor=tensors[latent_files.TENSOR],
             config=dict(vae.config),
             model=recipe.model,
-            fps=reading.info.fps,
-            num_frames=reading.num_frames,
+            fps=decoded.info.fps,
+            num_frames=decoded.num_frames,
             logvar=tensors.get(latent_files.LOGVAR),
             sample=tensors.get(latent_files.SAMPLE),
-            about=self._about(reading),
+            about=about,
         )
 
-    def _about(self, reading: Reading) -> dict[str, Any]:
+    def pieces(self, decoded: DecodedClip) -> Iterator[dict[str, torch.Tensor]]:
+        """Yield what is kept of each chunk's posterior, by the names that a file has for it."""
+        recipe, name = self.recipe, decoded.clip.id
+        seed = zlib.crc32(f"{recipe.seed} {name}".encode()) if name else recipe.seed
+        generator = torch.Generator("cpu").manual_seed(seed)
+        for posterior in self.vae.encode_stream(decoded.stream(), decoded.num_frames, fetch=self._fetch):
+            piece = {}
+            if recipe.keep != SAMPLE:
+                piece[latent_files.TENSOR] = posterior.mode()
+            if recipe.keep in (POSTERIOR, BOTH):
+                piece[latent_files.LOGVAR] = posterior.logvar
+            if recipe.keep in (SAMPLE, BOTH):
+                sample = latent_files.TENSOR if recipe.keep == SAMPLE else latent_files.SAMPLE
+                piece[sample] = posterior.sample(generator)
+            yield piece
+
+    def _about(self, decoded: DecodedClip) -> dict[str, Any]:
         tile = memory.tile_of(self.vae)
         return {
-            "id": reading.clip.id,
-            "caption": reading.clip.caption,
-            "height": reading.framing.height,
-            "width": reading.framing.width,
-            "source_frames": reading.info.num_frames,
-            "variable_frame_rate": reading.info.variable,
+            "id": decoded.clip.id,
+            "caption": decoded.clip.caption,
+            "height": decoded.framing.height,
+            "width": decoded.framing.width,
+            "source_frames": decoded.info.num_frames,
+            "variable_frame_rate": decoded.info.variable,
             "kept": self.recipe.keep,
             "tiles": "{}x{}".format(*tile) if tile else None,
-            "source_sha256": reading.sha256,
+            "source_sha256": decoded.sha256,
             "model_sha256": self.model_sha256,
         }
 
@@ -364,30 +416,37 @@ class DecodeClip(_WithModel):
     """Decodes latents: `DecodeClip(recipe)(latents)`, in the recipe's dtype, not in the encoder's."""
 
     def __call__(self, latents: Latents) -> torch.Tensor:
-        """The frames, uint8 (1, 3, T, H, W); `LatentsError` for another model's latents."""
+        """Return the frames, uint8 (1, 3, T, H, W); `LatentsError` for another model's latents."""
         return torch.cat(list(self.stream(latents)), dim=2)
 
     def check(self, latents: Latents) -> None:
-        """Raises `LatentsError` for another model's latents, `SizeError` for tiles that it cannot take."""
+        """Raise `LatentsError` for another model's latents, `SizeError` for tiles that it cannot take."""
         memory.check_tiling(self.recipe.tiling, self.vae.spatial_scale)
         latents.check_model(self.vae.config)
 
     def stream(self, latents: Latents) -> Iterator[torch.Tensor]:
-        """The frames as they come, uint8 (1, 3, t, H, W)."""
-        with memory.tiles_put_back(self.vae):
-            yield from self._decoded(latents)
-
-    def _decoded(self, latents: Latents) -> Iterator[torch.Tensor]:
-        vae = self.vae
+        """Yield the frames as they come, uint8 (1, 3, t, H, W)."""
         self.check(latents)
-        z = latents.tensor.to(vae.dtype)
-        height, width = (side * vae.spatial_scale for side in z.shape[3:])
-        told = memory.set_tiles(vae, self.recipe.tiling, DECODE, height, width, z.shape[2])
-        if told:
-            self._say(told)
-        return memory.in_tiles_once_memory_is_out(
-            vae, (height, width), lambda: vae.decode_stream(z, output_dtype=torch.uint8), self._say
-        )
+        z = latents.tensor.to(self.vae.dtype)
+        return self.pieces(lambda: [z], (z.shape[2], z.shape[3], z.shape[4]))
+
+    def pieces(
+        self, start: Callable[[], Iterable[torch.Tensor]], shape: tuple[int, int, int]
+    ) -> Iterator[torch.Tensor]:
+        """Yield the frames of latents that come in pieces.
+
+        Args:
+            start: begins the latents (1, C, t, h, w).
+            shape: of all of them: frames, rows, columns.
+        """
+        vae, frames = self.vae, shape[0]
+        size = shape[1] * vae.spatial_scale, shape[2] * vae.spatial_scale
+
+        def decoded() -> Iterator[torch.Tensor]:
+            return vae.decode_stream(start(), frames, output_dtype=torch.uint8, fetch=self._fetch)
+
+        with memory.tiles_put_back(vae):
+            yield from self._in_tiles(DECODE, size, frames, decoded, "")
 
 
 def choose(buckets: Sequence[Bucket], info: video.VideoInfo, frames: int | None = None) -> Bucket:
@@ -428,10 +487,6 @@ def model_sha256(vae: Any) -> str:
 
 def _bytes(tensor: torch.Tensor) -> bytes:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
-def _seed(seed: int, name: str) -> int:
-    return zlib.crc32(f"{seed} {name}".encode())
 
 
 def _identity(source: video.Source) -> tuple[str, Callable[[], None]]:

@@ -12,73 +12,45 @@ from typing import Any
 
 from cogvideox_torchax.dataset import formats, loop
 from cogvideox_torchax.dataset.clip import ClipError, DecodeClip, check_file, check_id
-from cogvideox_torchax.dataset.manifest import BAD, DONE, Manifest, Share, check_recipe, lines
-from cogvideox_torchax.files import reports, video
+from cogvideox_torchax.dataset.manifest import BAD, OutputDirectory, ProcessShard, lines
+from cogvideox_torchax.files import video
 from cogvideox_torchax.files.latents import Latents, LatentsError
 from cogvideox_torchax.files.whole import OutputError
 
-FORMAT = "cogvideox-torchax-videos/1"
-LIST, NAME = "videos.json", "videos"
 
-
-class Videos:
-    """A directory of decoded clips that fills up.
+class VideoDirectory(OutputDirectory):
+    """A directory of decoded clips; their keys are their ids.
 
     Args:
         directory: made where it is not there.
-        shards: the files that hold the latents.
+        shards: the files that hold the latents; a process has those that `share` names.
         fps: frames a second; each clip's own where None.
-        share: of this process: every so-manieth shard.
+        share: of this process.
         retry: whether clips that were bad are tried again.
-
-    Attributes:
-        missing: ids that have no video yet.
-        bad: why clips could not be decoded.
-        done_before: how many videos there were.
     """
+
+    LIST, NAME, FORMAT = "videos.json", "videos", "cogvideox-torchax-videos/1"
 
     def __init__(
         self,
         directory: str | Path,
         shards: Sequence[Path],
-        fps: Fraction | None,
-        share: Share,
+        fps: Fraction | None = None,
+        share: ProcessShard | None = None,
         *,
         retry: bool = False,
     ):
-        self.directory = Path(directory)
-        try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise OutputError(f"cannot write into {self.directory}: {error.strerror}") from error
-        self._fps = fps
-        self._manifest = Manifest(self.directory, f"{NAME}-{share.index}.jsonl")
-        noted: dict[str, str] = {}
-        for line in lines(self.directory, NAME):
-            if line["kind"] == BAD and not retry:
-                noted[line["id"]] = line["error"]
-        self.bad: dict[str, str] = {}
+        super().__init__(directory, share)
+        self._shards, self._fps, self._retry = shards[self.share.index :: self.share.count], fps, retry
+
+    def _look(self) -> None:
+        self.bad = {}
         self._readers: dict[str, Callable[[], Latents]] = {}
         self.done_before = 0
-        owners: dict[Path, tuple[str, Path]] = {self.directory / LIST: ("", self.directory / LIST)}
-        found = list(self._entries(list(shards)[share.index :: share.count]))
-        for shard, name, _ in found:
-            with contextlib.suppress(ClipError):
-                check_id(name)
-                owners.setdefault(self._path(name), (name, shard))
-        for shard, name, read in found:
-            try:
-                check_id(name)
-                path = self._path(name)
-                check_file(path, self.directory, owners)
-                if owners[path] != (name, shard):
-                    owner, where = owners[path]
-                    raise ClipError(f"its video would be that of {owner} in {where}: give it another id")
-            except ClipError as error:
-                self.bad[str(name)] = f"{shard}: {error}"
-                continue
-            # Another process's manifest may be read after the one that tells of its success.
-            if path.exists():
+        written = list(lines(self.directory, self.NAME))
+        noted = {line["id"]: line["error"] for line in written if line["kind"] == BAD and not self._retry}
+        for name, read in self._owned(self._shards):
+            if self._path(name).exists():  # whatever another process's manifest says
                 self.done_before += 1
             elif name in noted:
                 self.bad[name] = noted[name]
@@ -86,11 +58,29 @@ class Videos:
                 self._readers[name] = read
         self.missing = list(self._readers)
         # Whoever makes a video has written down its recipe before.
-        if self.done_before and not (self.directory / LIST).exists():
+        if not self._agreed(None) and self.done_before:
             raise OutputError(
                 f"{self.directory} holds videos of these names that were not decoded there: give another "
                 "directory"
             )
+
+    def _owned(self, shards: Sequence[Path]) -> Iterator[formats.Entry]:
+        """Yield the clips whose video can have its place; note the others."""
+        found = list(self._entries(shards))
+        owners: dict[Path, tuple[Any, Path]] = {self.directory / self.LIST: ("", self.directory / self.LIST)}
+        for shard, name, _ in found:
+            if isinstance(name, str):
+                owners.setdefault(self._path(name), (name, shard))
+        for shard, name, read in found:
+            try:
+                check_id(name)
+                check_file(self._path(name), self.directory, owners)
+                owner, where = owners[self._path(name)]
+                if (owner, where) != (name, shard):
+                    raise ClipError(f"its video would be that of {owner} in {where}: give it another id")
+                yield name, read
+            except ClipError as error:
+                self.bad[str(name)] = f"{shard}: {error}"
 
     def _entries(self, shards: Sequence[Path]) -> Iterator[tuple[Path, Any, Callable[[], Latents]]]:
         """Yield the shard, the id and the reader of each clip; note the shards that cannot be read."""
@@ -100,27 +90,11 @@ class Videos:
             except LatentsError as error:
                 self.bad[shard.name] = str(error)
 
-    def __enter__(self) -> "Videos":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._manifest.close()
-
     def _path(self, name: str) -> Path:
         return self.directory / f"{name.removesuffix('.mp4')}.mp4"
 
-    def begin(self, recipe: dict[str, Any]) -> None:
-        """Writes down what videos are made by, as JSON; a directory has one recipe for good.
-
-        Raises:
-            OutputError: there are videos of another recipe.
-        """
-        path = self.directory / LIST
-        recipe = {**recipe, "fps": None if self._fps is None else str(self._fps)}
-        if path.exists():
-            check_recipe(self.directory, reports.load(path, FORMAT)["recipe"], recipe)
-        else:
-            reports.write_json(path, {"format": FORMAT, "recipe": recipe})
+    def begin(self, recipe: dict[str, Any], **state: Any) -> None:
+        super().begin({**recipe, "fps": None if self._fps is None else str(self._fps)}, **state)
 
     def first(self) -> Latents | None:
         """The first missing clip's latents that can be read; None where there are none."""
@@ -143,14 +117,10 @@ class Videos:
                     written += frames.shape[2]
             return {"frames": written, "frames_encoded": latents.num_frames}
 
-        def keep(name: str, line: dict[str, Any]) -> None:
-            self._manifest.add(DONE, id=name, **line)
-
-        def refuse(name: str, reason: str) -> None:
-            self.bad[name] = reason
-            self._manifest.add(BAD, id=name, error=reason)
+        def keep(name: str, about: dict[str, Any]) -> None:
+            self.note(name, **about)
 
         def read(name: str) -> tuple[str, Latents]:
             return name, self._readers[name]()
 
-        yield from loop.work(self.missing, read, compute, keep, refuse, readers=readers)
+        return loop.work(self.missing, read, compute, keep, self.refuse, readers=readers)

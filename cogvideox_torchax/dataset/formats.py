@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from cogvideox_torchax.files import latents as latent_files
+from cogvideox_torchax.files import reports
 from cogvideox_torchax.files.latents import Latents, LatentsError
 from cogvideox_torchax.files.whole import whole_file
 from cogvideox_torchax.runtime import without_torchax
@@ -89,7 +90,7 @@ def _refusing(name: str | Path) -> Iterator[None]:
 
 _BROKEN = (
     *(AttributeError, EOFError, LookupError, NotImplementedError, OSError, OverflowError),
-    *(RecursionError, TypeError, ValueError, tarfile.TarError),
+    *(TypeError, ValueError, tarfile.TarError),
 )
 
 
@@ -211,7 +212,7 @@ def _parquet_latents(path: Path, group: int, offset: int, name: Any) -> Latents:
 
 
 def _of_row(path: Path, row: dict[str, Any]) -> Latents:
-    about = json.loads(row["about"])
+    about = reports.parse(row["about"])
     dtype = DTYPES[about["dtype"]]
     tensors = {}
     for name, column in COLUMNS.items():
@@ -266,7 +267,7 @@ def _tar_entries(path: Path) -> list[Entry]:
             about = members.get(f"{stem}.json")
             try:
                 with _refusing(f"{path}, {stem}.json"):
-                    stored = stem if about is None else json.loads(read(about))["id"]
+                    stored = stem if about is None else reports.parse(read(about))["id"]
                 found.append((stored, functools.partial(latents, entry)))
             except LatentsError as error:
                 found.append((name, functools.partial(refused, error)))

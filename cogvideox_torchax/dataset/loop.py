@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from cogvideox_torchax import runtime
 from cogvideox_torchax.files.whole import OutputError
 
 Job = TypeVar("Job")
@@ -35,6 +36,24 @@ class Step:
     computed: float
 
 
+CLIPS_OWN = (ValueError, OverflowError, MemoryError, RuntimeError)
+IN_READING = (*CLIPS_OWN, OSError)
+"""Errors of one clip when it is computed, and when it is read; but for some, see `attempt`."""
+
+
+def attempt(
+    step: Callable[[Any], Any], given: Any, errors: tuple[type[Exception], ...]
+) -> tuple[Any, str | None]:
+    """Return what a step makes of its input, and why it could not; raise what is no fault of the input."""
+    try:
+        return step(given), None
+    except errors as error:
+        exhausted = runtime.out_of_memory(error)
+        if isinstance(error, OutputError) or (isinstance(error, RuntimeError) and not exhausted):
+            raise
+        return None, " ".join(str(error).split()) or "out of memory"
+
+
 def work(
     jobs: Iterable[Job],
     read: Callable[[Job], Any],
@@ -48,9 +67,8 @@ def work(
 
     Args:
         jobs: what there is to do.
-        read: makes a job's input, in threads of its own. A `ValueError` or `OSError` is the job's.
-        compute: makes the result of it, in the caller's thread. A `ValueError` is the job's,
-            but an `OutputError`.
+        read: makes a job's input, in threads of its own. `IN_READING` are the job's.
+        compute: makes the result of it, in the caller's thread. `CLIPS_OWN` are the job's.
         keep: puts a result where it belongs, in one thread. Any error of it ends the loop.
         refuse: is told of a job that could not be done, in that same thread.
         readers: jobs that are read at a time.
@@ -70,21 +88,12 @@ def work(
         while ahead:
             job, future = ahead.popleft()
             start = time.perf_counter()
-            given, result, error = None, None, None
-            try:
-                given = future.result()
-            except (ValueError, OSError) as raised:
-                error = raised
+            given, reason = attempt(Future.result, future, IN_READING)
             read_on()
-            begun = time.perf_counter()
-            if error is None:
-                try:
-                    result = compute(given)
-                except OutputError:
-                    raise
-                except ValueError as raised:
-                    error = raised
-            given, reason = None, None if error is None else " ".join(str(error).split())
+            begun, result = time.perf_counter(), None
+            if reason is None:
+                result, reason = attempt(compute, given, CLIPS_OWN)
+            given = None
             ended = time.perf_counter()
             behind.append(
                 writing.submit(keep, job, result) if reason is None else writing.submit(refuse, job, reason)

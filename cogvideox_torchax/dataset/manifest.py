@@ -1,5 +1,5 @@
-"""What a data set's directory holds, and what is still to be done: the files are the truth, the manifest says
-how they came.
+"""What a directory holds, and what is still to be done: the files are the truth, the manifest says how they
+came.
 
     clips.json           the recipe, and the clips in the order in which they got their numbers
     manifest-0.jsonl     a line for each clip done or bad and for each shard; a file for each process
@@ -14,26 +14,36 @@ import contextlib
 import fcntl
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from cogvideox_torchax.dataset import formats
-from cogvideox_torchax.dataset.clip import WORK, ClipError, check_file, check_text
+from cogvideox_torchax.dataset import formats, loop
+from cogvideox_torchax.dataset.clip import (
+    WORK,
+    Clip,
+    ClipError,
+    DecodedClip,
+    EncodeClip,
+    check_file,
+    check_id,
+    check_ids,
+    check_text,
+)
 from cogvideox_torchax.files import latents as latent_files
 from cogvideox_torchax.files import reports
 from cogvideox_torchax.files.latents import Latents
 from cogvideox_torchax.files.whole import OutputError
 
-FORMAT = "cogvideox-torchax-clips/1"
-LIST = "clips.json"
 DONE, BAD, SHARD = "done", "bad", "shard"
+KEYS: dict[str, tuple[str, type]] = {"manifest": ("index", int), "videos": ("id", str)}
+"""By which field, of which type, the lines of each kind of manifest name a clip."""
 
 
 @dataclass(frozen=True)
-class Share:
-    """Which of several processes this one is; shard k is the work of process k modulo `count`."""
+class ProcessShard:
+    """The share of one of several processes: shard k is the work of process k modulo `count`."""
 
     index: int = 0
     count: int = 1
@@ -74,96 +84,200 @@ class Manifest:
         self._file.close()
 
 
-def check_recipe(directory: Path, was: dict[str, Any], recipe: dict[str, Any]) -> None:
-    """Raises `OutputError` where a directory's clips were made by another recipe."""
-    recipe = json.loads(json.dumps(recipe))
-    differing = sorted(key for key in recipe if was.get(key) != recipe[key])
-    if differing:
-        raise OutputError(
-            f"{directory} holds clips that were made with other settings "
-            f"({', '.join(differing)}): give those, or another directory"
-        )
-
-
 def lines(directory: Path, name: str = "manifest") -> Iterator[dict[str, Any]]:
-    """The whole lines of all processes' files of this name."""
+    """Yield the whole lines of all processes' manifests of this name.
+
+    Raises:
+        OutputError: a line that no process has written.
+    """
+    key, kind = KEYS[name]
     for path in sorted(directory.glob(f"{name}-*.jsonl")):
-        for text in path.read_bytes().split(b"\n")[:-1]:
-            with contextlib.suppress(ValueError):
-                yield json.loads(text)
+        for number, text in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
+            try:
+                line = reports.parse(text)
+                good = line["kind"] == SHARD or isinstance(line[key], kind)
+                good = good and (line["kind"] != BAD or isinstance(line["error"], str))
+            except (KeyError, TypeError, ValueError):
+                good = False
+            if not good:
+                raise OutputError(f"{path} is broken: line {number} is none of a manifest; remove it")
+            yield line
 
 
-class Shelf:
-    """A directory of encoded clips that fills up: what is there, what is missing, and how to add to it.
+class OutputDirectory:
+    """A directory that fills up, clip by clip, and one process's share of that work.
+
+    Attributes:
+        missing: keys of the clips that this process has to make.
+        bad: why clips cannot be made, by their keys.
+        done_before: how many clips of this share were there.
+
+    Raises:
+        OutputError: a directory that cannot be written, or whose state is broken or of another recipe.
+    """
+
+    LIST: str
+    NAME: str
+    FORMAT: str
+    missing: list[Any]
+    bad: dict[Any, str]
+    done_before: int
+
+    def __init__(self, directory: str | Path, share: ProcessShard | None):
+        self.directory = Path(directory)
+        self.share = share or ProcessShard()
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise OutputError(f"cannot write into {self.directory}: {error.strerror}") from error
+
+    def __enter__(self) -> Self:
+        with contextlib.ExitStack() as stack:
+            self._manifest = Manifest(self.directory, f"{self.NAME}-{self.share.index}.jsonl")
+            stack.callback(self._manifest.close)
+            self._look()
+            stack.pop_all()
+        return self
+
+    def _look(self) -> None:
+        """Find out what is there and what is missing."""
+        raise NotImplementedError
+
+    def __exit__(self, *_: object) -> None:
+        self._manifest.close()
+
+    def name_of(self, key: Any) -> str:
+        """Return the id of a clip."""
+        return str(key)
+
+    def named_bad(self) -> dict[str, str]:
+        """Return why clips of this share could not be made, by their ids."""
+        return {self.name_of(key): reason for key, reason in self.bad.items()}
+
+    def keys_of(self, key: Any) -> dict[str, Any]:
+        """Return how a line of the manifest names a clip."""
+        return {"id": self.name_of(key)}
+
+    def note(self, key: Any, **about: Any) -> None:
+        """Write down that a clip is where it belongs."""
+        self._manifest.add(DONE, **self.keys_of(key), **about)
+
+    def refuse(self, key: Any, reason: str) -> None:
+        """Write down that a clip cannot be made."""
+        self.bad[key] = reason
+        self._manifest.add(BAD, **self.keys_of(key), error=reason)
+
+    def begin(self, recipe: dict[str, Any], **state: Any) -> None:
+        """Write down what clips are made by, as JSON; a directory has one recipe for good."""
+        self._agreed(recipe)
+        if state or not (self.directory / self.LIST).exists():
+            content = {"format": self.FORMAT, "recipe": recipe, **state}
+            reports.write_json(self.directory / self.LIST, content)
+
+    def _agreed(self, recipe: dict[str, Any] | None) -> dict[str, Any]:
+        """Return the state that was written; `OutputError` where it is broken or of another recipe."""
+        path = self.directory / self.LIST
+        if not path.exists():
+            return {}
+        try:
+            state = reports.load(path, self.FORMAT)
+            was = state["recipe"]
+            if not isinstance(was, dict):
+                raise TypeError("its recipe is no object")
+        except (KeyError, TypeError) as error:
+            raise OutputError(f"{path} is broken ({error}): give another directory") from error
+        wanted = was if recipe is None else json.loads(json.dumps(recipe))
+        differing = sorted(key for key in wanted if was.get(key) != wanted[key])
+        if differing:
+            raise OutputError(
+                f"{self.directory} holds clips that were made with other settings "
+                f"({', '.join(differing)}): give those, or another directory"
+            )
+        return state
+
+
+class DatasetDirectory(OutputDirectory):
+    """A directory of latents: what is there, what is missing, and how to add to it.
 
     Args:
         directory: made where it is not there.
         recipe: what the clips are made by, as JSON; a directory has one for good.
-        ids: of the clips that are wanted.
+        clips: those that are wanted.
         kind: of `formats`.
         shard_size: clips a shard; with a file a clip it is 1.
         share: of this process.
         retry: whether clips that were bad get another number, and another chance.
 
     Attributes:
-        ids: of all clips by their numbers, those of earlier runs first; None for a number that no clip has.
-        bad: why clips could not be encoded, by their numbers.
+        ids: of all clips by their numbers, which are the keys, those of earlier runs first; None for a number
+            that no clip has.
 
     Raises:
-        OutputError: a directory that cannot be written, or one that was made by another recipe.
+        OutputError: as `OutputDirectory`.
+        ClipError: an id that comes twice, or names no file below the directory.
     """
+
+    LIST, NAME, FORMAT = "clips.json", "manifest", "cogvideox-torchax-clips/1"
 
     def __init__(
         self,
         directory: str | Path,
         recipe: dict[str, Any],
-        ids: Sequence[str],
+        clips: Sequence[Clip],
         *,
         kind: str = formats.SAFETENSORS,
         shard_size: int = 64,
-        share: Share | None = None,
+        share: ProcessShard | None = None,
         retry: bool = False,
     ):
         formats.check(kind)
-        self.directory = Path(directory)
+        check_ids(clips, "the data set")
+        super().__init__(directory, share)
         self.kind = kind
         self.shard_size = 1 if kind == formats.SAFETENSORS else shard_size
-        self.share = share or Share()
-        recipe = {**recipe, "format": kind, "shard_size": self.shard_size}
-        try:
-            (self.directory / WORK).mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise OutputError(f"cannot write into {self.directory}: {error.strerror}") from error
-        self._manifest = Manifest(self.directory, f"manifest-{self.share.index}.jsonl")
-        self.bad: dict[int, str] = {}
-        self._noted: set[int] = set()
-        for line in lines(self.directory):
-            if line["kind"] == BAD:
-                self.bad[line["index"]] = line["error"]
-            elif line["kind"] == DONE:
-                self._noted.add(line["index"])
-        self.ids = self._listed(recipe, ids, retry)
+        self._clips = {clip.id: clip for clip in clips}
+        self._recipe = {**recipe, "format": kind, "shard_size": self.shard_size}
+        self._retry = retry
 
-    def _listed(self, recipe: dict[str, Any], ids: Sequence[str], retry: bool) -> list[str | None]:
-        path = self.directory / LIST
-        known: list[str | None] = []
-        if path.exists():
-            listed = reports.load(path, FORMAT)
-            check_recipe(self.directory, listed["recipe"], recipe)
-            known = listed["clips"]
+    def _look(self) -> None:
+        written = list(lines(self.directory))
+        self.bad = {line["index"]: line["error"] for line in written if line["kind"] == BAD}
+        noted = {line["index"] for line in written if line["kind"] == DONE}
+        self.ids = self._listed()
+        (self.directory / WORK).mkdir(exist_ok=True)
+        self.done_before = 0
+        self.missing = self._missing(noted)
+
+    def _listed(self) -> list[str | None]:
+        state = self._agreed(self._recipe) or {"clips": []}
+        try:
+            known: list[str | None] = state["clips"]
+            if not isinstance(known, list):
+                raise TypeError("its clips are no list")
+            for name in known:
+                if name is not None:
+                    check_id(name)
+        except (ClipError, KeyError, TypeError) as error:
+            raise OutputError(f"{self.directory / self.LIST} is broken ({error})") from error
         last = {name: index for index, name in enumerate(known)}
-        new = [name for name in ids if name not in last or (retry and last[name] in self.bad)]
+        new = [name for name in self._clips if name not in last or (self._retry and last[name] in self.bad)]
         if new:
             known += [None] * (-len(known) % self.shard_size)
             known += new
-            reports.write_json(path, {"format": FORMAT, "recipe": recipe, "clips": known})
+            self.begin(self._recipe, clips=known)
         return known
 
-    def __enter__(self) -> "Shelf":
-        return self
+    def name_of(self, key: int) -> str:
+        return self.ids[key] or ""
 
-    def __exit__(self, *_: object) -> None:
-        self._manifest.close()
+    def keys_of(self, key: int) -> dict[str, Any]:
+        return {"index": key, **super().keys_of(key)}
+
+    def named_bad(self) -> dict[str, str]:
+        own = {index for shard in self.shards for index in self.members(shard)}
+        newest = {name: number for number, name in enumerate(self.ids) if name is not None}
+        found = sorted(own & set(newest.values()) & set(self.bad))
+        return {self.name_of(index): self.bad[index] for index in found}
 
     def shard_of(self, index: int) -> int:
         return index // self.shard_size
@@ -172,11 +286,6 @@ class Shelf:
         """The numbers of a shard's clips."""
         numbers = range(shard * self.shard_size, min((shard + 1) * self.shard_size, len(self.ids)))
         return [number for number in numbers if self.ids[number] is not None]
-
-    @property
-    def numbers(self) -> dict[str, int]:
-        """The number of each clip; the newest, where one was tried again."""
-        return {name: number for number, name in enumerate(self.ids) if name is not None}
 
     @property
     def shards(self) -> range:
@@ -198,26 +307,44 @@ class Shelf:
     def is_done(self, index: int) -> bool:
         return self.clip_path(index).exists() or self.shard_path(self.shard_of(index)).exists()
 
-    def pending(self) -> list[int]:
-        """The numbers of the clips that this process has to encode; writes the shards that lack no clip."""
-        missing = []
+    def _missing(self, noted: set[int]) -> list[int]:
+        """Return the numbers of the clips to encode; write the shards that lack none."""
         taken = {self.clip_path(index) for index, name in enumerate(self.ids) if name is not None}
+        missing = []
         for shard in self.shards:
-            for index in self.members(shard):
-                try:
-                    check_text(self.ids[index] or "")
-                    check_file(self.clip_path(index), self.directory, taken)
-                except ClipError as error:
-                    if index not in self.bad:
-                        self.refuse(index, str(error))
-            lacking = [i for i in self.members(shard) if i not in self.bad and not self.is_done(i)]
-            for index in self.members(shard):
-                if index not in self.bad and index not in lacking and index not in self._noted:
-                    self._note(index)  # its run was killed before it could
-            if not lacking:
-                self._close(shard)
+            members = self.members(shard)
+            for index in members:
+                if index not in self.bad:
+                    self._refuse_unwritable(index, taken)
+            lacking = [index for index in members if index not in self.bad and not self.is_done(index)]
+            for index in {*members} - {*lacking} - {*self.bad} - noted:
+                super().note(index)  # its run was killed before it could
+            self.done_before += len({*members} - {*lacking} - {*self.bad})
+            for index in [index for index in lacking if self.name_of(index) not in self._clips]:
+                self.refuse(index, "it is not among the clips any more")
+                lacking.remove(index)
+            self._close_if_whole(shard)
             missing += lacking
         return missing
+
+    def _refuse_unwritable(self, index: int, taken: Container[Path]) -> None:
+        try:
+            check_text(self.name_of(index))
+            check_file(self.clip_path(index), self.directory, taken)
+        except ClipError as error:
+            self.refuse(index, str(error))
+
+    def work(self, unit: EncodeClip, *, readers: int = loop.READERS) -> Iterator[loop.Step]:
+        """Encode what is missing on this machine."""
+
+        def read(index: int) -> DecodedClip:
+            return unit.read(self.clip(index))
+
+        return loop.work(self.missing, read, unit.encode, self.keep, self.refuse, readers=readers)
+
+    def clip(self, index: int) -> Clip:
+        """Return a clip by its number."""
+        return self._clips[self.name_of(index)]
 
     def keep(self, index: int, latents: Latents) -> None:
         """Puts a clip's latents where they belong, and its shard when it was the last that this lacked.
@@ -225,25 +352,17 @@ class Shelf:
         Raises:
             OSError: no room, or a directory that cannot be written.
         """
-        path = self.clip_path(index)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        latent_files.save(latents, path)
+        put(latents, self.clip_path(index))
         self.note(index, **described(latents))
 
-    def note(self, index: int, **about: Any) -> None:
-        """Writes down that a clip's latents are where they belong; its shard, if it was the last."""
-        self._note(index, **about)
-        self._close_if_whole(self.shard_of(index))
+    def note(self, key: int, **about: Any) -> None:
+        """Write down that a clip's latents are where they belong; make its shard, if it was the last."""
+        super().note(key, **about)
+        self._close_if_whole(self.shard_of(key))
 
-    def refuse(self, index: int, reason: str) -> None:
-        """Writes down that a clip cannot be encoded."""
-        self.bad[index] = reason
-        self._manifest.add(BAD, index=index, id=self.ids[index], error=reason)
-        self._close_if_whole(self.shard_of(index))
-
-    def _note(self, index: int, **about: Any) -> None:
-        self._noted.add(index)
-        self._manifest.add(DONE, index=index, id=self.ids[index], **about)
+    def refuse(self, key: int, reason: str) -> None:
+        super().refuse(key, reason)
+        self._close_if_whole(self.shard_of(key))
 
     def _close_if_whole(self, shard: int) -> None:
         if all(index in self.bad or self.is_done(index) for index in self.members(shard)):
@@ -260,6 +379,12 @@ class Shelf:
             self._manifest.add(SHARD, name=path.name, clips=len(good))
         for index in good:
             self.clip_path(index).unlink(missing_ok=True)
+
+
+def put(latents: Latents, path: Path) -> None:
+    """Write a clip's latents where they belong, and the directories that its id names."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    latent_files.save(latents, path)
 
 
 def described(latents: Latents) -> dict[str, Any]:

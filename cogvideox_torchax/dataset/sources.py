@@ -1,13 +1,12 @@
 """Where a data set's clips are: a directory of videos, or a list of them."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from cogvideox_torchax.dataset import formats
 from cogvideox_torchax.dataset.clip import Clip, ClipError, check_ids, waits
-from cogvideox_torchax.files import video
+from cogvideox_torchax.files import reports, video
 
 LISTS = (".txt", ".jsonl")
 TEXTS, COUNTS = ("id", "caption"), ("frames", "height", "width")
@@ -73,7 +72,7 @@ def _in_list(path: Path) -> Iterator[Clip]:
             given: dict[str, Any] = {"path": line.strip()}
         else:
             try:
-                given = dict(json.loads(line))
+                given = dict(reports.parse(line))
             except (ValueError, TypeError) as error:
                 raise ClipError(
                     f"{path}, line {number}: an object with a path is wanted, got {line[:80]}"

@@ -11,7 +11,13 @@ if TYPE_CHECKING:
 
 MEMINFO = Path("/proc/meminfo")
 
-EXHAUSTED = ("resource_exhausted", "out of memory", "not enough memory", "memoryerror")
+EXHAUSTED = (
+    "resource_exhausted",
+    "out of memory",
+    "not enough memory",
+    "can't allocate memory",
+    "memoryerror",
+)
 """What XLA, CUDA, PyTorch and Python write when there is no more, in small letters."""
 
 

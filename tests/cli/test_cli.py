@@ -255,7 +255,7 @@ WRONG = {
     "more frames than there are": (
         lambda: None,
         (*ENCODE, "--frames", 99),
-        "has 9 frames, --frames asks for 99",
+        "has 9 frames, 99 are wanted",
     ),
     "unknown dtype": (lambda: None, (*ENCODE, "--dtype", "int4"), "unknown dtype 'int4': one of float32"),
     "missing model": (lambda: None, (*ENCODE[:-1], "./none"), "there is no model directory"),

@@ -60,6 +60,19 @@ def test_a_pickled_unit_gives_the_same_bits_and_takes_no_weights_along(small):
     assert other.model_sha256 == small.unit.model_sha256
 
 
+def test_two_threads_load_a_model_once(small, monkeypatch):
+    from concurrent.futures import ThreadPoolExecutor
+    from time import sleep
+
+    loads, real = [], Recipe.load
+    monkeypatch.setattr(Recipe, "load", lambda recipe: (loads.append(recipe), sleep(0.2), real(recipe))[2])
+    unit = EncodeClip(small.recipe)
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(lambda _: unit.vae, range(2))
+    assert first is second
+    assert len(loads) == 1
+
+
 def test_another_weight_or_dtype_is_another_model(small, tmp_path):
     vae = reference.small_vae(**reference.THREE_LEVELS)
     torch.nn.init.zeros_(vae.decoder.conv_out.conv.bias)

@@ -7,15 +7,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from cogvideox_torchax import cli
 from cogvideox_torchax.dataset import ClipError, EncodeClip, formats, loop, manifest, sources
-from cogvideox_torchax.dataset.decoding import Videos
+from cogvideox_torchax.dataset.decoding import VideoDirectory
 from cogvideox_torchax.files import latents as latent_files
 from cogvideox_torchax.files import video
+from cogvideox_torchax.files.whole import OutputError
 from tests.dataset.conftest import BAD, GOOD, OPTIONS, tree, write_clip
 
 pytestmark = pytest.mark.usefixtures("torchax_off")
@@ -54,56 +54,6 @@ def test_every_good_clip_is_kept_bit_for_bit_and_every_bad_one_is_named(small, e
     assert sorted(line["id"] for line in lines if line["kind"] == "bad") == BAD
     assert sorted(line["id"] for line in lines if line["kind"] == "done") == sorted(GOOD)
     assert list((encoded / kind / "work").iterdir()) == []
-
-
-def test_datasets_and_pyarrow_read_the_columns_of_fastvideo(small, encoded, tmp_path):
-    import datasets
-    import pyarrow.parquet
-
-    files = sorted(map(str, (encoded / "parquet").glob("*.parquet")))
-    rows = datasets.load_dataset("parquet", data_files=files, cache_dir=str(tmp_path), split="train")
-    assert len(rows) == len(GOOD)
-    for row in rows:
-        values = np.frombuffer(row["vae_latent_bytes"], row["vae_latent_dtype"])
-        wanted = small.wanted[row["id"]]
-        assert np.array_equal(values.reshape(row["vae_latent_shape"]), wanted.tensor[0].numpy())
-        assert (row["num_frames"], row["height"], row["width"], row["fps"]) == (9, 16, 24, 10.0)
-    (captioned,) = (row for row in rows if row["id"] == "a.mp4")
-    assert captioned["caption"] == "A ball — é."
-    table = pyarrow.parquet.read_table(files)
-    values = np.frombuffer(table["vae_logvar_bytes"][0].as_py(), np.float32)
-    assert np.array_equal(values, small.wanted[table["id"][0].as_py()].logvar.numpy().ravel())
-
-
-@pytest.mark.filterwarnings("ignore::ResourceWarning")  # webdataset leaves the tars open
-def test_webdataset_reads_the_tars(small, encoded):
-    import gc
-
-    import safetensors.torch
-    import webdataset
-
-    files = sorted(map(str, (encoded / "webdataset").glob("*.tar")))
-    samples = list(webdataset.WebDataset(files, shardshuffle=False, empty_check=False))
-    assert len(samples) == len(GOOD)
-    for sample in samples:
-        tensors = safetensors.torch.load(sample["safetensors"])
-        wanted = small.wanted[json.loads(sample["json"])["id"]]
-        assert torch.equal(tensors["latents"], wanted.tensor)
-        assert torch.equal(tensors["logvar"], wanted.logvar)
-    gc.collect()
-
-
-def test_bfloat16_goes_through_parquet_bit_for_bit(small, tmp_path):
-    assert encode(small, tmp_path / "out", "--format", "parquet", "--dtype", "bfloat16") == 1
-    (path,) = (tmp_path / "out").glob("*.parquet")
-    back = {name: read() for name, read in formats.entries(path)}
-    assert {latents.tensor.dtype for latents in back.values()} == {torch.bfloat16}
-    from cogvideox_torchax.dataset import Clip, EncodeClip, Recipe
-
-    unit = EncodeClip(Recipe(small.model, "torch", "bfloat16"))
-    wanted = unit(Clip("z.mp4", small.clips / "z.mp4"))
-    assert torch.equal(back["z.mp4"].tensor, wanted.tensor)
-    assert torch.equal(back["z.mp4"].logvar, wanted.logvar)
 
 
 def test_a_second_run_computes_nothing_and_new_clips_go_into_new_shards(small, tmp_path, monkeypatch, capsys):
@@ -205,7 +155,92 @@ def test_a_wrong_option_marks_no_clip_bad(small, tmp_path, capsys, options, word
     assert not (tmp_path / "out").exists()
 
 
+def test_an_entry_that_cannot_be_is_named_and_the_others_are_encoded(small, tmp_path, capsys):
+    path = str(small.clips / "a.mp4")
+    entries = {
+        "a": {},
+        "a.safetensors/b": {},
+        "high": {"height": 8_000_000_000, "width": 24},
+        "no memory": {"height": 2**16, "width": 2**16},
+        "/".join(["x" * 200] * 21): {},
+        "x/" * 1900 + "x": {},
+        "no path": {"path": "\ud83d.mp4"},
+        "bytes": {"path": os.fsdecode(b"\xff.mp4")},
+        None: {"path": os.fsdecode(b"\xff.mp4")},
+        "z": {},
+    }
+    lines = [{"path": path, **({"id": name} if name else {}), **given} for name, given in entries.items()]
+    (tmp_path / "clips.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    for _ in range(2):
+        assert encode(small, tmp_path / "out", clips=tmp_path / "clips.jsonl") == 1
+        assert "8 bad clips were left out" in capsys.readouterr().err
+    (tmp_path / "out" / "work").rmdir()
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        *("a.safetensors", "clips.json", "manifest-0.jsonl", "z.safetensors")
+    ]
+    assert encode(small, tmp_path / "tar", "--format", "webdataset", clips=tmp_path / "clips.jsonl") == 1
+    assert "5 bad clips were left out" in capsys.readouterr().err
+
+
+STATES = {
+    "no clips": ("clips.json", lambda text: text.replace('"clips":', '"slips":')),
+    "clips that are an object": (
+        "clips.json",
+        lambda text: text.replace('"clips": [', '"clips": {"": [') + "}",
+    ),
+    "clips that are a text": ("clips.json", lambda text: text.replace('"clips":', '"clips": "abc", "x":')),
+    "a recipe that is a list": (
+        "clips.json",
+        lambda text: text.replace('"recipe": {', '"recipe": [], "x": {'),
+    ),
+    "clips that are numbers": ("clips.json", lambda text: text.replace('"a.mp4"', "3")),
+    "a clip that leads out": ("clips.json", lambda text: text.replace('"a.mp4"', '"../a"')),
+    "a list": ("clips.json", lambda text: "[]"),
+    "nested too deep": ("clips.json", lambda text: "[" * 100_000),
+    "no text": ("clips.json", lambda text: "\0"),
+    "a line that is a list": ("manifest-0.jsonl", lambda text: "[]\n" + text),
+    "a line without a number": ("manifest-0.jsonl", lambda text: '{"kind": "done"}\n' + text),
+    "a line without a reason": ("manifest-0.jsonl", lambda text: '{"kind": "bad", "index": 3}\n' + text),
+    "a line nested too deep": ("manifest-0.jsonl", lambda text: "[" * 100_000 + "\n" + text),
+    "a line of another process": ("manifest-1.jsonl", lambda text: '{"kind": {}}\n'),
+    "a line of videos without a name": ("videos-0.jsonl", lambda text: '{"kind": "done", "id": 3}\n'),
+    "a list for videos": ("videos.json", lambda text: "[]"),
+    "videos without a recipe": ("videos.json", lambda text: '{"format": "cogvideox-torchax-videos/1"}'),
+}
+
+
+@pytest.mark.parametrize(("name", "change"), STATES.values(), ids=STATES)
+def test_a_broken_state_is_one_line(small, encoded, tmp_path, capsys, name, change):
+    out = tmp_path / "out"
+    shutil.copytree(encoded / "safetensors", out)
+    path = out / name
+    path.write_text(change(path.read_text() if path.exists() else ""))
+    if name.startswith("videos"):
+        (out / "a.mp4").touch()
+        assert cli.main(["decode", str(out), "-o", str(out), *OPTIONS]) == 2
+    else:
+        assert encode(small, out) == 2
+    said = capsys.readouterr().err
+    assert str(path) in said
+    assert said.count("\n") == 1
+    assert "Traceback" not in said
+
+
 # Decoding
+
+
+def test_bad_lines_of_others_are_not_this_process_s(encoded, tmp_path):
+    shards = sources.shards(encoded / "safetensors")
+    names = [formats.entries(path)[0][0] for path in shards]
+    (tmp_path / "out").mkdir()
+    lines = [
+        json.dumps({"kind": "bad", "id": name, "error": "broken"}) + "\n" for name in (*names[:2], "gone")
+    ]
+    (tmp_path / "out/videos-1.jsonl").write_text("".join(lines))
+    for index, bad in enumerate(names[:2]):
+        with VideoDirectory(tmp_path / "out", shards, None, manifest.ProcessShard(index, 2)) as videos:
+            assert videos.bad == {bad: "broken"}
+            assert sorted(videos.missing) == sorted(set(names[index::2]) - {bad})
 
 
 def test_latents_are_found_in_folders_of_any_name_but_those_of_runs(tmp_path):
@@ -219,7 +254,7 @@ def test_latents_are_found_in_folders_of_any_name_but_those_of_runs(tmp_path):
 def test_an_id_without_a_place_of_its_own_below_the_output_is_bad(tmp_path, monkeypatch):
     ids = ["cat", "cat.mp4", "../../escaped", "/escaped", "a/../../escaped", "", None]
     monkeypatch.setattr(formats, "entries", lambda path: [(name, None) for name in ids])
-    with Videos(tmp_path / "out", [Path("latents.tar")], None, manifest.Share()) as videos:
+    with VideoDirectory(tmp_path / "out", [Path("latents.tar")], None, manifest.ProcessShard()) as videos:
         assert videos.missing == ["cat"]
         assert set(videos.bad) == {str(name) for name in ids[1:]}
 
@@ -262,7 +297,7 @@ def test_one_id_of_two_shards_is_named_and_a_video_that_is_there_is_not_bad(enco
     for name in ("one", "two"):
         shutil.copytree(encoded / "safetensors", tmp_path / "in" / name)
     shards = [path for name in ("one", "two") for path in sources.shards(tmp_path / "in" / name)]
-    with Videos(tmp_path / "out", shards, None, manifest.Share()) as videos:
+    with VideoDirectory(tmp_path / "out", shards, None, manifest.ProcessShard()) as videos:
         assert len(videos.missing) == len(GOOD)
         assert set(videos.bad) == set(GOOD)
         assert "its video would be that of b.mp4 in" in videos.bad["b.mp4"]
@@ -273,7 +308,7 @@ def test_one_id_of_two_shards_is_named_and_a_video_that_is_there_is_not_bad(enco
         (tmp_path / "out" / name).write_text(json.dumps(line) + "\n")
     (tmp_path / "out" / "b.mp4").touch()
     alone = sources.shards(tmp_path / "in" / "one")
-    with Videos(tmp_path / "out", alone, None, manifest.Share()) as videos:
+    with VideoDirectory(tmp_path / "out", alone, None, manifest.ProcessShard()) as videos:
         assert (videos.bad, videos.done_before) == ({}, 1)
 
 
@@ -355,12 +390,12 @@ def test_a_name_too_long_for_its_file_is_a_bad_clip_of_its_own(small, tmp_path, 
     assert encode(small, tmp_path / "tar", *options, clips=tmp_path / "in") == 0
     for name in ("tar", "more"):
         (shard,) = sources.shards(tmp_path / "tar")
-        with Videos(tmp_path / name, [shard], None, manifest.Share()) as videos:
+        with VideoDirectory(tmp_path / name, [shard], None, manifest.ProcessShard()) as videos:
             assert videos.missing == ["short.mp4", LONG]
     long_id = [("y" * 254, lambda: None), ("z", lambda: None)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(formats, "entries", lambda path: long_id)
-        with Videos(tmp_path / "last", [shard], None, manifest.Share()) as videos:
+        with VideoDirectory(tmp_path / "last", [shard], None, manifest.ProcessShard()) as videos:
             assert videos.missing == ["z"]
             assert "258 bytes" in videos.bad["y" * 254]
 
@@ -444,6 +479,7 @@ from cogvideox_torchax import cli
 from cogvideox_torchax.dataset import formats, manifest
 from cogvideox_torchax.files import latents as latent_files
 from cogvideox_torchax.files import video
+from cogvideox_torchax.files.whole import OutputError
 
 die = lambda: os.kill(os.getpid(), signal.SIGKILL)
 done = []
@@ -582,6 +618,34 @@ def test_reading_and_writing_overlap_with_computing():
     steps = list(loop.work(range(5), read, compute, keep, note, readers=2))
     assert [step.job for step in steps] == list(range(5))
     assert [job for what, job in log if what == "kept"] == list(range(5))
+
+
+@pytest.mark.parametrize(
+    ("error", "own"),
+    [
+        (MemoryError(), True),
+        (RuntimeError("RESOURCE_EXHAUSTED: Out of memory"), True),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"), True),
+        (OverflowError("value too large"), True),
+        (RuntimeError("a broken program"), False),
+        (OutputError("not writable"), False),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("half", ["read", "compute"])
+def test_an_error_of_one_clip_is_its_own_and_one_of_the_program_ends_the_loop(error, own, half):
+    def fail(job):
+        if job == 1:
+            raise error
+        return job
+
+    halves = {"read": lambda job: job, "compute": lambda job: job, half: fail}
+    given = (range(3), halves["read"], halves["compute"], lambda *_: None, lambda *_: None)
+    if own:
+        assert [step.error is None for step in loop.work(*given)] == [True, False, True]
+    elif (half, type(error)) != ("read", OutputError):
+        with pytest.raises(type(error)):
+            list(loop.work(*given))
 
 
 def test_a_failure_to_keep_ends_the_loop_and_one_to_read_does_not():

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,10 +16,11 @@ ENCODE = """
 import os, signal, sys
 from pathlib import Path
 
-clips, model, out = sys.argv[1:]
 import ray
-from cogvideox_torchax.dataset import Recipe, sources
+from cogvideox_torchax import cli
 from cogvideox_torchax.dataset import ray as engine
+
+out = sys.argv[sys.argv.index("-o") + 1]
 
 class Dying(engine.ClipActor):
     def __call__(self, batch):
@@ -32,37 +32,51 @@ class Dying(engine.ClipActor):
         return found
 
 engine.ClipActor = Dying
-ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=10**8)
-ray.data.DataContext.get_current().enable_progress_bars = False
-shelf = engine.encode(sources.clips(clips), Recipe(model, "torch"), out, kind="webdataset", shard_size=3)
-print("bad", sorted(shelf.ids[index] for index in shelf.bad))
+sys.exit(cli.main(sys.argv[1:]))
 """
 
 
 @pytest.mark.slow
-def test_an_actor_that_is_killed_is_replaced_and_the_result_is_the_command_lines(small, tmp_path):
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    given = [str(small.clips), small.model, str(tmp_path / "ray")]
+def test_an_actor_that_is_killed_is_replaced_and_the_result_is_that_of_one_machine(small, tmp_path):
+    def command(name):
+        options = ("--format", "webdataset", "--shard-size", "3", "--model", small.model, *OPTIONS)
+        return ["encode", str(small.clips), "-o", str(tmp_path / name), *options]
+
     ended = subprocess.run(
-        [sys.executable, "-c", ENCODE, *given], env=environment, capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", ENCODE, *command("ray"), "--ray", "--json"],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    assert ended.stdout.splitlines()[-1] == f"bad {BAD}"
+    assert ended.returncode == 1, ended.stderr[-3000:]
+    assert all(f"bad clip {name}" in ended.stderr for name in BAD)
+    report = json.loads(ended.stdout.splitlines()[-1])
+    assert (report["clips"], report["bad"]) == (5, 2)
     assert (tmp_path / "ray.killed").exists()
-    options = ("--format", "webdataset", "--shard-size", "3", "--model", small.model, *OPTIONS)
-    assert cli.main(["encode", str(small.clips), "-o", str(tmp_path / "alone"), *options]) == 1
-    shards = lambda name: {key: data for key, data in tree(tmp_path / name).items() if key.endswith(".tar")}  # noqa: E731
-    assert shards("ray") == shards("alone")
-    shutil.rmtree(tmp_path / "ray")
+    assert cli.main(command("alone")) == 1
+    assert tree(tmp_path / "ray") == tree(tmp_path / "alone")
 
 
-def test_an_id_that_comes_twice_or_leads_elsewhere_is_refused(small, tmp_path):
-    from cogvideox_torchax.dataset import Clip, ClipError
-    from cogvideox_torchax.dataset import ray as engine
+def test_on_ray_a_cluster_that_is_not_there_and_shares_are_refused(small, tmp_path, capsys, monkeypatch):
+    import ray
 
-    for ids, words in ((("a.mp4", "a.mp4"), "a.mp4 twice"), (("../a.mp4",), "must not lead out")):
-        with pytest.raises(ClipError, match=words):
-            engine.encode([Clip(name, small.clips / "a.mp4") for name in ids], small.recipe, tmp_path / "out")
+    def gone(**options):
+        raise ConnectionError("nobody listens")
+
+    monkeypatch.setattr(ray, "init", gone)
+    given = ["encode", str(small.clips), "-o", str(tmp_path / "out"), "--model", small.model, *OPTIONS]
+    for more, words in (
+        (["--ray", "here:1"], "no Ray cluster at here:1"),
+        (["--ray", "--distributed"], "leave out"),
+    ):
+        monkeypatch.setattr("cogvideox_torchax.sharding.abandon", lambda code: None)
+        assert cli.main([*given, *more]) == 2
+        assert words in capsys.readouterr().err
+    assert (
+        cli.main(["encode", str(small.clips / "a.mp4"), "-o", str(tmp_path / "a.safetensors"), "--ray"]) == 2
+    )
+    assert "--ray is for many clips" in capsys.readouterr().err
 
 
 def test_an_actor_refuses_a_clip_that_cannot_be_read_and_ends_where_the_output_cannot_be_written(
@@ -76,8 +90,8 @@ def test_an_actor_refuses_a_clip_that_cannot_be_read_and_ends_where_the_output_c
 
         return fail
 
-    clip = json.dumps({"id": "a.mp4", "source": str(small.clips / "a.mp4")})
-    row = {"index": [0], "path": [str(tmp_path / "a.safetensors")], "clip": [clip]}
+    clip = {"id": "a.mp4", "source": str(small.clips / "a.mp4")}
+    row = {"row": [json.dumps({"index": 0, "path": str(tmp_path / "a.safetensors"), "clip": clip})]}
     actor = engine.ClipActor(small.recipe)
     with monkeypatch.context() as patch:
         patch.setattr("cogvideox_torchax.files.video.probe", failing(OSError(5, "Input/output error")))
