@@ -23,7 +23,7 @@ CASES = {
 
 @pytest.mark.parametrize(("topology", "dtype", "channels", "tokens", "bound"), CASES.values(), ids=CASES)
 def test_attention_compiles_and_copies_nothing(topology, dtype, channels, tokens, bound, monkeypatch):
-    monkeypatch.setattr(tpu, "BLOCKS", (512,))  # benchmarks/attention_schedule.py compiles whole ones
+    monkeypatch.setattr(tpu, "BLOCKS", (512,))  # whole ones compile for minutes
     attend = functools.partial(attention_transposed, bound=bound, valid=tokens - 10, scale=math.log(2))
     found = compiled_for(topology, attend, *[struct(2, 3, channels, tokens, dtype=dtype)] * 3)
     assert ("attention_bounded" if bound else "attention_transposed") in found.as_text()
