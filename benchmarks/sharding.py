@@ -13,6 +13,7 @@ import json
 import os
 import platform
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -23,7 +24,7 @@ import jax
 import torch
 
 from cogvideox_torchax import AutoencoderKLCogVideoX, make_mesh, port
-from cogvideox_torchax.sharding import report
+from cogvideox_torchax.plan.report import report
 
 MIB = 2**20
 
@@ -51,13 +52,13 @@ def measure(single, sharded, kind: str, height: int, width: int) -> dict:
         "latents": [height, width],
         "input": shape,
         "flops_single_device": flops,
-        "flops_ratio": found.flops_per_device * devices / flops,
+        "flops_ratio": found.flops * devices / flops,
         "temp_mib_single_device": temp / MIB,
-        "temp_mib_per_device": found.temp_bytes_per_device / MIB,
-        "temp_ratio": found.temp_bytes_per_device / temp,
-        "largest_all_gather_bytes": found.largest_all_gather_bytes,
-        "collectives": found.collectives,
-        "layers": [row for row in json.loads(found.to_json())["rows"] if row["collectives"]],
+        "temp_mib_per_device": found.temp_bytes / MIB,
+        "temp_ratio": found.temp_bytes / temp,
+        "largest_all_gather_bytes": found.collectives.get("all-gather", (0, 0))[1],
+        "collectives": found.traffic,
+        "layers": [asdict(row) for row in found.layers if row.collectives],
         "compile_seconds": {"single": halfway - started, "sharded": time.perf_counter() - halfway},
     }
 

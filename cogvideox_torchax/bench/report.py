@@ -1,12 +1,10 @@
-"""Results of `bench ab` as Markdown and as plots, and docs/benchmarks.md redrawn from kept results."""
+"""Results of `bench ab` as Markdown and as plots."""
 
 from pathlib import Path
 from typing import Any
 
 from cogvideox_torchax.backends.base import KINDS
-from cogvideox_torchax.bench.ab import FORMAT
-from cogvideox_torchax.files.reports import fill, load, pyplot, save_figure, table, write_json, write_text
-from cogvideox_torchax.plan import jobs, tables
+from cogvideox_torchax.files.reports import pyplot, save_figure, table, write_json, write_text
 
 HEAD = (
     "backend",
@@ -84,32 +82,6 @@ def _seconds(value: float | None) -> str:
 
 def _megabytes(value: int | None) -> str:
     return "" if value is None else f"{value / 1e6:.0f}"
-
-
-BUILDS = ("torch", "torchax-stock", "torchax", "flax")
-"""The backends of the comparison in docs/migration.md."""
-
-
-def builds(reports: list[dict[str, Any]]) -> str:
-    """One table of the first case of each report that has both builds: what a user waits for."""
-    head = ("model", "device", "video", "backend")
-    rows = []
-    for report in reports:
-        case = report["cases"][0]
-        results = {result["backend"]: result for result in case["results"] if result["status"] == "ok"}
-        if not {"torchax", "flax"} <= set(results):
-            continue
-        about = (report["model_name"], f"{case['frames']} x {case['height']} x {case['width']}")
-        for result in (results[name] for name in BUILDS if name in results):
-            halves = [_waiting(result[kind]) for kind in KINDS]
-            rows.append((about[0], result["device"], about[1], result["backend"], *halves[0], *halves[1]))
-    columns = ("error", "cold start, s", "warm start, s", "steady, s")
-    return table((*head, *(f"{kind}: {column}" for kind in KINDS for column in columns)), rows)
-
-
-def _waiting(half: dict[str, Any]) -> tuple[str, ...]:
-    seconds = (half["start_cold_s"], half["start_warm_s"], half["steady"]["median_s"])
-    return (f"{half['check']['relative_error']:.1e}", *map(_seconds, seconds))
 
 
 # Plots
@@ -213,24 +185,3 @@ def write(report: dict[str, Any], directory: Path, stem: str) -> list[Path]:
         write_text(directory / f"{stem}.md", markdown(report)),
         *draw(report, directory, stem),
     ]
-
-
-def redraw(results: Path, docs: Path) -> None:
-    """Puts every `ab*.json` and `plan*.json` of `results` into docs/benchmarks.md, what a program's time
-    consists of into docs/performance.md, and what compares the builds into docs/migration.md, between their
-    marks."""
-    images = docs / "images"
-    images.mkdir(parents=True, exist_ok=True)
-    runs, reports = [], []
-    for path in sorted(results.glob("ab*.json")):
-        report = load(path, FORMAT)
-        reports.append(report)
-        plots = draw(report, images, path.stem)
-        runs += [f"### {path.stem}", markdown(report).rstrip()]
-        runs += [f"![{plot.stem}](images/{plot.name})" for plot in plots]
-    plans = [load(path, jobs.FORMAT) for path in sorted(results.glob("plan*.json"))]
-    page = docs / "benchmarks.md"
-    fill(page, "bench ab", "\n\n".join(runs))
-    fill(page, "plan", tables.markdown(plans))
-    fill(docs / "performance.md", "composition", tables.composition(plans))
-    fill(docs / "migration.md", "builds", builds(reports))

@@ -15,8 +15,7 @@ from cogvideox_torchax.versions import versions
 
 if TYPE_CHECKING:
     from cogvideox_torchax.plan.jobs import Chip, Job, ProgramPlan
-    from cogvideox_torchax.plan.programs import KernelTime
-    from cogvideox_torchax.sharding import Row
+    from cogvideox_torchax.plan.programs import KernelTime, Row
     from cogvideox_torchax.vae.torchax.autoencoder import AutoencoderKLCogVideoX
 
 GIB = 2**30
@@ -242,9 +241,9 @@ def _tile(text: str | None, vae: "AutoencoderKLCogVideoX") -> tuple[int, int] | 
 
 
 def _print_layers(rows: "list[Row]") -> None:
-    from cogvideox_torchax import sharding
+    from cogvideox_torchax.plan import report
 
-    cells = sharding.table(rows) if rows else []
+    cells = report.table(rows) if rows else []
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     for row in cells:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

@@ -1,7 +1,7 @@
 """CogVideoX's transformer on one sequence: text and patches are joined, and filled up, once a step.
 
 diffusers' own forward keeps the two apart and joins them in every attention. Here a block takes the whole
-sequence, which may be split over devices (`sharding.sequences.Sequence`); what is done is the same.
+sequence, which may be split over devices (`pipelines.sequence.Sequence`); what is done is the same.
 
 Axis letters: N videos, S positions of a sequence (text first, then patches), C channels, H heads, D channels
 of a head, P parts of the channels, one for each device that has some of the tokens.
@@ -23,9 +23,9 @@ from torch import nn
 import jax_kernels
 from cogvideox_torchax.pipelines.fused import FusedAttnProcessor
 from cogvideox_torchax.pipelines.layers import AttnProcessor, LayerNorm, Linear, check_positions
+from cogvideox_torchax.pipelines.sequence import Sequence
 from cogvideox_torchax.runtime import array_of, on_jax, tensor_of, torch_view
 from cogvideox_torchax.runtime.layers import is_watched
-from cogvideox_torchax.sharding.sequences import Sequence
 from cogvideox_torchax.upstream import scaling_loras
 
 Tables = tuple[torch.Tensor, ...]

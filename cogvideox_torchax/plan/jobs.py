@@ -5,7 +5,7 @@ libtpu carries the TPU's compiler. Every instruction of the text that it compile
 does inside, which the kernel's final schedule says, and what travels between chips, which is timed apart.
 """
 
-import time
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,9 +15,9 @@ import torch
 from cogvideox_torchax import backends, runtime
 from cogvideox_torchax.plan.chips import CHIPS, GRIDS, Chip, topology_devices
 from cogvideox_torchax.plan.models import weightless_vae
-from cogvideox_torchax.plan.programs import ProgramPlan, read_program
-from cogvideox_torchax.plan.schedule import compile_with_schedules
-from cogvideox_torchax.sharding import ShardedProgram, layers, make_mesh
+from cogvideox_torchax.plan.programs import ProgramPlan, compile_program
+from cogvideox_torchax.plan.report import layers
+from cogvideox_torchax.sharding import ShardedProgram, make_mesh
 from cogvideox_torchax.vae import chunks, tiling
 from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction
 from cogvideox_torchax.vae.sizes import SMALLEST_TILE, check_sides
@@ -117,12 +117,8 @@ def plan_programs(
     planned = zip(("first", "later"), pieces, inputs, (None, cache), strict=False)
     mesh = make_mesh(dp, tp, devices=devices)
     for name, piece, chunk, carried in planned:
-        start = time.perf_counter()
-        with jax.set_mesh(mesh):  # lowering a kernel asks it for the chip's kind
-            lowered = program.lower(weights, chunk, carried)
-        compiled, schedules = compile_with_schedules(lowered, chip)
-        taken = time.perf_counter() - start
-        plan = read_program(name, piece.length, compiled, chip, taken, schedules=schedules)
+        lower = functools.partial(program.lower, weights, chunk, carried)
+        plan = compile_program(name, piece.length, lower, mesh, chip)
         if isinstance(program, ShardedProgram):
             plan.layers = layers(program, plan.text)
         yield plan

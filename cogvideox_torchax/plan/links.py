@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cogvideox_torchax.plan.chips import CORES_LINK, Chip
-from cogvideox_torchax.runtime.compiled_text import Instruction, times_run
+from cogvideox_torchax.plan.hlo import Instruction, times_run
 
 Place = tuple[int, ...]
 """Of a device: its chip's coordinates and its core's number."""

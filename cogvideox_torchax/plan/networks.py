@@ -6,7 +6,7 @@ Attention on a TPU is a kernel, for which the compiler gives no cycles: its fina
 is not known, its floating-point operations over the chip's peak do, and the plan says so.
 """
 
-import time
+import functools
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,8 +16,8 @@ from cogvideox_torchax import runtime
 from cogvideox_torchax.files.models import locate, read_json
 from cogvideox_torchax.pipelines.networks import port_network, prompt_tensors, step_tensors
 from cogvideox_torchax.plan.chips import Chip, PlanError
-from cogvideox_torchax.plan.programs import KERNEL, KernelTime, ProgramPlan, read_program
-from cogvideox_torchax.plan.schedule import compile_with_schedules
+from cogvideox_torchax.plan.programs import KERNEL, KernelTime, ProgramPlan, compile_program
+from cogvideox_torchax.plan.report import figures
 from cogvideox_torchax.sharding import make_mesh
 
 TRANSFORMERS: dict[str, dict[str, Any]] = {
@@ -188,14 +188,8 @@ def plan_prompt(
 
 
 def _compile(name: str, frames: int, network: Any, tensors: dict[str, Any], chip: Chip | None) -> ProgramPlan:
-    import jax
-
-    start = time.perf_counter()
-    with jax.set_mesh(network.mesh):  # lowering a kernel for a TPU asks it for the chip's kind
-        lowered = network.program.lower_structs(network.options(), tensors)
-        compiled, schedules = compile_with_schedules(lowered, chip)
-    taken = time.perf_counter() - start
-    return read_program(name, frames, compiled, chip, taken, schedules=schedules)
+    lower = functools.partial(network.program.lower_structs, network.options(), tensors)
+    return compile_program(name, frames, lower, network.mesh, chip)
 
 
 def _extended(
@@ -245,28 +239,29 @@ def _extended_kernel(one: KernelTime | None, other: KernelTime, count: float) ->
 
 
 def table(plan: NetworkPlan, chip: Chip | None) -> dict[str, Any]:
-    """A plan in words and figures, a device: what `plan` prints."""
-    program, gib = plan.program, 2**30
-    rows: dict[str, Any] = {
-        "network": f"{plan.name}, {plan.layers} layers, from programs of {FEW[0]} and {FEW[1]}",
-        "split": plan.split,
-        "TFLOP": program.flops / 1e12,
-        "arguments_GiB": program.argument_bytes / gib,
-        "temporaries_GiB": program.temp_bytes / gib,
-        "results_GiB": program.output_bytes / gib,
-        "peak_memory_GiB": program.peak_bytes / gib,
-    }
-    if chip is not None:
-        rows["fits"] = f"{'yes' if program.peak_bytes <= chip.memory else 'no'} ({chip.memory / gib:.2f} GiB)"
+    """Return a plan's figures, see `report.figures`."""
+    program = plan.program
+    seconds: dict[str, Any] = {}
     if plan.seconds is not None:
-        rows["estimate_s"] = plan.seconds
-        rows["of_it_attention_s"] = plan.attention_seconds
-        rows["attention_counted"] = "by schedule" if plan.by_schedule else "at the chip's peak"
-        rows |= {f"of_it_{kind}_s": time.seconds for kind, time in program.kernel_times.items()}
-        rows["of_it_copies_s"] = program.shares.get("copies", 0.0)
+        seconds["estimate_s"] = plan.seconds
+        seconds["of_it_attention_s"] = plan.attention_seconds
+        seconds["attention_counted"] = "by schedule" if plan.by_schedule else "at the chip's peak"
+        seconds |= {f"of_it_{kind}_s": time.seconds for kind, time in program.kernel_times.items()}
+        seconds["of_it_copies_s"] = program.shares.get("copies", 0.0)
     if plan.seconds is not None and program.collective_seconds is not None:
-        collectives = sum(program.collective_seconds.values())
-        rows["collectives_s"] = collectives
-        rows["with_collectives_s"] = plan.seconds + collectives
-    rows["compiled_in_s"] = program.compile_seconds
-    return rows
+        seconds["collectives_s"] = collectives = sum(program.collective_seconds.values())
+        seconds["with_collectives_s"] = plan.seconds + collectives
+    return figures(
+        f"{plan.name}, {plan.layers} layers, from programs of {FEW[0]} and {FEW[1]}",
+        {
+            "arguments_GiB": program.argument_bytes,
+            "temporaries_GiB": program.temp_bytes,
+            "results_GiB": program.output_bytes,
+            "peak_memory_GiB": program.peak_bytes,
+        },
+        seconds,
+        split=plan.split,
+        flops=program.flops,
+        compile_seconds=program.compile_seconds,
+        chip=chip,
+    )

@@ -1,18 +1,18 @@
 """What the compiler says of one program: memory, estimated time, what the time goes to."""
 
 import re
+import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 
 from cogvideox_torchax.plan.chips import Chip
+from cogvideox_torchax.plan.hlo import Instruction, collectives, instructions, times_run
 from cogvideox_torchax.plan.links import Links
-from cogvideox_torchax.plan.schedule import Schedule
-from cogvideox_torchax.runtime.compiled_text import Instruction, collectives, instructions, times_run
-from cogvideox_torchax.sharding import Row
+from cogvideox_torchax.plan.schedule import Schedule, compile_with_schedules
 
 CONVOLUTION, COPY, OTHER, KERNEL = "convolutions", "copies", "other", "kernels"
 COPIES = ("copy", "slice", "pad", "broadcast", "transpose")
@@ -37,6 +37,28 @@ class KernelTime:
     seconds: float
     by_bytes: int
     assumed_branches: int
+
+
+@dataclass
+class Row:
+    """A layer.
+
+    Attributes:
+        layer: the module's name, or "(program)" for what belongs to none.
+        shape: its largest activation, (N, C, T, H, W) or a sequence (N, S, C), whole.
+        spec: how that was to be split.
+        shards: over how many devices the compiled program splits it, by the shapes of the arrays that are
+            there; 1 where it is whole, None where no array is of either shape (fused away).
+        bytes_per_device: the largest array that the layer's instructions give on one device.
+        collectives: by kind, how many and how many bytes a device receives.
+    """
+
+    layer: str
+    shape: tuple[int, ...] | None = None
+    spec: str = ""
+    shards: int | None = None
+    bytes_per_device: int = 0
+    collectives: dict[str, dict[str, int]] = field(default_factory=dict)
 
 
 @dataclass
@@ -94,6 +116,15 @@ class ProgramPlan:
         return self.seconds + sum(self.collective_seconds.values())
 
     @property
+    def traffic(self) -> dict[str, dict[str, int]]:
+        """Kind to how many collectives the layers have, and how many bytes a device receives of them."""
+        total: dict[str, dict[str, int]] = {}
+        for kind, part in (moved for row in self.layers for moved in row.collectives.items()):
+            before = total.get(kind, {"count": 0, "bytes": 0})
+            total[kind] = {key: before[key] + value for key, value in part.items()}
+        return total
+
+    @property
     def peak_bytes(self) -> int:
         return self.argument_bytes + self.temp_bytes + self.output_bytes
 
@@ -104,6 +135,19 @@ class ProgramPlan:
             "peak_bytes": self.peak_bytes,
             "seconds_with_collectives": self.seconds_with_collectives,
         }
+
+
+def compile_program(
+    name: str, frames: int, lower: Callable[[], Any], mesh: Any, chip: Chip | None
+) -> ProgramPlan:
+    """Lower a program over a mesh, compile it and read it; arguments as `read_program` takes them."""
+    import jax
+
+    start = time.perf_counter()
+    with jax.set_mesh(mesh):  # lowering a kernel for a TPU asks it for the chip's kind
+        lowered = lower()
+    compiled, schedules = compile_with_schedules(lowered, chip)
+    return read_program(name, frames, compiled, chip, time.perf_counter() - start, schedules)
 
 
 def read_program(

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from cogvideox_torchax.plan.chips import Chip, dump_directory
-from cogvideox_torchax.runtime.compiled_text import instructions
+from cogvideox_torchax.plan.hlo import instructions
 
 LONGEST = 20_000_000
 """Steps after which a schedule is given up: it then counts as not known."""

@@ -4,8 +4,8 @@ Each half is a program, its forward and its backward pass, blocks computed anew.
 chunks one after another, and its optimizer's moments lie beside the weights: `table` counts them.
 """
 
+import functools
 import math
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -13,8 +13,8 @@ from typing import Any
 from cogvideox_torchax import runtime
 from cogvideox_torchax.plan.chips import Chip
 from cogvideox_torchax.plan.jobs import Job
-from cogvideox_torchax.plan.programs import ProgramPlan, read_program
-from cogvideox_torchax.plan.schedule import compile_with_schedules
+from cogvideox_torchax.plan.programs import ProgramPlan, compile_program
+from cogvideox_torchax.plan.report import figures
 from cogvideox_torchax.sharding import make_mesh
 from cogvideox_torchax.vae.directions import Direction
 from cogvideox_torchax.vae.torchax.autoencoder import AutoencoderKLCogVideoX
@@ -61,11 +61,8 @@ def plan_train_step(
             result, pull_back = jax.vjp(lambda *given: program.run_video(*given, lengths), weights, x)
             return pull_back(result)  # as a loss of squares has it
 
-        start = time.perf_counter()
-        with jax.set_mesh(mesh):  # lowering a kernel asks it for the chip's kind
-            compiled, schedules = compile_with_schedules(jax.jit(gradients).lower(weights, x), chip)
-        seconds = time.perf_counter() - start
-        yield read_program(f"train {half}", sum(lengths), compiled, chip, seconds, schedules=schedules)
+        lower = functools.partial(jax.jit(gradients).lower, weights, x)
+        yield compile_program(f"train {half}", sum(lengths), lower, mesh, chip)
 
 
 def _structs(program: Any, shape: tuple[int, ...], vae: AutoencoderKLCogVideoX, devices: list[Any]) -> Any:
@@ -85,25 +82,23 @@ def _structs(program: Any, shape: tuple[int, ...], vae: AutoencoderKLCogVideoX, 
 def table(plans: list[ProgramPlan], vae: AutoencoderKLCogVideoX, chip: Chip | None) -> dict[str, Any]:
     """A plan in words and figures, a device: what `plan` prints. What the encoder keeps for its backward pass
     lies beside the decoder's: both programs' temporaries together are what a step takes at most."""
-    gib = 2**30
     moments = MOMENTS * FLOAT32_BYTES * sum(math.prod(weight.shape) for weight in vae.parameters())
     temporaries = sum(plan.temp_bytes for plan in plans)
     results = sum(plan.output_bytes for plan in plans)
     arguments = sum(plan.argument_bytes for plan in plans)
-    peak = arguments + temporaries + results + moments
-    rows: dict[str, Any] = {
-        "network": "train-step: the gradients of every weight, both halves",
-        "TFLOP": sum(plan.flops for plan in plans) / 1e12,
-        "weights_and_inputs_GiB": arguments / gib,
-        "temporaries_GiB_at_most": temporaries / gib,
-        "gradients_GiB": results / gib,
-        "optimizer_GiB": moments / gib,
-        "peak_memory_GiB_at_most": peak / gib,
-    }
-    if chip is not None:
-        rows["fits"] = f"{'yes' if peak <= chip.memory else 'no'} ({chip.memory / gib:.2f} GiB)"
     seconds = [plan.seconds_with_collectives for plan in plans]
-    if None not in seconds:
-        rows["with_collectives_s"] = sum(part for part in seconds if part is not None)
-    rows["compiled_in_s"] = sum(plan.compile_seconds for plan in plans)
-    return rows
+    whole = sum(part for part in seconds if part is not None)
+    return figures(
+        "train-step: the gradients of every weight, both halves",
+        {
+            "weights_and_inputs_GiB": arguments,
+            "temporaries_GiB_at_most": temporaries,
+            "gradients_GiB": results,
+            "optimizer_GiB": moments,
+            "peak_memory_GiB_at_most": arguments + temporaries + results + moments,
+        },
+        {} if None in seconds else {"with_collectives_s": whole},
+        flops=sum(plan.flops for plan in plans),
+        compile_seconds=sum(plan.compile_seconds for plan in plans),
+        chip=chip,
+    )

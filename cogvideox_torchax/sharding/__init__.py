@@ -1,5 +1,5 @@
-"""The dp x tp mesh: `placement` says which axis lies where, `report` reads off a compiled program what
-became of it, `processes` is for a mesh over several of them."""
+"""The dp x tp mesh: `placement` says which axis lies where, `processes` is for a mesh over several of
+them."""
 
 from cogvideox_torchax.sharding.mesh import check_mesh, make_mesh
 from cogvideox_torchax.sharding.placement import (
@@ -22,14 +22,6 @@ from cogvideox_torchax.sharding.processes import (
     wait_for_all,
 )
 from cogvideox_torchax.sharding.programs import ShardedProgram
-from cogvideox_torchax.sharding.report import (
-    Report,
-    Row,
-    layers,
-    report,
-    report_network,
-    table,
-)
 
 __all__ = [
     "HWNTC",
@@ -40,8 +32,6 @@ __all__ = [
     "PaddedChunk",
     "Placement",
     "ProcessError",
-    "Report",
-    "Row",
     "ShardedProgram",
     "abandon",
     "check_all_take_part",
@@ -49,11 +39,7 @@ __all__ = [
     "connect",
     "exchanging",
     "is_first",
-    "layers",
     "make_mesh",
-    "report",
-    "report_network",
     "spread",
-    "table",
     "wait_for_all",
 ]

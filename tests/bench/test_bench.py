@@ -6,6 +6,7 @@ import subprocess
 
 import pytest
 
+from benchmarks import report as drawn
 from cogvideox_torchax import cli
 from cogvideox_torchax.backends.base import KINDS
 from cogvideox_torchax.bench import ab, report, worker
@@ -204,7 +205,7 @@ def test_builds_are_compared_where_both_were_run_and_right():
         for results in ((merged("flax"), merged("torch")), (merged("torch"),), (merged("flax"), wrong))
     )
     both["cases"][0]["results"].append(merged("torchax"))
-    lines = report.builds([both, one, bad]).splitlines()
+    lines = drawn.builds([both, one, bad]).splitlines()
     assert [line.split("|")[4].strip() for line in lines[2:]] == ["torch", "torchax", "flax"]
     assert [cell.strip() for cell in lines[3].split("|")[3:8]] == [
         "9 x 16 x 24",
@@ -228,9 +229,9 @@ def test_docs_are_redrawn_between_their_marks(tmp_path):
     found = made_up_report(merged(), cases=((9, 16, 24), (17, 16, 24), (9, 32, 48)))
     (tmp_path / "results" / "ab-x.json").write_text(json.dumps(found))
     (tmp_path / "results" / "plan-x.json").write_text(json.dumps(PLAN))
-    report.redraw(tmp_path / "results", tmp_path / "docs")
+    drawn.redraw(tmp_path / "results", tmp_path / "docs")
     once = page.read_text()
-    report.redraw(tmp_path / "results", tmp_path / "docs")
+    drawn.redraw(tmp_path / "results", tmp_path / "docs")
     assert page.read_text() == once
     assert once.startswith("before\n")
     assert once.endswith("after\n")
@@ -248,4 +249,4 @@ def test_docs_are_redrawn_between_their_marks(tmp_path):
     assert images == ["ab-x-bars.png", "ab-x-frames.png", "ab-x-size.png"]
     (tmp_path / "results" / "ab-x.json").write_text(json.dumps(found | {"format": "other/2"}))
     with pytest.raises(ValueError, match="other/2"):
-        report.redraw(tmp_path / "results", tmp_path / "docs")
+        drawn.redraw(tmp_path / "results", tmp_path / "docs")

@@ -9,10 +9,11 @@ import pytest
 import torch
 from diffusers.models.attention_processor import CogVideoXAttnProcessor2_0
 
-from cogvideox_torchax import make_mesh, runtime, sharding
+from cogvideox_torchax import make_mesh, runtime
 from cogvideox_torchax.pipelines import blocks, networks
 from cogvideox_torchax.pipelines.layers import AttnProcessor
-from cogvideox_torchax.sharding.sequences import CHANNELS, TOKENS, choose_split
+from cogvideox_torchax.pipelines.sharding import CHANNELS, TOKENS, choose_split
+from cogvideox_torchax.plan import report
 from cogvideox_torchax.vae.tolerances import BFLOAT16_RMS_RATIO, relative_error, rms_error
 from jax_kernels.attention.bounds import LARGEST_BOUND
 from tests import small_pipelines
@@ -323,8 +324,8 @@ def tensors():
 
 
 def test_by_tokens_four_exchanges_a_layer_are_all_that_travels(tensors):
-    found = sharding.report_network(ported(split="2x4 by tokens"), tensors)
-    rows = {row.layer: row for row in found.rows}
+    found = report.report_network(ported(split="2x4 by tokens"), tensors)
+    rows = {row.layer: row for row in found.layers}
     tokens = -(-(TEXT + FRAMES * HEIGHT * WIDTH // 4) // 4) * 4
     own = tokens // 4 * 128 * 4
     for block in (rows[f"model.transformer_blocks.{i}"] for i in range(2)):
@@ -337,10 +338,10 @@ def test_weights_that_do_not_fit_are_gathered_in_their_layer(tensors):
     model = ported(split="2x4 by tokens, weights gathered")
     weight = runtime.array_of(model.transformer_blocks[0].ff.net[0].proj.weight)
     assert weight.sharding.shard_shape(weight.shape) == (128, 128)
-    found = sharding.report_network(model, tensors)
-    whole = sharding.report_network(ported(split="2x4 by tokens"), tensors)
-    assert found.argument_bytes_per_device < 0.5 * whole.argument_bytes_per_device
-    gathered = {kind: traffic["bytes"] for kind, traffic in found.collectives.items()}["all-gather"]
+    found = report.report_network(model, tensors)
+    whole = report.report_network(ported(split="2x4 by tokens"), tensors)
+    assert found.argument_bytes < 0.5 * whole.argument_bytes
+    gathered = found.traffic["all-gather"]["bytes"]
     matrices = sum(p.numel() * 4 for p in stock().transformer_blocks.parameters() if p.ndim == 2)
     assert gathered >= matrices
 

@@ -15,7 +15,7 @@ from benchmarks import plan_pipeline
 from cogvideox_torchax import cli
 from cogvideox_torchax.cli.common import DEMO_MODEL
 from cogvideox_torchax.plan import chips, jobs, models, programs
-from cogvideox_torchax.runtime.compiled_text import collectives, instructions
+from cogvideox_torchax.plan.hlo import collectives, instructions
 from cogvideox_torchax.vae.directions import DECODE, Direction
 
 pytestmark = pytest.mark.usefixtures("torchax_off")

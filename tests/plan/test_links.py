@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from cogvideox_torchax.plan.chips import CHIPS
+from cogvideox_torchax.plan.hlo import instructions, times_run
 from cogvideox_torchax.plan.links import Links
-from cogvideox_torchax.runtime.compiled_text import instructions, times_run
 
 GB = 1e9
 

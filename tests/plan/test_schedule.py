@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cogvideox_torchax.plan import chips, programs, schedule
-from cogvideox_torchax.runtime.compiled_text import instructions
+from cogvideox_torchax.plan.hlo import instructions
 
 CHIP = chips.CHIPS["v6e"]
 

@@ -6,8 +6,9 @@ import pickle
 import pytest
 import torch
 
-from cogvideox_torchax import make_mesh, port, runtime, sharding
+from cogvideox_torchax import make_mesh, port, runtime
 from cogvideox_torchax.flax import FlaxVAEForPipelines
+from cogvideox_torchax.plan import report
 from cogvideox_torchax.vae.checkpoint import ModelError
 from cogvideox_torchax.vae.tolerances import FLOAT32_RELATIVE, relative_error
 from tests import reference
@@ -108,7 +109,7 @@ REFUSED = {
     "gradients": (lambda vae: vae.requires_grad_(), "gradients"),
     "checkpointing": (lambda vae: vae.enable_gradient_checkpointing(), "gradients"),
     "a report of layers": (
-        lambda vae: sharding.report(port(vae, mesh=make_mesh(1, 2)), (1, 16, 1, 2, 4)),
+        lambda vae: report.report(port(vae, mesh=make_mesh(1, 2)), (1, 16, 1, 2, 4)),
         "port diffusers' model for it",
     ),
 }

@@ -1,62 +1,48 @@
-"""What a compiled program does on each device, read off its text: shards, bytes and collectives, by layer."""
+"""What a program on a mesh does on each device, layer by layer, read off its compiled text."""
 
 import itertools
-import json
 import math
-from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from cogvideox_torchax import runtime
-from cogvideox_torchax.runtime.compiled_text import Instruction, collectives, instructions
+from cogvideox_torchax.plan.chips import Chip
+from cogvideox_torchax.plan.hlo import Instruction, collectives, instructions
+from cogvideox_torchax.plan.programs import ProgramPlan, Row, read_program
 from cogvideox_torchax.sharding.placement import Placement
 from cogvideox_torchax.sharding.programs import Layer, ShardedProgram
 
 ELSEWHERE = "(program)"
 
 
-@dataclass
-class Row:
-    """A layer.
+GIB = 2**30
 
-    Attributes:
-        layer: the module's name, or "(program)" for what belongs to none.
-        shape: its largest activation, (N, C, T, H, W) or a sequence (N, S, C), whole.
-        spec: how that was to be split.
-        shards: over how many devices the compiled program splits it, by the shapes of the arrays that are
-            there; 1 where it is whole, None where no array is of either shape (fused away).
-        bytes_per_device: the largest array that the layer's instructions give on one device.
-        collectives: by kind, how many and how many bytes a device receives.
+
+def figures(
+    network: str,
+    memory: dict[str, int],
+    seconds: dict[str, Any],
+    *,
+    flops: float,
+    compile_seconds: float,
+    chip: Chip | None,
+    **about: str,
+) -> dict[str, Any]:
+    """Return a plan in words and figures, a device: what `plan` prints.
+
+    Args:
+        network: what was planned.
+        memory: bytes by their name, the peak last.
+        seconds: what it is estimated to take; empty for no estimate.
+        flops, compile_seconds: of all programs.
+        chip: whose memory the peak has to fit, or None.
+        about: what else is to be said of the network.
     """
-
-    layer: str
-    shape: tuple[int, ...] | None = None
-    spec: str = ""
-    shards: int | None = None
-    bytes_per_device: int = 0
-    collectives: dict[str, dict[str, int]] = field(default_factory=dict)
-
-
-@dataclass
-class Report:
-    """What one program does on each device."""
-
-    kind: str
-    shape: tuple[int, ...]
-    mesh: dict[str, int]
-    flops_per_device: float
-    temp_bytes_per_device: int
-    argument_bytes_per_device: int
-    output_bytes_per_device: int
-    largest_all_gather_bytes: int
-    collectives: dict[str, dict[str, int]]
-    rows: list[Row]
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=1)
-
-    def table(self) -> list[list[str]]:
-        """Rows of cells, the header first."""
-        return table(self.rows)
+    rows: dict[str, Any] = {"network": network, **about, "TFLOP": flops / 1e12}
+    rows |= {name: size / GIB for name, size in memory.items()}
+    if chip is not None:
+        fits = "yes" if [*memory.values()][-1] <= chip.memory else "no"
+        rows["fits"] = f"{fits} ({chip.memory / GIB:.2f} GiB)"
+    return {**rows, **seconds, "compiled_in_s": compile_seconds}
 
 
 def table(rows: list[Row]) -> list[list[str]]:
@@ -73,7 +59,7 @@ def _cells(row: Row) -> list[str]:
     return [row.layer, shape, row.spec, str(row.shards or ""), f"{row.bytes_per_device:,}", moved]
 
 
-def report(vae: Any, shape: tuple[int, ...], *, kind: str = "decode") -> Report:
+def report(vae: Any, shape: tuple[int, ...], *, kind: str = "decode") -> ProgramPlan:
     """Compiles the program of an input's last chunk and says what lies where, layer by layer.
 
     Everything but `shape` and `spec` of a row is read off the compiled program.
@@ -88,10 +74,10 @@ def report(vae: Any, shape: tuple[int, ...], *, kind: str = "decode") -> Report:
     """
     if vae.mesh is None:
         raise ValueError("report got a model without a mesh: port(vae, mesh=make_mesh(dp, tp)) first")
-    return _read(kind, tuple(shape), *vae.compile_last_chunk(shape, kind=kind))
+    return _read(kind, shape[2], *vae.compile_last_chunk(shape, kind=kind))
 
 
-def report_network(network: Any, tensors: dict[str, Any]) -> Report:
+def report_network(network: Any, tensors: dict[str, Any]) -> ProgramPlan:
     """As `report`, for a pipeline's ported transformer or text encoder.
 
     Args:
@@ -106,27 +92,14 @@ def report_network(network: Any, tensors: dict[str, Any]) -> Report:
         raise ValueError("report got a network without a mesh: port(pipe, mesh=make_mesh(dp, tp)) first")
     runtime.configure_compile_cache()
     program = network.build_program()
-    shape = next(iter(tensors.values()))[0]
-    return _read(
-        type(network).__name__, shape, program, program.lower_structs(network.options(), tensors).compile()
-    )
+    compiled = program.lower_structs(network.options(), tensors).compile()
+    return _read(type(network).__name__, next(iter(tensors.values()))[0][1], program, compiled)
 
 
-def _read(kind: str, shape: tuple[int, ...], program: Any, compiled: Any) -> Report:
-    found = list(instructions(compiled.as_text()))
-    memory = compiled.memory_analysis()
-    return Report(
-        kind=kind,
-        shape=shape,
-        mesh=dict(program.placement.mesh.shape),
-        flops_per_device=compiled.cost_analysis()["flops"],
-        temp_bytes_per_device=memory.temp_size_in_bytes,
-        argument_bytes_per_device=memory.argument_size_in_bytes,
-        output_bytes_per_device=memory.output_size_in_bytes,
-        largest_all_gather_bytes=max((i.bytes for i in found if i.collective == "all-gather"), default=0),
-        collectives=_count(found),
-        rows=_rows(program, found),
-    )
+def _read(name: str, frames: int, program: Any, compiled: Any) -> ProgramPlan:
+    plan = read_program(name, frames, compiled, None, 0.0)
+    plan.layers = _rows(program, list(instructions(plan.text)))
+    return plan
 
 
 def _count(found: list[Instruction]) -> dict[str, dict[str, int]]:

@@ -1,22 +1,12 @@
-"""Where the weights and the activations of the transformer and of the text encoder lie on a mesh.
+"""Text and patches as one sequence on a mesh: where its tokens lie, and what devices exchange.
 
-The batch, which holds the two halves of classifier-free guidance, is split over "dp". Over "tp" a network has
-either its tokens or its weights split (`Split`):
-
-By tokens, all that is done to a token is done where it lies. For attention, which alone looks at several,
-every device gets all tokens of some heads, and gives them back after it (Jacobs et al. 2023, "DeepSpeed
-Ulysses"). Weights lie on every device; where they do not fit, in parts, and a layer's are gathered when it is
-its turn.
-
-By channels, the first of two matrices is split by its columns, the second by its rows, so that what lies
-between them stays where it is and one sum over "tp" follows (Shoeybi et al. 2019, "Megatron-LM").
-Attention has its heads over "tp"; heads that it does not divide leave it to the queries
-(`jax_kernels.attention`).
+The batch, which holds the two halves of classifier-free guidance, is split over "dp". By tokens, all that is
+done to a token is done where it lies. For attention, which alone looks at several, every device gets all
+tokens of some heads, and gives them back after it (Jacobs et al. 2023, "DeepSpeed Ulysses").
 """
 
 import functools
 import math
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,142 +18,17 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from torch import nn
 
 from cogvideox_torchax import runtime
+from cogvideox_torchax.pipelines.sharding import (
+    BY_INPUTS,
+    CHANNELS,
+    Split,
+    put_weight,
+    weight_sharding,
+    weight_spec,
+)
 from cogvideox_torchax.runtime.layers import watched
 from cogvideox_torchax.sharding.programs import Layer
 from cogvideox_torchax.upstream import is_traced
-
-COLUMNS = re.compile(
-    r"(attn1\.to_(q|k|v|qkv)|ff\.net\.0\.proj|SelfAttention\.(q|k|v)|DenseReluDense\.wi(_[01])?)(\.base_layer)?\.(weight|bias)$"
-)
-"""Matrices (out, in) whose outputs are split, with their biases."""
-
-ROWS = re.compile(
-    r"(attn1\.to_out\.0|ff\.net\.2|norm[12]\.linear"
-    r"|SelfAttention\.o|DenseReluDense\.wo)(\.base_layer)?\.weight$"
-)
-"""Matrices (out, in) whose inputs are split; their biases are added once, after the sum.
-
-Those of the modulation are among them because what comes out is cut into six parts, which shards of its
-columns would straddle.
-"""
-
-TABLES = re.compile(r"(shared|embed_tokens|relative_attention_bias)\.weight$")
-"""Tables (entries, channels) split by channels."""
-
-
-TOKENS, CHANNELS = "tokens", "channels"
-"""What a network has split over "tp"."""
-
-SHARE_OF_WEIGHTS = 0.5
-"""Of a device's memory: what a network's weights may take to lie on every device whole."""
-
-BLOCK = re.compile(r"transformer_blocks\.\d+\.")
-"""Weights of one layer of many."""
-
-
-@dataclass(frozen=True)
-class Split:
-    """What of a network is split over "tp".
-
-    Attributes:
-        over_tp: TOKENS or CHANNELS.
-        gathered: whether weights lie in parts, and are gathered a layer at a time. By tokens alone.
-        reason: why so, in a few words.
-    """
-
-    over_tp: str = CHANNELS
-    gathered: bool = False
-    reason: str = field(default="its sequences are short", compare=False)
-
-    def __str__(self) -> str:
-        weights = "" if self.over_tp == CHANNELS else f", weights {'gathered' if self.gathered else 'whole'}"
-        return f"{self.over_tp} over tp{weights} ({self.reason})"
-
-    def weight_spec(self, name: str, shape: tuple[int, ...], parts: int) -> PartitionSpec:
-        """How a weight is split, by its name and over so many devices."""
-        if self.over_tp == CHANNELS:
-            return weight_spec(name, len(shape))
-        divides = self.gathered and BLOCK.search(name) and len(shape) == 2 and shape[0] % parts == 0
-        return PartitionSpec("tp", None) if divides else PartitionSpec()
-
-
-def choose_split(
-    mesh: Mesh, *, heads: int, weight_bytes: int, memory: float | None, asked: str | None = None
-) -> Split:
-    """What a transformer has split over "tp": tokens, where it divides the heads.
-
-    Args:
-        mesh: of `make_mesh`.
-        heads: of its attention.
-        weight_bytes: of all its weights.
-        memory: of a device, in bytes; None where it is not known, and weights are taken to fit.
-        asked: TOKENS or CHANNELS, to have it so; None to choose.
-
-    Raises:
-        ValueError: something else is asked for, or tokens where "tp" does not divide the heads.
-    """
-    tp = mesh.shape["tp"]
-    if asked not in (None, TOKENS, CHANNELS):
-        raise ValueError(f"got split={asked!r}: it takes {TOKENS!r}, {CHANNELS!r} or None")
-    if heads % tp:
-        if asked == TOKENS:
-            raise ValueError(
-                f"got split={TOKENS!r} and a mesh with tp={tp}: it does not divide the {heads} heads; "
-                f"choose tp among {[n for n in range(1, heads + 1) if heads % n == 0]}, or "
-                f"split={CHANNELS!r}"
-            )
-        return Split(CHANNELS, reason=f"tp={tp} does not divide {heads} heads")
-    if asked == CHANNELS:
-        return Split(CHANNELS, reason="asked for")
-    gathered = tp > 1 and memory is not None and weight_bytes > SHARE_OF_WEIGHTS * memory
-    reason = "asked for" if asked else f"tp={tp} divides {heads} heads"
-    return Split(TOKENS, gathered, reason)
-
-
-def memory_of(mesh: Mesh) -> float | None:
-    """Bytes of one of a mesh's devices; None where it does not say."""
-    try:
-        stats = mesh.devices.flat[0].memory_stats()
-    except (RuntimeError, jax.errors.JaxRuntimeError):  # a topology's devices are not there
-        return None
-    return (stats or {}).get("bytes_limit")
-
-
-def weight_spec(name: str, rank: int) -> PartitionSpec:
-    """How the weight of a transformer or a text encoder is split by channels, by its name."""
-    if COLUMNS.search(name):
-        return PartitionSpec("tp") if rank == 1 else PartitionSpec("tp", None)
-    if ROWS.search(name) or TABLES.search(name):
-        return PartitionSpec(None, "tp")
-    return PartitionSpec()
-
-
-def weight_sharding(mesh: Mesh, name: str, shape: tuple[int, ...], split: Split = Split()) -> NamedSharding:
-    """Where a weight lies.
-
-    Raises:
-        ValueError: "tp" does not divide the axis that it is to be split by.
-    """
-    spec = split.weight_spec(name, shape, mesh.shape["tp"])
-    for size, axis in zip(shape, spec, strict=False):
-        if axis is not None and size % mesh.shape[axis]:
-            raise ValueError(
-                f"got a mesh with tp={mesh.shape[axis]}: it does not divide the {size} channels of {name}; "
-                f"choose tp among {[n for n in range(1, size + 1) if size % n == 0][:12]}"
-            )
-    return NamedSharding(mesh, spec)
-
-
-def check_weights(module: nn.Module, mesh: Mesh, split: Split = Split()) -> None:
-    """Raises `ValueError` unless a mesh divides a network's weights."""
-    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        weight_sharding(mesh, name, tuple(tensor.shape), split)
-
-
-def put_weight(mesh: Mesh, name: str, array: Any, split: Split = Split()) -> jax.Array:
-    """A network's weight on a mesh, every device's part straight from where it is."""
-    return jax.device_put(array, weight_sharding(mesh, name, array.shape, split))
-
 
 LANES = 128
 """Tokens of each device are a multiple of it where there are many, for the kernels' sake."""
@@ -324,7 +189,7 @@ class SequencePlacement:
     """
 
     mesh: Mesh
-    split: Split = Split()
+    split: Split = field(default_factory=Split)
     heads: int = 1
 
     def batch_axis(self, videos: int) -> str | None:
@@ -387,7 +252,7 @@ class ShardedModuleProgram(runtime.ModuleProgram):
     def _call(self, network: nn.Module, *inputs: Any) -> Any:
         if self.placement.split.over_tp == CHANNELS:
             for name, module in network.named_modules():  # the network is a copy, of this trace alone
-                vars(module)["inputs_split"] = ROWS.search(f"{name}.weight") is not None
+                vars(module)["inputs_split"] = weight_spec(f"{name}.weight") == BY_INPUTS
         with watched(network, self._is_layer, taken=self._split, given=self._split):
             return super()._call(network, *inputs)
 
