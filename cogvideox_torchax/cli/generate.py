@@ -3,7 +3,7 @@
 import argparse
 import contextlib
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -66,13 +66,7 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
     )
     command.add_argument("--save-stages", metavar="DIR", help="keep embeddings and latents there")
     command.add_argument(
-        "--save-every",
-        type=common.positive,
-        metavar="K",
-        help="with --save-stages: the latents of every K steps",
-    )
-    command.add_argument(
-        "--from-stage", choices=("text", "latents", "step"), help="take up from what --save-stages kept"
+        "--from-stage", choices=("text", "latents"), help="take up from what --save-stages kept"
     )
     command.add_argument(
         "--preview",
@@ -97,8 +91,8 @@ def run(args: argparse.Namespace) -> int:
     from cogvideox_torchax import runtime
     from cogvideox_torchax.files import video
 
-    if (args.from_stage or args.save_every) and not args.save_stages:
-        raise ValueError("--from-stage and --save-every need the stages' directory: pass --save-stages DIR")
+    if args.from_stage and not args.save_stages:
+        raise ValueError("--from-stage needs the stages' directory: pass --save-stages DIR")
     if args.preview:
         check_file(args.preview)
         if not args.preview.endswith(".png"):
@@ -163,7 +157,7 @@ def _kept_latents(args: argparse.Namespace) -> "Latents":
     """The latents stage, which is only decoded any more: what it was sampled by cannot be asked for."""
     from cogvideox_torchax.pipelines import generate, stages
 
-    sampling = {*stages.Request.names(), "save_every", "preview"} - {"dtype"}
+    sampling = {*stages.Request.names(), "preview"} - {"dtype"}
     given = sorted(name for name in sampling if getattr(args, name) is not None)
     if given:
         options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
@@ -189,23 +183,21 @@ def _sampled(args: argparse.Namespace) -> "tuple[Any, Latents]":
     """The pipeline's VAE and the latents that it sampled, everything checked before a weight is loaded."""
     from cogvideox_torchax.files import latents as latent_files
     from cogvideox_torchax.pipelines import generate, stages
-    from cogvideox_torchax.pipelines.scheduler import check_resumed
 
     mesh = _mesh(args)
-    step, text = _kept(args)
-    model = generate.describe(args.model, **_conditions(args, step))
-    step, text = (None if stage is None else stage.checked(model.fingerprint) for stage in (step, text))
-    request = _request(args, model, step, text)
+    text = stages.load(args.save_stages, stages.TEXT) if args.from_stage else None
+    model = generate.describe(args.model, image=args.image is not None, clip=args.video is not None)
+    if text is not None:
+        text.check_model(model.fingerprint)
+    request = _request(args, model, text)
     generate.check(request, model)
-    if args.save_every or step is not None:
-        check_resumed(model.scheduler["_class_name"])
     pipe = generate.load(model, common.parse_dtype(request.dtype), mesh, with_text=text is None)
     pipe.set_progress_bar_config(disable=args.quiet, desc="denoise", leave=False)
     keep = Path(args.save_stages) if args.save_stages else None
     show = _preview(args.preview, pipe.vae) if args.preview else None
-    work = generate.Generation(pipe, model, request, keep, args.save_every or 0, show)
+    work = generate.Generation(pipe, model, request, keep, show)
     embeddings: dict[str, Any] = work.encode_text() if text is None else dict(text.tensors)
-    latents = replace(work.sample(embeddings, step), fps=args.fps)
+    latents = replace(work.sample(embeddings), fps=args.fps)
     if keep is not None:
         latent_files.save(latents, stages.path_of(keep, stages.LATENTS))
     return pipe.vae, latents
@@ -238,36 +230,12 @@ def _mesh(args: argparse.Namespace) -> Any:
     return make_mesh(args.dp, args.tp)
 
 
-def _kept(args: argparse.Namespace) -> "tuple[Stage | None, Stage | None]":
-    """The stages of a step and of the text, those that are taken up from."""
-    from cogvideox_torchax.pipelines import stages
-
-    if args.from_stage is None:
-        return None, None
-    step = stages.load(args.save_stages, stages.STEP) if args.from_stage == "step" else None
-    return step, stages.load(args.save_stages, stages.TEXT)
-
-
-def _conditions(args: argparse.Namespace, step: "Stage | None") -> dict[str, bool]:
-    given = args if step is None else step.request
-    return {"image": given.image is not None, "clip": given.video is not None}
-
-
-def _request(
-    args: argparse.Namespace, model: "Model", step: "Stage | None", text: "Stage | None"
-) -> "Request":
-    """What is asked for: by the options, or by the stage that is taken up, which they may not contradict."""
-    from cogvideox_torchax.pipelines.stages import Request, StageError
+def _request(args: argparse.Namespace, model: "Model", text: "Stage | None") -> "Request":
+    """Return what the options ask for; those that made a kept text may not contradict it."""
+    from cogvideox_torchax.pipelines.stages import Request
 
     given = {name: getattr(args, name) for name in Request.names()}
-    of_text = {} if text is None else {name: getattr(text.request, name) for name in OF_TEXT}
-    fixed = of_text if step is None else asdict(step.request)
-    for name, value in of_text.items():
-        if fixed[name] != value:
-            raise StageError(
-                f"the step is of another generation than the text: made with --{name.replace('_', '-')} "
-                f"{fixed[name]!r}, not {value!r}; take up from 'text'"
-            )
+    fixed = {} if text is None else {name: getattr(text.request, name) for name in OF_TEXT}
     for name, value in fixed.items():
         if given[name] not in (None, value):
             option = f"--{name.replace('_', '-')}"

@@ -204,7 +204,6 @@ class Generation:
         pipe: of `load`.
         model, request: what is generated.
         keep: the directory of the stages, or None.
-        every: steps after which a step's stage is kept; 0 for never.
         show: is given each step's latents (N, T, C, H, W), plain, as the VAE takes them; waits for them.
     """
 
@@ -212,7 +211,6 @@ class Generation:
     model: Model
     request: Request
     keep: Path | None = None
-    every: int = 0
     show: Callable[[torch.Tensor], None] | None = None
 
     @property
@@ -229,30 +227,20 @@ class Generation:
                 max_sequence_length=self.model.transformer["max_text_seq_length"],
             )
         embeddings = {"prompt_embeds": positive, "negative_prompt_embeds": negative}
-        self._forget(stages.STEP, stages.LATENTS)
-        self._save(stages.TEXT, embeddings)
+        self._forget_latents()
+        if self.keep is not None:
+            stages.save(
+                self.keep, stages.TEXT, embeddings, request=self.request, model=self.model.fingerprint
+            )
         return embeddings
 
-    def sample(
-        self, embeddings: dict[str, torch.Tensor | None], resume: stages.Stage | None = None
-    ) -> latent_files.Latents:
-        """Latents as the VAE takes them, kept as a stage; from the first step, or from a kept one."""
-        from cogvideox_torchax.pipelines.scheduler import StepState, resume_from
-
-        given = self._arguments()
-        if resume is not None:
-            held = resume.tensors
-            state = StepState(resume.done, held["latents"], held.get("previous"), held.get("generator"))
-            resume_from(self.pipe.scheduler, state)
-            given["latents"] = state.latents
-            if self.model.kind == VIDEO:
-                del given["video"]
-        else:
-            self._forget(stages.STEP, stages.LATENTS)
+    def sample(self, embeddings: dict[str, torch.Tensor | None]) -> latent_files.Latents:
+        """Return latents as the VAE takes them, (1, C, T, H, W)."""
+        self._forget_latents()
         result = self.pipe(
-            **given,
+            **self._arguments(),
             **embeddings,
-            callback_on_step_end=self._after_step if self.every or self.show else None,
+            callback_on_step_end=self._after_step if self.show else None,
             output_type="latent",
         )
         return self._finished(result.frames)
@@ -284,25 +272,14 @@ class Generation:
         return [Image.fromarray(frame[0].permute(1, 2, 0).numpy()) for frame in frames]
 
     def _after_step(self, pipe: Any, step: int, timestep: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-        last = pipe.scheduler.watch.last
-        if self.every and last.done % self.every == 0:
-            pipe.scheduler.watch.check()  # nothing is kept that cannot be gone on from
-            tensors = {"latents": kwargs["latents"], "previous": last.previous, "generator": last.generator}
-            self._save(stages.STEP, tensors, last.done)
         if self.show is not None:
             self.show(self._unscaled(kwargs["latents"]))
         return {}
 
-    def _save(self, name: str, tensors: dict[str, torch.Tensor | None], done: int = 0) -> None:
+    def _forget_latents(self) -> None:
+        """Remove those of a generation before this one: nobody is to decode them as if of this one."""
         if self.keep is not None:
-            stages.save(
-                self.keep, name, tensors, request=self.request, model=self.model.fingerprint, done=done
-            )
-
-    def _forget(self, *names: str) -> None:
-        """Removes what a generation before this one has left: nobody is to go on from it as if from this."""
-        if self.keep is not None:
-            stages.forget(self.keep, *names)
+            stages.path_of(self.keep, stages.LATENTS).unlink(missing_ok=True)
 
     def _unscaled(self, latents: torch.Tensor) -> torch.Tensor:
         """Plain latents, as the VAE takes them."""

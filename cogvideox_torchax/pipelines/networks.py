@@ -37,7 +37,6 @@ from cogvideox_torchax.files.models import saved_from_host
 from cogvideox_torchax.pipelines import loras
 from cogvideox_torchax.pipelines.blocks import GELU, Block, joined_step, score_bound, takes_sequences
 from cogvideox_torchax.pipelines.fused import FusedAttnProcessor
-from cogvideox_torchax.pipelines.later import once_a_run, prediction
 from cogvideox_torchax.pipelines.layers import AttnProcessor, LayerNorm, Linear, PatchEmbed
 from cogvideox_torchax.runtime import on_jax
 from cogvideox_torchax.runtime.models import PortedModel, save_as_stock
@@ -88,15 +87,15 @@ class Compiled(PortedModel):
 
     @property
     def split(self) -> Any:
-        """What of it is split over "tp": a `sharding.sequences.Split`; None without a mesh."""
+        """What of it is split over "tp": a `pipelines.sharding.Split`; None without a mesh."""
         return self._split
 
     @property
     def placement(self) -> Any:
-        """Where its sequences lie: a `sharding.sequences.SequencePlacement`; None without a mesh."""
+        """Where its sequences lie: a `pipelines.sequence.SequencePlacement`; None without a mesh."""
         if self.mesh is None:
             return None
-        from cogvideox_torchax.sharding.sequences import SequencePlacement
+        from cogvideox_torchax.pipelines.sequence import SequencePlacement
 
         return SequencePlacement(self.mesh, self.split, heads_of(self))
 
@@ -123,19 +122,15 @@ class Compiled(PortedModel):
     def _compile_for(self, network: nn.Module) -> runtime.ModuleProgram:
         if self.mesh is None:
             return runtime.ModuleProgram(network)
-        from cogvideox_torchax.sharding.sequences import ShardedModuleProgram
+        from cogvideox_torchax.pipelines.sequence import ShardedModuleProgram
 
         return ShardedModuleProgram(network, self.placement, self.split_layers())
 
     def run_program(self, options: Hashable, **tensors: Any) -> torch.Tensor:
         """What the network gives for tensors; see `ModuleProgram`."""
-        program, weights = once_a_run(self, self._program_and_weights)
-        return program(weights, options, **tensors)
-
-    def _program_and_weights(self) -> tuple[runtime.ModuleProgram, dict[str, Any]]:
         network = self.network_class(self)
         program = self._program(network)
-        return program, program.weights(network)
+        return program(program.weights(network), options, **tensors)
 
     def port_layers(self) -> None:
         """Gives layers that were added later, as a LoRA's are, their ported classes."""
@@ -161,9 +156,9 @@ class Compiled(PortedModel):
         """A weight, a NumPy or a JAX array, on the default device, or as the mesh has it."""
         if self.mesh is None:
             return runtime.on_default_device(name, array)
-        from cogvideox_torchax.sharding import sequences
+        from cogvideox_torchax.pipelines import sharding
 
-        return sequences.put_weight(self.mesh, name, array, self.split)
+        return sharding.put_weight(self.mesh, name, array, self.split)
 
     def place_on(self, mesh: Any, split: str | None = None, memory: float | None = None) -> None:
         """Compiles for a mesh from now on, wherever the weights are; the program so far is dropped.
@@ -197,18 +192,18 @@ def split_of(network: Any, mesh: Any, asked: str | None = None, memory: float | 
     Raises:
         ValueError: what is asked for cannot be, or the mesh does not divide the weights.
     """
-    from cogvideox_torchax.sharding import sequences
+    from cogvideox_torchax.pipelines import sharding
 
-    chosen = sequences.Split()
+    chosen = sharding.Split()
     if isinstance(network, DiffusersTransformer):
-        chosen = sequences.choose_split(
+        chosen = sharding.choose_split(
             mesh,
             heads=heads_of(network),
             weight_bytes=sum(weight.numel() * weight.element_size() for weight in network.parameters()),
-            memory=sequences.memory_of(mesh) if memory is None else memory,
+            memory=sharding.memory_of(mesh) if memory is None else memory,
             asked=asked,
         )
-    sequences.check_weights(network, mesh, chosen)
+    sharding.check_weights(network, mesh, chosen)
     return chosen
 
 
@@ -275,7 +270,6 @@ class CogVideoXTransformer3DModel(Compiled, DiffusersTransformer):
             sample = runtime.without_gradient(
                 self, hidden_states, run, "on JAX a transformer has no gradients"
             )
-        sample = prediction(sample)
         return Transformer2DModelOutput(sample=sample) if return_dict else (sample,)
 
 

@@ -1,6 +1,5 @@
 """Whole diffusers pipelines on JAX: what `port` does with one, and what its own call needs besides."""
 
-import contextlib
 import functools
 import inspect
 from collections.abc import Callable
@@ -15,9 +14,7 @@ from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
 from cogvideox_torchax import runtime, upstream
 from cogvideox_torchax.pipelines import loras, networks
-from cogvideox_torchax.pipelines.later import waiting
-from cogvideox_torchax.pipelines.scheduler import disarm, port_scheduler
-from cogvideox_torchax.runtime.layers import is_watched
+from cogvideox_torchax.pipelines.scheduler import port_scheduler
 from cogvideox_torchax.runtime.models import PickledAsStock
 from cogvideox_torchax.sharding import check_mesh
 from cogvideox_torchax.vae.torchax.autoencoder import port_vae
@@ -138,11 +135,6 @@ class PortedPipeline(PickledAsStock, DiffusionPipeline):
         return torch.cat(list(self.vae.decode_stream(z)), dim=2)
 
 
-def _is_stock(pipeline: Any, kind: type) -> bool:
-    """Whether nobody but diffusers' own loop sees what the transformer takes and gives."""
-    return kind in PIPELINES and not is_watched(pipeline.transformer)
-
-
 @functools.cache
 def _ported_class(kind: type) -> type:
     """A subclass of a pipeline's class, of the same name and signatures."""
@@ -151,14 +143,7 @@ def _ported_class(kind: type) -> type:
     @functools.wraps(inherited.__call__)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         port_scheduler(self.scheduler)
-        try:
-            given = inspect.signature(inherited.__call__).bind(self, *args, **kwargs).arguments
-            looked_at = given.get("callback_on_step_end") is not None
-            with waiting(looked_at=looked_at) if _is_stock(self, kind) else contextlib.nullcontext():
-                result = inherited.__call__(self, *args, **kwargs)
-        except BaseException:
-            disarm(self.scheduler)
-            raise
+        result = inherited.__call__(self, *args, **kwargs)
         self.scheduler.watch.check()
         return result
 

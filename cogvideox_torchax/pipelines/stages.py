@@ -1,4 +1,4 @@
-"""The stages of a generation as files: embeddings of the prompt, a step's latents, the final latents.
+"""The stages of a generation as files: embeddings of the prompt, and the final latents.
 
 Each is a safetensors file that says what was asked for and of which model, is whole or not there at all, and
 is enough to take the generation up from.
@@ -18,8 +18,7 @@ from cogvideox_torchax.files import reports
 from cogvideox_torchax.files import tensors as tensor_files
 
 FORMAT = "cogvideox-torchax-stage/1"
-TEXT, STEP, LATENTS = "text", "step", "latents"
-STAGES = (TEXT, LATENTS, STEP)
+TEXT, LATENTS = "text", "latents"
 
 
 class StageError(ValueError):
@@ -70,20 +69,17 @@ def fingerprint(configs: dict[str, dict[str, Any]]) -> str:
 
 @dataclass(frozen=True)
 class Stage:
-    """What a stage file holds: tensors by name, what was asked for, the steps taken, the model's
-    fingerprint."""
+    """What a stage file holds: tensors by name, what was asked for, the model's fingerprint."""
 
     path: Path
     tensors: dict[str, torch.Tensor]
     request: Request
-    done: int
     model: str
 
-    def checked(self, model: str) -> "Stage":
-        """The stage itself; `StageError` where it is of another model than this fingerprint's."""
+    def check_model(self, model: str) -> None:
+        """Raise `StageError` unless this is the fingerprint of the stage's model."""
         if self.model != model:
             raise StageError(f"{self.path} is of another model: give the --model that it was made with")
-        return self
 
 
 def path_of(directory: str | Path, name: str) -> Path:
@@ -97,17 +93,15 @@ def save(
     *,
     request: Request,
     model: str,
-    done: int = 0,
 ) -> None:
     """Writes a stage, whole or not at all; what is None is left out.
 
     Args:
         directory: of the stages; it has to exist.
-        name: TEXT or STEP.
+        name: TEXT.
         tensors: on JAX or plain; this waits for them.
         request: what the video is generated from.
         model: its `fingerprint`.
-        done: steps that were taken.
     """
     given = {key: value for key, value in tensors.items() if value is not None}
     metadata = {
@@ -115,15 +109,8 @@ def save(
         "stage": name,
         "request": json.dumps(asdict(request)),
         "model": model,
-        "done": str(done),
     }
     tensor_files.save(given, path_of(directory, name), metadata)
-
-
-def forget(directory: str | Path, *names: str) -> None:
-    """Removes stages that an earlier generation has left, where they are there."""
-    for name in names:
-        path_of(directory, name).unlink(missing_ok=True)
 
 
 def load(directory: str | Path, name: str) -> Stage:
@@ -141,8 +128,7 @@ def load(directory: str | Path, name: str) -> Stage:
             f"{path} is no {name!r} stage of this program: generate with --save-stages {directory}"
         )
     try:
-        request, done = _request(reports.parse(metadata["request"])), int(metadata["done"])
-        return Stage(path, tensors, request, done, metadata["model"])
+        return Stage(path, tensors, _request(reports.parse(metadata["request"])), metadata["model"])
     except (KeyError, TypeError, ValueError) as error:
         raise StageError(f"{path} is broken ({error}): delete it, and generate from the prompt") from error
 
@@ -165,5 +151,5 @@ def load_latents(directory: str | Path) -> latent_files.Latents:
     """
     path = path_of(directory, LATENTS)
     if not path.is_file():
-        raise StageError(f"there is no stage {path}: take up from 'step' or 'text'")
+        raise StageError(f"there is no stage {path}: take up from 'text'")
     return latent_files.load(path)

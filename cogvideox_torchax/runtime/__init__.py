@@ -1,6 +1,7 @@
 """torchax at the edge: tensors and arrays, compiled programs, loading, and the compile cache."""
 
 from cogvideox_torchax.runtime.arrays import (
+    all_finite,
     concatenate,
     device_and_dtype,
     dtype_name,
@@ -69,6 +70,7 @@ __all__ = [
     "NativeRun",
     "Programs",
     "active",
+    "all_finite",
     "array_of",
     "assign",
     "concatenate",

@@ -53,14 +53,13 @@ def first_nonfinite(tensor: torch.Tensor) -> tuple[int, ...] | None:
     """The index of the first NaN or Inf, or None; a tensor that is being traced has no values to look at."""
     if not tensor.dtype.is_floating_point:
         return None
+    if on_jax(tensor) and is_traced(array_of(tensor)):
+        return None
+    if bool(all_finite(tensor)):
+        return None
     if not on_jax(tensor):
-        finite = torch.isfinite(tensor)
-        return None if bool(finite.all()) else tuple(int(i) for i in (~finite).nonzero()[0])
+        return tuple(int(i) for i in (~torch.isfinite(tensor)).nonzero()[0])
     array = array_of(tensor)
-    if is_traced(array):
-        return None
-    if bool(_jitted_all_finite()(array)):
-        return None
     # On the host, and only now: to find the index on the devices would gather a sharded array on each.
     if array.is_fully_addressable:
         return tuple(int(i) for i in np.argwhere(~np.isfinite(np.asarray(array)))[0])
@@ -68,6 +67,11 @@ def first_nonfinite(tensor: torch.Tensor) -> tuple[int, ...] | None:
         for index in np.argwhere(~np.isfinite(np.asarray(shard.data))):
             return tuple(int(i) + (s.start or 0) for i, s in zip(index, shard.index, strict=True))
     raise ValueError("got NaN or Inf in the part of the input that another process holds, which says where")
+
+
+def all_finite(tensor: torch.Tensor) -> Any:
+    """Return whether a tensor holds neither NaN nor Inf: a bool on its device, which `bool()` waits for."""
+    return _jitted_all_finite()(array_of(tensor)) if on_jax(tensor) else torch.isfinite(tensor).all()
 
 
 @functools.cache

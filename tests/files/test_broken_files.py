@@ -77,7 +77,6 @@ STAGE = {
     "stage": "text",
     "request": json.dumps(REQUEST),
     "model": "abc",
-    "done": "0",
 }
 STAGES = edited(REQUEST, VALUES).map(lambda values: STAGE | {"request": json.dumps(values)}) | edited(
     STAGE, TEXTS

@@ -1,19 +1,14 @@
 """`generate` as a user meets it: stock diffusers' frames, stages, kills, and wrong input before any work."""
 
 import dataclasses
-import os
 import re
-import signal
-import subprocess
-import sys
-import time
 from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from diffusers import CogVideoXDPMScheduler, DPMSolverMultistepScheduler
+from diffusers import CogVideoXDPMScheduler
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
@@ -33,7 +28,6 @@ MODELS = {
     "noisy": ("text", "5b"),
     "1.5": ("text", "1.5"),
     "learned": ("image", "5b-I2V"),
-    "counting": ("text", "5b"),
 }
 
 
@@ -41,8 +35,7 @@ MODELS = {
 def models(tmp_path_factory):
     """Pipelines on disk, saved when they are first asked for.
 
-    "noisy" has a scheduler that draws noise in every step and looks back at the one before, "counting" one
-    that counts its steps.
+    "noisy" has a scheduler that draws noise in every step and looks back at the one before.
     """
     root = tmp_path_factory.mktemp("models")
 
@@ -55,8 +48,6 @@ def models(tmp_path_factory):
             parts = {"transformer": one_layer, "text_encoder": small_pipelines.text_encoder(num_layers=1)}
             if name == "noisy":
                 parts["scheduler"] = small_pipelines.scheduler(CogVideoXDPMScheduler)
-            if name == "counting":
-                parts["scheduler"] = DPMSolverMultistepScheduler()
             small_pipelines.build(kind, version, **parts).save_pretrained(root / name)
         return root / name
 
@@ -120,64 +111,33 @@ def steps(monkeypatch):
 
 def test_every_stage_takes_up_to_the_same_frames(models, steps):
     model = models("text")
-    assert generate(model, "--save-stages", "kept", "--save-every", 3) == 0
-    assert {path.stem for path in Path("kept").iterdir()} == {"text", "step", "latents"}
-    assert stages.load("kept", "step").done == 3
+    assert generate(model, "--save-stages", "kept") == 0
+    assert {path.stem for path in Path("kept").iterdir()} == {"text", "latents"}
     before = latents.load("kept/latents.safetensors").tensor
-    for stage in ("latents", "step", "text"):
+    for stage in ("latents", "text"):
         more = ["--steps", 4] if stage == "text" else []
         steps.clear()
         assert generate(model, "--save-stages", "kept", "--from-stage", stage, *more, output=stage) == 0
-        assert len(steps) == {"latents": 0, "step": 1, "text": 4}[stage]
+        assert len(steps) == {"latents": 0, "text": 4}[stage]
         assert same(pictures(stage), pictures("frames")), stage
         assert torch.equal(latents.load("kept/latents.safetensors").tensor, before), stage
 
 
-# The last steps that are kept: 3 of 4, and 4 of the 6 that a strength of 0.75 leaves of 8.
 CONDITIONED = {
-    "image to video": ("image", ["--image", "picture.png", "--save-every", 3]),
-    "video to video": ("noisy", ["--video", "clip.mp4", "--strength", 0.75, "--steps", 8, "--save-every", 4]),
-    "control": ("control", ["--video", "clip.mp4", "--save-every", 3]),
+    "image to video": ("image", ["--image", "picture.png"]),
+    "video to video": ("noisy", ["--video", "clip.mp4", "--strength", 0.75]),
+    "control": ("control", ["--video", "clip.mp4"]),
 }
 
 
 @pytest.mark.parametrize(("name", "more"), CONDITIONED.values(), ids=CONDITIONED)
 @pytest.mark.slow_cases(but=["image to video"])
-def test_a_conditioned_video_is_taken_up_from_a_step(models, steps, name, more):
-    kept = ["--save-stages", "kept", "--guidance", 1]
-    assert generate(models(name), *more, *kept) == 0
-    Path("kept/latents.safetensors").unlink()
+def test_a_conditioned_video_is_sampled_again_from_its_text(models, steps, name, more):
+    kept = ["--save-stages", "kept", "--guidance", 1, "--steps", 4, *more]
+    assert generate(models(name), *kept) == 0
     whole = len(steps)
-    assert generate(models(name), "--save-stages", "kept", "--from-stage", "step", output="again") == 0
-    assert len(steps) - whole == whole - more[-1]
-    assert same(pictures("again"), pictures("frames"))
-
-
-@pytest.mark.slow
-def test_a_killed_run_is_taken_up_to_a_bit_equal_result(models, steps):
-    noisy = models("noisy")
-    whole = ["--steps", 150, "--save-stages"]
-    assert generate(noisy, *whole, "whole") == 0
-    command = [sys.executable, "-m", "cogvideox_torchax.cli"]
-    more = [*whole, "killed", "--save-every", 5]
-    # It inherits how XLA compiles here: other optimizations may round another way.
-    process = subprocess.Popen([*command, *arguments(noisy, *more, output="never")], env=os.environ)
-    try:
-        limit = time.monotonic() + 120
-        while not stages.path_of("killed", "step").exists() and time.monotonic() < limit:
-            assert process.poll() is None
-            time.sleep(0.02)
-    finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    assert not Path("never").exists()
-    assert not stages.path_of("killed", "latents").exists()
-    done = stages.load("killed", "step").done
-    assert 0 < done < len(steps) == 150
-    assert generate(noisy, "--save-stages", "killed", "--from-stage", "step", output="again") == 0
-    assert len(steps) == 150 + 150 - done
-    ends = [latents.load(stages.path_of(name, "latents")).tensor for name in ("whole", "killed")]
-    assert torch.equal(*ends)
+    assert generate(models(name), *kept, "--from-stage", "text", output="again") == 0
+    assert len(steps) == 2 * whole
     assert same(pictures("again"), pictures("frames"))
 
 
@@ -230,7 +190,6 @@ def test_latents_that_are_kept_take_no_other_request_and_have_their_rate(models,
     for option, value in (
         ("--prompt", "a dog"),
         ("--steps", "9"),
-        ("--save-every", "1"),
         ("--preview", "a.png"),
     ):
         assert cli.main([*again, "-o", "x.mp4", option, value, "--quiet"]) == 2
@@ -245,10 +204,10 @@ def test_a_nan_is_one_line_that_names_the_step(models, capsys):
     pipe = small_pipelines.CLASSES["text"].from_pretrained(models("text"))
     pipe.transformer.proj_out.bias.data[0] = float("nan")
     pipe.save_pretrained("broken")
-    assert generate("broken", "--save-stages", "kept", "--save-every", 1) == 1
+    assert generate("broken", "--save-stages", "kept") == 1
     error = capsys.readouterr().err.splitlines()[-1]
     assert "step 1 of 4 (timestep 999) gave NaN or Inf in torch.float32" in error
-    assert not stages.path_of("kept", "step").exists()
+    assert not stages.path_of("kept", "latents").exists()
 
 
 BAD = {
@@ -258,7 +217,6 @@ BAD = {
     "no steps": ("text", ["--steps", 0], "at least 1"),
     "strength": ("text", ["--strength", 2], "at most 1"),
     "a strength without steps": ("text", ["--video", "clip.mp4", "--strength", 0.2], "no step is left"),
-    "steps that are counted": ("counting", ["--save-stages", "k", "--save-every", 1], "may count its steps"),
     "1.5 and a clip's frames": ("1.5", ["--video", "clip.mp4", "--frames", 5], "generates 3 or 7 of them"),
     "long prompt": ("text", ["--prompt", "a panda plays " * 9], r"tokens: .* takes 16; shorten it"),
     "an image for a text model": ("text", ["--image", "picture.png"], "takes no image"),
@@ -270,8 +228,8 @@ BAD = {
     "too few frames": ("text", ["--video", "clip.mp4", "--frames", 11], "has 9 frames, 11 are wanted"),
     "mesh": ("text", ["--tp", 99], "99 devices, where there are 8"),
     "dtype": ("text", ["--dtype", "int8"], "unknown dtype"),
-    "stages without a directory": ("text", ["--save-every", 1], "pass --save-stages"),
-    "no such stage": ("text", ["--from-stage", "step", "--save-stages", "none"], "there is no stage"),
+    "stages without a directory": ("text", ["--from-stage", "text"], "pass --save-stages"),
+    "no such stage": ("text", ["--from-stage", "text", "--save-stages", "none"], "there is no stage"),
 }
 
 
@@ -304,8 +262,6 @@ def kept(models):
     Path("kept").mkdir()
     embeddings = {name: torch.zeros(1, 16, 32) for name in ("prompt_embeds", "negative_prompt_embeds")}
     stages.save("kept", "text", embeddings, request=request, model=model.fingerprint)
-    state = {"latents": torch.zeros(1, 3, 16, 4, 8)}
-    stages.save("kept", "step", state, request=request, model=model.fingerprint, done=2)
     return request
 
 
@@ -317,33 +273,22 @@ def test_a_stage_of_another_model_or_truncated_or_contradicted_is_refused(models
         assert generate(model, "--save-stages", "kept", *more) == 2
         return capsys.readouterr().err
 
-    assert "another model" in error(models("1.5"), "--from-stage", "step")
     assert "another model" in error(models("1.5"), "--from-stage", "text", "--steps", 4)
-    assert "made with --steps 4, got 9" in error(models("text"), "--from-stage", "step", "--steps", 9)
     assert "made with --prompt 'a panda'" in error(models("text"), "--from-stage", "text", "--prompt", "b")
     assert "made with guidance" in error(models("text"), "--from-stage", "text", "--guidance", 1)
-    step = Path("kept/step.safetensors")
-    step.write_bytes(step.read_bytes()[:-100])
-    assert "truncated" in error(models("text"), "--from-stage", "step")
-    save_file(load_file("kept/text.safetensors"), "kept/step.safetensors")
-    assert "no 'step' stage" in error(models("text"), "--from-stage", "step")
+    text = Path("kept/text.safetensors")
+    tensors = load_file(text)
+    text.write_bytes(text.read_bytes()[:-100])
+    assert "truncated" in error(models("text"), "--from-stage", "text")
+    save_file(tensors, text)
+    assert "no 'text' stage" in error(models("text"), "--from-stage", "text")
     config = {"latent_channels": 4, "scaling_factor": 0.7, "invert_scale_latents": False}
     tensor = latents.Latents(torch.zeros(1, 16, 3, 4, 8), config, "other", Fraction(8), 5)
     latents.save(tensor, "kept/latents.safetensors")
     assert "of another model" in error(models("text"), "--from-stage", "latents")
 
 
-def test_a_step_of_another_text_is_refused(models, kept, monkeypatch, capsys):
-    monkeypatch.setattr(generation, "load", None)
-    text = stages.load("kept", "text")
-    request = dataclasses.replace(kept, prompt="a cat")
-    stages.save("kept", "text", text.tensors, request=request, model=text.model)
-    assert generate(models("text"), "--save-stages", "kept", "--from-stage", "step") == 2
-    assert "of another generation than the text: made with --prompt 'a panda'" in capsys.readouterr().err
-
-
 def test_a_new_generation_takes_the_stages_of_the_one_before_away(models, kept, monkeypatch):
-    """Killed before its first kept step, it could not be told from the older one."""
 
     def fail(*args, **kwargs):
         raise RuntimeError("killed")
@@ -357,10 +302,10 @@ def test_a_new_generation_takes_the_stages_of_the_one_before_away(models, kept, 
         patch.setattr(pipe, "__call__", fail)
         assert generate(models("text"), "--save-stages", "kept") == 1
         assert left() == {"text.safetensors"}
-        Path("kept/step.safetensors").touch()
+        Path("kept/latents.safetensors").touch()
         assert generate(models("text"), "--save-stages", "kept", "--from-stage", "text", "--steps", 4) == 1
         assert left() == {"text.safetensors"}
 
 
 def test_a_request_survives_its_file(kept):
-    assert stages.load("kept", "step").request == dataclasses.replace(kept)
+    assert stages.load("kept", "text").request == dataclasses.replace(kept)

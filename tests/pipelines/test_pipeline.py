@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import inspect
-import json
 import weakref
 
 import jax
@@ -12,11 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from diffusers import CogVideoXDPMScheduler, DDIMScheduler
+from diffusers import CogVideoXDDIMScheduler, CogVideoXDPMScheduler, DDIMScheduler
 
-from cogvideox_torchax import make_mesh, port, runtime, sharding
+from cogvideox_torchax import make_mesh, port, runtime
 from cogvideox_torchax.pipelines import layers, networks
-from cogvideox_torchax.pipelines.scheduler import NonFiniteError
+from cogvideox_torchax.pipelines.scheduler import NonFiniteError, port_scheduler
+from cogvideox_torchax.plan import report
 from cogvideox_torchax.vae.tolerances import relative_error
 from tests import small_pipelines
 
@@ -252,13 +252,50 @@ def test_a_callback_sees_every_step_and_may_change_the_latents(ported, stock):
     assert relative_error(got, frames(stock)) > TOLERANCE
 
 
+def test_what_a_callback_changes_in_the_network_is_seen_and_what_it_keeps_stays(ported):
+    given = runtime.to_jax(torch.full((1, 3, 16, 4, 8), 0.5))
+    kept = []
+
+    def halve(pipe, step, timestep, kwargs):
+        kept.append(kwargs["latents"])
+        if step == 1:
+            pipe.transformer.proj_out.weight = torch.nn.Parameter(pipe.transformer.proj_out.weight * 0.5)
+        return {}
+
+    before = ported.transformer.proj_out.weight
+    try:
+        changed = frames(ported, callback_on_step_end=halve, latents=given)
+    finally:
+        ported.transformer.proj_out.weight = before
+    assert relative_error(changed, frames(ported, latents=given)) > TOLERANCE
+    assert len({runtime.to_torch(step).sum().item() for step in kept}) == 4
+    assert bool(runtime.to_torch(given).eq(0.5).all())
+
+
+def test_a_hook_on_the_transformer_gets_tensors_and_may_keep_what_it_sees(ported):
+    seen, transformer = [], ported.transformer
+    handles = [
+        transformer.register_forward_pre_hook(
+            lambda module, args, kwargs: seen.append(kwargs["hidden_states"]), with_kwargs=True
+        ),
+        transformer.register_forward_hook(lambda module, args, result: seen.append(result[0])),
+    ]
+    try:
+        frames(ported, guidance_scale=1.0, output_type="latent")
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert len(seen) == 8
+    assert all(runtime.first_nonfinite(part) is None for part in seen)
+
+
 def test_an_interrupted_run_stops_where_the_callback_says(ported):
     def callback(pipe, step, timestep, kwargs):
         pipe._interrupt = step == 1
         return {}
 
     frames(ported, callback_on_step_end=callback, output_type="latent")
-    assert ported.scheduler.watch.last.done == 2
+    assert ported.scheduler.watch.done == 2
 
 
 def test_gradients_of_the_transformer_are_refused_in_words(ported):
@@ -291,6 +328,59 @@ def test_another_scheduler_may_be_set_after_porting(ported, stock, kind):
     assert relative_error(frames(ported), frames(stock)) < TOLERANCE
     assert isinstance(ported.scheduler, kind)
     assert ported.scheduler.alphas_cumprod.device.type == "cpu"
+
+
+def test_a_scheduler_made_of_a_ported_ones_class_is_taken(ported, stock):
+    ported.scheduler = type(ported.scheduler).from_config(ported.scheduler.config)
+    assert relative_error(frames(ported), frames(stock)) < TOLERANCE
+
+
+@pytest.mark.parametrize("kind", [CogVideoXDDIMScheduler, CogVideoXDPMScheduler])
+def test_a_schedulers_steps_are_those_of_diffusers(kind):
+    def run(scheduler, device):
+        """What every step gives for the same predictions and noise; those that look back do."""
+        draw, generator = (torch.Generator().manual_seed(seed) for seed in (0, 1))
+        sample, *outputs = (device(torch.randn(5, generator=draw)) for _ in range(8))
+        scheduler.set_timesteps(7)
+        results, clean, before = [], None, None
+        for timestep, output in zip(scheduler.timesteps.tolist(), outputs, strict=True):
+            given = (output, timestep, sample)
+            if kind is CogVideoXDPMScheduler:
+                given = (output, clean, timestep, before, sample, 0.0, False, generator)
+            sample, clean = scheduler.step(*given, return_dict=False)
+            before = timestep
+            results += [sample, clean]
+        return [runtime.to_torch(result) for result in results]
+
+    runtime.enable()
+    got = run(port_scheduler(runtime.without_torchax(small_pipelines.scheduler, kind)), runtime.to_jax)
+    want = runtime.without_torchax(lambda: run(small_pipelines.scheduler(kind), lambda x: x))
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_a_step_is_looked_at_while_the_next_one_runs(ported, monkeypatch):
+    """Asked later, a device that works in order would answer only once that one is done."""
+    events, steps = [], iter("abcd")
+
+    class Finite:
+        def __init__(self, _latents):
+            self.step = next(steps)
+            events.append(f"asked of {self.step}")
+
+        def __bool__(self):
+            events.append(f"waited for {self.step}")
+            return True
+
+    hook = ported.transformer.register_forward_pre_hook(lambda *_: events.append("network"))
+    monkeypatch.setattr(runtime, "all_finite", Finite)
+    try:
+        frames(ported, output_type="latent")
+    finally:
+        hook.remove()
+    assert events == [
+        *("network", "asked of a", "network", "waited for a", "asked of b"),
+        *("network", "waited for b", "asked of c", "network", "waited for c", "asked of d", "waited for d"),
+    ]
 
 
 def test_a_schedulers_tables_keep_their_double_precision(ported):
@@ -413,29 +503,27 @@ def test_matrices_are_split_over_tp_and_tied_ones_stay_tied(spread):
 @pytest.fixture(scope="module")
 def step_report(spread):
     tensors = networks.step_tensors(spread.transformer, batch=2, frames=3, height=4, width=8)
-    return sharding.report_network(spread.transformer, tensors)
+    return report.report_network(spread.transformer, tensors)
 
 
 def test_the_halves_of_guidance_go_over_dp_and_sums_and_a_few_vectors_travel(step_report):
-    rows = {row.layer: row for row in step_report.rows}
+    rows = {row.layer: row for row in step_report.layers}
     layers = [f"model.transformer_blocks.{i}" for i in range(2)]
     assert {(rows[name].spec, rows[name].shards) for name in layers} == {("P('dp', None, None)", 2)}
     tokens, channels, blocks = 16 + 3 * 4 * 8 // 4, 128, 2
     # Of one of the two videos: after attention and the feed-forward its tokens, six vectors before each.
     # Over dp: those vectors of both videos.
     summed = blocks * 2 * 4 * (tokens * channels + 6 * channels + 2 * 6 * channels)
-    assert step_report.collectives["all-reduce"]["bytes"] == summed
+    assert step_report.traffic["all-reduce"]["bytes"] == summed
     assert set(step_report.collectives) == {"all-reduce", "all-gather", "collective-permute"}
-    assert step_report.collectives["collective-permute"]["bytes"] == blocks * 3 * 6 * channels * 4
+    assert step_report.traffic["collective-permute"]["bytes"] == blocks * 3 * 6 * channels * 4
     result = 2 * 3 * 16 * 4 * 8 * 4
-    assert step_report.largest_all_gather_bytes == result
-    assert step_report.mesh == {"dp": 2, "tp": 4}
-    assert json.loads(step_report.to_json())["kind"] == "CogVideoXTransformer3DModel"
+    assert step_report.collectives["all-gather"][1] == result
 
 
 def test_a_report_without_a_mesh_says_what_to_do(ported):
     with pytest.raises(ValueError, match="without a mesh: port"):
-        sharding.report_network(ported.transformer, {})
+        report.report_network(ported.transformer, {})
 
 
 def test_a_mesh_that_does_not_divide_the_weights_is_refused_and_nothing_moves():
