@@ -4,11 +4,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from cogvideox_torchax.backends.base import KINDS
 from cogvideox_torchax.bench import ab
 from cogvideox_torchax.bench.report import draw, markdown
 from cogvideox_torchax.files.reports import fill, load, table
 from cogvideox_torchax.plan import jobs
+from cogvideox_torchax.vae.directions import Direction
 
 ROOT = Path(__file__).parents[1]
 
@@ -27,10 +27,10 @@ def builds(reports: list[dict[str, Any]]) -> str:
             continue
         about = (report["model_name"], f"{case['frames']} x {case['height']} x {case['width']}")
         for result in (results[name] for name in BUILDS if name in results):
-            halves = [_waiting(result[kind]) for kind in KINDS]
+            halves = [_waiting(result[kind]) for kind in Direction]
             rows.append((about[0], result["device"], about[1], result["backend"], *halves[0], *halves[1]))
     columns = ("error", "cold start, s", "warm start, s", "steady, s")
-    return table((*head, *(f"{kind}: {column}" for kind in KINDS for column in columns)), rows)
+    return table((*head, *(f"{kind}: {column}" for kind in Direction for column in columns)), rows)
 
 
 def _waiting(half: dict[str, Any]) -> tuple[str, ...]:

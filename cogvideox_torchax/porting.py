@@ -55,11 +55,14 @@ def port(model_or_pipeline: Portable, *, mesh: "Mesh | None" = None, split: str 
         AutoencoderKLCogVideoX as DiffusersAutoencoder,
     )
 
+    from cogvideox_torchax.vae.streaming import ChunkedVAE
     from cogvideox_torchax.vae.torchax.autoencoder import port_vae
 
     whole = isinstance(model_or_pipeline, nn.Module)
     vae = model_or_pipeline if whole else getattr(model_or_pipeline, "vae", None)
-    if not isinstance(vae, DiffusersAutoencoder) and (vae is not None or not _is_pipeline(model_or_pipeline)):
+    if not isinstance(vae, DiffusersAutoencoder | ChunkedVAE) and (
+        vae is not None or not _is_pipeline(model_or_pipeline)
+    ):
         raise ValueError(
             f"port got {type(model_or_pipeline).__name__}: it takes diffusers' AutoencoderKLCogVideoX, or a "
             "pipeline whose vae is one"

@@ -7,8 +7,7 @@ from typing import Any, Protocol
 import torch
 
 from cogvideox_torchax.vae.checkpoint import locate_vae
-
-KINDS = ("encode", "decode")
+from cogvideox_torchax.vae.directions import ENCODE, Direction
 
 Recorder = Callable[[torch.Tensor], dict[str, torch.Tensor]]
 """From one chunk of a video to its layers' outputs, plain, by diffusers' names. It carries the cache."""
@@ -79,8 +78,8 @@ class Backend(abc.ABC):
         """A backend around a model that is in PyTorch, diffusers' or ported, whose weights it takes."""
 
     @classmethod
-    def program(cls, vae: Any, kind: str) -> Program:
-        """The chunk program, "encode" or "decode", for the config, dtype and mesh of a weightless model."""
+    def program(cls, vae: Any, kind: Direction) -> Program:
+        """The chunk program of a direction, for the config, dtype and mesh of a weightless model."""
         raise NotImplementedError(f"{cls.__name__} compiles nothing ahead of time")
 
     @classmethod
@@ -94,21 +93,21 @@ class Backend(abc.ABC):
 
     # A whole video
 
-    def run(self, kind: str, x: torch.Tensor) -> torch.Tensor:
+    def run(self, kind: Direction, x: torch.Tensor) -> torch.Tensor:
         """The posterior's moments of a video, or the frames of latents, as a plain tensor."""
         placed = self.put(x)
-        if kind == "encode":
+        if kind == ENCODE:
             return self.to_torch(self.vae.encode(placed).latent_dist.parameters)
         return self.to_torch(self.vae.decode(placed).sample)
 
     # Chunk by chunk
 
     @abc.abstractmethod
-    def chunks(self, kind: str, x: torch.Tensor) -> Iterator[Any]:
+    def chunks(self, kind: Direction, x: torch.Tensor) -> Iterator[Any]:
         """The results of a video's chunks, left where they are computed."""
 
     @abc.abstractmethod
-    def recorder(self, kind: str, wanted: Callable[[str], Any]) -> Recorder:
+    def recorder(self, kind: Direction, wanted: Callable[[str], Any]) -> Recorder:
         """A pass over a video that gives the layers whose names are `wanted`."""
 
     @property

@@ -7,6 +7,7 @@ import torch
 
 from cogvideox_torchax import runtime
 from cogvideox_torchax.backends.base import Backend, Program, Recorder
+from cogvideox_torchax.vae.directions import ENCODE, Direction
 from cogvideox_torchax.vae.nnx.shapes import ShapesProgram
 from cogvideox_torchax.vae.nnx.wrapper import FlaxVAEForPipelines
 
@@ -23,13 +24,13 @@ class Flax(Backend):
         return cls(FlaxVAEForPipelines.from_diffusers(native))
 
     @classmethod
-    def program(cls, vae: Any, kind: str) -> Program:
+    def program(cls, vae: Any, kind: Direction) -> Program:
         return ShapesProgram(dict(vae.config), kind, runtime.jax_dtype(vae.dtype), vae.mesh)
 
-    def chunks(self, kind: str, x: torch.Tensor) -> Iterator[torch.Tensor]:
-        if kind == "encode":
+    def chunks(self, kind: Direction, x: torch.Tensor) -> Iterator[torch.Tensor]:
+        if kind == ENCODE:
             return (posterior.parameters for posterior in self.vae.encode_stream(x))
         return self.vae.decode_stream(x)
 
-    def recorder(self, kind: str, wanted: Callable[[str], Any]) -> Recorder:
+    def recorder(self, kind: Direction, wanted: Callable[[str], Any]) -> Recorder:
         return self.vae.layer_recorder(kind, wanted)

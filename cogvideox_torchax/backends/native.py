@@ -6,14 +6,11 @@ from typing import Any
 import torch
 
 from cogvideox_torchax import runtime
-from cogvideox_torchax.backends.base import KINDS, Backend, Recorder
+from cogvideox_torchax.backends.base import Backend, Recorder
+from cogvideox_torchax.vae.directions import Direction
+from cogvideox_torchax.vae.streaming import frames_of_chunks
 from cogvideox_torchax.vae.torchax.autoencoder import AutoencoderKLCogVideoX
-from cogvideox_torchax.vae.torchax.networks import (
-    RecordedLayers,
-    chunk_network,
-    frames_of_chunks,
-    stock_of,
-)
+from cogvideox_torchax.vae.torchax.networks import RecordedLayers, chunk_network, stock_of
 
 
 class Torch(Backend):
@@ -34,13 +31,13 @@ class Torch(Backend):
     def device(cls) -> str:
         return "cpu"
 
-    def _network(self, kind: str) -> Any:
+    def _network(self, kind: Direction) -> Any:
         return chunk_network(self.vae, kind)
 
-    def chunks(self, kind: str, x: torch.Tensor) -> Iterator[torch.Tensor]:
+    def chunks(self, kind: Direction, x: torch.Tensor) -> Iterator[torch.Tensor]:
         return map(runtime.NativeRun(self._network(kind)), frames_of_chunks(self.vae, kind, x))
 
-    def recorder(self, kind: str, wanted: Callable[[str], Any]) -> Recorder:
+    def recorder(self, kind: Direction, wanted: Callable[[str], Any]) -> Recorder:
         network = RecordedLayers(chunk_network(self.vae, kind), wanted)
         return runtime.NativeRun(network)  # pyright: ignore[reportReturnType]
 
@@ -50,7 +47,7 @@ class TorchCompile(Torch):
 
     def __init__(self, vae: Any):
         super().__init__(vae)
-        self._networks = {kind: torch.compile(super(TorchCompile, self)._network(kind)) for kind in KINDS}
+        self._networks = {kind: torch.compile(super(TorchCompile, self)._network(kind)) for kind in Direction}
 
-    def _network(self, kind: str) -> Any:
+    def _network(self, kind: Direction) -> Any:
         return self._networks[kind]

@@ -7,14 +7,11 @@ import torch
 from torch import nn
 
 from cogvideox_torchax import runtime
-from cogvideox_torchax.backends.base import KINDS, Backend, Program, Recorder
+from cogvideox_torchax.backends.base import Backend, Program, Recorder
+from cogvideox_torchax.vae.directions import Direction
+from cogvideox_torchax.vae.streaming import frames_of_chunks
 from cogvideox_torchax.vae.torchax.autoencoder import AutoencoderKLCogVideoX, port_vae
-from cogvideox_torchax.vae.torchax.networks import (
-    RecordedLayers,
-    chunk_network,
-    frames_of_chunks,
-    stock_of,
-)
+from cogvideox_torchax.vae.torchax.networks import RecordedLayers, chunk_network, stock_of
 
 
 class _OnJax(Backend):
@@ -33,7 +30,7 @@ class _OnJax(Backend):
         runtime.put_weights(vae)
         return vae
 
-    def chunks(self, kind: str, x: torch.Tensor) -> Iterator[torch.Tensor]:
+    def chunks(self, kind: Direction, x: torch.Tensor) -> Iterator[torch.Tensor]:
         return map(
             self._run(kind, chunk_network(self.vae, kind)), frames_of_chunks(self.vae, kind, self.put(x))
         )
@@ -41,7 +38,7 @@ class _OnJax(Backend):
     def _run(self, kind: str, network: nn.Module) -> runtime.JaxRun:
         return runtime.JaxRun(self._programs.get(kind, network, runtime.ChunkProgram), network)
 
-    def recorder(self, kind: str, wanted: Callable[[str], Any]) -> Recorder:
+    def recorder(self, kind: Direction, wanted: Callable[[str], Any]) -> Recorder:
         run: Any = self._run(f"{kind}, recorded", RecordedLayers(chunk_network(self.vae, kind), wanted))
         return lambda chunk: {name: runtime.to_torch(output) for name, output in run(chunk).items()}
 
@@ -63,12 +60,12 @@ class Torchax(_OnJax):
         return cls(cls.placed(port_vae(native)))
 
     @classmethod
-    def program(cls, vae: AutoencoderKLCogVideoX, kind: str) -> Program:
+    def program(cls, vae: AutoencoderKLCogVideoX, kind: Direction) -> Program:
         return vae.build_program(kind)
 
     @property
     def program_counts(self) -> dict[str, int]:
-        return {kind: self.vae.program(kind).compilations for kind in KINDS}
+        return {kind: self.vae.program(kind).compilations for kind in Direction}
 
 
 class TorchaxStock(_OnJax):
@@ -79,6 +76,6 @@ class TorchaxStock(_OnJax):
         return cls(cls.placed(stock_of(native)))
 
     @classmethod
-    def program(cls, vae: AutoencoderKLCogVideoX, kind: str) -> Program:
+    def program(cls, vae: AutoencoderKLCogVideoX, kind: Direction) -> Program:
         # Stock modules take the padding of an uneven width for picture: this is for planning alone.
         return vae.build_program(kind, stock=True)

@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from cogvideox_torchax.backends.base import KINDS
 from cogvideox_torchax.files.reports import pyplot, save_figure, table, write_json, write_text
+from cogvideox_torchax.vae.directions import Direction
 
 HEAD = (
     "backend",
@@ -36,7 +36,7 @@ def markdown(report: dict[str, Any]) -> str:
         f"over {options['rounds']} processes a backend, {options['warmups']} warm-ups in each."
     ]
     for case in report["cases"]:
-        for kind in KINDS:
+        for kind in Direction:
             parts.append(f"**{kind}, {case['frames']} frames of {case['height']} x {case['width']}**")
             rows = [_row(result, kind) for result in case["results"]]
             parts.append(table(HEAD, rows) if rows else f"No reference: {case['reference']['reason']}")
@@ -108,7 +108,7 @@ def _draw_bars(good: list[tuple[Any, Any]], path: Path) -> Path:
     results = [result for other, result in good if other is case]
     names = [result["backend"] for result in results]
     figure, axes = plt.subplots(1, 4, figsize=(14, 4), layout="constrained")
-    for place, kind in zip(axes[:2], KINDS, strict=True):
+    for place, kind in zip(axes[:2], Direction, strict=True):
         steady = [result[kind]["steady"] for result in results]
         medians = [run["median_s"] for run in steady]
         spread = [
@@ -118,8 +118,8 @@ def _draw_bars(good: list[tuple[Any, Any]], path: Path) -> Path:
         bars = place.bar(names, medians, yerr=spread, capsize=4, color=_colors(names))
         place.bar_label(bars, fmt="%.3g", padding=2)
         place.set(title=f"{kind}, steady run, s\n(median, min to max)")
-    cold = [sum(result[kind]["start_cold_s"] for kind in KINDS) for result in results]
-    warm = [sum(result[kind]["start_warm_s"] or 0 for kind in KINDS) for result in results]
+    cold = [sum(result[kind]["start_cold_s"] for kind in Direction) for result in results]
+    warm = [sum(result[kind]["start_warm_s"] or 0 for kind in Direction) for result in results]
     places = range(len(names))
     axes[2].bar([p - 0.2 for p in places], cold, 0.4, label="empty compile cache", color="0.45")
     if any(warm):  # one round has no second start
@@ -152,9 +152,9 @@ def _points(cases: list[Any], good: list[tuple[Any, Any]], axis: str) -> dict[st
     xs = {_position(case, axis) for case, _ in chosen}
     if len(xs) < 2:
         return {}
-    points: dict[str, dict[str, list[Any]]] = {kind: {} for kind in KINDS}
+    points: dict[str, dict[str, list[Any]]] = {kind: {} for kind in Direction}
     for case, result in chosen:
-        for kind in KINDS:
+        for kind in Direction:
             line = points[kind].setdefault(result["backend"], [])
             line.append((_position(case, axis), result[kind]["steady"]["median_s"]))
     return points

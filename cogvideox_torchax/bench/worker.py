@@ -15,10 +15,11 @@ import numpy as np
 import torch
 
 from cogvideox_torchax import backends, runtime
-from cogvideox_torchax.backends.base import KINDS, Backend
+from cogvideox_torchax.backends.base import Backend
 from cogvideox_torchax.backends.native import Torch
 from cogvideox_torchax.upstream import COMPILING_EVENTS, TRACING_EVENTS
 from cogvideox_torchax.vae import tolerances
+from cogvideox_torchax.vae.directions import Direction
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Task:
     data: str
 
 
-def run_chunks(backend: Backend, kind: str, x: torch.Tensor) -> list[Any]:
+def run_chunks(backend: Backend, kind: Direction, x: torch.Tensor) -> list[Any]:
     """All chunks of a video, computed and left where they are."""
     results = list(backend.chunks(kind, x))
     for result in results:
@@ -56,18 +57,18 @@ def make_reference(task: Task) -> dict[str, Any]:
     x = torch.rand((1, 3, task.frames, task.height, task.width), generator=generator) * 2 - 1
     inputs, answers, flops, torchs = {"encode": x}, {}, {}, {}
     exact = Torch.load(task.model, torch.float32)
-    for kind in KINDS:
+    for kind in Direction:
         with FlopCounterMode(display=False) as counter:
             answers[kind] = torch.cat(run_chunks(exact, kind, inputs[kind]), dim=2)
         flops[kind] = counter.get_total_flops()
         inputs.setdefault("decode", answers[kind].chunk(2, dim=1)[0])
     if task.dtype == "bfloat16":
         rounded = Torch.load(task.model, torch.bfloat16)
-        for kind in KINDS:
+        for kind in Direction:
             got = torch.cat(run_chunks(rounded, kind, inputs[kind].bfloat16()), dim=2)
             torchs[kind] = tolerances.rms_error(got, answers[kind])
-    arrays = {f"input_{kind}": inputs[kind].numpy() for kind in KINDS}
-    np.savez(task.data, **arrays, **{f"answer_{kind}": answers[kind].numpy() for kind in KINDS})
+    arrays = {f"input_{kind}": inputs[kind].numpy() for kind in Direction}
+    np.savez(task.data, **arrays, **{f"answer_{kind}": answers[kind].numpy() for kind in Direction})
     return {"status": "ok", "flops": flops, "torch_rms": torchs, "output_frames": answers["decode"].shape[2]}
 
 
@@ -117,7 +118,9 @@ def _union(spans: list[tuple[str, float, float]], events: tuple[str, ...]) -> fl
     return total
 
 
-def measure(backend: Backend, kind: str, x: torch.Tensor, task: Task, judge: Callable) -> dict[str, Any]:
+def measure(
+    backend: Backend, kind: Direction, x: torch.Tensor, task: Task, judge: Callable
+) -> dict[str, Any]:
     """Times of one half; without any where its answer is wrong."""
     clock = CompileClock()
     start = time.perf_counter()
@@ -147,7 +150,7 @@ def _joined(backend: Backend, results: list[Any]) -> torch.Tensor:
     return torch.cat([backend.to_torch(result) for result in results], dim=2)
 
 
-def _time_of_first_chunk(backend: Backend, kind: str, x: torch.Tensor) -> float:
+def _time_of_first_chunk(backend: Backend, kind: Direction, x: torch.Tensor) -> float:
     """Until the first frames of a new video are on the host."""
     start = time.perf_counter()
     backend.to_torch(next(iter(backend.chunks(kind, x))))
@@ -176,16 +179,16 @@ def run_task(task: Task, torchs: dict[str, float]) -> dict[str, Any]:
         arrays = {name: torch.from_numpy(file[name]) for name in file.files}
     backend = backends.backend(task.backend).around(native)
     result: dict[str, Any] = {"load_s": time.perf_counter() - start, "device": backend.device()}
-    for kind in KINDS:
+    for kind in Direction:
         x = backend.put(arrays[f"input_{kind}"].to(getattr(torch, task.dtype)))
 
-        def judge(got: torch.Tensor, kind: str = kind) -> dict[str, Any]:
+        def judge(got: torch.Tensor, kind: Direction = kind) -> dict[str, Any]:
             return check(got, arrays[f"answer_{kind}"], task.dtype, torchs.get(kind))
 
         result[kind] = measure(backend, kind, x, task, judge)
         if not backend.compiled_by_jax and "lower_s" in result[kind]:
             result[kind] |= {"lower_s": None, "compile_s": None}  # JAX compiled nothing here
-    passed = all(result[kind]["check"]["passed"] for kind in KINDS)
+    passed = all(result[kind]["check"]["passed"] for kind in Direction)
     return {
         "status": "ok" if passed else "wrong",
         **result,

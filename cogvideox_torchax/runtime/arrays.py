@@ -53,13 +53,24 @@ def first_nonfinite(tensor: torch.Tensor) -> tuple[int, ...] | None:
     """The index of the first NaN or Inf, or None; a tensor that is being traced has no values to look at."""
     if not tensor.dtype.is_floating_point:
         return None
-    if on_jax(tensor) and is_traced(array_of(tensor)):
+    if on_jax(tensor):
+        return first_nonfinite_of(array_of(tensor))
+    finite = torch.isfinite(tensor)
+    return None if bool(finite.all()) else tuple(int(i) for i in (~finite).nonzero()[0])
+
+
+def first_nonfinite_of(array: Any) -> tuple[int, ...] | None:
+    """As `first_nonfinite`, of an array on JAX or of NumPy's."""
+    import jax
+    import jax.numpy as jnp
+
+    if not jnp.issubdtype(array.dtype, jnp.floating) or is_traced(array):
         return None
-    if bool(all_finite(tensor)):
+    if not isinstance(array, jax.Array):
+        finite = np.isfinite(array)
+        return None if finite.all() else tuple(int(i) for i in np.argwhere(~finite)[0])
+    if bool(_jitted_all_finite()(array)):
         return None
-    if not on_jax(tensor):
-        return tuple(int(i) for i in (~torch.isfinite(tensor)).nonzero()[0])
-    array = array_of(tensor)
     # On the host, and only now: to find the index on the devices would gather a sharded array on each.
     if array.is_fully_addressable:
         return tuple(int(i) for i in np.argwhere(~np.isfinite(np.asarray(array)))[0])

@@ -7,12 +7,15 @@ size everywhere.
 """
 
 import functools
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+
+from cogvideox_torchax.vae.directions import Direction
 
 
 @dataclass(frozen=True)
@@ -92,34 +95,80 @@ class TileSettings:
     overlap_height: float = 1 / 6
     overlap_width: float = 1 / 5
 
-    def plan(self, kind: str, size: tuple[int, ...], scale: int) -> TilePlan:
-        """The tiles of a picture.
+    def plan(self, direction: Direction, size: tuple[int, ...], scale: int) -> TilePlan:
+        """Return the tiles of a picture.
 
         Args:
-            kind: "encode" or "decode".
+            direction: what is done with it.
             size: the rows and columns of the input.
             scale: sample pixels to a latent pixel.
         """
-        scale_in, scale_out = (scale, 1) if kind == "encode" else (1, scale)
+        scale_in = direction.scale(scale)
+        scale_out = scale // scale_in
         plan = functools.partial(plan_axis, scale_in=scale_in, scale_out=scale_out)
         return TilePlan(
             plan(size[0], tile=self.latent_height, overlap=self.overlap_height),
             plan(size[1], tile=self.latent_width, overlap=self.overlap_width),
         )
 
-    def cuts(self, kind: str, size: tuple[int, ...], scale: int) -> bool:
-        """Whether a picture is larger than one tile; the arguments are those of `plan`."""
-        scale_in = scale if kind == "encode" else 1
+    def cuts(self, direction: Direction, size: tuple[int, ...], scale: int) -> bool:
+        """Return whether a picture is larger than one tile; the arguments are those of `plan`."""
+        scale_in = direction.scale(scale)
         return size[0] > self.latent_height * scale_in or size[1] > self.latent_width * scale_in
 
 
 @dataclass(frozen=True)
 class ArrayLibrary:
-    """What blending asks of torch or of jax.numpy."""
+    """What cutting, running and blending tiles asks of torch or of jax.numpy.
 
-    concatenate: Callable[[Sequence[Any], int], Any]
+    Attributes:
+        row_axis: of the arrays' rows; columns follow.
+        asarray: a float32 array of the library, on the device of the second argument.
+        concatenate, take: join arrays along an axis, and give `count` videos from `start` on.
+        cut: `cut`, compiled where that pays.
+    """
+
+    row_axis: int
     asarray: Callable[[np.ndarray, Any], Any]
-    """A float32 array of the library, on the device of the second argument."""
+    concatenate: Callable[[Sequence[Any], int], Any]
+    take: Callable[[Any, int, int], Any]
+    cut: Callable[[TilePlan, Any], list[list[Any]]]
+
+
+def run_tiles(
+    pieces: Iterable[Any],
+    plan: TilePlan,
+    start: Callable[[], Callable[[Any], Any]],
+    library: ArrayLibrary,
+    join: Callable[[list[list[Any]]], Any],
+    *,
+    dp: int = 1,
+) -> Iterator[Any]:
+    """Yield the result of each chunk, run in tiles that are blended by `join`.
+
+    Args:
+        pieces: the chunks, videos on axis 0.
+        plan: how they are cut.
+        start: begins a run, which keeps the cache of the convolutions from a chunk of a tile to its next.
+        library: of the chunks' arrays.
+        join: blends the tiles' outputs, in rows of columns.
+        dp: over how many devices of a mesh a batch is split; as many tiles of one size are run together.
+    """
+    pieces = iter(pieces)
+    first = next(pieces)
+    videos = first.shape[0]
+    together = groups(plan, 1 if videos % dp == 0 else dp)  # else "dp" has the videos to split
+    runs = [start() for _ in together]
+    for piece in itertools.chain([first], pieces):
+        tiles = library.cut(plan, piece)
+        outputs: list[list[Any]] = [[None] * len(row) for row in tiles]
+        for group, run in zip(together, runs, strict=True):
+            given = [tiles[row][column] for row, column in group]
+            batch = run(given[0] if len(given) == 1 else library.concatenate(given, 0))
+            for place, (row, column) in enumerate(group):
+                alone = len(group) == 1
+                outputs[row][column] = batch if alone else library.take(batch, place * videos, videos)
+        yield join(outputs)
 
 
 def cut(x: Any, plan: TilePlan, *, row_axis: int) -> list[list[Any]]:
@@ -131,9 +180,9 @@ def cut(x: Any, plan: TilePlan, *, row_axis: int) -> list[list[Any]]:
     ]
 
 
-def join(tiles: Sequence[Sequence[Any]], plan: TilePlan, library: ArrayLibrary, *, row_axis: int) -> Any:
-    """Blends the tiles' outputs, crops each to its share and puts them together."""
-    column_axis = row_axis + 1
+def join(tiles: Sequence[Sequence[Any]], plan: TilePlan, library: ArrayLibrary) -> Any:
+    """Blend the tiles' outputs, crop each to its share and put them together."""
+    row_axis, column_axis = library.row_axis, library.row_axis + 1
     blended: list[list[Any]] = []
     for i, row in enumerate(tiles):
         blended.append([])

@@ -19,11 +19,11 @@ from torch import nn
 
 from cogvideox_torchax import runtime
 from cogvideox_torchax.backends import backend
-from cogvideox_torchax.backends.base import KINDS, Backend, Recorder
+from cogvideox_torchax.backends.base import Backend, Recorder
 from cogvideox_torchax.backends.native import Torch
-from cogvideox_torchax.vae import chunks, tolerances
+from cogvideox_torchax.vae import tolerances
+from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction
 from cogvideox_torchax.vae.quality import ssim
-from cogvideox_torchax.vae.torchax.networks import frames_a_chunk
 
 DTYPES = ("float32", "bfloat16")
 PROGRAMS_A_NETWORK = 2
@@ -108,11 +108,11 @@ class Candidate:
     def vae(self) -> Any:
         return self.backend.vae
 
-    def run(self, kind: str, x: torch.Tensor) -> torch.Tensor:
+    def run(self, kind: Direction, x: torch.Tensor) -> torch.Tensor:
         """The posterior's moments of a video, or the frames of latents, as a plain tensor."""
         return self.backend.run(kind, x.to(self.dtype))
 
-    def recorder(self, kind: str) -> Recorder:
+    def recorder(self, kind: Direction) -> Recorder:
         """Chunk in, layers' outputs out, the cache carried along."""
         return self.backend.recorder(kind, LAYER_NAME.fullmatch)
 
@@ -190,13 +190,13 @@ def _ratio(error: float, scale: float) -> float:
 
 
 def compare_layers(
-    reference: DiffusersAutoencoder, vaes: dict[str, Candidate], kind: str, x: torch.Tensor
+    reference: DiffusersAutoencoder, vaes: dict[str, Candidate], kind: Direction, x: torch.Tensor
 ) -> dict[str, dict[str, _Sums]]:
     """Runs all models over the same chunks; for each of `vaes`, the sums of its layers in running order."""
     runs = {name: candidate.recorder(kind) for name, candidate in vaes.items()}
     exact_run = Torch(reference).recorder(kind, LAYER_NAME.fullmatch)
     sums: dict[str, dict[str, _Sums]] = {name: {} for name in vaes}
-    for chunk in chunks.plan(x.shape[2], frames_a_chunk(reference, kind)):
+    for chunk in kind.chunks(reference, x.shape[2]):
         piece = x[:, :, chunk.start : chunk.stop]
         exact = exact_run(piece)
         for name, candidate in vaes.items():
@@ -229,13 +229,6 @@ def border_frames(lengths: list[int]) -> list[int]:
     """The frames on either side of each border, of chunks with these lengths."""
     borders = np.cumsum(lengths)[:-1].tolist()
     return sorted({frame for border in borders for frame in (border - 1, border)})
-
-
-def output_lengths(kind: str, num_frames: int, vae: DiffusersAutoencoder) -> list[int]:
-    """How many frames each chunk of a video of `num_frames` gives."""
-    length = chunks.encoded_length if kind == "encode" else chunks.decoded_length
-    steps = chunks.temporal_steps(vae.config["temporal_compression_ratio"])
-    return [length(c.length, steps) for c in chunks.plan(num_frames, frames_a_chunk(vae, kind))]
 
 
 def compare_whole(got: torch.Tensor, want: torch.Tensor, lengths: list[int], pixels: bool) -> WholeError:
@@ -289,7 +282,7 @@ def _programs(counts: dict[str, int]) -> Iterable[Contract]:
         yield Contract(f"{kind}: programs compiled", count, PROGRAMS_A_NETWORK, count <= PROGRAMS_A_NETWORK)
 
 
-def _frame_count(kind: str, got: torch.Tensor, lengths: list[int]) -> Contract:
+def _frame_count(kind: Direction, got: torch.Tensor, lengths: list[int]) -> Contract:
     return Contract(f"{kind}: frames", got.shape[2], sum(lengths), got.shape[2] == sum(lengths))
 
 
@@ -307,11 +300,11 @@ class Verifier:
     def __init__(self, reference: DiffusersAutoencoder, x: torch.Tensor):
         self.reference = reference
         exact = Torch(reference)
-        moments = exact.run("encode", x)
+        moments = exact.run(ENCODE, x)
         # Each half gets the same input everywhere: no error of the latents is counted again in the frames.
-        self.inputs = {"encode": x, "decode": moments.chunk(2, dim=1)[0]}
-        self.answers = {"encode": moments, "decode": exact.run("decode", self.inputs["decode"])}
-        self.lengths = {kind: output_lengths(kind, self.inputs[kind].shape[2], reference) for kind in KINDS}
+        self.inputs = {ENCODE: x, DECODE: moments.chunk(2, dim=1)[0]}
+        self.answers = {ENCODE: moments, DECODE: exact.run(DECODE, self.inputs[DECODE])}
+        self.lengths = {kind: kind.results(reference, self.inputs[kind].shape[2]) for kind in Direction}
 
     @torch.no_grad()
     def verify(
@@ -341,7 +334,7 @@ class Verifier:
         found: list[list[LayerError]] = [[] for _ in candidates]
         if not compared:
             return found
-        for kind in KINDS:
+        for kind in Direction:
             say(f"{kind}: layer by layer")
             sums = compare_layers(self.reference, compared, kind, self.inputs[kind])
             for index, candidate in enumerate(candidates):
@@ -352,7 +345,7 @@ class Verifier:
     def _whole(self, candidate: Candidate) -> tuple[dict[str, WholeError], list[Contract]]:
         errors: dict[str, WholeError] = {}
         contracts = []
-        for kind in KINDS:
+        for kind in Direction:
             got, want = candidate.run(kind, self.inputs[kind]), self.answers[kind]
             contracts.append(_frame_count(kind, got, self.lengths[kind]))
             if got.shape != want.shape:
@@ -360,8 +353,8 @@ class Verifier:
                     Contract(f"{kind}: shape {tuple(got.shape)} for {tuple(want.shape)}", 1, 0, False)
                 )
                 continue
-            errors[kind] = compare_whole(got, want, self.lengths[kind], pixels=kind == "decode")
-            if kind == "decode" and hasattr(candidate.vae, "decode_stream"):
+            errors[kind] = compare_whole(got, want, self.lengths[kind], pixels=kind == DECODE)
+            if kind == DECODE and hasattr(candidate.vae, "decode_stream"):
                 contracts.append(_stream(candidate, self.inputs[kind], got))
         return errors, contracts
 

@@ -8,9 +8,9 @@ import pytest
 
 from benchmarks import report as drawn
 from cogvideox_torchax import cli
-from cogvideox_torchax.backends.base import KINDS
 from cogvideox_torchax.bench import ab, report, worker
 from cogvideox_torchax.plan import jobs
+from cogvideox_torchax.vae.directions import Direction
 
 HALF = {
     "check": {"passed": True, "relative_error": 1e-6, "rms_error": 1e-7},
@@ -104,7 +104,7 @@ def test_a_tiny_run_writes_every_field(model_directory, tmp_path, capsys):
     assert [result["backend"] for result in case["results"]] == ["torch", "torchax"]
     for result in case["results"]:
         assert result["status"] == "ok", result
-        for kind in KINDS:
+        for kind in Direction:
             half = result[kind]
             assert half["check"]["passed"]
             assert half.keys() >= {

@@ -4,12 +4,13 @@ Axis letters: N videos, T frames, H rows, W columns, C channels. Arrays are NTHW
 """
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
@@ -17,6 +18,7 @@ from cogvideox_torchax import runtime
 from cogvideox_torchax.vae import checkpoint, chunks, tiling
 from cogvideox_torchax.vae.checks import NTHWC, check_finite, check_shape
 from cogvideox_torchax.vae.columns import OnColumns, set_split
+from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction
 from cogvideox_torchax.vae.nnx import weights
 from cogvideox_torchax.vae.nnx.config import FlaxAutoencoderKLCogVideoXConfig
 from cogvideox_torchax.vae.nnx.modules import Cache, Conv3d, LayerConfig, Resnets
@@ -28,10 +30,6 @@ from jax_kernels.common.tiles import pallas_is_on
 
 if TYPE_CHECKING:
     from cogvideox_torchax.sharding import PaddedChunk, Placement
-
-JAX_ARRAYS = tiling.ArrayLibrary(concatenate=jnp.concatenate, asarray=lambda array, like: jnp.asarray(array))
-
-Kind = Literal["encode", "decode", "decode_uint8", "decode_frame_by_frame"]
 
 
 class Posterior(NamedTuple):
@@ -80,24 +78,30 @@ class EncoderChunk(OnColumns, nnx.Module):
 
 
 class DecoderChunk(nnx.Module):
-    """One chunk of latents to its frames, in [-1, 1], or as uint8."""
+    """One chunk of latents to its frames, in [-1, 1], or as uint8.
 
-    def __init__(self, vae: "FlaxAutoencoderKLCogVideoX", kind: Kind):
+    Args:
+        vae: whose parts it runs.
+        as_uint8: whether the frames are bytes.
+        frame_by_frame: whether a later chunk's only frame is not the video's first.
+    """
+
+    def __init__(
+        self, vae: "FlaxAutoencoderKLCogVideoX", *, as_uint8: bool = False, frame_by_frame: bool = False
+    ):
         self.decoder = vae.decoder
         self.post_quant_conv = vae.post_quant_conv
         self.dtype = vae.dtype
-        self.kind = kind
+        self.as_uint8, self.frame_by_frame = as_uint8, frame_by_frame
         self.pallas = pallas_is_on()
 
     def __call__(self, z: jax.Array, cache: Cache | None) -> tuple[jax.Array, Cache]:
         z = z.astype(self.dtype)
         if self.post_quant_conv is not None:
             z = self.post_quant_conv(z)
-        later = cache is not None
-        # Frame by frame, a later chunk's only frame is not the video's first.
-        lone_first = False if later and self.kind == "decode_frame_by_frame" else None
+        lone_first = False if cache is not None and self.frame_by_frame else None
         frames, cache = self.decoder(z, _unstored(cache), lone_first=lone_first)
-        return to_uint8(frames) if self.kind == "decode_uint8" else frames, _stored(cache)
+        return to_uint8(frames) if self.as_uint8 else frames, _stored(cache)
 
 
 class OnMesh(nnx.Module):
@@ -140,49 +144,33 @@ class ChunkRun:
         return result
 
 
-class TiledRun:
-    """One pass over a video in tiles, each with its own cache, blended chunk by chunk."""
-
-    def __init__(
-        self,
-        graph: nnx.GraphDef,
-        state: nnx.State,
-        placement: "Placement | None",
-        plan: tiling.TilePlan,
-        as_uint8: bool,
-    ):
-        self._plan, self._as_uint8, self._placement = plan, as_uint8, placement
-        self._runs = [
-            [ChunkRun(graph, state, placement) for _ in plan.columns.spans] for _ in plan.rows.spans
-        ]
-
-    def __call__(self, chunk: Any) -> jax.Array:
-        tiles = _cut(self._plan, chunk) if isinstance(chunk, jax.Array) else _slice(self._plan, chunk)
-        outputs = [
-            [run(tile) for run, tile in zip(*row, strict=True)] for row in zip(self._runs, tiles, strict=True)
-        ]
-        return _join(self._plan, self._as_uint8, self._placement, outputs)
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _take(x: jax.Array, start: int, length: int, axis: int) -> jax.Array:
+    return jax.lax.dynamic_slice_in_dim(x, start, length, axis)
 
 
 def _slice(plan: tiling.TilePlan, x: Any) -> list[list[Any]]:
     return tiling.cut(x, plan, row_axis=NTHWC.of("H"))
 
 
-_cut = functools.partial(jax.jit, static_argnums=0)(_slice)
+_sliced_on_jax = functools.partial(jax.jit, static_argnums=0)(_slice)
+
+ARRAYS = tiling.ArrayLibrary(
+    row_axis=NTHWC.of("H"),
+    asarray=lambda array, like: jnp.asarray(array),
+    concatenate=lambda parts, axis: (jnp if isinstance(parts[0], jax.Array) else np).concatenate(parts, axis),
+    take=lambda batch, start, count: _take(batch, start, count, 0),
+    cut=lambda plan, x: (_sliced_on_jax if isinstance(x, jax.Array) else _slice)(plan, x),
+)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _join(
     plan: tiling.TilePlan, as_uint8: bool, placement: "Placement | None", outputs: list[list[jax.Array]]
 ) -> jax.Array:
-    frames = tiling.join(outputs, plan, JAX_ARRAYS, row_axis=NTHWC.of("H"))
+    frames = tiling.join(outputs, plan, ARRAYS)
     frames = to_uint8(frames) if as_uint8 else frames
     return frames if placement is None else placement.hand_out(frames)
-
-
-@functools.partial(jax.jit, static_argnums=2)
-def _take(x: jax.Array, start: int, length: int) -> jax.Array:
-    return jax.lax.dynamic_slice_in_dim(x, start, length, axis=1)
 
 
 class FlaxAutoencoderKLCogVideoX(nnx.Module):
@@ -197,6 +185,9 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
     Attributes:
         mesh: the device mesh to run on, as given to `place_on`; None for one device.
     """
+
+    num_sample_frames_batch_size = chunks.SAMPLE_FRAMES_A_CHUNK
+    num_latent_frames_batch_size = chunks.LATENT_FRAMES_A_CHUNK
 
     def __init__(
         self,
@@ -317,10 +308,7 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         Raises:
             ValueError: another rank, channel count or size, or NaN or Inf.
         """
-        return Posterior.from_moments(self._sliced(x, self._moments))
-
-    def _moments(self, x: jax.Array) -> jax.Array:
-        return jnp.concatenate(list(self._stream("encode", x, chunks.SAMPLE_FRAMES_A_CHUNK)), axis=1)
+        return Posterior.from_moments(self._whole(ENCODE, x))
 
     def decode(self, z: jax.Array) -> jax.Array:
         """The frames, in about [-1, 1], of latents (N, t, h, w, C), not scaled by `scaling_factor`.
@@ -328,7 +316,7 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         Raises:
             ValueError: another rank or channel count, or NaN or Inf.
         """
-        return self._sliced(z, lambda part: jnp.concatenate(list(self.decode_stream(part)), axis=1))
+        return self._whole(DECODE, z)
 
     def decode_frame_by_frame(self, z: jax.Array) -> jax.Array:
         """Decodes one latent frame a step, at about half the memory: ANOTHER FUNCTION than `decode`.
@@ -341,40 +329,68 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         Args:
             z: as `decode` takes them.
         """
-        return self._sliced(
-            z, lambda part: jnp.concatenate(list(self._stream("decode_frame_by_frame", part, 1)), axis=1)
-        )
+        return self._whole(DECODE, z, frame_by_frame=True)
 
     def encode_stream(self, x: jax.Array) -> Iterator[Posterior]:
         """As `encode`, chunk by chunk; a chunk's latents are there while the next one is computed."""
-        for moments in self._stream("encode", x, chunks.SAMPLE_FRAMES_A_CHUNK):
-            yield Posterior.from_moments(moments)
+        return map(Posterior.from_moments, self._stream(ENCODE, x))
 
     def decode_stream(self, z: jax.Array, *, as_uint8: bool = False) -> Iterator[jax.Array]:
         """As `decode`, chunk by chunk; bytes (0 to 255) where `as_uint8`."""
-        kind = "decode_uint8" if as_uint8 else "decode"
-        return self._stream(kind, z, chunks.LATENT_FRAMES_A_CHUNK)
+        return self._stream(DECODE, z, as_uint8=as_uint8)
 
-    def _stream(self, kind: Kind, x: jax.Array, frames_a_chunk: int) -> Iterator[jax.Array]:
-        self._check(kind, x)
-        run = self.run(kind, self._tile_plan(kind, x.shape[2:4]))
-        for chunk in chunks.plan(x.shape[1], frames_a_chunk):
-            yield run(_take(x, chunk.start, chunk.length))
+    def _whole(self, direction: Direction, x: jax.Array, **options: bool) -> jax.Array:
+        videos = [x] if not self.use_slicing or x.shape[0] == 1 else [video[None] for video in x]
+        results = [jnp.concatenate(list(self._stream(direction, part, **options)), axis=1) for part in videos]
+        return results[0] if len(results) == 1 else jnp.concatenate(results)
 
-    def _sliced(self, x: jax.Array, function: Callable[[jax.Array], jax.Array]) -> jax.Array:
-        if not self.use_slicing or x.shape[0] == 1:
-            return function(x)
-        return jnp.concatenate([function(video[None]) for video in x])
+    def _stream(
+        self, direction: Direction, x: jax.Array, *, frame_by_frame: bool = False, **options: bool
+    ) -> Iterator[jax.Array]:
+        self._check(direction, x)
+        plan = chunks.plan(x.shape[1], 1) if frame_by_frame else direction.chunks(self, x.shape[1])
+        pieces = (_frames(x, chunk) for chunk in plan)
+        tiles = self._tile_plan(direction, x.shape[2:4])
+        return self.run_chunks(direction, pieces, tiles, frame_by_frame=frame_by_frame, **options)
 
-    def run(self, kind: Kind, plan: tiling.TilePlan | None = None) -> ChunkRun | TiledRun:
-        """A function from a video's chunks, given in order, to their results; in tiles by a plan."""
-        runtime.configure_compile_cache()
-        network = EncoderChunk(self) if kind == "encode" else DecoderChunk(self, _network_kind(kind, plan))
-        placement = self._placement(kind)
-        graph, state = nnx.split(network if placement is None else OnMesh(network, placement))
+    def run_chunks(
+        self,
+        direction: Direction,
+        pieces: Iterable[Any],
+        plan: tiling.TilePlan | None = None,
+        *,
+        as_uint8: bool = False,
+        frame_by_frame: bool = False,
+    ) -> Iterator[jax.Array]:
+        """Return the results of a video's chunks, given in order.
+
+        Args:
+            direction: `ENCODE` or `DECODE`.
+            pieces: the chunks, of JAX or NumPy, frames or latents.
+            plan: of the tiles to run in; None for whole frames.
+            as_uint8: whether decoded frames are bytes.
+            frame_by_frame: as `decode_frame_by_frame` decodes.
+        """
         if plan is None:
-            return ChunkRun(graph, state, placement)
-        return TiledRun(graph, state, placement, plan, as_uint8=kind == "decode_uint8")
+            return map(self.run(direction, as_uint8=as_uint8, frame_by_frame=frame_by_frame), pieces)
+        placement = self.placement(direction)
+        join = functools.partial(_join, plan, as_uint8, placement)
+        # Tiles are blended as floats, so their network leaves them floats.
+        start = functools.partial(self.run, direction, frame_by_frame=frame_by_frame)
+        dp = 1 if self.mesh is None else self.mesh.shape["dp"]
+        return tiling.run_tiles(pieces, plan, start, ARRAYS, join, dp=dp)
+
+    def run(self, direction: Direction, **options: bool) -> ChunkRun:
+        """Return a function from a video's chunks, given in order, to their results; options of decoding."""
+        runtime.configure_compile_cache()
+        placement = self.placement(direction)
+        return ChunkRun(*nnx.split(self.network(direction, **options)), placement)
+
+    def network(self, direction: Direction, **options: bool) -> nnx.Module:
+        """Return the network of one chunk, on the mesh if there is one; `options` are `DecoderChunk`'s."""
+        network = EncoderChunk(self) if direction == ENCODE else DecoderChunk(self, **options)
+        placement = self.placement(direction)
+        return network if placement is None else OnMesh(network, placement)
 
     # Several devices
 
@@ -401,12 +417,13 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "mesh": None}  # devices do not pickle
 
-    def _placement(self, kind: Kind) -> "Placement | None":
+    def placement(self, direction: Direction) -> "Placement | None":
+        """Return where a direction's arrays lie on the mesh; None for one device."""
         if self.mesh is None:
             return None
         from cogvideox_torchax.sharding import HWNTC, NTHWC, Placement
 
-        unit = self.config.spatial_scale if kind == "encode" else 1
+        unit = direction.scale(self.config.spatial_scale)
         return Placement(self.mesh, NTHWC, cache_layout=HWNTC, unit=unit)
 
     # Training
@@ -454,22 +471,22 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         """Whole frames again."""
         self.tile_settings = None
 
-    def _tile_plan(self, kind: Kind, size: tuple[int, ...]) -> tiling.TilePlan | None:
-        """The plan for a picture of `size` (rows, columns), or None where it is one tile or tiling is off."""
+    def _tile_plan(self, direction: Direction, size: tuple[int, ...]) -> tiling.TilePlan | None:
+        """Return the tiles of a picture's rows and columns; None where it is one, or tiling is off."""
         tiles, scale = self.tile_settings, self.config.spatial_scale
-        return tiles.plan(kind, size, scale) if tiles is not None and tiles.cuts(kind, size, scale) else None
+        if tiles is None or not tiles.cuts(direction, size, scale):
+            return None
+        return tiles.plan(direction, size, scale)
 
-    # Checks
-
-    def _check(self, kind: Kind, x: jax.Array) -> None:
-        encoding = kind == "encode"
-        what = "video" if encoding else "latents"
-        channels = self.config.in_channels if encoding else self.config.latent_channels
-        multiple = self.config.spatial_scale if encoding else 1
+    def _check(self, direction: Direction, x: jax.Array) -> None:
+        what, multiple = direction.takes, direction.scale(self.config.spatial_scale)
+        channels = getattr(self.config, direction.channels)
         check_shape(what, x.shape, NTHWC, channels=channels, multiple=multiple)
-        check_finite(what, runtime.first_nonfinite(runtime.tensor_of(jnp.asarray(x))), NTHWC)
+        check_finite(what, runtime.first_nonfinite_of(x), NTHWC)
 
 
-def _network_kind(kind: Kind, plan: tiling.TilePlan | None) -> Kind:
-    """Tiles are blended as floats, so their network leaves them floats."""
-    return "decode" if kind == "decode_uint8" and plan is not None else kind
+def _frames(x: Any, chunk: chunks.Chunk) -> Any:
+    """Return a chunk's frames; of a NumPy array these alone go to the device."""
+    return (
+        _take(x, chunk.start, chunk.length, 1) if isinstance(x, jax.Array) else x[:, chunk.start : chunk.stop]
+    )

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 from flax import nnx
 
+from cogvideox_torchax.vae.directions import ENCODE, Direction
 from cogvideox_torchax.vae.nnx.autoencoder import DecoderChunk, EncoderChunk, FlaxAutoencoderKLCogVideoX
 from cogvideox_torchax.vae.nnx.modules import Cache
 
@@ -18,12 +19,12 @@ class LayerRecorder:
 
     Args:
         vae: the model.
-        kind: "encode" or "decode".
+        direction: `ENCODE` or `DECODE`.
         wanted: whether a layer of that name is to be recorded.
     """
 
-    def __init__(self, vae: FlaxAutoencoderKLCogVideoX, kind: str, wanted: Callable[[str], Any]):
-        network = EncoderChunk(vae) if kind == "encode" else DecoderChunk(vae, "decode")
+    def __init__(self, vae: FlaxAutoencoderKLCogVideoX, direction: Direction, wanted: Callable[[str], Any]):
+        network = EncoderChunk(vae) if direction == ENCODE else DecoderChunk(vae)
         self._graph, self._state = nnx.split(network)
         self._wanted = wanted
         self._cache: Cache | None = None

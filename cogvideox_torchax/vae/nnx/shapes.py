@@ -5,38 +5,31 @@ from typing import Any
 import jax
 from flax import nnx
 
-from cogvideox_torchax.sharding import HWNTC, NTHWC, Placement
-from cogvideox_torchax.vae.nnx.autoencoder import (
-    DecoderChunk,
-    EncoderChunk,
-    FlaxAutoencoderKLCogVideoX,
-    OnMesh,
-    run_chunk,
-)
+from cogvideox_torchax.vae.directions import Direction
+from cogvideox_torchax.vae.nnx.autoencoder import FlaxAutoencoderKLCogVideoX, run_chunk
 from cogvideox_torchax.vae.nnx.config import FlaxAutoencoderKLCogVideoXConfig
 
 
 class ShapesProgram:
-    """The program of a config, "encode" or "decode", without weights.
+    """The program of a config and a direction, without weights.
 
     Args:
         config: diffusers' config of the VAE.
-        kind: "encode" or "decode".
+        direction: `ENCODE` or `DECODE`.
         dtype: of the parameters and of the computation.
         mesh: of `make_mesh`; None for one device.
     """
 
-    def __init__(self, config: dict[str, Any], kind: str, dtype: Any, mesh: Any = None):
+    def __init__(self, config: dict[str, Any], direction: Direction, dtype: Any, mesh: Any = None):
         sizes = FlaxAutoencoderKLCogVideoXConfig.from_dict(config)
-        unit = sizes.spatial_scale if kind == "encode" else 1
-        self._placement = None if mesh is None else Placement(mesh, NTHWC, cache_layout=HWNTC, unit=unit)
 
-        def network() -> nnx.Module:
-            vae = FlaxAutoencoderKLCogVideoX(sizes, dtype=dtype, param_dtype=dtype, rngs=nnx.Rngs(0))
-            chunk = EncoderChunk(vae) if kind == "encode" else DecoderChunk(vae, "decode")
-            return chunk if self._placement is None else OnMesh(chunk, self._placement)
+        def model() -> FlaxAutoencoderKLCogVideoX:
+            return FlaxAutoencoderKLCogVideoX(sizes, dtype=dtype, param_dtype=dtype, rngs=nnx.Rngs(0))
 
-        self._graph, self._weights = nnx.split(nnx.eval_shape(network))
+        vae = nnx.eval_shape(model)
+        vae.mesh = mesh
+        self._placement = vae.placement(direction)
+        self._graph, self._weights = nnx.split(vae.network(direction))
 
     def structs(self, chunk: tuple[int, ...], dtype: Any) -> tuple[Any, Any]:
         """What stands for the weights, and for a chunk that diffusers would have as (N, C, T, H, W)."""

@@ -1,4 +1,4 @@
-"""FlaxVAEForPipelines: the Flax build behind diffusers' PyTorch interface.
+"""FlaxVAEForPipelines: what a diffusers pipeline asks of a VAE, answered by the Flax build.
 
 Axis letters: N videos, C channels, T frames, H rows, W columns. Tensors are NCTHW, as diffusers has them.
 """
@@ -11,15 +11,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from diffusers.models.autoencoders.vae import DecoderOutput
+from diffusers.configuration_utils import ConfigMixin
+from diffusers.models.autoencoders.autoencoder_kl_cogvideox import AutoencoderKLCogVideoX as Diffusers
+from diffusers.models.autoencoders.vae import DecoderOutput, DiagonalGaussianDistribution
+from diffusers.models.modeling_outputs import AutoencoderKLOutput
+from diffusers.models.modeling_utils import ModelMixin
 from flax import nnx
 
 from cogvideox_torchax import runtime
+from cogvideox_torchax.runtime.models import PortedModel
 from cogvideox_torchax.vae import tiling
+from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction
 from cogvideox_torchax.vae.nnx import weights
 from cogvideox_torchax.vae.nnx.autoencoder import FlaxAutoencoderKLCogVideoX
-from cogvideox_torchax.vae.torchax.autoencoder import AutoencoderKLCogVideoX
-from cogvideox_torchax.vae.torchax.networks import frames_of_chunks
+from cogvideox_torchax.vae.streaming import ChunkedVAE, frames_of_chunks
 
 
 @jax.jit
@@ -32,13 +37,13 @@ def _channels_first(x_NTHWC: jax.Array) -> jax.Array:
     return jnp.transpose(x_NTHWC, (0, 4, 1, 2, 3))
 
 
-class FlaxVAEForPipelines(AutoencoderKLCogVideoX):
+class FlaxVAEForPipelines(ChunkedVAE, PortedModel, ModelMixin, ConfigMixin):
     """The Flax build where diffusers expects its own class: `pipe.vae = FlaxVAEForPipelines(flax_vae)`.
 
-    Plain torch tensors give plain torch tensors, torchax tensors give torchax tensors; everything that
-    diffusers' class promises holds (`encode(...).latent_dist`, `decode(...).sample`, `config`, tiling,
-    slicing), and so do the streams of `cogvideox_torchax.AutoencoderKLCogVideoX`. The weights are the Flax
-    model's: this module has no torch parameters, and `.to(...)` moves nothing.
+    Plain torch tensors give plain torch tensors, torchax tensors give torchax tensors. It has what pipelines
+    ask of a VAE (`encode(...).latent_dist`, `decode(...).sample`, `config`, tiling, slicing), and the streams
+    of `cogvideox_torchax.AutoencoderKLCogVideoX`. The weights are the Flax model's: this module has no torch
+    parameters, and `.to(...)` moves nothing.
 
     Args:
         flax_vae: the model to run.
@@ -47,17 +52,22 @@ class FlaxVAEForPipelines(AutoencoderKLCogVideoX):
         flax_vae: the same.
     """
 
+    config_name = "config.json"
+
     def __init__(self, flax_vae: FlaxAutoencoderKLCogVideoX):
-        # The torch networks are built without memory, for the attributes around them, and dropped.
-        runtime.without_torchax(self._build_on_meta, flax_vae.config.to_dict())
-        self.encoder = self.decoder = self.quant_conv = self.post_quant_conv = None
-        del vars(self)["__module__"]  # diffusers has no class of this name
+        super().__init__()
+        self.register_to_config(**flax_vae.config.to_dict())
         self.flax_vae = flax_vae
+        self.use_tiling = self.use_slicing = False
+        self.tile_overlap_factor_height, self.tile_overlap_factor_width = 1 / 6, 1 / 5
+        self.enable_tiling(flax_vae.config.sample_height // 2, flax_vae.config.sample_width // 2)
+        self.disable_tiling()
         self.eval()
 
-    def _build_on_meta(self, config: dict[str, Any]) -> None:
-        with torch.device("meta"):
-            super().__init__(**config)
+    num_sample_frames_batch_size = FlaxAutoencoderKLCogVideoX.num_sample_frames_batch_size
+    num_latent_frames_batch_size = FlaxAutoencoderKLCogVideoX.num_latent_frames_batch_size
+    enable_tiling, disable_tiling = Diffusers.enable_tiling, Diffusers.disable_tiling
+    enable_slicing, disable_slicing = Diffusers.enable_slicing, Diffusers.disable_slicing
 
     @classmethod
     def from_pretrained(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -108,12 +118,12 @@ class FlaxVAEForPipelines(AutoencoderKLCogVideoX):
         )
 
     def layer_recorder(
-        self, kind: str, wanted: Callable[[str], Any]
+        self, direction: Direction, wanted: Callable[[str], Any]
     ) -> Callable[[torch.Tensor], dict[str, torch.Tensor]]:
-        """A pass over a video that gives each chunk's layers as plain tensors; see `LayerRecorder`."""
+        """Return a pass over a video that gives each chunk's layers as plain tensors; see `LayerRecorder`."""
         from cogvideox_torchax.vae.nnx.recording import LayerRecorder
 
-        record = LayerRecorder(self.flax_vae, kind, wanted)
+        record = LayerRecorder(self.flax_vae, direction, wanted)
 
         def run(chunk: torch.Tensor) -> dict[str, torch.Tensor]:
             outputs = record(_channels_last(runtime.array_of(runtime.to_jax(chunk))))
@@ -150,47 +160,36 @@ class FlaxVAEForPipelines(AutoencoderKLCogVideoX):
             raise ValueError("load_state_dict of the Flax build is strict: give every weight, and no other")
         plain = {name: runtime.to_torch(tensor) for name, tensor in state_dict.items()}
         self.flax_vae.load_tensors(weights.from_torch(plain))
-        return super().load_state_dict({})  # torch's word that all is there
+        return super().load_state_dict({})  # what torch returns where all is there
 
     def to(self, *args: Any, **kwargs: Any) -> "FlaxVAEForPipelines":
-        """Casts the weights to a dtype. The model stays on JAX's devices: moving it to "jax", "cuda" or "cpu"
-        does nothing.
+        """Cast the weights to a dtype, as `half()`, `bfloat16()`, `float()` and `type(...)` do.
+
+        The model stays on JAX's devices: moving it to "jax", "cuda" or "cpu" does nothing.
 
         Raises:
             ValueError: a dtype that JAX does not compute in by default.
         """
-        _, dtype = runtime.device_and_dtype(args, kwargs)
+        return self._cast(runtime.device_and_dtype(args, kwargs)[1])
+
+    def _apply(
+        self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
+    ) -> "FlaxVAEForPipelines":
+        """What torch's other casts call, with what they do to each tensor."""
+        return self._cast(runtime.without_torchax(lambda: fn(torch.zeros(0, dtype=self.dtype)).dtype))
+
+    def _cast(self, dtype: torch.dtype | None) -> "FlaxVAEForPipelines":
         if dtype not in (None, torch.float32, torch.bfloat16, torch.float16):
             raise ValueError(f"got {dtype}: the Flax build takes float32, bfloat16 or float16")
-        if dtype is not None:
+        if dtype not in (None, self.dtype):
             self.flax_vae.cast(runtime.jax_dtype(dtype))
         return self
 
-    def half(self) -> "FlaxVAEForPipelines":
-        """As `to(torch.float16)`."""
-        return self.to(torch.float16)
-
-    def bfloat16(self) -> "FlaxVAEForPipelines":
-        """As `to(torch.bfloat16)`."""
-        return self.to(torch.bfloat16)
-
-    def float(self) -> "FlaxVAEForPipelines":
-        """As `to(torch.float32)`."""
-        return self.to(torch.float32)
-
-    def double(self) -> "FlaxVAEForPipelines":
-        """As `to(torch.float64)`: refused."""
-        return self.to(torch.float64)
-
-    def type(self, dst_type: torch.dtype) -> "FlaxVAEForPipelines":  # pyright: ignore
-        """As `to(dst_type)`."""
-        return self.to(dst_type)
-
     def requires_grad_(self, requires_grad: bool = True) -> "FlaxVAEForPipelines":
-        """Nothing requires a gradient here.
+        """Return the model, none of whose weights requires a gradient.
 
         Raises:
-            ValueError: asked for one.
+            ValueError: asked for gradients.
         """
         if requires_grad:
             self.enable_gradient_checkpointing()
@@ -235,58 +234,41 @@ class FlaxVAEForPipelines(AutoencoderKLCogVideoX):
         """As `FlaxAutoencoderKLCogVideoX.place_on`; `port(vae, mesh=mesh)` calls it."""
         self.flax_vae.place_on(mesh)
 
-    # Running chunks; the checks, the plans and the streams are inherited.
+    def encode(self, x: torch.Tensor, return_dict: bool = True) -> Any:
+        """As diffusers' `encode`: the posterior of a video (N, C, T, H, W)."""
+        posterior = DiagonalGaussianDistribution(self._whole(ENCODE, x))
+        return AutoencoderKLOutput(latent_dist=posterior) if return_dict else (posterior,)
 
-    def _encode(self, x: torch.Tensor) -> torch.Tensor:
-        self._check_video(x)
-        return _together(self._run_chunks("encode", frames_of_chunks(self, "encode", x), x.shape[3:]), x)
-
-    def _decode(self, z: torch.Tensor, return_dict: bool = True) -> DecoderOutput | tuple[torch.Tensor]:
-        self._check_latents(z)
-        pieces = frames_of_chunks(self, "decode", z)
-        frames = _together(self._run_chunks("decode", pieces, z.shape[3:]), z)
+    def decode(self, z: torch.Tensor, return_dict: bool = True) -> Any:
+        """As diffusers' `decode`: the frames of latents (N, C, T, H, W)."""
+        frames = self._whole(DECODE, z)
         return DecoderOutput(sample=frames) if return_dict else (frames,)
 
-    def _tiled(self, kind: str, x: torch.Tensor) -> torch.Tensor:
-        plan = self._tiles.plan(kind, x.shape[3:], self.spatial_scale)
-        return _together(self._run_tiles(kind, frames_of_chunks(self, kind, x), plan), x)
+    def _whole(self, direction: Direction, x: torch.Tensor) -> torch.Tensor:
+        """Return all chunks in one tensor, on the host where `x` is plain; all are computed before any is
+        fetched."""
+        self._check(direction, x)
+        run = self._run_slices if self.use_slicing else self._run_chunks
+        results = list(run(direction, frames_of_chunks(self, direction, x), x.shape[3:]))
+        if runtime.on_jax(x):
+            return runtime.concatenate(results, axis=2)
+        for result in results:
+            runtime.fetch_async(result)
+        return torch.cat([runtime.to_torch(result) for result in results], dim=2)
 
-    def _run(self, kind: str) -> Any:
-        return self._on_arrays(kind, None)
-
-    def _run_tiles(
-        self, kind: str, pieces: Iterable[torch.Tensor], plan: tiling.TilePlan
+    def _results(
+        self,
+        direction: Direction,
+        pieces: Iterable[torch.Tensor],
+        plan: tiling.TilePlan | None,
+        as_uint8: bool = False,
     ) -> Iterator[torch.Tensor]:
-        return map(self._on_arrays(kind, plan), pieces)
-
-    def _on_arrays(self, kind: Any, plan: tiling.TilePlan | None) -> Callable[[torch.Tensor], torch.Tensor]:
-        """The Flax model's run over a video: torch tensors in, torchax tensors being computed out."""
-        run = self.flax_vae.run(kind, plan)
-
-        def call(piece: torch.Tensor) -> torch.Tensor:
-            if runtime.on_jax(piece):
-                chunk = _channels_last(runtime.array_of(piece))
-            else:
-                chunk = np.moveaxis(runtime.host_array(piece), 1, -1)
-            return runtime.tensor_of(_channels_first(run(chunk)))
-
-        return call
-
-    def _check_backend_and_dtype(
-        self, what: str, x: torch.Tensor, follow_weights: bool, extra: tuple[torch.dtype, ...] = ()
-    ) -> None:
-        if x.dtype not in (self.dtype, *extra):
-            raise ValueError(
-                f"got {what} of {x.dtype} for weights of {self.dtype}: pass them .to({self.dtype})"
-            )
+        results = self.flax_vae.run_chunks(direction, map(_array, pieces), plan, as_uint8=as_uint8)
+        return (runtime.tensor_of(_channels_first(result)) for result in results)
 
 
-def _together(parts: Iterator[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
-    """The parts of a video in one tensor, on the host where `like` is plain; all are computed before any is
-    fetched."""
-    computed = list(parts)
-    if runtime.on_jax(like):
-        return runtime.concatenate(computed, axis=2)
-    for part in computed:
-        runtime.fetch_async(part)
-    return torch.cat([runtime.to_torch(part) for part in computed], dim=2)
+def _array(piece: torch.Tensor) -> Any:
+    """Return a chunk as the Flax build takes it; a plain tensor stays on the host."""
+    if runtime.on_jax(piece):
+        return _channels_last(runtime.array_of(piece))
+    return np.moveaxis(runtime.host_array(piece), 1, -1)

@@ -20,18 +20,12 @@ from torch import nn
 from cogvideox_torchax import runtime, upstream
 from cogvideox_torchax.files.models import saved_from_host
 from cogvideox_torchax.runtime.models import PortedModel, save_as_stock
-from cogvideox_torchax.vae import checkpoint, chunks, tiling
-from cogvideox_torchax.vae.checks import NCTHW, check_finite, check_shape
+from cogvideox_torchax.vae import checkpoint, tiling
+from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction
+from cogvideox_torchax.vae.streaming import ChunkedVAE, frames_of_chunks
+from cogvideox_torchax.vae.torchax import tiles
 from cogvideox_torchax.vae.torchax.modules import LAYERS, port_modules
-from cogvideox_torchax.vae.torchax.networks import (
-    EncoderChunk,
-    chunk_network,
-    frames_a_chunk,
-    frames_of_chunks,
-    stock_of,
-)
-from cogvideox_torchax.vae.torchax.streams import Fetch, by_video, gathered, overlapped, posteriors, with_time
-from cogvideox_torchax.vae.torchax.tiles import run_tiles
+from cogvideox_torchax.vae.torchax.networks import EncoderChunk, chunk_network, stock_of
 
 if TYPE_CHECKING:
     from cogvideox_torchax.sharding import Placement
@@ -68,7 +62,7 @@ def _hand_over(make: Callable[..., Any], kind: type, pipeline: Any, **options: A
 upstream.around_from_pipe(_hand_over)
 
 
-class AutoencoderKLCogVideoX(PortedModel, DiffusersAutoencoder):
+class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
     """CogVideoX's VAE on torchax, by diffusers' own names.
 
     A plain torch tensor runs natively in PyTorch; a torchax tensor runs on JAX, a chunk of frames at a time,
@@ -125,8 +119,6 @@ class AutoencoderKLCogVideoX(PortedModel, DiffusersAutoencoder):
 
     save_pretrained = saved_from_host(DiffusersAutoencoder.save_pretrained)
 
-    # Encoding
-
     @functools.wraps(DiffusersAutoencoder.encode)
     def encode(self, x: torch.Tensor, return_dict: bool = True) -> Any:
         with self._running(x):
@@ -136,72 +128,8 @@ class AutoencoderKLCogVideoX(PortedModel, DiffusersAutoencoder):
         return AutoencoderKLOutput(latent_dist=posterior) if return_dict else (posterior,)
 
     def _encode(self, x: torch.Tensor) -> torch.Tensor:
-        self._check_video(x)
-        return self._whole("encode", x)
-
-    def encode_stream(
-        self,
-        frames: torch.Tensor | Iterable[torch.Tensor],
-        num_frames: int | None = None,
-        *,
-        fetch: Fetch = runtime.to_torch,
-    ) -> Iterator[DiagonalGaussianDistribution]:
-        """Encodes a video that need not fit into memory; the next chunk is computed while one is taken.
-
-        Args:
-            frames: a video (N, C, T, H, W), or an iterable of its frames (N, C, H, W); floats in [-1, 1], or
-                uint8. They may be plain tensors whatever the backend, which is where the weights are.
-            num_frames: how many frames an iterable will give. The first chunk takes what does not divide by
-                8, so the length has to be known before the first frame is encoded. Of a video it is its own.
-            fetch: what brings a chunk's moments from where they are computed to the host; a method of
-                `sharding.Exchange` on a mesh over several processes.
-
-        Returns:
-            An iterator over the posteriors of the chunks, as plain torch tensors without gradients; their
-            `mode()`s, concatenated on axis 2, are those of `encode`. Where the source of the frames fails,
-            what has been computed comes first, then the failure.
-
-        Raises:
-            ValueError: a bad video or first frame, or no `num_frames` for an iterable, at once; a bad later
-                frame, or more or fewer frames than announced, when it is their turn.
-        """
-        if isinstance(frames, torch.Tensor):
-            self._check_video(frames, follow_weights=True)
-            if num_frames not in (None, frames.shape[2]):
-                raise ValueError(
-                    f"encode_stream got a video of {frames.shape[2]} frames where {num_frames} were "
-                    "announced: leave num_frames out, or cut the video"
-                )
-            size = frames.shape[3:]
-            pieces = frames_of_chunks(self, "encode", frames)
-        else:
-            if num_frames is None:
-                raise ValueError("encode_stream got an iterable of unknown length: pass num_frames")
-            if num_frames < 1:
-                raise ValueError(f"encode_stream got num_frames={num_frames}: at least one frame is needed")
-            iterator = iter(frames)
-            first = next(iterator, None)
-            if first is None:
-                raise ValueError(f"encode_stream got no frame where {num_frames} were announced")
-            self._check_video(with_time(first), follow_weights=True)
-            size = first.shape[-2:]
-            pieces = self._gather("encode", first, iterator, num_frames)
-        return posteriors(self._stream("encode", pieces, size, fetch))
-
-    @torch.no_grad()
-    def _stream(
-        self, kind: str, pieces: Iterable[torch.Tensor], size: torch.Size, fetch: Fetch
-    ) -> Iterator[torch.Tensor]:
-        run = self._run_chunks if not self.use_slicing else self._run_slices
-        yield from overlapped(run(kind, pieces, size), fetch)
-
-    def _gather(
-        self, kind: str, first: torch.Tensor, rest: Iterator[torch.Tensor], num_frames: int
-    ) -> Iterator[torch.Tensor]:
-        what, check = ("video", self._check_video) if kind == "encode" else ("latents", self._check_latents)
-        return gathered(what, first, rest, chunks.plan(num_frames, frames_a_chunk(self, kind)), check)
-
-    # Decoding
+        self._check(ENCODE, x)
+        return self._whole(ENCODE, x)
 
     @functools.wraps(DiffusersAutoencoder.decode)
     def decode(self, z: torch.Tensor, return_dict: bool = True) -> Any:
@@ -214,109 +142,38 @@ class AutoencoderKLCogVideoX(PortedModel, DiffusersAutoencoder):
             return super().forward(sample, *args, **kwargs)
 
     def _decode(self, z: torch.Tensor, return_dict: bool = True) -> DecoderOutput | tuple[torch.Tensor]:
-        self._check_latents(z)
-        frames = self._whole("decode", z)
+        self._check(DECODE, z)
+        frames = self._whole(DECODE, z)
         return DecoderOutput(sample=frames) if return_dict else (frames,)
-
-    def decode_stream(
-        self,
-        z: torch.Tensor | Iterable[torch.Tensor],
-        num_frames: int | None = None,
-        *,
-        output_dtype: torch.dtype | None = None,
-        fetch: Fetch = runtime.to_torch,
-    ) -> Iterator[torch.Tensor]:
-        """Decodes chunk by chunk; the next chunk is computed while one is taken, and no more than two are
-        held.
-
-        Args:
-            z: latents (N, C, T, H, W), not scaled by `scaling_factor`; on JAX or plain, whatever the backend,
-                which is where the weights are. Or an iterable of such pieces of them, plain, of any lengths.
-            num_frames: how many latent frames an iterable will give in all.
-            output_dtype: torch.uint8 for bytes (0 to 255); None for the model's dtype, in about [-1, 1].
-            fetch: what brings a chunk from where it is computed to the host; a method of `sharding.Exchange`
-                on a mesh over several processes.
-
-        Returns:
-            An iterator over frames (N, C, t, H, W), plain torch tensors without gradients; together they are
-            those of `decode`.
-
-        Raises:
-            ValueError: bad latents or a bad first piece, another output dtype, or no `num_frames` for an
-                iterable, at once; a bad later piece, or more or fewer frames than announced, when it is their
-                turn.
-        """
-        if output_dtype not in (None, torch.uint8):
-            raise ValueError(f"decode_stream got output_dtype {output_dtype}: None or torch.uint8")
-        kind = "decode" if output_dtype is None else "decode_uint8"
-        if isinstance(z, torch.Tensor):
-            self._check_latents(z, follow_weights=True)
-            return self._stream(kind, frames_of_chunks(self, "decode", z), z.shape[3:], fetch)
-        if num_frames is None or num_frames < 1:
-            raise ValueError(
-                f"decode_stream got an iterable and num_frames={num_frames}: pass how many it gives"
-            )
-        iterator = iter(z)
-        first = next(iterator, None)
-        if first is None:
-            raise ValueError(f"decode_stream got no latents where {num_frames} frames were announced")
-        self._check_latents(first, follow_weights=True)
-        return self._stream(kind, self._gather("decode", first, iterator, num_frames), first.shape[3:], fetch)
 
     # Tiling: the plan of `tiling.py` in place of diffusers' own
 
     def tiled_encode(self, x: torch.Tensor) -> torch.Tensor:
         """As diffusers' `tiled_encode`, of the right size for any tile size; tiles even where one would
         do."""
-        return self._tiled("encode", x)
+        return self._whole(ENCODE, x, in_tiles=True)
 
     def tiled_decode(self, z: torch.Tensor, return_dict: bool = True) -> DecoderOutput | tuple[torch.Tensor]:
         """As diffusers' `tiled_decode`, of the right size for any tile size; tiles even where one would
         do."""
-        frames = self._tiled("decode", z)
+        frames = self._whole(DECODE, z, in_tiles=True)
         return DecoderOutput(sample=frames) if return_dict else (frames,)
-
-    def _tiled(self, kind: str, x: torch.Tensor) -> torch.Tensor:
-        def run() -> torch.Tensor:
-            plan = self._tiles.plan(kind, x.shape[3:], self.spatial_scale)
-            return runtime.concatenate(list(self._run_tiles(kind, frames_of_chunks(self, kind, x), plan)), 2)
-
-        return self._recorded(kind, x, run, in_tiles=True)
-
-    @property
-    def spatial_scale(self) -> int:
-        """Sample pixels to a latent pixel, along one axis."""
-        return 2 ** (len(self.config["block_out_channels"]) - 1)
-
-    @property
-    def _tiles(self) -> tiling.TileSettings:
-        return tiling.TileSettings(
-            self.tile_latent_min_height,
-            self.tile_latent_min_width,
-            self.tile_overlap_factor_height,
-            self.tile_overlap_factor_width,
-        )
 
     # Running chunks
 
-    def _run_chunks(
-        self, kind: str, pieces: Iterable[torch.Tensor], size: torch.Size
+    def _results(
+        self,
+        direction: Direction,
+        pieces: Iterable[torch.Tensor],
+        plan: tiling.TilePlan | None,
+        as_uint8: bool = False,
     ) -> Iterator[torch.Tensor]:
-        """Runs every chunk through the network, in tiles where tiling is on, the convolutions' cache carried
-        along."""
-        if self.use_tiling and self._tiles.cuts(kind, size, self.spatial_scale):
-            yield from self._run_tiles(kind, pieces, self._tiles.plan(kind, size, self.spatial_scale))
-            return
-        run = self._run(kind)
-        for piece in pieces:
-            yield run(piece)
-
-    def _run_slices(
-        self, kind: str, pieces: Iterable[torch.Tensor], size: torch.Size
-    ) -> Iterator[torch.Tensor]:
-        """As `_run_chunks`, one video at a time within each chunk."""
-        for parts in zip(*(self._run_chunks(kind, own, size) for own in by_video(pieces)), strict=True):
-            yield runtime.concatenate(list(parts), 0)
+        if plan is None:
+            return map(self._run(f"{direction}_uint8" if as_uint8 else direction), pieces)
+        join = tiles.joined(plan, as_uint8, self._placement, on_jax=runtime.is_on_jax(self))
+        dp = 1 if self.mesh is None else self.mesh.shape["dp"]
+        start = functools.partial(self._run, direction)
+        return tiling.run_tiles(pieces, plan, start, tiles.TENSORS, join, dp=dp)
 
     @contextlib.contextmanager
     def _running(self, x: torch.Tensor) -> Iterator[None]:
@@ -327,54 +184,37 @@ class AutoencoderKLCogVideoX(PortedModel, DiffusersAutoencoder):
         with runtime.active():
             yield
 
-    def _whole(self, kind: str, x: torch.Tensor) -> torch.Tensor:
-        """All chunks of a video, or of latents, joined."""
+    def _whole(self, direction: Direction, x: torch.Tensor, *, in_tiles: bool = False) -> torch.Tensor:
+        """Return all chunks of a video, or of latents, joined, for a backward pass where torch records one.
+
+        In training mode the forward pass keeps what that needs; else the input alone, as most who decode
+        without `torch.no_grad()` never ask for gradients.
+        """
+        size = x.shape[3:]
+        forced = self._tiles.plan(direction, size, self.spatial_scale) if in_tiles else None
+        plan = forced or self._tile_plan(direction, size)
 
         def run() -> torch.Tensor:
-            pieces = frames_of_chunks(self, kind, x)
-            return runtime.concatenate(list(self._run_chunks(kind, pieces, x.shape[3:])), 2)
+            results = self._results(direction, frames_of_chunks(self, direction, x), plan)
+            return runtime.concatenate(list(results), 2)
 
-        in_tiles = self.use_tiling and self._tiles.cuts(kind, x.shape[3:], self.spatial_scale)
-        return self._recorded(kind, x, run, in_tiles=in_tiles)
-
-    def _recorded(
-        self, kind: str, x: torch.Tensor, run: Callable[[], torch.Tensor], *, in_tiles: bool
-    ) -> torch.Tensor:
-        """What `run` gives, for a backward pass where torch records one on JAX. In training mode the forward
-        pass keeps what that needs; else the input alone, as most who decode without `torch.no_grad()` never
-        ask for gradients."""
-        network = chunk_network(self, kind)
+        network = chunk_network(self, direction)
         if not runtime.wants_gradient(network, x):
             return run()
-        program = self._program(kind, network)
-        lengths = [chunk.length for chunk in chunks.plan(x.shape[2], frames_a_chunk(self, kind))]
+        program = self._program(direction, network)
+        lengths = [chunk.length for chunk in direction.chunks(self, x.shape[2])]
         whole = functools.partial(program.run_video, lengths=lengths)
         return runtime.differentiable(
-            _refuse_gradients if in_tiles else whole,
+            whole if plan is None else _refuse_gradients,
             network,
             program.weights(network),
             x,
-            run=None if self.training and not in_tiles else run,
+            run=None if self.training and plan is None else run,
         )
 
     @functools.wraps(DiffusersAutoencoder.enable_gradient_checkpointing)
     def enable_gradient_checkpointing(self, gradient_checkpointing_func: Any = None) -> None:
         super().enable_gradient_checkpointing(gradient_checkpointing_func or runtime.rematerialized)
-
-    def _run_tiles(
-        self, kind: str, pieces: Iterable[torch.Tensor], plan: tiling.TilePlan
-    ) -> Iterator[torch.Tensor]:
-        """Runs every chunk in tiles; on a mesh as many of one size at a time as it splits a batch over."""
-        as_uint8 = kind == "decode_uint8"
-        return run_tiles(
-            pieces,
-            plan,
-            functools.partial(self._run, "decode" if as_uint8 else kind),
-            dp=1 if self.mesh is None else self.mesh.shape["dp"],
-            as_uint8=as_uint8,
-            placement=self._placement,
-            join_on_jax=runtime.is_on_jax(self),
-        )
 
     def _run(self, kind: str) -> runtime.JaxRun | runtime.NativeRun:
         if runtime.is_on_jax(self):
@@ -404,7 +244,7 @@ class AutoencoderKLCogVideoX(PortedModel, DiffusersAutoencoder):
             return runtime.ChunkProgram(network)
         from cogvideox_torchax.sharding import ShardedProgram
 
-        unit = self.spatial_scale if isinstance(network, EncoderChunk) else 1
+        unit = (ENCODE if isinstance(network, EncoderChunk) else DECODE).scale(self.spatial_scale)
         return ShardedProgram(network, self.mesh, LAYERS, unit)
 
     def compile_last_chunk(
@@ -421,7 +261,7 @@ class AutoencoderKLCogVideoX(PortedModel, DiffusersAutoencoder):
             The program and what JAX compiled of it.
         """
         runtime.configure_compile_cache()
-        plan = chunks.plan(shape[2], frames_a_chunk(self, kind))
+        plan = Direction(kind.removesuffix("_uint8")).chunks(self, shape[2])
         program = self.build_program(kind)
         dtype = runtime.jax_dtype(self.dtype)
 
@@ -452,45 +292,31 @@ class AutoencoderKLCogVideoX(PortedModel, DiffusersAutoencoder):
             self._mesh = mesh
             runtime.forget_programs(self)
 
-    # Checks
-
-    def _check_video(self, x: torch.Tensor, *, follow_weights: bool = False, first_frame: int = 0) -> None:
-        channels = self.config["in_channels"]
-        check_shape("video", tuple(x.shape), NCTHW, channels=channels, multiple=self.spatial_scale)
-        bytes_too = (torch.uint8,) if follow_weights else ()
-        self._check_backend_and_dtype("video", x, follow_weights, extra=bytes_too)
-        check_finite("video", runtime.first_nonfinite(x), NCTHW, first_frame=first_frame)
-
-    def _check_latents(self, z: torch.Tensor, *, follow_weights: bool = False, first_frame: int = 0) -> None:
-        check_shape("latents", tuple(z.shape), NCTHW, channels=self.config["latent_channels"])
-        self._check_backend_and_dtype("latents", z, follow_weights)
-        check_finite("latents", runtime.first_nonfinite(z), NCTHW, first_frame=first_frame)
-
-    def _check_backend_and_dtype(
-        self, what: str, x: torch.Tensor, follow_weights: bool, extra: tuple[torch.dtype, ...] = ()
-    ) -> None:
+    def _check_place(self, what: str, x: torch.Tensor, follow_weights: bool) -> None:
         weights_on_jax = runtime.is_on_jax(self)
         if runtime.on_jax(x) != weights_on_jax and not (follow_weights and weights_on_jax):
             tensor, model = ("jax", "in PyTorch") if runtime.on_jax(x) else (str(x.device), "on jax")
             move = 'vae.to("jax")' if runtime.on_jax(x) else 'the tensor .to("jax")'
             raise ValueError(f"got {what} on {tensor} for weights {model}: move {move}")
-        autocast = not weights_on_jax and torch.is_autocast_enabled(x.device.type) and x.is_floating_point()
-        if x.dtype not in (self.dtype, *extra) and not autocast:
-            raise ValueError(
-                f"got {what} of {x.dtype} for weights of {self.dtype}: pass them .to({self.dtype})"
-            )
+
+    def _takes_dtype(self, x: torch.Tensor) -> bool:
+        if super()._takes_dtype(x):
+            return True
+        native = not runtime.is_on_jax(self)
+        return native and torch.is_autocast_enabled(x.device.type) and x.is_floating_point()
 
 
-def port_vae(vae: DiffusersAutoencoder) -> AutoencoderKLCogVideoX:
+def port_vae(vae: Any) -> Any:
     """Gives diffusers' model and its modules their ported classes, in place; done twice, it is done once."""
-    if not isinstance(vae, AutoencoderKLCogVideoX):
+    ported = isinstance(vae, ChunkedVAE)
+    if not ported:
         vae.__class__ = _ported_class(type(vae))
         save_as_stock(vae)
         for module in vae.modules():  # that it was switched on for before
             if getattr(module, "gradient_checkpointing", False):
                 module._gradient_checkpointing_func = runtime.rematerialized  # pyright: ignore
     port_modules(vae)
-    return vae  # pyright: ignore[reportReturnType]
+    return vae
 
 
 @functools.cache

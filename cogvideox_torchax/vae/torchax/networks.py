@@ -3,7 +3,7 @@
 Axis letters: N videos, C channels, T frames, H rows, W columns.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,7 +14,6 @@ from torch import nn
 
 from cogvideox_torchax import runtime
 from cogvideox_torchax.runtime.layers import watched
-from cogvideox_torchax.vae import chunks
 from cogvideox_torchax.vae.columns import OnColumns
 from cogvideox_torchax.vae.pixels import from_uint8, to_uint8
 from cogvideox_torchax.vae.torchax.modules import cleared
@@ -96,14 +95,3 @@ def stock_of(vae: DiffusersAutoencoder) -> DiffusersAutoencoder:
         return stock.eval()
 
     return runtime.without_torchax(build)
-
-
-def frames_a_chunk(vae: DiffusersAutoencoder, kind: str) -> int:
-    """Frames to encode, or latent frames to decode, in every chunk but the first."""
-    return vae.num_sample_frames_batch_size if kind == "encode" else vae.num_latent_frames_batch_size
-
-
-def frames_of_chunks(vae: DiffusersAutoencoder, kind: str, x: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The chunks (N, C, t, H, W) of a video or of latents."""
-    for chunk in chunks.plan(x.shape[2], frames_a_chunk(vae, kind)):
-        yield runtime.take_frames(x, chunk.start, chunk.length)

@@ -4,6 +4,8 @@ Array axes are N T H W C.
 """
 
 import copy
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +15,7 @@ import torch
 from flax import nnx
 
 from cogvideox_torchax.flax import FlaxVAEForPipelines, Posterior
-from cogvideox_torchax.vae.nnx import modules
+from cogvideox_torchax.vae.nnx import autoencoder, modules
 from cogvideox_torchax.vae.nnx.autoencoder import EncoderChunk, run_chunk
 from cogvideox_torchax.vae.tolerances import BFLOAT16_RMS_RATIO, FLOAT32_RELATIVE, relative_error, rms_error
 from tests import reference
@@ -86,8 +88,7 @@ def test_tiled_equals_diffusers(small_vae, flax_vae, vae, kind):
 def test_a_tile_size_that_diffusers_gets_wrong_gives_the_right_size(vae):
     vae.enable_tiling(tile_sample_min_height=40, tile_sample_min_width=40, tile_overlap_factor_height=1 / 6)
     try:
-        plan = vae._tile_plan("decode", (8, 9))
-        shape = jax.eval_shape(vae.run("decode", plan), jnp.zeros((1, 1, 8, 9, 16))).shape
+        shape = jax.eval_shape(vae.decode, jnp.zeros((1, 1, 8, 9, 16))).shape
     finally:
         vae.disable_tiling()
     assert shape == (1, 1, 64, 72, 3)
@@ -216,8 +217,38 @@ BAD = {
 
 @pytest.mark.parametrize(("x", "words"), BAD.values(), ids=BAD)
 def test_bad_videos_are_named(vae, x, words):
-    with pytest.raises(ValueError, match=words):
-        vae.encode(x)
+    for encode in (vae.encode, vae.encode_stream):  # the latter by the call itself, with no `next`
+        with pytest.raises(ValueError, match=words):
+            encode(x)
+    with pytest.raises(ValueError, match="latents of rank 3"):
+        vae.decode_stream(jnp.zeros((1, 1, 16)))
+
+
+def test_of_a_numpy_array_only_a_chunk_goes_to_the_device(vae, monkeypatch):
+    z, given = np.zeros((1, 7, 3, 5, 16), np.float32), []
+
+    def run_chunk(graph, state, chunk, cache):
+        given.append(chunk)
+        return jnp.zeros((1, 1, 24, 40, 3)), None
+
+    monkeypatch.setattr(autoencoder, "run_chunk", run_chunk)
+    vae.decode(z)
+    assert [chunk.shape[1] for chunk in given] == [3, 2, 2]
+    assert all(np.shares_memory(chunk, z) for chunk in given)
+
+
+def test_the_flax_model_itself_needs_no_torchax():
+    code = """
+import sys, jax.numpy as jnp
+from flax import nnx
+from cogvideox_torchax.flax import FlaxAutoencoderKLCogVideoX, FlaxAutoencoderKLCogVideoXConfig
+blocks = {f"{way}_block_types": (f"CogVideoX{way.title()}Block3D",) for way in ("down", "up")}
+sizes = {"block_out_channels": (4,), "norm_num_groups": 2, "temporal_compression_ratio": 1}
+config = FlaxAutoencoderKLCogVideoXConfig(**blocks, **sizes)
+FlaxAutoencoderKLCogVideoX(config, rngs=nnx.Rngs(0)).decode(jnp.zeros((1, 1, 2, 2, 16)))
+assert "torchax" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_bytes_are_scaled_inside_the_program(vae):

@@ -11,6 +11,7 @@ from flax import nnx
 
 from cogvideox_torchax import make_mesh, port
 from cogvideox_torchax.flax import FlaxVAEForPipelines
+from cogvideox_torchax.vae.directions import DECODE
 from cogvideox_torchax.vae.tolerances import FLOAT32_RELATIVE, relative_error
 from tests import reference
 
@@ -75,8 +76,7 @@ def test_tiles_change_no_number_and_blend_in_shards(stock, eight):
         vae.enable_tiling(tile_sample_min_height=48, tile_sample_min_width=4 * 60)
     try:
         array = eight.flax_vae.decode(jnp.asarray(z.permute(0, 2, 3, 4, 1).numpy()))
-        run = eight.flax_vae.run("encode", eight.flax_vae._tile_plan("encode", (4, 360)))
-        moments = run(jnp.asarray(x.permute(0, 2, 3, 4, 1).numpy()))
+        moments = eight.flax_vae.encode(jnp.asarray(x.permute(0, 2, 3, 4, 1).numpy())).mean
         decoded, encoded = eight.decode(z).sample, eight.encode(x).latent_dist.parameters
     finally:
         eight.disable_tiling()
@@ -92,7 +92,7 @@ def test_chunks_caches_and_results_lie_in_shards_and_weights_are_copied(eight):
     for array in jax.tree.leaves(nnx.state(eight.flax_vae, nnx.Param)):
         assert array.sharding.is_fully_replicated
         assert len(array.sharding.device_set) == 8
-    run = eight.flax_vae.run("decode")
+    run = eight.flax_vae.run(DECODE)
     result = run(jnp.zeros((1, 3, 1, 90, 16)))
     caches = jax.tree.leaves(run._cache)  # H W N T C
     assert {part.shape[1] for part in caches} == {96, 192, 384}

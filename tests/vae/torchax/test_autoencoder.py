@@ -372,7 +372,7 @@ def test_the_frame_of_a_nan_is_counted_from_the_start_of_the_stream(native_vae):
         (9, None, "pass num_frames"),
         (9, 10, "ended after 9 frames where 10 were announced"),
         (10, 9, "goes on after the 9 frames"),
-        (0, 9, "no frame where 9"),
+        (0, 9, "no frames where 9"),
     ],
 )
 def test_an_iterable_of_another_length_is_named(native_vae, given, announced, words):

@@ -256,8 +256,8 @@ def test_latents_in_pieces_are_decoded_as_in_one(native_vae, lengths):
 
 
 BAD_PIECES = {
-    "no count": (lambda: iter([reference.latents(3)]), None, "pass how many"),
-    "none": (lambda: iter([]), 3, "no latents"),
+    "no count": (lambda: iter([reference.latents(3)]), None, "pass num_frames"),
+    "none": (lambda: iter([]), 3, "no frames where 3"),
     "too few": (lambda: iter([reference.latents(3)]), 5, "ended after 3 frames where 5"),
     "too many": (lambda: iter([reference.latents(3), reference.latents(1)]), 3, "goes on after the 3"),
     "too many in one": (lambda: iter([reference.latents(4)]), 3, "goes on after the 3"),

@@ -1,0 +1,294 @@
+"""A VAE run chunk by chunk, whatever computes a chunk: streams, slices and checks, the same for both builds.
+
+Axis letters: N videos, C channels, T frames, H rows, W columns. Tensors are NCTHW.
+"""
+
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+
+from cogvideox_torchax import runtime
+from cogvideox_torchax.vae import tiling
+from cogvideox_torchax.vae.checks import NCTHW, check_finite, check_shape
+from cogvideox_torchax.vae.chunks import Chunk
+from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction
+
+Fetch = Callable[[torch.Tensor], torch.Tensor]
+"""From a torchax tensor that may still be being computed to a plain one."""
+
+
+class ChunkedVAE:
+    """Mixed into a VAE of diffusers' interface: streams over its chunks, and the checks of what goes in.
+
+    The class beside it has diffusers' attributes (`config`, `dtype`, those of tiles and slices), and defines
+    `_results`.
+    """
+
+    config: Any
+    dtype: torch.dtype
+    use_tiling: bool
+    use_slicing: bool
+    tile_latent_min_height: int
+    tile_latent_min_width: int
+    tile_overlap_factor_height: float
+    tile_overlap_factor_width: float
+
+    @property
+    def spatial_scale(self) -> int:
+        """Sample pixels to a latent pixel, along one axis."""
+        return 2 ** (len(self.config["block_out_channels"]) - 1)
+
+    def encode_stream(
+        self,
+        frames: torch.Tensor | Iterable[torch.Tensor],
+        num_frames: int | None = None,
+        *,
+        fetch: Fetch = runtime.to_torch,
+    ) -> Iterator[DiagonalGaussianDistribution]:
+        """Encode a video that need not fit into memory; the next chunk is computed while one is taken.
+
+        Args:
+            frames: a video (N, C, T, H, W), or an iterable of its frames (N, C, H, W); floats in [-1, 1], or
+                uint8. They may be plain tensors whatever the backend, which is where the weights are.
+            num_frames: how many frames an iterable will give. The first chunk takes what does not divide by
+                8, so the length has to be known before the first frame is encoded. Of a video it is its own.
+            fetch: what brings a chunk's moments from where they are computed to the host; a method of
+                `sharding.Exchange` on a mesh over several processes.
+
+        Returns:
+            An iterator over the posteriors of the chunks, as plain torch tensors without gradients; their
+            `mode()`s, concatenated on axis 2, are those of `encode`. Where the source of the frames fails,
+            what has been computed comes first, then the failure.
+
+        Raises:
+            ValueError: a bad video or first frame, or no `num_frames` for an iterable, at once; a bad later
+                frame, or more or fewer frames than announced, when it is their turn.
+        """
+        return posteriors(self._stream(ENCODE, frames, num_frames, fetch))
+
+    def decode_stream(
+        self,
+        z: torch.Tensor | Iterable[torch.Tensor],
+        num_frames: int | None = None,
+        *,
+        output_dtype: torch.dtype | None = None,
+        fetch: Fetch = runtime.to_torch,
+    ) -> Iterator[torch.Tensor]:
+        """Decode chunk by chunk; the next chunk is computed while one is taken, and no more than two are
+        held.
+
+        Args:
+            z: latents (N, C, T, H, W), not scaled by `scaling_factor`; on JAX or plain, whatever the backend,
+                which is where the weights are. Or an iterable of such pieces of them, plain, of any lengths.
+            num_frames: how many latent frames an iterable will give in all.
+            output_dtype: torch.uint8 for bytes (0 to 255); None for the model's dtype, in about [-1, 1].
+            fetch: what brings a chunk from where it is computed to the host; a method of `sharding.Exchange`
+                on a mesh over several processes.
+
+        Returns:
+            An iterator over frames (N, C, t, H, W), plain torch tensors without gradients; together they are
+            those of `decode`.
+
+        Raises:
+            ValueError: bad latents or a bad first piece, another output dtype, or no `num_frames` for an
+                iterable, at once; a bad later piece, or more or fewer frames than announced, when it is their
+                turn.
+        """
+        if output_dtype not in (None, torch.uint8):
+            raise ValueError(f"decode_stream got output_dtype {output_dtype}: None or torch.uint8")
+        return self._stream(DECODE, z, num_frames, fetch, as_uint8=output_dtype is not None)
+
+    def _stream(
+        self,
+        direction: Direction,
+        given: torch.Tensor | Iterable[torch.Tensor],
+        num_frames: int | None,
+        fetch: Fetch,
+        *,
+        as_uint8: bool = False,
+    ) -> Iterator[torch.Tensor]:
+        pieces, size = self._pieces(direction, given, num_frames)
+        run = self._run_slices if self.use_slicing else self._run_chunks
+        return overlapped(run(direction, pieces, size, as_uint8), fetch)
+
+    def _pieces(
+        self, direction: Direction, given: torch.Tensor | Iterable[torch.Tensor], num_frames: int | None
+    ) -> tuple[Iterator[torch.Tensor], torch.Size]:
+        """Return the chunks of a checked input, and its rows and columns."""
+        name = f"{direction}_stream"
+        if isinstance(given, torch.Tensor):
+            self._check(direction, given, follow_weights=True)
+            if num_frames not in (None, given.shape[2]):
+                raise ValueError(
+                    f"{name} got {given.shape[2]} frames where {num_frames} were announced: leave num_frames "
+                    "out, or cut them"
+                )
+            return frames_of_chunks(self, direction, given), given.shape[3:]
+        if num_frames is None or num_frames < 1:
+            raise ValueError(
+                f"{name} got an iterable and num_frames={num_frames}: pass num_frames, how many it gives"
+            )
+        iterator = iter(given)
+        first = next(iterator, None)
+        if first is None:
+            raise ValueError(f"{name} got no frames where {num_frames} were announced")
+        self._check(direction, with_time(first), follow_weights=True)
+        plan, check = direction.chunks(self, num_frames), functools.partial(self._check, direction)
+        return gathered(direction.takes, first, iterator, plan, check), first.shape[-2:]
+
+    def _run_chunks(
+        self, direction: Direction, pieces: Iterable[torch.Tensor], size: torch.Size, as_uint8: bool = False
+    ) -> Iterator[torch.Tensor]:
+        """Run every chunk, in tiles where tiling is on."""
+        return self._results(direction, pieces, self._tile_plan(direction, size), as_uint8)
+
+    def _results(
+        self,
+        direction: Direction,
+        pieces: Iterable[torch.Tensor],
+        plan: tiling.TilePlan | None,
+        as_uint8: bool = False,
+    ) -> Iterator[torch.Tensor]:
+        """Run every chunk, in the tiles of a plan if there is one, the convolutions' cache carried along."""
+        raise NotImplementedError
+
+    def _run_slices(
+        self, direction: Direction, pieces: Iterable[torch.Tensor], size: torch.Size, as_uint8: bool = False
+    ) -> Iterator[torch.Tensor]:
+        """As `_run_chunks`, one video at a time within each chunk."""
+        each = [self._run_chunks(direction, own, size, as_uint8) for own in by_video(pieces)]
+        for parts in zip(*each, strict=True):
+            yield runtime.concatenate(list(parts), 0)
+
+    def _tile_plan(self, direction: Direction, size: torch.Size) -> tiling.TilePlan | None:
+        """Return the tiles of a picture's rows and columns; None where it is one, or tiling is off."""
+        scale = self.spatial_scale
+        cuts = self.use_tiling and self._tiles.cuts(direction, size, scale)
+        return self._tiles.plan(direction, size, scale) if cuts else None
+
+    @property
+    def _tiles(self) -> tiling.TileSettings:
+        return tiling.TileSettings(
+            self.tile_latent_min_height,
+            self.tile_latent_min_width,
+            self.tile_overlap_factor_height,
+            self.tile_overlap_factor_width,
+        )
+
+    def _check(
+        self, direction: Direction, x: torch.Tensor, *, follow_weights: bool = False, first_frame: int = 0
+    ) -> None:
+        """Raise `ValueError` for what the model cannot take; `follow_weights` where a plain tensor may."""
+        what, multiple = direction.takes, direction.scale(self.spatial_scale)
+        check_shape(what, tuple(x.shape), NCTHW, channels=self.config[direction.channels], multiple=multiple)
+        bytes_too = follow_weights and direction == ENCODE and x.dtype == torch.uint8
+        self._check_place(what, x, follow_weights)
+        if not bytes_too and not self._takes_dtype(x):
+            raise ValueError(
+                f"got {what} of {x.dtype} for weights of {self.dtype}: pass them .to({self.dtype})"
+            )
+        check_finite(what, runtime.first_nonfinite(x), NCTHW, first_frame=first_frame)
+
+    def _check_place(self, what: str, x: torch.Tensor, follow_weights: bool) -> None:
+        """Raise `ValueError` for a tensor that is not where the model takes it."""
+
+    def _takes_dtype(self, x: torch.Tensor) -> bool:
+        return x.dtype == self.dtype
+
+
+def frames_of_chunks(vae: Any, direction: Direction, x: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the chunks (N, C, t, H, W) of a video or of latents."""
+    for chunk in direction.chunks(vae, x.shape[2]):
+        yield runtime.take_frames(x, chunk.start, chunk.length)
+
+
+def posteriors(moments: Iterator[torch.Tensor]) -> Iterator[DiagonalGaussianDistribution]:
+    """Yield the posterior of each chunk's moments."""
+    for chunk in moments:
+        yield DiagonalGaussianDistribution(chunk)
+
+
+def with_time(frames: torch.Tensor) -> torch.Tensor:
+    """A single frame (N, C, H, W) as a piece of one frame; a piece as it is."""
+    return frames[:, :, None] if frames.ndim == 4 else frames
+
+
+def gathered(
+    what: str,
+    first: torch.Tensor,
+    rest: Iterator[torch.Tensor],
+    plan: list[Chunk],
+    check: Callable[..., None],
+) -> Iterator[torch.Tensor]:
+    """Chunks (N, C, t, H, W) out of pieces of any length, or of single frames (N, C, H, W).
+
+    Args:
+        what: "video" or "latents", for errors.
+        first, rest: the pieces.
+        plan: the chunks of the whole.
+        check: takes a chunk, `follow_weights=True` and its `first_frame`, and raises for a bad one.
+
+    Raises:
+        ValueError: a piece of another size than the first; more or fewer frames than planned.
+    """
+    num_frames = plan[-1].stop
+    piece = with_time(first)
+    for chunk in plan:
+        parts: list[torch.Tensor] = []
+        at = chunk.start
+        while at < chunk.stop:
+            if not piece.shape[2]:
+                piece = next(rest, None)
+                if piece is None:
+                    raise ValueError(f"the {what} ended after {at} frames where {num_frames} were announced")
+                piece = with_time(piece)
+            if (*piece.shape[:2], *piece.shape[3:]) != (*first.shape[:2], *first.shape[-2:]):
+                raise ValueError(
+                    f"frame {at} is {tuple(piece.shape)}, the ones before it {tuple(first.shape)}"
+                )
+            taken = min(chunk.stop - at, piece.shape[2])
+            parts.append(piece[:, :, :taken])
+            piece, at = piece[:, :, taken:], at + taken
+        whole = torch.cat(parts, dim=2)
+        check(whole, follow_weights=True, first_frame=chunk.start)
+        yield whole
+    if piece.shape[2] or next(rest, None) is not None:
+        raise ValueError(f"the {what} goes on after the {num_frames} frames that were announced")
+
+
+@torch.no_grad()
+def overlapped(results: Iterator[torch.Tensor], fetch: Fetch) -> Iterator[torch.Tensor]:
+    """Each result on the host, asked for only when the next one is already being computed.
+
+    Where the next one fails, the one before it still comes.
+    """
+    previous = None
+    while True:
+        result, failure = None, None
+        try:
+            result = next(results, None)
+            if result is not None:
+                runtime.fetch_async(result)
+        except Exception as error:
+            failure = error
+        if previous is not None:
+            yield fetch(previous)
+        if failure is not None:
+            raise failure
+        if result is None:
+            return
+        previous = result
+
+
+def by_video(pieces: Iterable[torch.Tensor]) -> list[Iterator[torch.Tensor]]:
+    """The chunks of a batch as those of each of its videos."""
+    chunked = iter(pieces)
+    first = next(chunked)
+    copies = itertools.tee(itertools.chain([first], chunked), first.shape[0])
+    return [
+        map(functools.partial(runtime.take_videos, start=i, count=1), copy) for i, copy in enumerate(copies)
+    ]
