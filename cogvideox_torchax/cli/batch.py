@@ -126,7 +126,8 @@ def _through(args: argparse.Namespace, steps: "Iterable[Step]", directory: "Outp
     report = {
         "output": args.output,
         "backend": args.backend,
-        "device": common.device_name(args.backend),
+        # Actors of this host may hold its chips.
+        "device": "Ray" if getattr(args, "ray", None) is not None else common.device_name(args.backend),
         "done_before": directory.done_before,
         "bad": len(bad),
         "clips": count,

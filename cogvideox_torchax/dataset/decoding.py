@@ -97,14 +97,14 @@ class VideoDirectory(OutputDirectory):
         super().begin({**recipe, "fps": None if self._fps is None else str(self._fps)}, **state)
 
     def first(self) -> Latents | None:
-        """The first missing clip's latents that can be read; None where there are none."""
+        """Return the first missing clip's latents that can be read; None where there are none."""
         for name in self.missing:
-            with contextlib.suppress(ValueError, OSError):  # what `work` finds again, and refuses
+            with contextlib.suppress(*loop.IN_READING):  # what `work` finds again, and refuses
                 return self._readers[name]()
         return None
 
     def work(self, unit: DecodeClip, *, readers: int) -> Iterator[loop.Step]:
-        """Decodes what is missing; frames are written as they come, so a clip may be of any length."""
+        """Decode what is missing; frames are written as they come, so a clip may be of any length."""
 
         def compute(given: tuple[str, Latents]) -> dict[str, Any]:
             name, latents = given

@@ -74,7 +74,10 @@ def entries(path: Path) -> list[Entry]:
 
 def _read(name: str, read: Callable[[], Latents]) -> Latents:
     with _refusing(name):
-        return read()
+        latents = read()
+    if len(latents.tensor) != 1:
+        raise LatentsError(f"{name} holds {len(latents.tensor)} videos: one is wanted")
+    return latents
 
 
 @contextlib.contextmanager

@@ -127,6 +127,17 @@ def test_fastvideos_loaders_take_the_rows(small, shard, style):
 # Broken
 
 
+def test_an_entry_of_two_videos_is_refused(small, tmp_path):
+    """One of them would be left out, and nobody would know."""
+    tensor = small.wanted["a.mp4"].tensor
+    latent_files.save(
+        replace(small.wanted["a.mp4"], tensor=tensor.repeat(2, 1, 1, 1, 1)), tmp_path / "a.safetensors"
+    )
+    ((_, read),) = formats.entries(tmp_path / "a.safetensors")
+    with pytest.raises(latent_files.LatentsError, match="holds 2 videos: one is wanted"):
+        read()
+
+
 def parquet(path, **columns):
     """Change columns of the second row; a function gets what was there."""
     table = pyarrow.parquet.read_table(path)
@@ -177,7 +188,7 @@ BROKEN = {
         path, lambda data: json.dumps({"id": "/".join(["x" * 200] * 21)}).encode()
     ),
     "an id of very many parts": lambda path: webdataset(
-        path, lambda data: json.dumps({"id": "x/" * 1900 + "x"}).encode()
+        path, lambda data: json.dumps({"id": "x/" * 1500 + "x"}).encode()
     ),
 }
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from cogvideox_torchax import cli
 from cogvideox_torchax.files import video
-from cogvideox_torchax.train import checkpoints
+from cogvideox_torchax.train import checkpoints, clips
 from cogvideox_torchax.train.trainer import Trainer, TrainingRecipe
 from cogvideox_torchax.vae.pixels import from_uint8, to_uint8
 from cogvideox_torchax.vae.quality import ssim
@@ -72,8 +72,11 @@ def test_a_recipe_that_is_none_is_one_line(material, capsys, recipe, words):
     assert said.count("\n") == 1
 
 
-def test_a_training_with_another_recipe_is_not_resumed(material, capsys):
+def test_a_training_takes_its_recipe_and_is_not_resumed_with_another(material, capsys, monkeypatch):
+    taken, real = [], clips.Sampler
+    monkeypatch.setattr(clips, "Sampler", lambda *args, **named: taken.append(named) or real(*args, **named))
     assert cli.main(arguments("out", "--steps", 1)) == 0
+    assert taken == [{"seed": 0, "cuts": True}]
     recipe = Path("recipe.toml")
     recipe.write_text(recipe.read_text() + "rate = 0.5\n")
     assert cli.main(arguments("out", "--steps", 1, "--resume")) == cli.USER_ERROR
