@@ -65,6 +65,7 @@ class Case:
 
 
 X, IMAGE, Z, V, CONVOLVED = (1, 4, 4, 8, 16), (1, 1, 4, 8, 16), (1, 2, 2, 4, 4), (16,), (1, 4, 4, 8, 16)
+FIVE = 1, 5, 4, 8, 16
 KERNEL, KERNEL_2D, MATRIX = (3, 3, 3, 16, 16), (3, 3, 16, 16), (4, 16)
 SPATIAL = V, V, MATRIX, V, MATRIX, V
 LARGE, LARGE_Z, WIDE = (1, 2, 128, 256, 128), (1, 1, 16, 32, 16), (128,)
@@ -135,6 +136,7 @@ CASES = {
     ),
     "conv3d, zeros before it": Case(*CONVOLUTION, (X, KERNEL), {"start": "zeros"}, implementations=FORMS),
     "conv3d, an image": Case(*CONVOLUTION, (IMAGE, KERNEL, V), arrays={"residual": IMAGE}),
+    "conv3d, five frames": Case(*CONVOLUTION, (FIVE, KERNEL, V), arrays={"residual": FIVE}),
     "conv3d, five columns": Case(*CONVOLUTION, (X, (3, 3, 5, 16, 16), V), implementations=FORMS),
     "conv3d, one pixel": Case(*CONVOLUTION, (X, (1, 1, 1, 16, 16), V), activations=False),
     "group_norm": Case(
@@ -145,6 +147,7 @@ CASES = {
         large=(LARGE, WIDE, WIDE),
         kernels=frozenset({"column_moments"}),
     ),
+    "group_norm, five frames": Case(jax_kernels.group_norm, group_norm.group_norm, (FIVE, V, V), LAST),
     "group_norm, no affine": Case(jax_kernels.group_norm, group_norm.group_norm, (X, None, None), LAST),
     "spatial_norm": Case(
         jax_kernels.spatial_norm,
@@ -158,7 +161,7 @@ CASES = {
     "spatial_norm, a lone first frame": Case(
         jax_kernels.spatial_norm,
         spatial_norm.spatial_norm,
-        ((1, 5, 4, 8, 16), (1, 3, 2, 4, 4), *SPATIAL),
+        (FIVE, (1, 3, 2, 4, 4), *SPATIAL),
         GROUPS | {"lone_first": True},
         implementations=("rows", "pixels_first"),
     ),
@@ -187,7 +190,7 @@ CASES = {
     "upsample, a lone first frame": Case(
         jax_kernels.upsample,
         resample.upsample,
-        ((1, 5, 4, 8, 16), KERNEL_2D, None),
+        (FIVE, KERNEL_2D, None),
         {"expand_time": True, "lone_first": True},
     ),
     "downsample": Case(
@@ -196,10 +199,10 @@ CASES = {
     "downsample, a lone first frame": Case(
         jax_kernels.downsample,
         resample.downsample,
-        ((1, 5, 4, 8, 16), KERNEL_2D, None),
+        (FIVE, KERNEL_2D, None),
         {"compress_time": True, "lone_first": True},
     ),
-    "silu": Case(jax_kernels.silu, dense.silu, ((1, 5, 4, 8, 16),), {"time_axis": 1}, activations=False),
+    "silu": Case(jax_kernels.silu, dense.silu, (FIVE,), {"time_axis": 1}, activations=False),
     "gelu": Case(jax_kernels.gelu, dense.gelu, (TOKENS,), activations=False),
     "linear": Case(jax_kernels.linear, dense.linear, (TOKENS, (12, 16), (12,)), activations=False),
     "linear_parts": Case(
@@ -367,3 +370,80 @@ def test_every_op_has_a_case_and_a_reference_of_its_own_signature(name):
     arguments = [inspect.signature(function).parameters for function in (op, getattr(folder, name))]
     assert [n for n in arguments[0] if n not in HOW] == list(arguments[1])
     assert any(case.split(",")[0] == name for case in CASES)
+
+
+def cut(*place):
+    return lambda x: x[place]
+
+
+SHORT, HALF = cut(..., slice(1)), cut(slice(None), slice(None), slice(3))
+REFUSALS = [
+    ("attention", {0: cut(0)}, "it takes (N, S, H, D)"),
+    ("attention", {1: cut(..., slice(8)), 2: cut(..., slice(8))}, "it takes (N, S, H, D)"),
+    ("attention", {2: cut(slice(None), slice(3))}, "it takes (N, S, H, D)"),
+    ("attention", {2: lambda v: v.astype(jnp.bfloat16)}, "all of one dtype"),
+    ("attention", {"valid": 0}, "40 keys, 0 of them real"),
+    ("attention", {"valid": 41}, "40 keys, 41 of them real"),
+    ("attention", {"implementation": "fast"}, "'fast' is not one of"),
+    ("attention_transposed", {0: cut(0)}, "(N, H, D, S)"),
+    ("prepare", {"heads": 5}, "5 heads"),
+    ("prepare", {0: cut(0)}, "it takes (N, S, H D)"),
+    ("prepare", {1: SHORT}, "one number"),
+    ("prepare", {1: None}, "a bias and no weight"),
+    ("prepare", {4: None}, "neither is given"),
+    ("prepare", {3: cut(slice(39))}, "cos and sin"),
+    ("rotate", {1: cut(..., slice(8))}, "rotate got"),
+    ("conv3d", {0: cut(..., slice(3))}, "3 channels for a kernel that takes 16"),
+    ("conv3d", {0: cut(0)}, "N T H W I"),
+    ("conv3d", {1: cut(slice(None), slice(2))}, "must be odd"),
+    ("conv3d", {2: SHORT}, "conv3d got a bias of shape (1,) for 16 channels"),
+    ("conv3d", {"start": "mirror"}, "'mirror' is not one of"),
+    ("conv3d", {"implementation": "fast"}, "'fast' is not one of"),
+    ("conv3d, a cache and a residual", {3: cut(slice(None), slice(1))}, "got a cache float32"),
+    ("conv3d, a cache and a residual", {3: lambda c: c.astype(jnp.bfloat16)}, "got a cache bfloat16"),
+    ("conv3d, a cache and a residual", {"residual": SHORT}, "residual of shape"),
+    ("group_norm", {0: cut(0, 0, 0)}, "rank 2"),
+    ("group_norm", {"num_groups": 3}, "16 channels in 3 groups"),
+    ("group_norm", {1: SHORT}, "group_norm got a weight of shape (1,) for 16 channels"),
+    ("group_norm", {2: SHORT}, "group_norm got a bias of shape (1,) for 16 channels"),
+    ("group_norm", {"activation": "relu"}, "'relu'"),
+    ("spatial_norm", {0: HALF}, "no multiple"),
+    ("spatial_norm", {0: cut(..., slice(7), slice(None))}, "no multiple"),
+    ("spatial_norm", {0: cut(slice(None), slice(3))}, "no multiple"),
+    ("spatial_norm", {1: cut(slice(None), slice(None), slice(0))}, "no multiple"),
+    ("spatial_norm, a lone first frame", {1: cut(slice(None), slice(1))}, "no multiple"),  # none for the rest
+    *[
+        ("spatial_norm", {place: SHORT}, f"spatial_norm got a {name} of shape")
+        for place, name in enumerate(("weight", "bias", "kernel", "bias_y", "kernel", "bias_b"), start=2)
+    ],
+    ("spatial_norm", {"activation": "relu"}, "'relu'"),
+    ("spatial_norm", {"implementation": "columns"}, "is not one of"),
+    ("norm_conv3d", {1: HALF}, "no multiple"),
+    ("norm_conv3d", {8: cut(..., slice(3), slice(None))}, "channels for a kernel"),
+    ("norm_conv3d, a plain norm at the start", {2: SHORT}, "got a weight of shape (1,) for 16 channels"),
+    ("upsample", {1: cut(slice(2), slice(2))}, "upsample got a kernel of 2 x 2 pixels: both must be odd"),
+    ("upsample", {1: cut(slice(None), slice(2))}, "upsample got a kernel of 3 x 2 pixels: both must be odd"),
+    ("upsample", {2: SHORT}, "a bias of shape (1,) for 16 channels"),
+    ("upsample", {0: cut(..., slice(3))}, "got 3 channels for a kernel that takes 16"),
+    ("downsample", {1: cut(slice(2), slice(2))}, "downsample got a kernel of 2 x 2 pixels: it must"),
+    ("downsample", {2: SHORT}, "a bias of shape (1,) for 16 channels"),
+    ("downsample", {0: cut(0)}, "it needs N T H W I and kh kw I O"),
+    ("downsample", {"lone_first": True}, "got 4 frames: those after the first must be pairs"),
+    ("linear", {0: cut(..., slice(8))}, "8 channels for a weight that takes 16"),
+    ("linear", {2: SHORT}, "linear got a bias of shape (1,) for 12 channels"),
+    ("layer_norm", {1: SHORT}, "layer_norm got a weight of shape (1,) for 16 channels"),
+    ("modulated_norm", {2: SHORT}, "modulated_norm got a bias of shape (1,) for 16 channels"),
+]
+"""A case, what is put in the place of an argument, and what the error says."""
+
+
+@pytest.mark.parametrize(("name", "changes", "words"), REFUSALS)
+@pytest.mark.usefixtures("shapes_unchecked")
+def test_bad_input_is_named(name, changes, words):
+    operands, arrays = drawn(CASES[name], jnp.float32)
+    options = {**arrays, **CASES[name].options}
+    for place, change in changes.items():
+        given = operands if isinstance(place, int) else options
+        given[place] = change(given[place]) if callable(change) else change
+    with pytest.raises(ValueError, match=re.escape(words)):
+        CASES[name].op(*operands, **options)

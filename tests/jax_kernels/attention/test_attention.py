@@ -15,7 +15,6 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jax_kernels
 from jax_kernels import attention as public_attention
-from jax_kernels import attention_transposed
 from jax_kernels.attention import reference, tpu, xla
 from jax_kernels.attention.bounds import LARGEST_BOUND
 from tests.reference import largest_error
@@ -277,39 +276,3 @@ def test_rotary_positions_are_diffusers_own_and_text_has_none(dtype):
     assert largest_error(got[:, 5:], want) < (1e-6 if dtype == jnp.float32 else 2**-8)
     with pytest.raises(ValueError, match="rotate got"):
         jax_kernels.rotate(x, jnp.ones((13, 16)), jnp.ones((13, 16)))
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda q, k, v: (q[0], k, v), "it takes"),
-        (lambda q, k, v: (q, k[..., :8], v[..., :8]), "it takes"),
-        (lambda q, k, v: (q, k, v[:, :3]), "it takes"),
-        (lambda q, k, v: (q, k, v.astype(jnp.bfloat16)), "all of one dtype"),
-    ],
-)
-@pytest.mark.usefixtures("shapes_unchecked")
-def test_bad_input_is_named(change, words):
-    with pytest.raises(ValueError, match=words):
-        public_attention(*change(*inputs(8)))
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"valid": 0}, "8 keys, 0 of them real"),
-        ({"valid": 9}, "8 keys, 9 of them real"),
-        ({"implementation": "fast"}, "'fast' is not one of"),
-    ],
-)
-@pytest.mark.usefixtures("shapes_unchecked")
-def test_bad_options_are_named(options, words):
-    with pytest.raises(ValueError, match=words):
-        public_attention(*inputs(8), **options)
-
-
-@pytest.mark.usefixtures("shapes_unchecked")
-def test_a_missing_axis_is_named_where_channels_are_before_positions():
-    q, k, v = inputs(8)
-    with pytest.raises(ValueError, match=r"\(N, H, D, S\)"):
-        attention_transposed(q[0], k, v)

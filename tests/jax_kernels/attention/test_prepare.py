@@ -84,21 +84,3 @@ def test_what_it_prepares_is_what_attention_takes():
     v = torch.from_numpy(np.array(x)).unflatten(-1, (3, -1)).transpose(1, 2)
     want = torch.nn.functional.scaled_dot_product_attention(prepared, prepared, v).transpose(2, 3)
     assert largest_error(got, want) < 1e-5
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"heads": 5}, "5 heads"),
-        ({"x": jnp.ones((40, 48))}, "it takes"),
-        ({"weight": jnp.ones(48)}, "one number"),
-        ({"weight": None}, "a bias and no weight"),
-        ({"sin": None}, "neither is given"),
-        ({"cos": jnp.ones((39, 16))}, "cos and sin"),
-    ],
-)
-@pytest.mark.usefixtures("shapes_unchecked")
-def test_bad_input_is_named(change, words):
-    arguments = dict(zip(("x", "weight", "bias", "cos", "sin"), inputs(), strict=True))
-    with pytest.raises(ValueError, match=words):
-        prepare(**{"heads": 3, **arguments, **change})

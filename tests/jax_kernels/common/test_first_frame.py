@@ -5,12 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import jax_kernels
 from jax_kernels.common import first_frame
 from jax_kernels.common.dispatch import Target
 from jax_kernels.common.first_frame import in_parts, joined
 from jax_kernels.norm_conv3d import sizes
-from tests.reference import largest_error
 
 CHANNELS, LATENTS, ANYWHERE = 8, 4, Target()
 NORM = {"num_groups": 2}
@@ -18,56 +16,6 @@ NORM = {"num_groups": 2}
 
 def draw(*shape):
     return jnp.asarray(np.random.default_rng(sum(shape)).normal(size=shape), jnp.float32)
-
-
-def convolve(x, z, lone_first):
-    y, latest = jax_kernels.conv3d(x, draw(3, 3, 3, CHANNELS, 6), draw(6))
-    return y, latest
-
-
-def convolve_and_add(x, z, lone_first):
-    y, _ = jax_kernels.conv3d(x, draw(3, 3, 3, CHANNELS, CHANNELS), residual=x * 2)
-    return y
-
-
-def affine():
-    return draw(CHANNELS), draw(CHANNELS)
-
-
-def convolutions():
-    return draw(LATENTS, CHANNELS), draw(CHANNELS), draw(LATENTS, CHANNELS), draw(CHANNELS)
-
-
-def spatial(x, z, lone_first):
-    return jax_kernels.spatial_norm(x, z, *affine(), *convolutions(), **NORM, lone_first=lone_first)
-
-
-def norm_and_convolve(x, z, lone_first):
-    norm = jax_kernels.Norm(*affine(), z, *convolutions())
-    kernel, bias = draw(3, 3, 3, CHANNELS, CHANNELS), draw(CHANNELS)
-    y, latest, _ = jax_kernels.norm_conv3d(x, norm, kernel, bias, **NORM, residual=x, lone_first=lone_first)
-    return y, latest
-
-
-def resampled(resample, **options):
-    return lambda x, z, lone_first: resample(
-        x, draw(3, 3, CHANNELS, 6), draw(6), lone_first=lone_first, **options
-    )
-
-
-KERNELS = {
-    "conv3d": convolve,
-    "conv3d, with a residual": convolve_and_add,
-    "a 1x1x1 convolution": lambda x, z, _: jax_kernels.conv3d(x, draw(1, 1, 1, CHANNELS, 6))[0],
-    "group_norm": lambda x, z, _: jax_kernels.group_norm(x, *affine(), **NORM, channel_axis=-1),
-    "spatial_norm": spatial,
-    "norm_conv3d": norm_and_convolve,
-    "upsample": resampled(jax_kernels.upsample, expand_time=False),
-    "upsample in time": resampled(jax_kernels.upsample, expand_time=True),
-    "downsample": resampled(jax_kernels.downsample, compress_time=False),
-    "downsample in time": resampled(jax_kernels.downsample, compress_time=True),
-    "silu": lambda x, z, _: jax_kernels.silu(x, time_axis=1),
-}
 
 
 @pytest.fixture
@@ -80,22 +28,6 @@ def as_on_a_tpu(monkeypatch):
 
     yield begin
     jax.clear_caches()
-
-
-@pytest.mark.parametrize("name", KERNELS)
-@pytest.mark.parametrize("frames", [5, 6, 7])
-def test_frames_in_parts_give_what_all_give_together(name, frames, as_on_a_tpu):
-    x, z = draw(2, frames, 4, 6, CHANNELS) + 3, draw(2, 3, 2, 3, LATENTS)
-    lone_first = frames % 2 == 1
-    want = jax.tree.leaves(KERNELS[name](x, z, lone_first))
-    as_on_a_tpu()
-    got = jax.tree.leaves(KERNELS[name](x, z, lone_first))
-    for mine, plain in zip(got, want, strict=True):
-        assert largest_error(mine, plain) <= 1e-6
-    if frames % 2 or name != "spatial_norm":  # which has fewer latents than frames, and none alone
-        assert " concatenate(" in jax.jit(KERNELS[name], static_argnums=2).lower(x, z, lone_first).as_text(
-            "hlo"
-        )
 
 
 @pytest.mark.parametrize(

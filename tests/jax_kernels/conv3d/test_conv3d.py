@@ -56,52 +56,6 @@ def test_two_calls_with_the_cache_equal_one(implementation):
     np.testing.assert_array_equal(np.array(cache), np.array(last))
 
 
-@pytest.mark.usefixtures("shapes_unchecked")
-def test_a_residual_of_another_shape_is_refused():
-    x, kernel, bias = _inputs(3)
-    with pytest.raises(ValueError, match="residual of shape"):
-        conv3d(x, kernel, bias, residual=jnp.zeros((2, 1, 5, 7, 6)))
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda x, k, c: (x[..., :3], k, c), "3 channels for a kernel that takes 4"),
-        (lambda x, k, c: (x, k, c[:, :1]), "got a cache float32"),
-        (lambda x, k, c: (x, k, c.astype(jnp.bfloat16)), "got a cache bfloat16"),
-        (lambda x, k, c: (x, k[:, :2], c), "must be odd"),
-        (lambda x, k, c: (x[0], k, c), "N T H W I"),
-    ],
-)
-@pytest.mark.usefixtures("shapes_unchecked")
-def test_bad_input_is_named(change, words):
-    x, kernel, _ = _inputs()
-    x, kernel, cache = change(x, kernel, x[:, :2])
-    with pytest.raises(ValueError, match=words):
-        conv3d(x, kernel, None, cache)
-
-
-@pytest.mark.usefixtures("shapes_unchecked")
-def test_a_bias_of_another_length_is_refused():
-    x, kernel, bias = _inputs()
-    with pytest.raises(ValueError, match=r"conv3d got a bias of shape \(1,\) for 6 channels"):
-        conv3d(x, kernel, bias[:1])
-
-
-@pytest.mark.usefixtures("shapes_unchecked")
-def test_unknown_start_is_named():
-    x, kernel, _ = _inputs()
-    with pytest.raises(ValueError, match="'mirror' is not one of"):
-        conv3d(x, kernel, start="mirror")  # pyright: ignore
-
-
-@pytest.mark.usefixtures("shapes_unchecked")
-def test_unknown_implementation_is_named():
-    x, kernel, _ = _inputs()
-    with pytest.raises(ValueError, match="'fast' is not one of"):
-        conv3d(x, kernel, implementation="fast")
-
-
 @pytest.mark.parametrize("start", ["replicate", "zeros"])
 @pytest.mark.parametrize(
     ("window", "seen", "form"),

@@ -18,36 +18,16 @@ def to_torch(x):
     return torch.from_numpy(np.array(x, np.float32))
 
 
-@pytest.mark.parametrize("biased", [True, False])
-def test_linear_is_torchs(biased):
-    x, weight, bias = draw(2, 3, 8), draw(5, 8, seed=1), draw(5, seed=2) if biased else None
-    want = torch.nn.functional.linear(to_torch(x), to_torch(weight), None if bias is None else to_torch(bias))
-    assert largest_error(linear(x, weight, bias), want) < 1e-6
-
-
 @pytest.mark.parametrize("affine", [True, False])
-def test_layer_norm_is_torchs(affine):
-    x = draw(2, 5, 16) * 3 + 1
-    weight, bias = (draw(16, seed=1), draw(16, seed=2)) if affine else (None, None)
-    parts = [None if part is None else to_torch(part) for part in (weight, bias)]
-    want = torch.nn.functional.layer_norm(to_torch(x), (16,), *parts, eps=1e-5)
-    assert largest_error(layer_norm(x, weight, bias), want) < 1e-6
-
-
-@pytest.mark.usefixtures("shapes_unchecked")
-def test_channels_that_do_not_fit_are_named():
-    with pytest.raises(ValueError, match="8 channels for a weight that takes 6"):
-        linear(draw(2, 8), draw(4, 6))
-
-
-@pytest.mark.usefixtures("shapes_unchecked")
-def test_weights_of_another_length_are_refused():
-    x, one = draw(2, 8), jnp.ones(1)
-    for name, weights in (("weight", (one, None)), ("bias", (None, one))):
-        with pytest.raises(ValueError, match=rf"layer_norm got a {name} of shape \(1,\) for 8 channels"):
-            layer_norm(x, *weights)
-    with pytest.raises(ValueError, match=r"linear got a bias of shape \(1,\) for 5 channels"):
-        linear(x, draw(5, 8), one)
+def test_linear_and_layer_norm_are_torchs(affine):
+    x, weight, *biases = draw(2, 5, 8) * 3 + 1, draw(5, 8, seed=1), draw(5, seed=2), draw(8, seed=3)
+    bias, shift = biases if affine else (None, None)
+    scale = draw(8, seed=4) if affine else None
+    given = [None if part is None else to_torch(part) for part in (x, weight, bias, scale, shift)]
+    want = torch.nn.functional.linear(*given[:3])
+    assert largest_error(linear(x, weight, bias), want) < 1e-6
+    want = torch.nn.functional.layer_norm(given[0], (8,), *given[3:], eps=1e-5)
+    assert largest_error(layer_norm(x, scale, shift), want) < 1e-6
 
 
 def test_silu_is_rounded_once():
