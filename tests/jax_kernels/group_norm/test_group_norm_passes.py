@@ -68,7 +68,7 @@ def test_statistics_far_from_zero_keep_their_digits(moments, frames):
 
 
 @pytest.mark.parametrize(("moments", "frames"), [(column_moments, 2), (image_moments, 1)])
-@pytest.mark.slow_cases("column_moments-2")
+@pytest.mark.slow_cases("_column_moments-2")
 def test_its_derivatives_are_those_of_a_reduction(moments, frames):
     x = jax.random.normal(jax.random.key(0), (1, frames, 3, 4, 128))
 
