@@ -445,7 +445,7 @@ def test_bad_input_is_named(name, changes, words):
     operands, arrays = drawn(CASES[name], jnp.float32)
     options = {**arrays, **CASES[name].options}
     for place, change in changes.items():
-        given = operands if isinstance(place, int) else options
+        given: Any = operands if isinstance(place, int) else options
         given[place] = change(given[place]) if callable(change) else change
     with pytest.raises(ValueError, match=re.escape(words)):
         CASES[name].op(*operands, **options)
