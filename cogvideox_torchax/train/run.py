@@ -1,6 +1,7 @@
 """A training from its first step, or from its checkpoint, to its last: losses, validation and checkpoints."""
 
 import csv
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import astuple, dataclass
@@ -128,8 +129,10 @@ class Run:
 
     def finish(self) -> None:
         """Write the averaged weights as a model directory, and the curves."""
-        with self.trainer.averaged() as vae:
-            vae.save_pretrained(self._directory / "vae")
+        model = self._directory / "vae"
+        with self.trainer.averaged() as vae, whole_file(model, directory=True) as temporary:
+            vae.save_pretrained(temporary)
+            shutil.rmtree(model, ignore_errors=True)  # of the training that this one went on from
         report.draw(
             report.curves(self._directory / LOSSES, self._directory / VALIDATION),
             self._directory / "curves.png",

@@ -22,6 +22,7 @@ from cogvideox_torchax.train.trainer import Trainer, TrainingRecipe
 from cogvideox_torchax.vae.pixels import from_uint8, to_uint8
 from cogvideox_torchax.vae.quality import ssim
 from cogvideox_torchax.vae.tolerances import psnr
+from tests.files.test_full_disk import files_of_at_most
 
 pytestmark = pytest.mark.usefixtures("torchax_off")
 
@@ -191,3 +192,28 @@ def test_what_was_measured_is_in_its_tables_and_pictures(whole):
     for name in ("clip.mp4#0-9.png", "curves.png"):
         with Image.open(f"whole/{name}") as picture:
             assert min(picture.size) > 100
+
+
+def test_a_full_disk_ends_a_training_in_one_line_and_leaves_nothing_half_written(
+    material, capsys, monkeypatch
+):
+    def train(output):
+        size = ("--steps", "1", "--frames", "9", "--size", "16", "--every", "1", "--quiet")
+        return cli.main(["train", "clip.mp4", "-o", output, "--config", "config.json", *size])
+
+    assert train("whole") == 0
+    size = {path.name: path.stat().st_size for path in Path("whole").rglob("*")}
+    rooms = {"checkpoint.safetensors": 1, "diffusion_pytorch_model.safetensors": 2, "config.json": 2}
+    for name, part in rooms.items():
+        if name != "checkpoint.safetensors":
+            monkeypatch.setattr(checkpoints, "save", lambda *_, **__: None)
+        capsys.readouterr()
+        with files_of_at_most(size[name] // part - 1):
+            assert train(f"full {name}") == 1
+        err = capsys.readouterr().err
+        assert err.count("\n") == 1
+        assert "too large" in err
+        assert sorted(path.name for path in Path(f"full {name}").iterdir()) == [
+            "losses.csv",
+            "validation.csv",
+        ]
