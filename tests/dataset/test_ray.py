@@ -47,7 +47,7 @@ def test_an_actor_that_is_killed_is_replaced_and_the_result_is_that_of_one_machi
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
     )
     assert ended.returncode == 1, ended.stderr[-3000:]
     assert all(f"bad clip {name}" in ended.stderr for name in BAD)
