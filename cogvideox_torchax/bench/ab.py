@@ -1,4 +1,4 @@
-"""`bench ab`: the backends against each other on the same input and weights, one process each, interleaved.
+"""`bench`: the backends against each other on the same input and weights, one process each, interleaved.
 
 Every case (frames and size) is measured in rounds; in a round each backend has its turn, in a process of its
 own, so that what drifts on the machine hits all of them, and a TPU, which belongs to one process at a time,
@@ -28,6 +28,8 @@ from cogvideox_torchax.versions import versions
 
 FORMAT = "cogvideox-torchax-bench-ab/1"
 DEFAULT_BACKENDS = ("torch", "torchax-stock", "torchax")
+TIMEOUT = 3600.0
+"""Seconds that one process may take."""
 PACKAGES = ("torch", "torchax", "jax", "jaxlib", "diffusers", "flax", "numpy")
 
 
@@ -60,7 +62,6 @@ class Options:
     repetitions: int = 5
     warmups: int = 2
     rounds: int = 2
-    timeout: float = 3600.0
 
     @property
     def model_name(self) -> str:
@@ -161,7 +162,7 @@ def _run_case(options: Options, case: Case, scratch: Path, say: Callable[[str], 
         warmups=options.warmups,
         data=str(scratch / "reference.npz"),
     )
-    reference = _run_process(task, {}, scratch, options.timeout)
+    reference = _run_process(task, {}, scratch)
     if reference["status"] != "ok":
         say(f"{case.name}: no reference: {reference['reason']}")
         return {**asdict(case), "reference": reference, "results": []}
@@ -171,9 +172,7 @@ def _run_case(options: Options, case: Case, scratch: Path, say: Callable[[str], 
             if results and results[-1]["status"] != "ok":
                 continue
             say(f"{case.name}: round {number + 1} of {options.rounds}: {backend}")
-            results.append(
-                _run_process(replace(task, backend=backend), reference["torch_rms"], scratch, options.timeout)
-            )
+            results.append(_run_process(replace(task, backend=backend), reference["torch_rms"], scratch))
             if results[-1]["status"] != "ok":
                 reason = results[-1].get("reason", "an answer misses its tolerance")
                 say(f"{case.name}: {backend}: {results[-1]['status']}: {reason}")
@@ -181,7 +180,9 @@ def _run_case(options: Options, case: Case, scratch: Path, say: Callable[[str], 
     return {**asdict(case), "reference": reference, "results": merged}
 
 
-def _run_process(task: Task, torchs: dict[str, float], scratch: Path, timeout: float) -> dict[str, Any]:
+def _run_process(
+    task: Task, torchs: dict[str, float], scratch: Path, timeout: float = TIMEOUT
+) -> dict[str, Any]:
     """One worker from start to end; a crash, a kill for memory and a timeout are results too."""
     request, answer = scratch / "task.json", scratch / "result.json"
     request.write_text(json.dumps({"task": asdict(task), "torch_rms": torchs}))

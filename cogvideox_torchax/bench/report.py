@@ -1,4 +1,4 @@
-"""Results of `bench ab` as Markdown and as plots."""
+"""Results of `bench` as Markdown and as plots."""
 
 from pathlib import Path
 from typing import Any

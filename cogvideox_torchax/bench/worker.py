@@ -17,7 +17,7 @@ import torch
 from cogvideox_torchax import backends, runtime
 from cogvideox_torchax.backends.base import Backend
 from cogvideox_torchax.backends.native import Torch
-from cogvideox_torchax.upstream import COMPILING_EVENTS, TRACING_EVENTS
+from cogvideox_torchax.runtime.clock import CompileClock
 from cogvideox_torchax.vae import tolerances
 from cogvideox_torchax.vae.directions import Direction
 
@@ -89,33 +89,6 @@ def _plain(value: float) -> float | str:
 
 
 # Measuring
-
-
-class CompileClock:
-    """Seconds that JAX spent lowering (tracing included) and compiling; nested spans count once."""
-
-    def __init__(self) -> None:
-        import jax.monitoring
-
-        self.spans: list[tuple[str, float, float]] = []
-        jax.monitoring.register_event_duration_secs_listener(self._listen)
-
-    def _listen(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
-        now = time.perf_counter()
-        self.spans.append((event, now - duration_secs, now))
-
-    def take(self) -> dict[str, float]:
-        """Seconds since the last call."""
-        spans, self.spans = self.spans, []
-        return {"lower_s": _union(spans, TRACING_EVENTS), "compile_s": _union(spans, COMPILING_EVENTS)}
-
-
-def _union(spans: list[tuple[str, float, float]], events: tuple[str, ...]) -> float:
-    total, end = 0.0, float("-inf")
-    for _, start, stop in sorted((span for span in spans if span[0] in events), key=lambda span: span[1]):
-        total += max(0.0, stop - max(start, end))
-        end = max(end, stop)
-    return total
 
 
 def measure(

@@ -1,4 +1,4 @@
-"""`bench ab`: backends measured against each other."""
+"""`bench`: backends measured against each other."""
 
 import argparse
 import json
@@ -13,9 +13,8 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
         subparsers,
         "bench",
         "measure backends against each other",
-        "cogvideox-torchax bench ab --frames 17 --height 128 --width 192 --sweep frames=9,17,33 -o out/bench",
+        "cogvideox-torchax bench --frames 17 --height 128 --width 192 --sweep frames=9,17,33 -o out/bench",
     )
-    command.add_argument("benchmark", choices=("ab",), help="ab: encode and decode with every backend")
     command.add_argument("--model", metavar="DIR_OR_ID", default=str(common.DEMO_MODEL))
     command.add_argument(
         "--backends", nargs="+", choices=names(Use.BENCH), default=["torch", "torchax-stock", "torchax"]
@@ -39,11 +38,7 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
         default=2,
         help="processes for each backend; with 2 or more, warm starts are measured too (default: 2)",
     )
-    command.add_argument(
-        "--timeout", type=float, default=3600, help="seconds a process may take (default: 3600)"
-    )
     command.add_argument("-o", "--output", metavar="DIR", help="write ab.json, ab.md and plots there")
-    command.add_argument("--name", default="ab", help="of the files in DIR (default: ab)")
     command.add_argument("--json", action="store_true", help="print the results as JSON")
     command.add_argument("--quiet", action="store_true", help="do not say what is being run")
     return command
@@ -64,18 +59,17 @@ def run(args: argparse.Namespace) -> int:
         repetitions=args.repetitions,
         warmups=args.warmups,
         rounds=args.rounds,
-        timeout=args.timeout,
     )
     say = common.say if not args.quiet else lambda line: None
 
     def keep(found: dict[str, Any]) -> None:
         if output is not None:
-            reports.write_json(output / f"{args.name}.json", found)
+            reports.write_json(output / "ab.json", found)
 
     found = ab.run(options, cases, say, keep)
     print(json.dumps(found) if args.json else report.markdown(found))
     if output is not None:
-        for path in report.write(found, output, args.name):
+        for path in report.write(found, output, "ab"):
             common.say(f"wrote {path}")
     statuses = [result["status"] for case in found["cases"] for result in case["results"]]
     return 1 if not statuses or "wrong" in statuses or "ok" not in statuses else 0

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from cogvideox_torchax import backends
-from cogvideox_torchax.upstream import COMPILING_EVENTS, TRACING_EVENTS
+from cogvideox_torchax.runtime.clock import CompileClock
 from cogvideox_torchax.vae.sizes import parse_size
 
 if TYPE_CHECKING:
@@ -180,19 +180,12 @@ class Stopwatch:
     compiling."""
 
     def __init__(self) -> None:
-        import jax.monitoring
-
-        self._compiling = 0.0
-        jax.monitoring.register_event_duration_secs_listener(self._listen)
+        self._clock = CompileClock()
         self._start = time.perf_counter()
-
-    def _listen(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
-        if event in (*TRACING_EVENTS, *COMPILING_EVENTS):
-            self._compiling += duration_secs
 
     @property
     def compile_seconds(self) -> float:
-        return self._compiling
+        return self._clock.seconds
 
     @property
     def seconds(self) -> float:

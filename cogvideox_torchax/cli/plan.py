@@ -15,7 +15,7 @@ from cogvideox_torchax.versions import versions
 
 if TYPE_CHECKING:
     from cogvideox_torchax.plan.jobs import Chip, Job, ProgramPlan
-    from cogvideox_torchax.plan.programs import KernelTime, Row
+    from cogvideox_torchax.plan.programs import KernelTime
     from cogvideox_torchax.vae.torchax.autoencoder import AutoencoderKLCogVideoX
 
 GIB = 2**30
@@ -109,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
 def _planned(args: argparse.Namespace) -> dict[str, Any]:
     """The plan as `benchmarks/` keeps it; prints it as it goes."""
     from cogvideox_torchax.files import reports
-    from cogvideox_torchax.plan import jobs, models
+    from cogvideox_torchax.plan import jobs, models, report
 
     dtype = common.parse_dtype(args.dtype)
     vae = models.weightless_vae(args.model, dtype)
@@ -135,7 +135,10 @@ def _planned(args: argparse.Namespace) -> dict[str, Any]:
             reports.write_text(Path(args.save_hlo) / f"{job.kind}_{program.name}.hlo.txt", program.text)
     summary = _summary(job, len(pieces), job.tiles(vae), programs, chip)
     common.print_report(summary, as_json=False)
-    _print_layers(programs[-1].layers if args.layers else [])
+    layers = programs[-1].layers if args.layers else []
+    if layers:
+        head, *cells = report.table(layers)
+        print(reports.table(head, cells))
     if chip and not summary["fits"] and not args.no_advice:
         peak = max(program.peak_bytes for program in programs)
         common.say("it does not fit: compiling what would")
@@ -148,8 +151,8 @@ def _planned(args: argparse.Namespace) -> dict[str, Any]:
         summary["would_fit"] = {change.what: change.peak_bytes / GIB for change in changes if change}
         advice = {f"with {what}": f"{size:.2f} GiB" for what, size in summary["would_fit"].items()}
         common.print_report(advice or {"would fit": "nothing that was tried"}, as_json=False)
-    layers = [vars(row) for row in programs[-1].layers] if args.layers else []
-    return _document(args, vars(job), programs, summary, backend=args.backend, layers=layers)
+    rows = [vars(row) for row in layers]
+    return _document(args, vars(job), programs, summary, backend=args.backend, layers=rows)
 
 
 def _target(args: argparse.Namespace) -> "tuple[Chip | None, list[Any]]":
@@ -238,15 +241,6 @@ def _tile(text: str | None, vae: "AutoencoderKLCogVideoX") -> tuple[int, int] | 
     if text == "default":
         return vae.tile_sample_min_height, vae.tile_sample_min_width
     return parse_tiles(text, vae.spatial_scale)
-
-
-def _print_layers(rows: "list[Row]") -> None:
-    from cogvideox_torchax.plan import report
-
-    cells = report.table(rows) if rows else []
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    for row in cells:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
 def _print_program(program: "ProgramPlan", chip: "Chip | None") -> None:

@@ -97,7 +97,7 @@ def test_a_plan_for_this_machine(tmp_path, monkeypatch, capsys, tp):
     layers = {row["layer"]: row for row in document["layers"]}
     printed = capsys.readouterr().out.splitlines()
     assert ("decoder.conv_out" in layers) == (tp == 2)
-    assert any(line.startswith("decoder.conv_out") for line in printed) == (tp == 2)
+    assert any(line.startswith("| decoder.conv_out") for line in printed) == (tp == 2)
     assert all(row["shards"] in (2, None) for row in layers.values())
     assert program["flops"] > 0
     assert program["seconds"] is None

@@ -1,5 +1,6 @@
 """Diffusers' format and the NNX state, both ways, bit for bit; configs; what a wrong model is told."""
 
+import inspect
 import json
 import weakref
 
@@ -131,6 +132,15 @@ def test_a_wrong_directory_is_named(model_directory):
         FlaxAutoencoderKLCogVideoX.from_pretrained(model_directory / "none")
     with pytest.raises(ModelError, match="cannot load someone/cogvideox"):
         FlaxAutoencoderKLCogVideoX.from_pretrained("someone/cogvideox", subfolder="vae")
+
+
+def test_the_configs_defaults_are_diffusers():
+    signature = inspect.signature(AutoencoderKLCogVideoX.__init__)
+    wanted = {name: parameter.default for name, parameter in list(signature.parameters.items())[1:]}
+    found = FlaxAutoencoderKLCogVideoXConfig().to_dict()
+    assert found == {
+        name: tuple(value) if isinstance(value, list) else value for name, value in wanted.items()
+    }
 
 
 def test_every_field_of_the_config_is_kept(small_vae):

@@ -1,0 +1,38 @@
+"""The clock of compilation: what JAX itself says that it spent on tracing, lowering and compiling."""
+
+import time
+
+from cogvideox_torchax.upstream import COMPILING_EVENTS, TRACING_EVENTS
+
+
+class CompileClock:
+    """Seconds that JAX spent lowering (tracing included) and compiling; nested spans count once."""
+
+    def __init__(self) -> None:
+        import jax.monitoring
+
+        self.spans: list[tuple[str, float, float]] = []
+        jax.monitoring.register_event_duration_secs_listener(self._listen)
+
+    def _listen(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
+        now = time.perf_counter()
+        self.spans.append((event, now - duration_secs, now))
+
+    @property
+    def seconds(self) -> float:
+        """Of both together, since the last `take`."""
+        return union(self.spans, (*TRACING_EVENTS, *COMPILING_EVENTS))
+
+    def take(self) -> dict[str, float]:
+        """Return the seconds of each since the last call."""
+        spans, self.spans = self.spans, []
+        return {"lower_s": union(spans, TRACING_EVENTS), "compile_s": union(spans, COMPILING_EVENTS)}
+
+
+def union(spans: list[tuple[str, float, float]], events: tuple[str, ...]) -> float:
+    """Return the seconds that spans (event, start, stop) of some events cover."""
+    total, end = 0.0, float("-inf")
+    for _, start, stop in sorted((span for span in spans if span[0] in events), key=lambda span: span[1]):
+        total += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    return total
