@@ -4,9 +4,9 @@ import importlib
 from dataclasses import dataclass
 from enum import Enum
 
-from cogvideox_torchax.backends.base import Backend, Program
+from cogvideox_torchax.backends.base import Backend
 
-__all__ = ["Backend", "BackendError", "Program", "Use", "backend", "names"]
+__all__ = ["Backend", "BackendError", "Use", "backend", "names"]
 
 
 class BackendError(ValueError):

@@ -2,7 +2,7 @@
 
 import abc
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -11,22 +11,6 @@ from cogvideox_torchax.vae.directions import ENCODE, Direction
 
 Recorder = Callable[[torch.Tensor], dict[str, torch.Tensor]]
 """From one chunk of a video to its layers' outputs, plain, by diffusers' names. It carries the cache."""
-
-
-class Program(Protocol):
-    """A chunk program of any backend, as far as compiling it goes."""
-
-    def structs(self, chunk: tuple[int, ...], dtype: Any) -> tuple[Any, Any]:
-        """What stands for the weights and for a chunk (N, C, T, H, W)."""
-        ...
-
-    def cache_structs(self, weights: Any, chunk: Any) -> Any:
-        """What stands for the cache after the first chunk."""
-        ...
-
-    def lower(self, weights: Any, chunk: Any, cache: Any = None) -> Any:
-        """The program lowered for what stands for its arguments."""
-        ...
 
 
 class Backend(abc.ABC):
@@ -78,7 +62,7 @@ class Backend(abc.ABC):
         """A backend around a model that is in PyTorch, diffusers' or ported, whose weights it takes."""
 
     @classmethod
-    def program(cls, vae: Any, kind: Direction) -> Program:
+    def program(cls, vae: Any, kind: Direction) -> Any:
         """The chunk program of a direction, for the config, dtype and mesh of a weightless model."""
         raise NotImplementedError(f"{cls.__name__} compiles nothing ahead of time")
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from cogvideox_torchax import runtime
-from cogvideox_torchax.backends.base import Backend, Program, Recorder
+from cogvideox_torchax.backends.base import Backend, Recorder
 from cogvideox_torchax.vae.directions import ENCODE, Direction
 from cogvideox_torchax.vae.nnx.shapes import ShapesProgram
 from cogvideox_torchax.vae.nnx.wrapper import FlaxVAEForPipelines
@@ -24,7 +24,7 @@ class Flax(Backend):
         return cls(FlaxVAEForPipelines.from_diffusers(native))
 
     @classmethod
-    def program(cls, vae: Any, kind: Direction) -> Program:
+    def program(cls, vae: Any, kind: Direction) -> ShapesProgram:
         return ShapesProgram(dict(vae.config), kind, runtime.jax_dtype(vae.dtype), vae.mesh)
 
     def chunks(self, kind: Direction, x: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from cogvideox_torchax import runtime
-from cogvideox_torchax.backends.base import Backend, Program, Recorder
+from cogvideox_torchax.backends.base import Backend, Recorder
 from cogvideox_torchax.vae.directions import Direction
 from cogvideox_torchax.vae.streaming import frames_of_chunks
 from cogvideox_torchax.vae.torchax.autoencoder import AutoencoderKLCogVideoX, port_vae
@@ -36,7 +36,7 @@ class _OnJax(Backend):
         )
 
     def _run(self, kind: str, network: nn.Module) -> runtime.JaxRun:
-        return runtime.JaxRun(self._programs.get(kind, network, runtime.ChunkProgram), network)
+        return runtime.JaxRun(self._programs.get(kind, network, runtime.Program), network)
 
     def recorder(self, kind: Direction, wanted: Callable[[str], Any]) -> Recorder:
         run: Any = self._run(f"{kind}, recorded", RecordedLayers(chunk_network(self.vae, kind), wanted))
@@ -60,7 +60,7 @@ class Torchax(_OnJax):
         return cls(cls.placed(port_vae(native)))
 
     @classmethod
-    def program(cls, vae: AutoencoderKLCogVideoX, kind: Direction) -> Program:
+    def program(cls, vae: AutoencoderKLCogVideoX, kind: Direction) -> runtime.Program:
         return vae.build_program(kind)
 
     @property
@@ -76,6 +76,6 @@ class TorchaxStock(_OnJax):
         return cls(cls.placed(stock_of(native)))
 
     @classmethod
-    def program(cls, vae: AutoencoderKLCogVideoX, kind: Direction) -> Program:
+    def program(cls, vae: AutoencoderKLCogVideoX, kind: Direction) -> runtime.Program:
         # Stock modules take the padding of an uneven width for picture: this is for planning alone.
         return vae.build_program(kind, stock=True)

@@ -8,7 +8,6 @@ Axis letters: N videos, S positions of a sequence (text first, then patches), H 
 
 import contextlib
 import functools
-from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -48,23 +47,29 @@ class TransformerStep(nn.Module):
     """A step of the transformer, as a network that a program is compiled of.
 
     It runs on one sequence where it can, else as diffusers' own forward.
+
+    Args:
+        model: the transformer.
+        attention_kwargs: what a call takes besides tensors, such as a LoRA's scale; another is another
+            program.
     """
 
-    def __init__(self, model: DiffusersTransformer):
+    def __init__(self, model: DiffusersTransformer, attention_kwargs: dict[str, Any] | None = None):
         super().__init__()
         self.model = model
+        self.options = dict(attention_kwargs or {})
         self.joined = takes_sequences(model)
         bound = score_bound(model) if self.joined else None
         # Not the bound itself: weights with another one are the same program's.
         self.bound = LARGEST_BOUND if bound is not None and bound <= LARGEST_BOUND else None
 
-    def forward(self, options: Any, positions: torch.Tensor | None = None, **tensors: Any) -> torch.Tensor:
-        given: dict[str, Any] = {**tensors, "attention_kwargs": dict(options) or None}
+    def forward(self, tensors: dict[str, Any], cache: None) -> tuple[torch.Tensor, None]:
+        given = {**tensors, "attention_kwargs": dict(self.options) or None}
         model: Any = self.model
-        with model.patch_embed.using(positions):
-            if self.joined and dict(options).keys() <= {"scale"}:
-                return joined_step(model, **given, bound=self.bound)
-            return DiffusersTransformer.forward(model, **given, return_dict=False)[0]
+        with model.patch_embed.using(given.pop("positions", None)):
+            if self.joined and self.options.keys() <= {"scale"}:
+                return joined_step(model, **given, bound=self.bound), cache
+            return DiffusersTransformer.forward(model, **given, return_dict=False)[0], cache
 
 
 class TextEncoding(nn.Module):
@@ -74,9 +79,9 @@ class TextEncoding(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, options: Any, **tensors: Any) -> torch.Tensor:
+    def forward(self, tensors: dict[str, Any], cache: None) -> tuple[torch.Tensor, None]:
         result: Any = TransformersT5Encoder.forward(self.model, **tensors)
-        return result.last_hidden_state
+        return result.last_hidden_state, cache
 
 
 class Compiled(PortedModel):
@@ -103,34 +108,31 @@ class Compiled(PortedModel):
         """The modules that take and give sequences split over a mesh."""
         return SPLIT_LAYERS
 
-    def options(self) -> Hashable:
-        """What a program is compiled for besides tensors, as a plain call has it."""
-        return ()
-
     @property
-    def program(self) -> runtime.ModuleProgram:
+    def program(self) -> runtime.Program:
         """The compiled program, for what it counts and for `lower`."""
         return self._program(self.network_class(self))
 
-    def _program(self, network: nn.Module) -> runtime.ModuleProgram:
-        return runtime.programs_of(self).get("forward", network, self._compile_for)
+    def _program(self, network: nn.Module) -> runtime.Program:
+        options = tuple(sorted(getattr(network, "options", {}).items()))
+        return runtime.programs_of(self).get(("forward", options), network, self._compile_for)
 
-    def build_program(self) -> runtime.ModuleProgram:
+    def build_program(self) -> runtime.Program:
         """A program of its own, for one that only looks at what it compiles to."""
         return self._compile_for(self.network_class(self))
 
-    def _compile_for(self, network: nn.Module) -> runtime.ModuleProgram:
+    def _compile_for(self, network: nn.Module) -> runtime.Program:
         if self.mesh is None:
-            return runtime.ModuleProgram(network)
-        from cogvideox_torchax.pipelines.sequence import ShardedModuleProgram
+            return runtime.Program(network)
+        from cogvideox_torchax.pipelines.sequence import SequencesOnMesh
 
-        return ShardedModuleProgram(network, self.placement, self.split_layers())
+        return runtime.Program(network, SequencesOnMesh(self.placement, self.split_layers()))
 
-    def run_program(self, options: Hashable, **tensors: Any) -> torch.Tensor:
-        """What the network gives for tensors; see `ModuleProgram`."""
-        network = self.network_class(self)
+    def run_program(self, *options: Any, **tensors: Any) -> torch.Tensor:
+        """What the network gives for tensors, or tuples of them; options as `network_class` takes them."""
+        network = self.network_class(self, *options)
         program = self._program(network)
-        return program(program.weights(network), options, **tensors)
+        return runtime.tensor_of(program.run(program.weights(network), program.put(tensors))[0])
 
     def port_layers(self) -> None:
         """Gives layers that were added later, as a LoRA's are, their ported classes."""
@@ -228,9 +230,6 @@ class CogVideoXTransformer3DModel(Compiled, DiffusersTransformer):
             return SPLIT_LAYERS
         return (Block,) if takes_sequences(self) else ()
 
-    def options(self, attention_kwargs: dict[str, Any] | None = None) -> Hashable:
-        return tuple(sorted((attention_kwargs or {}).items()))
-
     def forward(
         self,
         hidden_states: torch.Tensor,
@@ -257,7 +256,7 @@ class CogVideoXTransformer3DModel(Compiled, DiffusersTransformer):
         patch_embed: Any = self.patch_embed
         run = functools.partial(
             self.run_program,
-            self.options(attention_kwargs),
+            attention_kwargs,
             hidden_states=hidden_states,
             encoder_hidden_states=encoder_hidden_states,
             timestep=timestep,
@@ -291,7 +290,6 @@ class T5EncoderModel(Compiled, TransformersT5Encoder):
             with contextlib.nullcontext() if on_torch else runtime.active():
                 return super().forward(input_ids, attention_mask, inputs_embeds, **options)
         hidden = self.run_program(
-            self.options(),
             input_ids=input_ids,
             attention_mask=attention_mask,
             inputs_embeds=inputs_embeds,
@@ -306,7 +304,7 @@ Described = dict[str, Any]
 def step_tensors(
     transformer: Any, *, batch: int, frames: int, height: int, width: int, text: int | None = None
 ) -> Described:
-    """What a denoising step takes, as `ModuleProgram.lower_structs` wants it.
+    """What a denoising step takes, as `Program.lower_structs` wants it.
 
     Args:
         transformer: a ported one; with weights or without.
@@ -337,7 +335,7 @@ def step_tensors(
 
 
 def prompt_tensors(*, batch: int, text: int) -> Described:
-    """What encoding `batch` prompts of `text` tokens takes, as `ModuleProgram.lower_structs` wants it."""
+    """What encoding `batch` prompts of `text` tokens takes, as `Program.lower_structs` wants it."""
     import jax.numpy as jnp
 
     return {"input_ids": ((batch, text), jnp.int32)}

@@ -5,6 +5,7 @@ done to a token is done where it lies. For attention, which alone looks at sever
 tokens of some heads, and gives them back after it (Jacobs et al. 2023, "DeepSpeed Ulysses").
 """
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable
@@ -28,7 +29,6 @@ from cogvideox_torchax.pipelines.sharding import (
 )
 from cogvideox_torchax.runtime.layers import watched
 from cogvideox_torchax.sharding.programs import Layer
-from cogvideox_torchax.upstream import is_traced
 
 LANES = 128
 """Tokens of each device are a multiple of it where there are many, for the kernels' sake."""
@@ -226,38 +226,34 @@ class SequencePlacement:
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, self.spec(x.shape)))
 
 
-class ShardedModuleProgram(runtime.ModuleProgram):
-    """A network's program over a mesh: weights split, sequences constrained, the result everywhere.
+class SequencesOnMesh(runtime.Place):
+    """Over a mesh: weights split, sequences constrained, the result everywhere.
 
     Args:
-        network: as `ModuleProgram` takes it.
-        placement: of its sequences.
+        placement: of the sequences.
         layers: the types of the modules that take and give sequences split over the mesh; `report` tells them
             apart.
     """
 
-    def __init__(self, network: nn.Module, placement: SequencePlacement, layers: tuple[type[nn.Module], ...]):
-        super().__init__(network)
+    def __init__(self, placement: SequencePlacement, layers: tuple[type[nn.Module], ...]):
         self.placement = placement
         self.layers: dict[str, Layer] = {}
         self._types = layers
 
-    def _trace(self, options: Any, weights: dict[str, Any], tensors: dict[str, Any]) -> Any:
+    def trace(self, run: Callable[..., Any], inputs: Any, cache: Any) -> Any:
         self.layers = {}
         # The attention kernel asks for it: a kernel has to be split by hand.
         with jax.sharding.use_abstract_mesh(self.placement.mesh.abstract_mesh):
-            result = super()._trace(options, weights, tensors)
-        return jax.lax.with_sharding_constraint(result, self.placement.replicated)
+            result, cache = run(inputs, cache)
+        return jax.lax.with_sharding_constraint(result, self.placement.replicated), cache
 
-    def _call(self, network: nn.Module, *inputs: Any) -> Any:
+    def watching(self, network: nn.Module) -> contextlib.AbstractContextManager[Any]:
         if self.placement.split.over_tp == CHANNELS:
-            for name, module in network.named_modules():  # the network is a copy, of this trace alone
+            for name, module in network.named_modules():
                 vars(module)["inputs_split"] = weight_spec(f"{name}.weight") == BY_INPUTS
-        with watched(network, self._is_layer, taken=self._split, given=self._split):
-            return super()._call(network, *inputs)
-
-    def _is_layer(self, _name: str, module: nn.Module) -> bool:
-        return type(module) in self._types
+        return watched(
+            network, lambda _, module: type(module) in self._types, taken=self._split, given=self._split
+        )
 
     def _split(self, name: str, value: Any) -> Any:
         """The sequences in a value, which may be nested, split over the mesh."""
@@ -270,25 +266,18 @@ class ShardedModuleProgram(runtime.ModuleProgram):
             return {key: self._split(name, part) for key, part in value.items()}
         return tuple(self._split(name, part) for part in value) if isinstance(value, tuple) else value
 
-    def weights(self, network: nn.Module) -> dict[str, Any]:
-        """As a program's; what `load_state_dict` has put elsewhere goes where the mesh has it, for good."""
+    def weight(self, name: str, array: Any) -> jax.Array:
         mesh, split = self.placement.mesh, self.placement.split
-        for name, tensor in (*network.named_parameters(), *network.named_buffers()):
-            array = runtime.array_of(tensor)
-            if is_traced(array):
-                continue
-            wanted = weight_sharding(mesh, name, array.shape, split)
-            if not array.sharding.is_equivalent_to(wanted, array.ndim):
-                runtime.assign(tensor, runtime.tensor_of(put_weight(mesh, name, array, split)))
-        return super().weights(network)
+        wanted = weight_sharding(mesh, name, array.shape, split)
+        lies = array.sharding.is_equivalent_to(wanted, array.ndim)
+        return array if lies else put_weight(mesh, name, array, split)
 
-    def put(self, tensor: Any) -> Any:
-        return jax.device_put(super().put(tensor), self.placement.replicated)
+    def weight_struct(self, name: str, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        sharding = weight_sharding(self.placement.mesh, name, shape, self.placement.split)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
-    def weight_struct(self, name: str, shape: tuple[int, ...], dtype: Any) -> Any:
-        return jax.ShapeDtypeStruct(
-            shape, dtype, sharding=weight_sharding(self.placement.mesh, name, shape, self.placement.split)
-        )
+    def put(self, array: Any) -> jax.Array:
+        return jax.device_put(array, self.placement.replicated)
 
-    def struct(self, shape: tuple[int, ...], dtype: Any) -> Any:
+    def struct(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.placement.replicated)

@@ -16,6 +16,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from torch import nn
 
+from cogvideox_torchax import runtime
+
 BY_OUTPUTS, BY_INPUTS = P("tp"), P(None, "tp")
 
 WEIGHTS: dict[str, P] = {
@@ -138,7 +140,7 @@ def weight_sharding(mesh: Mesh, name: str, shape: tuple[int, ...], split: Split 
 
 def check_weights(module: nn.Module, mesh: Mesh, split: Split = Split()) -> None:
     """Raises `ValueError` unless a mesh divides a network's weights."""
-    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+    for name, tensor in runtime.named_tensors(module).items():
         weight_sharding(mesh, name, tuple(tensor.shape), split)
 
 

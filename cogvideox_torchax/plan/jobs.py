@@ -17,7 +17,7 @@ from cogvideox_torchax.plan.chips import CHIPS, GRIDS, Chip, topology_devices
 from cogvideox_torchax.plan.models import weightless_vae
 from cogvideox_torchax.plan.programs import ProgramPlan, compile_program
 from cogvideox_torchax.plan.report import layers
-from cogvideox_torchax.sharding import ShardedProgram, make_mesh
+from cogvideox_torchax.sharding import ChunksOnMesh, make_mesh
 from cogvideox_torchax.vae import chunks, tiling
 from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction
 from cogvideox_torchax.vae.sizes import SMALLEST_TILE, check_sides
@@ -119,7 +119,7 @@ def plan_programs(
     for name, piece, chunk, carried in planned:
         lower = functools.partial(program.lower, weights, chunk, carried)
         plan = compile_program(name, piece.length, lower, mesh, chip)
-        if isinstance(program, ShardedProgram):
+        if isinstance(getattr(program, "place", None), ChunksOnMesh):
             plan.layers = layers(program, plan.text)
         yield plan
 

@@ -188,7 +188,7 @@ def plan_prompt(
 
 
 def _compile(name: str, frames: int, network: Any, tensors: dict[str, Any], chip: Chip | None) -> ProgramPlan:
-    lower = functools.partial(network.program.lower_structs, network.options(), tensors)
+    lower = functools.partial(network.program.lower_structs, tensors)
     return compile_program(name, frames, lower, network.mesh, chip)
 
 

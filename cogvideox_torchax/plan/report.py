@@ -9,7 +9,7 @@ from cogvideox_torchax.plan.chips import Chip
 from cogvideox_torchax.plan.hlo import Instruction, collectives, instructions
 from cogvideox_torchax.plan.programs import ProgramPlan, Row, read_program
 from cogvideox_torchax.sharding.placement import Placement
-from cogvideox_torchax.sharding.programs import Layer, ShardedProgram
+from cogvideox_torchax.sharding.programs import ChunksOnMesh, Layer
 
 ELSEWHERE = "(program)"
 
@@ -92,13 +92,13 @@ def report_network(network: Any, tensors: dict[str, Any]) -> ProgramPlan:
         raise ValueError("report got a network without a mesh: port(pipe, mesh=make_mesh(dp, tp)) first")
     runtime.configure_compile_cache()
     program = network.build_program()
-    compiled = program.lower_structs(network.options(), tensors).compile()
+    compiled = program.lower_structs(tensors).compile()
     return _read(type(network).__name__, next(iter(tensors.values()))[0][1], program, compiled)
 
 
 def _read(name: str, frames: int, program: Any, compiled: Any) -> ProgramPlan:
     plan = read_program(name, frames, compiled, None, 0.0)
-    plan.layers = _rows(program, list(instructions(plan.text)))
+    plan.layers = _rows(program.place, list(instructions(plan.text)))
     return plan
 
 
@@ -108,23 +108,23 @@ def _count(found: list[Instruction]) -> dict[str, dict[str, int]]:
     }
 
 
-def layers(program: runtime.ChunkProgram, text: str) -> list[Row]:
+def layers(program: runtime.Program, text: str) -> list[Row]:
     """What each layer of a program lies in and moves, read off the compiled text of its last tracing.
 
     Raises:
         ValueError: a program for one device, which names no layers.
     """
-    if not isinstance(program, ShardedProgram):
+    if not isinstance(program.place, ChunksOnMesh):
         raise ValueError("got a program for one device: layers are told apart on a mesh, dp * tp above 1")
-    return _rows(program, list(instructions(text)))
+    return _rows(program.place, list(instructions(text)))
 
 
-def _rows(program: Any, found: list[Instruction]) -> list[Row]:
-    owned: dict[str, list[Instruction]] = {name: [] for name in [*program.layers, ELSEWHERE]}
+def _rows(place: Any, found: list[Instruction]) -> list[Row]:
+    owned: dict[str, list[Instruction]] = {name: [] for name in [*place.layers, ELSEWHERE]}
     for instruction in found:
         owner = next((part for part in reversed(instruction.scope.split("/")) if part in owned), ELSEWHERE)
         owned[owner].append(instruction)
-    return [_row(name, program.layers.get(name), own, program.placement) for name, own in owned.items()]
+    return [_row(name, place.layers.get(name), own, place.placement) for name, own in owned.items()]
 
 
 def _row(name: str, layer: Layer | None, own: list[Instruction], placement: Placement) -> Row:

@@ -44,10 +44,10 @@ from cogvideox_torchax.runtime.gradients import (
 from cogvideox_torchax.runtime.memory import free_memory, host_peak_bytes, of_several_processes, out_of_memory
 from cogvideox_torchax.runtime.profiling import profiling
 from cogvideox_torchax.runtime.programs import (
-    ChunkProgram,
     JaxRun,
-    ModuleProgram,
     NativeRun,
+    Place,
+    Program,
     Programs,
     forget_programs,
     programs_of,
@@ -56,19 +56,18 @@ from cogvideox_torchax.runtime.skeleton import on_host
 from cogvideox_torchax.runtime.weights import (
     assign,
     feed_weights,
-    move_weights,
+    named_tensors,
     on_default_device,
     put_weights,
     replace_weights,
-    weights_of,
 )
 
 __all__ = [
     "COMPILE_CACHE_VARIABLE",
-    "ChunkProgram",
     "JaxRun",
-    "ModuleProgram",
     "NativeRun",
+    "Place",
+    "Program",
     "Programs",
     "active",
     "all_finite",
@@ -94,7 +93,7 @@ __all__ = [
     "is_on_jax",
     "jax_dtype",
     "jit_torch",
-    "move_weights",
+    "named_tensors",
     "of_several_processes",
     "on_default_device",
     "on_host",
@@ -114,7 +113,6 @@ __all__ = [
     "torch_view",
     "wait",
     "wants_gradient",
-    "weights_of",
     "without_gradient",
     "without_torchax",
 ]

@@ -1,5 +1,6 @@
-"""Compiled programs of torch modules: of a chunk of a video, and of tensors to a tensor."""
+"""Compiled programs of torch modules."""
 
+import contextlib
 import functools
 import threading
 import warnings
@@ -10,19 +11,20 @@ import torch
 from torch import nn
 
 from cogvideox_torchax.runtime.arrays import jax_dtype
-from cogvideox_torchax.runtime.bridge import array_of, host_array, import_torchax, on_jax, tensor_of, to_jax
+from cogvideox_torchax.runtime.bridge import array_of, host_array, import_torchax, on_jax, tensor_of
 from cogvideox_torchax.runtime.compile_cache import configure_compile_cache
 from cogvideox_torchax.runtime.models import PROGRAMS
 from cogvideox_torchax.runtime.profiling import is_profiling, named_layers
 from cogvideox_torchax.runtime.skeleton import skeleton, weightless
 from cogvideox_torchax.runtime.snapshot import Snapshot
-from cogvideox_torchax.runtime.weights import weights_of
+from cogvideox_torchax.runtime.weights import assign, named_tensors
+from cogvideox_torchax.upstream import is_traced
 
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 TRACING = threading.RLock()
 """Held while a network is traced: torchax's modes and its environment are not made for two traces at once."""
 
-Program = TypeVar("Program")
+T = TypeVar("T")
 
 
 class Programs:
@@ -35,7 +37,7 @@ class Programs:
         self._lock = threading.Lock()
         self._kept: dict[Hashable, list[tuple[Snapshot, Any]]] = {}
 
-    def get(self, kind: Hashable, network: nn.Module, build: Callable[[nn.Module], Program]) -> Program:
+    def get(self, kind: Hashable, network: nn.Module, build: Callable[[nn.Module], T]) -> T:
         """The program of a network: the one that was built for this very tree, or a new one.
 
         Args:
@@ -81,100 +83,119 @@ def _without_chance(network: nn.Module) -> nn.Module:
     return network
 
 
-def _named(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function under a name for its program, in a profile and in the compile cache."""
-    function.__name__ = name
-    return function
+class Place:
+    """Where a program runs: JAX's default device. A subclass says the same of a mesh."""
 
+    def weight(self, name: str, array: Any) -> Any:
+        """Return a weight, an array on JAX, where the program takes it."""
+        return array
 
-class ChunkProgram:
-    """A network that takes (chunk, cache) and returns (result, cache), compiled once for all chunks of one
-    shape.
+    def put(self, array: Any) -> Any:
+        """Return an input, a NumPy array or one on JAX, which may be traced, where the program takes it."""
+        return array
 
-    The first chunk, which has no cache, is one program; every later chunk runs the other, whose cache is
-    donated. Weights are arguments of both, and none are kept. Any thread may run it. `compilations` counts
-    the programs traced so far.
-    """
+    def weight_struct(self, name: str, shape: tuple[int, ...], dtype: Any) -> Any:
+        """Return the weight's `jax.ShapeDtypeStruct`."""
+        return self.struct(shape, dtype)
 
-    def __init__(self, network: nn.Module):
+    def struct(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        """Return what `put` would give of an input, with `jax.ShapeDtypeStruct` in the place of arrays."""
         import jax
 
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    def cache_structs(self, cache: Any) -> Any:
+        """Return a cache's structs, of which the shapes are known, where it lies."""
+        return cache
+
+    def trace(self, run: Callable[..., Any], inputs: Any, cache: Any) -> Any:
+        """Return what `run(inputs, cache)` gives, (result, cache), inside of a program; what else `run` gets,
+        by name, goes to `watching`."""
+        return run(inputs, cache)
+
+    def watching(self, network: nn.Module) -> contextlib.AbstractContextManager[Any]:
+        """Return what is open while a network, a copy of this trace alone, runs."""
+        return contextlib.nullcontext()
+
+
+class Program:
+    """A network (inputs, cache) -> (result, cache), compiled for a place: a pure function of weights too.
+
+    A call without a cache, as that of a video's first chunk, is one program for each set of shapes; every
+    later chunk runs the other, whose cache is donated. Weights are arguments, and none are kept. Any thread
+    may run it. `compilations` counts the programs traced so far.
+
+    Args:
+        network: its inputs are a tensor, or a dictionary of tensors and of tuples of them.
+        place: one device where None.
+    """
+
+    def __init__(self, network: nn.Module, place: Place | None = None):
+        import jax
+
+        configure_compile_cache()
         self.network = weightless(network)
+        self.place = place or Place()
         self.compilations = 0
 
-        def first(weights: dict[str, Any], chunk: Any) -> Any:
-            return self._trace(weights, chunk, None)
+        def run(weights: dict[str, Any], inputs: Any, cache: Any) -> Any:
+            return self._trace(weights, inputs, cache)
 
-        def later(weights: dict[str, Any], chunk: Any, cache: Any) -> Any:
-            return self._trace(weights, chunk, cache)
-
-        name = type(network).__name__
-        self._first = jax.jit(_named(f"{name}_first", first))
-        self._later = jax.jit(_named(f"{name}_later", later), donate_argnums=2)
+        run.__name__ = type(network).__name__  # in a profile and in the compile cache
+        self._compiled = jax.jit(run, donate_argnums=2)
         # Nothing is donated: a backward pass reads a cache again.
         self._differentiable = jax.jit(self._trace_for_gradients)
 
-    def _trace(self, weights: dict[str, Any], chunk: Any, cache: Any, **place: Any) -> Any:
+    def _trace(self, weights: dict[str, Any], inputs: Any, cache: Any) -> Any:
+        return self.place.trace(functools.partial(self._apply, weights), inputs, cache)
+
+    def _trace_for_gradients(self, weights: dict[str, Any], inputs: Any, cache: Any) -> Any:
+        with torch.enable_grad():  # where it is off, modules leave gradient checkpointing out
+            return self._trace(weights, inputs, cache)
+
+    def _apply(self, weights: dict[str, Any], inputs: Any, cache: Any, **how: Any) -> Any:
         import jax
 
         # Between two chunks a cache lies as (H, W, N, T, C), as a TPU holds it while it computes: in any
         # other order each program would rearrange it on its way in and out.
         cache = jax.tree.map(lambda stored: stored.transpose(2, 4, 3, 0, 1), cache)
-        result, cache = self._apply(weights, chunk, cache, **place)
+        network = _without_chance(skeleton(self.network))
+        call = import_torchax().interop.jax_view(functools.partial(torch.func.functional_call, network))
+        # By default a TPU multiplies float32 in bfloat16, and a recent GPU in TF32.
+        exact = any(array.dtype == "float32" for array in weights.values() if array.ndim > 1)
+        precision = jax.default_matmul_precision("highest" if exact else "default")
+        with TRACING, named_layers(network), self.place.watching(network, **how), precision:
+            self.compilations += 1
+            with warnings.catch_warnings():
+                # What torch counts in 64 bits, JAX counts in 32: positions and token ids fit.
+                warnings.filterwarnings("ignore", "Explicitly requested dtype int64")
+                result, cache = call(weights, (inputs, cache))
         return result, jax.tree.map(lambda cache_NCTHW: cache_NCTHW.transpose(3, 4, 0, 2, 1), cache)
 
-    def _trace_for_gradients(self, weights: dict[str, Any], chunk: Any, cache: Any) -> Any:
-        with torch.enable_grad():  # where it is off, modules leave gradient checkpointing out
-            return self._trace(weights, chunk, cache)
+    def weights(self, network: nn.Module) -> dict[str, Any]:
+        """Return the weights of a network like the one that this is compiled of, where the program takes
+        them; what `load_state_dict` has put elsewhere is moved there for good."""
+        named = named_tensors(network)
+        for name, tensor in named.items():
+            array = array_of(tensor)
+            placed = array if is_traced(array) else self.place.weight(name, array)
+            if placed is not array:
+                assign(tensor, tensor_of(placed))
+        return {name: array_of(tensor) for name, tensor in named.items()}
 
-    def _apply(self, weights: dict[str, Any], chunk: Any, cache: Any, **place: Any) -> Any:
-        network = _without_chance(skeleton(self.network))
-        with TRACING, named_layers(network):
-            self.compilations += 1
-            return self._call(network, weights, chunk, cache, **place)
+    def put(self, inputs: Any) -> Any:
+        """Return tensors, plain or on JAX, as arrays where the program takes them; what is None stays out."""
+        import jax
 
-    def _call(self, network: nn.Module, weights: dict[str, Any], chunk: Any, cache: Any) -> Any:
-        """The network, a copy of its own, run on arrays."""
-        call = functools.partial(torch.func.functional_call, network)
-        return import_torchax().interop.jax_view(call)(weights, (chunk, cache))
-
-    def lower(self, weights: Any, chunk: Any, cache: Any = None) -> Any:
-        """The program lowered for arrays, or for `jax.ShapeDtypeStruct`s that stand for them."""
-        return (
-            self._first.lower(weights, chunk) if cache is None else self._later.lower(weights, chunk, cache)
+        if isinstance(inputs, dict):
+            inputs = {name: value for name, value in inputs.items() if value is not None}
+        return jax.tree.map(
+            lambda tensor: self.place.put(array_of(tensor) if on_jax(tensor) else host_array(tensor)), inputs
         )
 
-    def weights(self, network: nn.Module) -> dict[str, Any]:
-        """The weights of a network like the one that this is compiled of, where the program takes them."""
-        return weights_of(network)
-
-    def put(self, chunk: torch.Tensor) -> Any:
-        """A chunk, where the program takes it."""
-        return self.put_array(array_of(to_jax(chunk)))
-
-    def put_array(self, chunk: Any) -> Any:
-        """As `put`, of an array on JAX, which may be traced."""
-        return chunk
-
-    def structs(self, chunk: tuple[int, ...], dtype: Any) -> tuple[Any, Any]:
-        """What stands for the weights and a chunk (N, C, T, H, W) when nothing but compiling is wanted."""
-        import jax
-
-        named = {**dict(self.network.named_parameters()), **dict(self.network.named_buffers())}
-        weights = {
-            name: jax.ShapeDtypeStruct(tuple(value.shape), jax_dtype(value.dtype))
-            for name, value in named.items()
-        }
-        return weights, jax.ShapeDtypeStruct(chunk, dtype)
-
-    def cache_structs(self, weights: Any, chunk: Any) -> Any:
-        """What stands for the cache that the first chunk's program gives."""
-        import jax
-
-        return jax.eval_shape(self._first, weights, chunk)[1]
-
-    def run(self, weights: Any, chunk: Any, cache: Any) -> tuple[Any, Any]:
-        return self._first(weights, chunk) if cache is None else self._later(weights, chunk, cache)
+    def run(self, weights: Any, inputs: Any, cache: Any = None) -> tuple[Any, Any]:
+        """Run on what `weights` and `put` give; a cache is used up."""
+        return self._compiled(weights, inputs, cache)
 
     def run_video(self, weights: Any, video: Any, lengths: Sequence[int]) -> Any:
         """All chunks of a video, a JAX array (N, C, T, H, W), for `jax.vjp`: a later frame's gradient goes
@@ -189,111 +210,47 @@ class ChunkProgram:
 
         results, cache, start = [], None, 0
         for length in lengths:
-            chunk = self.put_array(video[:, :, start : start + length])
+            chunk = self.place.put(video[:, :, start : start + length])
             result, cache = self._differentiable(weights, chunk, cache)
             results.append(result)
             start += length
         return jnp.concatenate(results, axis=2)
 
+    # Ahead of time
 
-class ModuleProgram:
-    """A network of tensors to a tensor, compiled once for each set of shapes and options.
-
-    Weights are arguments, and none are kept. Any thread may run it. `compilations` counts the programs traced
-    so far.
-    """
-
-    def __init__(self, network: nn.Module):
-        import jax
-
-        self.network = weightless(network)
-        self.compilations = 0
-
-        def run(options: Hashable, weights: dict[str, Any], tensors: dict[str, Any]) -> Any:
-            return self._trace(options, weights, tensors)
-
-        self._compiled = jax.jit(_named(type(network).__name__, run), static_argnums=0)
-
-    def _trace(self, options: Hashable, weights: dict[str, Any], tensors: dict[str, Any]) -> Any:
-        return self._apply(options, weights, tensors)
-
-    def _apply(self, options: Hashable, weights: dict[str, Any], tensors: dict[str, Any]) -> Any:
-        with TRACING:
-            self.compilations += 1
-            return self._call(_without_chance(skeleton(self.network)), options, weights, tensors)
-
-    def _call(
-        self, network: nn.Module, options: Hashable, weights: dict[str, Any], tensors: dict[str, Any]
-    ) -> Any:
-        """The network, a copy of its own, run on arrays."""
-        import jax
-
-        call = functools.partial(torch.func.functional_call, network)
-        # By default a TPU multiplies float32 in bfloat16, and a recent GPU in TF32.
-        exact = any(array.dtype == "float32" for array in weights.values() if array.ndim > 1)
-        precision = "highest" if exact else "default"
-        with warnings.catch_warnings(), jax.default_matmul_precision(precision):
-            # What torch counts in 64 bits, JAX counts in 32: positions and token ids fit.
-            warnings.filterwarnings("ignore", "Explicitly requested dtype int64")
-            return import_torchax().interop.jax_view(call)(weights, (options,), tensors)
-
-    def weights(self, network: nn.Module) -> dict[str, Any]:
-        """The weights of a network like the one that this is compiled of, where the program takes them."""
-        return weights_of(network)
-
-    def put(self, tensor: torch.Tensor) -> Any:
-        """An argument, where the program takes it."""
-        return array_of(tensor) if on_jax(tensor) else host_array(tensor)
-
-    def weight_struct(self, name: str, shape: tuple[int, ...], dtype: Any) -> Any:
-        """What stands for a weight when nothing but compiling is wanted."""
-        import jax
-
-        return jax.ShapeDtypeStruct(shape, dtype)
-
-    def struct(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        """What stands for an argument when nothing but compiling is wanted."""
-        import jax
-
-        return jax.ShapeDtypeStruct(shape, dtype)
+    def lower(self, weights: Any, inputs: Any, cache: Any = None) -> Any:
+        """The program lowered for arrays, or for `jax.ShapeDtypeStruct`s that stand for them."""
+        return self._compiled.lower(weights, inputs, cache)
 
     def weight_structs(self) -> dict[str, Any]:
-        """What stands for the weights when nothing but compiling is wanted."""
-        named = {**dict(self.network.named_parameters()), **dict(self.network.named_buffers())}
+        """Return the structs of the weights."""
         return {
-            name: self.weight_struct(name, tuple(value.shape), jax_dtype(value.dtype))
-            for name, value in named.items()
+            name: self.place.weight_struct(name, tuple(tensor.shape), jax_dtype(tensor.dtype))
+            for name, tensor in named_tensors(self.network).items()
         }
 
-    def __call__(self, weights: dict[str, Any], options: Hashable, **tensors: Any) -> torch.Tensor:
-        """Runs on tensors, or nested tuples of them; what is None stays out.
+    def structs(self, chunk: tuple[int, ...], dtype: Any) -> tuple[Any, Any]:
+        """Return the structs of the weights and of a chunk (N, C, T, H, W)."""
+        return self.weight_structs(), self.place.struct(chunk, dtype)
 
-        Args:
-            weights: of `weights`.
-            options: what the network takes besides tensors: another value is another program.
-            tensors: on JAX or plain.
-        """
+    def cache_structs(self, weights: Any, chunk: Any) -> Any:
+        """Return the structs of the cache that the first chunk's program gives."""
         import jax
 
-        configure_compile_cache()
-        given = {name: value for name, value in tensors.items() if value is not None}
-        arrays = jax.tree.map(self.put, given)
-        return tensor_of(self._compiled(options, weights, arrays))
+        return self.place.cache_structs(jax.eval_shape(self._compiled, weights, chunk, None)[1])
+
+    def lower_structs(self, tensors: dict[str, Any]) -> Any:
+        """The program lowered for inputs of these shapes and JAX dtypes, with no data and no weights.
+
+        Args:
+            tensors: (shape, dtype) of each input, or a tuple of such pairs, by name.
+        """
+        return self.lower(self.weight_structs(), {name: self._structs(of) for name, of in tensors.items()})
 
     def _structs(self, described: Any) -> Any:
         shape, dtype = described
         several = isinstance(dtype, tuple)  # a pair of tensors, each with its shape and dtype
-        return tuple(map(self._structs, described)) if several else self.struct(shape, dtype)
-
-    def lower_structs(self, options: Hashable, tensors: dict[str, Any]) -> Any:
-        """The program lowered for arguments of these shapes and JAX dtypes, with no data and no weights.
-
-        Args:
-            options: as a call takes them.
-            tensors: (shape, dtype) of each argument, or a tuple of such pairs, by name.
-        """
-        structs = {name: self._structs(described) for name, described in tensors.items()}
-        return self._compiled.lower(options, self.weight_structs(), structs)
+        return tuple(map(self._structs, described)) if several else self.place.struct(shape, dtype)
 
 
 class JaxRun:
@@ -304,8 +261,7 @@ class JaxRun:
         network: whose weights are taken, as they are now.
     """
 
-    def __init__(self, program: ChunkProgram, network: nn.Module):
-        configure_compile_cache()
+    def __init__(self, program: Program, network: nn.Module):
         self._program = program
         self._weights = program.weights(network)
         self._cache = None

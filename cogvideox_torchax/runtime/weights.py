@@ -9,21 +9,12 @@ import torch
 from torch import nn
 
 from cogvideox_torchax.runtime.bridge import array_of, host_array, on_jax, tensor_of
-from cogvideox_torchax.upstream import is_traced, replace_array
+from cogvideox_torchax.upstream import replace_array
 
 
-def weights_of(network: nn.Module) -> dict[str, Any]:
-    """The network's parameters and buffers as JAX arrays, by name."""
-    named = {**dict(network.named_parameters()), **dict(network.named_buffers())}
-    return {name: array_of(tensor) for name, tensor in named.items()}
-
-
-def move_weights(network: nn.Module, move: Callable[[Any], Any]) -> None:
-    """Replaces the array in each of the network's parameters and buffers by what `move` makes of it; traced
-    ones stay."""
-    for tensor in (*network.parameters(), *network.buffers()):
-        if not is_traced(array_of(tensor)):
-            replace_array(tensor, move)
+def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return a module's parameters and buffers, each once, by name."""
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
 def assign(tensor: torch.Tensor, value: torch.Tensor) -> None:

@@ -21,18 +21,18 @@ from cogvideox_torchax.sharding.processes import (
     is_first,
     wait_for_all,
 )
-from cogvideox_torchax.sharding.programs import ShardedProgram
+from cogvideox_torchax.sharding.programs import ChunksOnMesh
 
 __all__ = [
     "HWNTC",
     "NCTHW",
     "NTHWC",
     "PATIENCE",
+    "ChunksOnMesh",
     "Exchange",
     "PaddedChunk",
     "Placement",
     "ProcessError",
-    "ShardedProgram",
     "abandon",
     "check_all_take_part",
     "check_mesh",

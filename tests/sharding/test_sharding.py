@@ -426,7 +426,7 @@ def test_porting_again_moves_to_the_other_mesh_and_a_copy_keeps_it(stock):
     assert copy.deepcopy(vae).mesh == vae.mesh
     assert port(vae).mesh == make_mesh(1, 8)
     port(vae, mesh=make_mesh(2, 4))
-    assert vae.program("decode").placement.mesh == make_mesh(2, 4)
+    assert vae.program("decode").place.placement.mesh == make_mesh(2, 4)
 
 
 def test_a_nan_in_a_sharded_array_is_found():

@@ -222,15 +222,15 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
             return runtime.JaxRun(self._program(kind, network), network)
         return runtime.NativeRun(chunk_network(self, kind))
 
-    def program(self, kind: str) -> runtime.ChunkProgram:
+    def program(self, kind: str) -> runtime.Program:
         """The compiled chunk program of "encode", "decode" or "decode_uint8": built when it is first asked
         for, and anew when modules, hooks or attributes are others than those it was traced from."""
         return self._program(kind, chunk_network(self, kind))
 
-    def _program(self, kind: str, network: nn.Module) -> runtime.ChunkProgram:
+    def _program(self, kind: str, network: nn.Module) -> runtime.Program:
         return runtime.programs_of(self).get(kind, network, self._compile_for)
 
-    def build_program(self, kind: str, *, stock: bool = False) -> runtime.ChunkProgram:
+    def build_program(self, kind: str, *, stock: bool = False) -> runtime.Program:
         """A chunk program of its own, for one that only looks at what it compiles to.
 
         Args:
@@ -239,17 +239,17 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
         """
         return self._compile_for(chunk_network(stock_of(self) if stock else self, kind))
 
-    def _compile_for(self, network: nn.Module) -> runtime.ChunkProgram:
+    def _compile_for(self, network: nn.Module) -> runtime.Program:
         if self.mesh is None:
-            return runtime.ChunkProgram(network)
-        from cogvideox_torchax.sharding import ShardedProgram
+            return runtime.Program(network)
+        from cogvideox_torchax.sharding import ChunksOnMesh
 
         unit = (ENCODE if isinstance(network, EncoderChunk) else DECODE).scale(self.spatial_scale)
-        return ShardedProgram(network, self.mesh, LAYERS, unit)
+        return runtime.Program(network, ChunksOnMesh(self.mesh, LAYERS, unit))
 
     def compile_last_chunk(
         self, shape: tuple[int, ...], *, kind: str = "decode"
-    ) -> tuple[runtime.ChunkProgram, Any]:
+    ) -> tuple[runtime.Program, Any]:
         """Compiles, without running it, the program of an input's last chunk: of every later one, where there
         are several. The model may be on torch's "meta" device.
 
