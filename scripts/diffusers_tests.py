@@ -26,11 +26,8 @@ PLACE = "COGVIDEOX_TORCHAX_IN_PLACE_OF_DIFFUSERS"
 """The environment variable that says where the swapped classes run, "torch" or "jax"; unset for stock."""
 
 
-def pytest_configure() -> None:
-    """Swap the classes; pytest loads this file as a plugin, before diffusers' tests import anything."""
-    place = os.environ.get(PLACE)
-    if not place:
-        return
+def swap(place: str) -> None:
+    """Put this package's classes in the place of diffusers', before its tests import anything."""
     import diffusers
 
     from cogvideox_torchax import AutoencoderKLCogVideoX, enable
@@ -109,3 +106,5 @@ def main() -> int:
 
 if __name__ == "__main__":
     sys.exit(main())
+elif os.environ.get(PLACE):  # pytest loads this file as a plugin, before the checkout's conftest.py
+    swap(os.environ[PLACE])
