@@ -166,14 +166,17 @@ def around_from_pipe(around: Callable[..., Any]) -> None:
 def parts_for(pipeline_class: Any, pipeline: Any) -> dict[str, Any]:
     """The parts of a pipeline that are of a kind that another pipeline's class takes by that name.
 
-    Needs the class to tell its parts' types. `from_pipe` itself passes on none of a subclass, unless it gets
-    it by name.
+    A part whose class names another as `stands_for` counts as one of that. Needs the class to tell its parts'
+    types. `from_pipe` itself passes on none of a subclass, unless it gets it by name.
     """
     kinds = _part("diffusers", pipeline_class, "_get_signature_types")()
     return {
         name: part
         for name, part in pipeline.components.items()
-        if isinstance(part, tuple(kind for kind in kinds.get(name, ()) if isinstance(kind, type)))
+        if issubclass(
+            getattr(part, "stands_for", type(part)),
+            tuple(kind for kind in kinds.get(name, ()) if isinstance(kind, type)),
+        )
     }
 
 

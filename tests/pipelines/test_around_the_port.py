@@ -12,6 +12,7 @@ import torch
 from diffusers import CogVideoXVideoToVideoPipeline
 
 from cogvideox_torchax import make_mesh, port, runtime
+from cogvideox_torchax.flax import FlaxVAEForPipelines
 from cogvideox_torchax.pipelines.port import PortedPipeline
 from cogvideox_torchax.pipelines.scheduler import HostScheduler
 from cogvideox_torchax.vae.tolerances import relative_error
@@ -93,6 +94,11 @@ def test_a_pipeline_around_a_ported_vae_alone_is_handed_over_and_named_for_other
     assert clip.vae is pipe.vae
     assert not isinstance(clip, PortedPipeline)
     assert named_as_in(pipe) == named_as_in(clip) == NAMES
+
+
+def test_a_pipeline_around_the_flax_build_is_handed_over(stock):
+    pipe = build(vae=FlaxVAEForPipelines.from_diffusers(stock.vae))
+    assert CogVideoXVideoToVideoPipeline.from_pipe(pipe).vae is pipe.vae
 
 
 def test_a_part_that_the_call_gives_comes_before_the_ported_one(ported):

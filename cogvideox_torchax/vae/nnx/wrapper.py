@@ -53,6 +53,7 @@ class FlaxVAEForPipelines(ChunkedVAE, PortedModel, ModelMixin, ConfigMixin):
     """
 
     config_name = "config.json"
+    stands_for = Diffusers  # to diffusers' `from_pipe`
 
     def __init__(self, flax_vae: FlaxAutoencoderKLCogVideoX):
         super().__init__()
