@@ -99,13 +99,16 @@ def test_latents_say_what_decoding_needs(latent_file):
     assert (loaded.fps, loaded.num_frames, loaded.model) == (10, 9, "vae")
 
 
-def test_a_seed_samples_and_repeats(clip, model_directory):
+def test_a_seed_samples_as_diffusers_does_and_repeats(clip, model_directory, small_vae):
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
         arguments = ("-o", f"{name}.safetensors", "--model", "vae", "--backend", "torch", "--seed", seed)
         assert run("encode", clip, *arguments) == 0
     a, b, c = (latents.load(f"{name}.safetensors").tensor for name in "abc")
     assert torch.equal(a, b)
     assert not torch.equal(a, c)
+    x = torch.stack(list(video.read_frames(clip, video.Framing(24, 40), 9)), 2) / 127.5 - 1
+    want = small_vae.encode(x).latent_dist.sample(torch.Generator("cpu").manual_seed(1))
+    assert reference.largest_error(a, want) < 1e-5
 
 
 def test_demo_writes_all_and_agrees_with_pytorch(clip, capsys):
