@@ -1,6 +1,7 @@
 """What reports are made of: JSON files of a named format, Markdown tables and pages, plots."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,10 +54,10 @@ def fill(page: Path, name: str, drawn: str) -> None:
     write_text(page, f"{before}{begin}\n\n{drawn.rstrip()}\n\n{end}{after}")
 
 
-def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    """A Markdown table with its columns lined up."""
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table with its columns lined up."""
     widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
-    lines = [head, tuple("-" * width for width in widths), *rows]
+    lines = [head, ["-" * width for width in widths], *rows]
     return "\n".join(
         "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |"
         for line in lines
