@@ -81,8 +81,8 @@ class Run:
         """Goes on from the checkpoint; how many steps are done. Lines of later steps leave the tables."""
         state, step, self._seconds = checkpoints.load(self._directory, settings=self._settings)
         self.trainer.restore(state, step)
-        for name in (LOSSES, VALIDATION):
-            _cut(self._directory / name, step)
+        for name, head in ((LOSSES, LOSSES_HEAD), (VALIDATION, VALIDATION_HEAD)):
+            _cut(self._directory / name, head, step)
         return step
 
     def go(self, *, every: int, stopped: Callable[[], bool]) -> Iterator[tuple[Losses, list[Validation]]]:
@@ -157,12 +157,12 @@ def _table(path: Path, head: tuple[str, ...]) -> TextIO:
     return file
 
 
-def _cut(path: Path, step: int) -> None:
-    """Leaves out the lines after a step, and one that was cut short."""
+def _cut(path: Path, head: tuple[str, ...], step: int) -> None:
+    """Leave out the lines after a step, and what was cut short, be it the head."""
     if not path.exists():
         return
     with path.open(newline="") as file:
-        head, *lines = csv.reader(file)
+        lines = list(csv.reader(file))[1:]
     kept = [line for line in lines if len(line) == len(head) and int(line[0]) <= step]
     with whole_file(path) as temporary, temporary.open("w", newline="") as file:
         csv.writer(file).writerows([head, *kept])

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from cogvideox_torchax import cli
 from cogvideox_torchax.files import video
-from cogvideox_torchax.train import checkpoints, clips
+from cogvideox_torchax.train import checkpoints, clips, run
 from cogvideox_torchax.train.trainer import Trainer, TrainingRecipe
 from cogvideox_torchax.vae.pixels import from_uint8, to_uint8
 from cogvideox_torchax.vae.quality import ssim
@@ -143,6 +143,16 @@ def test_killed_and_resumed_every_loss_is_that_of_a_training_left_alone(whole, m
     assert left.keys() == right.keys()
     for name, tensor in left.items():
         assert torch.equal(tensor, right[name]), name
+
+
+@pytest.mark.parametrize("left", ["", "step,min", "step,minutes,clip,psnr,ssim\r\n1,0.1,a,20,0.5\r\n2,0.2,a"])
+def test_a_table_that_a_full_disk_cut_short_goes_on(tmp_path, left):
+    (tmp_path / run.VALIDATION).write_text(left)
+    run._cut(tmp_path / run.VALIDATION, run.VALIDATION_HEAD, 1)
+    with (tmp_path / run.VALIDATION).open(newline="") as file:
+        head, *lines = csv.reader(file)
+    assert tuple(head) == run.VALIDATION_HEAD
+    assert [line[0] for line in lines] == ["1"] * ("0.1" in left)
 
 
 def test_what_a_training_writes_is_none_of_its_clips(material):
