@@ -31,6 +31,14 @@ def test_every_hot_module_is_swapped_and_nothing_else_changes(small_vae):
     assert list(vae.state_dict()) == list(small_vae.state_dict())
 
 
+def test_what_checkpoints_gradients_has_diffusers_name(small_vae):
+    native, ported = (
+        {type(part).__name__ for part in vae.modules() if hasattr(part, "gradient_checkpointing")}
+        for vae in (small_vae, port(copy.deepcopy(small_vae)))
+    )
+    assert ported == native
+
+
 def test_porting_twice_is_porting_once(small_vae):
     once = port(copy.deepcopy(small_vae))
     kinds = [type(module) for module in once.modules()]

@@ -309,7 +309,7 @@ class Downsample3D(OnColumns, CogVideoXDownsample3D):
         return _channels_first(y)
 
 
-class Decoder3D(diffusers_vae.CogVideoXDecoder3D):
+class CogVideoXDecoder3D(diffusers_vae.CogVideoXDecoder3D):
     """The decoder: the activation after its last norm goes to that norm, and both to the last convolution.
 
     A hook on that norm or on its activation sees what it sees in diffusers; one on the convolution, the
@@ -354,14 +354,14 @@ PORTED: dict[type[nn.Module], type[nn.Module]] = {
     diffusers_vae.CogVideoXResnetBlock3D: ResnetBlock3D,
     CogVideoXUpsample3D: Upsample3D,
     CogVideoXDownsample3D: Downsample3D,
-    diffusers_vae.CogVideoXDecoder3D: Decoder3D,
+    diffusers_vae.CogVideoXDecoder3D: CogVideoXDecoder3D,
 }
 """The class that each of diffusers' hot modules becomes."""
 
 PARTS = (nn.Conv2d, GroupNorm, SafeConv3d, CausalConv3d)
 """What may lie within a layer, where its kernel does all of it."""
 
-LAYERS = tuple(ported for ported in PORTED.values() if ported is not Decoder3D)
+LAYERS = tuple(ported for ported in PORTED.values() if ported is not CogVideoXDecoder3D)
 """Those that are no whole network."""
 
 
