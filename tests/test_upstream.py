@@ -44,6 +44,17 @@ def test_torchax_on_is_seen_in_torchs_stack_of_modes():
     assert not upstream.torchax_is_on()
 
 
+@pytest.mark.parametrize("operation", [torch.add, torch.sub, torch.mul])
+@pytest.mark.parametrize(
+    "other", [torch.ones(2, 3), torch.tensor(0.5, dtype=torch.float64)], ids=["tensor", "number"]
+)
+def test_a_sum_or_a_product_is_one_program(operation, other):
+    other = runtime.to_jax(other) if other.ndim else other
+    function = import_torchax().interop.jax_view(lambda x: operation(x, other))
+    names = [equation.primitive.name for equation in jax.make_jaxpr(function)(jax.numpy.ones((2, 3))).eqns]
+    assert names in (["jit"], ["pjit"]), names
+
+
 @pytest.mark.usefixtures("torchax_off")
 def test_torchax_is_taken_off_from_between_other_modes_and_put_back():
     def stacks():

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from cogvideox_torchax.runtime.compile_cache import configure_compile_cache
-from cogvideox_torchax.upstream import teach_copying, torchax_is_on, torchax_off
+from cogvideox_torchax.upstream import one_program_each, teach_copying, torchax_is_on, torchax_off
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 """The types of PyTorch's own tensors; one on JAX has a type of torchax's."""
@@ -24,6 +24,8 @@ def import_torchax() -> Any:
     """torchax with its `interop`; `ImportError` with the pair to install where it does not import."""
     try:
         import torchax.interop
+        import torchax.ops.jaten
+        import torchax.ops.ops_registry
         import torchax.view
     except (ImportError, RuntimeError) as error:
         raise ImportError(
@@ -32,6 +34,7 @@ def import_torchax() -> Any:
         ) from error
     for kind in (torchax.tensor.Tensor, torchax.view.View):
         teach_copying(kind, tensor_of, to_torch, without_torchax)
+    one_program_each(torchax.ops.ops_registry)
     return torchax
 
 
