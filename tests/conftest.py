@@ -25,6 +25,7 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
         "--xla_cpu_parallel_codegen_split_count=1"
     )
 
+import contextlib
 import copy
 import ctypes
 from fnmatch import fnmatchcase
@@ -146,13 +147,18 @@ def _no_gradients():
 
 
 @pytest.fixture
+def in_an_empty_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
 def model_directory(small_vae, tmp_path):
     small_vae.save_pretrained(tmp_path / "vae")
     return tmp_path / "vae"
 
 
-@pytest.fixture
-def torchax_off():
+@contextlib.contextmanager
+def torchax_disabled():
     """The state of a session that has not enabled torchax yet, whatever the tests before did."""
     import torchax
 
@@ -166,3 +172,9 @@ def torchax_off():
         torchax.disable_globally()
     if was_enabled:
         enable()
+
+
+@pytest.fixture
+def torchax_off():
+    with torchax_disabled():
+        yield

@@ -4,17 +4,17 @@ import argparse
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cogvideox_torchax.cli import common, devices
 from cogvideox_torchax.cli.clips import recipe_of
+from cogvideox_torchax.dataset import Bucket, DecodeClip, EncodeClip, sources
+from cogvideox_torchax.dataset.clip import KEEP, MEAN, POSTERIOR
+from cogvideox_torchax.dataset.decoding import VideoDirectory
+from cogvideox_torchax.dataset.formats import SAFETENSORS, SUFFIXES
+from cogvideox_torchax.dataset.loop import READERS, Step
+from cogvideox_torchax.dataset.manifest import DatasetDirectory, OutputDirectory
 
-if TYPE_CHECKING:
-    from cogvideox_torchax.dataset.loop import Step
-    from cogvideox_torchax.dataset.manifest import OutputDirectory
-
-FORMATS = ("safetensors", "parquet", "webdataset")
-KEEP = ("posterior", "mean", "sample", "both")
 FOR_MANY = ("format", "shard_size", "keep", "buckets", "ray", "actors", "readers", "retry")
 """Options that a single clip has no use for."""
 
@@ -25,7 +25,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
     add = group.add_argument
     add(
         "--format",
-        choices=FORMATS,
+        choices=SUFFIXES,
         help="a latent file a clip (default), or shards: Parquet as FastVideo reads it (needs the extra "
         "data), or WebDataset tars",
     )
@@ -61,28 +61,25 @@ def check_one(args: argparse.Namespace) -> None:
 
 def encode(args: argparse.Namespace) -> int:
     """Encode the clips that a directory lacks; return 1 where some cannot be."""
-    from cogvideox_torchax.dataset import Bucket, EncodeClip, sources
-    from cogvideox_torchax.dataset.manifest import DatasetDirectory
-
-    if args.seed is not None and args.keep in (None, "posterior", "mean"):
+    if args.seed is not None and args.keep in (None, POSTERIOR, MEAN):
         raise ValueError("--seed draws samples: add --keep sample, or both")
     if args.ray is not None and args.distributed:
         raise ValueError("--ray deals out the clips itself: leave out --distributed")
-    devices.check_alone(args)
+    devices.check(args, together=False)
     clips = sources.clips(args.video)
     common.take_bundled_model(args)
     buckets = tuple(Bucket.parse(text) for text in args.buckets.split(",")) if args.buckets else ()
-    recipe = recipe_of(args, buckets=buckets, keep=args.keep or "posterior", seed=args.seed or 0)
+    recipe = recipe_of(args, buckets=buckets, keep=args.keep or POSTERIOR, seed=args.seed or 0)
     unit = EncodeClip(recipe, common.say)
     if args.ray is not None:
         unit = EncodeClip(replace(recipe, backend="torch", dp=None, tp=None))  # this host may have no chips
     with devices.sharing(args) as share:
         unit.check()
         made_by = recipe.lasting(unit.model_sha256)
-        options = {"kind": args.format or FORMATS[0], "shard_size": args.shard_size or 64, "share": share}
+        options = {"kind": args.format or SAFETENSORS, "shard_size": args.shard_size or 64, "share": share}
         with DatasetDirectory(args.output, made_by, clips, retry=args.retry, **options) as directory:
             if args.ray is None:
-                return _through(args, directory.work(unit, readers=args.readers or 2), directory)
+                return _through(args, directory.work(unit, readers=args.readers or READERS), directory)
             from cogvideox_torchax.dataset import ray
 
             ray.connect(args.ray or None)
@@ -91,10 +88,7 @@ def encode(args: argparse.Namespace) -> int:
 
 def decode(args: argparse.Namespace) -> int:
     """Decode the latents of a directory that have no video yet; return 1 where some cannot be."""
-    from cogvideox_torchax.dataset import DecodeClip, sources
-    from cogvideox_torchax.dataset.decoding import VideoDirectory
-
-    devices.check_alone(args)
+    devices.check(args, together=False)
     shards = sources.shards(Path(args.latents))
     with (
         devices.sharing(args) as share,
@@ -107,10 +101,10 @@ def decode(args: argparse.Namespace) -> int:
         if first:
             unit.check(first)
             directory.begin(unit.recipe.lasting(unit.model_sha256))
-        return _through(args, directory.work(unit, readers=args.readers or 2), directory)
+        return _through(args, directory.work(unit, readers=args.readers or READERS), directory)
 
 
-def _through(args: argparse.Namespace, steps: "Iterable[Step]", directory: "OutputDirectory") -> int:
+def _through(args: argparse.Namespace, steps: Iterable[Step], directory: OutputDirectory) -> int:
     """Run the loop under a bar with clips a second and the time left; name bad clips; print the report."""
     watch = common.Stopwatch()
     count = 0

@@ -5,7 +5,10 @@ import json
 from typing import Any
 
 from cogvideox_torchax.backends import Use, names
+from cogvideox_torchax.bench import report
 from cogvideox_torchax.cli import common
+from cogvideox_torchax.files import reports
+from cogvideox_torchax.vae import checkpoint
 
 
 def add(subparsers: Any) -> argparse.ArgumentParser:
@@ -45,9 +48,7 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    from cogvideox_torchax.bench import ab, report
-    from cogvideox_torchax.files import reports
-    from cogvideox_torchax.vae import checkpoint
+    from cogvideox_torchax.bench import ab
 
     cases = ab.sweep(ab.Case(args.frames, args.height, args.width), args.sweep)
     checkpoint.locate_vae(args.model)  # before the work, not after it

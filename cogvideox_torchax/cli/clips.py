@@ -1,117 +1,76 @@
 """The work that commands share: a clip to latents, latents to a sink."""
 
 import argparse
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Iterator
+from typing import Any, TypeVar
 
 from cogvideox_torchax.cli import common
 from cogvideox_torchax.cli.devices import Fetch, Team
+from cogvideox_torchax.dataset import Clip, DecodeClip, EncodeClip, Recipe
+from cogvideox_torchax.dataset.clip import MEAN, SAMPLE, DecodedClip, framed
 from cogvideox_torchax.files import video
+from cogvideox_torchax.files.latents import TENSOR, Latents
 from cogvideox_torchax.vae.directions import DECODE, ENCODE
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-    import torch
-
-    from cogvideox_torchax.dataset.clip import DecodeClip, DecodedClip, EncodeClip, Recipe
-    from cogvideox_torchax.files.latents import Latents
-    from cogvideox_torchax.vae.torchax.autoencoder import AutoencoderKLCogVideoX
 
 SPATIAL_SCALE = 8
 """Sample pixels to a latent pixel in every published CogVideoX; the model checks its own."""
 
-Unit = TypeVar("Unit", "EncodeClip", "DecodeClip")
+Unit = TypeVar("Unit", EncodeClip, DecodeClip)
 
 
-def recipe_of(args: argparse.Namespace, **options: Any) -> "Recipe":
+def recipe_of(args: argparse.Namespace, **options: Any) -> Recipe:
     """Return how a command encodes or decodes clips, by its options, those that it has."""
-    from cogvideox_torchax.dataset import Recipe
-
     names = ("model", "backend", "dtype", "tiling", "dp", "tp", "frames", "height", "width", "crop")
     given = {name: getattr(args, name) for name in names if hasattr(args, name)} | options
     common.parse_dtype(given["dtype"])
     return Recipe(**given)
 
 
-def open_clip(args: argparse.Namespace, at_most: int | None = None) -> "DecodedClip":
+def open_clip(args: argparse.Namespace, at_most: int | None = None) -> DecodedClip:
     """Check the video and the sizes asked for, before anything is loaded; `at_most` so many frames, where no
     number is asked for."""
-    from cogvideox_torchax.dataset.clip import Clip, Recipe, framed
-
     count = args.frames or (at_most and min(at_most, video.probe(args.video).num_frames))
     recipe = Recipe("", frames=count, height=args.height, width=args.width, crop=args.crop)
     return framed(Clip("", args.video), recipe, SPATIAL_SCALE)
 
 
-def unit_of(
-    kind: type[Unit], args: argparse.Namespace, vae: "AutoencoderKLCogVideoX", fetch: Fetch, **options: Any
-) -> Unit:
+def unit_of(kind: type[Unit], args: argparse.Namespace, vae: Any, fetch: Fetch, **options: Any) -> Unit:
     """Return what encodes or decodes one clip under a bar of its chunks."""
 
-    def follow(parts: "Iterator[Any]", total: int, name: str) -> "Iterator[Any]":
+    def follow(parts: Iterator[Any], total: int, name: str) -> Iterator[Any]:
         return common.progress(parts, total=total, name=name, args=args)
 
     return kind(recipe_of(args, **options), common.say, vae=vae, fetch=fetch, follow=follow)
 
 
-def encode_clip(
-    vae: "AutoencoderKLCogVideoX", clip: "DecodedClip", args: argparse.Namespace, fetch: Fetch
-) -> "Latents":
-    """Return the clip's latents, its posterior's mode, or a sample where there is a seed."""
-    return _encoder(vae, args, fetch).encode(clip)
-
-
-def _encoder(vae: "AutoencoderKLCogVideoX", args: argparse.Namespace, fetch: Fetch) -> "EncodeClip":
-    from cogvideox_torchax.dataset.clip import MEAN, SAMPLE, EncodeClip
-
+def encoder_of(args: argparse.Namespace, vae: Any, fetch: Fetch) -> EncodeClip:
+    """Return what encodes a clip to its posterior's mode, or to a sample where there is a seed."""
     keep = MEAN if args.seed is None else SAMPLE
     return unit_of(EncodeClip, args, vae, fetch, keep=keep, seed=args.seed or 0)
 
 
-def decode_to(
-    sink: video.Sink,
-    vae: "AutoencoderKLCogVideoX",
-    latents: "Latents",
-    args: argparse.Namespace,
-    fetch: Fetch,
-) -> int:
+def decode_to(sink: video.Sink, vae: Any, latents: Latents, args: argparse.Namespace, fetch: Fetch) -> int:
     """Write the decoded frames as they come; return how many."""
-    from cogvideox_torchax.dataset.clip import DecodeClip
-
     options = {"model": latents.model, "dtype": str(vae.dtype).removeprefix("torch.")}
-    return _written(sink, unit_of(DecodeClip, args, vae, fetch, **options).stream(latents))
+    return video.write_all(sink, unit_of(DecodeClip, args, vae, fetch, **options).stream(latents))
 
 
 def reconstruct_to(
-    sink: video.Sink,
-    vae: "AutoencoderKLCogVideoX",
-    clip: "DecodedClip",
-    args: argparse.Namespace,
-    team: Team,
+    sink: video.Sink, vae: Any, clip: DecodedClip, args: argparse.Namespace, team: Team
 ) -> int:
     """Write the clip's frames as they come back from the VAE; return how many.
 
     A chunk's latents are decoded when there are enough of them: memory does not grow with the clip.
     """
-    from cogvideox_torchax.dataset.clip import DecodeClip
-    from cogvideox_torchax.files.latents import TENSOR
-
-    encoder, scale = _encoder(vae, args, team.everywhere), vae.spatial_scale
+    encoder, scale = encoder_of(args, vae, team.everywhere), vae.spatial_scale
     latent_frames, _ = frames_through(vae, clip.num_frames)
     shape = latent_frames, clip.framing.height // scale, clip.framing.width // scale
     decoder = unit_of(DecodeClip, args, vae, team.at_first)
-    return _written(sink, decoder.pieces(lambda: (piece[TENSOR] for piece in encoder.pieces(clip)), shape))
+    frames = decoder.pieces(lambda: (piece[TENSOR] for piece in encoder.pieces(clip)), shape)
+    return video.write_all(sink, frames)
 
 
-def frames_through(vae: "AutoencoderKLCogVideoX", frames: int) -> tuple[int, int]:
+def frames_through(vae: Any, frames: int) -> tuple[int, int]:
     """Return to how many latent frames a video is encoded, and to how many frames these are decoded."""
     latent = sum(ENCODE.results(vae, frames))
     return latent, sum(DECODE.results(vae, latent))
-
-
-def _written(sink: video.Sink, pieces: "Iterable[torch.Tensor]") -> int:
-    written = 0
-    for frames in pieces:
-        sink.write(frames)
-        written += frames.shape[2]
-    return written

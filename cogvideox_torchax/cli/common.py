@@ -4,25 +4,21 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterable, Iterator
-from fractions import Fraction
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
+
+import torch
 
 from cogvideox_torchax import backends
+from cogvideox_torchax.files import reports, video
 from cogvideox_torchax.runtime.clock import CompileClock
-from cogvideox_torchax.vae.sizes import parse_size
-
-if TYPE_CHECKING:
-    import torch
-    from jax.sharding import Mesh
-
-    from cogvideox_torchax.vae.torchax.autoencoder import AutoencoderKLCogVideoX
 
 DTYPES = ("float32", "bfloat16", "float16")
 DEMO_MODEL = Path(__file__).parent.parent / "assets" / "tiny-vae"
 
 Item = TypeVar("Item")
+Value = TypeVar("Value")
 
 
 def add_command(subparsers: Any, name: str, summary: str, example: str) -> argparse.ArgumentParser:
@@ -101,22 +97,19 @@ def positive(text: str) -> int:
     return value
 
 
-def size(text: str, **options: Any) -> tuple[int, ...]:
-    """Return what `vae.sizes.parse_size` does, with its options, for argparse."""
-    try:
-        return parse_size(text, **options)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+def argument(read: Callable[[str], Value]) -> Callable[[str], Value]:
+    """Return a reader for argparse, which shows the message of a `ValueError` of `read`."""
+
+    def value(text: str) -> Value:
+        try:
+            return read(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return value
 
 
-def frame_rate(text: str) -> Fraction:
-    """Frames a second, as `video.frame_rate` reads them."""
-    from cogvideox_torchax.files import video
-
-    try:
-        return video.frame_rate(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+frame_rate = argument(video.frame_rate)
 
 
 def check_named(path: str) -> None:
@@ -132,15 +125,13 @@ def take_bundled_model(args: argparse.Namespace) -> None:
         say(f"no --model is given: taking the small bundled model {DEMO_MODEL} (docs/tiny-vae.md)")
 
 
-def parse_dtype(name: str) -> "torch.dtype":
-    import torch
-
+def parse_dtype(name: str) -> torch.dtype:
     if name not in DTYPES:
         raise ValueError(f"unknown dtype {name!r}: one of {', '.join(DTYPES)}")
     return getattr(torch, name)
 
 
-def load_vae(model: str, backend: str, dtype: str, mesh: "Mesh | None" = None) -> "AutoencoderKLCogVideoX":
+def load_vae(model: str, backend: str, dtype: str, mesh: Any = None) -> Any:
     """The model on its backend, over a mesh if there is one; of a pipeline directory or a bare pipeline id,
     its VAE."""
     return backends.backend(backend).load(model, parse_dtype(dtype), mesh).vae
@@ -192,17 +183,20 @@ class Stopwatch:
         return time.perf_counter() - self._start
 
 
-def report_directory(name: str) -> Path:
-    """A directory for a report with plots, made where it is not there yet."""
-    from cogvideox_torchax.files import reports
-
-    reports.pyplot()  # missing? say so before the work, not after it
+def make_directory(name: str, purpose: str = "write into") -> Path:
+    """Return a directory to write into, made where it is not there yet; `ValueError` where it cannot be."""
     path = Path(name)
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(f"cannot write into {path}: {error.strerror}") from error
+        raise ValueError(f"cannot {purpose} {path}: {error.strerror}") from error
     return path
+
+
+def report_directory(name: str) -> Path:
+    """Return a directory for a report with plots; `ValueError` where nothing can be drawn."""
+    reports.pyplot()  # before the work, not after it
+    return make_directory(name)
 
 
 def say(message: str) -> None:

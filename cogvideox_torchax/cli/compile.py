@@ -2,14 +2,15 @@
 
 import argparse
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+
+from cogvideox_torchax import backends, runtime
 from cogvideox_torchax.cli import common, devices
 from cogvideox_torchax.cli.clips import SPATIAL_SCALE
 from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction
-
-if TYPE_CHECKING:
-    from cogvideox_torchax.vae.torchax.autoencoder import AutoencoderKLCogVideoX
+from cogvideox_torchax.vae.sizes import parse_size
 
 
 def add(subparsers: Any) -> argparse.ArgumentParser:
@@ -19,8 +20,14 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
         "compile the VAE's programs for given sizes, before the first request",
         "cogvideox-torchax compile 49x480x720 81x768x1360 --model zai-org/CogVideoX-5b --dtype bfloat16",
     )
-    size = functools.partial(common.size, what="a video", frames=True, multiple=SPATIAL_SCALE)
-    command.add_argument("sizes", nargs="+", type=size, metavar="FRAMESxHEIGHTxWIDTH", help="of the videos")
+    size = functools.partial(parse_size, what="a video", frames=True, multiple=SPATIAL_SCALE)
+    command.add_argument(
+        "sizes",
+        nargs="+",
+        type=common.argument(size),
+        metavar="FRAMESxHEIGHTxWIDTH",
+        help="of the videos",
+    )
     common.add_model_options(command)
     devices.add_mesh_options(command)
     return command
@@ -28,8 +35,6 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     import jax
-
-    from cogvideox_torchax import backends, runtime
 
     if not backends.backend(args.backend).compiled_by_jax:
         raise ValueError(f"--backend {args.backend} has no compile cache: take torchax or flax")
@@ -53,13 +58,9 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _run_all(
-    vae: "AutoencoderKLCogVideoX", direction: Direction, frames: int, height: int, width: int
-) -> None:
+def _run_all(vae: Any, direction: Direction, frames: int, height: int, width: int) -> None:
     """Run zeros through every program of a direction: of a first chunk and a later one, of bytes (the command
     line's and the streams') and of the model's dtype (`vae.encode`, `vae.decode` and pipelines')."""
-    import torch
-
     if direction is DECODE:
         frames = sum(ENCODE.results(vae, frames))
         height, width = height // vae.spatial_scale, width // vae.spatial_scale

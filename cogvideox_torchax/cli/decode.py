@@ -7,6 +7,7 @@ from typing import Any
 
 from cogvideox_torchax.cli import batch, common, devices
 from cogvideox_torchax.cli.clips import decode_to
+from cogvideox_torchax.files import latents
 
 
 def add(subparsers: Any) -> argparse.ArgumentParser:
@@ -35,8 +36,6 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    from cogvideox_torchax.files import latents
-
     common.check_named(args.latents)
     if Path(args.latents).is_dir():
         return batch.decode(args)

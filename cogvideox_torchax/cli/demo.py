@@ -4,18 +4,20 @@ PyTorch."""
 import argparse
 import importlib.metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from cogvideox_torchax.cli import common
 from cogvideox_torchax.cli.clips import open_clip
+from cogvideox_torchax.files import latents as latent_files
 from cogvideox_torchax.files import video
+from cogvideox_torchax.files.sheets import contact_sheet
 from cogvideox_torchax.files.whole import check_output, whole_file
-from cogvideox_torchax.vae import chunks
-
-if TYPE_CHECKING:
-    import torch
-
-    from cogvideox_torchax.vae.torchax.autoencoder import AutoencoderKLCogVideoX
+from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction
+from cogvideox_torchax.vae.pixels import to_uint8
+from cogvideox_torchax.vae.quality import ssim
+from cogvideox_torchax.vae.tolerances import psnr, relative_error
 
 DEMO_CLIP = "bigbuckbunny.mp4"
 DEMO_SIZE = (144, 256)
@@ -43,20 +45,13 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    import torch
-
-    from cogvideox_torchax.files import latents as latent_files
-    from cogvideox_torchax.files.sheets import contact_sheet
-    from cogvideox_torchax.vae.pixels import to_uint8
-    from cogvideox_torchax.vae.quality import ssim
-    from cogvideox_torchax.vae.tolerances import psnr, relative_error
-
     if args.video is None:
         args.video = demo_clip()
         if not (args.height or args.width or args.crop):
             args.height, args.width = DEMO_SIZE
     clip = open_clip(args, at_most=FRAMES)
-    output = _output_directory(args.output)
+    output = common.make_directory(args.output)
+    check_output(output / "demo.mp4")
     source = torch.cat([frame[:, :, None] for frame in clip.stream()], dim=2)
 
     common.take_bundled_model(args)
@@ -69,8 +64,8 @@ def run(args: argparse.Namespace) -> int:
     latents, frames = _round_trip(vae, source, args, args.backend)
     run_seconds = watch.seconds
     # Each half is compared on the same input: a difference in the latents is not counted again in the frames.
-    native_latents = _encode(native, source, args, "PyTorch")
-    native_frames = _decode(native, latents, args, "PyTorch")
+    native_latents = _run(ENCODE, native, source, args, "PyTorch")
+    native_frames = _run(DECODE, native, latents, args, "PyTorch")
 
     pixels = to_uint8(frames)
     shown = source[:, :, : pixels.shape[2]]
@@ -115,43 +110,23 @@ def demo_clip() -> Path:
     return next(Path(str(file.locate())) for file in files if file.name == DEMO_CLIP)
 
 
-def _output_directory(name: str) -> Path:
-    path = Path(name)
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"cannot write into {path}: {error.strerror}") from error
-    check_output(path / "demo.mp4")
-    return path
-
-
-def _encode(vae: "AutoencoderKLCogVideoX", source: "torch.Tensor", args: argparse.Namespace, name: str):
-    import torch
-
-    posteriors = common.progress(
-        vae.encode_stream(source),
-        total=len(chunks.plan(source.shape[2], vae.num_sample_frames_batch_size)),
-        name=f"{name}: encode",
-        args=args,
-    )
-    return torch.cat([posterior.mode() for posterior in posteriors], dim=2)
-
-
-def _decode(vae: "AutoencoderKLCogVideoX", latents: "torch.Tensor", args: argparse.Namespace, name: str):
-    import torch
-
-    decoded = common.progress(
-        vae.decode_stream(latents),
-        total=len(chunks.plan(latents.shape[2], vae.num_latent_frames_batch_size)),
-        name=f"{name}: decode",
-        args=args,
-    )
-    return torch.cat(list(decoded), dim=2)
-
-
 def _round_trip(
-    vae: "AutoencoderKLCogVideoX", source: "torch.Tensor", args: argparse.Namespace, name: str
-) -> "tuple[torch.Tensor, torch.Tensor]":
+    vae: Any, source: torch.Tensor, args: argparse.Namespace, name: str
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The clip's latents and its decoded frames, both on the host: whoever has them has waited for them."""
-    latents = _encode(vae, source, args, name)
-    return latents, _decode(vae, latents, args, name)
+    latents = _run(ENCODE, vae, source, args, name)
+    return latents, _run(DECODE, vae, latents, args, name)
+
+
+def _run(
+    direction: Direction, vae: Any, x: torch.Tensor, args: argparse.Namespace, name: str
+) -> torch.Tensor:
+    """Return the mean of a video's latents, or the frames of latents, under a bar of chunks."""
+    if direction is ENCODE:
+        results = (posterior.mode() for posterior in vae.encode_stream(x))
+    else:
+        results = vae.decode_stream(x)
+    total = len(direction.chunks(vae, x.shape[2]))
+    return torch.cat(
+        list(common.progress(results, total=total, name=f"{name}: {direction}", args=args)), dim=2
+    )

@@ -7,20 +7,17 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from cogvideox_torchax import runtime
 from cogvideox_torchax.backends import backend
 from cogvideox_torchax.cli.common import positive
+from cogvideox_torchax.dataset.manifest import ProcessShard
 from cogvideox_torchax.files import video
 
-if TYPE_CHECKING:
-    import torch
-    from jax.sharding import Mesh
-
-    from cogvideox_torchax.dataset.manifest import ProcessShard
-
-Fetch = Callable[["torch.Tensor"], "torch.Tensor"]
+Fetch = Callable[[torch.Tensor], torch.Tensor]
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
@@ -57,19 +54,44 @@ def add_mesh_options(command: argparse.ArgumentParser) -> Any:
     return group
 
 
-def mesh_of(args: argparse.Namespace) -> "Mesh | None":
+def check(args: argparse.Namespace, *, together: bool = True) -> None:
+    """Raise `ValueError` for options that cannot go together.
+
+    Args:
+        args: those of `add_mesh_options`, and `backend`.
+        together: whether processes have one mesh: without one they run on any backend.
+    """
+    meshes = ("dp", "tp", "distributed") if together else ("dp", "tp")
+    for name in meshes:
+        if getattr(args, name) and not backend(args.backend).runs_on_mesh:
+            raise ValueError(
+                f"--backend {args.backend} runs on one device: leave out --{name}, or take torchax"
+            )
+    for name in ("coordinator", "processes", "process", "patience"):
+        value = getattr(args, name)
+        if value is not None and not args.distributed:
+            raise ValueError(f"got --{name} {value} for a single process: add --distributed")
+
+
+def mesh_of(args: argparse.Namespace) -> Any:
     """The mesh of one process's devices; None where none is asked for.
 
     Raises:
-        ValueError: a backend that runs on one device, or a mesh that does not fit.
+        ValueError: options as in `check`, or a mesh that does not fit.
     """
-    given = [name for name in ("dp", "tp") if getattr(args, name)]
-    if not given:
+    check(args)
+    if not (args.dp or args.tp):
         return None
-    _check_backend(args, given[0])
     from cogvideox_torchax import sharding
 
     return sharding.make_mesh(args.dp or 1, args.tp)
+
+
+class NullSink:
+    """A sink of a process that does not write."""
+
+    def write(self, frames: torch.Tensor) -> None:
+        """Nothing: the first process writes."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +105,7 @@ class Team:
             the others then get no frames.
     """
 
-    mesh: "Mesh | None" = None
+    mesh: Any = None
     is_first: bool = True
     everywhere: Fetch = runtime.to_torch
     at_first: Fetch = runtime.to_torch
@@ -96,21 +118,11 @@ class Team:
 
         return Placement(self.mesh).own_columns(shape)
 
-    @contextlib.contextmanager
     def writing(
         self, path: str, fps: Fraction | float, alongside: video.Alongside | None = None
-    ) -> Iterator[video.Sink]:
+    ) -> contextlib.AbstractContextManager[video.Sink]:
         """A sink that writes in the first process alone."""
-        if self.is_first:
-            with video.writing(path, fps, alongside) as sink:
-                yield sink
-        else:
-            yield _Nowhere()
-
-
-class _Nowhere:
-    def write(self, frames: "torch.Tensor") -> None:
-        """Nothing: the first process writes."""
+        return video.writing(path, fps, alongside) if self.is_first else contextlib.nullcontext(NullSink())
 
 
 @contextlib.contextmanager
@@ -120,15 +132,11 @@ def joined(args: argparse.Namespace) -> Iterator[Team]:
     Raises:
         ValueError: options that contradict each other, a mesh that does not fit, processes that cannot meet.
     """
-    check(args)
     if not args.distributed:
         yield Team(mesh_of(args))
         return
-    from cogvideox_torchax import sharding
-
-    patience = args.patience or sharding.PATIENCE
-    with talking_on_stderr():
-        sharding.connect(args.coordinator, args.processes, args.process, patience=patience)
+    check(args)
+    with _connected(args) as sharding:
         mesh = sharding.make_mesh(args.dp or 1, args.tp)
         sharding.check_all_take_part(mesh)
         with sharding.exchanging(args.output) as exchange:
@@ -136,10 +144,8 @@ def joined(args: argparse.Namespace) -> Iterator[Team]:
 
 
 @contextlib.contextmanager
-def sharing(args: argparse.Namespace) -> Iterator["ProcessShard"]:
+def sharing(args: argparse.Namespace) -> Iterator[ProcessShard]:
     """Give a process's share of many clips. With an index and a count processes need not meet."""
-    from cogvideox_torchax.dataset.manifest import ProcessShard
-
     if not args.distributed:
         yield ProcessShard()
         return
@@ -150,48 +156,27 @@ def sharing(args: argparse.Namespace) -> Iterator["ProcessShard"]:
         return
     import jax
 
-    from cogvideox_torchax import sharding
-
-    with talking_on_stderr():
-        sharding.connect(
-            args.coordinator, args.processes, args.process, patience=args.patience or sharding.PATIENCE
-        )
+    with _connected(args) as sharding:
         yield ProcessShard(jax.process_index(), jax.process_count())
         sharding.wait_for_all()
 
 
 @contextlib.contextmanager
-def talking_on_stderr() -> Iterator[None]:
-    """Keeps off stdout what gloo, which connects CPUs, prints there of its connections."""
+def _connected(args: argparse.Namespace) -> Iterator[Any]:
+    """Join the other processes; gives the package that knows them.
+
+    What gloo, which connects CPUs, prints of its connections is kept off stdout.
+    """
+    from cogvideox_torchax import sharding
+
     sys.stdout.flush()
     stdout = os.dup(1)
     os.dup2(2, 1)
     try:
-        yield
+        patience = args.patience or sharding.PATIENCE
+        sharding.connect(args.coordinator, args.processes, args.process, patience=patience)
+        yield sharding
     finally:
         sys.stdout.flush()
         os.dup2(stdout, 1)
         os.close(stdout)
-
-
-def check(args: argparse.Namespace) -> None:
-    """Raises `ValueError` for options that cannot go together."""
-    check_alone(args)
-    if args.distributed:
-        _check_backend(args, "distributed")
-
-
-def check_alone(args: argparse.Namespace) -> None:
-    """As `check`, for processes that have a mesh each and no common one: those run on any backend."""
-    for name in ("dp", "tp"):
-        if getattr(args, name):
-            _check_backend(args, name)
-    for name in ("coordinator", "processes", "process", "patience"):
-        value = getattr(args, name)
-        if value is not None and not args.distributed:
-            raise ValueError(f"got --{name} {value} for a single process: add --distributed")
-
-
-def _check_backend(args: argparse.Namespace, given: str) -> None:
-    if not backend(args.backend).runs_on_mesh:
-        raise ValueError(f"--backend {args.backend} runs on one device: leave out --{given}, or take torchax")

@@ -4,7 +4,9 @@ import argparse
 from typing import Any
 
 from cogvideox_torchax.cli import batch, common, devices
-from cogvideox_torchax.cli.clips import encode_clip, open_clip
+from cogvideox_torchax.cli.clips import encoder_of, open_clip
+from cogvideox_torchax.dataset import sources
+from cogvideox_torchax.files import latents
 from cogvideox_torchax.files.whole import check_file
 
 
@@ -38,9 +40,6 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    from cogvideox_torchax.dataset import sources
-    from cogvideox_torchax.files import latents
-
     common.check_named(args.video)
     if sources.is_many(args.video):
         return batch.encode(args)
@@ -53,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
         common.take_bundled_model(args)
         vae = common.load_vae(args.model, args.backend, args.dtype, team.mesh)
         watch = common.Stopwatch()
-        encoded = encode_clip(vae, clip, args, team.at_first)
+        encoded = encoder_of(args, vae, team.at_first).encode(clip)
         if not team.is_first:
             return 0
         latents.save(encoded, args.output)

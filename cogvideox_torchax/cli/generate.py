@@ -6,29 +6,18 @@ from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from cogvideox_torchax import runtime
 from cogvideox_torchax.cli import common
 from cogvideox_torchax.cli.clips import decode_to
-from cogvideox_torchax.files.whole import check_file, whole_file
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    import torch
-
-    from cogvideox_torchax.files.latents import Latents
-    from cogvideox_torchax.pipelines.generate import Model
-    from cogvideox_torchax.pipelines.stages import Request, Stage
-
-SHOWN, ENLARGED = 4, 3
-"""Of a preview: frames side by side, and how much larger than latents."""
-
-OF_TEXT = ("prompt", "negative_prompt", "dtype")
-"""What of a request its text stage is made from."""
+from cogvideox_torchax.files import latents as latent_files
+from cogvideox_torchax.files import video
+from cogvideox_torchax.files.latents import Latents
+from cogvideox_torchax.files.whole import check_file
+from cogvideox_torchax.pipelines import generate, preview, stages
 
 FPS = Fraction(8)
-DEFAULTS = {"negative_prompt": "", "steps": 50, "guidance": 6.0, "strength": 0.8, "seed": 0}
 
 
 def add(subparsers: Any) -> argparse.ArgumentParser:
@@ -88,21 +77,18 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    from cogvideox_torchax import runtime
-    from cogvideox_torchax.files import video
-
     if args.from_stage and not args.save_stages:
         raise ValueError("--from-stage needs the stages' directory: pass --save-stages DIR")
     if args.preview:
         check_file(args.preview)
         if not args.preview.endswith(".png"):
             raise ValueError(f"cannot write {args.preview}: a preview goes into a .png file")
-    kept = _kept_latents(args) if args.from_stage == "latents" else None
+    kept = _kept_latents(args) if args.from_stage == stages.LATENTS else None
     args.fps = args.fps or (kept.fps if kept else FPS)
     # Latents are kept until the video is whole: the inner context ends first.
     with contextlib.ExitStack() as keeping, video.writing(args.output, args.fps) as sink:
         if args.save_stages:
-            _make_directory(args.save_stages)
+            common.make_directory(args.save_stages, "keep stages in")
         else:
             check_file(_kept_path(args))
         watch = common.Stopwatch()
@@ -121,12 +107,28 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _kept_latents(args: argparse.Namespace) -> Latents:
+    """The latents stage, which is only decoded any more: what it was sampled by cannot be asked for."""
+    sampling = {*stages.Request.names(), "preview"} - {"dtype"}
+    given = sorted(name for name in sampling if getattr(args, name) is not None)
+    if given:
+        options = ", ".join(map(stages.option, given))
+        raise ValueError(f"the latents are sampled already: leave {options} out, or take up from 'text'")
+    latents = stages.load_latents(args.save_stages)
+    latents.check_model(generate.vae_config(args.model))
+    return latents
+
+
+def _kept_path(args: argparse.Namespace) -> Path:
+    """Beside the output, which as a directory may end in a slash."""
+    output = Path(args.output)
+    return output.with_name(f"{output.name}.latents.safetensors")
+
+
 @contextlib.contextmanager
-def _on_disk(args: argparse.Namespace, latents: "Latents") -> Iterator[None]:
+def _on_disk(args: argparse.Namespace, latents: Latents) -> Iterator[None]:
     """Keeps the latents in a file until their video is whole; where that fails they stay, and a line says
     so."""
-    from cogvideox_torchax.files import latents as latent_files
-
     if args.save_stages:
         yield
         return
@@ -140,61 +142,25 @@ def _on_disk(args: argparse.Namespace, latents: "Latents") -> Iterator[None]:
     kept.unlink()
 
 
-def _kept_path(args: argparse.Namespace) -> Path:
-    """Beside the output, which as a directory may end in a slash."""
-    output = Path(args.output)
-    return output.with_name(f"{output.name}.latents.safetensors")
+def _vae_for(args: argparse.Namespace, latents: Latents) -> Any:
+    dtype = args.dtype or str(latents.tensor.dtype).removeprefix("torch.")
+    return common.load_vae(args.model, "torchax", dtype, _mesh(args))
 
 
-def _make_directory(name: str) -> None:
-    try:
-        Path(name).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"cannot keep stages in {name}: {error.strerror}") from error
-
-
-def _kept_latents(args: argparse.Namespace) -> "Latents":
-    """The latents stage, which is only decoded any more: what it was sampled by cannot be asked for."""
-    from cogvideox_torchax.pipelines import generate, stages
-
-    sampling = {*stages.Request.names(), "preview"} - {"dtype"}
-    given = sorted(name for name in sampling if getattr(args, name) is not None)
-    if given:
-        options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-        raise ValueError(f"the latents are sampled already: leave {options} out, or take up from 'text'")
-    latents = stages.load_latents(args.save_stages)
-    latents.check_model(generate.vae_config(args.model))
-    return latents
-
-
-def _vae_for(args: argparse.Namespace, latents: "Latents") -> Any:
-    mesh = _mesh(args)
-    vae = common.load_vae(args.model, "torchax", args.dtype or _name(latents.tensor.dtype))
-    if mesh is not None:
-        vae.place_on(mesh)
-    return vae
-
-
-def _name(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _sampled(args: argparse.Namespace) -> "tuple[Any, Latents]":
+def _sampled(args: argparse.Namespace) -> tuple[Any, Latents]:
     """The pipeline's VAE and the latents that it sampled, everything checked before a weight is loaded."""
-    from cogvideox_torchax.files import latents as latent_files
-    from cogvideox_torchax.pipelines import generate, stages
-
     mesh = _mesh(args)
     text = stages.load(args.save_stages, stages.TEXT) if args.from_stage else None
     model = generate.describe(args.model, image=args.image is not None, clip=args.video is not None)
     if text is not None:
         text.check_model(model.fingerprint)
-    request = _request(args, model, text)
+    request = stages.requested(vars(args), model.size, text)
+    dtype = common.parse_dtype(request.dtype)
     generate.check(request, model)
-    pipe = generate.load(model, common.parse_dtype(request.dtype), mesh, with_text=text is None)
+    pipe = generate.load(model, dtype, mesh, with_text=text is None)
     pipe.set_progress_bar_config(disable=args.quiet, desc="denoise", leave=False)
     keep = Path(args.save_stages) if args.save_stages else None
-    show = _preview(args.preview, pipe.vae) if args.preview else None
+    show = preview.drawn(pipe.vae, args.preview, common.say) if args.preview else None
     work = generate.Generation(pipe, model, request, keep, show)
     embeddings: dict[str, Any] = work.encode_text() if text is None else dict(text.tensors)
     latents = replace(work.sample(embeddings), fps=args.fps)
@@ -203,56 +169,9 @@ def _sampled(args: argparse.Namespace) -> "tuple[Any, Latents]":
     return pipe.vae, latents
 
 
-def _preview(path: str, vae: Any) -> "Callable[[torch.Tensor], None]":
-    """What writes frames of a step's latents into a picture, over that of the step before."""
-    from PIL import Image
-
-    from cogvideox_torchax.pipelines import preview
-
-    colors_of = preview.fit(vae)
-    common.say(f"preview: a linear map of latents that explains {colors_of.explained:.0%} of colors")
-
-    def show(latents: "torch.Tensor") -> None:
-        frames = colors_of(latents[:1])[0]
-        chosen = sorted({round(i * (len(frames) - 1) / (SHOWN - 1)) for i in range(SHOWN)})
-        picture = Image.fromarray(frames[chosen].transpose(0, 1).flatten(1, 2).contiguous().numpy())
-        with whole_file(path) as temporary:
-            picture.resize((picture.width * ENLARGED, picture.height * ENLARGED)).save(temporary, "PNG")
-
-    return show
-
-
 def _mesh(args: argparse.Namespace) -> Any:
     if args.dp == args.tp == 1:
         return None
     from cogvideox_torchax import make_mesh
 
     return make_mesh(args.dp, args.tp)
-
-
-def _request(args: argparse.Namespace, model: "Model", text: "Stage | None") -> "Request":
-    """Return what the options ask for; those that made a kept text may not contradict it."""
-    from cogvideox_torchax.pipelines.stages import Request
-
-    given = {name: getattr(args, name) for name in Request.names()}
-    fixed = {} if text is None else {name: getattr(text.request, name) for name in OF_TEXT}
-    for name, value in fixed.items():
-        if given[name] not in (None, value):
-            option = f"--{name.replace('_', '-')}"
-            raise ValueError(
-                f"the stage was made with {option} {value!r}, got {given[name]!r}: leave {option} out"
-            )
-    frames, height, width = model.size
-    defaults = {**DEFAULTS, "frames": frames, "height": height, "width": width, "dtype": "bfloat16"}
-    values = {name: value for name, value in given.items() if value is not None}
-    if "prompt" not in {**values, **fixed}:
-        raise ValueError("generate needs --prompt")
-    request = Request(**{"image": None, "video": None, **defaults, **values, **fixed})
-    common.parse_dtype(request.dtype)
-    guided = "negative_prompt_embeds" in text.tensors if text is not None else request.guidance > 1
-    if (request.guidance > 1) != guided:
-        raise ValueError(
-            f"the text stage was made {'with' if guided else 'without'} guidance, got --guidance "
-            f"{request.guidance}: generate from the prompt again"
-        )
-    return request

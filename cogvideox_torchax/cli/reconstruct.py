@@ -4,14 +4,12 @@ import argparse
 import contextlib
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cogvideox_torchax.cli import common, devices
 from cogvideox_torchax.cli.clips import frames_through, open_clip, reconstruct_to
+from cogvideox_torchax.dataset.clip import DecodedClip
 from cogvideox_torchax.files import video
-
-if TYPE_CHECKING:
-    from cogvideox_torchax.dataset.clip import DecodedClip
 
 
 def add(subparsers: Any) -> argparse.ArgumentParser:
@@ -71,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _sound(clip: "DecodedClip", alongside: video.Alongside) -> str:
+def _sound(clip: DecodedClip, alongside: video.Alongside) -> str:
     """What became of the sound."""
     if not clip.info.has_sound:
         return "none"
@@ -79,7 +77,7 @@ def _sound(clip: "DecodedClip", alongside: video.Alongside) -> str:
 
 
 def _alongside(
-    args: argparse.Namespace, clip: "DecodedClip", frames_out: int
+    args: argparse.Namespace, clip: DecodedClip, frames_out: int
 ) -> tuple[video.Alongside, list[str]]:
     """What the output takes of its source besides frames, and what has to be said of it."""
     info, told = clip.info, []

@@ -3,14 +3,16 @@
 import argparse
 import signal
 import sys
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cogvideox_torchax import backends
 from cogvideox_torchax.cli import common, devices
-
-if TYPE_CHECKING:
-    from cogvideox_torchax.train.run import Run
+from cogvideox_torchax.train import clips, start
+from cogvideox_torchax.train.checkpoints import NAME
+from cogvideox_torchax.train.run import HeldOut, Run
+from cogvideox_torchax.train.trainer import Plan, Trainer, TrainingRecipe
 
 TRAINERS = ("torch", "torchax")
 
@@ -73,11 +75,6 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    from cogvideox_torchax.train import clips, start
-    from cogvideox_torchax.train.checkpoints import NAME
-    from cogvideox_torchax.train.run import HeldOut, Run
-    from cogvideox_torchax.train.trainer import Plan, Trainer, TrainingRecipe
-
     directory = common.report_directory(args.output)
     if not args.resume and (directory / NAME).exists():
         raise ValueError(f"{directory} holds a training: --resume it, or give another directory")
@@ -99,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
     backend = start.load(kind, mesh, model=args.model, config=args.config, seed=args.seed)
     trainer = Trainer(backend, clips.Sampler(sources, seed=args.seed, cuts=recipe.cuts), plan)
     names = [source.part.name for source in sources]
-    training = Run(trainer, directory, held_out, plan.settings() | {"backend": args.backend, "clips": names})
+    training = Run(trainer, directory, held_out, asdict(plan) | {"backend": args.backend, "clips": names})
     done = training.resume() if args.resume else training.begin()
     with _Ended() as ended:
         _follow(training, done, ended, args)
@@ -110,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _follow(training: "Run", done: int, ended: "_Ended", args: argparse.Namespace) -> None:
+def _follow(training: Run, done: int, ended: "_Ended", args: argparse.Namespace) -> None:
     """Makes the steps, under a bar that shows the loss as a moving mean."""
     from tqdm import tqdm
 

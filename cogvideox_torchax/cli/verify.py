@@ -2,18 +2,15 @@
 
 import argparse
 import json
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from cogvideox_torchax import __version__
 from cogvideox_torchax.backends import Use, backend, names
 from cogvideox_torchax.cli import common
 from cogvideox_torchax.cli.clips import SPATIAL_SCALE, open_clip
-
-if TYPE_CHECKING:
-    import torch
-
-    from cogvideox_torchax.verify.compare import Result
+from cogvideox_torchax.files import reports
 
 DTYPES = ("float32", "bfloat16")
 FILES = ("verify.json", "verify.md", "verify.png")
@@ -44,8 +41,6 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    import torch
-
     from cogvideox_torchax.vae.torchax.networks import stock_of
     from cogvideox_torchax.verify import compare, report
 
@@ -72,19 +67,17 @@ def run(args: argparse.Namespace) -> int:
         "size": f"{x.shape[3]} x {x.shape[4]}",
         "device": common.device_name("torchax" if "torchax" in args.backends else "torch"),
     }
+    found, page = report.as_json(results, about), report.markdown(results, about)
     if output is not None:
-        _write(output, results, about)
-    if args.json:
-        print(json.dumps(report.as_json(results, about)))
-    else:
-        print(report.markdown(results, about))
+        reports.write_json(output / FILES[0], found)
+        reports.write_text(output / FILES[1], page)
+        report.draw_layers(results, output / FILES[2])
+    print(json.dumps(found) if args.json else page)
     return 0 if all(result.passed for result in results) else 1
 
 
-def _video(args: argparse.Namespace) -> "torch.Tensor":
+def _video(args: argparse.Namespace) -> torch.Tensor:
     """The clip, or noise, as floats (1, 3, T, H, W) in [-1, 1]."""
-    import torch
-
     if args.video is not None:
         frames = torch.stack(list(open_clip(args).stream()), dim=2)
         return frames.float() / 127.5 - 1
@@ -95,12 +88,3 @@ def _video(args: argparse.Namespace) -> "torch.Tensor":
     if shape[3] % SPATIAL_SCALE or shape[4] % SPATIAL_SCALE:
         raise ValueError(f"got {shape[3]} x {shape[4]} pixels: both must be multiples of {SPATIAL_SCALE}")
     return torch.rand(shape, generator=generator) * 2 - 1
-
-
-def _write(output: Path, results: "list[Result]", about: dict[str, Any]) -> None:
-    from cogvideox_torchax.files import reports
-    from cogvideox_torchax.verify import report
-
-    reports.write_json(output / "verify.json", report.as_json(results, about))
-    reports.write_text(output / "verify.md", report.markdown(results, about))
-    report.draw_layers(results, output / "verify.png")

@@ -4,17 +4,17 @@ import functools
 import hashlib
 import json
 import math
-import re
 import threading
 import zlib
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path, PurePath, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from cogvideox_torchax import backends, runtime
+from cogvideox_torchax.dataset.names import ClipError
 from cogvideox_torchax.files import latents as latent_files
 from cogvideox_torchax.files import video
 from cogvideox_torchax.files.latents import Latents
@@ -27,75 +27,6 @@ KEEP = (POSTERIOR, MEAN, SAMPLE, BOTH)
 
 AHEAD_BYTES = 2**30
 """Of a clip's frames; a longer clip is read while it is encoded, not ahead of it."""
-
-
-class ClipError(ValueError):
-    """A clip that cannot be encoded or decoded; the message says why."""
-
-
-LONGEST_NAME, LONGEST_PATH, MOST_PARTS = 255, 4095, 100
-"""Bytes of a file's name and of a path, by Linux's limits.h, and parts of one, which is made by recursion."""
-WORK = "work"
-"""Where clips wait for their shard, in a data set's directory."""
-_WAITING = re.compile(WORK + r"/\d{8}(\.safetensors)?")
-
-
-def waits(path: PurePath) -> bool:
-    """Whether a path within a data set's directory is that of a clip that waits for its shard."""
-    return _WAITING.fullmatch(path.as_posix()) is not None
-
-
-def check_id(name: Any) -> None:
-    """Raises `ClipError` for an id that names no file of its own below an output's directory."""
-    path = PurePosixPath(name) if isinstance(name, str) else PurePosixPath()
-    if not path.parts or path.is_absolute() or ".." in path.parts or path.as_posix() != name:
-        raise ClipError(f"got the id {name!r}: a path that must not lead out of the output is wanted")
-    if "\0" in name or waits(path):
-        raise ClipError(f"got the id {name!r}: no output can have that name")
-
-
-def check_text(name: str) -> None:
-    """Raise `ClipError` for an id that cannot be written as UTF-8."""
-    try:
-        name.encode()
-    except UnicodeEncodeError as error:
-        raise ClipError(f"got the id {name!r}: it is no UTF-8 ({error.reason})") from error
-
-
-def check_ids(clips: "Iterable[Clip]", where: str) -> None:
-    """Raises `ClipError` for an id that comes twice, and as `check_id` does; `where` they come from."""
-    seen: set[str] = set()
-    for clip in clips:
-        if clip.id in seen:
-            raise ClipError(f"{where} names {clip.id} twice: give each clip an id of its own")
-        try:
-            check_id(clip.id)
-        except ClipError as error:
-            raise ClipError(f"{where}: {error}") from error
-        seen.add(clip.id)
-
-
-def check_file(path: Path, directory: Path, taken: Container[Path]) -> None:
-    """Raise `ClipError` for a clip's file that cannot be.
-
-    Args:
-        path: of the file.
-        directory: of the output, which it lies below.
-        taken: the files of all clips.
-    """
-    try:
-        sizes = [len(part.encode()) for part in path.parts]
-    except UnicodeEncodeError as error:
-        raise ClipError(f"its file would have a name that is no UTF-8 ({error.reason})") from error
-    if max(sizes) > LONGEST_NAME:
-        raise ClipError(f"its file would have a name of {max(sizes)} bytes, {LONGEST_NAME} are the most")
-    if sum(sizes) + len(sizes) + LONGEST_NAME > LONGEST_PATH or len(sizes) > MOST_PARTS:  # beside a temporary
-        raise ClipError(f"its file would have a path of {sum(sizes)} bytes in {len(sizes)} parts: too long")
-    above = [directory / parent for parent in path.relative_to(directory).parents[:-1]]
-    if path.is_dir() or any(parent in taken or parent.is_file() for parent in above):
-        raise ClipError(
-            f"its file {path} would lie below another file, or is a directory: give it another id"
-        )
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from cogvideox_torchax.dataset import formats, loop
-from cogvideox_torchax.dataset.clip import ClipError, DecodeClip, check_file, check_id
+from cogvideox_torchax.dataset.clip import DecodeClip
 from cogvideox_torchax.dataset.manifest import BAD, OutputDirectory, ProcessShard, lines
+from cogvideox_torchax.dataset.names import ClipError, check_file, check_id
 from cogvideox_torchax.files import video
 from cogvideox_torchax.files.latents import Latents, LatentsError
 from cogvideox_torchax.files.whole import OutputError
@@ -74,7 +75,7 @@ class VideoDirectory(OutputDirectory):
         for shard, name, read in found:
             try:
                 check_id(name)
-                check_file(self._path(name), self.directory, owners)
+                check_file(name, self._path(name), self.directory, owners)
                 owner, where = owners[self._path(name)]
                 if (owner, where) != (name, shard):
                     raise ClipError(f"its video would be that of {owner} in {where}: give it another id")
@@ -110,17 +111,10 @@ class VideoDirectory(OutputDirectory):
             name, latents = given
             path = self._path(name)
             path.parent.mkdir(parents=True, exist_ok=True)
-            written = 0
             with video.writing(path, self._fps or latents.fps) as sink:
-                for frames in unit.stream(latents):
-                    sink.write(frames)
-                    written += frames.shape[2]
+                written = video.write_all(sink, unit.stream(latents))
             return {"frames": written, "frames_encoded": latents.num_frames}
 
-        def keep(name: str, about: dict[str, Any]) -> None:
-            self.note(name, **about)
-
-        def read(name: str) -> tuple[str, Latents]:
-            return name, self._readers[name]()
-
+        read = lambda name: (name, self._readers[name]())  # noqa: E731
+        keep = lambda name, about: self.note(name, **about)  # noqa: E731
         return loop.work(self.missing, read, compute, keep, self.refuse, readers=readers)

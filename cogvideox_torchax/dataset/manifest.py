@@ -11,7 +11,6 @@ a later run get new numbers that begin a new shard.
 """
 
 import contextlib
-import fcntl
 import json
 import os
 from collections.abc import Container, Iterator, Sequence
@@ -20,21 +19,12 @@ from pathlib import Path
 from typing import Any, Self
 
 from cogvideox_torchax.dataset import formats, loop
-from cogvideox_torchax.dataset.clip import (
-    WORK,
-    Clip,
-    ClipError,
-    DecodedClip,
-    EncodeClip,
-    check_file,
-    check_id,
-    check_ids,
-    check_text,
-)
+from cogvideox_torchax.dataset.clip import Clip, EncodeClip
+from cogvideox_torchax.dataset.names import WORK, ClipError, check_file, check_id, check_ids
 from cogvideox_torchax.files import latents as latent_files
 from cogvideox_torchax.files import reports
 from cogvideox_torchax.files.latents import Latents
-from cogvideox_torchax.files.whole import OutputError
+from cogvideox_torchax.files.whole import OutputError, lock
 
 DONE, BAD, SHARD = "done", "bad", "shard"
 KEYS: dict[str, tuple[str, type]] = {"manifest": ("index", int), "videos": ("id", str)}
@@ -59,22 +49,15 @@ class Manifest:
     def __init__(self, directory: Path, name: str):
         try:
             self._file = open(directory / name, "a+b", buffering=0)  # noqa: SIM115
-        except OSError as error:
-            raise OutputError(f"cannot write into {directory}: {error.strerror}") from error
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock(self._file.fileno())
         except BlockingIOError as error:
             self._file.close()
             raise OutputError(f"another run is writing {directory / name}: wait for it, or end it") from error
-        except OSError:  # no locks on this file system
-            pass
-        self._cut_torn_line()
-
-    def _cut_torn_line(self) -> None:
-        """Removes what a killed run has written of its last line."""
+        except OSError as error:
+            raise OutputError(f"cannot write into {directory}: {error.strerror}") from error
         self._file.seek(0)
         written = self._file.read()
-        self._file.truncate(written.rfind(b"\n") + 1)
+        self._file.truncate(written.rfind(b"\n") + 1)  # a killed run has written a part of its last line
 
     def add(self, kind: str, **line: Any) -> None:
         self._file.write(json.dumps({"kind": kind, **line}).encode() + b"\n")
@@ -231,7 +214,7 @@ class DatasetDirectory(OutputDirectory):
         retry: bool = False,
     ):
         formats.check(kind)
-        check_ids(clips, "the data set")
+        check_ids((clip.id for clip in clips), "the data set")
         super().__init__(directory, share)
         self.kind = kind
         self.shard_size = 1 if kind == formats.SAFETENSORS else shard_size
@@ -329,18 +312,20 @@ class DatasetDirectory(OutputDirectory):
 
     def _refuse_unwritable(self, index: int, taken: Container[Path]) -> None:
         try:
-            check_text(self.name_of(index))
-            check_file(self.clip_path(index), self.directory, taken)
+            check_file(self.name_of(index), self.clip_path(index), self.directory, taken)
         except ClipError as error:
             self.refuse(index, str(error))
 
     def work(self, unit: EncodeClip, *, readers: int = loop.READERS) -> Iterator[loop.Step]:
         """Encode what is missing on this machine."""
-
-        def read(index: int) -> DecodedClip:
-            return unit.read(self.clip(index))
-
-        return loop.work(self.missing, read, unit.encode, self.keep, self.refuse, readers=readers)
+        return loop.work(
+            self.missing,
+            lambda index: unit.read(self.clip(index)),
+            unit.encode,
+            self.keep,
+            self.refuse,
+            readers=readers,
+        )
 
     def clip(self, index: int) -> Clip:
         """Return a clip by its number."""

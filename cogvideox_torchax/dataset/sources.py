@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from cogvideox_torchax.dataset import formats
-from cogvideox_torchax.dataset.clip import Clip, ClipError, check_ids, waits
+from cogvideox_torchax.dataset.clip import Clip
+from cogvideox_torchax.dataset.names import ClipError, check_ids, waits
 from cogvideox_torchax.files import reports, video
 
 LISTS = (".txt", ".jsonl")
@@ -33,7 +34,7 @@ def clips(path: str | Path) -> list[Clip]:
     found = _in_directory(path) if path.is_dir() else list(_in_list(path))
     if not found:
         raise ClipError(f"{path} names no clips: a video ends in {', '.join(video.SUFFIXES)}")
-    check_ids(found, str(path))
+    check_ids((clip.id for clip in found), str(path))
     return found
 
 

@@ -5,7 +5,7 @@ import io
 import itertools
 import re
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -329,6 +329,15 @@ class Sink(Protocol):
     """Where frames go: `write` takes uint8 frames (1, 3, t, H, W)."""
 
     def write(self, frames: torch.Tensor) -> None: ...
+
+
+def write_all(sink: Sink, pieces: Iterable[torch.Tensor]) -> int:
+    """Write frames as they come; return how many."""
+    written = 0
+    for frames in pieces:
+        sink.write(frames)
+        written += frames.shape[2]
+    return written
 
 
 @dataclass(frozen=True)

@@ -141,17 +141,27 @@ def _locked(place: Path, *, directory: bool) -> int:
         flags = os.O_RDONLY if directory else os.O_CREAT | os.O_RDWR
         handle = os.open(place, flags | os.O_NOFOLLOW, 0o666)
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock(handle)
         except BlockingIOError:
             os.close(handle)
             raise
-        except OSError:  # a file system without locks: who comes later takes the place of who was there
-            pass
         if _is_at(handle, place):  # else its run has ended since it was opened
             if not (any(place.iterdir()) if directory else place.stat().st_size):
                 return handle
             _remove(place)
         os.close(handle)
+
+
+def lock(handle: int) -> None:
+    """Lock what is open for as long as it is; raise `BlockingIOError` where another run has locked it.
+
+    On a file system without locks nothing is locked: who comes later takes the place of who was there.
+    """
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if isinstance(error, BlockingIOError):
+            raise
 
 
 def _remove_left(place: Path) -> None:

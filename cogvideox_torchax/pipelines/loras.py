@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,29 +18,29 @@ OF_A_PIPELINE = (
 """diffusers' methods of a pipeline that do the same to its transformer; some read files first."""
 
 
-def in_pytorch(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A network's method, called while its weights are in PyTorch."""
+def in_pytorch(
+    method: Callable[..., Any], network_of: Callable[[Any], Any] = lambda network: network
+) -> Callable[..., Any]:
+    """Return a method, called while the weights of a network are in PyTorch.
+
+    Args:
+        method: of the network, or of a pipeline.
+        network_of: gives the network that what has the method belongs to.
+    """
 
     @functools.wraps(method)
-    def call(network: Any, *args: Any, **options: Any) -> Any:
-        with _on_host(network):
-            return runtime.without_torchax(method, network, *args, **options)
+    def call(owner: Any, *args: Any, **options: Any) -> Any:
+        with _on_host(network_of(owner)):
+            return runtime.without_torchax(method, owner, *args, **options)
 
     return call
 
 
 def of_pipeline(kind: Any) -> dict[str, Callable[..., Any]]:
     """Those of `OF_A_PIPELINE` that a pipeline's class has, called while the transformer is in PyTorch."""
-    return {name: _in_pytorch_of(getattr(kind, name)) for name in OF_A_PIPELINE if hasattr(kind, name)}
-
-
-def _in_pytorch_of(method: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def call(pipeline: Any, *args: Any, **options: Any) -> Any:
-        with _on_host(pipeline.transformer):
-            return runtime.without_torchax(method, pipeline, *args, **options)
-
-    return call
+    network_of = operator.attrgetter("transformer")
+    names = (name for name in OF_A_PIPELINE if hasattr(kind, name))
+    return {name: in_pytorch(getattr(kind, name), network_of) for name in names}
 
 
 @contextlib.contextmanager

@@ -3,15 +3,21 @@
 Axis letters: N videos, T frames, C channels, H rows, W columns, of latents.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from cogvideox_torchax.files.whole import whole_file
 from cogvideox_torchax.runtime import on_host, without_torchax
 
 PICTURES, PIXELS, PATCHES = 64, 64, 8
 """What the map is fitted to: so many pictures, their side in pixels, and in patches of one color."""
+
+SHOWN, ENLARGED = 4, 3
+"""Frames side by side in a picture, and how much larger than latents they are."""
 
 
 @dataclass(frozen=True)
@@ -65,3 +71,26 @@ def _fit(vae: Any, seed: int) -> LinearPreview:
 
 def _with_ones(features: torch.Tensor) -> torch.Tensor:
     return torch.cat([features, torch.ones_like(features[..., :1])], dim=-1)
+
+
+def drawn(vae: Any, path: str | Path, say: Callable[[str], None]) -> Callable[[torch.Tensor], None]:
+    """Return what writes frames of latents into a PNG file, over those of the latents before.
+
+    Args:
+        vae: as `fit` takes it.
+        path: of the file.
+        say: is told how well the map is fitted.
+    """
+    from PIL import Image
+
+    colors_of = fit(vae)
+    say(f"preview: a linear map of latents that explains {colors_of.explained:.0%} of colors")
+
+    def show(latents: torch.Tensor) -> None:
+        frames = colors_of(latents[:1])[0]
+        chosen = sorted({round(i * (len(frames) - 1) / (SHOWN - 1)) for i in range(SHOWN)})
+        picture = Image.fromarray(frames[chosen].transpose(0, 1).flatten(1, 2).contiguous().numpy())
+        with whole_file(path) as temporary:
+            picture.resize((picture.width * ENLARGED, picture.height * ENLARGED)).save(temporary, "PNG")
+
+    return show

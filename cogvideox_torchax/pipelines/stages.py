@@ -20,6 +20,15 @@ from cogvideox_torchax.files import tensors as tensor_files
 FORMAT = "cogvideox-torchax-stage/1"
 TEXT, LATENTS = "text", "latents"
 
+OF_TEXT = ("prompt", "negative_prompt", "dtype")
+"""What of a request its text stage is made from."""
+
+DEFAULTS = {
+    **{"negative_prompt": "", "image": None, "video": None, "dtype": "bfloat16"},
+    **{"steps": 50, "guidance": 6.0, "strength": 0.8, "seed": 0},
+}
+"""Of a request's fields, but for those that the model has."""
+
 
 class StageError(ValueError):
     """A stage that cannot be taken up; the message says why and what to do."""
@@ -80,6 +89,41 @@ class Stage:
         """Raise `StageError` unless this is the fingerprint of the stage's model."""
         if self.model != model:
             raise StageError(f"{self.path} is of another model: give the --model that it was made with")
+
+
+def option(name: str) -> str:
+    """Return the command line's option for a request's field."""
+    return f"--{name.replace('_', '-')}"
+
+
+def requested(options: dict[str, Any], size: tuple[int, int, int], text: Stage | None) -> Request:
+    """Return the request that a command line's options make.
+
+    Args:
+        options: the fields of a request among them; None for what was not given.
+        size: frames, height and width where those are not given.
+        text: the stage to take up from, whose fields may not be contradicted; or None.
+
+    Raises:
+        ValueError: no prompt, or options that contradict the stage.
+    """
+    given = {name: options[name] for name in Request.names() if options[name] is not None}
+    fixed = {} if text is None else {name: getattr(text.request, name) for name in OF_TEXT}
+    for name, value in fixed.items():
+        if given.get(name, value) != value:
+            said = f"the stage was made with {option(name)} {value!r}, got {given[name]!r}"
+            raise ValueError(f"{said}: leave {option(name)} out")
+    if "prompt" not in {**given, **fixed}:
+        raise ValueError("generate needs --prompt")
+    own = dict(zip(("frames", "height", "width"), size, strict=True))
+    request = Request(**{**DEFAULTS, **own, **given, **fixed})
+    guided = request.guidance > 1
+    if text is not None and guided != ("negative_prompt_embeds" in text.tensors):
+        raise ValueError(
+            f"the text stage was made {'without' if guided else 'with'} guidance, got --guidance "
+            f"{request.guidance}: generate from the prompt again"
+        )
+    return request
 
 
 def path_of(directory: str | Path, name: str) -> Path:

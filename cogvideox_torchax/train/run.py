@@ -58,7 +58,6 @@ class Validation:
     clip: str
     psnr: float
     ssim: float
-    frames: torch.Tensor
 
 
 class Run:
@@ -114,17 +113,14 @@ class Run:
 
     def validate(self) -> list[Validation]:
         """PSNR and SSIM of each held-out clip, through the average of the weights: a line and a picture."""
-        found = []
-        for clip in self._held_out:
-            got = to_uint8(self.trainer.reconstruct(from_uint8(clip.frames, "float32")))
-            found.append(Validation(clip.name, psnr(got, clip.frames), ssim(got, clip.frames), got))
+        found, minutes = [], f"{self._seconds / 60:.2f}"
         with _table(self._directory / VALIDATION, VALIDATION_HEAD) as file:
-            minutes = f"{self._seconds / 60:.2f}"
-            for one in found:
-                csv.writer(file).writerow((self.trainer.step_number, minutes, one.clip, one.psnr, one.ssim))
-        for clip, one in zip(self._held_out, found, strict=True):
-            with whole_file(self._directory / f"{clip.name}.png") as temporary:
-                contact_sheet(clip.frames, one.frames).save(temporary, "PNG")
+            for clip in self._held_out:
+                got = to_uint8(self.trainer.reconstruct(from_uint8(clip.frames, "float32")))
+                found.append(Validation(clip.name, psnr(got, clip.frames), ssim(got, clip.frames)))
+                csv.writer(file).writerow((self.trainer.step_number, minutes, *astuple(found[-1])))
+                with whole_file(self._directory / f"{clip.name}.png") as temporary:
+                    contact_sheet(clip.frames, got).save(temporary, "PNG")
         return found
 
     def finish(self) -> None:

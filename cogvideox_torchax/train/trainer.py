@@ -4,7 +4,7 @@ import contextlib
 import math
 import tomllib
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -101,10 +101,6 @@ class Plan:
             )
         if self.frames % 8 != 1:
             raise ValueError(f"got clips of {self.frames} frames: give 8 n + 1, as 1, 9, 17 or 49")
-
-    def settings(self) -> dict[str, Any]:
-        """As a checkpoint keeps them."""
-        return asdict(self)
 
 
 @dataclass(frozen=True)

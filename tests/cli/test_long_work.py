@@ -17,12 +17,7 @@ from cogvideox_torchax.runtime import COMPILE_CACHE_VARIABLE, compile_cache
 from cogvideox_torchax.vae.directions import DECODE, ENCODE
 from tests import small_pipelines
 
-pytestmark = pytest.mark.usefixtures("torchax_off")
-
-
-@pytest.fixture(autouse=True)
-def _in_an_empty_directory(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("torchax_off", "in_an_empty_directory")
 
 
 @pytest.fixture
@@ -45,6 +40,16 @@ def fresh_cache(tmp_path):
         jax.config.update(setting, value)
     compilation_cache.reset_cache()
     compile_cache._cache_configured = was_configured
+
+
+@pytest.fixture
+def no_cache(monkeypatch):
+    monkeypatch.setenv(COMPILE_CACHE_VARIABLE, "off")
+    monkeypatch.setattr(compile_cache, "_cache_configured", False)
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", None)
+    yield
+    jax.config.update("jax_compilation_cache_dir", before)
 
 
 def report(capsys, *arguments):
@@ -139,18 +144,12 @@ def test_a_size_that_no_video_has_is_refused(size, capsys):
     assert "argument FRAMESxHEIGHTxWIDTH: got a video of" in capsys.readouterr().err
 
 
-def test_compiling_for_nothing_is_refused(monkeypatch, capsys):
+def test_compiling_for_nothing_is_refused(no_cache, capsys):
     assert cli.main(["compile", "5x16x24", "--backend", "torch"]) == 2
     assert "--backend torch has no compile cache" in capsys.readouterr().err
-    monkeypatch.setenv(COMPILE_CACHE_VARIABLE, "off")
-    monkeypatch.setattr(compile_cache, "_cache_configured", False)
-    before = jax.config.jax_compilation_cache_dir
-    jax.config.update("jax_compilation_cache_dir", None)
-    try:
-        assert cli.main(["compile", "5x16x24"]) == 2
-    finally:
-        jax.config.update("jax_compilation_cache_dir", before)
+    assert cli.main(["compile", "5x16x24"]) == 2
     assert f"the compile cache is off: set {COMPILE_CACHE_VARIABLE}" in capsys.readouterr().err
+    assert report(capsys, "doctor", "--json")["compile cache"] == "off"
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "tcsh"])

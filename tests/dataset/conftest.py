@@ -6,9 +6,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cogvideox_torchax.dataset import EncodeClip, Recipe
+from cogvideox_torchax import cli
+from cogvideox_torchax.dataset import Clip, EncodeClip, Recipe, formats
 from cogvideox_torchax.files import video
 from tests import reference
+from tests.conftest import torchax_disabled
 from tests.files.test_video import moving_frames
 
 GOOD = ["a.mp4", "b.mp4", "sub/c.mp4", "sub/d.mp4", "z.mp4"]
@@ -41,8 +43,6 @@ def small(tmp_path_factory):
     reference.small_vae(**reference.THREE_LEVELS).save_pretrained(root / "vae")
     recipe = Recipe(str(root / "vae"), backend="torch")
     unit = EncodeClip(recipe)
-    from cogvideox_torchax.dataset import Clip
-
     with torch.no_grad():
         wanted = {name: unit(Clip(name, root / "in" / name)) for name in GOOD}
     return SimpleNamespace(
@@ -57,3 +57,18 @@ def tree(directory: Path) -> dict[str, bytes]:
         for path in sorted(directory.rglob("*"))
         if path.is_file() and path.suffix != ".jsonl"
     }
+
+
+def encode(small, output, *more, clips=None):
+    given = ("encode", str(clips or small.clips), "-o", str(output), "--model", small.model)
+    return cli.main([*given, *OPTIONS, *map(str, more)])
+
+
+@pytest.fixture(scope="session")
+def encoded(small, tmp_path_factory):
+    """A directory of each format, three clips a shard."""
+    root = tmp_path_factory.mktemp("encoded")
+    with torchax_disabled():
+        for kind in formats.SUFFIXES:
+            assert encode(small, root / kind, "--format", kind, "--shard-size", 3) == 1
+    return root

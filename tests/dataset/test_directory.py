@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,30 +10,14 @@ import pytest
 import torch
 
 from cogvideox_torchax import cli
-from cogvideox_torchax.dataset import ClipError, EncodeClip, formats, loop, manifest, sources
+from cogvideox_torchax.dataset import ClipError, EncodeClip, formats, manifest, sources
 from cogvideox_torchax.dataset.decoding import VideoDirectory
 from cogvideox_torchax.files import latents as latent_files
 from cogvideox_torchax.files import video
-from cogvideox_torchax.files.whole import OutputError
-from tests.dataset.conftest import BAD, GOOD, OPTIONS, tree, write_clip
+from tests import reference
+from tests.dataset.conftest import BAD, GOOD, OPTIONS, encode, tree, write_clip
 
 pytestmark = pytest.mark.usefixtures("torchax_off")
-
-SHARDED = ("parquet", "webdataset")
-
-
-def encode(small, output, *more, clips=None):
-    given = ("encode", str(clips or small.clips), "-o", str(output), "--model", small.model)
-    return cli.main([*given, *OPTIONS, *map(str, more)])
-
-
-@pytest.fixture(scope="module")
-def encoded(small, tmp_path_factory):
-    """A directory of each format, three clips a shard."""
-    root = tmp_path_factory.mktemp("encoded")
-    for kind in formats.SUFFIXES:
-        assert encode(small, root / kind, "--format", kind, "--shard-size", 3) == 1
-    return root
 
 
 @pytest.mark.parametrize("kind", formats.SUFFIXES)
@@ -262,8 +245,6 @@ def test_an_id_without_a_place_of_its_own_below_the_output_is_bad(tmp_path, monk
 def test_another_model_marks_no_latents_bad_and_a_broken_first_clip_is_its_own(
     small, encoded, tmp_path, capsys
 ):
-    from tests import reference
-
     reference.small_vae(**{**reference.THREE_LEVELS, "norm_num_groups": 2}).save_pretrained(tmp_path / "vae")
     decode = ["decode", str(encoded / "webdataset"), "-o", str(tmp_path / "out"), *OPTIONS]
     assert cli.main([*decode, "--model", str(tmp_path / "vae")]) == 2
@@ -324,8 +305,6 @@ def test_a_truncated_shard_is_named_and_the_others_are_decoded(encoded, tmp_path
 
 
 def test_videos_of_other_weights_or_rates_are_refused_in_the_same_directory(small, encoded, tmp_path, capsys):
-    from tests import reference
-
     vae = reference.small_vae(**reference.THREE_LEVELS)
     torch.nn.init.zeros_(vae.decoder.conv_out.conv.bias)
     vae.save_pretrained(tmp_path / "vae")
@@ -463,205 +442,3 @@ def test_a_torn_line_is_cut_and_the_whole_ones_stay(tmp_path):
     found.add("done", index=1)
     found.close()
     assert [line["index"] for line in manifest.lines(tmp_path)] == [0, 1]
-
-
-STEPS = {
-    "before a clip is in place": "parquet",
-    "before its line": "webdataset",
-    "before the shard": "parquet",
-    "before the shard's line": "webdataset",
-    "after it": "parquet",
-}
-KILLED = """
-import os, signal, sys
-import torch
-from cogvideox_torchax import cli
-from cogvideox_torchax.dataset import formats, manifest
-from cogvideox_torchax.files import latents as latent_files
-from cogvideox_torchax.files import video
-from cogvideox_torchax.files.whole import OutputError
-
-die = lambda: os.kill(os.getpid(), signal.SIGKILL)
-done = []
-
-def save(latents, path, real=latent_files.save):
-    if step == "before a clip is in place" and len(done) == 2:
-        with formats.whole_file(path) as temporary:
-            temporary.write_bytes(b"half")
-            die()
-    real(latents, path)
-    done.append(path)
-    if step == "before its line" and len(done) == 3:
-        die()
-
-def write(kind, members, path, real=formats.write):
-    if step == "before the shard":
-        with formats.whole_file(path) as temporary:
-            temporary.write_bytes(b"half")
-            die()
-    real(kind, members, path)
-    if step == "before the shard's line":
-        die()
-
-def add(self, kind, real=manifest.Manifest.add, **line):
-    real(self, kind, **line)
-    if step == "after it" and kind == "shard":
-        die()
-    if step == "decode" and kind == "done":
-        done.append(line)
-
-def frame(self, frames, real=video._Mp4Sink.write):
-    real(self, frames)
-    if step == "decode" and len(done) == 2:
-        die()
-
-latent_files.save, formats.write, manifest.Manifest.add = save, write, add
-video._Mp4Sink.write = frame
-for given in sys.argv[1:]:  # each in a process of its own, which need not import all that again
-    step, *command = given.split("|")
-    child = os.fork()
-    if not child:
-        torch.set_num_threads(1)
-        os._exit(cli.main([*command, "--backend", "torch", "--quiet"]))
-    print(step, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-"""
-
-
-@pytest.fixture(scope="module")
-def killed(small, encoded, tmp_path_factory):
-    """What runs left that were killed, each at another step."""
-    root = tmp_path_factory.mktemp("killed")
-    given = []
-    for step, kind in STEPS.items():
-        options = ("--model", small.model, "--format", kind, "--shard-size", "3")
-        given.append("|".join((step, "encode", str(small.clips), "-o", str(root / step), *options)))
-    decode = ("decode", "decode", str(encoded / "webdataset"), "-o", str(root / "decode"))
-    ended = subprocess.run(
-        [sys.executable, "-c", KILLED, *given, "|".join(decode)],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert [line.split()[-1] for line in ended.stdout.splitlines()] == ["-9"] * 6, ended.stderr
-    return root
-
-
-@pytest.mark.parametrize("step", STEPS)
-@pytest.mark.slow
-def test_what_a_killed_run_left_the_next_completes_bit_for_bit(
-    small, encoded, killed, tmp_path, step, monkeypatch
-):
-    out, kind = tmp_path / "out", STEPS[step]
-    shutil.copytree(killed / step, out)
-    finished = {line["id"] for line in manifest.lines(out) if line["kind"] == "done"}
-    computed, real = [], EncodeClip.encode
-    monkeypatch.setattr(
-        EncodeClip, "encode", lambda self, reading: computed.append(reading.clip.id) or real(self, reading)
-    )
-    assert encode(small, out, "--format", kind, "--shard-size", 3) == 1
-    assert not finished & set(computed)
-    assert 0 < len(computed) < len(GOOD)
-    assert tree(out) == tree(encoded / kind)
-    assert not list(out.rglob(".*.writing"))
-    lines = [(line["kind"], line.get("index", line.get("name"))) for line in manifest.lines(out)]
-    assert len(lines) == len(set(lines))
-
-
-@pytest.mark.slow
-def test_a_run_killed_while_it_decodes_leaves_whole_videos_alone(encoded, killed, tmp_path):
-    out = tmp_path / "out"
-    shutil.copytree(killed / "decode", out)
-    finished = {Path(line["id"]).name for line in manifest.lines(out, "videos") if line["kind"] == "done"}
-    before = {path.name: path.stat().st_mtime_ns for path in out.rglob("*.mp4") if path.name in finished}
-    assert 1 < len(before) == len(finished) < len(GOOD)  # one more may lie there, without its line yet
-    command = ["decode", str(encoded / "webdataset"), "-o"]
-    assert cli.main([*command, str(out), *OPTIONS]) == 0
-    assert cli.main([*command, str(tmp_path / "undisturbed"), *OPTIONS]) == 0
-    assert tree(out) == tree(tmp_path / "undisturbed")
-    after = {path.name: path.stat().st_mtime_ns for path in out.rglob("*.mp4")}
-    assert {name: after[name] for name in before} == before
-
-
-# The loop
-
-
-def test_reading_and_writing_overlap_with_computing():
-    import threading
-
-    log, lock = [], threading.Lock()
-
-    def note(what, job):
-        with lock:
-            log.append((what, job))
-
-    third_is_read, second_is_computed = threading.Event(), threading.Event()
-
-    def read(job):
-        if job == 2:
-            third_is_read.set()
-        return job
-
-    def compute(job):
-        if job == 0:
-            assert third_is_read.wait(30)  # while the first is computed
-        if job == 1:
-            second_is_computed.set()
-        return job
-
-    def keep(job, _):
-        if job == 0:
-            assert second_is_computed.wait(30)  # while the first is written
-        note("kept", job)
-
-    steps = list(loop.work(range(5), read, compute, keep, note, readers=2))
-    assert [step.job for step in steps] == list(range(5))
-    assert [job for what, job in log if what == "kept"] == list(range(5))
-
-
-@pytest.mark.parametrize(
-    ("error", "own"),
-    [
-        (MemoryError(), True),
-        (RuntimeError("RESOURCE_EXHAUSTED: Out of memory"), True),
-        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"), True),
-        (OverflowError("value too large"), True),
-        (RuntimeError("a broken program"), False),
-        (OutputError("not writable"), False),
-    ],
-    ids=repr,
-)
-@pytest.mark.parametrize("half", ["read", "compute"])
-def test_an_error_of_one_clip_is_its_own_and_one_of_the_program_ends_the_loop(error, own, half):
-    def fail(job):
-        if job == 1:
-            raise error
-        return job
-
-    halves = {"read": lambda job: job, "compute": lambda job: job, half: fail}
-    given = (range(3), halves["read"], halves["compute"], lambda *_: None, lambda *_: None)
-    if own:
-        assert [step.error is None for step in loop.work(*given)] == [True, False, True]
-    elif (half, type(error)) != ("read", OutputError):
-        with pytest.raises(type(error)):
-            list(loop.work(*given))
-
-
-def test_a_failure_to_keep_ends_the_loop_and_one_to_read_does_not():
-    def read(job):
-        if job == 1:
-            raise ValueError("bad")
-        return job
-
-    refused = []
-    refuse = lambda job, reason: refused.append((job, reason))  # noqa: E731
-    steps = list(loop.work(range(3), read, lambda job: job, lambda job, _: None, refuse))
-    assert [step.error for step in steps] == [None, "bad", None]
-    assert refused == [(1, "bad")]
-
-    def keep(job, _):
-        raise OSError(28, "No space left on device")
-
-    with pytest.raises(OSError, match="No space"):
-        list(loop.work(range(50), lambda job: job, lambda job: job, keep, refuse))

@@ -13,12 +13,7 @@ from tests import reference, small_pipelines
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
-pytestmark = pytest.mark.usefixtures("torchax_off")
-
-
-@pytest.fixture(autouse=True)
-def _in_an_empty_directory(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("torchax_off", "in_an_empty_directory")
 
 
 def saved(pipe, directory: str) -> str:

@@ -19,7 +19,7 @@ from cogvideox_torchax.pipelines import networks, stages
 from tests import small_pipelines
 from tests.files.test_video import moving_frames
 
-pytestmark = pytest.mark.usefixtures("torchax_off")
+pytestmark = pytest.mark.usefixtures("torchax_off", "in_an_empty_directory", "inputs")
 
 MODELS = {
     "text": ("text", "5b"),
@@ -54,9 +54,8 @@ def models(tmp_path_factory):
     return saved
 
 
-@pytest.fixture(autouse=True)
-def _in_an_empty_directory(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+@pytest.fixture
+def inputs():
     small_pipelines.picture().save("picture.png")
     with video.writing("clip.mp4", 8) as sink:
         sink.write(moving_frames(9))
@@ -109,9 +108,26 @@ def steps(monkeypatch):
     return made
 
 
-def test_every_stage_takes_up_to_the_same_frames(models, steps):
+@pytest.fixture
+def shown(monkeypatch):
+    """A list that grows with every picture that a preview writes."""
+    pictures, inherited = [], Image.Image.save
+
+    def save(image, path, *kind):
+        if kind:  # frames are written without
+            pictures.append(image.tobytes())
+        inherited(image, path, *kind)
+
+    monkeypatch.setattr(Image.Image, "save", save)
+    return pictures
+
+
+def test_every_stage_takes_up_to_the_same_frames(models, steps, shown, capsys):
     model = models("text")
-    assert generate(model, "--save-stages", "kept") == 0
+    assert generate(model, "--save-stages", "kept", "--preview", "steps.png") == 0
+    assert "a linear map of latents that explains" in capsys.readouterr().err
+    assert len(set(shown)) == 4, "one for each step"
+    assert Image.open("steps.png").size == (3 * 3 * 8, 3 * 4)
     assert {path.stem for path in Path("kept").iterdir()} == {"text", "latents"}
     before = latents.load("kept/latents.safetensors").tensor
     for stage in ("latents", "text"):
@@ -228,6 +244,7 @@ BAD = {
     "too few frames": ("text", ["--video", "clip.mp4", "--frames", 11], "has 9 frames, 11 are wanted"),
     "mesh": ("text", ["--tp", 99], "99 devices, where there are 8"),
     "dtype": ("text", ["--dtype", "int8"], "unknown dtype"),
+    "a preview in JPEG": ("text", ["--preview", "steps.jpg"], "goes into a .png file"),
     "stages without a directory": ("text", ["--from-stage", "text"], "pass --save-stages"),
     "no such stage": ("text", ["--from-stage", "text", "--save-stages", "none"], "there is no stage"),
 }

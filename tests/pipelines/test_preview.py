@@ -1,15 +1,9 @@
-"""Latents shown without a decoder: the fitted map, and the picture that `generate --preview` writes."""
-
-import json
-from pathlib import Path
+"""Latents shown without a decoder: the fitted map. What `generate --preview` writes is in test_generate."""
 
 import pytest
 import torch
-from PIL import Image
 
-from cogvideox_torchax import cli, runtime
 from cogvideox_torchax.pipelines import preview
-from tests import small_pipelines
 
 
 class LinearVAE:
@@ -43,25 +37,3 @@ def test_how_much_is_explained_is_measured_on_other_pictures():
             return type("Output", (), {"latent_dist": type("D", (), {"mode": lambda self: noise})()})()
 
     assert preview._fit(Noise(), seed=0).explained < 0.1  # so many channels would fit what they have seen
-
-
-@pytest.mark.usefixtures("torchax_off")
-@pytest.mark.filterwarnings("ignore")
-def test_generate_shows_its_steps_in_a_picture(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    pipe = small_pipelines.build("text", text_encoder=small_pipelines.text_encoder(num_layers=1))
-    runtime.without_torchax(pipe.save_pretrained, "model")
-    seen = []
-    inherited = Image.Image.save
-    monkeypatch.setattr(
-        Image.Image, "save", lambda image, *args: (seen.append(image.tobytes()), inherited(image, *args))
-    )
-    given = ("--prompt", "a panda", "--model", "model", "--steps", "3", "--dtype", "float32", "-o", "a.mp4")
-    assert cli.main(["generate", *given, "--preview", "steps.png", "--quiet", "--json"]) == 0
-    printed = capsys.readouterr()
-    assert json.loads(printed.out)["frames"] == small_pipelines.FRAMES
-    assert "a linear map of latents that explains" in printed.err
-    assert len(set(seen)) == 3, "one for each step"
-    assert Image.open("steps.png").size == (3 * 3 * 8, 3 * 4)
-    assert cli.main(["generate", *given, "--preview", "steps.jpg"]) == 2
-    assert Path("a.mp4").exists()

@@ -29,15 +29,19 @@ def _gradients():
         yield
 
 
-@pytest.fixture
-def material(tmp_path, monkeypatch):
-    """A directory with a config, a recipe, a video of 24 x 40 pixels and a picture; the working directory."""
-    monkeypatch.chdir(tmp_path)
+def make_material(directory):
+    """Write a config, a recipe, a video of 24 x 40 pixels and a picture."""
     config = {"_class_name": "AutoencoderKLCogVideoX", **TINY}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    (tmp_path / "recipe.toml").write_text('cuts = true\ncolour = 2\nwhole = "16x32"\n')
-    with video.writing("clip.mp4", 10) as sink:
+    (directory / "config.json").write_text(json.dumps(config))
+    (directory / "recipe.toml").write_text('cuts = true\ncolour = 2\nwhole = "16x32"\n')
+    with video.writing(directory / "clip.mp4", 10) as sink:
         sink.write(moving_frames(20))
     noise = np.random.default_rng(0).integers(0, 256, (40, 48, 3), dtype=np.uint8)
-    Image.fromarray(noise).save("picture.png")
+    Image.fromarray(noise).save(directory / "picture.png")
+
+
+@pytest.fixture
+def material(tmp_path, in_an_empty_directory):
+    """A working directory with material."""
+    make_material(tmp_path)
     return tmp_path

@@ -55,21 +55,22 @@ def test_frames_outside_of_a_range_are_never_seen(material):
 
 
 BAD = {
-    "cut.mp4": (lambda: Path("cut.mp4").write_bytes(Path("clip.mp4").read_bytes()[:900]), "cut.mp4"),
-    "text.png": (lambda: Path("text.png").write_text("x" * 99), "cannot be read as a picture"),
-    "clip.mp4#15-": (lambda: None, "has 5 frames there, 9 are needed"),
-    "gone.mp4": (lambda: None, "there is no file"),
+    "cut.mp4": "cut.mp4",
+    "text.png": "cannot be read as a picture",
+    "clip.mp4#15-": "has 5 frames there, 9 are needed",
+    "gone.mp4": "there is no file",
 }
 
 
-@pytest.mark.parametrize(("name", "make", "words"), [(k, *v) for k, v in BAD.items()], ids=BAD)
-def test_a_bad_clip_is_named_and_the_others_trained_on(material, capsys, name, make, words):
-    make()
-    code = cli.main(arguments("out", "--steps", 1, clips=(name, "clip.mp4#0-9")))
-    said = capsys.readouterr().err
+def test_a_bad_clip_is_named_and_the_others_trained_on(material, capsys):
+    Path("cut.mp4").write_bytes(Path("clip.mp4").read_bytes()[:900])
+    Path("text.png").write_text("x" * 99)
+    code = cli.main(arguments("out", "--steps", 1, clips=(*BAD, "clip.mp4#0-9")))
+    said = capsys.readouterr().err.splitlines()
     assert code == 0, said
-    assert f"left out: {name}" in said
-    assert words in said
+    for line, (name, words) in zip(said, BAD.items(), strict=True):
+        assert line.startswith(f"left out: {name}")
+        assert words in line
 
 
 def test_a_source_smaller_than_the_largest_crops_is_refused(material):

@@ -1,5 +1,6 @@
 """`train` as a user meets it: killed and resumed, bad clips, its tables and pictures."""
 
+import contextlib
 import csv
 import os
 import signal
@@ -22,11 +23,13 @@ from cogvideox_torchax.train.trainer import Trainer, TrainingRecipe
 from cogvideox_torchax.vae.pixels import from_uint8, to_uint8
 from cogvideox_torchax.vae.quality import ssim
 from cogvideox_torchax.vae.tolerances import psnr
+from tests.conftest import torchax_disabled
 from tests.files.test_full_disk import files_of_at_most
+from tests.train.conftest import make_material
 
 pytestmark = pytest.mark.usefixtures("torchax_off")
 
-STEPS, MANY, COLOUR = 24, 150, 2.0
+STEPS, MANY, COLOUR = 12, 150, 2.0
 OPTIONS = (
     *("--config", "config.json", "--steps", STEPS, "--frames", 9, "--size", 16, "--every", 5, "--quiet"),
     *("--recipe", "recipe.toml"),
@@ -119,27 +122,31 @@ def step_of(directory):
         return int(file.metadata()["step"])
 
 
-@pytest.fixture
-def whole(material):
-    assert cli.main(arguments("whole", "--validate", "clip.mp4#0-9")) == 0
-    return table("whole/losses.csv")
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The directory of a training left alone, which lies beside its material."""
+    root = tmp_path_factory.mktemp("training")
+    make_material(root)
+    with contextlib.chdir(root), torchax_disabled(), torch.enable_grad():
+        assert cli.main(arguments("whole", "--validate", "clip.mp4#0-9")) == 0
+    return root / "whole"
 
 
-def test_killed_and_resumed_every_loss_is_that_of_a_training_left_alone(whole, monkeypatch):
+def test_killed_and_resumed_every_loss_is_that_of_a_training_left_alone(whole, material, monkeypatch):
     process = start("killed")
     wait_for("killed/checkpoint.safetensors", process)
     process.send_signal(signal.SIGKILL)
     process.wait()
     with Path("killed/losses.csv").open("a") as file:
-        file.write("23,1.0,1.0,1.0,1.0,1.0,1.0,1.0\n24,1.0,0.")  # later than the checkpoint, and cut short
+        file.write("11,1.0,1.0,1.0,1.0,1.0,1.0,1.0\n12,1.0,0.")  # later than the checkpoint, and cut short
     left, made = STEPS - step_of("killed"), []
     real = Trainer.step
     monkeypatch.setattr(Trainer, "step", lambda trainer: made.append(trainer) or real(trainer))
     assert cli.main(arguments("killed", "--resume")) == 0
     assert len(made) == left < STEPS
-    assert len(whole) == STEPS
-    assert table("killed/losses.csv") == whole
-    left, right = (load_file(f"{name}/checkpoint.safetensors") for name in ("whole", "killed"))
+    assert len(table(whole / "losses.csv")) == STEPS
+    assert table("killed/losses.csv") == table(whole / "losses.csv")
+    left, right = (load_file(path / "checkpoint.safetensors") for path in (whole, Path("killed")))
     assert left.keys() == right.keys()
     for name, tensor in left.items():
         assert torch.equal(tensor, right[name]), name
@@ -180,9 +187,10 @@ def test_a_signal_ends_it_with_a_checkpoint_of_the_last_step(material):
     assert table("ended/losses.csv")[: len(lines)] == lines
 
 
-def test_what_was_measured_is_in_its_tables_and_pictures(whole):
+def test_what_was_measured_is_in_its_tables_and_pictures(whole, monkeypatch):
+    monkeypatch.chdir(whole.parent)
     lines = table("whole/validation.csv")
-    assert [int(line["step"]) for line in lines] == [5, 10, 15, 20, 24]
+    assert [int(line["step"]) for line in lines] == [5, 10, 12]
     assert {line["clip"] for line in lines} == {"clip.mp4#0-9"}
     assert all(0 < float(line["psnr"]) < 40 and -1 < float(line["ssim"]) < 1 for line in lines)
     vae = AutoencoderKLCogVideoX.from_pretrained("whole/vae")
@@ -195,7 +203,7 @@ def test_what_was_measured_is_in_its_tables_and_pictures(whole):
         got = to_uint8(vae.decode(mean).sample.float())
     assert float(lines[-1]["psnr"]) == pytest.approx(psnr(got, source), abs=0.05)
     assert float(lines[-1]["ssim"]) == pytest.approx(ssim(got, source), abs=0.01)
-    for line in whole:
+    for line in table("whole/losses.csv"):
         parts = float(line["l1"]) + 4 * float(line["mse"]) + 1e-3 * float(line["kl"])
         parts += COLOUR * float(line["colour"])
         assert float(line["loss"]) == pytest.approx(parts, rel=1e-5)

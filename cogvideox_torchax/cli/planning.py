@@ -1,0 +1,150 @@
+"""The work of `plan`: programs compiled, printed as they come, and kept as one document."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from cogvideox_torchax import runtime
+from cogvideox_torchax.cli import common
+from cogvideox_torchax.files import reports
+from cogvideox_torchax.vae.directions import DECODE, ENCODE
+from cogvideox_torchax.vae.memory import parse_tiles
+from cogvideox_torchax.versions import versions
+
+GIB = 2**30
+
+
+def planned(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the plan as `benchmarks/` keeps it; print it as it goes."""
+    from cogvideox_torchax.plan import models
+
+    vae = models.weightless_vae(args.model, common.parse_dtype(args.dtype))
+    plan = {"vae": _vae, "train-step": _train_step}.get(args.network, _network)
+    return plan(args, vae, {"dp": args.dp, "tp": args.tp})
+
+
+def _vae(args: argparse.Namespace, vae: Any, mesh: dict[str, Any]) -> dict[str, Any]:
+    """The plan of encoding or decoding."""
+    from cogvideox_torchax.plan import jobs, report, summary
+
+    if args.save_hlo:
+        Path(args.save_hlo).mkdir(parents=True, exist_ok=True)
+    direction, tile = ENCODE if args.encode else DECODE, _tile(args.tiling, vae)
+    job = jobs.Job(direction, args.frames, args.height, args.width, tile)
+    pieces, _ = job.chunk_shapes(vae)
+    chip, devices = _target(args)
+    programs = []
+    count = min(len(pieces), 2)
+    common.say(f"compiling {count} program{'s' * (count > 1)}; each can take minutes")
+    for program in jobs.plan_programs(vae, job, devices, chip, backend=args.backend, **mesh):
+        programs.append(program)
+        _print_program(program, chip)
+        if args.save_hlo:
+            reports.write_text(Path(args.save_hlo) / f"{job.kind}_{program.name}.hlo.txt", program.text)
+    found = summary.whole_video(job, len(pieces), job.tiles(vae), programs, chip)
+    common.print_report(found, as_json=False)
+    layers = programs[-1].layers if args.layers else []
+    if layers:
+        head, *cells = report.table(layers)
+        print(reports.table(head, cells))
+    if chip and not found["fits"] and not args.no_advice:
+        peak = max(program.peak_bytes for program in programs)
+        common.say("it does not fit: compiling what would")
+        whose, dtype = {"backend": args.backend}, common.parse_dtype(args.dtype)
+        used = args.dp * args.tp
+        changes = [
+            jobs.smallest_tiling_that_fits(vae, job, devices, chip, peak, **whose, **mesh),
+            jobs.smallest_mesh_that_fits(args.model, dtype, job, args.topology, used, peak, **whose),
+        ]
+        found["would_fit"] = {change.what: change.peak_bytes / GIB for change in changes if change}
+        advice = {f"with {what}": f"{size:.2f} GiB" for what, size in found["would_fit"].items()}
+        common.print_report(advice or {"would fit": "nothing that was tried"}, as_json=False)
+    rows = [vars(row) for row in layers]
+    return _document(args, vars(job), programs, found, backend=args.backend, layers=rows)
+
+
+def _network(args: argparse.Namespace, vae: Any, mesh: dict[str, Any]) -> dict[str, Any]:
+    """The plan of a pipeline's transformer or of its text encoder."""
+    from cogvideox_torchax.plan import networks
+
+    chip, devices = _target(args)  # first: what loads libtpu else has no kernel's schedule written
+    runtime.enable()
+    dtype = common.parse_dtype(args.dtype)
+    common.say("compiling 2 programs; each can take minutes")
+    if args.network == "prompt":
+        tokens = networks.transformer_config(args.model).get("max_text_seq_length", 226)
+        plan = networks.plan_prompt(dtype, devices, chip, tokens=tokens, **mesh)
+    else:
+        scale, frames = vae.spatial_scale, (args.frames - 1) // vae.config["temporal_compression_ratio"] + 1
+        size = {"frames": frames, "height": args.height // scale, "width": args.width // scale}
+        options = {"guided": not args.no_guidance, "split": args.split}
+        plan = networks.plan_step(args.model, dtype, devices, chip, **options, **size, **mesh)
+    return _printed(args, [plan.program], networks.table(plan, chip))
+
+
+def _train_step(args: argparse.Namespace, vae: Any, mesh: dict[str, Any]) -> dict[str, Any]:
+    """The plan of one step that trains the VAE."""
+    from cogvideox_torchax.plan import jobs, training
+
+    job = jobs.Job(ENCODE, args.frames, args.height, args.width)
+    chip, devices = _target(args)
+    common.say("compiling 2 programs; each takes minutes")
+    plans = []
+    for plan in training.plan_train_step(vae, job, devices, chip, **mesh):
+        plans.append(plan)
+        _print_program(plan, chip)
+    return _printed(args, plans, training.table(plans, vae, chip))
+
+
+def _printed(args: argparse.Namespace, programs: list[Any], table: dict[str, Any]) -> dict[str, Any]:
+    """Print the table of a network; return the document of its plan."""
+    common.print_report(table, as_json=False)
+    job = {name: getattr(args, name) for name in ("network", "frames", "height", "width")}
+    return _document(args, job, programs, table)
+
+
+def _document(
+    args: argparse.Namespace, job: dict[str, Any], programs: list[Any], summary: dict[str, Any], **more: Any
+) -> dict[str, Any]:
+    from cogvideox_torchax.plan import jobs
+
+    return {
+        "format": jobs.FORMAT,
+        "job": job,
+        "topology": args.topology if args.platform == "tpu" else "cpu",
+        "mesh": {"dp": args.dp, "tp": args.tp},
+        "dtype": args.dtype,
+        "model": args.model,
+        "versions": versions("torch", "torchax", "jax", "jaxlib", "libtpu", "diffusers"),
+        "programs": [program.as_json() for program in programs],
+        "summary": summary,
+        "process_bytes": runtime.host_peak_bytes(),
+        **more,
+    }
+
+
+def _target(args: argparse.Namespace) -> tuple[Any, list[Any]]:
+    """The peaks of the chip to hold programs against, or None, and the devices to compile them for."""
+    from cogvideox_torchax.plan import chips
+
+    if args.platform == "tpu":
+        devices = chips.topology_devices(args.topology)
+        return chips.CHIPS[args.topology.partition(":")[0]], devices
+    import jax
+
+    return None, jax.devices("cpu")
+
+
+def _tile(text: str | None, vae: Any) -> tuple[int, int] | None:
+    if text is None:
+        return None
+    if text == "default":
+        return vae.tile_sample_min_height, vae.tile_sample_min_width
+    return parse_tiles(text, vae.spatial_scale)
+
+
+def _print_program(program: Any, chip: Any) -> None:
+    from cogvideox_torchax.plan import summary
+
+    print(f"{program.name} chunk, {program.frames} frames in")
+    common.print_report(summary.program_rows(program, chip), as_json=False)

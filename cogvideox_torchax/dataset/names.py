@@ -1,0 +1,68 @@
+"""Ids of clips, and where their files may lie below the directory of an output."""
+
+import re
+from collections.abc import Container, Iterable
+from pathlib import Path, PurePath, PurePosixPath
+from typing import Any
+
+LONGEST_NAME, LONGEST_PATH, MOST_PARTS = 255, 4095, 100
+"""Bytes of a file's name and of a path, by Linux's limits.h, and parts of one, which is made by recursion."""
+WORK = "work"
+"""Where clips wait for their shard, in a data set's directory."""
+_WAITING = re.compile(WORK + r"/\d{8}(\.safetensors)?")
+
+
+class ClipError(ValueError):
+    """A clip that cannot be encoded or decoded; the message says why."""
+
+
+def waits(path: PurePath) -> bool:
+    """Whether a path within a data set's directory is that of a clip that waits for its shard."""
+    return _WAITING.fullmatch(path.as_posix()) is not None
+
+
+def check_id(name: Any) -> None:
+    """Raise `ClipError` for an id that names no file of its own below an output's directory."""
+    path = PurePosixPath(name) if isinstance(name, str) else PurePosixPath()
+    if not path.parts or path.is_absolute() or ".." in path.parts or path.as_posix() != name:
+        raise ClipError(f"got the id {name!r}: a path that must not lead out of the output is wanted")
+    if "\0" in name or waits(path):
+        raise ClipError(f"got the id {name!r}: no output can have that name")
+
+
+def check_ids(names: Iterable[str], where: str) -> None:
+    """Raise `ClipError` for an id that comes twice, and as `check_id` does; `where` they come from."""
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise ClipError(f"{where} names {name} twice: give each clip an id of its own")
+        try:
+            check_id(name)
+        except ClipError as error:
+            raise ClipError(f"{where}: {error}") from error
+        seen.add(name)
+
+
+def check_file(name: str, path: Path, directory: Path, taken: Container[Path]) -> None:
+    """Raise `ClipError` for an id or a file of a clip that cannot be written.
+
+    Args:
+        name: the id.
+        path: of the file.
+        directory: of the output, which it lies below.
+        taken: the files of all clips.
+    """
+    try:
+        name.encode()
+        sizes = [len(part.encode()) for part in path.parts]
+    except UnicodeEncodeError as error:
+        raise ClipError(f"got the id {name!r}: it is no UTF-8 ({error.reason})") from error
+    if max(sizes) > LONGEST_NAME:
+        raise ClipError(f"its file would have a name of {max(sizes)} bytes, {LONGEST_NAME} are the most")
+    if sum(sizes) + len(sizes) + LONGEST_NAME > LONGEST_PATH or len(sizes) > MOST_PARTS:  # beside a temporary
+        raise ClipError(f"its file would have a path of {sum(sizes)} bytes in {len(sizes)} parts: too long")
+    above = [directory / parent for parent in path.relative_to(directory).parents[:-1]]
+    if path.is_dir() or any(parent in taken or parent.is_file() for parent in above):
+        raise ClipError(
+            f"its file {path} would lie below another file, or is a directory: give it another id"
+        )

@@ -1,0 +1,80 @@
+"""What a plan shows of a program, and of the whole video that its programs make."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from cogvideox_torchax.plan.chips import Chip
+from cogvideox_torchax.plan.jobs import Job
+from cogvideox_torchax.plan.programs import KernelTime, ProgramPlan
+
+GIB = 2**30
+
+
+def program_rows(program: ProgramPlan, chip: Chip | None) -> dict[str, Any]:
+    """Return the rows of a program's table, by their names."""
+    rows: dict[str, Any] = {
+        "TFLOP": program.flops / 1e12,
+        "GB moved": program.bytes_accessed / 1e9,
+        "arguments GiB": program.argument_bytes / GIB,
+        "temporaries GiB": program.temp_bytes / GIB,
+        "results GiB": program.output_bytes / GIB,
+        "compiled in s": program.compile_seconds,
+    }
+    if chip and program.seconds and program.floor_seconds is not None:
+        shares = ", ".join(
+            f"{kind} {100 * part / program.seconds:.0f} %" for kind, part in program.shares.items()
+        )
+        rows |= {
+            "estimate ms": 1e3 * program.seconds,
+            "floor ms (FLOPs over peak)": 1e3 * program.floor_seconds,
+            "share of peak": f"{100 * program.floor_seconds / program.seconds:.0f} %",
+            "time goes to": shares,
+        }
+    rows |= {f"kernel {name} ms": _kernel(kernel) for name, kernel in program.kernel_times.items()}
+    if program.kernels_by_bytes:
+        rows["kernels by bytes"] = f"{program.kernels_by_bytes}: their schedule is not known"
+    if program.open_loops:
+        rows["loops of unknown length"] = f"{program.open_loops}: counted once"
+    if program.collective_seconds:
+        rows["collectives ms, no overlap"] = 1e3 * sum(program.collective_seconds.values())
+    for kind, (count, largest) in program.collectives.items():
+        rows[kind] = f"{count}, the largest {largest / 2**20:.2f} MiB"
+    return rows
+
+
+def _kernel(kernel: KernelTime) -> str:
+    by_bytes = f"{kernel.count} of them, by bytes {1e3 * kernel.bytes_seconds:.2f}"
+    if kernel.schedule_seconds is None:
+        return f"{by_bytes}; by schedule not known for {kernel.by_bytes}"
+    assumed = f", {kernel.assumed_branches} branches assumed" if kernel.assumed_branches else ""
+    return f"{by_bytes}, by schedule {1e3 * kernel.schedule_seconds:.2f}{assumed}"
+
+
+def whole_video(
+    job: Job, count: int, tiles: int, programs: Sequence[ProgramPlan], chip: Chip | None
+) -> dict[str, Any]:
+    """Return what a job takes as a whole.
+
+    Args:
+        job: what is planned.
+        count: of its chunks.
+        tiles: of its picture.
+        programs: of the first chunk and, where there is one, of a later chunk.
+        chip: that they are compiled for; no time and no verdict where None.
+    """
+    peak = max(program.peak_bytes for program in programs)
+    found: dict[str, Any] = {
+        "video": f"{job.kind} {job.frames} x {job.height} x {job.width}",
+        "chunks": count,
+        "tiles": tiles,
+        "peak_memory_GiB": peak / GIB,
+    }
+    if chip:
+        found |= {"memory_of_a_chip_GiB": chip.memory / GIB, "fits": peak <= chip.memory}
+        seconds = [program.seconds or 0.0 for program in programs]
+        # Tiles at the edges are smaller: with tiles this is an upper bound.
+        found["whole_video_s"] = tiles * (seconds[0] + seconds[-1] * (count - 1))
+        whole = [program.seconds_with_collectives for program in programs]
+        if whole[0] is not None and whole[-1] is not None:
+            found["with_collectives_s"] = tiles * (whole[0] + whole[-1] * (count - 1))
+    return found
