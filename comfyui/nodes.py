@@ -11,16 +11,20 @@ from typing import Any
 import torch
 
 DTYPES = ["bfloat16", "float32", "float16"]
-CATEGORY = "CogVideoX/torchax"
 VAE = "COGVIDEOX_TORCHAX_VAE"
 PREVIEW_PIXELS = 512
 """The longest side of a preview, in pixels."""
 
 
-class LoadVAE:
+class Node:
+    """What ComfyUI asks of all of them."""
+
+    CATEGORY = "CogVideoX/torchax"
+
+
+class LoadVAE(Node):
     """A VAE of a directory or a hub id, on JAX's devices."""
 
-    CATEGORY = CATEGORY
     FUNCTION = "load"
     RETURN_TYPES = (VAE,)
     RETURN_NAMES = ("vae",)
@@ -46,10 +50,9 @@ class LoadVAE:
         return (backend("torchax").load(model, getattr(torch, dtype), mesh).vae,)
 
 
-class TileVAE:
+class TileVAE(Node):
     """The same VAE in tiles, for frames too large for a device; what comes in stays as it is."""
 
-    CATEGORY = CATEGORY
     FUNCTION = "tile"
     RETURN_TYPES = (VAE,)
     RETURN_NAMES = ("vae",)
@@ -71,10 +74,9 @@ class TileVAE:
         return (tiled,)
 
 
-class Encode:
+class Encode(Node):
     """The frames of one video to latents, a chunk at a time."""
 
-    CATEGORY = CATEGORY
     FUNCTION = "encode"
     RETURN_TYPES = ("LATENT",)
 
@@ -91,10 +93,9 @@ class Encode:
         return ({"samples": latents.float()},)
 
 
-class Decode:
+class Decode(Node):
     """Latents to the frames of a video; each chunk's last frame is shown while the next is computed."""
 
-    CATEGORY = CATEGORY
     FUNCTION = "decode"
     RETURN_TYPES = ("IMAGE",)
 

@@ -8,7 +8,7 @@ from cogvideox_torchax.cli import common
 from cogvideox_torchax.cli.devices import Fetch, Team
 from cogvideox_torchax.dataset import Clip, DecodeClip, EncodeClip, Recipe
 from cogvideox_torchax.dataset.clip import MEAN, SAMPLE, DecodedClip, framed
-from cogvideox_torchax.files import video
+from cogvideox_torchax.files import sinks, video
 from cogvideox_torchax.files.latents import TENSOR, Latents
 from cogvideox_torchax.vae.directions import DECODE, ENCODE
 
@@ -49,14 +49,14 @@ def encoder_of(args: argparse.Namespace, vae: Any, fetch: Fetch) -> EncodeClip:
     return unit_of(EncodeClip, args, vae, fetch, keep=keep, seed=args.seed or 0)
 
 
-def decode_to(sink: video.Sink, vae: Any, latents: Latents, args: argparse.Namespace, fetch: Fetch) -> int:
+def decode_to(sink: sinks.Sink, vae: Any, latents: Latents, args: argparse.Namespace, fetch: Fetch) -> int:
     """Write the decoded frames as they come; return how many."""
     options = {"model": latents.model, "dtype": str(vae.dtype).removeprefix("torch.")}
-    return video.write_all(sink, unit_of(DecodeClip, args, vae, fetch, **options).stream(latents))
+    return sinks.write_all(sink, unit_of(DecodeClip, args, vae, fetch, **options).stream(latents))
 
 
 def reconstruct_to(
-    sink: video.Sink, vae: Any, clip: DecodedClip, args: argparse.Namespace, team: Team
+    sink: sinks.Sink, vae: Any, clip: DecodedClip, args: argparse.Namespace, team: Team
 ) -> int:
     """Write the clip's frames as they come back from the VAE; return how many.
 
@@ -67,7 +67,7 @@ def reconstruct_to(
     shape = latent_frames, clip.framing.height // scale, clip.framing.width // scale
     decoder = unit_of(DecodeClip, args, vae, team.at_first)
     frames = decoder.pieces(lambda: (piece[TENSOR] for piece in encoder.pieces(clip)), shape)
-    return video.write_all(sink, frames)
+    return sinks.write_all(sink, frames)
 
 
 def frames_through(vae: Any, frames: int) -> tuple[int, int]:

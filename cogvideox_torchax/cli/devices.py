@@ -15,7 +15,7 @@ from cogvideox_torchax import runtime
 from cogvideox_torchax.backends import backend
 from cogvideox_torchax.cli.common import positive
 from cogvideox_torchax.dataset.manifest import ProcessShard
-from cogvideox_torchax.files import video
+from cogvideox_torchax.files import sinks, video
 
 Fetch = Callable[[torch.Tensor], torch.Tensor]
 
@@ -87,13 +87,6 @@ def mesh_of(args: argparse.Namespace) -> Any:
     return sharding.make_mesh(args.dp or 1, args.tp)
 
 
-class NullSink:
-    """A sink of a process that does not write."""
-
-    def write(self, frames: torch.Tensor) -> None:
-        """Nothing: the first process writes."""
-
-
 @dataclass(frozen=True)
 class Team:
     """The processes that run a command together; mostly one.
@@ -120,9 +113,9 @@ class Team:
 
     def writing(
         self, path: str, fps: Fraction | float, alongside: video.Alongside | None = None
-    ) -> contextlib.AbstractContextManager[video.Sink]:
+    ) -> contextlib.AbstractContextManager[sinks.Sink]:
         """A sink that writes in the first process alone."""
-        return video.writing(path, fps, alongside) if self.is_first else contextlib.nullcontext(NullSink())
+        return video.writing(path, fps, alongside) if self.is_first else contextlib.nullcontext(sinks.Sink())
 
 
 @contextlib.contextmanager

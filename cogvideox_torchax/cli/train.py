@@ -1,8 +1,10 @@
 """`train`: a VAE's weights out of clips."""
 
 import argparse
+import contextlib
 import signal
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -98,8 +100,8 @@ def run(args: argparse.Namespace) -> int:
     names = [source.part.name for source in sources]
     training = Run(trainer, directory, held_out, asdict(plan) | {"backend": args.backend, "clips": names})
     done = training.resume() if args.resume else training.begin()
-    with _Ended() as ended:
-        _follow(training, done, ended, args)
+    with _asked_to_end() as is_asked:
+        _follow(training, done, is_asked, args)
         training.finish()
     if trainer.step_number < args.steps:
         common.say(f"ended after {trainer.step_number} of {args.steps} steps: go on with --resume")
@@ -107,13 +109,13 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _follow(training: Run, done: int, ended: "_Ended", args: argparse.Namespace) -> None:
+def _follow(training: Run, done: int, is_asked: Callable[[], bool], args: argparse.Namespace) -> None:
     """Makes the steps, under a bar that shows the loss as a moving mean."""
     from tqdm import tqdm
 
     smooth = None
     with tqdm(total=args.steps, initial=done, unit="step", disable=args.quiet, mininterval=1.0) as bar:
-        for losses, found in training.go(every=args.every, stopped=ended.is_set):
+        for losses, found in training.go(every=args.every, stopped=is_asked):
             smooth = losses.total if smooth is None else 0.98 * smooth + 0.02 * losses.total
             bar.set_postfix(loss=f"{smooth:.3f}", psnr=f"{losses.psnr:.1f}", refresh=False)
             bar.update()
@@ -122,24 +124,14 @@ def _follow(training: Run, done: int, ended: "_Ended", args: argparse.Namespace)
                 bar.write(f"step {step}: {one.clip} {one.psnr:.2f} dB, SSIM {one.ssim:.3f}", file=sys.stderr)
 
 
-class _Ended:
-    """Whether someone has asked for the end, by Ctrl-C or SIGTERM, for as long as the block lasts."""
-
-    def __init__(self) -> None:
-        self._asked = False
-
-    def is_set(self) -> bool:
-        return self._asked
-
-    def _ask(self, *_: object) -> None:
-        self._asked = True
-
-    def __enter__(self) -> "_Ended":
-        self._before = {
-            number: signal.signal(number, self._ask) for number in (signal.SIGINT, signal.SIGTERM)
-        }
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
+@contextlib.contextmanager
+def _asked_to_end() -> Iterator[Callable[[], bool]]:
+    """Give what says whether someone has asked for the end, by Ctrl-C or SIGTERM, within the block."""
+    asked: list[int] = []
+    handle = lambda number, _: asked.append(number)  # noqa: E731
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: bool(asked)
+    finally:
+        for number, handler in before.items():
             signal.signal(number, handler)

@@ -14,7 +14,7 @@ from cogvideox_torchax.dataset import formats, loop
 from cogvideox_torchax.dataset.clip import DecodeClip
 from cogvideox_torchax.dataset.manifest import BAD, OutputDirectory, ProcessShard, lines
 from cogvideox_torchax.dataset.names import ClipError, check_file, check_id
-from cogvideox_torchax.files import video
+from cogvideox_torchax.files import sinks, video
 from cogvideox_torchax.files.latents import Latents, LatentsError
 from cogvideox_torchax.files.whole import OutputError
 
@@ -112,7 +112,7 @@ class VideoDirectory(OutputDirectory):
             path = self._path(name)
             path.parent.mkdir(parents=True, exist_ok=True)
             with video.writing(path, self._fps or latents.fps) as sink:
-                written = video.write_all(sink, unit.stream(latents))
+                written = sinks.write_all(sink, unit.stream(latents))
             return {"frames": written, "frames_encoded": latents.num_frames}
 
         read = lambda name: (name, self._readers[name]())  # noqa: E731

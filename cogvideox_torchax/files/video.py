@@ -4,16 +4,16 @@ import contextlib
 import io
 import itertools
 import re
-import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar
 
-import numpy as np
 import torch
 
+from cogvideox_torchax.files.orientation import Orientation
+from cogvideox_torchax.files.sinks import FrameSink, GifSink, Sink, frames_NHWC
 from cogvideox_torchax.files.whole import OutputError, check_output, followed, whole_file
 
 Source = str | Path | bytes
@@ -149,10 +149,10 @@ def probe(source: Source) -> VideoInfo:
     path = _name(source)
     with _opened(source) as container:
         stream = container.streams.video[0]
-        shown, placed = [], None
+        shown, orientation = [], None
         for packet in container.demux(stream):
-            if placed is None:  # until a frame comes out
-                placed = next(map(_placed, packet.decode()), None)
+            if orientation is None:  # until a frame comes out
+                orientation = next(map(_orientation, packet.decode()), None)
             if packet.size and not packet.is_discard:
                 shown.append(packet.pts)
         count = len(shown)
@@ -164,8 +164,8 @@ def probe(source: Source) -> VideoInfo:
         times: tuple[Fraction, ...] = ()
         if None not in shown and len(set(shown)) == count:
             times = tuple((pts - min(shown)) * stream.time_base for pts in sorted(shown))
-        placed = placed or _Placed()
-        height, width = placed.sides((stream.height, stream.width))
+        orientation = orientation or Orientation()
+        height, width = orientation.sides((stream.height, stream.width))
         pixel = stream.sample_aspect_ratio or Fraction(1)
         return VideoInfo(
             path,
@@ -176,7 +176,7 @@ def probe(source: Source) -> VideoInfo:
             times,
             stream.time_base or Fraction(0),
             _codec(container.streams.audio[0]) if container.streams.audio else "",
-            1 / pixel if placed.swapped else pixel,
+            1 / pixel if orientation.swapped else pixel,
         )
 
 
@@ -186,39 +186,9 @@ def _held(source: Source) -> int:
         return sum(packet.size > 0 for packet in container.demux(container.streams.video[0]))
 
 
-class _Placed(NamedTuple):
-    """What is done to a frame's pixels, in this order, for it to be seen upright: a phone says so beside a
-    portrait's pixels, which lie on their side.
-
-    Attributes:
-        swapped: rows and columns change places.
-        upward, leftward: rows, and columns, come in the opposite order.
-    """
-
-    swapped: bool = False
-    upward: bool = False
-    leftward: bool = False
-
-    def sides(self, sides: tuple[int, int]) -> tuple[int, int]:
-        """Height and width; those before of those after, too."""
-        return (sides[1], sides[0]) if self.swapped else sides
-
-    def pixels(self, pixels: Any) -> Any:
-        """(H, W, 3), as they are seen."""
-        if not any(self):
-            return pixels
-        pixels = pixels.swapaxes(0, 1) if self.swapped else pixels
-        return np.ascontiguousarray(pixels[:: -1 if self.upward else 1, :: -1 if self.leftward else 1])
-
-
-def _placed(frame: Any) -> _Placed:
-    """By the display matrix of ISO/IEC 14496-12: x' = a x + c y and y' = b x + d y."""
+def _orientation(frame: Any) -> Orientation:
     matrix = frame.side_data.get("DISPLAYMATRIX")
-    if matrix is None:
-        return _Placed()
-    a, b, _, c, d, *_ = struct.unpack("=9i", bytes(matrix))
-    swapped = abs(b) > abs(a)
-    return _Placed(swapped, (b if swapped else d) < 0, (c if swapped else a) < 0)
+    return Orientation.parse(matrix and bytes(matrix))
 
 
 def _codec(stream: Any) -> str:
@@ -312,32 +282,17 @@ def read_frames(source: Source, size: Framing, num_frames: int) -> Iterator[torc
 
 def _pixels(frame: Any, size: Framing) -> Any:
     """A frame's RGB bytes (H, W, 3) in the wanted size, upright."""
-    resized, placed = size.resized if size.crop else (size.height, size.width), _placed(frame)
+    resized, orientation = size.resized if size.crop else (size.height, size.width), _orientation(frame)
     if resized is None:
         pixels = frame.to_ndarray(format="rgb24")
     else:
-        height, width = placed.sides(resized)
+        height, width = orientation.sides(resized)
         pixels = frame.to_ndarray(format="rgb24", width=width, height=height, interpolation="BICUBIC")
-    pixels = placed.pixels(pixels)
+    pixels = orientation.pixels(pixels)
     if not size.crop:
         return pixels
     top, left = (pixels.shape[0] - size.height) // 2, (pixels.shape[1] - size.width) // 2
     return pixels[top : top + size.height, left : left + size.width]
-
-
-class Sink(Protocol):
-    """Where frames go: `write` takes uint8 frames (1, 3, t, H, W)."""
-
-    def write(self, frames: torch.Tensor) -> None: ...
-
-
-def write_all(sink: Sink, pieces: Iterable[torch.Tensor]) -> int:
-    """Write frames as they come; return how many."""
-    written = 0
-    for frames in pieces:
-        sink.write(frames)
-        written += frames.shape[2]
-    return written
 
 
 @dataclass(frozen=True)
@@ -374,11 +329,12 @@ def writing(path: str | Path, fps: Fraction | float, alongside: Alongside | None
     path, kind = Path(path), check_writing(path, fps, alongside.times)
     rate = Fraction(fps).limit_denominator(100_000)
     with whole_file(path, directory=not kind) as temporary:
-        if kind == ".mp4":
-            sink: _Mp4Sink | _GifSink | _FrameSink = _Mp4Sink(temporary, rate, alongside)
-        else:
-            sink = (_GifSink if kind else _FrameSink)(temporary, rate)
-        with contextlib.closing(sink):
+        makers = {
+            ".mp4": lambda: _Mp4Sink(temporary, rate, alongside),
+            ".gif": lambda: GifSink(temporary, rate),
+            "": lambda: FrameSink(temporary),
+        }
+        with contextlib.closing(makers[kind]()) as sink:
             yield sink
             sink.finish()
 
@@ -410,11 +366,7 @@ def check_writing(path: str | Path, fps: Fraction | float, times: Sequence[Fract
     return kind
 
 
-def _frames_NHWC(frames: torch.Tensor) -> Iterator[Any]:
-    yield from frames[0].permute(1, 2, 3, 0).contiguous().numpy()
-
-
-class _Mp4Sink:
+class _Mp4Sink(Sink):
     """H.264 in yuv420p, which every player shows; quality high enough not to be what one sees."""
 
     OPTIONS: ClassVar = {"crf": "18", "mbtree": "0"}
@@ -437,7 +389,7 @@ class _Mp4Sink:
 
     def write(self, frames: torch.Tensor) -> None:
         av = _av()
-        for pixels in _frames_NHWC(frames):
+        for pixels in frames_NHWC(frames):
             if self._stream is None:
                 self._stream = self._container.add_stream("libx264", rate=self._fps, options=self.OPTIONS)
                 self._stream.height, self._stream.width = pixels.shape[:2]
@@ -509,53 +461,3 @@ class _Sound:
 
     def close(self) -> None:
         self._source.close()
-
-
-class _GifSink:
-    """An animated GIF, each frame with a palette of its own, shown for whole hundredths of a second."""
-
-    SHORTEST = 20
-    """Milliseconds of a frame: shorter ones are slowed to a tenth of a second where GIFs are shown."""
-
-    def __init__(self, path: Path, fps: Fraction):
-        self._path = path
-        self._hundredths = Fraction(100) / fps
-        self._images: list[Any] = []
-
-    def write(self, frames: torch.Tensor) -> None:
-        from PIL import Image
-
-        # A GIF's frames are held as palette bytes, a third of their pixels: Pillow writes them all at once.
-        self._images += [Image.fromarray(pixels).quantize() for pixels in _frames_NHWC(frames)]
-
-    def finish(self) -> None:
-        """Write the file, which needs all frames."""
-        if self._images:
-            first, *rest = self._images
-            ends = [round(i * self._hundredths) for i in range(len(self._images) + 1)]
-            times = [max(10 * (end - start), self.SHORTEST) for start, end in itertools.pairwise(ends)]
-            first.save(self._path, "GIF", save_all=True, append_images=rest, duration=times, loop=0)
-
-    def close(self) -> None:
-        """Nothing is open."""
-
-
-class _FrameSink:
-    """frame_00000.png and so on."""
-
-    def __init__(self, path: Path, fps: Fraction):
-        self._path = path
-        self._count = 0
-
-    def write(self, frames: torch.Tensor) -> None:
-        from PIL import Image
-
-        for pixels in _frames_NHWC(frames):
-            Image.fromarray(pixels).save(self._path / f"frame_{self._count:05d}.png")
-            self._count += 1
-
-    def finish(self) -> None:
-        """Nothing is left to write."""
-
-    def close(self) -> None:
-        """Nothing is open."""

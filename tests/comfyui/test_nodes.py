@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests import reference
+
 FOLDER = Path(__file__).parents[2] / "comfyui"
 
 
@@ -66,19 +68,27 @@ def test_every_node_keeps_the_contract(nodes):
                 assert given[1]["default"] in given[0]
 
 
+@pytest.fixture
+def stock(tmp_path):
+    """A small VAE, which lies in the test's directory too."""
+    vae = reference.small_vae(**reference.THREE_LEVELS)
+    vae.save_pretrained(tmp_path)
+    return vae
+
+
 @pytest.mark.usefixtures("torchax_off")
-def test_images_go_to_latents_and_back_as_the_model_has_them(nodes, bar, model_directory, small_vae):
-    vae = run(nodes, "LoadVAE", model=str(model_directory), dtype="float32", devices=1)
+def test_images_go_to_latents_and_back_as_the_model_has_them(nodes, bar, tmp_path, stock):
+    vae = run(nodes, "LoadVAE", model=str(tmp_path), dtype="float32", devices=1)
     pixels = torch.rand(9, 16, 24, 3, generator=torch.Generator().manual_seed(0))
     latents = run(nodes, "Encode", vae=vae, pixels=pixels)
     video = pixels.movedim(-1, 0)[None] * 2 - 1
-    want = small_vae.encode(video).latent_dist.mode()
+    want = stock.encode(video).latent_dist.mode()
     assert set(latents) == {"samples"}
     torch.testing.assert_close(latents["samples"], want, rtol=0, atol=1e-5 * float(want.abs().max()))
     assert [done for done, _, _ in bar] == list(range(1, 10))
     bar.clear()
     images = run(nodes, "Decode", vae=vae, samples=latents)
-    frames = small_vae.decode(want).sample
+    frames = stock.decode(want).sample
     assert images.shape == (9, 16, 24, 3)
     assert images.dtype == torch.float32
     torch.testing.assert_close(images, (frames[0].movedim(0, -1) / 2 + 0.5).clamp(0, 1), rtol=0, atol=1e-4)
@@ -89,8 +99,8 @@ def test_images_go_to_latents_and_back_as_the_model_has_them(nodes, bar, model_d
 
 
 @pytest.mark.usefixtures("torchax_off")
-def test_tiling_leaves_the_vae_that_other_nodes_hold_whole(nodes, model_directory):
-    vae = run(nodes, "LoadVAE", model=str(model_directory), dtype="float32", devices=1)
+def test_tiling_leaves_the_vae_that_other_nodes_hold_whole(nodes, tmp_path, stock):
+    vae = run(nodes, "LoadVAE", model=str(tmp_path), dtype="float32", devices=1)
     tiled = run(nodes, "TileVAE", vae=vae, height=16, width=24)
     assert (vae.use_tiling, tiled.use_tiling) == (False, True)
     assert tiled.tile_sample_min_width == 24 != vae.tile_sample_min_width

@@ -16,60 +16,13 @@ from cogvideox_torchax.dataset import Clip, sources
 from cogvideox_torchax.dataset.decoding import VideoDirectory
 from cogvideox_torchax.dataset.loop import IN_READING, attempt
 from cogvideox_torchax.dataset.manifest import DatasetDirectory
+from tests.broken import texts
 from tests.dataset.test_formats import parquet, shard, webdataset  # noqa: F401
 
 pytestmark = [
     pytest.mark.usefixtures("torchax_off"),
     pytest.mark.filterwarnings("ignore:Generating overly large repr"),  # of what is nested too deep
 ]
-
-NAMES = (
-    "",
-    ".",
-    "a",
-    "a/b",
-    "../a",
-    "/a",
-    "a\0b",
-    "a\n",
-    "\ud83d",
-    "x" * 300,
-    "x/" * 1500 + "x",
-    "work/00000000",
-)
-SCALARS = (
-    strategies.none() | strategies.booleans() | strategies.integers(-(2**70), 2**70) | strategies.floats()
-    | strategies.text(max_size=8) | strategies.sampled_from(NAMES)
-)  # fmt: skip
-JUNK = strategies.recursive(
-    SCALARS,
-    lambda inner: (
-        strategies.lists(inner, max_size=3)
-        | strategies.dictionaries(strategies.text(max_size=4), inner, max_size=3)
-    ),
-    max_leaves=4,
-)
-
-
-@strategies.composite
-def near(draw, document):
-    """Return a document with one of its parts left out or replaced."""
-    inner = document and isinstance(document, dict | list) and draw(strategies.integers(0, 3))
-    if not inner:
-        return draw(JUNK)
-    keys = sorted(document) if isinstance(document, dict) else range(len(document))
-    key, copied = draw(strategies.sampled_from(keys)), document.copy()
-    if draw(strategies.integers(0, 3)):
-        copied[key] = draw(near(document[key]))
-    else:
-        del copied[key]
-    return copied
-
-
-def texts(document):
-    """Return a strategy of files near a JSON document."""
-    raw = strategies.binary(max_size=20) | strategies.just(b"[" * 100_000)
-    return near(document).map(lambda broken: json.dumps(broken).encode()) | raw
 
 
 @pytest.fixture(params=[40, pytest.param(400, marks=pytest.mark.slow)])

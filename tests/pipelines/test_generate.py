@@ -13,7 +13,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from cogvideox_torchax import cli
-from cogvideox_torchax.files import latents, video
+from cogvideox_torchax.files import latents, sinks, video
 from cogvideox_torchax.pipelines import generate as generation
 from cogvideox_torchax.pipelines import networks, stages
 from tests import small_pipelines
@@ -193,7 +193,7 @@ def test_latents_stay_until_the_video_is_whole(models, monkeypatch, capsys):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(video._GifSink, "close", fail)
+        patch.setattr(sinks.GifSink, "close", fail)
         assert generate(models("text"), output="clip.gif") == 1
     assert "the latents are kept: cogvideox-torchax decode clip.gif.latents" in capsys.readouterr().err
     assert Path("clip.gif.latents.safetensors").exists()

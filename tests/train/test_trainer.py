@@ -42,6 +42,11 @@ def stock():
     return vae
 
 
+def trainer_of(stock, sampler, plan=PLAN, kind="torch"):
+    """A trainer of a copy."""
+    return Trainer(backends.backend(kind).around(copy.deepcopy(stock)), sampler, plan)
+
+
 def trained(backend, sampler, steps):
     """Losses of a few steps, and the state after them."""
     training = Trainer(backend, sampler, PLAN)
@@ -70,10 +75,8 @@ def test_steps_on_jax_are_those_in_pytorch(stock, sampler, only, dp, frames, ste
 
 def test_half_of_the_steps_with_clips_take_whole_frames(stock, material, monkeypatch):
     source = load(parts(["clip.mp4"])[0], frames=9, size=16, whole=(32, 48))
-    backend = backends.backend("torch").around(copy.deepcopy(stock))
-    training = Trainer(
-        backend, Sampler([source], seed=0), replace(PLAN, stills=False, recipe=TrainingRecipe(whole=(32, 48)))
-    )
+    plan = replace(PLAN, stills=False, recipe=TrainingRecipe(whole=(32, 48)))
+    training = trainer_of(stock, Sampler([source], seed=0), plan)
     taken = []
     monkeypatch.setattr(
         training, "_losses", lambda x, _: taken.append(x) or (torch.zeros((), requires_grad=True),) * 5
@@ -86,8 +89,7 @@ def test_half_of_the_steps_with_clips_take_whole_frames(stock, material, monkeyp
 
 
 def test_losses_are_what_they_are_called(stock, sampler):
-    backend = backends.backend("torch").around(copy.deepcopy(stock))
-    training = Trainer(backend, sampler, replace(PLAN, recipe=TrainingRecipe(colour=2.0)))
+    training = trainer_of(stock, sampler, replace(PLAN, recipe=TrainingRecipe(colour=2.0)))
     x = sampler.batch(0, clips=2, frames=9, size=16)
     found = training._losses(x, torch.Generator().manual_seed(3))
     posterior = stock.encode(x).latent_dist
@@ -103,7 +105,7 @@ def test_losses_are_what_they_are_called(stock, sampler):
 
 def test_the_average_follows_its_formula(stock, sampler, only):
     only(1)
-    training = Trainer(backends.backend("torch").around(copy.deepcopy(stock)), sampler, PLAN)
+    training = trainer_of(stock, sampler)
     want = {name: weight.clone() for name, weight in stock.named_parameters()}
     for number in range(3):
         training.step()
@@ -118,8 +120,7 @@ def test_the_average_follows_its_formula(stock, sampler, only):
 def test_a_training_learns(stock, sampler, only):
     """Steps on one batch: what an optimizer of the wrong sign, or weights that stay, would not do."""
     only(9)
-    backend = backends.backend("torch").around(copy.deepcopy(stock))
-    training = Trainer(backend, sampler, Plan(steps=1000, clips=2, frames=9, size=16))
+    training = trainer_of(stock, sampler, Plan(steps=1000, clips=2, frames=9, size=16))
     losses = []
     for _ in range(20):
         training.step_number = 99  # the full learning rate, the same clips
@@ -139,8 +140,7 @@ def test_a_training_learns(stock, sampler, only):
 @pytest.mark.slow_cases("torchax")
 def test_a_gradient_that_is_not_finite_changes_nothing(stock, sampler, only, kind, monkeypatch):
     only(1)
-    backend = backends.backend(kind).around(copy.deepcopy(stock))
-    training = Trainer(backend, sampler, Plan(steps=10, clips=1, frames=1, size=16, stills=False))
+    training = trainer_of(stock, sampler, Plan(steps=10, clips=1, frames=1, size=16, stills=False), kind)
     training.step()
     before = {name: tensor.clone() for name, tensor in training.state().items()}
     real = Trainer._losses
@@ -179,13 +179,11 @@ def test_stills_come_first_and_clips_are_of_lengths_that_come_back_whole():
 def test_learning_rates_are_a_part_of_the_usual(stock, sampler, only, rate):
     """AdamW's first step is its rate, whatever the gradient."""
     only(1)
-    backend = backends.backend("torch").around(copy.deepcopy(stock))
-    training = Trainer(
-        backend, sampler, Plan(steps=1000, frames=1, size=16, recipe=TrainingRecipe(rate=rate))
-    )
+    plan = Plan(steps=1000, frames=1, size=16, recipe=TrainingRecipe(rate=rate))
+    training = trainer_of(stock, sampler, plan)
     training.step_number = 99
     training.step()
-    moved = (backend.vae.decoder.conv_out.conv.bias - stock.decoder.conv_out.conv.bias).abs().max()
+    moved = (training.vae.decoder.conv_out.conv.bias - stock.decoder.conv_out.conv.bias).abs().max()
     assert math.isclose(moved.item(), rate * OTHERS_RATE * schedule(99, 1000), rel_tol=0.01)
 
 
