@@ -18,7 +18,6 @@ are its argument `split` (`common.columns.Split`). A program for TPUs that leave
 split activations needs the switch: Pallas kernels cannot be split so.
 """
 
-from jax_kernels.attention.bounds import score_bound
 from jax_kernels.attention.op import attention, attention_transposed
 from jax_kernels.attention.prepare import prepare
 from jax_kernels.attention.rotary import rotate
@@ -46,7 +45,6 @@ __all__ = [
     "norm_conv3d",
     "prepare",
     "rotate",
-    "score_bound",
     "silu",
     "spatial_norm",
     "upsample",

@@ -8,11 +8,9 @@ of a head, P parts of the channels, one for each device that has some of the tok
 """
 
 import math
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator
 from typing import Any
-from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 from diffusers.models.activations import GELU as DiffusersGELU
 from diffusers.models.attention_processor import Attention
@@ -53,7 +51,6 @@ class Block(CogVideoXBlock):
         attention_kwargs: dict[str, Any] | None = None,
         *,
         sequence: Sequence | None = None,
-        bound: float | None = None,
     ) -> Any:
         """As diffusers' own; with a `sequence`, from all its tokens (N, S, C) to all its tokens.
 
@@ -64,7 +61,6 @@ class Block(CogVideoXBlock):
             image_rotary_emb: tables of the patches, or `Tables` of the whole sequence.
             attention_kwargs: of diffusers' own; None with a sequence.
             sequence: what `hidden_states` is.
-            bound: of its attention's scores, proven (`score_bound`); None for none.
         """
         if sequence is None:
             return super().forward(
@@ -72,7 +68,7 @@ class Block(CogVideoXBlock):
             )
 
         def layer(x_NSC: torch.Tensor, vectors_NE: torch.Tensor, tables: Tables) -> torch.Tensor:
-            return self._joined(x_NSC, vectors_NE, tables, sequence, bound)
+            return self._joined(x_NSC, vectors_NE, tables, sequence)
 
         return sequence_view(sequence.everywhere, layer)(hidden_states, temb, image_rotary_emb)
 
@@ -82,13 +78,12 @@ class Block(CogVideoXBlock):
         temb_NE: torch.Tensor,
         tables: Tables,
         sequence: Sequence,
-        bound: float | None,
     ) -> torch.Tensor:
         videos = x_NSC.shape[0]
         kinds = torch_view(sequence.kinds)(videos)
         x_SC = x_NSC.flatten(0, 1)  # of all videos
         for norm, work in (
-            (self.norm1, lambda h_SC: self._attend(h_SC, tables, sequence, videos, bound)),
+            (self.norm1, lambda h_SC: self._attend(h_SC, tables, sequence, videos)),
             (self.norm2, self.ff),
         ):
             shift, scale, gate = modulation(norm, temb_NE)
@@ -99,9 +94,7 @@ class Block(CogVideoXBlock):
             x_SC = torch_view(jax_kernels.gated_sum)(x_SC, work(h_SC), gate, kinds)
         return x_SC.unflatten(0, (videos, -1))
 
-    def _attend(
-        self, h_SC: torch.Tensor, tables: Tables, sequence: Sequence, videos: int, bound: float | None
-    ) -> torch.Tensor:
+    def _attend(self, h_SC: torch.Tensor, tables: Tables, sequence: Sequence, videos: int) -> torch.Tensor:
         attn: Any = self.attn1
         prepare = torch_view(sequence.for_heads(jax_kernels.prepare, attn.heads))
         q, k, v = (
@@ -119,7 +112,6 @@ class Block(CogVideoXBlock):
             prepare(v),
             scale=math.log(2),
             valid=sequence.tokens,
-            bound=bound,
         )
         project, dropout = attn.to_out
         return dropout(project(torch_view(sequence.to_tokens)(y_NHDS.flatten(1, 2))))
@@ -176,29 +168,6 @@ def _as_ported(block: nn.Module) -> bool:
     )
 
 
-_BOUNDS: MutableMapping[nn.Module, tuple[list[Any], float]] = WeakKeyDictionary()
-"""The norms' arrays that a model's bound was proven of, and the bound."""
-
-
-def score_bound(model: Any) -> float | None:
-    """What no score of any layer's attention exceeds, by its norms' weights as they are now.
-
-    None for weights that are not on JAX. Arrays do not change: it is found anew where there are others.
-    """
-    norms = [norm for block in model.transformer_blocks for norm in (block.attn1.norm_q, block.attn1.norm_k)]
-    weights = [tensor for norm in norms for tensor in (norm.weight, norm.bias)]
-    if not all(on_jax(tensor) for tensor in weights):
-        return None
-    arrays = [array_of(tensor) for tensor in weights]
-    known = _BOUNDS.get(model)
-    if known is None or any(a is not b for a, b in zip(known[0], arrays, strict=True)):
-        vectors = [np.asarray(array, np.float64) for array in arrays]
-        layers = [vectors[first : first + 4] for first in range(0, len(vectors), 4)]
-        largest = max(jax_kernels.score_bound(*layer) for layer in layers)
-        known = _BOUNDS[model] = arrays, largest
-    return known[1]
-
-
 @scaling_loras
 def joined_step(
     model: Any,
@@ -210,7 +179,6 @@ def joined_step(
     ofs: torch.Tensor | None = None,
     image_rotary_emb: Any = None,
     attention_kwargs: dict[str, Any] | None = None,
-    bound: float | None = None,
 ) -> torch.Tensor:
     """What diffusers' transformer gives for these tensors, its layers run on one sequence.
 
@@ -220,7 +188,6 @@ def joined_step(
         encoder_hidden_states: of the prompt, (N, S, C).
         timestep, timestep_cond, ofs, image_rotary_emb: as the transformer takes them.
         attention_kwargs: {"scale": of its LoRAs} or None.
-        bound: as `score_bound` has it for this very model.
 
     Returns:
         (N, T, C, H, W).
@@ -239,7 +206,7 @@ def joined_step(
         tables = fill(cos, 1.0), fill(sin, 0.0)
     x_NSC = torch_view(sequence.fill_up)(x_NSC)
     for block in model.transformer_blocks:
-        x_NSC = block(x_NSC, temb=temb, image_rotary_emb=tables, sequence=sequence, bound=bound)
+        x_NSC = block(x_NSC, temb=temb, image_rotary_emb=tables, sequence=sequence)
     x_NSC = model.proj_out(model.norm_out(model.norm_final(x_NSC), temb=temb))
     return unpatched(x_NSC[:, sequence.text : sequence.tokens], hidden_states.shape, model.config)
 

@@ -34,13 +34,12 @@ from transformers.models.t5.modeling_t5 import T5LayerFF, T5LayerSelfAttention
 from cogvideox_torchax import runtime
 from cogvideox_torchax.files.models import saved_from_host
 from cogvideox_torchax.pipelines import loras
-from cogvideox_torchax.pipelines.blocks import GELU, Block, joined_step, score_bound, takes_sequences
+from cogvideox_torchax.pipelines.blocks import GELU, Block, joined_step, takes_sequences
 from cogvideox_torchax.pipelines.fused import FusedAttnProcessor
 from cogvideox_torchax.pipelines.layers import AttnProcessor, LayerNorm, Linear, PatchEmbed
 from cogvideox_torchax.runtime import on_jax
 from cogvideox_torchax.runtime.models import PortedModel, save_as_stock
 from cogvideox_torchax.vae.torchax.modules import SiLU
-from jax_kernels.attention.bounds import LARGEST_BOUND
 
 
 class TransformerStep(nn.Module):
@@ -59,16 +58,13 @@ class TransformerStep(nn.Module):
         self.model = model
         self.options = dict(attention_kwargs or {})
         self.joined = takes_sequences(model)
-        bound = score_bound(model) if self.joined else None
-        # Not the bound itself: weights with another one are the same program's.
-        self.bound = LARGEST_BOUND if bound is not None and bound <= LARGEST_BOUND else None
 
     def forward(self, tensors: dict[str, Any], cache: None) -> tuple[torch.Tensor, None]:
         given = {**tensors, "attention_kwargs": dict(self.options) or None}
         model: Any = self.model
         with model.patch_embed.using(given.pop("positions", None)):
             if self.joined and self.options.keys() <= {"scale"}:
-                return joined_step(model, **given, bound=self.bound), cache
+                return joined_step(model, **given), cache
             return DiffusersTransformer.forward(model, **given, return_dict=False)[0], cache
 
 

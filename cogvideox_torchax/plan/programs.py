@@ -28,7 +28,7 @@ class KernelTime:
         schedule_seconds: the cycles of their final schedules over the clock; None where one is not known.
         seconds: the larger of the two, kernel by kernel.
         by_bytes: of how many the schedule is not known.
-        assumed_branches: of a schedule, those that hang on data; what they would skip is counted.
+        assumed_branches: of a schedule, those that hang on data (`Schedule.assumed`).
     """
 
     count: int

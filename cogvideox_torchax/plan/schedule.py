@@ -65,7 +65,8 @@ class Schedule:
         cycles: bundles that run.
         outside: those of them that no loop holds.
         loops: in the order of their first bundles, an outer loop before those inside it.
-        assumed: branches that hang on data; what they would skip is counted.
+        assumed: branches that hang on data. What they would skip is counted, unless it is done again where
+            computed numbers are not right: a branch on a comparison of floats skips that.
     """
 
     cycles: int
@@ -199,7 +200,8 @@ def read_schedule(text: str, delay_slots: int) -> Schedule:
             elif operation := _operation(part):
                 operations.setdefault(address, []).append(operation)
     _keep_what_branches_need(operations, branches)
-    runs, assumed = _follow(len(bundles), operations, branches, delay_slots)
+    checks = {one.name for found in operations.values() for one in found if one.compute is _checked}
+    runs, assumed = _follow(len(bundles), operations, branches, delay_slots, checks)
     spans = [
         (one.target, address + delay_slots) for address, one in branches.items() if one.target <= address
     ]
@@ -241,7 +243,7 @@ def _operation(part: str) -> _Operation | None:
     else:
         compute, found = _OPERATIONS.get(op.split(".")[0], _unknown), _operands(rest)
         if op.startswith("scmp."):
-            compute = _COMPARISONS.get(op.split(".")[1], _unknown)
+            compute = _checked if ".f32" in op else _COMPARISONS.get(op.split(".")[1], _unknown)
     operands, reads = tuple(found[1] for found in found), tuple(found[0] for found in found if found[0])
     if guard is None:
         return _Operation(name, target, compute, operands, reads)
@@ -267,6 +269,11 @@ def _same(value: Value) -> Value:
 
 
 def _unknown(*_: Value) -> Value:
+    return None
+
+
+def _checked(*_: Value) -> Value:
+    """Of numbers that were computed, which only another computation hangs on."""
     return None
 
 
@@ -348,7 +355,11 @@ def _keep_what_branches_need(operations: dict[int, list[_Operation]], branches: 
 
 
 def _follow(
-    count: int, operations: dict[int, list[_Operation]], branches: dict[int, _Branch], delay_slots: int
+    count: int,
+    operations: dict[int, list[_Operation]],
+    branches: dict[int, _Branch],
+    delay_slots: int,
+    checks: set[str],
 ) -> tuple[Counter[tuple[int, int]], int]:
     """How often each run of bundles, from its first to its last, ran, and how many branches hang on data."""
     state: dict[str | int, Value] = {}
@@ -384,7 +395,8 @@ def _follow(
             if branch.target <= address:
                 raise UnknownDumpError("the end of a loop hangs on data")
             assumed.add(address)
-            continue
+            if branch.name not in checks:
+                continue
         last = min(address + delay_slots, count - 1)
         while index < len(events) and events[index] <= last:
             execute(events[index])

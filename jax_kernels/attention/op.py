@@ -14,7 +14,6 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from jax_kernels.attention import gpu, tpu, xla
-from jax_kernels.attention.bounds import LARGEST_BOUND
 from jax_kernels.common.dispatch import Target, dispatched, with_derivatives_of
 
 Implementation = Literal["plain", "transposed", "cudnn"]
@@ -27,7 +26,6 @@ def attention(
     *,
     scale: float | None = None,
     valid: int | None = None,
-    bound: float | None = None,
     implementation: Implementation | None = None,
 ) -> Float[Array, "N S H D"]:
     """`softmax(q k^T * scale) v`, a head at a time: torch's `scaled_dot_product_attention` without a mask.
@@ -42,9 +40,6 @@ def attention(
             their scale times log2(e) already, as `prepare` writes them: it then costs nothing.
         valid: how many of the keys are real, the first ones; those behind only pad and may hold anything. All
             where None.
-        bound: what no score, scaled, exceeds in absolute value for any query and key, proven (`score_bound`);
-            None where nothing is. Up to `LARGEST_BOUND` the TPU's kernel leaves out the running maximum, for
-            values up to 2^40.
         implementation: "plain" is XLA's, a block of queries at a time; "transposed" a Pallas kernel for TPUs,
             for float32 and bfloat16; "cudnn" cuDNN's, for 16 bits. None takes the fastest known for the
             platform that is compiled for, of those that take `q`.
@@ -63,7 +58,6 @@ def attention(
         v,
         scale=1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale),
         valid=k.shape[1] if valid is None else valid,
-        bounded=bound is not None and bound <= LARGEST_BOUND,
         implementation=implementation,
     )
 
@@ -75,7 +69,6 @@ def attention_transposed(
     *,
     scale: float | None = None,
     valid: int | None = None,
-    bound: float | None = None,
     implementation: Implementation | None = None,
 ) -> Float[Array, "N H D S"]:
     """`attention` of arrays with channels before positions: on a TPU its kernel takes them as they are."""
@@ -88,7 +81,6 @@ def attention_transposed(
         *(x.transpose(0, 3, 1, 2) for x in (q, k, v)),
         scale=scale,
         valid=valid,
-        bound=bound,
         implementation=implementation,
     )
     return y_NSHD.transpose(0, 2, 3, 1)
@@ -118,16 +110,15 @@ def attention_on(
     *,
     scale: float,
     valid: int,
-    bounded: bool,
     implementation: Implementation | None,
 ) -> Array:
     """`attention` for a target, with everything that makes it another program decided."""
     plain, cudnn = (
         functools.partial(_of_real_keys, form, scale=scale, valid=valid) for form in (xla.plain, gpu.cudnn)
     )
-    own = functools.partial(tpu.transposed, scale=scale, valid=valid, bounded=bounded)
+    own = functools.partial(tpu.transposed, scale=scale, valid=valid)
     forms = {"plain": plain, "transposed": with_derivatives_of(plain, own), "cudnn": cudnn}
-    attend = forms[implementation or _fastest(target, q)]
+    attend = forms[implementation or _fastest(target, q, k)]
     mesh = jax.sharding.get_abstract_mesh()
     whole = mesh.empty or set(mesh.manual_axes) == set(mesh.axis_names)
     return attend(q, k, v) if whole else _over_mesh(attend, mesh, q, k, v)
@@ -136,8 +127,8 @@ def attention_on(
 _attention = dispatched(attention_on, "tpu", "cuda")
 
 
-def _fastest(target: Target, q: Array) -> Implementation:
-    if target.by_pallas and tpu.takes(q):
+def _fastest(target: Target, q: Array, k: Array) -> Implementation:
+    if target.by_pallas and tpu.takes(q, k):
         return "transposed"
     return "cudnn" if target.platform == "cuda" and gpu.takes(q) else "plain"
 

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 from jax import lax
 
 
-def attention(q, k, v, *, scale=None, valid=None, bound=None):
-    """All scores of the real keys at once, everything in float32; no `bound` changes them."""
+def attention(q, k, v, *, scale=None, valid=None):
+    """All scores of the real keys at once, everything in float32."""
     q_f32, k_f32, v_f32 = (x.astype(jnp.float32) for x in (q, k[:, :valid], v[:, :valid]))
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     scores = jnp.einsum("nshd,nkhd->nhsk", q_f32, k_f32, precision=lax.Precision.HIGHEST) * scale
@@ -16,9 +16,9 @@ def attention(q, k, v, *, scale=None, valid=None, bound=None):
     return jnp.einsum("nhsk,nkhd->nshd", weights, v_f32, precision=lax.Precision.HIGHEST).astype(q.dtype)
 
 
-def attention_transposed(q, k, v, *, scale=None, valid=None, bound=None):
+def attention_transposed(q, k, v, *, scale=None, valid=None):
     """`attention` of arrays with channels before positions."""
-    y = attention(*(x.transpose(0, 3, 1, 2) for x in (q, k, v)), scale=scale, valid=valid, bound=bound)
+    y = attention(*(x.transpose(0, 3, 1, 2) for x in (q, k, v)), scale=scale, valid=valid)
     return y.transpose(0, 2, 3, 1)
 
 

@@ -1,8 +1,12 @@
 """Attention on a TPU by a Pallas kernel that holds tokens in the lanes and keys before queries.
 
 `S^T = K Q^T` and `O^T = V^T P^T`, of arrays with channels before tokens: no channels are padded to the 128
-lanes of a tile, and the weights `P^T` come out of one product as the other takes them. A row of ones below
-`V^T` has the matrix unit sum the weights too, of the very values that it multiplies.
+lanes of a tile, and the weights `P^T` come out of one product as the other takes them.
+
+A query's scores are taken against the maximum of the first keys alone. It is subtracted inside the product,
+as more channels of the queries with ones in the keys: a score goes from the matrix unit to the exponential.
+Weights that become too large for that show in their sum; such a block of queries is computed again, with the
+maximum of all keys.
 
 Axis letters here: B videos and heads, D channels of a head, S and K positions of the queries and of the keys.
 """
@@ -10,6 +14,8 @@ Axis letters here: B videos and heads, D channels of a head, S and K positions o
 import functools
 import itertools
 import math
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,24 +25,43 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
 from jax_kernels.common.layout import precision_for
-from jax_kernels.common.tiles import DTYPES, LANES
+from jax_kernels.common.tiles import DTYPES, LANES, vmem_limit
 
-BLOCKS = 2048, 2304, 2560, 2816
+QUERIES = 2048, 2304, 2560, 2816
 """Positions a block of a long sequence: that is taken which fills it up least."""
 
+KEYS = 2560, 3072, 3584
+"""Likewise of keys, whose block is a loop's body."""
+
 CHUNK, STRIP = 256, 256
-"""Keys and queries of a block whose weights are computed at a time."""
+"""Keys and queries of a block whose weights are computed at a time; the first chunk's have the maximum."""
+
+SUBLANES = 8
+"""Rows of a register."""
+
+LEAD = 4
+"""Strips of queries whose scores are ahead of their weights."""
 
 CHANNELS = 256
 """Those that a head may have."""
 
-VMEM = 100 * 2**20
-"""What the kernel may take of it."""
+HELD = 0.5
+"""The share that a head's keys and values may take, and again while the next ones are fetched."""
+
+LARGEST = 2.0**100
+"""Sums of weights up to it, and down to its inverse, are right."""
+
+FAR = 2.0**125
+"""What is taken off the scores of keys that only pad."""
 
 
-def takes(q: Float[Array, "N S H D"]) -> bool:
-    """Whether the kernel takes such queries: float32 or bfloat16, heads of at most 256 channels."""
-    return q.dtype in DTYPES and q.shape[-1] <= CHANNELS
+def takes(
+    q: Float[Array | jax.ShapeDtypeStruct, "N S H D"], k: Float[Array | jax.ShapeDtypeStruct, "N K H D"]
+) -> bool:
+    """Whether the kernel takes such queries and keys: float32 or bfloat16, heads of at most 256 channels, and
+    as many keys as fit into VMEM (of 64 channels in bfloat16, 130,000 on a v6e)."""
+    fits = 4 * k.shape[1] * k.shape[3] * k.dtype.itemsize < HELD * vmem_limit()
+    return q.dtype in DTYPES and q.shape[-1] <= CHANNELS and fits
 
 
 def transposed(
@@ -46,7 +71,6 @@ def transposed(
     *,
     scale: float,
     valid: int,
-    bounded: bool,
 ) -> Float[Array, "N S H D"]:
     """Attention by the kernel, of arrays that it `takes`.
 
@@ -54,131 +78,195 @@ def transposed(
         q, k, v: as `attention` takes them. XLA transposes them, unless it finds them transposed.
         scale: of the scores.
         valid: how many keys are real, at least one; the others may hold anything.
-        bounded: whether scores are known to be within `LARGEST_BOUND`. Else the running maximum is
-            taken off.
     """
     videos, queries, heads, channels = q.shape
-    # Whole tiles of channels: the row of ones begins where a tile does.
-    tile = 32 // q.dtype.itemsize
-    filled = -channels % tile
+    filled = -channels % _tile(q)
     q_BDS, k_BDK, v_BDK = (
         jnp.pad(x.transpose(0, 2, 3, 1), [(0, 0), (0, 0), (0, filled), (0, 0)]).reshape(
             videos * heads, channels + filled, x.shape[1]
         )
         for x in (q, k, v)
     )
-    y_BDS = attend(q_BDS, k_BDK, v_BDK, scale=scale, valid=valid, bounded=bounded)
+    if scale == 0:  # which would let keys that only pad count
+        q_BDS, scale = jnp.zeros_like(q_BDS), 1.0
+    y_BDS = attend(q_BDS, k_BDK, v_BDK, scale=scale, valid=valid)
     return y_BDS.reshape(videos, heads, channels + filled, queries)[:, :, :channels].transpose(0, 3, 1, 2)
 
 
 def attend(
-    q: Float[Array, "B D S"],
-    k: Float[Array, "B D K"],
-    v: Float[Array, "B D K"],
-    *,
-    scale: float,
-    valid: int,
-    bounded: bool,
+    q: Float[Array, "B D S"], k: Float[Array, "B D K"], v: Float[Array, "B D K"], *, scale: float, valid: int
 ) -> Float[Array, "B D S"]:
-    """The kernel itself, for channels in whole tiles."""
+    """The kernel itself, for channels in whole tiles and a scale other than zero."""
     batch, channels, queries = q.shape
-    tile = 32 // q.dtype.itemsize
-    query_block, key_block = _block(queries), _block(valid)
-    of_queries = pl.BlockSpec((None, channels, query_block), lambda b, i, j: (b, 0, i))
-    of_keys = pl.BlockSpec((None, channels, key_block), lambda b, i, j: (b, 0, j))
-    running = [] if bounded else [pltpu.VMEM((1, query_block), jnp.float32)]
+    query_block, key_block = _block(queries, QUERIES), _block(valid, KEYS)
+    of_queries = pl.BlockSpec((None, channels, query_block), lambda b, i: (b, 0, i))
+    of_keys = pl.BlockSpec((None, channels, pl.cdiv(valid, key_block) * key_block), lambda b, i: (b, 0, 0))
     return pl.pallas_call(
-        functools.partial(_attend, valid=valid, factor=scale * math.log2(math.e)),
-        grid=(batch, pl.cdiv(queries, query_block), pl.cdiv(valid, key_block)),
+        functools.partial(
+            _attend, queries=queries, valid=valid, block=key_block, factor=scale * math.log2(math.e)
+        ),
+        grid=(batch, pl.cdiv(queries, query_block)),
         in_specs=[of_queries, of_keys, of_keys],
         out_specs=of_queries,
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
-        scratch_shapes=[pltpu.VMEM((channels + tile, query_block), jnp.float32), *running],
+        scratch_shapes=[
+            pltpu.VMEM((channels + _tile(q), query_block), q.dtype),
+            pltpu.VMEM((channels, query_block), jnp.float32),
+            pltpu.VMEM((SUBLANES, query_block), jnp.float32),
+        ],
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=VMEM
+            dimension_semantics=("parallel", "parallel"), vmem_limit_bytes=vmem_limit()
         ),
-        name="attention_bounded" if bounded else "attention_transposed",
+        name="attention",
     )(q, k, v)
 
 
-def _block(length: int) -> int:
+def _tile(x: Array) -> int:
+    """Rows of one of a TPU's tiles."""
+    return 32 // x.dtype.itemsize
+
+
+def _block(length: int, sizes: tuple[int, ...]) -> int:
     """Positions a block. The last one may reach beyond the sequence."""
-    if length <= min(BLOCKS):
+    if length <= min(sizes):
         unit = LANES if length <= LANES else CHUNK
         return -(-length // unit) * unit
-    return min(BLOCKS, key=lambda block: (-(-length // block) * block, -block))
+    return min(sizes, key=lambda block: (-(-length // block) * block, -block))
 
 
-def _attend(q_ref, k_ref, v_ref, y_ref, sums_ref, *maximum_ref, valid: int, factor: float) -> None:
-    """A block of queries and a block of keys: sums of weights times values, and below them of weights.
+def _attend(
+    q_ref, k_ref, v_ref, y_ref, held_ref, sums_ref, totals_ref, *, queries, valid, block, factor
+) -> None:
+    """A block of queries and all keys, a block at a time.
 
-    A strip of queries has its scores for the next chunk of keys multiplied before its weights of this one are
-    computed, so that the matrix unit need not wait for them.
+    The scores of the next `LEAD` strips of queries are multiplied before the weights of one are computed, so
+    that the matrix unit need not wait for them.
+
+    Args:
+        q_ref, k_ref, v_ref: of a head; keys and values in whole blocks.
+        y_ref: the result.
+        held_ref: the queries, and below them what is taken off their scores.
+        sums_ref, totals_ref: of weighted values, and of weights in as many parts as a register has rows.
+        queries, valid: how many queries and keys are real.
+        block: keys in a loop's body.
+        factor: of the scores, to be powers of two.
     """
-    channels, keys = k_ref.shape
-    block = pl.program_id(2)
+    channels = k_ref.shape[0]
+    strips, chunk = _slices(q_ref.shape[1], STRIP), min(CHUNK, block)
+    sums_ref[...] = jnp.zeros_like(sums_ref)
+    totals_ref[...] = jnp.zeros_like(totals_ref)
+    first = _real(k_ref[:, :chunk], 0, valid, k_ref[:, :1])
+    for strip in strips:
+        held_ref[:channels, strip] = q_ref[:, strip]
+        held_ref[channels:, strip] = _taken_off(first, q_ref[:, strip], factor)
 
-    @pl.when(block == 0)
-    def _():
-        sums_ref[...] = jnp.zeros_like(sums_ref)
-        for ref in maximum_ref:
-            ref[...] = jnp.full_like(ref, -jnp.inf)
+    @pl.loop(0, pl.cdiv(valid, block))
+    def _(index: Array) -> None:
+        @functools.cache
+        def keys_of(start: int) -> Array:
+            """Keys, and below them ones: for the maximum, and for what is taken off those that only pad."""
+            at = pl.multiple_of(index * block + start, LANES)
+            k = k_ref[:, pl.ds(at, chunk)]
+            row = lax.broadcasted_iota(jnp.int32, (_tile(k), chunk), 0)
+            ones = row == 0
+            if valid % block:
+                ones |= (row == 1) & (_positions(at, chunk) >= valid)
+                k = _real(k, at, valid, k_ref[:, :1])
+            return jnp.concatenate([k, ones.astype(k.dtype)])
 
-    def keys_of(chunk: slice) -> Array:
-        # Another key of the block in place of one that only pads: a score like any, of weight zero.
-        return _where_real(k_ref[:, chunk], k_ref[:, :1], chunk, block, keys, valid)
+        @functools.cache
+        def values_of(start: int) -> Array:
+            at = pl.multiple_of(index * block + start, LANES)
+            v = v_ref[:, pl.ds(at, chunk)]
+            return _real(v, at, valid, 0) if valid % block else v
 
-    def values_of(chunk: slice) -> Array:
-        v = v_ref[:, chunk]
-        with_ones = jnp.concatenate([v, jnp.ones((sums_ref.shape[0] - channels, v.shape[1]), v.dtype)])
-        return _where_real(with_ones, 0, chunk, block, keys, valid)
+        def scores_of(start: int, n: int) -> Array:
+            scores = _product(keys_of(start), held_ref[:, strips[n]], over=0)
+            return scores if factor == 1.0 else scores * factor  # queries that hold their scale need no pass
 
-    def scores_of(strip: slice, k: Array) -> Array:
-        scores = _product(k, q_ref[:, strip], over=0)
-        return scores if factor == 1.0 else scores * factor  # queries that hold their scale need no pass
+        sums = [sums_ref[:, strip] for strip in strips]
+        totals = [totals_ref[:, strip] for strip in strips]
+        units = list(itertools.product(range(0, block, chunk), range(len(strips))))
+        scores = [scores_of(*unit) for unit in units[:LEAD]]
+        for (start, n), later in itertools.zip_longest(units, units[LEAD:]):
+            if later:
+                scores.append(scores_of(*later))
+            weights, v = jnp.exp2(scores.pop(0)), values_of(start)
+            sums[n] = sums[n] + _product(v, weights.astype(v.dtype), over=1)
+            totals[n] = totals[n] + weights.reshape(-1, SUBLANES, weights.shape[1]).sum(0)
+        for strip, weighted, total in zip(strips, sums, totals, strict=True):
+            sums_ref[:, strip], totals_ref[:, strip] = weighted, total
 
-    strips, chunks = _slices(q_ref.shape[1], STRIP), _slices(keys, CHUNK)
-    sums = [sums_ref[:, strip] for strip in strips]
-    maxima = [[ref[:, strip] for ref in maximum_ref] for strip in strips]
-    k = keys_of(chunks[0])
-    scores = [scores_of(strip, k) for strip in strips]
-    for chunk, following in itertools.zip_longest(chunks, chunks[1:]):
-        v, k = values_of(chunk), keys_of(following) if following else None
-        for n, strip in enumerate(strips):
-            of_chunk = scores[n]
-            if k is not None:
-                scores[n] = scores_of(strip, k)
-            sums[n], maxima[n] = _with_chunk(sums[n], maxima[n], of_chunk, v)
-    for strip, total, maximum in zip(strips, sums, maxima, strict=True):
-        sums_ref[:, strip] = total
-        for ref, value in zip(maximum_ref, maximum, strict=True):
-            ref[:, strip] = value
+    total, weighted = totals_ref[...].sum(0, keepdims=True), sums_ref[...]
+    y_ref[...] = (weighted / total).astype(y_ref.dtype)
+    # Queries behind the last one may hold anything.
+    real = pl.program_id(1) * q_ref.shape[1] + lax.broadcasted_iota(jnp.int32, total.shape, 1) < queries
+    right = (total > 1 / LARGEST) & (total < LARGEST) & (jnp.abs(weighted) < jnp.inf) | ~real
 
-    @pl.when(block == pl.num_programs(2) - 1)
-    def _():
-        y_ref[...] = (sums_ref[:channels] / sums_ref[channels : channels + 1]).astype(y_ref.dtype)
+    @pl.when(jnp.min(right.astype(jnp.float32)) == 0)
+    def _() -> None:
+        _attend_again(q_ref, k_ref, v_ref, y_ref, sums_ref, totals_ref, valid, factor)
+
+
+def _attend_again(q_ref, k_ref, v_ref, y_ref, sums_ref, totals_ref, valid, factor) -> None:
+    """A block of queries with the maximum of all keys: found in a first pass over them, used in a second, of
+    weights that are divided already, so that no sum overflows."""
+    queries = q_ref.shape[1]
+    strip, chunk = min(STRIP, queries), min(CHUNK, k_ref.shape[1])
+    maximum_ref, total_ref = totals_ref.at[:1], totals_ref.at[1:2]
+    maximum_ref[...] = jnp.full_like(maximum_ref, jnp.finfo(jnp.float32).min)
+    total_ref[...] = jnp.zeros_like(total_ref)
+    sums_ref[...] = jnp.zeros_like(sums_ref)
+
+    def over_scores(visit: Callable[[Any, Any, Array], None]) -> None:
+        @pl.loop(0, pl.cdiv(valid, chunk))
+        def _(i: Array) -> None:
+            of_keys = pl.ds(pl.multiple_of(i * chunk, LANES), chunk)
+            real = i * chunk + lax.broadcasted_iota(jnp.int32, (chunk, 1), 0) < valid
+
+            @pl.loop(0, queries // strip)
+            def _(n: Array) -> None:
+                of_queries = pl.ds(pl.multiple_of(n * strip, LANES), strip)
+                scores = _product(k_ref[:, of_keys], q_ref[:, of_queries], over=0) * factor
+                visit(of_queries, of_keys, jnp.where(real, scores, -jnp.inf))
+
+    def find_maximum(own: Any, _: Any, scores: Array) -> None:
+        before = maximum_ref[:, own]
+        maximum_ref[:, own] = maximum = jnp.maximum(before, scores.max(0, keepdims=True))
+        of_chunk = jnp.exp2(scores - maximum).sum(0, keepdims=True)
+        total_ref[:, own] = total_ref[:, own] * jnp.exp2(before - maximum) + of_chunk
+
+    def add_values(own: Any, of_keys: Any, scores: Array) -> None:
+        weights = jnp.exp2(scores - maximum_ref[:, own]) / total_ref[:, own]
+        v = _real(v_ref[:, of_keys], of_keys.start, valid, 0)
+        sums_ref[:, own] = sums_ref[:, own] + _product(v, weights.astype(v.dtype), over=1)
+
+    over_scores(find_maximum)
+    over_scores(add_values)
+    y_ref[...] = sums_ref[...].astype(y_ref.dtype)
+
+
+def _taken_off(keys: Array, q: Array, factor: float) -> Array:
+    """Rows below queries: minus the maximum of their scores of some keys, as their dtype has it, and what is
+    taken off the scores of keys that only pad."""
+    scores = _product(keys, q, over=0)
+    largest = scores.max(0, keepdims=True) if factor > 0 else scores.min(0, keepdims=True)
+    row = lax.broadcasted_iota(jnp.int32, (_tile(q), q.shape[1]), 0)
+    rows = jnp.where(row == 0, -largest, jnp.where(row == 1, -math.copysign(FAR, factor), 0.0))
+    return rows.astype(q.dtype)
 
 
 def _slices(length: int, step: int) -> list[slice]:
     return [slice(at, min(at + step, length)) for at in range(0, length, step)]
 
 
-def _where_real(
-    x: Array, other: Array | int, chunk: slice, block: Array, block_keys: int, valid: int
-) -> Array:
-    """`x`, of a chunk of keys in its last axis, and `other` for those that only pad."""
-    if valid % block_keys == 0:
-        return x
-    positions = block * block_keys + chunk.start + lax.broadcasted_iota(jnp.int32, (1, x.shape[1]), 1)
-    return jnp.where(positions < valid, x, other)
+def _positions(at: Any, count: int) -> Array:
+    return at + lax.broadcasted_iota(jnp.int32, (1, count), 1)
 
 
-def _with_chunk(sums: Array, maximum: list[Array], scores: Array, v: Array) -> tuple[Array, list[Array]]:
-    """Sums with the weights of a chunk added, and the running maximum that was taken off, if there is one."""
-    if maximum:
-        before, maximum = maximum[0], [jnp.maximum(maximum[0], scores.max(0, keepdims=True))]
-        scores, sums = scores - maximum[0], sums * jnp.exp2(before - maximum[0])
-    return sums + _product(v, jnp.exp2(scores).astype(v.dtype), over=1), maximum
+def _real(x: Array, at: Any, valid: int, other: Array | int) -> Array:
+    """`x`, of keys from a position on, and `other` for those that only pad."""
+    return jnp.where(_positions(at, x.shape[1]) < valid, x, other)
 
 
 def _product(a: Array, b: Array, *, over: int) -> Array:

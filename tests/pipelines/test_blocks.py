@@ -4,18 +4,16 @@ import functools
 import types
 
 import jax
-import numpy as np
 import pytest
 import torch
 from diffusers.models.attention_processor import CogVideoXAttnProcessor2_0
 
 from cogvideox_torchax import make_mesh, runtime
-from cogvideox_torchax.pipelines import blocks, networks
+from cogvideox_torchax.pipelines import networks
 from cogvideox_torchax.pipelines.layers import AttnProcessor
 from cogvideox_torchax.pipelines.sharding import CHANNELS, TOKENS, choose_split
 from cogvideox_torchax.plan import report
 from cogvideox_torchax.vae.tolerances import BFLOAT16_RMS_RATIO, relative_error, rms_error
-from jax_kernels.attention.bounds import LARGEST_BOUND
 from tests import small_pipelines
 
 TOLERANCE = 1e-5
@@ -371,27 +369,3 @@ def test_a_split_that_cannot_be_is_refused():
     ):
         choose_split(make_mesh(2, 4), **odd)
     assert model.mesh is None
-
-
-def test_the_bound_of_scores_is_that_of_the_weights_as_they_are():
-    model = ported()
-    before = blocks.score_bound(model)
-    assert blocks.score_bound(model) is before  # it is not found anew
-    weight = model.transformer_blocks[1].attn1.norm_q.weight
-    weight.apply_jax_(lambda array: array * 100)
-    after = blocks.score_bound(model)
-    assert after > 10 * before
-    assert before < LARGEST_BOUND < after
-    assert networks.TransformerStep(model).bound is None  # which takes the running maximum
-    scores = largest_score(model, layer=1)
-    assert 0.01 * after < scores <= after
-    weight.apply_jax_(lambda array: array / 100)
-    assert networks.TransformerStep(model).bound == LARGEST_BOUND
-
-
-def largest_score(model, layer):
-    """The largest score of a layer's attention for drawn tokens."""
-    attn = model.transformer_blocks[layer].attn1
-    x = torch.randn(500, 8, 16, generator=torch.Generator().manual_seed(3)) * 5
-    q, k = (np.asarray(runtime.array_of(norm(runtime.to_jax(x)))) for norm in (attn.norm_q, attn.norm_k))
-    return np.abs(np.einsum("shd,khd->hsk", q, k)).max() / 4

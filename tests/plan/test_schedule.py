@@ -65,6 +65,13 @@ def test_a_guard_that_hangs_on_data_counts_as_open_and_is_told():
     assert found.cycles == 3 + 4 * 7 + 3 * 14
 
 
+def test_what_numbers_that_are_not_right_are_computed_again_by_is_left_out_and_told():
+    checked = text().replace("scmp.ne.s32.totalorder %s11_s1, 2", "scmp.eq.f32.partialorder %s98_s8, 0.0")
+    found = schedule.read_schedule(checked, 4)
+    assert found.assumed == 1
+    assert found.cycles == 3 + 4 * 7 + 3 * 13
+
+
 @pytest.mark.parametrize(
     ("broken", "words"),
     [

@@ -71,10 +71,9 @@ def vae_kernels(x: jax.Array, kernel: jax.Array, vector: jax.Array) -> None:
 
 def transformer_kernels(x: jax.Array, weight: jax.Array, vector: jax.Array, kind: jax.Array) -> None:
     assert_type(jax_kernels.attention(x, x, x, valid=5), jax.Array)
-    assert_type(jax_kernels.attention_transposed(x, x, x, bound=3.0), jax.Array)
+    assert_type(jax_kernels.attention_transposed(x, x, x), jax.Array)
     assert_type(jax_kernels.prepare(x, vector, vector, weight, weight, heads=8), jax.Array)
     assert_type(jax_kernels.rotate(x, weight, weight), jax.Array)
-    assert_type(jax_kernels.score_bound(vector, vector, vector, vector), float)
     assert_type(jax_kernels.linear(x, weight, vector), jax.Array)
     assert_type(jax_kernels.linear_parts(x, weight, vector, parts=3), jax.Array)
     assert_type(jax_kernels.layer_norm(x, vector, vector), jax.Array)

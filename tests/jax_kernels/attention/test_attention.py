@@ -3,7 +3,6 @@
 import functools
 import importlib
 import math
-import re
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +15,6 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import jax_kernels
 from jax_kernels import attention as public_attention
 from jax_kernels.attention import reference, tpu, xla
-from jax_kernels.attention.bounds import LARGEST_BOUND
 from tests.reference import largest_error
 
 attention = importlib.import_module("jax_kernels.attention.op")  # the package has the function by that name
@@ -37,7 +35,7 @@ def small_blocks():
     """Blocks that short sequences fill more than one of."""
     jax.clear_caches()
     with pytest.MonkeyPatch.context() as patch:
-        for name, size in {"BLOCKS": (256,), "CHUNK": 128, "STRIP": 128}.items():
+        for name, size in {"QUERIES": (256,), "KEYS": (256,), "CHUNK": 128, "STRIP": 128}.items():
             patch.setattr(tpu, name, size)
         yield
     jax.clear_caches()
@@ -51,8 +49,7 @@ def interpreted(q, k, v, **options):
 
 FORMS = {
     "plain": {"implementation": "plain"},
-    "running maximum": {"implementation": "transposed"},
-    "bounded": {"implementation": "transposed", "bound": LARGEST_BOUND},
+    "transposed": {"implementation": "transposed"},
 }
 """Every form that can be run on a CPU: the options that choose it."""
 
@@ -152,68 +149,96 @@ def test_sixteen_bits_lose_no_more_than_in_torch(options):
     assert own <= 1.1 * of_torch
 
 
-@pytest.mark.parametrize("options", [FORMS["plain"], FORMS["running maximum"]])
-@pytest.mark.parametrize("sign", [1, -1])
-def test_large_scores_neither_overflow_nor_vanish(sign, options):
-    q, k, v = inputs(300)
-    q, k = 1e3 * jnp.abs(q), sign * 1e3 * jnp.abs(k)
-    assert largest_error(interpreted(q, k, v, **options), reference.attention(q, k, v)) < 1e-5
+def drawn(queries=300, keys=600, channels=64):
+    """q, k, v as NumPy arrays (1, S, 1, D)."""
+    rng = np.random.default_rng(0)
+    return [rng.normal(0, 1, (1, n, 1, channels)) for n in (queries, keys, keys)]
 
 
-@pytest.mark.parametrize("options", [FORMS["plain"], FORMS["running maximum"]])
-def test_keys_that_only_pad_do_not_lift_the_maximum(options):
-    q, k, v = facing(200)
-    k = jnp.where(jnp.arange(300)[:, None, None] < 290, k, 0.0)
-    want = reference.attention(q, k[:, :290], v[:, :290])
-    assert largest_error(interpreted(q, k, v, valid=290, **options), want) < 1e-5
+def scaled(which, factor, place: slice | int = slice(None)):
+    """Inputs one of which is larger at some positions."""
+    arrays = drawn()
+    arrays[which][:, place] *= factor
+    return arrays
 
 
-def facing(bound, length=300):
-    """Inputs of which a third of the queries have every score at `bound`, a third at `-bound`."""
-    _, _, v = inputs(length, heads=1)
-    ones = jnp.ones_like(v) / 2
-    third = jnp.arange(length)[:, None, None] % 3
-    return ones * jnp.select([third == 0, third == 1], [bound, -bound], 0.1), ones, v
+def repelled():
+    """Scores of minus infinity but for one key, whichever comes first."""
+    q, k, v = drawn()
+    q[..., 0], k[..., 0] = 1e20, -1e20
+    k[:, 450] = 0
+    return q, k, v
 
 
-def test_scores_at_the_largest_bound_are_exact_without_a_maximum():
-    q, k, v = facing(LARGEST_BOUND)
-    v = v * 2.0**40
-    got = interpreted(q, k, v, bound=LARGEST_BOUND, implementation="transposed")
-    assert largest_error(got, reference.attention(q, k, v)) < 1e-5
+def rare(value):
+    """Values of one size and either sign, few of them."""
+    q, k, v = drawn()
+    few = np.random.default_rng(1).random(v.shape) < 0.01
+    return q, k, np.sign(v) * few * value
 
 
-def test_beyond_the_largest_bound_the_maximum_is_what_keeps_them_right():
-    q, k, v = facing(3 * LARGEST_BOUND)
-    assert (
-        largest_error(interpreted(q, k, v, implementation="transposed"), reference.attention(q, k, v)) < 1e-5
-    )
-    wrong = interpreted(q, k, v, bound=LARGEST_BOUND, implementation="transposed")  # which is not true
-    assert not np.isfinite(wrong).all()
+HOSTILE = {
+    "nothing out of the ordinary": (drawn, False),
+    "a late key a thousand times larger": (lambda: scaled(1, 1000, 500), True),
+    "an early key a thousand times larger": (lambda: scaled(1, 1000, 5), False),
+    "late keys forty times larger": (lambda: scaled(1, 40, slice(256, None)), True),
+    "all equal": (lambda: [np.ones_like(x) for x in drawn()], False),
+    "all minus infinity but one": (repelled, True),
+    "scores of ten million": (lambda: scaled(0, 1e7), True),
+    "queries next to nothing": (lambda: scaled(0, 1e-30), False),
+    "values of the largest numbers": (lambda: rare(3.3e38), True),
+    "values next to nothing": (lambda: scaled(2, 1e-30), False),
+    "late keys much larger, values of the largest numbers": (
+        lambda: [*scaled(1, 1000, 500)[:2], rare(3.3e38)[2]],
+        True,
+    ),
+}
+"""Queries, keys and values, and whether the maximum of the first keys does not do for some of them."""
+
+
+@of_all_forms
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("make", [make for make, _ in HOSTILE.values()], ids=HOSTILE)
+def test_no_input_makes_it_wrong(make, dtype, options):
+    q, k, v = (jnp.asarray(x, dtype) for x in make())
+    want = reference.attention(q, k, v)
+    assert np.isfinite(np.asarray(want, np.float32)).all()
+    assert largest_error(interpreted(q, k, v, **options), want) < max(TOLERANCES[dtype], 1e-4)
+
+
+@pytest.mark.parametrize(("make", "again"), HOSTILE.values(), ids=HOSTILE)
+def test_only_what_needs_it_is_computed_again(make, again, monkeypatch):
+    def marked(q_ref, all_k, all_v, y_ref, *_):
+        y_ref[...] = jnp.full_like(y_ref, jnp.nan)
+
+    monkeypatch.setattr(tpu, "_attend_again", marked)
+    jax.clear_caches()
+    got = interpreted(*(jnp.asarray(x, jnp.bfloat16) for x in make()), implementation="transposed")
+    jax.clear_caches()
+    assert np.isnan(np.asarray(got, np.float32)).any() == again
+
+
+@of_all_forms
+@pytest.mark.parametrize("scale", [-0.5, 0.0, 1e-30])
+def test_any_scale_will_do(scale, options):
+    q, k, v = inputs(130, keys=300)
+    got = interpreted(q, k, v, valid=290, scale=scale, **options)
+    assert largest_error(got, reference.attention(q, k, v, valid=290, scale=scale)) < 1e-5
 
 
 @pytest.mark.parametrize(
-    ("bound", "name"),
+    ("channels", "dtype", "keys", "taken"),
     [
-        (None, "attention_transposed"),
-        (LARGEST_BOUND, "attention_bounded"),
-        (LARGEST_BOUND * 1.001, "attention_transposed"),
-        (math.inf, "attention_transposed"),
-        (math.nan, "attention_transposed"),
+        (256, jnp.float32, 8192, True),
+        (257, jnp.float32, 1, False),
+        (64, jnp.float16, 1, False),
+        (64, jnp.bfloat16, 125_000, True),
+        (64, jnp.bfloat16, 135_000, False),
     ],
 )
-def test_only_a_bound_that_suffices_leaves_the_maximum_out(bound, name):
-    run = functools.partial(public_attention, bound=bound)
-    text = jax.jit(run).trace(*inputs(130)).lower(lowering_platforms=("tpu",)).as_text()
-    assert set(re.findall(r"attention_(?:bounded|transposed)", text)) == {name}
-
-
-@pytest.mark.parametrize(
-    ("channels", "dtype", "taken"),
-    [(256, jnp.float32, True), (257, jnp.float32, False), (64, jnp.float16, False)],
-)
-def test_what_the_kernel_takes(channels, dtype, taken):
-    assert tpu.takes(jnp.zeros((1, 1, 1, channels), dtype)) == taken
+def test_what_the_kernel_takes(channels, dtype, keys, taken):
+    q, k = (jax.ShapeDtypeStruct((1, n, 1, channels), dtype) for n in (1, keys))
+    assert tpu.takes(q, k) == taken
 
 
 SPLITS = {
