@@ -7,6 +7,7 @@ Axis letters: N videos, S positions of a sequence (text first, then patches), C 
 of a head, P parts of the channels, one for each device that has some of the tokens.
 """
 
+import functools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -79,27 +80,25 @@ class Block(CogVideoXBlock):
         tables: Tables,
         sequence: Sequence,
     ) -> torch.Tensor:
-        videos = x_NSC.shape[0]
-        kinds = torch_view(sequence.kinds)(videos)
-        x_SC = x_NSC.flatten(0, 1)  # of all videos
+        first = sequence.first_patch()
         for norm, work in (
-            (self.norm1, lambda h_SC: self._attend(h_SC, tables, sequence, videos)),
+            (self.norm1, lambda h_NSC: self._attend(h_NSC, tables, sequence)),
             (self.norm2, self.ff),
         ):
             shift, scale, gate = modulation(norm, temb_NE)
             plain: Any = norm.norm
-            h_SC = torch_view(jax_kernels.modulated_norm)(
-                x_SC, plain.weight, plain.bias, scale, shift, kinds, plain.eps
-            )
-            x_SC = torch_view(jax_kernels.gated_sum)(x_SC, work(h_SC), gate, kinds)
-        return x_SC.unflatten(0, (videos, -1))
+            modulated = sequence.for_tokens(functools.partial(jax_kernels.modulated_norm, eps=plain.eps))
+            h_NSC = torch_view(modulated)(x_NSC, plain.weight, plain.bias, scale, shift, first)
+            x_NSC = torch_view(jax_kernels.gated_sum)(x_NSC, work(h_NSC), gate, first)
+        return x_NSC
 
-    def _attend(self, h_SC: torch.Tensor, tables: Tables, sequence: Sequence, videos: int) -> torch.Tensor:
+    def _attend(self, h_NSC: torch.Tensor, tables: Tables, sequence: Sequence) -> torch.Tensor:
         attn: Any = self.attn1
+        videos = h_NSC.shape[0]
         prepare = torch_view(sequence.for_heads(jax_kernels.prepare, attn.heads))
         q, k, v = (
             torch_view(sequence.to_heads)(part_PSC, videos)
-            for part_PSC in projections(attn, h_SC, sequence.parts)
+            for part_PSC in projections(attn, h_NSC.flatten(0, 1), sequence.parts)
         )
         # The scores' scale, in powers of two, is in the queries.
         scale = math.log2(math.e) / math.sqrt(q.shape[-1] * sequence.parts / attn.heads)
@@ -114,7 +113,8 @@ class Block(CogVideoXBlock):
             valid=sequence.tokens,
         )
         project, dropout = attn.to_out
-        return dropout(project(torch_view(sequence.to_tokens)(y_NHDS.flatten(1, 2))))
+        y_SC = dropout(project(torch_view(sequence.to_tokens)(y_NHDS.flatten(1, 2))))
+        return y_SC.unflatten(0, (videos, -1))
 
 
 def projections(attn: Any, h_SC: torch.Tensor, parts: int) -> Iterator[torch.Tensor]:
@@ -133,10 +133,10 @@ def projections(attn: Any, h_SC: torch.Tensor, parts: int) -> Iterator[torch.Ten
 
 
 def modulation(norm: Any, temb_NE: torch.Tensor) -> list[torch.Tensor]:
-    """Shift, scale and gate, (N * 2, C) each: of every video's text and patches."""
+    """Shift, scale and gate, (N, 2, C) each: of every video's text and patches."""
     shift, scale, gate, text_shift, text_scale, text_gate = norm.linear(norm.silu(temb_NE)).chunk(6, dim=1)
     pairs = ((text_shift, shift), (text_scale, scale), (text_gate, gate))
-    return [torch.stack(pair, dim=1).flatten(0, 1) for pair in pairs]
+    return [torch.stack(pair, dim=1) for pair in pairs]
 
 
 def sequence_view(everywhere: Any, function: Any) -> Any:

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from torch import nn
@@ -131,13 +132,28 @@ class Sequence:
 
         return split
 
-    def kinds(self, videos: int) -> jax.Array:
-        """Of a device's own tokens (N * S): two for each video, even for text, odd for all else; inside of
-        `everywhere`."""
+    def for_tokens(self, kernel: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+        """A kernel of tokens (N, S, C), of vectors (N, 2, C), of weights and numbers; inside of `everywhere`.
+
+        Where XLA is to split it, which it cannot do to a kernel, each device has whole videos.
+        """
+        if self.shared is None:
+            return kernel
+        placement = self.shared
+
+        def split(x_NSC: jax.Array, *others: Any) -> jax.Array:
+            own = PartitionSpec(placement.batch_axis(x_NSC.shape[0]))
+            specs = (own if np.ndim(other) == 3 else PartitionSpec() for other in others)
+            return jax.shard_map(
+                kernel, mesh=placement.mesh, in_specs=(own, *specs), out_specs=own, check_vma=False
+            )(x_NSC, *others)
+
+        return split
+
+    def first_patch(self) -> Any:
+        """Which of a device's own tokens comes first of those that are not text; inside of `everywhere`."""
         own = self.length // self.parts
-        start = jax.lax.axis_index(self.axes) * own if self.axes else 0
-        row = jnp.arange(videos * own)
-        return 2 * (row // own) + (start + row % own >= self.text)
+        return self.text - (jax.lax.axis_index(self.axes) * own if self.axes else 0)
 
     def to_heads(self, x_PNC: jax.Array, videos: int) -> jax.Array:
         """From a device's own tokens to all tokens of its own channels; inside of `everywhere`.

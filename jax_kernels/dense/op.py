@@ -1,5 +1,6 @@
 """What works on channels alone: a matrix product, LayerNorm and what modulates it, SiLU and GELU."""
 
+import functools
 import math
 
 import jax
@@ -8,11 +9,12 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jax_kernels.common.checks import check_channels
-from jax_kernels.common.dispatch import Target, dispatched
+from jax_kernels.common.dispatch import Target, dispatched, with_derivatives_of
 from jax_kernels.common.first_frame import in_parts, joined
 from jax_kernels.common.jitted import jitted
 from jax_kernels.common.layout import precision_for
 from jax_kernels.common.pointwise import standardized
+from jax_kernels.dense import tpu
 
 
 @jitted("rounded_parts")
@@ -124,54 +126,73 @@ def linear_parts(
     return y.astype(x.dtype)
 
 
-@jitted("eps")
 def modulated_norm(
-    x: Float[Array, "S C"],
+    x: Float[Array, "N S C"],
     weight: Float[Array, " C"] | None,
     bias: Float[Array, " C"] | None,
-    scale: Float[Array, "K C"],
-    shift: Float[Array, "K C"],
-    kind: Int[Array, " S"],
+    scale: Float[Array, "N 2 C"],
+    shift: Float[Array, "N 2 C"],
+    first: Int[Array, ""] | int,
     eps: float = 1e-5,
-) -> Float[Array, "S C"]:
-    """`layer_norm(x) * (1 + scale) + shift`, in one pass, for tokens of a few kinds.
+) -> Float[Array, "N S C"]:
+    """`layer_norm(x) * (1 + scale) + shift`, in one pass, for tokens of two kinds.
 
     Args:
         x: any float dtype.
         weight, bias: of the norm, or None.
-        scale, shift: of each kind.
-        kind: of each token.
+        scale, shift: of a video's tokens before `first`, and of the others.
+        first: of the second kind; may lie outside of the tokens.
         eps: added to the variance.
 
     Returns:
         The dtype of `x`; all arithmetic is float32, and rounded once.
+
+    Raises:
+        ValueError: a weight or bias of another length.
     """
     check_channels("modulated_norm", x.shape[-1], weight=weight, bias=bias)
-    scale, shift = (1 + scale.astype(jnp.float32)), shift.astype(jnp.float32)
+    factor, offset = 1 + scale.astype(jnp.float32), shift.astype(jnp.float32)
     if bias is not None:
-        shift = shift + scale * bias.astype(jnp.float32)
+        offset = offset + factor * bias.astype(jnp.float32)
     if weight is not None:
-        scale = scale * weight.astype(jnp.float32)
-    y = standardized(x.astype(jnp.float32), eps)
-    y = y * _of_kind(scale, kind) + _of_kind(shift, kind)
-    return lax.optimization_barrier(y.astype(x.dtype))
+        factor = factor * weight.astype(jnp.float32)
+    return _modulated_norm(x, factor, offset, jnp.asarray(first, jnp.int32), eps=eps)
+
+
+def modulated_norm_on(
+    target: Target, x: Array, factor: Array, offset: Array, first: Array, *, eps: float
+) -> Array:
+    """`modulated_norm` for a target."""
+
+    def plain(x: Array, factor: Array, offset: Array, first: Array) -> Array:
+        y = standardized(x.astype(jnp.float32), eps)
+        y = y * _of_kind(factor, x, first) + _of_kind(offset, x, first)
+        return lax.optimization_barrier(y.astype(x.dtype))
+
+    own = functools.partial(tpu.modulated_norm, eps=eps)
+    form = with_derivatives_of(plain, own) if target.by_pallas and tpu.takes(x) else plain
+    return form(x, factor, offset, first)
+
+
+_modulated_norm = dispatched(modulated_norm_on, "tpu")
 
 
 @jitted()
 def gated_sum(
-    x: Float[Array, "S C"], y: Float[Array, "S C"], gate: Float[Array, "K C"], kind: Int[Array, " S"]
-) -> Float[Array, "S C"]:
+    x: Float[Array, "N S C"],
+    y: Float[Array, "N S C"],
+    gate: Float[Array, "N 2 C"],
+    first: Int[Array, ""] | int,
+) -> Float[Array, "N S C"]:
     """`x + gate * y`, in one pass; see `modulated_norm`."""
-    total = x.astype(jnp.float32) + _of_kind(gate.astype(jnp.float32), kind) * y.astype(jnp.float32)
+    total = x.astype(jnp.float32) + _of_kind(gate.astype(jnp.float32), x, first) * y.astype(jnp.float32)
     return lax.optimization_barrier(total.astype(x.dtype))
 
 
-def _of_kind(vectors_KC: Array, kind: Array) -> Array:
-    """Each token's own of a few vectors: chosen, as a TPU looks nothing up in registers."""
-    chosen = vectors_KC[:1]
-    for index in range(1, len(vectors_KC)):
-        chosen = jnp.where(kind[:, None] == index, vectors_KC[index], chosen)
-    return chosen
+def _of_kind(vectors_N2C: Array, x_NSC: Array, first: Array) -> Array:
+    """Each token's own of two vectors."""
+    second = jnp.arange(x_NSC.shape[1]) >= first
+    return jnp.where(second[:, None], vectors_N2C[:, 1:], vectors_N2C[:, :1])
 
 
 @jitted()

@@ -24,15 +24,17 @@ def layer_norm(x, weight, bias, eps=1e-5):
     return (y if bias is None else y + bias).astype(x.dtype)
 
 
-def modulated_norm(x, weight, bias, scale, shift, kind, eps=1e-5):
+def modulated_norm(x, weight, bias, scale, shift, first, eps=1e-5):
     """The norm in float32, then each token's own vectors."""
+    kind = (jnp.arange(x.shape[1]) >= first).astype(int)
     y = layer_norm(x.astype(jnp.float32), weight, bias, eps)
-    return (y * (1 + scale.astype(jnp.float32)[kind]) + shift[kind]).astype(x.dtype)
+    return (y * (1 + scale.astype(jnp.float32)[:, kind]) + shift[:, kind]).astype(x.dtype)
 
 
-def gated_sum(x, y, gate, kind):
+def gated_sum(x, y, gate, first):
     """A sum in float32."""
-    return (x + gate.astype(jnp.float32)[kind] * y.astype(jnp.float32)).astype(x.dtype)
+    kind = (jnp.arange(x.shape[1]) >= first).astype(int)
+    return (x + gate.astype(jnp.float32)[:, kind] * y.astype(jnp.float32)).astype(x.dtype)
 
 
 def silu(x, *, time_axis=None):
