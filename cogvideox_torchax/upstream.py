@@ -9,7 +9,8 @@ import copyreg
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from types import MethodType, SimpleNamespace
+from typing import Any, NamedTuple
 
 from cogvideox_torchax.versions import TESTED, installed
 
@@ -258,3 +259,87 @@ def scaling_loras(step: Callable[..., Any]) -> Callable[..., Any]:
     from diffusers.utils import peft_utils
 
     return _part("diffusers", peft_utils, "apply_lora_scale")("attention_kwargs")(step)
+
+
+CACHE_HOOKS = ("FBC", "Mag", "PyramidAttention", "FasterCache", "TaylorSeer", "SeaCache", "TextKVCache")
+"""How the classes of the hooks of diffusers' caches begin."""
+
+CACHE_STATE = frozenset({"_cache_config", "_diffusers_hook", "_step_cache"})
+"""The attributes in which a transformer holds its cache."""
+
+
+class Hooked(NamedTuple):
+    """A hook of diffusers: the module's name in the model, the hook's name in the module, itself."""
+
+    module: str
+    name: str
+    hook: Any
+
+
+def take_hooks(model: Any) -> list[Hooked]:
+    """The hooks of diffusers' caches, taken off a model, and what they have left of its modules' forwards.
+
+    Needs the registry that a module's hooks lie in, and the attribute that it lies in.
+    """
+    taken = []
+    for name, module in model.named_modules():
+        registry = vars(module).get("_diffusers_hook")
+        if registry is None:
+            continue
+        for own, hook in list(registry.hooks.items()):
+            if type(hook).__name__.startswith(CACHE_HOOKS):
+                registry.remove_hook(own, recurse=False)
+                hook.fn_ref = None  # it holds the module
+                taken.append(Hooked(name, own, hook))
+        forward = vars(module).get("forward")
+        kinds = type(module).__mro__
+        if isinstance(forward, MethodType) and any(vars(k).get("forward") is forward.__func__ for k in kinds):
+            del vars(module)["forward"]  # its class's, or that of the class that it had
+    return taken
+
+
+def put_hooks(model: Any, hooks: list[Hooked]) -> None:
+    """Gives a model back what `take_hooks` has taken."""
+    from diffusers.hooks.hooks import HookRegistry
+
+    for each in hooks:
+        module = model.get_submodule(each.module)
+        HookRegistry.check_if_exists_or_initialize(module).register_hook(each.hook, each.name)
+    HookRegistry.check_if_exists_or_initialize(model).invalidate_child_registries_cache()
+
+
+def set_context(hook: Any, name: str | None) -> None:
+    """Has a hook that is on no module count under a context's name. Needs its `state_manager`."""
+    from diffusers.hooks.hooks import CacheContext
+
+    if hasattr(hook, "state_manager"):
+        hook.state_manager.set_context(None if name is None else CacheContext(name))
+
+
+def call_hook(hook: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    """Calls a hook that is on no module, a function in the place of the module's forward. Needs `fn_ref`."""
+    hook.fn_ref = SimpleNamespace(original_forward=forward)
+    hook.new_forward(None, *args, **kwargs)
+
+
+def calibrated(hook: Any, note: Callable[[Any, Any], None]) -> Any:
+    """The hook of MagCache's last block, which has `note(state, residual)` find a step's ratio.
+
+    Needs the method by which it does so itself.
+    """
+    _part("diffusers", type(hook), "_perform_calibration_step")
+    hook._perform_calibration_step = note
+    return hook
+
+
+@functools.cache
+def cached_block(kind: type) -> None:
+    """Has diffusers' caches take a class for the block of CogVideoX that it stands in for; once.
+
+    Needs the registry that they look the result's parts up in.
+    """
+    from diffusers.hooks import _helpers
+
+    registry = _part("diffusers", _helpers, "TransformerBlockRegistry")
+    metadata = _part("diffusers", _helpers, "TransformerBlockMetadata")
+    registry.register(kind, metadata(return_hidden_states_index=0, return_encoder_hidden_states_index=1))

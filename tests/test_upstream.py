@@ -218,6 +218,11 @@ TAKEN_AWAY = {
         lambda: upstream.rotary_tables(diffusers.CogVideoXPipeline, abs),
         f"diffusers .* has no CogVideoXPipeline.{ROTARY} any more: install diffusers==",
     ),
+    "diffusers' registry of blocks": (
+        ("diffusers.hooks._helpers", "TransformerBlockRegistry"),
+        lambda: upstream.cached_block(type("Block", (), {})),
+        "diffusers .* has no diffusers.hooks._helpers.TransformerBlockRegistry any more",
+    ),
 }
 
 
@@ -237,8 +242,21 @@ def test_what_a_release_takes_away_is_named_with_the_release_that_has_it(monkeyp
 OVERRIDDEN = {
     AutoencoderKLCogVideoX: ("_encode", "_decode", "tiled_encode", "tiled_decode"),
     PatchEmbed: ("forward",),
-    PortedPipeline: ("to", "enable_model_cpu_offload", "enable_sequential_cpu_offload", "decode_latents"),
+    PortedPipeline: (
+        "to",
+        "enable_model_cpu_offload",
+        "enable_sequential_cpu_offload",
+        "decode_latents",
+        "progress_bar",
+    ),
     **dict.fromkeys((*PORTED.values(), *networks.SWAPPED.values()), ("forward",)),
+    networks.CogVideoXTransformer3DModel: (
+        "forward",
+        "enable_cache",
+        "disable_cache",
+        "cache_context",
+        "_reset_stateful_cache",
+    ),
 }
 """Methods that diffusers, transformers or torch call by this name: one that is renamed would be overridden no
 more, and the inherited code would run on JAX."""

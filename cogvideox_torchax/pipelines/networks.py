@@ -8,6 +8,7 @@ Axis letters: N videos, S positions of a sequence (text first, then patches), H 
 
 import contextlib
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -31,9 +32,9 @@ from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.t5.modeling_t5 import T5EncoderModel as TransformersT5Encoder
 from transformers.models.t5.modeling_t5 import T5LayerFF, T5LayerSelfAttention
 
-from cogvideox_torchax import runtime
+from cogvideox_torchax import runtime, upstream
 from cogvideox_torchax.files.models import saved_from_host
-from cogvideox_torchax.pipelines import loras
+from cogvideox_torchax.pipelines import caches, loras
 from cogvideox_torchax.pipelines.blocks import GELU, Block, joined_step, takes_sequences
 from cogvideox_torchax.pipelines.fused import FusedAttnProcessor
 from cogvideox_torchax.pipelines.layers import AttnProcessor, LayerNorm, Linear, PatchEmbed
@@ -68,6 +69,31 @@ class TransformerStep(nn.Module):
             return DiffusersTransformer.forward(model, **given, return_dict=False)[0], cache
 
 
+class CachedStep(TransformerStep):
+    """A step that reuses what earlier ones kept: of tensors and kept arrays, a sample with what the host is
+    told, and kept arrays; without any, zeros for them.
+
+    Args:
+        model, attention_kwargs: as for any step.
+        form: what is computed, see `caches`.
+    """
+
+    def __init__(
+        self, model: DiffusersTransformer, attention_kwargs: dict[str, Any] | None, form: caches.Form
+    ):
+        super().__init__(model, attention_kwargs)
+        self.form = form
+
+    def forward(self, tensors: dict[str, Any], cache: Any) -> tuple[Any, Any]:
+        given = dict(tensors)
+        numbers = {name: given.pop(name) for name in caches.NUMBERS if name in given}
+        stack = caches.Stack(self.form, cache, numbers)
+        sample = stack.step(
+            self.model, lambda tensors: super(CachedStep, self).forward(tensors, None)[0], given
+        )
+        return (sample, stack.seen), stack.kept
+
+
 class TextEncoding(nn.Module):
     """The text encoder's own forward, as a network that a program is compiled of."""
 
@@ -100,18 +126,20 @@ class Compiled(PortedModel):
 
         return SequencePlacement(self.mesh, self.split, heads_of(self))
 
-    def split_layers(self) -> tuple[type[nn.Module], ...]:
-        """The modules that take and give sequences split over a mesh."""
+    def split_layers(self, network: Any) -> tuple[type[nn.Module], ...]:
+        """The modules that take and give sequences split over a mesh, in a program of this network."""
         return SPLIT_LAYERS
 
     @property
     def program(self) -> runtime.Program:
         """The compiled program, for what it counts and for `lower`."""
-        return self._program(self.network_class(self))
+        return self.program_of(self.network_class(self))
 
-    def _program(self, network: nn.Module) -> runtime.Program:
+    def program_of(self, network: nn.Module) -> runtime.Program:
+        """The compiled program of a network around this model, for one like it too."""
         options = tuple(sorted(getattr(network, "options", {}).items()))
-        return runtime.programs_of(self).get(("forward", options), network, self._compile_for)
+        kind = ("forward", options, getattr(network, "form", None))
+        return runtime.programs_of(self).get(kind, network, self._compile_for)
 
     def build_program(self) -> runtime.Program:
         """A program of its own, for one that only looks at what it compiles to."""
@@ -122,12 +150,12 @@ class Compiled(PortedModel):
             return runtime.Program(network)
         from cogvideox_torchax.pipelines.sequence import SequencesOnMesh
 
-        return runtime.Program(network, SequencesOnMesh(self.placement, self.split_layers()))
+        return runtime.Program(network, SequencesOnMesh(self.placement, self.split_layers(network)))
 
     def run_program(self, *options: Any, **tensors: Any) -> torch.Tensor:
         """What the network gives for tensors, or tuples of them; options as `network_class` takes them."""
         network = self.network_class(self, *options)
-        program = self._program(network)
+        program = self.program_of(network)
         return runtime.tensor_of(program.run(program.weights(network), program.put(tensors))[0])
 
     def port_layers(self) -> None:
@@ -221,10 +249,60 @@ class CogVideoXTransformer3DModel(Compiled, DiffusersTransformer):
     unfuse_lora = loras.in_pytorch(DiffusersTransformer.unfuse_lora)
     unload_lora = loras.in_pytorch(DiffusersTransformer.unload_lora)
 
-    def split_layers(self) -> tuple[type[nn.Module], ...]:
+    _step_cache: caches.StepCache | None = None
+
+    @property
+    def step_cache(self) -> caches.StepCache | None:
+        """What `enable_cache` has made of a config, for the steps that it skipped; None without."""
+        return self._step_cache
+
+    def enable_cache(self, config: Any) -> None:
+        """As diffusers' own, before `port` or after."""
+        upstream.cached_block(Block)
+        super().enable_cache(config)
+        if runtime.is_on_jax(self):
+            self.take_cache()
+
+    def disable_cache(self) -> None:
+        super().disable_cache()
+        vars(self).pop("_step_cache", None)
+
+    def take_cache(self) -> None:
+        """Run what diffusers has hooked for a cache as programs, from now on."""
+        hooks = upstream.take_hooks(self)
+        if hooks:
+            self._step_cache = caches.cache_of(hooks)
+
+    @contextlib.contextmanager
+    def cache_context(self, name: str, **kwargs: Any) -> Iterator[None]:
+        """As diffusers' own."""
+        with super().cache_context(name, **kwargs), caches.context(name):
+            yield
+
+    def _reset_stateful_cache(self, recurse: bool = True) -> None:
+        super()._reset_stateful_cache(recurse)
+        if self._step_cache is not None:
+            self._step_cache.reset()
+
+    def place(self, mesh: Any = None, split: str | None = None) -> None:
+        super().place(mesh, split)
+        self.take_cache()
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        moved = super().to(*args, **kwargs)
+        if self._step_cache is not None and not runtime.is_on_jax(self):
+            upstream.put_hooks(self, vars(self).pop("_step_cache").hooks)
+        return moved
+
+    def run_program(self, *options: Any, **tensors: Any) -> torch.Tensor:
+        if self._step_cache is None:
+            return super().run_program(*options, **tensors)
+        return self._step_cache.step(self, functools.partial(CachedStep, self, *options), tensors)
+
+    def split_layers(self, network: Any) -> tuple[type[nn.Module], ...]:
         if self.split.over_tp == "channels":
             return SPLIT_LAYERS
-        return (Block,) if takes_sequences(self) else ()
+        return (Block,) if network.joined else ()
 
     def forward(
         self,

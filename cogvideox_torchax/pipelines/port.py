@@ -127,9 +127,26 @@ class PortedPipeline(PickledAsStock, DiffusionPipeline):
     enable_sequential_cpu_offload = enable_group_offload = enable_model_cpu_offload
     set_lora_device = enable_model_cpu_offload
 
+    def progress_bar(self, iterable: Any = None, total: Any = None) -> Any:
+        """As diffusers' own; at its end it says how many steps a cache has skipped."""
+        inherited: Any = super()
+        bar, cache = inherited.progress_bar(iterable, total), self.transformer.step_cache
+        if cache is not None and not bar.disable:
+            close = bar.close
+
+            def told() -> None:
+                bar.close = close
+                skipped = cache.computed.count(False)
+                bar.set_postfix_str(f"{skipped} of {len(cache.computed)} steps skipped, in part or whole")
+                close()
+
+            bar.close = told
+        return bar
+
     def decode_latents(self, latents: torch.Tensor) -> torch.Tensor:
         """Latents (N, T, C, H, W) to frames (N, 3, T', H', W') on the host, where each chunk goes while the
         next is computed."""
+        self.transformer._reset_stateful_cache()  # what its steps keep would lie beside the decoder's arrays
         with runtime.active():
             z = 1 / self.vae_scaling_factor_image * latents.permute(0, 2, 1, 3, 4)
         return torch.cat(list(self.vae.decode_stream(z)), dim=2)
@@ -143,6 +160,9 @@ def _ported_class(kind: type) -> type:
     @functools.wraps(inherited.__call__)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         port_scheduler(self.scheduler)
+        if runtime.is_on_jax(self.transformer):
+            self.transformer.take_cache()  # `apply_first_block_cache` and its like do not ask the model
+        self.transformer._reset_stateful_cache()  # a run that failed may have left something
         result = inherited.__call__(self, *args, **kwargs)
         self.scheduler.watch.check()
         return result

@@ -261,7 +261,22 @@ class SequencesOnMesh(runtime.Place):
         # The attention kernel asks for it: a kernel has to be split by hand.
         with jax.sharding.use_abstract_mesh(self.placement.mesh.abstract_mesh):
             result, cache = run(inputs, cache)
-        return jax.lax.with_sharding_constraint(result, self.placement.replicated), cache
+        return jax.lax.with_sharding_constraint(result, self.placement.replicated), jax.tree.map(
+            lambda kept: jax.lax.with_sharding_constraint(kept, self._kept(kept.shape)), cache
+        )
+
+    def _kept(self, shape: tuple[int, ...]) -> NamedSharding:
+        """Return where an array lies that one step keeps for the next: sequences as the layers have them."""
+        spec = self.placement.spec(shape) if len(shape) == 3 else PartitionSpec()
+        divides = all(
+            size % parts == 0 for size, parts in zip(shape, self.placement.parts(spec), strict=False)
+        )
+        return NamedSharding(self.placement.mesh, spec if divides else PartitionSpec())
+
+    def cache_structs(self, cache: Any) -> Any:
+        return jax.tree.map(
+            lambda kept: jax.ShapeDtypeStruct(kept.shape, kept.dtype, sharding=self._kept(kept.shape)), cache
+        )
 
     def watching(self, network: nn.Module) -> contextlib.AbstractContextManager[Any]:
         if self.placement.split.over_tp == CHANNELS:

@@ -29,6 +29,8 @@ PROGRAMS = "_compiled_programs"
 MADE_OF_IT = frozenset({PROGRAMS, upstream.COMPILED_CALL})
 """Attributes that were made of a module and are no part of it: what torch.compile made would run the
 original."""
+BESIDE_IT = MADE_OF_IT | upstream.CACHE_STATE
+"""Attributes that no program is traced of; its caches go with a copy."""
 
 
 class Copied:
@@ -111,4 +113,5 @@ class PortedModel(Copied, nn.Module):
         return super().__deepcopy__(memo)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self._state().items() if name != "_mesh"}
+        left = {"_mesh", *upstream.CACHE_STATE}
+        return {name: value for name, value in self._state().items() if name not in left}

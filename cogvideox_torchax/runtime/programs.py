@@ -158,7 +158,8 @@ class Program:
 
         # Between two chunks a cache lies as (H, W, N, T, C), as a TPU holds it while it computes: in any
         # other order each program would rearrange it on its way in and out.
-        cache = jax.tree.map(lambda stored: stored.transpose(2, 4, 3, 0, 1), cache)
+        # What a denoising step keeps has no five axes, and stays as it is.
+        cache = jax.tree.map(lambda kept: kept.transpose(2, 4, 3, 0, 1) if kept.ndim == 5 else kept, cache)
         network = _without_chance(skeleton(self.network))
         call = import_torchax().interop.jax_view(functools.partial(torch.func.functional_call, network))
         # By default a TPU multiplies float32 in bfloat16, and a recent GPU in TF32.
@@ -170,7 +171,9 @@ class Program:
                 # What torch counts in 64 bits, JAX counts in 32: positions and token ids fit.
                 warnings.filterwarnings("ignore", "Explicitly requested dtype int64")
                 result, cache = call(weights, (inputs, cache))
-        return result, jax.tree.map(lambda cache_NCTHW: cache_NCTHW.transpose(3, 4, 0, 2, 1), cache)
+        return result, jax.tree.map(
+            lambda kept: kept.transpose(3, 4, 0, 2, 1) if kept.ndim == 5 else kept, cache
+        )
 
     def weights(self, network: nn.Module) -> dict[str, Any]:
         """Return the weights of a network like the one that this is compiled of, where the program takes

@@ -11,7 +11,7 @@ from torch import nn
 
 from cogvideox_torchax import upstream
 from cogvideox_torchax.runtime.bridge import to_torch, without_torchax
-from cogvideox_torchax.runtime.models import MADE_OF_IT, PortedModel
+from cogvideox_torchax.runtime.models import BESIDE_IT, PortedModel
 from cogvideox_torchax.runtime.weights import replace_weights
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -54,7 +54,7 @@ def _copied(module: Module, done: dict[int, Any]) -> Module:
         attributes = {
             name: _own(value, done, name == PROCESSOR)  # the processor of one block may be that of all
             for name, value in vars(module).copy().items()
-            if name not in MADE_OF_IT
+            if name not in BESIDE_IT
         }
         forward = attributes.get("forward")
         if isinstance(forward, MethodType) and forward.__self__ is module:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from cogvideox_torchax.runtime.models import MADE_OF_IT
+from cogvideox_torchax.runtime.models import BESIDE_IT
 from cogvideox_torchax.runtime.skeleton import CONTAINERS, PROCESSOR, has_state
 
 TREE = frozenset({"_modules", "_parameters", "_buffers"})
@@ -51,7 +51,7 @@ class _Seen:
         self.attributes = {
             name: value
             for name, value in vars(module).copy().items()
-            if name not in TREE and name not in MADE_OF_IT
+            if name not in TREE and name not in BESIDE_IT
         }
         # Ids alone: kept, the dictionaries of weights would keep the weights.
         self._ids = tuple(map(id, vars(module).values()))
@@ -60,7 +60,7 @@ class _Seen:
         attributes = vars(module)
         if type(module) is self._type and tuple(map(id, attributes.values())) == self._ids:
             return True
-        made = len(attributes.keys() & MADE_OF_IT)
+        made = len(attributes.keys() & BESIDE_IT)
         if type(module) is not self._type or len(attributes) != len(self.attributes) + len(TREE) + made:
             return False
         for name, value in self.attributes.items():

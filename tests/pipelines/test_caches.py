@@ -1,0 +1,191 @@
+"""diffusers' caches on a ported pipeline: the steps that stock diffusers skips, and its frames."""
+
+import copy
+import functools
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from diffusers.hooks.first_block_cache import FirstBlockCacheConfig, apply_first_block_cache
+from diffusers.hooks.mag_cache import MagCacheConfig
+
+from cogvideox_torchax import port, runtime
+from cogvideox_torchax.vae.tolerances import relative_error
+from tests import small_pipelines
+from tests.pipelines.test_pipeline import TOLERANCE, compilations, port_to, shared
+
+STEPS = 6
+
+
+def build(kind="text", version="5b", placement=None):
+    """A pipeline of three layers, whose transformer is its own."""
+    vae, text_encoder = shared(placement)
+    conditioning = small_pipelines.conditioning(kind, version)
+    model = small_pipelines.transformer(version, num_layers=3, **conditioning)
+    vae = small_pipelines.configured(vae, version)
+    return small_pipelines.build(kind, version, vae=vae, text_encoder=text_encoder, transformer=model)
+
+
+def first_block(pipe, threshold=0.3):
+    """At this threshold text tokens, or one half of guidance alone, would decide otherwise for text, 5b."""
+    return FirstBlockCacheConfig(threshold=threshold)
+
+
+def mag(pipe):
+    return MagCacheConfig(threshold=0.2, num_inference_steps=STEPS, mag_ratios=[1.0] + [0.98] * (STEPS - 1))
+
+
+CONFIGS = {"first block": first_block, "mag": mag}
+
+
+def frames(pipe, kind="text", **overrides):
+    return pipe(**small_pipelines.inputs(kind, num_inference_steps=STEPS, **overrides)).frames
+
+
+class Steps:
+    """What each step of a stock transformer computes: the parts that ran, and how many videos they took."""
+
+    def __init__(self, model):
+        self.seen = []
+        model.patch_embed.register_forward_pre_hook(lambda _, args: self.seen.append([args[1].shape[0]]))
+        parts = [(block.attn1.to_q, block.ff.net[0].proj) for block in model.transformer_blocks]
+        for part in (*[part for pair in parts for part in pair], model.proj_out):
+            part.register_forward_pre_hook(lambda *_: self.seen[-1].append(1))
+
+    @property
+    def computed(self):
+        return [step == self.seen[0] for step in self.seen]
+
+
+@functools.cache
+def reference(kind, version, name):
+    """Frames of stock diffusers with this cache, and which steps it computed whole."""
+
+    def run():
+        pipe = build(kind, version)
+        pipe.transformer.enable_cache(CONFIGS[name](pipe))
+        steps = Steps(pipe.transformer)
+        return frames(pipe, kind), steps.computed
+
+    return runtime.without_torchax(run)
+
+
+CASES = [
+    ("text", "5b", "one device"),
+    ("text", "2b", "one device"),
+    ("text", "1.5", "2x4"),
+    ("image", "5b", "1x8"),
+    ("video", "5b", "2x4 by channels"),
+    ("control", "5b", "1x8 by channels"),
+]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(("kind", "version", "placement"), CASES)
+@pytest.mark.slow_cases(but=["text-5b-one device-mag", "text-1.5-2x4-first block"])
+def test_a_cache_skips_what_it_skips_in_stock_diffusers(kind, version, placement, name):
+    want, computed = reference(kind, version, name)
+    pipe = port_to(placement, build(kind, version, placement))
+    pipe.transformer.enable_cache(CONFIGS[name](pipe))
+    got = frames(pipe, kind)
+    assert relative_error(got, want) < TOLERANCE
+    assert pipe.transformer.step_cache.computed == computed
+    assert len({*computed}) == 2, "this case skips nothing, or everything"
+
+
+@functools.cache
+def without():
+    """Frames of stock diffusers without a cache."""
+    return runtime.without_torchax(lambda: frames(build()))
+
+
+@pytest.fixture(scope="module")
+def enabled_before():
+    """A pipeline whose cache was enabled before it was ported."""
+    pipe = build(placement="one device")
+    runtime.without_torchax(pipe.transformer.enable_cache, first_block(pipe))
+    return port(pipe)
+
+
+@pytest.fixture
+def ported(enabled_before):
+    transformer = enabled_before.transformer
+    if not transformer.is_cache_enabled:
+        transformer.enable_cache(first_block(enabled_before))
+    return enabled_before
+
+
+def is_as_stock(pipe, **overrides):
+    want, computed = reference("text", "5b", "first block")
+    got = relative_error(frames(pipe, **overrides), want)
+    return got < TOLERANCE and pipe.transformer.step_cache.computed == computed
+
+
+def test_a_cache_enabled_before_the_port_is_traced_once_and_begins_anew_with_each_run(ported):
+    network = ported.transformer.step_cache
+    with compilations() as compiled:
+        assert is_as_stock(ported)
+    assert compiled.count("jit(CachedStep)") == 2  # one gives the zeros that the first step takes
+    with compilations() as compiled:
+        frames(ported, prompt="an astronaut hatches")
+        assert is_as_stock(ported)
+        ported.transformer.disable_cache()
+        ported.transformer.enable_cache(first_block(ported, threshold=1e-6))
+        frames(ported)
+    assert not compiled
+    assert ported.transformer.step_cache is not network
+    assert ported.transformer.step_cache.computed == [True] * STEPS
+    ported.transformer.disable_cache()
+
+
+def test_a_disabled_cache_leaves_nothing(ported):
+    ported.transformer.disable_cache()
+    assert ported.transformer.step_cache is None
+    assert not any("forward" in vars(module) for module in ported.transformer.modules())
+    assert relative_error(frames(ported), without()) < TOLERANCE
+
+
+def test_what_a_run_kept_that_failed_is_not_reused(ported):
+    def stop(pipe, step, timestep, kwargs):
+        raise KeyError("stopped")
+
+    with pytest.raises(KeyError):
+        frames(ported, prompt="the sea is calm", callback_on_step_end=stop)
+    assert is_as_stock(ported)
+
+
+def test_threads_with_a_pipeline_each_do_not_mix(ported):
+    other = copy.deepcopy(ported)
+    with ThreadPoolExecutor(2) as pool:
+        assert all(pool.map(is_as_stock, [ported, other]))
+
+
+def test_a_copy_keeps_the_cache_and_a_pickle_drops_it(ported):
+    copied = copy.deepcopy(ported)
+    ported.transformer.disable_cache()
+    assert is_as_stock(copied)
+    plain = runtime.without_torchax(lambda: pickle.loads(pickle.dumps(copied)))
+    assert not plain.transformer.is_cache_enabled
+    assert relative_error(runtime.without_torchax(frames, plain), without()) < TOLERANCE
+
+
+def test_on_the_host_the_cache_is_diffusers_own_and_back_on_jax_it_is_ours(ported):
+    want, _ = reference("text", "5b", "first block")
+    ported.to("cpu")
+    assert ported.transformer.step_cache is None
+    assert relative_error(runtime.without_torchax(frames, ported), want) < 1e-6
+    assert is_as_stock(ported.to("jax"))
+
+
+def test_a_cache_applied_by_diffusers_function_is_seen(ported):
+    ported.transformer.disable_cache()
+    apply_first_block_cache(ported.transformer, first_block(ported))
+    assert is_as_stock(ported)
+
+
+def test_the_progress_bar_says_how_many_steps_were_skipped(ported, capsys):
+    ported.set_progress_bar_config(disable=False, ascii=True)
+    frames(ported, output_type="latent")
+    ported.set_progress_bar_config(disable=True)
+    skipped = ported.transformer.step_cache.computed.count(False)
+    assert f"{skipped} of {STEPS} steps skipped" in capsys.readouterr().err
