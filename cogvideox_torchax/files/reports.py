@@ -29,12 +29,8 @@ def load(path: Path, wanted: str) -> dict[str, Any]:
 
 
 def write_text(path: Path, text: str) -> Path:
-    """The file, whole or not there at all; what is no regular file, such as /dev/stdout, is written into."""
-    check_file(path)
-    if path.exists() and not path.is_file():
-        path.write_text(text)
-        return path
-    with whole_file(path) as temporary:
+    """Write a file, whole or not at all; return its path."""
+    with whole_file(check_file(path)) as temporary:
         temporary.write_text(text)
     return path
 

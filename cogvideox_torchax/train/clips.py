@@ -215,19 +215,21 @@ class Sampler:
         self._cuts = cuts
         self._event_share = EVENT_SHARE if cuts else 0.0
 
-    def batch(self, number: int, *, clips: int, frames: int, size: int) -> torch.Tensor:
-        """Batch `number`: float32 (N, C, T, S, S) in [-1, 1]."""
-        rng = np.random.default_rng((self._seed, number))
-        return torch.stack([self._sample(rng, frames, size) for _ in range(clips)])
+    def batch(self, number: int, *, clips: int, frames: int, size: int | None) -> torch.Tensor:
+        """Return batch `number`, float32 in [-1, 1].
 
-    def whole(self, number: int, *, clips: int, frames: int) -> torch.Tensor:
-        """Batch `number` of whole frames as they are: float32 (N, C, T, H, W) in [-1, 1].
+        Args:
+            number: of the batch.
+            clips: in it.
+            frames: of each.
+            size: of square crops, (N, C, T, S, S); None for whole frames as they are, (N, C, T, H, W).
 
         Raises:
-            ValueError: a video was loaded without them.
+            ValueError: a video was loaded without whole frames.
         """
         rng = np.random.default_rng((self._seed, number))
-        return torch.stack([self._whole(rng, frames) for _ in range(clips)])
+        cut = self._whole if size is None else functools.partial(self._sample, size=size)
+        return torch.stack([cut(rng, frames) for _ in range(clips)])
 
     def _whole(self, rng: np.random.Generator, frames: int) -> torch.Tensor:
         source = self._videos[rng.integers(len(self._videos))]

@@ -9,12 +9,11 @@ from cogvideox_torchax.train.clips import LARGEST_CROP
 
 @dataclass(frozen=True)
 class Shape:
-    """A batch's: clips, frames of each, and the side of their square crop, unless frames are `whole`."""
+    """A batch's: clips, frames of each, and the side of their square crop; None where frames are whole."""
 
     clips: int
     frames: int
-    size: int
-    whole: bool = False
+    size: int | None
 
 
 STILLS_END, SMALL_END = 0.12, 0.75
@@ -59,5 +58,5 @@ def shape_of(
     rng = np.random.default_rng((seed, step, 1))
     shape = odds[rng.choice(len(odds), p=[odd for _, odd in odds])][0]
     if whole and shape.frames > 1 and rng.random() < WHOLE_SHARE:
-        return replace(shape, whole=True)
+        return replace(shape, size=None)
     return shape

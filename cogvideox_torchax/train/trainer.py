@@ -14,7 +14,7 @@ from cogvideox_torchax.backends import Backend
 from cogvideox_torchax.train.checkpoints import State
 from cogvideox_torchax.train.clips import Sampler
 from cogvideox_torchax.train.optimizers import CompiledOptimizers, Optimizers
-from cogvideox_torchax.train.stages import Shape, shape_of
+from cogvideox_torchax.train.stages import shape_of
 from cogvideox_torchax.vae.sizes import check_sides, parse_size
 
 L1, MSE, KL = 1.0, 4.0, 1e-3
@@ -147,7 +147,7 @@ class Trainer:
             stills=plan.stills,
             whole=plan.recipe.whole is not None,
         )
-        x = self._batch(number, shape)
+        x = self._sampler.batch(number, clips=shape.clips, frames=shape.frames, size=shape.size)
         noise = torch.Generator().manual_seed(plan.seed * 1_000_003 + number)
         losses = self._losses(x, noise)
         self._optimizers.zero_grad()
@@ -156,11 +156,6 @@ class Trainer:
         self.step_number += 1
         total, l1, mse, kl, colour = (self._backend.to_torch(loss).item() for loss in losses)
         return Losses(total, l1, mse, kl, colour, gradient)
-
-    def _batch(self, number: int, shape: Shape) -> torch.Tensor:
-        if shape.whole:
-            return self._sampler.whole(number, clips=shape.clips, frames=shape.frames)
-        return self._sampler.batch(number, clips=shape.clips, frames=shape.frames, size=shape.size)
 
     def _losses(self, x: torch.Tensor, noise: torch.Generator) -> tuple[torch.Tensor, ...]:
         """The total, L1, MSE, KL and the loss on colours of a batch."""

@@ -149,9 +149,10 @@ def test_an_entry_that_cannot_be_is_named_and_the_others_are_encoded(small, tmp_
         "x/" * 1500 + "x": {},
         "no path": {"path": "\ud83d.mp4"},
         "bytes": {"path": os.fsdecode(b"\xff.mp4")},
-        None: {"path": os.fsdecode(b"\xff.mp4")},
+        None: {"path": os.fsdecode(b"\xfe.mp4")},  # which is there: its id is what cannot be
         "z": {},
     }
+    shutil.copy(path, tmp_path / os.fsdecode(b"\xfe.mp4"))
     lines = [{"path": path, **({"id": name} if name else {}), **given} for name, given in entries.items()]
     (tmp_path / "clips.jsonl").write_text("\n".join(map(json.dumps, lines)))
     for _ in range(2):

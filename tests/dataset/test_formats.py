@@ -139,8 +139,9 @@ def test_an_entry_of_two_videos_is_refused(small, tmp_path):
 
 
 def parquet(path, **columns):
-    """Change columns of the second row; a function gets what was there."""
+    """Change columns of the second row; a function gets what was there. Texts are left out: megabytes."""
     table = pyarrow.parquet.read_table(path)
+    table = table.drop_columns([name for name in table.column_names if name.startswith("text_")])
     rows = table.to_pylist()
     for name, value in columns.items():
         rows[1][name] = value(rows[1][name]) if callable(value) else value

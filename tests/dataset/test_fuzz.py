@@ -91,6 +91,8 @@ def test_a_state_is_taken_or_refused(small, holds, shard, name):  # noqa: F811
 @pytest.mark.parametrize("kind", ["parquet", "webdataset"])
 def test_an_entry_is_read_or_refused(small, holds, shard, kind):  # noqa: F811
     path = shard(kind)
+    if kind == "parquet":
+        parquet(path)
     row = {} if kind == "webdataset" else pyarrow.parquet.read_table(path).to_pylist()[1]
     about = {"id": "b.mp4"} if kind == "webdataset" else json.loads(row["about"])
 

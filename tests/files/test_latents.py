@@ -58,8 +58,9 @@ MISSING = object()
 @pytest.mark.parametrize("scale", [0.7, 1, -2.5])
 def test_what_is_saved_is_loaded(tmp_path, scale, shift):
     config = {"scaling_factor": scale, "shift_factor": shift, "invert_scale_latents": True}
-    about = {"caption": "a cat", "size": [24, 40]}
-    made = latents.Latents(torch.rand(1, 16, 2, 3, 5), config, "vae", Fraction(30000, 1001), 8, about=about)
+    about = {"caption": "ünï — ✓ \x7f \n", "size": [24, 40]}
+    tensors = torch.rand(2, 1, 16, 2, 3, 5)
+    made = latents.Latents(tensors[0], config, "vae", Fraction(30000, 1001), 8, tensors[1], about=about)
     files = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
     for path in files:
         latents.save(made, path)
@@ -69,6 +70,7 @@ def test_what_is_saved_is_loaded(tmp_path, scale, shift):
     assert (loaded.model, loaded.fps, loaded.num_frames) == ("vae", Fraction(30000, 1001), 8)
     assert loaded.about == latents.about(files[0]) == about
     assert files[0].read_bytes() == files[1].read_bytes()
+    assert torch.equal(latents.loads(files[0].read_bytes(), "a").logvar, tensors[1])
     with safe_open(files[0], "pt") as file:
         assert list(file.metadata()) == [latents.KEY]
 

@@ -13,10 +13,12 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from cogvideox_torchax import cli
-from cogvideox_torchax.files import latents, sinks, video
+from cogvideox_torchax.cli import common
+from cogvideox_torchax.files import latents, video
 from cogvideox_torchax.pipelines import generate as generation
 from cogvideox_torchax.pipelines import networks, stages
 from tests import small_pipelines
+from tests.files.test_latents import MADE
 from tests.files.test_video import moving_frames
 
 pytestmark = pytest.mark.usefixtures("torchax_off", "in_an_empty_directory", "inputs")
@@ -163,41 +165,18 @@ def test_a_failed_decode_loses_nothing(models, monkeypatch, capsys):
 
     with monkeypatch.context() as patch:
         patch.setattr("cogvideox_torchax.cli.generate.decode_to", fail)
+        assert generate(models("text"), output="frames/") == 1
         assert generate(models("text"), "--save-stages", "kept") == 1
+    said, kept = capsys.readouterr().err, Path("frames.latents.safetensors")
+    assert said.count("out of memory") == 2
+    assert f"the latents are kept: cogvideox-torchax decode {kept} -o frames/" in said
     assert not Path("frames").exists()
-    assert "out of memory" in capsys.readouterr().err
+    assert torch.equal(latents.load(kept).tensor, latents.load(stages.path_of("kept", "latents")).tensor)
+    kept.unlink()
     assert generate(models("text"), "--save-stages", "kept", "--from-stage", "latents") == 0
     assert len(pictures("frames")) == small_pipelines.FRAMES
-
-
-def test_a_failed_decode_without_stages_leaves_the_latents_beside_the_output(models, monkeypatch, capsys):
-    def fail(*args):
-        raise RuntimeError("no more of it")
-
-    with monkeypatch.context() as patch:
-        patch.setattr("cogvideox_torchax.cli.generate.decode_to", fail)
-        assert generate(models("text"), output="frames/") == 1
-    assert (
-        "the latents are kept: cogvideox-torchax decode frames.latents.safetensors" in capsys.readouterr().err
-    )
-    kept = latents.load("frames.latents.safetensors").tensor
-    assert generate(models("text"), "--save-stages", "kept") == 0
-    assert torch.equal(kept, latents.load(stages.path_of("kept", "latents")).tensor)
-    Path("frames.latents.safetensors").unlink()
     assert generate(models("text"), output="more") == 0
     assert not list(Path().glob("*.latents.safetensors"))
-
-
-def test_latents_stay_until_the_video_is_whole(models, monkeypatch, capsys):
-    def fail(self):
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(sinks.GifSink, "close", fail)
-        assert generate(models("text"), output="clip.gif") == 1
-    assert "the latents are kept: cogvideox-torchax decode clip.gif.latents" in capsys.readouterr().err
-    assert Path("clip.gif.latents.safetensors").exists()
-    assert not Path("clip.gif").exists()
 
 
 def test_latents_that_are_kept_take_no_other_request_and_have_their_rate(models, capsys):
@@ -214,6 +193,14 @@ def test_latents_that_are_kept_take_no_other_request_and_have_their_rate(models,
     assert video.probe("x.mp4").fps == 5
     assert cli.main([*again, "-o", "y.mp4", "--fps", "10", "--quiet"]) == 0
     assert video.probe("y.mp4").fps == 10
+
+
+def test_latents_that_are_kept_are_decoded_on_the_mesh_that_is_asked_for(monkeypatch):
+    monkeypatch.setattr(common, "load_vae", lambda *given: given)
+    args = cli.parser().parse_args(["generate", "--model", "m", "-o", "x.mp4", "--tp", "4"])
+    *given, mesh = cli.generate._vae_for(args, MADE)
+    assert given == ["m", "torchax", "float32"]
+    assert dict(mesh.shape) == {"dp": 1, "tp": 4}
 
 
 def test_a_nan_is_one_line_that_names_the_step(models, capsys):

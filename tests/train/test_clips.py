@@ -137,19 +137,19 @@ def test_whole_frames_come_as_they_are(material):
     assert want.shape == (3, 18, 32, 48)
     sampler = Sampler([source, load(Part(Path("picture.png")), frames=9, size=16)], seed=0)
     windows = want.unfold(1, 9, 1).permute(1, 0, 4, 2, 3)
-    clips = torch.cat([sampler.whole(number, clips=4, frames=9) for number in range(25)])
+    clips = torch.cat([sampler.batch(number, clips=4, frames=9, size=None) for number in range(25)])
     starts = [[torch.equal(clip, window) for window in windows].index(True) for clip in clips]
     aligned = sum(start in (0, 8) for start in starts)
     assert set(starts) == set(range(10))
     assert 45 < aligned < 75
-    assert torch.equal(sampler.whole(3, clips=4, frames=9), clips[12:16])
+    assert torch.equal(sampler.batch(3, clips=4, frames=9, size=None), clips[12:16])
 
 
 def test_whole_frames_hold_a_cut_more_often_where_cuts_are_asked_for():
     source = replace(turning(101), whole=turning(101).levels[0])
     held = {}
     for cuts in (False, True):
-        clips = Sampler([source], seed=0, cuts=cuts).whole(0, clips=200, frames=9)
+        clips = Sampler([source], seed=0, cuts=cuts).batch(0, clips=200, frames=9, size=None)
         held[cuts] = (clips.mean((1, 3, 4)).diff(dim=1).abs() > 0.1).sum().item()
     assert held[False] < 20
     assert 60 < held[True] < 100  # a window that is moved to where a chunk begins may lose it
@@ -157,7 +157,7 @@ def test_whole_frames_hold_a_cut_more_often_where_cuts_are_asked_for():
 
 def test_whole_frames_that_were_not_loaded_are_named():
     with pytest.raises(ValueError, match="v.mp4 was loaded without whole frames"):
-        Sampler([turning(100)], seed=0).whole(0, clips=1, frames=9)
+        Sampler([turning(100)], seed=0).batch(0, clips=1, frames=9, size=None)
 
 
 def test_channels_keep_their_places():

@@ -202,11 +202,11 @@ def test_half_of_the_clips_are_whole_frames_where_they_are_asked_for():
         ]
 
     plain, shapes = shapes_of(False), shapes_of(True)
-    assert [replace(shape, whole=False) for shape in shapes] == plain
-    whole = [shape.whole for shape in shapes if shape.frames > 1]
+    pairs = zip(shapes, plain, strict=True)
+    assert [shape if shape.size else replace(shape, size=own.size) for shape, own in pairs] == plain
+    whole = [shape.size is None for shape in shapes if shape.frames > 1]
     assert 0.4 < sum(whole) / len(whole) < 0.6
-    assert not any(shape.whole for shape in shapes if shape.frames == 1)
-    assert {shape.frames for shape in shapes if shape.whole} == {9, 25}
+    assert {shape.frames for shape in shapes if shape.size is None} == {9, 25}
 
 
 @pytest.mark.parametrize(
