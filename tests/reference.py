@@ -126,6 +126,7 @@ def interpreted_kernels(*, lanes=16, large=1, on_mesh=False):
         traced.append(name)
         return pallas_call(*args, name=name, **options, **({"interpret": True} if on_mesh else {}))
 
+    _let_a_cpu_pack()
     interpreter = contextlib.nullcontext() if on_mesh else pltpu.force_tpu_interpret_mode()
     with pytest.MonkeyPatch.context() as patch, as_on_a_tpu(), interpreter:
         patch.setattr(pl, "pallas_call", traced_call)
@@ -133,3 +134,21 @@ def interpreted_kernels(*, lanes=16, large=1, on_mesh=False):
         patch.setattr(tiles, "SMALLEST", large)
         patch.setattr(tpu, "RAGGED_IN_PLACE", False)
         yield traced
+
+
+def _let_a_cpu_pack():
+    """JAX's interpreters know no `pack_elementwise`, what a TPU has to round pairs of float32 into words."""
+    import jax
+    import jax.numpy as jnp
+    from jax._src.pallas.mosaic.primitives import pack_elementwise_p
+    from jax.interpreters import mlir
+
+    def packed(low, high, *, packed_dtype):
+        assert packed_dtype == jnp.bfloat16
+        low, high = (
+            jax.lax.bitcast_convert_type(part.astype(packed_dtype).astype(jnp.float32), jnp.uint32)
+            for part in (low, high)
+        )
+        return (low >> 16) | high
+
+    mlir.register_lowering(pack_elementwise_p, mlir.lower_fun(packed, multiple_results=False), platform="cpu")

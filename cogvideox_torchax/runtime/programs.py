@@ -45,10 +45,10 @@ class Programs:
             network: as it is now.
             build: from the network to its program.
         """
-        from jax_kernels.common.tiles import pallas_is_on
+        from jax_kernels.common.tiles import pallas_mode
 
         with self._lock:
-            kept = self._kept.setdefault((kind, is_profiling(), pallas_is_on()), [])
+            kept = self._kept.setdefault((kind, is_profiling(), pallas_mode()), [])
             for snapshot, program in kept:
                 if snapshot.holds(network):
                     return program

@@ -16,7 +16,7 @@ from jax.lax import platform_dependent
 from jax.sharding import PartitionSpec
 
 from jax_kernels.common.columns import WHOLE, Split
-from jax_kernels.common.tiles import pallas_is_on
+from jax_kernels.common.tiles import pallas_mode
 
 
 @dataclass(frozen=True)
@@ -46,18 +46,18 @@ class Target:
 def dispatched(body: Callable[..., Any], *platforms: str) -> Callable[..., Any]:
     """Return `body(target, *operands, **options)` as a compiled function of operands and options.
 
-    Options are static, and so are the function's argument `split` and whether Pallas kernels are on when it
-    is called: each value is another program.
+    Options are static, and so are the function's argument `split` and the `pallas_mode` when it is called:
+    each value is another program.
 
     Args:
         body: takes arrays, or trees of them, by position and everything else by name.
         platforms: for which it has a form of its own.
     """
 
-    def traced(*operands: Any, split: Split, pallas: bool, **options: Any) -> Any:
+    def traced(*operands: Any, split: Split, pallas: str, **options: Any) -> Any:
         # Fresh partials: JAX would take a branch that it has traced for equal shapes before.
         forms = {
-            platform: functools.partial(body, Target(platform, pallas, split), **options)
+            platform: functools.partial(body, Target(platform, pallas != "off", split), **options)
             for platform in (*platforms, "default")
         }
         return platform_dependent(*operands, **forms)
@@ -67,7 +67,7 @@ def dispatched(body: Callable[..., Any], *platforms: str) -> Callable[..., Any]:
     compiled = jax.jit(traced, static_argnames=("split", "pallas", *options))
 
     def call(*operands: Any, split: Split = WHOLE, **options: Any) -> Any:
-        return compiled(*operands, split=split, pallas=pallas_is_on(), **options)
+        return compiled(*operands, split=split, pallas=pallas_mode(), **options)
 
     return call
 

@@ -9,8 +9,9 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 SWITCH = "JAX_KERNELS_PALLAS"
-"""The environment variable that, set to "off", leaves the work of the Pallas kernels to XLA. It is read at
-each call; a call inside of a compiled program, when that is traced."""
+"""The environment variable that, set to "off", leaves the work of the Pallas kernels to XLA, and set to
+"direct" has them convolve directly, not by Winograd's filtering. It is read at each call; a call inside of a
+compiled program, when that is traced."""
 
 BLOCK_BYTES = 4 * 2**20
 """What one step may take and give: twice, since the next is fetched meanwhile, in the 16 MiB that a kernel
@@ -29,9 +30,9 @@ DTYPES = jnp.float32, jnp.bfloat16
 """Those that a Pallas kernel loads."""
 
 
-def pallas_is_on() -> bool:
-    """Whether Pallas kernels may be used, as `SWITCH` says now."""
-    return os.environ.get(SWITCH, "on") != "off"
+def pallas_mode() -> str:
+    """What `SWITCH` says now: "on", "off" or "direct"."""
+    return os.environ.get(SWITCH, "on")
 
 
 def fills_tiles(x: Float[Array | jax.ShapeDtypeStruct, "N T H W C"]) -> bool:

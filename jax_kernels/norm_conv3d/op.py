@@ -20,6 +20,7 @@ from jax_kernels.group_norm import xla as norm_xla
 from jax_kernels.group_norm.moments import column_moments, moments_of_columns, per_channel
 from jax_kernels.group_norm.op import check_group_norm, group_norm_on
 from jax_kernels.norm_conv3d import sizes, tpu
+from jax_kernels.norm_conv3d.transforms import filtered
 from jax_kernels.spatial_norm import xla as spatial_xla
 from jax_kernels.spatial_norm.op import check_spatial_norm, spatial_norm_on
 
@@ -214,10 +215,10 @@ def _convolved(
     coefficients = functools.partial(_coefficients, split, norm, zq, scale_NC, shift_NC, columns)
     multiplier, offset = coefficients(lambda part: tpu.in_registers(part, frames, width))
     _, rows, registers, *_ = multiplier.shape
-    starts = sizes.sizes_of(x, rows, registers, kernel.shape[-1], residual is not None).starts
+    found = sizes.sizes_of(x, rows, registers, kernel.shape[-1], residual is not None)
     edges = None
-    if len(starts) > 1 or split.has_neighbours:
-        edges = _edges(target, x, cache, kernel, coefficients, starts)
+    if found.strips > 1 or split.has_neighbours:
+        edges = _edges(target, x, cache, kernel, coefficients, found)
     real = split.real_columns_here(width) if split.is_padded else None
     y, latest, moments = tpu.convolved(x, multiplier, offset, cache, residual, kernel, bias, edges, real)
     return y, latest, *(jnp.expand_dims(part, 2) for part in moments)
@@ -258,16 +259,17 @@ def _edges(
     cache: Array | None,
     kernel: Array,
     coefficients: Callable[..., tuple[Array, Array]],
-    starts: range,
+    found: sizes.Sizes,
 ) -> tuple[Array, Array]:
-    """What the columns beside strips that begin at `starts` add to the sums of their first and of their last
-    column, N T H E O each for E strips: of the next strip, of a neighbour, or zeros."""
+    """What the columns beside strips add to the sums of their first and of their last column, N T H E O each
+    for E strips: of the next strip, of a neighbour, or zeros."""
+    starts, sums = found.starts, functools.partial(_sums, tile=found.tile)
     hidden = functools.partial(_activated_column, target, x, cache, coefficients)
-    before = [_sums(hidden(start - 1), kernel[:, :, 0]) for start in starts[1:]]
-    after = [_sums(hidden(start), kernel[:, :, -1]) for start in starts[1:]]
+    before = [sums(hidden(start - 1), kernel[:, :, 0]) for start in starts[1:]]
+    after = [sums(hidden(start), kernel[:, :, -1]) for start in starts[1:]]
     if target.split.has_neighbours:
         left, right = exchanged(target.split, hidden(0), hidden(x.shape[3] - 1))
-        outer = _sums(left, kernel[:, :, 0]), _sums(right, kernel[:, :, -1])
+        outer = sums(left, kernel[:, :, 0]), sums(right, kernel[:, :, -1])
     else:
         outer = (jnp.zeros_like(before[0]),) * 2
     return jnp.stack([outer[0], *before], axis=3), jnp.stack([*after, outer[1]], axis=3)
@@ -297,11 +299,23 @@ def _activated_column(
     return jnp.squeeze(jnp.concatenate([past, now], axis=1), 3)
 
 
-def _sums(hidden: Float[Array, "N P H I"], kernel: Float[Array, "3 3 I O"]) -> Float[Array, "N P-2 H O"]:
-    """A column's convolution over time and rows, as one product."""
-    frames, height = hidden.shape[1] - 2, hidden.shape[2]
+def _sums(
+    hidden: Float[Array, "N P H I"], kernel: Float[Array, "3 3 I O"], tile: int
+) -> Float[Array, "N P-2 H O"]:
+    """A column's convolution over time and rows, as the kernel rounds it."""
+    if tile:
+        return filtered(hidden, kernel, tile, lambda frames, taps: _over_taps(frames, taps[None]))
+    return _over_taps(hidden, kernel)
+
+
+def _over_taps(
+    hidden: Float[Array, "N P H I"], kernel: Float[Array, "times 3 I O"]
+) -> Float[Array, "N P-times+1 H O"]:
+    """The same as one product."""
+    times = kernel.shape[0]
+    frames, height = hidden.shape[1] - times + 1, hidden.shape[2]
     hidden = jnp.pad(hidden, [(0, 0), (0, 0), (1, 1), (0, 0)])
-    taps = [hidden[:, time : time + frames, row : row + height] for time in range(3) for row in range(3)]
+    taps = [hidden[:, time : time + frames, row : row + height] for time in range(times) for row in range(3)]
     weights = kernel.reshape(-1, kernel.shape[-1])
     return jnp.einsum(
         "nthi,io->ntho", jnp.concatenate(taps, axis=-1), weights, preferred_element_type=jnp.float32

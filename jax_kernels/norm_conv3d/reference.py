@@ -5,6 +5,7 @@ import jax.numpy as jnp
 
 from jax_kernels.conv3d.reference import conv3d
 from jax_kernels.group_norm.reference import group_norm
+from jax_kernels.norm_conv3d.transforms import filtered
 from jax_kernels.spatial_norm.reference import spatial_norm
 
 
@@ -20,8 +21,10 @@ def norm_conv3d(
     eps=1e-6,
     lone_first=False,
     residual=None,
+    tile=0,
 ):
-    """One after the other in float32; activated frames alone are rounded, as what a cache keeps.
+    """One after the other in float32; activated frames alone are rounded, as what a cache keeps. With a
+    `tile`, so many results of Winograd's filtering are of the same products, whose factors are rounded too.
 
     Its columns' moments are found anew, and no third result is returned.
     """
@@ -34,4 +37,9 @@ def norm_conv3d(
         hidden = spatial_norm(wide, zq, weight, shift, *convolutions, lone_first=lone_first, **options)
     rounded = jax.tree.map(lambda part: part.astype(x.dtype).astype(jnp.float32), (hidden, kernel, cache))
     y, latest = conv3d(rounded[0], rounded[1], bias, rounded[2], residual=residual)
+    if tile:
+        past = rounded[2] if cache is not None else jnp.concatenate([rounded[0][:, :1]] * 2, axis=1)
+        frames = jnp.concatenate([past, rounded[0]], axis=1).astype(x.dtype)
+        y = filtered(frames, kernel, tile, lambda part, taps: conv3d(part.astype(jnp.float32), taps[None])[0])
+        y = y + sum(part.astype(jnp.float32) for part in (bias, residual) if part is not None)
     return y.astype(x.dtype), None if latest is None else latest.astype(x.dtype), None

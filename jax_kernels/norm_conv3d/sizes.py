@@ -1,13 +1,15 @@
 """Which frames the kernel for TPUs takes, and what it is compiled for."""
 
-from typing import NamedTuple
+import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jax_kernels.common import tiles
-from jax_kernels.common.tiles import fills_tiles, vmem_limit
+from jax_kernels.common.tiles import fills_tiles, pallas_mode, vmem_limit
+from jax_kernels.norm_conv3d.transforms import TRANSFORMS
 
 ROWS = 2
 """Rows of a step."""
@@ -19,13 +21,19 @@ TAPS = 3
 """Of the kernel, along each axis."""
 
 UNIT = 64
-"""Frames of pixels that are modulated together."""
+"""Frames of pixels that are modulated together by a step of direct convolution."""
 
 UNITS = 3
 """Of these in a product."""
 
 SUBLANES = 8
-"""Rows of a register of float32."""
+"""Rows of a register of float32, and columns that are modulated together by a step of Winograd's."""
+
+MARGIN = SUBLANES
+"""Columns of zeros on both sides of what a step of Winograd's multiplies."""
+
+TILES = 2
+"""Of a pixel's frames, to a step of Winograd's."""
 
 MOST_STRIPS = 8
 """Of columns, into which a picture is cut that is too wide for the chip's VMEM."""
@@ -44,6 +52,7 @@ class Sizes(NamedTuple):
         tall: rows under the same coefficients.
         blocks: of two rows.
         channels, outputs: into the convolution and out of it, whole tiles of them.
+        tile: frames that are transformed together, by a step of Winograd's; 0 for direct convolution.
     """
 
     held: int
@@ -56,6 +65,7 @@ class Sizes(NamedTuple):
     blocks: int
     channels: int
     outputs: int
+    tile: int
 
     @property
     def frames(self) -> int:
@@ -80,6 +90,33 @@ class Sizes(NamedTuple):
         return 1 if parts % 2 else parts // 2
 
     @property
+    def unit(self) -> int:
+        """Columns that are modulated together."""
+        return SUBLANES if self.tile else UNIT // self.frames
+
+    @property
+    def units(self) -> int:
+        """Of these in a chunk."""
+        return self.chunk // self.unit
+
+    @property
+    def components(self) -> int:
+        """Of a tile's transform, each with products of its own."""
+        return len(TRANSFORMS[self.tile].taps) if self.tile else 1
+
+    @property
+    def rows_together(self) -> bool:
+        """Whether both rows of results are of one product, by a step of Winograd's."""
+        return self.outputs > tiles.LANES
+
+    @property
+    def products(self) -> "list[Product]":
+        """Of a chunk and a component."""
+        if self.tile:
+            return winograd_products(self.outputs)
+        return direct_products(self.channels, self.outputs)
+
+    @property
     def width(self) -> int:
         """Columns of a strip's whole chunks."""
         return self.chunk * self.chunks
@@ -99,15 +136,16 @@ class Product(NamedTuple):
     """One matrix product of a chunk: which of its inputs it contracts, and which results it adds to.
 
     Attributes:
-        inputs: (row, time tap) of four rows, those of the results in the middle.
-        results: (row, column tap).
+        inputs: (row, time tap) of four rows, those of the results in the middle; to Winograd's, which has no
+            taps of time, (row, column).
+        results: (row, column tap); to Winograd's (row, column).
     """
 
     inputs: list[tuple[int, int]]
     results: list[tuple[int, int]]
 
 
-def products(channels: int, outputs: int) -> list[Product]:
+def direct_products(channels: int, outputs: int) -> list[Product]:
     """The products of two rows of results, taps to the left first: those set sums, the others add to them."""
     rows = [range(TAPS), range(1, TAPS + 1), range(TAPS + 1)]
     of_rows = [[(row, time) for row in several for time in range(TAPS)] for several in rows]
@@ -123,6 +161,18 @@ def products(channels: int, outputs: int) -> list[Product]:
             Product(all_rows, [(0, 2), (1, 2)]),
         ]
     return [Product(of_rows[row], [(row, column)]) for row in range(ROWS) for column in range(TAPS)]
+
+
+def winograd_products(outputs: int) -> list[Product]:
+    """The products of two rows of results, of one of them if both have the same weights. Neighbours with the
+    same results are summed."""
+    if outputs == tiles.LANES:
+        return [
+            Product([(0, 0), (0, 1)], [(0, 0), (0, 1)]),
+            Product([(3, 0), (3, 1)], [(1, 0), (1, 1)]),
+            *(Product([(1, column), (2, column)], [(0, 0), (1, 0)]) for column in (-1, 0, 1)),
+        ]
+    return [Product([(row, column) for column in (-1, 0, 1)], [(0, 0)]) for row in range(TAPS)]
 
 
 def takes(
@@ -161,7 +211,7 @@ def takes(
         return False
     registers = wide if wide == 1 or is_shared(columns // wide, frames) else _registers(columns, frames)
     sizes = sizes_of(x, rows, registers, outputs, residual)
-    if (sizes.tall > 1 and sizes.tall % ROWS) or (wide > 1 and (UNIT // sizes.frames) % sizes.cell):
+    if (sizes.tall > 1 and sizes.tall % ROWS) or (wide > 1 and sizes.unit % sizes.cell):
         return False
     return _vmem_bytes(sizes, residual) <= vmem_limit()
 
@@ -185,7 +235,8 @@ def columns_of_register(columns: int, frames: int, registers: int) -> int:
 def sizes_of(
     x: Array | jax.ShapeDtypeStruct, rows: int, registers: int, outputs: int, residual: bool
 ) -> Sizes:
-    """What the kernel is compiled for: as few strips as fit into VMEM, or the most there may be.
+    """What the kernel is compiled for: Winograd's filtering of four and eight frames if it is on and fits
+    into VMEM, else direct convolution; as few strips as fit, or the most there may be.
 
     Args:
         x: frames.
@@ -195,32 +246,77 @@ def sizes_of(
     """
     held, height, columns, channels = x.shape[1:]
     outputs += -outputs % tiles.LANES
-    chunk = UNIT * UNITS // max(held, 2)
     cell = columns_of_register(columns, held, registers)
-    blocks, chunks = height // ROWS, -(-columns // chunk)
-    found = Sizes(held, columns, 1, chunk, chunks, cell, height // rows, blocks, channels, outputs)
+    found = Sizes(held, columns, 1, 0, 0, cell, height // rows, height // ROWS, channels, outputs, 0)
+    if held in (TILES * tile for tile in TRANSFORMS) and pallas_mode() != "direct":
+        by_winograd = _in_strips(found._replace(tile=held // TILES), residual)
+        fits = _vmem_bytes(by_winograd, residual) <= vmem_limit()
+        if fits and (registers == 1 or by_winograd.unit % cell == 0):
+            return by_winograd
+    return _in_strips(found, residual)
+
+
+def _in_strips(sizes: Sizes, residual: bool) -> Sizes:
+    """As few strips as fit into VMEM, or the most there may be."""
+    chunk = _chunk(sizes)
+    chunks = -(-sizes.columns // chunk)
     for strips in range(1, min(MOST_STRIPS, chunks) + 1):
         of_strip = -(-chunks // strips)
-        found = found._replace(strips=-(-chunks // of_strip), chunks=of_strip)
-        if _vmem_bytes(found, residual) <= vmem_limit():
+        sizes = sizes._replace(chunk=chunk, strips=-(-chunks // of_strip), chunks=of_strip)
+        if _vmem_bytes(sizes, residual) <= vmem_limit():
             break
-    return found
+    return sizes
+
+
+def _chunk(sizes: Sizes) -> int:
+    """Columns of a product: Winograd's as many as pad a row least, of those that keep the matrix unit busy
+    and whose sums registers hold."""
+    if not sizes.tile:
+        return UNIT * UNITS // sizes.frames
+    least, most = (24, 48) if sizes.rows_together else (48, 80)
+    step = sizes.unit * sizes.turns
+    lengths = range(-(-least // step) * step, most + 1, step)
+    return min(lengths, key=lambda chunk: (-sizes.columns % chunk, -chunk))
+
+
+def scratch_shapes(sizes: Sizes) -> dict[str, tuple[tuple[int, ...], Any]]:
+    """What the kernel keeps between steps, by name, without its lanes; a chunk of columns before the
+    picture's own in some."""
+    width, beside, given = sizes.width, sizes.width + sizes.chunk, sizes.outputs // tiles.LANES
+    moments = {"moments": ((3, given, beside * sizes.held), jnp.float32)}
+    if not sizes.tile:
+        words = (TAPS, ROWS, sizes.parts)
+        return moments | {
+            "ring": ((2, *words, width * sizes.words), jnp.int32),
+            "stage": ((*words, beside * sizes.words), jnp.int32),
+            "past": ((UNITS, ROWS, sizes.unit * sizes.parts), jnp.int32),
+            "sums": ((ROWS, given, (beside + sizes.chunk) * sizes.frames), jnp.float32),
+        }
+    words = (sizes.components, sizes.parts, width + 2 * MARGIN)
+    of_unit, share = (sizes.units, ROWS), sizes.unit * sizes.held
+    shapes = moments | {
+        "lower": ((3, *words), jnp.int32),
+        "upper": ((2, *words), jnp.int32),
+        "stage": ((ROWS, *words), jnp.int32),
+        "past": ((*of_unit, sizes.unit * sizes.parts), jnp.int32),
+        "pixels": ((*of_unit, sizes.parts, share // 2), jnp.int32),
+        "components": ((sizes.components, ROWS, given, beside * TILES), jnp.float32),
+        "frames": ((*of_unit, given, share), jnp.float32),
+    }
+    if not sizes.rows_together:
+        shapes["shifted"] = ((sizes.components, ROWS, sizes.chunk * TILES + SUBLANES), jnp.float32)
+    return shapes
 
 
 def _vmem_bytes(sizes: Sizes, residual: bool) -> int:
     """What the kernel holds: blocks twice, as the next is fetched meanwhile."""
-    row, rows = sizes.width * sizes.held, sizes.width * sizes.frames
+    row = sizes.width * sizes.held
     taken, given = row * sizes.channels * 2, row * sizes.outputs * 2
     cells = 2 * ROWS * -(-sizes.width // sizes.cell) * SUBLANES * sizes.channels * 4
     caches = 2 * ROWS * sizes.width * 2 * sizes.channels * 2
     edges = 2 * ROWS * sizes.frames * sizes.outputs * 4
     blocks = ROWS * (taken + given * (1 + residual)) + cells + caches + edges + 2 * row * sizes.outputs * 4
-    weights = sum(
-        len(product.inputs) * sizes.channels * len(product.results) * sizes.outputs * 2
-        for product in products(sizes.channels, sizes.outputs)
-    )
-    shifted = TAPS * ROWS * rows * sizes.channels * 2
-    beside = sizes.chunk * sizes.frames
-    stage = shifted + TAPS * ROWS * beside * sizes.channels * 2
-    sums = ROWS * (rows + 2 * beside) * sizes.outputs * 4 + 3 * (row + beside) * sizes.outputs * 4
-    return 2 * blocks + weights + 2 * shifted + stage + sums
+    blocks_of_weights = sum(len(product.inputs) * len(product.results) for product in sizes.products)
+    weights = sizes.components * blocks_of_weights * sizes.channels * sizes.outputs * 2
+    scratch = sum(4 * math.prod(shape) * tiles.LANES for shape, _ in scratch_shapes(sizes).values())
+    return 2 * blocks + weights + scratch

@@ -1,11 +1,11 @@
 """Modulation, SiLU, a causal 3 x 3 x 3 convolution, bias and residual in one Pallas kernel, for TPUs.
 
 Nothing but the frames before and after it lies in HBM, whole tiles of channels. `step` is what a step of its
-grid does, `sizes` which frames it takes. Here are what goes in and what comes out, in the order of axes that
-both have, and its derivatives.
+grid does, `direct` and `winograd` how it multiplies, `sizes` which frames it takes. Here are what goes in and
+what comes out, in the order of axes that both have, and its derivatives.
 
-A v6e schedules 3.85 ms for 128 channels of 8 x 480 x 720, of which 2.7 are its matrix units' peak; XLA's
-convolution alone takes 5.4.
+A v6e schedules 2.5 ms for 128 channels of 8 x 480 x 720, and directly convolved 3.85, of which 2.7 are its
+matrix units' peak; XLA's convolution alone takes 5.4.
 """
 
 from typing import Any
@@ -25,21 +25,23 @@ from jax_kernels.common.layout import laid_for_kernels
 from jax_kernels.common.tiles import vmem_limit
 from jax_kernels.conv3d import xla
 from jax_kernels.group_norm.xla import column_moments
+from jax_kernels.norm_conv3d import winograd
+from jax_kernels.norm_conv3d.direct import DirectStep
 from jax_kernels.norm_conv3d.sizes import (
     LAG,
     ROWS,
     SUBLANES,
     TAPS,
-    UNIT,
-    UNITS,
     Product,
     Sizes,
     columns_of_register,
     is_shared,
-    products,
+    scratch_shapes,
     sizes_of,
 )
-from jax_kernels.norm_conv3d.step import Step, of_grid
+from jax_kernels.norm_conv3d.step import of_grid
+from jax_kernels.norm_conv3d.transforms import transformed_taps
+from jax_kernels.norm_conv3d.winograd import WinogradStep
 
 RAGGED_IN_PLACE = True
 """Whether the next cache takes the memory of the one before where columns are no whole chunks. JAX's
@@ -156,12 +158,17 @@ def _by_kernel(
     outputs = kernel.shape[-1]
     sizes = sizes_of(x, rows, registers, outputs, residual is not None)
     operands, weights = _operands(sizes, x, multiplier, offset, cache, residual, kernel, bias, edges, real)
-    results, scratch = _results(sizes, operands), _scratch(sizes)
+    results = _results(sizes, operands)
+    scratch = {
+        name: pltpu.VMEM((*shape, tiles.LANES), dtype)
+        for name, (shape, dtype) in scratch_shapes(sizes).items()
+    }
     names = [*operands, *results, *scratch]
 
     def run(*refs: Any) -> None:
         last = len(refs) - len(names)  # weights come first
-        Step(sizes, refs[:last], dict(zip(names, refs[last:], strict=True))).run()
+        step = WinogradStep if sizes.tile else DirectStep
+        step(sizes, refs[:last], dict(zip(names, refs[last:], strict=True))).run()
 
     in_place = sizes.width == sizes.columns or RAGGED_IN_PLACE
     y_bytes = x.nbytes // sizes.channels * sizes.outputs * (1 if residual is None else 2)
@@ -238,9 +245,10 @@ def _operands(
         operands["edges"] = both, _rows_later(2 * sizes.frames, sizes.outputs)
     if real is not None:
         operands["real"] = real[None], pl.BlockSpec(memory_space=pltpu.SMEM)
-    return operands, [
-        _weights(kernel, product, sizes.turns) for product in products(sizes.channels, sizes.outputs)
-    ]
+    weights = _weights
+    if sizes.tile:
+        weights, kernel = winograd.weights, transformed_taps(kernel, sizes.tile)
+    return operands, [weights(kernel, product, sizes.turns) for product in sizes.products]
 
 
 def _results(
@@ -259,20 +267,6 @@ def _results(
         "mean": (moments, of_strip),
         "m2": (moments, of_strip),
     }
-
-
-def _scratch(sizes: Sizes) -> dict[str, Any]:
-    """What the kernel keeps between steps, by name; a chunk of columns before the picture's own in some."""
-    width, beside, given = sizes.width, sizes.width + sizes.chunk, sizes.outputs // tiles.LANES
-    words = (TAPS, ROWS, sizes.parts)
-    shapes = {
-        "ring": ((2, *words, width * sizes.words), jnp.int32),
-        "stage": ((*words, beside * sizes.words), jnp.int32),
-        "past": ((UNITS, ROWS, UNIT // sizes.frames * sizes.parts), jnp.int32),
-        "sums": ((ROWS, given, (beside + sizes.chunk) * sizes.frames), jnp.float32),
-        "moments": ((3, given, beside * sizes.held), jnp.float32),
-    }
-    return {name: pltpu.VMEM((*shape, tiles.LANES), dtype) for name, (shape, dtype) in shapes.items()}
 
 
 def _grid(videos: int, sizes: Sizes) -> tuple[int, ...]:

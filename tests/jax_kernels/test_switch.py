@@ -7,8 +7,8 @@ from jax_kernels.common.tiles import SWITCH
 from tests import reference
 
 
-@pytest.mark.parametrize("build", ["jax_vae", "flax_vae"])
-def test_a_model_runs_no_program_that_was_compiled_before(build, request, monkeypatch):
+@pytest.mark.parametrize(("build", "mode"), [("jax_vae", "off"), ("flax_vae", "off"), ("jax_vae", "direct")])
+def test_a_model_runs_no_program_that_was_compiled_before(build, mode, request, monkeypatch):
     vae, z = request.getfixturevalue(build), reference.latents(1)
     kernel, traced = jax_kernels.upsample, []
 
@@ -24,7 +24,7 @@ def test_a_model_runs_no_program_that_was_compiled_before(build, request, monkey
     monkeypatch.setattr(jax_kernels, "upsample", counted)
     new_traces()
     assert new_traces() == 0
-    monkeypatch.setenv(SWITCH, "off")
+    monkeypatch.setenv(SWITCH, mode)
     assert new_traces() > 0
     monkeypatch.setenv(SWITCH, "on")
     assert new_traces() == 0

@@ -26,7 +26,7 @@ from cogvideox_torchax.vae.nnx.networks import Decoder3D, Encoder3D
 from cogvideox_torchax.vae.pixels import from_uint8, to_uint8
 from jax_kernels.common.columns import Split, with_clear_padding
 from jax_kernels.common.layout import frames_first, pixels_first
-from jax_kernels.common.tiles import pallas_is_on
+from jax_kernels.common.tiles import pallas_mode
 
 if TYPE_CHECKING:
     from cogvideox_torchax.sharding import PaddedChunk, Placement
@@ -68,7 +68,7 @@ class EncoderChunk(OnColumns, nnx.Module):
         self.encoder = vae.encoder
         self.quant_conv = vae.quant_conv
         self.dtype = vae.dtype
-        self.pallas = pallas_is_on()  # another program, see `run_chunk`
+        self.pallas = pallas_mode()  # another program, see `run_chunk`
 
     def __call__(self, x: jax.Array, cache: Cache | None) -> tuple[jax.Array, Cache]:
         if x.dtype == jnp.uint8:
@@ -93,7 +93,7 @@ class DecoderChunk(nnx.Module):
         self.post_quant_conv = vae.post_quant_conv
         self.dtype = vae.dtype
         self.as_uint8, self.frame_by_frame = as_uint8, frame_by_frame
-        self.pallas = pallas_is_on()
+        self.pallas = pallas_mode()
 
     def __call__(self, z: jax.Array, cache: Cache | None) -> tuple[jax.Array, Cache]:
         z = z.astype(self.dtype)

@@ -15,7 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from cogvideox_torchax.plan import chips
 from jax_kernels import Columns, Norm, norm_conv3d
 from jax_kernels.common.columns import Split
-from jax_kernels.common.tiles import LANES
+from jax_kernels.common.tiles import SWITCH
 from jax_kernels.norm_conv3d import reference, sizes, tpu
 from tests.jax_kernels.chips import compiled_for, pixels_first, struct
 from tests.jax_kernels.meshes import on_mesh
@@ -41,10 +41,16 @@ def inputs(shape, outputs, *, cell=None, cached=True, dtype=jnp.bfloat16):
     return draw(*shape), norm, kernel, draw(outputs), cache
 
 
+def tile_of(frames):
+    """How many results of Winograd's filtering the kernel takes together; 0 where it convolves directly."""
+    return frames // 2 if frames in (4, 8) else 0
+
+
 def check(results, operands, residual):
     """Whether they are the reference's, with zeros in columns that only pad a width."""
     (y, latest, columns), real = results, operands[0].shape[3]
-    want, want_latest, _ = reference.norm_conv3d(*operands, num_groups=GROUPS, residual=residual)
+    tile = tile_of(operands[0].shape[1])
+    want, want_latest, _ = reference.norm_conv3d(*operands, num_groups=GROUPS, residual=residual, tile=tile)
     # An activated value next to a rounding's edge may fall on its other side. The sums that it is in then
     # move by less than their last place, which rounds few of them otherwise.
     for mine, plain in ((y, want), (latest, want_latest)):
@@ -59,6 +65,8 @@ def check(results, operands, residual):
 
 CASES = {
     "eight frames, a ragged row": ((1, 8, 4, 26, 16), 16, 2, True, True),
+    "eight frames, two chunks": ((1, 8, 4, 88, 16), 16, 2, True, True),
+    "eight frames, one tile to two, two chunks": ((1, 8, 4, 80, 16), 32, 2, True, True),
     "two videos, two tiles of channels to one": ((2, 8, 2, 24, 32), 16, 2, True, False),
     "four frames, one tile to two": ((1, 4, 4, 52, 16), 32, 2, True, True),
     "two frames of a plain norm": ((1, 2, 2, 40, 32), 32, None, True, False),
@@ -98,10 +106,10 @@ def test_the_statistics_that_a_call_before_gave_are_those_of_its_result(interpre
 
 
 STRIPS = {
-    "eight frames in two": ((1, 8, 4, 48, 16), 16, 2, True, True, 2),
-    "two videos in three, ragged": ((2, 4, 2, 140, 32), 16, 2, True, False, 3),
+    "eight frames in two": ((1, 8, 4, 96, 16), 16, 2, True, True, 2),
+    "two videos in three, ragged": ((2, 4, 2, 188, 32), 16, 2, True, False, 3),
     "the start of a plain norm in four": ((1, 2, 2, 384, 32), 32, None, False, True, 4),
-    "five frames, the first whole": ((1, 5, 2, 112, 16), 16, None, False, True, 3),
+    "five frames, the first whole": ((1, 5, 2, 168, 16), 16, None, False, True, 3),
     "four frames to three channels in two": ((1, 4, 2, 96, 16), 3, 2, True, False, 2),
 }
 
@@ -144,7 +152,7 @@ def cut_into(strips, monkeypatch):
 
 @pytest.mark.slow
 def test_strips_have_the_gradients_of_the_whole_picture(interpreted, monkeypatch):
-    shape = 1, 5, 2, 112, 16  # the first frame whole
+    shape = 1, 5, 2, 168, 16  # the first frame whole
     operands = inputs(shape, 16, cached=False)
     weigh = jnp.asarray(np.random.default_rng(1).normal(size=shape), jnp.float32)
     convolve = functools.partial(norm_conv3d, num_groups=GROUPS, lone_first=True)
@@ -174,6 +182,29 @@ def test_as_few_strips_as_fit_into_vmem():
         assert strips(1280, 128, 128) == strips(1360, 256, 128) == (2, 2)
         patch.setattr(sizes, "vmem_limit", lambda: 63 * 2**20)
         assert strips(720, 128, 128) == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("frames", "columns", "outputs", "mode", "tile", "chunk"),
+    [
+        (8, 720, 128, "on", 4, 80),
+        (8, 720, 3, "on", 4, 80),
+        (8, 360, 256, "on", 4, 40),
+        (4, 180, 512, "on", 2, 48),
+        (8, 12, 128, "on", 4, 48),
+        (2, 90, 512, "on", 0, 96),
+        (1, 720, 128, "on", 0, 96),
+        (8, 720, 128, "direct", 0, 24),
+    ],
+)
+def test_four_and_eight_frames_are_filtered_by_winograd(
+    frames, columns, outputs, mode, tile, chunk, monkeypatch
+):
+    monkeypatch.setenv(SWITCH, mode)
+    x = jax.ShapeDtypeStruct((1, frames, 128, columns, 256), jnp.bfloat16)
+    found = sizes.sizes_of(x, 1, 1, outputs, True)
+    assert (found.tile, found.chunk) == (tile, chunk)
+    assert found.units % found.turns == 0 or not tile
 
 
 SHARDS = {
@@ -318,7 +349,8 @@ def test_mosaic_compiles_it_in_place(topology, frames, beyond, channels, outputs
         struct(outputs),
     )
     text = compiled_for(topology, run, *operands, donate=1).as_text()
-    weights = len(sizes.products(channels, max(outputs, LANES)))
+    x = struct(1, frames, height, width, channels)
+    weights = len(sizes.sizes_of(x, height // 4, width // 4, outputs, True).products)
     assert f"output_to_operand_aliasing={{{{1}}: ({weights + 1}, {{}})}}" in text
 
 

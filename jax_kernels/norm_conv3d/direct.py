@@ -1,0 +1,181 @@
+"""A step by direct convolution: the products of all taps.
+
+A row of a matrix product is a frame of a pixel.
+
+- Modulated rows are kept as words of two frames. Beside them lie copies, shifted by a frame (half a word) and
+  by two (a word): what is under the taps of time.
+- The taps of rows and of time are contracted by a product. Those of columns are added where results are:
+  sums of a pixel of eight frames fill registers there, so that a shift by a column costs nothing. Two
+  columns' taps of 128 output channels fill a matrix unit that is 256 wide.
+- A video's first frame by itself is two equal ones to the products: so its words are of equal halves, and
+  every second sum is a result.
+
+What a step stores lies some columns behind what it loads.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array
+
+from jax_kernels.common.tiles import words_of_twice
+from jax_kernels.norm_conv3d.sizes import ROWS, TAPS, UNITS, Sizes
+from jax_kernels.norm_conv3d.step import Step, lanes_of
+
+UNROLLED = 9
+"""Products in a loop's body, at most. With 18 of them 128 to 128 channels of 8 x 480 x 720 take 3.69 ms, and
+7.5 s to compile; with 9, 3.85 and 3.1; with 6, 4.00 and 2.2."""
+
+
+class DirectStep(Step):
+    """A step that multiplies by every tap."""
+
+    def __init__(self, sizes: Sizes, weights: tuple[Any, ...], refs: dict[str, Any]):
+        super().__init__(sizes, weights, refs)
+        self.products = sizes.products
+        self.old, self.new = lax.rem(self.step + 1, 2), lax.rem(self.step, 2)
+
+    def _clear_above(self) -> None:
+        above = self.refs["ring"].at[self.old, :, 1]
+        above[...] = jnp.zeros(above.shape, above.dtype)
+
+    def _clear_below(self) -> None:
+        below = self.refs["stage"].at[:, 0]
+        below[...] = jnp.zeros(below.shape, below.dtype)
+
+    def _convolve(self) -> None:
+        sizes = self.sizes
+        chunk, chunks = sizes.chunk, sizes.chunks
+        self._begin_left()
+        most = min(UNROLLED // len(self.products), chunks)
+        together = next(n for n in range(most, 0, -1) if chunks % n == 0)
+
+        def several(index: Array, carry: None) -> None:
+            for offset in range(together):
+                column = (index * together + offset) * chunk
+                self._multiply(column)
+                self._move(column, chunk)
+                self._finish(column - chunk)
+
+        lax.fori_loop(0, chunks // together, several, None)
+        self._end_right()
+        self._finish(sizes.width - chunk)
+        self._modulate_chunk(sizes.width - chunk)
+
+    def _begin_left(self) -> None:
+        """What the first column has from beyond: what a neighbour adds, or nothing."""
+        frames, refs = self.sizes.frames, self.refs
+        first = pl.ds(self.sizes.chunk * frames, frames)
+        if "edges" not in refs:
+            edge = refs["sums"].at[:, :, first]
+            edge[...] = jnp.zeros(edge.shape, edge.dtype)
+            return
+        for row in range(ROWS):
+            for part in range(self.result_parts):
+                refs["sums"][row, part, first] = refs["edges"][0, row, :frames, lanes_of(part)]
+
+    def _end_right(self) -> None:
+        """What a neighbour adds to the last column."""
+        frames, refs = self.sizes.frames, self.refs
+        if "edges" not in refs:
+            return
+        last = self._rows(self._last_column(), 1, frames, before=self.sizes.chunk)
+        for row in range(ROWS):
+            for part in range(self.result_parts):
+                sums = refs["sums"].at[row, part]
+                sums[last] = sums[last] + refs["edges"][0, row, frames:, lanes_of(part)]
+
+    def _multiply(self, column: Any) -> None:
+        """A chunk's products, and beside them the modulation of the chunk before it."""
+        before, turns = column - self.sizes.chunk, self.sizes.turns
+        if turns == 1:
+            self._take_turn(0, column, modulated=before)
+        else:
+            self._modulate_chunk(before)
+            lax.fori_loop(0, turns, lambda turn, _: self._take_turn(turn, column), None)
+
+    def _take_turn(self, turn: Any, column: Any, modulated: Any = None) -> None:
+        """A chunk's products that give a turn's share of the results; beside them one may be modulated."""
+        sizes, refs = self.sizes, self.refs
+        parts = self.result_parts // sizes.turns
+        for index, (product, weights) in enumerate(zip(self.products, self.weights, strict=True)):
+            inputs = [
+                self._input(row, time, part, column)
+                for row, time in product.inputs
+                for part in range(sizes.parts)
+            ]
+            sums = jnp.dot(jnp.concatenate(inputs, axis=1), weights[turn], preferred_element_type=jnp.float32)
+            for place, (row, tap) in enumerate(product.results):
+                at = self._rows(column, sizes.chunk, sizes.frames, before=sizes.chunk, shift=1 - tap)
+                for part in range(parts):
+                    found, given = sums[:, lanes_of(place * parts + part)], turn * parts + part
+                    if tap:
+                        found = found + refs["sums"][row, given, at]
+                    refs["sums"][row, given, at] = found
+            if modulated is not None and index * UNITS % len(self.products) == 0:
+                unit = index * UNITS // len(self.products)
+                self._modulate(modulated + unit * sizes.unit, unit, after=sums)
+
+    def _input(self, row: int, time: int, part: int, column: Any) -> Array:
+        """The words of a chunk in one of four rows."""
+        sizes = self.sizes
+        if row == ROWS + 1:
+            at = self._rows(column, sizes.chunk, sizes.words, before=sizes.chunk)
+            words = self.refs["stage"][time, 0, part, at]
+        else:
+            slot, of_block = (self.old, 1) if row == 0 else (self.new, row - 1)
+            at = self._rows(column, sizes.chunk, sizes.words)
+            words = self.refs["ring"][slot, time, of_block, part, at]
+        return pltpu.bitcast(words, jnp.bfloat16)
+
+    def _move(self, column: Any, count: int) -> None:
+        """From the stage, of the block before, into the ring."""
+        sizes = self.sizes
+        to = self._rows(column, count, sizes.words)
+        at = self._rows(column, count, sizes.words, before=sizes.chunk)
+        self.refs["ring"][self.old, :, :, :, to] = self.refs["stage"][:, :, :, at]
+
+    def _modulate_chunk(self, column: Any) -> None:
+        lax.fori_loop(0, UNITS, lambda unit, _: self._modulate(column + unit * self.sizes.unit), None)
+
+    def _keep(
+        self,
+        row: int,
+        part: int,
+        unit: int,
+        column: Any,
+        x: Array,
+        before: Callable[[Callable[[], Array]], Array],
+    ) -> Array:
+        """Those before the picture's first column are written in vain."""
+        sizes, words = self.sizes, self.sizes.words
+        to = self._rows(column, sizes.unit, words, before=sizes.chunk)
+        now = pltpu.bitcast(x, jnp.int32) if sizes.held > 1 else words_of_twice(x)
+        earlier, shifted, same = (self.refs["stage"].at[time, row, part] for time in range(TAPS))
+        firsts = pl.ds(to.start, sizes.unit, stride=words)
+        same[to, :] = now
+        if words > 1:
+            earlier[pl.ds(to.start + 1, sizes.unit * words - 1), :] = now[:-1]
+        earlier[firsts, :] = before(lambda: same[firsts, :])
+        shifted[to, :] = lax.shift_right_logical(earlier[to, :], 16) | (now << 16)
+        return same[pl.ds(to.start + words - 1, sizes.unit, stride=words), :]
+
+    def _finish(self, column: Any) -> None:
+        """A chunk's results."""
+        sizes = self.sizes
+        of_sums = self._rows(column, sizes.chunk, sizes.frames, before=sizes.chunk)
+        if sizes.held == 1:
+            of_sums = pl.ds(of_sums.start, sizes.chunk, stride=sizes.frames)
+        self._give(column, sizes.chunk, lambda row, part: self.refs["sums"].at[row, part][of_sums, :])
+
+    def _clear_beyond(self) -> None:
+        """Zeros right of the picture's last column."""
+        sizes = self.sizes
+        at = pl.ds((sizes.last_columns + sizes.chunk) * sizes.words, sizes.words)
+        for part in range(sizes.parts):
+            beyond = self.refs["stage"].at[:, :, part, at]
+            beyond[...] = jnp.zeros(beyond.shape, beyond.dtype)

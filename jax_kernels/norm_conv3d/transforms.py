@@ -1,0 +1,108 @@
+"""Winograd's minimal filtering: few products for several results of a filter with three taps.
+
+A tile's results are linear combinations of products, each of a combination of the taps and one of the frames
+under them: 4 products for two results and 7 for four, where each result takes 3. The combinations only add
+and subtract but for powers of two with the taps, so they round as little as those of two results: six
+products would do for four, but with factors that make three times the error of white noise.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+
+class Transform(NamedTuple):
+    """How a tile's results come from products.
+
+    Attributes:
+        taps: for each product, the factors of the three taps, powers of two.
+        inputs: gives the other factor of each product from the tile's frames and the two before them.
+        results: gives the tile's results from the products.
+    """
+
+    taps: tuple[tuple[float, float, float], ...]
+    inputs: Callable[[Sequence[Any]], list[Any]]
+    results: Callable[[Sequence[Any]], list[Any]]
+
+
+def _inputs_of_two(frames: Sequence[Any]) -> list[Any]:
+    d0, d1, d2, d3 = frames
+    return [d0 - d2, d1 + d2, d2 - d1, d3 - d1]
+
+
+def _two_results(products: Sequence[Any]) -> list[Any]:
+    m0, m1, m2, m3 = products
+    return [m0 + (m1 + m2), m3 + (m1 - m2)]
+
+
+def _inputs_of_four(frames: Sequence[Any]) -> list[Any]:
+    d0, d1, d2, d3, d4, d5 = frames
+    even, odd, even_step, odd_step = d2 + d4, d1 + d3, d4 - d2, d3 - d1
+    return [
+        d0 - d4,
+        even + odd,
+        even - odd,
+        even_step + odd_step,
+        odd_step - even_step,
+        odd_step,
+        d5 - d1,
+    ]
+
+
+def _four_results(products: Sequence[Any]) -> list[Any]:
+    m0, m1, m2, m3, m4, m5, m6 = products
+    even, odd, one, other = m1 + m2, m1 - m2, m3 + m5, m4 + m5
+    return [m0 + (even + one), odd + other, even - one, m6 + (odd - other)]
+
+
+TRANSFORMS = {
+    2: Transform(
+        ((1, 0, 0), (1 / 2, 1 / 2, 1 / 2), (1 / 2, -1 / 2, 1 / 2), (0, 0, 1)), _inputs_of_two, _two_results
+    ),
+    4: Transform(
+        (
+            (1, 0, 0),
+            (1 / 4, 1 / 4, 1 / 4),
+            (1 / 4, -1 / 4, 1 / 4),
+            (1 / 2, 0, -1 / 2),
+            (0, 1 / 2, 0),
+            (-1 / 2, -1 / 2, 1 / 2),
+            (0, 0, 1),
+        ),
+        _inputs_of_four,
+        _four_results,
+    ),
+}
+"""By a tile's results. Polynomials are evaluated at 0, 1, -1 and infinity, and for four modulo x^2 + 1."""
+
+
+def transformed_taps(kernel: Float[Array, "3 ..."], tile: int) -> Float[Array, "components ..."]:
+    """A kernel's taps of time as the products take them, rounded to its dtype once."""
+    factors = jnp.asarray(TRANSFORMS[tile].taps, jnp.float32)
+    taps = jnp.einsum("ct,t...->c...", factors, kernel.astype(jnp.float32), precision="highest")
+    return taps.astype(kernel.dtype)
+
+
+def filtered(
+    frames: Float[Array, "N P ..."],
+    kernel: Float[Array, "3 ..."],
+    tile: int,
+    multiply: Callable[[Array, Array], Array],
+) -> Float[Array, "N P-2 ..."]:
+    """Convolve frames along time, rounded as in the kernel: transforms in float32, factors in their dtype.
+
+    Args:
+        frames: whole tiles, and two before them.
+        kernel: its taps.
+        tile: results that are transformed together.
+        multiply: gives the products, in float32, of a component of the tiles, N P ..., and of the taps.
+    """
+    transform, last = TRANSFORMS[tile], frames.shape[1] - tile - 2
+    under_taps = [frames[:, start : start + last + 1 : tile] for start in range(tile + 2)]
+    inputs = transform.inputs([part.astype(jnp.float32) for part in under_taps])
+    taps = transformed_taps(kernel, tile)
+    products = [multiply(part.astype(frames.dtype), tap) for part, tap in zip(inputs, taps, strict=True)]
+    results = jnp.stack(transform.results(products), axis=2)
+    return results.reshape(results.shape[0], -1, *results.shape[3:])
