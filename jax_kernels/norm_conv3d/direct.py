@@ -20,15 +20,26 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
 from jax_kernels.common.tiles import words_of_twice
-from jax_kernels.norm_conv3d.sizes import ROWS, TAPS, UNITS, Sizes
-from jax_kernels.norm_conv3d.step import Step, lanes_of
+from jax_kernels.norm_conv3d.sizes import ROWS, TAPS, UNITS, Product, Sizes
+from jax_kernels.norm_conv3d.step import Step, lanes_of, matrices
 
 UNROLLED = 9
 """Products in a loop's body, at most. With 18 of them 128 to 128 channels of 8 x 480 x 720 take 3.69 ms, and
 7.5 s to compile; with 9, 3.85 and 3.1; with 6, 4.00 and 2.2."""
+
+
+def weights(kernel: Float[Array, "3 3 3 I O"], product: Product, turns: int) -> Array:
+    """The matrices of a product, one for each turn: zeros where a row of inputs is under no tap of a row of
+    results."""
+
+    def tap(outputs: Array, row: int, time: int, result: int, column: int) -> Array:
+        inside = 0 <= row - result < TAPS
+        return outputs[time, row - result, column] if inside else jnp.zeros_like(outputs[0, 0, 0])
+
+    return matrices(kernel, product, turns, tap)
 
 
 class DirectStep(Step):

@@ -9,16 +9,13 @@ from jaxtyping import Array, Float
 
 from jax_kernels.common import tiles
 from jax_kernels.common.tiles import fills_tiles, pallas_mode, vmem_limit
-from jax_kernels.norm_conv3d.transforms import TRANSFORMS
+from jax_kernels.norm_conv3d.transforms import TAPS, TRANSFORMS
 
 ROWS = 2
 """Rows of a step."""
 
 LAG = 2
 """Steps between the modulation of rows and their results."""
-
-TAPS = 3
-"""Of the kernel, along each axis."""
 
 UNIT = 64
 """Frames of pixels that are modulated together by a step of direct convolution."""

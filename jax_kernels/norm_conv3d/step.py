@@ -21,7 +21,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
 from jax_kernels.common import tiles
-from jax_kernels.norm_conv3d.sizes import LAG, ROWS, SUBLANES, Sizes
+from jax_kernels.norm_conv3d.sizes import LAG, ROWS, SUBLANES, Product, Sizes
 
 LOW_HALF = 0xFFFF
 """Of a word: the earlier of its two frames."""
@@ -30,6 +30,17 @@ LOW_HALF = 0xFFFF
 def lanes_of(part: int) -> slice:
     """Of a part of the channels."""
     return slice(part * tiles.LANES, (part + 1) * tiles.LANES)
+
+
+def matrices(kernel: Array, product: Product, turns: int, tap: Callable[..., Array]) -> Array:
+    """A product's weights, one matrix for each turn. `tap` gives those of an input's places for a result's,
+    from a turn's share of the outputs."""
+
+    def of_turn(outputs: Array) -> Array:
+        rows = [[tap(outputs, *part, *result) for result in product.results] for part in product.inputs]
+        return jnp.concatenate([jnp.concatenate(row, axis=-1) for row in rows], axis=-2)
+
+    return jnp.stack([of_turn(outputs) for outputs in jnp.split(kernel, turns, axis=-1)])
 
 
 class Step:

@@ -25,14 +25,12 @@ from jax_kernels.common.layout import laid_for_kernels
 from jax_kernels.common.tiles import vmem_limit
 from jax_kernels.conv3d import xla
 from jax_kernels.group_norm.xla import column_moments
-from jax_kernels.norm_conv3d import winograd
-from jax_kernels.norm_conv3d.direct import DirectStep
+from jax_kernels.norm_conv3d import direct, winograd
 from jax_kernels.norm_conv3d.sizes import (
     LAG,
     ROWS,
     SUBLANES,
     TAPS,
-    Product,
     Sizes,
     columns_of_register,
     is_shared,
@@ -41,26 +39,10 @@ from jax_kernels.norm_conv3d.sizes import (
 )
 from jax_kernels.norm_conv3d.step import of_grid
 from jax_kernels.norm_conv3d.transforms import transformed_taps
-from jax_kernels.norm_conv3d.winograd import WinogradStep
 
 RAGGED_IN_PLACE = True
 """Whether the next cache takes the memory of the one before where columns are no whole chunks. JAX's
 interpreters run no blocks that reach beyond such an argument: tests compile it for TPUs and do not run it."""
-
-
-def _weights(kernel: Array, product: Product, turns: int) -> Array:
-    """The matrices of a product, one for each turn: zeros where a row of inputs is under no tap of a row of
-    results."""
-
-    def tap(outputs: Array, row: int, time: int, result: int, column: int) -> Array:
-        inside = 0 <= row - result < TAPS
-        return outputs[time, row - result, column] if inside else jnp.zeros_like(outputs[0, 0, 0])
-
-    def of_turn(outputs: Array) -> Array:
-        rows = [[tap(outputs, *part, *result) for result in product.results] for part in product.inputs]
-        return jnp.concatenate([jnp.concatenate(row, axis=1) for row in rows])
-
-    return jnp.stack([of_turn(outputs) for outputs in jnp.split(kernel, turns, axis=-1)])
 
 
 def in_registers(z: Shaped[Array, "N t h w Z"], frames: int, columns: int) -> Shaped[Array, "N h v S Z"]:
@@ -167,7 +149,7 @@ def _by_kernel(
 
     def run(*refs: Any) -> None:
         last = len(refs) - len(names)  # weights come first
-        step = WinogradStep if sizes.tile else DirectStep
+        step = winograd.WinogradStep if sizes.tile else direct.DirectStep
         step(sizes, refs[:last], dict(zip(names, refs[last:], strict=True))).run()
 
     in_place = sizes.width == sizes.columns or RAGGED_IN_PLACE
@@ -245,9 +227,9 @@ def _operands(
         operands["edges"] = both, _rows_later(2 * sizes.frames, sizes.outputs)
     if real is not None:
         operands["real"] = real[None], pl.BlockSpec(memory_space=pltpu.SMEM)
-    weights = _weights
+    weights = winograd.weights if sizes.tile else direct.weights
     if sizes.tile:
-        weights, kernel = winograd.weights, transformed_taps(kernel, sizes.tile)
+        kernel = transformed_taps(kernel, sizes.tile)
     return operands, [weights(kernel, product, sizes.turns) for product in sizes.products]
 
 

@@ -12,6 +12,9 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+TAPS = 3
+"""Of a filter; of the kernel, along each axis."""
+
 
 class Transform(NamedTuple):
     """How a tile's results come from products.
@@ -80,9 +83,10 @@ TRANSFORMS = {
 
 def transformed_taps(kernel: Float[Array, "3 ..."], tile: int) -> Float[Array, "components ..."]:
     """A kernel's taps of time as the products take them, rounded to its dtype once."""
-    factors = jnp.asarray(TRANSFORMS[tile].taps, jnp.float32)
-    taps = jnp.einsum("ct,t...->c...", factors, kernel.astype(jnp.float32), precision="highest")
-    return taps.astype(kernel.dtype)
+    # Broadcast and added: XLA compiles a product of matrices, or the components one by one, for up to 15 s.
+    factors = jnp.asarray(TRANSFORMS[tile].taps, jnp.float32).reshape(-1, TAPS, *[1] * (kernel.ndim - 1))
+    taps = sum(factors[:, tap] * kernel[tap].astype(jnp.float32) for tap in range(TAPS))
+    return jnp.asarray(taps, kernel.dtype)
 
 
 def filtered(
@@ -99,8 +103,8 @@ def filtered(
         tile: results that are transformed together.
         multiply: gives the products, in float32, of a component of the tiles, N P ..., and of the taps.
     """
-    transform, last = TRANSFORMS[tile], frames.shape[1] - tile - 2
-    under_taps = [frames[:, start : start + last + 1 : tile] for start in range(tile + 2)]
+    transform, last = TRANSFORMS[tile], frames.shape[1] - tile - TAPS + 1
+    under_taps = [frames[:, start : start + last + 1 : tile] for start in range(tile + TAPS - 1)]
     inputs = transform.inputs([part.astype(jnp.float32) for part in under_taps])
     taps = transformed_taps(kernel, tile)
     products = [multiply(part.astype(frames.dtype), tap) for part, tap in zip(inputs, taps, strict=True)]

@@ -25,7 +25,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
 from jax_kernels.norm_conv3d.sizes import MARGIN, ROWS, SUBLANES, TAPS, TILES, Product, Sizes
-from jax_kernels.norm_conv3d.step import Step, lanes_of
+from jax_kernels.norm_conv3d.step import Step, lanes_of, matrices
 from jax_kernels.norm_conv3d.transforms import TRANSFORMS
 
 HIGH_HALF = -(2**16)
@@ -41,11 +41,7 @@ def weights(transformed: Float[Array, "components 3 3 I O"], product: Product, t
         inside = 0 <= under < TAPS and 0 <= along < TAPS and (beside == 0 or column == 0)
         return outputs[:, under, along] if inside else jnp.zeros_like(outputs[:, 0, 0])
 
-    def of_turn(outputs: Array) -> Array:
-        rows = [[tap(outputs, *part, *result) for result in product.results] for part in product.inputs]
-        return jnp.concatenate([jnp.concatenate(row, axis=2) for row in rows], axis=1)
-
-    return jnp.stack([of_turn(outputs) for outputs in jnp.split(transformed, turns, axis=-1)])
+    return matrices(transformed, product, turns, tap)
 
 
 class WinogradStep(Step):
@@ -107,7 +103,7 @@ class WinogradStep(Step):
             )
             for results, group in products:
                 sums: Any = None
-                for product, matrices in group:
+                for product, of_turns in group:
                     inputs = [
                         self._input(component, *place, part, column)
                         for place in product.inputs
@@ -115,7 +111,7 @@ class WinogradStep(Step):
                     ]
                     found = jnp.dot(
                         jnp.concatenate(inputs, axis=1),
-                        matrices[turn, component],
+                        of_turns[turn, component],
                         preferred_element_type=jnp.float32,
                     )
                     sums = found if sums is None else sums + found

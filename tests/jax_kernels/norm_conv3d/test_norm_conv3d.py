@@ -401,6 +401,7 @@ def test_a_shard_copies_neither_its_frames_nor_its_cache_for_its_neighbours(fram
     assert copies
     sizes = [math.prod(map(int, re.search(r"= bf16\[([\d,]*)\]", line)[1].split(","))) for line in copies]
     if frames == 8:  # tiles of two frames are laid anew for the kernel, whoever is beside them
+        sizes.remove(7 * 9 * channels**2)  # the transformed taps
         assert max(sizes) < own / frames
     assert compiled.memory_analysis().alias_size_in_bytes == 2 * own * 2 // frames
 
