@@ -6,8 +6,10 @@ from typing import Any
 
 import torch
 
+from cogvideox_torchax import runtime
 from cogvideox_torchax.vae.checkpoint import locate_vae
 from cogvideox_torchax.vae.directions import ENCODE, Direction
+from cogvideox_torchax.vae.streaming import frames_of_chunks
 
 Recorder = Callable[[torch.Tensor], dict[str, torch.Tensor]]
 """From one chunk of a video to its layers' outputs, plain, by diffusers' names. It carries the cache."""
@@ -86,9 +88,9 @@ class Backend(abc.ABC):
 
     # Chunk by chunk
 
-    @abc.abstractmethod
-    def chunks(self, kind: Direction, x: torch.Tensor) -> Iterator[Any]:
+    def chunks(self, kind: Direction, x: torch.Tensor) -> Iterator[torch.Tensor]:
         """The results of a video's chunks, left where they are computed."""
+        return self.vae.results(kind, frames_of_chunks(self.vae, kind, self.put(x)))
 
     @abc.abstractmethod
     def recorder(self, kind: Direction, wanted: Callable[[str], Any]) -> Recorder:
@@ -103,10 +105,10 @@ class Backend(abc.ABC):
         """A plain tensor, where the model takes it."""
         return x
 
-    def wait(self, chunk: Any) -> Any:
+    def wait(self, chunk: torch.Tensor) -> torch.Tensor:
         """The result of a chunk, when it has been computed."""
-        return chunk
+        return runtime.wait(chunk)
 
-    def to_torch(self, chunk: Any) -> torch.Tensor:
+    def to_torch(self, chunk: torch.Tensor) -> torch.Tensor:
         """A result as a plain tensor."""
-        return chunk
+        return runtime.to_torch(chunk)

@@ -1,19 +1,19 @@
 """The Flax NNX build, behind diffusers' interface."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
-
-import torch
 
 from cogvideox_torchax import runtime
 from cogvideox_torchax.backends.base import Backend, Recorder
-from cogvideox_torchax.vae.directions import ENCODE, Direction
-from cogvideox_torchax.vae.nnx.shapes import ShapesProgram
-from cogvideox_torchax.vae.nnx.wrapper import FlaxVAEForPipelines
+from cogvideox_torchax.vae.directions import Direction
+from cogvideox_torchax.vae.nnx.autoencoder import FlaxAutoencoderKLCogVideoX, Network, compiled
+from cogvideox_torchax.vae.nnx.config import FlaxAutoencoderKLCogVideoXConfig
+from cogvideox_torchax.vae.nnx.recording import RecordedLayers
+from cogvideox_torchax.vae.nnx.wrapper import FlaxVAEForPipelines, to_array, to_tensor
 
 
 class Flax(Backend):
-    """The Flax build behind torch tensors, which come to the host: a chunk's time includes that copy."""
+    """The Flax build behind torch tensors."""
 
     @classmethod
     def model_class(cls) -> Any:
@@ -24,13 +24,16 @@ class Flax(Backend):
         return cls(FlaxVAEForPipelines.from_diffusers(native))
 
     @classmethod
-    def program(cls, vae: Any, kind: Direction) -> ShapesProgram:
-        return ShapesProgram(dict(vae.config), kind, runtime.jax_dtype(vae.dtype), vae.mesh)
-
-    def chunks(self, kind: Direction, x: torch.Tensor) -> Iterator[torch.Tensor]:
-        if kind == ENCODE:
-            return (posterior.parameters for posterior in self.vae.encode_stream(x))
-        return self.vae.decode_stream(x)
+    def program(cls, vae: Any, kind: Direction) -> runtime.Program:
+        config = FlaxAutoencoderKLCogVideoXConfig.from_dict(dict(vae.config))
+        dtype = runtime.jax_dtype(vae.dtype)
+        weightless = FlaxAutoencoderKLCogVideoX.weightless(config, dtype=dtype, param_dtype=dtype)
+        weightless.mesh = vae.mesh
+        return weightless.build_program(kind)
 
     def recorder(self, kind: Direction, wanted: Callable[[str], Any]) -> Recorder:
-        return self.vae.layer_recorder(kind, wanted)
+        network, weights = Network.split(RecordedLayers(self.vae.flax_vae.chunk(kind), wanted))
+        run = compiled(network).begin(weights)
+        return lambda chunk: {
+            name: runtime.to_torch(to_tensor(output)) for name, output in run(to_array(chunk)).items()
+        }

@@ -35,11 +35,10 @@ class Torch(Backend):
         return chunk_network(self.vae, kind)
 
     def chunks(self, kind: Direction, x: torch.Tensor) -> Iterator[torch.Tensor]:
-        return map(runtime.NativeRun(self._network(kind)), frames_of_chunks(self.vae, kind, x))
+        return map(runtime.carried(self._network(kind)), frames_of_chunks(self.vae, kind, x))
 
     def recorder(self, kind: Direction, wanted: Callable[[str], Any]) -> Recorder:
-        network = RecordedLayers(chunk_network(self.vae, kind), wanted)
-        return runtime.NativeRun(network)  # pyright: ignore[reportReturnType]
+        return runtime.carried(RecordedLayers(chunk_network(self.vae, kind), wanted))
 
 
 class TorchCompile(Torch):

@@ -14,12 +14,8 @@ from cogvideox_torchax.vae.torchax.autoencoder import AutoencoderKLCogVideoX, po
 from cogvideox_torchax.vae.torchax.networks import RecordedLayers, chunk_network, stock_of
 
 
-class _OnJax(Backend):
-    """What both share."""
-
-    def __init__(self, vae: Any):
-        super().__init__(vae)
-        self._programs = runtime.Programs()
+class Torchax(Backend):
+    """The ported modules."""
 
     @classmethod
     def model_class(cls) -> Any:
@@ -29,31 +25,6 @@ class _OnJax(Backend):
     def placed(cls, vae: Any) -> Any:
         runtime.put_weights(vae)
         return vae
-
-    def chunks(self, kind: Direction, x: torch.Tensor) -> Iterator[torch.Tensor]:
-        return map(
-            self._run(kind, chunk_network(self.vae, kind)), frames_of_chunks(self.vae, kind, self.put(x))
-        )
-
-    def _run(self, kind: str, network: nn.Module) -> runtime.JaxRun:
-        return runtime.JaxRun(self._programs.get(kind, network, runtime.Program), network)
-
-    def recorder(self, kind: Direction, wanted: Callable[[str], Any]) -> Recorder:
-        run: Any = self._run(f"{kind}, recorded", RecordedLayers(chunk_network(self.vae, kind), wanted))
-        return lambda chunk: {name: runtime.to_torch(output) for name, output in run(chunk).items()}
-
-    def put(self, x: torch.Tensor) -> torch.Tensor:
-        return runtime.to_jax(x)
-
-    def wait(self, chunk: torch.Tensor) -> torch.Tensor:
-        return runtime.wait(chunk)
-
-    def to_torch(self, chunk: torch.Tensor) -> torch.Tensor:
-        return runtime.to_torch(chunk)
-
-
-class Torchax(_OnJax):
-    """The ported modules."""
 
     @classmethod
     def around(cls, native: Any) -> "Torchax":
@@ -67,9 +38,24 @@ class Torchax(_OnJax):
     def program_counts(self) -> dict[str, int]:
         return {kind: self.vae.program(kind).compilations for kind in Direction}
 
+    def put(self, x: torch.Tensor) -> torch.Tensor:
+        return runtime.to_jax(x)
 
-class TorchaxStock(_OnJax):
+    def _begin(self, name: str, network: nn.Module) -> Callable[[Any], Any]:
+        program = runtime.programs_of(self.vae).get(name, network, runtime.Program)
+        return program.begin(program.weights(network))
+
+    def recorder(self, kind: Direction, wanted: Callable[[str], Any]) -> Recorder:
+        run = self._begin(f"{kind}, recorded", RecordedLayers(chunk_network(self.vae, kind), wanted))
+        return lambda chunk: {
+            name: runtime.to_torch(runtime.tensor_of(output)) for name, output in run(chunk).items()
+        }
+
+
+class TorchaxStock(Torchax):
     """diffusers' own modules, unchanged: what torchax makes of them by itself."""
+
+    program_counts = Backend.program_counts
 
     @classmethod
     def around(cls, native: Any) -> "TorchaxStock":
@@ -79,3 +65,7 @@ class TorchaxStock(_OnJax):
     def program(cls, vae: AutoencoderKLCogVideoX, kind: Direction) -> runtime.Program:
         # Stock modules take the padding of an uneven width for picture: this is for planning alone.
         return vae.build_program(kind, stock=True)
+
+    def chunks(self, kind: Direction, x: torch.Tensor) -> Iterator[torch.Tensor]:
+        run = self._begin(kind, chunk_network(self.vae, kind))
+        return map(runtime.tensor_of, map(run, frames_of_chunks(self.vae, kind, self.put(x))))

@@ -22,7 +22,7 @@ from typing import Any
 from cogvideox_torchax import __version__, backends
 from cogvideox_torchax.bench.worker import Task
 from cogvideox_torchax.plan.chips import CHIPS, DEVICE_KINDS
-from cogvideox_torchax.vae.directions import Direction
+from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction
 from cogvideox_torchax.vae.sizes import check_sides, parse_size
 from cogvideox_torchax.versions import versions
 
@@ -221,7 +221,7 @@ def merge(
         "host_peak_bytes": _largest([result["host_peak_bytes"] for result in rounds]),
         "device_peak_bytes": _largest([result["device_peak_bytes"] for result in rounds]),
     }
-    frames = {"encode": case.frames, "decode": reference["output_frames"]}
+    frames = {ENCODE: case.frames, DECODE: reference["output_frames"]}
     for kind in Direction:
         halves = [result[kind] for result in rounds]
         merged[kind] = _merge_half(halves, frames[kind], reference["flops"][kind])

@@ -19,7 +19,7 @@ from cogvideox_torchax.backends.base import Backend
 from cogvideox_torchax.backends.native import Torch
 from cogvideox_torchax.runtime.clock import CompileClock
 from cogvideox_torchax.vae import tolerances
-from cogvideox_torchax.vae.directions import Direction
+from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,13 +55,13 @@ def make_reference(task: Task) -> dict[str, Any]:
 
     generator = torch.Generator().manual_seed(0)
     x = torch.rand((1, 3, task.frames, task.height, task.width), generator=generator) * 2 - 1
-    inputs, answers, flops, torchs = {"encode": x}, {}, {}, {}
+    inputs, answers, flops, torchs = {ENCODE: x}, {}, {}, {}
     exact = Torch.load(task.model, torch.float32)
     for kind in Direction:
         with FlopCounterMode(display=False) as counter:
             answers[kind] = torch.cat(run_chunks(exact, kind, inputs[kind]), dim=2)
         flops[kind] = counter.get_total_flops()
-        inputs.setdefault("decode", answers[kind].chunk(2, dim=1)[0])
+        inputs.setdefault(DECODE, answers[kind].chunk(2, dim=1)[0])
     if task.dtype == "bfloat16":
         rounded = Torch.load(task.model, torch.bfloat16)
         for kind in Direction:
@@ -69,7 +69,7 @@ def make_reference(task: Task) -> dict[str, Any]:
             torchs[kind] = tolerances.rms_error(got, answers[kind])
     arrays = {f"input_{kind}": inputs[kind].numpy() for kind in Direction}
     np.savez(task.data, **arrays, **{f"answer_{kind}": answers[kind].numpy() for kind in Direction})
-    return {"status": "ok", "flops": flops, "torch_rms": torchs, "output_frames": answers["decode"].shape[2]}
+    return {"status": "ok", "flops": flops, "torch_rms": torchs, "output_frames": answers[DECODE].shape[2]}
 
 
 def check(got: torch.Tensor, want: torch.Tensor, dtype: str, torchs: float | None) -> dict[str, Any]:

@@ -273,10 +273,8 @@ class SequencesOnMesh(runtime.Place):
         )
         return NamedSharding(self.placement.mesh, spec if divides else PartitionSpec())
 
-    def cache_structs(self, cache: Any) -> Any:
-        return jax.tree.map(
-            lambda kept: jax.ShapeDtypeStruct(kept.shape, kept.dtype, sharding=self._kept(kept.shape)), cache
-        )
+    def cache_struct(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=self._kept(shape))
 
     def watching(self, network: nn.Module) -> contextlib.AbstractContextManager[Any]:
         if self.placement.split.over_tp == CHANNELS:

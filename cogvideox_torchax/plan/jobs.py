@@ -95,31 +95,20 @@ def plan_programs(
         SizeError: a size that the model cannot take.
         BackendError: a build that is not installed.
     """
-    import jax
-    from jax.sharding import SingleDeviceSharding
-
-    if dp * tp > 1:
-        vae.place_on(make_mesh(dp, tp, devices=devices))
-    pieces, (channels, rows, columns) = job.chunk_shapes(vae)
-    program = backends.backend(backend).program(vae, job.kind)
-
-    def on_one(struct: Any) -> Any:
-        return jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=SingleDeviceSharding(devices[0]))
-
-    place = (lambda struct: struct) if dp * tp > 1 else on_one
-    inputs = []
-    for piece in pieces[:2]:
-        shape = (1, channels, piece.length, rows, columns)
-        weights, chunk = program.structs(shape, runtime.jax_dtype(vae.dtype))
-        inputs.append(jax.tree.map(place, chunk))
-    weights = jax.tree.map(place, weights)
-    cache = jax.tree.map(place, program.cache_structs(weights, inputs[0]))
-    planned = zip(("first", "later"), pieces, inputs, (None, cache), strict=False)
     mesh = make_mesh(dp, tp, devices=devices)
-    for name, piece, chunk, carried in planned:
-        lower = functools.partial(program.lower, weights, chunk, carried)
-        plan = compile_program(name, piece.length, lower, mesh, chip)
-        if isinstance(getattr(program, "place", None), ChunksOnMesh):
+    if mesh.size > 1:
+        vae.place_on(mesh)
+    pieces, (channels, *size) = job.chunk_shapes(vae)
+    program = backends.backend(backend).program(vae, job.kind)
+    if mesh.size == 1:
+        program.place = runtime.Place(devices[0])
+    dtype = runtime.jax_dtype(vae.dtype)
+    first, *later = [(1, channels, piece.length, *size) for piece in pieces[:2]]
+    planned = [("first", first, None), *(("later", shape, first) for shape in later)]
+    for name, shape, before in planned:
+        lower = functools.partial(program.lower_chunk, shape, dtype, before)
+        plan = compile_program(name, shape[2], lower, mesh, chip)
+        if isinstance(program.place, ChunksOnMesh):
             plan.layers = layers(program, plan.text)
         yield plan
 

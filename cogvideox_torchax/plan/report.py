@@ -10,6 +10,7 @@ from cogvideox_torchax.plan.hlo import Instruction, collectives, instructions
 from cogvideox_torchax.plan.programs import ProgramPlan, Row, read_program
 from cogvideox_torchax.sharding.placement import Placement
 from cogvideox_torchax.sharding.programs import ChunksOnMesh, Layer
+from cogvideox_torchax.vae.directions import DECODE, Direction
 
 ELSEWHERE = "(program)"
 
@@ -59,7 +60,7 @@ def _cells(row: Row) -> list[str]:
     return [row.layer, shape, row.spec, str(row.shards or ""), f"{row.bytes_per_device:,}", moved]
 
 
-def report(vae: Any, shape: tuple[int, ...], *, kind: str = "decode") -> ProgramPlan:
+def report(vae: Any, shape: tuple[int, ...], *, kind: Direction = DECODE) -> ProgramPlan:
     """Compiles the program of an input's last chunk and says what lies where, layer by layer.
 
     Everything but `shape` and `spec` of a row is read off the compiled program.
@@ -67,7 +68,7 @@ def report(vae: Any, shape: tuple[int, ...], *, kind: str = "decode") -> Program
     Args:
         vae: an `AutoencoderKLCogVideoX` with a mesh, in PyTorch, on JAX or on torch's "meta" device.
         shape: the whole input's (N, C, T, H, W): latents to decode, frames to encode.
-        kind: "decode", "decode_uint8" or "encode".
+        kind: `DECODE` or `ENCODE`.
 
     Raises:
         ValueError: a model that was ported without a mesh.

@@ -47,7 +47,7 @@ def plan_train_step(
 
     runtime.enable()
     mesh = make_mesh(dp, tp, devices=devices)
-    if dp * tp > 1:
+    if mesh.size > 1:
         vae.place_on(mesh)
     trained: Any = vae.train()  # whose method is wrapped in a way that pyright cannot follow
     trained.enable_gradient_checkpointing()
@@ -55,7 +55,12 @@ def plan_train_step(
         pieces, (channels, *size) = replace(job, kind=half).chunk_shapes(vae)
         lengths = [chunk.length for chunk in pieces]
         program = vae.build_program(half)
-        weights, x = _structs(program, (dp, channels, sum(lengths), *size), vae, devices)
+        if mesh.size == 1:
+            program.place = runtime.Place(devices[0])
+        weights = program.weight_structs()
+        sharding = next(iter(weights.values())).sharding  # that of what is whole on every device
+        shape, dtype = (dp, channels, sum(lengths), *size), runtime.jax_dtype(vae.dtype)
+        x = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
         def gradients(weights: Any, x: Any, program: Any = program, lengths: Any = lengths) -> Any:
             result, pull_back = jax.vjp(lambda *given: program.run_video(*given, lengths), weights, x)
@@ -63,20 +68,6 @@ def plan_train_step(
 
         lower = functools.partial(jax.jit(gradients).lower, weights, x)
         yield compile_program(f"train {half}", sum(lengths), lower, mesh, chip)
-
-
-def _structs(program: Any, shape: tuple[int, ...], vae: AutoencoderKLCogVideoX, devices: list[Any]) -> Any:
-    """What stands for weights and a video, whole on every device."""
-    import jax
-
-    weights, _ = program.structs(shape, runtime.jax_dtype(vae.dtype))
-    whole = next(iter(weights.values())).sharding or jax.sharding.SingleDeviceSharding(devices[0])
-
-    def struct(shape: tuple[int, ...], dtype: Any) -> Any:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=whole)
-
-    placed = {name: struct(weight.shape, weight.dtype) for name, weight in weights.items()}
-    return placed, struct(shape, runtime.jax_dtype(vae.dtype))
 
 
 def table(plans: list[ProgramPlan], vae: AutoencoderKLCogVideoX, chip: Chip | None) -> dict[str, Any]:

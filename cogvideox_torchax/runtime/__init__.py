@@ -9,13 +9,13 @@ from cogvideox_torchax.runtime.arrays import (
     first_nonfinite,
     first_nonfinite_of,
     jax_dtype,
-    take_frames,
-    take_videos,
+    take,
     wait,
 )
 from cogvideox_torchax.runtime.bridge import (
     active,
     array_of,
+    as_array,
     enable,
     host_array,
     is_enabled,
@@ -44,11 +44,10 @@ from cogvideox_torchax.runtime.gradients import (
 from cogvideox_torchax.runtime.memory import free_memory, host_peak_bytes, of_several_processes, out_of_memory
 from cogvideox_torchax.runtime.profiling import profiling
 from cogvideox_torchax.runtime.programs import (
-    JaxRun,
-    NativeRun,
     Place,
     Program,
     Programs,
+    carried,
     forget_programs,
     programs_of,
 )
@@ -64,15 +63,15 @@ from cogvideox_torchax.runtime.weights import (
 
 __all__ = [
     "COMPILE_CACHE_VARIABLE",
-    "JaxRun",
-    "NativeRun",
     "Place",
     "Program",
     "Programs",
     "active",
     "all_finite",
     "array_of",
+    "as_array",
     "assign",
+    "carried",
     "concatenate",
     "configure_compile_cache",
     "device_and_dtype",
@@ -105,8 +104,7 @@ __all__ = [
     "put_weights",
     "rematerialized",
     "replace_weights",
-    "take_frames",
-    "take_videos",
+    "take",
     "tensor_of",
     "to_jax",
     "to_torch",

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from cogvideox_torchax.runtime.bridge import array_of, on_jax, tensor_of
+from cogvideox_torchax.runtime.bridge import array_of, as_array, on_jax, tensor_of
 from cogvideox_torchax.upstream import is_traced
 
 
@@ -93,35 +93,33 @@ def _jitted_all_finite():
     return jax.jit(lambda x: jnp.isfinite(x).all())
 
 
-def concatenate(parts: Sequence[torch.Tensor], axis: int) -> torch.Tensor:
-    """`torch.cat`, in any thread: on JAX without torchax's modes."""
-    if not on_jax(parts[0]):
+def concatenate(parts: Sequence[Any], axis: int) -> Any:
+    """Return tensors, or arrays, joined along an axis, in any thread: on JAX without torchax's modes."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    if isinstance(first, torch.Tensor) and not on_jax(first):
         return torch.cat(list(parts), dim=axis)
+    if isinstance(first, np.ndarray):
+        return np.concatenate(parts, axis)
     import jax.numpy as jnp
 
-    return (
-        parts[0] if len(parts) == 1 else tensor_of(jnp.concatenate([array_of(part) for part in parts], axis))
-    )
+    joined = jnp.concatenate(list(map(as_array, parts)), axis)
+    return tensor_of(joined) if isinstance(first, torch.Tensor) else joined
 
 
-def take_videos(batch: torch.Tensor, start: int, count: int) -> torch.Tensor:
-    """Some of a batch's videos, in any thread."""
-    if not on_jax(batch):
-        return batch[start : start + count]
-    return tensor_of(array_of(batch)[start : start + count])
-
-
-def take_frames(x: torch.Tensor, start: int, length: int) -> torch.Tensor:
-    """`x[:, :, start : start + length]`; on JAX one small program serves every start."""
-    if not on_jax(x):
-        return x[:, :, start : start + length]
-    return tensor_of(_jitted_take()(array_of(x), start, length))
+def take(x: Any, axis: int, start: int, length: int) -> Any:
+    """Return entries `start` to `start + length` of an axis of a tensor or an array, in any thread; on JAX
+    one small program serves every start."""
+    if isinstance(x, torch.Tensor) and on_jax(x):
+        return tensor_of(take(array_of(x), axis, start, length))
+    if isinstance(x, torch.Tensor | np.ndarray):
+        return x[(slice(None),) * axis + (slice(start, start + length),)]
+    return _jitted_take()(x, start, length, axis)
 
 
 @functools.cache
 def _jitted_take():
     import jax
 
-    return jax.jit(
-        lambda x, start, length: jax.lax.dynamic_slice_in_dim(x, start, length, 2), static_argnums=2
-    )
+    return jax.jit(jax.lax.dynamic_slice_in_dim, static_argnums=(2, 3))

@@ -139,6 +139,14 @@ def host_array(tensor: torch.Tensor) -> np.ndarray:
     return tensor.numpy()
 
 
+def as_array(value: Any) -> Any:
+    """Return a tensor, plain or on JAX, as the array that holds its values, without a copy; an array as it
+    is."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return array_of(value) if on_jax(value) else host_array(value)
+
+
 def jit_torch(function: Callable[..., Any]) -> Callable[..., Any]:
     """A torch function of tensors compiled by JAX; its first argument is static and hashable, the rest are
     tensors."""

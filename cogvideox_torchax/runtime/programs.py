@@ -1,7 +1,8 @@
-"""Compiled programs of torch modules."""
+"""Compiled programs: pure functions of weights, inputs and a cache, each for a place."""
 
 import contextlib
 import functools
+import itertools
 import threading
 import warnings
 from collections.abc import Callable, Hashable, Sequence
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 from cogvideox_torchax.runtime.arrays import jax_dtype
-from cogvideox_torchax.runtime.bridge import array_of, host_array, import_torchax, on_jax, tensor_of
+from cogvideox_torchax.runtime.bridge import array_of, as_array, import_torchax, tensor_of
 from cogvideox_torchax.runtime.compile_cache import configure_compile_cache
 from cogvideox_torchax.runtime.models import PROGRAMS
 from cogvideox_torchax.runtime.profiling import is_profiling, named_layers
@@ -84,7 +85,10 @@ def _without_chance(network: nn.Module) -> nn.Module:
 
 
 class Place:
-    """Where a program runs: JAX's default device. A subclass says the same of a mesh."""
+    """Where a program runs: one device, JAX's default one where None. A subclass says the same of a mesh."""
+
+    def __init__(self, device: Any = None):
+        self._device = device
 
     def weight(self, name: str, array: Any) -> Any:
         """Return a weight, an array on JAX, where the program takes it."""
@@ -94,28 +98,69 @@ class Place:
         """Return an input, a NumPy array or one on JAX, which may be traced, where the program takes it."""
         return array
 
-    def weight_struct(self, name: str, shape: tuple[int, ...], dtype: Any) -> Any:
-        """Return the weight's `jax.ShapeDtypeStruct`."""
-        return self.struct(shape, dtype)
-
     def struct(self, shape: tuple[int, ...], dtype: Any) -> Any:
         """Return what `put` would give of an input, with `jax.ShapeDtypeStruct` in the place of arrays."""
         import jax
 
-        return jax.ShapeDtypeStruct(shape, dtype)
+        sharding = None if self._device is None else jax.sharding.SingleDeviceSharding(self._device)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
-    def cache_structs(self, cache: Any) -> Any:
-        """Return a cache's structs, of which the shapes are known, where it lies."""
-        return cache
+    def weight_struct(self, name: str, shape: tuple[int, ...], dtype: Any) -> Any:
+        """Return the struct of a weight."""
+        return self.struct(shape, dtype)
+
+    def cache_struct(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        """Return the struct of one of a cache's arrays."""
+        return self.struct(shape, dtype)
 
     def trace(self, run: Callable[..., Any], inputs: Any, cache: Any) -> Any:
         """Return what `run(inputs, cache)` gives, (result, cache), inside of a program; what else `run` gets,
-        by name, goes to `watching`."""
+        by name, goes to the network."""
         return run(inputs, cache)
 
     def watching(self, network: nn.Module) -> contextlib.AbstractContextManager[Any]:
-        """Return what is open while a network, a copy of this trace alone, runs."""
+        """Return what is open while a torch network, a copy of this trace alone, runs."""
         return contextlib.nullcontext()
+
+
+class TorchNetwork:
+    """A torch module as a `Program` takes it.
+
+    Attributes:
+        name: of the module's class.
+        weights: `jax.ShapeDtypeStruct`s by name.
+    """
+
+    def __init__(self, module: nn.Module):
+        import jax
+
+        self._module = weightless(module)
+        self.name = type(module).__name__
+        self.weights = {
+            name: jax.ShapeDtypeStruct(tuple(tensor.shape), jax_dtype(tensor.dtype))
+            for name, tensor in named_tensors(self._module).items()
+        }
+
+    def __call__(self, place: Place, weights: dict[str, Any], inputs: Any, cache: Any, **how: Any) -> Any:
+        import jax
+
+        # Between two chunks a cache lies as (H, W, N, T, C), as a TPU holds it while it computes: in any
+        # other order each program would rearrange it on its way in and out.
+        # What a denoising step keeps has no five axes, and stays as it is.
+        cache = jax.tree.map(lambda kept: kept.transpose(2, 4, 3, 0, 1) if kept.ndim == 5 else kept, cache)
+        network = _without_chance(skeleton(self._module))
+        call = import_torchax().interop.jax_view(functools.partial(torch.func.functional_call, network))
+        # By default a TPU multiplies float32 in bfloat16, and a recent GPU in TF32.
+        exact = any(array.dtype == "float32" for array in weights.values() if array.ndim > 1)
+        precision = jax.default_matmul_precision("highest" if exact else "default")
+        watching = place.watching(network, **how)
+        with TRACING, named_layers(network), watching, precision, warnings.catch_warnings():
+            # What torch counts in 64 bits, JAX counts in 32: positions and token ids fit.
+            warnings.filterwarnings("ignore", "Explicitly requested dtype int64")
+            result, cache = call(weights, (inputs, cache))
+        return result, jax.tree.map(
+            lambda kept: kept.transpose(3, 4, 0, 2, 1) if kept.ndim == 5 else kept, cache
+        )
 
 
 class Program:
@@ -126,54 +171,34 @@ class Program:
     may run it. `compilations` counts the programs traced so far.
 
     Args:
-        network: its inputs are a tensor, or a dictionary of tensors and of tuples of them.
+        network: a torch module, whose inputs are a tensor, or a dictionary of tensors and of tuples of them;
+            or what is called and has attributes as a `TorchNetwork`.
         place: one device where None.
     """
 
-    def __init__(self, network: nn.Module, place: Place | None = None):
+    def __init__(self, network: Any, place: Place | None = None):
         import jax
 
         configure_compile_cache()
-        self.network = weightless(network)
+        self._network = TorchNetwork(network) if isinstance(network, nn.Module) else network
         self.place = place or Place()
         self.compilations = 0
 
-        def run(weights: dict[str, Any], inputs: Any, cache: Any) -> Any:
+        def run(weights: Any, inputs: Any, cache: Any) -> Any:
             return self._trace(weights, inputs, cache)
 
-        run.__name__ = type(network).__name__  # in a profile and in the compile cache
+        run.__name__ = self._network.name  # in a profile and in the compile cache
         self._compiled = jax.jit(run, donate_argnums=2)
         # Nothing is donated: a backward pass reads a cache again.
         self._differentiable = jax.jit(self._trace_for_gradients)
 
-    def _trace(self, weights: dict[str, Any], inputs: Any, cache: Any) -> Any:
-        return self.place.trace(functools.partial(self._apply, weights), inputs, cache)
+    def _trace(self, weights: Any, inputs: Any, cache: Any) -> Any:
+        self.compilations += 1
+        return self.place.trace(functools.partial(self._network, self.place, weights), inputs, cache)
 
     def _trace_for_gradients(self, weights: dict[str, Any], inputs: Any, cache: Any) -> Any:
         with torch.enable_grad():  # where it is off, modules leave gradient checkpointing out
             return self._trace(weights, inputs, cache)
-
-    def _apply(self, weights: dict[str, Any], inputs: Any, cache: Any, **how: Any) -> Any:
-        import jax
-
-        # Between two chunks a cache lies as (H, W, N, T, C), as a TPU holds it while it computes: in any
-        # other order each program would rearrange it on its way in and out.
-        # What a denoising step keeps has no five axes, and stays as it is.
-        cache = jax.tree.map(lambda kept: kept.transpose(2, 4, 3, 0, 1) if kept.ndim == 5 else kept, cache)
-        network = _without_chance(skeleton(self.network))
-        call = import_torchax().interop.jax_view(functools.partial(torch.func.functional_call, network))
-        # By default a TPU multiplies float32 in bfloat16, and a recent GPU in TF32.
-        exact = any(array.dtype == "float32" for array in weights.values() if array.ndim > 1)
-        precision = jax.default_matmul_precision("highest" if exact else "default")
-        with TRACING, named_layers(network), self.place.watching(network, **how), precision:
-            self.compilations += 1
-            with warnings.catch_warnings():
-                # What torch counts in 64 bits, JAX counts in 32: positions and token ids fit.
-                warnings.filterwarnings("ignore", "Explicitly requested dtype int64")
-                result, cache = call(weights, (inputs, cache))
-        return result, jax.tree.map(
-            lambda kept: kept.transpose(3, 4, 0, 2, 1) if kept.ndim == 5 else kept, cache
-        )
 
     def weights(self, network: nn.Module) -> dict[str, Any]:
         """Return the weights of a network like the one that this is compiled of, where the program takes
@@ -187,18 +212,21 @@ class Program:
         return {name: array_of(tensor) for name, tensor in named.items()}
 
     def put(self, inputs: Any) -> Any:
-        """Return tensors, plain or on JAX, as arrays where the program takes them; what is None stays out."""
+        """Return arrays, or tensors, plain or on JAX, as arrays where the program takes them; what is None
+        stays out."""
         import jax
 
         if isinstance(inputs, dict):
             inputs = {name: value for name, value in inputs.items() if value is not None}
-        return jax.tree.map(
-            lambda tensor: self.place.put(array_of(tensor) if on_jax(tensor) else host_array(tensor)), inputs
-        )
+        return jax.tree.map(lambda value: self.place.put(as_array(value)), inputs)
 
     def run(self, weights: Any, inputs: Any, cache: Any = None) -> tuple[Any, Any]:
-        """Run on what `weights` and `put` give; a cache is used up."""
+        """Run on weights where the program takes them, and on what `put` gives; a cache is used up."""
         return self._compiled(weights, inputs, cache)
+
+    def begin(self, weights: Any) -> Callable[[Any], Any]:
+        """Return a pass over a video: from its chunks, given in order, to their results, as arrays."""
+        return carried(lambda chunk, cache: self.run(weights, self.put(chunk), cache))
 
     def run_video(self, weights: Any, video: Any, lengths: Sequence[int]) -> Any:
         """All chunks of a video, a JAX array (N, C, T, H, W), for `jax.vjp`: a later frame's gradient goes
@@ -211,13 +239,10 @@ class Program:
         """
         import jax.numpy as jnp
 
-        results, cache, start = [], None, 0
-        for length in lengths:
-            chunk = self.place.put(video[:, :, start : start + length])
-            result, cache = self._differentiable(weights, chunk, cache)
-            results.append(result)
-            start += length
-        return jnp.concatenate(results, axis=2)
+        run = carried(lambda chunk, cache: self._differentiable(weights, self.place.put(chunk), cache))
+        ends = list(itertools.accumulate(lengths))
+        chunks = (video[:, :, end - length : end] for end, length in zip(ends, lengths, strict=True))
+        return jnp.concatenate(list(map(run, chunks)), axis=2)
 
     # Ahead of time
 
@@ -225,22 +250,32 @@ class Program:
         """The program lowered for arrays, or for `jax.ShapeDtypeStruct`s that stand for them."""
         return self._compiled.lower(weights, inputs, cache)
 
-    def weight_structs(self) -> dict[str, Any]:
+    def weight_structs(self) -> Any:
         """Return the structs of the weights."""
-        return {
-            name: self.place.weight_struct(name, tuple(tensor.shape), jax_dtype(tensor.dtype))
-            for name, tensor in named_tensors(self.network).items()
-        }
-
-    def structs(self, chunk: tuple[int, ...], dtype: Any) -> tuple[Any, Any]:
-        """Return the structs of the weights and of a chunk (N, C, T, H, W)."""
-        return self.weight_structs(), self.place.struct(chunk, dtype)
-
-    def cache_structs(self, weights: Any, chunk: Any) -> Any:
-        """Return the structs of the cache that the first chunk's program gives."""
         import jax
 
-        return self.place.cache_structs(jax.eval_shape(self._compiled, weights, chunk, None)[1])
+        return jax.tree_util.tree_map_with_path(
+            lambda path, weight: self.place.weight_struct(
+                jax.tree_util.keystr(path, simple=True), weight.shape, weight.dtype
+            ),
+            self._network.weights,
+        )
+
+    def lower_chunk(self, chunk: tuple[int, ...], dtype: Any, first: tuple[int, ...] | None = None) -> Any:
+        """The program lowered for a chunk, with no data and no weights.
+
+        Args:
+            chunk: its shape.
+            dtype: JAX's.
+            first: the shape of the video's first chunk, where this is a later one.
+        """
+        import jax
+
+        weights, cache = self.weight_structs(), None
+        if first is not None:
+            _, cache = jax.eval_shape(self._compiled, weights, self.place.struct(first, dtype), None)
+            cache = jax.tree.map(lambda part: self.place.cache_struct(part.shape, part.dtype), cache)
+        return self.lower(weights, self.place.struct(chunk, dtype), cache)
 
     def lower_structs(self, tensors: dict[str, Any]) -> Any:
         """The program lowered for inputs of these shapes and JAX dtypes, with no data and no weights.
@@ -256,31 +291,13 @@ class Program:
         return tuple(map(self._structs, described)) if several else self.place.struct(shape, dtype)
 
 
-class JaxRun:
-    """One pass over a video with a compiled network: carries the cache from chunk to chunk.
+def carried(step: Callable[[Any, Any], tuple[Any, Any]]) -> Callable[[Any], Any]:
+    """Return a pass over a video: `step(chunk, cache)`, which gives (result, cache), for each chunk."""
+    cache: Any = None
 
-    Args:
-        program: of the network, or of one like it.
-        network: whose weights are taken, as they are now.
-    """
-
-    def __init__(self, program: Program, network: nn.Module):
-        self._program = program
-        self._weights = program.weights(network)
-        self._cache = None
-
-    def __call__(self, chunk: torch.Tensor) -> torch.Tensor:
-        result, self._cache = self._program.run(self._weights, self._program.put(chunk), self._cache)
-        return tensor_of(result)
-
-
-class NativeRun:
-    """One pass over a video in PyTorch itself."""
-
-    def __init__(self, network: nn.Module):
-        self._network = network
-        self._cache = None
-
-    def __call__(self, chunk: torch.Tensor) -> torch.Tensor:
-        result, self._cache = self._network(chunk, self._cache)
+    def run(chunk: Any) -> Any:
+        nonlocal cache
+        result, cache = step(chunk, cache)
         return result
+
+    return run

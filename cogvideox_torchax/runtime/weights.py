@@ -1,7 +1,7 @@
 """A module's parameters and buffers on JAX: read, moved, put there."""
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,15 @@ def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
+def _held(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Yield the name of each parameter and buffer, those of tied ones too, the dictionary that holds it, and
+    its key there."""
+    for prefix, part in module.named_modules():
+        for held in (part._parameters, part._buffers):
+            for key in [key for key, tensor in held.items() if tensor is not None]:
+                yield f"{prefix}.{key}".lstrip("."), held, key
+
+
 def assign(tensor: torch.Tensor, value: torch.Tensor) -> None:
     """Gives a torchax tensor another's array, without a copy."""
     replace_array(tensor, lambda _: array_of(value))
@@ -30,8 +39,6 @@ def on_default_device(_name: str, array: Any) -> Any:
     return array if isinstance(array, jax.Array) else jnp.array(array)
 
 
-# In inference mode torch would make parameters that nobody can train, and that take no in-place change.
-@torch.inference_mode(False)
 def replace_weights(module: nn.Module, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Gives a module other parameters and buffers, each made once of the one before: what is tied stays tied.
 
@@ -39,16 +46,34 @@ def replace_weights(module: nn.Module, make: Callable[[torch.Tensor], torch.Tens
         module: its own tensors are written to no more.
         make: to a plain tensor, with torchax off.
     """
-    put: dict[int, torch.Tensor] = {}
-    for part in module.modules():
-        held: Any
-        for held in (part._parameters, part._buffers):
-            for name, tensor in held.items():
-                if tensor is None:
-                    continue
-                if id(tensor) not in put:
-                    put[id(tensor)] = _remade(tensor, make)
-                held[name] = put[id(tensor)]
+    _replace(module, lambda _, tensor: make(tensor))
+
+
+def put_weights(module: nn.Module, place: Callable[[str, Any], Any] = on_default_device) -> None:
+    """Puts a module's parameters and buffers on JAX, each once and under its name: what is tied stays tied.
+
+    Args:
+        module: in PyTorch, on JAX already, or in part.
+        place: a name and a NumPy or JAX array to the JAX array that takes its place.
+    """
+
+    def put(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if on_jax(tensor):
+            return replace_array(tensor, functools.partial(place, name))
+        return tensor_of(place(name, host_array(tensor)))
+
+    _replace(module, put)
+
+
+# In inference mode torch would make parameters that nobody can train, and that take no in-place change.
+@torch.inference_mode(False)
+def _replace(module: nn.Module, make: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
+    made: dict[int, torch.Tensor] = {}
+    for name, held, key in _held(module):
+        tensor = held[key]
+        if id(tensor) not in made:
+            made[id(tensor)] = _remade(tensor, functools.partial(make, name))
+        held[key] = made[id(tensor)]
 
 
 def _remade(tensor: torch.Tensor, make: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
@@ -59,24 +84,6 @@ def _remade(tensor: torch.Tensor, make: Callable[[torch.Tensor], torch.Tensor]) 
     parameter = nn.Parameter(made, tensor.requires_grad)
     parameter.grad = None if tensor.grad is None else make(tensor.grad)
     return parameter
-
-
-@torch.inference_mode(False)
-def put_weights(module: nn.Module, place: Callable[[str, Any], Any] = on_default_device) -> None:
-    """Puts a module's parameters and buffers on JAX, each once and under its name: what is tied stays tied.
-
-    Args:
-        module: in PyTorch, on JAX already, or in part.
-        place: a name and a NumPy or JAX array to the JAX array that takes its place.
-    """
-    put: dict[int, torch.Tensor] = {}
-    for prefix, owner in module.named_modules():
-        parameters = owner.named_parameters(recurse=False, remove_duplicate=False)
-        buffers = owner.named_buffers(recurse=False, remove_duplicate=False)
-        for name, tensor in [*parameters, *buffers]:
-            if id(tensor) not in put:
-                put[id(tensor)] = _put(tensor, functools.partial(place, f"{prefix}.{name}".lstrip(".")))
-            setattr(owner, name, put[id(tensor)])
 
 
 @torch.inference_mode(False)
@@ -96,29 +103,19 @@ def feed_weights(
     Raises:
         ValueError: a tensor of another shape than the module's.
     """
-    owners = {
-        f"{prefix}.{name}".lstrip("."): (owner, name)
-        for prefix, owner in module.named_modules()
-        for name in (*owner._parameters, *owner._buffers)
-    }
+    slots = {name: (held, key) for name, held, key in _held(module)}
     missing, unexpected = {*module.state_dict()}, []
     for name, array in tensors:
         if name not in missing:
             unexpected.append(name)
             continue
-        owner, leaf = owners[name]
-        before = getattr(owner, leaf)
+        held, key = slots[name]
+        before = held[key]
         if tuple(before.shape) != array.shape:
             raise ValueError(f"got {name} of shape {array.shape}: the model's is {tuple(before.shape)}")
         fed = tensor_of(place(name, array).block_until_ready())
         if isinstance(before, nn.Parameter):
             fed = nn.Parameter(fed, requires_grad=before.requires_grad)
-        setattr(owner, leaf, fed)
+        held[key] = fed
         missing.discard(name)
     return missing, unexpected
-
-
-def _put(tensor: torch.Tensor, place: Callable[[Any], Any]) -> torch.Tensor:
-    if on_jax(tensor):
-        return replace_array(tensor, place)
-    return _remade(tensor, lambda tensor: tensor_of(place(host_array(tensor))))

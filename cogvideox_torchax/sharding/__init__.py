@@ -2,14 +2,7 @@
 them."""
 
 from cogvideox_torchax.sharding.mesh import check_mesh, make_mesh
-from cogvideox_torchax.sharding.placement import (
-    HWNTC,
-    NCTHW,
-    NTHWC,
-    PaddedChunk,
-    Placement,
-    spread,
-)
+from cogvideox_torchax.sharding.placement import PaddedChunk, Placement, spread
 from cogvideox_torchax.sharding.processes import (
     PATIENCE,
     Exchange,
@@ -24,9 +17,6 @@ from cogvideox_torchax.sharding.processes import (
 from cogvideox_torchax.sharding.programs import ChunksOnMesh
 
 __all__ = [
-    "HWNTC",
-    "NCTHW",
-    "NTHWC",
     "PATIENCE",
     "ChunksOnMesh",
     "Exchange",

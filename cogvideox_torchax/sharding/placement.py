@@ -13,34 +13,20 @@ XLA, each level would be split for itself, as 180 into 23 and 360 into 45: colum
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from cogvideox_torchax.runtime.programs import Place
 from cogvideox_torchax.sharding.mesh import AXES
 from cogvideox_torchax.upstream import is_traced
+from cogvideox_torchax.vae.axes import NCTHW, Axes
 from jax_kernels.common.columns import WHOLE, Split
 from jax_kernels.common.dispatch import Target, by_shards, dispatched
 from jax_kernels.common.layout import kept_columns_last
-
-
-class Layout(NamedTuple):
-    """Which axis of an activation is what; the one that is not named here is time."""
-
-    batch: int
-    channel: int
-    row: int
-    column: int
-
-
-NCTHW = Layout(batch=0, channel=1, row=3, column=4)
-
-NTHWC = Layout(batch=0, channel=4, row=2, column=3)
-
-HWNTC = Layout(batch=2, channel=4, row=0, column=1)
 
 
 @dataclass(frozen=True)
@@ -58,35 +44,35 @@ jax.tree_util.register_dataclass(PaddedChunk, data_fields=["array"], meta_fields
 
 
 @dataclass(frozen=True)
-class Placement:
-    """Where the arrays of a VAE lie on a mesh.
+class Placement(Place):
+    """Where the arrays of a VAE lie on a mesh: chunks, caches and results cross a program's border in shards.
 
     Attributes:
         mesh: of `make_mesh`.
-        layout: of the activations, chunks and results that are placed.
-        cache_layout: of the caches between two chunks; as `layout` where None.
+        axes: of the activations, chunks and results that are placed.
+        cache_axes: of the caches between two chunks; as `axes` where None.
         unit: columns of a chunk that stay together: those of one latent pixel.
     """
 
     mesh: Mesh
-    layout: Layout = NCTHW
-    cache_layout: Layout | None = None
+    axes: Axes = NCTHW
+    cache_axes: Axes | None = None
     unit: int = 1
 
     @property
     def of_caches(self) -> "Placement":
         """Where the caches lie."""
-        return Placement(self.mesh, self.cache_layout or self.layout)
+        return Placement(self.mesh, self.cache_axes or self.axes)
 
     def spec(self, shape: tuple[int, ...]) -> PartitionSpec:
         """How an activation of this shape is split."""
-        return self._split(shape, self.layout.column)
+        return self._split(shape, self.axes.of("W"))
 
     def _split(self, shape: tuple[int, ...], axis: int) -> PartitionSpec:
         """By video over "dp" and along `axis` over "tp", or, where "dp" does not divide the batch, along
         `axis` over both."""
-        if shape[self.layout.batch] % self.mesh.shape["dp"] == 0:
-            names = {self.layout.batch: "dp", axis: "tp"}
+        if shape[self.axes.of("N")] % self.mesh.shape["dp"] == 0:
+            names = {self.axes.of("N"): "dp", axis: "tp"}
         else:
             names = {axis: AXES}
         return PartitionSpec(*(names.get(i) for i in range(len(shape))))
@@ -107,7 +93,7 @@ class Placement:
 
     def padding(self, shape: tuple[int, ...]) -> list[tuple[int, int]]:
         """What makes every axis of a chunk divide, at its every level, at the end of each."""
-        units = [self.unit if axis == self.layout.column else 1 for axis in range(len(shape))]
+        units = [self.unit if axis == self.axes.of("W") else 1 for axis in range(len(shape))]
         parts = self.parts(self.spec(shape))
         return [(0, -size % (n * unit)) for size, n, unit in zip(shape, parts, units, strict=True)]
 
@@ -121,62 +107,64 @@ class Placement:
         By width first: a result that leaves in rows or channels would otherwise have the layers before it
         computed so, their inputs gathered.
         """
-        column = self.layout.column
+        column = self.axes.of("W")
         picture = jax.lax.slice_in_dim(self.constrain(x), 0, split.real_columns(x.shape[column]), axis=column)
         sharding = NamedSharding(self.mesh, self.result_spec(picture.shape))
         return jax.lax.with_sharding_constraint(picture, sharding)
 
-    def trace(self, network: Callable[..., Any], chunk: PaddedChunk, cache: Any) -> tuple[jax.Array, Any]:
-        """Inside a program: `network(chunk, cache, split=...)`, which returns (result, cache), split from end
-        to end."""
-        column = self.layout.column
-        spec = self.spec(chunk.shape)
+    def trace(self, run: Callable[..., Any], inputs: PaddedChunk, cache: Any) -> tuple[jax.Array, Any]:
+        """Inside a program: `run(chunk, cache, split=...)`, which returns (result, cache), split from end to
+        end."""
+        column = self.axes.of("W")
+        spec = self.spec(inputs.shape)
         columns = spec[column]
         split = Split(
-            real=chunk.shape[column],
-            padded=chunk.array.shape[column],
-            videos=spec[self.layout.batch],
+            real=inputs.shape[column],
+            padded=inputs.array.shape[column],
+            videos=spec[self.axes.of("N")],
             columns=(columns,) if isinstance(columns, str) else columns,
         )
         with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
-            result, cache = network(chunk.array, cache, split=split)
-            result = _columns_last(jnp.moveaxis(result, self.layout.channel, -1), split=split)
-            result = jnp.moveaxis(result, -1, self.layout.channel)  # whose padding is cut off
+            result, cache = run(inputs.array, cache, split=split)
+            result = _columns_last(jnp.moveaxis(result, self.axes.of("C"), -1), split=split)
+            result = jnp.moveaxis(result, -1, self.axes.of("C"))  # whose padding is cut off
             return self.hand_out(result, split), jax.tree.map(self.of_caches.constrain, cache)
 
-    def put(self, chunk: Any) -> PaddedChunk:
+    def put(self, array: Any) -> PaddedChunk:
         """A chunk, a NumPy array or one on JAX, split over the mesh.
 
         Over several processes each gives an array of the whole shape, of which it places the columns that lie
         on its own devices and looks at no others.
         """
-        shape, sharding = tuple(chunk.shape), self.sharding(chunk.shape)
+        shape, sharding = tuple(array.shape), self.sharding(array.shape)
         padding = self.padding(shape)
         if any(after for _, after in padding):
-            chunk = (jnp.pad if isinstance(chunk, jax.Array) else np.pad)(chunk, padding)
-        return PaddedChunk(spread(chunk, sharding), shape)
+            array = (jnp.pad if isinstance(array, jax.Array) else np.pad)(array, padding)
+        return PaddedChunk(spread(array, sharding), shape)
 
     def own_columns(self, shape: tuple[int, ...]) -> slice:
         """The columns of an activation that lie on this process's devices: all, where it is the only one."""
-        column = self.layout.column
-        padded = tuple(size + after for size, (_, after) in zip(shape, self.padding(shape), strict=True))
+        column, padded = self.axes.of("W"), self._padded(shape)
         indices = self.sharding(shape).addressable_devices_indices_map(padded).values()
         spans = [index[column].indices(padded[column]) for index in indices if index is not None]
         start, stop = min(span[0] for span in spans), max(span[1] for span in spans)
         return slice(min(start, shape[column]), min(stop, shape[column]))
 
-    def struct(self, shape: tuple[int, ...], dtype: Any) -> PaddedChunk:
-        """What stands for `put`'s result when a program is compiled without data."""
-        padded = tuple(size + after for size, (_, after) in zip(shape, self.padding(shape), strict=True))
-        return PaddedChunk(jax.ShapeDtypeStruct(padded, dtype, sharding=self.sharding(shape)), shape)
+    def _padded(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(size + after for size, (_, after) in zip(shape, self.padding(shape), strict=True))
 
-    def cache_structs(self, cache: Any) -> Any:
-        """What stands for a cache, of which the shapes are known, where it lies."""
-        stored = self.of_caches
-        return jax.tree.map(
-            lambda part: jax.ShapeDtypeStruct(part.shape, part.dtype, sharding=stored.sharding(part.shape)),
-            cache,
-        )
+    def struct(self, shape: tuple[int, ...], dtype: Any) -> PaddedChunk:
+        sharding = self.sharding(shape)
+        return PaddedChunk(jax.ShapeDtypeStruct(self._padded(shape), dtype, sharding=sharding), shape)
+
+    def cache_struct(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=self.of_caches.sharding(shape))
+
+    def weight(self, name: str, array: Any) -> jax.Array:
+        return spread(array, self.replicated)
+
+    def weight_struct(self, name: str, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=self.replicated)
 
     def result_spec(self, shape: tuple[int, ...]) -> PartitionSpec:
         """How a result is split that a user gets, and so cannot be padded: by width as everything else, or,
@@ -185,15 +173,15 @@ class Placement:
         Raises:
             ValueError: none of them divides; the message names the sizes that would.
         """
-        layout = self.layout
-        parts = self.parts(self.spec(shape))[layout.column]
-        for axis in (layout.column, layout.row, layout.channel):
+        column, row, channel = map(self.axes.of, "WHC")
+        parts = self.parts(self.spec(shape))[column]
+        for axis in (column, row, channel):
             if shape[axis] % parts == 0:
                 return self._split(shape, axis)
         raise ValueError(
-            f"got a result of {shape[layout.row]} x {shape[layout.column]} pixels (height x width), "
-            f"{shape[layout.channel]} channels: it cannot be split over {parts} devices; make its height or "
-            f"width a multiple of {parts}, or the mesh smaller"
+            f"got a result of {shape[row]} x {shape[column]} pixels (height x width), {shape[channel]} "
+            f"channels: it cannot be split over {parts} devices; make its height or width a multiple of "
+            f"{parts}, or the mesh smaller"
         )
 
 

@@ -1,18 +1,15 @@
-"""Where a chunk program runs over a mesh, and the activations of its layers."""
+"""The placement of a chunk program that also records the activations of its layers."""
 
 import contextlib
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
 from torch import nn
 
-from cogvideox_torchax import runtime
 from cogvideox_torchax.runtime.layers import watched
-from cogvideox_torchax.sharding.placement import HWNTC, NCTHW, PaddedChunk, Placement, spread
+from cogvideox_torchax.sharding.placement import Placement
 from cogvideox_torchax.vae.columns import set_split
 from jax_kernels.common.columns import Split
 
@@ -28,48 +25,30 @@ class Layer:
         return max(self.shapes, key=math.prod)
 
 
-class ChunksOnMesh(runtime.Place):
-    """Over a mesh: chunks, caches and results cross a program's border in shards.
-
-    Args:
-        mesh: of `make_mesh`.
-        layers: the types of the modules that `report` tells apart.
-        unit: columns of a chunk that stay together: those of one latent pixel.
+@dataclass(frozen=True)
+class ChunksOnMesh(Placement):
+    """Where the chunks of a torch network lie on a mesh, and those of its layers.
 
     Attributes:
+        types: of the modules that `plan.report` tells apart.
         layers: the activations of each of those modules, by name, as last traced.
     """
 
-    def __init__(self, mesh: Mesh, layers: tuple[type[nn.Module], ...], unit: int = 1):
-        self.placement = Placement(mesh, NCTHW, cache_layout=HWNTC, unit=unit)
-        self.layers: dict[str, Layer] = {}
-        self._types = layers
+    types: tuple[type[nn.Module], ...] = ()
+    layers: dict[str, Layer] = field(default_factory=dict, compare=False)
 
-    def put(self, array: Any) -> PaddedChunk:
-        return self.placement.put(array)
-
-    def struct(self, shape: tuple[int, ...], dtype: Any) -> PaddedChunk:
-        return self.placement.struct(shape, dtype)
-
-    def cache_structs(self, cache: Any) -> Any:
-        return self.placement.cache_structs(cache)
-
-    def weight(self, name: str, array: Any) -> jax.Array:
-        return spread(array, self.placement.replicated)
-
-    def weight_struct(self, name: str, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=self.placement.replicated)
-
-    def trace(self, run: Callable[..., Any], inputs: PaddedChunk, cache: Any) -> Any:
-        self.layers = {}
-        return self.placement.trace(run, inputs, cache)
+    @property
+    def placement(self) -> Placement:
+        """Where the layers' activations lie."""
+        return self
 
     def watching(self, network: nn.Module, *, split: Split) -> contextlib.AbstractContextManager[Any]:
+        self.layers.clear()
         set_split(network.modules(), split)
         # `_record` changes nothing: so a norm and a convolution run as one, in the name of their block.
         return watched(
             network,
-            lambda _, module: type(module) in self._types,
+            lambda _, module: type(module) in self.types,
             taken=self._record,
             given=self._record,
             names_only=True,

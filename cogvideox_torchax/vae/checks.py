@@ -1,30 +1,6 @@
 """What a user passes to a VAE, checked where it enters, in either layout."""
 
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True)
-class Axes:
-    """Which axis of a video or of latents is what.
-
-    Attributes:
-        names: the letters in order: N videos, C channels, T frames, H rows, W columns.
-    """
-
-    names: str
-
-    def of(self, letter: str) -> int:
-        return self.names.index(letter)
-
-    def size(self, shape: tuple[int, ...], letter: str) -> int:
-        return shape[self.of(letter)]
-
-    def __str__(self) -> str:
-        return f"({', '.join(self.names)})"
-
-
-NCTHW = Axes("NCTHW")
-NTHWC = Axes("NTHWC")
+from cogvideox_torchax.vae.axes import Axes
 
 
 def check_shape(what: str, shape: tuple[int, ...], axes: Axes, *, channels: int, multiple: int = 1) -> None:
@@ -39,13 +15,11 @@ def check_shape(what: str, shape: tuple[int, ...], axes: Axes, *, channels: int,
     """
     if len(shape) != 5:
         raise ValueError(f"got {what} of rank {len(shape)}, shape {shape}: it takes {axes}")
-    if axes.size(shape, "C") != channels:
-        raise ValueError(
-            f"got {what} of {axes.size(shape, 'C')} channels, shape {shape}: the model takes {channels}"
-        )
+    given, height, width = (shape[axes.of(letter)] for letter in "CHW")
+    if given != channels:
+        raise ValueError(f"got {what} of {given} channels, shape {shape}: the model takes {channels}")
     if 0 in shape:
         raise ValueError(f"got empty {what}, shape {shape}")
-    height, width = axes.size(shape, "H"), axes.size(shape, "W")
     if height % multiple or width % multiple:
         fitting = [max(side // multiple * multiple, multiple) for side in (height, width)]
         raise ValueError(

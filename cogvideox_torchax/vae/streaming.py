@@ -13,7 +13,8 @@ from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 
 from cogvideox_torchax import runtime
 from cogvideox_torchax.vae import tiling
-from cogvideox_torchax.vae.checks import NCTHW, check_finite, check_shape
+from cogvideox_torchax.vae.axes import NCTHW
+from cogvideox_torchax.vae.checks import check_finite, check_shape
 from cogvideox_torchax.vae.chunks import Chunk
 from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction
 
@@ -112,8 +113,7 @@ class ChunkedVAE:
         as_uint8: bool = False,
     ) -> Iterator[torch.Tensor]:
         pieces, size = self._pieces(direction, given, num_frames)
-        run = self._run_slices if self.use_slicing else self._run_chunks
-        return overlapped(run(direction, pieces, size, as_uint8), fetch)
+        return overlapped(self.results(direction, pieces, self._tile_plan(direction, size), as_uint8), fetch)
 
     def _pieces(
         self, direction: Direction, given: torch.Tensor | Iterable[torch.Tensor], num_frames: int | None
@@ -140,29 +140,42 @@ class ChunkedVAE:
         plan, check = direction.chunks(self, num_frames), functools.partial(self._check, direction)
         return gathered(direction.takes, first, iterator, plan, check), first.shape[-2:]
 
-    def _run_chunks(
-        self, direction: Direction, pieces: Iterable[torch.Tensor], size: torch.Size, as_uint8: bool = False
-    ) -> Iterator[torch.Tensor]:
-        """Run every chunk, in tiles where tiling is on."""
-        return self._results(direction, pieces, self._tile_plan(direction, size), as_uint8)
-
-    def _results(
+    def results(
         self,
         direction: Direction,
         pieces: Iterable[torch.Tensor],
-        plan: tiling.TilePlan | None,
+        plan: tiling.TilePlan | None = None,
         as_uint8: bool = False,
     ) -> Iterator[torch.Tensor]:
-        """Run every chunk, in the tiles of a plan if there is one, the convolutions' cache carried along."""
+        """Return the results of a video's chunks, left where they are computed; where slicing is on, one
+        video at a time within each chunk.
+
+        Args:
+            direction: `ENCODE` or `DECODE`.
+            pieces: the chunks, in order.
+            plan: of the tiles to run in; None for whole frames.
+            as_uint8: whether decoded frames are bytes.
+        """
+        if not self.use_slicing:
+            return self._results(direction, pieces, plan, as_uint8)
+        each = [self._results(direction, own, plan, as_uint8) for own in by_video(pieces)]
+        return (runtime.concatenate(parts, 0) for parts in zip(*each, strict=True))
+
+    def _results(
+        self, direction: Direction, pieces: Iterable[torch.Tensor], plan: Any, as_uint8: bool
+    ) -> Iterator[torch.Tensor]:
+        """As `results`, all videos together."""
         raise NotImplementedError
 
-    def _run_slices(
-        self, direction: Direction, pieces: Iterable[torch.Tensor], size: torch.Size, as_uint8: bool = False
-    ) -> Iterator[torch.Tensor]:
-        """As `_run_chunks`, one video at a time within each chunk."""
-        each = [self._run_chunks(direction, own, size, as_uint8) for own in by_video(pieces)]
-        for parts in zip(*each, strict=True):
-            yield runtime.concatenate(list(parts), 0)
+    def _joined(self, direction: Direction, x: torch.Tensor, plan: tiling.TilePlan | None) -> torch.Tensor:
+        """Return all results in one tensor, on the host where `x` is; all are computed before any is
+        fetched."""
+        results = list(self.results(direction, frames_of_chunks(self, direction, x), plan))
+        if not runtime.on_jax(x):
+            for result in results:
+                runtime.fetch_async(result)
+            results = [runtime.to_torch(result) for result in results]
+        return runtime.concatenate(results, 2)
 
     def _tile_plan(self, direction: Direction, size: torch.Size) -> tiling.TilePlan | None:
         """Return the tiles of a picture's rows and columns; None where it is one, or tiling is off."""
@@ -203,7 +216,7 @@ class ChunkedVAE:
 def frames_of_chunks(vae: Any, direction: Direction, x: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield the chunks (N, C, t, H, W) of a video or of latents."""
     for chunk in direction.chunks(vae, x.shape[2]):
-        yield runtime.take_frames(x, chunk.start, chunk.length)
+        yield runtime.take(x, 2, chunk.start, chunk.length)
 
 
 def posteriors(moments: Iterator[torch.Tensor]) -> Iterator[DiagonalGaussianDistribution]:
@@ -288,7 +301,12 @@ def by_video(pieces: Iterable[torch.Tensor]) -> list[Iterator[torch.Tensor]]:
     """The chunks of a batch as those of each of its videos."""
     chunked = iter(pieces)
     first = next(chunked)
-    copies = itertools.tee(itertools.chain([first], chunked), first.shape[0])
-    return [
-        map(functools.partial(runtime.take_videos, start=i, count=1), copy) for i, copy in enumerate(copies)
-    ]
+    whole = itertools.chain([first], chunked)
+    if first.shape[0] == 1:
+        return [whole]
+    copies = itertools.tee(whole, first.shape[0])
+    return [map(functools.partial(_video, index), copy) for index, copy in enumerate(copies)]
+
+
+def _video(index: int, chunk: torch.Tensor) -> torch.Tensor:
+    return runtime.take(chunk, 0, index, 1)

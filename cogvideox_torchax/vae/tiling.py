@@ -11,11 +11,19 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import jax
 import numpy as np
+import torch
 
+from cogvideox_torchax.runtime import arrays
+from cogvideox_torchax.vae.axes import Axes
 from cogvideox_torchax.vae.directions import Direction
+from cogvideox_torchax.vae.pixels import to_uint8
+
+if TYPE_CHECKING:
+    from cogvideox_torchax.sharding import Placement
 
 
 @dataclass(frozen=True)
@@ -117,41 +125,53 @@ class TileSettings:
         return size[0] > self.latent_height * scale_in or size[1] > self.latent_width * scale_in
 
 
-@dataclass(frozen=True)
-class ArrayLibrary:
-    """What cutting, running and blending tiles asks of torch or of jax.numpy.
+def run_chunks(
+    pieces: Iterable[Any],
+    plan: TilePlan | None,
+    start: Callable[[bool], Callable[[Any], Any]],
+    axes: Axes,
+    placement: "Placement | None" = None,
+    *,
+    as_uint8: bool = False,
+) -> Iterator[Any]:
+    """Return the result of each chunk, run whole or in tiles.
 
-    Attributes:
-        row_axis: of the arrays' rows; columns follow.
-        asarray: a float32 array of the library, on the device of the second argument.
-        concatenate, take: join arrays along an axis, and give `count` videos from `start` on.
-        cut: `cut`, compiled where that pays.
+    Args:
+        pieces: the chunks, videos on axis 0: torch tensors, or arrays of JAX or NumPy.
+        plan: how they are cut; None for whole frames.
+        start: begins a run, which keeps the cache of the convolutions from a chunk of a tile to its next; its
+            argument is whether results are bytes.
+        axes: of the chunks.
+        placement: of chunks and results on a mesh; None for one device.
+        as_uint8: whether results are bytes; tiles are blended as floats.
     """
+    if plan is None:
+        return map(start(as_uint8), pieces)
+    row_axis = axes.of("H")
 
-    row_axis: int
-    asarray: Callable[[np.ndarray, Any], Any]
-    concatenate: Callable[[Sequence[Any], int], Any]
-    take: Callable[[Any, int, int], Any]
-    cut: Callable[[TilePlan, Any], list[list[Any]]]
+    def join_tiles(tiles: list[list[Any]]) -> Any:
+        join = _join_on_jax if isinstance(tiles[0][0], jax.Array) else _join
+        return join(tiles, plan, row_axis, placement, as_uint8)
+
+    dp = 1 if placement is None else placement.mesh.shape["dp"]
+    return run_tiles(pieces, plan, functools.partial(start, False), join_tiles, row_axis, dp=dp)
 
 
 def run_tiles(
     pieces: Iterable[Any],
     plan: TilePlan,
     start: Callable[[], Callable[[Any], Any]],
-    library: ArrayLibrary,
     join: Callable[[list[list[Any]]], Any],
+    row_axis: int,
     *,
     dp: int = 1,
 ) -> Iterator[Any]:
-    """Yield the result of each chunk, run in tiles that are blended by `join`.
+    """Yield the result of each chunk, run in tiles.
 
     Args:
-        pieces: the chunks, videos on axis 0.
-        plan: how they are cut.
-        start: begins a run, which keeps the cache of the convolutions from a chunk of a tile to its next.
-        library: of the chunks' arrays.
+        pieces, plan, start: as `run_chunks` takes them.
         join: blends the tiles' outputs, in rows of columns.
+        row_axis: of the chunks; columns follow.
         dp: over how many devices of a mesh a batch is split; as many tiles of one size are run together.
     """
     pieces = iter(pieces)
@@ -160,18 +180,17 @@ def run_tiles(
     together = groups(plan, 1 if videos % dp == 0 else dp)  # else "dp" has the videos to split
     runs = [start() for _ in together]
     for piece in itertools.chain([first], pieces):
-        tiles = library.cut(plan, piece)
+        tiles = (_cut_on_jax if isinstance(piece, jax.Array) else cut)(piece, plan, row_axis)
         outputs: list[list[Any]] = [[None] * len(row) for row in tiles]
         for group, run in zip(together, runs, strict=True):
-            given = [tiles[row][column] for row, column in group]
-            batch = run(given[0] if len(given) == 1 else library.concatenate(given, 0))
+            batch = run(arrays.concatenate([tiles[row][column] for row, column in group], 0))
             for place, (row, column) in enumerate(group):
                 alone = len(group) == 1
-                outputs[row][column] = batch if alone else library.take(batch, place * videos, videos)
+                outputs[row][column] = batch if alone else arrays.take(batch, 0, place * videos, videos)
         yield join(outputs)
 
 
-def cut(x: Any, plan: TilePlan, *, row_axis: int) -> list[list[Any]]:
+def cut(x: Any, plan: TilePlan, row_axis: int) -> list[list[Any]]:
     """The tiles of `x` as rows of columns; the column axis follows `row_axis`."""
     before = (slice(None),) * row_axis
     return [
@@ -180,20 +199,35 @@ def cut(x: Any, plan: TilePlan, *, row_axis: int) -> list[list[Any]]:
     ]
 
 
-def join(tiles: Sequence[Sequence[Any]], plan: TilePlan, library: ArrayLibrary) -> Any:
+_cut_on_jax = functools.partial(jax.jit, static_argnums=(1, 2))(cut)
+
+
+def _join(
+    tiles: list[list[Any]], plan: TilePlan, row_axis: int, placement: "Placement | None", as_uint8: bool
+) -> Any:
+    """Blend the tiles' outputs, as bytes and laid on a mesh where that is asked for."""
+    frames = join(tiles, plan, row_axis)
+    frames = to_uint8(frames) if as_uint8 else frames
+    return frames if placement is None else placement.hand_out(frames)
+
+
+_join_on_jax = functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))(_join)
+
+
+def join(tiles: Sequence[Sequence[Any]], plan: TilePlan, row_axis: int) -> Any:
     """Blend the tiles' outputs, crop each to its share and put them together."""
-    row_axis, column_axis = library.row_axis, library.row_axis + 1
+    column_axis = row_axis + 1
     blended: list[list[Any]] = []
     for i, row in enumerate(tiles):
         blended.append([])
         for j, tile in enumerate(row):
             if i > 0:
-                tile = _fade(blended[i - 1][j], tile, plan.rows.blend, row_axis, library)
+                tile = _fade(blended[i - 1][j], tile, plan.rows.blend, row_axis)
             if j > 0:
-                tile = _fade(blended[i][j - 1], tile, plan.columns.blend, column_axis, library)
+                tile = _fade(blended[i][j - 1], tile, plan.columns.blend, column_axis)
             blended[i].append(tile)
     rows = [
-        library.concatenate(
+        arrays.concatenate(
             [
                 _part(_part(tile, row_axis, 0, plan.rows.keep), column_axis, 0, plan.columns.keep)
                 for tile in row
@@ -202,27 +236,29 @@ def join(tiles: Sequence[Sequence[Any]], plan: TilePlan, library: ArrayLibrary) 
         )
         for row in blended
     ]
-    return library.concatenate(rows, row_axis)
+    return arrays.concatenate(rows, row_axis)
 
 
-def _fade(before: Any, tile: Any, extent: int, axis: int, library: ArrayLibrary) -> Any:
+def _fade(before: Any, tile: Any, extent: int, axis: int) -> Any:
     """`tile`, its first `extent` pixels a linear blend from the last ones of `before`."""
     extent = min(before.shape[axis], tile.shape[axis], extent)
     if extent == 0:
         return tile
     shape = [1] * len(tile.shape)
     shape[axis] = extent
-    weight = library.asarray(np.linspace(0, 1, extent, endpoint=False, dtype=np.float32).reshape(shape), tile)
+    weight: Any = np.linspace(0, 1, extent, endpoint=False, dtype=np.float32).reshape(shape)
+    if isinstance(tile, torch.Tensor):
+        weight = torch.as_tensor(weight, device=tile.device)
     old = _part(before, axis, before.shape[axis] - extent, before.shape[axis])
     new = _part(tile, axis, 0, extent)
     # The library's own promotion makes this float32 for bfloat16 tiles; `+ 0 * new` style casts differ by
     # library, so the result is brought back to the tile's dtype by concatenating it in that dtype.
     mixed = _as(old * (1 - weight) + new * weight, tile)
-    return library.concatenate([mixed, _part(tile, axis, extent, tile.shape[axis])], axis)
+    return arrays.concatenate([mixed, _part(tile, axis, extent, tile.shape[axis])], axis)
 
 
 def _as(x: Any, like: Any) -> Any:
-    return x.to(like.dtype) if hasattr(x, "to") else x.astype(like.dtype)
+    return x.to(like.dtype) if isinstance(x, torch.Tensor) else x.astype(like.dtype)
 
 
 def _part(x: Any, axis: int, start: int, stop: int) -> Any:

@@ -15,7 +15,8 @@ import torch
 from cogvideox_torchax import cli, make_mesh
 from cogvideox_torchax.files import latents, video
 from cogvideox_torchax.files.whole import whole_file
-from cogvideox_torchax.sharding import NTHWC, Exchange, Placement, ProcessError, check_all_take_part
+from cogvideox_torchax.sharding import Exchange, Placement, ProcessError, check_all_take_part
+from cogvideox_torchax.vae.axes import NTHWC
 from tests import reference
 from tests.files.test_video import moving_frames
 

@@ -14,8 +14,14 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import jax_kernels
 from cogvideox_torchax import make_mesh, port, runtime, sharding
+from cogvideox_torchax.backends import backend
+from cogvideox_torchax.flax import FlaxVAEForPipelines
 from cogvideox_torchax.plan import report
 from cogvideox_torchax.plan.hlo import instructions
+from cogvideox_torchax.runtime.programs import Program
+from cogvideox_torchax.vae.axes import HWNTC, NTHWC
+from cogvideox_torchax.vae.directions import DECODE
+from cogvideox_torchax.vae.nnx.autoencoder import Network, compiled
 from cogvideox_torchax.vae.tolerances import FLOAT32_RELATIVE, relative_error
 from cogvideox_torchax.vae.torchax.networks import chunk_network
 from jax_kernels.common.columns import WHOLE
@@ -33,8 +39,9 @@ def stock():
     return reference.small_vae(**reference.THREE_LEVELS)
 
 
-def sharded(stock, dp, tp, *, move=True):
-    vae = port(copy.deepcopy(stock), mesh=make_mesh(dp, tp))
+def sharded(stock, dp, tp, *, move=True, build="torchax"):
+    given = FlaxVAEForPipelines.from_diffusers(stock) if build == "flax" else copy.deepcopy(stock)
+    vae = port(given, mesh=make_mesh(dp, tp))
     return reference.on_jax(vae) if move else vae
 
 
@@ -50,20 +57,24 @@ def local_share(tensor):
 
 
 MESHES = {
-    "1x8, one video, 90": (1, 8, 1, 90, 1, ["decode"]),
-    "2x4, a batch, 85": (2, 4, 2, 85, 3, ["decode", "encode"]),
-    "8x1, one video, 170": (8, 1, 1, 170, 1, ["decode"]),
-    "4x2, a batch smaller than dp, 96": (4, 2, 2, 96, 1, ["encode"]),
-    "2x4, a batch that dp does not divide, 45": (2, 4, 3, 45, 1, ["encode"]),
+    "1x8, one video, 90": ("torchax", 1, 8, 1, 90, 1, ["decode"]),
+    "2x4, a batch, 85": ("torchax", 2, 4, 2, 85, 3, ["decode", "encode"]),
+    "2x4, a batch, 85, flax": ("flax", 2, 4, 2, 85, 1, ["decode", "encode"]),
+    "8x1, one video, 170": ("torchax", 8, 1, 1, 170, 1, ["decode"]),
+    "4x2, a batch smaller than dp, 96": ("torchax", 4, 2, 2, 96, 1, ["encode"]),
+    "2x4, a batch that dp does not divide, 45": ("torchax", 2, 4, 3, 45, 1, ["encode"]),
 }
-"""dp, tp, videos, latent columns, latent frames, and what is compared: each entry costs compilations."""
+"""The build, dp, tp, videos, latent columns, latent frames, and what is compared: each entry costs
+compilations."""
 
 
-@pytest.mark.parametrize(("dp", "tp", "batch", "width", "frames", "kinds"), MESHES.values(), ids=MESHES)
+@pytest.mark.parametrize(
+    ("build", "dp", "tp", "batch", "width", "frames", "kinds"), MESHES.values(), ids=MESHES
+)
 @pytest.mark.slow_cases(but=["1x8, one video, 90", "2x4, a batch that dp does not divide, 45"])
-def test_a_mesh_changes_no_number(stock, dp, tp, batch, width, frames, kinds):
+def test_a_mesh_changes_no_number(stock, build, dp, tp, batch, width, frames, kinds):
     z, x = inputs(frames, batch, width)
-    vae = sharded(stock, dp, tp)
+    vae = sharded(stock, dp, tp, build=build)
     if "decode" in kinds:
         got = vae.decode(runtime.to_jax(z)).sample
         assert local_share(got) == 1 / 8
@@ -75,10 +86,24 @@ def test_a_mesh_changes_no_number(stock, dp, tp, batch, width, frames, kinds):
         assert relative_error(runtime.to_torch(got), want) < FLOAT32_RELATIVE
 
 
+BUILDS = ("torchax", "flax")
+
+
+@pytest.fixture(scope="module", params=BUILDS)
+def build(request):
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def eight(stock):
+def eight(stock, build):
     """One video over eight devices; shared, so that its programs are compiled once."""
-    return sharded(stock, 1, 8)
+    return sharded(stock, 1, 8, build=build)
+
+
+@pytest.mark.slow_cases("flax")
+def test_a_backend_runs_chunks_over_the_mesh_of_its_model(build, eight):
+    (chunk,) = backend(build)(eight).chunks(DECODE, inputs(1, 1, 90)[0])
+    assert local_share(chunk) == 1 / 8
 
 
 @pytest.mark.slow
@@ -101,24 +126,35 @@ def test_bytes_over_a_mesh_are_the_frames_that_they_stand_for(stock, eight):
     assert relative_error(moments, want) < FLOAT32_RELATIVE
 
 
-def test_chunks_and_caches_cross_the_border_in_shards_and_weights_are_copied(stock, eight):
-    program = eight.program("decode")
-    weights = program.weights(chunk_network(eight, "decode"))
-    assert all(array.sharding.is_fully_replicated for array in weights.values())
-    assert all(len(array.sharding.device_set) == 8 for array in weights.values())
-    z, _ = inputs(3, 1, 90)
-    chunk = program.put(z)
+def program_of(vae):
+    """The program of decoding, and its weights."""
+    if isinstance(vae, FlaxVAEForPipelines):
+        network, weights = Network.split(vae.flax_vae.chunk(DECODE))
+        return compiled(network, vae.flax_vae.placement(DECODE)), weights
+    program = vae.program(DECODE)
+    return program, program.weights(chunk_network(vae, DECODE))
+
+
+def test_chunks_and_caches_cross_the_border_in_shards_and_weights_are_copied(eight):
+    program, weights = program_of(eight)
+    for array in jax.tree.leaves(weights):
+        assert array.sharding.is_fully_replicated
+        assert len(array.sharding.device_set) == 8
+    z, axes = inputs(3, 1, 90)[0], program.place.axes
+    chunk = program.put(torch.einsum(f"NCTHW -> {axes.names}", z))
     assert local_share(chunk.array) == 1 / 8
-    assert chunk.array.shape == (1, 16, 3, 1, 96)
+    assert chunk.array.shape[axes.of("W")] == 96
     result, cache = program.run(weights, chunk, None)
     caches = jax.tree.leaves(cache)
-    assert {part.shape[1] for part in caches} == {96, 192, 384}  # H W N T C
-    assert result.shape[4] == 360
-    for array in [result, *caches]:
-        assert local_share(array) == 1 / 8
-        assert [shard.data.shape[2] for shard in array.addressable_shards] == [array.shape[2]] * 8
+    assert {part.shape[HWNTC.of("W")] for part in caches} == {96, 192, 384}
+    assert result.shape[axes.of("W")] == 360
+    for array, order in [(result, axes), *((part, HWNTC) for part in caches)]:
+        whole = list(array.shape)
+        whole[order.of("W")] //= 8
+        assert {shard.data.shape for shard in array.addressable_shards} == {tuple(whole)}
 
 
+@pytest.mark.slow_cases("flax")
 def test_tiles_over_a_mesh_change_no_number_and_blend_in_shards(stock, eight):
     z, _ = inputs(1, 1, 48)
     options = {"tile_sample_min_height": 48, "tile_sample_min_width": 4 * 30}
@@ -143,13 +179,8 @@ def test_tiles_of_one_size_go_over_dp_together_and_change_no_number(stock, monke
     tiled = copy.deepcopy(stock)
     for vae in (tiled, two):
         vae.enable_tiling(tile_sample_min_height=48, tile_sample_min_width=4 * 30)
-    given, real = [], two._run
-
-    def run(kind):
-        own = real(kind)
-        return lambda piece: given.append(tuple(piece.shape)) or own(piece)
-
-    monkeypatch.setattr(two, "_run", run)
+    given, real = [], Program.put
+    monkeypatch.setattr(Program, "put", lambda self, x: given.append(x.shape) or real(self, x))
     found = torch.cat(list(two.decode_stream(z)), 2)
     assert [(shape[0], shape[-1]) for shape in given] == [(2, 30), (1, 6)]
     assert relative_error(found, tiled.decode(z).sample) < FLOAT32_RELATIVE
@@ -341,7 +372,7 @@ def encoder_in_four(stock):
     """The traced program of a still's encoding over a mesh of 2 x 4."""
     vae = sharded(copy.deepcopy(stock), 2, 4, move=False)
     program = vae.build_program("encode")
-    program.lower(*program.structs((3, 3, 1, 8, 4 * 45), jnp.float32), None)
+    program.lower_chunk((3, 3, 1, 8, 4 * 45), jnp.float32)
     return program
 
 
@@ -368,7 +399,7 @@ def test_a_gathered_activation_is_reported():
 def test_a_batch_is_split_by_videos_and_one_video_by_width(shape, spec):
     mesh = make_mesh(2, 4)
     assert sharding.Placement(mesh).spec(shape) == PartitionSpec(*spec)
-    channels_last = sharding.Placement(mesh, sharding.NTHWC).spec((*shape[:1], *shape[2:], shape[1]))
+    channels_last = sharding.Placement(mesh, NTHWC).spec((*shape[:1], *shape[2:], shape[1]))
     assert channels_last == PartitionSpec(*spec[:1], *spec[2:], spec[1])
 
 
@@ -426,7 +457,7 @@ def test_porting_again_moves_to_the_other_mesh_and_a_copy_keeps_it(stock):
     assert copy.deepcopy(vae).mesh == vae.mesh
     assert port(vae).mesh == make_mesh(1, 8)
     port(vae, mesh=make_mesh(2, 4))
-    assert vae.program("decode").place.placement.mesh == make_mesh(2, 4)
+    assert vae.program("decode").place.mesh == make_mesh(2, 4)
 
 
 def test_a_nan_in_a_sharded_array_is_found():

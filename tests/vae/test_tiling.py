@@ -8,16 +8,6 @@ from hypothesis import strategies
 from cogvideox_torchax.vae import tiling
 
 
-def numpy_arrays(row_axis):
-    return tiling.ArrayLibrary(
-        row_axis,
-        asarray=lambda array, like: array,
-        concatenate=np.concatenate,
-        take=lambda batch, start, count: batch[start : start + count],
-        cut=lambda plan, x: tiling.cut(x, plan, row_axis=row_axis),
-    )
-
-
 def test_published_sizes_give_diffusers_numbers():
     rows = tiling.plan_axis(60, tile=30, overlap=1 / 6, scale_out=8)
     columns = tiling.plan_axis(90, tile=45, overlap=1 / 5, scale_out=8)
@@ -39,8 +29,8 @@ def test_any_tile_size_gives_the_right_output_size_and_equal_tiles_blend_to_them
     plan = tiling.plan_axis(size, tile=tile, overlap=overlap, scale_out=8)
     plan = tiling.TilePlan(plan, plan)
     upscale = lambda tile: tile.repeat(8, axis).repeat(8, axis + 1)  # noqa: E731
-    tiles = [[upscale(tile) for tile in row] for row in tiling.cut(x, plan, row_axis=axis)]
-    joined = tiling.join(tiles, plan, numpy_arrays(axis))
+    tiles = [[upscale(tile) for tile in row] for row in tiling.cut(x, plan, axis)]
+    joined = tiling.join(tiles, plan, axis)
     np.testing.assert_allclose(joined, upscale(x), rtol=1e-6)
 
 
@@ -48,7 +38,7 @@ def test_a_tile_fades_in_from_the_one_before():
     plan = tiling.TilePlan(tiling.plan_axis(1, tile=1, overlap=0), tiling.plan_axis(6, tile=4, overlap=0.5))
     left, right = np.zeros((1, 1, 1, 1, 4), np.float32), np.ones((1, 1, 1, 1, 4), np.float32)
     last = np.ones((1, 1, 1, 1, 2), np.float32)
-    joined = tiling.join([[left, right, last]], plan, numpy_arrays(3))
+    joined = tiling.join([[left, right, last]], plan, 3)
     np.testing.assert_allclose(joined.ravel(), [0, 0, 0, 0.5, 1, 1])
 
 
@@ -120,7 +110,7 @@ def test_groups_have_every_tile_once_and_tiles_of_one_size_alone(sizes, tile, to
 def test_tiles_of_a_size_run_together_where_a_mesh_splits_batches(videos, dp, batches):
     chunks = np.random.default_rng(0).normal(size=(2, videos, 5, 9)).astype(np.float32)
     plan = tiling.TilePlan(*(tiling.plan_axis(size, tile=4, overlap=0.25) for size in (5, 9)))
-    library, seen, runs = numpy_arrays(2), set(), []
+    seen, runs = set(), []
 
     def start():
         runs.append([])
@@ -133,9 +123,9 @@ def test_tiles_of_a_size_run_together_where_a_mesh_splits_batches(videos, dp, ba
         return run
 
     def join(outputs):
-        return tiling.join(outputs, plan, library)
+        return tiling.join(outputs, plan, 2)
 
-    results = list(tiling.run_tiles((chunk[:, None] for chunk in chunks), plan, start, library, join, dp=dp))
+    results = list(tiling.run_tiles((chunk[:, None] for chunk in chunks), plan, start, join, 2, dp=dp))
     assert seen == batches
     assert all(len(own) == 2 and len(set(own)) == 1 for own in runs), "a run keeps the cache of its tiles"
     np.testing.assert_allclose(results, 2 * chunks[:, :, None], rtol=1e-6)

@@ -3,20 +3,21 @@
 Axis letters: N videos, T frames, H rows, W columns, C channels. Arrays are NTHWC.
 """
 
+import dataclasses
 import functools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
 from cogvideox_torchax import runtime
 from cogvideox_torchax.vae import checkpoint, chunks, tiling
-from cogvideox_torchax.vae.checks import NTHWC, check_finite, check_shape
+from cogvideox_torchax.vae.axes import HWNTC, NTHWC
+from cogvideox_torchax.vae.checks import check_finite, check_shape
 from cogvideox_torchax.vae.columns import OnColumns, set_split
 from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction
 from cogvideox_torchax.vae.nnx import weights
@@ -24,12 +25,12 @@ from cogvideox_torchax.vae.nnx.config import FlaxAutoencoderKLCogVideoXConfig
 from cogvideox_torchax.vae.nnx.modules import Cache, Conv3d, LayerConfig, Resnets
 from cogvideox_torchax.vae.nnx.networks import Decoder3D, Encoder3D
 from cogvideox_torchax.vae.pixels import from_uint8, to_uint8
-from jax_kernels.common.columns import Split, with_clear_padding
+from jax_kernels.common.columns import WHOLE, Split, with_clear_padding
 from jax_kernels.common.layout import frames_first, pixels_first
 from jax_kernels.common.tiles import pallas_mode
 
 if TYPE_CHECKING:
-    from cogvideox_torchax.sharding import PaddedChunk, Placement
+    from cogvideox_torchax.sharding import Placement
 
 
 class Posterior(NamedTuple):
@@ -55,12 +56,6 @@ class Posterior(NamedTuple):
         )
 
 
-# Between two chunks a cache lies as (H, W, N, T, C), as a TPU holds it while it computes: in any other order
-# each program would rearrange it on its way in and out.
-_stored = functools.partial(jax.tree.map, pixels_first)
-_unstored = functools.partial(jax.tree.map, frames_first)
-
-
 class EncoderChunk(OnColumns, nnx.Module):
     """One chunk of frames to its moments: float frames in [-1, 1], or uint8."""
 
@@ -68,13 +63,13 @@ class EncoderChunk(OnColumns, nnx.Module):
         self.encoder = vae.encoder
         self.quant_conv = vae.quant_conv
         self.dtype = vae.dtype
-        self.pallas = pallas_mode()  # another program, see `run_chunk`
+        self.pallas = pallas_mode()  # another program
 
     def __call__(self, x: jax.Array, cache: Cache | None) -> tuple[jax.Array, Cache]:
         if x.dtype == jnp.uint8:
             x = with_clear_padding(from_uint8(x, "float32"), self.split)
-        moments, cache = self.encoder(x.astype(self.dtype), _unstored(cache))
-        return moments if self.quant_conv is None else self.quant_conv(moments), _stored(cache)
+        moments, cache = self.encoder(x.astype(self.dtype), cache)
+        return moments if self.quant_conv is None else self.quant_conv(moments), cache
 
 
 class DecoderChunk(nnx.Module):
@@ -100,77 +95,43 @@ class DecoderChunk(nnx.Module):
         if self.post_quant_conv is not None:
             z = self.post_quant_conv(z)
         lone_first = False if cache is not None and self.frame_by_frame else None
-        frames, cache = self.decoder(z, _unstored(cache), lone_first=lone_first)
-        return to_uint8(frames) if self.as_uint8 else frames, _stored(cache)
+        frames, cache = self.decoder(z, cache, lone_first=lone_first)
+        return to_uint8(frames) if self.as_uint8 else frames, cache
 
 
-class OnMesh(nnx.Module):
-    """A chunk's network over a mesh: chunk and cache in shards, each beside the shape that it stands for."""
+@dataclasses.dataclass(frozen=True)
+class Network:
+    """A Flax network as a `Program` takes it.
 
-    def __init__(self, network: EncoderChunk | DecoderChunk, placement: "Placement"):
-        self.network = network
-        self.placement = placement
-
-    def __call__(self, chunk: "PaddedChunk", cache: Any) -> tuple[jax.Array, Any]:
-        def network(chunk: jax.Array, cache: Any, *, split: Split) -> tuple[jax.Array, Any]:
-            set_split((module for _, module in nnx.iter_modules(self.network)), split)
-            return self.network(chunk, cache)
-
-        return self.placement.trace(network, chunk, cache)
-
-
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=3)
-def run_chunk(
-    graph: nnx.GraphDef, state: nnx.State, chunk: "jax.Array | PaddedChunk", cache: Cache | None
-) -> tuple[jax.Array, Cache]:
-    """The chunk program: one compilation for a first chunk (`cache` None), one for all later ones.
-
-    The weights are an argument; the cache is donated. On one device `graph` is of a chunk's network, on
-    several of an `OnMesh`.
+    Attributes:
+        graph: of `nnx.split`.
+        name: of its class.
+        weights: `jax.ShapeDtypeStruct`s; None where they are not asked for.
     """
-    return nnx.merge(graph, state)(chunk, cache)
+
+    graph: nnx.GraphDef
+    name: str
+    weights: nnx.State | None = dataclasses.field(default=None, compare=False)
+
+    @classmethod
+    def split(cls, module: nnx.Module) -> tuple["Network", nnx.State]:
+        """Return a module as a network, and its weights."""
+        graph, weights = nnx.split(module)
+        return cls(graph, type(module).__name__), weights
+
+    def __call__(
+        self, _place: runtime.Place, weights: nnx.State, chunk: jax.Array, cache: Any, split: Split = WHOLE
+    ) -> tuple[jax.Array, Cache]:
+        network: Any = nnx.merge(self.graph, weights)
+        if split != WHOLE:
+            set_split((module for _, module in nnx.iter_modules(network)), split)
+        result, cache = network(chunk, jax.tree.map(frames_first, cache))
+        # Between two chunks a cache lies as a TPU holds it while it computes, see `TorchNetwork`.
+        return result, jax.tree.map(pixels_first, cache)
 
 
-class ChunkRun:
-    """One pass over a video: carries the cache from chunk to chunk."""
-
-    def __init__(self, graph: nnx.GraphDef, state: nnx.State, placement: "Placement | None"):
-        self._graph, self._state, self._placement = graph, state, placement
-        self._cache: Cache | None = None
-
-    def __call__(self, chunk: Any) -> jax.Array:
-        placed = chunk if self._placement is None else self._placement.put(chunk)
-        result, self._cache = run_chunk(self._graph, self._state, placed, self._cache)
-        return result
-
-
-@functools.partial(jax.jit, static_argnums=(2, 3))
-def _take(x: jax.Array, start: int, length: int, axis: int) -> jax.Array:
-    return jax.lax.dynamic_slice_in_dim(x, start, length, axis)
-
-
-def _slice(plan: tiling.TilePlan, x: Any) -> list[list[Any]]:
-    return tiling.cut(x, plan, row_axis=NTHWC.of("H"))
-
-
-_sliced_on_jax = functools.partial(jax.jit, static_argnums=0)(_slice)
-
-ARRAYS = tiling.ArrayLibrary(
-    row_axis=NTHWC.of("H"),
-    asarray=lambda array, like: jnp.asarray(array),
-    concatenate=lambda parts, axis: (jnp if isinstance(parts[0], jax.Array) else np).concatenate(parts, axis),
-    take=lambda batch, start, count: _take(batch, start, count, 0),
-    cut=lambda plan, x: (_sliced_on_jax if isinstance(x, jax.Array) else _slice)(plan, x),
-)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _join(
-    plan: tiling.TilePlan, as_uint8: bool, placement: "Placement | None", outputs: list[list[jax.Array]]
-) -> jax.Array:
-    frames = tiling.join(outputs, plan, ARRAYS)
-    frames = to_uint8(frames) if as_uint8 else frames
-    return frames if placement is None else placement.hand_out(frames)
+compiled = functools.lru_cache(maxsize=256)(runtime.Program)
+"""The program of a `Network` for a place: models of one graph share it."""
 
 
 class FlaxAutoencoderKLCogVideoX(nnx.Module):
@@ -214,6 +175,13 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
     # Weights
 
     @classmethod
+    def weightless(
+        cls, config: FlaxAutoencoderKLCogVideoXConfig, **dtypes: Any
+    ) -> "FlaxAutoencoderKLCogVideoX":
+        """A model of `jax.ShapeDtypeStruct`s; `dtype` and `param_dtype` as in `from_tensors`."""
+        return nnx.eval_shape(lambda: cls(config, rngs=nnx.Rngs(0), **dtypes))
+
+    @classmethod
     def from_tensors(
         cls,
         config: FlaxAutoencoderKLCogVideoXConfig,
@@ -228,9 +196,7 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         Raises:
             ModelError: a tensor that is missing, left over or of another shape, by name.
         """
-        graph, abstract = nnx.split(
-            nnx.eval_shape(lambda: cls(config, dtype=dtype, param_dtype=param_dtype, rngs=nnx.Rngs(0)))
-        )
+        graph, abstract = nnx.split(cls.weightless(config, dtype=dtype, param_dtype=param_dtype))
         state = weights.read_state(abstract, tensors, source=source, param_dtype=param_dtype)
         return nnx.merge(graph, state)
 
@@ -341,15 +307,16 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
 
     def _whole(self, direction: Direction, x: jax.Array, **options: bool) -> jax.Array:
         videos = [x] if not self.use_slicing or x.shape[0] == 1 else [video[None] for video in x]
-        results = [jnp.concatenate(list(self._stream(direction, part, **options)), axis=1) for part in videos]
-        return results[0] if len(results) == 1 else jnp.concatenate(results)
+        results = [runtime.concatenate(list(self._stream(direction, part, **options)), 1) for part in videos]
+        return runtime.concatenate(results, 0)
 
     def _stream(
         self, direction: Direction, x: jax.Array, *, frame_by_frame: bool = False, **options: bool
     ) -> Iterator[jax.Array]:
         self._check(direction, x)
         plan = chunks.plan(x.shape[1], 1) if frame_by_frame else direction.chunks(self, x.shape[1])
-        pieces = (_frames(x, chunk) for chunk in plan)
+        # Of a NumPy array the chunk's frames alone go to the device.
+        pieces = (runtime.take(x, 1, chunk.start, chunk.length) for chunk in plan)
         tiles = self._tile_plan(direction, x.shape[2:4])
         return self.run_chunks(direction, pieces, tiles, frame_by_frame=frame_by_frame, **options)
 
@@ -371,26 +338,26 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
             as_uint8: whether decoded frames are bytes.
             frame_by_frame: as `decode_frame_by_frame` decodes.
         """
-        if plan is None:
-            return map(self.run(direction, as_uint8=as_uint8, frame_by_frame=frame_by_frame), pieces)
-        placement = self.placement(direction)
-        join = functools.partial(_join, plan, as_uint8, placement)
-        # Tiles are blended as floats, so their network leaves them floats.
-        start = functools.partial(self.run, direction, frame_by_frame=frame_by_frame)
-        dp = 1 if self.mesh is None else self.mesh.shape["dp"]
-        return tiling.run_tiles(pieces, plan, start, ARRAYS, join, dp=dp)
+        run = functools.partial(self.run, direction, frame_by_frame=frame_by_frame)
 
-    def run(self, direction: Direction, **options: bool) -> ChunkRun:
+        def start(as_uint8: bool) -> Callable[[Any], jax.Array]:
+            return run(as_uint8=as_uint8)
+
+        return tiling.run_chunks(pieces, plan, start, NTHWC, self.placement(direction), as_uint8=as_uint8)
+
+    def run(self, direction: Direction, **options: bool) -> Callable[[Any], jax.Array]:
         """Return a function from a video's chunks, given in order, to their results; options of decoding."""
-        runtime.configure_compile_cache()
-        placement = self.placement(direction)
-        return ChunkRun(*nnx.split(self.network(direction, **options)), placement)
+        network, weights = Network.split(self.chunk(direction, **options))
+        return compiled(network, self.placement(direction)).begin(weights)
 
-    def network(self, direction: Direction, **options: bool) -> nnx.Module:
-        """Return the network of one chunk, on the mesh if there is one; `options` are `DecoderChunk`'s."""
-        network = EncoderChunk(self) if direction == ENCODE else DecoderChunk(self, **options)
-        placement = self.placement(direction)
-        return network if placement is None else OnMesh(network, placement)
+    def chunk(self, direction: Direction, **options: bool) -> EncoderChunk | DecoderChunk:
+        """Return the module of one chunk; `options` are `DecoderChunk`'s."""
+        return EncoderChunk(self) if direction == ENCODE else DecoderChunk(self, **options)
+
+    def build_program(self, direction: Direction) -> runtime.Program:
+        """Return the chunk program of a `weightless` model, to look at what it compiles to."""
+        network, weights = Network.split(self.chunk(direction))
+        return runtime.Program(dataclasses.replace(network, weights=weights), self.placement(direction))
 
     # Several devices
 
@@ -421,10 +388,10 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         """Return where a direction's arrays lie on the mesh; None for one device."""
         if self.mesh is None:
             return None
-        from cogvideox_torchax.sharding import HWNTC, NTHWC, Placement
+        from cogvideox_torchax.sharding import Placement
 
         unit = direction.scale(self.config.spatial_scale)
-        return Placement(self.mesh, NTHWC, cache_layout=HWNTC, unit=unit)
+        return Placement(self.mesh, NTHWC, HWNTC, unit)
 
     # Training
 
@@ -483,10 +450,3 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         channels = getattr(self.config, direction.channels)
         check_shape(what, x.shape, NTHWC, channels=channels, multiple=multiple)
         check_finite(what, runtime.first_nonfinite_of(x), NTHWC)
-
-
-def _frames(x: Any, chunk: chunks.Chunk) -> Any:
-    """Return a chunk's frames; of a NumPy array these alone go to the device."""
-    return (
-        _take(x, chunk.start, chunk.length, 1) if isinstance(x, jax.Array) else x[:, chunk.start : chunk.stop]
-    )

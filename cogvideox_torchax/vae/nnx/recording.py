@@ -7,45 +7,32 @@ from typing import Any
 import jax
 from flax import nnx
 
-from cogvideox_torchax.vae.directions import ENCODE, Direction
-from cogvideox_torchax.vae.nnx.autoencoder import DecoderChunk, EncoderChunk, FlaxAutoencoderKLCogVideoX
+from cogvideox_torchax.vae.nnx.autoencoder import DecoderChunk, EncoderChunk
 from cogvideox_torchax.vae.nnx.modules import Cache
 
 
-class LayerRecorder:
-    """One pass over a video that gives, for each chunk, its layers' outputs by diffusers' names.
+class RecordedLayers(nnx.Module):
+    """A chunk's network that gives its layers' outputs, by diffusers' names, for its result.
 
     `decoder.norm_out` is left out: here it comes with its activation, in diffusers without.
 
     Args:
-        vae: the model.
-        direction: `ENCODE` or `DECODE`.
+        network: whose layers; of one trace alone when it is called.
         wanted: whether a layer of that name is to be recorded.
     """
 
-    def __init__(self, vae: FlaxAutoencoderKLCogVideoX, direction: Direction, wanted: Callable[[str], Any]):
-        network = EncoderChunk(vae) if direction == ENCODE else DecoderChunk(vae)
-        self._graph, self._state = nnx.split(network)
+    def __init__(self, network: EncoderChunk | DecoderChunk, wanted: Callable[[str], Any]):
+        self.network = network
         self._wanted = wanted
-        self._cache: Cache | None = None
-        self._run = jax.jit(self._traced)
 
-    def __call__(self, chunk_NTHWC: jax.Array) -> dict[str, jax.Array]:
-        outputs, self._cache = self._run(self._state, chunk_NTHWC, self._cache)
-        return outputs
-
-    def _traced(
-        self, state: nnx.State, chunk: jax.Array, cache: Cache | None
-    ) -> tuple[dict[str, jax.Array], Cache]:
-        network: Any = nnx.merge(self._graph, state)  # of this trace alone
+    def __call__(self, chunk_NTHWC: jax.Array, cache: Cache | None) -> tuple[dict[str, jax.Array], Cache]:
         outputs: dict[str, jax.Array] = {}
         # Inner layers first: what has been replaced has no parts that could be.
-        for path, module in sorted(nnx.iter_modules(network), key=lambda found: -len(found[0])):
+        for path, module in sorted(nnx.iter_modules(self.network), key=lambda found: -len(found[0])):
             name = ".".join(map(str, path))
             if self._wanted(name) and name != "decoder.norm_out":
-                _replace(network, path, _Recorded(module, functools.partial(outputs.__setitem__, name)))
-        _, new_cache = network(chunk, cache)
-        return outputs, new_cache
+                _replace(self.network, path, _Recorded(module, functools.partial(outputs.__setitem__, name)))
+        return outputs, self.network(chunk_NTHWC, cache)[1]
 
 
 class _Recorded:

@@ -20,21 +20,32 @@ from flax import nnx
 
 from cogvideox_torchax import runtime
 from cogvideox_torchax.runtime.models import PortedModel
-from cogvideox_torchax.vae import tiling
 from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction
 from cogvideox_torchax.vae.nnx import weights
 from cogvideox_torchax.vae.nnx.autoencoder import FlaxAutoencoderKLCogVideoX
-from cogvideox_torchax.vae.streaming import ChunkedVAE, frames_of_chunks
+from cogvideox_torchax.vae.streaming import ChunkedVAE
 
 
 @jax.jit
 def _channels_last(x_NCTHW: jax.Array) -> jax.Array:
-    return jnp.transpose(x_NCTHW, (0, 2, 3, 4, 1))
+    return jnp.moveaxis(x_NCTHW, 1, -1)
 
 
 @jax.jit
 def _channels_first(x_NTHWC: jax.Array) -> jax.Array:
-    return jnp.transpose(x_NTHWC, (0, 4, 1, 2, 3))
+    return jnp.moveaxis(x_NTHWC, -1, 1)
+
+
+def to_array(x: torch.Tensor) -> Any:
+    """Return a tensor as the Flax build takes it: as an array of NumPy where it is plain, which stays on the
+    host."""
+    array = runtime.as_array(x)
+    return np.moveaxis(array, 1, -1) if isinstance(array, np.ndarray) else _channels_last(array)
+
+
+def to_tensor(x: jax.Array) -> torch.Tensor:
+    """Return an array of the Flax build as a torchax tensor."""
+    return runtime.tensor_of(_channels_first(x))
 
 
 class FlaxVAEForPipelines(ChunkedVAE, PortedModel, ModelMixin, ConfigMixin):
@@ -118,23 +129,6 @@ class FlaxVAEForPipelines(ChunkedVAE, PortedModel, ModelMixin, ConfigMixin):
             )
         )
 
-    def layer_recorder(
-        self, direction: Direction, wanted: Callable[[str], Any]
-    ) -> Callable[[torch.Tensor], dict[str, torch.Tensor]]:
-        """Return a pass over a video that gives each chunk's layers as plain tensors; see `LayerRecorder`."""
-        from cogvideox_torchax.vae.nnx.recording import LayerRecorder
-
-        record = LayerRecorder(self.flax_vae, direction, wanted)
-
-        def run(chunk: torch.Tensor) -> dict[str, torch.Tensor]:
-            outputs = record(_channels_last(runtime.array_of(runtime.to_jax(chunk))))
-            return {
-                name: runtime.to_torch(runtime.tensor_of(_channels_first(output)))
-                for name, output in outputs.items()
-            }
-
-        return run
-
     def save_pretrained(self, save_directory: str | Path, **diffusers_options: Any) -> None:  # pyright: ignore
         """Writes diffusers' format in one safetensors file; diffusers' options have no effect."""
         self.flax_vae.save_pretrained(save_directory)
@@ -200,7 +194,7 @@ class FlaxVAEForPipelines(ChunkedVAE, PortedModel, ModelMixin, ConfigMixin):
         """How many numbers the weights are."""
         return sum(weight.size for weight in jax.tree.leaves(nnx.state(self.flax_vae, nnx.Param)))
 
-    def compile_last_chunk(self, shape: tuple[int, ...], *, kind: str = "decode") -> Any:
+    def compile_last_chunk(self, shape: tuple[int, ...], *, kind: Direction = DECODE) -> Any:
         """Refused: the Flax build names no layers for a report to tell apart.
 
         Raises:
@@ -246,30 +240,11 @@ class FlaxVAEForPipelines(ChunkedVAE, PortedModel, ModelMixin, ConfigMixin):
         return DecoderOutput(sample=frames) if return_dict else (frames,)
 
     def _whole(self, direction: Direction, x: torch.Tensor) -> torch.Tensor:
-        """Return all chunks in one tensor, on the host where `x` is plain; all are computed before any is
-        fetched."""
         self._check(direction, x)
-        run = self._run_slices if self.use_slicing else self._run_chunks
-        results = list(run(direction, frames_of_chunks(self, direction, x), x.shape[3:]))
-        if runtime.on_jax(x):
-            return runtime.concatenate(results, axis=2)
-        for result in results:
-            runtime.fetch_async(result)
-        return torch.cat([runtime.to_torch(result) for result in results], dim=2)
+        return self._joined(direction, x, self._tile_plan(direction, x.shape[3:]))
 
     def _results(
-        self,
-        direction: Direction,
-        pieces: Iterable[torch.Tensor],
-        plan: tiling.TilePlan | None,
-        as_uint8: bool = False,
+        self, direction: Direction, pieces: Iterable[torch.Tensor], plan: Any, as_uint8: bool
     ) -> Iterator[torch.Tensor]:
-        results = self.flax_vae.run_chunks(direction, map(_array, pieces), plan, as_uint8=as_uint8)
-        return (runtime.tensor_of(_channels_first(result)) for result in results)
-
-
-def _array(piece: torch.Tensor) -> Any:
-    """Return a chunk as the Flax build takes it; a plain tensor stays on the host."""
-    if runtime.on_jax(piece):
-        return _channels_last(runtime.array_of(piece))
-    return np.moveaxis(runtime.host_array(piece), 1, -1)
+        results = self.flax_vae.run_chunks(direction, map(to_array, pieces), plan, as_uint8=as_uint8)
+        return map(to_tensor, results)

@@ -21,9 +21,9 @@ from cogvideox_torchax import runtime, upstream
 from cogvideox_torchax.files.models import saved_from_host
 from cogvideox_torchax.runtime.models import PortedModel, save_as_stock
 from cogvideox_torchax.vae import checkpoint, tiling
+from cogvideox_torchax.vae.axes import HWNTC, NCTHW
 from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction
-from cogvideox_torchax.vae.streaming import ChunkedVAE, frames_of_chunks
-from cogvideox_torchax.vae.torchax import tiles
+from cogvideox_torchax.vae.streaming import ChunkedVAE
 from cogvideox_torchax.vae.torchax.modules import LAYERS, port_modules
 from cogvideox_torchax.vae.torchax.networks import EncoderChunk, chunk_network, stock_of
 
@@ -162,18 +162,22 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
     # Running chunks
 
     def _results(
-        self,
-        direction: Direction,
-        pieces: Iterable[torch.Tensor],
-        plan: tiling.TilePlan | None,
-        as_uint8: bool = False,
+        self, direction: Direction, pieces: Iterable[torch.Tensor], plan: Any, as_uint8: bool
     ) -> Iterator[torch.Tensor]:
-        if plan is None:
-            return map(self._run(f"{direction}_uint8" if as_uint8 else direction), pieces)
-        join = tiles.joined(plan, as_uint8, self._placement, on_jax=runtime.is_on_jax(self))
-        dp = 1 if self.mesh is None else self.mesh.shape["dp"]
-        start = functools.partial(self._run, direction)
-        return tiling.run_tiles(pieces, plan, start, tiles.TENSORS, join, dp=dp)
+        on_jax = runtime.is_on_jax(self)
+
+        def start(as_uint8: bool) -> Callable[[Any], Any]:
+            network = chunk_network(self, direction, as_uint8)
+            if not on_jax:
+                return runtime.carried(network)
+            program = self._program((direction, as_uint8), network)
+            return program.begin(program.weights(network))
+
+        if not on_jax:
+            return tiling.run_chunks(pieces, plan, start, NCTHW, as_uint8=as_uint8)
+        arrays, placement = map(runtime.as_array, pieces), self._placement
+        results = tiling.run_chunks(arrays, plan, start, NCTHW, placement, as_uint8=as_uint8)
+        return map(runtime.tensor_of, results)
 
     @contextlib.contextmanager
     def _running(self, x: torch.Tensor) -> Iterator[None]:
@@ -193,15 +197,10 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
         size = x.shape[3:]
         forced = self._tiles.plan(direction, size, self.spatial_scale) if in_tiles else None
         plan = forced or self._tile_plan(direction, size)
-
-        def run() -> torch.Tensor:
-            results = self._results(direction, frames_of_chunks(self, direction, x), plan)
-            return runtime.concatenate(list(results), 2)
-
         network = chunk_network(self, direction)
         if not runtime.wants_gradient(network, x):
-            return run()
-        program = self._program(direction, network)
+            return self._joined(direction, x, plan)
+        program = self._program((direction, False), network)
         lengths = [chunk.length for chunk in direction.chunks(self, x.shape[2])]
         whole = functools.partial(program.run_video, lengths=lengths)
         return runtime.differentiable(
@@ -209,35 +208,25 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
             network,
             program.weights(network),
             x,
-            run=None if self.training and plan is None else run,
+            run=None if self.training and plan is None else lambda: self._joined(direction, x, plan),
         )
 
     @functools.wraps(DiffusersAutoencoder.enable_gradient_checkpointing)
     def enable_gradient_checkpointing(self, gradient_checkpointing_func: Any = None) -> None:
         super().enable_gradient_checkpointing(gradient_checkpointing_func or runtime.rematerialized)
 
-    def _run(self, kind: str) -> runtime.JaxRun | runtime.NativeRun:
-        if runtime.is_on_jax(self):
-            network = chunk_network(self, kind)
-            return runtime.JaxRun(self._program(kind, network), network)
-        return runtime.NativeRun(chunk_network(self, kind))
+    def program(self, direction: Direction, as_uint8: bool = False) -> runtime.Program:
+        """The compiled chunk program of a direction: built when it is first asked for, and anew when modules,
+        hooks or attributes are others than those it was traced from."""
+        return self._program((direction, as_uint8), chunk_network(self, direction, as_uint8))
 
-    def program(self, kind: str) -> runtime.Program:
-        """The compiled chunk program of "encode", "decode" or "decode_uint8": built when it is first asked
-        for, and anew when modules, hooks or attributes are others than those it was traced from."""
-        return self._program(kind, chunk_network(self, kind))
-
-    def _program(self, kind: str, network: nn.Module) -> runtime.Program:
+    def _program(self, kind: tuple[Direction, bool], network: nn.Module) -> runtime.Program:
         return runtime.programs_of(self).get(kind, network, self._compile_for)
 
-    def build_program(self, kind: str, *, stock: bool = False) -> runtime.Program:
-        """A chunk program of its own, for one that only looks at what it compiles to.
-
-        Args:
-            kind: "encode", "decode" or "decode_uint8".
-            stock: of diffusers' own modules instead of the ported ones.
-        """
-        return self._compile_for(chunk_network(stock_of(self) if stock else self, kind))
+    def build_program(self, direction: Direction, *, stock: bool = False) -> runtime.Program:
+        """A chunk program of its own, for one that only looks at what it compiles to; `stock` for that of
+        diffusers' own modules."""
+        return self._compile_for(chunk_network(stock_of(self) if stock else self, direction))
 
     def _compile_for(self, network: nn.Module) -> runtime.Program:
         if self.mesh is None:
@@ -245,32 +234,25 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
         from cogvideox_torchax.sharding import ChunksOnMesh
 
         unit = (ENCODE if isinstance(network, EncoderChunk) else DECODE).scale(self.spatial_scale)
-        return runtime.Program(network, ChunksOnMesh(self.mesh, LAYERS, unit))
+        return runtime.Program(network, ChunksOnMesh(self.mesh, NCTHW, HWNTC, unit, LAYERS))
 
     def compile_last_chunk(
-        self, shape: tuple[int, ...], *, kind: str = "decode"
+        self, shape: tuple[int, ...], *, kind: Direction = DECODE
     ) -> tuple[runtime.Program, Any]:
         """Compiles, without running it, the program of an input's last chunk: of every later one, where there
         are several. The model may be on torch's "meta" device.
 
         Args:
             shape: the whole input's (N, C, T, H, W): latents to decode, frames to encode.
-            kind: "decode", "decode_uint8" or "encode".
+            kind: `DECODE` or `ENCODE`.
 
         Returns:
             The program and what JAX compiled of it.
         """
-        runtime.configure_compile_cache()
-        plan = Direction(kind.removesuffix("_uint8")).chunks(self, shape[2])
         program = self.build_program(kind)
-        dtype = runtime.jax_dtype(self.dtype)
-
-        def structs(length: int) -> tuple[Any, Any]:
-            return program.structs((*shape[:2], length, *shape[3:]), dtype)
-
-        weights, chunk = structs(plan[-1].length)
-        cache = program.cache_structs(*structs(plan[0].length)) if len(plan) > 1 else None
-        return program, program.lower(weights, chunk, cache).compile()
+        shapes = [(*shape[:2], chunk.length, *shape[3:]) for chunk in Direction(kind).chunks(self, shape[2])]
+        first = shapes[0] if len(shapes) > 1 else None
+        return program, program.lower_chunk(shapes[-1], runtime.jax_dtype(self.dtype), first).compile()
 
     @property
     def _placement(self) -> "Placement | None":

@@ -15,6 +15,7 @@ from torch import nn
 from cogvideox_torchax import runtime
 from cogvideox_torchax.runtime.layers import watched
 from cogvideox_torchax.vae.columns import OnColumns
+from cogvideox_torchax.vae.directions import ENCODE, Direction
 from cogvideox_torchax.vae.pixels import from_uint8, to_uint8
 from cogvideox_torchax.vae.torchax.modules import cleared
 
@@ -53,9 +54,9 @@ class DecoderChunk(nn.Module):
         return to_uint8(frames) if self.as_uint8 else frames, conv_cache
 
 
-def chunk_network(vae: DiffusersAutoencoder, kind: str) -> nn.Module:
-    """The network of "encode", "decode" or "decode_uint8"."""
-    return EncoderChunk(vae) if kind == "encode" else DecoderChunk(vae, as_uint8=kind == "decode_uint8")
+def chunk_network(vae: DiffusersAutoencoder, direction: Direction, as_uint8: bool = False) -> nn.Module:
+    """The network of a direction's chunks; `as_uint8` for decoded frames as bytes."""
+    return EncoderChunk(vae) if direction == ENCODE else DecoderChunk(vae, as_uint8)
 
 
 class RecordedLayers(nn.Module):

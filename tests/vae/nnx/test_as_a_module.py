@@ -108,6 +108,7 @@ def test_a_dtype_that_jax_does_not_have_is_refused_and_nothing_is_cast(vae, stoc
 REFUSED = {
     "gradients": (lambda vae: vae.requires_grad_(), "gradients"),
     "checkpointing": (lambda vae: vae.enable_gradient_checkpointing(), "gradients"),
+    "a mesh": (lambda vae: vae.place_on("dp=8"), "make one with make_mesh"),
     "a report of layers": (
         lambda vae: report.report(port(vae, mesh=make_mesh(1, 2)), (1, 16, 1, 2, 4)),
         "port diffusers' model for it",

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from cogvideox_torchax import runtime
+from cogvideox_torchax.flax import FlaxVAEForPipelines
 from cogvideox_torchax.vae import chunks
 from cogvideox_torchax.vae.tolerances import BFLOAT16_RMS_RATIO, FLOAT32_RELATIVE, relative_error, rms_error
 from cogvideox_torchax.vae.torchax.networks import chunk_network
@@ -96,36 +97,38 @@ def test_odd_sizes_equal_diffusers(small_vae, backend):
     assert relative_error(run_encode(backend, x), reference.encoded(small_vae, x)) < FLOAT32_RELATIVE
 
 
-@pytest.mark.slow
-def test_full_depth_equals_diffusers():
-    stock = reference.small_vae(layers_per_block=3)
-    z, x = reference.latents(5), reference.video(17)
-    want = stock.decode(z).sample, stock.encode(x).latent_dist.parameters
-    assert len(stock.state_dict()) == 436
-    vae = reference.on_jax(stock)
-    assert relative_error(run_decode(vae, z), want[0]) < FLOAT32_RELATIVE
-    assert relative_error(run_encode(vae, x), want[1]) < FLOAT32_RELATIVE
+def build(name, stock):
+    return FlaxVAEForPipelines.from_diffusers(stock) if name == "flax" else reference.on_jax(stock)
+
+
+DEPTHS = {
+    "full depth": ({"layers_per_block": 3}, 16),
+    "quant convolutions": ({"use_quant_conv": True, "use_post_quant_conv": True, "latent_channels": 3}, 3),
+}
 
 
 @pytest.mark.slow
-def test_quant_convolutions_equal_diffusers():
-    stock = reference.small_vae(use_quant_conv=True, use_post_quant_conv=True, latent_channels=3)
-    z, x = reference.latents(3, channels=3), reference.video(9)
+@pytest.mark.parametrize("name", ["torchax", "flax"])
+@pytest.mark.parametrize(("options", "channels"), DEPTHS.values(), ids=DEPTHS)
+def test_other_configs_equal_diffusers(name, options, channels):
+    stock = reference.small_vae(**options)
+    z, x = reference.latents(3, channels=channels), reference.video(9)
     want = stock.decode(z).sample, stock.encode(x).latent_dist.parameters
-    vae = reference.on_jax(stock)
+    vae = build(name, stock)
     assert relative_error(run_decode(vae, z), want[0]) < FLOAT32_RELATIVE
     assert relative_error(run_encode(vae, x), want[1]) < FLOAT32_RELATIVE
 
 
 @pytest.mark.parametrize("frames", [1, 3])
-@pytest.mark.slow_cases("3")
-def test_bfloat16_is_as_near_to_float32_as_pytorch(small_vae, frames):
+@pytest.mark.parametrize("name", ["torchax", "flax"])
+@pytest.mark.slow_cases("*-3")
+def test_bfloat16_is_as_near_to_float32_as_pytorch(small_vae, name, frames):
     z, x = reference.latents(frames, height=6, width=8), reference.video(4 * frames, height=48, width=64)
     want = reference.decoded(small_vae, z), reference.encoded(small_vae, x)
     stock = copy.deepcopy(small_vae).to(torch.bfloat16)
     z, x = z.bfloat16(), x.bfloat16()
     torchs = stock.decode(z).sample, stock.encode(x).latent_dist.parameters
-    vae = reference.on_jax(stock)
+    vae = build(name, stock)
     got = run_decode(vae, z), run_encode(vae, x)
     for ours, pytorchs, exact in zip(got, torchs, want, strict=True):
         assert ours.dtype == torch.bfloat16
@@ -133,6 +136,10 @@ def test_bfloat16_is_as_near_to_float32_as_pytorch(small_vae, frames):
 
 
 TILINGS = {
+    "one row": (
+        (1, 4, 9),
+        {"tile_sample_min_height": 48, "tile_sample_min_width": 48, "tile_overlap_factor_width": 1 / 2},
+    ),
     "columns, several chunks": (
         (4, 4, 6),
         {"tile_overlap_factor_height": 1 / 4, "tile_overlap_factor_width": 1 / 2},
@@ -144,32 +151,30 @@ TILINGS = {
 }
 
 
-@pytest.mark.parametrize(("shape", "overlap"), TILINGS.values(), ids=TILINGS)
-@pytest.mark.slow
-def test_tiled_equals_diffusers(small_vae, native_vae, jax_vae, shape, overlap):
+@pytest.mark.parametrize(("shape", "options"), TILINGS.values(), ids=TILINGS)
+@pytest.mark.slow_cases(but=["torch-*", "flax-one row"])
+def test_tiled_equals_diffusers(small_vae, backend, shape, options):
     frames, height, width = shape
     z = reference.latents(frames, height=height, width=width)
     x = reference.video(4 * frames - 3, height=8 * height, width=8 * width)
-    options = {"tile_sample_min_height": 32, "tile_sample_min_width": 32, **overlap}
     stock = copy.deepcopy(small_vae)
-    stock.enable_tiling(**options)
+    for vae in (stock, backend):
+        vae.enable_tiling(**{"tile_sample_min_height": 32, "tile_sample_min_width": 32, **options})
     want = stock.decode(z).sample, stock.encode(x).latent_dist.parameters
-    for vae in (native_vae, jax_vae):
-        vae.enable_tiling(**options)
-        try:
-            whole = run_decode(vae, z), run_encode(vae, x)
-            streamed = (
-                torch.cat(list(vae.decode_stream(z)), 2),
-                torch.cat([p.parameters for p in vae.encode_stream(x)], 2),
-            )
-            as_bytes = torch.cat(list(vae.decode_stream(z, output_dtype=torch.uint8)), 2)
-        finally:
-            vae.disable_tiling()
-        for got in (whole, streamed):
-            assert got[0].shape == want[0].shape
-            assert relative_error(got[0], want[0]) < FLOAT32_RELATIVE
-            assert relative_error(got[1], want[1]) < FLOAT32_RELATIVE
-        assert (as_bytes - (want[0] / 2 + 0.5).clamp(0, 1) * 255).abs().max() <= 0.501
+    try:
+        whole = run_decode(backend, z), run_encode(backend, x)
+        streamed = (
+            torch.cat(list(backend.decode_stream(z)), 2),
+            torch.cat([p.parameters for p in backend.encode_stream(x)], 2),
+        )
+        as_bytes = torch.cat(list(backend.decode_stream(z, output_dtype=torch.uint8)), 2)
+    finally:
+        backend.disable_tiling()
+    for got in (whole, streamed):
+        assert got[0].shape == want[0].shape
+        assert relative_error(got[0], want[0]) < FLOAT32_RELATIVE
+        assert relative_error(got[1], want[1]) < FLOAT32_RELATIVE
+    assert (as_bytes - (want[0] / 2 + 0.5).clamp(0, 1) * 255).abs().max() <= 0.501
 
 
 def test_a_tile_size_that_diffusers_gets_wrong_gives_the_right_size(small_vae, native_vae):
@@ -223,6 +228,13 @@ def test_streams_equal_the_whole(small_vae, backend):
     for given in (x, iter(x.unbind(2))):
         parts = [posterior.parameters for posterior in backend.encode_stream(given, 17)]
         assert relative_error(torch.cat(parts, 2), want) < FLOAT32_RELATIVE
+
+
+def test_frames_are_not_clipped(small_vae, backend):
+    z = reference.latents(3) * 40
+    want = reference.decoded(small_vae, z)
+    assert want.abs().max() > 1.0
+    assert relative_error(run_decode(backend, z), want) < FLOAT32_RELATIVE
 
 
 def test_bytes_in_and_bytes_out(small_vae, backend):

@@ -21,7 +21,6 @@ from torch import nn
 from cogvideox_torchax import AutoencoderKLCogVideoX, make_mesh, port, runtime
 from cogvideox_torchax.runtime.models import PROGRAMS
 from cogvideox_torchax.vae.tolerances import FLOAT32_RELATIVE, relative_error
-from cogvideox_torchax.vae.torchax.networks import chunk_network
 from tests import reference
 
 
@@ -300,11 +299,10 @@ def test_another_dtype_is_seen(vae):
 
 @pytest.mark.parametrize("kind", ["encode", "decode"])
 def test_float32_is_multiplied_in_float32(vae, kind):
-    program = vae._program(kind, chunk_network(vae, kind))
+    program = vae.program(kind)
     shape = (1, 3, 8, 16, 24) if kind == "encode" else (1, 16, 2, 4, 6)
-    weights, chunk = program.structs(shape, runtime.jax_dtype(torch.float32))
-    for cache in (None, program.cache_structs(weights, chunk)):
-        text = program.lower(weights, chunk, cache).as_text()
+    for first in (None, shape):
+        text = program.lower_chunk(shape, runtime.jax_dtype(torch.float32), first).as_text()
         products = [line for line in text.splitlines() if re.search(r"\.(dot_general|convolution)\b", line)]
         assert len(products) > 10
         assert all("HIGHEST" in line for line in products)
