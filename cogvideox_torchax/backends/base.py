@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from cogvideox_torchax import runtime
+from cogvideox_torchax.vae.axes import NCTHW
 from cogvideox_torchax.vae.checkpoint import locate_vae
 from cogvideox_torchax.vae.directions import ENCODE, Direction
 from cogvideox_torchax.vae.streaming import frames_of_chunks
@@ -25,6 +26,8 @@ class Backend(abc.ABC):
     has_layers = True
     """Whether `recorder` gives them."""
     runs_on_mesh = True
+    axes = NCTHW
+    """Of the chunks that `program` takes."""
     compiled_by_jax = True
     """Whether JAX's own clock says how long its programs took to lower and to compile."""
 

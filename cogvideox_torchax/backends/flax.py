@@ -5,6 +5,7 @@ from typing import Any
 
 from cogvideox_torchax import runtime
 from cogvideox_torchax.backends.base import Backend, Recorder
+from cogvideox_torchax.vae.axes import NTHWC
 from cogvideox_torchax.vae.directions import Direction
 from cogvideox_torchax.vae.nnx.autoencoder import FlaxAutoencoderKLCogVideoX, Network, compiled
 from cogvideox_torchax.vae.nnx.config import FlaxAutoencoderKLCogVideoXConfig
@@ -14,6 +15,8 @@ from cogvideox_torchax.vae.nnx.wrapper import FlaxVAEForPipelines, to_array, to_
 
 class Flax(Backend):
     """The Flax build behind torch tensors."""
+
+    axes = NTHWC
 
     @classmethod
     def model_class(cls) -> Any:

@@ -77,10 +77,8 @@ def check(got: torch.Tensor, want: torch.Tensor, dtype: str, torchs: float | Non
     if got.shape != want.shape:
         return {"passed": False, "reason": f"shape {tuple(got.shape)} for {tuple(want.shape)}"}
     error, rms = tolerances.relative_error(got, want), tolerances.rms_error(got, want)
-    if dtype == "float32":
-        passed = error <= tolerances.FLOAT32_RELATIVE
-    else:
-        passed = torchs is not None and rms <= tolerances.BFLOAT16_RMS_RATIO * torchs
+    _, measured, allowed = tolerances.contract(getattr(torch, dtype), error, rms, torchs or 0.0)
+    passed = measured <= allowed
     return {"passed": passed, "relative_error": _plain(error), "rms_error": _plain(rms)}
 
 

@@ -99,15 +99,15 @@ def plan_programs(
     if mesh.size > 1:
         vae.place_on(mesh)
     pieces, (channels, *size) = job.chunk_shapes(vae)
-    program = backends.backend(backend).program(vae, job.kind)
+    build = backends.backend(backend)
+    program = build.program(vae, job.kind)
     if mesh.size == 1:
         program.place = runtime.Place(devices[0])
     dtype = runtime.jax_dtype(vae.dtype)
-    first, *later = [(1, channels, piece.length, *size) for piece in pieces[:2]]
-    planned = [("first", first, None), *(("later", shape, first) for shape in later)]
-    for name, shape, before in planned:
+    shapes = [build.axes.ordered((1, channels, piece.length, *size)) for piece in pieces[:2]]
+    for name, piece, shape, before in zip(("first", "later"), pieces, shapes, (None, *shapes), strict=False):
         lower = functools.partial(program.lower_chunk, shape, dtype, before)
-        plan = compile_program(name, shape[2], lower, mesh, chip)
+        plan = compile_program(name, piece.length, lower, mesh, chip)
         if isinstance(program.place, ChunksOnMesh):
             plan.layers = layers(program, plan.text)
         yield plan

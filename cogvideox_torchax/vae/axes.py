@@ -17,6 +17,10 @@ class Axes:
         """Return the axis of a letter."""
         return self.names.index(letter)
 
+    def ordered(self, shape_NCTHW: tuple[int, ...]) -> tuple[int, ...]:
+        """Return a shape (N, C, T, H, W) in this order."""
+        return tuple(shape_NCTHW["NCTHW".index(letter)] for letter in self.names)
+
     def __str__(self) -> str:
         return f"({', '.join(self.names)})"
 

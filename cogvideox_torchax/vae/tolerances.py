@@ -27,6 +27,24 @@ def rms_error(got: torch.Tensor, reference: torch.Tensor) -> float:
     return (got.double() - reference.double()).square().mean().sqrt().item()
 
 
+def contract(dtype: torch.dtype, relative: float, rms: float, torchs: float) -> tuple[str, float, float]:
+    """Return what is held against a tolerance of a dtype: its name, as measured, and as allowed.
+
+    Args:
+        dtype: that was computed in.
+        relative, rms: the errors of an answer.
+        torchs: the root-mean-square error of PyTorch's own run in this dtype.
+    """
+    if dtype == torch.float32:
+        return "relative error", relative, FLOAT32_RELATIVE
+    return "RMS error over PyTorch's own", ratio(rms, torchs), BFLOAT16_RMS_RATIO
+
+
+def ratio(error: float, scale: float) -> float:
+    """Return an error over a scale; of a scale of zero, infinity for any error."""
+    return error / scale if scale else (0.0 if error == 0 else float("inf"))
+
+
 def psnr(got: torch.Tensor, reference: torch.Tensor, peak: float = 255.0) -> float:
     """Peak signal-to-noise ratio in decibels; infinite for equal tensors."""
     error = (got.double() - reference.double()).square().mean().item()

@@ -175,7 +175,7 @@ class _Sums:
     def error(self, name: str) -> LayerError:
         rms = (self.square / self.count) ** 0.5
         return LayerError(
-            name, self.absolute / self.count, self.largest, _ratio(self.largest, self.scale), rms
+            name, self.absolute / self.count, self.largest, tolerances.ratio(self.largest, self.scale), rms
         )
 
     def first_chunk(self, allowed_largest: float, allowed_rms: float) -> int | None:
@@ -183,10 +183,6 @@ class _Sums:
             if not (largest <= allowed_largest and rms <= allowed_rms):
                 return index
         return None
-
-
-def _ratio(error: float, scale: float) -> float:
-    return error / scale if scale else (0.0 if error == 0 else float("inf"))
 
 
 def compare_layers(
@@ -260,11 +256,7 @@ def _mean(values: list[float]) -> float | None:
 
 
 def _same_function(kind: str, dtype: torch.dtype, whole: WholeError, torchs: WholeError) -> Contract:
-    if dtype == torch.float32:
-        name, measured, allowed = "relative error", whole.relative, tolerances.FLOAT32_RELATIVE
-    else:
-        name, allowed = "RMS error over PyTorch's own", tolerances.BFLOAT16_RMS_RATIO
-        measured = _ratio(whole.rms, torchs.rms)
+    name, measured, allowed = tolerances.contract(dtype, whole.relative, whole.rms, torchs.rms)
     return Contract(f"{kind}: {name}", measured, allowed, measured <= allowed)
 
 
