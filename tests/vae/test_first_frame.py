@@ -5,7 +5,9 @@ import pytest
 
 from cogvideox_torchax import make_mesh, runtime
 from cogvideox_torchax.flax import FlaxVAEForPipelines
+from cogvideox_torchax.runtime.bridge import import_torchax
 from cogvideox_torchax.vae.tolerances import FLOAT32_RELATIVE
+from cogvideox_torchax.vae.torchax.modules import SiLU
 from jax_kernels.common import first_frame
 from tests import reference
 
@@ -55,6 +57,13 @@ def test_encoding(name, frames, stock, parts):
     error = reference.largest_error(runtime.to_torch(got), reference.encoded(stock, x))
     assert error <= FLOAT32_RELATIVE
     assert parts
+
+
+def test_silu_is_cut_along_the_frames():
+    x = jax.ShapeDtypeStruct((1, 4, 5, 2, 2), "bfloat16")
+    with reference.as_on_a_tpu():
+        traced = str(jax.make_jaxpr(import_torchax().interop.jax_view(SiLU().forward))(x))
+    assert "bf16[1,4,1,2,2]" in traced
 
 
 @pytest.mark.slow
