@@ -43,6 +43,9 @@ class GELU(DiffusersGELU):
 class Block(CogVideoXBlock):
     """A layer of the transformer, which also takes text and patches as one sequence."""
 
+    parts: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
+    """What is given for parts that a step skips, and where results of parts are kept; see `stand_in`."""
+
     def forward(
         self,
         hidden_states: torch.Tensor,
@@ -68,29 +71,54 @@ class Block(CogVideoXBlock):
                 hidden_states, encoder_hidden_states, temb, image_rotary_emb, attention_kwargs
             )
 
-        def layer(x_NSC: torch.Tensor, vectors_NE: torch.Tensor, tables: Tables) -> torch.Tensor:
-            return self._joined(x_NSC, vectors_NE, tables, sequence)
+        def layer(x: Any, vectors_NE: torch.Tensor, tables: Tables) -> Any:
+            x_NSC, given = x
+            return self._joined(x_NSC, given, vectors_NE, tables, sequence)
 
-        return sequence_view(sequence.everywhere, layer)(hidden_states, temb, image_rotary_emb)
+        x_and_given = hidden_states, self.parts[0]
+        x_NSC, results = sequence_view(sequence.everywhere, layer)(x_and_given, temb, image_rotary_emb)
+        for name, y_NSC in results.items():
+            self.parts[1][name].append(y_NSC)
+        return x_NSC
+
+    def stand_in(self, part: str, given: dict[str, Any], results: dict[str, Any], name: str) -> None:
+        """Have a program's own block take what is given for a part's result, zeros for None, or note the
+        result.
+
+        Args:
+            part: "attn1" or "ff".
+            given, results: of parts of the model, a tuple or a list of one sequence (N, S, C) each.
+            name: of this part in the model.
+        """
+        taken, noted = self.parts
+        if name in given:
+            self.parts = {**taken, part: given[name] and given[name][0]}, noted
+        else:
+            self.parts = taken, {**noted, part: results[name]}
 
     def _joined(
         self,
         x_NSC: torch.Tensor,
+        given: dict[str, torch.Tensor | None],
         temb_NE: torch.Tensor,
         tables: Tables,
         sequence: Sequence,
-    ) -> torch.Tensor:
-        first = sequence.first_patch()
-        for norm, work in (
-            (self.norm1, lambda h_NSC: self._attend(h_NSC, tables, sequence)),
-            (self.norm2, self.ff),
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        first, results = sequence.first_patch(), {}
+        for name, norm, work in (
+            ("attn1", self.norm1, lambda h_NSC: self._attend(h_NSC, tables, sequence)),
+            ("ff", self.norm2, self.ff),
         ):
             shift, scale, gate = modulation(norm, temb_NE)
             plain: Any = norm.norm
             modulated = sequence.for_tokens(functools.partial(jax_kernels.modulated_norm, eps=plain.eps))
             h_NSC = torch_view(modulated)(x_NSC, plain.weight, plain.bias, scale, shift, first)
-            x_NSC = torch_view(jax_kernels.gated_sum)(x_NSC, work(h_NSC), gate, first)
-        return x_NSC
+            y_NSC = work(h_NSC) if name not in given else given[name]
+            y_NSC = torch.zeros_like(h_NSC) if y_NSC is None else y_NSC
+            if name in self.parts[1]:
+                results[name] = y_NSC
+            x_NSC = torch_view(jax_kernels.gated_sum)(x_NSC, y_NSC, gate, first)
+        return x_NSC, results
 
     def _attend(self, h_NSC: torch.Tensor, tables: Tables, sequence: Sequence) -> torch.Tensor:
         attn: Any = self.attn1

@@ -11,8 +11,10 @@ Axis letters: N videos, S positions of a sequence (text first, then patches), C 
 import contextlib
 import copy
 import functools
+import math
+import re
 import threading
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -42,12 +44,12 @@ class State:
     """What a run carries from step to step, in one of the pipeline's contexts.
 
     Attributes:
-        hooks: diffusers' hooks, copies of this run's own.
+        hooks: diffusers' hooks, copies of this run's own, by the module's name.
         kept: arrays that the last step gave; None before the first.
         computed: of each step, whether nothing was skipped; a bool, or one on the device, not waited for yet.
     """
 
-    hooks: list[Any]
+    hooks: dict[str, Any]
     kept: Any = None
     computed: list[Any] = field(default_factory=list)
 
@@ -115,8 +117,8 @@ class StepCache:
         return runtime.tensor_of(sample)
 
     def _begin(self, name: str | None) -> State:
-        state = State(runtime.without_torchax(copy.deepcopy, [each.hook for each in self.hooks]))
-        for hook in state.hooks:
+        state = State(runtime.without_torchax(copy.deepcopy, {each.module: each.hook for each in self.hooks}))
+        for hook in state.hooks.values():
             hook.reset_state(None)
             upstream.set_context(hook, name)
         self._computed = state.computed
@@ -134,7 +136,7 @@ class FirstBlock(StepCache):
     """FirstBlockCache: the other blocks run where the first one's residual has changed enough."""
 
     def _plan(self, state: State, model: Any, tensors: dict[str, Any]) -> Plan:
-        head = state.hooks[0]
+        head = next(iter(state.hooks.values()))
         head.state_manager.get_state()  # refuses a step outside of a context
         return form("first_block"), {"threshold": torch.tensor(head.threshold)}
 
@@ -146,27 +148,102 @@ class Mag(StepCache):
     """MagCache: all blocks or none, by ratios that are known before the run."""
 
     def _plan(self, state: State, model: Any, tensors: dict[str, Any]) -> Plan:
-        if state.hooks[0].config.calibrate:
+        if self.hooks[0].hook.config.calibrate:
             return form("compared_blocks"), {}
         state.computed.append(self._count(state))
         return form("all_blocks" if state.computed[-1] else "no_block"), {}
 
     def _ran(self, state: State, seen: Any) -> None:
-        if state.hooks[0].config.calibrate:
+        if self.hooks[0].hook.config.calibrate:
             state.computed.append(runtime.without_torchax(self._count, state, seen))
 
     def _count(self, state: State, ratio: Any = None) -> bool:
         """Have the hooks of the first and of the last block count a step; return whether they compute it."""
         nothing = torch.zeros(1, 1, 1)
+        head, *_, tail = state.hooks.values()
 
         def calibrate(counted: Any, _residual: Any) -> None:
             counted.calibration_ratios.append(float(ratio) if counted.calibration_ratios else 1.0)
 
         computes, _ = (
             asked(hook, (nothing, nothing), hidden_states=nothing, encoder_hidden_states=nothing)
-            for hook in (state.hooks[0], upstream.calibrated(state.hooks[-1], calibrate))
+            for hook in (head, upstream.calibrated(tail, calibrate))
         )
         return computes
+
+
+class Broadcast(StepCache):
+    """PyramidAttentionBroadcast: attention's results stand for those of later steps."""
+
+    def _plan(self, state: State, model: Any, tensors: dict[str, Any]) -> Plan:
+        skipped = tuple(name for name, hook in state.hooks.items() if not asked(hook, torch.zeros(1)))
+        state.computed.append(not skipped)
+        return form("broadcast", tuple(state.hooks), skipped), {}
+
+
+class Taylor(StepCache):
+    """TaylorSeer: results are extrapolated from those of earlier steps."""
+
+    def _plan(self, state: State, model: Any, tensors: dict[str, Any]) -> Plan:
+        counts = {name: hook.state_manager.get_state() for name, hook in state.hooks.items()}
+        kept = tuple(name for name in read_by_skips(counts) if not counts[name].is_inactive)
+        first = counts[kept[0]] if kept else next(iter(counts.values()))
+        last, known = first.last_update_step, len(first.taylor_factors.get(0, ()))
+        (computes,) = {asked(hook, torch.zeros(1)) for hook in state.hooks.values()}
+        state.computed.append(computes)
+        since = 1.0 if last is None else float(first.current_step - last)
+        static = kept, () if computes else tuple(counts), first.max_order + 1, first.taylor_factors_dtype
+        return form("taylor", *static), {"since": torch.tensor(since), "known": torch.tensor(known)}
+
+
+def read_by_skips(names: Iterable[str]) -> list[str]:
+    """Return the modules whose results a step reads that skips all of these: none that come before the last
+    block, or before the last layer, that is skipped whole."""
+
+    def place(name: str) -> tuple[float, bool]:
+        block = re.match(r"transformer_blocks\.(\d+)(\.?)", name)
+        return (float(block[1]), not block[2]) if block else (math.inf, name == "proj_out")
+
+    last = max((place(name) for name in names if place(name)[1]), default=(-1.0, False))
+    return [name for name in names if place(name) >= last]
+
+
+class Faster(StepCache):
+    """FasterCache: attention of the second half is extrapolated, the first half made of its frequencies."""
+
+    def _plan(self, state: State, model: Any, tensors: dict[str, Any]) -> Plan:
+        weights: dict[str, float] = {}
+        for each in self.hooks:  # the user's callbacks are asked with the user's modules
+            self._note(state.hooks[each.module], each, model.get_submodule(each.module), weights)
+        denoiser, parts = state.hooks[""], {name: hook for name, hook in state.hooks.items() if name}
+        batch, halves, skipped = len(tensors["hidden_states"]), [], []
+
+        def denoise(hidden_states: torch.Tensor) -> tuple[torch.Tensor]:
+            halves.append(len(hidden_states) < batch)
+            skipped.extend(name for name, hook in parts.items() if not asked(hook, *2 * [hidden_states]))
+            return (hidden_states,)
+
+        numbers = {"first": torch.tensor(denoiser.state.iteration == 0)}
+        upstream.call_hook(denoiser, denoise, hidden_states=torch.zeros(batch, 1, 1, 1, 1))
+        for name in ("low", "high"):
+            numbers[name] = torch.tensor(weights.get(f".{name}_frequency_weight_callback", 1.0))
+        numbers["weights"] = torch.tensor([weights.get(f"{name}.weight_callback", 0.0) for name in parts])
+        state.computed.append(not (halves[0] or skipped))
+        videos = "all" if denoiser.is_guidance_distilled else "second half" if halves[0] else "both halves"
+        return form("faster", tuple(parts), tuple(skipped), videos), numbers
+
+    def _note(
+        self, hook: Any, original: upstream.Hooked, module: nn.Module, weights: dict[str, float]
+    ) -> None:
+        """Have what a hook's callbacks answer kept by name."""
+        for name in [name for name in vars(original.hook) if name.endswith("weight_callback")]:
+
+            def ask(_: Any, name: str = name) -> float:
+                key = f"{original.module}.{name}"
+                weights[key] = float(getattr(original.hook, name)(module))
+                return weights[key]
+
+            setattr(hook, name, ask)
 
 
 def asked(hook: Any, result: Any, *args: Any, **kwargs: Any) -> bool:
@@ -186,8 +263,19 @@ KINDS: dict[str, type[StepCache]] = {
     "FBCBlockHook": FirstBlock,
     "MagCacheHeadHook": Mag,
     "MagCacheBlockHook": Mag,
+    "PyramidAttentionBroadcastHook": Broadcast,
+    "TaylorSeerCacheHook": Taylor,
+    "FasterCacheDenoiserHook": Faster,
+    "FasterCacheBlockHook": Faster,
 }
 """The cache of each class of hooks."""
+
+
+WITHOUT_EFFECT = (
+    "{} skips nothing on CogVideoX, in diffusers either: take FirstBlockCacheConfig, MagCacheConfig, "
+    "PyramidAttentionBroadcastConfig or FasterCacheConfig, or TaylorSeerCacheConfig with use_lite_mode=True "
+    r"or cache_identifiers=[r'transformer_blocks\.\d+\.attn1']"
+)
 
 
 def cache_of(hooks: list[upstream.Hooked]) -> StepCache | None:
@@ -201,7 +289,10 @@ def cache_of(hooks: list[upstream.Hooked]) -> StepCache | None:
 # Inside of a program
 
 
-NUMBERS = ("threshold",)
+Run = Callable[[dict[str, Any]], torch.Tensor]
+"""From a step's tensors, by name, to its sample."""
+
+NUMBERS = ("threshold", "since", "known", "first", "low", "high", "weights")
 """What a step takes besides its tensors."""
 
 
@@ -223,9 +314,10 @@ class Stack(nn.Module):
         self.blocks: tuple[nn.Module, ...] = ()
         self.kept, self.numbers = kept, numbers
         self.seen: Any = None
+        self.names = ("head", "tail") if form[0] == "first_block" else ("tail",)
         self._run = getattr(self, f"_{form[0]}")
 
-    def step(self, model: Any, run: Callable[..., torch.Tensor], tensors: dict[str, Any]) -> torch.Tensor:
+    def step(self, model: Any, run: Run, tensors: dict[str, Any], joined: bool) -> torch.Tensor:
         """Return what `run(tensors)` gives, this in the place of the blocks of a program's own model."""
         blocks = model.transformer_blocks
         self.blocks, model.transformer_blocks = tuple(blocks), nn.ModuleList([self])
@@ -239,7 +331,7 @@ class Stack(nn.Module):
         joined = encoder_hidden_states is None
         x = (hidden_states,) if joined else (hidden_states, encoder_hidden_states)
         if self.kept is None:
-            self.kept = {name: torch.zeros_like(hidden_states) for name in ("head", "tail")}
+            self.kept = {name: torch.zeros_like(hidden_states) for name in self.names}
             return x[0] if joined else x
         y = self._run(x, options)
         return y[0] if joined else y
@@ -276,7 +368,7 @@ class Stack(nn.Module):
 
     def _all_blocks(self, x: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
         y = self._through(self.blocks, x, options)
-        self.kept = {**self.kept, "tail": y[0] - x[0]}
+        self.kept = {"tail": y[0] - x[0]}
         return y
 
     def _compared_blocks(self, x: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
@@ -300,3 +392,172 @@ def _mean(values: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
     patches = patches.reshape(1, -1, *(1,) * (values.ndim - 2))
     count = values.numel() // values.shape[1] * (sequence.tokens - sequence.text)
     return torch.where(patches, values, torch.zeros_like(values)).sum() / count
+
+
+class Parts:
+    """Modules of a program's own transformer, some of whose results stand for those of later steps.
+
+    Args:
+        form: its kind, the names of the modules whose results are kept, and of those that the step skips.
+        kept: of each module, by name, for each tensor that it gives, a tuple of arrays; None to find zeros.
+        numbers: of `NUMBERS`.
+
+    Attributes:
+        kept: for the next step.
+        seen: nothing that the host is told.
+    """
+
+    seen = None
+    arrays = 1
+    """Kept of each tensor."""
+
+    def __init__(self, form: Form, kept: Any, numbers: dict[str, torch.Tensor]):
+        _, self.names, skipped, *self.static = form
+        self.kept: Any = kept
+        self.numbers = numbers
+        self.skipped = () if kept is None else skipped
+
+    def step(self, model: Any, run: Run, tensors: dict[str, Any], joined: bool) -> torch.Tensor:
+        """Return what `run(tensors)` gives, of a program's own model whose skipped parts are not computed."""
+        dtype, before = tensors["hidden_states"].dtype, self.kept or {}
+        given = {
+            name: self._reused(name, before[name], dtype) if name in before else None for name in self.skipped
+        }
+        results: dict[str, list[torch.Tensor]] = {name: [] for name in self.names if name not in given}
+        for name in (*given, *results):
+            owner, _, part = name.rpartition(".")
+            if joined and re.fullmatch(r"transformer_blocks\.\d+", owner):
+                model.get_submodule(owner).stand_in(part, given, results, name)
+            else:
+                _stand_in(model.get_submodule(name), given, results, name)
+        sample = run(tensors)
+        self.kept = {}
+        for name in self.names:
+            y = given.get(name) or results.get(name, ())
+            kept = before.get(name) or [self.arrays * (each,) for each in y]
+            self.kept[name] = tuple(self._renewed(name, *pair) for pair in zip(y, kept, strict=True))
+        if not before:
+            self.kept = {
+                name: tuple(tuple(map(torch.zeros_like, arrays)) for arrays in kept)
+                for name, kept in self.kept.items()
+            }
+        return sample
+
+    def _reused(self, name: str, kept: Any, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        """Return what stands for a module's result."""
+        return tuple(arrays[0] for arrays in kept)
+
+    def _renewed(self, name: str, y: torch.Tensor, kept: Any) -> tuple[torch.Tensor, ...]:
+        """Return what is kept of a tensor, computed or reused."""
+        return (y,)
+
+
+class TaylorParts(Parts):
+    """Results and their divided differences; what stands for one is extrapolated from them."""
+
+    def __init__(self, form: Form, kept: Any, numbers: dict[str, torch.Tensor]):
+        super().__init__(form, kept, numbers)
+        self.arrays, self.dtype = self.static
+
+    def _reused(self, name: str, kept: Any, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        since = self.numbers["since"]
+        powers = [(since**order / math.factorial(order)).to(dtype) for order in range(self.arrays)]
+        return tuple(
+            functools.reduce(
+                torch.add, [each.to(dtype) * power for each, power in zip(factors, powers, strict=True)]
+            )
+            for factors in kept
+        )
+
+    def _renewed(self, name: str, y: torch.Tensor, kept: Any) -> tuple[torch.Tensor, ...]:
+        if name in self.skipped:
+            return kept
+        factors = [y]
+        for order, before in enumerate(kept[:-1]):
+            change = (factors[order] - before.to(y.dtype)) / self.numbers["since"].to(y.dtype)
+            factors.append(torch.where(self.numbers["known"] > order, change, torch.zeros_like(change)))
+        return tuple(factor.to(self.dtype) for factor in factors)
+
+
+class FasterParts(Parts):
+    """The last two results of attention, of the second half; how the halves of a prediction differ."""
+
+    arrays = 2
+
+    def step(self, model: Any, run: Run, tensors: dict[str, Any], joined: bool) -> torch.Tensor:
+        videos, before = self.static[0], self.kept
+        if videos == "all":
+            return super().step(model, run, tensors, joined)
+        half = before is None or videos == "second half"
+        low, high = before.pop("frequencies") if before else (torch.zeros(0), torch.zeros(0))
+        if half:
+            tensors = {name: each.chunk(2)[1] if name in HALVED else each for name, each in tensors.items()}
+        sample = super().step(model, run, tensors, joined)
+        if before is None:
+            low = high = torch.zeros_like(sample, dtype=torch.float32)
+        elif half:
+            low, high = low * self.numbers["low"], high * self.numbers["high"]
+            sample = torch.cat([(sample.float() + low + high).to(sample.dtype), sample])
+        else:
+            first, second = sample.float().chunk(2)
+            low = torch_view(low_frequencies)(first - second)
+            high = first - second - low
+        self.kept["frequencies"] = low, high
+        return sample
+
+    def _reused(self, name: str, kept: Any, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        weight = self.numbers["weights"][self.names.index(name)].to(dtype)
+        return tuple(now + (now - before) * weight for before, now in kept)
+
+    def _renewed(self, name: str, y: torch.Tensor, kept: Any) -> tuple[torch.Tensor, ...]:
+        if len(y) > len(kept[1]):  # a mesh may pad the sequences of half the videos to another length
+            y, length = y.chunk(2)[1], kept[1].shape[1]
+            y = torch.nn.functional.pad(y[:, :length], (0, 0, 0, max(length - y.shape[1], 0)))
+        return torch.where(self.numbers["first"], y, kept[1]), y
+
+
+HALVED = ("hidden_states", "encoder_hidden_states", "timestep")
+"""What has both halves of guidance in it."""
+
+
+def low_frequencies(x: Any) -> Any:
+    """Return what pictures (..., H, W) are of frequencies up to a fifth of the shorter side."""
+    import jax.numpy as jnp
+
+    height, width = x.shape[-2:]
+    rows, columns = jnp.arange(height)[:, None] - height // 2, jnp.arange(width) - width // 2
+    inside = rows**2 + columns**2 <= (min(height, width) // 5) ** 2
+    return jnp.fft.ifft2(jnp.fft.fft2(x) * jnp.fft.ifftshift(inside)).real
+
+
+def _stand_in(module: nn.Module, given: dict[str, Any], results: dict[str, Any], name: str) -> None:
+    """Have a program's own module give what is given for it, zeros for None; or note its result."""
+    forward = module.forward
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        y: Any = given.get(name)
+        if y is None:
+            y = forward(*args, **kwargs)
+            y = y if isinstance(y, tuple) else (y,)
+            if name in given:
+                y = tuple(map(torch.zeros_like, y))
+            else:
+                results[name].extend(y)
+        return y if len(y) > 1 else y[0]
+
+    vars(module)["forward"] = call
+
+
+REUSES: dict[str, type[Any]] = {"broadcast": Parts, "taylor": TaylorParts, "faster": FasterParts}
+"""What runs a form of each kind; any other a `Stack`."""
+
+
+def reuse(form: Form, kept: Any, numbers: dict[str, torch.Tensor]) -> Any:
+    """Return what runs a step of this form."""
+    return REUSES.get(form[0], Stack)(form, kept, numbers)
+
+
+def takes_sequences(form: Form) -> bool:
+    """Return whether all parts that a form names are there where layers run on one sequence."""
+    inside = re.compile(r"transformer_blocks\.\d+(\.(attn1|ff))?|(?!transformer_blocks\.).*")
+    return all(inside.fullmatch(name) for names in form[1:3] for name in names)

@@ -8,6 +8,7 @@ Axis letters: N videos, S positions of a sequence (text first, then patches), H 
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -83,15 +84,18 @@ class CachedStep(TransformerStep):
     ):
         super().__init__(model, attention_kwargs)
         self.form = form
+        self.joined = self.joined and caches.takes_sequences(form)
 
     def forward(self, tensors: dict[str, Any], cache: Any) -> tuple[Any, Any]:
         given = dict(tensors)
         numbers = {name: given.pop(name) for name in caches.NUMBERS if name in given}
-        stack = caches.Stack(self.form, cache, numbers)
-        sample = stack.step(
-            self.model, lambda tensors: super(CachedStep, self).forward(tensors, None)[0], given
-        )
-        return (sample, stack.seen), stack.kept
+        reuse = caches.reuse(self.form, cache, numbers)
+
+        def run(tensors: dict[str, Any]) -> torch.Tensor:
+            return super(CachedStep, self).forward(tensors, None)[0]
+
+        sample = reuse.step(self.model, run, given, self.joined and self.options.keys() <= {"scale"})
+        return (sample, reuse.seen), reuse.kept
 
 
 class TextEncoding(nn.Module):
@@ -262,6 +266,7 @@ class CogVideoXTransformer3DModel(Compiled, DiffusersTransformer):
         super().enable_cache(config)
         if runtime.is_on_jax(self):
             self.take_cache()
+            self._warn_without_effect()
 
     def disable_cache(self) -> None:
         super().disable_cache()
@@ -272,6 +277,10 @@ class CogVideoXTransformer3DModel(Compiled, DiffusersTransformer):
         hooks = upstream.take_hooks(self)
         if hooks:
             self._step_cache = caches.cache_of(hooks)
+
+    def _warn_without_effect(self) -> None:
+        if self.is_cache_enabled and self._step_cache is None:
+            warnings.warn(caches.WITHOUT_EFFECT.format(type(self._cache_config).__name__), stacklevel=3)
 
     @contextlib.contextmanager
     def cache_context(self, name: str, **kwargs: Any) -> Iterator[None]:
@@ -287,6 +296,7 @@ class CogVideoXTransformer3DModel(Compiled, DiffusersTransformer):
     def place(self, mesh: Any = None, split: str | None = None) -> None:
         super().place(mesh, split)
         self.take_cache()
+        self._warn_without_effect()
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         moved = super().to(*args, **kwargs)

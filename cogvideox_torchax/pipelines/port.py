@@ -137,7 +137,7 @@ class PortedPipeline(PickledAsStock, DiffusionPipeline):
             def told() -> None:
                 bar.close = close
                 skipped = cache.computed.count(False)
-                bar.set_postfix_str(f"{skipped} of {len(cache.computed)} steps skipped, in part or whole")
+                bar.set_postfix_str(f"{skipped} of {len(cache.computed)} steps skipped, some in part")
                 close()
 
             bar.close = told

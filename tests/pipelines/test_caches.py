@@ -6,13 +6,20 @@ import pickle
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
+from diffusers.hooks.faster_cache import FasterCacheConfig
 from diffusers.hooks.first_block_cache import FirstBlockCacheConfig, apply_first_block_cache
 from diffusers.hooks.mag_cache import MagCacheConfig
+from diffusers.hooks.pyramid_attention_broadcast import PyramidAttentionBroadcastConfig
+from diffusers.hooks.sea_cache import SeaCacheConfig
+from diffusers.hooks.taylorseer_cache import TaylorSeerCacheConfig
 
 from cogvideox_torchax import port, runtime
 from cogvideox_torchax.vae.tolerances import relative_error
 from tests import small_pipelines
 from tests.pipelines.test_pipeline import TOLERANCE, compilations, port_to, shared
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.meshgrid")  # of diffusers' FasterCache
 
 STEPS = 6
 
@@ -35,7 +42,38 @@ def mag(pipe):
     return MagCacheConfig(threshold=0.2, num_inference_steps=STEPS, mag_ratios=[1.0] + [0.98] * (STEPS - 1))
 
 
-CONFIGS = {"first block": first_block, "mag": mag}
+def broadcast(pipe):
+    return PyramidAttentionBroadcastConfig(
+        spatial_attention_block_skip_range=2, current_timestep_callback=lambda: pipe.current_timestep
+    )
+
+
+def faster(pipe):
+    return FasterCacheConfig(
+        attention_weight_callback=lambda _: 0.3,
+        tensor_format="BFCHW",
+        current_timestep_callback=lambda: pipe.current_timestep,
+    )
+
+
+def taylor(pipe, **options):
+    dtype = torch.float32
+    return TaylorSeerCacheConfig(
+        cache_interval=3, disable_cache_before_step=2, taylor_factors_dtype=dtype, **options
+    )
+
+
+CONFIGS = {
+    "first block": first_block,
+    "mag": mag,
+    "broadcast": broadcast,
+    "faster": faster,
+    "taylor": functools.partial(taylor, cache_identifiers=[r"transformer_blocks\.\d+\.(attn1|ff)"]),
+    "taylor lite": functools.partial(taylor, use_lite_mode=True),
+    "taylor inside of attention": functools.partial(
+        taylor, cache_identifiers=[r".*attn1\.to_q"], skip_predict_identifiers=[r".*1\.ff"], max_order=2
+    ),
+}
 
 
 def frames(pipe, kind="text", **overrides):
@@ -82,12 +120,21 @@ CASES = [
 
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize(("kind", "version", "placement"), CASES)
-@pytest.mark.slow_cases(but=["text-5b-one device-mag", "text-1.5-2x4-first block"])
+@pytest.mark.slow_cases(
+    but=[
+        "text-5b-one device-mag",
+        "text-5b-one device-faster",
+        "text-2b-one device-taylor",
+        "text-1.5-2x4-first block",
+    ]
+)
 def test_a_cache_skips_what_it_skips_in_stock_diffusers(kind, version, placement, name):
     want, computed = reference(kind, version, name)
     pipe = port_to(placement, build(kind, version, placement))
     pipe.transformer.enable_cache(CONFIGS[name](pipe))
-    got = frames(pipe, kind)
+    with compilations() as compiled:
+        got = frames(pipe, kind)
+    assert compiled.count("jit(CachedStep)") <= 4
     assert relative_error(got, want) < TOLERANCE
     assert pipe.transformer.step_cache.computed == computed
     assert len({*computed}) == 2, "this case skips nothing, or everything"
@@ -189,3 +236,35 @@ def test_the_progress_bar_says_how_many_steps_were_skipped(ported, capsys):
     ported.set_progress_bar_config(disable=True)
     skipped = ported.transformer.step_cache.computed.count(False)
     assert f"{skipped} of {STEPS} steps skipped" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "config", [SeaCacheConfig(), TaylorSeerCacheConfig()], ids=lambda c: type(c).__name__
+)
+def test_a_cache_without_effect_says_so(ported, config):
+    ported.transformer.disable_cache()
+    with pytest.warns(UserWarning, match=f"{type(config).__name__} skips nothing on CogVideoX.*FirstBlock"):
+        ported.transformer.enable_cache(config)
+    assert relative_error(frames(ported), without()) < TOLERANCE
+    ported.transformer.disable_cache()
+
+
+def test_a_step_outside_of_a_context_is_refused_as_by_diffusers(ported):
+    latents = torch.zeros(2, 3, 16, 4, 8)
+    given = {"hidden_states": latents, "encoder_hidden_states": torch.zeros(2, 16, 32)}
+    tensors = {name: runtime.to_jax(tensor) for name, tensor in given.items()}
+    with pytest.raises(ValueError, match="No cache context is set"):
+        ported.transformer(**tensors, timestep=runtime.to_jax(torch.tensor([9, 9])))
+
+
+@pytest.mark.slow
+def test_magcache_calibrates_as_in_diffusers(capsys):
+    printed = []
+    for placement in (None, "one device"):
+        pipe = build(placement=placement)
+        pipe = pipe if placement is None else port_to(placement, pipe)
+        pipe.transformer.enable_cache(MagCacheConfig(calibrate=True, num_inference_steps=STEPS))
+        frames(pipe, output_type="latent")
+        printed.append(torch.tensor(eval(capsys.readouterr().out.splitlines()[-2])))
+    assert len(printed[0]) == STEPS
+    assert relative_error(printed[1], printed[0]) < TOLERANCE
