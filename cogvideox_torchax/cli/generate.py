@@ -15,7 +15,7 @@ from cogvideox_torchax.files import latents as latent_files
 from cogvideox_torchax.files import video
 from cogvideox_torchax.files.latents import Latents
 from cogvideox_torchax.files.whole import check_file
-from cogvideox_torchax.pipelines import generate, preview, stages
+from cogvideox_torchax.pipelines import cache_options, generate, preview, stages
 
 FPS = Fraction(8)
 
@@ -52,6 +52,11 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
         default=1,
         help="mesh: devices for the transformer's tokens (its weights, where this does not divide the "
         "heads), T5's weights and frames' width (default: 1)",
+    )
+    command.add_argument(
+        "--cache",
+        metavar="first-block:0.1|pab|magcache:FILE|taylorseer|fastercache",
+        help="reuse what steps have computed, by one of diffusers' caches",
     )
     command.add_argument("--save-stages", metavar="DIR", help="keep embeddings and latents there")
     command.add_argument(
@@ -109,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _kept_latents(args: argparse.Namespace) -> Latents:
     """The latents stage, which is only decoded any more: what it was sampled by cannot be asked for."""
-    sampling = {*stages.Request.names(), "preview"} - {"dtype"}
+    sampling = {*stages.Request.names(), "preview", "cache"} - {"dtype"}
     given = sorted(name for name in sampling if getattr(args, name) is not None)
     if given:
         options = ", ".join(map(stages.option, given))
@@ -157,7 +162,13 @@ def _sampled(args: argparse.Namespace) -> tuple[Any, Latents]:
     request = stages.requested(vars(args), model.size, text)
     dtype = common.parse_dtype(request.dtype)
     generate.check(request, model)
+    cached = {"steps": generate.steps_of(request, model), "guided": request.guidance > 1}
+    if args.cache:
+        cache_options.config_of(args.cache, **cached)
     pipe = generate.load(model, dtype, mesh, with_text=text is None)
+    if args.cache:
+        config = cache_options.config_of(args.cache, **cached, timestep=lambda: pipe.current_timestep)
+        pipe.transformer.enable_cache(config)
     pipe.set_progress_bar_config(disable=args.quiet, desc="denoise", leave=False)
     keep = Path(args.save_stages) if args.save_stages else None
     show = preview.drawn(pipe.vae, args.preview, common.say) if args.preview else None
@@ -166,6 +177,11 @@ def _sampled(args: argparse.Namespace) -> tuple[Any, Latents]:
     latents = replace(work.sample(embeddings), fps=args.fps)
     if keep is not None:
         latent_files.save(latents, stages.path_of(keep, stages.LATENTS))
+    if args.cache:
+        computed = pipe.transformer.step_cache.computed
+        common.say(
+            f"--cache {args.cache}: {computed.count(False)} of {len(computed)} steps skipped, some in part"
+        )
     return pipe.vae, latents
 
 

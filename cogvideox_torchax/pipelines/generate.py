@@ -122,7 +122,7 @@ def check(request: Request, model: Model) -> None:
         raise RequestError(f"got --steps {request.steps}: at least 1")
     if not 0 < request.strength <= 1:
         raise RequestError(f"got --strength {request.strength}: more than 0, and at most 1")
-    if model.kind == VIDEO and int(request.steps * request.strength) < 1:
+    if steps_of(request, model) < 1:
         raise RequestError(
             f"got --strength {request.strength} with --steps {request.steps}: no step is left of "
             f"{request.steps} x {request.strength}; give more of either"
@@ -135,6 +135,11 @@ def check(request: Request, model: Model) -> None:
             raise RequestError(
                 f"{request.video} has {held} frames, {request.frames} are wanted: pass --frames"
             )
+
+
+def steps_of(request: Request, model: Model) -> int:
+    """Return how many steps are taken: of a video's, its share."""
+    return int(request.steps * request.strength) if model.kind == VIDEO else request.steps
 
 
 def _check_size(request: Request, model: Model) -> None:

@@ -141,6 +141,11 @@ def test_every_stage_takes_up_to_the_same_frames(models, steps, shown, capsys):
         assert torch.equal(latents.load("kept/latents.safetensors").tensor, before), stage
 
 
+def test_a_cache_skips_steps_and_says_how_many(models, capsys):
+    assert generate(models("text"), "--cache", "pab") == 0
+    assert "--cache pab: 2 of 4 steps skipped" in capsys.readouterr().err
+
+
 CONDITIONED = {
     "image to video": ("image", ["--image", "picture.png"]),
     "video to video": ("noisy", ["--video", "clip.mp4", "--strength", 0.75]),
@@ -232,6 +237,11 @@ BAD = {
     "mesh": ("text", ["--tp", 99], "99 devices, where there are 8"),
     "dtype": ("text", ["--dtype", "int8"], "unknown dtype"),
     "a preview in JPEG": ("text", ["--preview", "steps.jpg"], "goes into a .png file"),
+    "no such cache": ("text", ["--cache", "none"], "first-block:THRESHOLD .*pab:N .*fastercache:N"),
+    "a cache's value": ("text", ["--cache", "first-block:x"], "it takes first-block:THRESHOLD"),
+    "nothing to skip": ("text", ["--cache", "pab:1"], "nothing would be skipped"),
+    "no ratios": ("text", ["--cache", "magcache"], "RATIOS.json, a list that magcache:calibrate prints"),
+    "a cache of guidance": ("text", ["--cache", "fastercache", "--guidance", 1], "without guidance"),
     "stages without a directory": ("text", ["--from-stage", "text"], "pass --save-stages"),
     "no such stage": ("text", ["--from-stage", "text", "--save-stages", "none"], "there is no stage"),
 }
