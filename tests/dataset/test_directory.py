@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cogvideox_torchax import cli
-from cogvideox_torchax.dataset import ClipError, EncodeClip, formats, manifest, sources
+from cogvideox_torchax.dataset import Clip, ClipError, EncodeClip, formats, manifest, sources
 from cogvideox_torchax.dataset.decoding import VideoDirectory
 from cogvideox_torchax.files import latents as latent_files
 from cogvideox_torchax.files import video
@@ -149,10 +149,9 @@ def test_an_entry_that_cannot_be_is_named_and_the_others_are_encoded(small, tmp_
         "x/" * 1500 + "x": {},
         "no path": {"path": "\ud83d.mp4"},
         "bytes": {"path": os.fsdecode(b"\xff.mp4")},
-        None: {"path": os.fsdecode(b"\xfe.mp4")},  # which is there: its id is what cannot be
+        None: {"path": os.fsdecode(b"\xff.mp4")},
         "z": {},
     }
-    shutil.copy(path, tmp_path / os.fsdecode(b"\xfe.mp4"))
     lines = [{"path": path, **({"id": name} if name else {}), **given} for name, given in entries.items()]
     (tmp_path / "clips.jsonl").write_text("\n".join(map(json.dumps, lines)))
     for _ in range(2):
@@ -164,6 +163,9 @@ def test_an_entry_that_cannot_be_is_named_and_the_others_are_encoded(small, tmp_
     ]
     assert encode(small, tmp_path / "tar", "--format", "webdataset", clips=tmp_path / "clips.jsonl") == 1
     assert "5 bad clips were left out" in capsys.readouterr().err
+    clips = [Clip("\ud83d", path)]  # no list gives such an id
+    with manifest.DatasetDirectory(tmp_path / "more", {}, clips, kind="webdataset") as output:
+        assert (output.missing, list(output.named_bad())) == ([], ["\ud83d"])
 
 
 STATES = {
@@ -236,11 +238,12 @@ def test_latents_are_found_in_folders_of_any_name_but_those_of_runs(tmp_path):
 
 
 def test_an_id_without_a_place_of_its_own_below_the_output_is_bad(tmp_path, monkeypatch):
-    ids = ["cat", "cat.mp4", "../../escaped", "/escaped", "a/../../escaped", "", None]
+    ids = ["cat", "cat.mp4", "../../escaped", "/escaped", "a/../../escaped", "", None, "y" * 254]
     monkeypatch.setattr(formats, "entries", lambda path: [(name, None) for name in ids])
-    with VideoDirectory(tmp_path / "out", [Path("latents.tar")], None, manifest.ProcessShard()) as videos:
+    with VideoDirectory(tmp_path / "out", [Path("latents.tar")]) as videos:
         assert videos.missing == ["cat"]
         assert set(videos.bad) == {str(name) for name in ids[1:]}
+        assert "258 bytes" in videos.bad[ids[-1]]
 
 
 def test_another_model_marks_no_latents_bad_and_a_broken_first_clip_is_its_own(
@@ -279,7 +282,7 @@ def test_one_id_of_two_shards_is_named_and_a_video_that_is_there_is_not_bad(enco
     for name in ("one", "two"):
         shutil.copytree(encoded / "safetensors", tmp_path / "in" / name)
     shards = [path for name in ("one", "two") for path in sources.shards(tmp_path / "in" / name)]
-    with VideoDirectory(tmp_path / "out", shards, None, manifest.ProcessShard()) as videos:
+    with VideoDirectory(tmp_path / "out", shards) as videos:
         assert len(videos.missing) == len(GOOD)
         assert set(videos.bad) == set(GOOD)
         assert "its video would be that of b.mp4 in" in videos.bad["b.mp4"]
@@ -290,7 +293,7 @@ def test_one_id_of_two_shards_is_named_and_a_video_that_is_there_is_not_bad(enco
         (tmp_path / "out" / name).write_text(json.dumps(line) + "\n")
     (tmp_path / "out" / "b.mp4").touch()
     alone = sources.shards(tmp_path / "in" / "one")
-    with VideoDirectory(tmp_path / "out", alone, None, manifest.ProcessShard()) as videos:
+    with VideoDirectory(tmp_path / "out", alone) as videos:
         assert (videos.bad, videos.done_before) == ({}, 1)
 
 
@@ -368,16 +371,8 @@ def test_a_name_too_long_for_its_file_is_a_bad_clip_of_its_own(small, tmp_path, 
     assert (tmp_path / "out/short.mp4.safetensors").exists()
     options = ("--format", "webdataset")
     assert encode(small, tmp_path / "tar", *options, clips=tmp_path / "in") == 0
-    for name in ("tar", "more"):
-        (shard,) = sources.shards(tmp_path / "tar")
-        with VideoDirectory(tmp_path / name, [shard], None, manifest.ProcessShard()) as videos:
-            assert videos.missing == ["short.mp4", LONG]
-    long_id = [("y" * 254, lambda: None), ("z", lambda: None)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(formats, "entries", lambda path: long_id)
-        with VideoDirectory(tmp_path / "last", [shard], None, manifest.ProcessShard()) as videos:
-            assert videos.missing == ["z"]
-            assert "258 bytes" in videos.bad["y" * 254]
+    with VideoDirectory(tmp_path / "videos", sources.shards(tmp_path / "tar")) as videos:
+        assert videos.missing == ["short.mp4", LONG]
 
 
 def test_a_text_that_is_not_utf_8_is_named_and_the_mark_of_windows_is_no_part_of_it(small, tmp_path):

@@ -1,7 +1,9 @@
 """Latents shown without a decoder: the fitted map. What `generate --preview` writes is in test_generate."""
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from cogvideox_torchax.pipelines import preview
 
@@ -37,3 +39,14 @@ def test_how_much_is_explained_is_measured_on_other_pictures():
             return type("Output", (), {"latent_dist": type("D", (), {"mode": lambda self: noise})()})()
 
     assert preview._fit(Noise(), seed=0).explained < 0.1  # so many channels would fit what they have seen
+
+
+def test_a_picture_shows_frames_from_the_first_to_the_last(tmp_path, monkeypatch):
+    weights = torch.tensor([[1.0, 1, 1], [0, 0, 0]])  # of one channel, which is the color
+    monkeypatch.setattr(preview, "fit", lambda vae: preview.LinearPreview(weights, 0.5))
+    said = []
+    show = preview.drawn(None, tmp_path / "steps.png", said.append)
+    show(torch.linspace(-1, 1, 13).reshape(1, 13, 1, 1, 1).expand(1, 13, 1, 2, 2))
+    assert said == ["preview: a linear map of latents that explains 50% of colors"]
+    middles = np.asarray(Image.open(tmp_path / "steps.png"))[3, 3::6, 0]
+    assert np.abs(middles - np.array([0, 85, 170, 255])).max() < 20
