@@ -22,7 +22,17 @@ from jax_kernels.attention.op import attention, attention_transposed
 from jax_kernels.attention.prepare import prepare
 from jax_kernels.attention.rotary import rotate
 from jax_kernels.conv3d.op import conv3d
-from jax_kernels.dense.op import gated_sum, gelu, layer_norm, linear, linear_parts, modulated_norm, silu
+from jax_kernels.dense.op import (
+    gated_linear,
+    gated_sum,
+    gelu,
+    layer_norm,
+    linear,
+    linear_gelu,
+    linear_parts,
+    modulated_norm,
+    silu,
+)
 from jax_kernels.group_norm.op import group_norm
 from jax_kernels.norm_conv3d.op import Columns, Norm, norm_conv3d
 from jax_kernels.resample.op import downsample, upsample
@@ -35,11 +45,13 @@ __all__ = [
     "attention_transposed",
     "conv3d",
     "downsample",
+    "gated_linear",
     "gated_sum",
     "gelu",
     "group_norm",
     "layer_norm",
     "linear",
+    "linear_gelu",
     "linear_parts",
     "modulated_norm",
     "norm_conv3d",

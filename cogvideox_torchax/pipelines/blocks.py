@@ -10,6 +10,7 @@ of a head, P parts of the channels, one for each device that has some of the tok
 import functools
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -107,20 +108,35 @@ class Block(CogVideoXBlock):
         first, results = sequence.first_patch(), {}
         for name, norm, work in (
             ("attn1", self.norm1, lambda h_NSC: self._attend(h_NSC, tables, sequence)),
-            ("ff", self.norm2, self.ff),
+            ("ff", self.norm2, lambda h_NSC: self._widen(h_NSC, sequence)),
         ):
             shift, scale, gate = modulation(norm, temb_NE)
             plain: Any = norm.norm
             modulated = sequence.for_tokens(functools.partial(jax_kernels.modulated_norm, eps=plain.eps))
             h_NSC = torch_view(modulated)(x_NSC, plain.weight, plain.bias, scale, shift, first)
-            y_NSC = work(h_NSC) if name not in given else given[name]
-            y_NSC = torch.zeros_like(h_NSC) if y_NSC is None else y_NSC
+            if name in given:
+                y_NSC = torch.zeros_like(h_NSC) if given[name] is None else given[name]
+            else:
+                last = work(h_NSC)
+                if name not in self.parts[1] and takes_fused(last.layers[0], sequence):
+                    x_NSC = last.added(x_NSC, gate, first)
+                    continue
+                y_NSC = last.result()
             if name in self.parts[1]:
                 results[name] = y_NSC
             x_NSC = torch_view(jax_kernels.gated_sum)(x_NSC, y_NSC, gate, first)
         return x_NSC, results
 
-    def _attend(self, h_NSC: torch.Tensor, tables: Tables, sequence: Sequence) -> torch.Tensor:
+    def _widen(self, h_NSC: torch.Tensor, sequence: Sequence) -> "Last":
+        widen, dropout, *layers = self.ff.net
+        if type(widen) is GELU and widen.approximate == "tanh" and takes_fused(widen.proj, sequence):
+            project: Any = widen.proj
+            h_NSC = torch_view(jax_kernels.linear_gelu)(h_NSC, project.weight, project.bias)
+        else:
+            h_NSC = widen(h_NSC)
+        return Last(layers, dropout(h_NSC))
+
+    def _attend(self, h_NSC: torch.Tensor, tables: Tables, sequence: Sequence) -> "Last":
         attn: Any = self.attn1
         videos = h_NSC.shape[0]
         prepare = torch_view(sequence.for_heads(jax_kernels.prepare, attn.heads))
@@ -140,9 +156,40 @@ class Block(CogVideoXBlock):
             scale=math.log(2),
             valid=sequence.tokens,
         )
-        project, dropout = attn.to_out
-        y_SC = dropout(project(torch_view(sequence.to_tokens)(y_NHDS.flatten(1, 2))))
-        return y_SC.unflatten(0, (videos, -1))
+        return Last(list(attn.to_out), torch_view(sequence.to_tokens)(y_NHDS.flatten(1, 2)), transposed=True)
+
+
+@dataclass(frozen=True)
+class Last:
+    """The end of a part: a projection and what follows it, and what they take.
+
+    Attributes:
+        layers: the projection, and dropouts.
+        h: (N, S, C), or (N, C, S).
+        transposed: whether it is the second.
+    """
+
+    layers: list[Any]
+    h: torch.Tensor
+    transposed: bool = False
+
+    def result(self) -> torch.Tensor:
+        """(N, S, C), by the layers."""
+        y_SC = (self.h.transpose(1, 2) if self.transposed else self.h).flatten(0, 1)
+        for layer in self.layers:
+            y_SC = layer(y_SC)
+        return y_SC.unflatten(0, (self.h.shape[0], -1))
+
+    def added(self, x_NSC: torch.Tensor, gate_N2C: torch.Tensor, first: Any) -> torch.Tensor:
+        """The result times its gate, and `x_NSC`, by one kernel; of a projection that `takes_fused`."""
+        fused = functools.partial(jax_kernels.gated_linear, transposed=self.transposed)
+        project = self.layers[0]
+        return torch_view(fused)(self.h, project.weight, project.bias, x_NSC, gate_N2C, first)
+
+
+def takes_fused(project: Any, sequence: Sequence) -> bool:
+    """Whether a kernel may take the place of a projection: nobody's own, no LoRA's, not for XLA to split."""
+    return type(project) is Linear and sequence.shared is None
 
 
 def projections(attn: Any, h_SC: torch.Tensor, parts: int) -> Iterator[torch.Tensor]:

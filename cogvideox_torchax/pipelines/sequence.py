@@ -175,17 +175,17 @@ class Sequence:
         return x_PNC.reshape(parts, videos, -1, channels).swapaxes(0, 1).reshape(videos, -1, channels)
 
     def to_tokens(self, y_NCS: jax.Array) -> jax.Array:
-        """From all tokens of a device's own channels to its own tokens (N * S, C); inside of `everywhere`."""
+        """From all tokens of a device's own channels to its own tokens (N, C, S); inside of `everywhere`."""
         videos, channels, _ = y_NCS.shape
         if not self.axes:
-            return y_NCS.swapaxes(1, 2).reshape(-1, channels)
+            return y_NCS
         if videos == 1:
             y_PCS = y_NCS.reshape(channels, self.parts, -1).swapaxes(0, 1)
             y_PCS = jax.lax.all_to_all(y_PCS, self.axes, split_axis=0, concat_axis=0, tiled=True)
-            return y_PCS.reshape(self.parts * channels, -1).T
+            return y_PCS.reshape(1, self.parts * channels, -1)
         y_PNCS = jnp.moveaxis(y_NCS.reshape(videos, channels, self.parts, -1), 2, 0)
         y_PNCS = jax.lax.all_to_all(y_PNCS, self.axes, split_axis=0, concat_axis=0, tiled=True)
-        return y_PNCS.transpose(1, 3, 0, 2).reshape(-1, self.parts * channels)
+        return y_PNCS.swapaxes(0, 1).reshape(videos, self.parts * channels, -1)
 
 
 def _filled(tokens: int, parts: int) -> int:

@@ -189,6 +189,89 @@ def gated_sum(
     return lax.optimization_barrier(total.astype(x.dtype))
 
 
+def linear_gelu(
+    x: Float[Array, "N S I"], weight: Float[Array, "O I"], bias: Float[Array, " O"] | None = None
+) -> Float[Array, "N S O"]:
+    """`gelu(linear(x, weight, bias))`, in one pass: rounded once, if by a kernel, else twice.
+
+    Args, raises: as `linear`.
+    """
+    return _linear_gelu(x, weight, _bias("linear_gelu", weight, bias))
+
+
+def linear_gelu_on(target: Target, x: Array, weight: Array, bias: Array) -> Array:
+    """`linear_gelu` for a target."""
+
+    def plain(x: Array, weight: Array, bias: Array) -> Array:
+        return gelu(linear(x, weight, bias))
+
+    own = with_derivatives_of(plain, functools.partial(tpu.product, gelu=True))
+    return (own if target.by_pallas and tpu.takes_product(x, weight) else plain)(x, weight, bias)
+
+
+_linear_gelu = dispatched(linear_gelu_on, "tpu")
+
+
+def gated_linear(
+    x: Float[Array, "N first second"],
+    weight: Float[Array, "O I"],
+    bias: Float[Array, " O"] | None,
+    residual: Float[Array, "N S O"],
+    gate: Float[Array, "N 2 O"],
+    first: Int[Array, ""] | int,
+    *,
+    transposed: bool = False,
+) -> Float[Array, "N S O"]:
+    """`gated_sum(residual, linear(x, weight, bias), gate, first)`, in one pass: rounded once, if by a kernel,
+    else twice.
+
+    Args:
+        x, weight, bias: as `linear` takes them; `x` (N, S, I), or (N, I, S) where `transposed`.
+        residual, gate, first: as `gated_sum` takes them.
+        transposed: whether channels of `x` come before its tokens, as attention gives them.
+    """
+    bias = _bias("gated_linear", weight, bias)
+    return _gated_linear(
+        x, weight, bias, residual, gate, jnp.asarray(first, jnp.int32), transposed=transposed
+    )
+
+
+def gated_linear_on(
+    target: Target,
+    x: Array,
+    weight: Array,
+    bias: Array,
+    residual: Array,
+    gate: Array,
+    first: Array,
+    *,
+    transposed: bool,
+) -> Array:
+    """`gated_linear` for a target."""
+
+    def plain(x: Array, weight: Array, bias: Array, residual: Array, gate: Array, first: Array) -> Array:
+        # One axis of tokens: XLA's CPU transposes no bfloat16 beside an axis that is one long.
+        x_SC = (x.swapaxes(1, 2) if transposed else x).reshape(-1, weight.shape[1])
+        return gated_sum(residual, linear(x_SC, weight, bias).reshape(residual.shape), gate, first)
+
+    def own(x: Array, weight: Array, bias: Array, residual: Array, gate: Array, first: Array) -> Array:
+        gated = residual, gate.astype(jnp.float32), first
+        return tpu.product(x, weight, bias, gated, transposed=transposed)
+
+    form = plain
+    if target.by_pallas and tpu.takes_product(x, weight):
+        form = with_derivatives_of(plain, own)
+    return form(x, weight, bias, residual, gate, first)
+
+
+_gated_linear = dispatched(gated_linear_on, "tpu")
+
+
+def _bias(kernel: str, weight: Array, bias: Array | None) -> Array:
+    check_channels(kernel, weight.shape[0], bias=bias)
+    return jnp.zeros(weight.shape[0], weight.dtype) if bias is None else bias
+
+
 def _of_kind(vectors_N2C: Array, x_NSC: Array, first: Array) -> Array:
     """Each token's own of two vectors."""
     second = jnp.arange(x_NSC.shape[1]) >= first

@@ -37,6 +37,21 @@ def gated_sum(x, y, gate, first):
     return (x + gate.astype(jnp.float32)[:, kind] * y.astype(jnp.float32)).astype(x.dtype)
 
 
+def linear_gelu(x, weight, bias=None):
+    """One after the other, in float32."""
+    return gelu(_wide(linear, x, weight, bias)).astype(x.dtype)
+
+
+def gated_linear(x, weight, bias, residual, gate, first, *, transposed=False):
+    """One after the other, in float32."""
+    y = _wide(linear, x.swapaxes(1, 2) if transposed else x, weight, bias)
+    return gated_sum(residual, y, gate, first)
+
+
+def _wide(function, *arrays):
+    return function(*(None if array is None else array.astype(jnp.float32) for array in arrays))
+
+
 def silu(x, *, time_axis=None):
     """Frame by frame the same."""
     return jax.nn.silu(x.astype(jnp.float32)).astype(x.dtype)

@@ -1,9 +1,12 @@
 """What works on channels alone, by Pallas kernels for TPUs.
 
-Axis letters here: N videos, S tokens, C channels.
+Axis letters here: N videos, S tokens, C channels, I and O the channels that a matrix takes and gives.
 """
 
 import functools
+import itertools
+import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +29,16 @@ UNROLLED = 4
 
 VMEM = 64 * 2**20
 """What the kernel may take of it."""
+
+HEIGHTS, UNIT = (512, 384), 256
+"""Tokens of a product's block, those that a sequence fills best, and the outputs of a unit, whose epilogue is
+computed while the next one is multiplied."""
+
+WIDEST = 1024
+"""Outputs of a block, at most."""
+
+BODY = 2**23
+"""Inputs times outputs in a loop's body, at most: more compile for minutes."""
 
 
 def takes(x: Float[Array, "N S C"]) -> bool:
@@ -82,3 +95,103 @@ def _modulated_norm(first_ref, x_ref, factor_ref, offset_ref, y_ref, *, eps: flo
         y_ref[own] = (y * factor + offset).astype(y_ref.dtype)
 
     pl.loop(0, block, step=ROWS, unroll=min(UNROLLED, block // ROWS))(norm)
+
+
+def takes_product(x: Float[Array, "N first second"], weight: Float[Array, "O I"]) -> bool:
+    """Return whether `product` takes them: bfloat16, inputs in whole tiles and outputs in whole units."""
+    outputs, inputs = weight.shape
+    whole = outputs % UNIT == 0 and inputs % tiles.LANES == 0
+    fits = 4 * inputs * (max(HEIGHTS) + UNIT) < tiles.vmem_limit() // 2
+    return x.size > 0 and x.dtype == weight.dtype == jnp.bfloat16 and whole and fits
+
+
+def product(
+    x: Float[Array, "N first second"],
+    weight: Float[Array, "O I"],
+    bias: Float[Array, " O"],
+    gated: tuple[Array, ...] = (),
+    *,
+    gelu: bool = False,
+    transposed: bool = False,
+) -> Float[Array, "N S O"]:
+    """`x weight^T + bias`, and what follows it, in one pass and rounded once, of what `takes_product` takes.
+
+    Args:
+        x: tokens.
+        weight, bias: of the product.
+        gated: what the product is added to, (N, S, O), what it is multiplied by before, (N, 2, O) float32, of
+            the tokens before `first` and of the others, and `first`. Nothing for no sum.
+        gelu: whether GELU follows.
+        transposed: whether channels of `x` come before its tokens.
+    """
+    videos, outputs = x.shape[0], weight.shape[0]
+    tokens, inputs = x.shape[1:][:: -1 if transposed else 1]
+    rows = min(HEIGHTS, key=lambda rows: (pl.cdiv(tokens, rows) * rows, -rows))
+    columns = UNIT * _most(outputs // UNIT, min(WIDEST, tiles.vmem_limit() // 2 // (4 * inputs)) // UNIT)
+    of_x = pl.BlockSpec(
+        (None, inputs, rows) if transposed else (None, rows, inputs),
+        lambda j, n, i, _: (n, 0, i) if transposed else (n, i, 0),
+    )
+    of_y = pl.BlockSpec((None, rows, columns), lambda j, n, i, _: (n, i, j))
+    of_weight = pl.BlockSpec((columns, inputs), lambda j, n, i, _: (j, 0))
+    of_bias = pl.BlockSpec((1, columns), lambda j, n, i, _: (0, j))
+    of_gate = pl.BlockSpec((None, 2, columns), lambda j, n, i, _: (n, 0, j))
+    *added, first = gated or (jnp.int32(0),)
+    return pl.pallas_call(
+        functools.partial(
+            _product, body=_most(columns // UNIT, BODY // inputs // UNIT), gelu=gelu, transposed=transposed
+        ),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(outputs // columns, videos, pl.cdiv(tokens, rows)),
+            in_specs=[of_x, of_weight, of_bias, *[of_y, of_gate][: len(added)]],
+            out_specs=of_y,
+        ),
+        out_shape=jax.ShapeDtypeStruct((videos, tokens, outputs), x.dtype),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel",) * 3, vmem_limit_bytes=tiles.vmem_limit()
+        ),
+        name="gated_linear" if gated else "linear_gelu" if gelu else "linear",
+    )(first.reshape(1), x, weight, bias.astype(jnp.float32)[None], *added)
+
+
+def _most(count: int, most: int) -> int:
+    """The largest divisor of a count that is not more than so much, or one."""
+    return max(n for n in range(1, max(most, 1) + 1) if count % n == 0)
+
+
+def _product(first_ref, x_ref, weight_ref, bias_ref, *refs, body: int, gelu: bool, transposed: bool) -> None:
+    """A block. Of the units in a loop's body each is multiplied before the epilogue of the one before it."""
+    *gated, y_ref = refs
+
+    def multiplied(outputs: Any) -> Array:
+        dimensions = (((0 if transposed else 1,), (1,)), ((), ()))
+        return lax.dot_general(
+            x_ref[...], weight_ref[outputs, :], dimensions, preferred_element_type=jnp.float32
+        )
+
+    def finish(outputs: Any, y: Array) -> None:
+        y = y + bias_ref[:, outputs]
+        if gelu:
+            y = _gelu(y)
+        if gated:
+            sum_ref, gate_ref = gated
+            begins = first_ref[0] - pl.program_id(2) * y.shape[0]
+            second = lax.broadcasted_iota(jnp.int32, (y.shape[0], 1), 0) >= begins
+            gate = jnp.where(second, gate_ref[1:, outputs], gate_ref[:1, outputs])
+            y = sum_ref[:, outputs].astype(jnp.float32) + gate * y
+        y_ref[:, outputs] = y.astype(y_ref.dtype)
+
+    @pl.loop(0, y_ref.shape[1] // UNIT // body)
+    def _(index: Array) -> None:
+        units = [pl.ds(pl.multiple_of((index * body + n) * UNIT, UNIT), UNIT) for n in range(body)]
+        ahead = multiplied(units[0])
+        for unit, following in itertools.zip_longest(units, units[1:]):
+            y, ahead = ahead, None if following is None else multiplied(following)
+            finish(unit, y)
+
+
+def _gelu(x: Array) -> Array:
+    """GELU by tanh, of which a TPU has an instruction."""
+    half, inner = 0.5 * x, math.sqrt(2 / math.pi)
+    return half + half * jnp.tanh(x * (inner + (0.044715 * inner) * (x * x)))

@@ -22,7 +22,7 @@ def test_tokens_come_to_their_heads_and_back(videos):
     def there_and_back(own_NSC):
         x_PNC = own_NSC.reshape(-1, PARTS, 24 // PARTS).swapaxes(0, 1)
         heads_NSC = sequence.to_heads(x_PNC, videos)
-        return heads_NSC, sequence.to_tokens(heads_NSC.swapaxes(1, 2)).reshape(own_NSC.shape)
+        return heads_NSC, sequence.to_tokens(heads_NSC.swapaxes(1, 2)).swapaxes(1, 2)
 
     tokens, heads = P(None, "tp", None), P(None, None, "tp")
     exchanged = jax.shard_map(

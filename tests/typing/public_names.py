@@ -76,6 +76,8 @@ def transformer_kernels(x: jax.Array, weight: jax.Array, vector: jax.Array, kind
     assert_type(jax_kernels.rotate(x, weight, weight), jax.Array)
     assert_type(jax_kernels.linear(x, weight, vector), jax.Array)
     assert_type(jax_kernels.linear_parts(x, weight, vector, parts=3), jax.Array)
+    assert_type(jax_kernels.linear_gelu(x, weight, vector), jax.Array)
+    assert_type(jax_kernels.gated_linear(x, weight, vector, x, weight, kind), jax.Array)
     assert_type(jax_kernels.layer_norm(x, vector, vector), jax.Array)
     assert_type(jax_kernels.modulated_norm(x, vector, vector, weight, weight, kind), jax.Array)
     assert_type(jax_kernels.gated_sum(x, x, weight, kind), jax.Array)

@@ -1,12 +1,15 @@
 """The transformer's plain layers: rounded once, statistics in float32."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 
-from jax_kernels import gelu, layer_norm, linear, silu
+from jax_kernels import gated_linear, gelu, layer_norm, linear, linear_gelu, modulated_norm, silu
+from tests.jax_kernels.chips import compiled_for, struct
 from tests.reference import largest_error
 
 
@@ -50,3 +53,31 @@ def test_gelu_is_torchs_by_tanh():
     want = torch.nn.functional.gelu(to_torch(x), approximate="tanh")
     assert largest_error(gelu(x)[:-3], want[:-3]) < 1e-6
     np.testing.assert_array_equal(np.array(gelu(x)[-3:]), [0, np.float32(1e30), 0])
+
+
+ROWS, KINDS, FIRST = struct(2, 10240, 256), struct(2, 2, 256), struct(dtype=jnp.int32)
+KERNELS = {
+    "modulated_norm": (modulated_norm, ROWS, struct(256), struct(256), KINDS, KINDS, FIRST),
+    "linear_gelu": (linear_gelu, ROWS, struct(1024, 256), struct(1024)),
+    "gated_linear": (gated_linear, ROWS, struct(256, 256), struct(256), ROWS, KINDS, FIRST),
+    "gated_linear of transposed": (
+        functools.partial(gated_linear, transposed=True),
+        struct(2, 256, 10240),
+        struct(256, 256),
+        struct(256),
+        ROWS,
+        KINDS,
+        FIRST,
+    ),
+}
+"""An op and what it takes."""
+
+
+@pytest.mark.parametrize("topology", ["v6e:1x1", "v5e:1x1", "tpu7x:2x2x1"])
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.slow_cases(but=["*v6e*"])
+def test_its_kernel_compiles_and_copies_no_activation(name, topology):
+    op, *structs = KERNELS[name]
+    found = compiled_for(topology, op, *structs)
+    assert name.partition(" ")[0] in found.as_text()
+    assert found.memory_analysis().temp_size_in_bytes < 2**21  # a fifth of one
