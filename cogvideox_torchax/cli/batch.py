@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cogvideox_torchax.cli import common, devices
+from cogvideox_torchax.cli import arguments, common, devices
 from cogvideox_torchax.cli.clips import recipe_of
 from cogvideox_torchax.dataset import Bucket, DecodeClip, EncodeClip, sources
 from cogvideox_torchax.dataset.clip import KEEP, MEAN, POSTERIOR
@@ -29,7 +29,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
         help="a latent file a clip (default), or shards: Parquet as FastVideo reads it (needs the extra "
         "data), or WebDataset tars",
     )
-    add("--shard-size", type=common.positive, metavar="CLIPS", help="clips a shard (default: 64)")
+    add("--shard-size", type=arguments.positive, metavar="CLIPS", help="clips a shard (default: 64)")
     add("--keep", choices=KEEP, help="mean and log-variance (default), the mean, a sample, or all three")
     add(
         "--buckets",
@@ -42,12 +42,14 @@ def add_options(command: argparse.ArgumentParser) -> None:
     count = (
         "models on Ray, of --dp times --tp chips each (default: as many as there are chips for, on CPUs 1)"
     )
-    add("--actors", type=common.positive, metavar="COUNT", help=count)
+    add("--actors", type=arguments.positive, metavar="COUNT", help=count)
     add_decoding_options(group)
 
 
 def add_decoding_options(group: Any) -> None:
-    group.add_argument("--readers", type=common.positive, help="clips that are read at a time (default: 2)")
+    group.add_argument(
+        "--readers", type=arguments.positive, help="clips that are read at a time (default: 2)"
+    )
     group.add_argument("--retry", action="store_true", help="try clips again that were bad before")
 
 

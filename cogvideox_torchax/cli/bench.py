@@ -6,13 +6,13 @@ from typing import Any
 
 from cogvideox_torchax.backends import Use, names
 from cogvideox_torchax.bench import report
-from cogvideox_torchax.cli import common
+from cogvideox_torchax.cli import arguments, common
 from cogvideox_torchax.files import reports
 from cogvideox_torchax.vae import checkpoint
 
 
 def add(subparsers: Any) -> argparse.ArgumentParser:
-    command = common.add_command(
+    command = arguments.add_command(
         subparsers,
         "bench",
         "measure backends against each other",
@@ -30,14 +30,14 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
         "--sweep", action="append", default=[], metavar="AXIS", help="frames=9,17,33 or size=64x96,128x192"
     )
     command.add_argument(
-        "--repetitions", type=common.positive, default=5, help="measured runs in each process (default: 5)"
+        "--repetitions", type=arguments.positive, default=5, help="measured runs in each process (default: 5)"
     )
     command.add_argument(
         "--warmups", type=int, default=2, help="runs before the first that counts (default: 2)"
     )
     command.add_argument(
         "--rounds",
-        type=common.positive,
+        type=arguments.positive,
         default=2,
         help="processes for each backend; with 2 or more, warm starts are measured too (default: 2)",
     )

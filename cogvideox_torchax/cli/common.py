@@ -1,115 +1,23 @@
-"""What several commands share: options, the model, the backend, tables and JSON."""
+"""What several commands share: the model, the backend, tables and JSON."""
 
 import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
 from cogvideox_torchax import backends
-from cogvideox_torchax.files import reports, video
+from cogvideox_torchax.cli.arguments import DTYPES
+from cogvideox_torchax.files import reports
 from cogvideox_torchax.runtime.clock import CompileClock
 
-DTYPES = ("float32", "bfloat16", "float16")
 DEMO_MODEL = Path(__file__).parent.parent / "assets" / "tiny-vae"
 
 Item = TypeVar("Item")
-Value = TypeVar("Value")
-
-
-def add_command(subparsers: Any, name: str, summary: str, example: str) -> argparse.ArgumentParser:
-    """A subparser whose help ends with an example."""
-    return subparsers.add_parser(
-        name,
-        help=summary,
-        description=summary[0].upper() + summary[1:] + ".",
-        epilog=f"example: {example}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-
-
-def add_model_options(
-    command: argparse.ArgumentParser, default: str = "the small bundled model, as a line says"
-) -> None:
-    command.add_argument(
-        "--model",
-        metavar="DIR_OR_ID",
-        help=f"a CogVideoX VAE or a whole pipeline, as a directory or a hub id (default: {default})",
-    )
-    command.add_argument(
-        "--backend", choices=backends.names(backends.Use.RUN), default="torchax", help="default: torchax"
-    )
-    command.add_argument(
-        "--dtype", default="float32", help=f"of the weights: {', '.join(DTYPES)} (default: float32)"
-    )
-    command.add_argument("--json", action="store_true", help="print the report as JSON")
-    command.add_argument("--quiet", action="store_true", help="no progress bars")
-
-
-def add_clip_options(command: argparse.ArgumentParser, frames: int | None = None) -> None:
-    """Which part of a clip to take; `frames` is what a command without `--frames` takes at most."""
-    shown = "" if frames is None else f" (default: {frames}, or all of a shorter clip)"
-    command.add_argument("--frames", type=positive, help=f"read only the first so many frames{shown}")
-    command.add_argument(
-        "--height",
-        type=positive,
-        help="resize to this height in pixels; the width follows if it is not given",
-    )
-    command.add_argument(
-        "--width", type=positive, help="resize to this width in pixels; the height follows if it is not given"
-    )
-    command.add_argument(
-        "--crop", action="store_true", help="crop the middle to the size instead of resizing"
-    )
-
-
-def add_seed_option(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--seed", type=int, default=None, help="sample the posterior with this seed instead of its mode"
-    )
-
-
-def add_tiling_option(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--tiling",
-        nargs="?",
-        const="auto",
-        metavar="HEIGHTxWIDTH",
-        help="work in tiles of this size in pixels; auto, or no size: in tiles where it does not fit "
-        "into memory",
-    )
-
-
-def add_profile_option(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--profile", metavar="DIR", help="write JAX's profile of the run there, for TensorBoard and Perfetto"
-    )
-
-
-def positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is not a positive number")
-    return value
-
-
-def argument(read: Callable[[str], Value]) -> Callable[[str], Value]:
-    """Return a reader for argparse, which shows the message of a `ValueError` of `read`."""
-
-    def value(text: str) -> Value:
-        try:
-            return read(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from error
-
-    return value
-
-
-frame_rate = argument(video.frame_rate)
 
 
 def check_named(path: str) -> None:

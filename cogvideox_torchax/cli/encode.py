@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from cogvideox_torchax.cli import batch, common, devices
+from cogvideox_torchax.cli import arguments, batch, common, devices
 from cogvideox_torchax.cli.clips import encoder_of, open_clip
 from cogvideox_torchax.dataset import sources
 from cogvideox_torchax.files import latents
@@ -11,7 +11,7 @@ from cogvideox_torchax.files.whole import check_file
 
 
 def add(subparsers: Any) -> argparse.ArgumentParser:
-    command = common.add_command(
+    command = arguments.add_command(
         subparsers,
         "encode",
         "encode a video, or a directory of them, to latents",
@@ -29,13 +29,13 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
         metavar="FILE",
         help="the .safetensors file to write; of many, the directory, where what is done already is skipped",
     )
-    common.add_model_options(command)
-    common.add_clip_options(command)
-    common.add_seed_option(command)
-    common.add_tiling_option(command)
+    arguments.add_model_options(command)
+    arguments.add_clip_options(command)
+    arguments.add_seed_option(command)
+    arguments.add_tiling_option(command)
     batch.add_options(command)
-    devices.add_options(command)
-    common.add_profile_option(command)
+    arguments.add_process_options(command)
+    arguments.add_profile_option(command)
     return command
 
 

@@ -2,15 +2,15 @@
 
 import argparse
 import contextlib
-from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 from cogvideox_torchax import runtime
-from cogvideox_torchax.cli import common
+from cogvideox_torchax.cli import arguments, common, devices
 from cogvideox_torchax.cli.clips import decode_to
+from cogvideox_torchax.cli.kept import kept_latents, kept_path, on_disk
 from cogvideox_torchax.files import latents as latent_files
 from cogvideox_torchax.files import video
 from cogvideox_torchax.files.latents import Latents
@@ -21,7 +21,7 @@ FPS = Fraction(8)
 
 
 def add(subparsers: Any) -> argparse.ArgumentParser:
-    command = common.add_command(
+    command = arguments.add_command(
         subparsers,
         "generate",
         "generate a video with a CogVideoX pipeline",
@@ -37,10 +37,10 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
     command.add_argument("--guidance", type=float, help="scale of guidance, 1 for none (default: 6)")
     command.add_argument("--seed", type=int, help="of the noise (default: 0)")
     command.add_argument("--frames", type=int, help="how many (default: the model's)")
-    command.add_argument("--height", type=common.positive, help="in pixels (default: the model's)")
-    command.add_argument("--width", type=common.positive, help="in pixels (default: the model's)")
+    command.add_argument("--height", type=arguments.positive, help="in pixels (default: the model's)")
+    command.add_argument("--width", type=arguments.positive, help="in pixels (default: the model's)")
     command.add_argument(
-        "--fps", type=common.frame_rate, help="frames a second (default: 8; that of a latents stage)"
+        "--fps", type=arguments.frame_rate, help="frames a second (default: 8; that of a latents stage)"
     )
     command.add_argument("--dtype", help="of weights and latents (default: bfloat16)")
     command.add_argument(
@@ -74,10 +74,10 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
         metavar="FILE",
         help="an .mp4 or .gif file, or a directory for PNG frames",
     )
-    common.add_tiling_option(command)
+    arguments.add_tiling_option(command)
     command.add_argument("--json", action="store_true", help="print the report as JSON")
     command.add_argument("--quiet", action="store_true", help="no progress bars")
-    common.add_profile_option(command)
+    arguments.add_profile_option(command)
     return command
 
 
@@ -88,17 +88,17 @@ def run(args: argparse.Namespace) -> int:
         check_file(args.preview)
         if not args.preview.endswith(".png"):
             raise ValueError(f"cannot write {args.preview}: a preview goes into a .png file")
-    kept = _kept_latents(args) if args.from_stage == stages.LATENTS else None
+    kept = kept_latents(args) if args.from_stage == stages.LATENTS else None
     args.fps = args.fps or (kept.fps if kept else FPS)
     # Latents are kept until the video is whole: the inner context ends first.
     with contextlib.ExitStack() as keeping, video.writing(args.output, args.fps) as sink:
         if args.save_stages:
             common.make_directory(args.save_stages, "keep stages in")
         else:
-            check_file(_kept_path(args))
+            check_file(kept_path(args))
         watch = common.Stopwatch()
         vae, latents = _sampled(args) if kept is None else (_vae_for(args, kept), kept)
-        keeping.enter_context(_on_disk(args, latents))
+        keeping.enter_context(on_disk(args, latents))
         written = decode_to(sink, vae, latents, args, runtime.to_torch)
     report = {
         "output": args.output,
@@ -112,49 +112,14 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _kept_latents(args: argparse.Namespace) -> Latents:
-    """The latents stage, which is only decoded any more: what it was sampled by cannot be asked for."""
-    sampling = {*stages.Request.names(), "preview", "cache"} - {"dtype"}
-    given = sorted(name for name in sampling if getattr(args, name) is not None)
-    if given:
-        options = ", ".join(map(stages.option, given))
-        raise ValueError(f"the latents are sampled already: leave {options} out, or take up from 'text'")
-    latents = stages.load_latents(args.save_stages)
-    latents.check_model(generate.vae_config(args.model))
-    return latents
-
-
-def _kept_path(args: argparse.Namespace) -> Path:
-    """Beside the output, which as a directory may end in a slash."""
-    output = Path(args.output)
-    return output.with_name(f"{output.name}.latents.safetensors")
-
-
-@contextlib.contextmanager
-def _on_disk(args: argparse.Namespace, latents: Latents) -> Iterator[None]:
-    """Keeps the latents in a file until their video is whole; where that fails they stay, and a line says
-    so."""
-    if args.save_stages:
-        yield
-        return
-    kept = _kept_path(args)
-    latent_files.save(latents, kept)
-    try:
-        yield
-    except BaseException:
-        common.say(f"the latents are kept: cogvideox-torchax decode {kept} -o {args.output}")
-        raise
-    kept.unlink()
-
-
 def _vae_for(args: argparse.Namespace, latents: Latents) -> Any:
     dtype = args.dtype or str(latents.tensor.dtype).removeprefix("torch.")
-    return common.load_vae(args.model, "torchax", dtype, _mesh(args))
+    return common.load_vae(args.model, "torchax", dtype, devices.mesh_of_size(args.dp, args.tp))
 
 
 def _sampled(args: argparse.Namespace) -> tuple[Any, Latents]:
     """The pipeline's VAE and the latents that it sampled, everything checked before a weight is loaded."""
-    mesh = _mesh(args)
+    mesh = devices.mesh_of_size(args.dp, args.tp)
     text = stages.load(args.save_stages, stages.TEXT) if args.from_stage else None
     model = generate.describe(args.model, image=args.image is not None, clip=args.video is not None)
     if text is not None:
@@ -183,11 +148,3 @@ def _sampled(args: argparse.Namespace) -> tuple[Any, Latents]:
             f"--cache {args.cache}: {computed.count(False)} of {len(computed)} steps skipped, some in part"
         )
     return pipe.vae, latents
-
-
-def _mesh(args: argparse.Namespace) -> Any:
-    if args.dp == args.tp == 1:
-        return None
-    from cogvideox_torchax import make_mesh
-
-    return make_mesh(args.dp, args.tp)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from cogvideox_torchax.backends import Use, names
-from cogvideox_torchax.cli import common, planning
+from cogvideox_torchax.cli import arguments, planning
 from cogvideox_torchax.files import reports
 
 BACKEND = "torchax"
@@ -20,7 +20,7 @@ ONLY = {
 
 
 def add(subparsers: Any) -> argparse.ArgumentParser:
-    command = common.add_command(
+    command = arguments.add_command(
         subparsers,
         "plan",
         "compile for a TPU on a machine without one: does it fit, how long does it take",

@@ -6,14 +6,14 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from cogvideox_torchax.cli import common, devices
+from cogvideox_torchax.cli import arguments, common, devices
 from cogvideox_torchax.cli.clips import frames_through, open_clip, reconstruct_to
 from cogvideox_torchax.dataset.clip import DecodedClip
 from cogvideox_torchax.files import video
 
 
 def add(subparsers: Any) -> argparse.ArgumentParser:
-    command = common.add_command(
+    command = arguments.add_command(
         subparsers,
         "reconstruct",
         "encode a video and decode it again",
@@ -27,13 +27,13 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
         metavar="FILE",
         help="an .mp4 or .gif file, or a directory for PNG frames",
     )
-    common.add_model_options(command)
-    common.add_clip_options(command)
-    common.add_seed_option(command)
-    common.add_tiling_option(command)
-    devices.add_options(command)
-    command.add_argument("--fps", type=common.frame_rate, help="frames a second (default: the source's)")
-    common.add_profile_option(command)
+    arguments.add_model_options(command)
+    arguments.add_clip_options(command)
+    arguments.add_seed_option(command)
+    arguments.add_tiling_option(command)
+    arguments.add_process_options(command)
+    command.add_argument("--fps", type=arguments.frame_rate, help="frames a second (default: the source's)")
+    arguments.add_profile_option(command)
     return command
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from cogvideox_torchax import backends
-from cogvideox_torchax.cli import common, devices
+from cogvideox_torchax.cli import arguments, common, devices
 from cogvideox_torchax.train import clips, start
 from cogvideox_torchax.train.checkpoints import NAME
 from cogvideox_torchax.train.run import HeldOut, Run
@@ -20,7 +20,7 @@ TRAINERS = ("torch", "torchax")
 
 
 def add(subparsers: Any) -> argparse.ArgumentParser:
-    command = common.add_command(
+    command = arguments.add_command(
         subparsers,
         "train",
         "train a VAE on clips, from scratch or from given weights",
@@ -42,17 +42,17 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
         default="torch",
         help="torch computes in bfloat16, with float32 weights; torchax in float32 (default: torch)",
     )
-    command.add_argument("--steps", type=common.positive, required=True, help="of the whole training")
-    command.add_argument("--batch", type=common.positive, default=1, help="clips in a batch (default: 1)")
+    command.add_argument("--steps", type=arguments.positive, required=True, help="of the whole training")
+    command.add_argument("--batch", type=arguments.positive, default=1, help="clips in a batch (default: 1)")
     command.add_argument(
         "--frames",
-        type=common.positive,
+        type=arguments.positive,
         default=17,
         help="of the longest clips, 8 n + 1 (default: 17)",
     )
     command.add_argument(
         "--size",
-        type=common.positive,
+        type=arguments.positive,
         default=64,
         help="of the square crops, in pixels, a multiple of 16 (default: 64)",
     )
@@ -68,11 +68,11 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
         "--validate", action="append", default=[], metavar="CLIP", help="a held-out video; repeatable"
     )
     command.add_argument(
-        "--every", type=common.positive, default=500, help="steps between checkpoints (default: 500)"
+        "--every", type=arguments.positive, default=500, help="steps between checkpoints (default: 500)"
     )
     command.add_argument("--resume", action="store_true", help="go on from the checkpoint in DIR")
     command.add_argument("--quiet", action="store_true", help="no progress bar")
-    devices.add_mesh_options(command)
+    arguments.add_mesh_options(command)
     return command
 
 

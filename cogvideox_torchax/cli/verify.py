@@ -8,7 +8,7 @@ import torch
 
 from cogvideox_torchax import __version__
 from cogvideox_torchax.backends import Use, backend, names
-from cogvideox_torchax.cli import common
+from cogvideox_torchax.cli import arguments, common
 from cogvideox_torchax.cli.clips import SPATIAL_SCALE, open_clip
 from cogvideox_torchax.files import reports
 
@@ -17,7 +17,7 @@ FILES = ("verify.json", "verify.md", "verify.png")
 
 
 def add(subparsers: Any) -> argparse.ArgumentParser:
-    command = common.add_command(
+    command = arguments.add_command(
         subparsers,
         "verify",
         "compare backends with PyTorch in float32, layer by layer and as a whole",
@@ -32,11 +32,11 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
     command.add_argument("--video", metavar="CLIP", help="what to encode (default: noise from a fixed seed)")
     command.add_argument("--backends", nargs="+", choices=names(Use.VERIFY), default=["torch", "torchax"])
     command.add_argument("--dtype", nargs="+", choices=DTYPES, default=["float32"])
-    common.add_clip_options(command)
+    arguments.add_clip_options(command)
     command.add_argument("-o", "--output", metavar="DIR", help=f"write {', '.join(FILES)} there")
     command.add_argument("--json", action="store_true", help="print the report as JSON")
     command.add_argument("--quiet", action="store_true", help="do not say what is being run")
-    common.add_profile_option(command)
+    arguments.add_profile_option(command)
     return command
 
 
