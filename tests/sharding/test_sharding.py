@@ -100,9 +100,8 @@ def eight(stock, build):
     return sharded(stock, 1, 8, build=build)
 
 
-@pytest.mark.slow_cases("flax")
 def test_a_backend_runs_chunks_over_the_mesh_of_its_model(build, eight):
-    (chunk,) = backend(build)(eight).chunks(DECODE, inputs(1, 1, 90)[0])
+    (chunk,) = backend(build)(eight).chunks(DECODE, inputs(3, 1, 90)[0])
     assert local_share(chunk) == 1 / 8
 
 
@@ -148,6 +147,9 @@ def test_chunks_and_caches_cross_the_border_in_shards_and_weights_are_copied(eig
     caches = jax.tree.leaves(cache)
     assert {part.shape[HWNTC.of("W")] for part in caches} == {96, 192, 384}
     assert result.shape[axes.of("W")] == 360
+    for part in caches:
+        planned = program.place.cache_struct(part.shape, part.dtype).sharding
+        assert part.sharding.is_equivalent_to(planned, part.ndim)
     for array, order in [(result, axes), *((part, HWNTC) for part in caches)]:
         whole = list(array.shape)
         whole[order.of("W")] //= 8

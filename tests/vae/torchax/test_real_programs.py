@@ -302,7 +302,9 @@ def test_float32_is_multiplied_in_float32(vae, kind):
     program = vae.program(kind)
     shape = (1, 3, 8, 16, 24) if kind == "encode" else (1, 16, 2, 4, 6)
     for first in (None, shape):
-        text = program.lower_chunk(shape, runtime.jax_dtype(torch.float32), first).as_text()
+        lowered = program.lower_chunk(shape, runtime.jax_dtype(torch.float32), first)
+        assert bool(jax.tree.leaves(lowered.args_info[0][2])) == (first is not None)
+        text = lowered.as_text()
         products = [line for line in text.splitlines() if re.search(r"\.(dot_general|convolution)\b", line)]
         assert len(products) > 10
         assert all("HIGHEST" in line for line in products)
