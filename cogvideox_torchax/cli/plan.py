@@ -10,11 +10,12 @@ from typing import Any
 from cogvideox_torchax.backends import Use, names
 from cogvideox_torchax.cli import arguments, planning
 from cogvideox_torchax.files import reports
+from cogvideox_torchax.pipelines.cache_options import config_of
 
 BACKEND = "torchax"
 ONLY = {
     **dict.fromkeys(("backend", "tiling", "no_advice", "layers", "encode", "save_hlo"), ("vae",)),
-    **dict.fromkeys(("no_guidance", "split"), ("step",)),
+    **dict.fromkeys(("no_guidance", "split", "cache", "skips"), ("step",)),
 }
 """Options that some networks alone have a use for."""
 
@@ -64,6 +65,17 @@ def add(subparsers: Any) -> argparse.ArgumentParser:
         choices=("tokens", "channels"),
         help="with --network step: what is split over --tp (default: tokens, where it divides the heads)",
     )
+    command.add_argument(
+        "--cache",
+        metavar="first-block:0.1|pab|magcache:FILE|taylorseer|fastercache",
+        help="with --network step: what a video takes with one of diffusers' caches",
+    )
+    command.add_argument(
+        "--skips",
+        type=int,
+        metavar="N",
+        help="with --cache first-block: how many of 50 steps it skips",
+    )
     command.add_argument("--encode", action="store_true", help="plan encoding instead of decoding")
     command.add_argument("--dtype", default="bfloat16", help="of weights and activations (default: bfloat16)")
     command.add_argument("--save-hlo", metavar="DIR", help="keep the compiled text of each program there")
@@ -77,6 +89,16 @@ def check(args: argparse.Namespace) -> None:
     for name, networks in ONLY.items():
         if args.network not in networks and getattr(args, name) not in (None, False, BACKEND):
             raise ValueError(f"--{name.replace('_', '-')} does not go with --network {args.network}")
+    if args.cache:
+        config_of(args.cache, steps=50, guided=not args.no_guidance)
+    of_blocks = (args.cache or "").startswith("first-block")
+    if (args.skips is not None) != of_blocks:
+        raise ValueError(
+            "--skips N says how many of 50 steps --cache first-block skips, which decides as it runs: give "
+            "both or neither"
+        )
+    if args.skips is not None and not 0 <= args.skips < 50:
+        raise ValueError(f"got --skips {args.skips}: of 50 steps, the first of which is computed")
     if args.layers and args.dp * args.tp == 1:
         raise ValueError("--layers tells what lies where on a mesh: pass --dp or --tp")
     if args.layers and args.backend == "flax":

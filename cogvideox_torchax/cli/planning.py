@@ -1,6 +1,7 @@
 """The work of `plan`: programs compiled, printed as they come, and kept as one document."""
 
 import argparse
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,17 @@ def _network(args: argparse.Namespace, vae: Any, mesh: dict[str, Any]) -> dict[s
         scale, frames = vae.spatial_scale, (args.frames - 1) // vae.config["temporal_compression_ratio"] + 1
         size = {"frames": frames, "height": args.height // scale, "width": args.width // scale}
         options = {"guided": not args.no_guidance, "split": args.split}
-        plan = networks.plan_step(args.model, dtype, devices, chip, **options, **size, **mesh)
+        step = functools.partial(
+            networks.plan_step, args.model, dtype, devices, chip, **options, **size, **mesh
+        )
+        if args.cache:
+            counts = networks.cached_steps(args.model, dtype, args.cache, not args.no_guidance)
+            plans = [step(cache=args.cache, step=first) for first in counts]
+            if args.skips is not None:
+                counts = {0: networks.STEPS - args.skips, 1: args.skips}
+            table = networks.cached_table(plans, list(counts.values()), chip)
+            return _printed(args, [plan.program for plan in plans], table)
+        plan = step()
     return _printed(args, [plan.program], networks.table(plan, chip))
 
 

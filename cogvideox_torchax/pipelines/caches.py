@@ -116,6 +116,11 @@ class StepCache:
         states[name] = state
         return runtime.tensor_of(sample)
 
+    def ahead(self, model: Any, batch: int, steps: Iterable[Any]) -> list[Plan]:
+        """Return the plans of a run's steps on so many videos, found while `steps` is gone through."""
+        state, tensors = self._begin("a plan"), {"hidden_states": torch.empty(batch, 0)}
+        return [self._plan(state, model, tensors) for _ in steps]
+
     def _begin(self, name: str | None) -> State:
         state = State(runtime.without_torchax(copy.deepcopy, {each.module: each.hook for each in self.hooks}))
         for hook in state.hooks.values():
@@ -134,6 +139,11 @@ class StepCache:
 
 class FirstBlock(StepCache):
     """FirstBlockCache: the other blocks run where the first one's residual has changed enough."""
+
+    def ahead(self, model: Any, batch: int, steps: Iterable[Any]) -> list[Plan]:
+        """Return the plans of a step whose decision is to compute, and of one whose is to reuse."""
+        ((_, numbers),) = super().ahead(model, batch, range(1))
+        return [(form("first_block", (), (), reuses), numbers) for reuses in (False, True)]
 
     def _plan(self, state: State, model: Any, tensors: dict[str, Any]) -> Plan:
         head = next(iter(state.hooks.values()))
@@ -314,6 +324,7 @@ class Stack(nn.Module):
         self.blocks: tuple[nn.Module, ...] = ()
         self.kept, self.numbers = kept, numbers
         self.seen: Any = None
+        self.decided = form[3] if len(form) > 3 else None  # by a plan, which wants each branch by itself
         self.names = ("head", "tail") if form[0] == "first_block" else ("tail",)
         self._run = getattr(self, f"_{form[0]}")
 
@@ -361,7 +372,10 @@ class Stack(nn.Module):
             y = self._through(self.blocks[1:], head, options)[0]
             return y, residual, y - head[0]
 
-        y, *new = torch_view(jax.lax.cond)(reuses, reuse, compute)
+        if self.decided is None:
+            y, *new = torch_view(jax.lax.cond)(reuses, reuse, compute)
+        else:
+            y, *new = reuse() if self.decided else compute()
         self.kept = dict(zip(("head", "tail"), new, strict=True))
         self.seen = ~reuses
         return y, *head[1:]  # nothing is made of the text after the blocks

@@ -7,6 +7,9 @@ is not known, its floating-point operations over the chip's peak do, and the pla
 """
 
 import functools
+import math
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,8 +17,15 @@ import torch
 
 from cogvideox_torchax import runtime
 from cogvideox_torchax.files.models import locate, read_json
-from cogvideox_torchax.pipelines.networks import port_network, prompt_tensors, step_tensors
-from cogvideox_torchax.plan.chips import Chip, PlanError
+from cogvideox_torchax.pipelines.cache_options import config_of
+from cogvideox_torchax.pipelines.networks import (
+    CachedStep,
+    Described,
+    port_network,
+    prompt_tensors,
+    step_tensors,
+)
+from cogvideox_torchax.plan.chips import GIB, Chip, PlanError
 from cogvideox_torchax.plan.programs import KERNEL, KernelTime, ProgramPlan, compile_program
 from cogvideox_torchax.plan.report import figures
 from cogvideox_torchax.sharding import make_mesh
@@ -48,6 +58,9 @@ TEXT_ENCODER: dict[str, Any] = {
 FEW = (1, 2)
 """Layers of the two programs that are compiled."""
 
+STEPS = 50
+"""Of a whole video."""
+
 
 @dataclass(frozen=True)
 class NetworkPlan:
@@ -63,6 +76,8 @@ class NetworkPlan:
             chip.
         by_schedule: whether that is by their schedules, or at the chip's peak.
         split: what is split over "tp", and why.
+        kept: bytes that a cache leaves for the next step, among the arguments.
+        few: layers of the programs that it was found from.
     """
 
     name: str
@@ -72,6 +87,8 @@ class NetworkPlan:
     attention_seconds: float | None
     by_schedule: bool = True
     split: str = ""
+    kept: int = 0
+    few: tuple[int, int] = FEW
 
     @property
     def seconds(self) -> float | None:
@@ -134,6 +151,8 @@ def plan_step(
     dp: int = 1,
     tp: int = 1,
     split: str | None = None,
+    cache: str | None = None,
+    step: int = 0,
 ) -> NetworkPlan:
     """One denoising step of one video.
 
@@ -146,11 +165,14 @@ def plan_step(
         guided: whether the step runs on both halves of classifier-free guidance.
         dp, tp: the mesh.
         split: what is split over "tp", "tokens" or "channels"; None to choose as `port` does.
+        cache: of `cache_options`; None for none.
+        step: with a cache, which one, of those that `cached_steps` counts.
 
     Raises:
         PlanError: a config that cannot be read, or a size that its patches do not divide.
     """
-    networks = [weightless_transformer(model, dtype, layers) for layers in FEW]
+    numbers = FEW if cache is None else (2, 3)  # a cache tells the first block from the others
+    networks = [weightless_transformer(model, dtype, layers) for layers in numbers]
     config, layers = networks[0].config, transformer_config(model)["num_layers"]
     patch, patch_t = config["patch_size"], config["patch_size_t"] or 1
     if height % patch or width % patch:
@@ -159,17 +181,81 @@ def plan_step(
         )
     frames = -(-frames // patch_t) * patch_t
     batch = 2 if guided else 1
-    plans, mesh = [], make_mesh(dp, tp, devices=devices)
-    for few, network in zip(FEW, networks, strict=True):
+    plans, kept, mesh = [], [], make_mesh(dp, tp, devices=devices)
+    for few, network in zip(numbers, networks, strict=True):
         # As all layers would be split, of which these have their share of the memory.
         network.place_on(mesh, split, chip and chip.memory * few / layers)
         tensors = step_tensors(network, batch=batch, frames=frames, height=height, width=width)
-        plans.append(_compile("step", frames, network, tensors, chip))
+        if cache is None:
+            plans.append(_compile("step", frames, network, tensors, chip))
+            continue
+        program, tensors = _cached(network, tensors, cache, batch, step)
+        lower = functools.partial(program.lower_structs, tensors, later=True)
+        plans.append(compile_program("step", frames, lower, network.mesh, chip))
+        kept.append(_bytes(program.described_cache(tensors)))
     tokens = config["max_text_seq_length"] + frames // patch_t * (height // patch) * (width // patch)
     products = 4 * batch * config["num_attention_heads"] * config["attention_head_dim"] * tokens**2
     attention = products * layers / (dp * tp) if plans[0].kernels else 0.0
-    plan = _extended("step", plans, layers, attention, chip)
-    return replace(plan, split=str(networks[0].split))
+    plan = _extended("step", plans, layers, 0.0 if step else attention, chip, numbers)
+    count = (layers - numbers[1]) / (numbers[1] - numbers[0])
+    of_all = int(kept[1] + count * (kept[1] - kept[0])) if kept else 0
+    return replace(plan, split=str(networks[0].split), kept=of_all)
+
+
+def cached_steps(model: str | None, dtype: torch.dtype, cache: str, guided: bool = True) -> dict[int, int]:
+    """Return the first of each kind of step in a run with a cache, and how many are like it; of
+    FirstBlockCache, which decides as it runs, one that computes and one that does not."""
+    forms = [form for form, _ in _enabled(weightless_transformer(model, dtype, 2), cache, 2 if guided else 1)]
+    return {forms.index(form): count for form, count in Counter(forms).items()}
+
+
+def _enabled(network: Any, cache: str, batch: int) -> list[Any]:
+    """Return the plans of a run's steps, a cache enabled on a transformer without weights."""
+    at = [0.0]
+
+    def steps() -> Iterator[int]:
+        for step in range(STEPS):
+            at[0] = 999 - step * 1000 / STEPS
+            yield step
+
+    config = config_of(cache, steps=STEPS, guided=batch == 2, timestep=lambda: at[0])
+    network.enable_cache(config)
+    network.take_cache()
+    return runtime.without_torchax(network.step_cache.ahead, network, batch, steps())
+
+
+def _cached(network: Any, tensors: Described, cache: str, batch: int, step: int) -> tuple[Any, Described]:
+    """Return the program of a step with a cache, and what it takes."""
+    form, given = _enabled(network, cache, batch)[step]
+    numbers = {name: (tuple(each.shape), _described(each)) for name, each in given.items()}
+    return network.program_of(CachedStep(network, None, form)), tensors | numbers
+
+
+def kept_bytes(model: str, dtype: torch.dtype, mesh: Any, cache: str, **size: int) -> int:
+    """Return what a guided step leaves on each device for the next one; size as `step_tensors` takes it."""
+    layers = transformer_config(model)["num_layers"]
+    network = weightless_transformer(model, dtype, layers)
+    network.place_on(mesh)
+    program, tensors = _cached(network, step_tensors(network, batch=2, **size), cache, 2, 0)
+    return _bytes(program.described_cache(tensors))
+
+
+def _described(number: torch.Tensor) -> Any:
+    """Return the JAX dtype that a program takes a number in."""
+    import jax
+
+    return jax.dtypes.canonicalize_dtype(runtime.jax_dtype(number.dtype))
+
+
+def _bytes(structs: Any) -> int:
+    """Return the bytes of arrays on one of their devices."""
+    import jax
+
+    shards = [
+        (each.sharding.shard_shape(each.shape) if each.sharding else each.shape, each.dtype.itemsize)
+        for each in jax.tree.leaves(structs)
+    ]
+    return sum(math.prod(shape) * size for shape, size in shards)
 
 
 def plan_prompt(
@@ -193,11 +279,16 @@ def _compile(name: str, frames: int, network: Any, tensors: dict[str, Any], chip
 
 
 def _extended(
-    name: str, plans: list[ProgramPlan], layers: int, attention_flops: float, chip: Chip | None
+    name: str,
+    plans: list[ProgramPlan],
+    layers: int,
+    attention_flops: float,
+    chip: Chip | None,
+    few: tuple[int, int] = FEW,
 ) -> NetworkPlan:
     """The plan of all layers from those of a few: what one more layer added is added for every other."""
     fewer, more = plans
-    count = (layers - FEW[1]) / (FEW[1] - FEW[0])
+    count = (layers - few[1]) / (few[1] - few[0])
 
     def extend(field: str) -> Any:
         one, other = getattr(fewer, field), getattr(more, field)
@@ -219,10 +310,10 @@ def _extended(
     }
     program = replace(more, compile_seconds=fewer.compile_seconds + more.compile_seconds, **grown)
     if chip is None:
-        return NetworkPlan(name, program, layers, attention_flops, None)
+        return NetworkPlan(name, program, layers, attention_flops, None, few=few)
     scheduled, known = program.shares.get(KERNEL, 0.0), program.kernels_by_bytes == 0
     attention = scheduled if known else max(scheduled, attention_flops / chip.flops)
-    return NetworkPlan(name, program, layers, attention_flops, attention, known)
+    return NetworkPlan(name, program, layers, attention_flops, attention, known, few=few)
 
 
 def _extended_kernel(one: KernelTime | None, other: KernelTime, count: float) -> KernelTime:
@@ -236,6 +327,26 @@ def _extended_kernel(one: KernelTime | None, other: KernelTime, count: float) ->
 
     seconds = {field: extend(field) for field in ("bytes_seconds", "schedule_seconds", "seconds")}
     return replace(other, count=int(extend("count")), **seconds)
+
+
+def cached_table(plans: list[NetworkPlan], counts: list[int], chip: Chip | None) -> dict[str, Any]:
+    """Return the figures of a full step, and what a cache makes of a video: what it keeps, what its steps
+    take, and all of them together.
+
+    Args:
+        plans: of each kind of step, the full one first.
+        counts: how many of each there are in a video.
+        chip: the peaks to hold it against; None for none.
+    """
+    rows = table(plans[0], chip)
+    rows["kept_GiB"] = plans[0].kept / GIB
+    rows["steps"] = ", ".join(map(str, counts))
+    seconds = [table(plan, chip).get("with_collectives_s", plan.seconds) for plan in plans]
+    if chip is not None:
+        for number, each in enumerate(seconds[1:], 1):
+            rows[f"skipping_step_{number}_s"] = each
+        rows["all_steps_s"] = sum(count * each for count, each in zip(counts, seconds, strict=True))
+    return rows
 
 
 def table(plan: NetworkPlan, chip: Chip | None) -> dict[str, Any]:
@@ -252,7 +363,7 @@ def table(plan: NetworkPlan, chip: Chip | None) -> dict[str, Any]:
         seconds["collectives_s"] = collectives = sum(program.collective_seconds.values())
         seconds["with_collectives_s"] = plan.seconds + collectives
     return figures(
-        f"{plan.name}, {plan.layers} layers, from programs of {FEW[0]} and {FEW[1]}",
+        f"{plan.name}, {plan.layers} layers, from programs of {plan.few[0]} and {plan.few[1]}",
         {
             "arguments_GiB": program.argument_bytes,
             "temporaries_GiB": program.temp_bytes,

@@ -269,21 +269,32 @@ class Program:
             dtype: JAX's.
             first: the shape of the video's first chunk, where this is a later one.
         """
+        cache = None if first is None else self._cache_structs(self.place.struct(first, dtype))
+        return self.lower(self.weight_structs(), self.place.struct(chunk, dtype), cache)
+
+    def _cache_structs(self, inputs: Any) -> Any:
+        """Return the structs of the cache that a first call gives."""
         import jax
 
-        weights, cache = self.weight_structs(), None
-        if first is not None:
-            _, cache = jax.eval_shape(self._compiled, weights, self.place.struct(first, dtype), None)
-            cache = jax.tree.map(lambda part: self.place.cache_struct(part.shape, part.dtype), cache)
-        return self.lower(weights, self.place.struct(chunk, dtype), cache)
+        _, cache = jax.eval_shape(self._compiled, self.weight_structs(), inputs, None)
+        return jax.tree.map(lambda part: self.place.cache_struct(part.shape, part.dtype), cache)
 
-    def lower_structs(self, tensors: dict[str, Any]) -> Any:
+    def lower_structs(self, tensors: dict[str, Any], *, later: bool = False) -> Any:
         """The program lowered for inputs of these shapes and JAX dtypes, with no data and no weights.
 
         Args:
             tensors: (shape, dtype) of each input, or a tuple of such pairs, by name.
+            later: whether it takes the cache of a call before.
         """
-        return self.lower(self.weight_structs(), {name: self._structs(of) for name, of in tensors.items()})
+        cache = self.described_cache(tensors) if later else None
+        return self.lower(self.weight_structs(), self._described(tensors), cache)
+
+    def described_cache(self, tensors: dict[str, Any]) -> Any:
+        """Return the structs of the cache that a call gives, of inputs as `lower_structs` takes them."""
+        return self._cache_structs(self._described(tensors))
+
+    def _described(self, tensors: dict[str, Any]) -> dict[str, Any]:
+        return {name: self._structs(of) for name, of in tensors.items()}
 
     def _structs(self, described: Any) -> Any:
         shape, dtype = described

@@ -65,6 +65,46 @@ def test_a_plan_on_the_command_line(capsys):
     assert json.loads(Path("plan.json").read_text())["summary"]["network"].startswith("prompt, 3 layers")
 
 
+CACHES = {
+    # Of 50 steps, how many are of each kind, the full one first; arrays (N, S, C) that are kept.
+    "first-block:0.1": (["--skips", "20"], "30, 20", 2),
+    "pab": ([], "33, 17", 4),
+    "fastercache": ([], "24, 13, 13", None),
+    "taylorseer:5": ([], "13, 37", None),
+}
+
+
+@pytest.mark.parametrize(
+    ("cache", "more", "counts", "arrays"), [(k, *v) for k, v in CACHES.items()], ids=CACHES
+)
+@pytest.mark.slow_cases(but=["pab"])
+def test_a_plan_of_a_cache_counts_its_steps_and_what_it_keeps(cache, more, counts, arrays, capsys):
+    size = ["--frames", "9", "--height", "32", "--width", "64", "--platform", "cpu", "--dtype", "float32"]
+    assert cli.main(["plan", "--network", "step", *size, "--cache", cache, *more, "-o", "plan.json"]) == 0
+    document = json.loads(Path("plan.json").read_text())
+    assert document["summary"]["steps"] == counts
+    full, *skipping = document["programs"]
+    assert all(program["flops"] < full["flops"] for program in skipping)
+    if arrays:
+        tokens = 16 + 3 * 2 * 4
+        kept = document["summary"]["kept_GiB"] * 2**30
+        assert kept == arrays * 2 * tokens * 128 * 4
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["--cache", "first-block"], "give both or neither"),
+        (["--cache", "pab", "--skips", "3"], "give both or neither"),
+        (["--cache", "magcache"], "RATIOS.json"),
+        (["--cache", "first-block", "--skips", "50"], "the first of which is computed"),
+    ],
+)
+def test_a_cache_that_cannot_be_planned_is_one_line(more, words, capsys):
+    assert cli.main(["plan", "--network", "step", *more]) == 2
+    assert words in capsys.readouterr().err
+
+
 def test_the_published_transformers_have_their_published_sizes(monkeypatch):
     monkeypatch.undo()
     sizes = {}

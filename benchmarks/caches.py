@@ -1,0 +1,73 @@
+"""diffusers' caches: what they keep of CogVideoX-5b by its shapes, and what they do to frames of a small
+pipeline with random weights; kept in results/caches.json for the table in docs/pipelines.md.
+
+python benchmarks/caches.py      # minutes, on a CPU
+"""
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+
+import torch
+
+from cogvideox_torchax import make_mesh, port, runtime
+from cogvideox_torchax.files.reports import fill, load, table, write_json
+from cogvideox_torchax.pipelines.cache_options import config_of
+from cogvideox_torchax.plan import networks
+from tests import small_pipelines
+
+FORMAT = "cogvideox-torchax-caches/1"
+RESULT = Path(__file__).parent / "results" / "caches.json"
+PAGE = Path(__file__).parent.parent / "docs" / "pipelines.md"
+RATIOS = str(Path(tempfile.mkdtemp()) / "ratios.json")
+CHOICES = ("first-block:0.1", "first-block:0.2", "pab", f"magcache:{RATIOS}", "taylorseer", "fastercache")
+STEPS = 50
+HEAD = ("`--cache`", "kept on one chip, GiB", "on eight, GiB", f"steps skipped of {STEPS}", "PSNR, dB")
+
+
+def measured() -> dict[str, Any]:
+    """What each cache keeps, skips and costs."""
+    sizes = {"frames": 13, "height": 60, "width": 90}
+    pipe = port(small_pipelines.build(transformer=small_pipelines.transformer("5b", num_layers=4)))
+    plain, rows = _frames(pipe), {}
+    Path(RATIOS).write_text(json.dumps([1.0] + (STEPS - 1) * [0.99]))
+    for choice in CHOICES:
+        kept = [
+            networks.kept_bytes("5b", torch.bfloat16, make_mesh(*mesh), choice, **sizes) / 2**30
+            for mesh in ((1, 1), (2, 4))
+        ]
+        pipe.transformer.enable_cache(
+            config_of(choice, steps=STEPS, guided=True, timestep=lambda: pipe.current_timestep)
+        )
+        error = (_frames(pipe) - plain).square().mean()
+        skipped = pipe.transformer.step_cache.computed.count(False)
+        pipe.transformer.disable_cache()
+        rows[choice.partition(RATIOS)[0].rstrip(":")] = [*kept, skipped, float(-10 * error.log10())]
+        print(choice, kept, skipped, float(-10 * error.log10()), flush=True)
+    return {"format": FORMAT, "rows": rows}
+
+
+def _frames(pipe: Any) -> torch.Tensor:
+    result = pipe(**small_pipelines.inputs("text", num_inference_steps=STEPS))
+    return runtime.to_torch(result.frames).float()
+
+
+def draw() -> None:
+    """Fill the table of the page."""
+    rows = load(RESULT, FORMAT)["rows"].items()
+    cells = [
+        (f"`{name}`", f"{one:.2f}", f"{eight:.2f}", str(n), f"{psnr:.1f}")
+        for name, (one, eight, n, psnr) in rows
+    ]
+    fill(PAGE, "caches", table(HEAD, cells))
+
+
+if __name__ == "__main__":
+    write_json(RESULT, measured())
+    draw()
