@@ -10,7 +10,6 @@ from cogvideox_torchax import runtime
 from cogvideox_torchax.vae.axes import NCTHW
 from cogvideox_torchax.vae.checkpoint import locate_vae
 from cogvideox_torchax.vae.directions import ENCODE, Direction
-from cogvideox_torchax.vae.streaming import frames_of_chunks
 
 Recorder = Callable[[torch.Tensor], dict[str, torch.Tensor]]
 """From one chunk of a video to its layers' outputs, plain, by diffusers' names. It carries the cache."""
@@ -93,6 +92,8 @@ class Backend(abc.ABC):
 
     def chunks(self, kind: Direction, x: torch.Tensor) -> Iterator[torch.Tensor]:
         """The results of a video's chunks, left where they are computed."""
+        from cogvideox_torchax.vae.streaming import frames_of_chunks  # imports JAX, which the list does not
+
         return self.vae.results(kind, frames_of_chunks(self.vae, kind, self.put(x)))
 
     @abc.abstractmethod
