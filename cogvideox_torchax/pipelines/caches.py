@@ -324,9 +324,10 @@ class Stack(nn.Module):
         self.blocks: tuple[nn.Module, ...] = ()
         self.kept, self.numbers = kept, numbers
         self.seen: Any = None
+        kind = form[0]
+        self.names = ("head", "tail") if kind == "first_block" else ("tail",)
+        self._run = getattr(self, f"_{kind}")
         self.decided = form[3] if len(form) > 3 else None  # by a plan, which wants each branch by itself
-        self.names = ("head", "tail") if form[0] == "first_block" else ("tail",)
-        self._run = getattr(self, f"_{form[0]}")
 
     def step(self, model: Any, run: Run, tensors: dict[str, Any], joined: bool) -> torch.Tensor:
         """Return what `run(tensors)` gives, this in the place of the blocks of a program's own model."""

@@ -272,7 +272,7 @@ def _bias(kernel: str, weight: Array, bias: Array | None) -> Array:
     return jnp.zeros(weight.shape[0], weight.dtype) if bias is None else bias
 
 
-def _of_kind(vectors_N2C: Array, x_NSC: Array, first: Array) -> Array:
+def _of_kind(vectors_N2C: Array, x_NSC: Array, first: Array | int) -> Array:
     """Each token's own of two vectors."""
     second = jnp.arange(x_NSC.shape[1]) >= first
     return jnp.where(second[:, None], vectors_N2C[:, 1:], vectors_N2C[:, :1])

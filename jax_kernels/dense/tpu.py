@@ -186,9 +186,10 @@ def _product(first_ref, x_ref, weight_ref, bias_ref, *refs, body: int, gelu: boo
     def _(index: Array) -> None:
         units = [pl.ds(pl.multiple_of((index * body + n) * UNIT, UNIT), UNIT) for n in range(body)]
         ahead = multiplied(units[0])
-        for unit, following in itertools.zip_longest(units, units[1:]):
-            y, ahead = ahead, None if following is None else multiplied(following)
+        for unit, following in itertools.pairwise(units):
+            y, ahead = ahead, multiplied(following)
             finish(unit, y)
+        finish(units[-1], ahead)
 
 
 def _gelu(x: Array) -> Array:
