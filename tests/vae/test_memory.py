@@ -135,10 +135,10 @@ def quick_vae():
 
 def failing(vae, monkeypatch, at, error):
     """Has a program of the whole picture fail once, at a chunk of the first run."""
-    real, calls = vae._run, []
+    real, calls = runtime.carried, []
 
-    def run(kind):
-        own = real(kind)
+    def carried(network):
+        own = real(network)
 
         def chunk(piece):
             if not vae.use_tiling:
@@ -149,7 +149,7 @@ def failing(vae, monkeypatch, at, error):
 
         return chunk
 
-    monkeypatch.setattr(vae, "_run", run)
+    monkeypatch.setattr(runtime, "carried", carried)
     return calls
 
 
