@@ -1,5 +1,5 @@
 """What the TPU's compiler says of a pipeline's networks and of a training step, kept in results/ for the
-tables in docs/pipelines.md and docs/planning.md.
+tables in docs/pipelines.md, docs/planning.md and docs/performance.md.
 
 python benchmarks/plan_pipeline.py CASE ...      # minutes each
 python benchmarks/plan_pipeline.py               # draws what is kept
@@ -89,6 +89,27 @@ def _video(name: str, plans: list[Path]) -> tuple[str, ...]:
     return name, *(f"{seconds:.3f}" if seconds < 0.1 else f"{seconds:.2f}" for seconds in parts)
 
 
+LAYER = {
+    # A kernel of 5b: what of a layer it computes; ms before (XLA, or a kernel of commit 4ef3ce7); floor.
+    "attention": ("attention", 28.7, 21.2),
+    "modulated_norm": ("two modulated norms", 5.21, 0.54),
+    "linear_gelu": ("ff1 with GELU", 5.30, 2.93),
+    "gated_linear": ("ff2 and out, with gate and residual, and the copy that out read", 6.15, 3.66),
+    "prepare": ("`prepare`: norms of queries and keys, rotation, layout", 1.19, 0.81),
+}
+LAYERS = 42
+LAYER_HEAD = ("part of a layer", "before, ms", "now, ms", "floor, ms")
+
+
+def _layer(plan: dict[str, Any]) -> list[tuple[str, ...]]:
+    (step,) = plan["programs"]
+    now = {name: step["kernel_times"][name]["seconds"] / LAYERS * 1e3 for name in LAYER}
+    return [
+        (part, f"{before:.2f}", f"{now[name]:.2f}", f"{floor:.2f}")
+        for name, (part, before, floor) in LAYER.items()
+    ]
+
+
 TRAINING_HEAD = ("v6e, 1 x 64 x 64, bfloat16", "estimate, ms", "floor, ms", "temporaries, GiB", "compile, s")
 
 
@@ -121,6 +142,8 @@ if __name__ == "__main__":
             sys.exit(code)
     training = load(_kept(TRAINING), FORMAT)
     fill(DOCS / "planning.md", "training", table(TRAINING_HEAD, _training(training)))
+    layer = _layer(load(_kept("step-5b-v6e-1"), FORMAT))
+    fill(DOCS / "performance.md", "layer", table(LAYER_HEAD, layer))
     plans = [load(path, FORMAT) for path in sorted(RESULTS.glob("network-*.json"))]
     fill(PAGE, "network plans", table(HEAD, [_row(plan) for plan in plans]))
     videos = {name: _parts(*cases) for name, cases in VIDEOS.items()}

@@ -3,6 +3,7 @@
 Axis letters: N videos, C channels, T frames, H rows, W columns. Tensors are NCTHW.
 """
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator
@@ -166,6 +167,15 @@ class ChunkedVAE:
     ) -> Iterator[torch.Tensor]:
         """As `results`, all videos together."""
         raise NotImplementedError
+
+    @contextlib.contextmanager
+    def _running(self, x: torch.Tensor) -> Iterator[None]:
+        """While a whole input is run: on JAX whether or not this thread has enabled torchax."""
+        if not runtime.on_jax(x):
+            yield
+            return
+        with runtime.active():
+            yield
 
     def _joined(self, direction: Direction, x: torch.Tensor, plan: tiling.TilePlan | None) -> torch.Tensor:
         """Return all results in one tensor, on the host where `x` is; all are computed before any is

@@ -231,7 +231,8 @@ class FlaxVAEForPipelines(ChunkedVAE, PortedModel, ModelMixin, ConfigMixin):
 
     def encode(self, x: torch.Tensor, return_dict: bool = True) -> Any:
         """As diffusers' `encode`: the posterior of a video (N, C, T, H, W)."""
-        posterior = DiagonalGaussianDistribution(self._whole(ENCODE, x))
+        with self._running(x):
+            posterior = DiagonalGaussianDistribution(self._whole(ENCODE, x))
         return AutoencoderKLOutput(latent_dist=posterior) if return_dict else (posterior,)
 
     def decode(self, z: torch.Tensor, return_dict: bool = True) -> Any:

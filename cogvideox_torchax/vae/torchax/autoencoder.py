@@ -3,7 +3,6 @@
 Axis letters: N videos, C channels, T frames, H rows, W columns. Public tensors are NCTHW.
 """
 
-import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -178,15 +177,6 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
         arrays, placement = map(runtime.as_array, pieces), self._placement
         results = tiling.run_chunks(arrays, plan, start, NCTHW, placement, as_uint8=as_uint8)
         return map(runtime.tensor_of, results)
-
-    @contextlib.contextmanager
-    def _running(self, x: torch.Tensor) -> Iterator[None]:
-        """While a whole input is run: on JAX whether or not this thread has enabled torchax."""
-        if not runtime.on_jax(x):
-            yield
-            return
-        with runtime.active():
-            yield
 
     def _whole(self, direction: Direction, x: torch.Tensor, *, in_tiles: bool = False) -> torch.Tensor:
         """Return all chunks of a video, or of latents, joined, for a backward pass where torch records one.

@@ -15,7 +15,7 @@ from diffusers import (
     CogVideoXTransformer3DModel,
 )
 
-from cogvideox_torchax import cli
+from cogvideox_torchax import cli, runtime
 from cogvideox_torchax.files import video
 from cogvideox_torchax.flax import FlaxVAEForPipelines
 from cogvideox_torchax.vae.tolerances import FLOAT32_RELATIVE, relative_error
@@ -57,6 +57,17 @@ def frames_of(pipe):
         generator=torch.Generator().manual_seed(1),
         output_type="pt",
     ).frames
+
+
+def test_tensors_on_jax_are_taken_where_torchax_is_off(small_vae, flax_vae):
+    x, z = reference.video(1), reference.latents(1)
+    posterior = flax_vae.encode(runtime.to_jax(x)).latent_dist
+    got = runtime.to_torch(posterior.parameters), runtime.to_torch(flax_vae.decode(runtime.to_jax(z)).sample)
+    assert not runtime.is_enabled()
+    for ours, theirs in zip(
+        got, (reference.encoded(small_vae, x), reference.decoded(small_vae, z)), strict=True
+    ):
+        assert relative_error(ours, theirs) < FLOAT32_RELATIVE
 
 
 def test_an_unchanged_pipeline_runs_with_it(small_vae, flax_vae):
