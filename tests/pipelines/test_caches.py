@@ -68,7 +68,9 @@ CONFIGS = {
     "mag": mag,
     "broadcast": broadcast,
     "faster": faster,
-    "taylor": functools.partial(taylor, cache_identifiers=[r"transformer_blocks\.\d+\.(attn1|ff)"]),
+    "taylor": functools.partial(
+        taylor, cache_identifiers=[r"transformer_blocks\.\d+\.(attn1|ff)"], max_order=2
+    ),
     "taylor lite": functools.partial(taylor, use_lite_mode=True),
     "taylor inside of attention": functools.partial(
         taylor, cache_identifiers=[r".*attn1\.to_q"], skip_predict_identifiers=[r".*1\.ff"], max_order=2
@@ -125,6 +127,7 @@ CASES = [
         "text-5b-one device-mag",
         "text-5b-one device-faster",
         "text-2b-one device-taylor",
+        "text-2b-one device-broadcast",
         "text-1.5-2x4-first block",
     ]
 )
