@@ -18,11 +18,12 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # Optimizing is most of what compiling costs on a CPU, and the programs here run for milliseconds: LLVM's
 # passes are off, fusions do without MLIR's, and a program is one module of LLVM's, not 32 of them to be
 # compiled by as many threads. tests/test_default_optimization.py does without all of this.
+# XLA kills a process whose eight devices do not meet at a collective within 40 s, which a busy machine takes.
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = (
         f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8 "
         "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false "
-        "--xla_cpu_parallel_codegen_split_count=1"
+        "--xla_cpu_parallel_codegen_split_count=1 --xla_cpu_collective_call_terminate_timeout_seconds=900"
     )
 
 import contextlib

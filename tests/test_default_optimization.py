@@ -14,7 +14,8 @@ from tests.default_optimization import CASES
 def outcomes():
     """What went wrong in each case, "" for nothing; one process for all of them."""
     users = os.environ | {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8 "
+        "--xla_cpu_collective_call_terminate_timeout_seconds=900",
         "COGVIDEOX_TORCHAX_COMPILE_CACHE": "off",
     }
     command = [sys.executable, "-m", "tests.default_optimization"]
