@@ -19,45 +19,45 @@ split activations needs the switch: Pallas kernels cannot be split so.
 """
 
 from jax_kernels.attention.op import attention, attention_transposed
-from jax_kernels.attention.prepare import prepare
-from jax_kernels.attention.rotary import rotate
+from jax_kernels.attention.qk_norm_rope import qk_norm_rope
+from jax_kernels.attention.rotary import apply_rotary
 from jax_kernels.conv3d.op import conv3d
 from jax_kernels.dense.op import (
+    adaptive_layer_norm,
     gated_linear,
-    gated_sum,
+    gated_residual,
     gelu,
     layer_norm,
     linear,
     linear_gelu,
-    linear_parts,
-    modulated_norm,
     silu,
+    split_linear,
 )
 from jax_kernels.group_norm.op import group_norm
-from jax_kernels.norm_conv3d.op import Columns, Norm, norm_conv3d
+from jax_kernels.norm_conv3d.op import ColumnMoments, NormParams, norm_conv3d
 from jax_kernels.resample.op import downsample, upsample
 from jax_kernels.spatial_norm.op import spatial_norm
 
 __all__ = [
-    "Columns",
-    "Norm",
+    "ColumnMoments",
+    "NormParams",
+    "adaptive_layer_norm",
+    "apply_rotary",
     "attention",
     "attention_transposed",
     "conv3d",
     "downsample",
     "gated_linear",
-    "gated_sum",
+    "gated_residual",
     "gelu",
     "group_norm",
     "layer_norm",
     "linear",
     "linear_gelu",
-    "linear_parts",
-    "modulated_norm",
     "norm_conv3d",
-    "prepare",
-    "rotate",
+    "qk_norm_rope",
     "silu",
     "spatial_norm",
+    "split_linear",
     "upsample",
 ]

@@ -112,7 +112,7 @@ class Block(CogVideoXBlock):
         ):
             shift, scale, gate = modulation(norm, temb_NE)
             plain: Any = norm.norm
-            modulated = sequence.for_tokens(functools.partial(jax_kernels.modulated_norm, eps=plain.eps))
+            modulated = sequence.for_tokens(functools.partial(jax_kernels.adaptive_layer_norm, eps=plain.eps))
             h_NSC = torch_view(modulated)(x_NSC, plain.weight, plain.bias, scale, shift, first)
             if name in given:
                 y_NSC = torch.zeros_like(h_NSC) if given[name] is None else given[name]
@@ -124,7 +124,7 @@ class Block(CogVideoXBlock):
                 y_NSC = last.result()
             if name in self.parts[1]:
                 results[name] = y_NSC
-            x_NSC = torch_view(jax_kernels.gated_sum)(x_NSC, y_NSC, gate, first)
+            x_NSC = torch_view(jax_kernels.gated_residual)(x_NSC, y_NSC, gate, first)
         return x_NSC, results
 
     def _widen(self, h_NSC: torch.Tensor, sequence: Sequence) -> "Last":
@@ -139,7 +139,7 @@ class Block(CogVideoXBlock):
     def _attend(self, h_NSC: torch.Tensor, tables: Tables, sequence: Sequence) -> "Last":
         attn: Any = self.attn1
         videos = h_NSC.shape[0]
-        prepare = torch_view(sequence.for_heads(jax_kernels.prepare, attn.heads))
+        qk_norm_rope = torch_view(sequence.for_heads(jax_kernels.qk_norm_rope, attn.heads))
         q, k, v = (
             torch_view(sequence.to_heads)(part_PSC, videos)
             for part_PSC in projections(attn, h_NSC.flatten(0, 1), sequence.parts)
@@ -147,14 +147,14 @@ class Block(CogVideoXBlock):
         # The scores' scale, in powers of two, is in the queries.
         scale = math.log2(math.e) / math.sqrt(q.shape[-1] * sequence.parts / attn.heads)
         of_q, of_k = attn.norm_q, attn.norm_k
-        q = prepare(q, of_q.weight, of_q.bias, *tables, eps=of_q.eps, scale=scale)
-        k = prepare(k, of_k.weight, of_k.bias, *tables, eps=of_k.eps)
+        q = qk_norm_rope(q, of_q.weight, of_q.bias, *tables, eps=of_q.eps, scale=scale)
+        k = qk_norm_rope(k, of_k.weight, of_k.bias, *tables, eps=of_k.eps)
         y_NHDS = torch_view(jax_kernels.attention_transposed)(
             q,
             k,
-            prepare(v),
+            qk_norm_rope(v),
             scale=math.log(2),
-            valid=sequence.tokens,
+            num_keys=sequence.tokens,
         )
         return Last(list(attn.to_out), torch_view(sequence.to_tokens)(y_NHDS.flatten(1, 2)), transposed=True)
 
@@ -202,7 +202,7 @@ def projections(attn: Any, h_SC: torch.Tensor, parts: int) -> Iterator[torch.Ten
         if parts == 1:
             yield project(h_SC).unsqueeze(0)
         elif type(project) is Linear:
-            yield torch_view(jax_kernels.linear_parts)(h_SC, project.weight, project.bias, parts=parts)
+            yield torch_view(jax_kernels.split_linear)(h_SC, project.weight, project.bias, parts=parts)
         else:  # with a LoRA, or somebody's own
             yield project(h_SC).unflatten(-1, (parts, -1)).transpose(0, 1)
 

@@ -73,7 +73,7 @@ class AttnProcessor(CogVideoXAttnProcessor2_0):
         k = k if attn.norm_k is None else attn.norm_k(k)
         if image_rotary_emb is not None:  # the last positions are patches; text has none
             check_positions(image_rotary_emb[0], hidden_states.shape[1])
-            q, k = (torch_view(jax_kernels.rotate)(x, *image_rotary_emb) for x in (q, k))
+            q, k = (torch_view(jax_kernels.apply_rotary)(x, *image_rotary_emb) for x in (q, k))
         y_NSHD = torch_view(jax_kernels.attention)(q, k, v)
         project, dropout = attn.to_out
         y_NSC = dropout(project(y_NSHD.flatten(2)))

@@ -105,14 +105,14 @@ class Sequence:
             check_vma=False,
         )
 
-    def for_heads(self, prepare: Callable[..., jax.Array], heads: int) -> Callable[..., jax.Array]:
-        """`jax_kernels.prepare` of queries, keys or values (N, S, C), vectors (D,) and tables (S, D).
+    def for_heads(self, qk_norm_rope: Callable[..., jax.Array], heads: int) -> Callable[..., jax.Array]:
+        """`jax_kernels.qk_norm_rope` of queries, keys or values (N, S, C), vectors (D,) and tables (S, D).
 
         Where XLA is to split it, which it cannot do to a kernel, it is split by hand: by heads, or by tokens
         where "tp" does not divide them, as attention is.
         """
         if self.shared is None:
-            return functools.partial(prepare, heads=heads // self.parts)
+            return functools.partial(qk_norm_rope, heads=heads // self.parts)
         placement, tp = self.shared, self.shared.mesh.shape["tp"]
 
         def split(x_NSC: jax.Array, *others: jax.Array, **options: Any) -> jax.Array:
@@ -120,7 +120,7 @@ class Sequence:
             own, whole = functools.partial(PartitionSpec, batch), PartitionSpec()
             tables = whole if by_heads else PartitionSpec("tp", None)
             return jax.shard_map(
-                functools.partial(prepare, heads=heads // tp if by_heads else heads, **options),
+                functools.partial(qk_norm_rope, heads=heads // tp if by_heads else heads, **options),
                 mesh=placement.mesh,
                 in_specs=(
                     own(None, "tp") if by_heads else own("tp", None),

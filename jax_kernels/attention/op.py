@@ -25,7 +25,7 @@ def attention(
     v: Float[Array, "N K H D"],
     *,
     scale: float | None = None,
-    valid: int | None = None,
+    num_keys: int | None = None,
     implementation: Implementation | None = None,
 ) -> Float[Array, "N S H D"]:
     """`softmax(q k^T * scale) v`, a head at a time: torch's `scaled_dot_product_attention` without a mask.
@@ -37,9 +37,8 @@ def attention(
     Args:
         q, k, v: any float dtype, all of one.
         scale: of the scores before the softmax; 1 / sqrt(D) where None, as in torch. ln 2 where queries hold
-            their scale times log2(e) already, as `prepare` writes them: it then costs nothing.
-        valid: how many of the keys are real, the first ones; those behind only pad and may hold anything. All
-            where None.
+            their scale times log2(e) already, as `qk_norm_rope` writes them: it then costs nothing.
+        num_keys: number of keys; any behind them are padding and may hold anything. None for all.
         implementation: "plain" is XLA's, a block of queries at a time; "transposed" a Pallas kernel for TPUs,
             for float32 and bfloat16; "cudnn" cuDNN's, for 16 bits. None takes the fastest known for the
             platform that is compiled for, of those that take `q`.
@@ -51,13 +50,13 @@ def attention(
         ValueError: shapes that do not fit each other, dtypes that differ, fewer keys than are said to be
             real, an implementation that there is not.
     """
-    _check(q, k, v, valid, implementation)
+    _check(q, k, v, num_keys, implementation)
     return _attention(
         q,
         k,
         v,
         scale=1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale),
-        valid=k.shape[1] if valid is None else valid,
+        num_keys=k.shape[1] if num_keys is None else num_keys,
         implementation=implementation,
     )
 
@@ -68,7 +67,7 @@ def attention_transposed(
     v: Float[Array, "N H D K"],
     *,
     scale: float | None = None,
-    valid: int | None = None,
+    num_keys: int | None = None,
     implementation: Implementation | None = None,
 ) -> Float[Array, "N H D S"]:
     """`attention` of arrays with channels before positions: on a TPU its kernel takes them as they are."""
@@ -80,13 +79,13 @@ def attention_transposed(
     y_NSHD = attention(
         *(x.transpose(0, 3, 1, 2) for x in (q, k, v)),
         scale=scale,
-        valid=valid,
+        num_keys=num_keys,
         implementation=implementation,
     )
     return y_NSHD.transpose(0, 2, 3, 1)
 
 
-def _check(q: Array, k: Array, v: Array, valid: int | None, implementation: str | None) -> None:
+def _check(q: Array, k: Array, v: Array, num_keys: int | None, implementation: str | None) -> None:
     fits = q.ndim == k.ndim == 4 and (q.shape[0], *q.shape[2:]) == (k.shape[0], *k.shape[2:])
     if not fits or k.shape != v.shape:
         raise ValueError(
@@ -94,8 +93,10 @@ def _check(q: Array, k: Array, v: Array, valid: int | None, implementation: str 
         )
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"attention got q {q.dtype}, k {k.dtype}, v {v.dtype}: all of one dtype are wanted")
-    if valid is not None and not 1 <= valid <= k.shape[1]:
-        raise ValueError(f"attention got {k.shape[1]} keys, {valid} of them real: it takes 1 to all of them")
+    if num_keys is not None and not 1 <= num_keys <= k.shape[1]:
+        raise ValueError(
+            f"attention got {k.shape[1]} keys, {num_keys} of them real: it takes 1 to all of them"
+        )
     if implementation is not None and implementation not in get_args(Implementation):
         raise ValueError(
             f"implementation {implementation!r} is not one of {sorted(get_args(Implementation))}"
@@ -109,14 +110,15 @@ def attention_on(
     v: Array,
     *,
     scale: float,
-    valid: int,
+    num_keys: int,
     implementation: Implementation | None,
 ) -> Array:
     """`attention` for a target, with everything that makes it another program decided."""
     plain, cudnn = (
-        functools.partial(_of_real_keys, form, scale=scale, valid=valid) for form in (xla.plain, gpu.cudnn)
+        functools.partial(_of_real_keys, form, scale=scale, num_keys=num_keys)
+        for form in (xla.plain, gpu.cudnn)
     )
-    own = functools.partial(tpu.transposed, scale=scale, valid=valid)
+    own = functools.partial(tpu.transposed, scale=scale, num_keys=num_keys)
     forms = {"plain": plain, "transposed": with_derivatives_of(plain, own), "cudnn": cudnn}
     attend = forms[implementation or _fastest(target, q, k)]
     mesh = jax.sharding.get_abstract_mesh()
@@ -134,9 +136,9 @@ def _fastest(target: Target, q: Array, k: Array) -> Implementation:
 
 
 def _of_real_keys(
-    form: Callable[..., Array], q: Array, k: Array, v: Array, *, scale: float, valid: int
+    form: Callable[..., Array], q: Array, k: Array, v: Array, *, scale: float, num_keys: int
 ) -> Array:
-    return form(q, k[:, :valid], v[:, :valid], scale=scale)
+    return form(q, k[:, :num_keys], v[:, :num_keys], scale=scale)
 
 
 def _over_mesh(attend, mesh: jax.sharding.AbstractMesh, q: Array, k: Array, v: Array) -> Array:

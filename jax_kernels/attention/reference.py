@@ -6,9 +6,9 @@ import jax.numpy as jnp
 from jax import lax
 
 
-def attention(q, k, v, *, scale=None, valid=None):
+def attention(q, k, v, *, scale=None, num_keys=None):
     """All scores of the real keys at once, everything in float32."""
-    q_f32, k_f32, v_f32 = (x.astype(jnp.float32) for x in (q, k[:, :valid], v[:, :valid]))
+    q_f32, k_f32, v_f32 = (x.astype(jnp.float32) for x in (q, k[:, :num_keys], v[:, :num_keys]))
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     scores = jnp.einsum("nshd,nkhd->nhsk", q_f32, k_f32, precision=lax.Precision.HIGHEST) * scale
     weights = jnp.exp(scores - scores.max(-1, keepdims=True))
@@ -16,24 +16,24 @@ def attention(q, k, v, *, scale=None, valid=None):
     return jnp.einsum("nhsk,nkhd->nshd", weights, v_f32, precision=lax.Precision.HIGHEST).astype(q.dtype)
 
 
-def attention_transposed(q, k, v, *, scale=None, valid=None):
+def attention_transposed(q, k, v, *, scale=None, num_keys=None):
     """`attention` of arrays with channels before positions."""
-    y = attention(*(x.transpose(0, 3, 1, 2) for x in (q, k, v)), scale=scale, valid=valid)
+    y = attention(*(x.transpose(0, 3, 1, 2) for x in (q, k, v)), scale=scale, num_keys=num_keys)
     return y.transpose(0, 2, 3, 1)
 
 
-def prepare(x, weight=None, bias=None, cos=None, sin=None, *, heads, scale=1.0, eps=1e-6):
+def qk_norm_rope(x, weight=None, bias=None, cos=None, sin=None, *, heads, scale=1.0, eps=1e-6):
     """One after the other in float32: the norm of a head, its rotation, the scale."""
     y = x.astype(jnp.float32).reshape(*x.shape[:2], heads, -1)
     if weight is not None:
         y = (y - y.mean(-1, keepdims=True)) / jnp.sqrt(y.var(-1, keepdims=True) + eps)
         y = y * weight + (0 if bias is None else bias)
     if cos is not None:
-        y = rotate(y, cos, sin)
+        y = apply_rotary(y, cos, sin)
     return (y * scale).astype(x.dtype).transpose(0, 2, 3, 1)
 
 
-def rotate(x, cos, sin):
+def apply_rotary(x, cos, sin):
     """Each pair (a, b) of neighbours becomes (a cos - b sin, b cos + a sin), at the last positions."""
     before, x_f32 = x.shape[1] - cos.shape[0], x.astype(jnp.float32)
     a, b = x_f32[:, before:, :, ::2], x_f32[:, before:, :, 1::2]

@@ -9,7 +9,7 @@ from jax_kernels.common.layout import precision_for
 
 
 @jitted()
-def rotate(
+def apply_rotary(
     x: Float[Array, "N S H D"], cos: Float[Array, "P D"], sin: Float[Array, "P D"]
 ) -> Float[Array, "N S H D"]:
     """Rotary positions (Su et al. 2021) for the last P of S positions; the ones before them have none.
@@ -30,7 +30,7 @@ def rotate(
     positions, channels = cos.shape
     if cos.shape != sin.shape or x.ndim != 4 or channels != x.shape[-1] or positions > x.shape[1]:
         raise ValueError(
-            f"rotate got x {x.shape}, cos {cos.shape}, sin {sin.shape}: it takes (N, S, H, D), (P, D)"
+            f"apply_rotary got x {x.shape}, cos {cos.shape}, sin {sin.shape}: it takes (N, S, H, D), (P, D)"
         )
     before = ((x.shape[1] - positions, 0), (0, 0))
     cos_SHD = jnp.pad(cos, before, constant_values=1.0)[:, None]

@@ -70,14 +70,14 @@ def transposed(
     v: Float[Array, "N K H D"],
     *,
     scale: float,
-    valid: int,
+    num_keys: int,
 ) -> Float[Array, "N S H D"]:
     """Attention by the kernel, of arrays that it `takes`.
 
     Args:
         q, k, v: as `attention` takes them. XLA transposes them, unless it finds them transposed.
         scale: of the scores.
-        valid: how many keys are real, at least one; the others may hold anything.
+        num_keys: how many keys are real, at least one; the others may hold anything.
     """
     videos, queries, heads, channels = q.shape
     filled = -channels % _tile(q)
@@ -89,21 +89,26 @@ def transposed(
     )
     if scale == 0:  # which would let keys that only pad count
         q_BDS, scale = jnp.zeros_like(q_BDS), 1.0
-    y_BDS = attend(q_BDS, k_BDK, v_BDK, scale=scale, valid=valid)
+    y_BDS = attend(q_BDS, k_BDK, v_BDK, scale=scale, num_keys=num_keys)
     return y_BDS.reshape(videos, heads, channels + filled, queries)[:, :, :channels].transpose(0, 3, 1, 2)
 
 
 def attend(
-    q: Float[Array, "B D S"], k: Float[Array, "B D K"], v: Float[Array, "B D K"], *, scale: float, valid: int
+    q: Float[Array, "B D S"],
+    k: Float[Array, "B D K"],
+    v: Float[Array, "B D K"],
+    *,
+    scale: float,
+    num_keys: int,
 ) -> Float[Array, "B D S"]:
     """The kernel itself, for channels in whole tiles and a scale other than zero."""
     batch, channels, queries = q.shape
-    query_block, key_block = _block(queries, QUERIES), _block(valid, KEYS)
+    query_block, key_block = _block(queries, QUERIES), _block(num_keys, KEYS)
     of_queries = pl.BlockSpec((None, channels, query_block), lambda b, i: (b, 0, i))
-    of_keys = pl.BlockSpec((None, channels, pl.cdiv(valid, key_block) * key_block), lambda b, i: (b, 0, 0))
+    of_keys = pl.BlockSpec((None, channels, pl.cdiv(num_keys, key_block) * key_block), lambda b, i: (b, 0, 0))
     return pl.pallas_call(
         functools.partial(
-            _attend, queries=queries, valid=valid, block=key_block, factor=scale * math.log2(math.e)
+            _attend, queries=queries, num_keys=num_keys, block=key_block, factor=scale * math.log2(math.e)
         ),
         grid=(batch, pl.cdiv(queries, query_block)),
         in_specs=[of_queries, of_keys, of_keys],
@@ -135,7 +140,7 @@ def _block(length: int, sizes: tuple[int, ...]) -> int:
 
 
 def _attend(
-    q_ref, k_ref, v_ref, y_ref, held_ref, sums_ref, totals_ref, *, queries, valid, block, factor
+    q_ref, k_ref, v_ref, y_ref, held_ref, sums_ref, totals_ref, *, queries, num_keys, block, factor
 ) -> None:
     """A block of queries and all keys, a block at a time.
 
@@ -147,7 +152,7 @@ def _attend(
         y_ref: the result.
         held_ref: the queries, and below them what is taken off their scores.
         sums_ref, totals_ref: of weighted values, and of weights in as many parts as a register has rows.
-        queries, valid: how many queries and keys are real.
+        queries, num_keys: how many queries and keys are real.
         block: keys in a loop's body.
         factor: of the scores, to be powers of two.
     """
@@ -155,12 +160,12 @@ def _attend(
     strips, chunk = _slices(q_ref.shape[1], STRIP), min(CHUNK, block)
     sums_ref[...] = jnp.zeros_like(sums_ref)
     totals_ref[...] = jnp.zeros_like(totals_ref)
-    first = _real(k_ref[:, :chunk], 0, valid, k_ref[:, :1])
+    first = _real(k_ref[:, :chunk], 0, num_keys, k_ref[:, :1])
     for strip in strips:
         held_ref[:channels, strip] = q_ref[:, strip]
         held_ref[channels:, strip] = _taken_off(first, q_ref[:, strip], factor)
 
-    @pl.loop(0, pl.cdiv(valid, block))
+    @pl.loop(0, pl.cdiv(num_keys, block))
     def _(index: Array) -> None:
         @functools.cache
         def keys_of(start: int) -> Array:
@@ -169,16 +174,16 @@ def _attend(
             k = k_ref[:, pl.ds(at, chunk)]
             row = lax.broadcasted_iota(jnp.int32, (_tile(k), chunk), 0)
             ones = row == 0
-            if valid % block:
-                ones |= (row == 1) & (_positions(at, chunk) >= valid)
-                k = _real(k, at, valid, k_ref[:, :1])
+            if num_keys % block:
+                ones |= (row == 1) & (_positions(at, chunk) >= num_keys)
+                k = _real(k, at, num_keys, k_ref[:, :1])
             return jnp.concatenate([k, ones.astype(k.dtype)])
 
         @functools.cache
         def values_of(start: int) -> Array:
             at = pl.multiple_of(index * block + start, LANES)
             v = v_ref[:, pl.ds(at, chunk)]
-            return _real(v, at, valid, 0) if valid % block else v
+            return _real(v, at, num_keys, 0) if num_keys % block else v
 
         def scores_of(start: int, n: int) -> Array:
             scores = _product(keys_of(start), held_ref[:, strips[n]], over=0)
@@ -205,10 +210,10 @@ def _attend(
 
     @pl.when(jnp.min(right.astype(jnp.float32)) == 0)
     def _() -> None:
-        _attend_again(q_ref, k_ref, v_ref, y_ref, sums_ref, totals_ref, valid, factor)
+        _attend_again(q_ref, k_ref, v_ref, y_ref, sums_ref, totals_ref, num_keys, factor)
 
 
-def _attend_again(q_ref, k_ref, v_ref, y_ref, sums_ref, totals_ref, valid, factor) -> None:
+def _attend_again(q_ref, k_ref, v_ref, y_ref, sums_ref, totals_ref, num_keys, factor) -> None:
     """A block of queries with the maximum of all keys: found in a first pass over them, used in a second, of
     weights that are divided already, so that no sum overflows."""
     queries = q_ref.shape[1]
@@ -219,10 +224,10 @@ def _attend_again(q_ref, k_ref, v_ref, y_ref, sums_ref, totals_ref, valid, facto
     sums_ref[...] = jnp.zeros_like(sums_ref)
 
     def over_scores(visit: Callable[[Any, Any, Array], None]) -> None:
-        @pl.loop(0, pl.cdiv(valid, chunk))
+        @pl.loop(0, pl.cdiv(num_keys, chunk))
         def _(i: Array) -> None:
             of_keys = pl.ds(pl.multiple_of(i * chunk, LANES), chunk)
-            real = i * chunk + lax.broadcasted_iota(jnp.int32, (chunk, 1), 0) < valid
+            real = i * chunk + lax.broadcasted_iota(jnp.int32, (chunk, 1), 0) < num_keys
 
             @pl.loop(0, queries // strip)
             def _(n: Array) -> None:
@@ -238,7 +243,7 @@ def _attend_again(q_ref, k_ref, v_ref, y_ref, sums_ref, totals_ref, valid, facto
 
     def add_values(own: Any, of_keys: Any, scores: Array) -> None:
         weights = jnp.exp2(scores - maximum_ref[:, own]) / total_ref[:, own]
-        v = _real(v_ref[:, of_keys], of_keys.start, valid, 0)
+        v = _real(v_ref[:, of_keys], of_keys.start, num_keys, 0)
         sums_ref[:, own] = sums_ref[:, own] + _product(v, weights.astype(v.dtype), over=1)
 
     over_scores(find_maximum)
@@ -264,9 +269,9 @@ def _positions(at: Any, count: int) -> Array:
     return at + lax.broadcasted_iota(jnp.int32, (1, count), 1)
 
 
-def _real(x: Array, at: Any, valid: int, other: Array | int) -> Array:
+def _real(x: Array, at: Any, num_keys: int, other: Array | int) -> Array:
     """`x`, of keys from a position on, and `other` for those that only pad."""
-    return jnp.where(_positions(at, x.shape[1]) < valid, x, other)
+    return jnp.where(_positions(at, x.shape[1]) < num_keys, x, other)
 
 
 def _product(a: Array, b: Array, *, over: int) -> Array:

@@ -103,22 +103,22 @@ def _mix_frames(weights_ST: jax.Array, x_NTHWC: jax.Array) -> jax.Array:
     return jnp.einsum("st,nthwc->nshwc", weights_ST, x_NTHWC, precision=precision_for(x_NTHWC.dtype))
 
 
-def average_pairs(target: Target, x_NTHWC: jax.Array, *, lone_first: bool) -> jax.Array:
-    """The means of pairs of frames, which must be finite; with `lone_first` the first stays as it is.
+def average_pairs(target: Target, x_NTHWC: jax.Array, *, first_frame_alone: bool) -> jax.Array:
+    """The means of pairs of frames, which must be finite; with `first_frame_alone` the first stays as it is.
 
     On a TPU a product with halves, which are exact: reducing pairs of sublanes takes 25.6 ms there (v6e,
     8 x 480 x 720 x 128).
     """
     if target.on_tpu:
-        return _average_by_product(x_NTHWC, lone_first=lone_first)
-    first, rest = ([x_NTHWC[:, :1]], x_NTHWC[:, 1:]) if lone_first else ([], x_NTHWC)
+        return _average_by_product(x_NTHWC, first_frame_alone=first_frame_alone)
+    first, rest = ([x_NTHWC[:, :1]], x_NTHWC[:, 1:]) if first_frame_alone else ([], x_NTHWC)
     pairs = rest.reshape(rest.shape[0], rest.shape[1] // 2, 2, *rest.shape[2:])
     return jnp.concatenate([*first, jnp.mean(pairs.astype(jnp.float32), axis=2).astype(rest.dtype)], axis=1)
 
 
-def _average_by_product(x_NTHWC: jax.Array, *, lone_first: bool) -> jax.Array:
+def _average_by_product(x_NTHWC: jax.Array, *, first_frame_alone: bool) -> jax.Array:
     length = x_NTHWC.shape[1]
-    kept = int(lone_first)
+    kept = int(first_frame_alone)
     weights = np.zeros((kept + length // 2, length))
     weights[:kept, :kept] = 1
     for pair in range(length // 2):

@@ -22,8 +22,8 @@ from jax_kernels.common.layout import (
 )
 from jax_kernels.common.tiles import LANES
 
-Columns = tuple[int, int]
-Form = Callable[[Array, Array, Columns], Array]
+Padding = tuple[int, int]
+Form = Callable[[Array, Array, Padding], Array]
 
 
 FEW = 16
@@ -31,7 +31,7 @@ FEW = 16
 leave its tiles so."""
 
 
-def direct(frames: Array, kernel: Array, columns: Columns) -> Array:
+def direct(frames: Array, kernel: Array, columns: Padding) -> Array:
     return lax.conv_general_dilated(
         frames,
         kernel,
@@ -43,7 +43,7 @@ def direct(frames: Array, kernel: Array, columns: Columns) -> Array:
     )
 
 
-def summed(frames: Array, kernel: Array, columns: Columns) -> Array:
+def summed(frames: Array, kernel: Array, columns: Padding) -> Array:
     return functools.reduce(
         jnp.add,
         (
@@ -53,12 +53,12 @@ def summed(frames: Array, kernel: Array, columns: Columns) -> Array:
     )
 
 
-def folded(frames: Array, kernel: Array, columns: Columns) -> Array:
+def folded(frames: Array, kernel: Array, columns: Padding) -> Array:
     taps = jnp.concatenate(_taps(frames, kernel), axis=-1)
     return conv_frames(taps, jnp.concatenate(list(kernel), axis=2), padding=_padding(kernel, columns))
 
 
-def patches(frames: Array, kernel: Array, columns: Columns) -> Array:
+def patches(frames: Array, kernel: Array, columns: Padding) -> Array:
     padded = jnp.pad(frames, [(0, 0), (0, 0), *_padding(kernel, columns), (0, 0)])
     return conv_patches(_taps(padded, kernel), kernel)
 
@@ -144,11 +144,11 @@ def _taps(frames: Array, kernel: Array) -> list[Array]:
     return [frames[:, tap : tap + length] for tap in range(taps)]
 
 
-def same_columns(kernel: Array) -> Columns:
+def same_columns(kernel: Array) -> Padding:
     return kernel.shape[2] // 2, kernel.shape[2] // 2
 
 
-def _padding(kernel: Array, columns: Columns) -> tuple[tuple[int, int], Columns]:
+def _padding(kernel: Array, columns: Padding) -> tuple[tuple[int, int], Padding]:
     """Zeros for as many rows as there are, and these columns to the left and right."""
     rows = kernel.shape[1] // 2
     return (rows, rows), columns

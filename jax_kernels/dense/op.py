@@ -106,7 +106,7 @@ _silu = dispatched(silu_on, "tpu")
 
 
 @jitted("parts")
-def linear_parts(
+def split_linear(
     x: Float[Array, "S I"],
     weight: Float[Array, "O I"],
     bias: Float[Array, " O"] | None = None,
@@ -126,7 +126,7 @@ def linear_parts(
     return y.astype(x.dtype)
 
 
-def modulated_norm(
+def adaptive_layer_norm(
     x: Float[Array, "N S C"],
     weight: Float[Array, " C"] | None,
     bias: Float[Array, " C"] | None,
@@ -150,7 +150,7 @@ def modulated_norm(
     Raises:
         ValueError: a weight or bias of another length.
     """
-    check_channels("modulated_norm", x.shape[-1], weight=weight, bias=bias)
+    check_channels("adaptive_layer_norm", x.shape[-1], weight=weight, bias=bias)
     factor, offset = 1 + scale.astype(jnp.float32), shift.astype(jnp.float32)
     if bias is not None:
         offset = offset + factor * bias.astype(jnp.float32)
@@ -162,14 +162,14 @@ def modulated_norm(
 def modulated_norm_on(
     target: Target, x: Array, factor: Array, offset: Array, first: Array, *, eps: float
 ) -> Array:
-    """`modulated_norm` for a target."""
+    """`adaptive_layer_norm` for a target."""
 
     def plain(x: Array, factor: Array, offset: Array, first: Array) -> Array:
         y = standardized(x.astype(jnp.float32), eps)
         y = y * _of_kind(factor, x, first) + _of_kind(offset, x, first)
         return lax.optimization_barrier(y.astype(x.dtype))
 
-    own = functools.partial(tpu.modulated_norm, eps=eps)
+    own = functools.partial(tpu.adaptive_layer_norm, eps=eps)
     form = with_derivatives_of(plain, own) if target.by_pallas and tpu.takes(x) else plain
     return form(x, factor, offset, first)
 
@@ -178,13 +178,13 @@ _modulated_norm = dispatched(modulated_norm_on, "tpu")
 
 
 @jitted()
-def gated_sum(
+def gated_residual(
     x: Float[Array, "N S C"],
     y: Float[Array, "N S C"],
     gate: Float[Array, "N 2 C"],
     first: Int[Array, ""] | int,
 ) -> Float[Array, "N S C"]:
-    """`x + gate * y`, in one pass; see `modulated_norm`."""
+    """`x + gate * y`, in one pass; see `adaptive_layer_norm`."""
     total = x.astype(jnp.float32) + _of_kind(gate.astype(jnp.float32), x, first) * y.astype(jnp.float32)
     return lax.optimization_barrier(total.astype(x.dtype))
 
@@ -222,12 +222,13 @@ def gated_linear(
     *,
     transposed: bool = False,
 ) -> Float[Array, "N S O"]:
-    """`gated_sum(residual, linear(x, weight, bias), gate, first)`, in one pass: rounded once, if by a kernel,
-    else twice.
+    """Return `gated_residual(residual, linear(x, weight, bias), gate, first)` in one pass.
+
+    A kernel rounds once, XLA's form twice.
 
     Args:
         x, weight, bias: as `linear` takes them; `x` (N, S, I), or (N, I, S) where `transposed`.
-        residual, gate, first: as `gated_sum` takes them.
+        residual, gate, first: as `gated_residual` takes them.
         transposed: whether channels of `x` come before its tokens, as attention gives them.
     """
     bias = _bias("gated_linear", weight, bias)
@@ -252,7 +253,7 @@ def gated_linear_on(
     def plain(x: Array, weight: Array, bias: Array, residual: Array, gate: Array, first: Array) -> Array:
         # One axis of tokens: XLA's CPU transposes no bfloat16 beside an axis that is one long.
         x_SC = (x.swapaxes(1, 2) if transposed else x).reshape(-1, weight.shape[1])
-        return gated_sum(residual, linear(x_SC, weight, bias).reshape(residual.shape), gate, first)
+        return gated_residual(residual, linear(x_SC, weight, bias).reshape(residual.shape), gate, first)
 
     def own(x: Array, weight: Array, bias: Array, residual: Array, gate: Array, first: Array) -> Array:
         gated = residual, gate.astype(jnp.float32), first

@@ -11,7 +11,7 @@ def linear(x, weight, bias=None, *, rounded_parts=False):
     return (y if bias is None else y + bias).astype(x.dtype)
 
 
-def linear_parts(x, weight, bias=None, *, parts):
+def split_linear(x, weight, bias=None, *, parts):
     """The outputs of `linear`, cut apart."""
     return jnp.stack(jnp.split(linear(x, weight, bias), parts, axis=1))
 
@@ -24,14 +24,14 @@ def layer_norm(x, weight, bias, eps=1e-5):
     return (y if bias is None else y + bias).astype(x.dtype)
 
 
-def modulated_norm(x, weight, bias, scale, shift, first, eps=1e-5):
+def adaptive_layer_norm(x, weight, bias, scale, shift, first, eps=1e-5):
     """The norm in float32, then each token's own vectors."""
     kind = (jnp.arange(x.shape[1]) >= first).astype(int)
     y = layer_norm(x.astype(jnp.float32), weight, bias, eps)
     return (y * (1 + scale.astype(jnp.float32)[:, kind]) + shift[:, kind]).astype(x.dtype)
 
 
-def gated_sum(x, y, gate, first):
+def gated_residual(x, y, gate, first):
     """A sum in float32."""
     kind = (jnp.arange(x.shape[1]) >= first).astype(int)
     return (x + gate.astype(jnp.float32)[:, kind] * y.astype(jnp.float32)).astype(x.dtype)
@@ -45,7 +45,7 @@ def linear_gelu(x, weight, bias=None):
 def gated_linear(x, weight, bias, residual, gate, first, *, transposed=False):
     """One after the other, in float32."""
     y = _wide(linear, x.swapaxes(1, 2) if transposed else x, weight, bias)
-    return gated_sum(residual, y, gate, first)
+    return gated_residual(residual, y, gate, first)
 
 
 def _wide(function, *arrays):

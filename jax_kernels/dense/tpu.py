@@ -46,7 +46,7 @@ def takes(x: Float[Array, "N S C"]) -> bool:
     return x.size > 0 and x.dtype in tiles.DTYPES and x.shape[-1] % tiles.LANES == 0
 
 
-def modulated_norm(
+def adaptive_layer_norm(
     x: Float[Array, "N S C"],
     factor: Float[Array, "N 2 C"],
     offset: Float[Array, "N 2 C"],

@@ -25,7 +25,7 @@ from jax_kernels.spatial_norm import xla as spatial_xla
 from jax_kernels.spatial_norm.op import check_spatial_norm, spatial_norm_on
 
 
-class Norm(NamedTuple):
+class NormParams(NamedTuple):
     """GroupNorm's affine, (C,) each, and what modulates it: `zq` and two 1x1x1 convolutions (`spatial_norm`).
 
     Without `zq` it is a plain GroupNorm.
@@ -40,7 +40,7 @@ class Norm(NamedTuple):
     bias_b: Any = None
 
 
-class Columns(NamedTuple):
+class ColumnMoments(NamedTuple):
     """Mean and M2 of columns of pixels, in float32: what a norm's statistics are merged from."""
 
     mean: Float[Array, "N T W C"]
@@ -49,18 +49,18 @@ class Columns(NamedTuple):
 
 def norm_conv3d(
     x: Float[Array, "N T H W I"],
-    norm: Norm,
+    norm: NormParams,
     kernel: Float[Array, "kt kh kw I O"],
     bias: Float[Array, " O"] | None = None,
     cache: Float[Array, "N kt-1 H W I"] | None = None,
-    columns: Columns | None = None,
+    columns: ColumnMoments | None = None,
     *,
     num_groups: int,
     eps: float = 1e-6,
-    lone_first: bool = False,
+    first_frame_alone: bool = False,
     residual: Float[Array, "N T H W O"] | None = None,
     split: Split = WHOLE,
-) -> tuple[Float[Array, "N T H W O"], Float[Array, "N kt-1 H W I"] | None, Columns | None]:
+) -> tuple[Float[Array, "N T H W O"], Float[Array, "N kt-1 H W I"] | None, ColumnMoments | None]:
     """`conv3d(silu(norm(x)))`, which starts a video by repeating its first frame.
 
     On a TPU it is one Pallas kernel for what that takes (`sizes.takes`); else it is the two kernels one
@@ -70,7 +70,7 @@ def norm_conv3d(
         x, kernel, bias, cache, residual, split: as `conv3d` takes them; the cache holds activated frames.
         norm: `group_norm`'s, or with latents `spatial_norm`'s.
         columns: what the call gave whose result `x` is, where that did; saves a pass on a TPU.
-        num_groups, eps, lone_first: the norm's.
+        num_groups, eps, first_frame_alone: the norm's.
 
     Returns:
         The convolved frames; the cache for the next call; their columns' moments, or None where no kernel
@@ -83,7 +83,9 @@ def norm_conv3d(
     if norm.zq is None:
         check_group_norm(x.shape[-1], norm.weight, norm.bias, num_groups)
     else:
-        check_spatial_norm(x, norm.zq, *norm[:2], *norm[3:], num_groups=num_groups, lone_first=lone_first)
+        check_spatial_norm(
+            x, norm.zq, *norm[:2], *norm[3:], num_groups=num_groups, first_frame_alone=first_frame_alone
+        )
     return _norm_conv3d(
         x,
         norm,
@@ -94,7 +96,7 @@ def norm_conv3d(
         residual,
         num_groups=num_groups,
         eps=eps,
-        lone_first=lone_first,
+        first_frame_alone=first_frame_alone,
         split=split,
     )
 
@@ -102,31 +104,33 @@ def norm_conv3d(
 def norm_conv3d_on(
     target: Target,
     x: Array,
-    norm: Norm,
+    norm: NormParams,
     kernel: Array,
     bias: Array | None,
     cache: Array | None,
-    columns: Columns | None,
+    columns: ColumnMoments | None,
     residual: Array | None,
     *,
     num_groups: int,
     eps: float,
-    lone_first: bool,
-) -> tuple[Array, Array | None, Columns | None]:
+    first_frame_alone: bool,
+) -> tuple[Array, Array | None, ColumnMoments | None]:
     """`norm_conv3d` for a target."""
-    taken = _is_taken(replace(target, platform="tpu"), x, norm, kernel, bias, cache, residual, lone_first)
+    taken = _is_taken(
+        replace(target, platform="tpu"), x, norm, kernel, bias, cache, residual, first_frame_alone
+    )
     if taken and target.on_tpu:
         return _fused(target, x, norm, kernel, bias, cache, residual, columns, num_groups=num_groups, eps=eps)
     normed = functools.partial(group_norm_on, channel_axis=-1 % x.ndim)
     if norm.zq is not None:
-        normed = functools.partial(spatial_norm_on, lone_first=lone_first)
+        normed = functools.partial(spatial_norm_on, first_frame_alone=first_frame_alone)
     weight, shift, zq, *convolutions = norm
     inputs = (x, weight, shift) if zq is None else (x, zq, weight, shift, *convolutions)
     hidden = normed(target, *inputs, num_groups=num_groups, eps=eps, activation="silu")
     y, latest = conv3d_on(target, hidden, kernel, bias, cache, residual)
     # Every platform returns what a TPU does.
     moments = (jnp.squeeze(part, 2) for part in norm_xla.column_moments(y)) if taken else ()
-    return y, latest, Columns(*moments) if taken else None
+    return y, latest, ColumnMoments(*moments) if taken else None
 
 
 _norm_conv3d = dispatched(norm_conv3d_on, "tpu", "cuda")
@@ -135,12 +139,12 @@ _norm_conv3d = dispatched(norm_conv3d_on, "tpu", "cuda")
 def _is_taken(
     target: Target,
     x: Array,
-    norm: Norm,
+    norm: NormParams,
     kernel: Array,
     bias: Array | None,
     cache: Array | None,
     residual: Array | None,
-    lone_first: bool,
+    first_frame_alone: bool,
 ) -> bool:
     """Whether a TPU's kernel takes all parts of the frames."""
     parts = in_parts(target, x, norm.zq, residual)
@@ -148,7 +152,7 @@ def _is_taken(
     # Latents whose first frame stands for the first frame alone are taken apart with it.
     return (
         whole
-        and lone_first == (parts[0][0].shape[1] == 1)
+        and first_frame_alone == (parts[0][0].shape[1] == 1)
         and all(
             sizes.takes(
                 target.split.shard_of(frames),
@@ -173,16 +177,16 @@ def _grid(split: Split, x: Array, zq: Array | None) -> tuple[int, ...]:
 def _fused(
     target: Target,
     x: Array,
-    norm: Norm,
+    norm: NormParams,
     kernel: Array,
     bias: Array | None,
     cache: Array | None,
     residual: Array | None,
-    columns: Columns | None,
+    columns: ColumnMoments | None,
     *,
     num_groups: int,
     eps: float,
-) -> tuple[Array, Array | None, Columns]:
+) -> tuple[Array, Array | None, ColumnMoments]:
     channels = x.shape[-1]
     mean, m2 = column_moments(target, x) if columns is None else columns
     stats = moments_of_columns(target, mean, m2, x.shape[2], num_groups=num_groups)
@@ -193,7 +197,7 @@ def _fused(
         y, cache, *found = by_shards(target, _convolved, (frames, cache, added, zq), weights, (scale, shift))
         results.append((y, *(jnp.squeeze(part, 2) for part in found)))
     y, *found = (joined(parts) for parts in zip(*results, strict=True))
-    return y, cache, Columns(*found)
+    return y, cache, ColumnMoments(*found)
 
 
 def _convolved(
@@ -204,7 +208,7 @@ def _convolved(
     zq: Array | None,
     kernel: Array,
     bias: Array,
-    norm: Norm,
+    norm: NormParams,
     scale_NC: Array,
     shift_NC: Array,
 ) -> tuple[Array, ...]:
@@ -226,7 +230,7 @@ def _convolved(
 
 def _coefficients(
     split: Split,
-    norm: Norm,
+    norm: NormParams,
     zq: Array | None,
     scale_NC: Array,
     shift_NC: Array,

@@ -19,7 +19,7 @@ def norm_conv3d(
     *,
     num_groups,
     eps=1e-6,
-    lone_first=False,
+    first_frame_alone=False,
     residual=None,
     tile=0,
 ):
@@ -34,7 +34,9 @@ def norm_conv3d(
         hidden = group_norm(wide, weight, shift, channel_axis=-1, **options)
     else:
         zq, *convolutions = latents
-        hidden = spatial_norm(wide, zq, weight, shift, *convolutions, lone_first=lone_first, **options)
+        hidden = spatial_norm(
+            wide, zq, weight, shift, *convolutions, first_frame_alone=first_frame_alone, **options
+        )
     rounded = jax.tree.map(lambda part: part.astype(x.dtype).astype(jnp.float32), (hidden, kernel, cache))
     y, latest = conv3d(rounded[0], rounded[1], bias, rounded[2], residual=residual)
     if tile:

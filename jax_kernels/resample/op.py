@@ -32,7 +32,7 @@ def upsample(
     bias: Float[Array, " O"] | None,
     *,
     expand_time: bool,
-    lone_first: bool = False,
+    first_frame_alone: bool = False,
     split: Split = WHOLE,
 ) -> Float[Array, "N T2 2*H 2*W O"]:
     """Nearest 2x in space, in time too where `expand_time`, then a 2-D convolution of every frame.
@@ -45,11 +45,11 @@ def upsample(
         kernel: odd in space, `x`'s dtype.
         bias: (O,), or None.
         expand_time: whether frames are doubled.
-        lone_first: whether the first frame stays a single one.
+        first_frame_alone: whether the first frame stays a single one.
         split: how columns lie on devices.
 
     Returns:
-        2H x 2W pixels in `x`'s dtype; T2 is T, or with `expand_time` 2T, with `lone_first` too 2T - 1.
+        2H x 2W pixels in `x`'s dtype; T2 is T, or with `expand_time` 2T, with `first_frame_alone` too 2T - 1.
 
     Raises:
         ValueError: a kernel that is even or does not take `x`, a bias of another length.
@@ -60,35 +60,37 @@ def upsample(
             f"upsample got a kernel of {kernel.shape[0]} x {kernel.shape[1]} pixels: both must be odd"
         )
 
-    return _upsample(x, kernel, bias, expand_time=expand_time, lone_first=lone_first, split=split)
+    return _upsample(
+        x, kernel, bias, expand_time=expand_time, first_frame_alone=first_frame_alone, split=split
+    )
 
 
 def upsample_on(
-    target: Target, x: Array, kernel: Array, bias: Array | None, *, expand_time: bool, lone_first: bool
+    target: Target, x: Array, kernel: Array, bias: Array | None, *, expand_time: bool, first_frame_alone: bool
 ) -> Array:
     """`upsample` for a target."""
 
-    def convolve(part: Array, expand_time: bool, lone_first: bool) -> Array:
-        composed = functools.partial(_composed, expand_time=expand_time, lone_first=lone_first)
-        form = _kernel_for(target, part, kernel, expand_time, lone_first) or composed
+    def convolve(part: Array, expand_time: bool, first_frame_alone: bool) -> Array:
+        composed = functools.partial(_composed, expand_time=expand_time, first_frame_alone=first_frame_alone)
+        form = _kernel_for(target, part, kernel, expand_time, first_frame_alone) or composed
         return by_shards(target, form, (part,), (kernel, bias))
 
-    return _by_parts(target, convolve, x, expand_time, lone_first)
+    return _by_parts(target, convolve, x, expand_time, first_frame_alone)
 
 
 def _by_parts(
-    target: Target, resample: Callable[..., Array], x: Array, in_time: bool, lone_first: bool
+    target: Target, resample: Callable[..., Array], x: Array, in_time: bool, first_frame_alone: bool
 ) -> Array:
-    """`resample(frames, in_time, lone_first)`, of a first frame that stays by itself and of the others."""
-    parts = in_parts(target, x) if lone_first == (x.shape[1] % 2 == 1) else [(x,)]
+    """Apply `resample(frames, in_time, first_frame_alone)` to a split first frame and to the rest."""
+    parts = in_parts(target, x) if first_frame_alone == (x.shape[1] % 2 == 1) else [(x,)]
     if len(parts) == 1:
-        return resample(x, in_time, lone_first)
+        return resample(x, in_time, first_frame_alone)
     # A single frame is the first: the others come in pairs.
     return joined([resample(part, in_time and part.shape[1] > 1, False) for (part,) in parts])
 
 
 def _kernel_for(
-    target: Target, x: Array, kernel: Array, expand_time: bool, lone_first: bool
+    target: Target, x: Array, kernel: Array, expand_time: bool, first_frame_alone: bool
 ) -> Callable[..., Array] | None:
     """The kernel for these frames, or for an image in bands; None where it takes neither."""
     if not target.by_pallas:
@@ -96,13 +98,13 @@ def _kernel_for(
     shard = target.split.shard_of(x)
     videos, _, height, columns, channels = shard.shape
     takes = functools.partial(upsampled.takes, pixels=x.shape[2] * x.shape[3])
-    if is_image_for_tpu(target, x) and (lone_first or not expand_time):
+    if is_image_for_tpu(target, x) and (first_frame_alone or not expand_time):
         even = height + height % 2
         for bands in upsampled.FRAMES:
             shape = videos, bands, even // bands + 2 * BEYOND, columns, channels
             if even % bands == 0 and takes(jax.ShapeDtypeStruct(shape, x.dtype), kernel, expand_time=False):
                 return functools.partial(_fused_image, bands=bands)
-    elif not lone_first and takes(shard, kernel, expand_time=expand_time):
+    elif not first_frame_alone and takes(shard, kernel, expand_time=expand_time):
         return functools.partial(_fused, expand_time=expand_time)
     return None
 
@@ -126,7 +128,7 @@ def _fused_image(target: Target, x: Array, kernel: Array, bias: Array | None, *,
 
 
 def _composed(
-    target: Target, x: Array, kernel: Array, bias: Array | None, *, expand_time: bool, lone_first: bool
+    target: Target, x: Array, kernel: Array, bias: Array | None, *, expand_time: bool, first_frame_alone: bool
 ) -> Array:
     rows, columns = (size // 2 for size in kernel.shape[:2])
     many = target.on_tpu and x.shape[1] > 1
@@ -140,7 +142,7 @@ def _composed(
     if bias is not None:
         y = y + bias.astype(jnp.float32)
     y = with_clear_padding(y.astype(x.dtype), target.split)
-    length, kept = x.shape[1], int(lone_first)
+    length, kept = x.shape[1], int(first_frame_alone)
     if not expand_time or length == kept:
         return y
     return select_frames(
@@ -157,7 +159,7 @@ def downsample(
     bias: Float[Array, " O"] | None,
     *,
     compress_time: bool,
-    lone_first: bool = False,
+    first_frame_alone: bool = False,
     split: Split = WHOLE,
 ) -> Float[Array, "N T2 H2 W2 O"]:
     """Frames averaged in pairs where `compress_time`, then a 2-D convolution of stride 2, zero-padded below
@@ -168,12 +170,12 @@ def downsample(
         kernel: (3, 3, I, O), `x`'s dtype.
         bias: (O,), or None.
         compress_time: whether pairs of frames are averaged.
-        lone_first: whether the first frame stays by itself, and pairs begin after it.
+        first_frame_alone: whether the first frame stays by itself, and pairs begin after it.
         split: how columns lie on devices.
 
     Returns:
         H2 = H // 2 and W2 = W // 2 pixels in `x`'s dtype; T2 is T, or with `compress_time` T / 2, with
-        `lone_first` too (T + 1) / 2.
+        `first_frame_alone` too (T + 1) / 2.
 
     Raises:
         ValueError: a kernel of another size or that does not take `x`, a bias of another length; frames that
@@ -184,33 +186,47 @@ def downsample(
         raise ValueError(
             f"downsample got a kernel of {kernel.shape[0]} x {kernel.shape[1]} pixels: it must have 3 x 3"
         )
-    if compress_time and (x.shape[1] - lone_first) % 2:
-        after = " after the first" if lone_first else ""
+    if compress_time and (x.shape[1] - first_frame_alone) % 2:
+        after = " after the first" if first_frame_alone else ""
         raise ValueError(f"downsample got {x.shape[1]} frames: those{after} must be pairs to be averaged")
 
-    return _downsample(x, kernel, bias, compress_time=compress_time, lone_first=lone_first, split=split)
+    return _downsample(
+        x, kernel, bias, compress_time=compress_time, first_frame_alone=first_frame_alone, split=split
+    )
 
 
 def downsample_on(
-    target: Target, x: Array, kernel: Array, bias: Array | None, *, compress_time: bool, lone_first: bool
+    target: Target,
+    x: Array,
+    kernel: Array,
+    bias: Array | None,
+    *,
+    compress_time: bool,
+    first_frame_alone: bool,
 ) -> Array:
     """`downsample` for a target."""
 
-    def convolve(part: Array, compress_time: bool, lone_first: bool) -> Array:
-        halve = functools.partial(_halved, compress_time=compress_time, lone_first=lone_first)
+    def convolve(part: Array, compress_time: bool, first_frame_alone: bool) -> Array:
+        halve = functools.partial(_halved, compress_time=compress_time, first_frame_alone=first_frame_alone)
         return by_shards(target, halve, (part,), (kernel, bias))
 
-    return _by_parts(target, convolve, x, compress_time, lone_first)
+    return _by_parts(target, convolve, x, compress_time, first_frame_alone)
 
 
 _downsample = dispatched(downsample_on, "tpu")
 
 
 def _halved(
-    target: Target, x: Array, kernel: Array, bias: Array | None, *, compress_time: bool, lone_first: bool
+    target: Target,
+    x: Array,
+    kernel: Array,
+    bias: Array | None,
+    *,
+    compress_time: bool,
+    first_frame_alone: bool,
 ) -> Array:
-    if compress_time and x.shape[1] > lone_first:
-        x = average_pairs(target, x, lone_first=lone_first)
+    if compress_time and x.shape[1] > first_frame_alone:
+        x = average_pairs(target, x, first_frame_alone=first_frame_alone)
     by_patches = is_image_for_tpu(target, x) and xla.suits_patches(x)
     halve = xla.halved_by_patches if by_patches else xla.halved
     y = halve(x, kernel, (0, 1))

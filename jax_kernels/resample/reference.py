@@ -4,21 +4,21 @@ import jax.numpy as jnp
 from jax import lax
 
 
-def upsample(x, kernel, bias, *, expand_time, lone_first=False):
+def upsample(x, kernel, bias, *, expand_time, first_frame_alone=False):
     """Doubled in space and time first, every frame convolved after."""
     if expand_time:
-        x = jnp.concatenate([x[:, :lone_first], jnp.repeat(x[:, lone_first:], 2, 1)], 1)
+        x = jnp.concatenate([x[:, :first_frame_alone], jnp.repeat(x[:, first_frame_alone:], 2, 1)], 1)
     x = jnp.repeat(jnp.repeat(x, 2, axis=2), 2, axis=3)
     rows, columns = kernel.shape[0] // 2, kernel.shape[1] // 2
     return convolved(x, kernel, bias, ((rows, rows), (columns, columns)), stride=1)
 
 
-def downsample(x, kernel, bias, *, compress_time, lone_first=False):
+def downsample(x, kernel, bias, *, compress_time, first_frame_alone=False):
     """Pairs averaged, then every second pixel of a convolution padded below and right."""
     if compress_time:
-        after = x[:, lone_first:].astype(jnp.float32)
+        after = x[:, first_frame_alone:].astype(jnp.float32)
         pairs = (after[:, ::2] + after[:, 1::2]) / 2
-        x = jnp.concatenate([x[:, :lone_first], pairs.astype(x.dtype)], axis=1)
+        x = jnp.concatenate([x[:, :first_frame_alone], pairs.astype(x.dtype)], axis=1)
     return convolved(x, kernel, bias, ((0, 1), (0, 1)), stride=2)
 
 

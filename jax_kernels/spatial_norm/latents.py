@@ -6,12 +6,12 @@ from jaxtyping import Array
 from jax_kernels.common.frames import repeat_nearest
 
 
-def match_frames_and_columns(z_NTHWC: Array, target: tuple[int, ...], *, lone_first: bool) -> Array:
+def match_frames_and_columns(z_NTHWC: Array, target: tuple[int, ...], *, first_frame_alone: bool) -> Array:
     """Nearest upsampling of latent-sized frames to the frames and columns of `target` (N T H W C); rows stay.
 
-    With `lone_first` the first frame goes with the first latent frame, the rest with the rest.
+    With `first_frame_alone` the first frame goes with the first latent frame, the rest with the rest.
     """
-    parts, lengths, columns = *_matched(z_NTHWC, target, lone_first), target[3]
+    parts, lengths, columns = *_matched(z_NTHWC, target, first_frame_alone), target[3]
     resized = [
         repeat_nearest(part, {1: length // part.shape[1], 3: columns // part.shape[3]})
         for part, length in zip(parts, lengths, strict=True)
@@ -19,14 +19,16 @@ def match_frames_and_columns(z_NTHWC: Array, target: tuple[int, ...], *, lone_fi
     return resized[0] if len(resized) == 1 else jnp.concatenate(resized, axis=1)
 
 
-def _matched(z_NTHWC: Array, target: tuple[int, ...], lone_first: bool) -> tuple[list[Array], list[int]]:
+def _matched(
+    z_NTHWC: Array, target: tuple[int, ...], first_frame_alone: bool
+) -> tuple[list[Array], list[int]]:
     """The parts of the latents' frames, and how many frames each stands for."""
-    parts = [z_NTHWC[:, :1], z_NTHWC[:, 1:]] if lone_first and target[1] > 1 else [z_NTHWC]
+    parts = [z_NTHWC[:, :1], z_NTHWC[:, 1:]] if first_frame_alone and target[1] > 1 else [z_NTHWC]
     return parts, [1, target[1] - 1] if len(parts) == 2 else [target[1]]
 
 
-def check_sizes(z_NTHWC: Array, target: tuple[int, ...], *, lone_first: bool) -> None:
-    for part, length in zip(*_matched(z_NTHWC, target, lone_first), strict=True):
+def check_sizes(z_NTHWC: Array, target: tuple[int, ...], *, first_frame_alone: bool) -> None:
+    for part, length in zip(*_matched(z_NTHWC, target, first_frame_alone), strict=True):
         wanted = length, *target[2:4]
         if 0 in part.shape[1:4] or any(n % m for n, m in zip(wanted, part.shape[1:4], strict=True)):
             raise ValueError(

@@ -32,7 +32,7 @@ def spatial_norm(
     num_groups: int,
     eps: float = 1e-6,
     activation: Activation | None = None,
-    lone_first: bool = False,
+    first_frame_alone: bool = False,
     implementation: Implementation | None = None,
     split: Split = WHOLE,
 ) -> Float[Array, "N T H W C"]:
@@ -44,13 +44,13 @@ def spatial_norm(
 
     Args:
         x: the activations.
-        zq: the latents: H / h, W / w and T / t are whole; see `lone_first`.
+        zq: the latents: H / h, W / w and T / t are whole; see `first_frame_alone`.
         weight, bias: GroupNorm's affine.
         kernel_y, bias_y, kernel_b, bias_b: the two 1x1x1 convolutions.
         num_groups, eps: GroupNorm's.
         activation: applied to the result ("silu"), or None.
-        lone_first: whether the first frame goes with the first latent frame alone, and the rest with the
-            rest: then (T - 1) / (t - 1) is whole.
+        first_frame_alone: whether the first latent frame covers the first frame alone; (T - 1) / (t - 1) is
+            then whole.
         implementation: "rows" broadcasts what comes of the latents over rows; "pixels_first" does so in the
             order that a TPU keeps large frames in. None takes the fastest known for the platform that is
             compiled for.
@@ -64,7 +64,7 @@ def spatial_norm(
             implementation or an activation that there is not.
     """
     weights = weight, bias, kernel_y, bias_y, kernel_b, bias_b
-    check_spatial_norm(x, zq, *weights, num_groups=num_groups, lone_first=lone_first)
+    check_spatial_norm(x, zq, *weights, num_groups=num_groups, first_frame_alone=first_frame_alone)
     check_activation(activation)
     if implementation is not None and implementation not in _IMPLEMENTATIONS:
         raise ValueError(f"implementation {implementation!r} is not one of {sorted(_IMPLEMENTATIONS)}")
@@ -75,7 +75,7 @@ def spatial_norm(
         num_groups=num_groups,
         eps=eps,
         activation=activation,
-        lone_first=lone_first,
+        first_frame_alone=first_frame_alone,
         implementation=implementation,
         split=split,
     )
@@ -95,7 +95,7 @@ def spatial_norm_on(
     num_groups: int,
     eps: float,
     activation: Activation | None,
-    lone_first: bool,
+    first_frame_alone: bool,
     implementation: Implementation | None = None,
 ) -> Array:
     """`spatial_norm` for a target."""
@@ -103,14 +103,14 @@ def spatial_norm_on(
     stats = moments(target, x, num_groups=num_groups, channel_axis=-1)
     scale = per_channel(lax.rsqrt(stats.variance + eps), channels) * weight.astype(jnp.float32)
     shift = bias.astype(jnp.float32) - per_channel(stats.mean, channels) * scale
-    parts = in_parts(target, x, zq) if lone_first else [(x, zq)]
+    parts = in_parts(target, x, zq) if first_frame_alone else [(x, zq)]
     convolutions = (kernel_y, bias_y), (kernel_b, bias_b)
 
     def modulated(target: Target, x: Array, zq: Array, *operands: Any) -> Array:
         fastest = "pixels_first" if target.on_tpu and x.shape[1] > 1 else "rows"
         modulate = _IMPLEMENTATIONS[implementation or fastest]
-        alone = lone_first and len(parts) == 1
-        return modulate(target, x, zq, *operands, activation=activation, lone_first=alone)
+        alone = first_frame_alone and len(parts) == 1
+        return modulate(target, x, zq, *operands, activation=activation, first_frame_alone=alone)
 
     return joined([by_shards(target, modulated, part, convolutions, (scale, shift)) for part in parts])
 
@@ -129,13 +129,13 @@ def check_spatial_norm(
     bias_b: Array,
     *,
     num_groups: int,
-    lone_first: bool,
+    first_frame_alone: bool,
 ) -> None:
     """Raise `ValueError` for arrays that `spatial_norm` does not take."""
     channels, latent_channels = x.shape[-1], zq.shape[-1]
     check_groups(channels, num_groups)
     check_channels("spatial_norm", channels, weight=weight, bias=bias, bias_y=bias_y, bias_b=bias_b)
-    check_sizes(zq, x.shape, lone_first=lone_first)
+    check_sizes(zq, x.shape, first_frame_alone=first_frame_alone)
     for kernel in (kernel_y, kernel_b):
         if kernel.shape != (latent_channels, channels):
             raise ValueError(

@@ -20,10 +20,10 @@ def spatial_norm(
     num_groups,
     eps=1e-6,
     activation=None,
-    lone_first=False,
+    first_frame_alone=False,
 ):
     """The latents upsampled first, both 1x1x1 convolutions at full resolution, then the modulation."""
-    wide, full = x.astype(jnp.float32), upsampled(zq, x.shape, lone_first).astype(jnp.float32)
+    wide, full = x.astype(jnp.float32), upsampled(zq, x.shape, first_frame_alone).astype(jnp.float32)
     y, b = (
         jnp.einsum("nthwz,zc->nthwc", full, kernel, precision=lax.Precision.HIGHEST) + offset
         for kernel, offset in ((kernel_y, bias_y), (kernel_b, bias_b))
@@ -32,11 +32,11 @@ def spatial_norm(
     return (jax.nn.silu(result) if activation == "silu" else result).astype(x.dtype)
 
 
-def upsampled(zq, shape, lone_first):
+def upsampled(zq, shape, first_frame_alone):
     """For every pixel of every frame the latent that it lies under, an index at a time."""
     _, frames, rows, columns, _ = shape
     _, t, h, w, _ = zq.shape
-    if lone_first:
+    if first_frame_alone:
         frame = [0, *(1 + i * (t - 1) // (frames - 1) for i in range(frames - 1))]
     else:
         frame = [i * t // frames for i in range(frames)]

@@ -21,10 +21,10 @@ def by_rows(
     shift_NC: Array,
     *,
     activation: Activation | None,
-    lone_first: bool,
+    first_frame_alone: bool,
 ) -> Array:
     """`activation((x * scale + shift) * y + b)` as one multiply-add, `y` and `b` at the latents' rows."""
-    zq = match_frames_and_columns(zq, x.shape, lone_first=lone_first)
+    zq = match_frames_and_columns(zq, x.shape, first_frame_alone=first_frame_alone)
     y = pointwise("nthwz,zc->nthwc", zq, *to_y)
     multiplier = y * _over_pixels(scale_NC)
     offset = y * _over_pixels(shift_NC) + pointwise("nthwz,zc->nthwc", zq, *to_b)
@@ -46,7 +46,7 @@ def by_pixels(
     shift_NC: Array,
     *,
     activation: Activation | None,
-    lone_first: bool,
+    first_frame_alone: bool,
 ) -> Array:
     """`by_rows` in the order H W N T C, in which a TPU keeps the activations of a convolution over frames.
 
@@ -56,7 +56,7 @@ def by_pixels(
     size (v6e, a block at 8 x 480 x 720 x 128: 61 ms instead of 41). Without an activation nothing keeps what
     comes after from being fused.
     """
-    zq = match_frames_and_columns(zq, x.shape, lone_first=lone_first)
+    zq = match_frames_and_columns(zq, x.shape, first_frame_alone=first_frame_alone)
     # Not before the statistics: the compiler would compute the `y` and `b` of all norms first, and keep them.
     zero = zero_of(scale_NC[:, :1, None])  # of each video, whose statistics other videos' shards do not have
     y, b = (

@@ -82,7 +82,7 @@ def norm(x, zq, *vectors_and_rest, **options):
     """`norm_conv3d` with its norm's parts by position: six for a spatial norm, two for a plain one."""
     count = 2 if zq is None else 6
     parts, rest = vectors_and_rest[:count], vectors_and_rest[count:]
-    of_norm = jax_kernels.Norm(*parts[:2], *(() if zq is None else (zq, *parts[2:])))
+    of_norm = jax_kernels.NormParams(*parts[:2], *(() if zq is None else (zq, *parts[2:])))
     op = options.pop("op")
     return op(x, of_norm, *rest, **options)[:2]
 
@@ -99,7 +99,7 @@ CASES = {
         jax_kernels.attention,
         attention.attention,
         (HEADS, HEADS, HEADS),
-        {"valid": 37},
+        {"num_keys": 37},
         implementations=("plain", "transposed"),
         large=(HEADS, HEADS, HEADS),
         kernels=frozenset({"attention"}),
@@ -117,19 +117,21 @@ CASES = {
         activations=False,
         exact=False,
     ),
-    "prepare": Case(
-        jax_kernels.prepare,
-        attention.prepare,
+    "qk_norm_rope": Case(
+        jax_kernels.qk_norm_rope,
+        attention.qk_norm_rope,
         ((1, 40, 48), V, V, *TABLES[:2]),
         {"heads": 3, "scale": 0.3},
         large=((1, 40, 48), V, V, *TABLES[:2]),
         kernels=frozenset({"prepare"}),
         activations=False,
     ),
-    "prepare, values": Case(
-        jax_kernels.prepare, attention.prepare, ((1, 40, 48),), {"heads": 3}, activations=False
+    "qk_norm_rope, values": Case(
+        jax_kernels.qk_norm_rope, attention.qk_norm_rope, ((1, 40, 48),), {"heads": 3}, activations=False
     ),
-    "rotate": Case(jax_kernels.rotate, attention.rotate, (HEADS, TABLES[2], TABLES[2]), activations=False),
+    "apply_rotary": Case(
+        jax_kernels.apply_rotary, attention.apply_rotary, (HEADS, TABLES[2], TABLES[2]), activations=False
+    ),
     "conv3d": Case(*CONVOLUTION, (X, KERNEL, V), implementations=FORMS),
     "conv3d, a cache and a residual": Case(
         *CONVOLUTION,
@@ -165,7 +167,7 @@ CASES = {
         jax_kernels.spatial_norm,
         spatial_norm.spatial_norm,
         (FIVE, (1, 3, 2, 4, 4), *SPATIAL),
-        GROUPS | {"lone_first": True},
+        GROUPS | {"first_frame_alone": True},
         implementations=("rows", "pixels_first"),
     ),
     "norm_conv3d": Case(
@@ -183,7 +185,7 @@ CASES = {
     "norm_conv3d, a lone first frame": Case(
         *NORMED,
         ((1, 3, 4, 8, 16), (1, 3, 2, 4, 4), *SPATIAL, KERNEL, V),
-        GROUPS | {"lone_first": True},
+        GROUPS | {"first_frame_alone": True},
     ),
     "upsample": Case(
         jax_kernels.upsample,
@@ -197,7 +199,7 @@ CASES = {
         jax_kernels.upsample,
         resample.upsample,
         (FIVE, KERNEL_2D, None),
-        {"expand_time": True, "lone_first": True},
+        {"expand_time": True, "first_frame_alone": True},
     ),
     "downsample": Case(
         jax_kernels.downsample, resample.downsample, (X, KERNEL_2D, V), {"compress_time": True}
@@ -206,14 +208,14 @@ CASES = {
         jax_kernels.downsample,
         resample.downsample,
         (FIVE, KERNEL_2D, None),
-        {"compress_time": True, "lone_first": True},
+        {"compress_time": True, "first_frame_alone": True},
     ),
     "silu": Case(jax_kernels.silu, dense.silu, (FIVE,), {"time_axis": 1}, activations=False),
     "gelu": Case(jax_kernels.gelu, dense.gelu, (TOKENS,), activations=False),
     "linear": Case(jax_kernels.linear, dense.linear, (TOKENS, (12, 16), (12,)), activations=False),
-    "linear_parts": Case(
-        jax_kernels.linear_parts,
-        dense.linear_parts,
+    "split_linear": Case(
+        jax_kernels.split_linear,
+        dense.split_linear,
         (TOKENS, (12, 16), (12,)),
         {"parts": 3},
         activations=False,
@@ -247,15 +249,17 @@ CASES = {
         exact=False,
     ),
     "layer_norm": Case(jax_kernels.layer_norm, dense.layer_norm, (TOKENS, V, V), activations=False),
-    "modulated_norm": Case(
-        jax_kernels.modulated_norm,
-        dense.modulated_norm,
+    "adaptive_layer_norm": Case(
+        jax_kernels.adaptive_layer_norm,
+        dense.adaptive_layer_norm,
         (ROWS, V, V, KINDS, KINDS, int),
         large=(LARGE_ROWS, WIDE, WIDE, LARGE_KINDS, LARGE_KINDS, int),
         kernels=frozenset({"modulated_norm"}),
         activations=False,
     ),
-    "gated_sum": Case(jax_kernels.gated_sum, dense.gated_sum, (ROWS, ROWS, KINDS, int), activations=False),
+    "gated_residual": Case(
+        jax_kernels.gated_residual, dense.gated_residual, (ROWS, ROWS, KINDS, int), activations=False
+    ),
 }
 
 
@@ -398,7 +402,7 @@ def test_float32_asks_for_full_precision(name):
         assert all("HIGHEST" in line for line in products)
 
 
-OPS = set(jax_kernels.__all__) - {"Columns", "Norm"}
+OPS = set(jax_kernels.__all__) - {"ColumnMoments", "NormParams"}
 
 
 @pytest.mark.parametrize("name", sorted(OPS))
@@ -421,17 +425,17 @@ REFUSALS = [
     ("attention", {1: cut(..., slice(8)), 2: cut(..., slice(8))}, "it takes (N, S, H, D)"),
     ("attention", {2: cut(slice(None), slice(3))}, "it takes (N, S, H, D)"),
     ("attention", {2: lambda v: v.astype(jnp.bfloat16)}, "all of one dtype"),
-    ("attention", {"valid": 0}, "40 keys, 0 of them real"),
-    ("attention", {"valid": 41}, "40 keys, 41 of them real"),
+    ("attention", {"num_keys": 0}, "40 keys, 0 of them real"),
+    ("attention", {"num_keys": 41}, "40 keys, 41 of them real"),
     ("attention", {"implementation": "fast"}, "'fast' is not one of"),
     ("attention_transposed", {0: cut(0)}, "(N, H, D, S)"),
-    ("prepare", {"heads": 5}, "5 heads"),
-    ("prepare", {0: cut(0)}, "it takes (N, S, H D)"),
-    ("prepare", {1: SHORT}, "one number"),
-    ("prepare", {1: None}, "a bias and no weight"),
-    ("prepare", {4: None}, "neither is given"),
-    ("prepare", {3: cut(slice(39))}, "cos and sin"),
-    ("rotate", {1: cut(..., slice(8))}, "rotate got"),
+    ("qk_norm_rope", {"heads": 5}, "5 heads"),
+    ("qk_norm_rope", {0: cut(0)}, "it takes (N, S, H D)"),
+    ("qk_norm_rope", {1: SHORT}, "one number"),
+    ("qk_norm_rope", {1: None}, "a bias and no weight"),
+    ("qk_norm_rope", {4: None}, "neither is given"),
+    ("qk_norm_rope", {3: cut(slice(39))}, "cos and sin"),
+    ("apply_rotary", {1: cut(..., slice(8))}, "apply_rotary got"),
     ("conv3d", {0: cut(..., slice(3))}, "3 channels for a kernel that takes 16"),
     ("conv3d", {0: cut(0)}, "N T H W I"),
     ("conv3d", {1: cut(slice(None), slice(2))}, "must be odd"),
@@ -467,11 +471,11 @@ REFUSALS = [
     ("downsample", {1: cut(slice(2), slice(2))}, "downsample got a kernel of 2 x 2 pixels: it must"),
     ("downsample", {2: SHORT}, "a bias of shape (1,) for 16 channels"),
     ("downsample", {0: cut(0)}, "it needs N T H W I and kh kw I O"),
-    ("downsample", {"lone_first": True}, "got 4 frames: those after the first must be pairs"),
+    ("downsample", {"first_frame_alone": True}, "got 4 frames: those after the first must be pairs"),
     ("linear", {0: cut(..., slice(8))}, "8 channels for a weight that takes 16"),
     ("linear", {2: SHORT}, "linear got a bias of shape (1,) for 12 channels"),
     ("layer_norm", {1: SHORT}, "layer_norm got a weight of shape (1,) for 16 channels"),
-    ("modulated_norm", {2: SHORT}, "modulated_norm got a bias of shape (1,) for 16 channels"),
+    ("adaptive_layer_norm", {2: SHORT}, "adaptive_layer_norm got a bias of shape (1,) for 16 channels"),
 ]
 """A case, what is put in the place of an argument, and what the error says."""
 

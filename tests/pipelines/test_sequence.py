@@ -36,13 +36,13 @@ def test_tokens_come_to_their_heads_and_back(videos):
 def test_by_channels_queries_are_prepared_by_heads_or_where_tp_does_not_divide_them_by_tokens(heads, own):
     seen = []
 
-    def prepare(x_NSC, *, heads):
+    def qk_norm_rope(x_NSC, *, heads):
         seen.append((*x_NSC.shape, heads))
         return jnp.zeros((x_NSC.shape[0], heads, 1, x_NSC.shape[1]))
 
     placement = SequencePlacement(make_mesh(1, 4, devices=jax.devices()[:4]), Split(CHANNELS), heads)
     sequence = Sequence.of(placement, videos=2, text=4, tokens=16)
-    assert sequence.for_heads(prepare, heads)(jnp.zeros((2, 16, 24))).shape == (2, heads, 1, 16)
+    assert sequence.for_heads(qk_norm_rope, heads)(jnp.zeros((2, 16, 24))).shape == (2, heads, 1, 16)
     assert seen == [own]
 
 

@@ -200,7 +200,7 @@ def kernel_cases():
         return lambda x, split: jax_kernels.conv3d(x, kernel, ones, **options, split=split)[0]
 
     def resampled(resample, **options):
-        return lambda x, split: resample(x, k4, ones, lone_first=True, **options, split=split)
+        return lambda x, split: resample(x, k4, ones, first_frame_alone=True, **options, split=split)
 
     def spatial_norm(x, split):
         upsampled = jax_kernels.upsample(x, k4, ones, expand_time=False, split=split)

@@ -58,11 +58,11 @@ def vae_kernels(x: jax.Array, kernel: jax.Array, vector: jax.Array) -> None:
         jax_kernels.spatial_norm(x, y, vector, vector, kernel, vector, kernel, vector, num_groups=8),
         jax.Array,
     )
-    norm = jax_kernels.Norm(vector, vector)
-    columns = jax_kernels.Columns(x, x)
+    norm = jax_kernels.NormParams(vector, vector)
+    columns = jax_kernels.ColumnMoments(x, x)
     assert_type(
         jax_kernels.norm_conv3d(x, norm, kernel, vector, columns=columns, num_groups=8),
-        tuple[jax.Array, jax.Array | None, jax_kernels.Columns | None],
+        tuple[jax.Array, jax.Array | None, jax_kernels.ColumnMoments | None],
     )
     assert_type(jax_kernels.upsample(x, kernel, vector, expand_time=True), jax.Array)
     assert_type(jax_kernels.downsample(x, kernel, vector, compress_time=True), jax.Array)
@@ -70,15 +70,15 @@ def vae_kernels(x: jax.Array, kernel: jax.Array, vector: jax.Array) -> None:
 
 
 def transformer_kernels(x: jax.Array, weight: jax.Array, vector: jax.Array, kind: jax.Array) -> None:
-    assert_type(jax_kernels.attention(x, x, x, valid=5), jax.Array)
+    assert_type(jax_kernels.attention(x, x, x, num_keys=5), jax.Array)
     assert_type(jax_kernels.attention_transposed(x, x, x), jax.Array)
-    assert_type(jax_kernels.prepare(x, vector, vector, weight, weight, heads=8), jax.Array)
-    assert_type(jax_kernels.rotate(x, weight, weight), jax.Array)
+    assert_type(jax_kernels.qk_norm_rope(x, vector, vector, weight, weight, heads=8), jax.Array)
+    assert_type(jax_kernels.apply_rotary(x, weight, weight), jax.Array)
     assert_type(jax_kernels.linear(x, weight, vector), jax.Array)
-    assert_type(jax_kernels.linear_parts(x, weight, vector, parts=3), jax.Array)
+    assert_type(jax_kernels.split_linear(x, weight, vector, parts=3), jax.Array)
     assert_type(jax_kernels.linear_gelu(x, weight, vector), jax.Array)
     assert_type(jax_kernels.gated_linear(x, weight, vector, x, weight, kind), jax.Array)
     assert_type(jax_kernels.layer_norm(x, vector, vector), jax.Array)
-    assert_type(jax_kernels.modulated_norm(x, vector, vector, weight, weight, kind), jax.Array)
-    assert_type(jax_kernels.gated_sum(x, x, weight, kind), jax.Array)
+    assert_type(jax_kernels.adaptive_layer_norm(x, vector, vector, weight, weight, kind), jax.Array)
+    assert_type(jax_kernels.gated_residual(x, x, weight, kind), jax.Array)
     assert_type(jax_kernels.gelu(x), jax.Array)

@@ -94,8 +94,8 @@ class DecoderChunk(nnx.Module):
         z = z.astype(self.dtype)
         if self.post_quant_conv is not None:
             z = self.post_quant_conv(z)
-        lone_first = False if cache is not None and self.frame_by_frame else None
-        frames, cache = self.decoder(z, cache, lone_first=lone_first)
+        first_frame_alone = False if cache is not None and self.frame_by_frame else None
+        frames, cache = self.decoder(z, cache, first_frame_alone=first_frame_alone)
         return to_uint8(frames) if self.as_uint8 else frames, cache
 
 

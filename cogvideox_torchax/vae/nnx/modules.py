@@ -138,7 +138,7 @@ class SpatialNorm3D(OnColumns, nnx.Module):
             num_groups=norm.num_groups,
             eps=norm.eps,
             activation=activation,
-            lone_first=first_frame_is_alone(x_NTHWC.shape[1]),
+            first_frame_alone=first_frame_is_alone(x_NTHWC.shape[1]),
             split=self.split,
         )
 
@@ -149,9 +149,9 @@ def normed_conv(
     x_NTHWC: jax.Array,
     zq_NthwC: jax.Array | None,
     cache: jax.Array | None,
-    columns: jax_kernels.Columns | None = None,
+    columns: jax_kernels.ColumnMoments | None = None,
     **options: jax.Array | None,
-) -> tuple[jax.Array, jax.Array | None, jax_kernels.Columns | None]:
+) -> tuple[jax.Array, jax.Array | None, jax_kernels.ColumnMoments | None]:
     """conv(silu(norm(x))): a GroupNorm takes no latents, a spatial norm does.
 
     In one, unless something else stands in a layer's place to record it. `columns` is what the convolution
@@ -168,13 +168,13 @@ def normed_conv(
         latents = (zq_NthwC, *norm.conv_y.conv.matrix(dtype), *norm.conv_b.conv.matrix(dtype))
     return jax_kernels.norm_conv3d(
         x_NTHWC,
-        jax_kernels.Norm(affine.scale[...], affine.bias[...], *latents),
+        jax_kernels.NormParams(affine.scale[...], affine.bias[...], *latents),
         *causal.conv.cast(dtype),
         cache,
         columns,
         num_groups=affine.num_groups,
         eps=affine.eps,
-        lone_first=first_frame_is_alone(x_NTHWC.shape[1]),
+        first_frame_alone=first_frame_is_alone(x_NTHWC.shape[1]),
         split=causal.split,
         **options,
     )
@@ -225,7 +225,7 @@ class Downsample3D(OnColumns, nnx.Module):
             kernel,
             bias,
             compress_time=self.compress_time,
-            lone_first=first_frame_is_alone(x_NTHWC.shape[1]),
+            first_frame_alone=first_frame_is_alone(x_NTHWC.shape[1]),
             split=self.split,
         )
 
@@ -237,13 +237,18 @@ class Upsample3D(OnColumns, nnx.Module):
         self.conv = Conv(channels, channels, (3, 3), config)
         self.expand_time = expand_time
 
-    def __call__(self, x_NTHWC: jax.Array, *, lone_first: bool | None = None) -> jax.Array:
-        """`lone_first`: whether the first frame stays one; None for what the number of frames says."""
-        if lone_first is None:
-            lone_first = first_frame_is_alone(x_NTHWC.shape[1])
+    def __call__(self, x_NTHWC: jax.Array, *, first_frame_alone: bool | None = None) -> jax.Array:
+        """`first_frame_alone`: whether the first frame stays one; None for what the number of frames says."""
+        if first_frame_alone is None:
+            first_frame_alone = first_frame_is_alone(x_NTHWC.shape[1])
         kernel, bias = self.conv.cast(x_NTHWC.dtype)
         return jax_kernels.upsample(
-            x_NTHWC, kernel, bias, expand_time=self.expand_time, lone_first=lone_first, split=self.split
+            x_NTHWC,
+            kernel,
+            bias,
+            expand_time=self.expand_time,
+            first_frame_alone=first_frame_alone,
+            split=self.split,
         )
 
 
@@ -335,9 +340,9 @@ class UpBlock3D(Resnets):
         zq_NthwC: jax.Array,
         cache: Cache | None = None,
         *,
-        lone_first: bool | None = None,
+        first_frame_alone: bool | None = None,
     ) -> tuple[jax.Array, Cache]:
         x_NTHWC, cache = self._run_resnets(x_NTHWC, zq_NthwC, cache)
         for upsampler in self.upsamplers:
-            x_NTHWC = upsampler(x_NTHWC, lone_first=lone_first)
+            x_NTHWC = upsampler(x_NTHWC, first_frame_alone=first_frame_alone)
         return x_NTHWC, cache

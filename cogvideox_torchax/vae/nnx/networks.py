@@ -81,15 +81,15 @@ class Decoder3D(nnx.Module):
         self.conv_out = CausalConv3d(widths[-1], config.out_channels, 3, layers)
 
     def __call__(
-        self, z_NthwC: jax.Array, cache: Cache | None = None, *, lone_first: bool | None = None
+        self, z_NthwC: jax.Array, cache: Cache | None = None, *, first_frame_alone: bool | None = None
     ) -> tuple[jax.Array, Cache]:
-        """`lone_first`: whether the first frame is not doubled; None for what the number of frames says."""
+        """Decode a chunk; `first_frame_alone` keeps the first frame undoubled, None asks the frame count."""
         old, new = cache or {}, {}
         x_NTHWC, new["conv_in"] = self.conv_in(z_NthwC, old.get("conv_in"))
         x_NTHWC, new["mid_block"] = self.mid_block(x_NTHWC, z_NthwC, old.get("mid_block"))
         for i, block in enumerate(self.up_blocks):
             name = f"up_block_{i}"
-            x_NTHWC, new[name] = block(x_NTHWC, z_NthwC, old.get(name), lone_first=lone_first)
+            x_NTHWC, new[name] = block(x_NTHWC, z_NthwC, old.get(name), first_frame_alone=first_frame_alone)
         last = old.get("conv_out")
         x_NTHWC, new["conv_out"], _ = normed_conv(self.norm_out, self.conv_out, x_NTHWC, z_NthwC, last)
         return x_NTHWC, new

@@ -172,7 +172,7 @@ class SpatialNorm3D(OnColumns, diffusers_vae.CogVideoXSpatialNorm3D):
             num_groups=norm.num_groups,
             eps=norm.eps,
             activation=activation,
-            lone_first=first_frame_is_alone(f.shape[2]),
+            first_frame_alone=first_frame_is_alone(f.shape[2]),
             split=self.split,
         )
         return _channels_first(y), {}
@@ -256,14 +256,14 @@ def _norm_conv(
         latents = (_channels_last(zq), _matrix(conv_y), conv_y.bias, _matrix(conv_b), conv_b.bias)
     y, new_cache, columns = torch_view(jax_kernels.norm_conv3d)(
         _channels_last(hidden),
-        jax_kernels.Norm(group_norm.weight, group_norm.bias, *latents),
+        jax_kernels.NormParams(group_norm.weight, group_norm.bias, *latents),
         _kernel_last(conv.weight),
         conv.bias,
         None if conv_cache is None else _channels_last(conv_cache),
         columns,
         num_groups=group_norm.num_groups,
         eps=group_norm.eps,
-        lone_first=first_frame_is_alone(hidden.shape[2]),
+        first_frame_alone=first_frame_is_alone(hidden.shape[2]),
         split=causal.split,
         **{name: _channels_last(tensor) for name, tensor in options.items()},
     )
@@ -286,7 +286,7 @@ class Upsample3D(OnColumns, CogVideoXUpsample3D):
             _kernel_last(self.conv.weight),
             self.conv.bias,
             expand_time=self.compress_time,
-            lone_first=first_frame_is_alone(inputs.shape[2]),
+            first_frame_alone=first_frame_is_alone(inputs.shape[2]),
             split=self.split,
         )
         return _channels_first(y)
@@ -303,7 +303,7 @@ class Downsample3D(OnColumns, CogVideoXDownsample3D):
             _kernel_last(self.conv.weight),
             self.conv.bias,
             compress_time=self.compress_time,
-            lone_first=first_frame_is_alone(x.shape[2]),
+            first_frame_alone=first_frame_is_alone(x.shape[2]),
             split=self.split,
         )
         return _channels_first(y)

@@ -81,13 +81,13 @@ def test_every_form_is_the_definition(queries, keys, heads, channels, dtype, opt
 
 
 @of_all_forms
-@pytest.mark.parametrize("valid", [1, 256, 290])
-def test_keys_that_only_pad_have_no_say_whatever_they_hold(valid, options):
+@pytest.mark.parametrize("num_keys", [1, 256, 290])
+def test_keys_that_only_pad_have_no_say_whatever_they_hold(num_keys, options):
     q, k, v = inputs(300)
-    want = reference.attention(q, k[:, :valid], v[:, :valid])
-    pads = (jnp.arange(300) >= valid)[:, None, None]
+    want = reference.attention(q, k[:, :num_keys], v[:, :num_keys])
+    pads = (jnp.arange(300) >= num_keys)[:, None, None]
     for held in (jnp.nan, 1e38):
-        got = interpreted(q, *(jnp.where(pads, held, x) for x in (k, v)), valid=valid, **options)
+        got = interpreted(q, *(jnp.where(pads, held, x) for x in (k, v)), num_keys=num_keys, **options)
         assert largest_error(got, want) < 1e-5
 
 
@@ -222,8 +222,8 @@ def test_only_what_needs_it_is_computed_again(make, again, monkeypatch):
 @pytest.mark.parametrize("scale", [-0.5, 0.0, 1e-30])
 def test_any_scale_will_do(scale, options):
     q, k, v = inputs(130, keys=300)
-    got = interpreted(q, k, v, valid=290, scale=scale, **options)
-    assert largest_error(got, reference.attention(q, k, v, valid=290, scale=scale)) < 1e-5
+    got = interpreted(q, k, v, num_keys=290, scale=scale, **options)
+    assert largest_error(got, reference.attention(q, k, v, num_keys=290, scale=scale)) < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -278,7 +278,11 @@ def test_inside_a_shard_map_a_device_attends_to_what_it_has():
     arrays = inputs(33, batch=2, heads=8)
     own = PartitionSpec("dp", None, "tp", None)
     run = jax.shard_map(
-        functools.partial(public_attention, valid=30), mesh=mesh, in_specs=own, out_specs=own, check_vma=False
+        functools.partial(public_attention, num_keys=30),
+        mesh=mesh,
+        in_specs=own,
+        out_specs=own,
+        check_vma=False,
     )
     q, k, v = arrays
     assert largest_error(jax.jit(run)(*arrays), reference.attention(q, k[:, :30], v[:, :30])) < 1e-6
@@ -295,9 +299,9 @@ def test_rotary_positions_are_diffusers_own_and_text_has_none(dtype):
         torch.float32 if dtype == jnp.float32 else torch.bfloat16
     )
     want = apply_rotary_emb(plain[:, 5:], [torch.from_numpy(t) for t in tables], sequence_dim=1).float()
-    got = jax_kernels.rotate(x, *map(jnp.asarray, tables))
+    got = jax_kernels.apply_rotary(x, *map(jnp.asarray, tables))
     assert got.dtype == dtype
     np.testing.assert_array_equal(np.array(got[:, :5], np.float32), np.array(x[:, :5], np.float32))
     assert largest_error(got[:, 5:], want) < (1e-6 if dtype == jnp.float32 else 2**-8)
-    with pytest.raises(ValueError, match="rotate got"):
-        jax_kernels.rotate(x, jnp.ones((13, 16)), jnp.ones((13, 16)))
+    with pytest.raises(ValueError, match="apply_rotary got"):
+        jax_kernels.apply_rotary(x, jnp.ones((13, 16)), jnp.ones((13, 16)))

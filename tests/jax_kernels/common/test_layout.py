@@ -38,7 +38,7 @@ def test_picked_frames_are_the_selected_ones(dtype, frames):
 def test_pairs_averaged_by_a_product_are_the_means(dtype, frames):
     x = _frames(frames, dtype)
     got, want = (
-        over_frames.average_pairs(target, x, lone_first=frames % 2 == 1) for target in (TPU, Target())
+        over_frames.average_pairs(target, x, first_frame_alone=frames % 2 == 1) for target in (TPU, Target())
     )
     assert got.dtype == dtype
     np.testing.assert_array_equal(np.array(got), np.array(want))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from jax_kernels import gated_linear, gelu, layer_norm, linear, linear_gelu, modulated_norm, silu
+from jax_kernels import adaptive_layer_norm, gated_linear, gelu, layer_norm, linear, linear_gelu, silu
 from tests.jax_kernels.chips import compiled_for, struct
 from tests.reference import largest_error
 
@@ -57,7 +57,7 @@ def test_gelu_is_torchs_by_tanh():
 
 ROWS, KINDS, FIRST = struct(2, 10240, 256), struct(2, 2, 256), struct(dtype=jnp.int32)
 KERNELS = {
-    "modulated_norm": (modulated_norm, ROWS, struct(256), struct(256), KINDS, KINDS, FIRST),
+    "adaptive_layer_norm": (adaptive_layer_norm, ROWS, struct(256), struct(256), KINDS, KINDS, FIRST),
     "linear_gelu": (linear_gelu, ROWS, struct(1024, 256), struct(1024)),
     "gated_linear": (gated_linear, ROWS, struct(256, 256), struct(256), ROWS, KINDS, FIRST),
     "gated_linear of transposed": (

@@ -13,7 +13,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from cogvideox_torchax.plan import chips
-from jax_kernels import Columns, Norm, norm_conv3d
+from jax_kernels import ColumnMoments, NormParams, norm_conv3d
 from jax_kernels.common.columns import Split
 from jax_kernels.common.tiles import SWITCH
 from jax_kernels.norm_conv3d import reference, sizes, tpu
@@ -35,7 +35,7 @@ def inputs(shape, outputs, *, cell=None, cached=True, dtype=jnp.bfloat16):
     if cell:
         zq = draw(videos, max(1, frames // 4), height // cell, width // cell, 4)
         latents = zq, draw(4, channels), draw(channels), draw(4, channels), draw(channels)
-    norm = Norm(draw(channels), draw(channels), *latents)
+    norm = NormParams(draw(channels), draw(channels), *latents)
     cache = draw(videos, 2, height, width, channels) if cached else None
     kernel = draw(3, 3, 3, channels, outputs) / 16
     return draw(*shape), norm, kernel, draw(outputs), cache
@@ -88,7 +88,7 @@ def test_the_kernel_equals_norm_activation_and_convolution(shape, outputs, cell,
     operands = inputs(shape, outputs, cell=cell, cached=cached)
     residual = jnp.ones((*shape[:4], outputs), jnp.bfloat16) / 3 if added else None
     alone = shape[1] == 1
-    results = norm_conv3d(*operands, num_groups=GROUPS, residual=residual, lone_first=alone)
+    results = norm_conv3d(*operands, num_groups=GROUPS, residual=residual, first_frame_alone=alone)
     assert interpreted
     check(results, operands, residual)
 
@@ -101,7 +101,7 @@ def test_the_statistics_that_a_call_before_gave_are_those_of_its_result(interpre
     convolve = functools.partial(norm_conv3d, x, norm, kernel, bias, cache, num_groups=GROUPS)
     given, found = convolve(columns), convolve()
     assert largest_error(given[0], found[0]) <= A_UNIT
-    off = convolve(Columns(columns.mean + 1, columns.m2))
+    off = convolve(ColumnMoments(columns.mean + 1, columns.m2))
     assert largest_error(off[0], found[0]) > 0.1
 
 
@@ -123,7 +123,7 @@ def test_strips_give_what_the_whole_picture_gives(
 ):
     operands = inputs(shape, outputs, cell=cell, cached=cached)
     residual = jnp.ones((*shape[:4], outputs), jnp.bfloat16) / 3 if added else None
-    convolve = functools.partial(norm_conv3d, num_groups=GROUPS, lone_first=shape[1] % 2 == 1)
+    convolve = functools.partial(norm_conv3d, num_groups=GROUPS, first_frame_alone=shape[1] % 2 == 1)
     want = convolve(*operands, residual=residual)
     found = cut_into(strips, monkeypatch)
     got = convolve(*operands, residual=residual)
@@ -155,7 +155,7 @@ def test_strips_have_the_gradients_of_the_whole_picture(interpreted, monkeypatch
     shape = 1, 5, 2, 168, 16  # the first frame whole
     operands = inputs(shape, 16, cached=False)
     weigh = jnp.asarray(np.random.default_rng(1).normal(size=shape), jnp.float32)
-    convolve = functools.partial(norm_conv3d, num_groups=GROUPS, lone_first=True)
+    convolve = functools.partial(norm_conv3d, num_groups=GROUPS, first_frame_alone=True)
     loss = lambda *operands: jnp.sum(convolve(*operands)[0] * weigh)  # noqa: E731
     slopes = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3)))
     want = slopes(*operands)
@@ -227,7 +227,7 @@ def test_shards_give_what_one_device_gives(
 ):
     operands = inputs(shape, outputs, cell=cell, cached=cached)
     residual = jnp.ones((*shape[:4], outputs), jnp.bfloat16) / 3 if added else None
-    alone = functools.partial(norm_conv3d, num_groups=GROUPS, lone_first=shape[1] == 1)
+    alone = functools.partial(norm_conv3d, num_groups=GROUPS, first_frame_alone=shape[1] == 1)
     convolve = on_mesh(alone, *width, *mesh)
     check(convolve(*operands, residual=residual), operands, residual)
     assert interpreted_on_mesh
@@ -385,7 +385,7 @@ def test_a_shard_copies_neither_its_frames_nor_its_cache_for_its_neighbours(fram
         return pixels_first(y), pixels_first(latest)
 
     vector, matrix = placed(struct(channels)), placed(struct(latents, channels))
-    norm = Norm(
+    norm = NormParams(
         vector, vector, placed(struct(1, 2, 8, width // 8, latents), 3), matrix, vector, matrix, vector
     )
     x, cache = (placed(struct(height, width, 1, length, channels), 1) for length in (frames, 2))
@@ -416,7 +416,7 @@ def test_strips_of_a_wide_picture_copy_neither_its_frames_nor_its_cache(topology
         return pixels_first(y), pixels_first(latest)
 
     vector, matrix = struct(channels), struct(16, channels)
-    norm = Norm(vector, vector, struct(1, 2, 1, width // 8, 16), matrix, vector, matrix, vector)
+    norm = NormParams(vector, vector, struct(1, 2, 1, width // 8, 16), matrix, vector, matrix, vector)
     x, cache = (struct(height, width, 1, length, channels) for length in (8, 2))
     kernel = struct(3, 3, 3, channels, channels)
     compiled = compiled_for(topology, run, x, cache, norm, kernel, vector, donate=1)
@@ -432,13 +432,13 @@ def test_strips_of_a_first_chunk_take_the_first_frames_cache_as_it_lies():
     height, width, channels = 8, 704, 256
 
     def run(x, norm, kernel, bias):
-        results = norm_conv3d(pixels_first(x), norm, kernel, bias, num_groups=32, lone_first=True)
+        results = norm_conv3d(pixels_first(x), norm, kernel, bias, num_groups=32, first_frame_alone=True)
         of_later = struct(1, 8, height, width, channels)
         assert sizes.sizes_of(of_later, 1, width // 8, channels, False).strips > 1
         return [pixels_first(part) for part in results[:2]]
 
     vector, matrix = struct(channels), struct(16, channels)
-    norm = Norm(vector, vector, struct(1, 3, 1, width // 8, 16), matrix, vector, matrix, vector)
+    norm = NormParams(vector, vector, struct(1, 3, 1, width // 8, 16), matrix, vector, matrix, vector)
     x, kernel = struct(height, width, 1, 9, channels), struct(3, 3, 3, channels, channels)
     text = compiled_for("v5p:2x2x1", run, x, norm, kernel, vector).as_text()
     assert len(re.findall(r"%norm_conv3d[.\d]* = .* custom-call\(", text)) == 2

@@ -17,17 +17,22 @@ def _inputs(frames, height=4, width=6, dtype=jnp.float32):
     return draw(2, frames, height, width, 4), draw(3, 3, 4, 5), draw(5)
 
 
-@pytest.mark.parametrize("lone_first", [False, True])
+@pytest.mark.parametrize("first_frame_alone", [False, True])
 @pytest.mark.parametrize("in_time", [False, True])
 @pytest.mark.parametrize(("frames", "width"), [(1, 6), (2, 7), (3, 7), (4, 6), (9, 6)])
-def test_resampling_is_its_definition_whichever_frame_is_alone(frames, width, in_time, lone_first):
+def test_resampling_is_its_definition_whichever_frame_is_alone(frames, width, in_time, first_frame_alone):
     inputs = _inputs(frames, width=width)
     up, down = {"expand_time": in_time}, {"compress_time": in_time}
-    got, want = (f(*inputs, **up, lone_first=lone_first) for f in (upsample, reference.upsample))
-    assert got.shape[1] == (2 * frames - lone_first if in_time else frames)
+    got, want = (
+        f(*inputs, **up, first_frame_alone=first_frame_alone) for f in (upsample, reference.upsample)
+    )
+    assert got.shape[1] == (2 * frames - first_frame_alone if in_time else frames)
     assert largest_error(got, want) < 1e-6
-    if not in_time or (frames - lone_first) % 2 == 0:  # pairs
-        got, want = (f(*inputs, **down, lone_first=lone_first) for f in (downsample, reference.downsample))
+    if not in_time or (frames - first_frame_alone) % 2 == 0:  # pairs
+        got, want = (
+            f(*inputs, **down, first_frame_alone=first_frame_alone)
+            for f in (downsample, reference.downsample)
+        )
         assert largest_error(got, want) < 1e-6
 
 
@@ -47,7 +52,7 @@ def check_rounded_once(got, operands):
 def test_an_image_is_halved_as_a_tpu_compiles_fast(height, width, most, monkeypatch, on_tpu):
     monkeypatch.setattr(xla, "MOST_IN_PATCHES", most)
     operands = image(height, width)
-    halve = functools.partial(downsample, compress_time=True, lone_first=True)
+    halve = functools.partial(downsample, compress_time=True, first_frame_alone=True)
     text = str(jax.make_jaxpr(halve)(*operands))
     assert ("conv_general_dilated" in text) == (most == 0)
     check_rounded_once(halve(*operands), operands)

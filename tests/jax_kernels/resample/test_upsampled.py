@@ -54,16 +54,16 @@ def test_the_kernel_equals_doubling_and_a_convolution(shape, outputs, expand_tim
 
 def test_an_odd_number_of_frames_goes_through_it_in_two_parts(interpreted):
     operands = inputs((1, 5, 2, 8, 16), 16)
-    got = upsample(*operands, expand_time=True, lone_first=True)
+    got = upsample(*operands, expand_time=True, first_frame_alone=True)
     assert interpreted == ["upsampled"] * 2
-    check(got, reference.upsample(*operands, expand_time=True, lone_first=True))
+    check(got, reference.upsample(*operands, expand_time=True, first_frame_alone=True))
 
 
 @pytest.mark.parametrize("rows", [16, 12, 10, 9], ids="{} rows".format)
 @pytest.mark.slow_cases(but=["9 rows", "10 rows"])
 def test_an_image_goes_through_it_in_bands(rows, interpreted):
     operands = inputs((2, 1, rows, 9, 16), 32)
-    got = upsample(*operands, expand_time=True, lone_first=True)
+    got = upsample(*operands, expand_time=True, first_frame_alone=True)
     assert interpreted == ["upsampled"]
     check(got, reference.upsample(*operands, expand_time=False))
 
@@ -90,7 +90,7 @@ def test_shards_give_what_one_device_gives(shape, expand_time, width, mesh, inte
 @pytest.mark.parametrize("frames", [1, 2])
 def test_shards_have_the_gradients_of_one_device(frames, interpreted_on_mesh):
     operands = inputs((1, frames, 4 // frames, 20, 16), 16)
-    alone = functools.partial(upsample, expand_time=True, lone_first=frames == 1)
+    alone = functools.partial(upsample, expand_time=True, first_frame_alone=frames == 1)
     shape = jax.eval_shape(alone, *operands).shape
     weigh = jnp.asarray(np.random.default_rng(1).normal(size=shape), jnp.float32)
 
@@ -149,7 +149,7 @@ def test_large_frames_that_the_kernel_takes_go_through_it_on_a_tpu(shape, dtype,
     ("height", "options", "taken"),
     [
         (64, {"expand_time": False}, True),
-        (66, {"expand_time": True, "lone_first": True}, True),
+        (66, {"expand_time": True, "first_frame_alone": True}, True),
         (65, {"expand_time": False}, True),
         (64, {"expand_time": True}, False),  # doubled in time
     ],
@@ -170,9 +170,9 @@ def test_an_image_is_cut_into_as_many_bands_as_fit_into_vmem(width, bands):
     assert [form and form.keywords["bands"] for form in found] == [bands]
 
 
-def lowered_for_tpu(shape, dtype, outputs, expand_time, lone_first=False):
+def lowered_for_tpu(shape, dtype, outputs, expand_time, first_frame_alone=False):
     x, kernel = jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct((3, 3, shape[-1], outputs), dtype)
-    options = {"expand_time": expand_time, "lone_first": lone_first}
+    options = {"expand_time": expand_time, "first_frame_alone": first_frame_alone}
     upsampled = jax.jit(lambda x, kernel: upsample(x, kernel, None, **options))
     return upsampled.trace(x, kernel).lower(lowering_platforms=("tpu",)).as_text()
 

@@ -28,14 +28,14 @@ def _run(inputs, implementation, activation=None):
         *inputs,
         num_groups=4,
         activation=activation,
-        lone_first=first_frame_is_alone(inputs[0].shape[1]),
+        first_frame_alone=first_frame_is_alone(inputs[0].shape[1]),
         implementation=implementation,
     )
 
 
 def _reference(inputs, activation):
     alone = first_frame_is_alone(inputs[0].shape[1])
-    return reference.spatial_norm(*inputs, num_groups=4, activation=activation, lone_first=alone)
+    return reference.spatial_norm(*inputs, num_groups=4, activation=activation, first_frame_alone=alone)
 
 
 @pytest.mark.parametrize(("latent_frames", "frames"), FRAMES)

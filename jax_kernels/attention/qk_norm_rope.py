@@ -27,7 +27,7 @@ VMEM = 64 * 2**20
 """What the kernel may take of it."""
 
 
-def prepare(
+def qk_norm_rope(
     x: Float[Array, "N S C"],
     weight: Float[Array, " D"] | None = None,
     bias: Float[Array, " D"] | None = None,
@@ -73,7 +73,7 @@ def prepare_on(
     scale: float,
     eps: float,
 ) -> Array:
-    """`prepare` for a target."""
+    """`qk_norm_rope` for a target."""
     options = {"heads": heads, "scale": scale, "eps": eps}
     plain, by_kernel = (functools.partial(form, **options) for form in (_plain, _by_kernel))
     form = with_derivatives_of(plain, by_kernel) if target.by_pallas and takes(x, heads) else plain
@@ -90,15 +90,15 @@ def takes(x: Float[Array, "N S C"], heads: int) -> bool:
 
 def _check(x: Array, weight: Any, bias: Any, cos: Any, sin: Any, heads: int) -> None:
     if x.ndim != 3 or heads < 1 or x.shape[-1] % heads:
-        raise ValueError(f"prepare got x {x.shape} for {heads} heads: it takes (N, S, H D)")
+        raise ValueError(f"qk_norm_rope got x {x.shape} for {heads} heads: it takes (N, S, H D)")
     channels = x.shape[-1] // heads
-    check_channels("prepare", channels, weight=weight, bias=bias)
+    check_channels("qk_norm_rope", channels, weight=weight, bias=bias)
     if bias is not None and weight is None:
-        raise ValueError("prepare got a bias and no weight: a norm without a weight has one of ones")
+        raise ValueError("qk_norm_rope got a bias and no weight: a norm without a weight has one of ones")
     shapes = [None if table is None else table.shape for table in (cos, sin)]
     if shapes != [None, None] and (shapes != [(x.shape[1], channels)] * 2 or channels % 2):
         raise ValueError(
-            f"prepare got cos and sin of shapes {shapes} for x {x.shape} of {heads} heads: both take "
+            f"qk_norm_rope got cos and sin of shapes {shapes} for x {x.shape} of {heads} heads: both take "
             f"{(x.shape[1], channels)}, or neither is given"
         )
 
@@ -117,7 +117,7 @@ def _plain(
     scale: float,
     eps: float,
 ) -> Array:
-    """`prepare` in its plainest form: what the kernel has to equal."""
+    """`qk_norm_rope` in its plainest form: what the kernel has to equal."""
     y = x.astype(jnp.float32).reshape(*x.shape[:2], heads, -1)
     if norm:
         y = standardized(y, eps)

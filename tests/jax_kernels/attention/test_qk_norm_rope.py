@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from jax_kernels import attention_transposed, prepare
+from jax_kernels import attention_transposed, qk_norm_rope
 from tests.reference import interpreted_kernels, largest_error
 
-module = importlib.import_module("jax_kernels.attention.prepare")  # the package has the function by that name
+module = importlib.import_module(
+    "jax_kernels.attention.qk_norm_rope"
+)  # the package has the function by that name
 
 
 def inputs(*, heads=3, channels=16, positions=40, batch=2, dtype=jnp.float32):
@@ -39,14 +41,14 @@ def of_diffusers(x, weight, bias, cos, sin, *, heads, scale=1.0):
 
 
 def interpreted(*arrays, **options):
-    """`prepare` as a TPU runs it."""
+    """`qk_norm_rope` as a TPU runs it."""
     with interpreted_kernels(lanes=128) as traced:
-        prepared = prepare(*arrays, **options)
+        prepared = qk_norm_rope(*arrays, **options)
     assert traced == ["prepare"]
     return prepared
 
 
-FORMS = pytest.mark.parametrize("form", [prepare, interpreted], ids=["plain", "kernel"])
+FORMS = pytest.mark.parametrize("form", [qk_norm_rope, interpreted], ids=["plain", "kernel"])
 
 SHAPES = {
     "lanes filled by two heads": {"heads": 4, "channels": 64, "positions": 130},
@@ -72,14 +74,14 @@ def test_a_norm_may_have_no_bias_and_positions_none():
     x, weight, *_ = inputs()
     still = jnp.ones((40, 16)), jnp.zeros((40, 16))
     want = of_diffusers(x, weight, jnp.zeros(16), *still, heads=3)
-    assert largest_error(prepare(x, weight, heads=3), want) < 1e-5
+    assert largest_error(qk_norm_rope(x, weight, heads=3), want) < 1e-5
     assert largest_error(interpreted(x, weight, jnp.zeros(16), heads=3), want) < 1e-5
 
 
 def test_what_it_prepares_is_what_attention_takes():
     x, weight, bias, cos, sin = inputs()
-    q, k = (prepare(x, weight, bias, cos, sin, heads=3, scale=s) for s in (math.log2(math.e) / 4, 1.0))
-    got = attention_transposed(q, k, prepare(x, heads=3), scale=math.log(2))
+    q, k = (qk_norm_rope(x, weight, bias, cos, sin, heads=3, scale=s) for s in (math.log2(math.e) / 4, 1.0))
+    got = attention_transposed(q, k, qk_norm_rope(x, heads=3), scale=math.log(2))
     prepared = torch.from_numpy(of_diffusers(x, weight, bias, cos, sin, heads=3)).transpose(2, 3)
     v = torch.from_numpy(np.array(x)).unflatten(-1, (3, -1)).transpose(1, 2)
     want = torch.nn.functional.scaled_dot_product_attention(prepared, prepared, v).transpose(2, 3)
