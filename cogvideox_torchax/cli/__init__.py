@@ -1,5 +1,4 @@
-"""The command line: `cogvideox-torchax COMMAND ...`. One file a command; each has `add(subparsers)` and
-`run(args)`."""
+"""The command line: `cogvideox-torchax COMMAND ...`. A command is a file with a `COMMAND` and `run(args)`."""
 
 import argparse
 import contextlib
@@ -7,7 +6,7 @@ import errno
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from cogvideox_torchax import __version__
 from cogvideox_torchax.cli import (
@@ -24,6 +23,7 @@ from cogvideox_torchax.cli import (
     train,
     verify,
 )
+from cogvideox_torchax.runtime import profiling
 from cogvideox_torchax.runtime.quiet import quiet_libraries
 
 COMMANDS = (
@@ -36,6 +36,7 @@ INTERRUPTED = 130
 
 
 def parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands."""
     root = argparse.ArgumentParser(
         prog="cogvideox-torchax",
         description="CogVideoX's video VAE and pipelines on TPU, GPU and CPU through torchax.",
@@ -44,32 +45,29 @@ def parser() -> argparse.ArgumentParser:
     root.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     subparsers = root.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for command in COMMANDS:
-        added = command.add(subparsers)
-        added.add_argument(
-            "--traceback", action="store_true", help="show where in the code an error came from"
-        )
+        added = command.COMMAND.add_to(subparsers, command.__name__.rpartition(".")[2])
         added.set_defaults(run=command.run)
     return root
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; 0 for success, 2 for a wrong input, 1 for a failure of the work, 130 for Ctrl-C."""
+    """Run a command; return 0 for success, 2 for wrong input, 1 for a failed run, 130 for Ctrl-C."""
     args = parser().parse_args(argv)
     try:
-        quiet_libraries(bars=not getattr(args, "quiet", False))
-        with _profiled(args):
+        quiet_libraries(bars=not args.quiet)
+        with contextlib.nullcontext() if args.profile is None else profiling(args.profile):
             return args.run(args) or 0
     except (KeyboardInterrupt, Exception) as error:
-        code = _told(error, args)
-    if getattr(args, "distributed", False):  # the others may wait for what this one will not give
+        code = _report_error(error, args)
+    if args.distributed:  # the others may wait for what this one will not give
         from cogvideox_torchax.sharding import abandon
 
         abandon(code)
     return code
 
 
-def _told(error: BaseException, args: argparse.Namespace) -> int:
-    """Says in one line what ended a command; its code."""
+def _report_error(error: BaseException, args: argparse.Namespace) -> int:
+    """Print the one line of an error that ended a command; return its exit code."""
     if isinstance(error, KeyboardInterrupt):
         print("interrupted; nothing half-written was left", file=sys.stderr)
         return INTERRUPTED
@@ -78,7 +76,7 @@ def _told(error: BaseException, args: argparse.Namespace) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILURE
     if args.traceback:
-        if not getattr(args, "distributed", False):
+        if not args.distributed:
             raise error
         traceback.print_exception(error)  # raised, it would have this process wait for the others
     wrong_input = isinstance(error, ValueError | ImportError) or (
@@ -87,19 +85,6 @@ def _told(error: BaseException, args: argparse.Namespace) -> int:
     name = "" if wrong_input else f"{type(error).__name__}: "
     print(f"cogvideox-torchax {args.command}: {name}{_one_line(error)}", file=sys.stderr)
     return USER_ERROR if wrong_input else FAILURE
-
-
-@contextlib.contextmanager
-def _profiled(args: argparse.Namespace) -> Iterator[None]:
-    """Records what a command computes, where `--profile` asks for it."""
-    directory = getattr(args, "profile", None)
-    if directory is None:
-        yield
-        return
-    from cogvideox_torchax.runtime import profiling
-
-    with profiling(directory):
-        yield
 
 
 def _one_line(error: BaseException) -> str:

@@ -4,53 +4,18 @@ import argparse
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from cogvideox_torchax.cli import arguments, common, devices
+from cogvideox_torchax.cli import common, devices
 from cogvideox_torchax.cli.clips import recipe_of
 from cogvideox_torchax.dataset import Bucket, DecodeClip, EncodeClip, sources
-from cogvideox_torchax.dataset.clip import KEEP, MEAN, POSTERIOR
+from cogvideox_torchax.dataset.clip import MEAN, POSTERIOR
 from cogvideox_torchax.dataset.decoding import VideoDirectory
-from cogvideox_torchax.dataset.formats import SAFETENSORS, SUFFIXES
+from cogvideox_torchax.dataset.formats import SAFETENSORS
 from cogvideox_torchax.dataset.loop import READERS, Step
 from cogvideox_torchax.dataset.manifest import DatasetDirectory, OutputDirectory
 
 FOR_MANY = ("format", "shard_size", "keep", "buckets", "ray", "actors", "readers", "retry")
 """Options that a single clip has no use for."""
-
-
-def add_options(command: argparse.ArgumentParser) -> None:
-    """Add what a directory or a list of clips is encoded by, besides what a single clip is."""
-    group = command.add_argument_group("many clips")
-    add = group.add_argument
-    add(
-        "--format",
-        choices=SUFFIXES,
-        help="a latent file a clip (default), or shards: Parquet as FastVideo reads it (needs the extra "
-        "data), or WebDataset tars",
-    )
-    add("--shard-size", type=arguments.positive, metavar="CLIPS", help="clips a shard (default: 64)")
-    add("--keep", choices=KEEP, help="mean and log-variance (default), the mean, a sample, or all three")
-    add(
-        "--buckets",
-        metavar="SIZES",
-        help="bring each clip to the nearest of these sizes, such as 49x480x720,49x720x480: frames, height, "
-        "width; without, clips keep their own",
-    )
-    where = "on the Ray cluster at this address, auto say; without one, at RAY_ADDRESS or on this machine"
-    add("--ray", nargs="?", const="", metavar="ADDRESS", help=f"encode {where} (needs the extra ray)")
-    count = (
-        "models on Ray, of --dp times --tp chips each (default: as many as there are chips for, on CPUs 1)"
-    )
-    add("--actors", type=arguments.positive, metavar="COUNT", help=count)
-    add_decoding_options(group)
-
-
-def add_decoding_options(group: Any) -> None:
-    group.add_argument(
-        "--readers", type=arguments.positive, help="clips that are read at a time (default: 2)"
-    )
-    group.add_argument("--retry", action="store_true", help="try clips again that were bad before")
 
 
 def check_one(args: argparse.Namespace) -> None:

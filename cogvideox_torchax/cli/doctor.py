@@ -5,7 +5,8 @@ import importlib
 import platform
 from typing import Any
 
-from cogvideox_torchax.cli import arguments, common
+from cogvideox_torchax.cli import common, options
+from cogvideox_torchax.cli.arguments import Command
 from cogvideox_torchax.versions import installed, untested
 
 CORE = ("torch", "torchax", "jax", "jaxlib", "diffusers", "safetensors", "huggingface_hub", "numpy", "tqdm")
@@ -24,12 +25,7 @@ OPTIONAL = {
 }
 
 
-def add(subparsers: Any) -> argparse.ArgumentParser:
-    command = arguments.add_command(
-        subparsers, "doctor", "show versions and devices, and what is missing", "cogvideox-torchax doctor"
-    )
-    command.add_argument("--json", action="store_true", help="print the report as JSON")
-    return command
+COMMAND = Command("show versions and devices, and what is missing", "", (options.JSON,))
 
 
 def run(args: argparse.Namespace) -> int:

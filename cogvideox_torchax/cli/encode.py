@@ -1,42 +1,36 @@
 """`encode`: a video to a file of latents, or many to a directory."""
 
 import argparse
-from typing import Any
 
-from cogvideox_torchax.cli import arguments, batch, common, devices
+from cogvideox_torchax.cli import batch, common, devices, options
+from cogvideox_torchax.cli.arguments import Command, Option
 from cogvideox_torchax.cli.clips import encoder_of, open_clip
 from cogvideox_torchax.dataset import sources
 from cogvideox_torchax.files import latents
 from cogvideox_torchax.files.whole import check_file
 
-
-def add(subparsers: Any) -> argparse.ArgumentParser:
-    command = arguments.add_command(
-        subparsers,
-        "encode",
-        "encode a video, or a directory of them, to latents",
-        "cogvideox-torchax encode clip.mp4 -o clip.safetensors --model zai-org/CogVideoX-5b --dtype bfloat16",
-    )
-    command.add_argument(
-        "video",
-        help="any video that FFmpeg reads; or many: a directory of them, or a list, in .txt a path a line, "
-        "in .jsonl objects with path, caption and so on",
-    )
-    command.add_argument(
-        "-o",
-        "--output",
-        required=True,
-        metavar="FILE",
-        help="the .safetensors file to write; of many, the directory, where what is done already is skipped",
-    )
-    arguments.add_model_options(command)
-    arguments.add_clip_options(command)
-    arguments.add_seed_option(command)
-    arguments.add_tiling_option(command)
-    batch.add_options(command)
-    arguments.add_process_options(command)
-    arguments.add_profile_option(command)
-    return command
+COMMAND = Command(
+    "encode a video, or a directory of them, to latents",
+    "clip.mp4 -o clip.safetensors --model zai-org/CogVideoX-5b --dtype bfloat16",
+    (
+        Option(
+            "video",
+            help="any video that FFmpeg reads; or many: a directory of them, or a list, in .txt a path a "
+            "line, in .jsonl objects with path, caption and so on",
+        ),
+        options.output(
+            "the .safetensors file to write; of many, the directory, where what is done already is skipped",
+            required=True,
+        ),
+        *options.model_options(),
+        *options.clip_options(),
+        options.SEED,
+        options.TILING,
+        *options.ENCODE_MANY,
+        *options.PROCESSES,
+        options.PROFILE,
+    ),
+)
 
 
 def run(args: argparse.Namespace) -> int:

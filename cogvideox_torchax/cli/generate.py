@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from cogvideox_torchax import runtime
-from cogvideox_torchax.cli import arguments, common, devices
+from cogvideox_torchax.cli import common, devices, options
+from cogvideox_torchax.cli.arguments import Command, Option, frame_rate, positive
 from cogvideox_torchax.cli.clips import decode_to
 from cogvideox_torchax.cli.kept import kept_latents, kept_path, on_disk
 from cogvideox_torchax.files import latents as latent_files
@@ -20,65 +21,55 @@ from cogvideox_torchax.pipelines import cache_options, generate, preview, stages
 FPS = Fraction(8)
 
 
-def add(subparsers: Any) -> argparse.ArgumentParser:
-    command = arguments.add_command(
-        subparsers,
-        "generate",
-        "generate a video with a CogVideoX pipeline",
-        "cogvideox-torchax generate --prompt 'A cat walks.' --model zai-org/CogVideoX-5b -o cat.mp4",
-    )
-    command.add_argument("--model", required=True, metavar="DIR_OR_ID", help="a whole pipeline")
-    command.add_argument("--prompt", help="what to show")
-    command.add_argument("--negative-prompt", help="what not to show")
-    command.add_argument("--image", metavar="FILE", help="the first frame, for an image-to-video model")
-    command.add_argument("--video", metavar="FILE", help="a video to start from, or a control video")
-    command.add_argument("--strength", type=float, help="how far from --video to go, 0 to 1 (default: 0.8)")
-    command.add_argument("--steps", type=int, help="of denoising (default: 50)")
-    command.add_argument("--guidance", type=float, help="scale of guidance, 1 for none (default: 6)")
-    command.add_argument("--seed", type=int, help="of the noise (default: 0)")
-    command.add_argument("--frames", type=int, help="how many (default: the model's)")
-    command.add_argument("--height", type=arguments.positive, help="in pixels (default: the model's)")
-    command.add_argument("--width", type=arguments.positive, help="in pixels (default: the model's)")
-    command.add_argument(
-        "--fps", type=arguments.frame_rate, help="frames a second (default: 8; that of a latents stage)"
-    )
-    command.add_argument("--dtype", help="of weights and latents (default: bfloat16)")
-    command.add_argument(
-        "--dp", type=int, default=1, help="mesh: devices for the halves of guidance (default: 1)"
-    )
-    command.add_argument(
-        "--tp",
-        type=int,
-        default=1,
-        help="mesh: devices for the transformer's tokens (its weights, where this does not divide the "
-        "heads), T5's weights and frames' width (default: 1)",
-    )
-    command.add_argument(
-        "--cache",
-        metavar="first-block:0.1|pab|magcache:FILE|taylorseer|fastercache",
-        help="reuse what steps have computed, by one of diffusers' caches",
-    )
-    command.add_argument("--save-stages", metavar="DIR", help="keep embeddings and latents there")
-    command.add_argument(
-        "--from-stage", choices=("text", "latents"), help="take up from what --save-stages kept"
-    )
-    command.add_argument(
-        "--preview",
-        metavar="FILE.png",
-        help="show frames there while steps go on, by a linear map of latents",
-    )
-    command.add_argument(
-        "-o",
-        "--output",
-        required=True,
-        metavar="FILE",
-        help="an .mp4 or .gif file, or a directory for PNG frames",
-    )
-    arguments.add_tiling_option(command)
-    command.add_argument("--json", action="store_true", help="print the report as JSON")
-    command.add_argument("--quiet", action="store_true", help="no progress bars")
-    arguments.add_profile_option(command)
-    return command
+COMMAND = Command(
+    "generate a video with a CogVideoX pipeline",
+    "--prompt 'A cat walks.' --model zai-org/CogVideoX-5b -o cat.mp4",
+    (
+        Option("--model", required=True, metavar="DIR_OR_ID", help="a whole pipeline"),
+        Option("--prompt", help="what to show"),
+        Option("--negative-prompt", help="what not to show"),
+        Option("--image", metavar="FILE", help="the first frame, for an image-to-video model"),
+        Option("--video", metavar="FILE", help="a video to start from, or a control video"),
+        Option("--strength", type=float, help="how far from --video to go, 0 to 1 (default: 0.8)"),
+        Option("--steps", type=int, help="of denoising (default: 50)"),
+        Option("--guidance", type=float, help="scale of guidance, 1 for none (default: 6)"),
+        Option("--seed", type=int, help="of the noise (default: 0)"),
+        Option("--frames", type=int, help="how many (default: the model's)"),
+        Option("--height", type=positive, help="in pixels (default: the model's)"),
+        Option("--width", type=positive, help="in pixels (default: the model's)"),
+        Option(
+            "--fps",
+            type=frame_rate,
+            help="frames a second (default: 8; that of a latents stage)",
+        ),
+        Option("--dtype", help="of weights and latents (default: bfloat16)"),
+        Option("--dp", type=int, default=1, help="mesh: devices for the halves of guidance (default: 1)"),
+        Option(
+            "--tp",
+            type=int,
+            default=1,
+            help="mesh: devices for the transformer's tokens (its weights, where this does not divide the "
+            "heads), T5's weights and frames' width (default: 1)",
+        ),
+        Option(
+            "--cache",
+            metavar="first-block:0.1|pab|magcache:FILE|taylorseer|fastercache",
+            help="reuse what steps have computed, by one of diffusers' caches",
+        ),
+        Option("--save-stages", metavar="DIR", help="keep embeddings and latents there"),
+        Option("--from-stage", choices=("text", "latents"), help="take up from what --save-stages kept"),
+        Option(
+            "--preview",
+            metavar="FILE.png",
+            help="show frames there while steps go on, by a linear map of latents",
+        ),
+        options.VIDEO_OUTPUT,
+        options.TILING,
+        options.JSON,
+        options.QUIET,
+        options.PROFILE,
+    ),
+)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -5,10 +5,10 @@ import contextlib
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 from cogvideox_torchax.backends import Use, names
-from cogvideox_torchax.cli import arguments, planning
+from cogvideox_torchax.cli import options, planning
+from cogvideox_torchax.cli.arguments import Command, Option
 from cogvideox_torchax.files import reports
 from cogvideox_torchax.pipelines.cache_options import config_of
 
@@ -20,68 +20,72 @@ ONLY = {
 """Options that some networks alone have a use for."""
 
 
-def add(subparsers: Any) -> argparse.ArgumentParser:
-    command = arguments.add_command(
-        subparsers,
-        "plan",
-        "compile for a TPU on a machine without one: does it fit, how long does it take",
-        "cogvideox-torchax plan --model 5b --topology v6e:1x1 --frames 49 --height 480 --width 720",
-    )
-    command.add_argument(
-        "--model", default="5b", metavar="2b|5b|1.5-5b|DIR_OR_ID", help="whose shapes to plan (default: 5b)"
-    )
-    command.add_argument(
-        "--topology", default="v6e:1x1", help="generation and grid of chips (default: v6e:1x1)"
-    )
-    command.add_argument("--platform", choices=("tpu", "cpu"), default="tpu", help="cpu: no time, but quick")
-    command.add_argument("--frames", type=int, default=49, help="frames of the video (default: 49)")
-    command.add_argument("--height", type=int, default=480, help="in pixels (default: 480)")
-    command.add_argument("--width", type=int, default=720, help="in pixels (default: 720)")
-    command.add_argument("--dp", type=int, default=1, help="mesh: devices that a batch is split over")
-    command.add_argument("--tp", type=int, default=1, help="mesh: devices that a width is split over")
-    command.add_argument("--backend", choices=names(Use.PLAN), default=BACKEND, help="whose programs")
-    command.add_argument(
-        "--tiling",
-        nargs="?",
-        const="default",
-        metavar="HEIGHTxWIDTH",
-        help="plan a tile of the video, in pixels; without a size, the tile that enable_tiling() takes",
-    )
-    command.add_argument(
-        "--no-advice", action="store_true", help="when it does not fit, do not compile what would"
-    )
-    command.add_argument("--layers", action="store_true", help="on a mesh: what each layer holds and moves")
-    command.add_argument(
-        "--network",
-        choices=("vae", "step", "prompt", "train-step"),
-        default="vae",
-        help="the VAE, a step of the transformer, the text encoder, a step training the VAE (default: vae)",
-    )
-    command.add_argument(
-        "--no-guidance", action="store_true", help="with --network step: without the second half of guidance"
-    )
-    command.add_argument(
-        "--split",
-        choices=("tokens", "channels"),
-        help="with --network step: what is split over --tp (default: tokens, where it divides the heads)",
-    )
-    command.add_argument(
-        "--cache",
-        metavar="first-block:0.1|pab|magcache:FILE|taylorseer|fastercache",
-        help="with --network step: what a video takes with one of diffusers' caches",
-    )
-    command.add_argument(
-        "--skips",
-        type=int,
-        metavar="N",
-        help="with --cache first-block: how many of 50 steps it skips",
-    )
-    command.add_argument("--encode", action="store_true", help="plan encoding instead of decoding")
-    command.add_argument("--dtype", default="bfloat16", help="of weights and activations (default: bfloat16)")
-    command.add_argument("--save-hlo", metavar="DIR", help="keep the compiled text of each program there")
-    command.add_argument("-o", "--output", metavar="FILE", help="write the plan there as JSON")
-    command.add_argument("--json", action="store_true", help="print the plan as JSON, and the rest on stderr")
-    return command
+COMMAND = Command(
+    "compile for a TPU on a machine without one: does it fit, how long does it take",
+    "--model 5b --topology v6e:1x1 --frames 49 --height 480 --width 720",
+    (
+        Option(
+            "--model",
+            default="5b",
+            metavar="2b|5b|1.5-5b|DIR_OR_ID",
+            help="whose shapes to plan (default: 5b)",
+        ),
+        Option("--topology", default="v6e:1x1", help="generation and grid of chips (default: v6e:1x1)"),
+        Option("--platform", choices=("tpu", "cpu"), default="tpu", help="cpu: no time, but quick"),
+        Option("--frames", type=int, default=49, help="frames of the video (default: 49)"),
+        Option("--height", type=int, default=480, help="in pixels (default: 480)"),
+        Option("--width", type=int, default=720, help="in pixels (default: 720)"),
+        Option("--dp", type=int, default=1, help="mesh: devices that a batch is split over"),
+        Option("--tp", type=int, default=1, help="mesh: devices that a width is split over"),
+        Option("--backend", choices=names(Use.PLAN), default=BACKEND, help="whose programs"),
+        Option(
+            "--tiling",
+            nargs="?",
+            const="default",
+            metavar="HEIGHTxWIDTH",
+            help="plan a tile of the video, in pixels; without a size, the tile that enable_tiling() takes",
+        ),
+        Option(
+            "--no-advice",
+            action="store_true",
+            help="when it does not fit, do not compile what would",
+        ),
+        Option("--layers", action="store_true", help="on a mesh: what each layer holds and moves"),
+        Option(
+            "--network",
+            choices=("vae", "step", "prompt", "train-step"),
+            default="vae",
+            help="the VAE, a step of the transformer, the text encoder, a step training the VAE (default: "
+            "vae)",
+        ),
+        Option(
+            "--no-guidance",
+            action="store_true",
+            help="with --network step: without the second half of guidance",
+        ),
+        Option(
+            "--split",
+            choices=("tokens", "channels"),
+            help="with --network step: what is split over --tp (default: tokens, where it divides the heads)",
+        ),
+        Option(
+            "--cache",
+            metavar="first-block:0.1|pab|magcache:FILE|taylorseer|fastercache",
+            help="with --network step: what a video takes with one of diffusers' caches",
+        ),
+        Option(
+            "--skips",
+            type=int,
+            metavar="N",
+            help="with --cache first-block: how many of 50 steps it skips",
+        ),
+        Option("--encode", action="store_true", help="plan encoding instead of decoding"),
+        Option("--dtype", default="bfloat16", help="of weights and activations (default: bfloat16)"),
+        Option("--save-hlo", metavar="DIR", help="keep the compiled text of each program there"),
+        options.output("write the plan there as JSON"),
+        Option("--json", action="store_true", help="print the plan as JSON, and the rest on stderr"),
+    ),
+)
 
 
 def check(args: argparse.Namespace) -> None:

@@ -4,37 +4,28 @@ import argparse
 import contextlib
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
 
-from cogvideox_torchax.cli import arguments, common, devices
+from cogvideox_torchax.cli import common, devices, options
+from cogvideox_torchax.cli.arguments import Command, Option
 from cogvideox_torchax.cli.clips import frames_through, open_clip, reconstruct_to
 from cogvideox_torchax.dataset.clip import DecodedClip
 from cogvideox_torchax.files import video
 
-
-def add(subparsers: Any) -> argparse.ArgumentParser:
-    command = arguments.add_command(
-        subparsers,
-        "reconstruct",
-        "encode a video and decode it again",
-        "cogvideox-torchax reconstruct clip.mp4 -o again.mp4 --frames 49 --crop",
-    )
-    command.add_argument("video", help="any video that FFmpeg reads")
-    command.add_argument(
-        "-o",
-        "--output",
-        required=True,
-        metavar="FILE",
-        help="an .mp4 or .gif file, or a directory for PNG frames",
-    )
-    arguments.add_model_options(command)
-    arguments.add_clip_options(command)
-    arguments.add_seed_option(command)
-    arguments.add_tiling_option(command)
-    arguments.add_process_options(command)
-    command.add_argument("--fps", type=arguments.frame_rate, help="frames a second (default: the source's)")
-    arguments.add_profile_option(command)
-    return command
+COMMAND = Command(
+    "encode a video and decode it again",
+    "clip.mp4 -o again.mp4 --frames 49 --crop",
+    (
+        Option("video", help="any video that FFmpeg reads"),
+        options.VIDEO_OUTPUT,
+        *options.model_options(),
+        *options.clip_options(),
+        options.SEED,
+        options.TILING,
+        *options.PROCESSES,
+        options.FPS,
+        options.PROFILE,
+    ),
+)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -7,10 +7,10 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from cogvideox_torchax import backends
-from cogvideox_torchax.cli import arguments, common, devices
+from cogvideox_torchax.cli import common, devices, options
+from cogvideox_torchax.cli.arguments import EXCLUSIVE, Command, Option, positive
 from cogvideox_torchax.train import clips, start
 from cogvideox_torchax.train.checkpoints import NAME
 from cogvideox_torchax.train.run import HeldOut, Run
@@ -19,61 +19,58 @@ from cogvideox_torchax.train.trainer import Plan, Trainer, TrainingRecipe
 TRAINERS = ("torch", "torchax")
 
 
-def add(subparsers: Any) -> argparse.ArgumentParser:
-    command = arguments.add_command(
-        subparsers,
-        "train",
-        "train a VAE on clips, from scratch or from given weights",
-        "cogvideox-torchax train clips/ -o run --config vae/config.json --steps 10000 --validate other.mp4",
-    )
-    command.add_argument(
-        "clips",
-        nargs="+",
-        metavar="CLIP",
-        help="videos, pictures, directories of both; video.mp4#0-100 for its first 100 frames",
-    )
-    command.add_argument("-o", "--output", required=True, metavar="DIR", help="of the training")
-    begin = command.add_mutually_exclusive_group(required=True)
-    begin.add_argument("--model", metavar="DIR_OR_ID", help="begin with its weights")
-    begin.add_argument("--config", metavar="FILE", help="a config.json: begin with weights drawn by --seed")
-    command.add_argument(
-        "--backend",
-        choices=TRAINERS,
-        default="torch",
-        help="torch computes in bfloat16, with float32 weights; torchax in float32 (default: torch)",
-    )
-    command.add_argument("--steps", type=arguments.positive, required=True, help="of the whole training")
-    command.add_argument("--batch", type=arguments.positive, default=1, help="clips in a batch (default: 1)")
-    command.add_argument(
-        "--frames",
-        type=arguments.positive,
-        default=17,
-        help="of the longest clips, 8 n + 1 (default: 17)",
-    )
-    command.add_argument(
-        "--size",
-        type=arguments.positive,
-        default=64,
-        help="of the square crops, in pixels, a multiple of 16 (default: 64)",
-    )
-    command.add_argument(
-        "--seed", type=int, default=0, help="of first weights, batches and noise (default: 0)"
-    )
-    command.add_argument(
-        "--recipe",
-        metavar="FILE",
-        help="TOML with any of cuts, colour, rate and whole (docs/tiny-vae.md says what they do)",
-    )
-    command.add_argument(
-        "--validate", action="append", default=[], metavar="CLIP", help="a held-out video; repeatable"
-    )
-    command.add_argument(
-        "--every", type=arguments.positive, default=500, help="steps between checkpoints (default: 500)"
-    )
-    command.add_argument("--resume", action="store_true", help="go on from the checkpoint in DIR")
-    command.add_argument("--quiet", action="store_true", help="no progress bar")
-    arguments.add_mesh_options(command)
-    return command
+COMMAND = Command(
+    "train a VAE on clips, from scratch or from given weights",
+    "clips/ -o run --config vae/config.json --steps 10000 --validate other.mp4",
+    (
+        Option(
+            "clips",
+            nargs="+",
+            metavar="CLIP",
+            help="videos, pictures, directories of both; video.mp4#0-100 for its first 100 frames",
+        ),
+        options.output("of the training", metavar="DIR", required=True),
+        Option("--model", metavar="DIR_OR_ID", help="begin with its weights", group=EXCLUSIVE),
+        Option(
+            "--config",
+            metavar="FILE",
+            help="a config.json: begin with weights drawn by --seed",
+            group=EXCLUSIVE,
+        ),
+        Option(
+            "--backend",
+            choices=("torch", "torchax"),
+            default="torch",
+            help="torch computes in bfloat16, with float32 weights; torchax in float32 (default: torch)",
+        ),
+        Option("--steps", type=positive, required=True, help="of the whole training"),
+        Option("--batch", type=positive, default=1, help="clips in a batch (default: 1)"),
+        Option("--frames", type=positive, default=17, help="of the longest clips, 8 n + 1 (default: 17)"),
+        Option(
+            "--size",
+            type=positive,
+            default=64,
+            help="of the square crops, in pixels, a multiple of 16 (default: 64)",
+        ),
+        Option("--seed", type=int, default=0, help="of first weights, batches and noise (default: 0)"),
+        Option(
+            "--recipe",
+            metavar="FILE",
+            help="TOML with any of cuts, colour, rate and whole (docs/tiny-vae.md says what they do)",
+        ),
+        Option(
+            "--validate",
+            action="append",
+            default=[],
+            metavar="CLIP",
+            help="a held-out video; repeatable",
+        ),
+        Option("--every", type=positive, default=500, help="steps between checkpoints (default: 500)"),
+        Option("--resume", action="store_true", help="go on from the checkpoint in DIR"),
+        Option("--quiet", action="store_true", help="no progress bar"),
+        *options.MESH,
+    ),
+)
 
 
 def run(args: argparse.Namespace) -> int:

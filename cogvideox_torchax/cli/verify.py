@@ -2,13 +2,13 @@
 
 import argparse
 import json
-from typing import Any
 
 import torch
 
 from cogvideox_torchax import __version__
 from cogvideox_torchax.backends import Use, backend, names
-from cogvideox_torchax.cli import arguments, common
+from cogvideox_torchax.cli import common, options
+from cogvideox_torchax.cli.arguments import Command, Option
 from cogvideox_torchax.cli.clips import SPATIAL_SCALE, open_clip
 from cogvideox_torchax.files import reports
 
@@ -16,28 +16,26 @@ DTYPES = ("float32", "bfloat16")
 FILES = ("verify.json", "verify.md", "verify.png")
 
 
-def add(subparsers: Any) -> argparse.ArgumentParser:
-    command = arguments.add_command(
-        subparsers,
-        "verify",
-        "compare backends with PyTorch in float32, layer by layer and as a whole",
-        "cogvideox-torchax verify --model zai-org/CogVideoX-5b --video clip.mp4 --frames 17 --crop -o out",
-    )
-    command.add_argument(
-        "--model",
-        metavar="DIR_OR_ID",
-        default=str(common.DEMO_MODEL),
-        help="a CogVideoX VAE or a whole pipeline (default: the bundled one)",
-    )
-    command.add_argument("--video", metavar="CLIP", help="what to encode (default: noise from a fixed seed)")
-    command.add_argument("--backends", nargs="+", choices=names(Use.VERIFY), default=["torch", "torchax"])
-    command.add_argument("--dtype", nargs="+", choices=DTYPES, default=["float32"])
-    arguments.add_clip_options(command)
-    command.add_argument("-o", "--output", metavar="DIR", help=f"write {', '.join(FILES)} there")
-    command.add_argument("--json", action="store_true", help="print the report as JSON")
-    command.add_argument("--quiet", action="store_true", help="do not say what is being run")
-    arguments.add_profile_option(command)
-    return command
+COMMAND = Command(
+    "compare backends with PyTorch in float32, layer by layer and as a whole",
+    "--model zai-org/CogVideoX-5b --video clip.mp4 --frames 17 --crop -o out",
+    (
+        Option(
+            "--model",
+            metavar="DIR_OR_ID",
+            default=str(common.DEMO_MODEL),
+            help="a CogVideoX VAE or a whole pipeline (default: the bundled one)",
+        ),
+        Option("--video", metavar="CLIP", help="what to encode (default: noise from a fixed seed)"),
+        Option("--backends", nargs="+", choices=names(Use.VERIFY), default=["torch", "torchax"]),
+        Option("--dtype", nargs="+", choices=DTYPES, default=["float32"]),
+        *options.clip_options(),
+        options.output(f"write {', '.join(FILES)} there", metavar="DIR"),
+        options.JSON,
+        Option("--quiet", action="store_true", help="do not say what is being run"),
+        options.PROFILE,
+    ),
+)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,0 +1,123 @@
+"""Options that several commands take."""
+
+import functools
+from typing import Any
+
+from cogvideox_torchax import backends
+from cogvideox_torchax.cli.arguments import Option, frame_rate, positive
+from cogvideox_torchax.dataset.clip import KEEP
+from cogvideox_torchax.dataset.formats import SUFFIXES
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def model_options(default: str = "the small bundled model, as a line says") -> tuple[Option, ...]:
+    """Return the options of a model that runs, and of its report."""
+    model = f"a CogVideoX VAE or a whole pipeline, as a directory or a hub id (default: {default})"
+    names, dtypes = backends.names(backends.Use.RUN), ", ".join(DTYPES)
+    return (
+        Option("--model", metavar="DIR_OR_ID", help=model),
+        Option("--backend", choices=names, default="torchax", help="default: torchax"),
+        Option("--dtype", default="float32", help=f"of the weights: {dtypes} (default: float32)"),
+        JSON,
+        QUIET,
+    )
+
+
+def clip_options(frames: int | None = None) -> tuple[Option, ...]:
+    """Return those that name a part of a clip; without `--frames` a command takes `frames` at most."""
+    shown = "" if frames is None else f" (default: {frames}, or all of a shorter clip)"
+    follows = "resize to this {} in pixels; the {} follows if it is not given"
+    return (
+        Option("--frames", type=positive, help=f"read only the first so many frames{shown}"),
+        Option("--height", type=positive, help=follows.format("height", "width")),
+        Option("--width", type=positive, help=follows.format("width", "height")),
+        Option("--crop", action="store_true", help="crop the middle to the size instead of resizing"),
+    )
+
+
+def output(help: str, metavar: str = "FILE", **settings: Any) -> Option:
+    """Return the option of what a command writes."""
+    return Option("-o", "--output", metavar=metavar, help=help, **settings)
+
+
+JSON = Option("--json", action="store_true", help="print the report as JSON")
+QUIET = Option("--quiet", action="store_true", help="no progress bars")
+VIDEO_OUTPUT = output("an .mp4 or .gif file, or a directory for PNG frames", required=True)
+FPS = Option("--fps", type=frame_rate, help="frames a second (default: the source's)")
+SEED = Option("--seed", type=int, help="sample the posterior with this seed instead of its mode")
+TILING = Option(
+    "--tiling",
+    nargs="?",
+    const="auto",
+    metavar="HEIGHTxWIDTH",
+    help="work in tiles of this size in pixels; auto, or no size: in tiles where it does not fit into memory",
+)
+PROFILE = Option(
+    "--profile", metavar="DIR", help="write JAX's profile of the run there, for TensorBoard and Perfetto"
+)
+_devices = functools.partial(Option, group="several devices")
+MESH = (
+    _devices("--dp", type=positive, help="mesh: devices that a batch is split over (default: 1)"),
+    _devices(
+        "--tp",
+        type=positive,
+        help="mesh: devices that a width is split over (default: all that --dp leaves, where it or "
+        "--distributed is given)",
+    ),
+)
+PROCESSES = (
+    *MESH,
+    _devices(
+        "--distributed",
+        action="store_true",
+        help="run as one of several processes, each started with the same command line; TPU pods, Slurm, "
+        "Open MPI and Kubernetes say which, elsewhere the next three do",
+    ),
+    _devices("--coordinator", metavar="HOST:PORT", help="of the first process"),
+    _devices("--processes", type=positive, metavar="COUNT", help="how many there are"),
+    _devices("--process", type=int, metavar="INDEX", help="which this one is, from 0 on"),
+    _devices(
+        "--patience",
+        type=positive,
+        metavar="SECONDS",
+        help="after which a process that does not come, or goes silent, ends all (default: 60)",
+    ),
+)
+_many = functools.partial(Option, group="many clips")
+DECODE_MANY = (
+    _many("--readers", type=positive, help="clips that are read at a time (default: 2)"),
+    _many("--retry", action="store_true", help="try clips again that were bad before"),
+)
+ENCODE_MANY = (
+    _many(
+        "--format",
+        choices=SUFFIXES,
+        help="a latent file a clip (default), or shards: Parquet as FastVideo reads it (needs the extra "
+        "data), or WebDataset tars",
+    ),
+    _many("--shard-size", type=positive, metavar="CLIPS", help="clips a shard (default: 64)"),
+    _many("--keep", choices=KEEP, help="mean and log-variance (default), the mean, a sample, or all three"),
+    _many(
+        "--buckets",
+        metavar="SIZES",
+        help="bring each clip to the nearest of these sizes, such as 49x480x720,49x720x480: frames, height, "
+        "width; without, clips keep their own",
+    ),
+    _many(
+        "--ray",
+        nargs="?",
+        const="",
+        metavar="ADDRESS",
+        help="encode on the Ray cluster at this address, auto say; without one, at RAY_ADDRESS or on this "
+        "machine (needs the extra ray)",
+    ),
+    _many(
+        "--actors",
+        type=positive,
+        metavar="COUNT",
+        help="models on Ray, of --dp times --tp chips each (default: as many as there are chips for, on "
+        "CPUs 1)",
+    ),
+    *DECODE_MANY,
+)
