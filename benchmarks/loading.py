@@ -103,10 +103,10 @@ def load(way: str, directory: str) -> dict[str, Any]:
     jax.block_until_ready(jax.numpy.ones(8) + 1)
     watch = Watch()
     if way == WAYS[0]:
-        pipe = load_pipeline(directory, mesh=mesh, split="channels")
+        pipe = load_pipeline(directory, mesh=mesh, parallel="tensor")
     else:
         loaded = CogVideoXPipeline.from_pretrained(directory, torch_dtype=torch.bfloat16)
-        pipe = port(loaded, mesh=mesh, split="channels")
+        pipe = port(loaded, mesh=mesh, parallel="tensor")
     watch.stop()
     assert pipe.transformer.mesh is mesh
     held = on_devices(jax.live_arrays())

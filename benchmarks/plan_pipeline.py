@@ -48,7 +48,7 @@ HEAD = (
     "weights and arguments, GiB",
     "temporaries, GiB, at most",
     "fits",
-    "split",
+    "parallel",
     "estimate, s",
     "of it kernels, s",
     "of it copies, s",
@@ -69,7 +69,7 @@ def _row(plan: dict[str, Any]) -> tuple[str, ...]:
         f"{summary['arguments_GiB']:.2f}",
         f"{summary['temporaries_GiB']:.2f}",
         summary["fits"],
-        summary.get("split", "").partition(" (")[0],
+        summary.get("parallel", "").partition(" (")[0],
         *(f"{value:.4f}" if value < 0.01 else f"{value:.2f}" for value in seconds),
         f"{summary['compiled_in_s']:.0f}",
     )

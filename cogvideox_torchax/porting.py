@@ -14,13 +14,17 @@ from cogvideox_torchax.upstream import around_from_pretrained
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
+    from cogvideox_torchax.sharding import Parallel
+
 Portable = TypeVar("Portable")
 
 # At import: who turns torchax on by hand and then loads has called nothing of this package yet.
 around_from_pretrained(without_torchax)
 
 
-def port(model_or_pipeline: Portable, *, mesh: "Mesh | None" = None, split: str | None = None) -> Portable:
+def port(
+    model_or_pipeline: Portable, *, mesh: "Mesh | None" = None, parallel: "Parallel | None" = None
+) -> Portable:
     """Makes a CogVideoX VAE, or a whole diffusers pipeline around one, ready for JAX, in place.
 
     A VAE has its hot modules' classes swapped. Nothing is copied or moved: parameters stay the same objects
@@ -39,9 +43,10 @@ def port(model_or_pipeline: Portable, *, mesh: "Mesh | None" = None, split: str 
             or, of CogVideoX, None.
         mesh: of `make_mesh`, to run split over it. None leaves it as it is: on one device, or on the mesh of
             an earlier `port`.
-        split: what of a pipeline's transformer is split over "tp": "tokens", with weights whole on every
-            device or gathered a layer at a time, or "channels" of weights. None chooses: tokens where "tp"
-            divides the attention's heads. `pipe.transformer.split` says which, and why.
+        parallel: how a pipeline's transformer uses "tp". "context" splits its tokens, with weights whole on
+            every device or gathered a layer at a time; "tensor" splits the channels of its weights. None
+            chooses "context" where "tp" divides the attention's heads. `pipe.transformer.parallelism` gives
+            the choice and its reason.
 
     Returns:
         The same object.
@@ -67,11 +72,11 @@ def port(model_or_pipeline: Portable, *, mesh: "Mesh | None" = None, split: str 
             f"port got {type(model_or_pipeline).__name__}: it takes diffusers' AutoencoderKLCogVideoX, or a "
             "pipeline whose vae is one"
         )
-    if split is not None:
+    if parallel is not None:
         transformer = getattr(model_or_pipeline, "transformer", None)
         if transformer is None or (mesh is None and getattr(transformer, "mesh", None) is None):
             raise ValueError(
-                f"port got split={split!r}: it is for a pipeline over a mesh; pass both, or none"
+                f"port got parallel={parallel!r}: it is for a pipeline over a mesh; pass both, or none"
             )
     if mesh is not None:
         from cogvideox_torchax.sharding import check_mesh
@@ -80,7 +85,7 @@ def port(model_or_pipeline: Portable, *, mesh: "Mesh | None" = None, split: str 
     if _is_pipeline(model_or_pipeline):
         from cogvideox_torchax.pipelines.port import port_pipeline
 
-        port_pipeline(model_or_pipeline, mesh, split)
+        port_pipeline(model_or_pipeline, mesh, parallel)
         return model_or_pipeline
     ported = port_vae(vae)  # pyright: ignore[reportArgumentType]
     if mesh is not None:

@@ -37,7 +37,7 @@ def main() -> None:
 
     pipe = CogVideoXPipeline.from_pretrained(args.model, torch_dtype=torch.bfloat16)
     port(pipe, mesh=make_mesh(dp=args.dp, tp=args.tp))  # in place of pipe.to("cuda")
-    print(pipe.transformer.split)  # what of the transformer lies where, and why
+    print(pipe.transformer.parallelism)  # what of the transformer lies where, and why
     made = pipe(
         args.prompt,
         output_type="np",

@@ -72,8 +72,8 @@ def test_anything_else_is_refused(wrong):
 def test_a_split_without_a_mesh_is_refused(small_vae, given):
     vae = copy.deepcopy(small_vae)
     model = vae if given == "a VAE" else types.SimpleNamespace(vae=vae, transformer=torch.nn.Identity())
-    with pytest.raises(ValueError, match="split='tokens': it is for a pipeline over a mesh"):
-        port(model, split="tokens")
+    with pytest.raises(ValueError, match="parallel='context': it is for a pipeline over a mesh"):
+        port(model, parallel="context")
     assert type(vae) is type(small_vae)
 
 

@@ -15,7 +15,7 @@ from cogvideox_torchax.pipelines.cache_options import config_of
 BACKEND = "torchax"
 ONLY = {
     **dict.fromkeys(("backend", "tiling", "no_advice", "layers", "encode", "save_hlo"), ("vae",)),
-    **dict.fromkeys(("no_guidance", "split", "cache", "skips"), ("step",)),
+    **dict.fromkeys(("no_guidance", "parallel", "cache", "skips"), ("step",)),
 }
 """Options that some networks alone have a use for."""
 
@@ -64,9 +64,10 @@ COMMAND = Command(
             help="with --network step: without the second half of guidance",
         ),
         Option(
-            "--split",
-            choices=("tokens", "channels"),
-            help="with --network step: what is split over --tp (default: tokens, where it divides the heads)",
+            "--parallel",
+            choices=("context", "tensor"),
+            help="with --network step: split the tokens (context) or the weights (tensor) over --tp "
+            "(default: context where --tp divides the heads)",
         ),
         Option(
             "--cache",

@@ -78,7 +78,7 @@ def _network(args: argparse.Namespace, vae: Any, mesh: dict[str, Any]) -> dict[s
     else:
         scale, frames = vae.spatial_scale, (args.frames - 1) // vae.config["temporal_compression_ratio"] + 1
         size = {"frames": frames, "height": args.height // scale, "width": args.width // scale}
-        options = {"guided": not args.no_guidance, "split": args.split}
+        options = {"guided": not args.no_guidance, "parallel": args.parallel}
         step = functools.partial(
             networks.plan_step, args.model, dtype, devices, chip, **options, **size, **mesh
         )

@@ -16,6 +16,8 @@ from cogvideox_torchax.vae.checkpoint import WEIGHTS_STEM, check_loading_info, r
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
+    from cogvideox_torchax.sharding import Parallel
+
 STEMS = {"transformer": WEIGHTS_STEM, "text_encoder": "model"}
 """The networks that are fed from their files, and what those are called."""
 
@@ -25,7 +27,7 @@ def load_pipeline(
     *,
     pipeline_class: type | None = None,
     mesh: "Mesh | None" = None,
-    split: str | None = None,
+    parallel: "Parallel | None" = None,
     torch_dtype: torch.dtype = torch.bfloat16,
     variant: str | None = None,
     **diffusers_options: Any,
@@ -37,7 +39,7 @@ def load_pipeline(
     Args:
         pretrained_model_name_or_path: a directory or a hub id, of safetensors.
         pipeline_class: one of diffusers' for CogVideoX; None for what model_index.json names.
-        mesh, split: as `port` takes them.
+        mesh, parallel: as `port` takes them.
         torch_dtype: of all weights; `dtype`, diffusers' newer name for it, goes before it.
         variant: of the weight files, such as "fp16".
         diffusers_options: of `from_pretrained`, parts of the pipeline among them: `text_encoder=None`, or
@@ -57,8 +59,8 @@ def load_pipeline(
         raise ValueError(
             f"load_pipeline got {', '.join(sorted(refused))}: weights lie as port has them, unquantized"
         )
-    if split is not None and mesh is None:
-        raise ValueError(f"load_pipeline got split={split!r}: it is for a mesh; pass both, or none")
+    if parallel is not None and mesh is None:
+        raise ValueError(f"load_pipeline got parallel={parallel!r}: it is for a mesh; pass both, or none")
     diffusers_options.pop("use_safetensors", None)  # nothing else is read
     torch_dtype = diffusers_options.pop("dtype", None) or torch_dtype
     directory = _directory(str(pretrained_model_name_or_path), variant, diffusers_options)
@@ -69,13 +71,13 @@ def load_pipeline(
             f"{directory} holds a {index['_class_name']}: load it by its own class, and port the VAE alone"
         )
     fed = {
-        part: _fed(directory / part, part, torch_dtype, variant, mesh, split)
+        part: _fed(directory / part, part, torch_dtype, variant, mesh, parallel)
         for part in STEMS
         if part not in diffusers_options and index.get(part, [None])[0] is not None
     }
     options = {"torch_dtype": torch_dtype, "variant": variant, **diffusers_options, **fed}
     pipe = runtime.without_torchax(kind.from_pretrained, directory, **options)
-    port_pipeline(pipe, mesh, split)
+    port_pipeline(pipe, mesh, parallel)
     return pipe
 
 
@@ -95,14 +97,19 @@ def _directory(name: str, variant: str | None, options: dict[str, Any]) -> Path:
 
 
 def _fed(
-    directory: Path, part: str, dtype: torch.dtype, variant: str | None, mesh: Any, split: str | None
+    directory: Path,
+    part: str,
+    dtype: torch.dtype,
+    variant: str | None,
+    mesh: Any,
+    parallel: "Parallel | None",
 ) -> Any:
     """A network on its devices."""
     files = weight_files(directory, variant, stem=STEMS[part])
     network = runtime.without_torchax(_empty, directory, part, dtype)
     port_network(network)
     if mesh is not None:
-        network.place_on(mesh, split)
+        network.place_on(mesh, parallel)
     whole = getattr(network, "_keep_in_fp32_modules", None) if dtype == torch.float16 else None
     missing, unexpected = runtime.feed_weights(
         network, _cast(read_tensors(files), dtype, tuple(whole or ())), network.put_weight

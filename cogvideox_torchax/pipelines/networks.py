@@ -10,7 +10,7 @@ import contextlib
 import functools
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from diffusers.models.activations import GELU as DiffusersGELU
@@ -42,6 +42,11 @@ from cogvideox_torchax.pipelines.layers import AttnProcessor, LayerNorm, Linear,
 from cogvideox_torchax.runtime import on_jax
 from cogvideox_torchax.runtime.models import PortedModel, save_as_stock
 from cogvideox_torchax.vae.torchax.modules import SiLU
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+    from cogvideox_torchax.sharding import Parallel
 
 
 class TransformerStep(nn.Module):
@@ -114,21 +119,21 @@ class Compiled(PortedModel):
     """What both ported networks share: a program for what the model is now, on the mesh if there is one."""
 
     network_class: Any
-    _split: Any = None
+    _parallelism: Any = None
 
     @property
-    def split(self) -> Any:
-        """What of it is split over "tp": a `pipelines.sharding.Split`; None without a mesh."""
-        return self._split
+    def parallelism(self) -> Any:
+        """The use of "tp" and its reason, a `pipelines.sharding.Parallelism`; None without a mesh."""
+        return self._parallelism
 
     @property
     def placement(self) -> Any:
-        """Where its sequences lie: a `pipelines.sequence.SequencePlacement`; None without a mesh."""
+        """The sharding of the sequences, a `pipelines.sequence.SequencePlacement`; None without a mesh."""
         if self.mesh is None:
             return None
         from cogvideox_torchax.pipelines.sequence import SequencePlacement
 
-        return SequencePlacement(self.mesh, self.split, heads_of(self))
+        return SequencePlacement(self.mesh, self.parallelism, heads_of(self))
 
     def split_layers(self, network: Any) -> tuple[type[nn.Module], ...]:
         """The modules that take and give sequences split over a mesh, in a program of this network."""
@@ -166,20 +171,20 @@ class Compiled(PortedModel):
         """Gives layers that were added later, as a LoRA's are, their ported classes."""
         port_network(self)
 
-    def place(self, mesh: Any = None, split: str | None = None) -> None:
+    def place(self, mesh: "Mesh | None" = None, parallel: "Parallel | None" = None) -> None:
         """Puts the weights on JAX: on its default device, or over a mesh; later calls run there.
 
         Args:
             mesh: of `make_mesh`; None for the one that it has, or none.
-            split: as `place_on` takes it.
+            parallel: as `place_on` takes it.
 
         Raises:
             ValueError: a mesh not made by `make_mesh`, or one that does not divide the weights.
         """
         self.port_layers()
-        mesh = mesh if mesh is not None or split is None else self.mesh
+        mesh = mesh if mesh is not None or parallel is None else self.mesh
         if mesh is not None:
-            self.place_on(mesh, split)
+            self.place_on(mesh, parallel)
         runtime.put_weights(self, self.put_weight)
 
     def put_weight(self, name: str, array: Any) -> Any:
@@ -188,26 +193,26 @@ class Compiled(PortedModel):
             return runtime.on_default_device(name, array)
         from cogvideox_torchax.pipelines import sharding
 
-        return sharding.put_weight(self.mesh, name, array, self.split)
+        return sharding.put_weight(self.mesh, name, array, self.parallelism)
 
-    def place_on(self, mesh: Any, split: str | None = None, memory: float | None = None) -> None:
+    def place_on(self, mesh: "Mesh", parallel: "Parallel | None" = None, memory: float | None = None) -> None:
         """Compiles for a mesh from now on, wherever the weights are; the program so far is dropped.
 
         Args:
             mesh: of `make_mesh`.
-            split: "tokens" or "channels", what of the transformer is split over "tp"; None to choose, and for
-                the mesh that it is on to leave it.
-            memory: of a device, in bytes; what it says itself where None.
+            parallel: how the transformer uses "tp", as `port` takes it; None chooses, and keeps an earlier
+                choice on the same mesh.
+            memory: bytes of a device; None asks the device.
 
         Raises:
             ValueError: a mesh not made by `make_mesh`, or one that does not divide the weights.
         """
         from cogvideox_torchax.sharding import check_mesh
 
-        keeps = mesh == self._mesh and split is None and memory is None
-        chosen = self._split if keeps else split_of(self, check_mesh(mesh), split, memory)
-        if (mesh, chosen) != (self._mesh, self._split):
-            self._mesh, self._split = mesh, chosen
+        keeps = mesh == self._mesh and parallel is None and memory is None
+        chosen = self._parallelism if keeps else parallelism_of(self, check_mesh(mesh), parallel, memory)
+        if (mesh, chosen) != (self._mesh, self._parallelism):
+            self._mesh, self._parallelism = mesh, chosen
             runtime.forget_programs(self)
 
 
@@ -216,17 +221,19 @@ def heads_of(network: Any) -> int:
     return network.config["num_attention_heads"] if isinstance(network, DiffusersTransformer) else 1
 
 
-def split_of(network: Any, mesh: Any, asked: str | None = None, memory: float | None = None) -> Any:
-    """What of a network, ported or not, a mesh would split over "tp"; see `Compiled.place_on`.
+def parallelism_of(
+    network: Any, mesh: "Mesh", asked: "Parallel | None" = None, memory: float | None = None
+) -> Any:
+    """Return how a network, ported or not, would use the mesh's "tp"; see `Compiled.place_on`.
 
     Raises:
-        ValueError: what is asked for cannot be, or the mesh does not divide the weights.
+        ValueError: the request is impossible, or the mesh does not divide the weights.
     """
     from cogvideox_torchax.pipelines import sharding
 
-    chosen = sharding.Split()
+    chosen = sharding.Parallelism()
     if isinstance(network, DiffusersTransformer):
-        chosen = sharding.choose_split(
+        chosen = sharding.choose_parallelism(
             mesh,
             heads=heads_of(network),
             weight_bytes=sum(weight.numel() * weight.element_size() for weight in network.parameters()),
@@ -293,8 +300,8 @@ class CogVideoXTransformer3DModel(Compiled, DiffusersTransformer):
         if self._step_cache is not None:
             self._step_cache.reset()
 
-    def place(self, mesh: Any = None, split: str | None = None) -> None:
-        super().place(mesh, split)
+    def place(self, mesh: "Mesh | None" = None, parallel: "Parallel | None" = None) -> None:
+        super().place(mesh, parallel)
         self.take_cache()
         self._warn_without_effect()
 
@@ -310,7 +317,7 @@ class CogVideoXTransformer3DModel(Compiled, DiffusersTransformer):
         return self._step_cache.step(self, functools.partial(CachedStep, self, *options), tensors)
 
     def split_layers(self, network: Any) -> tuple[type[nn.Module], ...]:
-        if self.split.over_tp == "channels":
+        if self.parallelism.kind == "tensor":
             return SPLIT_LAYERS
         return (Block,) if network.joined else ()
 

@@ -16,7 +16,7 @@ from cogvideox_torchax import runtime, upstream
 from cogvideox_torchax.pipelines import loras, networks
 from cogvideox_torchax.pipelines.scheduler import port_scheduler
 from cogvideox_torchax.runtime.models import PickledAsStock
-from cogvideox_torchax.sharding import check_mesh
+from cogvideox_torchax.sharding import Parallel, check_mesh
 from cogvideox_torchax.vae.torchax.autoencoder import port_vae
 
 PIPELINES = (
@@ -32,13 +32,13 @@ def is_pipeline(candidate: Any) -> bool:
     return isinstance(candidate, PIPELINES)
 
 
-def port_pipeline(pipe: Any, mesh: Any = None, split: str | None = None) -> None:
+def port_pipeline(pipe: Any, mesh: Any = None, parallel: Parallel | None = None) -> None:
     """Ports a pipeline's VAE and networks and puts them on JAX, on one device or over a mesh.
 
     Args:
         pipe: a CogVideoX pipeline.
         mesh: of `make_mesh`, or None.
-        split: what of the transformer is split over "tp", "tokens" or "channels"; None to choose.
+        parallel: "context" splits the tokens over "tp", "tensor" the weights' channels; None to choose.
 
     Raises:
         ValueError: a mesh that does not divide the networks' weights, networks of another kind, or weights
@@ -48,10 +48,10 @@ def port_pipeline(pipe: Any, mesh: Any = None, split: str | None = None) -> None
     if mesh is not None:
         check_mesh(mesh)
     for network in others:
-        _check(network, mesh, split)
+        _check(network, mesh, parallel)
     for network in others:
         networks.port_network(network)
-        network.place(mesh, split)
+        network.place(mesh, parallel)
     if pipe.vae is not None:
         vae = port_vae(pipe.vae)
         if mesh is not None:
@@ -64,7 +64,7 @@ def port_pipeline(pipe: Any, mesh: Any = None, split: str | None = None) -> None
         pipe.__class__ = _ported_class(type(pipe))
 
 
-def _check(network: Any, mesh: Any, split: str | None) -> None:
+def _check(network: Any, mesh: Any, parallel: Parallel | None) -> None:
     kind = type(network)
     if not issubclass(networks.SWAPPED.get(kind, kind), networks.Compiled):
         raise ValueError(
@@ -78,7 +78,7 @@ def _check(network: Any, mesh: Any, split: str | None) -> None:
         )
     mesh = mesh if mesh is not None else getattr(network, "mesh", None)
     if mesh is not None:
-        networks.split_of(network, mesh, split)
+        networks.parallelism_of(network, mesh, parallel)
 
 
 def _port_again(make: Callable[..., Any], kind: type, pipeline: Any, **options: Any) -> Any:
@@ -88,8 +88,8 @@ def _port_again(make: Callable[..., Any], kind: type, pipeline: Any, **options: 
         return made
     parts = [part for part in (pipeline.transformer, pipeline.vae, pipeline.text_encoder) if part is not None]
     if parts and runtime.is_on_jax(parts[0]):
-        split = getattr(parts[0], "split", None)
-        port_pipeline(made, parts[0].mesh, split and split.over_tp)
+        parallelism = getattr(parts[0], "parallelism", None)
+        port_pipeline(made, parts[0].mesh, parallelism and parallelism.kind)
     else:  # moved to the host, where the two share their parts
         made.__class__ = _ported_class(type(made))
     return made

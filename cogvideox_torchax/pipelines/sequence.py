@@ -22,8 +22,8 @@ from torch import nn
 from cogvideox_torchax import runtime
 from cogvideox_torchax.pipelines.sharding import (
     BY_INPUTS,
-    CHANNELS,
-    Split,
+    TENSOR,
+    Parallelism,
     put_weight,
     weight_sharding,
     weight_spec,
@@ -60,7 +60,7 @@ class Sequence:
     @classmethod
     def of(cls, placement: "SequencePlacement | None", *, videos: int, text: int, tokens: int) -> "Sequence":
         """The sequences of so many videos, as a placement splits them; not at all without one."""
-        if placement is None or placement.split.over_tp == CHANNELS:
+        if placement is None or placement.parallelism.kind == TENSOR:
             parts = placement.mesh.shape["tp"] if placement else 1
             return cls(text, tokens, _filled(tokens, parts), shared=placement)
         mesh, axes = placement.mesh, placement.token_axes(videos)
@@ -196,16 +196,16 @@ def _filled(tokens: int, parts: int) -> int:
 
 @dataclass(frozen=True)
 class SequencePlacement:
-    """Where sequences (N, S, C) lie: by batch over "dp" where it divides, and as `split` says over "tp".
+    """The sharding of sequences (N, S, C): by batch over "dp" where it divides, over "tp" by `parallelism`.
 
     Attributes:
         mesh: of `make_mesh`.
-        split: what is split over "tp".
+        parallelism: what is split over "tp".
         heads: of attention.
     """
 
     mesh: Mesh
-    split: Split = field(default_factory=Split)
+    parallelism: Parallelism = field(default_factory=Parallelism)
     heads: int = 1
 
     def batch_axis(self, videos: int) -> str | None:
@@ -214,7 +214,7 @@ class SequencePlacement:
 
     def token_axes(self, videos: int) -> tuple[str, ...]:
         """The axes that a video's tokens are split over: "dp" too, where it divides heads and no videos."""
-        if self.split.over_tp == CHANNELS:
+        if self.parallelism.kind == TENSOR:
             return ()
         both = self.batch_axis(videos) is None and self.heads % self.mesh.size == 0
         axes = ("dp", "tp") if both else ("tp",)
@@ -277,7 +277,7 @@ class SequencesOnMesh(runtime.Place):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self._kept(shape))
 
     def watching(self, network: nn.Module) -> contextlib.AbstractContextManager[Any]:
-        if self.placement.split.over_tp == CHANNELS:
+        if self.placement.parallelism.kind == TENSOR:
             for name, module in network.named_modules():
                 vars(module)["inputs_split"] = weight_spec(f"{name}.weight") == BY_INPUTS
         return watched(
@@ -296,13 +296,13 @@ class SequencesOnMesh(runtime.Place):
         return tuple(self._split(name, part) for part in value) if isinstance(value, tuple) else value
 
     def weight(self, name: str, array: Any) -> jax.Array:
-        mesh, split = self.placement.mesh, self.placement.split
-        wanted = weight_sharding(mesh, name, array.shape, split)
+        mesh, parallelism = self.placement.mesh, self.placement.parallelism
+        wanted = weight_sharding(mesh, name, array.shape, parallelism)
         lies = array.sharding.is_equivalent_to(wanted, array.ndim)
-        return array if lies else put_weight(mesh, name, array, split)
+        return array if lies else put_weight(mesh, name, array, parallelism)
 
     def weight_struct(self, name: str, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-        sharding = weight_sharding(self.placement.mesh, name, shape, self.placement.split)
+        sharding = weight_sharding(self.placement.mesh, name, shape, self.placement.parallelism)
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
     def put(self, array: Any) -> jax.Array:

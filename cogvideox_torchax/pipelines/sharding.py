@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from torch import nn
 
 from cogvideox_torchax import runtime
+from cogvideox_torchax.sharding import Parallel
 
 BY_OUTPUTS, BY_INPUTS = P("tp"), P(None, "tp")
 
@@ -44,7 +45,8 @@ def weight_spec(name: str) -> P:
     return next((spec for ending, spec in WEIGHTS.items() if re.search(f"(^|\\.)({ending})$", name)), P())
 
 
-TOKENS, CHANNELS = "tokens", "channels"
+CONTEXT: Parallel = "context"
+TENSOR: Parallel = "tensor"
 """What a network has split over "tp"."""
 
 SHARE_OF_WEIGHTS = 0.5
@@ -55,62 +57,62 @@ BLOCK = re.compile(r"transformer_blocks\.\d+\.")
 
 
 @dataclass(frozen=True)
-class Split:
-    """What of a network is split over "tp".
+class Parallelism:
+    """How a network uses "tp".
 
     Attributes:
-        over_tp: TOKENS or CHANNELS.
-        gathered: whether weights lie in parts, and are gathered a layer at a time. By tokens alone.
-        reason: why so, in a few words.
+        kind: CONTEXT splits tokens, TENSOR the channels of weights.
+        gathered: whether weights are sharded and gathered a layer at a time; with CONTEXT alone.
+        reason: the reason for the choice, in a few words.
     """
 
-    over_tp: str = CHANNELS
+    kind: Parallel = TENSOR
     gathered: bool = False
     reason: str = field(default="its sequences are short", compare=False)
 
     def __str__(self) -> str:
-        weights = "" if self.over_tp == CHANNELS else f", weights {'gathered' if self.gathered else 'whole'}"
-        return f"{self.over_tp} over tp{weights} ({self.reason})"
+        weights = "" if self.kind == TENSOR else f", weights {'gathered' if self.gathered else 'whole'}"
+        return f"{self.kind} over tp{weights} ({self.reason})"
 
     def weight_spec(self, name: str, shape: tuple[int, ...], parts: int) -> P:
         """How a weight is split, by its name and over so many devices."""
-        if self.over_tp == CHANNELS:
+        if self.kind == TENSOR:
             return weight_spec(name)
         divides = self.gathered and BLOCK.search(name) and len(shape) == 2 and shape[0] % parts == 0
         return BY_OUTPUTS if divides else P()
 
 
-def choose_split(
-    mesh: Mesh, *, heads: int, weight_bytes: int, memory: float | None, asked: str | None = None
-) -> Split:
-    """What a transformer has split over "tp": tokens, where it divides the heads.
+def choose_parallelism(
+    mesh: Mesh, *, heads: int, weight_bytes: int, memory: float | None, asked: Parallel | None = None
+) -> Parallelism:
+    """Choose what a transformer splits over "tp": tokens where "tp" divides the heads.
 
     Args:
         mesh: of `make_mesh`.
         heads: of its attention.
         weight_bytes: of all its weights.
         memory: of a device, in bytes; None where it is not known, and weights are taken to fit.
-        asked: TOKENS or CHANNELS, to have it so; None to choose.
+        asked: the requested kind; None to choose.
 
     Raises:
-        ValueError: something else is asked for, or tokens where "tp" does not divide the heads.
+        ValueError: another request, or CONTEXT where "tp" does not divide the heads.
     """
     tp = mesh.shape["tp"]
-    if asked not in (None, TOKENS, CHANNELS):
-        raise ValueError(f"got split={asked!r}: it takes {TOKENS!r}, {CHANNELS!r} or None")
+    if asked not in (None, CONTEXT, TENSOR):
+        raise ValueError(f"got parallel={asked!r}: it takes {CONTEXT!r}, {TENSOR!r} or None")
     if heads % tp:
-        if asked == TOKENS:
+        if asked == CONTEXT:
             raise ValueError(
-                f"got split={TOKENS!r} and a mesh with tp={tp}: it does not divide the {heads} heads; "
+                f"got parallel={CONTEXT!r} and a mesh with tp={tp}: it does not divide the {heads} heads; "
                 f"choose tp among {[n for n in range(1, heads + 1) if heads % n == 0]}, or "
-                f"split={CHANNELS!r}"
+                f"parallel={TENSOR!r}"
             )
-        return Split(CHANNELS, reason=f"tp={tp} does not divide {heads} heads")
-    if asked == CHANNELS:
-        return Split(CHANNELS, reason="asked for")
+        return Parallelism(TENSOR, reason=f"tp={tp} does not divide {heads} heads")
+    if asked == TENSOR:
+        return Parallelism(TENSOR, reason="requested")
     gathered = tp > 1 and memory is not None and weight_bytes > SHARE_OF_WEIGHTS * memory
-    reason = "asked for" if asked else f"tp={tp} divides {heads} heads"
-    return Split(TOKENS, gathered, reason)
+    reason = "requested" if asked else f"tp={tp} divides {heads} heads"
+    return Parallelism(CONTEXT, gathered, reason)
 
 
 def memory_of(mesh: Mesh) -> float | None:
@@ -122,13 +124,15 @@ def memory_of(mesh: Mesh) -> float | None:
     return (stats or {}).get("bytes_limit")
 
 
-def weight_sharding(mesh: Mesh, name: str, shape: tuple[int, ...], split: Split = Split()) -> NamedSharding:
+def weight_sharding(
+    mesh: Mesh, name: str, shape: tuple[int, ...], parallelism: Parallelism = Parallelism()
+) -> NamedSharding:
     """Where a weight lies.
 
     Raises:
         ValueError: "tp" does not divide the axis that it is to be split by.
     """
-    spec = split.weight_spec(name, shape, mesh.shape["tp"])
+    spec = parallelism.weight_spec(name, shape, mesh.shape["tp"])
     for size, axis in zip(shape, spec, strict=False):
         if axis is not None and size % mesh.shape[axis]:
             raise ValueError(
@@ -138,12 +142,12 @@ def weight_sharding(mesh: Mesh, name: str, shape: tuple[int, ...], split: Split 
     return NamedSharding(mesh, spec)
 
 
-def check_weights(module: nn.Module, mesh: Mesh, split: Split = Split()) -> None:
+def check_weights(module: nn.Module, mesh: Mesh, parallelism: Parallelism = Parallelism()) -> None:
     """Raises `ValueError` unless a mesh divides a network's weights."""
     for name, tensor in runtime.named_tensors(module).items():
-        weight_sharding(mesh, name, tuple(tensor.shape), split)
+        weight_sharding(mesh, name, tuple(tensor.shape), parallelism)
 
 
-def put_weight(mesh: Mesh, name: str, array: Any, split: Split = Split()) -> jax.Array:
+def put_weight(mesh: Mesh, name: str, array: Any, parallelism: Parallelism = Parallelism()) -> jax.Array:
     """A network's weight on a mesh, every device's part straight from where it is."""
-    return jax.device_put(array, weight_sharding(mesh, name, array.shape, split))
+    return jax.device_put(array, weight_sharding(mesh, name, array.shape, parallelism))

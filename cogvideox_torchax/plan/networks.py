@@ -28,7 +28,7 @@ from cogvideox_torchax.pipelines.networks import (
 from cogvideox_torchax.plan.chips import GIB, Chip, PlanError
 from cogvideox_torchax.plan.programs import KERNEL, KernelTime, ProgramPlan, compile_program
 from cogvideox_torchax.plan.report import figures
-from cogvideox_torchax.sharding import make_mesh
+from cogvideox_torchax.sharding import Parallel, make_mesh
 
 TRANSFORMERS: dict[str, dict[str, Any]] = {
     "2b": {"num_attention_heads": 30, "num_layers": 30},
@@ -75,7 +75,7 @@ class NetworkPlan:
         attention_seconds: of those kernels and of what prepares for them; part of the whole. None for no
             chip.
         by_schedule: whether that is by their schedules, or at the chip's peak.
-        split: what is split over "tp", and why.
+        parallel: the use of "tp", and its reason.
         kept: bytes that a cache leaves for the next step, among the arguments.
         few: layers of the programs that it was found from.
     """
@@ -86,7 +86,7 @@ class NetworkPlan:
     attention_flops: float
     attention_seconds: float | None
     by_schedule: bool = True
-    split: str = ""
+    parallel: str = ""
     kept: int = 0
     few: tuple[int, int] = FEW
 
@@ -150,7 +150,7 @@ def plan_step(
     guided: bool = True,
     dp: int = 1,
     tp: int = 1,
-    split: str | None = None,
+    parallel: Parallel | None = None,
     cache: str | None = None,
     step: int = 0,
 ) -> NetworkPlan:
@@ -164,7 +164,7 @@ def plan_step(
         frames, height, width: of the latents.
         guided: whether the step runs on both halves of classifier-free guidance.
         dp, tp: the mesh.
-        split: what is split over "tp", "tokens" or "channels"; None to choose as `port` does.
+        parallel: as `port` takes it.
         cache: of `cache_options`; None for none.
         step: with a cache, which one, of those that `cached_steps` counts.
 
@@ -184,7 +184,7 @@ def plan_step(
     plans, kept, mesh = [], [], make_mesh(dp, tp, devices=devices)
     for few, network in zip(numbers, networks, strict=True):
         # As all layers would be split, of which these have their share of the memory.
-        network.place_on(mesh, split, chip and chip.memory * few / layers)
+        network.place_on(mesh, parallel, chip and chip.memory * few / layers)
         tensors = step_tensors(network, batch=batch, frames=frames, height=height, width=width)
         if cache is None:
             plans.append(_compile("step", frames, network, tensors, chip))
@@ -199,7 +199,7 @@ def plan_step(
     plan = _extended("step", plans, layers, 0.0 if step else attention, chip, numbers)
     count = (layers - numbers[1]) / (numbers[1] - numbers[0])
     of_all = int(kept[1] + count * (kept[1] - kept[0])) if kept else 0
-    return replace(plan, split=str(networks[0].split), kept=of_all)
+    return replace(plan, parallel=str(networks[0].parallelism), kept=of_all)
 
 
 def cached_steps(model: str | None, dtype: torch.dtype, cache: str, guided: bool = True) -> dict[int, int]:
@@ -270,7 +270,7 @@ def plan_prompt(
         network.place_on(make_mesh(dp, tp, devices=devices))
         plans.append(_compile("prompt", tokens, network, tensors, chip))
     plan = _extended("prompt", plans, TEXT_ENCODER["num_layers"], 0.0, chip)
-    return replace(plan, split=str(network.split))
+    return replace(plan, parallel=str(network.parallelism))
 
 
 def _compile(name: str, frames: int, network: Any, tensors: dict[str, Any], chip: Chip | None) -> ProgramPlan:
@@ -371,7 +371,7 @@ def table(plan: NetworkPlan, chip: Chip | None) -> dict[str, Any]:
             "peak_memory_GiB": program.peak_bytes,
         },
         seconds,
-        split=plan.split,
+        parallel=plan.parallel,
         flops=program.flops,
         compile_seconds=program.compile_seconds,
         chip=chip,

@@ -1,7 +1,7 @@
 """The dp x tp mesh: `placement` says which axis lies where, `processes` is for a mesh over several of
 them."""
 
-from cogvideox_torchax.sharding.mesh import check_mesh, make_mesh
+from cogvideox_torchax.sharding.mesh import Parallel, check_mesh, make_mesh
 from cogvideox_torchax.sharding.placement import PaddedChunk, Placement, spread
 from cogvideox_torchax.sharding.processes import (
     PATIENCE,
@@ -21,6 +21,7 @@ __all__ = [
     "ChunksOnMesh",
     "Exchange",
     "PaddedChunk",
+    "Parallel",
     "Placement",
     "ProcessError",
     "abandon",

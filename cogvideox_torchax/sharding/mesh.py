@@ -1,12 +1,15 @@
 """The dp x tp mesh of devices."""
 
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
 AXES = ("dp", "tp")
+
+Parallel = Literal["context", "tensor"]
+"""What a transformer splits over "tp": its tokens, or the channels of its weights."""
 
 
 def make_mesh(dp: int = 1, tp: int | None = None, *, devices: Any = None) -> Mesh:

@@ -11,7 +11,7 @@ from diffusers.models.attention_processor import CogVideoXAttnProcessor2_0
 from cogvideox_torchax import make_mesh, runtime
 from cogvideox_torchax.pipelines import networks
 from cogvideox_torchax.pipelines.layers import AttnProcessor
-from cogvideox_torchax.pipelines.sharding import CHANNELS, TOKENS, choose_split
+from cogvideox_torchax.pipelines.sharding import CONTEXT, TENSOR, choose_parallelism
 from cogvideox_torchax.plan import report
 from cogvideox_torchax.vae.tolerances import BFLOAT16_RMS_RATIO, relative_error, rms_error
 from tests import small_pipelines
@@ -24,11 +24,11 @@ SMALL = {"num_layers": 2, "max_text_seq_length": TEXT, "sample_frames": 2 * FRAM
 
 SPLITS = {
     "one device": (None, None, None),
-    "1x8 by tokens": ((1, 8), TOKENS, None),
-    "2x4 by tokens": ((2, 4), TOKENS, None),
-    "2x4 by tokens, weights gathered": ((2, 4), TOKENS, 1.0),
-    "1x8 by channels": ((1, 8), CHANNELS, None),
-    "2x4 by channels": ((2, 4), CHANNELS, None),
+    "1x8 context": ((1, 8), CONTEXT, None),
+    "2x4 context": ((2, 4), CONTEXT, None),
+    "2x4 context, weights gathered": ((2, 4), CONTEXT, 1.0),
+    "1x8 tensor": ((1, 8), TENSOR, None),
+    "2x4 tensor": ((2, 4), TENSOR, None),
 }
 
 
@@ -71,9 +71,9 @@ def stock(version="5b", **overrides):
 def ported(version="5b", split="one device", dtype=torch.float32):
     model = runtime.without_torchax(stock(version).to, dtype)
     networks.port_network(model)
-    mesh, over_tp, memory = SPLITS[split]
+    mesh, kind, memory = SPLITS[split]
     if mesh is not None:
-        model.place_on(make_mesh(*mesh), over_tp, memory)
+        model.place_on(make_mesh(*mesh), kind, memory)
     model.place()
     return model
 
@@ -97,12 +97,12 @@ def test_a_step_is_that_of_stock_diffusers(version, split):
 
 
 def test_one_video_is_split_over_dp_too():
-    model = ported(split="2x4 by tokens")
+    model = ported(split="2x4 context")
     assert model.placement.token_axes(1) == ("dp", "tp")
     assert relative_error(ported_step(model, 1), reference(videos=1)) < TOLERANCE
 
 
-@pytest.mark.parametrize("split", ["one device", "2x4 by tokens", "2x4 by channels"])
+@pytest.mark.parametrize("split", ["one device", "2x4 context", "2x4 tensor"])
 def test_sixteen_bits_are_as_close_as_pytorchs_own(split):
     exact = reference()
     native = rms_error(step(runtime.without_torchax(stock().to, torch.bfloat16)), exact)
@@ -111,7 +111,7 @@ def test_sixteen_bits_are_as_close_as_pytorchs_own(split):
     )
 
 
-@pytest.mark.parametrize("split", ["one device", "2x4 by tokens", "2x4 by channels"])
+@pytest.mark.parametrize("split", ["one device", "2x4 context", "2x4 tensor"])
 def test_fused_projections_change_nothing(split):
     model = ported(split=split)
     model.fuse_qkv_projections()
@@ -134,7 +134,7 @@ def test_what_was_fused_and_is_no_more_runs_on_its_own_weights():
     assert relative_error(ported_step(model), want) < TOLERANCE
 
 
-@pytest.mark.parametrize("split", ["one device", "2x4 by tokens"])
+@pytest.mark.parametrize("split", ["one device", "2x4 context"])
 def test_one_timestep_is_that_of_all_videos(split):
     model = ported(split=split)
     tensors = jax.tree.map(runtime.to_jax, runtime.without_torchax(given, model))
@@ -156,7 +156,7 @@ def test_weights_loaded_or_moved_to_and_fro_are_the_same_programs():
     assert program.compilations == 1
 
 
-@pytest.mark.parametrize("split", ["2x4 by tokens, weights gathered", "1x8 by channels"])
+@pytest.mark.parametrize("split", ["2x4 context, weights gathered", "1x8 tensor"])
 def test_weights_moved_or_loaded_lie_where_the_mesh_has_them(split):
     model = ported(split=split)
     wanted = {name: runtime.array_of(weight).sharding for name, weight in model.named_parameters()}
@@ -186,7 +186,7 @@ def test_what_is_tied_is_tied_again_on_jax():
 
 
 def test_gradients_go_where_their_weights_go():
-    model = ported(split="1x8 by channels")
+    model = ported(split="1x8 tensor")
     model.to("cpu")
     bias = model.proj_out.bias
     bias.grad = runtime.without_torchax(torch.ones_like, bias)
@@ -288,10 +288,10 @@ def test_rotary_tables_of_another_size_are_refused(joined, positions):
 
 
 def test_a_chosen_split_stays_where_nothing_else_is_asked_for():
-    model = ported(split="2x4 by channels")
+    model = ported(split="2x4 tensor")
     program = model.program
     model.place(make_mesh(2, 4))
-    assert model.split.over_tp == CHANNELS
+    assert model.parallelism.kind == TENSOR
     assert model.program is program
 
 
@@ -300,13 +300,13 @@ def test_a_hook_on_a_part_inside_acts(part):
     def twice(module, args, result):
         return result * 2
 
-    changed, model = stock(), ported(split="2x4 by tokens")
+    changed, model = stock(), ported(split="2x4 context")
     for hooked in (changed, model):
         hooked.transformer_blocks[0].get_submodule(part).register_forward_hook(twice)
     assert relative_error(ported_step(model), step(changed)) < TOLERANCE
 
 
-@pytest.mark.parametrize("split", ["one device", "2x4 by tokens"])
+@pytest.mark.parametrize("split", ["one device", "2x4 context"])
 def test_who_looks_at_a_part_sees_what_diffusers_shows_there(split):
     model, seen = ported(split=split), []
     attention = model.transformer_blocks[1].attn1
@@ -322,7 +322,7 @@ def tensors():
 
 
 def test_by_tokens_four_exchanges_a_layer_are_all_that_travels(tensors):
-    found = report.report_network(ported(split="2x4 by tokens"), tensors)
+    found = report.report_network(ported(split="2x4 context"), tensors)
     rows = {row.layer: row for row in found.layers}
     tokens = -(-(TEXT + FRAMES * HEIGHT * WIDTH // 4) // 4) * 4
     own = tokens // 4 * 128 * 4
@@ -333,11 +333,11 @@ def test_by_tokens_four_exchanges_a_layer_are_all_that_travels(tensors):
 
 
 def test_weights_that_do_not_fit_are_gathered_in_their_layer(tensors):
-    model = ported(split="2x4 by tokens, weights gathered")
+    model = ported(split="2x4 context, weights gathered")
     weight = runtime.array_of(model.transformer_blocks[0].ff.net[0].proj.weight)
     assert weight.sharding.shard_shape(weight.shape) == (128, 128)
     found = report.report_network(model, tensors)
-    whole = report.report_network(ported(split="2x4 by tokens"), tensors)
+    whole = report.report_network(ported(split="2x4 context"), tensors)
     assert found.argument_bytes < 0.5 * whole.argument_bytes
     gathered = found.traffic["all-gather"]["bytes"]
     matrices = sum(p.numel() * 4 for p in stock().transformer_blocks.parameters() if p.ndim == 2)
@@ -345,27 +345,27 @@ def test_weights_that_do_not_fit_are_gathered_in_their_layer(tensors):
 
 
 CHOICES = {
-    "tp divides the heads": ({}, "tokens over tp, weights whole (tp=4 divides 48 heads)"),
-    "it does not": ({"heads": 30}, "channels over tp (tp=4 does not divide 30 heads)"),
-    "weights fit": ({"memory": 23e9}, "tokens over tp, weights whole (tp=4 divides 48 heads)"),
-    "weights do not": ({"memory": 16e9}, "tokens over tp, weights gathered (tp=4 divides 48 heads)"),
-    "asked for": ({"asked": CHANNELS}, "channels over tp (asked for)"),
+    "tp divides the heads": ({}, "context over tp, weights whole (tp=4 divides 48 heads)"),
+    "it does not": ({"heads": 30}, "tensor over tp (tp=4 does not divide 30 heads)"),
+    "weights fit": ({"memory": 23e9}, "context over tp, weights whole (tp=4 divides 48 heads)"),
+    "weights do not": ({"memory": 16e9}, "context over tp, weights gathered (tp=4 divides 48 heads)"),
+    "requested": ({"asked": TENSOR}, "tensor over tp (requested)"),
 }
 
 
 @pytest.mark.parametrize(("facts", "words"), CHOICES.values(), ids=CHOICES)
 def test_one_declaration_says_what_is_split(facts, words):
     common = {"heads": 48, "weight_bytes": 11_100_000_000, "memory": None}
-    assert str(choose_split(make_mesh(2, 4), **{**common, **facts})) == words
+    assert str(choose_parallelism(make_mesh(2, 4), **{**common, **facts})) == words
 
 
 def test_a_split_that_cannot_be_is_refused():
     model = ported()
-    with pytest.raises(ValueError, match=r"split='rows': it takes 'tokens', 'channels' or None"):
+    with pytest.raises(ValueError, match=r"parallel='rows': it takes 'context', 'tensor' or None"):
         model.place_on(make_mesh(2, 4), "rows")
-    odd = {"heads": 30, "weight_bytes": 0, "memory": None, "asked": TOKENS}
+    odd = {"heads": 30, "weight_bytes": 0, "memory": None, "asked": CONTEXT}
     with pytest.raises(
         ValueError, match=r"tp=4: it does not divide the 30 heads; choose tp among \[1, 2, 3, 5"
     ):
-        choose_split(make_mesh(2, 4), **odd)
+        choose_parallelism(make_mesh(2, 4), **odd)
     assert model.mesh is None

@@ -115,8 +115,8 @@ CASES = [
     ("text", "2b", "one device"),
     ("text", "1.5", "2x4"),
     ("image", "5b", "1x8"),
-    ("video", "5b", "2x4 by channels"),
-    ("control", "5b", "1x8 by channels"),
+    ("video", "5b", "2x4 tensor"),
+    ("control", "5b", "1x8 tensor"),
 ]
 
 

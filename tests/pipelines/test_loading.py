@@ -53,7 +53,7 @@ def test_what_is_fed_is_what_diffusers_loads(directory, wanted):
 
 
 def test_over_a_mesh_each_device_gets_its_part_and_the_dtype_is_the_one_asked_for(directory, wanted):
-    pipe = load_pipeline(directory, mesh=make_mesh(2, 4), split="channels", torch_dtype=torch.bfloat16)
+    pipe = load_pipeline(directory, mesh=make_mesh(2, 4), parallel="tensor", torch_dtype=torch.bfloat16)
     weight = runtime.array_of(pipe.transformer.transformer_blocks[0].attn1.to_q.weight)
     assert weight.dtype == "bfloat16"
     assert {shard.data.shape for shard in weight.addressable_shards} == {(128 // 4, 128)}
@@ -62,8 +62,8 @@ def test_over_a_mesh_each_device_gets_its_part_and_the_dtype_is_the_one_asked_fo
 
 
 def test_a_split_without_a_mesh_is_refused(directory):
-    with pytest.raises(ValueError, match="split='tokens': it is for a mesh"):
-        load_pipeline(directory, split="tokens")
+    with pytest.raises(ValueError, match="parallel='context': it is for a mesh"):
+        load_pipeline(directory, parallel="context")
 
 
 @pytest.fixture

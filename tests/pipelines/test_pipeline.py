@@ -37,8 +37,8 @@ PLACEMENTS = {
     "one device": {},
     "1x8": {"mesh": (1, 8)},
     "2x4": {"mesh": (2, 4)},
-    "1x8 by channels": {"mesh": (1, 8), "split": "channels"},
-    "2x4 by channels": {"mesh": (2, 4), "split": "channels"},
+    "1x8 tensor": {"mesh": (1, 8), "parallel": "tensor"},
+    "2x4 tensor": {"mesh": (2, 4), "parallel": "tensor"},
 }
 
 
@@ -64,7 +64,7 @@ def transformer(placement, version, conditioning):
 def port_to(placement, pipe):
     given = PLACEMENTS[placement]
     mesh = make_mesh(*given["mesh"]) if given else None
-    return port(pipe, mesh=mesh, split=given.get("split"))
+    return port(pipe, mesh=mesh, parallel=given.get("parallel"))
 
 
 def pipeline(kind="text", version="5b", placement=None, **components):
@@ -93,8 +93,8 @@ def placements():
         both = name == "text to video, 5b"
         yield pytest.param(kind, version, "2x4", (6.0, 1.0) if both else (6.0,), id=f"{name}, 2x4")
         if both:
-            yield pytest.param(kind, version, "2x4 by channels", (6.0,), id=f"{name}, 2x4 by channels")
-            yield pytest.param(kind, version, "1x8 by channels", (1.0,), id=f"{name}, 1x8 by channels")
+            yield pytest.param(kind, version, "2x4 tensor", (6.0,), id=f"{name}, 2x4 tensor")
+            yield pytest.param(kind, version, "1x8 tensor", (1.0,), id=f"{name}, 1x8 tensor")
         if name != "image to video, 1.5":
             yield pytest.param(kind, version, "1x8", (1.0, 6.0) if both else (1.0,), id=f"{name}, 1x8")
 

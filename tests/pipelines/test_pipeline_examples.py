@@ -221,21 +221,21 @@ def test_an_adapter_of_the_transformer_alone_is_added_and_saved_after_porting(di
 
 
 @pytest.mark.usefixtures("torchax_off")
-@pytest.mark.parametrize(("dp", "tp", "split"), [(1, 8, "tokens"), (2, 4, "tokens"), (2, 4, "channels")])
+@pytest.mark.parametrize(("dp", "tp", "parallel"), [(1, 8, "context"), (2, 4, "context"), (2, 4, "tensor")])
 @pytest.mark.slow_cases(but=["2-4-tokens"])
-def test_a_lora_over_a_mesh_and_one_unloaded_before(directory, lora, dp, tp, split):
+def test_a_lora_over_a_mesh_and_one_unloaded_before(directory, lora, dp, tp, parallel):
     stock, ported, unloaded = (loaded(directory) for _ in range(3))
     for pipe in (stock, ported, unloaded):
         pipe.load_lora_weights(lora)
     want = frames(stock, output_type="latent")
-    port(ported, mesh=make_mesh(dp, tp), split=split)
+    port(ported, mesh=make_mesh(dp, tp), parallel=parallel)
     got = runtime.to_torch(frames(ported, output_type="latent"))
     assert relative_error(got, want) < 1e-4
     for pipe in (stock, unloaded):
         pipe.unload_lora_weights()
     want_plain = frames(stock, output_type="latent")
     assert relative_error(want_plain, want) > 0.01
-    port(unloaded, mesh=make_mesh(dp, tp), split=split)
+    port(unloaded, mesh=make_mesh(dp, tp), parallel=parallel)
     got = runtime.to_torch(frames(unloaded, output_type="latent"))
     assert relative_error(got, want_plain) < 1e-4
 

@@ -8,14 +8,14 @@ from jax.sharding import PartitionSpec as P
 
 from cogvideox_torchax import make_mesh
 from cogvideox_torchax.pipelines.sequence import Sequence, SequencePlacement
-from cogvideox_torchax.pipelines.sharding import CHANNELS, TOKENS, Split, weight_spec
+from cogvideox_torchax.pipelines.sharding import CONTEXT, TENSOR, Parallelism, weight_spec
 
 PARTS = 8
 
 
 @pytest.mark.parametrize("videos", [1, 3])
 def test_tokens_come_to_their_heads_and_back(videos):
-    placement = SequencePlacement(make_mesh(1, PARTS), Split(TOKENS), heads=PARTS)
+    placement = SequencePlacement(make_mesh(1, PARTS), Parallelism(CONTEXT), heads=PARTS)
     sequence = Sequence.of(placement, videos=videos, text=5, tokens=16)
     x_NSC = jnp.arange(videos * 16 * 24).reshape(videos, 16, 24)
 
@@ -40,7 +40,7 @@ def test_by_channels_queries_are_prepared_by_heads_or_where_tp_does_not_divide_t
         seen.append((*x_NSC.shape, heads))
         return jnp.zeros((x_NSC.shape[0], heads, 1, x_NSC.shape[1]))
 
-    placement = SequencePlacement(make_mesh(1, 4, devices=jax.devices()[:4]), Split(CHANNELS), heads)
+    placement = SequencePlacement(make_mesh(1, 4, devices=jax.devices()[:4]), Parallelism(TENSOR), heads)
     sequence = Sequence.of(placement, videos=2, text=4, tokens=16)
     assert sequence.for_heads(qk_norm_rope, heads)(jnp.zeros((2, 16, 24))).shape == (2, heads, 1, 16)
     assert seen == [own]

@@ -17,10 +17,10 @@ def largest_share(tensor):
 @pytest.fixture(scope="module")
 def spread():
     """A ported pipeline over two by four devices, its transformer's weights split by channels."""
-    return pipeline(placement="2x4 by channels")
+    return pipeline(placement="2x4 tensor")
 
 
-def test_matrices_are_split_over_tp_and_tied_ones_stay_tied(spread):
+def test_matrices_are_split_kind_and_tied_ones_stay_tied(spread):
     block, layer = spread.transformer.transformer_blocks[0], spread.text_encoder.encoder.block[0].layer
     attention, feed_forward = block.attn1, block.ff.net
     split = [attention.to_q, attention.to_k, attention.to_v, attention.to_out[0], feed_forward[0].proj]
@@ -64,11 +64,11 @@ def test_a_mesh_that_does_not_divide_the_weights_is_refused_and_nothing_moves():
 
 def test_porting_again_moves_the_pipeline_to_another_mesh():
     pipe = small_pipelines.build(transformer=small_pipelines.transformer("5b", num_layers=1))
-    port(pipe, mesh=make_mesh(1, 2), split="channels")
+    port(pipe, mesh=make_mesh(1, 2), parallel="tensor")
     weight = pipe.transformer.transformer_blocks[0].attn1.to_q.weight
     assert largest_share(weight) == 1 / 2
-    port(pipe, mesh=make_mesh(1, 2), split="tokens")
+    port(pipe, mesh=make_mesh(1, 2), parallel="context")
     assert largest_share(weight) == 1
-    port(pipe, mesh=make_mesh(2, 4), split="channels")
+    port(pipe, mesh=make_mesh(2, 4), parallel="tensor")
     assert largest_share(weight) == 1 / 4
     assert pipe.transformer.mesh == pipe.text_encoder.mesh == pipe.vae.mesh == make_mesh(2, 4)

@@ -231,7 +231,7 @@ def test_the_kept_plans_are_of_commands_that_are_taken(words):
         (["--platform", "cpu", "--layers"], "pass --dp or --tp"),
         (["--network", "step", "--save-hlo", "hlo"], "--save-hlo does not go with --network step"),
         (["--network", "prompt", "--backend", "flax"], "--backend does not go with --network prompt"),
-        (["--split", "tokens"], "--split does not go with --network vae"),
+        (["--parallel", "context"], "--parallel does not go with --network vae"),
     ],
 )
 def test_a_plan_that_cannot_be_made_is_named(arguments, words, capsys):

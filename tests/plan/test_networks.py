@@ -57,10 +57,10 @@ def test_a_plan_on_the_command_line(capsys):
     assert cli.main([*common, "--network", "step", *size, "--dp", "2", "--tp", "4"]) == 0
     document = json.loads(Path("plan.json").read_text())
     assert document["summary"]["network"].startswith("step, 4 layers")
-    assert document["summary"]["split"] == "tokens over tp, weights whole (tp=4 divides 8 heads)"
+    assert document["summary"]["parallel"] == "context over tp, weights whole (tp=4 divides 8 heads)"
     assert document["programs"][0]["collectives"]["all-to-all"][0] > 0
-    assert cli.main([*common, "--network", "step", *size, "--tp", "8", "--split", "channels"]) == 0
-    assert json.loads(Path("plan.json").read_text())["summary"]["split"] == "channels over tp (asked for)"
+    assert cli.main([*common, "--network", "step", *size, "--tp", "8", "--parallel", "tensor"]) == 0
+    assert json.loads(Path("plan.json").read_text())["summary"]["parallel"] == "tensor over tp (requested)"
     assert cli.main([*common, "--network", "prompt"]) == 0
     assert json.loads(Path("plan.json").read_text())["summary"]["network"].startswith("prompt, 3 layers")
 
