@@ -98,9 +98,9 @@ def _modulated_norm(first_ref, x_ref, factor_ref, offset_ref, y_ref, *, eps: flo
 
 
 def takes_product(x: Float[Array, "N first second"], weight: Float[Array, "O I"]) -> bool:
-    """Return whether `product` takes them: bfloat16, inputs in whole tiles and outputs in whole units."""
+    """Return whether `product` takes them: bfloat16, inputs and outputs in whole tiles."""
     outputs, inputs = weight.shape
-    whole = outputs % UNIT == 0 and inputs % tiles.LANES == 0
+    whole = outputs % tiles.LANES == 0 and inputs % tiles.LANES == 0
     fits = 4 * inputs * (max(HEIGHTS) + UNIT) < tiles.vmem_limit() // 2
     return x.size > 0 and x.dtype == weight.dtype == jnp.bfloat16 and whole and fits
 
@@ -127,7 +127,8 @@ def product(
     videos, outputs = x.shape[0], weight.shape[0]
     tokens, inputs = x.shape[1:][:: -1 if transposed else 1]
     rows = min(HEIGHTS, key=lambda rows: (pl.cdiv(tokens, rows) * rows, -rows))
-    columns = UNIT * _most(outputs // UNIT, min(WIDEST, tiles.vmem_limit() // 2 // (4 * inputs)) // UNIT)
+    units = pl.cdiv(outputs, UNIT)  # the last one may be half outside, where nothing is written
+    columns = UNIT * _most(units, min(WIDEST, tiles.vmem_limit() // 2 // (4 * inputs)) // UNIT)
     of_x = pl.BlockSpec(
         (None, inputs, rows) if transposed else (None, rows, inputs),
         lambda j, n, i, _: (n, 0, i) if transposed else (n, i, 0),
@@ -143,7 +144,7 @@ def product(
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
-            grid=(outputs // columns, videos, pl.cdiv(tokens, rows)),
+            grid=(pl.cdiv(outputs, columns), videos, pl.cdiv(tokens, rows)),
             in_specs=[of_x, of_weight, of_bias, *[of_y, of_gate][: len(added)]],
             out_specs=of_y,
         ),

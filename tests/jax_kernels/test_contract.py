@@ -233,7 +233,7 @@ CASES = {
         jax_kernels.gated_linear,
         dense.gated_linear,
         (ROWS, (256, 16), (256,), (2, 40, 256), (2, 2, 256), int),
-        large=(LARGE_ROWS, (256, 128), (256,), (2, 40, 256), (2, 2, 256), int),
+        large=(LARGE_ROWS, (640, 128), (640,), (2, 40, 640), (2, 2, 640), int),  # two and a half units
         kernels=frozenset({"gated_linear"}),
         activations=False,
         exact=False,

@@ -60,6 +60,15 @@ KERNELS = {
     "adaptive_layer_norm": (adaptive_layer_norm, ROWS, struct(256), struct(256), KINDS, KINDS, FIRST),
     "linear_gelu": (linear_gelu, ROWS, struct(1024, 256), struct(1024)),
     "gated_linear": (gated_linear, ROWS, struct(256, 256), struct(256), ROWS, KINDS, FIRST),
+    "gated_linear of 1920 outputs": (
+        gated_linear,
+        struct(2, 10240, 1920),
+        struct(1920, 1920),
+        struct(1920),
+        struct(2, 10240, 1920),
+        struct(2, 2, 1920),
+        FIRST,
+    ),
     "gated_linear of transposed": (
         functools.partial(gated_linear, transposed=True),
         struct(2, 256, 10240),
