@@ -93,7 +93,7 @@ def disturbed(root: Path, way: str, kills: int, chance: random.Random) -> dict[s
         "kills": killed,
         "equal": files(out) == files(whole) != {},
         "done twice": sum(count > 1 for count in done.values()),
-        "left behind": len([*out.rglob(".*.writing*"), *out.rglob("work/*")]),
+        "left behind": len([*out.rglob(".*.partial*"), *out.rglob("work/*")]),
     }
 
 

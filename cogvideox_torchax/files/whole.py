@@ -1,8 +1,8 @@
 """Write files and directories whole or not at all.
 
-What is written lies meanwhile beside the output, under one hidden name that follows from the output's. The
-writer holds a lock on it for as long as it lives: no second one writes there, and what a killed one has left
-is removed by the next writer of the same output.
+An output is made beside its final name, in a hidden directory whose name follows from the output's. The writer
+holds a lock on that directory while it lives: no second one writes there, and the next writer of the same
+output removes what a killed one has left.
 """
 
 import contextlib
@@ -10,16 +10,22 @@ import fcntl
 import hashlib
 import os
 import shutil
-import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-WRITING, EXCHANGE = ".writing", ".exchange"
-"""Suffixes of the hidden names: of an output in the making, and of what its processes tell each other."""
+WRITING, EXCHANGE = ".partial", ".exchange"
+"""Suffixes of the hidden directories: of an output in the making, and of its processes' messages."""
 
 
 class OutputError(ValueError):
     """An output that cannot be written; the message says why."""
+
+
+def refuse(path: str | Path, faults: dict[str, bool]) -> None:
+    """Raise `OutputError` for the first fault that `path` has."""
+    for fault, is_there in faults.items():
+        if is_there:
+            raise OutputError(f"cannot write {path}: {fault}")
 
 
 def check_output(path: str | Path) -> Path:
@@ -28,28 +34,25 @@ def check_output(path: str | Path) -> Path:
     Raises:
         OutputError: its directory is missing or cannot be written, or a device or a pipe is there.
     """
-    path = Path(path)
+    path, parent = Path(path), followed(path).parent
     try:
-        kind = stat.S_IFMT(path.stat().st_mode)
-    except (FileNotFoundError, NotADirectoryError):
-        kind = stat.S_IFREG
+        is_special = path.exists() and not (path.is_file() or path.is_dir())
     except OSError as error:
         raise OutputError(f"cannot write {path}: {error.strerror}") from error
-    if kind not in (stat.S_IFREG, stat.S_IFDIR):
-        raise OutputError(f"cannot write {path}: it is a device or a pipe; give a file")
-    parent = followed(path).parent
-    if not parent.is_dir():
-        raise OutputError(f"cannot write {path}: there is no directory {parent}")
-    if not os.access(parent, os.W_OK):
-        raise OutputError(f"cannot write {path}: {parent} is not writable")
+    faults = {
+        "it is a device or a pipe; give a file": is_special,
+        f"there is no directory {parent}": not parent.is_dir(),
+        f"{parent} is not writable": not os.access(parent, os.W_OK),
+    }
+    refuse(path, faults)
     return path
 
 
 def check_file(path: str | Path) -> Path:
-    """Return the path, if a file that is no directory can be written there; raises as `check_output` does."""
-    if check_output(path).is_dir():
-        raise OutputError(f"cannot write {path}: it is a directory")
-    return Path(path)
+    """Return the path, if a file that is no directory can be written there; raise as `check_output` does."""
+    path = check_output(path)
+    refuse(path, {"it is a directory": path.is_dir()})
+    return path
 
 
 def followed(path: str | Path) -> Path:
@@ -59,7 +62,7 @@ def followed(path: str | Path) -> Path:
 
 @contextlib.contextmanager
 def whole_file(path: str | Path, *, directory: bool = False) -> Iterator[Path]:
-    """Yield an empty file beside `path` that becomes it, on the disk, when the block ends well.
+    """Yield an empty file that becomes `path`, on the disk, when the block ends well.
 
     Where the block raises, the file vanishes and what was at `path` stays. A link stays, and leads to what
     was written. The block writes into the file and puts no other in its place.
@@ -73,28 +76,38 @@ def whole_file(path: str | Path, *, directory: bool = False) -> Iterator[Path]:
     """
     path = followed(path)
     _remove_left(hidden(path, EXCHANGE))
-    with _reserved(path, WRITING, directory=directory) as (place, handle):
-        yield place
-        if not _is_at(handle, place):
-            raise OutputError(f"cannot write {path}: another run writes it, and files cannot be locked there")
-        for written in (*(place.iterdir() if directory else ()), place):
+    with reserved(path, WRITING) as (place, handle):
+        made = place / "output"
+        made.mkdir() if directory else made.touch()
+        yield made
+        refuse(path, {"another run writes it, and files cannot be locked there": not _is_at(handle, place)})
+        for written in (*(made.iterdir() if directory else ()), made):
             _sync(written)
-        os.replace(place, path)
+        os.replace(made, path)
         with contextlib.suppress(OSError):  # the output is whole; not every file system syncs directories
             _sync(path.parent)
 
 
 @contextlib.contextmanager
-def exchange_of(path: str | Path) -> Iterator[None]:
-    """Make the directory `hidden(path, EXCHANGE)`, for the processes that write `path` together.
-
-    It is empty at first, and gone afterwards.
+def reserved(path: str | Path, suffix: str) -> Iterator[tuple[Path, int]]:
+    """Yield the directory `hidden(path, suffix)`, empty, and the descriptor of its lock; remove it afterwards.
 
     Raises:
         OutputError: `path` cannot be written, or another run is writing it.
     """
-    with _reserved(path, EXCHANGE, directory=True):
-        yield
+    place = hidden(check_output(path), suffix)
+    try:
+        handle = _locked(place)
+    except OSError as error:
+        running = "another run is writing it; wait for it, or end it"
+        reason = running if isinstance(error, BlockingIOError) else error.strerror
+        raise OutputError(f"cannot write {path}: {reason}") from error
+    try:
+        yield place, handle
+    finally:
+        if _is_at(handle, place):
+            shutil.rmtree(place, ignore_errors=True)
+        os.close(handle)
 
 
 def hidden(path: str | Path, suffix: str) -> Path:
@@ -106,50 +119,20 @@ def hidden(path: str | Path, suffix: str) -> Path:
     return path.with_name(name)
 
 
-@contextlib.contextmanager
-def _reserved(path: str | Path, suffix: str, *, directory: bool) -> Iterator[tuple[Path, int]]:
-    """Yield the hidden name that belongs to `path`, something empty there, and the descriptor of its lock.
-
-    Afterwards it is removed, where it is still there.
-    """
-    place = hidden(check_output(path), suffix)
-    try:
-        handle = _locked(place, directory=directory)
-    except BlockingIOError as error:
-        raise OutputError(
-            f"cannot write {path}: another run is writing it; wait for it, or end it"
-        ) from error
-    except OSError as error:
-        raise OutputError(f"cannot write {path}: {error.strerror}") from error
-    try:
-        yield place, handle
-    finally:
-        if _is_at(handle, place):
-            _remove(place)
-        os.close(handle)
-
-
-def _locked(place: Path, *, directory: bool) -> int:
-    """Return the descriptor of a locked file or directory, new or without what a killed run has left there.
+def _locked(place: Path) -> int:
+    """Return the descriptor of a locked empty directory, made anew where a killed run has left one.
 
     Raises:
         BlockingIOError: another run holds the lock.
     """
     while True:
-        if directory:
-            place.mkdir(exist_ok=True)
-        flags = os.O_RDONLY if directory else os.O_CREAT | os.O_RDWR
-        handle = os.open(place, flags | os.O_NOFOLLOW, 0o666)
-        try:
+        place.mkdir(exist_ok=True)
+        with contextlib.suppress(FileNotFoundError), _opened(place) as handle:  # its run may remove it here
             lock(handle)
-        except BlockingIOError:
-            os.close(handle)
-            raise
-        if _is_at(handle, place):  # else its run has ended since it was opened
-            if not (any(place.iterdir()) if directory else place.stat().st_size):
-                return handle
-            _remove(place)
-        os.close(handle)
+            if _is_at(handle, place) and not any(place.iterdir()):
+                return os.dup(handle)  # which keeps the lock
+            if _is_at(handle, place):
+                shutil.rmtree(place)
 
 
 def lock(handle: int) -> None:
@@ -165,33 +148,28 @@ def lock(handle: int) -> None:
 
 
 def _remove_left(place: Path) -> None:
-    """Remove what a killed run has left; where files cannot be locked it stays, as its run may be alive."""
-    with contextlib.suppress(OSError):
-        handle = os.open(place, os.O_RDONLY)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            _remove(place)
-        finally:
-            os.close(handle)
+    """Remove what a killed run has left; where nothing can be locked it stays, as its run may be alive."""
+    with contextlib.suppress(OSError), _opened(place) as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(place)
 
 
 def _is_at(handle: int, path: Path) -> bool:
-    """Whether what is open still lies at a path."""
+    """Return whether what is open still lies at a path."""
     with contextlib.suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(handle), path.stat())
     return False
 
 
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink()
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    try:
+        yield handle
+    finally:
+        os.close(handle)
 
 
 def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
+    with _opened(path) as handle:
         os.fsync(handle)
-    finally:
-        os.close(handle)

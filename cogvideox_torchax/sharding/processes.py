@@ -21,7 +21,7 @@ import torch
 from jax.sharding import Mesh
 
 from cogvideox_torchax import runtime
-from cogvideox_torchax.files.whole import EXCHANGE, OutputError, exchange_of, hidden, whole_file
+from cogvideox_torchax.files.whole import EXCHANGE, OutputError, hidden, reserved, whole_file
 
 PATIENCE = 60
 """Seconds after which the others give up on a process that does not come, or that has gone silent."""
@@ -210,7 +210,7 @@ def parts(array: jax.Array) -> dict[int, list[tuple[Any, tuple[slice, ...]]]]:
 def exchanging(output: str | Path) -> Iterator[Exchange]:
     """An exchange through a directory beside `output`, which every process has to see; gone afterwards."""
     directory = hidden(output, EXCHANGE)
-    with exchange_of(output) if is_first() else contextlib.nullcontext():
+    with reserved(output, EXCHANGE) if is_first() else contextlib.nullcontext():
         wait_for_all()  # until the first has emptied it
         directory.mkdir(exist_ok=True)
         try:

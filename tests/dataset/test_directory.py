@@ -231,7 +231,7 @@ def test_bad_lines_of_others_are_not_this_process_s(encoded, tmp_path):
 
 def test_latents_are_found_in_folders_of_any_name_but_those_of_runs(tmp_path):
     kept = ["work/a.mp4.safetensors", ".b/a.mp4.safetensors"]
-    for name in (*kept, "work/00000001.safetensors", ".a.tar.writing"):
+    for name in (*kept, "work/00000001.safetensors", ".a.tar.partial"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     assert sorted(sources.shards(tmp_path)) == sorted(tmp_path / name for name in kept)

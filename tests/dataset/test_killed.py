@@ -112,7 +112,7 @@ def test_what_a_killed_run_left_the_next_completes_bit_for_bit(
     assert not finished & set(computed)
     assert 0 < len(computed) < len(GOOD)
     assert tree(out) == tree(encoded / kind)
-    assert not list(out.rglob(".*.writing"))
+    assert not list(out.rglob(".*.partial"))
     lines = [(line["kind"], line.get("index", line.get("name"))) for line in manifest.lines(out)]
     assert len(lines) == len(set(lines))
 

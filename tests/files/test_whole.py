@@ -112,21 +112,25 @@ def test_a_second_writer_of_one_process_is_refused(tmp_path):
     assert (tmp_path / "a").read_text() == "outer"
 
 
-@pytest.mark.parametrize("ending", ["replaced", "removed"])
-def test_a_writer_that_ends_while_the_next_one_opens_its_place_is_left_alone(tmp_path, monkeypatch, ending):
-    """The next one then locks what has become the output, or is nowhere."""
+@pytest.mark.parametrize("another_begins", [False, True])
+def test_a_writer_that_ends_while_the_next_one_opens_its_place_is_left_alone(
+    tmp_path, monkeypatch, another_begins
+):
+    """The next one then locks a directory that is gone, or one whose name another has made anew."""
     path, place, real = tmp_path / "a", whole.hidden(tmp_path / "a", whole.WRITING), whole.fcntl.flock
 
     def flock(handle, operation):
         monkeypatch.undo()
-        place.write_text("other")
-        place.rename(path) if ending == "replaced" else place.unlink()
+        place.rmdir()
+        if another_begins:
+            place.mkdir()
         real(handle, operation)
 
     monkeypatch.setattr(whole.fcntl, "flock", flock)
     with whole_file(path) as temporary:
-        assert ending == "removed" or path.read_text() == "other"
         temporary.write_text("mine")
+        with pytest.raises(OutputError, match="another run is writing it"):
+            write(path)
     assert path.read_text() == "mine"
     assert listed(tmp_path) == ["a"]
 
@@ -179,7 +183,7 @@ def test_the_directory_of_an_exchange_goes_with_its_run_or_with_the_next_one_of_
         directory.mkdir()
         (directory / "left").touch()
         next_run()
-        with whole.exchange_of(tmp_path / "a"):
+        with whole.reserved(tmp_path / "a", whole.EXCHANGE):
             assert listed(directory) == []
             (directory / "part").write_text("x")
             write(tmp_path / "a")
