@@ -27,7 +27,7 @@ class Posteriors(torch.utils.data.Dataset):
 
     def __getitem__(self, index: int) -> torch.Tensor:
         file = self.files[index]
-        kept = latents.loads(file.read_bytes(), file)
+        kept = latents.load(file)
         drawn = kept.tensor + torch.exp(0.5 * kept.logvar) * torch.randn_like(kept.tensor)
         return drawn[0] * kept.config["scaling_factor"]
 

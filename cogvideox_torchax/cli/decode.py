@@ -36,8 +36,7 @@ def run(args: argparse.Namespace) -> int:
     batch.check_one(args)
     with contextlib.ExitStack() as stack:
         team = stack.enter_context(devices.joined(args))
-        # In tiles every process's devices take columns of each tile.
-        loaded = latents.load(args.latents, None if args.tiling else team.columns)
+        loaded = latents.load(args.latents)
         if len(loaded.tensor) > 1:
             raise ValueError(
                 f"{args.latents} holds {len(loaded.tensor)} videos, one is decoded: save each by itself"

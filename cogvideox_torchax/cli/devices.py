@@ -77,16 +77,8 @@ class Team:
     everywhere: Fetch = runtime.to_torch
     at_first: Fetch = runtime.to_torch
 
-    def columns(self, shape: tuple[int, ...]) -> slice:
-        """The columns of an input that lie on this process's devices."""
-        if self.mesh is None:
-            return slice(None)
-        from cogvideox_torchax.sharding import Placement
-
-        return Placement(self.mesh).own_columns(shape)
-
     def writing(
-        self, path: str, fps: Fraction | float, alongside: video.Alongside | None = None
+        self, path: str, fps: Fraction | float, alongside: video.SourceTiming | None = None
     ) -> contextlib.AbstractContextManager[sinks.Sink]:
         """A sink that writes in the first process alone."""
         return video.writing(path, fps, alongside) if self.is_first else contextlib.nullcontext(sinks.Sink())

@@ -60,16 +60,16 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _sound(clip: DecodedClip, alongside: video.Alongside) -> str:
+def _sound(clip: DecodedClip, alongside: video.SourceTiming) -> str:
     """What became of the sound."""
-    if not clip.info.has_sound:
+    if not clip.info.sound:
         return "none"
     return "left out" if alongside.sound is None else "copied"
 
 
 def _alongside(
     args: argparse.Namespace, clip: DecodedClip, frames_out: int
-) -> tuple[video.Alongside, list[str]]:
+) -> tuple[video.SourceTiming, list[str]]:
     """What the output takes of its source besides frames, and what has to be said of it."""
     info, told = clip.info, []
     is_mp4 = Path(args.output).suffix.lower() == ".mp4"
@@ -87,12 +87,12 @@ def _alongside(
             + ("frames keep their times" if keeps_times else "the output's does not")
         )
     sound = info.path if info.copies_sound and whole and is_mp4 else None
-    if info.has_sound and not info.copies_sound:
+    if info.sound and not info.copies_sound:
         told.append(f"the sound is left out: an .mp4 takes {', '.join(video.COPIED)}, not {info.sound}")
-    elif info.has_sound and sound is None:
+    elif info.sound and sound is None:
         told.append("the sound is left out: it is kept in an .mp4 at the source's own rate")
     times = info.times[: clip.num_frames] if keeps_times else ()
     seconds = times[-1] + 1 / info.fps if times else clip.num_frames / info.fps
     size, own = (clip.framing.height, clip.framing.width), (info.height, info.width)
     pixel = info.pixel if clip.framing.crop or size == own else Fraction(1)
-    return video.Alongside(times, sound, seconds, pixel), told
+    return video.SourceTiming(times, sound, seconds, pixel), told

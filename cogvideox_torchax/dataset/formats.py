@@ -148,7 +148,7 @@ def _write_parquet(members: Sequence[tuple[int, Path]], path: Path) -> None:
 
 
 def _row(file: Path) -> dict[str, Any]:
-    latents = latent_files.loads(file.read_bytes(), file)
+    latents = latent_files.load(file)
     about, described = latents.about, {"latents": latents.metadata(), "dtype": str(latents.tensor.dtype)}
     row: dict[str, Any] = {
         "id": about["id"],
@@ -182,9 +182,7 @@ def _float32(tensor: torch.Tensor) -> Any:
 
 
 def _latent_file(path: Path) -> list[Entry]:
-    return [
-        (latent_files.about(path).get("id", path.stem), lambda: latent_files.loads(path.read_bytes(), path))
-    ]
+    return [(latent_files.about(path).get("id", path.stem), functools.partial(latent_files.load, path))]
 
 
 def _parquet_entries(path: Path) -> list[Entry]:

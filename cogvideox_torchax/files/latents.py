@@ -105,13 +105,8 @@ def save(latents: Latents, path: str | Path) -> None:
     tensors.save(latents.tensors, path, latents.metadata())
 
 
-def load(path: str | Path, columns: Callable[[tuple[int, ...]], slice] | None = None) -> Latents:
-    """Read a latent file, of the posterior what decoding takes.
-
-    Args:
-        path: of the file.
-        columns: which columns (last axis) to read, given the shape of the whole; the others are left zero.
-            All of them where None.
+def load(path: str | Path) -> Latents:
+    """Read a latent file.
 
     Raises:
         LatentsError: no file, no safetensors, truncated, without the tensor or the metadata of `save`, or
@@ -120,9 +115,7 @@ def load(path: str | Path, columns: Callable[[tuple[int, ...]], slice] | None = 
     path = Path(path)
     if not path.is_file():
         raise LatentsError(f"there is no file {path}")
-    with tensors.readable(path, LatentsError):
-        metadata, tensor = without_torchax(_read, path, columns)
-    return assembled(path, metadata, {} if tensor is None else {TENSOR: tensor})
+    return assembled(path, *tensors.load(path, LatentsError))
 
 
 def about(path: Path) -> dict[str, Any]:
@@ -236,23 +229,3 @@ _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "about": (lambda value: isinstance(value, dict), "a JSON object"),
 }
 """What each field has to be, `FACTORS` of the config among them."""
-
-
-def _read(
-    path: Path, columns: Callable[[tuple[int, ...]], slice] | None
-) -> tuple[dict[str, str], torch.Tensor | None]:
-    from safetensors import safe_open
-
-    with safe_open(path, framework="pt") as file:
-        metadata = file.metadata() or {}
-        if TENSOR not in file.keys():  # noqa: SIM118 (no dict)
-            return metadata, None
-        stored = file.get_slice(TENSOR)
-        shape = tuple(stored.get_shape())
-        if columns is None or len(shape) != 5:
-            return metadata, file.get_tensor(TENSOR)
-        own = columns(shape)
-        part = stored[:, :, :, :, own]
-        tensor = torch.zeros(shape, dtype=part.dtype)
-        tensor[..., own] = part
-        return metadata, tensor

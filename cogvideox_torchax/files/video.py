@@ -1,10 +1,11 @@
 """Clips in; mp4, gif and frames out. The only module that imports PyAV."""
 
+import collections
 import contextlib
 import io
 import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 
 from cogvideox_torchax.files.orientation import Orientation
 from cogvideox_torchax.files.sinks import FrameSink, GifSink, Sink, frames_NHWC
-from cogvideox_torchax.files.whole import OutputError, check_output, followed, whole_file
+from cogvideox_torchax.files.whole import check_output, followed, refuse, whole_file
 
 Source = str | Path | bytes
 """A video file: its path, or its bytes."""
@@ -65,10 +66,6 @@ class VideoInfo:
     def shape(self) -> Fraction:
         """A frame's width over its height, as it is shown."""
         return self.width * self.pixel / self.height
-
-    @property
-    def has_sound(self) -> bool:
-        return bool(self.sound)
 
     @property
     def copies_sound(self) -> bool:
@@ -296,8 +293,8 @@ def _pixels(frame: Any, size: Framing) -> Any:
 
 
 @dataclass(frozen=True)
-class Alongside:
-    """What an .mp4 takes of the video that its frames come from.
+class SourceTiming:
+    """Times, sound and pixel shape that an .mp4 takes over from the video of its frames.
 
     Attributes:
         times: when each frame is shown, in seconds after the first; for an even rate none are needed.
@@ -313,24 +310,24 @@ class Alongside:
 
 
 @contextlib.contextmanager
-def writing(path: str | Path, fps: Fraction | float, alongside: Alongside | None = None) -> Iterator[Sink]:
+def writing(path: str | Path, fps: Fraction | float, source: SourceTiming | None = None) -> Iterator[Sink]:
     """A sink for an .mp4 or .gif file, or for a directory of numbered PNG frames; whole or not there at all.
 
     Args:
         path: of the file or the directory.
         fps: frames a second.
-        alongside: what an .mp4 takes of its source besides; the others take nothing.
+        source: what an .mp4 takes of its source besides; the others take nothing.
 
     Raises:
         OutputError: another suffix, an output that cannot be written, a directory that has files in it, or a
             rate that is not above 0 or has a frame last for longer than `LONGEST`.
     """
-    alongside = alongside or Alongside()
-    path, kind = Path(path), check_writing(path, fps, alongside.times)
+    source = source or SourceTiming()
+    path, kind = Path(path), check_writing(path, fps, source.times)
     rate = Fraction(fps).limit_denominator(100_000)
     with whole_file(path, directory=not kind) as temporary:
         makers = {
-            ".mp4": lambda: _Mp4Sink(temporary, rate, alongside),
+            ".mp4": lambda: _Mp4Sink(temporary, rate, source),
             ".gif": lambda: GifSink(temporary, rate),
             "": lambda: FrameSink(temporary),
         }
@@ -340,29 +337,23 @@ def writing(path: str | Path, fps: Fraction | float, alongside: Alongside | None
 
 
 def check_writing(path: str | Path, fps: Fraction | float, times: Sequence[Fraction] = ()) -> str:
-    """Return the suffix of an output that `writing` can write; raises as it does."""
+    """Return the suffix of an output that `writing` can write; raise as it does."""
     path = check_output(path)
-    if not fps > 0:
-        raise OutputError(f"cannot write {path} with {fps} frames a second: give a rate above 0")
-    longest = max([1 / Fraction(fps), *(b - a for a, b in itertools.pairwise(times))])
-    if longest > LONGEST:
-        raise OutputError(
-            f"cannot write {path}: a frame would last for {float(longest):.0f} s, at most {LONGEST} s are "
-            "possible; give another --fps"
-        )
-    kind = path.suffix.lower()
-    if kind not in (".mp4", ".gif", ""):
-        raise OutputError(f"cannot write {path}: give a name in .mp4 or .gif, or a directory for frames")
-    if path.is_dir() and (kind or any(path.iterdir())):
-        raise OutputError(
-            f"cannot write {path}: it is a directory" + (" that is not empty" if not kind else "")
-        )
-    if path.is_file() and not kind:
-        raise OutputError(f"cannot write frames to {path}: it is a file")
-    if path.is_dir() and followed(path).is_mount():
-        raise OutputError(
-            f"cannot write frames to {path}: something is mounted there; give a directory in it"
-        )
+    refuse(path, {f"it has {fps} frames a second: give a rate above 0": not fps > 0})
+    kind, longest = (
+        path.suffix.lower(),
+        max([1 / Fraction(fps), *(b - a for a, b in itertools.pairwise(times))]),
+    )
+    lasting = f"a frame would last for {float(longest):.0f} s, at most {LONGEST} s are possible"
+    faults = {
+        f"{lasting}; give another --fps": longest > LONGEST,
+        "give a name in .mp4 or .gif, or a directory for frames": kind not in (".mp4", ".gif", ""),
+        "it is a directory": path.is_dir() and bool(kind),
+        "it is a directory that is not empty": path.is_dir() and any(path.iterdir()),
+        "it is a file; frames go into a directory": path.is_file() and not kind,
+        "something is mounted there; give a directory in it": path.is_dir() and followed(path).is_mount(),
+    }
+    refuse(path, faults)
     return kind
 
 
@@ -376,88 +367,70 @@ class _Mp4Sink(Sink):
     TICK = Fraction(1, 90_000)
     """Of the clock for frames at times of their own: MPEG's."""
 
-    def __init__(self, path: Path, fps: Fraction, alongside: Alongside):
+    def __init__(self, path: Path, fps: Fraction, source: SourceTiming):
         self._fps = fps
-        self._times = alongside.times
-        self._pixel = alongside.pixel
+        self._source = source
         self._written = 0
         self._stream: Any = None
         self._container = _av().open(str(path), "w", format="mp4")
-        self._sound = None
-        if alongside.sound is not None:
-            self._sound = _Sound(alongside.sound, self._container, alongside.seconds)
+        self._sound = _copied_sound(source, self._container)
+        self._heard = next(self._sound, None)
 
     def write(self, frames: torch.Tensor) -> None:
-        av = _av()
+        """Write the frames, each after the sound that is heard before it."""
+        times, av = self._source.times, _av()
         for pixels in frames_NHWC(frames):
             if self._stream is None:
-                self._stream = self._container.add_stream("libx264", rate=self._fps, options=self.OPTIONS)
-                self._stream.height, self._stream.width = pixels.shape[:2]
-                self._stream.pix_fmt = "yuv420p"
-                if self._pixel != 1:
-                    self._stream.codec_context.sample_aspect_ratio = self._pixel
-                if self._times:
-                    self._stream.time_base = self._stream.codec_context.time_base = self.TICK
+                self._stream = self._video_stream(*pixels.shape[:2])
             frame = av.VideoFrame.from_ndarray(pixels, format="rgb24")
-            shown = Fraction(self._written) / self._fps
-            if self._times:
-                shown = self._times[self._written]
+            shown = times[self._written] if times else Fraction(self._written) / self._fps
+            if times:
                 frame.pts, frame.time_base = round(shown / self.TICK), self.TICK
             self._container.mux(self._stream.encode(frame))
-            if self._sound is not None:
-                self._sound.copy(until=shown)
+            while self._heard is not None and self._heard < shown:
+                self._heard = next(self._sound, None)
             self._written += 1
+
+    def _video_stream(self, height: int, width: int) -> Any:
+        stream = self._container.add_stream("libx264", rate=self._fps, options=self.OPTIONS)
+        stream.height, stream.width, stream.pix_fmt = height, width, "yuv420p"
+        if self._source.pixel != 1:
+            stream.codec_context.sample_aspect_ratio = self._source.pixel
+        if self._source.times:
+            stream.time_base = stream.codec_context.time_base = self.TICK
+        return stream
 
     def finish(self) -> None:
         """Write the frames that x264 holds back, the rest of the sound, and the index."""
         if self._stream is not None:
             self._container.mux(self._stream.encode(None))
-            if self._sound is not None:
-                self._sound.finish()
+            collections.deque(self._sound, maxlen=0)
         self._container.close()
 
     def close(self) -> None:
-        """Give back what is open. Nothing is muxed here: after a header that could not be written, on a full
-        disk, FFmpeg would begin it again and crash."""
-        if self._sound is not None:
-            self._sound.close()
+        """Close the files. Nothing is muxed here: after a header that could not be written, on a full disk,
+        FFmpeg would begin it again and crash."""
+        self._sound.close()
         with contextlib.suppress(_av().error.FFmpegError):  # the trailer, where frames failed before
             self._container.close()
 
 
-class _Sound:
-    """The sound of a file, copied into another one beside the frames that are written there."""
-
-    def __init__(self, source: Path, container: Any, seconds: Fraction):
-        self._seconds = seconds
-        self._container = container
-        self._source = _av().open(str(source.absolute()))
-        given = self._source.streams.audio[0]
-        video = self._source.streams.video[0]
-        self._start = (video.start_time or 0) * (video.time_base or Fraction(0))
-        self._stream = container.add_stream_from_template(given)
-        self._packets = self._source.demux(given)
-        self._next = next(self._packets, None)
-
-    def copy(self, until: Fraction) -> None:
-        """What is heard before a time, in seconds after the first frame."""
-        while self._next is not None:
-            packet = self._next
-            if packet.pts is not None:
-                heard = packet.pts * packet.time_base - self._start
-                if heard >= min(until, self._seconds):
-                    return
-                self._write(packet)
-            self._next = next(self._packets, None)
-
-    def _write(self, packet: Any) -> None:
-        packet.pts -= round(self._start / packet.time_base)
-        packet.dts = packet.pts
-        packet.stream = self._stream
-        self._container.mux(packet)
-
-    def finish(self) -> None:
-        self.copy(until=self._seconds)
-
-    def close(self) -> None:
-        self._source.close()
+def _copied_sound(source: SourceTiming, container: Any) -> Generator[Fraction]:
+    """Copy the source's sound into a container, a packet a step; yield before each when it is heard, in
+    seconds after the first frame."""
+    if source.sound is None:
+        return
+    with _av().open(str(source.sound.absolute())) as file:
+        video, sound = file.streams.video[0], file.streams.audio[0]
+        start = (video.start_time or 0) * (video.time_base or Fraction(0))
+        stream = container.add_stream_from_template(sound)
+        for packet in file.demux(sound):
+            if packet.pts is None:
+                continue
+            heard = packet.pts * packet.time_base - start
+            if heard >= source.seconds:
+                return
+            yield heard
+            packet.pts = packet.dts = packet.pts - round(start / packet.time_base)
+            packet.stream = stream
+            container.mux(packet)

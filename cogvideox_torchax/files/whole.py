@@ -1,8 +1,8 @@
 """Write files and directories whole or not at all.
 
-An output is made beside its final name, in a hidden directory whose name follows from the output's. The writer
-holds a lock on that directory while it lives: no second one writes there, and the next writer of the same
-output removes what a killed one has left.
+An output is made beside its final name, in a hidden directory whose name follows from the output's. The
+writer holds a lock on that directory while it lives: no second one writes there, and the next writer of the
+same output removes what a killed one has left.
 """
 
 import contextlib
@@ -90,7 +90,7 @@ def whole_file(path: str | Path, *, directory: bool = False) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def reserved(path: str | Path, suffix: str) -> Iterator[tuple[Path, int]]:
-    """Yield the directory `hidden(path, suffix)`, empty, and the descriptor of its lock; remove it afterwards.
+    """Yield the empty directory `hidden(path, suffix)` and the descriptor of its lock; remove it afterwards.
 
     Raises:
         OutputError: `path` cannot be written, or another run is writing it.

@@ -318,7 +318,7 @@ def test_wrong_input_is_one_line_exit_code_2_and_no_output(latent_file, capsys, 
 
 def test_reconstruct_keeps_times_and_sound_and_says_what_it_cannot(model_directory, capsys):
     source = with_sound(Path("sound.mp4"))
-    with video.writing("clip.mp4", 10, video.Alongside(TIMES, source, Fraction(2))) as sink:
+    with video.writing("clip.mp4", 10, video.SourceTiming(TIMES, source, Fraction(2))) as sink:
         sink.write(moving_frames(9))
     command = ("reconstruct", "clip.mp4", "--model", "vae", "--backend", "torch", "-o")
     assert run(*command, "again.mp4") == 0
@@ -336,11 +336,11 @@ def test_reconstruct_keeps_times_and_sound_and_says_what_it_cannot(model_directo
     assert "the output's does not" in err
     assert run(*command, "other.mp4", "--fps", 20) == 0
     assert "the sound is left out" in capsys.readouterr().err
-    assert not video.probe("other.mp4").has_sound
+    assert not video.probe("other.mp4").sound
     with_sound(Path("raw.mkv"), codec="pcm_s16le", container="matroska")
     assert run("reconstruct", "raw.mkv", *command[2:], "raw.mp4", "--frames", 5) == 0
     assert "the sound is left out: an .mp4 takes aac" in capsys.readouterr().err
-    assert not video.probe("raw.mp4").has_sound
+    assert not video.probe("raw.mp4").sound
 
 
 def test_tiles_are_those_that_are_asked_for(clip, latent_file, native_vae):

@@ -289,7 +289,7 @@ def test_a_phones_portrait_is_read_upright(clip, placed, upright_of):
 
 
 def test_pixels_that_are_not_square(clip, tmp_path):
-    wide = video.Alongside(pixel=Fraction(64, 45))
+    wide = video.SourceTiming(pixel=Fraction(64, 45))
     with video.writing(tmp_path / "wide.mp4", 10, wide) as sink:
         sink.write(moving_frames())
     info = video.probe(tmp_path / "wide.mp4")
@@ -317,7 +317,7 @@ def test_a_colon_in_a_name_is_no_protocol(clip, tmp_path, monkeypatch):
     assert video.probe("12:30:05.mp4").num_frames == 9
     assert read_all("12:30:05.mp4").shape == (1, 3, 9, 24, 40)
     with video.writing(
-        "out.mp4", 10, video.Alongside(sound=Path("12:31:05.mp4"), seconds=Fraction(1))
+        "out.mp4", 10, video.SourceTiming(sound=Path("12:31:05.mp4"), seconds=Fraction(1))
     ) as sink:
         sink.write(moving_frames())
     assert video.probe("out.mp4").sound == "aac"
@@ -329,7 +329,7 @@ def test_sound_without_a_decoder_is_none_that_can_be_read(tmp_path):
     assert data.count(b"A_AAC") == 1
     (tmp_path / "clip.mkv").write_bytes(data.replace(b"A_AAC", b"A_ZZZ"))
     info = video.probe(tmp_path / "clip.mkv")
-    assert (info.sound, info.has_sound, info.copies_sound) == ("unknown", True, False)
+    assert (info.sound, info.copies_sound) == ("unknown", False)
     assert read_all(tmp_path / "clip.mkv").shape == (1, 3, 9, 24, 40)
 
 
@@ -358,7 +358,7 @@ def heard(path):
 
 
 def test_times_of_frames_are_kept_and_an_even_rate_is_not_called_variable(tmp_path, clip):
-    alongside = video.Alongside(times=TIMES)
+    alongside = video.SourceTiming(times=TIMES)
     with video.writing(tmp_path / "b.mp4", 10, alongside) as sink:
         sink.write(moving_frames())
     info = video.probe(tmp_path / "b.mp4")
@@ -385,7 +385,7 @@ def test_a_frame_shown_twice_as_long_counts_where_the_clock_ticks_once_a_frame(c
 def test_sound_that_mp4_knows_is_copied_packet_for_packet(tmp_path, codec):
     source = with_sound(tmp_path / "a.mp4", codec=codec)
     assert video.probe(source).sound == codec
-    with video.writing(tmp_path / "b.mp4", 10, video.Alongside((), source, Fraction(2))) as sink:
+    with video.writing(tmp_path / "b.mp4", 10, video.SourceTiming((), source, Fraction(2))) as sink:
         for frame in moving_frames().unbind(2):
             sink.write(frame[:, :, None])
     assert heard(tmp_path / "b.mp4") == heard(source)
@@ -394,7 +394,7 @@ def test_sound_that_mp4_knows_is_copied_packet_for_packet(tmp_path, codec):
 
 def test_sound_ends_with_the_frames(tmp_path):
     source = with_sound(tmp_path / "a.mp4")
-    with video.writing(tmp_path / "b.mp4", 10, video.Alongside((), source, Fraction(1, 2))) as sink:
+    with video.writing(tmp_path / "b.mp4", 10, video.SourceTiming((), source, Fraction(1, 2))) as sink:
         sink.write(moving_frames(5))
     codec, packets = heard(tmp_path / "b.mp4")
     assert codec == "aac"

@@ -202,18 +202,6 @@ def test_what_came_before_a_failure_is_read(tmp_path, monkeypatch):
         exchange._wait(tmp_path / "000002.1")
 
 
-def test_a_process_reads_its_own_columns_alone(directory):
-    z = reference.latents(3, width=13)
-    config = {"scaling_factor": 0.7, "invert_scale_latents": False}
-    latents.save(latents.Latents(z, config, "vae", 10, 9), "z.safetensors")
-    read = latents.load("z.safetensors", lambda shape: slice(shape[4] - 5, shape[4]))
-    assert torch.equal(read.tensor[..., 8:], z[..., 8:])
-    assert not read.tensor[..., :8].any()
-    none = latents.load("z.safetensors", lambda shape: slice(shape[4], shape[4]))
-    assert none.tensor.shape == z.shape
-    assert not none.tensor.any()
-
-
 @pytest.mark.parametrize(("shape", "layout"), [((1, 16, 2, 4, 90), None), ((1, 2, 4, 90, 16), NTHWC)])
 def test_a_single_process_owns_every_column(shape, layout):
     placement = Placement(make_mesh(), layout) if layout else Placement(make_mesh())
