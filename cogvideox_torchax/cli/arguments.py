@@ -27,7 +27,7 @@ TRACEBACK = Option("--traceback", action="store_true", help="show where in the c
 EXCLUSIVE = "exclusive"
 ABSENT: dict[str, Any] = {
     **{"quiet": False, "profile": None, "distributed": False, "backend": "torchax"},
-    **dict.fromkeys(("coordinator", "processes", "process", "patience"), None),
+    **dict.fromkeys(("coordinator", "processes", "process", "timeout"), None),
 }
 """Options that shared code reads, as they are in commands that do not take them."""
 
@@ -48,6 +48,7 @@ class Command:
             description=self.summary[0].upper() + self.summary[1:] + ".",
             epilog=f"example: cogvideox-torchax {name} {self.example}".rstrip(),
             formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,  # a prefix that means one option today may mean two tomorrow
         )
         parser.set_defaults(**ABSENT)
         groups: dict[str | None, Any] = {None: parser}

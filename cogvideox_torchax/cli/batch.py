@@ -14,7 +14,7 @@ from cogvideox_torchax.dataset.formats import SAFETENSORS
 from cogvideox_torchax.dataset.loop import READERS, Step
 from cogvideox_torchax.dataset.manifest import DatasetDirectory, OutputDirectory
 
-FOR_MANY = ("format", "shard_size", "keep", "buckets", "ray", "actors", "readers", "retry")
+FOR_MANY = ("format", "shard_size", "keep", "buckets", "ray", "actors", "workers", "retry_failed")
 """Options that a single clip has no use for."""
 
 
@@ -44,9 +44,9 @@ def encode(args: argparse.Namespace) -> int:
         unit.check()
         made_by = recipe.lasting(unit.model_sha256)
         options = {"kind": args.format or SAFETENSORS, "shard_size": args.shard_size or 64, "share": share}
-        with DatasetDirectory(args.output, made_by, clips, retry=args.retry, **options) as directory:
+        with DatasetDirectory(args.output, made_by, clips, retry=args.retry_failed, **options) as directory:
             if args.ray is None:
-                return _through(args, directory.work(unit, readers=args.readers or READERS), directory)
+                return _through(args, directory.work(unit, readers=args.workers or READERS), directory)
             from cogvideox_torchax.dataset import ray
 
             ray.connect(args.ray or None)
@@ -59,7 +59,7 @@ def decode(args: argparse.Namespace) -> int:
     shards = sources.shards(Path(args.latents))
     with (
         devices.sharing(args) as share,
-        VideoDirectory(args.output, shards, args.fps, share, retry=args.retry) as directory,
+        VideoDirectory(args.output, shards, args.fps, share, retry=args.retry_failed) as directory,
     ):
         for name, reason in directory.bad.items():
             common.say(f"bad: {name}: {reason}")
@@ -68,7 +68,7 @@ def decode(args: argparse.Namespace) -> int:
         if first:
             unit.check(first)
             directory.begin(unit.recipe.lasting(unit.model_sha256))
-        return _through(args, directory.work(unit, readers=args.readers or READERS), directory)
+        return _through(args, directory.work(unit, readers=args.workers or READERS), directory)
 
 
 def _through(args: argparse.Namespace, steps: Iterable[Step], directory: OutputDirectory) -> int:

@@ -32,7 +32,7 @@ def check(args: argparse.Namespace, *, together: bool = True) -> None:
             raise ValueError(
                 f"--backend {args.backend} runs on one device: leave out --{name}, or take torchax"
             )
-    for name in ("coordinator", "processes", "process", "patience"):
+    for name in ("coordinator", "processes", "process", "timeout"):
         value = getattr(args, name)
         if value is not None and not args.distributed:
             raise ValueError(f"got --{name} {value} for a single process: add --distributed")
@@ -132,8 +132,8 @@ def _connected(args: argparse.Namespace) -> Iterator[Any]:
     stdout = os.dup(1)
     os.dup2(2, 1)
     try:
-        patience = args.patience or sharding.PATIENCE
-        sharding.connect(args.coordinator, args.processes, args.process, patience=patience)
+        timeout = args.timeout or sharding.TIMEOUT
+        sharding.connect(args.coordinator, args.processes, args.process, timeout=timeout)
         yield sharding
     finally:
         sys.stdout.flush()

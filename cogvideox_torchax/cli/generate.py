@@ -31,8 +31,8 @@ COMMAND = Command(
         Option("--image", metavar="FILE", help="the first frame, for an image-to-video model"),
         Option("--video", metavar="FILE", help="a video to start from, or a control video"),
         Option("--strength", type=float, help="how far from --video to go, 0 to 1 (default: 0.8)"),
-        Option("--steps", type=int, help="of denoising (default: 50)"),
-        Option("--guidance", type=float, help="scale of guidance, 1 for none (default: 6)"),
+        Option("--num-inference-steps", type=int, help="denoising steps (default: 50)"),
+        Option("--guidance-scale", type=float, help="classifier-free guidance, 1 for none (default: 6)"),
         Option("--seed", type=int, help="of the noise (default: 0)"),
         Option("--frames", type=int, help="how many (default: the model's)"),
         Option("--height", type=positive, help="in pixels (default: the model's)"),
@@ -118,7 +118,7 @@ def _sampled(args: argparse.Namespace) -> tuple[Any, Latents]:
     request = stages.requested(vars(args), model.size, text)
     dtype = common.parse_dtype(request.dtype)
     generate.check(request, model)
-    cached = {"steps": generate.steps_of(request, model), "guided": request.guidance > 1}
+    cached = {"steps": generate.steps_of(request, model), "guided": request.guidance_scale > 1}
     if args.cache:
         cache_options.config_of(args.cache, **cached)
     pipe = generate.load(model, dtype, mesh, with_text=text is None)

@@ -78,7 +78,7 @@ PROCESSES = (
     _devices("--processes", type=positive, metavar="COUNT", help="how many there are"),
     _devices("--process", type=int, metavar="INDEX", help="which this one is, from 0 on"),
     _devices(
-        "--patience",
+        "--timeout",
         type=positive,
         metavar="SECONDS",
         help="after which a process that does not come, or goes silent, ends all (default: 60)",
@@ -86,8 +86,8 @@ PROCESSES = (
 )
 _many = functools.partial(Option, group="many clips")
 DECODE_MANY = (
-    _many("--readers", type=positive, help="clips that are read at a time (default: 2)"),
-    _many("--retry", action="store_true", help="try clips again that were bad before"),
+    _many("--workers", type=positive, help="clips that are read at a time (default: 2)"),
+    _many("--retry-failed", action="store_true", help="try clips again that were bad before"),
 )
 ENCODE_MANY = (
     _many(

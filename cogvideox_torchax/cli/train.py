@@ -65,7 +65,9 @@ COMMAND = Command(
             metavar="CLIP",
             help="a held-out video; repeatable",
         ),
-        Option("--every", type=positive, default=500, help="steps between checkpoints (default: 500)"),
+        Option(
+            "--checkpoint-every", type=positive, default=500, help="steps between checkpoints (default: 500)"
+        ),
         Option("--resume", action="store_true", help="go on from the checkpoint in DIR"),
         Option("--quiet", action="store_true", help="no progress bar"),
         *options.MESH,
@@ -112,7 +114,7 @@ def _follow(training: Run, done: int, is_asked: Callable[[], bool], args: argpar
 
     smooth = None
     with tqdm(total=args.steps, initial=done, unit="step", disable=args.quiet, mininterval=1.0) as bar:
-        for losses, found in training.go(every=args.every, stopped=is_asked):
+        for losses, found in training.go(every=args.checkpoint_every, stopped=is_asked):
             smooth = losses.total if smooth is None else 0.98 * smooth + 0.02 * losses.total
             bar.set_postfix(loss=f"{smooth:.3f}", psnr=f"{losses.psnr:.1f}", refresh=False)
             bar.update()

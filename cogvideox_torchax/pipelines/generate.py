@@ -118,14 +118,14 @@ def check(request: Request, model: Model) -> None:
     """Raises `RequestError` or `VideoError` unless the model can generate what is asked for."""
     _check_size(request, model)
     _check_prompt(request, model)
-    if request.steps < 1:
-        raise RequestError(f"got --steps {request.steps}: at least 1")
+    if request.num_inference_steps < 1:
+        raise RequestError(f"got --num-inference-steps {request.num_inference_steps}: at least 1")
     if not 0 < request.strength <= 1:
         raise RequestError(f"got --strength {request.strength}: more than 0, and at most 1")
     if steps_of(request, model) < 1:
         raise RequestError(
-            f"got --strength {request.strength} with --steps {request.steps}: no step is left of "
-            f"{request.steps} x {request.strength}; give more of either"
+            f"got --strength {request.strength} with --num-inference-steps {request.num_inference_steps}: "
+            f"no step is left of {request.num_inference_steps} x {request.strength}; give more of either"
         )
     if request.image is not None:
         _open_image(request.image)
@@ -139,7 +139,11 @@ def check(request: Request, model: Model) -> None:
 
 def steps_of(request: Request, model: Model) -> int:
     """Return how many steps are taken: of a video's, its share."""
-    return int(request.steps * request.strength) if model.kind == VIDEO else request.steps
+    return (
+        int(request.num_inference_steps * request.strength)
+        if model.kind == VIDEO
+        else request.num_inference_steps
+    )
 
 
 def _check_size(request: Request, model: Model) -> None:
@@ -220,7 +224,7 @@ class Generation:
 
     @property
     def _guided(self) -> bool:
-        return self.request.guidance > 1
+        return self.request.guidance_scale > 1
 
     def encode_text(self) -> dict[str, torch.Tensor | None]:
         """The prompts' embeddings (1, S, C), kept as a stage."""
@@ -255,8 +259,8 @@ class Generation:
         given: dict[str, Any] = {
             "height": request.height,
             "width": request.width,
-            "num_inference_steps": request.steps,
-            "guidance_scale": request.guidance,
+            "num_inference_steps": request.num_inference_steps,
+            "guidance_scale": request.guidance_scale,
             "generator": torch.Generator("cpu").manual_seed(request.seed),
         }
         if self.model.kind in (TEXT, IMAGE):

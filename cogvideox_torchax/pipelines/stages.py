@@ -25,7 +25,7 @@ OF_TEXT = ("prompt", "negative_prompt", "dtype")
 
 DEFAULTS = {
     **{"negative_prompt": "", "image": None, "video": None, "dtype": "bfloat16"},
-    **{"steps": 50, "guidance": 6.0, "strength": 0.8, "seed": 0},
+    **{"num_inference_steps": 50, "guidance_scale": 6.0, "strength": 0.8, "seed": 0},
 }
 """Of a request's fields, but for those that the model has."""
 
@@ -42,8 +42,8 @@ class Request:
         prompt, negative_prompt: texts; no negative one is "".
         image, video: paths of what conditions it, or None.
         frames, height, width: of the video, in frames and pixels.
-        steps: of denoising.
-        guidance: scale of classifier-free guidance; 1 or less for none.
+        num_inference_steps: denoising steps.
+        guidance_scale: scale of classifier-free guidance; 1 or less for none.
         strength: share of the steps that a video is taken through, of its noise therefore.
         seed: of the noise.
         dtype: of weights and latents.
@@ -56,8 +56,8 @@ class Request:
     frames: int
     height: int
     width: int
-    steps: int
-    guidance: float
+    num_inference_steps: int
+    guidance_scale: float
     strength: float
     seed: int
     dtype: str
@@ -117,11 +117,11 @@ def requested(options: dict[str, Any], size: tuple[int, int, int], text: Stage |
         raise ValueError("generate needs --prompt")
     own = dict(zip(("frames", "height", "width"), size, strict=True))
     request = Request(**{**DEFAULTS, **own, **given, **fixed})
-    guided = request.guidance > 1
+    guided = request.guidance_scale > 1
     if text is not None and guided != ("negative_prompt_embeds" in text.tensors):
         raise ValueError(
-            f"the text stage was made {'without' if guided else 'with'} guidance, got --guidance "
-            f"{request.guidance}: generate from the prompt again"
+            f"the text stage was made {'without' if guided else 'with'} guidance, got --guidance-scale "
+            f"{request.guidance_scale}: generate from the prompt again"
         )
     return request
 

@@ -4,7 +4,7 @@ them."""
 from cogvideox_torchax.sharding.mesh import Parallel, check_mesh, make_mesh
 from cogvideox_torchax.sharding.placement import PaddedChunk, Placement, spread
 from cogvideox_torchax.sharding.processes import (
-    PATIENCE,
+    TIMEOUT,
     Exchange,
     ProcessError,
     abandon,
@@ -17,7 +17,7 @@ from cogvideox_torchax.sharding.processes import (
 from cogvideox_torchax.sharding.programs import ChunksOnMesh
 
 __all__ = [
-    "PATIENCE",
+    "TIMEOUT",
     "ChunksOnMesh",
     "Exchange",
     "PaddedChunk",

@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 from cogvideox_torchax import runtime
 from cogvideox_torchax.files.whole import EXCHANGE, OutputError, hidden, reserved, whole_file
 
-PATIENCE = 60
+TIMEOUT = 60
 """Seconds after which the others give up on a process that does not come, or that has gone silent."""
 
 
@@ -36,7 +36,7 @@ def connect(
     count: int | None = None,
     index: int | None = None,
     *,
-    patience: int = PATIENCE,
+    timeout: int = TIMEOUT,
 ) -> None:
     """Joins this process to the others, once, before anything has touched a device.
 
@@ -44,7 +44,7 @@ def connect(
         coordinator: host and port of the first process; `JAX_COORDINATOR_ADDRESS` where None.
         count, index: of the processes, and this one's from 0 on. With neither, they and the coordinator are
             taken from where the process runs: a TPU pod, Slurm, Open MPI, Kubernetes.
-        patience: seconds to wait for the others to come; and after which one that went silent is given up,
+        timeout: seconds to wait for the others to come; and after which one that went silent is given up,
             and every process ends with an error.
 
     Raises:
@@ -63,8 +63,8 @@ def connect(
             coordinator,
             count,
             index,
-            initialization_timeout=patience,
-            heartbeat_timeout_seconds=patience,
+            initialization_timeout=timeout,
+            heartbeat_timeout_seconds=timeout,
         )
     except ValueError as error:
         raise ProcessError(

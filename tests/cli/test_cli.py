@@ -183,6 +183,13 @@ def test_doctor_names_a_broken_pair(capsys, monkeypatch):
     assert "pip install 'torchax>=0.0.14" in out
 
 
+def test_the_prefix_of_an_option_is_no_option(capsys):
+    with pytest.raises(SystemExit) as failure:
+        cli.main(["generate", "--model", "any", "--prompt", "a panda", "-o", "any.mp4", "--guidance", "1"])
+    assert failure.value.code == cli.USER_ERROR
+    assert "unrecognized arguments: --guidance 1" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", [command.__name__.split(".")[-1] for command in cli.COMMANDS])
 def test_help_shows_an_example(command, capsys):
     with pytest.raises(SystemExit) as end:
@@ -264,7 +271,7 @@ WRONG = {
     "tiles of no size": (lambda: None, (*ENCODE, "--tiling", "20x32"), "16x32 is near"),
     "unknown suffix": (lambda: None, (*DECODE[:3], "new.avi"), "give a name in .mp4 or .gif"),
     "sizes for one clip": (lambda: None, (*ENCODE, "--buckets", "9x24x40"), "--buckets is for many clips"),
-    "readers of one file": (lambda: None, (*DECODE, "--readers", 3), "--readers is for many clips"),
+    "readers of one file": (lambda: None, (*DECODE, "--workers", 3), "--workers is for many clips"),
     "latents into a directory": (
         lambda: Path("taken.safetensors").mkdir(),
         (*ENCODE[:3], "taken.safetensors", *ENCODE[4:]),

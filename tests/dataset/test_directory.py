@@ -54,7 +54,7 @@ def test_a_second_run_computes_nothing_and_new_clips_go_into_new_shards(small, t
     monkeypatch.undo()
     write_clip(clips / "aa.mp4")
     shutil.copy(clips / "a.mp4", clips / BAD[0])  # mended
-    assert encode(small, tmp_path / "out", *options, "--retry", clips=clips) == 1
+    assert encode(small, tmp_path / "out", *options, "--retry-failed", clips=clips) == 1
     after = tree(tmp_path / "out")
     assert {name: data for name, data in after.items() if name in before and name != "clips.json"} == {
         name: data for name, data in before.items() if name != "clips.json"

@@ -41,7 +41,7 @@ SMALL = {
 """What a text says, and what is run in its place."""
 
 OPTIONS = {
-    "generate": ["--steps", "2"],
+    "generate": ["--num-inference-steps", "2"],
     "demo": ["--height", "32", "--width", "48"],
 }
 """What is added to a command that leaves it to its defaults."""

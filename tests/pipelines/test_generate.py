@@ -64,7 +64,7 @@ def inputs():
 
 
 def arguments(model, *more, output="frames"):
-    own = {"--prompt": "a panda", "--steps": 4, "--dtype": "float32"}
+    own = {"--prompt": "a panda", "--num-inference-steps": 4, "--dtype": "float32"}
     given = [str(argument) for argument in more]
     defaults = [str(part) for pair in own.items() if pair[0] not in given for part in pair]
     if "--from-stage" in given:
@@ -133,7 +133,7 @@ def test_every_stage_takes_up_to_the_same_frames(models, steps, shown, capsys):
     assert {path.stem for path in Path("kept").iterdir()} == {"text", "latents"}
     before = latents.load("kept/latents.safetensors").tensor
     for stage in ("latents", "text"):
-        more = ["--steps", 4] if stage == "text" else []
+        more = ["--num-inference-steps", 4] if stage == "text" else []
         steps.clear()
         assert generate(model, "--save-stages", "kept", "--from-stage", stage, *more, output=stage) == 0
         assert len(steps) == {"latents": 0, "text": 4}[stage]
@@ -156,7 +156,7 @@ CONDITIONED = {
 @pytest.mark.parametrize(("name", "more"), CONDITIONED.values(), ids=CONDITIONED)
 @pytest.mark.slow_cases(but=["image to video"])
 def test_a_conditioned_video_is_sampled_again_from_its_text(models, steps, name, more):
-    kept = ["--save-stages", "kept", "--guidance", 1, "--steps", 4, *more]
+    kept = ["--save-stages", "kept", "--guidance-scale", 1, "--num-inference-steps", 4, *more]
     assert generate(models(name), *kept) == 0
     whole = len(steps)
     assert generate(models(name), *kept, "--from-stage", "text", output="again") == 0
@@ -189,7 +189,7 @@ def test_latents_that_are_kept_take_no_other_request_and_have_their_rate(models,
     again = ["generate", "--model", str(models("text")), "--save-stages", "kept", "--from-stage", "latents"]
     for option, value in (
         ("--prompt", "a dog"),
-        ("--steps", "9"),
+        ("--num-inference-steps", "9"),
         ("--preview", "a.png"),
     ):
         assert cli.main([*again, "-o", "x.mp4", option, value, "--quiet"]) == 2
@@ -222,7 +222,7 @@ BAD = {
     "frames": ("text", ["--frames", 4], "generates 3 or 5 of them"),
     "size": ("text", ["--height", 10], "multiples of 4"),
     "learned positions": ("learned", ["--image", "picture.png", "--height", 16], "height=8, width=16 alone"),
-    "no steps": ("text", ["--steps", 0], "at least 1"),
+    "no steps": ("text", ["--num-inference-steps", 0], "at least 1"),
     "strength": ("text", ["--strength", 2], "at most 1"),
     "a strength without steps": ("text", ["--video", "clip.mp4", "--strength", 0.2], "no step is left"),
     "1.5 and a clip's frames": ("1.5", ["--video", "clip.mp4", "--frames", 5], "generates 3 or 7 of them"),
@@ -241,7 +241,7 @@ BAD = {
     "a cache's value": ("text", ["--cache", "first-block:x"], "it takes first-block:THRESHOLD"),
     "nothing to skip": ("text", ["--cache", "pab:1"], "nothing would be skipped"),
     "no ratios": ("text", ["--cache", "magcache"], "RATIOS.json, a list that magcache:calibrate prints"),
-    "a cache of guidance": ("text", ["--cache", "fastercache", "--guidance", 1], "without guidance"),
+    "a cache of guidance": ("text", ["--cache", "fastercache", "--guidance-scale", 1], "without guidance"),
     "stages without a directory": ("text", ["--from-stage", "text"], "pass --save-stages"),
     "no such stage": ("text", ["--from-stage", "text", "--save-stages", "none"], "there is no stage"),
 }
@@ -287,9 +287,9 @@ def test_a_stage_of_another_model_or_truncated_or_contradicted_is_refused(models
         assert generate(model, "--save-stages", "kept", *more) == 2
         return capsys.readouterr().err
 
-    assert "another model" in error(models("1.5"), "--from-stage", "text", "--steps", 4)
+    assert "another model" in error(models("1.5"), "--from-stage", "text", "--num-inference-steps", 4)
     assert "made with --prompt 'a panda'" in error(models("text"), "--from-stage", "text", "--prompt", "b")
-    assert "made with guidance" in error(models("text"), "--from-stage", "text", "--guidance", 1)
+    assert "made with guidance" in error(models("text"), "--from-stage", "text", "--guidance-scale", 1)
     text = Path("kept/text.safetensors")
     tensors = load_file(text)
     text.write_bytes(text.read_bytes()[:-100])
@@ -317,7 +317,12 @@ def test_a_new_generation_takes_the_stages_of_the_one_before_away(models, kept, 
         assert generate(models("text"), "--save-stages", "kept") == 1
         assert left() == {"text.safetensors"}
         Path("kept/latents.safetensors").touch()
-        assert generate(models("text"), "--save-stages", "kept", "--from-stage", "text", "--steps", 4) == 1
+        assert (
+            generate(
+                models("text"), "--save-stages", "kept", "--from-stage", "text", "--num-inference-steps", 4
+            )
+            == 1
+        )
         assert left() == {"text.safetensors"}
 
 

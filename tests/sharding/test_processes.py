@@ -22,7 +22,7 @@ from tests.files.test_video import moving_frames
 
 pytestmark = pytest.mark.usefixtures("torchax_off")
 
-PATIENCE = 10
+TIMEOUT = 10
 """Seconds after which the tests' processes give up on each other."""
 
 
@@ -73,7 +73,7 @@ def directory(tmp_path, monkeypatch):
 TOGETHER = f"""
 from cogvideox_torchax import cli
 together = ["--quiet", "--distributed", "--coordinator", f"localhost:{{port}}", "--processes", "2"]
-together += ["--process", str(index), "--patience", "{PATIENCE}", "--json"]
+together += ["--process", str(index), "--timeout", "{TIMEOUT}", "--json"]
 assert cli.main(["encode", "clip.mp4", "-o", "two.safetensors", "--model", "vae", *together]) == 0
 assert cli.main(["decode", "one.safetensors", "-o", "two", *together]) == 0
 # In three tiles, of which each process's devices hold columns of their own.
@@ -121,7 +121,7 @@ import jax, jax.numpy as jnp
 from cogvideox_torchax import make_mesh, runtime
 from cogvideox_torchax.sharding import (Placement, abandon, connect, exchanging)
 
-connect(f"localhost:{port}", 2, index, patience=PATIENCE)
+connect(f"localhost:{port}", 2, index, timeout=TIMEOUT)
 try:
     chunk = Placement(make_mesh()).put(jnp.ones((1, 16, 2, 4, 16))).array
     with exchanging("out.mp4") as exchange:
@@ -133,7 +133,7 @@ try:
 except Exception:
     traceback.print_exc()
     abandon(1)
-""".replace("PATIENCE", str(PATIENCE))
+""".replace("TIMEOUT", str(TIMEOUT))
 DIE = "os.kill(os.getpid(), signal.SIGKILL)"
 FAIL = "raise OSError('the disk is full')"
 READ = "exchange.everywhere(runtime.tensor_of(chunk))"
@@ -150,7 +150,7 @@ DEATHS = {
 @pytest.mark.slow_cases(but=["the first one, while a file is awaited"])
 def test_when_a_process_dies_the_other_ends_with_an_error_in_time(tmp_path, dying, end, work, words):
     script = MEET.replace("WORK", f"if index == {dying}: {end}\n        {work}")
-    results = finish(start(tmp_path, script), within=60 + 2 * PATIENCE)
+    results = finish(start(tmp_path, script), within=60 + 2 * TIMEOUT)
     for code, stdout, stderr in results:
         assert "met" in stdout, stderr
         assert "done" not in stdout
@@ -174,7 +174,7 @@ for n in range(2):
 @pytest.mark.slow
 def test_what_one_process_has_not_read_yet_the_first_does_not_clear_away(tmp_path):
     script = MEET.replace("WORK", SLOW.strip().replace("\n", "\n        "))
-    for code, stdout, stderr in finish(start(tmp_path, script), within=60 + 2 * PATIENCE):
+    for code, stdout, stderr in finish(start(tmp_path, script), within=60 + 2 * TIMEOUT):
         assert (code, "done" in stdout) == (0, True), stderr
 
 

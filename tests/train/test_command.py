@@ -31,7 +31,19 @@ pytestmark = pytest.mark.usefixtures("torchax_off")
 
 STEPS, COLOUR = 12, 2.0
 OPTIONS = (
-    *("--config", "config.json", "--steps", STEPS, "--frames", 9, "--size", 16, "--every", 5, "--quiet"),
+    *(
+        "--config",
+        "config.json",
+        "--steps",
+        STEPS,
+        "--frames",
+        9,
+        "--size",
+        16,
+        "--checkpoint-every",
+        5,
+        "--quiet",
+    ),
     *("--recipe", "recipe.toml"),
 )
 
@@ -174,7 +186,7 @@ def test_what_a_training_writes_is_none_of_its_clips(material):
 
 
 def test_a_signal_ends_it_with_a_checkpoint_of_the_last_step(material, monkeypatch):
-    real, more = Trainer.step, ("--every", 1000)
+    real, more = Trainer.step, ("--checkpoint-every", 1000)
 
     def step(trainer):
         if trainer.step_number == 2:
@@ -220,7 +232,7 @@ def test_a_full_disk_ends_a_training_in_one_line_and_leaves_nothing_half_written
     material, capsys, monkeypatch
 ):
     def train(output):
-        size = ("--steps", "1", "--frames", "9", "--size", "16", "--every", "1", "--quiet")
+        size = ("--steps", "1", "--frames", "9", "--size", "16", "--checkpoint-every", "1", "--quiet")
         return cli.main(["train", "clip.mp4", "-o", output, "--config", "config.json", *size])
 
     assert train("whole") == 0
