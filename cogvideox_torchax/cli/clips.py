@@ -62,7 +62,7 @@ def reconstruct_to(
 
     A chunk's latents are decoded when there are enough of them: memory does not grow with the clip.
     """
-    encoder, scale = encoder_of(args, vae, team.everywhere), vae.spatial_scale
+    encoder, scale = encoder_of(args, vae, team.everywhere), vae.spatial_compression_ratio
     latent_frames, _ = frames_through(vae, clip.num_frames)
     shape = latent_frames, clip.framing.height // scale, clip.framing.width // scale
     decoder = unit_of(DecodeClip, args, vae, team.at_first)

@@ -61,7 +61,7 @@ def _run_all(vae: Any, direction: Direction, frames: int, height: int, width: in
     line's and the streams') and of the model's dtype (`vae.encode`, `vae.decode` and pipelines')."""
     if direction is DECODE:
         frames = sum(ENCODE.results(vae, frames))
-        height, width = height // vae.spatial_scale, width // vae.spatial_scale
+        height, width = height // vae.spatial_compression_ratio, width // vae.spatial_compression_ratio
     count = sum(chunk.length for chunk in direction.chunks(vae, frames)[:2])
     shape = (1, vae.config[direction.channels], count, height, width)
     for dtype in (torch.uint8, vae.dtype):

@@ -76,7 +76,10 @@ def _network(args: argparse.Namespace, vae: Any, mesh: dict[str, Any]) -> dict[s
         tokens = networks.transformer_config(args.model).get("max_text_seq_length", 226)
         plan = networks.plan_prompt(dtype, devices, chip, tokens=tokens, **mesh)
     else:
-        scale, frames = vae.spatial_scale, (args.frames - 1) // vae.config["temporal_compression_ratio"] + 1
+        scale, frames = (
+            vae.spatial_compression_ratio,
+            (args.frames - 1) // vae.config["temporal_compression_ratio"] + 1,
+        )
         size = {"frames": frames, "height": args.height // scale, "width": args.width // scale}
         options = {"guided": not args.no_guidance, "parallel": args.parallel}
         step = functools.partial(
@@ -151,7 +154,7 @@ def _tile(text: str | None, vae: Any) -> tuple[int, int] | None:
         return None
     if text == "default":
         return vae.tile_sample_min_height, vae.tile_sample_min_width
-    return parse_tiles(text, vae.spatial_scale)
+    return parse_tiles(text, vae.spatial_compression_ratio)
 
 
 def _print_program(program: Any, chip: Any) -> None:

@@ -267,7 +267,7 @@ class EncodeClip(_WithModel):
     def read(self, clip: Clip) -> DecodedClip:
         """Read a clip, in the size in which it is encoded; raise as a call does."""
         sha256, check = _identity(clip.source)
-        found = framed(clip, self.recipe, self.vae.spatial_scale)
+        found = framed(clip, self.recipe, self.vae.spatial_compression_ratio)
         frames = None
         if 3 * found.num_frames * found.framing.height * found.framing.width <= AHEAD_BYTES:
             frames = torch.stack(list(found.stream()), dim=2)
@@ -276,7 +276,7 @@ class EncodeClip(_WithModel):
 
     def check(self) -> None:
         """Raise `ClipError` or `SizeError` for a recipe by which this model can encode no clip."""
-        recipe, scale = self.recipe, self.vae.spatial_scale
+        recipe, scale = self.recipe, self.vae.spatial_compression_ratio
         memory.check_tiling(recipe.tiling, scale)
         wanted = [side for bucket in recipe.buckets for side in (bucket.height, bucket.width)]
         if not recipe.crop:  # which takes what fits
@@ -352,7 +352,7 @@ class DecodeClip(_WithModel):
 
     def check(self, latents: Latents) -> None:
         """Raise `LatentsError` for another model's latents, `SizeError` for tiles that it cannot take."""
-        memory.check_tiling(self.recipe.tiling, self.vae.spatial_scale)
+        memory.check_tiling(self.recipe.tiling, self.vae.spatial_compression_ratio)
         latents.check_model(self.vae.config)
 
     def stream(self, latents: Latents) -> Iterator[torch.Tensor]:
@@ -371,7 +371,7 @@ class DecodeClip(_WithModel):
             shape: of all of them: frames, rows, columns.
         """
         vae, frames = self.vae, shape[0]
-        size = shape[1] * vae.spatial_scale, shape[2] * vae.spatial_scale
+        size = shape[1] * vae.spatial_compression_ratio, shape[2] * vae.spatial_compression_ratio
 
         def decoded() -> Iterator[torch.Tensor]:
             return vae.decode_stream(start(), frames, output_dtype=torch.uint8, fetch=self._fetch)

@@ -49,7 +49,7 @@ class Model:
         return stages.fingerprint(configs)
 
     @property
-    def spatial_scale(self) -> int:
+    def spatial_compression_ratio(self) -> int:
         return 2 ** (len(self.vae["block_out_channels"]) - 1)
 
     @property
@@ -65,8 +65,8 @@ class Model:
         config = self.transformer
         return (
             config["sample_frames"],
-            config["sample_height"] * self.spatial_scale,
-            config["sample_width"] * self.spatial_scale,
+            config["sample_height"] * self.spatial_compression_ratio,
+            config["sample_width"] * self.spatial_compression_ratio,
         )
 
 
@@ -149,7 +149,7 @@ def steps_of(request: Request, model: Model) -> int:
 def _check_size(request: Request, model: Model) -> None:
     from cogvideox_torchax.pipelines.port import check_size
 
-    check_size(request.height, request.width, model.transformer, model.spatial_scale)
+    check_size(request.height, request.width, model.transformer, model.spatial_compression_ratio)
     if request.height % 8 or request.width % 8:
         raise RequestError(f"got {request.height} x {request.width} pixels: both must be multiples of 8")
     own = model.size[1:]

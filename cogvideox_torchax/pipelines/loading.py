@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import numpy as np
 import torch
@@ -18,10 +18,34 @@ if TYPE_CHECKING:
 
     from cogvideox_torchax.sharding import Parallel
 
+Pipeline = TypeVar("Pipeline")
+
 STEMS = {"transformer": WEIGHTS_STEM, "text_encoder": "model"}
 """The networks that are fed from their files, and what those are called."""
 
 
+@overload
+def load_pipeline(
+    pretrained_model_name_or_path: str | Path,
+    *,
+    pipeline_class: None = None,
+    mesh: "Mesh | None" = None,
+    parallel: "Parallel | None" = None,
+    torch_dtype: torch.dtype = torch.bfloat16,
+    variant: str | None = None,
+    **diffusers_options: Any,
+) -> Any: ...
+@overload
+def load_pipeline(
+    pretrained_model_name_or_path: str | Path,
+    *,
+    pipeline_class: type[Pipeline],
+    mesh: "Mesh | None" = None,
+    parallel: "Parallel | None" = None,
+    torch_dtype: torch.dtype = torch.bfloat16,
+    variant: str | None = None,
+    **diffusers_options: Any,
+) -> Pipeline: ...
 def load_pipeline(
     pretrained_model_name_or_path: str | Path,
     *,
@@ -32,25 +56,26 @@ def load_pipeline(
     variant: str | None = None,
     **diffusers_options: Any,
 ) -> Any:
-    """As `port(pipeline.from_pretrained(...))`, each weight going from its file to its devices by itself.
+    """Load and port a pipeline, each weight going from its file straight to its devices.
 
-    What the host holds besides is a tensor, and the VAE: a pipeline of 21 GB loads on a host of less.
+    The result is that of `port(pipeline.from_pretrained(...))`. The host holds one tensor at a time and the
+    VAE: a pipeline of 21 GB loads on a host with less memory.
 
     Args:
         pretrained_model_name_or_path: a directory or a hub id, of safetensors.
-        pipeline_class: one of diffusers' for CogVideoX; None for what model_index.json names.
+        pipeline_class: one of diffusers' for CogVideoX; None for the one that model_index.json names.
         mesh, parallel: as `port` takes them.
-        torch_dtype: of all weights; `dtype`, diffusers' newer name for it, goes before it.
-        variant: of the weight files, such as "fp16".
-        diffusers_options: of `from_pretrained`, parts of the pipeline among them: `text_encoder=None`, or
-            networks that are there already.
+        torch_dtype: dtype of all weights; `dtype`, diffusers' newer name for it, takes precedence.
+        variant: variant of the weight files, such as "fp16".
+        diffusers_options: options of `from_pretrained`, parts of the pipeline among them:
+            `text_encoder=None`, or networks that are loaded already.
 
     Returns:
-        The pipeline, ported.
+        The ported pipeline, of the class that was given.
 
     Raises:
-        ModelError: files that are missing, or that hold other weights than their config says.
-        ValueError: what `port` refuses, and options that would load weights in another way.
+        ModelError: missing files, or weights that do not match their config.
+        ValueError: anything that `port` refuses, and options that would load weights in another way.
     """
     import diffusers
 

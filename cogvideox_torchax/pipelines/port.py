@@ -204,9 +204,9 @@ def _beside_the_transformer(pipe: Any, table: torch.Tensor) -> torch.Tensor:
     return runtime.to_jax(table) if runtime.is_on_jax(pipe.transformer) else table
 
 
-def check_size(height: int, width: int, config: Any, spatial_scale: int) -> None:
+def check_size(height: int, width: int, config: Any, spatial_compression_ratio: int) -> None:
     """Raises `ValueError` unless the transformer can cut a video of this size into whole patches."""
-    multiple = spatial_scale * config["patch_size"]
+    multiple = spatial_compression_ratio * config["patch_size"]
     if height % multiple or width % multiple:
         fitting = [max(round(side / multiple), 1) * multiple for side in (height, width)]
         raise ValueError(

@@ -62,7 +62,7 @@ def _fit(vae: Any, seed: int) -> LinearPreview:
         [vae.encode(picture[None, :, None].to(vae.dtype)).latent_dist.mode() for picture in pictures]
     )
     features = _with_ones(latents[:, :, 0].float().movedim(1, -1))
-    colors = torch.nn.functional.avg_pool2d(pictures, vae.spatial_scale).movedim(1, -1)
+    colors = torch.nn.functional.avg_pool2d(pictures, vae.spatial_compression_ratio).movedim(1, -1)
     fitted = PICTURES * 3 // 4
     weights = torch.linalg.lstsq(features[:fitted].flatten(0, 2), colors[:fitted].flatten(0, 2)).solution
     missed = (features[fitted:] @ weights - colors[fitted:]).square().mean()

@@ -46,7 +46,7 @@ class Job:
             SizeError: a video or a tile of a size that the model cannot take.
             ValueError: no frames.
         """
-        scale = vae.spatial_scale
+        scale = vae.spatial_compression_ratio
         check_sides("a video", self.height, self.width, multiple=scale)
         height, width = self.height, self.width
         if self.tile is not None:
@@ -62,7 +62,7 @@ class Job:
         """How many tiles a picture is cut into; those at its edges are smaller."""
         if self.tile is None or (self.height <= self.tile[0] and self.width <= self.tile[1]):
             return 1
-        scale = vae.spatial_scale
+        scale = vae.spatial_compression_ratio
         overlaps = (vae.tile_overlap_factor_height, vae.tile_overlap_factor_width)
         spans = [
             tiling.plan_axis(size // scale, tile=side // scale, overlap=overlap).spans
@@ -142,7 +142,7 @@ def smallest_tiling_that_fits(
     Returns:
         The tile, compiled; None where not even the smallest one fits.
     """
-    scale, weights = vae.spatial_scale, _weight_bytes(vae, job.kind)
+    scale, weights = vae.spatial_compression_ratio, _weight_bytes(vae, job.kind)
     height, width = job.tile or (job.height, job.width)
     while True:
         share = 0.95 * max(chip.memory - weights, 0) / (peak_bytes - weights)

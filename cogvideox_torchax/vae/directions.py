@@ -29,9 +29,9 @@ class Direction(StrEnum):
         member.takes, member.network, member.channels, member._frames = takes, network, channels, frames
         return member
 
-    def scale(self, spatial_scale: int) -> int:
+    def scale(self, spatial_compression_ratio: int) -> int:
         """Return how many pixels of what goes in belong to one latent pixel, along one axis."""
-        return spatial_scale if self is ENCODE else 1
+        return spatial_compression_ratio if self is ENCODE else 1
 
     def frames_a_chunk(self, vae: Any) -> int:
         """Return how many frames every chunk but the first takes, by the model's own attribute."""

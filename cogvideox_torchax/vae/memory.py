@@ -83,7 +83,7 @@ def fitting_tile(
     wanted = needed(vae, direction, height, width, frames)
     if wanted <= MARGIN * free:
         return None
-    side, scale = math.sqrt(MARGIN * free / wanted), vae.spatial_scale
+    side, scale = math.sqrt(MARGIN * free / wanted), vae.spatial_compression_ratio
     tile_height, tile_width = (
         max(int(size * side) // scale, SMALLEST_TILE) * scale for size in (height, width)
     )
@@ -109,7 +109,7 @@ def set_tiles(
     if tiling is None:
         return None
     if tiling != "auto":
-        _enable(vae, parse_tiles(tiling, vae.spatial_scale))
+        _enable(vae, parse_tiles(tiling, vae.spatial_compression_ratio))
         return None
     free = runtime.free_memory(getattr(vae, "mesh", None))
     tile = fitting_tile(vae, direction, height, width, frames, free)
@@ -124,7 +124,10 @@ def tile_of(vae: Any) -> tuple[int, int] | None:
     """The height and width of a model's tiles, in pixels; None where tiling is off."""
     if not vae.use_tiling:
         return None
-    return vae.tile_latent_min_height * vae.spatial_scale, vae.tile_latent_min_width * vae.spatial_scale
+    return (
+        vae.tile_latent_min_height * vae.spatial_compression_ratio,
+        vae.tile_latent_min_width * vae.spatial_compression_ratio,
+    )
 
 
 @contextlib.contextmanager
@@ -168,7 +171,7 @@ def in_tiles_once_memory_is_out(
         alone = not runtime.of_several_processes(getattr(vae, "mesh", None))
         if not (alone and runtime.out_of_memory(error)):
             raise
-    scale = vae.spatial_scale
+    scale = vae.spatial_compression_ratio
     tile = [max(side // 2 // scale, SMALLEST_TILE) * scale for side in map(min, tile_of(vae) or size, size)]
     say(f"out of memory after {given} chunks: going on in tiles of {tile[0]} x {tile[1]} pixels")
     _enable(vae, (tile[0], tile[1]))

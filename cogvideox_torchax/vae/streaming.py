@@ -40,7 +40,7 @@ class ChunkedVAE:
     tile_overlap_factor_width: float
 
     @property
-    def spatial_scale(self) -> int:
+    def spatial_compression_ratio(self) -> int:
         """Sample pixels to a latent pixel, along one axis."""
         return 2 ** (len(self.config["block_out_channels"]) - 1)
 
@@ -189,7 +189,7 @@ class ChunkedVAE:
 
     def _tile_plan(self, direction: Direction, size: torch.Size) -> tiling.TilePlan | None:
         """Return the tiles of a picture's rows and columns; None where it is one, or tiling is off."""
-        scale = self.spatial_scale
+        scale = self.spatial_compression_ratio
         cuts = self.use_tiling and self._tiles.cuts(direction, size, scale)
         return self._tiles.plan(direction, size, scale) if cuts else None
 
@@ -206,7 +206,7 @@ class ChunkedVAE:
         self, direction: Direction, x: torch.Tensor, *, follow_weights: bool = False, first_frame: int = 0
     ) -> None:
         """Raise `ValueError` for what the model cannot take; `follow_weights` where a plain tensor may."""
-        what, multiple = direction.takes, direction.scale(self.spatial_scale)
+        what, multiple = direction.takes, direction.scale(self.spatial_compression_ratio)
         check_shape(what, tuple(x.shape), NCTHW, channels=self.config[direction.channels], multiple=multiple)
         bytes_too = follow_weights and direction == ENCODE and x.dtype == torch.uint8
         self._check_place(what, x, follow_weights)

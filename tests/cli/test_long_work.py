@@ -116,7 +116,7 @@ def test_a_longer_video_has_a_second_program_and_no_third():
     class Vae:
         config = MappingProxyType({"in_channels": 3, "latent_channels": 16, "temporal_compression_ratio": 4})
         num_sample_frames_batch_size, num_latent_frames_batch_size = 8, 2
-        spatial_scale, dtype = 8, torch.float32
+        spatial_compression_ratio, dtype = 8, torch.float32
 
         def encode_stream(self, frames):
             asked.append(("encode", frames.dtype, *frames.shape))

@@ -11,7 +11,7 @@ from cogvideox_torchax.pipelines import preview
 class LinearVAE:
     """A VAE whose latents are a mix of its pixels' mean colors: the map that is to be found exists."""
 
-    dtype, spatial_scale = torch.float32, 8
+    dtype, spatial_compression_ratio = torch.float32, 8
     mix = torch.tensor([[1.0, 0.5, 0], [0, 2, 0], [0.3, 0, -1], [1, 1, 1]])
 
     def encode(self, x):

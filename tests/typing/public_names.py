@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any, assert_type
 
 import jax
+import jax.numpy as jnp
 import torch
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from diffusers.pipelines.cogvideo.pipeline_cogvideox import CogVideoXPipeline
@@ -28,10 +29,12 @@ def port_and_run(pipe: CogVideoXPipeline, video: torch.Tensor) -> None:
     assert_type(mesh, Mesh)
     assert_type(port(pipe, mesh=mesh), CogVideoXPipeline)
     assert_type(load_pipeline("a-directory", mesh=mesh), Any)
+    assert_type(load_pipeline("a-directory", pipeline_class=CogVideoXPipeline), CogVideoXPipeline)
     assert_type(enable(), None)
     vae = AutoencoderKLCogVideoX.from_pretrained("a-directory", torch_dtype=torch.bfloat16)
     assert_type(vae, AutoencoderKLCogVideoX)
     assert_type(port(vae), AutoencoderKLCogVideoX)
+    vae.place_on(mesh)
     assert_type(vae.encode_stream(video), Iterator[DiagonalGaussianDistribution])
     assert_type(vae.decode_stream(video, output_dtype=torch.uint8), Iterator[torch.Tensor])
 
@@ -45,8 +48,8 @@ def flax_build(video: jax.Array, directory: str) -> None:
     posterior = flax_vae.encode(video)
     assert_type(posterior, Posterior)
     assert_type(flax_vae.decode(posterior.mode()), jax.Array)
-    assert_type(flax_vae.decode_stream(video), Iterator[jax.Array])
-    assert_type(FlaxVAEForPipelines(flax_vae).mesh, Any)
+    assert_type(flax_vae.decode_stream(video, output_dtype=jnp.uint8), Iterator[jax.Array])
+    assert_type(FlaxVAEForPipelines(flax_vae).mesh, Mesh | None)
 
 
 def vae_kernels(x: jax.Array, kernel: jax.Array, vector: jax.Array) -> None:

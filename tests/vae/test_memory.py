@@ -18,7 +18,7 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 WIDE = SimpleNamespace(
     config={"block_out_channels": (128,)},
     dtype=torch.bfloat16,
-    spatial_scale=8,
+    spatial_compression_ratio=8,
     num_sample_frames_batch_size=8,
     num_latent_frames_batch_size=2,
 )

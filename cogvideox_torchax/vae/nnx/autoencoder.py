@@ -301,9 +301,19 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         """As `encode`, chunk by chunk; a chunk's latents are there while the next one is computed."""
         return map(Posterior.from_moments, self._stream(ENCODE, x))
 
-    def decode_stream(self, z: jax.Array, *, as_uint8: bool = False) -> Iterator[jax.Array]:
-        """As `decode`, chunk by chunk; bytes (0 to 255) where `as_uint8`."""
-        return self._stream(DECODE, z, as_uint8=as_uint8)
+    def decode_stream(self, z: jax.Array, *, output_dtype: DTypeLike | None = None) -> Iterator[jax.Array]:
+        """Decode chunk by chunk; a chunk's frames are there while the next one is computed.
+
+        Args:
+            z: as `decode` takes them.
+            output_dtype: jnp.uint8 for bytes (0 to 255); None for the model's dtype, in about [-1, 1].
+
+        Raises:
+            ValueError: bad latents, or another output dtype.
+        """
+        if output_dtype is not None and jnp.dtype(output_dtype) != jnp.uint8:
+            raise ValueError(f"decode_stream got output_dtype {output_dtype}: None or jnp.uint8")
+        return self._stream(DECODE, z, as_uint8=output_dtype is not None)
 
     def _whole(self, direction: Direction, x: jax.Array, **options: bool) -> jax.Array:
         videos = [x] if not self.use_slicing or x.shape[0] == 1 else [video[None] for video in x]
@@ -390,7 +400,7 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
             return None
         from cogvideox_torchax.sharding import Placement
 
-        unit = direction.scale(self.config.spatial_scale)
+        unit = direction.scale(self.config.spatial_compression_ratio)
         return Placement(self.mesh, NTHWC, HWNTC, unit)
 
     # Training
@@ -427,7 +437,7 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         tile_overlap_factor_width: float = 1 / 5,
     ) -> None:
         """Runs pictures larger than a tile in tiles; sizes in sample pixels, half the config's by default."""
-        scale = self.config.spatial_scale
+        scale = self.config.spatial_compression_ratio
         height = tile_sample_min_height or self.config.sample_height // 2
         width = tile_sample_min_width or self.config.sample_width // 2
         self.tile_settings = tiling.TileSettings(
@@ -440,13 +450,13 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
 
     def _tile_plan(self, direction: Direction, size: tuple[int, ...]) -> tiling.TilePlan | None:
         """Return the tiles of a picture's rows and columns; None where it is one, or tiling is off."""
-        tiles, scale = self.tile_settings, self.config.spatial_scale
+        tiles, scale = self.tile_settings, self.config.spatial_compression_ratio
         if tiles is None or not tiles.cuts(direction, size, scale):
             return None
         return tiles.plan(direction, size, scale)
 
     def _check(self, direction: Direction, x: jax.Array) -> None:
-        what, multiple = direction.takes, direction.scale(self.config.spatial_scale)
+        what, multiple = direction.takes, direction.scale(self.config.spatial_compression_ratio)
         channels = getattr(self.config, direction.channels)
         check_shape(what, x.shape, NTHWC, channels=channels, multiple=multiple)
         check_finite(what, runtime.first_nonfinite_of(x), NTHWC)

@@ -75,7 +75,7 @@ class FlaxAutoencoderKLCogVideoXConfig:
         return chunks.temporal_steps(self.temporal_compression_ratio)
 
     @property
-    def spatial_scale(self) -> int:
+    def spatial_compression_ratio(self) -> int:
         """Sample pixels to a latent pixel, along one axis."""
         return 2 ** (len(self.block_out_channels) - 1)
 

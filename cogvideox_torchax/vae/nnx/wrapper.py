@@ -221,12 +221,12 @@ class FlaxVAEForPipelines(ChunkedVAE, PortedModel, ModelMixin, ConfigMixin):
         return torch.device("cpu")
 
     @property
-    def mesh(self) -> Any:
+    def mesh(self) -> jax.sharding.Mesh | None:
         """The mesh that the Flax model runs on; None for one device."""
         return self.flax_vae.mesh
 
-    def place_on(self, mesh: Any) -> None:
-        """As `FlaxAutoencoderKLCogVideoX.place_on`; `port(vae, mesh=mesh)` calls it."""
+    def place_on(self, mesh: jax.sharding.Mesh) -> None:
+        """Run on a mesh from now on; `port(vae, mesh=mesh)` calls it."""
         self.flax_vae.place_on(mesh)
 
     def encode(self, x: torch.Tensor, return_dict: bool = True) -> Any:

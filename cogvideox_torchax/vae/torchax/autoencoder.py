@@ -27,6 +27,8 @@ from cogvideox_torchax.vae.torchax.modules import LAYERS, port_modules
 from cogvideox_torchax.vae.torchax.networks import EncoderChunk, chunk_network, stock_of
 
 if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
     from cogvideox_torchax.sharding import Placement
 
 HUB_OPTIONS = {"revision", "token", "cache_dir", "local_files_only", "force_download"}
@@ -185,7 +187,7 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
         without `torch.no_grad()` never ask for gradients.
         """
         size = x.shape[3:]
-        forced = self._tiles.plan(direction, size, self.spatial_scale) if in_tiles else None
+        forced = self._tiles.plan(direction, size, self.spatial_compression_ratio) if in_tiles else None
         plan = forced or self._tile_plan(direction, size)
         network = chunk_network(self, direction)
         if not runtime.wants_gradient(network, x):
@@ -223,7 +225,7 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
             return runtime.Program(network)
         from cogvideox_torchax.sharding import ChunksOnMesh
 
-        unit = (ENCODE if isinstance(network, EncoderChunk) else DECODE).scale(self.spatial_scale)
+        unit = (ENCODE if isinstance(network, EncoderChunk) else DECODE).scale(self.spatial_compression_ratio)
         return runtime.Program(network, ChunksOnMesh(self.mesh, NCTHW, HWNTC, unit, LAYERS))
 
     def compile_last_chunk(
@@ -252,8 +254,8 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
 
         return Placement(self.mesh)
 
-    def place_on(self, mesh: Any) -> None:
-        """Runs on another mesh from now on: the programs compiled so far are dropped.
+    def place_on(self, mesh: "Mesh") -> None:
+        """Run on another mesh from now on; the programs compiled so far are dropped.
 
         Raises:
             ValueError: a mesh that was not made by `make_mesh`.

@@ -17,6 +17,7 @@ from cogvideox_torchax.flax import Posterior
 from cogvideox_torchax.runtime.programs import Program
 from cogvideox_torchax.vae.nnx import modules
 from cogvideox_torchax.vae.nnx.autoencoder import Network, compiled
+from cogvideox_torchax.vae.pixels import to_uint8
 from cogvideox_torchax.vae.tolerances import FLOAT32_RELATIVE, relative_error
 from tests import reference
 
@@ -60,6 +61,9 @@ def test_slices_and_bytes_and_streams_are_the_same_video(vae):
     parts = list(vae.decode_stream(z[1:]))
     assert [part.shape[1] for part in parts] == [9, 8]
     assert np.array_equal(np.concatenate(parts, axis=1), whole)
+    as_bytes = jnp.concatenate(list(vae.decode_stream(z[1:], output_dtype=jnp.uint8)), axis=1)
+    assert as_bytes.dtype == jnp.uint8
+    assert np.array_equal(as_bytes, to_uint8(whole))
 
 
 def test_a_tile_size_that_diffusers_gets_wrong_gives_the_right_size(vae):
@@ -167,6 +171,8 @@ def test_bad_videos_are_named(vae, x, words):
             encode(x)
     with pytest.raises(ValueError, match="latents of rank 3"):
         vae.decode_stream(jnp.zeros((1, 1, 16)))
+    with pytest.raises(ValueError, match="output_dtype .*int32.*: None or jnp.uint8"):
+        vae.decode_stream(channels_last(reference.latents(1)), output_dtype=jnp.int32)
 
 
 def test_of_a_numpy_array_only_a_chunk_goes_to_the_device(vae, monkeypatch):
