@@ -14,7 +14,7 @@ class BackendError(ValueError):
 
 
 class Use(Enum):
-    """What a backend is for: the commands that run a VAE, `verify`, `bench` and `plan`."""
+    """The purposes of a backend: commands that run a VAE, `verify`, `bench` and `plan`."""
 
     RUN = "run"
     VERIFY = "verify"
@@ -24,7 +24,7 @@ class Use(Enum):
 
 @dataclass(frozen=True)
 class _Entry:
-    """Where a backend's class is, and what it is for; nothing of it is imported before it is asked for."""
+    """The location of a backend's class, and its purposes; the class is imported on request."""
 
     module: str
     attribute: str
@@ -42,12 +42,12 @@ _REGISTRY = {
 
 
 def names(use: Use) -> tuple[str, ...]:
-    """The backends that are for one use."""
+    """Return the backends for one use."""
     return tuple(name for name, entry in _REGISTRY.items() if use in entry.uses)
 
 
 def backend(name: str) -> type[Backend]:
-    """A backend by its name.
+    """Return a backend's class by its name.
 
     Raises:
         BackendError: no such backend, or one whose packages are not installed.

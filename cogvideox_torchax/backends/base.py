@@ -1,4 +1,4 @@
-"""What a backend is: a VAE, and how it is loaded, run, looked into and planned."""
+"""The interface of a backend: a VAE, and how it is loaded, run, inspected and planned."""
 
 import abc
 from collections.abc import Callable, Iterator
@@ -12,7 +12,7 @@ from cogvideox_torchax.vae.checkpoint import locate_vae
 from cogvideox_torchax.vae.directions import ENCODE, Direction
 
 Recorder = Callable[[torch.Tensor], dict[str, torch.Tensor]]
-"""From one chunk of a video to its layers' outputs, plain, by diffusers' names. It carries the cache."""
+"""Function of one chunk to its layers' outputs, plain, by diffusers' names. It carries the cache."""
 
 
 class Backend(abc.ABC):
@@ -23,12 +23,12 @@ class Backend(abc.ABC):
     """
 
     has_layers = True
-    """Whether `recorder` gives them."""
+    """True if `recorder` gives layers."""
     runs_on_mesh = True
     axes = NCTHW
-    """Of the chunks that `program` takes."""
+    """Layout of the chunks that `program` takes."""
     compiled_by_jax = True
-    """Whether JAX's own clock says how long its programs took to lower and to compile."""
+    """True if JAX's own clock times its lowering and compilation."""
 
     def __init__(self, vae: Any):
         self.vae = vae
@@ -36,16 +36,16 @@ class Backend(abc.ABC):
     @classmethod
     @abc.abstractmethod
     def model_class(cls) -> Any:
-        """The class whose `from_pretrained` loads a model for this backend."""
+        """Return the class whose `from_pretrained` loads a model for this backend."""
 
     @classmethod
     def load(cls, model: str, dtype: torch.dtype, mesh: Any = None) -> "Backend":
-        """A model ready to run: of a directory or a hub id, of a VAE or of a whole pipeline.
+        """Load a model, ready to run, from a directory or a hub id, of a VAE or of a whole pipeline.
 
         Args:
             model: the directory or the id.
-            dtype: of the weights.
-            mesh: of `make_mesh`, or None.
+            dtype: dtype of the weights.
+            mesh: a mesh of `make_mesh`, or None.
 
         Raises:
             ModelError: a `ValueError` that says what is missing or wrong, and what to do.
@@ -57,22 +57,22 @@ class Backend(abc.ABC):
 
     @classmethod
     def placed(cls, vae: Any) -> Any:
-        """The model of `model_class`, where this backend runs it."""
+        """Return a model of `model_class` on this backend's devices."""
         return vae
 
     @classmethod
     @abc.abstractmethod
     def around(cls, native: Any) -> "Backend":
-        """A backend around a model that is in PyTorch, diffusers' or ported, whose weights it takes."""
+        """Return a backend with the weights of a PyTorch model, diffusers' or ported."""
 
     @classmethod
     def program(cls, vae: Any, kind: Direction) -> Any:
-        """The chunk program of a direction, for the config, dtype and mesh of a weightless model."""
+        """Return the chunk program of a direction, for a weightless model's config, dtype and mesh."""
         raise NotImplementedError(f"{cls.__name__} compiles nothing ahead of time")
 
     @classmethod
     def device(cls) -> str:
-        """What it runs on."""
+        """Return the name of the device."""
         import jax
 
         devices = jax.devices()
@@ -82,7 +82,7 @@ class Backend(abc.ABC):
     # A whole video
 
     def run(self, kind: Direction, x: torch.Tensor) -> torch.Tensor:
-        """The posterior's moments of a video, or the frames of latents, as a plain tensor."""
+        """Return the posterior's moments of a video, or the frames of latents, as a plain tensor."""
         placed = self.put(x)
         if kind == ENCODE:
             return self.to_torch(self.vae.encode(placed).latent_dist.parameters)
@@ -91,28 +91,28 @@ class Backend(abc.ABC):
     # Chunk by chunk
 
     def chunks(self, kind: Direction, x: torch.Tensor) -> Iterator[torch.Tensor]:
-        """The results of a video's chunks, left where they are computed."""
+        """Yield the results of a video's chunks, left where they are computed."""
         from cogvideox_torchax.vae.streaming import frames_of_chunks  # imports JAX, which the list does not
 
         return self.vae.results(kind, frames_of_chunks(self.vae, kind, self.put(x)))
 
     @abc.abstractmethod
     def recorder(self, kind: Direction, wanted: Callable[[str], Any]) -> Recorder:
-        """A pass over a video that gives the layers whose names are `wanted`."""
+        """Return a pass over a video that records the layers whose names are `wanted`."""
 
     @property
     def program_counts(self) -> dict[str, int]:
-        """How many programs have been compiled for each half; none where the backend does not count."""
+        """Number of compiled programs for each half; empty if the backend does not count."""
         return {}
 
     def put(self, x: torch.Tensor) -> torch.Tensor:
-        """A plain tensor, where the model takes it."""
+        """Put a plain tensor where the model takes it."""
         return x
 
     def wait(self, chunk: torch.Tensor) -> torch.Tensor:
-        """The result of a chunk, when it has been computed."""
+        """Return a chunk's result once it has been computed."""
         return runtime.wait(chunk)
 
     def to_torch(self, chunk: torch.Tensor) -> torch.Tensor:
-        """A result as a plain tensor."""
+        """Return a result as a plain tensor."""
         return runtime.to_torch(chunk)

@@ -1,4 +1,4 @@
-"""What is asked of tensors wherever they lie: frames, videos, dtypes, values that are not finite."""
+"""Queries on tensors, wherever they lie: frames, videos, dtypes, non-finite values."""
 
 import functools
 from collections.abc import Sequence
@@ -12,25 +12,25 @@ from cogvideox_torchax.upstream import is_traced
 
 
 def fetch_async(tensor: torch.Tensor) -> None:
-    """Starts the copy of a result to the host, to be there when `to_torch` asks for it."""
+    """Start copying a result to the host; `to_torch` then finds it there."""
     if on_jax(tensor):
         array_of(tensor).copy_to_host_async()
 
 
 def wait(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns when the tensor's value has been computed; a native tensor always has been."""
+    """Return the tensor once its value has been computed; a native tensor always has been."""
     if on_jax(tensor):
         array_of(tensor).block_until_ready()
     return tensor
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name that torch, JAX and NumPy share: "bfloat16" of `torch.bfloat16`."""
+    """Return the name that torch, JAX and NumPy share, such as "bfloat16" for `torch.bfloat16`."""
     return str(dtype).removeprefix("torch.")
 
 
 def device_and_dtype(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, torch.dtype | None]:
-    """What a call of `.to(*args, **kwargs)` asks for; None for what it does not."""
+    """Return the device and the dtype that `.to(*args, **kwargs)` requests, each None if absent."""
     device, dtype = kwargs.get("device"), kwargs.get("dtype")
     for value in args:
         if isinstance(value, torch.dtype):
@@ -43,14 +43,14 @@ def device_and_dtype(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any
 
 
 def jax_dtype(dtype: torch.dtype) -> Any:
-    """torch's dtype as JAX's."""
+    """Return the JAX dtype of a torch dtype."""
     import jax.numpy as jnp
 
     return jnp.dtype(dtype_name(dtype))
 
 
 def first_nonfinite(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """The index of the first NaN or Inf, or None; a tensor that is being traced has no values to look at."""
+    """Return the index of the first NaN or Inf, or None; a tensor that is being traced counts as finite."""
     if not tensor.dtype.is_floating_point:
         return None
     if on_jax(tensor):
@@ -60,7 +60,7 @@ def first_nonfinite(tensor: torch.Tensor) -> tuple[int, ...] | None:
 
 
 def first_nonfinite_of(array: Any) -> tuple[int, ...] | None:
-    """As `first_nonfinite`, of an array on JAX or of NumPy's."""
+    """Return the index of the first NaN or Inf in a JAX or NumPy array, or None; see `first_nonfinite`."""
     import jax
     import jax.numpy as jnp
 
@@ -109,8 +109,10 @@ def concatenate(parts: Sequence[Any], axis: int) -> Any:
 
 
 def take(x: Any, axis: int, start: int, length: int) -> Any:
-    """Return entries `start` to `start + length` of an axis of a tensor or an array, in any thread; on JAX
-    one small program serves every start."""
+    """Return entries `start` to `start + length` of an axis of a tensor or an array, in any thread.
+
+    On JAX one small program serves every start.
+    """
     if isinstance(x, torch.Tensor) and on_jax(x):
         return tensor_of(take(array_of(x), axis, start, length))
     if isinstance(x, torch.Tensor | np.ndarray):

@@ -21,7 +21,11 @@ PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 @functools.cache
 def import_torchax() -> Any:
-    """torchax with its `interop`; `ImportError` with the pair to install where it does not import."""
+    """Return torchax with its `interop`.
+
+    Raises:
+        ImportError: torchax does not import; the message names the pair of versions to install.
+    """
     try:
         import torchax.interop
         import torchax.ops.jaten
@@ -39,8 +43,7 @@ def import_torchax() -> Any:
 
 
 def enable() -> None:
-    """Turns torchax on for this thread, once; calling it again, or after `torchax.enable_globally()`, does
-    nothing."""
+    """Turn torchax on for this thread; repeated calls, also after `torchax.enable_globally()`, do nothing."""
     torchax = import_torchax()
     if not is_enabled():
         torchax.enable_globally()
@@ -48,7 +51,7 @@ def enable() -> None:
 
 
 def is_enabled() -> bool:
-    """Whether this thread's torch calls go through torchax."""
+    """Return whether this thread's torch calls go through torchax."""
     return torchax_is_on()
 
 
@@ -66,7 +69,7 @@ def active() -> Iterator[None]:
 
 
 def without_torchax(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Calls `function` with torchax off, all else as this thread has it.
+    """Call `function` with torchax off and every other setting of this thread kept.
 
     Loading safetensors and building on `torch.device("meta")` go wrong while torchax is on.
     """
@@ -75,7 +78,7 @@ def without_torchax(function: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 
 
 def on_jax(tensor: torch.Tensor) -> bool:
-    """Whether a tensor lives on JAX (a torchax tensor or a view of one) rather than in PyTorch itself."""
+    """Return whether a tensor lives on JAX: a torchax tensor or a view of one."""
     # torchax's mode turns each attribute of a plain tensor into a call of its own.
     return type(tensor) not in PLAIN and tensor.device.type == "jax"
 
@@ -92,7 +95,7 @@ def is_jax_device(device: Any) -> bool:
 
 
 def torch_view(jax_function: Callable[..., Any]) -> Callable[..., Any]:
-    """A JAX function as a torch function: `torchax.interop.torch_view`, imported at the first call."""
+    """Return a JAX function as a torch function: `torchax.interop.torch_view`, imported at the first call."""
 
     @functools.wraps(jax_function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -102,35 +105,34 @@ def torch_view(jax_function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def array_of(tensor: torch.Tensor) -> Any:
-    """The `jax.Array` inside a torchax tensor."""
+    """Return the `jax.Array` inside a torchax tensor."""
     return import_torchax().interop.jax_view(tensor)
 
 
 def tensor_of(array: Any) -> torch.Tensor:
-    """A `jax.Array` as a torchax tensor, without a copy."""
+    """Return a `jax.Array` as a torchax tensor, without a copy."""
     return import_torchax().interop.torch_view(array)
 
 
 def to_jax(tensor: torch.Tensor) -> torch.Tensor:
-    """A plain torch tensor on JAX's default device; a torchax tensor as it is."""
+    """Return a plain torch tensor on JAX's default device; a torchax tensor is returned unchanged."""
     return tensor if on_jax(tensor) else import_torchax().default_env().to_xla(tensor.detach())
 
 
 def to_torch(tensor: torch.Tensor) -> torch.Tensor:
-    """A torchax tensor as a plain CPU tensor of its own (this waits for its value); a plain tensor as it
-    is."""
+    """Copy a torchax tensor, once computed, into a plain CPU tensor; a plain tensor is returned unchanged."""
     return plain_tensor(np.array(array_of(tensor))) if on_jax(tensor) else tensor
 
 
 def plain_tensor(host: np.ndarray) -> torch.Tensor:
-    """A NumPy array as a plain torch tensor, without a copy: the inverse of `host_array`."""
+    """Return a NumPy array as a plain torch tensor, without a copy: the inverse of `host_array`."""
     if host.dtype.name == "bfloat16":  # ml_dtypes', which torch does not take
         return torch.from_numpy(host.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(host)
 
 
 def host_array(tensor: torch.Tensor) -> np.ndarray:
-    """A plain torch tensor as a NumPy array, without a copy where there is one."""
+    """Return a plain torch tensor as a NumPy array, without a copy if it is contiguous."""
     tensor = tensor.detach()
     if tensor.dtype == torch.bfloat16:
         import ml_dtypes
@@ -140,16 +142,14 @@ def host_array(tensor: torch.Tensor) -> np.ndarray:
 
 
 def as_array(value: Any) -> Any:
-    """Return a tensor, plain or on JAX, as the array that holds its values, without a copy; an array as it
-    is."""
+    """Return a tensor, plain or on JAX, as an array, without a copy; an array is returned unchanged."""
     if not isinstance(value, torch.Tensor):
         return value
     return array_of(value) if on_jax(value) else host_array(value)
 
 
 def jit_torch(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A torch function of tensors compiled by JAX; its first argument is static and hashable, the rest are
-    tensors."""
+    """Compile a torch function of tensors with JAX; its first argument is static and hashable."""
     import jax
 
     compiled = jax.jit(

@@ -20,7 +20,7 @@ class CompileClock:
 
     @property
     def seconds(self) -> float:
-        """Of both together, since the last `take`."""
+        """Seconds of tracing and compiling together, since the last `take`."""
         return union(self.spans, (*TRACING_EVENTS, *COMPILING_EVENTS))
 
     def take(self) -> dict[str, float]:

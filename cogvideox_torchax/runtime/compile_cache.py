@@ -1,4 +1,4 @@
-"""Where JAX keeps what it has compiled, from one process to the next."""
+"""The directory in which JAX keeps compiled programs from one process to the next."""
 
 import os
 import threading
@@ -12,7 +12,7 @@ _cache_configured = False
 
 
 def default_compile_cache() -> Path:
-    """`$XDG_CACHE_HOME/cogvideox-torchax/xla`, in `~/.cache` where that is not set."""
+    """Return `$XDG_CACHE_HOME/cogvideox-torchax/xla`, or the same under `~/.cache` if that is unset."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cogvideox-torchax" / "xla"
 
 

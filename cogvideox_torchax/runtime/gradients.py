@@ -40,8 +40,10 @@ class _Differentiated(torch.autograd.Function):
 
 
 def _keep(ctx: Any, tree: Any) -> Callable[[tuple[torch.Tensor, ...]], Any]:
-    """Gives a tree's arrays to torch, which lets them go after a backward pass; what makes the tree of them
-    again."""
+    """Save a tree's arrays for the backward pass; return a function that rebuilds the tree from them.
+
+    torch frees the arrays after the backward pass.
+    """
     import jax
 
     leaves, structure = jax.tree.flatten(tree)
@@ -60,7 +62,7 @@ def _keep(ctx: Any, tree: Any) -> Callable[[tuple[torch.Tensor, ...]], Any]:
 
 
 def differentiated(function: Function, *tensors: torch.Tensor) -> torch.Tensor:
-    """A JAX function of torchax tensors, each of which gets its gradient where it asks for one."""
+    """Call a JAX function on torchax tensors and give each that requires one its gradient."""
     return _Differentiated.apply(function, None, *tensors)  # pyright: ignore[reportReturnType]
 
 
@@ -72,7 +74,7 @@ def differentiable(
     *,
     run: Callable[[], torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """A JAX function of weights and of an input, with torch's gradients for those that ask for one.
+    """Call a JAX function of weights and an input, with torch's gradients for those that require one.
 
     Args:
         function: of arrays, the weights by name and the input, to an array.
@@ -98,8 +100,7 @@ def differentiable(
 def without_gradient(
     network: nn.Module, x: torch.Tensor, run: Callable[[], torch.Tensor], why: str
 ) -> torch.Tensor:
-    """What `run` gives of an input; where torch records it, a backward pass through it is an error that says
-    why."""
+    """Return the result of `run`; a backward pass through it raises `ValueError` with the message `why`."""
     if not wants_gradient(network, x):
         return run()
 
@@ -110,15 +111,17 @@ def without_gradient(
 
 
 def wants_gradient(network: nn.Module, x: torch.Tensor) -> bool:
-    """Whether torch, as this thread has it set, records what becomes of an input on JAX or of the weights."""
+    """Return whether torch, in this thread, records operations on this JAX input or on the weights."""
     if not torch.is_grad_enabled() or not on_jax(x):
         return False
     return x.requires_grad or any(weight.requires_grad for weight in network.parameters())
 
 
 def rematerialized(module: nn.Module, *inputs: Any) -> Any:
-    """Calls a module whose activations are computed anew for the backward pass instead of being kept; on
-    JAX or in PyTorch. As diffusers' `enable_gradient_checkpointing` takes it."""
+    """Call a module, on JAX or in PyTorch, whose activations the backward pass recomputes instead of keeping.
+
+    diffusers' `enable_gradient_checkpointing` takes it.
+    """
     tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
     if not any(map(on_jax, tensors)):
         return checkpoint(module, *inputs, use_reentrant=False)

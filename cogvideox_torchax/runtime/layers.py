@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 Visit = Callable[[str, Any], Any]
-"""From a layer's name and its arguments (args, kwargs), or its result, to what takes their place."""
+"""Function of a layer's name and its arguments (args, kwargs) or result, to their replacement."""
 
 
 @contextlib.contextmanager
@@ -61,13 +61,13 @@ def watched(
 
 
 def is_watched(module: nn.Module) -> bool:
-    """Whether a module has hooks that see or change what it does, or a forward of its own."""
+    """Return whether a module has hooks that see or change its work, or a forward of its own."""
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     return "forward" in vars(module) or any(not getattr(hook, "names_only", False) for hook in hooks)
 
 
 def as_layer(module: nn.Module, run: Callable[..., Any]) -> Callable[..., Any]:
-    """`run` in the place of a module that is not `is_watched`, under the name that `watched` gives it."""
+    """Return `run` in place of a module that is not `is_watched`, under the name that `watched` gives it."""
 
     def call(*inputs: Any) -> Any:
         for hook in module._forward_pre_hooks.values():

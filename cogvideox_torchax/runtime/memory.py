@@ -18,17 +18,17 @@ EXHAUSTED = (
     "can't allocate memory",
     "memoryerror",
 )
-"""What XLA, CUDA, PyTorch and Python write when there is no more, in small letters."""
+"""Lower-case messages of XLA, CUDA, PyTorch and Python for exhausted memory."""
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether memory, of the device or of the host, is what an error is about."""
+    """Return whether an error reports exhausted memory, of the device or of the host."""
     text = f"{type(error).__name__}: {error}".lower()
     return any(words in text for words in EXHAUSTED)
 
 
 def of_several_processes(mesh: "Mesh | None") -> bool:
-    """Whether a mesh has devices of more than one process."""
+    """Return whether a mesh has devices of more than one process."""
     return mesh is not None and len({device.process_index for device in mesh.devices.flat}) > 1
 
 
@@ -61,7 +61,7 @@ def _free_memory(devices: int) -> int:
 
 
 def host_peak_bytes() -> int | None:
-    """The most memory this process has held; None off Linux. (`getrusage` counts the parent's too.)"""
+    """Return this process's peak memory in bytes; None off Linux. (`getrusage` counts the parent's too.)"""
     status = Path("/proc/self/status")
     if not status.is_file():
         return None

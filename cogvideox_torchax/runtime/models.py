@@ -1,4 +1,4 @@
-"""What every ported object shares: its mesh, its copies and its pickles."""
+"""Base classes of ported objects: their mesh, their copies and their pickles."""
 
 import contextlib
 import copy
@@ -14,21 +14,20 @@ from cogvideox_torchax.runtime.weights import put_weights, replace_weights
 
 
 def stock_class(model: Any) -> type:
-    """The class of another package that a ported model stands in for."""
+    """Return the class of another package that a ported model replaces."""
     ours = __name__.partition(".")[0]
     return next(kind for kind in type(model).__mro__ if kind.__module__.partition(".")[0] != ours)
 
 
 def save_as_stock(model: nn.Module) -> None:
-    """Has a pipeline that holds the model name its original class in model_index.json."""
+    """Make a pipeline that holds the model name its original class in model_index.json."""
     upstream.saved_as(model, stock_class(model))
 
 
 PROGRAMS = "_compiled_programs"
 """The attribute in which a model's own programs lie (`programs_of`)."""
 MADE_OF_IT = frozenset({PROGRAMS, upstream.COMPILED_CALL})
-"""Attributes that were made of a module and are no part of it: what torch.compile made would run the
-original."""
+"""Attributes derived from a module and no part of it: torch.compile's would run the original."""
 BESIDE_IT = MADE_OF_IT | upstream.CACHE_STATE
 """Attributes that no program is traced of; its caches go with a copy."""
 
@@ -65,7 +64,7 @@ class PickledAsStock(Copied):
 
 
 def _blank(kind: type) -> Any:
-    """What a pickle of `PickledAsStock` begins with."""
+    """Return an instance without attributes, for unpickling `PickledAsStock`."""
     return object.__new__(kind)
 
 
@@ -83,8 +82,10 @@ class PortedModel(Copied, nn.Module):
         return self._mesh
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """As torch's, whether or not torchax is on; what is tied stays tied, and weights on the host have
-        memory of their own."""
+        """Move or cast the model as torch does, whether or not torchax is on.
+
+        Tied weights stay tied, and weights on the host have memory of their own.
+        """
         device, dtype = device_and_dtype(args, kwargs)
         if is_jax_device(device):
             if dtype is not None:
@@ -96,7 +97,7 @@ class PortedModel(Copied, nn.Module):
         return super().to(*args, **kwargs)
 
     def place(self) -> None:
-        """Puts the weights on JAX's default device."""
+        """Put the weights on JAX's default device."""
         put_weights(self)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
@@ -104,7 +105,7 @@ class PortedModel(Copied, nn.Module):
             return super()._apply(fn, recurse)
 
     def cpu(self) -> Any:
-        """As `to("cpu")`."""
+        """Move the model to the CPU, as `to("cpu")` does."""
         return self.to("cpu")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PortedModel":

@@ -57,5 +57,5 @@ def named_layers(network: nn.Module) -> contextlib.AbstractContextManager[Any]:
 
 
 def is_profiling() -> bool:
-    """Whether a profile is being made: programs traced meanwhile have names."""
+    """Return whether a profile is being recorded; programs traced meanwhile carry names."""
     return _profiling

@@ -39,7 +39,7 @@ class Programs:
         self._kept: dict[Hashable, list[tuple[Snapshot, Any]]] = {}
 
     def get(self, kind: Hashable, network: nn.Module, build: Callable[[nn.Module], T]) -> T:
-        """The program of a network: the one that was built for this very tree, or a new one.
+        """Return the program built for this very module tree, or build one.
 
         Args:
             kind: which of the model's programs.
@@ -59,22 +59,25 @@ class Programs:
 
 
 def programs_of(model: nn.Module) -> Programs:
-    """The programs of a model: neither part of it nor of its copies, and gone when it is.
+    """Return the programs of a model, which are no part of it or of its copies and are freed with it.
 
-    They lie in the model: a hook that they were traced with may refer to it, and then only Python's collector
-    finds that nobody else does.
+    They are an attribute of the model: a hook they were traced with may refer to it, and only Python's
+    garbage collector frees such a cycle.
     """
     return vars(model).setdefault(PROGRAMS, Programs())  # at once, whatever other threads do
 
 
 def forget_programs(model: nn.Module) -> None:
-    """Drops what was compiled of a model."""
+    """Drop a model's compiled programs."""
     vars(model).pop(PROGRAMS, None)
 
 
 def _without_chance(network: nn.Module) -> nn.Module:
-    """The network; `ValueError` where something in it drops values by chance, which a program would draw once
-    and for all."""
+    """Return the network.
+
+    Raises:
+        ValueError: a module drops values at random, which a program would draw once and for all.
+    """
     for name, module in network.named_modules():
         if isinstance(module, DROPOUTS) and module.training and module.p > 0:
             raise ValueError(
@@ -85,7 +88,7 @@ def _without_chance(network: nn.Module) -> nn.Module:
 
 
 class Place:
-    """Where a program runs: one device, JAX's default one where None. A subclass says the same of a mesh."""
+    """The device of a program: one device, JAX's default if None. A subclass stands for a mesh."""
 
     def __init__(self, device: Any = None):
         self._device = device
@@ -114,8 +117,7 @@ class Place:
         return self.struct(shape, dtype)
 
     def trace(self, run: Callable[..., Any], inputs: Any, cache: Any) -> Any:
-        """Return what `run(inputs, cache)` gives, (result, cache), inside of a program; what else `run` gets,
-        by name, goes to the network."""
+        """Return `run(inputs, cache)`, (result, cache), in a program; other keywords go to the network."""
         return run(inputs, cache)
 
     def watching(self, network: nn.Module) -> contextlib.AbstractContextManager[Any]:
@@ -201,8 +203,11 @@ class Program:
             return self._trace(weights, inputs, cache)
 
     def weights(self, network: nn.Module) -> dict[str, Any]:
-        """Return the weights of a network like the one that this is compiled of, where the program takes
-        them; what `load_state_dict` has put elsewhere is moved there for good."""
+        """Return a network's weights where the program takes them.
+
+        The network is like the compiled one. Weights that `load_state_dict` has put elsewhere are moved for
+        good.
+        """
         named = named_tensors(network)
         for name, tensor in named.items():
             array = array_of(tensor)
@@ -212,8 +217,7 @@ class Program:
         return {name: array_of(tensor) for name, tensor in named.items()}
 
     def put(self, inputs: Any) -> Any:
-        """Return arrays, or tensors, plain or on JAX, as arrays where the program takes them; what is None
-        stays out."""
+        """Return arrays or tensors, plain or on JAX, as arrays on the program's devices; drop None values."""
         import jax
 
         if isinstance(inputs, dict):
@@ -229,8 +233,9 @@ class Program:
         return carried(lambda chunk, cache: self.run(weights, self.put(chunk), cache))
 
     def run_video(self, weights: Any, video: Any, lengths: Sequence[int]) -> Any:
-        """All chunks of a video, a JAX array (N, C, T, H, W), for `jax.vjp`: a later frame's gradient goes
-        through the caches to earlier ones.
+        """Run all chunks of a video, a JAX array (N, C, T, H, W), for `jax.vjp`.
+
+        The gradient of a later frame flows through the caches to earlier frames.
 
         Args:
             weights: where the program takes them.
@@ -247,7 +252,7 @@ class Program:
     # Ahead of time
 
     def lower(self, weights: Any, inputs: Any, cache: Any = None) -> Any:
-        """The program lowered for arrays, or for `jax.ShapeDtypeStruct`s that stand for them."""
+        """Lower the program for arrays, or for `jax.ShapeDtypeStruct`s."""
         return self._compiled.lower(weights, inputs, cache)
 
     def weight_structs(self) -> Any:
@@ -262,7 +267,7 @@ class Program:
         )
 
     def lower_chunk(self, chunk: tuple[int, ...], dtype: Any, first: tuple[int, ...] | None = None) -> Any:
-        """The program lowered for a chunk, with no data and no weights.
+        """Lower the program for a chunk, without data and weights.
 
         Args:
             chunk: its shape.
@@ -280,7 +285,7 @@ class Program:
         return jax.tree.map(lambda part: self.place.cache_struct(part.shape, part.dtype), cache)
 
     def lower_structs(self, tensors: dict[str, Any], *, later: bool = False) -> Any:
-        """The program lowered for inputs of these shapes and JAX dtypes, with no data and no weights.
+        """Lower the program for inputs of these shapes and JAX dtypes, without data and weights.
 
         Args:
             tensors: (shape, dtype) of each input, or a tuple of such pairs, by name.

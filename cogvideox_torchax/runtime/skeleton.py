@@ -23,17 +23,16 @@ CONTAINERS = (dict, OrderedDict, list, set, tuple)
 
 
 def skeleton(module: Module) -> Module:
-    """The module tree with the same parameters and attributes, but modules, containers and attention
-    processors of its own.
+    """Copy a module tree's modules, containers and attention processors; share parameters and attributes.
 
-    What tracing swaps in for parameters, and hooks that it adds, never reach the user's modules, which other
-    threads may be running. What torch.compile has made of a module is left out: it would run the user's.
+    Parameters and hooks that tracing swaps in never reach the user's modules, which other threads may be
+    running. The results of torch.compile are left out: they would run the user's modules.
     """
     return _copied(module, {})
 
 
 class _Uncompiled(nn.Module):
-    """Where torch.compile has wrapped a module, that module by the same name: XLA compiles it."""
+    """The module that torch.compile has wrapped, under the same name: XLA compiles it."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._orig_mod(*args, **kwargs)
@@ -73,7 +72,7 @@ def has_state(value: Any) -> bool:
 
 
 def _own(value: Any, done: dict[int, Any], of_processor: bool) -> Any:
-    """A container, at any depth, as one of its own; so is a processor, and each object that it holds."""
+    """Copy a container, at any depth, or an attention processor and each object that it holds."""
     if id(value) in done:
         return done[id(value)]
 
@@ -97,7 +96,7 @@ def _own(value: Any, done: dict[int, Any], of_processor: bool) -> Any:
 
 
 def weightless(module: Module) -> Module:
-    """A `skeleton` whose weights have a shape and a dtype, and take no memory.
+    """Return a `skeleton` whose weights have a shape and a dtype, and take no memory.
 
     Raises:
         ValueError: a function stands where a module's forward is.
@@ -119,12 +118,12 @@ def weightless(module: Module) -> Module:
 
 
 def on_host(module: Module) -> Module:
-    """A `skeleton` whose weights are plain tensors: the module as it would be in PyTorch."""
+    """Return a `skeleton` whose weights are plain tensors: the module as it would be in PyTorch."""
     return _with_weights(module, to_torch)
 
 
 def _with_weights(module: Module, make: Callable[[torch.Tensor], torch.Tensor]) -> Module:
-    """A skeleton around weights of its own; what is tied stays tied."""
+    """Return a skeleton with weights of its own; tied weights stay tied."""
     bare = skeleton(module)
     without_torchax(replace_weights, bare, make)
     return bare

@@ -1,4 +1,4 @@
-"""What a program was traced from, so that it is not run for anything else."""
+"""Snapshots of the module trees that programs were traced from; a changed tree gets another program."""
 
 import weakref
 from collections.abc import Iterable, Iterator
@@ -13,10 +13,10 @@ TREE = frozenset({"_modules", "_parameters", "_buffers"})
 
 
 class Snapshot:
-    """What tracing a module tree depends on: its modules, their attributes and hooks, its weights' names.
+    """The properties of a module tree that tracing depends on: modules, attributes, hooks, names of weights.
 
-    The values of the weights are not part of it: they are arguments of a program. It keeps neither module nor
-    weight alive, but attributes and hooks are kept, and what these refer to.
+    Weights' values are excluded: they are arguments of a program. Modules and weights are referenced weakly;
+    attributes and hooks, and the objects they refer to, are kept alive.
     """
 
     def __init__(self, root: nn.Module):
@@ -28,7 +28,7 @@ class Snapshot:
         self._weights = _weight_pattern(_tree(root))
 
     def holds(self, root: nn.Module) -> bool:
-        """Whether a tree is still what it was; its root may be another module with the same attributes."""
+        """Return whether a tree is unchanged; its root may be another module with the same attributes."""
         modules = list(_tree(root))
         return (
             len(modules) == len(self._modules)
@@ -43,7 +43,7 @@ class Snapshot:
 
 
 class _Seen:
-    """One module, as it was."""
+    """The snapshot of one module."""
 
     def __init__(self, module: nn.Module):
         self.module = weakref.ref(module)
@@ -100,7 +100,7 @@ def _same(found: list[Any], before: list[Any]) -> bool:
 
 
 def _tree(root: nn.Module) -> Iterator[nn.Module]:
-    """The modules of a tree, each once, parents first."""
+    """Yield the modules of a tree, each once, parents first."""
     done: set[int] = set()
     waiting = [root]
     while waiting:

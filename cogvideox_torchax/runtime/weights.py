@@ -18,8 +18,7 @@ def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _held(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Yield the name of each parameter and buffer, those of tied ones too, the dictionary that holds it, and
-    its key there."""
+    """Yield the name, the holding dictionary and the key of each parameter and buffer, tied ones too."""
     for prefix, part in module.named_modules():
         for held in (part._parameters, part._buffers):
             for key in [key for key, tensor in held.items() if tensor is not None]:
@@ -27,7 +26,7 @@ def _held(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
 
 
 def assign(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Gives a torchax tensor another's array, without a copy."""
+    """Replace a torchax tensor's array by another tensor's, without a copy."""
     replace_array(tensor, lambda _: array_of(value))
 
 
@@ -40,21 +39,21 @@ def on_default_device(_name: str, array: Any) -> Any:
 
 
 def replace_weights(module: nn.Module, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Gives a module other parameters and buffers, each made once of the one before: what is tied stays tied.
+    """Replace a module's parameters and buffers, each made once from the old one; tied weights stay tied.
 
     Args:
-        module: its own tensors are written to no more.
-        make: to a plain tensor, with torchax off.
+        module: the module; its old tensors are not written to any more.
+        make: function of the old tensor to a plain one, to be called with torchax off.
     """
     _replace(module, lambda _, tensor: make(tensor))
 
 
 def put_weights(module: nn.Module, place: Callable[[str, Any], Any] = on_default_device) -> None:
-    """Puts a module's parameters and buffers on JAX, each once and under its name: what is tied stays tied.
+    """Put a module's parameters and buffers on JAX, each once and under its name; tied weights stay tied.
 
     Args:
         module: in PyTorch, on JAX already, or in part.
-        place: a name and a NumPy or JAX array to the JAX array that takes its place.
+        place: function of a name and a NumPy or JAX array to the JAX array that replaces it.
     """
 
     def put(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -77,7 +76,7 @@ def _replace(module: nn.Module, make: Callable[[str, torch.Tensor], torch.Tensor
 
 
 def _remade(tensor: torch.Tensor, make: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """A parameter or a buffer of what is made of it, with its gradient; itself where that is itself."""
+    """Return a parameter or buffer made from the old one, with its gradient; the old one if unchanged."""
     made = make(tensor)
     if made is tensor or not isinstance(tensor, nn.Parameter):
         return made
@@ -90,7 +89,7 @@ def _remade(tensor: torch.Tensor, make: Callable[[torch.Tensor], torch.Tensor]) 
 def feed_weights(
     module: nn.Module, tensors: Iterable[tuple[str, np.ndarray]], place: Callable[[str, Any], Any]
 ) -> tuple[set[str], list[str]]:
-    """Gives a module, whose parameters may be on torch's "meta" device, its weights one at a time.
+    """Assign a module's weights one at a time; its parameters may be on torch's "meta" device.
 
     Args:
         module: of parameters and buffers that are saved.

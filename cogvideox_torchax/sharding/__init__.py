@@ -1,5 +1,4 @@
-"""The dp x tp mesh: `placement` says which axis lies where, `processes` is for a mesh over several of
-them."""
+"""The dp x tp mesh: `placement` shards a VAE's arrays, `processes` serves a mesh of several processes."""
 
 from cogvideox_torchax.sharding.mesh import Parallel, check_mesh, make_mesh
 from cogvideox_torchax.sharding.placement import PaddedChunk, Placement, spread

@@ -9,16 +9,16 @@ from jax.sharding import AxisType, Mesh
 AXES = ("dp", "tp")
 
 Parallel = Literal["context", "tensor"]
-"""What a transformer splits over "tp": its tokens, or the channels of its weights."""
+"""The dimension that a transformer splits over "tp": its tokens, or its weights' channels."""
 
 
 def make_mesh(dp: int = 1, tp: int | None = None, *, devices: Any = None) -> Mesh:
-    """A mesh with the axes "dp" and "tp", for `port(..., mesh=mesh)`.
+    """Make a mesh with the axes "dp" and "tp", for `port(..., mesh=mesh)`.
 
     Args:
-        dp: over how many devices a batch is split.
-        tp: over how many devices a width is split; all that are left where None.
-        devices: in order; `jax.devices()` where None. The first dp * tp of them are used.
+        dp: number of devices that split a batch.
+        tp: number of devices that split a width; None for all that are left.
+        devices: devices in order, of which the first dp * tp are used; None for `jax.devices()`.
 
     Raises:
         ValueError: sizes below one, more devices than there are, or a dp that does not divide them.
@@ -42,14 +42,14 @@ def make_mesh(dp: int = 1, tp: int | None = None, *, devices: Any = None) -> Mes
 
 
 def _on_a_cpu(devices: Any, wanted: int) -> str:
-    """How a machine without accelerators shows more devices."""
+    """Return how a machine without accelerators shows more devices."""
     if devices.size and devices[0].platform != "cpu":
         return ""
     return f", or try it on a CPU with XLA_FLAGS=--xla_force_host_platform_device_count={wanted} set"
 
 
 def check_mesh(mesh: Any) -> Mesh:
-    """The mesh, if it is one that this module can place on.
+    """Return the mesh if this package can place arrays on it.
 
     Raises:
         ValueError: not a mesh, other axes, or axes that are not Auto.

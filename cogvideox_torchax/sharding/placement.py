@@ -1,13 +1,13 @@
-"""Where the arrays of a VAE lie on a mesh, and how those that do not divide cross a program's border.
+"""The sharding of a VAE's arrays on a mesh, and the padding of sizes that do not divide.
 
 Videos are split by width, in either layout: one video over both mesh axes, a batch that "dp" divides by video
 over "dp" and by width over "tp". Another batch is split as one video is: padding it would cost each device a
-video's work, padding a width costs some columns. Time is never split, weights are copied to every device.
+video's work, padding a width costs a few columns. Time is never split, weights are copied to every device.
 
-A width that does not divide is padded where it enters (`PaddedChunk`): 90 latent columns over 8 devices to
-8 x 12, and so 24, 48 and 96 columns a device at the levels above. Kernels are given which columns are the
-picture's (`jax_kernels.common.columns.Split`), and the padding is cut off what a user gets. Left to
-XLA, each level would be split for itself, as 180 into 23 and 360 into 45: columns would travel at every one.
+A width that does not divide is padded on entry (`PaddedChunk`): 90 latent columns over 8 devices to 8 x 12,
+and so 24, 48 and 96 columns a device at the levels above. Kernels are told which columns belong to the frame
+(`jax_kernels.common.columns.Split`), and the padding is cut off a user's results. XLA would pad each level by
+itself, 180 into 23 and 360 into 45, and columns would move between devices at every level.
 """
 
 import math
@@ -45,7 +45,7 @@ jax.tree_util.register_dataclass(PaddedChunk, data_fields=["array"], meta_fields
 
 @dataclass(frozen=True)
 class Placement(Place):
-    """Where the arrays of a VAE lie on a mesh: chunks, caches and results cross a program's border in shards.
+    """The sharding of a VAE's chunks, caches and results on a mesh.
 
     Attributes:
         mesh: of `make_mesh`.
@@ -61,16 +61,18 @@ class Placement(Place):
 
     @property
     def of_caches(self) -> "Placement":
-        """Where the caches lie."""
+        """The placement of the caches."""
         return Placement(self.mesh, self.cache_axes or self.axes)
 
     def spec(self, shape: tuple[int, ...]) -> PartitionSpec:
-        """How an activation of this shape is split."""
+        """Return the sharding of an activation of this shape."""
         return self._split(shape, self.axes.of("W"))
 
     def _split(self, shape: tuple[int, ...], axis: int) -> PartitionSpec:
-        """By video over "dp" and along `axis` over "tp", or, where "dp" does not divide the batch, along
-        `axis` over both."""
+        """Split by video over "dp" and along `axis` over "tp", or along `axis` over both.
+
+        "dp" splits the batch where it divides it.
+        """
         if shape[self.axes.of("N")] % self.mesh.shape["dp"] == 0:
             names = {self.axes.of("N"): "dp", axis: "tp"}
         else:
@@ -78,7 +80,7 @@ class Placement(Place):
         return PartitionSpec(*(names.get(i) for i in range(len(shape))))
 
     def parts(self, spec: PartitionSpec) -> list[int]:
-        """Over how many devices each axis is split."""
+        """Return the number of devices that split each axis."""
         return [
             math.prod(self.mesh.shape[name] for name in ((names,) if isinstance(names, str) else names or ()))
             for names in spec
@@ -92,20 +94,20 @@ class Placement(Place):
         return NamedSharding(self.mesh, PartitionSpec())
 
     def padding(self, shape: tuple[int, ...]) -> list[tuple[int, int]]:
-        """What makes every axis of a chunk divide, at its every level, at the end of each."""
+        """Return the padding at the end of each axis that makes a chunk divide at all of its levels."""
         units = [self.unit if axis == self.axes.of("W") else 1 for axis in range(len(shape))]
         parts = self.parts(self.spec(shape))
         return [(0, -size % (n * unit)) for size, n, unit in zip(shape, parts, units, strict=True)]
 
     def constrain(self, x: jax.Array) -> jax.Array:
-        """Inside a program: `x` split by its spec."""
+        """Constrain `x` to its spec, inside a program."""
         return jax.lax.with_sharding_constraint(x, self.sharding(x.shape))
 
     def hand_out(self, x: jax.Array, split: Split = WHOLE) -> jax.Array:
-        """Inside a program: the picture's columns, split as a result that leaves it, see `result_spec`.
+        """Cut off the padding of a result, and shard it by `result_spec`, inside a program.
 
-        By width first: a result that leaves in rows or channels would otherwise have the layers before it
-        computed so, their inputs gathered.
+        The result is split by width first: a result that leaves in rows or channels would otherwise make the
+        layers before it compute so, with their inputs gathered.
         """
         column = self.axes.of("W")
         picture = jax.lax.slice_in_dim(self.constrain(x), 0, split.real_columns(x.shape[column]), axis=column)
@@ -113,8 +115,7 @@ class Placement(Place):
         return jax.lax.with_sharding_constraint(picture, sharding)
 
     def trace(self, run: Callable[..., Any], inputs: PaddedChunk, cache: Any) -> tuple[jax.Array, Any]:
-        """Inside a program: `run(chunk, cache, split=...)`, which returns (result, cache), split from end to
-        end."""
+        """Return `run(chunk, cache, split=...)`, (result, cache), inside a program, sharded throughout."""
         column = self.axes.of("W")
         spec = self.spec(inputs.shape)
         columns = spec[column]
@@ -131,10 +132,10 @@ class Placement(Place):
             return self.hand_out(result, split), jax.tree.map(self.of_caches.constrain, cache)
 
     def put(self, array: Any) -> PaddedChunk:
-        """A chunk, a NumPy array or one on JAX, split over the mesh.
+        """Shard a chunk, a NumPy or a JAX array, over the mesh.
 
-        Over several processes each gives an array of the whole shape, of which it places the columns that lie
-        on its own devices and looks at no others.
+        Each of several processes passes an array of the whole shape, and reads only the columns of its own
+        devices.
         """
         shape, sharding = tuple(array.shape), self.sharding(array.shape)
         padding = self.padding(shape)
@@ -143,7 +144,7 @@ class Placement(Place):
         return PaddedChunk(spread(array, sharding), shape)
 
     def own_columns(self, shape: tuple[int, ...]) -> slice:
-        """The columns of an activation that lie on this process's devices: all, where it is the only one."""
+        """Return the columns of an activation on this process's devices; a single process has all."""
         column, padded = self.axes.of("W"), self._padded(shape)
         indices = self.sharding(shape).addressable_devices_indices_map(padded).values()
         spans = [index[column].indices(padded[column]) for index in indices if index is not None]
@@ -167,8 +168,9 @@ class Placement(Place):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.replicated)
 
     def result_spec(self, shape: tuple[int, ...]) -> PartitionSpec:
-        """How a result is split that a user gets, and so cannot be padded: by width as everything else, or,
-        where the width does not divide, by rows or by channels.
+        """Return the sharding of a user's result, which cannot be padded.
+
+        A result is split by width like everything else, or by rows or channels if its width does not divide.
 
         Raises:
             ValueError: none of them divides; the message names the sizes that would.
@@ -194,7 +196,7 @@ _columns_last = dispatched(columns_last_on, "tpu")
 
 
 def spread(array: Any, sharding: NamedSharding) -> jax.Array:
-    """An array under a sharding; over several processes each places what lies on its own devices."""
+    """Shard an array; each of several processes places the part on its own devices."""
     if is_traced(array):
         return jax.device_put(array, sharding)
     if isinstance(array, jax.Array) and array.sharding == sharding:

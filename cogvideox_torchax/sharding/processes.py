@@ -38,18 +38,18 @@ def connect(
     *,
     timeout: int = TIMEOUT,
 ) -> None:
-    """Joins this process to the others, once, before anything has touched a device.
+    """Join this process to the others, once, before anything has touched a device.
 
     Args:
-        coordinator: host and port of the first process; `JAX_COORDINATOR_ADDRESS` where None.
-        count, index: of the processes, and this one's from 0 on. With neither, they and the coordinator are
-            taken from where the process runs: a TPU pod, Slurm, Open MPI, Kubernetes.
-        timeout: seconds to wait for the others to come; and after which one that went silent is given up,
-            and every process ends with an error.
+        coordinator: host and port of the first process; `JAX_COORDINATOR_ADDRESS` if None.
+        count, index: number of processes, and this one's index from 0. If both are None, they and the
+            coordinator come from the environment: a TPU pod, Slurm, Open MPI, Kubernetes.
+        timeout: seconds to wait for the others to join, and seconds of silence after which a process counts
+            as dead and every process ends with an error.
 
     Raises:
         ProcessError: one of `count` and `index` without the other, or an environment that names neither.
-        RuntimeError: the others did not come.
+        RuntimeError: the others did not join.
     """
     if (count is None) != (index is None):
         raise ProcessError(
@@ -74,25 +74,27 @@ def connect(
 
 
 def connected() -> bool:
-    """Whether this process has joined others."""
+    """Return whether this process has joined others."""
     return jax.distributed.is_initialized()
 
 
 def is_first() -> bool:
-    """Whether this is the process that writes what is written once; the only one is."""
+    """Return whether this process writes what is written once; a single process does."""
     return jax.process_index() == 0
 
 
 def wait_for_all() -> None:
-    """Waits until every process has come here; the first keeps the others' connection, and may not end before
-    them."""
+    """Wait until every process has come here.
+
+    The first process keeps the others' connection, and may not end before them.
+    """
     from jax.experimental import multihost_utils
 
     multihost_utils.sync_global_devices("cogvideox_torchax")
 
 
 def check_all_take_part(mesh: Mesh) -> None:
-    """Raises `ProcessError` where a process has none of a mesh's devices."""
+    """Raise `ProcessError` if a process has none of a mesh's devices."""
     idle = set(range(jax.process_count())) - {device.process_index for device in mesh.devices.flat}
     if idle:
         raise ProcessError(
@@ -102,7 +104,7 @@ def check_all_take_part(mesh: Mesh) -> None:
 
 
 def abandon(code: int) -> None:
-    """Ends a process that has failed among others, at once; does nothing in one that runs by itself.
+    """End a process that has failed among others, at once; do nothing if it runs by itself.
 
     A clean exit would first wait for the others, which wait for this one.
     """
@@ -127,7 +129,7 @@ class Exchange:
         self._read: list[Path] = []
 
     def everywhere(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The chunk as a plain tensor in every process."""
+        """Return the chunk as a plain tensor in every process."""
         whole = self._join(self._write(tensor))
         # That all have written this chunk says that all have read the one before.
         for path in self._read:
@@ -136,7 +138,7 @@ class Exchange:
         return whole
 
     def at_first(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The chunk as a plain tensor in the first process; in the others a tensor of no frames."""
+        """Return the chunk as a plain tensor in the first process, a tensor of no frames in the others."""
         array = self._write(tensor)
         if not is_first():
             return runtime.plain_tensor(np.zeros((*array.shape[:2], 0, *array.shape[3:]), array.dtype))
@@ -157,7 +159,7 @@ class Exchange:
         return self.directory / f"{chunk:06}.{process}"
 
     def _write(self, tensor: torch.Tensor) -> jax.Array:
-        """This process's part, whole in its file or not there at all."""
+        """Write this process's part: the file is whole, or absent."""
         self._chunks += 1
         array = runtime.array_of(tensor)
         shards = {shard.device: shard.data for shard in array.addressable_shards}
@@ -181,7 +183,7 @@ class Exchange:
         return runtime.plain_tensor(whole)
 
     def _wait(self, path: Path) -> Path:
-        """The file, once it is there. If its process has died, this one is ended by the runtime, in time."""
+        """Return the file once it exists. If its process has died, the runtime ends this one in time."""
         pause = 0.001
         while not path.exists():
             for failure in self.directory.glob("*.failed"):
@@ -196,7 +198,7 @@ class Exchange:
 
 
 def parts(array: jax.Array) -> dict[int, list[tuple[Any, tuple[slice, ...]]]]:
-    """Which shards of an array each process holds, by device; of equal ones only the first."""
+    """Return the shards of an array that each process holds, by device; of equal shards only the first."""
     found: dict[int, list[tuple[Any, tuple[slice, ...]]]] = {}
     seen: set[str] = set()
     for device, index in array.sharding.devices_indices_map(array.shape).items():
@@ -208,7 +210,7 @@ def parts(array: jax.Array) -> dict[int, list[tuple[Any, tuple[slice, ...]]]]:
 
 @contextlib.contextmanager
 def exchanging(output: str | Path) -> Iterator[Exchange]:
-    """An exchange through a directory beside `output`, which every process has to see; gone afterwards."""
+    """Exchange chunks through a directory beside `output` that every process sees; remove it afterwards."""
     directory = hidden(output, EXCHANGE)
     with reserved(output, EXCHANGE) if is_first() else contextlib.nullcontext():
         wait_for_all()  # until the first has emptied it

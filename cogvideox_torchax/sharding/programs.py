@@ -27,7 +27,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class ChunksOnMesh(Placement):
-    """Where the chunks of a torch network lie on a mesh, and those of its layers.
+    """The placement of a torch network's chunks, and of its layers' activations, on a mesh.
 
     Attributes:
         types: of the modules that `plan.report` tells apart.
@@ -39,7 +39,7 @@ class ChunksOnMesh(Placement):
 
     @property
     def placement(self) -> Placement:
-        """Where the layers' activations lie."""
+        """The placement of the layers' activations."""
         return self
 
     def watching(self, network: nn.Module, *, split: Split) -> contextlib.AbstractContextManager[Any]:

@@ -28,7 +28,7 @@ from cogvideox_torchax.vae.quality import ssim
 DTYPES = ("float32", "bfloat16")
 PROGRAMS_A_NETWORK = 2
 PIXEL_RANGE = 2.0
-"""Of frames in [-1, 1]: the peak of PSNR and SSIM."""
+"""Range of frames in [-1, 1]: the peak of PSNR and SSIM."""
 
 LAYER_NAME = re.compile(
     r"((encoder|decoder)\.(conv_in|conv_out|norm_out|mid_block|(down|up)_blocks\.\d+)"
@@ -109,7 +109,7 @@ class Candidate:
         return self.backend.vae
 
     def run(self, kind: Direction, x: torch.Tensor) -> torch.Tensor:
-        """The posterior's moments of a video, or the frames of latents, as a plain tensor."""
+        """Return the posterior's moments of a video, or the frames of latents, as a plain tensor."""
         return self.backend.run(kind, x.to(self.dtype))
 
     def recorder(self, kind: Direction) -> Recorder:
@@ -119,7 +119,7 @@ class Candidate:
 
 @dataclass
 class Result:
-    """What was found for one backend in one dtype."""
+    """The results of one backend in one dtype."""
 
     backend: str
     dtype: str
@@ -137,7 +137,7 @@ class Result:
 
 
 def make_candidate(name: str, dtype: torch.dtype, stock: DiffusersAutoencoder) -> Candidate:
-    """A backend with a copy of the reference's weights.
+    """Make a backend with a copy of the reference's weights.
 
     Raises:
         BackendError: a backend that is unknown, or not part of this installation.
@@ -188,7 +188,7 @@ class _Sums:
 def compare_layers(
     reference: DiffusersAutoencoder, vaes: dict[str, Candidate], kind: Direction, x: torch.Tensor
 ) -> dict[str, dict[str, _Sums]]:
-    """Runs all models over the same chunks; for each of `vaes`, the sums of its layers in running order."""
+    """Run all models over the same chunks; return the sums of each of `vaes`' layers, in running order."""
     runs = {name: candidate.recorder(kind) for name, candidate in vaes.items()}
     exact_run = Torch(reference).recorder(kind, LAYER_NAME.fullmatch)
     sums: dict[str, dict[str, _Sums]] = {name: {} for name in vaes}
@@ -204,7 +204,7 @@ def compare_layers(
 
 
 def _judged(dtype: torch.dtype, sums: dict[str, _Sums], baseline: dict[str, _Sums]) -> list[LayerError]:
-    """The layers' errors; in bfloat16 a layer's tolerance is a multiple of PyTorch's own error there."""
+    """Return the layers' errors; in bfloat16 a layer's tolerance is a multiple of PyTorch's own error."""
     layers = []
     for name, layer in sums.items():
         error = layer.error(name)
@@ -222,7 +222,7 @@ def _judged(dtype: torch.dtype, sums: dict[str, _Sums], baseline: dict[str, _Sum
 
 
 def border_frames(lengths: list[int]) -> list[int]:
-    """The frames on either side of each border, of chunks with these lengths."""
+    """Return the frames on either side of each border between chunks of these lengths."""
     borders = np.cumsum(lengths)[:-1].tolist()
     return sorted({frame for border in borders for frame in (border - 1, border)})
 
@@ -261,7 +261,10 @@ def _same_function(kind: str, dtype: torch.dtype, whole: WholeError, torchs: Who
 
 
 def _stream(candidate: Candidate, z: torch.Tensor, want: torch.Tensor) -> Contract:
-    """Only the order of work differs from `decode`, so the tolerance of float32 holds in every dtype."""
+    """Compare `decode_stream` with `decode`.
+
+    Only the order of work differs, so the tolerance of float32 holds in every dtype.
+    """
     parts = list(candidate.vae.decode_stream(z.to(candidate.dtype)))
     error = tolerances.relative_error(torch.cat(parts, dim=2), want)
     allowed = tolerances.FLOAT32_RELATIVE
@@ -302,7 +305,7 @@ class Verifier:
     def verify(
         self, candidates: list[Candidate], say: Callable[[str], None] = lambda line: None
     ) -> list[Result]:
-        """Compares every candidate; the slow part is PyTorch in float32, which runs once for all of them."""
+        """Compare every candidate; the slow part, PyTorch in float32, runs once for all of them."""
         torchs = None
         if any(candidate.dtype == torch.bfloat16 for candidate in candidates):
             torchs = make_candidate("torch", torch.bfloat16, self.reference)

@@ -1,4 +1,4 @@
-"""What `verify` found, as JSON, as Markdown tables and as a picture."""
+"""The results of `verify` as JSON, as Markdown tables and as a picture."""
 
 import dataclasses
 import math
@@ -12,7 +12,7 @@ FORMAT = "cogvideox-torchax-verify/1"
 
 
 def as_json(results: list[Result], about: dict[str, Any]) -> dict[str, Any]:
-    """The results for `json.dumps`: what is infinite or no number becomes the string "inf" or "nan"."""
+    """Return the results for `json.dumps`; infinities and NaNs become the strings "inf" and "nan"."""
     entries = [{**dataclasses.asdict(result), "passed": result.passed} for result in results]
     passed = all(result.passed for result in results)
     return _finite({"format": FORMAT, **about, "passed": passed, "results": entries})
@@ -27,7 +27,7 @@ def _finite(value: Any) -> Any:
 
 
 def contracts_table(results: list[Result]) -> str:
-    """A row for each contract of each backend."""
+    """Return a table with a row for each contract of each backend."""
     rows = [
         (
             f"{r.backend} {r.dtype}",
@@ -43,7 +43,7 @@ def contracts_table(results: list[Result]) -> str:
 
 
 def whole_table(results: list[Result]) -> str:
-    """A row for each half of each backend: errors, PSNR and SSIM of the worst frame."""
+    """Return a table with a row for each half of each backend: errors, PSNR and SSIM of the worst frame."""
     rows = []
     for r in results:
         for kind, w in r.whole.items():
@@ -55,7 +55,7 @@ def whole_table(results: list[Result]) -> str:
 
 
 def layers_table(result: Result) -> str:
-    """A row for each layer, in running order."""
+    """Return a table with a row for each layer, in running order."""
     rows = [
         (
             layer.name,
@@ -74,7 +74,7 @@ def _outside(chunk: int | None) -> str:
 
 
 def verdict(result: Result) -> str:
-    """One line for one backend; the first layer outside the tolerance where it failed."""
+    """Return one line for one backend; a failure names the first layer outside the tolerance."""
     head = f"{'PASS' if result.passed else 'FAIL'}  {result.backend} {result.dtype}"
     if result.passed:
         return head
@@ -90,7 +90,7 @@ def verdict(result: Result) -> str:
 
 
 def markdown(results: list[Result], about: dict[str, Any]) -> str:
-    """The whole report as a Markdown page."""
+    """Return the whole report as a Markdown page."""
     facts = "\n".join(f"- {key}: {value}" for key, value in about.items())
     parts = ["# verify", facts, "\n".join(f"    {verdict(result)}" for result in results)]
     parts += ["## Contracts", contracts_table(results), "## As a whole", whole_table(results)]
