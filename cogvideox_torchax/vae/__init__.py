@@ -1,1 +1,1 @@
-"""What both builds of the VAE share: chunks, tiles, checkpoints, checks, tolerances."""
+"""Code that both builds of the VAE share: chunks, tiles, checkpoints, checks, tolerances."""

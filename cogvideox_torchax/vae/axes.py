@@ -1,4 +1,4 @@
-"""Which axis of a video, of latents or of a cache is what."""
+"""The axes of videos, latents and caches, by letter."""
 
 from dataclasses import dataclass
 

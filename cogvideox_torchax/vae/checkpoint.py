@@ -15,7 +15,7 @@ PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 
 
 FILES = ("config.json", f"{WEIGHTS_STEM}*.safetensors*")
-"""What is downloaded of a VAE."""
+"""Files of a VAE to download."""
 
 
 def locate_vae(
@@ -52,7 +52,7 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def weight_files(directory: Path, variant: str | None = None, *, stem: str = WEIGHTS_STEM) -> list[Path]:
-    """The safetensors files of a model, one or several shards, whose names begin with `stem`."""
+    """Return a model's safetensors files, one or several shards, whose names begin with `stem`."""
     single = directory / (f"{stem}.safetensors" if variant is None else f"{stem}.{variant}.safetensors")
     if single.is_file():
         return [single]
@@ -82,7 +82,7 @@ def weight_files(directory: Path, variant: str | None = None, *, stem: str = WEI
 
 
 def read_tensors(files: Iterable[Path]) -> Iterator[tuple[str, np.ndarray]]:
-    """Every tensor of safetensors files, one at a time."""
+    """Yield every tensor of safetensors files, one at a time."""
     from safetensors import safe_open
 
     for path in files:
@@ -110,8 +110,7 @@ def _check_safetensors(path: Path) -> None:
 
 
 def check_loading_info(info: dict[str, Any], source: object) -> None:
-    """Raises `ModelError` when loading left a parameter without its value, or a value without its
-    parameter."""
+    """Raise `ModelError` if loading left a parameter without a value, or a value without a parameter."""
     for what, names in _problems(info):
         if names:
             shown = ", ".join(str(name) for name in sorted(map(str, names))[:3])

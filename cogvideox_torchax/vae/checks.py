@@ -1,17 +1,17 @@
-"""What a user passes to a VAE, checked where it enters, in either layout."""
+"""Checks of a user's inputs to a VAE, where they enter, in either layout."""
 
 from cogvideox_torchax.vae.axes import Axes
 
 
 def check_shape(what: str, shape: tuple[int, ...], axes: Axes, *, channels: int, multiple: int = 1) -> None:
-    """Raises `ValueError` unless a video, or latents, are what a model takes.
+    """Raise `ValueError` unless a video, or latents, have a shape that a model takes.
 
     Args:
         what: "video" or "latents".
-        shape: theirs, in the order of `axes`.
-        axes: of which layout.
-        channels: of the model.
-        multiple: that height and width have to be of.
+        shape: their shape, in the order of `axes`.
+        axes: the layout.
+        channels: channels that the model takes.
+        multiple: required divisor of height and width.
     """
     if len(shape) != 5:
         raise ValueError(f"got {what} of rank {len(shape)}, shape {shape}: it takes {axes}")
@@ -29,13 +29,13 @@ def check_shape(what: str, shape: tuple[int, ...], axes: Axes, *, channels: int,
 
 
 def check_finite(what: str, found: tuple[int, ...] | None, axes: Axes, *, first_frame: int = 0) -> None:
-    """Raises `ValueError` where a NaN or Inf has been found.
+    """Raise `ValueError` if a NaN or Inf has been found.
 
     Args:
         what: "video" or "latents".
-        found: the index of the first one, or None.
-        axes: of which layout.
-        first_frame: the number of the first frame that was looked at.
+        found: index of the first non-finite value, or None.
+        axes: the layout.
+        first_frame: number of the first frame that was checked.
     """
     if found is None:
         return

@@ -24,12 +24,12 @@ class Chunk:
 
 
 def plan(num_frames: int, frames_a_chunk: int) -> list[Chunk]:
-    """Splits a video into chunks; what does not fill a chunk joins the first one.
+    """Split a video into chunks; the remainder joins the first chunk.
 
     Args:
-        num_frames: of the whole video, latent frames to decode or sample frames to encode.
-        frames_a_chunk: `LATENT_FRAMES_A_CHUNK` or `SAMPLE_FRAMES_A_CHUNK`, unless the model's attributes say
-            otherwise.
+        num_frames: length of the whole video: latent frames to decode or sample frames to encode.
+        frames_a_chunk: `LATENT_FRAMES_A_CHUNK` or `SAMPLE_FRAMES_A_CHUNK`, unless the model's attributes
+            differ.
 
     Raises:
         ValueError: no frames.
@@ -43,23 +43,22 @@ def plan(num_frames: int, frames_a_chunk: int) -> list[Chunk]:
 
 
 def first_frame_is_alone(frames: int) -> bool:
-    """Whether the first of a batch of `frames` frames stays out of temporal resampling.
+    """Return whether the first of a batch of `frames` frames stays out of temporal resampling.
 
-    CogVideoX compresses 4k + 1 frames to k + 1: a batch of odd length carries the video's first frame, which
-    stands for itself alone (diffusers: `CogVideoXUpsample3D`, `CogVideoXDownsample3D`,
+    CogVideoX compresses 4k + 1 frames to k + 1: a batch of odd length starts with the video's first frame,
+    which is kept single (diffusers: `CogVideoXUpsample3D`, `CogVideoXDownsample3D`,
     `CogVideoXSpatialNorm3D`).
     """
     return frames % 2 == 1
 
 
 def temporal_steps(compression_ratio: float) -> int:
-    """How many times a model of this ratio halves (or doubles) its frames."""
+    """Return how many times a model of this compression ratio halves (or doubles) its frames."""
     return max(int(compression_ratio), 1).bit_length() - 1
 
 
 def decoded_length(latent_frames: int, doublings: int = 2) -> int:
-    """Sample frames that one chunk of `latent_frames` decodes to: a first frame that is alone is
-    not doubled."""
+    """Return the number of sample frames of a decoded chunk; a first frame that is alone is not doubled."""
     length = latent_frames
     for _ in range(doublings):
         length = 2 * length - first_frame_is_alone(length)
@@ -67,8 +66,7 @@ def decoded_length(latent_frames: int, doublings: int = 2) -> int:
 
 
 def encoded_length(sample_frames: int, halvings: int = 2) -> int:
-    """Latent frames that one chunk of `sample_frames` encodes to: a first frame that is alone
-    stays so."""
+    """Return the number of latent frames of an encoded chunk; a first frame that is alone is not halved."""
     length = sample_frames
     for _ in range(halvings):
         length = (length + first_frame_is_alone(length)) // 2

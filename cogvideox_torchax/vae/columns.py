@@ -1,4 +1,4 @@
-"""How columns lie on devices, as the modules of both builds hand it to their kernels."""
+"""The sharding of the width, as the modules of both builds pass it to their kernels."""
 
 from collections.abc import Iterable
 from typing import Any

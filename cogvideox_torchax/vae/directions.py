@@ -10,9 +10,9 @@ class Direction(StrEnum):
     """One of a VAE's two directions; equal to its name, "encode" or "decode".
 
     Attributes:
-        takes: what goes in, "video" or "latents".
-        network: the model's attribute that holds its network.
-        channels: the config's field that holds the channels of what goes in.
+        takes: the kind of input, "video" or "latents".
+        network: the model's attribute that holds the network.
+        channels: the config's field that holds the number of input channels.
     """
 
     takes: str

@@ -16,17 +16,24 @@ from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction
 from cogvideox_torchax.vae.sizes import SMALLEST_TILE, parse_size
 
 CACHE_BYTES = {ENCODE: 5217, DECODE: 8187}
-"""Of the convolutions' cache, for each pixel of the picture; an image gives one too."""
+"""Bytes of the convolutions' cache for each pixel of the picture; an image gives one too."""
 FRAME_BYTES = {ENCODE: 840, DECODE: 5230}
-"""Of temporaries beside it, for each pixel of a frame, to encode, or of a latent frame, to decode; the first
-of an odd number of them is computed by itself, and takes no more than is there already."""
+"""Bytes of temporaries beside the cache, for each pixel of a frame to encode or of a latent frame to decode.
+
+The first of an odd number of frames is computed by itself and needs no further memory.
+"""
 IMAGE_BYTES = {ENCODE: 1083, DECODE: 739}
-"""Of temporaries where there is no other frame. All are what benchmarks/results/plan-v6e-1-*-torchax.json and
-compile-times.json say of first chunks; a later one has its cache besides, and fewer temporaries."""
+"""Bytes of temporaries for each pixel of a single frame.
+
+All come from benchmarks/results/plan-v6e-1-*-torchax.json and compile-times.json, for first chunks; a later
+chunk has its cache besides, and fewer temporaries.
+"""
 PLANNED_CHANNELS, PLANNED_ITEMSIZE = 128, 2
 WITHOUT_KERNEL = 2.1
-"""Times as much for what is not bfloat16, and so does not take the convolution's kernel: 13513 bytes to
-decode were planned before there was one."""
+"""Factor for dtypes other than bfloat16, which do not use the convolution's kernel.
+
+13513 bytes to decode were planned before the kernel existed.
+"""
 MARGIN = 0.9
 """The share of the free memory that the estimate may take."""
 
@@ -121,7 +128,7 @@ def set_tiles(
 
 
 def tile_of(vae: Any) -> tuple[int, int] | None:
-    """The height and width of a model's tiles, in pixels; None where tiling is off."""
+    """Return the height and width of a model's tiles, in pixels; None if tiling is off."""
     if not vae.use_tiling:
         return None
     return (
@@ -149,17 +156,17 @@ def _enable(vae: Any, tile: tuple[int, int]) -> None:
 def in_tiles_once_memory_is_out(
     vae: Any, size: tuple[int, int], start: Callable[[], Iterator[Item]], say: Callable[[str], None]
 ) -> Iterator[Item]:
-    """The results of a video's chunks; where memory runs out, once, those from there on are made in tiles.
+    """Yield the results of a video's chunks; when memory runs out, continue in tiles, once.
 
-    The video is then run from its beginning, in tiles half as high and wide, as the convolutions' cache of a
-    failed chunk may be lost; what had been given before is computed again, but not given again. Over several
-    processes the error is raised: the others know nothing of it, and would wait.
+    The video then starts again, in tiles half as high and wide, as a failed chunk may have lost the
+    convolutions' cache; chunks that were yielded before are computed again, but not yielded again. With
+    several processes the error is raised: the others know nothing of it, and would wait.
 
     Args:
-        vae: the model; it stays in tiles afterwards.
+        vae: the model; its tiling stays on afterwards.
         size: height and width of the picture, in pixels.
-        start: begins the video and gives its chunks' results.
-        say: is told, once.
+        start: starts the video and returns its chunks' results.
+        say: receives one message, once.
     """
     given = 0
     try:

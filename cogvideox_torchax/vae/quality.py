@@ -1,4 +1,4 @@
-"""How near a video is to its source, as people measure it: PSNR is in `tolerances`, SSIM here."""
+"""Similarity of a video to its source as people measure it: PSNR is in `tolerances`, SSIM here."""
 
 import numpy as np
 import torch

@@ -20,7 +20,7 @@ from cogvideox_torchax.vae.chunks import Chunk
 from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction
 
 Fetch = Callable[[torch.Tensor], torch.Tensor]
-"""From a torchax tensor that may still be being computed to a plain one."""
+"""Function of a torchax tensor, possibly still being computed, to a plain tensor."""
 
 
 class ChunkedVAE:
@@ -55,16 +55,18 @@ class ChunkedVAE:
 
         Args:
             frames: a video (N, C, T, H, W), or an iterable of its frames (N, C, H, W); floats in [-1, 1], or
-                uint8. They may be plain tensors whatever the backend, which is where the weights are.
-            num_frames: how many frames an iterable will give. The first chunk takes what does not divide by
-                8, so the length has to be known before the first frame is encoded. Of a video it is its own.
-            fetch: what brings a chunk's moments from where they are computed to the host; a method of
-                `sharding.Exchange` on a mesh over several processes.
+                uint8. They may be plain tensors whatever the backend, which the weights decide.
+            num_frames: number of frames that an iterable gives. The first chunk takes the remainder by 8, so
+                the length has to be known before the first frame is encoded. A video has its own length.
+            fetch: brings a chunk's moments from the device to the host; a method of `sharding.Exchange` on a
+                mesh of several processes.
 
         Returns:
             An iterator over the posteriors of the chunks, as plain torch tensors without gradients; their
-            `mode()`s, concatenated on axis 2, are those of `encode`. Where the source of the frames fails,
-            what has been computed comes first, then the failure.
+            `mode()`s,
+            concatenated on axis 2, equal the mode of `encode`. If the source of the frames fails, the chunks
+            that
+            were computed come first, then the failure.
 
         Raises:
             ValueError: a bad video or first frame, or no `num_frames` for an iterable, at once; a bad later
@@ -80,20 +82,20 @@ class ChunkedVAE:
         output_dtype: torch.dtype | None = None,
         fetch: Fetch = runtime.to_torch,
     ) -> Iterator[torch.Tensor]:
-        """Decode chunk by chunk; the next chunk is computed while one is taken, and no more than two are
-        held.
+        """Decode chunk by chunk; the next chunk is computed while one is taken, and at most two are held.
 
         Args:
             z: latents (N, C, T, H, W), not scaled by `scaling_factor`; on JAX or plain, whatever the backend,
-                which is where the weights are. Or an iterable of such pieces of them, plain, of any lengths.
-            num_frames: how many latent frames an iterable will give in all.
+                which the weights decide. Or an iterable of plain pieces of them, of any lengths.
+            num_frames: number of latent frames that an iterable gives in all.
             output_dtype: torch.uint8 for bytes (0 to 255); None for the model's dtype, in about [-1, 1].
-            fetch: what brings a chunk from where it is computed to the host; a method of `sharding.Exchange`
-                on a mesh over several processes.
+            fetch: brings a chunk from the device to the host; a method of `sharding.Exchange` on a mesh of
+                several processes.
 
         Returns:
-            An iterator over frames (N, C, t, H, W), plain torch tensors without gradients; together they are
-            those of `decode`.
+            An iterator over frames (N, C, t, H, W), plain torch tensors without gradients; concatenated, they
+            equal
+            the frames of `decode`.
 
         Raises:
             ValueError: bad latents or a bad first piece, another output dtype, or no `num_frames` for an
@@ -148,13 +150,14 @@ class ChunkedVAE:
         plan: tiling.TilePlan | None = None,
         as_uint8: bool = False,
     ) -> Iterator[torch.Tensor]:
-        """Return the results of a video's chunks, left where they are computed; where slicing is on, one
-        video at a time within each chunk.
+        """Return the results of a video's chunks, left on the device.
+
+        With slicing, each chunk runs one video at a time.
 
         Args:
             direction: `ENCODE` or `DECODE`.
             pieces: the chunks, in order.
-            plan: of the tiles to run in; None for whole frames.
+            plan: the tile plan; None for whole frames.
             as_uint8: whether decoded frames are bytes.
         """
         if not self.use_slicing:
@@ -165,7 +168,7 @@ class ChunkedVAE:
     def _results(
         self, direction: Direction, pieces: Iterable[torch.Tensor], plan: Any, as_uint8: bool
     ) -> Iterator[torch.Tensor]:
-        """As `results`, all videos together."""
+        """Return the results of a video's chunks, all videos together."""
         raise NotImplementedError
 
     @contextlib.contextmanager
@@ -178,8 +181,7 @@ class ChunkedVAE:
             yield
 
     def _joined(self, direction: Direction, x: torch.Tensor, plan: tiling.TilePlan | None) -> torch.Tensor:
-        """Return all results in one tensor, on the host where `x` is; all are computed before any is
-        fetched."""
+        """Return all results in one tensor, on the host if `x` is there; compute all, then fetch."""
         results = list(self.results(direction, frames_of_chunks(self, direction, x), plan))
         if not runtime.on_jax(x):
             for result in results:
@@ -236,7 +238,7 @@ def posteriors(moments: Iterator[torch.Tensor]) -> Iterator[DiagonalGaussianDist
 
 
 def with_time(frames: torch.Tensor) -> torch.Tensor:
-    """A single frame (N, C, H, W) as a piece of one frame; a piece as it is."""
+    """Return a frame (N, C, H, W) as a piece of one frame; a piece is returned unchanged."""
     return frames[:, :, None] if frames.ndim == 4 else frames
 
 
@@ -247,7 +249,7 @@ def gathered(
     plan: list[Chunk],
     check: Callable[..., None],
 ) -> Iterator[torch.Tensor]:
-    """Chunks (N, C, t, H, W) out of pieces of any length, or of single frames (N, C, H, W).
+    """Yield chunks (N, C, t, H, W) of pieces of any length, or of single frames (N, C, H, W).
 
     Args:
         what: "video" or "latents", for errors.
@@ -285,9 +287,9 @@ def gathered(
 
 @torch.no_grad()
 def overlapped(results: Iterator[torch.Tensor], fetch: Fetch) -> Iterator[torch.Tensor]:
-    """Each result on the host, asked for only when the next one is already being computed.
+    """Yield each result on the host; fetch it only while the next one is being computed.
 
-    Where the next one fails, the one before it still comes.
+    If the next one fails, the one before it still comes.
     """
     previous = None
     while True:
@@ -308,7 +310,7 @@ def overlapped(results: Iterator[torch.Tensor], fetch: Fetch) -> Iterator[torch.
 
 
 def by_video(pieces: Iterable[torch.Tensor]) -> list[Iterator[torch.Tensor]]:
-    """The chunks of a batch as those of each of its videos."""
+    """Return the chunks of each video of a batch."""
     chunked = iter(pieces)
     first = next(chunked)
     whole = itertools.chain([first], chunked)

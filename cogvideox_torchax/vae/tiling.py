@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AxisPlan:
-    """Where the tiles of one spatial axis start and end in the input, and how their outputs overlap.
+    """The tiles of one spatial axis of the input, and the overlap of their outputs.
 
     Attributes:
         spans: (start, stop) of each tile, in input pixels.
-        keep: output pixels that each tile contributes (the last one contributes all it has).
+        keep: output pixels that each tile contributes; the last one contributes all it has.
         blend: output pixels over which a tile fades in from the one before.
     """
 
@@ -48,7 +48,7 @@ class TilePlan:
 
 
 def groups(plan: TilePlan, together: int) -> list[list[tuple[int, int]]]:
-    """The tiles of a plan, those of one size `together` at a time, what is left over one by one.
+    """Group the tiles of a plan by size, `together` tiles to a group; the remainder is run one by one.
 
     Returns:
         Groups of (row, column), each of `together` tiles or of one.
@@ -96,7 +96,7 @@ def plan_axis(size: int, *, tile: int, overlap: float, scale_in: int = 1, scale_
 
 @dataclass(frozen=True)
 class TileSettings:
-    """When and how a picture is cut: a tile's size in latent pixels, and the share that overlaps the next."""
+    """The size of a tile in latent pixels, and its overlap with the next, as a share."""
 
     latent_height: int
     latent_width: int
@@ -191,7 +191,7 @@ def run_tiles(
 
 
 def cut(x: Any, plan: TilePlan, row_axis: int) -> list[list[Any]]:
-    """The tiles of `x` as rows of columns; the column axis follows `row_axis`."""
+    """Cut `x` into tiles, rows of columns; the column axis follows `row_axis`."""
     before = (slice(None),) * row_axis
     return [
         [x[(*before, slice(*row), slice(*column))] for column in plan.columns.spans]
@@ -240,7 +240,7 @@ def join(tiles: Sequence[Sequence[Any]], plan: TilePlan, row_axis: int) -> Any:
 
 
 def _fade(before: Any, tile: Any, extent: int, axis: int) -> Any:
-    """`tile`, its first `extent` pixels a linear blend from the last ones of `before`."""
+    """Blend the first `extent` pixels of `tile` linearly with the last ones of `before`."""
     extent = min(before.shape[axis], tile.shape[axis], extent)
     if extent == 0:
         return tile

@@ -1,5 +1,4 @@
-"""How far a backend may be from diffusers in float32 on CPU: the one table, for the tests and for
-`verify`."""
+"""The tolerated error of a backend against diffusers in float32 on CPU: one table, for tests and `verify`."""
 
 import torch
 
@@ -7,23 +6,23 @@ FLOAT32_RELATIVE = 1e-5
 """Largest difference in float32, over the largest absolute value of the reference."""
 
 BFLOAT16_RMS_RATIO = 1.1
-"""Root-mean-square error in bfloat16 against the float32 reference, over that of PyTorch's own bfloat16
-run."""
+"""Bound of the root-mean-square error in bfloat16, as a multiple of PyTorch's own bfloat16 error."""
 
 BFLOAT16_LAYER_RMS_RATIO = 1.5
-"""The same ratio for a single layer in a single chunk, where fewer roundings average out; it only finds the
-layer to name, and fails nothing by itself."""
+"""Bound of the same ratio for a single layer in a single chunk, where fewer roundings average out.
+
+It only finds the layer to name, and fails nothing by itself.
+"""
 
 
 def relative_error(got: torch.Tensor, reference: torch.Tensor) -> float:
-    """The largest difference, relative to the largest absolute value of the reference; NaN where there is a
-    NaN."""
+    """Return the largest difference over the reference's largest absolute value; NaN if there is a NaN."""
     reference = reference.double()
     return ((got.double() - reference).abs().max() / reference.abs().max()).item()
 
 
 def rms_error(got: torch.Tensor, reference: torch.Tensor) -> float:
-    """The root-mean-square difference."""
+    """Return the root-mean-square difference."""
     return (got.double() - reference.double()).square().mean().sqrt().item()
 
 

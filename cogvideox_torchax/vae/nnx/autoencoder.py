@@ -41,23 +41,23 @@ class Posterior(NamedTuple):
 
     @classmethod
     def from_moments(cls, moments: jax.Array) -> "Posterior":
-        """From the encoder's output; the log-variance is clamped to [-30, 20], as in diffusers."""
+        """Return the posterior of the encoder's output; its log-variance is clamped to [-30, 20]."""
         mean, logvar = jnp.split(moments, 2, axis=-1)
         return cls(mean, jnp.clip(logvar, -30.0, 20.0))
 
     def mode(self) -> jax.Array:
-        """The likeliest latents, which are the mean."""
+        """Return the mode of the latents, which is the mean."""
         return self.mean
 
     def sample(self, key: jax.Array) -> jax.Array:
-        """A draw from the posterior; the same key draws the same latents."""
+        """Draw latents from the posterior; the same key draws the same latents."""
         return self.mean + jnp.exp(0.5 * self.logvar) * jax.random.normal(
             key, self.mean.shape, self.mean.dtype
         )
 
 
 class EncoderChunk(OnColumns, nnx.Module):
-    """One chunk of frames to its moments: float frames in [-1, 1], or uint8."""
+    """Network of one chunk of frames, float in [-1, 1] or uint8, to its moments."""
 
     def __init__(self, vae: "FlaxAutoencoderKLCogVideoX"):
         self.encoder = vae.encoder
@@ -73,10 +73,10 @@ class EncoderChunk(OnColumns, nnx.Module):
 
 
 class DecoderChunk(nnx.Module):
-    """One chunk of latents to its frames, in [-1, 1], or as uint8.
+    """Network of one chunk of latents to its frames, in [-1, 1] or as uint8.
 
     Args:
-        vae: whose parts it runs.
+        vae: the model whose parts it runs.
         as_uint8: whether the frames are bytes.
         frame_by_frame: whether a later chunk's only frame is not the video's first.
     """
@@ -178,7 +178,7 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
     def weightless(
         cls, config: FlaxAutoencoderKLCogVideoXConfig, **dtypes: Any
     ) -> "FlaxAutoencoderKLCogVideoX":
-        """A model of `jax.ShapeDtypeStruct`s; `dtype` and `param_dtype` as in `from_tensors`."""
+        """Return a model of `jax.ShapeDtypeStruct`s; `dtype` and `param_dtype` as in `from_tensors`."""
         return nnx.eval_shape(lambda: cls(config, rngs=nnx.Rngs(0), **dtypes))
 
     @classmethod
@@ -191,7 +191,7 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         dtype: DTypeLike = jnp.float32,
         param_dtype: DTypeLike = jnp.float32,
     ) -> "FlaxAutoencoderKLCogVideoX":
-        """A model of diffusers' tensors, (name, NumPy array) pairs that are taken one at a time.
+        """Build a model from diffusers' tensors, (name, NumPy array) pairs that are read one at a time.
 
         Raises:
             ModelError: a tensor that is missing, left over or of another shape, by name.
@@ -207,7 +207,7 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         state_dict: dict[str, Any],
         **dtypes: Any,
     ) -> "FlaxAutoencoderKLCogVideoX":
-        """A model of a torch state dict; `dtype` and `param_dtype` as in `from_tensors`."""
+        """Build a model from a torch state dict; `dtype` and `param_dtype` as in `from_tensors`."""
         if not isinstance(config, FlaxAutoencoderKLCogVideoXConfig):
             config = FlaxAutoencoderKLCogVideoXConfig.from_dict(config)
         return cls.from_tensors(config, weights.from_torch(state_dict), **dtypes)
@@ -226,14 +226,14 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         cache_dir: str | Path | None = None,
         local_files_only: bool = False,
     ) -> "FlaxAutoencoderKLCogVideoX":
-        """Loads diffusers' weights from a directory or from the hub, tensor by tensor.
+        """Load diffusers' weights from a directory or from the hub, tensor by tensor.
 
         Args:
             name: a local directory or a hub id.
-            subfolder: where the VAE lies in it, "vae" for a whole pipeline.
-            variant: of the weight files, such as "fp16".
-            dtype, param_dtype: to compute in, and to store the parameters in.
-            revision, token, cache_dir, local_files_only: the hub's.
+            subfolder: folder of the VAE in it, "vae" for a whole pipeline.
+            variant: variant of the weight files, such as "fp16".
+            dtype, param_dtype: dtypes of the computation and of the stored parameters.
+            revision, token, cache_dir, local_files_only: the hub's options.
 
         Raises:
             ModelError: a `ValueError` that says what is missing or wrong, and what to do.
@@ -245,11 +245,11 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         return cls.from_tensors(config, tensors, source=directory, dtype=dtype, param_dtype=param_dtype)
 
     def save_pretrained(self, directory: str | Path) -> None:
-        """Writes the model as diffusers' `AutoencoderKLCogVideoX` loads it, in `param_dtype`."""
+        """Write the model as diffusers' `AutoencoderKLCogVideoX` loads it, in `param_dtype`."""
         weights.save(nnx.state(self, nnx.Param), self.config, directory)
 
     def load_tensors(self, tensors: Iterable[tuple[str, Any]], *, source: object = "the state dict") -> None:
-        """Takes over diffusers' tensors, all or none, on the mesh if there is one; as `from_tensors`.
+        """Replace the weights by diffusers' tensors, all or none, on the mesh if there is one.
 
         Raises:
             ModelError: a tensor that is missing, left over or of another shape, by name.
@@ -261,7 +261,7 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
             self.place_on(self.mesh)
 
     def cast(self, dtype: DTypeLike) -> None:
-        """Stores the parameters in another dtype, and computes in it."""
+        """Store the parameters in another dtype, and compute in it."""
         self.dtype = self.param_dtype = jnp.dtype(dtype)
         cast = jax.tree.map(lambda weight: weight.astype(dtype), nnx.state(self, nnx.Param))
         nnx.update(self, cast)
@@ -269,7 +269,7 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
     # Encoding and decoding
 
     def encode(self, x: jax.Array) -> Posterior:
-        """The posterior of videos (N, T, H, W, C), floats in [-1, 1] or uint8.
+        """Return the posterior of videos (N, T, H, W, C), floats in [-1, 1] or uint8.
 
         Raises:
             ValueError: another rank, channel count or size, or NaN or Inf.
@@ -277,7 +277,7 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         return Posterior.from_moments(self._whole(ENCODE, x))
 
     def decode(self, z: jax.Array) -> jax.Array:
-        """The frames, in about [-1, 1], of latents (N, t, h, w, C), not scaled by `scaling_factor`.
+        """Decode latents (N, t, h, w, C), not scaled by `scaling_factor`, to frames in about [-1, 1].
 
         Raises:
             ValueError: another rank or channel count, or NaN or Inf.
@@ -285,12 +285,12 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         return self._whole(DECODE, z)
 
     def decode_frame_by_frame(self, z: jax.Array) -> jax.Array:
-        """Decodes one latent frame a step, at about half the memory: ANOTHER FUNCTION than `decode`.
+        """Decode one latent frame a step, at about half the memory: ANOTHER FUNCTION than `decode`.
 
         GroupNorm's statistics span the frames of a step, and the network was trained on steps of two; with
         one frame a step they differ, and so does every pixel (docs/numerics.md has the measured difference).
-        The first latent frame gives one frame, each further one four: 4 t - 3 in all, also where `decode`
-        gives 4 t (even t).
+        The first latent frame gives one frame, each further one four: 4 t - 3 in all, also for an even t,
+        where `decode` gives 4 t.
 
         Args:
             z: as `decode` takes them.
@@ -298,7 +298,7 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         return self._whole(DECODE, z, frame_by_frame=True)
 
     def encode_stream(self, x: jax.Array) -> Iterator[Posterior]:
-        """As `encode`, chunk by chunk; a chunk's latents are there while the next one is computed."""
+        """Encode chunk by chunk; a chunk's latents are there while the next one is computed."""
         return map(Posterior.from_moments, self._stream(ENCODE, x))
 
     def decode_stream(self, z: jax.Array, *, output_dtype: DTypeLike | None = None) -> Iterator[jax.Array]:
@@ -372,10 +372,10 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
     # Several devices
 
     def place_on(self, mesh: jax.sharding.Mesh) -> None:
-        """Runs on a mesh of `cogvideox_torchax.make_mesh` from now on; the weights are copied to its devices.
+        """Run on a mesh of `cogvideox_torchax.make_mesh` from now on; the weights are copied to its devices.
 
-        One video is split by width over all of them, a batch that "dp" divides by video over "dp" and by
-        width over "tp"; any width will do. What comes in may lie anywhere, what goes out lies split.
+        One video is split by width over all devices, a batch that "dp" divides by video over "dp" and by
+        width over "tp"; any width is valid. Inputs may lie anywhere, results are sharded.
 
         Raises:
             ValueError: a mesh that was not made by `make_mesh`.
@@ -406,12 +406,11 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
     # Training
 
     def enable_gradient_checkpointing(self) -> None:
-        """Has a backward pass compute residual blocks anew (`nnx.remat`) instead of keeping what lies inside
-        of them."""
+        """Make a backward pass recompute residual blocks (`nnx.remat`) instead of keeping activations."""
         self._rematerialize(True)
 
     def disable_gradient_checkpointing(self) -> None:
-        """Has a backward pass keep all that it needs, which is the default."""
+        """Make a backward pass keep all activations, which is the default."""
         self._rematerialize(False)
 
     def _rematerialize(self, anew: bool) -> None:
@@ -422,11 +421,11 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
     # Tiling and slicing
 
     def enable_slicing(self) -> None:
-        """Runs a batch one video at a time."""
+        """Run a batch one video at a time."""
         self.use_slicing = True
 
     def disable_slicing(self) -> None:
-        """All videos of a batch at once again."""
+        """Run all videos of a batch at once again."""
         self.use_slicing = False
 
     def enable_tiling(
@@ -436,7 +435,7 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         tile_overlap_factor_height: float = 1 / 6,
         tile_overlap_factor_width: float = 1 / 5,
     ) -> None:
-        """Runs pictures larger than a tile in tiles; sizes in sample pixels, half the config's by default."""
+        """Run pictures larger than a tile in tiles; sizes in sample pixels, half the config's by default."""
         scale = self.config.spatial_compression_ratio
         height = tile_sample_min_height or self.config.sample_height // 2
         width = tile_sample_min_width or self.config.sample_width // 2

@@ -71,7 +71,7 @@ class FlaxAutoencoderKLCogVideoXConfig:
 
     @property
     def time_doublings(self) -> int:
-        """How many of the blocks halve (or double) the frames."""
+        """Number of blocks that halve (or double) the frames."""
         return chunks.temporal_steps(self.temporal_compression_ratio)
 
     @property
@@ -81,7 +81,7 @@ class FlaxAutoencoderKLCogVideoXConfig:
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> "FlaxAutoencoderKLCogVideoXConfig":
-        """From diffusers' config, which may carry private fields (`_class_name`, ...).
+        """Read diffusers' config, which may have private fields (`_class_name`, ...).
 
         Raises:
             ModelError: a field that this build does not know, with a value that is not None.
@@ -101,11 +101,11 @@ class FlaxAutoencoderKLCogVideoXConfig:
 
     @classmethod
     def from_file(cls, directory: str | Path) -> "FlaxAutoencoderKLCogVideoXConfig":
-        """From the config.json in a model directory."""
+        """Read the config.json in a model directory."""
         return cls.from_dict(checkpoint.read_config(Path(directory)))
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as diffusers' class takes them."""
+        """Return the fields as diffusers' class takes them."""
         return dataclasses.asdict(self)
 
 

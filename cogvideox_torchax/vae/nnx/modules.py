@@ -28,14 +28,14 @@ Cache = dict[str, Any]
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """What the layers of one network have in common.
+    """Settings that the layers of one network share.
 
     Attributes:
-        rngs: for random parameters.
-        num_groups: of every norm.
-        eps: of a residual block's GroupNorms; all others have diffusers' 1e-6.
-        latent_channels: of the latents that modulate the norms; None for plain GroupNorms.
-        param_dtype: to store the parameters in.
+        rngs: keys of random parameters.
+        num_groups: channel groups of every norm.
+        eps: epsilon of a residual block's GroupNorms; all others have diffusers' 1e-6.
+        latent_channels: channels of the latents that modulate the norms; None for plain GroupNorms.
+        param_dtype: dtype of the stored parameters.
     """
 
     rngs: nnx.Rngs
@@ -59,7 +59,7 @@ class Conv(OnColumns, nnx.Module):
         return self.kernel[...].astype(dtype), self.bias[...].astype(dtype)
 
     def matrix(self, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
-        """A 1x1x1 convolution's kernel as a matrix (I, O), and its bias."""
+        """Return a 1x1x1 convolution's kernel as a matrix (I, O), and its bias."""
         kernel, bias = self.cast(dtype)
         return kernel[0, 0, 0], bias
 
@@ -238,7 +238,7 @@ class Upsample3D(OnColumns, nnx.Module):
         self.expand_time = expand_time
 
     def __call__(self, x_NTHWC: jax.Array, *, first_frame_alone: bool | None = None) -> jax.Array:
-        """`first_frame_alone`: whether the first frame stays one; None for what the number of frames says."""
+        """Upsample; `first_frame_alone` keeps the first frame single, None asks the number of frames."""
         if first_frame_alone is None:
             first_frame_alone = first_frame_is_alone(x_NTHWC.shape[1])
         kernel, bias = self.conv.cast(x_NTHWC.dtype)
@@ -278,7 +278,7 @@ class Resnets(nnx.Module):
 
 
 def _rematerialized(module: nnx.Module) -> Callable[..., Any]:
-    """A module's call whose backward pass computes what lies inside anew."""
+    """Return a module's call whose backward pass recomputes the module's activations."""
     return functools.partial(nnx.remat(type(module).__call__), module)
 
 

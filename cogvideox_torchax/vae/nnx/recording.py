@@ -1,4 +1,4 @@
-"""What every layer of the Flax build computes, chunk by chunk: for comparing builds layer by layer."""
+"""Recordings of every layer of the Flax build, chunk by chunk, to compare builds layer by layer."""
 
 import functools
 from collections.abc import Callable

@@ -20,29 +20,29 @@ from cogvideox_torchax.vae import checkpoint
 from cogvideox_torchax.vae.nnx.config import FlaxAutoencoderKLCogVideoXConfig
 
 Keys = tuple[Any, ...]
-"""Where a parameter lies in the NNX state: names and list indices from the root down."""
+"""Path of a parameter in the NNX state: names and list indices from the root down."""
 
 COMPILED_PREFIX = "_orig_mod."
-"""What `torch.compile` puts into the names of a compiled module's tensors."""
+"""Prefix that `torch.compile` adds to the names of a compiled module's tensors."""
 
 _LEAVES = {"kernel": "weight", "scale": "weight", "bias": "bias"}
 
 
 def diffusers_name(path: Keys) -> str:
-    """The name in diffusers' state dict of the parameter at a path of the NNX state."""
+    """Return the name in diffusers' state dict of the parameter at a path of the NNX state."""
     *modules, leaf = path
     return ".".join(map(str, [*modules, _LEAVES[leaf]]))
 
 
 def to_nnx(path: Keys, tensor: np.ndarray) -> np.ndarray:
-    """A torch tensor's array as the parameter at `path` holds it: convolutions and linear layers turned."""
+    """Return a torch tensor's array as the parameter at `path` holds it: kernels transposed."""
     if path[-1] != "kernel":
         return tensor
     return np.ascontiguousarray(tensor.transpose(*range(2, tensor.ndim), 1, 0))
 
 
 def to_torch(path: Keys, parameter: np.ndarray) -> np.ndarray:
-    """The inverse of `to_nnx`."""
+    """Invert `to_nnx`."""
     if path[-1] != "kernel":
         return parameter
     last = parameter.ndim - 1
@@ -52,13 +52,13 @@ def to_torch(path: Keys, parameter: np.ndarray) -> np.ndarray:
 def read_state(
     abstract: nnx.State, tensors: Iterable[tuple[str, np.ndarray]], *, source: object, param_dtype: DTypeLike
 ) -> nnx.State:
-    """An NNX state of concrete arrays from diffusers' tensors, taken one by one.
+    """Build an NNX state of concrete arrays from diffusers' tensors, read one by one.
 
     Args:
         abstract: the state's shapes (`nnx.eval_shape`).
         tensors: (name, array) pairs; a name may carry `_orig_mod.`.
-        source: what to call the weights in an error.
-        param_dtype: of the result.
+        source: name of the weights in an error.
+        param_dtype: dtype of the result.
 
     Raises:
         ModelError: a tensor of another shape, missing, left over, or given twice, by name.
@@ -94,7 +94,7 @@ def _checked(
 
 
 def torch_shape(path: Keys, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape in diffusers' state dict of the parameter at `path`."""
+    """Return the shape in diffusers' state dict of the parameter at `path`."""
     return shape if path[-1] != "kernel" else (shape[-1], shape[-2], *shape[:-2])
 
 
@@ -107,13 +107,13 @@ def state_dict(state: nnx.State) -> dict[str, np.ndarray]:
 
 
 def from_torch(tensors: dict[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
-    """A torch state dict's tensors as NumPy arrays, one at a time."""
+    """Yield a torch state dict's tensors as NumPy arrays, one at a time."""
     for name, tensor in tensors.items():
         yield name, runtime.host_array(tensor.cpu())
 
 
 def save(state: nnx.State, config: FlaxAutoencoderKLCogVideoXConfig, directory: str | Path) -> None:
-    """Writes config.json and the weights as diffusers' `save_pretrained` does, in one file."""
+    """Write config.json and the weights as diffusers' `save_pretrained` does, in one file."""
     from diffusers import __version__
     from safetensors.numpy import save as serialized
 

@@ -37,8 +37,7 @@ def _channels_first(x_NTHWC: jax.Array) -> jax.Array:
 
 
 def to_array(x: torch.Tensor) -> Any:
-    """Return a tensor as the Flax build takes it: as an array of NumPy where it is plain, which stays on the
-    host."""
+    """Return a tensor channels-last for the Flax build; a plain one becomes a NumPy array on the host."""
     array = runtime.as_array(x)
     return np.moveaxis(array, 1, -1) if isinstance(array, np.ndarray) else _channels_last(array)
 
@@ -91,13 +90,13 @@ class FlaxVAEForPipelines(ChunkedVAE, PortedModel, ModelMixin, ConfigMixin):
         torch_dtype: torch.dtype | None = None,
         **hub_options: Any,
     ) -> "FlaxVAEForPipelines":
-        """Loads diffusers' weights from a directory or from the hub.
+        """Load diffusers' weights from a directory or from the hub.
 
         Args:
             pretrained_model_name_or_path: a local directory or a hub id.
-            subfolder: where the VAE lies in it, "vae" for a whole pipeline.
-            variant: of the weight files, such as "fp16".
-            torch_dtype: to store and to compute in; float32 where None.
+            subfolder: folder of the VAE in it, "vae" for a whole pipeline.
+            variant: variant of the weight files, such as "fp16".
+            torch_dtype: dtype of the weights and of the computation; float32 if None.
             hub_options: `revision`, `token`, `cache_dir`, `local_files_only`.
 
         Raises:
@@ -119,7 +118,7 @@ class FlaxVAEForPipelines(ChunkedVAE, PortedModel, ModelMixin, ConfigMixin):
     def from_diffusers(
         cls, vae: torch.nn.Module, torch_dtype: torch.dtype | None = None
     ) -> "FlaxVAEForPipelines":
-        """From a loaded diffusers VAE, whose weights are copied; `torch_dtype` is its own where None."""
+        """Copy the weights of a loaded diffusers VAE; `torch_dtype` is the VAE's own if None."""
         native: Any = vae
         dtype = runtime.jax_dtype(torch_dtype or native.dtype)
         state_dict = {name: runtime.to_torch(tensor) for name, tensor in native.state_dict().items()}
@@ -130,13 +129,13 @@ class FlaxVAEForPipelines(ChunkedVAE, PortedModel, ModelMixin, ConfigMixin):
         )
 
     def save_pretrained(self, save_directory: str | Path, **diffusers_options: Any) -> None:  # pyright: ignore
-        """Writes diffusers' format in one safetensors file; diffusers' options have no effect."""
+        """Write diffusers' format in one safetensors file; diffusers' options have no effect."""
         self.flax_vae.save_pretrained(save_directory)
 
     # What torch modules and diffusers' models have besides; the weights are the Flax model's.
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:  # pyright: ignore
-        """The weights by diffusers' names, as plain tensors of their own."""
+        """Return the weights by diffusers' names, as plain tensors of their own."""
         if args or kwargs:
             raise ValueError("state_dict of the Flax build takes no options: it gives every weight, by name")
         held = weights.state_dict(nnx.state(self.flax_vae, nnx.Param))
@@ -145,7 +144,7 @@ class FlaxVAEForPipelines(ChunkedVAE, PortedModel, ModelMixin, ConfigMixin):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Takes the weights of a torch state dict over, all or none; `assign` has no meaning here.
+        """Load a torch state dict, all tensors or none; `assign` has no meaning here.
 
         Raises:
             ModelError: a tensor that is missing, left over or of another shape, by name.
@@ -170,7 +169,7 @@ class FlaxVAEForPipelines(ChunkedVAE, PortedModel, ModelMixin, ConfigMixin):
     def _apply(
         self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
     ) -> "FlaxVAEForPipelines":
-        """What torch's other casts call, with what they do to each tensor."""
+        """Cast the weights; torch's other casts call this with their function of a tensor."""
         return self._cast(runtime.without_torchax(lambda: fn(torch.zeros(0, dtype=self.dtype)).dtype))
 
     def _cast(self, dtype: torch.dtype | None) -> "FlaxVAEForPipelines":
@@ -191,7 +190,7 @@ class FlaxVAEForPipelines(ChunkedVAE, PortedModel, ModelMixin, ConfigMixin):
         return self
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
-        """How many numbers the weights are."""
+        """Return the number of parameters."""
         return sum(weight.size for weight in jax.tree.leaves(nnx.state(self.flax_vae, nnx.Param)))
 
     def compile_last_chunk(self, shape: tuple[int, ...], *, kind: Direction = DECODE) -> Any:
@@ -212,12 +211,12 @@ class FlaxVAEForPipelines(ChunkedVAE, PortedModel, ModelMixin, ConfigMixin):
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the model computes in, and what it takes and gives."""
+        """The dtype of the computation, of inputs and of results."""
         return getattr(torch, self.flax_vae.dtype.name)
 
     @property
     def device(self) -> torch.device:
-        """Where plain tensors go in and come out: the host. The model itself runs on JAX's devices."""
+        """The device of plain inputs and results: the host. The model itself runs on JAX's devices."""
         return torch.device("cpu")
 
     @property
@@ -230,13 +229,13 @@ class FlaxVAEForPipelines(ChunkedVAE, PortedModel, ModelMixin, ConfigMixin):
         self.flax_vae.place_on(mesh)
 
     def encode(self, x: torch.Tensor, return_dict: bool = True) -> Any:
-        """As diffusers' `encode`: the posterior of a video (N, C, T, H, W)."""
+        """Encode a video (N, C, T, H, W) to its posterior, as diffusers' `encode` does."""
         with self._running(x):
             posterior = DiagonalGaussianDistribution(self._whole(ENCODE, x))
         return AutoencoderKLOutput(latent_dist=posterior) if return_dict else (posterior,)
 
     def decode(self, z: torch.Tensor, return_dict: bool = True) -> Any:
-        """As diffusers' `decode`: the frames of latents (N, C, T, H, W)."""
+        """Decode latents (N, C, T, H, W) to frames, as diffusers' `decode` does."""
         frames = self._whole(DECODE, z)
         return DecoderOutput(sample=frames) if return_dict else (frames,)
 

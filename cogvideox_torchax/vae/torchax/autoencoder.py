@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from cogvideox_torchax.sharding import Placement
 
 HUB_OPTIONS = {"revision", "token", "cache_dir", "local_files_only", "force_download"}
-"""Of diffusers' `from_pretrained`, those that are huggingface_hub's."""
+"""Options of diffusers' `from_pretrained` that belong to huggingface_hub."""
 
 
 class DifferentiablePosterior(DiagonalGaussianDistribution):
@@ -50,7 +50,7 @@ def _clamped_logvar(moments: Any) -> Any:
 
 
 def _hand_over(make: Callable[..., Any], kind: type, pipeline: Any, **options: Any) -> Any:
-    """diffusers' `from_pipe`, to which a ported part is as good as the stock one."""
+    """Call diffusers' `from_pipe` so that it accepts ported parts in place of stock ones."""
     parts = upstream.parts_for(kind, pipeline)
     ported = {name: part for name, part in parts.items() if isinstance(part, PortedModel)}
     if not ported:
@@ -87,13 +87,13 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
         torch_dtype: torch.dtype | None = None,
         **diffusers_options: Any,
     ) -> "AutoencoderKLCogVideoX":
-        """Loads a model from a directory or from the hub, whether or not torchax is already enabled.
+        """Load a model from a directory or from the hub, whether or not torchax is on.
 
         Args:
             pretrained_model_name_or_path: a local directory or a hub id.
-            subfolder: where the VAE lies in it, "vae" for a whole pipeline.
-            variant: of the weight files, such as "fp16".
-            torch_dtype: of the loaded weights; float32 where None.
+            subfolder: folder of the VAE in it, "vae" for a whole pipeline.
+            variant: variant of the weight files, such as "fp16".
+            torch_dtype: dtype of the loaded weights; float32 if None.
             diffusers_options: further options of diffusers' `from_pretrained` (`revision`, `token`,
                 `cache_dir`, `local_files_only`, ...). `use_safetensors` is always on: a pickle is never
                 loaded.
@@ -138,7 +138,7 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
             return super().decode(z, return_dict)
 
     def forward(self, sample: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """As diffusers': encodes, draws of the posterior or takes its mode, decodes."""
+        """Encode, sample the posterior or take its mode, and decode, as diffusers does."""
         with self._running(sample):
             return super().forward(sample, *args, **kwargs)
 
@@ -150,13 +150,11 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
     # Tiling: the plan of `tiling.py` in place of diffusers' own
 
     def tiled_encode(self, x: torch.Tensor) -> torch.Tensor:
-        """As diffusers' `tiled_encode`, of the right size for any tile size; tiles even where one would
-        do."""
+        """Encode in tiles, also if one tile would do; the result has the right size for any tile size."""
         return self._whole(ENCODE, x, in_tiles=True)
 
     def tiled_decode(self, z: torch.Tensor, return_dict: bool = True) -> DecoderOutput | tuple[torch.Tensor]:
-        """As diffusers' `tiled_decode`, of the right size for any tile size; tiles even where one would
-        do."""
+        """Decode in tiles, also if one tile would do; the result has the right size for any tile size."""
         frames = self._whole(DECODE, z, in_tiles=True)
         return DecoderOutput(sample=frames) if return_dict else (frames,)
 
@@ -208,16 +206,17 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
         super().enable_gradient_checkpointing(gradient_checkpointing_func or runtime.rematerialized)
 
     def program(self, direction: Direction, as_uint8: bool = False) -> runtime.Program:
-        """The compiled chunk program of a direction: built when it is first asked for, and anew when modules,
-        hooks or attributes are others than those it was traced from."""
+        """Return the compiled chunk program of a direction, built on the first request.
+
+        It is built again once modules, hooks or attributes differ from those that it was traced from.
+        """
         return self._program((direction, as_uint8), chunk_network(self, direction, as_uint8))
 
     def _program(self, kind: tuple[Direction, bool], network: nn.Module) -> runtime.Program:
         return runtime.programs_of(self).get(kind, network, self._compile_for)
 
     def build_program(self, direction: Direction, *, stock: bool = False) -> runtime.Program:
-        """A chunk program of its own, for one that only looks at what it compiles to; `stock` for that of
-        diffusers' own modules."""
+        """Build a separate chunk program, to inspect its compiled text; `stock` for diffusers' modules."""
         return self._compile_for(chunk_network(stock_of(self) if stock else self, direction))
 
     def _compile_for(self, network: nn.Module) -> runtime.Program:
@@ -231,15 +230,16 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
     def compile_last_chunk(
         self, shape: tuple[int, ...], *, kind: Direction = DECODE
     ) -> tuple[runtime.Program, Any]:
-        """Compiles, without running it, the program of an input's last chunk: of every later one, where there
-        are several. The model may be on torch's "meta" device.
+        """Compile, without running it, the program of an input's last chunk.
+
+        All chunks after the first share it. The model may be on torch's "meta" device.
 
         Args:
-            shape: the whole input's (N, C, T, H, W): latents to decode, frames to encode.
+            shape: shape of the whole input (N, C, T, H, W): latents to decode, frames to encode.
             kind: `DECODE` or `ENCODE`.
 
         Returns:
-            The program and what JAX compiled of it.
+            The program and its compiled form.
         """
         program = self.build_program(kind)
         shapes = [(*shape[:2], chunk.length, *shape[3:]) for chunk in Direction(kind).chunks(self, shape[2])]
@@ -281,7 +281,7 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
 
 
 def port_vae(vae: Any) -> Any:
-    """Gives diffusers' model and its modules their ported classes, in place; done twice, it is done once."""
+    """Give diffusers' model and its modules their ported classes, in place; a second call changes nothing."""
     ported = isinstance(vae, ChunkedVAE)
     if not ported:
         vae.__class__ = _ported_class(type(vae))
@@ -295,7 +295,7 @@ def port_vae(vae: Any) -> Any:
 
 @functools.cache
 def _ported_class(kind: type[DiffusersAutoencoder]) -> Any:
-    """The ported class of diffusers' class, or of a subclass of it, whose methods come first."""
+    """Return the ported class of diffusers' class, or of a subclass of it, whose methods come first."""
     if kind is DiffusersAutoencoder:
         return AutoencoderKLCogVideoX
 
@@ -307,7 +307,7 @@ def _ported_class(kind: type[DiffusersAutoencoder]) -> Any:
 
 
 def _revived(kind: type[DiffusersAutoencoder]) -> Any:
-    """What the pickle of a ported subclass begins with: its class was made here, and is found nowhere."""
+    """Return an instance for unpickling a ported subclass, whose class was made here."""
     ported = _ported_class(kind)
     return ported.__new__(ported)
 

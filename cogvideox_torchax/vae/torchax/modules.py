@@ -37,12 +37,12 @@ def _channels_first(x_NTHWC: torch.Tensor) -> torch.Tensor:
 
 
 def _kernel_last(kernel_OI: torch.Tensor) -> torch.Tensor:
-    """A torch kernel (O, I, *window) as XLA takes it, (*window, I, O)."""
+    """Return a torch kernel (O, I, *window) as XLA takes it, (*window, I, O)."""
     return kernel_OI.permute(*range(2, kernel_OI.ndim), 1, 0)
 
 
 def _as_ported(module: nn.Module) -> bool:
-    """Whether what lies in a module is what `port` left there, unwatched: its weights say what it does."""
+    """Return whether a module's parts are as `port` left them and unwatched."""
     parts = (part for part in module.modules() if part is not module)
     return all(type(part) in PARTS and not is_watched(part) for part in parts)
 
@@ -53,13 +53,15 @@ def cleared(x_NCTHW: torch.Tensor, split: Split) -> torch.Tensor:
 
 
 def _matrix(conv: nn.Conv3d) -> torch.Tensor:
-    """A 1x1x1 convolution's kernel as a matrix (I, O)."""
+    """Return a 1x1x1 convolution's kernel as a matrix (I, O)."""
     return conv.weight[:, :, 0, 0, 0].T
 
 
 class GroupNorm(OnColumns, nn.GroupNorm):
-    """GroupNorm whose statistics are float32, found in one pass, and the activation after it, as one kernel
-    (`jax_kernels.group_norm`)."""
+    """GroupNorm with float32 statistics of one pass, and its activation, as one kernel.
+
+    See `jax_kernels.group_norm`.
+    """
 
     def forward(self, input: torch.Tensor, *, activation: str | None = None) -> torch.Tensor:
         if not on_jax(input) or input.ndim < 3:
@@ -110,7 +112,7 @@ class CausalConv3d(OnColumns, diffusers_vae.CogVideoXCausalConv3d):
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is what the kernels compute."""
+        """True if the kernels compute this convolution."""
         conv = self.conv
         window = (1, 1, 1)
         return _as_ported(self) and conv.stride == conv.dilation == window and self.pad_mode != "replicate"
@@ -140,8 +142,7 @@ class CausalConv3d(OnColumns, diffusers_vae.CogVideoXCausalConv3d):
 
 
 class SpatialNorm3D(OnColumns, diffusers_vae.CogVideoXSpatialNorm3D):
-    """Norm, modulation by the latents and the activation after it as one kernel
-    (`jax_kernels.spatial_norm`)."""
+    """Norm, modulation by the latents and activation as one kernel (`jax_kernels.spatial_norm`)."""
 
     def forward(
         self,
@@ -217,9 +218,9 @@ class ResnetBlock3D(diffusers_vae.CogVideoXResnetBlock3D):
         columns: Any = None,
         **options: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor | None, Any]:
-        """A norm, the activation and a convolution; in one where nobody looks at what lies between them.
+        """Apply a norm, the activation and a convolution; in one kernel unless a hook sees what lies between.
 
-        `columns` is what the convolution before gave last, and this one gives (`jax_kernels.norm_conv3d`).
+        `columns` is the last result of the convolution before, and of this one (`jax_kernels.norm_conv3d`).
         """
         together = isinstance(self.nonlinearity, nn.SiLU) and _fits_together(norm, conv)
         if not together or is_watched(norm) or is_watched(conv):
@@ -235,7 +236,7 @@ class ResnetBlock3D(diffusers_vae.CogVideoXResnetBlock3D):
 
 
 def _fits_together(norm: nn.Module, conv: nn.Module) -> bool:
-    """Whether both are as they were ported, of kinds that `jax_kernels.norm_conv3d` computes together."""
+    """Return whether both are as they were ported, and of kinds that `jax_kernels.norm_conv3d` fuses."""
     kinds = type(norm) in (GroupNorm, SpatialNorm3D) and type(conv) is CausalConv3d
     return kinds and _as_ported(norm) and conv.is_plain  # pyright: ignore[reportReturnType]
 
@@ -271,7 +272,7 @@ def _norm_conv(
 
 
 def _only(result: Any) -> torch.Tensor:
-    """What a norm gives, without the cache that diffusers has beside it."""
+    """Return a norm's result without the cache that diffusers adds."""
     return result[0] if isinstance(result, tuple) else result
 
 
@@ -359,14 +360,14 @@ PORTED: dict[type[nn.Module], type[nn.Module]] = {
 """The class that each of diffusers' hot modules becomes."""
 
 PARTS = (nn.Conv2d, GroupNorm, SafeConv3d, CausalConv3d)
-"""What may lie within a layer, where its kernel does all of it."""
+"""Submodule types that a fused layer replaces."""
 
 LAYERS = tuple(ported for ported in PORTED.values() if ported is not CogVideoXDecoder3D)
-"""Those that are no whole network."""
+"""Ported classes that are no whole network."""
 
 
 def port_modules(root: nn.Module) -> None:
-    """Gives every hot module below `root` its ported class; a module that has it already is left alone."""
+    """Give every hot module below `root` its ported class; ported modules are left alone."""
     for module in root.modules():
         ported = PORTED.get(type(module))
         if ported is not None:

@@ -21,7 +21,7 @@ from cogvideox_torchax.vae.torchax.modules import cleared
 
 
 class EncoderChunk(OnColumns, nn.Module):
-    """One chunk of frames to its moments: float frames in [-1, 1], or uint8."""
+    """Network of one chunk of frames, float in [-1, 1] or uint8, to its moments."""
 
     def __init__(self, vae: DiffusersAutoencoder):
         super().__init__()
@@ -39,7 +39,7 @@ class EncoderChunk(OnColumns, nn.Module):
 
 
 class DecoderChunk(nn.Module):
-    """One chunk of latents to its frames, in [-1, 1], or as uint8."""
+    """Network of one chunk of latents to its frames, in [-1, 1] or as uint8."""
 
     def __init__(self, vae: DiffusersAutoencoder, as_uint8: bool = False):
         super().__init__()
@@ -55,7 +55,7 @@ class DecoderChunk(nn.Module):
 
 
 def chunk_network(vae: DiffusersAutoencoder, direction: Direction, as_uint8: bool = False) -> nn.Module:
-    """The network of a direction's chunks; `as_uint8` for decoded frames as bytes."""
+    """Return the network of a direction's chunks; `as_uint8` makes decoded frames bytes."""
     return EncoderChunk(vae) if direction == ENCODE else DecoderChunk(vae, as_uint8)
 
 
