@@ -25,18 +25,18 @@ around_from_pretrained(without_torchax)
 def port(
     model_or_pipeline: Portable, *, mesh: "Mesh | None" = None, parallel: "Parallel | None" = None
 ) -> Portable:
-    """Makes a CogVideoX VAE, or a whole diffusers pipeline around one, ready for JAX, in place.
+    """Make a CogVideoX VAE, or a whole diffusers pipeline around one, ready for JAX, in place.
 
     A VAE has its hot modules' classes swapped. Nothing is copied or moved: parameters stay the same objects
-    under the same names, `state_dict()` and `isinstance` do not change, and plain torch tensors go on running
+    under the same names, `state_dict()` and `isinstance` do not change, and plain torch tensors still run
     natively. Move the result with `.to("jax")` to run it on JAX.
 
     A pipeline (text, image or video to video, or control) is moved as well: text encoder and transformer
     become a program each, every weight goes to JAX, and the pipeline's own call runs there; a part that is
-    None stays so. torchax is on while its methods run, and not after. Of any other pipeline the VAE alone is
-    ported, and not moved.
+    None stays None. torchax is on while its methods run, and not after. From any other pipeline the VAE alone
+    is ported, and not moved.
 
-    Porting twice is porting once.
+    A second call changes nothing.
 
     Args:
         model_or_pipeline: a diffusers `AutoencoderKLCogVideoX`, or a pipeline whose `vae` is one

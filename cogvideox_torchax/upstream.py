@@ -1,7 +1,6 @@
-"""What this package takes of others that they do not promise to keep: every such hook, with what it needs.
+"""Every use of other packages' undocumented interfaces, each with its requirement.
 
-Where a release takes one away, this file changes and no other; `tests/test_upstream.py` says which. Imports
-are made when they are asked for.
+When a release removes one, this file alone changes; `tests/test_upstream.py` finds it. Imports are lazy.
 """
 
 import contextlib
@@ -16,7 +15,11 @@ from cogvideox_torchax.versions import TESTED, installed
 
 
 def _part(package: str, owner: Any, name: str) -> Any:
-    """An attribute that a package may take away; `ImportError` that says which release still has it."""
+    """Return an attribute that a package may remove.
+
+    Raises:
+        ImportError: it is gone; the message names the release that still has it.
+    """
     try:
         return getattr(owner, name)
     except AttributeError as error:
@@ -27,7 +30,7 @@ def _part(package: str, owner: Any, name: str) -> Any:
 
 
 def torchax_is_on() -> bool:
-    """Whether this thread's torch calls go through torchax.
+    """Return whether this thread's torch calls go through torchax.
 
     Needs torch's stack of function modes, which has no public reader, and torchax's mode in it. torchax's own
     `enabled` flag does not do: it turns false after the first function that runs through `jax_view`.
@@ -77,7 +80,7 @@ def torchax_off() -> Iterator[None]:
 
 
 def replace_array(tensor: Any, move: Callable[[Any], Any]) -> Any:
-    """The same torchax tensor around what `move` makes of its array.
+    """Replace the array of a torchax tensor by `move` of it; the tensor stays the same object.
 
     Needs `apply_jax_` of torchax's tensors: a parameter stays the object that it is, which no public function
     of `torchax.interop` gives.
@@ -86,16 +89,16 @@ def replace_array(tensor: Any, move: Callable[[Any], Any]) -> Any:
 
 
 def teach_copying(kind: Any, tensor_of: Any, to_torch: Any, without_torchax: Any) -> None:
-    """Has a tensor class of torchax, of whole tensors or of views, copied and pickled, alone or inside of any
-    module or state dict.
+    """Make a tensor class of torchax, of whole tensors or of views, copyable and picklable.
 
-    A copy shares its array, which nothing writes into. A pickle holds a plain torch tensor: what is loaded is
-    in PyTorch, with torchax there or not. Needs the class to have no `__deepcopy__` or `__reduce_ex__` that
-    comes first; by themselves torchax's tensors take neither copies nor pickles.
+    A copy, alone or inside any module or state dict, shares its array, which nothing writes into. A pickle
+    holds a plain torch tensor: the loaded tensor is in PyTorch, with torchax installed or not. Needs the
+    class to have no `__deepcopy__` or `__reduce_ex__` of its own; torchax's tensors support neither copies
+    nor pickles.
 
     Args:
         kind: the class.
-        tensor_of, to_torch, without_torchax: of `runtime`.
+        tensor_of, to_torch, without_torchax: functions of `runtime`.
     """
     from torch import nn
 
@@ -137,7 +140,7 @@ def one_program_each(registry: Any) -> None:
 
 
 def is_traced(array: Any) -> bool:
-    """Whether JAX is tracing the array, so that it has no value. Needs `jax.core.Tracer`."""
+    """Return whether JAX is tracing the array, so that it has no value. Needs `jax.core.Tracer`."""
     import jax.core
 
     return isinstance(array, _part("jax", jax.core, "Tracer"))
@@ -145,12 +148,12 @@ def is_traced(array: Any) -> bool:
 
 @functools.cache
 def around_from_pretrained(around: Callable[..., Any]) -> None:
-    """Has diffusers' `from_pretrained`, of models and of pipelines, called as `around(load, cls, ...)`; once.
+    """Wrap diffusers' `from_pretrained`, of models and of pipelines, as `around(load, cls, ...)`; once.
 
-    Needs them to be class methods of `ModelMixin` and `DiffusionPipeline`. While torchax is on, it can
-    neither read a safetensors file (`torch.asarray` of a storage) nor build a module on
-    `torch.device("meta")`. A script that turns it on by hand and then loads a pipeline has imported `port`
-    and called nothing of this package yet: so it is done there.
+    Needs them to be class methods of `ModelMixin` and `DiffusionPipeline`. While torchax is on,
+    `from_pretrained` can neither read a safetensors file (`torch.asarray` of a storage) nor build a module on
+    `torch.device("meta")`. A script that turns torchax on by hand and then loads a pipeline has imported
+    `port` and called nothing of this package yet: so the wrap is made on import.
     """
     from diffusers.models.modeling_utils import ModelMixin
     from diffusers.pipelines.pipeline_utils import DiffusionPipeline
@@ -167,7 +170,7 @@ def around_from_pretrained(around: Callable[..., Any]) -> None:
 
 @functools.cache
 def around_from_pipe(around: Callable[..., Any]) -> None:
-    """Has diffusers' `from_pipe` called as `around(make, cls, pipeline, ...)`; once for each `around`.
+    """Wrap diffusers' `from_pipe` as `around(make, cls, pipeline, ...)`; once for each `around`.
 
     Needs it to be a class method of `DiffusionPipeline` alone.
     """
@@ -183,10 +186,10 @@ def around_from_pipe(around: Callable[..., Any]) -> None:
 
 
 def parts_for(pipeline_class: Any, pipeline: Any) -> dict[str, Any]:
-    """The parts of a pipeline that are of a kind that another pipeline's class takes by that name.
+    """Return the parts of a pipeline whose kind another pipeline's class takes by that name.
 
-    A part whose class names another as `stands_for` counts as one of that. Needs the class to tell its parts'
-    types. `from_pipe` itself passes on none of a subclass, unless it gets it by name.
+    A part whose class names another as `stands_for` counts as one of that class. Needs the class to give its
+    parts' types. `from_pipe` itself passes on no instance of a subclass unless it gets it by name.
     """
     kinds = _part("diffusers", pipeline_class, "_get_signature_types")()
     return {
@@ -200,12 +203,13 @@ def parts_for(pipeline_class: Any, pipeline: Any) -> dict[str, Any]:
 
 
 def rotary_tables(pipeline_class: Any, move: Callable[[Any, Any], Any]) -> dict[str, Any]:
-    """The method that has a pipeline's rotary tables computed on the host, by its name.
+    """Return, by its name, the method that computes a pipeline's rotary tables on the host.
 
-    What the pipeline gets is `move(pipeline, table)` of each.
+    The pipeline gets `move(pipeline, table)` of each.
 
     Needs diffusers' CogVideoX pipelines to take them from this method, a table of cosines and one of sines.
-    Computed on JAX they would be angles in float32, where the reference has float64, and many small programs.
+    On JAX they would be computed from angles in float32, where the reference has float64, by many small
+    programs.
     """
     name = "_prepare_rotary_positional_embeddings"
     inherited = _part("diffusers", pipeline_class, name)
@@ -218,7 +222,7 @@ def rotary_tables(pipeline_class: Any, move: Callable[[Any, Any], Any]) -> dict[
 
 
 def saved_as(model: Any, kind: type) -> None:
-    """Has a pipeline that holds a model name the package of `kind` for it in model_index.json.
+    """Make a pipeline that holds a model name the package of `kind` for it in model_index.json.
 
     Needs diffusers to ask the object for its `__module__` (`_fetch_class_library_tuple`); the class keeps its
     own.
@@ -227,7 +231,7 @@ def saved_as(model: Any, kind: type) -> None:
 
 
 def is_compiled(module: Any) -> bool:
-    """Whether a module is torch.compile's around another. Needs its class, and the other as `_orig_mod`."""
+    """Return whether a module is torch.compile's wrapper. Needs its class and `_orig_mod` in it."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     return dynamo is not None and isinstance(module, _part("torch", dynamo, "OptimizedModule"))
 
@@ -237,7 +241,7 @@ COMPILED_CALL = "_compiled_call_impl"
 
 
 def is_offloaded(network: Any) -> bool:
-    """Whether accelerate moves a network's weights to and fro. Needs the attribute that it marks it with."""
+    """Return whether accelerate moves a network's weights to and fro. Needs accelerate's mark on it."""
     return hasattr(network, "_hf_hook")
 
 
@@ -245,14 +249,14 @@ TRACING_EVENTS = (
     "/jax/core/compile/jaxpr_trace_duration",
     "/jax/core/compile/jaxpr_to_mlir_module_duration",
 )
-"""What `jax.monitoring` calls the time that JAX takes to trace and to lower; the names are not documented."""
+"""Undocumented names in `jax.monitoring` of the times to trace and to lower."""
 
 COMPILING_EVENTS = ("/jax/core/compile/backend_compile_duration",)
-"""What `jax.monitoring` calls the time that XLA takes to compile; the name is not documented."""
+"""Undocumented name in `jax.monitoring` of the time to compile."""
 
 
 def scaling_loras(step: Callable[..., Any]) -> Callable[..., Any]:
-    """A transformer's forward that scales its LoRAs by `attention_kwargs["scale"]`, as diffusers' own does.
+    """Scale a transformer's LoRAs by `attention_kwargs["scale"]` in its forward, as diffusers does.
 
     Needs the decorator that diffusers gives its transformers' forwards.
     """
@@ -262,7 +266,7 @@ def scaling_loras(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 CACHE_HOOKS = ("FBC", "Mag", "PyramidAttention", "FasterCache", "TaylorSeer", "SeaCache", "TextKVCache")
-"""How the classes of the hooks of diffusers' caches begin."""
+"""Prefixes of the class names of diffusers' cache hooks."""
 
 CACHE_STATE = frozenset({"_cache_config", "_diffusers_hook", "_step_cache"})
 """The attributes in which a transformer holds its cache."""
@@ -277,9 +281,9 @@ class Hooked(NamedTuple):
 
 
 def take_hooks(model: Any) -> list[Hooked]:
-    """The hooks of diffusers' caches, taken off a model, and what they have left of its modules' forwards.
+    """Take the hooks of diffusers' caches off a model; return them with their modules' forwards.
 
-    Needs the registry that a module's hooks lie in, and the attribute that it lies in.
+    Needs the registry of a module's hooks, and the attribute that holds it.
     """
     taken = []
     for name, module in model.named_modules():
@@ -299,7 +303,7 @@ def take_hooks(model: Any) -> list[Hooked]:
 
 
 def put_hooks(model: Any, hooks: list[Hooked]) -> None:
-    """Gives a model back what `take_hooks` has taken."""
+    """Give a model back the hooks of `take_hooks`."""
     from diffusers.hooks.hooks import HookRegistry
 
     for each in hooks:
@@ -309,7 +313,7 @@ def put_hooks(model: Any, hooks: list[Hooked]) -> None:
 
 
 def set_context(hook: Any, name: str | None) -> None:
-    """Has a hook that is on no module count under a context's name. Needs its `state_manager`."""
+    """Make a hook outside of a module count under a context's name. Needs its `state_manager`."""
     from diffusers.hooks.hooks import CacheContext
 
     if hasattr(hook, "state_manager"):
@@ -317,15 +321,15 @@ def set_context(hook: Any, name: str | None) -> None:
 
 
 def call_hook(hook: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    """Calls a hook that is on no module, a function in the place of the module's forward. Needs `fn_ref`."""
+    """Call a hook outside of a module, with a function as the module's forward. Needs `fn_ref`."""
     hook.fn_ref = SimpleNamespace(original_forward=forward)
     hook.new_forward(None, *args, **kwargs)
 
 
 def calibrated(hook: Any, note: Callable[[Any, Any], None]) -> Any:
-    """The hook of MagCache's last block, which has `note(state, residual)` find a step's ratio.
+    """Return the hook of MagCache's last block; `note(state, residual)` then finds a step's ratio.
 
-    Needs the method by which it does so itself.
+    Needs the hook's own method for it.
     """
     _part("diffusers", type(hook), "_perform_calibration_step")
     hook._perform_calibration_step = note
@@ -334,9 +338,9 @@ def calibrated(hook: Any, note: Callable[[Any, Any], None]) -> Any:
 
 @functools.cache
 def cached_block(kind: type) -> None:
-    """Has diffusers' caches take a class for the block of CogVideoX that it stands in for; once.
+    """Register a class with diffusers' caches as the CogVideoX block that it replaces; once.
 
-    Needs the registry that they look the result's parts up in.
+    Needs the registry in which they look the result's parts up.
     """
     from diffusers.hooks import _helpers
 

@@ -14,10 +14,10 @@ class Tested:
     newest: str
 
     def holds(self, version: str) -> bool:
-        """Whether a version lies in it.
+        """Return whether a version lies in the range.
 
-        A build for a device (`2.13.0+cpu`) is the version itself. Final patches of the newest release, whose
-        first two numbers they share, lie in it too; of 0.0 there are none.
+        A build for a device (`2.13.0+cpu`) is the version itself. Final patches of the newest release, with
+        the same first two numbers, lie in the range too; 0.0 has none.
         """
         found, newest = Version(Version(version).public), Version(self.newest)
         patch = found.release[:2] == newest.release[:2] != (0, 0) and not found.is_prerelease
@@ -31,11 +31,11 @@ TESTED = {
     "diffusers": Tested("0.42.1", "0.42.1"),
     "transformers": Tested("5.23.0", "5.23.0"),
 }
-"""What constraints.txt pins is what the tests run with. `doctor` says when something else is installed."""
+"""Versions that the tests run with, as constraints.txt pins them; `doctor` reports others."""
 
 
 def installed(package: str) -> str | None:
-    """The version of a package; None where it is not installed."""
+    """Return the version of a package; None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -43,12 +43,12 @@ def installed(package: str) -> str | None:
 
 
 def versions(*packages: str) -> dict[str, str]:
-    """Of packages that a figure depends on; "none" for one that is not installed."""
+    """Return the versions of packages that a figure depends on; "none" for one that is not installed."""
     return {package: installed(package) or "none" for package in packages}
 
 
 def untested() -> list[str]:
-    """A line for each installed package whose version the tests have not passed with."""
+    """Return a line for each installed package whose version the tests have not passed with."""
     lines = []
     for package, tested in TESTED.items():
         version = installed(package)

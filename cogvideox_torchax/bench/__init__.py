@@ -1,2 +1,1 @@
-"""A/B measurements of the backends: `worker` runs one backend in its own process, `ab` all of them, `report`
-writes tables and plots."""
+"""A/B measurements: `worker` runs one backend in its own process, `ab` all of them, `report` draws."""

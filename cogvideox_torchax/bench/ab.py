@@ -54,7 +54,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Options:
-    """What is the same in every process."""
+    """Options that all processes share."""
 
     model: str
     backends: tuple[str, ...] = DEFAULT_BACKENDS
@@ -69,7 +69,7 @@ class Options:
 
 
 def sweep(base: Case, axes: list[str]) -> list[Case]:
-    """The cases of `frames=9,17` or `size=64x96,128x192`, each varied from the base; without any, the base.
+    """Return the cases of `frames=9,17` or `size=64x96,128x192`, each varied from the base, or the base.
 
     Raises:
         ValueError: another axis, or a value that is no number and no size.
@@ -135,7 +135,7 @@ def about(options: Options) -> dict[str, Any]:
 
 
 def _commit() -> str | None:
-    """The git commit of the code that runs, "+" where it was changed since; None outside a checkout."""
+    """Return the git commit of the running code, "+" if it has changed since; None outside a checkout."""
     root = Path(__file__).parents[2]
 
     def git(*arguments: str) -> str:
@@ -183,7 +183,7 @@ def _run_case(options: Options, case: Case, scratch: Path, say: Callable[[str], 
 def _run_process(
     task: Task, torchs: dict[str, float], scratch: Path, timeout: float = TIMEOUT
 ) -> dict[str, Any]:
-    """One worker from start to end; a crash, a kill for memory and a timeout are results too."""
+    """Run one worker from start to end; a crash, a kill for memory and a timeout are results too."""
     request, answer = scratch / "task.json", scratch / "result.json"
     request.write_text(json.dumps({"task": asdict(task), "torch_rms": torchs}))
     answer.unlink(missing_ok=True)
@@ -209,7 +209,7 @@ def _run_process(
 def merge(
     backend: str, rounds: list[dict[str, Any]], reference: dict[str, Any], case: Case, dtype: str
 ) -> dict[str, Any]:
-    """One backend's rounds as one result: the first is the cold start, the later ones the warm starts."""
+    """Merge one backend's rounds into one result: the first is the cold start, the later ones warm starts."""
     bad = next((result for result in rounds if result["status"] != "ok"), None)
     if bad is not None:
         return {"backend": backend, **bad}

@@ -25,7 +25,7 @@ HEAD = (
 
 
 def markdown(report: dict[str, Any]) -> str:
-    """A table for each case and half, under a line that says where the numbers come from."""
+    """Return a table for each case and half, under a line with the numbers' origin."""
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
     options = report["options"]
     runs = options["rounds"] * options["repetitions"]
@@ -145,7 +145,7 @@ def _colors(names: list[str]) -> list[str]:
 
 
 def _points(cases: list[Any], good: list[tuple[Any, Any]], axis: str) -> dict[str, dict[str, list[Any]]]:
-    """For each half and backend, (x, median) of the cases that differ from the first along one axis only."""
+    """Return (x, median) for each half and backend, of the cases that vary along one axis only."""
     base = cases[0]
     same = ("height", "width") if axis == "frames" else ("frames",)
     chosen = [(case, result) for case, result in good if all(case[key] == base[key] for key in same)]

@@ -24,8 +24,10 @@ from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What one process does. `data` holds the inputs and the reference's answers; backend "reference" makes
-    it."""
+    """The work of one process.
+
+    `data` holds the inputs and the reference's answers; backend "reference" makes it.
+    """
 
     backend: str
     model: str
@@ -39,7 +41,7 @@ class Task:
 
 
 def run_chunks(backend: Backend, kind: Direction, x: torch.Tensor) -> list[Any]:
-    """All chunks of a video, computed and left where they are."""
+    """Compute all chunks of a video and leave them on the device."""
     results = list(backend.chunks(kind, x))
     for result in results:
         backend.wait(result)
@@ -50,7 +52,7 @@ def run_chunks(backend: Backend, kind: Direction, x: torch.Tensor) -> list[Any]:
 
 
 def make_reference(task: Task) -> dict[str, Any]:
-    """Writes inputs and float32 answers; returns the FLOPs and, in bfloat16, PyTorch's own error."""
+    """Write inputs and float32 answers; return the FLOPs and, in bfloat16, PyTorch's own error."""
     from torch.utils.flop_counter import FlopCounterMode
 
     generator = torch.Generator().manual_seed(0)
@@ -73,7 +75,7 @@ def make_reference(task: Task) -> dict[str, Any]:
 
 
 def check(got: torch.Tensor, want: torch.Tensor, dtype: str, torchs: float | None) -> dict[str, Any]:
-    """An answer against the reference's, under the contract for its dtype."""
+    """Compare an answer with the reference's, under the contract for its dtype."""
     if got.shape != want.shape:
         return {"passed": False, "reason": f"shape {tuple(got.shape)} for {tuple(want.shape)}"}
     error, rms = tolerances.relative_error(got, want), tolerances.rms_error(got, want)
@@ -92,7 +94,7 @@ def _plain(value: float) -> float | str:
 def measure(
     backend: Backend, kind: Direction, x: torch.Tensor, task: Task, judge: Callable
 ) -> dict[str, Any]:
-    """Times of one half; without any where its answer is wrong."""
+    """Time one half; a wrong answer gets no times."""
     clock = CompileClock()
     start = time.perf_counter()
     first = run_chunks(backend, kind, x)
@@ -129,7 +131,7 @@ def _time_of_first_chunk(backend: Backend, kind: Direction, x: torch.Tensor) -> 
 
 
 def device_peak_bytes() -> int | None:
-    """The most memory JAX has held on its first device; None where the device does not say, as a CPU."""
+    """Return JAX's peak memory on its first device; None if the device does not report it, as a CPU."""
     import jax
 
     return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
@@ -137,10 +139,10 @@ def device_peak_bytes() -> int | None:
 
 @torch.no_grad()
 def run_task(task: Task, torchs: dict[str, float]) -> dict[str, Any]:
-    """The whole work of a process.
+    """Run the whole work of a process.
 
     Returns:
-        `status` "ok", "wrong" (an answer misses its tolerance), and for each half what `measure` gives.
+        `status` "ok" or "wrong" (an answer misses its tolerance), and the result of `measure` for each half.
     """
     if task.backend == "reference":
         return make_reference(task)
@@ -169,7 +171,7 @@ def run_task(task: Task, torchs: dict[str, float]) -> dict[str, Any]:
 
 
 def failure(error: BaseException) -> dict[str, Any]:
-    """A result that says why there is none."""
+    """Return a result with the reason for a failure."""
     text = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
     return {"status": "does not fit" if runtime.out_of_memory(error) else "failed", "reason": text}
 

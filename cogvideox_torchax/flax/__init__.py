@@ -1,5 +1,4 @@
-"""The Flax NNX build of CogVideoX's VAE: NTHWC inside, the same kernels, chunk plan and tiles as the torchax
-build."""
+"""The Flax NNX build of CogVideoX's VAE: channels last, the torchax build's kernels, chunks and tiles."""
 
 import importlib
 from typing import TYPE_CHECKING, Any

@@ -45,7 +45,7 @@ class Block(CogVideoXBlock):
     """A layer of the transformer, which also takes text and patches as one sequence."""
 
     parts: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
-    """What is given for parts that a step skips, and where results of parts are kept; see `stand_in`."""
+    """Given results of parts that a step skips, and stores for results of parts; see `stand_in`."""
 
     def forward(
         self,
@@ -57,15 +57,15 @@ class Block(CogVideoXBlock):
         *,
         sequence: Sequence | None = None,
     ) -> Any:
-        """As diffusers' own; with a `sequence`, from all its tokens (N, S, C) to all its tokens.
+        """Run diffusers' own forward; with a `sequence`, map all its tokens (N, S, C) to all its tokens.
 
         Args:
             hidden_states: the patches, or the whole sequence.
             encoder_hidden_states: the text; None with a sequence.
-            temb: of the timestep, (N, E).
+            temb: embedded timestep, (N, E).
             image_rotary_emb: tables of the patches, or `Tables` of the whole sequence.
-            attention_kwargs: of diffusers' own; None with a sequence.
-            sequence: what `hidden_states` is.
+            attention_kwargs: options of diffusers' own forward; None with a sequence.
+            sequence: the layout of `hidden_states`.
         """
         if sequence is None:
             return super().forward(
@@ -83,13 +83,12 @@ class Block(CogVideoXBlock):
         return x_NSC
 
     def stand_in(self, part: str, given: dict[str, Any], results: dict[str, Any], name: str) -> None:
-        """Have a program's own block take what is given for a part's result, zeros for None, or note the
-        result.
+        """Replace a part's result by a given one, zeros for None, or record the result.
 
         Args:
             part: "attn1" or "ff".
-            given, results: of parts of the model, a tuple or a list of one sequence (N, S, C) each.
-            name: of this part in the model.
+            given, results: results of parts of the model, a tuple or a list of one sequence (N, S, C) each.
+            name: name of this part in the model.
         """
         taken, noted = self.parts
         if name in given:
@@ -181,19 +180,19 @@ class Last:
         return y_SC.unflatten(0, (self.h.shape[0], -1))
 
     def added(self, x_NSC: torch.Tensor, gate_N2C: torch.Tensor, first: Any) -> torch.Tensor:
-        """The result times its gate, and `x_NSC`, by one kernel; of a projection that `takes_fused`."""
+        """Return `x_NSC` plus the gated result, by one kernel; for a projection that `takes_fused`."""
         fused = functools.partial(jax_kernels.gated_linear, transposed=self.transposed)
         project = self.layers[0]
         return torch_view(fused)(self.h, project.weight, project.bias, x_NSC, gate_N2C, first)
 
 
 def takes_fused(project: Any, sequence: Sequence) -> bool:
-    """Whether a kernel may take the place of a projection: nobody's own, no LoRA's, not for XLA to split."""
+    """Return whether a kernel may replace a projection: unwatched, without a LoRA, not sharded by XLA."""
     return type(project) is Linear and sequence.shared is None
 
 
 def projections(attn: Any, h_SC: torch.Tensor, parts: int) -> Iterator[torch.Tensor]:
-    """Queries, keys and values (P, S, C), their channels in so many parts; by three matrices or by one."""
+    """Yield queries, keys and values (P, S, C), channels in so many parts, by three matrices or by one."""
     if type(attn.processor) is FusedAttnProcessor:  # diffusers keeps `to_qkv`, and the flag, when it unfuses
         together = attn.to_qkv(h_SC).chunk(3, dim=-1)
         yield from (part.unflatten(-1, (parts, -1)).transpose(0, 1) for part in together)
@@ -215,7 +214,7 @@ def modulation(norm: Any, temb_NE: torch.Tensor) -> list[torch.Tensor]:
 
 
 def sequence_view(everywhere: Any, function: Any) -> Any:
-    """A torch function run on each device's own tokens, as a torch function."""
+    """Return a torch function that runs on each device's local tokens."""
 
     def arrays(*args: Any) -> Any:
         return array_of(function(*tensor_of(args)))
@@ -224,7 +223,7 @@ def sequence_view(everywhere: Any, function: Any) -> Any:
 
 
 def takes_sequences(model: Any) -> bool:
-    """Whether every layer is as it was ported: nobody's own takes the place of a part, or looks at it."""
+    """Return whether every layer is as it was ported: no part is replaced or watched."""
     return all(_as_ported(block) for block in model.transformer_blocks)
 
 
@@ -255,14 +254,14 @@ def joined_step(
     image_rotary_emb: Any = None,
     attention_kwargs: dict[str, Any] | None = None,
 ) -> torch.Tensor:
-    """What diffusers' transformer gives for these tensors, its layers run on one sequence.
+    """Return diffusers' transformer's result for these tensors, with the layers run on one sequence.
 
     Args:
-        model: a ported transformer of which `takes_sequences` holds.
+        model: a ported transformer for which `takes_sequences` holds.
         hidden_states: latents (N, T, C, H, W).
-        encoder_hidden_states: of the prompt, (N, S, C).
+        encoder_hidden_states: embedded prompt, (N, S, C).
         timestep, timestep_cond, ofs, image_rotary_emb: as the transformer takes them.
-        attention_kwargs: {"scale": of its LoRAs} or None.
+        attention_kwargs: {"scale": scale of its LoRAs} or None.
 
     Returns:
         (N, T, C, H, W).

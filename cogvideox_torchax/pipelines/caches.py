@@ -26,7 +26,7 @@ from cogvideox_torchax import runtime, upstream
 from cogvideox_torchax.runtime import torch_view
 
 Form = tuple[Any, ...]
-"""What a step computes, its kind first; another form is another program."""
+"""The computation of a step, its kind first; another form is another program."""
 
 
 Plan = tuple[Form, dict[str, torch.Tensor]]
@@ -41,12 +41,12 @@ def form(*parts: Any) -> Form:
 
 @dataclass
 class State:
-    """What a run carries from step to step, in one of the pipeline's contexts.
+    """The state that a run carries from step to step, in one of the pipeline's contexts.
 
     Attributes:
-        hooks: diffusers' hooks, copies of this run's own, by the module's name.
-        kept: arrays that the last step gave; None before the first.
-        computed: of each step, whether nothing was skipped; a bool, or one on the device, not waited for yet.
+        hooks: diffusers' hooks, copied for this run, by the module's name.
+        kept: arrays of the last step; None before the first.
+        computed: for each step, whether nothing was skipped; a bool, or one on the device, not awaited yet.
     """
 
     hooks: dict[str, Any]
@@ -86,7 +86,7 @@ class StepCache:
 
     @property
     def computed(self) -> list[bool]:
-        """Whether each step of the last run skipped nothing; waits for the run."""
+        """True for each step of the last run that skipped nothing; waits for the run."""
         return [bool(step) for step in self._computed]
 
     def reset(self) -> None:
@@ -207,8 +207,10 @@ class Taylor(StepCache):
 
 
 def read_by_skips(names: Iterable[str]) -> list[str]:
-    """Return the modules whose results a step reads that skips all of these: none that come before the last
-    block, or before the last layer, that is skipped whole."""
+    """Return the modules whose results a step reads that skips all of these.
+
+    Modules before the last block, or the last layer, that is skipped whole are left out.
+    """
 
     def place(name: str) -> tuple[float, bool]:
         block = re.match(r"transformer_blocks\.(\d+)(\.?)", name)
@@ -300,23 +302,23 @@ def cache_of(hooks: list[upstream.Hooked]) -> StepCache | None:
 
 
 Run = Callable[[dict[str, Any]], torch.Tensor]
-"""From a step's tensors, by name, to its sample."""
+"""Function of a step's tensors, by name, to its sample."""
 
 NUMBERS = ("threshold", "since", "known", "first", "low", "high", "weights")
-"""What a step takes besides its tensors."""
+"""Inputs of a step besides its tensors."""
 
 
 class Stack(nn.Module):
-    """All blocks of a program's own transformer in one, some of which may not run.
+    """All blocks of a program's transformer in one; some of them may not run.
 
     Args:
-        form: what runs; its first part names the method.
+        form: the computation; its first part names the method.
         kept: arrays of the last step, by name; None to find zeros for them.
-        numbers: of `NUMBERS`.
+        numbers: values of `NUMBERS`.
 
     Attributes:
-        kept: for the next step.
-        seen: a scalar that the host is told; or None.
+        kept: arrays for the next step.
+        seen: a scalar for the host, or None.
     """
 
     def __init__(self, form: Form, kept: Any, numbers: dict[str, torch.Tensor]):
@@ -339,7 +341,7 @@ class Stack(nn.Module):
             model.transformer_blocks = blocks
 
     def forward(self, hidden_states: Any, encoder_hidden_states: Any = None, **options: Any) -> Any:
-        """As a block's: of patches and text, or of one sequence."""
+        """Run the blocks on patches and text, or on one sequence."""
         joined = encoder_hidden_states is None
         x = (hidden_states,) if joined else (hidden_states, encoder_hidden_states)
         if self.kept is None:
@@ -532,7 +534,7 @@ class FasterParts(Parts):
 
 
 HALVED = ("hidden_states", "encoder_hidden_states", "timestep")
-"""What has both halves of guidance in it."""
+"""Inputs that hold both halves of guidance."""
 
 
 def low_frequencies(x: Any) -> Any:
@@ -564,7 +566,7 @@ def _stand_in(module: nn.Module, given: dict[str, Any], results: dict[str, Any],
 
 
 REUSES: dict[str, type[Any]] = {"broadcast": Parts, "taylor": TaylorParts, "faster": FasterParts}
-"""What runs a form of each kind; any other a `Stack`."""
+"""Class that runs each kind of form; any other form is a `Stack`."""
 
 
 def reuse(form: Form, kept: Any, numbers: dict[str, torch.Tensor]) -> Any:

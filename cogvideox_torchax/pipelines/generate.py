@@ -71,11 +71,11 @@ class Model:
 
 
 def describe(name: str, *, image: bool, clip: bool) -> Model:
-    """Reads a pipeline's configs.
+    """Read a pipeline's configs.
 
     Args:
         name: a directory or a hub id.
-        image, clip: what the video is to be conditioned on.
+        image, clip: whether an image or a clip conditions the video.
 
     Raises:
         RequestError: no CogVideoX pipeline there, or one that takes something else.
@@ -89,7 +89,7 @@ def describe(name: str, *, image: bool, clip: bool) -> Model:
 
 
 def vae_config(name: str) -> dict[str, Any]:
-    """The config of a pipeline's VAE; `RequestError` where there is none."""
+    """Return the config of a pipeline's VAE; raise `RequestError` if there is none."""
     return _config(name, "vae/config.json")
 
 
@@ -115,7 +115,7 @@ def _kind(name: str, class_name: str, image: bool, clip: bool) -> str:
 
 
 def check(request: Request, model: Model) -> None:
-    """Raises `RequestError` or `VideoError` unless the model can generate what is asked for."""
+    """Raise `RequestError` or `VideoError` unless the model can serve the request."""
     _check_size(request, model)
     _check_prompt(request, model)
     if request.num_inference_steps < 1:
@@ -192,7 +192,7 @@ def _open_image(path: str) -> Any:
 
 
 def load(model: Model, dtype: torch.dtype, mesh: Any, *, with_text: bool) -> Any:
-    """The ported pipeline; without its text encoder where the prompt is encoded already."""
+    """Load and port the pipeline, without its text encoder if the prompt is encoded already."""
     import diffusers
 
     from cogvideox_torchax.pipelines.loading import load_pipeline
@@ -207,13 +207,13 @@ def load(model: Model, dtype: torch.dtype, mesh: Any, *, with_text: bool) -> Any
 
 @dataclass
 class Generation:
-    """One video on its way through a loaded pipeline.
+    """The generation of one video by a loaded pipeline.
 
     Attributes:
-        pipe: of `load`.
-        model, request: what is generated.
-        keep: the directory of the stages, or None.
-        show: is given each step's latents (N, T, C, H, W), plain, as the VAE takes them; waits for them.
+        pipe: the pipeline of `load`.
+        model, request: the model and the request.
+        keep: directory of the stages, or None.
+        show: receives each step's latents (N, T, C, H, W), plain, as the VAE takes them; waits for them.
     """
 
     pipe: Any
@@ -227,7 +227,7 @@ class Generation:
         return self.request.guidance_scale > 1
 
     def encode_text(self) -> dict[str, torch.Tensor | None]:
-        """The prompts' embeddings (1, S, C), kept as a stage."""
+        """Return the prompts' embeddings (1, S, C), and save them as a stage."""
         with torch.no_grad():
             positive, negative = self.pipe.encode_prompt(
                 self.request.prompt,

@@ -22,7 +22,7 @@ class Linear(nn.Linear):
     """A matrix product rounded once, bias included (`jax_kernels.linear`)."""
 
     inputs_split: bool = False
-    """Whether a program has the inputs' channels split over devices; set while it is traced."""
+    """True if a program has the inputs' channels sharded; set while it is traced."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if not on_jax(input):
@@ -40,8 +40,7 @@ class LayerNorm(nn.LayerNorm):
 
 
 def check_positions(table: torch.Tensor, patches: int) -> None:
-    """Raises `ValueError` for a rotary table of another number of patches: what is missing would be taken for
-    text."""
+    """Raise `ValueError` if a rotary table has another number of patches; the rest would count as text."""
     if table.shape[0] != patches:
         raise ValueError(
             f"got rotary tables of {table.shape[0]} positions for {patches} patches: make them for the "
@@ -90,7 +89,7 @@ class PatchEmbed(CogVideoXPatchEmbed):
     table: torch.Tensor | None = None
 
     def needs_table(self, height: int, width: int, frames: int) -> bool:
-        """Whether latents of this size take another table than the model's own."""
+        """Return whether latents of this size need another table than the model's own."""
         return (
             self.use_positional_embeddings
             and not self.use_learned_positional_embeddings

@@ -107,7 +107,7 @@ def load_pipeline(
 
 
 def _directory(name: str, variant: str | None, options: dict[str, Any]) -> Path:
-    """Where the files lie, downloaded where it is a hub id."""
+    """Return the directory of the files, downloaded for a hub id."""
     directory = local(name)
     if directory is not None:
         if not (directory / INDEX).is_file():
@@ -129,7 +129,7 @@ def _fed(
     mesh: Any,
     parallel: "Parallel | None",
 ) -> Any:
-    """A network on its devices."""
+    """Return a network on its devices, its weights read from their files."""
     files = weight_files(directory, variant, stem=STEMS[part])
     network = runtime.without_torchax(_empty, directory, part, dtype)
     port_network(network)
@@ -147,7 +147,7 @@ def _fed(
 
 
 def _empty(directory: Path, part: str, dtype: torch.dtype) -> Any:
-    """A network whose weights are on "meta", its buffers made."""
+    """Return a network with weights on "meta", and real buffers."""
     from accelerate import init_empty_weights
     from diffusers.models.transformers.cogvideox_transformer_3d import CogVideoXTransformer3DModel
     from transformers import T5Config, T5EncoderModel
@@ -167,7 +167,7 @@ def _empty(directory: Path, part: str, dtype: torch.dtype) -> Any:
 def _cast(
     tensors: Iterable[tuple[str, np.ndarray]], dtype: torch.dtype, whole: tuple[str, ...]
 ) -> Iterable[tuple[str, np.ndarray]]:
-    """Each tensor in a dtype, in float32 where its module is one that float16 would overflow."""
+    """Cast each tensor, to float32 if its module would overflow in float16."""
     for name, tensor in tensors:
         kept = any(part in whole for part in name.split("."))
         yield name, tensor.astype(runtime.jax_dtype(torch.float32 if kept else dtype), copy=False)

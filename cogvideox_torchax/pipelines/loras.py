@@ -37,7 +37,7 @@ def in_pytorch(
 
 
 def of_pipeline(kind: Any) -> dict[str, Callable[..., Any]]:
-    """Those of `OF_A_PIPELINE` that a pipeline's class has, called while the transformer is in PyTorch."""
+    """Return the methods of `OF_A_PIPELINE` of a pipeline's class, run with the transformer in PyTorch."""
     network_of = operator.attrgetter("transformer")
     names = (name for name in OF_A_PIPELINE if hasattr(kind, name))
     return {name: in_pytorch(getattr(kind, name), network_of) for name in names}

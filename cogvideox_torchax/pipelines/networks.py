@@ -76,12 +76,14 @@ class TransformerStep(nn.Module):
 
 
 class CachedStep(TransformerStep):
-    """A step that reuses what earlier ones kept: of tensors and kept arrays, a sample with what the host is
-    told, and kept arrays; without any, zeros for them.
+    """A step that reuses results of earlier steps.
+
+    It maps tensors and cached arrays to a sample, with a scalar for the host, and new cached arrays; without
+    cached arrays it returns zeros for them.
 
     Args:
         model, attention_kwargs: as for any step.
-        form: what is computed, see `caches`.
+        form: the computation, see `caches`.
     """
 
     def __init__(
@@ -116,7 +118,7 @@ class TextEncoding(nn.Module):
 
 
 class Compiled(PortedModel):
-    """What both ported networks share: a program for what the model is now, on the mesh if there is one."""
+    """Base of both ported networks: a program for the model as it is now, on the mesh if there is one."""
 
     network_class: Any
     _parallelism: Any = None
@@ -136,7 +138,7 @@ class Compiled(PortedModel):
         return SequencePlacement(self.mesh, self.parallelism, heads_of(self))
 
     def split_layers(self, network: Any) -> tuple[type[nn.Module], ...]:
-        """The modules that take and give sequences split over a mesh, in a program of this network."""
+        """Return the module types whose sequences are sharded, in a program of this network."""
         return SPLIT_LAYERS
 
     @property
@@ -145,13 +147,13 @@ class Compiled(PortedModel):
         return self.program_of(self.network_class(self))
 
     def program_of(self, network: nn.Module) -> runtime.Program:
-        """The compiled program of a network around this model, for one like it too."""
+        """Return the compiled program of a network around this model; a network like it shares it."""
         options = tuple(sorted(getattr(network, "options", {}).items()))
         kind = ("forward", options, getattr(network, "form", None))
         return runtime.programs_of(self).get(kind, network, self._compile_for)
 
     def build_program(self) -> runtime.Program:
-        """A program of its own, for one that only looks at what it compiles to."""
+        """Build a separate program, to inspect its compiled text."""
         return self._compile_for(self.network_class(self))
 
     def _compile_for(self, network: nn.Module) -> runtime.Program:
@@ -162,20 +164,20 @@ class Compiled(PortedModel):
         return runtime.Program(network, SequencesOnMesh(self.placement, self.split_layers(network)))
 
     def run_program(self, *options: Any, **tensors: Any) -> torch.Tensor:
-        """What the network gives for tensors, or tuples of them; options as `network_class` takes them."""
+        """Return the network's result for tensors or tuples of them; `network_class` takes the options."""
         network = self.network_class(self, *options)
         program = self.program_of(network)
         return runtime.tensor_of(program.run(program.weights(network), program.put(tensors))[0])
 
     def port_layers(self) -> None:
-        """Gives layers that were added later, as a LoRA's are, their ported classes."""
+        """Give layers that were added later, such as a LoRA's, their ported classes."""
         port_network(self)
 
     def place(self, mesh: "Mesh | None" = None, parallel: "Parallel | None" = None) -> None:
-        """Puts the weights on JAX: on its default device, or over a mesh; later calls run there.
+        """Put the weights on JAX, on the default device or over a mesh; later calls run there.
 
         Args:
-            mesh: of `make_mesh`; None for the one that it has, or none.
+            mesh: a mesh of `make_mesh`; None keeps the present one, or none.
             parallel: as `place_on` takes it.
 
         Raises:
@@ -188,7 +190,7 @@ class Compiled(PortedModel):
         runtime.put_weights(self, self.put_weight)
 
     def put_weight(self, name: str, array: Any) -> Any:
-        """A weight, a NumPy or a JAX array, on the default device, or as the mesh has it."""
+        """Put a weight, a NumPy or a JAX array, on the default device or on the mesh."""
         if self.mesh is None:
             return runtime.on_default_device(name, array)
         from cogvideox_torchax.pipelines import sharding
@@ -264,11 +266,11 @@ class CogVideoXTransformer3DModel(Compiled, DiffusersTransformer):
 
     @property
     def step_cache(self) -> caches.StepCache | None:
-        """What `enable_cache` has made of a config, for the steps that it skipped; None without."""
+        """The cache that `enable_cache` made of a config, with the steps that it skipped; None without."""
         return self._step_cache
 
     def enable_cache(self, config: Any) -> None:
-        """As diffusers' own, before `port` or after."""
+        """Enable a cache as diffusers does, before `port` or after."""
         upstream.cached_block(Block)
         super().enable_cache(config)
         if runtime.is_on_jax(self):
@@ -291,7 +293,7 @@ class CogVideoXTransformer3DModel(Compiled, DiffusersTransformer):
 
     @contextlib.contextmanager
     def cache_context(self, name: str, **kwargs: Any) -> Iterator[None]:
-        """As diffusers' own."""
+        """Enter a cache's context as diffusers does."""
         with super().cache_context(name, **kwargs), caches.context(name):
             yield
 
@@ -395,13 +397,13 @@ Described = dict[str, Any]
 def step_tensors(
     transformer: Any, *, batch: int, frames: int, height: int, width: int, text: int | None = None
 ) -> Described:
-    """What a denoising step takes, as `Program.lower_structs` wants it.
+    """Return a denoising step's inputs, as `Program.lower_structs` takes them.
 
     Args:
         transformer: a ported one; with weights or without.
-        batch: videos, each counted twice where there is guidance.
-        frames, height, width: of the latents.
-        text: tokens of a prompt; the model's own limit where None.
+        batch: number of videos, each counted twice with guidance.
+        frames, height, width: size of the latents.
+        text: tokens of a prompt; the model's own limit if None.
     """
     import jax.numpy as jnp
 
@@ -426,7 +428,7 @@ def step_tensors(
 
 
 def prompt_tensors(*, batch: int, text: int) -> Described:
-    """What encoding `batch` prompts of `text` tokens takes, as `Program.lower_structs` wants it."""
+    """Return the inputs of `batch` prompts of `text` tokens, as `Program.lower_structs` takes them."""
     import jax.numpy as jnp
 
     return {"input_ids": ((batch, text), jnp.int32)}
@@ -455,7 +457,7 @@ PROCESSORS: dict[Any, Any] = {
 
 
 def port_network(network: nn.Module) -> None:
-    """Gives a loaded transformer or text encoder, and the layers in it, their ported classes."""
+    """Give a loaded transformer or text encoder, and its layers, their ported classes."""
     for module in network.modules():
         module.__class__ = SWAPPED.get(type(module), type(module))
         processor = getattr(module, "processor", None)

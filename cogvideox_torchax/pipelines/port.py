@@ -1,4 +1,4 @@
-"""Whole diffusers pipelines on JAX: what `port` does with one, and what its own call needs besides."""
+"""Whole diffusers pipelines on JAX: how `port` treats one, and the support of its own call."""
 
 import functools
 import inspect
@@ -28,12 +28,12 @@ PIPELINES = (
 
 
 def is_pipeline(candidate: Any) -> bool:
-    """Whether it is one of diffusers' CogVideoX pipelines."""
+    """Return whether it is one of diffusers' CogVideoX pipelines."""
     return isinstance(candidate, PIPELINES)
 
 
 def port_pipeline(pipe: Any, mesh: Any = None, parallel: Parallel | None = None) -> None:
-    """Ports a pipeline's VAE and networks and puts them on JAX, on one device or over a mesh.
+    """Port a pipeline's VAE and networks and put them on JAX, on one device or over a mesh.
 
     Args:
         pipe: a CogVideoX pipeline.
@@ -82,7 +82,7 @@ def _check(network: Any, mesh: Any, parallel: Parallel | None) -> None:
 
 
 def _port_again(make: Callable[..., Any], kind: type, pipeline: Any, **options: Any) -> Any:
-    """diffusers' `from_pipe`, whose result is ported where what it is made from is."""
+    """Call diffusers' `from_pipe`, and port the result of a ported pipeline."""
     made = make(kind, pipeline, **options)
     if not isinstance(pipeline, PortedPipeline) or not is_pipeline(made):
         return made
@@ -96,9 +96,9 @@ def _port_again(make: Callable[..., Any], kind: type, pipeline: Any, **options: 
 
 
 class PortedPipeline(PickledAsStock, DiffusionPipeline):
-    """Mixed into a pipeline's class by `port_pipeline`: what its `__call__` asks for, answered for JAX.
+    """Mixin of `port_pipeline`: the methods that a pipeline's `__call__` uses, for JAX.
 
-    A copy runs on JAX too. What is unpickled is in PyTorch, as its models are, until it is ported again.
+    A copy runs on JAX too. An unpickled pipeline is in PyTorch, as its models are, until it is ported again.
     """
 
     vae: Any
@@ -109,7 +109,7 @@ class PortedPipeline(PickledAsStock, DiffusionPipeline):
     vae_scale_factor_spatial: int
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """As diffusers' `to`; "cuda" and "jax" name the devices that `port` has put the pipeline on."""
+        """Move as diffusers' `to` does; "cuda" and "jax" name the devices of `port`."""
         device, dtype = runtime.device_and_dtype(args, kwargs)
         if device is None or not (runtime.is_jax_device(device) or torch.device(device).type == "cuda"):
             return super().to(*args, **kwargs)
@@ -128,7 +128,7 @@ class PortedPipeline(PickledAsStock, DiffusionPipeline):
     set_lora_device = enable_model_cpu_offload
 
     def progress_bar(self, iterable: Any = None, total: Any = None) -> Any:
-        """As diffusers' own; at its end it says how many steps a cache has skipped."""
+        """Return diffusers' progress bar, which ends with the number of steps that a cache has skipped."""
         inherited: Any = super()
         bar, cache = inherited.progress_bar(iterable, total), self.transformer.step_cache
         if cache is not None and not bar.disable:
@@ -144,8 +144,10 @@ class PortedPipeline(PickledAsStock, DiffusionPipeline):
         return bar
 
     def decode_latents(self, latents: torch.Tensor) -> torch.Tensor:
-        """Latents (N, T, C, H, W) to frames (N, 3, T', H', W') on the host, where each chunk goes while the
-        next is computed."""
+        """Decode latents (N, T, C, H, W) to frames (N, 3, T', H', W') on the host.
+
+        Each chunk goes to the host while the next is computed.
+        """
         self.transformer._reset_stateful_cache()  # what its steps keep would lie beside the decoder's arrays
         with runtime.active():
             z = 1 / self.vae_scaling_factor_image * latents.permute(0, 2, 1, 3, 4)
@@ -154,7 +156,7 @@ class PortedPipeline(PickledAsStock, DiffusionPipeline):
 
 @functools.cache
 def _ported_class(kind: type) -> type:
-    """A subclass of a pipeline's class, of the same name and signatures."""
+    """Return a subclass of a pipeline's class, of the same name and signatures."""
     inherited: Any = kind
 
     @functools.wraps(inherited.__call__)
@@ -185,7 +187,7 @@ def _ported_class(kind: type) -> type:
 
 
 def _own_methods(kind: type) -> list[str]:
-    """The methods that a pipeline's class adds to diffusers' base, which a user may call by themselves."""
+    """Return the methods that a pipeline's class adds to diffusers' base, which a user may call directly."""
     bases = kind.__mro__[: kind.__mro__.index(DiffusionPipeline)]
     names = {name for base in bases for name, found in vars(base).items() if inspect.isfunction(found)}
     return [name for name in names if not name.startswith("__") and not hasattr(PortedPipeline, name)]
@@ -205,7 +207,7 @@ def _beside_the_transformer(pipe: Any, table: torch.Tensor) -> torch.Tensor:
 
 
 def check_size(height: int, width: int, config: Any, spatial_compression_ratio: int) -> None:
-    """Raises `ValueError` unless the transformer can cut a video of this size into whole patches."""
+    """Raise `ValueError` unless the transformer can cut a video of this size into whole patches."""
     multiple = spatial_compression_ratio * config["patch_size"]
     if height % multiple or width % multiple:
         fitting = [max(round(side / multiple), 1) * multiple for side in (height, width)]

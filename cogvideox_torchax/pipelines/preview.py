@@ -1,4 +1,4 @@
-"""What latents show, roughly, without a VAE's decoder: a linear map from a latent's channels to a color.
+"""A rough preview of latents without a VAE's decoder: a linear map from a latent's channels to a color.
 
 Axis letters: N videos, T frames, C channels, H rows, W columns, of latents.
 """
@@ -14,7 +14,7 @@ from cogvideox_torchax.files.whole import whole_file
 from cogvideox_torchax.runtime import on_host, without_torchax
 
 PICTURES, PIXELS, PATCHES = 64, 64, 8
-"""What the map is fitted to: so many pictures, their side in pixels, and in patches of one color."""
+"""Size of the fit: pictures, their side in pixels, and their patches of one color a side."""
 
 SHOWN, ENLARGED = 4, 3
 """Frames side by side in a picture, and how much larger than latents they are."""

@@ -36,7 +36,7 @@ class Watch:
     finite: Any = True
 
     def check(self) -> None:
-        """Raises `NonFiniteError` if the last step's latents hold a NaN or an Inf; waits for them."""
+        """Raise `NonFiniteError` if the last step's latents hold a NaN or an Inf; this waits for them."""
         if bool(self.finite):
             return
         raise NonFiniteError(
@@ -56,7 +56,7 @@ class HostScheduler(PickledAsStock):
 
 
 def port_scheduler(scheduler: Any) -> Any:
-    """Gives a scheduler the class that keeps its tables on the host and watches its steps; once."""
+    """Give a scheduler the class that keeps its tables on the host and checks its steps; once."""
     if not isinstance(scheduler, HostScheduler):
         scheduler.__class__ = _host_class(type(scheduler))
     if "watch" not in vars(scheduler):  # one that was made of a ported one's class has none yet either
@@ -69,7 +69,7 @@ def port_scheduler(scheduler: Any) -> Any:
 
 @functools.cache
 def _host_class(kind: Any) -> type:
-    """A subclass of a scheduler's class, of the same name and signatures."""
+    """Return a subclass of a scheduler's class, of the same name and signatures."""
 
     @functools.wraps(kind.set_timesteps)
     def set_timesteps(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -115,7 +115,7 @@ def _host_class(kind: Any) -> type:
 
 
 def _exact(sample: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:
-    """16-bit latents in float32 for the step's multiply-adds, unless the step draws noise in their dtype.
+    """Cast 16-bit latents to float32 for a step's multiply-adds, unless the step draws noise in their dtype.
 
     JAX rounds a Python number to the array's dtype before it multiplies, PyTorch does not.
     """

@@ -59,7 +59,7 @@ class Sequence:
 
     @classmethod
     def of(cls, placement: "SequencePlacement | None", *, videos: int, text: int, tokens: int) -> "Sequence":
-        """The sequences of so many videos, as a placement splits them; not at all without one."""
+        """Return the sequences of so many videos, sharded by a placement; whole without one."""
         if placement is None or placement.parallelism.kind == TENSOR:
             parts = placement.mesh.shape["tp"] if placement else 1
             return cls(text, tokens, _filled(tokens, parts), shared=placement)
@@ -69,12 +69,12 @@ class Sequence:
 
     @property
     def spec(self) -> PartitionSpec:
-        """Of its tokens (N, S, C) on the mesh."""
+        """The sharding of its tokens (N, S, C)."""
         return PartitionSpec(self.batch, self.axes or None, None)
 
     @property
     def parts(self) -> int:
-        """Over how many devices the tokens of a video are split."""
+        """Number of devices that share a video's tokens."""
         return math.prod(self.mesh.shape[axis] for axis in self.axes) if self.mesh is not None else 1
 
     def fill_up(self, x_NSC: jax.Array) -> jax.Array:
@@ -85,14 +85,14 @@ class Sequence:
         return jax.lax.with_sharding_constraint(padded, NamedSharding(self.mesh, self.spec))
 
     def fill_table(self, table_PD: jax.Array, value: float) -> jax.Array:
-        """A table of patches (P, D) as one of all tokens (S, D), `value` for every other."""
+        """Pad a table of patches (P, D) to all tokens (S, D) with `value`."""
         before, after = self.tokens - table_PD.shape[0], self.length - self.tokens
         return jnp.pad(table_PD, ((before, after), (0, 0)), constant_values=value)
 
     def everywhere(self, function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-        """A function of tokens (N, S, C), of vectors (N, C) and of tables (S, D), run on each device's own.
+        """Run a function of tokens (N, S, C), vectors (N, C) and tables (S, D) on each device's local tokens.
 
-        Its tables and what else it takes, weights, every device has whole.
+        Tables and further arguments, such as weights, are whole on every device.
         """
         if self.mesh is None:
             return function
@@ -106,10 +106,10 @@ class Sequence:
         )
 
     def for_heads(self, qk_norm_rope: Callable[..., jax.Array], heads: int) -> Callable[..., jax.Array]:
-        """`jax_kernels.qk_norm_rope` of queries, keys or values (N, S, C), vectors (D,) and tables (S, D).
+        """Return `jax_kernels.qk_norm_rope` for (N, S, C), vectors (D,) and tables (S, D), sharded.
 
-        Where XLA is to split it, which it cannot do to a kernel, it is split by hand: by heads, or by tokens
-        where "tp" does not divide them, as attention is.
+        XLA cannot shard a kernel, so it is sharded by hand where XLA shards the rest: by heads, or by tokens
+        if "tp" does not divide them, as attention is.
         """
         if self.shared is None:
             return functools.partial(qk_norm_rope, heads=heads // self.parts)
@@ -133,9 +133,9 @@ class Sequence:
         return split
 
     def for_tokens(self, kernel: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-        """A kernel of tokens (N, S, C), of vectors (N, 2, C), of weights and numbers; inside of `everywhere`.
+        """Return a kernel of tokens (N, S, C), vectors (N, 2, C), weights and numbers, for `everywhere`.
 
-        Where XLA is to split it, which it cannot do to a kernel, each device has whole videos.
+        XLA cannot shard a kernel, so where XLA shards the rest each device has whole videos.
         """
         if self.shared is None:
             return kernel
@@ -151,16 +151,16 @@ class Sequence:
         return split
 
     def first_patch(self) -> Any:
-        """Which of a device's own tokens comes first of those that are not text; inside of `everywhere`."""
+        """Return the index of the first local token that is not text; inside `everywhere`."""
         own = self.length // self.parts
         return self.text - (jax.lax.axis_index(self.axes) * own if self.axes else 0)
 
     def to_heads(self, x_PNC: jax.Array, videos: int) -> jax.Array:
-        """From a device's own tokens to all tokens of its own channels; inside of `everywhere`.
+        """Exchange all channels of local tokens for all tokens of local channels; inside `everywhere`.
 
         Args:
-            x_PNC: own tokens of so many videos (N * S), their channels in a part for each device.
-            videos: how many.
+            x_PNC: local tokens of all videos (N * S), channels in one part per device.
+            videos: number of videos.
 
         Returns:
             (N, S, C) of all tokens and of one part of the channels.
@@ -175,7 +175,7 @@ class Sequence:
         return x_PNC.reshape(parts, videos, -1, channels).swapaxes(0, 1).reshape(videos, -1, channels)
 
     def to_tokens(self, y_NCS: jax.Array) -> jax.Array:
-        """From all tokens of a device's own channels to its own tokens (N, C, S); inside of `everywhere`."""
+        """Exchange all tokens of local channels for local tokens (N, C, S); inside `everywhere`."""
         videos, channels, _ = y_NCS.shape
         if not self.axes:
             return y_NCS
@@ -209,11 +209,11 @@ class SequencePlacement:
     heads: int = 1
 
     def batch_axis(self, videos: int) -> str | None:
-        """The axis that so many videos are split over."""
+        """Return the mesh axis that splits so many videos, or None."""
         return "dp" if videos % self.mesh.shape["dp"] == 0 else None
 
     def token_axes(self, videos: int) -> tuple[str, ...]:
-        """The axes that a video's tokens are split over: "dp" too, where it divides heads and no videos."""
+        """Return the mesh axes that split a video's tokens: "dp" too if it divides heads and no videos."""
         if self.parallelism.kind == TENSOR:
             return ()
         both = self.batch_axis(videos) is None and self.heads % self.mesh.size == 0
@@ -221,13 +221,13 @@ class SequencePlacement:
         return tuple(axis for axis in axes if self.mesh.shape[axis] > 1)
 
     def spec(self, shape: tuple[int, ...]) -> PartitionSpec:
-        """Of sequences of a shape (N, S, C), or of anything else that has the videos first."""
+        """Return the sharding of sequences (N, S, C), or of another array whose first axis is the videos."""
         tokens = (self.token_axes(shape[0]) or None,) if len(shape) == 3 else ()
         rest = (None,) * (len(shape) - 1 - len(tokens))
         return PartitionSpec(self.batch_axis(shape[0]), *tokens, *rest)
 
     def parts(self, spec: PartitionSpec) -> list[int]:
-        """Over how many devices each axis is split."""
+        """Return the number of devices that split each axis."""
         return [
             math.prod(self.mesh.shape[name] for name in ((axis,) if isinstance(axis, str) else axis or ()))
             for axis in spec
@@ -238,17 +238,16 @@ class SequencePlacement:
         return NamedSharding(self.mesh, PartitionSpec())
 
     def constrain(self, x: jax.Array) -> jax.Array:
-        """Inside a program: `x` split by its spec."""
+        """Constrain `x` to its spec, inside a program."""
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, self.spec(x.shape)))
 
 
 class SequencesOnMesh(runtime.Place):
-    """Over a mesh: weights split, sequences constrained, the result everywhere.
+    """A program's place on a mesh: weights sharded, sequences constrained, the result on every device.
 
     Args:
-        placement: of the sequences.
-        layers: the types of the modules that take and give sequences split over the mesh; `report` tells them
-            apart.
+        placement: the sharding of the sequences.
+        layers: the module types whose sequences are sharded; `report` lists them.
     """
 
     def __init__(self, placement: SequencePlacement, layers: tuple[type[nn.Module], ...]):
@@ -285,7 +284,7 @@ class SequencesOnMesh(runtime.Place):
         )
 
     def _split(self, name: str, value: Any) -> Any:
-        """The sequences in a value, which may be nested, split over the mesh."""
+        """Constrain the sequences in a value, which may be nested."""
         if isinstance(value, torch.Tensor):
             if value.ndim != 3 or not runtime.on_jax(value):
                 return value

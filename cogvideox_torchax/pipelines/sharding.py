@@ -1,10 +1,10 @@
-"""How the weights of the transformer and of the text encoder are split over a mesh: a table of their names.
+"""The sharding of the transformer's and the text encoder's weights: a table by name.
 
-By tokens, weights lie on every device; where they do not fit, in parts, and a layer's are gathered when it is
-its turn. By channels, the first of two matrices is split by its columns, the second by its rows, so that what
-lies between them stays where it is and one sum over "tp" follows (Shoeybi et al. 2019, "Megatron-LM").
-Attention has its heads over "tp"; heads that it does not divide leave it to the queries
-(`jax_kernels.attention`).
+With "context", weights lie whole on every device; if they do not fit, they are sharded, and a layer's are
+gathered for its turn. With "tensor", the first of two matrices is split by its outputs, the second by its
+inputs, so that activations between them stay local and one sum over "tp" follows (Shoeybi et al. 2019,
+"Megatron-LM"). Attention has its heads over "tp"; if "tp" does not divide the heads, attention is split by
+queries (`jax_kernels.attention`).
 """
 
 import re
@@ -37,7 +37,7 @@ WEIGHTS: dict[str, P] = {
     # Tables (entries, channels).
     r"(shared|embed_tokens|relative_attention_bias)\.weight": BY_INPUTS,
 }
-"""By channels: how the weights whose names end so are split; all others lie on every device."""
+"""Sharding of weights by the ending of their names, with TENSOR; all others lie on every device."""
 
 
 def weight_spec(name: str) -> P:
@@ -47,10 +47,10 @@ def weight_spec(name: str) -> P:
 
 CONTEXT: Parallel = "context"
 TENSOR: Parallel = "tensor"
-"""What a network has split over "tp"."""
+"""The two uses of "tp" by a network."""
 
 SHARE_OF_WEIGHTS = 0.5
-"""Of a device's memory: what a network's weights may take to lie on every device whole."""
+"""Share of a device's memory that a network's whole weights may take on every device."""
 
 BLOCK = re.compile(r"transformer_blocks\.\d+\.")
 """Weights of one layer of many."""
@@ -58,7 +58,7 @@ BLOCK = re.compile(r"transformer_blocks\.\d+\.")
 
 @dataclass(frozen=True)
 class Parallelism:
-    """How a network uses "tp".
+    """The use of "tp" by a network.
 
     Attributes:
         kind: CONTEXT splits tokens, TENSOR the channels of weights.
@@ -75,7 +75,7 @@ class Parallelism:
         return f"{self.kind} over tp{weights} ({self.reason})"
 
     def weight_spec(self, name: str, shape: tuple[int, ...], parts: int) -> P:
-        """How a weight is split, by its name and over so many devices."""
+        """Return the sharding of a weight by its name, over so many devices."""
         if self.kind == TENSOR:
             return weight_spec(name)
         divides = self.gathered and BLOCK.search(name) and len(shape) == 2 and shape[0] % parts == 0
@@ -127,10 +127,10 @@ def memory_of(mesh: Mesh) -> float | None:
 def weight_sharding(
     mesh: Mesh, name: str, shape: tuple[int, ...], parallelism: Parallelism = Parallelism()
 ) -> NamedSharding:
-    """Where a weight lies.
+    """Return a weight's sharding.
 
     Raises:
-        ValueError: "tp" does not divide the axis that it is to be split by.
+        ValueError: "tp" does not divide the axis that it splits.
     """
     spec = parallelism.weight_spec(name, shape, mesh.shape["tp"])
     for size, axis in zip(shape, spec, strict=False):
@@ -143,11 +143,11 @@ def weight_sharding(
 
 
 def check_weights(module: nn.Module, mesh: Mesh, parallelism: Parallelism = Parallelism()) -> None:
-    """Raises `ValueError` unless a mesh divides a network's weights."""
+    """Raise `ValueError` unless a mesh divides a network's weights."""
     for name, tensor in runtime.named_tensors(module).items():
         weight_sharding(mesh, name, tuple(tensor.shape), parallelism)
 
 
 def put_weight(mesh: Mesh, name: str, array: Any, parallelism: Parallelism = Parallelism()) -> jax.Array:
-    """A network's weight on a mesh, every device's part straight from where it is."""
+    """Put a network's weight on a mesh, each device's shard straight from its source."""
     return jax.device_put(array, weight_sharding(mesh, name, array.shape, parallelism))

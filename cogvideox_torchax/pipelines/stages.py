@@ -21,13 +21,13 @@ FORMAT = "cogvideox-torchax-stage/1"
 TEXT, LATENTS = "text", "latents"
 
 OF_TEXT = ("prompt", "negative_prompt", "dtype")
-"""What of a request its text stage is made from."""
+"""Fields of a request that its text stage depends on."""
 
 DEFAULTS = {
     **{"negative_prompt": "", "image": None, "video": None, "dtype": "bfloat16"},
     **{"num_inference_steps": 50, "guidance_scale": 6.0, "strength": 0.8, "seed": 0},
 }
-"""Of a request's fields, but for those that the model has."""
+"""Defaults of a request's fields; the model gives the others."""
 
 
 class StageError(ValueError):
@@ -36,17 +36,17 @@ class StageError(ValueError):
 
 @dataclass(frozen=True)
 class Request:
-    """What a video is generated from.
+    """A request to generate a video.
 
     Attributes:
         prompt, negative_prompt: texts; no negative one is "".
         image, video: paths of what conditions it, or None.
-        frames, height, width: of the video, in frames and pixels.
+        frames, height, width: size of the video, in frames and pixels.
         num_inference_steps: denoising steps.
         guidance_scale: scale of classifier-free guidance; 1 or less for none.
-        strength: share of the steps that a video is taken through, of its noise therefore.
-        seed: of the noise.
-        dtype: of weights and latents.
+        strength: share of the steps, and so of the noise, that an input video goes through.
+        seed: seed of the noise.
+        dtype: dtype of weights and latents.
     """
 
     prompt: str
@@ -68,7 +68,7 @@ class Request:
 
 
 def fingerprint(configs: dict[str, dict[str, Any]]) -> str:
-    """What tells one model from another: a hash of its networks' and its scheduler's configs."""
+    """Return a hash of a model's networks' and scheduler's configs."""
     plain = {
         part: {key: value for key, value in config.items() if not key.startswith("_")}
         for part, config in configs.items()
@@ -78,7 +78,7 @@ def fingerprint(configs: dict[str, dict[str, Any]]) -> str:
 
 @dataclass(frozen=True)
 class Stage:
-    """What a stage file holds: tensors by name, what was asked for, the model's fingerprint."""
+    """The content of a stage file: tensors by name, the request, the model's fingerprint."""
 
     path: Path
     tensors: dict[str, torch.Tensor]
@@ -138,14 +138,14 @@ def save(
     request: Request,
     model: str,
 ) -> None:
-    """Writes a stage, whole or not at all; what is None is left out.
+    """Write a stage, whole or not at all; None values are left out.
 
     Args:
-        directory: of the stages; it has to exist.
+        directory: the stages' directory, which has to exist.
         name: TEXT.
         tensors: on JAX or plain; this waits for them.
-        request: what the video is generated from.
-        model: its `fingerprint`.
+        request: the request for the video.
+        model: the model's `fingerprint`.
     """
     given = {key: value for key, value in tensors.items() if value is not None}
     metadata = {
@@ -158,7 +158,7 @@ def save(
 
 
 def load(directory: str | Path, name: str) -> Stage:
-    """Reads a stage.
+    """Read a stage.
 
     Raises:
         StageError: no such file, or one that is truncated, broken or no stage.
@@ -188,7 +188,7 @@ def _request(values: dict[str, Any]) -> Request:
 
 
 def load_latents(directory: str | Path) -> latent_files.Latents:
-    """Reads the final latents, a latent file as `encode` writes them.
+    """Read the final latents, a latent file as `encode` writes it.
 
     Raises:
         StageError: no such file. LatentsError: one that is truncated or no latent file.

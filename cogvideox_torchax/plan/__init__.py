@@ -1,1 +1,1 @@
-"""What a program will cost on a chip that is not there, read off what XLA compiles for it."""
+"""Estimates of a program's cost on a chip that is absent, read off XLA's compiled text."""

@@ -60,7 +60,7 @@ CHIPS = {
 }
 
 CORES_LINK = 6
-"""How many times as fast as a link the interface between the two cores of a chip is."""
+"""Speed of the interface between a chip's two cores, as a multiple of a link's."""
 
 DEVICE_KINDS = {
     "TPU v5 lite": "v5e",
@@ -76,14 +76,14 @@ FLAGS = "LIBTPU_INIT_ARGS"
 
 DUMP = "--xla_jf_dump_to="
 SCHEDULES = "--xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=final_bundles|deduplication-map"
-"""What of a compiled program libtpu writes there: final schedules, and which instructions share one."""
+"""Flags for libtpu's dumps: final schedules, and which instructions share one."""
 
 GRIDS = {2: "1x2", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}
 """The flat grids that a slice of v5e or v6e comes in, by its chips."""
 
 
 def topology_devices(name: str) -> list[Any]:
-    """The devices of a TPU topology such as "v6e:2x4", made up by libtpu on a machine without them.
+    """Return the devices of a TPU topology such as "v6e:2x4"; libtpu simulates them.
 
     Raises:
         PlanError: no libtpu, or a topology that the installed one does not know.
@@ -115,7 +115,7 @@ def topology_devices(name: str) -> list[Any]:
 
 @contextlib.contextmanager
 def _dumping_schedules() -> Iterator[None]:
-    """Has libtpu, where it is loaded inside, dump to this process's directory; a child gets no such flags."""
+    """Make libtpu, if it is loaded inside, dump to this process's directory; a child gets no such flags."""
     before = os.environ.get(FLAGS)
     # Where libtpu's dumps go elsewhere already, they stay there, and no schedule is read.
     if DUMP not in (before or ""):
@@ -130,7 +130,7 @@ def _dumping_schedules() -> Iterator[None]:
 
 @functools.cache
 def dump_directory() -> Path:
-    """Where libtpu writes what it dumps: a directory of this process's own, gone when it ends."""
+    """Return the directory of libtpu's dumps, one per process and removed at its end."""
     path = tempfile.mkdtemp(prefix="cogvideox-torchax-schedules-")
     atexit.register(shutil.rmtree, path, ignore_errors=True)
     return Path(path)

@@ -27,7 +27,7 @@ _OPERANDS = re.compile(r"operand_layout_constraints=\{(.*?\})\}")
 LANES, SUBLANES = 128, 8
 
 NO_ESTIMATE = 2**63 - 1
-"""What the compiler writes for cycles that it has no estimate of (some copies on tpu7x)."""
+"""The compiler's cycle count for an instruction without an estimate (some copies on tpu7x)."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class ArrayType:
 
     @property
     def tiled_bytes(self) -> int:
-        """As a TPU's kernels have it: row-major, in tiles of 128 lanes and up to 8 sublanes."""
+        """Bytes in the layout of a TPU's kernels: row-major, in tiles of 128 lanes and up to 8 sublanes."""
         *outer, sublanes, lanes = [1, 1, *self.shape]
         tile = min(SUBLANES, 1 << (sublanes - 1).bit_length())
         return _bytes(self.dtype, (*outer, -(-sublanes // tile) * tile, -(-lanes // LANES) * LANES))
@@ -95,18 +95,18 @@ class Instruction:
 
     @property
     def is_kernel(self) -> bool:
-        """Whether it runs a Pallas kernel."""
+        """True if it runs a Pallas kernel."""
         return self.op == "custom-call" and self.target == PALLAS
 
     @property
     def bytes(self) -> int:
-        """Of its result; the start of an asynchronous pair gives its operand too, which is no larger."""
+        """Bytes of its result; the start of an asynchronous pair includes its operand, which is no larger."""
         sizes = [array.bytes for array in self.results]
         return max(sizes, default=0) if self.op.endswith("-start") else sum(sizes)
 
 
 def instructions(text: str) -> Iterator[Instruction]:
-    """The instructions of a compiled program's text, in its order."""
+    """Yield the instructions of a compiled program's text, in its order."""
     computation = ""
     for line in text.splitlines():
         if opened := _COMPUTATION.match(line):
@@ -142,7 +142,7 @@ def _trips(op: str, line: str) -> int | None:
 
 
 def _groups(text: str) -> tuple[tuple[int, ...], ...]:
-    """Of "{{0,1},{2,3}}", or of "[2,2]<=[4]": all devices in order, their axes permuted as "T" says."""
+    """Parse "{{0,1},{2,3}}", or "[2,2]<=[4]": all devices in order, their axes permuted as "T" says."""
     if iota := _IOTA.match(text):
         sizes, shape, order = ([int(size) for size in part.split(",") if size] for part in iota.groups(""))
         strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
@@ -157,10 +157,10 @@ def _groups(text: str) -> tuple[tuple[int, ...], ...]:
 
 
 def times_run(found: Sequence[Instruction]) -> dict[str, int]:
-    """How often each computation runs, once the program does: what a loop runs as often as its trips.
+    """Return how often each computation runs in one run of the program: a loop's body once per trip.
 
-    A loop of unknown length counts once. A computation that several instructions run, as the start and the
-    end of an asynchronous pair do, counts for the one that runs most.
+    A loop of unknown length counts once. A computation that several instructions run, such as the start and
+    the end of an asynchronous pair, counts for the instruction that runs most.
     """
     callers: dict[str, list[tuple[str, int]]] = {}
     for instruction in found:
@@ -200,7 +200,7 @@ class Traffic:
 
 
 def collectives(found: Iterable[Instruction]) -> dict[str, Traffic]:
-    """What a device sends and receives, by kind of collective."""
+    """Return a device's communication, by kind of collective."""
     total: dict[str, Traffic] = {}
     for instruction in found:
         if instruction.collective:

@@ -28,9 +28,9 @@ FORMAT = "cogvideox-torchax-plan/2"
 
 @dataclass(frozen=True)
 class Job:
-    """What is planned: a direction, of a video of `frames` x `height` x `width` pixels.
+    """A planned job: a direction, for a video of `frames` x `height` x `width` pixels.
 
-    `tile`, where it is given, is the (height, width) in pixels of the tiles that the video is cut into.
+    `tile` is the (height, width) in pixels of the tiles that the video is cut into, or None.
     """
 
     kind: Direction
@@ -40,7 +40,7 @@ class Job:
     tile: tuple[int, int] | None = None
 
     def chunk_shapes(self, vae: AutoencoderKLCogVideoX) -> tuple[list[chunks.Chunk], tuple[int, int, int]]:
-        """The chunks of the input, and the channels, rows and columns of one (of the largest tile's).
+        """Return the chunks of the input, and the channels, rows and columns of one (of the largest tile's).
 
         Raises:
             SizeError: a video or a tile of a size that the model cannot take.
@@ -59,7 +59,7 @@ class Job:
         return self.kind.chunks(vae, frames), (channels, height, width)
 
     def tiles(self, vae: AutoencoderKLCogVideoX) -> int:
-        """How many tiles a picture is cut into; those at its edges are smaller."""
+        """Return the number of tiles of a picture; tiles at its edges are smaller."""
         if self.tile is None or (self.height <= self.tile[0] and self.width <= self.tile[1]):
             return 1
         scale = vae.spatial_compression_ratio
@@ -129,18 +129,18 @@ def smallest_tiling_that_fits(
     peak_bytes: int,
     **options: Any,
 ) -> Change | None:
-    """The largest tile, of the picture's own shape, with which a job that does not fit does.
+    """Return the largest tile of the picture's shape with which the job fits.
 
-    What a program holds besides its weights grows with the pixels: by that rule the tile is sized, a
-    twentieth on the safe side, then compiled, and made smaller until it fits.
+    A program's memory besides its weights grows with the pixels: this gives the tile's size, with a margin of
+    a twentieth; the tile is then compiled, and made smaller until it fits.
 
     Args:
         vae, job, devices, chip: as `plan_programs` takes them.
-        peak_bytes: of the job as it stands.
-        options: of `plan_programs`.
+        peak_bytes: peak memory of the job as it is.
+        options: options of `plan_programs`.
 
     Returns:
-        The tile, compiled; None where not even the smallest one fits.
+        The tile, compiled; None if not even the smallest one fits.
     """
     scale, weights = vae.spatial_compression_ratio, _weight_bytes(vae, job.kind)
     height, width = job.tile or (job.height, job.width)
@@ -165,18 +165,18 @@ def smallest_mesh_that_fits(
     peak_bytes: int,
     **options: Any,
 ) -> Change | None:
-    """The fewest chips of a topology's generation, a power of two, over which a job fits as it is.
+    """Return the fewest chips of a topology's generation, a power of two, on which a job fits unchanged.
 
     Args:
         model, dtype: as `weightless_vae` takes them.
         job: as `plan_programs` takes it.
         topology: such as "v6e:1x1"; its generation's larger grids are tried.
-        tp: over how many chips the width was split.
-        peak_bytes: of the job as it stands.
-        options: of `plan_programs`.
+        tp: number of chips that split the width so far.
+        peak_bytes: peak memory of the job as it is.
+        options: options of `plan_programs`.
 
     Returns:
-        The mesh, compiled; None where 256 chips are not enough, or the generation comes in other grids.
+        The mesh, compiled; None if 256 chips are not enough, or the generation comes in other grids.
     """
     generation, _, grid = topology.partition(":")
     chip, weights = CHIPS[generation], _weight_bytes(weightless_vae(model, dtype), job.kind)

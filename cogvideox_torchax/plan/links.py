@@ -1,4 +1,4 @@
-"""What collectives take on the links between chips: bytes over bandwidth, nothing else.
+"""Time of collectives on the links between chips: bytes over bandwidth, nothing else.
 
 Messages go from chip to chip along one axis after the other, the shorter way round where an axis is closed;
 all groups send at once; the link that carries most decides. Sums and gathers go round a ring in both
@@ -17,7 +17,7 @@ from cogvideox_torchax.plan.chips import CORES_LINK, Chip
 from cogvideox_torchax.plan.hlo import Instruction, times_run
 
 Place = tuple[int, ...]
-"""Of a device: its chip's coordinates and its core's number."""
+"""Position of a device: its chip's coordinates and its core's number."""
 
 SCATTERED = "all-reduce-scatter"
 """Computations so called sum and keep a part of the sum: TPUs' form of a reduce-scatter."""
@@ -37,14 +37,14 @@ class Links:
 
     @classmethod
     def of(cls, devices: Iterable[Any], chip: Chip) -> "Links | None":
-        """Of JAX's devices; None where they have no coordinates or the chip's links are not known."""
+        """Return the links of JAX's devices; None without coordinates, or if the chip's links are unknown."""
         devices = list(devices)
         if chip.link is None or not all(hasattr(device, "coords") for device in devices):
             return None
         return cls(tuple((*device.coords, device.core_on_chip) for device in devices), chip)
 
     def seconds(self, found: Sequence[Instruction]) -> dict[str, float]:
-        """What the collectives of a program take one after the other, by kind."""
+        """Return the time of a program's collectives, one after the other, by kind."""
         times, total = times_run(found), dict[str, float]()
         for instruction in found:
             if instruction.collective:
@@ -62,12 +62,12 @@ class Links:
         return kind, self.collective_seconds(kind, size, groups)
 
     def collective_seconds(self, kind: str, size: float, groups: Sequence[Sequence[int]]) -> float:
-        """What one takes.
+        """Return the time of one collective.
 
         Args:
             kind: "all-reduce", "all-gather", "reduce-scatter" or "all-to-all".
-            size: of its result on one device, in bytes.
-            groups: the devices that exchange, by their place in the mesh; all of one size.
+            size: bytes of its result on one device.
+            groups: groups of devices that exchange, by their place in the mesh; all of one size.
         """
         count = len(groups[0])
         if kind == "all-to-all":
@@ -84,9 +84,9 @@ class Links:
         return rounds * whole / count / 2 * self._slowest(steps)
 
     def _ring(self, group: Sequence[int]) -> list[int]:
-        """A group in an order in which neighbours lie beside each other; if they can, last and first too.
+        """Order a group so that neighbours lie side by side; if possible, last and first too.
 
-        Of a grid with an even number of rows: along the first column, and back through the rest of each row.
+        A grid with an even number of rows runs along the first column, and back through the rest of each row.
         """
         axes = [sorted(set(values)) for values in zip(*(self.places[one] for one in group), strict=True)]
         at = {self.places[one]: one for one in group}
@@ -127,7 +127,7 @@ class Links:
         )
 
     def _route(self, one: Place, other: Place) -> Iterable[tuple[Any, ...]]:
-        """The links of a message: each its axis (None between cores), the chip it leaves, its direction."""
+        """Return the links of a message: each its axis (None between cores), source chip and direction."""
         *here, core = one
         *there, target = other
         if core != target:
@@ -152,7 +152,7 @@ class Links:
 
 
 def _snake(lengths: Sequence[int]) -> list[tuple[int, ...]]:
-    """All places of a grid, each beside the one before."""
+    """Return all places of a grid, each beside the one before."""
     if not lengths:
         return [()]
     inner = _snake(lengths[1:])

@@ -18,7 +18,7 @@ CONFIGS = {
 
 
 def weightless_vae(model: str | None, dtype: torch.dtype) -> AutoencoderKLCogVideoX:
-    """The ported VAE of a published config, a directory or a hub id, without its weights: shapes will do.
+    """Return the ported VAE of a published config, a directory or a hub id, without its weights.
 
     Raises:
         ModelError: a model whose config cannot be read.

@@ -59,25 +59,25 @@ FEW = (1, 2)
 """Layers of the two programs that are compiled."""
 
 STEPS = 50
-"""Of a whole video."""
+"""Denoising steps of a whole video."""
 
 
 @dataclass(frozen=True)
 class NetworkPlan:
-    """What the compiler says of a network of many layers, a device, from programs of a few.
+    """The compiler's figures for a network of many layers, per device, from programs of a few.
 
     Attributes:
         name: "step" or "prompt".
-        program: of the whole network: its estimates and sizes extended, what its collectives take too, their
-            number not.
-        layers: of the whole network.
-        attention_flops: of its attention kernels.
-        attention_seconds: of those kernels and of what prepares for them; part of the whole. None for no
-            chip.
-        by_schedule: whether that is by their schedules, or at the chip's peak.
+        program: plan of the whole network: estimates and sizes extended, and the time of its collectives; not
+            their number.
+        layers: number of layers of the whole network.
+        attention_flops: FLOPs of its attention kernels.
+        attention_seconds: time of those kernels and of the kernels that prepare for them; part of the whole.
+            None without a chip.
+        by_schedule: whether that time is by their schedules, or at the chip's peak.
         parallel: the use of "tp", and its reason.
         kept: bytes that a cache leaves for the next step, among the arguments.
-        few: layers of the programs that it was found from.
+        few: layers of the programs that were compiled.
     """
 
     name: str
@@ -99,7 +99,7 @@ class NetworkPlan:
 
 
 def weightless_transformer(model: str | None, dtype: torch.dtype, layers: int) -> Any:
-    """The ported transformer of a published config or of a directory, of so many layers, without weights."""
+    """Return the ported transformer of a published config or a directory, of so many layers, weightless."""
     config = {**transformer_config(model), "num_layers": layers}
 
     def build() -> Any:
@@ -113,7 +113,7 @@ def weightless_transformer(model: str | None, dtype: torch.dtype, layers: int) -
 
 
 def transformer_config(model: str | None) -> dict[str, Any]:
-    """The config of a published transformer, or of a pipeline's directory or hub id."""
+    """Return the config of a published transformer, or of a pipeline's directory or hub id."""
     name = model or "5b"
     if name in TRANSFORMERS:
         return TRANSFORMERS[name]
@@ -121,7 +121,7 @@ def transformer_config(model: str | None) -> dict[str, Any]:
 
 
 def weightless_text_encoder(dtype: torch.dtype, layers: int) -> Any:
-    """The ported T5 v1.1 XXL encoder of so many layers, without weights."""
+    """Return the ported T5 v1.1 XXL encoder of so many layers, without weights."""
 
     def build() -> Any:
         from transformers import T5Config, T5EncoderModel
@@ -154,19 +154,19 @@ def plan_step(
     cache: str | None = None,
     step: int = 0,
 ) -> NetworkPlan:
-    """One denoising step of one video.
+    """Plan one denoising step of one video.
 
     Args:
         model: "2b", "5b", "1.5-5b", a pipeline's directory or its hub id.
-        dtype: of weights and activations.
-        devices: of a topology, or of this machine.
-        chip: the peaks to hold it against; None for none.
-        frames, height, width: of the latents.
+        dtype: dtype of weights and activations.
+        devices: devices of a topology, or of this machine.
+        chip: the chip whose peaks apply; None for none.
+        frames, height, width: size of the latents.
         guided: whether the step runs on both halves of classifier-free guidance.
         dp, tp: the mesh.
         parallel: as `port` takes it.
-        cache: of `cache_options`; None for none.
-        step: with a cache, which one, of those that `cached_steps` counts.
+        cache: a cache of `cache_options`; None for none.
+        step: with a cache, the step to plan, of those that `cached_steps` counts.
 
     Raises:
         PlanError: a config that cannot be read, or a size that its patches do not divide.
@@ -203,8 +203,10 @@ def plan_step(
 
 
 def cached_steps(model: str | None, dtype: torch.dtype, cache: str, guided: bool = True) -> dict[int, int]:
-    """Return the first of each kind of step in a run with a cache, and how many are like it; of
-    FirstBlockCache, which decides as it runs, one that computes and one that does not."""
+    """Return the first step of each kind in a run with a cache, and the number of steps like it.
+
+    FirstBlockCache decides at run time: for it, one step that computes and one that does not.
+    """
     forms = [form for form, _ in _enabled(weightless_transformer(model, dtype, 2), cache, 2 if guided else 1)]
     return {forms.index(form): count for form, count in Counter(forms).items()}
 
@@ -261,7 +263,7 @@ def _bytes(structs: Any) -> int:
 def plan_prompt(
     dtype: torch.dtype, devices: list[Any], chip: Chip | None, *, tokens: int, dp: int = 1, tp: int = 1
 ) -> NetworkPlan:
-    """The encoding of one prompt of so many tokens; the rest as `plan_step` takes it."""
+    """Plan the encoding of one prompt of so many tokens; the rest as `plan_step` takes it."""
 
     tensors = prompt_tensors(batch=1, text=tokens)
     plans = []
@@ -286,7 +288,7 @@ def _extended(
     chip: Chip | None,
     few: tuple[int, int] = FEW,
 ) -> NetworkPlan:
-    """The plan of all layers from those of a few: what one more layer added is added for every other."""
+    """Extrapolate the plan of all layers from those of a few: every other layer adds what one more added."""
     fewer, more = plans
     count = (layers - few[1]) / (few[1] - few[0])
 
@@ -317,7 +319,7 @@ def _extended(
 
 
 def _extended_kernel(one: KernelTime | None, other: KernelTime, count: float) -> KernelTime:
-    """The kernels of one name in all layers, as `_extended`."""
+    """Extrapolate the kernels of one name to all layers, as `_extended` does."""
     if one is None:
         return other
 
@@ -330,13 +332,12 @@ def _extended_kernel(one: KernelTime | None, other: KernelTime, count: float) ->
 
 
 def cached_table(plans: list[NetworkPlan], counts: list[int], chip: Chip | None) -> dict[str, Any]:
-    """Return the figures of a full step, and what a cache makes of a video: what it keeps, what its steps
-    take, and all of them together.
+    """Return the figures of a full step, and of a video with a cache: kept memory, steps' times, the sum.
 
     Args:
-        plans: of each kind of step, the full one first.
-        counts: how many of each there are in a video.
-        chip: the peaks to hold it against; None for none.
+        plans: plans of each kind of step, the full one first.
+        counts: number of each kind in a video.
+        chip: the chip whose peaks apply; None for none.
     """
     rows = table(plans[0], chip)
     rows["kept_GiB"] = plans[0].kept / GIB

@@ -1,4 +1,4 @@
-"""What the compiler says of one program: memory, estimated time, what the time goes to."""
+"""The compiler's figures for one program: memory, estimated time, and its breakdown."""
 
 import re
 import time
@@ -63,29 +63,28 @@ class Row:
 
 @dataclass
 class ProgramPlan:
-    """What the compiler says of one chunk program, a device.
+    """The compiler's figures for one chunk program, per device.
 
     Attributes:
         name: "first" or "later" chunk.
         frames: input frames of the chunk.
         flops: multiply-adds times two.
-        bytes_accessed: between the chip and its memory, as the compiler counts.
-        seconds: the compiler's estimate, and for Pallas kernels, of which it gives none, the larger of what
-            their bytes take and of what their final schedule does; without collectives. None where there are
-            no cycles (a CPU).
-        kernels: Pallas kernels in the program.
+        bytes_accessed: traffic between the chip and its memory, as the compiler counts.
+        seconds: the compiler's estimate, and for Pallas kernels, which it does not estimate, the larger of
+            their bytes' and their final schedule's time; without collectives. None without cycles (a CPU).
+        kernels: number of Pallas kernels in the program.
         shares: seconds by kind of instruction.
         floor_seconds: FLOPs over the chip's peak.
         argument_bytes, temp_bytes, output_bytes: memory; donated caches are in the arguments alone.
         collectives: kind to (count, largest result in bytes).
-        compile_seconds: on this machine.
-        text: of the compiled program.
-        layers: what each layer holds and moves, on a mesh.
-        kernel_times: of each name of Pallas kernels.
-        kernels_by_bytes: kernels whose schedule is not known: of them the bytes alone are counted.
-        collective_seconds: kind to what its collectives take on the links, one after the other; None where
-            the links are not known.
-        open_loops: loops of unknown length; what they run is counted once.
+        compile_seconds: seconds to compile on this machine.
+        text: the compiled program's text.
+        layers: each layer's sharding and communication, on a mesh.
+        kernel_times: times by the name of a Pallas kernel.
+        kernels_by_bytes: kernels of unknown schedule, which count by their bytes alone.
+        collective_seconds: kind to the time of its collectives on the links, one after the other; None if the
+            links are unknown.
+        open_loops: loops of unknown length, which count once.
     """
 
     name: str
@@ -158,13 +157,14 @@ def read_program(
     compile_seconds: float,
     schedules: Mapping[str, Schedule] | None = None,
 ) -> ProgramPlan:
-    """Reads off a compiled program what it costs; see `ProgramPlan`.
+    """Read a compiled program's cost; see `ProgramPlan`.
 
     Args:
-        name, frames, compile_seconds: of the program, to go into the plan.
-        compiled: what `.compile()` gave.
-        chip: the peaks to hold it against; None for none.
-        schedules: of its Pallas kernels, by their instructions' names; kernels without count by their bytes.
+        name, frames, compile_seconds: facts of the program, to go into the plan.
+        compiled: the result of `.compile()`.
+        chip: the chip whose peaks apply; None for none.
+        schedules: schedules of its Pallas kernels, by their instructions' names; other kernels count by
+            bytes.
     """
     text = compiled.as_text()
     found = list(instructions(text))
@@ -210,7 +210,7 @@ def _collective_seconds(
 
 
 def _devices(compiled: Any) -> list[Any]:
-    """Of a compiled program, in its mesh's order, by which collectives name them."""
+    """Return a compiled program's devices, in its mesh's order, by which collectives name them."""
     import jax
 
     for sharding in jax.tree.leaves(compiled.input_shardings):
@@ -220,9 +220,9 @@ def _devices(compiled: Any) -> list[Any]:
 
 
 def cycles_by_kind(found: list[Instruction]) -> Counter[str]:
-    """The compiler's cycles of all instructions, by convolutions, copies and the rest.
+    """Count the compiler's cycles of all instructions, by convolutions, copies and the rest.
 
-    An instruction inside a loop counts as often as it runs, where the compiler knows.
+    An instruction inside a loop counts as often as it runs, if the compiler knows.
     """
     times = times_run(found)
     convolving = {instruction.computation for instruction in found if instruction.op == "convolution"}
@@ -242,7 +242,7 @@ def cycles_by_kind(found: list[Instruction]) -> Counter[str]:
 def kernel_times(
     found: list[Instruction], chip: Chip, schedules: Mapping[str, Schedule]
 ) -> dict[str, KernelTime]:
-    """What the Pallas kernels of each name take, by their bytes in whole tiles and by their schedules."""
+    """Return the time of the Pallas kernels of each name, by their bytes in tiles and by their schedules."""
     times = times_run(found)
     total: dict[str, KernelTime] = {}
     for kernel in found:

@@ -1,4 +1,4 @@
-"""What a program on a mesh does on each device, layer by layer, read off its compiled text."""
+"""The work of a program on a mesh on each device, layer by layer, read off its compiled text."""
 
 import itertools
 import math
@@ -47,7 +47,7 @@ def figures(
 
 
 def table(rows: list[Row]) -> list[list[str]]:
-    """The layers as rows of cells, the header first."""
+    """Return the layers as rows of cells, the header first."""
     header = ["layer", "shape", "spec", "shards", "bytes a device", "collectives"]
     return [header, *map(_cells, rows)]
 
@@ -79,12 +79,12 @@ def report(vae: Any, shape: tuple[int, ...], *, kind: Direction = DECODE) -> Pro
 
 
 def report_network(network: Any, tensors: dict[str, Any]) -> ProgramPlan:
-    """As `report`, for a pipeline's ported transformer or text encoder.
+    """Compile a pipeline's ported transformer or text encoder and report its layers, as `report` does.
 
     Args:
-        network: with a mesh; in PyTorch, on JAX or on torch's "meta" device.
-        tensors: shape and JAX dtype of each argument, by name; `step_tensors` and `prompt_tensors` of
-            `pipelines.networks` say which.
+        network: a network with a mesh; in PyTorch, on JAX or on torch's "meta" device.
+        tensors: shape and JAX dtype of each argument, by name, from `step_tensors` or `prompt_tensors` of
+            `pipelines.networks`.
 
     Raises:
         ValueError: a network that was ported without a mesh.
@@ -110,7 +110,7 @@ def _count(found: list[Instruction]) -> dict[str, dict[str, int]]:
 
 
 def layers(program: runtime.Program, text: str) -> list[Row]:
-    """What each layer of a program lies in and moves, read off the compiled text of its last tracing.
+    """Return each layer's sharding and communication, read off the compiled text of the last tracing.
 
     Raises:
         ValueError: a program for one device, which names no layers.
@@ -142,7 +142,7 @@ def _row(name: str, layer: Layer | None, own: list[Instruction], placement: Plac
 
 
 def _shards(layer: Layer, arrays: list[Instruction], placement: Placement) -> int | None:
-    """Over how many devices a layer's activations are split, by the axes of the arrays that are there."""
+    """Return the number of devices that split a layer's activations, by the shapes in the text."""
     found = {array.shape for instruction in arrays for array in instruction.results}
     parts = placement.parts(placement.spec(layer.largest))
     if math.prod(parts) == 1 or any(_is_laid_as(shape, layer.largest) for shape in found):
@@ -152,8 +152,10 @@ def _shards(layer: Layer, arrays: list[Instruction], placement: Placement) -> in
 
 
 def _is_laid_as(shape: tuple[int, ...], axes: tuple[int, ...]) -> bool:
-    """Whether an array of this shape can hold these axes: in any order, some of them joined. A weight that
-    has as many numbers as an activation seldom can."""
+    """Return whether an array of this shape can hold these axes: in any order, some of them joined.
+
+    A weight with as many numbers as an activation seldom can.
+    """
     if math.prod(shape) != math.prod(axes):
         return False
     if not shape:

@@ -59,14 +59,14 @@ class Loop:
 
 @dataclass(frozen=True)
 class Schedule:
-    """What a schedule comes to.
+    """The totals of a kernel's schedule.
 
     Attributes:
         cycles: bundles that run.
-        outside: those of them that no loop holds.
-        loops: in the order of their first bundles, an outer loop before those inside it.
-        assumed: branches that hang on data. What they would skip is counted, unless it is done again where
-            computed numbers are not right: a branch on a comparison of floats skips that.
+        outside: bundles that run outside of loops.
+        loops: loops in the order of their first bundles, an outer loop before its inner loops.
+        assumed: branches that depend on data. The bundles they would skip are counted, except repairs of
+            wrong numbers: a branch on a comparison of floats skips those.
     """
 
     cycles: int
@@ -113,12 +113,12 @@ def _forget() -> None:
 
 
 def read_schedules(directory: Path, kernels: Iterable[str], delay_slots: int) -> dict[str, Schedule]:
-    """The schedules that libtpu has written of kernels; those that are not there, or not read, are left out.
+    """Read the schedules that libtpu has written for kernels; missing or unreadable ones are left out.
 
     Args:
-        directory: of one program's dump.
-        kernels: names of their instructions. Of several alike the compiler schedules one.
-        delay_slots: of the chip.
+        directory: dump of one program.
+        kernels: names of their instructions. The compiler schedules one of several alike.
+        delay_slots: delay slots of the chip.
     """
     # Names begin with the time: of a kernel that was scheduled again, the last one counts.
     paths = sorted(directory.iterdir())
@@ -144,7 +144,7 @@ def read_schedules(directory: Path, kernels: Iterable[str], delay_slots: int) ->
 
 
 Value = int | bool | None
-"""Of a register: None where it hangs on data."""
+"""Value of a register: None if it depends on data."""
 
 
 @dataclass(frozen=True)
@@ -209,7 +209,7 @@ def read_schedule(text: str, delay_slots: int) -> Schedule:
 
 
 def _bundles(text: str) -> tuple[list[str], dict[str, int]]:
-    """Each bundle's instructions without comments, and the bundle that each region starts at."""
+    """Return each bundle's instructions without comments, and the bundle that each region starts at."""
     starts = list(_BUNDLE.finditer(text))
     if not starts or [int(start[1], 16) for start in starts] != list(range(len(starts))):
         raise UnknownDumpError("got no bundles, or not one after the other")
@@ -222,7 +222,7 @@ def _bundles(text: str) -> tuple[list[str], dict[str, int]]:
 
 
 def _operation(part: str) -> _Operation | None:
-    """A scalar instruction, None for any other."""
+    """Parse a scalar instruction; return None for any other."""
     if match := _STORE.search(part):
         slot = _SLOT.search(match[1])
         if slot is None or _GUARD.search(match[1]):
@@ -273,7 +273,7 @@ def _unknown(*_: Value) -> Value:
 
 
 def _checked(*_: Value) -> Value:
-    """Of numbers that were computed, which only another computation hangs on."""
+    """Return the value of a comparison of computed numbers: unknown."""
     return None
 
 
@@ -361,7 +361,7 @@ def _follow(
     delay_slots: int,
     checks: set[str],
 ) -> tuple[Counter[tuple[int, int]], int]:
-    """How often each run of bundles, from its first to its last, ran, and how many branches hang on data."""
+    """Return how often each run of bundles ran, and the number of branches that depend on data."""
     state: dict[str | int, Value] = {}
     runs: Counter[tuple[int, int]] = Counter()
     assumed: set[int] = set()

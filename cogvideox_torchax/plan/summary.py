@@ -1,4 +1,4 @@
-"""What a plan shows of a program, and of the whole video that its programs make."""
+"""The figures of a program's plan, and of the whole video that its programs make."""
 
 from collections.abc import Sequence
 from typing import Any

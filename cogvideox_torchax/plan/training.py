@@ -20,7 +20,7 @@ from cogvideox_torchax.vae.directions import Direction
 from cogvideox_torchax.vae.torchax.autoencoder import AutoencoderKLCogVideoX
 
 MOMENTS = 2
-"""Of a weight, in float32, that AdamW keeps."""
+"""Moments of a weight, in float32, that AdamW keeps."""
 FLOAT32_BYTES = 4
 
 
@@ -71,8 +71,11 @@ def plan_train_step(
 
 
 def table(plans: list[ProgramPlan], vae: AutoencoderKLCogVideoX, chip: Chip | None) -> dict[str, Any]:
-    """A plan in words and figures, a device: what `plan` prints. What the encoder keeps for its backward pass
-    lies beside the decoder's: both programs' temporaries together are what a step takes at most."""
+    """Return a plan's figures per device, as `plan` prints them.
+
+    The encoder's activations for its backward pass lie beside the decoder's: a step takes at most the
+    temporaries of both programs together.
+    """
     moments = MOMENTS * FLOAT32_BYTES * sum(math.prod(weight.shape) for weight in vae.parameters())
     temporaries = sum(plan.temp_bytes for plan in plans)
     results = sum(plan.output_bytes for plan in plans)
