@@ -178,10 +178,6 @@ Chunks = Iterator[Any]
 _LOADING = threading.RLock()
 
 
-def _unfollowed(parts: Chunks, total: int, kind: str) -> Chunks:
-    return parts
-
-
 class _WithModel:
     """A recipe and its model: loaded when it is first needed, and left out of a pickle.
 
@@ -200,7 +196,7 @@ class _WithModel:
         *,
         vae: Any = None,
         fetch: Callable[[torch.Tensor], torch.Tensor] = runtime.to_torch,
-        follow: Callable[[Chunks, int, str], Chunks] = _unfollowed,
+        follow: Callable[[Chunks, int, str], Chunks] | None = None,
     ):
         self.recipe = recipe
         self._say = say
@@ -246,7 +242,8 @@ class _WithModel:
             self._say(f"{name}: {line}" if name else line)
 
         parts = memory.in_tiles_once_memory_is_out(self.vae, size, start, say)
-        return self._follow(parts, len(direction.chunks(self.vae, frames)), direction)
+        total = len(direction.chunks(self.vae, frames))
+        return self._follow(parts, total, direction) if self._follow else parts
 
 
 class EncodeClip(_WithModel):
@@ -278,14 +275,12 @@ class EncodeClip(_WithModel):
         """Raise `ClipError` or `SizeError` for a recipe by which this model can encode no clip."""
         recipe, scale = self.recipe, self.vae.spatial_compression_ratio
         memory.check_tiling(recipe.tiling, scale)
-        wanted = [side for bucket in recipe.buckets for side in (bucket.height, bucket.width)]
-        if not recipe.crop:  # which takes what fits
-            wanted += [side for side in (recipe.height, recipe.width) if side]
-        for side in wanted:
-            if side % scale:
-                near = max(round(side / scale), 1) * scale
+        own = () if recipe.crop else (recipe.height, recipe.width)  # a crop takes what fits
+        for side in (*own, *(side for bucket in recipe.buckets for side in (bucket.height, bucket.width))):
+            if side and side % scale:
                 raise ClipError(
-                    f"got a side of {side} pixels: a multiple of {scale} is wanted, such as {near}"
+                    f"got a side of {side} pixels: a multiple of {scale} is wanted, such as "
+                    f"{max(round(side / scale), 1) * scale}"
                 )
 
     def encode(self, decoded: DecodedClip) -> Latents:

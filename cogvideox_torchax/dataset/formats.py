@@ -250,26 +250,27 @@ def _tar_entries(path: Path) -> list[Entry]:
     if path.stat().st_size < end + tarfile.BLOCKSIZE:  # cut between two of its members
         raise LatentsError(f"{path} is truncated, as its end is missing: make it again")
 
-    def read(entry: tarfile.TarInfo) -> bytes:
+    def read(name: str) -> bytes:
+        entry = members[name]
         with path.open("rb") as file:
             file.seek(entry.offset_data)
             return file.read(entry.size)
 
-    def latents(entry: tarfile.TarInfo) -> Latents:
-        return latent_files.loads(read(entry), f"{path}, {entry.name}")
+    def latents(name: str) -> Latents:
+        return latent_files.loads(read(name), f"{path}, {name}")
 
-    def refused(error: LatentsError) -> Latents:
-        raise error
+    def id_of(stem: str) -> Any:
+        if f"{stem}.json" not in members:
+            return stem
+        with _refusing(f"{path}, {stem}.json"):
+            return reports.parse(read(f"{stem}.json"))["id"]
 
     found: list[Entry] = []
-    for name, entry in members.items():
+    for name in members:
         if name.endswith(SUFFIXES[SAFETENSORS]):
             stem = Path(name).stem
-            about = members.get(f"{stem}.json")
             try:
-                with _refusing(f"{path}, {stem}.json"):
-                    stored = stem if about is None else reports.parse(read(about))["id"]
-                found.append((stored, functools.partial(latents, entry)))
-            except LatentsError as error:
-                found.append((name, functools.partial(refused, error)))
+                found.append((id_of(stem), functools.partial(latents, name)))
+            except LatentsError:  # reading the clip raises it again
+                found.append((name, functools.partial(id_of, stem)))
     return found

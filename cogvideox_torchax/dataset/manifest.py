@@ -262,9 +262,6 @@ class DatasetDirectory(OutputDirectory):
         found = sorted(own & set(newest.values()) & set(self.bad))
         return {self.name_of(index): self.bad[index] for index in found}
 
-    def shard_of(self, index: int) -> int:
-        return index // self.shard_size
-
     def members(self, shard: int) -> list[int]:
         """The numbers of a shard's clips."""
         numbers = range(shard * self.shard_size, min((shard + 1) * self.shard_size, len(self.ids)))
@@ -288,7 +285,7 @@ class DatasetDirectory(OutputDirectory):
         return self.directory / WORK / f"{index:08}.safetensors"
 
     def is_done(self, index: int) -> bool:
-        return self.clip_path(index).exists() or self.shard_path(self.shard_of(index)).exists()
+        return self.clip_path(index).exists() or self.shard_path(index // self.shard_size).exists()
 
     def _missing(self, noted: set[int]) -> list[int]:
         """Return the numbers of the clips to encode; write the shards that lack none."""
@@ -343,11 +340,11 @@ class DatasetDirectory(OutputDirectory):
     def note(self, key: int, **about: Any) -> None:
         """Write down that a clip's latents are where they belong; make its shard, if it was the last."""
         super().note(key, **about)
-        self._close_if_whole(self.shard_of(key))
+        self._close_if_whole(key // self.shard_size)
 
     def refuse(self, key: int, reason: str) -> None:
         super().refuse(key, reason)
-        self._close_if_whole(self.shard_of(key))
+        self._close_if_whole(key // self.shard_size)
 
     def _close_if_whole(self, shard: int) -> None:
         if all(index in self.bad or self.is_done(index) for index in self.members(shard)):

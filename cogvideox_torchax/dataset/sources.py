@@ -10,8 +10,11 @@ from cogvideox_torchax.dataset.names import ClipError, check_ids, waits
 from cogvideox_torchax.files import reports, video
 
 LISTS = (".txt", ".jsonl")
-TEXTS, COUNTS = ("id", "caption"), ("frames", "height", "width")
-"""What a line of a list may say of a clip, besides its path."""
+FIELDS: dict[str, type] = {
+    **dict.fromkeys(("path", "id", "caption"), str),
+    **dict.fromkeys(("frames", "height", "width"), int),
+}
+"""Fields that a line of a list may give a clip."""
 
 
 def is_many(path: str | Path) -> bool:
@@ -88,21 +91,18 @@ def _in_list(path: Path) -> Iterator[Clip]:
 
 
 def _check_fields(given: dict[str, Any]) -> None:
-    unknown = set(given) - {"path", *TEXTS, *COUNTS}
-    if unknown:
-        raise ClipError(f"got {', '.join(sorted(unknown))}, which no clip has")
     if not isinstance(given.get("path"), str):
         raise ClipError(f"an object with a path is wanted, got {given}")
-    for name in TEXTS:
-        if not isinstance(given.get(name, ""), str):
-            raise ClipError(f"{name} is {given[name]!r}, a text is wanted")
+    for name, value in given.items():
+        if name not in FIELDS:
+            raise ClipError(f"got {name}, which no clip has")
+        if type(value) is not FIELDS[name] or (FIELDS[name] is int and value < 1):  # a bool is an int, too
+            wanted = "a whole number above 0" if FIELDS[name] is int else "a text"
+            raise ClipError(f"{name} is {value!r}, {wanted} is wanted")
         try:
-            given.get(name, "").encode()
+            str(value if name != "path" else "").encode()  # a path that cannot be is its clip's
         except UnicodeEncodeError as error:
-            raise ClipError(f"{name} is {given[name]!r}, which UTF-8 cannot hold ({error.reason})") from error
-    for name in COUNTS:
-        if type(given.get(name, 1)) is not int or given.get(name, 1) < 1:  # a bool is an int, too
-            raise ClipError(f"{name} is {given[name]!r}, a whole number above 0 is wanted")
+            raise ClipError(f"{name} is {value!r}, which UTF-8 cannot hold ({error.reason})") from error
 
 
 def _name(file: Path, directory: Path) -> str:
