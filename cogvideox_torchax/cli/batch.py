@@ -13,6 +13,7 @@ from cogvideox_torchax.dataset.decoding import VideoDirectory
 from cogvideox_torchax.dataset.formats import SAFETENSORS
 from cogvideox_torchax.dataset.loop import READERS, Step
 from cogvideox_torchax.dataset.manifest import DatasetDirectory, OutputDirectory
+from cogvideox_torchax.runtime.clock import CompileClock
 
 FOR_MANY = ("format", "shard_size", "keep", "buckets", "ray", "actors", "workers", "retry_failed")
 """Options that a single clip has no use for."""
@@ -73,7 +74,7 @@ def decode(args: argparse.Namespace) -> int:
 
 def _through(args: argparse.Namespace, steps: Iterable[Step], directory: OutputDirectory) -> int:
     """Run the loop under a bar with clips a second and the time left; name bad clips; print the report."""
-    watch = common.Stopwatch()
+    clock = CompileClock()
     count = 0
     waited = computed = 0.0
     bar = common.progress(steps, total=len(directory.missing), name=args.command, args=args, unit="clip")
@@ -83,7 +84,7 @@ def _through(args: argparse.Namespace, steps: Iterable[Step], directory: OutputD
             count += 1
         else:
             common.say(f"bad clip {directory.name_of(step.job)}: {step.error}")
-    seconds, bad = watch.seconds, directory.named_bad()
+    seconds, bad = clock.elapsed, directory.named_bad()
     report = {
         "output": args.output,
         "backend": args.backend,
@@ -92,7 +93,7 @@ def _through(args: argparse.Namespace, steps: Iterable[Step], directory: OutputD
         "done_before": directory.done_before,
         "bad": len(bad),
         "clips": count,
-        "compile_s": watch.compile_seconds,
+        "compile_s": clock.seconds,
         "computing_s": computed,
         "waiting_for_clips_s": waited,
         "total_s": seconds,

@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
         warmups=args.warmups,
         rounds=args.rounds,
     )
-    say = common.say if not args.quiet else lambda line: None
+    say = common.narrator(args)
 
     def keep(found: dict[str, Any]) -> None:
         if output is not None:

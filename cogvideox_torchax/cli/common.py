@@ -3,8 +3,7 @@
 import argparse
 import json
 import sys
-import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -74,21 +73,11 @@ def _shown(value: Any) -> str:
     return str(value)
 
 
-class Stopwatch:
-    """Wall seconds since it was made, and the seconds of them that JAX spent tracing, lowering and
-    compiling."""
-
-    def __init__(self) -> None:
-        self._clock = CompileClock()
-        self._start = time.perf_counter()
-
-    @property
-    def compile_seconds(self) -> float:
-        return self._clock.seconds
-
-    @property
-    def seconds(self) -> float:
-        return time.perf_counter() - self._start
+def print_results(args: argparse.Namespace, clock: CompileClock, results: dict[str, Any]) -> None:
+    """Print the report of a command that has written `args.output`."""
+    ran = {"output": args.output, "backend": args.backend, "device": device_name(args.backend)}
+    times = {"compile_s": clock.seconds, "total_s": clock.elapsed}
+    print_report({**ran, **results, **times}, args.json)
 
 
 def make_directory(name: str, purpose: str = "write into") -> Path:
@@ -105,6 +94,11 @@ def report_directory(name: str) -> Path:
     """Return a directory for a report with plots; `ValueError` where nothing can be drawn."""
     reports.pyplot()  # before the work, not after it
     return make_directory(name)
+
+
+def narrator(args: argparse.Namespace) -> Callable[[str], None]:
+    """Return `say`, or, where the command is to be quiet, a function that says nothing."""
+    return (lambda line: None) if args.quiet else say
 
 
 def say(message: str) -> None:

@@ -10,6 +10,7 @@ from cogvideox_torchax import backends, runtime
 from cogvideox_torchax.cli import common, devices, options
 from cogvideox_torchax.cli.arguments import Command, Option, argument
 from cogvideox_torchax.cli.clips import SPATIAL_SCALE
+from cogvideox_torchax.runtime.clock import CompileClock
 from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction
 from cogvideox_torchax.vae.sizes import parse_size
 
@@ -48,9 +49,9 @@ def run(args: argparse.Namespace) -> int:
         text = "x".join(map(str, size))
         for direction in (DECODE, ENCODE):
             common.say(f"{direction} {text}")
-            watch = common.Stopwatch()
+            clock = CompileClock()
             _run_all(vae, direction, *size)
-            programs.append({"kind": direction, "size": text, "compile_s": watch.compile_seconds})
+            programs.append({"kind": direction, "size": text, "compile_s": clock.seconds})
     report = {"device": common.device_name(args.backend), "compile_cache": cache, "programs": programs}
     common.print_report(report if args.json else _rows(report), args.json)
     return 0

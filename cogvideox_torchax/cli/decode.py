@@ -8,6 +8,7 @@ from cogvideox_torchax.cli import batch, common, devices, options
 from cogvideox_torchax.cli.arguments import Command, Option
 from cogvideox_torchax.cli.clips import decode_to
 from cogvideox_torchax.files import latents
+from cogvideox_torchax.runtime.clock import CompileClock
 
 COMMAND = Command(
     "decode latents to a video, or a directory of them",
@@ -45,18 +46,9 @@ def run(args: argparse.Namespace) -> int:
         sink = stack.enter_context(team.writing(args.output, fps))
         vae = common.load_vae(args.model or loaded.model, args.backend, args.dtype, team.mesh)
         loaded.check_model(vae.config)
-        watch = common.Stopwatch()
+        clock = CompileClock()
         written = decode_to(sink, vae, loaded, args, team.at_first)
     if not team.is_first:
         return 0
-    report = {
-        "output": args.output,
-        "backend": args.backend,
-        "device": common.device_name(args.backend),
-        "frames": written,
-        "fps": float(fps),
-        "compile_s": watch.compile_seconds,
-        "total_s": watch.seconds,
-    }
-    common.print_report(report, args.json)
+    common.print_results(args, clock, {"frames": written, "fps": float(fps)})
     return 0

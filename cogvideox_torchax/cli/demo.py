@@ -15,6 +15,7 @@ from cogvideox_torchax.files import latents as latent_files
 from cogvideox_torchax.files import video
 from cogvideox_torchax.files.sheets import contact_sheet
 from cogvideox_torchax.files.whole import check_output, whole_file
+from cogvideox_torchax.runtime.clock import CompileClock
 from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction
 from cogvideox_torchax.vae.pixels import to_uint8
 from cogvideox_torchax.vae.quality import ssim
@@ -56,12 +57,12 @@ def run(args: argparse.Namespace) -> int:
     common.take_bundled_model(args)
     native = common.load_vae(args.model, "torch", args.dtype)
     vae = native if args.backend == "torch" else common.load_vae(args.model, args.backend, args.dtype)
-    watch = common.Stopwatch()
+    clock = CompileClock()
     _round_trip(vae, source, args, "compile")
-    compile_seconds = watch.compile_seconds
-    watch = common.Stopwatch()
+    compile_seconds = clock.seconds
+    clock = CompileClock()
     latents, frames = _round_trip(vae, source, args, args.backend)
-    run_seconds = watch.seconds
+    run_seconds = clock.elapsed
     # Each half is compared on the same input: a difference in the latents is not counted again in the frames.
     native_latents = _run(ENCODE, native, source, args, "PyTorch")
     native_frames = _run(DECODE, native, latents, args, "PyTorch")

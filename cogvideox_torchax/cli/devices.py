@@ -45,20 +45,11 @@ def mesh_of(args: argparse.Namespace) -> Any:
         ValueError: options as in `check`, or a mesh that does not fit.
     """
     check(args)
-    if not (args.dp or args.tp):
+    if (args.dp, args.tp) in ((None, None), (1, 1)):
         return None
     from cogvideox_torchax import sharding
 
     return sharding.make_mesh(args.dp or 1, args.tp)
-
-
-def mesh_of_size(dp: int, tp: int) -> Any:
-    """Return a mesh of just so many devices; None for one."""
-    if dp == tp == 1:
-        return None
-    from cogvideox_torchax import sharding
-
-    return sharding.make_mesh(dp, tp)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from cogvideox_torchax.cli.clips import encoder_of, open_clip
 from cogvideox_torchax.dataset import sources
 from cogvideox_torchax.files import latents
 from cogvideox_torchax.files.whole import check_file
+from cogvideox_torchax.runtime.clock import CompileClock
 
 COMMAND = Command(
     "encode a video, or a directory of them, to latents",
@@ -45,20 +46,15 @@ def run(args: argparse.Namespace) -> int:
     with devices.joined(args) as team:
         common.take_bundled_model(args)
         vae = common.load_vae(args.model, args.backend, args.dtype, team.mesh)
-        watch = common.Stopwatch()
+        clock = CompileClock()
         encoded = encoder_of(args, vae, team.at_first).encode(clip)
         if not team.is_first:
             return 0
         latents.save(encoded, args.output)
-    report = {
-        "output": args.output,
-        "backend": args.backend,
-        "device": common.device_name(args.backend),
+    results = {
         "frames": clip.num_frames,
         "size": f"{clip.framing.height} x {clip.framing.width}",
         "latents": " x ".join(map(str, encoded.tensor.shape)),
-        "compile_s": watch.compile_seconds,
-        "total_s": watch.seconds,
     }
-    common.print_report(report, args.json)
+    common.print_results(args, clock, results)
     return 0

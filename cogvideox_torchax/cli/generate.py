@@ -17,6 +17,7 @@ from cogvideox_torchax.files import video
 from cogvideox_torchax.files.latents import Latents
 from cogvideox_torchax.files.whole import check_file
 from cogvideox_torchax.pipelines import cache_options, generate, preview, stages
+from cogvideox_torchax.runtime.clock import CompileClock
 
 FPS = Fraction(8)
 
@@ -87,30 +88,22 @@ def run(args: argparse.Namespace) -> int:
             common.make_directory(args.save_stages, "keep stages in")
         else:
             check_file(kept_path(args))
-        watch = common.Stopwatch()
+        clock = CompileClock()
         vae, latents = _sampled(args) if kept is None else (_vae_for(args, kept), kept)
         keeping.enter_context(on_disk(args, latents))
         written = decode_to(sink, vae, latents, args, runtime.to_torch)
-    report = {
-        "output": args.output,
-        "device": common.device_name("torchax"),
-        "frames": written,
-        "fps": float(args.fps),
-        "compile_s": watch.compile_seconds,
-        "total_s": watch.seconds,
-    }
-    common.print_report(report, args.json)
+    common.print_results(args, clock, {"frames": written, "fps": float(args.fps)})
     return 0
 
 
 def _vae_for(args: argparse.Namespace, latents: Latents) -> Any:
     dtype = args.dtype or str(latents.tensor.dtype).removeprefix("torch.")
-    return common.load_vae(args.model, "torchax", dtype, devices.mesh_of_size(args.dp, args.tp))
+    return common.load_vae(args.model, "torchax", dtype, devices.mesh_of(args))
 
 
 def _sampled(args: argparse.Namespace) -> tuple[Any, Latents]:
     """The pipeline's VAE and the latents that it sampled, everything checked before a weight is loaded."""
-    mesh = devices.mesh_of_size(args.dp, args.tp)
+    mesh = devices.mesh_of(args)
     text = stages.load(args.save_stages, stages.TEXT) if args.from_stage else None
     model = generate.describe(args.model, image=args.image is not None, clip=args.video is not None)
     if text is not None:

@@ -2,6 +2,7 @@
 
 import argparse
 import functools
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +35,10 @@ def _vae(args: argparse.Namespace, vae: Any, mesh: dict[str, Any]) -> dict[str, 
     job = jobs.Job(direction, args.frames, args.height, args.width, tile)
     pieces, _ = job.chunk_shapes(vae)
     chip, devices = _target(args)
-    programs = []
     count = min(len(pieces), 2)
     common.say(f"compiling {count} program{'s' * (count > 1)}; each can take minutes")
-    for program in jobs.plan_programs(vae, job, devices, chip, backend=args.backend, **mesh):
-        programs.append(program)
-        _print_program(program, chip)
-        if args.save_hlo:
-            reports.write_text(Path(args.save_hlo) / f"{job.kind}_{program.name}.hlo.txt", program.text)
+    planned = jobs.plan_programs(vae, job, devices, chip, backend=args.backend, **mesh)
+    programs = list(_printed_as_they_come(planned, chip, args.save_hlo and f"{args.save_hlo}/{job.kind}"))
     found = summary.whole_video(job, len(pieces), job.tiles(vae), programs, chip)
     common.print_report(found, as_json=False)
     layers = programs[-1].layers if args.layers else []
@@ -103,10 +100,7 @@ def _train_step(args: argparse.Namespace, vae: Any, mesh: dict[str, Any]) -> dic
     job = jobs.Job(ENCODE, args.frames, args.height, args.width)
     chip, devices = _target(args)
     common.say("compiling 2 programs; each takes minutes")
-    plans = []
-    for plan in training.plan_train_step(vae, job, devices, chip, **mesh):
-        plans.append(plan)
-        _print_program(plan, chip)
+    plans = list(_printed_as_they_come(training.plan_train_step(vae, job, devices, chip, **mesh), chip))
     return _printed(args, plans, training.table(plans, vae, chip))
 
 
@@ -157,8 +151,13 @@ def _tile(text: str | None, vae: Any) -> tuple[int, int] | None:
     return parse_tiles(text, vae.spatial_compression_ratio)
 
 
-def _print_program(program: Any, chip: Any) -> None:
+def _printed_as_they_come(programs: Iterable[Any], chip: Any, text: str | None = None) -> Iterator[Any]:
+    """Yield programs as they are compiled, each printed, its text in a file whose name begins with `text`."""
     from cogvideox_torchax.plan import summary
 
-    print(f"{program.name} chunk, {program.frames} frames in")
-    common.print_report(summary.program_rows(program, chip), as_json=False)
+    for program in programs:
+        print(f"{program.name} chunk, {program.frames} frames in")
+        common.print_report(summary.program_rows(program, chip), as_json=False)
+        if text:
+            reports.write_text(Path(f"{text}_{program.name}.hlo.txt"), program.text)
+        yield program

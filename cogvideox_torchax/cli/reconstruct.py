@@ -10,6 +10,7 @@ from cogvideox_torchax.cli.arguments import Command, Option
 from cogvideox_torchax.cli.clips import frames_through, open_clip, reconstruct_to
 from cogvideox_torchax.dataset.clip import DecodedClip
 from cogvideox_torchax.files import video
+from cogvideox_torchax.runtime.clock import CompileClock
 
 COMMAND = Command(
     "encode a video and decode it again",
@@ -39,32 +40,20 @@ def run(args: argparse.Namespace) -> int:
         _, frames_out = frames_through(vae, clip.num_frames)
         alongside, told = _alongside(args, clip, frames_out)
         sink = stack.enter_context(team.writing(args.output, fps, alongside))
-        watch = common.Stopwatch()
+        clock = CompileClock()
         written = reconstruct_to(sink, vae, clip, args, team)
     if not team.is_first:
         return 0
     for line in told:
         common.say(line)
-    report = {
-        "output": args.output,
-        "backend": args.backend,
-        "device": common.device_name(args.backend),
+    results = {
         "frames_in": clip.num_frames,
         "frames_out": written,
-        "sound": _sound(clip, alongside),
+        "sound": "copied" if alongside.sound else "left out" if clip.info.sound else "none",
         "size": f"{clip.framing.height} x {clip.framing.width}",
-        "compile_s": watch.compile_seconds,
-        "total_s": watch.seconds,
     }
-    common.print_report(report, args.json)
+    common.print_results(args, clock, results)
     return 0
-
-
-def _sound(clip: DecodedClip, alongside: video.SourceTiming) -> str:
-    """What became of the sound."""
-    if not clip.info.sound:
-        return "none"
-    return "left out" if alongside.sound is None else "copied"
 
 
 def _alongside(

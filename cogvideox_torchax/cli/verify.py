@@ -11,6 +11,7 @@ from cogvideox_torchax.cli import common, options
 from cogvideox_torchax.cli.arguments import Command, Option
 from cogvideox_torchax.cli.clips import SPATIAL_SCALE, open_clip
 from cogvideox_torchax.files import reports
+from cogvideox_torchax.vae.sizes import check_sides
 
 DTYPES = ("float32", "bfloat16")
 FILES = ("verify.json", "verify.md", "verify.png")
@@ -47,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     output = None if args.output is None else common.report_directory(args.output)
     x = _video(args)
     reference = stock_of(common.load_vae(args.model, "torch", "float32"))
-    say = common.say if not args.quiet else lambda line: None
+    say = common.narrator(args)
     with torch.no_grad():
         say("PyTorch in float32: encode and decode")
         verifier = compare.Verifier(reference, x)
@@ -83,6 +84,5 @@ def _video(args: argparse.Namespace) -> torch.Tensor:
         raise ValueError("--crop is for a clip: pass one with --video")
     generator = torch.Generator().manual_seed(0)
     shape = (1, 3, args.frames or 17, args.height or 64, args.width or 96)
-    if shape[3] % SPATIAL_SCALE or shape[4] % SPATIAL_SCALE:
-        raise ValueError(f"got {shape[3]} x {shape[4]} pixels: both must be multiples of {SPATIAL_SCALE}")
+    check_sides("noise", *shape[3:], multiple=SPATIAL_SCALE)
     return torch.rand(shape, generator=generator) * 2 - 1

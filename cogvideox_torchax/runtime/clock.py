@@ -6,11 +6,16 @@ from cogvideox_torchax.upstream import COMPILING_EVENTS, TRACING_EVENTS
 
 
 class CompileClock:
-    """Seconds that JAX spent lowering (tracing included) and compiling; nested spans count once."""
+    """Seconds that JAX spent lowering (tracing included) and compiling; nested spans count once.
+
+    Attributes:
+        started: when the clock was made, by `time.perf_counter`.
+    """
 
     def __init__(self) -> None:
         import jax.monitoring
 
+        self.started = time.perf_counter()
         self.spans: list[tuple[str, float, float]] = []
         jax.monitoring.register_event_duration_secs_listener(self._listen)
 
@@ -22,6 +27,11 @@ class CompileClock:
     def seconds(self) -> float:
         """Seconds of tracing and compiling together, since the last `take`."""
         return union(self.spans, (*TRACING_EVENTS, *COMPILING_EVENTS))
+
+    @property
+    def elapsed(self) -> float:
+        """Return the wall seconds since the clock was made."""
+        return time.perf_counter() - self.started
 
     def take(self) -> dict[str, float]:
         """Return the seconds of each since the last call."""
