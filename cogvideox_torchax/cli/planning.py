@@ -13,20 +13,21 @@ from cogvideox_torchax.vae.directions import DECODE, ENCODE
 from cogvideox_torchax.vae.memory import parse_tiles
 from cogvideox_torchax.versions import versions
 
-GIB = 2**30
+Document = dict[str, Any]
 
 
 def planned(args: argparse.Namespace) -> dict[str, Any]:
     """Return the plan as `benchmarks/` keeps it; print it as it goes."""
     from cogvideox_torchax.plan import models
 
+    chip, devices = _target(args)  # first: what loads libtpu else has no kernel's schedule written
     vae = models.weightless_vae(args.model, common.parse_dtype(args.dtype))
     plan = {"vae": _vae, "train-step": _train_step}.get(args.network, _network)
-    return plan(args, vae, {"dp": args.dp, "tp": args.tp})
+    return plan(args, vae, chip, devices, {"dp": args.dp, "tp": args.tp})
 
 
-def _vae(args: argparse.Namespace, vae: Any, mesh: dict[str, Any]) -> dict[str, Any]:
-    """The plan of encoding or decoding."""
+def _vae(args: argparse.Namespace, vae: Any, chip: Any, devices: Any, mesh: dict[str, int]) -> Document:
+    """Return the plan of encoding or decoding."""
     from cogvideox_torchax.plan import jobs, report, summary
 
     if args.save_hlo:
@@ -34,7 +35,6 @@ def _vae(args: argparse.Namespace, vae: Any, mesh: dict[str, Any]) -> dict[str, 
     direction, tile = ENCODE if args.encode else DECODE, _tile(args.tiling, vae)
     job = jobs.Job(direction, args.frames, args.height, args.width, tile)
     pieces, _ = job.chunk_shapes(vae)
-    chip, devices = _target(args)
     count = min(len(pieces), 2)
     common.say(f"compiling {count} program{'s' * (count > 1)}; each can take minutes")
     planned = jobs.plan_programs(vae, job, devices, chip, backend=args.backend, **mesh)
@@ -48,30 +48,27 @@ def _vae(args: argparse.Namespace, vae: Any, mesh: dict[str, Any]) -> dict[str, 
     if chip and not found["fits"] and not args.no_advice:
         peak = max(program.peak_bytes for program in programs)
         common.say("it does not fit: compiling what would")
-        whose, dtype = {"backend": args.backend}, common.parse_dtype(args.dtype)
-        used = args.dp * args.tp
+        backend, used = {"backend": args.backend}, args.dp * args.tp
         changes = [
-            jobs.smallest_tiling_that_fits(vae, job, devices, chip, peak, **whose, **mesh),
-            jobs.smallest_mesh_that_fits(args.model, dtype, job, args.topology, used, peak, **whose),
+            jobs.smallest_tiling_that_fits(vae, job, devices, chip, peak, **backend, **mesh),
+            jobs.smallest_mesh_that_fits(args.model, vae.dtype, job, args.topology, used, peak, **backend),
         ]
-        found["would_fit"] = {change.what: change.peak_bytes / GIB for change in changes if change}
+        found["would_fit"] = {change.what: change.peak_bytes / 2**30 for change in changes if change}
         advice = {f"with {what}": f"{size:.2f} GiB" for what, size in found["would_fit"].items()}
         common.print_report(advice or {"would fit": "nothing that was tried"}, as_json=False)
-    rows = [vars(row) for row in layers]
-    return _document(args, vars(job), programs, found, backend=args.backend, layers=rows)
+    layers = [vars(row) for row in layers]
+    return _document(args, vars(job), programs, found, backend=args.backend, layers=layers)
 
 
-def _network(args: argparse.Namespace, vae: Any, mesh: dict[str, Any]) -> dict[str, Any]:
-    """The plan of a pipeline's transformer or of its text encoder."""
+def _network(args: argparse.Namespace, vae: Any, chip: Any, devices: Any, mesh: dict[str, int]) -> Document:
+    """Return the plan of a pipeline's transformer or of its text encoder."""
     from cogvideox_torchax.plan import networks
 
-    chip, devices = _target(args)  # first: what loads libtpu else has no kernel's schedule written
     runtime.enable()
-    dtype = common.parse_dtype(args.dtype)
     common.say("compiling 2 programs; each can take minutes")
     if args.network == "prompt":
         tokens = networks.transformer_config(args.model).get("max_text_seq_length", 226)
-        plan = networks.plan_prompt(dtype, devices, chip, tokens=tokens, **mesh)
+        plan = networks.plan_prompt(vae.dtype, devices, chip, tokens=tokens, **mesh)
     else:
         scale, frames = (
             vae.spatial_compression_ratio,
@@ -80,10 +77,10 @@ def _network(args: argparse.Namespace, vae: Any, mesh: dict[str, Any]) -> dict[s
         size = {"frames": frames, "height": args.height // scale, "width": args.width // scale}
         options = {"guided": not args.no_guidance, "parallel": args.parallel}
         step = functools.partial(
-            networks.plan_step, args.model, dtype, devices, chip, **options, **size, **mesh
+            networks.plan_step, args.model, vae.dtype, devices, chip, **options, **size, **mesh
         )
         if args.cache:
-            counts = networks.cached_steps(args.model, dtype, args.cache, not args.no_guidance)
+            counts = networks.cached_steps(args.model, vae.dtype, args.cache, not args.no_guidance)
             plans = [step(cache=args.cache, step=first) for first in counts]
             if args.skips is not None:
                 counts = {0: networks.STEPS - args.skips, 1: args.skips}
@@ -93,12 +90,13 @@ def _network(args: argparse.Namespace, vae: Any, mesh: dict[str, Any]) -> dict[s
     return _printed(args, [plan.program], networks.table(plan, chip))
 
 
-def _train_step(args: argparse.Namespace, vae: Any, mesh: dict[str, Any]) -> dict[str, Any]:
-    """The plan of one step that trains the VAE."""
+def _train_step(
+    args: argparse.Namespace, vae: Any, chip: Any, devices: Any, mesh: dict[str, int]
+) -> Document:
+    """Return the plan of one step that trains the VAE."""
     from cogvideox_torchax.plan import jobs, training
 
     job = jobs.Job(ENCODE, args.frames, args.height, args.width)
-    chip, devices = _target(args)
     common.say("compiling 2 programs; each takes minutes")
     plans = list(_printed_as_they_come(training.plan_train_step(vae, job, devices, chip, **mesh), chip))
     return _printed(args, plans, training.table(plans, vae, chip))
@@ -144,11 +142,9 @@ def _target(args: argparse.Namespace) -> tuple[Any, list[Any]]:
 
 
 def _tile(text: str | None, vae: Any) -> tuple[int, int] | None:
-    if text is None:
-        return None
     if text == "default":
         return vae.tile_sample_min_height, vae.tile_sample_min_width
-    return parse_tiles(text, vae.spatial_compression_ratio)
+    return parse_tiles(text, vae.spatial_compression_ratio) if text else None
 
 
 def _printed_as_they_come(programs: Iterable[Any], chip: Any, text: str | None = None) -> Iterator[Any]:
