@@ -32,8 +32,10 @@ def _vae(args: argparse.Namespace, vae: Any, chip: Any, devices: Any, mesh: dict
 
     if args.save_hlo:
         Path(args.save_hlo).mkdir(parents=True, exist_ok=True)
-    direction, tile = ENCODE if args.encode else DECODE, _tile(args.tiling, vae)
-    job = jobs.Job(direction, args.frames, args.height, args.width, tile)
+    tile = args.tiling and (vae.tile_sample_min_height, vae.tile_sample_min_width)
+    if args.tiling not in (None, "default"):
+        tile = parse_tiles(args.tiling, vae.spatial_compression_ratio)
+    job = jobs.Job(ENCODE if args.encode else DECODE, args.frames, args.height, args.width, tile)
     pieces, _ = job.chunk_shapes(vae)
     count = min(len(pieces), 2)
     common.say(f"compiling {count} program{'s' * (count > 1)}; each can take minutes")
@@ -70,15 +72,11 @@ def _network(args: argparse.Namespace, vae: Any, chip: Any, devices: Any, mesh: 
         tokens = networks.transformer_config(args.model).get("max_text_seq_length", 226)
         plan = networks.plan_prompt(vae.dtype, devices, chip, tokens=tokens, **mesh)
     else:
-        scale, frames = (
-            vae.spatial_compression_ratio,
-            (args.frames - 1) // vae.config["temporal_compression_ratio"] + 1,
-        )
-        size = {"frames": frames, "height": args.height // scale, "width": args.width // scale}
-        options = {"guided": not args.no_guidance, "parallel": args.parallel}
-        step = functools.partial(
-            networks.plan_step, args.model, vae.dtype, devices, chip, **options, **size, **mesh
-        )
+        scale = vae.spatial_compression_ratio
+        frames = (args.frames - 1) // vae.config["temporal_compression_ratio"] + 1
+        options = {"frames": frames, "height": args.height // scale, "width": args.width // scale, **mesh}
+        options |= {"guided": not args.no_guidance, "parallel": args.parallel}
+        step = functools.partial(networks.plan_step, args.model, vae.dtype, devices, chip, **options)
         if args.cache:
             counts = networks.cached_steps(args.model, vae.dtype, args.cache, not args.no_guidance)
             plans = [step(cache=args.cache, step=first) for first in counts]
@@ -139,12 +137,6 @@ def _target(args: argparse.Namespace) -> tuple[Any, list[Any]]:
     import jax
 
     return None, jax.devices("cpu")
-
-
-def _tile(text: str | None, vae: Any) -> tuple[int, int] | None:
-    if text == "default":
-        return vae.tile_sample_min_height, vae.tile_sample_min_width
-    return parse_tiles(text, vae.spatial_compression_ratio) if text else None
 
 
 def _printed_as_they_come(programs: Iterable[Any], chip: Any, text: str | None = None) -> Iterator[Any]:

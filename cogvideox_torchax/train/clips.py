@@ -5,6 +5,7 @@ Axes: C channels, T frames, S the side of a square crop.
 
 import functools
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from cogvideox_torchax.files import video
 from cogvideox_torchax.vae import chunks
 from cogvideox_torchax.vae.pixels import from_uint8
 
+RANGE = re.compile(r"(.*)#(\d*)-(\d*)", re.DOTALL)
 PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".webp")
 
 LEVELS = ((2.0, 0.85), (2.5, 1.0), (3.4, 1.0), (4.5, 1.0))
@@ -76,21 +78,17 @@ def parts(texts: Sequence[str], without: Path | None = None) -> list[Part]:
 
 
 def _parts(text: str, without: Path | None) -> Iterator[Part]:
-    name, mark, span = text.rpartition("#")
-    if not mark or Path(text).exists():
-        name, span = text, ""
-    path = Path(name)
+    is_range = "#" in text and not Path(text).exists()
+    found = RANGE.fullmatch(text) if is_range else None
+    path = Path(found[1] if found else text)
     if path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.suffix.lower() in video.SUFFIXES + PICTURES)
-        inner = without if without is not None and path.resolve() in without.resolve().parents else None
+        inner = without if without is not None and _is_below(without, path) else None
         yield from (Part(file) for file in files if inner is None or not _is_below(file, inner))
         return
-    start, dash, end = span.partition("-")
-    try:
-        part = Part(path, int(start or 0), int(end) if end else None)
-    except ValueError:
-        part = None
-    if part is None or (span and not dash) or (part.end is not None and part.end <= part.start):
+    part = Part(path, int(found[2] or 0), int(found[3]) if found[3] else None) if found else Part(path)
+    if (is_range and not found) or (part.end is not None and part.end <= part.start):
+        span = text.rpartition("#")[2]
         raise ValueError(f"{text}: #{span} is no range of frames; write #start-end, as #0-120 or #120-")
     yield part
 

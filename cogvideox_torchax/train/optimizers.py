@@ -104,10 +104,6 @@ class Optimizers:
         self._rate = rate
         self._each = _optimizers(weights, traced=False)
 
-    def zero_grad(self) -> None:
-        for weight in self._weights.values():
-            weight.grad = None
-
     def step(self, number: int, average: dict[str, torch.Tensor]) -> float:
         """Step `number`, from 0 on, of the weights and of their average; the gradient's norm, not clipped.
 

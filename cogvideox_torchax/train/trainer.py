@@ -150,7 +150,7 @@ class Trainer:
         x = self._sampler.batch(number, clips=shape.clips, frames=shape.frames, size=shape.size)
         noise = torch.Generator().manual_seed(plan.seed * 1_000_003 + number)
         losses = self._losses(x, noise)
-        self._optimizers.zero_grad()
+        self.vae.zero_grad()
         losses[0].backward()
         gradient = self._optimizers.step(number, self._average)
         self.step_number += 1
