@@ -11,5 +11,5 @@ def takes(q: Array) -> bool:
 
 
 def cudnn(q: Array, k: Array, v: Array, *, scale: float) -> Array:
-    """cuDNN's fused attention, which takes any length."""
+    """Compute cuDNN's fused attention, which takes any length."""
     return jax.nn.dot_product_attention(q, k, v, scale=scale, implementation="cudnn")

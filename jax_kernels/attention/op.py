@@ -28,7 +28,7 @@ def attention(
     num_keys: int | None = None,
     implementation: Implementation | None = None,
 ) -> Float[Array, "N S H D"]:
-    """`softmax(q k^T * scale) v`, a head at a time: torch's `scaled_dot_product_attention` without a mask.
+    """Return `softmax(q k^T * scale) v`, a head at a time: torch's `scaled_dot_product_attention`, no mask.
 
     On a mesh (`jax.sharding.use_abstract_mesh`) the batch is split over the first axis and the heads over the
     others; the queries over those axes whose size divides neither. Inside `jax.shard_map`, with
@@ -70,7 +70,7 @@ def attention_transposed(
     num_keys: int | None = None,
     implementation: Implementation | None = None,
 ) -> Float[Array, "N H D S"]:
-    """`attention` of arrays with channels before positions: on a TPU its kernel takes them as they are."""
+    """Compute `attention` with channels before positions, which a TPU's kernel takes directly."""
     if not q.ndim == k.ndim == v.ndim == 4:
         raise ValueError(
             f"attention_transposed got q {q.shape}, k {k.shape}, v {v.shape}: it takes (N, H, D, S), "
@@ -113,7 +113,7 @@ def attention_on(
     num_keys: int,
     implementation: Implementation | None,
 ) -> Array:
-    """`attention` for a target, with everything that makes it another program decided."""
+    """Compute `attention` for a target, which makes it another program."""
     plain, cudnn = (
         functools.partial(_of_real_keys, form, scale=scale, num_keys=num_keys)
         for form in (xla.plain, gpu.cudnn)
@@ -142,9 +142,9 @@ def _of_real_keys(
 
 
 def _over_mesh(attend, mesh: jax.sharding.AbstractMesh, q: Array, k: Array, v: Array) -> Array:
-    """`attend` on every device for its own batch, heads and queries: they need nothing of each other.
+    """Run `attend` on every device for its own batch, heads and queries, without communication.
 
-    XLA cannot split a kernel of its own accord, and would gather what goes in.
+    XLA cannot split a kernel, and would gather its inputs.
     """
     batch_axis, *head_axes = mesh.axis_names
     left: list[str] = []

@@ -24,7 +24,7 @@ POSITIONS = 512
 """The most of a block: the compiler is to have whole ones in a loop's body."""
 
 VMEM = 64 * 2**20
-"""What the kernel may take of it."""
+"""Bytes of VMEM that the kernel may use."""
 
 
 def qk_norm_rope(
@@ -73,7 +73,7 @@ def prepare_on(
     scale: float,
     eps: float,
 ) -> Array:
-    """`qk_norm_rope` for a target."""
+    """Compute `qk_norm_rope` for a target."""
     options = {"heads": heads, "scale": scale, "eps": eps}
     plain, by_kernel = (functools.partial(form, **options) for form in (_plain, _by_kernel))
     form = with_derivatives_of(plain, by_kernel) if target.by_pallas and takes(x, heads) else plain
@@ -84,7 +84,7 @@ _prepare = dispatched(prepare_on, "tpu")
 
 
 def takes(x: Float[Array, "N S C"], heads: int) -> bool:
-    """Whether the kernel takes such projections: float32 or bfloat16, heads in whole tiles of 8 channels."""
+    """Return whether the kernel supports these projections: float32 or bfloat16, heads of whole 8s."""
     return x.dtype in DTYPES and x.shape[-1] // heads % 8 == 0
 
 
@@ -117,7 +117,7 @@ def _plain(
     scale: float,
     eps: float,
 ) -> Array:
-    """`qk_norm_rope` in its plainest form: what the kernel has to equal."""
+    """Compute `qk_norm_rope` in its plainest form, which the kernel has to equal."""
     y = x.astype(jnp.float32).reshape(*x.shape[:2], heads, -1)
     if norm:
         y = standardized(y, eps)
@@ -161,7 +161,7 @@ def _by_kernel(
 
 
 def _prepare_block(x_ref, *others: Any, normed: bool, scale: float, eps: float) -> None:
-    """A block of positions, as many heads at a time as fill whole tiles of lanes."""
+    """Process a block of positions, as many heads at a time as fill whole tiles of lanes."""
     *operands, y_ref = others
     heads, channels, _ = y_ref.shape
     norm, tables = operands[: 2 * normed], operands[2 * normed :]
@@ -189,7 +189,7 @@ def _prepare_block(x_ref, *others: Any, normed: bool, scale: float, eps: float) 
 
 
 def _partners(y_HDS: Array) -> Array:
-    """The other channel of each channel's pair."""
+    """Return the other channel of each channel's pair."""
     y = y_HDS.reshape(-1, y_HDS.shape[-1])
     rows = y.shape[0]
     first = lax.broadcasted_iota(jnp.int32, (rows, 1), 0) % 2 == 0

@@ -7,7 +7,7 @@ from jax import lax
 
 
 def attention(q, k, v, *, scale=None, num_keys=None):
-    """All scores of the real keys at once, everything in float32."""
+    """Compute all scores of the real keys at once, everything in float32."""
     q_f32, k_f32, v_f32 = (x.astype(jnp.float32) for x in (q, k[:, :num_keys], v[:, :num_keys]))
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     scores = jnp.einsum("nshd,nkhd->nhsk", q_f32, k_f32, precision=lax.Precision.HIGHEST) * scale
@@ -17,7 +17,7 @@ def attention(q, k, v, *, scale=None, num_keys=None):
 
 
 def attention_transposed(q, k, v, *, scale=None, num_keys=None):
-    """`attention` of arrays with channels before positions."""
+    """Compute `attention` of arrays with channels before positions."""
     y = attention(*(x.transpose(0, 3, 1, 2) for x in (q, k, v)), scale=scale, num_keys=num_keys)
     return y.transpose(0, 2, 3, 1)
 
@@ -34,7 +34,7 @@ def qk_norm_rope(x, weight=None, bias=None, cos=None, sin=None, *, heads, scale=
 
 
 def apply_rotary(x, cos, sin):
-    """Each pair (a, b) of neighbours becomes (a cos - b sin, b cos + a sin), at the last positions."""
+    """Rotate each pair (a, b) of neighbours to (a cos - b sin, b cos + a sin), at the last positions."""
     before, x_f32 = x.shape[1] - cos.shape[0], x.astype(jnp.float32)
     a, b = x_f32[:, before:, :, ::2], x_f32[:, before:, :, 1::2]
     cos, sin = (table[:, None, ::2] for table in (cos, sin))

@@ -40,5 +40,5 @@ def apply_rotary(
 
 
 def _turn(channels: int, dtype: jnp.dtype) -> Array:
-    """The matrix that takes every pair (a, b) to (-b, a)."""
+    """Return the matrix that takes every pair (a, b) to (-b, a)."""
     return jnp.asarray(np.kron(np.eye(channels // 2), [[0, 1], [-1, 0]]), dtype)

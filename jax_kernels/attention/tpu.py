@@ -43,7 +43,7 @@ LEAD = 4
 """Strips of queries whose scores are ahead of their weights."""
 
 CHANNELS = 256
-"""Those that a head may have."""
+"""Most channels of a head."""
 
 HELD = 0.5
 """The share that a head's keys and values may take, and again while the next ones are fetched."""
@@ -52,14 +52,17 @@ LARGEST = 2.0**100
 """Sums of weights up to it, and down to its inverse, are right."""
 
 FAR = 2.0**125
-"""What is taken off the scores of keys that only pad."""
+"""Amount subtracted from the scores of padding keys."""
 
 
 def takes(
     q: Float[Array | jax.ShapeDtypeStruct, "N S H D"], k: Float[Array | jax.ShapeDtypeStruct, "N K H D"]
 ) -> bool:
-    """Whether the kernel takes such queries and keys: float32 or bfloat16, heads of at most 256 channels, and
-    as many keys as fit into VMEM (of 64 channels in bfloat16, 130,000 on a v6e)."""
+    """Return whether the kernel supports such queries and keys.
+
+    It supports float32 or bfloat16, heads of at most 256 channels, and as many keys as fit into VMEM (with 64
+    channels in bfloat16, 130,000 on a v6e).
+    """
     fits = 4 * k.shape[1] * k.shape[3] * k.dtype.itemsize < HELD * vmem_limit()
     return q.dtype in DTYPES and q.shape[-1] <= CHANNELS and fits
 
@@ -101,7 +104,7 @@ def attend(
     scale: float,
     num_keys: int,
 ) -> Float[Array, "B D S"]:
-    """The kernel itself, for channels in whole tiles and a scale other than zero."""
+    """Run the kernel, for channels in whole tiles and a scale other than zero."""
     batch, channels, queries = q.shape
     query_block, key_block = _block(queries, QUERIES), _block(num_keys, KEYS)
     of_queries = pl.BlockSpec((None, channels, query_block), lambda b, i: (b, 0, i))
@@ -142,19 +145,19 @@ def _block(length: int, sizes: tuple[int, ...]) -> int:
 def _attend(
     q_ref, k_ref, v_ref, y_ref, held_ref, sums_ref, totals_ref, *, queries, num_keys, block, factor
 ) -> None:
-    """A block of queries and all keys, a block at a time.
+    """Attend from a block of queries to all keys, a block of keys at a time.
 
     The scores of the next `LEAD` strips of queries are multiplied before the weights of one are computed, so
     that the matrix unit need not wait for them.
 
     Args:
-        q_ref, k_ref, v_ref: of a head; keys and values in whole blocks.
+        q_ref, k_ref, v_ref: queries, keys and values of a head; keys and values in whole blocks.
         y_ref: the result.
-        held_ref: the queries, and below them what is taken off their scores.
-        sums_ref, totals_ref: of weighted values, and of weights in as many parts as a register has rows.
-        queries, num_keys: how many queries and keys are real.
+        held_ref: the queries, and below them the amounts subtracted from their scores.
+        sums_ref, totals_ref: sums of weighted values, and of weights in as many parts as a register has rows.
+        queries, num_keys: number of real queries and keys.
         block: keys in a loop's body.
-        factor: of the scores, to be powers of two.
+        factor: factor from scores to powers of two.
     """
     channels = k_ref.shape[0]
     strips, chunk = _slices(q_ref.shape[1], STRIP), min(CHUNK, block)
@@ -214,8 +217,11 @@ def _attend(
 
 
 def _attend_again(q_ref, k_ref, v_ref, y_ref, sums_ref, totals_ref, num_keys, factor) -> None:
-    """A block of queries with the maximum of all keys: found in a first pass over them, used in a second, of
-    weights that are divided already, so that no sum overflows."""
+    """Attend from a block of queries with the maximum over all keys, in two passes.
+
+    The first pass finds the maximum; the second uses weights that are divided already, so that no sum
+    overflows.
+    """
     queries = q_ref.shape[1]
     strip, chunk = min(STRIP, queries), min(CHUNK, k_ref.shape[1])
     maximum_ref, total_ref = totals_ref.at[:1], totals_ref.at[1:2]
@@ -252,8 +258,10 @@ def _attend_again(q_ref, k_ref, v_ref, y_ref, sums_ref, totals_ref, num_keys, fa
 
 
 def _taken_off(keys: Array, q: Array, factor: float) -> Array:
-    """Rows below queries: minus the maximum of their scores of some keys, as their dtype has it, and what is
-    taken off the scores of keys that only pad."""
+    """Return the rows below the queries: minus the maximum of their scores of some keys, rounded, and `FAR`.
+
+    `FAR` is subtracted from the scores of padding keys.
+    """
     scores = _product(keys, q, over=0)
     largest = scores.max(0, keepdims=True) if factor > 0 else scores.min(0, keepdims=True)
     row = lax.broadcasted_iota(jnp.int32, (_tile(q), q.shape[1]), 0)
@@ -270,12 +278,12 @@ def _positions(at: Any, count: int) -> Array:
 
 
 def _real(x: Array, at: Any, num_keys: int, other: Array | int) -> Array:
-    """`x`, of keys from a position on, and `other` for those that only pad."""
+    """Return `x`, keys from a position on, with `other` in place of padding keys."""
     return jnp.where(_positions(at, x.shape[1]) < num_keys, x, other)
 
 
 def _product(a: Array, b: Array, *, over: int) -> Array:
-    """`a` and `b` multiplied over one axis of `a` and the first of `b`, summed in float32."""
+    """Multiply `a` and `b` over one axis of `a` and the first of `b`, summed in float32."""
     return lax.dot_general(
         a,
         b,

@@ -1,1 +1,1 @@
-"""What the kernels share: columns over a mesh, layouts in memory, tiles."""
+"""Code that the kernels share: columns over a mesh, layouts in memory, tiles."""

@@ -21,16 +21,16 @@ from jaxtyping import Array, Float, Int, Shaped
 
 @dataclass(frozen=True)
 class Split:
-    """How the columns of activations lie on devices.
+    """The sharding of activations' columns.
 
     A split over devices goes with `jax.sharding.use_abstract_mesh`, whose axes it names.
 
     Attributes:
-        real: how many of every `padded` columns are the picture's.
+        real: columns of the frame in every `padded` columns; the others are padding.
         padded: see `real`.
-        videos: the mesh axis over which videos are split, or None.
-        columns: the mesh axes over which columns are split; none outside of a mesh.
-        in_shard: whether it is the code of one device, on its own columns.
+        videos: the mesh axis that splits videos, or None.
+        columns: the mesh axes that split columns; none outside a mesh.
+        in_shard: whether the code runs for one device, on its local columns.
     """
 
     real: int = 1
@@ -41,17 +41,17 @@ class Split:
 
     @property
     def shards(self) -> int:
-        """How many devices' columns make a picture; 1 to code that sees them all, outside of a shard."""
+        """Number of devices that share a frame's columns; 1 for code outside a shard, which sees all."""
         return lax.axis_size(self.columns) if self.in_shard else 1
 
     @property
     def has_neighbours(self) -> bool:
-        """Whether it is the code of one device among others that have columns of the same picture."""
+        """True if other devices have columns of the same frame."""
         return self.shards > 1
 
     @property
     def is_padded(self) -> bool:
-        """Whether some columns only pad a width."""
+        """True if some columns are padding."""
         return self.real != self.padded
 
     def real_columns(self, columns: int) -> int:
@@ -78,13 +78,13 @@ class Split:
 
 
 WHOLE = Split()
-"""All columns on one device."""
+"""The split of a single device, which has all columns."""
 
 
 def neighbours_of(
     split: Split, x: Float[Array, "N T H W C"], reach: int
 ) -> tuple[Float[Array, "N T H reach C"], Float[Array, "N T H reach C"]]:
-    """The `reach` columns left and right of a shard's own, zeros beyond the first and the last shard.
+    """Return the `reach` columns left and right of a shard, zeros beyond the first and the last shard.
 
     Raises:
         ValueError: a reach beyond the next shard's columns.
@@ -100,15 +100,18 @@ def neighbours_of(
 def exchanged(
     split: Split, first: Shaped[Array, "*column"], last: Shaped[Array, "*column"]
 ) -> tuple[Array, Array]:
-    """For the first and the last columns of a shard those of its neighbours, the left one's last and the
-    right one's first, zeros beyond the first and the last shard."""
+    """Exchange the first and the last columns of a shard for those of its neighbours.
+
+    The results are the left neighbour's last and the right neighbour's first columns, zeros beyond the first
+    and the last shard.
+    """
     pairs = [(shard, shard + 1) for shard in range(split.shards - 1)]
     left = lax.ppermute(last, split.columns, pairs)
     return left, lax.ppermute(first, split.columns, [(b, a) for a, b in pairs])
 
 
 def add_columns(y: Float[Array, "N T H W C"], columns: Float[Array, "N T H w C"], at: int) -> Array:
-    """`y` with `columns` added from column `at` on."""
+    """Return `y` with `columns` added from column `at` on."""
     after = y.shape[3] - columns.shape[3] - at
     none, zero = (0, 0, 0), jnp.zeros((), columns.dtype)
     return y + lax.pad(columns, zero, [none, none, none, (at, after, 0), none])
@@ -121,14 +124,14 @@ def add_from_neighbours(
     kernel: Float[Array, "... kw I O"],
     convolve: Callable[[Array, Array, tuple[int, int]], Array],
 ) -> Float[Array, "N T2 H2 W O"]:
-    """The sums of a window over `x`, with what a shard's neighbours add to its edges.
+    """Add to the sums of a window over `x` the contribution of a shard's neighbours at its edges.
 
     Args:
-        split: how columns lie.
+        split: the sharding of columns.
         y: the sums with zeros in the neighbours' place, not yet rounded.
-        x: what the window moves over.
+        x: the input of the window.
         kernel: the window, of an odd number of columns.
-        convolve: moves a window over columns, with so many of zeros to the left and to the right.
+        convolve: convolves columns with a window, with a number of zero columns on the left and on the right.
     """
     reach = kernel.shape[-3] // 2
     if not reach or not split.has_neighbours:
@@ -140,7 +143,7 @@ def add_from_neighbours(
 
 
 def with_clear_padding(x: jax.Array, split: Split, column_axis: int = 3) -> jax.Array:
-    """`x`, of any shape and dtype, with zeros in the columns that are not the picture's."""
+    """Return `x`, of any shape and dtype, with zeros in the padding columns."""
     if not split.is_padded:
         return x
     others = [axis for axis in range(x.ndim) if axis != column_axis]

@@ -21,12 +21,12 @@ from jax_kernels.common.tiles import pallas_mode
 
 @dataclass(frozen=True)
 class Target:
-    """What an op's body is traced for.
+    """The platform that an op's body is traced for.
 
     Attributes:
-        platform: "tpu" or "cuda", where the op has a form of its own for it, else "default".
+        platform: "tpu" or "cuda" if the op has a form of its own for it, else "default".
         pallas: whether Pallas kernels may be used.
-        split: how columns lie.
+        split: the sharding of columns.
     """
 
     platform: str = "default"
@@ -39,7 +39,7 @@ class Target:
 
     @property
     def by_pallas(self) -> bool:
-        """Whether a Pallas kernel may do the work."""
+        """True if a Pallas kernel may do the work."""
         return self.on_tpu and self.pallas
 
 
@@ -79,13 +79,14 @@ def by_shards(
     weights: tuple[Any, ...] = (),
     statistics: tuple[Any, ...] = (),
 ) -> Any:
-    """`function(target, *activations, *weights, *statistics)`, by each device on its own columns where they
-    are split over devices, else by one for all.
+    """Call `function(target, *activations, *weights, *statistics)` on each device's local columns.
+
+    Without a split over devices it is called once, for all columns.
 
     Args:
-        target: what is traced for; inside of a shard `split.in_shard` holds.
+        target: the target; inside a shard `split.in_shard` holds.
         function: returns activations.
-        activations: arrays N T H W C, split as the target's `split` tells, or None.
+        activations: arrays N T H W C, sharded by the target's `split`, or None.
         weights: arrays that are the same on every device, or None.
         statistics: arrays N ..., of each video and all of its columns.
     """

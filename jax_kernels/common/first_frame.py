@@ -1,9 +1,9 @@
-"""Which frames a TPU computes together: the first of an odd number by itself, the others in equal runs.
+"""Runs of frames that a TPU computes together: the first of an odd number by itself, the rest in equal runs.
 
-A TPU keeps frames in the sublanes of its tiles, and nine fill them badly: so computed a chunk takes two and a
-half times what one of eight takes. Each kernel therefore computes the first frame as an image and the others
-as it computes frames without it, two, four or eight at a time, and joins them at its end, where XLA sees
-through to the parts. Rows of the image may be cut into bands, which fill the sublanes in the place of frames.
+A TPU keeps frames in the sublanes of its tiles, and nine fill them badly: a chunk of nine computed so takes
+two and a half times as long as one of eight. Each kernel therefore computes the first frame as an image, and
+the others as frames without it, two, four or eight at a time, and joins them at its end, where XLA sees
+through to the parts. Rows of the image may be cut into bands, which fill the sublanes in place of frames.
 """
 
 from collections.abc import Sequence
@@ -26,14 +26,14 @@ RUNS = 8, 4, 2
 
 
 def in_parts(target: Target, *arrays: jax.Array | None, time_axis: int = 1) -> list[tuple[Any, ...]]:
-    """The arrays' frames that are computed together, in order: all, or where the first one `stands_apart` the
-    first one of an odd number, then the others in equal `RUNS`.
+    """Split the arrays' frames into runs that are computed together, in order.
+
+    A run is all frames, or, if the first frame is split off, the first of an odd number, then equal `RUNS`.
 
     Args:
-        target: what is traced for.
-        arrays: the first of them says how many frames there are. Where another has fewer, the others stay
-            together.
-        time_axis: along which they lie.
+        target: the target.
+        arrays: the first array gives the number of frames. If another has fewer, the others stay together.
+        time_axis: axis of the frames.
     """
     whole = arrays[0]
     assert whole is not None
@@ -58,7 +58,7 @@ def in_parts(target: Target, *arrays: jax.Array | None, time_axis: int = 1) -> l
 
 
 def joined(parts: Sequence[jax.Array], time_axis: int = 1) -> jax.Array:
-    """The frames of `in_parts`' results, one after the other."""
+    """Concatenate the results of `in_parts` along time."""
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=time_axis)
 
 
@@ -68,12 +68,12 @@ def is_image_for_tpu(target: Target, x: jax.Array) -> bool:
 
 
 def in_bands(x: Float[Array, "N 1 H W C"], beyond: int, bands: int) -> Float[Array, "N B h W C"]:
-    """An image's rows in bands, with rows of their neighbours above and below, zeros beyond the image.
+    """Cut an image's rows into bands, with rows of their neighbours above and below, zeros beyond the image.
 
     Args:
         x: an image.
-        beyond: how many rows of either neighbour.
-        bands: how many, which must divide the rows.
+        beyond: rows of each neighbour.
+        bands: number of bands, which must divide the rows.
     """
     rows = x.shape[2] // bands
     padded = jnp.pad(x, [(0, 0), (0, 0), (beyond, beyond), (0, 0), (0, 0)])
@@ -82,6 +82,6 @@ def in_bands(x: Float[Array, "N 1 H W C"], beyond: int, bands: int) -> Float[Arr
 
 
 def of_bands(x: Float[Array, "N B h W C"], beyond: int) -> Float[Array, "N 1 H W C"]:
-    """The image of bands, of each without so many rows above and below that are its neighbours' too."""
+    """Join bands to an image, dropping the rows that each shares with its neighbours."""
     own = slice(beyond, x.shape[2] - beyond)
     return jnp.concatenate([x[:, band : band + 1, own] for band in range(x.shape[1])], axis=2)

@@ -1,4 +1,4 @@
-"""What is done to whole frames: convolved each by itself, repeated, picked, averaged in pairs."""
+"""Operations on whole frames: convolution frame by frame, repetition, selection, averages of pairs."""
 
 from collections.abc import Sequence
 
@@ -19,8 +19,7 @@ def conv_frames(
     padding: Sequence[tuple[int, int]],
     stride: int = 1,
 ) -> Float[Array, "N T H2 W2 O"]:
-    """Convolves every frame by itself; the result is the float32 accumulator, not yet rounded to the input's
-    dtype."""
+    """Convolve every frame by itself; the result is the float32 accumulator, not yet rounded."""
     n, t = x_NTHWC.shape[:2]
     y = lax.conv_general_dilated(
         x_NTHWC.reshape(n * t, *x_NTHWC.shape[2:]),
@@ -41,7 +40,7 @@ MOST_IN_PATCHES = 2**29
 def conv_patches(
     taps: Sequence[Float[Array, "N T H W I"]], kernel: Float[Array, "*taps kh kw I O"], *, stride: int = 1
 ) -> Float[Array, "N T H2 W2 O"]:
-    """As `conv_frames`, of padded frames under each tap of time: one product of all that windows see."""
+    """Convolve padded frames under each tap of time as `conv_frames`, by one product of the windows."""
     rows, reach, _, outputs = kernel.shape[-4:]
     height, width = (
         (size - seen) // stride + 1 for size, seen in zip(taps[0].shape[2:4], (rows, reach), strict=True)
@@ -81,16 +80,16 @@ def repeat_nearest(x: Array, factors: dict[int, int]) -> Array:
 def select_frames(
     target: Target, x_NTHWC: jax.Array, frames: Sequence[int], *, after: jax.Array | None = None
 ) -> jax.Array:
-    """`x[:, frames]`, picked by a matrix of zeros and ones on a TPU, where slicing sublanes is slow.
+    """Return `x[:, frames]`; on a TPU, where slicing sublanes is slow, by a matrix of zeros and ones.
 
     A sum of one finite value and zeros is exact in any dtype (v6e, two of 8 x 480 x 720 x 128: 1.7 ms instead
     of 4.7).
 
     Args:
-        target: what is traced for.
+        target: the target.
         x_NTHWC: frames.
-        frames: which, in order; the same one may come twice.
-        after: N T H W C; a TPU picks when this has been computed.
+        frames: indices in order; the same one may come twice.
+        after: N T H W C; a TPU selects once this has been computed.
     """
     index = np.asarray(frames)
     if not target.on_tpu:
@@ -104,10 +103,10 @@ def _mix_frames(weights_ST: jax.Array, x_NTHWC: jax.Array) -> jax.Array:
 
 
 def average_pairs(target: Target, x_NTHWC: jax.Array, *, first_frame_alone: bool) -> jax.Array:
-    """The means of pairs of frames, which must be finite; with `first_frame_alone` the first stays as it is.
+    """Return the means of pairs of frames, which must be finite; `first_frame_alone` keeps the first frame.
 
-    On a TPU a product with halves, which are exact: reducing pairs of sublanes takes 25.6 ms there (v6e,
-    8 x 480 x 720 x 128).
+    On a TPU it is a product with halves, which are exact: reducing pairs of sublanes takes 25.6 ms there
+    (v6e, 8 x 480 x 720 x 128).
     """
     if target.on_tpu:
         return _average_by_product(x_NTHWC, first_frame_alone=first_frame_alone)

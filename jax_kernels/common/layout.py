@@ -1,4 +1,4 @@
-"""How arrays lie in a TPU's memory, how exactly they are multiplied, and what waits for what."""
+"""Layouts of arrays in a TPU's memory, precision of products, order of operations."""
 
 import jax
 import jax.numpy as jnp
@@ -21,34 +21,35 @@ def precision_for(dtype: jnp.dtype) -> lax.Precision:
 
 
 def pixels_first(x_NTHWC: jax.Array) -> jax.Array:
-    """The axes as (H, W, N, T, C), the order in which a TPU keeps the frames of a 2-D convolution.
+    """Transpose to (H, W, N, T, C), the order in which a TPU keeps the frames of a 2-D convolution.
 
-    Frames lie in the sublanes of its tiles and pixels outside, so what repeats pixels is a plain broadcast.
+    Frames lie in the sublanes of its tiles and pixels outside, so repeating pixels is a plain broadcast.
     """
     return x_NTHWC.transpose(2, 3, 0, 1, 4)
 
 
 def frames_first(x_HWNTC: jax.Array) -> jax.Array:
-    """The inverse of `pixels_first`."""
+    """Invert `pixels_first`."""
     return x_HWNTC.transpose(2, 3, 0, 1, 4)
 
 
 def is_large(x_NTHWC: jax.Array) -> bool:
-    """Whether a TPU is better told how to keep such frames than left to choose, which it is of no image.
+    """Return whether a layout constraint on such frames helps a TPU; on an image it does not.
 
     CogVideoX's VAE has frames of 60 x 90 and of 120 x 180 and more on one device, by the v6e compiler's
-    estimate for a steady chunk: 178 ms with those above 120 x 180 large, 156 ms with 120 x 180 too. With
-    the 192 x 44 of a shard too it compiles for longer than twelve minutes.
+    estimate for a steady-state chunk: 178 ms with constraints above 120 x 180, 156 ms with 120 x 180 too.
+    With a shard's 192 x 44 too it compiles for longer than twelve minutes.
     """
     return x_NTHWC.shape[1] > 1 and x_NTHWC.shape[2] * x_NTHWC.shape[3] >= LARGE_FRAME
 
 
 def laid_for_kernels(x_NTHWC: jax.Array) -> jax.Array:
-    """`x`, which a TPU, and only one, lays in the order that Pallas kernels take, where it has a choice: as
-    `pixels_first` orders it, an image row by row. (Some take each video by itself. Of one video that is the
-    same order; more have not been planned.)
+    """Return `x` in the layout of Pallas kernels, on a TPU and if it has a choice.
 
-    Frames that are cut out of several arrays' joined ones, as a first chunk's are, it else copies into
+    The layout is `pixels_first`'s; an image's is row by row. (Some kernels take each video by itself. For one
+    video that is the same order; more have not been planned.)
+
+    XLA otherwise copies frames that are cut out of several arrays' joined ones, such as a first chunk's, into
     another order and back (v6e, 8 x 480 x 720 x 128: 4.3 ms).
     """
     order = (0, 1, 2, 3, 4) if x_NTHWC.shape[1] == 1 else (2, 3, 0, 1, 4)
@@ -56,12 +57,12 @@ def laid_for_kernels(x_NTHWC: jax.Array) -> jax.Array:
 
 
 def kept_pixels_first(target: Target, x_NTHWC: jax.Array) -> jax.Array:
-    """`x`, which a TPU then keeps in memory as `pixels_first` orders it.
+    """Return `x`, kept in memory in the order of `pixels_first` on a TPU.
 
-    XLA finds that order by itself for most large frames. Where it does not, an activation is written in
-    float32, copied, and rounded in passes of their own (v6e, one of 8 x 480 x 720 x 128: 11 ms). Small frames
-    are better left to it: told for all, it compiles for longer than ten minutes. Over a mesh it gathers what
-    it is told this of, where it is to do the partitioning: say it in `dispatch.by_shards`.
+    XLA finds that order by itself for most large frames. If it does not, an activation is written in float32,
+    copied, and rounded in separate passes (v6e, one of 8 x 480 x 720 x 128: 11 ms). Small frames are better
+    left to XLA: with constraints on all it compiles for longer than ten minutes. Over a mesh whose
+    partitioning is XLA's, it gathers a constrained array: constrain inside `dispatch.by_shards`.
     """
     if not target.on_tpu:
         return x_NTHWC
@@ -70,8 +71,11 @@ def kept_pixels_first(target: Target, x_NTHWC: jax.Array) -> jax.Array:
 
 
 def kept_columns_last(target: Target, x_NTHWC: jax.Array) -> jax.Array:
-    """`x`, which a TPU then keeps in memory as N, C, T, H, W: few channels in the lanes of its tiles would
-    fill them with nothing. As `kept_pixels_first`, for one device or one shard."""
+    """Return `x`, kept in memory as N, C, T, H, W on a TPU.
+
+    A few channels in the lanes of its tiles would leave the rest empty. For one device or one shard, as
+    `kept_pixels_first`.
+    """
     return with_layout_constraint(x_NTHWC, Layout((0, 4, 1, 2, 3))) if target.on_tpu else x_NTHWC
 
 

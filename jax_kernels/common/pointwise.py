@@ -1,4 +1,4 @@
-"""What is done to each number, or to a few together, in several kernels."""
+"""Operations on single numbers, or on a few together, that several kernels use."""
 
 from typing import Literal
 
@@ -16,11 +16,11 @@ def check_activation(activation: str | None) -> None:
 
 
 def activate(x: jax.Array, activation: Activation | None) -> jax.Array:
-    """`x` under the activation, or as it is."""
+    """Apply the activation, if there is one."""
     return jax.nn.silu(x) if activation == "silu" else x
 
 
 def standardized(x: jax.Array, eps: float, axis: int = -1) -> jax.Array:
-    """`(x - mean) / sqrt(variance + eps)` over an axis of float32, in two passes."""
+    """Return `(x - mean) / sqrt(variance + eps)` over an axis of float32, in two passes."""
     x = x - x.mean(axis, keepdims=True)
     return x * lax.rsqrt(jnp.square(x).mean(axis, keepdims=True) + eps)

@@ -29,10 +29,10 @@ def conv3d(
     implementation: Implementation | None = None,
     split: Split = WHOLE,
 ) -> tuple[Float[Array, "N T H W O"], Float[Array, "N kt-1 H W I"] | None]:
-    """3-D convolution, causal in time and zero-padded to the same size in space.
+    """Convolve in 3-D, causal in time and zero-padded to the same size in space.
 
-    A frame sees itself and the kt - 1 frames before it: those of `cache`, or, at the start of a video, what
-    `start` says. Sums are float32, rounded once.
+    A frame sees itself and the kt - 1 frames before it: the frames of `cache`, or, at the start of a video,
+    the padding of `start`. Sums are float32, rounded once.
 
     Args:
         x: a batch of frames.
@@ -72,7 +72,7 @@ def conv3d_on(
     start: Start = "replicate",
     implementation: Implementation | None = None,
 ) -> tuple[Array, Array | None]:
-    """`conv3d` for a target."""
+    """Compute `conv3d` for a target."""
     causal = functools.partial(_causal, start=start, implementation=implementation)
     results = []
     for frames, added in in_parts(target, x, residual):

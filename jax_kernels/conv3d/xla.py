@@ -27,8 +27,10 @@ Form = Callable[[Array, Array, Padding], Array]
 
 
 FEW = 16
-"""Output channels of all taps together that leave a TPU's matrix unit nearly empty; of inputs, channels that
-leave its tiles so."""
+"""Output channels of all taps together that leave a TPU's matrix unit nearly empty.
+
+As input channels they leave its tiles nearly empty.
+"""
 
 
 def direct(frames: Array, kernel: Array, columns: Padding) -> Array:
@@ -64,9 +66,9 @@ def patches(frames: Array, kernel: Array, columns: Padding) -> Array:
 
 
 def suits_patches(x: Array, kernel: Array) -> bool:
-    """Whether frames are small, with few channels in or out, and what windows see of them is not too much.
+    """Return whether frames are small, with few channels in or out, and their windows fit into memory.
 
-    XLA compiles a convolution to few channels for half a minute, and with few of them for ten seconds.
+    XLA compiles a convolution to few channels for half a minute, and one from few channels for ten seconds.
     """
     few = x.shape[-1] <= FEW or kernel.shape[-1] < LANES
     small = x.shape[2] * x.shape[3] < LARGE_FRAME
@@ -99,10 +101,10 @@ def by_xla(
 def of_image(
     target: Target, x: Array, residual: Array | None, kernel: Array, bias: Array | None, *, replicate: bool
 ) -> tuple[Array, Array]:
-    """A video's first frame by itself, of which every tap of time sees a copy, or all but the last one zeros.
+    """Convolve a video's first frame by itself; every tap of time sees a copy, or all but the last see zeros.
 
-    The taps are added up beforehand. In a narrow dtype their sum is two kernels, itself and what rounding
-    took off it.
+    The taps are added up beforehand. In a narrow dtype their sum is two kernels, itself and its rounding
+    error.
     """
     whole = jnp.sum(kernel, axis=0, keepdims=True, dtype=jnp.float32) if replicate else kernel[-1:]
     rounded = whole.astype(x.dtype)
@@ -120,10 +122,10 @@ def of_image(
 
 
 def form_of_image(target: Target, x: Array, kernel: Array) -> Form:
-    """How a kernel of one tap of time convolves an image, on a TPU as XLA compiles fast; else "summed".
+    """Return the form by which a kernel of one tap of time convolves an image on a TPU; else "summed".
 
-    The convolution of the image of 60 x 90 x 512 that an encoder ends with takes XLA 111 s to compile, one
-    product 5.
+    The form compiles fast: the convolution of the image of 60 x 90 x 512 that an encoder ends with takes XLA
+    111 s to compile, one product 5.
     """
     if not is_image_for_tpu(target, x):
         return summed
@@ -132,13 +134,13 @@ def form_of_image(target: Target, x: Array, kernel: Array) -> Form:
 
 
 def same(target: Target, frames: Array, kernel: Array, form: Form) -> Array:
-    """The sums of the convolution that is zero-padded to the same size in space."""
+    """Return the sums of the convolution that is zero-padded to the same size in space."""
     sums = form(frames, kernel, same_columns(kernel))
     return add_from_neighbours(target.split, sums, frames, kernel, form)
 
 
 def _taps(frames: Array, kernel: Array) -> list[Array]:
-    """The frames under each tap of the kernel."""
+    """Return the frames under each tap of the kernel."""
     taps = kernel.shape[0]
     length = frames.shape[1] - taps + 1
     return [frames[:, tap : tap + length] for tap in range(taps)]
@@ -155,7 +157,7 @@ def _padding(kernel: Array, columns: Padding) -> tuple[tuple[int, int], Padding]
 
 
 def completed(sums: Array, bias: Array | None, residual: Array | None) -> Array:
-    """The sums with what is added to them, not yet rounded."""
+    """Return the sums with bias and residual added, not yet rounded."""
     if bias is not None:
         sums = sums + bias.astype(jnp.float32)
     return sums if residual is None else sums + residual.astype(jnp.float32)

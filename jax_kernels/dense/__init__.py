@@ -1,1 +1,1 @@
-"""What works on channels alone."""
+"""Operations on channels alone."""

@@ -1,4 +1,4 @@
-"""What works on channels alone: a matrix product, LayerNorm and what modulates it, SiLU and GELU."""
+"""Operations on channels alone: matrix products, LayerNorm and its modulation, SiLU and GELU."""
 
 import functools
 import math
@@ -25,14 +25,14 @@ def linear(
     *,
     rounded_parts: bool = False,
 ) -> Float[Array, "*batch O"]:
-    """`x weight^T + bias`, summed in float32 and rounded once, as PyTorch's `linear` does.
+    """Return `x weight^T + bias`, summed in float32 and rounded once, as PyTorch's `linear` does.
 
     Args:
         x: any float dtype.
         weight: (O, I), `x`'s dtype.
         bias: (O,), or None.
-        rounded_parts: where the inputs' channels are split over devices, whether each rounds its sum before
-            they are added, so that 16 bits travel and not 32.
+        rounded_parts: whether each device rounds its sum before the sums are added, if the inputs' channels
+            are split over devices, so that 16 bits are communicated and not 32.
 
     Returns:
         The dtype of `x`.
@@ -85,17 +85,17 @@ def layer_norm(
 
 
 def silu(x: Float[Array, "*any"], *, time_axis: int | None = None) -> Float[Array, "*any"]:
-    """`x * sigmoid(x)` in float32, rounded once, as PyTorch does; `jax.nn.silu` rounds the sigmoid too.
+    """Return `x * sigmoid(x)`, float32 inside and rounded once, as in PyTorch; `jax.nn.silu` rounds twice.
 
     Args:
-        x: of any float dtype.
-        time_axis: along which frames lie, where `x` has some.
+        x: any float dtype.
+        time_axis: axis of the frames, if `x` has one.
     """
     return _silu(x, time_axis=time_axis)
 
 
 def silu_on(target: Target, x: Array, *, time_axis: int | None) -> Array:
-    """`silu` for a target."""
+    """Compute `silu` for a target."""
     parts = [(x,)] if time_axis is None else in_parts(target, x, time_axis=time_axis)
     return joined(
         [jax.nn.silu(part.astype(jnp.float32)).astype(x.dtype) for (part,) in parts], time_axis or 0
@@ -113,7 +113,7 @@ def split_linear(
     *,
     parts: int,
 ) -> Float[Array, "parts S O/parts"]:
-    """`linear` whose outputs come in so many parts, each by itself: cut apart later they would be copied."""
+    """Compute `linear` with its outputs in so many separate parts; cutting them later would copy."""
     y = jnp.einsum(
         "si,poi->pso",
         x,
@@ -135,13 +135,13 @@ def adaptive_layer_norm(
     first: Int[Array, ""] | int,
     eps: float = 1e-5,
 ) -> Float[Array, "N S C"]:
-    """`layer_norm(x) * (1 + scale) + shift`, in one pass, for tokens of two kinds.
+    """Return `layer_norm(x) * (1 + scale) + shift`, in one pass, for tokens of two kinds.
 
     Args:
         x: any float dtype.
-        weight, bias: of the norm, or None.
-        scale, shift: of a video's tokens before `first`, and of the others.
-        first: of the second kind; may lie outside of the tokens.
+        weight, bias: the norm's, or None.
+        scale, shift: vectors for each video's tokens before `first`, and for its other tokens.
+        first: index of the first token of the second kind; may lie outside the tokens.
         eps: added to the variance.
 
     Returns:
@@ -162,7 +162,7 @@ def adaptive_layer_norm(
 def modulated_norm_on(
     target: Target, x: Array, factor: Array, offset: Array, first: Array, *, eps: float
 ) -> Array:
-    """`adaptive_layer_norm` for a target."""
+    """Compute `adaptive_layer_norm` for a target."""
 
     def plain(x: Array, factor: Array, offset: Array, first: Array) -> Array:
         y = standardized(x.astype(jnp.float32), eps)
@@ -184,7 +184,7 @@ def gated_residual(
     gate: Float[Array, "N 2 C"],
     first: Int[Array, ""] | int,
 ) -> Float[Array, "N S C"]:
-    """`x + gate * y`, in one pass; see `adaptive_layer_norm`."""
+    """Return `x + gate * y`, in one pass; see `adaptive_layer_norm`."""
     total = x.astype(jnp.float32) + _of_kind(gate.astype(jnp.float32), x, first) * y.astype(jnp.float32)
     return lax.optimization_barrier(total.astype(x.dtype))
 
@@ -192,7 +192,7 @@ def gated_residual(
 def linear_gelu(
     x: Float[Array, "N S I"], weight: Float[Array, "O I"], bias: Float[Array, " O"] | None = None
 ) -> Float[Array, "N S O"]:
-    """`gelu(linear(x, weight, bias))`, in one pass: rounded once, if by a kernel, else twice.
+    """Return `gelu(linear(x, weight, bias))`, in one pass: a kernel rounds once, XLA's form twice.
 
     Args, raises: as `linear`.
     """
@@ -200,7 +200,7 @@ def linear_gelu(
 
 
 def linear_gelu_on(target: Target, x: Array, weight: Array, bias: Array) -> Array:
-    """`linear_gelu` for a target."""
+    """Compute `linear_gelu` for a target."""
 
     def plain(x: Array, weight: Array, bias: Array) -> Array:
         return gelu(linear(x, weight, bias))
@@ -248,7 +248,7 @@ def gated_linear_on(
     *,
     transposed: bool,
 ) -> Array:
-    """`gated_linear` for a target."""
+    """Compute `gated_linear` for a target."""
 
     def plain(x: Array, weight: Array, bias: Array, residual: Array, gate: Array, first: Array) -> Array:
         # One axis of tokens: XLA's CPU transposes no bfloat16 beside an axis that is one long.
@@ -274,7 +274,7 @@ def _bias(kernel: str, weight: Array, bias: Array | None) -> Array:
 
 
 def _of_kind(vectors_N2C: Array, x_NSC: Array, first: Array | int) -> Array:
-    """Each token's own of two vectors."""
+    """Return for each token the vector of its kind."""
     second = jnp.arange(x_NSC.shape[1]) >= first
     return jnp.where(second[:, None], vectors_N2C[:, 1:], vectors_N2C[:, :1])
 
@@ -300,7 +300,7 @@ def _gelu_inner(x: jax.Array) -> jax.Array:
 
 @_gelu.defjvp
 def _gelu_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """By itself the quotient's derivative is infinity by infinity where the exponential overflows."""
+    """Differentiate GELU by hand: the quotient's derivative is inf / inf where the exponential overflows."""
     (x,), (tangent,) = primals, tangents
     share = jax.nn.sigmoid(2 * _gelu_inner(x))
     slope = 2 * math.sqrt(2 / math.pi) * (1 + 3 * 0.044715 * x**2)

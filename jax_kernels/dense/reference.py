@@ -1,4 +1,4 @@
-"""What works on channels alone, in its plainest form: what the fast forms have to equal."""
+"""Operations on channels alone, in their plainest form, which the fast forms have to equal."""
 
 import jax
 import jax.numpy as jnp
@@ -6,18 +6,18 @@ from jax import lax
 
 
 def linear(x, weight, bias=None, *, rounded_parts=False):
-    """A product in float32, rounded once wherever its parts are added."""
+    """Multiply in float32; round once wherever parts of the sum are added."""
     y = jnp.matmul(x.astype(jnp.float32), weight.astype(jnp.float32).T, precision=lax.Precision.HIGHEST)
     return (y if bias is None else y + bias).astype(x.dtype)
 
 
 def split_linear(x, weight, bias=None, *, parts):
-    """The outputs of `linear`, cut apart."""
+    """Split the outputs of `linear`."""
     return jnp.stack(jnp.split(linear(x, weight, bias), parts, axis=1))
 
 
 def layer_norm(x, weight, bias, eps=1e-5):
-    """The mean, then the variance, in float32."""
+    """Subtract the mean, then divide by the standard deviation, in float32."""
     y = x.astype(jnp.float32)
     y = (y - y.mean(-1, keepdims=True)) / jnp.sqrt(y.var(-1, keepdims=True) + eps)
     y = y if weight is None else y * weight
@@ -25,14 +25,14 @@ def layer_norm(x, weight, bias, eps=1e-5):
 
 
 def adaptive_layer_norm(x, weight, bias, scale, shift, first, eps=1e-5):
-    """The norm in float32, then each token's own vectors."""
+    """Compute the norm in float32, then apply each token's own vectors."""
     kind = (jnp.arange(x.shape[1]) >= first).astype(int)
     y = layer_norm(x.astype(jnp.float32), weight, bias, eps)
     return (y * (1 + scale.astype(jnp.float32)[:, kind]) + shift[:, kind]).astype(x.dtype)
 
 
 def gated_residual(x, y, gate, first):
-    """A sum in float32."""
+    """Add in float32."""
     kind = (jnp.arange(x.shape[1]) >= first).astype(int)
     return (x + gate.astype(jnp.float32)[:, kind] * y.astype(jnp.float32)).astype(x.dtype)
 

@@ -1,4 +1,4 @@
-"""What works on channels alone, by Pallas kernels for TPUs.
+"""Operations on channels alone, by Pallas kernels for TPUs.
 
 Axis letters here: N videos, S tokens, C channels, I and O the channels that a matrix takes and gives.
 """
@@ -28,11 +28,13 @@ UNROLLED = 4
 """Times that this is in a loop's body."""
 
 VMEM = 64 * 2**20
-"""What the kernel may take of it."""
+"""Bytes of VMEM that the kernel may use."""
 
 HEIGHTS, UNIT = (512, 384), 256
-"""Tokens of a product's block, those that a sequence fills best, and the outputs of a unit, whose epilogue is
-computed while the next one is multiplied."""
+"""Tokens of a product's block, of which the fullest is chosen, and outputs of a unit.
+
+A unit's epilogue is computed while the next unit is multiplied.
+"""
 
 WIDEST = 1024
 """Outputs of a block, at most."""
@@ -54,12 +56,12 @@ def adaptive_layer_norm(
     *,
     eps: float,
 ) -> Float[Array, "N S C"]:
-    """`standardized(x) * factor + offset`, in one pass, of tokens that it `takes`.
+    """Return `standardized(x) * factor + offset`, in one pass, for supported tokens.
 
     Args:
         x: tokens.
-        factor, offset: float32, of the tokens before `first` and of the others.
-        first: may lie outside of the tokens.
+        factor, offset: float32, vectors for the tokens before `first` and for the others.
+        first: index of the first token of the second kind; may lie outside the tokens.
         eps: added to the variance.
     """
     videos, tokens, width = x.shape
@@ -114,13 +116,13 @@ def product(
     gelu: bool = False,
     transposed: bool = False,
 ) -> Float[Array, "N S O"]:
-    """`x weight^T + bias`, and what follows it, in one pass and rounded once, of what `takes_product` takes.
+    """Return `x weight^T + bias`, and the operation after it, in one pass and rounded once.
 
     Args:
         x: tokens.
-        weight, bias: of the product.
-        gated: what the product is added to, (N, S, O), what it is multiplied by before, (N, 2, O) float32, of
-            the tokens before `first` and of the others, and `first`. Nothing for no sum.
+        weight, bias: the product's.
+        gated: the residual, (N, S, O), the gate, (N, 2, O) float32, for the tokens before `first` and for the
+            others, and `first`. Empty for no sum.
         gelu: whether GELU follows.
         transposed: whether channels of `x` come before its tokens.
     """
@@ -157,12 +159,12 @@ def product(
 
 
 def _most(count: int, most: int) -> int:
-    """The largest divisor of a count that is not more than so much, or one."""
+    """Return the largest divisor of a count that is at most `most`, or one."""
     return max(n for n in range(1, max(most, 1) + 1) if count % n == 0)
 
 
 def _product(first_ref, x_ref, weight_ref, bias_ref, *refs, body: int, gelu: bool, transposed: bool) -> None:
-    """A block. Of the units in a loop's body each is multiplied before the epilogue of the one before it."""
+    """Compute a block. Each unit of a loop's body is multiplied before the epilogue of the unit before it."""
     *gated, y_ref = refs
 
     def multiplied(outputs: Any) -> Array:

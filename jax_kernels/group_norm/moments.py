@@ -13,12 +13,14 @@ from jax_kernels.group_norm.welford import Moments
 
 
 def moments(target: Target, x: Float[Array, "N *rest"], *, num_groups: int, channel_axis: int = 1) -> Moments:
-    """The moments of each video's groups, in float32, from a single pass over `x`.
+    """Return the moments of each video's groups, in float32, from a single pass over `x`.
 
     Columns of pixels are reduced to their (count, mean, M2), one row's worth of numbers, a block of rows at a
-    time: a sum of squares over all rows would lose the digits of a column whose first pixel lies far from the
-    rest. All are merged by Chan's formula. A column runs along H: W may be sharded and nothing but the merged
-    triples has to travel.
+    time:
+    a sum of squares over all rows would lose the digits of a column whose first pixel lies far from the rest.
+    All
+    are merged by Chan's formula. A column runs along H: W may be sharded, and only the merged triples are
+    communicated.
 
     Returns:
         `Moments` of shape (N, G), float32.
@@ -32,7 +34,7 @@ def moments(target: Target, x: Float[Array, "N *rest"], *, num_groups: int, chan
 def column_moments(
     target: Target, x: Float[Array, "N T H W C"]
 ) -> tuple[Float[Array, "N T W C"], Float[Array, "N T W C"]]:
-    """The mean of each column of pixels and its M2, in float32."""
+    """Return the mean of each column of pixels and its M2, in float32."""
     parts = [_squeezed(by_shards(target, _of_columns, part), axis=2) for part in in_parts(target, x)]
     return joined([mean for mean, _ in parts]), joined([m2 for _, m2 in parts])
 
@@ -50,7 +52,7 @@ def moments_of_columns(
     *,
     num_groups: int,
 ) -> Moments:
-    """The moments of each video's groups from those of columns of `length` pixels, channels last."""
+    """Merge the moments of columns of `length` pixels, channels last, to those of each video's groups."""
     columns = Moments(length, *(_split_groups(part, num_groups) for part in (mean, m2)))
     axes = (*range(1, columns.mean.ndim - 2), columns.mean.ndim - 1)
     return _merge_columns(target.split, columns, axes, column_axis=columns.mean.ndim - 3)
@@ -65,7 +67,7 @@ def _of_columns(target: Target, x_NTHWC: Array) -> tuple[Array, Array]:
 
 
 def _merge_columns(split: Split, parts: Moments, axes: tuple[int, ...], column_axis: int) -> Moments:
-    """`merge_equal` along several axes, without columns that only pad a width."""
+    """Merge along several axes as `merge_equal` does, without padding columns."""
     columns = parts.mean.shape[column_axis]
 
     def of_real(values: Array) -> Array:
@@ -88,7 +90,7 @@ def _split_groups(x: Array, num_groups: int) -> Array:
 
 
 def per_channel(stat_NG: Float[Array, "N G"], channels: int) -> Float[Array, "N C"]:
-    """A group's statistic, once for each of its channels."""
+    """Repeat a group's statistic for each of its channels."""
     return jnp.repeat(stat_NG, channels // stat_NG.shape[1], axis=1)
 
 

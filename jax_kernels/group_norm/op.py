@@ -80,7 +80,7 @@ def group_norm_on(
     channel_axis: int,
     activation: Activation | None,
 ) -> Array:
-    """`group_norm` for a target; `channel_axis` is not negative."""
+    """Compute `group_norm` for a target; `channel_axis` is not negative."""
     channels = x.shape[channel_axis]
     stats = moments(target, x, num_groups=num_groups, channel_axis=channel_axis)
     mean = per_channel(stats.mean, channels)

@@ -31,25 +31,26 @@ UNROLLED = 5
 
 
 def takes(x: Float[Array, "N T H W C"]) -> bool:
-    """Whether the kernels take these activations: float32 or bfloat16, whole tiles of channels, and no more
-    frames than a step can hold.
+    """Return whether the kernels support these activations.
+
+    They support float32 or bfloat16, whole tiles of channels, and at most the frames that fit into a step.
     """
     return fills_tiles(x) and COLUMNS * (_column_bytes(x) + _pixel_bytes(x)) <= BLOCK_BYTES
 
 
 def _pixel_bytes(x: Array) -> int:
-    """What a step holds of one pixel and of its result."""
+    """Return a step's bytes for one pixel and its result."""
     return pixel_bytes(x, *[x.shape[1]] * 2)
 
 
 def _column_bytes(x: Array) -> int:
-    """What a step holds of one column besides: mean, M2 and an origin, in float32."""
+    """Return a step's further bytes for one column: mean, M2 and an origin, in float32."""
     videos, length, _, _, channels = x.shape
     return 3 * videos * in_sublanes(length, jnp.dtype(jnp.float32)) * channels * 4
 
 
 def _block(x: Array) -> tuple[int, int]:
-    """How many rows and columns a step takes; rows divide the height, columns may leave a remainder."""
+    """Return the rows and columns of a step; rows divide the height, columns may leave a remainder."""
     height, width = x.shape[2:4]
     columns = min(COLUMNS, width)
     fit = min((BLOCK_BYTES // columns - _column_bytes(x)) // _pixel_bytes(x), height)
@@ -59,13 +60,13 @@ def _block(x: Array) -> tuple[int, int]:
 def _column_moments(
     x: Float[Array, "N T H W C"],
 ) -> tuple[Float[Array, "N T 1 W C"], Float[Array, "N T 1 W C"]]:
-    """The mean of each column of pixels and its M2, in float32.
+    """Return the mean of each column of pixels and its M2, in float32.
 
-    A step finds the mean of its own rows, then the squares of what they deviate from it, in VMEM: its bytes
+    A step finds the mean of its own rows, then the squares of their deviations from it, in VMEM: its bytes
     are fetched once. Steps are merged by Chan's formula.
 
     Args:
-        x: activations that the kernel `takes`.
+        x: activations that the kernel supports.
     """
     videos, length, height, width, channels = x.shape
     rows, columns = _block(x)
@@ -91,13 +92,15 @@ column_moments = with_derivatives_of(xla.column_moments, _column_moments)
 
 
 def takes_image(x: Float[Array, "N 1 H W C"]) -> bool:
-    """Whether the kernel for an image takes it: float32 or bfloat16, whole tiles of channels, rows that a
-    step can hold."""
+    """Return whether the kernel for an image supports it.
+
+    It supports float32 or bfloat16, whole tiles of channels, and rows that fit into a step.
+    """
     return fills_tiles(x) and _rows_of_image(x) > 0
 
 
 def _rows_of_image(x: Float[Array, "N 1 H W C"]) -> int:
-    """How many rows of an image a step takes, which divide its height; 0 where not one fits."""
+    """Return the rows of an image in a step, which divide its height; 0 if not one fits."""
     height, width, channels = x.shape[2:]
     row = in_sublanes(width, x.dtype) * channels * x.dtype.itemsize
     kept = 3 * in_sublanes(width, jnp.dtype(jnp.float32)) * channels * 4
@@ -108,10 +111,10 @@ def _rows_of_image(x: Float[Array, "N 1 H W C"]) -> int:
 def _image_moments(
     x: Float[Array, "N 1 H W C"],
 ) -> tuple[Float[Array, "N 1 1 W C"], Float[Array, "N 1 1 W C"]]:
-    """`column_moments` of an image, which has its columns, not its frames, in the sublanes of a tile.
+    """Return `column_moments` of an image, whose columns, not frames, lie in the sublanes of a tile.
 
     Args:
-        x: an image that the kernel takes (`takes_image`).
+        x: an image that the kernel supports.
     """
     videos, _, height, width, channels = x.shape
     rows = _rows_of_image(x)

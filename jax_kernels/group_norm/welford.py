@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 
 
 class Moments(NamedTuple):
-    """What Welford's recurrence carries: count, mean, and M2, the sum of squared deviations from the mean."""
+    """The state of Welford's recurrence: count, mean, and M2, the sum of squared deviations from the mean."""
 
     count: int
     mean: Float[Array, "..."]
@@ -20,7 +20,7 @@ class Moments(NamedTuple):
 
 
 def merge(a: Moments, b: Moments) -> Moments:
-    """Two samples' moments together, from those of each (Chan, Golub and LeVeque 1979, eq. 2.1)."""
+    """Merge the moments of two samples (Chan, Golub and LeVeque 1979, eq. 2.1)."""
     count = a.count + b.count
     delta = b.mean - a.mean
     return Moments(
@@ -31,8 +31,10 @@ def merge(a: Moments, b: Moments) -> Moments:
 
 
 def typical(first: Array, middle: Array, last: Array) -> Array:
-    """The median of three values, element by element: close to most of what they are taken from, so that sums
-    of what the others differ from it are small."""
+    """Return the element-wise median of three values.
+
+    It is close to most of the values it is taken from, so sums of their differences from it are small.
+    """
     return jnp.maximum(jnp.minimum(first, last), jnp.minimum(jnp.maximum(first, last), middle))
 
 

@@ -10,15 +10,18 @@ from jax_kernels.common.pointwise import Activation, activate
 from jax_kernels.group_norm.welford import Moments, merge, merge_equal, typical
 
 ROWS = 64
-"""How many rows of a column are summed together at most: float32 sums of squares keep the digits of so many,
-wherever their outliers lie, and what is kept of each block is a small part of its pixels."""
+"""Most rows of a column that are summed together.
+
+float32 sums of squares keep the digits of so many, wherever their outliers lie, and the kept moments of each
+block are a small part of its pixels.
+"""
 
 
 def column_moments(x: Array) -> tuple[Array, Array]:
-    """The mean of each column of pixels and its M2, in float32.
+    """Return the mean of each column of pixels and its M2, in float32.
 
     Args:
-        x: of any rank of three or more, the channels last.
+        x: any rank of three or more, channels last.
 
     Returns:
         Both as one row of `x`.
@@ -36,14 +39,14 @@ def column_moments(x: Array) -> tuple[Array, Array]:
 
 
 def _typical_row(x: Array, axis: int) -> Array:
-    """Of each column a value close to most of its pixels. No result depends on it but in its last digits."""
+    """Return for each column a value close to most of its pixels; it affects the last digits only."""
     height = x.shape[axis]
     picked = (lax.slice_in_dim(x, row, row + 1, axis=axis) for row in (0, height // 2, height - 1))
     return lax.stop_gradient(typical(*picked).astype(jnp.float32))
 
 
 def _of_blocks(x: Array, origin: Array, axis: int, rows: int) -> Moments:
-    """The moments of the columns of `x` less `origin`, merged from those of blocks of so many rows."""
+    """Return the moments of the columns of `x` less `origin`, merged from those of blocks of so many rows."""
     x = x.reshape(*x.shape[:axis], x.shape[axis] // rows, rows, *x.shape[axis + 1 :])
     shift = _typical_row(x, axis + 1)
     shifted = x.astype(jnp.float32) - shift
@@ -66,7 +69,7 @@ def scaled(
     activation: Activation | None,
     channel_axis: int = -1,
 ) -> Array:
-    """`activation((x - mean) * scale + shift)`."""
+    """Return `activation((x - mean) * scale + shift)`."""
     channel_axis = channel_axis % x.ndim
 
     def along_channels(part_NC: Array) -> Array:

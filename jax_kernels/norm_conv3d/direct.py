@@ -27,13 +27,15 @@ from jax_kernels.norm_conv3d.sizes import ROWS, TAPS, UNITS, Product, Sizes
 from jax_kernels.norm_conv3d.step import Step, lanes_of, matrices
 
 UNROLLED = 9
-"""Products in a loop's body, at most. With 18 of them 128 to 128 channels of 8 x 480 x 720 take 3.69 ms, and
-7.5 s to compile; with 9, 3.85 and 3.1; with 6, 4.00 and 2.2."""
+"""Most products in a loop's body.
+
+With 18 of them 128 to 128 channels of 8 x 480 x 720 take 3.69 ms, and 7.5 s to compile; with 9, 3.85 and 3.1;
+with 6, 4.00 and 2.2.
+"""
 
 
 def weights(kernel: Float[Array, "3 3 3 I O"], product: Product, turns: int) -> Array:
-    """The matrices of a product, one for each turn: zeros where a row of inputs is under no tap of a row of
-    results."""
+    """Return the matrices of a product, one for each turn: zeros where no tap connects input and result."""
 
     def tap(outputs: Array, row: int, time: int, result: int, column: int) -> Array:
         inside = 0 <= row - result < TAPS
@@ -78,7 +80,7 @@ class DirectStep(Step):
         self._modulate_chunk(sizes.width - chunk)
 
     def _begin_left(self) -> None:
-        """What the first column has from beyond: what a neighbour adds, or nothing."""
+        """Set the sums left of the first column: a neighbour's contribution, or zeros."""
         frames, refs = self.sizes.frames, self.refs
         first = pl.ds(self.sizes.chunk * frames, frames)
         if "edges" not in refs:
@@ -90,7 +92,7 @@ class DirectStep(Step):
                 refs["sums"][row, part, first] = refs["edges"][0, row, :frames, lanes_of(part)]
 
     def _end_right(self) -> None:
-        """What a neighbour adds to the last column."""
+        """Add a neighbour's contribution to the last column."""
         frames, refs = self.sizes.frames, self.refs
         if "edges" not in refs:
             return
@@ -101,7 +103,7 @@ class DirectStep(Step):
                 sums[last] = sums[last] + refs["edges"][0, row, frames:, lanes_of(part)]
 
     def _multiply(self, column: Any) -> None:
-        """A chunk's products, and beside them the modulation of the chunk before it."""
+        """Compute a chunk's products while the chunk before it is modulated."""
         before, turns = column - self.sizes.chunk, self.sizes.turns
         if turns == 1:
             self._take_turn(0, column, modulated=before)
@@ -110,7 +112,7 @@ class DirectStep(Step):
             lax.fori_loop(0, turns, lambda turn, _: self._take_turn(turn, column), None)
 
     def _take_turn(self, turn: Any, column: Any, modulated: Any = None) -> None:
-        """A chunk's products that give a turn's share of the results; beside them one may be modulated."""
+        """Compute the products for a turn's share of a chunk's results; modulate a chunk meanwhile."""
         sizes, refs = self.sizes, self.refs
         parts = self.result_parts // sizes.turns
         for index, (product, weights) in enumerate(zip(self.products, self.weights, strict=True)):
@@ -132,7 +134,7 @@ class DirectStep(Step):
                 self._modulate(modulated + unit * sizes.unit, unit, after=sums)
 
     def _input(self, row: int, time: int, part: int, column: Any) -> Array:
-        """The words of a chunk in one of four rows."""
+        """Return the words of a chunk in one of four rows."""
         sizes = self.sizes
         if row == ROWS + 1:
             at = self._rows(column, sizes.chunk, sizes.words, before=sizes.chunk)
@@ -144,7 +146,7 @@ class DirectStep(Step):
         return pltpu.bitcast(words, jnp.bfloat16)
 
     def _move(self, column: Any, count: int) -> None:
-        """From the stage, of the block before, into the ring."""
+        """Move the block before from the stage into the ring."""
         sizes = self.sizes
         to = self._rows(column, count, sizes.words)
         at = self._rows(column, count, sizes.words, before=sizes.chunk)
@@ -162,7 +164,7 @@ class DirectStep(Step):
         x: Array,
         before: Callable[[Callable[[], Array]], Array],
     ) -> Array:
-        """Those before the picture's first column are written in vain."""
+        """Keep activated frames in the stage; frames before the first column are never read."""
         sizes, words = self.sizes, self.sizes.words
         to = self._rows(column, sizes.unit, words, before=sizes.chunk)
         now = pltpu.bitcast(x, jnp.int32) if sizes.held > 1 else words_of_twice(x)
@@ -176,7 +178,7 @@ class DirectStep(Step):
         return same[pl.ds(to.start + words - 1, sizes.unit, stride=words), :]
 
     def _finish(self, column: Any) -> None:
-        """A chunk's results."""
+        """Finish a chunk's results."""
         sizes = self.sizes
         of_sums = self._rows(column, sizes.chunk, sizes.frames, before=sizes.chunk)
         if sizes.held == 1:

@@ -1,5 +1,7 @@
-"""Half of a residual block, or a decoder's end: a norm, SiLU and the causal 3-D convolution after it, in one
-pass where large."""
+"""A norm, SiLU and the causal 3-D convolution after it, in one pass if large.
+
+They are half of a residual block, or a decoder's end.
+"""
 
 import functools
 from collections.abc import Callable
@@ -61,23 +63,22 @@ def norm_conv3d(
     residual: Float[Array, "N T H W O"] | None = None,
     split: Split = WHOLE,
 ) -> tuple[Float[Array, "N T H W O"], Float[Array, "N kt-1 H W I"] | None, ColumnMoments | None]:
-    """`conv3d(silu(norm(x)))`, which starts a video by repeating its first frame.
+    """Return `conv3d(silu(norm(x)))`; a video starts with its first frame repeated.
 
-    On a TPU it is one Pallas kernel for what that takes (`sizes.takes`); else it is the two kernels one
-    after the other.
+    On a TPU it is one Pallas kernel for supported inputs (`sizes`); else it is the two kernels one after the
+    other.
 
     Args:
         x, kernel, bias, cache, residual, split: as `conv3d` takes them; the cache holds activated frames.
-        norm: `group_norm`'s, or with latents `spatial_norm`'s.
-        columns: what the call gave whose result `x` is, where that did; saves a pass on a TPU.
+        norm: parameters of `group_norm`, or with latents of `spatial_norm`.
+        columns: the third result of the call that computed `x`, or None; it saves a pass on a TPU.
         num_groups, eps, first_frame_alone: the norm's.
 
     Returns:
-        The convolved frames; the cache for the next call; their columns' moments, or None where no kernel
-        takes `x`.
+        The convolved frames; the cache for the next call; their columns' moments, or None if no kernel ran.
 
     Raises:
-        ValueError: what `conv3d`, `group_norm` or `spatial_norm` refuse.
+        ValueError: anything that `conv3d`, `group_norm` or `spatial_norm` refuse.
     """
     check_conv3d(x, kernel, bias, cache, residual)
     if norm.zq is None:
@@ -115,7 +116,7 @@ def norm_conv3d_on(
     eps: float,
     first_frame_alone: bool,
 ) -> tuple[Array, Array | None, ColumnMoments | None]:
-    """`norm_conv3d` for a target."""
+    """Compute `norm_conv3d` for a target."""
     taken = _is_taken(
         replace(target, platform="tpu"), x, norm, kernel, bias, cache, residual, first_frame_alone
     )
@@ -146,7 +147,7 @@ def _is_taken(
     residual: Array | None,
     first_frame_alone: bool,
 ) -> bool:
-    """Whether a TPU's kernel takes all parts of the frames."""
+    """Return whether a TPU's kernel supports all parts of the frames."""
     parts = in_parts(target, x, norm.zq, residual)
     whole = target.pallas and all(vector is not None for vector in (bias, norm.weight, norm.bias))
     # Latents whose first frame stands for the first frame alone are taken apart with it.
@@ -212,7 +213,7 @@ def _convolved(
     scale_NC: Array,
     shift_NC: Array,
 ) -> tuple[Array, ...]:
-    """The kernel on a device's own columns; their moments as one row."""
+    """Run the kernel on a device's local columns; return their moments as one row."""
     split = target.split
     frames, _, width, _ = x.shape[1:]
     columns = _grid(split, x, zq)[-1]
@@ -237,8 +238,10 @@ def _coefficients(
     columns: int,
     placed: Callable[[Array], Array],
 ) -> tuple[Array, Array]:
-    """Multipliers and offsets that do what the norm does under these latents: `placed` where they are needed,
-    zeros in columns that only pad a width."""
+    """Return the norm's multipliers and offsets under these latents, with zeros in padding columns.
+
+    `placed` repeats them to where they are needed.
+    """
     scale, shift = (part[:, None, None, None] for part in (scale_NC, shift_NC))
     if zq is None:
         multiplier, offset = (placed(jnp.repeat(part, columns, axis=3)) for part in (scale, shift))
@@ -265,8 +268,10 @@ def _edges(
     coefficients: Callable[..., tuple[Array, Array]],
     found: sizes.Sizes,
 ) -> tuple[Array, Array]:
-    """What the columns beside strips add to the sums of their first and of their last column, N T H E O each
-    for E strips: of the next strip, of a neighbour, or zeros."""
+    """Return the contributions of the columns beside strips to each strip's first and last column.
+
+    They come from the next strip, from a neighbour, or are zeros: N T H E O each for E strips.
+    """
     starts, sums = found.starts, functools.partial(_sums, tile=found.tile)
     hidden = functools.partial(_activated_column, target, x, cache, coefficients)
     before = [sums(hidden(start - 1), kernel[:, :, 0]) for start in starts[1:]]
@@ -286,7 +291,7 @@ def _activated_column(
     coefficients: Callable[..., tuple[Array, Array]],
     column: int,
 ) -> Float[Array, "N P H I"]:
-    """A column's activated frames and the two before them."""
+    """Return a column's activated frames and the two before them."""
     frames, height, columns = x.shape[1:4]
 
     def of_column(part: Array) -> Array:
@@ -306,7 +311,7 @@ def _activated_column(
 def _sums(
     hidden: Float[Array, "N P H I"], kernel: Float[Array, "3 3 I O"], tile: int
 ) -> Float[Array, "N P-2 H O"]:
-    """A column's convolution over time and rows, as the kernel rounds it."""
+    """Return a column's convolution over time and rows, rounded as the kernel rounds it."""
     if tile:
         return filtered(hidden, kernel, tile, lambda frames, taps: _over_taps(frames, taps[None]))
     return _over_taps(hidden, kernel)
@@ -315,7 +320,7 @@ def _sums(
 def _over_taps(
     hidden: Float[Array, "N P H I"], kernel: Float[Array, "times 3 I O"]
 ) -> Float[Array, "N P-times+1 H O"]:
-    """The same as one product."""
+    """Convolve a column over time and rows as one product."""
     times = kernel.shape[0]
     frames, height = hidden.shape[1] - times + 1, hidden.shape[2]
     hidden = jnp.pad(hidden, [(0, 0), (0, 0), (1, 1), (0, 0)])

@@ -23,10 +23,11 @@ def norm_conv3d(
     residual=None,
     tile=0,
 ):
-    """One after the other in float32; activated frames alone are rounded, as what a cache keeps. With a
-    `tile`, so many results of Winograd's filtering are of the same products, whose factors are rounded too.
+    """Apply the norm, SiLU and the convolution one after the other, in float32.
 
-    Its columns' moments are found anew, and no third result is returned.
+    Activated frames are rounded, as a cache keeps them. With a `tile`, so many results of Winograd's
+    filtering come from the same products, whose factors are rounded too. The columns' moments are found anew,
+    and no third result is returned.
     """
     wide, (weight, shift, *latents) = jax.tree.map(lambda part: part.astype(jnp.float32), (x, norm))
     options = {"num_groups": num_groups, "eps": eps, "activation": "silu"}

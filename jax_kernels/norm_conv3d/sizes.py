@@ -1,4 +1,4 @@
-"""Which frames the kernel for TPUs takes, and what it is compiled for."""
+"""The frames that the kernel for TPUs supports, and the sizes that it is compiled for."""
 
 import math
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ UNIT = 64
 """Frames of pixels that are modulated together by a step of direct convolution."""
 
 UNITS = 3
-"""Of these in a product."""
+"""Units of columns in a product."""
 
 SUBLANES = 8
 """Rows of a register of float32, and columns that are modulated together by a step of Winograd's."""
@@ -30,25 +30,25 @@ MARGIN = SUBLANES
 """Columns of zeros on both sides of what a step of Winograd's multiplies."""
 
 TILES = 2
-"""Of a pixel's frames, to a step of Winograd's."""
+"""Tiles of a pixel's frames, in a step of Winograd's."""
 
 MOST_STRIPS = 8
-"""Of columns, into which a picture is cut that is too wide for the chip's VMEM."""
+"""Most strips of columns, into which a frame is cut that is too wide for the chip's VMEM."""
 
 
 class Sizes(NamedTuple):
-    """What a kernel is compiled for.
+    """The sizes that a kernel is compiled for.
 
     Attributes:
         held: frames of a chunk.
-        columns: of the picture, or a shard's own.
-        strips: of columns, one after the other; the last one may be narrower.
+        columns: columns of the frame, or of a shard.
+        strips: strips of columns, one after the other; the last one may be narrower.
         chunk: columns of a product.
-        chunks: of these in a row of a strip, the last one may be part of it only.
+        chunks: chunks in a row of a strip; the last one may be incomplete.
         cell: columns under a register of coefficients: under the same ones, or as many as it has rows for.
         tall: rows under the same coefficients.
-        blocks: of two rows.
-        channels, outputs: into the convolution and out of it, whole tiles of them.
+        blocks: blocks of two rows.
+        channels, outputs: channels into the convolution and out of it, in whole tiles.
         tile: frames that are transformed together, by a step of Winograd's; 0 for direct convolution.
     """
 
@@ -71,18 +71,20 @@ class Sizes(NamedTuple):
 
     @property
     def words(self) -> int:
-        """Of two frames, for a pixel."""
+        """Words, of two frames each, for a pixel."""
         return self.frames // 2
 
     @property
     def parts(self) -> int:
-        """Of the channels, a tile's lanes each."""
+        """Parts of the channels, of a tile's lanes each."""
         return self.channels // tiles.LANES
 
     @property
     def turns(self) -> int:
-        """How often a product is taken, in a loop, for two parts of the outputs each; an odd number is not
-        cut. With two turns 512 channels take 8 % longer, and compile for 5 s instead of 11."""
+        """Passes over a product, in a loop, for two parts of the outputs each; an odd number is not cut.
+
+        With two turns 512 channels take 8 % longer, and compile for 5 s instead of 11.
+        """
         parts = self.outputs // tiles.LANES
         return 1 if parts % 2 else parts // 2
 
@@ -93,22 +95,22 @@ class Sizes(NamedTuple):
 
     @property
     def units(self) -> int:
-        """Of these in a chunk."""
+        """Units of columns in a chunk."""
         return self.chunk // self.unit
 
     @property
     def components(self) -> int:
-        """Of a tile's transform, each with products of its own."""
+        """Components of a tile's transform, each with products of its own."""
         return len(TRANSFORMS[self.tile].taps) if self.tile else 1
 
     @property
     def rows_together(self) -> bool:
-        """Whether both rows of results are of one product, by a step of Winograd's."""
+        """True if one product gives both rows of results, in a step of Winograd's."""
         return self.outputs > tiles.LANES
 
     @property
     def products(self) -> "list[Product]":
-        """Of a chunk and a component."""
+        """Products of a chunk and a component."""
         if self.tile:
             return winograd_products(self.outputs)
         return direct_products(self.channels, self.outputs)
@@ -143,7 +145,7 @@ class Product(NamedTuple):
 
 
 def direct_products(channels: int, outputs: int) -> list[Product]:
-    """The products of two rows of results, taps to the left first: those set sums, the others add to them."""
+    """Return the products of two rows of results; taps to the left come first and set sums, others add."""
     rows = [range(TAPS), range(1, TAPS + 1), range(TAPS + 1)]
     of_rows = [[(row, time) for row in several for time in range(TAPS)] for several in rows]
     if channels == tiles.LANES:  # two inputs fill the depth of a matrix unit: the same two in each product
@@ -161,8 +163,10 @@ def direct_products(channels: int, outputs: int) -> list[Product]:
 
 
 def winograd_products(outputs: int) -> list[Product]:
-    """The products of two rows of results, of one of them if both have the same weights. Neighbours with the
-    same results are summed."""
+    """Return the products of two rows of results, or of one row if both have the same weights.
+
+    Adjacent products with the same results are summed.
+    """
     if outputs == tiles.LANES:
         return [
             Product([(0, 0), (0, 1)], [(0, 0), (0, 1)]),
@@ -181,17 +185,18 @@ def takes(
     at_start: bool,
     pixels: int,
 ) -> bool:
-    """Whether the kernel takes these frames: two, four or eight of bfloat16, or a video's first, not small,
-    with an even number of rows, whole tiles of channels in, and out where they are more than one, and
-    `MOST_STRIPS` that fit into VMEM.
+    """Return whether the kernel supports these frames.
+
+    It supports two, four or eight frames of bfloat16, or a video's first, not small, with an even number of
+    rows, whole tiles of channels in, and out if they are more than one, and `MOST_STRIPS` that fit into VMEM.
 
     Args:
-        x: frames; of it and of the kernel only shape and dtype are looked at.
+        x: frames; only their shape and dtype are read, and the kernel's.
         grid: frames, rows and columns of the coefficients.
         kernel: (3, 3, 3, I, O).
         residual: whether there is one.
         at_start: whether the first of the frames is the video's.
-        pixels: of a whole frame, of which `x` may be a shard's.
+        pixels: pixels of a whole frame, of which `x` may be a shard.
     """
     if not fills_tiles(x) or x.dtype != jnp.bfloat16:
         return False
@@ -214,31 +219,32 @@ def takes(
 
 
 def is_shared(cell: int, frames: int) -> bool:
-    """Whether so many columns under the same coefficients fill whole registers."""
+    """Return whether so many columns under the same coefficients fill whole registers."""
     return cell * frames % SUBLANES == 0
 
 
 def _registers(columns: int, frames: int) -> int:
-    """How many registers the frames of so many columns take."""
+    """Return the registers that the frames of so many columns use."""
     return -(-columns * frames // SUBLANES)
 
 
 def columns_of_register(columns: int, frames: int, registers: int) -> int:
-    """How many columns lie under a register of coefficients, of so many of them as
-    `tpu.in_registers` gives."""
+    """Return the columns under a register of coefficients, of all the registers of `tpu.in_registers`."""
     return SUBLANES // frames if registers == _registers(columns, frames) else columns // registers
 
 
 def sizes_of(
     x: Array | jax.ShapeDtypeStruct, rows: int, registers: int, outputs: int, residual: bool
 ) -> Sizes:
-    """What the kernel is compiled for: Winograd's filtering of four and eight frames if it is on and fits
-    into VMEM, else direct convolution; as few strips as fit, or the most there may be.
+    """Choose the sizes that the kernel is compiled for.
+
+    Four and eight frames take Winograd's filtering if it is on and fits into VMEM, others direct convolution;
+    strips are as few as fit, or the most there may be.
 
     Args:
         x: frames.
-        rows, registers: of the coefficients.
-        outputs: channels.
+        rows, registers: rows and registers of the coefficients.
+        outputs: output channels.
         residual: whether there is one.
     """
     held, height, columns, channels = x.shape[1:]
@@ -254,7 +260,7 @@ def sizes_of(
 
 
 def _in_strips(sizes: Sizes, residual: bool) -> Sizes:
-    """As few strips as fit into VMEM, or the most there may be."""
+    """Cut the columns into as few strips as fit into VMEM, or into the most there may be."""
     chunk = _chunk(sizes)
     chunks = -(-sizes.columns // chunk)
     for strips in range(1, min(MOST_STRIPS, chunks) + 1):
@@ -266,8 +272,10 @@ def _in_strips(sizes: Sizes, residual: bool) -> Sizes:
 
 
 def _chunk(sizes: Sizes) -> int:
-    """Columns of a product: Winograd's as many as pad a row least, of those that keep the matrix unit busy
-    and whose sums registers hold."""
+    """Return the columns of a product.
+
+    For Winograd's they pad a row least, keep the matrix unit busy, and have sums that fit into registers.
+    """
     if not sizes.tile:
         return UNIT * UNITS // sizes.frames
     least, most = (24, 48) if sizes.rows_together else (48, 80)
@@ -277,8 +285,7 @@ def _chunk(sizes: Sizes) -> int:
 
 
 def scratch_shapes(sizes: Sizes) -> dict[str, tuple[tuple[int, ...], Any]]:
-    """What the kernel keeps between steps, by name, without its lanes; a chunk of columns before the
-    picture's own in some."""
+    """Return the kernel's scratch memory, by name, without its lanes; some begins with a chunk more."""
     width, beside, given = sizes.width, sizes.width + sizes.chunk, sizes.outputs // tiles.LANES
     moments = {"moments": ((3, given, beside * sizes.held), jnp.float32)}
     if not sizes.tile:
@@ -306,7 +313,7 @@ def scratch_shapes(sizes: Sizes) -> dict[str, tuple[tuple[int, ...], Any]]:
 
 
 def _vmem_bytes(sizes: Sizes, residual: bool) -> int:
-    """What the kernel holds: blocks twice, as the next is fetched meanwhile."""
+    """Return the kernel's VMEM: blocks twice, as the next is fetched meanwhile."""
     row = sizes.width * sizes.held
     taken, given = row * sizes.channels * 2, row * sizes.outputs * 2
     cells = 2 * ROWS * -(-sizes.width // sizes.cell) * SUBLANES * sizes.channels * 4

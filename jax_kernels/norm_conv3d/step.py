@@ -1,13 +1,11 @@
-"""What every step of the kernel for TPUs does around its products: rows modulated, results finished, their
-columns' moments summed.
+"""The work of every kernel step around its products: modulation, results, moments of columns.
 
 Rows are modulated once and kept in VMEM, transformed as the products take them. The next rows are modulated,
 and the last columns' results finished, while the matrix unit multiplies. Rows lag: step g modulates the rows
-of block g, those of block g - 1 move from the stage to where the products find them, and the results are
-those of block g - 2. Stores go to a stage because the compiler would have loads of what products read wait
-for them.
+of block g, moves the rows of block g - 1 from the stage to the products' memory, and finishes the results of
+block g - 2. Stores go to a stage because the compiler would make loads of the products' inputs wait for them.
 
-A video's first frame by itself is one to all that comes before and after its products.
+A video's first frame by itself is one frame to everything before and after its products.
 """
 
 from collections.abc import Callable
@@ -24,17 +22,19 @@ from jax_kernels.common import tiles
 from jax_kernels.norm_conv3d.sizes import LAG, ROWS, SUBLANES, Product, Sizes
 
 LOW_HALF = 0xFFFF
-"""Of a word: the earlier of its two frames."""
+"""Mask of a word's earlier frame."""
 
 
 def lanes_of(part: int) -> slice:
-    """Of a part of the channels."""
+    """Return the lanes of a part of the channels."""
     return slice(part * tiles.LANES, (part + 1) * tiles.LANES)
 
 
 def matrices(kernel: Array, product: Product, turns: int, tap: Callable[..., Array]) -> Array:
-    """A product's weights, one matrix for each turn. `tap` gives those of an input's places for a result's,
-    from a turn's share of the outputs."""
+    """Return a product's weights, one matrix for each turn.
+
+    `tap` gives the weights from an input's places to a result's, from a turn's share of the outputs.
+    """
 
     def of_turn(outputs: Array) -> Array:
         rows = [[tap(outputs, *part, *result) for result in product.results] for part in product.inputs]
@@ -79,11 +79,11 @@ class Step:
         raise NotImplementedError
 
     def _convolve(self) -> None:
-        """All columns' products, and what is done beside them."""
+        """Compute all columns' products, and the work beside them."""
         raise NotImplementedError
 
     def _move(self, column: Any, count: int) -> None:
-        """From the stage, of the block before, to where products find them."""
+        """Move the block before from the stage to the products' memory."""
         raise NotImplementedError
 
     def _keep(
@@ -95,9 +95,10 @@ class Step:
         x: Array,
         before: Callable[[Callable[[], Array]], Array],
     ) -> Array:
-        """Activated frames of a unit's columns into the stage; gives the words of their last two.
+        """Keep activated frames of a unit's columns in the stage; return the words of their last two.
 
-        `before` gives the words before them from a function that gives their first ones."""
+        `before` returns the words before them, from a function that returns their first words.
+        """
         raise NotImplementedError
 
     def _fill(self) -> None:
@@ -109,7 +110,7 @@ class Step:
         lax.fori_loop(0, self.sizes.width // self.sizes.unit, unit, None)
 
     def _modulate(self, column: Any, unit: int = 0, after: Array | None = None) -> None:
-        """A unit of columns into the stage; after the product that gave `after`, where that is not None."""
+        """Modulate a unit of columns into the stage; after the product that gave `after`, if given."""
         sizes, refs = self.sizes, self.refs
         of_past = self._rows(_from_left(column), sizes.unit, 2 * sizes.parts)
         for row in range(ROWS):
@@ -127,7 +128,7 @@ class Step:
             refs["latest"][0, row, of_past] = pltpu.bitcast(past[...], jnp.bfloat16)
 
     def _activated(self, row: int, column: Any, after: Array | None) -> Array:
-        """A unit's activated frames in a row, pixel by pixel."""
+        """Return a unit's activated frames in a row, pixel by pixel."""
         sizes, refs = self.sizes, self.refs
         cells = max(1, sizes.unit // sizes.cell)
         of_cells = pl.ds(lax.div(column, sizes.cell), cells)
@@ -142,8 +143,10 @@ class Step:
     def _give(
         self, column: Any, count: int, sums: Callable[[int, int], Array], after: Array | None = None
     ) -> None:
-        """Results of so many columns, of whose `sums` each (row, part) has a row for each frame of a pixel.
-        Those before the picture's first column are overwritten by it."""
+        """Write results of so many columns; each (row, part) of `sums` has a row for each frame of a pixel.
+
+        Results before the first column are overwritten by it.
+        """
         sizes, refs = self.sizes, self.refs
         at = self._rows(_from_left(column), count, sizes.held)
         beside = self._rows(column, count, sizes.held, before=sizes.chunk)
@@ -172,7 +175,7 @@ class Step:
             squares[beside] = jnp.where(start, 0.0, squares[beside]) + (one * one + other * other)
 
     def _real_rows(self, column: Any, count: int) -> Array:
-        """Which rows of so many columns are the picture's."""
+        """Return which rows of so many columns are no padding."""
         shape = (count * self.sizes.held, tiles.LANES)
         row = lax.broadcasted_iota(jnp.int32, shape, 0)
         real = self.refs["real"][0] - self.strip * self.sizes.width
@@ -199,15 +202,17 @@ class Step:
             pl.when(self.strip == self.sizes.strips - 1)(work)
 
     def _last_column(self) -> Any:
-        """Of the strip."""
+        """Return the last column of the strip."""
         sizes = self.sizes
         if sizes.strips == 1:
             return sizes.last_columns - 1
         return jnp.where(self.strip == sizes.strips - 1, sizes.last_columns, sizes.width) - 1
 
     def _rows(self, column: Any, count: int, each: int, before: int = 0, shift: int = 0) -> Any:
-        """Where `count` columns lie, from a multiple of them on and `shift` further, each in so many rows, in
-        memory that holds others before them."""
+        """Return the rows of `count` columns in memory that holds others before them.
+
+        The columns start at a multiple of `count`, `shift` further, with `each` rows a column.
+        """
         start = (column + before) * each
         if isinstance(start, jax.Array):
             start = pl.multiple_of(start, count * each)
@@ -220,16 +225,18 @@ def of_grid(place: tuple[Any, ...]) -> tuple[Any, Any, Any]:
 
 
 def _from_left(column: Any) -> Any:
-    """A column, or the first where it is before that."""
+    """Return a column, or the first if it lies before that."""
     return lax.max(column, 0) if isinstance(column, jax.Array) else max(column, 0)
 
 
 def twice(words: Array) -> Array:
-    """The earlier frames of words, in both halves."""
+    """Return the earlier frames of words, in both halves."""
     return (words & LOW_HALF) | (words << 16)
 
 
 def zeros_after(sums: Array) -> Array:
-    """Zeros that a register of a product's sums makes wait for it: the compiler would else have the vector
-    unit's work done before all of the products."""
+    """Return zeros that wait for a register of a product's sums.
+
+    Without them the compiler would do the vector unit's work before all products.
+    """
     return jnp.minimum(jnp.abs(sums[:SUBLANES, : tiles.LANES]), 0.0)

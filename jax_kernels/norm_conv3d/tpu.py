@@ -41,14 +41,18 @@ from jax_kernels.norm_conv3d.step import of_grid
 from jax_kernels.norm_conv3d.transforms import transformed_taps
 
 RAGGED_IN_PLACE = True
-"""Whether the next cache takes the memory of the one before where columns are no whole chunks. JAX's
-interpreters run no blocks that reach beyond such an argument: tests compile it for TPUs and do not run it."""
+"""True if the next cache reuses the memory of the last one where columns are no whole chunks.
+
+JAX's interpreters run no blocks that reach beyond such an argument: tests compile it for TPUs and do not run
+it.
+"""
 
 
 def in_registers(z: Shaped[Array, "N t h w Z"], frames: int, columns: int) -> Shaped[Array, "N h v S Z"]:
-    """What lies over pixels of so many frames and columns, in the rows that registers of them have: each
-    frame of a pixel, of as many pixels as fit. v is w, or, where fewer pixels lie under one of `z`, as many
-    registers as the columns take.
+    """Repeat `z` to the registers of pixels of so many frames and columns.
+
+    A register has a row for each frame of a pixel, for as many pixels as fit. v is w, or, if fewer pixels lie
+    under one of `z`, as many registers as the columns use.
     """
     of_register, cell = SUBLANES // frames, columns // z.shape[3]
     z = repeat_nearest(z.transpose(0, 2, 3, 1, 4), {3: frames // z.shape[1]})
@@ -60,7 +64,7 @@ def in_registers(z: Shaped[Array, "N t h w Z"], frames: int, columns: int) -> Sh
 
 
 def _over_pixels(part: Float[Array, "N h v S C"], x: Float[Array, "N T H W C"]) -> Float[Array, "N T H W C"]:
-    """The inverse of `in_registers`, at the pixels' own rows and columns."""
+    """Invert `in_registers`, at the pixels' own rows and columns."""
     frames, height, columns, channels = x.shape[1:]
     videos, rows, registers = part.shape[:3]
     of_register, cell = SUBLANES // frames, columns_of_register(columns, frames, registers)
@@ -72,7 +76,7 @@ def _over_pixels(part: Float[Array, "N h v S C"], x: Float[Array, "N T H W C"]) 
 
 
 def activated(x: Array, multiplier: Array, offset: Array) -> Array:
-    """`silu(x * multiplier + offset)` in float32, rounded to the dtype of `x`."""
+    """Return `silu(x * multiplier + offset)` in float32, rounded to the dtype of `x`."""
     return jax.nn.silu(x.astype(jnp.float32) * multiplier + offset).astype(x.dtype)
 
 
@@ -120,18 +124,18 @@ def _by_kernel(
     Float[Array, "N 2 H W I"],
     tuple[Float[Array, "N T W O"], Float[Array, "N T W O"]],
 ]:
-    """The causal convolution of `silu(x * multiplier + offset)`, and what comes after it.
+    """Run the causal convolution of `silu(x * multiplier + offset)`, and the operations after it.
 
     Args:
-        x: frames that the kernel `takes`, as all of these.
+        x: frames that the kernel supports, together with all of these.
         multiplier, offset: float32, `in_registers`; each the same for H / h rows.
-        cache: the two activated frames before those of `x`, and the next ones take its memory; None at the
-            start of a video, whose first frame then stands before itself.
+        cache: the two activated frames before `x`, whose memory the next ones reuse; None at the start of a
+            video, whose first frame then stands before itself.
         residual: added to the sums before they are rounded, or None.
         kernel, bias: the convolution's.
-        edges: what the columns beside each strip (`Sizes`) add to the sums of its first and of its last
-            column, float32; None for a single strip that has no neighbours.
-        real: columns from this one on get zeros, as they only pad a width; None where there are none.
+        edges: contributions of the columns beside each strip (`Sizes`) to the sums of its first and of its
+            last column, float32; None for a single strip without neighbours.
+        real: columns from this one on are padding and get zeros; None without padding.
 
     Returns:
         The convolved frames; the next cache; mean and M2 of each of their columns of pixels.
@@ -195,7 +199,7 @@ def _operands(
     edges: tuple[Array, Array] | None,
     real: Array | None,
 ) -> tuple[dict[str, tuple[Any, pl.BlockSpec]], list[Array]]:
-    """What the kernel takes, by name, each with its blocks; and the products' weights."""
+    """Return the kernel's operands, by name, each with its blocks; and the products' weights."""
     cells = -(-sizes.width // sizes.cell)
     row = sizes.width * sizes.held
     rows = ROWS if sizes.tall == 1 else 1
@@ -236,7 +240,7 @@ def _operands(
 def _results(
     sizes: Sizes, operands: dict[str, tuple[Any, pl.BlockSpec]]
 ) -> dict[str, tuple[Any, pl.BlockSpec]]:
-    """What the kernel gives, by name, each with its blocks."""
+    """Return the kernel's results, by name, each with its blocks."""
     x, _ = operands["x"]
     row, videos, height = sizes.width * sizes.held, *x.shape[:2]
     latest = (videos, height, sizes.columns * sizes.parts * (TAPS - 1), tiles.LANES)
@@ -261,7 +265,7 @@ def _now(sizes: Sizes, step: Array) -> Array:
 
 
 def _rows_now(sizes: Sizes, length: int, lanes: int) -> pl.BlockSpec:
-    """The rows that a step modulates."""
+    """Return the block of the rows that a step modulates."""
 
     def rows(*place: Any) -> tuple[Any, ...]:
         video, strip, step = of_grid(place)
@@ -271,12 +275,12 @@ def _rows_now(sizes: Sizes, length: int, lanes: int) -> pl.BlockSpec:
 
 
 def _rows_of_cache(sizes: Sizes) -> pl.BlockSpec:
-    """The rows of a cache that a step takes and gives."""
+    """Return the block of a cache's rows that a step reads and writes."""
     return _rows_now(sizes, sizes.width * sizes.parts * (TAPS - 1), tiles.LANES)
 
 
 def _rows_later(length: int, lanes: int) -> pl.BlockSpec:
-    """The rows that a step finishes."""
+    """Return the block of the rows that a step finishes."""
 
     def rows(*place: Any) -> tuple[Any, ...]:
         video, strip, step = of_grid(place)
@@ -296,7 +300,7 @@ def _pixels_first(x_NTHWC: Array) -> Array:
 
 
 def _frames_first(y: Array, sizes: Sizes, outputs: int) -> Array:
-    """The inverse of `_pixels_first`, of the first channels where a tile has more than there are."""
+    """Invert `_pixels_first`, for the first channels if a tile has more than there are."""
     videos, height, *_ = y.shape
     if outputs == sizes.outputs or sizes.held == 1:
         y = y.reshape(videos, height, sizes.columns, sizes.held, -1).transpose(0, 3, 1, 2, 4)
@@ -316,8 +320,10 @@ def _pixels_of_cache(cache_NTHWC: Array) -> Array:
 
 
 def column_of_cache(cache: Float[Array, "N 2 H W I"], column: int) -> Float[Array, "N 2 H 1 I"]:
-    """A column of a cache, sliced from the form that the kernel takes: for a slice of the frames XLA would
-    copy the whole cache into another order."""
+    """Slice a column of a cache in the form that the kernel takes.
+
+    For a slice of the frames XLA would copy the whole cache into another order.
+    """
     videos, frames, height, _, channels = cache.shape
     rows = channels // tiles.LANES * frames
     cut = _pixels_of_cache(cache)[:, :, column * rows : (column + 1) * rows]
@@ -325,7 +331,7 @@ def column_of_cache(cache: Float[Array, "N 2 H W I"], column: int) -> Float[Arra
 
 
 def _frames_of_cache(latest: Array, shape: tuple[int, ...]) -> Array:
-    """The inverse of `_pixels_of_cache`, step by step: one after the other XLA leaves both out."""
+    """Invert `_pixels_of_cache`, step by step: XLA leaves both out if they follow each other."""
     videos, frames, height, columns, channels = shape
     latest = latest.reshape(videos, height, columns, -1, frames, tiles.LANES).transpose(0, 1, 2, 4, 3, 5)
     return latest.reshape(videos, height, columns, frames, channels).transpose(0, 3, 1, 2, 4)

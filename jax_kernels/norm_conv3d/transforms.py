@@ -13,11 +13,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 TAPS = 3
-"""Of a filter; of the kernel, along each axis."""
+"""Taps of a filter, and of the kernel along each axis."""
 
 
 class Transform(NamedTuple):
-    """How a tile's results come from products.
+    """A transform of tiles to factors of products, and of products to results.
 
     Attributes:
         taps: for each product, the factors of the three taps, powers of two.
@@ -78,11 +78,14 @@ TRANSFORMS = {
         _four_results,
     ),
 }
-"""By a tile's results. Polynomials are evaluated at 0, 1, -1 and infinity, and for four modulo x^2 + 1."""
+"""Transforms by a tile's results; polynomials are evaluated at 0, 1, -1 and infinity.
+
+For four results also modulo x^2 + 1.
+"""
 
 
 def transformed_taps(kernel: Float[Array, "3 ..."], tile: int) -> Float[Array, "components ..."]:
-    """A kernel's taps of time as the products take them, rounded to its dtype once."""
+    """Return a kernel's taps of time as the products take them, rounded to its dtype once."""
     # Broadcast and added: XLA compiles a product of matrices, or the components one by one, for up to 15 s.
     factors = jnp.asarray(TRANSFORMS[tile].taps, jnp.float32).reshape(-1, TAPS, *[1] * (kernel.ndim - 1))
     taps = sum(factors[:, tap] * kernel[tap].astype(jnp.float32) for tap in range(TAPS))

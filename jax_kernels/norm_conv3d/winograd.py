@@ -1,14 +1,14 @@
-"""A step by Winograd's minimal filtering along time (`transforms`): 7 products where direct convolution takes
-12, or 4 for 6.
+"""A step by Winograd's minimal filtering along time: 7 products instead of 12, or 4 instead of 6.
 
-A row of a matrix product is a tile, half of a pixel's frames. A word holds both tiles of a pixel.
+The transforms are in `transforms`. A row of a matrix product is a tile, half of a pixel's frames. A word
+holds both tiles of a pixel.
 
 - Activated frames, rounded as a cache keeps them, are transformed in float32 and rounded for the products;
   so are the taps, outside of the kernel. Products are summed and transformed back in float32.
 - Rows lie in VMEM as transformed words, a component of the transform after the other. A column's shift is a
   word's, so products contract columns and rows.
 - With 128 output channels, two columns' results of the outer rows fill a matrix unit that is 256 wide, both
-  rows' results that of the inner ones. With more, both rows' results have the same weights.
+  rows' results fill it for the inner ones. With more, both rows' results have the same weights.
 - Components' sums of a chunk are kept until the next one is multiplied: it hides their transform.
 """
 
@@ -29,12 +29,14 @@ from jax_kernels.norm_conv3d.step import Step, lanes_of, matrices
 from jax_kernels.norm_conv3d.transforms import TRANSFORMS
 
 HIGH_HALF = -(2**16)
-"""Of a word: the later of its two frames."""
+"""Mask of a word's later frame."""
 
 
 def weights(transformed: Float[Array, "components 3 3 I O"], product: Product, turns: int) -> Array:
-    """The matrices of a product, one for each turn and component: zeros where an input is under no tap of a
-    result, or under one that another input has."""
+    """Return the matrices of a product, one for each turn and component.
+
+    They are zero where an input is under no tap of a result, or under one that another input has.
+    """
 
     def tap(outputs: Array, row: int, column: int, result: int, beside: int) -> Array:
         under, along = row - result, column - beside + 1
@@ -92,8 +94,11 @@ class WinogradStep(Step):
         lax.fori_loop(0, units, lambda unit, _: self._finish(rest + unit * sizes.unit), None)
 
     def _take_turn(self, turn: Any, column: Any) -> None:
-        """A chunk's products that give a turn's share of the results. Spread between them: a share of its
-        columns is modulated for a later step, and of the results of the chunk before it finished."""
+        """Compute the products for a turn's share of a chunk's results, and other work between them.
+
+        Between them a share of the chunk's columns is modulated for a later step, and a share of the results
+        of the chunk before it is finished.
+        """
         sizes = self.sizes
         work = self._work_beside(turn, column)
         total, multiplied = sizes.components * len(self.weights), 0
@@ -130,7 +135,7 @@ class WinogradStep(Step):
         return work
 
     def _input(self, component: int, row: int, shift: int, part: int, column: Any) -> Array:
-        """A chunk's words in one of four rows, or in two if results of both rows have the same weights."""
+        """Return a chunk's words in one of four rows, or in two if both rows' results share weights."""
         sizes = self.sizes
         at = self._words(column, sizes.chunk, shift)
         rows = [self.rows[row + result] for result in range(ROWS if sizes.rows_together else 1)]
@@ -140,7 +145,7 @@ class WinogradStep(Step):
     def _collect(
         self, turn: Any, component: int, results: list[tuple[int, int]], sums: Array, column: Any
     ) -> None:
-        """A product's sums to those of its component."""
+        """Add a product's sums to its component's."""
         sizes, refs = self.sizes, self.refs
         count = sizes.chunk * TILES
         at = self._rows(column, sizes.chunk, TILES, before=sizes.chunk)
@@ -193,11 +198,11 @@ class WinogradStep(Step):
         return words[-1]
 
     def _finish(self, column: Any, unit: int = 0, after: Array | None = None) -> None:
-        """A unit's results."""
+        """Finish a unit's results."""
         self._give(column, self.sizes.unit, partial(self._frames, column, unit), after)
 
     def _frames(self, column: Any, unit: int, row: int, part: int) -> Array:
-        """Sums of a unit's frames from those of its tiles' components."""
+        """Return the sums of a unit's frames from its tiles' components."""
         sizes = self.sizes
         of_tiles = self._rows(column, sizes.unit, TILES, before=sizes.chunk)
         components = [
@@ -211,8 +216,10 @@ class WinogradStep(Step):
         return frames[...]
 
     def _add_edges(self, frames: Any, column: Any, row: int, part: int) -> None:
-        """What columns beside the strip add to its first and its last column, if the unit from `column` on
-        has them."""
+        """Add the contribution of columns beside the strip to its first and last column.
+
+        Only the unit from `column` on is changed.
+        """
         sizes = self.sizes
         for side, edge in enumerate((0, self._last_column())):
             inside = (edge >= column) & (edge < column + sizes.unit)
@@ -221,7 +228,7 @@ class WinogradStep(Step):
             frames[at, :] = frames[at, :] + jnp.where(inside, added, 0.0)
 
     def _words(self, column: Any, count: int, shift: int = 0) -> Any:
-        """Where so many columns lie in what products find, from a multiple of a register's on."""
+        """Return the place of so many columns in the products' memory, from a multiple of a register's on."""
         start = column + MARGIN
         if isinstance(start, jax.Array):
             start = pl.multiple_of(start, SUBLANES)
@@ -233,7 +240,7 @@ def _clear(ref: Any) -> None:
 
 
 def _unpacked(words: Array) -> tuple[Array, Array]:
-    """Both halves of words of bfloat16, as float32."""
+    """Return both halves of words of bfloat16, as float32."""
     return pltpu.bitcast(words << 16, jnp.float32), pltpu.bitcast(words & HIGH_HALF, jnp.float32)
 
 

@@ -68,7 +68,7 @@ def upsample(
 def upsample_on(
     target: Target, x: Array, kernel: Array, bias: Array | None, *, expand_time: bool, first_frame_alone: bool
 ) -> Array:
-    """`upsample` for a target."""
+    """Compute `upsample` for a target."""
 
     def convolve(part: Array, expand_time: bool, first_frame_alone: bool) -> Array:
         composed = functools.partial(_composed, expand_time=expand_time, first_frame_alone=first_frame_alone)
@@ -92,7 +92,7 @@ def _by_parts(
 def _kernel_for(
     target: Target, x: Array, kernel: Array, expand_time: bool, first_frame_alone: bool
 ) -> Callable[..., Array] | None:
-    """The kernel for these frames, or for an image in bands; None where it takes neither."""
+    """Return the kernel for these frames, or for an image in bands; None if neither is supported."""
     if not target.by_pallas:
         return None
     shard = target.split.shard_of(x)
@@ -119,8 +119,11 @@ def _fused(target: Target, x: Array, kernel: Array, bias: Array | None, *, expan
 
 
 def _fused_image(target: Target, x: Array, kernel: Array, bias: Array | None, *, bands: int) -> Array:
-    """As XLA convolves it, an image of 120 x 180 x 512 compiles for 52 s, so for 3. An odd row is followed by
-    one of zeros, as a convolution's padding is."""
+    """Upsample an image by the kernel, in bands.
+
+    XLA compiles its own convolution of an image of 120 x 180 x 512 for 52 s, this for 3. An odd row is
+    followed by zeros, a convolution's padding.
+    """
     height = x.shape[2]
     even = jnp.pad(laid_for_kernels(x), [(0, 0), (0, 0), (0, height % 2), (0, 0), (0, 0)])
     y = _fused(target, in_bands(even, BEYOND, bands), kernel, bias, expand_time=False)
@@ -162,16 +165,15 @@ def downsample(
     first_frame_alone: bool = False,
     split: Split = WHOLE,
 ) -> Float[Array, "N T2 H2 W2 O"]:
-    """Frames averaged in pairs where `compress_time`, then a 2-D convolution of stride 2, zero-padded below
-    and right.
+    """Average pairs of frames if `compress_time`, then convolve with stride 2, zero-padded below and right.
 
     Args:
         x: the activations.
         kernel: (3, 3, I, O), `x`'s dtype.
         bias: (O,), or None.
         compress_time: whether pairs of frames are averaged.
-        first_frame_alone: whether the first frame stays by itself, and pairs begin after it.
-        split: how columns lie on devices.
+        first_frame_alone: whether the first frame stays single, and pairs begin after it.
+        split: the sharding of columns.
 
     Returns:
         H2 = H // 2 and W2 = W // 2 pixels in `x`'s dtype; T2 is T, or with `compress_time` T / 2, with
@@ -204,7 +206,7 @@ def downsample_on(
     compress_time: bool,
     first_frame_alone: bool,
 ) -> Array:
-    """`downsample` for a target."""
+    """Compute `downsample` for a target."""
 
     def convolve(part: Array, compress_time: bool, first_frame_alone: bool) -> Array:
         halve = functools.partial(_halved, compress_time=compress_time, first_frame_alone=first_frame_alone)

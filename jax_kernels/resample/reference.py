@@ -23,7 +23,7 @@ def downsample(x, kernel, bias, *, compress_time, first_frame_alone=False):
 
 
 def convolved(x, kernel, bias, padding, *, stride):
-    """Every frame padded by hand and convolved by itself, in float32."""
+    """Pad every frame explicitly and convolve it by itself, in float32."""
     frames = jnp.pad(x.reshape(-1, *x.shape[2:]), ((0, 0), *padding, (0, 0)))
     y = lax.conv_general_dilated(
         frames.astype(jnp.float32),

@@ -30,28 +30,30 @@ from jax_kernels.common.tiles import fills_tiles, vmem_limit, words_of_twice
 from jax_kernels.resample import xla
 
 TAPS = 3
-"""Of the kernel, along each axis."""
+"""Taps of the kernel along each axis."""
 
 PRODUCT = 288
-"""Rows of a product, before columns are rounded up: 320 of eight frames of 360 columns. Milliseconds of a
-schedule for 8 x 240 x 360 x 256, and seconds to compile it: 1.8 and 4 with 192 of them, 1.4 and 4 with 320,
-1.5 and 7 with 480."""
+"""Rows of a product, before columns are rounded up: 320 for eight frames of 360 columns.
+
+Milliseconds of a schedule for 8 x 240 x 360 x 256, and seconds to compile it: 1.8 and 4 with 192 rows, 1.4
+and 4 with 320, 1.5 and 7 with 480.
+"""
 
 FRAMES = (8, 4, 2)
-"""Of a pixel, and of each that it becomes."""
+"""Supported frames of a pixel, and of each output pixel."""
 
 COLUMNS = 8
-"""Of a product, at least, and a multiple of it: two frames of them fill a tile of bfloat16."""
+"""Fewest columns of a product, which are a multiple of it: two frames of them fill a tile of bfloat16."""
 
 
 class Sizes(NamedTuple):
-    """What a kernel is compiled for.
+    """The sizes that a kernel is compiled for.
 
     Attributes:
-        taken: frames of a pixel.
-        frames: of each of the pixels that it becomes.
-        columns: of the picture, or a shard's own.
-        channels, outputs: into the convolution and out of it.
+        taken: frames of an input pixel.
+        frames: frames of an output pixel.
+        columns: columns of the frame, or of a shard.
+        channels, outputs: channels into the convolution and out of it.
     """
 
     taken: int
@@ -84,14 +86,16 @@ def takes(
     expand_time: bool,
     pixels: int,
 ) -> bool:
-    """Whether the kernel takes these frames: two, four or eight of bfloat16, and no more of the result, which
-    is not small, with whole tiles of channels in and out, and no more of a row than fits into VMEM.
+    """Return whether the kernel supports these frames.
+
+    It supports two, four or eight frames of bfloat16, at most as many frames of the result, which is not
+    small, whole tiles of channels in and out, and a row that fits into VMEM.
 
     Args:
-        x: frames; of it and of the kernel only shape and dtype are looked at.
+        x: frames; only their shape and dtype are read, and the kernel's.
         kernel: (3, 3, I, O).
         expand_time: whether frames are doubled too.
-        pixels: of a whole frame, of which `x` may be a shard's.
+        pixels: pixels of a whole frame, of which `x` may be a shard.
     """
     if not fills_tiles(x) or x.dtype != jnp.bfloat16:
         return False
@@ -104,7 +108,7 @@ def takes(
 
 
 def _vmem_bytes(sizes: Sizes) -> int:
-    """What the kernel holds: blocks twice, as the next is fetched meanwhile."""
+    """Return the kernel's VMEM: blocks twice, as the next is fetched meanwhile."""
     taken, given = sizes.columns * sizes.taken * sizes.channels * 2, sizes.row * sizes.outputs * 2
     weights = TAPS**2 * sizes.channels * sizes.outputs * 2
     product = sizes.chunk * sizes.frames * TAPS**2 * sizes.outputs * 4
@@ -156,7 +160,7 @@ class _Step:
         self._add_columns(before, sizes.columns - before, right)
 
     def _add_columns(self, column: Any, count: int, right: list[Array] | None = None) -> None:
-        """What a row's columns give. `right`: what comes from beyond the last, where that is among them."""
+        """Add the products of a row's columns; `right` is the column beyond the last, at a row's end."""
         sizes, refs = self.sizes, self.refs
         seen = count + (right is None)  # the next one too
         start = pl.multiple_of(column * sizes.taken, 2 * COLUMNS)
@@ -186,7 +190,7 @@ class _Step:
         return jnp.dot(x, weights, preferred_element_type=jnp.float32)
 
     def _frames(self, x: Array) -> Array:
-        """Each frame of a pixel as often as the result has it."""
+        """Repeat each frame of a pixel as often as the result has it."""
         return x if self.sizes.taken == self.sizes.frames else pltpu.bitcast(words_of_twice(x), x.dtype)
 
     def _side_by_side(self, left: Array, right: Array) -> Array:
@@ -215,14 +219,13 @@ def upsampled(
     real: Int[Array, ""] | None,
     expand_time: bool,
 ) -> Float[Array, "N T2 2*H 2*W O"]:
-    """The convolution of frames whose every pixel is taken four times, in two rows and two columns.
+    """Convolve frames whose every pixel is taken four times, in two rows and two columns.
 
     Args:
-        x: frames that the kernel `takes`, as all of these.
+        x: frames that the kernel supports, together with all of these.
         kernel, bias: the convolution's.
-        beside: a shard's neighbours' columns, left and right of its own, or None.
-        real: columns of the result from this one on get zeros, as they only pad a width; None where there are
-            none.
+        beside: the neighbours' columns left and right of a shard, or None.
+        real: columns of the result from this one on are padding and get zeros; None without padding.
         expand_time: whether each frame is given twice.
     """
     plain, by_kernel = (functools.partial(form, expand_time=expand_time) for form in (_plain, _by_kernel))

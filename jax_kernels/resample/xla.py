@@ -13,7 +13,7 @@ def double_pixels(x: Array) -> Array:
 
 
 def double_pixels_outside(x: Array) -> Array:
-    """`double_pixels` as a product with ones, one pass in the order that a TPU keeps pixels in.
+    """Compute `double_pixels` as a product with ones, one pass in the order in which a TPU keeps pixels.
 
     XLA does not see through the barriers that these are ones, and that two axes become one: a broadcast
     written out takes 9.1 ms where this takes 3.4, two broadcasts of inner axes take more (v6e, 8 x 240 x 360
@@ -26,19 +26,19 @@ def double_pixels_outside(x: Array) -> Array:
 
 
 def halved(x: Array, kernel: Array, columns: tuple[int, int]) -> Array:
-    """The sums of a convolution of stride 2, zeros below and as many columns of them as said."""
+    """Return the sums of a convolution of stride 2, with zeros below and `columns` of them at the sides."""
     return conv_frames(x, kernel, padding=((0, 1), columns), stride=2)
 
 
 def halved_by_patches(x: Array, kernel: Array, columns: tuple[int, int]) -> Array:
-    """`halved` as one product of all that windows see.
+    """Compute `halved` as one product of the windows.
 
-    On a TPU, of an image: as a convolution XLA compiles 120 x 180 x 256 for 14 s of a core, a shard of 768 x
-    170 x 128 for a minute; so for 5.
+    For images on a TPU: as a convolution XLA compiles 120 x 180 x 256 for 14 s of a core, a shard of 768 x
+    170 x 128 for a minute; this compiles for 5 s.
     """
     return conv_patches([jnp.pad(x, [(0, 0), (0, 0), (0, 1), columns, (0, 0)])], kernel, stride=2)
 
 
 def suits_patches(x: Array) -> bool:
-    """Whether what windows of 3 x 3 see of `x`, every second row and column, is not too much."""
+    """Return whether the 3 x 3 windows of `x` at every second row and column fit into memory."""
     return x.size // 4 * 9 * x.dtype.itemsize <= MOST_IN_PATCHES

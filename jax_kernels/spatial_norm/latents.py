@@ -1,4 +1,4 @@
-"""Which activations each latent lies over: nearest upsampling of the latents, and the sizes that it takes."""
+"""The activations that each latent covers: nearest upsampling of the latents, and the sizes it supports."""
 
 import jax.numpy as jnp
 from jaxtyping import Array
@@ -22,7 +22,7 @@ def match_frames_and_columns(z_NTHWC: Array, target: tuple[int, ...], *, first_f
 def _matched(
     z_NTHWC: Array, target: tuple[int, ...], first_frame_alone: bool
 ) -> tuple[list[Array], list[int]]:
-    """The parts of the latents' frames, and how many frames each stands for."""
+    """Return the parts of the latents' frames, and how many frames each covers."""
     parts = [z_NTHWC[:, :1], z_NTHWC[:, 1:]] if first_frame_alone and target[1] > 1 else [z_NTHWC]
     return parts, [1, target[1] - 1] if len(parts) == 2 else [target[1]]
 

@@ -36,11 +36,10 @@ def spatial_norm(
     implementation: Implementation | None = None,
     split: Split = WHOLE,
 ) -> Float[Array, "N T H W C"]:
-    """`group_norm(x) * conv_y(zq) + conv_b(zq)`, `zq` upsampled to `x` by nearest neighbour (MoVQ, arXiv
-    2209.09002).
+    """Return `group_norm(x) * conv_y(zq) + conv_b(zq)`, `zq` upsampled to `x` by nearest neighbour.
 
-    A 1x1x1 convolution commutes with nearest upsampling: both run on the latent's rows, an eighth of the
-    pixels or less, and are repeated into place.
+    MoVQ, arXiv 2209.09002. A 1x1x1 convolution commutes with nearest upsampling: both run on the latent's
+    rows, an eighth of the pixels or less, and are repeated into place.
 
     Args:
         x: the activations.
@@ -98,7 +97,7 @@ def spatial_norm_on(
     first_frame_alone: bool,
     implementation: Implementation | None = None,
 ) -> Array:
-    """`spatial_norm` for a target."""
+    """Compute `spatial_norm` for a target."""
     channels = x.shape[-1]
     stats = moments(target, x, num_groups=num_groups, channel_axis=-1)
     scale = per_channel(lax.rsqrt(stats.variance + eps), channels) * weight.astype(jnp.float32)

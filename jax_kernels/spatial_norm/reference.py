@@ -22,7 +22,7 @@ def spatial_norm(
     activation=None,
     first_frame_alone=False,
 ):
-    """The latents upsampled first, both 1x1x1 convolutions at full resolution, then the modulation."""
+    """Upsample the latents, convolve twice at full resolution, then modulate."""
     wide, full = x.astype(jnp.float32), upsampled(zq, x.shape, first_frame_alone).astype(jnp.float32)
     y, b = (
         jnp.einsum("nthwz,zc->nthwc", full, kernel, precision=lax.Precision.HIGHEST) + offset
@@ -33,7 +33,7 @@ def spatial_norm(
 
 
 def upsampled(zq, shape, first_frame_alone):
-    """For every pixel of every frame the latent that it lies under, an index at a time."""
+    """Return for every pixel of every frame the latent that covers it, an index at a time."""
     _, frames, rows, columns, _ = shape
     _, t, h, w, _ = zq.shape
     if first_frame_alone:

@@ -23,7 +23,7 @@ def by_rows(
     activation: Activation | None,
     first_frame_alone: bool,
 ) -> Array:
-    """`activation((x * scale + shift) * y + b)` as one multiply-add, `y` and `b` at the latents' rows."""
+    """Compute `activation((x * scale + shift) * y + b)` as one multiply-add, `y` and `b` by latents' rows."""
     zq = match_frames_and_columns(zq, x.shape, first_frame_alone=first_frame_alone)
     y = pointwise("nthwz,zc->nthwc", zq, *to_y)
     multiplier = y * _over_pixels(scale_NC)
@@ -48,13 +48,13 @@ def by_pixels(
     activation: Activation | None,
     first_frame_alone: bool,
 ) -> Array:
-    """`by_rows` in the order H W N T C, in which a TPU keeps the activations of a convolution over frames.
+    """Compute `by_rows` in the order H W N T C, in which a TPU keeps activations of frames' convolutions.
 
     There, repeating a row is a broadcast over an outer axis, which costs nothing inside a fusion: two
     multiply-adds a pixel are less than a pass that makes them one. The barriers keep XLA from moving the
     reshape past the multiplication: it would then write the broadcast `y` and `b` out, in float32 and at full
-    size (v6e, a block at 8 x 480 x 720 x 128: 61 ms instead of 41). Without an activation nothing keeps what
-    comes after from being fused.
+    size (v6e, a block at 8 x 480 x 720 x 128: 61 ms instead of 41). Without an activation nothing keeps the
+    next operation from being fused.
     """
     zq = match_frames_and_columns(zq, x.shape, first_frame_alone=first_frame_alone)
     # Not before the statistics: the compiler would compute the `y` and `b` of all norms first, and keep them.
@@ -73,7 +73,7 @@ def by_pixels(
 
 
 def pointwise(equation: str, z: Array, kernel_ZC: Array, bias_C: Array) -> Array:
-    """A 1x1x1 convolution, in float32."""
+    """Compute a 1x1x1 convolution, in float32."""
     precision = precision_for(jnp.promote_types(z.dtype, kernel_ZC.dtype))
     y = jnp.einsum(equation, z, kernel_ZC, precision=precision, preferred_element_type=jnp.float32)
     return y + bias_C.astype(jnp.float32)
