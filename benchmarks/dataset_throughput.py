@@ -26,12 +26,15 @@ from cogvideox_torchax import runtime
 from cogvideox_torchax.cli.common import DEMO_MODEL
 from cogvideox_torchax.dataset import Clip, EncodeClip, Recipe, manifest, sources
 from cogvideox_torchax.files import reports
+from cogvideox_torchax.plan import jobs
 from cogvideox_torchax.versions import versions
 from tests.dataset.conftest import write_clip
 
 FORMAT = "cogvideox-torchax-dataset-throughput/1"
 PAGE = Path("docs/datasets.md")
 RESULTS = Path("benchmarks/results/dataset_throughput.json")
+PLAN = Path("benchmarks/results/plan-v6e-1-encode-torchax.json")
+MILLION = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -67,38 +70,52 @@ def through(unit: EncodeClip, clips: list[Clip], out: Path) -> Took:
     return took
 
 
-def drawn(document: dict[str, Any]) -> str:
-    """What the page says of it."""
+def drawn(document: dict[str, Any], plan: dict[str, Any]) -> str:
+    """Return the table of the page: the measured rates, and the estimate for a TPU."""
     frames, height, width = document["video"]
-    said = (
-        f"On a CPU, {document['clips']} clips of {frames} x {height} x {width} and the small model that the "
-        f"package carries: {document['batch_clips_a_second']:.2f} clips a second through the directory, "
-        f"{document['own_clips_a_second']:.2f} by the model alone on frames in memory, a share of "
-        f"**{document['ratio']:.2f}** by the clock (median of {len(document['rounds'])} rounds)",
-        f"The machine's {document['cores_of_the_machine']} cores had other work too, a load of "
-        f"{document['load_of_the_machine']:.1f} in all: in seconds of the cores that each took, the share is "
-        f"**{document['ratio_of_core_seconds']:.2f}**",
-        f"{100 * document['computing_share']:.0f} % of the batch's time a clip was being computed; the rest "
-        "is waiting for clips to be read, and for the last ones to be written "
-        "(`python benchmarks/dataset_throughput.py`)",
+    job, seconds = plan["job"], plan["summary"]["with_collectives_s"]
+    hours = MILLION * seconds / document["ratio"] / 3600
+    rows = (
+        (
+            f"a directory, {document['clips']} clips of {frames} x {height} x {width}, bundled model, CPU",
+            f"{document['batch_clips_a_second']:.2f} clips a second",
+        ),
+        (
+            "the model alone, the same frames in memory",
+            f"{document['own_clips_a_second']:.2f} clips a second",
+        ),
+        ("ratio, median of the rounds", f"{document['ratio']:.2f}"),
+        (
+            f"estimate for a clip of {job['frames']} x {job['height']} x {job['width']}, one v6e",
+            f"{seconds:.2f} s",
+        ),
+        ("the same for a million clips, at that ratio", f"{hours:.0f} chip hours"),
     )
-    return ". ".join(said) + "."
+    return reports.table(("encoding", "rate"), rows)
+
+
+def draw(results: Path) -> None:
+    """Fill the table of the page."""
+    document, plan = (reports.load(path, kind) for path, kind in ((results, FORMAT), (PLAN, jobs.FORMAT)))
+    reports.fill(PAGE, "throughput", drawn(document, plan))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "-o", "--output", type=Path, default=Path("benchmarks/results/dataset_throughput.json")
-    )
+    parser.add_argument("-o", "--output", type=Path, default=RESULTS)
     parser.add_argument("--model", default=str(DEMO_MODEL))
     parser.add_argument("--clips", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--frames", type=int, default=17)
     parser.add_argument("--height", type=int, default=64)
     parser.add_argument("--width", type=int, default=96)
+    parser.add_argument("--draw", action="store_true", help="from the results that there are")
     args = parser.parse_args()
+    if args.draw:
+        draw(args.output)
+        return
     torch.set_grad_enabled(False)
     runtime.enable()
     with tempfile.TemporaryDirectory() as name:
@@ -138,7 +155,7 @@ def main() -> None:
         "versions": versions("torch", "torchax", "jax", "diffusers"),
     }
     reports.write_json(args.output, document)
-    reports.fill(PAGE, "throughput", drawn(document))
+    draw(args.output)
 
 
 if __name__ == "__main__":

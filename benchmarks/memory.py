@@ -1,6 +1,6 @@
 """Memory over the frames and over the size of a video: streamed, whole, in tiles, and diffusers in PyTorch.
 
-    PYTHONPATH=. python benchmarks/memory.py          # writes results/memory.json, draws docs/memory.png
+    PYTHONPATH=. python benchmarks/memory.py          # writes results/memory.json, draws the plot
 
 Each point is a process of its own. What counts is its largest resident set less that of the same process
 with one frame, which has the packages, the weights and the programs: of the curve's own size where the frames
@@ -37,7 +37,7 @@ from tests import reference
 
 FORMAT = "cogvideox-torchax-memory/1"
 RESULTS = Path("benchmarks/results/memory.json")
-PAGE, PLOT = Path("docs/memory.md"), Path("docs/memory.png")
+PAGE, PLOT = Path("docs/performance.md"), Path("docs/images/memory.png")
 MIB = 2**20
 LONG, SMALL = (17, 497, 1001, 2001), (16, 24)
 FRAMES = (17, 49, 97, 129)

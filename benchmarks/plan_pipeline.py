@@ -1,5 +1,5 @@
 """What the TPU's compiler says of a pipeline's networks and of a training step, kept in results/ for the
-tables in docs/pipelines.md, docs/planning.md and docs/performance.md.
+tables in README.md, docs/performance.md, docs/planning.md and docs/kernels.md.
 
 python benchmarks/plan_pipeline.py CASE ...      # minutes each
 python benchmarks/plan_pipeline.py               # draws what is kept
@@ -15,7 +15,7 @@ from cogvideox_torchax.plan.jobs import FORMAT
 
 RESULTS = Path(__file__).parent / "results"
 DOCS = Path(__file__).parent.parent / "docs"
-PAGE = DOCS / "pipelines.md"
+PAGE = DOCS / "performance.md"
 EIGHT = "--topology v6e:2x4 --dp 2 --tp 4"
 LARGE = "--frames 81 --height 768 --width 1360"
 SMALL = "--frames 49 --height 480 --width 720"
@@ -41,38 +41,33 @@ VIDEOS = {
     "5b, 49 x 480 x 720, v6e-8": ("prompt-v6e-8", "step-5b-v6e-8", "v6e-8-decode-small"),
     "1.5-5b, 81 x 768 x 1360, v6e-8": ("prompt-v6e-8", "step-1.5-5b-v6e-8", "v6e-8-decode"),
 }
-VIDEO_HEAD = ("video", "prompts, s", f"{STEPS} steps, s", "of which a step", "VAE, s", "whole, s")
+VIDEO_HEAD = ("video", "prompts, s", f"{STEPS} steps, s", "one step, s", "VAE, s", "total, s")
 HEAD = (
     "network",
-    "chips",
-    "weights and arguments, GiB",
-    "temporaries, GiB, at most",
+    "mesh",
+    "arguments, GiB",
+    "temporaries, GiB",
     "fits",
-    "parallel",
     "estimate, s",
-    "of it kernels, s",
-    "of it copies, s",
     "collectives, s",
-    "compile, s",
 )
 
 
 def _row(plan: dict[str, Any]) -> tuple[str, ...]:
     job, mesh, summary = plan["job"], plan["mesh"], plan["summary"]
     video = f", {job['frames']} x {job['height']} x {job['width']}" if job["network"] == "step" else ""
-    seconds = [
-        summary[name] for name in ("estimate_s", "of_it_attention_s", "of_it_copies_s", "collectives_s")
-    ]
     return (
         f"{job['network']}, {plan['model']}{video}",
         f"{plan['topology']}, dp={mesh['dp']} tp={mesh['tp']}",
         f"{summary['arguments_GiB']:.2f}",
         f"{summary['temporaries_GiB']:.2f}",
-        summary["fits"],
-        summary.get("parallel", "").partition(" (")[0],
-        *(f"{value:.4f}" if value < 0.01 else f"{value:.2f}" for value in seconds),
-        f"{summary['compiled_in_s']:.0f}",
+        summary["fits"].partition(" ")[0],
+        *map(_seconds, (summary["estimate_s"], summary["collectives_s"])),
     )
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.4f}" if value < 0.01 else f"{value:.2f}"
 
 
 def _parts(prompt: str, step: str, vae: str) -> list[Path]:
@@ -87,6 +82,43 @@ def _video(name: str, plans: list[Path]) -> tuple[str, ...]:
     prompts, step, frames = (load(plan, FORMAT)["summary"]["with_collectives_s"] for plan in plans)
     parts = (prompts, STEPS * step, step, frames, prompts + STEPS * step + frames)
     return name, *(f"{seconds:.3f}" if seconds < 0.1 else f"{seconds:.2f}" for seconds in parts)
+
+
+FIGURE_HEAD = ("CogVideoX-5b, bfloat16", "chips", "diffusers through torchax", "this project")
+
+
+def _figures() -> list[tuple[str, ...]]:
+    """Return the rows of README's table."""
+
+    def plan(name: str) -> dict[str, Any]:
+        return load(RESULTS / f"{name}.json", FORMAT)
+
+    def steady(kind: str, build: str) -> str:
+        found = plan(f"plan-v6e-1-{kind}-{build}")["programs"][-1]["seconds_with_collectives"]
+        return f"{found:.3f} s"
+
+    rows = [
+        (
+            f"{kind} a chunk, 8 frames of 480 x 720",
+            "1 v6e",
+            *(steady(kind, b) for b in ("torchax-stock", "torchax")),
+        )
+        for kind in ("decode", "encode")
+    ]
+    video = plan("plan-v6e-8-decode-torchax")["summary"]["with_collectives_s"]
+    rows.append(("decode 81 frames of 768 x 1360", "8 v6e", "", f"{video:.2f} s"))
+    step = plan("network-step-5b-v6e-1")["summary"]["with_collectives_s"]
+    rows.append(("a denoising step, 49 frames of 480 x 720", "1 v6e", "", f"{step:.2f} s"))
+    name = "5b, 49 x 480 x 720, v6e-8"
+    rows.append(
+        (
+            "a prompt to 49 frames of 480 x 720, 50 steps",
+            "8 v6e",
+            "",
+            f"{_video(name, _parts(*VIDEOS[name]))[-1]} s",
+        )
+    )
+    return rows
 
 
 LAYER = {
@@ -143,9 +175,10 @@ if __name__ == "__main__":
     training = load(_kept(TRAINING), FORMAT)
     fill(DOCS / "planning.md", "training", table(TRAINING_HEAD, _training(training)))
     layer = _layer(load(_kept("step-5b-v6e-1"), FORMAT))
-    fill(DOCS / "performance.md", "layer", table(LAYER_HEAD, layer))
+    fill(DOCS / "kernels.md", "layer", table(LAYER_HEAD, layer))
     plans = [load(path, FORMAT) for path in sorted(RESULTS.glob("network-*.json"))]
     fill(PAGE, "network plans", table(HEAD, [_row(plan) for plan in plans]))
     videos = {name: _parts(*cases) for name, cases in VIDEOS.items()}
     kept = {name: parts for name, parts in videos.items() if all(part.exists() for part in parts)}
     fill(PAGE, "videos", table(VIDEO_HEAD, [_video(*item) for item in kept.items()]))
+    fill(DOCS.parent / "README.md", "figures", table(FIGURE_HEAD, _figures()))

@@ -1,100 +1,90 @@
 """Redraws the tables and plots of docs/ from benchmarks/results/."""
 
+import contextlib
+import io
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from cogvideox_torchax.bench import ab
-from cogvideox_torchax.bench.report import draw, markdown
-from cogvideox_torchax.files.reports import fill, load, table
+from cogvideox_torchax.bench.report import draw
+from cogvideox_torchax.cli.common import print_report
+from cogvideox_torchax.files.reports import fill, load, parse, table
 from cogvideox_torchax.plan import jobs
 from cogvideox_torchax.vae.directions import Direction
 
 ROOT = Path(__file__).parents[1]
 
-BUILDS = ("torch", "torchax-stock", "torchax", "flax")
-"""The backends of the comparison in docs/migration.md."""
-
-
-def builds(reports: list[dict[str, Any]]) -> str:
-    """One table of the first case of each report that has both builds: what a user waits for."""
-    head = ("model", "device", "video", "backend")
-    rows = []
-    for report in reports:
-        case = report["cases"][0]
-        results = {result["backend"]: result for result in case["results"] if result["status"] == "ok"}
-        if not {"torchax", "flax"} <= set(results):
-            continue
-        about = (report["model_name"], f"{case['frames']} x {case['height']} x {case['width']}")
-        for result in (results[name] for name in BUILDS if name in results):
-            halves = [_waiting(result[kind]) for kind in Direction]
-            rows.append((about[0], result["device"], about[1], result["backend"], *halves[0], *halves[1]))
-    columns = ("error", "cold start, s", "warm start, s", "steady, s")
-    return table((*head, *(f"{kind}: {column}" for kind in Direction for column in columns)), rows)
-
-
-def _waiting(half: dict[str, Any]) -> tuple[str, ...]:
-    seconds = (half["start_cold_s"], half["start_warm_s"], half["steady"]["median_s"])
-    return (
-        f"{half['check']['relative_error']:.1e}",
-        *("" if value is None else f"{value:.3g}" for value in seconds),
-    )
-
-
-GB = 1e9
-HEAD = (
+MEASURED_HEAD = (
     "backend",
-    "steady chunk, ms",
-    "convolutions, ms",
-    "copies, ms",
-    "other, ms",
-    "Pallas kernels, ms",
-    "of them by bytes",
-    "collectives, ms",
-    "floor, ms",
-    "of peak",
-    "first chunk, ms",
-    "whole video, s",
-    "temporaries, GB",
-    "peak, GB",
-    "fits",
-    "collectives",
-    "compile, s",
+    "error",
+    "cold start, s",
+    "warm start, s",
+    "steady encode, s",
+    "steady decode, s",
 )
+PLANS_HEAD = (
+    "video",
+    "chips",
+    "build",
+    "first chunk, ms",
+    "steady chunk, ms",
+    "whole video, s",
+    "peak, GB",
+)
+COMPILED = "decode 49 x 480 x 720", "encode 49 x 480 x 720", "decode 49 x 768 x 1360"
+"""The jobs of `compile_times`."""
+
+
+def measured(report: dict[str, Any]) -> str:
+    """Return the table of a comparison: a row for each backend of the first video, under its origin."""
+    rows, case = [], report["cases"][0]
+    for result in case["results"]:
+        if result["status"] == "ok":
+            halves = [result[kind] for kind in Direction]
+            error = max(half["check"]["relative_error"] for half in halves)
+            starts = [_total(half[name] for half in halves) for name in ("start_cold_s", "start_warm_s")]
+            seconds = *starts, *(half["steady"]["median_s"] for half in halves)
+            rows.append((result["backend"], f"{error:.1e}", *map(_seconds, seconds)))
+    video = f"{case['frames']} frames of {case['height']} x {case['width']}"
+    where = f"{report['host']['cpus']} CPUs ({report['host']['machine']}), {report['date'][:10]}"
+    title = f"{report['model_name']}, {video}, {report['options']['dtype']}, {where}:"
+    return f"{title}\n\n{table(MEASURED_HEAD, rows)}"
+
+
+def _total(seconds: Iterable[float | None]) -> float | None:
+    found = list(seconds)
+    return None if None in found else sum(value for value in found if value is not None)
+
+
+def _seconds(value: float | None) -> str:
+    return "" if value is None else f"{value:.3g}"
+
 
 FUSED = "norm_conv3d", "upsampled"
 """The kernels that `composition` names; it adds all others."""
 
 
 def plans_table(plans: list[dict[str, Any]]) -> str:
-    """A table for each job, topology and mesh, a row for each backend."""
-    groups: dict[str, list[dict[str, Any]]] = {}
-    for plan in plans:
-        groups.setdefault(_title(plan), []).append(plan)
-    parts = []
-    for title, members in groups.items():
-        versions = members[0]["versions"]
-        parts.append(f"**{title}** (libtpu {versions['libtpu']}, jax {versions['jax']})")
-        parts.append(table(HEAD, [_row(plan) for plan in members]))
-    return "\n\n".join(parts) + "\n"
+    """Return the table of the VAE's plans: a row for each job, mesh and build."""
+    origins = sorted({_origin(plan) for plan in plans})
+    rows = sorted((_row(plan) for plan in plans), key=lambda row: (row[1], row[0]))
+    return f"{'; '.join(origins)}:\n\n{table(PLANS_HEAD, rows)}\n"
+
+
+def _origin(plan: dict[str, Any]) -> str:
+    versions = plan["versions"]
+    return f"Model {plan['model']}, {plan['dtype']}, libtpu {versions['libtpu']}, jax {versions['jax']}"
 
 
 def composition(plans: list[dict[str, Any]], backend: str = "torchax") -> str:
-    """What the time of each program of a backend consists of, in milliseconds: a row for each program."""
-    head = (
-        "program",
-        "frames in",
-        "all",
-        *FUSED,
-        "other kernels",
-        "convolutions",
-        "copies",
-        "other",
-        "collectives",
-    )
+    """What the time of each program of a backend consists of, in milliseconds: a row for each program of
+    a video of several chunks."""
+    head = ("program", "total", *FUSED, "other kernels", "XLA", "collectives")
     rows = []
     for plan in plans:
-        if plan["backend"] != backend:
+        if plan["backend"] != backend or len(plan["programs"]) == 1:
             continue
         job, mesh = plan["job"], plan["mesh"]
         chips = mesh["dp"] * mesh["tp"]
@@ -103,75 +93,88 @@ def composition(plans: list[dict[str, Any]], backend: str = "torchax") -> str:
             chunk = "first" if program["name"] == "first" else "steady"
             kernels = {name: kernel["seconds"] for name, kernel in program["kernel_times"].items()}
             fused = [kernels.pop(name, 0.0) for name in FUSED]
-            shares = [program["shares"].get(kind, 0.0) for kind in ("convolutions", "copies", "other")]
-            parts = [*fused, sum(kernels.values()), *shares, _sum(program["collective_seconds"]) or 0.0]
-            name = f"{video}, {chunk} chunk", str(program["frames"])
-            rows.append((*name, *(f"{1e3 * seconds:.1f}" for seconds in (sum(parts), *parts))))
+            by_xla = sum(program["shares"].get(kind, 0.0) for kind in ("convolutions", "copies", "other"))
+            moved = sum((program["collective_seconds"] or {}).values())
+            parts = [*fused, sum(kernels.values()), by_xla, moved]
+            name = f"{video}, {chunk} chunk of {program['frames']}"
+            rows.append((name, *(f"{1e3 * seconds:.1f}" for seconds in (sum(parts), *parts))))
     return table(head, rows)
 
 
-def _title(plan: dict[str, Any]) -> str:
-    job, mesh = plan["job"], plan["mesh"]
-    tiles = f" in tiles of {job['tile'][0]} x {job['tile'][1]}" if job["tile"] else ""
-    return (
-        f"{job['kind']} {job['frames']} x {job['height']} x {job['width']}{tiles}, model {plan['model']}, "
-        f"{plan['dtype']}, {plan['topology']}, dp={mesh['dp']} tp={mesh['tp']}"
-    )
+def _chips(plan: dict[str, Any]) -> str:
+    chips = plan["mesh"]["dp"] * plan["mesh"]["tp"]
+    return f"{chips} {plan['topology'].partition(':')[0]}"
 
 
 def _row(plan: dict[str, Any]) -> tuple[str, ...]:
-    first, steady, summary = plan["programs"][0], plan["programs"][-1], plan["summary"]
-    shares, seconds = steady["shares"], steady["seconds"]
-    whole = len(plan["programs"]) > 1 or summary["chunks"] == 1  # else the first chunk's program is another
-    moved = ", ".join(
-        f"{count} {kind} (largest {largest / 1e6:.2f} MB)"
-        for kind, (count, largest) in steady["collectives"].items()
-    )
+    job, summary = plan["job"], plan["summary"]
+    first, steady = plan["programs"][0], plan["programs"][-1]
+    tiles = f" in tiles of {job['tile'][0]} x {job['tile'][1]}" if job["tile"] else ""
+    one = summary["chunks"] == 1
+    whole = one or len(plan["programs"]) > 1  # else the first chunk's program was not planned
+    peak = max(program["peak_bytes"] for program in plan["programs"])
     return (
+        f"{job['kind']} {job['frames']} x {job['height']} x {job['width']}{tiles}",
+        _chips(plan),
         plan["backend"],
-        _milliseconds(seconds),
-        *(_milliseconds(shares.get(kind)) for kind in ("convolutions", "copies", "other", "kernels")),
-        str(steady["kernels_by_bytes"]) if seconds and steady["kernels"] else "",
-        _milliseconds(_sum(steady["collective_seconds"])),
-        _milliseconds(steady["floor_seconds"]),
-        f"{steady['floor_seconds'] / seconds:.0%}" if seconds else "",
-        _milliseconds(first["seconds"] if first["name"] == "first" else None),
-        f"{summary['whole_video_s']:.2f}" if seconds and whole else "",
-        f"{steady['temp_bytes'] / GB:.1f}",
-        f"{max(program['peak_bytes'] for program in plan['programs']) / GB:.1f}" if whole else "",
-        {True: "yes", False: "no", None: ""}[summary.get("fits")] if whole else "",
-        moved,
-        f"{steady['compile_seconds']:.0f}",
+        _milliseconds(first["seconds_with_collectives"]) if whole else "",
+        "" if one else _milliseconds(steady["seconds_with_collectives"]),
+        f"{summary['with_collectives_s']:.2f}" if whole and "with_collectives_s" in summary else "",
+        (f"{peak / 1e9:.1f}" + (" (does not fit)" if summary.get("fits") is False else "")) if whole else "",
     )
-
-
-def _sum(parts: dict[str, float] | None) -> float | None:
-    return sum(parts.values()) if parts else None
 
 
 def _milliseconds(seconds: float | None) -> str:
     return "" if seconds is None else f"{1e3 * seconds:.0f}"
 
 
+def compile_times(document: dict[str, Any]) -> str:
+    """Return the table of what it takes to compile some programs of the VAE."""
+    rows = []
+    for job in document["jobs"]:
+        if job["job"].rpartition(",")[0] in COMPILED:
+            seconds = [f"{program['compile_seconds']:.0f}" for program in job["programs"]]
+            rows.append((job["job"], *seconds, f"{job['process_bytes'] / 2**30:.1f}"))
+    return table(("job", "first chunk, s", "steady chunk, s", "memory of the host, GiB"), rows)
+
+
+def schedules(document: dict[str, Any]) -> str:
+    """Return the table of the final schedules of kernels, those without a residual left out."""
+    rows = [
+        (kernel["shape"], *(f"{kernel[name]:.2f}" for name in ("estimate_ms", "flops_ms", "bytes_ms")))
+        for kernel in document["kernels"]
+        if "no residual" not in kernel["shape"]
+    ]
+    return table(("kernel", "schedule, ms", "floor, ms", "bytes, ms"), rows)
+
+
+def sample(plan: dict[str, Any]) -> str:
+    """Return what `plan` prints of a whole video, as a block of code."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        print_report(plan["summary"], as_json=False)
+    return f"```text\n{printed.getvalue()}```"
+
+
 def redraw(results: Path, docs: Path) -> None:
-    """Puts every `ab*.json` and `plan*.json` of `results` into docs/benchmarks.md, what a program's time
-    consists of into docs/performance.md, and what compares the builds into docs/migration.md, between their
-    marks."""
+    """Draw the tables and plots of the pages of `docs` from the files of `results`."""
     images = docs / "images"
     images.mkdir(parents=True, exist_ok=True)
-    runs, reports = [], []
+    runs = []
     for path in sorted(results.glob("ab*.json")):
         report = load(path, ab.FORMAT)
-        reports.append(report)
         plots = draw(report, images, path.stem)
-        runs += [f"### {path.stem}", markdown(report).rstrip()]
-        runs += [f"![{plot.stem}](images/{plot.name})" for plot in plots]
-    plans = [load(path, jobs.FORMAT) for path in sorted(results.glob("plan*.json"))]
-    page = docs / "benchmarks.md"
-    fill(page, "bench ab", "\n\n".join(runs))
-    fill(page, "plan", plans_table(plans))
-    fill(docs / "performance.md", "composition", composition(plans))
-    fill(docs / "migration.md", "builds", builds(reports))
+        runs += [measured(report), *(f"![{plot.stem}](images/{plot.name})" for plot in plots)]
+    plans = {path.stem: load(path, jobs.FORMAT) for path in sorted(results.glob("plan*.json"))}
+    fill(docs / "performance.md", "measured", "\n\n".join(runs))
+    fill(docs / "performance.md", "plans", plans_table([*plans.values()]))
+    fill(docs / "kernels.md", "composition", composition([*plans.values()]))
+    for page, name, draws in (
+        ("performance", "compile-times", compile_times),
+        ("kernels", "conv-schedule", schedules),
+    ):
+        fill(docs / f"{page}.md", name, draws(parse((results / f"{name}.json").read_text())))
+    fill(docs / "planning.md", "sample", sample(next(iter(plans.values()))))
 
 
 if __name__ == "__main__":

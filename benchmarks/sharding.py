@@ -2,7 +2,7 @@
 
     python benchmarks/sharding.py --sizes 60x90 96x170 -o benchmarks/results/sharding.json
 
-    python benchmarks/sharding.py --table -o benchmarks/results/sharding.json  # prints the table
+    python benchmarks/sharding.py --draw     # draws the table in docs/architecture.md from the results
 
 Compiles the steady chunk of the published model's widths (bfloat16) for one device and for a mesh of dp=1,
 tp=8, on eight CPU devices that are really one machine; nothing is run, and no weights are made.
@@ -24,9 +24,11 @@ import jax
 import torch
 
 from cogvideox_torchax import AutoencoderKLCogVideoX, make_mesh, port
+from cogvideox_torchax.files import reports
 from cogvideox_torchax.plan.report import report
 
 MIB = 2**20
+PAGE = Path("docs/architecture.md")
 
 
 def published_vae() -> AutoencoderKLCogVideoX:
@@ -64,34 +66,24 @@ def measure(single, sharded, kind: str, height: int, width: int) -> dict:
 
 
 def table(results: list[dict]) -> str:
-    """The figures as Markdown, a program a row."""
-    header = [
-        "chunk",
-        "latents",
-        "work x 8",
-        "temp, one device",
-        "temp a device",
-        "all-gathers",
-        "halos",
-        "sums",
-    ]
-    rows = [header, ["---"] * len(header)]
+    """Return the figures as Markdown, a row for each program."""
+    head = ("chunk", "latents", "work x 8", "temporaries, MiB", "on each of 8, MiB", "halos", "sums")
+    rows = []
     for result in results:
         moved = result["collectives"]
-        halos = moved["collective-permute"]
+        halos, sums = moved["collective-permute"], moved["all-reduce"]
         rows.append(
-            [
+            (
                 result["kind"],
                 " x ".join(map(str, result["latents"])),
                 f"{result['flops_ratio']:.3f}",
-                f"{result['temp_mib_single_device']:,.0f} MiB",
-                f"{result['temp_mib_per_device']:,.0f} MiB ({result['temp_ratio']:.3f})",
-                str(moved.get("all-gather", {"count": 0})["count"]),
+                f"{result['temp_mib_single_device']:,.0f}",
+                f"{result['temp_mib_per_device']:,.0f}",
                 f"{halos['bytes'] / MIB:,.0f} MiB in {halos['count']}",
-                f"{moved['all-reduce']['bytes'] / 1024:,.0f} KiB in {moved['all-reduce']['count']}",
-            ]
+                f"{sums['bytes'] / 1024:,.0f} KiB in {sums['count']}",
+            )
         )
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+    return reports.table(head, rows)
 
 
 def main() -> None:
@@ -101,10 +93,10 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", default=["60x90", "96x170"], help="latents, height x width")
     parser.add_argument("--kinds", nargs="+", default=["decode", "encode"])
     parser.add_argument("-o", "--output", type=Path, default=Path("benchmarks/results/sharding.json"))
-    parser.add_argument("--table", action="store_true", help="print the output file as a table")
+    parser.add_argument("--draw", action="store_true", help="from the results that there are")
     args = parser.parse_args()
-    if args.table:
-        print(table(json.loads(args.output.read_text())["results"]))
+    if args.draw:
+        reports.fill(PAGE, "sharding", table(json.loads(args.output.read_text())["results"]))
         return
     single, sharded = published_vae(), port(published_vae(), mesh=make_mesh(dp=1, tp=8))
     results = []

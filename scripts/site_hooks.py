@@ -12,8 +12,8 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("cogvideox_torchax", "cogvideox_torchax.flax", "jax_kernels")
-FROM_ROOT = {"changelog.md": "CHANGELOG.md", "contributing.md": "CONTRIBUTING.md"}
-"""Pages of the site that are files beside README.md, where people look for them."""
+FROM_ROOT = {"index.md": "README.md", "changelog.md": "CHANGELOG.md", "contributing.md": "CONTRIBUTING.md"}
+"""Pages of the site that are files of the root, where people look for them."""
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -29,7 +29,9 @@ def on_files(files: Any, config: Any) -> Any:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Links into the repository become links within the site; the command line's help is filled in."""
     markdown = markdown.replace("](../benchmarks/results/", "](results/")
-    markdown = re.sub(r"\]\(\.\./(CHANGELOG|CONTRIBUTING)\.md", lambda m: f"]({m[1].lower()}.md", markdown)
+    markdown = re.sub(
+        r"\]\((?:\.\./)?(CHANGELOG|CONTRIBUTING)\.md", lambda m: f"]({m[1].lower()}.md", markdown
+    )
     return markdown.replace("<!-- help of every command -->", help_of_every_command())
 
 

@@ -30,6 +30,7 @@ FORMAT = "cogvideox-torchax-versions/1"
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PACKAGES = (*TESTED, "flax")
+SHOWN = ("torch", "torchax", "jax", "diffusers", "transformers")
 TESTS = (
     "tests/test_upstream.py",
     "tests/test_porting.py",
@@ -124,8 +125,7 @@ def drawn(found: list[dict[str, Any]]) -> str:
     rows = [
         (
             report["set"],
-            report.get("python", ""),
-            *(report.get("versions", {}).get(package, "") for package in PACKAGES),
+            *(report.get("versions", {}).get(package, "") for package in SHOWN),
             f"{report['passed']} of {report['passed'] + report['failed']}"
             + (f", {report['skipped']} skipped" if report.get("skipped") else "")
             if "passed" in report
@@ -133,7 +133,7 @@ def drawn(found: list[dict[str, Any]]) -> str:
         )
         for report in found
     ]
-    return reports.table(("set", "python", *PACKAGES, "tests passed"), rows)
+    return reports.table(("set", *SHOWN, "tests passed"), rows)
 
 
 def main() -> int:

@@ -1,6 +1,7 @@
 """What reports are made of: JSON files of a named format, Markdown tables and pages, plots."""
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -41,12 +42,16 @@ def write_json(path: Path, report: dict[str, Any]) -> Path:
 
 
 def fill(page: Path, name: str, drawn: str) -> None:
-    """Puts `drawn` into a Markdown page, between `<!-- name: begin -->` and `<!-- name: end -->`."""
+    """Puts `drawn` into a Markdown page, between `<!-- name: begin -->` and `<!-- name: end -->`,
+    tables without padding."""
     begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
     text = page.read_text()
     if begin not in text or end not in text:
         raise ValueError(f"{page} has no lines {begin} and {end} between which the results go")
     before, after = text.split(begin)[0], text.split(end)[1]
+    drawn = re.sub(
+        r"^\|.*\|$", lambda row: re.sub(r"  +", " ", re.sub(r"---+", "---", row[0])), drawn, flags=re.M
+    )
     write_text(page, f"{before}{begin}\n\n{drawn.rstrip()}\n\n{end}{after}")
 
 

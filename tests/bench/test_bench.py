@@ -49,6 +49,7 @@ PROGRAM = {
     "floor_seconds": 0.05,
     "temp_bytes": 2e9,
     "peak_bytes": 5e9,
+    "seconds_with_collectives": 0.262,
     "collectives": {},
     "compile_seconds": 30.0,
 }
@@ -61,8 +62,8 @@ PLAN = {
     "dtype": "bfloat16",
     "model": "5b",
     "versions": {"libtpu": "0.0.1", "jax": "0.10"},
-    "programs": [PROGRAM | {"name": "first", "seconds": 0.3}, PROGRAM],
-    "summary": {"whole_video_s": 0.55, "fits": True},
+    "programs": [PROGRAM | {"name": "first", "seconds": 0.3, "seconds_with_collectives": 0.312}, PROGRAM],
+    "summary": {"chunks": 2, "whole_video_s": 0.55, "with_collectives_s": 0.574, "fits": True},
 }
 
 
@@ -199,53 +200,57 @@ def test_a_bad_sweep_is_one_line(axis, capsys):
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_builds_are_compared_where_both_were_run_and_right():
+def test_a_comparison_has_a_row_for_each_backend_that_was_right():
     wrong = merged("flax") | {"status": "wrong"}
-    both, one, bad = (
-        made_up_report(*results)
-        for results in ((merged("flax"), merged("torch")), (merged("torch"),), (merged("flax"), wrong))
-    )
-    both["cases"][0]["results"].append(merged("torchax"))
-    lines = drawn.builds([both, one, bad]).splitlines()
-    assert [line.split("|")[4].strip() for line in lines[2:]] == ["torch", "torchax", "flax"]
-    assert [cell.strip() for cell in lines[3].split("|")[3:8]] == [
-        "9 x 16 x 24",
-        "torchax",
-        "1.0e-06",
-        "3",
-        "3",
+    table = drawn.measured(made_up_report(merged("torch"), merged("torchax"), wrong))
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[4:]]
+    assert rows == [[name, "1.0e-06", "6", "6", "2", "2"] for name in ("torch", "torchax")]
+
+
+def test_compile_times_are_those_of_the_jobs_that_the_table_names():
+    times = [{"name": name, "compile_seconds": seconds} for name, seconds in (("first", 99.4), ("later", 63))]
+    found = [
+        {"job": f"{video}, one chip", "process_bytes": 2**31, "programs": times}
+        for video in ("decode 49 x 480 x 720", "decode 8 x 480 x 720")
+    ]
+    rows = drawn.compile_times({"jobs": found}).splitlines()[2:]
+    assert [row.replace("|", " ").split() for row in rows] == [
+        ["decode", "49", "x", "480", "x", "720,", "one", "chip", "99", "63", "2.0"]
     ]
 
 
 def test_docs_are_redrawn_between_their_marks(tmp_path):
     (tmp_path / "results").mkdir()
     (tmp_path / "docs").mkdir()
-    page = tmp_path / "docs" / "benchmarks.md"
-    runs, plans = (f"<!-- {name}: begin -->\nstale\n<!-- {name}: end -->" for name in ("bench ab", "plan"))
-    page.write_text(f"before\n{runs}\nbetween\n{plans}\nafter\n")
-    comparison = tmp_path / "docs" / "migration.md"
-    comparison.write_text("<!-- builds: begin -->\nstale\n<!-- builds: end -->")
-    performance = tmp_path / "docs" / "performance.md"
-    performance.write_text("<!-- composition: begin -->\nstale\n<!-- composition: end -->")
+    marks = {
+        "performance.md": ("measured", "plans", "compile-times"),
+        "kernels.md": ("composition", "conv-schedule"),
+        "planning.md": ("sample",),
+    }
+    for name, parts in marks.items():
+        text = "between\n".join(f"<!-- {part}: begin -->\nstale\n<!-- {part}: end -->\n" for part in parts)
+        (tmp_path / "docs" / name).write_text(f"before\n{text}after\n")
+    (tmp_path / "results" / "compile-times.json").write_text(json.dumps({"jobs": []}))
+    kernel = {"shape": "decoder", "estimate_ms": 2.5, "flops_ms": 1, "bytes_ms": 0.5}
+    (tmp_path / "results" / "conv-schedule.json").write_text(json.dumps({"kernels": [kernel]}))
     found = made_up_report(merged(), cases=((9, 16, 24), (17, 16, 24), (9, 32, 48)))
     (tmp_path / "results" / "ab-x.json").write_text(json.dumps(found))
     (tmp_path / "results" / "plan-x.json").write_text(json.dumps(PLAN))
     drawn.redraw(tmp_path / "results", tmp_path / "docs")
-    once = page.read_text()
+    pages = {name: (tmp_path / "docs" / name).read_text() for name in marks}
     drawn.redraw(tmp_path / "results", tmp_path / "docs")
-    assert page.read_text() == once
-    assert once.startswith("before\n")
-    assert once.endswith("after\n")
-    assert "stale" not in once
-    table = once.split("between")[1]
-    assert "decode 9 x 480 x 720, model 5b, bfloat16, v6e:1x1, dp=1 tp=1" in table
-    row = "torchax 250 100 50 80 20 1 12 50 20% 300 0.55 2.0 5.0 yes 30"
+    assert pages == {name: (tmp_path / "docs" / name).read_text() for name in marks}
+    for text in pages.values():
+        assert text.startswith("before\n")
+        assert text.endswith("after\n")
+        assert "stale" not in text
+    table = pages["performance.md"].split("between")[1]
+    assert "Model 5b, bfloat16, libtpu 0.0.1, jax 0.10:" in table
+    row = "decode 9 x 480 x 720 1 v6e torchax 312 262 0.57 5.0"
     assert row.split() in [line.replace("|", " ").split() for line in table.splitlines()]
-    assert "stale" not in comparison.read_text()
-    composition = performance.read_text()
-    assert "stale" not in composition
-    row = "decode 480 x 720, 1 chip, steady chunk 2 262.0 15.0 0.0 5.0 100.0 50.0 80.0 12.0"
-    assert row.split() in [line.replace("|", " ").split() for line in composition.splitlines()]
+    row = "decode 480 x 720, 1 chip, steady chunk of 2 262.0 15.0 0.0 5.0 230.0 12.0"
+    assert row.split() in [line.replace("|", " ").split() for line in pages["kernels.md"].splitlines()]
+    assert "  whole video s       0.55\n" in pages["planning.md"]
     images = sorted(path.name for path in (tmp_path / "docs" / "images").iterdir())
     assert images == ["ab-x-bars.png", "ab-x-frames.png", "ab-x-size.png"]
     (tmp_path / "results" / "ab-x.json").write_text(json.dumps(found | {"format": "other/2"}))
