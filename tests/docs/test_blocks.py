@@ -147,7 +147,7 @@ def check(words: list[str], where: str):
         named = {extra for found in re.findall(r"\[([\w,]+)\]", " ".join(rest)) for extra in found.split(",")}
         assert named <= set(project["optional-dependencies"]), f"{where}: no such extra"
     else:
-        assert program in ("git", "cd", "ln", "pre-commit", "source"), f"{where}: {program} is no known program"
+        assert program in ("git", "cd", "ln", "pre-commit", "source"), f"{where}: {program} is unknown"
 
 
 def test_most_blocks_run():
