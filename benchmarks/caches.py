@@ -1,7 +1,8 @@
-"""diffusers' caches: what they keep of CogVideoX-5b by its shapes, and what they do to frames of a small
-pipeline with random weights; kept in results/caches.json for the table in docs/pipelines.md.
+"""diffusers' caches: memory for CogVideoX-5b by its shapes, and error on frames of a small pipeline.
 
-python benchmarks/caches.py      # minutes, on a CPU
+The pipeline has random weights; results/caches.json keeps the figures for the table in docs/pipelines.md.
+
+    python benchmarks/caches.py      # minutes, on a CPU
 """
 
 import json
@@ -32,7 +33,7 @@ HEAD = ("`--cache`", "kept on one chip, GiB", "on eight, GiB", f"steps skipped o
 
 
 def measured() -> dict[str, Any]:
-    """What each cache keeps, skips and costs."""
+    """Return each cache's memory, skipped steps and error."""
     sizes = {"frames": 13, "height": 60, "width": 90}
     pipe = port(small_pipelines.build(transformer=small_pipelines.transformer("5b", num_layers=4)))
     plain, rows = _frames(pipe), {}

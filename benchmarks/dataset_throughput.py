@@ -47,7 +47,7 @@ class Took:
 
 
 def alone(unit: EncodeClip, clips: list[Clip]) -> Took:
-    """The model alone."""
+    """Time the model alone."""
     readings = [unit.read(clip) for clip in clips]
     start, cores = time.perf_counter(), time.process_time()
     for reading in readings:
@@ -59,7 +59,7 @@ def alone(unit: EncodeClip, clips: list[Clip]) -> Took:
 
 
 def through(unit: EncodeClip, clips: list[Clip], out: Path) -> Took:
-    """The directory, from its listing to its last shard."""
+    """Time the directory, from its listing to its last shard."""
     start, cores = time.perf_counter(), time.process_time()
     made_by = unit.recipe.lasting(unit.model_sha256)
     with manifest.DatasetDirectory(out, made_by, clips, kind="parquet", shard_size=8) as directory:
@@ -71,7 +71,7 @@ def through(unit: EncodeClip, clips: list[Clip], out: Path) -> Took:
 
 
 def drawn(document: dict[str, Any], plan: dict[str, Any]) -> str:
-    """Return the table of the page: the measured rates, and the estimate for a TPU."""
+    """Return the page's text."""
     frames, height, width = document["video"]
     job, seconds = plan["job"], plan["summary"]["with_collectives_s"]
     hours = MILLION * seconds / document["ratio"] / 3600

@@ -1,11 +1,11 @@
-"""How far gradients through both builds are from PyTorch's autograd on stock diffusers, and what they hold.
+"""Error of gradients through both builds against PyTorch's autograd on stock diffusers, and their memory.
 
     PYTHONPATH=. python benchmarks/gradients.py
 
 A small model with every code path, random weights: a video is encoded, its mean decoded again, each value of
 the result weighed. Float32: the largest error of a gradient over the largest of its own, the worst of all
 weights. bfloat16: the root-mean-square error over that of PyTorch in bfloat16, against float32, of all values
-together and of the median weight. Memory: what the torchax build keeps between the two passes.
+together and of the median weight. Memory: bytes that the torchax build keeps between the two passes.
 """
 
 import os
@@ -42,12 +42,12 @@ Gradients = dict[str, torch.Tensor]
 
 
 def weights_of_loss(shape: tuple[int, ...]) -> torch.Tensor:
-    """What each value of the reconstruction (N, C, T, H, W) counts in the loss."""
+    """Return the weight in the loss of each value of the reconstruction (N, C, T, H, W)."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(1))
 
 
 def by_torch(vae: Any, x: torch.Tensor) -> tuple[Gradients, int]:
-    """The gradients of a torch model, and the bytes that JAX holds between the two passes."""
+    """Return the gradients of a torch model, and the bytes that JAX holds between the two passes."""
     put = runtime.to_jax if vae.device.type == "jax" else lambda tensor: tensor
     x = put(x.to(vae.dtype))
     vae.zero_grad()
@@ -64,7 +64,7 @@ def held() -> int:
 
 
 def by_flax(vae: Any, x: torch.Tensor) -> Gradients:
-    """The gradients of the Flax build."""
+    """Return the gradients of the Flax build."""
     graph, parameters, rest = nnx.split(vae, nnx.Param, ...)
 
     def channels_last(tensor: torch.Tensor) -> Any:
@@ -85,7 +85,7 @@ def by_flax(vae: Any, x: torch.Tensor) -> Gradients:
 
 
 def built(stock: Any, build: str, devices: int, anew: bool, dtype: torch.dtype) -> Any:
-    """A build of the stock model, over so many devices, that computes blocks anew or not."""
+    """Return a build of the stock model, over so many devices, that recomputes blocks or not."""
     mesh = make_mesh(1, devices) if devices > 1 else None
     if build == "flax":
         wrapper = FlaxVAEForPipelines.from_diffusers(copy.deepcopy(stock).to(dtype))

@@ -1,10 +1,10 @@
-"""What the host holds while a pipeline's weights go to a mesh, beside what lies on the devices.
+"""Host memory while a pipeline's weights go to a mesh, beside the devices' memory.
 
     PYTHONPATH=. python benchmarks/loading.py            # writes results/loading.json
 
 A pipeline of some 0.8 GB in several files, random weights in bfloat16, over eight CPU devices whose memory is
-the host's own: what they hold is taken off what the process holds, every five milliseconds. Each way of
-loading in a process of its own: `load_pipeline`, and diffusers' `from_pretrained` with `port` after it.
+the host's own: it is subtracted from the process's memory, every five milliseconds. Each way of loading runs
+in a process of its own: `load_pipeline`, and diffusers' `from_pretrained` with `port` after it.
 """
 
 import argparse
@@ -26,7 +26,7 @@ WAYS = ("load_pipeline", "from_pretrained and port")
 
 
 def build(directory: str) -> None:
-    """Saves a pipeline whose networks take several files each."""
+    """Save a pipeline whose networks take several files each."""
     import torch
     from diffusers import CogVideoXPipeline, CogVideoXTransformer3DModel
     from transformers import T5Config, T5EncoderModel
@@ -90,7 +90,7 @@ def on_devices(arrays: list[Any]) -> int:
 
 
 def load(way: str, directory: str) -> dict[str, Any]:
-    """Loads in this process, and measures it."""
+    """Load in this process, and measure it."""
     import jax
     import torch
     from diffusers import CogVideoXPipeline

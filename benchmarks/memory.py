@@ -46,13 +46,13 @@ WAYS = ("diffusers in PyTorch", "torchax, streamed", "torchax, whole", "torchax,
 PLACE = (64, 96)
 """Height and width where the frames vary."""
 TILE = (64, 96)
-"""Of larger pictures; one that is no larger is cut in two."""
+"""Tile of larger pictures; a picture that is no larger is cut in two."""
 LATENT_FRAMES = 5
-"""Where the size varies: 17 frames."""
+"""Latent frames where the size varies: 17 frames."""
 
 
 def settle_malloc() -> None:
-    """Has the C library give back at once what is freed, so that a resident set holds what is in use."""
+    """Make the C library return freed memory at once, so that the resident set is the memory in use."""
     mmap_threshold, arena_max = -3, -8
     library = ctypes.CDLL(None)
     assert library.mallopt(mmap_threshold, 2**16)
@@ -80,7 +80,7 @@ def measured(way: str, frames: int, height: int, width: int) -> float:
 
 
 def one(way: str, frames: int, height: int, width: int) -> float:
-    """Does the work of one point; mebibytes of this process's largest resident set."""
+    """Measure one point; return mebibytes of this process's largest resident set."""
     torch.set_grad_enabled(False)
     torch.set_num_threads(1)
     if way == "reconstruct":
@@ -125,7 +125,7 @@ def curve(way: str, points: list[tuple[int, int, int]], before: tuple[int, int, 
 
 
 def measure(only: list[str] | None) -> dict[str, Any]:
-    """The curves, each kept when it is there; of some kinds alone, beside those that were kept before."""
+    """Measure the curves, saving each at once; with `only`, other kinds are kept from the last run."""
     found = json.loads(RESULTS.read_text()) if only else {}
     found |= {"format": FORMAT, "versions": versions("torch", "torchax", "jax", "diffusers")}
     points = {
@@ -147,11 +147,11 @@ PANELS = {
     "over_size": ("pixels of each of 17 frames", "size", lambda point: point[1] * point[2]),
     "long": ("frames of 16 x 24, file to file", "long", lambda point: point[0]),
 }
-"""Of each kind of curve: the axis, its part of the page, and where a point lies on it."""
+"""For each kind of curve: the axis, its part of the page, and a point's place on it."""
 
 
 def draw(found: dict[str, Any]) -> None:
-    """The plot of the curves that there are, and their tables in the page."""
+    """Draw the plot of the curves that exist, and their tables in the page."""
     pyplot = reports.pyplot()
     kinds = [kind for kind in PANELS if kind in found]
     figure, axes = pyplot.subplots(1, len(kinds), figsize=(4.5 * len(kinds), 4), squeeze=False)

@@ -1,8 +1,8 @@
-"""What the TPU's compiler says of each build, kept in results/ for the tables in docs/.
+"""The TPU compiler's figures for each build, kept in results/ for the tables in docs/.
 
-python benchmarks/plan.py CASE [BACKEND ...]
+    python benchmarks/plan.py CASE [BACKEND ...]
 
-A case takes minutes for each backend. `python benchmarks/report.py` then draws what is kept.
+A case takes minutes for each backend. `python benchmarks/report.py` then draws the tables.
 """
 
 import argparse
@@ -33,7 +33,7 @@ CASES = {
 
 
 def plan(case: str, backend: str) -> int:
-    """Writes results/plan-CASE-BACKEND.json."""
+    """Write results/plan-CASE-BACKEND.json."""
     output = RESULTS / f"plan-{case}-{backend}.json"
     options = f"--model 5b --no-advice --backend {backend} {CASES[case]}".split()
     return main(["plan", *options, "-o", str(output)])

@@ -1,8 +1,9 @@
-"""What the TPU's compiler says of a pipeline's networks and of a training step, kept in results/ for the
-tables in README.md, docs/performance.md, docs/planning.md and docs/kernels.md.
+"""The TPU compiler's figures for a pipeline's networks and a training step.
 
-python benchmarks/plan_pipeline.py CASE ...      # minutes each
-python benchmarks/plan_pipeline.py               # draws what is kept
+They are kept in results/ for the tables in docs/pipelines.md, docs/planning.md and docs/performance.md.
+
+    python benchmarks/plan_pipeline.py CASE ...      # minutes each
+    python benchmarks/plan_pipeline.py               # draws the tables
 """
 
 import sys

@@ -67,7 +67,7 @@ FUSED = "norm_conv3d", "upsampled"
 
 
 def plans_table(plans: list[dict[str, Any]]) -> str:
-    """Return the table of the VAE's plans: a row for each job, mesh and build."""
+    """Return a table for each job, topology and mesh, with a row for each backend."""
     origins = sorted({_origin(plan) for plan in plans})
     rows = sorted((_row(plan) for plan in plans), key=lambda row: (row[1], row[0]))
     return f"{'; '.join(origins)}:\n\n{table(PLANS_HEAD, rows)}\n"
@@ -79,8 +79,7 @@ def _origin(plan: dict[str, Any]) -> str:
 
 
 def composition(plans: list[dict[str, Any]], backend: str = "torchax") -> str:
-    """What the time of each program of a backend consists of, in milliseconds: a row for each program of
-    a video of several chunks."""
+    """Return the breakdown of each program's time for a backend, in milliseconds: a row for each program."""
     head = ("program", "total", *FUSED, "other kernels", "XLA", "collectives")
     rows = []
     for plan in plans:
@@ -157,7 +156,11 @@ def sample(plan: dict[str, Any]) -> str:
 
 
 def redraw(results: Path, docs: Path) -> None:
-    """Draw the tables and plots of the pages of `docs` from the files of `results`."""
+    """Write the tables of every `ab*.json` and `plan*.json` of `results` into the pages, between their marks.
+
+    The results go into docs/benchmarks.md, the breakdown of a program's time into docs/performance.md, the
+    comparison of the builds into docs/migration.md.
+    """
     images = docs / "images"
     images.mkdir(parents=True, exist_ok=True)
     runs = []

@@ -1,11 +1,11 @@
-"""What a width-sharded chunk program costs a device, from the compiled program alone: work, memory, traffic.
+"""Cost of a width-sharded chunk program per device, from its compiled form: work, memory, communication.
 
     python benchmarks/sharding.py --sizes 60x90 96x170 -o benchmarks/results/sharding.json
 
-    python benchmarks/sharding.py --draw     # draws the table in docs/architecture.md from the results
+    python benchmarks/sharding.py --table -o benchmarks/results/sharding.json  # prints the table
 
-Compiles the steady chunk of the published model's widths (bfloat16) for one device and for a mesh of dp=1,
-tp=8, on eight CPU devices that are really one machine; nothing is run, and no weights are made.
+Compiles the steady-state chunk of the published model's widths (bfloat16) for one device and for a mesh of
+dp=1, tp=8, on eight CPU devices that are really one machine; nothing is run, and no weights are made.
 """
 
 import argparse
@@ -32,7 +32,7 @@ PAGE = Path("docs/architecture.md")
 
 
 def published_vae() -> AutoencoderKLCogVideoX:
-    """The published widths and depth, without weights."""
+    """Return a VAE of the published widths and depth, without weights."""
     with torch.device("meta"):
         return AutoencoderKLCogVideoX(
             block_out_channels=(128, 256, 256, 512), layers_per_block=3, norm_num_groups=32
@@ -66,7 +66,7 @@ def measure(single, sharded, kind: str, height: int, width: int) -> dict:
 
 
 def table(results: list[dict]) -> str:
-    """Return the figures as Markdown, a row for each program."""
+    """Return the figures as Markdown, a program a row."""
     head = ("chunk", "latents", "work x 8", "temporaries, MiB", "on each of 8, MiB", "halos", "sums")
     rows = []
     for result in results:

@@ -1,4 +1,4 @@
-"""The model that the package carries, measured: every build, clips that it was and was not trained on.
+"""The bundled model, measured: every build, on clips of its training set and on others.
 
     PYTHONPATH=. python benchmarks/tiny_vae.py
     PYTHONPATH=. python benchmarks/tiny_vae.py --training RUN   # the curves of the training in RUN alone
@@ -49,7 +49,7 @@ SHOWN = "bikes, end"
 
 
 def frames_of(name: str, count: int) -> torch.Tensor:
-    """The frames of a case, in bytes (1, C, T, H, W)."""
+    """Return the frames of a case, in bytes (1, C, T, H, W)."""
     file, start, height, width, _ = CASES[name]
     part = clips.Part(demo_clip().with_name(file), start)
     pixels = clips.read(part, video.Framing(height, width), start + count)
@@ -62,11 +62,11 @@ def reconstructed(backend: backends.Backend, source: torch.Tensor) -> torch.Tens
 
 
 def measure(source: torch.Tensor, got: torch.Tensor) -> dict[str, Any]:
-    """How near a reconstruction is; both in bytes.
+    """Return the errors of a reconstruction; both are in bytes.
 
     `colour` is the largest error of a frame's mean in a channel; frames where it is above 2 are named.
-    `flicker` is how much its error changes from a frame to the next, in 255ths, where a chunk begins and
-    elsewhere: frames that jump between chunks would show there.
+    `flicker` is the change of its error from a frame to the next, in 255ths, at chunk borders and elsewhere:
+    frames that jump between chunks would show there.
     """
     error = got.double() - source.double()
     colour = error.mean((3, 4)).abs().amax((0, 1))
@@ -106,7 +106,7 @@ def measured(model: Path, names: list[str]) -> list[dict[str, Any]]:
 
 
 def table(report: dict[str, Any]) -> str:
-    """Return a row for each clip and length; a cell has two values where the builds differ."""
+    """Return a line for each case and length; figures that all builds share are given once."""
     head = ("clip", "role in training", "frames", "PSNR, dB", "worst frame, dB", "SSIM", "color error")
     rows = []
     for case, (_, _, _, _, role) in CASES.items():

@@ -17,7 +17,7 @@ PREVIEW_PIXELS = 512
 
 
 class Node:
-    """What ComfyUI asks of all of them."""
+    """Attributes that ComfyUI requires of every node."""
 
     CATEGORY = "CogVideoX/torchax"
 
@@ -123,14 +123,14 @@ class Decode(Node):
 
 
 def _counted(frames: torch.Tensor, advance: Callable[..., None]) -> Iterator[torch.Tensor]:
-    """The frames (1, C, H, W), one by one."""
+    """Yield the frames (1, C, H, W), one by one."""
     for frame in frames:
         yield frame[None]
         advance(1)
 
 
 def _progress(total: int) -> Callable[..., None]:
-    """What moves ComfyUI's bar on, and shows a frame (H, W, C); outside of ComfyUI it does nothing."""
+    """Return a function that moves ComfyUI's bar and shows a frame (H, W, C); it does nothing elsewhere."""
     try:
         from comfy.utils import ProgressBar  # pyright: ignore[reportMissingImports]
     except ImportError:

@@ -18,7 +18,7 @@ from cogvideox_torchax.vae.pixels import from_uint8
 
 
 def clip(path: str, frames: int, height: int, width: int) -> torch.Tensor:
-    """The first frames of a video, float32 (1, 3, T, H, W) in [-1, 1]."""
+    """Return the first frames of a video, float32 (1, 3, T, H, W) in [-1, 1]."""
     read = video.read_frames(path, video.Framing(height, width), frames)
     return from_uint8(torch.stack(list(read), dim=2), "float32")
 

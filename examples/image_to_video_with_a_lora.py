@@ -18,7 +18,7 @@ from cogvideox_torchax.files import video
 
 
 def write(frames_THWC: Any, path: str | Path) -> None:
-    """Writes frames of a pipeline's output_type="np", 0 to 1, eight a second."""
+    """Write frames of a pipeline's output_type="np", 0 to 1, eight a second."""
     pixels = torch.from_numpy((frames_THWC * 255).round()).to(torch.uint8)
     with video.writing(str(path), 8) as sink:
         sink.write(pixels.permute(3, 0, 1, 2)[None])

@@ -32,7 +32,7 @@ Chunks = Iterator[torch.Tensor]
 """Frames (1, C, t, H, W) in uint8, decoded when they are asked for."""
 
 QUALITY = 90
-"""Of a JPEG."""
+"""Quality of a JPEG."""
 
 PATIENCE = 60.0
 """Seconds that an upload is kept for somebody who does not come to see it."""
@@ -74,7 +74,7 @@ class Waiting:
         self._held: dict[str, tuple[float, Chunks]] = {}
 
     def add(self, chunks: Chunks) -> str:
-        """Keeps a video under a name made here; 429 where too many wait."""
+        """Keep a video under a name made here; 429 if too many wait."""
         now = time.monotonic()
         with self._lock:
             self._held = {name: kept for name, kept in self._held.items() if now - kept[0] < PATIENCE}
@@ -94,7 +94,7 @@ class Waiting:
 
 
 async def body(request: Request, largest: int) -> bytes:
-    """What was uploaded, read no further than `largest` bytes."""
+    """Read an upload, no further than `largest` bytes."""
     held = bytearray()
     async for part in request.stream():
         held += part
@@ -104,7 +104,7 @@ async def body(request: Request, largest: int) -> bytes:
 
 
 def read(data: bytes, vae: Any) -> Chunks:
-    """The video of uploaded latents, not decoded yet; 400 for what this model does not decode."""
+    """Return the stream of uploaded latents, not decoded yet; 400 for latents of another model."""
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "upload"
         path.write_bytes(data)
@@ -119,7 +119,7 @@ def read(data: bytes, vae: Any) -> Chunks:
 
 
 def jpegs(chunks: Chunks) -> Iterator[bytes]:
-    """A part of a multipart/x-mixed-replace answer for every frame."""
+    """Yield a part of a multipart/x-mixed-replace answer for every frame."""
     for chunk in chunks:
         for frame in chunk[0].permute(1, 2, 3, 0):
             picture = io.BytesIO()
@@ -131,11 +131,11 @@ def jpegs(chunks: Chunks) -> Iterator[bytes]:
 
 
 def make_app(vae: Any, *, queue: int = 4, largest: int = 64_000_000) -> FastAPI:
-    """The page, where latents go up, and where frames come down.
+    """Return the page, where latents go up and frames come down.
 
     Args:
-        vae: what decodes, ready to run.
-        queue: how many videos may wait.
+        vae: the decoder, ready to run.
+        queue: number of videos that may wait.
         largest: bytes of an upload.
     """
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)

@@ -1,11 +1,12 @@
-"""Runs diffusers' own tests of CogVideoX's VAE and pipelines, with stock diffusers and with this package's
-classes in its place, and prints which of those that stock passes fail.
+"""Runs diffusers' own tests of CogVideoX's VAE and pipelines with this package's classes in its place.
+
+It prints the tests that stock diffusers passes and this package fails.
 
     git clone --branch v0.42.1 https://github.com/huggingface/diffusers
     python scripts/diffusers_tests.py diffusers           # ours in PyTorch
     python scripts/diffusers_tests.py diffusers --jax     # and on JAX
 
-The diffusers that is installed is tested, not the checkout's. Some tests take small files from the hub.
+The installed diffusers is tested, not the checkout's. Some tests take small files from the hub.
 """
 
 import argparse

@@ -11,7 +11,7 @@ from cogvideox_torchax import AutoencoderKLCogVideoX
 
 
 def make(trained: str, directory: str) -> None:
-    """Writes config.json and bfloat16 weights into a directory that may hold other files."""
+    """Write config.json and bfloat16 weights into a directory that may hold other files."""
     vae = AutoencoderKLCogVideoX.from_pretrained(trained)
     config = {name: value for name, value in vae.config.items() if name != "_name_or_path"}
     rounded = AutoencoderKLCogVideoX.from_config(config).to(torch.bfloat16)

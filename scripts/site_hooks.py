@@ -1,4 +1,4 @@
-"""What the site takes from outside of docs/: results, pages of the root, the command line's help."""
+"""Inputs of the site from outside docs/: results, pages of the root, the command line's help."""
 
 import importlib
 import io
@@ -17,7 +17,7 @@ FROM_ROOT = {"index.md": "README.md", "changelog.md": "CHANGELOG.md", "contribut
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Adds the pages of the root, and the JSON files that tables are drawn from."""
+    """Add the pages of the root, and the JSON files that tables are drawn from."""
     for page, source in FROM_ROOT.items():
         text = (ROOT / source).read_text().replace("](docs/", "](")
         files.append(File.generated(config, page, content=text))
@@ -43,7 +43,7 @@ def on_pre_build(**_: Any) -> None:
 
 
 def undocumented() -> list[str]:
-    """The public names, and their own public methods, that no docstring explains."""
+    """Return the public names, and their public methods, without a docstring."""
     found = []
     for package in PACKAGES:
         module = importlib.import_module(package)
@@ -62,7 +62,7 @@ def undocumented() -> list[str]:
 
 
 def help_of_every_command() -> str:
-    """What `--help` prints, command by command."""
+    """Return the output of `--help`, command by command."""
     from cogvideox_torchax import cli
 
     parts = []

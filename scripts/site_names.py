@@ -1,4 +1,4 @@
-"""How the site's reference reads jax_kernels: its folders, not the functions that have their names."""
+"""A fix for the site's reference of jax_kernels: folders come before functions of the same name."""
 
 from typing import Any
 

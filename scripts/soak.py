@@ -1,11 +1,11 @@
-"""Has threads call one VAE for minutes: every result is right, memory stays flat, nobody is stuck.
+"""Calls of one VAE by many threads for minutes: every result is right, memory stays flat, no thread hangs.
 
     PYTHONPATH=. python scripts/soak.py --minutes 30 --threads 8
 
 Each thread draws a size and a call at random, encode or decode, whole or streamed, and compares the result
-with diffusers' of the same input. Memory is sampled once every call was made with every size; what counts as
-growth is the median of the last tenth of the samples over that of the first. Float32, random weights of a
-small model, one CPU device.
+with diffusers' for the same input. Memory is sampled once every call was made with every size; growth is the
+median of the last tenth of the samples over the median of the first. Float32, random weights of a small
+model, one CPU device.
 """
 
 import argparse

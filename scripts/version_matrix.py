@@ -47,7 +47,7 @@ TESTS = (
 
 
 def declared() -> dict[str, str]:
-    """The lowest version that pyproject.toml admits, of each package of `PACKAGES`."""
+    """Return the lowest version that pyproject.toml admits, for each package of `PACKAGES`."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     lines = itertools.chain(project["dependencies"], *project["optional-dependencies"].values())
     found = {}
@@ -59,7 +59,7 @@ def declared() -> dict[str, str]:
 
 
 def wanted(name: str, pins: list[str]) -> list[str]:
-    """What pip is asked for; what is not said here it chooses itself, the newest that fits."""
+    """Return pip's requirements for a set; pip chooses the newest fitting version of all other packages."""
     if name == "lowest":
         # 0.8 stands for its newest patch, which is what somebody who is held to 0.8 has.
         asked = {
@@ -121,7 +121,7 @@ def _tested(python: Path, junit: Path) -> dict[str, Any]:
 
 
 def drawn(found: list[dict[str, Any]]) -> str:
-    """The table of docs/install.md."""
+    """Return the table of docs/install.md."""
     rows = [
         (
             report["set"],

@@ -50,7 +50,7 @@ gc.set_threshold(100_000, 20, 100)
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(config, items):
-    """Marks cases as `slow`: those that `slow_cases("pattern")` names, or that `but=["pattern"]` does not."""
+    """Mark cases as `slow`: those that `slow_cases("pattern")` names, or that `but=["pattern"]` does not."""
     used = {}
     for item in items:
         for marker in item.iter_markers("slow_cases"):
@@ -71,7 +71,7 @@ def pytest_collection_finish():
 
 
 def forget_programs(beyond: int):
-    """Drops what JAX has compiled, where the process takes more bytes, and gives them back to the system."""
+    """Drop JAX's compiled programs if the process takes more bytes, and return the memory to the system."""
     import jax
 
     resident_pages = int(Path("/proc/self/statm").read_text().split()[1])
@@ -101,7 +101,7 @@ def small_vae():
 
 @pytest.fixture(scope="session")
 def native_vae(small_vae):
-    """The same weights, ported, still in PyTorch."""
+    """Return the same weights, ported, still in PyTorch."""
     from cogvideox_torchax import port
 
     return port(copy.deepcopy(small_vae))
@@ -109,13 +109,13 @@ def native_vae(small_vae):
 
 @pytest.fixture(scope="session")
 def jax_vae(small_vae):
-    """The same weights, ported and moved to JAX; shared, so that its programs are compiled once."""
+    """Return the same weights, ported and moved to JAX; shared, so that its programs are compiled once."""
     return reference.on_jax(copy.deepcopy(small_vae))
 
 
 @pytest.fixture(scope="session")
 def flax_vae(small_vae):
-    """The same weights in the Flax build, behind diffusers' interface."""
+    """Return the same weights in the Flax build, behind diffusers' interface."""
     from cogvideox_torchax.flax import FlaxVAEForPipelines
 
     return FlaxVAEForPipelines.from_diffusers(small_vae)
@@ -123,13 +123,13 @@ def flax_vae(small_vae):
 
 @pytest.fixture(scope="session")
 def jax_vae_on_eight(small_vae):
-    """`jax_vae`, one video over eight devices."""
+    """Return `jax_vae`, one video over eight devices."""
     return reference.on_jax(port_to_eight(copy.deepcopy(small_vae)))
 
 
 @pytest.fixture(scope="session")
 def flax_vae_on_eight(small_vae):
-    """`flax_vae`, one video over eight devices."""
+    """Return `flax_vae`, one video over eight devices."""
     from cogvideox_torchax.flax import FlaxVAEForPipelines
 
     return port_to_eight(FlaxVAEForPipelines.from_diffusers(small_vae))
@@ -160,7 +160,7 @@ def model_directory(small_vae, tmp_path):
 
 @contextlib.contextmanager
 def torchax_disabled():
-    """The state of a session that has not enabled torchax yet, whatever the tests before did."""
+    """Restore the state of a session that has not enabled torchax yet, whatever the tests before did."""
     import torchax
 
     from cogvideox_torchax.runtime import enable, is_enabled

@@ -27,8 +27,7 @@ THREE_LEVELS = {
 
 
 def small_vae(seed: int = 0, **overrides) -> AutoencoderKLCogVideoX:
-    """Stock diffusers with random weights; biases and affine parameters are drawn too, so that none can be
-    lost."""
+    """Return stock diffusers with random weights, biases and affine parameters too: none can be lost."""
     torch.manual_seed(seed)
     vae = AutoencoderKLCogVideoX(**{**SMALL, **overrides}).eval()
     for name, parameter in vae.named_parameters():
@@ -39,7 +38,7 @@ def small_vae(seed: int = 0, **overrides) -> AutoencoderKLCogVideoX:
 
 
 def on_jax(vae):
-    """The model ported and moved, with torchax enabled for the whole test session."""
+    """Port and move the model, with torchax enabled for the whole test session."""
     from cogvideox_torchax import enable, port
 
     port(vae)
@@ -51,12 +50,12 @@ _answers: dict[tuple, tuple[object, torch.Tensor]] = {}
 
 
 def decoded(stock: AutoencoderKLCogVideoX, z: torch.Tensor) -> torch.Tensor:
-    """What stock diffusers decodes, computed once for all tests of a process that ask."""
+    """Return stock diffusers' frames, computed once for all tests of a process that ask."""
     return _answer("decode", stock, z, lambda: stock.decode(z).sample)
 
 
 def encoded(stock: AutoencoderKLCogVideoX, x: torch.Tensor) -> torch.Tensor:
-    """The moments that stock diffusers encodes, computed once for all tests of a process that ask."""
+    """Return stock diffusers' moments, computed once for all tests of a process that ask."""
     return _answer("encode", stock, x, lambda: stock.encode(x).latent_dist.parameters)
 
 
@@ -83,7 +82,7 @@ def video(frames: int, *, batch: int = 1, height: int = 24, width: int = 40, see
 
 
 def largest_error(got, want) -> float:
-    """The largest difference between two arrays, relative to the largest absolute value wanted."""
+    """Return the largest difference of two arrays, relative to the largest absolute value wanted."""
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
     assert got.shape == want.shape
     return np.abs(got - want).max() / np.abs(want).max()
@@ -109,11 +108,12 @@ def as_on_a_tpu():
 
 @contextlib.contextmanager
 def interpreted_kernels(*, lanes=16, large=1, on_mesh=False):
-    """While it is open, ops run as on a TPU, their Pallas kernels interpreted: those take frames of `large`
-    pixels and multiples of `lanes` channels. Gives a list of the kernels that were traced, by name.
+    """Run ops as on a TPU, their Pallas kernels interpreted; yield the names of the traced kernels.
 
-    The interpreter that knows a TPU's memory has devices wait for each other, for which a machine of few
-    cores has too few threads. On a mesh the plain one runs it."""
+    Kernels then support frames of `large` pixels and multiples of `lanes` channels. The interpreter that
+    knows a TPU's memory has devices wait for each other, for which a machine of few cores has too few
+    threads. On a mesh the plain one runs it.
+    """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 

@@ -50,12 +50,12 @@ VERSIONS = {
     "5b-I2V": {"use_rotary_positional_embeddings": True, "use_learned_positional_embeddings": True},
     "1.5": {"use_rotary_positional_embeddings": True, "patch_size_t": 2, "patch_bias": False},
 }
-"""What sets the published versions' transformers apart."""
+"""Differences between the published versions' transformers."""
 
 
 @functools.cache
 def tokenizer():
-    """A T5 tokenizer, trained on four sentences."""
+    """Train a T5 tokenizer on four sentences."""
     import sentencepiece
     from transformers import T5Tokenizer
 
@@ -109,8 +109,10 @@ VAE = {
     "norm_num_groups": 4,
     "layers_per_block": 1,
 }
-"""Two levels instead of four: half the frames, and half the pixels along each side. Its own tests have
-all."""
+"""Two levels instead of four: half the frames, and half the pixels along each side.
+
+The VAE's own tests have all levels.
+"""
 
 
 def vae(version: str = "5b"):
@@ -118,7 +120,7 @@ def vae(version: str = "5b"):
 
 
 def configured(model, version: str):
-    """The VAE with what a version's config says of its latents; nothing of it is a weight."""
+    """Set a version's config of the latents on the VAE; none of it is a weight."""
     scaling_factor = 1.15258426 if version == "2b" else 0.7
     model.register_to_config(scaling_factor=scaling_factor, invert_scale_latents=version == "1.5")
     return model
@@ -134,13 +136,13 @@ def scheduler(kind=CogVideoXDDIMScheduler, version: str = "5b"):
 
 
 def conditioning(kind: str, version: str) -> dict[str, int]:
-    """What a pipeline's class asks of its transformer."""
+    """Return the settings that a pipeline's class requires of its transformer."""
     channels = {"in_channels": 32} if kind in ("image", "control") else {}
     return {**channels, "ofs_embed_dim": 16} if (kind, version) == ("image", "1.5") else channels
 
 
 def build(kind: str = "text", version: str = "5b", **components):
-    """A pipeline of stock diffusers, with random weights."""
+    """Build a pipeline of stock diffusers, with random weights."""
     parts: dict[str, Any] = {
         "tokenizer": tokenizer,
         "text_encoder": text_encoder,
@@ -160,7 +162,7 @@ def picture(seed: int = 3) -> Image.Image:
 
 
 def inputs(kind: str, **overrides) -> dict[str, Any]:
-    """What a call of this pipeline takes, small: four steps, and a generator of its own."""
+    """Return a call's arguments, small: four steps, and a generator of its own."""
     given: dict[str, Any] = {
         "prompt": "a panda plays a guitar",
         "height": HEIGHT,

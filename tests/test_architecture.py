@@ -48,11 +48,11 @@ OWNERS = {
 """The only packages and modules that import these."""
 
 KERNELS_TAKE = {"jax", "jaxtyping", "numpy", *PACKAGES, *sys.stdlib_module_names}
-"""What a kernel imports; of the two packages, what the levels let it."""
+"""Packages that a kernel may import; of the two packages, subject to the levels."""
 
 
 def sources() -> dict[str, str]:
-    """The text of every module, by its dotted name."""
+    """Return the text of every module, by its dotted name."""
     found = {}
     for package in PACKAGES:
         for path in sorted((ROOT / package).rglob("*.py")):
@@ -75,7 +75,7 @@ def level_of(room: str) -> int:
 
 
 def nodes(tree: ast.AST) -> Iterator[ast.AST]:
-    """Every node but those for type checkers."""
+    """Yield every node but those for type checkers."""
     for child in ast.iter_child_nodes(tree):
         if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
             continue
@@ -84,7 +84,7 @@ def nodes(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def imported(node: ast.AST, modules: dict[str, str]) -> Iterator[tuple[str, str, str]]:
-    """Of an import: the module that each name comes from, the name there, or "", and the name bound here."""
+    """Yield for each imported name: its module, its name there, or "", and the name bound here."""
     if isinstance(node, ast.Import):
         yield from ((alias.name, "", alias.asname or alias.name) for alias in node.names)
     if isinstance(node, ast.ImportFrom):
@@ -96,7 +96,7 @@ def imported(node: ast.AST, modules: dict[str, str]) -> Iterator[tuple[str, str,
 
 
 def public_homes(module: str) -> dict[str, str]:
-    """Where the names that a package imports lazily come from."""
+    """Return the modules of the names that a package imports lazily."""
     if module in ("cogvideox_torchax", "cogvideox_torchax.flax"):
         return importlib.import_module(module)._HOMES
     return {}
@@ -107,7 +107,7 @@ def is_private(name: str) -> bool:
 
 
 def complaints(modules: dict[str, str]) -> list[str]:
-    """A line for each thing that is not as it should be."""
+    """Return a line for each broken rule."""
     known = {room for rooms in LEVELS for room in rooms}
     lines = [f"{module}: no level for its room" for module in modules if room_of(module) not in known]
     return lines or [line for module in modules for line in _complaints_of(module, modules)]

@@ -12,7 +12,7 @@ from tests.default_optimization import CASES
 
 @pytest.fixture(scope="module")
 def outcomes():
-    """What went wrong in each case, "" for nothing; one process for all of them."""
+    """Return each case's failure, "" for none; one process runs all of them."""
     users = os.environ | {
         "XLA_FLAGS": "--xla_force_host_platform_device_count=8 "
         "--xla_cpu_collective_call_terminate_timeout_seconds=900",

@@ -1,4 +1,4 @@
-"""What other packages do not promise to keep, and this one needs: a release that takes it away fails here."""
+"""Interfaces that other packages do not promise to keep: a release that removes one fails here."""
 
 import ast
 import copy
@@ -258,8 +258,10 @@ OVERRIDDEN = {
         "_reset_stateful_cache",
     ),
 }
-"""Methods that diffusers, transformers or torch call by this name: one that is renamed would be overridden no
-more, and the inherited code would run on JAX."""
+"""Methods that diffusers, transformers or torch call by this name.
+
+A renamed one would no longer be overridden, and the inherited code would run on JAX.
+"""
 
 
 @pytest.mark.parametrize("ported", OVERRIDDEN, ids=lambda ported: ported.__name__)

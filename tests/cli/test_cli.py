@@ -54,7 +54,7 @@ def report(capsys, *arguments):
 
 
 def pixels(clip):
-    """The clip's frames (1, 3, 9, 24, 40) in [-1, 1]."""
+    """Return the clip's frames (1, 3, 9, 24, 40) in [-1, 1]."""
     return torch.stack(list(video.read_frames(clip, video.Framing(24, 40), 9)), 2) / 127.5 - 1
 
 
@@ -219,7 +219,7 @@ def _other_model():
 
 
 def _late():
-    """A video whose last frame is shown 10^12 ms after the first."""
+    """Write a video whose last frame is shown 10^12 ms after the first."""
     with av.open("late.mkv", "w") as container:
         encode(container, moving_frames(9), times=[*range(0, 800, 100), 10**12])
 

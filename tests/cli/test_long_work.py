@@ -1,4 +1,4 @@
-"""What a user asks of long work: a profile, programs compiled beforehand, completion, JSON for a program."""
+"""Support of long work: a profile, programs compiled beforehand, completion, JSON for a program."""
 
 import json
 import re
@@ -29,7 +29,7 @@ def clip():
 
 @pytest.fixture
 def fresh_cache(tmp_path):
-    """An empty compile cache that keeps whatever is compiled."""
+    """Return an empty compile cache that keeps every compiled program."""
     settings = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
     before = {setting: getattr(jax.config, setting) for setting in settings}
     was_configured = compile_cache._cache_configured
@@ -106,7 +106,7 @@ def test_two_steps_compile_what_any_number_of_steps_runs(fresh_cache):
 
 
 def programs_in(cache: Path) -> set[str]:
-    """The programs of chunks that a cache holds; what is done to single arrays is not among them."""
+    """Return the programs of chunks in a cache; operations on single arrays are left out."""
     return {path.name for path in cache.iterdir() if re.match(r"jit_\w+Chunk_(first|later)", path.name)}
 
 

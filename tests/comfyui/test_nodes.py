@@ -25,7 +25,7 @@ def nodes():
 
 @pytest.fixture
 def bar(monkeypatch):
-    """What reaches ComfyUI's progress bar: (frames done, of how many, the picture shown)."""
+    """Return the list of updates of ComfyUI's progress bar: (frames done, of how many, the picture shown)."""
     seen = []
 
     class ProgressBar:
@@ -43,8 +43,7 @@ def bar(monkeypatch):
 
 
 def run(nodes, name, **given):
-    """As ComfyUI runs a node: an instance, and the method that FUNCTION names, by keywords, in inference
-    mode."""
+    """Run a node as ComfyUI does: an instance's FUNCTION method, by keywords, in inference mode."""
     kind = nodes.NODE_CLASS_MAPPINGS[f"CogVideoXTorchax{name}"]
     with torch.inference_mode():
         result = getattr(kind(), kind.FUNCTION)(**given)
@@ -70,7 +69,7 @@ def test_every_node_keeps_the_contract(nodes):
 
 @pytest.fixture
 def stock(tmp_path):
-    """A small VAE, which lies in the test's directory too."""
+    """Save a small VAE in the test's directory and return it."""
     vae = reference.small_vae(**reference.THREE_LEVELS)
     vae.save_pretrained(tmp_path)
     return vae

@@ -37,7 +37,7 @@ def write_clips(directory):
 
 @pytest.fixture(scope="session")
 def small(tmp_path_factory):
-    """The clips' and the model's directories, and what each good clip is encoded to."""
+    """Return the clips' and the model's directories, and the latents of each good clip."""
     root = tmp_path_factory.mktemp("clips")
     write_clips(root / "in")
     reference.small_vae(**reference.THREE_LEVELS).save_pretrained(root / "vae")
@@ -51,7 +51,7 @@ def small(tmp_path_factory):
 
 
 def tree(directory: Path) -> dict[str, bytes]:
-    """Every file of a directory but the manifests, which say when and by whom."""
+    """Return every file of a directory but the manifests, which hold times and writers."""
     return {
         str(path.relative_to(directory)): path.read_bytes()
         for path in sorted(directory.rglob("*"))
@@ -66,7 +66,7 @@ def encode(small, output, *more, clips=None):
 
 @pytest.fixture(scope="session")
 def encoded(small, tmp_path_factory):
-    """A directory of each format, three clips a shard."""
+    """Return a directory of each format, with three clips a shard."""
     root = tmp_path_factory.mktemp("encoded")
     with torchax_disabled():
         for kind in formats.SUFFIXES:

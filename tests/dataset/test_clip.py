@@ -21,7 +21,7 @@ def clip_of(small, name="a.mp4", **options):
 
 
 def posterior(small, name):
-    """What stock diffusers encodes the clip to."""
+    """Return stock diffusers' posterior of the clip."""
     frames = list(video.read_frames(small.clips / name, video.Framing(16, 24), 9))
     with torch.no_grad():
         stock = reference.small_vae(**reference.THREE_LEVELS)

@@ -104,7 +104,7 @@ def padded(embedding, length):
 
 @pytest.mark.parametrize("style", ["iterable", "map"])
 def test_fastvideos_loaders_take_the_rows(small, shard, style):
-    """Both make arrays of bytes and shape as float32, and pad the text's to (512, 4096) with a mask."""
+    """Both turn bytes and shapes into float32 arrays, and pad the text's to (512, 4096) with a mask."""
     file = pyarrow.parquet.ParquetFile(shard("parquet"))
     if style == "iterable":
         rows = [row for batch in file.iter_batches(batch_size=32) for row in batch.to_pylist()]

@@ -1,5 +1,4 @@
-"""Lists, states and entries of a data set, broken by chance: a result, or an error that is one line of the
-command line's; never another exception."""
+"""Lists, states and entries of a data set, broken at random: a result or a one-line error, nothing else."""
 
 import contextlib
 import json

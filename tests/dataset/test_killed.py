@@ -78,7 +78,7 @@ for given in sys.argv[1:]:  # each in a process of its own, which need not impor
 
 @pytest.fixture(scope="module")
 def killed(small, encoded, tmp_path_factory):
-    """What runs left that were killed, each at another step."""
+    """Return the remains of runs that were killed, each at another step."""
     root = tmp_path_factory.mktemp("killed")
     given = []
     for step, kind in STEPS.items():

@@ -16,7 +16,7 @@ FENCE = re.compile(
     re.MULTILINE,
 )
 COMMANDS = ("cogvideox-torchax", "python", "pip", "make", "git", "cd", "ln", "pre-commit")
-"""What a line of a shell block begins with, settings of the environment aside."""
+"""First words of a line of a shell block, settings of the environment aside."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def _split_at_and(words: list[str]) -> list[list[str]]:
 
 
 def blocks(page: str) -> list[Block]:
-    """Every code block of a page, in order."""
+    """Return every code block of a page, in order."""
     text = (ROOT / page).read_text()
     found = []
     for match in FENCE.finditer(text):

@@ -38,13 +38,13 @@ SMALL = {
     "--frames 49": "--frames 5",
     "--frames 9": "--frames 5",
 }
-"""What a text says, and what is run in its place."""
+"""Texts of the pages and their replacements in a run."""
 
 OPTIONS = {
     "generate": ["--num-inference-steps", "2"],
     "demo": ["--height", "32", "--width", "48"],
 }
-"""What is added to a command that leaves it to its defaults."""
+"""Options that are added to a command with defaults."""
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def models(tmp_path_factory, small_vae):
 
 @pytest.fixture
 def as_a_reader(tmp_path, monkeypatch):
-    """A directory with a clip and a picture in it, and diffusers as it is when a script begins."""
+    """Enter a directory with a clip and a picture, with diffusers as it is when a script begins."""
     monkeypatch.chdir(tmp_path)
     frames = torch.randint(0, 256, (1, 3, 5, 16, 24), dtype=torch.uint8)
     from cogvideox_torchax.files import video
@@ -102,7 +102,7 @@ def test_the_blocks_of_a_page_run(page, models):
 
 
 def run(words: list[str], where: str):
-    """Runs the commands of this package; of others it checks that what they name is there."""
+    """Run this package's commands; check that names in other commands exist."""
     check(words, where)
     if words[0] == "cogvideox-torchax":
         added = OPTIONS.get(words[1], [])
@@ -127,7 +127,7 @@ def test_what_a_block_names_is_there(block):
 
 
 def check(words: list[str], where: str):
-    """A command line that this package's parser takes, and files, targets and extras that there are."""
+    """Check that this package's parser takes a command line, and that files, targets and extras exist."""
     program, *rest = words
     if program == "cogvideox-torchax":
         try:

@@ -45,7 +45,7 @@ def gated(native_vae):
 
 @pytest.fixture
 def site(gated):
-    """The address of a running server, with room for two videos of 100 kB."""
+    """Return the address of a running server, with room for two videos of 100 kB."""
     listening = socket.create_server(("127.0.0.1", 0))
     app = stream_to_browser.make_app(gated, queue=2, largest=100_000)
     server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
@@ -59,7 +59,7 @@ def site(gated):
 
 @pytest.fixture
 def upload(native_vae, tmp_path):
-    """A latent file of five latent frames, 17 frames of 16 x 24, and its path."""
+    """Write a latent file of five latent frames, 17 frames of 16 x 24; return it and its path."""
     z = made_up_latents(5, height=2, width=3)
     path = tmp_path / "z.safetensors"
     latent_files.save(latent_files.Latents(z, dict(native_vae.config), "small", Fraction(8), 17), path)
@@ -76,7 +76,7 @@ def asked(address, data=None):
 
 
 def next_frame(answer):
-    """The next JPEG of a multipart answer, None at its end."""
+    """Return the next JPEG of a multipart answer, None at its end."""
     if answer.readline() == b"--frame--\r\n":
         return None
     assert answer.readline() == b"Content-Type: image/jpeg\r\n"
@@ -88,7 +88,7 @@ def next_frame(answer):
 
 
 def as_jpeg(frame_CHW):
-    """A frame as it looks when it has been a JPEG."""
+    """Return a frame after a JPEG round trip."""
     written = io.BytesIO()
     picture = Image.fromarray(frame_CHW.permute(1, 2, 0).contiguous().numpy())
     picture.save(written, "JPEG", quality=stream_to_browser.QUALITY)

@@ -24,7 +24,7 @@ SIZES = st.sampled_from([0, 1, 2, 3, 2**31, 2**63, 2**70, -1])
 
 
 def edited(fields):
-    """A strategy for the same fields of text, of which some are missing or others."""
+    """Return a strategy for the same fields of text, some of them missing or changed."""
     changed = st.dictionaries(st.sampled_from(sorted(fields)), TEXTS, max_size=2)
     left_out = st.sets(st.sampled_from(sorted(fields)), max_size=1)
     return st.builds(
@@ -53,7 +53,7 @@ STAGES = near(REQUEST).map(lambda values: STAGE | {"request": json.dumps(values)
 
 @st.composite
 def broken(draw, metadata):
-    """The bytes of a safetensors file: cut, with bytes changed, or with a header that lies."""
+    """Draw the bytes of a safetensors file: cut, with bytes changed, or with a header that lies."""
     data = save({latents.TENSOR: torch.ones(1, 16, 1, 2, 3)}, metadata)
     kind = draw(st.sampled_from(["cut", "bytes", "header"]))
     if kind == "cut":

@@ -25,7 +25,7 @@ ABOUT = {"id": "a", "caption": "a cat", "width": 40, "height": 24}
 
 @contextlib.contextmanager
 def files_of_at_most(size):
-    """Has every write of this process beyond `size` bytes of a file fail, as on a full disk."""
+    """Make every write of this process beyond `size` bytes of a file fail, as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -100,7 +100,7 @@ def test_a_full_disk_is_an_error_and_leaves_nothing(tmp_path, name):
 def test_a_command_that_fills_the_disk_is_one_line_and_exit_code_1(
     tmp_path, monkeypatch, capsys, model_directory, native_vae, command
 ):
-    """Of a generation the latents stay, where they are whole: they are what was computed."""
+    """Latents of a generation stay if they are whole: they are the computed result."""
     monkeypatch.chdir(tmp_path)
     write_video(Path("clip.mp4"))
     z = latents.Latents(torch.rand(1, 16, 3, 3, 5), dict(native_vae.config), "vae", Fraction(8), 9)

@@ -24,7 +24,7 @@ def written(path, metadata):
 
 
 def with_fields(path, **changes):
-    """A file with other fields, some of them of the config; what is `MISSING` is left out."""
+    """Write a file with other fields, some of them of the config; `MISSING` ones are left out."""
     fields = {**FIELDS, "config": {**FIELDS["config"]}}
     for name, value in changes.items():
         owner = fields["config"] if name in latents.FACTORS else fields
@@ -35,7 +35,7 @@ def with_fields(path, **changes):
 
 
 def former(**changes):
-    """The metadata of format 1, which files of earlier versions have; None leaves a field out."""
+    """Return the metadata of format 1, which files of earlier versions have; None leaves a field out."""
     fields = {
         "format": "cogvideox-torchax-latents/1",
         "config": json.dumps(FIELDS["config"]),

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("torchax_off")
 
 
 def snapshot(cache: Path, repository: str) -> Path:
-    """An empty snapshot of a repository, as huggingface_hub keeps one."""
+    """Return an empty snapshot of a repository, as huggingface_hub keeps one."""
     kept = cache / f"models--{repository.replace('/', '--')}"
     (kept / "refs").mkdir(parents=True)
     (kept / "refs" / "main").write_text("0" * 40)
@@ -31,7 +31,7 @@ def snapshot(cache: Path, repository: str) -> Path:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """The directory of a VAE of another width than the published ones'."""
+    """Return the directory of a VAE of another width than the published ones'."""
     directory = tmp_path_factory.mktemp("saved") / "vae"
     reference.small_vae(**reference.THREE_LEVELS).save_pretrained(directory)
     return directory
@@ -39,7 +39,7 @@ def saved(tmp_path_factory):
 
 @pytest.fixture
 def home(saved, tmp_path, monkeypatch):
-    """A home directory with a VAE, and a hub cache with a bare VAE and a pipeline around one."""
+    """Make a home directory with a VAE, and a hub cache with a bare VAE and a pipeline around one."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     shutil.copytree(saved, tmp_path / "vae")
@@ -63,7 +63,7 @@ def test_a_vae_is_found_by_what_is_there_not_by_its_name(home, name):
     ("name", "options"), [(BARE, {}), (PIPELINE, {"subfolder": "vae"}), (PIPELINE, None), ("~/vae", {})]
 )
 def test_either_build_loads_what_the_other_does(home, build, name, options):
-    """Its class does, and without options its backend, which is given a pipeline's name alone."""
+    """Load by its class, and without options by its backend, which takes a pipeline's name alone."""
     backend = "flax" if build is FlaxVAEForPipelines else "torch"
     load = backends.backend(backend).load
     vae = load(name, torch.float32).vae if options is None else build.from_pretrained(name, **options)

@@ -223,7 +223,7 @@ def test_bytes_of_a_file_are_read_as_the_file(clip):
 
 
 def test_a_video_that_changes_size_midway_is_an_error_that_says_where(tmp_path):
-    """A transport stream may: two of them, one behind the other."""
+    """A transport stream may change size: here two of them, one behind the other."""
     parts = []
     for name, size in (("a.ts", (24, 40)), ("b.ts", (32, 48))):
         with av.open(str(tmp_path / name), "w") as container:
@@ -237,8 +237,7 @@ def test_a_video_that_changes_size_midway_is_an_error_that_says_where(tmp_path):
 
 @pytest.mark.parametrize("kept_from", [0, 4])
 def test_a_clip_cut_without_encoding_anew_begins_where_it_is_shown(tmp_path, kept_from):
-    """Its file holds frames from the key frame before the cut, or from any before that; an edit list hides
-    them."""
+    """Its file holds frames from a key frame before the cut; an edit list hides them."""
     whole, cut = tmp_path / "whole.mp4", tmp_path / "cut.mp4"
     with av.open(str(whole), "w") as container:
         encode(container, moving_frames(12), g="4", bf="0", sc_threshold="0")

@@ -25,7 +25,7 @@ with whole_file(sys.argv[1], directory=directory) as place:
 
 @contextlib.contextmanager
 def writer(path, directory=False):
-    """A process that has written half of an output and waits for a line."""
+    """Start a process that has written half of an output and waits for a line."""
     command = [sys.executable, "-c", WRITER, str(path), "yes" if directory else ""]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
@@ -116,7 +116,7 @@ def test_a_second_writer_of_one_process_is_refused(tmp_path):
 def test_a_writer_that_ends_while_the_next_one_opens_its_place_is_left_alone(
     tmp_path, monkeypatch, another_begins
 ):
-    """The next one then locks a directory that is gone, or one whose name another has made anew."""
+    """The next one then locks a directory that is gone, or one that another has made anew under the name."""
     path, place, real = tmp_path / "a", whole.hidden(tmp_path / "a", whole.WRITING), whole.fcntl.flock
 
     def flock(handle, operation):

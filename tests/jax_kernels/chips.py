@@ -17,7 +17,7 @@ def struct(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
 
 
 def compiled_for(topology: str, function: Callable[..., Any], *structs: Any, donate: Any = ()) -> Any:
-    """A function compiled for one device of a topology."""
+    """Compile a function for one device of a topology."""
     pytest.importorskip("libtpu", reason="the [tpu] extra is not installed")
     device = chips.topology_devices(topology)[0]
     place = SingleDeviceSharding(device)

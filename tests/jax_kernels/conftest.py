@@ -1,4 +1,4 @@
-"""What the tests of the kernels share."""
+"""Fixtures of the kernels' tests."""
 
 import jaxtyping
 import pytest

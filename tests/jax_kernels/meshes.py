@@ -12,8 +12,10 @@ from jax_kernels.common.columns import Split
 
 
 def on_mesh(kernel: Callable[..., Any], real: int, padded: int, dp: int, tp: int) -> Callable[..., Any]:
-    """`kernel` over dp x tp devices; of every `padded` columns of what it takes `real` are the picture's, the
-    others are added here. Activations are what has five axes, the first not three long."""
+    """Run `kernel` over dp x tp devices; every `padded` columns hold `real` of the frame, and padding.
+
+    The padding is added here. Arrays of five axes, the first not three long, are activations.
+    """
     devices = np.array(jax.devices()[: dp * tp]).reshape(dp, tp)
     mesh = Mesh(devices, ("dp", "tp"), axis_types=(AxisType.Auto,) * 2)
     videos = "dp" if dp > 1 else None

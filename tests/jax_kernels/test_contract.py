@@ -1,7 +1,7 @@
-"""The contract of every op, in one table: each way to run it is its reference, in each dtype, split over
-devices, and differentiated; where it has a Pallas kernel, a TPU runs that, until it is switched off.
+"""The contract of every op, in one table: each way to run it equals its reference.
 
-What holds for one op alone is tested in that op's folder.
+The ways are each dtype, sharded, and differentiated; an op with a Pallas kernel runs it on a TPU, until it is
+switched off. Contracts of one op alone are tested in that op's folder.
 """
 
 import contextlib
@@ -79,7 +79,7 @@ TABLES = (40, 16), (40, 16), (30, 16)
 
 
 def norm(x, zq, *vectors_and_rest, **options):
-    """`norm_conv3d` with its norm's parts by position: six for a spatial norm, two for a plain one."""
+    """Call `norm_conv3d` with its norm's parts by position: six for a spatial norm, two for a plain one."""
     count = 2 if zq is None else 6
     parts, rest = vectors_and_rest[:count], vectors_and_rest[count:]
     of_norm = jax_kernels.NormParams(*parts[:2], *(() if zq is None else (zq, *parts[2:])))
@@ -264,7 +264,7 @@ CASES = {
 
 
 def drawn(case: Case, dtype: Any) -> tuple[list[Any], dict[str, Any]]:
-    """What a case takes by position and by name. Tables of angles are float32 always."""
+    """Return a case's positional and named arguments. Tables of angles are float32 always."""
     rng = np.random.default_rng(0)
 
     def draw(shape):
@@ -295,7 +295,7 @@ every_way = pytest.mark.parametrize(("name", "way"), WAYS, ids=[f"{name}-{way}" 
 
 
 def results(case, dtype, way):
-    """What an op returns one way, and its reference."""
+    """Return an op's result by one way, and its reference."""
     operands, arrays = drawn(case, dtype)
     with run_by(way) as how:
         found = case.op(*operands, **arrays, **case.options, **how)
@@ -364,7 +364,7 @@ def test_shards_are_the_whole_and_their_padding_is_clear(name, way, padded):
 
 
 def lowered(case, shapes, dtype, platform):
-    """The text of a case for a platform; what has been traced before is taken where it may be."""
+    """Return the text of a case for a platform, from an earlier tracing if possible."""
 
     def struct(shape):
         exact = jnp.float32 if shape in TABLES else dtype

@@ -19,7 +19,7 @@ from cogvideox_torchax.vae.tolerances import relative_error
 from tests import small_pipelines
 
 TOLERANCE = 1e-4
-"""Of the latents after two steps, in float32."""
+"""Relative error of the latents after two steps, in float32."""
 NAMES = {
     "scheduler": ("diffusers", "CogVideoXDDIMScheduler"),
     "text_encoder": ("transformers", "T5EncoderModel"),
@@ -27,7 +27,7 @@ NAMES = {
     "transformer": ("diffusers", "CogVideoXTransformer3DModel"),
     "vae": ("diffusers", "AutoencoderKLCogVideoX"),
 }
-"""What every pipeline calls its parts, whose classes others have to find."""
+"""Names of every pipeline's parts, whose classes others have to find."""
 
 
 def build(**components):

@@ -1,4 +1,4 @@
-"""What diffusers' own tests ask of these pipelines, and no other test here does."""
+"""Requirements of diffusers' own tests of these pipelines that no other test here covers."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from cogvideox_torchax.vae.tolerances import relative_error
 from tests import small_pipelines
 
 TOLERANCE = 1e-4
-"""Of what comes out after two steps, in float32."""
+"""Relative error of the results after two steps, in float32."""
 
 
 def build(**components):
@@ -30,7 +30,7 @@ def latents(pipe, **overrides):
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.slow_cases("no_grad")
 def test_prompts_encoded_by_themselves_give_the_same_video_and_leave_torchax_off(mode):
-    """As diffusers' documents have it: a pipeline without VAE and transformer, then one without encoder."""
+    """diffusers' documents do so: a pipeline without VAE and transformer, then one without encoder."""
     stock = build()
     want, given = latents(stock), {"max_sequence_length": 16, "do_classifier_free_guidance": False}
     with mode():

@@ -18,7 +18,7 @@ from tests import small_pipelines
 
 TOLERANCE = 1e-5
 TEXT, FRAMES, HEIGHT, WIDTH = 7, 4, 4, 8
-"""Of text fewer tokens than a device has: it ends inside of one's."""
+"""Sizes of a step; the text has fewer tokens than a device, and ends inside its shard."""
 
 SMALL = {"num_layers": 2, "max_text_seq_length": TEXT, "sample_frames": 2 * FRAMES - 1}
 
@@ -38,7 +38,7 @@ def _torchax_on():
 
 
 def given(model, videos=2):
-    """What a step takes."""
+    """Return a step's inputs."""
     draw = torch.Generator().manual_seed(1)
     config = model.config
     latents = torch.randn(videos, FRAMES, config.in_channels, HEIGHT, WIDTH, generator=draw)
@@ -53,7 +53,7 @@ def given(model, videos=2):
 
 
 def step(model, videos=2, **options):
-    """A step of a model, stock or ported, as a plain tensor."""
+    """Run a step of a model, stock or ported; return a plain tensor."""
     return runtime.without_torchax(lambda: model(**given(model, videos), **options, return_dict=False)[0])
 
 

@@ -25,7 +25,7 @@ STEPS = 6
 
 
 def build(kind="text", version="5b", placement=None):
-    """A pipeline of three layers, whose transformer is its own."""
+    """Build a pipeline of three layers, whose transformer is its own."""
     vae, text_encoder = shared(placement)
     conditioning = small_pipelines.conditioning(kind, version)
     model = small_pipelines.transformer(version, num_layers=3, **conditioning)
@@ -34,7 +34,7 @@ def build(kind="text", version="5b", placement=None):
 
 
 def first_block(pipe, threshold=0.3):
-    """At this threshold text tokens, or one half of guidance alone, would decide otherwise for text, 5b."""
+    """Return a config whose threshold the text tokens, or one half of guidance, would cross otherwise."""
     return FirstBlockCacheConfig(threshold=threshold)
 
 
@@ -83,7 +83,7 @@ def frames(pipe, kind="text", **overrides):
 
 
 class Steps:
-    """What each step of a stock transformer computes: the parts that ran, and how many videos they took."""
+    """Recording of each step of a stock transformer: the parts that ran, and their numbers of videos."""
 
     def __init__(self, model):
         self.seen = []
@@ -151,7 +151,7 @@ def without():
 
 @pytest.fixture(scope="module")
 def enabled_before():
-    """A pipeline whose cache was enabled before it was ported."""
+    """Return a pipeline whose cache was enabled before it was ported."""
     pipe = build(placement="one device")
     runtime.without_torchax(pipe.transformer.enable_cache, first_block(pipe))
     return port(pipe)

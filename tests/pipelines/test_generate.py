@@ -99,7 +99,7 @@ def test_the_frames_are_those_of_stock_diffusers(models, name, mesh):
 
 @pytest.fixture
 def steps(monkeypatch):
-    """A list that grows with every step of denoising."""
+    """Return a list that grows with every step of denoising."""
     made, real = [], networks.CogVideoXTransformer3DModel.forward
 
     def forward(self, *args, **kwargs):
@@ -112,7 +112,7 @@ def steps(monkeypatch):
 
 @pytest.fixture
 def shown(monkeypatch):
-    """A list that grows with every picture that a preview writes."""
+    """Return a list that grows with every picture that a preview writes."""
     pictures, inherited = [], Image.Image.save
 
     def save(image, path, *kind):

@@ -15,7 +15,7 @@ from tests import small_pipelines
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
-    """A pipeline with learned positions, its networks in several files."""
+    """Save a pipeline with learned positions, its networks in several files."""
     path = tmp_path_factory.mktemp("saved")
     pipe = runtime.without_torchax(small_pipelines.build, "image", "5b-I2V")
 
@@ -68,7 +68,7 @@ def test_a_split_without_a_mesh_is_refused(directory):
 
 @pytest.fixture
 def broken(directory, tmp_path):
-    """A copy whose first file of the transformer a test may change."""
+    """Return a copy whose first file of the transformer a test may change."""
     path = tmp_path / "broken"
     shutil.copytree(directory, path)
     index = path / "transformer" / "diffusion_pytorch_model.safetensors.index.json"

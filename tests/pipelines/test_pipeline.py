@@ -21,7 +21,7 @@ from cogvideox_torchax.vae.tolerances import relative_error
 from tests import small_pipelines
 
 TOLERANCE = 1e-4
-"""Of the frames after four steps, in float32."""
+"""Relative error of the frames after four steps, in float32."""
 
 CASES = {
     "text to video, 5b": ("text", "5b"),
@@ -44,8 +44,10 @@ PLACEMENTS = {
 
 @functools.cache
 def shared(placement):
-    """What every case has alike, so that it is compiled once: VAE and text encoder; None for the stock
-    ones."""
+    """Return the parts that all cases share, so that they are compiled once: VAE and text encoder.
+
+    They are None for the stock pipelines.
+    """
     vae, text_encoder = small_pipelines.vae(), small_pipelines.text_encoder()
     if placement is not None:
         port_to(placement, small_pipelines.build(vae=vae, text_encoder=text_encoder))
@@ -68,7 +70,7 @@ def port_to(placement, pipe):
 
 
 def pipeline(kind="text", version="5b", placement=None, **components):
-    """A pipeline of stock diffusers, or, for a placement, a ported one of the same weights."""
+    """Return a pipeline of stock diffusers, or, for a placement, a ported one of the same weights."""
     vae, text_encoder = shared(placement)
     conditioning = tuple(small_pipelines.conditioning(kind, version).items())
     common = {
@@ -85,7 +87,7 @@ def frames(pipe, kind="text", **overrides):
 
 
 def placements():
-    """Each case on one device with and without guidance; over the meshes so that each meets both."""
+    """Yield each case on one device with and without guidance; over the meshes each meets both."""
     for name, (kind, version) in CASES.items():
         yield pytest.param(kind, version, "one device", (6.0, 1.0), id=name)
         if version in ("2b", "5b-I2V"):
@@ -129,7 +131,7 @@ def ported():
 
 @contextlib.contextmanager
 def compilations():
-    """Counts what JAX compiles."""
+    """Count JAX's compilations."""
     counted = []
 
     def listen(event, duration_secs, **kwargs):
@@ -338,7 +340,7 @@ def test_a_scheduler_made_of_a_ported_ones_class_is_taken(ported, stock):
 @pytest.mark.parametrize("kind", [CogVideoXDDIMScheduler, CogVideoXDPMScheduler])
 def test_a_schedulers_steps_are_those_of_diffusers(kind):
     def run(scheduler, device):
-        """What every step gives for the same predictions and noise; those that look back do."""
+        """Return every step's result for the same predictions and noise; some steps look back."""
         draw, generator = (torch.Generator().manual_seed(seed) for seed in (0, 1))
         sample, *outputs = (device(torch.randn(5, generator=draw)) for _ in range(8))
         scheduler.set_timesteps(7)
@@ -465,7 +467,7 @@ def test_another_size_than_the_models_own_gives_the_same_frames():
 
 def test_a_table_of_positions_is_that_of_the_size_whatever_other_threads_ask_for(monkeypatch):
     class Replaced(weakref.WeakKeyDictionary):
-        """In which another thread always comes next."""
+        """A table before whose use another thread always runs."""
 
         def __setitem__(self, embed, _):
             super().__setitem__(embed, ((1, 2, 2), None))

@@ -1,4 +1,4 @@
-"""What people already have: diffusers' own examples, torchax turned on by hand, LoRAs, pipelines saved."""
+"""Existing code of users: diffusers' own examples, torchax turned on by hand, LoRAs, saved pipelines."""
 
 import importlib
 import textwrap
@@ -37,7 +37,7 @@ def directory(tmp_path_factory):
 
 
 def example(kind: str, model: str) -> str:
-    """diffusers' own example, of a local model, with one line added: `port(pipe)`."""
+    """Return diffusers' own example, for a local model, with one line added: `port(pipe)`."""
     module = importlib.import_module(f"diffusers.pipelines.cogvideo.{EXAMPLES[kind]}")
     lines = [line.strip() for line in module.EXAMPLE_DOC_STRING.splitlines()]
     code = textwrap.dedent("\n".join(line[4:] for line in lines if line.startswith((">>>", "..."))))
@@ -117,7 +117,7 @@ def test_weights_that_were_moved_and_untied_by_hand_are_tied_again(directory):
 
 @pytest.fixture
 def lora(directory, tmp_path):
-    """A LoRA's file for the transformer, its matrices all drawn."""
+    """Write a LoRA's file for the transformer, all its matrices drawn at random."""
     from peft import LoraConfig
     from peft.utils import get_peft_model_state_dict
 

@@ -1,4 +1,4 @@
-"""Where tokens and weights lie on a mesh, and that what devices exchange comes to its place."""
+"""Sharding of tokens and weights on a mesh, and exchanges between devices."""
 
 import jax
 import jax.numpy as jnp

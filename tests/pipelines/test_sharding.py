@@ -16,7 +16,7 @@ def largest_share(tensor):
 
 @pytest.fixture(scope="module")
 def spread():
-    """A ported pipeline over two by four devices, its transformer's weights split by channels."""
+    """Return a ported pipeline over two by four devices, its transformer's weights split by channels."""
     return pipeline(placement="2x4 tensor")
 
 

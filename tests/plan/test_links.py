@@ -1,4 +1,4 @@
-"""What collectives take on the links: by hand for small slices, and off made-up text."""
+"""Times of collectives on the links: by hand for small slices, and off made-up text."""
 
 import dataclasses
 

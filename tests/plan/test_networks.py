@@ -28,7 +28,7 @@ def _small(monkeypatch, tmp_path):
 
 
 def whole(network, tensors):
-    """The program of all layers, compiled, on a mesh of one device as the plan has it."""
+    """Compile the program of all layers on a mesh of one device, as the plan has it."""
     from cogvideox_torchax import make_mesh
     from cogvideox_torchax.plan.programs import read_program
 
@@ -119,7 +119,7 @@ CHIP = chips.CHIPS["v6e"]
 
 
 def program(layers, *, by_bytes=0):
-    """What a program of so many layers might say: a second of kernels and one of links for each."""
+    """Return a plan of so many layers: for each a second of kernels and one of links."""
     shares = {"other": 1.0 + 2.0 * layers, "kernels": 1.0 * layers}
     sums = {"all-reduce": 1.0 * layers}
     of_layers = {"kernels_by_bytes": by_bytes, "collective_seconds": sums}

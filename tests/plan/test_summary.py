@@ -1,4 +1,4 @@
-"""What a plan says of a whole video."""
+"""The summary of a whole video's plan."""
 
 from types import SimpleNamespace
 

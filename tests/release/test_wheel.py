@@ -15,7 +15,7 @@ PACKAGES = ("cogvideox_torchax", "jax_kernels")
 
 
 def succeeded(*command: object, **options) -> str:
-    """What a command printed; its last lines where it failed."""
+    """Return a command's output; fail with its last lines."""
     done = subprocess.run([str(word) for word in command], capture_output=True, text=True, **options)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
@@ -31,7 +31,7 @@ def wheel(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def environment(wheel, tmp_path_factory) -> Path:
-    """The `bin` of an environment with the wheel, and behind it the packages that it depends on."""
+    """Return the `bin` of an environment with the wheel, and behind it the packages that it depends on."""
     directory = tmp_path_factory.mktemp("environment")
     succeeded(sys.executable, "-m", "venv", directory)
     python = directory / "bin" / "python"

@@ -1,4 +1,4 @@
-"""What other packages write does not reach a user's terminal."""
+"""Messages of other packages do not reach a user's terminal."""
 
 import subprocess
 import sys

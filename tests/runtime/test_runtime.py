@@ -46,7 +46,7 @@ VARIABLE = contextvars.ContextVar("the caller's", default="unset")
 
 
 def own_state():
-    """What a thread has set, for torch, for JAX and for itself."""
+    """Return a thread's settings, for torch, for JAX and its own."""
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),

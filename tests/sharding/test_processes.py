@@ -27,7 +27,7 @@ TIMEOUT = 10
 
 
 def start(directory, code, count=2):
-    """Runs Python code once a process; in it, `port` and `index` say where to meet and which it is."""
+    """Run Python code once a process; in it, `port` and `index` give the meeting point and the process."""
     with socket.socket() as found:
         found.bind(("localhost", 0))
         port = found.getsockname()[1]
@@ -50,7 +50,7 @@ def start(directory, code, count=2):
 
 
 def finish(processes, within):
-    """Each process's exit code and what it said, none later than `within` seconds from now."""
+    """Return each process's exit code and output, none later than `within` seconds from now."""
     deadline = time.monotonic() + within
     try:
         said = [process.communicate(timeout=deadline - time.monotonic()) for process in processes]
@@ -62,7 +62,7 @@ def finish(processes, within):
 
 @pytest.fixture
 def directory(tmp_path, monkeypatch):
-    """A clip of 9 frames and a model of three levels, whose latents are 10 wide: no multiple of 8 devices."""
+    """Write a clip of 9 frames and a model of three levels, whose latents are 10 wide: no multiple of 8."""
     monkeypatch.chdir(tmp_path)
     reference.small_vae(**reference.THREE_LEVELS).save_pretrained("vae")
     with video.writing("clip.mp4", 10) as sink:
@@ -241,7 +241,7 @@ def test_a_process_that_failed_waits_for_no_other_with_a_traceback_either(direct
 
 
 def test_processes_that_nobody_names_are_told_how_to_meet(tmp_path):
-    """In a process of its own: one whose devices are in use can join no other."""
+    """It runs in a process of its own: one whose devices are in use can join no other."""
     code = "from cogvideox_torchax.sharding import connect; connect()"
     environment = os.environ | {"TPU_SKIP_MDS_QUERY": "1"}  # no TPU pod's server to wait for
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Over a mesh every model is the same function, and nothing of a video's size is gathered anywhere."""
+"""A model on a mesh is the same function, and gathers nothing of a video's size."""
 
 import copy
 import functools
@@ -51,7 +51,7 @@ def inputs(frames, batch, width):
 
 
 def local_share(tensor):
-    """The part of an array that its largest shard holds."""
+    """Return the share of an array in its largest shard."""
     array = runtime.array_of(tensor) if isinstance(tensor, torch.Tensor) else tensor
     return max(shard.data.size for shard in array.addressable_shards) / array.size
 
@@ -64,8 +64,7 @@ MESHES = {
     "4x2, a batch smaller than dp, 96": ("torchax", 4, 2, 2, 96, 1, ["encode"]),
     "2x4, a batch that dp does not divide, 45": ("torchax", 2, 4, 3, 45, 1, ["encode"]),
 }
-"""The build, dp, tp, videos, latent columns, latent frames, and what is compared: each entry costs
-compilations."""
+"""The build, dp, tp, videos, latent columns, latent frames, comparisons; each entry costs compilations."""
 
 
 @pytest.mark.parametrize(
@@ -126,7 +125,7 @@ def test_bytes_over_a_mesh_are_the_frames_that_they_stand_for(stock, eight):
 
 
 def program_of(vae):
-    """The program of decoding, and its weights."""
+    """Return the program of decoding, and its weights."""
     if isinstance(vae, FlaxVAEForPipelines):
         network, weights = Network.split(vae.flax_vae.chunk(DECODE))
         return compiled(network, vae.flax_vae.placement(DECODE)), weights
@@ -189,7 +188,7 @@ def test_tiles_of_one_size_go_over_dp_together_and_change_no_number(stock, monke
 
 
 def kernel_cases():
-    """Every kernel as a function of one array (N, T, H, W, C) and of how its columns lie, by name."""
+    """Return every kernel as a function of one array (N, T, H, W, C) and of its sharding, by name."""
     key = jax.random.key(0)
     k5, k4, m, wide = (
         jax.random.normal(key, s) for s in ((3, 3, 3, 8, 8), (3, 3, 8, 8), (8, 8), (3, 3, 5, 8, 8))
@@ -229,7 +228,7 @@ def kernel_cases():
 
 
 def run_padded(function, x):
-    """A kernel on `x` (N, C, T, H, W) over eight devices, and what was compiled."""
+    """Run a kernel on `x` (N, C, T, H, W) over eight devices; return its compiled form too."""
     placement = sharding.Placement(make_mesh(1, 8), unit=2)
     chunk = placement.put(x)
 
@@ -299,10 +298,10 @@ def test_a_strided_convolution_of_bfloat16_splits_a_width_that_does_not_divide(c
 
 @pytest.fixture(scope="module")
 def compiled_pair():
-    """The steady decode chunk on one device and what `report` finds of it on eight.
+    """Compile the steady-state decode chunk on one device, and report it on eight.
 
-    Of enough channels for the convolutions to be most of the work: XLA's CPU backend computes the sums of a
-    convolution's taps again wherever the result is used, and on a mesh these have more terms.
+    It has enough channels for the convolutions to be most of the work: XLA's CPU backend computes the sums of
+    a convolution's taps again at every use of the result, and on a mesh these have more terms.
     """
     stock = reference.small_vae(**reference.THREE_LEVELS | {"block_out_channels": (32, 32, 64)})
     shape = (1, 16, 5, 4, 170)
@@ -371,7 +370,7 @@ def test_a_layers_shards_are_told_by_its_arrays_axes(array, shards, encoder_in_f
 
 @pytest.fixture(scope="module")
 def encoder_in_four(stock):
-    """The traced program of a still's encoding over a mesh of 2 x 4."""
+    """Return the traced program of a still's encoding over a mesh of 2 x 4."""
     vae = sharded(copy.deepcopy(stock), 2, 4, move=False)
     program = vae.build_program("encode")
     program.lower_chunk((3, 3, 1, 8, 4 * 45), jnp.float32)

@@ -42,6 +42,6 @@ def make_material(directory):
 
 @pytest.fixture
 def material(tmp_path, in_an_empty_directory):
-    """A working directory with material."""
+    """Return a working directory with material."""
     make_material(tmp_path)
     return tmp_path

@@ -102,7 +102,7 @@ def test_a_batch_is_made_of_its_number_alone():
 
 
 def turning(at, frames=200):
-    """A video that changes at one frame alone."""
+    """Return a video that changes at one frame alone."""
     video = np.full((frames, 40, 40, 3), 40, np.uint8)
     video[at:] = 200
     return Source(Part(Path("v.mp4")), (video,))

@@ -129,14 +129,14 @@ def wait_for(path, process):
 
 
 def step_of(directory):
-    """How many steps a checkpoint is of."""
+    """Return a checkpoint's number of steps."""
     with safe_open(f"{directory}/checkpoint.safetensors", "pt") as file:
         return int(file.metadata()["step"])
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """The directory of a training left alone, which lies beside its material."""
+    """Return the directory of a training left alone, which lies beside its material."""
     root = tmp_path_factory.mktemp("training")
     make_material(root)
     with contextlib.chdir(root), torchax_disabled(), torch.enable_grad():

@@ -24,7 +24,7 @@ PLAN = Plan(steps=40, clips=2, frames=9, size=16)
 
 @pytest.fixture
 def only(monkeypatch):
-    """Has every step take clips of so many frames: one shape to compile."""
+    """Return a function that makes every step take clips of so many frames: one shape to compile."""
     return lambda frames: monkeypatch.setattr(trainer, "shape_of", lambda *_, **__: Shape(2, frames, 16))
 
 
@@ -43,7 +43,7 @@ def stock():
 
 
 def trainer_of(stock, sampler, plan=PLAN, kind="torch"):
-    """A trainer of a copy."""
+    """Return a trainer of a copy."""
     return Trainer(backends.backend(kind).around(copy.deepcopy(stock)), sampler, plan)
 
 

@@ -1,6 +1,6 @@
-"""What a strictly typed program sees of the public names: checked by pyright, in `make lint`, and never run.
+"""A strictly typed program's view of the public names: checked by pyright in `make lint`, never run.
 
-`tests/typing/test_public_names.py` holds that none is left out.
+`tests/typing/test_public_names.py` checks that none is left out.
 """
 # pyright: strict
 

@@ -19,7 +19,7 @@ def stock():
 
 @pytest.fixture
 def parts(monkeypatch):
-    """An entry for each time that a kernel asked whether a first frame stands apart, and was told so."""
+    """Return a list with an entry for each first frame that a kernel split off."""
     found = []
 
     def stands_apart(_target, x):

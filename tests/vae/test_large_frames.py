@@ -43,7 +43,7 @@ CHUNKS = 9, 8
 
 
 def counted(traced):
-    """How many convolutions and upsamplers were traced, each first frame by itself."""
+    """Return the numbers of traced convolutions and upsamplers, each first frame by itself."""
     return [traced.count(name) for name in ("norm_conv3d", "upsampled")]
 
 
@@ -68,7 +68,7 @@ def test_encoded_chunks_are_as_accurate_as_pytorchs(stock):
 
 
 HOOKED = {"up_blocks.2.resnets.0.norm1": 5, "conv_act": 3, "conv_out": 3}
-"""How many kernels are traced beside a hook on one of these; without one it is four."""
+"""Number of kernels traced beside a hook on one of these; without one it is four."""
 
 
 @pytest.mark.parametrize(("module", "devices"), [*[(name, 1) for name in HOOKED], (next(iter(HOOKED)), 4)])
@@ -89,7 +89,7 @@ def test_a_hook_sees_what_its_layer_gives(module, devices, stock):
 
 @pytest.fixture(scope="module")
 def traced():
-    """The kernels that were traced."""
+    """Return the kernels that were traced."""
     with reference.interpreted_kernels(**LARGE, on_mesh=True) as found:
         yield found
 

@@ -129,12 +129,12 @@ def test_free_memory_off_linux_is_what_the_machine_has(monkeypatch):
 
 @pytest.fixture(scope="module")
 def quick_vae():
-    """In PyTorch, four pixels to a latent one."""
+    """Return a VAE in PyTorch, four pixels to a latent one."""
     return port(reference.small_vae(**reference.THREE_LEVELS))
 
 
 def failing(vae, monkeypatch, at, error):
-    """Has a program of the whole picture fail once, at a chunk of the first run."""
+    """Make a program of the whole picture fail once, at a chunk of the first run."""
     real, calls = runtime.carried, []
 
     def carried(network):

@@ -16,7 +16,7 @@ from tests import reference
 
 @pytest.fixture(scope="module")
 def verifier(small_vae):
-    """13 frames are one chunk to encode and 4 latents, two chunks of one length, to decode."""
+    """Return a verifier of 13 frames: one chunk to encode, and 4 latents, two equal chunks, to decode."""
     with torch.no_grad():
         return compare.Verifier(small_vae, reference.video(13, height=16, width=24))
 
@@ -29,7 +29,7 @@ def torchax_candidate(small_vae):
 
 @contextlib.contextmanager
 def changed(parameter, change):
-    """The parameter with another value, for a while."""
+    """Change the parameter for a while."""
     before = parameter.data
     parameter.data = change(before)
     yield

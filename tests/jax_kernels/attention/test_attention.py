@@ -42,7 +42,7 @@ def small_blocks():
 
 
 def interpreted(q, k, v, **options):
-    """`attention` with its kernels for TPUs interpreted."""
+    """Run `attention` with its kernels for TPUs interpreted."""
     with pltpu.force_tpu_interpret_mode():
         return public_attention(q, k, v, **options)
 
@@ -156,7 +156,7 @@ def drawn(queries=300, keys=600, channels=64):
 
 
 def scaled(which, factor, place: slice | int = slice(None)):
-    """Inputs one of which is larger at some positions."""
+    """Return inputs of which one is larger at some positions."""
     arrays = drawn()
     arrays[which][:, place] *= factor
     return arrays

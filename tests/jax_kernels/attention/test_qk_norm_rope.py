@@ -1,4 +1,4 @@
-"""Queries, keys and values are prepared as diffusers' processors do it, by XLA and by the kernel alike."""
+"""Queries, keys and values are prepared as by diffusers' processors, by XLA and by the kernel of a TPU."""
 
 import importlib
 import math
@@ -17,7 +17,7 @@ module = importlib.import_module(
 
 
 def inputs(*, heads=3, channels=16, positions=40, batch=2, dtype=jnp.float32):
-    """A projection, the norm's weight and bias, and tables of which the first 5 positions are not turned."""
+    """Return a projection, the norm's weight and bias, and tables that leave 5 positions unrotated."""
     rng = np.random.default_rng(0)
     x = rng.normal(0.3, 2, (batch, positions, heads * channels))
     weight, bias = rng.normal(1, 0.3, channels), rng.normal(0, 0.3, channels)
@@ -28,7 +28,7 @@ def inputs(*, heads=3, channels=16, positions=40, batch=2, dtype=jnp.float32):
 
 
 def of_diffusers(x, weight, bias, cos, sin, *, heads, scale=1.0):
-    """Its LayerNorm and rotary positions in float32, as (N, H, D, S)."""
+    """Apply diffusers' LayerNorm and rotary positions in float32; return (N, H, D, S)."""
     from diffusers.models.embeddings import apply_rotary_emb
 
     x, weight, bias, cos, sin = (
@@ -41,7 +41,7 @@ def of_diffusers(x, weight, bias, cos, sin, *, heads, scale=1.0):
 
 
 def interpreted(*arrays, **options):
-    """`qk_norm_rope` as a TPU runs it."""
+    """Run `qk_norm_rope` as a TPU does."""
     with interpreted_kernels(lanes=128) as traced:
         prepared = qk_norm_rope(*arrays, **options)
     assert traced == ["prepare"]

@@ -20,7 +20,7 @@ def draw(*shape):
 
 @pytest.fixture
 def as_on_a_tpu(monkeypatch):
-    """From when it is called on, an odd number of frames is taken apart."""
+    """Return a function from whose call on the first of an odd number of frames is split off."""
 
     def begin():
         jax.clear_caches()  # what was traced before computes them together

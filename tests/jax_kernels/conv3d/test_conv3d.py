@@ -19,7 +19,7 @@ def _inputs(frames=3, dtype=jnp.float32, taps=3):
 
 
 def _torch_causal(x, kernel, bias, past):
-    """torch's conv3d on (past, x): the definition."""
+    """Compute torch's conv3d on (past, x): the definition."""
     frames = torch.from_numpy(np.concatenate([past, x], 1).astype(np.float32)).permute(0, 4, 1, 2, 3)
     weight = torch.from_numpy(np.array(kernel, np.float32)).permute(4, 3, 0, 1, 2)
     y = torch.nn.functional.conv3d(
@@ -29,7 +29,7 @@ def _torch_causal(x, kernel, bias, past):
 
 
 def check_rounded_once(got, sums):
-    """Of sums in float32, which may have been added in another order."""
+    """Check against float32 sums, which may have been added in another order."""
     assert got.dtype == jnp.bfloat16
     sums = np.array(sums)
     half_a_unit = np.exp2(np.floor(np.log2(np.abs(sums))) - 8)

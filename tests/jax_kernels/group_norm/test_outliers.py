@@ -55,7 +55,7 @@ OUTLIERS = {
 
 
 CASES = list(itertools.product((1, 100, 1000), OUTLIERS))
-"""How many deviations out, and which pixels: a video for each."""
+"""Outliers' distance in deviations, and their pixels: a video for each."""
 
 
 def frames_of(rows, width, deviations, outlier):
@@ -80,7 +80,7 @@ def norm(x, split=WHOLE):
 
 
 def over_eight():
-    """`norm` as eight devices compute it, each on its own columns."""
+    """Return `norm` as eight devices compute it, each on its local columns."""
     mesh = Mesh(np.array(jax.devices()), ("tp",), axis_types=(AxisType.Auto,))
     sharding = NamedSharding(mesh, PartitionSpec(None, None, None, "tp"))
 
@@ -94,7 +94,7 @@ def over_eight():
 
 @pytest.fixture(params=["xla", "pallas"])
 def width(request, monkeypatch):
-    """The form that finds the moments of columns; of a width of its own, which the other has not traced."""
+    """Choose the form of the moments of columns; return a width that the other form has not traced."""
     if request.param == "xla":
         yield 8
         return

@@ -23,7 +23,7 @@ from tests.reference import largest_error
 
 GROUPS = 4
 A_UNIT = 2.0**-7
-"""Of bfloat16's last place, relative."""
+"""Relative unit of bfloat16's last place."""
 
 
 def inputs(shape, outputs, *, cell=None, cached=True, dtype=jnp.bfloat16):
@@ -42,12 +42,12 @@ def inputs(shape, outputs, *, cell=None, cached=True, dtype=jnp.bfloat16):
 
 
 def tile_of(frames):
-    """How many results of Winograd's filtering the kernel takes together; 0 where it convolves directly."""
+    """Return the results of Winograd's filtering that the kernel takes together; 0 for direct convolution."""
     return frames // 2 if frames in (4, 8) else 0
 
 
 def check(results, operands, residual):
-    """Whether they are the reference's, with zeros in columns that only pad a width."""
+    """Check that results are the reference's, with zeros in padding columns."""
     (y, latest, columns), real = results, operands[0].shape[3]
     tile = tile_of(operands[0].shape[1])
     want, want_latest, _ = reference.norm_conv3d(*operands, num_groups=GROUPS, residual=residual, tile=tile)
@@ -135,7 +135,7 @@ def test_strips_give_what_the_whole_picture_gives(
 
 
 def cut_into(strips, monkeypatch):
-    """Has the kernel take so many strips, a first frame fewer; gives a list of the sizes it then finds."""
+    """Make the kernel take so many strips, a first frame fewer; return a list of the sizes it then finds."""
     jax.clear_caches()
     found, sizes_of = [], sizes.sizes_of
 

@@ -15,7 +15,7 @@ def over_channels(frames, taps):
 
 
 def direct(frames, kernel):
-    """In float64."""
+    """Convolve in float64."""
     frames, kernel = (np.asarray(part, np.float64) for part in (frames, kernel))
     length = frames.shape[1] - 2
     return sum(frames[:, tap : tap + length] @ kernel[tap] for tap in range(3))

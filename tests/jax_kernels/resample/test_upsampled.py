@@ -16,7 +16,7 @@ from tests.jax_kernels.meshes import on_mesh
 from tests.reference import largest_error
 
 A_UNIT = 2.0**-7
-"""Of bfloat16's last place, relative."""
+"""Relative unit of bfloat16's last place."""
 
 
 def inputs(shape, outputs, dtype=jnp.bfloat16):
@@ -26,7 +26,7 @@ def inputs(shape, outputs, dtype=jnp.bfloat16):
 
 
 def check(got, want):
-    """Sums are added in another order, which rounds few of them otherwise."""
+    """Compare results whose sums are added in another order, which changes the rounding of few."""
     assert got.dtype == want.dtype == jnp.bfloat16
     assert largest_error(got, want) <= A_UNIT
     assert float(jnp.mean(got != want)) < 0.01

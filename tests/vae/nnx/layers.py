@@ -234,7 +234,7 @@ LAYERS: dict[str, Layer] = {
 
 
 def randomized(module: torch.nn.Module) -> torch.nn.Module:
-    """The module with drawn biases and affine parameters, so that none can be lost."""
+    """Draw a module's biases and affine parameters, so that none can be lost."""
     for name, parameter in module.named_parameters():
         if parameter.ndim == 1:
             center = 1.0 if "norm" in name and name.endswith("weight") else 0.0
@@ -243,7 +243,7 @@ def randomized(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def in_flax(make: Callable[[], nnx.Module], module: torch.nn.Module) -> nnx.Module:
-    """The Flax module that `make` builds, with a torch module's weights."""
+    """Return the Flax module that `make` builds, with a torch module's weights."""
     graph, abstract = nnx.split(nnx.eval_shape(make))
     tensors = weights.from_torch(module.state_dict())
     return nnx.merge(
@@ -252,7 +252,7 @@ def in_flax(make: Callable[[], nnx.Module], module: torch.nn.Module) -> nnx.Modu
 
 
 def error(layer: Layer, sizes: Sizes, seed: int = 0) -> float:
-    """The largest difference over two chunks, relative to the largest absolute value of the reference."""
+    """Return the largest difference over two chunks, relative to the reference's largest absolute value."""
     torch.manual_seed(seed)
     theirs = randomized(layer.stock(sizes))
     ours = in_flax(lambda: layer.ours(sizes, nnx.Rngs(0)), theirs)
@@ -300,7 +300,10 @@ def _relative(got: np.ndarray, want: np.ndarray) -> float:
 
 
 def frame_by_frame_difference() -> dict[str, float]:
-    """How far decoding one latent frame a step is from the reference, for 5 latent frames, random weights."""
+    """Return the distance of decoding one latent frame a step to the reference, for 5 latent frames.
+
+    The weights are random.
+    """
     from cogvideox_torchax.flax import FlaxAutoencoderKLCogVideoX
 
     stock_vae = reference.small_vae()

@@ -1,4 +1,4 @@
-"""What the Flax wrapper has of torch's modules and diffusers' models does what it says, or is refused."""
+"""The Flax wrapper's methods of torch's modules and diffusers' models work, or are refused."""
 
 import copy
 import pickle
@@ -34,7 +34,7 @@ def latents():
 
 
 def is_of(vae, stock):
-    """Whether it decodes with the weights of a stock model."""
+    """Return whether it decodes with the weights of a stock model."""
     error = relative_error(vae.decode(latents()).sample, reference.decoded(stock, latents()))
     return error < FLOAT32_RELATIVE
 

@@ -1,4 +1,4 @@
-"""What the Flax build has beside the contract of `tests/test_autoencoder.py`; mistakes of published ports.
+"""The Flax build's own features beside the contract of `tests/test_autoencoder.py`; mistakes of other ports.
 
 Array axes are N T H W C.
 """

@@ -16,7 +16,7 @@ from tests import reference
 from tests.conftest import port_to_eight
 
 RELATIVE = 1e-4
-"""Of a gradient in float32, to the largest of its own."""
+"""Error of a gradient in float32, relative to its largest value."""
 
 CASES = {
     # What runs, its input, from which frame on the loss looks, whether blocks are computed anew, the devices.

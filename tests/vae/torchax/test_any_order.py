@@ -18,7 +18,7 @@ SIZE = {"height": 2, "width": 4}
 
 @pytest.fixture(scope="module")
 def stocks():
-    """The two sets of weights that a model may have."""
+    """Return the two sets of weights that a model may have."""
     enable()
     return [reference.small_vae(seed=seed, **reference.THREE_LEVELS) for seed in (0, 1)]
 

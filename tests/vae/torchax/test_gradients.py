@@ -12,7 +12,7 @@ from tests import reference
 from tests.conftest import port_to_eight
 
 RELATIVE = 1e-4
-"""Of a gradient in float32, to the largest of its own."""
+"""Error of a gradient in float32, relative to its largest value."""
 
 
 def decoded(vae, z):
@@ -34,7 +34,7 @@ CASES = {
 
 
 def backward(vae, run, x, first_frame):
-    """The gradient of the input, by a loss that weighs each value of the result from a frame on."""
+    """Return the input's gradient, by a loss that weighs each value of the result from a frame on."""
     x = x.clone() if vae.device.type == "cpu" else runtime.to_jax(x)
     leaf = x.requires_grad_()
     with torch.enable_grad():

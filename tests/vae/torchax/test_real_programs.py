@@ -1,4 +1,4 @@
-"""What programs around a ported VAE do: threads, replaced parts, hooks, copies, pickles."""
+"""Programs around a ported VAE: threads, replaced parts, hooks, copies, pickles."""
 
 import copy
 import gc
@@ -43,7 +43,7 @@ def decoded(vae, z):
 
 
 def in_threads(count, work):
-    """Runs `work(number)` in threads that start together; the first error is raised here."""
+    """Run `work(number)` in threads that start together; the first error is raised here."""
     errors, together = [], threading.Barrier(count)
 
     def run(number):
@@ -494,7 +494,7 @@ def test_an_abandoned_stream_frees_its_memory(vae):
 @pytest.mark.parametrize("hooked", [False, True])
 def test_nothing_of_a_dropped_model_is_kept(stock, hooked):
     class Features:
-        """What a hook is a method of, and what holds the model."""
+        """Owner of a hook's method, which holds the model."""
 
         def __init__(self, vae):
             self.vae = vae

@@ -20,11 +20,11 @@ def backend(request):
 
 
 class SourceError(Exception):
-    """What a user's own source raises."""
+    """Error of a user's own source."""
 
 
 def until(stop, frames):
-    """The first `stop` of a video's frames, then an error."""
+    """Yield the first `stop` of a video's frames, then raise an error."""
     yield from reference.video(frames).unbind(2)[:stop]
     raise SourceError(f"after {stop}")
 
@@ -180,7 +180,7 @@ def arrays_on_jax():
 
 
 def started(vae, kind):
-    """A stream of several chunks, one of them taken, and more being computed."""
+    """Return a stream of several chunks, one of them taken, and more being computed."""
     if kind == "decode":
         stream = vae.decode_stream(reference.latents(9))
     else:
