@@ -55,8 +55,9 @@ TEXT_ENCODER: dict[str, Any] = {
 }
 """T5 v1.1 XXL's encoder, which all of them have."""
 
-FEW = (1, 2)
-"""Layers of the two programs that are compiled."""
+FEW = (2, 3)
+"""Layers of the two programs that are compiled. One layer alone would mislead: the second reuses buffers of
+the first, and a step cache treats the first layer differently."""
 
 STEPS = 50
 """Denoising steps of a whole video."""
@@ -77,7 +78,6 @@ class NetworkPlan:
         by_schedule: whether that time is by their schedules, or at the chip's peak.
         parallel: the use of "tp", and its reason.
         kept: bytes that a cache leaves for the next step, among the arguments.
-        few: layers of the programs that were compiled.
     """
 
     name: str
@@ -88,7 +88,6 @@ class NetworkPlan:
     by_schedule: bool = True
     parallel: str = ""
     kept: int = 0
-    few: tuple[int, int] = FEW
 
     @property
     def seconds(self) -> float | None:
@@ -171,8 +170,7 @@ def plan_step(
     Raises:
         PlanError: a config that cannot be read, or a size that its patches do not divide.
     """
-    numbers = FEW if cache is None else (2, 3)  # a cache tells the first block from the others
-    networks = [weightless_transformer(model, dtype, layers) for layers in numbers]
+    networks = [weightless_transformer(model, dtype, few) for few in FEW]
     config, layers = networks[0].config, transformer_config(model)["num_layers"]
     patch, patch_t = config["patch_size"], config["patch_size_t"] or 1
     if height % patch or width % patch:
@@ -182,7 +180,7 @@ def plan_step(
     frames = -(-frames // patch_t) * patch_t
     batch = 2 if guided else 1
     plans, kept, mesh = [], [], make_mesh(dp, tp, devices=devices)
-    for few, network in zip(numbers, networks, strict=True):
+    for few, network in zip(FEW, networks, strict=True):
         # As all layers would be split, of which these have their share of the memory.
         network.place_on(mesh, parallel, chip and chip.memory * few / layers)
         tensors = step_tensors(network, batch=batch, frames=frames, height=height, width=width)
@@ -196,9 +194,8 @@ def plan_step(
     tokens = config["max_text_seq_length"] + frames // patch_t * (height // patch) * (width // patch)
     products = 4 * batch * config["num_attention_heads"] * config["attention_head_dim"] * tokens**2
     attention = products * layers / (dp * tp) if plans[0].kernels else 0.0
-    plan = _extended("step", plans, layers, 0.0 if step else attention, chip, numbers)
-    count = (layers - numbers[1]) / (numbers[1] - numbers[0])
-    of_all = int(kept[1] + count * (kept[1] - kept[0])) if kept else 0
+    plan = _extended("step", plans, layers, 0.0 if step else attention, chip)
+    of_all = int(_extend(*kept, layers)) if kept else 0
     return replace(plan, parallel=str(networks[0].parallelism), kept=of_all)
 
 
@@ -281,54 +278,54 @@ def _compile(name: str, frames: int, network: Any, tensors: dict[str, Any], chip
 
 
 def _extended(
-    name: str,
-    plans: list[ProgramPlan],
-    layers: int,
-    attention_flops: float,
-    chip: Chip | None,
-    few: tuple[int, int] = FEW,
+    name: str, plans: list[ProgramPlan], layers: int, attention_flops: float, chip: Chip | None
 ) -> NetworkPlan:
-    """Extrapolate the plan of all layers from those of a few: every other layer adds what one more added."""
+    """Extrapolate the plan of all layers from those of a few."""
     fewer, more = plans
-    count = (layers - few[1]) / (few[1] - few[0])
 
     def extend(field: str) -> Any:
-        one, other = getattr(fewer, field), getattr(more, field)
-        return None if other is None else other + count * (other - one)
+        return _extend(getattr(fewer, field), getattr(more, field), layers)
+
+    def extend_each(one: dict[str, float], other: dict[str, float]) -> dict[str, float]:
+        return {kind: _extend(one.get(kind, 0.0), part, layers) for kind, part in other.items()}
 
     grown = {field: extend(field) for field in ("flops", "bytes_accessed", "seconds", "floor_seconds")}
     grown |= {field: int(extend(field)) for field in ("kernels", "argument_bytes")}
     grown["temp_bytes"] = max(more.temp_bytes, int(extend("temp_bytes")))
-
-    def extend_each(one: dict[str, float], other: dict[str, float]) -> dict[str, float]:
-        return {kind: part + count * (part - one.get(kind, 0.0)) for kind, part in other.items()}
-
     grown["shares"] = extend_each(fewer.shares, more.shares)
     if fewer.collective_seconds is not None and more.collective_seconds is not None:
         grown["collective_seconds"] = extend_each(fewer.collective_seconds, more.collective_seconds)
     grown["kernel_times"] = {
-        kind: _extended_kernel(fewer.kernel_times.get(kind), time, count)
+        kind: _extended_kernel(fewer.kernel_times.get(kind), time, layers)
         for kind, time in more.kernel_times.items()
     }
     program = replace(more, compile_seconds=fewer.compile_seconds + more.compile_seconds, **grown)
     if chip is None:
-        return NetworkPlan(name, program, layers, attention_flops, None, few=few)
-    scheduled, known = program.shares.get(KERNEL, 0.0), program.kernels_by_bytes == 0
-    attention = scheduled if known else max(scheduled, attention_flops / chip.flops)
-    return NetworkPlan(name, program, layers, attention_flops, attention, known, few=few)
+        return NetworkPlan(name, program, layers, attention_flops, None)
+    scheduled, attention = program.shares.get(KERNEL, 0.0), program.kernel_times.get("attention")
+    known = attention is None or attention.by_bytes == 0
+    seconds = scheduled if known else max(scheduled, attention_flops / chip.flops)
+    return NetworkPlan(name, program, layers, attention_flops, seconds, known)
 
 
-def _extended_kernel(one: KernelTime | None, other: KernelTime, count: float) -> KernelTime:
-    """Extrapolate the kernels of one name to all layers, as `_extended` does."""
+def _extended_kernel(one: KernelTime | None, other: KernelTime, layers: int) -> KernelTime:
+    """Extrapolate the kernels of one name to all layers."""
     if one is None:
         return other
 
     def extend(field: str) -> Any:
-        before, value = getattr(one, field), getattr(other, field)
-        return None if before is None or value is None else value + count * (value - before)
+        return _extend(getattr(one, field), getattr(other, field), layers)
 
     seconds = {field: extend(field) for field in ("bytes_seconds", "schedule_seconds", "seconds")}
     return replace(other, count=int(extend("count")), **seconds)
+
+
+def _extend(fewer: Any, more: Any, layers: int) -> Any:
+    """Extrapolate a figure from `FEW` layers to all: each further layer adds the difference of the two. None
+    if either is None."""
+    if fewer is None or more is None:
+        return None
+    return more + (layers - FEW[1]) / (FEW[1] - FEW[0]) * (more - fewer)
 
 
 def cached_table(plans: list[NetworkPlan], counts: list[int], chip: Chip | None) -> dict[str, Any]:
@@ -364,7 +361,7 @@ def table(plan: NetworkPlan, chip: Chip | None) -> dict[str, Any]:
         seconds["collectives_s"] = collectives = sum(program.collective_seconds.values())
         seconds["with_collectives_s"] = plan.seconds + collectives
     return figures(
-        f"{plan.name}, {plan.layers} layers, from programs of {plan.few[0]} and {plan.few[1]}",
+        f"{plan.name}, {plan.layers} layers, from programs of {FEW[0]} and {FEW[1]}",
         {
             "arguments_GiB": program.argument_bytes,
             "temporaries_GiB": program.temp_bytes,

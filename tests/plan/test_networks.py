@@ -10,7 +10,7 @@ import torch
 
 from cogvideox_torchax import cli, runtime
 from cogvideox_torchax.pipelines.networks import step_tensors
-from cogvideox_torchax.plan import chips, networks
+from cogvideox_torchax.plan import chips, networks, programs
 from cogvideox_torchax.plan.chips import PlanError
 from tests import small_pipelines
 
@@ -122,14 +122,15 @@ def program(layers, *, by_bytes=0):
     """Return a plan of so many layers: for each a second of kernels and one of links."""
     shares = {"other": 1.0 + 2.0 * layers, "kernels": 1.0 * layers}
     sums = {"all-reduce": 1.0 * layers}
-    of_layers = {"kernels_by_bytes": by_bytes, "collective_seconds": sums}
+    attention = programs.KernelTime(layers, 0.0, None, 1.0 * layers, by_bytes, 0)
+    of_layers = {"kernel_times": {"attention": attention}, "collective_seconds": sums}
     return networks.ProgramPlan(
         "step", 1, 0, 0, sum(shares.values()), layers, shares, 0, 0, 0, 0, {}, 0, **of_layers
     )
 
 
 def test_attention_and_collectives_are_those_of_all_layers():
-    plan = networks._extended("step", [program(1), program(2)], 5, 7 * CHIP.flops, CHIP)
+    plan = networks._extended("step", [program(2), program(3)], 5, 7 * CHIP.flops, CHIP)
     assert plan.by_schedule
     assert plan.attention_seconds == 5.0
     assert plan.seconds == 1 + 2 * 5 + 5
@@ -140,7 +141,7 @@ def test_attention_and_collectives_are_those_of_all_layers():
 
 
 def test_attention_without_a_schedule_counts_at_the_peak_and_is_told():
-    plan = networks._extended("step", [program(1), program(2, by_bytes=1)], 5, 7 * CHIP.flops, CHIP)
+    plan = networks._extended("step", [program(2), program(3, by_bytes=1)], 5, 7 * CHIP.flops, CHIP)
     assert plan.attention_seconds == 7.0
     assert plan.seconds == 1 + 2 * 5 + 7
     assert networks.table(plan, CHIP)["attention_counted"] == "at the chip's peak"

@@ -417,6 +417,7 @@ def test_a_mesh_has_the_axes_and_sizes_that_were_asked_for():
     assert dict(make_mesh().shape) == {"dp": 1, "tp": 8}
     assert dict(make_mesh(2).shape) == {"dp": 2, "tp": 4}
     assert dict(make_mesh(2, 3).shape) == {"dp": 2, "tp": 3}
+    assert dict(make_mesh(8, 1).shape) == {"dp": 8, "tp": 1}
     assert make_mesh().axis_types == (AxisType.Auto, AxisType.Auto)
 
 
