@@ -23,7 +23,12 @@ class Option:
         self.flags, self.group, self.settings = flags, group, settings
 
 
-TRACEBACK = Option("--traceback", action="store_true", help="show where in the code an error came from")
+REPORT = "report"
+"""The group that help lists last."""
+
+TRACEBACK = Option(
+    "--traceback", group=REPORT, action="store_true", help="show where in the code an error came from"
+)
 EXCLUSIVE = "exclusive"
 ABSENT: dict[str, Any] = {
     **{"quiet": False, "profile": None, "distributed": False, "backend": "torchax"},
@@ -52,7 +57,7 @@ class Command:
         )
         parser.set_defaults(**ABSENT)
         groups: dict[str | None, Any] = {None: parser}
-        for each in (*self.options, TRACEBACK):
+        for each in sorted((*self.options, TRACEBACK), key=lambda option: option.group == REPORT):
             if each.group == EXCLUSIVE and each.group not in groups:
                 groups[each.group] = parser.add_mutually_exclusive_group(required=True)
             elif each.group not in groups:

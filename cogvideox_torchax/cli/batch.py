@@ -74,7 +74,7 @@ def decode(args: argparse.Namespace) -> int:
 
 def _through(args: argparse.Namespace, steps: Iterable[Step], directory: OutputDirectory) -> int:
     """Run the loop under a bar with clips a second and the time left; name bad clips; print the report."""
-    clock = CompileClock()
+    clock = CompileClock(common.narrator(args))
     count = 0
     waited = computed = 0.0
     bar = common.progress(steps, total=len(directory.missing), name=args.command, args=args, unit="clip")

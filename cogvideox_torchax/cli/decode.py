@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
         sink = stack.enter_context(team.writing(args.output, fps))
         vae = common.load_vae(args.model or loaded.model, args.backend, args.dtype, team.mesh)
         loaded.check_model(vae.config)
-        clock = CompileClock()
+        clock = CompileClock(common.narrator(args))
         written = decode_to(sink, vae, loaded, args, team.at_first)
     if not team.is_first:
         return 0

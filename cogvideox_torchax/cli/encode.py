@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     with devices.joined(args) as team:
         common.take_bundled_model(args)
         vae = common.load_vae(args.model, args.backend, args.dtype, team.mesh)
-        clock = CompileClock()
+        clock = CompileClock(common.narrator(args))
         encoded = encoder_of(args, vae, team.at_first).encode(clip)
         if not team.is_first:
             return 0

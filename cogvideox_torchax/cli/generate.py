@@ -27,26 +27,46 @@ COMMAND = Command(
     "--prompt 'A cat walks.' --model zai-org/CogVideoX-5b -o cat.mp4",
     (
         Option("--model", required=True, metavar="DIR_OR_ID", help="a whole pipeline"),
-        Option("--prompt", help="what to show"),
-        Option("--negative-prompt", help="what not to show"),
-        Option("--image", metavar="FILE", help="the first frame, for an image-to-video model"),
-        Option("--video", metavar="FILE", help="a video to start from, or a control video"),
-        Option("--strength", type=float, help="how far from --video to go, 0 to 1 (default: 0.8)"),
-        Option("--num-inference-steps", type=int, help="denoising steps (default: 50)"),
-        Option("--guidance-scale", type=float, help="classifier-free guidance, 1 for none (default: 6)"),
-        Option("--seed", type=int, help="of the noise (default: 0)"),
-        Option("--frames", type=int, help="how many (default: the model's)"),
-        Option("--height", type=positive, help="in pixels (default: the model's)"),
-        Option("--width", type=positive, help="in pixels (default: the model's)"),
+        Option("--prompt", group="request", help="what to show"),
+        Option("--negative-prompt", group="request", help="what not to show"),
+        Option(
+            "--image", group="request", metavar="FILE", help="the first frame, for an image-to-video model"
+        ),
+        Option("--video", group="request", metavar="FILE", help="a video to start from, or a control video"),
+        Option(
+            "--strength",
+            group="request",
+            type=float,
+            help="how far from --video to go, 0 to 1 (default: 0.8)",
+        ),
+        Option("--num-inference-steps", group="sampling", type=int, help="denoising steps (default: 50)"),
+        Option(
+            "--guidance-scale",
+            group="sampling",
+            type=float,
+            help="classifier-free guidance, 1 for none (default: 6)",
+        ),
+        Option("--seed", group="sampling", type=int, help="of the noise (default: 0)"),
+        Option("--frames", group="size", type=int, help="how many (default: the model's)"),
+        Option("--height", group="size", type=positive, help="in pixels (default: the model's)"),
+        Option("--width", group="size", type=positive, help="in pixels (default: the model's)"),
         Option(
             "--fps",
+            group="size",
             type=frame_rate,
             help="frames a second (default: 8; that of a latents stage)",
         ),
         Option("--dtype", help="of weights and latents (default: bfloat16)"),
-        Option("--dp", type=int, default=1, help="mesh: devices for the halves of guidance (default: 1)"),
+        Option(
+            "--dp",
+            group="several devices",
+            type=int,
+            default=1,
+            help="mesh: devices for the halves of guidance (default: 1)",
+        ),
         Option(
             "--tp",
+            group="several devices",
             type=int,
             default=1,
             help="mesh: devices for the transformer's tokens (its weights, where this does not divide the "
@@ -54,13 +74,20 @@ COMMAND = Command(
         ),
         Option(
             "--cache",
+            group="sampling",
             metavar="first-block:0.1|pab|magcache:FILE|taylorseer|fastercache",
             help="reuse what steps have computed, by one of diffusers' caches",
         ),
-        Option("--save-stages", metavar="DIR", help="keep embeddings and latents there"),
-        Option("--from-stage", choices=("text", "latents"), help="take up from what --save-stages kept"),
+        Option("--save-stages", group="stages", metavar="DIR", help="keep embeddings and latents there"),
+        Option(
+            "--from-stage",
+            group="stages",
+            choices=("text", "latents"),
+            help="take up from what --save-stages kept",
+        ),
         Option(
             "--preview",
+            group="sampling",
             metavar="FILE.png",
             help="show frames there while steps go on, by a linear map of latents",
         ),
@@ -88,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
             common.make_directory(args.save_stages, "keep stages in")
         else:
             check_file(kept_path(args))
-        clock = CompileClock()
+        clock = CompileClock(common.narrator(args))
         vae, latents = _sampled(args) if kept is None else (_vae_for(args, kept), kept)
         keeping.enter_context(on_disk(args, latents))
         written = decode_to(sink, vae, latents, args, runtime.to_torch)

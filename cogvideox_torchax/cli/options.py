@@ -4,7 +4,7 @@ import functools
 from typing import Any
 
 from cogvideox_torchax import backends
-from cogvideox_torchax.cli.arguments import Option, frame_rate, positive
+from cogvideox_torchax.cli.arguments import REPORT, Option, frame_rate, positive
 from cogvideox_torchax.dataset.clip import KEEP
 from cogvideox_torchax.dataset.formats import SUFFIXES
 
@@ -16,9 +16,11 @@ def model_options(default: str = "the small bundled model, as a line says") -> t
     model = f"a CogVideoX VAE or a whole pipeline, as a directory or a hub id (default: {default})"
     names, dtypes = backends.names(backends.Use.RUN), ", ".join(DTYPES)
     return (
-        Option("--model", metavar="DIR_OR_ID", help=model),
-        Option("--backend", choices=names, default="torchax", help="default: torchax"),
-        Option("--dtype", default="float32", help=f"of the weights: {dtypes} (default: float32)"),
+        Option("--model", group="model", metavar="DIR_OR_ID", help=model),
+        Option("--backend", group="model", choices=names, default="torchax", help="default: torchax"),
+        Option(
+            "--dtype", group="model", default="float32", help=f"of the weights: {dtypes} (default: float32)"
+        ),
         JSON,
         QUIET,
     )
@@ -29,10 +31,20 @@ def clip_options(frames: int | None = None) -> tuple[Option, ...]:
     shown = "" if frames is None else f" (default: {frames}, or all of a shorter clip)"
     follows = "resize to this {} in pixels; the {} follows if it is not given"
     return (
-        Option("--frames", type=positive, help=f"read only the first so many frames{shown}"),
-        Option("--height", type=positive, help=follows.format("height", "width")),
-        Option("--width", type=positive, help=follows.format("width", "height")),
-        Option("--crop", action="store_true", help="crop the middle to the size instead of resizing"),
+        Option(
+            "--frames",
+            group="part of the clip",
+            type=positive,
+            help=f"read only the first so many frames{shown}",
+        ),
+        Option("--height", group="part of the clip", type=positive, help=follows.format("height", "width")),
+        Option("--width", group="part of the clip", type=positive, help=follows.format("width", "height")),
+        Option(
+            "--crop",
+            group="part of the clip",
+            action="store_true",
+            help="crop the middle to the size instead of resizing",
+        ),
     )
 
 
@@ -41,8 +53,8 @@ def output(help: str, metavar: str = "FILE", **settings: Any) -> Option:
     return Option("-o", "--output", metavar=metavar, help=help, **settings)
 
 
-JSON = Option("--json", action="store_true", help="print the report as JSON")
-QUIET = Option("--quiet", action="store_true", help="no progress bars")
+JSON = Option("--json", group=REPORT, action="store_true", help="print the report as JSON")
+QUIET = Option("--quiet", group=REPORT, action="store_true", help="no progress bars")
 VIDEO_OUTPUT = output("an .mp4 or .gif file, or a directory for PNG frames", required=True)
 FPS = Option("--fps", type=frame_rate, help="frames a second (default: the source's)")
 SEED = Option("--seed", type=int, help="sample the posterior with this seed instead of its mode")
@@ -54,7 +66,10 @@ TILING = Option(
     help="work in tiles of this size in pixels; auto, or no size: in tiles where it does not fit into memory",
 )
 PROFILE = Option(
-    "--profile", metavar="DIR", help="write JAX's profile of the run there, for TensorBoard and Perfetto"
+    "--profile",
+    group=REPORT,
+    metavar="DIR",
+    help="write JAX's profile of the run there, for TensorBoard and Perfetto",
 )
 _devices = functools.partial(Option, group="several devices")
 MESH = (

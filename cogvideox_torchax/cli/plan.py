@@ -8,7 +8,7 @@ from pathlib import Path
 
 from cogvideox_torchax.backends import Use, names
 from cogvideox_torchax.cli import options, planning
-from cogvideox_torchax.cli.arguments import Command, Option
+from cogvideox_torchax.cli.arguments import REPORT, Command, Option
 from cogvideox_torchax.files import reports
 from cogvideox_torchax.pipelines.cache_options import config_of
 
@@ -26,20 +26,29 @@ COMMAND = Command(
     (
         Option(
             "--model",
+            group="program",
             default="5b",
             metavar="2b|5b|1.5-5b|DIR_OR_ID",
             help="whose shapes to plan (default: 5b)",
         ),
-        Option("--topology", default="v6e:1x1", help="generation and grid of chips (default: v6e:1x1)"),
-        Option("--platform", choices=("tpu", "cpu"), default="tpu", help="cpu: no time, but quick"),
-        Option("--frames", type=int, default=49, help="frames of the video (default: 49)"),
-        Option("--height", type=int, default=480, help="in pixels (default: 480)"),
-        Option("--width", type=int, default=720, help="in pixels (default: 720)"),
-        Option("--dp", type=int, default=1, help="mesh: devices that a batch is split over"),
-        Option("--tp", type=int, default=1, help="mesh: devices that a width is split over"),
-        Option("--backend", choices=names(Use.PLAN), default=BACKEND, help="whose programs"),
+        Option(
+            "--topology",
+            group="chips",
+            default="v6e:1x1",
+            help="generation and grid of chips (default: v6e:1x1)",
+        ),
+        Option(
+            "--platform", group="chips", choices=("tpu", "cpu"), default="tpu", help="cpu: no time, but quick"
+        ),
+        Option("--frames", group="program", type=int, default=49, help="frames of the video (default: 49)"),
+        Option("--height", group="program", type=int, default=480, help="in pixels (default: 480)"),
+        Option("--width", group="program", type=int, default=720, help="in pixels (default: 720)"),
+        Option("--dp", group="chips", type=int, default=1, help="mesh: devices that a batch is split over"),
+        Option("--tp", group="chips", type=int, default=1, help="mesh: devices that a width is split over"),
+        Option("--backend", group="program", choices=names(Use.PLAN), default=BACKEND, help="whose programs"),
         Option(
             "--tiling",
+            group="program",
             nargs="?",
             const="default",
             metavar="HEIGHTxWIDTH",
@@ -47,12 +56,16 @@ COMMAND = Command(
         ),
         Option(
             "--no-advice",
+            group=REPORT,
             action="store_true",
             help="when it does not fit, do not compile what would",
         ),
-        Option("--layers", action="store_true", help="on a mesh: what each layer holds and moves"),
+        Option(
+            "--layers", group=REPORT, action="store_true", help="on a mesh: what each layer holds and moves"
+        ),
         Option(
             "--network",
+            group="program",
             choices=("vae", "step", "prompt", "train-step"),
             default="vae",
             help="the VAE, a step of the transformer, the text encoder, a step training the VAE (default: "
@@ -60,31 +73,47 @@ COMMAND = Command(
         ),
         Option(
             "--no-guidance",
+            group="denoising step",
             action="store_true",
             help="with --network step: without the second half of guidance",
         ),
         Option(
             "--parallel",
+            group="denoising step",
             choices=("context", "tensor"),
             help="with --network step: split the tokens (context) or the weights (tensor) over --tp "
             "(default: context where --tp divides the heads)",
         ),
         Option(
             "--cache",
+            group="denoising step",
             metavar="first-block:0.1|pab|magcache:FILE|taylorseer|fastercache",
             help="with --network step: what a video takes with one of diffusers' caches",
         ),
         Option(
             "--skips",
+            group="denoising step",
             type=int,
             metavar="N",
             help="with --cache first-block: how many of 50 steps it skips",
         ),
-        Option("--encode", action="store_true", help="plan encoding instead of decoding"),
-        Option("--dtype", default="bfloat16", help="of weights and activations (default: bfloat16)"),
-        Option("--save-hlo", metavar="DIR", help="keep the compiled text of each program there"),
+        Option("--encode", group="program", action="store_true", help="plan encoding instead of decoding"),
+        Option(
+            "--dtype",
+            group="program",
+            default="bfloat16",
+            help="of weights and activations (default: bfloat16)",
+        ),
+        Option(
+            "--save-hlo", group=REPORT, metavar="DIR", help="keep the compiled text of each program there"
+        ),
         options.output("write the plan there as JSON"),
-        Option("--json", action="store_true", help="print the plan as JSON, and the rest on stderr"),
+        Option(
+            "--json",
+            group=REPORT,
+            action="store_true",
+            help="print the plan as JSON, and the rest on stderr",
+        ),
     ),
 )
 

@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
         _, frames_out = frames_through(vae, clip.num_frames)
         alongside, told = _alongside(args, clip, frames_out)
         sink = stack.enter_context(team.writing(args.output, fps, alongside))
-        clock = CompileClock()
+        clock = CompileClock(common.narrator(args))
         written = reconstruct_to(sink, vae, clip, args, team)
     if not team.is_first:
         return 0

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from cogvideox_torchax import backends
 from cogvideox_torchax.cli import common, devices, options
-from cogvideox_torchax.cli.arguments import EXCLUSIVE, Command, Option, positive
+from cogvideox_torchax.cli.arguments import EXCLUSIVE, REPORT, Command, Option, positive
 from cogvideox_torchax.train import clips, start
 from cogvideox_torchax.train.checkpoints import NAME
 from cogvideox_torchax.train.run import HeldOut, Run
@@ -44,32 +44,51 @@ COMMAND = Command(
             help="torch computes in bfloat16, with float32 weights; torchax in float32 (default: torch)",
         ),
         Option("--steps", type=positive, required=True, help="of the whole training"),
-        Option("--batch", type=positive, default=1, help="clips in a batch (default: 1)"),
-        Option("--frames", type=positive, default=17, help="of the longest clips, 8 n + 1 (default: 17)"),
+        Option("--batch", group="batches", type=positive, default=1, help="clips in a batch (default: 1)"),
+        Option(
+            "--frames",
+            group="batches",
+            type=positive,
+            default=17,
+            help="of the longest clips, 8 n + 1 (default: 17)",
+        ),
         Option(
             "--size",
+            group="batches",
             type=positive,
             default=64,
             help="of the square crops, in pixels, a multiple of 16 (default: 64)",
         ),
-        Option("--seed", type=int, default=0, help="of first weights, batches and noise (default: 0)"),
+        Option(
+            "--seed",
+            group="batches",
+            type=int,
+            default=0,
+            help="of first weights, batches and noise (default: 0)",
+        ),
         Option(
             "--recipe",
+            group="batches",
             metavar="FILE",
-            help="TOML with any of cuts, colour, rate and whole (docs/tiny-vae.md says what they do)",
+            help="TOML with any of cuts, colour, rate and whole (docs/datasets.md lists them)",
         ),
         Option(
             "--validate",
+            group="run",
             action="append",
             default=[],
             metavar="CLIP",
             help="a held-out video; repeatable",
         ),
         Option(
-            "--checkpoint-every", type=positive, default=500, help="steps between checkpoints (default: 500)"
+            "--checkpoint-every",
+            group="run",
+            type=positive,
+            default=500,
+            help="steps between checkpoints (default: 500)",
         ),
-        Option("--resume", action="store_true", help="go on from the checkpoint in DIR"),
-        Option("--quiet", action="store_true", help="no progress bar"),
+        Option("--resume", group="run", action="store_true", help="go on from the checkpoint in DIR"),
+        Option("--quiet", group=REPORT, action="store_true", help="no progress bar"),
         *options.MESH,
     ),
 )

@@ -1,27 +1,41 @@
 """The clock of compilation: what JAX itself says that it spent on tracing, lowering and compiling."""
 
 import time
+from collections.abc import Callable
 
 from cogvideox_torchax.upstream import COMPILING_EVENTS, TRACING_EVENTS
+
+LONG = 1.0
+"""Seconds of lowering from which on a program is large enough to be announced."""
 
 
 class CompileClock:
     """Seconds that JAX spent lowering (tracing included) and compiling; nested spans count once.
 
+    Args:
+        announce: called with a line before a program that took long to lower is compiled, once for its name.
+
     Attributes:
         started: when the clock was made, by `time.perf_counter`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, announce: Callable[[str], None] = lambda line: None) -> None:
         import jax.monitoring
 
         self.started = time.perf_counter()
         self.spans: list[tuple[str, float, float]] = []
+        self._announce, self._announced = announce, set[str]()
         jax.monitoring.register_event_duration_secs_listener(self._listen)
 
     def _listen(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
         now = time.perf_counter()
         self.spans.append((event, now - duration_secs, now))
+        name = str(kwargs.get("fun_name")).removeprefix("jit(").removesuffix(")")
+        if event == TRACING_EVENTS[-1] and duration_secs >= LONG and name not in self._announced:
+            self._announced.add(name)
+            self._announce(
+                f"compiling {name}, unless the compile cache has it: minutes on a TPU, once for a size"
+            )
 
     @property
     def seconds(self) -> float:

@@ -20,7 +20,7 @@ from cogvideox_torchax.cli import arguments, common, doctor
 from cogvideox_torchax.cli.common import DEMO_MODEL
 from cogvideox_torchax.cli.demo import demo_clip
 from cogvideox_torchax.files import latents, video
-from cogvideox_torchax.runtime import COMPILE_CACHE_VARIABLE
+from cogvideox_torchax.runtime import COMPILE_CACHE_VARIABLE, clock
 from cogvideox_torchax.vae.pixels import from_uint8, to_uint8
 from cogvideox_torchax.vae.quality import ssim
 from cogvideox_torchax.vae.tolerances import psnr
@@ -196,6 +196,35 @@ def test_help_shows_an_example(command, capsys):
         cli.main([command, "--help"])
     assert end.value.code == 0
     assert f"example: cogvideox-torchax {command}" in capsys.readouterr().out
+
+
+def test_help_fits_a_screen_or_groups_its_options(capsys):
+    for command in cli.COMMANDS:
+        name = command.__name__.split(".")[-1]
+        with pytest.raises(SystemExit):
+            cli.main([name, "--help"])
+        text = capsys.readouterr().out
+        groups = [part.split("\n  -")[1:] for part in re.split(r"\n(?=\S[^\n]*:\n)", text)]
+        assert text.count("\n") <= 40 or max(map(len, groups)) <= 10, name
+        assert text.rindex("\nreport:\n") > max(
+            text.find(f"\n{title}:\n") for title in ("options", "several devices")
+        )
+
+
+def test_a_program_that_takes_long_is_announced_once_before_it_is_compiled(monkeypatch):
+    import jax
+
+    monkeypatch.setattr(clock, "LONG", 0.0)
+    announced = []
+    watch = clock.CompileClock(lambda line: announced.append((line, len(watch.spans))))
+
+    def step(x):
+        return 3 * x
+
+    for size in (5, 6):
+        jax.jit(step)(jax.numpy.ones(size))
+    (before,) = [spans for line, spans in announced if line.startswith("compiling step, unless ")]
+    assert watch.spans[before][0] == "/jax/core/compile/backend_compile_duration"
 
 
 def _edit_latents(**changes):

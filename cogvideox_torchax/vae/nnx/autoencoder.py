@@ -288,7 +288,7 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         """Decode one latent frame a step, at about half the memory: ANOTHER FUNCTION than `decode`.
 
         GroupNorm's statistics span the frames of a step, and the network was trained on steps of two; with
-        one frame a step they differ, and so does every pixel (docs/numerics.md has the measured difference).
+        one frame a step they differ, and so does every pixel (docs/accuracy.md has the measured difference).
         The first latent frame gives one frame, each further one four: 4 t - 3 in all, also for an even t,
         where `decode` gives 4 t.
 
