@@ -61,7 +61,7 @@ def alone(unit: EncodeClip, clips: list[Clip]) -> Took:
 def through(unit: EncodeClip, clips: list[Clip], out: Path) -> Took:
     """Time the directory, from its listing to its last shard."""
     start, cores = time.perf_counter(), time.process_time()
-    made_by = unit.recipe.lasting(unit.model_sha256)
+    made_by = unit.recipe.fixed_settings(unit.model_sha256)
     with manifest.DatasetDirectory(out, made_by, clips, kind="parquet", shard_size=8) as directory:
         done = list(directory.work(unit))
         assert all(step.error is None for step in done)

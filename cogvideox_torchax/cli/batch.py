@@ -41,9 +41,9 @@ def encode(args: argparse.Namespace) -> int:
     unit = EncodeClip(recipe, common.say)
     if args.ray is not None:
         unit = EncodeClip(replace(recipe, backend="torch", dp=None, tp=None))  # this host may have no chips
-    with devices.sharing(args) as share:
+    with devices.process_shard(args) as share:
         unit.check()
-        made_by = recipe.lasting(unit.model_sha256)
+        made_by = recipe.fixed_settings(unit.model_sha256)
         options = {"kind": args.format or SAFETENSORS, "shard_size": args.shard_size or 64, "share": share}
         with DatasetDirectory(args.output, made_by, clips, retry=args.retry_failed, **options) as directory:
             if args.ray is None:
@@ -59,7 +59,7 @@ def decode(args: argparse.Namespace) -> int:
     devices.check(args, together=False)
     shards = sources.shards(Path(args.latents))
     with (
-        devices.sharing(args) as share,
+        devices.process_shard(args) as share,
         VideoDirectory(args.output, shards, args.fps, share, retry=args.retry_failed) as directory,
     ):
         for name, reason in directory.bad.items():
@@ -68,7 +68,7 @@ def decode(args: argparse.Namespace) -> int:
         unit = DecodeClip(recipe_of(args, model=args.model or (first.model if first else "")), common.say)
         if first:
             unit.check(first)
-            directory.begin(unit.recipe.lasting(unit.model_sha256))
+            directory.begin(unit.recipe.fixed_settings(unit.model_sha256))
         return _through(args, directory.work(unit, readers=args.workers or READERS), directory)
 
 
@@ -83,8 +83,8 @@ def _through(args: argparse.Namespace, steps: Iterable[Step], directory: OutputD
         if step.error is None:
             count += 1
         else:
-            common.say(f"bad clip {directory.name_of(step.job)}: {step.error}")
-    seconds, bad = clock.elapsed, directory.named_bad()
+            common.say(f"bad clip {directory.clip_id(step.job)}: {step.error}")
+    seconds, bad = clock.elapsed, directory.bad_clips()
     report = {
         "output": args.output,
         "backend": args.backend,

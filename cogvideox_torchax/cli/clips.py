@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from typing import Any, TypeVar
 
 from cogvideox_torchax.cli import common
-from cogvideox_torchax.cli.devices import Fetch, Team
+from cogvideox_torchax.cli.devices import Fetch, ProcessGroup
 from cogvideox_torchax.dataset import Clip, DecodeClip, EncodeClip, Recipe
-from cogvideox_torchax.dataset.clip import MEAN, SAMPLE, DecodedClip, framed
+from cogvideox_torchax.dataset.clip import MEAN, SAMPLE, DecodedClip, select_part
 from cogvideox_torchax.files import sinks, video
 from cogvideox_torchax.files.latents import TENSOR, Latents
 from cogvideox_torchax.vae.directions import DECODE, ENCODE
@@ -27,15 +27,14 @@ def recipe_of(args: argparse.Namespace, **options: Any) -> Recipe:
 
 
 def open_clip(args: argparse.Namespace, at_most: int | None = None) -> DecodedClip:
-    """Check the video and the sizes asked for, before anything is loaded; `at_most` so many frames, where no
-    number is asked for."""
+    """Check the video and the sizes that are asked for; without `--frames` take `at_most` so many."""
     count = args.frames or (at_most and min(at_most, video.probe(args.video).num_frames))
     recipe = Recipe("", frames=count, height=args.height, width=args.width, crop=args.crop)
-    return framed(Clip("", args.video), recipe, SPATIAL_SCALE)
+    return select_part(Clip("", args.video), recipe, SPATIAL_SCALE)
 
 
 def unit_of(kind: type[Unit], args: argparse.Namespace, vae: Any, fetch: Fetch, **options: Any) -> Unit:
-    """Return what encodes or decodes one clip under a bar of its chunks."""
+    """Return the unit that encodes or decodes one clip under a bar of its chunks."""
 
     def follow(parts: Iterator[Any], total: int, name: str) -> Iterator[Any]:
         return common.progress(parts, total=total, name=name, args=args)
@@ -44,7 +43,7 @@ def unit_of(kind: type[Unit], args: argparse.Namespace, vae: Any, fetch: Fetch, 
 
 
 def encoder_of(args: argparse.Namespace, vae: Any, fetch: Fetch) -> EncodeClip:
-    """Return what encodes a clip to its posterior's mode, or to a sample where there is a seed."""
+    """Return the encoder of a clip to its posterior's mode, or to a sample where there is a seed."""
     keep = MEAN if args.seed is None else SAMPLE
     return unit_of(EncodeClip, args, vae, fetch, keep=keep, seed=args.seed or 0)
 
@@ -56,16 +55,16 @@ def decode_to(sink: sinks.Sink, vae: Any, latents: Latents, args: argparse.Names
 
 
 def reconstruct_to(
-    sink: sinks.Sink, vae: Any, clip: DecodedClip, args: argparse.Namespace, team: Team
+    sink: sinks.Sink, vae: Any, clip: DecodedClip, args: argparse.Namespace, group: ProcessGroup
 ) -> int:
     """Write the clip's frames as they come back from the VAE; return how many.
 
     A chunk's latents are decoded when there are enough of them: memory does not grow with the clip.
     """
-    encoder, scale = encoder_of(args, vae, team.everywhere), vae.spatial_compression_ratio
+    encoder, scale = encoder_of(args, vae, group.everywhere), vae.spatial_compression_ratio
     latent_frames, _ = frames_through(vae, clip.num_frames)
     shape = latent_frames, clip.framing.height // scale, clip.framing.width // scale
-    decoder = unit_of(DecodeClip, args, vae, team.at_first)
+    decoder = unit_of(DecodeClip, args, vae, group.at_first)
     frames = decoder.pieces(lambda: (piece[TENSOR] for piece in encoder.pieces(clip)), shape)
     return sinks.write_all(sink, frames)
 

@@ -1,4 +1,4 @@
-"""What several commands share: the model, the backend, tables and JSON."""
+"""Code that commands share: the model, the backend, tables and JSON."""
 
 import argparse
 import json
@@ -19,7 +19,7 @@ DEMO_MODEL = Path(__file__).parent.parent / "assets" / "tiny-vae"
 Item = TypeVar("Item")
 
 
-def check_named(path: str) -> None:
+def check_not_empty(path: str) -> None:
     """Raise `ValueError` for an empty input path, which would stand for the current directory."""
     if not path:
         raise ValueError('got an empty name: give a file or a directory, "." for the current one')
@@ -39,8 +39,7 @@ def parse_dtype(name: str) -> torch.dtype:
 
 
 def load_vae(model: str, backend: str, dtype: str, mesh: Any = None) -> Any:
-    """The model on its backend, over a mesh if there is one; of a pipeline directory or a bare pipeline id,
-    its VAE."""
+    """Load the model, or a pipeline's VAE, on its backend and over a mesh if there is one."""
     return backends.backend(backend).load(model, parse_dtype(dtype), mesh).vae
 
 
@@ -51,14 +50,14 @@ def device_name(backend: str) -> str:
 def progress(
     items: Iterable[Item], *, total: int, name: str, args: argparse.Namespace, unit: str = "chunk"
 ) -> Iterator[Item]:
-    """The items, with a bar that counts them."""
+    """Yield the items under a bar that counts them."""
     from tqdm import tqdm
 
     yield from tqdm(items, total=total, desc=name, unit=unit, disable=args.quiet, leave=False)
 
 
 def print_report(report: dict[str, Any], as_json: bool) -> None:
-    """A report as JSON on one line, or as a table of two columns."""
+    """Print a report as JSON on one line, or as a table of two columns."""
     if as_json:
         print(json.dumps(report))
         return
@@ -102,5 +101,5 @@ def narrator(args: argparse.Namespace) -> Callable[[str], None]:
 
 
 def say(message: str) -> None:
-    """A line for the person at the terminal, kept out of what a program reads from stdout."""
+    """Print a line for the person at the terminal, on stderr, out of what a program reads from stdout."""
     print(message.encode("utf-8", "backslashreplace").decode(), file=sys.stderr)

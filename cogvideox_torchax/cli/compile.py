@@ -1,4 +1,4 @@
-"""`compile`: fills the compile cache for given sizes, so that the first request finds its programs there."""
+"""`compile`: fill the compile cache for given sizes, so that the first request finds its programs there."""
 
 import argparse
 import functools
@@ -42,8 +42,8 @@ def run(args: argparse.Namespace) -> int:
     if not cache:
         raise ValueError(f"the compile cache is off: set {runtime.COMPILE_CACHE_VARIABLE} to a directory")
     common.take_bundled_model(args)
-    with devices.joined(args) as team:
-        vae = common.load_vae(args.model, args.backend, args.dtype, team.mesh)
+    with devices.process_group(args) as group:
+        vae = common.load_vae(args.model, args.backend, args.dtype, group.mesh)
     programs = []
     for size in args.sizes:
         text = "x".join(map(str, size))
@@ -58,8 +58,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run_all(vae: Any, direction: Direction, frames: int, height: int, width: int) -> None:
-    """Run zeros through every program of a direction: of a first chunk and a later one, of bytes (the command
-    line's and the streams') and of the model's dtype (`vae.encode`, `vae.decode` and pipelines')."""
+    """Run zeros through every program of a direction.
+
+    Those are of a first chunk and a later one, of bytes (the command line's and the streams') and of the
+    model's dtype (`vae.encode`, `vae.decode` and pipelines').
+    """
     if direction is DECODE:
         frames = sum(ENCODE.results(vae, frames))
         height, width = height // vae.spatial_compression_ratio, width // vae.spatial_compression_ratio

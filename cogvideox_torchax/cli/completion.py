@@ -1,4 +1,4 @@
-"""`completion`: what a shell needs to complete commands and options."""
+"""`completion`: the shell's script that completes commands and options."""
 
 import argparse
 

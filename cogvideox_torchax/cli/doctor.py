@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _broken_pair() -> str | None:
-    """What is wrong with the installed torch and torchax together, if anything."""
+    """Return the fault of the installed torch and torchax together, if there is one."""
     try:
         importlib.import_module("torchax")
     except Exception as error:

@@ -35,7 +35,7 @@ COMMAND = Command(
 
 
 def run(args: argparse.Namespace) -> int:
-    common.check_named(args.video)
+    common.check_not_empty(args.video)
     if sources.is_many(args.video):
         return batch.encode(args)
     batch.check_one(args)
@@ -43,12 +43,12 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"cannot write {args.output}: latents go into a .safetensors file")
     check_file(args.output)
     clip = open_clip(args)
-    with devices.joined(args) as team:
+    with devices.process_group(args) as group:
         common.take_bundled_model(args)
-        vae = common.load_vae(args.model, args.backend, args.dtype, team.mesh)
+        vae = common.load_vae(args.model, args.backend, args.dtype, group.mesh)
         clock = CompileClock(common.narrator(args))
-        encoded = encoder_of(args, vae, team.at_first).encode(clip)
-        if not team.is_first:
+        encoded = encoder_of(args, vae, group.at_first).encode(clip)
+        if not group.is_first:
             return 0
         latents.save(encoded, args.output)
     results = {

@@ -1,4 +1,4 @@
-"""`generate`: a prompt, and what else the model takes, to a video, in stages that can be taken up again."""
+"""`generate`: a prompt, and the model's other inputs, to a video, in stages that can be resumed."""
 
 import argparse
 import contextlib
@@ -11,7 +11,7 @@ from cogvideox_torchax import runtime
 from cogvideox_torchax.cli import common, devices, options
 from cogvideox_torchax.cli.arguments import Command, Option, frame_rate, positive
 from cogvideox_torchax.cli.clips import decode_to
-from cogvideox_torchax.cli.kept import kept_latents, kept_path, on_disk
+from cogvideox_torchax.cli.kept import kept_path, load_latents_stage, saved_latents
 from cogvideox_torchax.files import latents as latent_files
 from cogvideox_torchax.files import video
 from cogvideox_torchax.files.latents import Latents
@@ -107,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
         check_file(args.preview)
         if not args.preview.endswith(".png"):
             raise ValueError(f"cannot write {args.preview}: a preview goes into a .png file")
-    kept = kept_latents(args) if args.from_stage == stages.LATENTS else None
+    kept = load_latents_stage(args) if args.from_stage == stages.LATENTS else None
     args.fps = args.fps or (kept.fps if kept else FPS)
     # Latents are kept until the video is whole: the inner context ends first.
     with contextlib.ExitStack() as keeping, video.writing(args.output, args.fps) as sink:
@@ -117,7 +117,7 @@ def run(args: argparse.Namespace) -> int:
             check_file(kept_path(args))
         clock = CompileClock(common.narrator(args))
         vae, latents = _sampled(args) if kept is None else (_vae_for(args, kept), kept)
-        keeping.enter_context(on_disk(args, latents))
+        keeping.enter_context(saved_latents(args, latents))
         written = decode_to(sink, vae, latents, args, runtime.to_torch)
     common.print_results(args, clock, {"frames": written, "fps": float(args.fps)})
     return 0
@@ -129,7 +129,7 @@ def _vae_for(args: argparse.Namespace, latents: Latents) -> Any:
 
 
 def _sampled(args: argparse.Namespace) -> tuple[Any, Latents]:
-    """The pipeline's VAE and the latents that it sampled, everything checked before a weight is loaded."""
+    """Return the pipeline's VAE and the latents that it sampled, after all checks."""
     mesh = devices.mesh_of(args)
     text = stages.load(args.save_stages, stages.TEXT) if args.from_stage else None
     model = generate.describe(args.model, image=args.image is not None, clip=args.video is not None)

@@ -1,4 +1,4 @@
-"""Latents that `generate` keeps: those of a stage, and those whose video is not whole yet."""
+"""Latents that `generate` keeps: a stage's, and those of a video that is not whole yet."""
 
 import argparse
 import contextlib
@@ -11,8 +11,8 @@ from cogvideox_torchax.files.latents import Latents
 from cogvideox_torchax.pipelines import generate, stages
 
 
-def kept_latents(args: argparse.Namespace) -> Latents:
-    """The latents stage, which is only decoded any more: what it was sampled by cannot be asked for."""
+def load_latents_stage(args: argparse.Namespace) -> Latents:
+    """Return the latents stage, which can only be decoded: options of sampling are refused."""
     sampling = {*stages.Request.names(), "preview", "cache"} - {"dtype"}
     given = sorted(name for name in sampling if getattr(args, name) is not None)
     if given:
@@ -24,15 +24,14 @@ def kept_latents(args: argparse.Namespace) -> Latents:
 
 
 def kept_path(args: argparse.Namespace) -> Path:
-    """Beside the output, which as a directory may end in a slash."""
+    """Return a path beside the output, which as a directory may end in a slash."""
     output = Path(args.output)
     return output.with_name(f"{output.name}.latents.safetensors")
 
 
 @contextlib.contextmanager
-def on_disk(args: argparse.Namespace, latents: Latents) -> Iterator[None]:
-    """Keeps the latents in a file until their video is whole; where that fails they stay, and a line says
-    so."""
+def saved_latents(args: argparse.Namespace, latents: Latents) -> Iterator[None]:
+    """Keep the latents in a file until their video is whole; name it where that fails."""
     if args.save_stages:
         yield
         return

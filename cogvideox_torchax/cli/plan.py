@@ -1,4 +1,4 @@
-"""`plan`: compiles for a TPU on a machine that has none, and says whether it fits and how long it takes."""
+"""`plan`: compile for a TPU on a machine that has none; print whether it fits and how long it takes."""
 
 import argparse
 import contextlib
@@ -119,7 +119,7 @@ COMMAND = Command(
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raises `ValueError` for options that have no effect beside the others."""
+    """Raise `ValueError` for options that have no effect beside the others."""
     for name, networks in ONLY.items():
         if args.network not in networks and getattr(args, name) not in (None, False, BACKEND):
             raise ValueError(f"--{name.replace('_', '-')} does not go with --network {args.network}")

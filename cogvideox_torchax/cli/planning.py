@@ -39,7 +39,7 @@ def _vae(args: argparse.Namespace, vae: Any, chip: Any, devices: Any, mesh: dict
     pieces, _ = job.chunk_shapes(vae)
     common.say(f"compiling for {min(len(pieces), 2)} of {len(pieces)} chunks; each can take minutes")
     planned = jobs.plan_programs(vae, job, devices, chip, backend=args.backend, **mesh)
-    programs = list(_printed_as_they_come(planned, chip, args.save_hlo and f"{args.save_hlo}/{job.kind}"))
+    programs = list(_printed_programs(planned, chip, args.save_hlo and f"{args.save_hlo}/{job.kind}"))
     found = summary.whole_video(job, len(pieces), job.tiles(vae), programs, chip)
     common.print_report(found, as_json=False)
     layers = programs[-1].layers if args.layers else []
@@ -95,7 +95,7 @@ def _train_step(
 
     job = jobs.Job(ENCODE, args.frames, args.height, args.width)
     common.say("compiling 2 programs; each takes minutes")
-    plans = list(_printed_as_they_come(training.plan_train_step(vae, job, devices, chip, **mesh), chip))
+    plans = list(_printed_programs(training.plan_train_step(vae, job, devices, chip, **mesh), chip))
     return _printed(args, plans, training.table(plans, vae, chip))
 
 
@@ -127,7 +127,7 @@ def _document(
 
 
 def _target(args: argparse.Namespace) -> tuple[Any, list[Any]]:
-    """The peaks of the chip to hold programs against, or None, and the devices to compile them for."""
+    """Return the chip's peaks to hold programs against, or None, and the devices to compile for."""
     from cogvideox_torchax.plan import chips
 
     if args.platform == "tpu":
@@ -138,8 +138,8 @@ def _target(args: argparse.Namespace) -> tuple[Any, list[Any]]:
     return None, jax.devices("cpu")
 
 
-def _printed_as_they_come(programs: Iterable[Any], chip: Any, text: str | None = None) -> Iterator[Any]:
-    """Yield programs as they are compiled, each printed, its text in a file whose name begins with `text`."""
+def _printed_programs(programs: Iterable[Any], chip: Any, text: str | None = None) -> Iterator[Any]:
+    """Print and yield programs as they are compiled; write texts to files named `text`_..."""
     from cogvideox_torchax.plan import summary
 
     for program in programs:

@@ -32,17 +32,17 @@ COMMAND = Command(
 def run(args: argparse.Namespace) -> int:
     clip = open_clip(args)
     with contextlib.ExitStack() as stack:
-        team = stack.enter_context(devices.joined(args))
+        group = stack.enter_context(devices.process_group(args))
         fps = args.fps or clip.info.fps
         video.check_writing(args.output, fps)
         common.take_bundled_model(args)
-        vae = common.load_vae(args.model, args.backend, args.dtype, team.mesh)
+        vae = common.load_vae(args.model, args.backend, args.dtype, group.mesh)
         _, frames_out = frames_through(vae, clip.num_frames)
         alongside, told = _alongside(args, clip, frames_out)
-        sink = stack.enter_context(team.writing(args.output, fps, alongside))
+        sink = stack.enter_context(group.writing(args.output, fps, alongside))
         clock = CompileClock(common.narrator(args))
-        written = reconstruct_to(sink, vae, clip, args, team)
-    if not team.is_first:
+        written = reconstruct_to(sink, vae, clip, args, group)
+    if not group.is_first:
         return 0
     for line in told:
         common.say(line)
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
 def _alongside(
     args: argparse.Namespace, clip: DecodedClip, frames_out: int
 ) -> tuple[video.SourceTiming, list[str]]:
-    """What the output takes of its source besides frames, and what has to be said of it."""
+    """Return what an .mp4 takes over from its source besides frames, and the lines to print of it."""
     info, told = clip.info, []
     is_mp4 = Path(args.output).suffix.lower() == ".mp4"
     whole = args.fps in (None, info.fps)

@@ -118,8 +118,8 @@ def run(args: argparse.Namespace) -> int:
     names = [source.part.name for source in sources]
     training = Run(trainer, directory, held_out, asdict(plan) | {"backend": args.backend, "clips": names})
     done = training.resume() if args.resume else training.begin()
-    with _asked_to_end() as is_asked:
-        _follow(training, done, is_asked, args)
+    with _stop_requests() as is_asked:
+        _run_steps(training, done, is_asked, args)
         training.finish()
     if trainer.step_number < args.steps:
         common.say(f"ended after {trainer.step_number} of {args.steps} steps: go on with --resume")
@@ -127,8 +127,8 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _follow(training: Run, done: int, is_asked: Callable[[], bool], args: argparse.Namespace) -> None:
-    """Makes the steps, under a bar that shows the loss as a moving mean."""
+def _run_steps(training: Run, done: int, is_asked: Callable[[], bool], args: argparse.Namespace) -> None:
+    """Make the steps under a bar that shows the loss as a moving mean."""
     from tqdm import tqdm
 
     smooth = None
@@ -143,7 +143,7 @@ def _follow(training: Run, done: int, is_asked: Callable[[], bool], args: argpar
 
 
 @contextlib.contextmanager
-def _asked_to_end() -> Iterator[Callable[[], bool]]:
+def _stop_requests() -> Iterator[Callable[[], bool]]:
     """Give what says whether someone has asked for the end, by Ctrl-C or SIGTERM, within the block."""
     asked: list[int] = []
     handle = lambda number, _: asked.append(number)  # noqa: E731

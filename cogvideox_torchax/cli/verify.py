@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _video(args: argparse.Namespace) -> torch.Tensor:
-    """The clip, or noise, as floats (1, 3, T, H, W) in [-1, 1]."""
+    """Return the clip, or noise, as floats (1, 3, T, H, W) in [-1, 1]."""
     if args.video is not None:
         frames = torch.stack(list(open_clip(args).stream()), dim=2)
         return frames.float() / 127.5 - 1

@@ -49,7 +49,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Clip:
-    """What is to be encoded.
+    """A video to encode.
 
     Attributes:
         id: its name in the data set; "" for a clip by itself.
@@ -69,7 +69,7 @@ class Clip:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How clips are encoded, or latents decoded; plain values, so that it travels to any process.
+    """The settings by which clips are encoded, or latents decoded, as plain values.
 
     Attributes:
         model: a directory or a hub id.
@@ -107,14 +107,14 @@ class Recipe:
         if self.buckets and (self.frames or self.height or self.width or self.crop):
             raise ClipError("got buckets and frames, a height, a width or a crop: buckets say all of them")
 
-    def lasting(self, model_sha256: str) -> dict[str, Any]:
-        """What another run has to share to go on with this one's work: all that the latents depend on."""
+    def fixed_settings(self, model_sha256: str) -> dict[str, Any]:
+        """Return all that the latents depend on: a run that resumes another one's work has to agree in it."""
         passing = ("model", "backend", "dp", "tp")
         said = {name: value for name, value in asdict(self).items() if name not in passing}
         return {**said, "model_sha256": model_sha256}
 
     def load(self) -> Any:
-        """The model, where it runs."""
+        """Return the model, on its devices."""
         mesh = None
         if self.dp or self.tp:
             import jax
@@ -154,7 +154,7 @@ class DecodedClip:
             yield from self.frames.unbind(2)
 
 
-def framed(clip: Clip, recipe: "Recipe", scale: int) -> DecodedClip:
+def select_part(clip: Clip, recipe: "Recipe", scale: int) -> DecodedClip:
     """Return the part of a clip that a recipe takes, unread, its sides multiples of `scale` pixels.
 
     Raises:
@@ -165,7 +165,7 @@ def framed(clip: Clip, recipe: "Recipe", scale: int) -> DecodedClip:
         if clip.height or clip.width:
             raise ClipError("it has a height or a width of its own: buckets say them")
         bucket = choose(recipe.buckets, info, clip.frames)
-        return DecodedClip(clip, info, video.covering(info, bucket.height, bucket.width), bucket.frames)
+        return DecodedClip(clip, info, video.cover(info, bucket.height, bucket.width), bucket.frames)
     height, width = clip.height or recipe.height, clip.width or recipe.width
     framing = video.framing(info, multiple=scale, height=height, width=width, crop=recipe.crop)
     frames = clip.frames or recipe.frames or info.num_frames
@@ -178,7 +178,7 @@ Chunks = Iterator[Any]
 _LOADING = threading.RLock()
 
 
-class _WithModel:
+class _ClipUnit:
     """A recipe and its model: loaded when it is first needed, and left out of a pickle.
 
     Args:
@@ -214,7 +214,7 @@ class _WithModel:
 
     @property
     def model_sha256(self) -> str:
-        """A hash of the model's config and of its weights as they are loaded."""
+        """The hash of the model's config and of its weights as they are loaded."""
         with _LOADING:
             self._hash = self._hash or model_sha256(self.vae)
             return self._hash
@@ -246,7 +246,7 @@ class _WithModel:
         return self._follow(parts, total, direction) if self._follow else parts
 
 
-class EncodeClip(_WithModel):
+class EncodeClip(_ClipUnit):
     """Encodes clips: `EncodeClip(recipe)(clip)`; equal clips give equal latents, whatever came before.
 
     A program is compiled for each picture size and length of a chunk, once. `read` and `encode` are the two
@@ -264,7 +264,7 @@ class EncodeClip(_WithModel):
     def read(self, clip: Clip) -> DecodedClip:
         """Read a clip, in the size in which it is encoded; raise as a call does."""
         sha256, check = _identity(clip.source)
-        found = framed(clip, self.recipe, self.vae.spatial_compression_ratio)
+        found = select_part(clip, self.recipe, self.vae.spatial_compression_ratio)
         frames = None
         if 3 * found.num_frames * found.framing.height * found.framing.width <= AHEAD_BYTES:
             frames = torch.stack(list(found.stream()), dim=2)
@@ -284,7 +284,7 @@ class EncodeClip(_WithModel):
                 )
 
     def encode(self, decoded: DecodedClip) -> Latents:
-        """Return the latents of a clip that was read; those of a clip without an id are about nothing."""
+        """Return the latents of a clip that was read; without an id their `about` is empty."""
         recipe, vae, framing = self.recipe, self.vae, decoded.framing
         size, kept = (framing.height, framing.width), {}
         with memory.tiles_put_back(vae):
@@ -307,7 +307,7 @@ class EncodeClip(_WithModel):
         )
 
     def pieces(self, decoded: DecodedClip) -> Iterator[dict[str, torch.Tensor]]:
-        """Yield what is kept of each chunk's posterior, by the names that a file has for it."""
+        """Yield the tensors to keep of each chunk's posterior, by their names in a latent file."""
         recipe, name = self.recipe, decoded.clip.id
         seed = zlib.crc32(f"{recipe.seed} {name}".encode()) if name else recipe.seed
         generator = torch.Generator("cpu").manual_seed(seed)
@@ -338,7 +338,7 @@ class EncodeClip(_WithModel):
         }
 
 
-class DecodeClip(_WithModel):
+class DecodeClip(_ClipUnit):
     """Decodes latents: `DecodeClip(recipe)(latents)`, in the recipe's dtype, not in the encoder's."""
 
     def __call__(self, latents: Latents) -> torch.Tensor:
@@ -376,8 +376,9 @@ class DecodeClip(_WithModel):
 
 
 def choose(buckets: Sequence[Bucket], info: video.VideoInfo, frames: int | None = None) -> Bucket:
-    """The bucket of a video: of those whose frames it has the nearest in shape, then the longest, then the
-    one with the most pixels.
+    """Return a video's bucket: of those whose frames it has the nearest in shape.
+
+    Of equal ones it is the longest, and then the one with the most pixels.
 
     Args:
         buckets: to choose from.
@@ -401,7 +402,7 @@ def choose(buckets: Sequence[Bucket], info: video.VideoInfo, frames: int | None 
 
 
 def model_sha256(vae: Any) -> str:
-    """A hash of a model's config and of its weights, of their dtype too."""
+    """Return a hash of a model's config, its weights and their dtype."""
     shaping = {name: vae.config.get(name) for name in latent_files.SHAPING_FIELDS}
     found = hashlib.sha256(json.dumps(shaping, sort_keys=True).encode())
     for name, value in sorted(vae.state_dict().items()):
@@ -416,7 +417,7 @@ def _bytes(tensor: torch.Tensor) -> bytes:
 
 
 def _identity(source: video.Source) -> tuple[str, Callable[[], None]]:
-    """The hash of a file, and what raises `ClipError` where it has changed since."""
+    """Return the hash of a file, and a function that raises `ClipError` where it has changed since."""
     if isinstance(source, bytes):
         return hashlib.sha256(source).hexdigest(), lambda: None
     path = Path(source)

@@ -44,7 +44,7 @@ class VideoDirectory(OutputDirectory):
         super().__init__(directory, share)
         self._shards, self._fps, self._retry = shards[self.share.index :: self.share.count], fps, retry
 
-    def _look(self) -> None:
+    def _scan(self) -> None:
         self.bad = {}
         self._readers: dict[str, Callable[[], Latents]] = {}
         self.done_before = 0
@@ -59,7 +59,7 @@ class VideoDirectory(OutputDirectory):
                 self._readers[name] = read
         self.missing = list(self._readers)
         # Whoever makes a video has written down its recipe before.
-        if not self._agreed(None) and self.done_before:
+        if not self._load_state(None) and self.done_before:
             raise OutputError(
                 f"{self.directory} holds videos of these names that were not decoded there: give another "
                 "directory"

@@ -35,7 +35,7 @@ TEXT_SHAPE = 226, 4096
 
 
 def write(kind: str, members: Sequence[tuple[int, Path]], path: Path) -> None:
-    """Writes a shard.
+    """Write a shard.
 
     Args:
         kind: "parquet" or "webdataset".
@@ -82,7 +82,7 @@ def _read(name: str, read: Callable[[], Latents]) -> Latents:
 
 @contextlib.contextmanager
 def _refusing(name: str | Path) -> Iterator[None]:
-    """Raise `LatentsError` for all that readers raise at a file that is not what it says."""
+    """Raise `LatentsError` for every error that readers raise at a broken file."""
     try:
         yield
     except LatentsError:
@@ -98,7 +98,7 @@ _BROKEN = (
 
 
 def check(kind: str) -> None:
-    """Raises `ValueError` where what this format is written with is not installed."""
+    """Raise `ValueError` where the package that writes this format is not installed."""
     if kind == "parquet":
         _arrow()
 
@@ -113,8 +113,10 @@ def _arrow() -> Any:
 
 
 def _schema(arrow: Any) -> Any:
-    """The columns that FastVideo's loader reads (`fastvideo/dataset/dataloader/schema.py`, text to video),
-    then ours."""
+    """Return the columns that FastVideo's loader reads, then ours.
+
+    Theirs are those of text to video in `fastvideo/dataset/dataloader/schema.py`.
+    """
     text, count, numbers, data = arrow.string(), arrow.int64(), arrow.list_(arrow.int64()), arrow.binary()
     tensor = lambda name: [(f"{name}_bytes", data), (f"{name}_shape", numbers), (f"{name}_dtype", text)]  # noqa: E731
     return arrow.schema(
@@ -177,7 +179,7 @@ def _row(file: Path) -> dict[str, Any]:
 
 
 def _float32(tensor: torch.Tensor) -> Any:
-    """As an array; NumPy, and so every reader, knows no bfloat16, whose values float32 has too."""
+    """Return an array of float32: NumPy, and so every reader, has no bfloat16."""
     return tensor.float().contiguous().numpy()
 
 
@@ -209,10 +211,10 @@ def _parquet_latents(path: Path, group: int, offset: int, name: Any) -> Latents:
         (row,) = next(itertools.islice(rows, offset, None)).to_pylist()
         if row["id"] != name:
             raise LatentsError(f"{path} holds {row['id']} where {name} was: it was changed, run again")
-        return _of_row(path, row)
+        return _latents_of_row(path, row)
 
 
-def _of_row(path: Path, row: dict[str, Any]) -> Latents:
+def _latents_of_row(path: Path, row: dict[str, Any]) -> Latents:
     about = reports.parse(row["about"])
     dtype = DTYPES[about["dtype"]]
     tensors = {}

@@ -21,7 +21,7 @@ WRITTEN_BEHIND = 2
 
 @dataclass(frozen=True)
 class Step:
-    """What became of a job.
+    """The result of a job.
 
     Attributes:
         job: which.
@@ -63,7 +63,7 @@ def work(
     *,
     readers: int = READERS,
 ) -> Iterator[Step]:
-    """Runs jobs in their order; yields one when it has been computed, and is done when all are kept.
+    """Run jobs in their order; yield each when it has been computed, and return when all are kept.
 
     Args:
         jobs: what there is to do.

@@ -1,5 +1,4 @@
-"""What a directory holds, and what is still to be done: the files are the truth, the manifest says how they
-came.
+"""A directory of latents and its state: the files are the truth, the manifest says how they came.
 
     clips.json           the recipe, and the clips in the order in which they got their numbers
     manifest-0.jsonl     a line for each clip done or bad and for each shard; a file for each process
@@ -118,46 +117,46 @@ class OutputDirectory:
         with contextlib.ExitStack() as stack:
             self._manifest = Manifest(self.directory, f"{self.NAME}-{self.share.index}.jsonl")
             stack.callback(self._manifest.close)
-            self._look()
+            self._scan()
             stack.pop_all()
         return self
 
-    def _look(self) -> None:
+    def _scan(self) -> None:
         """Find out what is there and what is missing."""
         raise NotImplementedError
 
     def __exit__(self, *_: object) -> None:
         self._manifest.close()
 
-    def name_of(self, key: Any) -> str:
+    def clip_id(self, key: Any) -> str:
         """Return the id of a clip."""
         return str(key)
 
-    def named_bad(self) -> dict[str, str]:
+    def bad_clips(self) -> dict[str, str]:
         """Return why clips of this share could not be made, by their ids."""
-        return {self.name_of(key): reason for key, reason in self.bad.items()}
+        return {self.clip_id(key): reason for key, reason in self.bad.items()}
 
-    def keys_of(self, key: Any) -> dict[str, Any]:
+    def manifest_keys(self, key: Any) -> dict[str, Any]:
         """Return how a line of the manifest names a clip."""
-        return {"id": self.name_of(key)}
+        return {"id": self.clip_id(key)}
 
     def note(self, key: Any, **about: Any) -> None:
         """Write down that a clip is where it belongs."""
-        self._manifest.add(DONE, **self.keys_of(key), **about)
+        self._manifest.add(DONE, **self.manifest_keys(key), **about)
 
     def refuse(self, key: Any, reason: str) -> None:
         """Write down that a clip cannot be made."""
         self.bad[key] = reason
-        self._manifest.add(BAD, **self.keys_of(key), error=reason)
+        self._manifest.add(BAD, **self.manifest_keys(key), error=reason)
 
     def begin(self, recipe: dict[str, Any], **state: Any) -> None:
         """Write down what clips are made by, as JSON; a directory has one recipe for good."""
-        self._agreed(recipe)
+        self._load_state(recipe)
         if state or not (self.directory / self.LIST).exists():
             content = {"format": self.FORMAT, "recipe": recipe, **state}
             reports.write_json(self.directory / self.LIST, content)
 
-    def _agreed(self, recipe: dict[str, Any] | None) -> dict[str, Any]:
+    def _load_state(self, recipe: dict[str, Any] | None) -> dict[str, Any]:
         """Return the state that was written; `OutputError` where it is broken or of another recipe."""
         path = self.directory / self.LIST
         if not path.exists():
@@ -222,17 +221,17 @@ class DatasetDirectory(OutputDirectory):
         self._recipe = {**recipe, "format": kind, "shard_size": self.shard_size}
         self._retry = retry
 
-    def _look(self) -> None:
+    def _scan(self) -> None:
         written = list(lines(self.directory))
         self.bad = {line["index"]: line["error"] for line in written if line["kind"] == BAD}
         noted = {line["index"] for line in written if line["kind"] == DONE}
-        self.ids = self._listed()
+        self.ids = self._load_ids()
         (self.directory / WORK).mkdir(exist_ok=True)
         self.done_before = 0
         self.missing = self._missing(noted)
 
-    def _listed(self) -> list[str | None]:
-        state = self._agreed(self._recipe) or {"clips": []}
+    def _load_ids(self) -> list[str | None]:
+        state = self._load_state(self._recipe) or {"clips": []}
         try:
             known: list[str | None] = state["clips"]
             if not isinstance(known, list):
@@ -250,26 +249,26 @@ class DatasetDirectory(OutputDirectory):
             self.begin(self._recipe, clips=known)
         return known
 
-    def name_of(self, key: int) -> str:
+    def clip_id(self, key: int) -> str:
         return self.ids[key] or ""
 
-    def keys_of(self, key: int) -> dict[str, Any]:
-        return {"index": key, **super().keys_of(key)}
+    def manifest_keys(self, key: int) -> dict[str, Any]:
+        return {"index": key, **super().manifest_keys(key)}
 
-    def named_bad(self) -> dict[str, str]:
+    def bad_clips(self) -> dict[str, str]:
         own = {index for shard in self.shards for index in self.members(shard)}
         newest = {name: number for number, name in enumerate(self.ids) if name is not None}
         found = sorted(own & set(newest.values()) & set(self.bad))
-        return {self.name_of(index): self.bad[index] for index in found}
+        return {self.clip_id(index): self.bad[index] for index in found}
 
     def members(self, shard: int) -> list[int]:
-        """The numbers of a shard's clips."""
+        """Return the numbers of a shard's clips."""
         numbers = range(shard * self.shard_size, min((shard + 1) * self.shard_size, len(self.ids)))
         return [number for number in numbers if self.ids[number] is not None]
 
     @property
     def shards(self) -> range:
-        """The numbers of the shards of this process's share."""
+        """The numbers of the shards of this process."""
         return range(self.share.index, -(-len(self.ids) // self.shard_size), self.share.count)
 
     def shard_path(self, shard: int) -> Path:
@@ -279,7 +278,7 @@ class DatasetDirectory(OutputDirectory):
         return self.directory / f"latents-{shard:05}{suffix}"
 
     def clip_path(self, index: int) -> Path:
-        """Where a clip's latents are put when they are done."""
+        """Return the path of a clip's latents when they are done."""
         if self.kind == formats.SAFETENSORS:
             return self.shard_path(index)
         return self.directory / WORK / f"{index:08}.safetensors"
@@ -300,7 +299,7 @@ class DatasetDirectory(OutputDirectory):
             for index in {*members} - {*lacking} - {*self.bad} - noted:
                 super().note(index)  # its run was killed before it could
             self.done_before += len({*members} - {*lacking} - {*self.bad})
-            for index in [index for index in lacking if self.name_of(index) not in self._clips]:
+            for index in [index for index in lacking if self.clip_id(index) not in self._clips]:
                 self.refuse(index, "it is not among the clips any more")
                 lacking.remove(index)
             self._close_if_whole(shard)
@@ -309,7 +308,7 @@ class DatasetDirectory(OutputDirectory):
 
     def _refuse_unwritable(self, index: int, taken: Container[Path]) -> None:
         try:
-            check_file(self.name_of(index), self.clip_path(index), self.directory, taken)
+            check_file(self.clip_id(index), self.clip_path(index), self.directory, taken)
         except ClipError as error:
             self.refuse(index, str(error))
 
@@ -326,16 +325,16 @@ class DatasetDirectory(OutputDirectory):
 
     def clip(self, index: int) -> Clip:
         """Return a clip by its number."""
-        return self._clips[self.name_of(index)]
+        return self._clips[self.clip_id(index)]
 
     def keep(self, index: int, latents: Latents) -> None:
-        """Puts a clip's latents where they belong, and its shard when it was the last that this lacked.
+        """Save a clip's latents, and its shard when this was the last clip missing in it.
 
         Raises:
             OSError: no room, or a directory that cannot be written.
         """
-        put(latents, self.clip_path(index))
-        self.note(index, **described(latents))
+        save_latents(latents, self.clip_path(index))
+        self.note(index, **manifest_fields(latents))
 
     def note(self, key: int, **about: Any) -> None:
         """Write down that a clip's latents are where they belong; make its shard, if it was the last."""
@@ -351,7 +350,7 @@ class DatasetDirectory(OutputDirectory):
             self._close(shard)
 
     def _close(self, shard: int) -> None:
-        """Makes a shard of its clips, and removes these."""
+        """Make a shard of its clips, and remove these."""
         if self.kind == formats.SAFETENSORS:
             return
         path = self.shard_path(shard)
@@ -363,14 +362,14 @@ class DatasetDirectory(OutputDirectory):
             self.clip_path(index).unlink(missing_ok=True)
 
 
-def put(latents: Latents, path: Path) -> None:
+def save_latents(latents: Latents, path: Path) -> None:
     """Write a clip's latents where they belong, and the directories that its id names."""
     path.parent.mkdir(parents=True, exist_ok=True)
     latent_files.save(latents, path)
 
 
-def described(latents: Latents) -> dict[str, Any]:
-    """What a manifest's line says of a clip that is done."""
+def manifest_fields(latents: Latents) -> dict[str, Any]:
+    """Return the fields of a manifest's line for a clip that is done."""
     named = ("source_frames", "variable_frame_rate", "source_sha256")
     about = {name: latents.about[name] for name in named if name in latents.about}
     return {

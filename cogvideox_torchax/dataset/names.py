@@ -16,8 +16,8 @@ class ClipError(ValueError):
     """A clip that cannot be encoded or decoded; the message says why."""
 
 
-def waits(path: PurePath) -> bool:
-    """Whether a path within a data set's directory is that of a clip that waits for its shard."""
+def is_waiting(path: PurePath) -> bool:
+    """Return whether a path within a data set's directory is that of a clip that waits for its shard."""
     return _WAITING.fullmatch(path.as_posix()) is not None
 
 
@@ -26,7 +26,7 @@ def check_id(name: Any) -> None:
     path = PurePosixPath(name) if isinstance(name, str) else PurePosixPath()
     if not path.parts or path.is_absolute() or ".." in path.parts or path.as_posix() != name:
         raise ClipError(f"got the id {name!r}: a path that must not lead out of the output is wanted")
-    if "\0" in name or waits(path):
+    if "\0" in name or is_waiting(path):
         raise ClipError(f"got the id {name!r}: no output can have that name")
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from cogvideox_torchax.dataset.clip import Clip, EncodeClip, Recipe
 from cogvideox_torchax.dataset.loop import CLIPS_OWN, IN_READING, Step, attempt
-from cogvideox_torchax.dataset.manifest import DatasetDirectory, described, put
+from cogvideox_torchax.dataset.manifest import DatasetDirectory, manifest_fields, save_latents
 from cogvideox_torchax.files import latents as latent_files
 
 RETRIES = 100
@@ -21,7 +21,7 @@ RETRIES = 100
 
 
 class ClipActor:
-    """What Ray keeps alive on a host: a model, and the clips that it is given, one at a time.
+    """An actor on a Ray host: a model, which encodes the clips that it is given one at a time.
 
     Args:
         recipe: how they are encoded.
@@ -43,8 +43,8 @@ class ClipActor:
             if reason is None:
                 latents, reason = attempt(self._encode.encode, decoded, CLIPS_OWN)
             if latents is not None:
-                put(latents, path)
-        became = {"error": reason} if latents is None else {"about": described(latents)}
+                save_latents(latents, path)
+        became = {"error": reason} if latents is None else {"about": manifest_fields(latents)}
         return json.dumps({"index": row["index"], **became})
 
 

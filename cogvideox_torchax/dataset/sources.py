@@ -1,4 +1,4 @@
-"""Where a data set's clips are: a directory of videos, or a list of them."""
+"""The clips of a data set: a directory of videos, or a list of them."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 from cogvideox_torchax.dataset import formats
 from cogvideox_torchax.dataset.clip import Clip
-from cogvideox_torchax.dataset.names import ClipError, check_ids, waits
+from cogvideox_torchax.dataset.names import ClipError, check_ids, is_waiting
 from cogvideox_torchax.files import reports, video
 
 LISTS = (".txt", ".jsonl")
@@ -18,13 +18,13 @@ FIELDS: dict[str, type] = {
 
 
 def is_many(path: str | Path) -> bool:
-    """Whether a path stands for many clips: a directory, or a list in .txt or .jsonl."""
+    """Return whether a path stands for many clips: a directory, or a list in .txt or .jsonl."""
     path = Path(path)
     return path.is_dir() or path.suffix in LISTS
 
 
 def clips(path: str | Path) -> list[Clip]:
-    """The clips of a directory, of those below it too, or of a list, in an order that stays.
+    """Return the clips of a directory and of those below it, or of a list, in a fixed order.
 
     Beside a directory's clip a .txt file of the same name may hold its caption. A .txt list has a path a
     line, a .jsonl one an object with `path` and, as it likes, `id`, `caption`, `frames`, `height` and
@@ -57,7 +57,7 @@ def _caption(file: Path) -> str:
 
 
 def _text(path: Path) -> str:
-    """Of a UTF-8 file, without the mark that Windows' editors begin one with."""
+    """Return the text of a UTF-8 file, without the mark that Windows' editors begin one with."""
     try:
         return path.read_text("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -106,20 +106,20 @@ def _check_fields(given: dict[str, Any]) -> None:
 
 
 def _name(file: Path, directory: Path) -> str:
-    """A file's path below a directory; of one that lies elsewhere its own name."""
+    """Return a file's path below a directory; its own name where it lies elsewhere."""
     below = file.relative_to(directory) if file.is_relative_to(directory) else Path(file.name)
     return file.name if ".." in below.parts else below.as_posix()
 
 
 def shards(directory: Path) -> list[Path]:
-    """The files of a directory that hold latents, those below it too.
+    """Return the files that hold latents in a directory and below it.
 
     Raises:
         ClipError: none.
     """
     suffixes = tuple(formats.SUFFIXES.values())
     files = (path for path in directory.rglob("*") if path.suffix in suffixes and path.is_file())
-    found = sorted(path for path in files if not waits(path.relative_to(directory)))
+    found = sorted(path for path in files if not is_waiting(path.relative_to(directory)))
     if not found:
         raise ClipError(f"{directory} holds no latents: they end in {', '.join(suffixes)}")
     return found

@@ -1,1 +1,1 @@
-"""What is read and written: clips, latents, reports, each whole or not at all."""
+"""Input and output files: clips, latents, reports; each is written whole or not at all."""

@@ -69,7 +69,7 @@ class Latents:
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """What is kept of the posterior, by the names that a file has for it."""
+        """The tensors that are there, by their names in a latent file."""
         kept = {TENSOR: self.tensor, LOGVAR: self.logvar, SAMPLE: self.sample}
         return {name: tensor for name, tensor in kept.items() if tensor is not None}
 
@@ -86,7 +86,7 @@ class Latents:
         return {KEY: json.dumps(fields, sort_keys=True)}
 
     def check_model(self, config: dict[str, Any]) -> None:
-        """Raises `LatentsError` unless a VAE of this config can decode these latents."""
+        """Raise `LatentsError` unless a VAE of this config can decode these latents."""
         for name in SHAPING_FIELDS:
             mine, its = (_plain(source.get(name)) for source in (self.config, config))
             if mine != its:
@@ -207,7 +207,10 @@ def _former(metadata: dict[str, str]) -> dict[str, Any]:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether it is one that float32 has; compared as it is, since an int of JSON may be beyond any float."""
+    """Return whether a value is a number that float32 has.
+
+    It is compared as it is, since an int of JSON may be beyond any float.
+    """
     return isinstance(value, int | float) and not isinstance(value, bool) and -1e38 < value < 1e38
 
 

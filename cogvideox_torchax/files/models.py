@@ -85,7 +85,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def saved_from_host(save_pretrained: Callable[..., None]) -> Callable[..., None]:
-    """A model's inherited `save_pretrained`, given the model as it would be in PyTorch.
+    """Wrap a model's inherited `save_pretrained`, to be given the model as it would be in PyTorch.
 
     The files get the mode that the umask leaves them: safetensors gives its own to their owner alone.
     """

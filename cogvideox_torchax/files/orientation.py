@@ -1,4 +1,4 @@
-"""How a frame's pixels are turned to be seen upright: a phone keeps a portrait on its side, and says so."""
+"""Upright frames: a phone stores a portrait on its side, with a matrix that rotates it."""
 
 import struct
 from typing import NamedTuple, Self
@@ -7,7 +7,7 @@ import numpy as np
 
 
 class Orientation(NamedTuple):
-    """What is done to a frame's pixels, in this order.
+    """The changes that set a frame's pixels upright, in their order.
 
     Attributes:
         swapped: rows and columns change places.
@@ -20,7 +20,10 @@ class Orientation(NamedTuple):
 
     @classmethod
     def parse(cls, matrix: bytes | None) -> Self:
-        """Return that of a display matrix of ISO/IEC 14496-12: x' = a x + c y and y' = b x + d y."""
+        """Return the orientation of a display matrix of ISO/IEC 14496-12.
+
+        Its terms are x' = a x + c y and y' = b x + d y.
+        """
         if matrix is None:
             return cls()
         a, b, _, c, d, *_ = struct.unpack("=9i", matrix)
@@ -28,7 +31,7 @@ class Orientation(NamedTuple):
         return cls(swapped, (b if swapped else d) < 0, (c if swapped else a) < 0)
 
     def sides(self, sides: tuple[int, int]) -> tuple[int, int]:
-        """Return height and width, upright; of those that are upright, as they are stored."""
+        """Return the stored height and width of upright ones, and the other way round."""
         return (sides[1], sides[0]) if self.swapped else sides
 
     def pixels(self, pixels: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""What reports are made of: JSON files of a named format, Markdown tables and pages, plots."""
+"""Reports: JSON files of a named format, Markdown tables and pages, plots."""
 
 import json
 import re
@@ -18,7 +18,7 @@ def parse(text: str | bytes) -> Any:
 
 
 def load(path: Path, wanted: str) -> dict[str, Any]:
-    """A report of the format `wanted`; `ValueError` where the file is none, or of another version."""
+    """Return a report of the format `wanted`; `ValueError` where the file is none, or of another version."""
     try:
         report = parse(path.read_bytes())
     except (OSError, ValueError) as error:
@@ -37,13 +37,15 @@ def write_text(path: Path, text: str) -> Path:
 
 
 def write_json(path: Path, report: dict[str, Any]) -> Path:
-    """A report as `load` reads it, whole or not there at all."""
+    """Write a report that `load` reads, whole or not at all; return its path."""
     return write_text(path, json.dumps(report, indent=1) + "\n")
 
 
 def fill(page: Path, name: str, drawn: str) -> None:
-    """Puts `drawn` into a Markdown page, between `<!-- name: begin -->` and `<!-- name: end -->`,
-    tables without padding."""
+    """Put `drawn` into a Markdown page, between `<!-- name: begin -->` and `<!-- name: end -->`.
+
+    Tables go there without padding.
+    """
     begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
     text = page.read_text()
     if begin not in text or end not in text:
@@ -66,7 +68,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def pyplot() -> Any:
-    """matplotlib, drawing into files; `ValueError` with the command that installs it where it is missing."""
+    """Return matplotlib, drawing into files; `ValueError` where it is not installed."""
     try:
         import matplotlib
     except ImportError as error:
@@ -78,7 +80,7 @@ def pyplot() -> Any:
 
 
 def save_figure(figure: Any, path: Path) -> None:
-    """Writes a plot as a whole PNG, and closes it."""
+    """Write a plot as a whole PNG, and close it."""
     with whole_file(path) as temporary:
         figure.savefig(temporary, dpi=110, format="png")
     pyplot().close(figure)

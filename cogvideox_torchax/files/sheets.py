@@ -9,7 +9,7 @@ LABEL, MARGIN = 16, 4
 
 
 def contact_sheet(source: torch.Tensor, result: torch.Tensor, columns: int = 5) -> Any:
-    """A Pillow image. Rows: source, reconstruction, their difference; columns: frames spread over the clip.
+    """Return a Pillow image of source, reconstruction and difference, a row each.
 
     Args:
         source, result: uint8 (1, 3, T, H, W).

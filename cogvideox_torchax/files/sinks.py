@@ -1,4 +1,4 @@
-"""Where frames go: the animated GIF and the numbered pictures, which Pillow writes."""
+"""Sinks of frames: the animated GIF and the numbered pictures, which Pillow writes."""
 
 import itertools
 from collections.abc import Iterable, Iterator
@@ -11,16 +11,16 @@ import torch
 
 
 class Sink:
-    """Where frames go; by itself it drops them."""
+    """A sink of frames; this one drops them."""
 
     def write(self, frames: torch.Tensor) -> None:
         """Write uint8 frames (1, 3, t, H, W)."""
 
     def finish(self) -> None:
-        """Write what is written when there are no more frames."""
+        """Write the end of the output, after the last frame."""
 
     def close(self) -> None:
-        """Give back what is open, whatever was written."""
+        """Close the files that are open, whatever was written."""
 
 
 def write_all(sink: Sink, pieces: Iterable[torch.Tensor]) -> int:
@@ -64,7 +64,7 @@ class GifSink(Sink):
 
 
 class FrameSink(Sink):
-    """frame_00000.png and so on."""
+    """Numbered pictures: frame_00000.png and so on."""
 
     def __init__(self, path: Path):
         self._path = path

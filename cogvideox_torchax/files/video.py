@@ -1,4 +1,4 @@
-"""Clips in; mp4, gif and frames out. The only module that imports PyAV."""
+"""Read clips; write mp4, gif and frames. The only module that imports PyAV."""
 
 import collections
 import contextlib
@@ -15,7 +15,7 @@ import torch
 
 from cogvideox_torchax.files.orientation import Orientation
 from cogvideox_torchax.files.sinks import FrameSink, GifSink, Sink, frames_NHWC
-from cogvideox_torchax.files.whole import check_output, followed, refuse, whole_file
+from cogvideox_torchax.files.whole import check_output, refuse, resolved, whole_file
 
 Source = str | Path | bytes
 """A video file: its path, or its bytes."""
@@ -39,7 +39,7 @@ class VideoError(ValueError):
 
 @dataclass(frozen=True)
 class VideoInfo:
-    """What a video holds.
+    """The properties of a video file.
 
     Attributes:
         path: of the file; a word in its place for one that came as bytes.
@@ -69,18 +69,18 @@ class VideoInfo:
 
     @property
     def copies_sound(self) -> bool:
-        """Whether an .mp4 takes the sound as it is."""
+        """True if an .mp4 can hold the sound as it is."""
         return self.sound in COPIED
 
     @property
     def gaps(self) -> tuple[Fraction, Fraction]:
-        """The shortest and the longest time from a frame to the next; twice 0 where there are none."""
+        """The shortest and the longest time between frames; twice 0 where there are none."""
         found = [b - a for a, b in itertools.pairwise(self.times)]
         return (min(found), max(found)) if found else (Fraction(0), Fraction(0))
 
     @property
     def variable(self) -> bool:
-        """Whether the frame rate varies: by more than the rounding to a clock that ticks often enough."""
+        """True if the frame rate varies by more than the rounding to a clock that ticks often enough."""
         shortest, longest = self.gaps
         return longest - shortest > (self.tick if 4 * self.tick < shortest else 0)
 
@@ -115,7 +115,7 @@ def _name(source: Source) -> Path:
 
 @contextlib.contextmanager
 def _opened(source: Source, **options: str) -> Iterator[Any]:
-    """The open container, which has a video stream; PyAV's errors as one line."""
+    """Open a container that has a video stream; raise PyAV's errors as one line."""
     av, path = _av(), _name(source)
     if not isinstance(source, bytes):
         if not path.exists():
@@ -137,8 +137,9 @@ def _opened(source: Source, **options: str) -> Iterator[Any]:
 
 
 def probe(source: Source) -> VideoInfo:
-    """Reads a video's size, rate, frame count and times; packets are counted, so a header that promises more
-    is caught.
+    """Read a video's size, rate, frame count and times.
+
+    Packets are counted, so a header that promises more is caught.
 
     Raises:
         VideoError: no file, no video, no frames, or fewer frames than the header announces.
@@ -155,7 +156,7 @@ def probe(source: Source) -> VideoInfo:
         count = len(shown)
         if count == 0:
             raise VideoError(f"{path} has no frames")
-        held = count if count >= stream.frames else _held(source)
+        held = count if count >= stream.frames else _count_frames(source)
         if stream.frames > held:
             raise VideoError(f"{path} is truncated: {stream.frames} frames are announced, {held} are there")
         times: tuple[Fraction, ...] = ()
@@ -177,8 +178,8 @@ def probe(source: Source) -> VideoInfo:
         )
 
 
-def _held(source: Source) -> int:
-    """How many frames a file holds, those that its edit list hides among them."""
+def _count_frames(source: Source) -> int:
+    """Return how many frames a file holds, those that its edit list hides among them."""
     with _opened(source, ignore_editlist="1") as container:
         return sum(packet.size > 0 for packet in container.demux(container.streams.video[0]))
 
@@ -189,7 +190,7 @@ def _orientation(frame: Any) -> Orientation:
 
 
 def _codec(stream: Any) -> str:
-    """The codec's own name, not that of the decoder which FFmpeg takes for it, such as mp3float."""
+    """Return the codec's own name, not that of the decoder which FFmpeg takes for it, such as mp3float."""
     return stream.codec_context.codec.canonical_name if stream.codec_context else "unknown"
 
 
@@ -209,15 +210,15 @@ class Framing:
     resized: tuple[int, int] | None = None
 
 
-def covering(info: VideoInfo, height: int, width: int) -> Framing:
-    """The middle of the video, resized as little as fills `height` x `width` square pixels."""
+def cover(info: VideoInfo, height: int, width: int) -> Framing:
+    """Return the middle of a video, resized as little as fills `height` x `width` square pixels."""
     scale = max(Fraction(height), width / info.shape)
     resized = max(round(scale), height), max(round(scale * info.shape), width)
     return Framing(height, width, crop=True, resized=resized)
 
 
 def framing(info: VideoInfo, *, multiple: int, height: int | None, width: int | None, crop: bool) -> Framing:
-    """The size to read a video in, every side a multiple of `multiple`.
+    """Return the size to read a video in, every side a multiple of `multiple`.
 
     Args:
         info: of the video.
@@ -253,7 +254,7 @@ def framing(info: VideoInfo, *, multiple: int, height: int | None, width: int | 
 
 
 def read_frames(source: Source, size: Framing, num_frames: int) -> Iterator[torch.Tensor]:
-    """Yields the first `num_frames` frames as uint8 (1, 3, H, W), upright, one at a time.
+    """Yield the first `num_frames` frames as uint8 (1, 3, H, W), upright, one at a time.
 
     Raises:
         VideoError: a file that cannot be read, that ends before `num_frames`, or whose frames change size.
@@ -278,7 +279,7 @@ def read_frames(source: Source, size: Framing, num_frames: int) -> Iterator[torc
 
 
 def _pixels(frame: Any, size: Framing) -> Any:
-    """A frame's RGB bytes (H, W, 3) in the wanted size, upright."""
+    """Return a frame's RGB bytes (H, W, 3) in the wanted size, upright."""
     resized, orientation = size.resized if size.crop else (size.height, size.width), _orientation(frame)
     if resized is None:
         pixels = frame.to_ndarray(format="rgb24")
@@ -311,7 +312,7 @@ class SourceTiming:
 
 @contextlib.contextmanager
 def writing(path: str | Path, fps: Fraction | float, source: SourceTiming | None = None) -> Iterator[Sink]:
-    """A sink for an .mp4 or .gif file, or for a directory of numbered PNG frames; whole or not there at all.
+    """Open a sink for an .mp4 or .gif file, or a directory of numbered PNG frames.
 
     Args:
         path: of the file or the directory.
@@ -351,7 +352,7 @@ def check_writing(path: str | Path, fps: Fraction | float, times: Sequence[Fract
         "it is a directory": path.is_dir() and bool(kind),
         "it is a directory that is not empty": path.is_dir() and any(path.iterdir()),
         "it is a file; frames go into a directory": path.is_file() and not kind,
-        "something is mounted there; give a directory in it": path.is_dir() and followed(path).is_mount(),
+        "something is mounted there; give a directory in it": path.is_dir() and resolved(path).is_mount(),
     }
     refuse(path, faults)
     return kind
@@ -408,16 +409,21 @@ class _Mp4Sink(Sink):
         self._container.close()
 
     def close(self) -> None:
-        """Close the files. Nothing is muxed here: after a header that could not be written, on a full disk,
-        FFmpeg would begin it again and crash."""
+        """Close the files.
+
+        Nothing is muxed here: after a header that could not be written, on a full disk, FFmpeg would begin it
+        again and crash.
+        """
         self._sound.close()
         with contextlib.suppress(_av().error.FFmpegError):  # the trailer, where frames failed before
             self._container.close()
 
 
 def _copied_sound(source: SourceTiming, container: Any) -> Generator[Fraction]:
-    """Copy the source's sound into a container, a packet a step; yield before each when it is heard, in
-    seconds after the first frame."""
+    """Copy the source's sound into a container, a packet a step.
+
+    Before each it yields when the packet is heard, in seconds after the first frame.
+    """
     if source.sound is None:
         return
     with _av().open(str(source.sound.absolute())) as file:

@@ -34,7 +34,7 @@ def check_output(path: str | Path) -> Path:
     Raises:
         OutputError: its directory is missing or cannot be written, or a device or a pipe is there.
     """
-    path, parent = Path(path), followed(path).parent
+    path, parent = Path(path), resolved(path).parent
     try:
         is_special = path.exists() and not (path.is_file() or path.is_dir())
     except OSError as error:
@@ -55,7 +55,7 @@ def check_file(path: str | Path) -> Path:
     return path
 
 
-def followed(path: str | Path) -> Path:
+def resolved(path: str | Path) -> Path:
     """Return the absolute path that links lead to."""
     return Path(os.path.realpath(path))
 
@@ -74,7 +74,7 @@ def whole_file(path: str | Path, *, directory: bool = False) -> Iterator[Path]:
     Raises:
         OutputError: `path` cannot be written, or another run is writing it.
     """
-    path = followed(path)
+    path = resolved(path)
     _remove_left(hidden(path, EXCHANGE))
     with reserved(path, WRITING) as (place, handle):
         made = place / "output"
@@ -112,7 +112,7 @@ def reserved(path: str | Path, suffix: str) -> Iterator[tuple[Path, int]]:
 
 def hidden(path: str | Path, suffix: str) -> Path:
     """Return the name beside `path` for what belongs to it; a hash where the name has no room for more."""
-    path = followed(path)
+    path = resolved(path)
     name = f".{path.name}{suffix}"
     if len(os.fsencode(name)) > 255:
         name = f".{hashlib.sha256(os.fsencode(path.name)).hexdigest()}{suffix}"

@@ -16,7 +16,7 @@ State = dict[str, torch.Tensor]
 
 
 def save(directory: Path, state: State, *, step: int, seconds: float, settings: dict[str, Any]) -> None:
-    """Writes the state after `step` steps, whole or not at all.
+    """Write the state after `step` steps, whole or not at all.
 
     Args:
         directory: of the training.
@@ -35,7 +35,7 @@ def save(directory: Path, state: State, *, step: int, seconds: float, settings: 
 
 
 def load(directory: Path, *, settings: dict[str, Any]) -> tuple[State, int, float]:
-    """The state, the steps made and the seconds they took.
+    """Return the state, the steps made and the seconds they took.
 
     Raises:
         ValueError: no checkpoint there, one that is broken, or of a training with other settings.

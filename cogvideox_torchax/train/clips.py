@@ -1,4 +1,4 @@
-"""What is trained on: parts of videos and pictures, cut, panned and zoomed into short clips.
+"""Training samples: parts of videos and pictures, cut, panned and zoomed into short clips.
 
 Axes: C channels, T frames, S the side of a square crop.
 """
@@ -60,7 +60,7 @@ class Part:
 
 
 def parts(texts: Sequence[str], without: Path | None = None) -> list[Part]:
-    """The parts that a command line names: files, `file#start-end`, directories with all that is in them.
+    """Return the parts that texts name: files, `file#start-end`, directories.
 
     Args:
         texts: what is named.
@@ -114,14 +114,14 @@ class Source:
 
     @functools.cached_property
     def events(self) -> np.ndarray:
-        """How likely each frame but the first is drawn: by the square of its difference to the one before."""
+        """The probability to draw each frame but the first, by the square of its change."""
         frames = self.levels[0][:, ::2, ::2].astype(np.float32)
         change = np.square(np.abs(np.diff(frames, axis=0)).mean((1, 2, 3)) + 0.1)
         return change / change.sum()
 
 
 def load(part: Part, *, frames: int, size: int, whole: tuple[int, ...] | None = None) -> Source:
-    """Reads a part in all sizes that crops of `size` are cut of, and a video as frames of `whole` too.
+    """Read a part in all sizes that crops of `size` are cut from, and a video in the size `whole` too.
 
     Raises:
         ValueError: a file that cannot be read, with fewer frames than `frames`, or too small.
@@ -165,7 +165,7 @@ def load_all(
 
 
 def _sizes(height: int, width: int, needed: int, size: int) -> list[tuple[int, int]]:
-    """Heights and widths to keep: those of `LEVELS` that are not larger than the source, or the source's."""
+    """Return the sizes of `LEVELS` that are not larger than the source, or the source's."""
     short = min(height, width)
     if short < needed:
         raise ValueError(f"is {height} x {width}, at least {needed} are needed")
@@ -178,7 +178,7 @@ def _sizes(height: int, width: int, needed: int, size: int) -> list[tuple[int, i
 
 
 def read(part: Part, framing: video.Framing, end: int) -> np.ndarray:
-    """Frames of a video, from the part's first to `end`, uint8 (T, H, W, C)."""
+    """Read the frames of a video, from the part's first to `end`, uint8 (T, H, W, C)."""
     frames = video.read_frames(part.path, framing, end)
     return np.stack([frame[0].permute(1, 2, 0).numpy() for i, frame in enumerate(frames) if i >= part.start])
 
@@ -258,7 +258,7 @@ class Sampler:
 def _crop(
     rng: np.random.Generator, source: Source, frames: int, size: int, event_share: float
 ) -> torch.Tensor:
-    """Frames one after the other, or every second, forwards or backwards, in a fixed window."""
+    """Return frames in a fixed window, one after the other or every second, forwards or backwards."""
     level = source.levels[rng.integers(len(source.levels))]
     stride = int(rng.choice([1, 1, 1, 2]))
     if (frames - 1) * stride >= len(level):
@@ -273,7 +273,7 @@ def _crop(
 
 
 def _start(rng: np.random.Generator, source: Source, span: int, event_share: float) -> int:
-    """The first of `span` frames: by chance, or so that they hold a frame drawn by how much it changes."""
+    """Draw the first of `span` frames: any, or one so that they hold a frame drawn by how much it changes."""
     last = source.frames - span
     if event_share and rng.random() < event_share and span > 1:
         event = 1 + rng.choice(len(source.events), p=source.events)
@@ -286,7 +286,7 @@ def _clip(frames: np.ndarray) -> torch.Tensor:
 
 
 def _camera(rng: np.random.Generator, source: Source, frames: int, size: int) -> torch.Tensor:
-    """A picture seen by a camera that drifts, turns and zooms a little."""
+    """Return a picture seen by a camera that drifts, turns and zooms a little."""
     picture = source.levels[rng.integers(len(source.levels))][0]
     height, width = picture.shape[:2]
     speed = rng.choice([0.0, 0.7, 2.0], p=[0.2, 0.5, 0.3])
@@ -324,7 +324,7 @@ def _turned(rng: np.random.Generator, clip: torch.Tensor) -> torch.Tensor:
 
 
 def _recoloured(rng: np.random.Generator, clip: torch.Tensor) -> torch.Tensor:
-    """Brighter or darker, a tint; channels keep their places, as changing them costs colour."""
+    """Make a clip brighter or darker, with a tint; channels keep their places."""
     if rng.random() < 0.5:
         return clip
     gain = rng.uniform(0.7, 1.15) * rng.uniform(0.92, 1.08, (3, 1, 1, 1))

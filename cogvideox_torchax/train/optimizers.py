@@ -68,7 +68,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonal(matrices: torch.Tensor) -> torch.Tensor:
-    """Matrices (N, R, C) with their singular values drawn towards 1, by five Newton-Schulz iterations.
+    """Return matrices (N, R, C) with their singular values drawn towards 1, by five Newton-Schulz iterations.
 
     Each iteration multiplies x by a polynomial of x x^T, and all of these commute: they are gathered on the
     short side, so the long one is gone over twice in all, not twice an iteration.
@@ -105,7 +105,7 @@ class Optimizers:
         self._each = _optimizers(weights, traced=False)
 
     def step(self, number: int, average: dict[str, torch.Tensor]) -> float:
-        """Step `number`, from 0 on, of the weights and of their average; the gradient's norm, not clipped.
+        """Make step `number` of the weights and of their average; return the gradient's norm, not clipped.
 
         Raises:
             FloatingPointError: a gradient that was not finite; everything stays as it was.
@@ -146,7 +146,7 @@ class CompiledOptimizers(Optimizers):
 def _traced(
     static: tuple[tuple[str, ...], tuple[tuple[str, int, str], ...]], scalars: Any, *tensors: Any
 ) -> tuple[Any, ...]:
-    """`_advance` as a function: the gradients' norm, then weights, average and moments after the step."""
+    """Return the gradients' norm, then weights, average and moments after the step."""
     names, keys = static
     count = len(names)
     gradients, weights, average = (
@@ -166,7 +166,7 @@ def _traced(
 
 
 def _optimizers(weights: dict[str, Any], *, traced: bool) -> dict[str, torch.optim.Optimizer]:
-    """Both optimizers, their moments 0; where a step is traced, numbers that change with it are tensors."""
+    """Return both optimizers, their moments 0; in a traced step, numbers that change are tensors."""
     kernels = [weight for name, weight in weights.items() if weight.ndim > 1 and not _at_border(name)]
     others = [weight for name, weight in weights.items() if weight.ndim == 1 or _at_border(name)]
     adamw = torch.optim.AdamW(
@@ -199,8 +199,10 @@ def _advance(
     *,
     traced: bool = False,
 ) -> torch.Tensor:
-    """Steps the optimizers, then the average; the gradient's norm. With one that is not finite nothing is
-    stepped, unless the step is traced."""
+    """Step the optimizers, then the average; return the gradient's norm.
+
+    With a norm that is not finite nothing is stepped, unless the step is traced.
+    """
     norm = torch.nn.utils.clip_grad_norm_(weights.values(), 1.0)
     if not traced and not math.isfinite(norm):
         return norm
@@ -214,16 +216,16 @@ def _advance(
 
 
 def _at_border(name: str) -> bool:
-    """Whether a parameter belongs to the first or the last convolution of a half."""
+    """Return whether a parameter belongs to the first or the last convolution of a half."""
     return "conv_in" in name or "conv_out" in name
 
 
 def schedule(step: int, steps: int) -> float:
-    """The learning rate of a step, in its largest: a rise, then a cosine down to `LOWEST`."""
+    """Return a step's learning rate over the largest: a rise, then a cosine down to `LOWEST`."""
     cosine = 0.5 * (1 + math.cos(math.pi * min(step / steps, 1.0)))
     return min(1.0, (step + 1) / WARM_UP) * (LOWEST + (1 - LOWEST) * cosine)
 
 
 def average_decay(step: int) -> float:
-    """How much of the averaged weights a step leaves: little at first, `AVERAGE` in the long run."""
+    """Return the share of the average that a step keeps: little at first, `AVERAGE` in the long run."""
     return min(AVERAGE, (1 + step) / (10 + step))

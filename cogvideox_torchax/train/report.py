@@ -1,4 +1,4 @@
-"""What a training's tables show: the curves of its losses and of its held-out clips."""
+"""The tables of a training as curves: its losses and its held-out clips."""
 
 import csv
 from pathlib import Path
@@ -13,7 +13,7 @@ POINTS = 400
 
 
 def curves(losses_table: Path, validation_table: Path) -> dict[str, Any]:
-    """The tables of a training: losses as means over equal parts, held-out clips as they were measured.
+    """Return losses as means over equal parts of a training, and its held-out clips.
 
     Returns:
         `losses`: lists by column of the table, `step` the middle of a part; `validation`: a list of lines.
@@ -38,7 +38,7 @@ def curves(losses_table: Path, validation_table: Path) -> dict[str, Any]:
 
 
 def draw(found: dict[str, Any], path: Path) -> None:
-    """A picture of `curves`: the loss, and the PSNR of the held-out clips, by step."""
+    """Draw `curves`: the loss, and the PSNR of the held-out clips, by step."""
     pyplot = reports.pyplot()
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
     losses = found["losses"]

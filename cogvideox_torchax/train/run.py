@@ -53,7 +53,7 @@ class HeldOut:
 
 @dataclass(frozen=True)
 class Validation:
-    """How a held-out clip was given back."""
+    """The reconstruction quality of a held-out clip."""
 
     clip: str
     psnr: float
@@ -71,13 +71,13 @@ class Run:
         self._seconds = 0.0
 
     def begin(self) -> int:
-        """Starts with the first step, 0 being done; tables that a killed training has left go."""
+        """Begin before the first step; return 0, the steps done. Tables of a killed training are removed."""
         for name in (LOSSES, VALIDATION):
             (self._directory / name).unlink(missing_ok=True)
         return 0
 
     def resume(self) -> int:
-        """Goes on from the checkpoint; how many steps are done. Lines of later steps leave the tables."""
+        """Resume from the checkpoint; return the steps done. Lines of later steps leave the tables."""
         state, step, self._seconds = checkpoints.load(self._directory, settings=self._settings)
         self.trainer.restore(state, step)
         for name, head in ((LOSSES, LOSSES_HEAD), (VALIDATION, VALIDATION_HEAD)):
@@ -85,7 +85,7 @@ class Run:
         return step
 
     def go(self, *, every: int, stopped: Callable[[], bool]) -> Iterator[tuple[Losses, list[Validation]]]:
-        """Makes the steps that are left; yields each one's losses, and the validation if it was made.
+        """Make the remaining steps; yield each one's losses, and the validation if it was made.
 
         Args:
             every: after how many steps to validate and to write a checkpoint.
@@ -112,7 +112,7 @@ class Run:
                     return
 
     def validate(self) -> list[Validation]:
-        """PSNR and SSIM of each held-out clip, through the average of the weights: a line and a picture."""
+        """Write PSNR, SSIM and a picture of each held-out clip, by the averaged weights."""
         found, minutes = [], f"{self._seconds / 60:.2f}"
         with _table(self._directory / VALIDATION, VALIDATION_HEAD) as file:
             for clip in self._held_out:
@@ -135,7 +135,7 @@ class Run:
         )
 
     def save(self) -> None:
-        """Writes the checkpoint."""
+        """Write the checkpoint."""
         checkpoints.save(
             self._directory,
             self.trainer.state(),
@@ -146,7 +146,7 @@ class Run:
 
 
 def _table(path: Path, head: tuple[str, ...]) -> TextIO:
-    """A table to add lines to, with its head."""
+    """Open a table to add lines to, with its head."""
     file = path.open("a", newline="")
     if not file.tell():
         csv.writer(file).writerow(head)
@@ -154,7 +154,7 @@ def _table(path: Path, head: tuple[str, ...]) -> TextIO:
 
 
 def _cut(path: Path, head: tuple[str, ...], step: int) -> None:
-    """Leave out the lines after a step, and what was cut short, be it the head."""
+    """Remove the lines after a step, and those that were cut short, be it the head."""
     if not path.exists():
         return
     with path.open(newline="") as file:

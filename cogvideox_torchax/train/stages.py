@@ -1,4 +1,4 @@
-"""What a training's steps are made of: stills first, then clips, at the end larger ones."""
+"""The batches of a training: stills first, then clips, larger ones at the end."""
 
 from dataclasses import dataclass, replace
 
@@ -9,7 +9,7 @@ from cogvideox_torchax.train.clips import LARGEST_CROP
 
 @dataclass(frozen=True)
 class Shape:
-    """A batch's: clips, frames of each, and the side of their square crop; None where frames are whole."""
+    """The clips of a batch, their frames, and the side of a square crop; None for whole frames."""
 
     clips: int
     frames: int
@@ -34,7 +34,7 @@ def shape_of(
     stills: bool = True,
     whole: bool = False,
 ) -> Shape:
-    """The batch that a step takes, drawn by its number.
+    """Return the shape of a step's batch, drawn by its number.
 
     Args:
         step: from 0 on.

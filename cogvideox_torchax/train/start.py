@@ -54,7 +54,7 @@ def _channels_last(vae: Any) -> None:
 
 
 def initialize(vae: Any, *, seed: int) -> None:
-    """Draws the weights of a stock VAE so that it learns from the first step on.
+    """Draw the weights of a stock VAE so that it learns from the first step on.
 
     Each convolution keeps its input's variance; a residual branch begins small; a spatial norm begins as a
     plain one, with a gain of 1.

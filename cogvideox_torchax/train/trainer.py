@@ -26,7 +26,7 @@ TINY = 1e-12
 
 @dataclass(frozen=True)
 class TrainingRecipe:
-    """How a training differs from the plain one; a file of it is TOML with these fields.
+    """The differences of a training from the plain one; a file of it is TOML with these fields.
 
     Attributes:
         cuts: whether a tenth of the crops cut to another scene, and half of a video's windows lie where it
@@ -70,7 +70,7 @@ class TrainingRecipe:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a training is, but for its clips.
+    """The settings of a training, but for its clips.
 
     Attributes:
         steps: of the whole training; the learning rate's course is stretched over them.
@@ -105,8 +105,11 @@ class Plan:
 
 @dataclass(frozen=True)
 class Losses:
-    """Of one step: `total` is what is minimised, `colour` the root mean square of the errors of frames'
-    means; `psnr` is in decibels, before values are clipped."""
+    """The losses of a step.
+
+    `total` is minimised; `colour` is the root mean square of the errors of frames' means; `psnr` is in
+    decibels, before values are clipped.
+    """
 
     total: float
     l1: float
@@ -135,7 +138,7 @@ class Trainer:
         self._average = {name: weight.detach().clone() for name, weight in self._weights.items()}
 
     def step(self) -> Losses:
-        """Makes the next step."""
+        """Make the next step."""
         plan, number = self.plan, self.step_number
         shape = shape_of(
             number,
@@ -158,7 +161,7 @@ class Trainer:
         return Losses(total, l1, mse, kl, colour, gradient)
 
     def _losses(self, x: torch.Tensor, noise: torch.Generator) -> tuple[torch.Tensor, ...]:
-        """The total, L1, MSE, KL and the loss on colours of a batch."""
+        """Return the total, L1, MSE, KL and the loss on colours of a batch."""
         x = self._backend.put(x.contiguous(memory_format=torch.channels_last_3d))
         with self._precision():
             posterior = self.vae.encode(x).latent_dist
@@ -177,7 +180,7 @@ class Trainer:
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[Any]:
-        """The VAE with the average of its weights, for as long as the block lasts."""
+        """Give the VAE the average of its weights, for as long as the block lasts."""
         with torch.no_grad():
             own = {name: weight.detach().clone() for name, weight in self._weights.items()}
             for name, weight in self._weights.items():
@@ -189,13 +192,13 @@ class Trainer:
                     weight.copy_(own[name])
 
     def reconstruct(self, video: torch.Tensor) -> torch.Tensor:
-        """A video (N, C, T, H, W) in [-1, 1], through the average of the weights."""
+        """Return a video (N, C, T, H, W) in [-1, 1], reconstructed with the average of the weights."""
         with self.averaged() as vae, self._precision():
             latents = vae.encode(self._backend.put(video)).latent_dist.mode().float()
             return self._backend.to_torch(vae.decode(latents).sample).float()
 
     def state(self) -> State:
-        """All that `restore` needs, as plain tensors."""
+        """Return all that `restore` needs, as plain tensors."""
         return {name: self._backend.to_torch(tensor.detach()) for name, tensor in self._tensors().items()}
 
     def _tensors(self) -> State:
@@ -206,7 +209,7 @@ class Trainer:
         return tensors
 
     def restore(self, state: State, step: int) -> None:
-        """Goes on after `step` steps.
+        """Resume after `step` steps.
 
         Raises:
             ValueError: the state of another model.

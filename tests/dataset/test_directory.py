@@ -165,7 +165,7 @@ def test_an_entry_that_cannot_be_is_named_and_the_others_are_encoded(small, tmp_
     assert "5 bad clips were left out" in capsys.readouterr().err
     clips = [Clip("\ud83d", path)]  # no list gives such an id
     with manifest.DatasetDirectory(tmp_path / "more", {}, clips, kind="webdataset") as output:
-        assert (output.missing, list(output.named_bad())) == ([], ["\ud83d"])
+        assert (output.missing, list(output.bad_clips())) == ([], ["\ud83d"])
 
 
 STATES = {

@@ -81,7 +81,7 @@ def test_a_state_is_taken_or_refused(small, holds, shard, name):  # noqa: F811
             with DatasetDirectory(directory, {}, clips, retry=True) as output:
                 for index in output.missing:
                     output.refuse(index, "bad")
-        output.named_bad()
+        output.bad_clips()
 
     near_one = strategies.sampled_from([documents[name]] if name in documents else lines).flatmap(texts)
     holds(check, strategies.lists(near_one, min_size=1, max_size=3))
@@ -109,7 +109,7 @@ def test_an_entry_is_read_or_refused(small, holds, shard, kind):  # noqa: F811
                 attempt(lambda name: output._readers[name](), name, IN_READING) for name in output.missing
             ]
             assert len([latents for latents, _ in found if latents is not None]) >= 4
-            output.named_bad()
+            output.bad_clips()
 
     shapes = (
         strategies.just(row.get("vae_latent_shape"))

@@ -96,7 +96,7 @@ def test_a_full_disk_is_an_error_and_leaves_nothing(tmp_path, name):
         assert path.read_bytes() == before
 
 
-@pytest.mark.parametrize("command", ["encode", "decode", "generate"])
+@pytest.mark.parametrize("command", ["encode", "decode", "reconstruct", "generate"])
 def test_a_command_that_fills_the_disk_is_one_line_and_exit_code_1(
     tmp_path, monkeypatch, capsys, model_directory, native_vae, command
 ):
@@ -110,6 +110,7 @@ def test_a_command_that_fills_the_disk_is_one_line_and_exit_code_1(
     given = {
         "encode": ("clip.mp4", "--frames", "9", "--model", "vae"),
         "decode": ("z.safetensors", "--model", "vae"),
+        "reconstruct": ("clip.mp4", "--frames", "9", "--model", "vae"),
         "generate": ("--prompt", "a cat", "--model", "vae"),
     }
     arguments = [command, *given[command], "-o", output, "--quiet"]

@@ -278,7 +278,7 @@ def test_a_phones_portrait_is_read_upright(clip, placed, upright_of):
     upright, info = upright_of(whole), video.probe(clip)
     assert (info.height, info.width) == upright.shape[3:]
     assert torch.equal(read_all(clip), upright)
-    middle = video.covering(info, 16, 16)
+    middle = video.cover(info, 16, 16)
     small = read_all(clip, middle).float()
     assert small.shape == (1, 3, 9, 16, 16)
     height, width = middle.resized
@@ -296,7 +296,7 @@ def test_pixels_that_are_not_square(clip, tmp_path):
     assert info.shape == Fraction(40, 24) * Fraction(64, 45)
     assert video.probe(clip).pixel == 1
     # Resized as it is shown: 24 x 56.9 square pixels.
-    assert video.covering(info, 24, 40).resized == (24, 57)
+    assert video.cover(info, 24, 40).resized == (24, 57)
     follows = functools.partial(video.framing, info, multiple=8)
     assert follows(height=48, width=None, crop=False) == video.Framing(48, 112)
     assert follows(height=None, width=112, crop=False) == video.Framing(48, 112)
