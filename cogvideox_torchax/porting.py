@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch import nn
 
 from cogvideox_torchax.runtime import without_torchax
-from cogvideox_torchax.upstream import around_from_pretrained
+from cogvideox_torchax.upstream import wrap_from_pretrained
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Portable = TypeVar("Portable")
 
 # At import: who turns torchax on by hand and then loads has called nothing of this package yet.
-around_from_pretrained(without_torchax)
+wrap_from_pretrained(without_torchax)
 
 
 def port(

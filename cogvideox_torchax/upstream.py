@@ -147,7 +147,7 @@ def is_traced(array: Any) -> bool:
 
 
 @functools.cache
-def around_from_pretrained(around: Callable[..., Any]) -> None:
+def wrap_from_pretrained(around: Callable[..., Any]) -> None:
     """Wrap diffusers' `from_pretrained`, of models and of pipelines, as `around(load, cls, ...)`; once.
 
     Needs them to be class methods of `ModelMixin` and `DiffusionPipeline`. While torchax is on,
@@ -169,7 +169,7 @@ def around_from_pretrained(around: Callable[..., Any]) -> None:
 
 
 @functools.cache
-def around_from_pipe(around: Callable[..., Any]) -> None:
+def wrap_from_pipe(around: Callable[..., Any]) -> None:
     """Wrap diffusers' `from_pipe` as `around(make, cls, pipeline, ...)`; once for each `around`.
 
     Needs it to be a class method of `DiffusionPipeline` alone.

@@ -88,7 +88,7 @@ def test_an_array_that_is_traced_is_told_from_one_that_is_not():
 def test_every_way_to_load_goes_around_torchax(kind):
     classes = (diffusers.AutoencoderKLCogVideoX, diffusers.CogVideoXTransformer3DModel, *PIPELINES)
     own = [found for found in classes if issubclass(found, kind) and "from_pretrained" in vars(found)]
-    assert not own, "a class has a from_pretrained of its own now: upstream.around_from_pretrained"
+    assert not own, "a class has a from_pretrained of its own now: upstream.wrap_from_pretrained"
     assert isinstance(vars(kind)["from_pretrained"], classmethod)
     assert inspect.unwrap(vars(kind)["from_pretrained"].__func__).__module__.startswith("diffusers.")
 
@@ -101,9 +101,9 @@ def test_from_pretrained_goes_through_what_is_put_around_it(monkeypatch):
     def around(load, cls, *args, **kwargs):
         calls.append((load.__name__, cls, args, kwargs))
 
-    upstream.around_from_pretrained(around)
+    upstream.wrap_from_pretrained(around)
     wrapped = vars(ModelMixin)["from_pretrained"]
-    upstream.around_from_pretrained(around)
+    upstream.wrap_from_pretrained(around)
     assert vars(ModelMixin)["from_pretrained"] is wrapped
     diffusers.CogVideoXTransformer3DModel.from_pretrained("m", subfolder="t")
     diffusers.CogVideoXPipeline.from_pretrained("p")
@@ -167,7 +167,7 @@ def test_what_torch_compile_makes_of_a_module_is_known():
 @pytest.mark.parametrize("name", ["from_pipe", "_get_signature_types"])
 def test_pipelines_are_made_from_others_by_one_class_method(name):
     own = [kind for kind in PIPELINES if name in vars(kind)]
-    assert not own, f"{own} have a {name} of their own now: upstream.around_from_pipe"
+    assert not own, f"{own} have a {name} of their own now: upstream.wrap_from_pipe"
     assert isinstance(vars(diffusers.DiffusionPipeline)[name], classmethod)
 
 

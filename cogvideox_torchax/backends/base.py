@@ -62,7 +62,7 @@ class Backend(abc.ABC):
 
     @classmethod
     @abc.abstractmethod
-    def around(cls, native: Any) -> "Backend":
+    def from_native(cls, native: Any) -> "Backend":
         """Return a backend with the weights of a PyTorch model, diffusers' or ported."""
 
     @classmethod

@@ -23,7 +23,7 @@ class Flax(Backend):
         return FlaxVAEForPipelines
 
     @classmethod
-    def around(cls, native: Any) -> "Flax":
+    def from_native(cls, native: Any) -> "Flax":
         return cls(FlaxVAEForPipelines.from_diffusers(native))
 
     @classmethod

@@ -24,7 +24,7 @@ class Torch(Backend):
         return AutoencoderKLCogVideoX
 
     @classmethod
-    def around(cls, native: Any) -> "Torch":
+    def from_native(cls, native: Any) -> "Torch":
         return cls(stock_of(native))
 
     @classmethod

@@ -27,7 +27,7 @@ class Torchax(Backend):
         return vae
 
     @classmethod
-    def around(cls, native: Any) -> "Torchax":
+    def from_native(cls, native: Any) -> "Torchax":
         return cls(cls.placed(port_vae(native)))
 
     @classmethod
@@ -58,7 +58,7 @@ class TorchaxStock(Torchax):
     program_counts = Backend.program_counts
 
     @classmethod
-    def around(cls, native: Any) -> "TorchaxStock":
+    def from_native(cls, native: Any) -> "TorchaxStock":
         return cls(cls.placed(stock_of(native)))
 
     @classmethod

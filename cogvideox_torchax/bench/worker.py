@@ -81,10 +81,10 @@ def check(got: torch.Tensor, want: torch.Tensor, dtype: str, torchs: float | Non
     error, rms = tolerances.relative_error(got, want), tolerances.rms_error(got, want)
     _, measured, allowed = tolerances.contract(getattr(torch, dtype), error, rms, torchs or 0.0)
     passed = measured <= allowed
-    return {"passed": passed, "relative_error": _plain(error), "rms_error": _plain(rms)}
+    return {"passed": passed, "relative_error": _json_number(error), "rms_error": _json_number(rms)}
 
 
-def _plain(value: float) -> float | str:
+def _json_number(value: float) -> float | str:
     return value if np.isfinite(value) else str(value)
 
 
@@ -150,7 +150,7 @@ def run_task(task: Task, torchs: dict[str, float]) -> dict[str, Any]:
     native = Torch.load(task.model, getattr(torch, task.dtype)).vae
     with np.load(task.data) as file:
         arrays = {name: torch.from_numpy(file[name]) for name in file.files}
-    backend = backends.backend(task.backend).around(native)
+    backend = backends.backend(task.backend).from_native(native)
     result: dict[str, Any] = {"load_s": time.perf_counter() - start, "device": backend.device()}
     for kind in Direction:
         x = backend.put(arrays[f"input_{kind}"].to(getattr(torch, task.dtype)))

@@ -61,10 +61,10 @@ def reconstruct_to(
 
     A chunk's latents are decoded when there are enough of them: memory does not grow with the clip.
     """
-    encoder, scale = encoder_of(args, vae, group.everywhere), vae.spatial_compression_ratio
+    encoder, scale = encoder_of(args, vae, group.fetch_to_all), vae.spatial_compression_ratio
     latent_frames, _ = frames_through(vae, clip.num_frames)
     shape = latent_frames, clip.framing.height // scale, clip.framing.width // scale
-    decoder = unit_of(DecodeClip, args, vae, group.at_first)
+    decoder = unit_of(DecodeClip, args, vae, group.fetch_to_first)
     frames = decoder.pieces(lambda: (piece[TENSOR] for piece in encoder.pieces(clip)), shape)
     return sinks.write_all(sink, frames)
 

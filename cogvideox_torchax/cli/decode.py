@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
         vae = common.load_vae(args.model or loaded.model, args.backend, args.dtype, group.mesh)
         loaded.check_model(vae.config)
         clock = CompileClock(common.narrator(args))
-        written = decode_to(sink, vae, loaded, args, group.at_first)
+        written = decode_to(sink, vae, loaded, args, group.fetch_to_first)
     if not group.is_first:
         return 0
     common.print_results(args, clock, {"frames": written, "fps": float(fps)})

@@ -57,16 +57,16 @@ class ProcessGroup:
     """The processes that run a command together; mostly one.
 
     Attributes:
-        mesh: of their devices; None for one device.
-        is_first: whether this one writes what is written once, and talks.
-        everywhere, at_first: bring a computed chunk to the host, in every process or in the first alone;
-            the others then get no frames.
+        mesh: the mesh of their devices; None for one device.
+        is_first: whether this process writes outputs and messages.
+        fetch_to_all, fetch_to_first: bring a computed chunk to the host, in every process or in the first
+            alone; the others then get no frames.
     """
 
     mesh: Any = None
     is_first: bool = True
-    everywhere: Fetch = runtime.to_torch
-    at_first: Fetch = runtime.to_torch
+    fetch_to_all: Fetch = runtime.to_torch
+    fetch_to_first: Fetch = runtime.to_torch
 
     def writing(
         self, path: str, fps: Fraction | float, alongside: video.SourceTiming | None = None
@@ -90,7 +90,7 @@ def process_group(args: argparse.Namespace) -> Iterator[ProcessGroup]:
         mesh = sharding.make_mesh(args.dp or 1, args.tp)
         sharding.check_all_take_part(mesh)
         with sharding.exchanging(args.output) as exchange:
-            yield ProcessGroup(mesh, sharding.is_first(), exchange.everywhere, exchange.at_first)
+            yield ProcessGroup(mesh, sharding.is_first(), exchange.fetch_to_all, exchange.fetch_to_first)
 
 
 @contextlib.contextmanager

@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
         common.take_bundled_model(args)
         vae = common.load_vae(args.model, args.backend, args.dtype, group.mesh)
         clock = CompileClock(common.narrator(args))
-        encoded = encoder_of(args, vae, group.at_first).encode(clip)
+        encoded = encoder_of(args, vae, group.fetch_to_first).encode(clip)
         if not group.is_first:
             return 0
         latents.save(encoded, args.output)

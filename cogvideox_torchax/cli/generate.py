@@ -131,7 +131,7 @@ def _vae_for(args: argparse.Namespace, latents: Latents) -> Any:
 def _sampled(args: argparse.Namespace) -> tuple[Any, Latents]:
     """Return the pipeline's VAE and the latents that it sampled, after all checks."""
     mesh = devices.mesh_of(args)
-    text = stages.load(args.save_stages, stages.TEXT) if args.from_stage else None
+    text = stages.load_stage(args.save_stages, stages.TEXT) if args.from_stage else None
     model = generate.describe(args.model, image=args.image is not None, clip=args.video is not None)
     if text is not None:
         text.check_model(model.fingerprint)
@@ -141,7 +141,7 @@ def _sampled(args: argparse.Namespace) -> tuple[Any, Latents]:
     cached = {"steps": generate.steps_of(request, model), "guided": request.guidance_scale > 1}
     if args.cache:
         cache_options.config_of(args.cache, **cached)
-    pipe = generate.load(model, dtype, mesh, with_text=text is None)
+    pipe = generate.load_generator(model, dtype, mesh, with_text=text is None)
     if args.cache:
         config = cache_options.config_of(args.cache, **cached, timestep=lambda: pipe.current_timestep)
         pipe.transformer.enable_cache(config)

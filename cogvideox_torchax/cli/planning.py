@@ -84,7 +84,7 @@ def _network(args: argparse.Namespace, vae: Any, chip: Any, devices: Any, mesh: 
             table = networks.cached_table(plans, list(counts.values()), chip)
             return _printed(args, [plan.program for plan in plans], table)
         plan = step()
-    return _printed(args, [plan.program], networks.table(plan, chip))
+    return _printed(args, [plan.program], networks.network_table(plan, chip))
 
 
 def _train_step(
@@ -96,7 +96,7 @@ def _train_step(
     job = jobs.Job(ENCODE, args.frames, args.height, args.width)
     common.say("compiling 2 programs; each takes minutes")
     plans = list(_printed_programs(training.plan_train_step(vae, job, devices, chip, **mesh), chip))
-    return _printed(args, plans, training.table(plans, vae, chip))
+    return _printed(args, plans, training.training_table(plans, vae, chip))
 
 
 def _printed(args: argparse.Namespace, programs: list[Any], table: dict[str, Any]) -> dict[str, Any]:

@@ -241,7 +241,7 @@ class _ClipUnit:
         def say(line: str) -> None:
             self._say(f"{name}: {line}" if name else line)
 
-        parts = memory.in_tiles_once_memory_is_out(self.vae, size, start, say)
+        parts = memory.retry_tiled_on_oom(self.vae, size, start, say)
         total = len(direction.chunks(self.vae, frames))
         return self._follow(parts, total, direction) if self._follow else parts
 

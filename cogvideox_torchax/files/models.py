@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from cogvideox_torchax.runtime import on_host, without_torchax
+from cogvideox_torchax.runtime import host_skeleton, without_torchax
 
 INDEX = "model_index.json"
 """What a whole pipeline has, and a model alone has not."""
@@ -94,7 +94,7 @@ def saved_from_host(save_pretrained: Callable[..., None]) -> Callable[..., None]
     def save(model: Any, save_directory: str | Path, *args: Any, **options: Any) -> None:
         directory = Path(save_directory)
         before = {file: file.stat().st_mtime_ns for file in directory.glob("*.safetensors")}
-        without_torchax(save_pretrained, on_host(model), save_directory, *args, **options)
+        without_torchax(save_pretrained, host_skeleton(model), save_directory, *args, **options)
         config = directory / "config.json"
         for file in directory.glob("*.safetensors") if config.exists() else ():
             if file.stat().st_mtime_ns != before.get(file):  # written by this call

@@ -77,7 +77,7 @@ class Block(CogVideoXBlock):
             return self._joined(x_NSC, given, vectors_NE, tables, sequence)
 
         x_and_given = hidden_states, self.parts[0]
-        x_NSC, results = sequence_view(sequence.everywhere, layer)(x_and_given, temb, image_rotary_emb)
+        x_NSC, results = sequence_view(sequence.map_local_tokens, layer)(x_and_given, temb, image_rotary_emb)
         for name, y_NSC in results.items():
             self.parts[1][name].append(y_NSC)
         return x_NSC
@@ -111,13 +111,15 @@ class Block(CogVideoXBlock):
         ):
             shift, scale, gate = modulation(norm, temb_NE)
             plain: Any = norm.norm
-            modulated = sequence.for_tokens(functools.partial(jax_kernels.adaptive_layer_norm, eps=plain.eps))
+            modulated = sequence.shard_tokens(
+                functools.partial(jax_kernels.adaptive_layer_norm, eps=plain.eps)
+            )
             h_NSC = torch_view(modulated)(x_NSC, plain.weight, plain.bias, scale, shift, first)
             if name in given:
                 y_NSC = torch.zeros_like(h_NSC) if given[name] is None else given[name]
             else:
                 last = work(h_NSC)
-                if name not in self.parts[1] and takes_fused(last.layers[0], sequence):
+                if name not in self.parts[1] and supports_fused(last.layers[0], sequence):
                     x_NSC = last.added(x_NSC, gate, first)
                     continue
                 y_NSC = last.result()
@@ -128,7 +130,7 @@ class Block(CogVideoXBlock):
 
     def _widen(self, h_NSC: torch.Tensor, sequence: Sequence) -> "Last":
         widen, dropout, *layers = self.ff.net
-        if type(widen) is GELU and widen.approximate == "tanh" and takes_fused(widen.proj, sequence):
+        if type(widen) is GELU and widen.approximate == "tanh" and supports_fused(widen.proj, sequence):
             project: Any = widen.proj
             h_NSC = torch_view(jax_kernels.linear_gelu)(h_NSC, project.weight, project.bias)
         else:
@@ -138,7 +140,7 @@ class Block(CogVideoXBlock):
     def _attend(self, h_NSC: torch.Tensor, tables: Tables, sequence: Sequence) -> "Last":
         attn: Any = self.attn1
         videos = h_NSC.shape[0]
-        qk_norm_rope = torch_view(sequence.for_heads(jax_kernels.qk_norm_rope, attn.heads))
+        qk_norm_rope = torch_view(sequence.shard_heads(jax_kernels.qk_norm_rope, attn.heads))
         q, k, v = (
             torch_view(sequence.to_heads)(part_PSC, videos)
             for part_PSC in projections(attn, h_NSC.flatten(0, 1), sequence.parts)
@@ -180,13 +182,13 @@ class Last:
         return y_SC.unflatten(0, (self.h.shape[0], -1))
 
     def added(self, x_NSC: torch.Tensor, gate_N2C: torch.Tensor, first: Any) -> torch.Tensor:
-        """Return `x_NSC` plus the gated result, by one kernel; for a projection that `takes_fused`."""
+        """Return `x_NSC` plus the gated result, by one kernel; for a projection that `supports_fused`."""
         fused = functools.partial(jax_kernels.gated_linear, transposed=self.transposed)
         project = self.layers[0]
         return torch_view(fused)(self.h, project.weight, project.bias, x_NSC, gate_N2C, first)
 
 
-def takes_fused(project: Any, sequence: Sequence) -> bool:
+def supports_fused(project: Any, sequence: Sequence) -> bool:
     """Return whether a kernel may replace a projection: unwatched, without a LoRA, not sharded by XLA."""
     return type(project) is Linear and sequence.shared is None
 
@@ -213,13 +215,13 @@ def modulation(norm: Any, temb_NE: torch.Tensor) -> list[torch.Tensor]:
     return [torch.stack(pair, dim=1) for pair in pairs]
 
 
-def sequence_view(everywhere: Any, function: Any) -> Any:
+def sequence_view(map_local_tokens: Any, function: Any) -> Any:
     """Return a torch function that runs on each device's local tokens."""
 
     def arrays(*args: Any) -> Any:
         return array_of(function(*tensor_of(args)))
 
-    return torch_view(everywhere(arrays))
+    return torch_view(map_local_tokens(arrays))
 
 
 def takes_sequences(model: Any) -> bool:
@@ -269,7 +271,7 @@ def joined_step(
     temb = embedded_time(model, timestep, timestep_cond, ofs, hidden_states.dtype)
     temb = temb.expand(hidden_states.shape[0], -1)
     x_NSC = model.embedding_dropout(model.patch_embed(encoder_hidden_states, hidden_states))
-    sequence = Sequence.of(
+    sequence = Sequence.from_placement(
         model.placement, videos=x_NSC.shape[0], text=encoder_hidden_states.shape[1], tokens=x_NSC.shape[1]
     )
     tables: Tables = ()

@@ -29,7 +29,7 @@ Form = tuple[Any, ...]
 """The computation of a step, its kind first; another form is another program."""
 
 
-Plan = tuple[Form, dict[str, torch.Tensor]]
+StepPlan = tuple[Form, dict[str, torch.Tensor]]
 """The form of a step, and numbers that its program takes, of `NUMBERS`."""
 
 
@@ -116,7 +116,7 @@ class StepCache:
         states[name] = state
         return runtime.tensor_of(sample)
 
-    def ahead(self, model: Any, batch: int, steps: Iterable[Any]) -> list[Plan]:
+    def ahead(self, model: Any, batch: int, steps: Iterable[Any]) -> list[StepPlan]:
         """Return the plans of a run's steps on so many videos, found while `steps` is gone through."""
         state, tensors = self._begin("a plan"), {"hidden_states": torch.empty(batch, 0)}
         return [self._plan(state, model, tensors) for _ in steps]
@@ -129,7 +129,7 @@ class StepCache:
         self._computed = state.computed
         return state
 
-    def _plan(self, state: State, model: Any, tensors: dict[str, Any]) -> Plan:
+    def _plan(self, state: State, model: Any, tensors: dict[str, Any]) -> StepPlan:
         """Return the form of the step that comes, and its numbers; count the step."""
         raise NotImplementedError
 
@@ -140,12 +140,12 @@ class StepCache:
 class FirstBlock(StepCache):
     """FirstBlockCache: the other blocks run where the first one's residual has changed enough."""
 
-    def ahead(self, model: Any, batch: int, steps: Iterable[Any]) -> list[Plan]:
+    def ahead(self, model: Any, batch: int, steps: Iterable[Any]) -> list[StepPlan]:
         """Return the plans of a step whose decision is to compute, and of one whose is to reuse."""
         ((_, numbers),) = super().ahead(model, batch, range(1))
         return [(form("first_block", (), (), reuses), numbers) for reuses in (False, True)]
 
-    def _plan(self, state: State, model: Any, tensors: dict[str, Any]) -> Plan:
+    def _plan(self, state: State, model: Any, tensors: dict[str, Any]) -> StepPlan:
         head = next(iter(state.hooks.values()))
         head.state_manager.get_state()  # refuses a step outside of a context
         return form("first_block"), {"threshold": torch.tensor(head.threshold)}
@@ -157,7 +157,7 @@ class FirstBlock(StepCache):
 class Mag(StepCache):
     """MagCache: all blocks or none, by ratios that are known before the run."""
 
-    def _plan(self, state: State, model: Any, tensors: dict[str, Any]) -> Plan:
+    def _plan(self, state: State, model: Any, tensors: dict[str, Any]) -> StepPlan:
         if self.hooks[0].hook.config.calibrate:
             return form("compared_blocks"), {}
         state.computed.append(self._count(state))
@@ -185,7 +185,7 @@ class Mag(StepCache):
 class Broadcast(StepCache):
     """PyramidAttentionBroadcast: attention's results stand for those of later steps."""
 
-    def _plan(self, state: State, model: Any, tensors: dict[str, Any]) -> Plan:
+    def _plan(self, state: State, model: Any, tensors: dict[str, Any]) -> StepPlan:
         skipped = tuple(name for name, hook in state.hooks.items() if not asked(hook, torch.zeros(1)))
         state.computed.append(not skipped)
         return form("broadcast", tuple(state.hooks), skipped), {}
@@ -194,7 +194,7 @@ class Broadcast(StepCache):
 class Taylor(StepCache):
     """TaylorSeer: results are extrapolated from those of earlier steps."""
 
-    def _plan(self, state: State, model: Any, tensors: dict[str, Any]) -> Plan:
+    def _plan(self, state: State, model: Any, tensors: dict[str, Any]) -> StepPlan:
         counts = {name: hook.state_manager.get_state() for name, hook in state.hooks.items()}
         kept = tuple(name for name in read_by_skips(counts) if not counts[name].is_inactive)
         first = counts[kept[0]] if kept else next(iter(counts.values()))
@@ -223,7 +223,7 @@ def read_by_skips(names: Iterable[str]) -> list[str]:
 class Faster(StepCache):
     """FasterCache: attention of the second half is extrapolated, the first half made of its frequencies."""
 
-    def _plan(self, state: State, model: Any, tensors: dict[str, Any]) -> Plan:
+    def _plan(self, state: State, model: Any, tensors: dict[str, Any]) -> StepPlan:
         weights: dict[str, float] = {}
         for each in self.hooks:  # the user's callbacks are asked with the user's modules
             self._note(state.hooks[each.module], each, model.get_submodule(each.module), weights)
@@ -301,7 +301,7 @@ def cache_of(hooks: list[upstream.Hooked]) -> StepCache | None:
 # Inside of a program
 
 
-Run = Callable[[dict[str, Any]], torch.Tensor]
+RunStep = Callable[[dict[str, Any]], torch.Tensor]
 """Function of a step's tensors, by name, to its sample."""
 
 NUMBERS = ("threshold", "since", "known", "first", "low", "high", "weights")
@@ -331,7 +331,7 @@ class Stack(nn.Module):
         self._run = getattr(self, f"_{kind}")
         self.decided = form[3] if len(form) > 3 else None  # by a plan, which wants each branch by itself
 
-    def step(self, model: Any, run: Run, tensors: dict[str, Any], joined: bool) -> torch.Tensor:
+    def step(self, model: Any, run: RunStep, tensors: dict[str, Any], joined: bool) -> torch.Tensor:
         """Return what `run(tensors)` gives, this in the place of the blocks of a program's own model."""
         blocks = model.transformer_blocks
         self.blocks, model.transformer_blocks = tuple(blocks), nn.ModuleList([self])
@@ -434,7 +434,7 @@ class Parts:
         self.numbers = numbers
         self.skipped = () if kept is None else skipped
 
-    def step(self, model: Any, run: Run, tensors: dict[str, Any], joined: bool) -> torch.Tensor:
+    def step(self, model: Any, run: RunStep, tensors: dict[str, Any], joined: bool) -> torch.Tensor:
         """Return what `run(tensors)` gives, of a program's own model whose skipped parts are not computed."""
         dtype, before = tensors["hidden_states"].dtype, self.kept or {}
         given = {
@@ -501,7 +501,7 @@ class FasterParts(Parts):
 
     arrays = 2
 
-    def step(self, model: Any, run: Run, tensors: dict[str, Any], joined: bool) -> torch.Tensor:
+    def step(self, model: Any, run: RunStep, tensors: dict[str, Any], joined: bool) -> torch.Tensor:
         videos, before = self.static[0], self.kept
         if videos == "all":
             return super().step(model, run, tensors, joined)

@@ -191,7 +191,7 @@ def _open_image(path: str) -> Any:
         raise RequestError(f"cannot read {path} as an image ({error})") from error
 
 
-def load(model: Model, dtype: torch.dtype, mesh: Any, *, with_text: bool) -> Any:
+def load_generator(model: Model, dtype: torch.dtype, mesh: Any, *, with_text: bool) -> Any:
     """Load and port the pipeline, without its text encoder if the prompt is encoded already."""
     import diffusers
 
@@ -238,7 +238,7 @@ class Generation:
         embeddings = {"prompt_embeds": positive, "negative_prompt_embeds": negative}
         self._forget_latents()
         if self.keep is not None:
-            stages.save(
+            stages.save_stage(
                 self.keep, stages.TEXT, embeddings, request=self.request, model=self.model.fingerprint
             )
         return embeddings

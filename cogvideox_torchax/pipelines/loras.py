@@ -18,7 +18,7 @@ OF_A_PIPELINE = (
 """diffusers' methods of a pipeline that do the same to its transformer; some read files first."""
 
 
-def in_pytorch(
+def run_in_pytorch(
     method: Callable[..., Any], network_of: Callable[[Any], Any] = lambda network: network
 ) -> Callable[..., Any]:
     """Return a method, called while the weights of a network are in PyTorch.
@@ -36,11 +36,11 @@ def in_pytorch(
     return call
 
 
-def of_pipeline(kind: Any) -> dict[str, Callable[..., Any]]:
+def pipeline_methods(kind: Any) -> dict[str, Callable[..., Any]]:
     """Return the methods of `OF_A_PIPELINE` of a pipeline's class, run with the transformer in PyTorch."""
     network_of = operator.attrgetter("transformer")
     names = (name for name in OF_A_PIPELINE if hasattr(kind, name))
-    return {name: in_pytorch(getattr(kind, name), network_of) for name in names}
+    return {name: run_in_pytorch(getattr(kind, name), network_of) for name in names}
 
 
 @contextlib.contextmanager

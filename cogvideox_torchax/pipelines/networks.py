@@ -252,15 +252,15 @@ class CogVideoXTransformer3DModel(Compiled, DiffusersTransformer):
     network_class = TransformerStep
     save_pretrained = saved_from_host(DiffusersTransformer.save_pretrained)
     # What reads or makes weights; scaling and switching a LoRA's adapters does not.
-    fuse_qkv_projections = loras.in_pytorch(DiffusersTransformer.fuse_qkv_projections)
-    unfuse_qkv_projections = loras.in_pytorch(DiffusersTransformer.unfuse_qkv_projections)
-    load_lora_adapter = loras.in_pytorch(DiffusersTransformer.load_lora_adapter)
-    save_lora_adapter = loras.in_pytorch(DiffusersTransformer.save_lora_adapter)
-    add_adapter = loras.in_pytorch(DiffusersTransformer.add_adapter)
-    delete_adapters = loras.in_pytorch(DiffusersTransformer.delete_adapters)
-    fuse_lora = loras.in_pytorch(DiffusersTransformer.fuse_lora)
-    unfuse_lora = loras.in_pytorch(DiffusersTransformer.unfuse_lora)
-    unload_lora = loras.in_pytorch(DiffusersTransformer.unload_lora)
+    fuse_qkv_projections = loras.run_in_pytorch(DiffusersTransformer.fuse_qkv_projections)
+    unfuse_qkv_projections = loras.run_in_pytorch(DiffusersTransformer.unfuse_qkv_projections)
+    load_lora_adapter = loras.run_in_pytorch(DiffusersTransformer.load_lora_adapter)
+    save_lora_adapter = loras.run_in_pytorch(DiffusersTransformer.save_lora_adapter)
+    add_adapter = loras.run_in_pytorch(DiffusersTransformer.add_adapter)
+    delete_adapters = loras.run_in_pytorch(DiffusersTransformer.delete_adapters)
+    fuse_lora = loras.run_in_pytorch(DiffusersTransformer.fuse_lora)
+    unfuse_lora = loras.run_in_pytorch(DiffusersTransformer.unfuse_lora)
+    unload_lora = loras.run_in_pytorch(DiffusersTransformer.unload_lora)
 
     _step_cache: caches.StepCache | None = None
 

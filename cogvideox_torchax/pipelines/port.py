@@ -15,7 +15,7 @@ from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 from cogvideox_torchax import runtime, upstream
 from cogvideox_torchax.pipelines import loras, networks
 from cogvideox_torchax.pipelines.scheduler import port_scheduler
-from cogvideox_torchax.runtime.models import PickledAsStock
+from cogvideox_torchax.runtime.models import PicklesAsStock
 from cogvideox_torchax.sharding import Parallel, check_mesh
 from cogvideox_torchax.vae.torchax.autoencoder import port_vae
 
@@ -59,7 +59,7 @@ def port_pipeline(pipe: Any, mesh: Any = None, parallel: Parallel | None = None)
         vae.place()
     if pipe.scheduler is not None:
         port_scheduler(pipe.scheduler)
-    upstream.around_from_pipe(_port_again)
+    upstream.wrap_from_pipe(_port_again)
     if not isinstance(pipe, PortedPipeline):
         pipe.__class__ = _ported_class(type(pipe))
 
@@ -95,7 +95,7 @@ def _port_again(make: Callable[..., Any], kind: type, pipeline: Any, **options: 
     return made
 
 
-class PortedPipeline(PickledAsStock, DiffusionPipeline):
+class PortedPipeline(PicklesAsStock, DiffusionPipeline):
     """Mixin of `port_pipeline`: the methods that a pipeline's `__call__` uses, for JAX.
 
     A copy runs on JAX too. An unpickled pipeline is in PyTorch, as its models are, until it is ported again.
@@ -134,13 +134,13 @@ class PortedPipeline(PickledAsStock, DiffusionPipeline):
         if cache is not None and not bar.disable:
             close = bar.close
 
-            def told() -> None:
+            def close_with_skips() -> None:
                 bar.close = close
                 skipped = cache.computed.count(False)
                 bar.set_postfix_str(f"{skipped} of {len(cache.computed)} steps skipped, some in part")
                 close()
 
-            bar.close = told
+            bar.close = close_with_skips
         return bar
 
     def decode_latents(self, latents: torch.Tensor) -> torch.Tensor:
@@ -181,7 +181,7 @@ def _ported_class(kind: type) -> type:
         "__call__": _on_torchax(call),
         "check_inputs": check_inputs,
         **upstream.rotary_tables(inherited, _beside_the_transformer),
-        **loras.of_pipeline(kind),
+        **loras.pipeline_methods(kind),
     }
     return type(kind.__name__, (PortedPipeline, kind), members)
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from cogvideox_torchax.files.whole import whole_file
-from cogvideox_torchax.runtime import on_host, without_torchax
+from cogvideox_torchax.runtime import host_skeleton, without_torchax
 
 PICTURES, PIXELS, PATCHES = 64, 64, 8
 """Size of the fit: pictures, their side in pixels, and their patches of one color a side."""
@@ -50,7 +50,7 @@ def fit(vae: Any, *, seed: int = 0) -> LinearPreview:
         vae: a ported `AutoencoderKLCogVideoX`, wherever its weights are.
         seed: of the pictures.
     """
-    return without_torchax(_fit, on_host(vae), seed)
+    return without_torchax(_fit, host_skeleton(vae), seed)
 
 
 @torch.no_grad()

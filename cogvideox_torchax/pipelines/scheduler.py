@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from cogvideox_torchax import runtime
-from cogvideox_torchax.runtime.models import PickledAsStock
+from cogvideox_torchax.runtime.models import PicklesAsStock
 
 
 class NonFiniteError(ArithmeticError):
@@ -20,7 +20,7 @@ class NonFiniteError(ArithmeticError):
 
 
 @dataclass
-class Watch:
+class StepLog:
     """The last step of a run.
 
     Attributes:
@@ -46,10 +46,10 @@ class Watch:
         )
 
 
-class HostScheduler(PickledAsStock):
+class HostScheduler(PicklesAsStock):
     """Mixed into a scheduler's class by `port_scheduler`; the steps that it has watched are not pickled."""
 
-    watch: Watch
+    watch: StepLog
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "watch"}
@@ -63,7 +63,7 @@ def port_scheduler(scheduler: Any) -> Any:
         for name, value in vars(scheduler).items():
             if isinstance(value, torch.Tensor):
                 setattr(scheduler, name, runtime.to_torch(value))
-        scheduler.watch = Watch()
+        scheduler.watch = StepLog()
     return scheduler
 
 
@@ -77,7 +77,7 @@ def _host_class(kind: Any) -> type:
         if "device" in bound.arguments:
             bound.arguments["device"] = "cpu"
         kind.set_timesteps(*bound.args, **bound.kwargs)
-        self.watch = Watch(total=len(self.timesteps))
+        self.watch = StepLog(total=len(self.timesteps))
 
     @functools.wraps(kind.step)
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:

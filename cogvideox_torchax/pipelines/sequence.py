@@ -58,7 +58,9 @@ class Sequence:
     shared: "SequencePlacement | None" = None
 
     @classmethod
-    def of(cls, placement: "SequencePlacement | None", *, videos: int, text: int, tokens: int) -> "Sequence":
+    def from_placement(
+        cls, placement: "SequencePlacement | None", *, videos: int, text: int, tokens: int
+    ) -> "Sequence":
         """Return the sequences of so many videos, sharded by a placement; whole without one."""
         if placement is None or placement.parallelism.kind == TENSOR:
             parts = placement.mesh.shape["tp"] if placement else 1
@@ -89,7 +91,7 @@ class Sequence:
         before, after = self.tokens - table_PD.shape[0], self.length - self.tokens
         return jnp.pad(table_PD, ((before, after), (0, 0)), constant_values=value)
 
-    def everywhere(self, function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    def map_local_tokens(self, function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
         """Run a function of tokens (N, S, C), vectors (N, C) and tables (S, D) on each device's local tokens.
 
         Tables and further arguments, such as weights, are whole on every device.
@@ -105,7 +107,7 @@ class Sequence:
             check_vma=False,
         )
 
-    def for_heads(self, qk_norm_rope: Callable[..., jax.Array], heads: int) -> Callable[..., jax.Array]:
+    def shard_heads(self, qk_norm_rope: Callable[..., jax.Array], heads: int) -> Callable[..., jax.Array]:
         """Return `jax_kernels.qk_norm_rope` for (N, S, C), vectors (D,) and tables (S, D), sharded.
 
         XLA cannot shard a kernel, so it is sharded by hand where XLA shards the rest: by heads, or by tokens
@@ -132,8 +134,8 @@ class Sequence:
 
         return split
 
-    def for_tokens(self, kernel: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-        """Return a kernel of tokens (N, S, C), vectors (N, 2, C), weights and numbers, for `everywhere`.
+    def shard_tokens(self, kernel: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+        """Return a kernel of tokens (N, S, C), vectors (N, 2, C) and weights, for `map_local_tokens`.
 
         XLA cannot shard a kernel, so where XLA shards the rest each device has whole videos.
         """
@@ -151,12 +153,12 @@ class Sequence:
         return split
 
     def first_patch(self) -> Any:
-        """Return the index of the first local token that is not text; inside `everywhere`."""
+        """Return the index of the first local token that is not text; inside `map_local_tokens`."""
         own = self.length // self.parts
         return self.text - (jax.lax.axis_index(self.axes) * own if self.axes else 0)
 
     def to_heads(self, x_PNC: jax.Array, videos: int) -> jax.Array:
-        """Exchange all channels of local tokens for all tokens of local channels; inside `everywhere`.
+        """Exchange all channels of local tokens for all tokens of local channels; inside `map_local_tokens`.
 
         Args:
             x_PNC: local tokens of all videos (N * S), channels in one part per device.
@@ -175,7 +177,7 @@ class Sequence:
         return x_PNC.reshape(parts, videos, -1, channels).swapaxes(0, 1).reshape(videos, -1, channels)
 
     def to_tokens(self, y_NCS: jax.Array) -> jax.Array:
-        """Exchange all tokens of local channels for local tokens (N, C, S); inside `everywhere`."""
+        """Exchange all tokens of local channels for local tokens (N, C, S); inside `map_local_tokens`."""
         videos, channels, _ = y_NCS.shape
         if not self.axes:
             return y_NCS

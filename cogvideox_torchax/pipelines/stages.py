@@ -130,7 +130,7 @@ def path_of(directory: str | Path, name: str) -> Path:
     return Path(directory) / f"{name}.safetensors"
 
 
-def save(
+def save_stage(
     directory: str | Path,
     name: str,
     tensors: dict[str, torch.Tensor | None],
@@ -157,7 +157,7 @@ def save(
     tensor_files.save(given, path_of(directory, name), metadata)
 
 
-def load(directory: str | Path, name: str) -> Stage:
+def load_stage(directory: str | Path, name: str) -> Stage:
     """Read a stage.
 
     Raises:

@@ -16,7 +16,7 @@ from typing import Any
 from cogvideox_torchax.plan.chips import CORES_LINK, Chip
 from cogvideox_torchax.plan.hlo import Instruction, times_run
 
-Place = tuple[int, ...]
+Coordinates = tuple[int, ...]
 """Position of a device: its chip's coordinates and its core's number."""
 
 SCATTERED = "all-reduce-scatter"
@@ -32,11 +32,11 @@ class Links:
         chip: of all of them.
     """
 
-    places: tuple[Place, ...]
+    places: tuple[Coordinates, ...]
     chip: Chip
 
     @classmethod
-    def of(cls, devices: Iterable[Any], chip: Chip) -> "Links | None":
+    def from_devices(cls, devices: Iterable[Any], chip: Chip) -> "Links | None":
         """Return the links of JAX's devices; None without coordinates, or if the chip's links are unknown."""
         devices = list(devices)
         if chip.link is None or not all(hasattr(device, "coords") for device in devices):
@@ -126,7 +126,7 @@ class Links:
             default=0.0,
         )
 
-    def _route(self, one: Place, other: Place) -> Iterable[tuple[Any, ...]]:
+    def _route(self, one: Coordinates, other: Coordinates) -> Iterable[tuple[Any, ...]]:
         """Return the links of a message: each its axis (None between cores), source chip and direction."""
         *here, core = one
         *there, target = other

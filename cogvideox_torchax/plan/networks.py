@@ -336,10 +336,10 @@ def cached_table(plans: list[NetworkPlan], counts: list[int], chip: Chip | None)
         counts: number of each kind in a video.
         chip: the chip whose peaks apply; None for none.
     """
-    rows = table(plans[0], chip)
+    rows = network_table(plans[0], chip)
     rows["kept_GiB"] = plans[0].kept / GIB
     rows["steps"] = ", ".join(map(str, counts))
-    seconds = [table(plan, chip).get("with_collectives_s", plan.seconds) for plan in plans]
+    seconds = [network_table(plan, chip).get("with_collectives_s", plan.seconds) for plan in plans]
     if chip is not None:
         for number, each in enumerate(seconds[1:], 1):
             rows[f"skipping_step_{number}_s"] = each
@@ -347,7 +347,7 @@ def cached_table(plans: list[NetworkPlan], counts: list[int], chip: Chip | None)
     return rows
 
 
-def table(plan: NetworkPlan, chip: Chip | None) -> dict[str, Any]:
+def network_table(plan: NetworkPlan, chip: Chip | None) -> dict[str, Any]:
     """Return a plan's figures, see `report.figures`."""
     program = plan.program
     seconds: dict[str, Any] = {}

@@ -205,7 +205,7 @@ def _collective_seconds(
         return None
     if not any(instruction.collective for instruction in found):
         return {}
-    links = Links.of(_devices(compiled), chip)
+    links = Links.from_devices(_devices(compiled), chip)
     return links.seconds(found) if links else None
 
 

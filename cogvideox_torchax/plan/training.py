@@ -1,7 +1,7 @@
 """`plan` for a step of training: the gradients of every weight, of a video encoded and decoded again.
 
 Each half is a program, its forward and its backward pass, blocks computed anew. A torch loop runs the same
-chunks one after another, and its optimizer's moments lie beside the weights: `table` counts them.
+chunks one after another, and its optimizer's moments lie beside the weights: `training_table` counts them.
 """
 
 import functools
@@ -70,7 +70,9 @@ def plan_train_step(
         yield compile_program(f"train {half}", sum(lengths), lower, mesh, chip)
 
 
-def table(plans: list[ProgramPlan], vae: AutoencoderKLCogVideoX, chip: Chip | None) -> dict[str, Any]:
+def training_table(
+    plans: list[ProgramPlan], vae: AutoencoderKLCogVideoX, chip: Chip | None
+) -> dict[str, Any]:
     """Return a plan's figures per device, as `plan` prints them.
 
     The encoder's activations for its backward pass lie beside the decoder's: a step takes at most the

@@ -51,7 +51,7 @@ from cogvideox_torchax.runtime.programs import (
     forget_programs,
     programs_of,
 )
-from cogvideox_torchax.runtime.skeleton import on_host
+from cogvideox_torchax.runtime.skeleton import host_skeleton
 from cogvideox_torchax.runtime.weights import (
     assign,
     feed_weights,
@@ -87,6 +87,7 @@ __all__ = [
     "free_memory",
     "host_array",
     "host_peak_bytes",
+    "host_skeleton",
     "is_enabled",
     "is_jax_device",
     "is_on_jax",
@@ -95,7 +96,6 @@ __all__ = [
     "named_tensors",
     "of_several_processes",
     "on_default_device",
-    "on_host",
     "on_jax",
     "out_of_memory",
     "plain_tensor",

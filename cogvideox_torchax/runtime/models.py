@@ -26,18 +26,18 @@ def save_as_stock(model: nn.Module) -> None:
 
 PROGRAMS = "_compiled_programs"
 """The attribute in which a model's own programs lie (`programs_of`)."""
-MADE_OF_IT = frozenset({PROGRAMS, upstream.COMPILED_CALL})
+DERIVED_ATTRIBUTES = frozenset({PROGRAMS, upstream.COMPILED_CALL})
 """Attributes derived from a module and no part of it: torch.compile's would run the original."""
-BESIDE_IT = MADE_OF_IT | upstream.CACHE_STATE
+BESIDE_IT = DERIVED_ATTRIBUTES | upstream.CACHE_STATE
 """Attributes that no program is traced of; its caches go with a copy."""
 
 
-class Copied:
+class CopiesWithoutPrograms:
     """Mixed into a class by `port`: a copy is ported as well."""
 
     def _state(self) -> dict[str, Any]:
         own = vars(self).copy()  # at once: another thread may compile its first program
-        return {name: value for name, value in own.items() if name not in MADE_OF_IT}
+        return {name: value for name, value in own.items() if name not in DERIVED_ATTRIBUTES}
 
     def __copy__(self) -> Any:
         copied = object.__new__(type(self))
@@ -52,7 +52,7 @@ class Copied:
         return copied
 
 
-class PickledAsStock(Copied):
+class PicklesAsStock(CopiesWithoutPrograms):
     """Mixed into the class of what is no module: its pickle is one of the class that it had before."""
 
     def __getstate__(self) -> dict[str, Any]:
@@ -64,11 +64,11 @@ class PickledAsStock(Copied):
 
 
 def _blank(kind: type) -> Any:
-    """Return an instance without attributes, for unpickling `PickledAsStock`."""
+    """Return an instance without attributes, for unpickling `PicklesAsStock`."""
     return object.__new__(kind)
 
 
-class PortedModel(Copied, nn.Module):
+class PortedModel(CopiesWithoutPrograms, nn.Module):
     """Mixed into a model's class by `port`: copied with its mesh, pickled without; programs go with neither.
 
     What is unpickled is in PyTorch.

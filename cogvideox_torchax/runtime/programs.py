@@ -72,7 +72,7 @@ def forget_programs(model: nn.Module) -> None:
     vars(model).pop(PROGRAMS, None)
 
 
-def _without_chance(network: nn.Module) -> nn.Module:
+def _check_deterministic(network: nn.Module) -> nn.Module:
     """Return the network.
 
     Raises:
@@ -150,7 +150,7 @@ class TorchNetwork:
         # other order each program would rearrange it on its way in and out.
         # What a denoising step keeps has no five axes, and stays as it is.
         cache = jax.tree.map(lambda kept: kept.transpose(2, 4, 3, 0, 1) if kept.ndim == 5 else kept, cache)
-        network = _without_chance(skeleton(self._module))
+        network = _check_deterministic(skeleton(self._module))
         call = import_torchax().interop.jax_view(functools.partial(torch.func.functional_call, network))
         # By default a TPU multiplies float32 in bfloat16, and a recent GPU in TF32.
         exact = any(array.dtype == "float32" for array in weights.values() if array.ndim > 1)

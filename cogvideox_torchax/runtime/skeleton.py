@@ -117,7 +117,7 @@ def weightless(module: Module) -> Module:
     return bare
 
 
-def on_host(module: Module) -> Module:
+def host_skeleton(module: Module) -> Module:
     """Return a `skeleton` whose weights are plain tensors: the module as it would be in PyTorch."""
     return _with_weights(module, to_torch)
 

@@ -25,8 +25,8 @@ from cogvideox_torchax.sharding.mesh import AXES
 from cogvideox_torchax.upstream import is_traced
 from cogvideox_torchax.vae.axes import NCTHW, Axes
 from jax_kernels.common.columns import WHOLE, Split
-from jax_kernels.common.dispatch import Target, by_shards, dispatched
-from jax_kernels.common.layout import kept_columns_last
+from jax_kernels.common.dispatch import Target, dispatched, map_shards
+from jax_kernels.common.layout import store_columns_last
 
 
 @dataclass(frozen=True)
@@ -60,21 +60,21 @@ class Placement(Place):
     unit: int = 1
 
     @property
-    def of_caches(self) -> "Placement":
+    def cache_placement(self) -> "Placement":
         """The placement of the caches."""
         return Placement(self.mesh, self.cache_axes or self.axes)
 
     def spec(self, shape: tuple[int, ...]) -> PartitionSpec:
         """Return the sharding of an activation of this shape."""
-        return self._split(shape, self.axes.of("W"))
+        return self._split(shape, self.axes.index("W"))
 
     def _split(self, shape: tuple[int, ...], axis: int) -> PartitionSpec:
         """Split by video over "dp" and along `axis` over "tp", or along `axis` over both.
 
         "dp" splits the batch where it divides it.
         """
-        if shape[self.axes.of("N")] % self.mesh.shape["dp"] == 0:
-            names = {self.axes.of("N"): "dp", axis: "tp"}
+        if shape[self.axes.index("N")] % self.mesh.shape["dp"] == 0:
+            names = {self.axes.index("N"): "dp", axis: "tp"}
         else:
             names = {axis: AXES}
         return PartitionSpec(*(names.get(i) for i in range(len(shape))))
@@ -95,7 +95,7 @@ class Placement(Place):
 
     def padding(self, shape: tuple[int, ...]) -> list[tuple[int, int]]:
         """Return the padding at the end of each axis that makes a chunk divide at all of its levels."""
-        units = [self.unit if axis == self.axes.of("W") else 1 for axis in range(len(shape))]
+        units = [self.unit if axis == self.axes.index("W") else 1 for axis in range(len(shape))]
         parts = self.parts(self.spec(shape))
         return [(0, -size % (n * unit)) for size, n, unit in zip(shape, parts, units, strict=True)]
 
@@ -109,27 +109,27 @@ class Placement(Place):
         The result is split by width first: a result that leaves in rows or channels would otherwise make the
         layers before it compute so, with their inputs gathered.
         """
-        column = self.axes.of("W")
+        column = self.axes.index("W")
         picture = jax.lax.slice_in_dim(self.constrain(x), 0, split.real_columns(x.shape[column]), axis=column)
         sharding = NamedSharding(self.mesh, self.result_spec(picture.shape))
         return jax.lax.with_sharding_constraint(picture, sharding)
 
     def trace(self, run: Callable[..., Any], inputs: PaddedChunk, cache: Any) -> tuple[jax.Array, Any]:
         """Return `run(chunk, cache, split=...)`, (result, cache), inside a program, sharded throughout."""
-        column = self.axes.of("W")
+        column = self.axes.index("W")
         spec = self.spec(inputs.shape)
         columns = spec[column]
         split = Split(
             real=inputs.shape[column],
             padded=inputs.array.shape[column],
-            videos=spec[self.axes.of("N")],
+            videos=spec[self.axes.index("N")],
             columns=(columns,) if isinstance(columns, str) else columns,
         )
         with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
             result, cache = run(inputs.array, cache, split=split)
-            result = _columns_last(jnp.moveaxis(result, self.axes.of("C"), -1), split=split)
-            result = jnp.moveaxis(result, -1, self.axes.of("C"))  # whose padding is cut off
-            return self.hand_out(result, split), jax.tree.map(self.of_caches.constrain, cache)
+            result = _columns_last(jnp.moveaxis(result, self.axes.index("C"), -1), split=split)
+            result = jnp.moveaxis(result, -1, self.axes.index("C"))  # whose padding is cut off
+            return self.hand_out(result, split), jax.tree.map(self.cache_placement.constrain, cache)
 
     def put(self, array: Any) -> PaddedChunk:
         """Shard a chunk, a NumPy or a JAX array, over the mesh.
@@ -145,7 +145,7 @@ class Placement(Place):
 
     def own_columns(self, shape: tuple[int, ...]) -> slice:
         """Return the columns of an activation on this process's devices; a single process has all."""
-        column, padded = self.axes.of("W"), self._padded(shape)
+        column, padded = self.axes.index("W"), self._padded(shape)
         indices = self.sharding(shape).addressable_devices_indices_map(padded).values()
         spans = [index[column].indices(padded[column]) for index in indices if index is not None]
         start, stop = min(span[0] for span in spans), max(span[1] for span in spans)
@@ -159,7 +159,7 @@ class Placement(Place):
         return PaddedChunk(jax.ShapeDtypeStruct(self._padded(shape), dtype, sharding=sharding), shape)
 
     def cache_struct(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=self.of_caches.sharding(shape))
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=self.cache_placement.sharding(shape))
 
     def weight(self, name: str, array: Any) -> jax.Array:
         return spread(array, self.replicated)
@@ -175,7 +175,7 @@ class Placement(Place):
         Raises:
             ValueError: none of them divides; the message names the sizes that would.
         """
-        column, row, channel = map(self.axes.of, "WHC")
+        column, row, channel = map(self.axes.index, "WHC")
         parts = self.parts(self.spec(shape))[column]
         for axis in (column, row, channel):
             if shape[axis] % parts == 0:
@@ -189,7 +189,7 @@ class Placement(Place):
 
 def columns_last_on(target: Target, x_NTHWC: jax.Array) -> jax.Array:
     """Frames of a few channels as a TPU keeps them best."""
-    return by_shards(target, kept_columns_last, (x_NTHWC,))
+    return map_shards(target, store_columns_last, (x_NTHWC,))
 
 
 _columns_last = dispatched(columns_last_on, "tpu")

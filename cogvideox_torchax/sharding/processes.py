@@ -128,7 +128,7 @@ class Exchange:
         self._chunks = 0
         self._read: list[Path] = []
 
-    def everywhere(self, tensor: torch.Tensor) -> torch.Tensor:
+    def fetch_to_all(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the chunk as a plain tensor in every process."""
         whole = self._join(self._write(tensor))
         # That all have written this chunk says that all have read the one before.
@@ -137,7 +137,7 @@ class Exchange:
         self._read = [self._path(self._chunks, jax.process_index())]
         return whole
 
-    def at_first(self, tensor: torch.Tensor) -> torch.Tensor:
+    def fetch_to_first(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the chunk as a plain tensor in the first process, a tensor of no frames in the others."""
         array = self._write(tensor)
         if not is_first():

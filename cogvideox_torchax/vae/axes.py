@@ -13,7 +13,7 @@ class Axes:
 
     names: str
 
-    def of(self, letter: str) -> int:
+    def index(self, letter: str) -> int:
         """Return the axis of a letter."""
         return self.names.index(letter)
 

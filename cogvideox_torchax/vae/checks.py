@@ -15,7 +15,7 @@ def check_shape(what: str, shape: tuple[int, ...], axes: Axes, *, channels: int,
     """
     if len(shape) != 5:
         raise ValueError(f"got {what} of rank {len(shape)}, shape {shape}: it takes {axes}")
-    given, height, width = (shape[axes.of(letter)] for letter in "CHW")
+    given, height, width = (shape[axes.index(letter)] for letter in "CHW")
     if given != channels:
         raise ValueError(f"got {what} of {given} channels, shape {shape}: the model takes {channels}")
     if 0 in shape:
@@ -39,7 +39,7 @@ def check_finite(what: str, found: tuple[int, ...] | None, axes: Axes, *, first_
     """
     if found is None:
         return
-    at = {letter: found[axes.of(letter)] for letter in axes.names}
+    at = {letter: found[axes.index(letter)] for letter in axes.names}
     raise ValueError(
         f"got NaN or Inf in the {what}: video {at['N']}, frame {at['T'] + first_frame}, channel {at['C']}, "
         f"row {at['H']}, column {at['W']}; find where they come from (float16 overflows: try bfloat16 or "

@@ -153,7 +153,7 @@ def _enable(vae: Any, tile: tuple[int, int]) -> None:
     vae.enable_tiling(tile_sample_min_height=tile[0], tile_sample_min_width=tile[1])
 
 
-def in_tiles_once_memory_is_out(
+def retry_tiled_on_oom(
     vae: Any, size: tuple[int, int], start: Callable[[], Iterator[Item]], say: Callable[[str], None]
 ) -> Iterator[Item]:
     """Yield the results of a video's chunks; when memory runs out, continue in tiles, once.

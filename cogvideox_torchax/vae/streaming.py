@@ -162,7 +162,7 @@ class ChunkedVAE:
         """
         if not self.use_slicing:
             return self._results(direction, pieces, plan, as_uint8)
-        each = [self._results(direction, own, plan, as_uint8) for own in by_video(pieces)]
+        each = [self._results(direction, own, plan, as_uint8) for own in split_videos(pieces)]
         return (runtime.concatenate(parts, 0) for parts in zip(*each, strict=True))
 
     def _results(
@@ -309,7 +309,7 @@ def overlapped(results: Iterator[torch.Tensor], fetch: Fetch) -> Iterator[torch.
         previous = result
 
 
-def by_video(pieces: Iterable[torch.Tensor]) -> list[Iterator[torch.Tensor]]:
+def split_videos(pieces: Iterable[torch.Tensor]) -> list[Iterator[torch.Tensor]]:
     """Return the chunks of each video of a batch."""
     chunked = iter(pieces)
     first = next(chunked)

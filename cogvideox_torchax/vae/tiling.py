@@ -147,7 +147,7 @@ def run_chunks(
     """
     if plan is None:
         return map(start(as_uint8), pieces)
-    row_axis = axes.of("H")
+    row_axis = axes.index("H")
 
     def join_tiles(tiles: list[list[Any]]) -> Any:
         join = _join_on_jax if isinstance(tiles[0][0], jax.Array) else _join

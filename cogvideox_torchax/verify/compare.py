@@ -143,7 +143,7 @@ def make_candidate(name: str, dtype: torch.dtype, stock: DiffusersAutoencoder) -
         BackendError: a backend that is unknown, or not part of this installation.
     """
     native: Any = nn.Module.to(copy.deepcopy(stock), dtype)
-    return Candidate(name, dtype, backend(name).around(native))
+    return Candidate(name, dtype, backend(name).from_native(native))
 
 
 # Layer by layer

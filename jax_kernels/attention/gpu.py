@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 
-def takes(q: Array) -> bool:
+def is_supported(q: Array) -> bool:
     """Return whether cuDNN takes such queries, of 16 bits, and is there: tracing its kernel asks for it."""
     return q.dtype != jnp.float32 and jax.default_backend() == "gpu"
 

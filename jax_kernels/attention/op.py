@@ -115,8 +115,7 @@ def attention_on(
 ) -> Array:
     """Compute `attention` for a target, which makes it another program."""
     plain, cudnn = (
-        functools.partial(_of_real_keys, form, scale=scale, num_keys=num_keys)
-        for form in (xla.plain, gpu.cudnn)
+        functools.partial(_mask_keys, form, scale=scale, num_keys=num_keys) for form in (xla.plain, gpu.cudnn)
     )
     own = functools.partial(tpu.transposed, scale=scale, num_keys=num_keys)
     forms = {"plain": plain, "transposed": with_derivatives_of(plain, own), "cudnn": cudnn}
@@ -130,12 +129,12 @@ _attention = dispatched(attention_on, "tpu", "cuda")
 
 
 def _fastest(target: Target, q: Array, k: Array) -> Implementation:
-    if target.by_pallas and tpu.takes(q, k):
+    if target.uses_pallas and tpu.is_supported(q, k):
         return "transposed"
-    return "cudnn" if target.platform == "cuda" and gpu.takes(q) else "plain"
+    return "cudnn" if target.platform == "cuda" and gpu.is_supported(q) else "plain"
 
 
-def _of_real_keys(
+def _mask_keys(
     form: Callable[..., Array], q: Array, k: Array, v: Array, *, scale: float, num_keys: int
 ) -> Array:
     return form(q, k[:, :num_keys], v[:, :num_keys], scale=scale)

@@ -63,7 +63,7 @@ def qk_norm_rope(
     return _prepare(x, norm, tables, heads=heads, scale=scale, eps=eps)
 
 
-def prepare_on(
+def qk_norm_rope_on(
     target: Target,
     x: Array,
     norm: tuple[Array, ...],
@@ -75,15 +75,15 @@ def prepare_on(
 ) -> Array:
     """Compute `qk_norm_rope` for a target."""
     options = {"heads": heads, "scale": scale, "eps": eps}
-    plain, by_kernel = (functools.partial(form, **options) for form in (_plain, _by_kernel))
-    form = with_derivatives_of(plain, by_kernel) if target.by_pallas and takes(x, heads) else plain
+    plain, by_kernel = (functools.partial(form, **options) for form in (_xla_form, _by_kernel))
+    form = with_derivatives_of(plain, by_kernel) if target.uses_pallas and is_supported(x, heads) else plain
     return form(x, norm, tables)
 
 
-_prepare = dispatched(prepare_on, "tpu")
+_prepare = dispatched(qk_norm_rope_on, "tpu")
 
 
-def takes(x: Float[Array, "N S C"], heads: int) -> bool:
+def is_supported(x: Float[Array, "N S C"], heads: int) -> bool:
     """Return whether the kernel supports these projections: float32 or bfloat16, heads of whole 8s."""
     return x.dtype in DTYPES and x.shape[-1] // heads % 8 == 0
 
@@ -108,7 +108,7 @@ def _signed(sin_SD: Array) -> Array:
     return jnp.where(lax.iota(jnp.int32, sin_SD.shape[1]) % 2 == 0, -sin_SD, sin_SD)
 
 
-def _plain(
+def _xla_form(
     x: Array,
     norm: tuple[Array, ...],
     tables: tuple[Array, ...],

@@ -35,10 +35,12 @@ def apply_rotary(
     before = ((x.shape[1] - positions, 0), (0, 0))
     cos_SHD = jnp.pad(cos, before, constant_values=1.0)[:, None]
     sin_SHD = jnp.pad(sin, before)[:, None]
-    turned = jnp.einsum("nshd,de->nshe", x, _turn(channels, x.dtype), precision=precision_for(x.dtype))
+    turned = jnp.einsum(
+        "nshd,de->nshe", x, _pair_rotation(channels, x.dtype), precision=precision_for(x.dtype)
+    )
     return (x.astype(jnp.float32) * cos_SHD + turned.astype(jnp.float32) * sin_SHD).astype(x.dtype)
 
 
-def _turn(channels: int, dtype: jnp.dtype) -> Array:
+def _pair_rotation(channels: int, dtype: jnp.dtype) -> Array:
     """Return the matrix that takes every pair (a, b) to (-b, a)."""
     return jnp.asarray(np.kron(np.eye(channels // 2), [[0, 1], [-1, 0]]), dtype)

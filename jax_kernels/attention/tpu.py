@@ -55,7 +55,7 @@ FAR = 2.0**125
 """Amount subtracted from the scores of padding keys."""
 
 
-def takes(
+def is_supported(
     q: Float[Array | jax.ShapeDtypeStruct, "N S H D"], k: Float[Array | jax.ShapeDtypeStruct, "N K H D"]
 ) -> bool:
     """Return whether the kernel supports such queries and keys.
@@ -75,7 +75,7 @@ def transposed(
     scale: float,
     num_keys: int,
 ) -> Float[Array, "N S H D"]:
-    """Attention by the kernel, of arrays that it `takes`.
+    """Attend by the kernel, with supported arrays.
 
     Args:
         q, k, v: as `attention` takes them. XLA transposes them, unless it finds them transposed.

@@ -1,7 +1,7 @@
 """Activations whose columns are split over the devices of a mesh, and padded where they do not divide.
 
 Between kernels XLA's partitioner carries the split. A kernel that looks at neighbouring columns, or has a
-part in Pallas, runs by hand on each device's own (`dispatch.by_shards`): what its neighbours' columns add to
+part in Pallas, runs by hand on each device's own (`dispatch.map_shards`): what its neighbours' columns add to
 its edges is computed from the columns that they send, so that the rest is the program of one device,
 unchanged.
 

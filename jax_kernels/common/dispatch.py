@@ -38,7 +38,7 @@ class Target:
         return self.platform == "tpu"
 
     @property
-    def by_pallas(self) -> bool:
+    def uses_pallas(self) -> bool:
         """True if a Pallas kernel may do the work."""
         return self.on_tpu and self.pallas
 
@@ -72,7 +72,7 @@ def dispatched(body: Callable[..., Any], *platforms: str) -> Callable[..., Any]:
     return call
 
 
-def by_shards(
+def map_shards(
     target: Target,
     function: Callable[..., Any],
     activations: tuple[Any, ...],

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 from jax_kernels.common.dispatch import Target
 
 
-def stands_apart(target: Target, x: jax.Array) -> bool:
+def splits_first_frame(target: Target, x: jax.Array) -> bool:
     """Return whether the first frame is computed by itself: of bfloat16 on a TPU, as has been planned."""
     return x.dtype == jnp.bfloat16 and target.on_tpu
 
@@ -25,7 +25,7 @@ RUNS = 8, 4, 2
 """Frames that are computed together, the longest first."""
 
 
-def in_parts(target: Target, *arrays: jax.Array | None, time_axis: int = 1) -> list[tuple[Any, ...]]:
+def split_frames(target: Target, *arrays: jax.Array | None, time_axis: int = 1) -> list[tuple[Any, ...]]:
     """Split the arrays' frames into runs that are computed together, in order.
 
     A run is all frames, or, if the first frame is split off, the first of an odd number, then equal `RUNS`.
@@ -38,7 +38,7 @@ def in_parts(target: Target, *arrays: jax.Array | None, time_axis: int = 1) -> l
     whole = arrays[0]
     assert whole is not None
     frames = whole.shape[time_axis]
-    if not stands_apart(target, whole):
+    if not splits_first_frame(target, whole):
         return [arrays]
     alone = frames % 2
     run = next(run for run in RUNS if (frames - alone) % run == 0)
@@ -57,17 +57,17 @@ def in_parts(target: Target, *arrays: jax.Array | None, time_axis: int = 1) -> l
     return list(map(take, starts, [*starts[1:], None]))
 
 
-def joined(parts: Sequence[jax.Array], time_axis: int = 1) -> jax.Array:
-    """Concatenate the results of `in_parts` along time."""
+def join_frames(parts: Sequence[jax.Array], time_axis: int = 1) -> jax.Array:
+    """Concatenate the results of `split_frames` along time."""
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=time_axis)
 
 
 def is_image_for_tpu(target: Target, x: jax.Array) -> bool:
     """Return whether `x`, frames N T H W C, is an image that a TPU computes by itself."""
-    return x.shape[1] == 1 and stands_apart(target, x)
+    return x.shape[1] == 1 and splits_first_frame(target, x)
 
 
-def in_bands(x: Float[Array, "N 1 H W C"], beyond: int, bands: int) -> Float[Array, "N B h W C"]:
+def split_bands(x: Float[Array, "N 1 H W C"], beyond: int, bands: int) -> Float[Array, "N B h W C"]:
     """Cut an image's rows into bands, with rows of their neighbours above and below, zeros beyond the image.
 
     Args:
@@ -81,7 +81,7 @@ def in_bands(x: Float[Array, "N 1 H W C"], beyond: int, bands: int) -> Float[Arr
     return jnp.concatenate(list(cut), axis=1)
 
 
-def of_bands(x: Float[Array, "N B h W C"], beyond: int) -> Float[Array, "N 1 H W C"]:
+def join_bands(x: Float[Array, "N B h W C"], beyond: int) -> Float[Array, "N 1 H W C"]:
     """Join bands to an image, dropping the rows that each shares with its neighbours."""
     own = slice(beyond, x.shape[2] - beyond)
     return jnp.concatenate([x[:, band : band + 1, own] for band in range(x.shape[1])], axis=2)

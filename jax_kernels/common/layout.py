@@ -43,7 +43,7 @@ def is_large(x_NTHWC: jax.Array) -> bool:
     return x_NTHWC.shape[1] > 1 and x_NTHWC.shape[2] * x_NTHWC.shape[3] >= LARGE_FRAME
 
 
-def laid_for_kernels(x_NTHWC: jax.Array) -> jax.Array:
+def kernel_layout(x_NTHWC: jax.Array) -> jax.Array:
     """Return `x` in the layout of Pallas kernels, on a TPU and if it has a choice.
 
     The layout is `pixels_first`'s; an image's is row by row. (Some kernels take each video by itself. For one
@@ -56,13 +56,13 @@ def laid_for_kernels(x_NTHWC: jax.Array) -> jax.Array:
     return with_layout_constraint(x_NTHWC, Layout(order))
 
 
-def kept_pixels_first(target: Target, x_NTHWC: jax.Array) -> jax.Array:
+def store_pixels_first(target: Target, x_NTHWC: jax.Array) -> jax.Array:
     """Return `x`, kept in memory in the order of `pixels_first` on a TPU.
 
     XLA finds that order by itself for most large frames. If it does not, an activation is written in float32,
     copied, and rounded in separate passes (v6e, one of 8 x 480 x 720 x 128: 11 ms). Small frames are better
     left to XLA: with constraints on all it compiles for longer than ten minutes. Over a mesh whose
-    partitioning is XLA's, it gathers a constrained array: constrain inside `dispatch.by_shards`.
+    partitioning is XLA's, it gathers a constrained array: constrain inside `dispatch.map_shards`.
     """
     if not target.on_tpu:
         return x_NTHWC
@@ -70,11 +70,11 @@ def kept_pixels_first(target: Target, x_NTHWC: jax.Array) -> jax.Array:
     return lax.optimization_barrier(with_layout_constraint(x_NTHWC, Layout((2, 3, 0, 1, 4))))
 
 
-def kept_columns_last(target: Target, x_NTHWC: jax.Array) -> jax.Array:
+def store_columns_last(target: Target, x_NTHWC: jax.Array) -> jax.Array:
     """Return `x`, kept in memory as N, C, T, H, W on a TPU.
 
     A few channels in the lanes of its tiles would leave the rest empty. For one device or one shard, as
-    `kept_pixels_first`.
+    `store_pixels_first`.
     """
     return with_layout_constraint(x_NTHWC, Layout((0, 4, 1, 2, 3))) if target.on_tpu else x_NTHWC
 

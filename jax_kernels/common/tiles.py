@@ -43,7 +43,7 @@ def fills_tiles(x: Float[Array | jax.ShapeDtypeStruct, "N T H W C"]) -> bool:
     return x.size > 0 and x.shape[-1] % LANES == 0 and x.dtype in DTYPES
 
 
-def in_sublanes(frames: int, dtype: jnp.dtype) -> int:
+def tiled_sublanes(frames: int, dtype: jnp.dtype) -> int:
     """Return the sublanes that so many frames use in whole tiles."""
     tile = 32 // dtype.itemsize
     return -(-frames // tile) * tile
@@ -52,7 +52,7 @@ def in_sublanes(frames: int, dtype: jnp.dtype) -> int:
 def pixel_bytes(like: Float[Array, "N T H W C"], *frames: int) -> int:
     """Return the bytes of one pixel in arrays of so many frames each, in whole tiles."""
     videos, channels = like.shape[0], like.shape[-1]
-    return videos * sum(in_sublanes(n, like.dtype) for n in frames) * channels * like.dtype.itemsize
+    return videos * sum(tiled_sublanes(n, like.dtype) for n in frames) * channels * like.dtype.itemsize
 
 
 def words_of_twice(rows: Float[Array, "rows lanes"]) -> Int[Array, "rows lanes"]:

@@ -9,8 +9,8 @@ from jaxtyping import Array, Float
 
 from jax_kernels.common.checks import check_channels
 from jax_kernels.common.columns import WHOLE, Split
-from jax_kernels.common.dispatch import Target, by_shards, dispatched
-from jax_kernels.common.first_frame import in_parts, joined
+from jax_kernels.common.dispatch import Target, dispatched, map_shards
+from jax_kernels.common.first_frame import join_frames, split_frames
 from jax_kernels.common.layout import is_large
 from jax_kernels.conv3d import xla
 
@@ -75,10 +75,10 @@ def conv3d_on(
     """Compute `conv3d` for a target."""
     causal = functools.partial(_causal, start=start, implementation=implementation)
     results = []
-    for frames, added in in_parts(target, x, residual):
-        y, cache = by_shards(target, causal, (frames, cache, added), (kernel, bias))
+    for frames, added in split_frames(target, x, residual):
+        y, cache = map_shards(target, causal, (frames, cache, added), (kernel, bias))
         results.append(y)
-    return joined(results), cache
+    return join_frames(results), cache
 
 
 _conv3d = dispatched(conv3d_on, "tpu", "cuda")
@@ -96,10 +96,10 @@ def _causal(
     implementation: Implementation | None,
 ) -> tuple[Array, Array | None]:
     if kernel.shape[0] == 1:
-        sums = xla.same(target, x, kernel, xla.form_of_image(target, x, kernel))
+        sums = xla.same(target, x, kernel, xla.image_form(target, x, kernel))
         return xla.finished(target, sums, bias, residual, like=x), None
     if cache is None and x.shape[1] == 1 and implementation is None:
-        return xla.of_image(target, x, residual, kernel, bias, replicate=start == "replicate")
+        return xla.convolve_image(target, x, residual, kernel, bias, replicate=start == "replicate")
     if cache is None:
         first = x[:, :1] if start == "replicate" else jnp.zeros_like(x[:, :1])
         cache = jnp.repeat(first, kernel.shape[0] - 1, axis=1)

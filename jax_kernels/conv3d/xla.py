@@ -15,10 +15,10 @@ from jax_kernels.common.frames import MOST_IN_PATCHES, conv_frames, conv_patches
 from jax_kernels.common.layout import (
     LARGE_FRAME,
     is_large,
-    kept_columns_last,
-    kept_pixels_first,
-    laid_for_kernels,
+    kernel_layout,
     precision_for,
+    store_columns_last,
+    store_pixels_first,
 )
 from jax_kernels.common.tiles import LANES
 
@@ -98,7 +98,7 @@ def by_xla(
     return y, select_frames(target, latest, range(latest.shape[1] - past, latest.shape[1]), after=y)
 
 
-def of_image(
+def convolve_image(
     target: Target, x: Array, residual: Array | None, kernel: Array, bias: Array | None, *, replicate: bool
 ) -> tuple[Array, Array]:
     """Convolve a video's first frame by itself; every tap of time sees a copy, or all but the last see zeros.
@@ -108,7 +108,7 @@ def of_image(
     """
     whole = jnp.sum(kernel, axis=0, keepdims=True, dtype=jnp.float32) if replicate else kernel[-1:]
     rounded = whole.astype(x.dtype)
-    form = form_of_image(target, x, kernel)
+    form = image_form(target, x, kernel)
     if rounded.dtype == whole.dtype:
         sums = same(target, x, rounded, form)
     else:
@@ -121,7 +121,7 @@ def of_image(
     return y, jnp.concatenate([*[earlier] * (past - 1), x], axis=1)
 
 
-def form_of_image(target: Target, x: Array, kernel: Array) -> Form:
+def image_form(target: Target, x: Array, kernel: Array) -> Form:
     """Return the form by which a kernel of one tap of time convolves an image on a TPU; else "summed".
 
     The form compiles fast: the convolution of the image of 60 x 90 x 512 that an encoder ends with takes XLA
@@ -168,10 +168,10 @@ def finished(
 ) -> Array:
     y = with_clear_padding(completed(sums, bias, residual).astype(like.dtype), target.split)
     if is_image_for_tpu(target, like):
-        return laid_for_kernels(y)
+        return kernel_layout(y)
     if not is_large(like):
         return y
     if y.shape[-1] >= LANES:
-        return kept_pixels_first(target, y)
+        return store_pixels_first(target, y)
     few = y.shape[-1] <= FEW and not target.split.has_neighbours
-    return kept_columns_last(target, y) if few else y
+    return store_columns_last(target, y) if few else y

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from jax_kernels.common.checks import check_channels
 from jax_kernels.common.dispatch import Target, dispatched, with_derivatives_of
-from jax_kernels.common.first_frame import in_parts, joined
+from jax_kernels.common.first_frame import join_frames, split_frames
 from jax_kernels.common.jitted import jitted
 from jax_kernels.common.layout import precision_for
 from jax_kernels.common.pointwise import standardized
@@ -96,8 +96,8 @@ def silu(x: Float[Array, "*any"], *, time_axis: int | None = None) -> Float[Arra
 
 def silu_on(target: Target, x: Array, *, time_axis: int | None) -> Array:
     """Compute `silu` for a target."""
-    parts = [(x,)] if time_axis is None else in_parts(target, x, time_axis=time_axis)
-    return joined(
+    parts = [(x,)] if time_axis is None else split_frames(target, x, time_axis=time_axis)
+    return join_frames(
         [jax.nn.silu(part.astype(jnp.float32)).astype(x.dtype) for (part,) in parts], time_axis or 0
     )
 
@@ -159,22 +159,22 @@ def adaptive_layer_norm(
     return _modulated_norm(x, factor, offset, jnp.asarray(first, jnp.int32), eps=eps)
 
 
-def modulated_norm_on(
+def adaptive_layer_norm_on(
     target: Target, x: Array, factor: Array, offset: Array, first: Array, *, eps: float
 ) -> Array:
     """Compute `adaptive_layer_norm` for a target."""
 
     def plain(x: Array, factor: Array, offset: Array, first: Array) -> Array:
         y = standardized(x.astype(jnp.float32), eps)
-        y = y * _of_kind(factor, x, first) + _of_kind(offset, x, first)
+        y = y * _token_vectors(factor, x, first) + _token_vectors(offset, x, first)
         return lax.optimization_barrier(y.astype(x.dtype))
 
     own = functools.partial(tpu.adaptive_layer_norm, eps=eps)
-    form = with_derivatives_of(plain, own) if target.by_pallas and tpu.takes(x) else plain
+    form = with_derivatives_of(plain, own) if target.uses_pallas and tpu.is_supported(x) else plain
     return form(x, factor, offset, first)
 
 
-_modulated_norm = dispatched(modulated_norm_on, "tpu")
+_modulated_norm = dispatched(adaptive_layer_norm_on, "tpu")
 
 
 @jitted()
@@ -185,7 +185,7 @@ def gated_residual(
     first: Int[Array, ""] | int,
 ) -> Float[Array, "N S C"]:
     """Return `x + gate * y`, in one pass; see `adaptive_layer_norm`."""
-    total = x.astype(jnp.float32) + _of_kind(gate.astype(jnp.float32), x, first) * y.astype(jnp.float32)
+    total = x.astype(jnp.float32) + _token_vectors(gate.astype(jnp.float32), x, first) * y.astype(jnp.float32)
     return lax.optimization_barrier(total.astype(x.dtype))
 
 
@@ -206,7 +206,7 @@ def linear_gelu_on(target: Target, x: Array, weight: Array, bias: Array) -> Arra
         return gelu(linear(x, weight, bias))
 
     own = with_derivatives_of(plain, functools.partial(tpu.product, gelu=True))
-    return (own if target.by_pallas and tpu.takes_product(x, weight) else plain)(x, weight, bias)
+    return (own if target.uses_pallas and tpu.supports_product(x, weight) else plain)(x, weight, bias)
 
 
 _linear_gelu = dispatched(linear_gelu_on, "tpu")
@@ -260,7 +260,7 @@ def gated_linear_on(
         return tpu.product(x, weight, bias, gated, transposed=transposed)
 
     form = plain
-    if target.by_pallas and tpu.takes_product(x, weight):
+    if target.uses_pallas and tpu.supports_product(x, weight):
         form = with_derivatives_of(plain, own)
     return form(x, weight, bias, residual, gate, first)
 
@@ -273,7 +273,7 @@ def _bias(kernel: str, weight: Array, bias: Array | None) -> Array:
     return jnp.zeros(weight.shape[0], weight.dtype) if bias is None else bias
 
 
-def _of_kind(vectors_N2C: Array, x_NSC: Array, first: Array | int) -> Array:
+def _token_vectors(vectors_N2C: Array, x_NSC: Array, first: Array | int) -> Array:
     """Return for each token the vector of its kind."""
     second = jnp.arange(x_NSC.shape[1]) >= first
     return jnp.where(second[:, None], vectors_N2C[:, 1:], vectors_N2C[:, :1])

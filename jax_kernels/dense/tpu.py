@@ -43,7 +43,7 @@ BODY = 2**23
 """Inputs times outputs in a loop's body, at most: more compile for minutes."""
 
 
-def takes(x: Float[Array, "N S C"]) -> bool:
+def is_supported(x: Float[Array, "N S C"]) -> bool:
     """Return whether the kernel takes such tokens: float32 or bfloat16, channels in whole tiles."""
     return x.size > 0 and x.dtype in tiles.DTYPES and x.shape[-1] % tiles.LANES == 0
 
@@ -99,7 +99,7 @@ def _modulated_norm(first_ref, x_ref, factor_ref, offset_ref, y_ref, *, eps: flo
     pl.loop(0, block, step=ROWS, unroll=min(UNROLLED, block // ROWS))(norm)
 
 
-def takes_product(x: Float[Array, "N first second"], weight: Float[Array, "O I"]) -> bool:
+def supports_product(x: Float[Array, "N first second"], weight: Float[Array, "O I"]) -> bool:
     """Return whether `product` takes them: bfloat16, inputs and outputs in whole tiles."""
     outputs, inputs = weight.shape
     whole = outputs % tiles.LANES == 0 and inputs % tiles.LANES == 0

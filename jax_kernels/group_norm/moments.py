@@ -5,8 +5,8 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jax_kernels.common.columns import Split, with_clear_padding
-from jax_kernels.common.dispatch import Target, by_shards
-from jax_kernels.common.first_frame import in_parts, is_image_for_tpu, joined
+from jax_kernels.common.dispatch import Target, map_shards
+from jax_kernels.common.first_frame import is_image_for_tpu, join_frames, split_frames
 from jax_kernels.common.layout import is_large
 from jax_kernels.group_norm import tpu, xla
 from jax_kernels.group_norm.welford import Moments
@@ -35,8 +35,8 @@ def column_moments(
     target: Target, x: Float[Array, "N T H W C"]
 ) -> tuple[Float[Array, "N T W C"], Float[Array, "N T W C"]]:
     """Return the mean of each column of pixels and its M2, in float32."""
-    parts = [_squeezed(by_shards(target, _of_columns, part), axis=2) for part in in_parts(target, x)]
-    return joined([mean for mean, _ in parts]), joined([m2 for _, m2 in parts])
+    parts = [_squeezed(map_shards(target, _of_columns, part), axis=2) for part in split_frames(target, x)]
+    return join_frames([mean for mean, _ in parts]), join_frames([m2 for _, m2 in parts])
 
 
 def _squeezed(parts: tuple[Array, Array], axis: int) -> tuple[Array, Array]:
@@ -59,9 +59,9 @@ def moments_of_columns(
 
 
 def _of_columns(target: Target, x_NTHWC: Array) -> tuple[Array, Array]:
-    if target.by_pallas and is_large(x_NTHWC) and tpu.takes(x_NTHWC):
+    if target.uses_pallas and is_large(x_NTHWC) and tpu.is_supported(x_NTHWC):
         return tpu.column_moments(x_NTHWC)
-    if target.by_pallas and is_image_for_tpu(target, x_NTHWC) and tpu.takes_image(x_NTHWC):
+    if target.uses_pallas and is_image_for_tpu(target, x_NTHWC) and tpu.supports_image(x_NTHWC):
         return tpu.image_moments(x_NTHWC)
     return xla.column_moments(x_NTHWC)
 

@@ -8,8 +8,8 @@ from jaxtyping import Array, Float
 
 from jax_kernels.common.checks import check_channels
 from jax_kernels.common.columns import WHOLE, Split
-from jax_kernels.common.dispatch import Target, by_shards, dispatched
-from jax_kernels.common.first_frame import in_parts, joined
+from jax_kernels.common.dispatch import Target, dispatched, map_shards
+from jax_kernels.common.first_frame import join_frames, split_frames
 from jax_kernels.common.pointwise import Activation, check_activation
 from jax_kernels.group_norm import xla
 from jax_kernels.group_norm.moments import check_groups, moments, per_channel
@@ -92,8 +92,8 @@ def group_norm_on(
         return xla.scaled(target, x, mean, scale, shift, activation=activation, channel_axis=channel_axis)
     x = jnp.moveaxis(x, channel_axis, -1)
     scaled = functools.partial(xla.scaled, activation=activation)
-    parts = in_parts(target, x)
-    y = joined([by_shards(target, scaled, part, (), (mean, scale, shift)) for part in parts])
+    parts = split_frames(target, x)
+    y = join_frames([map_shards(target, scaled, part, (), (mean, scale, shift)) for part in parts])
     return jnp.moveaxis(y, -1, channel_axis)
 
 

@@ -13,7 +13,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
 from jax_kernels.common.dispatch import with_derivatives_of
-from jax_kernels.common.tiles import BLOCK_BYTES, fills_tiles, in_sublanes, pixel_bytes
+from jax_kernels.common.tiles import BLOCK_BYTES, fills_tiles, pixel_bytes, tiled_sublanes
 from jax_kernels.group_norm import xla
 from jax_kernels.group_norm.welford import typical
 
@@ -30,7 +30,7 @@ UNROLLED = 5
 """Rows of a step of a kernel's loop."""
 
 
-def takes(x: Float[Array, "N T H W C"]) -> bool:
+def is_supported(x: Float[Array, "N T H W C"]) -> bool:
     """Return whether the kernels support these activations.
 
     They support float32 or bfloat16, whole tiles of channels, and at most the frames that fit into a step.
@@ -46,7 +46,7 @@ def _pixel_bytes(x: Array) -> int:
 def _column_bytes(x: Array) -> int:
     """Return a step's further bytes for one column: mean, M2 and an origin, in float32."""
     videos, length, _, _, channels = x.shape
-    return 3 * videos * in_sublanes(length, jnp.dtype(jnp.float32)) * channels * 4
+    return 3 * videos * tiled_sublanes(length, jnp.dtype(jnp.float32)) * channels * 4
 
 
 def _block(x: Array) -> tuple[int, int]:
@@ -91,7 +91,7 @@ def _column_moments(
 column_moments = with_derivatives_of(xla.column_moments, _column_moments)
 
 
-def takes_image(x: Float[Array, "N 1 H W C"]) -> bool:
+def supports_image(x: Float[Array, "N 1 H W C"]) -> bool:
     """Return whether the kernel for an image supports it.
 
     It supports float32 or bfloat16, whole tiles of channels, and rows that fit into a step.
@@ -102,8 +102,8 @@ def takes_image(x: Float[Array, "N 1 H W C"]) -> bool:
 def _rows_of_image(x: Float[Array, "N 1 H W C"]) -> int:
     """Return the rows of an image in a step, which divide its height; 0 if not one fits."""
     height, width, channels = x.shape[2:]
-    row = in_sublanes(width, x.dtype) * channels * x.dtype.itemsize
-    kept = 3 * in_sublanes(width, jnp.dtype(jnp.float32)) * channels * 4
+    row = tiled_sublanes(width, x.dtype) * channels * x.dtype.itemsize
+    kept = 3 * tiled_sublanes(width, jnp.dtype(jnp.float32)) * channels * 4
     fit = min(max(0, BLOCK_BYTES - kept) // row, height)
     return next((rows for rows in range(fit, 0, -1) if height % rows == 0), 0)
 

@@ -31,10 +31,10 @@ def column_moments(x: Array) -> tuple[Array, Array]:
     rows = -(-height // max(1, -(-height // ROWS)))
     whole = height // rows * rows
     origin = _typical_row(x, axis)
-    found = _of_blocks(lax.slice_in_dim(x, 0, whole, axis=axis), origin, axis, rows)
+    found = _block_moments(lax.slice_in_dim(x, 0, whole, axis=axis), origin, axis, rows)
     if height > whole:
         rest = lax.slice_in_dim(x, whole, height, axis=axis)
-        found = merge(found, _of_blocks(rest, origin, axis, height - whole))
+        found = merge(found, _block_moments(rest, origin, axis, height - whole))
     return origin + jnp.expand_dims(found.mean, axis), jnp.expand_dims(found.m2, axis)
 
 
@@ -45,7 +45,7 @@ def _typical_row(x: Array, axis: int) -> Array:
     return lax.stop_gradient(typical(*picked).astype(jnp.float32))
 
 
-def _of_blocks(x: Array, origin: Array, axis: int, rows: int) -> Moments:
+def _block_moments(x: Array, origin: Array, axis: int, rows: int) -> Moments:
     """Return the moments of the columns of `x` less `origin`, merged from those of blocks of so many rows."""
     x = x.reshape(*x.shape[:axis], x.shape[axis] // rows, rows, *x.shape[axis + 1 :])
     shift = _typical_row(x, axis + 1)

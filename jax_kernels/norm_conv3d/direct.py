@@ -23,8 +23,8 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
 from jax_kernels.common.tiles import words_of_twice
-from jax_kernels.norm_conv3d.sizes import ROWS, TAPS, UNITS, Product, Sizes
-from jax_kernels.norm_conv3d.step import Step, lanes_of, matrices
+from jax_kernels.norm_conv3d.sizes import ROWS, TAPS, UNITS, ConvSizes, Product
+from jax_kernels.norm_conv3d.step import ConvStep, lanes_of, matrices
 
 UNROLLED = 9
 """Most products in a loop's body.
@@ -44,10 +44,10 @@ def weights(kernel: Float[Array, "3 3 3 I O"], product: Product, turns: int) -> 
     return matrices(kernel, product, turns, tap)
 
 
-class DirectStep(Step):
+class DirectStep(ConvStep):
     """A step that multiplies by every tap."""
 
-    def __init__(self, sizes: Sizes, weights: tuple[Any, ...], refs: dict[str, Any]):
+    def __init__(self, sizes: ConvSizes, weights: tuple[Any, ...], refs: dict[str, Any]):
         super().__init__(sizes, weights, refs)
         self.products = sizes.products
         self.old, self.new = lax.rem(self.step + 1, 2), lax.rem(self.step, 2)

@@ -13,10 +13,10 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jax_kernels.common.columns import WHOLE, Split, exchanged
-from jax_kernels.common.dispatch import Target, by_shards, dispatched
-from jax_kernels.common.first_frame import in_parts, joined
+from jax_kernels.common.dispatch import Target, dispatched, map_shards
+from jax_kernels.common.first_frame import join_frames, split_frames
 from jax_kernels.common.frames import repeat_nearest
-from jax_kernels.common.layout import kept_pixels_first
+from jax_kernels.common.layout import store_pixels_first
 from jax_kernels.conv3d.op import check_conv3d, conv3d_on
 from jax_kernels.group_norm import xla as norm_xla
 from jax_kernels.group_norm.moments import column_moments, moments_of_columns, per_channel
@@ -148,14 +148,14 @@ def _is_taken(
     first_frame_alone: bool,
 ) -> bool:
     """Return whether a TPU's kernel supports all parts of the frames."""
-    parts = in_parts(target, x, norm.zq, residual)
+    parts = split_frames(target, x, norm.zq, residual)
     whole = target.pallas and all(vector is not None for vector in (bias, norm.weight, norm.bias))
     # Latents whose first frame stands for the first frame alone are taken apart with it.
     return (
         whole
         and first_frame_alone == (parts[0][0].shape[1] == 1)
         and all(
-            sizes.takes(
+            sizes.is_supported(
                 target.split.shard_of(frames),
                 _grid(target.split, frames, zq),
                 kernel,
@@ -194,10 +194,10 @@ def _fused(
     scale = per_channel(lax.rsqrt(stats.variance + eps), channels) * norm.weight.astype(jnp.float32)
     shift = norm.bias.astype(jnp.float32) - per_channel(stats.mean, channels) * scale
     weights, results = (kernel, bias, norm._replace(zq=None)), []
-    for frames, zq, added in in_parts(target, x, norm.zq, residual):
-        y, cache, *found = by_shards(target, _convolved, (frames, cache, added, zq), weights, (scale, shift))
+    for frames, zq, added in split_frames(target, x, norm.zq, residual):
+        y, cache, *found = map_shards(target, _convolved, (frames, cache, added, zq), weights, (scale, shift))
         results.append((y, *(jnp.squeeze(part, 2) for part in found)))
-    y, *found = (joined(parts) for parts in zip(*results, strict=True))
+    y, *found = (join_frames(parts) for parts in zip(*results, strict=True))
     return y, cache, ColumnMoments(*found)
 
 
@@ -218,7 +218,7 @@ def _convolved(
     frames, _, width, _ = x.shape[1:]
     columns = _grid(split, x, zq)[-1]
     coefficients = functools.partial(_coefficients, split, norm, zq, scale_NC, shift_NC, columns)
-    multiplier, offset = coefficients(lambda part: tpu.in_registers(part, frames, width))
+    multiplier, offset = coefficients(lambda part: tpu.to_registers(part, frames, width))
     _, rows, registers, *_ = multiplier.shape
     found = sizes.sizes_of(x, rows, registers, kernel.shape[-1], residual is not None)
     edges = None
@@ -266,7 +266,7 @@ def _edges(
     cache: Array | None,
     kernel: Array,
     coefficients: Callable[..., tuple[Array, Array]],
-    found: sizes.Sizes,
+    found: sizes.ConvSizes,
 ) -> tuple[Array, Array]:
     """Return the contributions of the columns beside strips to each strip's first and last column.
 
@@ -302,7 +302,7 @@ def _activated_column(
 
     # Cut out as they lie: in the order that suits one column XLA would first lay all of them.
     own = slice(column, column + 1)
-    now = tpu.activated(kept_pixels_first(target, x[:, :, :, own]), *coefficients(of_column))
+    now = tpu.activated(store_pixels_first(target, x[:, :, :, own]), *coefficients(of_column))
     start = jnp.repeat(now[:, :1], 2, axis=1)
     past = start if cache is None else tpu.column_of_cache(cache, column)
     return jnp.squeeze(jnp.concatenate([past, now], axis=1), 3)

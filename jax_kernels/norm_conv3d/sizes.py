@@ -36,7 +36,7 @@ MOST_STRIPS = 8
 """Most strips of columns, into which a frame is cut that is too wide for the chip's VMEM."""
 
 
-class Sizes(NamedTuple):
+class ConvSizes(NamedTuple):
     """The sizes that a kernel is compiled for.
 
     Attributes:
@@ -176,7 +176,7 @@ def winograd_products(outputs: int) -> list[Product]:
     return [Product([(row, column) for column in (-1, 0, 1)], [(0, 0)]) for row in range(TAPS)]
 
 
-def takes(
+def is_supported(
     x: Float[Array | jax.ShapeDtypeStruct, "N T H W I"],
     grid: tuple[int, ...],
     kernel: Float[Array, "kt kh kw I O"],
@@ -229,13 +229,13 @@ def _registers(columns: int, frames: int) -> int:
 
 
 def columns_of_register(columns: int, frames: int, registers: int) -> int:
-    """Return the columns under a register of coefficients, of all the registers of `tpu.in_registers`."""
+    """Return the columns under a register of coefficients, of all the registers of `tpu.to_registers`."""
     return SUBLANES // frames if registers == _registers(columns, frames) else columns // registers
 
 
 def sizes_of(
     x: Array | jax.ShapeDtypeStruct, rows: int, registers: int, outputs: int, residual: bool
-) -> Sizes:
+) -> ConvSizes:
     """Choose the sizes that the kernel is compiled for.
 
     Four and eight frames take Winograd's filtering if it is on and fits into VMEM, others direct convolution;
@@ -250,7 +250,7 @@ def sizes_of(
     held, height, columns, channels = x.shape[1:]
     outputs += -outputs % tiles.LANES
     cell = columns_of_register(columns, held, registers)
-    found = Sizes(held, columns, 1, 0, 0, cell, height // rows, height // ROWS, channels, outputs, 0)
+    found = ConvSizes(held, columns, 1, 0, 0, cell, height // rows, height // ROWS, channels, outputs, 0)
     if held in (TILES * tile for tile in TRANSFORMS) and pallas_mode() != "direct":
         by_winograd = _in_strips(found._replace(tile=held // TILES), residual)
         fits = _vmem_bytes(by_winograd, residual) <= vmem_limit()
@@ -259,7 +259,7 @@ def sizes_of(
     return _in_strips(found, residual)
 
 
-def _in_strips(sizes: Sizes, residual: bool) -> Sizes:
+def _in_strips(sizes: ConvSizes, residual: bool) -> ConvSizes:
     """Cut the columns into as few strips as fit into VMEM, or into the most there may be."""
     chunk = _chunk(sizes)
     chunks = -(-sizes.columns // chunk)
@@ -271,7 +271,7 @@ def _in_strips(sizes: Sizes, residual: bool) -> Sizes:
     return sizes
 
 
-def _chunk(sizes: Sizes) -> int:
+def _chunk(sizes: ConvSizes) -> int:
     """Return the columns of a product.
 
     For Winograd's they pad a row least, keep the matrix unit busy, and have sums that fit into registers.
@@ -284,7 +284,7 @@ def _chunk(sizes: Sizes) -> int:
     return min(lengths, key=lambda chunk: (-sizes.columns % chunk, -chunk))
 
 
-def scratch_shapes(sizes: Sizes) -> dict[str, tuple[tuple[int, ...], Any]]:
+def scratch_shapes(sizes: ConvSizes) -> dict[str, tuple[tuple[int, ...], Any]]:
     """Return the kernel's scratch memory, by name, without its lanes; some begins with a chunk more."""
     width, beside, given = sizes.width, sizes.width + sizes.chunk, sizes.outputs // tiles.LANES
     moments = {"moments": ((3, given, beside * sizes.held), jnp.float32)}
@@ -312,7 +312,7 @@ def scratch_shapes(sizes: Sizes) -> dict[str, tuple[tuple[int, ...], Any]]:
     return shapes
 
 
-def _vmem_bytes(sizes: Sizes, residual: bool) -> int:
+def _vmem_bytes(sizes: ConvSizes, residual: bool) -> int:
     """Return the kernel's VMEM: blocks twice, as the next is fetched meanwhile."""
     row = sizes.width * sizes.held
     taken, given = row * sizes.channels * 2, row * sizes.outputs * 2

@@ -19,7 +19,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
 from jax_kernels.common import tiles
-from jax_kernels.norm_conv3d.sizes import LAG, ROWS, SUBLANES, Product, Sizes
+from jax_kernels.norm_conv3d.sizes import LAG, ROWS, SUBLANES, ConvSizes, Product
 
 LOW_HALF = 0xFFFF
 """Mask of a word's earlier frame."""
@@ -43,10 +43,10 @@ def matrices(kernel: Array, product: Product, turns: int, tap: Callable[..., Arr
     return jnp.stack([of_turn(outputs) for outputs in jnp.split(kernel, turns, axis=-1)])
 
 
-class Step:
+class ConvStep:
     """A step of the kernel, on its references by name. Its subclasses know the products."""
 
-    def __init__(self, sizes: Sizes, weights: tuple[Any, ...], refs: dict[str, Any]):
+    def __init__(self, sizes: ConvSizes, weights: tuple[Any, ...], refs: dict[str, Any]):
         self.sizes, self.weights, self.refs = sizes, weights, refs
         self.result_parts = sizes.outputs // tiles.LANES
         self.axes = 2 if sizes.strips == 1 else 3

@@ -21,7 +21,7 @@ from jax_kernels.common import tiles
 from jax_kernels.common.columns import add_columns
 from jax_kernels.common.dispatch import with_derivatives_of
 from jax_kernels.common.frames import repeat_nearest
-from jax_kernels.common.layout import laid_for_kernels
+from jax_kernels.common.layout import kernel_layout
 from jax_kernels.common.tiles import vmem_limit
 from jax_kernels.conv3d import xla
 from jax_kernels.group_norm.xla import column_moments
@@ -31,7 +31,7 @@ from jax_kernels.norm_conv3d.sizes import (
     ROWS,
     SUBLANES,
     TAPS,
-    Sizes,
+    ConvSizes,
     columns_of_register,
     is_shared,
     scratch_shapes,
@@ -48,7 +48,7 @@ it.
 """
 
 
-def in_registers(z: Shaped[Array, "N t h w Z"], frames: int, columns: int) -> Shaped[Array, "N h v S Z"]:
+def to_registers(z: Shaped[Array, "N t h w Z"], frames: int, columns: int) -> Shaped[Array, "N h v S Z"]:
     """Repeat `z` to the registers of pixels of so many frames and columns.
 
     A register has a row for each frame of a pixel, for as many pixels as fit. v is w, or, if fewer pixels lie
@@ -64,7 +64,7 @@ def in_registers(z: Shaped[Array, "N t h w Z"], frames: int, columns: int) -> Sh
 
 
 def _over_pixels(part: Float[Array, "N h v S C"], x: Float[Array, "N T H W C"]) -> Float[Array, "N T H W C"]:
-    """Invert `in_registers`, at the pixels' own rows and columns."""
+    """Invert `to_registers`, at the pixels' own rows and columns."""
     frames, height, columns, channels = x.shape[1:]
     videos, rows, registers = part.shape[:3]
     of_register, cell = SUBLANES // frames, columns_of_register(columns, frames, registers)
@@ -80,7 +80,7 @@ def activated(x: Array, multiplier: Array, offset: Array) -> Array:
     return jax.nn.silu(x.astype(jnp.float32) * multiplier + offset).astype(x.dtype)
 
 
-def _plain(
+def _xla_form(
     x: Array,
     multiplier: Array,
     offset: Array,
@@ -128,13 +128,13 @@ def _by_kernel(
 
     Args:
         x: frames that the kernel supports, together with all of these.
-        multiplier, offset: float32, `in_registers`; each the same for H / h rows.
+        multiplier, offset: float32, `to_registers`; each the same for H / h rows.
         cache: the two activated frames before `x`, whose memory the next ones reuse; None at the start of a
             video, whose first frame then stands before itself.
         residual: added to the sums before they are rounded, or None.
         kernel, bias: the convolution's.
-        edges: contributions of the columns beside each strip (`Sizes`) to the sums of its first and of its
-            last column, float32; None for a single strip without neighbours.
+        edges: contributions of the columns beside each strip (`ConvSizes`) to the sums of its first and last
+            column, float32; None for a single strip without neighbours.
         real: columns from this one on are padding and get zeros; None without padding.
 
     Returns:
@@ -188,7 +188,7 @@ def _by_kernel(
 
 
 def _operands(
-    sizes: Sizes,
+    sizes: ConvSizes,
     x: Array,
     multiplier: Array,
     offset: Array,
@@ -238,7 +238,7 @@ def _operands(
 
 
 def _results(
-    sizes: Sizes, operands: dict[str, tuple[Any, pl.BlockSpec]]
+    sizes: ConvSizes, operands: dict[str, tuple[Any, pl.BlockSpec]]
 ) -> dict[str, tuple[Any, pl.BlockSpec]]:
     """Return the kernel's results, by name, each with its blocks."""
     x, _ = operands["x"]
@@ -255,16 +255,16 @@ def _results(
     }
 
 
-def _grid(videos: int, sizes: Sizes) -> tuple[int, ...]:
+def _grid(videos: int, sizes: ConvSizes) -> tuple[int, ...]:
     steps = sizes.blocks + LAG
     return (videos, steps) if sizes.strips == 1 else (videos, sizes.strips, steps)
 
 
-def _now(sizes: Sizes, step: Array) -> Array:
+def _now(sizes: ConvSizes, step: Array) -> Array:
     return lax.min(step, sizes.blocks - 1)
 
 
-def _rows_now(sizes: Sizes, length: int, lanes: int) -> pl.BlockSpec:
+def _rows_now(sizes: ConvSizes, length: int, lanes: int) -> pl.BlockSpec:
     """Return the block of the rows that a step modulates."""
 
     def rows(*place: Any) -> tuple[Any, ...]:
@@ -274,7 +274,7 @@ def _rows_now(sizes: Sizes, length: int, lanes: int) -> pl.BlockSpec:
     return pl.BlockSpec((1, ROWS, length, lanes), rows)
 
 
-def _rows_of_cache(sizes: Sizes) -> pl.BlockSpec:
+def _rows_of_cache(sizes: ConvSizes) -> pl.BlockSpec:
     """Return the block of a cache's rows that a step reads and writes."""
     return _rows_now(sizes, sizes.width * sizes.parts * (TAPS - 1), tiles.LANES)
 
@@ -295,11 +295,11 @@ def _whole(array: Array) -> pl.BlockSpec:
 
 def _pixels_first(x_NTHWC: Array) -> Array:
     """N, H, W T, C: a row for each frame of a pixel."""
-    x = laid_for_kernels(x_NTHWC).transpose(0, 2, 3, 1, 4)
+    x = kernel_layout(x_NTHWC).transpose(0, 2, 3, 1, 4)
     return x.reshape(*x.shape[:2], -1, x.shape[-1])
 
 
-def _frames_first(y: Array, sizes: Sizes, outputs: int) -> Array:
+def _frames_first(y: Array, sizes: ConvSizes, outputs: int) -> Array:
     """Invert `_pixels_first`, for the first channels if a tile has more than there are."""
     videos, height, *_ = y.shape
     if outputs == sizes.outputs or sizes.held == 1:
@@ -337,4 +337,4 @@ def _frames_of_cache(latest: Array, shape: tuple[int, ...]) -> Array:
     return latest.reshape(videos, height, columns, frames, channels).transpose(0, 3, 1, 2, 4)
 
 
-convolved = with_derivatives_of(_plain, _by_kernel)
+convolved = with_derivatives_of(_xla_form, _by_kernel)

@@ -24,8 +24,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
-from jax_kernels.norm_conv3d.sizes import MARGIN, ROWS, SUBLANES, TAPS, TILES, Product, Sizes
-from jax_kernels.norm_conv3d.step import Step, lanes_of, matrices
+from jax_kernels.norm_conv3d.sizes import MARGIN, ROWS, SUBLANES, TAPS, TILES, ConvSizes, Product
+from jax_kernels.norm_conv3d.step import ConvStep, lanes_of, matrices
 from jax_kernels.norm_conv3d.transforms import TRANSFORMS
 
 HIGH_HALF = -(2**16)
@@ -46,10 +46,10 @@ def weights(transformed: Float[Array, "components 3 3 I O"], product: Product, t
     return matrices(transformed, product, turns, tap)
 
 
-class WinogradStep(Step):
+class WinogradStep(ConvStep):
     """A step that multiplies transformed frames."""
 
-    def __init__(self, sizes: Sizes, weights: tuple[Any, ...], refs: dict[str, Any]):
+    def __init__(self, sizes: ConvSizes, weights: tuple[Any, ...], refs: dict[str, Any]):
         super().__init__(sizes, weights, refs)
         self.transform = TRANSFORMS[sizes.tile]
         step = self.step

@@ -16,10 +16,16 @@ from jax_kernels.common.columns import (
     neighbours_of,
     with_clear_padding,
 )
-from jax_kernels.common.dispatch import Target, by_shards, dispatched
-from jax_kernels.common.first_frame import in_bands, in_parts, is_image_for_tpu, joined, of_bands
+from jax_kernels.common.dispatch import Target, dispatched, map_shards
+from jax_kernels.common.first_frame import (
+    is_image_for_tpu,
+    join_bands,
+    join_frames,
+    split_bands,
+    split_frames,
+)
 from jax_kernels.common.frames import average_pairs, conv_frames, select_frames
-from jax_kernels.common.layout import laid_for_kernels
+from jax_kernels.common.layout import kernel_layout
 from jax_kernels.resample import upsampled, xla
 
 BEYOND = 1
@@ -38,7 +44,7 @@ def upsample(
     """Nearest 2x in space, in time too where `expand_time`, then a 2-D convolution of every frame.
 
     Doubled frames are equal when the convolution sees them, so it runs before the doubling: half the work,
-    the same numbers. On a TPU both are one Pallas kernel for what that takes (`upsampled.takes`).
+    the same numbers. On a TPU both are one Pallas kernel if supported (`upsampled.is_supported`).
 
     Args:
         x: the activations.
@@ -73,7 +79,7 @@ def upsample_on(
     def convolve(part: Array, expand_time: bool, first_frame_alone: bool) -> Array:
         composed = functools.partial(_composed, expand_time=expand_time, first_frame_alone=first_frame_alone)
         form = _kernel_for(target, part, kernel, expand_time, first_frame_alone) or composed
-        return by_shards(target, form, (part,), (kernel, bias))
+        return map_shards(target, form, (part,), (kernel, bias))
 
     return _by_parts(target, convolve, x, expand_time, first_frame_alone)
 
@@ -82,29 +88,31 @@ def _by_parts(
     target: Target, resample: Callable[..., Array], x: Array, in_time: bool, first_frame_alone: bool
 ) -> Array:
     """Apply `resample(frames, in_time, first_frame_alone)` to a split first frame and to the rest."""
-    parts = in_parts(target, x) if first_frame_alone == (x.shape[1] % 2 == 1) else [(x,)]
+    parts = split_frames(target, x) if first_frame_alone == (x.shape[1] % 2 == 1) else [(x,)]
     if len(parts) == 1:
         return resample(x, in_time, first_frame_alone)
     # A single frame is the first: the others come in pairs.
-    return joined([resample(part, in_time and part.shape[1] > 1, False) for (part,) in parts])
+    return join_frames([resample(part, in_time and part.shape[1] > 1, False) for (part,) in parts])
 
 
 def _kernel_for(
     target: Target, x: Array, kernel: Array, expand_time: bool, first_frame_alone: bool
 ) -> Callable[..., Array] | None:
     """Return the kernel for these frames, or for an image in bands; None if neither is supported."""
-    if not target.by_pallas:
+    if not target.uses_pallas:
         return None
     shard = target.split.shard_of(x)
     videos, _, height, columns, channels = shard.shape
-    takes = functools.partial(upsampled.takes, pixels=x.shape[2] * x.shape[3])
+    is_supported = functools.partial(upsampled.is_supported, pixels=x.shape[2] * x.shape[3])
     if is_image_for_tpu(target, x) and (first_frame_alone or not expand_time):
         even = height + height % 2
         for bands in upsampled.FRAMES:
             shape = videos, bands, even // bands + 2 * BEYOND, columns, channels
-            if even % bands == 0 and takes(jax.ShapeDtypeStruct(shape, x.dtype), kernel, expand_time=False):
+            if even % bands == 0 and is_supported(
+                jax.ShapeDtypeStruct(shape, x.dtype), kernel, expand_time=False
+            ):
                 return functools.partial(_fused_image, bands=bands)
-    elif not first_frame_alone and takes(shard, kernel, expand_time=expand_time):
+    elif not first_frame_alone and is_supported(shard, kernel, expand_time=expand_time):
         return functools.partial(_fused, expand_time=expand_time)
     return None
 
@@ -125,9 +133,9 @@ def _fused_image(target: Target, x: Array, kernel: Array, bias: Array | None, *,
     followed by zeros, a convolution's padding.
     """
     height = x.shape[2]
-    even = jnp.pad(laid_for_kernels(x), [(0, 0), (0, 0), (0, height % 2), (0, 0), (0, 0)])
-    y = _fused(target, in_bands(even, BEYOND, bands), kernel, bias, expand_time=False)
-    return laid_for_kernels(of_bands(y, 2 * BEYOND)[:, :, : 2 * height])
+    even = jnp.pad(kernel_layout(x), [(0, 0), (0, 0), (0, height % 2), (0, 0), (0, 0)])
+    y = _fused(target, split_bands(even, BEYOND, bands), kernel, bias, expand_time=False)
+    return kernel_layout(join_bands(y, 2 * BEYOND)[:, :, : 2 * height])
 
 
 def _composed(
@@ -210,7 +218,7 @@ def downsample_on(
 
     def convolve(part: Array, compress_time: bool, first_frame_alone: bool) -> Array:
         halve = functools.partial(_halved, compress_time=compress_time, first_frame_alone=first_frame_alone)
-        return by_shards(target, halve, (part,), (kernel, bias))
+        return map_shards(target, halve, (part,), (kernel, bias))
 
     return _by_parts(target, convolve, x, compress_time, first_frame_alone)
 

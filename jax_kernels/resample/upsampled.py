@@ -46,7 +46,7 @@ COLUMNS = 8
 """Fewest columns of a product, which are a multiple of it: two frames of them fill a tile of bfloat16."""
 
 
-class Sizes(NamedTuple):
+class UpsampleSizes(NamedTuple):
     """The sizes that a kernel is compiled for.
 
     Attributes:
@@ -74,12 +74,12 @@ class Sizes(NamedTuple):
         return 2 * self.columns * self.frames
 
 
-def _sizes(x: Array | jax.ShapeDtypeStruct, outputs: int, expand_time: bool) -> Sizes:
+def _sizes(x: Array | jax.ShapeDtypeStruct, outputs: int, expand_time: bool) -> UpsampleSizes:
     _, taken, _, columns, channels = x.shape
-    return Sizes(taken, taken * (1 + expand_time), columns, channels, outputs)
+    return UpsampleSizes(taken, taken * (1 + expand_time), columns, channels, outputs)
 
 
-def takes(
+def is_supported(
     x: Float[Array | jax.ShapeDtypeStruct, "N T H W I"],
     kernel: Float[Array, "kh kw I O"],
     *,
@@ -107,7 +107,7 @@ def takes(
     return {sizes.taken, sizes.frames} <= {*FRAMES} and _vmem_bytes(sizes) <= vmem_limit()
 
 
-def _vmem_bytes(sizes: Sizes) -> int:
+def _vmem_bytes(sizes: UpsampleSizes) -> int:
     """Return the kernel's VMEM: blocks twice, as the next is fetched meanwhile."""
     taken, given = sizes.columns * sizes.taken * sizes.channels * 2, sizes.row * sizes.outputs * 2
     weights = TAPS**2 * sizes.channels * sizes.outputs * 2
@@ -118,7 +118,7 @@ def _vmem_bytes(sizes: Sizes) -> int:
 class _Step:
     """A step of the kernel, on its references by name."""
 
-    def __init__(self, sizes: Sizes, refs: dict[str, Any]):
+    def __init__(self, sizes: UpsampleSizes, refs: dict[str, Any]):
         self.sizes, self.refs = sizes, refs
         self.step, self.last = pl.program_id(1), pl.num_programs(1) - 1
 
@@ -228,7 +228,7 @@ def upsampled(
         real: columns of the result from this one on are padding and get zeros; None without padding.
         expand_time: whether each frame is given twice.
     """
-    plain, by_kernel = (functools.partial(form, expand_time=expand_time) for form in (_plain, _by_kernel))
+    plain, by_kernel = (functools.partial(form, expand_time=expand_time) for form in (_xla_form, _by_kernel))
     return with_derivatives_of(plain, by_kernel)(x, kernel, bias, beside, real)
 
 
@@ -294,7 +294,7 @@ def _whole(array: Array) -> tuple[Array, pl.BlockSpec]:
     return array, pl.BlockSpec(array.shape, lambda video, step: zeros, pipeline_mode=pl.Buffered(1))
 
 
-def _plain(
+def _xla_form(
     x: Array,
     kernel: Array,
     bias: Array,

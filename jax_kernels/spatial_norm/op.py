@@ -9,8 +9,8 @@ from jaxtyping import Array, Float
 
 from jax_kernels.common.checks import check_channels
 from jax_kernels.common.columns import WHOLE, Split
-from jax_kernels.common.dispatch import Target, by_shards, dispatched
-from jax_kernels.common.first_frame import in_parts, joined
+from jax_kernels.common.dispatch import Target, dispatched, map_shards
+from jax_kernels.common.first_frame import join_frames, split_frames
 from jax_kernels.common.pointwise import Activation, check_activation
 from jax_kernels.group_norm.moments import check_groups, moments, per_channel
 from jax_kernels.spatial_norm import xla
@@ -102,7 +102,7 @@ def spatial_norm_on(
     stats = moments(target, x, num_groups=num_groups, channel_axis=-1)
     scale = per_channel(lax.rsqrt(stats.variance + eps), channels) * weight.astype(jnp.float32)
     shift = bias.astype(jnp.float32) - per_channel(stats.mean, channels) * scale
-    parts = in_parts(target, x, zq) if first_frame_alone else [(x, zq)]
+    parts = split_frames(target, x, zq) if first_frame_alone else [(x, zq)]
     convolutions = (kernel_y, bias_y), (kernel_b, bias_b)
 
     def modulated(target: Target, x: Array, zq: Array, *operands: Any) -> Array:
@@ -111,7 +111,7 @@ def spatial_norm_on(
         alone = first_frame_alone and len(parts) == 1
         return modulate(target, x, zq, *operands, activation=activation, first_frame_alone=alone)
 
-    return joined([by_shards(target, modulated, part, convolutions, (scale, shift)) for part in parts])
+    return join_frames([map_shards(target, modulated, part, convolutions, (scale, shift)) for part in parts])
 
 
 _spatial_norm = dispatched(spatial_norm_on, "tpu")
@@ -144,6 +144,6 @@ def check_spatial_norm(
 
 
 _IMPLEMENTATIONS: dict[str, Callable[..., Array]] = {
-    "rows": xla.by_rows,
-    "pixels_first": xla.by_pixels,
+    "rows": xla.modulate_rows,
+    "pixels_first": xla.modulate_pixels,
 }

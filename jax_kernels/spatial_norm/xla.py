@@ -11,7 +11,7 @@ from jax_kernels.common.pointwise import Activation, activate
 from jax_kernels.spatial_norm.latents import match_frames_and_columns
 
 
-def by_rows(
+def modulate_rows(
     target: Target,
     x: Array,
     zq: Array,
@@ -36,7 +36,7 @@ def by_rows(
     return with_clear_padding(result.astype(x.dtype).reshape(x.shape), target.split)
 
 
-def by_pixels(
+def modulate_pixels(
     target: Target,
     x: Array,
     zq: Array,
@@ -48,7 +48,7 @@ def by_pixels(
     activation: Activation | None,
     first_frame_alone: bool,
 ) -> Array:
-    """Compute `by_rows` in the order H W N T C, in which a TPU keeps activations of frames' convolutions.
+    """Compute `modulate_rows` in the order H W N T C, in which a TPU keeps a convolution's activations.
 
     There, repeating a row is a broadcast over an outer axis, which costs nothing inside a fusion: two
     multiply-adds a pixel are less than a pass that makes them one. The barriers keep XLA from moving the

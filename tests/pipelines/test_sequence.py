@@ -16,7 +16,7 @@ PARTS = 8
 @pytest.mark.parametrize("videos", [1, 3])
 def test_tokens_come_to_their_heads_and_back(videos):
     placement = SequencePlacement(make_mesh(1, PARTS), Parallelism(CONTEXT), heads=PARTS)
-    sequence = Sequence.of(placement, videos=videos, text=5, tokens=16)
+    sequence = Sequence.from_placement(placement, videos=videos, text=5, tokens=16)
     x_NSC = jnp.arange(videos * 16 * 24).reshape(videos, 16, 24)
 
     def there_and_back(own_NSC):
@@ -41,8 +41,8 @@ def test_by_channels_queries_are_prepared_by_heads_or_where_tp_does_not_divide_t
         return jnp.zeros((x_NSC.shape[0], heads, 1, x_NSC.shape[1]))
 
     placement = SequencePlacement(make_mesh(1, 4, devices=jax.devices()[:4]), Parallelism(TENSOR), heads)
-    sequence = Sequence.of(placement, videos=2, text=4, tokens=16)
-    assert sequence.for_heads(qk_norm_rope, heads)(jnp.zeros((2, 16, 24))).shape == (2, heads, 1, 16)
+    sequence = Sequence.from_placement(placement, videos=2, text=4, tokens=16)
+    assert sequence.shard_heads(qk_norm_rope, heads)(jnp.zeros((2, 16, 24))).shape == (2, heads, 1, 16)
     assert seen == [own]
 
 

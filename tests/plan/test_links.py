@@ -104,4 +104,4 @@ def test_a_programs_collectives_add_up_by_kind():
 
 
 def test_devices_without_coordinates_have_no_links():
-    assert Links.of(jax.devices("cpu"), CHIPS["v6e"]) is None
+    assert Links.from_devices(jax.devices("cpu"), CHIPS["v6e"]) is None

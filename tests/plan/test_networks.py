@@ -134,7 +134,7 @@ def test_attention_and_collectives_are_those_of_all_layers():
     assert plan.by_schedule
     assert plan.attention_seconds == 5.0
     assert plan.seconds == 1 + 2 * 5 + 5
-    rows = networks.table(plan, CHIP)
+    rows = networks.network_table(plan, CHIP)
     assert (rows["attention_counted"], rows["of_it_attention_s"]) == ("by schedule", 5.0)
     assert (rows["collectives_s"], rows["with_collectives_s"]) == (5.0, 16 + 5)
     assert dataclasses.replace(plan, attention_seconds=None).seconds is None
@@ -144,7 +144,7 @@ def test_attention_without_a_schedule_counts_at_the_peak_and_is_told():
     plan = networks._extended("step", [program(2), program(3, by_bytes=1)], 5, 7 * CHIP.flops, CHIP)
     assert plan.attention_seconds == 7.0
     assert plan.seconds == 1 + 2 * 5 + 7
-    assert networks.table(plan, CHIP)["attention_counted"] == "at the chip's peak"
+    assert networks.network_table(plan, CHIP)["attention_counted"] == "at the chip's peak"
 
 
 def test_a_size_that_no_patches_fit_is_refused():

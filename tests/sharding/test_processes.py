@@ -125,7 +125,7 @@ connect(f"localhost:{port}", 2, index, timeout=TIMEOUT)
 try:
     chunk = Placement(make_mesh()).put(jnp.ones((1, 16, 2, 4, 16))).array
     with exchanging("out.mp4") as exchange:
-        whole = exchange.everywhere(runtime.tensor_of(chunk))
+        whole = exchange.fetch_to_all(runtime.tensor_of(chunk))
         assert whole.shape == (1, 16, 2, 4, 16) and bool((whole == 1).all())
         print("met", flush=True)
         WORK
@@ -136,7 +136,7 @@ except Exception:
 """.replace("TIMEOUT", str(TIMEOUT))
 DIE = "os.kill(os.getpid(), signal.SIGKILL)"
 FAIL = "raise OSError('the disk is full')"
-READ = "exchange.everywhere(runtime.tensor_of(chunk))"
+READ = "exchange.fetch_to_all(runtime.tensor_of(chunk))"
 COMPUTE = "print(jax.jit(jnp.sum)(chunk))"
 
 DEATHS = {
@@ -167,7 +167,7 @@ import time
 real = exchange._wait
 exchange._wait = lambda path: (time.sleep(index), real(path))[1]
 for n in range(2):
-    assert bool((exchange.everywhere(runtime.tensor_of(chunk + n)) == 1 + n).all())
+    assert bool((exchange.fetch_to_all(runtime.tensor_of(chunk + n)) == 1 + n).all())
 """
 
 

@@ -141,17 +141,17 @@ def test_chunks_and_caches_cross_the_border_in_shards_and_weights_are_copied(eig
     z, axes = inputs(3, 1, 90)[0], program.place.axes
     chunk = program.put(torch.einsum(f"NCTHW -> {axes.names}", z))
     assert local_share(chunk.array) == 1 / 8
-    assert chunk.array.shape[axes.of("W")] == 96
+    assert chunk.array.shape[axes.index("W")] == 96
     result, cache = program.run(weights, chunk, None)
     caches = jax.tree.leaves(cache)
-    assert {part.shape[HWNTC.of("W")] for part in caches} == {96, 192, 384}
-    assert result.shape[axes.of("W")] == 360
+    assert {part.shape[HWNTC.index("W")] for part in caches} == {96, 192, 384}
+    assert result.shape[axes.index("W")] == 360
     for part in caches:
         planned = program.place.cache_struct(part.shape, part.dtype).sharding
         assert part.sharding.is_equivalent_to(planned, part.ndim)
     for array, order in [(result, axes), *((part, HWNTC) for part in caches)]:
         whole = list(array.shape)
-        whole[order.of("W")] //= 8
+        whole[order.index("W")] //= 8
         assert {shard.data.shape for shard in array.addressable_shards} == {tuple(whole)}
 
 

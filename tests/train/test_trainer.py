@@ -44,7 +44,7 @@ def stock():
 
 def trainer_of(stock, sampler, plan=PLAN, kind="torch"):
     """Return a trainer of a copy."""
-    return Trainer(backends.backend(kind).around(copy.deepcopy(stock)), sampler, plan)
+    return Trainer(backends.backend(kind).from_native(copy.deepcopy(stock)), sampler, plan)
 
 
 def trained(backend, sampler, steps):
@@ -61,10 +61,10 @@ def trained(backend, sampler, steps):
 @pytest.mark.slow
 def test_steps_on_jax_are_those_in_pytorch(stock, sampler, only, dp, frames, steps):
     only(frames)
-    torchs = backends.backend("torch").around(copy.deepcopy(stock))
+    torchs = backends.backend("torch").from_native(copy.deepcopy(stock))
     want, wanted = trained(torchs, sampler, steps)
     vae = port(copy.deepcopy(stock), mesh=dp and make_mesh(dp, 1))
-    got, state = trained(backends.backend("torchax").around(vae), sampler, steps)
+    got, state = trained(backends.backend("torchax").from_native(vae), sampler, steps)
     for ours, torchs in zip(got, want, strict=True):
         assert math.isclose(ours.total, torchs.total, rel_tol=1e-5)
         assert math.isclose(ours.gradient, torchs.gradient, rel_tol=1e-4)

@@ -22,12 +22,12 @@ def parts(monkeypatch):
     """Return a list with an entry for each first frame that a kernel split off."""
     found = []
 
-    def stands_apart(_target, x):
+    def splits_first_frame(_target, x):
         found.append(x.shape)
         return True
 
     jax.clear_caches()  # what was traced before computes all frames together
-    monkeypatch.setattr(first_frame, "stands_apart", stands_apart)
+    monkeypatch.setattr(first_frame, "splits_first_frame", splits_first_frame)
     yield found
     jax.clear_caches()
 

@@ -164,7 +164,7 @@ def test_out_of_memory_is_said_once_and_the_rest_comes_in_tiles(quick_vae, monke
     whole = list(vae.decode_stream(z))
     failing(vae, monkeypatch, at, OUT)
     said = []
-    found = list(memory.in_tiles_once_memory_is_out(vae, (16, 24), lambda: vae.decode_stream(z), said.append))
+    found = list(memory.retry_tiled_on_oom(vae, (16, 24), lambda: vae.decode_stream(z), said.append))
     assert said == [f"out of memory after {at} chunks: going on in tiles of 8 x 12 pixels"]
     tiled = list(vae.decode_stream(z))
     assert [part.shape for part in found] == [part.shape for part in whole]
@@ -181,15 +181,15 @@ def test_another_error_passes_and_a_second_end_of_memory_does(quick_vae, monkeyp
         yield
 
     with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED"):
-        list(memory.in_tiles_once_memory_is_out(vae, (16, 24), failing_always, lambda line: None))
+        list(memory.retry_tiled_on_oom(vae, (16, 24), failing_always, lambda line: None))
     vae, z = copy.copy(quick_vae), reference.latents(3)
     with monkeypatch.context() as patch:
         # Other processes of a mesh would wait: they know nothing of the tiles that this one would go on in.
         patch.setattr(runtime, "of_several_processes", lambda mesh: True)
         failing(vae, patch, 0, OUT)
         with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED"):
-            list(memory.in_tiles_once_memory_is_out(vae, (12, 20), lambda: vae.decode_stream(z), print))
+            list(memory.retry_tiled_on_oom(vae, (12, 20), lambda: vae.decode_stream(z), print))
     failing(vae := copy.copy(quick_vae), monkeypatch, 0, RuntimeError("something else"))
     with pytest.raises(RuntimeError, match="something else"):
-        list(memory.in_tiles_once_memory_is_out(vae, (12, 20), lambda: vae.decode_stream(z), print))
+        list(memory.retry_tiled_on_oom(vae, (12, 20), lambda: vae.decode_stream(z), print))
     assert not vae.use_tiling

@@ -60,7 +60,7 @@ def _hand_over(make: Callable[..., Any], kind: type, pipeline: Any, **options: A
 
 
 # At import: a model that was unpickled has called nothing of this package.
-upstream.around_from_pipe(_hand_over)
+upstream.wrap_from_pipe(_hand_over)
 
 
 class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):

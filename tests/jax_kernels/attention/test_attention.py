@@ -238,7 +238,7 @@ def test_any_scale_will_do(scale, options):
 )
 def test_what_the_kernel_takes(channels, dtype, keys, taken):
     q, k = (jax.ShapeDtypeStruct((1, n, 1, channels), dtype) for n in (1, keys))
-    assert tpu.takes(q, k) == taken
+    assert tpu.is_supported(q, k) == taken
 
 
 SPLITS = {

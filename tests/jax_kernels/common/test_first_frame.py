@@ -7,7 +7,7 @@ import pytest
 
 from jax_kernels.common import first_frame
 from jax_kernels.common.dispatch import Target
-from jax_kernels.common.first_frame import in_parts, joined
+from jax_kernels.common.first_frame import join_frames, split_frames
 from jax_kernels.norm_conv3d import sizes
 
 CHANNELS, LATENTS, ANYWHERE = 8, 4, Target()
@@ -24,7 +24,7 @@ def as_on_a_tpu(monkeypatch):
 
     def begin():
         jax.clear_caches()  # what was traced before computes them together
-        monkeypatch.setattr(first_frame, "stands_apart", lambda target, x: True)
+        monkeypatch.setattr(first_frame, "splits_first_frame", lambda target, x: True)
 
     yield begin
     jax.clear_caches()
@@ -35,7 +35,7 @@ def as_on_a_tpu(monkeypatch):
     [(jnp.bfloat16, "tpu", True), (jnp.bfloat16, "cuda", False), (jnp.float32, "tpu", False)],
 )
 def test_where_a_first_frame_stands_apart(dtype, platform, apart):
-    assert first_frame.stands_apart(Target(platform), draw(1, 5, 2, 4, 1).astype(dtype)) == apart
+    assert first_frame.splits_first_frame(Target(platform), draw(1, 5, 2, 4, 1).astype(dtype)) == apart
 
 
 PARTS = {
@@ -55,21 +55,21 @@ PARTS |= {7: [1, 2, 2, 2], 17: [1, 8, 8]}
 @pytest.mark.parametrize(("frames", "lengths"), PARTS.items())
 def test_frames_are_taken_apart_and_joined(frames, lengths, as_on_a_tpu):
     x, fewer = draw(1, frames, 2), draw(1, (frames + 1) // 2, 2)
-    assert [part.shape[1] for (part,) in in_parts(ANYWHERE, x)] == [frames]
+    assert [part.shape[1] for (part,) in split_frames(ANYWHERE, x)] == [frames]
     as_on_a_tpu()
-    assert [part.shape[1] for part, _ in in_parts(ANYWHERE, x, None)] == lengths
-    np.testing.assert_array_equal(joined([part for (part,) in in_parts(ANYWHERE, x)]), x)
+    assert [part.shape[1] for part, _ in split_frames(ANYWHERE, x, None)] == lengths
+    np.testing.assert_array_equal(join_frames([part for (part,) in split_frames(ANYWHERE, x)]), x)
     if frames > 2:
-        of_both = [(part.shape[1], other.shape[1]) for part, other in in_parts(ANYWHERE, x, fewer)]
+        of_both = [(part.shape[1], other.shape[1]) for part, other in split_frames(ANYWHERE, x, fewer)]
         alone = frames % 2
         assert of_both == [(1, 1)] * alone + [(frames - alone, fewer.shape[1] - alone)]
 
 
 def test_kernels_take_every_part():
-    assert set(first_frame.RUNS) == {frames for frames in range(2, 20) if takes(frames)}
+    assert set(first_frame.RUNS) == {frames for frames in range(2, 20) if is_supported(frames)}
 
 
-def takes(frames):
+def is_supported(frames):
     x = jax.ShapeDtypeStruct((1, frames, 64, 64, 128), jnp.bfloat16)
     kernel = jnp.zeros((3, 3, 3, 128, 128), jnp.bfloat16)
-    return sizes.takes(x, (1, 1, 1), kernel, residual=False, at_start=True, pixels=64 * 64)
+    return sizes.is_supported(x, (1, 1, 1), kernel, residual=False, at_start=True, pixels=64 * 64)

@@ -71,7 +71,7 @@ def test_an_image_is_convolved_as_a_tpu_compiles_fast(window, seen, form, start,
     rng = np.random.default_rng(0)
     draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.bfloat16)  # noqa: E731
     x, kernel, bias = draw(2, 1, 9, 7, 24), draw(*window, 24, 6), draw(6)
-    assert xla.form_of_image(TPU, x, kernel) is getattr(xla, form)
+    assert xla.image_form(TPU, x, kernel) is getattr(xla, form)
     y, _ = conv3d(x, kernel, bias, start=start)
     want, _ = reference.conv3d(*(part.astype(jnp.float32) for part in (x, kernel, bias)), start=start)
     check_rounded_once(y, want)

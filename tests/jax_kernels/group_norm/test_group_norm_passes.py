@@ -10,7 +10,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from cogvideox_torchax.plan import chips, programs
 from jax_kernels import group_norm
-from jax_kernels.common.tiles import in_sublanes
+from jax_kernels.common.tiles import tiled_sublanes
 from jax_kernels.group_norm import tpu, xla
 from jax_kernels.group_norm.tpu import _column_bytes, _pixel_bytes, column_moments, image_moments
 from tests.jax_kernels.chips import compiled_for, struct
@@ -48,7 +48,7 @@ def test_an_images_sums_are_those_of_a_reduction(videos, height, width, rows, dt
     x = jax.random.normal(jax.random.key(0), (videos, 1, height, width, 128), dtype) + 3
     whole = tpu._rows_of_image(x)
     assert whole == height
-    row, kept = (in_sublanes(width, jnp.dtype(kind)) * 128 for kind in (dtype, jnp.float32))
+    row, kept = (tiled_sublanes(width, jnp.dtype(kind)) * 128 for kind in (dtype, jnp.float32))
     monkeypatch.setattr(tpu, "BLOCK_BYTES", 3 * kept * 4 + rows * row * x.dtype.itemsize)
     assert tpu._rows_of_image(x) == rows
     with pltpu.force_tpu_interpret_mode():

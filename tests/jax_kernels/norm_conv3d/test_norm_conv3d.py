@@ -273,7 +273,7 @@ def test_its_derivatives_are_those_of_the_plain_form(of_shard, outputs, monkeypa
         tangents = *tangents, (edge + 1, edge + 2), np.zeros((), jax.dtypes.float0)
     with pltpu.force_tpu_interpret_mode():
         (y, *_), (tangent, *_) = both(tpu.convolved)
-    (want, *_), (want_tangent, *_) = both(tpu._plain)
+    (want, *_), (want_tangent, *_) = both(tpu._xla_form)
     assert largest_error(y, want) <= A_UNIT
     np.testing.assert_array_equal(tangent, want_tangent)
     assert float(jnp.max(jnp.abs(tangent.astype(jnp.float32)))) > 0
@@ -311,7 +311,7 @@ def test_what_the_kernel_takes(shape, dtype, grid, window, outputs, taken):
 
     def ask(x, kernel):
         pixels = shape[2] * shape[3]
-        found.append(sizes.takes(x, grid, kernel, residual=True, at_start=True, pixels=pixels))
+        found.append(sizes.is_supported(x, grid, kernel, residual=True, at_start=True, pixels=pixels))
         return x
 
     jax.eval_shape(ask, x, kernel)

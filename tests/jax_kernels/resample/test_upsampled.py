@@ -119,7 +119,7 @@ def test_its_derivatives_are_those_of_the_plain_form(of_shard):
 
     with pltpu.force_tpu_interpret_mode():
         y, tangent = both(upsampled.upsampled)
-    want, want_tangent = both(upsampled._plain)
+    want, want_tangent = both(upsampled._xla_form)
     check(y, want)
     np.testing.assert_array_equal(tangent, want_tangent)
     assert float(jnp.max(jnp.abs(tangent.astype(jnp.float32)))) > 0
