@@ -222,6 +222,49 @@ def test_what_breaks_a_rule_is_named(module, added, words):
     assert words in line
 
 
+FIRST_WORDS = {"What", "Whether", "Where", "How", "Of", "That", "As"}
+"""Words that begin a clause; a docstring begins with a verb or a noun."""
+
+
+def riddles(modules: dict[str, str]) -> list[str]:
+    """Return the docstrings, those of constants too, that begin with one of `FIRST_WORDS`."""
+    return [
+        f"{module}: {text.partition(chr(10))[0]}"
+        for module, source in modules.items()
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        if isinstance(text := node.value.value, str) and text.split()[0] in FIRST_WORDS
+    ]
+
+
+def doubled_classes(modules: dict[str, str]) -> list[str]:
+    """Return the names of two classes; the layers of both builds of the VAE are named alike."""
+    homes: dict[str, list[str]] = {}
+    for module, source in modules.items():
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name, []).append(module)
+    builds = ["cogvideox_torchax.vae.nnx", "cogvideox_torchax.vae.torchax"]
+    return [
+        name
+        for name, found in homes.items()
+        if len(found) > 1 and sorted(module.rpartition(".")[0] for module in found) != builds
+    ]
+
+
+def test_docstrings_begin_with_a_verb_or_a_noun():
+    assert riddles(sources()) == []
+    assert riddles({"a": '"""What it is."""', "b": 'X = 1\n"""Of a tile."""', "c": '"""Tiles."""'}) == [
+        "a: What it is.",
+        "b: Of a tile.",
+    ]
+
+
+def test_no_two_classes_have_one_name():
+    assert doubled_classes(sources()) == []
+    assert doubled_classes({"a.b": "class X: pass", "a.c": "class X: pass"}) == ["X"]
+
+
 def test_an_import_for_type_checkers_is_none():
     modules = sources()
     module = "cogvideox_torchax.runtime.arrays"

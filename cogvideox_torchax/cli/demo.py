@@ -23,7 +23,7 @@ from cogvideox_torchax.vae.tolerances import psnr, relative_error
 DEMO_CLIP = "bigbuckbunny.mp4"
 DEMO_SIZE = (144, 256)
 FRAMES = 25
-"""What the demo takes of a clip, where it is not told."""
+"""Default number of the demo's frames."""
 
 
 COMMAND = Command(

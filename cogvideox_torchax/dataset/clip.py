@@ -26,7 +26,7 @@ POSTERIOR, MEAN, SAMPLE, BOTH = "posterior", "mean", "sample", "both"
 KEEP = (POSTERIOR, MEAN, SAMPLE, BOTH)
 
 AHEAD_BYTES = 2**30
-"""Of a clip's frames; a longer clip is read while it is encoded, not ahead of it."""
+"""Most bytes of a clip's frames to read ahead; a longer clip is read while it is encoded."""
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from cogvideox_torchax.files.whole import OutputError, lock
 
 DONE, BAD, SHARD = "done", "bad", "shard"
 KEYS: dict[str, tuple[str, type]] = {"manifest": ("index", int), "videos": ("id", str)}
-"""By which field, of which type, the lines of each kind of manifest name a clip."""
+"""Field, and its type, that names a clip in the lines of each kind of manifest."""
 
 
 @dataclass(frozen=True)

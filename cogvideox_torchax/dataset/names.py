@@ -8,7 +8,7 @@ from typing import Any
 LONGEST_NAME, LONGEST_PATH, MOST_PARTS = 255, 4095, 100
 """Bytes of a file's name and of a path, by Linux's limits.h, and parts of one, which is made by recursion."""
 WORK = "work"
-"""Where clips wait for their shard, in a data set's directory."""
+"""Folder of clips that wait for their shard, in a data set's directory."""
 _WAITING = re.compile(WORK + r"/\d{8}(\.safetensors)?")
 
 

@@ -17,7 +17,7 @@ from cogvideox_torchax.dataset.manifest import DatasetDirectory, manifest_fields
 from cogvideox_torchax.files import latents as latent_files
 
 RETRIES = 100
-"""How often an actor is started again, and a clip given to another, before the work fails."""
+"""Restarts of an actor, and attempts at a clip, before the work fails."""
 
 
 class ClipActor:

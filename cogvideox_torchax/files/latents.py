@@ -15,7 +15,7 @@ from cogvideox_torchax.runtime import without_torchax
 
 KEY, FORMAT = "cogvideox-torchax", 2
 FACTORS = ("scaling_factor", "shift_factor", "invert_scale_latents")
-"""Of the config, what a diffusion pipeline applies."""
+"""Fields of the config that a diffusion pipeline applies."""
 FORMER = "cogvideox-torchax-latents/1"
 TENSOR, LOGVAR, SAMPLE = "latents", "logvar", "sample"
 
@@ -231,4 +231,4 @@ _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "num_frames": (lambda value: type(value) is int and 0 < value < 2**63, "a whole number above 0"),
     "about": (lambda value: isinstance(value, dict), "a JSON object"),
 }
-"""What each field has to be, `FACTORS` of the config among them."""
+"""Check of each field, `FACTORS` of the config among them, and its requirement in words."""

@@ -9,7 +9,7 @@ from typing import Any
 from cogvideox_torchax.runtime import host_skeleton, without_torchax
 
 INDEX = "model_index.json"
-"""What a whole pipeline has, and a model alone has not."""
+"""File that a whole pipeline has, and a single model has not."""
 
 
 class ModelError(ValueError, OSError):

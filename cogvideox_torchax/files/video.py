@@ -21,7 +21,7 @@ Source = str | Path | bytes
 """A video file: its path, or its bytes."""
 
 SUFFIXES = (".avi", ".gif", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg", ".ts", ".webm", ".wmv")
-"""What a directory's videos end in."""
+"""Suffixes of a directory's videos."""
 
 RATE = re.compile(r"[0-9]{1,10}(\.[0-9]{1,10})?(/[0-9]{1,10})?")
 """A frame rate as text; without exponents, as a few bytes of those make a number that fills memory."""
@@ -362,11 +362,14 @@ class _Mp4Sink(Sink):
     """H.264 in yuv420p, which every player shows; quality high enough not to be what one sees."""
 
     OPTIONS: ClassVar = {"crf": "18", "mbtree": "0"}
-    """Equal frames make equal files; with its macroblock trees x264 writes others from run to run, on one
-    thread too. Without them a rate factor of 18 gives the PSNR of 16 with them, in a quarter more bytes."""
+    """Options for equal files from equal frames; with macroblock trees x264 varies from run to run.
+
+    It does so on one thread too. Without them a rate factor of 18 gives the PSNR of 16 with them, in a
+    quarter more bytes.
+    """
 
     TICK = Fraction(1, 90_000)
-    """Of the clock for frames at times of their own: MPEG's."""
+    """Period of the clock for frames with their own times: MPEG's."""
 
     def __init__(self, path: Path, fps: Fraction, source: SourceTiming):
         self._fps = fps

@@ -56,8 +56,11 @@ TEXT_ENCODER: dict[str, Any] = {
 """T5 v1.1 XXL's encoder, which all of them have."""
 
 FEW = (2, 3)
-"""Layers of the two programs that are compiled. One layer alone would mislead: the second reuses buffers of
-the first, and a step cache treats the first layer differently."""
+"""Layers of the two programs that are compiled.
+
+One layer alone would mislead: the second reuses buffers of the first, and a step cache treats the first layer
+differently.
+"""
 
 STEPS = 50
 """Denoising steps of a whole video."""
@@ -261,7 +264,6 @@ def plan_prompt(
     dtype: torch.dtype, devices: list[Any], chip: Chip | None, *, tokens: int, dp: int = 1, tp: int = 1
 ) -> NetworkPlan:
     """Plan the encoding of one prompt of so many tokens; the rest as `plan_step` takes it."""
-
     tensors = prompt_tensors(batch=1, text=tokens)
     plans = []
     for layers in FEW:
@@ -321,8 +323,10 @@ def _extended_kernel(one: KernelTime | None, other: KernelTime, layers: int) -> 
 
 
 def _extend(fewer: Any, more: Any, layers: int) -> Any:
-    """Extrapolate a figure from `FEW` layers to all: each further layer adds the difference of the two. None
-    if either is None."""
+    """Extrapolate a figure from `FEW` layers to all: each further layer adds the difference of the two.
+
+    The result is None if either figure is None.
+    """
     if fewer is None or more is None:
         return None
     return more + (layers - FEW[1]) / (FEW[1] - FEW[0]) * (more - fewer)

@@ -61,7 +61,7 @@ def _free_memory(devices: int) -> int:
 
 
 def host_peak_bytes() -> int | None:
-    """Return this process's peak memory in bytes; None off Linux. (`getrusage` counts the parent's too.)"""
+    """Return this process's peak memory in bytes, without its parent's; None off Linux."""
     status = Path("/proc/self/status")
     if not status.is_file():
         return None

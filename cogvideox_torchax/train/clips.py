@@ -25,19 +25,19 @@ LEVELS = ((2.0, 0.85), (2.5, 1.0), (3.4, 1.0), (4.5, 1.0))
 """The sizes that a source is kept in: its shorter side in crops' sides, and how much it is narrowed."""
 
 LARGEST_CROP = 1.5
-"""In the crop's side that was asked for: the last part of a training takes such crops, see `schedule`."""
+"""Largest crop, as a multiple of the requested side; the last part of a training takes it, see `schedule`."""
 
 VIDEO_SHARE = 0.65
-"""Of the samples, where there are both videos and pictures."""
+"""Share of samples from videos, if there are both videos and pictures."""
 
 CUT_SHARE = 0.1
-"""Of the samples, where cuts are asked for: those that are cut, at any frame, to another."""
+"""Share of samples that cut to another at any frame, if cuts are requested."""
 
 EVENT_SHARE = 0.5
-"""Of the windows of a video, where cuts are asked for: those around a frame drawn by how much it changes."""
+"""Share of a video's windows around a frame drawn by its change, if cuts are requested."""
 
 ALIGNED_SHARE = 0.5
-"""Of the windows of whole frames: begun so that, but for the first, their chunks are the video's."""
+"""Share of windows of whole frames whose chunks, but for the first, are the video's."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ WARM_UP = 100
 """Steps over which the learning rate rises."""
 
 LOWEST = 0.02
-"""Of the learning rate, where the cosine ends."""
+"""Learning rate at the end of the cosine, as a share of the largest."""
 
 KERNELS_RATE, OTHERS_RATE = 5e-3, 1e-3
 AVERAGE = 0.9995
@@ -86,7 +86,7 @@ def orthogonal(matrices: torch.Tensor) -> torch.Tensor:
 
 
 Moments = dict[tuple[str, int, str], torch.Tensor]
-"""What optimizers remember: by the optimizer, the index of its parameter, and the name that it has there."""
+"""State of the optimizers, by the optimizer, the index of its parameter, and its name there."""
 
 
 class Optimizers:

@@ -9,7 +9,7 @@ import numpy as np
 from cogvideox_torchax.files import reports
 
 POINTS = 400
-"""Of a drawn curve: each is a mean of as many steps as it takes."""
+"""Points of a drawn curve: each is a mean of as many steps as it takes."""
 
 
 def curves(losses_table: Path, validation_table: Path) -> dict[str, Any]:

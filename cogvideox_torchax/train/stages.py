@@ -20,7 +20,7 @@ STILLS_END, SMALL_END = 0.12, 0.75
 """The parts of a training in which stills, and clips of the size asked for, prevail."""
 
 WHOLE_SHARE = 0.5
-"""Of the batches of clips, where whole frames are asked for: those of whole frames."""
+"""Share of batches of clips with whole frames, if they are requested."""
 
 
 def shape_of(

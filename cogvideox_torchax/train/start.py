@@ -12,7 +12,7 @@ from cogvideox_torchax.files import reports
 QUIET = -6.0
 """The log-variance that the encoder begins with: its samples are next to its means."""
 SMALLER = {"conv2.conv.weight": 0.3, "conv_b.conv.weight": 0.3, "conv_y.conv.weight": 0.2}
-"""By what weights are multiplied, by the ends of their names."""
+"""Factors of weights, by the ends of their names."""
 
 
 def load(kind: type[Backend], mesh: Any, *, model: str | None, config: str | None, seed: int) -> Backend:

@@ -18,7 +18,7 @@ from cogvideox_torchax.train.stages import shape_of
 from cogvideox_torchax.vae.sizes import check_sides, parse_size
 
 L1, MSE, KL = 1.0, 4.0, 1e-3
-"""How much each loss counts; the last is a mean over latent values."""
+"""Weights of the losses; the last is a mean over latent values."""
 
 TINY = 1e-12
 """Keeps the gradient of a square root finite where there is no error."""

@@ -30,7 +30,7 @@ def latents(pipe, **overrides):
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.slow_cases("no_grad")
 def test_prompts_encoded_by_themselves_give_the_same_video_and_leave_torchax_off(mode):
-    """diffusers' documents do so: a pipeline without VAE and transformer, then one without encoder."""
+    """A pipeline without VAE and transformer, then one without encoder, as in diffusers' documents."""
     stock = build()
     want, given = latents(stock), {"max_sequence_length": 16, "do_classifier_free_guidance": False}
     with mode():
