@@ -17,10 +17,7 @@ COMMAND = Command(
     (
         Option("--model", metavar="DIR_OR_ID", default=str(common.DEMO_MODEL)),
         Option(
-            "--backends",
-            nargs="+",
-            choices=names(Use.BENCH),
-            default=["torch", "torchax-stock", "torchax"],
+            "--backends", nargs="+", choices=names(Use.BENCH), default=["torch", "torchax-stock", "torchax"]
         ),
         Option("--dtype", choices=("float32", "bfloat16"), default="float32"),
         Option("--frames", type=int, default=17, help="of the video (default: 17)"),
@@ -33,12 +30,7 @@ COMMAND = Command(
             metavar="AXIS",
             help="frames=9,17,33 or size=64x96,128x192",
         ),
-        Option(
-            "--repetitions",
-            type=positive,
-            default=5,
-            help="measured runs in each process (default: 5)",
-        ),
+        Option("--repetitions", type=positive, default=5, help="measured runs in each process (default: 5)"),
         Option("--warmups", type=int, default=2, help="runs before the first that counts (default: 2)"),
         Option(
             "--rounds",

@@ -19,13 +19,7 @@ COMMAND = Command(
     "compile the VAE's programs for given sizes, before the first request",
     "49x480x720 81x768x1360 --model zai-org/CogVideoX-5b --dtype bfloat16",
     (
-        Option(
-            "sizes",
-            nargs="+",
-            type=argument(SIZE),
-            metavar="FRAMESxHEIGHTxWIDTH",
-            help="of the videos",
-        ),
+        Option("sizes", nargs="+", type=argument(SIZE), metavar="FRAMESxHEIGHTxWIDTH", help="of the videos"),
         *options.model_options(),
         *options.MESH,
     ),

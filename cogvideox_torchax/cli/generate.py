@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import functools
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -21,32 +22,21 @@ from cogvideox_torchax.runtime.clock import CompileClock
 
 FPS = Fraction(8)
 
-
+_request = functools.partial(Option, group="request")
+_sampling = functools.partial(Option, group="sampling")
 COMMAND = Command(
     "generate a video with a CogVideoX pipeline",
     "--prompt 'A cat walks.' --model zai-org/CogVideoX-5b -o cat.mp4",
     (
         Option("--model", required=True, metavar="DIR_OR_ID", help="a whole pipeline"),
-        Option("--prompt", group="request", help="what to show"),
-        Option("--negative-prompt", group="request", help="what not to show"),
-        Option(
-            "--image", group="request", metavar="FILE", help="the first frame, for an image-to-video model"
-        ),
-        Option("--video", group="request", metavar="FILE", help="a video to start from, or a control video"),
-        Option(
-            "--strength",
-            group="request",
-            type=float,
-            help="how far from --video to go, 0 to 1 (default: 0.8)",
-        ),
-        Option("--num-inference-steps", group="sampling", type=int, help="denoising steps (default: 50)"),
-        Option(
-            "--guidance-scale",
-            group="sampling",
-            type=float,
-            help="classifier-free guidance, 1 for none (default: 6)",
-        ),
-        Option("--seed", group="sampling", type=int, help="of the noise (default: 0)"),
+        _request("--prompt", help="what to show"),
+        _request("--negative-prompt", help="what not to show"),
+        _request("--image", metavar="FILE", help="the first frame, for an image-to-video model"),
+        _request("--video", metavar="FILE", help="a video to start from, or a control video"),
+        _request("--strength", type=float, help="how far from --video to go, 0 to 1 (default: 0.8)"),
+        _sampling("--num-inference-steps", type=int, help="denoising steps (default: 50)"),
+        _sampling("--guidance-scale", type=float, help="classifier-free guidance, 1 for none (default: 6)"),
+        _sampling("--seed", type=int, help="of the noise (default: 0)"),
         Option("--frames", group="size", type=int, help="how many (default: the model's)"),
         Option("--height", group="size", type=positive, help="in pixels (default: the model's)"),
         Option("--width", group="size", type=positive, help="in pixels (default: the model's)"),
@@ -72,9 +62,8 @@ COMMAND = Command(
             help="mesh: devices for the transformer's tokens (its weights, where this does not divide the "
             "heads), T5's weights and frames' width (default: 1)",
         ),
-        Option(
+        _sampling(
             "--cache",
-            group="sampling",
             metavar="first-block:0.1|pab|magcache:FILE|taylorseer|fastercache",
             help="reuse what steps have computed, by one of diffusers' caches",
         ),
@@ -85,9 +74,8 @@ COMMAND = Command(
             choices=("text", "latents"),
             help="take up from what --save-stages kept",
         ),
-        Option(
+        _sampling(
             "--preview",
-            group="sampling",
             metavar="FILE.png",
             help="show frames there while steps go on, by a linear map of latents",
         ),

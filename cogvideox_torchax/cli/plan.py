@@ -109,10 +109,7 @@ COMMAND = Command(
         ),
         options.output("write the plan there as JSON"),
         Option(
-            "--json",
-            group=REPORT,
-            action="store_true",
-            help="print the plan as JSON, and the rest on stderr",
+            "--json", group=REPORT, action="store_true", help="print the plan as JSON, and the rest on stderr"
         ),
     ),
 )

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import functools
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ from cogvideox_torchax.train.trainer import Plan, Trainer, TrainingRecipe
 
 TRAINERS = ("torch", "torchax")
 
-
+_batches = functools.partial(Option, group="batches")
 COMMAND = Command(
     "train a VAE on clips, from scratch or from given weights",
     "clips/ -o run --config vae/config.json --steps 10000 --validate other.mp4",
@@ -44,31 +45,17 @@ COMMAND = Command(
             help="torch computes in bfloat16, with float32 weights; torchax in float32 (default: torch)",
         ),
         Option("--steps", type=positive, required=True, help="of the whole training"),
-        Option("--batch", group="batches", type=positive, default=1, help="clips in a batch (default: 1)"),
-        Option(
-            "--frames",
-            group="batches",
-            type=positive,
-            default=17,
-            help="of the longest clips, 8 n + 1 (default: 17)",
-        ),
-        Option(
+        _batches("--batch", type=positive, default=1, help="clips in a batch (default: 1)"),
+        _batches("--frames", type=positive, default=17, help="of the longest clips, 8 n + 1 (default: 17)"),
+        _batches(
             "--size",
-            group="batches",
             type=positive,
             default=64,
             help="of the square crops, in pixels, a multiple of 16 (default: 64)",
         ),
-        Option(
-            "--seed",
-            group="batches",
-            type=int,
-            default=0,
-            help="of first weights, batches and noise (default: 0)",
-        ),
-        Option(
+        _batches("--seed", type=int, default=0, help="of first weights, batches and noise (default: 0)"),
+        _batches(
             "--recipe",
-            group="batches",
             metavar="FILE",
             help="TOML with any of cuts, colour, rate and whole (docs/datasets.md lists them)",
         ),
