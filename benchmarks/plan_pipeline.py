@@ -20,13 +20,18 @@ PAGE = DOCS / "performance.md"
 EIGHT = "--topology v6e:2x4 --dp 2 --tp 4"
 LARGE = "--frames 81 --height 768 --width 1360"
 SMALL = "--frames 49 --height 480 --width 720"
+STEP = f"--network step --model 5b --topology v6e:1x1 {SMALL}"
 TRAINING = "train-step-v6e-1"
 CASES = {
     "step-1.5-5b-v6e-8": f"--network step --model 1.5-5b {EIGHT} {LARGE}",
     "step-1.5-5b-v6e-4": f"--network step --model 1.5-5b --topology v6e:2x2 --dp 2 --tp 2 {LARGE}",
     "step-1.5-5b-v6e-16": f"--network step --model 1.5-5b --topology v6e:4x4 --dp 2 --tp 8 {LARGE}",
     "step-1.5-5b-v6e-32": f"--network step --model 1.5-5b --topology v6e:4x8 --dp 2 --tp 16 {LARGE}",
-    "step-5b-v6e-1": f"--network step --model 5b --topology v6e:1x1 {SMALL}",
+    "step-5b-v6e-1": STEP,
+    "cached-first-block": f"{STEP} --cache first-block:0.1 --skips 20",
+    "cached-pab": f"{STEP} --cache pab",
+    "cached-taylorseer": f"{STEP} --cache taylorseer",
+    "cached-fastercache": f"{STEP} --cache fastercache",
     "step-5b-v6e-2": f"--network step --model 5b --topology v6e:1x2 --dp 2 {SMALL}",
     "step-2b-v6e-1": f"--network step --model 2b --topology v6e:1x1 {SMALL}",
     "step-5b-v6e-8": f"--network step --model 5b {EIGHT} {SMALL}",
@@ -166,7 +171,7 @@ def _training(plan: dict[str, Any]) -> list[tuple[str, ...]]:
 
 
 def _kept(case: str) -> Path:
-    return RESULTS / f"{case if case == TRAINING else f'network-{case}'}.json"
+    return RESULTS / f"{case if case.startswith(('train', 'cached')) else f'network-{case}'}.json"
 
 
 if __name__ == "__main__":
