@@ -6,12 +6,17 @@
 import ast
 import importlib
 import inspect
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-REFERENCE = Path(__file__).parents[1] / "docs" / "reference"
+from tests.docs.blocks import PAGES, blocks
+from tests.test_architecture import PACKAGES
+
+ROOT = Path(__file__).parents[1]
+REFERENCE = ROOT / "docs" / "reference"
 ENTRY = re.compile(r"^::: (\S+)\n((?: .*\n)*)", re.MULTILINE)
 MEMBER = re.compile(r"^ {8}- (\w+)$", re.MULTILINE)
 
@@ -28,6 +33,46 @@ cogvideox_torchax.AutoencoderKLCogVideoX.tiled_encode(self, x: torch.Tensor) -> 
 cogvideox_torchax.AutoencoderKLCogVideoX.tiled_decode(self, z: torch.Tensor, return_dict: bool=True) -> DecoderOutput | tuple[torch.Tensor]
 cogvideox_torchax.AutoencoderKLCogVideoX.place_on(self, mesh: 'Mesh') -> None
 cogvideox_torchax.AutoencoderKLCogVideoX.spatial_compression_ratio(self) -> int
+data.Clip(id: str, source: video.Source, caption: str = '', frames: int | None = None, height: int | None = None, width: int | None = None)
+data.Recipe(model: str, backend: str = 'torchax', dtype: str = 'float32', frames: int | None = None, height: int | None = None, width: int | None = None, crop: bool = False, buckets: tuple[Bucket, ...] = (), keep: str = POSTERIOR, seed: int = 0, tiling: str | None = None, dp: int | None = None, tp: int | None = None)
+data.Recipe.fixed_settings(self, model_sha256: str) -> dict[str, Any]
+data.Recipe.load(self) -> Any
+data.Bucket(frames: int, height: int, width: int)
+data.Bucket.parse(cls, text: str) -> 'Bucket'
+data.EncodeClip()
+data.EncodeClip.__call__(self, clip: Clip) -> Latents
+data.DecodeClip()
+data.DecodeClip.__call__(self, latents: Latents) -> torch.Tensor
+data.ClipError()
+data.clips(path: str | Path) -> list[Clip]
+data.Framing(height: int, width: int, crop: bool = False, resized: tuple[int, int] | None = None)
+data.read_frames(source: Source, size: Framing, num_frames: int) -> Iterator[torch.Tensor]
+data.writing(path: str | Path, fps: Fraction | float, source: SourceTiming | None=None) -> Iterator[Sink]
+data.VideoError()
+data.Latents(tensor: torch.Tensor, config: dict[str, Any], model: str, fps: Fraction, num_frames: int, logvar: torch.Tensor | None = None, sample: torch.Tensor | None = None, about: dict[str, Any] = field(default_factory=dict))
+data.Latents.tensors(self) -> dict[str, torch.Tensor]
+data.Latents.metadata(self) -> dict[str, str]
+data.Latents.check_model(self, config: dict[str, Any]) -> None
+data.load(path: str | Path) -> Latents
+data.loads(data: bytes, name: str | Path) -> Latents
+data.save(latents: Latents, path: str | Path) -> None
+data.backend(name: str) -> type[Backend]
+data.Backend()
+data.Backend.load(cls, model: str, dtype: torch.dtype, mesh: 'Mesh | None'=None) -> 'Backend'
+data.Backend.run(self, kind: Direction, x: torch.Tensor) -> torch.Tensor
+data.Backend.chunks(self, kind: Direction, x: torch.Tensor) -> Iterator[torch.Tensor]
+data.Backend.put(self, x: torch.Tensor) -> torch.Tensor
+data.Backend.wait(self, chunk: torch.Tensor) -> torch.Tensor
+data.Backend.to_torch(self, chunk: torch.Tensor) -> torch.Tensor
+data.to_jax(tensor: torch.Tensor) -> torch.Tensor
+data.to_torch(tensor: torch.Tensor) -> torch.Tensor
+data.without_torchax(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
+data.differentiated(function: Function, *tensors: torch.Tensor) -> torch.Tensor
+data.decoded_length(latent_frames: int, doublings: int=2) -> int
+data.temporal_steps(compression_ratio: float) -> int
+data.from_uint8(pixels: Any, dtype: str) -> Any
+data.to_uint8(frames: Any) -> Any
+data.relative_error(got: torch.Tensor, reference: torch.Tensor) -> float
 flax.FlaxAutoencoderKLCogVideoX()
 flax.FlaxAutoencoderKLCogVideoX.from_pretrained(cls, name: str | Path, *, subfolder: str | None=None, variant: str | None=None, dtype: DTypeLike=jnp.float32, param_dtype: DTypeLike=jnp.float32, revision: str | None=None, token: str | bool | None=None, cache_dir: str | Path | None=None, local_files_only: bool=False) -> 'FlaxAutoencoderKLCogVideoX'
 flax.FlaxAutoencoderKLCogVideoX.from_state_dict(cls, config: FlaxAutoencoderKLCogVideoXConfig | Mapping[str, Any], state_dict: dict[str, Any], **dtypes: Any) -> 'FlaxAutoencoderKLCogVideoX'
@@ -125,6 +170,49 @@ def signature(node: ast.FunctionDef) -> str:
 
 def test_public_names_and_signatures_are_those_of_the_list():
     assert listed() == SIGNATURES
+
+
+def sources() -> Iterator[tuple[str, str]]:
+    """Yield the Python code that users read, by its place: examples, nodes, notebook, pages."""
+    for path in (*(ROOT / "examples").glob("*.py"), *(ROOT / "comfyui").glob("*.py")):
+        yield path.name, path.read_text()
+    notebook = json.loads((ROOT / "examples" / "torchax_or_flax.ipynb").read_text())
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            yield "the notebook", "".join(cell["source"])
+    for page in PAGES:
+        yield from ((page, block.text) for block in blocks(page) if block.language == "python")
+
+
+def imports(code: str) -> Iterator[str]:
+    """Yield the names of this project that code imports, with their modules."""
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.ImportFrom) and str(node.module).partition(".")[0] in PACKAGES:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def is_public(name: str) -> bool:
+    """Return whether the reference documents a name, or names of the module that it is."""
+    entries = [
+        entry[1] for page in REFERENCE.glob("*.md") for entry in ENTRY.finditer(page.read_text() + "\n")
+    ]
+    if any(entry.startswith(f"{name}.") for entry in entries):
+        return True
+    module, _, own = name.rpartition(".")
+    value = getattr(importlib.import_module(module), own)
+    return any(
+        entry.endswith(f".{own}") and getattr(importlib.import_module(entry.rpartition(".")[0]), own) is value
+        for entry in entries
+    )
+
+
+def test_users_code_imports_public_names_alone():
+    private = [
+        f"{where}: {name}" for where, code in sources() for name in imports(code) if not is_public(name)
+    ]
+    assert private == []
+    assert not is_public("cogvideox_torchax.vae.pixels._cast")
+    assert not is_public("cogvideox_torchax.cli.common")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 import abc
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -10,6 +10,9 @@ from cogvideox_torchax import runtime
 from cogvideox_torchax.vae.axes import NCTHW
 from cogvideox_torchax.vae.checkpoint import locate_vae
 from cogvideox_torchax.vae.directions import ENCODE, Direction
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
 
 Recorder = Callable[[torch.Tensor], dict[str, torch.Tensor]]
 """Function of one chunk to its layers' outputs, plain, by diffusers' names. It carries the cache."""
@@ -39,7 +42,7 @@ class Backend(abc.ABC):
         """Return the class whose `from_pretrained` loads a model for this backend."""
 
     @classmethod
-    def load(cls, model: str, dtype: torch.dtype, mesh: Any = None) -> "Backend":
+    def load(cls, model: str, dtype: torch.dtype, mesh: "Mesh | None" = None) -> "Backend":
         """Load a model, ready to run, from a directory or a hub id, of a VAE or of a whole pipeline.
 
         Args:
