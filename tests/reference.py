@@ -1,6 +1,7 @@
 """Builds small diffusers references and their inputs."""
 
 import contextlib
+import itertools
 
 import numpy as np
 import pytest
@@ -88,22 +89,31 @@ def largest_error(got, want) -> float:
     return np.abs(got - want).max() / np.abs(want).max()
 
 
+_times_anew = itertools.count()
+
+
+@contextlib.contextmanager
+def traced_anew():
+    """Trace ops and models anew, and for this context alone."""
+    from jax_kernels.common.tiles import SWITCH
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(SWITCH, f"on, for the {next(_times_anew)}th time")  # each value is another program
+        yield patch
+
+
 @contextlib.contextmanager
 def as_on_a_tpu():
-    """While it is open, ops take the forms that they have for a TPU."""
+    """Run ops in the forms that they have for a TPU."""
     # Not before the tests have begun: what is imported earlier has its annotated shapes unchecked.
-    import jax
-
     from jax_kernels.common import dispatch
 
     def for_tpu(*operands, default, **forms):
         return forms.get("tpu", default)(*operands)
 
-    jax.clear_caches()  # what was traced before knows nothing of this
-    with pytest.MonkeyPatch.context() as patch:
+    with traced_anew() as patch:
         patch.setattr(dispatch, "platform_dependent", for_tpu)
-        yield
-    jax.clear_caches()
+        yield patch
 
 
 @contextlib.contextmanager
@@ -128,7 +138,7 @@ def interpreted_kernels(*, lanes=16, large=1, on_mesh=False):
 
     _let_a_cpu_pack()
     interpreter = contextlib.nullcontext() if on_mesh else pltpu.force_tpu_interpret_mode()
-    with pytest.MonkeyPatch.context() as patch, as_on_a_tpu(), interpreter:
+    with as_on_a_tpu() as patch, interpreter:
         patch.setattr(pl, "pallas_call", traced_call)
         patch.setattr(tiles, "LANES", lanes)
         patch.setattr(tiles, "SMALLEST", large)

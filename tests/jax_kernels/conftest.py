@@ -3,6 +3,7 @@
 import jaxtyping
 import pytest
 
+from cogvideox_torchax.runtime.compile_cache import configure_compile_cache
 from tests.reference import as_on_a_tpu, interpreted_kernels
 
 
@@ -32,3 +33,9 @@ def interpreted():
 def interpreted_on_mesh():
     with interpreted_kernels(on_mesh=True) as traced:
         yield traced
+
+
+@pytest.fixture(autouse=True, scope="session")
+def compile_cache():
+    """Share compiled kernels between the processes of a run, as models do."""
+    configure_compile_cache()

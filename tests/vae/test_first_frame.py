@@ -18,7 +18,7 @@ def stock():
 
 
 @pytest.fixture
-def parts(monkeypatch):
+def parts():
     """Return a list with an entry for each first frame that a kernel split off."""
     found = []
 
@@ -26,10 +26,9 @@ def parts(monkeypatch):
         found.append(x.shape)
         return True
 
-    jax.clear_caches()  # what was traced before computes all frames together
-    monkeypatch.setattr(first_frame, "splits_first_frame", splits_first_frame)
-    yield found
-    jax.clear_caches()
+    with reference.traced_anew() as patch:
+        patch.setattr(first_frame, "splits_first_frame", splits_first_frame)
+        yield found
 
 
 def build(name):

@@ -96,12 +96,12 @@ def traced():
 
 @pytest.fixture(scope="module", params=["torchax", "flax", "torchax on a mesh", "flax on a mesh"])
 def vae(request, stock, traced):
-    jax.clear_caches()  # what one build has traced the other would take
     traced.clear()
     vae = build(request.param.split()[0], stock)
     if request.param.endswith("on a mesh"):
         vae.place_on(make_mesh(1, 4, devices=jax.devices()[:4]))
-    return vae
+    with reference.traced_anew():  # what one build has traced the other would take
+        yield vae
 
 
 @pytest.mark.parametrize("frames", range(1, 14))

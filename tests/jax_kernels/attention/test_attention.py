@@ -15,7 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import jax_kernels
 from jax_kernels import attention as public_attention
 from jax_kernels.attention import reference, tpu, xla
-from tests.reference import largest_error
+from tests.reference import largest_error, traced_anew
 
 attention = importlib.import_module("jax_kernels.attention.op")  # the package has the function by that name
 
@@ -33,12 +33,10 @@ def scale_of(q):
 @pytest.fixture(autouse=True, scope="module")
 def small_blocks():
     """Blocks that short sequences fill more than one of."""
-    jax.clear_caches()
-    with pytest.MonkeyPatch.context() as patch:
+    with traced_anew() as patch:
         for name, size in {"QUERIES": (256,), "KEYS": (256,), "CHUNK": 128, "STRIP": 128}.items():
             patch.setattr(tpu, name, size)
         yield
-    jax.clear_caches()
 
 
 def interpreted(q, k, v, **options):
@@ -207,14 +205,13 @@ def test_no_input_makes_it_wrong(make, dtype, options):
 
 
 @pytest.mark.parametrize(("make", "again"), HOSTILE.values(), ids=HOSTILE)
-def test_only_what_needs_it_is_computed_again(make, again, monkeypatch):
+def test_only_what_needs_it_is_computed_again(make, again):
     def marked(q_ref, all_k, all_v, y_ref, *_):
         y_ref[...] = jnp.full_like(y_ref, jnp.nan)
 
-    monkeypatch.setattr(tpu, "_attend_again", marked)
-    jax.clear_caches()
-    got = interpreted(*(jnp.asarray(x, jnp.bfloat16) for x in make()), implementation="transposed")
-    jax.clear_caches()
+    with traced_anew() as patch:
+        patch.setattr(tpu, "_attend_again", marked)
+        got = interpreted(*(jnp.asarray(x, jnp.bfloat16) for x in make()), implementation="transposed")
     assert np.isnan(np.asarray(got, np.float32)).any() == again
 
 

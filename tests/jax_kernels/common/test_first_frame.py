@@ -21,13 +21,7 @@ def draw(*shape):
 @pytest.fixture
 def as_on_a_tpu(monkeypatch):
     """Return a function from whose call on the first of an odd number of frames is split off."""
-
-    def begin():
-        jax.clear_caches()  # what was traced before computes them together
-        monkeypatch.setattr(first_frame, "splits_first_frame", lambda target, x: True)
-
-    yield begin
-    jax.clear_caches()
+    return lambda: monkeypatch.setattr(first_frame, "splits_first_frame", lambda target, x: True)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Norm, SiLU and convolution in one Pallas kernel equal the three in a row, and Mosaic compiles it."""
 
+import contextlib
 import functools
 import itertools
 import math
@@ -19,7 +20,7 @@ from jax_kernels.common.tiles import SWITCH
 from jax_kernels.norm_conv3d import reference, sizes, tpu
 from tests.jax_kernels.chips import compiled_for, pixels_first, struct
 from tests.jax_kernels.meshes import on_mesh
-from tests.reference import largest_error
+from tests.reference import largest_error, traced_anew
 
 GROUPS = 4
 A_UNIT = 2.0**-7
@@ -118,25 +119,22 @@ STRIPS = {
     ("shape", "outputs", "cell", "cached", "added", "strips"), STRIPS.values(), ids=STRIPS
 )
 @pytest.mark.slow_cases(but=["four frames to three channels in two"])
-def test_strips_give_what_the_whole_picture_gives(
-    shape, outputs, cell, cached, added, strips, interpreted, monkeypatch
-):
+def test_strips_give_what_the_whole_picture_gives(shape, outputs, cell, cached, added, strips, interpreted):
     operands = inputs(shape, outputs, cell=cell, cached=cached)
     residual = jnp.ones((*shape[:4], outputs), jnp.bfloat16) / 3 if added else None
     convolve = functools.partial(norm_conv3d, num_groups=GROUPS, first_frame_alone=shape[1] % 2 == 1)
     want = convolve(*operands, residual=residual)
-    found = cut_into(strips, monkeypatch)
-    got = convolve(*operands, residual=residual)
+    with cut_into(strips) as found:
+        got = convolve(*operands, residual=residual)
     assert {size.strips for size in found} == {strips, *[1] * (shape[1] % 2)}
     for mine, whole in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert largest_error(mine, whole) <= A_UNIT
         assert float(jnp.mean(mine != whole)) < 0.05
-    jax.clear_caches()
 
 
-def cut_into(strips, monkeypatch):
-    """Make the kernel take so many strips, a first frame fewer; return a list of the sizes it then finds."""
-    jax.clear_caches()
+@contextlib.contextmanager
+def cut_into(strips):
+    """Make the kernel take so many strips, a first frame fewer; yield a list of the sizes it then finds."""
     found, sizes_of = [], sizes.sizes_of
 
     def in_strips(x, *rest):
@@ -145,26 +143,26 @@ def cut_into(strips, monkeypatch):
         found.append(whole._replace(strips=-(-whole.chunks // chunks), chunks=chunks))
         return found[-1]
 
-    monkeypatch.setattr(sizes, "sizes_of", in_strips)
-    monkeypatch.setattr(tpu, "sizes_of", in_strips)
-    return found
+    with traced_anew() as patch:
+        for module in (sizes, tpu):
+            patch.setattr(module, "sizes_of", in_strips)
+        yield found
 
 
 @pytest.mark.slow
-def test_strips_have_the_gradients_of_the_whole_picture(interpreted, monkeypatch):
+def test_strips_have_the_gradients_of_the_whole_picture(interpreted):
     shape = 1, 5, 2, 168, 16  # the first frame whole
     operands = inputs(shape, 16, cached=False)
     weigh = jnp.asarray(np.random.default_rng(1).normal(size=shape), jnp.float32)
     convolve = functools.partial(norm_conv3d, num_groups=GROUPS, first_frame_alone=True)
     loss = lambda *operands: jnp.sum(convolve(*operands)[0] * weigh)  # noqa: E731
-    slopes = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3)))
-    want = slopes(*operands)
-    found = cut_into(3, monkeypatch)
-    got = slopes(*operands)
+    slopes = jax.grad(loss, argnums=(0, 1, 2, 3))
+    want = jax.jit(slopes)(*operands)
+    with cut_into(3) as found:
+        got = jax.jit(slopes)(*operands)
     assert {size.strips for size in found} == {1, 3}
     for mine, whole in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert largest_error(mine, whole) <= 2 * A_UNIT
-    jax.clear_caches()
 
 
 def test_as_few_strips_as_fit_into_vmem():

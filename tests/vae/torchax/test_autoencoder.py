@@ -57,9 +57,7 @@ def backend(request):
 
 @on_meshes_too
 @pytest.mark.parametrize("frames", LATENT_FRAMES)
-@pytest.mark.slow_cases(
-    but=["*-torch", "[135]-torchax", "[135]-flax", "13-torchax", "5-torchax over eight devices"]
-)
+@pytest.mark.slow_cases(but=["*-torch", "[135]-torchax", "[135]-flax", "13-torchax"])
 def test_decode_equals_diffusers(small_vae, backend, frames):
     z = reference.latents(frames)
     want = reference.decoded(small_vae, z)
@@ -71,9 +69,7 @@ def test_decode_equals_diffusers(small_vae, backend, frames):
 
 @on_meshes_too
 @pytest.mark.parametrize("frames", SAMPLE_FRAMES + ODD_FRAMES)
-@pytest.mark.slow_cases(
-    but=["*-torch", "5-*", "[19]-torchax", "[19]-flax", "12-torchax", "12-flax", "6-torchax", "49-torchax"]
-)
+@pytest.mark.slow_cases(but=["*-torch", "[19]-torchax", "[19]-flax", "12-flax", "6-torchax", "49-torchax"])
 def test_encode_equals_diffusers(small_vae, backend, frames):
     x = reference.video(frames)
     want = reference.encoded(small_vae, x)
@@ -90,7 +86,7 @@ def test_batch_of_two_equals_diffusers(small_vae, backend, frames):
     assert relative_error(run_encode(backend, x), reference.encoded(small_vae, x)) < FLOAT32_RELATIVE
 
 
-@pytest.mark.slow_cases("flax")
+@pytest.mark.slow_cases("torchax", "flax")
 def test_odd_sizes_equal_diffusers(small_vae, backend):
     z, x = reference.latents(3, height=9, width=13), reference.video(9, height=72, width=104)
     assert relative_error(run_decode(backend, z), reference.decoded(small_vae, z)) < FLOAT32_RELATIVE
@@ -257,11 +253,11 @@ def test_bytes_in_and_bytes_out(small_vae, backend):
 
 def test_any_length_compiles_the_same_two_programs(small_vae):
     vae = reference.on_jax(copy.deepcopy(small_vae))
-    for frames in (3, 13, 49):
+    for frames in (3, 7):
         for _ in vae.decode_stream(reference.latents(frames)):
             pass
     assert vae.program("decode").compilations == 2
-    for frames in (9, 17, 65):
+    for frames in (9, 25):
         for _ in vae.encode_stream(reference.video(frames)):
             pass
     assert vae.program("encode").compilations == 2
@@ -297,7 +293,7 @@ def test_memory_of_a_stream_does_not_grow(jax_vae):
         before = live_bytes()
         return max(live_bytes() for _ in jax_vae.decode_stream(latents)) - before
 
-    assert peak(49) <= peak(9)
+    assert peak(17) <= peak(9)
 
 
 def test_encode_stream_reads_no_more_than_two_chunks_ahead(jax_vae):

@@ -24,7 +24,17 @@ def encoded(vae, x):
     return posterior.mean + posterior.std
 
 
-LATENTS, VIDEO = reference.latents(4, height=2, width=3), reference.video(17, height=16, width=24)
+@pytest.fixture(scope="module")
+def small_vae():
+    return reference.small_vae(**reference.THREE_LEVELS)
+
+
+@pytest.fixture(scope="module")
+def jax_vae(small_vae):
+    return reference.on_jax(copy.deepcopy(small_vae))
+
+
+LATENTS, VIDEO = reference.latents(4, height=2, width=3), reference.video(17, height=8, width=12)
 CASES = {
     # What runs, its input, from which frame on the loss looks, whether blocks are computed anew, the devices.
     "decode two chunks, a loss on the second, blocks anew": (decoded, LATENTS, 8, True, 1),
@@ -48,7 +58,7 @@ def backward(vae, run, x, first_frame):
 @pytest.mark.parametrize(("run", "x", "first_frame", "anew", "devices"), CASES.values(), ids=CASES)
 @pytest.mark.slow_cases(but=["encode two chunks, a loss on the second"])
 def test_gradients_equal_pytorchs(run, x, first_frame, anew, devices):
-    stock = reference.small_vae()
+    stock = reference.small_vae(**reference.THREE_LEVELS)
     vae = copy.deepcopy(stock)
     vae = reference.on_jax(vae if devices == 1 else port_to_eight(vae)).train()
     if anew:
