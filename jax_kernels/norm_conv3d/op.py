@@ -55,7 +55,7 @@ def norm_conv3d(
     kernel: Float[Array, "kt kh kw I O"],
     bias: Float[Array, " O"] | None = None,
     cache: Float[Array, "N kt-1 H W I"] | None = None,
-    columns: ColumnMoments | None = None,
+    moments: ColumnMoments | None = None,
     *,
     num_groups: int,
     eps: float = 1e-6,
@@ -71,7 +71,7 @@ def norm_conv3d(
     Args:
         x, kernel, bias, cache, residual, split: as `conv3d` takes them; the cache holds activated frames.
         norm: parameters of `group_norm`, or with latents of `spatial_norm`.
-        columns: the third result of the call that computed `x`, or None; it saves a pass on a TPU.
+        moments: the third result of the call that computed `x`, or None; it saves a pass on a TPU.
         num_groups, eps, first_frame_alone: the norm's.
 
     Returns:
@@ -93,7 +93,7 @@ def norm_conv3d(
         kernel,
         bias,
         cache,
-        columns,
+        moments,
         residual,
         num_groups=num_groups,
         eps=eps,
@@ -109,7 +109,7 @@ def norm_conv3d_on(
     kernel: Array,
     bias: Array | None,
     cache: Array | None,
-    columns: ColumnMoments | None,
+    moments: ColumnMoments | None,
     residual: Array | None,
     *,
     num_groups: int,
@@ -121,7 +121,7 @@ def norm_conv3d_on(
         replace(target, platform="tpu"), x, norm, kernel, bias, cache, residual, first_frame_alone
     )
     if taken and target.on_tpu:
-        return _fused(target, x, norm, kernel, bias, cache, residual, columns, num_groups=num_groups, eps=eps)
+        return _fused(target, x, norm, kernel, bias, cache, residual, moments, num_groups=num_groups, eps=eps)
     normed = functools.partial(group_norm_on, channel_axis=-1 % x.ndim)
     if norm.zq is not None:
         normed = functools.partial(spatial_norm_on, first_frame_alone=first_frame_alone)
@@ -183,13 +183,13 @@ def _fused(
     bias: Array | None,
     cache: Array | None,
     residual: Array | None,
-    columns: ColumnMoments | None,
+    moments: ColumnMoments | None,
     *,
     num_groups: int,
     eps: float,
 ) -> tuple[Array, Array | None, ColumnMoments]:
     channels = x.shape[-1]
-    mean, m2 = column_moments(target, x) if columns is None else columns
+    mean, m2 = column_moments(target, x) if moments is None else moments
     stats = moments_of_columns(target, mean, m2, x.shape[2], num_groups=num_groups)
     scale = per_channel(lax.rsqrt(stats.variance + eps), channels) * norm.weight.astype(jnp.float32)
     shift = norm.bias.astype(jnp.float32) - per_channel(stats.mean, channels) * scale

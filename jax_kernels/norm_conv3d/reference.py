@@ -15,7 +15,7 @@ def norm_conv3d(
     kernel,
     bias=None,
     cache=None,
-    columns=None,
+    moments=None,
     *,
     num_groups,
     eps=1e-6,

@@ -62,9 +62,9 @@ def vae_kernels(x: jax.Array, kernel: jax.Array, vector: jax.Array) -> None:
         jax.Array,
     )
     norm = jax_kernels.NormParams(vector, vector)
-    columns = jax_kernels.ColumnMoments(x, x)
+    moments = jax_kernels.ColumnMoments(x, x)
     assert_type(
-        jax_kernels.norm_conv3d(x, norm, kernel, vector, columns=columns, num_groups=8),
+        jax_kernels.norm_conv3d(x, norm, kernel, vector, moments=moments, num_groups=8),
         tuple[jax.Array, jax.Array | None, jax_kernels.ColumnMoments | None],
     )
     assert_type(jax_kernels.upsample(x, kernel, vector, expand_time=True), jax.Array)

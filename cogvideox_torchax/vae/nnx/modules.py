@@ -149,12 +149,12 @@ def normed_conv(
     x_NTHWC: jax.Array,
     zq_NthwC: jax.Array | None,
     cache: jax.Array | None,
-    columns: jax_kernels.ColumnMoments | None = None,
+    moments: jax_kernels.ColumnMoments | None = None,
     **options: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array | None, jax_kernels.ColumnMoments | None]:
     """conv(silu(norm(x))): a GroupNorm takes no latents, a spatial norm does.
 
-    In one, unless something else stands in a layer's place to record it. `columns` is what the convolution
+    In one, unless something else stands in a layer's place to record it. `moments` is what the convolution
     before gave last, and this one gives (`jax_kernels.norm_conv3d`).
     """
     if type(norm) not in (GroupNorm, SpatialNorm3D) or type(causal) is not CausalConv3d:
@@ -171,7 +171,7 @@ def normed_conv(
         jax_kernels.NormParams(affine.scale[...], affine.bias[...], *latents),
         *causal.conv.cast(dtype),
         cache,
-        columns,
+        moments,
         num_groups=affine.num_groups,
         eps=affine.eps,
         first_frame_alone=first_frame_is_alone(x_NTHWC.shape[1]),
@@ -202,11 +202,11 @@ class ResnetBlock3D(nnx.Module):
     ) -> tuple[jax.Array, Cache]:
         old, new = cache or {}, {}
         shortcut = x_NTHWC if self.conv_shortcut is None else self.conv_shortcut(x_NTHWC)
-        y_NTHWC, new["conv1"], columns = normed_conv(
+        y_NTHWC, new["conv1"], moments = normed_conv(
             self.norm1, self.conv1, x_NTHWC, zq_NthwC, old.get("conv1")
         )
         y_NTHWC, new["conv2"], _ = normed_conv(
-            self.norm2, self.conv2, y_NTHWC, zq_NthwC, old.get("conv2"), columns, residual=shortcut
+            self.norm2, self.conv2, y_NTHWC, zq_NthwC, old.get("conv2"), moments, residual=shortcut
         )
         return y_NTHWC, new
 

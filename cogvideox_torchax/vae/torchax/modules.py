@@ -200,11 +200,11 @@ class ResnetBlock3D(diffusers_vae.CogVideoXResnetBlock3D):
         cache = conv_cache or {}
         new_cache: Cache = {}
         shortcut = inputs if self.in_channels == self.out_channels else self.conv_shortcut(inputs)
-        hidden, new_cache["conv1"], columns = self._normed_conv(
+        hidden, new_cache["conv1"], moments = self._normed_conv(
             self.norm1, self.conv1, inputs, zq, cache.get("conv1")
         )
         hidden, new_cache["conv2"], _ = self._normed_conv(
-            self.norm2, self.conv2, hidden, zq, cache.get("conv2"), columns, residual=shortcut
+            self.norm2, self.conv2, hidden, zq, cache.get("conv2"), moments, residual=shortcut
         )
         return hidden, new_cache
 
@@ -215,18 +215,18 @@ class ResnetBlock3D(diffusers_vae.CogVideoXResnetBlock3D):
         hidden: torch.Tensor,
         zq: torch.Tensor | None,
         conv_cache: torch.Tensor | None,
-        columns: Any = None,
+        moments: Any = None,
         **options: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor | None, Any]:
         """Apply a norm, the activation and a convolution; in one kernel unless a hook sees what lies between.
 
-        `columns` is the last result of the convolution before, and of this one (`jax_kernels.norm_conv3d`).
+        `moments` is the last result of the convolution before, and of this one (`jax_kernels.norm_conv3d`).
         """
         together = isinstance(self.nonlinearity, nn.SiLU) and _fits_together(norm, conv)
         if not together or is_watched(norm) or is_watched(conv):
             hidden = self._activated(norm, hidden, zq)
             return *conv(hidden, conv_cache=conv_cache, **options), None
-        return _norm_conv(norm, conv, hidden, zq, conv_cache, columns, **options)
+        return _norm_conv(norm, conv, hidden, zq, conv_cache, moments, **options)
 
     def _activated(self, norm: nn.Module, hidden: torch.Tensor, zq: torch.Tensor | None) -> torch.Tensor:
         inputs = (hidden,) if zq is None else (hidden, zq)
@@ -247,7 +247,7 @@ def _norm_conv(
     hidden: torch.Tensor,
     zq: Any,
     conv_cache: torch.Tensor | None,
-    columns: Any,
+    moments: Any,
     **options: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor | None, Any]:
     conv, group_norm = causal.conv, norm
@@ -255,20 +255,20 @@ def _norm_conv(
     if isinstance(norm, SpatialNorm3D):
         group_norm, conv_y, conv_b = norm.norm_layer, norm.conv_y.conv, norm.conv_b.conv
         latents = (_channels_last(zq), _matrix(conv_y), conv_y.bias, _matrix(conv_b), conv_b.bias)
-    y, new_cache, columns = torch_view(jax_kernels.norm_conv3d)(
+    y, new_cache, moments = torch_view(jax_kernels.norm_conv3d)(
         _channels_last(hidden),
         jax_kernels.NormParams(group_norm.weight, group_norm.bias, *latents),
         _kernel_last(conv.weight),
         conv.bias,
         None if conv_cache is None else _channels_last(conv_cache),
-        columns,
+        moments,
         num_groups=group_norm.num_groups,
         eps=group_norm.eps,
         first_frame_alone=first_frame_is_alone(hidden.shape[2]),
         split=causal.split,
         **{name: _channels_last(tensor) for name, tensor in options.items()},
     )
-    return _channels_first(y), None if new_cache is None else _channels_first(new_cache), columns
+    return _channels_first(y), None if new_cache is None else _channels_first(new_cache), moments
 
 
 def _only(result: Any) -> torch.Tensor:
