@@ -254,7 +254,7 @@ def test_wrong_input_is_one_line_before_any_weight_is_loaded(models, name, more,
 
     model = models(name)
     capsys.readouterr()
-    monkeypatch.setattr(generation, "load", fail)
+    monkeypatch.setattr(generation, "load_generator", fail)
     assert generate(model, *more) == 2
     error = capsys.readouterr().err.splitlines()
     assert len(error) == 1
@@ -280,7 +280,7 @@ def kept(models):
 
 
 def test_a_stage_of_another_model_or_truncated_or_contradicted_is_refused(models, kept, monkeypatch, capsys):
-    monkeypatch.setattr(generation, "load", None)
+    monkeypatch.setattr(generation, "load_generator", None)
 
     def error(model, *more):
         capsys.readouterr()
