@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from cogvideox_torchax.bench import ab
-from cogvideox_torchax.bench.report import draw
+from cogvideox_torchax.bench import ab, device
+from cogvideox_torchax.bench.report import device_markdown, draw, draw_device
 from cogvideox_torchax.cli.common import print_report
 from cogvideox_torchax.files.reports import fill, load, parse, table
 from cogvideox_torchax.plan import jobs
@@ -180,9 +180,21 @@ def redraw(results: Path, docs: Path) -> None:
     fill(docs / "planning.md", "sample", sample(next(iter(plans.values()))))
 
 
+def redraw_devices(results: Path, page: Path) -> None:
+    """Write "estimated and measured" of every file under results/devices into a page."""
+    parts = []
+    for path in sorted((results / "devices").glob("*.json")):
+        report = load(path, device.FORMAT)
+        parts += [f"### Estimated and measured: {report['device']['kind']}", device_markdown(report).rstrip()]
+        for plot in draw_device(report, page.parent / "images" / f"device-{path.stem}.png"):
+            parts.append(f"![{path.stem}](images/{plot.name})")
+    fill(page, "devices", "\n\n".join(parts))
+
+
 if __name__ == "__main__":
     try:
         redraw(ROOT / "benchmarks" / "results", ROOT / "docs")
+        redraw_devices(ROOT / "benchmarks" / "results", ROOT / "docs" / "performance.md")
     except ValueError as error:
         print(error, file=sys.stderr)
         sys.exit(2)

@@ -30,6 +30,7 @@ FORMAT = "cogvideox-torchax-bench-ab/1"
 DEFAULT_BACKENDS = ("torch", "torchax-stock", "torchax")
 TIMEOUT = 3600.0
 """Seconds that one process may take."""
+WORKER = (sys.executable, "-m", "cogvideox_torchax.bench.worker")
 PACKAGES = ("torch", "torchax", "jax", "jaxlib", "diffusers", "flax", "numpy")
 
 
@@ -114,7 +115,7 @@ def run(
         backends.backend(name)  # before the work, not after it
     # A result is read on other machines: the model by name, no path of this one.
     settings = asdict(options) | {"model": options.model_name}
-    report = {"format": FORMAT, **about(options), "options": settings, "cases": []}
+    report = {"format": FORMAT, **about(), "model_name": options.model_name, "options": settings, "cases": []}
     for case in cases:
         with tempfile.TemporaryDirectory() as scratch:
             report["cases"].append(_run_case(options, case, Path(scratch), say))
@@ -122,15 +123,19 @@ def run(
     return report
 
 
-def about(options: Options) -> dict[str, Any]:
+def about() -> dict[str, Any]:
     """When, where and with what a run was made."""
     return {
         "version": __version__,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": _commit(),
         "versions": {"python": platform.python_version(), **versions(*PACKAGES)},
-        "host": {"machine": platform.machine(), "system": platform.system(), "cpus": os.cpu_count()},
-        "model_name": options.model_name,
+        "host": {
+            "machine": platform.machine(),
+            "system": platform.system(),
+            "cpus": os.cpu_count(),
+            "load": os.getloadavg()[0],
+        },
     }
 
 
@@ -162,7 +167,7 @@ def _run_case(options: Options, case: Case, scratch: Path, say: Callable[[str], 
         warmups=options.warmups,
         data=str(scratch / "reference.npz"),
     )
-    reference = _run_process(task, {}, scratch)
+    reference = run_task(task, {}, scratch)
     if reference["status"] != "ok":
         say(f"{case.name}: no reference: {reference['reason']}")
         return {**asdict(case), "reference": reference, "results": []}
@@ -172,7 +177,7 @@ def _run_case(options: Options, case: Case, scratch: Path, say: Callable[[str], 
             if results and results[-1]["status"] != "ok":
                 continue
             say(f"{case.name}: round {number + 1} of {options.rounds}: {backend}")
-            results.append(_run_process(replace(task, backend=backend), reference["torch_rms"], scratch))
+            results.append(run_task(replace(task, backend=backend), reference["torch_rms"], scratch))
             if results[-1]["status"] != "ok":
                 reason = results[-1].get("reason", "an answer misses its tolerance")
                 say(f"{case.name}: {backend}: {results[-1]['status']}: {reason}")
@@ -180,22 +185,29 @@ def _run_case(options: Options, case: Case, scratch: Path, say: Callable[[str], 
     return {**asdict(case), "reference": reference, "results": merged}
 
 
-def _run_process(
-    task: Task, torchs: dict[str, float], scratch: Path, timeout: float = TIMEOUT
-) -> dict[str, Any]:
-    """Run one worker from start to end; a crash, a kill for memory and a timeout are results too."""
-    request, answer = scratch / "task.json", scratch / "result.json"
-    request.write_text(json.dumps({"task": asdict(task), "torch_rms": torchs}))
-    answer.unlink(missing_ok=True)
-    environment = os.environ | {
+def run_task(task: Task, torchs: dict[str, float], scratch: Path, timeout: float = TIMEOUT) -> dict[str, Any]:
+    """Run a task in a process of its own."""
+    environment = {
         "JAX_COMPILATION_CACHE_DIR": str(scratch / "compiled" / task.backend),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
         "TORCHINDUCTOR_CACHE_DIR": str(scratch / "inductor"),
     }
-    command = [sys.executable, "-m", "cogvideox_torchax.bench.worker", str(request), str(answer)]
+    return in_process({"task": asdict(task), "torch_rms": torchs}, scratch, timeout, environment)
+
+
+def in_process(
+    request: dict[str, Any], scratch: Path, timeout: float, environment: dict[str, str]
+) -> dict[str, Any]:
+    """Run one worker from start to end; a crash, a kill for memory and a timeout are results too."""
+    asked, answer = scratch / "task.json", scratch / "result.json"
+    asked.write_text(json.dumps(request))
+    answer.unlink(missing_ok=True)
+    command = [*WORKER, str(asked), str(answer)]
     try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
+        done = subprocess.run(
+            command, env=os.environ | environment, capture_output=True, text=True, timeout=timeout
+        )
     except subprocess.TimeoutExpired:
         return {"status": "failed", "reason": f"not done after {timeout:.0f} s"}
     if answer.is_file():

@@ -84,6 +84,97 @@ def _megabytes(value: int | None) -> str:
     return "" if value is None else f"{value / 1e6:.0f}"
 
 
+# Devices
+
+DEVICE_HEAD = (
+    *("job", "by", "part", "size", "error", "compile, s", "run, ms", "fastest to slowest", "runs"),
+    *("peak, MB", "estimate, ms", "estimate over measured"),
+)
+
+
+def device_markdown(report: dict[str, Any]) -> str:
+    """Return a table of estimates and measurements, under lines that say of what."""
+    device, mesh = report["device"], report["mesh"]
+    dp, host = mesh["dp"] or 1, report["host"]
+    over = f", mesh dp={dp} tp={device['used'] // dp}" if device["used"] > 1 else ""
+    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
+    lines = [
+        f"{device['used']} x {device['kind']}{over}, {report['dtype']}, {report['date'][:10]}, commit "
+        f"{(report['commit'] or 'unknown')[:12]}, {host['cpus']} CPUs ({host['machine']}), "
+        f"load {host['load']:.1f}, "
+        f"{versions}."
+    ]
+    if "not_planned" in report:
+        lines.append(f"Not planned: {report['not_planned']}.")
+    lines += [f"Kernel of {name} switched off: {why}." for name, why in report["switched_off"].items()]
+    rows = [row for result in report["results"] for row in _device_rows(result)]
+    return "\n\n".join([*lines, table(DEVICE_HEAD, rows)]) + "\n"
+
+
+def _device_rows(result: dict[str, Any]) -> list[tuple[str, ...]]:
+    size = result["size"]
+    about = result["job"], result["way"]
+    video = f"{size['model']}, {size['frames']} x {size['height']} x {size['width']}"
+    if result["status"] != "ok":
+        found = result.get("reason") or f"relative error {float(result['check']['relative_error']):.1e}"
+        why = f"{result['status']}: {found}".replace("|", "/")
+        return [(*about, "", video, why, *[""] * (len(DEVICE_HEAD) - 5))]
+    error = f"{result['check']['relative_error']:.1e}"
+    estimates = result.get("estimate", {})
+    return [
+        (
+            *about,
+            part["part"],
+            video,
+            error,
+            _seconds(part["compile_s"]),
+            _seconds(1e3 * part["median_s"]),
+            f"{_seconds(1e3 * part['min_s'])} to {_seconds(1e3 * part['max_s'])}",
+            str(part["runs"]),
+            _megabytes(part["peak_bytes"]),
+            *_estimated(estimates, part),
+        )
+        for part in result["parts"]
+    ]
+
+
+def _estimated(estimates: dict[str, Any], part: dict[str, Any]) -> tuple[str, str]:
+    seconds = estimates.get(part["part"])
+    if seconds is None:
+        return (f"not planned: {estimates['reason']}".replace("|", "/") if "reason" in estimates else "", "")
+    return _seconds(1e3 * seconds), f"{seconds / part['median_s']:.2f}"
+
+
+def draw_device(report: dict[str, Any], path: Path) -> list[Path]:
+    """Draw estimates over measurements, where there are any."""
+    points = [
+        (f"{result['job']} {part['part']}", part["median_s"], result["estimate"][part["part"]])
+        for result in report["results"]
+        for part in result.get("parts", [])
+        if result.get("estimate", {}).get(part["part"])
+    ]
+    if not points:
+        return []
+    _, measured, estimated = zip(*points, strict=True)
+    figure, axes = pyplot().subplots(figsize=(7, 6), layout="constrained")
+    axes.loglog(measured, estimated, "o")
+    axes.axline((1, 1), (2, 2), color="0.6")
+    for name, x, y in points:
+        axes.annotate(name, (x, y), fontsize=7, xytext=(4, 2), textcoords="offset points")
+    axes.set(xlabel="measured, s", ylabel="estimated, s", title=report["device"]["kind"])
+    save_figure(figure, path)
+    return [path]
+
+
+def write_device(report: dict[str, Any], directory: Path) -> list[Path]:
+    """Write JSON, Markdown and plot of a device; return what was written."""
+    return [
+        write_json(directory / "device.json", report),
+        write_text(directory / "device.md", device_markdown(report)),
+        *draw_device(report, directory / "device.png"),
+    ]
+
+
 # Plots
 
 

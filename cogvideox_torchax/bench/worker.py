@@ -3,8 +3,10 @@
 python -m cogvideox_torchax.bench.worker TASK.json RESULT.json
 """
 
+import ctypes
 import dataclasses
 import json
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -13,13 +15,18 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from cogvideox_torchax import backends, runtime
 from cogvideox_torchax.backends.base import Backend
 from cogvideox_torchax.backends.native import Torch
+from cogvideox_torchax.plan.models import CONFIGS, weightless_vae
 from cogvideox_torchax.runtime.clock import CompileClock
 from cogvideox_torchax.vae import tolerances
 from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction
+
+PR_SET_PDEATHSIG = 1
+"""Linux's `prctl`: the signal that a process gets when its parent ends."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +58,14 @@ def run_chunks(backend: Backend, kind: Direction, x: torch.Tensor) -> list[Any]:
 # The reference
 
 
+def native(model: str, dtype: torch.dtype) -> Any:
+    """Return a model in PyTorch on the host; of a published config, with random weights, always the same."""
+    if model not in CONFIGS:
+        return Torch.load(model, dtype).vae
+    torch.manual_seed(0)
+    return nn.Module.to(weightless_vae(model, torch.float32, "cpu"), dtype)
+
+
 def make_reference(task: Task) -> dict[str, Any]:
     """Write inputs and float32 answers; return the FLOPs and, in bfloat16, PyTorch's own error."""
     from torch.utils.flop_counter import FlopCounterMode
@@ -58,14 +73,14 @@ def make_reference(task: Task) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
     x = torch.rand((1, 3, task.frames, task.height, task.width), generator=generator) * 2 - 1
     inputs, answers, flops, torchs = {ENCODE: x}, {}, {}, {}
-    exact = Torch.load(task.model, torch.float32)
+    exact = Torch.from_native(native(task.model, torch.float32))
     for kind in Direction:
         with FlopCounterMode(display=False) as counter:
             answers[kind] = torch.cat(run_chunks(exact, kind, inputs[kind]), dim=2)
         flops[kind] = counter.get_total_flops()
         inputs.setdefault(DECODE, answers[kind].chunk(2, dim=1)[0])
     if task.dtype == "bfloat16":
-        rounded = Torch.load(task.model, torch.bfloat16)
+        rounded = Torch.from_native(native(task.model, torch.bfloat16))
         for kind in Direction:
             got = torch.cat(run_chunks(rounded, kind, inputs[kind].bfloat16()), dim=2)
             torchs[kind] = tolerances.rms_error(got, answers[kind])
@@ -74,13 +89,15 @@ def make_reference(task: Task) -> dict[str, Any]:
     return {"status": "ok", "flops": flops, "torch_rms": torchs, "output_frames": answers[DECODE].shape[2]}
 
 
-def check(got: torch.Tensor, want: torch.Tensor, dtype: str, torchs: float | None) -> dict[str, Any]:
-    """Compare an answer with the reference's, under the contract for its dtype."""
+def check(
+    got: torch.Tensor, want: torch.Tensor, dtype: str, torchs: float | None, allowed: float | None = None
+) -> dict[str, Any]:
+    """Compare an answer with the reference's, under the contract for its dtype, or what else is allowed."""
     if got.shape != want.shape:
         return {"passed": False, "reason": f"shape {tuple(got.shape)} for {tuple(want.shape)}"}
     error, rms = tolerances.relative_error(got, want), tolerances.rms_error(got, want)
-    _, measured, allowed = tolerances.contract(getattr(torch, dtype), error, rms, torchs or 0.0)
-    passed = measured <= allowed
+    _, measured, most = tolerances.contract(getattr(torch, dtype), error, rms, torchs or 0.0)
+    passed = measured <= (allowed or most)
     return {"passed": passed, "relative_error": _json_number(error), "rms_error": _json_number(rms)}
 
 
@@ -147,10 +164,10 @@ def run_task(task: Task, torchs: dict[str, float]) -> dict[str, Any]:
     if task.backend == "reference":
         return make_reference(task)
     start = time.perf_counter()
-    native = Torch.load(task.model, getattr(torch, task.dtype)).vae
+    vae = native(task.model, getattr(torch, task.dtype))
     with np.load(task.data) as file:
         arrays = {name: torch.from_numpy(file[name]) for name in file.files}
-    backend = backends.backend(task.backend).from_native(native)
+    backend = backends.backend(task.backend).from_native(vae)
     result: dict[str, Any] = {"load_s": time.perf_counter() - start, "device": backend.device()}
     for kind in Direction:
         x = backend.put(arrays[f"input_{kind}"].to(getattr(torch, task.dtype)))
@@ -180,13 +197,23 @@ def main(argv: list[str]) -> int:
     from cogvideox_torchax.runtime.quiet import quiet_libraries
 
     quiet_libraries()
+    if sys.platform == "linux":  # one that is killed leaves no process that holds the device
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     request = json.loads(Path(argv[0]).read_text())
-    try:
-        result = run_task(Task(**request["task"]), request["torch_rms"])
-    except Exception as error:
-        result = failure(error)
-    Path(argv[1]).write_text(json.dumps(result))
+    Path(argv[1]).write_text(json.dumps(answer(request)))
     return 0
+
+
+def answer(request: dict[str, Any]) -> dict[str, Any]:
+    """Return the result of a request, which names a task, or what `bench device` asks a process to do."""
+    try:
+        if "task" in request:
+            return run_task(Task(**request["task"]), request["torch_rms"])
+        from cogvideox_torchax.bench import measure
+
+        return getattr(measure, request["do"])(measure.Request(**request["request"]))
+    except Exception as error:
+        return failure(error)
 
 
 if __name__ == "__main__":

@@ -6,46 +6,80 @@ from typing import Any
 
 from cogvideox_torchax.backends import Use, names
 from cogvideox_torchax.bench import report
-from cogvideox_torchax.cli import common, options
+from cogvideox_torchax.cli import bench_device, common, options
 from cogvideox_torchax.cli.arguments import Command, Option, positive
 from cogvideox_torchax.files import reports
 from cogvideox_torchax.vae import checkpoint
 
+BACKENDS = (
+    Option("--model", metavar="DIR_OR_ID", default=str(common.DEMO_MODEL)),
+    Option(
+        "--backends",
+        nargs="+",
+        choices=names(Use.BENCH),
+        default=["torch", "torchax-stock", "torchax"],
+    ),
+    Option("--frames", type=int, default=17, help="of the video (default: 17)"),
+    Option("--height", type=int, default=64, help="in pixels (default: 64)"),
+    Option("--width", type=int, default=96, help="in pixels (default: 96)"),
+    Option(
+        "--sweep",
+        action="append",
+        default=[],
+        metavar="AXIS",
+        help="frames=9,17,33 or size=64x96,128x192",
+    ),
+    Option(
+        "--repetitions",
+        type=positive,
+        default=5,
+        help="measured runs in each process (default: 5)",
+    ),
+    Option("--warmups", type=int, default=2, help="runs before the first that counts (default: 2)"),
+    Option(
+        "--rounds",
+        type=positive,
+        default=2,
+        help="processes for each backend; with 2 or more, warm starts are measured too (default: 2)",
+    ),
+)
+"""Options of the comparison of backends."""
+
 COMMAND = Command(
-    "measure backends against each other",
+    "measure backends against each other, or a device",
     "--frames 17 --height 128 --width 192 --sweep frames=9,17,33 -o out/bench",
     (
-        Option("--model", metavar="DIR_OR_ID", default=str(common.DEMO_MODEL)),
         Option(
-            "--backends", nargs="+", choices=names(Use.BENCH), default=["torch", "torchax-stock", "torchax"]
+            "what",
+            nargs="?",
+            choices=("backends", "device"),
+            default="backends",
+            help="backends against each other (default), or the device against plan's estimates",
         ),
-        Option("--dtype", choices=("float32", "bfloat16"), default="float32"),
-        Option("--frames", type=int, default=17, help="of the video (default: 17)"),
-        Option("--height", type=int, default=64, help="in pixels (default: 64)"),
-        Option("--width", type=int, default=96, help="in pixels (default: 96)"),
         Option(
-            "--sweep",
-            action="append",
-            default=[],
-            metavar="AXIS",
-            help="frames=9,17,33 or size=64x96,128x192",
+            "--dtype", choices=("float32", "bfloat16"), help="default: float32; on a TPU or GPU, bfloat16"
         ),
-        Option("--repetitions", type=positive, default=5, help="measured runs in each process (default: 5)"),
-        Option("--warmups", type=int, default=2, help="runs before the first that counts (default: 2)"),
-        Option(
-            "--rounds",
-            type=positive,
-            default=2,
-            help="processes for each backend; with 2 or more, warm starts are measured too (default: 2)",
-        ),
-        options.output("write ab.json, ab.md and plots there", metavar="DIR"),
+        *BACKENDS,
+        *bench_device.OPTIONS,
+        options.output("write JSON, Markdown and plots there", metavar="DIR"),
         Option("--json", action="store_true", help="print the results as JSON"),
         Option("--quiet", action="store_true", help="do not say what is being run"),
     ),
 )
 
 
+def check(args: argparse.Namespace) -> None:
+    """Raise `ValueError` for options of the other measurement."""
+    for option in BACKENDS if args.what == "device" else bench_device.OPTIONS:
+        flag = option.flags[0]
+        if getattr(args, flag.removeprefix("--")) != option.settings.get("default"):
+            raise ValueError(f"{flag} does not go with bench {args.what}")
+
+
 def run(args: argparse.Namespace) -> int:
+    check(args)
+    if args.what == "device":
+        return bench_device.run(args)
     from cogvideox_torchax.bench import ab
 
     cases = ab.sweep(ab.Case(args.frames, args.height, args.width), args.sweep)
@@ -54,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
     options = ab.Options(
         model=args.model,
         backends=tuple(dict.fromkeys(args.backends)),
-        dtype=args.dtype,
+        dtype=args.dtype or "float32",
         repetitions=args.repetitions,
         warmups=args.warmups,
         rounds=args.rounds,

@@ -45,6 +45,8 @@ def run(args: argparse.Namespace) -> int:
         advice.insert(0, broken)
     report["torchax works"] = "no" if broken else "yes"
     report["devices"] = _devices()
+    if report["devices"].startswith(("tpu", "gpu")):
+        advice.append("measure this device: cogvideox-torchax bench device -o out/device")
     report["compile cache"] = _compile_cache()
     common.print_report(report | ({"advice": advice} if args.json else {}), args.json)
     if not args.json and advice:

@@ -82,6 +82,29 @@ GRIDS = {2: "1x2", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x
 """The flat grids that a slice of v5e or v6e comes in, by its chips."""
 
 
+def topology_of(kind: str, coordinates: list[list[int]]) -> str:
+    """Return the topology of real devices, such as "v6e:2x4".
+
+    Args:
+        kind: their name in JAX.
+        coordinates: of each device that is used.
+
+    Raises:
+        PlanError: a kind of device that is not planned for.
+    """
+    if kind not in DEVICE_KINDS:
+        raise PlanError(f"plan knows {', '.join(DEVICE_KINDS)}, not {kind}")
+    generation = DEVICE_KINDS[kind]
+    axes = list(zip(*coordinates, strict=True))[: 2 if generation in ("v5e", "v6e") else 3]
+    return f"{generation}:{'x'.join(str(max(axis) - min(axis) + 1) for axis in axes)}"
+
+
+def check_compiler() -> None:
+    """Raise `PlanError` where there is no libtpu."""
+    if importlib.util.find_spec("libtpu") is None:
+        raise PlanError("planning for a TPU needs its compiler: pip install 'cogvideox-torchax[tpu]'")
+
+
 def topology_devices(name: str) -> list[Any]:
     """Return the devices of a TPU topology such as "v6e:2x4"; libtpu simulates them.
 
@@ -95,8 +118,7 @@ def topology_devices(name: str) -> list[Any]:
         raise PlanError(
             f"got topology {name!r}: it takes one of {', '.join(CHIPS)}, a colon and a grid, such as v6e:2x4"
         )
-    if importlib.util.find_spec("libtpu") is None:
-        raise PlanError("planning for a TPU needs its compiler: pip install 'cogvideox-torchax[tpu]'")
+    check_compiler()
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v6e-8")
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")

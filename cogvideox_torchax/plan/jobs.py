@@ -15,7 +15,7 @@ import torch
 from cogvideox_torchax import backends, runtime
 from cogvideox_torchax.plan.chips import CHIPS, GRIDS, Chip, topology_devices
 from cogvideox_torchax.plan.models import weightless_vae
-from cogvideox_torchax.plan.programs import ProgramPlan, compile_program
+from cogvideox_torchax.plan.programs import ProgramPlan, Work, compile_program
 from cogvideox_torchax.plan.report import layers
 from cogvideox_torchax.sharding import ChunksOnMesh, make_mesh
 from cogvideox_torchax.vae import chunks, tiling
@@ -96,21 +96,27 @@ def plan_programs(
         BackendError: a build that is not installed.
     """
     mesh = make_mesh(dp, tp, devices=devices)
+    for work in chunk_works(vae, job, mesh, backend):
+        plan = compile_program(work, mesh, chip)
+        if isinstance(work.program.place, ChunksOnMesh):
+            plan.layers = layers(work.program, plan.text)
+        yield plan
+
+
+def chunk_works(vae: AutoencoderKLCogVideoX, job: Job, mesh: Any, backend: str = "torchax") -> Iterator[Work]:
+    """Yield the first and, where there is one, the later chunk program of a job, over a mesh."""
     if mesh.size > 1:
         vae.place_on(mesh)
     pieces, (channels, *size) = job.chunk_shapes(vae)
     build = backends.backend(backend)
     program = build.program(vae, job.kind)
     if mesh.size == 1:
-        program.place = runtime.Place(devices[0])
+        program.place = runtime.Place(mesh.devices.item())
     dtype = runtime.jax_dtype(vae.dtype)
     shapes = [build.axes.ordered((1, channels, piece.length, *size)) for piece in pieces[:2]]
     for name, piece, shape, before in zip(("first", "later"), pieces, shapes, (None, *shapes), strict=False):
-        lower = functools.partial(program.lower_chunk, shape, dtype, before)
-        plan = compile_program(name, piece.length, lower, mesh, chip)
-        if isinstance(program.place, ChunksOnMesh):
-            plan.layers = layers(program, plan.text)
-        yield plan
+        structs = functools.partial(program.chunk_structs, shape, dtype, before)
+        yield Work(name, piece.length, program.lower, structs, program)
 
 
 @dataclass(frozen=True)

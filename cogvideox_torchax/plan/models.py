@@ -17,8 +17,10 @@ CONFIGS = {
 """The published VAEs, which differ in nothing that costs time: everything else is diffusers' default."""
 
 
-def weightless_vae(model: str | None, dtype: torch.dtype) -> AutoencoderKLCogVideoX:
+def weightless_vae(model: str | None, dtype: torch.dtype, device: str = "meta") -> AutoencoderKLCogVideoX:
     """Return the ported VAE of a published config, a directory or a hub id, without its weights.
+
+    On another device than "meta" they are random.
 
     Raises:
         ModelError: a model whose config cannot be read.
@@ -28,7 +30,7 @@ def weightless_vae(model: str | None, dtype: torch.dtype) -> AutoencoderKLCogVid
         config = checkpoint.read_config(locate(str(model), "vae", files=("config.json",)))
 
     def build() -> AutoencoderKLCogVideoX:
-        with torch.device("meta"):
+        with torch.device(device):
             vae: Any = AutoencoderKLCogVideoX.from_config(config)
         return vae.to(dtype).eval()
 

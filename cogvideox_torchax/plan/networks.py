@@ -26,7 +26,7 @@ from cogvideox_torchax.pipelines.networks import (
     step_tensors,
 )
 from cogvideox_torchax.plan.chips import GIB, Chip, PlanError
-from cogvideox_torchax.plan.programs import KERNEL, KernelTime, ProgramPlan, compile_program
+from cogvideox_torchax.plan.programs import KERNEL, KernelTime, ProgramPlan, Work, compile_program
 from cogvideox_torchax.plan.report import figures
 from cogvideox_torchax.sharding import Parallel, make_mesh
 
@@ -102,16 +102,29 @@ class NetworkPlan:
 
 def weightless_transformer(model: str | None, dtype: torch.dtype, layers: int) -> Any:
     """Return the ported transformer of a published config or a directory, of so many layers, weightless."""
-    config = {**transformer_config(model), "num_layers": layers}
+    return _ported(transformer({**transformer_config(model), "num_layers": layers}, dtype))
 
-    def build() -> Any:
-        from diffusers.models.transformers.cogvideox_transformer_3d import CogVideoXTransformer3DModel
 
-        with torch.device("meta"):
-            network: Any = CogVideoXTransformer3DModel.from_config(config)
-        return torch.nn.Module.to(network, dtype).eval()
+def transformer(config: dict[str, Any], dtype: torch.dtype, device: str = "meta") -> Any:
+    """Return diffusers' transformer of a config; its weights are random, on "meta" there are none."""
+    from diffusers.models.transformers.cogvideox_transformer_3d import CogVideoXTransformer3DModel
 
-    return _ported(runtime.without_torchax(build))
+    return _built(CogVideoXTransformer3DModel.from_config, config, dtype, device)
+
+
+def text_encoder(config: dict[str, Any], dtype: torch.dtype, device: str = "meta") -> Any:
+    """Return the text encoder of a T5 config, as `transformer` does."""
+    from transformers import T5Config, T5EncoderModel
+
+    return _built(lambda given: T5EncoderModel(T5Config(**given)), config, dtype, device)
+
+
+def _built(build: Any, config: dict[str, Any], dtype: torch.dtype, device: str) -> Any:
+    def built() -> Any:
+        with torch.device(device):
+            return torch.nn.Module.to(build(config), dtype).eval()
+
+    return runtime.without_torchax(built)
 
 
 def transformer_config(model: str | None) -> dict[str, Any]:
@@ -124,15 +137,7 @@ def transformer_config(model: str | None) -> dict[str, Any]:
 
 def weightless_text_encoder(dtype: torch.dtype, layers: int) -> Any:
     """Return the ported T5 v1.1 XXL encoder of so many layers, without weights."""
-
-    def build() -> Any:
-        from transformers import T5Config, T5EncoderModel
-
-        with torch.device("meta"):
-            network = T5EncoderModel(T5Config(**{**TEXT_ENCODER, "num_layers": layers}))
-        return torch.nn.Module.to(network, dtype).eval()
-
-    return _ported(runtime.without_torchax(build))
+    return _ported(text_encoder({**TEXT_ENCODER, "num_layers": layers}, dtype))
 
 
 def _ported(network: Any) -> Any:
@@ -191,8 +196,8 @@ def plan_step(
             plans.append(_compile("step", frames, network, tensors, chip))
             continue
         program, tensors = _cached(network, tensors, cache, batch, step)
-        lower = functools.partial(program.lower_structs, tensors, later=True)
-        plans.append(compile_program("step", frames, lower, network.mesh, chip))
+        structs = functools.partial(program.structs, tensors, later=True)
+        plans.append(compile_program(Work("step", frames, program.lower, structs), network.mesh, chip))
         kept.append(_bytes(program.described_cache(tensors)))
     tokens = config["max_text_seq_length"] + frames // patch_t * (height // patch) * (width // patch)
     products = 4 * batch * config["num_attention_heads"] * config["attention_head_dim"] * tokens**2
@@ -275,8 +280,8 @@ def plan_prompt(
 
 
 def _compile(name: str, frames: int, network: Any, tensors: dict[str, Any], chip: Chip | None) -> ProgramPlan:
-    lower = functools.partial(network.program.lower_structs, tensors)
-    return compile_program(name, frames, lower, network.mesh, chip)
+    structs = functools.partial(network.program.structs, tensors)
+    return compile_program(Work(name, frames, network.program.lower, structs), network.mesh, chip)
 
 
 def _extended(

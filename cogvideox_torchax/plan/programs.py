@@ -136,17 +136,33 @@ class ProgramPlan:
         }
 
 
-def compile_program(
-    name: str, frames: int, lower: Callable[[], Any], mesh: Any, chip: Chip | None
-) -> ProgramPlan:
-    """Lower a program over a mesh, compile it and read it; arguments as `read_program` takes them."""
+@dataclass(frozen=True)
+class Work:
+    """A program to be planned, or to be run.
+
+    Attributes:
+        name, frames: as `ProgramPlan` has them.
+        lower: lowers the program for arrays or for their structs.
+        structs: gives the structs of its weights, its inputs and, where it takes one, of its cache.
+        program: that it is lowered of; None for a function of no network.
+    """
+
+    name: str
+    frames: int
+    lower: Callable[..., Any]
+    structs: Callable[[], tuple[Any, ...]]
+    program: Any = None
+
+
+def compile_program(work: Work, mesh: Any, chip: Chip | None) -> ProgramPlan:
+    """Lower a program over a mesh, compile it and read it; the chip as `read_program` takes it."""
     import jax
 
     start = time.perf_counter()
     with jax.set_mesh(mesh):  # lowering a kernel for a TPU asks it for the chip's kind
-        lowered = lower()
+        lowered = work.lower(*work.structs())
     compiled, schedules = compile_with_schedules(lowered, chip)
-    return read_program(name, frames, compiled, chip, time.perf_counter() - start, schedules)
+    return read_program(work.name, work.frames, compiled, chip, time.perf_counter() - start, schedules)
 
 
 def read_program(

@@ -13,7 +13,7 @@ from typing import Any
 from cogvideox_torchax import runtime
 from cogvideox_torchax.plan.chips import Chip
 from cogvideox_torchax.plan.jobs import Job
-from cogvideox_torchax.plan.programs import ProgramPlan, compile_program
+from cogvideox_torchax.plan.programs import ProgramPlan, Work, compile_program
 from cogvideox_torchax.plan.report import figures
 from cogvideox_torchax.sharding import make_mesh
 from cogvideox_torchax.vae.directions import Direction
@@ -43,10 +43,16 @@ def plan_train_step(
     Raises:
         SizeError: a size that the model cannot take.
     """
+    mesh = make_mesh(dp, tp, devices=devices)
+    for work in gradient_works(vae, job, mesh):
+        yield compile_program(work, mesh, chip)
+
+
+def gradient_works(vae: AutoencoderKLCogVideoX, job: Job, mesh: Any) -> Iterator[Work]:
+    """Yield the gradients of both halves; the arguments are as `chunk_works` takes them."""
     import jax
 
     runtime.enable()
-    mesh = make_mesh(dp, tp, devices=devices)
     if mesh.size > 1:
         vae.place_on(mesh)
     trained: Any = vae.train()  # whose method is wrapped in a way that pyright cannot follow
@@ -56,18 +62,18 @@ def plan_train_step(
         lengths = [chunk.length for chunk in pieces]
         program = vae.build_program(half)
         if mesh.size == 1:
-            program.place = runtime.Place(devices[0])
+            program.place = runtime.Place(mesh.devices.item())
         weights = program.weight_structs()
         sharding = next(iter(weights.values())).sharding  # that of what is whole on every device
-        shape, dtype = (dp, channels, sum(lengths), *size), runtime.jax_dtype(vae.dtype)
-        x = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+        shape = (mesh.shape["dp"], channels, sum(lengths), *size)
+        x = jax.ShapeDtypeStruct(shape, runtime.jax_dtype(vae.dtype), sharding=sharding)
 
         def gradients(weights: Any, x: Any, program: Any = program, lengths: Any = lengths) -> Any:
             result, pull_back = jax.vjp(lambda *given: program.run_video(*given, lengths), weights, x)
             return pull_back(result)  # as a loss of squares has it
 
-        lower = functools.partial(jax.jit(gradients).lower, weights, x)
-        yield compile_program(f"train {half}", sum(lengths), lower, mesh, chip)
+        structs = functools.partial(tuple, (weights, x))
+        yield Work(f"train {half}", sum(lengths), jax.jit(gradients).lower, structs, program)
 
 
 def training_table(

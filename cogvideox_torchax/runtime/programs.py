@@ -274,8 +274,14 @@ class Program:
             dtype: JAX's.
             first: the shape of the video's first chunk, where this is a later one.
         """
+        return self.lower(*self.chunk_structs(chunk, dtype, first))
+
+    def chunk_structs(
+        self, chunk: tuple[int, ...], dtype: Any, first: tuple[int, ...] | None = None
+    ) -> tuple[Any, Any, Any]:
+        """Return the structs of what `lower_chunk` lowers for: weights, chunk and cache."""
         cache = None if first is None else self._cache_structs(self.place.struct(first, dtype))
-        return self.lower(self.weight_structs(), self.place.struct(chunk, dtype), cache)
+        return self.weight_structs(), self.place.struct(chunk, dtype), cache
 
     def _cache_structs(self, inputs: Any) -> Any:
         """Return the structs of the cache that a first call gives."""
@@ -291,8 +297,12 @@ class Program:
             tensors: (shape, dtype) of each input, or a tuple of such pairs, by name.
             later: whether it takes the cache of a call before.
         """
+        return self.lower(*self.structs(tensors, later=later))
+
+    def structs(self, tensors: dict[str, Any], *, later: bool = False) -> tuple[Any, Any, Any]:
+        """Return the structs of what `lower_structs` lowers for: weights, inputs and cache."""
         cache = self.described_cache(tensors) if later else None
-        return self.lower(self.weight_structs(), self._described(tensors), cache)
+        return self.weight_structs(), self._described(tensors), cache
 
     def described_cache(self, tensors: dict[str, Any]) -> Any:
         """Return the structs of the cache that a call gives, of inputs as `lower_structs` takes them."""

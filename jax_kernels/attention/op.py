@@ -131,7 +131,7 @@ _attention = dispatched(attention_on, "tpu", "cuda")
 def _fastest(target: Target, q: Array, k: Array) -> Implementation:
     if target.uses_pallas and tpu.is_supported(q, k):
         return "transposed"
-    return "cudnn" if target.platform == "cuda" and gpu.is_supported(q) else "plain"
+    return "cudnn" if target.platform == "cuda" and target.pallas and gpu.is_supported(q) else "plain"
 
 
 def _mask_keys(

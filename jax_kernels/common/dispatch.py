@@ -25,7 +25,7 @@ class Target:
 
     Attributes:
         platform: "tpu" or "cuda" if the op has a form of its own for it, else "default".
-        pallas: whether Pallas kernels may be used.
+        pallas: whether Pallas kernels, and cuDNN's, may be used.
         split: the sharding of columns.
     """
 
@@ -67,7 +67,7 @@ def dispatched(body: Callable[..., Any], *platforms: str) -> Callable[..., Any]:
     compiled = jax.jit(traced, static_argnames=("split", "pallas", *options))
 
     def call(*operands: Any, split: Split = WHOLE, **options: Any) -> Any:
-        return compiled(*operands, split=split, pallas=pallas_mode(), **options)
+        return compiled(*operands, split=split, pallas=pallas_mode(traced.__name__), **options)
 
     return call
 

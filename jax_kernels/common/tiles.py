@@ -9,7 +9,8 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 SWITCH = "JAX_KERNELS_PALLAS"
-"""Environment variable of the Pallas kernels: "off" leaves their work to XLA, "direct" turns Winograd off.
+"""Environment variable of the kernels: "off" leaves their work to XLA, "off:OP,OP" the work of these ops,
+"direct" turns Winograd off.
 
 It is read at each call; inside a compiled program, when the call is traced.
 """
@@ -33,9 +34,12 @@ DTYPES = jnp.float32, jnp.bfloat16
 """Dtypes that a Pallas kernel loads."""
 
 
-def pallas_mode() -> str:
-    """Return the value of `SWITCH`: "on", "off" or "direct"."""
-    return os.environ.get(SWITCH, "on")
+def pallas_mode(op: str | None = None) -> str:
+    """Return the value of `SWITCH`; of an op, if one is named, "on", "off" or "direct"."""
+    mode = os.environ.get(SWITCH, "on")
+    if op is None or not mode.startswith("off:"):
+        return mode
+    return "off" if op in mode.removeprefix("off:").split(",") else "on"
 
 
 def fills_tiles(x: Float[Array | jax.ShapeDtypeStruct, "N T H W C"]) -> bool:

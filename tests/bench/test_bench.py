@@ -77,7 +77,8 @@ def made_up_report(*results, cases=((9, 16, 24),)):
         {"frames": f, "height": h, "width": w, "reference": REFERENCE, "results": list(results)}
         for f, h, w in cases
     ]
-    return {"format": ab.FORMAT, **ab.about(options), "options": vars(options), "cases": entries}
+    about = {"format": ab.FORMAT, **ab.about(), "model_name": options.model_name}
+    return {**about, "options": vars(options), "cases": entries}
 
 
 @pytest.mark.usefixtures("torchax_off")
@@ -151,7 +152,7 @@ def test_memory_that_ran_out_is_told_from_other_failures():
 
 def test_a_failing_process_is_a_result_and_not_the_end(tmp_path):
     task = worker.Task("torch", str(tmp_path / "none"), "float32", 1, 16, 16, 1, 0, "none.npz")
-    found = ab._run_process(task, {}, tmp_path, timeout=0.01)
+    found = ab.run_task(task, {}, tmp_path, timeout=0.01)
     assert found == {"status": "failed", "reason": "not done after 0 s"}
 
 
@@ -166,7 +167,7 @@ def test_a_process_that_leaves_no_answer_is_a_result_too(tmp_path, monkeypatch, 
     ended = subprocess.CompletedProcess([], code, "", "Traceback\nno such op\n")
     monkeypatch.setattr(ab.subprocess, "run", lambda *_, **__: ended)
     task = worker.Task("torch", str(tmp_path / "none"), "float32", 1, 16, 16, 1, 0, "none.npz")
-    assert ab._run_process(task, {}, tmp_path, timeout=1) == found
+    assert ab.run_task(task, {}, tmp_path, timeout=1) == found
 
 
 def test_an_answer_is_judged_by_the_contract_of_its_dtype():

@@ -1,0 +1,399 @@
+"""bench device: one real run at the smallest sizes, and what it does when something goes wrong."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import pytest
+
+import jax_kernels
+from benchmarks import report as drawn
+from cogvideox_torchax import cli
+from cogvideox_torchax.bench import ab, device, ladder, measure, report, worker
+from cogvideox_torchax.cli import doctor
+from cogvideox_torchax.plan import chips
+from jax_kernels.common.tiles import SWITCH
+from tests import reference
+
+CPU = {
+    "platform": "cpu",
+    "kind": "cpu",
+    "count": 1,
+    "used": 1,
+    "coordinates": [[0, 0, 0]],
+    "torch": "cpu",
+}
+CHECK = {"passed": True, "relative_error": 1e-6, "rms_error": 1e-7}
+PART = {
+    "part": "group_norm",
+    "lower_s": 0.1,
+    "compile_s": 0.5,
+    "median_s": 0.02,
+    "min_s": 0.01,
+    "max_s": 0.03,
+    "runs": 20,
+    "peak_bytes": None,
+}
+GOOD = {"status": "ok", "check": CHECK, "parts": [PART]}
+
+
+def options(**changed):
+    return device.Options(**{"small": "none", "jobs": ("kernels",), **changed})
+
+
+def run(monkeypatch, answer, before=None, kept=None, **changed):
+    """Run with calls of `answer(request, environment)` for processes."""
+    started = []
+
+    def in_process(request, scratch, timeout, environment):
+        started.append((request, environment))
+        if request.get("do") == "probe":
+            return {"status": "ok", **CPU}
+        return json.loads(json.dumps(answer(request.get("request"), environment)))
+
+    monkeypatch.setattr(ab, "in_process", in_process)
+    keep = (lambda found: None) if kept is None else lambda found: kept.append(json.dumps(found))
+    return device.run(options(**changed), lambda line: None, keep, before), started
+
+
+def kernels(found):
+    return {result["job"].removeprefix("kernels "): result["status"] for result in found["results"]}
+
+
+@pytest.fixture
+def tiny(monkeypatch, tmp_path_factory):
+    """Take the smallest of everything; return the directory of its VAE."""
+    directory = tmp_path_factory.mktemp("vae")
+    reference.small_vae(**reference.THREE_LEVELS).save_pretrained(directory)
+    sizes = {name: ladder.Size("small", 5, 16, 16) for name in ladder.SMALL}
+    monkeypatch.setattr(ladder, "SMALL", sizes | {"vae": ladder.Size("small", 17, 8, 8)})
+    monkeypatch.setattr(measure, "RUNS", 2)
+    monkeypatch.setattr(measure, "FEWEST", 2)
+    monkeypatch.setattr(measure, "WARMUPS", 1)
+    return str(directory)
+
+
+def in_this_process(request, environment, monkeypatch):
+    """As a worker answers."""
+    with monkeypatch.context() as patch:
+        for name in (SWITCH,):
+            patch.setenv(name, environment.get(name, "on"))
+        return worker.answer(request)
+
+
+BY_ALL = ("torchax", "torchax-stock", "flax", "torch")
+BY_PIPELINES = ("torchax", "torchax-stock", "torch")
+PARTS = {
+    "kernels group_norm": {"torchax": ["group_norm"]},
+    "kernels attention": {"torchax": ["attention"]},
+    "decode": {way: ["first", "later"] for way in BY_ALL},
+    "encode": {way: ["first", "later"] for way in BY_ALL},
+    "still": {way: ["first"] for way in BY_ALL},
+    "train": {way: ["train encode", "train decode"] for way in ("torchax", "torch")},
+    "step": {way: ["step"] for way in BY_PIPELINES},
+    "prompt": {way: ["prompt"] for way in BY_PIPELINES},
+}
+"""What a CPU measures: of each job, by each way, these parts."""
+
+
+@pytest.mark.usefixtures("torchax_off")
+@pytest.mark.parametrize("jobs", [["kernels", "prompt"], list(ladder.JOBS)], ids=["few", "all"])
+@pytest.mark.slow_cases("all")
+def test_a_run_measures_its_jobs_by_the_port_and_its_peers(jobs, tiny, monkeypatch, tmp_path, capsys):
+    """One kernel in a process of its own; the other jobs in this one, which has imported everything."""
+    started, alone = [], ab.in_process
+
+    def in_process(request, scratch, timeout, environment):
+        started.append(request)
+        if request.get("request", {}).get("job") == "kernels group_norm":
+            return alone(request, scratch, timeout, environment)
+        return json.loads(json.dumps(in_this_process(request, environment, monkeypatch)))
+
+    monkeypatch.setattr(ab, "in_process", in_process)
+    monkeypatch.setattr(ladder, "KERNELS", ("group_norm", "attention"))
+    monkeypatch.setattr(cli.common, "DEMO_MODEL", tiny)
+    arguments = ["bench", "device", "--jobs", *jobs, "-o", str(tmp_path), "--quiet", "--json"]
+    assert cli.main(arguments) == 0, capsys.readouterr()
+    found = json.loads(capsys.readouterr().out)
+    assert found == json.loads((tmp_path / "device.json").read_text())
+    wanted = {job: ways for job, ways in PARTS.items() if job.split()[0] in jobs}
+    measured = {}
+    for result in found["results"]:
+        parts = [part["part"] for part in result["parts"]]
+        measured.setdefault(result["job"], {})[result["way"]] = parts
+        assert result["check"]["passed"]
+        assert all(part["runs"] >= 2 and part["median_s"] > 0 for part in result["parts"])
+    assert measured == wanted
+    assert "plan knows TPU v5 lite" in found["not_planned"]
+    text = (tmp_path / "device.md").read_text()
+    rows = sum(len(parts) for ways in wanted.values() for parts in ways.values())
+    assert text.count("\n| ") == 2 + rows
+    assert str(tmp_path) not in (tmp_path / "device.json").read_text() + text
+    count = len(started)
+    assert cli.main(arguments) == 0  # all of it is there: the devices alone are looked at
+    assert len(started) == count + 1
+
+
+def broken(name, how):
+    """Return an op whose kernel does something else than XLA."""
+    whole = getattr(jax_kernels, name)
+
+    def op(*operands, **options):
+        from jax_kernels.common.tiles import pallas_mode
+
+        found = whole(*operands, **options)
+        return found if pallas_mode(name) == "off" else how(found)
+
+    op.__module__ = whole.__module__
+    return op
+
+
+def refused(found):
+    raise RuntimeError("Mosaic failed to compile TPU kernel: /home/somebody/kernels/tpu.py: not implemented")
+
+
+@pytest.mark.parametrize(
+    ("how", "status", "words"),
+    [
+        (refused, "failed", "Mosaic failed to compile TPU kernel: tpu.py: not implemented"),
+        (lambda found: found * float("nan"), "wrong", "'relative_error': 'nan'"),
+    ],
+    ids=["raises", "gives NaN"],
+)
+def test_a_broken_kernel_is_named_and_off_for_what_comes_after_it(tiny, monkeypatch, how, status, words):
+    monkeypatch.setattr(jax_kernels, "group_norm", broken("group_norm", how))
+    monkeypatch.setattr(ladder, "KERNELS", ("group_norm", "attention"))
+
+    def answer(request, environment):
+        return in_this_process({"do": "measure", "request": request}, environment, monkeypatch)
+
+    found, started = run(monkeypatch, answer, small=tiny)
+    assert kernels(found) == {"group_norm": status, "attention": "ok"}
+    assert words in found["switched_off"]["group_norm"]
+    assert [environment.get(SWITCH) for _, environment in started] == [None, None, "off:group_norm"]
+    assert f"Kernel of group_norm switched off: {found['switched_off']['group_norm']}." in (
+        report.device_markdown(found)
+    )
+
+
+def test_a_kernel_that_breaks_a_whole_job_is_found_there(monkeypatch):
+    def answer(request, environment):
+        if request is None:
+            return {"status": "ok", "torch_rms": {}}
+        if "upsample" not in environment.get(SWITCH, ""):
+            return {"status": "wrong", "check": {**CHECK, "passed": False}}
+        return GOOD
+
+    found, started = run(monkeypatch, answer, jobs=("decode", "encode"))
+    assert [result["status"] for result in found["results"]] == ["ok"] * 8
+    assert list(found["switched_off"]) == ["upsample"]
+    switches = [environment.get(SWITCH) for _, environment in started]
+    assert switches[:6] == [None, None, None, "off:norm_conv3d", "off:upsample", "off:upsample"]
+    assert set(switches[5:]) == {"off:upsample"}
+
+
+def test_a_job_out_of_memory_falls_to_the_next_smaller(monkeypatch):
+    sizes = ladder.Size("5b", 49, 480, 720), ladder.Size("small", 4, 32, 64)
+    monkeypatch.setattr(ladder, "sizes", lambda job, on_cpu: sizes)
+    monkeypatch.setattr(ladder, "KERNELS", ("attention",))
+
+    def answer(request, environment):
+        if request["size"]["model"] == "5b":
+            return worker.failure(RuntimeError("RESOURCE_EXHAUSTED: out of memory"))
+        return GOOD
+
+    found, _ = run(monkeypatch, answer)
+    (result,) = found["results"]
+    assert (result["status"], result["size"]["model"]) == ("ok", "small")
+    assert found["switched_off"] == {}
+
+
+QUICK = """
+import json, sys, time
+request = json.load(open(sys.argv[1]))
+if request["do"] == "probe":
+    found = {probe}
+else:
+    found = {good}
+    if request["request"]["job"].endswith("{hangs}"):
+        open("{marker}", "w").close()
+        time.sleep(60)
+json.dump(found, open(sys.argv[2], "w"))
+"""
+
+
+@pytest.fixture
+def quick(monkeypatch, tmp_path):
+    """Have a worker that answers at once; return the file that it writes before it hangs in attention."""
+    script, marker = tmp_path / "worker.py", tmp_path / "hanging"
+    known = {"probe": {"status": "ok", **CPU}, "good": GOOD, "hangs": "attention", "marker": marker}
+    script.write_text(QUICK.format(**known))
+    monkeypatch.setattr(ab, "WORKER", (sys.executable, "-S", str(script)))
+    monkeypatch.setattr(ladder, "KERNELS", ("group_norm", "attention", "qk_norm_rope"))
+    return marker
+
+
+def test_a_job_that_hangs_ends_at_the_limit_and_the_rest_goes_on(quick):
+    found = device.run(options(limit=2.0), lambda line: None)
+    assert kernels(found) == {"group_norm": "ok", "attention": "failed", "qk_norm_rope": "ok"}
+    assert found["switched_off"] == {"attention": "not done after 2 s"}
+
+
+KILLED = """
+import json, sys
+from cogvideox_torchax import cli
+from cogvideox_torchax.bench import ab, ladder
+ab.WORKER = tuple(json.loads(sys.argv[1]))
+ladder.KERNELS = ("group_norm", "attention", "qk_norm_rope")
+cli.main(["bench", "device", "--jobs", "kernels", "--quiet", "-o", sys.argv[2]])
+"""
+
+
+@pytest.mark.usefixtures("torchax_off")
+def test_a_killed_run_goes_on_where_it_was(quick, monkeypatch, tmp_path, capsys):
+    output = tmp_path / "out"
+    first = subprocess.Popen([sys.executable, "-c", KILLED, json.dumps(ab.WORKER), str(output)])
+    while not quick.exists():
+        assert first.poll() is None
+        time.sleep(0.05)
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    kept = json.loads((output / "device.json").read_text())
+    assert kernels(kept) == {"group_norm": "ok"}
+    kept["results"][0]["check"]["relative_error"] = 0.125  # by which it is known
+    (output / "device.json").write_text(json.dumps(kept))
+    monkeypatch.setattr(ab, "WORKER", (*ab.WORKER[:-1], str(without_hanging(ab.WORKER[-1]))))
+    assert cli.main(["bench", "device", "--jobs", "kernels", "--quiet", "--json", "-o", str(output)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert kernels(found) == dict.fromkeys(("group_norm", "attention", "qk_norm_rope"), "ok")
+    assert found["results"][0]["check"]["relative_error"] == 0.125
+    (output / "device.json").write_text(json.dumps(found | {"commit": "another"}))
+    assert cli.main(["bench", "device", "--jobs", "kernels", "--quiet", "-o", str(output)]) == 2
+    assert "holds results of another commit" in capsys.readouterr().err
+
+
+def without_hanging(script):
+    from pathlib import Path
+
+    path = Path(script)
+    path.write_text(path.read_text().replace("time.sleep(60)", "pass"))
+    return path
+
+
+@pytest.mark.usefixtures("torchax_off")
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--device", "abacus"], "got device 'abacus': one of tpu, cuda, cpu"),
+        (["--jobs", "sing"], "got job 'sing': one of kernels, decode"),
+        (["--tp", "99"], "got a mesh of dp=1 x tp=99, 99 devices, where there are 8"),
+    ],
+    ids=["device", "job", "mesh"],
+)
+def test_what_there_is_not_is_one_line(monkeypatch, arguments, words, capsys):
+    monkeypatch.setattr(ab, "in_process", lambda request, *_: worker.answer(request))
+    assert cli.main(["bench", "device", "--quiet", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert words in error
+
+
+def test_without_libtpu_one_line_stands_for_all_estimates(monkeypatch):
+    monkeypatch.setitem(CPU, "kind", "TPU v6 lite")
+    monkeypatch.setattr(chips.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(ladder, "KERNELS", ("group_norm", "attention"))
+    found, _ = run(monkeypatch, lambda *_: GOOD)
+    lines = [line for line in report.device_markdown(found).splitlines() if "planned" in line]
+    assert lines == [f"Not planned: {found['not_planned']}."]
+    assert "planning for a TPU needs its compiler" in lines[0]
+
+
+def test_estimates_stand_beside_what_they_estimate(monkeypatch, tmp_path):
+    monkeypatch.setitem(CPU, "kind", "TPU v6 lite")
+    monkeypatch.setattr(ladder, "KERNELS", ("group_norm",))
+
+    def answer(request, environment):
+        if "topology" not in request:
+            return GOOD
+        assert (request["topology"], environment["JAX_PLATFORMS"]) == ("v6e:1x1", "cpu")
+        return {"status": "ok", "seconds": {"group_norm": 0.01}}
+
+    found, _ = run(monkeypatch, answer)
+    (row,) = [line for line in report.device_markdown(found).splitlines() if "group_norm" in line]
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    assert cells[2:] == [
+        *("group_norm", "small, 4 x 32 x 64", "1.0e-06", "0.5", "20", "10 to 30", "20", "", "10", "0.50"),
+    ]
+    (plot,) = report.draw_device(found, tmp_path / "device.png")
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    page = tmp_path / "benchmarks.md"
+    page.write_text("<!-- devices: begin -->\nstale\n<!-- devices: end -->")
+    (tmp_path / "devices").mkdir()
+    (tmp_path / "images").mkdir()
+    (tmp_path / "devices" / "tpu.json").write_text(json.dumps(found))
+    drawn.redraw_devices(tmp_path, page)
+    assert row in page.read_text()
+    assert "stale" not in page.read_text()
+
+
+@pytest.mark.parametrize(
+    ("kind", "coordinates", "topology"),
+    [
+        ("TPU v6 lite", [[3, 1, 0]], "v6e:1x1"),
+        ("TPU v6 lite", [[x, y, 0] for y in range(4) for x in range(2)], "v6e:2x4"),
+        ("TPU v5", [[x, y, 0] for y in range(2) for x in range(2)], "v5p:2x2x1"),
+    ],
+)
+def test_the_topology_of_real_devices_is_read_off_their_coordinates(kind, coordinates, topology):
+    assert chips.topology_of(kind, coordinates) == topology
+
+
+@pytest.mark.parametrize("name", ladder.KERNELS)
+def test_a_kernel_is_compared_at_a_size_at_which_a_tpu_runs_it(name, monkeypatch):
+    size = ladder.CHECKED["kernels"]
+    monkeypatch.setenv(SWITCH, "on")
+    request = measure.Request(job=f"kernels {name}", way="torchax", dtype="bfloat16")
+    _, options = measure._kernel(name, size)
+    (work,) = measure._works(request, size, request.mesh())
+    structs = jax.tree.map(lambda of: jax.ShapeDtypeStruct(of.shape, of.dtype), work.structs())
+
+    def text(structs=structs, options=options):
+        op = getattr(jax_kernels, name)
+        traced = jax.jit(lambda *operands: op(*operands, **options)).trace(*structs)
+        return traced.lower(lowering_platforms=("tpu",)).as_text()
+
+    assert "kernel_name" in text()
+    monkeypatch.setenv(SWITCH, f"off:silu,{name}")
+    assert "kernel_name" not in text()
+    monkeypatch.setenv(SWITCH, "off:silu")
+    assert "kernel_name" in text()
+
+
+@pytest.mark.parametrize("way", [name for name in ladder.WAYS if name != "flax"])
+def test_ways_follow_the_device(way):
+    gpu = CPU | {"platform": "gpu", "kind": "NVIDIA H100", "torch": "cuda"}
+    tpu = CPU | {"platform": "tpu", "kind": "TPU v6 lite", "torch": None}
+    assert way in ladder.ways("step", gpu, False)
+    assert (way in ladder.ways("step", tpu, False)) == (not way.startswith("torch-") and way != "torch")
+    assert (way in ladder.ways("step", CPU, False)) == (way not in (ladder.OFF, "torch-compile"))
+    assert (way in ladder.ways("step", tpu, True)) == (way in ("torchax", ladder.OFF))
+
+
+def test_doctor_names_the_command_where_there_is_a_device(monkeypatch, capsys):
+    for devices, named in (("tpu:0 (TPU v6 lite)", True), ("gpu:0 (NVIDIA H100)", True), ("cpu:0", False)):
+        monkeypatch.setattr(doctor, "_devices", lambda devices=devices: devices)
+        assert cli.main(["doctor"]) == 0
+        assert ("cogvideox-torchax bench device -o out/device" in capsys.readouterr().out) == named
+
+
+def test_cudnn_is_left_out_where_kernels_are_off(monkeypatch):
+    from jax_kernels.attention import gpu, op
+    from jax_kernels.common.dispatch import Target
+
+    monkeypatch.setattr(gpu, "is_supported", lambda q: True)
+    q = jax.numpy.zeros(1)
+    assert op._fastest(Target("cuda", pallas=True), q, q) == "cudnn"
+    assert op._fastest(Target("cuda", pallas=False), q, q) == "plain"
