@@ -90,7 +90,7 @@ def _video(name: str, plans: list[Path]) -> tuple[str, ...]:
     return name, *(f"{seconds:.3f}" if seconds < 0.1 else f"{seconds:.2f}" for seconds in parts)
 
 
-FIGURE_HEAD = ("CogVideoX-5b, bfloat16", "chips", "diffusers through torchax", "this project")
+FIGURE_HEAD = ("estimates, CogVideoX-5b, bfloat16", "chips", "diffusers through torchax", "this project")
 
 
 def _figures() -> list[tuple[str, ...]]:

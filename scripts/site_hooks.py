@@ -2,6 +2,7 @@
 
 import importlib
 import io
+import os
 import re
 from contextlib import redirect_stdout, suppress
 from pathlib import Path
@@ -65,6 +66,7 @@ def help_of_every_command() -> str:
     """Return the output of `--help`, command by command."""
     from cogvideox_torchax import cli
 
+    os.environ["COLUMNS"] = "90"
     parts = []
     for command in cli.COMMANDS:
         name = command.__name__.rpartition(".")[2]
