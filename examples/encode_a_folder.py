@@ -1,9 +1,9 @@
-"""A folder of videos encoded once, and what a trainer then reads of it.
+"""Encode a folder of videos once, then read the latents as a trainer does.
 
     python examples/encode_a_folder.py clips/ -o latents/ --bucket 49x480x720
 
-Each video is one unit of work, `EncodeClip`, which any engine may call; `cogvideox-torchax encode` is a loop
-around it that reads ahead, writes shards, and goes on where a killed run ended.
+`EncodeClip` encodes one video and may be called by any engine. `cogvideox-torchax encode` is a loop around it
+that reads ahead, writes shards, and resumes a killed run.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from cogvideox_torchax.files.video import VideoError
 
 
 class Posteriors(torch.utils.data.Dataset):
-    """Latents (C, t, h, w) drawn anew each time from the means and log-variances of a folder."""
+    """Latents (C, t, h, w), sampled each time from the means and log-variances of a folder."""
 
     def __init__(self, folder: Path):
         self.files = sorted(folder.rglob("*.safetensors"))

@@ -1,10 +1,10 @@
-"""The decoder fine-tuned on a clip of one's own, by a torch optimizer over a ported VAE on JAX.
+"""Fine-tune the decoder on your own clip, with a torch optimizer and the VAE on JAX.
 
     python examples/finetune_the_vae.py my.mp4 -o my-vae --steps 100
 
-The encoder stays as it is, so that latents mean what they meant and a pipeline's transformer still fits. What
-is written is diffusers' and loads without this package. `cogvideox-torchax train` does more: many clips, both
-halves, checkpoints, an average of the weights.
+The encoder is not changed, so a pipeline's transformer still fits the latents. The saved model loads in
+diffusers without this package. `cogvideox-torchax train` does more: many clips, both halves, checkpoints,
+averaged weights.
 """
 
 import argparse

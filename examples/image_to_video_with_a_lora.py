@@ -1,8 +1,8 @@
-"""A video from a picture and a prompt, with a LoRA that is loaded, scaled, and taken out again.
+"""Generate a video from a picture and a prompt, with a LoRA that is loaded, scaled, and removed.
 
     python examples/image_to_video_with_a_lora.py cat.png 'A cat walks.' --lora my-lora -o cat.mp4
 
-It writes a second video without the LoRA beside the first, of the same noise: cat-without.mp4.
+It also writes a video from the same noise without the LoRA: cat-without.mp4.
 """
 
 import argparse

@@ -1,11 +1,11 @@
-"""A page that shows a video while it is being decoded: latents go up, frames come back as they are computed.
+"""Serve a page that uploads latents and shows the frames while they are decoded.
 
     python examples/stream_to_browser.py --model zai-org/CogVideoX-5b     # then open http://127.0.0.1:8000
 
-It takes files that `cogvideox-torchax encode` writes, of the same model. It listens on the loopback
-interface unless --host says otherwise, and has no users and no passwords: who reaches the port may use it.
-An upload is at most --largest MB, at most --queue videos wait, one is decoded at a time, and a bad request is
-answered by one line. Names of files are made here; none is taken from a request.
+It takes files that `cogvideox-torchax encode` wrote with the same model. It listens on the loopback interface
+unless --host changes it. There are no users and no passwords: anyone who reaches the port may use it. An
+upload has at most --largest MB, at most --queue videos wait, and one is decoded at a time. A bad request is
+answered by one line. No file name is taken from a request.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""A video from a prompt, over several devices.
+"""Generate a video from a prompt, over several devices.
 
     python examples/text_to_video_on_a_mesh.py 'A cat walks on the grass.' -o cat.mp4 --dp 2 --tp 4
 
@@ -37,7 +37,7 @@ def main() -> None:
 
     pipe = CogVideoXPipeline.from_pretrained(args.model, torch_dtype=torch.bfloat16)
     port(pipe, mesh=make_mesh(dp=args.dp, tp=args.tp))  # in place of pipe.to("cuda")
-    print(pipe.transformer.parallelism)  # what of the transformer lies where, and why
+    print(pipe.transformer.parallelism)  # what is split over the devices, and why
     made = pipe(
         args.prompt,
         output_type="np",
