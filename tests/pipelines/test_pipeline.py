@@ -490,3 +490,24 @@ def test_float32_is_multiplied_in_float32(ported):
     products = [line for line in text.splitlines() if "dot_general" in line or "convolution(" in line]
     assert products
     assert all("HIGHEST" in line for line in products)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (CogVideoXDPMScheduler, {"old_pred_original_sample": None, "timestep_back": None}),
+        (DDIMScheduler, {"eta": 0.5}),
+    ],
+)
+def test_a_step_that_draws_noise_draws_it_in_the_dtype_of_the_latents(kind, options):
+    generator = torch.Generator().manual_seed(0)
+    sample, prediction = torch.randn(2, 1, 4, 4, 8, 8, generator=generator).bfloat16()
+
+    def step(scheduler):
+        scheduler.set_timesteps(4)
+        noise = torch.Generator().manual_seed(1)
+        return scheduler.step(
+            prediction, timestep=scheduler.timesteps[1], sample=sample, generator=noise, **options
+        )[0]
+
+    assert torch.equal(step(port_scheduler(kind())), step(kind()))
