@@ -298,7 +298,7 @@ def take_hooks(model: Any) -> list[Hooked]:
         forward = vars(module).get("forward")
         kinds = type(module).__mro__
         if isinstance(forward, MethodType) and any(vars(k).get("forward") is forward.__func__ for k in kinds):
-            del vars(module)["forward"]  # its class's, or that of the class that it had
+            del vars(module)["forward"]  # its class's, or its former class's
     return taken
 
 

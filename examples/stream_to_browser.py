@@ -85,7 +85,7 @@ class Waiting:
         return name
 
     def take(self, name: str) -> Chunks:
-        """Hands a video out, once; 404 where there is none."""
+        """Hand a video out, once; 404 if there is none."""
         with self._lock:
             kept = self._held.pop(name, None)
         if kept is None or time.monotonic() - kept[0] >= PATIENCE:

@@ -28,7 +28,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Links into the repository become links within the site; the command line's help is filled in."""
+    """Turn links into the repository into links of the site; fill in the command line's help."""
     markdown = markdown.replace("](../benchmarks/results/", "](results/")
     markdown = re.sub(
         r"\]\((?:\.\./)?(CHANGELOG|CONTRIBUTING)\.md", lambda m: f"]({m[1].lower()}.md", markdown
@@ -37,7 +37,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def on_pre_build(**_: Any) -> None:
-    """Fails on a public name without a docstring."""
+    """Fail on a public name without a docstring."""
     missing = undocumented()
     if missing:
         raise PluginError(f"no docstring: {', '.join(missing)}")

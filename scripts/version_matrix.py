@@ -74,7 +74,7 @@ def wanted(name: str, pins: list[str]) -> list[str]:
 
 
 def run(name: str, asked: list[str], directory: Path) -> dict[str, Any]:
-    """Installs a set, runs `TESTS` with it, and says what came of it."""
+    """Install a set, run `TESTS` with it, and report the outcome."""
     python = directory / "bin" / "python"
     subprocess.run([sys.executable, "-m", "venv", directory], check=True)
     install = [python, "-m", "pip", "install", "--quiet", f"{ROOT}[cpu,test,text]", *asked]

@@ -103,7 +103,7 @@ def run(
     say: Callable[[str], None],
     keep: Callable[[dict[str, Any]], None] = lambda report: None,
 ) -> dict[str, Any]:
-    """Measures every backend at every case; what fails or does not fit is reported, and the rest goes on.
+    """Measure every backend at every case; failures and misfits are reported, and the rest continues.
 
     Args:
         options: what is the same in every process.

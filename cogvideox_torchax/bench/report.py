@@ -179,7 +179,7 @@ def write_device(report: dict[str, Any], directory: Path) -> list[Path]:
 
 
 def draw(report: dict[str, Any], directory: Path, stem: str) -> list[Path]:
-    """Bars of time and memory, and time against frames and against size where more than one was run."""
+    """Draw bars of time and memory, and time over frames and over size if several were measured."""
     good = [
         (case, result) for case in report["cases"] for result in case["results"] if result["status"] == "ok"
     ]

@@ -44,7 +44,7 @@ COMMAND = Command(
             "--fps",
             group="size",
             type=frame_rate,
-            help="frames a second (default: 8; that of a latents stage)",
+            help="frames a second (default: 8, or a latents stage's)",
         ),
         Option("--dtype", help="of weights and latents (default: bfloat16)"),
         Option(
@@ -72,7 +72,7 @@ COMMAND = Command(
             "--from-stage",
             group="stages",
             choices=("text", "latents"),
-            help="take up from what --save-stages kept",
+            help="resume from the stage that --save-stages kept",
         ),
         _sampling(
             "--preview",

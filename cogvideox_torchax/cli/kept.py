@@ -1,4 +1,4 @@
-"""Latents that `generate` keeps: a stage's, and those of a video that is not whole yet."""
+"""Latents that `generate` keeps: a stage's, and an unfinished video's."""
 
 import argparse
 import contextlib
@@ -17,7 +17,7 @@ def load_latents_stage(args: argparse.Namespace) -> Latents:
     given = sorted(name for name in sampling if getattr(args, name) is not None)
     if given:
         options = ", ".join(map(stages.option, given))
-        raise ValueError(f"the latents are sampled already: leave {options} out, or take up from 'text'")
+        raise ValueError(f"the latents are sampled already: leave {options} out, or resume from 'text'")
     latents = stages.load_latents(args.save_stages)
     latents.check_model(generate.vae_config(args.model))
     return latents

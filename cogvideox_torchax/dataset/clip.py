@@ -183,7 +183,7 @@ class _ClipUnit:
 
     Args:
         recipe: which model, and what is made.
-        say: is told what a user should know.
+        say: receives messages for a user.
         vae: the model, where it is loaded already.
         fetch: brings what a chunk gives to the host.
         follow: gives a clip's chunks on, of so many, in one direction, for a bar.

@@ -78,7 +78,7 @@ class VideoDirectory(OutputDirectory):
                 check_file(name, self._path(name), self.directory, owners)
                 owner, where = owners[self._path(name)]
                 if (owner, where) != (name, shard):
-                    raise ClipError(f"its video would be that of {owner} in {where}: give it another id")
+                    raise ClipError(f"its video would replace {owner}'s in {where}: give it another id")
                 yield name, read
             except ClipError as error:
                 self.bad[str(name)] = f"{shard}: {error}"

@@ -115,7 +115,7 @@ def _arrow() -> Any:
 def _schema(arrow: Any) -> Any:
     """Return the columns that FastVideo's loader reads, then ours.
 
-    Theirs are those of text to video in `fastvideo/dataset/dataloader/schema.py`.
+    Theirs are for text to video, in `fastvideo/dataset/dataloader/schema.py`.
     """
     text, count, numbers, data = arrow.string(), arrow.int64(), arrow.list_(arrow.int64()), arrow.binary()
     tensor = lambda name: [(f"{name}_bytes", data), (f"{name}_shape", numbers), (f"{name}_dtype", text)]  # noqa: E731

@@ -70,7 +70,7 @@ def work(
         read: makes a job's input, in threads of its own. `IN_READING` are the job's.
         compute: makes the result of it, in the caller's thread. `CLIPS_OWN` are the job's.
         keep: puts a result where it belongs, in one thread. Any error of it ends the loop.
-        refuse: is told of a job that could not be done, in that same thread.
+        refuse: receives a job that failed, in that same thread.
         readers: jobs that are read at a time.
     """
     reading = ThreadPoolExecutor(readers, "read")

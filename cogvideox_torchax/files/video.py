@@ -47,7 +47,7 @@ class VideoInfo:
         fps: frames a second; their average where the gaps between frames differ.
         num_frames: that are really in the file, and shown: a cut without encoding anew hides some.
         times: when each frame is shown, in seconds after the first; empty where the file does not say.
-        tick: of the clock that `times` are told by, in seconds.
+        tick: period of the clock of `times`, in seconds.
         sound: the codec of the sound track; "" where there is none, "unknown" where FFmpeg has no decoder.
         pixel: a pixel's width over its height, as it is shown.
     """
@@ -190,7 +190,7 @@ def _orientation(frame: Any) -> Orientation:
 
 
 def _codec(stream: Any) -> str:
-    """Return the codec's own name, not that of the decoder which FFmpeg takes for it, such as mp3float."""
+    """Return the codec's own name; FFmpeg's decoder may have another, such as mp3float."""
     return stream.codec_context.codec.canonical_name if stream.codec_context else "unknown"
 
 

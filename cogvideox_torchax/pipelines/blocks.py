@@ -288,7 +288,7 @@ def joined_step(
 
 
 def embedded_time(model: Any, timestep: Any, timestep_cond: Any, ofs: Any, dtype: torch.dtype) -> Any:
-    """Vectors (N, E) of the timestep, and of `ofs` where the model has it."""
+    """Return the vectors (N, E) of the timestep, and of `ofs` if the model has it."""
     temb = model.time_embedding(model.time_proj(timestep).to(dtype), timestep_cond)
     if model.ofs_embedding is None:
         return temb
@@ -296,7 +296,7 @@ def embedded_time(model: Any, timestep: Any, timestep_cond: Any, ofs: Any, dtype
 
 
 def unpatched(y_NPC: torch.Tensor, shape: torch.Size, config: Any) -> torch.Tensor:
-    """Latents (N, T, C, H, W) of the patches that were cut of latents of this shape."""
+    """Return latents (N, T, C, H, W) from the patches that were cut of latents of this shape."""
     p, p_t = config["patch_size"], config["patch_size_t"] or 1
     videos, frames, _, height, width = shape
     y = y_NPC.unflatten(1, (-(-frames // p_t), height // p, width // p)).unflatten(-1, (-1, p_t, p, p))

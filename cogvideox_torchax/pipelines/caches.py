@@ -183,7 +183,7 @@ class Mag(StepCache):
 
 
 class Broadcast(StepCache):
-    """PyramidAttentionBroadcast: attention's results stand for those of later steps."""
+    """PyramidAttentionBroadcast: later steps reuse attention's results."""
 
     def _plan(self, state: State, model: Any, tensors: dict[str, Any]) -> StepPlan:
         skipped = tuple(name for name, hook in state.hooks.items() if not asked(hook, torch.zeros(1)))
@@ -192,7 +192,7 @@ class Broadcast(StepCache):
 
 
 class Taylor(StepCache):
-    """TaylorSeer: results are extrapolated from those of earlier steps."""
+    """TaylorSeer: results are extrapolated from earlier steps."""
 
     def _plan(self, state: State, model: Any, tensors: dict[str, Any]) -> StepPlan:
         counts = {name: hook.state_manager.get_state() for name, hook in state.hooks.items()}
@@ -412,16 +412,16 @@ def _mean(values: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
 
 
 class Parts:
-    """Modules of a program's own transformer, some of whose results stand for those of later steps.
+    """Modules of a program's transformer; later steps reuse the results of some.
 
     Args:
-        form: its kind, the names of the modules whose results are kept, and of those that the step skips.
+        form: its kind, the names of the modules whose results are kept, and of the skipped modules.
         kept: of each module, by name, for each tensor that it gives, a tuple of arrays; None to find zeros.
         numbers: of `NUMBERS`.
 
     Attributes:
         kept: for the next step.
-        seen: nothing that the host is told.
+        seen: None; the host gets no scalar.
     """
 
     seen = None

@@ -31,7 +31,7 @@ class FusedAttnProcessor(FusedCogVideoXAttnProcessor2_0):
 
 
 class _InThree:
-    """An attention layer by its own names, whose three projections are those of the fused one."""
+    """An attention layer by its own names, with the fused layer's projections as three."""
 
     def __init__(self, attn: Any):
         self._attn = attn

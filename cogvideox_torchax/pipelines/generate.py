@@ -1,4 +1,4 @@
-"""A video generated from a prompt with a diffusers pipeline, in stages that can be kept and taken up again.
+"""A video generated from a prompt with a diffusers pipeline, in stages that can be saved and resumed.
 
 Everything that a user passes is checked against the model's configs before any weight is loaded.
 """
@@ -286,7 +286,7 @@ class Generation:
         return {}
 
     def _forget_latents(self) -> None:
-        """Remove those of a generation before this one: nobody is to decode them as if of this one."""
+        """Remove an earlier generation's latents, which must not be decoded as this one's."""
         if self.keep is not None:
             stages.path_of(self.keep, stages.LATENTS).unlink(missing_ok=True)
 

@@ -101,12 +101,12 @@ class PatchEmbed(CogVideoXPatchEmbed):
         return height, width, (frames - 1) * self.temporal_compression_ratio + 1
 
     def table_for(self, height: int, width: int, frames: int) -> torch.Tensor | None:
-        """Positions (1, S, C) of latents of this size; None where the model's own, or none, serve."""
+        """Return positions (1, S, C) of latents of this size; None if the model's own, or none, serve."""
         if not self.needs_table(height, width, frames):
             return None
         size = (height, width, frames)
         known, table = _TABLES.get(self, (None, None))
-        if known != size:  # another thread may put that of another size there at any time
+        if known != size:  # another thread may replace it by another size's at any time
             table = runtime.to_jax(runtime.without_torchax(self._positions, *size))
             _TABLES[self] = size, table
         return table

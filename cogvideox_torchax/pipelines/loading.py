@@ -58,7 +58,7 @@ def load_pipeline(
 ) -> Any:
     """Load and port a pipeline, each weight going from its file straight to its devices.
 
-    The result is that of `port(pipeline.from_pretrained(...))`. The host holds one tensor at a time and the
+    The result equals `port(pipeline.from_pretrained(...))`. The host holds one tensor at a time and the
     VAE: a pipeline of 21 GB loads on a host with less memory.
 
     Args:

@@ -1,7 +1,7 @@
 """The two networks of a CogVideoX pipeline besides its VAE, ported: the transformer and the T5 text encoder.
 
-Each class is the one that it stands in for with a second way to run: a plain torch tensor
-takes the inherited forward, a torchax tensor one compiled program.
+Each class subclasses the class that it replaces and adds a second way to run: a plain torch tensor takes the
+inherited forward, a torchax tensor one compiled program.
 
 Axis letters: N videos, S positions of a sequence (text first, then patches), H heads, D channels of a head.
 """
@@ -198,7 +198,7 @@ class Compiled(PortedModel):
         return sharding.put_weight(self.mesh, name, array, self.parallelism)
 
     def place_on(self, mesh: "Mesh", parallel: "Parallel | None" = None, memory: float | None = None) -> None:
-        """Compiles for a mesh from now on, wherever the weights are; the program so far is dropped.
+        """Compile for a mesh from now on, wherever the weights are; the present program is dropped.
 
         Args:
             mesh: of `make_mesh`.
@@ -219,7 +219,7 @@ class Compiled(PortedModel):
 
 
 def heads_of(network: Any) -> int:
-    """Heads of a transformer's attention; 1 for a text encoder, whose heads nobody asks for."""
+    """Return the heads of a transformer's attention; 1 for a text encoder, where they are not used."""
     return network.config["num_attention_heads"] if isinstance(network, DiffusersTransformer) else 1
 
 

@@ -34,13 +34,13 @@ class LinearPreview:
     explained: float
 
     def __call__(self, latents: torch.Tensor) -> torch.Tensor:
-        """Colors (N, T, H, W, 3), bytes, of plain latents (N, T, C, H, W) as the VAE takes them."""
+        """Return colors (N, T, H, W, 3), bytes, of plain latents (N, T, C, H, W) as the VAE takes them."""
         colors = _with_ones(latents.float().movedim(2, -1)) @ self.weights
         return ((colors + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
 
 
 def fit(vae: Any, *, seed: int = 0) -> LinearPreview:
-    """Fits the map to a VAE, by least squares: what its encoder makes of patches of random colors.
+    """Fit the map to a VAE, by least squares: what its encoder makes of patches of random colors.
 
     Each picture is a still of patches, blurred into each other; the color of a latent is the mean of the
     pixels that it stands for. Three quarters are fitted to, the rest say how well. The encoder runs in
@@ -74,12 +74,12 @@ def _with_ones(features: torch.Tensor) -> torch.Tensor:
 
 
 def drawn(vae: Any, path: str | Path, say: Callable[[str], None]) -> Callable[[torch.Tensor], None]:
-    """Return what writes frames of latents into a PNG file, over those of the latents before.
+    """Return a function that writes latents' frames into a PNG file, over the last ones.
 
     Args:
         vae: as `fit` takes it.
         path: of the file.
-        say: is told how well the map is fitted.
+        say: receives the quality of the map's fit.
     """
     from PIL import Image
 

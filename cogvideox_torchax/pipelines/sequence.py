@@ -80,7 +80,7 @@ class Sequence:
         return math.prod(self.mesh.shape[axis] for axis in self.axes) if self.mesh is not None else 1
 
     def fill_up(self, x_NSC: jax.Array) -> jax.Array:
-        """Zeros behind the last token; split over the mesh."""
+        """Pad with zeros behind the last token; sharded over the mesh."""
         padded = jnp.pad(x_NSC, ((0, 0), (0, self.length - self.tokens), (0, 0)))
         if self.mesh is None:
             return padded
@@ -168,7 +168,7 @@ class Sequence:
             (N, S, C) of all tokens and of one part of the channels.
         """
         if self.axes:
-            # Without the barrier what travels is not what is rounded, but float32.
+            # Without the barrier the communication is float32, not the rounded values.
             sent = jax.lax.optimization_barrier(x_PNC)
             x_PNC = jax.lax.all_to_all(sent, self.axes, split_axis=0, concat_axis=0, tiled=True)
         parts, _, channels = x_PNC.shape  # of tokens now
@@ -191,7 +191,7 @@ class Sequence:
 
 
 def _filled(tokens: int, parts: int) -> int:
-    """Tokens in whole shares of as many devices."""
+    """Return the tokens padded to whole shards of so many devices."""
     unit = parts * (LANES if tokens > LANES * parts else 1)
     return -(-tokens // unit) * unit
 

@@ -116,7 +116,7 @@ def choose_parallelism(
 
 
 def memory_of(mesh: Mesh) -> float | None:
-    """Bytes of one of a mesh's devices; None where it does not say."""
+    """Return the bytes of one of a mesh's devices; None if it does not report them."""
     try:
         stats = mesh.devices.flat[0].memory_stats()
     except (RuntimeError, jax.errors.JaxRuntimeError):  # a topology's devices are not there

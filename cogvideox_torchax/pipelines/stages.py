@@ -31,7 +31,7 @@ DEFAULTS = {
 
 
 class StageError(ValueError):
-    """A stage that cannot be taken up; the message says why and what to do."""
+    """A stage that cannot be resumed from; the message gives the reason and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def requested(options: dict[str, Any], size: tuple[int, int, int], text: Stage |
     Args:
         options: the fields of a request among them; None for what was not given.
         size: frames, height and width where those are not given.
-        text: the stage to take up from, whose fields may not be contradicted; or None.
+        text: the stage to resume from, whose fields may not be contradicted; or None.
 
     Raises:
         ValueError: no prompt, or options that contradict the stage.
@@ -195,5 +195,5 @@ def load_latents(directory: str | Path) -> latent_files.Latents:
     """
     path = path_of(directory, LATENTS)
     if not path.is_file():
-        raise StageError(f"there is no stage {path}: take up from 'text'")
+        raise StageError(f"there is no stage {path}: resume from 'text'")
     return latent_files.load(path)

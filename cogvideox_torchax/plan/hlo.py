@@ -68,7 +68,7 @@ class Instruction:
         called: the computation that it calls, or None.
         cycles: the compiler's own estimate, or None.
         target: of a custom call, or None.
-        runs: the computations that it runs, with those of a loop or of a branch.
+        runs: the computations that it runs, with the bodies of a loop or of a branch.
         trips: of a loop, where the compiler knows them; 1 for any other instruction, None for other loops.
         groups: of a collective, the devices that exchange, by their place in the mesh; of a permutation the
             pairs of sender and receiver. Empty where all do.
@@ -192,7 +192,7 @@ def _arrays(types: str) -> tuple[ArrayType, ...]:
 
 @dataclass(frozen=True)
 class Traffic:
-    """The collectives of one kind: how many, their bytes on one device, and those of the largest array."""
+    """The collectives of one kind: how many, their bytes on one device, and the largest array's bytes."""
 
     count: int
     bytes: int

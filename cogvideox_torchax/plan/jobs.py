@@ -1,8 +1,8 @@
 """Compiles the real chunk programs for a TPU on a machine that has none: does it fit, how long does it take.
 
 libtpu carries the TPU's compiler. Every instruction of the text that it compiles to has the compiler's own
-`estimated_cycles`; their sum over the clock is its estimate of the time. It leaves out what a Pallas kernel
-does inside, which the kernel's final schedule says, and what travels between chips, which is timed apart.
+`estimated_cycles`; their sum over the clock is its estimate of the time. It leaves out the work
+inside a Pallas kernel, which the kernel's final schedule gives, and communication, which is timed separately.
 """
 
 import functools
@@ -81,7 +81,7 @@ def plan_programs(
     tp: int = 1,
     backend: str = "torchax",
 ) -> Iterator[ProgramPlan]:
-    """Compiles the first and, where there is one, the later chunk program of a job.
+    """Compile the first and, if there is one, the later chunk program of a job.
 
     Args:
         vae: of `weightless_vae`, or any ported VAE; with more than one device it is placed on their mesh.

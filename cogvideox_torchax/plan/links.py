@@ -116,7 +116,7 @@ class Links:
         return [device(row, columns[0]) for row in rows] + back
 
     def _slowest(self, pairs: Iterable[Sequence[int]]) -> float:
-        """Seconds a byte of each message takes, on the link that carries most of them."""
+        """Return the seconds for a byte of each message, on the link that carries most of them."""
         carried = Counter[Any]()
         for one, other in pairs:
             carried.update(self._route(self.places[one], self.places[other]))

@@ -287,7 +287,7 @@ def _compile(name: str, frames: int, network: Any, tensors: dict[str, Any], chip
 def _extended(
     name: str, plans: list[ProgramPlan], layers: int, attention_flops: float, chip: Chip | None
 ) -> NetworkPlan:
-    """Extrapolate the plan of all layers from those of a few."""
+    """Extrapolate the plan of all layers from plans of a few."""
     fewer, more = plans
 
     def extend(field: str) -> Any:

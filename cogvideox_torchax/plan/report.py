@@ -61,7 +61,7 @@ def _cells(row: Row) -> list[str]:
 
 
 def report(vae: Any, shape: tuple[int, ...], *, kind: Direction = DECODE) -> ProgramPlan:
-    """Compiles the program of an input's last chunk and says what lies where, layer by layer.
+    """Compile the program of an input's last chunk and report its sharding, layer by layer.
 
     Everything but `shape` and `spec` of a row is read off the compiled program.
 
@@ -116,7 +116,7 @@ def layers(program: runtime.Program, text: str) -> list[Row]:
         ValueError: a program for one device, which names no layers.
     """
     if not isinstance(program.place, ChunksOnMesh):
-        raise ValueError("got a program for one device: layers are told apart on a mesh, dp * tp above 1")
+        raise ValueError("got a program for one device: a report needs a mesh, dp * tp above 1")
     return _rows(program.place, list(instructions(text)))
 
 

@@ -49,7 +49,7 @@ class Loop:
     """A loop of a schedule.
 
     Attributes:
-        bundles: from its first to its last, those of loops inside included.
+        bundles: from its first to its last, with the bundles of inner loops.
         trips: how often it ran, all entries together.
     """
 
@@ -76,7 +76,7 @@ class Schedule:
 
 
 def compile_with_schedules(lowered: Any, chip: Chip | None) -> tuple[Any, dict[str, Schedule]]:
-    """Compiles what `jax.jit(...).lower(...)` gave.
+    """Compile the result of `jax.jit(...).lower(...)`.
 
     Args:
         lowered: for the devices of a topology, or of this machine.
@@ -175,7 +175,7 @@ class _Branch:
 
 
 def read_schedule(text: str, delay_slots: int) -> Schedule:
-    """Follows a final schedule from its first bundle to its last.
+    """Follow a final schedule from its first bundle to its last.
 
     Args:
         text: of libtpu's `final_bundles` dump of one kernel.
@@ -253,7 +253,7 @@ def _operation(part: str) -> _Operation | None:
 
 
 def _operands(text: str) -> list[tuple[str, str | int]]:
-    """Names and registers, or "" and numbers, of a list of operands."""
+    """Return the names and registers, or "" and numbers, of a list of operands."""
     return [
         (name, register) if name else ("", int(number, 0) % WORD)
         for name, register, number in _OPERAND.findall(text)

@@ -33,7 +33,7 @@ def plan_train_step(
     dp: int = 1,
     tp: int = 1,
 ) -> Iterator[ProgramPlan]:
-    """Compiles the gradients of both halves, of one video for each device of "dp".
+    """Compile the gradients of both halves, of one video for each device of "dp".
 
     Args:
         vae: of `weightless_vae`.

@@ -17,7 +17,7 @@ def default_compile_cache() -> Path:
 
 
 def configure_compile_cache(directory: str | Path | None = None) -> None:
-    """Points JAX's persistent compile cache at the user's cache directory, once.
+    """Point JAX's persistent compile cache at the user's cache directory, once.
 
     A directory given here wins; a cache that JAX is already configured with (`JAX_COMPILATION_CACHE_DIR`, or
     `jax_compilation_cache_dir`) is left alone; `COGVIDEOX_TORCHAX_COMPILE_CACHE` names another directory, or

@@ -14,7 +14,7 @@ Function = Callable[..., Any]
 
 
 class _Differentiated(torch.autograd.Function):
-    """A JAX function's result, whose gradients are those of `jax.vjp`."""
+    """A JAX function's result, with the gradients of `jax.vjp`."""
 
     @staticmethod
     def forward(

@@ -168,7 +168,7 @@ class TorchNetwork:
 class Program:
     """A network (inputs, cache) -> (result, cache), compiled for a place: a pure function of weights too.
 
-    A call without a cache, as that of a video's first chunk, is one program for each set of shapes; every
+    A call without a cache, such as a video's first chunk, is one program for each set of shapes; every
     later chunk runs the other, whose cache is donated. Weights are arguments, and none are kept. Any thread
     may run it. `compilations` counts the programs traced so far.
 

@@ -51,7 +51,7 @@ def _copied(module: Module, done: dict[int, Any]) -> Module:
     elif id(module) not in done:
         copied = done[id(module)] = object.__new__(type(module))
         attributes = {
-            name: _own(value, done, name == PROCESSOR)  # the processor of one block may be that of all
+            name: _own(value, done, name == PROCESSOR)  # all blocks may share a processor
             for name, value in vars(module).copy().items()
             if name not in BESIDE_IT
         }

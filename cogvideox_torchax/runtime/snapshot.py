@@ -73,7 +73,7 @@ class _Seen:
 def _contents(modules: Iterable[dict[str, Any]]) -> list[tuple[Any, list[Any]]]:
     """Return every container that modules' attributes hold, at any depth, each with its items as they are.
 
-    Of a processor, and of the objects that it holds, the container is that of their attributes.
+    For a processor, and for the objects that it holds, the container is their attributes.
     """
     found: dict[int, tuple[Any, list[Any]]] = {}
     for attributes in modules:
@@ -112,7 +112,7 @@ def _tree(root: nn.Module) -> Iterator[nn.Module]:
 
 
 def _weight_pattern(modules: Iterable[nn.Module]) -> list[Any]:
-    """Names and places of the weights: which there are, and which are one tensor under two names."""
+    """Return the names of the weights, and which of them are one tensor under two names."""
     first: dict[int, int] = {}
     pattern: list[Any] = []
     for module in modules:

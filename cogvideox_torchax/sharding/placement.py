@@ -5,7 +5,7 @@ over "dp" and by width over "tp". Another batch is split as one video is: paddin
 video's work, padding a width costs a few columns. Time is never split, weights are copied to every device.
 
 A width that does not divide is padded on entry (`PaddedChunk`): 90 latent columns over 8 devices to 8 x 12,
-and so 24, 48 and 96 columns a device at the levels above. Kernels are told which columns belong to the frame
+and so 24, 48 and 96 columns a device at the levels above. Kernels get which columns belong to the frame
 (`jax_kernels.common.columns.Split`), and the padding is cut off a user's results. XLA would pad each level by
 itself, 180 into 23 and 360 into 45, and columns would move between devices at every level.
 """
@@ -51,7 +51,7 @@ class Placement(Place):
         mesh: of `make_mesh`.
         axes: of the activations, chunks and results that are placed.
         cache_axes: of the caches between two chunks; as `axes` where None.
-        unit: columns of a chunk that stay together: those of one latent pixel.
+        unit: columns of a chunk that stay together: one latent pixel's.
     """
 
     mesh: Mesh
@@ -188,7 +188,7 @@ class Placement(Place):
 
 
 def columns_last_on(target: Target, x_NTHWC: jax.Array) -> jax.Array:
-    """Frames of a few channels as a TPU keeps them best."""
+    """Keep frames of a few channels in the order that suits a TPU best."""
     return map_shards(target, store_columns_last, (x_NTHWC,))
 
 

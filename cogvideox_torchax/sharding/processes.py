@@ -148,7 +148,7 @@ class Exchange:
         return whole
 
     def leave(self) -> None:
-        """Says that this process reads no more; the first one, which clears up, waits for all to say so."""
+        """Announce that this process reads no more; the first process waits for all, and cleans up."""
         mark = lambda process: self.directory / f"{process}.left"  # noqa: E731
         mark(jax.process_index()).touch()
         if is_first():

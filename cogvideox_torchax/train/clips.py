@@ -160,7 +160,7 @@ def load_all(
     if not sources:
         raise ValueError("none of the clips can be trained on")
     if whole and all(source.whole is None for source in sources):
-        raise ValueError("whole frames are those of videos, and none of the clips is one: add a video")
+        raise ValueError("whole frames need a video, and none of the clips is one: add a video")
     return sources
 
 

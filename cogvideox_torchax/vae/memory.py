@@ -139,7 +139,7 @@ def tile_of(vae: Any) -> tuple[int, int] | None:
 
 @contextlib.contextmanager
 def tiles_put_back(vae: Any) -> Iterator[None]:
-    """Leaves a model's tiles as they were before the block, whatever it turned on."""
+    """Restore a model's tiles after the block, whatever it turned on."""
     names = ("use_tiling", *(name for name in vars(vae).copy() if name.startswith("tile_")))
     before = {name: getattr(vae, name) for name in names}
     try:

@@ -6,12 +6,12 @@ import torch
 
 
 def to_uint8(frames: Any) -> Any:
-    """Frames in [-1, 1] as bytes, rounded as diffusers' VideoProcessor does."""
+    """Return frames in [-1, 1] as bytes, rounded as diffusers' VideoProcessor does."""
     return _cast(((_cast(frames, "float32") * 0.5 + 0.5).clip(0.0, 1.0) * 255.0).round(), "uint8")
 
 
 def from_uint8(pixels: Any, dtype: str) -> Any:
-    """Bytes as frames in [-1, 1], of a dtype by its name."""
+    """Return bytes as frames in [-1, 1], of a dtype by its name."""
     return _cast(_cast(pixels, "float32") / 127.5 - 1.0, dtype)
 
 

@@ -24,9 +24,9 @@ Fetch = Callable[[torch.Tensor], torch.Tensor]
 
 
 class ChunkedVAE:
-    """Mixed into a VAE of diffusers' interface: streams over its chunks, and the checks of what goes in.
+    """Mixed into a VAE of diffusers' interface: streams over its chunks, and checks of inputs.
 
-    The class beside it has diffusers' attributes (`config`, `dtype`, those of tiles and slices), and defines
+    The class beside it has diffusers' attributes (`config`, `dtype`, tiles' and slices'), and defines
     `_results`.
     """
 

@@ -66,7 +66,7 @@ def groups(plan: TilePlan, together: int) -> list[list[tuple[int, int]]]:
 
 
 def plan_axis(size: int, *, tile: int, overlap: float, scale_in: int = 1, scale_out: int = 1) -> AxisPlan:
-    """Plans one axis.
+    """Plan one axis.
 
     Args:
         size: the input's pixels along the axis.
@@ -120,7 +120,7 @@ class TileSettings:
         )
 
     def cuts(self, direction: Direction, size: tuple[int, ...], scale: int) -> bool:
-        """Return whether a picture is larger than one tile; the arguments are those of `plan`."""
+        """Return whether a picture is larger than one tile; the arguments are `plan`'s."""
         scale_in = direction.scale(scale)
         return size[0] > self.latent_height * scale_in or size[1] > self.latent_width * scale_in
 

@@ -228,7 +228,7 @@ def border_frames(lengths: list[int]) -> list[int]:
 
 
 def compare_whole(got: torch.Tensor, want: torch.Tensor, lengths: list[int], pixels: bool) -> WholeError:
-    """Errors of an answer (N, C, T, H, W); `pixels` adds PSNR and SSIM of each frame."""
+    """Return the errors of an answer (N, C, T, H, W); `pixels` adds PSNR and SSIM of each frame."""
     difference = (got.double() - want.double()).abs()
     by_frame = difference.mean(dim=(0, 1, 3, 4)).tolist()
     at_borders = border_frames(lengths)

@@ -130,12 +130,12 @@ def attend(
 
 
 def _tile(x: Array) -> int:
-    """Rows of one of a TPU's tiles."""
+    """Return the rows of one of a TPU's tiles."""
     return 32 // x.dtype.itemsize
 
 
 def _block(length: int, sizes: tuple[int, ...]) -> int:
-    """Positions a block. The last one may reach beyond the sequence."""
+    """Return the positions of a block; the last block may reach beyond the sequence."""
     if length <= min(sizes):
         unit = LANES if length <= LANES else CHUNK
         return -(-length // unit) * unit

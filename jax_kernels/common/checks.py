@@ -4,7 +4,7 @@ from typing import Any
 
 
 def check_channels(kernel: str, channels: int, **vectors: Any) -> None:
-    """Refuses vectors, by name, that are not None and have not one number a channel.
+    """Raise `ValueError` for vectors, by name, that are not None and have not one number a channel.
 
     Raises:
         ValueError: a vector of another shape than (channels,).

@@ -100,7 +100,7 @@ def neighbours_of(
 def exchanged(
     split: Split, first: Shaped[Array, "*column"], last: Shaped[Array, "*column"]
 ) -> tuple[Array, Array]:
-    """Exchange the first and the last columns of a shard for those of its neighbours.
+    """Exchange the first and the last columns of a shard for its neighbours'.
 
     The results are the left neighbour's last and the right neighbour's first columns, zeros beyond the first
     and the last shard.

@@ -66,11 +66,11 @@ def conv_patches(
 
 
 def repeat_nearest(x: Array, factors: dict[int, int]) -> Array:
-    """Repeats each element `factors[axis]` times along `axis`: nearest-neighbour upsampling by whole factors.
+    """Repeat each element `factors[axis]` times along `axis`: nearest-neighbour upsampling by whole factors.
 
     A broadcast and a reshape: an index gather would gather the whole of a sharded axis, and with
     `total_repeat_length` jnp.repeat would compute its indices on the device. Columns first, while the array
-    is smallest: where the shards of a width and of its multiple do not line up, columns travel.
+    is smallest: where the shards of a width and of its multiple do not line up, columns are communicated.
     """
     for axis in sorted(factors, reverse=True):
         x = jnp.repeat(x, factors[axis], axis=axis)

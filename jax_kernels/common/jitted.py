@@ -9,7 +9,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def jitted(*static_argnames: str) -> Callable[[Function], Function]:
-    """Compiles a function once for each value of these arguments; what `jax.jit` returns has no signature."""
+    """Compile a function once for each value of these arguments; what `jax.jit` returns has no signature."""
 
     def decorate(function: Function) -> Function:
         return cast(Function, jax.jit(function, static_argnames=static_argnames))

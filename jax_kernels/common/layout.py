@@ -80,7 +80,7 @@ def store_columns_last(target: Target, x_NTHWC: jax.Array) -> jax.Array:
 
 
 def zero_of(x: jax.Array) -> jax.Array:
-    """Zeros that are known when `x` is, to add to what is to wait for it; zero for a NaN too.
+    """Return a zero that depends on `x`, for operations that have to wait for it; zero for a NaN too.
 
     XLA does not see that they are. An optimization barrier it drops before it decides what comes first.
     """

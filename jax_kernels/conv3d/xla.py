@@ -151,7 +151,7 @@ def same_columns(kernel: Array) -> Padding:
 
 
 def _padding(kernel: Array, columns: Padding) -> tuple[tuple[int, int], Padding]:
-    """Zeros for as many rows as there are, and these columns to the left and right."""
+    """Return the padding of rows for the same size, and these columns on the left and right."""
     rows = kernel.shape[1] // 2
     return (rows, rows), columns
 

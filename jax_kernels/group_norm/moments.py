@@ -52,7 +52,7 @@ def moments_of_columns(
     *,
     num_groups: int,
 ) -> Moments:
-    """Merge the moments of columns of `length` pixels, channels last, to those of each video's groups."""
+    """Merge the moments of columns of `length` pixels, channels last, to each video's groups."""
     columns = Moments(length, *(_split_groups(part, num_groups) for part in (mean, m2)))
     axes = (*range(1, columns.mean.ndim - 2), columns.mean.ndim - 1)
     return _merge_columns(target.split, columns, axes, column_axis=columns.mean.ndim - 3)

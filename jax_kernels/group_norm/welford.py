@@ -1,4 +1,4 @@
-"""Welford's moments, and Chan's formula that merges those of parts."""
+"""Welford's moments, and Chan's formula that merges the moments of parts."""
 
 from typing import NamedTuple
 

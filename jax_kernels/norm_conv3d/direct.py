@@ -186,7 +186,7 @@ class DirectStep(ConvStep):
         self._give(column, sizes.chunk, lambda row, part: self.refs["sums"].at[row, part][of_sums, :])
 
     def _clear_beyond(self) -> None:
-        """Zeros right of the picture's last column."""
+        """Clear the memory right of the frame's last column."""
         sizes = self.sizes
         at = pl.ds((sizes.last_columns + sizes.chunk) * sizes.words, sizes.words)
         for part in range(sizes.parts):

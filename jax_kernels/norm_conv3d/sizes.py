@@ -135,7 +135,7 @@ class Product(NamedTuple):
     """One matrix product of a chunk: which of its inputs it contracts, and which results it adds to.
 
     Attributes:
-        inputs: (row, time tap) of four rows, those of the results in the middle; to Winograd's, which has no
+        inputs: (row, time tap) of four rows, the results' rows in the middle; to Winograd's, which has no
             taps of time, (row, column).
         results: (row, column tap); to Winograd's (row, column).
     """

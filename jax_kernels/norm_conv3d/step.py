@@ -67,15 +67,15 @@ class ConvStep:
         """Before a strip's first rows."""
 
     def _clear_above(self) -> None:
-        """Zeros above the first row."""
+        """Clear the row above the first."""
         raise NotImplementedError
 
     def _clear_below(self) -> None:
-        """Zeros below the last one."""
+        """Clear the row below the last."""
         raise NotImplementedError
 
     def _clear_beyond(self) -> None:
-        """Zeros right of the picture's last column."""
+        """Clear the memory right of the frame's last column."""
         raise NotImplementedError
 
     def _convolve(self) -> None:

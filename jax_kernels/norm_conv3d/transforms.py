@@ -2,7 +2,7 @@
 
 A tile's results are linear combinations of products, each of a combination of the taps and one of the frames
 under them: 4 products for two results and 7 for four, where each result takes 3. The combinations only add
-and subtract but for powers of two with the taps, so they round as little as those of two results: six
+and subtract but for powers of two with the taps, so they round as little as for two results: six
 products would do for four, but with factors that make three times the error of white noise.
 """
 

@@ -63,7 +63,7 @@ class WinogradStep(ConvStep):
         self.moved = self.rows[ROWS + 1], ("lower", lax.rem(step + 2, 3))
 
     def _begin(self) -> None:
-        """Zeros on both sides."""
+        """Clear both sides."""
         for name in ("stage", "upper", "lower"):
             for start in (0, MARGIN + self.sizes.width):
                 _clear(self.refs[name].at[:, :, :, pl.ds(start, MARGIN)])
@@ -245,5 +245,5 @@ def _unpacked(words: Array) -> tuple[Array, Array]:
 
 
 def _packed(low: Array, high: Array) -> Array:
-    """Words of bfloat16."""
+    """Pack two halves into words of bfloat16."""
     return pltpu.bitcast(pltpu.pack_elementwise([low, high], packed_dtype=jnp.bfloat16), jnp.int32)

@@ -14,7 +14,7 @@ def upsample(x, kernel, bias, *, expand_time, first_frame_alone=False):
 
 
 def downsample(x, kernel, bias, *, compress_time, first_frame_alone=False):
-    """Pairs averaged, then every second pixel of a convolution padded below and right."""
+    """Average pairs, then take every second pixel of a convolution padded below and right."""
     if compress_time:
         after = x[:, first_frame_alone:].astype(jnp.float32)
         pairs = (after[:, ::2] + after[:, 1::2]) / 2

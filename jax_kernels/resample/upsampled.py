@@ -194,12 +194,12 @@ class _Step:
         return x if self.sizes.taken == self.sizes.frames else pltpu.bitcast(words_of_twice(x), x.dtype)
 
     def _side_by_side(self, left: Array, right: Array) -> Array:
-        """Pixels of even and of odd columns in the order of columns."""
+        """Interleave pixels of even and of odd columns in the order of columns."""
         of_pixels = (part.reshape(-1, 1, self.sizes.frames, self.sizes.outputs) for part in (left, right))
         return jnp.concatenate([*of_pixels], axis=1).reshape(-1, self.sizes.outputs)
 
     def _rounded(self, sums: Array, column: Any) -> Array:
-        """Results from this column of pixels on, zeros where they only pad a width."""
+        """Round the results from this column of pixels on, with zeros in padding columns."""
         if "real" in self.refs:
             row = lax.broadcasted_iota(jnp.int32, sums.shape, 0)
             sums = jnp.where(row < (self.refs["real"][0] - 2 * column) * self.sizes.frames, sums, 0.0)

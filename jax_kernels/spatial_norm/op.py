@@ -59,8 +59,8 @@ def spatial_norm(
         The shape and dtype of `x`; everything in between is float32.
 
     Raises:
-        ValueError: sizes of `x` that are no whole multiples of those of `zq`; weights of other sizes; an
-            implementation or an activation that there is not.
+        ValueError: sizes of `x` that are no whole multiples of the sizes of `zq`; weights of other sizes;
+            an unknown implementation or activation.
     """
     weights = weight, bias, kernel_y, bias_y, kernel_b, bias_b
     check_spatial_norm(x, zq, *weights, num_groups=num_groups, first_frame_alone=first_frame_alone)

@@ -285,7 +285,7 @@ def test_one_id_of_two_shards_is_named_and_a_video_that_is_there_is_not_bad(enco
     with VideoDirectory(tmp_path / "out", shards) as videos:
         assert len(videos.missing) == len(GOOD)
         assert set(videos.bad) == set(GOOD)
-        assert "its video would be that of b.mp4 in" in videos.bad["b.mp4"]
+        assert "its video would replace b.mp4's in" in videos.bad["b.mp4"]
         videos.begin({})
     # One process found it bad; another made it, and its manifest is read before that of the first.
     for name, kind in (("videos-0.jsonl", manifest.DONE), ("videos-1.jsonl", manifest.BAD)):

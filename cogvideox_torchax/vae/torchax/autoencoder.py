@@ -36,7 +36,7 @@ HUB_OPTIONS = {"revision", "token", "cache_dir", "local_files_only", "force_down
 
 
 class DifferentiablePosterior(DiagonalGaussianDistribution):
-    """diffusers' posterior with its gradients on JAX, where those of torch's own split and clamp are lost."""
+    """diffusers' posterior with gradients on JAX, where torch's own split and clamp lose them."""
 
     def __init__(self, parameters: torch.Tensor):
         self.parameters, self.deterministic = parameters, False

@@ -1,6 +1,6 @@
 """The ported modules: diffusers' own classes, with a second way to run.
 
-Each class here subclasses the module that it stands in for, adds no state, and decides by the tensor it
+Each class here subclasses the module that it replaces, adds no state, and decides by the tensor it
 gets: a plain torch tensor takes the inherited forward, a torchax tensor the JAX kernel. `port` swaps a
 module's class in place, so parameters, names, hooks and `isinstance` stay what they were. On JAX a norm's
 activation is computed with it, so that what hooks see of the two differs.
