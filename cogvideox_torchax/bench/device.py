@@ -22,12 +22,12 @@ PLATFORMS = ("tpu", "cuda", "cpu")
 LIMIT = 1800.0
 """Seconds that one process may take."""
 SAME = ("version", "commit", "versions", "device", "dtype", "mesh")
-"""What of a kept report has to be as it is now for a run to go on from it."""
+"""Fields of a kept report that must be equal for a run to resume it."""
 
 
 @dataclass(frozen=True)
-class Options:
-    """What is measured.
+class DeviceOptions:
+    """Settings of a run.
 
     Attributes:
         small: the directory of the small VAE.
@@ -48,7 +48,7 @@ class Options:
 
 
 def run(
-    options: Options,
+    options: DeviceOptions,
     say: Callable[[str], None],
     keep: Callable[[dict[str, Any]], None] = lambda report: None,
     before: dict[str, Any] | None = None,
@@ -83,7 +83,7 @@ def run(
     return report
 
 
-def _begun(options: Options, device: dict[str, Any], before: dict[str, Any] | None) -> dict[str, Any]:
+def _begun(options: DeviceOptions, device: dict[str, Any], before: dict[str, Any] | None) -> dict[str, Any]:
     """Return the report so far."""
     dtype = options.dtype or ("float32" if device["platform"] == "cpu" else "bfloat16")
     mesh = {"dp": options.dp, "tp": options.tp}
@@ -115,7 +115,7 @@ class _Processes:
         scratch: a directory for what they exchange.
     """
 
-    def __init__(self, options: Options, scratch: Path, say: Callable[[str], None]):
+    def __init__(self, options: DeviceOptions, scratch: Path, say: Callable[[str], None]):
         self._options, self._scratch, self._say = options, scratch, say
         self._references: dict[str, dict[str, Any]] = {}
         self._dtype, self._on_cpu, self._off = "float32", True, {}

@@ -1,4 +1,4 @@
-"""What `bench device` runs: jobs, ways to run each, and sizes of which the first that fits is taken."""
+"""Jobs of `bench device`, ways to run each, and sizes, of which the first that fits is taken."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -36,7 +36,7 @@ SMALL = {
     "step": Size("small", 9, 64, 96),
     "prompt": Size("small", 9, 64, 96),
 }
-"""What a CPU runs, and what is left where memory runs out."""
+"""Sizes for a CPU, and the last resort where memory runs out."""
 PUBLISHED = {
     "kernels": (Size("5b", 49, 480, 720), Size("5b", 17, 160, 240)),
     "vae": (Size("5b", 49, 480, 720), Size("5b", 49, 320, 480), Size("5b", 17, 160, 240)),
@@ -51,7 +51,7 @@ CHECKED = {
     "step": SMALL["step"],
     "prompt": SMALL["prompt"],
 }
-"""What PyTorch in float32 computes on the host of an accelerator; the kernels are large enough to be used."""
+"""Sizes for PyTorch in float32 on the host of an accelerator; the kernels are large enough to be used."""
 
 SMALL_TRANSFORMER: dict[str, Any] = {
     "num_attention_heads": 4,

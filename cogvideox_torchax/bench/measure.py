@@ -1,4 +1,4 @@
-"""What a process of `bench device` does: describe the devices, check and measure a job one way, or plan it.
+"""Work of a process of `bench device`: describe the devices, check and measure a job one way, or plan it.
 
 Letters of the kernels' shapes: T frames, H rows, W columns, S tokens, A heads, C channels of all heads.
 """
@@ -37,8 +37,8 @@ LATENT_FRAMES, LATENT_SIDE = 4, 8
 
 
 @dataclass(frozen=True)
-class Request:
-    """What a process is asked for.
+class DeviceTask:
+    """Request to a process.
 
     Attributes:
         job, way: of `ladder`.
@@ -91,7 +91,7 @@ class Request:
         return make_mesh(self.dp or 1, self.tp if several else 1, devices=devices)
 
 
-def probe(request: Request) -> dict[str, Any]:
+def probe(request: DeviceTask) -> dict[str, Any]:
     """Describe the devices, and PyTorch's beside them; `ValueError` for a mesh that does not fit."""
     import jax
 
@@ -110,7 +110,7 @@ def probe(request: Request) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def measure(request: Request) -> dict[str, Any]:
+def measure(request: DeviceTask) -> dict[str, Any]:
     """Compare a job with the reference, then measure it where it is right."""
     checked, size = Size(**request.checked), Size(**request.size)
     verdict = _judge(request)(request, checked)
@@ -120,7 +120,7 @@ def measure(request: Request) -> dict[str, Any]:
     return {"status": "ok", "check": verdict, "parts": list(parts)}
 
 
-def estimate(request: Request) -> dict[str, Any]:
+def estimate(request: DeviceTask) -> dict[str, Any]:
     """Return the seconds that `plan` estimates for each part of a job, on a machine without the device."""
     size, dtype = Size(**request.size), request.torch_dtype
     devices = chips.topology_devices(request.topology)
@@ -168,7 +168,7 @@ def _timed(once: Callable[[], Any]) -> dict[str, Any]:
     }
 
 
-def _jax_parts(request: Request, size: Size) -> Iterator[dict[str, Any]]:
+def _jax_parts(request: DeviceTask, size: Size) -> Iterator[dict[str, Any]]:
     import jax
 
     for work in _works(request, size, request.mesh()):
@@ -209,7 +209,7 @@ def _arrays(structs: Any) -> Any:
     return jax.tree.map(array, structs)
 
 
-def _torch_parts(request: Request, size: Size) -> Iterator[dict[str, Any]]:
+def _torch_parts(request: DeviceTask, size: Size) -> Iterator[dict[str, Any]]:
     device = _torch_device()
     synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
     for name, run in _torch_runs(request, size, device):
@@ -234,7 +234,7 @@ def _torch_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _torch_runs(request: Request, size: Size, device: str) -> Iterator[tuple[str, Callable[[], Any]]]:
+def _torch_runs(request: DeviceTask, size: Size, device: str) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Yield what PyTorch runs of each part of a job."""
     dtype = request.torch_dtype
     wrapped = torch.compile if request.way == "torch-compile" else lambda network: network
@@ -273,7 +273,7 @@ def _torch_gradients(vae: Any, network: nn.Module, kind: Direction, x: torch.Ten
 # The programs
 
 
-def _works(request: Request, size: Size, mesh: Any) -> list[Work]:
+def _works(request: DeviceTask, size: Size, mesh: Any) -> list[Work]:
     """Return the programs of a job, for a size and a mesh of real devices or of a topology."""
     if request.job.startswith("kernels "):
         return [_kernel_work(request, size, mesh)]
@@ -296,7 +296,7 @@ class Stock(nn.Module):
         return self.model(**tensors, return_dict=False)[0], cache
 
 
-def _network(request: Request, size: Size, device: str = "meta") -> tuple[Any, dict[str, Any]]:
+def _network(request: DeviceTask, size: Size, device: str = "meta") -> tuple[Any, dict[str, Any]]:
     """Return the transformer or the text encoder, unported, and what it takes."""
     dtype, small = request.torch_dtype, size.model == "small"
     torch.manual_seed(0)
@@ -310,7 +310,7 @@ def _network(request: Request, size: Size, device: str = "meta") -> tuple[Any, d
     return networks.transformer(config, dtype, device), tensors
 
 
-def _network_work(request: Request, size: Size, mesh: Any) -> Work:
+def _network_work(request: DeviceTask, size: Size, mesh: Any) -> Work:
     model, tensors = _network(request, size)
     runtime.enable()
     program = _network_program(request, model, mesh)
@@ -319,7 +319,7 @@ def _network_work(request: Request, size: Size, mesh: Any) -> Work:
     return Work(request.job, size.frames, program.lower, functools.partial(program.structs, tensors), program)
 
 
-def _network_program(request: Request, model: Any, mesh: Any) -> runtime.Program:
+def _network_program(request: DeviceTask, model: Any, mesh: Any) -> runtime.Program:
     if request.way == "torchax-stock":
         return runtime.Program(Stock(model), runtime.Place(mesh.devices.item()))
     port_network(model)
@@ -381,7 +381,7 @@ def _is_shape(value: Any) -> bool:
     return value is int or (type(value) is tuple and all(isinstance(side, int) for side in value))
 
 
-def _kernel_work(request: Request, size: Size, mesh: Any) -> Work:
+def _kernel_work(request: DeviceTask, size: Size, mesh: Any) -> Work:
     import jax
 
     import jax_kernels
@@ -408,7 +408,7 @@ def _kernel_work(request: Request, size: Size, mesh: Any) -> Work:
 # Checked
 
 
-def _judge(request: Request) -> Callable[[Request, Size], dict[str, Any]]:
+def _judge(request: DeviceTask) -> Callable[[DeviceTask, Size], dict[str, Any]]:
     if request.job.startswith("kernels "):
         return _check_kernel
     if request.job in ("step", "prompt"):
@@ -416,7 +416,7 @@ def _judge(request: Request) -> Callable[[Request, Size], dict[str, Any]]:
     return _check_gradients if request.job == "train" else _check_vae
 
 
-def _check_vae(request: Request, size: Size) -> dict[str, Any]:
+def _check_vae(request: DeviceTask, size: Size) -> dict[str, Any]:
     vae, kind = worker.native(request.vae(size), request.torch_dtype), request.kind
     with np.load(request.data) as file:
         x, want = (torch.from_numpy(file[f"{name}_{kind}"]) for name in ("input", "answer"))
@@ -431,7 +431,7 @@ def _check_vae(request: Request, size: Size) -> dict[str, Any]:
     return worker.check(got, want, request.dtype, (request.torch_rms or {}).get(kind))
 
 
-def _check_network(request: Request, size: Size) -> dict[str, Any]:
+def _check_network(request: DeviceTask, size: Size) -> dict[str, Any]:
     exact, tensors = _network(request, size, "cpu")
     exact = nn.Module.float(exact)
     inputs = _tensors(tensors, stock=False)
@@ -462,7 +462,7 @@ def _cast(value: Any, dtype: torch.dtype | None, device: str = "cpu") -> Any:
     return value.to(device, dtype if dtype and value.is_floating_point() else value.dtype)
 
 
-def _check_gradients(request: Request, size: Size) -> dict[str, Any]:
+def _check_gradients(request: DeviceTask, size: Size) -> dict[str, Any]:
     """Compare the gradients of both halves, all weights' together."""
     got, want, own = [], [], []
     dtype = request.torch_dtype
@@ -509,7 +509,7 @@ def _gradients(work: Work, weights: Any, x: Any, batch: int) -> dict[str, torch.
     }
 
 
-def _check_kernel(request: Request, size: Size) -> dict[str, Any]:
+def _check_kernel(request: DeviceTask, size: Size) -> dict[str, Any]:
     """Compare an op with its plain reference, on the host in float32."""
     import importlib
 

@@ -211,7 +211,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
             return run_task(Task(**request["task"]), request["torch_rms"])
         from cogvideox_torchax.bench import measure
 
-        return getattr(measure, request["do"])(measure.Request(**request["request"]))
+        return getattr(measure, request["do"])(measure.DeviceTask(**request["request"]))
     except Exception as error:
         return failure(error)
 

@@ -26,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
 
     output = None if args.output is None else common.report_directory(args.output)
     kept = None if output is None else output / "device.json"
-    options = device.Options(
+    options = device.DeviceOptions(
         small=str(common.DEMO_MODEL),
         jobs=tuple(dict.fromkeys(args.jobs)),
         platform=args.device,

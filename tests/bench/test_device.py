@@ -41,7 +41,7 @@ GOOD = {"status": "ok", "check": CHECK, "parts": [PART]}
 
 
 def options(**changed):
-    return device.Options(**{"small": "none", "jobs": ("kernels",), **changed})
+    return device.DeviceOptions(**{"small": "none", "jobs": ("kernels",), **changed})
 
 
 def run(monkeypatch, answer, before=None, kept=None, **changed):
@@ -355,7 +355,7 @@ def test_the_topology_of_real_devices_is_read_off_their_coordinates(kind, coordi
 def test_a_kernel_is_compared_at_a_size_at_which_a_tpu_runs_it(name, monkeypatch):
     size = ladder.CHECKED["kernels"]
     monkeypatch.setenv(SWITCH, "on")
-    request = measure.Request(job=f"kernels {name}", way="torchax", dtype="bfloat16")
+    request = measure.DeviceTask(job=f"kernels {name}", way="torchax", dtype="bfloat16")
     _, options = measure._kernel(name, size)
     (work,) = measure._works(request, size, request.mesh())
     structs = jax.tree.map(lambda of: jax.ShapeDtypeStruct(of.shape, of.dtype), work.structs())
