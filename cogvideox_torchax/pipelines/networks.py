@@ -35,7 +35,7 @@ from transformers.models.t5.modeling_t5 import T5LayerFF, T5LayerSelfAttention
 
 from cogvideox_torchax import runtime, upstream
 from cogvideox_torchax.files.models import saved_from_host
-from cogvideox_torchax.pipelines import caches, loras
+from cogvideox_torchax.pipelines import cached_layers, caches, loras
 from cogvideox_torchax.pipelines.blocks import GELU, Block, joined_step, takes_sequences
 from cogvideox_torchax.pipelines.fused import FusedAttnProcessor
 from cogvideox_torchax.pipelines.layers import AttnProcessor, LayerNorm, Linear, PatchEmbed
@@ -91,12 +91,12 @@ class CachedStep(TransformerStep):
     ):
         super().__init__(model, attention_kwargs)
         self.form = form
-        self.joined = self.joined and caches.takes_sequences(form)
+        self.joined = self.joined and cached_layers.takes_sequences(form)
 
     def forward(self, tensors: dict[str, Any], cache: Any) -> tuple[Any, Any]:
         given = dict(tensors)
-        numbers = {name: given.pop(name) for name in caches.NUMBERS if name in given}
-        reuse = caches.reuse(self.form, cache, numbers)
+        numbers = {name: given.pop(name) for name in cached_layers.NUMBERS if name in given}
+        reuse = cached_layers.reuse(self.form, cache, numbers)
 
         def run(tensors: dict[str, Any]) -> torch.Tensor:
             return super(CachedStep, self).forward(tensors, None)[0]

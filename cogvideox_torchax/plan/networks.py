@@ -297,7 +297,7 @@ def _extended(
         return {kind: _extend(one.get(kind, 0.0), part, layers) for kind, part in other.items()}
 
     grown = {field: extend(field) for field in ("flops", "bytes_accessed", "seconds", "floor_seconds")}
-    grown |= {field: int(extend(field)) for field in ("kernels", "argument_bytes")}
+    grown |= {field: int(extend(field)) for field in ("kernels", "argument_bytes", "output_bytes")}
     grown["temp_bytes"] = max(more.temp_bytes, int(extend("temp_bytes")))
     grown["shares"] = extend_each(fewer.shares, more.shares)
     if fewer.collective_seconds is not None and more.collective_seconds is not None:
