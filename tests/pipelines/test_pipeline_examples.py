@@ -222,7 +222,7 @@ def test_an_adapter_of_the_transformer_alone_is_added_and_saved_after_porting(di
 
 @pytest.mark.usefixtures("torchax_off")
 @pytest.mark.parametrize(("dp", "tp", "parallel"), [(1, 8, "context"), (2, 4, "context"), (2, 4, "tensor")])
-@pytest.mark.slow_cases(but=["2-4-tokens"])
+@pytest.mark.slow_cases(but=["2-4-context"])
 def test_a_lora_over_a_mesh_and_one_unloaded_before(directory, lora, dp, tp, parallel):
     stock, ported, unloaded = (loaded(directory) for _ in range(3))
     for pipe in (stock, ported, unloaded):
