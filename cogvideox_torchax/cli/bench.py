@@ -1,6 +1,7 @@
 """`bench`: backends measured against each other."""
 
 import argparse
+import functools
 import json
 from typing import Any
 
@@ -11,32 +12,33 @@ from cogvideox_torchax.cli.arguments import Command, Option, positive
 from cogvideox_torchax.files import reports
 from cogvideox_torchax.vae import checkpoint
 
+_backends = functools.partial(Option, group="bench backends")
 BACKENDS = (
-    Option("--model", metavar="DIR_OR_ID", default=str(common.DEMO_MODEL)),
-    Option(
+    _backends("--model", metavar="DIR_OR_ID", default=str(common.DEMO_MODEL)),
+    _backends(
         "--backends",
         nargs="+",
         choices=names(Use.BENCH),
         default=["torch", "torchax-stock", "torchax"],
     ),
-    Option("--frames", type=int, default=17, help="of the video (default: 17)"),
-    Option("--height", type=int, default=64, help="in pixels (default: 64)"),
-    Option("--width", type=int, default=96, help="in pixels (default: 96)"),
-    Option(
+    _backends("--frames", type=int, default=17, help="of the video (default: 17)"),
+    _backends("--height", type=int, default=64, help="in pixels (default: 64)"),
+    _backends("--width", type=int, default=96, help="in pixels (default: 96)"),
+    _backends(
         "--sweep",
         action="append",
         default=[],
         metavar="AXIS",
         help="frames=9,17,33 or size=64x96,128x192",
     ),
-    Option(
+    _backends(
         "--repetitions",
         type=positive,
         default=5,
         help="measured runs in each process (default: 5)",
     ),
-    Option("--warmups", type=int, default=2, help="runs before the first that counts (default: 2)"),
-    Option(
+    _backends("--warmups", type=int, default=2, help="runs before the first that counts (default: 2)"),
+    _backends(
         "--rounds",
         type=positive,
         default=2,
