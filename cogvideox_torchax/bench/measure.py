@@ -237,7 +237,7 @@ def _torch_device() -> str:
 def _torch_runs(request: DeviceTask, size: Size, device: str) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Yield what PyTorch runs of each part of a job."""
     dtype = request.torch_dtype
-    wrapped = torch.compile if request.way == "torch-compile" else lambda network: network
+    wrapped: Any = torch.compile if request.way == "torch-compile" else lambda network: network
     if request.job in ("step", "prompt"):
         model, tensors = _network(request, size, device)
         inputs = {name: _cast(each, None, device) for name, each in _tensors(tensors, stock=True).items()}
@@ -527,8 +527,10 @@ def _check_kernel(request: DeviceTask, size: Size) -> dict[str, Any]:
     dtype = runtime.jax_dtype(request.torch_dtype)
 
     def drawn(shape: Any) -> Any:
-        scale = 1 / math.sqrt(math.prod(shape[:-1])) if shape is not int and len(shape) in (2, 5) else 1.0
-        return 11 if shape is int else (generator.normal(0.3, 1, shape) * scale).astype(np.float32)
+        if shape is int:
+            return 11
+        scale = 1 / math.sqrt(math.prod(shape[:-1])) if len(shape) in (2, 5) else 1.0
+        return (generator.normal(0.3, 1, tuple(shape)) * scale).astype(np.float32)
 
     exact = jax.tree.map(drawn, shapes, is_leaf=_is_shape)
     structs = _kernel_work(request, size, request.mesh()).structs()

@@ -203,7 +203,7 @@ def plan_step(
     products = 4 * batch * config["num_attention_heads"] * config["attention_head_dim"] * tokens**2
     attention = products * layers / (dp * tp) if plans[0].kernels else 0.0
     plan = _extended("step", plans, layers, 0.0 if step else attention, chip)
-    of_all = int(_extend(*kept, layers)) if kept else 0
+    of_all = int(_extend(kept[0], kept[1], layers)) if kept else 0
     return replace(plan, parallel=str(networks[0].parallelism), kept=of_all)
 
 

@@ -130,8 +130,8 @@ def norm_conv3d_on(
     hidden = normed(target, *inputs, num_groups=num_groups, eps=eps, activation="silu")
     y, latest = conv3d_on(target, hidden, kernel, bias, cache, residual)
     # Every platform returns what a TPU does.
-    moments = (jnp.squeeze(part, 2) for part in norm_xla.column_moments(y)) if taken else ()
-    return y, latest, ColumnMoments(*moments) if taken else None
+    columns = (jnp.squeeze(part, 2) for part in norm_xla.column_moments(y)) if taken else ()
+    return y, latest, ColumnMoments(*columns) if taken else None
 
 
 _norm_conv3d = dispatched(norm_conv3d_on, "tpu", "cuda")
