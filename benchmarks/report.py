@@ -181,14 +181,14 @@ def redraw(results: Path, docs: Path) -> None:
 
 
 def redraw_devices(results: Path, page: Path) -> None:
-    """Write "estimated and measured" of every file under results/devices into a page."""
-    parts = []
+    """Write a table and a plot beside every file under results/devices, and links to them into a page."""
+    links = []
     for path in sorted((results / "devices").glob("*.json")):
         report = load(path, device.FORMAT)
-        parts += [f"### Estimated and measured: {report['device']['kind']}", device_markdown(report).rstrip()]
-        for plot in draw_device(report, page.parent / "images" / f"device-{path.stem}.png"):
-            parts.append(f"![{path.stem}](images/{plot.name})")
-    fill(page, "devices", "\n\n".join(parts))
+        draw_device(report, path.with_suffix(".png"))
+        path.with_suffix(".md").write_text(device_markdown(report))
+        links.append(f"[{path.stem}](../benchmarks/results/devices/{path.stem}.md)")
+    fill(page, "devices", ", ".join(links))
 
 
 if __name__ == "__main__":

@@ -332,10 +332,10 @@ def test_estimates_stand_beside_what_they_estimate(monkeypatch, tmp_path):
     page = tmp_path / "benchmarks.md"
     page.write_text("<!-- devices: begin -->\nstale\n<!-- devices: end -->")
     (tmp_path / "devices").mkdir()
-    (tmp_path / "images").mkdir()
     (tmp_path / "devices" / "tpu.json").write_text(json.dumps(found))
     drawn.redraw_devices(tmp_path, page)
-    assert " ".join(row.split()) in page.read_text()  # without the padding of columns
+    assert " ".join(row.split()) in (tmp_path / "devices" / "tpu.md").read_text()  # unpadded
+    assert "[tpu](" in page.read_text()
     assert "stale" not in page.read_text()
 
 
