@@ -1,4 +1,4 @@
-"""The rooms of the two packages: which imports which, what each may take from outside, and the public names.
+"""The layers of the two packages: which imports which, what each may take from outside, and the public names.
 
 An import inside a function counts as one at the top of a file; one for type checkers alone does not count.
 """
@@ -35,7 +35,7 @@ LEVELS = (
     ("bench",),
     ("cli",),
 )
-"""A room imports rooms of the levels above its own in this list, and no other: so there is no circle."""
+"""A part imports parts of the levels above its own in this list, and no other: so there is no circle."""
 
 OWNERS = {
     "torchax": ("cogvideox_torchax.runtime",),
@@ -61,7 +61,7 @@ def sources() -> dict[str, str]:
     return found
 
 
-def room_of(module: str) -> str:
+def part_of(module: str) -> str:
     package, *rest = module.split(".")
     if package == "jax_kernels":
         return "/".join((package, *rest[:1]))
@@ -70,8 +70,8 @@ def room_of(module: str) -> str:
     return rest[0] if rest else package
 
 
-def level_of(room: str) -> int:
-    return next(i for i, rooms in enumerate(LEVELS) if room in rooms)
+def level_of(part: str) -> int:
+    return next(i for i, parts in enumerate(LEVELS) if part in parts)
 
 
 def nodes(tree: ast.AST) -> Iterator[ast.AST]:
@@ -108,13 +108,13 @@ def is_private(name: str) -> bool:
 
 def complaints(modules: dict[str, str]) -> list[str]:
     """Return a line for each broken rule."""
-    known = {room for rooms in LEVELS for room in rooms}
-    lines = [f"{module}: no level for its room" for module in modules if room_of(module) not in known]
+    known = {part for parts in LEVELS for part in parts}
+    lines = [f"{module}: no level for its part" for module in modules if part_of(module) not in known]
     return lines or [line for module in modules for line in _complaints_of(module, modules)]
 
 
 def _complaints_of(module: str, modules: dict[str, str]) -> Iterator[str]:
-    tree, room = ast.parse(modules[module]), room_of(module)
+    tree, part = ast.parse(modules[module]), part_of(module)
     if not (ast.get_docstring(tree) or "").partition("\n")[0].strip():
         yield f"{module}: its first line does not say what it is"
     bound: dict[str, str] = {}
@@ -123,9 +123,9 @@ def _complaints_of(module: str, modules: dict[str, str]) -> Iterator[str]:
             package = source.partition(".")[0]
             if package in PACKAGES:
                 bound[binds] = source
-                if room_of(source) != room:
-                    yield from _complaints_of_arrow(module, room, source, name)
-            if room.startswith("jax_kernels") and package not in KERNELS_TAKE:
+                if part_of(source) != part:
+                    yield from _complaints_of_arrow(module, part, source, name)
+            if part.startswith("jax_kernels") and package not in KERNELS_TAKE:
                 yield f"{module}: a kernel imports {package}"
             owners = OWNERS.get(package, (module,))
             if not any(f"{module}.".startswith(f"{owner}.") for owner in owners):
@@ -133,18 +133,18 @@ def _complaints_of(module: str, modules: dict[str, str]) -> Iterator[str]:
     for node in nodes(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and is_private(node.attr):
             source = bound.get(node.value.id)
-            if source in modules and room_of(source) != room:
+            if source in modules and part_of(source) != part:
                 yield f"{module}: {source}.{node.attr} is private"
 
 
-def _complaints_of_arrow(module: str, room: str, source: str, name: str) -> Iterator[str]:
-    if level_of(room_of(source)) >= level_of(room):
-        yield f"{module}: {room} imports {source}, of a level that is not above its own"
+def _complaints_of_arrow(module: str, part: str, source: str, name: str) -> Iterator[str]:
+    if level_of(part_of(source)) >= level_of(part):
+        yield f"{module}: {part} imports {source}, of a level that is not above its own"
     if any(is_private(part) for part in (*source.split("."), name)):
         yield f"{module}: {source}.{name} is private"
 
 
-def test_every_room_keeps_to_its_imports():
+def test_every_part_keeps_to_its_imports():
     assert complaints(sources()) == []
 
 
@@ -174,12 +174,12 @@ MUTATIONS = {
         "from cogvideox_torchax import make_mesh",
         "files imports cogvideox_torchax.sharding, of a level",
     ),
-    "two rooms of one level, which could close a circle": (
+    "two parts of one level, which could close a circle": (
         "cogvideox_torchax.verify.compare",
         "import cogvideox_torchax.plan.chips",
         "verify imports cogvideox_torchax.plan.chips, of a level",
     ),
-    "a private name of another room": (
+    "a private name of another part": (
         "cogvideox_torchax.cli.common",
         "from cogvideox_torchax.runtime.weights import _put",
         "cogvideox_torchax.runtime.weights._put is private",
@@ -189,12 +189,12 @@ MUTATIONS = {
         "from cogvideox_torchax.runtime import weights as w\nw._put(None, None)",
         "cogvideox_torchax.runtime.weights._put is private",
     ),
-    "torchax outside of its room": (
+    "torchax outside of its part": (
         "cogvideox_torchax.vae.checks",
         "def f():\n    import torchax.interop",
         "torchax is imported by cogvideox_torchax.runtime alone",
     ),
-    "Flax outside of its rooms": (
+    "Flax outside of its parts": (
         "cogvideox_torchax.sharding.mesh",
         "from flax import nnx",
         "flax is imported by cogvideox_torchax.vae.nnx and cogvideox_torchax.backends.flax alone",
@@ -204,7 +204,7 @@ MUTATIONS = {
         "import av",
         "av is imported by cogvideox_torchax.files.video alone",
     ),
-    "a room that nobody has placed": ("cogvideox_torchax.batch.clips", None, "no level for its room"),
+    "a part that nobody has placed": ("cogvideox_torchax.batch.clips", None, "no level for its part"),
     "a file without its first line": (
         "cogvideox_torchax.vae.new",
         None,

@@ -232,8 +232,8 @@ CASES = {
     "gated_linear": Case(
         jax_kernels.gated_linear,
         dense.gated_linear,
-        (ROWS, (256, 16), (256,), (2, 40, 256), (2, 2, 256), int),
-        large=(LARGE_ROWS, (640, 128), (640,), (2, 40, 640), (2, 2, 640), int),  # two and a half units
+        (ROWS, (320, 16), (320,), (2, 40, 320), (2, 2, 320), int),  # one unit and a quarter
+        large=(LARGE_ROWS, (640, 128), (640,), (2, 40, 640), (2, 2, 640), int),
         kernels=frozenset({"gated_linear"}),
         activations=False,
         exact=False,

@@ -147,6 +147,12 @@ def test_attention_without_a_schedule_counts_at_the_peak_and_is_told():
     assert networks.network_table(plan, CHIP)["attention_counted"] == "at the chip's peak"
 
 
+def test_what_each_layer_gives_and_takes_is_counted_for_all():
+    few = [dataclasses.replace(program(n), output_bytes=10 * n, argument_bytes=100 * n) for n in (2, 3)]
+    plan = networks._extended("step", few, 5, 0.0, CHIP)
+    assert (plan.program.output_bytes, plan.program.argument_bytes) == (50, 500)
+
+
 def test_a_size_that_no_patches_fit_is_refused():
     with pytest.raises(PlanError, match="multiples of 2"):
         networks.plan_step("5b", torch.float32, jax.devices("cpu"), None, frames=3, height=3, width=8)

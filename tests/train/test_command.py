@@ -237,8 +237,8 @@ def test_a_full_disk_ends_a_training_in_one_line_and_leaves_nothing_half_written
 
     assert train("whole") == 0
     size = {path.name: path.stat().st_size for path in Path("whole").rglob("*")}
-    rooms = {"checkpoint.safetensors": 1, "diffusion_pytorch_model.safetensors": 2, "config.json": 2}
-    for name, part in rooms.items():
+    shares = {"checkpoint.safetensors": 1, "diffusion_pytorch_model.safetensors": 2, "config.json": 2}
+    for name, part in shares.items():
         if name != "checkpoint.safetensors":
             monkeypatch.setattr(checkpoints, "save", lambda *_, **__: None)
         capsys.readouterr()
