@@ -143,7 +143,7 @@ class Block(CogVideoXBlock):
         qk_norm_rope = torch_view(sequence.shard_heads(jax_kernels.qk_norm_rope, attn.heads))
         q, k, v = (
             torch_view(sequence.to_heads)(part_PSC, videos)
-            for part_PSC in projections(attn, h_NSC.flatten(0, 1), sequence.parts)
+            for part_PSC in projections(attn, h_NSC.flatten(0, 1), sequence)
         )
         # The scores' scale, in powers of two, is in the queries.
         scale = math.log2(math.e) / math.sqrt(q.shape[-1] * sequence.parts / attn.heads)
@@ -193,19 +193,21 @@ def supports_fused(project: Any, sequence: Sequence) -> bool:
     return type(project) is Linear and sequence.shared is None
 
 
-def projections(attn: Any, h_SC: torch.Tensor, parts: int) -> Iterator[torch.Tensor]:
+def projections(attn: Any, h_SC: torch.Tensor, sequence: Sequence) -> Iterator[torch.Tensor]:
     """Yield queries, keys and values (P, S, C), channels in so many parts, by three matrices or by one."""
+
+    def split(y_SC: torch.Tensor) -> torch.Tensor:
+        return y_SC.unflatten(-1, (sequence.parts, -1)).transpose(0, 1)
+
     if type(attn.processor) is FusedAttnProcessor:  # diffusers keeps `to_qkv`, and the flag, when it unfuses
-        together = attn.to_qkv(h_SC).chunk(3, dim=-1)
-        yield from (part.unflatten(-1, (parts, -1)).transpose(0, 1) for part in together)
+        yield from map(split, attn.to_qkv(h_SC).chunk(3, dim=-1))
         return
+    kernel = torch_view(functools.partial(jax_kernels.split_linear, parts=sequence.parts))
     for project in (attn.to_q, attn.to_k, attn.to_v):
-        if parts == 1:
-            yield project(h_SC).unsqueeze(0)
-        elif type(project) is Linear:
-            yield torch_view(jax_kernels.split_linear)(h_SC, project.weight, project.bias, parts=parts)
-        else:  # with a LoRA, or somebody's own
-            yield project(h_SC).unflatten(-1, (parts, -1)).transpose(0, 1)
+        if supports_fused(project, sequence):
+            yield kernel(h_SC, project.weight, project.bias)
+        else:  # with a LoRA, somebody's own, or sharded by XLA
+            yield split(project(h_SC))
 
 
 def modulation(norm: Any, temb_NE: torch.Tensor) -> list[torch.Tensor]:

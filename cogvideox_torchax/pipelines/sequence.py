@@ -257,6 +257,11 @@ class SequencesOnMesh(runtime.Place):
         self.layers: dict[str, Layer] = {}
         self._types = layers
 
+    def compiler_options(self) -> dict[str, str]:
+        # Let a TPU compute while tokens are exchanged for heads; by default it waits.
+        on_tpu = self.placement.mesh.devices.flat[0].platform == "tpu"
+        return {"xla_tpu_enable_async_all_to_all": "true"} if on_tpu else {}
+
     def trace(self, run: Callable[..., Any], inputs: Any, cache: Any) -> Any:
         self.layers = {}
         # The attention kernel asks for it: a kernel has to be split by hand.

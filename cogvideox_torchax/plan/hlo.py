@@ -22,6 +22,7 @@ _GROUPS = re.compile(
     r"(?:replica_groups|source_target_pairs)=(\{\{.*?\}\}|\{\}|\[[^ ]*?\](?:T\([\d,]*\))?)(?:,|$)"
 )
 _IOTA = re.compile(r"\[([\d,]*)\]<=\[([\d,]*)\](?:T\(([\d,]*)\))?")
+_STARTED = re.compile(r"-done\((?:\(.*\) |[^%]\S* )?%?([\w.\-]+)\)")
 _OPERANDS = re.compile(r"operand_layout_constraints=\{(.*?\})\}")
 
 LANES, SUBLANES = 128, 8
@@ -72,6 +73,7 @@ class Instruction:
         trips: of a loop, where the compiler knows them; 1 for any other instruction, None for other loops.
         groups: of a collective, the devices that exchange, by their place in the mesh; of a permutation the
             pairs of sender and receiver. Empty where all do.
+        started: of the end of an asynchronous pair, the name of its start; else None.
     """
 
     name: str
@@ -86,6 +88,7 @@ class Instruction:
     runs: tuple[str, ...]
     trips: int | None
     groups: tuple[tuple[int, ...], ...]
+    started: str | None
 
     @property
     def collective(self) -> str | None:
@@ -126,6 +129,7 @@ def instructions(text: str) -> Iterator[Instruction]:
                 runs=_runs(line),
                 trips=_trips(match["op"], line),
                 groups=_groups(_found(_GROUPS, line) or ""),
+                started=_found(_STARTED, line),
             )
 
 

@@ -2,14 +2,14 @@
 
 Messages go from chip to chip along one axis after the other, the shorter way round where an axis is closed;
 all groups send at once; the link that carries most decides. Sums and gathers go round a ring in both
-directions, half of the bytes each way. Nothing overlaps, neither with arithmetic nor with another collective,
-and no latency is counted.
+directions, half of the bytes each way. Collectives run one after the other, and no latency is counted. An
+asynchronous one overlaps with the instructions that the compiler scheduled between its start and its end.
 """
 
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,13 +43,31 @@ class Links:
             return None
         return cls(tuple((*device.coords, device.core_on_chip) for device in devices), chip)
 
-    def seconds(self, found: Sequence[Instruction]) -> dict[str, float]:
-        """Return the time of a program's collectives, one after the other, by kind."""
+    def seconds(self, found: Sequence[Instruction], busy: Callable[[Instruction], float]) -> dict[str, float]:
+        """Return the time that a program waits for its collectives, by kind.
+
+        Args:
+            found: instructions in the order of their schedule.
+            busy: returns the seconds that one which is no collective takes.
+        """
         times, total = times_run(found), dict[str, float]()
-        for instruction in found:
-            if instruction.collective:
-                kind, seconds = self._one(instruction)
-                total[kind] = total.get(kind, 0.0) + times[instruction.computation] * seconds
+        for computation, own in itertools.groupby(found, lambda instruction: instruction.computation):
+            clock = free = 0.0  # of the chip; when the links have sent everything so far
+            sent: dict[str, tuple[str, float]] = {}
+            for instruction in own:
+                if instruction.collective:
+                    kind, seconds = self._one(instruction)
+                    free = max(clock, free) + seconds
+                    sent[instruction.name] = kind, free
+                if instruction.collective and not instruction.op.endswith("-start"):
+                    kind, end = sent.pop(instruction.name)
+                elif instruction.started in sent:
+                    kind, end = sent.pop(instruction.started)
+                else:
+                    clock += 0.0 if instruction.collective else busy(instruction)
+                    continue
+                total[kind] = total.get(kind, 0.0) + times[computation] * max(0.0, end - clock)
+                clock = max(clock, end)
         return total
 
     def _one(self, instruction: Instruction) -> tuple[str, float]:

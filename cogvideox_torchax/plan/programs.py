@@ -82,8 +82,8 @@ class ProgramPlan:
         layers: each layer's sharding and communication, on a mesh.
         kernel_times: times by the name of a Pallas kernel.
         kernels_by_bytes: kernels of unknown schedule, which count by their bytes alone.
-        collective_seconds: kind to the time of its collectives on the links, one after the other; None if the
-            links are unknown.
+        collective_seconds: kind to the time that the program waits for its collectives; None if the links are
+            unknown.
         open_loops: loops of unknown length, which count once.
     """
 
@@ -109,7 +109,7 @@ class ProgramPlan:
 
     @property
     def seconds_with_collectives(self) -> float | None:
-        """Nothing overlapping; None where one of them is not known."""
+        """The estimate and what the program waits for; None where one of them is not known."""
         if self.seconds is None or self.collective_seconds is None:
             return None
         return self.seconds + sum(self.collective_seconds.values())
@@ -209,20 +209,26 @@ def read_program(
         text=text,
         kernel_times=times,
         kernels_by_bytes=sum(time.by_bytes for time in times.values()),
-        collective_seconds=_collective_seconds(found, compiled, chip),
+        collective_seconds=_collective_seconds(found, compiled, chip, schedules or {}),
         open_loops=sum(instruction.trips is None for instruction in found),
     )
 
 
 def _collective_seconds(
-    found: list[Instruction], compiled: Any, chip: Chip | None
+    found: list[Instruction], compiled: Any, chip: Chip | None, schedules: Mapping[str, Schedule]
 ) -> dict[str, float] | None:
     if chip is None:
         return None
     if not any(instruction.collective for instruction in found):
         return {}
+
+    def busy(instruction: Instruction) -> float:
+        if instruction.is_kernel:
+            return max(_kernel_seconds(instruction, chip, schedules))
+        return (instruction.cycles or 0) / chip.clock
+
     links = Links.from_devices(_devices(compiled), chip)
-    return links.seconds(found) if links else None
+    return links.seconds(found, busy) if links else None
 
 
 def _devices(compiled: Any) -> list[Any]:
@@ -265,20 +271,27 @@ def kernel_times(
         if not kernel.is_kernel:
             continue
         count, schedule = times[kernel.computation], schedules.get(kernel.name)
-        moved = sum(array.tiled_bytes for array in (*kernel.results, *kernel.operands))
-        by_bytes = count * moved / chip.bandwidth
-        by_schedule = count * schedule.cycles / chip.clock if schedule else None
+        by_bytes, by_schedule = (count * seconds for seconds in _kernel_seconds(kernel, chip, schedules))
         name = re.sub(r"[.\d]+$", "", kernel.name)
         before = total.get(name, KernelTime(0, 0.0, 0.0, 0.0, 0, 0))
         total[name] = KernelTime(
             count=before.count + count,
             bytes_seconds=before.bytes_seconds + by_bytes,
-            schedule_seconds=_sum(before.schedule_seconds, by_schedule),
-            seconds=before.seconds + max(by_bytes, by_schedule or 0.0),
+            schedule_seconds=_sum(before.schedule_seconds, by_schedule if schedule else None),
+            seconds=before.seconds + max(by_bytes, by_schedule),
             by_bytes=before.by_bytes + (0 if schedule else count),
             assumed_branches=before.assumed_branches + (schedule.assumed if schedule else 0),
         )
     return total
+
+
+def _kernel_seconds(
+    kernel: Instruction, chip: Chip, schedules: Mapping[str, Schedule]
+) -> tuple[float, float]:
+    """Return the time of a kernel's bytes, in tiles, and of its schedule, 0 where that is not known."""
+    moved = sum(array.tiled_bytes for array in (*kernel.results, *kernel.operands))
+    schedule = schedules.get(kernel.name)
+    return moved / chip.bandwidth, schedule.cycles / chip.clock if schedule else 0.0
 
 
 def _sum(one: float | None, other: float | None) -> float | None:

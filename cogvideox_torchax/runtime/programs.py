@@ -120,6 +120,10 @@ class Place:
         """Return `run(inputs, cache)`, (result, cache), in a program; other keywords go to the network."""
         return run(inputs, cache)
 
+    def compiler_options(self) -> dict[str, str]:
+        """Return XLA's options for a program."""
+        return {}
+
     def watching(self, network: nn.Module) -> contextlib.AbstractContextManager[Any]:
         """Return what is open while a torch network, a copy of this trace alone, runs."""
         return contextlib.nullcontext()
@@ -190,9 +194,10 @@ class Program:
             return self._trace(weights, inputs, cache)
 
         run.__name__ = self._network.name  # in a profile and in the compile cache
-        self._compiled = jax.jit(run, donate_argnums=2)
+        options = self.place.compiler_options()
+        self._compiled = jax.jit(run, donate_argnums=2, compiler_options=options)
         # Nothing is donated: a backward pass reads a cache again.
-        self._differentiable = jax.jit(self._trace_for_gradients)
+        self._differentiable = jax.jit(self._trace_for_gradients, compiler_options=options)
 
     def _trace(self, weights: Any, inputs: Any, cache: Any) -> Any:
         self.compilations += 1

@@ -105,7 +105,6 @@ def silu_on(target: Target, x: Array, *, time_axis: int | None) -> Array:
 _silu = dispatched(silu_on, "tpu")
 
 
-@jitted("parts")
 def split_linear(
     x: Float[Array, "S I"],
     weight: Float[Array, "O I"],
@@ -114,16 +113,32 @@ def split_linear(
     parts: int,
 ) -> Float[Array, "parts S O/parts"]:
     """Compute `linear` with its outputs in so many separate parts; cutting them later would copy."""
-    y = jnp.einsum(
-        "si,poi->pso",
-        x,
-        weight.reshape(parts, -1, x.shape[-1]),
-        precision=precision_for(x.dtype),
-        preferred_element_type=jnp.float32,
-    )
-    if bias is not None:
-        y = y + bias.astype(jnp.float32).reshape(parts, 1, -1)
-    return y.astype(x.dtype)
+    return _split_linear(x, weight, _bias("split_linear", weight, bias), parts=parts)
+
+
+def split_linear_on(target: Target, x: Array, weight: Array, bias: Array, *, parts: int) -> Array:
+    """Compute `split_linear` for a target."""
+
+    def plain(x: Array, weight: Array, bias: Array) -> Array:
+        y = jnp.einsum(
+            "si,poi->pso",
+            x,
+            weight.reshape(parts, -1, x.shape[-1]),
+            precision=precision_for(x.dtype),
+            preferred_element_type=jnp.float32,
+        )
+        return (y + bias.astype(jnp.float32).reshape(parts, 1, -1)).astype(x.dtype)
+
+    def own(x: Array, weight: Array, bias: Array) -> Array:
+        return tpu.product(x[None], weight, bias, parts=parts)
+
+    form = plain
+    if target.uses_pallas and tpu.supports_product(x[None], weight, parts):
+        form = with_derivatives_of(plain, own)
+    return form(x, weight, bias)
+
+
+_split_linear = dispatched(split_linear_on, "tpu")
 
 
 def adaptive_layer_norm(

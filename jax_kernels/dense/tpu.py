@@ -99,10 +99,10 @@ def _modulated_norm(first_ref, x_ref, factor_ref, offset_ref, y_ref, *, eps: flo
     pl.loop(0, block, step=ROWS, unroll=min(UNROLLED, block // ROWS))(norm)
 
 
-def supports_product(x: Float[Array, "N first second"], weight: Float[Array, "O I"]) -> bool:
-    """Return whether `product` takes them: bfloat16, inputs and outputs in whole tiles."""
+def supports_product(x: Float[Array, "N first second"], weight: Float[Array, "O I"], parts: int = 1) -> bool:
+    """Return whether `product` takes them: bfloat16, inputs and each part's outputs in whole tiles."""
     outputs, inputs = weight.shape
-    whole = outputs % tiles.LANES == 0 and inputs % tiles.LANES == 0
+    whole = outputs % (parts * tiles.LANES) == 0 and inputs % tiles.LANES == 0
     fits = 4 * inputs * (max(HEIGHTS) + UNIT) < tiles.vmem_limit() // 2
     return x.size > 0 and x.dtype == weight.dtype == jnp.bfloat16 and whole and fits
 
@@ -115,7 +115,8 @@ def product(
     *,
     gelu: bool = False,
     transposed: bool = False,
-) -> Float[Array, "N S O"]:
+    parts: int = 1,
+) -> Float[Array, "N_parts S outputs"]:
     """Return `x weight^T + bias`, and the operation after it, in one pass and rounded once.
 
     Args:
@@ -125,32 +126,46 @@ def product(
             others, and `first`. Empty for no sum.
         gelu: whether GELU follows.
         transposed: whether channels of `x` come before its tokens.
+        parts: of the outputs, without `gated`.
+
+    Returns:
+        (N * parts, S, O / parts), all parts of a video together.
     """
-    videos, outputs = x.shape[0], weight.shape[0]
+    videos, outputs = x.shape[0], weight.shape[0] // parts
     tokens, inputs = x.shape[1:][:: -1 if transposed else 1]
     rows = min(HEIGHTS, key=lambda rows: (pl.cdiv(tokens, rows) * rows, -rows))
-    units = pl.cdiv(outputs, UNIT)  # the last one may be half outside, where nothing is written
-    columns = UNIT * _most(units, min(WIDEST, tiles.vmem_limit() // 2 // (4 * inputs)) // UNIT)
+    # The last unit of one part may be half outside, where nothing is written; several parts have none such.
+    unit = UNIT if parts == 1 or outputs % UNIT == 0 else outputs
+    columns = unit * _most(
+        pl.cdiv(outputs, unit), min(WIDEST, tiles.vmem_limit() // 2 // (4 * inputs)) // unit
+    )
+    blocks = pl.cdiv(outputs, columns)
     of_x = pl.BlockSpec(
         (None, inputs, rows) if transposed else (None, rows, inputs),
         lambda j, n, i, _: (n, 0, i) if transposed else (n, i, 0),
     )
-    of_y = pl.BlockSpec((None, rows, columns), lambda j, n, i, _: (n, i, j))
+    of_y = pl.BlockSpec(
+        (None, rows, columns), lambda j, n, i, _: (n * parts + lax.div(j, blocks), i, lax.rem(j, blocks))
+    )
     of_weight = pl.BlockSpec((columns, inputs), lambda j, n, i, _: (j, 0))
     of_bias = pl.BlockSpec((1, columns), lambda j, n, i, _: (0, j))
     of_gate = pl.BlockSpec((None, 2, columns), lambda j, n, i, _: (n, 0, j))
     *added, first = gated or (jnp.int32(0),)
     return pl.pallas_call(
         functools.partial(
-            _product, body=_most(columns // UNIT, BODY // inputs // UNIT), gelu=gelu, transposed=transposed
+            _product,
+            width=unit,
+            body=_most(columns // unit, BODY // inputs // unit),
+            gelu=gelu,
+            transposed=transposed,
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
-            grid=(pl.cdiv(outputs, columns), videos, pl.cdiv(tokens, rows)),
+            grid=(parts * blocks, videos, pl.cdiv(tokens, rows)),
             in_specs=[of_x, of_weight, of_bias, *[of_y, of_gate][: len(added)]],
             out_specs=of_y,
         ),
-        out_shape=jax.ShapeDtypeStruct((videos, tokens, outputs), x.dtype),
+        out_shape=jax.ShapeDtypeStruct((videos * parts, tokens, outputs), x.dtype),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel",) * 3, vmem_limit_bytes=tiles.vmem_limit()
         ),
@@ -163,7 +178,9 @@ def _most(count: int, most: int) -> int:
     return max(n for n in range(1, max(most, 1) + 1) if count % n == 0)
 
 
-def _product(first_ref, x_ref, weight_ref, bias_ref, *refs, body: int, gelu: bool, transposed: bool) -> None:
+def _product(
+    first_ref, x_ref, weight_ref, bias_ref, *refs, width: int, body: int, gelu: bool, transposed: bool
+) -> None:
     """Compute a block. Each unit of a loop's body is multiplied before the epilogue of the unit before it."""
     *gated, y_ref = refs
 
@@ -185,9 +202,9 @@ def _product(first_ref, x_ref, weight_ref, bias_ref, *refs, body: int, gelu: boo
             y = sum_ref[:, outputs].astype(jnp.float32) + gate * y
         y_ref[:, outputs] = y.astype(y_ref.dtype)
 
-    @pl.loop(0, y_ref.shape[1] // UNIT // body)
+    @pl.loop(0, y_ref.shape[1] // width // body)
     def _(index: Array) -> None:
-        units = [pl.ds(pl.multiple_of((index * body + n) * UNIT, UNIT), UNIT) for n in range(body)]
+        units = [pl.ds(pl.multiple_of((index * body + n) * width, width), width) for n in range(body)]
         ahead = multiplied(units[0])
         for unit, following in itertools.pairwise(units):
             y, ahead = ahead, multiplied(following)

@@ -216,8 +216,19 @@ CASES = {
     "split_linear": Case(
         jax_kernels.split_linear,
         dense.split_linear,
-        (TOKENS, (12, 16), (12,)),
+        (TOKENS, (768, 16), (768,)),
         {"parts": 3},
+        large=((1024, 128), (768, 128), (768,)),
+        kernels=frozenset({"linear"}),
+        activations=False,
+    ),
+    "split_linear, parts of half a unit more": Case(
+        jax_kernels.split_linear,
+        dense.split_linear,
+        (TOKENS, (768, 16), (768,)),
+        {"parts": 2},
+        large=((1024, 128), (768, 128), (768,)),
+        kernels=frozenset({"linear"}),
         activations=False,
     ),
     "linear_gelu": Case(

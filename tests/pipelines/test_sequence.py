@@ -1,14 +1,18 @@
 """Sharding of tokens and weights on a mesh, and exchanges between devices."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 from jax.sharding import PartitionSpec as P
 
 from cogvideox_torchax import make_mesh
-from cogvideox_torchax.pipelines.sequence import Sequence, SequencePlacement
+from cogvideox_torchax.pipelines.sequence import Sequence, SequencePlacement, SequencesOnMesh
 from cogvideox_torchax.pipelines.sharding import CONTEXT, TENSOR, Parallelism, weight_spec
+from cogvideox_torchax.runtime.programs import Place, Program
 
 PARTS = 8
 
@@ -44,6 +48,23 @@ def test_by_channels_queries_are_prepared_by_heads_or_where_tp_does_not_divide_t
     sequence = Sequence.from_placement(placement, videos=2, text=4, tokens=16)
     assert sequence.shard_heads(qk_norm_rope, heads)(jnp.zeros((2, 16, 24))).shape == (2, heads, 1, 16)
     assert seen == [own]
+
+
+def test_on_tpus_a_program_is_compiled_to_compute_while_it_exchanges():
+    def options(platform):
+        mesh = SimpleNamespace(devices=np.array([[SimpleNamespace(platform=platform)]]))
+        return SequencesOnMesh(SequencePlacement(mesh), ()).compiler_options()
+
+    assert options("tpu") == {"xla_tpu_enable_async_all_to_all": "true"}
+    assert options("cpu") == {}
+
+    class Mistaken(Place):
+        def compiler_options(self):
+            return {"no_such_option": "true"}
+
+    program = Program(torch.nn.Identity(), Mistaken())
+    with pytest.raises(jax.errors.JaxRuntimeError, match="no_such_option"):
+        program.run({}, jnp.zeros(1))
 
 
 WEIGHTS = {

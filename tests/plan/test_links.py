@@ -92,7 +92,7 @@ def test_groups_and_trips_are_read_off_the_text():
 
 def test_a_programs_collectives_add_up_by_kind():
     size = 4000
-    assert EIGHT.seconds(list(instructions(HLO))) == pytest.approx(
+    assert EIGHT.seconds(list(instructions(HLO)), lambda _: 0.0) == pytest.approx(
         {
             "all-reduce": 5 * EIGHT.collective_seconds("all-reduce", size, HALVES),
             "reduce-scatter": EIGHT.collective_seconds("reduce-scatter", size / 4, HALVES),
@@ -101,6 +101,29 @@ def test_a_programs_collectives_add_up_by_kind():
             "all-to-all": EIGHT.collective_seconds("all-to-all", size, ALL),
         }
     )
+
+
+def test_a_program_waits_for_what_its_schedule_does_not_hide():
+    text = """
+ENTRY %main (x: bf16[1000]) -> bf16[1000] {
+  %one = (bf16[1000]{0}, bf16[1000]{0}) collective-permute-start(%x), source_target_pairs={{0,1},{1,0}}
+  %two = (bf16[4000]{0}, bf16[4000]{0}) all-to-all-start(%x), replica_groups={{0,1,2,3},{4,5,6,7}}
+  %work = bf16[1000]{0} fusion(%x), kind=kLoop, calls=%other, backend_config={"estimated_cycles":"30"}
+  %y = bf16[1000]{0} collective-permute-done((bf16[1000]{0}, bf16[1000]{0}) %one)
+  %z = bf16[4000]{0} all-to-all-done(%two)
+  %last = bf16[1000]{0} collective-permute(%y), source_target_pairs={{0,1},{1,0}}
+}
+"""
+    one, two = 2000 / (100 * GB), EIGHT.collective_seconds("all-to-all", 8000, HALVES)
+
+    def waiting(busy):
+        found = EIGHT.seconds(list(instructions(text)), lambda one: busy if one.cycles == 30 else 0.0)
+        return found["collective-permute"], found["all-to-all"]
+
+    assert waiting(0.0) == pytest.approx((one + one, two))  # one after the other on the links
+    assert waiting(one / 2) == pytest.approx((one / 2 + one, two))
+    assert waiting(one + two / 4) == pytest.approx((one, two * 3 / 4))
+    assert waiting(9.0) == pytest.approx((one, 0.0))  # the last one is synchronous
 
 
 def test_devices_without_coordinates_have_no_links():
