@@ -62,7 +62,11 @@ def test_on_tpus_a_program_is_compiled_to_compute_while_it_exchanges():
         def compiler_options(self):
             return {"no_such_option": "true"}
 
-    program = Program(torch.nn.Identity(), Mistaken())
+    class Unchanged(torch.nn.Module):
+        def forward(self, inputs, cache):
+            return inputs, cache
+
+    program = Program(Unchanged(), Mistaken())
     with pytest.raises(jax.errors.JaxRuntimeError, match="no_such_option"):
         program.run({}, jnp.zeros(1))
 
