@@ -29,6 +29,17 @@ CASES = {
     "v6e-8-decode-small": f"--topology v6e:2x4 --tp 8 {SMALL}",
     "v6e-8-decode": f"--topology v6e:2x4 --tp 8 {LARGE}",
     "v6e-8-encode": f"--topology v6e:2x4 --tp 8 {LARGE} --encode",
+    **{
+        f"{topology.partition(':')[0]}-{tp}-decode": f"--topology {topology} --tp {tp} {SMALL}"
+        for topology, tp in (
+            ("v5e:1x1", 1),
+            ("v5e:2x4", 8),
+            ("v5p:1x1x1", 1),
+            ("v5p:2x2x2", 8),
+            ("tpu7x:1x1x1", 1),
+            ("tpu7x:2x2x1", 8),
+        )
+    },
 }
 
 

@@ -131,6 +131,7 @@ LAYER = {
     # A kernel of 5b: what of a layer it computes; ms before (XLA, or a kernel of commit 4ef3ce7); floor.
     "attention": ("attention", 28.7, 21.2),
     "modulated_norm": ("two modulated norms", 5.21, 0.54),
+    "linear": ("queries, keys and values", 2.94, 2.20),
     "linear_gelu": ("ff1 with GELU", 5.30, 2.93),
     "gated_linear": ("ff2 and out, with gate and residual, and the copy that out read", 6.15, 3.66),
     "prepare": ("`prepare`: norms of queries and keys, rotation, layout", 1.19, 0.81),

@@ -79,11 +79,11 @@ def _origin(plan: dict[str, Any]) -> str:
 
 
 def composition(plans: list[dict[str, Any]], backend: str = "torchax") -> str:
-    """Return the breakdown of each program's time for a backend, in milliseconds: a row for each program."""
+    """Return each v6e program's time by its parts, in milliseconds, for a backend."""
     head = ("program", "total", *FUSED, "other kernels", "XLA", "collectives")
     rows = []
     for plan in plans:
-        if plan["backend"] != backend or len(plan["programs"]) == 1:
+        if plan["backend"] != backend or len(plan["programs"]) == 1 or "v6e" not in plan["topology"]:
             continue
         job, mesh = plan["job"], plan["mesh"]
         chips = mesh["dp"] * mesh["tp"]
@@ -101,8 +101,8 @@ def composition(plans: list[dict[str, Any]], backend: str = "torchax") -> str:
 
 
 def _chips(plan: dict[str, Any]) -> str:
-    chips = plan["mesh"]["dp"] * plan["mesh"]["tp"]
-    return f"{chips} {plan['topology'].partition(':')[0]}"
+    count, generation = plan["mesh"]["dp"] * plan["mesh"]["tp"], plan["topology"].partition(":")[0]
+    return f"{count} {generation}" + (" core" + "s" * (count > 1) if generation == "tpu7x" else "")
 
 
 def _row(plan: dict[str, Any]) -> tuple[str, ...]:
