@@ -92,15 +92,15 @@ column_moments = with_derivatives_of(xla.column_moments, _column_moments)
 
 
 def supports_image(x: Float[Array, "N 1 H W C"]) -> bool:
-    """Return whether the kernel for an image supports it.
+    """Return whether the kernel for one frame supports `x`.
 
-    It supports float32 or bfloat16, whole tiles of channels, and rows that fit into a step.
+    It supports float32 or bfloat16, channels in whole tiles, and widths of which a grid step holds a row.
     """
     return fills_tiles(x) and _rows_of_image(x) > 0
 
 
 def _rows_of_image(x: Float[Array, "N 1 H W C"]) -> int:
-    """Return the rows of an image in a step, which divide its height; 0 if not one fits."""
+    """Return the rows of an image in a grid step, which divide its height; 0 if not one fits."""
     height, width, channels = x.shape[2:]
     row = tiled_sublanes(width, x.dtype) * channels * x.dtype.itemsize
     kept = 3 * tiled_sublanes(width, jnp.dtype(jnp.float32)) * channels * 4

@@ -46,7 +46,10 @@ def _typical_row(x: Array, axis: int) -> Array:
 
 
 def _block_moments(x: Array, origin: Array, axis: int, rows: int) -> Moments:
-    """Return the moments of the columns of `x` less `origin`, merged from blocks of so many rows."""
+    """Return the moments of `x - origin` along `axis`, merged from blocks of `rows` rows.
+
+    A block is shifted by a typical row of its own, against cancellation.
+    """
     x = x.reshape(*x.shape[:axis], x.shape[axis] // rows, rows, *x.shape[axis + 1 :])
     shift = _typical_row(x, axis + 1)
     shifted = x.astype(jnp.float32) - shift

@@ -127,10 +127,10 @@ def _fused(target: Target, x: Array, kernel: Array, bias: Array | None, *, expan
 
 
 def _fused_image(target: Target, x: Array, kernel: Array, bias: Array | None, *, bands: int) -> Array:
-    """Upsample an image by the kernel, in bands.
+    """Upsample one frame by the kernel: bands of its rows, which overlap by `BEYOND`, stand for frames.
 
-    XLA compiles its own convolution of an image of 120 x 180 x 512 for 52 s, this for 3. An odd row is
-    followed by zeros, a convolution's padding.
+    XLA takes 52 s to compile its own convolution of 120 x 180 x 512, this takes 3. An odd number of rows is
+    padded with a row of zeros, which is the convolution's own padding.
     """
     height = x.shape[2]
     even = jnp.pad(kernel_layout(x), [(0, 0), (0, 0), (0, height % 2), (0, 0), (0, 0)])

@@ -1,12 +1,12 @@
 """Nearest 2x in space, a 3 x 3 convolution and its bias in one Pallas kernel, for TPUs.
 
-Nothing of doubled size but the result lies in HBM. A pixel is multiplied by each of the nine taps once, and
-its products are added to all of the four pixels that it becomes: a quarter of the operations of a convolution
-that sees the doubled frame, with its own weights. Frames that are doubled too are multiplied twice, which
-costs less than to write them twice afterwards. A step takes a row of pixels. A row of a product is a frame of
-a pixel, so columns are shifted by whole registers where there are eight frames.
+No doubled array but the result is stored in HBM. A pixel is multiplied by each of the nine taps once, and the
+products are added to the four pixels that it becomes: a quarter of the operations of a convolution of the
+doubled frame. Frames that are doubled too are multiplied twice, which costs less than writing them twice
+afterwards. A grid step takes a row of pixels. A row of a product is one frame of one pixel, so with eight
+frames a shift by a column is a shift by whole registers.
 
-Rows lag: with row g come the results of row g - 1, of which one was computed, to be rounded and kept, before.
+Step g finishes the two rows of results of row g - 1, since the lower one needs row g.
 
 A v6e schedules 1.4 ms for 8 x 240 x 360 x 256 doubled, of which 0.9 are its matrix units' peak and 1.1 its
 bytes; XLA's convolution of the doubled frames alone takes 4.3.
@@ -116,7 +116,7 @@ def _vmem_bytes(sizes: UpsampleSizes) -> int:
 
 
 class _Step:
-    """A step of the kernel, on its references by name."""
+    """A grid step of the kernel, on its references by name."""
 
     def __init__(self, sizes: UpsampleSizes, refs: dict[str, Any]):
         self.sizes, self.refs = sizes, refs
@@ -137,6 +137,11 @@ class _Step:
             refs["y"][0, 1] = self._rounded(refs["odd"][...], 0)
 
     def _add_row(self) -> None:
+        """Add a row's products to its results, in chunks of columns from left to right.
+
+        The last column's products of a chunk are kept in "left" for the next chunk. At both ends of the row
+        the neighbours' columns enter: "beside" holds the left one's frames, then the right one's.
+        """
         sizes, refs = self.sizes, self.refs
         chunks = -(-sizes.columns // sizes.chunk)
         if "beside" in refs:
@@ -200,9 +205,9 @@ class _Step:
 
     def _rounded(self, sums: Array, column: Any) -> Array:
         """Round the results from this column of pixels on, with zeros in padding columns."""
-        if "real" in self.refs:
+        if "true_width" in self.refs:
             row = lax.broadcasted_iota(jnp.int32, sums.shape, 0)
-            sums = jnp.where(row < (self.refs["real"][0] - 2 * column) * self.sizes.frames, sums, 0.0)
+            sums = jnp.where(row < (self.refs["true_width"][0] - 2 * column) * self.sizes.frames, sums, 0.0)
         return sums.astype(jnp.bfloat16)
 
 
@@ -216,20 +221,20 @@ def upsampled(
     kernel: Float[Array, "3 3 I O"],
     bias: Float[Array, " O"],
     beside: tuple[Float[Array, "N T H 1 I"], Float[Array, "N T H 1 I"]] | None,
-    real: Int[Array, ""] | None,
+    true_width: Int[Array, ""] | None,
     expand_time: bool,
 ) -> Float[Array, "N T2 2*H 2*W O"]:
-    """Convolve frames whose every pixel is taken four times, in two rows and two columns.
+    """Upsample frames by two (nearest), then convolve them, with the derivatives of XLA's form.
 
     Args:
-        x: frames that the kernel supports, together with all of these.
+        x: frames for which `is_supported` holds.
         kernel, bias: the convolution's.
         beside: the neighbours' columns left and right of a shard, or None.
-        real: columns of the result from this one on are padding and get zeros; None without padding.
-        expand_time: whether each frame is given twice.
+        true_width: columns of the result from this one on are padding and get zeros; None without padding.
+        expand_time: whether each frame is repeated.
     """
     plain, by_kernel = (functools.partial(form, expand_time=expand_time) for form in (_xla_form, _by_kernel))
-    return with_derivatives_of(plain, by_kernel)(x, kernel, bias, beside, real)
+    return with_derivatives_of(plain, by_kernel)(x, kernel, bias, beside, true_width)
 
 
 def _by_kernel(
@@ -237,7 +242,7 @@ def _by_kernel(
     kernel: Array,
     bias: Array,
     beside: tuple[Array, Array] | None,
-    real: Array | None,
+    true_width: Array | None,
     expand_time: bool,
 ) -> Array:
     sizes = _sizes(x, kernel.shape[-1], expand_time)
@@ -246,8 +251,8 @@ def _by_kernel(
     operands = {"x": _rows_of(x), "weights": _whole(weights), "bias": _whole(bias)}
     if beside is not None:
         operands["beside"] = _rows_of(jnp.concatenate(beside, axis=3))
-    if real is not None:
-        operands["real"] = real[None], pl.BlockSpec(memory_space=pltpu.SMEM)
+    if true_width is not None:
+        operands["true_width"] = true_width[None], pl.BlockSpec(memory_space=pltpu.SMEM)
     scratch = {
         "above": pltpu.VMEM((sizes.row, sizes.outputs), jnp.float32),
         "odd": pltpu.VMEM((sizes.row, sizes.outputs), jnp.float32),
@@ -299,7 +304,7 @@ def _xla_form(
     kernel: Array,
     bias: Array,
     beside: tuple[Array, Array] | None,
-    real: Array | None,
+    true_width: Array | None,
     expand_time: bool,
 ) -> Array:
     sums = conv_frames(xla.double_pixels(x), kernel, padding=((1, 1), (1, 1)))
@@ -310,7 +315,7 @@ def _xla_form(
         )
         sums = add_columns(add_columns(sums, left, at=0), right, at=sums.shape[3] - 1)
     sums = sums + bias.astype(jnp.float32)
-    if real is not None:
-        sums = jnp.where(lax.iota(jnp.int32, sums.shape[3])[:, None] < real, sums, 0.0)
+    if true_width is not None:
+        sums = jnp.where(lax.iota(jnp.int32, sums.shape[3])[:, None] < true_width, sums, 0.0)
     y = sums.astype(x.dtype)
     return repeat_nearest(y, {1: 2}) if expand_time else y

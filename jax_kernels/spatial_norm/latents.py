@@ -6,12 +6,14 @@ from jaxtyping import Array
 from jax_kernels.common.frames import repeat_nearest
 
 
-def match_frames_and_columns(z_NTHWC: Array, target: tuple[int, ...], *, first_frame_alone: bool) -> Array:
-    """Nearest upsampling of latent-sized frames to the frames and columns of `target` (N T H W C); rows stay.
+def match_frames_and_columns(
+    z_NTHWC: Array, activations: tuple[int, ...], *, first_frame_alone: bool
+) -> Array:
+    """Upsample latents (nearest) to the frames and columns of activations' shape (N T H W C); rows stay.
 
     With `first_frame_alone` the first frame goes with the first latent frame, the rest with the rest.
     """
-    parts, lengths, columns = *_matched(z_NTHWC, target, first_frame_alone), target[3]
+    parts, lengths, columns = *_matched(z_NTHWC, activations, first_frame_alone), activations[3]
     resized = [
         repeat_nearest(part, {1: length // part.shape[1], 3: columns // part.shape[3]})
         for part, length in zip(parts, lengths, strict=True)
@@ -20,18 +22,19 @@ def match_frames_and_columns(z_NTHWC: Array, target: tuple[int, ...], *, first_f
 
 
 def _matched(
-    z_NTHWC: Array, target: tuple[int, ...], first_frame_alone: bool
+    z_NTHWC: Array, activations: tuple[int, ...], first_frame_alone: bool
 ) -> tuple[list[Array], list[int]]:
     """Return the parts of the latents' frames, and how many frames each covers."""
-    parts = [z_NTHWC[:, :1], z_NTHWC[:, 1:]] if first_frame_alone and target[1] > 1 else [z_NTHWC]
-    return parts, [1, target[1] - 1] if len(parts) == 2 else [target[1]]
+    parts = [z_NTHWC[:, :1], z_NTHWC[:, 1:]] if first_frame_alone and activations[1] > 1 else [z_NTHWC]
+    return parts, [1, activations[1] - 1] if len(parts) == 2 else [activations[1]]
 
 
-def check_sizes(z_NTHWC: Array, target: tuple[int, ...], *, first_frame_alone: bool) -> None:
-    for part, length in zip(*_matched(z_NTHWC, target, first_frame_alone), strict=True):
-        wanted = length, *target[2:4]
+def check_sizes(z_NTHWC: Array, activations: tuple[int, ...], *, first_frame_alone: bool) -> None:
+    """Raise `ValueError` unless the activations' frames, rows and columns are multiples of the latents'."""
+    for part, length in zip(*_matched(z_NTHWC, activations, first_frame_alone), strict=True):
+        wanted = length, *activations[2:4]
         if 0 in part.shape[1:4] or any(n % m for n, m in zip(wanted, part.shape[1:4], strict=True)):
             raise ValueError(
-                f"spatial_norm got latents {z_NTHWC.shape} for activations {target}: no multiple; frames, "
-                "rows and columns must each be a whole one"
+                f"spatial_norm got latents {z_NTHWC.shape} for activations {activations}: frames, rows and "
+                "columns of the activations must be whole multiples of the latents'"
             )

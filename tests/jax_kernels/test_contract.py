@@ -463,18 +463,22 @@ REFUSALS = [
     ("group_norm", {1: SHORT}, "group_norm got a weight of shape (1,) for 16 channels"),
     ("group_norm", {2: SHORT}, "group_norm got a bias of shape (1,) for 16 channels"),
     ("group_norm", {"activation": "relu"}, "'relu'"),
-    ("spatial_norm", {0: HALF}, "no multiple"),
-    ("spatial_norm", {0: cut(..., slice(7), slice(None))}, "no multiple"),
-    ("spatial_norm", {0: cut(slice(None), slice(3))}, "no multiple"),
-    ("spatial_norm", {1: cut(slice(None), slice(None), slice(0))}, "no multiple"),
-    ("spatial_norm, a lone first frame", {1: cut(slice(None), slice(1))}, "no multiple"),  # none for the rest
+    ("spatial_norm", {0: HALF}, "whole multiples"),
+    ("spatial_norm", {0: cut(..., slice(7), slice(None))}, "whole multiples"),
+    ("spatial_norm", {0: cut(slice(None), slice(3))}, "whole multiples"),
+    ("spatial_norm", {1: cut(slice(None), slice(None), slice(0))}, "whole multiples"),
+    (
+        "spatial_norm, a lone first frame",
+        {1: cut(slice(None), slice(1))},
+        "whole multiples",
+    ),  # none for the rest
     *[
         ("spatial_norm", {place: SHORT}, f"spatial_norm got a {name} of shape")
         for place, name in enumerate(("weight", "bias", "kernel", "bias_y", "kernel", "bias_b"), start=2)
     ],
     ("spatial_norm", {"activation": "relu"}, "'relu'"),
     ("spatial_norm", {"implementation": "columns"}, "is not one of"),
-    ("norm_conv3d", {1: cut(..., slice(3), slice(None))}, "no multiple"),
+    ("norm_conv3d", {1: cut(..., slice(3), slice(None))}, "whole multiples"),
     ("norm_conv3d", {8: cut(..., slice(3), slice(None))}, "channels for a kernel"),
     ("norm_conv3d, a plain norm at the start", {2: SHORT}, "got a weight of shape (1,) for 16 channels"),
     ("upsample", {1: cut(slice(2), slice(2))}, "upsample got a kernel of 2 x 2 pixels: both must be odd"),
