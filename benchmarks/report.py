@@ -137,16 +137,6 @@ def compile_times(document: dict[str, Any]) -> str:
     return table(("job", "first chunk, s", "steady chunk, s", "memory of the host, GiB"), rows)
 
 
-def schedules(document: dict[str, Any]) -> str:
-    """Return the table of the final schedules of kernels, those without a residual left out."""
-    rows = [
-        (kernel["shape"], *(f"{kernel[name]:.2f}" for name in ("estimate_ms", "flops_ms", "bytes_ms")))
-        for kernel in document["kernels"]
-        if "no residual" not in kernel["shape"]
-    ]
-    return table(("kernel", "schedule, ms", "floor, ms", "bytes, ms"), rows)
-
-
 def sample(plan: dict[str, Any]) -> str:
     """Return what `plan` prints of a whole video, as a block of code."""
     printed = io.StringIO()
@@ -172,11 +162,11 @@ def redraw(results: Path, docs: Path) -> None:
     fill(docs / "performance.md", "measured", "\n\n".join(runs))
     fill(docs / "performance.md", "plans", plans_table([*plans.values()]))
     fill(docs / "kernels.md", "composition", composition([*plans.values()]))
-    for page, name, draws in (
-        ("performance", "compile-times", compile_times),
-        ("kernels", "conv-schedule", schedules),
-    ):
-        fill(docs / f"{page}.md", name, draws(parse((results / f"{name}.json").read_text())))
+    fill(
+        docs / "performance.md",
+        "compile-times",
+        compile_times(parse((results / "compile-times.json").read_text())),
+    )
     fill(docs / "planning.md", "sample", sample(next(iter(plans.values()))))
 
 

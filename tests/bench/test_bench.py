@@ -225,15 +225,13 @@ def test_docs_are_redrawn_between_their_marks(tmp_path):
     (tmp_path / "docs").mkdir()
     marks = {
         "performance.md": ("measured", "plans", "compile-times"),
-        "kernels.md": ("composition", "conv-schedule"),
+        "kernels.md": ("composition",),
         "planning.md": ("sample",),
     }
     for name, parts in marks.items():
         text = "between\n".join(f"<!-- {part}: begin -->\nstale\n<!-- {part}: end -->\n" for part in parts)
         (tmp_path / "docs" / name).write_text(f"before\n{text}after\n")
     (tmp_path / "results" / "compile-times.json").write_text(json.dumps({"jobs": []}))
-    kernel = {"shape": "decoder", "estimate_ms": 2.5, "flops_ms": 1, "bytes_ms": 0.5}
-    (tmp_path / "results" / "conv-schedule.json").write_text(json.dumps({"kernels": [kernel]}))
     found = made_up_report(merged(), cases=((9, 16, 24), (17, 16, 24), (9, 32, 48)))
     (tmp_path / "results" / "ab-x.json").write_text(json.dumps(found))
     (tmp_path / "results" / "plan-x.json").write_text(json.dumps(PLAN))

@@ -1,0 +1,142 @@
+"""Final schedules of kernels by themselves, compiled for TPUs that are not there: tables of docs/kernels.md.
+
+    python benchmarks/schedules.py          # two minutes
+    python benchmarks/schedules.py draw
+
+Floor: FLOPs, of a convolution by its direct form, over the chip's peak. Bytes: operands and results over the
+bandwidth. Cycles of attention are for 1024 x 1024 scores of a head, the second pass not taken.
+"""
+
+import functools
+import math
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import jax_kernels
+from cogvideox_torchax.files.reports import fill, load, table, write_json
+from cogvideox_torchax.plan.chips import CHIPS, topology_devices
+from cogvideox_torchax.plan.programs import Work, compile_program
+from cogvideox_torchax.versions import versions
+
+ROOT = Path(__file__).parent.parent
+OUTPUT, PAGE = ROOT / "benchmarks" / "results" / "schedules.json", ROOT / "docs" / "kernels.md"
+FORMAT = "cogvideox-torchax schedules 2"
+LARGE, MEDIUM, SMALL, SMALLEST = (480, 720), (240, 360), (120, 180), (60, 90)
+CONVOLUTIONS = {
+    # Frames, rows and columns, channels in and out; whether latents modulate the norm.
+    "decoder, 128 to 128": (8, LARGE, 128, True),
+    "decoder, 256 to 256": (8, MEDIUM, 256, True),
+    "decoder, 256 to 256, four frames": (4, SMALL, 256, True),
+    "decoder, 512 to 512, two frames": (2, SMALLEST, 512, True),
+    "decoder, 128 to 128, an image": (1, LARGE, 128, True),
+    "decoder, 256 to 256, an image": (1, MEDIUM, 256, True),
+    "encoder, 128 to 128": (8, LARGE, 128, False),
+    "encoder, 256 to 256, four frames": (4, MEDIUM, 256, False),
+    "encoder, 256 to 256, two frames": (2, SMALL, 256, False),
+}
+UPSAMPLERS = {
+    # Frames, rows and columns before, channels; whether frames are doubled too.
+    "upsampler, 256 to 256": (8, MEDIUM, 256, False),
+    "upsampler, 256 to 256, four frames to eight": (4, SMALL, 256, True),
+    "upsampler, 512 to 512, two frames to four": (2, SMALLEST, 512, True),
+}
+ATTENTION = {
+    # Of heads of 64 channels: topology, and whether the queries hold the scale.
+    "v6e": ("v6e:1x1", True),
+    "v6e, any scale": ("v6e:1x1", False),
+    "v5e": ("v5e:1x1", True),
+    "v5p": ("v5p:1x1x1", True),
+    "tpu7x": ("tpu7x:1x1x1", True),
+}
+HEADS, CHANNELS, TOKENS, PADDED = 12, 64, 45_104, 46_080
+RUNNING_MAXIMUM = {"v6e": 1705, "v5e": 3396, "v5p": 1685, "tpu7x": 1811}
+"""Cycles of the kernel of commit 4ef3ce7, which kept a running maximum."""
+
+CONVOLUTION_HEAD = ("kernel", "schedule, ms", "floor, ms", "bytes, ms")
+ATTENTION_HEAD = ("chip", "cycles", "with a running maximum, formerly")
+
+
+def schedule(topology: str, function: Callable[..., Any], *shapes: Sequence[int]) -> dict[str, float]:
+    """Return the milliseconds of the one Pallas kernel of a function of bfloat16 arrays."""
+    devices, chip = topology_devices(topology)[:1], CHIPS[topology.partition(":")[0]]
+    mesh = jax.sharding.Mesh(devices, "x")
+    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    structs = [jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=whole) for shape in shapes]
+    plan = compile_program(Work("kernel", 1, jax.jit(function).lower, lambda: (structs,)), mesh, chip)
+    times = [
+        time for name, time in plan.kernel_times.items() if name in ("attention", "norm_conv3d", "upsampled")
+    ]
+    (kernel,) = times
+    return {
+        "schedule_ms": 1e3 * (kernel.schedule_seconds or math.nan),
+        "bytes_ms": 1e3 * kernel.bytes_seconds,
+    }
+
+
+def convolution(frames: int, size: tuple[int, int], channels: int, modulated: bool) -> dict[str, float]:
+    """Return the times of a norm, SiLU, a convolution and a residual."""
+    x, kernel = (1, frames, *size, channels), (3, 3, 3, channels, channels)
+    latents = [(1, -(-frames // 4), 60, 90, 16), *[(16, channels), (channels,)] * 2] if modulated else []
+    cache = [] if frames == 1 else [(1, 2, *size, channels)]
+
+    def run(arrays: list[jax.Array]) -> Any:
+        x, residual, kernel, weight, bias, *rest = arrays
+        norm = jax_kernels.NormParams(weight, bias, *rest[: len(latents)])
+        kept = rest[len(latents) :]
+        return jax_kernels.norm_conv3d(
+            x, norm, kernel, bias, *kept, num_groups=32, residual=residual, first_frame_alone=frames == 1
+        )
+
+    found = schedule("v6e:1x1", run, x, x, kernel, (channels,), (channels,), *latents, *cache)
+    return found | {"floor_ms": _floor(math.prod(kernel) * math.prod(x[:4]))}
+
+
+def upsampler(frames: int, size: tuple[int, int], channels: int, expand_time: bool) -> dict[str, float]:
+    """Return the times of an upsampler."""
+    x, kernel = (1, frames, *size, channels), (3, 3, channels, channels)
+    run = functools.partial(jax_kernels.upsample, expand_time=expand_time)
+    found = schedule("v6e:1x1", lambda arrays: run(*arrays), x, kernel, (channels,))
+    return found | {"floor_ms": _floor(math.prod(kernel) * math.prod(x[:4]) * (1 + expand_time))}
+
+
+def attention(topology: str, scaled: bool) -> dict[str, float]:
+    """Return the cycles of attention, and its times."""
+    run = functools.partial(
+        jax_kernels.attention_transposed, scale=math.log(2) if scaled else None, num_keys=TOKENS
+    )
+    found = schedule(topology, lambda arrays: run(*arrays), *[(1, HEADS, CHANNELS, PADDED)] * 3)
+    cycles = found["schedule_ms"] / 1e3 * CHIPS[topology.partition(":")[0]].clock
+    return found | {"cycles_of_1024_x_1024": cycles / HEADS / (PADDED / 1024) ** 2}
+
+
+def _floor(products: float) -> float:
+    return 1e3 * 2 * products / CHIPS["v6e"].flops
+
+
+def draw(report: dict[str, Any]) -> None:
+    """Write the tables into the page."""
+    names = "schedule_ms", "floor_ms", "bytes_ms"
+    kernels = [
+        (kind, *(f"{one[name]:.2f}" for name in names)) for kind, one in report["convolutions"].items()
+    ]
+    fill(PAGE, "conv-schedule", table(CONVOLUTION_HEAD, kernels))
+    rows = [
+        (chip, f"{one['cycles_of_1024_x_1024']:.0f}", str(RUNNING_MAXIMUM.get(chip, "")))
+        for chip, one in report["attention"].items()
+    ]
+    fill(PAGE, "attention-schedule", table(ATTENTION_HEAD, rows))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] != ["draw"]:
+        found = {name: convolution(*case) for name, case in CONVOLUTIONS.items()}
+        found |= {name: upsampler(*case) for name, case in UPSAMPLERS.items()}
+        heads = {name: attention(*case) for name, case in ATTENTION.items()}
+        kept = {"format": FORMAT, "versions": versions(), "convolutions": found, "attention": heads}
+        write_json(OUTPUT, kept)
+    draw(load(OUTPUT, FORMAT))
