@@ -87,9 +87,9 @@ def convolution(frames: int, size: tuple[int, int], channels: int, modulated: bo
     def run(arrays: list[jax.Array]) -> Any:
         x, residual, kernel, weight, bias, *rest = arrays
         norm = jax_kernels.NormParams(weight, bias, *rest[: len(latents)])
-        kept = rest[len(latents) :]
+        cache = rest[-1] if frames > 1 else None
         return jax_kernels.norm_conv3d(
-            x, norm, kernel, bias, *kept, num_groups=32, residual=residual, first_frame_alone=frames == 1
+            x, norm, kernel, bias, cache, num_groups=32, residual=residual, first_frame_alone=frames == 1
         )
 
     found = schedule("v6e:1x1", run, x, x, kernel, (channels,), (channels,), *latents, *cache)
