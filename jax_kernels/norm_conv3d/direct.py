@@ -13,6 +13,7 @@ A row of a matrix product is a frame of a pixel.
 What a step stores lies some columns behind what it loads.
 """
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +25,7 @@ from jaxtyping import Array, Float
 
 from jax_kernels.common.tiles import words_of_twice
 from jax_kernels.norm_conv3d.sizes import ROWS, TAPS, UNITS, ConvSizes, Product
-from jax_kernels.norm_conv3d.step import ConvStep, lanes_of, matrices
+from jax_kernels.norm_conv3d.step import ConvStep, clear, lanes_of, matrices
 
 UNROLLED = 9
 """Most products in a loop's body.
@@ -51,14 +52,10 @@ class DirectStep(ConvStep):
         super().__init__(sizes, weights, refs)
         self.products = sizes.products
         self.old, self.new = lax.rem(self.step + 1, 2), lax.rem(self.step, 2)
-
-    def _clear_above(self) -> None:
-        above = self.refs["ring"].at[self.old, :, 1]
-        above[...] = jnp.zeros(above.shape, above.dtype)
-
-    def _clear_below(self) -> None:
-        below = self.refs["stage"].at[:, 0]
-        below[...] = jnp.zeros(below.shape, below.dtype)
+        self.above = lambda: [refs["ring"].at[self.old, :, 1]]
+        self.below = lambda: [refs["stage"].at[:, 0]]
+        beyond = pl.ds((sizes.last_columns + sizes.chunk) * sizes.words, sizes.words)
+        self.beyond = lambda: (refs["stage"].at[:, :, part, beyond] for part in range(sizes.parts))
 
     def _convolve(self) -> None:
         sizes = self.sizes
@@ -84,12 +81,10 @@ class DirectStep(ConvStep):
         frames, refs = self.sizes.frames, self.refs
         first = pl.ds(self.sizes.chunk * frames, frames)
         if "edges" not in refs:
-            edge = refs["sums"].at[:, :, first]
-            edge[...] = jnp.zeros(edge.shape, edge.dtype)
+            clear([refs["sums"].at[:, :, first]])
             return
-        for row in range(ROWS):
-            for part in range(self.result_parts):
-                refs["sums"][row, part, first] = refs["edges"][0, row, :frames, lanes_of(part)]
+        for row, part in itertools.product(range(ROWS), range(self.result_parts)):
+            refs["sums"][row, part, first] = refs["edges"][0, row, :frames, lanes_of(part)]
 
     def _end_right(self) -> None:
         """Add a neighbour's contribution to the last column."""
@@ -97,10 +92,9 @@ class DirectStep(ConvStep):
         if "edges" not in refs:
             return
         last = self._rows(self._last_column(), 1, frames, before=self.sizes.chunk)
-        for row in range(ROWS):
-            for part in range(self.result_parts):
-                sums = refs["sums"].at[row, part]
-                sums[last] = sums[last] + refs["edges"][0, row, frames:, lanes_of(part)]
+        for row, part in itertools.product(range(ROWS), range(self.result_parts)):
+            sums = refs["sums"].at[row, part]
+            sums[last] = sums[last] + refs["edges"][0, row, frames : 2 * frames, lanes_of(part)]
 
     def _multiply(self, column: Any) -> None:
         """Compute a chunk's products while the chunk before it is modulated."""
@@ -184,11 +178,3 @@ class DirectStep(ConvStep):
         if sizes.held == 1:
             of_sums = pl.ds(of_sums.start, sizes.chunk, stride=sizes.frames)
         self._give(column, sizes.chunk, lambda row, part: self.refs["sums"].at[row, part][of_sums, :])
-
-    def _clear_beyond(self) -> None:
-        """Clear the memory right of the frame's last column."""
-        sizes = self.sizes
-        at = pl.ds((sizes.last_columns + sizes.chunk) * sizes.words, sizes.words)
-        for part in range(sizes.parts):
-            beyond = self.refs["stage"].at[:, :, part, at]
-            beyond[...] = jnp.zeros(beyond.shape, beyond.dtype)

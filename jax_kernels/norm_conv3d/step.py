@@ -8,7 +8,7 @@ block g - 2. Stores go to a stage because the compiler would make loads of the p
 A video's first frame by itself is one frame to everything before and after its products.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -43,8 +43,23 @@ def matrices(kernel: Array, product: Product, turns: int, tap: Callable[..., Arr
     return jnp.stack([of_turn(outputs) for outputs in jnp.split(kernel, turns, axis=-1)])
 
 
+def clear(memory: Iterable[Any]) -> None:
+    """Fill references with zeros."""
+    for ref in memory:
+        ref[...] = jnp.zeros(ref.shape, ref.dtype)
+
+
 class ConvStep:
-    """A step of the kernel, on its references by name. Its subclasses know the products."""
+    """A step of the kernel, on its references by name. Its subclasses know the products.
+
+    Attributes:
+        above, below, beyond: functions that return the memory of the row above the first, of the row below
+            the last, and right of the frame's last column, all of which is cleared.
+    """
+
+    above: Callable[[], Iterable[Any]]
+    below: Callable[[], Iterable[Any]]
+    beyond: Callable[[], Iterable[Any]]
 
     def __init__(self, sizes: ConvSizes, weights: tuple[Any, ...], refs: dict[str, Any]):
         self.sizes, self.weights, self.refs = sizes, weights, refs
@@ -55,28 +70,16 @@ class ConvStep:
     def run(self) -> None:
         last = pl.num_programs(self.axes - 1) - 1
         pl.when(self.step == 0)(self._begin)
-        pl.when(self.step == LAG)(self._clear_above)
-        pl.when(self.step == last)(self._clear_below)
+        pl.when(self.step == LAG)(lambda: clear(self.above()))
+        pl.when(self.step == last)(lambda: clear(self.below()))
         pl.when(self.step < LAG)(self._fill)
         pl.when(self.step >= LAG)(self._convolve)
         if self.sizes.width > self.sizes.last_columns:
-            self._in_last_strip(self._clear_beyond)
+            pl.when(self.strip == self.sizes.strips - 1)(lambda: clear(self.beyond()))
         pl.when(self.step == last)(self._give_moments)
 
     def _begin(self) -> None:
         """Before a strip's first rows."""
-
-    def _clear_above(self) -> None:
-        """Clear the row above the first."""
-        raise NotImplementedError
-
-    def _clear_below(self) -> None:
-        """Clear the row below the last."""
-        raise NotImplementedError
-
-    def _clear_beyond(self) -> None:
-        """Clear the memory right of the frame's last column."""
-        raise NotImplementedError
 
     def _convolve(self) -> None:
         """Compute all columns' products, and the work beside them."""
@@ -194,12 +197,6 @@ class ConvStep:
                 refs["m2"][0, to, lanes_of(part)] = jnp.maximum(squares - total * total * share, 0.0)
 
         lax.fori_loop(0, sizes.chunks, chunk, None)
-
-    def _in_last_strip(self, work: Callable[[], None]) -> None:
-        if self.sizes.strips == 1:
-            work()
-        else:
-            pl.when(self.strip == self.sizes.strips - 1)(work)
 
     def _last_column(self) -> Any:
         """Return the last column of the strip."""

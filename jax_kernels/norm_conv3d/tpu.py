@@ -8,6 +8,8 @@ A v6e schedules 2.5 ms for 128 channels of 8 x 480 x 720, and directly convolved
 matrix units' peak; XLA's convolution alone takes 5.4.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -227,8 +229,11 @@ def _operands(
     if edges is not None:
         of_frames = (jnp.repeat(in_tiles(edge), sizes.frames // sizes.held, axis=1) for edge in edges)
         both = jnp.concatenate([edge.transpose(0, 2, 3, 1, 4) for edge in of_frames], axis=3)
+        if sizes.strips > 1 and both.shape[3] % SUBLANES:  # a strip's rows fill whole registers
+            both = jnp.pad(both, [(0, 0)] * 3 + [(0, SUBLANES - both.shape[3]), (0, 0)])
+        length = both.shape[3]
         both = both.reshape(*both.shape[:2], -1, sizes.outputs)
-        operands["edges"] = both, _rows_later(2 * sizes.frames, sizes.outputs)
+        operands["edges"] = both, _rows_later(length, sizes.outputs)
     if real is not None:
         operands["real"] = real[None], pl.BlockSpec(memory_space=pltpu.SMEM)
     weights = winograd.weights if sizes.tile else direct.weights
@@ -264,29 +269,29 @@ def _now(sizes: ConvSizes, step: Array) -> Array:
     return lax.min(step, sizes.blocks - 1)
 
 
-def _rows_now(sizes: ConvSizes, length: int, lanes: int) -> pl.BlockSpec:
-    """Return the block of the rows that a step modulates."""
+def _rows(block: Callable[[Any], Any], length: int, lanes: int) -> pl.BlockSpec:
+    """Return the blocks of rows that steps read or write, each one `block` of the step."""
 
     def rows(*place: Any) -> tuple[Any, ...]:
         video, strip, step = of_grid(place)
-        return video, _now(sizes, step), strip, 0
+        return video, block(step), strip, 0
 
     return pl.BlockSpec((1, ROWS, length, lanes), rows)
 
 
+def _rows_now(sizes: ConvSizes, length: int, lanes: int) -> pl.BlockSpec:
+    """Return the blocks that steps modulate."""
+    return _rows(partial(_now, sizes), length, lanes)
+
+
 def _rows_of_cache(sizes: ConvSizes) -> pl.BlockSpec:
-    """Return the block of a cache's rows that a step reads and writes."""
+    """Return the blocks of a cache that steps read and write."""
     return _rows_now(sizes, sizes.width * sizes.parts * (TAPS - 1), tiles.LANES)
 
 
 def _rows_later(length: int, lanes: int) -> pl.BlockSpec:
-    """Return the block of the rows that a step finishes."""
-
-    def rows(*place: Any) -> tuple[Any, ...]:
-        video, strip, step = of_grid(place)
-        return video, lax.max(step - LAG, 0), strip, 0
-
-    return pl.BlockSpec((1, ROWS, length, lanes), rows)
+    """Return the blocks that steps finish."""
+    return _rows(lambda step: lax.max(step - LAG, 0), length, lanes)
 
 
 def _whole(array: Array) -> pl.BlockSpec:

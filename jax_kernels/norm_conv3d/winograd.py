@@ -25,7 +25,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
 from jax_kernels.norm_conv3d.sizes import MARGIN, ROWS, SUBLANES, TAPS, TILES, ConvSizes, Product
-from jax_kernels.norm_conv3d.step import ConvStep, lanes_of, matrices
+from jax_kernels.norm_conv3d.step import ConvStep, clear, lanes_of, matrices
 from jax_kernels.norm_conv3d.transforms import TRANSFORMS
 
 HIGH_HALF = -(2**16)
@@ -61,28 +61,21 @@ class WinogradStep(ConvStep):
             ("upper", lax.rem(step + 1, 2)),
         )
         self.moved = self.rows[ROWS + 1], ("lower", lax.rem(step + 2, 3))
+        above, slot = self.rows[0]
+        self.above = lambda: [refs[above].at[slot]]
+        self.below = lambda: [refs["stage"].at[0]]
+        self.beyond = lambda: [refs["stage"].at[:, :, :, pl.ds(MARGIN + sizes.last_columns, 1)]]
 
     def _begin(self) -> None:
         """Clear both sides."""
-        for name in ("stage", "upper", "lower"):
-            for start in (0, MARGIN + self.sizes.width):
-                _clear(self.refs[name].at[:, :, :, pl.ds(start, MARGIN)])
-
-    def _clear_above(self) -> None:
-        name, slot = self.rows[0]
-        _clear(self.refs[name].at[slot])
-
-    def _clear_below(self) -> None:
-        _clear(self.refs["stage"].at[0])
-
-    def _clear_beyond(self) -> None:
-        _clear(self.refs["stage"].at[:, :, :, pl.ds(MARGIN + self.sizes.last_columns, 1)])
+        sides = itertools.product(("stage", "upper", "lower"), (0, MARGIN + self.sizes.width))
+        clear(self.refs[name].at[:, :, :, pl.ds(start, MARGIN)] for name, start in sides)
 
     def _convolve(self) -> None:
         sizes = self.sizes
         self._move(0, MARGIN)
         if "shifted" in self.refs:
-            _clear(self.refs["shifted"].at[:, :, pl.ds(sizes.chunk * TILES, TILES)])
+            clear([self.refs["shifted"].at[:, :, pl.ds(sizes.chunk * TILES, TILES)]])
 
         def chunk(index: Array, carry: None) -> None:
             column = index * sizes.chunk
@@ -233,10 +226,6 @@ class WinogradStep(ConvStep):
         if isinstance(start, jax.Array):
             start = pl.multiple_of(start, SUBLANES)
         return pl.ds(start + shift, count)
-
-
-def _clear(ref: Any) -> None:
-    ref[...] = jnp.zeros(ref.shape, ref.dtype)
 
 
 def _unpacked(words: Array) -> tuple[Array, Array]:

@@ -10,7 +10,7 @@ import importlib
 import inspect
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -405,6 +405,46 @@ def test_a_tpu_runs_its_pallas_kernels_until_they_are_switched_off(name, monkeyp
     for switch in ("on", "off", "on"):
         monkeypatch.setenv(SWITCH, switch)
         assert kernels() == (case.kernels if switch == "on" else set())
+
+
+SAME_TIME = {"expand_time": False}
+TAKEN = [
+    ("group_norm", (1, 8, 128, 256, 128), jnp.bfloat16, {}, "column_moments"),
+    ("group_norm", (1, 8, 128, 256, 128), jnp.float32, {}, "column_moments"),
+    ("group_norm", (1, 8, 128, 256, 128), jnp.float16, {}, None),  # which Mosaic cannot load
+    ("group_norm", (1, 8, 128, 256, 64), jnp.bfloat16, {}, None),  # half a tile of channels
+    ("group_norm", (1, 6000, 128, 256, 128), jnp.float32, {}, None),  # more of a pixel than a step can hold
+    ("group_norm", (1, 8, 64, 64, 128), jnp.bfloat16, {}, None),  # small: XLA chooses another order
+    ("group_norm", (8, 128, 256, 128), jnp.bfloat16, {}, None),  # pictures
+    ("group_norm", (1, 1, 16, 24, 128), jnp.bfloat16, {}, "image_moments"),
+    ("group_norm", (1, 1, 16, 24, 128), jnp.float32, {}, None),  # of which no frame is computed by itself
+    ("group_norm", (1, 1, 16, 24, 64), jnp.bfloat16, {}, None),  # half a tile of channels
+    ("group_norm", (1, 1, 16, 4096, 128), jnp.bfloat16, {}, None),  # more of a row than a step can hold
+    ("group_norm", (1, 2, 16, 24, 128), jnp.bfloat16, {}, None),
+    ("upsample", (1, 8, 64, 64, 128), jnp.bfloat16, SAME_TIME, "upsampled"),
+    ("upsample", (1, 4, 64, 64, 128, 256), jnp.bfloat16, {}, "upsampled"),
+    ("upsample", (1, 2, 32, 32, 128), jnp.bfloat16, {}, "upsampled"),
+    ("upsample", (1, 2, 31, 32, 128), jnp.bfloat16, {}, None),  # small
+    ("upsample", (1, 8, 64, 64, 128), jnp.float32, SAME_TIME, None),  # whose products are not the unit's own
+    ("upsample", (1, 6, 64, 64, 128), jnp.bfloat16, SAME_TIME, "upsampled"),  # two at a time
+    ("upsample", (1, 8, 64, 64, 128), jnp.bfloat16, {}, None),  # sixteen frames
+    ("upsample", (1, 8, 64, 64, 64, 128), jnp.bfloat16, SAME_TIME, None),  # half a tile of channels
+    ("upsample", (1, 8, 64, 64, 128, 64), jnp.bfloat16, SAME_TIME, None),
+    ("upsample", (1, 8, 8, 1600, 512), jnp.bfloat16, SAME_TIME, None),  # too wide for VMEM
+    ("upsample", (1, 1, 64, 72, 128), jnp.bfloat16, SAME_TIME, "upsampled"),  # in bands
+    ("upsample", (1, 1, 66, 72, 128), jnp.bfloat16, {"first_frame_alone": True}, "upsampled"),
+    ("upsample", (1, 1, 65, 72, 128), jnp.bfloat16, SAME_TIME, "upsampled"),
+    ("upsample", (1, 1, 64, 72, 128), jnp.bfloat16, {}, None),  # doubled in time
+]
+"""An op, its frames (then other outputs than channels), its options, and a TPU's Pallas kernel, or None."""
+
+
+@pytest.mark.parametrize(("name", "shape", "dtype", "options", "kernel"), TAKEN)
+def test_frames_that_a_pallas_kernel_takes_go_through_it_on_a_tpu(name, shape, dtype, options, kernel):
+    case = replace(CASES[name], options=CASES[name].options | options)
+    more = (None,) if name == "group_norm" else ((3, 3, shape[4], shape[-1]),)
+    text = lowered(case, (shape[:5], *more, None), dtype, "tpu")
+    assert set(re.findall(r'kernel_name = "(\w+)"', text)) == {kernel} - {None}
 
 
 @pytest.mark.parametrize("name", CASES)

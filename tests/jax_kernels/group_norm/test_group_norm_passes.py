@@ -80,43 +80,6 @@ def test_its_derivatives_are_those_of_a_reduction(moments, frames):
     assert largest_error(got, jax.grad(squared)(x, xla.column_moments)) < 1e-5
 
 
-def lowered_for_tpu(shape, dtype):
-    x = jax.ShapeDtypeStruct(shape, dtype)
-    norm = jax.jit(lambda x: group_norm(x, None, None, num_groups=4, channel_axis=-1, activation="silu"))
-    return norm.trace(x).lower(lowering_platforms=("tpu",)).as_text()
-
-
-@pytest.mark.parametrize(
-    ("shape", "dtype", "taken"),
-    [
-        ((1, 8, 128, 256, 128), jnp.bfloat16, True),
-        ((1, 8, 128, 256, 128), jnp.float32, True),
-        ((1, 8, 128, 256, 128), jnp.float16, False),  # which Mosaic cannot load
-        ((1, 8, 128, 256, 64), jnp.bfloat16, False),  # half a tile of channels
-        ((1, 6000, 128, 256, 128), jnp.float32, False),  # more of a pixel than a step can hold
-        ((1, 8, 64, 64, 128), jnp.bfloat16, False),  # small: XLA chooses another order
-        ((8, 128, 256, 128), jnp.bfloat16, False),  # pictures
-    ],
-)
-def test_large_frames_that_the_kernel_takes_go_through_it_on_a_tpu(shape, dtype, taken):
-    text = lowered_for_tpu(shape, dtype)
-    assert ("column_moments" in text) == taken
-
-
-@pytest.mark.parametrize(
-    ("shape", "dtype", "taken"),
-    [
-        ((1, 1, 16, 24, 128), jnp.bfloat16, True),
-        ((1, 1, 16, 24, 128), jnp.float32, False),  # of which no frame is computed by itself
-        ((1, 1, 16, 24, 64), jnp.bfloat16, False),  # half a tile of channels
-        ((1, 1, 16, 4096, 128), jnp.bfloat16, False),  # more of a row than a step can hold
-        ((1, 2, 16, 24, 128), jnp.bfloat16, False),
-    ],
-)
-def test_an_image_that_the_kernel_takes_goes_through_it_on_a_tpu(shape, dtype, taken):
-    assert ("image_moments" in lowered_for_tpu(shape, dtype)) == taken
-
-
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("length", [8, 9])
 @pytest.mark.parametrize("topology", ["v5e:1x1", "v6e:1x1"])

@@ -165,6 +165,16 @@ def test_strips_have_the_gradients_of_the_whole_picture(interpreted):
         assert largest_error(mine, whole) <= 2 * A_UNIT
 
 
+@pytest.mark.parametrize("frames", [1, 2])
+def test_strips_of_few_frames_have_blocks_that_a_tpu_takes(frames, monkeypatch):
+    monkeypatch.setattr(sizes, "vmem_limit", lambda: 63 * 2**20)
+    x, vector, kernel = struct(1, frames, 8, 512, 512), struct(512), struct(3, 3, 3, 512, 512)
+    assert sizes.sizes_of(x, 1, 1, 512, False).strips > 1
+    run = jax.jit(functools.partial(norm_conv3d, num_groups=32, first_frame_alone=frames == 1))
+    traced = run.trace(x, NormParams(vector, vector), kernel, vector)
+    assert "norm_conv3d" in traced.lower(lowering_platforms=("tpu",)).as_text()
+
+
 def test_as_few_strips_as_fit_into_vmem():
     def strips(columns, inputs, outputs):
         x = jax.ShapeDtypeStruct((1, 8, 720, columns, inputs), jnp.bfloat16)

@@ -125,40 +125,6 @@ def test_its_derivatives_are_those_of_the_plain_form(of_shard):
     assert float(jnp.max(jnp.abs(tangent.astype(jnp.float32)))) > 0
 
 
-@pytest.mark.parametrize(
-    ("shape", "dtype", "outputs", "expand_time", "taken"),
-    [
-        ((1, 8, 64, 64, 128), jnp.bfloat16, 128, False, True),
-        ((1, 4, 64, 64, 128), jnp.bfloat16, 256, True, True),
-        ((1, 2, 32, 32, 128), jnp.bfloat16, 128, True, True),
-        ((1, 2, 31, 32, 128), jnp.bfloat16, 128, True, False),  # small
-        ((1, 8, 64, 64, 128), jnp.float32, 128, False, False),  # whose products are not the unit's own
-        ((1, 6, 64, 64, 128), jnp.bfloat16, 128, False, True),  # two at a time
-        ((1, 8, 64, 64, 128), jnp.bfloat16, 128, True, False),  # sixteen frames
-        ((1, 8, 64, 64, 64), jnp.bfloat16, 128, False, False),  # half a tile of channels
-        ((1, 8, 64, 64, 128), jnp.bfloat16, 64, False, False),
-        ((1, 8, 8, 1600, 512), jnp.bfloat16, 512, False, False),  # too wide for VMEM
-    ],
-)
-def test_large_frames_that_the_kernel_takes_go_through_it_on_a_tpu(shape, dtype, outputs, expand_time, taken):
-    text = lowered_for_tpu(shape, dtype, outputs, expand_time)
-    assert ('kernel_name = "upsampled"' in text) == taken
-
-
-@pytest.mark.parametrize(
-    ("height", "options", "taken"),
-    [
-        (64, {"expand_time": False}, True),
-        (66, {"expand_time": True, "first_frame_alone": True}, True),
-        (65, {"expand_time": False}, True),
-        (64, {"expand_time": True}, False),  # doubled in time
-    ],
-)
-def test_an_image_that_the_kernel_takes_in_bands_goes_through_it_on_a_tpu(height, options, taken):
-    text = lowered_for_tpu((1, 1, height, 72, 128), jnp.bfloat16, 128, **options)
-    assert ('kernel_name = "upsampled"' in text) == taken
-
-
 @pytest.mark.parametrize(("width", "bands"), [(360, 8), (1200, 4), (2400, 2), (3200, None)])
 def test_an_image_is_cut_into_as_many_bands_as_fit_into_vmem(width, bands):
     x = jax.ShapeDtypeStruct((1, 1, 16, width, 512), jnp.bfloat16)
@@ -168,13 +134,6 @@ def test_an_image_is_cut_into_as_many_bands_as_fit_into_vmem(width, bands):
         lambda x, kernel: found.append(op._kernel_for(Target("tpu"), x, kernel, False, False)), x, kernel
     )
     assert [form and form.keywords["bands"] for form in found] == [bands]
-
-
-def lowered_for_tpu(shape, dtype, outputs, expand_time, first_frame_alone=False):
-    x, kernel = jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct((3, 3, shape[-1], outputs), dtype)
-    options = {"expand_time": expand_time, "first_frame_alone": first_frame_alone}
-    upsampled = jax.jit(lambda x, kernel: upsample(x, kernel, None, **options))
-    return upsampled.trace(x, kernel).lower(lowering_platforms=("tpu",)).as_text()
 
 
 @pytest.mark.parametrize(
