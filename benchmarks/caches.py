@@ -20,6 +20,7 @@ import torch
 from cogvideox_torchax import make_mesh, port, runtime
 from cogvideox_torchax.files.reports import fill, load, table, write_json
 from cogvideox_torchax.pipelines.cache_options import config_of
+from cogvideox_torchax.pipelines.networks import step_tensors
 from cogvideox_torchax.plan import networks
 from cogvideox_torchax.plan.jobs import FORMAT as PLAN_FORMAT
 from tests import small_pipelines
@@ -42,15 +43,11 @@ HEAD = (
 
 def measured() -> dict[str, Any]:
     """Return each cache's memory, skipped steps and error."""
-    sizes = {"frames": 13, "height": 60, "width": 90}
     pipe = port(small_pipelines.build(transformer=small_pipelines.transformer("5b", num_layers=4)))
     plain, rows = _frames(pipe), {}
     Path(RATIOS).write_text(json.dumps([1.0] + (STEPS - 1) * [0.99]))
     for choice in CHOICES:
-        kept = [
-            networks.kept_bytes("5b", torch.bfloat16, make_mesh(*mesh), choice, **sizes) / 2**30
-            for mesh in ((1, 1), (2, 4))
-        ]
+        kept = [_kept_bytes(make_mesh(*mesh), choice) / 2**30 for mesh in ((1, 1), (2, 4))]
         pipe.transformer.enable_cache(
             config_of(choice, steps=STEPS, guided=True, timestep=lambda: pipe.current_timestep)
         )
@@ -60,6 +57,15 @@ def measured() -> dict[str, Any]:
         rows[choice.partition(RATIOS)[0].rstrip(":")] = [*kept, skipped, float(-10 * error.log10())]
         print(choice, kept, skipped, float(-10 * error.log10()), flush=True)
     return {"format": FORMAT, "rows": rows}
+
+
+def _kept_bytes(mesh: Any, cache: str) -> int:
+    """Return what a guided step of 5b leaves on each device for the next one."""
+    layers = networks.transformer_config("5b")["num_layers"]
+    network = networks.weightless_transformer("5b", torch.bfloat16, layers)
+    network.place_on(mesh)
+    tensors = step_tensors(network, batch=2, frames=13, height=60, width=90)
+    return networks.cache_bytes(*networks.cached_program(network, tensors, cache, batch=2, step=0))
 
 
 def _frames(pipe: Any) -> torch.Tensor:

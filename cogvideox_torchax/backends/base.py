@@ -2,7 +2,7 @@
 
 import abc
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -25,8 +25,8 @@ class Backend(abc.ABC):
         vae: the model, by diffusers' interface: `encode(x).latent_dist`, `decode(z).sample`, NCTHW.
     """
 
-    has_layers = True
-    """True if `recorder` gives layers."""
+    model_class = cast(Any, None)
+    """The class whose `from_pretrained` loads a model; each backend has one."""
     runs_on_mesh = True
     axes = NCTHW
     """Layout of the chunks that `program` takes."""
@@ -35,11 +35,6 @@ class Backend(abc.ABC):
 
     def __init__(self, vae: Any):
         self.vae = vae
-
-    @classmethod
-    @abc.abstractmethod
-    def model_class(cls) -> Any:
-        """Return the class whose `from_pretrained` loads a model for this backend."""
 
     @classmethod
     def load(cls, model: str, dtype: torch.dtype, mesh: "Mesh | None" = None) -> "Backend":
@@ -53,15 +48,10 @@ class Backend(abc.ABC):
         Raises:
             ModelError: a `ValueError` that says what is missing or wrong, and what to do.
         """
-        vae = cls.model_class().from_pretrained(locate_vae(model), torch_dtype=dtype)
+        vae = cls.model_class.from_pretrained(locate_vae(model), torch_dtype=dtype)
         if mesh is not None:
             vae.place_on(mesh)
-        return cls(cls.placed(vae))
-
-    @classmethod
-    def placed(cls, vae: Any) -> Any:
-        """Return a model of `model_class` on this backend's devices."""
-        return vae
+        return cls(vae)
 
     @classmethod
     @abc.abstractmethod

@@ -16,11 +16,8 @@ from cogvideox_torchax.vae.nnx.wrapper import FlaxVAEForPipelines, to_array, to_
 class Flax(Backend):
     """The Flax build behind torch tensors."""
 
+    model_class = FlaxVAEForPipelines
     axes = NTHWC
-
-    @classmethod
-    def model_class(cls) -> Any:
-        return FlaxVAEForPipelines
 
     @classmethod
     def from_native(cls, native: Any) -> "Flax":

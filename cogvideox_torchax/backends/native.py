@@ -16,12 +16,9 @@ from cogvideox_torchax.vae.torchax.networks import RecordedLayers, chunk_network
 class Torch(Backend):
     """diffusers' modules as they are."""
 
+    model_class = AutoencoderKLCogVideoX
     runs_on_mesh = False
     compiled_by_jax = False
-
-    @classmethod
-    def model_class(cls) -> Any:
-        return AutoencoderKLCogVideoX
 
     @classmethod
     def from_native(cls, native: Any) -> "Torch":

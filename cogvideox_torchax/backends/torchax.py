@@ -17,18 +17,15 @@ from cogvideox_torchax.vae.torchax.networks import RecordedLayers, chunk_network
 class Torchax(Backend):
     """The ported modules."""
 
-    @classmethod
-    def model_class(cls) -> Any:
-        return AutoencoderKLCogVideoX
+    model_class = AutoencoderKLCogVideoX
 
-    @classmethod
-    def placed(cls, vae: Any) -> Any:
+    def __init__(self, vae: Any):
         runtime.put_weights(vae)
-        return vae
+        super().__init__(vae)
 
     @classmethod
     def from_native(cls, native: Any) -> "Torchax":
-        return cls(cls.placed(port_vae(native)))
+        return cls(port_vae(native))
 
     @classmethod
     def program(cls, vae: AutoencoderKLCogVideoX, kind: Direction) -> runtime.Program:
@@ -59,7 +56,7 @@ class TorchaxStock(Torchax):
 
     @classmethod
     def from_native(cls, native: Any) -> "TorchaxStock":
-        return cls(cls.placed(stock_of(native)))
+        return cls(stock_of(native))
 
     @classmethod
     def program(cls, vae: AutoencoderKLCogVideoX, kind: Direction) -> runtime.Program:

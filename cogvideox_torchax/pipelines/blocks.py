@@ -21,8 +21,13 @@ from diffusers.models.transformers.cogvideox_transformer_3d import CogVideoXBloc
 from torch import nn
 
 import jax_kernels
-from cogvideox_torchax.pipelines.fused import FusedAttnProcessor
-from cogvideox_torchax.pipelines.layers import AttnProcessor, LayerNorm, Linear, check_positions
+from cogvideox_torchax.pipelines.layers import (
+    AttnProcessor,
+    FusedAttnProcessor,
+    LayerNorm,
+    Linear,
+    check_positions,
+)
 from cogvideox_torchax.pipelines.sequence import Sequence
 from cogvideox_torchax.runtime import array_of, on_jax, tensor_of, torch_view
 from cogvideox_torchax.runtime.layers import is_watched

@@ -4,12 +4,12 @@ Axis letters: N videos, S positions of a sequence (text first, then patches), H 
 """
 
 import contextlib
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterable, Iterator, MutableMapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from diffusers.models.attention_processor import CogVideoXAttnProcessor2_0
+from diffusers.models.attention_processor import CogVideoXAttnProcessor2_0, FusedCogVideoXAttnProcessor2_0
 from diffusers.models.embeddings import CogVideoXPatchEmbed, get_3d_sincos_pos_embed
 from torch import nn
 
@@ -63,20 +63,47 @@ class AttnProcessor(CogVideoXAttnProcessor2_0):
             return super().__call__(
                 attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb
             )
-        text = encoder_hidden_states.shape[1]
         x_NSC = torch.cat([encoder_hidden_states, hidden_states], dim=1)
-        q, k, v = (
-            project(x_NSC).unflatten(-1, (attn.heads, -1)) for project in (attn.to_q, attn.to_k, attn.to_v)
-        )
-        q = q if attn.norm_q is None else attn.norm_q(q)
-        k = k if attn.norm_k is None else attn.norm_k(k)
-        if image_rotary_emb is not None:  # the last positions are patches; text has none
-            check_positions(image_rotary_emb[0], hidden_states.shape[1])
-            q, k = (torch_view(jax_kernels.apply_rotary)(x, *image_rotary_emb) for x in (q, k))
-        y_NSHD = torch_view(jax_kernels.attention)(q, k, v)
-        project, dropout = attn.to_out
-        y_NSC = dropout(project(y_NSHD.flatten(2)))
-        return y_NSC[:, text:], y_NSC[:, :text]
+        projected = (project(x_NSC) for project in (attn.to_q, attn.to_k, attn.to_v))
+        return _attended(attn, projected, hidden_states.shape[1], image_rotary_emb)
+
+
+class FusedAttnProcessor(FusedCogVideoXAttnProcessor2_0):
+    """`AttnProcessor` where the three projections were fused into one (`fuse_qkv_projections`).
+
+    The inherited code writes rotated queries into a view of a view, which torchax loses.
+    """
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        image_rotary_emb: Any = None,
+    ) -> Any:
+        if not on_jax(hidden_states) or attention_mask is not None:
+            return super().__call__(
+                attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb
+            )
+        x_NSC = torch.cat([encoder_hidden_states, hidden_states], dim=1)
+        projected = attn.to_qkv(x_NSC).chunk(3, dim=-1)
+        return _attended(attn, projected, hidden_states.shape[1], image_rotary_emb)
+
+
+def _attended(attn: Any, projected: Iterable[torch.Tensor], patches: int, image_rotary_emb: Any) -> Any:
+    """Return what attention gives the patches and the text, of queries, keys and values (N, S, C)."""
+    q, k, v = (part.unflatten(-1, (attn.heads, -1)) for part in projected)
+    q = q if attn.norm_q is None else attn.norm_q(q)
+    k = k if attn.norm_k is None else attn.norm_k(k)
+    if image_rotary_emb is not None:  # the last positions are patches; text has none
+        check_positions(image_rotary_emb[0], patches)
+        q, k = (torch_view(jax_kernels.apply_rotary)(x, *image_rotary_emb) for x in (q, k))
+    y_NSHD = torch_view(jax_kernels.attention)(q, k, v)
+    project, dropout = attn.to_out
+    y_NSC = dropout(project(y_NSHD.flatten(2)))
+    text = y_NSC.shape[1] - patches
+    return y_NSC[:, text:], y_NSC[:, :text]
 
 
 class PatchEmbed(CogVideoXPatchEmbed):

@@ -131,8 +131,7 @@ def _fed(
 ) -> Any:
     """Return a network on its devices, its weights read from their files."""
     files = weight_files(directory, variant, stem=STEMS[part])
-    network = runtime.without_torchax(_empty, directory, part, dtype)
-    port_network(network)
+    network = port_network(runtime.without_torchax(_empty, directory, part, dtype))
     if mesh is not None:
         network.place_on(mesh, parallel)
     whole = getattr(network, "_keep_in_fp32_modules", None) if dtype == torch.float16 else None

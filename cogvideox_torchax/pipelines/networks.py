@@ -10,6 +10,7 @@ import contextlib
 import functools
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,8 +38,13 @@ from cogvideox_torchax import runtime, upstream
 from cogvideox_torchax.files.models import saved_from_host
 from cogvideox_torchax.pipelines import cached_layers, caches, loras
 from cogvideox_torchax.pipelines.blocks import GELU, Block, joined_step, takes_sequences
-from cogvideox_torchax.pipelines.fused import FusedAttnProcessor
-from cogvideox_torchax.pipelines.layers import AttnProcessor, LayerNorm, Linear, PatchEmbed
+from cogvideox_torchax.pipelines.layers import (
+    AttnProcessor,
+    FusedAttnProcessor,
+    LayerNorm,
+    Linear,
+    PatchEmbed,
+)
 from cogvideox_torchax.runtime import on_jax
 from cogvideox_torchax.runtime.models import PortedModel, save_as_stock
 from cogvideox_torchax.vae.torchax.modules import SiLU
@@ -159,9 +165,7 @@ class Compiled(PortedModel):
     def _compile_for(self, network: nn.Module) -> runtime.Program:
         if self.mesh is None:
             return runtime.Program(network)
-        from cogvideox_torchax.pipelines.sequence import SequencesOnMesh
-
-        return runtime.Program(network, SequencesOnMesh(self.placement, self.split_layers(network)))
+        return runtime.Program(network, replace(self.placement, types=self.split_layers(network)))
 
     def run_program(self, *options: Any, **tensors: Any) -> torch.Tensor:
         """Return the network's result for tensors or tuples of them; `network_class` takes the options."""
@@ -397,7 +401,7 @@ Described = dict[str, Any]
 def step_tensors(
     transformer: Any, *, batch: int, frames: int, height: int, width: int, text: int | None = None
 ) -> Described:
-    """Return a denoising step's inputs, as `Program.lower_structs` takes them.
+    """Return a denoising step's inputs, as `Program.structs` takes them.
 
     Args:
         transformer: a ported one; with weights or without.
@@ -428,7 +432,7 @@ def step_tensors(
 
 
 def prompt_tensors(*, batch: int, text: int) -> Described:
-    """Return the inputs of `batch` prompts of `text` tokens, as `Program.lower_structs` takes them."""
+    """Return the inputs of `batch` prompts of `text` tokens, as `Program.structs` takes them."""
     import jax.numpy as jnp
 
     return {"input_ids": ((batch, text), jnp.int32)}
@@ -456,8 +460,8 @@ PROCESSORS: dict[Any, Any] = {
 """The class that each attention processor becomes."""
 
 
-def port_network(network: nn.Module) -> None:
-    """Give a loaded transformer or text encoder, and its layers, their ported classes."""
+def port_network(network: Any) -> Any:
+    """Give a loaded transformer or text encoder, and its layers, their ported classes; return it."""
     for module in network.modules():
         module.__class__ = SWAPPED.get(type(module), type(module))
         processor = getattr(module, "processor", None)
@@ -466,3 +470,4 @@ def port_network(network: nn.Module) -> None:
     save_as_stock(network)
     if isinstance(network, TransformersT5Encoder):
         network.tie_weights()  # moving it by hand has untied them
+    return network

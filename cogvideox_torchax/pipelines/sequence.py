@@ -29,7 +29,7 @@ from cogvideox_torchax.pipelines.sharding import (
     weight_spec,
 )
 from cogvideox_torchax.runtime.layers import watched
-from cogvideox_torchax.sharding.programs import Layer
+from cogvideox_torchax.sharding import MeshPlace
 
 LANES = 128
 """Tokens of each device are a multiple of it where there are many, for the kernels' sake."""
@@ -197,16 +197,16 @@ def _filled(tokens: int, parts: int) -> int:
 
 
 @dataclass(frozen=True)
-class SequencePlacement:
+class SequencePlacement(MeshPlace):
     """The sharding of sequences (N, S, C): by batch over "dp" where it divides, over "tp" by `parallelism`.
 
+    Weights are sharded, a program's inputs and its result are whole on every device.
+
     Attributes:
-        mesh: of `make_mesh`.
         parallelism: what is split over "tp".
         heads: of attention.
     """
 
-    mesh: Mesh
     parallelism: Parallelism = field(default_factory=Parallelism)
     heads: int = 1
 
@@ -228,66 +228,35 @@ class SequencePlacement:
         rest = (None,) * (len(shape) - 1 - len(tokens))
         return PartitionSpec(self.batch_axis(shape[0]), *tokens, *rest)
 
-    def parts(self, spec: PartitionSpec) -> list[int]:
-        """Return the number of devices that split each axis."""
-        return [
-            math.prod(self.mesh.shape[name] for name in ((axis,) if isinstance(axis, str) else axis or ()))
-            for axis in spec
-        ]
-
-    @property
-    def replicated(self) -> NamedSharding:
-        return NamedSharding(self.mesh, PartitionSpec())
-
-    def constrain(self, x: jax.Array) -> jax.Array:
-        """Constrain `x` to its spec, inside a program."""
-        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, self.spec(x.shape)))
-
-
-class SequencesOnMesh(runtime.Place):
-    """A program's place on a mesh: weights sharded, sequences constrained, the result on every device.
-
-    Args:
-        placement: the sharding of the sequences.
-        layers: the module types whose sequences are sharded; `report` lists them.
-    """
-
-    def __init__(self, placement: SequencePlacement, layers: tuple[type[nn.Module], ...]):
-        self.placement = placement
-        self.layers: dict[str, Layer] = {}
-        self._types = layers
-
     def compiler_options(self) -> dict[str, str]:
         # Let a TPU compute while tokens are exchanged for heads; by default it waits.
-        on_tpu = self.placement.mesh.devices.flat[0].platform == "tpu"
+        on_tpu = self.mesh.devices.flat[0].platform == "tpu"
         return {"xla_tpu_enable_async_all_to_all": "true"} if on_tpu else {}
 
     def trace(self, run: Callable[..., Any], inputs: Any, cache: Any) -> Any:
-        self.layers = {}
         # The attention kernel asks for it: a kernel has to be split by hand.
-        with jax.sharding.use_abstract_mesh(self.placement.mesh.abstract_mesh):
+        with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
             result, cache = run(inputs, cache)
-        return jax.lax.with_sharding_constraint(result, self.placement.replicated), jax.tree.map(
+        return jax.lax.with_sharding_constraint(result, self.replicated), jax.tree.map(
             lambda kept: jax.lax.with_sharding_constraint(kept, self._kept(kept.shape)), cache
         )
 
     def _kept(self, shape: tuple[int, ...]) -> NamedSharding:
         """Return where an array lies that one step keeps for the next: sequences as the layers have them."""
-        spec = self.placement.spec(shape) if len(shape) == 3 else PartitionSpec()
-        divides = all(
-            size % parts == 0 for size, parts in zip(shape, self.placement.parts(spec), strict=False)
-        )
-        return NamedSharding(self.placement.mesh, spec if divides else PartitionSpec())
+        spec = self.spec(shape) if len(shape) == 3 else PartitionSpec()
+        divides = all(size % parts == 0 for size, parts in zip(shape, self.parts(spec), strict=False))
+        return NamedSharding(self.mesh, spec if divides else PartitionSpec())
 
     def cache_struct(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self._kept(shape))
 
     def watching(self, network: nn.Module) -> contextlib.AbstractContextManager[Any]:
-        if self.placement.parallelism.kind == TENSOR:
+        self.layers.clear()
+        if self.parallelism.kind == TENSOR:
             for name, module in network.named_modules():
                 vars(module)["inputs_split"] = weight_spec(f"{name}.weight") == BY_INPUTS
         return watched(
-            network, lambda _, module: type(module) in self._types, taken=self._split, given=self._split
+            network, lambda _, module: type(module) in self.types, taken=self._split, given=self._split
         )
 
     def _split(self, name: str, value: Any) -> Any:
@@ -295,24 +264,23 @@ class SequencesOnMesh(runtime.Place):
         if isinstance(value, torch.Tensor):
             if value.ndim != 3 or not runtime.on_jax(value):
                 return value
-            self.layers.setdefault(name, Layer()).shapes.add(tuple(value.shape))
-            return runtime.torch_view(self.placement.constrain)(value)
+            self._note(name, value)
+            return runtime.torch_view(self.constrain)(value)
         if isinstance(value, dict):
             return {key: self._split(name, part) for key, part in value.items()}
         return tuple(self._split(name, part) for part in value) if isinstance(value, tuple) else value
 
     def weight(self, name: str, array: Any) -> jax.Array:
-        mesh, parallelism = self.placement.mesh, self.placement.parallelism
-        wanted = weight_sharding(mesh, name, array.shape, parallelism)
+        wanted = weight_sharding(self.mesh, name, array.shape, self.parallelism)
         lies = array.sharding.is_equivalent_to(wanted, array.ndim)
-        return array if lies else put_weight(mesh, name, array, parallelism)
+        return array if lies else put_weight(self.mesh, name, array, self.parallelism)
 
     def weight_struct(self, name: str, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-        sharding = weight_sharding(self.placement.mesh, name, shape, self.placement.parallelism)
+        sharding = weight_sharding(self.mesh, name, shape, self.parallelism)
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
     def put(self, array: Any) -> jax.Array:
-        return jax.device_put(array, self.placement.replicated)
+        return jax.device_put(array, self.replicated)
 
     def struct(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=self.placement.replicated)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=self.replicated)

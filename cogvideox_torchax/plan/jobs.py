@@ -17,7 +17,7 @@ from cogvideox_torchax.plan.chips import CHIPS, GRIDS, Chip, topology_devices
 from cogvideox_torchax.plan.models import weightless_vae
 from cogvideox_torchax.plan.programs import ProgramPlan, Work, compile_program
 from cogvideox_torchax.plan.report import layers
-from cogvideox_torchax.sharding import ChunksOnMesh, make_mesh
+from cogvideox_torchax.sharding import make_mesh
 from cogvideox_torchax.vae import chunks, tiling
 from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction
 from cogvideox_torchax.vae.sizes import SMALLEST_TILE, check_sides
@@ -98,8 +98,7 @@ def plan_programs(
     mesh = make_mesh(dp, tp, devices=devices)
     for work in chunk_works(vae, job, mesh, backend):
         plan = compile_program(work, mesh, chip)
-        if isinstance(work.program.place, ChunksOnMesh):
-            plan.layers = layers(work.program, plan.text)
+        plan.layers = layers(work.program, plan.text)
         yield plan
 
 
@@ -113,9 +112,9 @@ def chunk_works(vae: AutoencoderKLCogVideoX, job: Job, mesh: Any, backend: str =
     if mesh.size == 1:
         program.place = runtime.Place(mesh.devices.item())
     dtype = runtime.jax_dtype(vae.dtype)
-    shapes = [build.axes.ordered((1, channels, piece.length, *size)) for piece in pieces[:2]]
-    for name, piece, shape, before in zip(("first", "later"), pieces, shapes, (None, *shapes), strict=False):
-        structs = functools.partial(program.chunk_structs, shape, dtype, before)
+    given = [(build.axes.ordered((1, channels, piece.length, *size)), dtype) for piece in pieces[:2]]
+    for name, piece, chunk, before in zip(("first", "later"), pieces, given, (None, *given), strict=False):
+        structs = functools.partial(program.structs, chunk, before=before)
         yield Work(name, piece.length, program.lower, structs, program)
 
 

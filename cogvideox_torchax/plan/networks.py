@@ -75,9 +75,8 @@ class NetworkPlan:
         program: plan of the whole network: estimates and sizes extended, and the time of its collectives; not
             their number.
         layers: number of layers of the whole network.
-        attention_flops: FLOPs of its attention kernels.
-        attention_seconds: time of those kernels and of the kernels that prepare for them; part of the whole.
-            None without a chip.
+        attention_seconds: time of its attention kernels and of those that prepare for them; part of the
+            whole. None without a chip.
         by_schedule: whether that time is by their schedules, or at the chip's peak.
         parallel: the use of "tp", and its reason.
         kept: bytes that a cache leaves for the next step, among the arguments.
@@ -86,7 +85,6 @@ class NetworkPlan:
     name: str
     program: ProgramPlan
     layers: int
-    attention_flops: float
     attention_seconds: float | None
     by_schedule: bool = True
     parallel: str = ""
@@ -102,7 +100,7 @@ class NetworkPlan:
 
 def weightless_transformer(model: str | None, dtype: torch.dtype, layers: int) -> Any:
     """Return the ported transformer of a published config or a directory, of so many layers, weightless."""
-    return _ported(transformer({**transformer_config(model), "num_layers": layers}, dtype))
+    return port_network(transformer({**transformer_config(model), "num_layers": layers}, dtype))
 
 
 def transformer(config: dict[str, Any], dtype: torch.dtype, device: str = "meta") -> Any:
@@ -137,12 +135,7 @@ def transformer_config(model: str | None) -> dict[str, Any]:
 
 def weightless_text_encoder(dtype: torch.dtype, layers: int) -> Any:
     """Return the ported T5 v1.1 XXL encoder of so many layers, without weights."""
-    return _ported(text_encoder({**TEXT_ENCODER, "num_layers": layers}, dtype))
-
-
-def _ported(network: Any) -> Any:
-    port_network(network)
-    return network
+    return port_network(text_encoder({**TEXT_ENCODER, "num_layers": layers}, dtype))
 
 
 def plan_step(
@@ -192,13 +185,13 @@ def plan_step(
         # As all layers would be split, of which these have their share of the memory.
         network.place_on(mesh, parallel, chip and chip.memory * few / layers)
         tensors = step_tensors(network, batch=batch, frames=frames, height=height, width=width)
-        if cache is None:
-            plans.append(_compile("step", frames, network, tensors, chip))
-            continue
-        program, tensors = _cached(network, tensors, cache, batch, step)
-        structs = functools.partial(program.structs, tensors, later=True)
+        program, before = network.program, None
+        if cache is not None:
+            program, tensors = cached_program(network, tensors, cache, batch, step)
+            before = tensors
+            kept.append(cache_bytes(program, tensors))
+        structs = functools.partial(program.structs, tensors, before=before)
         plans.append(compile_program(Work("step", frames, program.lower, structs), network.mesh, chip))
-        kept.append(_bytes(program.described_cache(tensors)))
     tokens = config["max_text_seq_length"] + frames // patch_t * (height // patch) * (width // patch)
     products = 4 * batch * config["num_attention_heads"] * config["attention_head_dim"] * tokens**2
     attention = products * layers / (dp * tp) if plans[0].kernels else 0.0
@@ -231,20 +224,13 @@ def _enabled(network: Any, cache: str, batch: int) -> list[Any]:
     return runtime.without_torchax(network.step_cache.ahead, network, batch, steps())
 
 
-def _cached(network: Any, tensors: Described, cache: str, batch: int, step: int) -> tuple[Any, Described]:
+def cached_program(
+    network: Any, tensors: Described, cache: str, batch: int, step: int
+) -> tuple[Any, Described]:
     """Return the program of a step with a cache, and what it takes."""
     form, given = _enabled(network, cache, batch)[step]
     numbers = {name: (tuple(each.shape), _described(each)) for name, each in given.items()}
     return network.program_of(CachedStep(network, None, form)), tensors | numbers
-
-
-def kept_bytes(model: str, dtype: torch.dtype, mesh: Any, cache: str, **size: int) -> int:
-    """Return what a guided step leaves on each device for the next one; size as `step_tensors` takes it."""
-    layers = transformer_config(model)["num_layers"]
-    network = weightless_transformer(model, dtype, layers)
-    network.place_on(mesh)
-    program, tensors = _cached(network, step_tensors(network, batch=2, **size), cache, 2, 0)
-    return _bytes(program.described_cache(tensors))
 
 
 def _described(number: torch.Tensor) -> Any:
@@ -254,10 +240,11 @@ def _described(number: torch.Tensor) -> Any:
     return jax.dtypes.canonicalize_dtype(runtime.jax_dtype(number.dtype))
 
 
-def _bytes(structs: Any) -> int:
-    """Return the bytes of arrays on one of their devices."""
+def cache_bytes(program: runtime.Program, tensors: Described) -> int:
+    """Return the bytes of the cache that a call with such inputs gives, on one device."""
     import jax
 
+    _, _, structs = program.structs(tensors, before=tensors)
     shards = [
         (each.sharding.shard_shape(each.shape) if each.sharding else each.shape, each.dtype.itemsize)
         for each in jax.tree.leaves(structs)
@@ -274,14 +261,11 @@ def plan_prompt(
     for layers in FEW:
         network = weightless_text_encoder(dtype, layers)
         network.place_on(make_mesh(dp, tp, devices=devices))
-        plans.append(_compile("prompt", tokens, network, tensors, chip))
+        program = network.program
+        structs = functools.partial(program.structs, tensors)
+        plans.append(compile_program(Work("prompt", tokens, program.lower, structs), network.mesh, chip))
     plan = _extended("prompt", plans, TEXT_ENCODER["num_layers"], 0.0, chip)
     return replace(plan, parallel=str(network.parallelism))
-
-
-def _compile(name: str, frames: int, network: Any, tensors: dict[str, Any], chip: Chip | None) -> ProgramPlan:
-    structs = functools.partial(network.program.structs, tensors)
-    return compile_program(Work(name, frames, network.program.lower, structs), network.mesh, chip)
 
 
 def _extended(
@@ -308,11 +292,11 @@ def _extended(
     }
     program = replace(more, compile_seconds=fewer.compile_seconds + more.compile_seconds, **grown)
     if chip is None:
-        return NetworkPlan(name, program, layers, attention_flops, None)
+        return NetworkPlan(name, program, layers, None)
     scheduled, attention = program.shares.get(KERNEL, 0.0), program.kernel_times.get("attention")
     known = attention is None or attention.by_bytes == 0
     seconds = scheduled if known else max(scheduled, attention_flops / chip.flops)
-    return NetworkPlan(name, program, layers, attention_flops, seconds, known)
+    return NetworkPlan(name, program, layers, seconds, known)
 
 
 def _extended_kernel(one: KernelTime | None, other: KernelTime, layers: int) -> KernelTime:

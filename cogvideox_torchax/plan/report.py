@@ -5,17 +5,14 @@ import math
 from typing import Any
 
 from cogvideox_torchax import runtime
-from cogvideox_torchax.plan.chips import Chip
+from cogvideox_torchax.plan.chips import GIB, Chip
 from cogvideox_torchax.plan.hlo import Instruction, collectives, instructions
 from cogvideox_torchax.plan.programs import ProgramPlan, Row, read_program
-from cogvideox_torchax.sharding.placement import Placement
-from cogvideox_torchax.sharding.programs import ChunksOnMesh, Layer
+from cogvideox_torchax.sharding import MeshPlace
 from cogvideox_torchax.vae.directions import DECODE, Direction
+from cogvideox_torchax.vae.torchax.autoencoder import AutoencoderKLCogVideoX
 
 ELSEWHERE = "(program)"
-
-
-GIB = 2**30
 
 
 def figures(
@@ -71,11 +68,30 @@ def report(vae: Any, shape: tuple[int, ...], *, kind: Direction = DECODE) -> Pro
         kind: `DECODE` or `ENCODE`.
 
     Raises:
-        ValueError: a model that was ported without a mesh.
+        ValueError: a model of the Flax build, or one that was ported without a mesh.
     """
-    if vae.mesh is None:
-        raise ValueError("report got a model without a mesh: port(vae, mesh=make_mesh(dp, tp)) first")
-    return _read(kind, shape[2], *vae.compile_last_chunk(shape, kind=kind))
+    if not isinstance(vae, AutoencoderKLCogVideoX):
+        raise ValueError("a report tells the layers of the torchax build apart: port diffusers' model for it")
+    _check_mesh("model", vae)
+    return _read(kind, shape[2], *compile_last_chunk(vae, shape, kind=kind))
+
+
+def compile_last_chunk(
+    vae: AutoencoderKLCogVideoX, shape: tuple[int, ...], *, kind: Direction = DECODE
+) -> tuple[runtime.Program, Any]:
+    """Compile, without running it, the program of an input's last chunk, which all but the first share.
+
+    Args:
+        vae, shape, kind: as `report` takes them; a mesh is not needed.
+
+    Returns:
+        The program and its compiled form.
+    """
+    program, dtype = vae.build_program(kind), runtime.jax_dtype(vae.dtype)
+    pieces = Direction(kind).chunks(vae, shape[2])
+    chunks = [((*shape[:2], piece.length, *shape[3:]), dtype) for piece in pieces]
+    structs = program.structs(chunks[-1], before=chunks[0] if len(chunks) > 1 else None)
+    return program, program.lower(*structs).compile()
 
 
 def report_network(network: Any, tensors: dict[str, Any]) -> ProgramPlan:
@@ -89,65 +105,62 @@ def report_network(network: Any, tensors: dict[str, Any]) -> ProgramPlan:
     Raises:
         ValueError: a network that was ported without a mesh.
     """
-    if network.mesh is None:
-        raise ValueError("report got a network without a mesh: port(pipe, mesh=make_mesh(dp, tp)) first")
-    runtime.configure_compile_cache()
+    _check_mesh("network", network)
     program = network.build_program()
-    compiled = program.lower_structs(tensors).compile()
+    compiled = program.lower(*program.structs(tensors)).compile()
     return _read(type(network).__name__, next(iter(tensors.values()))[0][1], program, compiled)
+
+
+def _check_mesh(what: str, model: Any) -> None:
+    if model.mesh is None:
+        raise ValueError(f"report got a {what} without a mesh: port(..., mesh=make_mesh(dp, tp)) first")
 
 
 def _read(name: str, frames: int, program: Any, compiled: Any) -> ProgramPlan:
     plan = read_program(name, frames, compiled, None, 0.0)
-    plan.layers = _rows(program.place, list(instructions(plan.text)))
+    plan.layers = layers(program, plan.text)
     return plan
-
-
-def _count(found: list[Instruction]) -> dict[str, dict[str, int]]:
-    return {
-        kind: {"count": traffic.count, "bytes": traffic.bytes} for kind, traffic in collectives(found).items()
-    }
 
 
 def layers(program: runtime.Program, text: str) -> list[Row]:
     """Return each layer's sharding and communication, read off the compiled text of the last tracing.
 
-    Raises:
-        ValueError: a program for one device, which names no layers.
+    No layer is told apart in a program for one device, nor in one of the Flax build.
     """
-    if not isinstance(program.place, ChunksOnMesh):
-        raise ValueError("got a program for one device: a report needs a mesh, dp * tp above 1")
-    return _rows(program.place, list(instructions(text)))
-
-
-def _rows(place: Any, found: list[Instruction]) -> list[Row]:
-    owned: dict[str, list[Instruction]] = {name: [] for name in [*place.layers, ELSEWHERE]}
-    for instruction in found:
+    place: Any = program.place
+    shapes = getattr(place, "layers", {})
+    if not shapes:
+        return []
+    owned: dict[str, list[Instruction]] = {name: [] for name in [*shapes, ELSEWHERE]}
+    for instruction in instructions(text):
         owner = next((part for part in reversed(instruction.scope.split("/")) if part in owned), ELSEWHERE)
         owned[owner].append(instruction)
-    return [_row(name, place.layers.get(name), own, place.placement) for name, own in owned.items()]
+    return [_row(name, shapes.get(name), own, place) for name, own in owned.items()]
 
 
-def _row(name: str, layer: Layer | None, own: list[Instruction], placement: Placement) -> Row:
+def _row(name: str, shapes: set[tuple[int, ...]] | None, own: list[Instruction], place: MeshPlace) -> Row:
     arrays = [i for i in own if not i.op.startswith(("parameter", "tuple", "get-tuple"))]
     row = Row(
         name,
-        collectives=_count(own),
+        collectives={kind: {"count": t.count, "bytes": t.bytes} for kind, t in collectives(own).items()},
         bytes_per_device=max((i.bytes for i in arrays), default=0),
     )
-    if layer is not None:
-        row.shape, row.spec = layer.largest, str(placement.spec(layer.largest))
-        row.shards = _shards(layer, arrays, placement)
+    if shapes is not None:
+        row.shape = max(shapes, key=math.prod)
+        row.spec = str(place.spec(row.shape))
+        row.shards = _shards(shapes, row.shape, arrays, place)
     return row
 
 
-def _shards(layer: Layer, arrays: list[Instruction], placement: Placement) -> int | None:
+def _shards(
+    shapes: set[tuple[int, ...]], largest: tuple[int, ...], arrays: list[Instruction], place: MeshPlace
+) -> int | None:
     """Return the number of devices that split a layer's activations, by the shapes in the text."""
     found = {array.shape for instruction in arrays for array in instruction.results}
-    parts = placement.parts(placement.spec(layer.largest))
-    if math.prod(parts) == 1 or any(_is_laid_as(shape, layer.largest) for shape in found):
+    parts = place.parts(place.spec(largest))
+    if math.prod(parts) == 1 or any(_is_laid_as(shape, largest) for shape in found):
         return 1
-    local = {tuple(-(-size // n) for size, n in zip(s, parts, strict=True)) for s in layer.shapes}
+    local = {tuple(-(-size // n) for size, n in zip(s, parts, strict=True)) for s in shapes}
     return math.prod(parts) if any(_is_laid_as(shape, one) for shape in found for one in local) else None
 
 

@@ -9,10 +9,8 @@ for another chip.
 
 import bisect
 import functools
-import itertools
 import re
 import shutil
-from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,33 +43,16 @@ class UnknownDumpError(ValueError):
 
 
 @dataclass(frozen=True)
-class Loop:
-    """A loop of a schedule.
-
-    Attributes:
-        bundles: from its first to its last, with the bundles of inner loops.
-        trips: how often it ran, all entries together.
-    """
-
-    bundles: int
-    trips: int
-
-
-@dataclass(frozen=True)
 class Schedule:
     """The totals of a kernel's schedule.
 
     Attributes:
         cycles: bundles that run.
-        outside: bundles that run outside of loops.
-        loops: loops in the order of their first bundles, an outer loop before its inner loops.
         assumed: branches that depend on data. The bundles they would skip are counted, except repairs of
             wrong numbers: a branch on a comparison of floats skips those.
     """
 
     cycles: int
-    outside: int
-    loops: tuple[Loop, ...]
     assumed: int
 
 
@@ -201,11 +182,7 @@ def read_schedule(text: str, delay_slots: int) -> Schedule:
                 operations.setdefault(address, []).append(operation)
     _keep_what_branches_need(operations, branches)
     checks = {one.name for found in operations.values() for one in found if one.compute is _checked}
-    runs, assumed = _follow(len(bundles), operations, branches, delay_slots, checks)
-    spans = [
-        (one.target, address + delay_slots) for address, one in branches.items() if one.target <= address
-    ]
-    return _summary(len(bundles), runs, spans, assumed)
+    return _follow(len(bundles), operations, branches, delay_slots, checks)
 
 
 def _bundles(text: str) -> tuple[list[str], dict[str, int]]:
@@ -360,14 +337,13 @@ def _follow(
     branches: dict[int, _Branch],
     delay_slots: int,
     checks: set[str],
-) -> tuple[Counter[tuple[int, int]], int]:
-    """Return how often each run of bundles ran, and the number of branches that depend on data."""
+) -> Schedule:
+    """Return the bundles that run, and the number of branches that depend on data."""
     state: dict[str | int, Value] = {}
-    runs: Counter[tuple[int, int]] = Counter()
     assumed: set[int] = set()
     events = sorted({*operations, *branches})
     index_of = [bisect.bisect_left(events, address) for address in range(count)]
-    steps = first = index = 0
+    cycles = steps = first = index = 0
 
     def execute(address: int) -> None:
         found = operations.get(address, ())
@@ -401,10 +377,9 @@ def _follow(
         while index < len(events) and events[index] <= last:
             execute(events[index])
             index += 1
-        runs[first, last] += 1
+        cycles += last - first + 1
         first, index = branch.target, index_of[branch.target]
-    runs[first, count - 1] += 1
-    return runs, len(assumed)
+    return Schedule(cycles + count - first, len(assumed))
 
 
 def _goes(branch: _Branch, state: dict[str | int, Value]) -> bool | None:
@@ -412,17 +387,3 @@ def _goes(branch: _Branch, state: dict[str | int, Value]) -> bool | None:
         return True
     guard = state.get(branch.register)
     return None if guard is None else bool(guard) is not branch.negated
-
-
-def _summary(
-    count: int, runs: Counter[tuple[int, int]], spans: list[tuple[int, int]], assumed: int
-) -> Schedule:
-    changes = [0] * (count + 1)
-    for (first, last), times in runs.items():
-        changes[first] += times
-        changes[last + 1] -= times
-    often = list(itertools.accumulate(changes[:-1]))
-    spans = sorted(spans, key=lambda span: (span[0], -span[1]))
-    inside = {address for first, last in spans for address in range(first, last + 1)}
-    loops = tuple(Loop(last - first + 1, often[first]) for first, last in spans)
-    return Schedule(sum(often), sum(often) - sum(often[address] for address in inside), loops, assumed)

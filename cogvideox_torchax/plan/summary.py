@@ -3,11 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-from cogvideox_torchax.plan.chips import Chip
+from cogvideox_torchax.plan.chips import GIB, Chip
 from cogvideox_torchax.plan.jobs import Job
 from cogvideox_torchax.plan.programs import KernelTime, ProgramPlan
-
-GIB = 2**30
 
 
 def program_rows(program: ProgramPlan, chip: Chip | None) -> dict[str, Any]:

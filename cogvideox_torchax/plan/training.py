@@ -63,10 +63,10 @@ def gradient_works(vae: AutoencoderKLCogVideoX, job: Job, mesh: Any) -> Iterator
         program = vae.build_program(half)
         if mesh.size == 1:
             program.place = runtime.Place(mesh.devices.item())
-        weights = program.weight_structs()
+        shape, dtype = (mesh.shape["dp"], channels, sum(lengths), *size), runtime.jax_dtype(vae.dtype)
+        weights, *_ = program.structs((shape, dtype))
         sharding = next(iter(weights.values())).sharding  # that of what is whole on every device
-        shape = (mesh.shape["dp"], channels, sum(lengths), *size)
-        x = jax.ShapeDtypeStruct(shape, runtime.jax_dtype(vae.dtype), sharding=sharding)
+        x = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
         def gradients(weights: Any, x: Any, program: Any = program, lengths: Any = lengths) -> Any:
             result, pull_back = jax.vjp(lambda *given: program.run_video(*given, lengths), weights, x)

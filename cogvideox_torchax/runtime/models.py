@@ -13,15 +13,11 @@ from cogvideox_torchax.runtime.bridge import active, is_jax_device, is_on_jax, t
 from cogvideox_torchax.runtime.weights import put_weights, replace_weights
 
 
-def stock_class(model: Any) -> type:
-    """Return the class of another package that a ported model replaces."""
-    ours = __name__.partition(".")[0]
-    return next(kind for kind in type(model).__mro__ if kind.__module__.partition(".")[0] != ours)
-
-
 def save_as_stock(model: nn.Module) -> None:
-    """Make a pipeline that holds the model name its original class in model_index.json."""
-    upstream.saved_as(model, stock_class(model))
+    """Make a pipeline that holds a model name another package's class for it in model_index.json."""
+    ours = __name__.partition(".")[0]
+    kinds = (kind for kind in type(model).__mro__ if kind.__module__.partition(".")[0] != ours)
+    upstream.saved_as(model, next(kinds))
 
 
 PROGRAMS = "_compiled_programs"

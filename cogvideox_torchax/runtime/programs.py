@@ -260,63 +260,30 @@ class Program:
         """Lower the program for arrays, or for `jax.ShapeDtypeStruct`s."""
         return self._compiled.lower(weights, inputs, cache)
 
-    def weight_structs(self) -> Any:
-        """Return the structs of the weights."""
+    def structs(self, inputs: Any, *, before: Any = None) -> tuple[Any, Any, Any]:
+        """Return the structs of the weights, the inputs and the cache that `lower` takes.
+
+        Args:
+            inputs: (shape, JAX dtype) of an input; of several, such pairs by name and in tuples.
+            before: inputs of the call whose cache this one takes; None for a call without one.
+        """
         import jax
 
-        return jax.tree_util.tree_map_with_path(
+        weights = jax.tree_util.tree_map_with_path(
             lambda path, weight: self.place.weight_struct(
                 jax.tree_util.keystr(path, simple=True), weight.shape, weight.dtype
             ),
             self._network.weights,
         )
-
-    def lower_chunk(self, chunk: tuple[int, ...], dtype: Any, first: tuple[int, ...] | None = None) -> Any:
-        """Lower the program for a chunk, without data and weights.
-
-        Args:
-            chunk: its shape.
-            dtype: JAX's.
-            first: the shape of the video's first chunk, where this is a later one.
-        """
-        return self.lower(*self.chunk_structs(chunk, dtype, first))
-
-    def chunk_structs(
-        self, chunk: tuple[int, ...], dtype: Any, first: tuple[int, ...] | None = None
-    ) -> tuple[Any, Any, Any]:
-        """Return the structs of what `lower_chunk` lowers for: weights, chunk and cache."""
-        cache = None if first is None else self._cache_structs(self.place.struct(first, dtype))
-        return self.weight_structs(), self.place.struct(chunk, dtype), cache
-
-    def _cache_structs(self, inputs: Any) -> Any:
-        """Return the structs of the cache that a first call gives."""
-        import jax
-
-        _, cache = jax.eval_shape(self._compiled, self.weight_structs(), inputs, None)
-        return jax.tree.map(lambda part: self.place.cache_struct(part.shape, part.dtype), cache)
-
-    def lower_structs(self, tensors: dict[str, Any], *, later: bool = False) -> Any:
-        """Lower the program for inputs of these shapes and JAX dtypes, without data and weights.
-
-        Args:
-            tensors: (shape, dtype) of each input, or a tuple of such pairs, by name.
-            later: whether it takes the cache of a call before.
-        """
-        return self.lower(*self.structs(tensors, later=later))
-
-    def structs(self, tensors: dict[str, Any], *, later: bool = False) -> tuple[Any, Any, Any]:
-        """Return the structs of what `lower_structs` lowers for: weights, inputs and cache."""
-        cache = self.described_cache(tensors) if later else None
-        return self.weight_structs(), self._described(tensors), cache
-
-    def described_cache(self, tensors: dict[str, Any]) -> Any:
-        """Return the structs of the cache that a call gives, of inputs as `lower_structs` takes them."""
-        return self._cache_structs(self._described(tensors))
-
-    def _described(self, tensors: dict[str, Any]) -> dict[str, Any]:
-        return {name: self._structs(of) for name, of in tensors.items()}
+        cache = None
+        if before is not None:
+            _, cache = jax.eval_shape(self._compiled, weights, self._structs(before), None)
+            cache = jax.tree.map(lambda part: self.place.cache_struct(part.shape, part.dtype), cache)
+        return weights, self._structs(inputs), cache
 
     def _structs(self, described: Any) -> Any:
+        if isinstance(described, dict):
+            return {name: self._structs(of) for name, of in described.items()}
         shape, dtype = described
         several = isinstance(dtype, tuple)  # a pair of tensors, each with its shape and dtype
         return tuple(map(self._structs, described)) if several else self.place.struct(shape, dtype)

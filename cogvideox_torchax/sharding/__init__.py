@@ -1,7 +1,7 @@
 """The dp x tp mesh: `placement` shards a VAE's arrays, `processes` serves a mesh of several processes."""
 
 from cogvideox_torchax.sharding.mesh import Parallel, check_mesh, make_mesh
-from cogvideox_torchax.sharding.placement import PaddedChunk, Placement, spread
+from cogvideox_torchax.sharding.placement import MeshPlace, PaddedChunk, Placement, spread
 from cogvideox_torchax.sharding.processes import (
     TIMEOUT,
     Exchange,
@@ -13,12 +13,11 @@ from cogvideox_torchax.sharding.processes import (
     is_first,
     wait_for_all,
 )
-from cogvideox_torchax.sharding.programs import ChunksOnMesh
 
 __all__ = [
     "TIMEOUT",
-    "ChunksOnMesh",
     "Exchange",
+    "MeshPlace",
     "PaddedChunk",
     "Parallel",
     "Placement",

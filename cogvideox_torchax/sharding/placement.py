@@ -10,20 +10,24 @@ and so 24, 48 and 96 columns a device at the levels above. Kernels get which col
 itself, 180 into 23 and 360 into 45, and columns would move between devices at every level.
 """
 
+import contextlib
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from torch import nn
 
+from cogvideox_torchax.runtime.layers import watched
 from cogvideox_torchax.runtime.programs import Place
 from cogvideox_torchax.sharding.mesh import AXES
 from cogvideox_torchax.upstream import is_traced
 from cogvideox_torchax.vae.axes import NCTHW, Axes
+from cogvideox_torchax.vae.columns import set_split
 from jax_kernels.common.columns import WHOLE, Split
 from jax_kernels.common.dispatch import Target, dispatched, map_shards
 from jax_kernels.common.layout import store_columns_last
@@ -44,40 +48,23 @@ jax.tree_util.register_dataclass(PaddedChunk, data_fields=["array"], meta_fields
 
 
 @dataclass(frozen=True)
-class Placement(Place):
-    """The sharding of a VAE's chunks, caches and results on a mesh.
+class MeshPlace(Place):
+    """A program's place on a mesh; a subclass gives the sharding of an activation by its shape.
 
     Attributes:
         mesh: of `make_mesh`.
-        axes: of the activations, chunks and results that are placed.
-        cache_axes: of the caches between two chunks; as `axes` where None.
-        unit: columns of a chunk that stay together: one latent pixel's.
+        types: the types of a torch network's modules that are told apart.
+        layers: the shapes of the activations that each of those modules took and gave, by its name, as last
+            traced.
     """
 
     mesh: Mesh
-    axes: Axes = NCTHW
-    cache_axes: Axes | None = None
-    unit: int = 1
-
-    @property
-    def cache_placement(self) -> "Placement":
-        """The placement of the caches."""
-        return Placement(self.mesh, self.cache_axes or self.axes)
+    types: tuple[type[nn.Module], ...] = field(default=(), kw_only=True)
+    layers: dict[str, set[tuple[int, ...]]] = field(default_factory=dict, compare=False, kw_only=True)
 
     def spec(self, shape: tuple[int, ...]) -> PartitionSpec:
         """Return the sharding of an activation of this shape."""
-        return self._split(shape, self.axes.index("W"))
-
-    def _split(self, shape: tuple[int, ...], axis: int) -> PartitionSpec:
-        """Split by video over "dp" and along `axis` over "tp", or along `axis` over both.
-
-        "dp" splits the batch where it divides it.
-        """
-        if shape[self.axes.index("N")] % self.mesh.shape["dp"] == 0:
-            names = {self.axes.index("N"): "dp", axis: "tp"}
-        else:
-            names = {axis: AXES}
-        return PartitionSpec(*(names.get(i) for i in range(len(shape))))
+        raise NotImplementedError
 
     def parts(self, spec: PartitionSpec) -> list[int]:
         """Return the number of devices that split each axis."""
@@ -93,15 +80,52 @@ class Placement(Place):
     def replicated(self) -> NamedSharding:
         return NamedSharding(self.mesh, PartitionSpec())
 
+    def constrain(self, x: jax.Array) -> jax.Array:
+        """Constrain `x` to its spec, inside a program."""
+        return jax.lax.with_sharding_constraint(x, self.sharding(x.shape))
+
+    def _note(self, name: str, x: Any) -> None:
+        self.layers.setdefault(name, set()).add(tuple(x.shape))
+
+
+@dataclass(frozen=True)
+class Placement(MeshPlace):
+    """The sharding of a VAE's chunks, caches and results on a mesh.
+
+    Attributes:
+        axes: of the activations, chunks and results that are placed.
+        cache_axes: of the caches between two chunks; as `axes` where None.
+        unit: columns of a chunk that stay together: one latent pixel's.
+    """
+
+    axes: Axes = NCTHW
+    cache_axes: Axes | None = None
+    unit: int = 1
+
+    @property
+    def cache_placement(self) -> "Placement":
+        """The placement of the caches."""
+        return Placement(self.mesh, self.cache_axes or self.axes)
+
+    def spec(self, shape: tuple[int, ...]) -> PartitionSpec:
+        return self._split(shape, self.axes.index("W"))
+
+    def _split(self, shape: tuple[int, ...], axis: int) -> PartitionSpec:
+        """Split by video over "dp" and along `axis` over "tp", or along `axis` over both.
+
+        "dp" splits the batch where it divides it.
+        """
+        if shape[self.axes.index("N")] % self.mesh.shape["dp"] == 0:
+            names = {self.axes.index("N"): "dp", axis: "tp"}
+        else:
+            names = {axis: AXES}
+        return PartitionSpec(*(names.get(i) for i in range(len(shape))))
+
     def padding(self, shape: tuple[int, ...]) -> list[tuple[int, int]]:
         """Return the padding at the end of each axis that makes a chunk divide at all of its levels."""
         units = [self.unit if axis == self.axes.index("W") else 1 for axis in range(len(shape))]
         parts = self.parts(self.spec(shape))
         return [(0, -size % (n * unit)) for size, n, unit in zip(shape, parts, units, strict=True)]
-
-    def constrain(self, x: jax.Array) -> jax.Array:
-        """Constrain `x` to its spec, inside a program."""
-        return jax.lax.with_sharding_constraint(x, self.sharding(x.shape))
 
     def hand_out(self, x: jax.Array, split: Split = WHOLE) -> jax.Array:
         """Cut off the padding of a result, and shard it by `result_spec`, inside a program.
@@ -131,6 +155,24 @@ class Placement(Place):
             result = jnp.moveaxis(result, -1, self.axes.index("C"))  # whose padding is cut off
             return self.hand_out(result, split), jax.tree.map(self.cache_placement.constrain, cache)
 
+    def watching(self, network: nn.Module, *, split: Split) -> contextlib.AbstractContextManager[Any]:
+        self.layers.clear()
+        set_split(network.modules(), split)
+        # `_record` changes nothing: so a norm and a convolution run as one, in the name of their block.
+        return watched(
+            network,
+            lambda _, module: type(module) in self.types,
+            taken=self._record,
+            given=self._record,
+            names_only=True,
+        )
+
+    def _record(self, name: str, values: Any) -> Any:
+        for value in jax.tree.leaves(values):
+            if getattr(value, "ndim", 0) == 5:
+                self._note(name, value)
+        return values
+
     def put(self, array: Any) -> PaddedChunk:
         """Shard a chunk, a NumPy or a JAX array, over the mesh.
 
@@ -143,20 +185,9 @@ class Placement(Place):
             array = (jnp.pad if isinstance(array, jax.Array) else np.pad)(array, padding)
         return PaddedChunk(spread(array, sharding), shape)
 
-    def own_columns(self, shape: tuple[int, ...]) -> slice:
-        """Return the columns of an activation on this process's devices; a single process has all."""
-        column, padded = self.axes.index("W"), self._padded(shape)
-        indices = self.sharding(shape).addressable_devices_indices_map(padded).values()
-        spans = [index[column].indices(padded[column]) for index in indices if index is not None]
-        start, stop = min(span[0] for span in spans), max(span[1] for span in spans)
-        return slice(min(start, shape[column]), min(stop, shape[column]))
-
-    def _padded(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(size + after for size, (_, after) in zip(shape, self.padding(shape), strict=True))
-
     def struct(self, shape: tuple[int, ...], dtype: Any) -> PaddedChunk:
-        sharding = self.sharding(shape)
-        return PaddedChunk(jax.ShapeDtypeStruct(self._padded(shape), dtype, sharding=sharding), shape)
+        padded = tuple(size + after for size, (_, after) in zip(shape, self.padding(shape), strict=True))
+        return PaddedChunk(jax.ShapeDtypeStruct(padded, dtype, sharding=self.sharding(shape)), shape)
 
     def cache_struct(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.cache_placement.sharding(shape))

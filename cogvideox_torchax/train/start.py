@@ -35,11 +35,11 @@ def load(kind: type[Backend], mesh: Any, *, model: str | None, config: str | Non
             fields = reports.parse(Path(str(config)).read_bytes())
         except (OSError, ValueError) as error:
             raise ValueError(f"{config} cannot be read as a config ({error})") from error
-        vae = kind.model_class().from_config(fields)
+        vae = kind.model_class.from_config(fields)
         initialize(vae, seed=seed)
         if mesh is not None:
             vae.place_on(mesh)
-        backend = kind(kind.placed(vae))
+        backend = kind(vae)
     if not kind.compiled_by_jax:
         _channels_last(backend.vae)
     return backend

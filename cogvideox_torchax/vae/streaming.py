@@ -317,8 +317,4 @@ def split_videos(pieces: Iterable[torch.Tensor]) -> list[Iterator[torch.Tensor]]
     if first.shape[0] == 1:
         return [whole]
     copies = itertools.tee(whole, first.shape[0])
-    return [map(functools.partial(_video, index), copy) for index, copy in enumerate(copies)]
-
-
-def _video(index: int, chunk: torch.Tensor) -> torch.Tensor:
-    return runtime.take(chunk, 0, index, 1)
+    return [map(lambda chunk, i=i: runtime.take(chunk, 0, i, 1), copy) for i, copy in enumerate(copies)]

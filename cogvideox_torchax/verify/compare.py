@@ -93,7 +93,7 @@ class Candidate:
     Attributes:
         name: of the backend.
         dtype: of its weights and input.
-        backend: around a model; one that `has_layers` is compared layer by layer too.
+        backend: around a model.
     """
 
     name: str
@@ -323,18 +323,15 @@ class Verifier:
     def _layers(
         self, candidates: list[Candidate], torchs: Candidate | None, say: Callable[[str], None]
     ) -> list[list[LayerError]]:
-        compared = {str(index): c for index, c in enumerate(candidates) if c.backend.has_layers}
-        if torchs is not None and compared:
+        compared = {str(index): candidate for index, candidate in enumerate(candidates)}
+        if torchs is not None:
             compared["baseline"] = torchs
         found: list[list[LayerError]] = [[] for _ in candidates]
-        if not compared:
-            return found
         for kind in Direction:
             say(f"{kind}: layer by layer")
             sums = compare_layers(self.reference, compared, kind, self.inputs[kind])
             for index, candidate in enumerate(candidates):
-                if candidate.backend.has_layers:
-                    found[index] += _judged(candidate.dtype, sums[str(index)], sums.get("baseline", {}))
+                found[index] += _judged(candidate.dtype, sums[str(index)], sums.get("baseline", {}))
         return found
 
     def _whole(self, candidate: Candidate) -> tuple[dict[str, WholeError], list[Contract]]:

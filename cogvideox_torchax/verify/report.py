@@ -95,8 +95,7 @@ def markdown(results: list[Result], about: dict[str, Any]) -> str:
     parts = ["# verify", facts, "\n".join(f"    {verdict(result)}" for result in results)]
     parts += ["## Contracts", contracts_table(results), "## As a whole", whole_table(results)]
     for result in results:
-        if result.layers:
-            parts += [f"## Layers: {result.backend} {result.dtype}", layers_table(result)]
+        parts += [f"## Layers: {result.backend} {result.dtype}", layers_table(result)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -108,21 +107,19 @@ def draw_layers(results: list[Result], path: Path) -> None:
     """Error over depth on a log axis, a line for each backend and dtype; exact layers lie on the floor."""
     plt = pyplot()
     figure, axes = plt.subplots(figsize=(12, 6), layout="constrained")
-    layered = [result for result in results if result.layers]
-    values = [layer.relative for result in layered for layer in result.layers]
+    values = [layer.relative for result in results for layer in result.layers]
     floor = min((value for value in values if value > 0), default=1e-7) / 3
-    for index, result in enumerate(layered):
+    for index, result in enumerate(results):
         heights = [max(layer.relative, floor) for layer in result.layers]
         axes.semilogy(
             heights, marker="os^Dvx"[index % 6], markersize=4, label=f"{result.backend} {result.dtype}"
         )
     axes.axhline(floor, color="0.8", linewidth=0.8)
     axes.text(0, floor, "exact", va="bottom", color="0.5", fontsize=8)
-    names = [layer.name for layer in layered[0].layers] if layered else []
+    names = [layer.name for layer in results[0].layers]
     axes.set_xticks(range(len(names)), names, rotation=90, fontsize=7)
     axes.set_ylabel("largest difference / largest reference value")
     axes.set_title("Error of each layer against PyTorch in float32, in running order")
     axes.grid(axis="y", alpha=0.3)
-    if layered:
-        axes.legend()
+    axes.legend()
     save_figure(figure, path)

@@ -486,7 +486,7 @@ def test_a_report_without_a_mesh_says_what_to_do(ported):
 def test_float32_is_multiplied_in_float32(ported):
     program = ported.transformer.build_program()
     tensors = networks.step_tensors(ported.transformer, batch=1, frames=1, height=2, width=2)
-    text = program.lower_structs(tensors).as_text()
+    text = program.lower(*program.structs(tensors)).as_text()
     products = [line for line in text.splitlines() if "dot_general" in line or "convolution(" in line]
     assert products
     assert all("HIGHEST" in line for line in products)

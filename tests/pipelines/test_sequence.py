@@ -10,7 +10,7 @@ import torch
 from jax.sharding import PartitionSpec as P
 
 from cogvideox_torchax import make_mesh
-from cogvideox_torchax.pipelines.sequence import Sequence, SequencePlacement, SequencesOnMesh
+from cogvideox_torchax.pipelines.sequence import Sequence, SequencePlacement
 from cogvideox_torchax.pipelines.sharding import CONTEXT, TENSOR, Parallelism, weight_spec
 from cogvideox_torchax.runtime.programs import Place, Program
 
@@ -53,7 +53,7 @@ def test_by_channels_queries_are_prepared_by_heads_or_where_tp_does_not_divide_t
 def test_on_tpus_a_program_is_compiled_to_compute_while_it_exchanges():
     def options(platform):
         mesh = SimpleNamespace(devices=np.array([[SimpleNamespace(platform=platform)]]))
-        return SequencesOnMesh(SequencePlacement(mesh), ()).compiler_options()
+        return SequencePlacement(mesh).compiler_options()
 
     assert options("tpu") == {"xla_tpu_enable_async_all_to_all": "true"}
     assert options("cpu") == {}

@@ -33,7 +33,7 @@ def whole(network, tensors):
     from cogvideox_torchax.plan.programs import read_program
 
     network.place_on(make_mesh(1, 1))
-    compiled = network.program.lower_structs(tensors).compile()
+    compiled = network.program.lower(*network.program.structs(tensors)).compile()
     return read_program("whole", 0, compiled, None, 0.0)
 
 

@@ -15,8 +15,7 @@ import torch
 from cogvideox_torchax import cli, make_mesh
 from cogvideox_torchax.files import latents, video
 from cogvideox_torchax.files.whole import whole_file
-from cogvideox_torchax.sharding import Exchange, Placement, ProcessError, check_all_take_part
-from cogvideox_torchax.vae.axes import NTHWC
+from cogvideox_torchax.sharding import Exchange, ProcessError, check_all_take_part
 from tests import reference
 from tests.files.test_video import moving_frames
 
@@ -200,12 +199,6 @@ def test_what_came_before_a_failure_is_read(tmp_path, monkeypatch):
     assert exchange._wait(part) == part
     with pytest.raises(RuntimeError, match="process 1 failed: the disk is full"):
         exchange._wait(tmp_path / "000002.1")
-
-
-@pytest.mark.parametrize(("shape", "layout"), [((1, 16, 2, 4, 90), None), ((1, 2, 4, 90, 16), NTHWC)])
-def test_a_single_process_owns_every_column(shape, layout):
-    placement = Placement(make_mesh(), layout) if layout else Placement(make_mesh())
-    assert placement.own_columns(shape) == slice(0, 90)
 
 
 WRONG = {

@@ -193,14 +193,6 @@ class FlaxVAEForPipelines(ChunkedVAE, PortedModel, ModelMixin, ConfigMixin):
         """Return the number of parameters."""
         return sum(weight.size for weight in jax.tree.leaves(nnx.state(self.flax_vae, nnx.Param)))
 
-    def compile_last_chunk(self, shape: tuple[int, ...], *, kind: Direction = DECODE) -> Any:
-        """Refused: the Flax build names no layers for a report to tell apart.
-
-        Raises:
-            ValueError: always.
-        """
-        raise ValueError("a report tells the layers of the torchax build apart: port diffusers' model for it")
-
     def enable_gradient_checkpointing(self, *args: Any, **kwargs: Any) -> None:
         """Refused: the wrapper passes no gradients on.
 

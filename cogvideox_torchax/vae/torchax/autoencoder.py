@@ -187,19 +187,17 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
         size = x.shape[3:]
         forced = self._tiles.plan(direction, size, self.spatial_compression_ratio) if in_tiles else None
         plan = forced or self._tile_plan(direction, size)
-        network = chunk_network(self, direction)
+        network, run = chunk_network(self, direction), functools.partial(self._joined, direction, x, plan)
+        if plan is not None:
+            why = "gradients do not pass through tiles on JAX: call disable_tiling() before"
+            return runtime.without_gradient(network, x, run, why)
         if not runtime.wants_gradient(network, x):
-            return self._joined(direction, x, plan)
+            return run()
         program = self._program((direction, False), network)
         lengths = [chunk.length for chunk in direction.chunks(self, x.shape[2])]
         whole = functools.partial(program.run_video, lengths=lengths)
-        return runtime.differentiable(
-            whole if plan is None else _refuse_gradients,
-            network,
-            program.weights(network),
-            x,
-            run=None if self.training and plan is None else lambda: self._joined(direction, x, plan),
-        )
+        weights = program.weights(network)
+        return runtime.differentiable(whole, network, weights, x, run=None if self.training else run)
 
     @functools.wraps(DiffusersAutoencoder.enable_gradient_checkpointing)
     def enable_gradient_checkpointing(self, gradient_checkpointing_func: Any = None) -> None:
@@ -222,29 +220,10 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
     def _compile_for(self, network: nn.Module) -> runtime.Program:
         if self.mesh is None:
             return runtime.Program(network)
-        from cogvideox_torchax.sharding import ChunksOnMesh
+        from cogvideox_torchax.sharding import Placement
 
         unit = (ENCODE if isinstance(network, EncoderChunk) else DECODE).scale(self.spatial_compression_ratio)
-        return runtime.Program(network, ChunksOnMesh(self.mesh, NCTHW, HWNTC, unit, LAYERS))
-
-    def compile_last_chunk(
-        self, shape: tuple[int, ...], *, kind: Direction = DECODE
-    ) -> tuple[runtime.Program, Any]:
-        """Compile, without running it, the program of an input's last chunk.
-
-        All chunks after the first share it. The model may be on torch's "meta" device.
-
-        Args:
-            shape: shape of the whole input (N, C, T, H, W): latents to decode, frames to encode.
-            kind: `DECODE` or `ENCODE`.
-
-        Returns:
-            The program and its compiled form.
-        """
-        program = self.build_program(kind)
-        shapes = [(*shape[:2], chunk.length, *shape[3:]) for chunk in Direction(kind).chunks(self, shape[2])]
-        first = shapes[0] if len(shapes) > 1 else None
-        return program, program.lower_chunk(shapes[-1], runtime.jax_dtype(self.dtype), first).compile()
+        return runtime.Program(network, Placement(self.mesh, NCTHW, HWNTC, unit, types=LAYERS))
 
     @property
     def _placement(self) -> "Placement | None":
@@ -310,7 +289,3 @@ def _revived(kind: type[DiffusersAutoencoder]) -> Any:
     """Return an instance for unpickling a ported subclass, whose class was made here."""
     ported = _ported_class(kind)
     return ported.__new__(ported)
-
-
-def _refuse_gradients(*_: Any) -> Any:
-    raise ValueError("gradients do not pass through tiles on JAX: call disable_tiling() before")

@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import io
 import pickle
 import re
 import subprocess
@@ -12,7 +11,7 @@ import types
 import weakref
 
 import jax
-import numpy as np
+import jax.numpy as jnp
 import pytest
 import torch
 from diffusers import AutoencoderKLCogVideoX as DiffusersAutoencoder
@@ -22,11 +21,6 @@ from cogvideox_torchax import AutoencoderKLCogVideoX, make_mesh, port, runtime
 from cogvideox_torchax.runtime.models import PROGRAMS
 from cogvideox_torchax.vae.tolerances import FLOAT32_RELATIVE, relative_error
 from tests import reference
-
-
-@pytest.fixture(scope="module")
-def stock():
-    return reference.small_vae(**reference.THREE_LEVELS)
 
 
 @pytest.fixture
@@ -302,7 +296,8 @@ def test_float32_is_multiplied_in_float32(vae, kind):
     program = vae.program(kind)
     shape = (1, 3, 8, 16, 24) if kind == "encode" else (1, 16, 2, 4, 6)
     for first in (None, shape):
-        lowered = program.lower_chunk(shape, runtime.jax_dtype(torch.float32), first)
+        structs = program.structs((shape, jnp.float32), before=first and (first, jnp.float32))
+        lowered = program.lower(*structs)
         assert bool(jax.tree.leaves(lowered.args_info[0][2])) == (first is not None)
         text = lowered.as_text()
         products = [line for line in text.splitlines() if re.search(r"\.(dot_general|convolution)\b", line)]
@@ -421,6 +416,7 @@ def test_a_copy_stays_on_its_mesh_and_a_pickle_leaves_it(stock):
     loaded = pickle.loads(pickle.dumps(vae))
     assert loaded.mesh is None
     assert isinstance(loaded, AutoencoderKLCogVideoX)
+    assert {type(weight) for weight in loaded.parameters()} == {nn.Parameter}
     assert torch.equal(loaded.decode(z).sample, want)  # in PyTorch, from the same weights
 
 
@@ -475,22 +471,6 @@ def test_a_subclass_is_ported_with_what_it_adds(stock):
     assert type(port(vae)) is type(vae)
 
 
-@pytest.mark.slow
-def test_an_abandoned_stream_frees_its_memory(vae):
-    def live():
-        gc.collect()
-        return sum(array.nbytes for array in jax.live_arrays())
-
-    list(vae.decode_stream(latents(5)))
-    before = live()
-    stream = vae.decode_stream(latents(5))
-    next(stream)
-    during = live()
-    del stream
-    assert during > before
-    assert live() == before
-
-
 @pytest.mark.parametrize("hooked", [False, True])
 def test_nothing_of_a_dropped_model_is_kept(stock, hooked):
     class Features:
@@ -520,13 +500,3 @@ def test_what_torch_compile_makes_of_it_is_neither_traced_nor_traced_for(vae):
     assert torch.equal(decoded(vae, latents()), before)
     assert vars(vae)[PROGRAMS] is programs
     assert [len(kept) for kept in programs._kept.values()] == [1]
-
-
-def test_a_model_pickles_through_a_buffer(vae):
-    buffer = io.BytesIO()
-    pickle.dump({"vae": vae, "steps": 3}, buffer)
-    buffer.seek(0)
-    loaded = pickle.load(buffer)
-    weight = loaded["vae"].decoder.conv_in.conv.weight
-    assert type(weight) is nn.Parameter
-    assert np.isfinite(weight.detach().numpy()).all()
