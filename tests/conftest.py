@@ -100,6 +100,12 @@ def small_vae():
 
 
 @pytest.fixture(scope="session")
+def stock():
+    """Return stock diffusers with the fewest levels that compress time by four; no test changes it."""
+    return reference.small_vae(**reference.THREE_LEVELS)
+
+
+@pytest.fixture(scope="session")
 def native_vae(small_vae):
     """Return the same weights, ported, still in PyTorch."""
     from cogvideox_torchax import port
@@ -133,6 +139,21 @@ def flax_vae_on_eight(small_vae):
     from cogvideox_torchax.flax import FlaxVAEForPipelines
 
     return port_to_eight(FlaxVAEForPipelines.from_diffusers(small_vae))
+
+
+BACKENDS = {
+    "torch": "native_vae",
+    "torchax": "jax_vae",
+    "flax": "flax_vae",
+    "torchax over eight devices": "jax_vae_on_eight",
+    "flax over eight devices": "flax_vae_on_eight",
+}
+
+
+@pytest.fixture(params=[*BACKENDS][:3])
+def backend(request):
+    """Return a VAE on each backend in turn."""
+    return request.getfixturevalue(BACKENDS[request.param])
 
 
 def port_to_eight(vae):

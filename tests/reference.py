@@ -47,6 +47,21 @@ def on_jax(vae):
     return vae.to("jax")
 
 
+def program_of(vae, kind):
+    """Return a chunk program, and its weights, of either build."""
+    from cogvideox_torchax.flax import FlaxVAEForPipelines
+    from cogvideox_torchax.vae.directions import Direction
+    from cogvideox_torchax.vae.nnx.autoencoder import Network, compiled
+    from cogvideox_torchax.vae.torchax.networks import chunk_network
+
+    kind = Direction(kind)
+    if isinstance(vae, FlaxVAEForPipelines):
+        network, weights = Network.split(vae.flax_vae.chunk(kind))
+        return compiled(network, vae.flax_vae.placement(kind)), weights
+    program = vae.program(kind)
+    return program, program.weights(chunk_network(vae, kind))
+
+
 _answers: dict[tuple, tuple[object, torch.Tensor]] = {}
 
 

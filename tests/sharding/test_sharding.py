@@ -21,9 +21,7 @@ from cogvideox_torchax.plan.hlo import instructions
 from cogvideox_torchax.runtime.programs import Program
 from cogvideox_torchax.vae.axes import HWNTC, NTHWC
 from cogvideox_torchax.vae.directions import DECODE
-from cogvideox_torchax.vae.nnx.autoencoder import Network, compiled
 from cogvideox_torchax.vae.tolerances import FLOAT32_RELATIVE, relative_error
-from cogvideox_torchax.vae.torchax.networks import chunk_network
 from jax_kernels.common.columns import WHOLE
 from jax_kernels.common.dispatch import Target
 from jax_kernels.group_norm import moments as norm_moments
@@ -32,11 +30,6 @@ from tests import reference
 
 MIB = 2**20
 VIDEO, BATCH = (None, None, None, None, ("dp", "tp")), ("dp", None, None, None, "tp")
-
-
-@pytest.fixture(scope="module")
-def stock():
-    return reference.small_vae(**reference.THREE_LEVELS)
 
 
 def sharded(stock, dp, tp, *, move=True, build="torchax"):
@@ -56,33 +49,32 @@ def local_share(tensor):
     return max(shard.data.size for shard in array.addressable_shards) / array.size
 
 
-MESHES = {
-    "1x8, one video, 90": ("torchax", 1, 8, 1, 90, 1, ["decode"]),
-    "2x4, a batch, 85": ("torchax", 2, 4, 2, 85, 3, ["decode", "encode"]),
-    "2x4, a batch, 85, flax": ("flax", 2, 4, 2, 85, 1, ["decode", "encode"]),
-    "8x1, one video, 170": ("torchax", 8, 1, 1, 170, 1, ["decode"]),
-    "4x2, a batch smaller than dp, 96": ("torchax", 4, 2, 2, 96, 1, ["encode"]),
-    "2x4, a batch that dp does not divide, 45": ("torchax", 2, 4, 3, 45, 1, ["encode"]),
-}
-"""The build, dp, tp, videos, latent columns, latent frames, comparisons; each entry costs compilations."""
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [(1, 8), (2, 4), (8, 1), (4, 2)], ids=str)
+@pytest.mark.parametrize("build", ["torchax", "flax"])
+def test_a_video_over_any_mesh_is_diffusers_video(stock, build, mesh):
+    vae = sharded(stock, *mesh, build=build)
+    for width, batch, frames in ((85, 1, 1), (90, 2, 3), (96, 1, 5), (170, 2, 1)):
+        z, x = inputs(frames, batch, width)
+        decoded, encoded = reference.decoded(stock, z), reference.encoded(stock, x)
+        on_devices = [
+            (vae.decode(runtime.to_jax(z)).sample, decoded),
+            (vae.encode(runtime.to_jax(x)).latent_dist.parameters, encoded),
+        ]
+        streamed = [
+            (torch.cat(list(vae.decode_stream(z)), 2), decoded),
+            (torch.cat([part.parameters for part in vae.encode_stream(x)], 2), encoded),
+        ]
+        assert {local_share(got) for got, _ in on_devices} == {1 / 8}
+        errors = [relative_error(runtime.to_torch(got), want) for got, want in (*on_devices, *streamed)]
+        assert max(errors) < FLOAT32_RELATIVE, (width, batch, frames, errors)
 
 
-@pytest.mark.parametrize(
-    ("build", "dp", "tp", "batch", "width", "frames", "kinds"), MESHES.values(), ids=MESHES
-)
-@pytest.mark.slow_cases(but=["2x4, a batch that dp does not divide, 45"])
-def test_a_mesh_changes_no_number(stock, build, dp, tp, batch, width, frames, kinds):
-    z, x = inputs(frames, batch, width)
-    vae = sharded(stock, dp, tp, build=build)
-    if "decode" in kinds:
-        got = vae.decode(runtime.to_jax(z)).sample
-        assert local_share(got) == 1 / 8
-        assert relative_error(runtime.to_torch(got), reference.decoded(stock, z)) < FLOAT32_RELATIVE
-    if "encode" in kinds:
-        got = vae.encode(runtime.to_jax(x)).latent_dist.parameters
-        assert local_share(got) == 1 / 8
-        want = reference.encoded(stock, x)
-        assert relative_error(runtime.to_torch(got), want) < FLOAT32_RELATIVE
+def test_a_batch_that_dp_does_not_divide_changes_no_number(stock):
+    _, x = inputs(1, 3, 45)
+    got = sharded(stock, 2, 4).encode(runtime.to_jax(x)).latent_dist.parameters
+    assert local_share(got) == 1 / 8
+    assert relative_error(runtime.to_torch(got), reference.encoded(stock, x)) < FLOAT32_RELATIVE
 
 
 BUILDS = ("torchax", "flax")
@@ -107,19 +99,6 @@ def test_a_backend_runs_chunks_over_the_mesh_of_its_model(stock, build, eight):
     assert relative_error(found, reference.decoded(stock, z)) < FLOAT32_RELATIVE
 
 
-@pytest.mark.slow
-def test_chunks_and_streams_over_a_mesh_change_no_number(stock, eight):
-    z, x = inputs(5, 1, 90)
-    want = reference.decoded(stock, z), reference.encoded(stock, x)
-    whole = eight.decode(runtime.to_jax(z)).sample
-    assert local_share(whole) == 1 / 8
-    streamed = torch.cat(list(eight.decode_stream(z)), 2)
-    moments = torch.cat([part.parameters for part in eight.encode_stream(x)], 2)
-    assert relative_error(runtime.to_torch(whole), want[0]) < FLOAT32_RELATIVE
-    assert relative_error(streamed, want[0]) < FLOAT32_RELATIVE
-    assert relative_error(moments, want[1]) < FLOAT32_RELATIVE
-
-
 def test_bytes_over_a_mesh_are_the_frames_that_they_stand_for(stock, eight):
     frames = torch.randint(0, 256, (1, 3, 9, 4, 4 * 45), dtype=torch.uint8)  # padded with what stands for -1
     moments = torch.cat([part.parameters for part in eight.encode_stream(frames)], 2)
@@ -127,17 +106,8 @@ def test_bytes_over_a_mesh_are_the_frames_that_they_stand_for(stock, eight):
     assert relative_error(moments, want) < FLOAT32_RELATIVE
 
 
-def program_of(vae):
-    """Return the program of decoding, and its weights."""
-    if isinstance(vae, FlaxVAEForPipelines):
-        network, weights = Network.split(vae.flax_vae.chunk(DECODE))
-        return compiled(network, vae.flax_vae.placement(DECODE)), weights
-    program = vae.program(DECODE)
-    return program, program.weights(chunk_network(vae, DECODE))
-
-
 def test_chunks_and_caches_cross_the_border_in_shards_and_weights_are_copied(eight):
-    program, weights = program_of(eight)
+    program, weights = reference.program_of(eight, DECODE)
     for array in jax.tree.leaves(weights):
         assert array.sharding.is_fully_replicated
         assert len(array.sharding.device_set) == 8
@@ -308,7 +278,7 @@ def compiled_pair():
     """
     stock = reference.small_vae(**reference.THREE_LEVELS | {"block_out_channels": (32, 32, 64)})
     shape = (1, 16, 5, 4, 170)
-    _, alone = port(copy.deepcopy(stock)).compile_last_chunk(shape)
+    _, alone = report.compile_last_chunk(port(copy.deepcopy(stock)), shape)
     return alone, report.report(sharded(stock, 1, 8, move=False), shape)
 
 
@@ -376,7 +346,7 @@ def encoder_in_four(stock):
     """Return the traced program of a still's encoding over a mesh of 2 x 4."""
     vae = sharded(copy.deepcopy(stock), 2, 4, move=False)
     program = vae.build_program("encode")
-    program.lower_chunk((3, 3, 1, 8, 4 * 45), jnp.float32)
+    program.lower(*program.structs(((3, 3, 1, 8, 4 * 45), jnp.float32)))
     return program
 
 

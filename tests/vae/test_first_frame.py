@@ -12,11 +12,6 @@ from jax_kernels.common import first_frame
 from tests import reference
 
 
-@pytest.fixture(scope="module")
-def stock():
-    return reference.small_vae(**reference.THREE_LEVELS)
-
-
 @pytest.fixture
 def parts():
     """Return a list with an entry for each first frame that a kernel split off."""

@@ -14,11 +14,6 @@ from tests import reference
 LARGE = {"lanes": 8, "large": 8 * 24}
 
 
-@pytest.fixture(scope="module")
-def stock():
-    return reference.small_vae(**reference.THREE_LEVELS)
-
-
 def build(name, stock):
     stock = copy.deepcopy(stock).bfloat16()
     return reference.on_jax(stock) if name == "torchax" else FlaxVAEForPipelines.from_diffusers(stock)

@@ -15,11 +15,6 @@ from tests import reference
 
 
 @pytest.fixture(scope="module")
-def stock():
-    return reference.small_vae(**reference.THREE_LEVELS)
-
-
-@pytest.fixture(scope="module")
 def other():
     return reference.small_vae(seed=1, **reference.THREE_LEVELS)
 

@@ -8,74 +8,38 @@ import sys
 
 import pytest
 import torch
-from diffusers import (
-    AutoencoderKLCogVideoX,
-    CogVideoXDDIMScheduler,
-    CogVideoXPipeline,
-    CogVideoXTransformer3DModel,
-)
+from diffusers import AutoencoderKLCogVideoX
 
 from cogvideox_torchax import cli, runtime
 from cogvideox_torchax.files import video
 from cogvideox_torchax.flax import FlaxVAEForPipelines
 from cogvideox_torchax.vae.tolerances import FLOAT32_RELATIVE, relative_error
-from tests import reference
+from tests import reference, small_pipelines
 from tests.files.test_video import moving_frames
 
 
-def pipeline(vae):
-    torch.manual_seed(3)
-    transformer = CogVideoXTransformer3DModel(
-        num_attention_heads=2,
-        attention_head_dim=16,
-        num_layers=1,
-        patch_size=1,
-        text_embed_dim=8,
-        time_embed_dim=8,
-        max_text_seq_length=4,
-        sample_width=5,
-        sample_height=3,
-        sample_frames=9,
-        use_rotary_positional_embeddings=True,
-    )
-    scheduler = CogVideoXDDIMScheduler(rescale_betas_zero_snr=True)
-    pipe = CogVideoXPipeline(
-        tokenizer=None, text_encoder=None, vae=vae, transformer=transformer, scheduler=scheduler
-    )
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
-
-
-def frames_of(pipe):
-    return pipe(
-        prompt_embeds=torch.randn(1, 4, 8, generator=torch.Generator().manual_seed(5)),
-        height=24,
-        width=40,
-        num_frames=9,
-        num_inference_steps=2,
-        guidance_scale=1.0,
-        generator=torch.Generator().manual_seed(1),
-        output_type="pt",
-    ).frames
-
-
-def test_tensors_on_jax_are_taken_where_torchax_is_off(small_vae, flax_vae):
+@pytest.mark.usefixtures("torchax_off")
+@pytest.mark.parametrize("enabled", [False, True])
+def test_tensors_on_jax_give_tensors_on_jax(small_vae, flax_vae, enabled):
     x, z = reference.video(1), reference.latents(1)
-    posterior = flax_vae.encode(runtime.to_jax(x)).latent_dist
-    got = runtime.to_torch(posterior.parameters), runtime.to_torch(flax_vae.decode(runtime.to_jax(z)).sample)
-    assert not runtime.is_enabled()
-    for ours, theirs in zip(
-        got, (reference.encoded(small_vae, x), reference.decoded(small_vae, z)), strict=True
-    ):
-        assert relative_error(ours, theirs) < FLOAT32_RELATIVE
+    if enabled:
+        runtime.enable()
+    on_jax = runtime.to_jax(x), runtime.to_jax(z)
+    got = flax_vae.encode(on_jax[0]).latent_dist.parameters, flax_vae.decode(on_jax[1]).sample
+    assert runtime.is_enabled() is enabled
+    assert not runtime.on_jax(flax_vae.decode(z).sample)
+    want = reference.encoded(small_vae, x), reference.decoded(small_vae, z)
+    for ours, theirs in zip(got, want, strict=True):
+        assert runtime.on_jax(ours)
+        assert relative_error(runtime.to_torch(ours), theirs) < FLOAT32_RELATIVE
 
 
-def test_an_unchanged_pipeline_runs_with_it(small_vae, flax_vae):
-    pipe = pipeline(small_vae)
-    want = frames_of(pipe)
-    pipe.vae = flax_vae
+def test_an_unchanged_pipeline_runs_with_it():
+    pipe = small_pipelines.build()
+    want = pipe(**small_pipelines.inputs("text")).frames
+    pipe.vae = FlaxVAEForPipelines.from_diffusers(pipe.vae)
     pipe.to("cpu")
-    got = frames_of(pipe)
+    got = pipe(**small_pipelines.inputs("text")).frames
     assert got.shape == want.shape
     assert relative_error(got, want) < FLOAT32_RELATIVE
 
@@ -119,24 +83,6 @@ def test_every_field_of_the_config_reaches_the_pipeline():
 
 def _plain(value):
     return list(value) if isinstance(value, tuple | list) else value
-
-
-def test_torchax_tensors_give_torchax_tensors(small_vae, flax_vae):
-    from cogvideox_torchax import runtime
-
-    z = reference.latents(5)
-    runtime.enable()
-    got = flax_vae.decode(runtime.to_jax(z)).sample
-    assert runtime.on_jax(got)
-    plain = flax_vae.decode(z).sample
-    assert not runtime.on_jax(plain)
-    for result in (runtime.to_torch(got), plain):
-        assert relative_error(result, small_vae.decode(z).sample) < FLOAT32_RELATIVE
-
-
-def test_another_dtype_is_named(flax_vae):
-    with pytest.raises(ValueError, match=r"latents of torch.bfloat16 for weights of torch.float32"):
-        flax_vae.decode(reference.latents(1).bfloat16())
 
 
 def test_from_pretrained_and_save_pretrained(model_directory, tmp_path, flax_vae):

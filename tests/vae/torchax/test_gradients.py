@@ -43,14 +43,20 @@ CASES = {
 }
 
 
+def weighed(shape, first_frame):
+    """Return the weight of each value of a result in the loss."""
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    weight[:, :, :first_frame] = 0.0
+    return weight
+
+
 def backward(vae, run, x, first_frame):
     """Return the input's gradient, by a loss that weighs each value of the result from a frame on."""
     x = x.clone() if vae.device.type == "cpu" else runtime.to_jax(x)
     leaf = x.requires_grad_()
     with torch.enable_grad():
         result = run(vae, leaf)
-        weight = torch.randn(result.shape, generator=torch.Generator().manual_seed(1))
-        weight[:, :, :first_frame] = 0.0
+        weight = weighed(result.shape, first_frame)
         (result * (runtime.to_jax(weight) if runtime.on_jax(result) else weight)).sum().backward()
     return leaf.grad
 
