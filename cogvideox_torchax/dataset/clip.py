@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import io
 import json
 import math
 import threading
@@ -23,7 +24,17 @@ from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction
 from cogvideox_torchax.vae.sizes import parse_size
 
 POSTERIOR, MEAN, SAMPLE, BOTH = "posterior", "mean", "sample", "both"
-KEEP = (POSTERIOR, MEAN, SAMPLE, BOTH)
+Kept = dict[str, Callable[[Any, torch.Generator], torch.Tensor]]
+_MEAN: Kept = {latent_files.TENSOR: lambda posterior, _: posterior.mode()}
+_LOGVAR: Kept = {latent_files.LOGVAR: lambda posterior, _: posterior.logvar}
+_SAMPLE: Kept = {latent_files.SAMPLE: lambda posterior, generator: posterior.sample(generator)}
+KEEP: dict[str, Kept] = {
+    POSTERIOR: _MEAN | _LOGVAR,
+    MEAN: _MEAN,
+    SAMPLE: {latent_files.TENSOR: _SAMPLE[latent_files.SAMPLE]},
+    BOTH: _MEAN | _LOGVAR | _SAMPLE,
+}
+"""The tensors of a latent file, by its name, that each choice takes of a posterior."""
 
 AHEAD_BYTES = 2**30
 """Most bytes of a clip's frames to read ahead; a longer clip is read while it is encoded."""
@@ -135,7 +146,7 @@ class DecodedClip:
         framing, num_frames: which part, in which size.
         frames: uint8 (1, 3, T, H, W); None for one that is read while it is encoded.
         sha256: of the file; "" where nobody asks for it.
-        check: raises `ClipError` where the file is not any more what it was.
+        stamp: of the file, before anything of it was read.
     """
 
     clip: Clip
@@ -144,7 +155,12 @@ class DecodedClip:
     num_frames: int
     frames: torch.Tensor | None = None
     sha256: str = ""
-    check: Callable[[], None] = lambda: None
+    stamp: tuple[int, int] | None = None
+
+    def check(self) -> None:
+        """Raise `ClipError` where the file is not any more what it was."""
+        if _stamp(self.clip.source) != self.stamp:
+            raise ClipError(f"{self.info.path} was changed while it was read: run again when it is complete")
 
     def stream(self) -> Iterator[torch.Tensor]:
         """Yield the frames, uint8 (1, 3, H, W), one at a time."""
@@ -160,18 +176,19 @@ def select_part(clip: Clip, recipe: "Recipe", scale: int) -> DecodedClip:
     Raises:
         VideoError, ClipError: a clip that cannot be read, or not in a size that is wanted.
     """
-    info = video.probe(clip.source)
+    stamp, info = _stamp(clip.source), video.probe(clip.source)
     if recipe.buckets:
         if clip.height or clip.width:
             raise ClipError("it has a height or a width of its own: buckets say them")
         bucket = choose(recipe.buckets, info, clip.frames)
-        return DecodedClip(clip, info, video.cover(info, bucket.height, bucket.width), bucket.frames)
+        framing = video.cover(info, bucket.height, bucket.width)
+        return DecodedClip(clip, info, framing, bucket.frames, stamp=stamp)
     height, width = clip.height or recipe.height, clip.width or recipe.width
     framing = video.framing(info, multiple=scale, height=height, width=width, crop=recipe.crop)
     frames = clip.frames or recipe.frames or info.num_frames
     if frames > info.num_frames:
         raise ClipError(f"{info.path} has {info.num_frames} frames, {frames} are wanted")
-    return DecodedClip(clip, info, framing, frames)
+    return DecodedClip(clip, info, framing, frames, stamp=stamp)
 
 
 Chunks = Iterator[Any]
@@ -263,13 +280,13 @@ class EncodeClip(_ClipUnit):
 
     def read(self, clip: Clip) -> DecodedClip:
         """Read a clip, in the size in which it is encoded; raise as a call does."""
-        sha256, check = _identity(clip.source)
         found = select_part(clip, self.recipe, self.vae.spatial_compression_ratio)
+        with io.BytesIO(clip.source) if isinstance(clip.source, bytes) else open(clip.source, "rb") as file:
+            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         frames = None
         if 3 * found.num_frames * found.framing.height * found.framing.width <= AHEAD_BYTES:
             frames = torch.stack(list(found.stream()), dim=2)
-            check()
-        return replace(found, frames=frames, sha256=sha256, check=check)
+        return replace(found, frames=frames, sha256=sha256)
 
     def check(self) -> None:
         """Raise `ClipError` or `SizeError` for a recipe by which this model can encode no clip."""
@@ -312,15 +329,7 @@ class EncodeClip(_ClipUnit):
         seed = zlib.crc32(f"{recipe.seed} {name}".encode()) if name else recipe.seed
         generator = torch.Generator("cpu").manual_seed(seed)
         for posterior in self.vae.encode_stream(decoded.stream(), decoded.num_frames, fetch=self._fetch):
-            piece = {}
-            if recipe.keep != SAMPLE:
-                piece[latent_files.TENSOR] = posterior.mode()
-            if recipe.keep in (POSTERIOR, BOTH):
-                piece[latent_files.LOGVAR] = posterior.logvar
-            if recipe.keep in (SAMPLE, BOTH):
-                sample = latent_files.TENSOR if recipe.keep == SAMPLE else latent_files.SAMPLE
-                piece[sample] = posterior.sample(generator)
-            yield piece
+            yield {tensor: take(posterior, generator) for tensor, take in KEEP[recipe.keep].items()}
 
     def _about(self, decoded: DecodedClip) -> dict[str, Any]:
         tile = memory.tile_of(self.vae)
@@ -416,20 +425,7 @@ def _bytes(tensor: torch.Tensor) -> bytes:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def _identity(source: video.Source) -> tuple[str, Callable[[], None]]:
-    """Return the hash of a file, and a function that raises `ClipError` where it has changed since."""
-    if isinstance(source, bytes):
-        return hashlib.sha256(source).hexdigest(), lambda: None
-    path = Path(source)
-    if not path.is_file():
-        raise ClipError(f"there is no file {path}")
-    before = path.stat()
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-
-    def check() -> None:
-        now = path.stat() if path.exists() else None
-        if now is None or (now.st_size, now.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
-            raise ClipError(f"{path} was changed while it was read: run again when it is complete")
-
-    return digest, check
+def _stamp(source: video.Source) -> tuple[int, int] | None:
+    """Return a file's size and the time of its last change; None where there is no file."""
+    found = None if isinstance(source, bytes) or not Path(source).is_file() else Path(source).stat()
+    return found and (found.st_size, found.st_mtime_ns)

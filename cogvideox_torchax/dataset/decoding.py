@@ -45,12 +45,10 @@ class VideoDirectory(OutputDirectory):
         self._shards, self._fps, self._retry = shards[self.share.index :: self.share.count], fps, retry
 
     def _scan(self) -> None:
-        self.bad = {}
-        self._readers: dict[str, Callable[[], Latents]] = {}
-        self.done_before = 0
         written = list(lines(self.directory, self.NAME))
         noted = {line["id"]: line["error"] for line in written if line["kind"] == BAD and not self._retry}
-        for name, read in self._owned(self._shards):
+        self._readers: dict[str, Callable[[], Latents]] = {}
+        for name, read in self._owned():
             if self._path(name).exists():  # whatever another process's manifest says
                 self.done_before += 1
             elif name in noted:
@@ -65,10 +63,16 @@ class VideoDirectory(OutputDirectory):
                 "directory"
             )
 
-    def _owned(self, shards: Sequence[Path]) -> Iterator[formats.Entry]:
-        """Yield the clips whose video can have its place; note the others."""
-        found = list(self._entries(shards))
-        owners: dict[Path, tuple[Any, Path]] = {self.directory / self.LIST: ("", self.directory / self.LIST)}
+    def _owned(self) -> Iterator[formats.Entry]:
+        """Yield the clips whose video can have its place; note the others, and shards that cannot be read."""
+        found: list[tuple[Path, Any, Callable[[], Latents]]] = []
+        for shard in self._shards:
+            try:
+                found += [(shard, *entry) for entry in formats.entries(shard)]
+            except LatentsError as error:
+                self.bad[shard.name] = str(error)
+        listed = self.directory / self.LIST
+        owners: dict[Path, tuple[Any, Path]] = {listed: ("", listed)}
         for shard, name, _ in found:
             if isinstance(name, str):
                 owners.setdefault(self._path(name), (name, shard))
@@ -82,14 +86,6 @@ class VideoDirectory(OutputDirectory):
                 yield name, read
             except ClipError as error:
                 self.bad[str(name)] = f"{shard}: {error}"
-
-    def _entries(self, shards: Sequence[Path]) -> Iterator[tuple[Path, Any, Callable[[], Latents]]]:
-        """Yield the shard, the id and the reader of each clip; note the shards that cannot be read."""
-        for shard in shards:
-            try:
-                yield from ((shard, *entry) for entry in formats.entries(shard))
-            except LatentsError as error:
-                self.bad[shard.name] = str(error)
 
     def _path(self, name: str) -> Path:
         return self.directory / f"{name.removesuffix('.mp4')}.mp4"

@@ -44,7 +44,7 @@ def write(kind: str, members: Sequence[tuple[int, Path]], path: Path) -> None:
 
     Raises:
         LatentsError: a latent file that cannot be read.
-        ValueError: a package that is missing.
+        ImportError: pyarrow is not installed.
     """
     with whole_file(path) as temporary:
         (_write_parquet if kind == PARQUET else _write_tar)(members, temporary)
@@ -59,11 +59,8 @@ def entries(path: Path) -> list[Entry]:
 
     Raises:
         LatentsError: a file that is truncated, or no such shard; reading a clip may raise it too.
+        ImportError: pyarrow is not installed.
     """
-    if not path.is_file():
-        raise LatentsError(f"there is no file {path}")
-    if path.suffix == SUFFIXES[PARQUET]:
-        _arrow()
     readers = {".safetensors": _latent_file, ".parquet": _parquet_entries, ".tar": _tar_entries}
     with _refusing(path):
         return [
@@ -97,18 +94,13 @@ _BROKEN = (
 )
 
 
-def check(kind: str) -> None:
-    """Raise `ValueError` where the package that writes this format is not installed."""
-    if kind == "parquet":
-        _arrow()
-
-
-def _arrow() -> Any:
+def pyarrow() -> Any:
+    """Return the package that reads and writes Parquet; `ImportError` where it is not installed."""
     try:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
-        raise ValueError("Parquet needs pyarrow: pip install 'cogvideox-torchax[data]'") from error
+        raise ImportError("Parquet needs pyarrow: pip install 'cogvideox-torchax[data]'") from error
     return pyarrow
 
 
@@ -140,7 +132,7 @@ def _schema(arrow: Any) -> Any:
 
 
 def _write_parquet(members: Sequence[tuple[int, Path]], path: Path) -> None:
-    arrow = _arrow()
+    arrow = pyarrow()
     schema = _schema(arrow)
     # Latents hardly compress; the zeros in place of a text do.
     packed = {name: "zstd" if name.startswith("text_") else "none" for name in schema.names}
@@ -169,18 +161,12 @@ def _row(file: Path) -> dict[str, Any]:
         # What no column says: the model's config, the rate as a fraction, the hashes.
         "about": json.dumps(described, sort_keys=True),
     }
-    for name, column in COLUMNS.items():
-        tensor = latents.tensors.get(name)
-        array = None if tensor is None else without_torchax(_float32, tensor[0])
-        row[f"{column}_bytes"] = None if array is None else array.tobytes()
-        row[f"{column}_shape"] = None if array is None else list(array.shape)
-        row[f"{column}_dtype"] = None if array is None else "float32"
+    for name, tensor in latents.tensors.items():
+        # NumPy, and so every reader, has no bfloat16.
+        array = without_torchax(lambda tensor=tensor: tensor[0].float().contiguous().numpy())
+        of_array = {"bytes": array.tobytes(), "shape": list(array.shape), "dtype": "float32"}
+        row |= {f"{COLUMNS[name]}_{part}": value for part, value in of_array.items()}
     return row
-
-
-def _float32(tensor: torch.Tensor) -> Any:
-    """Return an array of float32: NumPy, and so every reader, has no bfloat16."""
-    return tensor.float().contiguous().numpy()
 
 
 def _latent_file(path: Path) -> list[Entry]:
@@ -188,15 +174,12 @@ def _latent_file(path: Path) -> list[Entry]:
 
 
 def _parquet_entries(path: Path) -> list[Entry]:
-    with _arrow().parquet.ParquetFile(path) as file:
-        groups = [
-            file.read_row_group(group, ["id"])["id"].to_pylist() for group in range(file.num_row_groups)
+    with pyarrow().parquet.ParquetFile(path) as file:
+        return [
+            (name, functools.partial(_parquet_latents, path, group, offset, name))
+            for group in range(file.num_row_groups)
+            for offset, name in enumerate(file.read_row_group(group, ["id"])["id"].to_pylist())
         ]
-    return [
-        (name, functools.partial(_parquet_latents, path, group, offset, name))
-        for group, names in enumerate(groups)
-        for offset, name in enumerate(names)
-    ]
 
 
 def _parquet_latents(path: Path, group: int, offset: int, name: Any) -> Latents:
@@ -206,7 +189,7 @@ def _parquet_latents(path: Path, group: int, offset: int, name: Any) -> Latents:
         "about",
         *(f"{column}_{part}" for column in COLUMNS.values() for part in ("bytes", "shape")),
     ]
-    with _arrow().parquet.ParquetFile(path) as file:
+    with pyarrow().parquet.ParquetFile(path) as file:
         rows = file.iter_batches(1, row_groups=[group], columns=columns)
         (row,) = next(itertools.islice(rows, offset, None)).to_pylist()
         if row["id"] != name:
@@ -253,26 +236,22 @@ def _tar_entries(path: Path) -> list[Entry]:
         raise LatentsError(f"{path} is truncated, as its end is missing: make it again")
 
     def read(name: str) -> bytes:
-        entry = members[name]
         with path.open("rb") as file:
-            file.seek(entry.offset_data)
-            return file.read(entry.size)
+            file.seek(members[name].offset_data)
+            return file.read(members[name].size)
 
     def latents(name: str) -> Latents:
         return latent_files.loads(read(name), f"{path}, {name}")
 
     def id_of(stem: str) -> Any:
-        if f"{stem}.json" not in members:
-            return stem
         with _refusing(f"{path}, {stem}.json"):
-            return reports.parse(read(f"{stem}.json"))["id"]
+            return reports.parse(read(f"{stem}.json"))["id"] if f"{stem}.json" in members else stem
 
     found: list[Entry] = []
-    for name in members:
-        if name.endswith(SUFFIXES[SAFETENSORS]):
-            stem = Path(name).stem
-            try:
-                found.append((id_of(stem), functools.partial(latents, name)))
-            except LatentsError:  # reading the clip raises it again
-                found.append((name, functools.partial(id_of, stem)))
+    for name in (name for name in members if name.endswith(SUFFIXES[SAFETENSORS])):
+        stem = Path(name).stem
+        try:
+            found.append((id_of(stem), functools.partial(latents, name)))
+        except LatentsError:  # reading the clip raises it again
+            found.append((name, functools.partial(id_of, stem)))
     return found

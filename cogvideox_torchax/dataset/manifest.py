@@ -15,7 +15,7 @@ import os
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 
 from cogvideox_torchax.dataset import formats, loop
 from cogvideox_torchax.dataset.clip import Clip, EncodeClip
@@ -38,32 +38,25 @@ class ProcessShard:
     count: int = 1
 
 
-class Manifest:
-    """The lines that one process has written, and those that it can read of the others.
+def opened(directory: Path, name: str) -> BinaryIO:
+    """Return a manifest to add lines to, locked; what a killed run has written of its last line is removed.
 
     Raises:
-        OutputError: another process that lives writes the same file.
+        OutputError: a directory that cannot be written, or another process that lives writes the same file.
     """
-
-    def __init__(self, directory: Path, name: str):
-        try:
-            self._file = open(directory / name, "a+b", buffering=0)  # noqa: SIM115
-            lock(self._file.fileno())
-        except BlockingIOError as error:
-            self._file.close()
-            raise OutputError(f"another run is writing {directory / name}: wait for it, or end it") from error
-        except OSError as error:
-            raise OutputError(f"cannot write into {directory}: {error.strerror}") from error
-        self._file.seek(0)
-        written = self._file.read()
-        self._file.truncate(written.rfind(b"\n") + 1)  # a killed run has written a part of its last line
-
-    def add(self, kind: str, **line: Any) -> None:
-        self._file.write(json.dumps({"kind": kind, **line}).encode() + b"\n")
-        os.fsync(self._file.fileno())
-
-    def close(self) -> None:
-        self._file.close()
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        file = open(directory / name, "a+b", buffering=0)  # noqa: SIM115
+    except OSError as error:
+        raise OutputError(f"cannot write into {directory}: {error.strerror}") from error
+    try:
+        lock(file.fileno())
+    except BlockingIOError as error:
+        file.close()
+        raise OutputError(f"another run is writing {directory / name}: wait for it, or end it") from error
+    file.seek(0)
+    file.truncate(file.read().rfind(b"\n") + 1)
+    return file
 
 
 def lines(directory: Path, name: str = "manifest") -> Iterator[dict[str, Any]]:
@@ -101,32 +94,32 @@ class OutputDirectory:
     LIST: str
     NAME: str
     FORMAT: str
-    missing: list[Any]
-    bad: dict[Any, str]
-    done_before: int
 
     def __init__(self, directory: str | Path, share: ProcessShard | None):
         self.directory = Path(directory)
         self.share = share or ProcessShard()
-        try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise OutputError(f"cannot write into {self.directory}: {error.strerror}") from error
+        self.missing: list[Any] = []
+        self.bad: dict[Any, str] = {}
+        self.done_before = 0
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:
-            self._manifest = Manifest(self.directory, f"{self.NAME}-{self.share.index}.jsonl")
-            stack.callback(self._manifest.close)
+            name = f"{self.NAME}-{self.share.index}.jsonl"
+            self._file = stack.enter_context(opened(self.directory, name))
             self._scan()
             stack.pop_all()
         return self
 
     def _scan(self) -> None:
         """Find out what is there and what is missing."""
-        raise NotImplementedError
 
     def __exit__(self, *_: object) -> None:
-        self._manifest.close()
+        self._file.close()
+
+    def add_line(self, kind: str, **line: Any) -> None:
+        """Write a line of the manifest to the disk."""
+        self._file.write(json.dumps({"kind": kind, **line}).encode() + b"\n")
+        os.fsync(self._file.fileno())
 
     def clip_id(self, key: Any) -> str:
         """Return the id of a clip."""
@@ -142,12 +135,12 @@ class OutputDirectory:
 
     def note(self, key: Any, **about: Any) -> None:
         """Write down that a clip is where it belongs."""
-        self._manifest.add(DONE, **self.manifest_keys(key), **about)
+        self.add_line(DONE, **self.manifest_keys(key), **about)
 
     def refuse(self, key: Any, reason: str) -> None:
         """Write down that a clip cannot be made."""
         self.bad[key] = reason
-        self._manifest.add(BAD, **self.manifest_keys(key), error=reason)
+        self.add_line(BAD, **self.manifest_keys(key), error=reason)
 
     def begin(self, recipe: dict[str, Any], **state: Any) -> None:
         """Write down what clips are made by, as JSON; a directory has one recipe for good."""
@@ -161,13 +154,10 @@ class OutputDirectory:
         path = self.directory / self.LIST
         if not path.exists():
             return {}
-        try:
-            state = reports.load(path, self.FORMAT)
-            was = state["recipe"]
-            if not isinstance(was, dict):
-                raise TypeError("its recipe is no object")
-        except (KeyError, TypeError) as error:
-            raise OutputError(f"{path} is broken ({error}): give another directory") from error
+        state = reports.load(path, self.FORMAT)
+        was = state.get("recipe")
+        if not isinstance(was, dict):
+            raise OutputError(f"{path} is broken (its recipe is no object): give another directory")
         wanted = was if recipe is None else json.loads(json.dumps(recipe))
         differing = sorted(key for key in wanted if was.get(key) != wanted[key])
         if differing:
@@ -212,7 +202,8 @@ class DatasetDirectory(OutputDirectory):
         share: ProcessShard | None = None,
         retry: bool = False,
     ):
-        formats.check(kind)
+        if kind == formats.PARQUET:
+            formats.pyarrow()  # before the work, not after it
         check_ids((clip.id for clip in clips), "the data set")
         super().__init__(directory, share)
         self.kind = kind
@@ -227,19 +218,22 @@ class DatasetDirectory(OutputDirectory):
         noted = {line["index"] for line in written if line["kind"] == DONE}
         self.ids = self._load_ids()
         (self.directory / WORK).mkdir(exist_ok=True)
-        self.done_before = 0
-        self.missing = self._missing(noted)
+        taken = {self.clip_path(index) for index, name in enumerate(self.ids) if name is not None}
+        for shard in self.shards:
+            for index in self.members(shard):
+                if index not in self.bad:
+                    self._sort(index, taken, index in noted)
+            self._close_if_whole(shard)
 
     def _load_ids(self) -> list[str | None]:
-        state = self._load_state(self._recipe) or {"clips": []}
+        known = (self._load_state(self._recipe) or {"clips": []}).get("clips")
         try:
-            known: list[str | None] = state["clips"]
             if not isinstance(known, list):
-                raise TypeError("its clips are no list")
+                raise ClipError("its clips are no list")
             for name in known:
                 if name is not None:
                     check_id(name)
-        except (ClipError, KeyError, TypeError) as error:
+        except ClipError as error:
             raise OutputError(f"{self.directory / self.LIST} is broken ({error})") from error
         last = {name: index for index, name in enumerate(known)}
         new = [name for name in self._clips if name not in last or (self._retry and last[name] in self.bad)]
@@ -249,6 +243,21 @@ class DatasetDirectory(OutputDirectory):
             self.begin(self._recipe, clips=known)
         return known
 
+    def _sort(self, index: int, taken: Container[Path], is_noted: bool) -> None:
+        """Find out whether a clip is done, missing or bad; what a killed run did not write down is noted."""
+        try:
+            check_file(self.clip_id(index), self.clip_path(index), self.directory, taken)
+            if self.is_done(index):
+                self.done_before += 1
+                if not is_noted:
+                    self.note(index)
+            elif self.clip_id(index) in self._clips:
+                self.missing.append(index)
+            else:
+                raise ClipError("it is not among the clips any more")
+        except ClipError as error:
+            self.refuse(index, str(error))
+
     def clip_id(self, key: int) -> str:
         return self.ids[key] or ""
 
@@ -256,10 +265,9 @@ class DatasetDirectory(OutputDirectory):
         return {"index": key, **super().manifest_keys(key)}
 
     def bad_clips(self) -> dict[str, str]:
-        own = {index for shard in self.shards for index in self.members(shard)}
-        newest = {name: number for number, name in enumerate(self.ids) if name is not None}
-        found = sorted(own & set(newest.values()) & set(self.bad))
-        return {self.clip_id(index): self.bad[index] for index in found}
+        own = {index for shard in self.shards for index in self.members(shard)} & {*self.bad}
+        newest = {name: index for index, name in enumerate(self.ids) if name}
+        return {name: self.bad[index] for name, index in newest.items() if index in own}
 
     def members(self, shard: int) -> list[int]:
         """Return the numbers of a shard's clips."""
@@ -285,32 +293,6 @@ class DatasetDirectory(OutputDirectory):
 
     def is_done(self, index: int) -> bool:
         return self.clip_path(index).exists() or self.shard_path(index // self.shard_size).exists()
-
-    def _missing(self, noted: set[int]) -> list[int]:
-        """Return the numbers of the clips to encode; write the shards that lack none."""
-        taken = {self.clip_path(index) for index, name in enumerate(self.ids) if name is not None}
-        missing = []
-        for shard in self.shards:
-            members = self.members(shard)
-            for index in members:
-                if index not in self.bad:
-                    self._refuse_unwritable(index, taken)
-            lacking = [index for index in members if index not in self.bad and not self.is_done(index)]
-            for index in {*members} - {*lacking} - {*self.bad} - noted:
-                super().note(index)  # its run was killed before it could
-            self.done_before += len({*members} - {*lacking} - {*self.bad})
-            for index in [index for index in lacking if self.clip_id(index) not in self._clips]:
-                self.refuse(index, "it is not among the clips any more")
-                lacking.remove(index)
-            self._close_if_whole(shard)
-            missing += lacking
-        return missing
-
-    def _refuse_unwritable(self, index: int, taken: Container[Path]) -> None:
-        try:
-            check_file(self.clip_id(index), self.clip_path(index), self.directory, taken)
-        except ClipError as error:
-            self.refuse(index, str(error))
 
     def work(self, unit: EncodeClip, *, readers: int = loop.READERS) -> Iterator[loop.Step]:
         """Encode what is missing on this machine."""
@@ -346,18 +328,14 @@ class DatasetDirectory(OutputDirectory):
         self._close_if_whole(key // self.shard_size)
 
     def _close_if_whole(self, shard: int) -> None:
-        if all(index in self.bad or self.is_done(index) for index in self.members(shard)):
-            self._close(shard)
-
-    def _close(self, shard: int) -> None:
-        """Make a shard of its clips, and remove these."""
-        if self.kind == formats.SAFETENSORS:
+        """Make a shard of its clips, and remove these, unless one is missing or each is a file of its own."""
+        members, path = self.members(shard), self.shard_path(shard)
+        good = [index for index in members if index not in self.bad]
+        if self.kind == formats.SAFETENSORS or not all(self.is_done(index) for index in good):
             return
-        path = self.shard_path(shard)
-        good = [index for index in self.members(shard) if index not in self.bad]
         if good and not path.exists():
             formats.write(self.kind, [(index, self.clip_path(index)) for index in good], path)
-            self._manifest.add(SHARD, name=path.name, clips=len(good))
+            self.add_line(SHARD, name=path.name, clips=len(good))
         for index in good:
             self.clip_path(index).unlink(missing_ok=True)
 

@@ -70,29 +70,20 @@ def _in_list(path: Path) -> Iterator[Clip]:
     if not path.is_file():
         raise ClipError(f"there is no file {path}")
     for number, line in enumerate(_text(path).split("\n"), 1):
-        if not line.strip():
-            continue
-        if path.suffix == ".txt":
-            given: dict[str, Any] = {"path": line.strip()}
-        else:
+        if line.strip():
             try:
-                given = dict(reports.parse(line))
-            except (ValueError, TypeError) as error:
-                raise ClipError(
-                    f"{path}, line {number}: an object with a path is wanted, got {line[:80]}"
-                ) from error
-        try:
-            _check_fields(given)
-        except ClipError as error:
-            raise ClipError(f"{path}, line {number}: {error}") from error
-        file = path.parent / given.pop("path")
-        name = str(given.pop("id", _name(file, path.parent)))
-        yield Clip(name, file, **given)
+                yield _clip(line, path)
+            except ClipError as error:
+                raise ClipError(f"{path}, line {number}: {error}") from error
 
 
-def _check_fields(given: dict[str, Any]) -> None:
-    if not isinstance(given.get("path"), str):
-        raise ClipError(f"an object with a path is wanted, got {given}")
+def _clip(line: str, path: Path) -> Clip:
+    """Return the clip of a line of a list; `ClipError` where it is none."""
+    try:
+        given: dict[str, Any] = {"path": line.strip()} if path.suffix == ".txt" else dict(reports.parse(line))
+        file = path.parent / given["path"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ClipError(f"an object with a path is wanted, got {line[:80]}") from error
     for name, value in given.items():
         if name not in FIELDS:
             raise ClipError(f"got {name}, which no clip has")
@@ -103,6 +94,8 @@ def _check_fields(given: dict[str, Any]) -> None:
             str(value if name != "path" else "").encode()  # a path that cannot be is its clip's
         except UnicodeEncodeError as error:
             raise ClipError(f"{name} is {value!r}, which UTF-8 cannot hold ({error.reason})") from error
+    del given["path"]
+    return Clip(given.pop("id", _name(file, path.parent)), file, **given)
 
 
 def _name(file: Path, directory: Path) -> str:

@@ -1,8 +1,10 @@
 """One clip as one unit of work."""
 
+import hashlib
 import pickle
 from dataclasses import replace
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
 import torch
@@ -36,8 +38,6 @@ def test_a_clip_gives_the_mean_and_the_log_variance_of_diffusers(small):
 
 
 def test_what_is_about_a_clip_says_where_it_comes_from(small):
-    import hashlib
-
     found = small.unit(clip_of(small, caption="A ball."))
     data = (small.clips / "a.mp4").read_bytes()
     assert found.about["source_sha256"] == hashlib.sha256(data).hexdigest()
@@ -90,6 +90,7 @@ def test_a_sample_depends_on_seed_and_id_and_not_on_the_clips_before(small):
     assert torch.equal(alone.sample, after.sample)
     assert not torch.equal(alone.sample, sample(2, "b.mp4").sample)
     assert torch.equal(alone.tensor, small.wanted["b.mp4"].tensor)
+    assert torch.equal(alone.logvar, small.wanted["b.mp4"].logvar)
     only = EncodeClip(Recipe(small.model, "torch", keep="sample", seed=1))(clip_of(small, "b.mp4"))
     assert torch.equal(only.tensor, alone.sample)
     assert only.logvar is None
@@ -99,13 +100,16 @@ BUCKETS = (Bucket(9, 16, 24), Bucket(17, 16, 24), Bucket(9, 24, 16), Bucket(9, 3
 
 
 @pytest.mark.parametrize(
-    ("frames", "height", "width", "bucket"),
-    [(9, 90, 160, 3), (20, 90, 160, 1), (9, 160, 90, 2), (9, 24, 16, 2), (16, 10, 10, 3)],
+    ("frames", "height", "width", "pixel", "bucket"),
+    [
+        *((9, 90, 160, 1, 3), (20, 90, 160, 1, 1), (9, 160, 90, 1, 2), (9, 24, 16, 1, 2), (16, 10, 10, 1, 3)),
+        (9, 160, 90, 4, 3),  # shown four times as wide as it is stored
+    ],
 )
-def test_a_clip_goes_into_the_bucket_nearest_in_shape_then_the_longest(frames, height, width, bucket):
-    from pathlib import Path
-
-    info = video.VideoInfo(Path("a.mp4"), height, width, 10, frames)
+def test_a_clip_goes_into_the_bucket_nearest_in_the_shape_that_is_shown_then_the_longest(
+    frames, height, width, pixel, bucket
+):
+    info = video.VideoInfo(Path("a.mp4"), height, width, Fraction(10), frames, pixel=Fraction(pixel))
     assert choose(BUCKETS, info) == BUCKETS[bucket]
 
 
@@ -118,15 +122,6 @@ def test_a_bucket_holds_no_more_frames_than_a_clip_may_give(small, tmp_path):
         unit.read(Clip("long", path, frames=8))
     with pytest.raises(ClipError, match="a height or a width of its own"):
         unit.read(Clip("long", path, height=16))
-
-
-def test_a_bucket_is_chosen_by_the_shape_in_which_a_clip_is_shown():
-    from pathlib import Path
-
-    tall, wide = Bucket(9, 16, 20), Bucket(9, 16, 28)
-    stored = video.VideoInfo(Path("pal.mpg"), 576, 720, Fraction(25), 9)
-    assert choose((tall, wide), stored) == tall
-    assert choose((tall, wide), replace(stored, pixel=Fraction(64, 45))) == wide
 
 
 def test_a_bucket_is_filled_and_its_middle_cut_out(small, tmp_path):

@@ -52,7 +52,7 @@ def write(kind, members, path, real=formats.write):
     if step == "before the shard's line":
         die()
 
-def add(self, kind, real=manifest.Manifest.add, **line):
+def add(self, kind, real=manifest.OutputDirectory.add_line, **line):
     real(self, kind, **line)
     if step == "after it" and kind == "shard":
         die()
@@ -64,7 +64,7 @@ def frame(self, frames, real=video._Mp4Sink.write):
     if step == "decode" and len(done) == 2:
         die()
 
-latent_files.save, formats.write, manifest.Manifest.add = save, write, add
+latent_files.save, formats.write, manifest.OutputDirectory.add_line = save, write, add
 video._Mp4Sink.write = frame
 for given in sys.argv[1:]:  # each in a process of its own, which need not import all that again
     step, *command = given.split("|")
