@@ -15,9 +15,8 @@ from cogvideox_torchax.cli.arguments import EXCLUSIVE, REPORT, Command, Option, 
 from cogvideox_torchax.train import clips, start
 from cogvideox_torchax.train.checkpoints import NAME
 from cogvideox_torchax.train.run import HeldOut, Run
-from cogvideox_torchax.train.trainer import Plan, Trainer, TrainingRecipe
-
-TRAINERS = ("torch", "torchax")
+from cogvideox_torchax.train.stages import Plan, TrainingRecipe
+from cogvideox_torchax.train.trainer import Trainer
 
 _batches = functools.partial(Option, group="batches")
 COMMAND = Command(

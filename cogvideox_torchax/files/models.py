@@ -1,11 +1,11 @@
 """Models located in directories and on the hub, and saved in their own packages' format."""
 
 import functools
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from cogvideox_torchax.files import reports
 from cogvideox_torchax.runtime import host_skeleton, without_torchax
 
 INDEX = "model_index.json"
@@ -74,7 +74,7 @@ def _snapshot(repository: str, patterns: list[str], hub_options: dict[str, Any])
 def read_json(path: Path) -> dict[str, Any]:
     """Return a model's JSON file; `ModelError` where it is missing or no JSON object."""
     try:
-        found = json.loads(path.read_text())
+        found = reports.parse(path.read_bytes())
     except FileNotFoundError as error:
         raise ModelError(f"{path.parent} has no {path.name}: is this the directory of a model?") from error
     except (OSError, ValueError) as error:

@@ -197,6 +197,15 @@ def _picture(part: Part, needed: int, size: int) -> tuple[np.ndarray, ...]:
     )
 
 
+@dataclass(frozen=True)
+class Shape:
+    """The clips of a batch, their frames, and the side of a square crop; None for whole frames."""
+
+    clips: int
+    frames: int
+    size: int | None
+
+
 class Sampler:
     """Batches of clips, each made of its number alone: the same whenever and in whatever order asked for.
 
@@ -213,21 +222,15 @@ class Sampler:
         self._cuts = cuts
         self._event_share = EVENT_SHARE if cuts else 0.0
 
-    def batch(self, number: int, *, clips: int, frames: int, size: int | None) -> torch.Tensor:
-        """Return batch `number`, float32 in [-1, 1].
-
-        Args:
-            number: of the batch.
-            clips: in it.
-            frames: of each.
-            size: of square crops, (N, C, T, S, S); None for whole frames as they are, (N, C, T, H, W).
+    def batch(self, number: int, shape: Shape) -> torch.Tensor:
+        """Return batch `number`, float32 in [-1, 1]: (N, C, T, S, S), or (N, C, T, H, W) of whole frames.
 
         Raises:
             ValueError: a video was loaded without whole frames.
         """
         rng = np.random.default_rng((self._seed, number))
-        cut = self._whole if size is None else functools.partial(self._sample, size=size)
-        return torch.stack([cut(rng, frames) for _ in range(clips)])
+        cut = self._whole if shape.size is None else functools.partial(self._sample, size=shape.size)
+        return torch.stack([cut(rng, shape.frames) for _ in range(shape.clips)])
 
     def _whole(self, rng: np.random.Generator, frames: int) -> torch.Tensor:
         source = self._videos[rng.integers(len(self._videos))]

@@ -1,5 +1,6 @@
 """The optimizers, their learning rates, and the average of the weights that is kept."""
 
+import functools
 import math
 from collections import defaultdict
 from collections.abc import Iterable
@@ -85,8 +86,8 @@ def orthogonal(matrices: torch.Tensor) -> torch.Tensor:
     return x if wide is matrices else x.transpose(1, 2)
 
 
-Moments = dict[tuple[str, int, str], torch.Tensor]
-"""State of the optimizers, by the optimizer, the index of its parameter, and its name there."""
+Moments = dict[str, torch.Tensor]
+"""State of the optimizers, as `muon/3/momentum`: an optimizer, the index of its parameter, its name there."""
 
 
 class Optimizers:
@@ -127,9 +128,9 @@ class Optimizers:
 class CompiledOptimizers(Optimizers):
     """The same on JAX: both optimizers and the average are traced into one program."""
 
-    def __init__(self, weights: dict[str, nn.Parameter], *, steps: int, rate: float = 1.0):
-        super().__init__(weights, steps=steps, rate=rate)
-        self._program = runtime.jit_torch(_traced)
+    @functools.cached_property
+    def _program(self) -> Any:
+        return runtime.jit_torch(_traced)
 
     def _advance(self, average: dict[str, torch.Tensor], rate: float, decay: float) -> float:
         moments = self.moments
@@ -143,9 +144,7 @@ class CompiledOptimizers(Optimizers):
         return runtime.to_torch(norm).item()
 
 
-def _traced(
-    static: tuple[tuple[str, ...], tuple[tuple[str, int, str], ...]], scalars: Any, *tensors: Any
-) -> tuple[Any, ...]:
+def _traced(static: tuple[tuple[str, ...], tuple[str, ...]], scalars: Any, *tensors: Any) -> tuple[Any, ...]:
     """Return the gradients' norm, then weights, average and moments after the step."""
     names, keys = static
     count = len(names)
@@ -155,9 +154,9 @@ def _traced(
     for name, weight in weights.items():
         weight.grad = gradients[name]
     each = _optimizers(weights, traced=True)
-    for (kind, index, moment), tensor in zip(keys, tensors[3 * count :], strict=True):
-        optimizer = each[kind]
-        optimizer.state[optimizer.param_groups[0]["params"][index]][moment] = tensor
+    for key, tensor in zip(keys, tensors[3 * count :], strict=True):
+        kind, index, moment = key.split("/")
+        each[kind].state[each[kind].param_groups[0]["params"][int(index)]][moment] = tensor
     before = [tensor.clone() for tensor in tensors[count:]]
     norm = _advance(each, weights, average, scalars[0], scalars[1], traced=True)
     after = [*weights.values(), *average.values(), *_moments(each).values()]
@@ -183,7 +182,7 @@ def _optimizers(weights: dict[str, Any], *, traced: bool) -> dict[str, torch.opt
 
 def _moments(each: dict[str, torch.optim.Optimizer]) -> Moments:
     return {
-        (kind, index, name): moment
+        f"{kind}/{index}/{name}": moment
         for kind, optimizer in each.items()
         for index, weight in enumerate(optimizer.param_groups[0]["params"])
         for name, moment in optimizer.state[weight].items()

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from cogvideox_torchax.backends import Backend
-from cogvideox_torchax.files import reports
+from cogvideox_torchax.files.models import read_json
 
 QUIET = -6.0
 """The log-variance that the encoder begins with: its samples are next to its means."""
@@ -31,11 +31,7 @@ def load(kind: type[Backend], mesh: Any, *, model: str | None, config: str | Non
     if model:
         backend = kind.load(model, torch.float32, mesh)
     else:
-        try:
-            fields = reports.parse(Path(str(config)).read_bytes())
-        except (OSError, ValueError) as error:
-            raise ValueError(f"{config} cannot be read as a config ({error})") from error
-        vae = kind.model_class.from_config(fields)
+        vae = kind.model_class.from_config(read_json(Path(str(config))))
         initialize(vae, seed=seed)
         if mesh is not None:
             vae.place_on(mesh)

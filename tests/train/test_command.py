@@ -19,7 +19,8 @@ from safetensors.torch import load_file, save_file
 from cogvideox_torchax import cli
 from cogvideox_torchax.files import video
 from cogvideox_torchax.train import checkpoints, clips, run
-from cogvideox_torchax.train.trainer import Trainer, TrainingRecipe
+from cogvideox_torchax.train.stages import TrainingRecipe
+from cogvideox_torchax.train.trainer import Trainer
 from cogvideox_torchax.vae.pixels import from_uint8, to_uint8
 from cogvideox_torchax.vae.quality import ssim
 from cogvideox_torchax.vae.tolerances import psnr
@@ -57,9 +58,14 @@ def table(path):
         return list(csv.DictReader(file))
 
 
-def test_whole_frames_of_pictures_alone_are_named(material, capsys):
-    assert cli.main(arguments("out", clips=("picture.png",))) == cli.USER_ERROR
-    assert "is one: add a video" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("clip", "words"),
+    [("picture.png", "is one: add a video"), ("gone.mp4", "none of the clips can be trained on")],
+    ids=["pictures alone for whole frames", "nothing but bad clips"],
+)
+def test_clips_that_no_training_can_be_made_of_are_an_error(material, capsys, clip, words):
+    assert cli.main(arguments("out", clips=(clip,))) == cli.USER_ERROR
+    assert words in capsys.readouterr().err
     assert not Path("out/losses.csv").exists()
 
 
@@ -78,10 +84,12 @@ def test_whole_frames_of_pictures_alone_are_named(material, capsys):
         ("rates = 1", "got rates: a recipe has cuts, colour, rate, whole"),
         ("rate", "recipe.toml is no recipe"),
         (f"rate = {'[' * 100_000}", "recipe.toml is no recipe"),
+        ("[1]", "config.json is not a JSON object"),
+        ("[" * 100_000, "config.json is not valid JSON"),
     ],
 )
-def test_a_recipe_that_is_none_is_one_line(material, capsys, recipe, words):
-    Path("recipe.toml").write_text(recipe)
+def test_a_recipe_or_a_config_that_is_none_is_one_line(material, capsys, recipe, words):
+    Path("config.json" if "config" in words else "recipe.toml").write_text(recipe)
     assert cli.main(arguments("out")) == cli.USER_ERROR
     said = capsys.readouterr().err
     assert words in said

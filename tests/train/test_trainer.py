@@ -10,11 +10,11 @@ from diffusers import AutoencoderKLCogVideoX
 from torch.nn import functional
 
 from cogvideox_torchax import backends, make_mesh, port
-from cogvideox_torchax.train import start, trainer
-from cogvideox_torchax.train.clips import Sampler, load, parts
+from cogvideox_torchax.train import start
+from cogvideox_torchax.train.clips import Sampler, Shape, load, parts
 from cogvideox_torchax.train.optimizers import OTHERS_RATE, orthogonal, schedule
-from cogvideox_torchax.train.stages import Shape, shape_of
-from cogvideox_torchax.train.trainer import Plan, Trainer, TrainingRecipe
+from cogvideox_torchax.train.stages import Plan, TrainingRecipe
+from cogvideox_torchax.train.trainer import Trainer
 from tests.train.conftest import TINY
 
 pytestmark = pytest.mark.usefixtures("torchax_off")
@@ -25,7 +25,7 @@ PLAN = Plan(steps=40, clips=2, frames=9, size=16)
 @pytest.fixture
 def only(monkeypatch):
     """Return a function that makes every step take clips of so many frames: one shape to compile."""
-    return lambda frames: monkeypatch.setattr(trainer, "shape_of", lambda *_, **__: Shape(2, frames, 16))
+    return lambda frames: monkeypatch.setattr(Plan, "shape", lambda *_: Shape(2, frames, 16))
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ def test_half_of_the_steps_with_clips_take_whole_frames(stock, material, monkeyp
 
 def test_losses_are_what_they_are_called(stock, sampler):
     training = trainer_of(stock, sampler, replace(PLAN, recipe=TrainingRecipe(colour=2.0)))
-    x = sampler.batch(0, clips=2, frames=9, size=16)
+    x = sampler.batch(0, Shape(2, 9, 16))
     found = training._losses(x, torch.Generator().manual_seed(3))
     posterior = stock.encode(x).latent_dist
     drawn = torch.randn(posterior.mean.shape, generator=torch.Generator().manual_seed(3))
@@ -164,15 +164,23 @@ def test_orthogonal_is_newton_schulzs_iteration(shape):
     assert 0.6 < values.min() <= values.max() < 1.3
 
 
+def shapes_of(steps, **options):
+    """Return the shapes of a training's batches."""
+    plan = Plan(steps, frames=25, **options)
+    return [plan.shape(step) for step in range(steps)]
+
+
 def test_stills_come_first_and_clips_are_of_lengths_that_come_back_whole():
-    steps = 200
-    shapes = [shape_of(step, steps, seed=0, clips=1, frames=25, size=64) for step in range(steps)]
+    shapes = shapes_of(200)
     assert sum(shape.frames == 1 for shape in shapes[:24]) > 16
     assert sum(shape.frames == 25 for shape in shapes[24:]) > 40
     assert {shape.size for shape in shapes[:150]} == {64}
     assert {shape.size for shape in shapes[150:]} == {64, 96}
     assert {shape.frames for shape in shapes} == {1, 9, 25}
-    assert shapes == [shape_of(step, steps, seed=0, clips=1, frames=25, size=64) for step in range(steps)]
+    assert shapes == shapes_of(200)
+    given = shapes_of(200, stills=False)  # weights that are given need no stills first
+    assert sum(shape.frames == 1 for shape in given[:24]) < 8
+    assert given[24:] == shapes[24:]
 
 
 @pytest.mark.parametrize("rate", [1.0, 0.25])
@@ -187,21 +195,9 @@ def test_learning_rates_are_a_part_of_the_usual(stock, sampler, only, rate):
     assert math.isclose(moved.item(), rate * OTHERS_RATE * schedule(99, 1000), rel_tol=0.01)
 
 
-def test_weights_that_are_given_need_no_stills_first():
-    options = {"seed": 0, "clips": 1, "frames": 25, "size": 64}
-    shapes = [shape_of(step, 200, stills=False, **options) for step in range(200)]
-    assert sum(shape.frames == 1 for shape in shapes[:24]) < 8
-    assert shapes[24:] == [shape_of(step, 200, **options) for step in range(24, 200)]
-
-
 def test_half_of_the_clips_are_whole_frames_where_they_are_asked_for():
-    def shapes_of(whole):
-        return [
-            shape_of(step, 400, seed=0, clips=1, frames=25, size=64, stills=False, whole=whole)
-            for step in range(400)
-        ]
-
-    plain, shapes = shapes_of(False), shapes_of(True)
+    recipe = TrainingRecipe(whole=(128, 192))
+    plain, shapes = shapes_of(400, stills=False), shapes_of(400, stills=False, recipe=recipe)
     pairs = zip(shapes, plain, strict=True)
     assert [shape if shape.size else replace(shape, size=own.size) for shape, own in pairs] == plain
     whole = [shape.size is None for shape in shapes if shape.frames > 1]
