@@ -17,8 +17,9 @@ if __name__ == "__main__":
 
 import torch
 
+from benchmarks.pages import fill
 from cogvideox_torchax import make_mesh, port, runtime
-from cogvideox_torchax.files.reports import fill, load, table, write_json
+from cogvideox_torchax.files.reports import load, table, write_json
 from cogvideox_torchax.pipelines.cache_options import config_of
 from cogvideox_torchax.pipelines.networks import step_tensors
 from cogvideox_torchax.plan import networks

@@ -22,6 +22,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 
+from benchmarks.pages import fill
 from cogvideox_torchax import runtime
 from cogvideox_torchax.cli.common import DEMO_MODEL
 from cogvideox_torchax.dataset import Clip, EncodeClip, Recipe, manifest, sources
@@ -97,7 +98,7 @@ def drawn(document: dict[str, Any], plan: dict[str, Any]) -> str:
 def draw(results: Path) -> None:
     """Fill the table of the page."""
     document, plan = (reports.load(path, kind) for path, kind in ((results, FORMAT), (PLAN, jobs.FORMAT)))
-    reports.fill(PAGE, "throughput", drawn(document, plan))
+    fill(PAGE, "throughput", drawn(document, plan))
 
 
 def main() -> None:

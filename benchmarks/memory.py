@@ -30,6 +30,7 @@ import torchax  # noqa: F401 (imported once, before the first fork)
 
 import cogvideox_torchax.backends.torchax
 import cogvideox_torchax.sharding  # noqa: F401
+from benchmarks.pages import fill
 from cogvideox_torchax import cli
 from cogvideox_torchax.files import reports, video
 from cogvideox_torchax.versions import versions
@@ -164,7 +165,7 @@ def draw(found: dict[str, Any]) -> None:
         axis.set_ylim(bottom=0)
         axis.legend()
         name = (lambda point: f"{point[1]} x {point[2]}") if kind == "over_size" else (lambda p: str(p[0]))
-        reports.fill(PAGE, part, _table("pixels" if kind == "over_size" else "frames", found[kind], name))
+        fill(PAGE, part, _table("pixels" if kind == "over_size" else "frames", found[kind], name))
     figure.tight_layout()
     figure.savefig(PLOT, dpi=110)
 

@@ -10,8 +10,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks.pages import fill
 from cogvideox_torchax.cli import main
-from cogvideox_torchax.files.reports import fill, load, table
+from cogvideox_torchax.files.reports import load, table
 from cogvideox_torchax.plan.jobs import FORMAT
 
 RESULTS = Path(__file__).parent / "results"

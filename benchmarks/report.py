@@ -7,10 +7,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.pages import fill
 from cogvideox_torchax.bench import ab, device
 from cogvideox_torchax.bench.report import device_markdown, draw, draw_device
 from cogvideox_torchax.cli.common import print_report
-from cogvideox_torchax.files.reports import fill, load, parse, table
+from cogvideox_torchax.files.reports import load, parse, table
 from cogvideox_torchax.plan import jobs
 from cogvideox_torchax.vae.directions import Direction
 

@@ -23,6 +23,7 @@ os.environ.setdefault("COGVIDEOX_TORCHAX_COMPILE_CACHE", "off")
 import jax
 import torch
 
+from benchmarks.pages import fill
 from cogvideox_torchax import AutoencoderKLCogVideoX, make_mesh, port
 from cogvideox_torchax.files import reports
 from cogvideox_torchax.plan.report import compile_last_chunk, report
@@ -96,7 +97,7 @@ def main() -> None:
     parser.add_argument("--draw", action="store_true", help="from the results that there are")
     args = parser.parse_args()
     if args.draw:
-        reports.fill(PAGE, "sharding", table(json.loads(args.output.read_text())["results"]))
+        fill(PAGE, "sharding", table(json.loads(args.output.read_text())["results"]))
         return
     single, sharded = published_vae(), port(published_vae(), mesh=make_mesh(dp=1, tp=8))
     results = []

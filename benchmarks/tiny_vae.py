@@ -16,6 +16,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import torch
 
+from benchmarks.pages import fill
 from cogvideox_torchax import backends, versions
 from cogvideox_torchax.cli.common import DEMO_MODEL
 from cogvideox_torchax.cli.demo import demo_clip
@@ -135,7 +136,7 @@ def main() -> None:
         "results": measured(args.model, args.backends),
     }
     reports.write_json(RESULTS / "tiny_vae.json", report)
-    reports.fill(PAGE, "results", table(report))
+    fill(PAGE, "results", table(report))
 
 
 if __name__ == "__main__":

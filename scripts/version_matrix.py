@@ -23,6 +23,7 @@ from typing import Any
 
 from packaging.requirements import Requirement
 
+from benchmarks.pages import fill
 from cogvideox_torchax.files import reports
 from cogvideox_torchax.versions import TESTED
 
@@ -149,7 +150,7 @@ def main() -> int:
         reports.write_json(RESULTS / f"versions-{name}.json", found)
         print(json.dumps(found, indent=1))
     kept = [reports.load(path, FORMAT) for path in sorted(RESULTS.glob("versions-*.json"))]
-    reports.fill(ROOT / "docs" / "install.md", "versions", drawn(kept))
+    fill(ROOT / "docs" / "install.md", "versions", drawn(kept))
     return 0 if all(report.get("failed") == 0 for report in kept) else 1
 
 

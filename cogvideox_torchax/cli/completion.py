@@ -4,9 +4,6 @@ import argparse
 
 from cogvideox_torchax.cli.arguments import Command, Option
 
-SHELLS = ("bash", "zsh", "tcsh")
-
-
 COMMAND = Command(
     "print the shell's completion of commands and options",
     "bash > ~/.local/share/bash-completion/completions/cogvideox-torchax",

@@ -1,12 +1,12 @@
 """`doctor`: versions, tested or not, devices, and what is missing with the command that installs it."""
 
 import argparse
-import importlib
 import platform
 from typing import Any
 
 from cogvideox_torchax.cli import common, options
 from cogvideox_torchax.cli.arguments import Command
+from cogvideox_torchax.runtime.bridge import import_torchax
 from cogvideox_torchax.versions import installed, untested
 
 CORE = ("torch", "torchax", "jax", "jaxlib", "diffusers", "safetensors", "huggingface_hub", "numpy", "tqdm")
@@ -57,13 +57,9 @@ def run(args: argparse.Namespace) -> int:
 def _broken_pair() -> str | None:
     """Return the fault of the installed torch and torchax together, if there is one."""
     try:
-        importlib.import_module("torchax")
+        import_torchax()
     except Exception as error:
-        reason = " ".join(str(error).split())[:200]
-        return (
-            f"torchax {installed('torchax')} does not import with torch {installed('torch')} ({reason}): "
-            "pip install 'torchax>=0.0.14.dev20261026' 'torch>=2.11'"
-        )
+        return " ".join(str(error).split())[:600]
     return None
 
 

@@ -1,7 +1,6 @@
-"""Reports: JSON files of a named format, Markdown tables and pages, plots."""
+"""Reports: JSON files of a named format, Markdown tables, plots."""
 
 import json
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -39,22 +38,6 @@ def write_text(path: Path, text: str) -> Path:
 def write_json(path: Path, report: dict[str, Any]) -> Path:
     """Write a report that `load` reads, whole or not at all; return its path."""
     return write_text(path, json.dumps(report, indent=1) + "\n")
-
-
-def fill(page: Path, name: str, drawn: str) -> None:
-    """Put `drawn` into a Markdown page, between `<!-- name: begin -->` and `<!-- name: end -->`.
-
-    Tables go there without padding.
-    """
-    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
-    text = page.read_text()
-    if begin not in text or end not in text:
-        raise ValueError(f"{page} has no lines {begin} and {end} between which the results go")
-    before, after = text.split(begin)[0], text.split(end)[1]
-    drawn = re.sub(
-        r"^\|.*\|$", lambda row: re.sub(r"  +", " ", re.sub(r"---+", "---", row[0])), drawn, flags=re.M
-    )
-    write_text(page, f"{before}{begin}\n\n{drawn.rstrip()}\n\n{end}{after}")
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

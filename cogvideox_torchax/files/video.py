@@ -263,9 +263,7 @@ def read_frames(source: Source, size: Framing, num_frames: int) -> Iterator[torc
     given, held = 0, None
     with _opened(source) as container:
         container.streams.video[0].thread_type = "AUTO"
-        for frame in container.decode(video=0):
-            if given == num_frames:
-                break
+        for frame in itertools.islice(container.decode(video=0), num_frames):
             held = held or (frame.height, frame.width)
             if (frame.height, frame.width) != held:
                 raise VideoError(

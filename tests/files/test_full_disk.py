@@ -36,7 +36,7 @@ def files_of_at_most(size):
 
 def write_video(path):
     with video.writing(path, 10) as sink:
-        for frame in moving_frames(60).unbind(2):
+        for frame in moving_frames(60 if path.suffix == ".mp4" else 9).unbind(2):
             sink.write(frame[:, :, None])
 
 
@@ -51,7 +51,7 @@ def write_shard(kind):
 
 
 def write_figure(path):
-    figure, axes = reports.pyplot().subplots()
+    figure, axes = reports.pyplot().subplots(figsize=(2, 1))
     axes.plot([1, 2, 1])
     reports.save_figure(figure, path)
 

@@ -127,13 +127,6 @@ def test_nothing_is_left_when_the_work_fails(tmp_path, name):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("fps", [0, -3, Fraction(-1, 2), float("nan")])
-def test_a_rate_that_is_not_above_0_is_refused(tmp_path, fps):
-    with pytest.raises(OutputError, match="give a rate above 0"), video.writing(tmp_path / "a.mp4", fps):
-        pass
-    assert not list(tmp_path.iterdir())
-
-
 def test_the_demo_clip_is_there():
     info = video.probe(demo_clip())
     assert (info.height, info.width, info.num_frames) == (720, 1280, 132)
@@ -193,23 +186,25 @@ def test_a_size_that_does_not_divide_offers_the_crop(clip):
 
 
 @pytest.mark.parametrize(
-    ("name", "words"),
+    ("name", "fps", "words"),
     [
-        ("clip.avi", "give a name in .mp4 or .gif, or a directory"),
-        ("nowhere/clip.mp4", "there is no directory"),
-        ("taken.mp4", "it is a directory"),
-        ("full", "that is not empty"),
-        ("file", "it is a file"),
-        ("file/clip.mp4", "there is no directory"),
+        ("clip.avi", 10, "give a name in .mp4 or .gif, or a directory"),
+        ("nowhere/clip.mp4", 10, "there is no directory"),
+        ("taken.mp4", 10, "it is a directory"),
+        ("full", 10, "that is not empty"),
+        ("file", 10, "it is a file"),
+        ("file/clip.mp4", 10, "there is no directory"),
+        *(("a.mp4", fps, "give a rate above 0") for fps in (0, -3, Fraction(-1, 2), float("nan"))),
     ],
 )
-def test_an_output_that_cannot_be_written_is_named(tmp_path, name, words):
+def test_an_output_that_cannot_be_written_is_named(tmp_path, name, fps, words):
     (tmp_path / "taken.mp4").mkdir()
     (tmp_path / "full").mkdir()
     (tmp_path / "full/x").touch()
     (tmp_path / "file").touch()
-    with pytest.raises(OutputError, match=words), video.writing(tmp_path / name, 10):
+    with pytest.raises(OutputError, match=words), video.writing(tmp_path / name, fps):
         pass
+    assert {path.name for path in tmp_path.iterdir()} == {"taken.mp4", "full", "file"}
 
 
 def test_bytes_of_a_file_are_read_as_the_file(clip):
@@ -287,26 +282,23 @@ def test_a_phones_portrait_is_read_upright(clip, placed, upright_of):
     assert torch.equal(small, resized[..., top : top + 16, left : left + 16])
 
 
-def test_pixels_that_are_not_square(clip, tmp_path):
+def test_one_side_alone_keeps_the_shape_that_is_shown_of_pixels_that_are_not_square_too(clip, tmp_path):
     wide = video.SourceTiming(pixel=Fraction(64, 45))
     with video.writing(tmp_path / "wide.mp4", 10, wide) as sink:
         sink.write(moving_frames())
     info = video.probe(tmp_path / "wide.mp4")
     assert (info.height, info.width, info.pixel) == (24, 40, Fraction(64, 45))
     assert info.shape == Fraction(40, 24) * Fraction(64, 45)
-    assert video.probe(clip).pixel == 1
+    square = video.probe(clip)
+    assert square.pixel == 1
+    assert video.framing(square, multiple=8, height=48, width=None, crop=False) == video.Framing(48, 80)
+    assert video.framing(square, multiple=8, height=None, width=16, crop=False) == video.Framing(8, 16)
     # Resized as it is shown: 24 x 56.9 square pixels.
     assert video.cover(info, 24, 40).resized == (24, 57)
     follows = functools.partial(video.framing, info, multiple=8)
     assert follows(height=48, width=None, crop=False) == video.Framing(48, 112)
     assert follows(height=None, width=112, crop=False) == video.Framing(48, 112)
     assert follows(height=16, width=None, crop=True) == video.Framing(16, 40, crop=True)
-
-
-def test_one_side_alone_keeps_the_shape(clip):
-    info = video.probe(clip)
-    assert video.framing(info, multiple=8, height=48, width=None, crop=False) == video.Framing(48, 80)
-    assert video.framing(info, multiple=8, height=None, width=16, crop=False) == video.Framing(8, 16)
 
 
 def test_a_colon_in_a_name_is_no_protocol(clip, tmp_path, monkeypatch):
@@ -367,17 +359,27 @@ def test_times_of_frames_are_kept_and_an_even_rate_is_not_called_variable(tmp_pa
     assert not video.probe(clip).variable
 
 
-@pytest.mark.parametrize("tick", [Fraction(1, 1000), Fraction(1, 90000)])
-def test_rounding_to_the_files_clock_is_no_variable_rate(clip, tick):
-    times = tuple(round(Fraction(1001 * n, 30000) / tick) * tick for n in range(9))
-    assert not video.VideoInfo(clip, 24, 40, Fraction(30000, 1001), 9, times, tick).variable
-    doubled = (*times[:8], times[8] + Fraction(1001, 30000))
-    assert video.VideoInfo(clip, 24, 40, Fraction(30000, 1001), 9, doubled, tick).variable
+NTSC = [Fraction(1001 * n, 30000) for n in (0, 1, 2, 3, 4, 6)]
 
 
-def test_a_frame_shown_twice_as_long_counts_where_the_clock_ticks_once_a_frame(clip):
-    times = tuple(Fraction(n, 25) for n in (0, 1, 2, 4, 5))
-    assert video.VideoInfo(clip, 24, 40, Fraction(25), 5, times, Fraction(1, 25)).variable
+@pytest.mark.parametrize(
+    ("times", "tick", "is_variable"),
+    [
+        (NTSC[:5], Fraction(1, 1000), False),  # rounding to the file's clock
+        (NTSC[:5], Fraction(1, 90000), False),
+        (NTSC, Fraction(1, 1000), True),  # the last frame but one is shown twice as long
+        (NTSC, Fraction(1, 90000), True),
+        (
+            [Fraction(n, 25) for n in (0, 1, 2, 4, 5)],
+            Fraction(1, 25),
+            True,
+        ),  # a clock that ticks once a frame
+    ],
+)
+def test_a_rate_varies_where_a_gap_does_by_more_than_rounding(clip, times, tick, is_variable):
+    rounded = tuple(round(time / tick) * tick for time in times)
+    info = video.VideoInfo(clip, 24, 40, Fraction(30000, 1001), len(times), rounded, tick)
+    assert info.variable == is_variable
 
 
 @pytest.mark.parametrize("codec", ["aac", "mp3"])  # FFmpeg's decoder of the second is called mp3float
