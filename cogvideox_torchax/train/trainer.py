@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from cogvideox_torchax import runtime
 from cogvideox_torchax.backends import Backend
 from cogvideox_torchax.train.checkpoints import State
 from cogvideox_torchax.train.clips import Sampler
@@ -50,6 +51,8 @@ class Trainer:
         self.step_number = 0
         self.vae = backend.vae.train()
         self._weights = dict(self.vae.named_parameters())
+        if backend.compiled_by_jax:
+            runtime.enable()  # a step is PyTorch's own operations on weights that lie on JAX
         kind = CompiledOptimizers if backend.compiled_by_jax else Optimizers
         self._optimizers = kind(self._weights, steps=plan.steps, rate=plan.recipe.rate)
         self._average = {name: weight.detach().clone() for name, weight in self._weights.items()}

@@ -73,6 +73,12 @@ def test_steps_on_jax_are_those_in_pytorch(stock, sampler, only, dp, frames, ste
         assert (state[name] - tensor).abs().max() <= 1e-4 * tensor.abs().max(), name
 
 
+def test_on_jax_a_training_has_the_state_that_it_has_in_pytorch(stock, sampler):
+    state, wanted = (trainer_of(stock, sampler, kind=kind).state() for kind in ("torchax", "torch"))
+    assert state.keys() == wanted.keys()
+    assert all(torch.equal(state[name], tensor) for name, tensor in wanted.items())
+
+
 def test_half_of_the_steps_with_clips_take_whole_frames(stock, material, monkeypatch):
     source = load(parts(["clip.mp4"])[0], frames=9, size=16, whole=(32, 48))
     plan = replace(PLAN, stills=False, recipe=TrainingRecipe(whole=(32, 48)))
