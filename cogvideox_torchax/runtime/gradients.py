@@ -46,17 +46,13 @@ def _keep(ctx: Any, tree: Any) -> Callable[[tuple[torch.Tensor, ...]], Any]:
     """
     import jax
 
-    leaves, structure = jax.tree.flatten(tree)
-    places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
-    ctx.save_for_backward(*(tensor_of(leaves[index]) for index in places))
-    for index in places:
-        leaves[index] = None
+    leaves, structure = jax.tree.flatten(tree)  # no leaf of a tree is None
+    others = [None if isinstance(leaf, jax.Array) else leaf for leaf in leaves]
+    ctx.save_for_backward(*(tensor_of(leaf) for leaf in leaves if isinstance(leaf, jax.Array)))
 
     def restored(saved: tuple[torch.Tensor, ...]) -> Any:
-        found = list(leaves)
-        for index, tensor in zip(places, saved, strict=True):
-            found[index] = array_of(tensor)
-        return jax.tree.unflatten(structure, found)
+        arrays = map(array_of, saved)
+        return jax.tree.unflatten(structure, [next(arrays) if leaf is None else leaf for leaf in others])
 
     return restored
 

@@ -53,13 +53,11 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 def weight_files(directory: Path, variant: str | None = None, *, stem: str = WEIGHTS_STEM) -> list[Path]:
     """Return a model's safetensors files, one or several shards, whose names begin with `stem`."""
-    single = directory / (f"{stem}.safetensors" if variant is None else f"{stem}.{variant}.safetensors")
+    suffix = "" if variant is None else f".{variant}"
+    single = directory / f"{stem}{suffix}.safetensors"
+    index = directory / f"{stem}.safetensors.index{suffix}.json"
     if single.is_file():
         return [single]
-    index_name = f"{stem}.safetensors.index.json"
-    if variant is not None:
-        index_name = f"{stem}.safetensors.index.{variant}.json"
-    index = directory / index_name
     if index.is_file():
         try:
             names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
@@ -111,14 +109,11 @@ def _check_safetensors(path: Path) -> None:
 
 def check_loading_info(info: dict[str, Any], source: object) -> None:
     """Raise `ModelError` if loading left a parameter without a value, or a value without a parameter."""
-    for what, names in _problems(info):
+    kinds = {"missing": "missing", "unexpected": "unexpected", "mismatched": "of another shape"}
+    for kind, what in kinds.items():
+        names = sorted(map(str, info.get(f"{kind}_keys") or []))
         if names:
-            shown = ", ".join(str(name) for name in sorted(map(str, names))[:3])
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            raise ModelError(f"the weights of {source} do not match their config.json: {what} {shown}{more}")
-
-
-def _problems(info: dict[str, Any]) -> Iterator[tuple[str, list[Any]]]:
-    yield "missing", list(info.get("missing_keys") or [])
-    yield "unexpected", list(info.get("unexpected_keys") or [])
-    yield "of another shape", list(info.get("mismatched_keys") or [])
+            raise ModelError(
+                f"the weights of {source} do not match their config.json: {what} {', '.join(names[:3])}{more}"
+            )

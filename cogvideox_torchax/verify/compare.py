@@ -19,7 +19,7 @@ from torch import nn
 
 from cogvideox_torchax import runtime
 from cogvideox_torchax.backends import backend
-from cogvideox_torchax.backends.base import Backend, Recorder
+from cogvideox_torchax.backends.base import Backend
 from cogvideox_torchax.backends.native import Torch
 from cogvideox_torchax.vae import tolerances
 from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction
@@ -112,10 +112,6 @@ class Candidate:
         """Return the posterior's moments of a video, or the frames of latents, as a plain tensor."""
         return self.backend.run(kind, x.to(self.dtype))
 
-    def recorder(self, kind: Direction) -> Recorder:
-        """Chunk in, layers' outputs out, the cache carried along."""
-        return self.backend.recorder(kind, LAYER_NAME.fullmatch)
-
 
 @dataclass
 class Result:
@@ -189,7 +185,7 @@ def compare_layers(
     reference: DiffusersAutoencoder, vaes: dict[str, Candidate], kind: Direction, x: torch.Tensor
 ) -> dict[str, dict[str, _Sums]]:
     """Run all models over the same chunks; return the sums of each of `vaes`' layers, in running order."""
-    runs = {name: candidate.recorder(kind) for name, candidate in vaes.items()}
+    runs = {name: each.backend.recorder(kind, LAYER_NAME.fullmatch) for name, each in vaes.items()}
     exact_run = Torch(reference).recorder(kind, LAYER_NAME.fullmatch)
     sums: dict[str, dict[str, _Sums]] = {name: {} for name in vaes}
     for chunk in kind.chunks(reference, x.shape[2]):

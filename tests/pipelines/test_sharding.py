@@ -55,11 +55,14 @@ def test_the_halves_of_guidance_go_over_dp_and_sums_and_a_few_vectors_travel(ste
 def test_a_mesh_that_does_not_divide_the_weights_is_refused_and_nothing_moves():
     odd = {"num_attention_heads": 7, "attention_head_dim": 12, "num_layers": 1}
     pipe = small_pipelines.build(transformer=small_pipelines.transformer("5b", **odd))
+    before = {name: type(part) for name, part in pipe.components.items()}
     with pytest.raises(
         ValueError, match=r"tp=8.* the 84 channels of .*to_q.*choose tp among \[1, 2, 3, 4, 6"
     ):
         port(pipe, mesh=make_mesh(1, 8))
-    assert pipe.transformer.proj_out.weight.device.type == "cpu"
+    assert {name: type(part) for name, part in pipe.components.items()} == before
+    parts = pipe.transformer, pipe.text_encoder, pipe.vae
+    assert {weight.device.type for part in parts for weight in part.parameters()} == {"cpu"}
 
 
 def test_porting_again_moves_the_pipeline_to_another_mesh():

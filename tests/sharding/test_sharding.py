@@ -38,9 +38,9 @@ def sharded(stock, dp, tp, *, move=True, build="torchax"):
     return reference.on_jax(vae) if move else vae
 
 
-def inputs(frames, batch, width):
-    z = reference.latents(frames, batch=batch, height=1, width=width)
-    return z, reference.video(4 * frames - 3, batch=batch, height=4, width=4 * width)
+def inputs(frames, batch, width, height=1):
+    z = reference.latents(frames, batch=batch, height=height, width=width)
+    return z, reference.video(4 * frames - 3, batch=batch, height=4 * height, width=4 * width)
 
 
 def local_share(tensor):
@@ -55,7 +55,7 @@ def local_share(tensor):
 def test_a_video_over_any_mesh_is_diffusers_video(stock, build, mesh):
     vae = sharded(stock, *mesh, build=build)
     for width, batch, frames in ((85, 1, 1), (90, 2, 3), (96, 1, 5), (170, 2, 1)):
-        z, x = inputs(frames, batch, width)
+        z, x = inputs(frames, batch, width, height=2)  # frames of 85 x 4 columns are split by rows
         decoded, encoded = reference.decoded(stock, z), reference.encoded(stock, x)
         on_devices = [
             (vae.decode(runtime.to_jax(z)).sample, decoded),
@@ -94,6 +94,7 @@ def eight(stock, build):
 def test_a_backend_runs_chunks_over_the_mesh_of_its_model(stock, build, eight):
     z, _ = inputs(5 if build == "torchax" else 3, 1, 90)  # two chunks by one of the builds
     chunks = list(backend(build)(eight).chunks(DECODE, z))
+    assert runtime.is_on_jax(backend("torchax")(port(copy.deepcopy(stock))).vae)
     assert {local_share(chunk) for chunk in chunks} == {1 / 8}
     found = torch.cat([runtime.to_torch(chunk) for chunk in chunks], 2)
     assert relative_error(found, reference.decoded(stock, z)) < FLOAT32_RELATIVE

@@ -64,17 +64,15 @@ def test_encode_equals_diffusers(small_vae, backend, frames):
     assert relative_error(got, want) < FLOAT32_RELATIVE
 
 
-@pytest.mark.parametrize("frames", [1, 5])
-@pytest.mark.slow_cases("torchax-5", "flax-5")
-def test_batch_of_two_equals_diffusers(small_vae, backend, frames):
-    z, x = reference.latents(frames, batch=2), reference.video(4 * frames - 3, batch=2)
-    assert relative_error(run_decode(backend, z), reference.decoded(small_vae, z)) < FLOAT32_RELATIVE
-    assert relative_error(run_encode(backend, x), reference.encoded(small_vae, x)) < FLOAT32_RELATIVE
+SIZES = {"a batch, 1": (1, 2, 3, 5), "a batch, 5": (5, 2, 3, 5), "odd sizes": (3, 1, 9, 13)}
+"""Latent frames, videos, rows and columns."""
 
 
-@pytest.mark.slow_cases("torchax", "flax")
-def test_odd_sizes_equal_diffusers(small_vae, backend):
-    z, x = reference.latents(3, height=9, width=13), reference.video(9, height=72, width=104)
+@pytest.mark.parametrize(("frames", "batch", "height", "width"), SIZES.values(), ids=SIZES)
+@pytest.mark.slow_cases(but=["torch-*", "*-a batch, 1"])
+def test_batches_and_odd_sizes_equal_diffusers(small_vae, backend, frames, batch, height, width):
+    z = reference.latents(frames, batch=batch, height=height, width=width)
+    x = reference.video(4 * frames - 3, batch=batch, height=8 * height, width=8 * width)
     assert relative_error(run_decode(backend, z), reference.decoded(small_vae, z)) < FLOAT32_RELATIVE
     assert relative_error(run_encode(backend, x), reference.encoded(small_vae, x)) < FLOAT32_RELATIVE
 
