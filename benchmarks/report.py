@@ -138,6 +138,15 @@ def compile_times(document: dict[str, Any]) -> str:
     return table(("job", "first chunk, s", "steady chunk, s", "memory of the host, GiB"), rows)
 
 
+def rounding(document: dict[str, Any]) -> str:
+    """Return the table of bfloat16's errors over PyTorch's, by direct convolution and by filtering."""
+    rows = [
+        (row["name"], *(f"{row[tile] / row['torch']:.2f}" if tile in row else "" for tile in ("0", "2", "4")))
+        for row in document["rows"]
+    ]
+    return table(("channels", "direct", "two results together", "four"), rows)
+
+
 def sample(plan: dict[str, Any]) -> str:
     """Return what `plan` prints of a whole video, as a block of code."""
     printed = io.StringIO()
@@ -168,6 +177,7 @@ def redraw(results: Path, docs: Path) -> None:
         "compile-times",
         compile_times(parse((results / "compile-times.json").read_text())),
     )
+    fill(docs / "accuracy.md", "rounding", rounding(parse((results / "rounding.json").read_text())))
     fill(docs / "planning.md", "sample", sample(next(iter(plans.values()))))
 
 

@@ -226,12 +226,18 @@ def test_docs_are_redrawn_between_their_marks(tmp_path):
     marks = {
         "performance.md": ("measured", "plans", "compile-times"),
         "kernels.md": ("composition",),
+        "accuracy.md": ("rounding",),
         "planning.md": ("sample",),
     }
     for name, parts in marks.items():
         text = "between\n".join(f"<!-- {part}: begin -->\nstale\n<!-- {part}: end -->\n" for part in parts)
         (tmp_path / "docs" / name).write_text(f"before\n{text}after\n")
     (tmp_path / "results" / "compile-times.json").write_text(json.dumps({"jobs": []}))
+    rows = (
+        {"name": "128 to 3", "torch": 0.4, "0": 0.2, "2": 0.3, "4": 0.5},
+        {"name": "a", "torch": 1, "4": 1},
+    )
+    (tmp_path / "results" / "rounding.json").write_text(json.dumps({"rows": rows}))
     found = made_up_report(merged(), cases=((9, 16, 24), (17, 16, 24), (9, 32, 48)))
     (tmp_path / "results" / "ab-x.json").write_text(json.dumps(found))
     (tmp_path / "results" / "plan-x.json").write_text(json.dumps(PLAN))
@@ -249,6 +255,7 @@ def test_docs_are_redrawn_between_their_marks(tmp_path):
     assert row.split() in [line.replace("|", " ").split() for line in table.splitlines()]
     row = "decode 480 x 720, 1 chip, steady chunk of 2 262.0 15.0 0.0 5.0 230.0 12.0"
     assert row.split() in [line.replace("|", " ").split() for line in pages["kernels.md"].splitlines()]
+    assert "| 128 to 3 | 0.50 | 0.75 | 1.25 |\n| a | | | 1.00 |\n" in pages["accuracy.md"]
     assert "  whole video s       0.55\n" in pages["planning.md"]
     images = sorted(path.name for path in (tmp_path / "docs" / "images").iterdir())
     assert images == ["ab-x-bars.png", "ab-x-frames.png", "ab-x-size.png"]
