@@ -31,6 +31,7 @@ CASES = {
     "step-5b-v6e-1": STEP,
     "cached-first-block": f"{STEP} --cache first-block:0.1 --skips 20",
     "cached-pab": f"{STEP} --cache pab",
+    "cached-magcache": f"{STEP} --cache magcache:{Path(__file__).parent / 'ratios.json'}",
     "cached-taylorseer": f"{STEP} --cache taylorseer",
     "cached-fastercache": f"{STEP} --cache fastercache",
     "step-5b-v6e-2": f"--network step --model 5b --topology v6e:1x2 --dp 2 {SMALL}",

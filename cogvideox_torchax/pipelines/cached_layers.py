@@ -3,7 +3,6 @@
 Axis letters: N videos, S positions of a sequence (text first, then patches), C channels.
 """
 
-import functools
 import math
 import re
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from cogvideox_torchax.runtime import torch_view
 RunStep = Callable[[dict[str, Any]], torch.Tensor]
 """Function of a step's tensors, by name, to its sample."""
 
-NUMBERS = ("threshold", "since", "known", "first", "low", "high", "weights")
+NUMBERS = ("threshold", "since", "known", "low", "high", "weights")
 """Inputs of a step besides its tensors."""
 
 
@@ -27,7 +26,7 @@ class Stack(nn.Module):
 
     Args:
         form: the computation; its first part names the method.
-        kept: arrays of the last step, by name; None to find zeros for them.
+        kept: arrays of the last step, by name; None to find their shapes.
         numbers: values of `NUMBERS`.
 
     Attributes:
@@ -38,7 +37,8 @@ class Stack(nn.Module):
     def __init__(self, form: Form, kept: Any, numbers: dict[str, torch.Tensor]):
         super().__init__()
         self.blocks: tuple[nn.Module, ...] = ()
-        self.kept, self.numbers = kept, numbers
+        self.kept: Any = kept
+        self.numbers = numbers
         self.seen: Any = None
         kind = form[0]
         self.names = ("head", "tail") if kind == "first_block" else ("tail",)
@@ -59,7 +59,7 @@ class Stack(nn.Module):
         joined = encoder_hidden_states is None
         x = (hidden_states,) if joined else (hidden_states, encoder_hidden_states)
         if self.kept is None:
-            self.kept = {name: torch.zeros_like(hidden_states) for name in self.names}
+            self.kept = dict.fromkeys(self.names, hidden_states)
             return x[0] if joined else x
         y = self._run(x, options)
         return y[0] if joined else y
@@ -98,13 +98,9 @@ class Stack(nn.Module):
         return y, *head[1:]  # nothing is made of the text after the blocks
 
     def _all_blocks(self, x: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
+        before = self.kept["tail"]
         y = self._through(self.blocks, x, options)
         self.kept = {"tail": y[0] - x[0]}
-        return y
-
-    def _compared_blocks(self, x: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
-        before = self.kept["tail"]
-        y = self._all_blocks(x, options)
         now, before = (torch.linalg.norm(each.float(), dim=-1) for each in (self.kept["tail"], before))
         self.seen = _mean(now / (before + 1e-8), options)
         return y
@@ -130,7 +126,7 @@ class Parts:
 
     Args:
         form: its kind, the names of the modules whose results are kept, and of the skipped modules.
-        kept: of each module, by name, for each tensor that it gives, a tuple of arrays; None to find zeros.
+        kept: of each module, by name, for each tensor that it gives, a tuple of arrays; None to find their shapes.
         numbers: of `NUMBERS`.
 
     Attributes:
@@ -167,11 +163,6 @@ class Parts:
             y = given.get(name) or results.get(name, ())
             kept = before.get(name) or [self.arrays * (each,) for each in y]
             self.kept[name] = tuple(self._renewed(name, *pair) for pair in zip(y, kept, strict=True))
-        if not before:
-            self.kept = {
-                name: tuple(tuple(map(torch.zeros_like, arrays)) for arrays in kept)
-                for name, kept in self.kept.items()
-            }
         return sample
 
     def _reused(self, name: str, kept: Any, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
@@ -190,13 +181,11 @@ class TaylorParts(Parts):
         super().__init__(form, kept, numbers)
         self.arrays, self.dtype = self.static
 
-    def _reused(self, name: str, kept: Any, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    def _reused(self, name: str, kept: Any, dtype: torch.dtype) -> tuple[Any, ...]:
         since = self.numbers["since"]
         powers = [(since**order / math.factorial(order)).to(dtype) for order in range(self.arrays)]
         return tuple(
-            functools.reduce(
-                torch.add, [each.to(dtype) * power for each, power in zip(factors, powers, strict=True)]
-            )
+            sum(each.to(dtype) * power for each, power in zip(factors, powers, strict=True))
             for factors in kept
         )
 
@@ -211,7 +200,10 @@ class TaylorParts(Parts):
 
 
 class FasterParts(Parts):
-    """The last two results of attention, of the second half; how the halves of a prediction differ."""
+    """The last two results of attention, of the second half; how the halves of a prediction differ.
+
+    It takes the older first, and gives the newer first: that is the order of the donated memory.
+    """
 
     arrays = 2
 
@@ -225,7 +217,7 @@ class FasterParts(Parts):
             tensors = {name: each.chunk(2)[1] if name in HALVED else each for name, each in tensors.items()}
         sample = super().step(model, run, tensors, joined)
         if before is None:
-            low = high = torch.zeros_like(sample, dtype=torch.float32)
+            low = high = sample.float()
         elif half:
             low, high = low * self.numbers["low"], high * self.numbers["high"]
             sample = torch.cat([(sample.float() + low + high).to(sample.dtype), sample])
@@ -244,7 +236,7 @@ class FasterParts(Parts):
         if len(y) > len(kept[1]):  # a mesh may pad the sequences of half the videos to another length
             y, length = y.chunk(2)[1], kept[1].shape[1]
             y = torch.nn.functional.pad(y[:, :length], (0, 0, 0, max(length - y.shape[1], 0)))
-        return torch.where(self.numbers["first"], y, kept[1]), y
+        return y, kept[1]
 
 
 HALVED = ("hidden_states", "encoder_hidden_states", "timestep")

@@ -105,10 +105,9 @@ class StepCache:
         network_of_form = network(form)
         program = model.program_of(network_of_form)
         weights, inputs = program.weights(network_of_form), program.put({**tensors, **numbers})
-        kept = state.kept
-        if kept is None:
-            kept = program.run(weights, inputs)[1]
-        (sample, seen), state.kept = program.run(weights, inputs, kept)
+        if state.kept is None:
+            state.kept = program.empty_cache(inputs)
+        (sample, seen), state.kept = program.run(weights, inputs, state.kept)
         self._ran(state, seen)
         states[name] = state
         return runtime.tensor_of(sample)
@@ -156,7 +155,7 @@ class Mag(StepCache):
 
     def _plan(self, state: State, model: Any, tensors: dict[str, Any]) -> StepPlan:
         if self.hooks[0].hook.config.calibrate:
-            return form("compared_blocks"), {}
+            return form("all_blocks"), {}
         state.computed.append(self._count(state))
         return form("all_blocks" if state.computed[-1] else "no_block"), {}
 
@@ -232,14 +231,22 @@ class Faster(StepCache):
             skipped.extend(name for name, hook in parts.items() if not asked(hook, *2 * [hidden_states]))
             return (hidden_states,)
 
-        numbers = {"first": torch.tensor(denoiser.state.iteration == 0)}
+        known = denoiser.state.iteration > 1  # results of two steps
         upstream.call_hook(denoiser, denoise, hidden_states=torch.zeros(batch, 1, 1, 1, 1))
-        for name in ("low", "high"):
-            numbers[name] = torch.tensor(weights.get(f".{name}_frequency_weight_callback", 1.0))
-        numbers["weights"] = torch.tensor([weights.get(f"{name}.weight_callback", 0.0) for name in parts])
+        numbers = {
+            name: torch.tensor(weights.get(f".{name}_frequency_weight_callback", 1.0))
+            for name in ("low", "high")
+        }
+        of_parts = [known * weights.get(f"{name}.weight_callback", 0.0) for name in parts]
+        numbers["weights"] = torch.tensor(of_parts)
         state.computed.append(not (halves[0] or skipped))
         videos = "all" if denoiser.is_guidance_distilled else "second half" if halves[0] else "both halves"
         return form("faster", tuple(parts), tuple(skipped), videos), numbers
+
+    def _ran(self, state: State, seen: Any) -> None:
+        # The newest result came in the memory of the oldest, and before the other.
+        swapped = {name: tuple(pair[::-1] for pair in state.kept[name]) for name in state.hooks if name}
+        state.kept = {**state.kept, **swapped}
 
     def _note(
         self, hook: Any, original: upstream.Hooked, module: nn.Module, weights: dict[str, float]
@@ -268,16 +275,13 @@ def asked(hook: Any, result: Any, *args: Any, **kwargs: Any) -> bool:
 
 
 KINDS: dict[str, type[StepCache]] = {
-    "FBCHeadBlockHook": FirstBlock,
-    "FBCBlockHook": FirstBlock,
-    "MagCacheHeadHook": Mag,
-    "MagCacheBlockHook": Mag,
-    "PyramidAttentionBroadcastHook": Broadcast,
-    "TaylorSeerCacheHook": Taylor,
-    "FasterCacheDenoiserHook": Faster,
-    "FasterCacheBlockHook": Faster,
+    "FBC": FirstBlock,
+    "Mag": Mag,
+    "PyramidAttention": Broadcast,
+    "TaylorSeer": Taylor,
+    "FasterCache": Faster,
 }
-"""The cache of each class of hooks."""
+"""The cache of each kind of hooks, by their classes' prefix."""
 
 
 WITHOUT_EFFECT = (
@@ -289,7 +293,8 @@ WITHOUT_EFFECT = (
 
 def cache_of(hooks: list[upstream.Hooked]) -> StepCache | None:
     """Return the cache that hooks taken off a transformer describe; None for those without effect."""
-    kinds = {KINDS[kind] for each in hooks if (kind := type(each.hook).__name__) in KINDS}
+    names = {type(each.hook).__name__ for each in hooks}
+    kinds = {kind for prefix, kind in KINDS.items() for name in names if name.startswith(prefix)}
     if len(kinds) > 1:
         raise ValueError(f"got hooks of {len(kinds)} caches: disable one before another is enabled")
     return kinds.pop()(hooks) if kinds else None

@@ -85,12 +85,14 @@ class CachedStep(TransformerStep):
     """A step that reuses results of earlier steps.
 
     It maps tensors and cached arrays to a sample, with a scalar for the host, and new cached arrays; without
-    cached arrays it returns zeros for them.
+    cached arrays only the shapes and dtypes of the new ones are right.
 
     Args:
         model, attention_kwargs: as for any step.
         form: the computation, see `caches`.
     """
+
+    keep_unused = True  # what a whole step does not read would stay alive beside what it gives
 
     def __init__(
         self, model: DiffusersTransformer, attention_kwargs: dict[str, Any] | None, form: caches.Form

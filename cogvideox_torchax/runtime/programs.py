@@ -178,7 +178,8 @@ class Program:
 
     Args:
         network: a torch module, whose inputs are a tensor, or a dictionary of tensors and of tuples of them;
-            or what is called and has attributes as a `TorchNetwork`.
+            or what is called and has attributes as a `TorchNetwork`. JAX drops arguments that are not read,
+            and does not donate them: a network with a true `keep_unused` keeps them.
         place: one device where None.
     """
 
@@ -195,7 +196,8 @@ class Program:
 
         run.__name__ = self._network.name  # in a profile and in the compile cache
         options = self.place.compiler_options()
-        self._compiled = jax.jit(run, donate_argnums=2, compiler_options=options)
+        keep = getattr(network, "keep_unused", False)
+        self._compiled = jax.jit(run, donate_argnums=2, keep_unused=keep, compiler_options=options)
         # Nothing is donated: a backward pass reads a cache again.
         self._differentiable = jax.jit(self._trace_for_gradients, compiler_options=options)
 
@@ -232,6 +234,15 @@ class Program:
     def run(self, weights: Any, inputs: Any, cache: Any = None) -> tuple[Any, Any]:
         """Run on weights where the program takes them, and on what `put` gives; a cache is used up."""
         return self._compiled(weights, inputs, cache)
+
+    def empty_cache(self, inputs: Any) -> Any:
+        """Return zeros for the cache that a call gives, of inputs as `put` gives them."""
+        import jax
+        import jax.numpy as jnp
+
+        return jax.tree.map(
+            lambda part: jnp.zeros(part.shape, part.dtype, device=part.sharding), self._cache_structs(inputs)
+        )
 
     def begin(self, weights: Any) -> Callable[[Any], Any]:
         """Return a pass over a video: from its chunks, given in order, to their results, as arrays."""

@@ -232,13 +232,16 @@ def test_a_latent_result_stays_on_jax(ported, stock):
     assert relative_error(runtime.to_torch(got), frames(stock, output_type="latent")) < TOLERANCE
 
 
-def test_a_callback_sees_every_step_and_may_change_the_latents(ported, stock):
+@pytest.mark.parametrize("changes", ["latents", "guidance"])
+def test_a_callback_sees_every_step_and_may_change_latents_and_guidance(ported, stock, changes):
     def run(pipe):
         seen = []
 
         def callback(pipe, step, timestep, kwargs):
             seen.append((step, int(timestep), sorted(kwargs)))
-            return {"latents": kwargs["latents"] * 0.5} if step == 1 else {}
+            if step == 1 and changes == "guidance":
+                pipe._guidance_scale = 1.0
+            return {"latents": kwargs["latents"] * 0.5} if step == 1 and changes == "latents" else {}
 
         result = frames(
             pipe,

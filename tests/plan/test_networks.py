@@ -85,10 +85,13 @@ def test_a_plan_of_a_cache_counts_its_steps_and_what_it_keeps(cache, more, count
     assert document["summary"]["steps"] == counts
     full, *skipping = document["programs"]
     assert all(program["flops"] < full["flops"] for program in skipping)
+    kept = document["summary"]["kept_GiB"] * 2**30
     if arrays:
         tokens = 16 + 3 * 2 * 4
-        kept = document["summary"]["kept_GiB"] * 2**30
         assert kept == arrays * 2 * tokens * 128 * 4
+    # All that is alive while a step runs, read or not: weights, inputs and what is kept, which is written over.
+    assert {program["argument_bytes"] for program in skipping} == {full["argument_bytes"]}
+    assert full["output_bytes"] < kept
 
 
 @pytest.mark.parametrize(
