@@ -106,7 +106,7 @@ class StepCache:
         program = model.program_of(network_of_form)
         weights, inputs = program.weights(network_of_form), program.put({**tensors, **numbers})
         if state.kept is None:
-            state.kept = program.empty_cache(inputs)
+            state.kept = program.empty_cache(weights, inputs)
         (sample, seen), state.kept = program.run(weights, inputs, state.kept)
         self._ran(state, seen)
         states[name] = state

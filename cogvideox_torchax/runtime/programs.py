@@ -235,13 +235,14 @@ class Program:
         """Run on weights where the program takes them, and on what `put` gives; a cache is used up."""
         return self._compiled(weights, inputs, cache)
 
-    def empty_cache(self, inputs: Any) -> Any:
-        """Return zeros for the cache that a call gives, of inputs as `put` gives them."""
+    def empty_cache(self, weights: Any, inputs: Any) -> Any:
+        """Return zeros in the place of the cache that a call without one gives."""
         import jax
         import jax.numpy as jnp
 
         return jax.tree.map(
-            lambda part: jnp.zeros(part.shape, part.dtype, device=part.sharding), self._cache_structs(inputs)
+            lambda part: jnp.zeros(part.shape, part.dtype, device=part.sharding),
+            self._cache_structs(weights, inputs),
         )
 
     def begin(self, weights: Any) -> Callable[[Any], Any]:
@@ -286,11 +287,14 @@ class Program:
             ),
             self._network.weights,
         )
-        cache = None
-        if before is not None:
-            _, cache = jax.eval_shape(self._compiled, weights, self._structs(before), None)
-            cache = jax.tree.map(lambda part: self.place.cache_struct(part.shape, part.dtype), cache)
+        cache = None if before is None else self._cache_structs(weights, self._structs(before))
         return weights, self._structs(inputs), cache
+
+    def _cache_structs(self, weights: Any, inputs: Any) -> Any:
+        import jax
+
+        _, cache = jax.eval_shape(self._compiled, weights, inputs, None)
+        return jax.tree.map(lambda part: self.place.cache_struct(part.shape, part.dtype), cache)
 
     def _structs(self, described: Any) -> Any:
         if isinstance(described, dict):
