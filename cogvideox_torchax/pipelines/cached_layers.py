@@ -126,7 +126,7 @@ class Parts:
 
     Args:
         form: its kind, the names of the modules whose results are kept, and of the skipped modules.
-        kept: of each module, by name, for each tensor that it gives, a tuple of arrays; None to find their shapes.
+        kept: of each module, by name, for each of its tensors, a tuple of arrays; None to find their shapes.
         numbers: of `NUMBERS`.
 
     Attributes:

@@ -89,7 +89,7 @@ def test_a_plan_of_a_cache_counts_its_steps_and_what_it_keeps(cache, more, count
     if arrays:
         tokens = 16 + 3 * 2 * 4
         assert kept == arrays * 2 * tokens * 128 * 4
-    # All that is alive while a step runs, read or not: weights, inputs and what is kept, which is written over.
+    # Weights, inputs and kept arrays are alive while a step runs, read or not; results are written over them.
     assert {program["argument_bytes"] for program in skipping} == {full["argument_bytes"]}
     assert full["output_bytes"] < kept
 
