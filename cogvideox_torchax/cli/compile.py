@@ -46,8 +46,9 @@ def run(args: argparse.Namespace) -> int:
             clock = CompileClock()
             _run_all(vae, direction, *size)
             programs.append({"kind": direction, "size": text, "compile_s": clock.seconds})
-    report = {"device": common.device_name(args.backend), "compile_cache": cache, "programs": programs}
-    common.print_report(report if args.json else _rows(report), args.json)
+    report = {"device": common.device_name(args.backend), "compile_cache": cache}
+    rows = {f"{each['kind']} {each['size']}, s": each["compile_s"] for each in programs}
+    common.print_report(report | ({"programs": programs} if args.json else rows), args.json)
     return 0
 
 
@@ -70,8 +71,3 @@ def _run_all(vae: Any, direction: Direction, frames: int, height: int, width: in
             results = vae.decode_stream(torch.zeros(shape, dtype=vae.dtype), output_dtype=as_bytes)
         for _ in results:
             pass
-
-
-def _rows(report: dict[str, Any]) -> dict[str, Any]:
-    compiled = {f"{each['kind']} {each['size']}, s": each["compile_s"] for each in report["programs"]}
-    return {"device": report["device"], "compile cache": report["compile_cache"], **compiled}

@@ -57,10 +57,11 @@ def run(args: argparse.Namespace) -> int:
     native = common.load_vae(args.model, "torch", args.dtype)
     vae = native if args.backend == "torch" else common.load_vae(args.model, args.backend, args.dtype)
     clock = CompileClock()
-    _round_trip(vae, source, args, "compile")
+    _run(DECODE, vae, _run(ENCODE, vae, source, args, "compile"), args, "compile")
     compile_seconds = clock.seconds
     clock = CompileClock()
-    latents, frames = _round_trip(vae, source, args, args.backend)
+    latents = _run(ENCODE, vae, source, args, args.backend)
+    frames = _run(DECODE, vae, latents, args, args.backend)
     run_seconds = clock.elapsed
     # Each half is compared on the same input: a difference in the latents is not counted again in the frames.
     native_latents = _run(ENCODE, native, source, args, "PyTorch")
@@ -107,14 +108,6 @@ def demo_clip() -> Path:
             "the default clip comes from: pip install 'cogvideox-torchax[video]'; or give a video"
         ) from error
     return next(Path(str(file.locate())) for file in files if file.name == DEMO_CLIP)
-
-
-def _round_trip(
-    vae: Any, source: torch.Tensor, args: argparse.Namespace, name: str
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the clip's latents and its decoded frames, both on the host."""
-    latents = _run(ENCODE, vae, source, args, name)
-    return latents, _run(DECODE, vae, latents, args, name)
 
 
 def _run(

@@ -105,7 +105,8 @@ def run(args: argparse.Namespace) -> int:
             check_file(kept_path(args))
         clock = CompileClock(common.narrator(args))
         vae, latents = _sampled(args) if kept is None else (_vae_for(args, kept), kept)
-        keeping.enter_context(saved_latents(args, latents))
+        if not args.save_stages:
+            keeping.enter_context(saved_latents(args, latents))
         written = decode_to(sink, vae, latents, args, runtime.to_torch)
     common.print_results(args, clock, {"frames": written, "fps": float(args.fps)})
     return 0

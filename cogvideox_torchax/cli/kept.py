@@ -32,9 +32,6 @@ def kept_path(args: argparse.Namespace) -> Path:
 @contextlib.contextmanager
 def saved_latents(args: argparse.Namespace, latents: Latents) -> Iterator[None]:
     """Keep the latents in a file until their video is whole; name it where that fails."""
-    if args.save_stages:
-        yield
-        return
     kept = kept_path(args)
     latent_files.save(latents, kept)
     try:
