@@ -3,28 +3,18 @@
 import contextlib
 import io
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from benchmarks.pages import fill
-from cogvideox_torchax.bench import ab, device
-from cogvideox_torchax.bench.report import device_markdown, draw, draw_device
+from cogvideox_torchax.bench import device
+from cogvideox_torchax.bench.report import draw_device, markdown
 from cogvideox_torchax.cli.common import print_report
 from cogvideox_torchax.files.reports import load, parse, table
 from cogvideox_torchax.plan import jobs
-from cogvideox_torchax.vae.directions import Direction
 
 ROOT = Path(__file__).parents[1]
 
-MEASURED_HEAD = (
-    "backend",
-    "error",
-    "cold start, s",
-    "warm start, s",
-    "steady encode, s",
-    "steady decode, s",
-)
 PLANS_HEAD = (
     "video",
     "chips",
@@ -39,28 +29,21 @@ COMPILED = "decode 49 x 480 x 720", "encode 49 x 480 x 720", "decode 49 x 768 x 
 
 
 def measured(report: dict[str, Any]) -> str:
-    """Return the table of a comparison: a row for each backend of the first video, under its origin."""
-    rows, case = [], report["cases"][0]
-    for result in case["results"]:
-        if result["status"] == "ok":
-            halves = [result[kind] for kind in Direction]
-            error = max(half["check"]["relative_error"] for half in halves)
-            starts = [_total(half[name] for half in halves) for name in ("start_cold_s", "start_warm_s")]
-            seconds = *starts, *(half["steady"]["median_s"] for half in halves)
-            rows.append((result["backend"], f"{error:.1e}", *map(_seconds, seconds)))
-    video = f"{case['frames']} frames of {case['height']} x {case['width']}"
+    """Return a table of milliseconds, of each part of a job each way, under its origin."""
+    rows: dict[tuple[str, ...], dict[str, str]] = {}
+    for result in report["results"]:
+        size = result["size"]
+        video = f"{size['frames']} x {size['height']} x {size['width']}"
+        for part in result.get("parts", []):
+            if not result["job"].startswith("kernels "):
+                row = rows.setdefault((result["job"], part["part"], video), {})
+                row[result["way"]] = f"{1e3 * part['median_s']:.3g}"
+    ways = list(dict.fromkeys(way for row in rows.values() for way in row))
+    errors = [result["check"]["relative_error"] for result in report["results"] if result["status"] == "ok"]
     where = f"{report['host']['cpus']} CPUs ({report['host']['machine']}), {report['date'][:10]}"
-    title = f"{report['model_name']}, {video}, {report['options']['dtype']}, {where}:"
-    return f"{title}\n\n{table(MEASURED_HEAD, rows)}"
-
-
-def _total(seconds: Iterable[float | None]) -> float | None:
-    found = list(seconds)
-    return None if None in found else sum(value for value in found if value is not None)
-
-
-def _seconds(value: float | None) -> str:
-    return "" if value is None else f"{value:.3g}"
+    title = f"{report['dtype']}, {where}, ms; largest error {max(errors):.1e}:"
+    cells = [(*about, *(row.get(way, "") for way in ways)) for about, row in rows.items()]
+    return f"{title}\n\n{table(('job', 'part', 'video', *ways), cells)}"
 
 
 FUSED = "norm_conv3d", "upsampled"
@@ -156,20 +139,8 @@ def sample(plan: dict[str, Any]) -> str:
 
 
 def redraw(results: Path, docs: Path) -> None:
-    """Write the tables of every `ab*.json` and `plan*.json` of `results` into the pages, between their marks.
-
-    The results go into docs/benchmarks.md, the breakdown of a program's time into docs/performance.md, the
-    comparison of the builds into docs/migration.md.
-    """
-    images = docs / "images"
-    images.mkdir(parents=True, exist_ok=True)
-    runs = []
-    for path in sorted(results.glob("ab*.json")):
-        report = load(path, ab.FORMAT)
-        plots = draw(report, images, path.stem)
-        runs += [measured(report), *(f"![{plot.stem}](images/{plot.name})" for plot in plots)]
+    """Write the tables of every `plan*.json` of `results` into the pages, between their marks."""
     plans = {path.stem: load(path, jobs.FORMAT) for path in sorted(results.glob("plan*.json"))}
-    fill(docs / "performance.md", "measured", "\n\n".join(runs))
     fill(docs / "performance.md", "plans", plans_table([*plans.values()]))
     fill(docs / "kernels.md", "composition", composition([*plans.values()]))
     fill(
@@ -182,12 +153,14 @@ def redraw(results: Path, docs: Path) -> None:
 
 
 def redraw_devices(results: Path, page: Path) -> None:
-    """Write a table and a plot beside every file under results/devices, and links to them into a page."""
+    """Write a table and a plot beside each file of results/devices; links and a CPU's times into a page."""
     links = []
     for path in sorted((results / "devices").glob("*.json")):
         report = load(path, device.FORMAT)
         draw_device(report, path.with_suffix(".png"))
-        path.with_suffix(".md").write_text(device_markdown(report))
+        path.with_suffix(".md").write_text(markdown(report))
+        if report["device"]["platform"] == "cpu":
+            fill(page, "measured", measured(report))
         links.append(f"[{path.stem}](../benchmarks/results/devices/{path.stem}.md)")
     fill(page, "devices", ", ".join(links))
 

@@ -1,54 +1,86 @@
-"""Work of a process of `bench device`: describe the devices, check and measure a job one way, or plan it.
+"""Work of a process of `bench`: describe the devices, compute a job's reference, measure a job, or plan it.
+
+A job runs in parts: a VAE's first and later chunks, the two halves of a training step, a network, an op.
 
 Letters of the kernels' shapes: T frames, H rows, W columns, S tokens, A heads, C channels of all heads.
 """
 
-import copy
+import contextlib
 import functools
+import importlib
 import math
+import statistics
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
 import numpy as np
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
+import jax_kernels
 from cogvideox_torchax import backends, runtime
-from cogvideox_torchax.bench import ladder, worker
 from cogvideox_torchax.bench.ladder import Size
 from cogvideox_torchax.pipelines.networks import port_network, prompt_tensors, step_tensors
 from cogvideox_torchax.plan import chips, jobs, models, networks, training
 from cogvideox_torchax.plan.programs import Work, compile_program
+from cogvideox_torchax.runtime.clock import CompileClock
 from cogvideox_torchax.sharding import make_mesh
 from cogvideox_torchax.vae import tolerances
+from cogvideox_torchax.vae.checkpoint import locate_vae
 from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction
-from cogvideox_torchax.vae.streaming import frames_of_chunks
-from cogvideox_torchax.vae.torchax.autoencoder import port_vae
-from cogvideox_torchax.vae.torchax.networks import chunk_network, stock_of
+from cogvideox_torchax.vae.torchax.autoencoder import AutoencoderKLCogVideoX
 
-WARMUPS, RUNS, SECONDS, FEWEST = 2, 20, 5.0, 3
-"""Runs that do not count; then so many, or as many as so many seconds hold, but at least a few."""
-GRADIENT_RELATIVE = 1e-4
-"""Largest difference of float32 gradients, which sum what many pixels contribute."""
+ALLOWED = {
+    ("train", "float32"): 1e-4,  # gradients sum what many pixels contribute
+    ("kernels", "bfloat16"): tolerances.BFLOAT16_LAYER_RMS_RATIO,
+}
+"""What a job is held to in a dtype, where it is not the contract."""
 LATENT_FRAMES, LATENT_SIDE = 4, 8
 """Frames, and pixels along each side, of which a latent one is made."""
+WHOLE = "whole"
+"""All parts of a run together."""
+TOKENS = 226
+"""Tokens of a prompt."""
+SMALL_TRANSFORMER: dict[str, Any] = {
+    "num_attention_heads": 4,
+    "num_layers": 2,
+    "use_rotary_positional_embeddings": True,
+    "text_embed_dim": 256,
+    "max_text_seq_length": 64,
+}
+SMALL_TEXT_ENCODER: dict[str, Any] = {
+    "vocab_size": 512,
+    "d_model": 256,
+    "d_kv": 64,
+    "d_ff": 512,
+    "num_layers": 2,
+    "num_heads": 4,
+    "feed_forward_proj": "gated-gelu",
+}
+
+Run = Callable[[], Iterator[tuple[str, Any]]]
+"""A run of a job: the name of each part, and its result, computed or not."""
 
 
 @dataclass(frozen=True)
-class DeviceTask:
+class Request:
     """Request to a process.
 
     Attributes:
-        job, way: of `ladder`.
+        job, way: of `ladder`; without a way, PyTorch on the host.
         size, checked: to be measured at, and to be compared at with the reference.
         dtype: of weights and activations.
         dp, tp: the mesh; one device where both are None.
-        small: the directory of the small VAE.
-        data: the VAE's inputs and the reference's answers; see `worker.make_reference`.
-        torch_rms: PyTorch's own error there, by direction.
+        data, rms: the reference's results, and the error of PyTorch's own run; see `reference`.
+        platform: of the device that is measured.
         topology: to plan for.
+        warmups: runs that do not count.
+        runs, seconds, fewest: so many runs, or as many as so many seconds hold, but at least a few.
     """
 
     job: str = ""
@@ -58,10 +90,14 @@ class DeviceTask:
     dtype: str = "float32"
     dp: int | None = None
     tp: int | None = None
-    small: str = ""
     data: str = ""
-    torch_rms: Any = None
+    rms: float = 0.0
+    platform: str = "cpu"
     topology: str = ""
+    warmups: int = 2
+    runs: int = 20
+    seconds: float = 5.0
+    fewest: int = 3
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -69,37 +105,30 @@ class DeviceTask:
 
     @property
     def backend(self) -> str:
-        return self.way.partition(",")[0]
+        return self.way.partition(",")[0] or "torch"
 
     @property
-    def in_torch(self) -> bool:
-        return self.backend in ("torch", "torch-compile")
+    def torch_device(self) -> str | None:
+        """The device of a way in PyTorch; None for one on JAX."""
+        if self.backend not in ("torch", "torch-compile"):
+            return None
+        return "cuda" if self.way and torch.cuda.is_available() else "cpu"
 
     @property
     def kind(self) -> Direction:
         return ENCODE if self.job == "encode" else DECODE
-
-    def video(self, size: Size) -> jobs.Job:
-        frames = 1 if self.job == "still" else size.frames
-        return jobs.Job(self.kind, frames, size.height, size.width)
-
-    def vae(self, size: Size) -> str:
-        return self.small if size.model == "small" else size.model
 
     def mesh(self, devices: Any = None) -> Any:
         several = self.dp or self.tp
         return make_mesh(self.dp or 1, self.tp if several else 1, devices=devices)
 
 
-def probe(request: DeviceTask) -> dict[str, Any]:
+def probe(request: Request) -> dict[str, Any]:
     """Describe the devices, and PyTorch's beside them; `ValueError` for a mesh that does not fit."""
-    import jax
-
     used = request.mesh().devices.reshape(-1).tolist()
     platform = used[0].platform
     beside = {"gpu": "cuda" if torch.cuda.is_available() else None, "cpu": "cpu"}
     return {
-        "status": "ok",
         "platform": platform,
         "kind": used[0].device_kind,
         "count": len(jax.devices()),
@@ -110,193 +139,183 @@ def probe(request: DeviceTask) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def measure(request: DeviceTask) -> dict[str, Any]:
+def reference(request: Request) -> dict[str, Any]:
+    """Write what a job gives in float32 on the host; return its FLOPs, and the error in the job's dtype."""
+    size, own = Size(*request.checked), replace(request, way="")
+    exact = replace(own, dtype="float32")
+    with FlopCounterMode(display=False) as counter:
+        want = _flat(_once(_begun(exact, size))[1])
+    np.save(request.data, want.numpy())
+    got = want if own == exact else _flat(_once(_begun(own, size))[1])
+    return {"rms": tolerances.rms_error(got, want), "flops": counter.get_total_flops()}
+
+
+@torch.no_grad()
+def measure(request: Request) -> dict[str, Any]:
     """Compare a job with the reference, then measure it where it is right."""
-    checked, size = Size(**request.checked), Size(**request.size)
-    verdict = _judge(request)(request, checked)
+    checked, size = Size(*request.checked), Size(*request.size)
+    start = time.perf_counter()
+    run = _begun(request, checked)
+    loaded = time.perf_counter() - start
+    begun, results = _once(run)
+    allowed = ALLOWED.get((request.job.partition(" ")[0], request.dtype))
+    want = torch.from_numpy(np.load(request.data))
+    verdict = check(_flat(results), want, request.dtype, request.rms, allowed)
+    del results
     if not verdict["passed"]:
         return {"status": "wrong", "check": verdict}
-    parts = _torch_parts(request, size) if request.in_torch else _jax_parts(request, size)
-    return {"status": "ok", "check": verdict, "parts": list(parts)}
-
-
-def estimate(request: DeviceTask) -> dict[str, Any]:
-    """Return the seconds that `plan` estimates for each part of a job, on a machine without the device."""
-    size, dtype = Size(**request.size), request.torch_dtype
-    devices = chips.topology_devices(request.topology)
-    chip = chips.CHIPS[request.topology.partition(":")[0]]
-    mesh = request.mesh(devices)
-    if request.job in ("step", "prompt"):
-        if size.model == "small":
-            raise chips.PlanError("plan has the published shapes alone")
-        options = {"dp": mesh.shape["dp"], "tp": mesh.shape["tp"]}
-        if request.job == "step":
-            plan = networks.plan_step(size.model, dtype, devices, chip, **_latents(size), **options)
-        else:
-            plan = networks.plan_prompt(dtype, devices, chip, tokens=226, **options)
-        collectives = plan.program.collective_seconds
-        seconds = {request.job: plan.seconds and plan.seconds + sum((collectives or {}).values())}
-    else:
-        plans = [compile_program(work, mesh, chip) for work in _works(request, size, mesh)]
-        seconds = {plan.name: plan.seconds_with_collectives for plan in plans}
-    return {"status": "ok", "seconds": seconds}
-
-
-def _latents(size: Size) -> dict[str, int]:
-    frames = (size.frames - 1) // LATENT_FRAMES + 1
-    return {"frames": frames, "height": size.height // LATENT_SIDE, "width": size.width // LATENT_SIDE}
-
-
-# Timed
-
-
-def _timed(once: Callable[[], Any], renew: Callable[[Any], None] = lambda result: None) -> dict[str, Any]:
-    """Return the median and the spread of what `once` takes, which waits for its result.
-
-    `renew` takes each result and prepares the next run, which is not timed.
-    """
-    for _ in range(WARMUPS):
-        renew(once())
-    seconds: list[float] = []
-    end = time.perf_counter() + SECONDS
-    while len(seconds) < FEWEST or (len(seconds) < RUNS and time.perf_counter() < end):
-        start = time.perf_counter()
-        result = once()
-        seconds.append(time.perf_counter() - start)
-        renew(result)
+    if size != checked:
+        run = _begun(request, size)
+        begun, _ = _once(run)
+    for _ in range(request.warmups):
+        _once(run)
+    runs: list[dict[str, Any]] = []
+    end = time.perf_counter() + request.seconds
+    while len(runs) < request.fewest or (len(runs) < request.runs and time.perf_counter() < end):
+        runs.append(_once(run)[0])
+    parts = {name: part | spread([each[name]["start_s"] for each in runs]) for name, part in begun.items()}
+    for part in parts.values() if request.torch_device else ():  # JAX compiled nothing here
+        compiled = part["start_s"] if request.way == "torch-compile" else None
+        part.update(lower_s=None, compile_s=compiled)
     return {
-        "median_s": float(np.median(seconds)),
-        "min_s": min(seconds),
-        "max_s": max(seconds),
-        "runs": len(seconds),
+        "check": verdict,
+        "device": backends.backend(request.backend).device(),
+        "load_s": loaded,
+        "whole": parts.pop(WHOLE),
+        "parts": [{"part": name, **part} for name, part in parts.items()],
+        "host_peak_bytes": runtime.host_peak_bytes(),
+        "device_peak_bytes": _peak_bytes(),
     }
 
 
-def _jax_parts(request: DeviceTask, size: Size) -> Iterator[dict[str, Any]]:
-    import jax
+def _once(run: Run) -> tuple[dict[str, dict[str, Any]], list[Any]]:
+    """Return the seconds of each part of a run and of the whole, and the results.
 
-    for work in _works(request, size, request.mesh()):
+    Each part is computed before the next begins. Of parts of one name it is the sum.
+    """
+    clock, parts, results = _clock(), dict[str, Counter[str]](), []
+    start = time.perf_counter()
+    for name, result in run():
+        for leaf in jax.tree.leaves(result):
+            jax.block_until_ready(runtime.wait(leaf) if isinstance(leaf, torch.Tensor) else leaf)
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        taken: Any = {"start_s": time.perf_counter() - start, **clock.take()}
+        for key in (name, WHOLE):
+            parts.setdefault(key, Counter()).update(taken)
+        results.append(result)
         start = time.perf_counter()
-        structs = work.structs()
-        lowered = work.lower(*structs)
-        lowered_at = time.perf_counter()
-        compiled = lowered.compile()
-        compiled_at = time.perf_counter()
-        given = list(_arrays(structs))
-        cache = structs[2] if len(structs) == 3 else None
-
-        def once(compiled: Any = compiled, given: list[Any] = given) -> Any:
-            return jax.block_until_ready(compiled(*given))
-
-        def renew(result: Any, given: list[Any] = given, cache: Any = cache) -> None:
-            if cache is not None:  # the given one was donated; diffusers' own may return one of other shapes
-                given[2] = result[1] if _same_shapes(result[1], cache) else _arrays(cache)
-
-        run = _timed(once, renew)
-        yield {
-            "part": work.name,
-            "lower_s": lowered_at - start,
-            "compile_s": compiled_at - lowered_at,
-            **run,
-            "peak_bytes": worker.device_peak_bytes(),
-        }
-        del given, once, renew
+    return {name: dict(part) for name, part in parts.items()}, results
 
 
-def _same_shapes(arrays: Any, structs: Any) -> bool:
-    import jax
+_clock = functools.cache(CompileClock)
 
-    return [each.shape for each in jax.tree.leaves(arrays)] == [
-        each.shape for each in jax.tree.leaves(structs)
+
+def _peak_bytes() -> int | None:
+    """Return the device's peak memory by its own counter; None if it has none, as a CPU."""
+    if torch.cuda.is_initialized():
+        return torch.cuda.max_memory_allocated()
+    return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+
+
+def spread(times: list[float]) -> dict[str, Any]:
+    """Return the median of times, and the times."""
+    extremes = {"median_s": statistics.median(times), "min_s": min(times), "max_s": max(times)}
+    return extremes | {"runs": len(times), "all_s": times}
+
+
+# Compared
+
+
+def check(
+    got: torch.Tensor, want: torch.Tensor, dtype: str, torchs: float, allowed: float | None = None
+) -> dict[str, Any]:
+    """Compare an answer with the reference's, under the contract for its dtype, or what else is allowed."""
+    if got.shape != want.shape:
+        return {"passed": False, "reason": f"shape {tuple(got.shape)} for {tuple(want.shape)}"}
+    error, rms = tolerances.relative_error(got, want), tolerances.rms_error(got, want)
+    _, measured, most = tolerances.contract(getattr(torch, dtype), error, rms, torchs)
+    numbers = {"relative_error": error, "rms_error": rms}
+    shown = {name: value if np.isfinite(value) else str(value) for name, value in numbers.items()}
+    return {"passed": measured <= (allowed or most), **shown}
+
+
+def _flat(results: list[Any]) -> torch.Tensor:
+    """Return all numbers of results, in one row on the host."""
+    hosts = [
+        runtime.to_torch(leaf).cpu() if isinstance(leaf, torch.Tensor) else np.array(leaf, np.float32)
+        for leaf in jax.tree.leaves(results)
     ]
+    return torch.cat([torch.as_tensor(host).float().ravel() for host in hosts])
 
 
-def _arrays(structs: Any) -> Any:
-    """Return arrays of small random numbers for structs; integers are zeros."""
-    import jax
-
-    pool = np.random.default_rng(0).normal(0, 0.02, 1_000_003)
-
-    def array(struct: Any) -> Any:
-        return jax.device_put(np.resize(pool.astype(struct.dtype), struct.shape), struct.sharding)
-
-    return jax.tree.map(array, structs)
+# Jobs
 
 
-def _torch_parts(request: DeviceTask, size: Size) -> Iterator[dict[str, Any]]:
-    device = _torch_device()
-    synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
-    for name, run in _torch_runs(request, size, device):
-        start = time.perf_counter()
-        run()
-        synchronize()
-        first = time.perf_counter() - start
-
-        def once(run: Callable[[], Any] = run) -> None:
-            run()
-            synchronize()
-
-        yield {
-            "part": name,
-            "compile_s": first if request.way == "torch-compile" else None,
-            **_timed(once),
-            "peak_bytes": torch.cuda.max_memory_allocated() if device == "cuda" else None,
-        }
+def _begun(request: Request, size: Size) -> Run:
+    """Return a job, loaded, which each call runs once."""
+    families = {"kernels": _op, "train": _training_step, "step": _network, "prompt": _network}
+    return families.get(request.job.partition(" ")[0], _chunks)(request, size)
 
 
-def _torch_device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
+def _seeded() -> Callable[..., torch.Tensor]:
+    """Return a function of a shape and a NumPy dtype to normal numbers; integers are all 7."""
+    generator = torch.Generator().manual_seed(1)
+
+    def draw(shape: tuple[int, ...], dtype: Any) -> torch.Tensor:
+        name = np.dtype(dtype).name
+        if "int" in name:
+            return torch.full(shape, 7, dtype=torch.int32)
+        return torch.randn(shape, generator=generator).to(getattr(torch, name))
+
+    return draw
 
 
-def _torch_runs(request: DeviceTask, size: Size, device: str) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Yield what PyTorch runs of each part of a job."""
-    dtype = request.torch_dtype
-    wrapped: Any = torch.compile if request.way == "torch-compile" else lambda network: network
-    if request.job in ("step", "prompt"):
-        model, tensors = _network(request, size, device)
-        inputs = {name: _cast(each, None, device) for name, each in _tensors(tensors, stock=True).items()}
-        yield request.job, functools.partial(wrapped(Stock(model)), inputs, None)
-        return
-    vae = stock_of(models.weightless_vae(request.vae(size), dtype, device))
-    halves = tuple(Direction) if request.job == "train" else (request.kind,)
-    for kind in halves:
-        job = jobs.Job(kind, request.video(size).frames, size.height, size.width)
-        pieces, (channels, *sides) = job.chunk_shapes(port_vae(copy.deepcopy(vae)))
-        network = wrapped(chunk_network(vae, kind))
-        if request.job == "train":
-            x = torch.randn((1, channels, pieces[-1].stop, *sides), device=device, dtype=dtype)
-            yield f"train {kind}", functools.partial(_torch_gradients, vae, network, kind, x)
-            continue
-        cache = None
-        for name, piece in zip(("first", "later"), pieces, strict=False):
-            x = torch.randn((1, channels, piece.length, *sides), device=device, dtype=dtype)
-            yield name, functools.partial(network, x, cache)
-            cache = network(x, cache)[1]
+def _backend(request: Request, size: Size, *kinds: Direction) -> tuple[Any, list[torch.Tensor]]:
+    """Return a VAE on its backend, and what its directions take; published configs get random weights."""
+    dtype, device = request.torch_dtype, request.torch_device
+    torch.manual_seed(0)
+    if size.model in models.CONFIGS:
+        vae: Any = nn.Module.to(models.weightless_vae(size.model, torch.float32, "cpu"), dtype)
+    else:
+        vae = AutoencoderKLCogVideoX.from_pretrained(locate_vae(size.model), torch_dtype=dtype)
+    draw, videos = _seeded(), (request.dp or 1) if request.job == "train" else 1
+    inputs = []
+    for kind in kinds:
+        pieces, (channels, *sides) = jobs.Job(kind, *size[1:]).chunk_shapes(vae)
+        x = draw((videos, channels, pieces[-1].stop, *sides), np.float32).to(dtype)
+        inputs.append(x.to(device) if device else runtime.to_jax(x))
+    backend = backends.backend(request.backend).from_native(nn.Module.to(vae, device) if device else vae)
+    if request.way and (request.dp or request.tp):
+        backend.vae.place_on(request.mesh())
+    return backend, inputs
 
 
-def _torch_gradients(vae: Any, network: nn.Module, kind: Direction, x: torch.Tensor) -> dict[str, Any]:
-    """Return the gradients of half the sum of the squares of a whole result."""
-    network.zero_grad()
-    with torch.enable_grad():
-        run = runtime.carried(network)
-        result = torch.cat([run(chunk) for chunk in frames_of_chunks(vae, kind, x)], dim=2)
-        (result.square().sum() / 2).backward()
-    return {name: weight.grad for name, weight in network.named_parameters()}
+def _chunks(request: Request, size: Size) -> Run:
+    kind = request.kind
+    backend, (x,) = _backend(request, size, kind)
+    names = "first", *["later"] * size.frames
+    return lambda: zip(names, backend.chunks(kind, x), strict=False)
 
 
-# The programs
+def _training_step(request: Request, size: Size) -> Run:
+    """Take the gradients of half the sum of the squares of all results, blocks computed anew."""
+    backend, inputs = _backend(request, size, *Direction)
+    vae = backend.vae.train()
+    vae.enable_gradient_checkpointing()
+    if request.way == "torch-compile":
+        vae.encoder.compile()
+        vae.decoder.compile()
 
+    def gradients(kind: Direction, x: torch.Tensor) -> tuple[str, Any]:
+        vae.zero_grad()
+        with torch.enable_grad(), contextlib.nullcontext() if request.torch_device else runtime.active():
+            result = vae.encode(x).latent_dist.parameters if kind == ENCODE else vae.decode(x).sample
+            (result.square().sum() / 2).backward()
+        weights = vae.named_parameters()
+        return f"train {kind}", {name: weight.grad for name, weight in weights if weight.grad is not None}
 
-def _works(request: DeviceTask, size: Size, mesh: Any) -> list[Work]:
-    """Return the programs of a job, for a size and a mesh of real devices or of a topology."""
-    if request.job.startswith("kernels "):
-        return [_kernel_work(request, size, mesh)]
-    if request.job in ("step", "prompt"):
-        return [_network_work(request, size, mesh)]
-    vae = models.weightless_vae(request.vae(size), request.torch_dtype)
-    if request.job == "train":
-        return list(training.gradient_works(vae, request.video(size), mesh))
-    return list(jobs.chunk_works(vae, request.video(size), mesh, request.backend))
+    return lambda: map(gradients, Direction, inputs)
 
 
 class Stock(nn.Module):
@@ -310,262 +329,157 @@ class Stock(nn.Module):
         return self.model(**tensors, return_dict=False)[0], cache
 
 
-def _network(request: DeviceTask, size: Size, device: str = "meta") -> tuple[Any, dict[str, Any]]:
-    """Return the transformer or the text encoder, unported, and what it takes."""
-    dtype, small = request.torch_dtype, size.model == "small"
+def _network(request: Request, size: Size) -> Run:
+    """Run the transformer or the text encoder; a published one has random numbers for weights."""
+    dtype, published = request.torch_dtype, size.model in networks.TRANSFORMERS
+    device = request.torch_device or ("meta" if published else "cpu")
     torch.manual_seed(0)
     if request.job == "prompt":
-        config = ladder.SMALL_TEXT_ENCODER if small else networks.TEXT_ENCODER
-        return networks.text_encoder(config, dtype, device), prompt_tensors(batch=1, text=226)
-    config = ladder.SMALL_TRANSFORMER if small else networks.TRANSFORMERS[size.model]
-    described = networks.transformer(config, dtype)
-    port_network(described)
-    tensors = step_tensors(described, batch=2, **_latents(size))
-    return networks.transformer(config, dtype, device), tensors
+        config = networks.TEXT_ENCODER if published else SMALL_TEXT_ENCODER
+        model = networks.text_encoder(config, dtype, device)
+        described = prompt_tensors(batch=1, text=TOKENS)
+    else:
+        config = networks.TRANSFORMERS.get(size.model, SMALL_TRANSFORMER)
+        model, ported = networks.transformer(config, dtype, device), networks.transformer(config, dtype)
+        port_network(ported)
+        described = step_tensors(ported, batch=2, **_latents(size))
+    if request.backend != "torchax":
+        described.pop("positions", None)
+    draw = _seeded()
+    inputs = jax.tree.map(lambda of: draw(*of), described, is_leaf=lambda of: not _are_several(of))
+    if request.torch_device:
+        if request.way == "torch-compile":
+            model.compile()
+        given = jax.tree.map(lambda x: x.to(device), inputs)
+        return lambda: iter([(request.job, model(**given, return_dict=False)[0])])
+    if request.backend == "torchax":
+        port_network(model)
+        if request.dp or request.tp:
+            model.place_on(request.mesh())
+        network, program = model.network_class(model), model.build_program()
+    else:
+        network = Stock(model)
+        program = runtime.Program(network)
+    if published:
+        weights = jax.tree.map(_array, program.weight_structs())
+    else:
+        runtime.put_weights(network)
+        weights = program.weights(network)
+    arrays = program.put(inputs)
+    return lambda: iter([(request.job, program.run(weights, arrays)[0])])
 
 
-def _network_work(request: DeviceTask, size: Size, mesh: Any) -> Work:
-    model, tensors = _network(request, size)
-    runtime.enable()
-    program = _network_program(request, model, mesh)
-    if request.way == "torchax-stock":
-        tensors.pop("positions", None)
-    return Work(request.job, size.frames, program.lower, functools.partial(program.structs, tensors), program)
+def _are_several(described: Any) -> bool:
+    """Return whether an input is described as several, each by its shape and dtype."""
+    return isinstance(described, dict) or isinstance(described[1], tuple)
 
 
-def _network_program(request: DeviceTask, model: Any, mesh: Any) -> runtime.Program:
-    if request.way == "torchax-stock":
-        return runtime.Program(Stock(model), runtime.Place(mesh.devices.item()))
-    port_network(model)
-    if mesh.size > 1:
-        model.place_on(mesh)
-        return model.build_program()
-    program = model.build_program()
-    program.place = runtime.Place(mesh.devices.item())
-    return program
+def _array(struct: Any) -> jax.Array:
+    """Return an array of small random numbers for a struct."""
+    numbers = np.random.default_rng(0).normal(0, 0.02, 65_537).astype(struct.dtype)
+    return jax.device_put(np.resize(numbers, struct.shape), struct.sharding)
 
 
-def _tensors(described: dict[str, Any], stock: bool) -> dict[str, Any]:
-    """Return tensors of described shapes and dtypes, always the same."""
-    generator = torch.Generator().manual_seed(1)
-
-    def tensor(of: Any) -> Any:
-        shape, dtype = of
-        if isinstance(dtype, tuple):
-            return tuple(map(tensor, of))
-        if "int" in np.dtype(dtype).name:
-            return torch.full(shape, 7, dtype=torch.int32)
-        return torch.randn(shape, generator=generator).to(getattr(torch, np.dtype(dtype).name))
-
-    return {name: tensor(of) for name, of in described.items() if not (stock and name == "positions")}
+def _latents(size: Size) -> dict[str, int]:
+    frames = (size.frames - 1) // LATENT_FRAMES + 1
+    return {"frames": frames, "height": size.height // LATENT_SIDE, "width": size.width // LATENT_SIDE}
 
 
-# The kernels
+# Kernels
 
 
-def _kernel(name: str, size: Size) -> tuple[Any, dict[str, Any]]:
-    """Return the shapes of what an op takes, `int` for a number, and its options, at a size."""
-    from jax_kernels import NormParams
+def _op(request: Request, size: Size) -> Run:
+    """Run an op, or its plain reference on the host."""
+    name = request.job.removeprefix("kernels ")
+    structs, options = op_structs(name, size, runtime.jax_dtype(request.torch_dtype))
+    draw = _seeded()
 
+    def operand(struct: Any) -> Any:
+        whole = np.issubdtype(struct.dtype, np.integer)
+        numbers = draw(struct.shape, np.int32 if whole else np.float32).numpy()
+        scale = math.sqrt(math.prod(struct.shape[:-1])) if len(struct.shape) in (2, 5) else 1.0
+        return jax.device_put((numbers if whole else (numbers + 0.3) / scale).astype(struct.dtype))
+
+    operands = jax.tree.map(operand, structs)
+    if name == "qk_norm_rope":
+        operands = *operands[:3], *map(of_pairs, operands[3:])
+    op = run = getattr(jax_kernels, name)
+    if request.way:
+        run = jax.jit(functools.partial(op, **options))
+    else:
+        module = importlib.import_module(op.__module__.rpartition(".")[0] + ".reference")
+        tiled = name == "norm_conv3d" and request.platform == "tpu" and request.dtype != "float32"
+        tile = {"tile": 2} if tiled else {}  # Winograd's, as a TPU runs it
+        run = functools.partial(getattr(module, name), **options, **tile)
+    return lambda: iter([(name, run(*operands))])
+
+
+def of_pairs(angles: Any) -> Any:
+    """Return a table of a rotation: both channels of a pair have one angle."""
+    return angles[:, ::2].repeat(2, axis=1)
+
+
+def op_structs(name: str, size: Size, dtype: Any) -> tuple[Any, dict[str, Any]]:
+    """Return the structs of what an op takes at a size, and its options."""
     T, H, W = min(size.frames, 8), size.height, size.width
-    A = 4 if size.model == "small" else networks.TRANSFORMERS[size.model]["num_attention_heads"]
-    S = 226 + ((size.frames - 1) // LATENT_FRAMES + 1) * (H // 16) * (W // 16)
-    C, wide = 64 * A, (128,)
-    x, z = (1, T, H, W, 128), (1, max(T // 4, 1), H // 8, W // 8, 16)
-    modulation = ((16, 128), wide, (16, 128), wide)
-    halves = (1, max(T // 2, 1), H // 2, W // 2, 128)
-    tokens, inner, kinds = (2, S, C), (2, S, 4 * C), (2, 2, C)
-    norm = NormParams(wide, wide, z, *modulation)
+    A = networks.TRANSFORMERS.get(size.model, SMALL_TRANSFORMER)["num_attention_heads"]
+    S = TOKENS + ((size.frames - 1) // LATENT_FRAMES + 1) * (H // 16) * (W // 16)
+    C = 64 * A
+
+    def of(*shape: int, dtype: Any = dtype) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    x, z, wide = of(1, T, H, W, 128), of(1, max(T // 4, 1), H // 8, W // 8, 16), of(128)
+    modulation = of(16, 128), wide, of(16, 128), wide
+    halves, text = of(1, max(T // 2, 1), H // 2, W // 2, 128), of(dtype=np.int32)
+    tokens, inner, kinds, angles = of(2, S, C), of(2, S, 4 * C), of(2, 2, C), of(S, 64, dtype=np.float32)
+    norm = jax_kernels.NormParams(wide, wide, z, *modulation)
     groups = {"num_groups": 32}
     cases: dict[str, tuple[Any, dict[str, Any]]] = {
-        "norm_conv3d": ((x, norm, (3, 3, 3, 128, 128), wide, (1, 2, H, W, 128)), groups),
-        "upsample": ((halves, (3, 3, 128, 128), wide), {"expand_time": True}),
+        "norm_conv3d": ((x, norm, of(3, 3, 3, 128, 128), wide, of(1, 2, H, W, 128)), groups),
+        "upsample": ((halves, of(3, 3, 128, 128), wide), {"expand_time": True}),
         "group_norm": ((x, wide, wide), {**groups, "channel_axis": -1, "activation": "silu"}),
         "spatial_norm": ((x, z, wide, wide, *modulation), {**groups, "activation": "silu"}),
-        "attention": (((2, S, A, 64),) * 3, {}),
-        "qk_norm_rope": ((tokens, (64,), (64,), (S, 64), (S, 64)), {"heads": A}),
-        "adaptive_layer_norm": ((tokens, (C,), (C,), kinds, kinds, int), {}),
-        "linear_gelu": ((tokens, (4 * C, C), (4 * C,)), {}),
-        "gated_linear": ((inner, (C, 4 * C), (C,), tokens, kinds, int), {}),
+        "attention": ((of(2, S, A, 64),) * 3, {}),
+        "qk_norm_rope": ((tokens, of(64), of(64), angles, angles), {"heads": A}),
+        "adaptive_layer_norm": ((tokens, of(C), of(C), kinds, kinds, text), {}),
+        "linear_gelu": ((tokens, of(4 * C, C), of(4 * C)), {}),
+        "gated_linear": ((inner, of(C, 4 * C), of(C), tokens, kinds, text), {}),
     }
     return cases[name]
 
 
-def _is_shape(value: Any) -> bool:
-    return value is int or (type(value) is tuple and all(isinstance(side, int) for side in value))
+# Planned
 
 
-def _kernel_work(request: DeviceTask, size: Size, mesh: Any) -> Work:
-    import jax
-
-    import jax_kernels
-
-    name = request.job.removeprefix("kernels ")
-    shapes, options = _kernel(name, size)
-    dtype = runtime.jax_dtype(request.torch_dtype)
-    one = jax.sharding.SingleDeviceSharding(mesh.devices.reshape(-1)[0])
-
-    def struct(shape: Any) -> Any:
-        if shape is int:
-            return jax.ShapeDtypeStruct((), np.int32, sharding=one)
-        angles = name == "qk_norm_rope" and shape in shapes[3:]
-        return jax.ShapeDtypeStruct(shape, np.float32 if angles else dtype, sharding=one)
-
-    structs = jax.tree.map(struct, shapes, is_leaf=_is_shape)
-
-    def run(*operands: Any) -> Any:
-        return getattr(jax_kernels, name)(*operands, **options)
-
-    return Work(name, size.frames, jax.jit(run).lower, lambda: structs)
+def estimate(request: Request) -> dict[str, Any]:
+    """Return the seconds that `plan` estimates for each part of a job, on a machine without the device."""
+    size, dtype = Size(*request.size), request.torch_dtype
+    devices = chips.topology_devices(request.topology)
+    chip = chips.CHIPS[request.topology.partition(":")[0]]
+    mesh = request.mesh(devices)
+    if request.job not in ("step", "prompt"):
+        plans = [compile_program(work, mesh, chip) for work in _works(request, size, mesh)]
+        return {"seconds": {plan.name: plan.seconds_with_collectives for plan in plans}}
+    if size.model not in networks.TRANSFORMERS:
+        raise chips.PlanError("plan has the published shapes alone")
+    options = {"dp": mesh.shape["dp"], "tp": mesh.shape["tp"]}
+    if request.job == "step":
+        plan = networks.plan_step(size.model, dtype, devices, chip, **_latents(size), **options)
+    else:
+        plan = networks.plan_prompt(dtype, devices, chip, tokens=TOKENS, **options)
+    return {"seconds": {request.job: networks.network_table(plan, chip).get("with_collectives_s")}}
 
 
-# Checked
-
-
-def _judge(request: DeviceTask) -> Callable[[DeviceTask, Size], dict[str, Any]]:
+def _works(request: Request, size: Size, mesh: Any) -> Iterable[Work]:
+    """Return the programs of a job over a mesh of a topology's devices."""
     if request.job.startswith("kernels "):
-        return _check_kernel
-    if request.job in ("step", "prompt"):
-        return _check_network
-    return _check_gradients if request.job == "train" else _check_vae
-
-
-def _check_vae(request: DeviceTask, size: Size) -> dict[str, Any]:
-    vae, kind = worker.native(request.vae(size), request.torch_dtype), request.kind
-    with np.load(request.data) as file:
-        x, want = (torch.from_numpy(file[f"{name}_{kind}"]) for name in ("input", "answer"))
-    if request.in_torch:
-        vae.to(_torch_device())
-        x = x.to(_torch_device())
-    backend = backends.backend(request.backend).from_native(vae)
-    if request.dp or request.tp:
-        backend.vae.place_on(request.mesh())
-    results = worker.run_chunks(backend, kind, backend.put(x.to(request.torch_dtype)))
-    got = torch.cat([backend.to_torch(result).cpu() for result in results], dim=2)
-    return worker.check(got, want, request.dtype, (request.torch_rms or {}).get(kind))
-
-
-def _check_network(request: DeviceTask, size: Size) -> dict[str, Any]:
-    exact, tensors = _network(request, size, "cpu")
-    exact = nn.Module.float(exact)
-    inputs = _tensors(tensors, stock=False)
-    as_stock = {name: value for name, value in inputs.items() if name != "positions"}
-    floats = {name: _cast(value, torch.float32) for name, value in as_stock.items()}
-    want = Stock(exact)(floats, None)[0]
-    own: Any = nn.Module.to(copy.deepcopy(exact), request.torch_dtype)
-    torchs = tolerances.rms_error(Stock(own)(as_stock, None)[0], want)
-    if request.in_torch:
-        device = _torch_device()
-        moved = {name: _cast(value, None, device) for name, value in as_stock.items()}
-        got = Stock(own.to(device))(moved, None)[0].cpu()
-        return worker.check(got, want, request.dtype, torchs)
-    runtime.enable()
-    mesh = request.mesh()
-    program = _network_program(request, own, mesh)
-    network = Stock(own) if request.way == "torchax-stock" else own.network_class(own)
-    runtime.put_weights(network)
-    given = as_stock if request.way == "torchax-stock" else inputs
-    result = program.run(program.weights(network), program.put(given))[0]
-    return worker.check(runtime.to_torch(runtime.tensor_of(result)), want, request.dtype, torchs)
-
-
-def _cast(value: Any, dtype: torch.dtype | None, device: str = "cpu") -> Any:
-    """Return a tensor, or a tuple of them, in a dtype, but for integers, and on a device."""
-    if isinstance(value, tuple):
-        return tuple(_cast(each, dtype, device) for each in value)
-    return value.to(device, dtype if dtype and value.is_floating_point() else value.dtype)
-
-
-def _check_gradients(request: DeviceTask, size: Size) -> dict[str, Any]:
-    """Compare the gradients of both halves, all weights' together."""
-    got, want, own = [], [], []
-    dtype = request.torch_dtype
-    exact = stock_of(worker.native(request.vae(size), torch.float32))
-    rounded: Any = nn.Module.to(copy.deepcopy(exact), dtype)
-    works: Any = (None, None)
-    if not request.in_torch:
-        ported: Any = port_vae(copy.deepcopy(rounded))
-        runtime.put_weights(ported)
-        works = list(training.gradient_works(ported, request.video(size), request.mesh()))
-    elif _torch_device() == "cuda":
-        rounded.to("cuda")
-    for kind, work in zip(Direction, works, strict=True):
-        job = jobs.Job(kind, size.frames, size.height, size.width)
-        pieces, (channels, *sides) = job.chunk_shapes(port_vae(copy.deepcopy(exact)))
-        shape = (1, channels, pieces[-1].stop, *sides)
-        x = torch.randn(shape, generator=torch.Generator().manual_seed(2))
-        wanted = _torch_gradients(exact, chunk_network(exact, kind), kind, x)
-        beside = x.to(rounded.device, dtype)
-        torchs = _torch_gradients(rounded, chunk_network(rounded, kind), kind, beside)
-        found = torchs
-        if work is not None:
-            weights = work.program.weights(chunk_network(ported, kind))
-            batch = work.structs()[1].shape[0]
-            array = work.program.place.put(runtime.as_array(x.to(dtype)))
-            found = _gradients(work, weights, array, batch)
-        for name in wanted:
-            for flat, gradients in ((want, wanted), (own, torchs), (got, found)):
-                flat.append(gradients[name].float().cpu().reshape(-1))
-    got, want, own = map(torch.cat, (got, want, own))
-    allowed = GRADIENT_RELATIVE if request.dtype == "float32" else None
-    return worker.check(got, want, request.dtype, tolerances.rms_error(own, want), allowed)
-
-
-def _gradients(work: Work, weights: Any, x: Any, batch: int) -> dict[str, torch.Tensor]:
-    """Return the gradients by the program that is measured; of several equal videos, those of one."""
-    import jax.numpy as jnp
-
-    compiled = work.lower(weights, jnp.repeat(x, batch, 0)).compile()
-    found, _ = compiled(weights, jnp.repeat(x, batch, 0))
-    return {
-        name: runtime.to_torch(runtime.tensor_of(gradient)).float() / batch
-        for name, gradient in found.items()
-    }
-
-
-def _check_kernel(request: DeviceTask, size: Size) -> dict[str, Any]:
-    """Compare an op with its plain reference, on the host in float32."""
-    import importlib
-
-    import jax
-    import jax.numpy as jnp
-
-    import jax_kernels
-
-    name = request.job.removeprefix("kernels ")
-    op = getattr(jax_kernels, name)
-    plain = getattr(importlib.import_module(op.__module__.rpartition(".")[0] + ".reference"), name)
-    shapes, options = _kernel(name, size)
-    generator = np.random.default_rng(0)
-    device, host = request.mesh().devices.reshape(-1)[0], jax.devices("cpu")[0]
-    dtype = runtime.jax_dtype(request.torch_dtype)
-
-    def drawn(shape: Any) -> Any:
-        if shape is int:
-            return 11
-        scale = 1 / math.sqrt(math.prod(shape[:-1])) if len(shape) in (2, 5) else 1.0
-        return (generator.normal(0.3, 1, tuple(shape)) * scale).astype(np.float32)
-
-    exact = jax.tree.map(drawn, shapes, is_leaf=_is_shape)
-    if name == "qk_norm_rope":  # both of a pair of channels have one angle
-        *others, cos, sin = exact
-        exact = (*others, *(np.repeat(table[:, ::2], 2, axis=1) for table in (cos, sin)))
-    structs = _kernel_work(request, size, request.mesh()).structs()
-
-    def put(where: Any) -> Any:
-        return jax.tree.map(
-            lambda value, struct: jax.device_put(jnp.asarray(value, struct.dtype), where), exact, structs
-        )
-
-    tile = {"tile": 2} if name == "norm_conv3d" and device.platform == "tpu" and dtype != np.float32 else {}
-    with jax.default_device(host):
-        want = plain(*jax.device_put(exact, host), **options)
-        own = plain(*put(host), **options, **tile)
-    got = op(*put(device), **options)
-    leaves = [jax.tree.leaves(tree) for tree in (got, want, own)]
-    got, want, own = (
-        torch.from_numpy(np.concatenate([np.asarray(leaf, np.float32).ravel() for leaf in each]))
-        for each in leaves
-    )
-    allowed = None if request.dtype == "float32" else tolerances.BFLOAT16_LAYER_RMS_RATIO
-    return worker.check(got, want, request.dtype, tolerances.rms_error(own, want), allowed)
+        name = request.job.removeprefix("kernels ")
+        structs, options = op_structs(name, size, runtime.jax_dtype(request.torch_dtype))
+        one = jax.sharding.SingleDeviceSharding(mesh.devices.item())
+        placed = jax.tree.map(lambda of: jax.ShapeDtypeStruct(of.shape, of.dtype, sharding=one), structs)
+        run = jax.jit(functools.partial(getattr(jax_kernels, name), **options))
+        return [Work(name, size.frames, run.lower, lambda: placed)]
+    vae, video = models.weightless_vae(size.model, request.torch_dtype), jobs.Job(request.kind, *size[1:])
+    works = training.gradient_works if request.job == "train" else jobs.chunk_works
+    return works(vae, video, mesh)

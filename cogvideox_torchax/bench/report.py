@@ -1,148 +1,167 @@
-"""Results of `bench` as Markdown and as plots."""
+"""Results of `bench` as Markdown and as plots, and what they were made with."""
 
+import datetime
+import os
+import platform
+import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from cogvideox_torchax import __version__
 from cogvideox_torchax.files.reports import pyplot, save_figure, table, write_json, write_text
-from cogvideox_torchax.vae.directions import Direction
+from cogvideox_torchax.versions import versions
 
-HEAD = (
-    "backend",
-    "device",
-    "error",
-    "lower, s",
-    "compile, s",
-    "cold start, s",
-    "warm start, s",
-    "first frame, s",
-    "steady, s (min to max)",
-    "frames/s",
-    "GFLOP/s",
-    "of peak",
-    "host, MB",
-    "device, MB",
-)
+PACKAGES = ("torch", "torchax", "jax", "jaxlib", "diffusers", "flax", "numpy")
+Row = tuple[str, ...]
+
+
+def about() -> dict[str, Any]:
+    """When, where and with what a run was made."""
+    return {
+        "version": __version__,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": _commit(),
+        "versions": {"python": platform.python_version(), **versions(*PACKAGES)},
+        "host": {
+            "machine": platform.machine(),
+            "system": platform.system(),
+            "cpus": os.cpu_count(),
+            "load": os.getloadavg()[0],
+        },
+    }
+
+
+def _commit() -> str | None:
+    """Return the git commit of the running code, "+" if it has changed since; None outside a checkout."""
+    root = Path(__file__).parents[2]
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(root), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        if Path(git("rev-parse", "--show-toplevel")).resolve() != root.resolve():
+            return None  # installed into somebody else's repository
+        changed = git("status", "--porcelain", "--untracked-files=no")
+        return git("rev-parse", "HEAD") + ("+" if changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+# Tables
 
 
 def markdown(report: dict[str, Any]) -> str:
-    """Return a table for each case and half, under a line with the numbers' origin."""
-    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
-    options = report["options"]
-    runs = options["rounds"] * options["repetitions"]
-    commit = (report["commit"] or "unknown")[:12]
-    parts = [
-        f"Model {report['model_name']}, {options['dtype']}, {report['date'][:10]}, commit {commit}, "
-        f"{report['host']['cpus']} CPUs ({report['host']['machine']}), {versions}. Median of {runs} runs "
-        f"over {options['rounds']} processes a backend, {options['warmups']} warm-ups in each."
+    """Return a table of what was measured, under lines that say of what and with what."""
+    device = report.get("device")
+    head, rows, described = (DEVICE_HEAD, _device_rows, _device) if device else (HEAD, _row, _comparison)
+    host, made = report["host"], ", ".join(f"{name} {each}" for name, each in report["versions"].items())
+    lines = [
+        f"{described(report)}, {report['date'][:10]}, commit {(report['commit'] or 'unknown')[:12]}, "
+        f"{host['cpus']} CPUs ({host['machine']}), load {host['load']:.1f}, {made}."
     ]
-    for case in report["cases"]:
-        for kind in Direction:
-            parts.append(f"**{kind}, {case['frames']} frames of {case['height']} x {case['width']}**")
-            rows = [_row(result, kind) for result in case["results"]]
-            parts.append(table(HEAD, rows) if rows else f"No reference: {case['reference']['reason']}")
-    return "\n\n".join(parts) + "\n"
+    if "not_planned" in report:
+        lines.append(f"Not planned: {report['not_planned']}.")
+    switched_off = report.get("switched_off", {})
+    lines += [f"Kernel of {name} switched off: {why}." for name, why in switched_off.items()]
+    cells = [row for result in report["results"] for row in _rows(result, rows, len(head))]
+    return "\n\n".join([*lines, table(head, cells)]) + "\n"
 
 
-def _row(result: dict[str, Any], kind: str) -> tuple[str, ...]:
-    if result["status"] != "ok":
-        return (result["backend"], "", _why(result, kind), *[""] * (len(HEAD) - 3))
-    half = result[kind]
-    steady = half["steady"]
-    seconds = [
-        half[key] for key in ("lower_s", "compile_cold_s", "start_cold_s", "start_warm_s", "first_frame_s")
-    ]
-    share = half["share_of_peak"]
-    return (
-        result["backend"],
-        result["device"],
-        f"{half['check']['relative_error']:.1e}",
-        *map(_seconds, seconds),
-        f"{_seconds(steady['median_s'])} ({_seconds(steady['min_s'])} to {_seconds(steady['max_s'])})",
-        f"{half['frames_per_s']:.1f}",
-        f"{half['flops_per_s'] / 1e9:.1f}",
-        "" if share is None else f"{share:.1%}",
-        _megabytes(result["host_peak_bytes"]),
-        _megabytes(result["device_peak_bytes"]),
+def _rows(result: dict[str, Any], rows: Callable[[dict[str, Any]], list[Row]], width: int) -> list[Row]:
+    """Return the rows of a result: of one that failed, or that is wrong, the reason without times."""
+    size = result["size"]
+    about = (
+        result["job"],
+        result["way"],
+        f"{size['model']}, {size['frames']} x {size['height']} x {size['width']}",
     )
+    if result["status"] == "ok":
+        error = f"{result['check']['relative_error']:.1e}"
+        return [(*about, error, *row) for row in rows(result)]
+    found = result.get("reason") or result["check"].get("reason")
+    found = found or f"relative error {float(result['check']['relative_error']):.1e}"
+    return [(*about, f"{result['status']}: {found}".replace("|", "/"), *[""] * (width - 4))]
 
 
-def _why(result: dict[str, Any], kind: str) -> str:
-    if result["status"] != "wrong":
-        return f"{result['status']}: {result['reason']}".replace("|", "/")
-    verdict = result[kind]["check"]
-    if verdict["passed"]:
-        return "no time: the other half is wrong"
-    found = verdict.get("reason") or f"relative error {float(verdict['relative_error']):.1e}"
-    return f"wrong ({found})"
-
-
-def _seconds(value: float | None) -> str:
-    return "" if value is None else f"{value:.3g}"
+def _seconds(value: float | None, unit: float = 1.0) -> str:
+    return "" if value is None else f"{value / unit:.3g}"
 
 
 def _megabytes(value: int | None) -> str:
     return "" if value is None else f"{value / 1e6:.0f}"
 
 
-# Devices
+HEAD = (
+    *("half", "backend", "video", "error", "device", "lower, s", "compile, s", "cold start, s"),
+    *("warm start, s", "first chunk, s", "steady, s (min to max)", "frames/s", "GFLOP/s", "of peak"),
+    *("host, MB", "device, MB"),
+)
+STARTS = ("lower_s", "compile_s", "start_cold_s", "start_warm_s", "first_chunk_s")
+
+
+def _comparison(report: dict[str, Any]) -> str:
+    options = report["options"]
+    return (
+        f"Model {report['model_name']}, {options['dtype']}, median of "
+        f"{options['rounds'] * options['repetitions']} runs over {options['rounds']} processes a backend, "
+        f"{options['warmups']} warm-ups in each"
+    )
+
+
+def _row(result: dict[str, Any]) -> list[Row]:
+    steady, share = result["steady"], result["share_of_peak"]
+    median, least, most = (_seconds(steady[name]) for name in ("median_s", "min_s", "max_s"))
+    return [
+        (
+            result["device"],
+            *(_seconds(result[name]) for name in STARTS),
+            f"{median} ({least} to {most})",
+            f"{result['frames_per_s']:.1f}",
+            f"{result['flops_per_s'] / 1e9:.1f}",
+            "" if share is None else f"{share:.1%}",
+            _megabytes(result["host_peak_bytes"]),
+            _megabytes(result["device_peak_bytes"]),
+        )
+    ]
+
 
 DEVICE_HEAD = (
-    *("job", "by", "part", "size", "error", "compile, s", "run, ms", "fastest to slowest", "runs"),
+    *("job", "by", "size", "error", "part", "compile, s", "run, ms", "fastest to slowest", "runs"),
     *("peak, MB", "estimate, ms", "estimate over measured"),
 )
 
 
-def device_markdown(report: dict[str, Any]) -> str:
-    """Return a table of estimates and measurements, under lines that say of what."""
-    device, mesh = report["device"], report["mesh"]
-    dp, host = mesh["dp"] or 1, report["host"]
+def _device(report: dict[str, Any]) -> str:
+    device, dp = report["device"], report["mesh"]["dp"] or 1
     over = f", mesh dp={dp} tp={device['used'] // dp}" if device["used"] > 1 else ""
-    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
-    lines = [
-        f"{device['used']} x {device['kind']}{over}, {report['dtype']}, {report['date'][:10]}, commit "
-        f"{(report['commit'] or 'unknown')[:12]}, {host['cpus']} CPUs ({host['machine']}), "
-        f"load {host['load']:.1f}, "
-        f"{versions}."
-    ]
-    if "not_planned" in report:
-        lines.append(f"Not planned: {report['not_planned']}.")
-    lines += [f"Kernel of {name} switched off: {why}." for name, why in report["switched_off"].items()]
-    rows = [row for result in report["results"] for row in _device_rows(result)]
-    return "\n\n".join([*lines, table(DEVICE_HEAD, rows)]) + "\n"
+    return f"{device['used']} x {device['kind']}{over}, {report['dtype']}"
 
 
-def _device_rows(result: dict[str, Any]) -> list[tuple[str, ...]]:
-    size = result["size"]
-    about = result["job"], result["way"]
-    video = f"{size['model']}, {size['frames']} x {size['height']} x {size['width']}"
-    if result["status"] != "ok":
-        found = result.get("reason") or f"relative error {float(result['check']['relative_error']):.1e}"
-        why = f"{result['status']}: {found}".replace("|", "/")
-        return [(*about, "", video, why, *[""] * (len(DEVICE_HEAD) - 5))]
-    error = f"{result['check']['relative_error']:.1e}"
-    estimates = result.get("estimate", {})
+def _device_rows(result: dict[str, Any]) -> list[Row]:
     return [
         (
-            *about,
             part["part"],
-            video,
-            error,
             _seconds(part["compile_s"]),
-            _seconds(1e3 * part["median_s"]),
-            f"{_seconds(1e3 * part['min_s'])} to {_seconds(1e3 * part['max_s'])}",
+            _seconds(part["median_s"], 1e-3),
+            f"{_seconds(part['min_s'], 1e-3)} to {_seconds(part['max_s'], 1e-3)}",
             str(part["runs"]),
-            _megabytes(part["peak_bytes"]),
-            *_estimated(estimates, part),
+            _megabytes(result["device_peak_bytes"]),
+            *_estimated(result.get("estimate", {}), part),
         )
         for part in result["parts"]
     ]
 
 
-def _estimated(estimates: dict[str, Any], part: dict[str, Any]) -> tuple[str, str]:
+def _estimated(estimates: dict[str, Any], part: dict[str, Any]) -> Row:
     seconds = estimates.get(part["part"])
     if seconds is None:
         return (f"not planned: {estimates['reason']}".replace("|", "/") if "reason" in estimates else "", "")
-    return _seconds(1e3 * seconds), f"{seconds / part['median_s']:.2f}"
+    return _seconds(seconds, 1e-3), f"{seconds / part['median_s']:.2f}"
+
+
+# Plots
 
 
 def draw_device(report: dict[str, Any], path: Path) -> list[Path]:
@@ -155,9 +174,8 @@ def draw_device(report: dict[str, Any], path: Path) -> list[Path]:
     ]
     if not points:
         return []
-    _, measured, estimated = zip(*points, strict=True)
     figure, axes = pyplot().subplots(figsize=(7, 6), layout="constrained")
-    axes.loglog(measured, estimated, "o")
+    axes.loglog([x for _, x, _ in points], [y for _, _, y in points], "o")
     axes.axline((1, 1), (2, 2), color="0.6")
     for name, x, y in points:
         axes.annotate(name, (x, y), fontsize=7, xytext=(4, 2), textcoords="offset points")
@@ -166,113 +184,57 @@ def draw_device(report: dict[str, Any], path: Path) -> list[Path]:
     return [path]
 
 
-def write_device(report: dict[str, Any], directory: Path) -> list[Path]:
-    """Write JSON, Markdown and plot of a device; return what was written."""
-    return [
-        write_json(directory / "device.json", report),
-        write_text(directory / "device.md", device_markdown(report)),
-        *draw_device(report, directory / "device.png"),
-    ]
-
-
-# Plots
-
-
-def draw(report: dict[str, Any], directory: Path, stem: str) -> list[Path]:
+def draw(report: dict[str, Any], path: Path) -> list[Path]:
     """Draw bars of time and memory, and time over frames and over size if several were measured."""
-    good = [
-        (case, result) for case in report["cases"] for result in case["results"] if result["status"] == "ok"
-    ]
-    if not good:
-        return []
-    paths = [_draw_bars(good, directory / f"{stem}-bars.png")]
-    for axis, label in (("frames", "frames"), ("size", "pixels a frame")):
-        points = _points(report["cases"], good, axis)
-        if points:
-            paths.append(_draw_lines(points, label, directory / f"{stem}-{axis}.png"))
+    good = [result for result in report["results"] if result["status"] == "ok"]
+    paths = [_draw_bars(good, path.with_name(f"{path.stem}-bars.png"))] if good else []
+    for axis, fields in (("frames", ("height", "width")), ("size", ("frames",))):
+        lines: dict[str, list[tuple[int, float]]] = {}
+        for result in good:
+            size = result["size"]
+            if all(size[field] == good[0]["size"][field] for field in fields):
+                x = size["frames"] if axis == "frames" else size["height"] * size["width"]
+                name = f"{result['job']}, {result['way']}"
+                lines.setdefault(name, []).append((x, result["steady"]["median_s"]))
+        if max(map(len, lines.values()), default=0) > 1:
+            paths.append(_draw_lines(lines, axis, path.with_name(f"{path.stem}-{axis}.png")))
     return paths
 
 
-def _draw_bars(good: list[tuple[Any, Any]], path: Path) -> Path:
-    plt = pyplot()
-    case = good[0][0]
-    results = [result for other, result in good if other is case]
-    names = [result["backend"] for result in results]
-    figure, axes = plt.subplots(1, 4, figsize=(14, 4), layout="constrained")
-    for place, kind in zip(axes[:2], Direction, strict=True):
-        steady = [result[kind]["steady"] for result in results]
-        medians = [run["median_s"] for run in steady]
-        spread = [
-            [median - run["min_s"] for median, run in zip(medians, steady, strict=True)],
-            [run["max_s"] - median for median, run in zip(medians, steady, strict=True)],
-        ]
-        bars = place.bar(names, medians, yerr=spread, capsize=4, color=_colors(names))
-        place.bar_label(bars, fmt="%.3g", padding=2)
-        place.set(title=f"{kind}, steady run, s\n(median, min to max)")
-    cold = [sum(result[kind]["start_cold_s"] for kind in Direction) for result in results]
-    warm = [sum(result[kind]["start_warm_s"] or 0 for kind in Direction) for result in results]
-    places = range(len(names))
-    axes[2].bar([p - 0.2 for p in places], cold, 0.4, label="empty compile cache", color="0.45")
-    if any(warm):  # one round has no second start
-        axes[2].bar([p + 0.2 for p in places], warm, 0.4, label="filled compile cache", color="0.75")
-    axes[2].set(title="first encode and decode\nof a process, s")
-    axes[2].set_xticks(list(places), names)
-    axes[2].legend(fontsize=8)
-    memory = [(result["device_peak_bytes"] or result["host_peak_bytes"] or 0) / 1e6 for result in results]
-    bars = axes[3].bar(names, memory, color=_colors(names))
-    axes[3].bar_label(bars, fmt="%.0f", padding=2)
-    where = "device" if any(result["device_peak_bytes"] for result in results) else "host"
-    axes[3].set(title=f"peak memory\n({where}), MB")
-    for place in axes:
-        place.tick_params(axis="x", rotation=30)
-        place.margins(y=0.12)
-    figure.suptitle(f"{case['frames']} frames of {case['height']} x {case['width']}")
+def _draw_bars(good: list[dict[str, Any]], path: Path) -> Path:
+    results = [result for result in good if result["size"] == good[0]["size"]]
+    names = [f"{result['job']}, {result['way']}" for result in results]
+    shown = {
+        "steady run, s (median, min to max)": [result["steady"]["median_s"] for result in results],
+        "first run, empty compile cache, s": [result["start_cold_s"] for result in results],
+        "first run, filled compile cache, s": [result["start_warm_s"] or 0 for result in results],
+        "peak memory (device's, else host's), MB": [
+            (result["device_peak_bytes"] or result["host_peak_bytes"] or 0) / 1e6 for result in results
+        ],
+    }
+    figure, places = pyplot().subplots(1, len(shown), figsize=(20, 5), layout="constrained", sharey=True)
+    for place, (title, values) in zip(places, shown.items(), strict=True):
+        place.bar_label(place.barh(names, values), fmt="%.3g", padding=2)
+        place.set(title=title)
+    ends = [[result["steady"][name] for result in results] for name in ("min_s", "max_s")]
+    places[0].hlines(names, *ends, color="0.2")
     save_figure(figure, path)
     return path
 
 
-def _colors(names: list[str]) -> list[str]:
-    return [f"C{index}" for index in range(len(names))]
-
-
-def _points(cases: list[Any], good: list[tuple[Any, Any]], axis: str) -> dict[str, dict[str, list[Any]]]:
-    """Return (x, median) for each half and backend, of the cases that vary along one axis only."""
-    base = cases[0]
-    same = ("height", "width") if axis == "frames" else ("frames",)
-    chosen = [(case, result) for case, result in good if all(case[key] == base[key] for key in same)]
-    xs = {_position(case, axis) for case, _ in chosen}
-    if len(xs) < 2:
-        return {}
-    points: dict[str, dict[str, list[Any]]] = {kind: {} for kind in Direction}
-    for case, result in chosen:
-        for kind in Direction:
-            line = points[kind].setdefault(result["backend"], [])
-            line.append((_position(case, axis), result[kind]["steady"]["median_s"]))
-    return points
-
-
-def _position(case: Any, axis: str) -> int:
-    return case["frames"] if axis == "frames" else case["height"] * case["width"]
-
-
-def _draw_lines(points: dict[str, dict[str, list[Any]]], label: str, path: Path) -> Path:
-    plt = pyplot()
-    figure, axes = plt.subplots(1, len(points), figsize=(11, 4), layout="constrained")
-    for place, (kind, lines) in zip(axes, points.items(), strict=True):
-        for backend, line in lines.items():
-            xs, ys = zip(*sorted(line), strict=True)
-            place.plot(xs, ys, marker="o", label=backend)
-        place.set(title=f"{kind}: steady run, median", xlabel=label, ylabel="s", ylim=(0, None))
-        place.legend()
-        place.grid(alpha=0.3)
+def _draw_lines(lines: dict[str, list[tuple[int, float]]], axis: str, path: Path) -> Path:
+    figure, place = pyplot().subplots(figsize=(8, 5), layout="constrained")
+    for name, line in lines.items():
+        place.plot(*zip(*sorted(line), strict=True), marker="o", label=name)
+    label = "frames" if axis == "frames" else "pixels a frame"
+    place.set(title="steady run, median", xlabel=label, ylabel="s", ylim=(0, None))
+    place.legend()
     save_figure(figure, path)
     return path
 
 
-def write(report: dict[str, Any], directory: Path, stem: str) -> list[Path]:
-    """JSON, Markdown and plots of one run; returns what was written."""
-    return [
-        write_json(directory / f"{stem}.json", report),
-        write_text(directory / f"{stem}.md", markdown(report)),
-        *draw(report, directory, stem),
-    ]
+def write(report: dict[str, Any], path: Path) -> list[Path]:
+    """Write JSON, Markdown and plots of a run; return what was written."""
+    plots = draw_device(report, path.with_suffix(".png")) if "device" in report else draw(report, path)
+    text = markdown(report)
+    return [write_json(path, report), write_text(path.with_suffix(".md"), text), *plots]

@@ -3,10 +3,11 @@
 import argparse
 import functools
 import json
+from collections.abc import Callable
 from typing import Any
 
 from cogvideox_torchax.backends import Use, names
-from cogvideox_torchax.bench import report
+from cogvideox_torchax.bench import ladder, report
 from cogvideox_torchax.cli import bench_device, common, options
 from cogvideox_torchax.cli.arguments import Command, Option, positive
 from cogvideox_torchax.files import reports
@@ -80,13 +81,28 @@ def check(args: argparse.Namespace) -> None:
 
 def run(args: argparse.Namespace) -> int:
     check(args)
-    if args.what == "device":
-        return bench_device.run(args)
+    output = None if args.output is None else common.report_directory(args.output)
+    path = None if output is None else output / ("device.json" if args.what == "device" else "ab.json")
+
+    def keep(found: dict[str, Any]) -> None:
+        if path is not None:
+            reports.write_json(path, found)
+
+    found = bench_device.measured(args, path, keep) if args.what == "device" else _compared(args, keep)
+    print(json.dumps(found) if args.json else report.markdown(found))
+    if path is not None:
+        for written in report.write(found, path):
+            common.say(f"wrote {written}")
+    statuses = [result["status"] for result in found["results"]]
+    return 1 if "wrong" in statuses or "ok" not in statuses else 0
+
+
+def _compared(args: argparse.Namespace, keep: Callable[[Any], None]) -> dict[str, Any]:
+    """Return the report of a comparison of backends."""
     from cogvideox_torchax.bench import ab
 
-    cases = ab.sweep(ab.Case(args.frames, args.height, args.width), args.sweep)
+    sizes = ab.sweep(ladder.Size(args.model, args.frames, args.height, args.width), args.sweep)
     checkpoint.locate_vae(args.model)  # before the work, not after it
-    output = None if args.output is None else common.report_directory(args.output)
     options = ab.Options(
         model=args.model,
         backends=tuple(dict.fromkeys(args.backends)),
@@ -95,16 +111,4 @@ def run(args: argparse.Namespace) -> int:
         warmups=args.warmups,
         rounds=args.rounds,
     )
-    say = common.narrator(args)
-
-    def keep(found: dict[str, Any]) -> None:
-        if output is not None:
-            reports.write_json(output / "ab.json", found)
-
-    found = ab.run(options, cases, say, keep)
-    print(json.dumps(found) if args.json else report.markdown(found))
-    if output is not None:
-        for path in report.write(found, output, "ab"):
-            common.say(f"wrote {path}")
-    statuses = [result["status"] for case in found["cases"] for result in case["results"]]
-    return 1 if not statuses or "wrong" in statuses or "ok" not in statuses else 0
+    return ab.run(options, sizes, common.narrator(args), keep)

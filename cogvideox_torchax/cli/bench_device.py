@@ -2,10 +2,11 @@
 
 import argparse
 import functools
-import json
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from cogvideox_torchax.bench import ladder, report
+from cogvideox_torchax.bench import ladder
 from cogvideox_torchax.cli import common
 from cogvideox_torchax.cli.arguments import Option, positive
 from cogvideox_torchax.files import reports
@@ -20,12 +21,10 @@ OPTIONS = (
 )
 
 
-def run(args: argparse.Namespace) -> int:
-    """Run `bench device`."""
+def measured(args: argparse.Namespace, kept: Path | None, keep: Callable[[Any], None]) -> dict[str, Any]:
+    """Return the report of a run, which continues the one that is kept."""
     from cogvideox_torchax.bench import device
 
-    output = None if args.output is None else common.report_directory(args.output)
-    kept = None if output is None else output / "device.json"
     options = device.DeviceOptions(
         small=str(common.DEMO_MODEL),
         jobs=tuple(dict.fromkeys(args.jobs)),
@@ -35,16 +34,5 @@ def run(args: argparse.Namespace) -> int:
         tp=args.tp,
         limit=args.limit,
     )
-
-    def keep(found: dict[str, Any]) -> None:
-        if kept is not None:
-            reports.write_json(kept, found)
-
     before = reports.load(kept, device.FORMAT) if kept is not None and kept.exists() else None
-    found = device.run(options, common.say if not args.quiet else lambda line: None, keep, before)
-    print(json.dumps(found) if args.json else report.device_markdown(found))
-    if output is not None:
-        for path in report.write_device(found, output):
-            common.say(f"wrote {path}")
-    statuses = [result["status"] for result in found["results"]]
-    return 1 if "wrong" in statuses or "ok" not in statuses else 0
+    return device.run(options, common.narrator(args), keep, before)

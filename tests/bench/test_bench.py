@@ -1,36 +1,33 @@
 """bench: a real run at a tiny size, and what its report says when something goes wrong."""
 
-import copy
 import json
-import subprocess
+import sys
 
 import pytest
 
 from benchmarks import report as drawn
 from cogvideox_torchax import cli
-from cogvideox_torchax.bench import ab, report, worker
+from cogvideox_torchax.bench import ab, measure, report, worker
+from cogvideox_torchax.bench.ladder import Size
 from cogvideox_torchax.plan import jobs
 from cogvideox_torchax.runtime import clock
 from cogvideox_torchax.vae.directions import Direction
 
-HALF = {
-    "check": {"passed": True, "relative_error": 1e-6, "rms_error": 1e-7},
-    "lower_s": 0.5,
-    "compile_s": 2.0,
-    "start_s": 3.0,
-    "steady_s": [1.0, 3.0, 2.0],
-    "first_chunk_s": [0.5],
-}
+
+def times(*seconds, start=3.0):
+    return {"start_s": start, "lower_s": 0.5, "compile_s": 2.0, **measure.spread(list(seconds))}
+
+
 ROUND = {
     "status": "ok",
+    "check": {"passed": True, "relative_error": 1e-6, "rms_error": 1e-7},
     "device": "TPU v6 lite",
     "load_s": 1.0,
+    "whole": times(1.0, 3.0, 2.0),
+    "parts": [{"part": "first", **times(0.5)}, {"part": "later", **times(0.5)}],
     "host_peak_bytes": 5_000_000,
     "device_peak_bytes": None,
-    "encode": HALF,
-    "decode": HALF,
 }
-REFERENCE = {"status": "ok", "flops": {"encode": 10**9, "decode": 10**9}, "output_frames": 9}
 
 
 PROGRAM = {
@@ -67,18 +64,23 @@ PLAN = {
 }
 
 
-def merged(backend="torchax", rounds=(ROUND, ROUND), case=ab.Case(9, 16, 24)):  # noqa: B008 (frozen)
-    return ab.merge(backend, list(rounds), REFERENCE, case, "bfloat16")
+SIZES = [Size("tiny", *video) for video in ((9, 16, 24), (17, 16, 24), (9, 32, 48))]
 
 
-def made_up_report(*results, cases=((9, 16, 24),)):
-    options = ab.Options(model="tiny")
+def merged(rounds=(ROUND, ROUND)):
+    return ab.merge(list(rounds), 9, 10**9, "bfloat16")
+
+
+def made_up_report(*results, sizes=SIZES[:1]):
+    """Return a report of results by way, of both halves."""
     entries = [
-        {"frames": f, "height": h, "width": w, "reference": REFERENCE, "results": list(results)}
-        for f, h, w in cases
+        {"job": kind, "way": way, "size": size._asdict(), **result}
+        for size in sizes
+        for kind in Direction
+        for way, result in results
     ]
-    about = {"format": ab.FORMAT, **ab.about(), "model_name": options.model_name}
-    return {**about, "options": vars(options), "cases": entries}
+    about = {"format": ab.FORMAT, **report.about(), "model_name": "tiny"}
+    return {**about, "options": vars(ab.Options(model="tiny")), "results": entries}
 
 
 @pytest.mark.usefixtures("torchax_off")
@@ -101,47 +103,39 @@ def test_a_tiny_run_writes_every_field(model_directory, tmp_path, capsys):
     assert cli.main(["bench", *arguments, "-o", str(tmp_path)]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found == json.loads((tmp_path / "ab.json").read_text())
-    assert found.keys() >= {"format", "date", "commit", "versions", "host", "options", "cases"}
-    (case,) = found["cases"]
-    assert case["reference"]["flops"]["decode"] > 0
-    assert [result["backend"] for result in case["results"]] == ["torch", "torchax"]
-    for result in case["results"]:
+    assert found.keys() >= {"format", "date", "commit", "versions", "host", "options", "results"}
+    ways = [(result["job"], result["way"]) for result in found["results"]]
+    assert ways == [(kind, way) for kind in Direction for way in ("torch", "torchax")]
+    for result in found["results"]:
         assert result["status"] == "ok", result
-        for kind in Direction:
-            half = result[kind]
-            assert half["check"]["passed"]
-            assert half.keys() >= {
-                "lower_s",
-                "compile_cold_s",
-                "start_cold_s",
-                "start_warm_s",
-                "first_frame_s",
-            }
-            assert len(half["steady"]["all_s"]) == 1
-    assert "| torchax" in (tmp_path / "ab.md").read_text()
+        assert result["check"]["passed"]
+        assert result["flops_per_s"] > 0
+        starts = {"lower_s", "compile_s", "start_cold_s", "start_warm_s", "first_chunk_s"}
+        assert result.keys() >= starts
+        assert len(result["steady"]["all_s"]) == 1
+    assert "| encode | torchax" in (tmp_path / "ab.md").read_text()
     assert (tmp_path / "ab-bars.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_rounds_are_merged_into_cold_warm_median_and_spread():
-    warm = copy.deepcopy(ROUND)
-    warm["encode"] |= {"start_s": 0.7, "steady_s": [5.0, 4.0]}
-    half = merged(rounds=(ROUND, warm))["encode"]
-    assert (half["start_cold_s"], half["start_warm_s"], half["compile_cold_s"]) == (3.0, 0.7, 2.0)
-    assert half["steady"] == {"median_s": 3.0, "min_s": 1.0, "max_s": 5.0, "all_s": [1.0, 3.0, 2.0, 5.0, 4.0]}
-    assert half["frames_per_s"] == 3.0
-    assert half["share_of_peak"] == pytest.approx(1e9 / 3 / 918e12)
-    assert merged(rounds=(ROUND | {"device": "cpu"},))["encode"]["share_of_peak"] is None
+    warm = ROUND | {"whole": times(5.0, 4.0, start=0.7)}
+    found = merged(rounds=(ROUND, warm))
+    assert (found["start_cold_s"], found["start_warm_s"], found["compile_s"]) == (3.0, 0.7, 2.0)
+    assert found["steady"] == measure.spread([1.0, 3.0, 2.0, 5.0, 4.0])
+    assert (found["steady"]["median_s"], found["frames_per_s"]) == (3.0, 3.0)
+    assert found["share_of_peak"] == pytest.approx(1e9 / 3 / 918e12)
+    assert merged(rounds=(ROUND | {"device": "cpu"},))["share_of_peak"] is None
 
 
 def test_what_does_not_fit_or_is_wrong_is_said_and_shows_no_time():
     unfit = {"status": "does not fit", "reason": "RESOURCE_EXHAUSTED"}
-    wrong = copy.deepcopy(ROUND) | {"status": "wrong"}
-    wrong["encode"] = {"check": {"passed": False, "relative_error": 0.3}}
-    text = report.markdown(made_up_report(merged("a", [unfit]), merged("b", [wrong]), merged()))
+    wrong = {"status": "wrong", "check": {"passed": False, "relative_error": 0.3}}
+    text = report.markdown(made_up_report(("a", merged([unfit])), ("b", merged([wrong])), ("c", merged())))
     assert "does not fit: RESOURCE_EXHAUSTED" in text
-    rows = [line for line in text.splitlines() if line.startswith("| b ")]
-    assert ["wrong (relative error 3.0e-01)" in row for row in rows] == [True, False]
+    rows = [line for line in text.splitlines() if "| b " in line]
+    assert ["wrong: relative error 3.0e-01" in row for row in rows] == [True, True]
     assert not any("2 (1 to 3)" in row for row in rows)
+    assert text.count("2 (1 to 3)") == 2
 
 
 def test_memory_that_ran_out_is_told_from_other_failures():
@@ -150,36 +144,57 @@ def test_memory_that_ran_out_is_told_from_other_failures():
     assert worker.failure(RuntimeError("no such op"))["status"] == "failed"
 
 
-def test_a_failing_process_is_a_result_and_not_the_end(tmp_path):
-    task = worker.Task("torch", str(tmp_path / "none"), "float32", 1, 16, 16, 1, 0, "none.npz")
-    found = ab.run_task(task, {}, tmp_path, timeout=0.01)
-    assert found == {"status": "failed", "reason": "not done after 0 s"}
+CRASHES = "import sys; sys.stdin.readline(); sys.stderr.write('Traceback\\nno such op\\n'); {ends}"
 
 
 @pytest.mark.parametrize(
-    ("code", "found"),
+    ("ends", "found"),
     [
-        (3, {"status": "failed", "reason": "exit code 3: no such op"}),
-        (-9, {"status": "does not fit", "reason": "killed, as the system does when host memory runs out"}),
+        ("sys.exit(3)", {"status": "failed", "reason": "exit code 3: no such op"}),
+        (
+            "import os; os.kill(os.getpid(), 9)",
+            {"status": "does not fit", "reason": "killed, as the system does when host memory runs out"},
+        ),
+        ("import time; time.sleep(60)", {"status": "failed", "reason": "not done after 1 s"}),
     ],
 )
-def test_a_process_that_leaves_no_answer_is_a_result_too(tmp_path, monkeypatch, code, found):
-    ended = subprocess.CompletedProcess([], code, "", "Traceback\nno such op\n")
-    monkeypatch.setattr(ab.subprocess, "run", lambda *_, **__: ended)
-    task = worker.Task("torch", str(tmp_path / "none"), "float32", 1, 16, 16, 1, 0, "none.npz")
-    assert ab.run_task(task, {}, tmp_path, timeout=1) == found
+def test_a_process_that_leaves_no_answer_is_a_result_too(tmp_path, monkeypatch, ends, found):
+    monkeypatch.setattr(worker, "COMMAND", (sys.executable, "-S", "-c", CRASHES.format(ends=ends)))
+    asked = worker.Worker(tmp_path, limit=1.0 if "sleep" in ends else 60.0)
+    assert asked.ask("measure", {}, {}) == found
+    assert asked.ask("measure", {}, {}) == found  # of another process
+
+
+ECHOES = """
+import json, os, sys
+for line in sys.stdin:
+    asked = json.loads(line)["request"]
+    found = {"status": asked["status"], "process": os.getpid(), "seen": os.environ.get("SEEN")}
+    print(json.dumps(found), flush=True)
+"""
+
+
+def test_a_process_goes_on_until_something_fails_or_the_environment_changes(tmp_path, monkeypatch):
+    monkeypatch.setattr(worker, "COMMAND", (sys.executable, "-S", "-c", ECHOES))
+    asked = worker.Worker(tmp_path, limit=60.0)
+    wanted = [("ok", "a"), ("ok", "a"), ("failed", "a"), ("ok", "a"), ("ok", "b"), ("ok", "b")]
+    found = [asked.ask("measure", {"status": status}, {"SEEN": seen}) for status, seen in wanted]
+    asked.close()
+    assert [each["seen"] for each in found] == [seen for _, seen in wanted]
+    processes = [each["process"] for each in found]
+    assert [processes.index(each) for each in processes] == [0, 0, 0, 3, 4, 4]
 
 
 def test_an_answer_is_judged_by_the_contract_of_its_dtype():
     import torch
 
     want = torch.ones(2, 3)
-    assert worker.check(want + 5e-6, want, "float32", None)["passed"]
-    assert not worker.check(want + 5e-5, want, "float32", None)["passed"]
-    assert not worker.check(want * float("nan"), want, "float32", None)["passed"]
-    assert worker.check(want + 1.05e-2, want, "bfloat16", 1e-2)["passed"]
-    assert not worker.check(want + 1.2e-2, want, "bfloat16", 1e-2)["passed"]
-    assert not worker.check(want[:1], want, "float32", None)["passed"]
+    assert measure.check(want + 5e-6, want, "float32", 0.0)["passed"]
+    assert not measure.check(want + 5e-5, want, "float32", 0.0)["passed"]
+    assert not measure.check(want * float("nan"), want, "float32", 0.0)["passed"]
+    assert measure.check(want + 1.05e-2, want, "bfloat16", 1e-2)["passed"]
+    assert not measure.check(want + 1.2e-2, want, "bfloat16", 1e-2)["passed"]
+    assert not measure.check(want[:1], want, "float32", 0.0)["passed"]
 
 
 def test_nested_compile_spans_count_once():
@@ -188,10 +203,10 @@ def test_nested_compile_spans_count_once():
 
 
 def test_a_sweep_varies_one_axis_at_a_time():
-    base = ab.Case(9, 64, 96)
+    base = Size("tiny", 9, 64, 96)
     assert ab.sweep(base, []) == [base]
     cases = ab.sweep(base, ["frames=9,17", "size=64x96,128x192"])
-    assert cases == [base, ab.Case(17, 64, 96), ab.Case(9, 128, 192)]
+    assert cases == [base, base._replace(frames=17), base._replace(height=128, width=192)]
 
 
 @pytest.mark.parametrize("axis", ["frames=a", "depth=3", "size=64", "size=60x96", "frames=0"])
@@ -201,11 +216,11 @@ def test_a_bad_sweep_is_one_line(axis, capsys):
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_a_comparison_has_a_row_for_each_backend_that_was_right():
-    wrong = merged("flax") | {"status": "wrong"}
-    table = drawn.measured(made_up_report(merged("torch"), merged("torchax"), wrong))
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[4:]]
-    assert rows == [[name, "1.0e-06", "6", "6", "2", "2"] for name in ("torch", "torchax")]
+def test_a_comparison_is_drawn_over_frames_and_over_size(tmp_path):
+    found = made_up_report(("torch", merged()), ("torchax", merged()), sizes=SIZES)
+    paths = report.draw(found, tmp_path / "ab")
+    assert [path.name for path in paths] == ["ab-bars.png", "ab-frames.png", "ab-size.png"]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
 
 
 def test_compile_times_are_those_of_the_jobs_that_the_table_names():
@@ -224,7 +239,7 @@ def test_docs_are_redrawn_between_their_marks(tmp_path):
     (tmp_path / "results").mkdir()
     (tmp_path / "docs").mkdir()
     marks = {
-        "performance.md": ("measured", "plans", "compile-times"),
+        "performance.md": ("plans", "compile-times"),
         "kernels.md": ("composition",),
         "accuracy.md": ("rounding",),
         "planning.md": ("sample",),
@@ -238,8 +253,6 @@ def test_docs_are_redrawn_between_their_marks(tmp_path):
         {"name": "a", "torch": 1, "4": 1},
     )
     (tmp_path / "results" / "rounding.json").write_text(json.dumps({"rows": rows}))
-    found = made_up_report(merged(), cases=((9, 16, 24), (17, 16, 24), (9, 32, 48)))
-    (tmp_path / "results" / "ab-x.json").write_text(json.dumps(found))
     (tmp_path / "results" / "plan-x.json").write_text(json.dumps(PLAN))
     drawn.redraw(tmp_path / "results", tmp_path / "docs")
     pages = {name: (tmp_path / "docs" / name).read_text() for name in marks}
@@ -249,7 +262,7 @@ def test_docs_are_redrawn_between_their_marks(tmp_path):
         assert text.startswith("before\n")
         assert text.endswith("after\n")
         assert "stale" not in text
-    table = pages["performance.md"].split("between")[1]
+    table = pages["performance.md"].split("between")[0]
     assert "Model 5b, bfloat16, libtpu 0.0.1, jax 0.10:" in table
     row = "decode 9 x 480 x 720 1 v6e torchax 312 262 0.57 5.0"
     assert row.split() in [line.replace("|", " ").split() for line in table.splitlines()]
@@ -257,8 +270,6 @@ def test_docs_are_redrawn_between_their_marks(tmp_path):
     assert row.split() in [line.replace("|", " ").split() for line in pages["kernels.md"].splitlines()]
     assert "| 128 to 3 | 0.50 | 0.75 | 1.25 |\n| a | | | 1.00 |\n" in pages["accuracy.md"]
     assert "  whole video s       0.55\n" in pages["planning.md"]
-    images = sorted(path.name for path in (tmp_path / "docs" / "images").iterdir())
-    assert images == ["ab-x-bars.png", "ab-x-frames.png", "ab-x-size.png"]
-    (tmp_path / "results" / "ab-x.json").write_text(json.dumps(found | {"format": "other/2"}))
+    (tmp_path / "results" / "plan-x.json").write_text(json.dumps(PLAN | {"format": "other/2"}))
     with pytest.raises(ValueError, match="other/2"):
         drawn.redraw(tmp_path / "results", tmp_path / "docs")

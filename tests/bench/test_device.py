@@ -5,6 +5,8 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
+from pathlib import Path
 
 import jax
 import pytest
@@ -12,7 +14,8 @@ import pytest
 import jax_kernels
 from benchmarks import report as drawn
 from cogvideox_torchax import cli
-from cogvideox_torchax.bench import ab, device, ladder, measure, report, worker
+from cogvideox_torchax.bench import device, ladder, measure, report, worker
+from cogvideox_torchax.bench.ladder import Size
 from cogvideox_torchax.cli import doctor
 from cogvideox_torchax.plan import chips
 from jax_kernels.common.tiles import SWITCH
@@ -35,28 +38,28 @@ PART = {
     "min_s": 0.01,
     "max_s": 0.03,
     "runs": 20,
-    "peak_bytes": None,
 }
-GOOD = {"status": "ok", "check": CHECK, "parts": [PART]}
+GOOD = {"status": "ok", "check": CHECK, "parts": [PART], "device_peak_bytes": None}
 
 
 def options(**changed):
     return device.DeviceOptions(**{"small": "none", "jobs": ("kernels",), **changed})
 
 
-def run(monkeypatch, answer, before=None, kept=None, **changed):
-    """Run with calls of `answer(request, environment)` for processes."""
+def run(monkeypatch, answer, before=None, **changed):
+    """Run with calls of `answer(request, environment)` for measurements, and of what they ask for else."""
     started = []
 
-    def in_process(request, scratch, timeout, environment):
-        started.append((request, environment))
-        if request.get("do") == "probe":
+    def ask(self, do, request, environment):
+        started.append((do, environment))
+        if do == "probe":
             return {"status": "ok", **CPU}
-        return json.loads(json.dumps(answer(request.get("request"), environment)))
+        if do == "reference" and changed.get("small") is None:
+            return {"status": "ok", "rms": 0.0}
+        return json.loads(json.dumps(answer(do, request, environment)))
 
-    monkeypatch.setattr(ab, "in_process", in_process)
-    keep = (lambda found: None) if kept is None else lambda found: kept.append(json.dumps(found))
-    return device.run(options(**changed), lambda line: None, keep, before), started
+    monkeypatch.setattr(worker.Worker, "ask", ask)
+    return device.run(options(**changed), lambda line: None, before=before), started
 
 
 def kernels(found):
@@ -68,20 +71,19 @@ def tiny(monkeypatch, tmp_path_factory):
     """Take the smallest of everything; return the directory of its VAE."""
     directory = tmp_path_factory.mktemp("vae")
     reference.small_vae(**reference.THREE_LEVELS).save_pretrained(directory)
-    sizes = {name: ladder.Size("small", 5, 16, 16) for name in ladder.SMALL}
-    monkeypatch.setattr(ladder, "SMALL", sizes | {"vae": ladder.Size("small", 17, 8, 8)})
-    monkeypatch.setattr(measure, "RUNS", 2)
-    monkeypatch.setattr(measure, "FEWEST", 2)
-    monkeypatch.setattr(measure, "WARMUPS", 1)
+    for name, row in ladder.JOBS.items():
+        size = Size("small", 17, 8, 8) if name in ("decode", "encode") else Size("small", 5, 16, 16)
+        size = Size("small", 1, 8, 8) if name == "still" else size
+        monkeypatch.setitem(ladder.JOBS, name, replace(row, small=size))
     return str(directory)
 
 
-def in_this_process(request, environment, monkeypatch):
-    """As a worker answers."""
+def in_this_process(do, request, environment, monkeypatch):
+    """As a worker answers, of two runs."""
+    few = {"warmups": 1, "runs": 2, "fewest": 2} if do == "measure" else {}
     with monkeypatch.context() as patch:
-        for name in (SWITCH,):
-            patch.setenv(name, environment.get(name, "on"))
-        return worker.answer(request)
+        patch.setenv(SWITCH, environment.get(SWITCH, "on"))
+        return json.loads(json.dumps(worker.answer(do, request | few)))
 
 
 BY_ALL = ("torchax", "torchax-stock", "flax", "torch")
@@ -104,15 +106,15 @@ PARTS = {
 @pytest.mark.slow_cases("all")
 def test_a_run_measures_its_jobs_by_the_port_and_its_peers(jobs, tiny, monkeypatch, tmp_path, capsys):
     """One kernel in a process of its own; the other jobs in this one, which has imported everything."""
-    started, alone = [], ab.in_process
+    started, alone = [], worker.Worker.ask
 
-    def in_process(request, scratch, timeout, environment):
-        started.append(request)
-        if request.get("request", {}).get("job") == "kernels group_norm":
-            return alone(request, scratch, timeout, environment)
-        return json.loads(json.dumps(in_this_process(request, environment, monkeypatch)))
+    def ask(self, do, request, environment):
+        started.append(do)
+        if request.get("job") == "kernels group_norm":
+            return alone(self, do, request, environment)
+        return in_this_process(do, request, environment, monkeypatch)
 
-    monkeypatch.setattr(ab, "in_process", in_process)
+    monkeypatch.setattr(worker.Worker, "ask", ask)
     monkeypatch.setattr(ladder, "KERNELS", ("group_norm", "attention"))
     monkeypatch.setattr(cli.common, "DEMO_MODEL", tiny)
     arguments = ["bench", "device", "--jobs", *jobs, "-o", str(tmp_path), "--quiet", "--json"]
@@ -167,22 +169,21 @@ def test_a_broken_kernel_is_named_and_off_for_what_comes_after_it(tiny, monkeypa
     monkeypatch.setattr(jax_kernels, "group_norm", broken("group_norm", how))
     monkeypatch.setattr(ladder, "KERNELS", ("group_norm", "attention"))
 
-    def answer(request, environment):
-        return in_this_process({"do": "measure", "request": request}, environment, monkeypatch)
+    def answer(do, request, environment):
+        return in_this_process(do, request, environment, monkeypatch)
 
     found, started = run(monkeypatch, answer, small=tiny)
     assert kernels(found) == {"group_norm": status, "attention": "ok"}
     assert words in found["switched_off"]["group_norm"]
-    assert [environment.get(SWITCH) for _, environment in started] == [None, None, "off:group_norm"]
+    switches = [environment.get(SWITCH) for do, environment in started if do == "measure"]
+    assert switches == [None, "off:group_norm"]
     assert f"Kernel of group_norm switched off: {found['switched_off']['group_norm']}." in (
-        report.device_markdown(found)
+        report.markdown(found)
     )
 
 
 def test_a_kernel_that_breaks_a_whole_job_is_found_there(monkeypatch):
-    def answer(request, environment):
-        if request is None:
-            return {"status": "ok", "torch_rms": {}}
+    def answer(do, request, environment):
         if "upsample" not in environment.get(SWITCH, ""):
             return {"status": "wrong", "check": {**CHECK, "passed": False}}
         return GOOD
@@ -190,18 +191,18 @@ def test_a_kernel_that_breaks_a_whole_job_is_found_there(monkeypatch):
     found, started = run(monkeypatch, answer, jobs=("decode", "encode"))
     assert [result["status"] for result in found["results"]] == ["ok"] * 8
     assert list(found["switched_off"]) == ["upsample"]
-    switches = [environment.get(SWITCH) for _, environment in started]
-    assert switches[:6] == [None, None, None, "off:norm_conv3d", "off:upsample", "off:upsample"]
-    assert set(switches[5:]) == {"off:upsample"}
+    switches = [environment.get(SWITCH) for do, environment in started if do == "measure"]
+    assert switches[:4] == [None, "off:norm_conv3d", "off:upsample", "off:upsample"]
+    assert set(switches[3:]) == {"off:upsample"}
 
 
 def test_a_job_out_of_memory_falls_to_the_next_smaller(monkeypatch):
-    sizes = ladder.Size("5b", 49, 480, 720), ladder.Size("small", 4, 32, 64)
+    sizes = Size("5b", 49, 480, 720), Size("small", 4, 32, 64)
     monkeypatch.setattr(ladder, "sizes", lambda job, on_cpu: sizes)
     monkeypatch.setattr(ladder, "KERNELS", ("attention",))
 
-    def answer(request, environment):
-        if request["size"]["model"] == "5b":
+    def answer(do, request, environment):
+        if request["size"][0] == "5b":
             return worker.failure(RuntimeError("RESOURCE_EXHAUSTED: out of memory"))
         return GOOD
 
@@ -213,15 +214,17 @@ def test_a_job_out_of_memory_falls_to_the_next_smaller(monkeypatch):
 
 QUICK = """
 import json, sys, time
-request = json.load(open(sys.argv[1]))
-if request["do"] == "probe":
-    found = {probe}
-else:
+for line in sys.stdin:
+    asked = json.loads(line)
     found = {good}
-    if request["request"]["job"].endswith("{hangs}"):
+    if asked["do"] == "probe":
+        found = {probe}
+    if asked["do"] == "reference":
+        found = {{"status": "ok", "rms": 0.0}}
+    elif asked["request"].get("job", "").endswith("{hangs}"):
         open("{marker}", "w").close()
         time.sleep(60)
-json.dump(found, open(sys.argv[2], "w"))
+    print(json.dumps(found), flush=True)
 """
 
 
@@ -231,7 +234,7 @@ def quick(monkeypatch, tmp_path):
     script, marker = tmp_path / "worker.py", tmp_path / "hanging"
     known = {"probe": {"status": "ok", **CPU}, "good": GOOD, "hangs": "attention", "marker": marker}
     script.write_text(QUICK.format(**known))
-    monkeypatch.setattr(ab, "WORKER", (sys.executable, "-S", str(script)))
+    monkeypatch.setattr(worker, "COMMAND", (sys.executable, "-S", str(script)))
     monkeypatch.setattr(ladder, "KERNELS", ("group_norm", "attention", "qk_norm_rope"))
     return marker
 
@@ -245,8 +248,8 @@ def test_a_job_that_hangs_ends_at_the_limit_and_the_rest_goes_on(quick):
 KILLED = """
 import json, sys
 from cogvideox_torchax import cli
-from cogvideox_torchax.bench import ab, ladder
-ab.WORKER = tuple(json.loads(sys.argv[1]))
+from cogvideox_torchax.bench import ladder, worker
+worker.COMMAND = tuple(json.loads(sys.argv[1]))
 ladder.KERNELS = ("group_norm", "attention", "qk_norm_rope")
 cli.main(["bench", "device", "--jobs", "kernels", "--quiet", "-o", sys.argv[2]])
 """
@@ -255,7 +258,7 @@ cli.main(["bench", "device", "--jobs", "kernels", "--quiet", "-o", sys.argv[2]])
 @pytest.mark.usefixtures("torchax_off")
 def test_a_killed_run_goes_on_where_it_was(quick, monkeypatch, tmp_path, capsys):
     output = tmp_path / "out"
-    first = subprocess.Popen([sys.executable, "-c", KILLED, json.dumps(ab.WORKER), str(output)])
+    first = subprocess.Popen([sys.executable, "-c", KILLED, json.dumps(worker.COMMAND), str(output)])
     while not quick.exists():
         assert first.poll() is None
         time.sleep(0.05)
@@ -265,7 +268,7 @@ def test_a_killed_run_goes_on_where_it_was(quick, monkeypatch, tmp_path, capsys)
     assert kernels(kept) == {"group_norm": "ok"}
     kept["results"][0]["check"]["relative_error"] = 0.125  # by which it is known
     (output / "device.json").write_text(json.dumps(kept))
-    monkeypatch.setattr(ab, "WORKER", (*ab.WORKER[:-1], str(without_hanging(ab.WORKER[-1]))))
+    without_hanging(worker.COMMAND[-1])
     assert cli.main(["bench", "device", "--jobs", "kernels", "--quiet", "--json", "-o", str(output)]) == 0
     found = json.loads(capsys.readouterr().out)
     assert kernels(found) == dict.fromkeys(("group_norm", "attention", "qk_norm_rope"), "ok")
@@ -276,11 +279,8 @@ def test_a_killed_run_goes_on_where_it_was(quick, monkeypatch, tmp_path, capsys)
 
 
 def without_hanging(script):
-    from pathlib import Path
-
     path = Path(script)
     path.write_text(path.read_text().replace("time.sleep(60)", "pass"))
-    return path
 
 
 @pytest.mark.usefixtures("torchax_off")
@@ -294,7 +294,10 @@ def without_hanging(script):
     ids=["device", "job", "mesh"],
 )
 def test_what_there_is_not_is_one_line(monkeypatch, arguments, words, capsys):
-    monkeypatch.setattr(ab, "in_process", lambda request, *_: worker.answer(request))
+    def ask(self, do, request, environment):
+        return worker.answer(do, request)
+
+    monkeypatch.setattr(worker.Worker, "ask", ask)
     assert cli.main(["bench", "device", "--quiet", *arguments]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
@@ -306,7 +309,7 @@ def test_without_libtpu_one_line_stands_for_all_estimates(monkeypatch):
     monkeypatch.setattr(chips.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(ladder, "KERNELS", ("group_norm", "attention"))
     found, _ = run(monkeypatch, lambda *_: GOOD)
-    lines = [line for line in report.device_markdown(found).splitlines() if "planned" in line]
+    lines = [line for line in report.markdown(found).splitlines() if "planned" in line]
     assert lines == [f"Not planned: {found['not_planned']}."]
     assert "planning for a TPU needs its compiler" in lines[0]
 
@@ -315,27 +318,33 @@ def test_estimates_stand_beside_what_they_estimate(monkeypatch, tmp_path):
     monkeypatch.setitem(CPU, "kind", "TPU v6 lite")
     monkeypatch.setattr(ladder, "KERNELS", ("group_norm",))
 
-    def answer(request, environment):
-        if "topology" not in request:
+    def answer(do, request, environment):
+        if do != "estimate":
             return GOOD
         assert (request["topology"], environment["JAX_PLATFORMS"]) == ("v6e:1x1", "cpu")
         return {"status": "ok", "seconds": {"group_norm": 0.01}}
 
     found, _ = run(monkeypatch, answer)
-    (row,) = [line for line in report.device_markdown(found).splitlines() if "group_norm" in line]
+    (row,) = [line for line in report.markdown(found).splitlines() if "group_norm" in line]
     cells = [cell.strip() for cell in row.strip("|").split("|")]
     assert cells[2:] == [
-        *("group_norm", "small, 4 x 32 x 64", "1.0e-06", "0.5", "20", "10 to 30", "20", "", "10", "0.50"),
+        *("small, 4 x 32 x 64", "1.0e-06", "group_norm", "0.5", "20", "10 to 30", "20", "", "10", "0.50"),
     ]
     (plot,) = report.draw_device(found, tmp_path / "device.png")
     assert plot.read_bytes().startswith(b"\x89PNG")
     page = tmp_path / "benchmarks.md"
-    page.write_text("<!-- devices: begin -->\nstale\n<!-- devices: end -->")
+    marks = [f"<!-- {name}: begin -->\nstale\n<!-- {name}: end -->\n" for name in ("devices", "measured")]
+    page.write_text("".join(marks))
+    size = Size("small", 17, 32, 48)._asdict()
+    for way, seconds in (("torch", 0.02), ("torchax", 0.01)):
+        part = PART | {"part": "first", "median_s": seconds}
+        found["results"].append({"job": "decode", "way": way, "size": size, **GOOD, "parts": [part]})
     (tmp_path / "devices").mkdir()
     (tmp_path / "devices" / "tpu.json").write_text(json.dumps(found))
     drawn.redraw_devices(tmp_path, page)
-    assert row in (tmp_path / "devices" / "tpu.md").read_text()
+    assert (tmp_path / "devices" / "tpu.md").read_text() == report.markdown(found)
     assert "[tpu](" in page.read_text()
+    assert "| decode | first | 17 x 32 x 48 | 20 | 10 |" in page.read_text()
     assert "stale" not in page.read_text()
 
 
@@ -351,14 +360,51 @@ def test_the_topology_of_real_devices_is_read_off_their_coordinates(kind, coordi
     assert chips.topology_of(kind, coordinates) == topology
 
 
+def measured(job, way, size, tmp_path, **options):
+    """Return the result of a job by itself, of two runs, in this process."""
+    size = [size.model, *size[1:]]
+    request = {"job": job, "size": size, "checked": size, "data": str(tmp_path / "wanted.npy"), **options}
+    answer = worker.answer("reference", request)
+    assert answer["status"] == "ok", answer
+    few = {"warmups": 1, "runs": 2, "fewest": 2}
+    return worker.answer("measure", request | few | {"way": way, "rms": answer["rms"]})
+
+
+@pytest.mark.usefixtures("torchax_off")
+def test_a_stock_chunk_takes_the_cache_that_the_one_before_returned(tiny, tmp_path):
+    """The last cache has other shapes than the first: no chunk may be given an older one again."""
+    found = measured("encode", "torchax-stock", Size(tiny, 25, 8, 8), tmp_path)
+    assert found["status"] == "ok", found
+    assert [part["part"] for part in found["parts"]] == ["first", "later"]
+
+
+@pytest.mark.usefixtures("torchax_off")
+def test_both_channels_of_a_rotated_pair_have_one_angle(tmp_path):
+    found = measured("kernels qk_norm_rope", "torchax", Size("small", 5, 16, 16), tmp_path)
+    assert found["status"] == "ok", found
+
+
+@pytest.mark.usefixtures("torchax_off")
+@pytest.mark.parametrize("way", ["torchax", "flax"])
+def test_bfloat16_is_held_to_the_error_of_pytorch(way, tiny, tmp_path):
+    found = measured("still", way, Size(tiny, 1, 8, 8), tmp_path, dtype="bfloat16")
+    assert found["status"] == "ok", found
+    assert 0 < found["check"]["relative_error"] < 0.1
+
+
+@pytest.mark.usefixtures("torchax_off")
+@pytest.mark.parametrize("job", ["still", "train", "step"])
+@pytest.mark.slow_cases("train", "step")
+def test_a_job_runs_over_a_mesh(job, tiny, tmp_path):
+    size = Size("small", 5, 16, 16) if job == "step" else Size(tiny, 1, 8, 8)
+    found = measured(job, "torchax", size, tmp_path, dp=1, tp=2)
+    assert found["status"] == "ok", found
+
+
 @pytest.mark.parametrize("name", ladder.KERNELS)
 def test_a_kernel_is_compared_at_a_size_at_which_a_tpu_runs_it(name, monkeypatch):
-    size = ladder.CHECKED["kernels"]
     monkeypatch.setenv(SWITCH, "on")
-    request = measure.DeviceTask(job=f"kernels {name}", way="torchax", dtype="bfloat16")
-    _, options = measure._kernel(name, size)
-    (work,) = measure._works(request, size, request.mesh())
-    structs = jax.tree.map(lambda of: jax.ShapeDtypeStruct(of.shape, of.dtype), work.structs())
+    structs, options = measure.op_structs(name, ladder.checked("kernels", on_cpu=False), "bfloat16")
 
     def text(structs=structs, options=options):
         op = getattr(jax_kernels, name)
