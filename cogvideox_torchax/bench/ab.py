@@ -164,5 +164,5 @@ def merge(rounds: list[dict[str, Any]], frames: int, flops: int, dtype: str) -> 
         "flops_per_s": rate,
         "share_of_peak": rate / peak if peak else None,
         "host_peak_bytes": max(result["host_peak_bytes"] or 0 for result in rounds) or None,
-        "device_peak_bytes": max(result["device_peak_bytes"] or 0 for result in rounds) or None,
+        "device_peak_bytes": max(result["parts"][0]["peak_bytes"] or 0 for result in rounds) or None,
     }

@@ -177,14 +177,14 @@ def measure(request: Request) -> dict[str, Any]:
     for part in parts.values() if request.torch_device else ():  # JAX compiled nothing here
         compiled = part["start_s"] if request.way == "torch-compile" else None
         part.update(lower_s=None, compile_s=compiled)
+    peak = _peak_bytes()
     return {
         "check": verdict,
         "device": backends.backend(request.backend).device(),
         "load_s": loaded,
         "whole": parts.pop(WHOLE),
-        "parts": [{"part": name, **part} for name, part in parts.items()],
+        "parts": [{"part": name, **part, "peak_bytes": peak} for name, part in parts.items()],
         "host_peak_bytes": runtime.host_peak_bytes(),
-        "device_peak_bytes": _peak_bytes(),
     }
 
 

@@ -147,7 +147,7 @@ def _device_rows(result: dict[str, Any]) -> list[Row]:
             _seconds(part["median_s"], 1e-3),
             f"{_seconds(part['min_s'], 1e-3)} to {_seconds(part['max_s'], 1e-3)}",
             str(part["runs"]),
-            _megabytes(result["device_peak_bytes"]),
+            _megabytes(part["peak_bytes"]),
             *_estimated(result.get("estimate", {}), part),
         )
         for part in result["parts"]

@@ -24,9 +24,8 @@ ROUND = {
     "device": "TPU v6 lite",
     "load_s": 1.0,
     "whole": times(1.0, 3.0, 2.0),
-    "parts": [{"part": "first", **times(0.5)}, {"part": "later", **times(0.5)}],
+    "parts": [{"part": name, **times(0.5), "peak_bytes": None} for name in ("first", "later")],
     "host_peak_bytes": 5_000_000,
-    "device_peak_bytes": None,
 }
 
 
