@@ -157,7 +157,7 @@ class _Bench:
             self._references = {job: self._ask("reference", request)}
         if self._references[job]["status"] != "ok":
             return self._references[job]
-        request |= {"way": way, "rms": self._references[job]["rms"]}
+        request |= {"way": way, "peer": way in ladder.OTHERS, "rms": self._references[job]["rms"]}
         result = self._ask("measure", request, off)
         if way != "torchax" or result["status"] not in ("failed", "wrong"):
             return result

@@ -29,6 +29,8 @@ class Size(NamedTuple):
 OFF = "torchax, kernels off"
 WAYS = ("torchax", OFF, "torchax-stock", "flax", "torch", "torch-compile")
 """The port, also with XLA doing its kernels' work, and its peers."""
+OTHERS = ("torchax-stock", "torch", "torch-compile")
+"""Peers that are not this project's, which need not keep its contract."""
 KERNELS = (
     *("norm_conv3d", "upsample", "group_norm", "spatial_norm"),
     *("attention", "qk_norm_rope", "adaptive_layer_norm", "linear_gelu", "gated_linear"),
@@ -61,7 +63,6 @@ _CHUNKS = Job(
     Size("5b", 17, 96, 128),
 )
 _NETWORK = Size("small", 9, 64, 96)
-_NOT_FLAX = ("torchax-stock", "torch", "torch-compile")
 JOBS = {
     "kernels": Job(
         Size("small", 4, 32, 64),
@@ -83,9 +84,9 @@ JOBS = {
         (Size("5b", 49, 480, 720), Size("2b", 49, 480, 720), Size("2b", 17, 160, 240)),
         _NETWORK,
         KERNELS[4:],
-        _NOT_FLAX,
+        OTHERS,
     ),
-    "prompt": Job(_NETWORK, (Size("5b", 49, 480, 720),), _NETWORK, KERNELS[4:], _NOT_FLAX),
+    "prompt": Job(_NETWORK, (Size("5b", 49, 480, 720),), _NETWORK, KERNELS[4:], OTHERS),
 }
 
 

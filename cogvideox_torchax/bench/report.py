@@ -78,7 +78,8 @@ def _rows(result: dict[str, Any], rows: Callable[[dict[str, Any]], list[Row]], w
         f"{size['model']}, {size['frames']} x {size['height']} x {size['width']}",
     )
     if result["status"] == "ok":
-        error = f"{result['check']['relative_error']:.1e}"
+        beyond = "" if result["check"]["passed"] else ", beyond the contract"
+        error = f"{result['check']['relative_error']:.1e}{beyond}"
         return [(*about, error, *row) for row in rows(result)]
     found = result.get("reason") or result["check"].get("reason")
     found = found or f"relative error {float(result['check']['relative_error']):.1e}"

@@ -44,6 +44,14 @@ PART = {
 GOOD = {"status": "ok", "check": CHECK, "parts": [PART]}
 
 
+MADE = {
+    **report.about(),
+    "device": CPU,
+    "dtype": "float32",
+    "mesh": {"dp": None, "tp": None},
+}
+
+
 def options(**changed):
     return device.DeviceOptions(**{"small": "none", "jobs": ("kernels",), **changed})
 
@@ -394,6 +402,20 @@ def test_bfloat16_is_held_to_the_error_of_pytorch(way, tiny, tmp_path):
     found = measured("still", way, Size(tiny, 1, 8, 8), tmp_path, dtype="bfloat16")
     assert found["status"] == "ok", found
     assert 0 < found["check"]["relative_error"] < 0.1
+
+
+@pytest.mark.parametrize(
+    ("peer", "error", "status"), [(True, 0.5, "ok"), (True, "nan", "wrong"), (False, 0.5, "wrong")]
+)
+def test_a_peer_beyond_the_contract_is_timed_too(peer, error, status, monkeypatch, tmp_path):
+    verdict = {"passed": False, "relative_error": error, "rms_error": error}
+    monkeypatch.setattr(measure, "check", lambda *_: verdict)
+    size = Size("small", 5, 16, 16)
+    found = measured("kernels linear_gelu", "torchax", size, tmp_path, peer=peer)
+    assert (found["status"], found["check"], "parts" in found) == (status, verdict, status == "ok")
+    result = {"job": "step", "way": "torch", "size": size._asdict(), **found}
+    shown = report.markdown(MADE | {"results": [result]})
+    assert ("5.0e-01, beyond the contract" in shown) == (status == "ok")
 
 
 @pytest.mark.usefixtures("torchax_off")
