@@ -363,7 +363,8 @@ def _network(request: Request, size: Size) -> Run:
         network = Stock(model)
         program = runtime.Program(network)
     if published:
-        weights = jax.tree.map(_array, program.weight_structs())
+        structs, *_ = program.structs(described)
+        weights = jax.tree.map(_array, structs)
     else:
         runtime.put_weights(network)
         weights = program.weights(network)

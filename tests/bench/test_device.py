@@ -18,7 +18,7 @@ from cogvideox_torchax import cli
 from cogvideox_torchax.bench import device, ladder, measure, report, worker
 from cogvideox_torchax.bench.ladder import Size
 from cogvideox_torchax.cli import doctor
-from cogvideox_torchax.plan import chips
+from cogvideox_torchax.plan import chips, networks
 from jax_kernels.common.tiles import SWITCH
 from tests import reference
 
@@ -370,10 +370,10 @@ def test_the_topology_of_real_devices_is_read_off_their_coordinates(kind, coordi
     assert chips.topology_of(kind, coordinates) == topology
 
 
-def measured(job, way, size, tmp_path, **options):
+def measured(job, way, checked, tmp_path, *, size=None, **options):
     """Return the result of a job by itself, of two runs, in this process."""
-    size = [size.model, *size[1:]]
-    request = {"job": job, "size": size, "checked": size, "data": str(tmp_path / "wanted.npy"), **options}
+    request = {"job": job, "checked": checked, "size": size or checked, **options}
+    request |= {"data": str(tmp_path / "wanted.npy")}
     answer = worker.answer("reference", request)
     assert answer["status"] == "ok", answer
     few = {"warmups": 1, "runs": 2, "fewest": 2}
@@ -402,6 +402,17 @@ def test_bfloat16_is_held_to_the_error_of_pytorch(way, tiny, tmp_path):
     found = measured("still", way, Size(tiny, 1, 8, 8), tmp_path, dtype="bfloat16")
     assert found["status"] == "ok", found
     assert 0 < found["check"]["relative_error"] < 0.1
+
+
+@pytest.mark.usefixtures("torchax_off")
+@pytest.mark.parametrize("way", ["torchax", "torchax-stock"])
+def test_a_published_network_is_compared_small_and_measured_large(way, monkeypatch, tmp_path):
+    """A large model has no weights on the host: what is measured are other arrays than those compared."""
+    monkeypatch.setitem(networks.TRANSFORMERS, "large", measure.SMALL_TRANSFORMER | {"num_layers": 1})
+    small, large = Size("small", 5, 16, 16), Size("large", 5, 16, 32)
+    found = measured("step", way, small, tmp_path, size=large)
+    assert found["status"] == "ok", found
+    assert len(found["parts"][0]["all_s"]) == 2
 
 
 @pytest.mark.parametrize(
