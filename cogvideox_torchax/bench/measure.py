@@ -39,7 +39,7 @@ ALLOWED = {
     ("train", "float32"): 1e-4,  # gradients sum what many pixels contribute
     ("kernels", "bfloat16"): tolerances.BFLOAT16_LAYER_RMS_RATIO,
 }
-"""What a job is held to in a dtype, where it is not the contract."""
+"""Bounds of jobs in a dtype other than the contract's."""
 LATENT_FRAMES, LATENT_SIDE = 4, 8
 """Frames, and pixels along each side, of which a latent one is made."""
 WHOLE = "whole"

@@ -17,7 +17,7 @@ Row = tuple[str, ...]
 
 
 def about() -> dict[str, Any]:
-    """When, where and with what a run was made."""
+    """Return the date, the code, the versions and the machine of a run."""
     return {
         "version": __version__,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
