@@ -39,7 +39,7 @@ KERNELS = (
 
 
 @dataclass(frozen=True)
-class Job:
+class JobRow:
     """A row of the table of jobs.
 
     Attributes:
@@ -57,14 +57,14 @@ class Job:
     peers: tuple[str, ...] = WAYS[2:]
 
 
-_CHUNKS = Job(
+_CHUNKS = JobRow(
     Size("small", 17, 32, 48),
     (Size("5b", 17, 480, 720), Size("5b", 17, 320, 480), Size("5b", 17, 160, 240)),
     Size("5b", 17, 96, 128),
 )
 _NETWORK = Size("small", 9, 64, 96)
 JOBS = {
-    "kernels": Job(
+    "kernels": JobRow(
         Size("small", 4, 32, 64),
         (Size("5b", 49, 480, 720), Size("5b", 17, 160, 240)),
         Size("small", 4, 128, 256),  # large enough for every kernel to be used
@@ -72,25 +72,25 @@ JOBS = {
     ),
     "decode": _CHUNKS,
     "encode": _CHUNKS,
-    "still": Job(Size("small", 1, 32, 48), (Size("5b", 1, 480, 720),), Size("5b", 1, 96, 128)),
-    "train": Job(
+    "still": JobRow(Size("small", 1, 32, 48), (Size("5b", 1, 480, 720),), Size("5b", 1, 96, 128)),
+    "train": JobRow(
         Size("small", 5, 32, 32),
         (Size("5b", 9, 256, 256), Size("5b", 1, 64, 64)),
         Size("5b", 1, 64, 64),
         peers=("torch", "torch-compile"),
     ),
-    "step": Job(
+    "step": JobRow(
         _NETWORK,
         (Size("5b", 49, 480, 720), Size("2b", 49, 480, 720), Size("2b", 17, 160, 240)),
         _NETWORK,
         KERNELS[4:],
         OTHERS,
     ),
-    "prompt": Job(_NETWORK, (Size("5b", 49, 480, 720),), _NETWORK, KERNELS[4:], OTHERS),
+    "prompt": JobRow(_NETWORK, (Size("5b", 49, 480, 720),), _NETWORK, KERNELS[4:], OTHERS),
 }
 
 
-def row(job: str) -> Job:
+def row(job: str) -> JobRow:
     """Return the row of a job; that of all kernels for "kernels OP"."""
     return JOBS[job.partition(" ")[0]]
 
