@@ -68,7 +68,7 @@ Run = Callable[[], Iterator[tuple[str, Any]]]
 
 
 @dataclass(frozen=True)
-class Request:
+class Task:
     """Request to a process.
 
     Attributes:
@@ -125,7 +125,7 @@ class Request:
         return make_mesh(self.dp or 1, self.tp if several else 1, devices=devices)
 
 
-def probe(request: Request) -> dict[str, Any]:
+def probe(request: Task) -> dict[str, Any]:
     """Describe the devices, and PyTorch's beside them; `ValueError` for a mesh that does not fit."""
     used = request.mesh().devices.reshape(-1).tolist()
     platform = used[0].platform
@@ -141,7 +141,7 @@ def probe(request: Request) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def reference(request: Request) -> dict[str, Any]:
+def reference(request: Task) -> dict[str, Any]:
     """Write what a job gives in float32 on the host; return its FLOPs, and the error in the job's dtype."""
     size, own = Size(*request.checked), replace(request, way="")
     exact = replace(own, dtype="float32")
@@ -153,7 +153,7 @@ def reference(request: Request) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def measure(request: Request) -> dict[str, Any]:
+def measure(request: Task) -> dict[str, Any]:
     """Compare a job with the reference, then measure it where it is right."""
     checked, size = Size(*request.checked), Size(*request.size)
     start = time.perf_counter()
@@ -254,7 +254,7 @@ def _flat(results: list[Any]) -> torch.Tensor:
 # Jobs
 
 
-def _begun(request: Request, size: Size) -> Run:
+def _begun(request: Task, size: Size) -> Run:
     """Return a job, loaded, which each call runs once."""
     families = {"kernels": _op, "train": _training_step, "step": _network, "prompt": _network}
     return families.get(request.job.partition(" ")[0], _chunks)(request, size)
@@ -273,7 +273,7 @@ def _seeded() -> Callable[..., torch.Tensor]:
     return draw
 
 
-def _backend(request: Request, size: Size, *kinds: Direction) -> tuple[Any, list[torch.Tensor]]:
+def _backend(request: Task, size: Size, *kinds: Direction) -> tuple[Any, list[torch.Tensor]]:
     """Return a VAE on its backend, and what its directions take; published configs get random weights."""
     dtype, device = request.torch_dtype, request.torch_device
     torch.manual_seed(0)
@@ -293,14 +293,14 @@ def _backend(request: Request, size: Size, *kinds: Direction) -> tuple[Any, list
     return backend, inputs
 
 
-def _chunks(request: Request, size: Size) -> Run:
+def _chunks(request: Task, size: Size) -> Run:
     kind = request.kind
     backend, (x,) = _backend(request, size, kind)
     names = "first", *["later"] * size.frames
     return lambda: zip(names, backend.chunks(kind, x), strict=False)
 
 
-def _training_step(request: Request, size: Size) -> Run:
+def _training_step(request: Task, size: Size) -> Run:
     """Take the gradients of half the sum of the squares of all results, blocks computed anew."""
     backend, inputs = _backend(request, size, *Direction)
     vae = backend.vae.train()
@@ -331,7 +331,7 @@ class Stock(nn.Module):
         return self.model(**tensors, return_dict=False)[0], cache
 
 
-def _network(request: Request, size: Size) -> Run:
+def _network(request: Task, size: Size) -> Run:
     """Run the transformer or the text encoder; a published one has random numbers for weights."""
     dtype, published = request.torch_dtype, size.model in networks.TRANSFORMERS
     device = request.torch_device or ("meta" if published else "cpu")
@@ -391,7 +391,7 @@ def _latents(size: Size) -> dict[str, int]:
 # Kernels
 
 
-def _op(request: Request, size: Size) -> Run:
+def _op(request: Task, size: Size) -> Run:
     """Run an op, or its plain reference on the host."""
     name = request.job.removeprefix("kernels ")
     structs, options = op_structs(name, size, runtime.jax_dtype(request.torch_dtype))
@@ -455,7 +455,7 @@ def op_structs(name: str, size: Size, dtype: Any) -> tuple[Any, dict[str, Any]]:
 # Planned
 
 
-def estimate(request: Request) -> dict[str, Any]:
+def estimate(request: Task) -> dict[str, Any]:
     """Return the seconds that `plan` estimates for each part of a job, on a machine without the device."""
     size, dtype = Size(*request.size), request.torch_dtype
     devices = chips.topology_devices(request.topology)
@@ -474,7 +474,7 @@ def estimate(request: Request) -> dict[str, Any]:
     return {"seconds": {request.job: networks.network_table(plan, chip).get("with_collectives_s")}}
 
 
-def _works(request: Request, size: Size, mesh: Any) -> Iterable[Work]:
+def _works(request: Task, size: Size, mesh: Any) -> Iterable[Work]:
     """Return the programs of a job over a mesh of a topology's devices."""
     if request.job.startswith("kernels "):
         name = request.job.removeprefix("kernels ")

@@ -80,7 +80,7 @@ def answer(do: str, request: dict[str, Any]) -> dict[str, Any]:
     try:
         from cogvideox_torchax.bench import measure
 
-        return {"status": "ok"} | getattr(measure, do)(measure.Request(**request))
+        return {"status": "ok"} | getattr(measure, do)(measure.Task(**request))
     except Exception as error:
         return failure(error)
 
