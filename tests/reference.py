@@ -1,6 +1,7 @@
 """Builds small diffusers references and their inputs."""
 
 import contextlib
+import copy
 import itertools
 
 import numpy as np
@@ -45,6 +46,13 @@ def on_jax(vae):
     port(vae)
     enable()
     return vae.to("jax")
+
+
+def built(name, stock):
+    """Return a build of the VAE, "torchax" or "flax", with stock diffusers' weights, on JAX."""
+    from cogvideox_torchax.flax import FlaxVAEForPipelines
+
+    return FlaxVAEForPipelines.from_diffusers(stock) if name == "flax" else on_jax(copy.deepcopy(stock))
 
 
 def program_of(vae, kind):

@@ -4,7 +4,6 @@ import jax
 import pytest
 
 from cogvideox_torchax import make_mesh, runtime
-from cogvideox_torchax.flax import FlaxVAEForPipelines
 from cogvideox_torchax.runtime.bridge import import_torchax
 from cogvideox_torchax.vae.tolerances import FLOAT32_RELATIVE
 from cogvideox_torchax.vae.torchax.modules import SiLU
@@ -26,17 +25,12 @@ def parts():
         yield found
 
 
-def build(name):
-    stock = reference.small_vae(**reference.THREE_LEVELS)
-    return FlaxVAEForPipelines.from_diffusers(stock) if name == "flax" else reference.on_jax(stock)
-
-
 @pytest.mark.parametrize("name", ["torchax", "flax"])
 @pytest.mark.parametrize("frames", [1, 5])
 @pytest.mark.slow_cases(but=["5-torchax"])
 def test_decoding(name, frames, stock, parts):
     z = reference.latents(frames, batch=2)
-    got = build(name).decode(runtime.to_jax(z)).sample
+    got = reference.built(name, stock).decode(runtime.to_jax(z)).sample
     error = reference.largest_error(runtime.to_torch(got), reference.decoded(stock, z))
     assert error <= FLOAT32_RELATIVE
     assert parts
@@ -47,7 +41,7 @@ def test_decoding(name, frames, stock, parts):
 @pytest.mark.slow_cases(but=["13-flax"])
 def test_encoding(name, frames, stock, parts):
     x = reference.video(frames, height=12, width=20)
-    got = build(name).encode(runtime.to_jax(x)).latent_dist.parameters
+    got = reference.built(name, stock).encode(runtime.to_jax(x)).latent_dist.parameters
     error = reference.largest_error(runtime.to_torch(got), reference.encoded(stock, x))
     assert error <= FLOAT32_RELATIVE
     assert parts
@@ -63,7 +57,7 @@ def test_silu_is_cut_along_the_frames():
 @pytest.mark.slow
 def test_decoding_over_a_mesh_whose_shards_are_padded(stock, parts):
     z = reference.latents(5, width=12)
-    vae = build("torchax")
+    vae = reference.built("torchax", stock)
     vae.place_on(make_mesh(1, 8))
     got = vae.decode(runtime.to_jax(z)).sample
     error = reference.largest_error(runtime.to_torch(got), reference.decoded(stock, z))

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from cogvideox_torchax import make_mesh, runtime
-from cogvideox_torchax.flax import FlaxVAEForPipelines
 from cogvideox_torchax.vae.tolerances import BFLOAT16_RMS_RATIO, rms_error
 from tests import reference
 
@@ -15,8 +14,7 @@ LARGE = {"lanes": 8, "large": 8 * 24}
 
 
 def build(name, stock):
-    stock = copy.deepcopy(stock).bfloat16()
-    return reference.on_jax(stock) if name == "torchax" else FlaxVAEForPipelines.from_diffusers(stock)
+    return reference.built(name, copy.deepcopy(stock).bfloat16())
 
 
 def check(got, want, in_torch):

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from cogvideox_torchax import runtime
-from cogvideox_torchax.flax import FlaxVAEForPipelines
 from cogvideox_torchax.vae import chunks
 from cogvideox_torchax.vae.tolerances import BFLOAT16_RMS_RATIO, FLOAT32_RELATIVE, relative_error, rms_error
 from tests import reference
@@ -77,10 +76,6 @@ def test_batches_and_odd_sizes_equal_diffusers(small_vae, backend, frames, batch
     assert relative_error(run_encode(backend, x), reference.encoded(small_vae, x)) < FLOAT32_RELATIVE
 
 
-def build(name, stock):
-    return FlaxVAEForPipelines.from_diffusers(stock) if name == "flax" else reference.on_jax(stock)
-
-
 DEPTHS = {
     "full depth": ({"layers_per_block": 3}, 16),
     "quant convolutions": ({"use_quant_conv": True, "use_post_quant_conv": True, "latent_channels": 3}, 3),
@@ -94,7 +89,7 @@ def test_other_configs_equal_diffusers(name, options, channels):
     stock = reference.small_vae(**options)
     z, x = reference.latents(3, channels=channels), reference.video(9)
     want = stock.decode(z).sample, stock.encode(x).latent_dist.parameters
-    vae = build(name, stock)
+    vae = reference.built(name, stock)
     assert relative_error(run_decode(vae, z), want[0]) < FLOAT32_RELATIVE
     assert relative_error(run_encode(vae, x), want[1]) < FLOAT32_RELATIVE
 
@@ -108,7 +103,7 @@ def test_bfloat16_is_as_near_to_float32_as_pytorch(small_vae, name, frames):
     stock = copy.deepcopy(small_vae).to(torch.bfloat16)
     z, x = z.bfloat16(), x.bfloat16()
     torchs = stock.decode(z).sample, stock.encode(x).latent_dist.parameters
-    vae = build(name, stock)
+    vae = reference.built(name, stock)
     got = run_decode(vae, z), run_encode(vae, x)
     for ours, pytorchs, exact in zip(got, torchs, want, strict=True):
         assert ours.dtype == torch.bfloat16
