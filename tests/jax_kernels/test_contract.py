@@ -180,9 +180,9 @@ CASES = {
         on_a_tpu={"tile": 2},
     ),
     "norm_conv3d, a plain norm at the start": Case(
-        # To four of a TPU's tiles, in two turns: rows share their weights there.
+        # Two chunks in two turns; of four blocks of rows the first two only fill the memory.
         *NORMED,
-        (X, None, V, V, (3, 3, 3, 16, 64), (64,)),
+        ((1, 4, 8, 64, 16), None, V, V, (3, 3, 3, 16, 64), (64,)),
         GROUPS,
         on_a_tpu={"tile": 2},
     ),
