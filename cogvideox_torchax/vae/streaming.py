@@ -227,7 +227,7 @@ class ChunkedVAE:
 
 def frames_of_chunks(vae: Any, direction: Direction, x: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield the chunks (N, C, t, H, W) of a video or of latents."""
-    for chunk in direction.chunks(vae, x.shape[2]):
+    for chunk in Direction(direction).chunks(vae, x.shape[2]):  # of a name, too
         yield runtime.take(x, 2, chunk.start, chunk.length)
 
 
