@@ -71,20 +71,26 @@ def _frames(pipe: Any) -> torch.Tensor:
     return runtime.to_torch(result.frames).float()
 
 
-def _estimate(name: str, skipped: int) -> float:
-    """Return the seconds that `plan` estimates with a cache; FirstBlockCache decides as it runs."""
+def _estimate(name: str, skipped: int) -> str:
+    """Return the seconds that `plan` estimates with a cache, or nothing if there is no plan.
+
+    FirstBlockCache decides as it runs: its plan tells what each kind of step takes.
+    """
     cache = name.partition(":")[0]
-    plan = load(RESULT.parent / f"cached-{cache}.json", PLAN_FORMAT)["summary"]
+    file = RESULT.parent / f"cached-{cache}.json"
+    if not file.exists():
+        return ""
+    plan = load(file, PLAN_FORMAT)["summary"]
     if cache != "first-block":
-        return plan["all_steps_s"]
-    return (STEPS - skipped) * plan["with_collectives_s"] + skipped * plan["skipping_step_1_s"]
+        return f"{plan['all_steps_s']:.1f}"
+    return f"{(STEPS - skipped) * plan['with_collectives_s'] + skipped * plan['skipping_step_1_s']:.1f}"
 
 
 def draw() -> None:
     """Fill the table of the page."""
     rows = load(RESULT, FORMAT)["rows"].items()
     cells = [
-        (f"`{name}`", f"{one:.2f}", f"{eight:.2f}", f"{_estimate(name, n):.1f}", str(n), f"{psnr:.1f}")
+        (f"`{name}`", f"{one:.2f}", f"{eight:.2f}", _estimate(name, n), str(n), f"{psnr:.1f}")
         for name, (one, eight, n, psnr) in rows
     ]
     fill(PAGE, "caches", table(HEAD, cells))
