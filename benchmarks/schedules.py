@@ -1,7 +1,7 @@
 """Final schedules of kernels by themselves, compiled for TPUs that are not there: tables of docs/kernels.md.
 
-    python benchmarks/schedules.py          # two minutes
-    python benchmarks/schedules.py draw
+    PYTHONPATH=. python benchmarks/schedules.py          # two minutes
+    PYTHONPATH=. python benchmarks/schedules.py draw
 
 Floor: FLOPs, of a convolution by its direct form, over the chip's peak. Bytes: operands and results over the
 bandwidth. Cycles of attention are for 1024 x 1024 scores of a head, the second pass not taken.
@@ -18,7 +18,8 @@ import jax
 import jax.numpy as jnp
 
 import jax_kernels
-from cogvideox_torchax.files.reports import fill, load, table, write_json
+from benchmarks.pages import fill
+from cogvideox_torchax.files.reports import load, table, write_json
 from cogvideox_torchax.plan.chips import CHIPS, topology_devices
 from cogvideox_torchax.plan.programs import Work, compile_program
 from cogvideox_torchax.versions import versions

@@ -1,8 +1,7 @@
 """Cost of a width-sharded chunk program per device, from its compiled form: work, memory, communication.
 
-    python benchmarks/sharding.py --sizes 60x90 96x170 -o benchmarks/results/sharding.json
-
-    python benchmarks/sharding.py --table -o benchmarks/results/sharding.json  # prints the table
+    PYTHONPATH=. python benchmarks/sharding.py
+    PYTHONPATH=. python benchmarks/sharding.py --draw      # the table of docs/architecture.md
 
 Compiles the steady-state chunk of the published model's widths (bfloat16) for one device and for a mesh of
 dp=1, tp=8, on eight CPU devices that are really one machine; nothing is run, and no weights are made.
@@ -27,6 +26,7 @@ from benchmarks.pages import fill
 from cogvideox_torchax import AutoencoderKLCogVideoX, make_mesh, port
 from cogvideox_torchax.files import reports
 from cogvideox_torchax.plan.report import compile_last_chunk, report
+from cogvideox_torchax.vae.directions import DECODE, Direction
 
 MIB = 2**20
 PAGE = Path("docs/architecture.md")
@@ -40,9 +40,9 @@ def published_vae() -> AutoencoderKLCogVideoX:
         ).to(torch.bfloat16)
 
 
-def measure(single, sharded, kind: str, height: int, width: int) -> dict:
+def measure(single, sharded, kind: Direction, height: int, width: int) -> dict:
     """One program, on one device and on the mesh."""
-    shape = (1, 16, 5, height, width) if kind == "decode" else (1, 3, 17, 8 * height, 8 * width)
+    shape = (1, 16, 5, height, width) if kind is DECODE else (1, 3, 17, 8 * height, 8 * width)
     started = time.perf_counter()
     _, alone = compile_last_chunk(single, shape, kind=kind)
     halfway = time.perf_counter()
@@ -92,7 +92,6 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--sizes", nargs="+", default=["60x90", "96x170"], help="latents, height x width")
-    parser.add_argument("--kinds", nargs="+", default=["decode", "encode"])
     parser.add_argument("-o", "--output", type=Path, default=Path("benchmarks/results/sharding.json"))
     parser.add_argument("--draw", action="store_true", help="from the results that there are")
     args = parser.parse_args()
@@ -102,7 +101,7 @@ def main() -> None:
     single, sharded = published_vae(), port(published_vae(), mesh=make_mesh(dp=1, tp=8))
     results = []
     for size in args.sizes:
-        for kind in args.kinds:
+        for kind in Direction:
             results.append(measure(single, sharded, kind, *map(int, size.split("x"))))
             print({key: value for key, value in results[-1].items() if key != "layers"}, flush=True)
             about = {

@@ -27,6 +27,7 @@ from cogvideox_torchax.train import clips
 from cogvideox_torchax.train.report import curves, draw
 from cogvideox_torchax.train.run import LOSSES, VALIDATION
 from cogvideox_torchax.vae import chunks
+from cogvideox_torchax.vae.directions import DECODE, ENCODE
 from cogvideox_torchax.vae.pixels import from_uint8, to_uint8
 from cogvideox_torchax.vae.quality import ssim
 from cogvideox_torchax.vae.tolerances import psnr
@@ -58,8 +59,8 @@ def frames_of(name: str, count: int) -> torch.Tensor:
 
 
 def reconstructed(backend: backends.Backend, source: torch.Tensor) -> torch.Tensor:
-    moments = backend.run("encode", from_uint8(source, "float32"))
-    return to_uint8(backend.run("decode", moments.chunk(2, 1)[0]))
+    moments = backend.run(ENCODE, from_uint8(source, "float32"))
+    return to_uint8(backend.run(DECODE, moments.chunk(2, 1)[0]))
 
 
 def measure(source: torch.Tensor, got: torch.Tensor) -> dict[str, Any]:

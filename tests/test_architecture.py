@@ -37,6 +37,11 @@ LEVELS = (
 )
 """A part imports parts of the levels above its own in this list, and no other: so there is no circle."""
 
+PROJECT = {"benchmarks", "tests", *PACKAGES}
+SCRIPTS = sorted(
+    path for part in ("benchmarks", "examples", "scripts") for path in (ROOT / part).glob("*.py")
+)
+
 OWNERS = {
     "torchax": ("cogvideox_torchax.runtime",),
     "flax": ("cogvideox_torchax.vae.nnx", "cogvideox_torchax.backends.flax"),
@@ -288,3 +293,12 @@ def test_every_public_name_imports(package, name):
 def test_every_public_name_is_in_the_reference(package, name):
     page = ROOT / "docs" / "reference" / f"{package.removeprefix('cogvideox_torchax.')}.md"
     assert re.search(rf"^::: \S+\.{name}$", page.read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+def test_a_script_finds_the_names_that_it_imports(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in PROJECT:
+            module = importlib.import_module(str(node.module))
+            for name in node.names:
+                assert hasattr(module, name.name) or importlib.import_module(f"{node.module}.{name.name}")
