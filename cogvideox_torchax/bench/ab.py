@@ -24,18 +24,27 @@ from cogvideox_torchax.vae.sizes import check_sides, parse_size
 FORMAT = "cogvideox-torchax-bench-ab/2"
 DEFAULT_BACKENDS = ("torch", "torchax-stock", "torchax")
 LIMIT = 3600.0
-"""Seconds that one backend may take for one half."""
+"""Seconds that a worker may take for one request: one backend, encoding or decoding."""
 
 
 def peak_flops(device: str, dtype: str) -> float | None:
-    """FLOP/s that the maker states for one device; None where none is stated for the dtype."""
+    """Return the FLOP/s that a device's maker states; None for another device or dtype than bfloat16."""
     generation = DEVICE_KINDS.get(device)
     return CHIPS[generation].flops if generation and dtype == "bfloat16" else None
 
 
 @dataclass(frozen=True)
 class Options:
-    """Options that all processes share."""
+    """Options that all processes share.
+
+    Attributes:
+        model: its name or directory.
+        backends: their names.
+        dtype: of weights and activations.
+        repetitions: measured runs in each process.
+        warmups: runs before the measured ones.
+        rounds: processes for each backend.
+    """
 
     model: str
     backends: tuple[str, ...] = DEFAULT_BACKENDS
@@ -46,7 +55,11 @@ class Options:
 
 
 def sweep(base: Size, axes: list[str]) -> list[Size]:
-    """Return the sizes of `frames=9,17` or `size=64x96,128x192`, each varied from the base, or the base.
+    """Return the sizes to measure: the base alone, or the base with each value of each axis.
+
+    Args:
+        base: the size where nothing else is asked for.
+        axes: texts such as `frames=9,17` and `size=64x96,128x192`.
 
     Raises:
         ValueError: another axis, or a value that is no number and no size.
@@ -54,14 +67,15 @@ def sweep(base: Size, axes: list[str]) -> list[Size]:
     check_sides("a video", base.height, base.width, multiple=8)
     if base.frames < 1:
         raise ValueError(f"got a video of {base.video}: at least one frame is needed")
-    found = [] if axes else [base]
+    sizes = [] if axes else [base]
     for axis in axes:
         name, _, values = axis.partition("=")
-        found += [_varied(base, name, value) for value in values.split(",")]
-    return list(dict.fromkeys(found))
+        sizes += [_varied(base, name, value) for value in values.split(",")]
+    return list(dict.fromkeys(sizes))
 
 
 def _varied(base: Size, name: str, value: str) -> Size:
+    """Return the base with one value of an axis of `--sweep`, "frames" or "size"."""
     if name == "frames" and value.isdigit() and int(value):
         return base._replace(frames=int(value))
     if name == "size":
@@ -76,16 +90,20 @@ def run(
     say: Callable[[str], None],
     keep: Callable[[dict[str, Any]], None] = lambda report: None,
 ) -> dict[str, Any]:
-    """Measure every backend at every size; failures and misfits are reported, and the rest continues.
+    """Measure every backend at every size; a failure or a wrong answer is reported, and the rest continues.
 
     Args:
         options: what is the same in every process.
-        sizes: of the model's name or directory, each.
+        sizes: the videos, each with the model's name or directory.
         say: gets a line for each process that starts.
-        keep: gets the report after each size, so that a long run that is stopped leaves what it found.
+        keep: gets the report after each size, so that a long run that is stopped leaves its results.
+
+    Returns:
+        The report: settings, versions, and in "results" a result of `merge` for each size, direction ("job")
+        and backend ("way").
     """
     for name in options.backends:
-        backends.backend(name)  # before the work, not after it
+        backends.backend(name)  # raises before the work, not after it
     # A result is read on other machines: the model by name, no path of this one.
     model = Path(options.model).expanduser().resolve().name
     report = {"format": FORMAT, **about(), "model_name": model, "options": asdict(options) | {"model": model}}
@@ -93,8 +111,8 @@ def run(
     for size in sizes:
         with tempfile.TemporaryDirectory() as scratch:
             report["results"] += [
-                {"job": job, "way": way, "size": size._replace(model=model)._asdict(), **found}
-                for (job, way), found in _measured(options, size, Path(scratch), say).items()
+                {"job": job, "way": way, "size": size._replace(model=model)._asdict(), **result}
+                for (job, way), result in _measured(options, size, Path(scratch), say).items()
             ]
         keep(report)
     return report
@@ -103,20 +121,24 @@ def run(
 def _measured(
     options: Options, size: Size, scratch: Path, say: Callable[[str], None]
 ) -> dict[tuple[str, str], dict[str, Any]]:
-    """Return the result of each half by each backend."""
+    """Return the result of each direction and backend at one size, by both names.
+
+    PyTorch in float32 computes a direction's reference once, in the worker. Then a round gives each backend
+    a process of its own, which runs both directions; one in which the backend failed is not run again.
+    """
     worker = Worker(scratch, LIMIT)
     requests: dict[Direction, dict[str, Any]] = {}
-    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    rounds_of: dict[tuple[str, str], list[dict[str, Any]]] = {}
     flops = {}
-    for kind in Direction:
-        say(f"{size.video}: {kind}: reference")
-        request = {"job": kind, "size": size, "checked": size, "dtype": options.dtype}
-        request |= {"data": str(scratch / f"{kind}.npy"), "warmups": options.warmups}
+    for direction in Direction:
+        say(f"{size.video}: {direction}: reference")
+        request = {"job": direction, "size": size, "checked": size, "dtype": options.dtype}
+        request |= {"data": str(scratch / f"{direction}.npy"), "warmups": options.warmups}
         answer = worker.ask("reference", request, {})
-        requests[kind] = request | {"runs": options.repetitions, "fewest": options.repetitions}
-        requests[kind]["rms"], flops[kind] = answer.get("rms"), answer.get("flops")
+        requests[direction] = request | {"runs": options.repetitions, "fewest": options.repetitions}
+        requests[direction]["rms"], flops[direction] = answer.get("rms"), answer.get("flops")
         rounds = [] if answer["status"] == "ok" else [answer]
-        found |= {(kind, way): list(rounds) for way in options.backends}
+        rounds_of |= {(direction, way): list(rounds) for way in options.backends}
     for number in range(options.rounds):
         for way in options.backends:
             worker.close()
@@ -126,27 +148,34 @@ def _measured(
                 "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
                 "TORCHINDUCTOR_CACHE_DIR": str(scratch / "inductor"),
             }
-            for kind in Direction:
-                rounds = found[kind, way]
+            for direction in Direction:
+                rounds = rounds_of[direction, way]
                 if rounds and rounds[-1]["status"] != "ok":
                     continue
-                say(f"{size.video}: round {number + 1} of {options.rounds}: {kind}, {way}")
-                rounds.append(worker.ask("measure", requests[kind] | {"way": way}, cache))
+                say(f"{size.video}: round {number + 1} of {options.rounds}: {direction}, {way}")
+                rounds.append(worker.ask("measure", requests[direction] | {"way": way}, cache))
                 if rounds[-1]["status"] != "ok":
                     reason = rounds[-1].get("reason", "an answer misses its tolerance")
-                    say(f"{size.video}: {kind}, {way}: {rounds[-1]['status']}: {reason}")
+                    say(f"{size.video}: {direction}, {way}: {rounds[-1]['status']}: {reason}")
     worker.close()
     return {
-        (kind, way): merge(rounds, size.frames, flops[kind], options.dtype)
-        for (kind, way), rounds in found.items()
+        (direction, way): merge(rounds, size.frames, flops[direction], options.dtype)
+        for (direction, way), rounds in rounds_of.items()
     }
 
 
 def merge(rounds: list[dict[str, Any]], frames: int, flops: int, dtype: str) -> dict[str, Any]:
-    """Merge one backend's rounds into one result: the first is the cold start, the later ones warm starts."""
-    bad = next((result for result in rounds if result["status"] != "ok"), None)
-    if bad is not None:
-        return bad
+    """Merge one backend's rounds into one result: the first is the cold start, the later ones warm starts.
+
+    Args:
+        rounds: answers of `measure.measure`, in order; the first that failed is the result.
+        frames: of the video.
+        flops: floating-point operations of a run.
+        dtype: for the peak to compare with.
+    """
+    failure = next((result for result in rounds if result["status"] != "ok"), None)
+    if failure is not None:
+        return failure
     first, whole = rounds[0], [result["whole"] for result in rounds]
     steady = spread([seconds for each in whole for seconds in each["all_s"]])
     chunks = [seconds for result in rounds for seconds in result["parts"][0]["all_s"]]

@@ -106,7 +106,14 @@ class _Bench:
         self._platforms = {"JAX_PLATFORMS": platforms} if platforms else {}
 
     def begin(self, before: dict[str, Any] | None) -> dict[str, Any]:
-        """Return the report so far, of the devices that there are."""
+        """Ask the worker for the devices; return the report to add results to.
+
+        Args:
+            before: the report of a run that was ended, which is resumed; None for a new report.
+
+        Raises:
+            ValueError: no such device or mesh, or `before` is of other settings.
+        """
         device = self._ask("probe", {})
         if device.pop("status") != "ok":
             raise ValueError(device["reason"].removeprefix("ValueError: "))
@@ -137,7 +144,7 @@ class _Bench:
         return self._report["device"]["platform"] == "cpu"
 
     def measured(self, job: str, way: str) -> dict[str, Any]:
-        """Return the result of a job, at the largest size that fits."""
+        """Return the result of a job in one way of `ladder.WAYS`, at the largest size that fits."""
         result: dict[str, Any] = {}
         for size in ladder.sizes(job, self._on_cpu):
             self._say(f"{job}, {way}: {size.name}")
@@ -149,7 +156,11 @@ class _Bench:
         return result
 
     def _attempt(self, job: str, way: str, size: ladder.Size) -> dict[str, Any]:
-        """Return a job's result; where a kernel is to blame, without it, as all later ones then are."""
+        """Return a job's result at one size; where the port fails, switch off the kernel that is to blame.
+
+        A job of one kernel blames that one. Any other job that did not hang is run again without each kernel
+        in turn, until it passes. A kernel to blame stays off for all later jobs; the report says why.
+        """
         off = self._report["switched_off"]
         request = {"job": job, "size": size, "checked": ladder.checked(job, self._on_cpu)}
         request |= {"data": str(self._scratch / "wanted.npy"), "platform": self._report["device"]["platform"]}
@@ -168,14 +179,17 @@ class _Bench:
         elif "not done after" not in reason:  # each try could hang as long
             for name in kernels:
                 self._say(f"{job}, {way}: without the kernel of {name}")
-                again = self._ask("measure", request, [*off, name])
-                if again["status"] == "ok":
+                retried = self._ask("measure", request, [*off, name])
+                if retried["status"] == "ok":
                     off[name] = reason
-                    return again
+                    return retried
         return result
 
     def estimated(self) -> Iterator[dict[str, Any]]:
-        """Add estimates to the port's results, and yield each."""
+        """Add `plan`'s estimate to each of the port's results, and yield each result.
+
+        Where nothing can be planned for, the report says why instead.
+        """
         device, off = self._report["device"], self._report["switched_off"]
         try:
             topology = chips.topology_of(device["kind"], device["coordinates"])
@@ -186,12 +200,18 @@ class _Bench:
         for result in self._report["results"]:
             if result["way"] == "torchax" and result["status"] == "ok" and "estimate" not in result:
                 request = {"job": result["job"], "size": [*result["size"].values()], "topology": topology}
-                found = self._ask("estimate", request, off)
-                result["estimate"] = found.get("seconds") or {"reason": found["reason"]}
+                answer = self._ask("estimate", request, off)
+                result["estimate"] = answer.get("seconds") or {"reason": answer["reason"]}
                 yield result
 
     def _ask(self, do: str, request: dict[str, Any], off: Collection[str] = ()) -> dict[str, Any]:
-        """Return what a function of `measure` gives in the worker, without the kernels that are off."""
+        """Have the worker call a function of `measure`; return its answer, which holds a "status".
+
+        Args:
+            do: the function's name.
+            request: fields of `measure.Task`; the mesh and the dtype are added.
+            off: kernels to run without.
+        """
         environment = {"JAX_ENABLE_COMPILATION_CACHE": "false", "TORCHINDUCTOR_CACHE_DIR": str(self._scratch)}
         environment |= {"JAX_PLATFORMS": "cpu"} if do in ("reference", "estimate") else self._platforms
         if request.get("way") == ladder.OFF or off:
@@ -201,9 +221,9 @@ class _Bench:
         for name in request.keys() & {"size", "checked"}:
             model, *video = request[name]
             common[name] = [self._options.small if model == "small" else model, *video]
-        found = self.worker.ask(do, request | common, environment)
+        answer = self.worker.ask(do, request | common, environment)
         if do == "measure" and not self._on_cpu:
             self.worker.close()
-        if "reason" in found:  # a result is read on other machines
-            found["reason"] = re.sub(r"(?:/[\w.+-]+)+/", "", found["reason"])
-        return found
+        if "reason" in answer:  # a result is read on other machines
+            answer["reason"] = re.sub(r"(?:/[\w.+-]+)+/", "", answer["reason"])
+        return answer

@@ -28,7 +28,7 @@ class Size(NamedTuple):
 
 OFF = "torchax, kernels off"
 WAYS = ("torchax", OFF, "torchax-stock", "flax", "torch", "torch-compile")
-"""The port, also with XLA doing its kernels' work, and its peers."""
+"""Ways to run a job: the port, the port with XLA doing its kernels' work, and its peers, other backends."""
 OTHERS = ("torchax-stock", "torch", "torch-compile")
 """Peers that are not this project's, which need not keep its contract."""
 KERNELS = (
@@ -91,27 +91,33 @@ JOBS = {
 
 
 def row(job: str) -> JobRow:
-    """Return the row of a job; that of all kernels for "kernels OP"."""
+    """Return the row of a job in `JOBS`; "kernels OP", the job of one kernel, has that of "kernels"."""
     return JOBS[job.partition(" ")[0]]
 
 
 def used_kernels(job: str) -> tuple[str, ...]:
-    """Return the kernels that a job may run."""
+    """Return the kernels that a job may run: of "kernels OP" that one alone."""
     return (job.removeprefix("kernels "),) if job.startswith("kernels ") else row(job).kernels
 
 
 def sizes(job: str, on_cpu: bool) -> tuple[Size, ...]:
-    """Return the sizes of a job, the largest first."""
+    """Return the sizes to try for a job, the largest first; on a CPU the small one alone."""
     return (row(job).small,) if on_cpu else (*row(job).published, row(job).small)
 
 
 def checked(job: str, on_cpu: bool) -> Size:
-    """Return the size at which a job is compared with the reference."""
+    """Return the size at which a job is compared with PyTorch in float32, which runs on the host's CPU."""
     return row(job).small if on_cpu else row(job).checked
 
 
 def ways(job: str, device: dict[str, Any], several: bool) -> tuple[str, ...]:
-    """Return the ways to run a job on a device as `measure.probe` describes it, or on several of them."""
+    """Return the ways, of `WAYS`, in which a job can be run.
+
+    Args:
+        job: its name.
+        device: the devices, as `measure.probe` describes them.
+        several: whether they form a mesh, which PyTorch and diffusers' own modules do not run on.
+    """
     no_torch = several or device["torch"] is None
     left_out = {
         OFF: device["platform"] == "cpu",  # the same programs
@@ -123,7 +129,7 @@ def ways(job: str, device: dict[str, Any], several: bool) -> tuple[str, ...]:
 
 
 def all_jobs(chosen: Iterable[str], several: bool) -> list[str]:
-    """Return the jobs of a run, each kernel one; on several devices none of the kernels.
+    """Return the jobs of a run: "kernels" becomes a job for each kernel, and none on several devices.
 
     Raises:
         ValueError: a job that there is not.

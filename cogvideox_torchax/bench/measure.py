@@ -1,6 +1,6 @@
 """Work of a process of `bench`: describe the devices, compute a job's reference, measure a job, or plan it.
 
-A job runs in parts: a VAE's first and later chunks, the two halves of a training step, a network, an op.
+A job runs in parts: a VAE's first and later chunks, a training step's two directions, a network, an op.
 
 Letters of the kernels' shapes: T frames, H rows, W columns, S tokens, A heads, C channels of all heads.
 """
@@ -64,7 +64,7 @@ SMALL_TEXT_ENCODER: dict[str, Any] = {
 }
 
 Run = Callable[[], Iterator[tuple[str, Any]]]
-"""A run of a job: the name of each part, and its result, computed or not."""
+"""Runs a job once: yields the name and the result of each part, which JAX may be computing still."""
 
 
 @dataclass(frozen=True)
@@ -77,11 +77,11 @@ class Task:
         dtype: of weights and activations.
         dp, tp: the mesh; one device where both are None.
         data, rms: the reference's results, and the error of PyTorch's own run; see `reference`.
-        peer: whether it is timed beyond the contract too, if it is finite.
+        peer: whether the way is a peer, which is timed with any finite error, even beyond the contract.
         platform: of the device that is measured.
         topology: to plan for.
         warmups: runs that do not count.
-        runs, seconds, fewest: so many runs, or as many as so many seconds hold, but at least a few.
+        runs, seconds, fewest: at most `runs` runs, as many as `seconds` hold, but at least `fewest`.
     """
 
     job: str = ""
@@ -107,6 +107,7 @@ class Task:
 
     @property
     def backend(self) -> str:
+        """The backend of the way, which may end in ", kernels off"; PyTorch for a reference."""
         return self.way.partition(",")[0] or "torch"
 
     @property
@@ -118,15 +119,21 @@ class Task:
 
     @property
     def kind(self) -> Direction:
+        """The direction of a job of chunks: "encode" encodes, all others decode."""
         return ENCODE if self.job == "encode" else DECODE
 
     def mesh(self, devices: Any = None) -> Any:
+        """Return the mesh of `dp` x `tp` of the devices; of one device where neither is given."""
         several = self.dp or self.tp
         return make_mesh(self.dp or 1, self.tp if several else 1, devices=devices)
 
 
 def probe(request: Task) -> dict[str, Any]:
-    """Describe the devices, and PyTorch's beside them; `ValueError` for a mesh that does not fit."""
+    """Return what the devices are, and where PyTorch can run beside them ("torch": "cuda", "cpu" or None).
+
+    Raises:
+        ValueError: a mesh that does not fit the devices.
+    """
     used = request.mesh().devices.reshape(-1).tolist()
     platform = used[0].platform
     beside = {"gpu": "cuda" if torch.cuda.is_available() else None, "cpu": "cpu"}
@@ -142,7 +149,11 @@ def probe(request: Task) -> dict[str, Any]:
 
 @torch.no_grad()
 def reference(request: Task) -> dict[str, Any]:
-    """Write what a job gives in float32 on the host; return its FLOPs, and the error in the job's dtype."""
+    """Write a job's results in float32 on the host to `request.data`.
+
+    Returns:
+        "rms", the error of the same run in the job's dtype, and "flops", those of a run.
+    """
     size, own = Size(*request.checked), replace(request, way="")
     exact = replace(own, dtype="float32")
     with FlopCounterMode(display=False) as counter:
@@ -154,12 +165,17 @@ def reference(request: Task) -> dict[str, Any]:
 
 @torch.no_grad()
 def measure(request: Task) -> dict[str, Any]:
-    """Compare a job with the reference, then measure it where it is right."""
+    """Compare a job's results with the reference; where they are right, time its runs.
+
+    Returns:
+        "check", the comparison, and, unless "status" is "wrong": the device, the seconds to load, memory, and
+        the times of the "whole" run and of its "parts".
+    """
     checked, size = Size(*request.checked), Size(*request.size)
     start = time.perf_counter()
     run = _begun(request, checked)
     loaded = time.perf_counter() - start
-    begun, results = _once(run)
+    first_run, results = _once(run)
     allowed = ALLOWED.get((request.job.partition(" ")[0], request.dtype))
     want = torch.from_numpy(np.load(request.data))
     verdict = check(_flat(results), want, request.dtype, request.rms, allowed)
@@ -168,14 +184,16 @@ def measure(request: Task) -> dict[str, Any]:
         return {"status": "wrong", "check": verdict}
     if size != checked:
         run = _begun(request, size)
-        begun, _ = _once(run)
+        first_run, _ = _once(run)
     for _ in range(request.warmups):
         _once(run)
     runs: list[dict[str, Any]] = []
     end = time.perf_counter() + request.seconds
     while len(runs) < request.fewest or (len(runs) < request.runs and time.perf_counter() < end):
         runs.append(_once(run)[0])
-    parts = {name: part | spread([each[name]["start_s"] for each in runs]) for name, part in begun.items()}
+    parts = {
+        name: part | spread([each[name]["start_s"] for each in runs]) for name, part in first_run.items()
+    }
     for part in parts.values() if request.torch_device else ():  # JAX compiled nothing here
         compiled = part["start_s"] if request.way == "torch-compile" else None
         part.update(lower_s=None, compile_s=compiled)
@@ -191,9 +209,11 @@ def measure(request: Task) -> dict[str, Any]:
 
 
 def _once(run: Run) -> tuple[dict[str, dict[str, Any]], list[Any]]:
-    """Return the seconds of each part of a run and of the whole, and the results.
+    """Run a job once, each part computed to its end before the next begins.
 
-    Each part is computed before the next begins. Of parts of one name it is the sum.
+    Returns:
+        The seconds by part, parts of one name summed, and of the whole run under `WHOLE`: "start_s" are all,
+        others those of lowering and compiling. Then the parts' results.
     """
     clock, parts, results = _clock(), dict[str, Counter[str]](), []
     start = time.perf_counter()
@@ -221,7 +241,7 @@ def _peak_bytes() -> int | None:
 
 
 def spread(times: list[float]) -> dict[str, Any]:
-    """Return the median of times, and the times."""
+    """Return times in seconds, their median and extremes, and how many there are."""
     extremes = {"median_s": statistics.median(times), "min_s": min(times), "max_s": max(times)}
     return extremes | {"runs": len(times), "all_s": times}
 
@@ -232,7 +252,17 @@ def spread(times: list[float]) -> dict[str, Any]:
 def check(
     got: torch.Tensor, want: torch.Tensor, dtype: str, torchs: float, allowed: float | None = None
 ) -> dict[str, Any]:
-    """Compare an answer with the reference's, under the contract for its dtype, or what else is allowed."""
+    """Compare a job's numbers with the reference's.
+
+    Args:
+        got, want: all numbers of the results and of the reference, in one row each.
+        dtype: whose contract holds.
+        torchs: the RMS error of PyTorch's own run in that dtype, which bfloat16's contract multiplies.
+        allowed: a bound in place of the contract's.
+
+    Returns:
+        "passed" and the errors; "reason" where the shapes differ. A number that is not finite is text.
+    """
     if got.shape != want.shape:
         return {"passed": False, "reason": f"shape {tuple(got.shape)} for {tuple(want.shape)}"}
     error, rms = tolerances.relative_error(got, want), tolerances.rms_error(got, want)
@@ -243,7 +273,7 @@ def check(
 
 
 def _flat(results: list[Any]) -> torch.Tensor:
-    """Return all numbers of results, in one row on the host."""
+    """Return all numbers of nested results, tensors or arrays, in one float32 row on the host."""
     hosts = [
         runtime.to_torch(leaf).cpu() if isinstance(leaf, torch.Tensor) else np.array(leaf, np.float32)
         for leaf in jax.tree.leaves(results)
@@ -255,13 +285,16 @@ def _flat(results: list[Any]) -> torch.Tensor:
 
 
 def _begun(request: Task, size: Size) -> Run:
-    """Return a job, loaded, which each call runs once."""
+    """Load a job's model and inputs; return the function that runs it once."""
     families = {"kernels": _op, "train": _training_step, "step": _network, "prompt": _network}
     return families.get(request.job.partition(" ")[0], _chunks)(request, size)
 
 
 def _seeded() -> Callable[..., torch.Tensor]:
-    """Return a function of a shape and a NumPy dtype to normal numbers; integers are all 7."""
+    """Return a function that draws an input of a shape and a NumPy dtype, from a fixed seed.
+
+    Floats are normal. Integers are all 7, valid as any of them: a token, a timestep, a text's length.
+    """
     generator = torch.Generator().manual_seed(1)
 
     def draw(shape: tuple[int, ...], dtype: Any) -> torch.Tensor:
@@ -273,8 +306,11 @@ def _seeded() -> Callable[..., torch.Tensor]:
     return draw
 
 
-def _backend(request: Task, size: Size, *kinds: Direction) -> tuple[Any, list[torch.Tensor]]:
-    """Return a VAE on its backend, and what its directions take; published configs get random weights."""
+def _backend(request: Task, size: Size, *directions: Direction) -> tuple[Any, list[torch.Tensor]]:
+    """Return a VAE on the way's backend, and an input for each direction, where the VAE takes it.
+
+    A published config gets random weights.
+    """
     dtype, device = request.torch_dtype, request.torch_device
     torch.manual_seed(0)
     if size.model in models.CONFIGS:
@@ -283,8 +319,8 @@ def _backend(request: Task, size: Size, *kinds: Direction) -> tuple[Any, list[to
         vae = AutoencoderKLCogVideoX.from_pretrained(locate_vae(size.model), torch_dtype=dtype)
     draw, videos = _seeded(), (request.dp or 1) if request.job == "train" else 1
     inputs = []
-    for kind in kinds:
-        pieces, (channels, *sides) = jobs.Job(kind, *size[1:]).chunk_shapes(vae)
+    for direction in directions:
+        pieces, (channels, *sides) = jobs.Job(direction, *size[1:]).chunk_shapes(vae)
         x = draw((videos, channels, pieces[-1].stop, *sides), np.float32).to(dtype)
         inputs.append(x.to(device) if device else runtime.to_jax(x))
     backend = backends.backend(request.backend).from_native(nn.Module.to(vae, device) if device else vae)
@@ -294,6 +330,7 @@ def _backend(request: Task, size: Size, *kinds: Direction) -> tuple[Any, list[to
 
 
 def _chunks(request: Task, size: Size) -> Run:
+    """Load a VAE; a run gives the results of a video's chunks, one "first" and the "later" ones."""
     kind = request.kind
     backend, (x,) = _backend(request, size, kind)
     names = "first", *["later"] * size.frames
@@ -301,7 +338,10 @@ def _chunks(request: Task, size: Size) -> Run:
 
 
 def _training_step(request: Task, size: Size) -> Run:
-    """Take the gradients of half the sum of the squares of all results, blocks computed anew."""
+    """Load a VAE to train; a run gives the weights' gradients of encoding, then those of decoding.
+
+    The loss is half the sum of the squares of the result, and gradient checkpointing is on.
+    """
     backend, inputs = _backend(request, size, *Direction)
     vae = backend.vae.train()
     vae.enable_gradient_checkpointing()
@@ -309,19 +349,21 @@ def _training_step(request: Task, size: Size) -> Run:
         vae.encoder.compile()
         vae.decoder.compile()
 
-    def gradients(kind: Direction, x: torch.Tensor) -> tuple[str, Any]:
+    def gradients(direction: Direction, x: torch.Tensor) -> tuple[str, Any]:
         vae.zero_grad()
         with torch.enable_grad(), contextlib.nullcontext() if request.torch_device else runtime.active():
-            result = vae.encode(x).latent_dist.parameters if kind == ENCODE else vae.decode(x).sample
+            result = vae.encode(x).latent_dist.parameters if direction == ENCODE else vae.decode(x).sample
             (result.square().sum() / 2).backward()
         weights = vae.named_parameters()
-        return f"train {kind}", {name: weight.grad for name, weight in weights if weight.grad is not None}
+        return f"train {direction}", {
+            name: weight.grad for name, weight in weights if weight.grad is not None
+        }
 
     return lambda: map(gradients, Direction, inputs)
 
 
 class Stock(nn.Module):
-    """A transformer or a text encoder as it is, as a network that a program is compiled of."""
+    """A transformer or a text encoder as it is, in the form that `runtime.Program` compiles."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
@@ -332,7 +374,7 @@ class Stock(nn.Module):
 
 
 def _network(request: Task, size: Size) -> Run:
-    """Run the transformer or the text encoder; a published one has random numbers for weights."""
+    """Load the transformer or the text encoder; a published config gets random weights."""
     dtype, published = request.torch_dtype, size.model in networks.TRANSFORMERS
     device = request.torch_device or ("meta" if published else "cpu")
     torch.manual_seed(0)
@@ -345,10 +387,12 @@ def _network(request: Task, size: Size) -> Run:
         model, ported = networks.transformer(config, dtype, device), networks.transformer(config, dtype)
         port_network(ported)
         described = step_tensors(ported, batch=2, **_latents(size))
+    # Each input is described by (shape, dtype), or by a tuple of such pairs. The table of positions is for
+    # the port alone: diffusers' model computes its own.
     if request.backend != "torchax":
         described.pop("positions", None)
     draw = _seeded()
-    inputs = jax.tree.map(lambda of: draw(*of), described, is_leaf=lambda of: not _are_several(of))
+    inputs = jax.tree.map(lambda one: draw(*one), described, is_leaf=lambda one: not _are_several(one))
     if request.torch_device:
         if request.way == "torch-compile":
             model.compile()
@@ -373,17 +417,18 @@ def _network(request: Task, size: Size) -> Run:
 
 
 def _are_several(described: Any) -> bool:
-    """Return whether an input is described as several, each by its shape and dtype."""
+    """Return whether a description holds several inputs: it is a dict, or a tuple of (shape, dtype) pairs."""
     return isinstance(described, dict) or isinstance(described[1], tuple)
 
 
 def _array(struct: Any) -> jax.Array:
-    """Return an array of small random numbers for a struct."""
+    """Return small random numbers as an array of a struct's shape, dtype and sharding."""
     numbers = np.random.default_rng(0).normal(0, 0.02, 65_537).astype(struct.dtype)
     return jax.device_put(np.resize(numbers, struct.shape), struct.sharding)
 
 
 def _latents(size: Size) -> dict[str, int]:
+    """Return the "frames", "height" and "width" of a video's latents."""
     frames = (size.frames - 1) // LATENT_FRAMES + 1
     return {"frames": frames, "height": size.height // LATENT_SIDE, "width": size.width // LATENT_SIDE}
 
@@ -392,16 +437,16 @@ def _latents(size: Size) -> dict[str, int]:
 
 
 def _op(request: Task, size: Size) -> Run:
-    """Run an op, or its plain reference on the host."""
+    """Load an op with random operands, or, without a way, its plain reference on the host."""
     name = request.job.removeprefix("kernels ")
     structs, options = op_structs(name, size, runtime.jax_dtype(request.torch_dtype))
     draw = _seeded()
 
     def operand(struct: Any) -> Any:
-        whole = np.issubdtype(struct.dtype, np.integer)
-        numbers = draw(struct.shape, np.int32 if whole else np.float32).numpy()
+        is_integer = np.issubdtype(struct.dtype, np.integer)
+        numbers = draw(struct.shape, np.int32 if is_integer else np.float32).numpy()
         scale = math.sqrt(math.prod(struct.shape[:-1])) if len(struct.shape) in (2, 5) else 1.0
-        return jax.device_put((numbers if whole else (numbers + 0.3) / scale).astype(struct.dtype))
+        return jax.device_put((numbers if is_integer else (numbers + 0.3) / scale).astype(struct.dtype))
 
     operands = jax.tree.map(operand, structs)
     if name == "qk_norm_rope":
@@ -418,36 +463,44 @@ def _op(request: Task, size: Size) -> Run:
 
 
 def of_pairs(angles: Any) -> Any:
-    """Return a table of a rotation: both channels of a pair have one angle."""
+    """Return a rotation's table of angles (S, D), both channels of a pair with the angle of the first."""
     return angles[:, ::2].repeat(2, axis=1)
 
 
 def op_structs(name: str, size: Size, dtype: Any) -> tuple[Any, dict[str, Any]]:
-    """Return the structs of what an op takes at a size, and its options."""
+    """Return the shapes and dtypes of an op's operands, nested as the op takes them, and its options."""
     T, H, W = min(size.frames, 8), size.height, size.width
     A = networks.TRANSFORMERS.get(size.model, SMALL_TRANSFORMER)["num_attention_heads"]
     S = TOKENS + ((size.frames - 1) // LATENT_FRAMES + 1) * (H // 16) * (W // 16)
     C = 64 * A
 
-    def of(*shape: int, dtype: Any = dtype) -> Any:
+    def struct(*shape: int, dtype: Any = dtype) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype)
 
-    x, z, wide = of(1, T, H, W, 128), of(1, max(T // 4, 1), H // 8, W // 8, 16), of(128)
-    modulation = of(16, 128), wide, of(16, 128), wide
-    halves, text = of(1, max(T // 2, 1), H // 2, W // 2, 128), of(dtype=np.int32)
-    tokens, inner, kinds, angles = of(2, S, C), of(2, S, 4 * C), of(2, 2, C), of(S, 64, dtype=np.float32)
-    norm = jax_kernels.NormParams(wide, wide, z, *modulation)
+    x, z, channels = struct(1, T, H, W, 128), struct(1, max(T // 4, 1), H // 8, W // 8, 16), struct(128)
+    modulation = struct(16, 128), channels, struct(16, 128), channels
+    half_size, text_length = struct(1, max(T // 2, 1), H // 2, W // 2, 128), struct(dtype=np.int32)
+    tokens, inner, text_and_video, angles = (
+        struct(2, S, C),
+        struct(2, S, 4 * C),
+        struct(2, 2, C),
+        struct(S, 64, dtype=np.float32),
+    )
+    norm = jax_kernels.NormParams(channels, channels, z, *modulation)
     groups = {"num_groups": 32}
     cases: dict[str, tuple[Any, dict[str, Any]]] = {
-        "norm_conv3d": ((x, norm, of(3, 3, 3, 128, 128), wide, of(1, 2, H, W, 128)), groups),
-        "upsample": ((halves, of(3, 3, 128, 128), wide), {"expand_time": True}),
-        "group_norm": ((x, wide, wide), {**groups, "channel_axis": -1, "activation": "silu"}),
-        "spatial_norm": ((x, z, wide, wide, *modulation), {**groups, "activation": "silu"}),
-        "attention": ((of(2, S, A, 64),) * 3, {}),
-        "qk_norm_rope": ((tokens, of(64), of(64), angles, angles), {"heads": A}),
-        "adaptive_layer_norm": ((tokens, of(C), of(C), kinds, kinds, text), {}),
-        "linear_gelu": ((tokens, of(4 * C, C), of(4 * C)), {}),
-        "gated_linear": ((inner, of(C, 4 * C), of(C), tokens, kinds, text), {}),
+        "norm_conv3d": ((x, norm, struct(3, 3, 3, 128, 128), channels, struct(1, 2, H, W, 128)), groups),
+        "upsample": ((half_size, struct(3, 3, 128, 128), channels), {"expand_time": True}),
+        "group_norm": ((x, channels, channels), {**groups, "channel_axis": -1, "activation": "silu"}),
+        "spatial_norm": ((x, z, channels, channels, *modulation), {**groups, "activation": "silu"}),
+        "attention": ((struct(2, S, A, 64),) * 3, {}),
+        "qk_norm_rope": ((tokens, struct(64), struct(64), angles, angles), {"heads": A}),
+        "adaptive_layer_norm": (
+            (tokens, struct(C), struct(C), text_and_video, text_and_video, text_length),
+            {},
+        ),
+        "linear_gelu": ((tokens, struct(4 * C, C), struct(4 * C)), {}),
+        "gated_linear": ((inner, struct(C, 4 * C), struct(C), tokens, text_and_video, text_length), {}),
     }
     return cases[name]
 
@@ -456,7 +509,11 @@ def op_structs(name: str, size: Size, dtype: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def estimate(request: Task) -> dict[str, Any]:
-    """Return the seconds that `plan` estimates for each part of a job, on a machine without the device."""
+    """Return the "seconds" that `plan` estimates, by part of a job, on a machine without the device.
+
+    Raises:
+        PlanError: a network of another shape than the published ones.
+    """
     size, dtype = Size(*request.size), request.torch_dtype
     devices = chips.topology_devices(request.topology)
     chip = chips.CHIPS[request.topology.partition(":")[0]]
@@ -475,12 +532,12 @@ def estimate(request: Task) -> dict[str, Any]:
 
 
 def _works(request: Task, size: Size, mesh: Any) -> Iterable[Work]:
-    """Return the programs of a job over a mesh of a topology's devices."""
+    """Return the programs of a kernel's or a VAE's job, to be compiled for a mesh of a topology's devices."""
     if request.job.startswith("kernels "):
         name = request.job.removeprefix("kernels ")
         structs, options = op_structs(name, size, runtime.jax_dtype(request.torch_dtype))
         one = jax.sharding.SingleDeviceSharding(mesh.devices.item())
-        placed = jax.tree.map(lambda of: jax.ShapeDtypeStruct(of.shape, of.dtype, sharding=one), structs)
+        placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=one), structs)
         run = jax.jit(functools.partial(getattr(jax_kernels, name), **options))
         return [Work(name, size.frames, run.lower, lambda: placed)]
     vae, video = models.weightless_vae(size.model, request.torch_dtype), jobs.Job(request.kind, *size[1:])

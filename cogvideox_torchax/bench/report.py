@@ -53,13 +53,13 @@ def _commit() -> str | None:
 
 
 def markdown(report: dict[str, Any]) -> str:
-    """Return a table of what was measured, under lines that say of what and with what."""
+    """Return a report as Markdown: what was measured, on what and with which versions, then a table."""
     device = report.get("device")
     head, rows, described = (DEVICE_HEAD, _device_rows, _device) if device else (HEAD, _row, _comparison)
-    host, made = report["host"], ", ".join(f"{name} {each}" for name, each in report["versions"].items())
+    host, packages = report["host"], ", ".join(f"{name} {each}" for name, each in report["versions"].items())
     lines = [
         f"{described(report)}, {report['date'][:10]}, commit {(report['commit'] or 'unknown')[:12]}, "
-        f"{host['cpus']} CPUs ({host['machine']}), load {host['load']:.1f}, {made}."
+        f"{host['cpus']} CPUs ({host['machine']}), load {host['load']:.1f}, {packages}."
     ]
     if "not_planned" in report:
         lines.append(f"Not planned: {report['not_planned']}.")
@@ -70,7 +70,13 @@ def markdown(report: dict[str, Any]) -> str:
 
 
 def _rows(result: dict[str, Any], rows: Callable[[dict[str, Any]], list[Row]], width: int) -> list[Row]:
-    """Return the rows of a result: of one that failed, or that is wrong, the reason without times."""
+    """Return a result's rows of the table; a failed or wrong result has one, with the reason and no times.
+
+    Args:
+        result: of one job in one way.
+        rows: returns the cells behind the first four, of a result that succeeded.
+        width: columns of the table.
+    """
     size = result["size"]
     about = (
         result["job"],
@@ -81,16 +87,18 @@ def _rows(result: dict[str, Any], rows: Callable[[dict[str, Any]], list[Row]], w
         beyond = "" if result["check"]["passed"] else ", beyond the contract"
         error = f"{result['check']['relative_error']:.1e}{beyond}"
         return [(*about, error, *row) for row in rows(result)]
-    found = result.get("reason") or result["check"].get("reason")
-    found = found or f"relative error {float(result['check']['relative_error']):.1e}"
-    return [(*about, f"{result['status']}: {found}".replace("|", "/"), *[""] * (width - 4))]
+    reason = result.get("reason") or result["check"].get("reason")
+    reason = reason or f"relative error {float(result['check']['relative_error']):.1e}"
+    return [(*about, f"{result['status']}: {reason}".replace("|", "/"), *[""] * (width - 4))]
 
 
 def _seconds(value: float | None, unit: float = 1.0) -> str:
+    """Return the cell of a time, in multiples of a unit in seconds; empty for None."""
     return "" if value is None else f"{value / unit:.3g}"
 
 
 def _megabytes(value: int | None) -> str:
+    """Return the cell of a number of bytes, in MB; empty for None."""
     return "" if value is None else f"{value / 1e6:.0f}"
 
 
@@ -103,6 +111,7 @@ STARTS = ("lower_s", "compile_s", "start_cold_s", "start_warm_s", "first_chunk_s
 
 
 def _comparison(report: dict[str, Any]) -> str:
+    """Return in words how backends were compared."""
     options = report["options"]
     return (
         f"Model {report['model_name']}, {options['dtype']}, median of "
@@ -112,6 +121,7 @@ def _comparison(report: dict[str, Any]) -> str:
 
 
 def _row(result: dict[str, Any]) -> list[Row]:
+    """Return the cells of a backend's result below `HEAD`, from the device on, as the one row of a list."""
     steady, share = result["steady"], result["share_of_peak"]
     median, least, most = (_seconds(steady[name]) for name in ("median_s", "min_s", "max_s"))
     return [
@@ -135,12 +145,14 @@ DEVICE_HEAD = (
 
 
 def _device(report: dict[str, Any]) -> str:
+    """Return in words which devices were measured."""
     device, dp = report["device"], report["mesh"]["dp"] or 1
     over = f", mesh dp={dp} tp={device['used'] // dp}" if device["used"] > 1 else ""
     return f"{device['used']} x {device['kind']}{over}, {report['dtype']}"
 
 
 def _device_rows(result: dict[str, Any]) -> list[Row]:
+    """Return a row of cells for each part of a job's result below `DEVICE_HEAD`, from the part on."""
     return [
         (
             part["part"],
@@ -156,6 +168,7 @@ def _device_rows(result: dict[str, Any]) -> list[Row]:
 
 
 def _estimated(estimates: dict[str, Any], part: dict[str, Any]) -> Row:
+    """Return two cells: a part's estimate, or why there is none, and the estimate over the measured time."""
     seconds = estimates.get(part["part"])
     if seconds is None:
         return (f"not planned: {estimates['reason']}".replace("|", "/") if "reason" in estimates else "", "")
@@ -166,7 +179,7 @@ def _estimated(estimates: dict[str, Any], part: dict[str, Any]) -> Row:
 
 
 def draw_device(report: dict[str, Any], path: Path) -> list[Path]:
-    """Draw estimates over measurements, where there are any."""
+    """Draw each part's estimate over its measured time; return the files, none without estimates."""
     points = [
         (f"{result['job']} {part['part']}", part["median_s"], result["estimate"][part["part"]])
         for result in report["results"]
@@ -186,14 +199,17 @@ def draw_device(report: dict[str, Any], path: Path) -> list[Path]:
 
 
 def draw(report: dict[str, Any], path: Path) -> list[Path]:
-    """Draw bars of time and memory, and time over frames and over size if several were measured."""
-    good = [result for result in report["results"] if result["status"] == "ok"]
-    paths = [_draw_bars(good, path.with_name(f"{path.stem}-bars.png"))] if good else []
-    for axis, fields in (("frames", ("height", "width")), ("size", ("frames",))):
+    """Draw bars of time and memory, and time over frames and over size if several were measured.
+
+    Only results that succeeded are drawn; the files are returned.
+    """
+    succeeded = [result for result in report["results"] if result["status"] == "ok"]
+    paths = [_draw_bars(succeeded, path.with_name(f"{path.stem}-bars.png"))] if succeeded else []
+    for axis, fixed_fields in (("frames", ("height", "width")), ("size", ("frames",))):
         lines: dict[str, list[tuple[int, float]]] = {}
-        for result in good:
+        for result in succeeded:
             size = result["size"]
-            if all(size[field] == good[0]["size"][field] for field in fields):
+            if all(size[field] == succeeded[0]["size"][field] for field in fixed_fields):
                 x = size["frames"] if axis == "frames" else size["height"] * size["width"]
                 name = f"{result['job']}, {result['way']}"
                 lines.setdefault(name, []).append((x, result["steady"]["median_s"]))
@@ -202,8 +218,9 @@ def draw(report: dict[str, Any], path: Path) -> list[Path]:
     return paths
 
 
-def _draw_bars(good: list[dict[str, Any]], path: Path) -> Path:
-    results = [result for result in good if result["size"] == good[0]["size"]]
+def _draw_bars(succeeded: list[dict[str, Any]], path: Path) -> Path:
+    """Draw the times and the memory of all results of the first one's size; return the file."""
+    results = [result for result in succeeded if result["size"] == succeeded[0]["size"]]
     names = [f"{result['job']}, {result['way']}" for result in results]
     shown = {
         "steady run, s (median, min to max)": [result["steady"]["median_s"] for result in results],
@@ -224,6 +241,7 @@ def _draw_bars(good: list[dict[str, Any]], path: Path) -> Path:
 
 
 def _draw_lines(lines: dict[str, list[tuple[int, float]]], axis: str, path: Path) -> Path:
+    """Draw each line's (frames or pixels, seconds) points; return the file. `axis` is "frames" or "size"."""
     figure, place = pyplot().subplots(figsize=(8, 5), layout="constrained")
     for name, line in lines.items():
         place.plot(*zip(*sorted(line), strict=True), marker="o", label=name)
@@ -235,7 +253,7 @@ def _draw_lines(lines: dict[str, list[tuple[int, float]]], axis: str, path: Path
 
 
 def write(report: dict[str, Any], path: Path) -> list[Path]:
-    """Write JSON, Markdown and plots of a run; return what was written."""
+    """Write a report as JSON, Markdown and plots; return the files."""
     plots = draw_device(report, path.with_suffix(".png")) if "device" in report else draw(report, path)
     text = markdown(report)
     return [write_json(path, report), write_text(path.with_suffix(".md"), text), *plots]

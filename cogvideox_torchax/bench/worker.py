@@ -20,10 +20,10 @@ PR_SET_PDEATHSIG = 1
 
 
 class Worker:
-    """A process that computes: another one after a failure, and wherever the environment changes.
+    """A process that computes: it is replaced after a failure, and when the environment changes.
 
     Args:
-        scratch: a directory for what it says on stderr.
+        scratch: a directory for the process's stderr.
         limit: seconds that one request may take.
     """
 
@@ -33,7 +33,15 @@ class Worker:
         self._environment: dict[str, str] = {}
 
     def ask(self, do: str, request: dict[str, Any], environment: dict[str, str]) -> dict[str, Any]:
-        """Return what a function of `measure` gives; a crash, a kill and a hang are results too."""
+        """Have the process call a function of `measure`; return the answer, with a "status".
+
+        A crash, a kill and a hang are answers too, with a "reason".
+
+        Args:
+            do: the function's name.
+            request: the fields of `measure.Task`.
+            environment: variables to set for the process.
+        """
         if self._process is None or environment != self._environment:
             self.close()
             self._environment = environment
@@ -46,12 +54,13 @@ class Worker:
                     stderr=log,
                     text=True,
                 )
-        found = self._answer(self._process, json.dumps({"do": do, "request": request}))
-        if found["status"] != "ok":
+        answer = self._answer(self._process, json.dumps({"do": do, "request": request}))
+        if answer["status"] != "ok":
             self.close()
-        return found
+        return answer
 
     def _answer(self, process: Any, line: str) -> dict[str, Any]:
+        """Send the process a request, one line of JSON; return its answer, or how it failed."""
         try:
             print(line, file=process.stdin, flush=True)
             if not select.select([process.stdout], [], [], self._limit)[0]:
@@ -76,7 +85,7 @@ class Worker:
 
 
 def answer(do: str, request: dict[str, Any]) -> dict[str, Any]:
-    """Return what a function of `measure` gives, or its failure."""
+    """Call a function of `measure` here; return its result with the status "ok", or its failure."""
     try:
         from cogvideox_torchax.bench import measure
 
@@ -86,7 +95,7 @@ def answer(do: str, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def failure(error: BaseException) -> dict[str, Any]:
-    """Return a result with the reason for a failure."""
+    """Return a result with the kind of a failure and its reason."""
     from cogvideox_torchax import runtime
 
     text = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
@@ -94,10 +103,11 @@ def failure(error: BaseException) -> dict[str, Any]:
 
 
 def main() -> None:
+    """Answer the requests on stdin, a line of JSON each, on stdout; what libraries print goes to stderr."""
     from cogvideox_torchax.runtime.quiet import quiet_libraries
 
     quiet_libraries()
-    if sys.platform == "linux":  # one that is killed leaves no process that holds the device
+    if sys.platform == "linux":  # ends with its parent, and frees the device
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # libraries print too

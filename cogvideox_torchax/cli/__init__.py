@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return args.run(args) or 0
     except (KeyboardInterrupt, Exception) as error:
         code = _report_error(error, args)
-    if args.distributed:  # the others may wait for what this one will not give
+    if args.distributed:  # the other processes may wait for results that this one will not send
         from cogvideox_torchax.sharding import abandon
 
         abandon(code)
@@ -88,5 +88,6 @@ def _report_error(error: BaseException, args: argparse.Namespace) -> int:
 
 
 def _one_line(error: BaseException) -> str:
+    """Return an error's message on one line, without the middle of a long one."""
     text = " ".join(str(error).split())
     return text if len(text) <= 600 else f"{text[:300]} ... {text[-300:]} (--traceback shows all)"

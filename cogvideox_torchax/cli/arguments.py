@@ -46,7 +46,7 @@ class Command:
     options: tuple[Option, ...]
 
     def add_to(self, subparsers: Any, name: str) -> argparse.ArgumentParser:
-        """Add its parser to the program's."""
+        """Add this command's parser to argparse's subparsers; return it."""
         parser = subparsers.add_parser(
             name,
             help=self.summary,

@@ -28,7 +28,7 @@ def check_one(args: argparse.Namespace) -> None:
 
 
 def encode(args: argparse.Namespace) -> int:
-    """Encode the clips that a directory lacks; return 1 where some cannot be."""
+    """Encode the clips that the output directory lacks; return 1 where some cannot be encoded, else 0."""
     if args.seed is not None and args.keep in (None, POSTERIOR, MEAN):
         raise ValueError("--seed draws samples: add --keep sample, or both")
     if args.ray is not None and args.distributed:
@@ -55,7 +55,7 @@ def encode(args: argparse.Namespace) -> int:
 
 
 def decode(args: argparse.Namespace) -> int:
-    """Decode the latents of a directory that have no video yet; return 1 where some cannot be."""
+    """Decode a directory's latents that have no video yet; return 1 where some cannot be decoded, else 0."""
     devices.check(args, together=False)
     shards = sources.shards(Path(args.latents))
     with (
@@ -73,7 +73,11 @@ def decode(args: argparse.Namespace) -> int:
 
 
 def _through(args: argparse.Namespace, steps: Iterable[Step], directory: OutputDirectory) -> int:
-    """Run the loop under a bar with clips a second and the time left; name bad clips; print the report."""
+    """Run the steps of a loop over clips, under a bar; name bad clips, and print the report.
+
+    Returns:
+        The exit code: 1 where clips are bad, of this run or of an earlier one, else 0.
+    """
     clock = CompileClock(common.narrator(args))
     count = 0
     waited = computed = 0.0

@@ -72,7 +72,7 @@ COMMAND = Command(
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raise `ValueError` for options of the other measurement."""
+    """Raise `ValueError` for options of the measurement that is not asked for: of "backends" or "device"."""
     for option in BACKENDS if args.what == "device" else bench_device.OPTIONS:
         flag = option.flags[0]
         if getattr(args, flag.removeprefix("--")) != option.settings.get("default"):
@@ -80,20 +80,25 @@ def check(args: argparse.Namespace) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Measure what is asked for; print the report, and keep it after each result.
+
+    Returns:
+        The exit code: 1 where a result is wrong or none succeeded, else 0.
+    """
     check(args)
     output = None if args.output is None else common.report_directory(args.output)
     path = None if output is None else output / ("device.json" if args.what == "device" else "ab.json")
 
-    def keep(found: dict[str, Any]) -> None:
+    def keep(document: dict[str, Any]) -> None:
         if path is not None:
-            reports.write_json(path, found)
+            reports.write_json(path, document)
 
-    found = bench_device.measured(args, path, keep) if args.what == "device" else _compared(args, keep)
-    print(json.dumps(found) if args.json else report.markdown(found))
+    document = bench_device.measured(args, path, keep) if args.what == "device" else _compared(args, keep)
+    print(json.dumps(document) if args.json else report.markdown(document))
     if path is not None:
-        for written in report.write(found, path):
+        for written in report.write(document, path):
             common.say(f"wrote {written}")
-    statuses = [result["status"] for result in found["results"]]
+    statuses = [result["status"] for result in document["results"]]
     return 1 if "wrong" in statuses or "ok" not in statuses else 0
 
 
@@ -102,7 +107,7 @@ def _compared(args: argparse.Namespace, keep: Callable[[Any], None]) -> dict[str
     from cogvideox_torchax.bench import ab
 
     sizes = ab.sweep(ladder.Size(args.model, args.frames, args.height, args.width), args.sweep)
-    checkpoint.locate_vae(args.model)  # before the work, not after it
+    checkpoint.locate_vae(args.model)  # raises before the work, not after it
     options = ab.Options(
         model=args.model,
         backends=tuple(dict.fromkeys(args.backends)),

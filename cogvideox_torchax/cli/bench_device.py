@@ -22,7 +22,13 @@ OPTIONS = (
 
 
 def measured(args: argparse.Namespace, kept: Path | None, keep: Callable[[Any], None]) -> dict[str, Any]:
-    """Return the report of a run, which continues the one that is kept."""
+    """Measure the devices; return the report.
+
+    Args:
+        args: the command's options.
+        kept: the report's file; one that exists is resumed. None where none is asked for.
+        keep: gets the report after each result.
+    """
     from cogvideox_torchax.bench import device
 
     options = device.DeviceOptions(

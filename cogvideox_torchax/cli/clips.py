@@ -19,7 +19,10 @@ Unit = TypeVar("Unit", EncodeClip, DecodeClip)
 
 
 def recipe_of(args: argparse.Namespace, **options: Any) -> Recipe:
-    """Return how a command encodes or decodes clips, by its options, those that it has."""
+    """Return the recipe of a command, by those of its options that it has.
+
+    `options` are fields of `Recipe` to set instead.
+    """
     names = ("model", "backend", "dtype", "tiling", "dp", "tp", "frames", "height", "width", "crop")
     given = {name: getattr(args, name) for name in names if hasattr(args, name)} | options
     common.parse_dtype(given["dtype"])
@@ -27,14 +30,25 @@ def recipe_of(args: argparse.Namespace, **options: Any) -> Recipe:
 
 
 def open_clip(args: argparse.Namespace, at_most: int | None = None) -> DecodedClip:
-    """Check the video and the sizes that are asked for; without `--frames` take `at_most` so many."""
+    """Return the part of `args.video` to encode, unread, after a check of its size.
+
+    Without `--frames` it is the first `at_most` frames, or all of a shorter video.
+    """
     count = args.frames or (at_most and min(at_most, video.probe(args.video).num_frames))
     recipe = Recipe("", frames=count, height=args.height, width=args.width, crop=args.crop)
     return select_part(Clip("", args.video), recipe, SPATIAL_SCALE)
 
 
 def unit_of(kind: type[Unit], args: argparse.Namespace, vae: Any, fetch: Fetch, **options: Any) -> Unit:
-    """Return the unit that encodes or decodes one clip under a bar of its chunks."""
+    """Return what encodes or decodes one clip, under a bar of its chunks.
+
+    Args:
+        kind: `EncodeClip` or `DecodeClip`.
+        args: the command's options.
+        vae: the loaded model.
+        fetch: brings a chunk's result to the host.
+        options: fields of `Recipe` besides the command's.
+    """
 
     def follow(parts: Iterator[Any], total: int, name: str) -> Iterator[Any]:
         return common.progress(parts, total=total, name=name, args=args)
@@ -49,7 +63,7 @@ def encoder_of(args: argparse.Namespace, vae: Any, fetch: Fetch) -> EncodeClip:
 
 
 def decode_to(sink: sinks.Sink, vae: Any, latents: Latents, args: argparse.Namespace, fetch: Fetch) -> int:
-    """Write the decoded frames as they come; return how many."""
+    """Decode latents into a sink, frames as they come; return how many."""
     options = {"model": latents.model, "dtype": str(vae.dtype).removeprefix("torch.")}
     return sinks.write_all(sink, unit_of(DecodeClip, args, vae, fetch, **options).stream(latents))
 
@@ -57,7 +71,7 @@ def decode_to(sink: sinks.Sink, vae: Any, latents: Latents, args: argparse.Names
 def reconstruct_to(
     sink: sinks.Sink, vae: Any, clip: DecodedClip, args: argparse.Namespace, group: ProcessGroup
 ) -> int:
-    """Write the clip's frames as they come back from the VAE; return how many.
+    """Encode and decode a clip, and write the frames as they come; return how many.
 
     A chunk's latents are decoded when there are enough of them: memory does not grow with the clip.
     """
@@ -70,6 +84,6 @@ def reconstruct_to(
 
 
 def frames_through(vae: Any, frames: int) -> tuple[int, int]:
-    """Return to how many latent frames a video is encoded, and to how many frames these are decoded."""
+    """Return how many latent frames a video is encoded to, and how many frames those are decoded to."""
     latent = sum(ENCODE.results(vae, frames))
     return latent, sum(DECODE.results(vae, latent))

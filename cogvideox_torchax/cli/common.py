@@ -33,6 +33,7 @@ def take_bundled_model(args: argparse.Namespace) -> None:
 
 
 def parse_dtype(name: str) -> torch.dtype:
+    """Return the torch dtype of a name of `DTYPES`; `ValueError` for another name."""
     if name not in DTYPES:
         raise ValueError(f"unknown dtype {name!r}: one of {', '.join(DTYPES)}")
     return getattr(torch, name)
@@ -44,6 +45,7 @@ def load_vae(model: str, backend: str, dtype: str, mesh: Any = None) -> Any:
 
 
 def device_name(backend: str) -> str:
+    """Return the name of the device that a backend runs on."""
     return backends.backend(backend).device()
 
 
@@ -67,13 +69,14 @@ def print_report(report: dict[str, Any], as_json: bool) -> None:
 
 
 def _shown(value: Any) -> str:
+    """Return a value of a report as text, a float with few digits."""
     if isinstance(value, float):
         return f"{value:.3g}" if abs(value) < 0.01 else f"{value:.2f}"
     return str(value)
 
 
 def print_results(args: argparse.Namespace, clock: CompileClock, results: dict[str, Any]) -> None:
-    """Print the report of a command that has written `args.output`."""
+    """Print the report of a command that has written `args.output`: the device, `results`, the times."""
     ran = {"output": args.output, "backend": args.backend, "device": device_name(args.backend)}
     times = {"compile_s": clock.seconds, "total_s": clock.elapsed}
     print_report({**ran, **results, **times}, args.json)
@@ -91,12 +94,12 @@ def make_directory(name: str, purpose: str = "write into") -> Path:
 
 def report_directory(name: str) -> Path:
     """Return a directory for a report with plots; `ValueError` where nothing can be drawn."""
-    reports.pyplot()  # before the work, not after it
+    reports.pyplot()  # raises before the work, not after it
     return make_directory(name)
 
 
 def narrator(args: argparse.Namespace) -> Callable[[str], None]:
-    """Return `say`, or, where the command is to be quiet, a function that says nothing."""
+    """Return `say`, or, with `--quiet`, a function that prints nothing."""
     return (lambda line: None) if args.quiet else say
 
 

@@ -27,6 +27,7 @@ COMMAND = Command(
 
 
 def run(args: argparse.Namespace) -> int:
+    """Compile both directions' programs for each size into JAX's cache, and report the seconds; return 0."""
     import jax
 
     if not backends.backend(args.backend).compiled_by_jax:
@@ -55,8 +56,8 @@ def run(args: argparse.Namespace) -> int:
 def _run_all(vae: Any, direction: Direction, frames: int, height: int, width: int) -> None:
     """Run zeros through every program of a direction.
 
-    Those are of a first chunk and a later one, of bytes (the command line's and the streams') and of the
-    model's dtype (`vae.encode`, `vae.decode` and pipelines').
+    There are programs for a first chunk and for a later one, each for bytes (the command line's and the
+    streams') and for the model's dtype (`vae.encode`, `vae.decode` and pipelines').
     """
     if direction is DECODE:
         frames = sum(ENCODE.results(vae, frames))

@@ -12,6 +12,7 @@ COMMAND = Command(
 
 
 def run(args: argparse.Namespace) -> int:
+    """Print a shell's script that completes commands and options; return 0."""
     import shtab
 
     from cogvideox_torchax.cli import parser

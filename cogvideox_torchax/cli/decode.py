@@ -31,6 +31,7 @@ COMMAND = Command(
 
 
 def run(args: argparse.Namespace) -> int:
+    """Decode a latent file to a video, or a directory of them with `batch`; return the exit code."""
     common.check_not_empty(args.latents)
     if Path(args.latents).is_dir():
         return batch.decode(args)

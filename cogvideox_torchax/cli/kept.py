@@ -12,7 +12,11 @@ from cogvideox_torchax.pipelines import generate, stages
 
 
 def load_latents_stage(args: argparse.Namespace) -> Latents:
-    """Return the latents stage, which can only be decoded: options of sampling are refused."""
+    """Return the latents that an earlier run kept, which are only to be decoded.
+
+    Raises:
+        ValueError: options of sampling, which is done already.
+    """
     sampling = {*stages.Request.names(), "preview", "cache"} - {"dtype"}
     given = sorted(name for name in sampling if getattr(args, name) is not None)
     if given:
@@ -24,14 +28,14 @@ def load_latents_stage(args: argparse.Namespace) -> Latents:
 
 
 def kept_path(args: argparse.Namespace) -> Path:
-    """Return a path beside the output, which as a directory may end in a slash."""
-    output = Path(args.output)
+    """Return the file, beside the output, that keeps latents until their video is whole."""
+    output = Path(args.output)  # drops the slash that a directory may end in
     return output.with_name(f"{output.name}.latents.safetensors")
 
 
 @contextlib.contextmanager
 def saved_latents(args: argparse.Namespace, latents: Latents) -> Iterator[None]:
-    """Keep the latents in a file until their video is whole; name it where that fails."""
+    """Keep the latents in a file while the block writes their video; where it fails, say where they are."""
     kept = kept_path(args)
     latent_files.save(latents, kept)
     try:

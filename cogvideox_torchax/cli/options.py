@@ -12,7 +12,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def model_options(default: str = "the small bundled model, as a line says") -> tuple[Option, ...]:
-    """Return the options of a model that runs, and of its report."""
+    """Return the options of a command that runs a model: the model's, and the report's."""
     model = f"a CogVideoX VAE or a whole pipeline, as a directory or a hub id (default: {default})"
     names, dtypes = backends.names(backends.Use.RUN), ", ".join(DTYPES)
     return (
@@ -27,7 +27,7 @@ def model_options(default: str = "the small bundled model, as a line says") -> t
 
 
 def clip_options(frames: int | None = None) -> tuple[Option, ...]:
-    """Return those that name a part of a clip; without `--frames` a command takes `frames` at most."""
+    """Return the options that name a part of a clip; `frames` is the default of `--frames`, None for all."""
     shown = "" if frames is None else f" (default: {frames}, or all of a shorter clip)"
     follows = "resize to this {} in pixels; the {} follows if it is not given"
     return (
@@ -49,7 +49,7 @@ def clip_options(frames: int | None = None) -> tuple[Option, ...]:
 
 
 def output(help: str, metavar: str = "FILE", **settings: Any) -> Option:
-    """Return the option of what a command writes."""
+    """Return the option that names a command's output."""
     return Option("-o", "--output", metavar=metavar, help=help, **settings)
 
 

@@ -122,8 +122,8 @@ def check(args: argparse.Namespace) -> None:
             raise ValueError(f"--{name.replace('_', '-')} does not go with --network {args.network}")
     if args.cache:
         config_of(args.cache, steps=50, guided=not args.no_guidance)
-    of_blocks = (args.cache or "").startswith("first-block")
-    if (args.skips is not None) != of_blocks:
+    is_first_block = (args.cache or "").startswith("first-block")
+    if (args.skips is not None) != is_first_block:
         raise ValueError(
             "--skips N says how many of 50 steps --cache first-block skips, which decides as it runs: give "
             "both or neither"
@@ -137,8 +137,9 @@ def check(args: argparse.Namespace) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Compile and print a plan, on stderr where stdout gets JSON; write it where asked to; return 0."""
     check(args)
-    if args.output:  # before the work, not after it
+    if args.output:  # raises before the work, not after it
         reports.check_file(Path(args.output))
     with contextlib.redirect_stdout(sys.stderr) if args.json else contextlib.nullcontext():
         document = planning.planned(args)

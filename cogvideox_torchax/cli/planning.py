@@ -17,17 +17,17 @@ Document = dict[str, Any]
 
 
 def planned(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the plan as `benchmarks/` keeps it; print it as it goes."""
+    """Compile what the options ask for, and print it; return the plan as a JSON document."""
     from cogvideox_torchax.plan import models
 
-    chip, devices = _target(args)  # first: what loads libtpu else has no kernel's schedule written
+    chip, devices = _target(args)  # first: libtpu writes kernels' schedules only if this loads it
     vae = models.weightless_vae(args.model, common.parse_dtype(args.dtype))
     plan = {"vae": _vae, "train-step": _train_step}.get(args.network, _network)
     return plan(args, vae, chip, devices, {"dp": args.dp, "tp": args.tp})
 
 
 def _vae(args: argparse.Namespace, vae: Any, chip: Any, devices: Any, mesh: dict[str, int]) -> Document:
-    """Return the plan of encoding or decoding."""
+    """Return the plan of encoding or decoding; for a video that does not fit, also what would fit."""
     from cogvideox_torchax.plan import jobs, report, summary
 
     if args.save_hlo:
@@ -40,13 +40,13 @@ def _vae(args: argparse.Namespace, vae: Any, chip: Any, devices: Any, mesh: dict
     common.say(f"compiling for {min(len(pieces), 2)} of {len(pieces)} chunks; each can take minutes")
     planned = jobs.plan_programs(vae, job, devices, chip, backend=args.backend, **mesh)
     programs = list(_printed_programs(planned, chip, args.save_hlo and f"{args.save_hlo}/{job.kind}"))
-    found = summary.whole_video(job, len(pieces), job.tiles(vae), programs, chip)
-    common.print_report(found, as_json=False)
+    whole = summary.whole_video(job, len(pieces), job.tiles(vae), programs, chip)
+    common.print_report(whole, as_json=False)
     layers = programs[-1].layers if args.layers else []
     if layers:
         head, *cells = report.table(layers)
         print(reports.table(head, cells))
-    if chip and not found["fits"] and not args.no_advice:
+    if chip and not whole["fits"] and not args.no_advice:
         peak = max(program.peak_bytes for program in programs)
         common.say("it does not fit: compiling what would")
         backend, used = {"backend": args.backend}, args.dp * args.tp
@@ -54,15 +54,15 @@ def _vae(args: argparse.Namespace, vae: Any, chip: Any, devices: Any, mesh: dict
             jobs.smallest_tiling_that_fits(vae, job, devices, chip, peak, **backend, **mesh),
             jobs.smallest_mesh_that_fits(args.model, vae.dtype, job, args.topology, used, peak, **backend),
         ]
-        found["would_fit"] = {change.what: change.peak_bytes / 2**30 for change in changes if change}
-        advice = {f"with {what}": f"{size:.2f} GiB" for what, size in found["would_fit"].items()}
+        whole["would_fit"] = {change.what: change.peak_bytes / 2**30 for change in changes if change}
+        advice = {f"with {what}": f"{size:.2f} GiB" for what, size in whole["would_fit"].items()}
         common.print_report(advice or {"would fit": "nothing that was tried"}, as_json=False)
     layers = [vars(row) for row in layers]
-    return _document(args, vars(job), programs, found, backend=args.backend, layers=layers)
+    return _document(args, vars(job), programs, whole, backend=args.backend, layers=layers)
 
 
 def _network(args: argparse.Namespace, vae: Any, chip: Any, devices: Any, mesh: dict[str, int]) -> Document:
-    """Return the plan of a pipeline's transformer or of its text encoder."""
+    """Return the plan of a denoising step, of a video with a cache, or of the text encoder."""
     from cogvideox_torchax.plan import networks
 
     runtime.enable()
@@ -90,7 +90,7 @@ def _network(args: argparse.Namespace, vae: Any, chip: Any, devices: Any, mesh: 
 def _train_step(
     args: argparse.Namespace, vae: Any, chip: Any, devices: Any, mesh: dict[str, int]
 ) -> Document:
-    """Return the plan of one step that trains the VAE."""
+    """Return the plan of the gradients that a step training the VAE computes."""
     from cogvideox_torchax.plan import jobs, training
 
     job = jobs.Job(ENCODE, args.frames, args.height, args.width)
@@ -100,7 +100,7 @@ def _train_step(
 
 
 def _printed(args: argparse.Namespace, programs: list[Any], table: dict[str, Any]) -> dict[str, Any]:
-    """Print the table of a network; return the document of its plan."""
+    """Print a network's table; return the document of its plan."""
     common.print_report(table, as_json=False)
     job = {name: getattr(args, name) for name in ("network", "frames", "height", "width")}
     return _document(args, job, programs, table)
@@ -109,6 +109,15 @@ def _printed(args: argparse.Namespace, programs: list[Any], table: dict[str, Any
 def _document(
     args: argparse.Namespace, job: dict[str, Any], programs: list[Any], summary: dict[str, Any], **more: Any
 ) -> dict[str, Any]:
+    """Return a plan as a JSON document.
+
+    Args:
+        args: the command's options.
+        job: what was planned.
+        programs: the compiled ones.
+        summary: the printed figures.
+        more: fields to add.
+    """
     from cogvideox_torchax.plan import jobs
 
     return {
@@ -127,7 +136,7 @@ def _document(
 
 
 def _target(args: argparse.Namespace) -> tuple[Any, list[Any]]:
-    """Return the chip's peaks to hold programs against, or None, and the devices to compile for."""
+    """Return the chip whose peaks apply, None for a CPU, and the devices to compile for."""
     from cogvideox_torchax.plan import chips
 
     if args.platform == "tpu":
@@ -139,7 +148,10 @@ def _target(args: argparse.Namespace) -> tuple[Any, list[Any]]:
 
 
 def _printed_programs(programs: Iterable[Any], chip: Any, text: str | None = None) -> Iterator[Any]:
-    """Print and yield programs as they are compiled; write texts to files named `text`_..."""
+    """Print each program's figures as it is compiled, and yield it.
+
+    `text` begins the names of files for the compiled texts; None for none.
+    """
     from cogvideox_torchax.plan import summary
 
     for program in programs:

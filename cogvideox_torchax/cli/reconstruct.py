@@ -30,6 +30,7 @@ COMMAND = Command(
 
 
 def run(args: argparse.Namespace) -> int:
+    """Encode a video and decode it again into another; print the report, return 0."""
     clip = open_clip(args)
     with contextlib.ExitStack() as stack:
         group = stack.enter_context(devices.process_group(args))
@@ -38,13 +39,13 @@ def run(args: argparse.Namespace) -> int:
         common.take_bundled_model(args)
         vae = common.load_vae(args.model, args.backend, args.dtype, group.mesh)
         _, frames_out = frames_through(vae, clip.num_frames)
-        alongside, told = _alongside(args, clip, frames_out)
+        alongside, messages = _alongside(args, clip, frames_out)
         sink = stack.enter_context(group.writing(args.output, fps, alongside))
         clock = CompileClock(common.narrator(args))
         written = reconstruct_to(sink, vae, clip, args, group)
     if not group.is_first:
         return 0
-    for line in told:
+    for line in messages:
         common.say(line)
     results = {
         "frames_in": clip.num_frames,
@@ -59,29 +60,32 @@ def run(args: argparse.Namespace) -> int:
 def _alongside(
     args: argparse.Namespace, clip: DecodedClip, frames_out: int
 ) -> tuple[video.SourceTiming, list[str]]:
-    """Return what an .mp4 takes over from its source besides frames, and the lines to print of it."""
-    info, told = clip.info, []
+    """Return the times, sound and pixel shape that an .mp4 takes over from its source, and lines to print.
+
+    The lines say what differs from the source, and why.
+    """
+    info, messages = clip.info, []
     is_mp4 = Path(args.output).suffix.lower() == ".mp4"
-    whole = args.fps in (None, info.fps)
+    at_own_rate = args.fps in (None, info.fps)
     if frames_out != clip.num_frames:
-        told.append(
+        messages.append(
             f"{clip.num_frames} frames were read, {frames_out} written: the model gives back as many as it "
             "took for 8 k + 1 of them"
         )
-    keeps_times = info.variable and whole and is_mp4 and frames_out == clip.num_frames
+    keeps_times = info.variable and at_own_rate and is_mp4 and frames_out == clip.num_frames
     if info.variable:
         shortest, longest = (1000 * float(gap) for gap in info.gaps)
-        told.append(
+        messages.append(
             f"the frame rate varies, {shortest:.0f} to {longest:.0f} ms from frame to frame: "
             + ("frames keep their times" if keeps_times else "the output's does not")
         )
-    sound = info.path if info.copies_sound and whole and is_mp4 else None
+    sound = info.path if info.copies_sound and at_own_rate and is_mp4 else None
     if info.sound and not info.copies_sound:
-        told.append(f"the sound is left out: an .mp4 takes {', '.join(video.COPIED)}, not {info.sound}")
+        messages.append(f"the sound is left out: an .mp4 takes {', '.join(video.COPIED)}, not {info.sound}")
     elif info.sound and sound is None:
-        told.append("the sound is left out: it is kept in an .mp4 at the source's own rate")
+        messages.append("the sound is left out: it is kept in an .mp4 at the source's source_size rate")
     times = info.times[: clip.num_frames] if keeps_times else ()
     seconds = times[-1] + 1 / info.fps if times else clip.num_frames / info.fps
-    size, own = (clip.framing.height, clip.framing.width), (info.height, info.width)
-    pixel = info.pixel if clip.framing.crop or size == own else Fraction(1)
-    return video.SourceTiming(times, sound, seconds, pixel), told
+    size, source_size = (clip.framing.height, clip.framing.width), (info.height, info.width)
+    pixel = info.pixel if clip.framing.crop or size == source_size else Fraction(1)
+    return video.SourceTiming(times, sound, seconds, pixel), messages

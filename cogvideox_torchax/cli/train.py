@@ -81,6 +81,14 @@ COMMAND = Command(
 
 
 def run(args: argparse.Namespace) -> int:
+    """Train a VAE until the last step, or until someone asks for the end; write its weights and curves.
+
+    Returns:
+        0, the exit code.
+
+    Raises:
+        KeyboardInterrupt: ended before the last step; the checkpoint is written.
+    """
     directory = common.report_directory(args.output)
     if not args.resume and (directory / NAME).exists():
         raise ValueError(f"{directory} holds a training: --resume it, or give another directory")
@@ -95,8 +103,8 @@ def run(args: argparse.Namespace) -> int:
         stills=args.config is not None,
         recipe=recipe,
     )
-    found = clips.parts(args.clips, without=directory)  # the curves of a run are no clip
-    sources = clips.load_all(found, common.say, frames=args.frames, size=args.size, whole=recipe.whole)
+    parts = clips.parts(args.clips, without=directory)  # the output's own pictures are no clips
+    sources = clips.load_all(parts, common.say, frames=args.frames, size=args.size, whole=recipe.whole)
     held_out = [HeldOut.load(clip, args.frames) for clip in args.validate]
     kind, mesh = backends.backend(args.backend), devices.mesh_of(args)
     backend = start.load(kind, mesh, model=args.model, config=args.config, seed=args.seed)
@@ -104,8 +112,8 @@ def run(args: argparse.Namespace) -> int:
     names = [source.part.name for source in sources]
     training = Run(trainer, directory, held_out, asdict(plan) | {"backend": args.backend, "clips": names})
     done = training.resume() if args.resume else training.begin()
-    with _stop_requests() as is_asked:
-        _run_steps(training, done, is_asked, args)
+    with _stop_requests() as stop_is_asked:
+        _run_steps(training, done, stop_is_asked, args)
         training.finish()
     if trainer.step_number < args.steps:
         common.say(f"ended after {trainer.step_number} of {args.steps} steps: go on with --resume")
@@ -113,24 +121,27 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _run_steps(training: Run, done: int, is_asked: Callable[[], bool], args: argparse.Namespace) -> None:
+def _run_steps(training: Run, done: int, stop_is_asked: Callable[[], bool], args: argparse.Namespace) -> None:
     """Make the steps under a bar that shows the loss as a moving mean."""
     from tqdm import tqdm
 
     smooth = None
     with tqdm(total=args.steps, initial=done, unit="step", disable=args.quiet, mininterval=1.0) as bar:
-        for losses, found in training.go(every=args.checkpoint_every, stopped=is_asked):
+        for losses, validations in training.go(every=args.checkpoint_every, stopped=stop_is_asked):
             smooth = losses.total if smooth is None else 0.98 * smooth + 0.02 * losses.total
             bar.set_postfix(loss=f"{smooth:.3f}", psnr=f"{losses.psnr:.1f}", refresh=False)
             bar.update()
-            for one in found:
+            for validation in validations:
                 step = training.trainer.step_number
-                bar.write(f"step {step}: {one.clip} {one.psnr:.2f} dB, SSIM {one.ssim:.3f}", file=sys.stderr)
+                bar.write(
+                    f"step {step}: {validation.clip} {validation.psnr:.2f} dB, SSIM {validation.ssim:.3f}",
+                    file=sys.stderr,
+                )
 
 
 @contextlib.contextmanager
 def _stop_requests() -> Iterator[Callable[[], bool]]:
-    """Give what says whether someone has asked for the end, by Ctrl-C or SIGTERM, within the block."""
+    """Yield a function that returns whether Ctrl-C or SIGTERM has come since the block began."""
     asked: list[int] = []
     handle = lambda number, _: asked.append(number)  # noqa: E731
     before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}

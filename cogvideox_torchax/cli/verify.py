@@ -40,11 +40,12 @@ COMMAND = Command(
 
 
 def run(args: argparse.Namespace) -> int:
+    """Compare backends with PyTorch in float32, in each dtype; return 1 if one breaks a contract, else 0."""
     from cogvideox_torchax.vae.torchax.networks import stock_of
     from cogvideox_torchax.verify import compare, report
 
     for name in args.backends:
-        backend(name)  # before the work, not after it
+        backend(name)  # raises before the work, not after it
     output = None if args.output is None else common.report_directory(args.output)
     x = _video(args)
     reference = stock_of(common.load_vae(args.model, "torch", "float32"))

@@ -203,7 +203,7 @@ class DatasetDirectory(OutputDirectory):
         retry: bool = False,
     ):
         if kind == formats.PARQUET:
-            formats.pyarrow()  # before the work, not after it
+            formats.pyarrow()  # raises before the work, not after it
         check_ids((clip.id for clip in clips), "the data set")
         super().__init__(directory, share)
         self.kind = kind
