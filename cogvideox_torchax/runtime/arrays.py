@@ -71,7 +71,7 @@ def first_nonfinite_of(array: Any) -> tuple[int, ...] | None:
         return None if finite.all() else tuple(int(i) for i in np.argwhere(~finite)[0])
     if bool(_jitted_all_finite()(array)):
         return None
-    # On the host, and only now: to find the index on the devices would gather a sharded array on each.
+    # Found on the host, and only if there is one: on the devices a sharded array would be gathered on each.
     if array.is_fully_addressable:
         return tuple(int(i) for i in np.argwhere(~np.isfinite(np.asarray(array)))[0])
     for shard in array.addressable_shards:
@@ -87,6 +87,7 @@ def all_finite(tensor: torch.Tensor) -> Any:
 
 @functools.cache
 def _jitted_all_finite():
+    """Return the compiled check for finite values; a function, so that JAX is imported late."""
     import jax
     import jax.numpy as jnp
 
@@ -122,6 +123,7 @@ def take(x: Any, axis: int, start: int, length: int) -> Any:
 
 @functools.cache
 def _jitted_take():
+    """Return the compiled slice of `take`; a function, so that JAX is imported late."""
     import jax
 
     return jax.jit(jax.lax.dynamic_slice_in_dim, static_argnums=(2, 3))

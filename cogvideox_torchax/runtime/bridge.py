@@ -57,10 +57,10 @@ def is_enabled() -> bool:
 
 @contextlib.contextmanager
 def active() -> Iterator[None]:
-    """While it is open, this thread's torch calls go through torchax, whether or not it has enabled it.
+    """Run a block with this thread's torch calls through torchax, whether or not the thread enabled it.
 
-    Inference mode is off meanwhile, gradients are as they were: in it torch takes operations apart no more
-    (`chunk`, `split`), of which torchax has the parts alone.
+    Inference mode is off meanwhile, and gradients stay as they were. In inference mode torch does not
+    decompose operations such as `chunk` and `split`, and torchax implements only their parts.
     """
     gradients = torch.is_grad_enabled()
     modes = contextlib.nullcontext() if is_enabled() else import_torchax().default_env()

@@ -28,6 +28,7 @@ class CompileClock:
         jax.monitoring.register_event_duration_secs_listener(self._listen)
 
     def _listen(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
+        """Record a span of JAX's work, and announce a program whose lowering took long."""
         now = time.perf_counter()
         self.spans.append((event, now - duration_secs, now))
         name = str(kwargs.get("fun_name")).removeprefix("jit(").removesuffix(")")
@@ -48,7 +49,7 @@ class CompileClock:
         return time.perf_counter() - self.started
 
     def take(self) -> dict[str, float]:
-        """Return the seconds of each since the last call."""
+        """Return the seconds of lowering and of compiling since the last call, as `lower_s`, `compile_s`."""
         spans, self.spans = self.spans, []
         return {"lower_s": union(spans, TRACING_EVENTS), "compile_s": union(spans, COMPILING_EVENTS)}
 

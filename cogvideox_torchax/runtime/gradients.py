@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from cogvideox_torchax.runtime.bridge import array_of, import_torchax, on_jax, tensor_of
 
 Function = Callable[..., Any]
+"""Function of JAX arrays to a JAX array."""
 
 
 class _Differentiated(torch.autograd.Function):
@@ -20,6 +21,11 @@ class _Differentiated(torch.autograd.Function):
     def forward(
         ctx: Any, function: Function, run: Callable[[], torch.Tensor] | None, *tensors: torch.Tensor
     ) -> torch.Tensor:
+        """Compute `function(*tensors)` on JAX, and save what `backward` needs.
+
+        Without `run` that is the residuals of `jax.vjp`. With `run`, which returns the same result more
+        cheaply, it is the inputs alone: `backward` then computes the function again.
+        """
         import jax
 
         arrays = tuple(map(array_of, tensors))
@@ -35,6 +41,7 @@ class _Differentiated(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        """Return no gradients for `function` and `run`, and one for each tensor."""
         (gradient,) = map(array_of, gradients)
         return None, None, *map(tensor_of, ctx.pull(ctx.kept(ctx.saved_tensors), gradient))
 
@@ -74,23 +81,22 @@ def differentiable(
 
     Args:
         function: of arrays, the weights by name and the input, to an array.
-        network: whose parameters the weights are.
-        weights: as arrays, by name, where the function takes them; of them those whose parameter has
-            `requires_grad` get a gradient.
-        x: a torchax tensor; it gets a gradient where it has `requires_grad`.
-        run: the same result at the cost of no gradients; `backward` then runs the function first. None for
-            keeping what `backward` needs.
+        network: the network that has these weights as parameters; those with `requires_grad` get a gradient.
+        weights: the arrays of the parameters, by name, as the function takes them.
+        x: a torchax tensor; it gets a gradient if it has `requires_grad`.
+        run: returns the same result without keeping anything for `backward`, which then runs `function`
+            first. None keeps what `backward` needs.
     """
     trained = {name: weight for name, weight in network.named_parameters() if weight.requires_grad}
     leaves = ([x] if x.requires_grad else []) + list(trained.values())
-    given = array_of(x)
+    x_array = array_of(x)
 
-    def of_leaves(*values: Any) -> Any:
+    def on_leaves(*values: Any) -> Any:
         (*inputs,) = values[: len(leaves) - len(trained)]
-        changed = dict(zip(trained, values[len(inputs) :], strict=True))
-        return function(weights | changed, *(inputs or [given]))
+        trained_arrays = dict(zip(trained, values[len(inputs) :], strict=True))
+        return function(weights | trained_arrays, *(inputs or [x_array]))
 
-    return _Differentiated.apply(of_leaves, run, *leaves)  # pyright: ignore[reportReturnType]
+    return _Differentiated.apply(on_leaves, run, *leaves)  # pyright: ignore[reportReturnType]
 
 
 def without_gradient(

@@ -19,15 +19,15 @@ def watched(
     taken: Visit = lambda _, values: values,
     names_only: bool = False,
 ) -> Iterator[None]:
-    """While it is open, `taken` and `given` see what every layer takes and gives.
+    """Run a block in which `taken` and `given` see the arguments and results of every layer.
 
-    The layers know nothing of it. A program that is traced meanwhile names its instructions after them.
+    A program that is traced meanwhile names its instructions after the layers.
 
     Args:
-        network: its own modules get hooks: a copy of the user's, where it is the user's.
+        network: gets hooks; pass a copy where the user's modules must stay as they are.
         is_layer: whether a module, by its name and itself, is one of the layers.
-        given, taken: see `Visit`.
-        names_only: whether both leave all as it is: then no layer `is_watched`.
+        given, taken: called with a layer's result, and with its arguments; see `Visit`.
+        names_only: whether both return values unchanged; `is_watched` is then false for the layers.
     """
     import jax
 

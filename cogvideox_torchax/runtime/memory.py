@@ -38,22 +38,23 @@ def free_memory(mesh: "Mesh | None" = None) -> int:
     CPU devices share the host's memory, and so each of a mesh has a part of what is free. Over several
     processes it is the least of theirs; each of them has to ask.
     """
-    own = _free_memory(1 if mesh is None else mesh.local_mesh.size)
+    local_bytes = _free_memory(1 if mesh is None else mesh.local_mesh.size)
     if not of_several_processes(mesh):
-        return own
+        return local_bytes
     from jax.experimental import multihost_utils
 
-    mebibytes = multihost_utils.process_allgather(np.asarray(own // 2**20, np.int32))
+    mebibytes = multihost_utils.process_allgather(np.asarray(local_bytes // 2**20, np.int32))
     return int(np.min(mebibytes)) * 2**20
 
 
 def _free_memory(devices: int) -> int:
+    """Return the free bytes of the first local device; of the host, each of `devices` has a share."""
     import jax
 
     stats = jax.local_devices()[0].memory_stats()
     if stats and "bytes_limit" in stats:
         return int(stats["bytes_limit"] - stats.get("bytes_in_use", 0))
-    if not MEMINFO.is_file():  # off Linux: what the machine has
+    if not MEMINFO.is_file():  # off Linux: all memory of the machine
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // devices
     lines = MEMINFO.read_text().splitlines()
     free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))

@@ -23,39 +23,43 @@ def save_as_stock(model: nn.Module) -> None:
 PROGRAMS = "_compiled_programs"
 """The attribute in which a model's own programs lie (`programs_of`)."""
 DERIVED_ATTRIBUTES = frozenset({PROGRAMS, upstream.COMPILED_CALL})
-"""Attributes derived from a module and no part of it: torch.compile's would run the original."""
+"""Attributes that a copy must not have: torch.compile's would run the original's modules."""
 BESIDE_IT = DERIVED_ATTRIBUTES | upstream.CACHE_STATE
-"""Attributes that no program is traced of; its caches go with a copy."""
+"""Attributes that tracing a program does not read; a copy keeps the step caches among them."""
 
 
 class CopiesWithoutPrograms:
     """Mixed into a class by `port`: a copy is ported as well."""
 
     def _state(self) -> dict[str, Any]:
+        """Return the attributes for a copy: without compiled programs."""
         own = vars(self).copy()  # at once: another thread may compile its first program
         return {name: value for name, value in own.items() if name not in DERIVED_ATTRIBUTES}
 
     def __copy__(self) -> Any:
+        """Return a shallow copy with the same weights, and without compiled programs."""
         copied = object.__new__(type(self))
         vars(copied).update(self._state())
         return copied
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Return a deep copy without compiled programs."""
         copied = object.__new__(type(self))
         memo[id(self)] = copied
-        # torchax takes no copies of plain tensors, which a model may hold besides.
+        # With torchax on, plain tensors, which a model may hold besides, could not be copied.
         vars(copied).update(without_torchax(copy.deepcopy, self._state(), memo))
         return copied
 
 
 class PicklesAsStock(CopiesWithoutPrograms):
-    """Mixed into the class of what is no module: its pickle is one of the class that it had before."""
+    """Mixed into the class of a pipeline or scheduler: its pickle has the class from before `port`."""
 
     def __getstate__(self) -> dict[str, Any]:
         return self._state()
 
     def __reduce_ex__(self, _protocol: Any) -> Any:
-        stock = type(self).__bases__[-1]  # the class itself was made by `port`, and is found nowhere
+        """Return how to unpickle it: a blank object of the stock class, and its attributes."""
+        stock = type(self).__bases__[-1]  # pickle could not import the class that `port` made
         return _blank, (stock,), self.__getstate__()
 
 
@@ -80,7 +84,8 @@ class PortedModel(CopiesWithoutPrograms, nn.Module):
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """Move or cast the model as torch does, whether or not torchax is on.
 
-        Tied weights stay tied, and weights on the host have memory of their own.
+        Tied weights stay tied. Weights moved to "cpu" are copies, which share no memory with JAX's arrays.
+        For "jax" the weights are cast first, on the device where they are, so that JAX gets the final dtype.
         """
         device, dtype = device_and_dtype(args, kwargs)
         if is_jax_device(device):
@@ -97,6 +102,7 @@ class PortedModel(CopiesWithoutPrograms, nn.Module):
         put_weights(self)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Apply `fn` to all weights, with torchax on if they are on JAX."""
         with active() if is_on_jax(self) else contextlib.nullcontext():
             return super()._apply(fn, recurse)
 
@@ -110,5 +116,5 @@ class PortedModel(CopiesWithoutPrograms, nn.Module):
         return super().__deepcopy__(memo)
 
     def __getstate__(self) -> dict[str, Any]:
-        left = {"_mesh", *upstream.CACHE_STATE}
-        return {name: value for name, value in self._state().items() if name not in left}
+        left_out = {"_mesh", *upstream.CACHE_STATE}
+        return {name: value for name, value in self._state().items() if name not in left_out}

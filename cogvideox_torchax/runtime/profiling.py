@@ -14,7 +14,7 @@ _profiling = False
 
 @contextlib.contextmanager
 def profiling(directory: str | Path) -> Iterator[None]:
-    """While it is open, JAX records what runs; afterwards a file for TensorBoard and Perfetto is there.
+    """Record what JAX runs during a block, into a file for TensorBoard and Perfetto.
 
     Programs that are traced meanwhile name their instructions after the layers of a torch network; programs
     of the compile cache have no names, so those with names are kept apart there.
@@ -46,7 +46,7 @@ def profiling(directory: str | Path) -> Iterator[None]:
 
 
 def named_layers(network: nn.Module) -> contextlib.AbstractContextManager[Any]:
-    """While a network is traced: its layers' names for the instructions, where a profile is being made.
+    """Return a context in which tracing a network names instructions after its layers, if profiling.
 
     Args:
         network: a skeleton; it gets hooks.

@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class Programs:
-    """The programs of one model, each for the module tree that it was traced from; any thread may ask."""
+    """The programs of one model, each for the module tree that it was traced from; safe in any thread."""
 
     KEPT = 4
     """Programs of one kind, for trees that take turns."""
@@ -42,20 +42,20 @@ class Programs:
         """Return the program built for this very module tree, or build one.
 
         Args:
-            kind: which of the model's programs.
-            network: as it is now.
-            build: from the network to its program.
+            kind: key of the model's program, such as a direction.
+            network: the module tree as it is now.
+            build: function from the network to a new program.
         """
         from jax_kernels.common.tiles import pallas_mode
 
         with self._lock:
-            kept = self._kept.setdefault((kind, is_profiling(), pallas_mode()), [])
-            for snapshot, program in kept:
+            entries = self._kept.setdefault((kind, is_profiling(), pallas_mode()), [])
+            for snapshot, program in entries:
                 if snapshot.holds(network):
                     return program
-            kept.insert(0, (Snapshot(network), build(network)))
-            del kept[self.KEPT :]
-            return kept[0][1]
+            entries.insert(0, (Snapshot(network), build(network)))
+            del entries[self.KEPT :]
+            return entries[0][1]
 
 
 def programs_of(model: nn.Module) -> Programs:
@@ -64,7 +64,7 @@ def programs_of(model: nn.Module) -> Programs:
     They are an attribute of the model: a hook they were traced with may refer to it, and only Python's
     garbage collector frees such a cycle.
     """
-    return vars(model).setdefault(PROGRAMS, Programs())  # at once, whatever other threads do
+    return vars(model).setdefault(PROGRAMS, Programs())  # `setdefault` is atomic among threads
 
 
 def forget_programs(model: nn.Module) -> None:
@@ -73,7 +73,7 @@ def forget_programs(model: nn.Module) -> None:
 
 
 def _check_deterministic(network: nn.Module) -> nn.Module:
-    """Return the network.
+    """Return the network, checked for modules that are random.
 
     Raises:
         ValueError: a module drops values at random, which a program would draw once and for all.
@@ -94,11 +94,11 @@ class Place:
         self._device = device
 
     def weight(self, name: str, array: Any) -> Any:
-        """Return a weight, an array on JAX, where the program takes it."""
+        """Return a weight, an array on JAX, on the devices where the program takes it."""
         return array
 
     def put(self, array: Any) -> Any:
-        """Return an input, a NumPy array or one on JAX, which may be traced, where the program takes it."""
+        """Return an input, a NumPy or a JAX array, even a traced one, on the devices of the program."""
         return array
 
     def struct(self, shape: tuple[int, ...], dtype: Any) -> Any:
@@ -125,7 +125,7 @@ class Place:
         return {}
 
     def watching(self, network: nn.Module) -> contextlib.AbstractContextManager[Any]:
-        """Return what is open while a torch network, a copy of this trace alone, runs."""
+        """Return a context that is open while a torch network, copied for one trace, runs."""
         return contextlib.nullcontext()
 
 
@@ -138,6 +138,7 @@ class TorchNetwork:
     """
 
     def __init__(self, module: nn.Module):
+        """Copy the module tree without its weights, of which shapes and dtypes are kept."""
         import jax
 
         self._module = weightless(module)
@@ -148,11 +149,16 @@ class TorchNetwork:
         }
 
     def __call__(self, place: Place, weights: dict[str, Any], inputs: Any, cache: Any, **how: Any) -> Any:
+        """Run the network on `weights`; return the result and the next cache.
+
+        Each call runs a new copy of the module tree, since tracing changes it. `how` goes to
+        `Place.watching`.
+        """
         import jax
 
         # Between two chunks a cache lies as (H, W, N, T, C), as a TPU holds it while it computes: in any
         # other order each program would rearrange it on its way in and out.
-        # What a denoising step keeps has no five axes, and stays as it is.
+        # Arrays that a denoising step keeps have other than five axes, and are not transposed.
         cache = jax.tree.map(lambda kept: kept.transpose(2, 4, 3, 0, 1) if kept.ndim == 5 else kept, cache)
         network = _check_deterministic(skeleton(self._module))
         call = import_torchax().interop.jax_view(functools.partial(torch.func.functional_call, network))
@@ -178,12 +184,13 @@ class Program:
 
     Args:
         network: a torch module, whose inputs are a tensor, or a dictionary of tensors and of tuples of them;
-            or what is called and has attributes as a `TorchNetwork`. JAX drops arguments that are not read,
-            and does not donate them: a network with a true `keep_unused` keeps them.
+            or an object with the call and the attributes of a `TorchNetwork`. JAX drops arguments that are
+            not read, and does not donate them: a network with a true `keep_unused` keeps them.
         place: one device where None.
     """
 
     def __init__(self, network: Any, place: Place | None = None):
+        """Prepare the two compiled functions, with and without donation; nothing is traced yet."""
         import jax
 
         configure_compile_cache()
@@ -198,10 +205,11 @@ class Program:
         options = self.place.compiler_options()
         keep = getattr(network, "keep_unused", False)
         self._compiled = jax.jit(run, donate_argnums=2, keep_unused=keep, compiler_options=options)
-        # Nothing is donated: a backward pass reads a cache again.
+        # No cache is donated here: a backward pass reads it again.
         self._differentiable = jax.jit(self._trace_for_gradients, compiler_options=options)
 
     def _trace(self, weights: Any, inputs: Any, cache: Any) -> Any:
+        """Run the network, sharded by the place; count one more traced program."""
         self.compilations += 1
         return self.place.trace(functools.partial(self._network, self.place, weights), inputs, cache)
 
@@ -210,10 +218,10 @@ class Program:
             return self._trace(weights, inputs, cache)
 
     def weights(self, network: nn.Module) -> dict[str, Any]:
-        """Return a network's weights where the program takes them.
+        """Return the arrays of a network's weights, by name, on the devices where the program takes them.
 
-        The network is like the compiled one. Weights that `load_state_dict` has put elsewhere are moved for
-        good.
+        The network is like the compiled one. Weights that lie elsewhere, as after `load_state_dict`, are
+        moved, in the network too.
         """
         named = named_tensors(network)
         for name, tensor in named.items():
@@ -236,7 +244,7 @@ class Program:
         return self._compiled(weights, inputs, cache)
 
     def empty_cache(self, weights: Any, inputs: Any) -> Any:
-        """Return zeros in the place of the cache that a call without one gives."""
+        """Return zeros of the shapes of the cache that a call without a cache returns."""
         import jax
         import jax.numpy as jnp
 
@@ -246,7 +254,7 @@ class Program:
         )
 
     def begin(self, weights: Any) -> Callable[[Any], Any]:
-        """Return a pass over a video: from its chunks, given in order, to their results, as arrays."""
+        """Return a function from a video's chunks, given in order, to their results; it keeps the cache."""
         return carried(lambda chunk, cache: self.run(weights, self.put(chunk), cache))
 
     def run_video(self, weights: Any, video: Any, lengths: Sequence[int]) -> Any:
@@ -291,12 +299,14 @@ class Program:
         return weights, self._structs(inputs), cache
 
     def _cache_structs(self, weights: Any, inputs: Any) -> Any:
+        """Return the structs of the cache that a call on these structs, without a cache, returns."""
         import jax
 
         _, cache = jax.eval_shape(self._compiled, weights, inputs, None)
         return jax.tree.map(lambda part: self.place.cache_struct(part.shape, part.dtype), cache)
 
     def _structs(self, described: Any) -> Any:
+        """Return the structs of inputs, given as (shape, dtype), or as a dict or a tuple of such pairs."""
         if isinstance(described, dict):
             return {name: self._structs(of) for name, of in described.items()}
         shape, dtype = described
@@ -305,7 +315,7 @@ class Program:
 
 
 def carried(step: Callable[[Any, Any], tuple[Any, Any]]) -> Callable[[Any], Any]:
-    """Return a pass over a video: `step(chunk, cache)`, which gives (result, cache), for each chunk."""
+    """Return a function of a chunk that runs `step(chunk, cache)` -> (result, cache) and keeps the cache."""
     cache: Any = None
 
     def run(chunk: Any) -> Any:

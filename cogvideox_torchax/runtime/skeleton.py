@@ -32,7 +32,7 @@ def skeleton(module: Module) -> Module:
 
 
 class _Uncompiled(nn.Module):
-    """The module that torch.compile has wrapped, under the same name: XLA compiles it."""
+    """A stand-in for torch.compile's wrapper that runs the wrapped module, for XLA to compile."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._orig_mod(*args, **kwargs)
@@ -45,6 +45,7 @@ class _Uncompiled(nn.Module):
 
 
 def _copied(module: Module, done: dict[int, Any]) -> Module:
+    """Copy a module and its children; `done` maps ids of originals to copies, so that each is copied once."""
     if id(module) not in done and upstream.is_compiled(module):
         done[id(module)] = _Uncompiled()
         done[id(module)].add_module("_orig_mod", _copied(module.get_submodule("_orig_mod"), done))
@@ -72,7 +73,10 @@ def has_state(value: Any) -> bool:
 
 
 def _own(value: Any, done: dict[int, Any], of_processor: bool) -> Any:
-    """Copy a container, at any depth, or an attention processor and each object that it holds."""
+    """Copy a container, at any depth, or an attention processor and each object that it holds.
+
+    `done` maps ids of originals to copies; `of_processor` says whether `value` belongs to a processor.
+    """
     if id(value) in done:
         return done[id(value)]
 
@@ -105,8 +109,8 @@ def weightless(module: Module) -> Module:
     def empty(tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device="meta")
 
-    bare = _with_weights(module, empty)
-    for name, part in bare.named_modules():
+    copied = _with_weights(module, empty)
+    for name, part in copied.named_modules():
         # A ported model's own call is no part of a program.
         forward = None if isinstance(part, PortedModel) else vars(part).get("forward")
         if forward is not None and getattr(forward, "__self__", None) is not part:
@@ -114,7 +118,7 @@ def weightless(module: Module) -> Module:
                 f"{name}.forward is a function of its own, and the weights that it holds would be "
                 f"compiled in as they are: set types.MethodType(function, {name}), or register a hook"
             )
-    return bare
+    return copied
 
 
 def host_skeleton(module: Module) -> Module:
@@ -124,6 +128,6 @@ def host_skeleton(module: Module) -> Module:
 
 def _with_weights(module: Module, make: Callable[[torch.Tensor], torch.Tensor]) -> Module:
     """Return a skeleton with weights of its own; tied weights stay tied."""
-    bare = skeleton(module)
-    without_torchax(replace_weights, bare, make)
-    return bare
+    copied = skeleton(module)
+    without_torchax(replace_weights, copied, make)
+    return copied

@@ -20,9 +20,10 @@ class Snapshot:
     """
 
     def __init__(self, root: nn.Module):
+        """Record a module tree as it is now."""
         self._modules = [_Seen(module) for module in _tree(root)]
         contents = _contents(seen.attributes for seen in self._modules)
-        # Most are hooks that nobody has registered: they are asked before every call.
+        # Most containers are empty dictionaries of hooks, which this check before each call makes cheap.
         self._empty = [container for container, items in contents if not items]
         self._contents = [(container, items) for container, items in contents if items]
         self._weights = _weight_pattern(_tree(root))
@@ -46,6 +47,7 @@ class _Seen:
     """The snapshot of one module."""
 
     def __init__(self, module: nn.Module):
+        """Record a module's type, its attributes without children and weights, and the ids of all."""
         self.module = weakref.ref(module)
         self._type = type(module)
         self.attributes = {
@@ -53,15 +55,16 @@ class _Seen:
             for name, value in vars(module).copy().items()
             if name not in TREE and name not in BESIDE_IT
         }
-        # Ids alone: kept, the dictionaries of weights would keep the weights.
+        # Only ids are kept: the dictionaries of weights would keep the weights alive.
         self._ids = tuple(map(id, vars(module).values()))
 
     def is_still(self, module: nn.Module) -> bool:
+        """Return whether a module has the recorded type and attributes; equal ids of all prove it fast."""
         attributes = vars(module)
         if type(module) is self._type and tuple(map(id, attributes.values())) == self._ids:
             return True
-        made = len(attributes.keys() & BESIDE_IT)
-        if type(module) is not self._type or len(attributes) != len(self.attributes) + len(TREE) + made:
+        derived = len(attributes.keys() & BESIDE_IT)
+        if type(module) is not self._type or len(attributes) != len(self.attributes) + len(TREE) + derived:
             return False
         for name, value in self.attributes.items():
             found = attributes.get(name, self)
@@ -77,23 +80,25 @@ def _contents(modules: Iterable[dict[str, Any]]) -> list[tuple[Any, list[Any]]]:
     """
     found: dict[int, tuple[Any, list[Any]]] = {}
     for attributes in modules:
-        waiting = [(value, name == PROCESSOR) for name, value in attributes.items()]
-        while waiting:
-            value, of_processor = waiting.pop()
+        pending = [(value, name == PROCESSOR) for name, value in attributes.items()]
+        while pending:
+            value, of_processor = pending.pop()
             container = vars(value) if of_processor and has_state(value) else value
             if type(container) in CONTAINERS and id(container) not in found:
                 found[id(container)] = container, _items(container)
-                waiting.extend((item, of_processor) for item in found[id(container)][1])
+                pending.extend((item, of_processor) for item in found[id(container)][1])
     return list(found.values())
 
 
 def _items(container: Any) -> list[Any]:
+    """Return the items of a container, keys too; a list of the object itself if it is no container."""
     if isinstance(container, dict):
         return [*container.keys(), *container.values()]
     return list(container) if isinstance(container, list | set | tuple) else [container]
 
 
 def _same(found: list[Any], before: list[Any]) -> bool:
+    """Return whether two lists of items hold the same objects, or equal strings and numbers."""
     return len(found) == len(before) and all(
         a is b or (isinstance(b, str | int | float) and a == b) for a, b in zip(found, before, strict=True)
     )
@@ -102,13 +107,13 @@ def _same(found: list[Any], before: list[Any]) -> bool:
 def _tree(root: nn.Module) -> Iterator[nn.Module]:
     """Yield the modules of a tree, each once, parents first."""
     done: set[int] = set()
-    waiting = [root]
-    while waiting:
-        module = waiting.pop()
+    pending = [root]
+    while pending:
+        module = pending.pop()
         if id(module) not in done:
             done.add(id(module))
             yield module
-            waiting.extend(child for child in module._modules.values() if child is not None)
+            pending.extend(child for child in module._modules.values() if child is not None)
 
 
 def _weight_pattern(modules: Iterable[nn.Module]) -> list[Any]:
@@ -117,7 +122,7 @@ def _weight_pattern(modules: Iterable[nn.Module]) -> list[Any]:
     pattern: list[Any] = []
     for module in modules:
         pattern.extend(module._modules)
-        for held in (module._parameters, module._buffers):
-            for name, tensor in held.items():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
                 pattern.append((name, tensor if tensor is None else first.setdefault(id(tensor), len(first))))
     return pattern

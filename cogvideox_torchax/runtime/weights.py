@@ -18,11 +18,11 @@ def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _held(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Yield the name, the holding dictionary and the key of each parameter and buffer, tied ones too."""
+    """Yield the name, the dictionary and the key of each parameter and buffer, tied ones each time."""
     for prefix, part in module.named_modules():
-        for held in (part._parameters, part._buffers):
-            for key in [key for key, tensor in held.items() if tensor is not None]:
-                yield f"{prefix}.{key}".lstrip("."), held, key
+        for tensors in (part._parameters, part._buffers):
+            for key in [key for key, tensor in tensors.items() if tensor is not None]:
+                yield f"{prefix}.{key}".lstrip("."), tensors, key
 
 
 def assign(tensor: torch.Tensor, value: torch.Tensor) -> None:
@@ -67,12 +67,13 @@ def put_weights(module: nn.Module, place: Callable[[str, Any], Any] = on_default
 # In inference mode torch would make parameters that nobody can train, and that take no in-place change.
 @torch.inference_mode(False)
 def _replace(module: nn.Module, make: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
-    made: dict[int, torch.Tensor] = {}
-    for name, held, key in _held(module):
-        tensor = held[key]
-        if id(tensor) not in made:
-            made[id(tensor)] = _remade(tensor, functools.partial(make, name))
-        held[key] = made[id(tensor)]
+    """Replace a module's parameters and buffers by `make(name, tensor)`, once for each tensor."""
+    replacements: dict[int, torch.Tensor] = {}
+    for name, tensors, key in _held(module):
+        tensor = tensors[key]
+        if id(tensor) not in replacements:
+            replacements[id(tensor)] = _remade(tensor, functools.partial(make, name))
+        tensors[key] = replacements[id(tensor)]
 
 
 def _remade(tensor: torch.Tensor, make: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
@@ -102,19 +103,19 @@ def feed_weights(
     Raises:
         ValueError: a tensor of another shape than the module's.
     """
-    slots = {name: (held, key) for name, held, key in _held(module)}
+    slots = {name: (owner, key) for name, owner, key in _held(module)}
     missing, unexpected = {*module.state_dict()}, []
     for name, array in tensors:
         if name not in missing:
             unexpected.append(name)
             continue
-        held, key = slots[name]
-        before = held[key]
+        owner, key = slots[name]
+        before = owner[key]
         if tuple(before.shape) != array.shape:
             raise ValueError(f"got {name} of shape {array.shape}: the model's is {tuple(before.shape)}")
-        fed = tensor_of(place(name, array).block_until_ready())
+        placed = tensor_of(place(name, array).block_until_ready())
         if isinstance(before, nn.Parameter):
-            fed = nn.Parameter(fed, requires_grad=before.requires_grad)
-        held[key] = fed
+            placed = nn.Parameter(placed, requires_grad=before.requires_grad)
+        owner[key] = placed
         missing.discard(name)
     return missing, unexpected

@@ -42,7 +42,7 @@ def make_mesh(dp: int = 1, tp: int | None = None, *, devices: Any = None) -> Mes
 
 
 def _on_a_cpu(devices: Any, wanted: int) -> str:
-    """Return how a machine without accelerators shows more devices."""
+    """Return the end of an error's message: how a CPU can show more devices, if these are CPUs."""
     if devices.size and devices[0].platform != "cpu":
         return ""
     return f", or try it on a CPU with XLA_FLAGS=--xla_force_host_platform_device_count={wanted} set"

@@ -53,7 +53,7 @@ class MeshPlace(Place):
 
     Attributes:
         mesh: of `make_mesh`.
-        types: the types of a torch network's modules that are told apart.
+        types: the types of a torch network's modules that count as layers.
         layers: the shapes of the activations that each of those modules took and gave, by its name, as last
             traced.
     """
@@ -74,10 +74,12 @@ class MeshPlace(Place):
         ]
 
     def sharding(self, shape: tuple[int, ...]) -> NamedSharding:
+        """Return the sharding of an activation of this shape on the mesh."""
         return NamedSharding(self.mesh, self.spec(shape))
 
     @property
     def replicated(self) -> NamedSharding:
+        """The sharding of an array that lies whole on every device."""
         return NamedSharding(self.mesh, PartitionSpec())
 
     def constrain(self, x: jax.Array) -> jax.Array:
@@ -85,6 +87,7 @@ class MeshPlace(Place):
         return jax.lax.with_sharding_constraint(x, self.sharding(x.shape))
 
     def _note(self, name: str, x: Any) -> None:
+        """Add the shape of a layer's activation to `layers`."""
         self.layers.setdefault(name, set()).add(tuple(x.shape))
 
 
@@ -152,13 +155,14 @@ class Placement(MeshPlace):
         with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
             result, cache = run(inputs.array, cache, split=split)
             result = _columns_last(jnp.moveaxis(result, self.axes.index("C"), -1), split=split)
-            result = jnp.moveaxis(result, -1, self.axes.index("C"))  # whose padding is cut off
+            result = jnp.moveaxis(result, -1, self.axes.index("C"))  # `hand_out` cuts its padding off
             return self.hand_out(result, split), jax.tree.map(self.cache_placement.constrain, cache)
 
     def watching(self, network: nn.Module, *, split: Split) -> contextlib.AbstractContextManager[Any]:
+        """Tell a network's kernels how columns lie, and record its layers' shapes while it runs."""
         self.layers.clear()
         set_split(network.modules(), split)
-        # `_record` changes nothing: so a norm and a convolution run as one, in the name of their block.
+        # `_record` changes nothing, hence `names_only`: a norm and a convolution may run as one kernel.
         return watched(
             network,
             lambda _, module: type(module) in self.types,
@@ -168,6 +172,7 @@ class Placement(MeshPlace):
         )
 
     def _record(self, name: str, values: Any) -> Any:
+        """Note the shapes of the activations, arrays of five axes, among a layer's values."""
         for value in jax.tree.leaves(values):
             if getattr(value, "ndim", 0) == 5:
                 self._note(name, value)

@@ -131,7 +131,7 @@ class Exchange:
     def fetch_to_all(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the chunk as a plain tensor in every process."""
         whole = self._join(self._write(tensor))
-        # That all have written this chunk says that all have read the one before.
+        # All processes have written this chunk, so all have read the one before.
         for path in self._read:
             path.unlink()
         self._read = [self._path(self._chunks, jax.process_index())]
@@ -156,6 +156,7 @@ class Exchange:
                 self._wait(mark(process))
 
     def _path(self, chunk: int, process: int) -> Path:
+        """Return the file of a process's part of a chunk."""
         return self.directory / f"{chunk:06}.{process}"
 
     def _write(self, tensor: torch.Tensor) -> jax.Array:
@@ -172,14 +173,15 @@ class Exchange:
         return array
 
     def _join(self, array: jax.Array) -> torch.Tensor:
+        """Return the whole array, joined from the files of all processes."""
         whole = np.empty(array.shape, array.dtype)
         for process, shards in parts(array).items():
             values = np.frombuffer(self._wait(self._path(self._chunks, process)).read_bytes(), array.dtype)
-            taken = 0
+            offset = 0
             for _, index in shards:
                 size = math.prod(whole[index].shape)
-                whole[index] = values[taken : taken + size].reshape(whole[index].shape)
-                taken += size
+                whole[index] = values[offset : offset + size].reshape(whole[index].shape)
+                offset += size
         return runtime.plain_tensor(whole)
 
     def _wait(self, path: Path) -> Path:
@@ -187,7 +189,7 @@ class Exchange:
         pause = 0.001
         while not path.exists():
             for failure in self.directory.glob("*.failed"):
-                if path.exists():  # it failed later, and what is awaited came in between
+                if path.exists():  # the file came before its process failed
                     return path
                 raise RuntimeError(f"process {failure.stem} failed: {failure.read_text()}")
             if not self.directory.exists():
@@ -199,13 +201,13 @@ class Exchange:
 
 def parts(array: jax.Array) -> dict[int, list[tuple[Any, tuple[slice, ...]]]]:
     """Return the shards of an array that each process holds, by device; of equal shards only the first."""
-    found: dict[int, list[tuple[Any, tuple[slice, ...]]]] = {}
+    by_process: dict[int, list[tuple[Any, tuple[slice, ...]]]] = {}
     seen: set[str] = set()
     for device, index in array.sharding.devices_indices_map(array.shape).items():
         if str(index) not in seen:
             seen.add(str(index))
-            found.setdefault(device.process_index, []).append((device, index))
-    return found
+            by_process.setdefault(device.process_index, []).append((device, index))
+    return by_process
 
 
 @contextlib.contextmanager
@@ -213,7 +215,7 @@ def exchanging(output: str | Path) -> Iterator[Exchange]:
     """Exchange chunks through a directory beside `output` that every process sees; remove it afterwards."""
     directory = hidden(output, EXCHANGE)
     with reserved(output, EXCHANGE) if is_first() else contextlib.nullcontext():
-        wait_for_all()  # until the first has emptied it
+        wait_for_all()  # until the first process has emptied the directory
         directory.mkdir(exist_ok=True)
         try:
             exchange = Exchange(directory)
@@ -222,7 +224,7 @@ def exchanging(output: str | Path) -> Iterator[Exchange]:
         except BaseException as error:
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             failed = directory / f"{jax.process_index()}.failed"
-            # Suppressed: the first process has failed too, and cleared up.
+            # Errors are suppressed: if the first process failed too, the directory is gone.
             with contextlib.suppress(OSError, OutputError), whole_file(failed) as temporary:
                 temporary.write_text(reason)
             raise

@@ -94,6 +94,7 @@ def read_tensors(files: Iterable[Path]) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def _check_safetensors(path: Path) -> None:
+    """Raise `ModelError` for a file that is truncated, empty or no safetensors file."""
     from safetensors import SafetensorError, safe_open
 
     try:

@@ -10,14 +10,14 @@ class OnColumns:
     """Mixed into a module whose kernels are given how columns lie on devices.
 
     Attributes:
-        split: all on one device, but in the copy of a network that is traced over a mesh (`set_split`).
+        split: all columns on one device; over several in a copy traced over a mesh (`set_split`).
     """
 
     split: Split = WHOLE
 
 
 def set_split(modules: Iterable[Any], split: Split) -> None:
-    """Tell the modules of a network how columns lie: of a copy that is traced, never of the user's."""
+    """Set how columns lie on devices in modules of a copy that is traced, never in the user's."""
     for module in modules:
         if isinstance(module, OnColumns):
             module.split = split

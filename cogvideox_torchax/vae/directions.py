@@ -30,11 +30,11 @@ class Direction(StrEnum):
         return member
 
     def scale(self, spatial_compression_ratio: int) -> int:
-        """Return how many pixels of what goes in belong to one latent pixel, along one axis."""
+        """Return how many pixels of the direction's input belong to one latent pixel, along one axis."""
         return spatial_compression_ratio if self is ENCODE else 1
 
     def frames_a_chunk(self, vae: Any) -> int:
-        """Return how many frames every chunk but the first takes, by the model's own attribute."""
+        """Return how many frames every chunk but the first has, from the attribute of the model `vae`."""
         return getattr(vae, self._frames)
 
     def chunks(self, vae: Any, frames: int) -> list[chunks.Chunk]:

@@ -43,15 +43,24 @@ Item = TypeVar("Item")
 def parse_tiles(text: str, scale: int) -> tuple[int, int]:
     """Return a tile's height and width in pixels, of text like "240x360".
 
+    `scale` is the number of pixels to a latent pixel, along one axis.
+
     Raises:
-        SizeError: no such text, or sides that are no multiples of `scale`, or below two of them.
+        SizeError: another text, or sides that are no multiples of `scale`, or below two of them.
     """
     height, width = parse_size(text, "tiles", multiple=scale, least=SMALLEST_TILE)
     return height, width
 
 
 def check_tiling(tiling: str | None, scale: int) -> None:
-    """Raise `SizeError` for what `set_tiles` cannot take with a model of this scale."""
+    """Raise `SizeError` for a text that `set_tiles` cannot take.
+
+    Tiles are parsed for the errors alone; the result is dropped.
+
+    Args:
+        tiling: tiles as "HEIGHTxWIDTH", or "auto" or None, which are always valid.
+        scale: pixels to a latent pixel along one axis, which tiles must be multiples of.
+    """
     if tiling not in (None, "auto"):
         parse_tiles(tiling, scale)
 
@@ -66,13 +75,15 @@ def needed(vae: Any, direction: Direction, height: int, width: int, frames: int)
         frames: of the whole input: of the video, or of the latents.
     """
     longest = max(chunk.length for chunk in direction.chunks(vae, frames))
-    share = vae.config["block_out_channels"][0] / PLANNED_CHANNELS * vae.dtype.itemsize / PLANNED_ITEMSIZE
+    relative_size = (
+        vae.config["block_out_channels"][0] / PLANNED_CHANNELS * vae.dtype.itemsize / PLANNED_ITEMSIZE
+    )
     mesh = getattr(vae, "mesh", None)
     devices = 1 if mesh is None else mesh.size
-    plain = 1.0 if runtime.dtype_name(vae.dtype) == "bfloat16" else WITHOUT_KERNEL
+    kernel_factor = 1.0 if runtime.dtype_name(vae.dtype) == "bfloat16" else WITHOUT_KERNEL
     temporaries = FRAME_BYTES[direction] * (longest - longest % 2) or IMAGE_BYTES[direction]
     a_pixel = CACHE_BYTES[direction] + temporaries
-    return math.ceil(a_pixel * share * plain * height * width / devices)
+    return math.ceil(a_pixel * relative_size * kernel_factor * height * width / devices)
 
 
 def fitting_tile(
@@ -87,12 +98,12 @@ def fitting_tile(
     Returns:
         Height and width in pixels; None where the whole picture fits.
     """
-    wanted = needed(vae, direction, height, width, frames)
-    if wanted <= MARGIN * free:
+    whole_bytes = needed(vae, direction, height, width, frames)
+    if whole_bytes <= MARGIN * free:
         return None
-    side, scale = math.sqrt(MARGIN * free / wanted), vae.spatial_compression_ratio
+    shrink, scale = math.sqrt(MARGIN * free / whole_bytes), vae.spatial_compression_ratio
     tile_height, tile_width = (
-        max(int(size * side) // scale, SMALLEST_TILE) * scale for size in (height, width)
+        max(int(size * shrink) // scale, SMALLEST_TILE) * scale for size in (height, width)
     )
     return tile_height, tile_width
 
@@ -141,15 +152,16 @@ def tile_of(vae: Any) -> tuple[int, int] | None:
 def tiles_put_back(vae: Any) -> Iterator[None]:
     """Restore a model's tiles after the block, whatever it turned on."""
     names = ("use_tiling", *(name for name in vars(vae).copy() if name.startswith("tile_")))
-    before = {name: getattr(vae, name) for name in names}
+    saved = {name: getattr(vae, name) for name in names}
     try:
         yield
     finally:
-        for name, value in before.items():
+        for name, value in saved.items():
             setattr(vae, name, value)
 
 
 def _enable(vae: Any, tile: tuple[int, int]) -> None:
+    """Turn on tiles of this height and width, in pixels."""
     vae.enable_tiling(tile_sample_min_height=tile[0], tile_sample_min_width=tile[1])
 
 
@@ -168,11 +180,11 @@ def retry_tiled_on_oom(
         start: starts the video and returns its chunks' results.
         say: receives one message, once.
     """
-    given = 0
+    yielded = 0
     try:
         for item in start():
             yield item
-            given += 1
+            yielded += 1
         return
     except Exception as error:
         alone = not runtime.of_several_processes(getattr(vae, "mesh", None))
@@ -180,6 +192,6 @@ def retry_tiled_on_oom(
             raise
     scale = vae.spatial_compression_ratio
     tile = [max(side // 2 // scale, SMALLEST_TILE) * scale for side in map(min, tile_of(vae) or size, size)]
-    say(f"out of memory after {given} chunks: going on in tiles of {tile[0]} x {tile[1]} pixels")
+    say(f"out of memory after {yielded} chunks: going on in tiles of {tile[0]} x {tile[1]} pixels")
     _enable(vae, (tile[0], tile[1]))
-    yield from itertools.islice(start(), given, None)
+    yield from itertools.islice(start(), yielded, None)

@@ -16,4 +16,5 @@ def from_uint8(pixels: Any, dtype: str) -> Any:
 
 
 def _cast(x: Any, dtype: str) -> Any:
+    """Cast a torch tensor or a JAX array to a dtype by its name."""
     return x.to(getattr(torch, dtype)) if isinstance(x, torch.Tensor) else x.astype(dtype)

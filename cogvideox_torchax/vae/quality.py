@@ -8,7 +8,7 @@ K1, K2 = 0.01, 0.03
 
 
 def ssim(got: torch.Tensor, reference: torch.Tensor, peak: float = 255.0) -> float:
-    """Mean structural similarity of videos, 1 for equal ones; a frame at a time.
+    """Return the mean structural similarity of videos, 1 for equal ones; a frame at a time.
 
     Each channel by itself, under a Gaussian window of 11 x 11 pixels and 1.5 pixels' deviation that lies
     wholly in the picture, a smaller one where the picture is smaller: Wang et al., "Image quality assessment:
@@ -24,10 +24,12 @@ def ssim(got: torch.Tensor, reference: torch.Tensor, peak: float = 255.0) -> flo
 
 
 def _frame(video: torch.Tensor, t: int) -> np.ndarray:
+    """Return frame `t` of a video as a float64 array."""
     return video[:, :, t].double().numpy()
 
 
 def _similarity(a: np.ndarray, b: np.ndarray, peak: float) -> float:
+    """Return the mean structural similarity of two frames."""
     mean_a, mean_b = _windowed(a), _windowed(b)
     var_a, var_b = _windowed(a * a) - mean_a**2, _windowed(b * b) - mean_b**2
     covariance = _windowed(a * b) - mean_a * mean_b
@@ -37,7 +39,7 @@ def _similarity(a: np.ndarray, b: np.ndarray, peak: float) -> float:
 
 
 def _windowed(image: np.ndarray) -> np.ndarray:
-    """Gaussian-weighted means of all windows of an image (..., H, W)."""
+    """Return the Gaussian-weighted means of all windows of an image (..., H, W)."""
     for axis in (-2, -1):
         taps = min(WINDOW, image.shape[axis])
         offsets = np.arange(taps) - (taps - 1) / 2

@@ -115,6 +115,10 @@ class ChunkedVAE:
         *,
         as_uint8: bool = False,
     ) -> Iterator[torch.Tensor]:
+        """Check an input and yield its chunks' results on the host, fetched while the next is computed.
+
+        `given` is a whole input or an iterable of its pieces. `as_uint8` makes decoded frames bytes.
+        """
         pieces, size = self._pieces(direction, given, num_frames)
         return overlapped(self.results(direction, pieces, self._tile_plan(direction, size), as_uint8), fetch)
 
@@ -162,8 +166,8 @@ class ChunkedVAE:
         """
         if not self.use_slicing:
             return self._results(direction, pieces, plan, as_uint8)
-        each = [self._results(direction, own, plan, as_uint8) for own in split_videos(pieces)]
-        return (runtime.concatenate(parts, 0) for parts in zip(*each, strict=True))
+        streams = [self._results(direction, video, plan, as_uint8) for video in split_videos(pieces)]
+        return (runtime.concatenate(parts, 0) for parts in zip(*streams, strict=True))
 
     def _results(
         self, direction: Direction, pieces: Iterable[torch.Tensor], plan: Any, as_uint8: bool
@@ -173,7 +177,7 @@ class ChunkedVAE:
 
     @contextlib.contextmanager
     def _running(self, x: torch.Tensor) -> Iterator[None]:
-        """While a whole input is run: on JAX whether or not this thread has enabled torchax."""
+        """Run a block with torchax on if `x` is on JAX, whether or not this thread has enabled it."""
         if not runtime.on_jax(x):
             yield
             return
@@ -181,7 +185,10 @@ class ChunkedVAE:
             yield
 
     def _joined(self, direction: Direction, x: torch.Tensor, plan: tiling.TilePlan | None) -> torch.Tensor:
-        """Return all results in one tensor, on the host if `x` is there; compute all, then fetch."""
+        """Return all results in one tensor, on the host if `x` is there.
+
+        All chunks are computed before the first is fetched, so that fetching does not delay them.
+        """
         results = list(self.results(direction, frames_of_chunks(self, direction, x), plan))
         if not runtime.on_jax(x):
             for result in results:
@@ -197,6 +204,7 @@ class ChunkedVAE:
 
     @property
     def _tiles(self) -> tiling.TileSettings:
+        """The tile settings, from diffusers' attributes."""
         return tiling.TileSettings(
             self.tile_latent_min_height,
             self.tile_latent_min_width,
@@ -207,7 +215,11 @@ class ChunkedVAE:
     def _check(
         self, direction: Direction, x: torch.Tensor, *, follow_weights: bool = False, first_frame: int = 0
     ) -> None:
-        """Raise `ValueError` for what the model cannot take; `follow_weights` where a plain tensor may."""
+        """Raise `ValueError` for an input that the model cannot take.
+
+        `follow_weights` allows a plain tensor for weights on JAX; `first_frame` is the input's position in
+        the video, for the message.
+        """
         what, multiple = direction.takes, direction.scale(self.spatial_compression_ratio)
         check_shape(what, tuple(x.shape), NCTHW, channels=self.config[direction.channels], multiple=multiple)
         bytes_too = follow_weights and direction == ENCODE and x.dtype == torch.uint8
@@ -222,12 +234,13 @@ class ChunkedVAE:
         """Raise `ValueError` for a tensor that is not where the model takes it."""
 
     def _takes_dtype(self, x: torch.Tensor) -> bool:
+        """Return whether the model computes in the dtype of `x`."""
         return x.dtype == self.dtype
 
 
 def frames_of_chunks(vae: Any, direction: Direction, x: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield the chunks (N, C, t, H, W) of a video or of latents."""
-    for chunk in Direction(direction).chunks(vae, x.shape[2]):  # of a name, too
+    for chunk in Direction(direction).chunks(vae, x.shape[2]):  # `direction` may be a name
         yield runtime.take(x, 2, chunk.start, chunk.length)
 
 
@@ -264,23 +277,25 @@ def gathered(
     piece = with_time(first)
     for chunk in plan:
         parts: list[torch.Tensor] = []
-        at = chunk.start
-        while at < chunk.stop:
+        position = chunk.start
+        while position < chunk.stop:
             if not piece.shape[2]:
                 piece = next(rest, None)
                 if piece is None:
-                    raise ValueError(f"the {what} ended after {at} frames where {num_frames} were announced")
+                    raise ValueError(
+                        f"the {what} ended after {position} frames where {num_frames} were announced"
+                    )
                 piece = with_time(piece)
             if (*piece.shape[:2], *piece.shape[3:]) != (*first.shape[:2], *first.shape[-2:]):
                 raise ValueError(
-                    f"frame {at} is {tuple(piece.shape)}, the ones before it {tuple(first.shape)}"
+                    f"frame {position} is {tuple(piece.shape)}, the ones before it {tuple(first.shape)}"
                 )
-            taken = min(chunk.stop - at, piece.shape[2])
-            parts.append(piece[:, :, :taken])
-            piece, at = piece[:, :, taken:], at + taken
-        whole = torch.cat(parts, dim=2)
-        check(whole, follow_weights=True, first_frame=chunk.start)
-        yield whole
+            count = min(chunk.stop - position, piece.shape[2])
+            parts.append(piece[:, :, :count])
+            piece, position = piece[:, :, count:], position + count
+        joined = torch.cat(parts, dim=2)
+        check(joined, follow_weights=True, first_frame=chunk.start)
+        yield joined
     if piece.shape[2] or next(rest, None) is not None:
         raise ValueError(f"the {what} goes on after the {num_frames} frames that were announced")
 
@@ -313,8 +328,8 @@ def split_videos(pieces: Iterable[torch.Tensor]) -> list[Iterator[torch.Tensor]]
     """Return the chunks of each video of a batch."""
     chunked = iter(pieces)
     first = next(chunked)
-    whole = itertools.chain([first], chunked)
+    all_chunks = itertools.chain([first], chunked)
     if first.shape[0] == 1:
-        return [whole]
-    copies = itertools.tee(whole, first.shape[0])
+        return [all_chunks]
+    copies = itertools.tee(all_chunks, first.shape[0])
     return [map(lambda chunk, i=i: runtime.take(chunk, 0, i, 1), copy) for i, copy in enumerate(copies)]

@@ -43,6 +43,8 @@ class AxisPlan:
 
 @dataclass(frozen=True)
 class TilePlan:
+    """The tiles of a frame: all pairs of a row and a column of tiles."""
+
     rows: AxisPlan
     columns: AxisPlan
 
@@ -57,16 +59,16 @@ def groups(plan: TilePlan, together: int) -> list[list[tuple[int, int]]]:
     for row, (top, bottom) in enumerate(plan.rows.spans):
         for column, (left, right) in enumerate(plan.columns.spans):
             by_size.setdefault((bottom - top, right - left), []).append((row, column))
-    found = []
+    result = []
     for tiles in by_size.values():
-        full = len(tiles) // together * together
-        found += [tiles[start : start + together] for start in range(0, full, together)]
-        found += [[tile] for tile in tiles[full:]]
-    return found
+        grouped = len(tiles) // together * together
+        result += [tiles[start : start + together] for start in range(0, grouped, together)]
+        result += [[tile] for tile in tiles[grouped:]]
+    return result
 
 
 def plan_axis(size: int, *, tile: int, overlap: float, scale_in: int = 1, scale_out: int = 1) -> AxisPlan:
-    """Plan one axis.
+    """Return the tiles of one axis.
 
     Args:
         size: the input's pixels along the axis.
@@ -139,8 +141,8 @@ def run_chunks(
     Args:
         pieces: the chunks, videos on axis 0: torch tensors, or arrays of JAX or NumPy.
         plan: how they are cut; None for whole frames.
-        start: begins a run, which keeps the cache of the convolutions from a chunk of a tile to its next; its
-            argument is whether results are bytes.
+        start: returns a new function from a chunk to its result, which keeps the convolutions' cache for the
+            next chunk; its argument is whether results are bytes.
         axes: of the chunks.
         placement: of chunks and results on a mesh; None for one device.
         as_uint8: whether results are bytes; tiles are blended as floats.
@@ -169,7 +171,9 @@ def run_tiles(
     """Yield the result of each chunk, run in tiles.
 
     Args:
-        pieces, plan, start: as `run_chunks` takes them.
+        pieces, plan: as `run_chunks` takes them.
+        start: returns a new function from a chunk of a tile to its result, which keeps the cache of the
+            convolutions for this tile's next chunk.
         join: blends the tiles' outputs, in rows of columns.
         row_axis: of the chunks; columns follow.
         dp: over how many devices of a mesh a batch is split; as many tiles of one size are run together.
@@ -177,16 +181,17 @@ def run_tiles(
     pieces = iter(pieces)
     first = next(pieces)
     videos = first.shape[0]
-    together = groups(plan, 1 if videos % dp == 0 else dp)  # else "dp" has the videos to split
-    runs = [start() for _ in together]
+    # A batch that "dp" divides is split by videos, else `dp` tiles are run as one batch.
+    tile_groups = groups(plan, 1 if videos % dp == 0 else dp)
+    runs = [start() for _ in tile_groups]
     for piece in itertools.chain([first], pieces):
         tiles = (_cut_on_jax if isinstance(piece, jax.Array) else cut)(piece, plan, row_axis)
         outputs: list[list[Any]] = [[None] * len(row) for row in tiles]
-        for group, run in zip(together, runs, strict=True):
+        for group, run in zip(tile_groups, runs, strict=True):
             batch = run(arrays.concatenate([tiles[row][column] for row, column in group], 0))
-            for place, (row, column) in enumerate(group):
-                alone = len(group) == 1
-                outputs[row][column] = batch if alone else arrays.take(batch, 0, place * videos, videos)
+            for index, (row, column) in enumerate(group):
+                is_alone = len(group) == 1
+                outputs[row][column] = batch if is_alone else arrays.take(batch, 0, index * videos, videos)
         yield join(outputs)
 
 
@@ -258,8 +263,10 @@ def _fade(before: Any, tile: Any, extent: int, axis: int) -> Any:
 
 
 def _as(x: Any, like: Any) -> Any:
+    """Return `x` in the dtype of `like`."""
     return x.to(like.dtype) if isinstance(x, torch.Tensor) else x.astype(like.dtype)
 
 
 def _part(x: Any, axis: int, start: int, stop: int) -> Any:
+    """Return the indices `start` to `stop` of an axis."""
     return x[(slice(None),) * axis + (slice(start, stop),)]

@@ -27,10 +27,10 @@ def rms_error(got: torch.Tensor, reference: torch.Tensor) -> float:
 
 
 def contract(dtype: torch.dtype, relative: float, rms: float, torchs: float) -> tuple[str, float, float]:
-    """Return what is held against a tolerance of a dtype: its name, as measured, and as allowed.
+    """Return the name of the error that a dtype is judged by, its value, and the largest allowed value.
 
     Args:
-        dtype: that was computed in.
+        dtype: the dtype of the computation.
         relative, rms: the errors of an answer.
         torchs: the root-mean-square error of PyTorch's own run in this dtype.
     """
@@ -45,6 +45,6 @@ def ratio(error: float, scale: float) -> float:
 
 
 def psnr(got: torch.Tensor, reference: torch.Tensor, peak: float = 255.0) -> float:
-    """Peak signal-to-noise ratio in decibels; infinite for equal tensors."""
+    """Return the peak signal-to-noise ratio in decibels; infinite for equal tensors."""
     error = (got.double() - reference.double()).square().mean().item()
     return float("inf") if error == 0 else 10 * torch.log10(torch.tensor(peak**2 / error)).item()

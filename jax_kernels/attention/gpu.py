@@ -6,7 +6,10 @@ from jaxtyping import Array
 
 
 def is_supported(q: Array) -> bool:
-    """Return whether cuDNN takes such queries, of 16 bits, and is there: tracing its kernel asks for it."""
+    """Return whether cuDNN's attention supports these queries: 16 bits, and a GPU as JAX's backend.
+
+    Tracing cuDNN's kernel asks the GPU, so lowering for one from another machine does not work.
+    """
     return q.dtype != jnp.float32 and jax.default_backend() == "gpu"
 
 

@@ -47,8 +47,8 @@ def attention(
         The shape and dtype of `q`. Scores and softmax are float32 whatever the dtype.
 
     Raises:
-        ValueError: shapes that do not fit each other, dtypes that differ, fewer keys than are said to be
-            real, an implementation that there is not.
+        ValueError: shapes that do not fit each other, dtypes that differ, fewer keys than `num_keys`, an
+            unknown implementation.
     """
     _check(q, k, v, num_keys, implementation)
     return _attention(
@@ -86,6 +86,7 @@ def attention_transposed(
 
 
 def _check(q: Array, k: Array, v: Array, num_keys: int | None, implementation: str | None) -> None:
+    """Raise `ValueError` for shapes, dtypes, keys or an implementation that `attention` refuses."""
     fits = q.ndim == k.ndim == 4 and (q.shape[0], *q.shape[2:]) == (k.shape[0], *k.shape[2:])
     if not fits or k.shape != v.shape:
         raise ValueError(
@@ -113,22 +114,23 @@ def attention_on(
     num_keys: int,
     implementation: Implementation | None,
 ) -> Array:
-    """Compute `attention` for a target, which makes it another program."""
+    """Compute `attention` for the platform of `target`, over the current mesh if there is one."""
     plain, cudnn = (
         functools.partial(_mask_keys, form, scale=scale, num_keys=num_keys) for form in (xla.plain, gpu.cudnn)
     )
-    own = functools.partial(tpu.transposed, scale=scale, num_keys=num_keys)
-    forms = {"plain": plain, "transposed": with_derivatives_of(plain, own), "cudnn": cudnn}
+    by_kernel = functools.partial(tpu.transposed, scale=scale, num_keys=num_keys)
+    forms = {"plain": plain, "transposed": with_derivatives_of(plain, by_kernel), "cudnn": cudnn}
     attend = forms[implementation or _fastest(target, q, k)]
     mesh = jax.sharding.get_abstract_mesh()
-    whole = mesh.empty or set(mesh.manual_axes) == set(mesh.axis_names)
-    return attend(q, k, v) if whole else _over_mesh(attend, mesh, q, k, v)
+    is_local = mesh.empty or set(mesh.manual_axes) == set(mesh.axis_names)
+    return attend(q, k, v) if is_local else _over_mesh(attend, mesh, q, k, v)
 
 
 _attention = dispatched(attention_on, "tpu", "cuda")
 
 
 def _fastest(target: Target, q: Array, k: Array) -> Implementation:
+    """Return the fastest implementation that supports `q` and `k` on the platform of `target`."""
     if target.uses_pallas and tpu.is_supported(q, k):
         return "transposed"
     return "cudnn" if target.platform == "cuda" and target.pallas and gpu.is_supported(q) else "plain"
@@ -137,6 +139,7 @@ def _fastest(target: Target, q: Array, k: Array) -> Implementation:
 def _mask_keys(
     form: Callable[..., Array], q: Array, k: Array, v: Array, *, scale: float, num_keys: int
 ) -> Array:
+    """Call `form` with the first `num_keys` keys and values; the rest are padding."""
     return form(q, k[:, :num_keys], v[:, :num_keys], scale=scale)
 
 
@@ -146,16 +149,16 @@ def _over_mesh(attend, mesh: jax.sharding.AbstractMesh, q: Array, k: Array, v: A
     XLA cannot split a kernel, and would gather its inputs.
     """
     batch_axis, *head_axes = mesh.axis_names
-    left: list[str] = []
-    batch = batch_axis if q.shape[0] % mesh.shape[batch_axis] == 0 else left.append(batch_axis)
+    query_axes: list[str] = []
+    batch = batch_axis if q.shape[0] % mesh.shape[batch_axis] == 0 else query_axes.append(batch_axis)
     heads = []
     for axis in head_axes:
         size = math.prod(mesh.shape[name] for name in (*heads, axis))
-        (heads if q.shape[2] % size == 0 else left).append(axis)
-    parts = math.prod(mesh.shape[axis] for axis in left)
-    queries = PartitionSpec(batch, tuple(left) or None, tuple(heads) or None, None)
+        (heads if q.shape[2] % size == 0 else query_axes).append(axis)
+    query_shards = math.prod(mesh.shape[axis] for axis in query_axes)
+    queries = PartitionSpec(batch, tuple(query_axes) or None, tuple(heads) or None, None)
     keys = PartitionSpec(batch, None, tuple(heads) or None, None)
-    padded = jnp.pad(q, ((0, 0), (0, -q.shape[1] % parts), (0, 0), (0, 0)))
+    padded = jnp.pad(q, ((0, 0), (0, -q.shape[1] % query_shards), (0, 0), (0, 0)))
     split = jax.shard_map(
         attend, mesh=mesh, in_specs=(queries, keys, keys), out_specs=queries, check_vma=False
     )

@@ -1,4 +1,4 @@
-"""Queries, keys and values as the TPU's attention takes them: normed, turned, scaled, heads first.
+"""Queries, keys and values as the TPU's attention takes them: normed, rotated, scaled, heads first.
 
 Axis letters here: N batch, S positions, C channels of all heads, H heads, D
 channels of a head.
@@ -21,7 +21,7 @@ from jax_kernels.common.pointwise import standardized
 from jax_kernels.common.tiles import BLOCK_BYTES, DTYPES, LANES
 
 POSITIONS = 512
-"""The most of a block: the compiler is to have whole ones in a loop's body."""
+"""Most positions of a block; a loop's body computes all of them for some heads."""
 
 VMEM = 64 * 2**20
 """Bytes of VMEM that the kernel may use."""
@@ -73,7 +73,10 @@ def qk_norm_rope_on(
     scale: float,
     eps: float,
 ) -> Array:
-    """Compute `qk_norm_rope` for a target."""
+    """Compute `qk_norm_rope` for the platform of `target`.
+
+    `norm` holds weight and bias, `tables` holds cos and the signed sin; either may be empty.
+    """
     options = {"heads": heads, "scale": scale, "eps": eps}
     plain, by_kernel = (functools.partial(form, **options) for form in (_xla_form, _by_kernel))
     form = with_derivatives_of(plain, by_kernel) if target.uses_pallas and is_supported(x, heads) else plain
@@ -89,6 +92,7 @@ def is_supported(x: Float[Array, "N S C"], heads: int) -> bool:
 
 
 def _check(x: Array, weight: Any, bias: Any, cos: Any, sin: Any, heads: int) -> None:
+    """Raise `ValueError` for arrays or a number of heads that `qk_norm_rope` refuses."""
     if x.ndim != 3 or heads < 1 or x.shape[-1] % heads:
         raise ValueError(f"qk_norm_rope got x {x.shape} for {heads} heads: it takes (N, S, H D)")
     channels = x.shape[-1] // heads
@@ -104,7 +108,7 @@ def _check(x: Array, weight: Any, bias: Any, cos: Any, sin: Any, heads: int) -> 
 
 
 def _signed(sin_SD: Array) -> Array:
-    """Return what each channel's partner is multiplied by."""
+    """Return the factor of each channel's partner: -sin at the first of a pair, sin at the second."""
     return jnp.where(lax.iota(jnp.int32, sin_SD.shape[1]) % 2 == 0, -sin_SD, sin_SD)
 
 
@@ -138,18 +142,19 @@ def _by_kernel(
     scale: float,
     eps: float,
 ) -> Array:
+    """Run the Pallas kernel over blocks of positions, with the arguments of `qk_norm_rope_on`."""
     videos, positions, width = x.shape
     channels = width // heads
     step = min(POSITIONS, max(LANES, BLOCK_BYTES // (width * x.dtype.itemsize) // LANES * LANES))
-    of_channels = pl.BlockSpec((channels, 1), lambda n, i: (0, 0))
-    of_positions = pl.BlockSpec((channels, step), lambda n, i: (0, i))
+    norm_spec = pl.BlockSpec((channels, 1), lambda n, i: (0, 0))
+    table_spec = pl.BlockSpec((channels, step), lambda n, i: (0, i))
     return pl.pallas_call(
         functools.partial(_prepare_block, normed=bool(norm), scale=scale, eps=eps),
         grid=(videos, pl.cdiv(positions, step)),
         in_specs=[
             pl.BlockSpec((None, step, width), lambda n, i: (n, i, 0)),
-            *[of_channels] * len(norm),
-            *[of_positions] * len(tables),
+            *[norm_spec] * len(norm),
+            *[table_spec] * len(tables),
         ],
         out_specs=pl.BlockSpec((None, heads, channels, step), lambda n, i: (n, 0, 0, i)),
         out_shape=jax.ShapeDtypeStruct((videos, heads, channels, positions), x.dtype),
@@ -161,14 +166,18 @@ def _by_kernel(
 
 
 def _prepare_block(x_ref, *others: Any, normed: bool, scale: float, eps: float) -> None:
-    """Process a block of positions, as many heads at a time as fill whole tiles of lanes."""
+    """Process a block of positions, as many heads at a time as fill whole tiles of lanes.
+
+    `others` are references: weight and bias if `normed`, then cos and sin if given, then the result.
+    """
     *operands, y_ref = others
     heads, channels, _ = y_ref.shape
     norm, tables = operands[: 2 * normed], operands[2 * normed :]
 
     def prepare_some(first: Any, some: int) -> None:
-        own = pl.ds(pl.multiple_of(first * channels, LANES), some * channels)
-        x = x_ref[:, own]
+        """Norm, rotate and scale `some` heads, from head `first` on."""
+        lanes = pl.ds(pl.multiple_of(first * channels, LANES), some * channels)
+        x = x_ref[:, lanes]
         y = x.astype(jnp.float32).T.reshape(some, channels, -1)
         if normed:
             y = standardized(y, eps, axis=1)

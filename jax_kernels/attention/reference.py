@@ -23,7 +23,7 @@ def attention_transposed(q, k, v, *, scale=None, num_keys=None):
 
 
 def qk_norm_rope(x, weight=None, bias=None, cos=None, sin=None, *, heads, scale=1.0, eps=1e-6):
-    """One after the other in float32: the norm of a head, its rotation, the scale."""
+    """Apply a head's norm, its rotation and the scale one after the other, in float32."""
     y = x.astype(jnp.float32).reshape(*x.shape[:2], heads, -1)
     if weight is not None:
         y = (y - y.mean(-1, keepdims=True)) / jnp.sqrt(y.var(-1, keepdims=True) + eps)

@@ -12,7 +12,7 @@ from jax_kernels.common.layout import precision_for
 def apply_rotary(
     x: Float[Array, "N S H D"], cos: Float[Array, "P D"], sin: Float[Array, "P D"]
 ) -> Float[Array, "N S H D"]:
-    """Rotary positions (Su et al. 2021) for the last P of S positions; the ones before them have none.
+    """Apply rotary positions (Su et al. 2021) to the last P of S positions; the ones before have none.
 
     Neighbouring channels are a pair: (a, b) becomes (a cos - b sin, b cos + a sin). The pairs are swapped by
     a matrix of zeros and ones, exactly: an axis of two channels would fill a TPU's lanes with padding.
@@ -32,13 +32,13 @@ def apply_rotary(
         raise ValueError(
             f"apply_rotary got x {x.shape}, cos {cos.shape}, sin {sin.shape}: it takes (N, S, H, D), (P, D)"
         )
-    before = ((x.shape[1] - positions, 0), (0, 0))
-    cos_SHD = jnp.pad(cos, before, constant_values=1.0)[:, None]
-    sin_SHD = jnp.pad(sin, before)[:, None]
-    turned = jnp.einsum(
+    padding = ((x.shape[1] - positions, 0), (0, 0))
+    cos_SHD = jnp.pad(cos, padding, constant_values=1.0)[:, None]
+    sin_SHD = jnp.pad(sin, padding)[:, None]
+    partners = jnp.einsum(
         "nshd,de->nshe", x, _pair_rotation(channels, x.dtype), precision=precision_for(x.dtype)
     )
-    return (x.astype(jnp.float32) * cos_SHD + turned.astype(jnp.float32) * sin_SHD).astype(x.dtype)
+    return (x.astype(jnp.float32) * cos_SHD + partners.astype(jnp.float32) * sin_SHD).astype(x.dtype)
 
 
 def _pair_rotation(channels: int, dtype: jnp.dtype) -> Array:

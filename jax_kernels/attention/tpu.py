@@ -28,10 +28,10 @@ from jax_kernels.common.layout import precision_for
 from jax_kernels.common.tiles import DTYPES, LANES, vmem_limit
 
 QUERIES = 2048, 2304, 2560, 2816
-"""Positions a block of a long sequence: that is taken which fills it up least."""
+"""Choices for the queries of a block, in a long sequence: the one with the least padding is taken."""
 
 KEYS = 2560, 3072, 3584
-"""Likewise of keys, whose block is a loop's body."""
+"""Choices for the keys of a block, which a loop's body attends to."""
 
 CHUNK, STRIP = 256, 256
 """Keys and queries of a block whose weights are computed at a time; the first chunk's have the maximum."""
@@ -46,10 +46,10 @@ CHANNELS = 256
 """Most channels of a head."""
 
 HELD = 0.5
-"""The share that a head's keys and values may take, and again while the next ones are fetched."""
+"""Share of VMEM for the keys and values of a head and of the next head, fetched meanwhile."""
 
 LARGEST = 2.0**100
-"""Sums of weights up to it, and down to its inverse, are right."""
+"""Sums of weights up to this, and down to its inverse, are correct."""
 
 FAR = 2.0**125
 """Amount subtracted from the scores of padding keys."""
@@ -83,17 +83,17 @@ def transposed(
         num_keys: how many keys are real, at least one; the others may hold anything.
     """
     videos, queries, heads, channels = q.shape
-    filled = -channels % _tile(q)
+    padding = -channels % _tile(q)
     q_BDS, k_BDK, v_BDK = (
-        jnp.pad(x.transpose(0, 2, 3, 1), [(0, 0), (0, 0), (0, filled), (0, 0)]).reshape(
-            videos * heads, channels + filled, x.shape[1]
+        jnp.pad(x.transpose(0, 2, 3, 1), [(0, 0), (0, 0), (0, padding), (0, 0)]).reshape(
+            videos * heads, channels + padding, x.shape[1]
         )
         for x in (q, k, v)
     )
-    if scale == 0:  # which would let keys that only pad count
+    if scale == 0:  # a scale of zero would give padding keys a weight
         q_BDS, scale = jnp.zeros_like(q_BDS), 1.0
     y_BDS = attend(q_BDS, k_BDK, v_BDK, scale=scale, num_keys=num_keys)
-    return y_BDS.reshape(videos, heads, channels + filled, queries)[:, :, :channels].transpose(0, 3, 1, 2)
+    return y_BDS.reshape(videos, heads, channels + padding, queries)[:, :, :channels].transpose(0, 3, 1, 2)
 
 
 def attend(
@@ -107,15 +107,17 @@ def attend(
     """Run the kernel, for channels in whole tiles and a scale other than zero."""
     batch, channels, queries = q.shape
     query_block, key_block = _block(queries, QUERIES), _block(num_keys, KEYS)
-    of_queries = pl.BlockSpec((None, channels, query_block), lambda b, i: (b, 0, i))
-    of_keys = pl.BlockSpec((None, channels, pl.cdiv(num_keys, key_block) * key_block), lambda b, i: (b, 0, 0))
+    query_spec = pl.BlockSpec((None, channels, query_block), lambda b, i: (b, 0, i))
+    key_spec = pl.BlockSpec(
+        (None, channels, pl.cdiv(num_keys, key_block) * key_block), lambda b, i: (b, 0, 0)
+    )
     return pl.pallas_call(
         functools.partial(
             _attend, queries=queries, num_keys=num_keys, block=key_block, factor=scale * math.log2(math.e)
         ),
         grid=(batch, pl.cdiv(queries, query_block)),
-        in_specs=[of_queries, of_keys, of_keys],
-        out_specs=of_queries,
+        in_specs=[query_spec, key_spec, key_spec],
+        out_specs=query_spec,
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
         scratch_shapes=[
             pltpu.VMEM((channels + _tile(q), query_block), q.dtype),
@@ -143,7 +145,7 @@ def _block(length: int, sizes: tuple[int, ...]) -> int:
 
 
 def _attend(
-    q_ref, k_ref, v_ref, y_ref, held_ref, sums_ref, totals_ref, *, queries, num_keys, block, factor
+    q_ref, k_ref, v_ref, y_ref, extended_ref, sums_ref, totals_ref, *, queries, num_keys, block, factor
 ) -> None:
     """Attend from a block of queries to all keys, a block of keys at a time.
 
@@ -153,7 +155,7 @@ def _attend(
     Args:
         q_ref, k_ref, v_ref: queries, keys and values of a head; keys and values in whole blocks.
         y_ref: the result.
-        held_ref: the queries, and below them the amounts subtracted from their scores.
+        extended_ref: the queries, and below them the rows of `_taken_off`.
         sums_ref, totals_ref: sums of weighted values, and of weights in as many parts as a register has rows.
         queries, num_keys: number of real queries and keys.
         block: keys in a loop's body.
@@ -163,33 +165,41 @@ def _attend(
     strips, chunk = _slices(q_ref.shape[1], STRIP), min(CHUNK, block)
     sums_ref[...] = jnp.zeros_like(sums_ref)
     totals_ref[...] = jnp.zeros_like(totals_ref)
-    first = _real(k_ref[:, :chunk], 0, num_keys, k_ref[:, :1])
+    first = _with_padding_as(k_ref[:, :chunk], 0, num_keys, k_ref[:, :1])
     for strip in strips:
-        held_ref[:channels, strip] = q_ref[:, strip]
-        held_ref[channels:, strip] = _taken_off(first, q_ref[:, strip], factor)
+        extended_ref[:channels, strip] = q_ref[:, strip]
+        extended_ref[channels:, strip] = _taken_off(first, q_ref[:, strip], factor)
 
     @pl.loop(0, pl.cdiv(num_keys, block))
     def _(index: Array) -> None:
+        """Add the values of a block of keys, weighted, to the sums of all strips of queries."""
+
         @functools.cache
         def keys_of(start: int) -> Array:
-            """Keys, and below them ones: for the maximum, and for what is taken off those that only pad."""
+            """Return a chunk's keys, and two rows of ones and zeros below them.
+
+            The first row, of ones, meets the queries' row of minus their maximum; the second, of ones at
+            padding keys alone, meets the queries' row of minus `FAR`.
+            """
             at = pl.multiple_of(index * block + start, LANES)
             k = k_ref[:, pl.ds(at, chunk)]
             row = lax.broadcasted_iota(jnp.int32, (_tile(k), chunk), 0)
             ones = row == 0
             if num_keys % block:
                 ones |= (row == 1) & (_positions(at, chunk) >= num_keys)
-                k = _real(k, at, num_keys, k_ref[:, :1])
+                k = _with_padding_as(k, at, num_keys, k_ref[:, :1])
             return jnp.concatenate([k, ones.astype(k.dtype)])
 
         @functools.cache
         def values_of(start: int) -> Array:
+            """Return a chunk's values, with zeros for padding keys."""
             at = pl.multiple_of(index * block + start, LANES)
             v = v_ref[:, pl.ds(at, chunk)]
-            return _real(v, at, num_keys, 0) if num_keys % block else v
+            return _with_padding_as(v, at, num_keys, 0) if num_keys % block else v
 
         def scores_of(start: int, n: int) -> Array:
-            scores = _product(keys_of(start), held_ref[:, strips[n]], over=0)
+            """Return the scores of a chunk of keys with strip `n` of queries, as powers of two."""
+            scores = _product(keys_of(start), extended_ref[:, strips[n]], over=0)
             return scores if factor == 1.0 else scores * factor  # queries that hold their scale need no pass
 
         sums = [sums_ref[:, strip] for strip in strips]
@@ -208,10 +218,10 @@ def _attend(
     total, weighted = totals_ref[...].sum(0, keepdims=True), sums_ref[...]
     y_ref[...] = (weighted / total).astype(y_ref.dtype)
     # Queries behind the last one may hold anything.
-    real = pl.program_id(1) * q_ref.shape[1] + lax.broadcasted_iota(jnp.int32, total.shape, 1) < queries
-    right = (total > 1 / LARGEST) & (total < LARGEST) & (jnp.abs(weighted) < jnp.inf) | ~real
+    is_query = pl.program_id(1) * q_ref.shape[1] + lax.broadcasted_iota(jnp.int32, total.shape, 1) < queries
+    is_correct = (total > 1 / LARGEST) & (total < LARGEST) & (jnp.abs(weighted) < jnp.inf) | ~is_query
 
-    @pl.when(jnp.min(right.astype(jnp.float32)) == 0)
+    @pl.when(jnp.min(is_correct.astype(jnp.float32)) == 0)
     def _() -> None:
         _attend_again(q_ref, k_ref, v_ref, y_ref, sums_ref, totals_ref, num_keys, factor)
 
@@ -230,27 +240,35 @@ def _attend_again(q_ref, k_ref, v_ref, y_ref, sums_ref, totals_ref, num_keys, fa
     sums_ref[...] = jnp.zeros_like(sums_ref)
 
     def over_scores(visit: Callable[[Any, Any, Array], None]) -> None:
+        """Call `visit(queries_at, keys_at, scores)` for every chunk of keys and strip of queries.
+
+        The first two are slices. Padding keys score minus infinity.
+        """
+
         @pl.loop(0, pl.cdiv(num_keys, chunk))
         def _(i: Array) -> None:
-            of_keys = pl.ds(pl.multiple_of(i * chunk, LANES), chunk)
-            real = i * chunk + lax.broadcasted_iota(jnp.int32, (chunk, 1), 0) < num_keys
+            """Visit one chunk of keys with all strips of queries."""
+            keys_at = pl.ds(pl.multiple_of(i * chunk, LANES), chunk)
+            is_key = i * chunk + lax.broadcasted_iota(jnp.int32, (chunk, 1), 0) < num_keys
 
             @pl.loop(0, queries // strip)
             def _(n: Array) -> None:
-                of_queries = pl.ds(pl.multiple_of(n * strip, LANES), strip)
-                scores = _product(k_ref[:, of_keys], q_ref[:, of_queries], over=0) * factor
-                visit(of_queries, of_keys, jnp.where(real, scores, -jnp.inf))
+                queries_at = pl.ds(pl.multiple_of(n * strip, LANES), strip)
+                scores = _product(k_ref[:, keys_at], q_ref[:, queries_at], over=0) * factor
+                visit(queries_at, keys_at, jnp.where(is_key, scores, -jnp.inf))
 
-    def find_maximum(own: Any, _: Any, scores: Array) -> None:
-        before = maximum_ref[:, own]
-        maximum_ref[:, own] = maximum = jnp.maximum(before, scores.max(0, keepdims=True))
-        of_chunk = jnp.exp2(scores - maximum).sum(0, keepdims=True)
-        total_ref[:, own] = total_ref[:, own] * jnp.exp2(before - maximum) + of_chunk
+    def find_maximum(queries_at: Any, _: Any, scores: Array) -> None:
+        """Raise the maximum to these scores, and rescale the sum of weights to it."""
+        before = maximum_ref[:, queries_at]
+        maximum_ref[:, queries_at] = maximum = jnp.maximum(before, scores.max(0, keepdims=True))
+        chunk_total = jnp.exp2(scores - maximum).sum(0, keepdims=True)
+        total_ref[:, queries_at] = total_ref[:, queries_at] * jnp.exp2(before - maximum) + chunk_total
 
-    def add_values(own: Any, of_keys: Any, scores: Array) -> None:
-        weights = jnp.exp2(scores - maximum_ref[:, own]) / total_ref[:, own]
-        v = _real(v_ref[:, of_keys], of_keys.start, num_keys, 0)
-        sums_ref[:, own] = sums_ref[:, own] + _product(v, weights.astype(v.dtype), over=1)
+    def add_values(queries_at: Any, keys_at: Any, scores: Array) -> None:
+        """Add the values of these keys, weighted by the final softmax."""
+        weights = jnp.exp2(scores - maximum_ref[:, queries_at]) / total_ref[:, queries_at]
+        v = _with_padding_as(v_ref[:, keys_at], keys_at.start, num_keys, 0)
+        sums_ref[:, queries_at] = sums_ref[:, queries_at] + _product(v, weights.astype(v.dtype), over=1)
 
     over_scores(find_maximum)
     over_scores(add_values)
@@ -258,9 +276,10 @@ def _attend_again(q_ref, k_ref, v_ref, y_ref, sums_ref, totals_ref, num_keys, fa
 
 
 def _taken_off(keys: Array, q: Array, factor: float) -> Array:
-    """Return the rows below the queries: minus the maximum of their scores of some keys, rounded, and `FAR`.
+    """Return the rows that are kept below the queries `q`, and multiplied with ones below the keys.
 
-    `FAR` is subtracted from the scores of padding keys.
+    Row 0 is minus the maximum of the scores with `keys`, rounded. Row 1 is minus `FAR`, for padding keys. The
+    others are zeros. A negative `factor` turns both signs, and the maximum to the minimum.
     """
     scores = _product(keys, q, over=0)
     largest = scores.max(0, keepdims=True) if factor > 0 else scores.min(0, keepdims=True)
@@ -270,15 +289,17 @@ def _taken_off(keys: Array, q: Array, factor: float) -> Array:
 
 
 def _slices(length: int, step: int) -> list[slice]:
+    """Return slices of `step` indices that cover `length`; the last one may be shorter."""
     return [slice(at, min(at + step, length)) for at in range(0, length, step)]
 
 
 def _positions(at: Any, count: int) -> Array:
+    """Return the positions of `count` keys from `at` on, as one row."""
     return at + lax.broadcasted_iota(jnp.int32, (1, count), 1)
 
 
-def _real(x: Array, at: Any, num_keys: int, other: Array | int) -> Array:
-    """Return `x`, keys from a position on, with `other` in place of padding keys."""
+def _with_padding_as(x: Array, at: Any, num_keys: int, other: Array | int) -> Array:
+    """Return `x`, keys or values from position `at` on, with `other` in place of padding."""
     return jnp.where(_positions(at, x.shape[1]) < num_keys, x, other)
 
 

@@ -12,7 +12,7 @@ QUERY_BLOCK = 1024
 
 
 def plain(q: Array, k: Array, v: Array, *, scale: float) -> Array:
-    """Plain XLA, a block of queries after the other: memory grows with the keys, not with their square."""
+    """Compute attention a block of queries at a time: memory grows with the keys, not their square."""
     length = q.shape[1]
     if length <= QUERY_BLOCK:
         return _plain_block(q, k, v, scale)
@@ -24,6 +24,7 @@ def plain(q: Array, k: Array, v: Array, *, scale: float) -> Array:
 
 
 def _plain_block(q: Array, k: Array, v: Array, scale: float) -> Array:
+    """Compute attention for a block of queries, with all of its scores in memory at once."""
     precision = precision_for(q.dtype)
     scores = jnp.einsum("nshd,nkhd->nhsk", q, k, precision=precision, preferred_element_type=jnp.float32)
     weights = jax.nn.softmax(scores * scale, axis=-1)

@@ -26,8 +26,7 @@ class Split:
     A split over devices goes with `jax.sharding.use_abstract_mesh`, whose axes it names.
 
     Attributes:
-        real: columns of the frame in every `padded` columns; the others are padding.
-        padded: see `real`.
+        real, padded: of every `padded` columns, `real` are the frame's and the others are padding.
         videos: the mesh axis that splits videos, or None.
         columns: the mesh axes that split columns; none outside a mesh.
         in_shard: whether the code runs for one device, on its local columns.
@@ -55,20 +54,20 @@ class Split:
         return self.real != self.padded
 
     def real_columns(self, columns: int) -> int:
-        """Return how many of the picture's columns an activation of so many has, in all shards together."""
+        """Return how many of `columns` a shard, times all shards, are the frame's and no padding."""
         return columns * self.shards * self.real // self.padded
 
     def real_columns_here(self, columns: int) -> Int[Array, ""]:
-        """Return how many of the picture's columns an activation of so many has by itself."""
+        """Return how many of this shard's `columns` are the frame's and no padding."""
         first = lax.axis_index(self.columns) * columns if self.in_shard else 0
         return jnp.clip(jnp.int32(self.real_columns(columns)) - first, 0, columns)
 
     def mask(self, columns: int) -> jax.Array:
-        """Return whether each column is the picture's, (W,)."""
+        """Return, for each of this shard's `columns`, whether it is the frame's and no padding: (W,)."""
         return lax.iota(jnp.int32, columns) < self.real_columns_here(columns)
 
     def shard_of(self, x: jax.Array) -> jax.ShapeDtypeStruct:
-        """Return what one device has of `x`, an activation N T H W C, as shape and dtype."""
+        """Return shape and dtype of one device's shard of `x`, an activation N T H W C."""
         videos, *size, columns, channels = x.shape
         if self.columns and not self.in_shard:
             mesh = jax.sharding.get_abstract_mesh().shape

@@ -35,6 +35,7 @@ class Target:
 
     @property
     def on_tpu(self) -> bool:
+        """True if the platform is a TPU."""
         return self.platform == "tpu"
 
     @property
@@ -55,6 +56,7 @@ def dispatched(body: Callable[..., Any], *platforms: str) -> Callable[..., Any]:
     """
 
     def traced(*operands: Any, split: Split, pallas: str, **options: Any) -> Any:
+        """Trace `body` for each platform, into a branch of the program for each."""
         # Fresh partials: JAX would take a branch that it has traced for equal shapes before.
         forms = {
             platform: functools.partial(body, Target(platform, pallas != "off", split), **options)
@@ -109,7 +111,7 @@ def map_shards(
 
 
 def with_derivatives_of(plain: Callable[..., Any], kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a kernel that has the derivatives of `plain`, a function of the same arrays."""
+    """Return `kernel` with the derivatives of `plain`, a function of the same arrays."""
     derived = jax.custom_jvp(kernel)
     derived.defjvp(lambda primals, tangents: (derived(*primals), jax.jvp(plain, primals, tangents)[1]))
     return derived

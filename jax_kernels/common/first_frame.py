@@ -17,7 +17,7 @@ from jax_kernels.common.dispatch import Target
 
 
 def splits_first_frame(target: Target, x: jax.Array) -> bool:
-    """Return whether the first frame is computed by itself: of bfloat16 on a TPU, as has been planned."""
+    """Return whether a first frame is computed by itself: bfloat16 frames on a TPU, as estimated."""
     return x.dtype == jnp.bfloat16 and target.on_tpu
 
 
@@ -35,10 +35,10 @@ def split_frames(target: Target, *arrays: jax.Array | None, time_axis: int = 1) 
         arrays: the first array gives the number of frames. If another has fewer, the others stay together.
         time_axis: axis of the frames.
     """
-    whole = arrays[0]
-    assert whole is not None
-    frames = whole.shape[time_axis]
-    if not splits_first_frame(target, whole):
+    x = arrays[0]
+    assert x is not None
+    frames = x.shape[time_axis]
+    if not splits_first_frame(target, x):
         return [arrays]
     alone = frames % 2
     run = next(run for run in RUNS if (frames - alone) % run == 0)

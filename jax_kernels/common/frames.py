@@ -34,18 +34,19 @@ def conv_frames(
 
 
 MOST_IN_PATCHES = 2**29
-"""Bytes of what all windows see, at most: `conv_patches` writes each pixel under each tap."""
+"""Most bytes of all windows' patches: `conv_patches` writes each pixel once for each tap."""
 
 
 def conv_patches(
     taps: Sequence[Float[Array, "N T H W I"]], kernel: Float[Array, "*taps kh kw I O"], *, stride: int = 1
 ) -> Float[Array, "N T H2 W2 O"]:
     """Convolve padded frames under each tap of time as `conv_frames`, by one product of the windows."""
-    rows, reach, _, outputs = kernel.shape[-4:]
+    window_rows, window_columns, _, outputs = kernel.shape[-4:]
     height, width = (
-        (size - seen) // stride + 1 for size, seen in zip(taps[0].shape[2:4], (rows, reach), strict=True)
+        (size - window) // stride + 1
+        for size, window in zip(taps[0].shape[2:4], (window_rows, window_columns), strict=True)
     )
-    under = [
+    patches = [
         tap[
             :,
             :,
@@ -53,12 +54,12 @@ def conv_patches(
             column : column + stride * (width - 1) + 1 : stride,
         ]
         for tap in taps
-        for row in range(rows)
-        for column in range(reach)
+        for row in range(window_rows)
+        for column in range(window_columns)
     ]
     return jnp.einsum(
         "nthwi,io->nthwo",
-        jnp.concatenate(under, axis=-1),
+        jnp.concatenate(patches, axis=-1),
         kernel.reshape(-1, outputs),
         precision=precision_for(taps[0].dtype),
         preferred_element_type=jnp.float32,
@@ -99,6 +100,7 @@ def select_frames(
 
 
 def _mix_frames(weights_ST: jax.Array, x_NTHWC: jax.Array) -> jax.Array:
+    """Return S weighted sums of T frames."""
     return jnp.einsum("st,nthwc->nshwc", weights_ST, x_NTHWC, precision=precision_for(x_NTHWC.dtype))
 
 
@@ -116,10 +118,11 @@ def average_pairs(target: Target, x_NTHWC: jax.Array, *, first_frame_alone: bool
 
 
 def _average_by_product(x_NTHWC: jax.Array, *, first_frame_alone: bool) -> jax.Array:
+    """Compute `average_pairs` as a matrix product over the frames."""
     length = x_NTHWC.shape[1]
-    kept = int(first_frame_alone)
-    weights = np.zeros((kept + length // 2, length))
-    weights[:kept, :kept] = 1
+    alone = int(first_frame_alone)
+    weights = np.zeros((alone + length // 2, length))
+    weights[:alone, :alone] = 1
     for pair in range(length // 2):
-        weights[kept + pair, kept + 2 * pair : kept + 2 * pair + 2] = 0.5
+        weights[alone + pair, alone + 2 * pair : alone + 2 * pair + 2] = 0.5
     return _mix_frames(jnp.asarray(weights, x_NTHWC.dtype), x_NTHWC)

@@ -44,7 +44,7 @@ def is_large(x_NTHWC: jax.Array) -> bool:
 
 
 def kernel_layout(x_NTHWC: jax.Array) -> jax.Array:
-    """Return `x` in the layout of Pallas kernels, on a TPU and if it has a choice.
+    """Return `x` in the memory layout of the Pallas kernels; for a TPU.
 
     The layout is `pixels_first`'s; an image's is row by row. (Some kernels take each video by itself. For one
     video that is the same order; more have not been planned.)
@@ -82,6 +82,6 @@ def store_columns_last(target: Target, x_NTHWC: jax.Array) -> jax.Array:
 def zero_of(x: jax.Array) -> jax.Array:
     """Return a zero that depends on `x`, for operations that have to wait for it; zero for a NaN too.
 
-    XLA does not see that they are. An optimization barrier it drops before it decides what comes first.
+    XLA does not see that the result is zero. It drops an optimization barrier before it orders operations.
     """
     return jnp.where(jnp.isnan(x), 0, jnp.minimum(jnp.abs(x), 0))

@@ -11,6 +11,7 @@ Activation = Literal["silu"]
 
 
 def check_activation(activation: str | None) -> None:
+    """Raise `ValueError` for an activation other than "silu" or None."""
     if activation not in (None, "silu"):
         raise ValueError(f"got the activation {activation!r}: 'silu' or None can be fused with a norm")
 

@@ -60,7 +60,7 @@ def pixel_bytes(like: Float[Array, "N T H W C"], *frames: int) -> int:
 
 
 def words_of_twice(rows: Float[Array, "rows lanes"]) -> Int[Array, "rows lanes"]:
-    """Return each row of bfloat16 twice, as the words of a tile hold two rows; inside a kernel."""
+    """Return 32-bit words that hold each bfloat16 row twice, as a tile packs two rows; inside a kernel."""
     high = pltpu.bitcast(rows.astype(jnp.float32), jnp.int32)
     return high | lax.shift_right_logical(high, 16)
 

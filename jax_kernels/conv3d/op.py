@@ -50,8 +50,8 @@ def conv3d(
         The convolved frames, and the cache for the next call (None where kt is 1).
 
     Raises:
-        ValueError: channels, bias, cache, kernel or residual that do not fit each other; a start or an
-            implementation that there is not.
+        ValueError: channels, bias, cache, kernel or residual that do not fit each other; an unknown start or
+            implementation.
     """
     check_conv3d(x, kernel, bias, cache, residual)
     if implementation is not None and implementation not in _IMPLEMENTATIONS:
@@ -95,14 +95,18 @@ def _causal(
     start: Start,
     implementation: Implementation | None,
 ) -> tuple[Array, Array | None]:
+    """Convolve frames after those of `cache`; return the result and the next cache.
+
+    A kernel of one tap in time has no cache. A video's first frame alone is convolved as an image.
+    """
     if kernel.shape[0] == 1:
         sums = xla.same(target, x, kernel, xla.image_form(target, x, kernel))
         return xla.finished(target, sums, bias, residual, like=x), None
     if cache is None and x.shape[1] == 1 and implementation is None:
         return xla.convolve_image(target, x, residual, kernel, bias, replicate=start == "replicate")
     if cache is None:
-        first = x[:, :1] if start == "replicate" else jnp.zeros_like(x[:, :1])
-        cache = jnp.repeat(first, kernel.shape[0] - 1, axis=1)
+        before = x[:, :1] if start == "replicate" else jnp.zeros_like(x[:, :1])
+        cache = jnp.repeat(before, kernel.shape[0] - 1, axis=1)
     form = _IMPLEMENTATIONS[implementation or _fastest(target, x, kernel)]
     return xla.by_xla(target, x, cache, residual, kernel, bias, form=form)
 

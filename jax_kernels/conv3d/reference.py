@@ -5,10 +5,10 @@ from jax import lax
 
 
 def conv3d(x, kernel, bias=None, cache=None, *, residual=None, start="replicate"):
-    """One 3-D convolution in float32 over the frames of the past and the new ones, zero-padded in space.
+    """Convolve the past frames and the new ones in 3-D at once, in float32, zero-padded in space.
 
-    A start without a past repeats its first frame, or has zeros before it. The last frames are the next
-    call's past.
+    At a video's start the past repeats the first frame, or is zeros. The last frames are the next call's
+    cache.
     """
     past, rows, columns = kernel.shape[0] - 1, kernel.shape[1] // 2, kernel.shape[2] // 2
     if cache is None:

@@ -24,6 +24,7 @@ from jax_kernels.common.tiles import LANES
 
 Padding = tuple[int, int]
 Form = Callable[[Array, Array, Padding], Array]
+"""Function of frames, a kernel and the padding of columns, which returns float32 sums."""
 
 
 FEW = 16
@@ -34,6 +35,7 @@ As input channels they leave its tiles nearly empty.
 
 
 def direct(frames: Array, kernel: Array, columns: Padding) -> Array:
+    """Convolve in 3-D at once; return float32 sums."""
     return lax.conv_general_dilated(
         frames,
         kernel,
@@ -46,6 +48,7 @@ def direct(frames: Array, kernel: Array, columns: Padding) -> Array:
 
 
 def summed(frames: Array, kernel: Array, columns: Padding) -> Array:
+    """Add one 2-D convolution for each tap of time; return float32 sums."""
     return functools.reduce(
         jnp.add,
         (
@@ -56,11 +59,13 @@ def summed(frames: Array, kernel: Array, columns: Padding) -> Array:
 
 
 def folded(frames: Array, kernel: Array, columns: Padding) -> Array:
+    """Convolve once in 2-D over the channels under all taps of time; return float32 sums."""
     taps = jnp.concatenate(_taps(frames, kernel), axis=-1)
     return conv_frames(taps, jnp.concatenate(list(kernel), axis=2), padding=_padding(kernel, columns))
 
 
 def patches(frames: Array, kernel: Array, columns: Padding) -> Array:
+    """Multiply the pixels under each window by the kernel as one product; return float32 sums."""
     padded = jnp.pad(frames, [(0, 0), (0, 0), *_padding(kernel, columns), (0, 0)])
     return conv_patches(_taps(padded, kernel), kernel)
 
@@ -76,6 +81,7 @@ def suits_patches(x: Array, kernel: Array) -> bool:
 
 
 def _seen_bytes(x: Array, window: tuple[int, ...]) -> int:
+    """Return the bytes of the patches under all windows of this size, which `patches` writes."""
     return x.size * math.prod(window) * x.dtype.itemsize
 
 
@@ -89,6 +95,7 @@ def by_xla(
     *,
     form: Form,
 ) -> tuple[Array, Array]:
+    """Convolve frames after those of `cache` by `form`; return the finished result and the next cache."""
     past = cache.shape[1]
     frames = jnp.concatenate([cache, x], axis=1)
     y = finished(target, same(target, frames, kernel, form), bias, residual, like=x)
@@ -106,14 +113,14 @@ def convolve_image(
     The taps are added up beforehand. In a narrow dtype their sum is two kernels, itself and its rounding
     error.
     """
-    whole = jnp.sum(kernel, axis=0, keepdims=True, dtype=jnp.float32) if replicate else kernel[-1:]
-    rounded = whole.astype(x.dtype)
+    taps_sum = jnp.sum(kernel, axis=0, keepdims=True, dtype=jnp.float32) if replicate else kernel[-1:]
+    rounded = taps_sum.astype(x.dtype)
     form = image_form(target, x, kernel)
-    if rounded.dtype == whole.dtype:
+    if rounded.dtype == taps_sum.dtype:
         sums = same(target, x, rounded, form)
     else:
-        rest = (whole - rounded.astype(whole.dtype)).astype(x.dtype)
-        both = same(target, x, jnp.concatenate([rounded, rest], axis=-1), form)
+        rounding_error = (taps_sum - rounded.astype(taps_sum.dtype)).astype(x.dtype)
+        both = same(target, x, jnp.concatenate([rounded, rounding_error], axis=-1), form)
         sums = functools.reduce(jnp.add, jnp.split(both, 2, axis=-1))
     past = kernel.shape[0] - 1
     earlier = x if replicate else jnp.zeros_like(x)
@@ -122,10 +129,10 @@ def convolve_image(
 
 
 def image_form(target: Target, x: Array, kernel: Array) -> Form:
-    """Return the form by which a kernel of one tap of time convolves an image on a TPU; else "summed".
+    """Return the form for a kernel of one tap in time: "patches" for an image on a TPU, else "summed".
 
-    The form compiles fast: the convolution of the image of 60 x 90 x 512 that an encoder ends with takes XLA
-    111 s to compile, one product 5.
+    Patches that fit into memory compile fast: the convolution of the image of 60 x 90 x 512 that an encoder
+    ends with takes XLA 111 s to compile, one product 5.
     """
     if not is_image_for_tpu(target, x):
         return summed
@@ -134,7 +141,7 @@ def image_form(target: Target, x: Array, kernel: Array) -> Form:
 
 
 def same(target: Target, frames: Array, kernel: Array, form: Form) -> Array:
-    """Return the sums of the convolution that is zero-padded to the same size in space."""
+    """Return `form`'s sums, zero-padded to the same size in space, with neighbours' columns added."""
     sums = form(frames, kernel, same_columns(kernel))
     return add_from_neighbours(target.split, sums, frames, kernel, form)
 
@@ -147,6 +154,7 @@ def _taps(frames: Array, kernel: Array) -> list[Array]:
 
 
 def same_columns(kernel: Array) -> Padding:
+    """Return the padding of columns that keeps a frame's width."""
     return kernel.shape[2] // 2, kernel.shape[2] // 2
 
 
@@ -166,6 +174,10 @@ def completed(sums: Array, bias: Array | None, residual: Array | None) -> Array:
 def finished(
     target: Target, sums: Array, bias: Array | None, residual: Array | None, *, like: Array
 ) -> Array:
+    """Return the sums with bias and residual, rounded to the dtype of `like`, the convolution's input.
+
+    Padding columns are zero. Large frames get the memory layout that a TPU's next operation reads.
+    """
     y = with_clear_padding(completed(sums, bias, residual).astype(like.dtype), target.split)
     if is_image_for_tpu(target, like):
         return kernel_layout(y)

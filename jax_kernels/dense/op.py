@@ -112,7 +112,7 @@ def split_linear(
     *,
     parts: int,
 ) -> Float[Array, "parts S O/parts"]:
-    """Compute `linear` with its outputs in so many separate parts; cutting them later would copy."""
+    """Compute `linear` with its outputs in `parts` separate arrays; cutting them later would copy."""
     return _split_linear(x, weight, _bias("split_linear", weight, bias), parts=parts)
 
 
@@ -120,6 +120,7 @@ def split_linear_on(target: Target, x: Array, weight: Array, bias: Array, *, par
     """Compute `split_linear` for a target."""
 
     def plain(x: Array, weight: Array, bias: Array) -> Array:
+        """Compute all parts by one product that XLA compiles."""
         y = jnp.einsum(
             "si,poi->pso",
             x,
@@ -284,19 +285,20 @@ _gated_linear = dispatched(gated_linear_on, "tpu")
 
 
 def _bias(kernel: str, weight: Array, bias: Array | None) -> Array:
+    """Return `bias`, checked, or zeros in its place if it is None."""
     check_channels(kernel, weight.shape[0], bias=bias)
     return jnp.zeros(weight.shape[0], weight.dtype) if bias is None else bias
 
 
 def _token_vectors(vectors_N2C: Array, x_NSC: Array, first: Array | int) -> Array:
-    """Return for each token the vector of its kind."""
+    """Return each token's vector: the first for tokens before `first`, the second for the others."""
     second = jnp.arange(x_NSC.shape[1]) >= first
     return jnp.where(second[:, None], vectors_N2C[:, 1:], vectors_N2C[:, :1])
 
 
 @jitted()
 def gelu(x: Float[Array, "*any"]) -> Float[Array, "*any"]:
-    """GELU by its tanh approximation, in float32, rounded once and in a pass of its own.
+    """Compute GELU by its tanh approximation, in float32, rounded once and in a pass of its own.
 
     Inside the matrix product that takes it, XLA would compute it again for every block of outputs.
     """
@@ -310,6 +312,7 @@ def _gelu(x: jax.Array) -> jax.Array:
 
 
 def _gelu_inner(x: jax.Array) -> jax.Array:
+    """Return the argument of tanh in GELU's approximation."""
     return math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)
 
 

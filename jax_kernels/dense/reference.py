@@ -32,31 +32,32 @@ def adaptive_layer_norm(x, weight, bias, scale, shift, first, eps=1e-5):
 
 
 def gated_residual(x, y, gate, first):
-    """Add in float32."""
+    """Return `x + gate * y`, added in float32."""
     kind = (jnp.arange(x.shape[1]) >= first).astype(int)
     return (x + gate.astype(jnp.float32)[:, kind] * y.astype(jnp.float32)).astype(x.dtype)
 
 
 def linear_gelu(x, weight, bias=None):
-    """One after the other, in float32."""
+    """Compute `linear`, then `gelu`, in float32."""
     return gelu(_wide(linear, x, weight, bias)).astype(x.dtype)
 
 
 def gated_linear(x, weight, bias, residual, gate, first, *, transposed=False):
-    """One after the other, in float32."""
+    """Compute `linear`, then `gated_residual`, in float32."""
     y = _wide(linear, x.swapaxes(1, 2) if transposed else x, weight, bias)
     return gated_residual(residual, y, gate, first)
 
 
 def _wide(function, *arrays):
+    """Call `function` with its arrays in float32."""
     return function(*(None if array is None else array.astype(jnp.float32) for array in arrays))
 
 
 def silu(x, *, time_axis=None):
-    """Frame by frame the same."""
+    """Compute SiLU in float32, for all frames alike."""
     return jax.nn.silu(x.astype(jnp.float32)).astype(x.dtype)
 
 
 def gelu(x):
-    """JAX's own, in float32."""
+    """Compute JAX's own GELU, in float32."""
     return jax.nn.gelu(x.astype(jnp.float32), approximate=True).astype(x.dtype)

@@ -19,13 +19,13 @@ from jax_kernels.common import tiles
 from jax_kernels.common.pointwise import standardized
 
 TOKENS = 512
-"""The most of a block."""
+"""Most tokens of a block."""
 
 ROWS = 16
 """Tokens that are normed at a time: a tile of bfloat16."""
 
 UNROLLED = 4
-"""Times that this is in a loop's body."""
+"""Groups of `ROWS` tokens in a loop's body."""
 
 VMEM = 64 * 2**20
 """Bytes of VMEM that the kernel may use."""
@@ -65,17 +65,17 @@ def adaptive_layer_norm(
         eps: added to the variance.
     """
     videos, tokens, width = x.shape
-    held = tiles.BLOCK_BYTES // (width * x.dtype.itemsize) // ROWS * ROWS
-    block = max(ROWS, min(TOKENS, held, -(-tokens // ROWS) * ROWS))
-    of_tokens = pl.BlockSpec((None, block, width), lambda n, i, _: (n, i, 0))
-    of_kinds = pl.BlockSpec((None, 2, width), lambda n, i, _: (n, 0, 0))
+    fitting = tiles.BLOCK_BYTES // (width * x.dtype.itemsize) // ROWS * ROWS
+    block = max(ROWS, min(TOKENS, fitting, -(-tokens // ROWS) * ROWS))
+    token_spec = pl.BlockSpec((None, block, width), lambda n, i, _: (n, i, 0))
+    vector_spec = pl.BlockSpec((None, 2, width), lambda n, i, _: (n, 0, 0))
     return pl.pallas_call(
         functools.partial(_modulated_norm, eps=eps),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(videos, pl.cdiv(tokens, block)),
-            in_specs=[of_tokens, of_kinds, of_kinds],
-            out_specs=of_tokens,
+            in_specs=[token_spec, vector_spec, vector_spec],
+            out_specs=token_spec,
         ),
         out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
         compiler_params=pltpu.CompilerParams(
@@ -86,15 +86,19 @@ def adaptive_layer_norm(
 
 
 def _modulated_norm(first_ref, x_ref, factor_ref, offset_ref, y_ref, *, eps: float) -> None:
+    """Norm and modulate a block of tokens, `ROWS` at a time.
+
+    A token's factor and offset are the first vectors if it lies before token `first_ref[0]`, else the second.
+    """
     block = x_ref.shape[0]
-    begins = first_ref[0] - pl.program_id(1) * block
+    boundary = first_ref[0] - pl.program_id(1) * block
 
     def norm(at: Array) -> None:
-        own = pl.ds(pl.multiple_of(at, ROWS), ROWS)
-        second = at + lax.broadcasted_iota(jnp.int32, (ROWS, 1), 0) >= begins
+        rows = pl.ds(pl.multiple_of(at, ROWS), ROWS)
+        second = at + lax.broadcasted_iota(jnp.int32, (ROWS, 1), 0) >= boundary
         factor, offset = (jnp.where(second, ref[1:], ref[:1]) for ref in (factor_ref, offset_ref))
-        y = standardized(x_ref[own].astype(jnp.float32), eps)
-        y_ref[own] = (y * factor + offset).astype(y_ref.dtype)
+        y = standardized(x_ref[rows].astype(jnp.float32), eps)
+        y_ref[rows] = (y * factor + offset).astype(y_ref.dtype)
 
     pl.loop(0, block, step=ROWS, unroll=min(UNROLLED, block // ROWS))(norm)
 
@@ -140,16 +144,16 @@ def product(
         pl.cdiv(outputs, unit), min(WIDEST, tiles.vmem_limit() // 2 // (4 * inputs)) // unit
     )
     blocks = pl.cdiv(outputs, columns)
-    of_x = pl.BlockSpec(
+    x_spec = pl.BlockSpec(
         (None, inputs, rows) if transposed else (None, rows, inputs),
         lambda j, n, i, _: (n, 0, i) if transposed else (n, i, 0),
     )
-    of_y = pl.BlockSpec(
+    y_spec = pl.BlockSpec(
         (None, rows, columns), lambda j, n, i, _: (n * parts + lax.div(j, blocks), i, lax.rem(j, blocks))
     )
-    of_weight = pl.BlockSpec((columns, inputs), lambda j, n, i, _: (j, 0))
-    of_bias = pl.BlockSpec((1, columns), lambda j, n, i, _: (0, j))
-    of_gate = pl.BlockSpec((None, 2, columns), lambda j, n, i, _: (n, 0, j))
+    weight_spec = pl.BlockSpec((columns, inputs), lambda j, n, i, _: (j, 0))
+    bias_spec = pl.BlockSpec((1, columns), lambda j, n, i, _: (0, j))
+    gate_spec = pl.BlockSpec((None, 2, columns), lambda j, n, i, _: (n, 0, j))
     *added, first = gated or (jnp.int32(0),)
     return pl.pallas_call(
         functools.partial(
@@ -162,8 +166,8 @@ def product(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(parts * blocks, videos, pl.cdiv(tokens, rows)),
-            in_specs=[of_x, of_weight, of_bias, *[of_y, of_gate][: len(added)]],
-            out_specs=of_y,
+            in_specs=[x_spec, weight_spec, bias_spec, *[y_spec, gate_spec][: len(added)]],
+            out_specs=y_spec,
         ),
         out_shape=jax.ShapeDtypeStruct((videos * parts, tokens, outputs), x.dtype),
         compiler_params=pltpu.CompilerParams(
@@ -181,7 +185,11 @@ def _most(count: int, most: int) -> int:
 def _product(
     first_ref, x_ref, weight_ref, bias_ref, *refs, width: int, body: int, gelu: bool, transposed: bool
 ) -> None:
-    """Compute a block. Each unit of a loop's body is multiplied before the epilogue of the unit before it."""
+    """Compute a block, as many outputs at a time as a unit has: `width`.
+
+    Each of the `body` units of a loop's body is multiplied before the epilogue of the unit before it. `refs`
+    are residual and gate, for a gated sum, and the result.
+    """
     *gated, y_ref = refs
 
     def multiplied(outputs: Any) -> Array:
@@ -191,15 +199,16 @@ def _product(
         )
 
     def finish(outputs: Any, y: Array) -> None:
+        """Add the bias, apply GELU or the gated sum, and write the result of a unit."""
         y = y + bias_ref[:, outputs]
         if gelu:
             y = _gelu(y)
         if gated:
-            sum_ref, gate_ref = gated
-            begins = first_ref[0] - pl.program_id(2) * y.shape[0]
-            second = lax.broadcasted_iota(jnp.int32, (y.shape[0], 1), 0) >= begins
+            residual_ref, gate_ref = gated
+            boundary = first_ref[0] - pl.program_id(2) * y.shape[0]
+            second = lax.broadcasted_iota(jnp.int32, (y.shape[0], 1), 0) >= boundary
             gate = jnp.where(second, gate_ref[1:, outputs], gate_ref[:1, outputs])
-            y = sum_ref[:, outputs].astype(jnp.float32) + gate * y
+            y = residual_ref[:, outputs].astype(jnp.float32) + gate * y
         y_ref[:, outputs] = y.astype(y_ref.dtype)
 
     @pl.loop(0, y_ref.shape[1] // width // body)
@@ -213,6 +222,6 @@ def _product(
 
 
 def _gelu(x: Array) -> Array:
-    """GELU by tanh, of which a TPU has an instruction."""
+    """Compute GELU by tanh, for which a TPU has an instruction."""
     half, inner = 0.5 * x, math.sqrt(2 / math.pi)
     return half + half * jnp.tanh(x * (inner + (0.044715 * inner) * (x * x)))

@@ -15,12 +15,9 @@ from jax_kernels.group_norm.welford import Moments
 def moments(target: Target, x: Float[Array, "N *rest"], *, num_groups: int, channel_axis: int = 1) -> Moments:
     """Return the moments of each video's groups, in float32, from a single pass over `x`.
 
-    Columns of pixels are reduced to their (count, mean, M2), one row's worth of numbers, a block of rows at a
-    time:
-    a sum of squares over all rows would lose the digits of a column whose first pixel lies far from the rest.
-    All
-    are merged by Chan's formula. A column runs along H: W may be sharded, and only the merged triples are
-    communicated.
+    Columns of pixels are reduced to their (count, mean, M2), a block of rows at a time: a sum of squares over
+    all rows would lose the digits of a column whose first pixel lies far from the rest. All are merged by
+    Chan's formula. A column runs along H: W may be sharded, and only the merged triples are communicated.
 
     Returns:
         `Moments` of shape (N, G), float32.
@@ -40,6 +37,7 @@ def column_moments(
 
 
 def _squeezed(parts: tuple[Array, Array], axis: int) -> tuple[Array, Array]:
+    """Return mean and M2 without the axis of rows, which is one long."""
     mean, m2 = parts
     return jnp.squeeze(mean, axis), jnp.squeeze(m2, axis)
 
@@ -59,6 +57,7 @@ def moments_of_columns(
 
 
 def _of_columns(target: Target, x_NTHWC: Array) -> tuple[Array, Array]:
+    """Return the mean and M2 of a device's own columns, by a Pallas kernel if it supports them."""
     if target.uses_pallas and is_large(x_NTHWC) and tpu.is_supported(x_NTHWC):
         return tpu.column_moments(x_NTHWC)
     if target.uses_pallas and is_image_for_tpu(target, x_NTHWC) and tpu.supports_image(x_NTHWC):
@@ -67,10 +66,10 @@ def _of_columns(target: Target, x_NTHWC: Array) -> tuple[Array, Array]:
 
 
 def _merge_columns(split: Split, parts: Moments, axes: tuple[int, ...], column_axis: int) -> Moments:
-    """Merge along several axes as `merge_equal` does, without padding columns."""
+    """Merge equal parts along several axes as `merge_equal` does along one, without padding columns."""
     columns = parts.mean.shape[column_axis]
 
-    def of_real(values: Array) -> Array:
+    def without_padding(values: Array) -> Array:
         return with_clear_padding(values, split, column_axis) if column_axis in axes else values
 
     size = 1
@@ -79,13 +78,14 @@ def _merge_columns(split: Split, parts: Moments, axes: tuple[int, ...], column_a
     origin = parts.mean
     for axis in axes:
         origin = lax.slice_in_dim(origin, 0, 1, axis=axis)
-    offset = jnp.sum(of_real(parts.mean - origin), axes, keepdims=True) / size
-    deviation = of_real(parts.mean - origin - offset)
-    m2 = jnp.sum(of_real(parts.m2), axes) + parts.count * jnp.sum(deviation * deviation, axes)
+    offset = jnp.sum(without_padding(parts.mean - origin), axes, keepdims=True) / size
+    deviation = without_padding(parts.mean - origin - offset)
+    m2 = jnp.sum(without_padding(parts.m2), axes) + parts.count * jnp.sum(deviation * deviation, axes)
     return Moments(parts.count * size, jnp.squeeze(origin + offset, axes), m2)
 
 
 def _split_groups(x: Array, num_groups: int) -> Array:
+    """Split the channels, the last axis, into groups: (..., G, C / G)."""
     return x.reshape(*x.shape[:-1], num_groups, x.shape[-1] // num_groups)
 
 
@@ -95,6 +95,7 @@ def per_channel(stat_NG: Float[Array, "N G"], channels: int) -> Float[Array, "N 
 
 
 def check_groups(channels: int, num_groups: int) -> None:
+    """Raise `ValueError` unless the number of groups divides the channels."""
     if num_groups < 1 or channels % num_groups:
         raise ValueError(
             f"got {channels} channels in {num_groups} groups: num_groups must divide the channel count"

@@ -70,21 +70,21 @@ def _column_moments(
     """
     videos, length, height, width, channels = x.shape
     rows, columns = _block(x)
-    of_columns = (columns, length, channels)
-    found = pl.pallas_call(
+    column_shape = (columns, length, channels)
+    results = pl.pallas_call(
         _moments,
         grid=(videos, -(-width // columns), height // rows),
         in_specs=[
-            pl.BlockSpec((None, rows, *of_columns), lambda video, column, row: (video, row, column, 0, 0))
+            pl.BlockSpec((None, rows, *column_shape), lambda video, column, row: (video, row, column, 0, 0))
         ],
-        out_specs=[pl.BlockSpec((None, *of_columns), lambda video, column, row: (video, column, 0, 0))] * 2,
+        out_specs=[pl.BlockSpec((None, *column_shape), lambda video, column, row: (video, column, 0, 0))] * 2,
         # Said to be in HBM: XLA else brings small ones into VMEM and back.
         out_shape=[pltpu.HBM((videos, width, length, channels), jnp.float32)] * 2,
-        scratch_shapes=[pltpu.VMEM(of_columns, jnp.float32)],
+        scratch_shapes=[pltpu.VMEM(column_shape, jnp.float32)],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
         name="column_moments",
     )(x.transpose(0, 2, 3, 1, 4))
-    mean, m2 = (part.swapaxes(1, 2)[:, :, None] for part in found)
+    mean, m2 = (part.swapaxes(1, 2)[:, :, None] for part in results)
     return mean, m2
 
 
@@ -102,9 +102,9 @@ def supports_image(x: Float[Array, "N 1 H W C"]) -> bool:
 def _rows_of_image(x: Float[Array, "N 1 H W C"]) -> int:
     """Return the rows of an image in a grid step, which divide its height; 0 if not one fits."""
     height, width, channels = x.shape[2:]
-    row = tiled_sublanes(width, x.dtype) * channels * x.dtype.itemsize
-    kept = 3 * tiled_sublanes(width, jnp.dtype(jnp.float32)) * channels * 4
-    fit = min(max(0, BLOCK_BYTES - kept) // row, height)
+    row_bytes = tiled_sublanes(width, x.dtype) * channels * x.dtype.itemsize
+    moment_bytes = 3 * tiled_sublanes(width, jnp.dtype(jnp.float32)) * channels * 4
+    fit = min(max(0, BLOCK_BYTES - moment_bytes) // row_bytes, height)
     return next((rows for rows in range(fit, 0, -1) if height % rows == 0), 0)
 
 
@@ -135,16 +135,21 @@ image_moments = with_derivatives_of(xla.column_moments, _image_moments)
 
 
 def _moments(x_ref, mean_ref, m2_ref, origin_ref, *, together: int = TOGETHER) -> None:
-    before, rows = pl.program_id(2), x_ref.shape[0]
+    """Add a block of rows to the mean and M2 of its columns, `together` columns at a time.
 
-    @pl.when(before == 0)
+    `x_ref` has rows first, then columns. Until the last block of rows `mean_ref` holds the difference from
+    `origin_ref`, a typical value of each column.
+    """
+    blocks_before, rows = pl.program_id(2), x_ref.shape[0]
+
+    @pl.when(blocks_before == 0)
     def _():
         picked = (x_ref[row].astype(jnp.float32) for row in (0, rows // 2, rows - 1))
         origin_ref[...] = typical(*picked)
         mean_ref[...] = jnp.zeros_like(mean_ref)
         m2_ref[...] = jnp.zeros_like(m2_ref)
 
-    share = 1 / (before + 1).astype(jnp.float32)
+    share = 1 / (blocks_before + 1).astype(jnp.float32)
     for column in range(0, x_ref.shape[1], together):
         columns = slice(column, column + together)
         origin = origin_ref[columns]
@@ -162,8 +167,8 @@ def _moments(x_ref, mean_ref, m2_ref, origin_ref, *, together: int = TOGETHER) -
         squares = lax.fori_loop(0, rows, add_square, jnp.zeros_like(origin), unroll=UNROLLED)
         delta = mean - mean_ref[columns]
         mean_ref[columns] += delta * share
-        m2_ref[columns] += squares + delta * delta * (share * before.astype(jnp.float32) * rows)
+        m2_ref[columns] += squares + delta * delta * (share * blocks_before.astype(jnp.float32) * rows)
 
-    @pl.when(before == pl.num_programs(2) - 1)
+    @pl.when(blocks_before == pl.num_programs(2) - 1)
     def _():
         mean_ref[...] += origin_ref[...]

@@ -16,7 +16,7 @@ class Moments(NamedTuple):
 
     @property
     def variance(self) -> Float[Array, "..."]:
-        return self.m2 / float(self.count)  # which may be more than an int32 holds
+        return self.m2 / float(self.count)  # the count may be more than an int32 holds
 
 
 def merge(a: Moments, b: Moments) -> Moments:
@@ -39,7 +39,7 @@ def typical(first: Array, middle: Array, last: Array) -> Array:
 
 
 def merge_equal(parts: Moments, axis: int) -> Moments:
-    """Chan's formula for parts of equal count that lie along `axis`, all at once.
+    """Merge parts of equal count that lie along `axis` by Chan's formula, all at once.
 
     The means are averaged as differences from one of them: a plain float32 sum of many means near 1000
     loses digits.

@@ -24,18 +24,18 @@ def column_moments(x: Array) -> tuple[Array, Array]:
         x: any rank of three or more, channels last.
 
     Returns:
-        Both as one row of `x`.
+        Mean and M2, each of the shape of `x` with a single row.
     """
     axis = max(1, x.ndim - 3)
     height = x.shape[axis]
     rows = -(-height // max(1, -(-height // ROWS)))
-    whole = height // rows * rows
+    in_blocks = height // rows * rows
     origin = _typical_row(x, axis)
-    found = _block_moments(lax.slice_in_dim(x, 0, whole, axis=axis), origin, axis, rows)
-    if height > whole:
-        rest = lax.slice_in_dim(x, whole, height, axis=axis)
-        found = merge(found, _block_moments(rest, origin, axis, height - whole))
-    return origin + jnp.expand_dims(found.mean, axis), jnp.expand_dims(found.m2, axis)
+    moments = _block_moments(lax.slice_in_dim(x, 0, in_blocks, axis=axis), origin, axis, rows)
+    if height > in_blocks:
+        rest = lax.slice_in_dim(x, in_blocks, height, axis=axis)
+        moments = merge(moments, _block_moments(rest, origin, axis, height - in_blocks))
+    return origin + jnp.expand_dims(moments.mean, axis), jnp.expand_dims(moments.m2, axis)
 
 
 def _typical_row(x: Array, axis: int) -> Array:

@@ -36,9 +36,13 @@ with 6, 4.00 and 2.2.
 
 
 def weights(kernel: Float[Array, "3 3 3 I O"], product: Product, turns: int) -> Array:
-    """Return the matrices of a product, one for each turn: zeros where no tap connects input and result."""
+    """Return the matrices of a product, one for each turn: zeros where no tap connects input and result.
+
+    A turn (`ConvSizes.turns`) computes the results of a share of the output channels.
+    """
 
     def tap(outputs: Array, row: int, time: int, result: int, column: int) -> Array:
+        """Return the weights from input (row, time) to result (row, column) of these output channels."""
         inside = 0 <= row - result < TAPS
         return outputs[time, row - result, column] if inside else jnp.zeros_like(outputs[0, 0, 0])
 
@@ -49,6 +53,7 @@ class DirectStep(ConvStep):
     """A step that multiplies by every tap."""
 
     def __init__(self, sizes: ConvSizes, weights: tuple[Any, ...], refs: dict[str, Any]):
+        """Choose the ring's slots of this step and of the one before it, and the memory to clear."""
         super().__init__(sizes, weights, refs)
         self.products = sizes.products
         self.old, self.new = lax.rem(self.step + 1, 2), lax.rem(self.step, 2)
@@ -58,6 +63,7 @@ class DirectStep(ConvStep):
         self.beyond = lambda: (refs["stage"].at[:, :, part, beyond] for part in range(sizes.parts))
 
     def _convolve(self) -> None:
+        """Multiply, move and finish a strip's chunks of columns, from left to right."""
         sizes = self.sizes
         chunk, chunks = sizes.chunk, sizes.chunks
         self._begin_left()
@@ -106,7 +112,11 @@ class DirectStep(ConvStep):
             lax.fori_loop(0, turns, lambda turn, _: self._take_turn(turn, column), None)
 
     def _take_turn(self, turn: Any, column: Any, modulated: Any = None) -> None:
-        """Compute the products for a turn's share of a chunk's results; modulate a chunk meanwhile."""
+        """Compute the products for a turn's share of a chunk's results; modulate a chunk meanwhile.
+
+        `turn` is the index of the share, `column` the first column of the chunk that is multiplied,
+        `modulated` the first of the chunk that is modulated, or None.
+        """
         sizes, refs = self.sizes, self.refs
         parts = self.result_parts // sizes.turns
         for index, (product, weights) in enumerate(zip(self.products, self.weights, strict=True)):
@@ -116,37 +126,38 @@ class DirectStep(ConvStep):
                 for part in range(sizes.parts)
             ]
             sums = jnp.dot(jnp.concatenate(inputs, axis=1), weights[turn], preferred_element_type=jnp.float32)
-            for place, (row, tap) in enumerate(product.results):
-                at = self._rows(column, sizes.chunk, sizes.frames, before=sizes.chunk, shift=1 - tap)
+            for result, (row, tap) in enumerate(product.results):
+                sums_at = self._rows(column, sizes.chunk, sizes.frames, before=sizes.chunk, shift=1 - tap)
                 for part in range(parts):
-                    found, given = sums[:, lanes_of(place * parts + part)], turn * parts + part
+                    part_sums, out_part = sums[:, lanes_of(result * parts + part)], turn * parts + part
                     if tap:
-                        found = found + refs["sums"][row, given, at]
-                    refs["sums"][row, given, at] = found
+                        part_sums = part_sums + refs["sums"][row, out_part, sums_at]
+                    refs["sums"][row, out_part, sums_at] = part_sums
             if modulated is not None and index * UNITS % len(self.products) == 0:
                 unit = index * UNITS // len(self.products)
                 self._modulate(modulated + unit * sizes.unit, unit, after=sums)
 
     def _input(self, row: int, time: int, part: int, column: Any) -> Array:
-        """Return the words of a chunk in one of four rows."""
+        """Return a chunk of one of the four input rows as the tap `time` sees it: bfloat16, a row a frame."""
         sizes = self.sizes
         if row == ROWS + 1:
             at = self._rows(column, sizes.chunk, sizes.words, before=sizes.chunk)
             words = self.refs["stage"][time, 0, part, at]
         else:
-            slot, of_block = (self.old, 1) if row == 0 else (self.new, row - 1)
+            slot, block_row = (self.old, 1) if row == 0 else (self.new, row - 1)
             at = self._rows(column, sizes.chunk, sizes.words)
-            words = self.refs["ring"][slot, time, of_block, part, at]
+            words = self.refs["ring"][slot, time, block_row, part, at]
         return pltpu.bitcast(words, jnp.bfloat16)
 
     def _move(self, column: Any, count: int) -> None:
-        """Move the block before from the stage into the ring."""
+        """Move the rows of the block before this step's from the stage into the ring."""
         sizes = self.sizes
         to = self._rows(column, count, sizes.words)
         at = self._rows(column, count, sizes.words, before=sizes.chunk)
         self.refs["ring"][self.old, :, :, :, to] = self.refs["stage"][:, :, :, at]
 
     def _modulate_chunk(self, column: Any) -> None:
+        """Modulate the columns of a chunk, a unit after the other."""
         lax.fori_loop(0, UNITS, lambda unit, _: self._modulate(column + unit * self.sizes.unit), None)
 
     def _keep(
@@ -172,9 +183,9 @@ class DirectStep(ConvStep):
         return same[pl.ds(to.start + words - 1, sizes.unit, stride=words), :]
 
     def _finish(self, column: Any) -> None:
-        """Finish a chunk's results."""
+        """Finish the results of the chunk from `column` on."""
         sizes = self.sizes
-        of_sums = self._rows(column, sizes.chunk, sizes.frames, before=sizes.chunk)
+        sums_at = self._rows(column, sizes.chunk, sizes.frames, before=sizes.chunk)
         if sizes.held == 1:
-            of_sums = pl.ds(of_sums.start, sizes.chunk, stride=sizes.frames)
-        self._give(column, sizes.chunk, lambda row, part: self.refs["sums"].at[row, part][of_sums, :])
+            sums_at = pl.ds(sums_at.start, sizes.chunk, stride=sizes.frames)
+        self._give(column, sizes.chunk, lambda row, part: self.refs["sums"].at[row, part][sums_at, :])

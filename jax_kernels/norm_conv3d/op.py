@@ -117,21 +117,21 @@ def norm_conv3d_on(
     first_frame_alone: bool,
 ) -> tuple[Array, Array | None, ColumnMoments | None]:
     """Compute `norm_conv3d` for a target."""
-    taken = _is_taken(
+    is_supported = _is_taken(
         replace(target, platform="tpu"), x, norm, kernel, bias, cache, residual, first_frame_alone
     )
-    if taken and target.on_tpu:
+    if is_supported and target.on_tpu:
         return _fused(target, x, norm, kernel, bias, cache, residual, moments, num_groups=num_groups, eps=eps)
-    normed = functools.partial(group_norm_on, channel_axis=-1 % x.ndim)
+    norm_form = functools.partial(group_norm_on, channel_axis=-1 % x.ndim)
     if norm.zq is not None:
-        normed = functools.partial(spatial_norm_on, first_frame_alone=first_frame_alone)
+        norm_form = functools.partial(spatial_norm_on, first_frame_alone=first_frame_alone)
     weight, shift, zq, *convolutions = norm
     inputs = (x, weight, shift) if zq is None else (x, zq, weight, shift, *convolutions)
-    hidden = normed(target, *inputs, num_groups=num_groups, eps=eps, activation="silu")
+    hidden = norm_form(target, *inputs, num_groups=num_groups, eps=eps, activation="silu")
     y, latest = conv3d_on(target, hidden, kernel, bias, cache, residual)
     # Every platform returns what a TPU does.
-    columns = (jnp.squeeze(part, 2) for part in norm_xla.column_moments(y)) if taken else ()
-    return y, latest, ColumnMoments(*columns) if taken else None
+    column_parts = (jnp.squeeze(part, 2) for part in norm_xla.column_moments(y)) if is_supported else ()
+    return y, latest, ColumnMoments(*column_parts) if is_supported else None
 
 
 _norm_conv3d = dispatched(norm_conv3d_on, "tpu", "cuda")
@@ -149,10 +149,10 @@ def _is_taken(
 ) -> bool:
     """Return whether a TPU's kernel supports all parts of the frames."""
     parts = split_frames(target, x, norm.zq, residual)
-    whole = target.pallas and all(vector is not None for vector in (bias, norm.weight, norm.bias))
-    # Latents whose first frame stands for the first frame alone are taken apart with it.
+    is_complete = target.pallas and all(vector is not None for vector in (bias, norm.weight, norm.bias))
+    # A first latent frame that covers the first frame alone is split off together with it.
     return (
-        whole
+        is_complete
         and first_frame_alone == (parts[0][0].shape[1] == 1)
         and all(
             sizes.is_supported(
@@ -169,7 +169,10 @@ def _is_taken(
 
 
 def _grid(split: Split, x: Array, zq: Array | None) -> tuple[int, ...]:
-    """Frames, rows and columns of a shard's coefficients: by column where some only pad a width."""
+    """Return frames, rows and columns of the coefficients, the norm's factors and offsets, of a shard.
+
+    They differ by column if some columns are padding.
+    """
     if zq is None:
         return 1, 1, split.shard_of(x).shape[3] if split.is_padded else 1
     return split.shard_of(zq).shape[1:4]
@@ -188,6 +191,11 @@ def _fused(
     num_groups: int,
     eps: float,
 ) -> tuple[Array, Array | None, ColumnMoments]:
+    """Run norm and convolution as the TPU's kernel, a run of frames after the other.
+
+    The kernel takes the norm as a scale and shift of each channel, from the moments of `x`. Returns what
+    `norm_conv3d` does.
+    """
     channels = x.shape[-1]
     mean, m2 = column_moments(target, x) if moments is None else moments
     stats = moments_of_columns(target, mean, m2, x.shape[2], num_groups=num_groups)
@@ -195,10 +203,12 @@ def _fused(
     shift = norm.bias.astype(jnp.float32) - per_channel(stats.mean, channels) * scale
     weights, results = (kernel, bias, norm._replace(zq=None)), []
     for frames, zq, added in split_frames(target, x, norm.zq, residual):
-        y, cache, *found = map_shards(target, _convolved, (frames, cache, added, zq), weights, (scale, shift))
-        results.append((y, *(jnp.squeeze(part, 2) for part in found)))
-    y, *found = (join_frames(parts) for parts in zip(*results, strict=True))
-    return y, cache, ColumnMoments(*found)
+        y, cache, *column_parts = map_shards(
+            target, _convolved, (frames, cache, added, zq), weights, (scale, shift)
+        )
+        results.append((y, *(jnp.squeeze(part, 2) for part in column_parts)))
+    y, *column_parts = (join_frames(parts) for parts in zip(*results, strict=True))
+    return y, cache, ColumnMoments(*column_parts)
 
 
 def _convolved(
@@ -213,19 +223,24 @@ def _convolved(
     scale_NC: Array,
     shift_NC: Array,
 ) -> tuple[Array, ...]:
-    """Run the kernel on a device's local columns; return their moments as one row."""
+    """Run the kernel on a device's local columns.
+
+    The results are the frames, the next cache, and mean and M2 of columns, each with an axis of one row.
+    """
     split = target.split
     frames, _, width, _ = x.shape[1:]
     columns = _grid(split, x, zq)[-1]
     coefficients = functools.partial(_coefficients, split, norm, zq, scale_NC, shift_NC, columns)
     multiplier, offset = coefficients(lambda part: tpu.to_registers(part, frames, width))
     _, rows, registers, *_ = multiplier.shape
-    found = sizes.sizes_of(x, rows, registers, kernel.shape[-1], residual is not None)
+    conv_sizes = sizes.sizes_of(x, rows, registers, kernel.shape[-1], residual is not None)
     edges = None
-    if found.strips > 1 or split.has_neighbours:
-        edges = _edges(target, x, cache, kernel, coefficients, found)
-    real = split.real_columns_here(width) if split.is_padded else None
-    y, latest, moments = tpu.convolved(x, multiplier, offset, cache, residual, kernel, bias, edges, real)
+    if conv_sizes.strips > 1 or split.has_neighbours:
+        edges = _edges(target, x, cache, kernel, coefficients, conv_sizes)
+    true_width = split.real_columns_here(width) if split.is_padded else None
+    y, latest, moments = tpu.convolved(
+        x, multiplier, offset, cache, residual, kernel, bias, edges, true_width
+    )
     return y, latest, *(jnp.expand_dims(part, 2) for part in moments)
 
 
@@ -240,7 +255,7 @@ def _coefficients(
 ) -> tuple[Array, Array]:
     """Return the norm's multipliers and offsets under these latents, with zeros in padding columns.
 
-    `placed` repeats them to where they are needed.
+    `placed` repeats an array N t h w Z, of one value a latent, to the kernel's registers or to a column.
     """
     scale, shift = (part[:, None, None, None] for part in (scale_NC, shift_NC))
     if zq is None:
@@ -266,13 +281,14 @@ def _edges(
     cache: Array | None,
     kernel: Array,
     coefficients: Callable[..., tuple[Array, Array]],
-    found: sizes.ConvSizes,
+    conv_sizes: sizes.ConvSizes,
 ) -> tuple[Array, Array]:
     """Return the contributions of the columns beside strips to each strip's first and last column.
 
-    They come from the next strip, from a neighbour, or are zeros: N T H E O each for E strips.
+    They come from the next strip, from a neighbour, or are zeros: N T H E O each for E strips. `coefficients`
+    takes a function that repeats the norm's factors and offsets to where they are needed.
     """
-    starts, sums = found.starts, functools.partial(_sums, tile=found.tile)
+    starts, sums = conv_sizes.starts, functools.partial(_sums, tile=conv_sizes.tile)
     hidden = functools.partial(_activated_column, target, x, cache, coefficients)
     before = [sums(hidden(start - 1), kernel[:, :, 0]) for start in starts[1:]]
     after = [sums(hidden(start), kernel[:, :, -1]) for start in starts[1:]]
@@ -295,9 +311,10 @@ def _activated_column(
     frames, height, columns = x.shape[1:4]
 
     def of_column(part: Array) -> Array:
-        own = column * part.shape[3] // columns
+        """Repeat the coefficients of one column to all of its frames and rows."""
+        index = column * part.shape[3] // columns
         return repeat_nearest(
-            part[:, :, :, own : own + 1], {1: frames // part.shape[1], 2: height // part.shape[2]}
+            part[:, :, :, index : index + 1], {1: frames // part.shape[1], 2: height // part.shape[2]}
         )
 
     # Cut out as they lie: in the order that suits one column XLA would first lay all of them.
@@ -311,7 +328,10 @@ def _activated_column(
 def _sums(
     hidden: Float[Array, "N P H I"], kernel: Float[Array, "3 3 I O"], tile: int
 ) -> Float[Array, "N P-2 H O"]:
-    """Return a column's convolution over time and rows, rounded as the kernel rounds it."""
+    """Return a column's convolution over time and rows, rounded as the kernel rounds it.
+
+    `tile` is the number of frames that the kernel filters together by Winograd's method, or 0.
+    """
     if tile:
         return filtered(hidden, kernel, tile, lambda frames, taps: _over_taps(frames, taps[None]))
     return _over_taps(hidden, kernel)

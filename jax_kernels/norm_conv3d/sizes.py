@@ -40,13 +40,14 @@ class ConvSizes(NamedTuple):
     """The sizes that a kernel is compiled for.
 
     Attributes:
-        held: frames of a chunk.
+        held: frames that the kernel gets.
         columns: columns of the frame, or of a shard.
         strips: strips of columns, one after the other; the last one may be narrower.
         chunk: columns of a product.
         chunks: chunks in a row of a strip; the last one may be incomplete.
-        cell: columns under a register of coefficients: under the same ones, or as many as it has rows for.
-        tall: rows under the same coefficients.
+        cell: columns that one register of coefficients covers: those with the same coefficients, or as many
+            as it has rows for.
+        tall: rows of pixels that have the same coefficients.
         blocks: blocks of two rows.
         channels, outputs: channels into the convolution and out of it, in whole tiles.
         tile: frames that are transformed together, by a step of Winograd's; 0 for direct convolution.
@@ -147,19 +148,19 @@ class Product(NamedTuple):
 def direct_products(channels: int, outputs: int) -> list[Product]:
     """Return the products of two rows of results; taps to the left come first and set sums, others add."""
     rows = [range(TAPS), range(1, TAPS + 1), range(TAPS + 1)]
-    of_rows = [[(row, time) for row in several for time in range(TAPS)] for several in rows]
+    row_inputs = [[(row, time) for row in several for time in range(TAPS)] for several in rows]
     if channels == tiles.LANES:  # two inputs fill the depth of a matrix unit: the same two in each product
         both = [(1, 0), (1, 1), (2, 0), (2, 1), (1, 2), (2, 2), (0, 2), (3, 2)]
         upper, lower = [(0, 0), (0, 1)], [(3, 0), (3, 1)]
-        of_rows = [both + upper, both + lower, both + upper + lower]
-    first, second, all_rows = of_rows
+        row_inputs = [both + upper, both + lower, both + upper + lower]
+    first, second, all_rows = row_inputs
     if outputs == tiles.LANES:
         return [
             Product(first, [(0, 0), (0, 1)]),
             Product(second, [(1, 0), (1, 1)]),
             Product(all_rows, [(0, 2), (1, 2)]),
         ]
-    return [Product(of_rows[row], [(row, column)]) for row in range(ROWS) for column in range(TAPS)]
+    return [Product(row_inputs[row], [(row, column)]) for row in range(ROWS) for column in range(TAPS)]
 
 
 def winograd_products(outputs: int) -> list[Product]:
@@ -208,12 +209,16 @@ def is_supported(
         return False
     if frames not in ((1, 2, 4, 8) if at_start else (2, 4, 8)) or height % ROWS:
         return False
-    times, rows, wide = grid
-    if frames % times or height % rows or columns % wide:
+    grid_frames, grid_rows, grid_columns = grid
+    if frames % grid_frames or height % grid_rows or columns % grid_columns:
         return False
-    registers = wide if wide == 1 or is_shared(columns // wide, frames) else _registers(columns, frames)
-    sizes = sizes_of(x, rows, registers, outputs, residual)
-    if (sizes.tall > 1 and sizes.tall % ROWS) or (wide > 1 and sizes.unit % sizes.cell):
+    registers = (
+        grid_columns
+        if grid_columns == 1 or is_shared(columns // grid_columns, frames)
+        else _registers(columns, frames)
+    )
+    sizes = sizes_of(x, grid_rows, registers, outputs, residual)
+    if (sizes.tall > 1 and sizes.tall % ROWS) or (grid_columns > 1 and sizes.unit % sizes.cell):
         return False
     return _vmem_bytes(sizes, residual) <= vmem_limit()
 
@@ -229,7 +234,7 @@ def _registers(columns: int, frames: int) -> int:
 
 
 def columns_of_register(columns: int, frames: int, registers: int) -> int:
-    """Return the columns under a register of coefficients, of all the registers of `tpu.to_registers`."""
+    """Return the columns that a register of coefficients covers, one of `registers` from `to_registers`."""
     return SUBLANES // frames if registers == _registers(columns, frames) else columns // registers
 
 
@@ -250,13 +255,13 @@ def sizes_of(
     held, height, columns, channels = x.shape[1:]
     outputs += -outputs % tiles.LANES
     cell = columns_of_register(columns, held, registers)
-    found = ConvSizes(held, columns, 1, 0, 0, cell, height // rows, height // ROWS, channels, outputs, 0)
+    by_taps = ConvSizes(held, columns, 1, 0, 0, cell, height // rows, height // ROWS, channels, outputs, 0)
     if held in (TILES * tile for tile in TRANSFORMS) and pallas_mode() != "direct":
-        by_winograd = _in_strips(found._replace(tile=held // TILES), residual)
+        by_winograd = _in_strips(by_taps._replace(tile=held // TILES), residual)
         fits = _vmem_bytes(by_winograd, residual) <= vmem_limit()
         if fits and (registers == 1 or by_winograd.unit % cell == 0):
             return by_winograd
-    return _in_strips(found, residual)
+    return _in_strips(by_taps, residual)
 
 
 def _in_strips(sizes: ConvSizes, residual: bool) -> ConvSizes:
@@ -264,8 +269,8 @@ def _in_strips(sizes: ConvSizes, residual: bool) -> ConvSizes:
     chunk = _chunk(sizes)
     chunks = -(-sizes.columns // chunk)
     for strips in range(1, min(MOST_STRIPS, chunks) + 1):
-        of_strip = -(-chunks // strips)
-        sizes = sizes._replace(chunk=chunk, strips=-(-chunks // of_strip), chunks=of_strip)
+        strip_chunks = -(-chunks // strips)
+        sizes = sizes._replace(chunk=chunk, strips=-(-chunks // strip_chunks), chunks=strip_chunks)
         if _vmem_bytes(sizes, residual) <= vmem_limit():
             break
     return sizes
@@ -285,16 +290,19 @@ def _chunk(sizes: ConvSizes) -> int:
 
 
 def scratch_shapes(sizes: ConvSizes) -> dict[str, tuple[tuple[int, ...], Any]]:
-    """Return the kernel's scratch memory, by name, without its lanes; some begins with a chunk more."""
-    width, beside, given = sizes.width, sizes.width + sizes.chunk, sizes.outputs // tiles.LANES
-    moments = {"moments": ((3, given, beside * sizes.held), jnp.float32)}
+    """Return shape and dtype of the kernel's scratch memory, by name, without the last axis of lanes.
+
+    Memory for results has one chunk of columns more than a strip: results lag behind by a chunk.
+    """
+    width, beside, result_parts = sizes.width, sizes.width + sizes.chunk, sizes.outputs // tiles.LANES
+    moments = {"moments": ((3, result_parts, beside * sizes.held), jnp.float32)}
     if not sizes.tile:
         words = (TAPS, ROWS, sizes.parts)
         return moments | {
             "ring": ((2, *words, width * sizes.words), jnp.int32),
             "stage": ((*words, beside * sizes.words), jnp.int32),
             "past": ((UNITS, ROWS, sizes.unit * sizes.parts), jnp.int32),
-            "sums": ((ROWS, given, (beside + sizes.chunk) * sizes.frames), jnp.float32),
+            "sums": ((ROWS, result_parts, (beside + sizes.chunk) * sizes.frames), jnp.float32),
         }
     words = (sizes.components, sizes.parts, width + 2 * MARGIN)
     of_unit, share = (sizes.units, ROWS), sizes.unit * sizes.held
@@ -304,8 +312,8 @@ def scratch_shapes(sizes: ConvSizes) -> dict[str, tuple[tuple[int, ...], Any]]:
         "stage": ((ROWS, *words), jnp.int32),
         "past": ((*of_unit, sizes.unit * sizes.parts), jnp.int32),
         "pixels": ((*of_unit, sizes.parts, share // 2), jnp.int32),
-        "components": ((sizes.components, ROWS, given, beside * TILES), jnp.float32),
-        "frames": ((*of_unit, given, share), jnp.float32),
+        "components": ((sizes.components, ROWS, result_parts, beside * TILES), jnp.float32),
+        "frames": ((*of_unit, result_parts, share), jnp.float32),
     }
     if not sizes.rows_together:
         shapes["shifted"] = ((sizes.components, ROWS, sizes.chunk * TILES + SUBLANES), jnp.float32)
@@ -315,11 +323,17 @@ def scratch_shapes(sizes: ConvSizes) -> dict[str, tuple[tuple[int, ...], Any]]:
 def _vmem_bytes(sizes: ConvSizes, residual: bool) -> int:
     """Return the kernel's VMEM: blocks twice, as the next is fetched meanwhile."""
     row = sizes.width * sizes.held
-    taken, given = row * sizes.channels * 2, row * sizes.outputs * 2
+    input_bytes, output_bytes = row * sizes.channels * 2, row * sizes.outputs * 2
     cells = 2 * ROWS * -(-sizes.width // sizes.cell) * SUBLANES * sizes.channels * 4
     caches = 2 * ROWS * sizes.width * 2 * sizes.channels * 2
     edges = 2 * ROWS * sizes.frames * sizes.outputs * 4
-    blocks = ROWS * (taken + given * (1 + residual)) + cells + caches + edges + 2 * row * sizes.outputs * 4
+    blocks = (
+        ROWS * (input_bytes + output_bytes * (1 + residual))
+        + cells
+        + caches
+        + edges
+        + 2 * row * sizes.outputs * 4
+    )
     blocks_of_weights = sum(len(product.inputs) * len(product.results) for product in sizes.products)
     weights = sizes.components * blocks_of_weights * sizes.channels * sizes.outputs * 2
     scratch = sum(4 * math.prod(shape) * tiles.LANES for shape, _ in scratch_shapes(sizes).values())

@@ -31,9 +31,10 @@ def lanes_of(part: int) -> slice:
 
 
 def matrices(kernel: Array, product: Product, turns: int, tap: Callable[..., Array]) -> Array:
-    """Return a product's weights, one matrix for each turn.
+    """Return a product's weights, one matrix for each turn's share of the output channels.
 
-    `tap` gives the weights from an input's places to a result's, from a turn's share of the outputs.
+    `tap(outputs, *input, *result)` returns the weights (..., I, O) that connect an input of the product to a
+    result, from `outputs`, the kernel of the share.
     """
 
     def of_turn(outputs: Array) -> Array:
@@ -68,6 +69,10 @@ class ConvStep:
         _, self.strip, self.step = of_grid(tuple(map(pl.program_id, range(self.axes))))
 
     def run(self) -> None:
+        """Modulate a block of rows and, once `LAG` blocks are there, convolve and finish an earlier one.
+
+        The first step prepares the memory, and the last one writes the moments of columns.
+        """
         last = pl.num_programs(self.axes - 1) - 1
         pl.when(self.step == 0)(self._begin)
         pl.when(self.step == LAG)(lambda: clear(self.above()))
@@ -79,14 +84,14 @@ class ConvStep:
         pl.when(self.step == last)(self._give_moments)
 
     def _begin(self) -> None:
-        """Before a strip's first rows."""
+        """Prepare memory before a strip's first rows; by default nothing."""
 
     def _convolve(self) -> None:
         """Compute all columns' products, and the work beside them."""
         raise NotImplementedError
 
     def _move(self, column: Any, count: int) -> None:
-        """Move the block before from the stage to the products' memory."""
+        """Move the block before this step's from the stage to the products' memory."""
         raise NotImplementedError
 
     def _keep(
@@ -105,6 +110,8 @@ class ConvStep:
         raise NotImplementedError
 
     def _fill(self) -> None:
+        """Modulate a block of rows without products, in the first `LAG` steps."""
+
         def unit(index: Array, carry: None) -> None:
             column = index * self.sizes.unit
             self._move(column, self.sizes.unit)
@@ -113,30 +120,37 @@ class ConvStep:
         lax.fori_loop(0, self.sizes.width // self.sizes.unit, unit, None)
 
     def _modulate(self, column: Any, unit: int = 0, after: Array | None = None) -> None:
-        """Modulate a unit of columns into the stage; after the product that gave `after`, if given."""
+        """Modulate a unit of columns into the stage; after the product that gave `after`, if given.
+
+        `unit` is the index of the memory for the unit's last two frames, which become the next cache.
+        """
         sizes, refs = self.sizes, self.refs
-        of_past = self._rows(_from_left(column), sizes.unit, 2 * sizes.parts)
+        past_at = self._rows(_from_left(column), sizes.unit, 2 * sizes.parts)
         for row in range(ROWS):
             x = self._activated(row, _from_left(column), after)
             past = refs["past"].at[unit, row]
             if "cache" in refs:
-                past[...] = pltpu.bitcast(refs["cache"][0, row, of_past], jnp.int32)
+                past[...] = pltpu.bitcast(refs["cache"][0, row, past_at], jnp.int32)
             for part in range(sizes.parts):
-                of_pixels = pl.ds(part, sizes.unit, stride=sizes.parts)
+                pixels_at = pl.ds(part, sizes.unit, stride=sizes.parts)
 
-                def before(first: Callable[[], Array], past: Any = past, of_pixels: Any = of_pixels) -> Array:
-                    return past[of_pixels, :] if "cache" in refs else twice(first())
+                def before(first: Callable[[], Array], past: Any = past, pixels_at: Any = pixels_at) -> Array:
+                    """Return the two frames before the unit's: the cache's, or the first one twice."""
+                    return past[pixels_at, :] if "cache" in refs else twice(first())
 
-                past[of_pixels, :] = self._keep(row, part, unit, column, x[:, lanes_of(part)], before)
-            refs["latest"][0, row, of_past] = pltpu.bitcast(past[...], jnp.bfloat16)
+                past[pixels_at, :] = self._keep(row, part, unit, column, x[:, lanes_of(part)], before)
+            refs["latest"][0, row, past_at] = pltpu.bitcast(past[...], jnp.bfloat16)
 
     def _activated(self, row: int, column: Any, after: Array | None) -> Array:
         """Return a unit's activated frames in a row, pixel by pixel."""
         sizes, refs = self.sizes, self.refs
         cells = max(1, sizes.unit // sizes.cell)
-        of_cells = pl.ds(lax.div(column, sizes.cell), cells)
-        under = row if sizes.tall == 1 else 0
-        half, offset = refs["half"][0, under, of_cells], refs["half_offset"][0, under, of_cells]
+        cells_at = pl.ds(lax.div(column, sizes.cell), cells)
+        coefficient_row = row if sizes.tall == 1 else 0
+        half, offset = (
+            refs["half"][0, coefficient_row, cells_at],
+            refs["half_offset"][0, coefficient_row, cells_at],
+        )
         if after is not None:
             offset = offset + jnp.concatenate([zeros_after(after)] * sizes.parts, 1)
         x = refs["x"][0, row, self._rows(column, sizes.unit, sizes.held)].astype(jnp.float32)
@@ -146,15 +160,16 @@ class ConvStep:
     def _give(
         self, column: Any, count: int, sums: Callable[[int, int], Array], after: Array | None = None
     ) -> None:
-        """Write results of so many columns; each (row, part) of `sums` has a row for each frame of a pixel.
+        """Write the results of `count` columns, and add them to the columns' moments.
 
-        Results before the first column are overwritten by it.
+        `sums(row, part)` returns a row for each frame of a pixel. Results before the first column are
+        overwritten by the first column's.
         """
         sizes, refs = self.sizes, self.refs
         at = self._rows(_from_left(column), count, sizes.held)
-        beside = self._rows(column, count, sizes.held, before=sizes.chunk)
+        moments_at = self._rows(column, count, sizes.held, before=sizes.chunk)
         start = self.step == LAG
-        real = self._real_rows(_from_left(column), count) if "real" in refs else None
+        in_frame = self._rows_in_frame(_from_left(column), count) if "true_width" in refs else None
         for part in range(self.result_parts):
             lanes = lanes_of(part)
             rounded = []
@@ -165,34 +180,35 @@ class ConvStep:
                 y = sums(row, part) + bias
                 if "residual" in refs:
                     y = y + refs["residual"][0, row, at, lanes].astype(jnp.float32)
-                if real is not None:
-                    y = jnp.where(real, y, 0.0)
+                if in_frame is not None:
+                    y = jnp.where(in_frame, y, 0.0)
                 y = y.astype(jnp.bfloat16)
                 refs["y"][0, row, at, lanes] = y
                 rounded.append(y.astype(jnp.float32))
             origin, total, squares = (refs["moments"].at[index, part] for index in range(3))
-            of_first = jnp.where(start, rounded[0], origin[beside])
-            one, other = (y - of_first for y in rounded)
-            origin[beside] = of_first
-            total[beside] = jnp.where(start, 0.0, total[beside]) + (one + other)
-            squares[beside] = jnp.where(start, 0.0, squares[beside]) + (one * one + other * other)
+            shared_origin = jnp.where(start, rounded[0], origin[moments_at])
+            one, other = (y - shared_origin for y in rounded)
+            origin[moments_at] = shared_origin
+            total[moments_at] = jnp.where(start, 0.0, total[moments_at]) + (one + other)
+            squares[moments_at] = jnp.where(start, 0.0, squares[moments_at]) + (one * one + other * other)
 
-    def _real_rows(self, column: Any, count: int) -> Array:
-        """Return which rows of so many columns are no padding."""
+    def _rows_in_frame(self, column: Any, count: int) -> Array:
+        """Return for `count` columns, a row for each frame of a pixel, whether it is no padding."""
         shape = (count * self.sizes.held, tiles.LANES)
         row = lax.broadcasted_iota(jnp.int32, shape, 0)
-        real = self.refs["real"][0] - self.strip * self.sizes.width
-        return row < (real - column) * self.sizes.held
+        true_width = self.refs["true_width"][0] - self.strip * self.sizes.width
+        return row < (true_width - column) * self.sizes.held
 
     def _give_moments(self) -> None:
+        """Write mean and M2 of the strip's columns, from the sums of differences from their origins."""
         sizes, refs = self.sizes, self.refs
         share = 1 / (ROWS * sizes.blocks)
 
         def chunk(index: Array, carry: None) -> None:
             to = self._rows(index * sizes.chunk, sizes.chunk, sizes.held)
-            at = self._rows(index * sizes.chunk, sizes.chunk, sizes.held, before=sizes.chunk)
+            moments_at = self._rows(index * sizes.chunk, sizes.chunk, sizes.held, before=sizes.chunk)
             for part in range(self.result_parts):
-                origin, total, squares = (refs["moments"][index, part, at] for index in range(3))
+                origin, total, squares = (refs["moments"][index, part, moments_at] for index in range(3))
                 refs["mean"][0, to, lanes_of(part)] = origin + total * share
                 refs["m2"][0, to, lanes_of(part)] = jnp.maximum(squares - total * total * share, 0.0)
 
@@ -206,9 +222,10 @@ class ConvStep:
         return jnp.where(self.strip == sizes.strips - 1, sizes.last_columns, sizes.width) - 1
 
     def _rows(self, column: Any, count: int, each: int, before: int = 0, shift: int = 0) -> Any:
-        """Return the rows of `count` columns in memory that holds others before them.
+        """Return the slice of memory that holds `count` columns with `each` rows a column.
 
-        The columns start at a multiple of `count`, `shift` further, with `each` rows a column.
+        The memory begins with `before` columns more. `column` is a multiple of `count`; the slice begins
+        `shift` columns after it.
         """
         start = (column + before) * each
         if isinstance(start, jax.Array):
@@ -216,18 +233,18 @@ class ConvStep:
         return pl.ds(start + shift * each, count * each)
 
 
-def of_grid(place: tuple[Any, ...]) -> tuple[Any, Any, Any]:
-    """Video, strip and step of a place in the grid, whose second axis is left out for a single strip."""
-    return place if len(place) == 3 else (place[0], 0, place[1])
+def of_grid(indices: tuple[Any, ...]) -> tuple[Any, Any, Any]:
+    """Return video, strip and step of the grid's indices, which leave a single strip out."""
+    return indices if len(indices) == 3 else (indices[0], 0, indices[1])
 
 
 def _from_left(column: Any) -> Any:
-    """Return a column, or the first if it lies before that."""
+    """Return `column`, or 0 if it is negative."""
     return lax.max(column, 0) if isinstance(column, jax.Array) else max(column, 0)
 
 
 def twice(words: Array) -> Array:
-    """Return the earlier frames of words, in both halves."""
+    """Return words whose halves both are the earlier frame of `words`."""
     return (words & LOW_HALF) | (words << 16)
 
 

@@ -56,12 +56,12 @@ def to_registers(z: Shaped[Array, "N t h w Z"], frames: int, columns: int) -> Sh
     A register has a row for each frame of a pixel, for as many pixels as fit. v is w, or, if fewer pixels lie
     under one of `z`, as many registers as the columns use.
     """
-    of_register, cell = SUBLANES // frames, columns // z.shape[3]
+    register_pixels, cell = SUBLANES // frames, columns // z.shape[3]
     z = repeat_nearest(z.transpose(0, 2, 3, 1, 4), {3: frames // z.shape[1]})
     if z.shape[2] == 1 or is_shared(cell, frames):
-        return jnp.concatenate([z] * of_register, axis=3)
+        return jnp.concatenate([z] * register_pixels, axis=3)
     z = repeat_nearest(z, {2: cell})
-    z = jnp.pad(z, [(0, 0), (0, 0), (0, -columns % of_register), (0, 0), (0, 0)])
+    z = jnp.pad(z, [(0, 0), (0, 0), (0, -columns % register_pixels), (0, 0), (0, 0)])
     return z.reshape(*z.shape[:2], -1, SUBLANES, z.shape[-1])
 
 
@@ -69,10 +69,10 @@ def _over_pixels(part: Float[Array, "N h v S C"], x: Float[Array, "N T H W C"]) 
     """Invert `to_registers`, at the pixels' own rows and columns."""
     frames, height, columns, channels = x.shape[1:]
     videos, rows, registers = part.shape[:3]
-    of_register, cell = SUBLANES // frames, columns_of_register(columns, frames, registers)
-    pixels = part.reshape(videos, rows, registers * of_register, frames, channels)
-    if cell != of_register:  # they are the same for all of its pixels
-        pixels = repeat_nearest(pixels[:, :, ::of_register], {2: cell})
+    register_pixels, cell = SUBLANES // frames, columns_of_register(columns, frames, registers)
+    pixels = part.reshape(videos, rows, registers * register_pixels, frames, channels)
+    if cell != register_pixels:  # a register holds the same for all pixels that it covers
+        pixels = repeat_nearest(pixels[:, :, ::register_pixels], {2: cell})
     pixels = repeat_nearest(pixels[:, :, :columns], {1: height // rows})
     return pixels.transpose(0, 3, 1, 2, 4)
 
@@ -91,20 +91,21 @@ def _xla_form(
     kernel: Array,
     bias: Array,
     edges: tuple[Array, Array] | None = None,
-    real: Array | None = None,
+    true_width: Array | None = None,
 ) -> Any:
+    """Compute what `_by_kernel` does in XLA, for the derivatives."""
     hidden = activated(x, _over_pixels(multiplier, x), _over_pixels(offset, x))
     if cache is None:
         cache = jnp.concatenate([hidden[:, :1]] * 2, axis=1)
     frames = jnp.concatenate([cache, hidden], axis=1)
     sums = xla.summed(frames, kernel, xla.same_columns(kernel))
     if edges is not None:
-        left, right = edges  # those between strips are in the sums
+        left, right = edges  # the edges between strips are in the sums already
         sums = add_columns(sums, left[:, :, :, :1], at=0)
         sums = add_columns(sums, right[:, :, :, -1:], at=x.shape[3] - 1)
     sums = xla.completed(sums, bias, residual)
-    if real is not None:
-        sums = jnp.where(lax.iota(jnp.int32, x.shape[3])[:, None] < real, sums, 0.0)
+    if true_width is not None:
+        sums = jnp.where(lax.iota(jnp.int32, x.shape[3])[:, None] < true_width, sums, 0.0)
     y = sums.astype(x.dtype)
     latest = frames[:, frames.shape[1] - cache.shape[1] :]
     mean, m2 = column_moments(y)
@@ -120,7 +121,7 @@ def _by_kernel(
     kernel: Float[Array, "3 3 3 I O"],
     bias: Float[Array, " O"],
     edges: tuple[Float[Array, "N T H E O"], Float[Array, "N T H E O"]] | None = None,
-    real: Int[Array, ""] | None = None,
+    true_width: Int[Array, ""] | None = None,
 ) -> tuple[
     Float[Array, "N T H W O"],
     Float[Array, "N 2 H W I"],
@@ -137,7 +138,7 @@ def _by_kernel(
         kernel, bias: the convolution's.
         edges: contributions of the columns beside each strip (`ConvSizes`) to the sums of its first and last
             column, float32; None for a single strip without neighbours.
-        real: columns from this one on are padding and get zeros; None without padding.
+        true_width: columns from this one on are padding and get zeros; None without padding.
 
     Returns:
         The convolved frames; the next cache; mean and M2 of each of their columns of pixels.
@@ -145,7 +146,9 @@ def _by_kernel(
     _, rows, registers, *_ = multiplier.shape
     outputs = kernel.shape[-1]
     sizes = sizes_of(x, rows, registers, outputs, residual is not None)
-    operands, weights = _operands(sizes, x, multiplier, offset, cache, residual, kernel, bias, edges, real)
+    operands, weights = _operands(
+        sizes, x, multiplier, offset, cache, residual, kernel, bias, edges, true_width
+    )
     results = _results(sizes, operands)
     scratch = {
         name: pltpu.VMEM((*shape, tiles.LANES), dtype)
@@ -161,9 +164,9 @@ def _by_kernel(
     in_place = sizes.width == sizes.columns or RAGGED_IN_PLACE
     y_bytes = x.nbytes // sizes.channels * sizes.outputs * (1 if residual is None else 2)
     cache_bytes = x.nbytes // sizes.held * (TAPS - 1)
-    taken_over = {}
+    aliases = {}
     if cache is not None and in_place:
-        taken_over = {len(weights) + names.index("cache"): [*results].index("latest")}
+        aliases = {len(weights) + names.index("cache"): [*results].index("latest")}
     cache_shape = (x.shape[0], TAPS - 1, *x.shape[2:])
     y, latest, *moments = pl.pallas_call(
         run,
@@ -173,7 +176,7 @@ def _by_kernel(
         # Said to be in HBM: XLA else brings small ones into VMEM and back.
         out_shape=[pltpu.HBM(struct.shape, struct.dtype) for struct, _ in results.values()],
         scratch_shapes=[*scratch.values()],
-        input_output_aliases=taken_over,
+        input_output_aliases=aliases,
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary",) * len(_grid(x.shape[0], sizes)), vmem_limit_bytes=vmem_limit()
         ),
@@ -199,7 +202,7 @@ def _operands(
     kernel: Array,
     bias: Array,
     edges: tuple[Array, Array] | None,
-    real: Array | None,
+    true_width: Array | None,
 ) -> tuple[dict[str, tuple[Any, pl.BlockSpec]], list[Array]]:
     """Return the kernel's operands, by name, each with its blocks; and the products' weights."""
     cells = -(-sizes.width // sizes.cell)
@@ -209,33 +212,34 @@ def _operands(
     def in_tiles(part: Array) -> Array:
         return jnp.pad(part, [(0, 0)] * (part.ndim - 1) + [(0, sizes.outputs - part.shape[-1])])
 
-    def under(*place: Any) -> tuple[Any, ...]:
-        video, strip, step = of_grid(place)
+    def under(*indices: Any) -> tuple[Any, ...]:
+        """Return the block of coefficients that covers the rows of a step."""
+        video, strip, step = of_grid(indices)
         strip = strip if multiplier.shape[2] > 1 else 0
         return video, lax.div(_now(sizes, step) * ROWS, max(ROWS, sizes.tall)), strip, 0, 0
 
-    of_cells = pl.BlockSpec((1, rows, cells, SUBLANES, sizes.channels), under)
+    cell_spec = pl.BlockSpec((1, rows, cells, SUBLANES, sizes.channels), under)
     kernel, bias = in_tiles(kernel), in_tiles(bias.astype(jnp.float32)[None])
     operands = {"x": (_pixels_first(x), _rows_now(sizes, row, sizes.channels))}
     if cache is not None:
         operands["cache"] = _pixels_of_cache(cache), _rows_of_cache(sizes)
     operands |= {
-        "half": (multiplier / 2, of_cells),  # for SiLU by a hyperbolic tangent
-        "half_offset": (offset / 2, of_cells),
+        "half": (multiplier / 2, cell_spec),  # for SiLU by a hyperbolic tangent
+        "half_offset": (offset / 2, cell_spec),
         "bias": (bias, _whole(bias)),
     }
     if residual is not None:
         operands["residual"] = _pixels_first(in_tiles(residual)), _rows_later(row, sizes.outputs)
     if edges is not None:
-        of_frames = (jnp.repeat(in_tiles(edge), sizes.frames // sizes.held, axis=1) for edge in edges)
-        both = jnp.concatenate([edge.transpose(0, 2, 3, 1, 4) for edge in of_frames], axis=3)
+        padded_edges = (jnp.repeat(in_tiles(edge), sizes.frames // sizes.held, axis=1) for edge in edges)
+        both = jnp.concatenate([edge.transpose(0, 2, 3, 1, 4) for edge in padded_edges], axis=3)
         if sizes.strips > 1 and both.shape[3] % SUBLANES:  # a strip's rows fill whole registers
             both = jnp.pad(both, [(0, 0)] * 3 + [(0, SUBLANES - both.shape[3]), (0, 0)])
         length = both.shape[3]
         both = both.reshape(*both.shape[:2], -1, sizes.outputs)
         operands["edges"] = both, _rows_later(length, sizes.outputs)
-    if real is not None:
-        operands["real"] = real[None], pl.BlockSpec(memory_space=pltpu.SMEM)
+    if true_width is not None:
+        operands["true_width"] = true_width[None], pl.BlockSpec(memory_space=pltpu.SMEM)
     weights = winograd.weights if sizes.tile else direct.weights
     if sizes.tile:
         kernel = transformed_taps(kernel, sizes.tile)
@@ -250,74 +254,77 @@ def _results(
     row, videos, height = sizes.width * sizes.held, *x.shape[:2]
     latest = (videos, height, sizes.columns * sizes.parts * (TAPS - 1), tiles.LANES)
     moments = jax.ShapeDtypeStruct((videos, x.shape[2], sizes.outputs), jnp.float32)
-    of_strip = pl.BlockSpec((1, row, sizes.outputs), lambda *place: (*of_grid(place)[:2], 0))
+    strip_spec = pl.BlockSpec((1, row, sizes.outputs), lambda *indices: (*of_grid(indices)[:2], 0))
     y = jax.ShapeDtypeStruct((*x.shape[:3], sizes.outputs), x.dtype)
     return {
         "y": (y, _rows_later(row, sizes.outputs)),
         "latest": (jax.ShapeDtypeStruct(latest, x.dtype), _rows_of_cache(sizes)),
-        "mean": (moments, of_strip),
-        "m2": (moments, of_strip),
+        "mean": (moments, strip_spec),
+        "m2": (moments, strip_spec),
     }
 
 
 def _grid(videos: int, sizes: ConvSizes) -> tuple[int, ...]:
+    """Return the grid: videos, strips if there are several, and steps, which follow blocks of rows."""
     steps = sizes.blocks + LAG
     return (videos, steps) if sizes.strips == 1 else (videos, sizes.strips, steps)
 
 
 def _now(sizes: ConvSizes, step: Array) -> Array:
+    """Return the block of rows that a step modulates; the last `LAG` steps keep the last block."""
     return lax.min(step, sizes.blocks - 1)
 
 
 def _rows(block: Callable[[Any], Any], length: int, lanes: int) -> pl.BlockSpec:
-    """Return the blocks of rows that steps read or write, each one `block` of the step."""
+    """Return the spec of the rows that a step reads or writes: those of `block(step)`."""
 
-    def rows(*place: Any) -> tuple[Any, ...]:
-        video, strip, step = of_grid(place)
+    def rows(*indices: Any) -> tuple[Any, ...]:
+        video, strip, step = of_grid(indices)
         return video, block(step), strip, 0
 
     return pl.BlockSpec((1, ROWS, length, lanes), rows)
 
 
 def _rows_now(sizes: ConvSizes, length: int, lanes: int) -> pl.BlockSpec:
-    """Return the blocks that steps modulate."""
+    """Return the spec of the rows that a step modulates."""
     return _rows(partial(_now, sizes), length, lanes)
 
 
 def _rows_of_cache(sizes: ConvSizes) -> pl.BlockSpec:
-    """Return the blocks of a cache that steps read and write."""
+    """Return the spec of a cache's rows, which a step reads and writes."""
     return _rows_now(sizes, sizes.width * sizes.parts * (TAPS - 1), tiles.LANES)
 
 
 def _rows_later(length: int, lanes: int) -> pl.BlockSpec:
-    """Return the blocks that steps finish."""
+    """Return the spec of the rows that a step finishes."""
     return _rows(lambda step: lax.max(step - LAG, 0), length, lanes)
 
 
 def _whole(array: Array) -> pl.BlockSpec:
+    """Return the spec of an array that all steps read as a whole, from a single buffer."""
     return pl.BlockSpec(array.shape, lambda *_: (0,) * array.ndim, pipeline_mode=pl.Buffered(1))
 
 
 def _pixels_first(x_NTHWC: Array) -> Array:
-    """N, H, W T, C: a row for each frame of a pixel."""
+    """Reshape frames to (N, H, W T, C), with a row for each frame of a pixel."""
     x = kernel_layout(x_NTHWC).transpose(0, 2, 3, 1, 4)
     return x.reshape(*x.shape[:2], -1, x.shape[-1])
 
 
 def _frames_first(y: Array, sizes: ConvSizes, outputs: int) -> Array:
-    """Invert `_pixels_first`, for the first channels if a tile has more than there are."""
+    """Invert `_pixels_first`, and drop the channels that only fill a tile."""
     videos, height, *_ = y.shape
     if outputs == sizes.outputs or sizes.held == 1:
         y = y.reshape(videos, height, sizes.columns, sizes.held, -1).transpose(0, 3, 1, 2, 4)
         return y[..., :outputs]
-    # Chosen by a product, exact if finite, pixels last: for a slice XLA would transpose the whole tile. Of an
-    # image it would not, and compiles such a product for 90 s.
+    # The channels are selected by a product, exact if finite, pixels last: XLA would transpose the whole tile
+    # for a slice. It slices an image, above, without that, and would compile the product for 90 s.
     few = jnp.einsum("nhpc,co->nohp", y, jnp.eye(sizes.outputs, outputs, dtype=y.dtype))
     return few.reshape(videos, outputs, height, sizes.columns, sizes.held).transpose(0, 4, 2, 3, 1)
 
 
 def _pixels_of_cache(cache_NTHWC: Array) -> Array:
-    """N, H, W P T, lanes of the P parts of channels: as the bytes of two frames lie in memory."""
+    """Reshape a cache to (N, H, W P T, lanes), P parts of channels: as two frames lie in memory."""
     cache = cache_NTHWC.transpose(0, 2, 3, 1, 4)
     videos, height, columns, frames, channels = cache.shape
     cache = cache.reshape(videos, height, columns, frames, channels // tiles.LANES, tiles.LANES)

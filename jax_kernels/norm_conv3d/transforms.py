@@ -31,16 +31,19 @@ class Transform(NamedTuple):
 
 
 def _inputs_of_two(frames: Sequence[Any]) -> list[Any]:
+    """Return the frames' factors for two results, d2 and d3 being the tile and d0, d1 before it."""
     d0, d1, d2, d3 = frames
     return [d0 - d2, d1 + d2, d2 - d1, d3 - d1]
 
 
 def _two_results(products: Sequence[Any]) -> list[Any]:
+    """Return two frames of results from their four products."""
     m0, m1, m2, m3 = products
     return [m0 + (m1 + m2), m3 + (m1 - m2)]
 
 
 def _inputs_of_four(frames: Sequence[Any]) -> list[Any]:
+    """Return the frames' factors for four results, d2 to d5 being the tile and d0, d1 before it."""
     d0, d1, d2, d3, d4, d5 = frames
     even, odd, even_step, odd_step = d2 + d4, d1 + d3, d4 - d2, d3 - d1
     return [
@@ -55,6 +58,7 @@ def _inputs_of_four(frames: Sequence[Any]) -> list[Any]:
 
 
 def _four_results(products: Sequence[Any]) -> list[Any]:
+    """Return four frames of results from their seven products."""
     m0, m1, m2, m3, m4, m5, m6 = products
     even, odd, one, other = m1 + m2, m1 - m2, m3 + m5, m4 + m5
     return [m0 + (even + one), odd + other, even - one, m6 + (odd - other)]

@@ -39,6 +39,7 @@ def weights(transformed: Float[Array, "components 3 3 I O"], product: Product, t
     """
 
     def tap(outputs: Array, row: int, column: int, result: int, beside: int) -> Array:
+        """Return the weights from input (row, column) to result (row, column), for all components."""
         under, along = row - result, column - beside + 1
         inside = 0 <= under < TAPS and 0 <= along < TAPS and (beside == 0 or column == 0)
         return outputs[:, under, along] if inside else jnp.zeros_like(outputs[:, 0, 0])
@@ -50,6 +51,7 @@ class WinogradStep(ConvStep):
     """A step that multiplies transformed frames."""
 
     def __init__(self, sizes: ConvSizes, weights: tuple[Any, ...], refs: dict[str, Any]):
+        """Choose the memory that this step's products load and that its moves store to."""
         super().__init__(sizes, weights, refs)
         self.transform = TRANSFORMS[sizes.tile]
         step = self.step
@@ -67,11 +69,12 @@ class WinogradStep(ConvStep):
         self.beyond = lambda: [refs["stage"].at[:, :, :, pl.ds(MARGIN + sizes.last_columns, 1)]]
 
     def _begin(self) -> None:
-        """Clear both sides."""
+        """Clear the columns of zeros on both sides of a strip."""
         sides = itertools.product(("stage", "upper", "lower"), (0, MARGIN + self.sizes.width))
         clear(self.refs[name].at[:, :, :, pl.ds(start, MARGIN)] for name, start in sides)
 
     def _convolve(self) -> None:
+        """Multiply a strip's chunks of columns, finish each during the next, and the last one at the end."""
         sizes = self.sizes
         self._move(0, MARGIN)
         if "shifted" in self.refs:
@@ -101,24 +104,28 @@ class WinogradStep(ConvStep):
             )
             for results, group in products:
                 sums: Any = None
-                for product, of_turns in group:
+                for product, matrices_of_turns in group:
                     inputs = [
-                        self._input(component, *place, part, column)
-                        for place in product.inputs
+                        self._input(component, *position, part, column)
+                        for position in product.inputs
                         for part in range(sizes.parts)
                     ]
-                    found = jnp.dot(
+                    product_sums = jnp.dot(
                         jnp.concatenate(inputs, axis=1),
-                        of_turns[turn, component],
+                        matrices_of_turns[turn, component],
                         preferred_element_type=jnp.float32,
                     )
-                    sums = found if sums is None else sums + found
+                    sums = product_sums if sums is None else sums + product_sums
                     multiplied += 1
                     while len(work) * total > (total - multiplied) * 2 * (sizes.units // sizes.turns):
                         work.pop(0)(after=sums)
                 self._collect(turn, component, results, sums, column)
 
     def _work_beside(self, turn: Any, column: Any) -> list[Callable[..., None]]:
+        """Return the work of a turn besides its products: functions that wait for their argument `after`.
+
+        They modulate a share of the units from `column` on, and finish as many of the chunk before.
+        """
         sizes = self.sizes
         share = sizes.units // sizes.turns
         work = []
@@ -138,31 +145,35 @@ class WinogradStep(ConvStep):
     def _collect(
         self, turn: Any, component: int, results: list[tuple[int, int]], sums: Array, column: Any
     ) -> None:
-        """Add a product's sums to its component's."""
+        """Store a product's sums as a component of the results, or add them to it.
+
+        `results` are the (row, column) of the sums' parts.
+        """
         sizes, refs = self.sizes, self.refs
         count = sizes.chunk * TILES
         at = self._rows(column, sizes.chunk, TILES, before=sizes.chunk)
         if sizes.rows_together:
             parts = self.result_parts // sizes.turns
             for row, part in itertools.product(range(ROWS), range(parts)):
-                of_row = sums[row * count : (row + 1) * count, lanes_of(part)]
-                refs["components"][component, row, turn * parts + part, at] = of_row
+                row_sums = sums[row * count : (row + 1) * count, lanes_of(part)]
+                refs["components"][component, row, turn * parts + part, at] = row_sums
             return
-        for place, (row, beside) in enumerate(results):
-            found = sums[:, lanes_of(place)]
+        for index, (row, beside) in enumerate(results):
+            part_sums = sums[:, lanes_of(index)]
             if beside:  # in the next column; the last of the chunk before it is this one's first
                 shifted = refs["shifted"].at[component, row]
                 shifted[pl.ds(0, TILES)] = shifted[pl.ds(count, TILES)]
-                shifted[pl.ds(TILES, count)] = found
-                kept = refs["components"].at[component, row, 0]
-                kept[at] = kept[at] + shifted[pl.ds(0, count)]
+                shifted[pl.ds(TILES, count)] = part_sums
+                component_sums = refs["components"].at[component, row, 0]
+                component_sums[at] = component_sums[at] + shifted[pl.ds(0, count)]
             elif len({row for row, _ in results}) == 1:
-                refs["components"][component, row, 0, at] = found
+                refs["components"][component, row, 0, at] = part_sums
             else:
-                kept = refs["components"].at[component, row, 0]
-                kept[at] = kept[at] + found
+                component_sums = refs["components"].at[component, row, 0]
+                component_sums[at] = component_sums[at] + part_sums
 
     def _move(self, column: Any, count: int) -> None:
+        """Move columns of the block before this step's from the stage to the products' memory."""
         at = self._words(column, count)
         for row, (name, slot) in enumerate(self.moved):
             self.refs[name][slot, :, :, at] = self.refs["stage"][row, :, :, at]
@@ -176,30 +187,31 @@ class WinogradStep(ConvStep):
         x: Array,
         before: Callable[[Callable[[], Array]], Array],
     ) -> Array:
+        """Keep the transforms of activated frames, and of the two before them, in the stage."""
         sizes = self.sizes
         pixels = self.refs["pixels"].at[unit, row, part]
         pixels[...] = pltpu.bitcast(x, jnp.int32)
-        words = [pixels[pl.ds(place, sizes.unit, stride=sizes.words), :] for place in range(sizes.words)]
+        words = [pixels[pl.ds(index, sizes.unit, stride=sizes.words), :] for index in range(sizes.words)]
         frames = [frame for pair in (before(lambda: words[0]), *words) for frame in _unpacked(pair)]
-        of_tiles = [
+        tile_inputs = [
             self.transform.inputs(frames[start : start + sizes.tile + TAPS - 1])
             for start in range(0, sizes.held, sizes.tile)
         ]
         at = self._words(column, sizes.unit)
-        for component, pair in enumerate(zip(*of_tiles, strict=True)):
+        for component, pair in enumerate(zip(*tile_inputs, strict=True)):
             self.refs["stage"][row, component, part, at] = _packed(*pair)
         return words[-1]
 
     def _finish(self, column: Any, unit: int = 0, after: Array | None = None) -> None:
-        """Finish a unit's results."""
+        """Finish the results of the unit from `column` on; `unit` is the index of its memory."""
         self._give(column, self.sizes.unit, partial(self._frames, column, unit), after)
 
     def _frames(self, column: Any, unit: int, row: int, part: int) -> Array:
         """Return the sums of a unit's frames from its tiles' components."""
         sizes = self.sizes
-        of_tiles = self._rows(column, sizes.unit, TILES, before=sizes.chunk)
+        tiles_at = self._rows(column, sizes.unit, TILES, before=sizes.chunk)
         components = [
-            self.refs["components"][component, row, part, of_tiles] for component in range(sizes.components)
+            self.refs["components"][component, row, part, tiles_at] for component in range(sizes.components)
         ]
         frames = self.refs["frames"].at[unit, row, part]
         for frame, sums in enumerate(self.transform.results(components)):
@@ -221,7 +233,7 @@ class WinogradStep(ConvStep):
             frames[at, :] = frames[at, :] + jnp.where(inside, added, 0.0)
 
     def _words(self, column: Any, count: int, shift: int = 0) -> Any:
-        """Return the place of so many columns in the products' memory, from a multiple of a register's on."""
+        """Return the slice of so many columns in the products' memory, from a multiple of a register's on."""
         start = column + MARGIN
         if isinstance(start, jax.Array):
             start = pl.multiple_of(start, SUBLANES)

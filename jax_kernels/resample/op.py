@@ -118,12 +118,12 @@ def _kernel_for(
 
 
 def _fused(target: Target, x: Array, kernel: Array, bias: Array | None, *, expand_time: bool) -> Array:
-    """One kernel on a device's own columns."""
+    """Run the kernel on a device's own columns, with the neighbours' columns beside them."""
     split = target.split
     bias = jnp.zeros(kernel.shape[-1:], kernel.dtype) if bias is None else bias
     beside = neighbours_of(split, x, 1) if split.has_neighbours else None
-    real = split.real_columns_here(2 * x.shape[3]) if split.is_padded else None
-    return upsampled.upsampled(x, kernel, bias, beside, real, expand_time)
+    true_width = split.real_columns_here(2 * x.shape[3]) if split.is_padded else None
+    return upsampled.upsampled(x, kernel, bias, beside, true_width, expand_time)
 
 
 def _fused_image(target: Target, x: Array, kernel: Array, bias: Array | None, *, bands: int) -> Array:
@@ -141,9 +141,10 @@ def _fused_image(target: Target, x: Array, kernel: Array, bias: Array | None, *,
 def _composed(
     target: Target, x: Array, kernel: Array, bias: Array | None, *, expand_time: bool, first_frame_alone: bool
 ) -> Array:
+    """Double pixels, convolve, then double frames, as XLA compiles it, on a device's own columns."""
     rows, columns = (size // 2 for size in kernel.shape[:2])
-    many = target.on_tpu and x.shape[1] > 1
-    doubled = xla.double_pixels_outside(x) if many else xla.double_pixels(x)
+    outside = target.on_tpu and x.shape[1] > 1
+    doubled = xla.double_pixels_outside(x) if outside else xla.double_pixels(x)
 
     def convolve(x: Array, kernel: Array, columns: tuple[int, int]) -> Array:
         return conv_frames(x, kernel, padding=((rows, rows), columns))
@@ -153,11 +154,11 @@ def _composed(
     if bias is not None:
         y = y + bias.astype(jnp.float32)
     y = with_clear_padding(y.astype(x.dtype), target.split)
-    length, kept = x.shape[1], int(first_frame_alone)
-    if not expand_time or length == kept:
+    length, alone = x.shape[1], int(first_frame_alone)
+    if not expand_time or length == alone:
         return y
     return select_frames(
-        target, y, [*range(kept), *(frame for frame in range(kept, length) for _ in range(2))]
+        target, y, [*range(alone), *(frame for frame in range(alone, length) for _ in range(2))]
     )
 
 
@@ -235,6 +236,7 @@ def _halved(
     compress_time: bool,
     first_frame_alone: bool,
 ) -> Array:
+    """Average pairs of frames if asked, then convolve with stride 2, on a device's own columns."""
     if compress_time and x.shape[1] > first_frame_alone:
         x = average_pairs(target, x, first_frame_alone=first_frame_alone)
     by_patches = is_image_for_tpu(target, x) and xla.suits_patches(x)
@@ -253,6 +255,7 @@ def _halved(
 
 
 def _check(name: str, x: Array, kernel: Array, bias: Array | None) -> None:
+    """Raise `ValueError` for frames, a kernel or a bias that the function `name` refuses."""
     if x.ndim != 5 or kernel.ndim != 4:
         raise ValueError(
             f"{name} got x {x.shape} and kernel {kernel.shape}: it needs N T H W I and kh kw I O"

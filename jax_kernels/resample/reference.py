@@ -5,7 +5,7 @@ from jax import lax
 
 
 def upsample(x, kernel, bias, *, expand_time, first_frame_alone=False):
-    """Doubled in space and time first, every frame convolved after."""
+    """Double in space and time first, then convolve every frame."""
     if expand_time:
         x = jnp.concatenate([x[:, :first_frame_alone], jnp.repeat(x[:, first_frame_alone:], 2, 1)], 1)
     x = jnp.repeat(jnp.repeat(x, 2, axis=2), 2, axis=3)

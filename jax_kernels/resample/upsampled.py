@@ -75,6 +75,7 @@ class UpsampleSizes(NamedTuple):
 
 
 def _sizes(x: Array | jax.ShapeDtypeStruct, outputs: int, expand_time: bool) -> UpsampleSizes:
+    """Return the sizes that the kernel is compiled for, for frames `x` and so many output channels."""
     _, taken, _, columns, channels = x.shape
     return UpsampleSizes(taken, taken * (1 + expand_time), columns, channels, outputs)
 
@@ -109,10 +110,13 @@ def is_supported(
 
 def _vmem_bytes(sizes: UpsampleSizes) -> int:
     """Return the kernel's VMEM: blocks twice, as the next is fetched meanwhile."""
-    taken, given = sizes.columns * sizes.taken * sizes.channels * 2, sizes.row * sizes.outputs * 2
+    input_bytes, output_bytes = (
+        sizes.columns * sizes.taken * sizes.channels * 2,
+        sizes.row * sizes.outputs * 2,
+    )
     weights = TAPS**2 * sizes.channels * sizes.outputs * 2
     product = sizes.chunk * sizes.frames * TAPS**2 * sizes.outputs * 4
-    return 2 * (taken + 2 * given) + weights + 2 * 2 * given + given + 2 * product
+    return 2 * (input_bytes + 2 * output_bytes) + weights + 2 * 2 * output_bytes + output_bytes + 2 * product
 
 
 class _Step:
@@ -123,6 +127,7 @@ class _Step:
         self.step, self.last = pl.program_id(1), pl.num_programs(1) - 1
 
     def run(self) -> None:
+        """Add a row's products, and finish the results of the row before it."""
         refs = self.refs
 
         @pl.when(self.step == 0)
@@ -191,6 +196,7 @@ class _Step:
         refs["odd"][at] = upper + middle
 
     def _product(self, x: Array, row: int, column: int) -> Array:
+        """Multiply frames of pixels by the tap at this row and column."""
         weights = self.refs["weights"][TAPS * row + column]
         return jnp.dot(x, weights, preferred_element_type=jnp.float32)
 
@@ -212,6 +218,7 @@ class _Step:
 
 
 def _joined(*parts: Array) -> Array:
+    """Concatenate the parts that are not empty."""
     parts = tuple(part for part in parts if part.shape[0])
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
@@ -245,6 +252,7 @@ def _by_kernel(
     true_width: Array | None,
     expand_time: bool,
 ) -> Array:
+    """Run the Pallas kernel, a row of pixels a step, with the arguments of `upsampled`."""
     sizes = _sizes(x, kernel.shape[-1], expand_time)
     videos, _, height, *_ = x.shape
     weights, bias = kernel.reshape(-1, *kernel.shape[2:]), bias.astype(jnp.float32)[None]
@@ -285,16 +293,17 @@ def _by_kernel(
 
 
 def _rows_of(x_NTHWC: Array) -> tuple[Array, pl.BlockSpec]:
-    """N, H, W T, C: a row for each frame of a pixel; and the blocks that steps take of it."""
+    """Return frames as (N, H, W T, C), a row for each frame of a pixel, and the spec of a step's row."""
     x = x_NTHWC.transpose(0, 2, 3, 1, 4)
     x = x.reshape(*x.shape[:2], -1, x.shape[-1])
-    of_step = pl.BlockSpec(
+    step_spec = pl.BlockSpec(
         (1, 1, *x.shape[2:]), lambda video, step: (video, lax.min(step, x.shape[1] - 1), 0, 0)
     )
-    return x, of_step
+    return x, step_spec
 
 
 def _whole(array: Array) -> tuple[Array, pl.BlockSpec]:
+    """Return an array, and the spec by which all steps read it as a whole, from a single buffer."""
     zeros = (0,) * array.ndim
     return array, pl.BlockSpec(array.shape, lambda video, step: zeros, pipeline_mode=pl.Buffered(1))
 
@@ -307,6 +316,7 @@ def _xla_form(
     true_width: Array | None,
     expand_time: bool,
 ) -> Array:
+    """Compute what `_by_kernel` does in XLA, for the derivatives."""
     sums = conv_frames(xla.double_pixels(x), kernel, padding=((1, 1), (1, 1)))
     if beside is not None:
         left, right = (

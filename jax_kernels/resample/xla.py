@@ -9,6 +9,7 @@ from jax_kernels.common.layout import frames_first, pixels_first
 
 
 def double_pixels(x: Array) -> Array:
+    """Repeat each pixel twice in both directions."""
     return repeat_nearest(x, {2: 2, 3: 2})
 
 

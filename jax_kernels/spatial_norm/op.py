@@ -106,6 +106,7 @@ def spatial_norm_on(
     convolutions = (kernel_y, bias_y), (kernel_b, bias_b)
 
     def modulated(target: Target, x: Array, zq: Array, *operands: Any) -> Array:
+        """Modulate a part of the frames on one device, by the fastest form for it."""
         fastest = "pixels_first" if target.on_tpu and x.shape[1] > 1 else "rows"
         modulate = _IMPLEMENTATIONS[implementation or fastest]
         alone = first_frame_alone and len(parts) == 1

@@ -23,7 +23,10 @@ def modulate_rows(
     activation: Activation | None,
     first_frame_alone: bool,
 ) -> Array:
-    """Compute `activation((x * scale + shift) * y + b)` as one multiply-add, `y` and `b` by latents' rows."""
+    """Compute `activation((x * scale + shift) * y + b)` as one multiply-add, `y` and `b` by latents' rows.
+
+    `y` and `b` are 1x1x1 convolutions of the latents `zq`, with kernel and bias in `to_y` and `to_b`.
+    """
     zq = match_frames_and_columns(zq, x.shape, first_frame_alone=first_frame_alone)
     y = pointwise("nthwz,zc->nthwc", zq, *to_y)
     multiplier = y * _over_pixels(scale_NC)
@@ -80,4 +83,5 @@ def pointwise(equation: str, z: Array, kernel_ZC: Array, bias_C: Array) -> Array
 
 
 def _over_pixels(coefficient_NC: Array) -> Array:
+    """Broadcast a coefficient of each video's channels over frames and pixels."""
     return coefficient_NC[:, None, None, None, :]

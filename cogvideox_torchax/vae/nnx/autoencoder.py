@@ -60,10 +60,11 @@ class EncoderChunk(OnColumns, nnx.Module):
     """Network of one chunk of frames, float in [-1, 1] or uint8, to its moments."""
 
     def __init__(self, vae: "FlaxAutoencoderKLCogVideoX"):
+        """Keep the parts of `vae` that a chunk needs, and the mode of the kernels."""
         self.encoder = vae.encoder
         self.quant_conv = vae.quant_conv
         self.dtype = vae.dtype
-        self.pallas = pallas_mode()  # another program
+        self.pallas = pallas_mode()  # part of the graph, so that each mode has a program of its own
 
     def __call__(self, x: jax.Array, cache: Cache | None) -> tuple[jax.Array, Cache]:
         if x.dtype == jnp.uint8:
@@ -84,6 +85,7 @@ class DecoderChunk(nnx.Module):
     def __init__(
         self, vae: "FlaxAutoencoderKLCogVideoX", *, as_uint8: bool = False, frame_by_frame: bool = False
     ):
+        """Keep the parts of `vae` that a chunk needs, and the mode of the kernels."""
         self.decoder = vae.decoder
         self.post_quant_conv = vae.post_quant_conv
         self.dtype = vae.dtype
@@ -122,6 +124,10 @@ class Network:
     def __call__(
         self, _place: runtime.Place, weights: nnx.State, chunk: jax.Array, cache: Any, split: Split = WHOLE
     ) -> tuple[jax.Array, Cache]:
+        """Run a chunk on `weights`; return the result and the next cache.
+
+        The cache goes in and out with the axes HWNTC. `split` says how columns lie on devices.
+        """
         network: Any = nnx.merge(self.graph, weights)
         if split != WHOLE:
             set_split((module for _, module in nnx.iter_modules(network)), split)
@@ -131,7 +137,7 @@ class Network:
 
 
 compiled = functools.lru_cache(maxsize=256)(runtime.Program)
-"""The program of a `Network` for a place: models of one graph share it."""
+"""Function of a `Network` and its placement to their program, which models of one graph share."""
 
 
 class FlaxAutoencoderKLCogVideoX(nnx.Module):
@@ -158,13 +164,14 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
+        """Build both networks with random parameters, and the optional 1x1x1 convolutions around them."""
         self.config = config
         self.dtype = jnp.dtype(dtype)
         self.param_dtype = jnp.dtype(param_dtype)
         self.mesh = None
         self.encoder = Encoder3D(config, param_dtype=param_dtype, rngs=rngs)
         self.decoder = Decoder3D(config, param_dtype=param_dtype, rngs=rngs)
-        # diffusers sizes both by the sample's channels, not by the latents'.
+        # diffusers sizes these two convolutions by the sample's channels, not by the latents'.
         samples = config.out_channels
         layers = LayerConfig(rngs, param_dtype=param_dtype)
         self.quant_conv = Conv3d(2 * samples, 2 * samples, layers) if config.use_quant_conv else None
@@ -254,8 +261,8 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         Raises:
             ModelError: a tensor that is missing, left over or of another shape, by name.
         """
-        held = nnx.state(self, nnx.Param)
-        state = weights.read_state(held, tensors, source=source, param_dtype=self.param_dtype)
+        parameters = nnx.state(self, nnx.Param)
+        state = weights.read_state(parameters, tensors, source=source, param_dtype=self.param_dtype)
         nnx.update(self, state)
         if self.mesh is not None:
             self.place_on(self.mesh)
@@ -316,6 +323,7 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         return self._stream(DECODE, z, as_uint8=output_dtype is not None)
 
     def _whole(self, direction: Direction, x: jax.Array, **options: bool) -> jax.Array:
+        """Return the results of all chunks joined, one video at a time with slicing."""
         videos = [x] if not self.use_slicing or x.shape[0] == 1 else [video[None] for video in x]
         results = [runtime.concatenate(list(self._stream(direction, part, **options)), 1) for part in videos]
         return runtime.concatenate(results, 0)
@@ -323,9 +331,10 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
     def _stream(
         self, direction: Direction, x: jax.Array, *, frame_by_frame: bool = False, **options: bool
     ) -> Iterator[jax.Array]:
+        """Check an input and return an iterator over its chunks' results; `options` are `run_chunks`'."""
         self._check(direction, x)
         plan = chunks.plan(x.shape[1], 1) if frame_by_frame else direction.chunks(self, x.shape[1])
-        # Of a NumPy array the chunk's frames alone go to the device.
+        # If `x` is a NumPy array, only one chunk's frames at a time go to the device.
         pieces = (runtime.take(x, 1, chunk.start, chunk.length) for chunk in plan)
         tiles = self._tile_plan(direction, x.shape[2:4])
         return self.run_chunks(direction, pieces, tiles, frame_by_frame=frame_by_frame, **options)
@@ -356,7 +365,10 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         return tiling.run_chunks(pieces, plan, start, NTHWC, self.placement(direction), as_uint8=as_uint8)
 
     def run(self, direction: Direction, **options: bool) -> Callable[[Any], jax.Array]:
-        """Return a function from a video's chunks, given in order, to their results; options of decoding."""
+        """Return a function from a video's chunks, given in order, to their results.
+
+        It keeps the cache from chunk to chunk. `options` are `DecoderChunk`'s.
+        """
         network, weights = Network.split(self.chunk(direction, **options))
         return compiled(network, self.placement(direction)).begin(weights)
 
@@ -392,7 +404,8 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         return copied
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "mesh": None}  # devices do not pickle
+        """Return the state without the mesh, whose devices cannot be pickled."""
+        return {**super().__getstate__(), "mesh": None}
 
     def placement(self, direction: Direction) -> "Placement | None":
         """Return where a direction's arrays lie on the mesh; None for one device."""
@@ -413,10 +426,11 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         """Make a backward pass keep all activations, which is the default."""
         self._rematerialize(False)
 
-    def _rematerialize(self, anew: bool) -> None:
+    def _rematerialize(self, recompute: bool) -> None:
+        """Set whether a backward pass recomputes the residual blocks' activations."""
         for _, module in nnx.iter_modules(self):
             if isinstance(module, Resnets):
-                module.rematerialize = anew
+                module.rematerialize = recompute
 
     # Tiling and slicing
 
@@ -444,7 +458,7 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         )
 
     def disable_tiling(self) -> None:
-        """Whole frames again."""
+        """Run whole frames again."""
         self.tile_settings = None
 
     def _tile_plan(self, direction: Direction, size: tuple[int, ...]) -> tiling.TilePlan | None:
@@ -455,6 +469,7 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         return tiles.plan(direction, size, scale)
 
     def _check(self, direction: Direction, x: jax.Array) -> None:
+        """Raise `ValueError` for an input of a wrong shape, or with NaN or Inf."""
         what, multiple = direction.takes, direction.scale(self.config.spatial_compression_ratio)
         channels = getattr(self.config, direction.channels)
         check_shape(what, x.shape, NTHWC, channels=channels, multiple=multiple)

@@ -48,6 +48,7 @@ class FlaxAutoencoderKLCogVideoXConfig:
     invert_scale_latents: bool = False
 
     def __post_init__(self) -> None:
+        """Raise `ModelError` for blocks, activations or sizes that the Flax build does not have."""
         levels = len(self.block_out_channels)
         for field, wanted in (
             ("down_block_types", (DOWN_BLOCK,) * levels),
@@ -110,4 +111,5 @@ class FlaxAutoencoderKLCogVideoXConfig:
 
 
 def _hashable(value: Any) -> Any:
+    """Return a list of the JSON as a tuple, any other value unchanged."""
     return tuple(value) if isinstance(value, list) else value

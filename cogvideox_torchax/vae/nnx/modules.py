@@ -24,6 +24,7 @@ from cogvideox_torchax.vae.columns import OnColumns
 from jax_kernels.common.pointwise import Activation
 
 Cache = dict[str, Any]
+"""Last frames before each causal convolution, by the names of modules: the next chunk's past."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Conv(OnColumns, nnx.Module):
         self.bias = nnx.Param(jnp.zeros((out_channels,), config.param_dtype))
 
     def cast(self, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
-        """Kernel and bias in the dtype to compute in."""
+        """Return kernel and bias in the dtype to compute in."""
         return self.kernel[...].astype(dtype), self.bias[...].astype(dtype)
 
     def matrix(self, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
@@ -88,6 +89,7 @@ class CausalConv3d(OnColumns, nnx.Module):
         *,
         residual: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array | None]:
+        """Convolve, and add `residual`; return the result and the cache for the next chunk."""
         kernel, bias = self.conv.cast(x_NTHWC.dtype)
         return jax_kernels.conv3d(
             x_NTHWC, kernel, bias, cache, residual=residual, start="replicate", split=self.split
@@ -104,6 +106,7 @@ class GroupNorm(OnColumns, nnx.Module):
         self.eps = eps
 
     def __call__(self, x_NTHWC: jax.Array, *, activation: Activation | None = None) -> jax.Array:
+        """Norm each video's groups of channels over all of its frames and pixels."""
         return jax_kernels.group_norm(
             x_NTHWC,
             self.scale[...],
@@ -127,6 +130,7 @@ class SpatialNorm3D(OnColumns, nnx.Module):
     def __call__(
         self, x_NTHWC: jax.Array, zq_NthwC: jax.Array, *, activation: Activation | None = None
     ) -> jax.Array:
+        """Norm activations and modulate them by the latents `zq_NthwC`, upsampled to their size."""
         norm = self.norm_layer
         return jax_kernels.spatial_norm(
             x_NTHWC,
@@ -152,10 +156,11 @@ def normed_conv(
     moments: jax_kernels.ColumnMoments | None = None,
     **options: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array | None, jax_kernels.ColumnMoments | None]:
-    """conv(silu(norm(x))): a GroupNorm takes no latents, a spatial norm does.
+    """Compute conv(silu(norm(x))): a GroupNorm takes no latents, a spatial norm does.
 
-    In one, unless something else stands in a layer's place to record it. `moments` is what the convolution
-    before gave last, and this one gives (`jax_kernels.norm_conv3d`).
+    It is one call of `jax_kernels.norm_conv3d`, unless another object stands in a layer's place to record its
+    output. `moments` are the third result of the call that computed `x_NTHWC`. The results are the frames,
+    the cache for the next chunk, and moments for the next call.
     """
     if type(norm) not in (GroupNorm, SpatialNorm3D) or type(causal) is not CausalConv3d:
         inputs = (x_NTHWC,) if zq_NthwC is None else (x_NTHWC, zq_NthwC)
@@ -184,6 +189,8 @@ class ResnetBlock3D(nnx.Module):
     """Norm, SiLU and convolution, twice, beside a shortcut; with `latent_channels` the norms are spatial."""
 
     def __init__(self, in_channels: int, out_channels: int, config: LayerConfig):
+        """Build two norms and convolutions, and a 1x1x1 shortcut where the channels differ."""
+
         def norm(channels: int) -> GroupNorm | SpatialNorm3D:
             if config.latent_channels is None:
                 return GroupNorm(channels, config, eps=config.eps)
@@ -200,6 +207,7 @@ class ResnetBlock3D(nnx.Module):
     def __call__(
         self, x_NTHWC: jax.Array, zq_NthwC: jax.Array | None = None, cache: Cache | None = None
     ) -> tuple[jax.Array, Cache]:
+        """Run the block on a chunk; return the result and the caches of both convolutions."""
         old, new = cache or {}, {}
         shortcut = x_NTHWC if self.conv_shortcut is None else self.conv_shortcut(x_NTHWC)
         y_NTHWC, new["conv1"], moments = normed_conv(
@@ -219,6 +227,7 @@ class Downsample3D(OnColumns, nnx.Module):
         self.compress_time = compress_time
 
     def __call__(self, x_NTHWC: jax.Array) -> jax.Array:
+        """Downsample; a first frame that is alone is not averaged with another."""
         kernel, bias = self.conv.cast(x_NTHWC.dtype)
         return jax_kernels.downsample(
             x_NTHWC,
@@ -269,6 +278,7 @@ class Resnets(nnx.Module):
     def _run_resnets(
         self, x_NTHWC: jax.Array, zq_NthwC: jax.Array | None, cache: Cache | None
     ) -> tuple[jax.Array, Cache]:
+        """Run the residual blocks one after the other; return the result and their caches."""
         old, new = cache or {}, {}
         for i, resnet in enumerate(self.resnets):
             name = f"resnet_{i}"
@@ -304,6 +314,7 @@ class DownBlock3D(Resnets):
         add_downsample: bool,
         compress_time: bool,
     ):
+        """Build the residual blocks, and a downsampler if `add_downsample`."""
         super().__init__(in_channels, out_channels, config, num_layers=num_layers)
         self.downsamplers = nnx.List(
             Downsample3D(out_channels, config, compress_time=compress_time) for _ in range(add_downsample)
@@ -329,6 +340,7 @@ class UpBlock3D(Resnets):
         add_upsample: bool,
         expand_time: bool,
     ):
+        """Build the residual blocks, and an upsampler if `add_upsample`."""
         super().__init__(in_channels, out_channels, config, num_layers=num_layers)
         self.upsamplers = nnx.List(
             Upsample3D(out_channels, config, expand_time=expand_time) for _ in range(add_upsample)
@@ -342,6 +354,7 @@ class UpBlock3D(Resnets):
         *,
         first_frame_alone: bool | None = None,
     ) -> tuple[jax.Array, Cache]:
+        """Run the block on a chunk; `first_frame_alone` is `Upsample3D`'s."""
         x_NTHWC, cache = self._run_resnets(x_NTHWC, zq_NthwC, cache)
         for upsampler in self.upsamplers:
             x_NTHWC = upsampler(x_NTHWC, first_frame_alone=first_frame_alone)

@@ -23,6 +23,7 @@ class Encoder3D(nnx.Module):
     """Frames (N, T, H, W, C) to moments (N, t, h, w, 2 * latent_channels)."""
 
     def __init__(self, config: FlaxAutoencoderKLCogVideoXConfig, *, param_dtype: DTypeLike, rngs: nnx.Rngs):
+        """Build the network of these sizes; the first `time_doublings` levels halve the frames."""
         widths = config.block_out_channels
         layers = LayerConfig(
             rngs, num_groups=config.norm_num_groups, eps=config.norm_eps, param_dtype=param_dtype
@@ -44,6 +45,7 @@ class Encoder3D(nnx.Module):
         self.conv_out = CausalConv3d(widths[-1], 2 * config.latent_channels, 3, layers)
 
     def __call__(self, x_NTHWC: jax.Array, cache: Cache | None = None) -> tuple[jax.Array, Cache]:
+        """Encode a chunk; return its moments and the cache for the next chunk."""
         old, new = cache or {}, {}
         x_NTHWC, new["conv_in"] = self.conv_in(x_NTHWC, old.get("conv_in"))
         for i, block in enumerate(self.down_blocks):
@@ -59,6 +61,7 @@ class Decoder3D(nnx.Module):
     """Latents (N, t, h, w, C) to frames (N, T, H, W, C)."""
 
     def __init__(self, config: FlaxAutoencoderKLCogVideoXConfig, *, param_dtype: DTypeLike, rngs: nnx.Rngs):
+        """Build the network of these sizes; the first `time_doublings` levels double the frames."""
         widths = config.block_out_channels[::-1]
         latents = config.latent_channels
         layers = LayerConfig(
@@ -83,7 +86,11 @@ class Decoder3D(nnx.Module):
     def __call__(
         self, z_NthwC: jax.Array, cache: Cache | None = None, *, first_frame_alone: bool | None = None
     ) -> tuple[jax.Array, Cache]:
-        """Decode a chunk; `first_frame_alone` keeps the first frame undoubled, None asks the frame count."""
+        """Decode a chunk; return its frames and the cache for the next chunk.
+
+        `first_frame_alone` says whether the first frame stays undoubled; None decides by the number of
+        frames.
+        """
         old, new = cache or {}, {}
         x_NTHWC, new["conv_in"] = self.conv_in(z_NthwC, old.get("conv_in"))
         x_NTHWC, new["mid_block"] = self.mid_block(x_NTHWC, z_NthwC, old.get("mid_block"))

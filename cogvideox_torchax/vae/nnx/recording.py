@@ -26,8 +26,12 @@ class RecordedLayers(nnx.Module):
         self._wanted = wanted
 
     def __call__(self, chunk_NTHWC: jax.Array, cache: Cache | None) -> tuple[dict[str, jax.Array], Cache]:
+        """Run a chunk; return the recorded layers' outputs, by name, and the next cache.
+
+        The network is changed, so it must be a copy that is traced once.
+        """
         outputs: dict[str, jax.Array] = {}
-        # Inner layers first: what has been replaced has no parts that could be.
+        # Inner layers first: inside a layer that has been replaced nothing can be replaced any more.
         for path, module in sorted(nnx.iter_modules(self.network), key=lambda found: -len(found[0])):
             name = ".".join(map(str, path))
             if self._wanted(name) and name != "decoder.norm_out":
@@ -49,13 +53,15 @@ class _Recorded:
 
 
 def _replace(network: Any, path: tuple[Any, ...], layer: Any) -> None:
+    """Put `layer` in the place of the module at `path`, outside of the NNX graph."""
     *parents, last = path
     owner = functools.reduce(_child, parents, network)
     if isinstance(last, int):
         owner[last] = layer
     else:
-        object.__setattr__(owner, last, layer)  # no part of the graph
+        object.__setattr__(owner, last, layer)
 
 
 def _child(owner: Any, name: Any) -> Any:
+    """Return an item of a list, or an attribute of a module."""
     return owner[name] if isinstance(name, int) else getattr(owner, name)

@@ -64,32 +64,33 @@ def read_state(
         ModelError: a tensor of another shape, missing, left over, or given twice, by name.
     """
     wanted = {diffusers_name(path): (path, variable) for path, variable in nnx.to_flat_state(abstract)}
-    found: dict[str, tuple[Keys, nnx.Variable]] = {}
+    loaded: dict[str, tuple[Keys, nnx.Variable]] = {}
     unexpected: list[str] = []
     for given_name, tensor in tensors:
         name = given_name.replace(COMPILED_PREFIX, "")
         if name not in wanted:
             unexpected.append(given_name)
             continue
-        if name in found:
+        if name in loaded:
             raise checkpoint.ModelError(f"{source} gives {name} twice: the second time as {given_name}")
         path, variable = wanted[name]
-        found[name] = path, variable.replace(_checked(path, tensor, variable, name, source, param_dtype))
-    missing = wanted.keys() - found.keys()
+        loaded[name] = path, variable.replace(_checked(path, tensor, variable, name, source, param_dtype))
+    missing = wanted.keys() - loaded.keys()
     checkpoint.check_loading_info({"missing_keys": missing, "unexpected_keys": unexpected}, source)
-    return nnx.from_flat_state([found[name] for name in wanted])
+    return nnx.from_flat_state([loaded[name] for name in wanted])
 
 
 def _checked(
     path: Keys, tensor: np.ndarray, variable: Any, name: str, source: object, param_dtype: DTypeLike
 ) -> Any:
+    """Return a tensor as the parameter at `path` takes it; `ModelError` if its shape is another."""
     expected = torch_shape(path, variable.shape)
     if tensor.shape != expected:
         raise checkpoint.ModelError(
             f"{name} of {source} has the shape {tensor.shape}: the config asks for {expected}; give the "
             "config.json that belongs to these weights"
         )
-    # Waited for: copies to a device run behind, and would hold many host tensors at once.
+    # Wait: copies to a device run asynchronously, and would keep many host tensors alive at once.
     return jnp.array(to_nnx(path, tensor), dtype=param_dtype).block_until_ready()
 
 
@@ -99,7 +100,7 @@ def torch_shape(path: Keys, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def state_dict(state: nnx.State) -> dict[str, np.ndarray]:
-    """Diffusers' state dict as NumPy arrays (bfloat16 as `ml_dtypes` has it)."""
+    """Return diffusers' state dict as NumPy arrays (bfloat16 as `ml_dtypes` has it)."""
     return {
         diffusers_name(path): to_torch(path, np.asarray(variable[...]))
         for path, variable in nnx.to_flat_state(state)

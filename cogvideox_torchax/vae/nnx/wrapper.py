@@ -66,6 +66,7 @@ class FlaxVAEForPipelines(ChunkedVAE, PortedModel, ModelMixin, ConfigMixin):
     stands_for = Diffusers  # to diffusers' `from_pipe`
 
     def __init__(self, flax_vae: FlaxAutoencoderKLCogVideoX):
+        """Take diffusers' config from the Flax model, and set tiling's sizes, off at first."""
         super().__init__()
         self.register_to_config(**flax_vae.config.to_dict())
         self.flax_vae = flax_vae
@@ -138,8 +139,8 @@ class FlaxVAEForPipelines(ChunkedVAE, PortedModel, ModelMixin, ConfigMixin):
         """Return the weights by diffusers' names, as plain tensors of their own."""
         if args or kwargs:
             raise ValueError("state_dict of the Flax build takes no options: it gives every weight, by name")
-        held = weights.state_dict(nnx.state(self.flax_vae, nnx.Param))
-        return {name: runtime.plain_tensor(np.array(value)) for name, value in held.items()}
+        arrays = weights.state_dict(nnx.state(self.flax_vae, nnx.Param))
+        return {name: runtime.plain_tensor(np.array(value)) for name, value in arrays.items()}
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
@@ -154,7 +155,7 @@ class FlaxVAEForPipelines(ChunkedVAE, PortedModel, ModelMixin, ConfigMixin):
             raise ValueError("load_state_dict of the Flax build is strict: give every weight, and no other")
         plain = {name: runtime.to_torch(tensor) for name, tensor in state_dict.items()}
         self.flax_vae.load_tensors(weights.from_torch(plain))
-        return super().load_state_dict({})  # what torch returns where all is there
+        return super().load_state_dict({})  # torch's result for a complete load
 
     def to(self, *args: Any, **kwargs: Any) -> "FlaxVAEForPipelines":
         """Cast the weights to a dtype, as `half()`, `bfloat16()`, `float()` and `type(...)` do.
@@ -173,6 +174,7 @@ class FlaxVAEForPipelines(ChunkedVAE, PortedModel, ModelMixin, ConfigMixin):
         return self._cast(runtime.without_torchax(lambda: fn(torch.zeros(0, dtype=self.dtype)).dtype))
 
     def _cast(self, dtype: torch.dtype | None) -> "FlaxVAEForPipelines":
+        """Cast the Flax model's weights to `dtype`, unless it is None or theirs already."""
         if dtype not in (None, torch.float32, torch.bfloat16, torch.float16):
             raise ValueError(f"got {dtype}: the Flax build takes float32, bfloat16 or float16")
         if dtype not in (None, self.dtype):
@@ -194,7 +196,7 @@ class FlaxVAEForPipelines(ChunkedVAE, PortedModel, ModelMixin, ConfigMixin):
         return sum(weight.size for weight in jax.tree.leaves(nnx.state(self.flax_vae, nnx.Param)))
 
     def enable_gradient_checkpointing(self, *args: Any, **kwargs: Any) -> None:
-        """Refused: the wrapper passes no gradients on.
+        """Raise `ValueError`: the wrapper passes no gradients on.
 
         Raises:
             ValueError: always.

@@ -46,6 +46,7 @@ class DifferentiablePosterior(DiagonalGaussianDistribution):
 
 
 def _clamped_logvar(moments: Any) -> Any:
+    """Return the log-variance, the second half of the moments' channels, clamped."""
     return moments[:, moments.shape[1] // 2 :].clip(-30.0, 20.0)
 
 
@@ -55,11 +56,11 @@ def _hand_over(make: Callable[..., Any], kind: type, pipeline: Any, **options: A
     ported = {name: part for name, part in parts.items() if isinstance(part, PortedModel)}
     if not ported:
         return make(kind, pipeline, **options)
-    with runtime.active():  # it casts what it takes over
+    with runtime.active():  # `from_pipe` casts the parts that it takes over
         return make(kind, pipeline, **{**ported, **options})
 
 
-# At import: a model that was unpickled has called nothing of this package.
+# At import: `from_pipe` must know a model that was unpickled, for which nothing here was called.
 upstream.wrap_from_pipe(_hand_over)
 
 
@@ -163,6 +164,10 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
     def _results(
         self, direction: Direction, pieces: Iterable[torch.Tensor], plan: Any, as_uint8: bool
     ) -> Iterator[torch.Tensor]:
+        """Yield the results of a video's chunks, from PyTorch's modules or from compiled programs.
+
+        The weights decide which.
+        """
         on_jax = runtime.is_on_jax(self)
 
         def start(as_uint8: bool) -> Callable[[Any], Any]:
@@ -179,18 +184,18 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
         return map(runtime.tensor_of, results)
 
     def _whole(self, direction: Direction, x: torch.Tensor, *, in_tiles: bool = False) -> torch.Tensor:
-        """Return all chunks of a video, or of latents, joined, for a backward pass where torch records one.
+        """Return the results of all chunks joined, differentiable where torch records a backward pass.
 
-        In training mode the forward pass keeps what that needs; else the input alone, as most who decode
-        without `torch.no_grad()` never ask for gradients.
+        In training mode the forward pass keeps the activations that the backward pass needs; else only the
+        input, as most who decode without `torch.no_grad()` never ask for gradients.
         """
         size = x.shape[3:]
-        forced = self._tiles.plan(direction, size, self.spatial_compression_ratio) if in_tiles else None
-        plan = forced or self._tile_plan(direction, size)
+        forced_plan = self._tiles.plan(direction, size, self.spatial_compression_ratio) if in_tiles else None
+        plan = forced_plan or self._tile_plan(direction, size)
         network, run = chunk_network(self, direction), functools.partial(self._joined, direction, x, plan)
         if plan is not None:
-            why = "gradients do not pass through tiles on JAX: call disable_tiling() before"
-            return runtime.without_gradient(network, x, run, why)
+            refusal = "gradients do not pass through tiles on JAX: call disable_tiling() before"
+            return runtime.without_gradient(network, x, run, refusal)
         if not runtime.wants_gradient(network, x):
             return run()
         program = self._program((direction, False), network)
@@ -211,6 +216,7 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
         return self._program((direction, as_uint8), chunk_network(self, direction, as_uint8))
 
     def _program(self, kind: tuple[Direction, bool], network: nn.Module) -> runtime.Program:
+        """Return the program of a `kind`, (direction, whether frames are bytes), built once for a network."""
         return runtime.programs_of(self).get(kind, network, self._compile_for)
 
     def build_program(self, direction: Direction, *, stock: bool = False) -> runtime.Program:
@@ -218,6 +224,7 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
         return self._compile_for(chunk_network(stock_of(self) if stock else self, direction))
 
     def _compile_for(self, network: nn.Module) -> runtime.Program:
+        """Return a new program of a network, for the model's mesh if there is one."""
         if self.mesh is None:
             return runtime.Program(network)
         from cogvideox_torchax.sharding import Placement
@@ -265,7 +272,7 @@ def port_vae(vae: Any) -> Any:
     if not ported:
         vae.__class__ = _ported_class(type(vae))
         save_as_stock(vae)
-        for module in vae.modules():  # that it was switched on for before
+        for module in vae.modules():  # gradient checkpointing that was on before
             if getattr(module, "gradient_checkpointing", False):
                 module._gradient_checkpointing_func = runtime.rematerialized  # pyright: ignore
     port_modules(vae)

@@ -42,13 +42,13 @@ def _kernel_last(kernel_OI: torch.Tensor) -> torch.Tensor:
 
 
 def _as_ported(module: nn.Module) -> bool:
-    """Return whether a module's parts are as `port` left them and unwatched."""
+    """Return whether none of a module's parts was replaced since `port`, or has a hook."""
     parts = (part for part in module.modules() if part is not module)
     return all(type(part) in PARTS and not is_watched(part) for part in parts)
 
 
 def cleared(x_NCTHW: torch.Tensor, split: Split) -> torch.Tensor:
-    """Return `x_NCTHW` with zeros in the columns that only pad a width, which other operations fill."""
+    """Return `x_NCTHW` with zeros in columns that are padding, which stock operations may have filled."""
     return torch_view(with_clear_padding)(x_NCTHW, split, COLUMN_AXIS) if on_jax(x_NCTHW) else x_NCTHW
 
 
@@ -64,6 +64,7 @@ class GroupNorm(OnColumns, nn.GroupNorm):
     """
 
     def forward(self, input: torch.Tensor, *, activation: str | None = None) -> torch.Tensor:
+        """Norm, and apply the activation, by the kernel on JAX; by PyTorch without one."""
         if not on_jax(input) or input.ndim < 3:
             _refuse(activation)
             return super().forward(input)
@@ -79,6 +80,7 @@ class GroupNorm(OnColumns, nn.GroupNorm):
 
 
 def _refuse(activation: str | None) -> None:
+    """Raise `ValueError` if a norm that runs in PyTorch was given an activation to fuse."""
     if activation is not None:
         raise ValueError("a norm that runs in PyTorch takes no activation: apply it to the result")
 
@@ -124,6 +126,7 @@ class CausalConv3d(OnColumns, diffusers_vae.CogVideoXCausalConv3d):
         *,
         residual: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Convolve by the kernel, or by diffusers' forward for plain tensors and changed modules."""
         conv = self.conv
         if not on_jax(inputs) or not self.is_plain:
             y, new_cache = super().forward(inputs, conv_cache)
@@ -152,6 +155,11 @@ class SpatialNorm3D(OnColumns, diffusers_vae.CogVideoXSpatialNorm3D):
         *,
         activation: str | None = None,
     ) -> tuple[torch.Tensor, Cache]:
+        """Norm and modulate `f` by the latents `zq`, by the kernel if no part of this module was changed.
+
+        The cache of diffusers' interface is empty: 1x1x1 convolutions need none. `activation` is "silu" or
+        None.
+        """
         if not on_jax(f):
             _refuse(activation)
             return super().forward(f, zq, conv_cache)  # pyright: ignore[reportReturnType]
@@ -193,9 +201,10 @@ class ResnetBlock3D(diffusers_vae.CogVideoXResnetBlock3D):
         zq: torch.Tensor | None = None,
         conv_cache: Cache | None = None,
     ) -> tuple[torch.Tensor, Cache]:
-        dropping = self.training and self.dropout.p > 0
+        """Run the block fused; by diffusers' forward for plain tensors, a time embedding or dropout."""
+        drops = self.training and self.dropout.p > 0
         ported = all(isinstance(conv, CausalConv3d) for conv in (self.conv1, self.conv2))
-        if not on_jax(inputs) or not ported or temb is not None or self.use_conv_shortcut or dropping:
+        if not on_jax(inputs) or not ported or temb is not None or self.use_conv_shortcut or drops:
             return super().forward(inputs, temb, zq, conv_cache)  # pyright: ignore[reportReturnType]
         cache = conv_cache or {}
         new_cache: Cache = {}
@@ -229,6 +238,7 @@ class ResnetBlock3D(diffusers_vae.CogVideoXResnetBlock3D):
         return _norm_conv(norm, conv, hidden, zq, conv_cache, moments, **options)
 
     def _activated(self, norm: nn.Module, hidden: torch.Tensor, zq: torch.Tensor | None) -> torch.Tensor:
+        """Return a norm's result after the activation, in one call if the norm takes it."""
         inputs = (hidden,) if zq is None else (hidden, zq)
         if isinstance(self.nonlinearity, nn.SiLU) and isinstance(norm, GroupNorm | SpatialNorm3D):
             return _only(norm(*inputs, activation="silu"))
@@ -250,6 +260,10 @@ def _norm_conv(
     moments: Any,
     **options: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor | None, Any]:
+    """Run a norm, SiLU and a convolution as one kernel, on tensors with channels first.
+
+    The results are the frames, the next cache, and the moments of the result's columns for the next norm.
+    """
     conv, group_norm = causal.conv, norm
     latents: tuple[Any, ...] = ()
     if isinstance(norm, SpatialNorm3D):
@@ -280,6 +294,7 @@ class Upsample3D(OnColumns, CogVideoXUpsample3D):
     """The upsampler, frames doubled after the convolution instead of before (`jax_kernels.upsample`)."""
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Upsample by the kernel, or by diffusers' forward if it is not applicable."""
         if not on_jax(inputs) or not _as_ported(self):
             return cleared(super().forward(inputs), self.split)
         y = torch_view(jax_kernels.upsample)(
@@ -297,6 +312,7 @@ class Downsample3D(OnColumns, CogVideoXDownsample3D):
     """The downsampler (`jax_kernels.downsample`)."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Downsample by the kernel, or by diffusers' forward if it is not applicable."""
         if not on_jax(x) or not _as_ported(self):
             return cleared(super().forward(x), self.split)
         y = torch_view(jax_kernels.downsample)(
@@ -320,6 +336,10 @@ class CogVideoXDecoder3D(diffusers_vae.CogVideoXDecoder3D):
     def forward(
         self, sample: torch.Tensor, temb: torch.Tensor | None = None, conv_cache: Cache | None = None
     ) -> tuple[torch.Tensor, Cache]:
+        """Decode a chunk `sample` of latents; return its frames and the next cache.
+
+        Diffusers' forward is taken for plain tensors, and if a hook must see the last norm or its activation.
+        """
         norm, activation = self.norm_out, self.conv_act
         ported = type(norm) is SpatialNorm3D and type(activation) is SiLU
         if not on_jax(sample) or not ported or is_watched(norm) or is_watched(activation):
@@ -341,6 +361,7 @@ class CogVideoXDecoder3D(diffusers_vae.CogVideoXDecoder3D):
         return hidden, new_cache
 
     def _run(self, block: nn.Module, *inputs: Any) -> tuple[torch.Tensor, Cache]:
+        """Run a block, under gradient checkpointing if it is on."""
         if torch.is_grad_enabled() and self.gradient_checkpointing:
             return self._gradient_checkpointing_func(block, *inputs)  # pyright: ignore[reportCallIssue]
         return block(*inputs)

@@ -29,6 +29,7 @@ class EncoderChunk(OnColumns, nn.Module):
         self.quant_conv = vae.quant_conv
 
     def forward(self, x: torch.Tensor, conv_cache: Any) -> tuple[torch.Tensor, Any]:
+        """Encode a chunk; return its moments and the cache for the next chunk."""
         if x.dtype == torch.uint8:
             dtype = runtime.dtype_name(self.encoder.conv_in.conv.weight.dtype)
             x = cleared(from_uint8(x, dtype), self.split)
@@ -48,6 +49,7 @@ class DecoderChunk(nn.Module):
         self.as_uint8 = as_uint8
 
     def forward(self, z: torch.Tensor, conv_cache: Any) -> tuple[torch.Tensor, Any]:
+        """Decode a chunk; return its frames and the cache for the next chunk."""
         if self.post_quant_conv is not None:
             z = self.post_quant_conv(z)
         frames, conv_cache = self.decoder(z, conv_cache=conv_cache)
@@ -73,6 +75,7 @@ class RecordedLayers(nn.Module):
         self._wanted = wanted
 
     def forward(self, chunk: torch.Tensor, cache: Any) -> tuple[dict[str, torch.Tensor], Any]:
+        """Run a chunk; return the recorded layers' outputs, by name, and the next cache."""
         outputs: dict[str, torch.Tensor] = {}
 
         def record(name: str, result: Any) -> Any:
@@ -85,7 +88,7 @@ class RecordedLayers(nn.Module):
 
 
 def stock_of(vae: DiffusersAutoencoder) -> DiffusersAutoencoder:
-    """Stock diffusers around the weights of a ported model that is in PyTorch; stock itself as it is."""
+    """Return a stock diffusers VAE that shares the weights of a ported one, which is in PyTorch."""
     if type(vae) is DiffusersAutoencoder:
         return vae
 
