@@ -1,7 +1,7 @@
-"""CogVideoX's transformer on one sequence: text and patches are joined, and filled up, once a step.
+"""CogVideoX's transformer on one sequence: text and patches are joined, and padded, once a step.
 
 diffusers' own forward keeps the two apart and joins them in every attention. Here a block takes the whole
-sequence, which may be split over devices (`pipelines.sequence.Sequence`); what is done is the same.
+sequence, which may be split over devices (`pipelines.sequence.Sequence`); the result is the same.
 
 Axis letters: N videos, S positions of a sequence (text first, then patches), C channels, H heads, D channels
 of a head, P parts of the channels, one for each device that has some of the tokens.
@@ -41,6 +41,7 @@ class GELU(DiffusersGELU):
     """GELU rounded once (`jax_kernels.gelu`)."""
 
     def gelu(self, gate: torch.Tensor) -> torch.Tensor:
+        """Apply GELU by the kernel on JAX, if it is the approximation by tanh."""
         if not on_jax(gate) or self.approximate != "tanh":
             return super().gelu(gate)
         return torch_view(jax_kernels.gelu)(gate)
@@ -50,7 +51,7 @@ class Block(CogVideoXBlock):
     """A layer of the transformer, which also takes text and patches as one sequence."""
 
     parts: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
-    """Given results of parts that a step skips, and stores for results of parts; see `stand_in`."""
+    """By part, "attn1" or "ff": results that replace it, and lists that collect it; see `stand_in`."""
 
     def forward(
         self,
@@ -92,14 +93,15 @@ class Block(CogVideoXBlock):
 
         Args:
             part: "attn1" or "ff".
-            given, results: results of parts of the model, a tuple or a list of one sequence (N, S, C) each.
+            given: by a part's name, a tuple of the sequence (N, S, C) that replaces its result, or None.
+            results: by a part's name, the list that gets its result.
             name: name of this part in the model.
         """
-        taken, noted = self.parts
+        replaced, collected = self.parts
         if name in given:
-            self.parts = {**taken, part: given[name] and given[name][0]}, noted
+            self.parts = {**replaced, part: given[name] and given[name][0]}, collected
         else:
-            self.parts = taken, {**noted, part: results[name]}
+            self.parts = replaced, {**collected, part: results[name]}
 
     def _joined(
         self,
@@ -109,31 +111,36 @@ class Block(CogVideoXBlock):
         tables: Tables,
         sequence: Sequence,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Run attention and feed-forward on a device's local tokens.
+
+        Returns the tokens, and the results of those parts that are to be collected, by part.
+        """
         first, results = sequence.first_patch(), {}
-        for name, norm, work in (
+        for name, norm, run_part in (
             ("attn1", self.norm1, lambda h_NSC: self._attend(h_NSC, tables, sequence)),
             ("ff", self.norm2, lambda h_NSC: self._widen(h_NSC, sequence)),
         ):
             shift, scale, gate = modulation(norm, temb_NE)
-            plain: Any = norm.norm
+            layer_norm: Any = norm.norm
             modulated = sequence.shard_tokens(
-                functools.partial(jax_kernels.adaptive_layer_norm, eps=plain.eps)
+                functools.partial(jax_kernels.adaptive_layer_norm, eps=layer_norm.eps)
             )
-            h_NSC = torch_view(modulated)(x_NSC, plain.weight, plain.bias, scale, shift, first)
+            h_NSC = torch_view(modulated)(x_NSC, layer_norm.weight, layer_norm.bias, scale, shift, first)
             if name in given:
                 y_NSC = torch.zeros_like(h_NSC) if given[name] is None else given[name]
             else:
-                last = work(h_NSC)
-                if name not in self.parts[1] and supports_fused(last.layers[0], sequence):
-                    x_NSC = last.added(x_NSC, gate, first)
+                end = run_part(h_NSC)
+                if name not in self.parts[1] and supports_fused(end.layers[0], sequence):
+                    x_NSC = end.added(x_NSC, gate, first)
                     continue
-                y_NSC = last.result()
+                y_NSC = end.result()
             if name in self.parts[1]:
                 results[name] = y_NSC
             x_NSC = torch_view(jax_kernels.gated_residual)(x_NSC, y_NSC, gate, first)
         return x_NSC, results
 
     def _widen(self, h_NSC: torch.Tensor, sequence: Sequence) -> "Last":
+        """Run the feed-forward up to its last projection, which is left to `Last`."""
         widen, dropout, *layers = self.ff.net
         if type(widen) is GELU and widen.approximate == "tanh" and supports_fused(widen.proj, sequence):
             project: Any = widen.proj
@@ -143,6 +150,7 @@ class Block(CogVideoXBlock):
         return Last(layers, dropout(h_NSC))
 
     def _attend(self, h_NSC: torch.Tensor, tables: Tables, sequence: Sequence) -> "Last":
+        """Run attention up to its output projection, which is left to `Last`."""
         attn: Any = self.attn1
         videos = h_NSC.shape[0]
         qk_norm_rope = torch_view(sequence.shard_heads(jax_kernels.qk_norm_rope, attn.heads))
@@ -152,9 +160,9 @@ class Block(CogVideoXBlock):
         )
         # The scores' scale, in powers of two, is in the queries.
         scale = math.log2(math.e) / math.sqrt(q.shape[-1] * sequence.parts / attn.heads)
-        of_q, of_k = attn.norm_q, attn.norm_k
-        q = qk_norm_rope(q, of_q.weight, of_q.bias, *tables, eps=of_q.eps, scale=scale)
-        k = qk_norm_rope(k, of_k.weight, of_k.bias, *tables, eps=of_k.eps)
+        norm_q, norm_k = attn.norm_q, attn.norm_k
+        q = qk_norm_rope(q, norm_q.weight, norm_q.bias, *tables, eps=norm_q.eps, scale=scale)
+        k = qk_norm_rope(k, norm_k.weight, norm_k.bias, *tables, eps=norm_k.eps)
         y_NHDS = torch_view(jax_kernels.attention_transposed)(
             q,
             k,
@@ -167,12 +175,12 @@ class Block(CogVideoXBlock):
 
 @dataclass(frozen=True)
 class Last:
-    """The end of a part: a projection and what follows it, and what they take.
+    """The end of attention or of the feed-forward: a projection, the layers after it, and their input.
 
     Attributes:
         layers: the projection, and dropouts.
-        h: (N, S, C), or (N, C, S).
-        transposed: whether it is the second.
+        h: the input, (N, S, C), or (N, C, S) if `transposed`.
+        transposed: whether channels of `h` come before its tokens.
     """
 
     layers: list[Any]
@@ -180,7 +188,7 @@ class Last:
     transposed: bool = False
 
     def result(self) -> torch.Tensor:
-        """(N, S, C), by the layers."""
+        """Return the result (N, S, C), computed by the layers one after the other."""
         y_SC = (self.h.transpose(1, 2) if self.transposed else self.h).flatten(0, 1)
         for layer in self.layers:
             y_SC = layer(y_SC)
@@ -199,7 +207,7 @@ def supports_fused(project: Any, sequence: Sequence) -> bool:
 
 
 def projections(attn: Any, h_SC: torch.Tensor, sequence: Sequence) -> Iterator[torch.Tensor]:
-    """Yield queries, keys and values (P, S, C), channels in so many parts, by three matrices or by one."""
+    """Yield queries, keys and values (P, S, C), channels in `sequence.parts`, by three matrices or one."""
 
     def split(y_SC: torch.Tensor) -> torch.Tensor:
         return y_SC.unflatten(-1, (sequence.parts, -1)).transpose(0, 1)
@@ -216,7 +224,7 @@ def projections(attn: Any, h_SC: torch.Tensor, sequence: Sequence) -> Iterator[t
 
 
 def modulation(norm: Any, temb_NE: torch.Tensor) -> list[torch.Tensor]:
-    """Shift, scale and gate, (N, 2, C) each: of every video's text and patches."""
+    """Return shift, scale and gate, (N, 2, C) each: a vector for every video's text, one for its patches."""
     shift, scale, gate, text_shift, text_scale, text_gate = norm.linear(norm.silu(temb_NE)).chunk(6, dim=1)
     pairs = ((text_shift, shift), (text_scale, scale), (text_gate, gate))
     return [torch.stack(pair, dim=1) for pair in pairs]
@@ -237,6 +245,7 @@ def takes_sequences(model: Any) -> bool:
 
 
 def _as_ported(block: nn.Module) -> bool:
+    """Return whether a layer's modules have the types that `port` gave them, and no hooks."""
     if type(block) is not Block:
         return False
     attn: Any = block.attn1

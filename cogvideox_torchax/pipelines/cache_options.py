@@ -20,10 +20,10 @@ def config_of(choice: str, *, steps: int, guided: bool, timestep: Callable[[], A
     """Return diffusers' config of a cache.
 
     Args:
-        choice: of `CHOICES`, such as "first-block:0.1".
-        steps: of denoising.
-        guided: whether they run on both halves of classifier-free guidance.
-        timestep: gives the one that a step is at.
+        choice: one of `CHOICES`, such as "first-block:0.1".
+        steps: number of denoising steps.
+        guided: whether steps run on both halves of classifier-free guidance.
+        timestep: returns the timestep of the present step.
 
     Raises:
         ValueError: no such cache, a value that it does not take, or FasterCache without guidance.
@@ -47,6 +47,7 @@ def config_of(choice: str, *, steps: int, guided: bool, timestep: Callable[[], A
 
 
 def _first_block(threshold: float) -> Any:
+    """Return the config of FirstBlockCache for a threshold of the first block's relative change."""
     from diffusers.hooks.first_block_cache import FirstBlockCacheConfig
 
     if not 0 <= threshold < float("inf"):
@@ -55,12 +56,14 @@ def _first_block(threshold: float) -> Any:
 
 
 def _every(number: int) -> int:
+    """Return an interval of steps, checked: one computed step in `number`."""
     if number < 2:
         raise ValueError("nothing would be skipped")
     return number
 
 
 def _broadcast(every: int, timestep: Callable[[], Any]) -> Any:
+    """Return the config of PyramidAttentionBroadcast with attention computed once in `every` steps."""
     from diffusers.hooks.pyramid_attention_broadcast import PyramidAttentionBroadcastConfig
 
     return PyramidAttentionBroadcastConfig(
@@ -69,26 +72,29 @@ def _broadcast(every: int, timestep: Callable[[], Any]) -> Any:
 
 
 def _mag(ratios: str, steps: int) -> Any:
+    """Return the config of MagCache with the ratios of a JSON file, or one that measures them."""
     from diffusers.hooks.mag_cache import MagCacheConfig
 
     if ratios == "calibrate":
         return MagCacheConfig(calibrate=True, num_inference_steps=steps)
     if not ratios:
         raise ValueError("its ratios are each model's own")
-    given = reports.parse(Path(ratios).read_bytes())
-    if not (isinstance(given, list) and given and all(isinstance(each, int | float) for each in given)):
+    values = reports.parse(Path(ratios).read_bytes())
+    if not (isinstance(values, list) and values and all(isinstance(each, int | float) for each in values)):
         raise ValueError("no list of numbers")
-    return MagCacheConfig(num_inference_steps=steps, mag_ratios=[float(each) for each in given])
+    return MagCacheConfig(num_inference_steps=steps, mag_ratios=[float(each) for each in values])
 
 
 def _taylor(interval: int) -> Any:
+    """Return the config of TaylorSeer with one computed step in `interval`."""
     from diffusers.hooks.taylorseer_cache import TaylorSeerCacheConfig
 
-    # Of single layers it would keep more than a chip holds.
+    # Without lite mode it would keep results of every layer, more than a chip holds.
     return TaylorSeerCacheConfig(cache_interval=_every(interval), use_lite_mode=True)
 
 
 def _faster(every: int, timestep: Callable[[], Any]) -> Any:
+    """Return the config of FasterCache with the half without a prompt computed once in `every` steps."""
     from diffusers.hooks.faster_cache import FasterCacheConfig
 
     return FasterCacheConfig(

@@ -15,7 +15,7 @@ from cogvideox_torchax.pipelines.caches import Form
 from cogvideox_torchax.runtime import torch_view
 
 RunStep = Callable[[dict[str, Any]], torch.Tensor]
-"""Function of a step's tensors, by name, to its sample."""
+"""Function of a step's tensors, by name, to its prediction."""
 
 NUMBERS = ("threshold", "since", "known", "low", "high", "weights")
 """Inputs of a step besides its tensors."""
@@ -35,6 +35,7 @@ class Stack(nn.Module):
     """
 
     def __init__(self, form: Form, kept: Any, numbers: dict[str, torch.Tensor]):
+        """Choose the method by the form's kind, and the names of the arrays that it keeps."""
         super().__init__()
         self.blocks: tuple[nn.Module, ...] = ()
         self.kept: Any = kept
@@ -43,10 +44,13 @@ class Stack(nn.Module):
         kind = form[0]
         self.names = ("head", "tail") if kind == "first_block" else ("tail",)
         self._run = getattr(self, f"_{kind}")
-        self.decided = form[3] if len(form) > 3 else None  # by a plan, which wants each branch by itself
+        self.decided = form[3] if len(form) > 3 else None  # a plan compiles each branch by itself
 
     def step(self, model: Any, run: RunStep, tensors: dict[str, Any], joined: bool) -> torch.Tensor:
-        """Return what `run(tensors)` gives, this in the place of the blocks of a program's own model."""
+        """Return the result of `run(tensors)` with this module in place of the blocks of `model`.
+
+        `model` is a program's own copy.
+        """
         blocks = model.transformer_blocks
         self.blocks, model.transformer_blocks = tuple(blocks), nn.ModuleList([self])
         try:
@@ -65,12 +69,18 @@ class Stack(nn.Module):
         return y[0] if joined else y
 
     def _through(self, blocks: Any, x: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
+        """Run blocks one after the other on (patches, text), or on (sequence,)."""
         for block in blocks:
             y = block(*x, **options)
             x = y if isinstance(y, tuple) else (y,)
         return x
 
     def _first_block(self, x: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
+        """Run the first block, and the others only if its residual has changed by more than the threshold.
+
+        Else the others' residual of the last full step is added. Both residuals are kept, as "head" and
+        "tail"; `seen` is whether the others ran.
+        """
         import jax
 
         kept = self.kept
@@ -80,7 +90,7 @@ class Stack(nn.Module):
             _mean(each.abs(), options).to(residual.dtype)  # diffusers rounds its means too
             for each in (residual - kept["head"], kept["head"])
         )
-        reuses = change / size <= self.numbers["threshold"]  # zeros, before the first step, give no number
+        reuses = change / size <= self.numbers["threshold"]  # the first step's NaN, from zeros, is no reuse
 
         def reuse() -> Any:
             return head[0] + kept["tail"], kept["head"], kept["tail"]
@@ -95,9 +105,10 @@ class Stack(nn.Module):
             y, *new = reuse() if self.decided else compute()
         self.kept = dict(zip(("head", "tail"), new, strict=True))
         self.seen = ~reuses
-        return y, *head[1:]  # nothing is made of the text after the blocks
+        return y, *head[1:]  # the text's result is not used after the blocks
 
     def _all_blocks(self, x: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
+        """Run all blocks and keep their residual; `seen` is its norm over the last step's."""
         before = self.kept["tail"]
         y = self._through(self.blocks, x, options)
         self.kept = {"tail": y[0] - x[0]}
@@ -106,6 +117,7 @@ class Stack(nn.Module):
         return y
 
     def _no_block(self, x: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
+        """Add the residual of the last full step instead of running any block."""
         return x[0] + self.kept["tail"], *x[1:]
 
 
@@ -136,16 +148,20 @@ class Parts:
 
     seen = None
     arrays = 1
-    """Kept of each tensor."""
+    """Number of arrays that are kept of each tensor."""
 
     def __init__(self, form: Form, kept: Any, numbers: dict[str, torch.Tensor]):
+        """Read the form; without kept arrays nothing is skipped."""
         _, self.names, skipped, *self.static = form
         self.kept: Any = kept
         self.numbers = numbers
         self.skipped = () if kept is None else skipped
 
     def step(self, model: Any, run: RunStep, tensors: dict[str, Any], joined: bool) -> torch.Tensor:
-        """Return what `run(tensors)` gives, of a program's own model whose skipped parts are not computed."""
+        """Return the result of `run(tensors)` with the skipped modules of `model` replaced by kept results.
+
+        `model` is a program's own copy.
+        """
         dtype, before = tensors["hidden_states"].dtype, self.kept or {}
         given = {
             name: self._reused(name, before[name], dtype) if name in before else None for name in self.skipped
@@ -166,11 +182,11 @@ class Parts:
         return sample
 
     def _reused(self, name: str, kept: Any, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        """Return what stands for a module's result."""
+        """Return the tensors that replace a module's result, from what is kept of it."""
         return tuple(arrays[0] for arrays in kept)
 
     def _renewed(self, name: str, y: torch.Tensor, kept: Any) -> tuple[torch.Tensor, ...]:
-        """Return what is kept of a tensor, computed or reused."""
+        """Return what is kept of a tensor `y` from now on, computed or reused; `kept` is from before."""
         return (y,)
 
 
@@ -178,10 +194,12 @@ class TaylorParts(Parts):
     """Results and their divided differences; what stands for one is extrapolated from them."""
 
     def __init__(self, form: Form, kept: Any, numbers: dict[str, torch.Tensor]):
+        """Read from the form how many arrays of a tensor are kept, and their dtype."""
         super().__init__(form, kept, numbers)
         self.arrays, self.dtype = self.static
 
     def _reused(self, name: str, kept: Any, dtype: torch.dtype) -> tuple[Any, ...]:
+        """Return the Taylor series of a module's tensors after so many steps."""
         since = self.numbers["since"]
         powers = [(since**order / math.factorial(order)).to(dtype) for order in range(self.arrays)]
         return tuple(
@@ -190,6 +208,7 @@ class TaylorParts(Parts):
         )
 
     def _renewed(self, name: str, y: torch.Tensor, kept: Any) -> tuple[torch.Tensor, ...]:
+        """Return a computed tensor and its divided differences of rising order; `kept` if it was reused."""
         if name in self.skipped:
             return kept
         factors = [y]
@@ -208,6 +227,11 @@ class FasterParts(Parts):
     arrays = 2
 
     def step(self, model: Any, run: RunStep, tensors: dict[str, Any], joined: bool) -> torch.Tensor:
+        """Run a step on both halves of guidance, or on the second alone.
+
+        A step on both keeps the low and high frequencies of the halves' difference. A later step on the
+        second half adds them to its result to get the first.
+        """
         videos, before = self.static[0], self.kept
         if videos == "all":
             return super().step(model, run, tensors, joined)
@@ -229,10 +253,12 @@ class FasterParts(Parts):
         return sample
 
     def _reused(self, name: str, kept: Any, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        """Return a module's tensors extrapolated from their last two results."""
         weight = self.numbers["weights"][self.names.index(name)].to(dtype)
         return tuple(now + (now - before) * weight for before, now in kept)
 
     def _renewed(self, name: str, y: torch.Tensor, kept: Any) -> tuple[torch.Tensor, ...]:
+        """Return the second half of a new result, and the result before it."""
         if len(y) > len(kept[1]):  # a mesh may pad the sequences of half the videos to another length
             y, length = y.chunk(2)[1], kept[1].shape[1]
             y = torch.nn.functional.pad(y[:, :length], (0, 0, 0, max(length - y.shape[1], 0)))
@@ -244,7 +270,7 @@ HALVED = ("hidden_states", "encoder_hidden_states", "timestep")
 
 
 def low_frequencies(x: Any) -> Any:
-    """Return what pictures (..., H, W) are of frequencies up to a fifth of the shorter side."""
+    """Return pictures (..., H, W) without the frequencies above a fifth of the shorter side."""
     import jax.numpy as jnp
 
     height, width = x.shape[-2:]
@@ -254,10 +280,15 @@ def low_frequencies(x: Any) -> Any:
 
 
 def _stand_in(module: nn.Module, given: dict[str, Any], results: dict[str, Any], name: str) -> None:
-    """Have a program's own module give what is given for it, zeros for None; or note its result."""
+    """Replace the forward of a module of a program's own model.
+
+    If `name` is in `given`, it returns that result, or zeros for None. Else it also adds its tensors to
+    `results[name]`.
+    """
     forward = module.forward
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        """Return the given result or the module's own, a tuple only if it has several tensors."""
         y: Any = given.get(name)
         if y is None:
             y = forward(*args, **kwargs)
@@ -276,11 +307,11 @@ REUSES: dict[str, type[Any]] = {"broadcast": Parts, "taylor": TaylorParts, "fast
 
 
 def reuse(form: Form, kept: Any, numbers: dict[str, torch.Tensor]) -> Any:
-    """Return what runs a step of this form."""
+    """Return the object that runs a step of this form, a `Stack` or `Parts`."""
     return REUSES.get(form[0], Stack)(form, kept, numbers)
 
 
 def takes_sequences(form: Form) -> bool:
-    """Return whether all parts that a form names are there where layers run on one sequence."""
+    """Return whether all modules that a form names still run if layers run on one sequence."""
     inside = re.compile(r"transformer_blocks\.\d+(\.(attn1|ff))?|(?!transformer_blocks\.).*")
     return all(inside.fullmatch(name) for names in form[1:3] for name in names)

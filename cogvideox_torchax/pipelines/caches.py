@@ -23,11 +23,14 @@ from torch import nn
 from cogvideox_torchax import runtime, upstream
 
 Form = tuple[Any, ...]
-"""The computation of a step, its kind first; another form is another program."""
+"""The kind of a step's computation, the modules whose results are kept, and the skipped modules.
+
+Further items depend on the kind, and some kinds have none. Another form is another program.
+"""
 
 
 StepPlan = tuple[Form, dict[str, torch.Tensor]]
-"""The form of a step, and numbers that its program takes, of `NUMBERS`."""
+"""The form of a step, and tensors that its program takes besides, named as in `cached_layers.NUMBERS`."""
 
 
 @functools.cache
@@ -52,6 +55,8 @@ class State:
 
 
 class _OfThisThread(threading.local):
+    """The states of this thread's runs, by cache and context, and the context that is open."""
+
     def __init__(self) -> None:
         self.states: MutableMapping[StepCache, dict[str | None, State]] = WeakKeyDictionary()
         self.context: str | None = None
@@ -62,7 +67,7 @@ _HERE = _OfThisThread()
 
 @contextlib.contextmanager
 def context(name: str) -> Iterator[None]:
-    """While it is open, this thread's steps have a state of this name, as in diffusers' `cache_context`."""
+    """Run a block whose steps, in this thread, share a state under `name`, as diffusers' `cache_context`."""
     before, _HERE.context = _HERE.context, name
     try:
         yield
@@ -113,11 +118,15 @@ class StepCache:
         return runtime.tensor_of(sample)
 
     def ahead(self, model: Any, batch: int, steps: Iterable[Any]) -> list[StepPlan]:
-        """Return the plans of a run's steps on so many videos, found while `steps` is gone through."""
+        """Return the plan of each of a run's steps on `batch` videos, without running them.
+
+        `steps` is iterated meanwhile, so it may set the timestep that callbacks return.
+        """
         state, tensors = self._begin("a plan"), {"hidden_states": torch.empty(batch, 0)}
         return [self._plan(state, model, tensors) for _ in steps]
 
     def _begin(self, name: str | None) -> State:
+        """Return the state of a new run, with copies of the hooks, reset and in the context `name`."""
         state = State(runtime.without_torchax(copy.deepcopy, {each.module: each.hook for each in self.hooks}))
         for hook in state.hooks.values():
             hook.reset_state(None)
@@ -126,11 +135,14 @@ class StepCache:
         return state
 
     def _plan(self, state: State, model: Any, tensors: dict[str, Any]) -> StepPlan:
-        """Return the form of the step that comes, and its numbers; count the step."""
+        """Return the next step's form and the tensors of its `NUMBERS`, and count the step.
+
+        The hooks of `state` decide what the step skips; `tensors` are its inputs, by name.
+        """
         raise NotImplementedError
 
     def _ran(self, state: State, seen: Any) -> None:
-        """Take note of what a step's program told besides: a scalar on the device, or None."""
+        """Record `seen`, the scalar that a step's program returned besides its prediction, or None."""
 
 
 class FirstBlock(StepCache):
@@ -142,11 +154,13 @@ class FirstBlock(StepCache):
         return [(form("first_block", (), (), reuses), numbers) for reuses in (False, True)]
 
     def _plan(self, state: State, model: Any, tensors: dict[str, Any]) -> StepPlan:
+        """Return the form that is the same for all steps, and the threshold: the device decides."""
         head = next(iter(state.hooks.values()))
-        head.state_manager.get_state()  # refuses a step outside of a context
+        head.state_manager.get_state()  # raises an error outside of a context
         return form("first_block"), {"threshold": torch.tensor(head.threshold)}
 
     def _ran(self, state: State, seen: Any) -> None:
+        """Record whether the step ran all blocks."""
         state.computed.append(seen)
 
 
@@ -154,17 +168,22 @@ class Mag(StepCache):
     """MagCache: all blocks or none, by ratios that are known before the run."""
 
     def _plan(self, state: State, model: Any, tensors: dict[str, Any]) -> StepPlan:
+        """Return the form that runs all blocks or none, as the hooks decide by their ratios."""
         if self.hooks[0].hook.config.calibrate:
             return form("all_blocks"), {}
         state.computed.append(self._count(state))
         return form("all_blocks" if state.computed[-1] else "no_block"), {}
 
     def _ran(self, state: State, seen: Any) -> None:
+        """Give the measured ratio to the hooks, if they calibrate."""
         if self.hooks[0].hook.config.calibrate:
             state.computed.append(runtime.without_torchax(self._count, state, seen))
 
     def _count(self, state: State, ratio: Any = None) -> bool:
-        """Have the hooks of the first and of the last block count a step; return whether they compute it."""
+        """Make the first and the last block's hooks count a step; return whether they compute it.
+
+        `ratio` is what a calibration has measured.
+        """
         nothing = torch.zeros(1, 1, 1)
         head, *_, tail = state.hooks.values()
 
@@ -182,6 +201,7 @@ class Broadcast(StepCache):
     """PyramidAttentionBroadcast: later steps reuse attention's results."""
 
     def _plan(self, state: State, model: Any, tensors: dict[str, Any]) -> StepPlan:
+        """Return the form whose skipped modules are those whose hooks would reuse a result."""
         skipped = tuple(name for name, hook in state.hooks.items() if not asked(hook, torch.zeros(1)))
         state.computed.append(not skipped)
         return form("broadcast", tuple(state.hooks), skipped), {}
@@ -191,6 +211,10 @@ class Taylor(StepCache):
     """TaylorSeer: results are extrapolated from earlier steps."""
 
     def _plan(self, state: State, model: Any, tensors: dict[str, Any]) -> StepPlan:
+        """Return the form, the steps `since` the last computed one, and how many differences are `known`.
+
+        All hooks compute or skip the same steps.
+        """
         counts = {name: hook.state_manager.get_state() for name, hook in state.hooks.items()}
         kept = tuple(name for name in read_by_skips(counts) if not counts[name].is_inactive)
         first = counts[kept[0]] if kept else next(iter(counts.values()))
@@ -203,23 +227,28 @@ class Taylor(StepCache):
 
 
 def read_by_skips(names: Iterable[str]) -> list[str]:
-    """Return the modules whose results a step reads that skips all of these.
+    """Return those of these modules whose results a step reads that skips them all.
 
     Modules before the last block, or the last layer, that is skipped whole are left out.
     """
 
-    def place(name: str) -> tuple[float, bool]:
+    def position(name: str) -> tuple[float, bool]:
+        """Return a module's position among the layers, and whether it is a whole layer."""
         block = re.match(r"transformer_blocks\.(\d+)(\.?)", name)
         return (float(block[1]), not block[2]) if block else (math.inf, name == "proj_out")
 
-    last = max((place(name) for name in names if place(name)[1]), default=(-1.0, False))
-    return [name for name in names if place(name) >= last]
+    last = max((position(name) for name in names if position(name)[1]), default=(-1.0, False))
+    return [name for name in names if position(name) >= last]
 
 
 class Faster(StepCache):
     """FasterCache: attention of the second half is extrapolated, the first half made of its frequencies."""
 
     def _plan(self, state: State, model: Any, tensors: dict[str, Any]) -> StepPlan:
+        """Return the form, with the videos that the step runs on, and the weights of its extrapolations.
+
+        The denoiser's hook decides on the half without a prompt, attention's hooks on each module.
+        """
         weights: dict[str, float] = {}
         for each in self.hooks:  # the user's callbacks are asked with the user's modules
             self._note(state.hooks[each.module], each, model.get_submodule(each.module), weights)
@@ -237,21 +266,22 @@ class Faster(StepCache):
             name: torch.tensor(weights.get(f".{name}_frequency_weight_callback", 1.0))
             for name in ("low", "high")
         }
-        of_parts = [known * weights.get(f"{name}.weight_callback", 0.0) for name in parts]
-        numbers["weights"] = torch.tensor(of_parts)
+        part_weights = [known * weights.get(f"{name}.weight_callback", 0.0) for name in parts]
+        numbers["weights"] = torch.tensor(part_weights)
         state.computed.append(not (halves[0] or skipped))
         videos = "all" if denoiser.is_guidance_distilled else "second half" if halves[0] else "both halves"
         return form("faster", tuple(parts), tuple(skipped), videos), numbers
 
     def _ran(self, state: State, seen: Any) -> None:
-        # The newest result came in the memory of the oldest, and before the other.
+        """Put the two results that are kept of each tensor in the order of age."""
+        # The newest result was written to the oldest one's memory, and is first: older ones go first again.
         swapped = {name: tuple(pair[::-1] for pair in state.kept[name]) for name in state.hooks if name}
         state.kept = {**state.kept, **swapped}
 
     def _note(
         self, hook: Any, original: upstream.Hooked, module: nn.Module, weights: dict[str, float]
     ) -> None:
-        """Have what a hook's callbacks answer kept by name."""
+        """Make a copied hook's callbacks call the user's own, and keep their answers in `weights` by name."""
         for name in [name for name in vars(original.hook) if name.endswith("weight_callback")]:
 
             def ask(_: Any, name: str = name) -> float:
@@ -263,7 +293,7 @@ class Faster(StepCache):
 
 
 def asked(hook: Any, result: Any, *args: Any, **kwargs: Any) -> bool:
-    """Return whether a hook that is on no module has it computed; it takes `result` for the module's."""
+    """Return whether a hook calls its module, which a function that returns `result` stands for."""
     ran: list[bool] = []
 
     def module(*_: Any, **__: Any) -> Any:

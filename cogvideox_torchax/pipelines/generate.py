@@ -45,23 +45,27 @@ class Model:
 
     @property
     def fingerprint(self) -> str:
+        """The hash of the configs, which a saved stage is compared by."""
         configs = {"transformer": self.transformer, "vae": self.vae, "scheduler": self.scheduler}
         return stages.fingerprint(configs)
 
     @property
     def spatial_compression_ratio(self) -> int:
+        """Pixels to a latent pixel, along one axis."""
         return 2 ** (len(self.vae["block_out_channels"]) - 1)
 
     @property
     def temporal_scale(self) -> int:
+        """Frames to a latent frame, but for the first."""
         return int(self.vae["temporal_compression_ratio"])
 
     def latent_frames(self, frames: int) -> int:
+        """Return how many latent frames stand for so many frames."""
         return (frames - 1) // self.temporal_scale + 1
 
     @property
     def size(self) -> tuple[int, int, int]:
-        """Frames, height and width of the videos that it was made for."""
+        """Frames, height and width, in pixels, of the videos that the model was made for."""
         config = self.transformer
         return (
             config["sample_frames"],
@@ -84,7 +88,9 @@ def describe(name: str, *, image: bool, clip: bool) -> Model:
     kind = _kind(name, str(index.get("_class_name")), image, clip)
     transformer = _config(name, "transformer/config.json")
     scheduler = _config(name, "scheduler/scheduler_config.json")
-    scheduler["_class_name"] = index["scheduler"][1]  # which is loaded, whatever its own file says
+    scheduler["_class_name"] = index["scheduler"][
+        1
+    ]  # the class that diffusers loads, whatever the scheduler's file says
     return Model(name, kind, transformer, vae_config(name), scheduler)
 
 
@@ -94,6 +100,7 @@ def vae_config(name: str) -> dict[str, Any]:
 
 
 def _config(name: str, file: str) -> dict[str, Any]:
+    """Return a JSON file of a pipeline; raise `RequestError` if it cannot be read."""
     try:
         return read_json(locate(name, files=CONFIGS) / file)
     except ModelError as error:
@@ -101,6 +108,10 @@ def _config(name: str, file: str) -> dict[str, Any]:
 
 
 def _kind(name: str, class_name: str, image: bool, clip: bool) -> str:
+    """Return which of `CLASSES` a pipeline is used as; raise `RequestError` for the wrong inputs.
+
+    `image` and `clip` say whether the user gave one.
+    """
     wants = {CLASSES[IMAGE]: "an image (--image)", CLASSES[CONTROL]: "a control video (--video)"}
     if class_name not in CLASSES.values():
         raise RequestError(f"{name} is a {class_name}: it takes one of {', '.join(CLASSES.values())}")
@@ -138,7 +149,7 @@ def check(request: Request, model: Model) -> None:
 
 
 def steps_of(request: Request, model: Model) -> int:
-    """Return how many steps are taken: of a video's, its share."""
+    """Return how many denoising steps run: for an input video only the share `strength`."""
     return (
         int(request.num_inference_steps * request.strength)
         if model.kind == VIDEO
@@ -147,16 +158,20 @@ def steps_of(request: Request, model: Model) -> int:
 
 
 def _check_size(request: Request, model: Model) -> None:
+    """Raise `RequestError` or `ValueError` for a size that the model's patches or positions do not fit."""
     from cogvideox_torchax.pipelines.port import check_size
 
     check_size(request.height, request.width, model.transformer, model.spatial_compression_ratio)
     if request.height % 8 or request.width % 8:
         raise RequestError(f"got {request.height} x {request.width} pixels: both must be multiples of 8")
-    own = model.size[1:]
-    if model.transformer["use_learned_positional_embeddings"] and (request.height, request.width) != own:
+    learned_size = model.size[1:]
+    if (
+        model.transformer["use_learned_positional_embeddings"]
+        and (request.height, request.width) != learned_size
+    ):
         raise RequestError(
             f"got height={request.height}, width={request.width}: {model.name} has learned its positions, "
-            f"and takes height={own[0]}, width={own[1]} alone"
+            f"and takes height={learned_size[0]}, width={learned_size[1]} alone"
         )
     # The pipelines without a clip pad their latents to whole patches, and cut the padding off.
     patch = 1 if model.kind in (TEXT, IMAGE) else model.transformer["patch_size_t"] or 1
@@ -170,6 +185,7 @@ def _check_size(request: Request, model: Model) -> None:
 
 
 def _check_prompt(request: Request, model: Model) -> None:
+    """Raise `RequestError` for a prompt of more tokens than the model takes."""
     from transformers import AutoTokenizer
 
     limit = model.transformer["max_text_seq_length"]
@@ -182,6 +198,7 @@ def _check_prompt(request: Request, model: Model) -> None:
 
 
 def _open_image(path: str) -> Any:
+    """Return an image file as RGB; raise `RequestError` if it cannot be read."""
     from PIL import Image, UnidentifiedImageError
 
     try:
@@ -197,10 +214,10 @@ def load_generator(model: Model, dtype: torch.dtype, mesh: Any, *, with_text: bo
 
     from cogvideox_torchax.pipelines.loading import load_pipeline
 
-    left_out = {} if with_text else {"text_encoder": None, "tokenizer": None}
+    without = {} if with_text else {"text_encoder": None, "tokenizer": None}
     try:
         kind = getattr(diffusers, CLASSES[model.kind])
-        return load_pipeline(model.name, pipeline_class=kind, mesh=mesh, torch_dtype=dtype, **left_out)
+        return load_pipeline(model.name, pipeline_class=kind, mesh=mesh, torch_dtype=dtype, **without)
     except (OSError, ValueError, RuntimeError) as error:
         raise RequestError(f"cannot load {model.name}: {' '.join(str(error).split())[:300]}") from error
 
@@ -255,8 +272,9 @@ class Generation:
         return self._finished(result.frames)
 
     def _arguments(self) -> dict[str, Any]:
+        """Return the arguments of the pipeline's call, but for the prompt's embeddings."""
         request = self.request
-        given: dict[str, Any] = {
+        arguments: dict[str, Any] = {
             "height": request.height,
             "width": request.width,
             "num_inference_steps": request.num_inference_steps,
@@ -264,16 +282,17 @@ class Generation:
             "generator": torch.Generator("cpu").manual_seed(request.seed),
         }
         if self.model.kind in (TEXT, IMAGE):
-            given["num_frames"] = request.frames
+            arguments["num_frames"] = request.frames
         if self.model.kind == IMAGE:
-            given["image"] = _open_image(str(request.image))
+            arguments["image"] = _open_image(str(request.image))
         if self.model.kind == VIDEO:
-            given |= {"video": self._clip(), "strength": request.strength}
+            arguments |= {"video": self._clip(), "strength": request.strength}
         if self.model.kind == CONTROL:
-            given["control_video"] = self._clip()
-        return given
+            arguments["control_video"] = self._clip()
+        return arguments
 
     def _clip(self) -> list[Any]:
+        """Return the frames of the input video as PIL images of the requested size."""
         from PIL import Image
 
         size = video.Framing(self.request.height, self.request.width)
@@ -281,6 +300,7 @@ class Generation:
         return [Image.fromarray(frame[0].permute(1, 2, 0).numpy()) for frame in frames]
 
     def _after_step(self, pipe: Any, step: int, timestep: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Show a step's latents; called by the pipeline, whose variables stay as they are."""
         if self.show is not None:
             self.show(self._unscaled(kwargs["latents"]))
         return {}
@@ -291,12 +311,13 @@ class Generation:
             stages.path_of(self.keep, stages.LATENTS).unlink(missing_ok=True)
 
     def _unscaled(self, latents: torch.Tensor) -> torch.Tensor:
-        """Plain latents, as the VAE takes them."""
+        """Return plain latents, scaled as the VAE takes them."""
         return 1 / self.model.vae["scaling_factor"] * to_torch(latents)
 
     def _finished(self, sampled: torch.Tensor) -> latent_files.Latents:
-        wanted = self.model.latent_frames(self.request.frames)
-        z = self._unscaled(sampled)[:, sampled.shape[1] - wanted :].permute(0, 2, 1, 3, 4)
+        """Return the sampled latents (1, T, C, H, W) as a latent file holds them, without padded frames."""
+        latent_frames = self.model.latent_frames(self.request.frames)
+        z = self._unscaled(sampled)[:, sampled.shape[1] - latent_frames :].permute(0, 2, 1, 3, 4)
         return latent_files.Latents(
             tensor=z.contiguous(),
             config=dict(self.pipe.vae.config),

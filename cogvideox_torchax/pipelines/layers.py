@@ -59,6 +59,10 @@ class AttnProcessor(CogVideoXAttnProcessor2_0):
         attention_mask: torch.Tensor | None = None,
         image_rotary_emb: Any = None,
     ) -> Any:
+        """Return attention's results for patches and text, in one pass over both.
+
+        Diffusers' code runs for plain tensors, cross-attention and masks, which the kernel does not take.
+        """
         if not on_jax(hidden_states) or attention_mask is not None or attn.is_cross_attention:
             return super().__call__(
                 attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb
@@ -82,6 +86,10 @@ class FusedAttnProcessor(FusedCogVideoXAttnProcessor2_0):
         attention_mask: torch.Tensor | None = None,
         image_rotary_emb: Any = None,
     ) -> Any:
+        """Return attention's results for patches and text, in one pass over both.
+
+        Diffusers' code runs for plain tensors and for masks, which the kernel does not take.
+        """
         if not on_jax(hidden_states) or attention_mask is not None:
             return super().__call__(
                 attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb
@@ -92,7 +100,10 @@ class FusedAttnProcessor(FusedCogVideoXAttnProcessor2_0):
 
 
 def _attended(attn: Any, projected: Iterable[torch.Tensor], patches: int, image_rotary_emb: Any) -> Any:
-    """Return what attention gives the patches and the text, of queries, keys and values (N, S, C)."""
+    """Return attention's results for patches and text, from queries, keys and values (N, S, C).
+
+    `image_rotary_emb` is (cos, sin) of the patches, or None.
+    """
     q, k, v = (part.unflatten(-1, (attn.heads, -1)) for part in projected)
     q = q if attn.norm_q is None else attn.norm_q(q)
     k = k if attn.norm_k is None else attn.norm_k(k)
@@ -125,6 +136,7 @@ class PatchEmbed(CogVideoXPatchEmbed):
         )
 
     def _size(self, height: int, width: int, frames: int) -> tuple[int, int, int]:
+        """Return height, width and frames as diffusers compares them: frames as pixels' frames."""
         return height, width, (frames - 1) * self.temporal_compression_ratio + 1
 
     def table_for(self, height: int, width: int, frames: int) -> torch.Tensor | None:
@@ -133,12 +145,13 @@ class PatchEmbed(CogVideoXPatchEmbed):
             return None
         size = (height, width, frames)
         known, table = _TABLES.get(self, (None, None))
-        if known != size:  # another thread may replace it by another size's at any time
+        if known != size:  # other threads may store another size's table at any time
             table = runtime.to_jax(runtime.without_torchax(self._positions, *size))
             _TABLES[self] = size, table
         return table
 
     def _positions(self, height: int, width: int, frames: int) -> torch.Tensor:
+        """Compute the table of positions (1, S, C) on the host, with zeros for the text."""
         patches_TSC = get_3d_sincos_pos_embed(
             self.embed_dim,
             (width // self.patch_size, height // self.patch_size),
@@ -152,7 +165,7 @@ class PatchEmbed(CogVideoXPatchEmbed):
 
     @contextlib.contextmanager
     def using(self, table: torch.Tensor | None) -> Iterator[None]:
-        """While it is open, this module, one of a program's own, adds a table that it is given."""
+        """Run a block in which this module, a program's own, adds `table` in place of its own positions."""
         if table is None:
             yield
             return
@@ -168,4 +181,4 @@ class PatchEmbed(CogVideoXPatchEmbed):
 
 
 _TABLES: MutableMapping[PatchEmbed, tuple[tuple[int, int, int], torch.Tensor]] = WeakKeyDictionary()
-"""The table of the size that each module was last asked for: no part of what it saves or copies."""
+"""The last size and table of each module; kept here, so that they are neither saved nor copied with it."""

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Pipeline = TypeVar("Pipeline")
 
 STEMS = {"transformer": WEIGHTS_STEM, "text_encoder": "model"}
-"""The networks that are fed from their files, and what those are called."""
+"""Networks whose weights are read one at a time, and how the names of their files begin."""
 
 
 @overload
@@ -95,12 +95,12 @@ def load_pipeline(
         raise ModelError(
             f"{directory} holds a {index['_class_name']}: load it by its own class, and port the VAE alone"
         )
-    fed = {
+    networks = {
         part: _fed(directory / part, part, torch_dtype, variant, mesh, parallel)
         for part in STEMS
         if part not in diffusers_options and index.get(part, [None])[0] is not None
     }
-    options = {"torch_dtype": torch_dtype, "variant": variant, **diffusers_options, **fed}
+    options = {"torch_dtype": torch_dtype, "variant": variant, **diffusers_options, **networks}
     pipe = runtime.without_torchax(kind.from_pretrained, directory, **options)
     port_pipeline(pipe, mesh, parallel)
     return pipe
@@ -129,18 +129,18 @@ def _fed(
     mesh: Any,
     parallel: "Parallel | None",
 ) -> Any:
-    """Return a network on its devices, its weights read from their files."""
+    """Return a ported network on its devices, its weights read from their files one at a time."""
     files = weight_files(directory, variant, stem=STEMS[part])
     network = port_network(runtime.without_torchax(_empty, directory, part, dtype))
     if mesh is not None:
         network.place_on(mesh, parallel)
-    whole = getattr(network, "_keep_in_fp32_modules", None) if dtype == torch.float16 else None
+    float32_modules = getattr(network, "_keep_in_fp32_modules", None) if dtype == torch.float16 else None
     missing, unexpected = runtime.feed_weights(
-        network, _cast(read_tensors(files), dtype, tuple(whole or ())), network.put_weight
+        network, _cast(read_tensors(files), dtype, tuple(float32_modules or ())), network.put_weight
     )
-    port_network(network)  # ties again what is one weight under two names
-    left = {name for name, weight in network.named_parameters() if weight.is_meta}
-    check_loading_info({"missing_keys": missing & left, "unexpected_keys": unexpected}, directory)
+    port_network(network)  # ties weights again that have two names
+    without_weight = {name for name, weight in network.named_parameters() if weight.is_meta}
+    check_loading_info({"missing_keys": missing & without_weight, "unexpected_keys": unexpected}, directory)
     network.place()  # its buffers
     return network.eval()
 
@@ -151,7 +151,7 @@ def _empty(directory: Path, part: str, dtype: torch.dtype) -> Any:
     from diffusers.models.transformers.cogvideox_transformer_3d import CogVideoXTransformer3DModel
     from transformers import T5Config, T5EncoderModel
 
-    usual = torch.get_default_dtype()
+    default_dtype = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with init_empty_weights():
@@ -160,13 +160,13 @@ def _empty(directory: Path, part: str, dtype: torch.dtype) -> Any:
             config: Any = CogVideoXTransformer3DModel.load_config(directory)
             return CogVideoXTransformer3DModel.from_config(config)
     finally:
-        torch.set_default_dtype(usual)
+        torch.set_default_dtype(default_dtype)
 
 
 def _cast(
-    tensors: Iterable[tuple[str, np.ndarray]], dtype: torch.dtype, whole: tuple[str, ...]
+    tensors: Iterable[tuple[str, np.ndarray]], dtype: torch.dtype, float32_modules: tuple[str, ...]
 ) -> Iterable[tuple[str, np.ndarray]]:
     """Cast each tensor, to float32 if its module would overflow in float16."""
     for name, tensor in tensors:
-        kept = any(part in whole for part in name.split("."))
-        yield name, tensor.astype(runtime.jax_dtype(torch.float32 if kept else dtype), copy=False)
+        in_float32 = any(part in float32_modules for part in name.split("."))
+        yield name, tensor.astype(runtime.jax_dtype(torch.float32 if in_float32 else dtype), copy=False)

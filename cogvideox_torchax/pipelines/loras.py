@@ -25,7 +25,7 @@ def run_in_pytorch(
 
     Args:
         method: of the network, or of a pipeline.
-        network_of: gives the network that what has the method belongs to.
+        network_of: function from the method's object to the network: itself, or a pipeline's.
     """
 
     @functools.wraps(method)
@@ -45,9 +45,9 @@ def pipeline_methods(kind: Any) -> dict[str, Callable[..., Any]]:
 
 @contextlib.contextmanager
 def _on_host(network: Any) -> Iterator[None]:
-    """While it is open, a network's weights are in PyTorch; then they go back, and what was added with them.
+    """Run a block with a network's weights in PyTorch, then put them back on JAX, added ones too.
 
-    A layer that was added is ported, and the program of the next call is made of it.
+    Added layers are ported, and the next call compiles a program with them.
     """
     if not any(map(runtime.on_jax, network.parameters())):
         yield

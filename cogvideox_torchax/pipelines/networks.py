@@ -73,12 +73,13 @@ class TransformerStep(nn.Module):
         self.joined = takes_sequences(model)
 
     def forward(self, tensors: dict[str, Any], cache: None) -> tuple[torch.Tensor, None]:
-        given = {**tensors, "attention_kwargs": dict(self.options) or None}
+        """Return a step's prediction for its tensors, by name; there is no cache."""
+        arguments = {**tensors, "attention_kwargs": dict(self.options) or None}
         model: Any = self.model
-        with model.patch_embed.using(given.pop("positions", None)):
+        with model.patch_embed.using(arguments.pop("positions", None)):
             if self.joined and self.options.keys() <= {"scale"}:
-                return joined_step(model, **given), cache
-            return DiffusersTransformer.forward(model, **given, return_dict=False)[0], cache
+                return joined_step(model, **arguments), cache
+            return DiffusersTransformer.forward(model, **arguments, return_dict=False)[0], cache
 
 
 class CachedStep(TransformerStep):
@@ -92,7 +93,7 @@ class CachedStep(TransformerStep):
         form: the computation, see `caches`.
     """
 
-    keep_unused = True  # what a whole step does not read would stay alive beside what it gives
+    keep_unused = True  # cached arrays that a full step does not read must be donated, or stay alive
 
     def __init__(
         self, model: DiffusersTransformer, attention_kwargs: dict[str, Any] | None, form: caches.Form
@@ -102,14 +103,15 @@ class CachedStep(TransformerStep):
         self.joined = self.joined and cached_layers.takes_sequences(form)
 
     def forward(self, tensors: dict[str, Any], cache: Any) -> tuple[Any, Any]:
-        given = dict(tensors)
-        numbers = {name: given.pop(name) for name in cached_layers.NUMBERS if name in given}
+        """Return (prediction, scalar for the host) and the arrays for the next step."""
+        inputs = dict(tensors)
+        numbers = {name: inputs.pop(name) for name in cached_layers.NUMBERS if name in inputs}
         reuse = cached_layers.reuse(self.form, cache, numbers)
 
         def run(tensors: dict[str, Any]) -> torch.Tensor:
             return super(CachedStep, self).forward(tensors, None)[0]
 
-        sample = reuse.step(self.model, run, given, self.joined and self.options.keys() <= {"scale"})
+        sample = reuse.step(self.model, run, inputs, self.joined and self.options.keys() <= {"scale"})
         return (sample, reuse.seen), reuse.kept
 
 
@@ -151,7 +153,7 @@ class Compiled(PortedModel):
 
     @property
     def program(self) -> runtime.Program:
-        """The compiled program, for what it counts and for `lower`."""
+        """The compiled program, to read its count of compilations or to `lower` it."""
         return self.program_of(self.network_class(self))
 
     def program_of(self, network: nn.Module) -> runtime.Program:
@@ -165,6 +167,7 @@ class Compiled(PortedModel):
         return self._compile_for(self.network_class(self))
 
     def _compile_for(self, network: nn.Module) -> runtime.Program:
+        """Return a new program of a network, for the mesh if there is one."""
         if self.mesh is None:
             return runtime.Program(network)
         return runtime.Program(network, replace(self.placement, types=self.split_layers(network)))
@@ -217,8 +220,10 @@ class Compiled(PortedModel):
         """
         from cogvideox_torchax.sharding import check_mesh
 
-        keeps = mesh == self._mesh and parallel is None and memory is None
-        chosen = self._parallelism if keeps else parallelism_of(self, check_mesh(mesh), parallel, memory)
+        is_unchanged = mesh == self._mesh and parallel is None and memory is None
+        chosen = (
+            self._parallelism if is_unchanged else parallelism_of(self, check_mesh(mesh), parallel, memory)
+        )
         if (mesh, chosen) != (self._mesh, self._parallelism):
             self._mesh, self._parallelism = mesh, chosen
             runtime.forget_programs(self)
@@ -257,7 +262,7 @@ class CogVideoXTransformer3DModel(Compiled, DiffusersTransformer):
 
     network_class = TransformerStep
     save_pretrained = saved_from_host(DiffusersTransformer.save_pretrained)
-    # What reads or makes weights; scaling and switching a LoRA's adapters does not.
+    # These methods read or make weights; scaling and switching a LoRA's adapters does not.
     fuse_qkv_projections = loras.run_in_pytorch(DiffusersTransformer.fuse_qkv_projections)
     unfuse_qkv_projections = loras.run_in_pytorch(DiffusersTransformer.unfuse_qkv_projections)
     load_lora_adapter = loras.run_in_pytorch(DiffusersTransformer.load_lora_adapter)
@@ -284,6 +289,7 @@ class CogVideoXTransformer3DModel(Compiled, DiffusersTransformer):
             self._warn_without_effect()
 
     def disable_cache(self) -> None:
+        """Disable the cache as diffusers does."""
         super().disable_cache()
         vars(self).pop("_step_cache", None)
 
@@ -294,6 +300,7 @@ class CogVideoXTransformer3DModel(Compiled, DiffusersTransformer):
             self._step_cache = caches.cache_of(hooks)
 
     def _warn_without_effect(self) -> None:
+        """Warn if the enabled cache skips nothing."""
         if self.is_cache_enabled and self._step_cache is None:
             warnings.warn(caches.WITHOUT_EFFECT.format(type(self._cache_config).__name__), stacklevel=3)
 
@@ -304,27 +311,32 @@ class CogVideoXTransformer3DModel(Compiled, DiffusersTransformer):
             yield
 
     def _reset_stateful_cache(self, recurse: bool = True) -> None:
+        """Drop what the cache keeps of earlier steps."""
         super()._reset_stateful_cache(recurse)
         if self._step_cache is not None:
             self._step_cache.reset()
 
     def place(self, mesh: "Mesh | None" = None, parallel: "Parallel | None" = None) -> None:
+        """Put the weights on JAX, and run diffusers' cache, if enabled, as programs."""
         super().place(mesh, parallel)
         self.take_cache()
         self._warn_without_effect()
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
+        """Move or cast as `PortedModel.to`; away from JAX diffusers' cache hooks are put back."""
         moved = super().to(*args, **kwargs)
         if self._step_cache is not None and not runtime.is_on_jax(self):
             upstream.put_hooks(self, vars(self).pop("_step_cache").hooks)
         return moved
 
     def run_program(self, *options: Any, **tensors: Any) -> torch.Tensor:
+        """Return a step's prediction, through the cache if one is enabled."""
         if self._step_cache is None:
             return super().run_program(*options, **tensors)
         return self._step_cache.step(self, functools.partial(CachedStep, self, *options), tensors)
 
     def split_layers(self, network: Any) -> tuple[type[nn.Module], ...]:
+        """Return the module types whose sequences are sharded: with split tokens, joined blocks."""
         if self.parallelism.kind == "tensor":
             return SPLIT_LAYERS
         return (Block,) if network.joined else ()
@@ -340,6 +352,10 @@ class CogVideoXTransformer3DModel(Compiled, DiffusersTransformer):
         attention_kwargs: dict[str, Any] | None = None,
         return_dict: bool = True,
     ) -> Any:
+        """Return diffusers' output for a denoising step: by its own code for plain tensors, else a program.
+
+        On JAX a backward pass raises `ValueError`.
+        """
         if not on_jax(hidden_states):
             return super().forward(
                 hidden_states,
@@ -348,7 +364,7 @@ class CogVideoXTransformer3DModel(Compiled, DiffusersTransformer):
                 timestep_cond=timestep_cond,
                 ofs=ofs,
                 image_rotary_emb=image_rotary_emb,
-                attention_kwargs=attention_kwargs,  # by name: what scales a LoRA looks for it there
+                attention_kwargs=attention_kwargs,  # by name: diffusers' LoRA scaling reads it there
                 return_dict=return_dict,
             )
         frames, _, height, width = hidden_states.shape[1:]
@@ -384,6 +400,7 @@ class T5EncoderModel(Compiled, TransformersT5Encoder):
         inputs_embeds: torch.Tensor | None = None,
         **options: Any,
     ) -> Any:
+        """Return the prompts' encoding: by a program if the weights are on JAX and no option is set."""
         on_torch = not runtime.is_on_jax(self)
         if on_torch or any(value is not None for value in options.values()):
             with contextlib.nullcontext() if on_torch else runtime.active():

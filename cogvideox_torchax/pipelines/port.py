@@ -65,6 +65,7 @@ def port_pipeline(pipe: Any, mesh: Any = None, parallel: Parallel | None = None)
 
 
 def _check(network: Any, mesh: Any, parallel: Parallel | None) -> None:
+    """Raise `ValueError` for a network that cannot be ported, or whose weights the mesh cannot split."""
     kind = type(network)
     if not issubclass(networks.SWAPPED.get(kind, kind), networks.Compiled):
         raise ValueError(
@@ -117,7 +118,7 @@ class PortedPipeline(PicklesAsStock, DiffusionPipeline):
         return self if dtype is None else super().to(dtype)
 
     def enable_model_cpu_offload(self, *args: Any, **kwargs: Any) -> None:
-        """Refused: the weights are on JAX.
+        """Raise `ValueError`: the weights are on JAX.
 
         Raises:
             ValueError: always.
@@ -148,7 +149,7 @@ class PortedPipeline(PicklesAsStock, DiffusionPipeline):
 
         Each chunk goes to the host while the next is computed.
         """
-        self.transformer._reset_stateful_cache()  # what its steps keep would lie beside the decoder's arrays
+        self.transformer._reset_stateful_cache()  # frees the steps' kept arrays for the decoder
         with runtime.active():
             z = 1 / self.vae_scaling_factor_image * latents.permute(0, 2, 1, 3, 4)
         return torch.cat(list(self.vae.decode_stream(z)), dim=2)
@@ -161,6 +162,7 @@ def _ported_class(kind: type) -> type:
 
     @functools.wraps(inherited.__call__)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run the pipeline; the scheduler's watch then raises if the last step was not finite."""
         port_scheduler(self.scheduler)
         if runtime.is_on_jax(self.transformer):
             self.transformer.take_cache()  # `apply_first_block_cache` and its like do not ask the model
@@ -171,8 +173,11 @@ def _ported_class(kind: type) -> type:
 
     @functools.wraps(inherited.check_inputs)
     def check_inputs(self: Any, *args: Any, **kwargs: Any) -> None:
-        given = inspect.signature(inherited.check_inputs).bind(self, *args, **kwargs).arguments
-        check_size(given["height"], given["width"], self.transformer.config, self.vae_scale_factor_spatial)
+        """Check the size against the transformer's patches, then the inputs as diffusers does."""
+        arguments = inspect.signature(inherited.check_inputs).bind(self, *args, **kwargs).arguments
+        check_size(
+            arguments["height"], arguments["width"], self.transformer.config, self.vae_scale_factor_spatial
+        )
         inherited.check_inputs(self, *args, **kwargs)
 
     members = {
@@ -189,11 +194,13 @@ def _ported_class(kind: type) -> type:
 def _own_methods(kind: type) -> list[str]:
     """Return the methods that a pipeline's class adds to diffusers' base, which a user may call directly."""
     bases = kind.__mro__[: kind.__mro__.index(DiffusionPipeline)]
-    names = {name for base in bases for name, found in vars(base).items() if inspect.isfunction(found)}
+    names = {name for base in bases for name, member in vars(base).items() if inspect.isfunction(member)}
     return [name for name in names if not name.startswith("__") and not hasattr(PortedPipeline, name)]
 
 
 def _on_torchax(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method that runs with torchax on."""
+
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
         with runtime.active():
@@ -203,6 +210,7 @@ def _on_torchax(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _beside_the_transformer(pipe: Any, table: torch.Tensor) -> torch.Tensor:
+    """Return a table on JAX if the transformer is there, else unchanged."""
     return runtime.to_jax(table) if runtime.is_on_jax(pipe.transformer) else table
 
 

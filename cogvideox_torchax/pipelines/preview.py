@@ -55,6 +55,7 @@ def fit(vae: Any, *, seed: int = 0) -> LinearPreview:
 
 @torch.no_grad()
 def _fit(vae: Any, seed: int) -> LinearPreview:
+    """Fit the map in PyTorch; see `fit`."""
     generator = torch.Generator().manual_seed(seed)
     patches = torch.rand(PICTURES, 3, PATCHES, PATCHES, generator=generator) * 2 - 1
     pictures = torch.nn.functional.interpolate(patches, (PIXELS, PIXELS), mode="bilinear")
@@ -65,11 +66,12 @@ def _fit(vae: Any, seed: int) -> LinearPreview:
     colors = torch.nn.functional.avg_pool2d(pictures, vae.spatial_compression_ratio).movedim(1, -1)
     fitted = PICTURES * 3 // 4
     weights = torch.linalg.lstsq(features[:fitted].flatten(0, 2), colors[:fitted].flatten(0, 2)).solution
-    missed = (features[fitted:] @ weights - colors[fitted:]).square().mean()
-    return LinearPreview(weights, float(1 - missed / colors[fitted:].var(correction=0)))
+    error = (features[fitted:] @ weights - colors[fitted:]).square().mean()
+    return LinearPreview(weights, float(1 - error / colors[fitted:].var(correction=0)))
 
 
 def _with_ones(features: torch.Tensor) -> torch.Tensor:
+    """Append a feature of ones, for the constant."""
     return torch.cat([features, torch.ones_like(features[..., :1])], dim=-1)
 
 

@@ -52,6 +52,7 @@ class HostScheduler(PicklesAsStock):
     watch: StepLog
 
     def __getstate__(self) -> dict[str, Any]:
+        """Return the attributes without the log."""
         return {name: value for name, value in vars(self).items() if name != "watch"}
 
 
@@ -59,7 +60,7 @@ def port_scheduler(scheduler: Any) -> Any:
     """Give a scheduler the class that keeps its tables on the host and checks its steps; once."""
     if not isinstance(scheduler, HostScheduler):
         scheduler.__class__ = _host_class(type(scheduler))
-    if "watch" not in vars(scheduler):  # one that was made of a ported one's class has none yet either
+    if "watch" not in vars(scheduler):  # nor has a scheduler made from a ported class one yet
         for name, value in vars(scheduler).items():
             if isinstance(value, torch.Tensor):
                 setattr(scheduler, name, runtime.to_torch(value))
@@ -73,6 +74,7 @@ def _host_class(kind: Any) -> type:
 
     @functools.wraps(kind.set_timesteps)
     def set_timesteps(self: Any, *args: Any, **kwargs: Any) -> None:
+        """Set the timesteps on the host, and begin a new log."""
         bound = inspect.signature(kind.set_timesteps).bind(self, *args, **kwargs)
         if "device" in bound.arguments:
             bound.arguments["device"] = "cpu"
@@ -81,13 +83,14 @@ def _host_class(kind: Any) -> type:
 
     @functools.wraps(kind.step)
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        self.watch.check()  # of the step before, while this one's network is running
+        """Take a step on float32 latents, check the step before, and record whether this one is finite."""
+        self.watch.check()  # the step before, while this step's network is running
         bound = inspect.signature(kind.step).bind(self, *args, **kwargs)
         given = bound.arguments
         given["sample"] = _exact(given["sample"], given)
         result = kind.step(*bound.args, **bound.kwargs)
         latents = result[0] if isinstance(result, tuple) else result.prev_sample
-        # Asked now, before the next network is on its way: a device answers in order.
+        # Computed now, before the next network is queued: a device runs in order.
         finite = runtime.all_finite(latents)
         self.watch = replace(
             self.watch,
@@ -99,11 +102,12 @@ def _host_class(kind: Any) -> type:
         return result
 
     def add_noise(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Add noise as the scheduler does, and keep its tables on the host."""
         tables = {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
         try:
             return kind.add_noise(self, *args, **kwargs)
         finally:
-            vars(self).update(tables)  # it moves one of them to the latents' device, for good
+            vars(self).update(tables)  # diffusers moves one of the tables to the latents' device
 
     members = {
         "__module__": kind.__module__,
@@ -119,5 +123,5 @@ def _exact(sample: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:
 
     JAX rounds a Python number to the array's dtype before it multiplies, PyTorch does not.
     """
-    draws = "old_pred_original_sample" in given or bool(given.get("eta"))
-    return sample if draws or sample.dtype == torch.float32 else sample.float()
+    draws_noise = "old_pred_original_sample" in given or bool(given.get("eta"))
+    return sample if draws_noise or sample.dtype == torch.float32 else sample.float()

@@ -41,12 +41,12 @@ class Sequence:
 
     Attributes:
         text: tokens of the prompt, which come first.
-        tokens: of prompt and patches.
-        length: with those that only fill up; no token attends to them.
+        tokens: tokens of prompt and patches.
+        length: tokens with padding, to which no token attends.
         batch: the mesh axis that the videos are split over, or None.
         axes: the mesh axes that the tokens are split over; attention has its heads there.
-        mesh: None where it is no matter of tokens what lies where.
-        shared: the placement where XLA is to split what is done to it; None where each device has its own.
+        mesh: the mesh that tokens are split over; None if they are not.
+        shared: the placement if XLA shards the computation; None if each device runs on local tokens.
     """
 
     text: int
@@ -61,7 +61,7 @@ class Sequence:
     def from_placement(
         cls, placement: "SequencePlacement | None", *, videos: int, text: int, tokens: int
     ) -> "Sequence":
-        """Return the sequences of so many videos, sharded by a placement; whole without one."""
+        """Return the layout of so many videos' sequences, sharded by a placement; whole without one."""
         if placement is None or placement.parallelism.kind == TENSOR:
             parts = placement.mesh.shape["tp"] if placement else 1
             return cls(text, tokens, _filled(tokens, parts), shared=placement)
@@ -80,7 +80,7 @@ class Sequence:
         return math.prod(self.mesh.shape[axis] for axis in self.axes) if self.mesh is not None else 1
 
     def fill_up(self, x_NSC: jax.Array) -> jax.Array:
-        """Pad with zeros behind the last token; sharded over the mesh."""
+        """Return the tokens padded with zeros to `length`, and sharded over the mesh."""
         padded = jnp.pad(x_NSC, ((0, 0), (0, self.length - self.tokens), (0, 0)))
         if self.mesh is None:
             return padded
@@ -119,16 +119,16 @@ class Sequence:
 
         def split(x_NSC: jax.Array, *others: jax.Array, **options: Any) -> jax.Array:
             batch, by_heads = placement.batch_axis(x_NSC.shape[0]), heads % tp == 0
-            own, whole = functools.partial(PartitionSpec, batch), PartitionSpec()
-            tables = whole if by_heads else PartitionSpec("tp", None)
+            batch_spec, replicated = functools.partial(PartitionSpec, batch), PartitionSpec()
+            tables = replicated if by_heads else PartitionSpec("tp", None)
             return jax.shard_map(
                 functools.partial(qk_norm_rope, heads=heads // tp if by_heads else heads, **options),
                 mesh=placement.mesh,
                 in_specs=(
-                    own(None, "tp") if by_heads else own("tp", None),
-                    *(whole if other.ndim == 1 else tables for other in others),
+                    batch_spec(None, "tp") if by_heads else batch_spec("tp", None),
+                    *(replicated if other.ndim == 1 else tables for other in others),
                 ),
-                out_specs=own("tp", None, None) if by_heads else own(None, None, "tp"),
+                out_specs=batch_spec("tp", None, None) if by_heads else batch_spec(None, None, "tp"),
                 check_vma=False,
             )(x_NSC, *others)
 
@@ -144,18 +144,23 @@ class Sequence:
         placement = self.shared
 
         def split(x_NSC: jax.Array, *others: Any) -> jax.Array:
-            own = PartitionSpec(placement.batch_axis(x_NSC.shape[0]))
-            specs = (own if np.ndim(other) == 3 else PartitionSpec() for other in others)
+            """Run the kernel with arrays of three axes split by video, other arrays whole."""
+            batch_spec = PartitionSpec(placement.batch_axis(x_NSC.shape[0]))
+            specs = (batch_spec if np.ndim(other) == 3 else PartitionSpec() for other in others)
             return jax.shard_map(
-                kernel, mesh=placement.mesh, in_specs=(own, *specs), out_specs=own, check_vma=False
+                kernel,
+                mesh=placement.mesh,
+                in_specs=(batch_spec, *specs),
+                out_specs=batch_spec,
+                check_vma=False,
             )(x_NSC, *others)
 
         return split
 
     def first_patch(self) -> Any:
         """Return the index of the first local token that is not text; inside `map_local_tokens`."""
-        own = self.length // self.parts
-        return self.text - (jax.lax.axis_index(self.axes) * own if self.axes else 0)
+        local_tokens = self.length // self.parts
+        return self.text - (jax.lax.axis_index(self.axes) * local_tokens if self.axes else 0)
 
     def to_heads(self, x_PNC: jax.Array, videos: int) -> jax.Array:
         """Exchange all channels of local tokens for all tokens of local channels; inside `map_local_tokens`.
@@ -229,20 +234,22 @@ class SequencePlacement(MeshPlace):
         return PartitionSpec(self.batch_axis(shape[0]), *tokens, *rest)
 
     def compiler_options(self) -> dict[str, str]:
+        """Return XLA's options for a program over the mesh."""
         # Let a TPU compute while tokens are exchanged for heads; by default it waits.
         on_tpu = self.mesh.devices.flat[0].platform == "tpu"
         return {"xla_tpu_enable_async_all_to_all": "true"} if on_tpu else {}
 
     def trace(self, run: Callable[..., Any], inputs: Any, cache: Any) -> Any:
-        # The attention kernel asks for it: a kernel has to be split by hand.
+        """Return `run(inputs, cache)`, (result, cache), in a program, with the results' shardings."""
+        # The attention kernel reads the mesh: it splits itself, as XLA cannot split a kernel.
         with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
             result, cache = run(inputs, cache)
         return jax.lax.with_sharding_constraint(result, self.replicated), jax.tree.map(
-            lambda kept: jax.lax.with_sharding_constraint(kept, self._kept(kept.shape)), cache
+            lambda part: jax.lax.with_sharding_constraint(part, self._kept(part.shape)), cache
         )
 
     def _kept(self, shape: tuple[int, ...]) -> NamedSharding:
-        """Return where an array lies that one step keeps for the next: sequences as the layers have them."""
+        """Return the sharding of an array that a step keeps for the next: sequences as layers have them."""
         spec = self.spec(shape) if len(shape) == 3 else PartitionSpec()
         divides = all(size % parts == 0 for size, parts in zip(shape, self.parts(spec), strict=False))
         return NamedSharding(self.mesh, spec if divides else PartitionSpec())
@@ -251,6 +258,10 @@ class SequencePlacement(MeshPlace):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self._kept(shape))
 
     def watching(self, network: nn.Module) -> contextlib.AbstractContextManager[Any]:
+        """Return a context in which a network's layers have their sequences constrained to the sharding.
+
+        With "tensor", linear layers are told whether their inputs' channels are split.
+        """
         self.layers.clear()
         if self.parallelism.kind == TENSOR:
             for name, module in network.named_modules():
@@ -271,9 +282,10 @@ class SequencePlacement(MeshPlace):
         return tuple(self._split(name, part) for part in value) if isinstance(value, tuple) else value
 
     def weight(self, name: str, array: Any) -> jax.Array:
+        """Return a weight with its sharding, moved if it has another."""
         wanted = weight_sharding(self.mesh, name, array.shape, self.parallelism)
-        lies = array.sharding.is_equivalent_to(wanted, array.ndim)
-        return array if lies else put_weight(self.mesh, name, array, self.parallelism)
+        is_placed = array.sharding.is_equivalent_to(wanted, array.ndim)
+        return array if is_placed else put_weight(self.mesh, name, array, self.parallelism)
 
     def weight_struct(self, name: str, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
         sharding = weight_sharding(self.mesh, name, shape, self.parallelism)

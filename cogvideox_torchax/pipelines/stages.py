@@ -1,7 +1,7 @@
 """The stages of a generation as files: embeddings of the prompt, and the final latents.
 
-Each is a safetensors file that says what was asked for and of which model, is whole or not there at all, and
-is enough to take the generation up from.
+Each is a safetensors file that holds the request and the model's fingerprint, is written whole or not at all,
+and is enough to resume the generation from.
 """
 
 import hashlib
@@ -64,6 +64,7 @@ class Request:
 
     @classmethod
     def names(cls) -> list[str]:
+        """Return the names of the fields."""
         return [field.name for field in fields(cls)]
 
 
@@ -111,12 +112,12 @@ def requested(options: dict[str, Any], size: tuple[int, int, int], text: Stage |
     fixed = {} if text is None else {name: getattr(text.request, name) for name in OF_TEXT}
     for name, value in fixed.items():
         if given.get(name, value) != value:
-            said = f"the stage was made with {option(name)} {value!r}, got {given[name]!r}"
-            raise ValueError(f"{said}: leave {option(name)} out")
+            conflict = f"the stage was made with {option(name)} {value!r}, got {given[name]!r}"
+            raise ValueError(f"{conflict}: leave {option(name)} out")
     if "prompt" not in {**given, **fixed}:
         raise ValueError("generate needs --prompt")
-    own = dict(zip(("frames", "height", "width"), size, strict=True))
-    request = Request(**{**DEFAULTS, **own, **given, **fixed})
+    sizes = dict(zip(("frames", "height", "width"), size, strict=True))
+    request = Request(**{**DEFAULTS, **sizes, **given, **fixed})
     guided = request.guidance_scale > 1
     if text is not None and guided != ("negative_prompt_embeds" in text.tensors):
         raise ValueError(
@@ -127,6 +128,7 @@ def requested(options: dict[str, Any], size: tuple[int, int, int], text: Stage |
 
 
 def path_of(directory: str | Path, name: str) -> Path:
+    """Return the file of a stage in a directory."""
     return Path(directory) / f"{name}.safetensors"
 
 
