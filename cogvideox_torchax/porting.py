@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Portable = TypeVar("Portable")
 
-# At import: who turns torchax on by hand and then loads has called nothing of this package yet.
+# At import: a user who turns torchax on by hand and then loads has called nothing of this package yet.
 wrap_from_pretrained(without_torchax)
 
 
@@ -94,7 +94,7 @@ def port(
 
 
 def _is_pipeline(candidate: Any) -> bool:
-    """Return whether it is one of diffusers' CogVideoX pipelines, which are ported whole."""
+    """Return whether an object is one of diffusers' CogVideoX pipelines, which are ported whole."""
     if isinstance(candidate, nn.Module) or importlib.util.find_spec("transformers") is None:
         return False
     from cogvideox_torchax.pipelines.port import is_pipeline

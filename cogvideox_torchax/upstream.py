@@ -46,7 +46,7 @@ def torchax_is_on() -> bool:
 
 @contextlib.contextmanager
 def torchax_off() -> Iterator[None]:
-    """While it is open, torchax's modes are off this thread's stacks, wherever they lie between others.
+    """Take torchax's modes off this thread's stacks for the block, wherever they lie between others.
 
     Needs torch's stacks of function modes and of dispatch modes, which have no public way to take one off
     that is not the last.
@@ -80,7 +80,7 @@ def torchax_off() -> Iterator[None]:
 
 
 def replace_array(tensor: Any, move: Callable[[Any], Any]) -> Any:
-    """Replace the array of a torchax tensor by `move` of it; the tensor stays the same object.
+    """Replace the array of a torchax tensor by `move(array)`; the tensor stays the same object.
 
     Needs `apply_jax_` of torchax's tensors: a parameter stays the object that it is, which no public function
     of `torchax.interop` gives.
@@ -205,7 +205,7 @@ def parts_for(pipeline_class: Any, pipeline: Any) -> dict[str, Any]:
 def rotary_tables(pipeline_class: Any, move: Callable[[Any, Any], Any]) -> dict[str, Any]:
     """Return, by its name, the method that computes a pipeline's rotary tables on the host.
 
-    The pipeline gets `move(pipeline, table)` of each.
+    `move(pipeline, table)` puts each table where the pipeline takes it.
 
     Needs diffusers' CogVideoX pipelines to take them from this method, a table of cosines and one of sines.
     On JAX they would be computed from angles in float32, where the reference has float64, by many small
@@ -241,7 +241,7 @@ COMPILED_CALL = "_compiled_call_impl"
 
 
 def is_offloaded(network: Any) -> bool:
-    """Return whether accelerate moves a network's weights to and fro. Needs accelerate's mark on it."""
+    """Return whether accelerate moves a network's weights between devices. Needs its `_hf_hook` there."""
     return hasattr(network, "_hf_hook")
 
 
@@ -303,7 +303,7 @@ def take_hooks(model: Any) -> list[Hooked]:
 
 
 def put_hooks(model: Any, hooks: list[Hooked]) -> None:
-    """Give a model back the hooks of `take_hooks`."""
+    """Give a model its hooks back, as `take_hooks` returned them."""
     from diffusers.hooks.hooks import HookRegistry
 
     for each in hooks:
@@ -327,9 +327,9 @@ def call_hook(hook: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any)
 
 
 def calibrated(hook: Any, note: Callable[[Any, Any], None]) -> Any:
-    """Return the hook of MagCache's last block; `note(state, residual)` then finds a step's ratio.
+    """Return the hook of MagCache's last block, which then calls `note(state, residual)` at each step.
 
-    Needs the hook's own method for it.
+    `note` takes the place of the method that computes a step's ratio. Needs that method.
     """
     _part("diffusers", type(hook), "_perform_calibration_step")
     hook._perform_calibration_step = note

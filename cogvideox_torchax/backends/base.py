@@ -84,22 +84,22 @@ class Backend(abc.ABC):
     # Chunk by chunk
 
     def chunks(self, kind: Direction, x: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Yield the results of a video's chunks, left where they are computed."""
+        """Yield the results of a video's chunks, left on the device that computed them."""
         from cogvideox_torchax.vae.streaming import frames_of_chunks  # imports JAX, which the list does not
 
         return self.vae.results(kind, frames_of_chunks(self.vae, kind, self.put(x)))
 
     @abc.abstractmethod
     def recorder(self, kind: Direction, wanted: Callable[[str], Any]) -> Recorder:
-        """Return a pass over a video that records the layers whose names are `wanted`."""
+        """Return a pass over a video: a function of a chunk to the outputs of layers named in `wanted`."""
 
     @property
     def program_counts(self) -> dict[str, int]:
-        """Number of compiled programs for each half; empty if the backend does not count."""
+        """Number of compiled programs for each direction; empty if the backend does not count."""
         return {}
 
     def put(self, x: torch.Tensor) -> torch.Tensor:
-        """Put a plain tensor where the model takes it."""
+        """Put a plain tensor on the device that the model takes it on."""
         return x
 
     def wait(self, chunk: torch.Tensor) -> torch.Tensor:

@@ -29,6 +29,7 @@ class Torch(Backend):
         return "cpu"
 
     def _network(self, kind: Direction) -> Any:
+        """Return the network that computes one chunk of a direction."""
         return chunk_network(self.vae, kind)
 
     def chunks(self, kind: Direction, x: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -39,6 +39,7 @@ class Torchax(Backend):
         return runtime.to_jax(x)
 
     def _begin(self, name: str, network: nn.Module) -> Callable[[Any], Any]:
+        """Begin a video: return a function of a chunk, compiled and kept by `name`; it carries the cache."""
         program = runtime.programs_of(self.vae).get(name, network, runtime.Program)
         return program.begin(program.weights(network))
 

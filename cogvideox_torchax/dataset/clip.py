@@ -119,13 +119,17 @@ class Recipe:
             raise ClipError("got buckets and frames, a height, a width or a crop: buckets say all of them")
 
     def fixed_settings(self, model_sha256: str) -> dict[str, Any]:
-        """Return all that the latents depend on: a run that resumes another one's work has to agree in it."""
-        passing = ("model", "backend", "dp", "tp")
-        said = {name: value for name, value in asdict(self).items() if name not in passing}
-        return {**said, "model_sha256": model_sha256}
+        """Return the settings that the latents depend on: a run that resumes another must have the same.
+
+        Backend and mesh are left out: they change results by rounding alone, so a run may be resumed on other
+        devices. The model counts by its hash, wherever its files lie.
+        """
+        not_fixed = ("model", "backend", "dp", "tp")
+        settings = {name: value for name, value in asdict(self).items() if name not in not_fixed}
+        return {**settings, "model_sha256": model_sha256}
 
     def load(self) -> Any:
-        """Return the model, on its devices."""
+        """Return the VAE, loaded on its backend and placed on the mesh."""
         mesh = None
         if self.dp or self.tp:
             import jax
@@ -142,11 +146,11 @@ class DecodedClip:
     """The part of a clip that is encoded.
 
     Attributes:
-        clip, info: what it is.
-        framing, num_frames: which part, in which size.
+        clip, info: the clip, and the properties of its file.
+        framing, num_frames: the size to bring frames to, and how many of the first frames are taken.
         frames: uint8 (1, 3, T, H, W); None for one that is read while it is encoded.
-        sha256: of the file; "" where nobody asks for it.
-        stamp: of the file, before anything of it was read.
+        sha256: of the file; "" where it was not computed.
+        stamp: the file's size and time of change, before it was read; None for bytes.
     """
 
     clip: Clip
@@ -158,7 +162,7 @@ class DecodedClip:
     stamp: tuple[int, int] | None = None
 
     def check(self) -> None:
-        """Raise `ClipError` where the file is not any more what it was."""
+        """Raise `ClipError` where the file was changed since `stamp` was taken."""
         if _stamp(self.clip.source) != self.stamp:
             raise ClipError(f"{self.info.path} was changed while it was read: run again when it is complete")
 
@@ -174,7 +178,8 @@ def select_part(clip: Clip, recipe: "Recipe", scale: int) -> DecodedClip:
     """Return the part of a clip that a recipe takes, unread, its sides multiples of `scale` pixels.
 
     Raises:
-        VideoError, ClipError: a clip that cannot be read, or not in a size that is wanted.
+        VideoError: a video that cannot be read.
+        ClipError: a clip with fewer frames or of another size than the recipe asks for.
     """
     stamp, info = _stamp(clip.source), video.probe(clip.source)
     if recipe.buckets:
@@ -202,8 +207,8 @@ class _ClipUnit:
         recipe: which model, and what is made.
         say: receives messages for a user.
         vae: the model, where it is loaded already.
-        fetch: brings what a chunk gives to the host.
-        follow: gives a clip's chunks on, of so many, in one direction, for a bar.
+        fetch: brings a chunk's result to the host.
+        follow: wraps a clip's chunks in a bar, given their number and the direction's name.
     """
 
     def __init__(
@@ -215,6 +220,7 @@ class _ClipUnit:
         fetch: Callable[[torch.Tensor], torch.Tensor] = runtime.to_torch,
         follow: Callable[[Chunks, int, str], Chunks] | None = None,
     ):
+        """Keep the settings; the model is loaded when it is first needed."""
         self.recipe = recipe
         self._say = say
         self._vae = vae
@@ -224,7 +230,8 @@ class _ClipUnit:
 
     @property
     def vae(self) -> Any:
-        with _LOADING:  # threads that read ask for it, too
+        """The model, loaded on first use."""
+        with _LOADING:  # threads that read clips ask for the model, too
             if self._vae is None:
                 self._vae = self.recipe.load()
             return self._vae
@@ -242,14 +249,14 @@ class _ClipUnit:
     def _in_tiles(
         self, direction: Direction, size: tuple[int, int], frames: int, start: Callable[[], Chunks], name: str
     ) -> Chunks:
-        """Yield the chunks of a clip, in tiles where those are asked for or memory runs out.
+        """Yield the results of a clip's chunks, in tiles where those are asked for or memory runs out.
 
         Args:
             direction: ENCODE or DECODE.
             size: height and width in pixels.
-            frames: that are encoded, or latent ones that are decoded.
-            start: begins the clip.
-            name: of the clip; "" for one by itself.
+            frames: the number of frames to encode, or of latent frames to decode.
+            start: returns the results from the first chunk on; called again where memory ran out.
+            name: the clip's id; "" for a clip by itself.
         """
         chosen = memory.set_tiles(self.vae, self.recipe.tiling, direction, *size, frames)
         if chosen:
@@ -267,7 +274,7 @@ class EncodeClip(_ClipUnit):
     """Encodes clips: `EncodeClip(recipe)(clip)`; equal clips give equal latents, whatever came before.
 
     A program is compiled for each picture size and length of a chunk, once. `read` and `encode` are the two
-    halves of a call, for a loop that reads the next clip while one is computed; any thread may read.
+    steps of a call, for a loop that reads the next clip while one is computed; any thread may read.
     """
 
     def __call__(self, clip: Clip) -> Latents:
@@ -279,14 +286,14 @@ class EncodeClip(_ClipUnit):
         return self.encode(self.read(clip))
 
     def read(self, clip: Clip) -> DecodedClip:
-        """Read a clip, in the size in which it is encoded; raise as a call does."""
-        found = select_part(clip, self.recipe, self.vae.spatial_compression_ratio)
+        """Read a clip, in the size in which it is encoded; raise as `__call__` does."""
+        part = select_part(clip, self.recipe, self.vae.spatial_compression_ratio)
         with io.BytesIO(clip.source) if isinstance(clip.source, bytes) else open(clip.source, "rb") as file:
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         frames = None
-        if 3 * found.num_frames * found.framing.height * found.framing.width <= AHEAD_BYTES:
-            frames = torch.stack(list(found.stream()), dim=2)
-        return replace(found, frames=frames, sha256=sha256)
+        if 3 * part.num_frames * part.framing.height * part.framing.width <= AHEAD_BYTES:
+            frames = torch.stack(list(part.stream()), dim=2)
+        return replace(part, frames=frames, sha256=sha256)
 
     def check(self) -> None:
         """Raise `ClipError` or `SizeError` for a recipe by which this model can encode no clip."""
@@ -301,7 +308,7 @@ class EncodeClip(_ClipUnit):
                 )
 
     def encode(self, decoded: DecodedClip) -> Latents:
-        """Return the latents of a clip that was read; without an id their `about` is empty."""
+        """Return the latents of a clip that was read; their `about` is empty for a clip without an id."""
         recipe, vae, framing = self.recipe, self.vae, decoded.framing
         size, kept = (framing.height, framing.width), {}
         with memory.tiles_put_back(vae):
@@ -324,7 +331,10 @@ class EncodeClip(_ClipUnit):
         )
 
     def pieces(self, decoded: DecodedClip) -> Iterator[dict[str, torch.Tensor]]:
-        """Yield the tensors to keep of each chunk's posterior, by their names in a latent file."""
+        """Yield the tensors to keep of each chunk's posterior, by their names in a latent file.
+
+        Samples are drawn from a seed that depends on the recipe's and on the clip's id, not on other clips.
+        """
         recipe, name = self.recipe, decoded.clip.id
         seed = zlib.crc32(f"{recipe.seed} {name}".encode()) if name else recipe.seed
         generator = torch.Generator("cpu").manual_seed(seed)
@@ -332,6 +342,7 @@ class EncodeClip(_ClipUnit):
             yield {tensor: take(posterior, generator) for tensor, take in KEEP[recipe.keep].items()}
 
     def _about(self, decoded: DecodedClip) -> dict[str, Any]:
+        """Return what a data set's latent file says of its clip: caption, sizes, tiles and hashes."""
         tile = memory.tile_of(self.vae)
         return {
             "id": decoded.clip.id,
@@ -355,7 +366,7 @@ class DecodeClip(_ClipUnit):
         return torch.cat(list(self.stream(latents)), dim=2)
 
     def check(self, latents: Latents) -> None:
-        """Raise `LatentsError` for another model's latents, `SizeError` for tiles that it cannot take."""
+        """Raise `LatentsError` for another model's latents, `SizeError` for tiles that do not fit it."""
         memory.check_tiling(self.recipe.tiling, self.vae.spatial_compression_ratio)
         latents.check_model(self.vae.config)
 
@@ -371,8 +382,8 @@ class DecodeClip(_ClipUnit):
         """Yield the frames of latents that come in pieces.
 
         Args:
-            start: begins the latents (1, C, t, h, w).
-            shape: of all of them: frames, rows, columns.
+            start: returns the latents (1, C, t, h, w), from the first on; called again where memory ran out.
+            shape: of all latents together: frames, rows, columns.
         """
         vae, frames = self.vae, shape[0]
         size = shape[1] * vae.spatial_compression_ratio, shape[2] * vae.spatial_compression_ratio
@@ -385,14 +396,14 @@ class DecodeClip(_ClipUnit):
 
 
 def choose(buckets: Sequence[Bucket], info: video.VideoInfo, frames: int | None = None) -> Bucket:
-    """Return a video's bucket: of those whose frames it has the nearest in shape.
+    """Return the bucket of a video: the nearest in shape of those whose number of frames it has.
 
-    Of equal ones it is the longest, and then the one with the most pixels.
+    Of equally near ones it is the longest, and then the one with the most pixels.
 
     Args:
         buckets: to choose from.
         info: of the video.
-        frames: how many of it may be taken; all where None.
+        frames: how many of its frames may be taken; all where None.
 
     Raises:
         ClipError: a video shorter than every bucket.
@@ -404,8 +415,8 @@ def choose(buckets: Sequence[Bucket], info: video.VideoInfo, frames: int | None 
         raise ClipError(f"{info.path} has {frames} frames, the shortest bucket {shortest}")
 
     def rank(bucket: Bucket) -> tuple[float, int, int]:
-        off = abs(math.log(bucket.width / bucket.height / float(info.shape)))
-        return round(off, 6), -bucket.frames, -bucket.height * bucket.width
+        distance = abs(math.log(bucket.width / bucket.height / float(info.shape)))
+        return round(distance, 6), -bucket.frames, -bucket.height * bucket.width
 
     return min(fitting, key=rank)
 
@@ -413,19 +424,20 @@ def choose(buckets: Sequence[Bucket], info: video.VideoInfo, frames: int | None 
 def model_sha256(vae: Any) -> str:
     """Return a hash of a model's config, its weights and their dtype."""
     shaping = {name: vae.config.get(name) for name in latent_files.SHAPING_FIELDS}
-    found = hashlib.sha256(json.dumps(shaping, sort_keys=True).encode())
+    digest = hashlib.sha256(json.dumps(shaping, sort_keys=True).encode())
     for name, value in sorted(vae.state_dict().items()):
         plain = runtime.without_torchax(lambda value=value: _bytes(runtime.to_torch(value)))
-        found.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
-        found.update(plain)
-    return found.hexdigest()
+        digest.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
+        digest.update(plain)
+    return digest.hexdigest()
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:
+    """Return the bytes of a tensor's numbers, of any dtype."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def _stamp(source: video.Source) -> tuple[int, int] | None:
     """Return a file's size and the time of its last change; None where there is no file."""
-    found = None if isinstance(source, bytes) or not Path(source).is_file() else Path(source).stat()
-    return found and (found.st_size, found.st_mtime_ns)
+    status = None if isinstance(source, bytes) or not Path(source).is_file() else Path(source).stat()
+    return status and (status.st_size, status.st_mtime_ns)

@@ -41,10 +41,16 @@ class VideoDirectory(OutputDirectory):
         *,
         retry: bool = False,
     ):
+        """Take this process's shards; `with` finds what is missing."""
         super().__init__(directory, share)
         self._shards, self._fps, self._retry = shards[self.share.index :: self.share.count], fps, retry
 
     def _scan(self) -> None:
+        """Find out which clips have a video, which are noted as bad and which are missing.
+
+        Raises:
+            OutputError: videos of these names are there, but no recipe: this program did not make them.
+        """
         written = list(lines(self.directory, self.NAME))
         noted = {line["id"]: line["error"] for line in written if line["kind"] == BAD and not self._retry}
         self._readers: dict[str, Callable[[], Latents]] = {}
@@ -56,7 +62,7 @@ class VideoDirectory(OutputDirectory):
             else:
                 self._readers[name] = read
         self.missing = list(self._readers)
-        # Whoever makes a video has written down its recipe before.
+        # A run writes its recipe before its first video.
         if not self._load_state(None) and self.done_before:
             raise OutputError(
                 f"{self.directory} holds videos of these names that were not decoded there: give another "
@@ -64,19 +70,22 @@ class VideoDirectory(OutputDirectory):
             )
 
     def _owned(self) -> Iterator[formats.Entry]:
-        """Yield the clips whose video can have its place; note the others, and shards that cannot be read."""
-        found: list[tuple[Path, Any, Callable[[], Latents]]] = []
+        """Yield the entries of the shards, but for those whose video cannot be written; note these as bad.
+
+        Of clips with one path the first owns it. A shard that cannot be read is noted, too.
+        """
+        shard_entries: list[tuple[Path, Any, Callable[[], Latents]]] = []
         for shard in self._shards:
             try:
-                found += [(shard, *entry) for entry in formats.entries(shard)]
+                shard_entries += [(shard, *entry) for entry in formats.entries(shard)]
             except LatentsError as error:
                 self.bad[shard.name] = str(error)
         listed = self.directory / self.LIST
         owners: dict[Path, tuple[Any, Path]] = {listed: ("", listed)}
-        for shard, name, _ in found:
+        for shard, name, _ in shard_entries:
             if isinstance(name, str):
                 owners.setdefault(self._path(name), (name, shard))
-        for shard, name, read in found:
+        for shard, name, read in shard_entries:
             try:
                 check_id(name)
                 check_file(name, self._path(name), self.directory, owners)
@@ -88,20 +97,24 @@ class VideoDirectory(OutputDirectory):
                 self.bad[str(name)] = f"{shard}: {error}"
 
     def _path(self, name: str) -> Path:
+        """Return the path of a clip's video; an id may end in .mp4 already."""
         return self.directory / f"{name.removesuffix('.mp4')}.mp4"
 
     def begin(self, recipe: dict[str, Any], **state: Any) -> None:
         super().begin({**recipe, "fps": None if self._fps is None else str(self._fps)}, **state)
 
     def first(self) -> Latents | None:
-        """Return the first missing clip's latents that can be read; None where there are none."""
+        """Return the latents of the first missing clip that can be read; None where there is none."""
         for name in self.missing:
-            with contextlib.suppress(*loop.IN_READING):  # what `work` finds again, and refuses
+            with contextlib.suppress(*loop.IN_READING):  # `work` meets the error again and notes it
                 return self._readers[name]()
         return None
 
     def work(self, unit: DecodeClip, *, readers: int) -> Iterator[loop.Step]:
-        """Decode what is missing; frames are written as they come, so a clip may be of any length."""
+        """Decode the clips whose video is missing; yield each one's outcome.
+
+        Frames are written as they come, so a clip may be of any length.
+        """
 
         def compute(given: tuple[str, Latents]) -> dict[str, Any]:
             name, latents = given

@@ -51,11 +51,11 @@ def write(kind: str, members: Sequence[tuple[int, Path]], path: Path) -> None:
 
 
 Entry = tuple[str, Callable[[], Latents]]
-"""A clip's id, and what reads all that was kept of it."""
+"""A clip's id, and the function that reads its latents."""
 
 
 def entries(path: Path) -> list[Entry]:
-    """Return the clips of a shard, or the one of a latent file; nothing but their names is read yet.
+    """Return the clips of a shard, or the one of a latent file; of each only its id is read yet.
 
     Raises:
         LatentsError: a file that is truncated, or no such shard; reading a clip may raise it too.
@@ -70,6 +70,7 @@ def entries(path: Path) -> list[Entry]:
 
 
 def _read(name: str, read: Callable[[], Latents]) -> Latents:
+    """Return a clip's latents; `LatentsError` names it where they are broken or of several videos."""
     with _refusing(name):
         latents = read()
     if len(latents.tensor) != 1:
@@ -79,7 +80,7 @@ def _read(name: str, read: Callable[[], Latents]) -> Latents:
 
 @contextlib.contextmanager
 def _refusing(name: str | Path) -> Iterator[None]:
-    """Raise `LatentsError` for every error that readers raise at a broken file."""
+    """Raise `LatentsError`, which names the file, in place of any error that a broken file causes."""
     try:
         yield
     except LatentsError:
@@ -105,9 +106,9 @@ def pyarrow() -> Any:
 
 
 def _schema(arrow: Any) -> Any:
-    """Return the columns that FastVideo's loader reads, then ours.
+    """Return the columns of a Parquet shard: those that FastVideo's loader reads, then ours.
 
-    Theirs are for text to video, in `fastvideo/dataset/dataloader/schema.py`.
+    FastVideo's are those for text to video, in `fastvideo/dataset/dataloader/schema.py`.
     """
     text, count, numbers, data = arrow.string(), arrow.int64(), arrow.list_(arrow.int64()), arrow.binary()
     tensor = lambda name: [(f"{name}_bytes", data), (f"{name}_shape", numbers), (f"{name}_dtype", text)]  # noqa: E731
@@ -132,21 +133,23 @@ def _schema(arrow: Any) -> Any:
 
 
 def _write_parquet(members: Sequence[tuple[int, Path]], path: Path) -> None:
+    """Write latent files as rows of a Parquet file; the numbers of clips are not written."""
     arrow = pyarrow()
     schema = _schema(arrow)
     # Latents hardly compress; the zeros in place of a text do.
     packed = {name: "zstd" if name.startswith("text_") else "none" for name in schema.names}
     with arrow.parquet.ParquetWriter(path, schema, compression=packed) as writer:
-        for _, file in members:  # each a row group of its own, so that a reader need not hold several
+        for _, file in members:  # a row group for each, so that a reader need not hold several
             writer.write_table(arrow.Table.from_pylist([_row(file)], schema=schema))
 
 
 def _row(file: Path) -> dict[str, Any]:
+    """Return a latent file's tensors and fields as a row, by the columns of `_schema`."""
     latents = latent_files.load(file)
     about, described = latents.about, {"latents": latents.metadata(), "dtype": str(latents.tensor.dtype)}
     row: dict[str, Any] = {
         "id": about["id"],
-        # As FastVideo's loaders have a text that is dropped: an empty one does not fit their shapes.
+        # Zeros, as FastVideo's loaders have a text that is dropped: its shape has to be a text's.
         "text_embedding_bytes": np.zeros(TEXT_SHAPE, np.float32).tobytes(),
         "text_embedding_shape": list(TEXT_SHAPE),
         "text_embedding_dtype": "float32",
@@ -158,22 +161,24 @@ def _row(file: Path) -> dict[str, Any]:
         "num_frames": latents.num_frames,
         "duration_sec": float(latents.num_frames / latents.fps),
         "fps": float(latents.fps),
-        # What no column says: the model's config, the rate as a fraction, the hashes.
+        # Fields without a column: the model's config, the rate as a fraction, the hashes.
         "about": json.dumps(described, sort_keys=True),
     }
     for name, tensor in latents.tensors.items():
         # NumPy, and so every reader, has no bfloat16.
         array = without_torchax(lambda tensor=tensor: tensor[0].float().contiguous().numpy())
-        of_array = {"bytes": array.tobytes(), "shape": list(array.shape), "dtype": "float32"}
-        row |= {f"{COLUMNS[name]}_{part}": value for part, value in of_array.items()}
+        fields = {"bytes": array.tobytes(), "shape": list(array.shape), "dtype": "float32"}
+        row |= {f"{COLUMNS[name]}_{part}": value for part, value in fields.items()}
     return row
 
 
 def _latent_file(path: Path) -> list[Entry]:
+    """Return the only entry of a latent file."""
     return [(latent_files.about(path).get("id", path.stem), functools.partial(latent_files.load, path))]
 
 
 def _parquet_entries(path: Path) -> list[Entry]:
+    """Return the entries of a Parquet shard, one a row."""
     with pyarrow().parquet.ParquetFile(path) as file:
         return [
             (name, functools.partial(_parquet_latents, path, group, offset, name))
@@ -183,7 +188,14 @@ def _parquet_entries(path: Path) -> list[Entry]:
 
 
 def _parquet_latents(path: Path, group: int, offset: int, name: Any) -> Latents:
-    """Return the latents of a row, by its row group and its place there, whose id has to be `name`."""
+    """Return the latents of one row.
+
+    Args:
+        path: of the shard.
+        group: the row's group.
+        offset: its place in the group.
+        name: the id that it has to have, as the file may have been replaced.
+    """
     columns = [
         "id",
         "about",
@@ -198,6 +210,7 @@ def _parquet_latents(path: Path, group: int, offset: int, name: Any) -> Latents:
 
 
 def _latents_of_row(path: Path, row: dict[str, Any]) -> Latents:
+    """Return the latents of a row that `_row` made, in the dtype that they were encoded in."""
     about = reports.parse(row["about"])
     dtype = DTYPES[about["dtype"]]
     tensors = {}
@@ -212,6 +225,7 @@ def _latents_of_row(path: Path, row: dict[str, Any]) -> Latents:
 
 
 def _write_tar(members: Sequence[tuple[int, Path]], path: Path) -> None:
+    """Write latent files as a WebDataset tar: for each clip a .json, its .safetensors and a .txt caption."""
     with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
         for index, file in members:
             data = file.read_bytes()
@@ -223,12 +237,14 @@ def _write_tar(members: Sequence[tuple[int, Path]], path: Path) -> None:
 
 
 def _add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
+    """Add a file to a tar, with nothing that differs from run to run."""
     entry = tarfile.TarInfo(name)
     entry.size, entry.mode = len(data), 0o644
     tar.addfile(entry, io.BytesIO(data))
 
 
 def _tar_entries(path: Path) -> list[Entry]:
+    """Return the entries of a WebDataset tar, by the ids in its .json files."""
     with tarfile.open(path, "r:") as tar:
         members = {entry.name: entry for entry in tar if entry.isfile()}
         end = tar.offset
@@ -247,11 +263,11 @@ def _tar_entries(path: Path) -> list[Entry]:
         with _refusing(f"{path}, {stem}.json"):
             return reports.parse(read(f"{stem}.json"))["id"] if f"{stem}.json" in members else stem
 
-    found: list[Entry] = []
+    tar_entries: list[Entry] = []
     for name in (name for name in members if name.endswith(SUFFIXES[SAFETENSORS])):
         stem = Path(name).stem
         try:
-            found.append((id_of(stem), functools.partial(latents, name)))
+            tar_entries.append((id_of(stem), functools.partial(latents, name)))
         except LatentsError:  # reading the clip raises it again
-            found.append((name, functools.partial(id_of, stem)))
-    return found
+            tar_entries.append((name, functools.partial(id_of, stem)))
+    return tar_entries

@@ -44,7 +44,14 @@ IN_READING = (*CLIPS_OWN, OSError)
 def attempt(
     step: Callable[[Any], Any], given: Any, errors: tuple[type[Exception], ...]
 ) -> tuple[Any, str | None]:
-    """Return what a step makes of its input, and why it could not; raise what is no fault of the input."""
+    """Return a step's result and None, or None and why it failed, where its input is to blame.
+
+    Args:
+        step: the function.
+        given: its input.
+        errors: those that the input is to blame for. An `OutputError`, and a `RuntimeError` for anything but
+            memory, are raised all the same.
+    """
     try:
         return step(given), None
     except errors as error:
@@ -67,10 +74,10 @@ def work(
 
     Args:
         jobs: what there is to do.
-        read: makes a job's input, in threads of its own. `IN_READING` are the job's.
-        compute: makes the result of it, in the caller's thread. `CLIPS_OWN` are the job's.
-        keep: puts a result where it belongs, in one thread. Any error of it ends the loop.
-        refuse: receives a job that failed, in that same thread.
+        read: makes a job's input, in threads of its own. Errors of `IN_READING` fail this job alone.
+        compute: makes the input's result, in the caller's thread. Errors of `CLIPS_OWN` fail this job alone.
+        keep: writes a result, in one thread. Any error there ends the loop.
+        refuse: receives a job that failed, and why, in the thread of `keep`.
         readers: jobs that are read at a time.
     """
     reading = ThreadPoolExecutor(readers, "read")
@@ -80,6 +87,7 @@ def work(
     waiting = iter(jobs)
 
     def read_on() -> None:
+        """Start reading jobs until there are as many ahead as readers, and one more."""
         for job in itertools.islice(waiting, readers + 1 - len(ahead)):
             ahead.append((job, reading.submit(read, job)))
 

@@ -27,7 +27,7 @@ from cogvideox_torchax.files.whole import OutputError, lock
 
 DONE, BAD, SHARD = "done", "bad", "shard"
 KEYS: dict[str, tuple[str, type]] = {"manifest": ("index", int), "videos": ("id", str)}
-"""Field, and its type, that names a clip in the lines of each kind of manifest."""
+"""Field, and its type, that names a clip in the lines of each manifest, of latents or of videos."""
 
 
 @dataclass(frozen=True)
@@ -39,10 +39,10 @@ class ProcessShard:
 
 
 def opened(directory: Path, name: str) -> BinaryIO:
-    """Return a manifest to add lines to, locked; what a killed run has written of its last line is removed.
+    """Open a manifest to add lines to, locked; the incomplete last line of a killed run is removed.
 
     Raises:
-        OutputError: a directory that cannot be written, or another process that lives writes the same file.
+        OutputError: a directory that cannot be written, or another running process writes the same file.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -65,16 +65,16 @@ def lines(directory: Path, name: str = "manifest") -> Iterator[dict[str, Any]]:
     Raises:
         OutputError: a line that no process has written.
     """
-    key, kind = KEYS[name]
+    key, key_type = KEYS[name]
     for path in sorted(directory.glob(f"{name}-*.jsonl")):
         for number, text in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
             try:
                 line = reports.parse(text)
-                good = line["kind"] == SHARD or isinstance(line[key], kind)
-                good = good and (line["kind"] != BAD or isinstance(line["error"], str))
+                is_valid = line["kind"] == SHARD or isinstance(line[key], key_type)
+                is_valid = is_valid and (line["kind"] != BAD or isinstance(line["error"], str))
             except (KeyError, TypeError, ValueError):
-                good = False
-            if not good:
+                is_valid = False
+            if not is_valid:
                 raise OutputError(f"{path} is broken: line {number} is none of a manifest; remove it")
             yield line
 
@@ -111,13 +111,13 @@ class OutputDirectory:
         return self
 
     def _scan(self) -> None:
-        """Find out what is there and what is missing."""
+        """Find out what is there: fill `missing`, `bad` and `done_before`."""
 
     def __exit__(self, *_: object) -> None:
         self._file.close()
 
     def add_line(self, kind: str, **line: Any) -> None:
-        """Write a line of the manifest to the disk."""
+        """Append a line to the manifest, and wait until it is on the disk."""
         self._file.write(json.dumps({"kind": kind, **line}).encode() + b"\n")
         os.fsync(self._file.fileno())
 
@@ -134,32 +134,36 @@ class OutputDirectory:
         return {"id": self.clip_id(key)}
 
     def note(self, key: Any, **about: Any) -> None:
-        """Write down that a clip is where it belongs."""
+        """Write into the manifest that a clip is done; `about` are further fields of the line."""
         self.add_line(DONE, **self.manifest_keys(key), **about)
 
     def refuse(self, key: Any, reason: str) -> None:
-        """Write down that a clip cannot be made."""
+        """Write into the manifest that a clip cannot be made, and why."""
         self.bad[key] = reason
         self.add_line(BAD, **self.manifest_keys(key), error=reason)
 
     def begin(self, recipe: dict[str, Any], **state: Any) -> None:
-        """Write down what clips are made by, as JSON; a directory has one recipe for good."""
+        """Write the settings by which clips are made, as JSON; a directory has one recipe for good."""
         self._load_state(recipe)
         if state or not (self.directory / self.LIST).exists():
             content = {"format": self.FORMAT, "recipe": recipe, **state}
             reports.write_json(self.directory / self.LIST, content)
 
     def _load_state(self, recipe: dict[str, Any] | None) -> dict[str, Any]:
-        """Return the state that was written; `OutputError` where it is broken or of another recipe."""
+        """Return the JSON that `begin` wrote; empty where there is none.
+
+        Raises:
+            OutputError: it is broken, or of another recipe than this one; None takes any.
+        """
         path = self.directory / self.LIST
         if not path.exists():
             return {}
         state = reports.load(path, self.FORMAT)
-        was = state.get("recipe")
-        if not isinstance(was, dict):
+        saved = state.get("recipe")
+        if not isinstance(saved, dict):
             raise OutputError(f"{path} is broken (its recipe is no object): give another directory")
-        wanted = was if recipe is None else json.loads(json.dumps(recipe))
-        differing = sorted(key for key in wanted if was.get(key) != wanted[key])
+        wanted = saved if recipe is None else json.loads(json.dumps(recipe))
+        differing = sorted(key for key in wanted if saved.get(key) != wanted[key])
         if differing:
             raise OutputError(
                 f"{self.directory} holds clips that were made with other settings "
@@ -202,6 +206,7 @@ class DatasetDirectory(OutputDirectory):
         share: ProcessShard | None = None,
         retry: bool = False,
     ):
+        """Check the ids; `with` finds what is missing."""
         if kind == formats.PARQUET:
             formats.pyarrow()  # raises before the work, not after it
         check_ids((clip.id for clip in clips), "the data set")
@@ -213,6 +218,10 @@ class DatasetDirectory(OutputDirectory):
         self._retry = retry
 
     def _scan(self) -> None:
+        """Find out which clips of this process's shards are done, bad or missing.
+
+        A shard that a killed run did not close, though all its clips are there, is closed.
+        """
         written = list(lines(self.directory))
         self.bad = {line["index"]: line["error"] for line in written if line["kind"] == BAD}
         noted = {line["index"] for line in written if line["kind"] == DONE}
@@ -226,6 +235,10 @@ class DatasetDirectory(OutputDirectory):
             self._close_if_whole(shard)
 
     def _load_ids(self) -> list[str | None]:
+        """Return the ids of all clips, by their numbers, and write them where new clips get numbers.
+
+        New clips begin a new shard: None stands for the numbers that are left in the one before.
+        """
         known = (self._load_state(self._recipe) or {"clips": []}).get("clips")
         try:
             if not isinstance(known, list):
@@ -244,7 +257,7 @@ class DatasetDirectory(OutputDirectory):
         return known
 
     def _sort(self, index: int, taken: Container[Path], is_noted: bool) -> None:
-        """Find out whether a clip is done, missing or bad; what a killed run did not write down is noted."""
+        """Count a clip as done, missing or bad; note one that a killed run has encoded and not noted."""
         try:
             check_file(self.clip_id(index), self.clip_path(index), self.directory, taken)
             if self.is_done(index):
@@ -280,22 +293,24 @@ class DatasetDirectory(OutputDirectory):
         return range(self.share.index, -(-len(self.ids) // self.shard_size), self.share.count)
 
     def shard_path(self, shard: int) -> Path:
+        """Return the path of a shard, which for a file a clip is the clip's."""
         suffix = formats.SUFFIXES[self.kind]
         if self.kind == formats.SAFETENSORS:
             return self.directory / f"{self.ids[shard]}{suffix}"
         return self.directory / f"latents-{shard:05}{suffix}"
 
     def clip_path(self, index: int) -> Path:
-        """Return the path of a clip's latents when they are done."""
+        """Return the path of a clip's latent file, which may wait there for its shard."""
         if self.kind == formats.SAFETENSORS:
             return self.shard_path(index)
         return self.directory / WORK / f"{index:08}.safetensors"
 
     def is_done(self, index: int) -> bool:
+        """Return whether a clip's latent file or its shard is there."""
         return self.clip_path(index).exists() or self.shard_path(index // self.shard_size).exists()
 
     def work(self, unit: EncodeClip, *, readers: int = loop.READERS) -> Iterator[loop.Step]:
-        """Encode what is missing on this machine."""
+        """Encode the missing clips on this machine; yield each one's outcome."""
         return loop.work(
             self.missing,
             lambda index: unit.read(self.clip(index)),
@@ -319,7 +334,7 @@ class DatasetDirectory(OutputDirectory):
         self.note(index, **manifest_fields(latents))
 
     def note(self, key: int, **about: Any) -> None:
-        """Write down that a clip's latents are where they belong; make its shard, if it was the last."""
+        """Write into the manifest that a clip is done; write its shard, if it was the last one missing."""
         super().note(key, **about)
         self._close_if_whole(key // self.shard_size)
 
@@ -328,28 +343,31 @@ class DatasetDirectory(OutputDirectory):
         self._close_if_whole(key // self.shard_size)
 
     def _close_if_whole(self, shard: int) -> None:
-        """Make a shard of its clips, and remove these, unless one is missing or each is a file of its own."""
+        """Write a shard and remove its clips' files, unless a clip is missing or each is a file of its own.
+
+        Bad clips are left out of a shard.
+        """
         members, path = self.members(shard), self.shard_path(shard)
-        good = [index for index in members if index not in self.bad]
-        if self.kind == formats.SAFETENSORS or not all(self.is_done(index) for index in good):
+        encoded = [index for index in members if index not in self.bad]
+        if self.kind == formats.SAFETENSORS or not all(self.is_done(index) for index in encoded):
             return
-        if good and not path.exists():
-            formats.write(self.kind, [(index, self.clip_path(index)) for index in good], path)
-            self.add_line(SHARD, name=path.name, clips=len(good))
-        for index in good:
+        if encoded and not path.exists():
+            formats.write(self.kind, [(index, self.clip_path(index)) for index in encoded], path)
+            self.add_line(SHARD, name=path.name, clips=len(encoded))
+        for index in encoded:
             self.clip_path(index).unlink(missing_ok=True)
 
 
 def save_latents(latents: Latents, path: Path) -> None:
-    """Write a clip's latents where they belong, and the directories that its id names."""
+    """Write a clip's latent file, and make the directories that its id names."""
     path.parent.mkdir(parents=True, exist_ok=True)
     latent_files.save(latents, path)
 
 
 def manifest_fields(latents: Latents) -> dict[str, Any]:
     """Return the fields of a manifest's line for a clip that is done."""
-    named = ("source_frames", "variable_frame_rate", "source_sha256")
-    about = {name: latents.about[name] for name in named if name in latents.about}
+    names = ("source_frames", "variable_frame_rate", "source_sha256")
+    about = {name: latents.about[name] for name in names if name in latents.about}
     return {
         "latents": list(latents.tensor.shape),
         "frames": latents.num_frames,

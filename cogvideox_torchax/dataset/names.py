@@ -31,7 +31,7 @@ def check_id(name: Any) -> None:
 
 
 def check_ids(names: Iterable[str], where: str) -> None:
-    """Raise `ClipError` for an id that comes twice, and as `check_id` does; `where` they come from."""
+    """Raise `ClipError`, which names the origin `where`, for an id that comes twice or is no valid one."""
     seen: set[str] = set()
     for name in names:
         if name in seen:
@@ -49,7 +49,7 @@ def check_file(name: str, path: Path, directory: Path, taken: Container[Path]) -
     Args:
         name: the id.
         path: of the file.
-        directory: of the output, which it lies below.
+        directory: of the output; the file lies in it or below.
         taken: the files of all clips.
     """
     try:

@@ -31,12 +31,13 @@ class ClipActor:
         self._encode = EncodeClip(recipe)
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, list[str]]:
+        """Encode the clips of a batch, JSON texts under "row"; return what became of each, under "line"."""
         return {"line": [self._one(json.loads(row)) for row in batch["row"]]}
 
     def _one(self, row: dict[str, Any]) -> str:
-        """Encode a clip, put it where it belongs, and return what became of it, as JSON."""
+        """Encode a clip and write its latents; return its number and manifest fields or error, as JSON."""
         path, latents, reason = Path(row["path"]), None, None
-        if path.exists():  # by an actor that died before it could say so
+        if path.exists():  # written by an actor that died before it could return
             latents = latent_files.load(path)
         else:
             decoded, reason = attempt(self._encode.read, Clip(**row["clip"]), IN_READING)
@@ -44,12 +45,12 @@ class ClipActor:
                 latents, reason = attempt(self._encode.encode, decoded, CLIPS_OWN)
             if latents is not None:
                 save_latents(latents, path)
-        became = {"error": reason} if latents is None else {"about": manifest_fields(latents)}
-        return json.dumps({"index": row["index"], **became})
+        outcome = {"error": reason} if latents is None else {"about": manifest_fields(latents)}
+        return json.dumps({"index": row["index"], **outcome})
 
 
 def connect(address: str | None = None) -> None:
-    """Connect this process to a Ray cluster, unless it is.
+    """Connect this process to a Ray cluster, unless it is connected already.
 
     Args:
         address: of the cluster; where None, the one that RAY_ADDRESS names, or a new one on this machine.
@@ -76,7 +77,7 @@ def work(directory: DatasetDirectory, recipe: Recipe, *, actors: int | None = No
     An actor takes the chips of the recipe's mesh where the cluster has TPUs, and a CPU elsewhere.
 
     Args:
-        directory: which every machine sees, as it does the clips.
+        directory: the output; every machine can open it and the clips by the same paths.
         recipe: how they are encoded.
         actors: how many models run at a time; as many as there are chips for where None, or one.
     """
@@ -85,12 +86,12 @@ def work(directory: DatasetDirectory, recipe: Recipe, *, actors: int | None = No
     rows = []
     for index in directory.missing:
         clip, path = directory.clip(index), directory.clip_path(index).absolute()
-        given = {**asdict(clip), "source": str(Path(str(clip.source)).absolute())}
-        rows.append({"row": json.dumps({"index": index, "path": str(path), "clip": given})})
+        fields = {**asdict(clip), "source": str(Path(str(clip.source)).absolute())}
+        rows.append({"row": json.dumps({"index": index, "path": str(path), "clip": fields})})
     if not rows:
         return
     chips, mesh = int(ray.cluster_resources().get("TPU", 0)), (recipe.dp or 1) * (recipe.tp or 1)
-    asked: dict[str, Any] = {"num_cpus": 0, "resources": {"TPU": mesh}} if chips else {"num_cpus": 1}
+    resources: dict[str, Any] = {"num_cpus": 0, "resources": {"TPU": mesh}} if chips else {"num_cpus": 1}
     data = ray.data.from_items(rows, override_num_blocks=len(rows)).map_batches(
         ClipActor,
         fn_constructor_args=(recipe,),
@@ -98,7 +99,7 @@ def work(directory: DatasetDirectory, recipe: Recipe, *, actors: int | None = No
         compute=ray.data.ActorPoolStrategy(size=actors or max(chips // mesh, 1)),
         max_restarts=RETRIES,
         max_task_retries=RETRIES,
-        **asked,
+        **resources,
     )
     for row in data.iter_rows():
         line = json.loads(row["line"])

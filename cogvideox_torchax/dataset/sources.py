@@ -42,6 +42,7 @@ def clips(path: str | Path) -> list[Clip]:
 
 
 def _in_directory(directory: Path) -> list[Clip]:
+    """Return the clips of a directory and of those below it, ordered by their paths in it."""
     files = (
         path for path in directory.rglob("*") if path.suffix.lower() in video.SUFFIXES and path.is_file()
     )
@@ -52,6 +53,7 @@ def _in_directory(directory: Path) -> list[Clip]:
 
 
 def _caption(file: Path) -> str:
+    """Return the text of the .txt file beside a video; "" where there is none."""
     beside = file.with_suffix(".txt")
     return _text(beside).strip() if beside.is_file() else ""
 
@@ -67,6 +69,7 @@ def _text(path: Path) -> str:
 
 
 def _in_list(path: Path) -> Iterator[Clip]:
+    """Yield the clips of a .txt or .jsonl list; errors name the line."""
     if not path.is_file():
         raise ClipError(f"there is no file {path}")
     for number, line in enumerate(_text(path).split("\n"), 1):
@@ -78,7 +81,7 @@ def _in_list(path: Path) -> Iterator[Clip]:
 
 
 def _clip(line: str, path: Path) -> Clip:
-    """Return the clip of a line of a list; `ClipError` where it is none."""
+    """Return the clip of a line of a list; `ClipError` where the line names none."""
     try:
         given: dict[str, Any] = {"path": line.strip()} if path.suffix == ".txt" else dict(reports.parse(line))
         file = path.parent / given["path"]
@@ -108,7 +111,7 @@ def shards(directory: Path) -> list[Path]:
     """Return the files that hold latents in a directory and below it.
 
     Raises:
-        ClipError: none.
+        ClipError: there are none.
     """
     suffixes = tuple(formats.SUFFIXES.values())
     files = (path for path in directory.rglob("*") if path.suffix in suffixes and path.is_file())

@@ -97,6 +97,7 @@ class Latents:
 
 
 def _plain(value: Any) -> Any:
+    """Return a tuple as a list, as JSON gives it back; any other value as it is."""
     return list(value) if isinstance(value, tuple) else value
 
 
@@ -119,7 +120,7 @@ def load(path: str | Path) -> Latents:
 
 
 def about(path: Path) -> dict[str, Any]:
-    """Return what a latent file is `about`; its tensors are not read.
+    """Return the field `about` of a latent file; its tensors are not read.
 
     Raises:
         LatentsError: no safetensors, truncated, another format, or a broken field.
@@ -171,50 +172,59 @@ def assembled(path: str | Path, metadata: dict[str, str], found: dict[str, torch
 
 
 def _foreign(path: str | Path) -> LatentsError:
+    """Return the error for a file that is no latent file."""
     return LatentsError(
         f"{path} is no latent file of this program: write one with `cogvideox-torchax encode`"
     )
 
 
 def _fields(path: str | Path, metadata: dict[str, str]) -> dict[str, Any]:
-    """Return the attributes of `Latents` that a file's metadata holds."""
+    """Return the arguments of `Latents` that a file's metadata holds, each checked.
+
+    The config's `FACTORS` are checked like fields, since pipelines multiply latents by them: an error names
+    the factor, not the whole config.
+    """
     try:
-        fields = reports.parse(metadata[KEY]) if KEY in metadata else _former(metadata)
+        fields = reports.parse(metadata[KEY]) if KEY in metadata else _fields_of_format_1(metadata)
     except ValueError as error:
         raise LatentsError(f"{path} is broken: its metadata is no JSON ({error})") from error
     if not isinstance(fields, dict) or fields.get("format") != FORMAT:
         raise _foreign(path)
     config = fields.get("config")
-    found = {**fields}
+    checked = {**fields}
     if isinstance(config, dict):
-        found |= {name: config[name] for name in FACTORS if name in config}
+        checked |= {name: config[name] for name in FACTORS if name in config}
     for name, (is_valid, wanted) in _CHECKS.items():
-        if not is_valid(found.get(name)):
-            shown = reprlib.repr(found[name]) if name in found else "missing"
+        if not is_valid(checked.get(name)):
+            shown = reprlib.repr(checked[name]) if name in checked else "missing"
             raise LatentsError(f"{path} is broken: its {name} is {shown}, {wanted} is wanted")
-    kept = {name: fields[name] for name in ("model", "config", "num_frames", "about")}
-    return {**kept, "fps": video.frame_rate(fields["fps"])}
+    arguments = {name: fields[name] for name in ("model", "config", "num_frames", "about")}
+    return {**arguments, "fps": video.frame_rate(fields["fps"])}
 
 
-def _former(metadata: dict[str, str]) -> dict[str, Any]:
-    """Return the fields of a file of format 1: a string each, some of the config's once more."""
+def _fields_of_format_1(metadata: dict[str, str]) -> dict[str, Any]:
+    """Return the fields of a file of format 1, as format 2 has them; empty for another file.
+
+    Format 1 kept each field as a text of its own, and some of the config's once more beside it.
+    """
     if metadata.get("format") != FORMER:
         return {}
     texts = {name: metadata[name] for name in ("model", "fps") if name in metadata}
-    of_json = ("config", "num_frames", "about")
-    values = {name: reports.parse(metadata[name]) for name in of_json if name in metadata}
+    json_names = ("config", "num_frames", "about")
+    values = {name: reports.parse(metadata[name]) for name in json_names if name in metadata}
     return {"about": {}, **texts, **values, "format": FORMAT}
 
 
 def _is_number(value: Any) -> bool:
     """Return whether a value is a number that float32 has.
 
-    It is compared as it is, since an int of JSON may be beyond any float.
+    The value is not converted first: an int of JSON may be beyond any float.
     """
     return isinstance(value, int | float) and not isinstance(value, bool) and -1e38 < value < 1e38
 
 
 def _is_rate(value: Any) -> bool:
+    """Return whether a value is a text that names a frame rate."""
     try:
         return isinstance(value, str) and video.frame_rate(value) > 0
     except ValueError:

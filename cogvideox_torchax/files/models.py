@@ -62,6 +62,7 @@ def locate(
 
 
 def _snapshot(repository: str, patterns: list[str], hub_options: dict[str, Any]) -> Path:
+    """Return the directory of a hub's repository in the cache, its files of these patterns downloaded."""
     from huggingface_hub import snapshot_download
 
     try:
@@ -74,24 +75,25 @@ def _snapshot(repository: str, patterns: list[str], hub_options: dict[str, Any])
 def read_json(path: Path) -> dict[str, Any]:
     """Return a model's JSON file; `ModelError` where it is missing or no JSON object."""
     try:
-        found = reports.parse(path.read_bytes())
+        content = reports.parse(path.read_bytes())
     except FileNotFoundError as error:
         raise ModelError(f"{path.parent} has no {path.name}: is this the directory of a model?") from error
     except (OSError, ValueError) as error:
         raise ModelError(f"{path} is not valid JSON ({error}): download it again") from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise ModelError(f"{path} is not a JSON object: download it again")
-    return found
+    return content
 
 
 def saved_from_host(save_pretrained: Callable[..., None]) -> Callable[..., None]:
-    """Wrap a model's inherited `save_pretrained`, to be given the model as it would be in PyTorch.
+    """Wrap a model's inherited `save_pretrained`, so that it saves a model on JAX as if it were in PyTorch.
 
     The files get the mode that the umask leaves them: safetensors gives its own to their owner alone.
     """
 
     @functools.wraps(save_pretrained)
     def save(model: Any, save_directory: str | Path, *args: Any, **options: Any) -> None:
+        """Save the model, and give the files that were written config.json's mode."""
         directory = Path(save_directory)
         before = {file: file.stat().st_mtime_ns for file in directory.glob("*.safetensors")}
         without_torchax(save_pretrained, host_skeleton(model), save_directory, *args, **options)

@@ -31,7 +31,7 @@ class Orientation(NamedTuple):
         return cls(swapped, (b if swapped else d) < 0, (c if swapped else a) < 0)
 
     def sides(self, sides: tuple[int, int]) -> tuple[int, int]:
-        """Return the stored height and width of upright ones, and the other way round."""
+        """Return the stored height and width for upright ones, or the upright ones for stored ones."""
         return (sides[1], sides[0]) if self.swapped else sides
 
     def pixels(self, pixels: np.ndarray) -> np.ndarray:

@@ -36,7 +36,7 @@ def load(
 
 @contextlib.contextmanager
 def readable(path: str | Path, refused: type[ValueError]) -> Iterator[None]:
-    """Raise `refused` for what safetensors finds wrong with a file."""
+    """Raise the error class `refused` in place of what safetensors raises at a broken file."""
     from safetensors import SafetensorError
 
     try:

@@ -100,6 +100,7 @@ def frame_rate(text: str) -> Fraction:
 
 
 def _av() -> Any:
+    """Return PyAV's package; `VideoError` where it is not installed."""
     try:
         import av
     except ImportError as error:
@@ -110,6 +111,7 @@ def _av() -> Any:
 
 
 def _name(source: Source) -> Path:
+    """Return a video's path for messages; words in its place for one in bytes."""
     return Path("the video") if isinstance(source, bytes) else Path(source)
 
 
@@ -149,16 +151,16 @@ def probe(source: Source) -> VideoInfo:
         stream = container.streams.video[0]
         shown, orientation = [], None
         for packet in container.demux(stream):
-            if orientation is None:  # until a frame comes out
+            if orientation is None:  # packets are decoded until the first frame comes out
                 orientation = next(map(_orientation, packet.decode()), None)
             if packet.size and not packet.is_discard:
                 shown.append(packet.pts)
         count = len(shown)
         if count == 0:
             raise VideoError(f"{path} has no frames")
-        held = count if count >= stream.frames else _count_frames(source)
-        if stream.frames > held:
-            raise VideoError(f"{path} is truncated: {stream.frames} frames are announced, {held} are there")
+        stored = count if count >= stream.frames else _count_frames(source)
+        if stream.frames > stored:
+            raise VideoError(f"{path} is truncated: {stream.frames} frames are announced, {stored} are there")
         times: tuple[Fraction, ...] = ()
         if None not in shown and len(set(shown)) == count:
             times = tuple((pts - min(shown)) * stream.time_base for pts in sorted(shown))
@@ -185,6 +187,7 @@ def _count_frames(source: Source) -> int:
 
 
 def _orientation(frame: Any) -> Orientation:
+    """Return the orientation of a decoded frame, by its display matrix."""
     matrix = frame.side_data.get("DISPLAYMATRIX")
     return Orientation.parse(matrix and bytes(matrix))
 
@@ -260,24 +263,24 @@ def read_frames(source: Source, size: Framing, num_frames: int) -> Iterator[torc
         VideoError: a file that cannot be read, that ends before `num_frames`, or whose frames change size.
     """
     path = _name(source)
-    given, held = 0, None
+    count, first_size = 0, None
     with _opened(source) as container:
         container.streams.video[0].thread_type = "AUTO"
         for frame in itertools.islice(container.decode(video=0), num_frames):
-            held = held or (frame.height, frame.width)
-            if (frame.height, frame.width) != held:
+            first_size = first_size or (frame.height, frame.width)
+            if (frame.height, frame.width) != first_size:
                 raise VideoError(
-                    f"{path} changes size at frame {given}, from {held[0]} x {held[1]} pixels to "
+                    f"{path} changes size at frame {count}, from {first_size[0]} x {first_size[1]} pixels to "
                     f"{frame.height} x {frame.width}: cut it there, or take fewer frames"
                 )
             yield torch.from_numpy(_pixels(frame, size)).permute(2, 0, 1)[None].contiguous()
-            given += 1
-    if given < num_frames:
-        raise VideoError(f"{path} is truncated: {num_frames} frames were expected, {given} could be decoded")
+            count += 1
+    if count < num_frames:
+        raise VideoError(f"{path} is truncated: {num_frames} frames were expected, {count} could be decoded")
 
 
 def _pixels(frame: Any, size: Framing) -> Any:
-    """Return a frame's RGB bytes (H, W, 3) in the wanted size, upright."""
+    """Return a decoded frame's RGB bytes (H, W, 3) in the wanted size, upright."""
     resized, orientation = size.resized if size.crop else (size.height, size.width), _orientation(frame)
     if resized is None:
         pixels = frame.to_ndarray(format="rgb24")
@@ -336,28 +339,28 @@ def writing(path: str | Path, fps: Fraction | float, source: SourceTiming | None
 
 
 def check_writing(path: str | Path, fps: Fraction | float, times: Sequence[Fraction] = ()) -> str:
-    """Return the suffix of an output that `writing` can write; raise as it does."""
+    """Return the suffix of an output, "" for a directory; raise as `writing` does for a bad output."""
     path = check_output(path)
     refuse(path, {f"it has {fps} frames a second: give a rate above 0": not fps > 0})
-    kind, longest = (
+    suffix, longest = (
         path.suffix.lower(),
         max([1 / Fraction(fps), *(b - a for a, b in itertools.pairwise(times))]),
     )
     lasting = f"a frame would last for {float(longest):.0f} s, at most {LONGEST} s are possible"
     faults = {
         f"{lasting}; give another --fps": longest > LONGEST,
-        "give a name in .mp4 or .gif, or a directory for frames": kind not in (".mp4", ".gif", ""),
-        "it is a directory": path.is_dir() and bool(kind),
+        "give a name in .mp4 or .gif, or a directory for frames": suffix not in (".mp4", ".gif", ""),
+        "it is a directory": path.is_dir() and bool(suffix),
         "it is a directory that is not empty": path.is_dir() and any(path.iterdir()),
-        "it is a file; frames go into a directory": path.is_file() and not kind,
+        "it is a file; frames go into a directory": path.is_file() and not suffix,
         "something is mounted there; give a directory in it": path.is_dir() and resolved(path).is_mount(),
     }
     refuse(path, faults)
-    return kind
+    return suffix
 
 
 class _Mp4Sink(Sink):
-    """H.264 in yuv420p, which every player shows; quality high enough not to be what one sees."""
+    """An .mp4 of H.264 in yuv420p, which every player shows, in a quality whose losses are hardly seen."""
 
     OPTIONS: ClassVar = {"crf": "18", "mbtree": "0"}
     """Options for equal files from equal frames; with macroblock trees x264 varies from run to run.
@@ -370,6 +373,7 @@ class _Mp4Sink(Sink):
     """Period of the clock for frames with their own times: MPEG's."""
 
     def __init__(self, path: Path, fps: Fraction, source: SourceTiming):
+        """Open the file; the video stream is added with the first frame, whose size it has."""
         self._fps = fps
         self._source = source
         self._written = 0
@@ -394,6 +398,7 @@ class _Mp4Sink(Sink):
             self._written += 1
 
     def _video_stream(self, height: int, width: int) -> Any:
+        """Add the video stream: its size, its pixels' shape and the clock of its frames' times."""
         stream = self._container.add_stream("libx264", rate=self._fps, options=self.OPTIONS)
         stream.height, stream.width, stream.pix_fmt = height, width, "yuv420p"
         if self._source.pixel != 1:
@@ -421,9 +426,9 @@ class _Mp4Sink(Sink):
 
 
 def _copied_sound(source: SourceTiming, container: Any) -> Generator[Fraction]:
-    """Copy the source's sound into a container, a packet a step.
+    """Copy the source's sound into a container, a packet for each step of the generator.
 
-    Before each it yields when the packet is heard, in seconds after the first frame.
+    Before each packet it yields when that is heard, in seconds after the first frame.
     """
     if source.sound is None:
         return

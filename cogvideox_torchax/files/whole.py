@@ -111,7 +111,7 @@ def reserved(path: str | Path, suffix: str) -> Iterator[tuple[Path, int]]:
 
 
 def hidden(path: str | Path, suffix: str) -> Path:
-    """Return the name beside `path` for what belongs to it; a hash where the name has no room for more."""
+    """Return the hidden path beside `path` with a suffix; a hash where the name would be too long."""
     path = resolved(path)
     name = f".{path.name}{suffix}"
     if len(os.fsencode(name)) > 255:
@@ -127,7 +127,8 @@ def _locked(place: Path) -> int:
     """
     while True:
         place.mkdir(exist_ok=True)
-        with contextlib.suppress(FileNotFoundError), _opened(place) as handle:  # its run may remove it here
+        # Another run may remove the directory between these two lines.
+        with contextlib.suppress(FileNotFoundError), _opened(place) as handle:
             lock(handle)
             if _is_at(handle, place) and not any(place.iterdir()):
                 return os.dup(handle)  # which keeps the lock
@@ -136,9 +137,12 @@ def _locked(place: Path) -> int:
 
 
 def lock(handle: int) -> None:
-    """Lock what is open for as long as it is; raise `BlockingIOError` where another run has locked it.
+    """Lock an open file or directory until it is closed.
 
-    On a file system without locks nothing is locked: who comes later takes the place of who was there.
+    On a file system without locks nothing is locked: a later run takes the place of an earlier one.
+
+    Raises:
+        BlockingIOError: another run has locked it.
     """
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -148,14 +152,14 @@ def lock(handle: int) -> None:
 
 
 def _remove_left(place: Path) -> None:
-    """Remove what a killed run has left; where nothing can be locked it stays, as its run may be alive."""
+    """Remove the directory that a killed run has left; where it cannot be locked, its run may be alive."""
     with contextlib.suppress(OSError), _opened(place) as handle:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(place)
 
 
 def _is_at(handle: int, path: Path) -> bool:
-    """Return whether what is open still lies at a path."""
+    """Return whether an open file or directory still lies at a path."""
     with contextlib.suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(handle), path.stat())
     return False
@@ -163,6 +167,7 @@ def _is_at(handle: int, path: Path) -> bool:
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[int]:
+    """Open a file or a directory, but no link, for the block; yield the descriptor."""
     handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     try:
         yield handle
@@ -171,5 +176,6 @@ def _opened(path: Path) -> Iterator[int]:
 
 
 def _sync(path: Path) -> None:
+    """Wait until a file or a directory is on the disk."""
     with _opened(path) as handle:
         os.fsync(handle)

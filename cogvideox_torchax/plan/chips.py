@@ -137,7 +137,10 @@ def topology_devices(name: str) -> list[Any]:
 
 @contextlib.contextmanager
 def _dumping_schedules() -> Iterator[None]:
-    """Make libtpu, if it is loaded inside, dump to this process's directory; a child gets no such flags."""
+    """Make libtpu, if it is loaded in the block, dump schedules to this process's directory.
+
+    The flags are taken back afterwards: a child process gets none of them.
+    """
     before = os.environ.get(FLAGS)
     # Where libtpu's dumps go elsewhere already, they stay there, and no schedule is read.
     if DUMP not in (before or ""):

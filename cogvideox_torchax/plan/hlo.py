@@ -51,6 +51,7 @@ class ArrayType:
 
 
 def _bytes(dtype: str, shape: tuple[int, ...]) -> int:
+    """Return the bytes of an array of XLA's dtype, such as bf16, and shape."""
     bits = re.search(r"\d+", dtype)  # a bool, "pred", has none and takes a byte
     return math.ceil(math.prod(shape) * (int(bits[0]) if bits else 8) / 8)
 
@@ -92,7 +93,7 @@ class Instruction:
 
     @property
     def collective(self) -> str | None:
-        """Its kind without the suffix of an asynchronous pair, of which only the start counts."""
+        """The kind of collective, or None; of an asynchronous pair the start is one, and the end is not."""
         kind = self.op.removesuffix("-start")
         return kind if kind in COLLECTIVES else None
 
@@ -134,11 +135,13 @@ def instructions(text: str) -> Iterator[Instruction]:
 
 
 def _runs(line: str) -> tuple[str, ...]:
+    """Return the computations that an instruction names as its callees, bodies and branches."""
     named = [name for _, name in _CALLS.findall(line)]
     return (*named, *(name.strip(" %") for name in (_found(_BRANCHES, line) or "").split(",") if name))
 
 
 def _trips(op: str, line: str) -> int | None:
+    """Return how often an instruction runs what it calls: a loop's trips, None where not known, else 1."""
     if op != "while":
         return 1
     trips = _found(_TRIPS, line)
@@ -146,7 +149,10 @@ def _trips(op: str, line: str) -> int | None:
 
 
 def _groups(text: str) -> tuple[tuple[int, ...], ...]:
-    """Parse "{{0,1},{2,3}}", or "[2,2]<=[4]": all devices in order, their axes permuted as "T" says."""
+    """Parse the groups of devices of a collective.
+
+    They stand as "{{0,1},{2,3}}", or as "[2,2]<=[4]": all devices in order, their axes permuted as "T" says.
+    """
     if iota := _IOTA.match(text):
         sizes, shape, order = ([int(size) for size in part.split(",") if size] for part in iota.groups(""))
         strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
@@ -173,6 +179,7 @@ def times_run(found: Sequence[Instruction]) -> dict[str, int]:
     times: dict[str, int] = {}
 
     def count(name: str) -> int:
+        """Return how often a computation runs, once its callers are counted."""
         if name not in times:
             times[name] = max((trips * count(caller) for caller, trips in callers.get(name, ())), default=1)
         return times[name]
@@ -183,11 +190,13 @@ def times_run(found: Sequence[Instruction]) -> dict[str, int]:
 
 
 def _found(pattern: re.Pattern[str], line: str) -> str | None:
+    """Return what a pattern's group matches in a line; None where nothing does."""
     match = pattern.search(line)
     return match[1] if match else None
 
 
 def _arrays(types: str) -> tuple[ArrayType, ...]:
+    """Return the arrays of a text of types, such as a tuple's."""
     return tuple(
         ArrayType(dtype, tuple(int(size) for size in sizes.split(",") if size))
         for dtype, sizes in _ARRAY.findall(types)

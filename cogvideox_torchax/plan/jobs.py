@@ -40,7 +40,7 @@ class Job:
     tile: tuple[int, int] | None = None
 
     def chunk_shapes(self, vae: AutoencoderKLCogVideoX) -> tuple[list[chunks.Chunk], tuple[int, int, int]]:
-        """Return the chunks of the input, and the channels, rows and columns of one (of the largest tile's).
+        """Return the chunks of the input, and the (channels, rows, columns) of one, of the largest tile's.
 
         Raises:
             SizeError: a video or a tile of a size that the model cannot take.
@@ -199,5 +199,6 @@ def smallest_mesh_that_fits(
 
 
 def _weight_bytes(vae: AutoencoderKLCogVideoX, direction: Direction) -> int:
+    """Return the bytes of the encoder's or the decoder's weights."""
     network = getattr(vae, direction.network)
     return sum(value.numel() * value.element_size() for value in network.parameters())

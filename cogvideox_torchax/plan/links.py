@@ -48,7 +48,7 @@ class Links:
 
         Args:
             found: instructions in the order of their schedule.
-            busy: returns the seconds that one which is no collective takes.
+            busy: returns the seconds of an instruction that is no collective.
         """
         times, total = times_run(found), dict[str, float]()
         for computation, own in itertools.groupby(found, lambda instruction: instruction.computation):
@@ -71,6 +71,7 @@ class Links:
         return total
 
     def _one(self, instruction: Instruction) -> tuple[str, float]:
+        """Return a collective's kind and its seconds; a sum of which parts are kept is a reduce-scatter."""
         kind, size = str(instruction.collective), instruction.bytes
         groups = instruction.groups or (tuple(range(len(self.places))),)
         if kind == "collective-permute":
@@ -134,7 +135,7 @@ class Links:
         return [device(row, columns[0]) for row in rows] + back
 
     def _slowest(self, pairs: Iterable[Sequence[int]]) -> float:
-        """Return the seconds for a byte of each message, on the link that carries most of them."""
+        """Return the seconds that the busiest link takes where each pair of devices sends one byte."""
         carried = Counter[Any]()
         for one, other in pairs:
             carried.update(self._route(self.places[one], self.places[other]))
@@ -170,7 +171,7 @@ class Links:
 
 
 def _snake(lengths: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return all places of a grid, each beside the one before."""
+    """Return all places of a grid in an order in which each lies beside the one before."""
     if not lengths:
         return [()]
     inner = _snake(lengths[1:])

@@ -118,6 +118,8 @@ def text_encoder(config: dict[str, Any], dtype: torch.dtype, device: str = "meta
 
 
 def _built(build: Any, config: dict[str, Any], dtype: torch.dtype, device: str) -> Any:
+    """Return a network that `build` makes of a config, without torchax, on a device and in a dtype."""
+
     def built() -> Any:
         with torch.device(device):
             return torch.nn.Module.to(build(config), dtype).eval()
@@ -196,8 +198,8 @@ def plan_step(
     products = 4 * batch * config["num_attention_heads"] * config["attention_head_dim"] * tokens**2
     attention = products * layers / (dp * tp) if plans[0].kernels else 0.0
     plan = _extended("step", plans, layers, 0.0 if step else attention, chip)
-    of_all = int(_extend(kept[0], kept[1], layers)) if kept else 0
-    return replace(plan, parallel=str(networks[0].parallelism), kept=of_all)
+    kept_of_all_layers = int(_extend(kept[0], kept[1], layers)) if kept else 0
+    return replace(plan, parallel=str(networks[0].parallelism), kept=kept_of_all_layers)
 
 
 def cached_steps(model: str | None, dtype: torch.dtype, cache: str, guided: bool = True) -> dict[int, int]:
@@ -210,7 +212,10 @@ def cached_steps(model: str | None, dtype: torch.dtype, cache: str, guided: bool
 
 
 def _enabled(network: Any, cache: str, batch: int) -> list[Any]:
-    """Return the plans of a run's steps, a cache enabled on a transformer without weights."""
+    """Return what each step of a run does with a cache enabled on a transformer without weights.
+
+    Each is the form of the step's program, and the numbers by name that the program takes besides the inputs.
+    """
     at = [0.0]
 
     def steps() -> Iterator[int]:
@@ -227,7 +232,10 @@ def _enabled(network: Any, cache: str, batch: int) -> list[Any]:
 def cached_program(
     network: Any, tensors: Described, cache: str, batch: int, step: int
 ) -> tuple[Any, Described]:
-    """Return the program of a step with a cache, and what it takes."""
+    """Return the program of a step with a cache, and the shape and dtype of each of its inputs by name.
+
+    `step` is the step's number in a run; the other arguments are as in `plan_step`.
+    """
     form, given = _enabled(network, cache, batch)[step]
     numbers = {name: (tuple(each.shape), _described(each)) for name, each in given.items()}
     return network.program_of(CachedStep(network, None, form)), tensors | numbers
@@ -241,7 +249,7 @@ def _described(number: torch.Tensor) -> Any:
 
 
 def cache_bytes(program: runtime.Program, tensors: Described) -> int:
-    """Return the bytes of the cache that a call with such inputs gives, on one device."""
+    """Return the bytes of the cache that a program gives back for such inputs, on one device."""
     import jax
 
     _, _, structs = program.structs(tensors, before=tensors)
@@ -271,7 +279,10 @@ def plan_prompt(
 def _extended(
     name: str, plans: list[ProgramPlan], layers: int, attention_flops: float, chip: Chip | None
 ) -> NetworkPlan:
-    """Extrapolate the plan of all layers from plans of a few."""
+    """Extrapolate from the plans of `FEW` layers to the plan of all.
+
+    `attention_flops` are those of all layers, for which the chip's peak counts where a schedule is missing.
+    """
     fewer, more = plans
 
     def extend(field: str) -> Any:
@@ -294,13 +305,13 @@ def _extended(
     if chip is None:
         return NetworkPlan(name, program, layers, None)
     scheduled, attention = program.shares.get(KERNEL, 0.0), program.kernel_times.get("attention")
-    known = attention is None or attention.by_bytes == 0
-    seconds = scheduled if known else max(scheduled, attention_flops / chip.flops)
-    return NetworkPlan(name, program, layers, seconds, known)
+    by_schedule = attention is None or attention.by_bytes == 0
+    seconds = scheduled if by_schedule else max(scheduled, attention_flops / chip.flops)
+    return NetworkPlan(name, program, layers, seconds, by_schedule)
 
 
 def _extended_kernel(one: KernelTime | None, other: KernelTime, layers: int) -> KernelTime:
-    """Extrapolate the kernels of one name to all layers."""
+    """Extrapolate the time of the kernels of one name from `FEW` layers to all."""
     if one is None:
         return other
 

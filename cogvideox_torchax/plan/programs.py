@@ -217,12 +217,14 @@ def read_program(
 def _collective_seconds(
     found: list[Instruction], compiled: Any, chip: Chip | None, schedules: Mapping[str, Schedule]
 ) -> dict[str, float] | None:
+    """Return the seconds that a program waits for collectives, by kind; None where links are not known."""
     if chip is None:
         return None
     if not any(instruction.collective for instruction in found):
         return {}
 
     def busy(instruction: Instruction) -> float:
+        """Return the seconds of an instruction that is no collective."""
         if instruction.is_kernel:
             return max(_kernel_seconds(instruction, chip, schedules))
         return (instruction.cycles or 0) / chip.clock
@@ -295,4 +297,5 @@ def _kernel_seconds(
 
 
 def _sum(one: float | None, other: float | None) -> float | None:
+    """Return the sum of two times; None where one of them is not known."""
     return None if one is None or other is None else one + other

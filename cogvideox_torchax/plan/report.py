@@ -50,6 +50,7 @@ def table(rows: list[Row]) -> list[list[str]]:
 
 
 def _cells(row: Row) -> list[str]:
+    """Return a layer as the cells of a table's row."""
     moved = ", ".join(
         f"{what['count']} {kind} ({what['bytes']:,} B)" for kind, what in sorted(row.collectives.items())
     )
@@ -112,11 +113,13 @@ def report_network(network: Any, tensors: dict[str, Any]) -> ProgramPlan:
 
 
 def _check_mesh(what: str, model: Any) -> None:
+    """Raise `ValueError` for a model without a mesh, called by the word `what`."""
     if model.mesh is None:
         raise ValueError(f"report got a {what} without a mesh: port(..., mesh=make_mesh(dp, tp)) first")
 
 
 def _read(name: str, frames: int, program: Any, compiled: Any) -> ProgramPlan:
+    """Return the plan of a compiled program with its layers, without times."""
     plan = read_program(name, frames, compiled, None, 0.0)
     plan.layers = layers(program, plan.text)
     return plan
@@ -139,6 +142,14 @@ def layers(program: runtime.Program, text: str) -> list[Row]:
 
 
 def _row(name: str, shapes: set[tuple[int, ...]] | None, own: list[Instruction], place: MeshPlace) -> Row:
+    """Return the row of a layer.
+
+    Args:
+        name: of the layer.
+        shapes: of its activations; None for what belongs to no layer.
+        own: its instructions.
+        place: the mesh, which knows how an activation was to be split.
+    """
     arrays = [i for i in own if not i.op.startswith(("parameter", "tuple", "get-tuple"))]
     row = Row(
         name,

@@ -89,6 +89,7 @@ def compile_with_schedules(lowered: Any, chip: Chip | None) -> tuple[Any, dict[s
 
 
 def _forget() -> None:
+    """Remove the dumps of programs that were compiled before."""
     for path in dump_directory().iterdir():
         path.unlink() if path.is_file() else shutil.rmtree(path)
 
@@ -149,6 +150,11 @@ class _Operation:
 
 @dataclass(frozen=True)
 class _Branch:
+    """A branch: its condition's register and the name of the value there, None to branch always; its target.
+
+    It is taken where the condition is true, or, if negated, where it is false.
+    """
+
     register: str | None
     name: str | None
     negated: bool
@@ -238,33 +244,39 @@ def _operands(text: str) -> list[tuple[str, str | int]]:
 
 
 def _signed(value: int) -> int:
+    """Return a word of 32 bits as a signed number."""
     return value - WORD if value >= WORD // 2 else value
 
 
 def _same(value: Value) -> Value:
+    """Return an operand as it is."""
     return value
 
 
 def _unknown(*_: Value) -> Value:
+    """Return an unknown value, whatever the operands."""
     return None
 
 
 def _checked(*_: Value) -> Value:
-    """Return the value of a comparison of computed numbers: unknown."""
+    """Return an unknown value, as `_unknown`: as another function it marks a comparison of floats."""
     return None
 
 
 def _guarded(negated: bool, compute: Callable[..., Value], guard: Value, old: Value, *values: Value) -> Value:
+    """Return what an instruction gives under a guard: where the guard is false, the register's old value."""
     if guard is None:
         return None
     return compute(*values) if bool(guard) is not negated else old
 
 
 def _known(function: Callable[..., Any], *values: Value) -> Value:
+    """Return a function's result as a word; unknown where an operand is."""
     return None if None in values else function(*values) % WORD
 
 
 def _compared(function: Callable[[int, int], bool], *values: Value) -> Value:
+    """Return a comparison of signed numbers; unknown where one is."""
     one, other = values
     return None if one is None or other is None else function(_signed(one), _signed(other))
 
@@ -317,6 +329,7 @@ _COMPARISONS: dict[str, Callable[..., Value]] = {
 
 
 def _keep_what_branches_need(operations: dict[int, list[_Operation]], branches: dict[int, _Branch]) -> None:
+    """Remove the operations whose results no branch depends on: the others alone are followed."""
     sources: dict[str, set[str]] = {}
     for found in operations.values():
         for operation in found:
@@ -346,6 +359,7 @@ def _follow(
     cycles = steps = first = index = 0
 
     def execute(address: int) -> None:
+        """Run the operations of a bundle."""
         found = operations.get(address, ())
         # All of a bundle's instructions read before any of them writes.
         results = [
@@ -383,6 +397,7 @@ def _follow(
 
 
 def _goes(branch: _Branch, state: dict[str | int, Value]) -> bool | None:
+    """Return whether a branch is taken; None where that depends on data."""
     if branch.register is None:
         return True
     guard = state.get(branch.register)

@@ -41,6 +41,7 @@ def program_rows(program: ProgramPlan, chip: Chip | None) -> dict[str, Any]:
 
 
 def _kernel(kernel: KernelTime) -> str:
+    """Return in words how many kernels of one name there are, and their times by bytes and by schedule."""
     by_bytes = f"{kernel.count} of them, by bytes {1e3 * kernel.bytes_seconds:.2f}"
     if kernel.schedule_seconds is None:
         return f"{by_bytes}; by schedule not known for {kernel.by_bytes}"

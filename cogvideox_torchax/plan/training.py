@@ -1,6 +1,6 @@
 """`plan` for a step of training: the gradients of every weight, of a video encoded and decoded again.
 
-Each half is a program, its forward and its backward pass, blocks computed anew. A torch loop runs the same
+Each direction is a program, its forward and backward pass, blocks computed anew. A torch loop runs the same
 chunks one after another, and its optimizer's moments lie beside the weights: `training_table` counts them.
 """
 
@@ -33,7 +33,10 @@ def plan_train_step(
     dp: int = 1,
     tp: int = 1,
 ) -> Iterator[ProgramPlan]:
-    """Compile the gradients of both halves, of one video for each device of "dp".
+    """Compile a training step's gradients: a program that encodes and one that decodes, forward and backward.
+
+    The optimizer's update is not compiled: `training_table` counts its memory. A batch has one video for each
+    device of "dp".
 
     Args:
         vae: of `weightless_vae`.
@@ -49,7 +52,7 @@ def plan_train_step(
 
 
 def gradient_works(vae: AutoencoderKLCogVideoX, job: Job, mesh: Any) -> Iterator[Work]:
-    """Yield the gradients of both halves; the arguments are as `chunk_works` takes them."""
+    """Yield the gradients' program of each direction; the arguments are as `chunk_works` takes them."""
     import jax
 
     runtime.enable()
@@ -57,10 +60,10 @@ def gradient_works(vae: AutoencoderKLCogVideoX, job: Job, mesh: Any) -> Iterator
         vae.place_on(mesh)
     trained: Any = vae.train()  # whose method is wrapped in a way that pyright cannot follow
     trained.enable_gradient_checkpointing()
-    for half in Direction:
-        pieces, (channels, *size) = replace(job, kind=half).chunk_shapes(vae)
+    for direction in Direction:
+        pieces, (channels, *size) = replace(job, kind=direction).chunk_shapes(vae)
         lengths = [chunk.length for chunk in pieces]
-        program = vae.build_program(half)
+        program = vae.build_program(direction)
         if mesh.size == 1:
             program.place = runtime.Place(mesh.devices.item())
         shape, dtype = (mesh.shape["dp"], channels, sum(lengths), *size), runtime.jax_dtype(vae.dtype)
@@ -70,10 +73,10 @@ def gradient_works(vae: AutoencoderKLCogVideoX, job: Job, mesh: Any) -> Iterator
 
         def gradients(weights: Any, x: Any, program: Any = program, lengths: Any = lengths) -> Any:
             result, pull_back = jax.vjp(lambda *given: program.run_video(*given, lengths), weights, x)
-            return pull_back(result)  # as a loss of squares has it
+            return pull_back(result)  # the gradient of half the sum of squares is the result itself
 
         structs = functools.partial(tuple, (weights, x))
-        yield Work(f"train {half}", sum(lengths), jax.jit(gradients).lower, structs, program)
+        yield Work(f"train {direction}", sum(lengths), jax.jit(gradients).lower, structs, program)
 
 
 def training_table(

@@ -64,7 +64,8 @@ def parts(texts: Sequence[str], without: Path | None = None) -> list[Part]:
 
     Args:
         texts: what is named.
-        without: a directory; what lies in it is not taken for being in one that it lies in itself.
+        without: a directory, such as the training's output, whose files are left out where a text names a
+            directory above it.
 
     Raises:
         ValueError: nothing there, or a range that is none.
@@ -78,6 +79,7 @@ def parts(texts: Sequence[str], without: Path | None = None) -> list[Part]:
 
 
 def _parts(text: str, without: Path | None) -> Iterator[Part]:
+    """Yield the parts of one text of `parts`: one of a file, or one for each file below a directory."""
     is_range = "#" in text and not Path(text).exists()
     found = RANGE.fullmatch(text) if is_range else None
     path = Path(found[1] if found else text)
@@ -94,6 +96,7 @@ def _parts(text: str, without: Path | None) -> Iterator[Part]:
 
 
 def _is_below(file: Path, directory: Path) -> bool:
+    """Return whether a file lies in a directory or deeper."""
     return directory.resolve() in file.resolve().parents
 
 
@@ -165,7 +168,7 @@ def load_all(
 
 
 def _sizes(height: int, width: int, needed: int, size: int) -> list[tuple[int, int]]:
-    """Return the sizes of `LEVELS` that are not larger than the source, or the source's."""
+    """Return the sizes (height, width) of `LEVELS` that are not larger than the source, or its own."""
     short = min(height, width)
     if short < needed:
         raise ValueError(f"is {height} x {width}, at least {needed} are needed")
@@ -184,6 +187,7 @@ def read(part: Part, framing: video.Framing, end: int) -> np.ndarray:
 
 
 def _picture(part: Part, needed: int, size: int) -> tuple[np.ndarray, ...]:
+    """Read a picture in all sizes that crops of `size` are cut from, each uint8 (1, H, W, C)."""
     from PIL import Image
 
     try:
@@ -233,6 +237,7 @@ class Sampler:
         return torch.stack([cut(rng, shape.frames) for _ in range(shape.clips)])
 
     def _whole(self, rng: np.random.Generator, frames: int) -> torch.Tensor:
+        """Return a clip (C, T, H, W) of a video's whole frames, half of them aligned with its chunks."""
         source = self._videos[rng.integers(len(self._videos))]
         if source.whole is None:
             raise ValueError(f"{source.part} was loaded without whole frames: give load() their size")
@@ -242,6 +247,7 @@ class Sampler:
         return _clip(source.whole[start : start + frames])
 
     def _sample(self, rng: np.random.Generator, frames: int, size: int) -> torch.Tensor:
+        """Return a clip (C, T, S, S), which now and then cuts to another scene if cuts are requested."""
         clip = self._scene(rng, frames, size)
         if self._cuts and frames > 1 and rng.random() < CUT_SHARE:
             cut = rng.integers(1, frames)
@@ -249,6 +255,7 @@ class Sampler:
         return clip
 
     def _scene(self, rng: np.random.Generator, frames: int, size: int) -> torch.Tensor:
+        """Return a clip (C, T, S, S) of a video, or of a picture under a moving camera, varied by chance."""
         share = VIDEO_SHARE if self._videos and self._pictures else float(bool(self._videos))
         if rng.random() < share:
             source = self._videos[rng.integers(len(self._videos))]
@@ -276,7 +283,11 @@ def _crop(
 
 
 def _start(rng: np.random.Generator, source: Source, span: int, event_share: float) -> int:
-    """Draw the first of `span` frames: any, or one so that they hold a frame drawn by how much it changes."""
+    """Draw the first frame of a window of `span` frames.
+
+    A share `event_share` of windows holds a frame that is drawn by how much it changes; others begin
+    anywhere.
+    """
     last = source.frames - span
     if event_share and rng.random() < event_share and span > 1:
         event = 1 + rng.choice(len(source.events), p=source.events)
@@ -285,6 +296,7 @@ def _start(rng: np.random.Generator, source: Source, span: int, event_share: flo
 
 
 def _clip(frames: np.ndarray) -> torch.Tensor:
+    """Return uint8 frames (T, H, W, C) as a clip (C, T, H, W), float32 in [-1, 1]."""
     return from_uint8(torch.from_numpy(frames.transpose(3, 0, 1, 2).copy()), "float32")
 
 
@@ -319,6 +331,7 @@ def _camera(rng: np.random.Generator, source: Source, frames: int, size: int) ->
 
 
 def _turned(rng: np.random.Generator, clip: torch.Tensor) -> torch.Tensor:
+    """Mirror a clip, turn it upside down, or swap its rows and columns, each by chance."""
     if rng.random() < 0.5:
         clip = clip.flip(-1)
     if rng.random() < 0.15:

@@ -43,12 +43,14 @@ class Muon(torch.optim.Optimizer):
         momentum: float = 0.95,
         weight_decay: float = 0.01,
     ):
+        """Keep the settings, and begin with a momentum of 0 for each kernel."""
         super().__init__(kernels, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
         for kernel in self.param_groups[0]["params"]:
             self.state[kernel] = {"momentum": torch.zeros_like(kernel, requires_grad=False)}
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
+        """Update the kernels that have a gradient, those of one shape together."""
         for group in self.param_groups:
             alike = defaultdict(list)
             for kernel in group["params"]:
@@ -58,6 +60,7 @@ class Muon(torch.optim.Optimizer):
                 self._step_alike(kernels, group)
 
     def _step_alike(self, kernels: list[nn.Parameter], group: dict[str, Any]) -> None:
+        """Update kernels of one shape by their orthogonal momentum, with the options of their group."""
         directions = []
         for kernel in kernels:
             momentum = self.state[kernel]["momentum"].mul_(group["momentum"]).add_(kernel.grad)
@@ -117,6 +120,7 @@ class Optimizers:
         return norm
 
     def _advance(self, average: dict[str, torch.Tensor], rate: float, decay: float) -> float:
+        """Make a step with both optimizers and of the average; return the gradient's norm."""
         return _advance(self._each, self._weights, average, rate, decay).item()
 
     @property
@@ -126,26 +130,35 @@ class Optimizers:
 
 
 class CompiledOptimizers(Optimizers):
-    """The same on JAX: both optimizers and the average are traced into one program."""
+    """`Optimizers` on JAX: both optimizers and the average are traced into one program."""
 
     @functools.cached_property
     def _program(self) -> Any:
         return runtime.jit_torch(_traced)
 
     def _advance(self, average: dict[str, torch.Tensor], rate: float, decay: float) -> float:
+        """Make the step as one program, and put its results into the tensors that it is given."""
         moments = self.moments
         static = tuple(self._weights), tuple(moments)
         gradients = [weight.grad for weight in self._weights.values()]
-        kept = [*self._weights.values(), *(average[name] for name in self._weights), *moments.values()]
+        tensors = [*self._weights.values(), *(average[name] for name in self._weights), *moments.values()]
         scalars = runtime.to_jax(torch.tensor([rate, decay]))
-        norm, *advanced = self._program(static, scalars, *gradients, *kept)
-        for tensor, value in zip(kept, advanced, strict=True):
+        norm, *advanced = self._program(static, scalars, *gradients, *tensors)
+        for tensor, value in zip(tensors, advanced, strict=True):
             runtime.assign(tensor, value)
         return runtime.to_torch(norm).item()
 
 
 def _traced(static: tuple[tuple[str, ...], tuple[str, ...]], scalars: Any, *tensors: Any) -> tuple[Any, ...]:
-    """Return the gradients' norm, then weights, average and moments after the step."""
+    """Return the gradients' norm, then weights, average and moments after the step.
+
+    With a norm that is not finite these are as before.
+
+    Args:
+        static: the names of the weights, and of the moments in `Moments`.
+        scalars: the learning rate's factor, and the average's decay.
+        tensors: gradients, weights and average, each in the order of the names, then the moments.
+    """
     names, keys = static
     count = len(names)
     gradients, weights, average = (
@@ -160,12 +173,15 @@ def _traced(static: tuple[tuple[str, ...], tuple[str, ...]], scalars: Any, *tens
     before = [tensor.clone() for tensor in tensors[count:]]
     norm = _advance(each, weights, average, scalars[0], scalars[1], traced=True)
     after = [*weights.values(), *average.values(), *_moments(each).values()]
-    is_good = torch.isfinite(norm)
-    return norm, *(torch.where(is_good, new, old) for new, old in zip(after, before, strict=True))
+    is_finite = torch.isfinite(norm)
+    return norm, *(torch.where(is_finite, new, old) for new, old in zip(after, before, strict=True))
 
 
 def _optimizers(weights: dict[str, Any], *, traced: bool) -> dict[str, torch.optim.Optimizer]:
-    """Return both optimizers, their moments 0; in a traced step, numbers that change are tensors."""
+    """Return Muon and AdamW by their names, their moments 0.
+
+    With `traced`, AdamW takes numbers that change from step to step as tensors, so that they are traced.
+    """
     kernels = [weight for name, weight in weights.items() if weight.ndim > 1 and not _at_border(name)]
     others = [weight for name, weight in weights.items() if weight.ndim == 1 or _at_border(name)]
     adamw = torch.optim.AdamW(
@@ -181,6 +197,7 @@ def _optimizers(weights: dict[str, Any], *, traced: bool) -> dict[str, torch.opt
 
 
 def _moments(each: dict[str, torch.optim.Optimizer]) -> Moments:
+    """Return the optimizers' tensors by the names of `Moments`."""
     return {
         f"{kind}/{index}/{name}": moment
         for kind, optimizer in each.items()
@@ -200,7 +217,7 @@ def _advance(
 ) -> torch.Tensor:
     """Step the optimizers, then the average; return the gradient's norm.
 
-    With a norm that is not finite nothing is stepped, unless the step is traced.
+    With a norm that is not finite nothing is stepped, unless the step is traced: then the caller chooses.
     """
     norm = torch.nn.utils.clip_grad_norm_(weights.values(), 1.0)
     if not traced and not math.isfinite(norm):
@@ -215,7 +232,7 @@ def _advance(
 
 
 def _at_border(name: str) -> bool:
-    """Return whether a parameter belongs to the first or the last convolution of a half."""
+    """Return whether a parameter belongs to the first or the last convolution of the encoder or decoder."""
     return "conv_in" in name or "conv_out" in name
 
 

@@ -85,11 +85,11 @@ class Run:
         return step
 
     def go(self, *, every: int, stopped: Callable[[], bool]) -> Iterator[tuple[Losses, list[Validation]]]:
-        """Make the remaining steps; yield each one's losses, and the validation if it was made.
+        """Make the remaining steps; yield each one's losses, and the validations that were made after it.
 
         Args:
             every: after how many steps to validate and to write a checkpoint.
-            stopped: whether to end after the present step, with a checkpoint.
+            stopped: returns whether to end after the present step, with a checkpoint.
         """
         total = self.trainer.plan.steps
         since = time.perf_counter()
@@ -146,7 +146,7 @@ class Run:
 
 
 def _table(path: Path, head: tuple[str, ...]) -> TextIO:
-    """Open a table to add lines to, with its head."""
+    """Open a table to add lines to; a new one gets its head."""
     file = path.open("a", newline="")
     if not file.tell():
         csv.writer(file).writerow(head)
@@ -154,7 +154,7 @@ def _table(path: Path, head: tuple[str, ...]) -> TextIO:
 
 
 def _cut(path: Path, head: tuple[str, ...], step: int) -> None:
-    """Remove the lines after a step, and those that were cut short, be it the head."""
+    """Remove a table's lines after a step, and lines, even the head, that a killed run did not complete."""
     if not path.exists():
         return
     with path.open(newline="") as file:

@@ -36,6 +36,7 @@ class TrainingRecipe:
     whole: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
+        """Raise `ValueError` for a field of another type or outside its range."""
         if not isinstance(self.cuts, bool):
             raise ValueError(f"got cuts = {self.cuts!r}: give true or false")
         for name, wanted in (("colour", "0 or more"), ("rate", "a number above 0")):
@@ -86,6 +87,7 @@ class Plan:
     recipe: TrainingRecipe = TrainingRecipe()
 
     def __post_init__(self) -> None:
+        """Raise `ValueError` for sizes or lengths that the VAE's chunks do not divide."""
         if self.size % 16:
             raise ValueError(f"got crops of {self.size} pixels: give a multiple of 16")
         if self.recipe.whole and self.frames == 1:
@@ -97,15 +99,15 @@ class Plan:
 
     def shape(self, step: int) -> Shape:
         """Return the shape of a step's batch, drawn by its number, from 0 on."""
-        clips, half, large = self.clips, (self.frames - 1) // 16 * 8 + 1, int(self.size * LARGEST_CROP)
-        still, some = Shape(4 * clips, 1, self.size), Shape(clips, half, self.size)
+        clips, half_frames, large = self.clips, (self.frames - 1) // 16 * 8 + 1, int(self.size * LARGEST_CROP)
+        still, short = Shape(4 * clips, 1, self.size), Shape(clips, half_frames, self.size)
         long = Shape(clips, self.frames, self.size)
         if self.stills and step < STILLS_END * self.steps:
-            odds = ((still, 0.85), (some, 0.15))
+            odds = ((still, 0.85), (short, 0.15))
         elif step < SMALL_END * self.steps:
-            odds = ((still, 0.1), (some, 0.55), (long, 0.35))
+            odds = ((still, 0.1), (short, 0.55), (long, 0.35))
         else:
-            odds = ((Shape(2 * clips, 1, large), 0.1), (Shape(clips, half, large), 0.4), (long, 0.5))
+            odds = ((Shape(2 * clips, 1, large), 0.1), (Shape(clips, half_frames, large), 0.4), (long, 0.5))
         rng = np.random.default_rng((self.seed, step, 1))
         shape = odds[rng.choice(len(odds), p=[odd for _, odd in odds])][0]
         if self.recipe.whole and shape.frames > 1 and rng.random() < WHOLE_SHARE:

@@ -45,6 +45,7 @@ class Trainer:
     """A VAE on a backend, its optimizers, and the average of its weights."""
 
     def __init__(self, backend: Backend, sampler: Sampler, plan: Plan):
+        """Begin before the first step: the average is the weights, the optimizers' moments are 0."""
         self._backend = backend
         self._sampler = sampler
         self.plan = plan
@@ -58,7 +59,7 @@ class Trainer:
         self._average = {name: weight.detach().clone() for name, weight in self._weights.items()}
 
     def step(self) -> Losses:
-        """Make the next step."""
+        """Make the next step, on the batch and with the noise of its number; return its losses."""
         plan, number = self.plan, self.step_number
         x = self._sampler.batch(number, plan.shape(number))
         noise = torch.Generator().manual_seed(plan.seed * 1_000_003 + number)
@@ -71,7 +72,7 @@ class Trainer:
         return Losses(total, l1, mse, kl, colour, gradient)
 
     def _losses(self, x: torch.Tensor, noise: torch.Generator) -> tuple[torch.Tensor, ...]:
-        """Return the total, L1, MSE, KL and the loss on colours of a batch."""
+        """Return a batch's total loss, L1, MSE, KL and error of colours, as scalar tensors."""
         x = self._backend.put(x.contiguous(memory_format=torch.channels_last_3d))
         with self._precision():
             posterior = self.vae.encode(x).latent_dist
@@ -86,11 +87,12 @@ class Trainer:
         return total, l1, mse, kl, colour
 
     def _precision(self) -> contextlib.AbstractContextManager[Any]:
+        """Return a context in which layers compute in bfloat16, if the plan asks for it."""
         return torch.autocast("cpu", torch.bfloat16, enabled=self.plan.mixed)
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[Any]:
-        """Give the VAE the average of its weights, for as long as the block lasts."""
+        """Yield the VAE with the average of its weights, for as long as the block lasts."""
         with torch.no_grad():
             own = {name: weight.detach().clone() for name, weight in self._weights.items()}
             for name, weight in self._weights.items():
@@ -112,6 +114,7 @@ class Trainer:
         return {name: self._backend.to_torch(tensor.detach()) for name, tensor in self._tensors().items()}
 
     def _tensors(self) -> State:
+        """Return the weights, their average and the optimizers' moments, by their names in a checkpoint."""
         weights = {f"weights/{name}": weight for name, weight in self._weights.items()}
         average = {f"average/{name}": weight for name, weight in self._average.items()}
         return {**weights, **average, **self._optimizers.moments}
@@ -129,6 +132,6 @@ class Trainer:
                 "the checkpoint is of a model with another config: give the same, or another directory"
             )
         with torch.no_grad():
-            for name, tensor in own.items():  # in its layout: in another, PyTorch may round otherwise
+            for name, tensor in own.items():  # each keeps its layout: in another, PyTorch may round otherwise
                 tensor.copy_(self._backend.put(state[name]))
         self.step_number = step

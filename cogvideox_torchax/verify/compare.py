@@ -132,21 +132,27 @@ class Result:
 # The models
 
 
-def make_candidate(name: str, dtype: torch.dtype, stock: DiffusersAutoencoder) -> Candidate:
-    """Make a backend with a copy of the reference's weights.
+def make_candidate(name: str, dtype: torch.dtype, reference: DiffusersAutoencoder) -> Candidate:
+    """Return a backend, by its name, with a copy of the reference's weights in a dtype.
+
+    Args:
+        name: of the backend.
+        dtype: of its weights and input.
+        reference: diffusers' own model.
 
     Raises:
         BackendError: a backend that is unknown, or not part of this installation.
     """
-    native: Any = nn.Module.to(copy.deepcopy(stock), dtype)
-    return Candidate(name, dtype, backend(name).from_native(native))
+    # The model's own `to` is wrapped by diffusers in a way that pyright cannot follow.
+    copied = nn.Module.to(copy.deepcopy(reference), dtype)
+    return Candidate(name, dtype, backend(name).from_native(copied))
 
 
 # Layer by layer
 
 
 class _Sums:
-    """Sums over chunks from which a `LayerError` is made."""
+    """Sums over a layer's chunks from which a `LayerError` is made."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -154,6 +160,7 @@ class _Sums:
         self.by_chunk: list[tuple[float, float]] = []
 
     def add(self, got: torch.Tensor, want: torch.Tensor) -> None:
+        """Add the differences of one chunk's output from the reference's."""
         if got.shape != want.shape:
             raise ValueError(
                 f"got a layer of shape {tuple(got.shape)}, the reference's is {tuple(want.shape)}"
@@ -169,12 +176,14 @@ class _Sums:
         self.count += got.numel()
 
     def error(self, name: str) -> LayerError:
+        """Return the error over all chunks, of the layer with this name."""
         rms = (self.square / self.count) ** 0.5
         return LayerError(
             name, self.absolute / self.count, self.largest, tolerances.ratio(self.largest, self.scale), rms
         )
 
     def first_chunk(self, allowed_largest: float, allowed_rms: float) -> int | None:
+        """Return the first chunk whose largest difference or RMS is above its bound; None where none is."""
         for index, (largest, rms) in enumerate(self.by_chunk):
             if not (largest <= allowed_largest and rms <= allowed_rms):
                 return index
@@ -184,7 +193,17 @@ class _Sums:
 def compare_layers(
     reference: DiffusersAutoencoder, vaes: dict[str, Candidate], kind: Direction, x: torch.Tensor
 ) -> dict[str, dict[str, _Sums]]:
-    """Run all models over the same chunks; return the sums of each of `vaes`' layers, in running order."""
+    """Run the reference and all candidates over the same chunks; return the sums of their differences.
+
+    Args:
+        reference: diffusers' model in float32.
+        vaes: the candidates by a name.
+        kind: the direction.
+        x: its input, of all chunks.
+
+    Returns:
+        By each candidate's name, the sums by each layer's name, in running order.
+    """
     runs = {name: each.backend.recorder(kind, LAYER_NAME.fullmatch) for name, each in vaes.items()}
     exact_run = Torch(reference).recorder(kind, LAYER_NAME.fullmatch)
     sums: dict[str, dict[str, _Sums]] = {name: {} for name in vaes}
@@ -200,7 +219,13 @@ def compare_layers(
 
 
 def _judged(dtype: torch.dtype, sums: dict[str, _Sums], baseline: dict[str, _Sums]) -> list[LayerError]:
-    """Return the layers' errors; in bfloat16 a layer's tolerance is a multiple of PyTorch's own error."""
+    """Return the layers' errors, with the first chunk outside the tolerance.
+
+    Args:
+        dtype: the candidate's; in bfloat16 a layer's tolerance is a multiple of PyTorch's own error in it.
+        sums: the candidate's, by layer.
+        baseline: those of PyTorch in bfloat16, by layer; unused in float32.
+    """
     layers = []
     for name, layer in sums.items():
         error = layer.error(name)
@@ -252,12 +277,13 @@ def _mean(values: list[float]) -> float | None:
 
 
 def _same_function(kind: str, dtype: torch.dtype, whole: WholeError, torchs: WholeError) -> Contract:
+    """Return the contract that a whole answer is the reference's, in bfloat16 beside PyTorch's own error."""
     name, measured, allowed = tolerances.contract(dtype, whole.relative, whole.rms, torchs.rms)
     return Contract(f"{kind}: {name}", measured, allowed, measured <= allowed)
 
 
 def _stream(candidate: Candidate, z: torch.Tensor, want: torch.Tensor) -> Contract:
-    """Compare `decode_stream` with `decode`.
+    """Return the contract that `decode_stream` gives what `decode` gave.
 
     Only the order of work differs, so the tolerance of float32 holds in every dtype.
     """
@@ -268,12 +294,14 @@ def _stream(candidate: Candidate, z: torch.Tensor, want: torch.Tensor) -> Contra
 
 
 def _programs(counts: dict[str, int]) -> Iterable[Contract]:
+    """Yield the contract on how many programs each direction compiles."""
     for kind in counts:
         count = counts[kind]
         yield Contract(f"{kind}: programs compiled", count, PROGRAMS_A_NETWORK, count <= PROGRAMS_A_NETWORK)
 
 
 def _frame_count(kind: Direction, got: torch.Tensor, lengths: list[int]) -> Contract:
+    """Return the contract that an answer has as many frames as its chunks together."""
     return Contract(f"{kind}: frames", got.shape[2], sum(lengths), got.shape[2] == sum(lengths))
 
 
@@ -289,10 +317,11 @@ class Verifier:
     """
 
     def __init__(self, reference: DiffusersAutoencoder, x: torch.Tensor):
+        """Compute the reference's answers, in both directions."""
         self.reference = reference
         exact = Torch(reference)
         moments = exact.run(ENCODE, x)
-        # Each half gets the same input everywhere: no error of the latents is counted again in the frames.
+        # All backends decode the reference's latents: no error of encoding is counted again in the frames.
         self.inputs = {ENCODE: x, DECODE: moments.chunk(2, dim=1)[0]}
         self.answers = {ENCODE: moments, DECODE: exact.run(DECODE, self.inputs[DECODE])}
         self.lengths = {kind: kind.results(reference, self.inputs[kind].shape[2]) for kind in Direction}
@@ -319,6 +348,11 @@ class Verifier:
     def _layers(
         self, candidates: list[Candidate], torchs: Candidate | None, say: Callable[[str], None]
     ) -> list[list[LayerError]]:
+        """Return the errors of each candidate's layers, of both directions, in the candidates' order.
+
+        `torchs` is PyTorch in bfloat16, whose own errors set that dtype's tolerances; None where all are in
+        float32.
+        """
         compared = {str(index): candidate for index, candidate in enumerate(candidates)}
         if torchs is not None:
             compared["baseline"] = torchs
@@ -331,6 +365,7 @@ class Verifier:
         return found
 
     def _whole(self, candidate: Candidate) -> tuple[dict[str, WholeError], list[Contract]]:
+        """Return a candidate's whole errors by direction, and the contracts on shapes and on streaming."""
         errors: dict[str, WholeError] = {}
         contracts = []
         for kind in Direction:
@@ -349,6 +384,10 @@ class Verifier:
     def _result(
         self, candidate: Candidate, layers: list[LayerError], baseline: dict[str, WholeError]
     ) -> Result:
+        """Return a candidate's result: its layers' errors, and whole answers under their contracts.
+
+        `baseline` has PyTorch's own whole errors in bfloat16, by direction; empty where all are in float32.
+        """
         whole, contracts = self._whole(candidate)
         same = [
             _same_function(kind, candidate.dtype, error, baseline.get(kind, error))

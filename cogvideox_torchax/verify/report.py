@@ -19,6 +19,7 @@ def as_json(results: list[Result], about: dict[str, Any]) -> dict[str, Any]:
 
 
 def _finite(value: Any) -> Any:
+    """Return nested values with infinities and NaNs as the strings "inf" and "nan", which JSON can hold."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -43,7 +44,7 @@ def contracts_table(results: list[Result]) -> str:
 
 
 def whole_table(results: list[Result]) -> str:
-    """Return a table with a row for each half of each backend: errors, PSNR and SSIM of the worst frame."""
+    """Return a table with a row for each direction of each backend: errors, worst frame's PSNR and SSIM."""
     rows = []
     for r in results:
         for kind, w in r.whole.items():
@@ -70,6 +71,7 @@ def layers_table(result: Result) -> str:
 
 
 def _outside(chunk: int | None) -> str:
+    """Return the cell of the first chunk outside the tolerance; empty for None."""
     return "" if chunk is None else f"from chunk {chunk}"
 
 
@@ -100,11 +102,12 @@ def markdown(results: list[Result], about: dict[str, Any]) -> str:
 
 
 def _number(value: float | None) -> str:
+    """Return the cell of an error; empty for None."""
     return "" if value is None else f"{value:.2e}"
 
 
 def draw_layers(results: list[Result], path: Path) -> None:
-    """Error over depth on a log axis, a line for each backend and dtype; exact layers lie on the floor."""
+    """Draw error over depth on a log axis, a line for each result; exact layers lie on the floor."""
     plt = pyplot()
     figure, axes = plt.subplots(figsize=(12, 6), layout="constrained")
     values = [layer.relative for result in results for layer in result.layers]
