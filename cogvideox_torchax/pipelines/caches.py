@@ -256,6 +256,7 @@ class Faster(StepCache):
         batch, halves, skipped = len(tensors["hidden_states"]), [], []
 
         def denoise(hidden_states: torch.Tensor) -> tuple[torch.Tensor]:
+            """Stand for the transformer: note the videos that it runs on and the skipped modules."""
             halves.append(len(hidden_states) < batch)
             skipped.extend(name for name, hook in parts.items() if not asked(hook, *2 * [hidden_states]))
             return (hidden_states,)

@@ -141,10 +141,10 @@ def check(request: Request, model: Model) -> None:
     if request.image is not None:
         _open_image(request.image)
     if request.video is not None:
-        held = video.probe(request.video).num_frames
-        if held < request.frames:
+        num_frames = video.probe(request.video).num_frames
+        if num_frames < request.frames:
             raise RequestError(
-                f"{request.video} has {held} frames, {request.frames} are wanted: pass --frames"
+                f"{request.video} has {num_frames} frames, {request.frames} are wanted: pass --frames"
             )
 
 

@@ -25,6 +25,7 @@ class Linear(nn.Linear):
     """True if a program has the inputs' channels sharded; set while it is traced."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Multiply by the kernel on JAX, else as PyTorch."""
         if not on_jax(input):
             return super().forward(input)
         return torch_view(jax_kernels.linear)(input, self.weight, self.bias, rounded_parts=self.inputs_split)
@@ -34,6 +35,7 @@ class LayerNorm(nn.LayerNorm):
     """LayerNorm over the last axis, whose statistics are float32 (`jax_kernels.layer_norm`)."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Norm by the kernel on JAX over one axis, else as PyTorch."""
         if not on_jax(input) or len(self.normalized_shape) != 1:
             return super().forward(input)
         return torch_view(jax_kernels.layer_norm)(input, self.weight, self.bias, self.eps)

@@ -136,6 +136,7 @@ class PortedPipeline(PicklesAsStock, DiffusionPipeline):
             close = bar.close
 
             def close_with_skips() -> None:
+                """Show how many steps were skipped, and close the bar."""
                 bar.close = close
                 skipped = cache.computed.count(False)
                 bar.set_postfix_str(f"{skipped} of {len(cache.computed)} steps skipped, some in part")

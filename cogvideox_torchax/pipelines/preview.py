@@ -89,6 +89,7 @@ def drawn(vae: Any, path: str | Path, say: Callable[[str], None]) -> Callable[[t
     say(f"preview: a linear map of latents that explains {colors_of.explained:.0%} of colors")
 
     def show(latents: torch.Tensor) -> None:
+        """Write the picture of the first video's latents."""
         frames = colors_of(latents[:1])[0]
         chosen = sorted({round(i * (len(frames) - 1) / (SHOWN - 1)) for i in range(SHOWN)})
         picture = Image.fromarray(frames[chosen].transpose(0, 1).flatten(1, 2).contiguous().numpy())

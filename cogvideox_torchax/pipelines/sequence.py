@@ -118,6 +118,7 @@ class Sequence:
         placement, tp = self.shared, self.shared.mesh.shape["tp"]
 
         def split(x_NSC: jax.Array, *others: jax.Array, **options: Any) -> jax.Array:
+            """Run `qk_norm_rope` on each device's heads, or tokens, of its videos."""
             batch, by_heads = placement.batch_axis(x_NSC.shape[0]), heads % tp == 0
             batch_spec, replicated = functools.partial(PartitionSpec, batch), PartitionSpec()
             tables = replicated if by_heads else PartitionSpec("tp", None)

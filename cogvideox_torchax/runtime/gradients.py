@@ -92,6 +92,7 @@ def differentiable(
     x_array = array_of(x)
 
     def on_leaves(*values: Any) -> Any:
+        """Call `function` with the input and trained weights taken from `values`."""
         (*inputs,) = values[: len(leaves) - len(trained)]
         trained_arrays = dict(zip(trained, values[len(inputs) :], strict=True))
         return function(weights | trained_arrays, *(inputs or [x_array]))

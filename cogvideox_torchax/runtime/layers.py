@@ -34,6 +34,8 @@ def watched(
     scopes: list[Any] = []
 
     def before(name: str):
+        """Return a pre-hook that opens the layer's name scope and calls `taken`."""
+
         def hook(_module: nn.Module, args: Any, kwargs: Any) -> Any:
             scopes.append(jax.named_scope(name))
             scopes[-1].__enter__()
@@ -42,6 +44,8 @@ def watched(
         return hook
 
     def after(name: str):
+        """Return a hook that calls `given` and closes the layer's name scope."""
+
         def hook(_module: nn.Module, _args: Any, result: Any) -> Any:
             result = given(name, result)
             scopes.pop().__exit__(None, None, None)
@@ -70,6 +74,7 @@ def as_layer(module: nn.Module, run: Callable[..., Any]) -> Callable[..., Any]:
     """Return `run` in place of a module that is not `is_watched`, under the name that `watched` gives it."""
 
     def call(*inputs: Any) -> Any:
+        """Run, with the module's hooks called for the names that they give; they change nothing."""
         for hook in module._forward_pre_hooks.values():
             hook(module, inputs, {})  # pyright: ignore[reportCallIssue]
         result = run(*inputs)

@@ -111,6 +111,7 @@ class PortedModel(CopiesWithoutPrograms, nn.Module):
         return self.to("cpu")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PortedModel":
+        """Return a deep copy on the same mesh, without compiled programs."""
         if self._mesh is not None:
             memo[id(self._mesh)] = self._mesh  # devices have no copies
         return super().__deepcopy__(memo)

@@ -57,6 +57,7 @@ def put_weights(module: nn.Module, place: Callable[[str, Any], Any] = on_default
     """
 
     def put(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor on JAX, the same object if it is there already."""
         if on_jax(tensor):
             return replace_array(tensor, functools.partial(place, name))
         return tensor_of(place(name, host_array(tensor)))

@@ -24,6 +24,7 @@ class Direction(StrEnum):
     DECODE = "decode", "latents", "decoder", "latent_channels", "num_latent_frames_batch_size"
 
     def __new__(cls, name: str, takes: str, network: str, channels: str, frames: str) -> "Direction":
+        """Make a member that equals its name, with the attributes of the class."""
         member = str.__new__(cls, name)
         member._value_ = name
         member.takes, member.network, member.channels, member._frames = takes, network, channels, frames

@@ -253,6 +253,7 @@ def _attend_again(q_ref, k_ref, v_ref, y_ref, sums_ref, totals_ref, num_keys, fa
 
             @pl.loop(0, queries // strip)
             def _(n: Array) -> None:
+                """Visit the scores of one strip of queries."""
                 queries_at = pl.ds(pl.multiple_of(n * strip, LANES), strip)
                 scores = _product(k_ref[:, keys_at], q_ref[:, queries_at], over=0) * factor
                 visit(queries_at, keys_at, jnp.where(is_key, scores, -jnp.inf))

@@ -49,6 +49,7 @@ def split_frames(target: Target, *arrays: jax.Array | None, time_axis: int = 1) 
         return [arrays]
 
     def take(start: int, stop: int | None) -> tuple[Any, ...]:
+        """Return the frames `start` to `stop` of every array that is not None."""
         return tuple(
             None if array is None else jax.lax.slice_in_dim(array, start, stop, axis=time_axis)
             for array in arrays

@@ -219,6 +219,7 @@ def linear_gelu_on(target: Target, x: Array, weight: Array, bias: Array) -> Arra
     """Compute `linear_gelu` for a target."""
 
     def plain(x: Array, weight: Array, bias: Array) -> Array:
+        """Compute the product, then GELU, as XLA compiles them."""
         return gelu(linear(x, weight, bias))
 
     own = with_derivatives_of(plain, functools.partial(tpu.product, gelu=True))
@@ -267,6 +268,7 @@ def gated_linear_on(
     """Compute `gated_linear` for a target."""
 
     def plain(x: Array, weight: Array, bias: Array, residual: Array, gate: Array, first: Array) -> Array:
+        """Compute the product, then the gated sum, as XLA compiles them."""
         # One axis of tokens: XLA's CPU transposes no bfloat16 beside an axis that is one long.
         x_SC = (x.swapaxes(1, 2) if transposed else x).reshape(-1, weight.shape[1])
         return gated_residual(residual, linear(x_SC, weight, bias).reshape(residual.shape), gate, first)

@@ -94,6 +94,7 @@ def _modulated_norm(first_ref, x_ref, factor_ref, offset_ref, y_ref, *, eps: flo
     boundary = first_ref[0] - pl.program_id(1) * block
 
     def norm(at: Array) -> None:
+        """Norm and modulate `ROWS` tokens, from index `at` of the block on."""
         rows = pl.ds(pl.multiple_of(at, ROWS), ROWS)
         second = at + lax.broadcasted_iota(jnp.int32, (ROWS, 1), 0) >= boundary
         factor, offset = (jnp.where(second, ref[1:], ref[:1]) for ref in (factor_ref, offset_ref))
@@ -193,6 +194,7 @@ def _product(
     *gated, y_ref = refs
 
     def multiplied(outputs: Any) -> Array:
+        """Return the float32 product for a slice of the outputs."""
         dimensions = (((0 if transposed else 1,), (1,)), ((), ()))
         return lax.dot_general(
             x_ref[...], weight_ref[outputs, :], dimensions, preferred_element_type=jnp.float32
@@ -213,6 +215,7 @@ def _product(
 
     @pl.loop(0, y_ref.shape[1] // width // body)
     def _(index: Array) -> None:
+        """Compute the units of a loop's body, each multiplied before the one before it is finished."""
         units = [pl.ds(pl.multiple_of((index * body + n) * width, width), width) for n in range(body)]
         ahead = multiplied(units[0])
         for unit, following in itertools.pairwise(units):

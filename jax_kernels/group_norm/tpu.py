@@ -144,6 +144,7 @@ def _moments(x_ref, mean_ref, m2_ref, origin_ref, *, together: int = TOGETHER) -
 
     @pl.when(blocks_before == 0)
     def _():
+        """Before the first rows: choose origins, and clear the moments."""
         picked = (x_ref[row].astype(jnp.float32) for row in (0, rows // 2, rows - 1))
         origin_ref[...] = typical(*picked)
         mean_ref[...] = jnp.zeros_like(mean_ref)
@@ -171,4 +172,5 @@ def _moments(x_ref, mean_ref, m2_ref, origin_ref, *, together: int = TOGETHER) -
 
     @pl.when(blocks_before == pl.num_programs(2) - 1)
     def _():
+        """After the last rows: add the origins to the means."""
         mean_ref[...] += origin_ref[...]

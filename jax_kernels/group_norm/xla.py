@@ -76,6 +76,7 @@ def scaled(
     channel_axis = channel_axis % x.ndim
 
     def along_channels(part_NC: Array) -> Array:
+        """Reshape a coefficient so that it broadcasts over the other axes of `x`."""
         shape = [1] * x.ndim
         shape[0], shape[channel_axis] = part_NC.shape
         return part_NC.reshape(shape)

@@ -71,6 +71,7 @@ class DirectStep(ConvStep):
         together = next(n for n in range(most, 0, -1) if chunks % n == 0)
 
         def several(index: Array, carry: None) -> None:
+            """Multiply some chunks; finish the results of the chunk before each."""
             for offset in range(together):
                 column = (index * together + offset) * chunk
                 self._multiply(column)
@@ -172,7 +173,7 @@ class DirectStep(ConvStep):
         """Keep activated frames in the stage; frames before the first column are never read."""
         sizes, words = self.sizes, self.sizes.words
         to = self._rows(column, sizes.unit, words, before=sizes.chunk)
-        now = pltpu.bitcast(x, jnp.int32) if sizes.held > 1 else words_of_twice(x)
+        now = pltpu.bitcast(x, jnp.int32) if sizes.input_frames > 1 else words_of_twice(x)
         earlier, shifted, same = (self.refs["stage"].at[time, row, part] for time in range(TAPS))
         firsts = pl.ds(to.start, sizes.unit, stride=words)
         same[to, :] = now
@@ -186,6 +187,6 @@ class DirectStep(ConvStep):
         """Finish the results of the chunk from `column` on."""
         sizes = self.sizes
         sums_at = self._rows(column, sizes.chunk, sizes.frames, before=sizes.chunk)
-        if sizes.held == 1:
+        if sizes.input_frames == 1:
             sums_at = pl.ds(sums_at.start, sizes.chunk, stride=sizes.frames)
         self._give(column, sizes.chunk, lambda row, part: self.refs["sums"].at[row, part][sums_at, :])

@@ -40,26 +40,26 @@ class ConvSizes(NamedTuple):
     """The sizes that a kernel is compiled for.
 
     Attributes:
-        held: frames that the kernel gets.
+        input_frames: frames that the kernel gets.
         columns: columns of the frame, or of a shard.
         strips: strips of columns, one after the other; the last one may be narrower.
         chunk: columns of a product.
         chunks: chunks in a row of a strip; the last one may be incomplete.
         cell: columns that one register of coefficients covers: those with the same coefficients, or as many
             as it has rows for.
-        tall: rows of pixels that have the same coefficients.
+        cell_rows: rows of pixels that have the same coefficients.
         blocks: blocks of two rows.
         channels, outputs: channels into the convolution and out of it, in whole tiles.
         tile: frames that are transformed together, by a step of Winograd's; 0 for direct convolution.
     """
 
-    held: int
+    input_frames: int
     columns: int
     strips: int
     chunk: int
     chunks: int
     cell: int
-    tall: int
+    cell_rows: int
     blocks: int
     channels: int
     outputs: int
@@ -68,7 +68,7 @@ class ConvSizes(NamedTuple):
     @property
     def frames(self) -> int:
         """Rows of a product for a pixel."""
-        return max(self.held, 2)
+        return max(self.input_frames, 2)
 
     @property
     def words(self) -> int:
@@ -218,7 +218,7 @@ def is_supported(
         else _registers(columns, frames)
     )
     sizes = sizes_of(x, grid_rows, registers, outputs, residual)
-    if (sizes.tall > 1 and sizes.tall % ROWS) or (grid_columns > 1 and sizes.unit % sizes.cell):
+    if (sizes.cell_rows > 1 and sizes.cell_rows % ROWS) or (grid_columns > 1 and sizes.unit % sizes.cell):
         return False
     return _vmem_bytes(sizes, residual) <= vmem_limit()
 
@@ -252,12 +252,14 @@ def sizes_of(
         outputs: output channels.
         residual: whether there is one.
     """
-    held, height, columns, channels = x.shape[1:]
+    input_frames, height, columns, channels = x.shape[1:]
     outputs += -outputs % tiles.LANES
-    cell = columns_of_register(columns, held, registers)
-    by_taps = ConvSizes(held, columns, 1, 0, 0, cell, height // rows, height // ROWS, channels, outputs, 0)
-    if held in (TILES * tile for tile in TRANSFORMS) and pallas_mode() != "direct":
-        by_winograd = _in_strips(by_taps._replace(tile=held // TILES), residual)
+    cell = columns_of_register(columns, input_frames, registers)
+    by_taps = ConvSizes(
+        input_frames, columns, 1, 0, 0, cell, height // rows, height // ROWS, channels, outputs, 0
+    )
+    if input_frames in (TILES * tile for tile in TRANSFORMS) and pallas_mode() != "direct":
+        by_winograd = _in_strips(by_taps._replace(tile=input_frames // TILES), residual)
         fits = _vmem_bytes(by_winograd, residual) <= vmem_limit()
         if fits and (registers == 1 or by_winograd.unit % cell == 0):
             return by_winograd
@@ -294,26 +296,26 @@ def scratch_shapes(sizes: ConvSizes) -> dict[str, tuple[tuple[int, ...], Any]]:
 
     Memory for results has one chunk of columns more than a strip: results lag behind by a chunk.
     """
-    width, beside, result_parts = sizes.width, sizes.width + sizes.chunk, sizes.outputs // tiles.LANES
-    moments = {"moments": ((3, result_parts, beside * sizes.held), jnp.float32)}
+    width, chunk_more, result_parts = sizes.width, sizes.width + sizes.chunk, sizes.outputs // tiles.LANES
+    moments = {"moments": ((3, result_parts, chunk_more * sizes.input_frames), jnp.float32)}
     if not sizes.tile:
         words = (TAPS, ROWS, sizes.parts)
         return moments | {
             "ring": ((2, *words, width * sizes.words), jnp.int32),
-            "stage": ((*words, beside * sizes.words), jnp.int32),
+            "stage": ((*words, chunk_more * sizes.words), jnp.int32),
             "past": ((UNITS, ROWS, sizes.unit * sizes.parts), jnp.int32),
-            "sums": ((ROWS, result_parts, (beside + sizes.chunk) * sizes.frames), jnp.float32),
+            "sums": ((ROWS, result_parts, (chunk_more + sizes.chunk) * sizes.frames), jnp.float32),
         }
     words = (sizes.components, sizes.parts, width + 2 * MARGIN)
-    of_unit, share = (sizes.units, ROWS), sizes.unit * sizes.held
+    unit_shape, unit_rows = (sizes.units, ROWS), sizes.unit * sizes.input_frames
     shapes = moments | {
         "lower": ((3, *words), jnp.int32),
         "upper": ((2, *words), jnp.int32),
         "stage": ((ROWS, *words), jnp.int32),
-        "past": ((*of_unit, sizes.unit * sizes.parts), jnp.int32),
-        "pixels": ((*of_unit, sizes.parts, share // 2), jnp.int32),
-        "components": ((sizes.components, ROWS, result_parts, beside * TILES), jnp.float32),
-        "frames": ((*of_unit, result_parts, share), jnp.float32),
+        "past": ((*unit_shape, sizes.unit * sizes.parts), jnp.int32),
+        "pixels": ((*unit_shape, sizes.parts, unit_rows // 2), jnp.int32),
+        "components": ((sizes.components, ROWS, result_parts, chunk_more * TILES), jnp.float32),
+        "frames": ((*unit_shape, result_parts, unit_rows), jnp.float32),
     }
     if not sizes.rows_together:
         shapes["shifted"] = ((sizes.components, ROWS, sizes.chunk * TILES + SUBLANES), jnp.float32)
@@ -322,7 +324,7 @@ def scratch_shapes(sizes: ConvSizes) -> dict[str, tuple[tuple[int, ...], Any]]:
 
 def _vmem_bytes(sizes: ConvSizes, residual: bool) -> int:
     """Return the kernel's VMEM: blocks twice, as the next is fetched meanwhile."""
-    row = sizes.width * sizes.held
+    row = sizes.width * sizes.input_frames
     input_bytes, output_bytes = row * sizes.channels * 2, row * sizes.outputs * 2
     cells = 2 * ROWS * -(-sizes.width // sizes.cell) * SUBLANES * sizes.channels * 4
     caches = 2 * ROWS * sizes.width * 2 * sizes.channels * 2

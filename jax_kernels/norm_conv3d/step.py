@@ -113,6 +113,7 @@ class ConvStep:
         """Modulate a block of rows without products, in the first `LAG` steps."""
 
         def unit(index: Array, carry: None) -> None:
+            """Move and modulate one unit of columns."""
             column = index * self.sizes.unit
             self._move(column, self.sizes.unit)
             self._modulate(column)
@@ -146,14 +147,14 @@ class ConvStep:
         sizes, refs = self.sizes, self.refs
         cells = max(1, sizes.unit // sizes.cell)
         cells_at = pl.ds(lax.div(column, sizes.cell), cells)
-        coefficient_row = row if sizes.tall == 1 else 0
+        coefficient_row = row if sizes.cell_rows == 1 else 0
         half, offset = (
             refs["half"][0, coefficient_row, cells_at],
             refs["half_offset"][0, coefficient_row, cells_at],
         )
         if after is not None:
             offset = offset + jnp.concatenate([zeros_after(after)] * sizes.parts, 1)
-        x = refs["x"][0, row, self._rows(column, sizes.unit, sizes.held)].astype(jnp.float32)
+        x = refs["x"][0, row, self._rows(column, sizes.unit, sizes.input_frames)].astype(jnp.float32)
         x = x.reshape(cells, -1, SUBLANES, sizes.channels) * half[:, None] + offset[:, None]
         return (x + x * jnp.tanh(x)).reshape(-1, sizes.channels).astype(jnp.bfloat16)
 
@@ -166,8 +167,8 @@ class ConvStep:
         overwritten by the first column's.
         """
         sizes, refs = self.sizes, self.refs
-        at = self._rows(_from_left(column), count, sizes.held)
-        moments_at = self._rows(column, count, sizes.held, before=sizes.chunk)
+        at = self._rows(_from_left(column), count, sizes.input_frames)
+        moments_at = self._rows(column, count, sizes.input_frames, before=sizes.chunk)
         start = self.step == LAG
         in_frame = self._rows_in_frame(_from_left(column), count) if "true_width" in refs else None
         for part in range(self.result_parts):
@@ -194,10 +195,10 @@ class ConvStep:
 
     def _rows_in_frame(self, column: Any, count: int) -> Array:
         """Return for `count` columns, a row for each frame of a pixel, whether it is no padding."""
-        shape = (count * self.sizes.held, tiles.LANES)
+        shape = (count * self.sizes.input_frames, tiles.LANES)
         row = lax.broadcasted_iota(jnp.int32, shape, 0)
         true_width = self.refs["true_width"][0] - self.strip * self.sizes.width
-        return row < (true_width - column) * self.sizes.held
+        return row < (true_width - column) * self.sizes.input_frames
 
     def _give_moments(self) -> None:
         """Write mean and M2 of the strip's columns, from the sums of differences from their origins."""
@@ -205,8 +206,9 @@ class ConvStep:
         share = 1 / (ROWS * sizes.blocks)
 
         def chunk(index: Array, carry: None) -> None:
-            to = self._rows(index * sizes.chunk, sizes.chunk, sizes.held)
-            moments_at = self._rows(index * sizes.chunk, sizes.chunk, sizes.held, before=sizes.chunk)
+            """Write the moments of one chunk of columns."""
+            to = self._rows(index * sizes.chunk, sizes.chunk, sizes.input_frames)
+            moments_at = self._rows(index * sizes.chunk, sizes.chunk, sizes.input_frames, before=sizes.chunk)
             for part in range(self.result_parts):
                 origin, total, squares = (refs["moments"][index, part, moments_at] for index in range(3))
                 refs["mean"][0, to, lanes_of(part)] = origin + total * share

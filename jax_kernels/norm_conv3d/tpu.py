@@ -157,13 +157,14 @@ def _by_kernel(
     names = [*operands, *results, *scratch]
 
     def run(*refs: Any) -> None:
-        last = len(refs) - len(names)  # weights come first
+        """Run a step on its references by name; those of the weights come first."""
+        last = len(refs) - len(names)
         step = winograd.WinogradStep if sizes.tile else direct.DirectStep
         step(sizes, refs[:last], dict(zip(names, refs[last:], strict=True))).run()
 
     in_place = sizes.width == sizes.columns or RAGGED_IN_PLACE
     y_bytes = x.nbytes // sizes.channels * sizes.outputs * (1 if residual is None else 2)
-    cache_bytes = x.nbytes // sizes.held * (TAPS - 1)
+    cache_bytes = x.nbytes // sizes.input_frames * (TAPS - 1)
     aliases = {}
     if cache is not None and in_place:
         aliases = {len(weights) + names.index("cache"): [*results].index("latest")}
@@ -187,7 +188,9 @@ def _by_kernel(
         ),
         name="norm_conv3d",
     )(*weights, *(array for array, _ in operands.values()))
-    moments = (part[..., :outputs].reshape(x.shape[0], sizes.columns, sizes.held, -1) for part in moments)
+    moments = (
+        part[..., :outputs].reshape(x.shape[0], sizes.columns, sizes.input_frames, -1) for part in moments
+    )
     mean, m2 = (part.swapaxes(1, 2) for part in moments)
     return _frames_first(y, sizes, outputs), _frames_of_cache(latest, cache_shape), (mean, m2)
 
@@ -206,17 +209,18 @@ def _operands(
 ) -> tuple[dict[str, tuple[Any, pl.BlockSpec]], list[Array]]:
     """Return the kernel's operands, by name, each with its blocks; and the products' weights."""
     cells = -(-sizes.width // sizes.cell)
-    row = sizes.width * sizes.held
-    rows = ROWS if sizes.tall == 1 else 1
+    row = sizes.width * sizes.input_frames
+    rows = ROWS if sizes.cell_rows == 1 else 1
 
     def in_tiles(part: Array) -> Array:
+        """Pad the last axis, output channels, to whole tiles."""
         return jnp.pad(part, [(0, 0)] * (part.ndim - 1) + [(0, sizes.outputs - part.shape[-1])])
 
     def under(*indices: Any) -> tuple[Any, ...]:
         """Return the block of coefficients that covers the rows of a step."""
         video, strip, step = of_grid(indices)
         strip = strip if multiplier.shape[2] > 1 else 0
-        return video, lax.div(_now(sizes, step) * ROWS, max(ROWS, sizes.tall)), strip, 0, 0
+        return video, lax.div(_now(sizes, step) * ROWS, max(ROWS, sizes.cell_rows)), strip, 0, 0
 
     cell_spec = pl.BlockSpec((1, rows, cells, SUBLANES, sizes.channels), under)
     kernel, bias = in_tiles(kernel), in_tiles(bias.astype(jnp.float32)[None])
@@ -231,7 +235,9 @@ def _operands(
     if residual is not None:
         operands["residual"] = _pixels_first(in_tiles(residual)), _rows_later(row, sizes.outputs)
     if edges is not None:
-        padded_edges = (jnp.repeat(in_tiles(edge), sizes.frames // sizes.held, axis=1) for edge in edges)
+        padded_edges = (
+            jnp.repeat(in_tiles(edge), sizes.frames // sizes.input_frames, axis=1) for edge in edges
+        )
         both = jnp.concatenate([edge.transpose(0, 2, 3, 1, 4) for edge in padded_edges], axis=3)
         if sizes.strips > 1 and both.shape[3] % SUBLANES:  # a strip's rows fill whole registers
             both = jnp.pad(both, [(0, 0)] * 3 + [(0, SUBLANES - both.shape[3]), (0, 0)])
@@ -251,7 +257,7 @@ def _results(
 ) -> dict[str, tuple[Any, pl.BlockSpec]]:
     """Return the kernel's results, by name, each with its blocks."""
     x, _ = operands["x"]
-    row, videos, height = sizes.width * sizes.held, *x.shape[:2]
+    row, videos, height = sizes.width * sizes.input_frames, *x.shape[:2]
     latest = (videos, height, sizes.columns * sizes.parts * (TAPS - 1), tiles.LANES)
     moments = jax.ShapeDtypeStruct((videos, x.shape[2], sizes.outputs), jnp.float32)
     strip_spec = pl.BlockSpec((1, row, sizes.outputs), lambda *indices: (*of_grid(indices)[:2], 0))
@@ -314,13 +320,13 @@ def _pixels_first(x_NTHWC: Array) -> Array:
 def _frames_first(y: Array, sizes: ConvSizes, outputs: int) -> Array:
     """Invert `_pixels_first`, and drop the channels that only fill a tile."""
     videos, height, *_ = y.shape
-    if outputs == sizes.outputs or sizes.held == 1:
-        y = y.reshape(videos, height, sizes.columns, sizes.held, -1).transpose(0, 3, 1, 2, 4)
+    if outputs == sizes.outputs or sizes.input_frames == 1:
+        y = y.reshape(videos, height, sizes.columns, sizes.input_frames, -1).transpose(0, 3, 1, 2, 4)
         return y[..., :outputs]
     # The channels are selected by a product, exact if finite, pixels last: XLA would transpose the whole tile
     # for a slice. It slices an image, above, without that, and would compile the product for 90 s.
     few = jnp.einsum("nhpc,co->nohp", y, jnp.eye(sizes.outputs, outputs, dtype=y.dtype))
-    return few.reshape(videos, outputs, height, sizes.columns, sizes.held).transpose(0, 4, 2, 3, 1)
+    return few.reshape(videos, outputs, height, sizes.columns, sizes.input_frames).transpose(0, 4, 2, 3, 1)
 
 
 def _pixels_of_cache(cache_NTHWC: Array) -> Array:

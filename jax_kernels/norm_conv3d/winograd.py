@@ -81,6 +81,7 @@ class WinogradStep(ConvStep):
             clear([self.refs["shifted"].at[:, :, pl.ds(sizes.chunk * TILES, TILES)]])
 
         def chunk(index: Array, carry: None) -> None:
+            """Multiply one chunk in turns, each with other work between its products."""
             column = index * sizes.chunk
             self._move(column + MARGIN, sizes.chunk)
             lax.fori_loop(0, sizes.turns, lambda turn, _: self._take_turn(turn, column), None)
@@ -195,7 +196,7 @@ class WinogradStep(ConvStep):
         frames = [frame for pair in (before(lambda: words[0]), *words) for frame in _unpacked(pair)]
         tile_inputs = [
             self.transform.inputs(frames[start : start + sizes.tile + TAPS - 1])
-            for start in range(0, sizes.held, sizes.tile)
+            for start in range(0, sizes.input_frames, sizes.tile)
         ]
         at = self._words(column, sizes.unit)
         for component, pair in enumerate(zip(*tile_inputs, strict=True)):
@@ -228,8 +229,10 @@ class WinogradStep(ConvStep):
         sizes = self.sizes
         for side, edge in enumerate((0, self._last_column())):
             inside = (edge >= column) & (edge < column + sizes.unit)
-            at = self._rows(edge % sizes.unit, 1, sizes.held)
-            added = self.refs["edges"][0, row, side * sizes.held : (side + 1) * sizes.held, lanes_of(part)]
+            at = self._rows(edge % sizes.unit, 1, sizes.input_frames)
+            added = self.refs["edges"][
+                0, row, side * sizes.input_frames : (side + 1) * sizes.input_frames, lanes_of(part)
+            ]
             frames[at, :] = frames[at, :] + jnp.where(inside, added, 0.0)
 
     def _words(self, column: Any, count: int, shift: int = 0) -> Any:

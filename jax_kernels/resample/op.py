@@ -77,6 +77,7 @@ def upsample_on(
     """Compute `upsample` for a target."""
 
     def convolve(part: Array, expand_time: bool, first_frame_alone: bool) -> Array:
+        """Upsample a run of frames by the kernel if it supports them, else as XLA compiles it."""
         composed = functools.partial(_composed, expand_time=expand_time, first_frame_alone=first_frame_alone)
         form = _kernel_for(target, part, kernel, expand_time, first_frame_alone) or composed
         return map_shards(target, form, (part,), (kernel, bias))
@@ -218,6 +219,7 @@ def downsample_on(
     """Compute `downsample` for a target."""
 
     def convolve(part: Array, compress_time: bool, first_frame_alone: bool) -> Array:
+        """Downsample a run of frames."""
         halve = functools.partial(_halved, compress_time=compress_time, first_frame_alone=first_frame_alone)
         return map_shards(target, halve, (part,), (kernel, bias))
 

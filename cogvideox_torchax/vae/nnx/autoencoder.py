@@ -67,6 +67,7 @@ class EncoderChunk(OnColumns, nnx.Module):
         self.pallas = pallas_mode()  # part of the graph, so that each mode has a program of its own
 
     def __call__(self, x: jax.Array, cache: Cache | None) -> tuple[jax.Array, Cache]:
+        """Encode a chunk; return its moments and the cache for the next chunk."""
         if x.dtype == jnp.uint8:
             x = with_clear_padding(from_uint8(x, "float32"), self.split)
         moments, cache = self.encoder(x.astype(self.dtype), cache)
@@ -93,6 +94,7 @@ class DecoderChunk(nnx.Module):
         self.pallas = pallas_mode()
 
     def __call__(self, z: jax.Array, cache: Cache | None) -> tuple[jax.Array, Cache]:
+        """Decode a chunk; return its frames and the cache for the next chunk."""
         z = z.astype(self.dtype)
         if self.post_quant_conv is not None:
             z = self.post_quant_conv(z)
@@ -399,6 +401,7 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         nnx.update(self, jax.tree.map(move, nnx.state(self, nnx.Param)))
 
     def __copy__(self) -> "FlaxAutoencoderKLCogVideoX":
+        """Return a shallow copy, which shares the weights."""
         copied = object.__new__(type(self))
         vars(copied).update(vars(self))
         return copied

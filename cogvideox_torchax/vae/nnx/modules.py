@@ -192,6 +192,7 @@ class ResnetBlock3D(nnx.Module):
         """Build two norms and convolutions, and a 1x1x1 shortcut where the channels differ."""
 
         def norm(channels: int) -> GroupNorm | SpatialNorm3D:
+            """Build a spatial norm if latents modulate the norms, else a GroupNorm."""
             if config.latent_channels is None:
                 return GroupNorm(channels, config, eps=config.eps)
             return SpatialNorm3D(channels, config.latent_channels, config)
@@ -298,6 +299,7 @@ class MidBlock3D(Resnets):
     def __call__(
         self, x_NTHWC: jax.Array, zq_NthwC: jax.Array | None = None, cache: Cache | None = None
     ) -> tuple[jax.Array, Cache]:
+        """Run the block on a chunk; return the result and the next cache."""
         return self._run_resnets(x_NTHWC, zq_NthwC, cache)
 
 
@@ -321,6 +323,7 @@ class DownBlock3D(Resnets):
         )
 
     def __call__(self, x_NTHWC: jax.Array, cache: Cache | None = None) -> tuple[jax.Array, Cache]:
+        """Run the block on a chunk; return the result and the next cache."""
         x_NTHWC, cache = self._run_resnets(x_NTHWC, None, cache)
         for downsampler in self.downsamplers:
             x_NTHWC = downsampler(x_NTHWC)

@@ -47,6 +47,7 @@ class _Recorded:
         self._record = record
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the layer, and record its result without its cache."""
         result = self._layer(*args, **kwargs)
         self._record(result[0] if isinstance(result, tuple) else result)
         return result

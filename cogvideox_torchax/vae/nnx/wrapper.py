@@ -234,11 +234,13 @@ class FlaxVAEForPipelines(ChunkedVAE, PortedModel, ModelMixin, ConfigMixin):
         return DecoderOutput(sample=frames) if return_dict else (frames,)
 
     def _whole(self, direction: Direction, x: torch.Tensor) -> torch.Tensor:
+        """Check an input, and return the results of all of its chunks joined."""
         self._check(direction, x)
         return self._joined(direction, x, self._tile_plan(direction, x.shape[3:]))
 
     def _results(
         self, direction: Direction, pieces: Iterable[torch.Tensor], plan: Any, as_uint8: bool
     ) -> Iterator[torch.Tensor]:
+        """Yield the results of a video's chunks as torchax tensors, computed by the Flax model."""
         results = self.flax_vae.run_chunks(direction, map(to_array, pieces), plan, as_uint8=as_uint8)
         return map(to_tensor, results)

@@ -130,6 +130,7 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
         return AutoencoderKLOutput(latent_dist=posterior) if return_dict else (posterior,)
 
     def _encode(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the moments of a checked video; diffusers' `encode` calls it."""
         self._check(ENCODE, x)
         return self._whole(ENCODE, x)
 
@@ -144,6 +145,7 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
             return super().forward(sample, *args, **kwargs)
 
     def _decode(self, z: torch.Tensor, return_dict: bool = True) -> DecoderOutput | tuple[torch.Tensor]:
+        """Return the frames of checked latents; diffusers' `decode` calls it."""
         self._check(DECODE, z)
         frames = self._whole(DECODE, z)
         return DecoderOutput(sample=frames) if return_dict else (frames,)
@@ -171,6 +173,7 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
         on_jax = runtime.is_on_jax(self)
 
         def start(as_uint8: bool) -> Callable[[Any], Any]:
+            """Return a new function of chunks that keeps its cache; see `tiling.run_chunks`."""
             network = chunk_network(self, direction, as_uint8)
             if not on_jax:
                 return runtime.carried(network)
@@ -234,6 +237,7 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
 
     @property
     def _placement(self) -> "Placement | None":
+        """The sharding of whole inputs and results on the mesh, or None."""
         if self.mesh is None:
             return None
         from cogvideox_torchax.sharding import Placement
@@ -253,6 +257,10 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
             runtime.forget_programs(self)
 
     def _check_place(self, what: str, x: torch.Tensor, follow_weights: bool) -> None:
+        """Raise `ValueError` for a tensor on JAX and weights in PyTorch, or the other way round.
+
+        With `follow_weights` a plain tensor may be given for weights on JAX.
+        """
         weights_on_jax = runtime.is_on_jax(self)
         if runtime.on_jax(x) != weights_on_jax and not (follow_weights and weights_on_jax):
             tensor, model = ("jax", "in PyTorch") if runtime.on_jax(x) else (str(x.device), "on jax")
@@ -260,6 +268,7 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
             raise ValueError(f"got {what} on {tensor} for weights {model}: move {move}")
 
     def _takes_dtype(self, x: torch.Tensor) -> bool:
+        """Return whether the model computes in the dtype of `x`, by autocast if it is on in PyTorch."""
         if super()._takes_dtype(x):
             return True
         native = not runtime.is_on_jax(self)

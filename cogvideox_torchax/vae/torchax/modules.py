@@ -89,6 +89,7 @@ class SiLU(nn.SiLU):
     """SiLU in float32, rounded once (`jax_kernels.silu`)."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Apply SiLU by the kernel on JAX; axis 2 of five is time."""
         if not on_jax(input):
             return super().forward(input)
         return torch_view(jax_kernels.silu)(input, time_axis=2 if input.ndim == 5 else None)
@@ -98,6 +99,7 @@ class SafeConv3d(OnColumns, diffusers_vae.CogVideoXSafeConv3d):
     """A 3-D convolution; one of a single pixel is a product, and never cut into chunks of memory."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Convolve a 1x1x1 window by the kernel on JAX, any other by diffusers' forward."""
         if not on_jax(input) or self.kernel_size != (1, 1, 1) or self.stride != (1, 1, 1):
             return super().forward(input)
         y, _ = torch_view(jax_kernels.conv3d)(

@@ -93,6 +93,7 @@ def stock_of(vae: DiffusersAutoencoder) -> DiffusersAutoencoder:
         return vae
 
     def build() -> DiffusersAutoencoder:
+        """Build the stock model without memory, then assign the weights."""
         with torch.device("meta"):
             stock: Any = DiffusersAutoencoder.from_config(vae.config)
         stock.load_state_dict(vae.state_dict(), assign=True)
