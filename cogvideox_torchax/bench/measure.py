@@ -350,6 +350,7 @@ def _training_step(request: Task, size: Size) -> Run:
         vae.decoder.compile()
 
     def gradients(direction: Direction, x: torch.Tensor) -> tuple[str, Any]:
+        """Return the part's name, and by name the gradients of the weights that the direction uses."""
         vae.zero_grad()
         with torch.enable_grad(), contextlib.nullcontext() if request.torch_device else runtime.active():
             result = vae.encode(x).latent_dist.parameters if direction == ENCODE else vae.decode(x).sample

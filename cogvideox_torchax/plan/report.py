@@ -33,7 +33,7 @@ def figures(
         seconds: what it is estimated to take; empty for no estimate.
         flops, compile_seconds: of all programs.
         chip: whose memory the peak has to fit, or None.
-        about: what else is to be said of the network.
+        about: further rows, by their names.
     """
     rows: dict[str, Any] = {"network": network, **about, "TFLOP": flops / 1e12}
     rows |= {name: size / GIB for name, size in memory.items()}
@@ -128,7 +128,7 @@ def _read(name: str, frames: int, program: Any, compiled: Any) -> ProgramPlan:
 def layers(program: runtime.Program, text: str) -> list[Row]:
     """Return each layer's sharding and communication, read off the compiled text of the last tracing.
 
-    No layer is told apart in a program for one device, nor in one of the Flax build.
+    The list is empty for a program on one device, and for one of the Flax build: they name no layers.
     """
     place: Any = program.place
     shapes = getattr(place, "layers", {})
