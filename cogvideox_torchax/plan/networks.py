@@ -164,7 +164,7 @@ def plan_step(
         devices: devices of a topology, or of this machine.
         chip: the chip whose peaks apply; None for none.
         frames, height, width: size of the latents.
-        guided: whether the step runs twice, for classifier-free guidance: with the prompt and without.
+        guided: whether the batch holds the video twice, with the prompt and without, for guidance.
         dp, tp: the mesh.
         parallel: as `port` takes it.
         cache: a cache of `cache_options`; None for none.
