@@ -61,7 +61,7 @@ def _cells(row: Row) -> list[str]:
 def report(vae: Any, shape: tuple[int, ...], *, kind: Direction = DECODE) -> ProgramPlan:
     """Compile the program of an input's last chunk and report its sharding, layer by layer.
 
-    Everything but `shape` and `spec` of a row is read off the compiled program.
+    In the result's `layers` all but `shape` and `spec` is read off the compiled program.
 
     Args:
         vae: an `AutoencoderKLCogVideoX` with a mesh, in PyTorch, on JAX or on torch's "meta" device.

@@ -133,8 +133,8 @@ class Placement(MeshPlace):
     def hand_out(self, x: jax.Array, split: Split = WHOLE) -> jax.Array:
         """Cut off the padding of a result, and shard it by `result_spec`, inside a program.
 
-        The result is split by width first: a result that leaves in rows or channels would otherwise make the
-        layers before it compute so, with their inputs gathered.
+        The result is constrained to a split by width first. Otherwise XLA would propagate a result split
+        by rows or channels (`result_spec`) back into the layers before it, and gather their inputs.
         """
         column = self.axes.index("W")
         picture = jax.lax.slice_in_dim(self.constrain(x), 0, split.real_columns(x.shape[column]), axis=column)

@@ -87,7 +87,7 @@ class Plan:
     recipe: TrainingRecipe = TrainingRecipe()
 
     def __post_init__(self) -> None:
-        """Raise `ValueError` for sizes or lengths that the VAE's chunks do not divide."""
+        """Raise `ValueError` for a size, a length or settings together that cannot be trained."""
         if self.size % 16:
             raise ValueError(f"got crops of {self.size} pixels: give a multiple of 16")
         if self.recipe.whole and self.frames == 1:

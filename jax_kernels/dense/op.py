@@ -269,7 +269,7 @@ def gated_linear_on(
 
     def plain(x: Array, weight: Array, bias: Array, residual: Array, gate: Array, first: Array) -> Array:
         """Compute the product, then the gated sum, as XLA compiles them."""
-        # One axis of tokens: XLA's CPU transposes no bfloat16 beside an axis that is one long.
+        # Videos and tokens as one axis: XLA's CPU backend transposes no bfloat16 if an axis has length 1.
         x_SC = (x.swapaxes(1, 2) if transposed else x).reshape(-1, weight.shape[1])
         return gated_residual(residual, linear(x_SC, weight, bias).reshape(residual.shape), gate, first)
 

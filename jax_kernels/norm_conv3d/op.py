@@ -116,7 +116,8 @@ def norm_conv3d_on(
     eps: float,
     first_frame_alone: bool,
 ) -> tuple[Array, Array | None, ColumnMoments | None]:
-    """Compute `norm_conv3d` for a target."""
+    """Compute `norm_conv3d` for a target; without the kernel `moments` are not used."""
+    # Asked for a TPU on every platform, as all return moments for the same shapes.
     is_supported = _is_taken(
         replace(target, platform="tpu"), x, norm, kernel, bias, cache, residual, first_frame_alone
     )
@@ -129,7 +130,6 @@ def norm_conv3d_on(
     inputs = (x, weight, shift) if zq is None else (x, zq, weight, shift, *convolutions)
     hidden = norm_form(target, *inputs, num_groups=num_groups, eps=eps, activation="silu")
     y, latest = conv3d_on(target, hidden, kernel, bias, cache, residual)
-    # Every platform returns what a TPU does.
     column_parts = (jnp.squeeze(part, 2) for part in norm_xla.column_moments(y)) if is_supported else ()
     return y, latest, ColumnMoments(*column_parts) if is_supported else None
 

@@ -31,7 +31,10 @@ class Transform(NamedTuple):
 
 
 def _inputs_of_two(frames: Sequence[Any]) -> list[Any]:
-    """Return the frames' factors for two results, d2 and d3 being the tile and d0, d1 before it."""
+    """Return the frames' factors for two results, d2 and d3 being the tile and d0, d1 before it.
+
+    The last one's sign differs from the textbook's d1 - d3, and so does its use in `_two_results`.
+    """
     d0, d1, d2, d3 = frames
     return [d0 - d2, d1 + d2, d2 - d1, d3 - d1]
 
