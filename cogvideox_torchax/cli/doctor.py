@@ -19,7 +19,7 @@ OPTIONAL = {
     "matplotlib": ("bench", "plots of benchmarks"),
     "pyarrow": ("data", "data sets in Parquet"),
     "ray": ("ray", "encoding data sets on Ray"),
-    "scikit-learn": ("train", "pictures to train the carried model on"),
+    "scikit-learn": ("train", "pictures that the bundled model is trained on"),
     "fastapi": ("web", "the example that streams into a browser"),
     "libtpu": ("tpu", "running on a TPU, and `plan` for one"),
 }

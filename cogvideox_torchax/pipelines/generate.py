@@ -117,7 +117,9 @@ def _kind(name: str, class_name: str, image: bool, clip: bool) -> str:
         raise RequestError(f"{name} is a {class_name}: it takes one of {', '.join(CLASSES.values())}")
     if (class_name == CLASSES[IMAGE]) != image or (class_name == CLASSES[CONTROL] and not clip):
         takes = wants.get(class_name, "no image")
-        raise RequestError(f"{name} is a {class_name}: it takes {takes}; give that, or another --model")
+        raise RequestError(
+            f"{name} is a {class_name}: it takes {takes}: change the request, or give another --model"
+        )
     if image and clip:
         raise RequestError("got both --image and --video: give one")
     if class_name in wants:

@@ -115,7 +115,7 @@ def requested(options: dict[str, Any], size: tuple[int, int, int], text: Stage |
             conflict = f"the stage was made with {option(name)} {value!r}, got {given[name]!r}"
             raise ValueError(f"{conflict}: leave {option(name)} out")
     if "prompt" not in {**given, **fixed}:
-        raise ValueError("generate needs --prompt")
+        raise ValueError("a prompt is needed: give --prompt")
     sizes = dict(zip(("frames", "height", "width"), size, strict=True))
     request = Request(**{**DEFAULTS, **sizes, **given, **fixed})
     guided = request.guidance_scale > 1

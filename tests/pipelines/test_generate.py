@@ -264,7 +264,7 @@ def test_wrong_input_is_one_line_before_any_weight_is_loaded(models, name, more,
 
 def test_a_prompt_is_needed(models, capsys):
     assert cli.main(["generate", "--model", str(models("text")), "-o", "frames"]) == 2
-    assert "needs --prompt" in capsys.readouterr().err
+    assert "give --prompt" in capsys.readouterr().err
 
 
 @pytest.fixture

@@ -57,7 +57,7 @@ def test_frames_outside_of_a_range_are_never_seen(material):
 BAD = {
     "cut.mp4": "cut.mp4",
     "text.png": "cannot be read as a picture",
-    "clip.mp4#15-": "has 5 frames there, 9 are needed",
+    "clip.mp4#15-": "has 5 frames from its start on, 9 are needed",
     "gone.mp4": "there is no file",
 }
 
