@@ -15,6 +15,9 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     atexit.register(shutil.rmtree, os.environ["COGVIDEOX_TORCHAX_COMPILE_CACHE"], ignore_errors=True)
 os.environ["HF_HUB_OFFLINE"] = "1"
+# A device that waits at a collective holds a thread of XLA's pool, which has as many threads as devices. The
+# collectives of a gradient are independent: eight devices that wait at two of them hold all threads for ever.
+os.environ.setdefault("NPROC", "64")
 # Optimizing is most of what compiling costs on a CPU, and the programs here run for milliseconds: LLVM's
 # passes are off, fusions do without MLIR's, and a program is one module of LLVM's, not 32 of them to be
 # compiled by as many threads. tests/test_default_optimization.py does without all of this.
