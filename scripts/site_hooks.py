@@ -68,8 +68,7 @@ def help_of_every_command() -> str:
 
     os.environ["COLUMNS"] = "90"
     parts = []
-    for command in cli.COMMANDS:
-        name = command.__name__.rpartition(".")[2]
+    for name in cli.COMMANDS:
         printed = io.StringIO()
         with redirect_stdout(printed), suppress(SystemExit):
             cli.main([name, "--help"])

@@ -528,7 +528,7 @@ def estimate(request: Task) -> dict[str, Any]:
     if request.job == "step":
         plan = networks.plan_step(size.model, dtype, devices, chip, **_latents(size), **options)
     else:
-        plan = networks.plan_prompt(dtype, devices, chip, tokens=TOKENS, **options)
+        plan = networks.plan_prompt(None, dtype, devices, chip, tokens=TOKENS, **options)
     return {"seconds": {request.job: networks.network_table(plan, chip).get("with_collectives_s")}}
 
 

@@ -3,33 +3,21 @@
 import argparse
 import contextlib
 import errno
+import importlib
 import os
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from cogvideox_torchax import __version__
-from cogvideox_torchax.cli import (
-    bench,
-    compile,
-    completion,
-    decode,
-    demo,
-    doctor,
-    encode,
-    generate,
-    plan,
-    reconstruct,
-    train,
-    verify,
-)
-from cogvideox_torchax.runtime import profiling
-from cogvideox_torchax.runtime.quiet import quiet_libraries
 
 COMMANDS = (
-    *(doctor, demo, encode, decode, reconstruct, generate),
-    *(train, compile, verify, bench, plan, completion),
+    *("doctor", "demo", "encode", "decode", "reconstruct", "generate"),
+    *("train", "compile", "verify", "bench", "plan", "completion"),
 )
+"""Names of the commands' modules, which import torch: `main` imports them."""
 USER_ERROR = 2
 FAILURE = 1
 INTERRUPTED = 130
@@ -44,15 +32,19 @@ def parser() -> argparse.ArgumentParser:
     )
     root.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     subparsers = root.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for command in COMMANDS:
-        added = command.COMMAND.add_to(subparsers, command.__name__.rpartition(".")[2])
-        added.set_defaults(run=command.run)
+    for name in COMMANDS:
+        command = importlib.import_module(f"{__name__}.{name}")
+        command.COMMAND.add_to(subparsers, name).set_defaults(run=command.run)
     return root
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; return 0 for success, 2 for wrong input, 1 for a failed run, 130 for Ctrl-C."""
-    args = parser().parse_args(argv)
+    with _ended_by_ctrl_c():
+        from cogvideox_torchax.runtime import profiling
+        from cogvideox_torchax.runtime.quiet import quiet_libraries
+
+        args = parser().parse_args(argv)
     try:
         quiet_libraries(bars=not args.quiet)
         with contextlib.nullcontext() if args.profile is None else profiling(args.profile):
@@ -64,6 +56,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         abandon(code)
     return code
+
+
+@contextlib.contextmanager
+def _ended_by_ctrl_c() -> Iterator[None]:
+    """Have Ctrl-C end the process at once, for a block of imports: those of C++ may abort at an exception."""
+    before = signal.getsignal(signal.SIGINT)
+    is_main = threading.current_thread() is threading.main_thread()  # no other thread sets a handler
+    if before is not signal.default_int_handler or not is_main:
+        yield
+        return
+    signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _report_error(error: BaseException, args: argparse.Namespace) -> int:

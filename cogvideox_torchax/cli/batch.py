@@ -7,12 +7,12 @@ from pathlib import Path
 
 from cogvideox_torchax.cli import common, devices
 from cogvideox_torchax.cli.clips import recipe_of
-from cogvideox_torchax.dataset import Bucket, DecodeClip, EncodeClip, sources
+from cogvideox_torchax.dataset import Bucket, DecodeClip, EncodeClip, formats, sources
 from cogvideox_torchax.dataset.clip import MEAN, POSTERIOR
 from cogvideox_torchax.dataset.decoding import VideoDirectory
-from cogvideox_torchax.dataset.formats import SAFETENSORS
 from cogvideox_torchax.dataset.loop import READERS, Step
 from cogvideox_torchax.dataset.manifest import DatasetDirectory, OutputDirectory
+from cogvideox_torchax.files.whole import refuse
 from cogvideox_torchax.runtime.clock import CompileClock
 
 FOR_MANY = ("format", "shard_size", "keep", "buckets", "ray", "actors", "workers", "retry_failed")
@@ -27,12 +27,20 @@ def check_one(args: argparse.Namespace) -> None:
             raise ValueError(f"{option} is for many clips: leave it out, or give a directory or a list")
 
 
+def _check_output(path: str) -> None:
+    """Raise `OutputError` for a file's name, where a directory is wanted; one that is there may have it."""
+    suffix = Path(path).suffix.lower()
+    fault = f"many clips go into a directory: give a name without {suffix}"
+    refuse(path, {fault: suffix in (*formats.SUFFIXES.values(), ".mp4", ".gif") and not Path(path).is_dir()})
+
+
 def encode(args: argparse.Namespace) -> int:
     """Encode the clips that the output directory lacks; return 1 where some cannot be encoded, else 0."""
     if args.seed is not None and args.keep in (None, POSTERIOR, MEAN):
         raise ValueError("--seed draws samples: add --keep sample, or both")
     if args.ray is not None and args.distributed:
         raise ValueError("--ray deals out the clips itself: leave out --distributed")
+    _check_output(args.output)
     devices.check(args, together=False)
     clips = sources.clips(args.video)
     common.take_bundled_model(args)
@@ -44,7 +52,11 @@ def encode(args: argparse.Namespace) -> int:
     with devices.process_shard(args) as share:
         unit.check()
         made_by = recipe.fixed_settings(unit.model_sha256)
-        options = {"kind": args.format or SAFETENSORS, "shard_size": args.shard_size or 64, "share": share}
+        options = {
+            "kind": args.format or formats.SAFETENSORS,
+            "shard_size": args.shard_size or 64,
+            "share": share,
+        }
         with DatasetDirectory(args.output, made_by, clips, retry=args.retry_failed, **options) as directory:
             if args.ray is None:
                 return _through(args, directory.work(unit, readers=args.workers or READERS), directory)
@@ -56,6 +68,7 @@ def encode(args: argparse.Namespace) -> int:
 
 def decode(args: argparse.Namespace) -> int:
     """Decode a directory's latents that have no video yet; return 1 where some cannot be decoded, else 0."""
+    _check_output(args.output)
     devices.check(args, together=False)
     shards = sources.shards(Path(args.latents))
     with (
@@ -106,5 +119,6 @@ def _through(args: argparse.Namespace, steps: Iterable[Step], directory: OutputD
     common.print_report(report, args.json)
     if bad:
         named = ", ".join(list(bad)[:5]) + (f" and {len(bad) - 5} more" if len(bad) > 5 else "")
-        common.say(f"{len(bad)} bad clips were left out: {named}; the manifest says why")
+        counted = "1 bad clip was" if len(bad) == 1 else f"{len(bad)} bad clips were"
+        common.say(f"{counted} left out: {named}; the manifest says why")
     return 1 if bad else 0

@@ -19,10 +19,12 @@ DEMO_MODEL = Path(__file__).parent.parent / "assets" / "tiny-vae"
 Item = TypeVar("Item")
 
 
-def check_not_empty(path: str) -> None:
-    """Raise `ValueError` for an empty input path, which would stand for the current directory."""
+def check_input(path: str) -> None:
+    """Raise `ValueError` for an input that is not there; an empty name would be the current directory."""
     if not path:
         raise ValueError('got an empty name: give a file or a directory, "." for the current one')
+    if not Path(path).exists():
+        raise ValueError(f"there is no file or directory {path}")
 
 
 def take_bundled_model(args: argparse.Namespace) -> None:

@@ -32,10 +32,15 @@ COMMAND = Command(
 
 def run(args: argparse.Namespace) -> int:
     """Decode a latent file to a video, or a directory of them with `batch`; return the exit code."""
-    common.check_not_empty(args.latents)
+    common.check_input(args.latents)
     if Path(args.latents).is_dir():
         return batch.decode(args)
     batch.check_one(args)
+    if Path(args.latents).suffix in (".parquet", ".tar"):
+        raise ValueError(
+            f"{args.latents} is a shard of a data set: decode its directory, {Path(args.latents).parent}, "
+            "into another one"
+        )
     with contextlib.ExitStack() as stack:
         group = stack.enter_context(devices.process_group(args))
         loaded = latents.load(args.latents)

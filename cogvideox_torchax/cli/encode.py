@@ -36,7 +36,7 @@ COMMAND = Command(
 
 def run(args: argparse.Namespace) -> int:
     """Encode a video to a latent file, or many videos with `batch`; return the exit code."""
-    common.check_not_empty(args.video)
+    common.check_input(args.video)
     if sources.is_many(args.video):
         return batch.encode(args)
     batch.check_one(args)

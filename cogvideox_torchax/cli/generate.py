@@ -145,8 +145,5 @@ def _sampled(args: argparse.Namespace) -> tuple[Any, Latents]:
     if keep is not None:
         latent_files.save(latents, stages.path_of(keep, stages.LATENTS))
     if args.cache:
-        computed = pipe.transformer.step_cache.computed
-        common.say(
-            f"--cache {args.cache}: {computed.count(False)} of {len(computed)} steps skipped, some in part"
-        )
+        common.say(f"--cache {args.cache}: {pipe.transformer.step_cache}")
     return pipe.vae, latents

@@ -12,7 +12,7 @@ from cogvideox_torchax.cli.arguments import REPORT, Command, Option
 from cogvideox_torchax.files import reports
 from cogvideox_torchax.pipelines.cache_options import config_of
 
-BACKEND = "torchax"
+BACKEND, TOPOLOGY = "torchax", "v6e:1x1"
 ONLY = {
     **dict.fromkeys(("backend", "tiling", "no_advice", "layers", "encode", "save_hlo"), ("vae",)),
     **dict.fromkeys(("no_guidance", "parallel", "cache", "skips"), ("step",)),
@@ -34,8 +34,8 @@ COMMAND = Command(
         Option(
             "--topology",
             group="chips",
-            default="v6e:1x1",
-            help="generation and grid of chips (default: v6e:1x1)",
+            default=TOPOLOGY,
+            help=f"generation and grid of chips (default: {TOPOLOGY})",
         ),
         Option(
             "--platform", group="chips", choices=("tpu", "cpu"), default="tpu", help="cpu: no time, but quick"
@@ -120,6 +120,8 @@ def check(args: argparse.Namespace) -> None:
     for name, networks in ONLY.items():
         if args.network not in networks and getattr(args, name) not in (None, False, BACKEND):
             raise ValueError(f"--{name.replace('_', '-')} does not go with --network {args.network}")
+    if args.platform == "cpu" and args.topology != TOPOLOGY:
+        raise ValueError(f"--topology {args.topology} does not go with --platform cpu: leave one out")
     if args.cache:
         config_of(args.cache, steps=50, guided=not args.no_guidance)
     is_first_block = (args.cache or "").startswith("first-block")

@@ -69,7 +69,7 @@ def _network(args: argparse.Namespace, vae: Any, chip: Any, devices: Any, mesh: 
     common.say("compiling 2 programs; each can take minutes")
     if args.network == "prompt":
         tokens = networks.transformer_config(args.model).get("max_text_seq_length", 226)
-        plan = networks.plan_prompt(vae.dtype, devices, chip, tokens=tokens, **mesh)
+        plan = networks.plan_prompt(args.model, vae.dtype, devices, chip, tokens=tokens, **mesh)
     else:
         scale = vae.spatial_compression_ratio
         frames = (args.frames - 1) // vae.config["temporal_compression_ratio"] + 1

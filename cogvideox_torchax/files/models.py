@@ -68,8 +68,15 @@ def _snapshot(repository: str, patterns: list[str], hub_options: dict[str, Any])
     try:
         return Path(snapshot_download(repository, allow_patterns=patterns, **hub_options))
     except (OSError, ValueError) as error:
-        reason = " ".join(str(error).split())[:300]
-        raise ModelError(f"cannot load {repository}: {reason}") from error
+        raise not_on_hub(repository, error) from error
+
+
+def not_on_hub(repository: str, error: Exception) -> ModelError:
+    """Return the error for a repository that neither the hub nor its cache has given."""
+    return ModelError(
+        f"cannot load {repository} from the hub, nor from its cache on this machine: check the name and the "
+        f"network, or give a local directory ({' '.join(str(error).split())[:200]})"
+    )
 
 
 def read_json(path: Path) -> dict[str, Any]:

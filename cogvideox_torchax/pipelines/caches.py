@@ -91,6 +91,11 @@ class StepCache:
         """True for each step of the last run that skipped nothing; waits for the run."""
         return [bool(step) for step in self._computed]
 
+    def __str__(self) -> str:
+        """Return how many steps of the last run were skipped, in words."""
+        skipped, steps = self.computed.count(False), len(self.computed)
+        return f"{skipped} of {steps} steps skipped" + ", in whole or in part" * (skipped > 0)
+
     def reset(self) -> None:
         """Drop what this thread's steps keep."""
         _HERE.states.pop(self, None)

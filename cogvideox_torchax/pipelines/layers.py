@@ -178,6 +178,15 @@ class PatchEmbed(CogVideoXPatchEmbed):
             self.table, self.use_positional_embeddings = None, True
 
     def forward(self, text_embeds: torch.Tensor, image_embeds: torch.Tensor) -> torch.Tensor:
+        added = (
+            self.use_positional_embeddings or self.use_learned_positional_embeddings or self.table is not None
+        )
+        tokens, wanted = text_embeds.shape[1], self.max_text_seq_length
+        if added and tokens != wanted:
+            raise ValueError(
+                f"got a prompt of {tokens} tokens, padding among them: this transformer has positions for "
+                f"{wanted} (max_text_seq_length); pass max_sequence_length={wanted} to the pipeline"
+            )
         embeds = super().forward(text_embeds, image_embeds)
         return embeds if self.table is None else embeds + self.table.to(embeds.dtype)
 

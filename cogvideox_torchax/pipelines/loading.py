@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from cogvideox_torchax import runtime
-from cogvideox_torchax.files.models import INDEX, ModelError, local, read_json
+from cogvideox_torchax.files.models import INDEX, ModelError, local, not_on_hub, read_json
 from cogvideox_torchax.pipelines.networks import port_network
 from cogvideox_torchax.pipelines.port import PIPELINES, port_pipeline
 from cogvideox_torchax.vae.checkpoint import WEIGHTS_STEM, check_loading_info, read_tensors, weight_files
@@ -118,7 +118,7 @@ def _directory(name: str, variant: str | None, options: dict[str, Any]) -> Path:
     try:
         return Path(DiffusionPipeline.download(name, variant=variant, use_safetensors=True, **options))
     except (OSError, ValueError) as error:
-        raise ModelError(f"cannot download {name}: {' '.join(str(error).split())[:300]}") from error
+        raise not_on_hub(name, error) from error
 
 
 def _fed(

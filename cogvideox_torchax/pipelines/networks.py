@@ -66,6 +66,8 @@ class TransformerStep(nn.Module):
             program.
     """
 
+    component = "transformer"
+
     def __init__(self, model: DiffusersTransformer, attention_kwargs: dict[str, Any] | None = None):
         super().__init__()
         self.model = model
@@ -117,6 +119,8 @@ class CachedStep(TransformerStep):
 
 class TextEncoding(nn.Module):
     """The text encoder's own forward, as a network that a program is compiled of."""
+
+    component = "text_encoder"
 
     def __init__(self, model: TransformersT5Encoder):
         super().__init__()

@@ -138,8 +138,7 @@ class PortedPipeline(PicklesAsStock, DiffusionPipeline):
             def close_with_skips() -> None:
                 """Show how many steps were skipped, and close the bar."""
                 bar.close = close
-                skipped = cache.computed.count(False)
-                bar.set_postfix_str(f"{skipped} of {len(cache.computed)} steps skipped, some in part")
+                bar.set_postfix_str(str(cache))
                 close()
 
             bar.close = close_with_skips

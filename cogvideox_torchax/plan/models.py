@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from cogvideox_torchax import runtime
-from cogvideox_torchax.files.models import locate
+from cogvideox_torchax.files.models import ModelError, locate
 from cogvideox_torchax.vae import checkpoint
 from cogvideox_torchax.vae.torchax.autoencoder import AutoencoderKLCogVideoX
 
@@ -27,7 +27,10 @@ def weightless_vae(model: str | None, dtype: torch.dtype, device: str = "meta") 
     """
     config = CONFIGS.get(model or "5b")
     if config is None:
-        config = checkpoint.read_config(locate(str(model), "vae", files=("config.json",)))
+        try:
+            config = checkpoint.read_config(locate(str(model), "vae", files=("config.json",)))
+        except ModelError as error:
+            raise ModelError(f"{error}; of published models plan knows {', '.join(CONFIGS)}") from error
 
     def build() -> AutoencoderKLCogVideoX:
         with torch.device(device):

@@ -135,9 +135,21 @@ def transformer_config(model: str | None) -> dict[str, Any]:
     return read_json(locate(name, "transformer", files=("config.json",)) / "config.json")
 
 
-def weightless_text_encoder(dtype: torch.dtype, layers: int) -> Any:
-    """Return the ported T5 v1.1 XXL encoder of so many layers, without weights."""
-    return port_network(text_encoder({**TEXT_ENCODER, "num_layers": layers}, dtype))
+def text_encoder_config(model: str | None) -> dict[str, Any]:
+    """Return the config of a published text encoder, or of a pipeline's directory or hub id.
+
+    Raises:
+        PlanError: a model that has no T5.
+    """
+    name = model or "5b"
+    if name in TRANSFORMERS:
+        return TEXT_ENCODER
+    config = read_json(locate(name, "text_encoder", files=("config.json",)) / "config.json")
+    if config.get("model_type") != "t5":
+        raise PlanError(
+            f"{name} has no T5 text encoder: give a whole pipeline, or one of {', '.join(TRANSFORMERS)}"
+        )
+    return config
 
 
 def plan_step(
@@ -261,18 +273,26 @@ def cache_bytes(program: runtime.Program, tensors: Described) -> int:
 
 
 def plan_prompt(
-    dtype: torch.dtype, devices: list[Any], chip: Chip | None, *, tokens: int, dp: int = 1, tp: int = 1
+    model: str | None,
+    dtype: torch.dtype,
+    devices: list[Any],
+    chip: Chip | None,
+    *,
+    tokens: int,
+    dp: int = 1,
+    tp: int = 1,
 ) -> NetworkPlan:
     """Plan the encoding of one prompt of so many tokens; the rest as `plan_step` takes it."""
+    config = text_encoder_config(model)
     tensors = prompt_tensors(batch=1, text=tokens)
     plans = []
     for layers in FEW:
-        network = weightless_text_encoder(dtype, layers)
+        network = port_network(text_encoder({**config, "num_layers": layers}, dtype))
         network.place_on(make_mesh(dp, tp, devices=devices))
         program = network.program
         structs = functools.partial(program.structs, tensors)
         plans.append(compile_program(Work("prompt", tokens, program.lower, structs), network.mesh, chip))
-    plan = _extended("prompt", plans, TEXT_ENCODER["num_layers"], 0.0, chip)
+    plan = _extended("prompt", plans, config["num_layers"], 0.0, chip)
     return replace(plan, parallel=str(network.parallelism))
 
 
@@ -342,7 +362,8 @@ def cached_table(plans: list[NetworkPlan], counts: list[int], chip: Chip | None)
     """
     rows = network_table(plans[0], chip)
     rows["kept_GiB"] = plans[0].kept / GIB
-    rows["steps"] = ", ".join(map(str, counts))
+    skipping = (f"{count} of skipping step {number}" for number, count in enumerate(counts[1:], 1))
+    rows["steps"] = ", ".join([f"{counts[0]} in full", *skipping])
     seconds = [network_table(plan, chip).get("with_collectives_s", plan.seconds) for plan in plans]
     if chip is not None:
         for number, each in enumerate(seconds[1:], 1):

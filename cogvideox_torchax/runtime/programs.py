@@ -80,9 +80,11 @@ def _check_deterministic(network: nn.Module) -> nn.Module:
     """
     for name, module in network.named_modules():
         if isinstance(module, DROPOUTS) and module.training and module.p > 0:
+            component = getattr(network, "component", None)  # of a pipeline
+            shown = name if component is None else name.replace("model", component, 1)
             raise ValueError(
-                f"{name} drops values by chance (p={module.p}), which no program on JAX does: set its p to "
-                "0, or call its eval()"
+                f"{shown} drops values by chance (p={module.p}), which no program on JAX does: call the "
+                "eval() of its model, or set its p to 0"
             )
     return network
 

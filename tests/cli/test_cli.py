@@ -182,7 +182,7 @@ def test_the_prefix_of_an_option_is_no_option(capsys):
     assert "unrecognized arguments: --guidance 1" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", [command.__name__.split(".")[-1] for command in cli.COMMANDS])
+@pytest.mark.parametrize("command", cli.COMMANDS)
 def test_help_shows_an_example_and_fits_a_screen_or_groups_its_options(command, capsys):
     with pytest.raises(SystemExit) as end:
         cli.main([command, "--help"])
@@ -241,7 +241,7 @@ def _late():
 ENCODE = ("encode", "clip.mp4", "-o", "new.safetensors", "--model", "vae")
 DECODE = ("decode", "z.safetensors", "-o", "new.mp4")
 WRONG = {
-    "missing video": (lambda: None, ("encode", "no.mp4", *ENCODE[2:]), "there is no file no.mp4"),
+    "missing video": (lambda: None, ("encode", "no.mp4", *ENCODE[2:]), "no file or directory no.mp4"),
     "text as video": (
         lambda: Path("t.mp4").write_text("x" * 99),
         ("encode", "t.mp4", *ENCODE[2:]),
@@ -318,6 +318,22 @@ WRONG = {
         _late,
         ("reconstruct", "late.mkv", "-o", "late.mp4", "--model", "vae"),
         "at most 600 s",
+    ),
+    "many clips into a file": (
+        lambda: None,
+        ("encode", ".", *ENCODE[2:]),
+        "give a name without .safetensors",
+    ),
+    "many latents into a file": (lambda: None, ("decode", ".", *DECODE[2:]), "give a name without .mp4"),
+    "no directory of clips": (
+        lambda: None,
+        ("encode", "no/", "-o", "new/", "--format", "parquet"),
+        "there is no file or directory no/",
+    ),
+    "a shard alone": (
+        lambda: Path("s.parquet").write_bytes(b"PAR1"),
+        ("decode", "s.parquet", *DECODE[2:]),
+        "s.parquet is a shard of a data set: decode its directory",
     ),
     "a seed for no sample": (lambda: None, ("encode", ".", *ENCODE[2:], "--seed", 3), "add --keep sample"),
 }
@@ -410,11 +426,23 @@ def test_a_failure_of_the_work_is_exit_code_1(clip, model_directory, monkeypatch
     def fail(*_):
         raise MemoryError("no room")
 
-    monkeypatch.setattr(cli.encode, "encoder_of", fail)
+    monkeypatch.setattr("cogvideox_torchax.cli.encode.encoder_of", fail)
     assert run(*ENCODE) == 1
     assert "MemoryError: no room" in capsys.readouterr().err
     with pytest.raises(MemoryError):
         run(*ENCODE, "--traceback")
+
+
+def test_ctrl_c_during_the_imports_is_no_traceback(tmp_path):
+    tmp_path.joinpath("torch.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
+    code = "import signal, runpy; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    code += "runpy.run_module('cogvideox_torchax.cli', run_name='__main__')"
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    settings = {**os.environ, "PYTHONPATH": path}
+    ended = subprocess.run(
+        [sys.executable, "-c", code, "doctor"], env=settings, capture_output=True, text=True
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (cli.INTERRUPTED, "", "")
 
 
 def test_ctrl_c_leaves_nothing_half_written(clip, model_directory, tmp_path, monkeypatch, capsys):

@@ -194,7 +194,7 @@ def test_a_broken_entry_is_named_and_the_others_are_decoded(shard, tmp_path, cap
     for _ in range(2):
         assert cli.main(["decode", str(tmp_path / "in"), "-o", str(out), *OPTIONS]) == 1
         said = capsys.readouterr().err
-        assert "1 bad clips were left out" in said
+        assert "1 bad clip was left out" in said
         assert "Traceback" not in said
     found = sorted(path.relative_to(out).as_posix() for path in out.rglob("*.mp4"))
     assert found == sorted(set(GOOD) - {"b.mp4"})

@@ -76,7 +76,11 @@ def test_either_build_loads_what_the_other_does(home, build, name, options):
         ("./none", None, "there is no model directory none"),
         ("~/none/vae", None, "none/vae"),
         ("none", None, "give a directory, or a hub id such as"),
-        ("someone/not-cached", "vae", "cannot load someone/not-cached"),
+        (
+            "someone/not-cached",
+            "vae",
+            "cannot load someone/not-cached from the hub, nor from its cache .* give a local directory",
+        ),
     ],
 )
 def test_what_is_not_there_is_named(home, name, part, words):

@@ -13,6 +13,7 @@ import torch
 
 from benchmarks import plan_pipeline
 from cogvideox_torchax import cli
+from cogvideox_torchax.cli import plan as plan_command
 from cogvideox_torchax.cli.common import DEMO_MODEL
 from cogvideox_torchax.plan import chips, jobs, models, programs
 from cogvideox_torchax.plan.hlo import collectives, instructions
@@ -178,7 +179,7 @@ def test_a_hollow_model_has_shapes_and_no_weights():
 
 @pytest.mark.parametrize("words", plan_pipeline.CASES.values(), ids=plan_pipeline.CASES)
 def test_the_kept_plans_are_of_commands_that_are_taken(words):
-    cli.plan.check(cli.parser().parse_args(["plan", *words.split()]))
+    plan_command.check(cli.parser().parse_args(["plan", *words.split()]))
 
 
 @pytest.mark.parametrize(
@@ -196,6 +197,12 @@ def test_the_kept_plans_are_of_commands_that_are_taken(words):
         (["--platform", "cpu", "--layers"], "pass --dp or --tp"),
         (["--network", "step", "--save-hlo", "hlo"], "--save-hlo does not go with --network step"),
         (["--network", "prompt", "--backend", "flax"], "--backend does not go with --network prompt"),
+        (["--platform", "cpu", "--topology", "v9"], "--topology v9 does not go with --platform cpu"),
+        (["--platform", "cpu", "--model", "5c"], "plan knows 2b, 5b, 1.5-5b"),
+        (
+            ["--platform", "cpu", "--model", str(DEMO_MODEL), "--network", "prompt"],
+            "has no T5 text encoder: give a whole pipeline",
+        ),
         (["--parallel", "context"], "--parallel does not go with --network vae"),
     ],
 )

@@ -51,6 +51,15 @@ def test_a_plan_from_few_layers_is_that_of_all():
     assert plan.seconds is None  # a CPU's compiler gives no cycles
 
 
+def test_a_plan_of_a_prompt_is_of_the_models_own_text_encoder(tmp_path):
+    small_pipelines.text_encoder(num_layers=5).save_pretrained(tmp_path / "text_encoder")
+    (tmp_path / "model_index.json").write_text("{}")
+    runtime.enable()
+    plan = networks.plan_prompt(str(tmp_path), torch.float32, jax.devices("cpu"), None, tokens=16)
+    assert plan.layers == 5
+    assert plan.program.argument_bytes < 1e6, "its own width"
+
+
 def test_a_plan_on_the_command_line(capsys):
     size = ["--frames", "9", "--height", "32", "--width", "64"]
     common = ["plan", "--platform", "cpu", "--dtype", "float32", "-o", "plan.json"]
@@ -67,10 +76,10 @@ def test_a_plan_on_the_command_line(capsys):
 
 CACHES = {
     # Of 50 steps, how many are of each kind, the full one first; arrays (N, S, C) that are kept.
-    "first-block:0.1": (["--skips", "20"], "30, 20", 2),
-    "pab": ([], "33, 17", 4),
-    "fastercache": ([], "24, 13, 13", None),
-    "taylorseer:5": ([], "13, 37", None),
+    "first-block:0.1": (["--skips", "20"], "30 in full, 20 of skipping step 1", 2),
+    "pab": ([], "33 in full, 17 of skipping step 1", 4),
+    "fastercache": ([], "24 in full, 13 of skipping step 1, 13 of skipping step 2", None),
+    "taylorseer:5": ([], "13 in full, 37 of skipping step 1", None),
 }
 
 
