@@ -27,12 +27,6 @@ LIMIT = 3600.0
 """Seconds that a worker may take for one request: one backend, encoding or decoding."""
 
 
-def peak_flops(device: str, dtype: str) -> float | None:
-    """Return the FLOP/s that a device's maker states; None for another device or dtype than bfloat16."""
-    generation = DEVICE_KINDS.get(device)
-    return CHIPS[generation].flops if generation and dtype == "bfloat16" else None
-
-
 @dataclass(frozen=True)
 class Options:
     """Options that all processes share.
@@ -70,18 +64,15 @@ def sweep(base: Size, axes: list[str]) -> list[Size]:
     sizes = [] if axes else [base]
     for axis in axes:
         name, _, values = axis.partition("=")
-        sizes += [_varied(base, name, value) for value in values.split(",")]
+        for value in values.split(","):
+            if name == "frames" and value.isdigit() and int(value):
+                sizes.append(base._replace(frames=int(value)))
+            elif name == "size":
+                height, width = parse_size(value, "a video", multiple=8)
+                sizes.append(base._replace(height=height, width=width))
+            else:
+                raise ValueError(f"got --sweep {name}={value}: it takes frames=9,17 or size=64x96,128x192")
     return list(dict.fromkeys(sizes))
-
-
-def _varied(base: Size, name: str, value: str) -> Size:
-    """Return the base with one value of an axis of `--sweep`, "frames" or "size"."""
-    if name == "frames" and value.isdigit() and int(value):
-        return base._replace(frames=int(value))
-    if name == "size":
-        height, width = parse_size(value, "a video", multiple=8)
-        return base._replace(height=height, width=width)
-    raise ValueError(f"got --sweep {name}={value}: it takes frames=9,17 or size=64x96,128x192")
 
 
 def run(
@@ -171,7 +162,7 @@ def merge(rounds: list[dict[str, Any]], frames: int, flops: int, dtype: str) -> 
         rounds: answers of `measure.measure`, in order; the first that failed is the result.
         frames: of the video.
         flops: floating-point operations of a run.
-        dtype: for the peak to compare with.
+        dtype: of the run; a device's published peak is bfloat16's.
     """
     failure = next((result for result in rounds if result["status"] != "ok"), None)
     if failure is not None:
@@ -180,8 +171,8 @@ def merge(rounds: list[dict[str, Any]], frames: int, flops: int, dtype: str) -> 
     steady = spread([seconds for each in whole for seconds in each["all_s"]])
     chunks = [seconds for result in rounds for seconds in result["parts"][0]["all_s"]]
     warm = [each["start_s"] for each in whole[1:]]
-    peak = peak_flops(first["device"], dtype)
-    rate = flops / steady["median_s"]
+    generation, rate = DEVICE_KINDS.get(first["device"]), flops / steady["median_s"]
+    share = rate / CHIPS[generation].flops if generation and dtype == "bfloat16" else None
     return {
         **{name: first[name] for name in ("status", "check", "device", "load_s")},
         **{name: whole[0][name] for name in ("lower_s", "compile_s")},
@@ -191,7 +182,7 @@ def merge(rounds: list[dict[str, Any]], frames: int, flops: int, dtype: str) -> 
         "steady": steady,
         "frames_per_s": frames / steady["median_s"],
         "flops_per_s": rate,
-        "share_of_peak": rate / peak if peak else None,
+        "share_of_peak": share,
         "host_peak_bytes": max(result["host_peak_bytes"] or 0 for result in rounds) or None,
         "device_peak_bytes": max(result["parts"][0]["peak_bytes"] or 0 for result in rounds) or None,
     }

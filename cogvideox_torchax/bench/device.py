@@ -173,11 +173,10 @@ class _Bench:
         if way != "torchax" or result["status"] not in ("failed", "wrong"):
             return result
         reason = result.get("reason") or f"wrong: {result['check']}"
-        kernels = [name for name in ladder.used_kernels(job) if name not in off]
         if job.startswith("kernels "):
-            off.update(dict.fromkeys(kernels, reason))
+            off[job.removeprefix("kernels ")] = reason
         elif "not done after" not in reason:  # each try could hang as long
-            for name in kernels:
+            for name in [name for name in ladder.row(job).kernels if name not in off]:
                 self._say(f"{job}, {way}: without the kernel of {name}")
                 retried = self._ask("measure", request, [*off, name])
                 if retried["status"] == "ok":

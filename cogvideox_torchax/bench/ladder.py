@@ -95,11 +95,6 @@ def row(job: str) -> JobRow:
     return JOBS[job.partition(" ")[0]]
 
 
-def used_kernels(job: str) -> tuple[str, ...]:
-    """Return the kernels that a job may run: of "kernels OP" that one alone."""
-    return (job.removeprefix("kernels "),) if job.startswith("kernels ") else row(job).kernels
-
-
 def sizes(job: str, on_cpu: bool) -> tuple[Size, ...]:
     """Return the sizes to try for a job, the largest first; on a CPU the small one alone."""
     return (row(job).small,) if on_cpu else (*row(job).published, row(job).small)

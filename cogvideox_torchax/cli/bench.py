@@ -1,14 +1,15 @@
-"""`bench`: backends measured against each other."""
+"""`bench`: backends measured against each other, or the devices that JAX has beside what `plan` estimates."""
 
 import argparse
 import functools
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from cogvideox_torchax.backends import Use, names
 from cogvideox_torchax.bench import ladder, report
-from cogvideox_torchax.cli import bench_device, common, options
+from cogvideox_torchax.cli import common, options
 from cogvideox_torchax.cli.arguments import Command, Option, positive
 from cogvideox_torchax.files import reports
 from cogvideox_torchax.vae import checkpoint
@@ -47,6 +48,15 @@ BACKENDS = (
     ),
 )
 """Options of the comparison of backends."""
+_device = functools.partial(Option, group="bench device")
+DEVICE = (
+    _device("--jobs", nargs="+", metavar="JOB", default=[*ladder.JOBS], help=" ".join(ladder.JOBS)),
+    _device("--device", metavar="tpu|cuda|cpu", help="default: what JAX chooses"),
+    _device("--dp", type=positive, help="mesh: devices that a batch is split over"),
+    _device("--tp", type=positive, help="mesh: devices that a width is split over (default: one device)"),
+    _device("--limit", type=float, metavar="SECONDS", default=1800.0, help="for one job (default: 1800)"),
+)
+"""Options of the measurement of a device."""
 
 COMMAND = Command(
     "measure backends against each other, or a device",
@@ -63,7 +73,7 @@ COMMAND = Command(
             "--dtype", choices=("float32", "bfloat16"), help="default: float32; on a TPU or GPU, bfloat16"
         ),
         *BACKENDS,
-        *bench_device.OPTIONS,
+        *DEVICE,
         options.output("write JSON, Markdown and plots there", metavar="DIR"),
         Option("--json", action="store_true", help="print the results as JSON"),
         Option("--quiet", action="store_true", help="do not say what is being run"),
@@ -73,7 +83,7 @@ COMMAND = Command(
 
 def check(args: argparse.Namespace) -> None:
     """Raise `ValueError` for options of the measurement that is not asked for: of "backends" or "device"."""
-    for option in BACKENDS if args.what == "device" else bench_device.OPTIONS:
+    for option in BACKENDS if args.what == "device" else DEVICE:
         flag = option.flags[0]
         if getattr(args, flag.removeprefix("--")) != option.settings.get("default"):
             raise ValueError(f"{flag} does not go with bench {args.what}")
@@ -93,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
         if path is not None:
             reports.write_json(path, document)
 
-    document = bench_device.measured(args, path, keep) if args.what == "device" else _compared(args, keep)
+    document = _measured(args, path, keep) if args.what == "device" else _compared(args, keep)
     print(json.dumps(document) if args.json else report.markdown(document))
     if path is not None:
         for written in report.write(document, path):
@@ -117,3 +127,26 @@ def _compared(args: argparse.Namespace, keep: Callable[[Any], None]) -> dict[str
         rounds=args.rounds,
     )
     return ab.run(options, sizes, common.narrator(args), keep)
+
+
+def _measured(args: argparse.Namespace, kept: Path | None, keep: Callable[[Any], None]) -> dict[str, Any]:
+    """Return the report of a measurement of the devices.
+
+    Args:
+        args: the command's options.
+        kept: the report's file; one that exists is resumed. None where none is asked for.
+        keep: gets the report after each result.
+    """
+    from cogvideox_torchax.bench import device
+
+    options = device.DeviceOptions(
+        small=str(common.DEMO_MODEL),
+        jobs=tuple(dict.fromkeys(args.jobs)),
+        platform=args.device,
+        dtype=args.dtype,
+        dp=args.dp,
+        tp=args.tp,
+        limit=args.limit,
+    )
+    before = reports.load(kept, device.FORMAT) if kept is not None and kept.exists() else None
+    return device.run(options, common.narrator(args), keep, before)

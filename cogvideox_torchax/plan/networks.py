@@ -26,7 +26,7 @@ from cogvideox_torchax.pipelines.networks import (
     step_tensors,
 )
 from cogvideox_torchax.plan.chips import GIB, Chip, PlanError
-from cogvideox_torchax.plan.programs import KERNEL, KernelTime, ProgramPlan, Work, compile_program
+from cogvideox_torchax.plan.programs import KERNEL, ProgramPlan, Work, compile_program
 from cogvideox_torchax.plan.report import figures
 from cogvideox_torchax.sharding import Parallel, make_mesh
 
@@ -210,7 +210,7 @@ def plan_step(
     products = 4 * batch * config["num_attention_heads"] * config["attention_head_dim"] * tokens**2
     attention = products * layers / (dp * tp) if plans[0].kernels else 0.0
     plan = _extended("step", plans, layers, 0.0 if step else attention, chip)
-    kept_of_all_layers = int(_extend(kept[0], kept[1], layers)) if kept else 0
+    kept_of_all_layers = _extend(kept[0], kept[1], layers) if kept else 0
     return replace(plan, parallel=str(networks[0].parallelism), kept=kept_of_all_layers)
 
 
@@ -248,16 +248,14 @@ def cached_program(
 
     `step` is the step's number in a run; the other arguments are as in `plan_step`.
     """
-    form, given = _enabled(network, cache, batch)[step]
-    numbers = {name: (tuple(each.shape), _described(each)) for name, each in given.items()}
-    return network.program_of(CachedStep(network, None, form)), tensors | numbers
-
-
-def _described(number: torch.Tensor) -> Any:
-    """Return the JAX dtype that a program takes a number in."""
     import jax
 
-    return jax.dtypes.canonicalize_dtype(runtime.jax_dtype(number.dtype))
+    form, given = _enabled(network, cache, batch)[step]
+    numbers = {
+        name: (tuple(each.shape), jax.dtypes.canonicalize_dtype(runtime.jax_dtype(each.dtype)))
+        for name, each in given.items()
+    }
+    return network.program_of(CachedStep(network, None, form)), tensors | numbers
 
 
 def cache_bytes(program: runtime.Program, tensors: Described) -> int:
@@ -304,21 +302,12 @@ def _extended(
     `attention_flops` are those of all layers, for which the chip's peak counts where a schedule is missing.
     """
     fewer, more = plans
-
-    def extend(field: str) -> Any:
-        return _extend(getattr(fewer, field), getattr(more, field), layers)
-
-    def extend_each(one: dict[str, float], other: dict[str, float]) -> dict[str, float]:
-        return {kind: _extend(one.get(kind, 0.0), part, layers) for kind, part in other.items()}
-
-    grown = {field: extend(field) for field in ("flops", "bytes_accessed", "seconds", "floor_seconds")}
-    grown |= {field: int(extend(field)) for field in ("kernels", "argument_bytes", "output_bytes")}
-    grown["temp_bytes"] = max(more.temp_bytes, int(extend("temp_bytes")))
-    grown["shares"] = extend_each(fewer.shares, more.shares)
-    if fewer.collective_seconds is not None and more.collective_seconds is not None:
-        grown["collective_seconds"] = extend_each(fewer.collective_seconds, more.collective_seconds)
+    names = ("flops", "bytes_accessed", "seconds", "floor_seconds", "shares", "collective_seconds", "kernels")
+    grown = _extend_fields(fewer, more, layers, *names, "argument_bytes", "temp_bytes", "output_bytes")
+    grown["temp_bytes"] = max(more.temp_bytes, grown["temp_bytes"])
+    times = ("count", "bytes_seconds", "schedule_seconds", "seconds")
     grown["kernel_times"] = {
-        kind: _extended_kernel(fewer.kernel_times.get(kind), time, layers)
+        kind: replace(time, **_extend_fields(fewer.kernel_times.get(kind, time), time, layers, *times))
         for kind, time in more.kernel_times.items()
     }
     program = replace(more, compile_seconds=fewer.compile_seconds + more.compile_seconds, **grown)
@@ -330,26 +319,22 @@ def _extended(
     return NetworkPlan(name, program, layers, seconds, by_schedule)
 
 
-def _extended_kernel(one: KernelTime | None, other: KernelTime, layers: int) -> KernelTime:
-    """Extrapolate the time of the kernels of one name from `FEW` layers to all."""
-    if one is None:
-        return other
-
-    def extend(field: str) -> Any:
-        return _extend(getattr(one, field), getattr(other, field), layers)
-
-    seconds = {field: extend(field) for field in ("bytes_seconds", "schedule_seconds", "seconds")}
-    return replace(other, count=int(extend("count")), **seconds)
+def _extend_fields(fewer: Any, more: Any, layers: int, *fields: str) -> dict[str, Any]:
+    """Extrapolate fields of two plans, or of two kernels' times, from `FEW` layers to all."""
+    return {field: _extend(getattr(fewer, field), getattr(more, field), layers) for field in fields}
 
 
 def _extend(fewer: Any, more: Any, layers: int) -> Any:
     """Extrapolate a figure from `FEW` layers to all: each further layer adds the difference of the two.
 
-    The result is None if either figure is None.
+    Of a dictionary each figure is extrapolated; a whole number stays one. The result is None if either figure
+    is None.
     """
     if fewer is None or more is None:
         return None
-    return more + (layers - FEW[1]) / (FEW[1] - FEW[0]) * (more - fewer)
+    if isinstance(more, dict):
+        return {kind: _extend(fewer.get(kind, 0.0), part, layers) for kind, part in more.items()}
+    return type(more)(more + (layers - FEW[1]) / (FEW[1] - FEW[0]) * (more - fewer))
 
 
 def cached_table(plans: list[NetworkPlan], counts: list[int], chip: Chip | None) -> dict[str, Any]:

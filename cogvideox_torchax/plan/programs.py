@@ -276,10 +276,11 @@ def kernel_times(
         by_bytes, by_schedule = (count * seconds for seconds in _kernel_seconds(kernel, chip, schedules))
         name = re.sub(r"[.\d]+$", "", kernel.name)
         before = total.get(name, KernelTime(0, 0.0, 0.0, 0.0, 0, 0))
+        scheduled = before.schedule_seconds
         total[name] = KernelTime(
             count=before.count + count,
             bytes_seconds=before.bytes_seconds + by_bytes,
-            schedule_seconds=_sum(before.schedule_seconds, by_schedule if schedule else None),
+            schedule_seconds=None if schedule is None or scheduled is None else scheduled + by_schedule,
             seconds=before.seconds + max(by_bytes, by_schedule),
             by_bytes=before.by_bytes + (0 if schedule else count),
             assumed_branches=before.assumed_branches + (schedule.assumed if schedule else 0),
@@ -294,8 +295,3 @@ def _kernel_seconds(
     moved = sum(array.tiled_bytes for array in (*kernel.results, *kernel.operands))
     schedule = schedules.get(kernel.name)
     return moved / chip.bandwidth, schedule.cycles / chip.clock if schedule else 0.0
-
-
-def _sum(one: float | None, other: float | None) -> float | None:
-    """Return the sum of two times; None where one of them is not known."""
-    return None if one is None or other is None else one + other

@@ -6,7 +6,7 @@ that no more than one chunk of activations is held.
 
 import copy
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -293,18 +293,6 @@ def _stream(candidate: Candidate, z: torch.Tensor, want: torch.Tensor) -> Contra
     return Contract("decode_stream: relative error to decode", error, allowed, error <= allowed)
 
 
-def _programs(counts: dict[str, int]) -> Iterable[Contract]:
-    """Yield the contract on how many programs each direction compiles."""
-    for kind in counts:
-        count = counts[kind]
-        yield Contract(f"{kind}: programs compiled", count, PROGRAMS_A_NETWORK, count <= PROGRAMS_A_NETWORK)
-
-
-def _frame_count(kind: Direction, got: torch.Tensor, lengths: list[int]) -> Contract:
-    """Return the contract that an answer has as many frames as its chunks together."""
-    return Contract(f"{kind}: frames", got.shape[2], sum(lengths), got.shape[2] == sum(lengths))
-
-
 # All of it
 
 
@@ -370,7 +358,8 @@ class Verifier:
         contracts = []
         for kind in Direction:
             got, want = candidate.run(kind, self.inputs[kind]), self.answers[kind]
-            contracts.append(_frame_count(kind, got, self.lengths[kind]))
+            frames, wanted = got.shape[2], sum(self.lengths[kind])
+            contracts.append(Contract(f"{kind}: frames", frames, wanted, frames == wanted))
             if got.shape != want.shape:
                 contracts.append(
                     Contract(f"{kind}: shape {tuple(got.shape)} for {tuple(want.shape)}", 1, 0, False)
@@ -393,6 +382,9 @@ class Verifier:
             _same_function(kind, candidate.dtype, error, baseline.get(kind, error))
             for kind, error in whole.items()
         ]
-        contracts += _programs(candidate.backend.program_counts)
+        contracts += [
+            Contract(f"{kind}: programs compiled", count, PROGRAMS_A_NETWORK, count <= PROGRAMS_A_NETWORK)
+            for kind, count in candidate.backend.program_counts.items()
+        ]
         first_bad = next((layer for layer in layers if layer.chunk is not None), None)
         return Result(candidate.name, candidate.dtype_name, layers, whole, same + contracts, first_bad)

@@ -63,16 +63,11 @@ def layers_table(result: Result) -> str:
             _number(layer.mean),
             _number(layer.largest),
             _number(layer.relative),
-            _outside(layer.chunk),
+            "" if layer.chunk is None else f"from chunk {layer.chunk}",
         )
         for layer in result.layers
     ]
     return table(("layer", "mean", "max", "relative", "outside the tolerance"), rows)
-
-
-def _outside(chunk: int | None) -> str:
-    """Return the cell of the first chunk outside the tolerance; empty for None."""
-    return "" if chunk is None else f"from chunk {chunk}"
 
 
 def verdict(result: Result) -> str:
