@@ -22,7 +22,7 @@ MEMBER = re.compile(r"^ {8}- (\w+)$", re.MULTILINE)
 
 SIGNATURES = """\
 cogvideox_torchax.port(model_or_pipeline: Portable, *, mesh: 'Mesh | None'=None, parallel: 'Parallel | None'=None) -> Portable
-cogvideox_torchax.load_pipeline(pretrained_model_name_or_path: str | Path, *, pipeline_class: type | None=None, mesh: 'Mesh | None'=None, parallel: 'Parallel | None'=None, torch_dtype: torch.dtype=torch.bfloat16, variant: str | None=None, **diffusers_options: Any) -> Any
+cogvideox_torchax.load_pipeline(pretrained_model_name_or_path: str | Path, *, pipeline_class: type | None=None, mesh: Mesh | None=None, parallel: Parallel | None=None, torch_dtype: torch.dtype=torch.bfloat16, variant: str | None=None, **diffusers_options: Any) -> Any
 cogvideox_torchax.make_mesh(dp: int=1, tp: int | None=None, *, devices: Any=None) -> Mesh
 cogvideox_torchax.enable() -> None
 cogvideox_torchax.AutoencoderKLCogVideoX()
@@ -31,7 +31,7 @@ cogvideox_torchax.AutoencoderKLCogVideoX.encode_stream(self, frames: torch.Tenso
 cogvideox_torchax.AutoencoderKLCogVideoX.decode_stream(self, z: torch.Tensor | Iterable[torch.Tensor], num_frames: int | None=None, *, output_dtype: torch.dtype | None=None, fetch: Fetch=runtime.to_torch) -> Iterator[torch.Tensor]
 cogvideox_torchax.AutoencoderKLCogVideoX.tiled_encode(self, x: torch.Tensor) -> torch.Tensor
 cogvideox_torchax.AutoencoderKLCogVideoX.tiled_decode(self, z: torch.Tensor, return_dict: bool=True) -> DecoderOutput | tuple[torch.Tensor]
-cogvideox_torchax.AutoencoderKLCogVideoX.place_on(self, mesh: 'Mesh') -> None
+cogvideox_torchax.AutoencoderKLCogVideoX.place_on(self, mesh: Mesh) -> None
 cogvideox_torchax.AutoencoderKLCogVideoX.spatial_compression_ratio(self) -> int
 data.Clip(id: str, source: video.Source, caption: str = '', frames: int | None = None, height: int | None = None, width: int | None = None)
 data.Recipe(model: str, backend: str = 'torchax', dtype: str = 'float32', frames: int | None = None, height: int | None = None, width: int | None = None, crop: bool = False, buckets: tuple[Bucket, ...] = (), keep: str = POSTERIOR, seed: int = 0, tiling: str | None = None, dp: int | None = None, tp: int | None = None)

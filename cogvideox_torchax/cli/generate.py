@@ -122,7 +122,7 @@ def _vae_for(args: argparse.Namespace, latents: Latents) -> Any:
 def _sampled(args: argparse.Namespace) -> tuple[Any, Latents]:
     """Check all that is asked for, then sample; return the pipeline's VAE and the latents."""
     mesh = devices.mesh_of(args)
-    text = stages.load_stage(args.save_stages, stages.TEXT) if args.from_stage else None
+    text = stages.load_text(args.save_stages) if args.from_stage else None
     model = generate.describe(args.model, image=args.image is not None, clip=args.video is not None)
     if text is not None:
         text.check_model(model.fingerprint)

@@ -426,15 +426,10 @@ def model_sha256(vae: Any) -> str:
     shaping = {name: vae.config.get(name) for name in latent_files.SHAPING_FIELDS}
     digest = hashlib.sha256(json.dumps(shaping, sort_keys=True).encode())
     for name, value in sorted(vae.state_dict().items()):
-        plain = runtime.without_torchax(lambda value=value: _bytes(runtime.to_torch(value)))
+        array = runtime.without_torchax(lambda value=value: runtime.host_array(runtime.to_torch(value)))
         digest.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
-        digest.update(plain)
+        digest.update(array.tobytes())
     return digest.hexdigest()
-
-
-def _bytes(tensor: torch.Tensor) -> bytes:
-    """Return the bytes of a tensor's numbers, of any dtype."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def _stamp(source: video.Source) -> tuple[int, int] | None:

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import load as deserialized
 
 from cogvideox_torchax.files import reports, tensors, video
 from cogvideox_torchax.runtime import without_torchax
@@ -125,8 +127,6 @@ def about(path: Path) -> dict[str, Any]:
     Raises:
         LatentsError: no safetensors, truncated, another format, or a broken field.
     """
-    from safetensors import safe_open
-
     with tensors.readable(path, LatentsError), safe_open(path, framework="np") as file:
         return _fields(path, file.metadata() or {})["about"]
 
@@ -141,8 +141,6 @@ def loads(data: bytes, name: str | Path) -> Latents:
     Raises:
         LatentsError: as `load`.
     """
-    from safetensors.torch import load as deserialized
-
     with tensors.readable(name, LatentsError):
         found = without_torchax(deserialized, data)
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])

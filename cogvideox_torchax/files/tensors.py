@@ -5,6 +5,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save as serialized
 
 from cogvideox_torchax.files.whole import whole_file
 from cogvideox_torchax.runtime import to_torch, without_torchax
@@ -12,8 +14,6 @@ from cogvideox_torchax.runtime import to_torch, without_torchax
 
 def save(tensors: Mapping[str, torch.Tensor], path: str | Path, metadata: dict[str, str]) -> None:
     """Write tensors, which may lie on JAX, and metadata: whole or not at all."""
-    from safetensors.torch import save as serialized
-
     plain = {name: to_torch(tensor).contiguous() for name, tensor in tensors.items()}
     data = without_torchax(serialized, plain, metadata=metadata)
     with whole_file(path) as temporary:  # safetensors' own writer would put another file in its place
@@ -24,7 +24,6 @@ def load(
     path: Path, refused: type[ValueError] = ValueError
 ) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
     """Return the metadata and the tensors of a file; `refused` is raised where it cannot be read."""
-    from safetensors import safe_open
 
     def read() -> tuple[dict[str, str], dict[str, torch.Tensor]]:
         with safe_open(path, framework="pt") as file:
@@ -37,8 +36,6 @@ def load(
 @contextlib.contextmanager
 def readable(path: str | Path, refused: type[ValueError]) -> Iterator[None]:
     """Raise the error class `refused` in place of what safetensors raises at a broken file."""
-    from safetensors import SafetensorError
-
     try:
         yield
     except (SafetensorError, OSError) as error:

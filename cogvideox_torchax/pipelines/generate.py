@@ -241,25 +241,19 @@ class Generation:
     keep: Path | None = None
     show: Callable[[torch.Tensor], None] | None = None
 
-    @property
-    def _guided(self) -> bool:
-        return self.request.guidance_scale > 1
-
     def encode_text(self) -> dict[str, torch.Tensor | None]:
         """Return the prompts' embeddings (1, S, C), and save them as a stage."""
         with torch.no_grad():
             positive, negative = self.pipe.encode_prompt(
                 self.request.prompt,
                 self.request.negative_prompt,
-                do_classifier_free_guidance=self._guided,
+                do_classifier_free_guidance=self.request.guidance_scale > 1,
                 max_sequence_length=self.model.transformer["max_text_seq_length"],
             )
         embeddings = {"prompt_embeds": positive, "negative_prompt_embeds": negative}
         self._forget_latents()
         if self.keep is not None:
-            stages.save_stage(
-                self.keep, stages.TEXT, embeddings, request=self.request, model=self.model.fingerprint
-            )
+            stages.save_text(self.keep, embeddings, request=self.request, model=self.model.fingerprint)
         return embeddings
 
     def sample(self, embeddings: dict[str, torch.Tensor | None]) -> latent_files.Latents:

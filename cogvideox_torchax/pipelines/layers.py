@@ -130,16 +130,12 @@ class PatchEmbed(CogVideoXPatchEmbed):
 
     def needs_table(self, height: int, width: int, frames: int) -> bool:
         """Return whether latents of this size need another table than the model's own."""
+        pixel_frames = (frames - 1) * self.temporal_compression_ratio + 1
         return (
             self.use_positional_embeddings
             and not self.use_learned_positional_embeddings
-            and self._size(height, width, frames)
-            != (self.sample_height, self.sample_width, self.sample_frames)
+            and (height, width, pixel_frames) != (self.sample_height, self.sample_width, self.sample_frames)
         )
-
-    def _size(self, height: int, width: int, frames: int) -> tuple[int, int, int]:
-        """Return height, width and frames as diffusers compares them: frames as pixels' frames."""
-        return height, width, (frames - 1) * self.temporal_compression_ratio + 1
 
     def table_for(self, height: int, width: int, frames: int) -> torch.Tensor | None:
         """Return positions (1, S, C) of latents of this size; None if the model's own, or none, serve."""

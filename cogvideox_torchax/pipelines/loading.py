@@ -2,21 +2,23 @@
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import Any, TypeVar, overload
 
+import diffusers
 import numpy as np
 import torch
+from accelerate import init_empty_weights
+from diffusers.models.transformers.cogvideox_transformer_3d import CogVideoXTransformer3DModel
+from diffusers.pipelines.pipeline_utils import DiffusionPipeline
+from jax.sharding import Mesh
+from transformers import T5Config, T5EncoderModel
 
 from cogvideox_torchax import runtime
 from cogvideox_torchax.files.models import INDEX, ModelError, local, not_on_hub, read_json
 from cogvideox_torchax.pipelines.networks import port_network
 from cogvideox_torchax.pipelines.port import PIPELINES, port_pipeline
+from cogvideox_torchax.sharding import Parallel
 from cogvideox_torchax.vae.checkpoint import WEIGHTS_STEM, check_loading_info, read_tensors, weight_files
-
-if TYPE_CHECKING:
-    from jax.sharding import Mesh
-
-    from cogvideox_torchax.sharding import Parallel
 
 Pipeline = TypeVar("Pipeline")
 
@@ -29,8 +31,8 @@ def load_pipeline(
     pretrained_model_name_or_path: str | Path,
     *,
     pipeline_class: None = None,
-    mesh: "Mesh | None" = None,
-    parallel: "Parallel | None" = None,
+    mesh: Mesh | None = None,
+    parallel: Parallel | None = None,
     torch_dtype: torch.dtype = torch.bfloat16,
     variant: str | None = None,
     **diffusers_options: Any,
@@ -40,8 +42,8 @@ def load_pipeline(
     pretrained_model_name_or_path: str | Path,
     *,
     pipeline_class: type[Pipeline],
-    mesh: "Mesh | None" = None,
-    parallel: "Parallel | None" = None,
+    mesh: Mesh | None = None,
+    parallel: Parallel | None = None,
     torch_dtype: torch.dtype = torch.bfloat16,
     variant: str | None = None,
     **diffusers_options: Any,
@@ -50,8 +52,8 @@ def load_pipeline(
     pretrained_model_name_or_path: str | Path,
     *,
     pipeline_class: type | None = None,
-    mesh: "Mesh | None" = None,
-    parallel: "Parallel | None" = None,
+    mesh: Mesh | None = None,
+    parallel: Parallel | None = None,
     torch_dtype: torch.dtype = torch.bfloat16,
     variant: str | None = None,
     **diffusers_options: Any,
@@ -77,8 +79,6 @@ def load_pipeline(
         ModelError: missing files, or weights that do not match their config.
         ValueError: anything that `port` refuses, and options that would load weights in another way.
     """
-    import diffusers
-
     refused = {"quantization_config", "device_map"} & diffusers_options.keys()
     if refused:
         raise ValueError(
@@ -113,8 +113,6 @@ def _directory(name: str, variant: str | None, options: dict[str, Any]) -> Path:
         if not (directory / INDEX).is_file():
             raise ModelError(f"{name} has no {INDEX}: give the directory of a whole pipeline, or a hub id")
         return directory
-    from diffusers.pipelines.pipeline_utils import DiffusionPipeline
-
     try:
         return Path(DiffusionPipeline.download(name, variant=variant, use_safetensors=True, **options))
     except (OSError, ValueError) as error:
@@ -127,7 +125,7 @@ def _fed(
     dtype: torch.dtype,
     variant: str | None,
     mesh: Any,
-    parallel: "Parallel | None",
+    parallel: Parallel | None,
 ) -> Any:
     """Return a ported network on its devices, its weights read from their files one at a time."""
     files = weight_files(directory, variant, stem=STEMS[part])
@@ -147,10 +145,6 @@ def _fed(
 
 def _empty(directory: Path, part: str, dtype: torch.dtype) -> Any:
     """Return a network with weights on "meta", and real buffers."""
-    from accelerate import init_empty_weights
-    from diffusers.models.transformers.cogvideox_transformer_3d import CogVideoXTransformer3DModel
-    from transformers import T5Config, T5EncoderModel
-
     default_dtype = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

@@ -11,8 +11,9 @@ import functools
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import jax.numpy as jnp
 import torch
 from diffusers.models.activations import GELU as DiffusersGELU
 from diffusers.models.attention import FeedForward
@@ -29,6 +30,7 @@ from diffusers.models.transformers.cogvideox_transformer_3d import (
 from diffusers.models.transformers.cogvideox_transformer_3d import (
     CogVideoXTransformer3DModel as DiffusersTransformer,
 )
+from jax.sharding import Mesh
 from torch import nn
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.t5.modeling_t5 import T5EncoderModel as TransformersT5Encoder
@@ -36,7 +38,7 @@ from transformers.models.t5.modeling_t5 import T5LayerFF, T5LayerSelfAttention
 
 from cogvideox_torchax import runtime, upstream
 from cogvideox_torchax.files.models import saved_from_host
-from cogvideox_torchax.pipelines import cached_layers, caches, loras
+from cogvideox_torchax.pipelines import cached_layers, caches, loras, sharding
 from cogvideox_torchax.pipelines.blocks import GELU, Block, joined_step, takes_sequences
 from cogvideox_torchax.pipelines.layers import (
     AttnProcessor,
@@ -45,14 +47,11 @@ from cogvideox_torchax.pipelines.layers import (
     Linear,
     PatchEmbed,
 )
+from cogvideox_torchax.pipelines.sequence import SequencePlacement
 from cogvideox_torchax.runtime import on_jax
 from cogvideox_torchax.runtime.models import PortedModel, save_as_stock
+from cogvideox_torchax.sharding import Parallel, check_mesh
 from cogvideox_torchax.vae.torchax.modules import SiLU
-
-if TYPE_CHECKING:
-    from jax.sharding import Mesh
-
-    from cogvideox_torchax.sharding import Parallel
 
 
 class TransformerStep(nn.Module):
@@ -147,8 +146,6 @@ class Compiled(PortedModel):
         """The sharding of the sequences, a `pipelines.sequence.SequencePlacement`; None without a mesh."""
         if self.mesh is None:
             return None
-        from cogvideox_torchax.pipelines.sequence import SequencePlacement
-
         return SequencePlacement(self.mesh, self.parallelism, heads_of(self))
 
     def split_layers(self, network: Any) -> tuple[type[nn.Module], ...]:
@@ -182,11 +179,7 @@ class Compiled(PortedModel):
         program = self.program_of(network)
         return runtime.tensor_of(program.run(program.weights(network), program.put(tensors))[0])
 
-    def port_layers(self) -> None:
-        """Give layers that were added later, such as a LoRA's, their ported classes."""
-        port_network(self)
-
-    def place(self, mesh: "Mesh | None" = None, parallel: "Parallel | None" = None) -> None:
+    def place(self, mesh: Mesh | None = None, parallel: Parallel | None = None) -> None:
         """Put the weights on JAX, on the default device or over a mesh; later calls run there.
 
         Args:
@@ -196,7 +189,7 @@ class Compiled(PortedModel):
         Raises:
             ValueError: a mesh not made by `make_mesh`, or one that does not divide the weights.
         """
-        self.port_layers()
+        port_network(self)  # layers that were added later, such as a LoRA's
         mesh = mesh if mesh is not None or parallel is None else self.mesh
         if mesh is not None:
             self.place_on(mesh, parallel)
@@ -206,11 +199,9 @@ class Compiled(PortedModel):
         """Put a weight, a NumPy or a JAX array, on the default device or on the mesh."""
         if self.mesh is None:
             return runtime.on_default_device(name, array)
-        from cogvideox_torchax.pipelines import sharding
-
         return sharding.put_weight(self.mesh, name, array, self.parallelism)
 
-    def place_on(self, mesh: "Mesh", parallel: "Parallel | None" = None, memory: float | None = None) -> None:
+    def place_on(self, mesh: Mesh, parallel: Parallel | None = None, memory: float | None = None) -> None:
         """Compile for a mesh from now on, wherever the weights are; the present program is dropped.
 
         Args:
@@ -222,8 +213,6 @@ class Compiled(PortedModel):
         Raises:
             ValueError: a mesh not made by `make_mesh`, or one that does not divide the weights.
         """
-        from cogvideox_torchax.sharding import check_mesh
-
         is_unchanged = mesh == self._mesh and parallel is None and memory is None
         chosen = (
             self._parallelism if is_unchanged else parallelism_of(self, check_mesh(mesh), parallel, memory)
@@ -239,15 +228,13 @@ def heads_of(network: Any) -> int:
 
 
 def parallelism_of(
-    network: Any, mesh: "Mesh", asked: "Parallel | None" = None, memory: float | None = None
+    network: Any, mesh: Mesh, asked: Parallel | None = None, memory: float | None = None
 ) -> Any:
     """Return how a network, ported or not, would use the mesh's "tp"; see `Compiled.place_on`.
 
     Raises:
         ValueError: the request is impossible, or the mesh does not divide the weights.
     """
-    from cogvideox_torchax.pipelines import sharding
-
     chosen = sharding.Parallelism()
     if isinstance(network, DiffusersTransformer):
         chosen = sharding.choose_parallelism(
@@ -257,7 +244,8 @@ def parallelism_of(
             memory=sharding.memory_of(mesh) if memory is None else memory,
             asked=asked,
         )
-    sharding.check_weights(network, mesh, chosen)
+    for name, weight in runtime.named_tensors(network).items():
+        sharding.weight_sharding(mesh, name, tuple(weight.shape), chosen)  # raises where "tp" does not divide
     return chosen
 
 
@@ -320,7 +308,7 @@ class CogVideoXTransformer3DModel(Compiled, DiffusersTransformer):
         if self._step_cache is not None:
             self._step_cache.reset()
 
-    def place(self, mesh: "Mesh | None" = None, parallel: "Parallel | None" = None) -> None:
+    def place(self, mesh: Mesh | None = None, parallel: Parallel | None = None) -> None:
         """Put the weights on JAX, and run diffusers' cache, if enabled, as programs."""
         super().place(mesh, parallel)
         self.take_cache()
@@ -432,8 +420,6 @@ def step_tensors(
         frames, height, width: size of the latents.
         text: tokens of a prompt; the model's own limit if None.
     """
-    import jax.numpy as jnp
-
     config, dtype = transformer.config, runtime.jax_dtype(transformer.dtype)
     text = text or config["max_text_seq_length"]
     tensors: Described = {
@@ -456,8 +442,6 @@ def step_tensors(
 
 def prompt_tensors(*, batch: int, text: int) -> Described:
     """Return the inputs of `batch` prompts of `text` tokens, as `Program.structs` takes them."""
-    import jax.numpy as jnp
-
     return {"input_ids": ((batch, text), jnp.int32)}
 
 

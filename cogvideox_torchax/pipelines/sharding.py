@@ -14,9 +14,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from torch import nn
 
-from cogvideox_torchax import runtime
 from cogvideox_torchax.sharding import Parallel
 
 BY_OUTPUTS, BY_INPUTS = P("tp"), P(None, "tp")
@@ -140,12 +138,6 @@ def weight_sharding(
                 f"choose tp among {[n for n in range(1, size + 1) if size % n == 0][:12]}"
             )
     return NamedSharding(mesh, spec)
-
-
-def check_weights(module: nn.Module, mesh: Mesh, parallelism: Parallelism = Parallelism()) -> None:
-    """Raise `ValueError` unless a mesh divides a network's weights."""
-    for name, tensor in runtime.named_tensors(module).items():
-        weight_sharding(mesh, name, tuple(tensor.shape), parallelism)
 
 
 def put_weight(mesh: Mesh, name: str, array: Any, parallelism: Parallelism = Parallelism()) -> jax.Array:

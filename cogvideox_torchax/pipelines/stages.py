@@ -132,46 +132,35 @@ def path_of(directory: str | Path, name: str) -> Path:
     return Path(directory) / f"{name}.safetensors"
 
 
-def save_stage(
-    directory: str | Path,
-    name: str,
-    tensors: dict[str, torch.Tensor | None],
-    *,
-    request: Request,
-    model: str,
+def save_text(
+    directory: str | Path, tensors: dict[str, torch.Tensor | None], *, request: Request, model: str
 ) -> None:
-    """Write a stage, whole or not at all; None values are left out.
+    """Write the text stage, whole or not at all; None values are left out.
 
     Args:
         directory: the stages' directory, which has to exist.
-        name: TEXT.
         tensors: on JAX or plain; this waits for them.
         request: the request for the video.
         model: the model's `fingerprint`.
     """
     given = {key: value for key, value in tensors.items() if value is not None}
-    metadata = {
-        "format": FORMAT,
-        "stage": name,
-        "request": json.dumps(asdict(request)),
-        "model": model,
-    }
-    tensor_files.save(given, path_of(directory, name), metadata)
+    metadata = {"format": FORMAT, "stage": TEXT, "request": json.dumps(asdict(request)), "model": model}
+    tensor_files.save(given, path_of(directory, TEXT), metadata)
 
 
-def load_stage(directory: str | Path, name: str) -> Stage:
-    """Read a stage.
+def load_text(directory: str | Path) -> Stage:
+    """Read the text stage.
 
     Raises:
         StageError: no such file, or one that is truncated, broken or no stage.
     """
-    path = path_of(directory, name)
+    path = path_of(directory, TEXT)
     if not path.is_file():
         raise StageError(f"there is no stage {path}: generate with --save-stages {path.parent} first")
     metadata, tensors = tensor_files.load(path, StageError)
-    if metadata.get("format") != FORMAT or metadata.get("stage") != name:
+    if metadata.get("format") != FORMAT or metadata.get("stage") != TEXT:
         raise StageError(
-            f"{path} is no {name!r} stage of this program: generate with --save-stages {directory}"
+            f"{path} is no {TEXT!r} stage of this program: generate with --save-stages {directory}"
         )
     try:
         return Stage(path, tensors, _request(reports.parse(metadata["request"])), metadata["model"])

@@ -13,7 +13,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
 import torch
+from diffusers.models.transformers.cogvideox_transformer_3d import CogVideoXTransformer3DModel
+from transformers import T5Config, T5EncoderModel
 
 from cogvideox_torchax import runtime
 from cogvideox_torchax.files.models import locate, read_json
@@ -105,15 +108,11 @@ def weightless_transformer(model: str | None, dtype: torch.dtype, layers: int) -
 
 def transformer(config: dict[str, Any], dtype: torch.dtype, device: str = "meta") -> Any:
     """Return diffusers' transformer of a config; its weights are random, on "meta" there are none."""
-    from diffusers.models.transformers.cogvideox_transformer_3d import CogVideoXTransformer3DModel
-
     return _built(CogVideoXTransformer3DModel.from_config, config, dtype, device)
 
 
 def text_encoder(config: dict[str, Any], dtype: torch.dtype, device: str = "meta") -> Any:
     """Return the text encoder of a T5 config, as `transformer` does."""
-    from transformers import T5Config, T5EncoderModel
-
     return _built(lambda given: T5EncoderModel(T5Config(**given)), config, dtype, device)
 
 
@@ -248,8 +247,6 @@ def cached_program(
 
     `step` is the step's number in a run; the other arguments are as in `plan_step`.
     """
-    import jax
-
     form, given = _enabled(network, cache, batch)[step]
     numbers = {
         name: (tuple(each.shape), jax.dtypes.canonicalize_dtype(runtime.jax_dtype(each.dtype)))
@@ -260,8 +257,6 @@ def cached_program(
 
 def cache_bytes(program: runtime.Program, tensors: Described) -> int:
     """Return the bytes of the cache that a program gives back for such inputs, on one device."""
-    import jax
-
     _, _, structs = program.structs(tensors, before=tensors)
     shards = [
         (each.sharding.shard_shape(each.shape) if each.sharding else each.shape, each.dtype.itemsize)

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import jax
+
 from cogvideox_torchax import runtime
 from cogvideox_torchax.plan.chips import Chip
 from cogvideox_torchax.plan.jobs import Job
@@ -53,8 +55,6 @@ def plan_train_step(
 
 def gradient_works(vae: AutoencoderKLCogVideoX, job: Job, mesh: Any) -> Iterator[Work]:
     """Yield the gradients' program of each direction; the arguments are as `chunk_works` takes them."""
-    import jax
-
     runtime.enable()
     if mesh.size > 1:
         vae.place_on(mesh)

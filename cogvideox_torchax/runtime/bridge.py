@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from cogvideox_torchax.runtime.compile_cache import configure_compile_cache
-from cogvideox_torchax.upstream import one_program_each, teach_copying, torchax_is_on, torchax_off
+from cogvideox_torchax.upstream import one_program_each, teach_copying, torchax_off
+from cogvideox_torchax.upstream import torchax_is_on as is_enabled
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 """The types of PyTorch's own tensors; one on JAX has a type of torchax's."""
@@ -48,11 +49,6 @@ def enable() -> None:
     if not is_enabled():
         torchax.enable_globally()
     configure_compile_cache()
-
-
-def is_enabled() -> bool:
-    """Return whether this thread's torch calls go through torchax."""
-    return torchax_is_on()
 
 
 @contextlib.contextmanager

@@ -60,12 +60,7 @@ class PicklesAsStock(CopiesWithoutPrograms):
     def __reduce_ex__(self, _protocol: Any) -> Any:
         """Return how to unpickle it: a blank object of the stock class, and its attributes."""
         stock = type(self).__bases__[-1]  # pickle could not import the class that `port` made
-        return _blank, (stock,), self.__getstate__()
-
-
-def _blank(kind: type) -> Any:
-    """Return an instance without attributes, for unpickling `PicklesAsStock`."""
-    return object.__new__(kind)
+        return object.__new__, (stock,), self.__getstate__()
 
 
 class PortedModel(CopiesWithoutPrograms, nn.Module):

@@ -34,18 +34,13 @@ def make_mesh(dp: int = 1, tp: int | None = None, *, devices: Any = None) -> Mes
     columns = devices.size // dp if tp is None else tp
     size = dp * columns
     if size > devices.size:
+        on_cpu = f", or try it on a CPU with XLA_FLAGS=--xla_force_host_platform_device_count={size} set"
+        only_cpus = all(device.platform == "cpu" for device in devices)
         raise ValueError(
             f"got a mesh of dp={dp} x tp={columns}, {size} devices, where there are {devices.size}: "
-            f"make dp * tp no larger{_on_a_cpu(devices, size)}"
+            f"make dp * tp no larger{on_cpu if only_cpus else ''}"
         )
     return Mesh(devices[:size].reshape(dp, columns), AXES, axis_types=(AxisType.Auto,) * 2)
-
-
-def _on_a_cpu(devices: Any, wanted: int) -> str:
-    """Return the end of an error's message: how a CPU can show more devices, if these are CPUs."""
-    if devices.size and devices[0].platform != "cpu":
-        return ""
-    return f", or try it on a CPU with XLA_FLAGS=--xla_force_host_platform_device_count={wanted} set"
 
 
 def check_mesh(mesh: Any) -> Mesh:

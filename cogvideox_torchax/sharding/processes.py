@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 import torch
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from cogvideox_torchax import runtime
@@ -56,7 +57,7 @@ def connect(
             f"got a count of {count} processes and index {index}: pass both, or neither where a TPU pod, "
             "Slurm, Open MPI or Kubernetes names them"
         )
-    if connected():
+    if jax.distributed.is_initialized():
         return
     try:
         jax.distributed.initialize(
@@ -73,11 +74,6 @@ def connect(
         ) from error
 
 
-def connected() -> bool:
-    """Return whether this process has joined others."""
-    return jax.distributed.is_initialized()
-
-
 def is_first() -> bool:
     """Return whether this process writes what is written once; a single process does."""
     return jax.process_index() == 0
@@ -88,8 +84,6 @@ def wait_for_all() -> None:
 
     The first process keeps the others' connection, and may not end before them.
     """
-    from jax.experimental import multihost_utils
-
     multihost_utils.sync_global_devices("cogvideox_torchax")
 
 
@@ -108,7 +102,7 @@ def abandon(code: int) -> None:
 
     A clean exit would first wait for the others, which wait for this one.
     """
-    if connected():
+    if jax.distributed.is_initialized():
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

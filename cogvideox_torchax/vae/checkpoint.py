@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors import SafetensorError, safe_open
 
 from cogvideox_torchax.files.models import INDEX, ModelError, locate, read_json
 
@@ -81,8 +82,6 @@ def weight_files(directory: Path, variant: str | None = None, *, stem: str = WEI
 
 def read_tensors(files: Iterable[Path]) -> Iterator[tuple[str, np.ndarray]]:
     """Yield every tensor of safetensors files, one at a time."""
-    from safetensors import safe_open
-
     for path in files:
         with safe_open(path, framework="numpy") as file:
             names = list(file.keys())
@@ -95,8 +94,6 @@ def read_tensors(files: Iterable[Path]) -> Iterator[tuple[str, np.ndarray]]:
 
 def _check_safetensors(path: Path) -> None:
     """Raise `ModelError` for a file that is truncated, empty or no safetensors file."""
-    from safetensors import SafetensorError, safe_open
-
     try:
         with safe_open(path, framework="numpy") as file:
             names = list(file.keys())

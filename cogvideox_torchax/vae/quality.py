@@ -18,14 +18,8 @@ def ssim(got: torch.Tensor, reference: torch.Tensor, peak: float = 255.0) -> flo
         got, reference: (N, C, T, H, W).
         peak: the range of their values.
     """
-    frames = range(reference.shape[2])
-    pairs = ((_frame(got, t), _frame(reference, t)) for t in frames)
-    return float(np.mean([_similarity(a, b, peak) for a, b in pairs]))
-
-
-def _frame(video: torch.Tensor, t: int) -> np.ndarray:
-    """Return frame `t` of a video as a float64 array."""
-    return video[:, :, t].double().numpy()
+    frames = zip(got.unbind(2), reference.unbind(2), strict=True)
+    return float(np.mean([_similarity(a.double().numpy(), b.double().numpy(), peak) for a, b in frames]))
 
 
 def _similarity(a: np.ndarray, b: np.ndarray, peak: float) -> float:

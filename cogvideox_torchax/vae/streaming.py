@@ -72,7 +72,8 @@ class ChunkedVAE:
             ValueError: a bad video or first frame, or no `num_frames` for an iterable, at once; a bad later
                 frame, or more or fewer frames than announced, when it is their turn.
         """
-        return posteriors(self._stream(ENCODE, frames, num_frames, fetch))
+        moments = self._stream(ENCODE, frames, num_frames, fetch)
+        return (DiagonalGaussianDistribution(chunk) for chunk in moments)
 
     def decode_stream(
         self,
@@ -242,12 +243,6 @@ def frames_of_chunks(vae: Any, direction: Direction, x: torch.Tensor) -> Iterato
     """Yield the chunks (N, C, t, H, W) of a video or of latents."""
     for chunk in Direction(direction).chunks(vae, x.shape[2]):  # `direction` may be a name
         yield runtime.take(x, 2, chunk.start, chunk.length)
-
-
-def posteriors(moments: Iterator[torch.Tensor]) -> Iterator[DiagonalGaussianDistribution]:
-    """Yield the posterior of each chunk's moments."""
-    for chunk in moments:
-        yield DiagonalGaussianDistribution(chunk)
 
 
 def with_time(frames: torch.Tensor) -> torch.Tensor:

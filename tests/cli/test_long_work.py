@@ -32,20 +32,19 @@ def fresh_cache(tmp_path):
     """Return an empty compile cache that keeps every compiled program."""
     settings = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
     before = {setting: getattr(jax.config, setting) for setting in settings}
-    was_configured = compile_cache._cache_configured
-    compile_cache.configure_compile_cache(tmp_path / "cache")
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "cache"))
+    compilation_cache.reset_cache()
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     yield tmp_path / "cache"
     for setting, value in before.items():
         jax.config.update(setting, value)
     compilation_cache.reset_cache()
-    compile_cache._cache_configured = was_configured
 
 
 @pytest.fixture
 def no_cache(monkeypatch):
     monkeypatch.setenv(COMPILE_CACHE_VARIABLE, "off")
-    monkeypatch.setattr(compile_cache, "_cache_configured", False)
+    compile_cache.configure_compile_cache.cache_clear()
     before = jax.config.jax_compilation_cache_dir
     jax.config.update("jax_compilation_cache_dir", None)
     yield

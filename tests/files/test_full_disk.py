@@ -57,9 +57,7 @@ def write_figure(path):
 
 
 def write_stage(path):
-    stages.save_stage(
-        path.parent, path.stem, {"prompt_embeds": torch.rand(1, 8, 16)}, request=REQUEST, model="abc"
-    )
+    stages.save_text(path.parent, {"prompt_embeds": torch.rand(1, 8, 16)}, request=REQUEST, model="abc")
 
 
 def write_checkpoint(path):

@@ -275,7 +275,7 @@ def kept(models):
     request = stages.Request("a panda", "", None, None, frames, height, width, 4, 6.0, 0.8, 0, "float32")
     Path("kept").mkdir()
     embeddings = {name: torch.zeros(1, 16, 32) for name in ("prompt_embeds", "negative_prompt_embeds")}
-    stages.save_stage("kept", "text", embeddings, request=request, model=model.fingerprint)
+    stages.save_text("kept", embeddings, request=request, model=model.fingerprint)
     return request
 
 
@@ -327,4 +327,4 @@ def test_a_new_generation_takes_the_stages_of_the_one_before_away(models, kept, 
 
 
 def test_a_request_survives_its_file(kept):
-    assert stages.load_stage("kept", "text").request == dataclasses.replace(kept)
+    assert stages.load_text("kept").request == dataclasses.replace(kept)

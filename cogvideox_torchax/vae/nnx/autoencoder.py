@@ -7,7 +7,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from cogvideox_torchax import runtime
+from cogvideox_torchax.sharding import Placement, check_mesh, spread
 from cogvideox_torchax.vae import checkpoint, chunks, tiling
 from cogvideox_torchax.vae.axes import HWNTC, NTHWC
 from cogvideox_torchax.vae.checks import check_finite, check_shape
@@ -28,9 +29,6 @@ from cogvideox_torchax.vae.pixels import from_uint8, to_uint8
 from jax_kernels.common.columns import WHOLE, Split, with_clear_padding
 from jax_kernels.common.layout import frames_first, pixels_first
 from jax_kernels.common.tiles import pallas_mode
-
-if TYPE_CHECKING:
-    from cogvideox_torchax.sharding import Placement
 
 
 class Posterior(NamedTuple):
@@ -359,20 +357,15 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
             as_uint8: whether decoded frames are bytes.
             frame_by_frame: as `decode_frame_by_frame` decodes.
         """
-        run = functools.partial(self.run, direction, frame_by_frame=frame_by_frame)
+        placement = self.placement(direction)
 
         def start(as_uint8: bool) -> Callable[[Any], jax.Array]:
-            return run(as_uint8=as_uint8)
+            """Return a new function of chunks that keeps its cache; see `tiling.run_chunks`."""
+            chunk = self.chunk(direction, as_uint8=as_uint8, frame_by_frame=frame_by_frame)
+            network, weights = Network.split(chunk)
+            return compiled(network, placement).begin(weights)
 
-        return tiling.run_chunks(pieces, plan, start, NTHWC, self.placement(direction), as_uint8=as_uint8)
-
-    def run(self, direction: Direction, **options: bool) -> Callable[[Any], jax.Array]:
-        """Return a function from a video's chunks, given in order, to their results.
-
-        It keeps the cache from chunk to chunk. `options` are `DecoderChunk`'s.
-        """
-        network, weights = Network.split(self.chunk(direction, **options))
-        return compiled(network, self.placement(direction)).begin(weights)
+        return tiling.run_chunks(pieces, plan, start, NTHWC, placement, as_uint8=as_uint8)
 
     def chunk(self, direction: Direction, **options: bool) -> EncoderChunk | DecoderChunk:
         """Return the module of one chunk; `options` are `DecoderChunk`'s."""
@@ -394,8 +387,6 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         Raises:
             ValueError: a mesh that was not made by `make_mesh`.
         """
-        from cogvideox_torchax.sharding import Placement, check_mesh, spread
-
         self.mesh = check_mesh(mesh)
         move = functools.partial(spread, sharding=Placement(mesh).replicated)
         nnx.update(self, jax.tree.map(move, nnx.state(self, nnx.Param)))
@@ -410,12 +401,10 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         """Return the state without the mesh, whose devices cannot be pickled."""
         return {**super().__getstate__(), "mesh": None}
 
-    def placement(self, direction: Direction) -> "Placement | None":
+    def placement(self, direction: Direction) -> Placement | None:
         """Return where a direction's arrays lie on the mesh; None for one device."""
         if self.mesh is None:
             return None
-        from cogvideox_torchax.sharding import Placement
-
         unit = direction.scale(self.config.spatial_compression_ratio)
         return Placement(self.mesh, NTHWC, HWNTC, unit)
 

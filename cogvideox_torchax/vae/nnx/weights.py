@@ -11,8 +11,10 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from diffusers import __version__
 from flax import nnx
 from jax.typing import DTypeLike
+from safetensors.numpy import save as serialized
 
 from cogvideox_torchax import runtime
 from cogvideox_torchax.files.whole import whole_file
@@ -115,9 +117,6 @@ def from_torch(tensors: dict[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
 
 def save(state: nnx.State, config: FlaxAutoencoderKLCogVideoXConfig, directory: str | Path) -> None:
     """Write config.json and the weights as diffusers' `save_pretrained` does, in one file."""
-    from diffusers import __version__
-    from safetensors.numpy import save as serialized
-
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     header = {"_class_name": checkpoint.CLASS_NAME, "_diffusers_version": __version__}

@@ -6,7 +6,7 @@ Axis letters: N videos, C channels, T frames, H rows, W columns. Public tensors 
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from diffusers.models.autoencoders.autoencoder_kl_cogvideox import (
@@ -14,22 +14,19 @@ from diffusers.models.autoencoders.autoencoder_kl_cogvideox import (
 )
 from diffusers.models.autoencoders.vae import DecoderOutput, DiagonalGaussianDistribution
 from diffusers.models.modeling_outputs import AutoencoderKLOutput
+from jax.sharding import Mesh
 from torch import nn
 
 from cogvideox_torchax import runtime, upstream
 from cogvideox_torchax.files.models import saved_from_host
 from cogvideox_torchax.runtime.models import PortedModel, save_as_stock
+from cogvideox_torchax.sharding import Placement, check_mesh
 from cogvideox_torchax.vae import checkpoint, tiling
 from cogvideox_torchax.vae.axes import HWNTC, NCTHW
 from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction
 from cogvideox_torchax.vae.streaming import ChunkedVAE
 from cogvideox_torchax.vae.torchax.modules import LAYERS, port_modules
 from cogvideox_torchax.vae.torchax.networks import EncoderChunk, chunk_network, stock_of
-
-if TYPE_CHECKING:
-    from jax.sharding import Mesh
-
-    from cogvideox_torchax.sharding import Placement
 
 HUB_OPTIONS = {"revision", "token", "cache_dir", "local_files_only", "force_download"}
 """Options of diffusers' `from_pretrained` that belong to huggingface_hub."""
@@ -41,13 +38,10 @@ class DifferentiablePosterior(DiagonalGaussianDistribution):
     def __init__(self, parameters: torch.Tensor):
         self.parameters, self.deterministic = parameters, False
         self.mean = runtime.differentiated(lambda moments: moments[:, : moments.shape[1] // 2], parameters)
-        self.logvar = runtime.differentiated(_clamped_logvar, parameters)
+        self.logvar = runtime.differentiated(
+            lambda moments: moments[:, moments.shape[1] // 2 :].clip(-30.0, 20.0), parameters
+        )
         self.std, self.var = torch.exp(0.5 * self.logvar), torch.exp(self.logvar)
-
-
-def _clamped_logvar(moments: Any) -> Any:
-    """Return the log-variance, the second half of the moments' channels, clamped."""
-    return moments[:, moments.shape[1] // 2 :].clip(-30.0, 20.0)
 
 
 def _hand_over(make: Callable[..., Any], kind: type, pipeline: Any, **options: Any) -> Any:
@@ -182,7 +176,7 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
 
         if not on_jax:
             return tiling.run_chunks(pieces, plan, start, NCTHW, as_uint8=as_uint8)
-        arrays, placement = map(runtime.as_array, pieces), self._placement
+        arrays, placement = map(runtime.as_array, pieces), None if self.mesh is None else Placement(self.mesh)
         results = tiling.run_chunks(arrays, plan, start, NCTHW, placement, as_uint8=as_uint8)
         return map(runtime.tensor_of, results)
 
@@ -230,28 +224,15 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
         """Return a new program of a network, for the model's mesh if there is one."""
         if self.mesh is None:
             return runtime.Program(network)
-        from cogvideox_torchax.sharding import Placement
-
         unit = (ENCODE if isinstance(network, EncoderChunk) else DECODE).scale(self.spatial_compression_ratio)
         return runtime.Program(network, Placement(self.mesh, NCTHW, HWNTC, unit, types=LAYERS))
 
-    @property
-    def _placement(self) -> "Placement | None":
-        """The sharding of whole inputs and results on the mesh, or None."""
-        if self.mesh is None:
-            return None
-        from cogvideox_torchax.sharding import Placement
-
-        return Placement(self.mesh)
-
-    def place_on(self, mesh: "Mesh") -> None:
+    def place_on(self, mesh: Mesh) -> None:
         """Run on another mesh from now on; the programs compiled so far are dropped.
 
         Raises:
             ValueError: a mesh that was not made by `make_mesh`.
         """
-        from cogvideox_torchax.sharding import check_mesh
-
         if check_mesh(mesh) != self._mesh:
             self._mesh = mesh
             runtime.forget_programs(self)
