@@ -4,17 +4,19 @@ Importing it lets diffusers' `from_pretrained` work while torchax is on.
 """
 
 import importlib.util
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
+from diffusers.models.autoencoders.autoencoder_kl_cogvideox import (
+    AutoencoderKLCogVideoX as DiffusersAutoencoder,
+)
+from jax.sharding import Mesh
 from torch import nn
 
 from cogvideox_torchax.runtime import without_torchax
+from cogvideox_torchax.sharding import Parallel, check_mesh
 from cogvideox_torchax.upstream import wrap_from_pretrained
-
-if TYPE_CHECKING:
-    from jax.sharding import Mesh
-
-    from cogvideox_torchax.sharding import Parallel
+from cogvideox_torchax.vae.streaming import ChunkedVAE
+from cogvideox_torchax.vae.torchax.autoencoder import port_vae
 
 Portable = TypeVar("Portable")
 
@@ -23,7 +25,7 @@ wrap_from_pretrained(without_torchax)
 
 
 def port(
-    model_or_pipeline: Portable, *, mesh: "Mesh | None" = None, parallel: "Parallel | None" = None
+    model_or_pipeline: Portable, *, mesh: Mesh | None = None, parallel: Parallel | None = None
 ) -> Portable:
     """Make a CogVideoX VAE, or a whole diffusers pipeline around one, ready for JAX, in place.
 
@@ -56,13 +58,6 @@ def port(
             one that does not divide the weights; a pipeline that offloads its weights, or whose networks are
             of another kind.
     """
-    from diffusers.models.autoencoders.autoencoder_kl_cogvideox import (
-        AutoencoderKLCogVideoX as DiffusersAutoencoder,
-    )
-
-    from cogvideox_torchax.vae.streaming import ChunkedVAE
-    from cogvideox_torchax.vae.torchax.autoencoder import port_vae
-
     whole = isinstance(model_or_pipeline, nn.Module)
     vae = model_or_pipeline if whole else getattr(model_or_pipeline, "vae", None)
     if not isinstance(vae, DiffusersAutoencoder | ChunkedVAE) and (
@@ -79,8 +74,6 @@ def port(
                 f"port got parallel={parallel!r}: it is for a pipeline over a mesh; pass both, or none"
             )
     if mesh is not None:
-        from cogvideox_torchax.sharding import check_mesh
-
         check_mesh(mesh)  # before anything is changed
     if _is_pipeline(model_or_pipeline):
         from cogvideox_torchax.pipelines.port import port_pipeline

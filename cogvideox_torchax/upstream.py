@@ -1,6 +1,7 @@
 """Every use of other packages' undocumented interfaces, each with its requirement.
 
-When a release removes one, this file alone changes; `tests/test_upstream.py` finds it. Imports are lazy.
+When a release removes one, this file alone changes; `tests/test_upstream.py` finds it.
+Imports are lazy, but for torch.
 """
 
 import contextlib
@@ -10,6 +11,10 @@ import sys
 from collections.abc import Callable, Iterator
 from types import MethodType, SimpleNamespace
 from typing import Any, NamedTuple
+
+import torch.overrides
+import torch.utils._python_dispatch
+from torch import nn
 
 from cogvideox_torchax.versions import TESTED, installed
 
@@ -37,8 +42,6 @@ def torchax_is_on() -> bool:
     """
     if "torchax" not in sys.modules:
         return False
-    import torch.overrides
-
     mode = _part("torchax", sys.modules["torchax.tensor"], "XLAFunctionMode")
     stack = _part("torch", torch.overrides, "_get_current_function_mode_stack")
     return any(isinstance(active, mode) for active in stack())
@@ -51,9 +54,6 @@ def torchax_off() -> Iterator[None]:
     Needs torch's stacks of function modes and of dispatch modes, which have no public way to take one off
     that is not the last.
     """
-    import torch.overrides
-    import torch.utils._python_dispatch
-
     stacks = (
         (torch.overrides, "_get_current_function_mode_stack", "XLAFunctionMode"),
         (
@@ -100,7 +100,6 @@ def teach_copying(kind: Any, tensor_of: Any, to_torch: Any, without_torchax: Any
         kind: the class.
         tensor_of, to_torch, without_torchax: functions of `runtime`.
     """
-    from torch import nn
 
     def deepcopy(tensor: Any, memo: dict[int, Any]) -> Any:
         copied = tensor_of(tensor.jax())
@@ -131,7 +130,6 @@ def one_program_each(registry: Any) -> None:
     Needs the JAX function of each as `func` in the table of its module `registry`.
     """
     import jax
-    import torch
 
     table = _part("torchax", registry, "all_aten_ops")
     for name, arguments in (("add", ("alpha",)), ("sub", ("alpha",)), ("mul", ())):

@@ -21,7 +21,7 @@ ENTRY = re.compile(r"^::: (\S+)\n((?: .*\n)*)", re.MULTILINE)
 MEMBER = re.compile(r"^ {8}- (\w+)$", re.MULTILINE)
 
 SIGNATURES = """\
-cogvideox_torchax.port(model_or_pipeline: Portable, *, mesh: 'Mesh | None'=None, parallel: 'Parallel | None'=None) -> Portable
+cogvideox_torchax.port(model_or_pipeline: Portable, *, mesh: Mesh | None=None, parallel: Parallel | None=None) -> Portable
 cogvideox_torchax.load_pipeline(pretrained_model_name_or_path: str | Path, *, pipeline_class: type | None=None, mesh: Mesh | None=None, parallel: Parallel | None=None, torch_dtype: torch.dtype=torch.bfloat16, variant: str | None=None, **diffusers_options: Any) -> Any
 cogvideox_torchax.make_mesh(dp: int=1, tp: int | None=None, *, devices: Any=None) -> Mesh
 cogvideox_torchax.enable() -> None

@@ -1,5 +1,6 @@
 """diffusers' caches by a word, as the command line takes them: `first-block:0.1`."""
 
+import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,77 +30,51 @@ def config_of(choice: str, *, steps: int, guided: bool, timestep: Callable[[], A
         ValueError: no such cache, a value that it does not take, or FasterCache without guidance.
     """
     name, _, value = choice.partition(":")
-    makers: dict[str, Callable[[], Any]] = {
-        "first-block": lambda: _first_block(float(value or 0.05)),
-        "pab": lambda: _broadcast(int(value or 2), timestep),
-        "magcache": lambda: _mag(value, steps),
-        "taylorseer": lambda: _taylor(int(value or 5)),
-        "fastercache": lambda: _faster(int(value or 5), timestep),
-    }
-    if name not in makers:
+    if name not in CHOICES:
         raise ValueError(f"got --cache {choice}: it takes {'; '.join(CHOICES.values())}")
     if name == "fastercache" and not guided:
         raise ValueError("got --cache fastercache without guidance, half of which it skips: take another")
     try:
-        return makers[name]()
+        return _config(name, value, steps, timestep)
     except (ValueError, OSError) as error:
         raise ValueError(f"got --cache {choice} ({error}): it takes {CHOICES[name]}") from error
 
 
-def _first_block(threshold: float) -> Any:
-    """Return the config of FirstBlockCache for a threshold of the first block's relative change."""
-    from diffusers.hooks.first_block_cache import FirstBlockCacheConfig
-
-    if not 0 <= threshold < float("inf"):
-        raise ValueError("no threshold")
-    return FirstBlockCacheConfig(threshold=threshold)
-
-
-def _every(number: int) -> int:
-    """Return an interval of steps, checked: one computed step in `number`."""
-    if number < 2:
+def _config(name: str, value: str, steps: int, timestep: Callable[[], Any]) -> Any:
+    """Return the config of a cache; `value` is the text after its colon, "" for none."""
+    hooks: Any = importlib.import_module("diffusers.hooks")
+    if name == "first-block":
+        threshold = float(value or 0.05)
+        if not 0 <= threshold < float("inf"):
+            raise ValueError("no threshold")
+        return hooks.FirstBlockCacheConfig(threshold=threshold)
+    if name == "magcache":
+        if value == "calibrate":
+            return hooks.MagCacheConfig(calibrate=True, num_inference_steps=steps)
+        return hooks.MagCacheConfig(num_inference_steps=steps, mag_ratios=_ratios(value))
+    every = int(value or (2 if name == "pab" else 5))
+    if every < 2:
         raise ValueError("nothing would be skipped")
-    return number
-
-
-def _broadcast(every: int, timestep: Callable[[], Any]) -> Any:
-    """Return the config of PyramidAttentionBroadcast with attention computed once in `every` steps."""
-    from diffusers.hooks.pyramid_attention_broadcast import PyramidAttentionBroadcastConfig
-
-    return PyramidAttentionBroadcastConfig(
-        spatial_attention_block_skip_range=_every(every), current_timestep_callback=timestep
-    )
-
-
-def _mag(ratios: str, steps: int) -> Any:
-    """Return the config of MagCache with the ratios of a JSON file, or one that measures them."""
-    from diffusers.hooks.mag_cache import MagCacheConfig
-
-    if ratios == "calibrate":
-        return MagCacheConfig(calibrate=True, num_inference_steps=steps)
-    if not ratios:
-        raise ValueError("its ratios are each model's own")
-    values = reports.parse(Path(ratios).read_bytes())
-    if not (isinstance(values, list) and values and all(isinstance(each, int | float) for each in values)):
-        raise ValueError("no list of numbers")
-    return MagCacheConfig(num_inference_steps=steps, mag_ratios=[float(each) for each in values])
-
-
-def _taylor(interval: int) -> Any:
-    """Return the config of TaylorSeer with one computed step in `interval`."""
-    from diffusers.hooks.taylorseer_cache import TaylorSeerCacheConfig
-
-    # Without lite mode it would keep results of every layer, more than a chip holds.
-    return TaylorSeerCacheConfig(cache_interval=_every(interval), use_lite_mode=True)
-
-
-def _faster(every: int, timestep: Callable[[], Any]) -> Any:
-    """Return the config of FasterCache with the half without a prompt computed once in `every` steps."""
-    from diffusers.hooks.faster_cache import FasterCacheConfig
-
-    return FasterCacheConfig(
-        unconditional_batch_skip_range=_every(every),
+    if name == "pab":
+        return hooks.PyramidAttentionBroadcastConfig(
+            spatial_attention_block_skip_range=every, current_timestep_callback=timestep
+        )
+    if name == "taylorseer":
+        # Without lite mode it would keep results of every layer, more than a chip holds.
+        return hooks.TaylorSeerCacheConfig(cache_interval=every, use_lite_mode=True)
+    return hooks.FasterCacheConfig(
+        unconditional_batch_skip_range=every,
         attention_weight_callback=lambda _: 0.3,  # as diffusers' documents have it for CogVideoX
         tensor_format="BFCHW",
         current_timestep_callback=timestep,
     )
+
+
+def _ratios(path: str) -> list[float]:
+    """Return the ratios of MagCache in a JSON file."""
+    if not path:
+        raise ValueError("its ratios are each model's own")
+    values = reports.parse(Path(path).read_bytes())
+    if not (isinstance(values, list) and values and all(isinstance(each, int | float) for each in values)):
+        raise ValueError("no list of numbers")
+    return [float(each) for each in values]

@@ -293,10 +293,6 @@ def _and(*values: Value) -> Value:
     return _not(_or(*map(_not, values)))
 
 
-def _selected(guard: Value, one: Value, other: Value) -> Value:
-    return None if guard is None else one if guard else other
-
-
 _OPERATIONS: dict[str, Callable[..., Value]] = {
     "smov": _same,
     "pmov": _same,
@@ -311,7 +307,7 @@ _OPERATIONS: dict[str, Callable[..., Value]] = {
     "sshll": functools.partial(_known, lambda a, b: a << b),
     "sshrl": functools.partial(_known, lambda a, b: a >> b),
     "sshra": functools.partial(_known, lambda a, b: _signed(a) >> b),
-    "scalar_select": _selected,
+    "scalar_select": lambda guard, one, other: None if guard is None else one if guard else other,
     "por": _or,
     "pand": _and,
     "pneg": _not,
