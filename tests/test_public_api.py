@@ -199,7 +199,7 @@ def is_public(name: str) -> bool:
     if any(entry.startswith(f"{name}.") for entry in entries):
         return True
     module, _, own = name.rpartition(".")
-    value = getattr(importlib.import_module(module), own)
+    value = getattr(importlib.import_module(module), own, None)  # a module that nothing has imported is none
     return any(
         entry.endswith(f".{own}") and getattr(importlib.import_module(entry.rpartition(".")[0]), own) is value
         for entry in entries

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import jax
 import numpy as np
 
 from cogvideox_torchax.plan.chips import Chip
@@ -156,8 +157,6 @@ class Work:
 
 def compile_program(work: Work, mesh: Any, chip: Chip | None) -> ProgramPlan:
     """Lower a program over a mesh, compile it and read it; the chip as `read_program` takes it."""
-    import jax
-
     start = time.perf_counter()
     with jax.set_mesh(mesh):  # lowering a kernel for a TPU asks it for the chip's kind
         lowered = work.lower(*work.structs())
@@ -235,8 +234,6 @@ def _collective_seconds(
 
 def _devices(compiled: Any) -> list[Any]:
     """Return a compiled program's devices, in its mesh's order, by which collectives name them."""
-    import jax
-
     for sharding in jax.tree.leaves(compiled.input_shardings):
         if isinstance(sharding, jax.sharding.NamedSharding):
             return np.asarray(sharding.mesh.devices).reshape(-1).tolist()

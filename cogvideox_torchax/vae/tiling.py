@@ -258,13 +258,9 @@ def _fade(before: Any, tile: Any, extent: int, axis: int) -> Any:
     new = _part(tile, axis, 0, extent)
     # The library's own promotion makes this float32 for bfloat16 tiles; `+ 0 * new` style casts differ by
     # library, so the result is brought back to the tile's dtype by concatenating it in that dtype.
-    mixed = _as(old * (1 - weight) + new * weight, tile)
+    mixed = old * (1 - weight) + new * weight
+    mixed = mixed.to(tile.dtype) if isinstance(tile, torch.Tensor) else mixed.astype(tile.dtype)
     return arrays.concatenate([mixed, _part(tile, axis, extent, tile.shape[axis])], axis)
-
-
-def _as(x: Any, like: Any) -> Any:
-    """Return `x` in the dtype of `like`."""
-    return x.to(like.dtype) if isinstance(x, torch.Tensor) else x.astype(like.dtype)
 
 
 def _part(x: Any, axis: int, start: int, stop: int) -> Any:
