@@ -182,6 +182,21 @@ def model_directory(small_vae, tmp_path):
     return tmp_path / "vae"
 
 
+@pytest.fixture
+def refused(capsys):
+    """Return a function that runs a command, which must end with exit code 2, and returns its one line."""
+    from cogvideox_torchax import cli
+
+    def run(*arguments):
+        capsys.readouterr()
+        assert cli.main([str(argument) for argument in arguments]) == cli.USER_ERROR
+        said = capsys.readouterr().err
+        assert said.count("\n") == 1, said
+        return said
+
+    return run
+
+
 @contextlib.contextmanager
 def torchax_disabled():
     """Restore the state of a session that has not enabled torchax yet, whatever the tests before did."""

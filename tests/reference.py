@@ -31,12 +31,16 @@ THREE_LEVELS = {
 def small_vae(seed: int = 0, **overrides) -> AutoencoderKLCogVideoX:
     """Return stock diffusers with random weights, biases and affine parameters too: none can be lost."""
     torch.manual_seed(seed)
-    vae = AutoencoderKLCogVideoX(**{**SMALL, **overrides}).eval()
-    for name, parameter in vae.named_parameters():
+    return randomized(AutoencoderKLCogVideoX(**{**SMALL, **overrides}))
+
+
+def randomized(module):
+    """Draw a module's biases and affine parameters, so that none can be lost."""
+    for name, parameter in module.named_parameters():
         if parameter.ndim == 1:
             center = 1.0 if "norm" in name and name.endswith("weight") else 0.0
             torch.nn.init.normal_(parameter.data, mean=center, std=0.2)
-    return vae
+    return module.eval()
 
 
 def on_jax(vae):

@@ -156,6 +156,13 @@ def build(kind: str = "text", version: str = "5b", **components):
     return pipe
 
 
+def one_layer(kind: str = "text", version: str = "5b", **components):
+    """Build a pipeline whose transformer and text encoder have one layer each."""
+    model = transformer(version, num_layers=1, **conditioning(kind, version))
+    parts = {"transformer": model, "text_encoder": text_encoder(num_layers=1)}
+    return build(kind, version, **{**parts, **components})
+
+
 def picture(seed: int = 3) -> Image.Image:
     pixels = torch.rand(HEIGHT, WIDTH, 3, generator=torch.Generator().manual_seed(seed)) * 255
     return Image.fromarray(pixels.to(torch.uint8).numpy())

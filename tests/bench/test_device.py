@@ -266,7 +266,7 @@ cli.main(["bench", "device", "--jobs", "kernels", "--quiet", "-o", sys.argv[2]])
 
 
 @pytest.mark.usefixtures("torchax_off")
-def test_a_killed_run_goes_on_where_it_was(quick, monkeypatch, tmp_path, capsys):
+def test_a_killed_run_goes_on_where_it_was(quick, monkeypatch, tmp_path, capsys, refused):
     output = tmp_path / "out"
     first = subprocess.Popen([sys.executable, "-c", KILLED, json.dumps(worker.COMMAND), str(output)])
     while not quick.exists():
@@ -284,8 +284,8 @@ def test_a_killed_run_goes_on_where_it_was(quick, monkeypatch, tmp_path, capsys)
     assert kernels(found) == dict.fromkeys(("group_norm", "attention", "qk_norm_rope"), "ok")
     assert found["results"][0]["check"]["relative_error"] == 0.125
     (output / "device.json").write_text(json.dumps(found | {"commit": "another"}))
-    assert cli.main(["bench", "device", "--jobs", "kernels", "--quiet", "-o", str(output)]) == 2
-    assert "holds results of another commit" in capsys.readouterr().err
+    said = refused("bench", "device", "--jobs", "kernels", "--quiet", "-o", output)
+    assert "holds results of another commit" in said
 
 
 def without_hanging(script):
@@ -303,15 +303,9 @@ def without_hanging(script):
     ],
     ids=["device", "job", "mesh"],
 )
-def test_what_there_is_not_is_one_line(monkeypatch, arguments, words, capsys):
-    def ask(self, do, request, environment):
-        return worker.answer(do, request)
-
-    monkeypatch.setattr(worker.Worker, "ask", ask)
-    assert cli.main(["bench", "device", "--quiet", *arguments]) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1
-    assert words in error
+def test_what_there_is_not_is_one_line(monkeypatch, arguments, words, refused):
+    monkeypatch.setattr(worker.Worker, "ask", lambda self, do, request, _: worker.answer(do, request))
+    assert words in refused("bench", "device", "--quiet", *arguments)
 
 
 def test_without_libtpu_one_line_stands_for_all_estimates(monkeypatch):

@@ -8,10 +8,9 @@ import torch
 
 from cogvideox_torchax import cli
 from cogvideox_torchax.dataset import Clip, EncodeClip, Recipe, formats
-from cogvideox_torchax.files import video
 from tests import reference
 from tests.conftest import torchax_disabled
-from tests.files.test_video import moving_frames
+from tests.files.test_video import moving_frames, write
 
 GOOD = ["a.mp4", "b.mp4", "sub/c.mp4", "sub/d.mp4", "z.mp4"]
 BAD = ["no_video.mp4", "sub/truncated.mp4"]
@@ -20,9 +19,8 @@ OPTIONS = ("--backend", "torch", "--quiet")
 
 def write_clip(path, shift=0, frames=9, height=16, width=24):
     path.parent.mkdir(parents=True, exist_ok=True)
-    with video.writing(path, 10) as sink:
-        pixels = moving_frames(frames, height, width).int() + shift
-        sink.write(pixels.remainder(256).to(torch.uint8))
+    pixels = moving_frames(frames, height, width).int() + shift
+    write(path, pixels.remainder(256).to(torch.uint8))
     return path
 
 
@@ -59,9 +57,22 @@ def tree(directory: Path) -> dict[str, bytes]:
     }
 
 
-def encode(small, output, *more, clips=None):
+def command(small, output, *more, clips=None):
     given = ("encode", str(clips or small.clips), "-o", str(output), "--model", small.model)
-    return cli.main([*given, *OPTIONS, *map(str, more)])
+    return [*given, *OPTIONS, *map(str, more)]
+
+
+def encode(small, output, *more, clips=None):
+    return cli.main(command(small, output, *more, clips=clips))
+
+
+@pytest.fixture(scope="session")
+def other_weights(tmp_path_factory):
+    """Return the directory of a model of the same config, one of whose weights is another."""
+    vae, directory = reference.small_vae(**reference.THREE_LEVELS), tmp_path_factory.mktemp("other") / "vae"
+    torch.nn.init.zeros_(vae.decoder.conv_out.conv.bias)
+    vae.save_pretrained(directory)
+    return str(directory)
 
 
 @pytest.fixture(scope="session")

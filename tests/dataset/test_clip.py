@@ -16,6 +16,7 @@ from cogvideox_torchax.files.latents import LatentsError
 from cogvideox_torchax.vae.tolerances import FLOAT32_RELATIVE, relative_error
 from tests import reference
 from tests.dataset.conftest import write_clip
+from tests.files.test_video import read_all
 
 
 def clip_of(small, name="a.mp4", **options):
@@ -24,10 +25,9 @@ def clip_of(small, name="a.mp4", **options):
 
 def posterior(small, name):
     """Return stock diffusers' posterior of the clip."""
-    frames = list(video.read_frames(small.clips / name, video.Framing(16, 24), 9))
     with torch.no_grad():
         stock = reference.small_vae(**reference.THREE_LEVELS)
-        return stock.encode(torch.stack(frames, 2) / 127.5 - 1).latent_dist
+        return stock.encode(read_all(small.clips / name) / 127.5 - 1).latent_dist
 
 
 def test_a_clip_gives_the_mean_and_the_log_variance_of_diffusers(small):
@@ -72,11 +72,8 @@ def test_two_threads_load_a_model_once(small, monkeypatch):
     assert len(loads) == 1
 
 
-def test_another_weight_or_dtype_is_another_model(small, tmp_path):
-    vae = reference.small_vae(**reference.THREE_LEVELS)
-    torch.nn.init.zeros_(vae.decoder.conv_out.conv.bias)
-    vae.save_pretrained(tmp_path / "vae")
-    others = (Recipe(str(tmp_path / "vae"), "torch"), Recipe(small.model, "torch", "bfloat16"))
+def test_another_weight_or_dtype_is_another_model(small, other_weights):
+    others = (Recipe(other_weights, "torch"), Recipe(small.model, "torch", "bfloat16"))
     hashes = {small.unit.model_sha256, *(EncodeClip(recipe).model_sha256 for recipe in others)}
     assert len(hashes) == 3
 
@@ -130,7 +127,7 @@ def test_a_bucket_is_filled_and_its_middle_cut_out(small, tmp_path):
     reading = unit.read(Clip("wide", path))
     assert reading.frames is not None
     assert reading.frames.shape == (1, 3, 9, 16, 24)
-    whole = torch.stack(list(video.read_frames(path, video.Framing(16, 48), 9)), 2)
+    whole = read_all(path, video.Framing(16, 48), 9)
     assert torch.equal(reading.frames, whole[..., 12:36])
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from cogvideox_torchax import cli
 from cogvideox_torchax.files.whole import OutputError
-from tests.dataset.conftest import BAD, OPTIONS, tree
+from tests.dataset.conftest import BAD, command, tree
 
 ENCODE = """
 import os, signal, sys
@@ -38,12 +38,11 @@ sys.exit(cli.main(sys.argv[1:]))
 
 @pytest.mark.slow
 def test_an_actor_that_is_killed_is_replaced_and_the_result_is_that_of_one_machine(small, tmp_path):
-    def command(name):
-        options = ("--format", "webdataset", "--shard-size", "3", "--model", small.model, *OPTIONS)
-        return ["encode", str(small.clips), "-o", str(tmp_path / name), *options]
+    def of(name):
+        return command(small, tmp_path / name, "--format", "webdataset", "--shard-size", 3)
 
     ended = subprocess.run(
-        [sys.executable, "-c", ENCODE, *command("ray"), "--ray", "--json"],
+        [sys.executable, "-c", ENCODE, *of("ray"), "--ray", "--json"],
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
         capture_output=True,
         text=True,
@@ -54,29 +53,23 @@ def test_an_actor_that_is_killed_is_replaced_and_the_result_is_that_of_one_machi
     report = json.loads(ended.stdout.splitlines()[-1])
     assert (report["clips"], report["bad"], report["device"]) == (5, 2, "Ray")
     assert (tmp_path / "ray.killed").exists()
-    assert cli.main(command("alone")) == 1
+    assert cli.main(of("alone")) == 1
     assert tree(tmp_path / "ray") == tree(tmp_path / "alone")
 
 
-def test_on_ray_a_cluster_that_is_not_there_and_shares_are_refused(small, tmp_path, capsys, monkeypatch):
+def test_on_ray_a_cluster_that_is_not_there_and_shares_are_refused(small, tmp_path, refused, monkeypatch):
     import ray
 
     def gone(**options):
         raise ConnectionError("nobody listens")
 
     monkeypatch.setattr(ray, "init", gone)
-    given = ["encode", str(small.clips), "-o", str(tmp_path / "out"), "--model", small.model, *OPTIONS]
-    for more, words in (
-        (["--ray", "here:1"], "no Ray cluster at here:1"),
-        (["--ray", "--distributed"], "leave out"),
-    ):
-        monkeypatch.setattr("cogvideox_torchax.sharding.abandon", lambda code: None)
-        assert cli.main([*given, *more]) == 2
-        assert words in capsys.readouterr().err
-    assert (
-        cli.main(["encode", str(small.clips / "a.mp4"), "-o", str(tmp_path / "a.safetensors"), "--ray"]) == 2
-    )
-    assert "--ray is for many clips" in capsys.readouterr().err
+    monkeypatch.setattr("cogvideox_torchax.sharding.abandon", lambda code: None)
+    given = command(small, tmp_path / "out")
+    assert "no Ray cluster at here:1" in refused(*given, "--ray", "here:1")
+    assert "leave out" in refused(*given, "--ray", "--distributed")
+    one = ("encode", small.clips / "a.mp4", "-o", tmp_path / "a.safetensors", "--ray")
+    assert "--ray is for many clips" in refused(*one)
 
 
 def test_an_actor_refuses_a_clip_that_cannot_be_read_and_ends_where_the_output_cannot_be_written(

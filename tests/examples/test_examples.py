@@ -10,6 +10,7 @@ import torch
 from cogvideox_torchax import runtime
 from cogvideox_torchax.files import video
 from tests import reference, small_pipelines
+from tests.files.test_video import read_all, write
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -21,25 +22,26 @@ def saved(pipe, directory: str) -> str:
     return directory
 
 
-def small(kind: str):
-    return small_pipelines.build(kind, text_encoder=small_pipelines.text_encoder(num_layers=1))
-
-
 def run(name: str, monkeypatch, *arguments: object):
     monkeypatch.setattr("sys.argv", [name, *map(str, arguments)])
     runpy.run_path(str(EXAMPLES / name), run_name="__main__")
 
 
-def pixels(path: str) -> torch.Tensor:
-    info = video.probe(path)
-    size = video.Framing(info.height, info.width)
-    return torch.stack(list(video.read_frames(path, size, info.num_frames)), 2)
-
-
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.slow
 def test_text_to_video_on_a_mesh_writes_the_video(monkeypatch, capsys):
-    given = ("--model", saved(small("text"), "text"), "--dp", 2, "--tp", 4, "--frames", 5, "--steps", 2)
+    given = (
+        "--model",
+        saved(small_pipelines.one_layer("text"), "text"),
+        "--dp",
+        2,
+        "--tp",
+        4,
+        "--frames",
+        5,
+        "--steps",
+        2,
+    )
     run("text_to_video_on_a_mesh.py", monkeypatch, "a panda", *given, "-o", "panda.mp4")
     assert "context over tp" in capsys.readouterr().out
     assert video.probe("panda.mp4").num_frames == 5
@@ -51,7 +53,7 @@ def test_image_to_video_with_a_lora_differs_from_the_one_without(monkeypatch):
     from peft import LoraConfig
     from peft.utils import get_peft_model_state_dict
 
-    pipe = small("image")
+    pipe = small_pipelines.one_layer("image")
     model = saved(pipe, "image")
     matrices = ["to_q", "to_k", "to_v", "to_out.0"]
     pipe.transformer.add_adapter(LoraConfig(r=2, lora_alpha=4, target_modules=matrices))
@@ -62,15 +64,14 @@ def test_image_to_video_with_a_lora_differs_from_the_one_without(monkeypatch):
     small_pipelines.picture().save("cat.png")
     given = ("--model", model, "--lora", "lora", "--frames", 5, "--steps", 2, "-o", "cat.mp4")
     run("image_to_video_with_a_lora.py", monkeypatch, "cat.png", "a panda", *given)
-    with_it, without = pixels("cat.mp4"), pixels("cat-without.mp4")
+    with_it, without = read_all("cat.mp4"), read_all("cat-without.mp4")
     assert with_it.shape == without.shape == (1, 3, 5, 8, 16)
     assert not torch.equal(with_it, without)
 
 
 def written(path: str, frames: int = 5, seed: int = 0):
-    with video.writing(path, 8) as sink:
-        generator = torch.Generator().manual_seed(seed)
-        sink.write(torch.randint(0, 256, (1, 3, frames, 16, 24), dtype=torch.uint8, generator=generator))
+    generator = torch.Generator().manual_seed(seed)
+    write(path, torch.randint(0, 256, (1, 3, frames, 16, 24), dtype=torch.uint8, generator=generator), 8)
 
 
 @pytest.mark.slow

@@ -21,6 +21,12 @@ def moving_frames(count=9, height=24, width=40):
     return torch.stack(frames, 1)[None].clamp(0, 255).to(torch.uint8)
 
 
+def write(path, frames, rate=10, source=None):
+    """Write frames as a video, as the commands do."""
+    with video.writing(path, rate, source) as sink:
+        sink.write(frames)
+
+
 def encode(container, frames, codec="libx264", rate=10, times=None, **options):
     """Encode frames into an open container by PyAV alone, at times of their own in milliseconds if given."""
     stream = container.add_stream(codec, rate=rate, options=options)
@@ -37,8 +43,7 @@ def encode(container, frames, codec="libx264", rate=10, times=None, **options):
 
 @pytest.fixture
 def clip(tmp_path):
-    with video.writing(tmp_path / "clip.mp4", Fraction(30000, 1001)) as sink:
-        sink.write(moving_frames())
+    write(tmp_path / "clip.mp4", moving_frames(), Fraction(30000, 1001))
     return tmp_path / "clip.mp4"
 
 
@@ -60,8 +65,7 @@ def test_equal_frames_make_equal_files(tmp_path):
     frames = (torch.nn.functional.avg_pool3d(noise, 5, 1, 2) * 255).to(torch.uint8)
     files = set()
     for _ in range(12):
-        with video.writing(tmp_path / "clip.mp4", 25) as sink:
-            sink.write(frames)
+        write(tmp_path / "clip.mp4", frames, 25)
         files.add((tmp_path / "clip.mp4").read_bytes())
     assert len(files) == 1
 
@@ -80,8 +84,7 @@ def test_resize_and_crop(clip):
 
 def test_a_smaller_frame_is_made_of_all_pixels(tmp_path):
     noise = torch.randint(256, (1, 1, 3, 48, 96), generator=torch.Generator().manual_seed(0))
-    with video.writing(tmp_path / "noise.mp4", 10) as sink:
-        sink.write(noise.expand(1, 3, 3, 48, 96).to(torch.uint8))
+    write(tmp_path / "noise.mp4", noise.expand(1, 3, 3, 48, 96).to(torch.uint8))
     whole, small = (
         read_all(tmp_path / "noise.mp4", size)[0].transpose(0, 1).float()
         for size in (None, video.Framing(16, 32))
@@ -94,16 +97,14 @@ def test_a_smaller_frame_is_made_of_all_pixels(tmp_path):
 def test_gif_and_frames(tmp_path):
     from PIL import Image
 
-    with video.writing(tmp_path / "clip.gif", 10) as sink:
-        sink.write(moving_frames(5))
+    write(tmp_path / "clip.gif", moving_frames(5))
     with Image.open(tmp_path / "clip.gif") as gif:
         assert (gif.n_frames, gif.size, gif.info["duration"]) == (5, (40, 24), 100)
         for i, want in enumerate(moving_frames(5)[0].permute(1, 2, 3, 0).numpy()):
             gif.seek(i)
             assert np.abs(np.asarray(gif.convert("RGB"), int) - want).mean() < 4
     for rate, seconds in ((30, 0.6), (24, 0.75), (120, 18 * 0.02)):  # no frame lasts less than 20 ms
-        with video.writing(tmp_path / "clip.gif", rate) as sink:
-            sink.write(moving_frames(18))
+        write(tmp_path / "clip.gif", moving_frames(18), rate)
         with Image.open(tmp_path / "clip.gif") as gif:
             lasting = [gif.seek(i) or gif.info["duration"] for i in range(18)]
         assert sum(lasting) == pytest.approx(1000 * seconds)
@@ -284,8 +285,7 @@ def test_a_phones_portrait_is_read_upright(clip, placed, upright_of):
 
 def test_one_side_alone_keeps_the_shape_that_is_shown_of_pixels_that_are_not_square_too(clip, tmp_path):
     wide = video.SourceTiming(pixel=Fraction(64, 45))
-    with video.writing(tmp_path / "wide.mp4", 10, wide) as sink:
-        sink.write(moving_frames())
+    write(tmp_path / "wide.mp4", moving_frames(), source=wide)
     info = video.probe(tmp_path / "wide.mp4")
     assert (info.height, info.width, info.pixel) == (24, 40, Fraction(64, 45))
     assert info.shape == Fraction(40, 24) * Fraction(64, 45)
@@ -307,10 +307,8 @@ def test_a_colon_in_a_name_is_no_protocol(clip, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert video.probe("12:30:05.mp4").num_frames == 9
     assert read_all("12:30:05.mp4").shape == (1, 3, 9, 24, 40)
-    with video.writing(
-        "out.mp4", 10, video.SourceTiming(sound=Path("12:31:05.mp4"), seconds=Fraction(1))
-    ) as sink:
-        sink.write(moving_frames())
+    sound = video.SourceTiming(sound=Path("12:31:05.mp4"), seconds=Fraction(1))
+    write("out.mp4", moving_frames(), source=sound)
     assert video.probe("out.mp4").sound == "aac"
 
 
@@ -349,9 +347,7 @@ def heard(path):
 
 
 def test_times_of_frames_are_kept_and_an_even_rate_is_not_called_variable(tmp_path, clip):
-    alongside = video.SourceTiming(times=TIMES)
-    with video.writing(tmp_path / "b.mp4", 10, alongside) as sink:
-        sink.write(moving_frames())
+    write(tmp_path / "b.mp4", moving_frames(), source=video.SourceTiming(times=TIMES))
     info = video.probe(tmp_path / "b.mp4")
     assert list(info.times) == TIMES
     assert info.variable
@@ -395,8 +391,7 @@ def test_sound_that_mp4_knows_is_copied_packet_for_packet(tmp_path, codec):
 
 def test_sound_ends_with_the_frames(tmp_path):
     source = with_sound(tmp_path / "a.mp4")
-    with video.writing(tmp_path / "b.mp4", 10, video.SourceTiming((), source, Fraction(1, 2))) as sink:
-        sink.write(moving_frames(5))
+    write(tmp_path / "b.mp4", moving_frames(5), source=video.SourceTiming((), source, Fraction(1, 2)))
     codec, packets = heard(tmp_path / "b.mp4")
     assert codec == "aac"
     assert packets == heard(source)[1][: len(packets)]

@@ -14,7 +14,7 @@ from jax_kernels.common.columns import Split
 def on_mesh(kernel: Callable[..., Any], real: int, padded: int, dp: int, tp: int) -> Callable[..., Any]:
     """Run `kernel` over dp x tp devices; every `padded` columns hold `real` of the frame, and padding.
 
-    The padding is added here. Arrays of five axes, the first not three long, are activations.
+    The padding is added here. Arrays of five axes are activations, but for kernels of 3 frames or 1 pixel.
     """
     devices = np.array(jax.devices()[: dp * tp]).reshape(dp, tp)
     mesh = Mesh(devices, ("dp", "tp"), axis_types=(AxisType.Auto,) * 2)
@@ -22,7 +22,7 @@ def on_mesh(kernel: Callable[..., Any], real: int, padded: int, dp: int, tp: int
     split = Split(real, padded, videos=videos, columns=("tp",))
 
     def put(array):
-        if array.ndim != 5 or array.shape[0] == 3:
+        if array.ndim != 5 or array.shape[0] == 3 or array.shape[:3] == (1, 1, 1):
             return array
         more = array.shape[3] * padded // real - array.shape[3]
         array = jnp.pad(array, [(0, 0)] * 3 + [(0, more), (0, 0)])

@@ -15,12 +15,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 import jax_kernels
 from jax_kernels.attention import reference as attention
+from jax_kernels.common.columns import add_columns
 from jax_kernels.common.tiles import SWITCH
 from jax_kernels.conv3d import reference as conv3d
 from jax_kernels.dense import reference as dense
@@ -143,7 +145,7 @@ CASES = {
     "conv3d, an image": Case(*CONVOLUTION, (IMAGE, KERNEL, V), arrays={"residual": IMAGE}),
     "conv3d, five frames": Case(*CONVOLUTION, (FIVE, KERNEL, V), arrays={"residual": FIVE}),
     "conv3d, five columns": Case(*CONVOLUTION, (X, (3, 3, 5, 16, 16), V), implementations=FORMS),
-    "conv3d, one pixel": Case(*CONVOLUTION, (X, (1, 1, 1, 16, 16), V), activations=False),
+    "conv3d, one pixel": Case(*CONVOLUTION, (X, (1, 1, 1, 16, 16), V)),
     "group_norm": Case(
         jax_kernels.group_norm,
         group_norm.group_norm,
@@ -328,6 +330,37 @@ def test_float32_is_the_reference(name, way):
         assert largest_error(got, want) < 1e-5
 
 
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("in_time", [False, True])
+@pytest.mark.parametrize(("frames", "width"), [(1, 6), (2, 7), (3, 7), (4, 6), (9, 6)])
+def test_resampling_of_every_length_and_width_is_the_reference(frames, width, in_time, alone):
+    options_in_time = {"upsample": "expand_time", "downsample": "compress_time"}
+    if in_time and (frames - alone) % 2:  # pairs alone become one
+        del options_in_time["downsample"]
+    for name, option in options_in_time.items():
+        options = {option: in_time, "first_frame_alone": alone}
+        case = replace(CASES[name], shapes=((2, frames, 4, width, 16), KERNEL_2D, V), options=options)
+        for got, want in results(case, jnp.float32, "chosen"):
+            assert largest_error(got, want) < 1e-6
+
+
+# Latent frames to frames, as they meet in the decoder: a first batch of 1, 2 or 3 latents, after 0, 1 or 2
+# doublings.
+MODULATED = [(1, 1), (2, 2), (2, 4), (2, 8), (3, 3), (3, 5), (3, 9)]
+
+
+@pytest.mark.parametrize(("latent_frames", "frames"), MODULATED)
+@pytest.mark.parametrize(("scale", "activation"), [(1, None), (8, "silu"), (1, "silu"), (8, None)])
+@pytest.mark.slow_cases("1-silu-*", "8-None-*")
+def test_modulation_of_every_length_is_the_reference(scale, activation, latent_frames, frames):
+    shapes = (2, frames, 3 * scale, 5 * scale, 16), (2, latent_frames, 3, 5, 4), *SPATIAL
+    options = GROUPS | {"activation": activation, "first_frame_alone": frames % 2 == 1}
+    case = replace(CASES["spatial_norm"], shapes=shapes, options=options)
+    for way in ("chosen", *case.implementations):
+        for got, want in results(case, jnp.float32, way):
+            assert largest_error(got, want) < 1e-6
+
+
 @every_way
 def test_bfloat16_sums_in_float32_and_is_rounded_once(name, way):
     for got, want in results(CASES[name], jnp.bfloat16, way):
@@ -378,6 +411,24 @@ def test_shards_are_the_whole_and_their_padding_is_clear(name, way, padded):
         assert got.shape[3] == padded * real
         assert largest_error(got[:, :, :, :real], want) < 1e-5
         assert not jnp.any(got[:, :, :, real:])
+
+
+def test_widths_that_pad_to_the_same_number_are_told_apart():
+    case = CASES["conv3d"]
+    for real in (5, 8):
+        x, kernel, bias = drawn(replace(case, shapes=((1, 4, 4, 4 * real, 16), KERNEL, V)), jnp.float32)[0]
+        found, _ = on_mesh(case.op, real, 8, 1, 4)(x, kernel, bias)
+        assert largest_error(found[:, :, :, : 4 * real], case.plain(x, kernel, bias)[0]) < 1e-5
+        assert not jnp.any(found[:, :, :, 4 * real :])
+
+
+def test_a_shard_too_narrow_for_a_kernel_is_refused():
+    convolve = on_mesh(jax_kernels.conv3d, 1, 1, 1, 4)
+    with pytest.raises(ValueError, match="reaches 3 columns to either side got shards of 2"):
+        convolve(jnp.ones(X), jnp.ones((3, 3, 7, 16, 16)))
+    halve = on_mesh(functools.partial(jax_kernels.downsample, compress_time=False), 1, 1, 1, 8)
+    with pytest.raises(ValueError, match="downsample got shards of 1 columns"):
+        halve(jnp.ones(X), jnp.ones(KERNEL_2D), None)
 
 
 def lowered(case, shapes, dtype, platform):
@@ -551,3 +602,10 @@ def test_bad_input_is_named(name, changes, words):
         given[place] = change(given[place]) if callable(change) else change
     with pytest.raises(ValueError, match=re.escape(words)):
         CASES[name].op(*operands, **options)
+
+
+def test_a_shape_that_is_not_as_annotated_is_found():
+    with pytest.raises(jaxtyping.TypeCheckError):
+        add_columns(jnp.zeros((1, 2, 3, 4)), jnp.zeros((1, 2, 3, 1, 5)), at=0)
+    with pytest.raises(jaxtyping.TypeCheckError):
+        jax_kernels.group_norm(jnp.zeros((2, 8, 5)), jnp.ones((8, 1)), None, num_groups=4)

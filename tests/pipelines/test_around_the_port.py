@@ -1,4 +1,4 @@
-"""Pipelines made of ported ones: by `from_pipe`, copied, pickled, saved for others to load."""
+"""Pipelines made of ported ones, copied, pickled, saved for others; requirements of diffusers' own tests."""
 
 import copy
 import json
@@ -17,6 +17,7 @@ from cogvideox_torchax.pipelines.port import PortedPipeline
 from cogvideox_torchax.pipelines.scheduler import HostScheduler
 from cogvideox_torchax.vae.tolerances import relative_error
 from tests import small_pipelines
+from tests.small_pipelines import one_layer as build
 
 TOLERANCE = 1e-4
 """Relative error of the latents after two steps, in float32."""
@@ -28,14 +29,6 @@ NAMES = {
     "vae": ("diffusers", "AutoencoderKLCogVideoX"),
 }
 """Names of every pipeline's parts, whose classes others have to find."""
-
-
-def build(**components):
-    parts = {
-        "transformer": small_pipelines.transformer("5b", num_layers=1),
-        "text_encoder": small_pipelines.text_encoder(num_layers=1),
-    }
-    return small_pipelines.build(**{**parts, **components})
 
 
 def latents(pipe, kind="text", **overrides):
@@ -219,3 +212,48 @@ def test_weights_on_the_host_share_no_memory_with_jax(stock):
     after = vae.cpu().decoder.conv_in.conv.bias
     after += 1
     assert torch.equal(after, runtime.to_torch(before.detach()) + 1)
+
+
+# Requirements of diffusers' own tests of these pipelines
+
+
+@pytest.mark.usefixtures("torchax_off")
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.slow_cases("no_grad")
+def test_prompts_encoded_by_themselves_give_the_same_video_and_leave_torchax_off(mode, want):
+    """A pipeline without VAE and transformer, then one without encoder, as in diffusers' documents."""
+    given = {"max_sequence_length": 16, "do_classifier_free_guidance": False}
+    with mode():
+        encoder = port(build(vae=None, transformer=None))
+        prompt_embeds, _ = encoder.encode_prompt("a panda plays a guitar", **given)
+        pipe = port(build(text_encoder=None, tokenizer=None))
+        assert not runtime.is_enabled()
+        for made in (pipe, type(pipe).from_pipe(pipe), pipe.to("jax")):
+            got = latents(made, prompt=None, prompt_embeds=prompt_embeds)
+            assert relative_error(got, want) < TOLERANCE
+            assert not runtime.is_enabled()
+        frames = pipe.decode_latents(pipe.prepare_latents(1, 16, 5, 8, 16, torch.float32, "jax", None))
+        assert (frames.device.type, runtime.is_enabled()) == ("cpu", False)
+
+
+def test_a_cast_after_porting_is_one_before():
+    before, after = port(build().to(torch.bfloat16)), port(build())
+    latents(after)
+    after.to(torch.bfloat16)
+    assert {weight.dtype for weight in after.transformer.parameters()} == {torch.bfloat16}
+    assert after.text_encoder.shared.weight is after.text_encoder.encoder.embed_tokens.weight
+    assert torch.equal(latents(after), latents(before))
+
+
+@pytest.mark.parametrize(
+    "name", ["enable_model_cpu_offload", "enable_sequential_cpu_offload", "enable_group_offload"]
+)
+def test_every_kind_of_offload_is_refused_in_one_line(ported, name):
+    with pytest.raises(ValueError, match="^a ported pipeline's weights stay on JAX: take the offload out"):
+        getattr(ported, name)(device="cuda")
+    assert runtime.on_jax(ported.transformer.proj_out.weight)
+
+
+def test_a_callback_of_an_unknown_tensor_is_refused_as_ever(ported):
+    with pytest.raises(ValueError, match="callback_on_step_end_tensor_inputs"):
+        latents(ported, callback_on_step_end_tensor_inputs=["nothing"])

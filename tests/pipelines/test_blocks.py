@@ -68,8 +68,10 @@ def stock(version="5b", **overrides):
     )
 
 
-def ported(version="5b", split="one device", dtype=torch.float32):
+def ported(version="5b", split="one device", dtype=torch.float32, *, fused=False):
     model = runtime.without_torchax(stock(version).to, dtype)
+    if fused:
+        runtime.without_torchax(model.fuse_qkv_projections)
     networks.port_network(model)
     mesh, kind, memory = SPLITS[split]
     if mesh is not None:
@@ -111,10 +113,16 @@ def test_sixteen_bits_are_as_close_as_pytorchs_own(split):
     )
 
 
+@pytest.mark.parametrize("fused_before", [True, False])
 @pytest.mark.parametrize("split", ["one device", "2x4 context", "2x4 tensor"])
-def test_fused_projections_change_nothing(split):
-    model = ported(split=split)
-    model.fuse_qkv_projections()
+@pytest.mark.slow_cases("2x4*-True")
+def test_fused_projections_change_nothing(split, fused_before):
+    model = ported(split=split, fused=fused_before)
+    if not fused_before:
+        model.fuse_qkv_projections()
+    attention = model.transformer_blocks[0].attn1
+    assert runtime.on_jax(attention.to_qkv.weight)
+    assert "Fused" in type(attention.processor).__name__
     assert networks.TransformerStep(model).joined
     assert relative_error(ported_step(model), reference()) < TOLERANCE
 
@@ -123,6 +131,7 @@ def test_what_was_fused_and_is_no_more_runs_on_its_own_weights():
     def change(model):
         model.fuse_qkv_projections()
         model.unfuse_qkv_projections()
+        assert "Fused" not in type(model.transformer_blocks[0].attn1.processor).__name__
         with torch.no_grad():
             model.transformer_blocks[0].attn1.to_q.weight.mul_(2.0)
 

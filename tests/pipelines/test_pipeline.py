@@ -8,10 +8,9 @@ import weakref
 import jax
 import jax.monitoring
 import jax.numpy as jnp
-import numpy as np
 import pytest
 import torch
-from diffusers import CogVideoXDDIMScheduler, CogVideoXDPMScheduler, DDIMScheduler
+from diffusers import CogVideoXDPMScheduler, DDIMScheduler
 
 from cogvideox_torchax import make_mesh, port, runtime
 from cogvideox_torchax.pipelines import layers, networks
@@ -155,20 +154,6 @@ def test_ten_steps_and_a_second_prompt_of_the_same_shape_compile_nothing_more():
     assert encoder.program.compilations == 1
 
 
-def test_weights_are_arguments_and_a_changed_one_is_used(ported):
-    before = frames(ported, output_type="latent")
-    compiled = ported.transformer.program.compilations
-    bias = ported.transformer.proj_out.bias
-    bias.apply_jax_(lambda array: array + 1)
-    try:
-        assert not torch.equal(
-            runtime.to_torch(frames(ported, output_type="latent")), runtime.to_torch(before)
-        )
-    finally:
-        bias.apply_jax_(lambda array: array - 1)
-    assert ported.transformer.program.compilations == compiled
-
-
 def test_classes_names_and_ties_stay():
     stock = small_pipelines.build()
     names = list(stock.transformer.state_dict()), list(stock.text_encoder.state_dict())
@@ -184,13 +169,9 @@ def test_classes_names_and_ties_stay():
     assert "model.encoder.embed_tokens.weight" not in encoder.program.weights(encoder.network_class(encoder))
     assert pipe.device.type == "jax"
     assert inspect.signature(pipe.__call__) == inspect.signature(kinds[0].__call__.__get__(pipe))
-
-
-def test_porting_twice_is_porting_once(ported, stock):
-    classes = [type(part) for part in (ported, ported.transformer, ported.text_encoder, ported.scheduler)]
-    again = port(port(ported))
-    assert [type(p) for p in (again, again.transformer, again.text_encoder, again.scheduler)] == classes
-    assert relative_error(frames(again), frames(stock)) < TOLERANCE
+    classes = [type(part) for part in parts]
+    assert port(pipe) is pipe
+    assert [type(part) for part in (pipe, pipe.transformer, pipe.text_encoder, pipe.scheduler)] == classes
 
 
 OPTIONS = {
@@ -215,15 +196,6 @@ def test_the_calls_own_options_work(ported, stock, options):
     got, want = result(ported), result(stock)
     assert got.shape == want.shape
     assert relative_error(got, want) < TOLERANCE
-
-
-def test_pictures_come_out_as_stock_diffusers_make_them(ported, stock):
-    got, want = frames(ported, output_type="pil")[0], frames(stock, output_type="pil")[0]
-    assert len(got) == len(want)
-    differences = [
-        np.abs(np.asarray(a).astype(int) - np.asarray(b)).max() for a, b in zip(got, want, strict=True)
-    ]
-    assert max(differences) <= 1  # a value may lie on the edge between two bytes
 
 
 def test_a_latent_result_stays_on_jax(ported, stock):
@@ -323,44 +295,16 @@ def test_the_progress_bar_counts_the_steps(ported, capsys):
     assert "4/4" in capsys.readouterr().err
 
 
-SCHEDULERS = {"DPM": CogVideoXDPMScheduler, "diffusers' DDIM": DDIMScheduler}
+SCHEDULERS = {"DPM": CogVideoXDPMScheduler, "diffusers' DDIM": DDIMScheduler, "a ported one's class": None}
 
 
 @pytest.mark.parametrize("kind", SCHEDULERS.values(), ids=SCHEDULERS)
 def test_another_scheduler_may_be_set_after_porting(ported, stock, kind):
     for pipe in (ported, stock):
-        pipe.scheduler = kind.from_config(pipe.scheduler.config)
+        pipe.scheduler = (kind or type(pipe.scheduler)).from_config(pipe.scheduler.config)
     assert relative_error(frames(ported), frames(stock)) < TOLERANCE
-    assert isinstance(ported.scheduler, kind)
+    assert isinstance(ported.scheduler, type(stock.scheduler))
     assert ported.scheduler.alphas_cumprod.device.type == "cpu"
-
-
-def test_a_scheduler_made_of_a_ported_ones_class_is_taken(ported, stock):
-    ported.scheduler = type(ported.scheduler).from_config(ported.scheduler.config)
-    assert relative_error(frames(ported), frames(stock)) < TOLERANCE
-
-
-@pytest.mark.parametrize("kind", [CogVideoXDDIMScheduler, CogVideoXDPMScheduler])
-def test_a_schedulers_steps_are_those_of_diffusers(kind):
-    def run(scheduler, device):
-        """Return every step's result for the same predictions and noise; some steps look back."""
-        draw, generator = (torch.Generator().manual_seed(seed) for seed in (0, 1))
-        sample, *outputs = (device(torch.randn(5, generator=draw)) for _ in range(8))
-        scheduler.set_timesteps(7)
-        results, clean, before = [], None, None
-        for timestep, output in zip(scheduler.timesteps.tolist(), outputs, strict=True):
-            given = (output, timestep, sample)
-            if kind is CogVideoXDPMScheduler:
-                given = (output, clean, timestep, before, sample, 0.0, False, generator)
-            sample, clean = scheduler.step(*given, return_dict=False)
-            before = timestep
-            results += [sample, clean]
-        return [runtime.to_torch(result) for result in results]
-
-    runtime.enable()
-    got = run(port_scheduler(runtime.without_torchax(small_pipelines.scheduler, kind)), runtime.to_jax)
-    want = runtime.without_torchax(lambda: run(small_pipelines.scheduler(kind), lambda x: x))
-    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
 def test_a_step_is_looked_at_while_the_next_one_runs(ported, monkeypatch):
@@ -436,9 +380,7 @@ def test_frames_leave_chunk_by_chunk(ported, monkeypatch):
     assert chunks == [5, 4]
 
 
-def test_offloaded_or_foreign_weights_are_refused(ported):
-    with pytest.raises(ValueError, match="take the offload out"):
-        ported.enable_model_cpu_offload()
+def test_offloaded_or_foreign_weights_are_refused():
     pipe = small_pipelines.build()
     pipe.text_encoder._hf_hook = object()
     with pytest.raises(ValueError, match="load it again without"):

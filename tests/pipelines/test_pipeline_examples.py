@@ -132,9 +132,14 @@ def lora(directory, tmp_path):
     return tmp_path
 
 
+PLACES = {"one device": (None, None), "1x8": ((1, 8), "context"), "2x4": ((2, 4), "context")}
+PLACES["2x4 tensor"] = (2, 4), "tensor"
+
+
 @pytest.mark.usefixtures("torchax_off")
-@pytest.mark.slow
-def test_a_lora_loaded_before_porting_scaled_after_it_and_one_unloaded(directory, lora):
+@pytest.mark.parametrize(("mesh", "parallel"), PLACES.values(), ids=PLACES)
+@pytest.mark.slow_cases(but=["2x4"])
+def test_a_lora_loaded_before_porting_scaled_after_it_and_one_unloaded(directory, lora, mesh, parallel):
     def run(pipe, **options):
         return runtime.to_torch(frames(pipe, output_type="latent", guidance_scale=1.0, **options))
 
@@ -148,8 +153,10 @@ def test_a_lora_loaded_before_porting_scaled_after_it_and_one_unloaded(directory
     want_scaled = run(stock, attention_kwargs={"scale": 0.5})
     assert min(relative_error(want_plain, want), relative_error(want_half, want)) > 0.01
 
-    assert relative_error(run(port(unloaded)), want_plain) < 1e-4
-    assert relative_error(run(port(ported)), want) < 1e-4
+    for pipe in (unloaded, ported):
+        port(pipe, mesh=mesh and make_mesh(*mesh), parallel=parallel)
+    assert relative_error(run(unloaded), want_plain) < 1e-4
+    assert relative_error(run(ported), want) < 1e-4
     ported.set_adapters(["drawn"], [0.5])
     assert relative_error(run(ported), want_half) < 1e-4
     assert relative_error(run(ported, attention_kwargs={"scale": 0.5}), want_scaled) < 1e-4
@@ -218,26 +225,6 @@ def test_an_adapter_of_the_transformer_alone_is_added_and_saved_after_porting(di
     for name, value in added.items():
         saved = other.get_parameter(name.replace("added", "default_0"))
         assert torch.equal(runtime.to_torch(value), saved)
-
-
-@pytest.mark.usefixtures("torchax_off")
-@pytest.mark.parametrize(("dp", "tp", "parallel"), [(1, 8, "context"), (2, 4, "context"), (2, 4, "tensor")])
-@pytest.mark.slow_cases(but=["2-4-context"])
-def test_a_lora_over_a_mesh_and_one_unloaded_before(directory, lora, dp, tp, parallel):
-    stock, ported, unloaded = (loaded(directory) for _ in range(3))
-    for pipe in (stock, ported, unloaded):
-        pipe.load_lora_weights(lora)
-    want = frames(stock, output_type="latent")
-    port(ported, mesh=make_mesh(dp, tp), parallel=parallel)
-    got = runtime.to_torch(frames(ported, output_type="latent"))
-    assert relative_error(got, want) < 1e-4
-    for pipe in (stock, unloaded):
-        pipe.unload_lora_weights()
-    want_plain = frames(stock, output_type="latent")
-    assert relative_error(want_plain, want) > 0.01
-    port(unloaded, mesh=make_mesh(dp, tp), parallel=parallel)
-    got = runtime.to_torch(frames(unloaded, output_type="latent"))
-    assert relative_error(got, want_plain) < 1e-4
 
 
 @pytest.mark.usefixtures("torchax_off")

@@ -15,7 +15,7 @@ from benchmarks import plan_pipeline
 from cogvideox_torchax import cli
 from cogvideox_torchax.cli import plan as plan_command
 from cogvideox_torchax.cli.common import DEMO_MODEL
-from cogvideox_torchax.plan import chips, jobs, models, programs
+from cogvideox_torchax.plan import chips, jobs, models, programs, summary
 from cogvideox_torchax.plan.hlo import collectives, instructions
 from cogvideox_torchax.vae.directions import DECODE, Direction
 
@@ -92,13 +92,15 @@ def test_a_plan_for_this_machine(tmp_path, monkeypatch, capsys, tp):
     # Five latent rows: shards are told by sizes, and no weight is as large as these are.
     arguments = ["--model", str(DEMO_MODEL), "--frames", "1", "--height", "40", "--width", "32"]
     arguments += ["--layers"] if tp == 2 else []
-    assert cli.main(["plan", *arguments, "--platform", "cpu", "--tp", str(tp), "-o", "plan.json"]) == 0
-    document = json.loads(Path("plan.json").read_text())
+    arguments += ["--platform", "cpu", "--tp", str(tp), "-o", "plan.json", "--json"]
+    assert cli.main(["plan", *arguments]) == 0
+    said, document = capsys.readouterr(), json.loads(Path("plan.json").read_text())
+    assert json.loads(said.out) == document
+    assert document["summary"]["chunks"] == 1
     (program,) = document["programs"]
     layers = {row["layer"]: row for row in document["layers"]}
-    printed = capsys.readouterr().out.splitlines()
     assert ("decoder.conv_out" in layers) == (tp == 2)
-    assert any(line.startswith("| decoder.conv_out") for line in printed) == (tp == 2)
+    assert any(line.startswith("| decoder.conv_out") for line in said.err.splitlines()) == (tp == 2)
     assert all(row["shards"] in (2, None) for row in layers.values())
     assert program["flops"] > 0
     assert program["seconds"] is None
@@ -219,3 +221,15 @@ def test_latent_frames_follow_the_models_own_ratio(small_vae, tmp_path, ratio, l
     vae = models.weightless_vae(str(tmp_path), torch.float32)
     pieces, _ = jobs.Job(DECODE, 17, 16, 16).chunk_shapes(vae)
     assert pieces[-1].stop == latent_frames
+
+
+def test_a_video_takes_its_first_chunk_once_and_a_later_one_for_each_other_chunk_in_every_tile():
+    times = ((3.0, 5), (1.0, 7))
+    first, later = (
+        SimpleNamespace(seconds=time, seconds_with_collectives=10 * time, peak_bytes=size)
+        for time, size in times
+    )
+    found = summary.whole_video(jobs.Job(DECODE, 49, 480, 720), 6, 2, [first, later], chips.CHIPS["v6e"])
+    assert (found["whole_video_s"], found["with_collectives_s"]) == (16.0, 160.0)
+    assert (found["peak_memory_GiB"], found["fits"]) == (7 / summary.GIB, True)
+    assert "fits" not in summary.whole_video(jobs.Job(DECODE, 49, 480, 720), 6, 2, [first, later], None)

@@ -1,4 +1,4 @@
-"""Plans of a transformer's step and of a prompt, of small networks and for this machine's CPU."""
+"""Plans of a transformer's step, a prompt and a training step, of small networks, on this machine's CPU."""
 
 import dataclasses
 import json
@@ -10,9 +10,9 @@ import torch
 
 from cogvideox_torchax import cli, runtime
 from cogvideox_torchax.pipelines.networks import step_tensors
-from cogvideox_torchax.plan import chips, networks, programs
+from cogvideox_torchax.plan import chips, models, networks, programs
 from cogvideox_torchax.plan.chips import PlanError
-from tests import small_pipelines
+from tests import reference, small_pipelines
 
 pytestmark = pytest.mark.usefixtures("torchax_off")
 
@@ -112,9 +112,8 @@ def test_a_plan_of_a_cache_counts_its_steps_and_what_it_keeps(cache, more, count
         (["--cache", "first-block", "--skips", "50"], "the first of which is computed"),
     ],
 )
-def test_a_cache_that_cannot_be_planned_is_one_line(more, words, capsys):
-    assert cli.main(["plan", "--network", "step", *more]) == 2
-    assert words in capsys.readouterr().err
+def test_a_cache_that_cannot_be_planned_is_one_line(more, words, refused):
+    assert words in refused("plan", "--network", "step", *more)
 
 
 def test_the_published_transformers_have_their_published_sizes(monkeypatch):
@@ -168,3 +167,22 @@ def test_what_each_layer_gives_and_takes_is_counted_for_all():
 def test_a_size_that_no_patches_fit_is_refused():
     with pytest.raises(PlanError, match="multiples of 2"):
         networks.plan_step("5b", torch.float32, jax.devices("cpu"), None, frames=3, height=3, width=8)
+
+
+@pytest.mark.slow
+def test_a_training_step_is_planned_by_its_halves_with_what_the_optimizer_keeps(monkeypatch, capsys):
+    monkeypatch.setitem(models.CONFIGS, "5b", {**reference.SMALL, **reference.THREE_LEVELS})
+    size = ["--frames", "1", "--height", "16", "--width", "16"]
+    command = ["plan", "--platform", "cpu", "--dtype", "float32", "--network", "train-step", *size]
+    assert cli.main([*command, "-o", "plan.json"]) == 0
+    assert "train-step" in capsys.readouterr().out
+    document = json.loads(Path("plan.json").read_text())
+    encode, decode = document["programs"]
+    assert (encode["name"], decode["name"]) == ("train encode", "train decode")
+    weights = sum(4 * weight.numel() for weight in models.weightless_vae("5b", torch.float32).parameters())
+    summary, gib = document["summary"], 2**30
+    assert summary["optimizer_GiB"] * gib == pytest.approx(2 * weights)
+    # Every weight has its gradient, and so has the input.
+    assert weights < summary["gradients_GiB"] * gib < 1.1 * weights
+    parts = ("weights_and_inputs_GiB", "temporaries_GiB_at_most", "gradients_GiB", "optimizer_GiB")
+    assert summary["peak_memory_GiB_at_most"] == pytest.approx(sum(summary[part] for part in parts))

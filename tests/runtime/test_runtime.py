@@ -1,4 +1,5 @@
 import contextvars
+import os
 import subprocess
 import sys
 import threading
@@ -8,14 +9,11 @@ import pytest
 import torch
 
 from cogvideox_torchax import enable, runtime
-from cogvideox_torchax.runtime.bridge import import_torchax
 
 
-def run_python(code, **environment):
-    import os
-
+def run_python(code, *arguments, **environment):
     return subprocess.run(
-        [sys.executable, "-c", code],
+        [sys.executable, "-c", code, *arguments],
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
@@ -34,12 +32,6 @@ assert not runtime.is_enabled()   # one level, however often it was enabled
 """
     result = run_python(code)
     assert result.returncode == 0, result.stderr
-
-
-def test_it_is_enabled_as_long_as_torch_says_so():
-    enable()
-    jax.jit(lambda x: import_torchax().interop.jax_view(lambda t: t * 2)(x))(jax.numpy.ones(2))
-    assert runtime.is_enabled()  # torchax's own flag is False by now
 
 
 VARIABLE = contextvars.ContextVar("the caller's", default="unset")
@@ -140,3 +132,26 @@ assert os.listdir(sys.argv[1] if len(sys.argv) > 1 else os.environ["COGVIDEOX_TO
 """
     result = run_python(code, COGVIDEOX_TORCHAX_COMPILE_CACHE=str(tmp_path))
     assert result.returncode == 0, result.stderr
+
+
+TALK = """
+import sys, warnings
+from cogvideox_torchax import cli
+assert cli.main(["encode", "none.mp4", "-o", "z.safetensors", *sys.argv[1:]]) == 2
+from diffusers.utils import logging as diffusers
+from transformers.utils import logging as transformers
+for logging in (diffusers, transformers):
+    logging.get_logger(logging.__name__).warning("accelerate was not found")
+    list(logging.tqdm([1], desc="Loading pipeline components"))
+warnings.warn("a warning")
+"""
+
+
+@pytest.mark.parametrize("options", [(), ("--quiet",)])
+def test_no_warning_of_another_package_is_shown_and_no_bar_where_quiet(options):
+    ended = run_python(TALK, *options)
+    assert ended.returncode == 0, ended.stderr
+    written = ended.stderr
+    assert "accelerate" not in written
+    assert "a warning" not in written
+    assert ("Loading pipeline components" in written) == (not options)

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from cogvideox_torchax import cli, make_mesh
-from cogvideox_torchax.files import latents, video
+from cogvideox_torchax.files import latents
 from cogvideox_torchax.files.whole import whole_file
 from cogvideox_torchax.sharding import Exchange, ProcessError, check_all_take_part
 from tests import reference
-from tests.files.test_video import moving_frames
+from tests.files.test_video import moving_frames, write
 
 pytestmark = pytest.mark.usefixtures("torchax_off")
 
@@ -64,8 +64,7 @@ def directory(tmp_path, monkeypatch):
     """Write a clip of 9 frames and a model of three levels, whose latents are 10 wide: no multiple of 8."""
     monkeypatch.chdir(tmp_path)
     reference.small_vae(**reference.THREE_LEVELS).save_pretrained("vae")
-    with video.writing("clip.mp4", 10) as sink:
-        sink.write(moving_frames(9))
+    write("clip.mp4", moving_frames(9))
     return tmp_path
 
 

@@ -1,18 +1,14 @@
 """A model on a mesh is the same function, and gathers nothing of a video's size."""
 
 import copy
-import functools
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-import jax_kernels
 from cogvideox_torchax import make_mesh, port, runtime, sharding
 from cogvideox_torchax.backends import backend
 from cogvideox_torchax.flax import FlaxVAEForPipelines
@@ -22,13 +18,8 @@ from cogvideox_torchax.runtime.programs import Program
 from cogvideox_torchax.vae.axes import HWNTC, NTHWC
 from cogvideox_torchax.vae.directions import DECODE
 from cogvideox_torchax.vae.tolerances import FLOAT32_RELATIVE, relative_error
-from jax_kernels.common.columns import WHOLE
-from jax_kernels.common.dispatch import Target
-from jax_kernels.group_norm import moments as norm_moments
-from jax_kernels.group_norm import tpu as norm_on_tpu
 from tests import reference
 
-MIB = 2**20
 VIDEO, BATCH = (None, None, None, None, ("dp", "tp")), ("dp", None, None, None, "tp")
 
 
@@ -159,115 +150,6 @@ def test_tiles_of_one_size_go_over_dp_together_and_change_no_number(stock, monke
     found = torch.cat(list(two.decode_stream(z)), 2)
     assert [(shape[0], shape[-1]) for shape in given] == [(2, 30), (1, 6)]
     assert relative_error(found, tiled.decode(z).sample) < FLOAT32_RELATIVE
-
-
-def kernel_cases():
-    """Return every kernel as a function of one array (N, T, H, W, C) and of its sharding, by name."""
-    key = jax.random.key(0)
-    k5, k4, m, wide = (
-        jax.random.normal(key, s) for s in ((3, 3, 3, 8, 8), (3, 3, 8, 8), (8, 8), (3, 3, 5, 8, 8))
-    )
-    ones = jnp.ones(8)
-
-    def convolution(kernel, **options):
-        return lambda x, split: jax_kernels.conv3d(x, kernel, ones, **options, split=split)[0]
-
-    def resampled(resample, **options):
-        return lambda x, split: resample(x, k4, ones, first_frame_alone=True, **options, split=split)
-
-    def spatial_norm(x, split):
-        upsampled = jax_kernels.upsample(x, k4, ones, expand_time=False, split=split)
-        weights = ones, ones, m, ones, m, ones
-        return jax_kernels.spatial_norm(upsampled, x, *weights, num_groups=4, split=split)
-
-    def over_moments(x, split):
-        with mock.patch.object(norm_moments, "_of_columns", lambda _, x: norm_on_tpu.column_moments(x)):
-            stats = norm_moments.moments(Target(split=split), x, num_groups=1, channel_axis=-1)
-        mean, variance = (part.reshape(-1, 1, 1, 1, 1) for part in (stats.mean, stats.variance))
-        return (x - 1000 * (x != 0)) * mean / variance
-
-    return {
-        "group_norm": lambda x, split: jax_kernels.group_norm(
-            x, ones, ones, num_groups=4, channel_axis=-1, split=split
-        ),
-        "conv3d": convolution(k5),
-        "conv3d of five columns": convolution(wide),
-        "conv3d of patches": convolution(k5, implementation="patches"),
-        "conv3d of one pixel": convolution(m[None, None, None]),
-        "upsample": resampled(jax_kernels.upsample, expand_time=True),
-        "downsample": resampled(jax_kernels.downsample, compress_time=True),
-        "spatial_norm": spatial_norm,
-        "moments by a Pallas kernel": over_moments,
-    }
-
-
-def run_padded(function, x):
-    """Run a kernel on `x` (N, C, T, H, W) over eight devices; return its compiled form too."""
-    placement = sharding.Placement(make_mesh(1, 8), unit=2)
-    chunk = placement.put(x)
-
-    def network(chunk_NCTHW, cache, *, split):
-        return jnp.moveaxis(function(jnp.moveaxis(chunk_NCTHW, 1, -1), split), -1, 1), cache
-
-    compiled = jax.jit(lambda chunk: placement.trace(network, chunk, ())[0]).lower(chunk).compile()
-    return compiled(chunk), compiled
-
-
-@pytest.mark.parametrize("width", [46, 10])
-@pytest.mark.parametrize("kernel", kernel_cases())
-@pytest.mark.slow_cases("*-10")
-def test_a_kernel_leaves_the_padding_out_and_clear_for_the_next(kernel, width):
-    cases = kernel_cases()
-
-    def function(x, split=WHOLE):
-        return cases["conv3d"](
-            cases[kernel](x, split), split
-        )  # which sees a column of what the kernel left in the padding
-
-    x = jax.random.normal(jax.random.key(1), (1, 8, 3, 8, width)) + 1000
-    with pltpu.force_tpu_interpret_mode():
-        got, compiled = run_padded(function, x)
-        want = np.moveaxis(np.asarray(function(jnp.moveaxis(x, 1, -1))), -1, 1)
-    assert reference.largest_error(got, want) < FLOAT32_RELATIVE
-    gathered = [i.bytes for i in instructions(compiled.as_text()) if i.collective == "all-gather"]
-    assert not gathered
-
-
-def test_widths_that_pad_to_the_same_number_are_traced_apart():
-    for width in (10, 16):
-        x = jax.random.normal(jax.random.key(1), (1, 8, 3, 8, width))
-
-        def function(x, split=WHOLE):
-            return kernel_cases()["conv3d"](kernel_cases()["spatial_norm"](x, split), split)
-
-        got, _ = run_padded(function, x)
-        want = np.moveaxis(np.asarray(function(jnp.moveaxis(x, 1, -1))), -1, 1)
-        assert reference.largest_error(got, want) < FLOAT32_RELATIVE
-
-
-def test_a_shard_too_narrow_for_a_kernel_is_refused():
-    x = jnp.ones((1, 8, 3, 8, 16))  # two columns a shard
-    with pytest.raises(ValueError, match="reaches 3 columns to either side got shards of 2"):
-        run_padded(lambda x, split: jax_kernels.conv3d(x, jnp.ones((3, 3, 7, 8, 8)), split=split)[0], x)
-    kernel = jnp.ones((3, 3, 8, 8))
-    halved = functools.partial(jax_kernels.downsample, compress_time=False)
-    with pytest.raises(ValueError, match="downsample got shards of 1 columns"):
-        run_padded(
-            lambda x, split: halved(halved(x, kernel, None, split=split), kernel, None, split=split), x
-        )
-
-
-@pytest.mark.parametrize("columns", [180, 90])
-def test_a_strided_convolution_of_bfloat16_splits_a_width_that_does_not_divide(columns):
-    kernel = jax.random.normal(jax.random.key(0), (3, 3, 8, 8), jnp.bfloat16)
-    x = jax.random.normal(jax.random.key(1), (1, 8, 2, 8, columns), jnp.bfloat16)
-
-    def function(x, split=WHOLE):
-        return jax_kernels.downsample(x, kernel, None, compress_time=False, split=split)
-
-    result, _ = run_padded(function, x)
-    want = np.moveaxis(np.asarray(function(jnp.moveaxis(x, 1, -1)), np.float32), -1, 1)
-    assert reference.largest_error(np.asarray(result, np.float32), want) < 2**-8
 
 
 @pytest.fixture(scope="module")
@@ -418,8 +300,10 @@ def test_a_mesh_that_does_not_fit_the_devices_is_refused(dp, tp, words):
     ],
 )
 def test_port_refuses_a_mesh_that_it_cannot_place_on(stock, mesh):
+    vae = copy.deepcopy(stock)
     with pytest.raises(ValueError, match="make one with make_mesh"):
-        port(copy.deepcopy(stock), mesh=mesh)
+        port(vae, mesh=mesh)
+    assert [type(module) for module in vae.modules()] == [type(module) for module in stock.modules()]
 
 
 def test_a_report_without_a_mesh_is_refused(stock):

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from cogvideox_torchax.files import video
-from tests.files.test_video import moving_frames
+from tests.files.test_video import moving_frames, write
 from tests.reference import THREE_LEVELS
 
 TINY = {
@@ -34,8 +33,7 @@ def make_material(directory):
     config = {"_class_name": "AutoencoderKLCogVideoX", **TINY}
     (directory / "config.json").write_text(json.dumps(config))
     (directory / "recipe.toml").write_text('cuts = true\ncolour = 2\nwhole = "16x32"\n')
-    with video.writing(directory / "clip.mp4", 10) as sink:
-        sink.write(moving_frames(20))
+    write(directory / "clip.mp4", moving_frames(20))
     noise = np.random.default_rng(0).integers(0, 256, (40, 48, 3), dtype=np.uint8)
     Image.fromarray(noise).save(directory / "picture.png")
 

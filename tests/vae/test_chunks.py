@@ -1,5 +1,3 @@
-import itertools
-
 import hypothesis
 import pytest
 from hypothesis import strategies
@@ -26,11 +24,7 @@ from cogvideox_torchax.vae import chunks
     ],
 )
 def test_what_does_not_fill_a_chunk_joins_the_first(frames, size, lengths):
-    plan = chunks.plan(frames, size)
-    assert [chunk.length for chunk in plan] == lengths
-    assert plan[0].start == 0
-    assert plan[-1].stop == frames
-    assert all(a.stop == b.start for a, b in itertools.pairwise(plan))
+    assert [chunk.length for chunk in chunks.plan(frames, size)] == lengths
 
 
 @pytest.mark.parametrize("frames", range(1, 30))

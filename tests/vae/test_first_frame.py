@@ -25,28 +25,6 @@ def parts():
         yield found
 
 
-@pytest.mark.parametrize("name", ["torchax", "flax"])
-@pytest.mark.parametrize("frames", [1, 5])
-@pytest.mark.slow_cases(but=["5-torchax"])
-def test_decoding(name, frames, stock, parts):
-    z = reference.latents(frames, batch=2)
-    got = reference.built(name, stock).decode(runtime.to_jax(z)).sample
-    error = reference.largest_error(runtime.to_torch(got), reference.decoded(stock, z))
-    assert error <= FLOAT32_RELATIVE
-    assert parts
-
-
-@pytest.mark.parametrize("name", ["torchax", "flax"])
-@pytest.mark.parametrize("frames", [10, 13, 17])
-@pytest.mark.slow_cases(but=["13-flax"])
-def test_encoding(name, frames, stock, parts):
-    x = reference.video(frames, height=12, width=20)
-    got = reference.built(name, stock).encode(runtime.to_jax(x)).latent_dist.parameters
-    error = reference.largest_error(runtime.to_torch(got), reference.encoded(stock, x))
-    assert error <= FLOAT32_RELATIVE
-    assert parts
-
-
 def test_silu_is_cut_along_the_frames():
     x = jax.ShapeDtypeStruct((1, 4, 5, 2, 2), "bfloat16")
     with reference.as_on_a_tpu():
@@ -54,12 +32,24 @@ def test_silu_is_cut_along_the_frames():
     assert "bf16[1,4,1,2,2]" in traced
 
 
-@pytest.mark.slow
-def test_decoding_over_a_mesh_whose_shards_are_padded(stock, parts):
-    z = reference.latents(5, width=12)
-    vae = reference.built("torchax", stock)
-    vae.place_on(make_mesh(1, 8))
-    got = vae.decode(runtime.to_jax(z)).sample
-    error = reference.largest_error(runtime.to_torch(got), reference.decoded(stock, z))
-    assert error <= FLOAT32_RELATIVE
+CASES = {
+    "decode 1": (reference.latents(1, batch=2), None),
+    "decode 5": (reference.latents(5, batch=2), None),
+    "decode 5 over a mesh whose shards are padded": (reference.latents(5, width=12), (1, 8)),
+    **{f"encode {n}": (reference.video(n, height=12, width=20), None) for n in (10, 13, 17)},
+}
+
+
+@pytest.mark.parametrize("build", ["torchax", "flax"])
+@pytest.mark.parametrize(("x", "mesh"), CASES.values(), ids=CASES)
+@pytest.mark.slow_cases(but=["decode 5-torchax", "encode 13-flax"])
+def test_a_chunk_is_that_of_stock_diffusers(build, x, mesh, stock, parts):
+    vae = reference.built(build, stock)
+    if mesh is not None:
+        vae.place_on(make_mesh(*mesh))
+    if x.shape[1] == 3:
+        got, want = vae.encode(runtime.to_jax(x)).latent_dist.parameters, reference.encoded(stock, x)
+    else:
+        got, want = vae.decode(runtime.to_jax(x)).sample, reference.decoded(stock, x)
+    assert reference.largest_error(runtime.to_torch(got), want) <= FLOAT32_RELATIVE
     assert parts

@@ -1,5 +1,6 @@
-"""Queries, keys and values are prepared as by diffusers' processors, by XLA and by the kernel of a TPU."""
+"""Queries, keys and values are prepared as by diffusers' processors; Mosaic compiles this and attention."""
 
+import functools
 import importlib
 import math
 
@@ -9,6 +10,8 @@ import pytest
 import torch
 
 from jax_kernels import attention_transposed, qk_norm_rope
+from jax_kernels.attention import tpu
+from tests.jax_kernels.chips import compiled_for, struct
 from tests.reference import interpreted_kernels, largest_error
 
 module = importlib.import_module(
@@ -86,3 +89,32 @@ def test_what_it_prepares_is_what_attention_takes():
     v = torch.from_numpy(np.array(x)).unflatten(-1, (3, -1)).transpose(1, 2)
     want = torch.nn.functional.scaled_dot_product_attention(prepared, prepared, v).transpose(2, 3)
     assert largest_error(got, want) < 1e-5
+
+
+CHIPS = {
+    "v6e": ("v6e:1x1", jnp.bfloat16, 64, 1000),
+    "v6e, float32": ("v6e:1x1", jnp.float32, 32, 1000),
+    "v6e, wide heads, few tokens": ("v6e:1x1", jnp.bfloat16, 128, 100),
+    "v5e": ("v5e:1x1", jnp.bfloat16, 64, 1000),
+    "v5p": ("v5p:2x2x1", jnp.bfloat16, 64, 1000),
+    "tpu7x": ("tpu7x:2x2x1", jnp.bfloat16, 64, 1000),
+}
+
+
+@pytest.mark.parametrize(("topology", "dtype", "channels", "tokens"), CHIPS.values(), ids=CHIPS)
+def test_attention_compiles_and_copies_nothing(topology, dtype, channels, tokens, monkeypatch):
+    for sizes in ("QUERIES", "KEYS"):
+        monkeypatch.setattr(tpu, sizes, (512,))  # whole ones compile for long
+    attend = functools.partial(attention_transposed, num_keys=tokens - 10, scale=math.log(2))
+    found = compiled_for(topology, attend, *[struct(2, 3, channels, tokens, dtype=dtype)] * 3)
+    assert "tpu_custom_call" in found.as_text()
+    assert found.memory_analysis().temp_size_in_bytes < 2**16
+
+
+@pytest.mark.parametrize("topology", ["v5e:1x1", "v6e:1x1", "tpu7x:2x2x1"])
+def test_prepare_compiles_and_copies_no_activation(topology):
+    prepared = functools.partial(qk_norm_rope, heads=6)
+    tables = [struct(1000, 64, dtype=jnp.float32)] * 2
+    found = compiled_for(topology, prepared, struct(2, 1000, 384), struct(64), struct(64), *tables)
+    assert "prepare" in found.as_text()
+    assert found.memory_analysis().temp_size_in_bytes < 3 * 1024 * 64 * 4  # the tables, transposed

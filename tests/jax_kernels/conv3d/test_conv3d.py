@@ -2,30 +2,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 
 from jax_kernels import conv3d
 from jax_kernels.common.dispatch import Target
 from jax_kernels.conv3d import op, reference, xla
 
 TPU = Target("tpu")
-IMPLEMENTATIONS = ["direct", "summed", "folded", "patches", None]
-
-
-def _inputs(frames=3, dtype=jnp.float32, taps=3):
-    rng = np.random.default_rng(0)
-    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), dtype)  # noqa: E731
-    return draw(2, frames, 5, 7, 4), draw(taps, 3, 3, 4, 6), draw(6)
-
-
-def _torch_causal(x, kernel, bias, past):
-    """Compute torch's conv3d on (past, x): the definition."""
-    frames = torch.from_numpy(np.concatenate([past, x], 1).astype(np.float32)).permute(0, 4, 1, 2, 3)
-    weight = torch.from_numpy(np.array(kernel, np.float32)).permute(4, 3, 0, 1, 2)
-    y = torch.nn.functional.conv3d(
-        frames, weight, torch.from_numpy(np.array(bias, np.float32)), padding=(0, 1, 1)
-    )
-    return y.permute(0, 2, 3, 4, 1).numpy()
 
 
 def check_rounded_once(got, sums):
@@ -34,26 +16,6 @@ def check_rounded_once(got, sums):
     sums = np.array(sums)
     half_a_unit = np.exp2(np.floor(np.log2(np.abs(sums))) - 8)
     assert np.all(np.abs(np.array(got, np.float32) - sums) <= half_a_unit + 1e-5)
-
-
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("frames", [1, 2, 3])
-def test_start_of_a_video_repeats_its_first_frame(implementation, frames):
-    x, kernel, bias = _inputs(frames)
-    y, cache = conv3d(x, kernel, bias, implementation=implementation)
-    past = np.repeat(np.array(x[:, :1]), 2, 1)
-    np.testing.assert_allclose(np.array(y), _torch_causal(x, kernel, bias, past), rtol=1e-5, atol=1e-5)
-    np.testing.assert_array_equal(np.array(cache), np.concatenate([past, np.array(x)], 1)[:, -2:])
-
-
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_two_calls_with_the_cache_equal_one(implementation):
-    x, kernel, bias = _inputs(5)
-    whole, last = conv3d(x, kernel, bias, implementation=implementation)
-    head, cache = conv3d(x[:, :1], kernel, bias, implementation=implementation)
-    tail, cache = conv3d(x[:, 1:], kernel, bias, cache, implementation=implementation)
-    np.testing.assert_allclose(np.concatenate([head, tail], 1), np.array(whole), rtol=1e-5, atol=1e-5)
-    np.testing.assert_array_equal(np.array(cache), np.array(last))
 
 
 @pytest.mark.parametrize("start", ["replicate", "zeros"])

@@ -17,6 +17,7 @@ from diffusers.models.upsampling import CogVideoXUpsample3D
 from flax import nnx
 
 from cogvideox_torchax.vae.nnx import modules, weights
+from tests.reference import largest_error, randomized
 
 LATENTS = 16
 NARROW, WIDE = 16, 32
@@ -44,35 +45,6 @@ class Layer:
     call: str
     scale: tuple[int, int] = (1, 1)
     frames: tuple[int, int] = (3, 2)
-
-
-def _down_block() -> torch.nn.Module:
-    return stock.CogVideoXDownBlock3D(
-        NARROW,
-        WIDE,
-        temb_channels=0,
-        num_layers=RESNETS,
-        resnet_groups=GROUPS,
-        compress_time=True,
-    )
-
-
-def _up_block() -> torch.nn.Module:
-    return stock.CogVideoXUpBlock3D(
-        WIDE,
-        NARROW,
-        temb_channels=0,
-        num_layers=RESNETS + 1,
-        resnet_groups=GROUPS,
-        spatial_norm_dim=LATENTS,
-        compress_time=True,
-    )
-
-
-def _mid_block() -> torch.nn.Module:
-    return stock.CogVideoXMidBlock3D(
-        WIDE, temb_channels=0, num_layers=2, resnet_groups=GROUPS, spatial_norm_dim=LATENTS
-    )
 
 
 def _resnet(latents: int | None) -> torch.nn.Module:
@@ -153,7 +125,9 @@ LAYERS: dict[str, Layer] = {
     ),
     "down block": Layer(
         1e-5,
-        _down_block,
+        lambda: stock.CogVideoXDownBlock3D(
+            NARROW, WIDE, temb_channels=0, num_layers=RESNETS, resnet_groups=GROUPS, compress_time=True
+        ),
         lambda r: modules.DownBlock3D(
             NARROW,
             WIDE,
@@ -168,14 +142,24 @@ LAYERS: dict[str, Layer] = {
     ),
     "mid block": Layer(
         1e-5,
-        _mid_block,
+        lambda: stock.CogVideoXMidBlock3D(
+            WIDE, temb_channels=0, num_layers=2, resnet_groups=GROUPS, spatial_norm_dim=LATENTS
+        ),
         lambda r: modules.MidBlock3D(WIDE, WIDE, _config(r, LATENTS), num_layers=2),
         WIDE,
         "x, zq, cache",
     ),
     "up block": Layer(
         1e-5,
-        _up_block,
+        lambda: stock.CogVideoXUpBlock3D(
+            WIDE,
+            NARROW,
+            temb_channels=0,
+            num_layers=RESNETS + 1,
+            resnet_groups=GROUPS,
+            spatial_norm_dim=LATENTS,
+            compress_time=True,
+        ),
         lambda r: modules.UpBlock3D(
             WIDE,
             NARROW,
@@ -191,15 +175,6 @@ LAYERS: dict[str, Layer] = {
 }
 
 
-def randomized(module: torch.nn.Module) -> torch.nn.Module:
-    """Draw a module's biases and affine parameters, so that none can be lost."""
-    for name, parameter in module.named_parameters():
-        if parameter.ndim == 1:
-            center = 1.0 if "norm" in name and name.endswith("weight") else 0.0
-            torch.nn.init.normal_(parameter.data, mean=center, std=0.2)
-    return module.eval()
-
-
 def in_flax(make: Callable[[], nnx.Module], module: torch.nn.Module) -> nnx.Module:
     """Return the Flax module that `make` builds, with a torch module's weights."""
     graph, abstract = nnx.split(nnx.eval_shape(make))
@@ -209,54 +184,37 @@ def in_flax(make: Callable[[], nnx.Module], module: torch.nn.Module) -> nnx.Modu
     )
 
 
-def error(layer: Layer) -> float:
-    """Return the largest difference over two chunks, relative to the reference's largest absolute value."""
+def inputs(layer: Layer, frames: int) -> list[torch.Tensor]:
+    """Return a chunk of frames, and their latents for layers that take both."""
+    if "zq" not in layer.call:
+        return [torch.randn(1, layer.channels, frames, 8, 16)]
+    time, space = layer.scale
+    full = 1 + (frames - 1) * time if frames % 2 else frames * time
+    return [
+        torch.randn(1, layer.channels, full, 6 * space, 10 * space),
+        torch.randn(1, LATENTS, frames, 6, 10),
+    ]
+
+
+@pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
+def test_a_layer_equals_diffusers(layer):
     torch.manual_seed(0)
     theirs = randomized(layer.stock())
     ours = in_flax(lambda: layer.ours(nnx.Rngs(0)), theirs)
     graph, state = nnx.split(ours)
     run = jax.jit(lambda state, *inputs: nnx.merge(graph, state)(*inputs))
-    cached, takes_latents = "cache" in layer.call, "zq" in layer.call
-    their_cache = our_cache = None
-    worst = 0.0
+    cached = "cache" in layer.call
+    # A resnet block takes its latents before its cache even where it has none.
+    between = (None,) if layer.call == "x, cache" and isinstance(ours, modules.ResnetBlock3D) else ()
+    their_cache, our_cache = {}, ()
     for frames in layer.frames:
-        x, zq = _inputs(layer, frames)
-        latents = (zq,) if takes_latents else ()
-        if takes_latents and cached:
-            want, their_cache = theirs(x, None, zq, their_cache)
-        elif cached:
-            want, their_cache = theirs(x, conv_cache=their_cache)
-        else:
-            want = theirs(x, *latents)
-            want = want[0] if isinstance(want, tuple) else want
-        # A resnet block takes its latents before its cache even where it has none.
-        between = (None,) if layer.call == "x, cache" and isinstance(ours, modules.ResnetBlock3D) else ()
-        arrays = [_channels_last(tensor) for tensor in (x, *latents)]
-        got = run(state, *arrays, *between, *((our_cache,) if cached else ()))
+        x, *latents = inputs(layer, frames)
+        arrays = [jnp.asarray(tensor.permute(0, 2, 3, 4, 1).numpy()) for tensor in (x, *latents)]
+        want = theirs(x, *((None, *latents) if latents and cached else latents), **their_cache)
+        got = run(state, *arrays, *(between if our_cache else ()), *our_cache)
         if cached:
-            got, our_cache = got
-        worst = max(worst, _relative(np.moveaxis(np.asarray(got), -1, 1), want.numpy()))
-    return worst
-
-
-def _inputs(layer: Layer, frames: int) -> tuple[torch.Tensor, torch.Tensor]:
-    time, space = layer.scale
-    zq = torch.randn(1, LATENTS, frames, 6, 10)
-    if "zq" in layer.call:
-        full = 1 + (frames - 1) * time if frames % 2 else frames * time
-        return torch.randn(1, layer.channels, full, 6 * space, 10 * space), zq
-    return torch.randn(1, layer.channels, frames, 8, 16), zq
-
-
-def _channels_last(tensor: torch.Tensor) -> jax.Array:
-    return jnp.asarray(tensor.permute(0, 2, 3, 4, 1).numpy())
-
-
-def _relative(got: np.ndarray, want: np.ndarray) -> float:
-    assert got.shape == want.shape, (got.shape, want.shape)
-    return float(np.abs(got - want).max() / np.abs(want).max())
-
-
-@pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
-def test_a_layer_equals_diffusers(layer):
-    assert error(layer) < layer.tolerance
+            want, their_cache["conv_cache"] = want
+            got, *our_cache = got
+        elif isinstance(want, tuple):
+            want = want[0]
+        assert largest_error(np.moveaxis(np.asarray(got), -1, 1), want) < layer.tolerance

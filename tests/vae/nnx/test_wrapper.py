@@ -1,21 +1,21 @@
-"""FlaxVAEForPipelines where diffusers expects its own VAE, and the Flax build on the command line."""
+"""FlaxVAEForPipelines where diffusers expects its own VAE: what pipelines call, and a module's own calls."""
 
 import builtins
+import copy
 import importlib
-import json
-import subprocess
+import pickle
 import sys
 
 import pytest
 import torch
 from diffusers import AutoencoderKLCogVideoX
 
-from cogvideox_torchax import cli, runtime
-from cogvideox_torchax.files import video
+from cogvideox_torchax import make_mesh, port, runtime
 from cogvideox_torchax.flax import FlaxVAEForPipelines
+from cogvideox_torchax.plan import report
+from cogvideox_torchax.vae.checkpoint import ModelError
 from cogvideox_torchax.vae.tolerances import FLOAT32_RELATIVE, relative_error
 from tests import reference, small_pipelines
-from tests.files.test_video import moving_frames
 
 
 @pytest.mark.usefixtures("torchax_off")
@@ -96,25 +96,6 @@ def test_from_pretrained_and_save_pretrained(model_directory, tmp_path, flax_vae
     assert tuple(again.config.block_out_channels) == tuple(flax_vae.config.block_out_channels)
 
 
-@pytest.mark.slow
-def test_the_command_line_runs_it(model_directory, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    with video.writing("clip.mp4", 10) as sink:
-        sink.write(moving_frames(9))
-    options = ("--backend", "flax", "--quiet", "--json")
-    assert cli.main(["encode", "clip.mp4", "-o", "z.safetensors", "--model", "vae", *options]) == 0
-    assert json.loads(capsys.readouterr().out)["latents"] == "1 x 16 x 3 x 3 x 5"
-    assert cli.main(["decode", "z.safetensors", "-o", "again.mp4", *options]) == 0
-    assert video.probe("again.mp4").num_frames == 9
-    assert cli.main(["reconstruct", "clip.mp4", "-o", "again2.mp4", "--model", "vae", *options]) == 0
-    capsys.readouterr()
-    assert cli.main(["demo", "clip.mp4", "--model", "vae", "-o", "out", "--frames", "9", *options]) == 0
-    report = json.loads(capsys.readouterr().out)
-    assert report["backend"] == "flax"
-    assert report["largest_difference_to_PyTorch_latents"] < FLOAT32_RELATIVE
-    assert report["largest_difference_to_PyTorch_frames"] < FLOAT32_RELATIVE
-
-
 def test_without_flax_the_extra_is_named(monkeypatch):
     package = importlib.import_module("cogvideox_torchax.flax")
     find = builtins.__import__
@@ -131,7 +112,126 @@ def test_without_flax_the_extra_is_named(monkeypatch):
         _ = package.FlaxAutoencoderKLCogVideoX
 
 
-def test_the_package_imports_without_flax():
-    names = ("cogvideox_torchax.flax", *(f"cogvideox_torchax.cli.{command}" for command in cli.COMMANDS))
-    code = f"import sys, {', '.join(names)}; assert 'flax' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
+# Methods of torch's modules and diffusers' models
+
+
+@pytest.fixture(scope="module")
+def other():
+    return reference.small_vae(seed=1, **reference.THREE_LEVELS)
+
+
+@pytest.fixture
+def vae(stock):
+    return FlaxVAEForPipelines.from_diffusers(stock)
+
+
+def latents():
+    return reference.latents(1, height=2, width=4)
+
+
+def is_of(vae, stock):
+    """Return whether it decodes with the weights of a stock model."""
+    error = relative_error(vae.decode(latents()).sample, reference.decoded(stock, latents()))
+    return error < FLOAT32_RELATIVE
+
+
+def test_its_state_is_the_stock_models_and_its_own(vae, stock):
+    state, held = vae.state_dict(), stock.state_dict()
+    assert state.keys() == held.keys()
+    assert all(torch.equal(state[name], value) for name, value in held.items())
+    state["decoder.conv_in.conv.bias"] += 1
+    assert is_of(vae, stock)
+    assert vae.num_parameters() == stock.num_parameters()
+    with pytest.raises(ValueError, match="takes no options"):
+        vae.state_dict(prefix="vae.")
+
+
+@pytest.mark.parametrize("on_jax", [False, True])
+def test_loaded_weights_are_those_that_it_runs(vae, stock, other, on_jax):
+    assert is_of(vae, stock)
+    held = other.state_dict()
+    state = {name: runtime.to_jax(value) if on_jax else value for name, value in held.items()}
+    answer = vae.load_state_dict(state)
+    assert not answer.missing_keys
+    assert not answer.unexpected_keys
+    assert is_of(vae, other)
+
+
+def test_weights_that_do_not_fit_are_named_and_none_is_taken(vae, stock, other):
+    name, whole = "decoder.conv_in.conv.weight", other.state_dict()
+    with pytest.raises(ModelError, match=name):
+        vae.load_state_dict({**whole, name: whole[name][:1]})
+    assert is_of(vae, stock)
+    with pytest.raises(ValueError, match="is strict"):
+        vae.load_state_dict(whole, strict=False)
+
+
+CASTS = {
+    "to": (lambda vae: vae.to(torch.bfloat16), torch.bfloat16),
+    "to, by name": (lambda vae: vae.to(dtype=torch.bfloat16), torch.bfloat16),
+    "to a tensor": (lambda vae: vae.to(torch.ones(1).half()), torch.float16),
+    "bfloat16": (lambda vae: vae.bfloat16(), torch.bfloat16),
+    "half": (lambda vae: vae.half(), torch.float16),
+    "type": (lambda vae: vae.type(torch.bfloat16), torch.bfloat16),
+    "and back": (lambda vae: vae.to(torch.bfloat16).float(), torch.float32),
+    "to a device": (lambda vae: vae.to("cuda"), torch.float32),
+    "to jax": (lambda vae: vae.to("jax"), torch.float32),
+    "cpu": (lambda vae: vae.cpu(), torch.float32),
+}
+
+
+@pytest.mark.parametrize(("cast", "dtype"), CASTS.values(), ids=CASTS)
+def test_a_cast_casts_what_is_stored_taken_and_given(vae, cast, dtype):
+    assert cast(vae) is vae
+    assert vae.dtype == dtype
+    assert {value.dtype for value in vae.state_dict().values()} == {dtype}
+    if dtype != torch.float16:  # one program is compiled
+        assert vae.decode(latents().to(dtype)).sample.dtype == dtype
+
+
+@pytest.mark.parametrize("cast", [lambda vae: vae.double(), lambda vae: vae.to(torch.float64)])
+def test_a_dtype_that_jax_does_not_have_is_refused_and_nothing_is_cast(vae, stock, cast):
+    with pytest.raises(ValueError, match="takes float32, bfloat16 or float16"):
+        cast(vae)
+    assert is_of(vae, stock)
+
+
+REFUSED = {
+    "gradients": (lambda vae: vae.requires_grad_(), "gradients"),
+    "checkpointing": (lambda vae: vae.enable_gradient_checkpointing(), "gradients"),
+    "a mesh": (lambda vae: vae.place_on("dp=8"), "make one with make_mesh"),
+    "a report of layers": (
+        lambda vae: report.report(port(vae, mesh=make_mesh(1, 2)), (1, 16, 1, 2, 4)),
+        "port diffusers' model for it",
+    ),
+}
+
+
+@pytest.mark.parametrize(("ask", "words"), REFUSED.values(), ids=REFUSED)
+def test_what_it_cannot_do_is_refused_in_one_line(vae, ask, words):
+    with pytest.raises(ValueError, match=f"^[^\n]*{words}[^\n]*$"):
+        ask(vae)
+
+
+def test_what_changes_nothing_is_let_through(vae, stock):
+    assert vae.requires_grad_(False) is vae
+    assert vae.eval() is vae
+    assert is_of(vae.train(False), stock)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda vae: pickle.loads(pickle.dumps(vae))])
+def test_a_copy_has_weights_of_its_own(vae, stock, other, copied):
+    made = copied(vae)
+    made.load_state_dict(other.state_dict())
+    assert is_of(made, other)
+    assert is_of(vae, stock)
+
+
+def test_a_copy_keeps_a_mesh_and_a_pickle_leaves_it(stock):
+    vae = port(FlaxVAEForPipelines.from_diffusers(stock), mesh=make_mesh(1, 2))
+    assert copy.deepcopy(vae).mesh is vae.mesh
+    assert copy.copy(vae.flax_vae).mesh is vae.flax_vae.mesh
+    loaded = pickle.loads(pickle.dumps(vae))
+    assert (loaded.mesh, loaded.flax_vae.mesh) == (None, None)
+    assert vae.flax_vae.mesh is not None
+    assert is_of(loaded, stock)

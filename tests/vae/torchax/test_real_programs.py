@@ -4,11 +4,10 @@ import copy
 import gc
 import pickle
 import re
-import subprocess
-import sys
 import threading
 import types
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -38,24 +37,15 @@ def decoded(vae, z):
 
 def in_threads(count, work):
     """Run `work(number)` in threads that start together; the first error is raised here."""
-    errors, together = [], threading.Barrier(count)
+    together = threading.Barrier(count)
 
     def run(number):
-        try:
-            together.wait()
-            with torch.no_grad():
-                work(number)
-        except BaseException as error:
-            errors.append(error)
+        together.wait()
+        with torch.no_grad():
+            work(number)
 
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=300)
-    assert not any(thread.is_alive() for thread in threads), "a thread is stuck"
-    if errors:
-        raise errors[0]
+    with ThreadPoolExecutor(count) as threads:
+        list(threads.map(run, range(count)))
 
 
 @pytest.mark.slow
@@ -92,21 +82,25 @@ def test_threads_over_a_mesh_get_what_one_gets(stock):
     in_threads(4, work)
 
 
-def test_any_thread_streams_what_lies_on_jax_one_video_at_a_time(vae, stock):
+def test_a_thread_that_enabled_nothing_streams_one_video_at_a_time_and_draws_of_the_posterior(vae, stock):
     vae.enable_slicing()
     z, x = latents(1, batch=2), reference.video(5, height=16, width=32, batch=2)
     on_jax = [runtime.to_jax(tensor) for tensor in (z, x)]
+    drawn = stock(x, sample_posterior=True, generator=torch.Generator().manual_seed(3)).sample
 
     def work(_):
         got = torch.cat(list(vae.decode_stream(on_jax[0])), dim=2)
         assert relative_error(got, reference.decoded(stock, z)) < FLOAT32_RELATIVE
         moments = [runtime.to_torch(part.parameters) for part in vae.encode_stream(on_jax[1])]
         assert relative_error(torch.cat(moments, 2), reference.encoded(stock, x)) < FLOAT32_RELATIVE
+        got = vae(on_jax[1], sample_posterior=True, generator=torch.Generator().manual_seed(3)).sample
+        assert relative_error(runtime.to_torch(got), drawn) < FLOAT32_RELATIVE
 
     in_threads(1, work)
 
 
-def test_a_trace_that_fails_leaves_the_model_as_it_was(vae, stock):
+def test_a_later_hook_is_seen_and_a_trace_that_it_fails_leaves_the_model_as_it_was(vae):
+    plain = decoded(vae, latents())
     before = {name: id(weight) for name, weight in vae.named_parameters()}
 
     def fail(module, args, output):
@@ -119,52 +113,22 @@ def test_a_trace_that_fails_leaves_the_model_as_it_was(vae, stock):
     assert {name: id(weight) for name, weight in vae.named_parameters()} == before
     assert all(isinstance(runtime.array_of(weight), jax.Array) for weight in vae.parameters())
     assert not any(isinstance(runtime.array_of(weight), jax.core.Tracer) for weight in vae.parameters())
-    assert relative_error(decoded(vae, latents()), stock.decode(latents()).sample) < FLOAT32_RELATIVE
+    assert torch.equal(decoded(vae, latents()), plain)
 
 
-def test_a_replaced_part_is_run(vae, stock):
+def test_a_replaced_part_is_run_and_the_one_before_is_let_go(vae):
     z = latents()
     decoded(vae, z)
-    other = reference.small_vae(seed=1, **reference.THREE_LEVELS)
+    old, other = weakref.ref(vae.decoder), reference.small_vae(seed=1, **reference.THREE_LEVELS)
     vae.decoder = reference.on_jax(copy.deepcopy(other)).decoder
     assert relative_error(decoded(vae, z), other.decode(z).sample) < FLOAT32_RELATIVE
+    gc.collect()
+    assert old() is None
     inner = reference.small_vae(seed=2, **reference.THREE_LEVELS)
     vae.decoder.mid_block.resnets[0] = reference.on_jax(copy.deepcopy(inner)).decoder.mid_block.resnets[0]
     mixed = copy.deepcopy(other)
     mixed.decoder.mid_block.resnets[0] = inner.decoder.mid_block.resnets[0]
     assert relative_error(decoded(vae, z), mixed.decode(z).sample) < FLOAT32_RELATIVE
-
-
-def test_a_replaced_part_is_let_go(vae):
-    decoded(vae, latents())
-    old = weakref.ref(vae.decoder)
-    vae.decoder = reference.on_jax(reference.small_vae(seed=1, **reference.THREE_LEVELS)).decoder
-    decoded(vae, latents())
-    gc.collect()
-    assert old() is None
-
-
-def test_a_hook_registered_or_removed_later_is_seen(vae):
-    z = latents()
-    plain = decoded(vae, z)
-    hook = vae.decoder.conv_in.register_forward_hook(lambda module, args, out: (out[0] * 2, out[1]))
-    hooked = decoded(vae, z)
-    assert relative_error(hooked, plain) > 1e-3
-    hook.remove()
-    assert torch.equal(decoded(vae, z), plain)
-
-
-def test_a_thread_that_enabled_nothing_draws_of_the_posterior(vae, stock):
-    x = reference.video(5, height=16, width=32)
-    want = stock(x, sample_posterior=True, generator=torch.Generator().manual_seed(3)).sample
-    on_jax, found = runtime.to_jax(x), []
-
-    def work(_):
-        drawn = vae(on_jax, sample_posterior=True, generator=torch.Generator().manual_seed(3))
-        found.append(runtime.to_torch(drawn.sample))
-
-    in_threads(1, work)
-    assert relative_error(found[0], want) < FLOAT32_RELATIVE
 
 
 @pytest.mark.usefixtures("torchax_off")
@@ -344,13 +308,6 @@ def test_what_torch_compile_has_made_of_a_part_is_not_run_with_old_weights(vae, 
     assert relative_error(decoded(copied, z), stock.decode(z).sample) < FLOAT32_RELATIVE
 
 
-def test_a_copy_of_a_model_that_was_compiled_in_place_runs_itself(vae):
-    vae.compile(backend="eager")
-    copied, pickled = copy.deepcopy(vae), pickle.loads(pickle.dumps(vae))
-    assert vae._compiled_call_impl is not None
-    assert copied._compiled_call_impl is pickled._compiled_call_impl is None
-
-
 def test_a_forward_set_on_a_module_is_seen_and_one_that_hides_its_weights_is_refused(vae, stock):
     def louder(self, inputs, conv_cache=None):
         result, cache = type(self).forward(self, inputs, conv_cache)
@@ -427,6 +384,7 @@ def test_what_torch_saves_is_in_pytorch(vae, stock, saved, tmp_path):
     loaded = torch.load(path, weights_only=saved == "its state")
     state = loaded.state_dict() if saved == "the model" else loaded
     assert all(torch.equal(value, state[name]) for name, value in stock.state_dict().items())
+    assert {type(value) for value in state.values()} == {torch.Tensor}
 
 
 def test_a_slice_is_copied_and_saved_as_a_whole_tensor_is(vae, tmp_path):
@@ -441,16 +399,6 @@ def test_a_slice_is_copied_and_saved_as_a_whole_tensor_is(vae, tmp_path):
     copied = copy.deepcopy(part)
     part += 1
     assert torch.equal(runtime.to_torch(copied), want)
-
-
-def test_a_saved_state_loads_where_there_is_no_torchax(vae, tmp_path):
-    torch.save(vae.state_dict(), tmp_path / "saved.pt")
-    code = (
-        "import sys, torch; sys.modules['torchax'] = sys.modules['cogvideox_torchax'] = None; "
-        f"state = torch.load({str(tmp_path / 'saved.pt')!r}, weights_only=True); "
-        "assert all(type(value) is torch.Tensor for value in state.values()) and len(state) > 10"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_a_subclass_is_ported_with_what_it_adds(stock):
@@ -500,3 +448,5 @@ def test_what_torch_compile_makes_of_it_is_neither_traced_nor_traced_for(vae):
     assert torch.equal(decoded(vae, latents()), before)
     assert vars(vae)[PROGRAMS] is programs
     assert [len(kept) for kept in programs._kept.values()] == [1]
+    copied, pickled = copy.deepcopy(vae), pickle.loads(pickle.dumps(vae))
+    assert copied._compiled_call_impl is pickled._compiled_call_impl is None
