@@ -8,7 +8,7 @@ import types
 import pytest
 import torch
 
-from cogvideox_torchax import cli
+from cogvideox_torchax import cli, runtime
 from cogvideox_torchax.backends.native import Torch
 from cogvideox_torchax.vae.tolerances import psnr
 from cogvideox_torchax.verify import compare, report
@@ -32,7 +32,8 @@ def torchax_candidate(small_vae):
 def changed(parameter, change):
     """Change the parameter for a while."""
     before = parameter.data
-    parameter.data = change(before)
+    with runtime.active():
+        parameter.data = change(before)
     yield
     parameter.data = before
 
