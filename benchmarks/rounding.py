@@ -121,11 +121,15 @@ def rounded_as_the_kernel(filters: bool) -> Iterator[None]:
 
         return filtered(frames, kernel, length // 2, multiply)
 
-    forms = SimpleNamespace(summed=summed, same_columns=xla.same_columns, completed=xla.completed)
+    forms = SimpleNamespace(
+        summed=summed,
+        same_width_padding=xla.same_width_padding,
+        add_bias_and_residual=xla.add_bias_and_residual,
+    )
     jax.clear_caches()  # what was traced with another rounding
     with as_on_a_tpu() as patch:
         patch.setenv(SWITCH, f"off:group_norm,spatial_norm,upsample,downsample,{filters}")
-        patch.setattr(moments, "_of_columns", lambda target, x: norm_xla.column_moments(x))
+        patch.setattr(moments, "_shard_column_moments", lambda target, x: norm_xla.column_moments(x))
         patch.setattr(tiles, "SMALLEST", 1)
         patch.setattr(tpu, "xla", forms)
         patch.setattr(tpu, "convolved", tpu._xla_form)

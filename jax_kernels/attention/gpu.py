@@ -14,5 +14,5 @@ def is_supported(q: Array) -> bool:
 
 
 def cudnn(q: Array, k: Array, v: Array, *, scale: float) -> Array:
-    """Compute cuDNN's fused attention, which takes any length."""
+    """Attend by cuDNN's fused kernel, for `q` (N, S, H, D), `k` and `v` (N, K, H, D) of any length."""
     return jax.nn.dot_product_attention(q, k, v, scale=scale, implementation="cudnn")

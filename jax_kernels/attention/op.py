@@ -116,7 +116,8 @@ def attention_on(
 ) -> Array:
     """Compute `attention` for the platform of `target`, over the current mesh if there is one."""
     plain, cudnn = (
-        functools.partial(_mask_keys, form, scale=scale, num_keys=num_keys) for form in (xla.plain, gpu.cudnn)
+        functools.partial(_with_real_keys, form, scale=scale, num_keys=num_keys)
+        for form in (xla.plain, gpu.cudnn)
     )
     by_kernel = functools.partial(tpu.transposed, scale=scale, num_keys=num_keys)
     forms = {"plain": plain, "transposed": with_derivatives_of(plain, by_kernel), "cudnn": cudnn}
@@ -136,17 +137,18 @@ def _fastest(target: Target, q: Array, k: Array) -> Implementation:
     return "cudnn" if target.platform == "cuda" and target.pallas and gpu.is_supported(q) else "plain"
 
 
-def _mask_keys(
+def _with_real_keys(
     form: Callable[..., Array], q: Array, k: Array, v: Array, *, scale: float, num_keys: int
 ) -> Array:
-    """Call `form` with the first `num_keys` keys and values; the rest are padding."""
+    """Attend by `form` to the first `num_keys` keys and values, without those that are padding."""
     return form(q, k[:, :num_keys], v[:, :num_keys], scale=scale)
 
 
 def _over_mesh(attend, mesh: jax.sharding.AbstractMesh, q: Array, k: Array, v: Array) -> Array:
-    """Run `attend` on every device for its own batch, heads and queries, without communication.
+    """Run `attend(q, k, v)` on every device for its share of videos, heads and queries, all keys.
 
-    XLA cannot split a kernel, and would gather its inputs.
+    XLA cannot split a kernel, and would gather its inputs. The first mesh axis splits videos, the others
+    split heads; an axis whose size divides neither splits the queries, which are padded.
     """
     batch_axis, *head_axes = mesh.axis_names
     query_axes: list[str] = []

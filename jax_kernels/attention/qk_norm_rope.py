@@ -21,7 +21,7 @@ from jax_kernels.common.pointwise import standardized
 from jax_kernels.common.tiles import BLOCK_BYTES, DTYPES, LANES
 
 POSITIONS = 512
-"""Most positions of a block; a loop's body computes all of them for some heads."""
+"""Most positions of a block, which a grid step computes."""
 
 VMEM = 64 * 2**20
 """Bytes of VMEM that the kernel may use."""
@@ -38,7 +38,7 @@ def qk_norm_rope(
     scale: float = 1.0,
     eps: float = 1e-6,
 ) -> Float[Array, "N H D S"]:
-    """LayerNorm over a head's channels, rotary positions and a scale, for `attention_transposed`.
+    """Apply a LayerNorm over each head's channels, rotary positions and a scale, for `attention_transposed`.
 
     On a TPU one pass by a Pallas kernel. The result is rounded once.
 
@@ -47,7 +47,7 @@ def qk_norm_rope(
         weight, bias: (D,), of the norm; None for no norm, as values take it. A bias takes a weight.
         cos, sin: (S, D), float32, each angle once for either channel of its pair: channels (a, b) = (2 i,
             2 i + 1) become (a cos - b sin, b cos + a sin). None for no position.
-        heads: H.
+        heads: the number of heads, H.
         scale: of the result. Queries that hold log2(e) / sqrt(D) are for `attention_transposed(scale=ln 2)`.
         eps: added to the variance.
 
@@ -60,7 +60,7 @@ def qk_norm_rope(
     _check(x, weight, bias, cos, sin, heads)
     tables = () if cos is None or sin is None else (cos, _signed(sin))
     norm = () if weight is None else (weight, jnp.zeros_like(weight) if bias is None else bias)
-    return _prepare(x, norm, tables, heads=heads, scale=scale, eps=eps)
+    return _qk_norm_rope(x, norm, tables, heads=heads, scale=scale, eps=eps)
 
 
 def qk_norm_rope_on(
@@ -83,7 +83,7 @@ def qk_norm_rope_on(
     return form(x, norm, tables)
 
 
-_prepare = dispatched(qk_norm_rope_on, "tpu")
+_qk_norm_rope = dispatched(qk_norm_rope_on, "tpu")
 
 
 def is_supported(x: Float[Array, "N S C"], heads: int) -> bool:
@@ -108,7 +108,7 @@ def _check(x: Array, weight: Any, bias: Any, cos: Any, sin: Any, heads: int) -> 
 
 
 def _signed(sin_SD: Array) -> Array:
-    """Return the factor of each channel's partner: -sin at the first of a pair, sin at the second."""
+    """Return the factor of each channel's partner in the rotation: -sin for a pair's first, sin else."""
     return jnp.where(lax.iota(jnp.int32, sin_SD.shape[1]) % 2 == 0, -sin_SD, sin_SD)
 
 
@@ -149,7 +149,7 @@ def _by_kernel(
     norm_spec = pl.BlockSpec((channels, 1), lambda n, i: (0, 0))
     table_spec = pl.BlockSpec((channels, step), lambda n, i: (0, i))
     return pl.pallas_call(
-        functools.partial(_prepare_block, normed=bool(norm), scale=scale, eps=eps),
+        functools.partial(_process_block, normed=bool(norm), scale=scale, eps=eps),
         grid=(videos, pl.cdiv(positions, step)),
         in_specs=[
             pl.BlockSpec((None, step, width), lambda n, i: (n, i, 0)),
@@ -165,40 +165,41 @@ def _by_kernel(
     )(x, *(vector.astype(jnp.float32)[:, None] for vector in norm), *(table.T for table in tables))
 
 
-def _prepare_block(x_ref, *others: Any, normed: bool, scale: float, eps: float) -> None:
-    """Process a block of positions, as many heads at a time as fill whole tiles of lanes.
+def _process_block(x_ref, *others: Any, normed: bool, scale: float, eps: float) -> None:
+    """Norm, rotate and scale a block of positions, as many heads at a time as fill whole tiles of lanes.
 
-    `others` are references: weight and bias if `normed`, then cos and sin if given, then the result.
+    `others` are references: weight and bias if `normed`, then cos and sin if given, then the result. A
+    projection's channels are in its lanes, and the result's in its rows.
     """
     *operands, y_ref = others
     heads, channels, _ = y_ref.shape
     norm, tables = operands[: 2 * normed], operands[2 * normed :]
 
-    def prepare_some(first: Any, some: int) -> None:
-        """Norm, rotate and scale `some` heads, from head `first` on."""
-        lanes = pl.ds(pl.multiple_of(first * channels, LANES), some * channels)
+    def process_heads(first: Any, count: int) -> None:
+        """Norm, rotate and scale `count` heads, from head `first` on."""
+        lanes = pl.ds(pl.multiple_of(first * channels, LANES), count * channels)
         x = x_ref[:, lanes]
-        y = x.astype(jnp.float32).T.reshape(some, channels, -1)
+        y = x.astype(jnp.float32).T.reshape(count, channels, -1)
         if normed:
             y = standardized(y, eps, axis=1)
             y = y * norm[0][...] + norm[1][...]
         if tables:
             y = y * tables[0][...] + _partners(y) * tables[1][...]
-        y_ref[pl.ds(first, some)] = (y * scale).astype(y_ref.dtype)
+        y_ref[pl.ds(first, count)] = (y * scale).astype(y_ref.dtype)
 
     together = math.lcm(channels, LANES) // channels
     whole, left = divmod(heads, together)
 
     @pl.loop(0, whole)
     def _(index: Array) -> None:
-        prepare_some(index * together, together)
+        process_heads(index * together, together)
 
     if left:
-        prepare_some(whole * together, left)
+        process_heads(whole * together, left)
 
 
 def _partners(y_HDS: Array) -> Array:
-    """Return the other channel of each channel's pair."""
+    """Return `y` with the two channels of each pair swapped."""
     y = y_HDS.reshape(-1, y_HDS.shape[-1])
     rows = y.shape[0]
     first = lax.broadcasted_iota(jnp.int32, (rows, 1), 0) % 2 == 0

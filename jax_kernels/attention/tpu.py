@@ -34,25 +34,25 @@ KEYS = 2560, 3072, 3584
 """Choices for the keys of a block, which a loop's body attends to."""
 
 CHUNK, STRIP = 256, 256
-"""Keys and queries of a block whose weights are computed at a time; the first chunk's have the maximum."""
+"""Keys (a chunk) and queries (a strip) whose weights are computed at a time."""
 
 SUBLANES = 8
-"""Rows of a register."""
+"""Rows of a register of float32."""
 
-LEAD = 4
-"""Strips of queries whose scores are ahead of their weights."""
+STRIPS_AHEAD = 4
+"""Strips of queries whose scores are computed before the weights of the current one."""
 
 CHANNELS = 256
-"""Most channels of a head."""
+"""Most supported channels of a head."""
 
-HELD = 0.5
-"""Share of VMEM for the keys and values of a head and of the next head, fetched meanwhile."""
+KEYS_SHARE = 0.5
+"""Share of VMEM that the keys and values of a head, and of the next one, fetched meanwhile, may take."""
 
-LARGEST = 2.0**100
-"""Sums of weights up to this, and down to its inverse, are correct."""
+LARGEST_SUM = 2.0**100
+"""Largest sum of a query's weights that is trusted, its inverse the smallest; else it is computed again."""
 
-FAR = 2.0**125
-"""Amount subtracted from the scores of padding keys."""
+PADDING_PENALTY = 2.0**125
+"""Amount subtracted from the scores of padding keys, which makes their weights zero."""
 
 
 def is_supported(
@@ -63,7 +63,7 @@ def is_supported(
     It supports float32 or bfloat16, heads of at most 256 channels, and as many keys as fit into VMEM (with 64
     channels in bfloat16, 130,000 on a v6e).
     """
-    fits = 4 * k.shape[1] * k.shape[3] * k.dtype.itemsize < HELD * vmem_limit()
+    fits = 4 * k.shape[1] * k.shape[3] * k.dtype.itemsize < KEYS_SHARE * vmem_limit()
     return q.dtype in DTYPES and q.shape[-1] <= CHANNELS and fits
 
 
@@ -75,7 +75,7 @@ def transposed(
     scale: float,
     num_keys: int,
 ) -> Float[Array, "N S H D"]:
-    """Attend by the kernel, with supported arrays.
+    """Compute attention by the kernel, for arrays that it supports: transposed, padded, and back.
 
     Args:
         q, k, v: as `attention` takes them. XLA transposes them, unless it finds them transposed.
@@ -83,7 +83,7 @@ def transposed(
         num_keys: how many keys are real, at least one; the others may hold anything.
     """
     videos, queries, heads, channels = q.shape
-    padding = -channels % _tile(q)
+    padding = -channels % _tile_rows(q)
     q_BDS, k_BDK, v_BDK = (
         jnp.pad(x.transpose(0, 2, 3, 1), [(0, 0), (0, 0), (0, padding), (0, 0)]).reshape(
             videos * heads, channels + padding, x.shape[1]
@@ -104,23 +104,27 @@ def attend(
     scale: float,
     num_keys: int,
 ) -> Float[Array, "B D S"]:
-    """Run the kernel, for channels in whole tiles and a scale other than zero."""
+    """Run the kernel; channels D fill whole tiles, and the scale is not zero. Real keys come first."""
     batch, channels, queries = q.shape
-    query_block, key_block = _block(queries, QUERIES), _block(num_keys, KEYS)
+    query_block, key_block = _block_length(queries, QUERIES), _block_length(num_keys, KEYS)
     query_spec = pl.BlockSpec((None, channels, query_block), lambda b, i: (b, 0, i))
     key_spec = pl.BlockSpec(
         (None, channels, pl.cdiv(num_keys, key_block) * key_block), lambda b, i: (b, 0, 0)
     )
     return pl.pallas_call(
         functools.partial(
-            _attend, queries=queries, num_keys=num_keys, block=key_block, factor=scale * math.log2(math.e)
+            _attend_block,
+            queries=queries,
+            num_keys=num_keys,
+            block=key_block,
+            factor=scale * math.log2(math.e),
         ),
         grid=(batch, pl.cdiv(queries, query_block)),
         in_specs=[query_spec, key_spec, key_spec],
         out_specs=query_spec,
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
         scratch_shapes=[
-            pltpu.VMEM((channels + _tile(q), query_block), q.dtype),
+            pltpu.VMEM((channels + _tile_rows(q), query_block), q.dtype),
             pltpu.VMEM((channels, query_block), jnp.float32),
             pltpu.VMEM((SUBLANES, query_block), jnp.float32),
         ],
@@ -131,44 +135,48 @@ def attend(
     )(q, k, v)
 
 
-def _tile(x: Array) -> int:
-    """Return the rows of one of a TPU's tiles."""
+def _tile_rows(x: Array) -> int:
+    """Return the rows of a TPU's tile for the dtype of `x`: 8 in float32, 16 in bfloat16."""
     return 32 // x.dtype.itemsize
 
 
-def _block(length: int, sizes: tuple[int, ...]) -> int:
-    """Return the positions of a block; the last block may reach beyond the sequence."""
+def _block_length(length: int, sizes: tuple[int, ...]) -> int:
+    """Return the block length, of `sizes` or a shorter one for a short sequence, that pads `length` least.
+
+    The last block may reach beyond the sequence.
+    """
     if length <= min(sizes):
         unit = LANES if length <= LANES else CHUNK
         return -(-length // unit) * unit
     return min(sizes, key=lambda block: (-(-length // block) * block, -block))
 
 
-def _attend(
+def _attend_block(
     q_ref, k_ref, v_ref, y_ref, extended_ref, sums_ref, totals_ref, *, queries, num_keys, block, factor
 ) -> None:
     """Attend from a block of queries to all keys, a block of keys at a time.
 
-    The scores of the next `LEAD` strips of queries are multiplied before the weights of one are computed, so
-    that the matrix unit need not wait for them.
+    The scores of `STRIPS_AHEAD` strips of queries are multiplied before the weights of one are computed: the
+    matrix unit need not wait for them.
 
     Args:
         q_ref, k_ref, v_ref: queries, keys and values of a head; keys and values in whole blocks.
         y_ref: the result.
-        extended_ref: the queries, and below them the rows of `_taken_off`.
-        sums_ref, totals_ref: sums of weighted values, and of weights in as many parts as a register has rows.
+        extended_ref: memory for the queries, and below them the rows of `_subtracted_rows`.
+        sums_ref, totals_ref: memory for the sums of weighted values, and for the sums of weights, as 8
+            partial sums in a register's rows.
         queries, num_keys: number of real queries and keys.
-        block: keys in a loop's body.
-        factor: factor from scores to powers of two.
+        block: keys of a loop's body.
+        factor: factor of the scores, so that a weight is a power of two of its score.
     """
     channels = k_ref.shape[0]
     strips, chunk = _slices(q_ref.shape[1], STRIP), min(CHUNK, block)
     sums_ref[...] = jnp.zeros_like(sums_ref)
     totals_ref[...] = jnp.zeros_like(totals_ref)
-    first = _with_padding_as(k_ref[:, :chunk], 0, num_keys, k_ref[:, :1])
+    first = _replace_padding(k_ref[:, :chunk], 0, num_keys, k_ref[:, :1])
     for strip in strips:
         extended_ref[:channels, strip] = q_ref[:, strip]
-        extended_ref[channels:, strip] = _taken_off(first, q_ref[:, strip], factor)
+        extended_ref[channels:, strip] = _subtracted_rows(first, q_ref[:, strip], factor)
 
     @pl.loop(0, pl.cdiv(num_keys, block))
     def _(index: Array) -> None:
@@ -179,15 +187,15 @@ def _attend(
             """Return a chunk's keys, and two rows of ones and zeros below them.
 
             The first row, of ones, meets the queries' row of minus their maximum; the second, of ones at
-            padding keys alone, meets the queries' row of minus `FAR`.
+            padding keys alone, meets the queries' row of minus `PADDING_PENALTY`.
             """
             at = pl.multiple_of(index * block + start, LANES)
             k = k_ref[:, pl.ds(at, chunk)]
-            row = lax.broadcasted_iota(jnp.int32, (_tile(k), chunk), 0)
+            row = lax.broadcasted_iota(jnp.int32, (_tile_rows(k), chunk), 0)
             ones = row == 0
             if num_keys % block:
                 ones |= (row == 1) & (_positions(at, chunk) >= num_keys)
-                k = _with_padding_as(k, at, num_keys, k_ref[:, :1])
+                k = _replace_padding(k, at, num_keys, k_ref[:, :1])
             return jnp.concatenate([k, ones.astype(k.dtype)])
 
         @functools.cache
@@ -195,18 +203,21 @@ def _attend(
             """Return a chunk's values, with zeros for padding keys."""
             at = pl.multiple_of(index * block + start, LANES)
             v = v_ref[:, pl.ds(at, chunk)]
-            return _with_padding_as(v, at, num_keys, 0) if num_keys % block else v
+            return _replace_padding(v, at, num_keys, 0) if num_keys % block else v
 
         def scores_of(start: int, n: int) -> Array:
-            """Return the scores of a chunk of keys with strip `n` of queries, as powers of two."""
+            """Return the scores of the chunk of keys at `start` with strip `n` of queries, less the maximum.
+
+            A weight is two to the power of its score.
+            """
             scores = _product(keys_of(start), extended_ref[:, strips[n]], over=0)
             return scores if factor == 1.0 else scores * factor  # queries that hold their scale need no pass
 
         sums = [sums_ref[:, strip] for strip in strips]
         totals = [totals_ref[:, strip] for strip in strips]
         units = list(itertools.product(range(0, block, chunk), range(len(strips))))
-        scores = [scores_of(*unit) for unit in units[:LEAD]]
-        for (start, n), later in itertools.zip_longest(units, units[LEAD:]):
+        scores = [scores_of(*unit) for unit in units[:STRIPS_AHEAD]]
+        for (start, n), later in itertools.zip_longest(units, units[STRIPS_AHEAD:]):
             if later:
                 scores.append(scores_of(*later))
             weights, v = jnp.exp2(scores.pop(0)), values_of(start)
@@ -219,7 +230,7 @@ def _attend(
     y_ref[...] = (weighted / total).astype(y_ref.dtype)
     # Queries behind the last one may hold anything.
     is_query = pl.program_id(1) * q_ref.shape[1] + lax.broadcasted_iota(jnp.int32, total.shape, 1) < queries
-    is_correct = (total > 1 / LARGEST) & (total < LARGEST) & (jnp.abs(weighted) < jnp.inf) | ~is_query
+    is_correct = (total > 1 / LARGEST_SUM) & (total < LARGEST_SUM) & (jnp.abs(weighted) < jnp.inf) | ~is_query
 
     @pl.when(jnp.min(is_correct.astype(jnp.float32)) == 0)
     def _() -> None:
@@ -268,7 +279,7 @@ def _attend_again(q_ref, k_ref, v_ref, y_ref, sums_ref, totals_ref, num_keys, fa
     def add_values(queries_at: Any, keys_at: Any, scores: Array) -> None:
         """Add the values of these keys, weighted by the final softmax."""
         weights = jnp.exp2(scores - maximum_ref[:, queries_at]) / total_ref[:, queries_at]
-        v = _with_padding_as(v_ref[:, keys_at], keys_at.start, num_keys, 0)
+        v = _replace_padding(v_ref[:, keys_at], keys_at.start, num_keys, 0)
         sums_ref[:, queries_at] = sums_ref[:, queries_at] + _product(v, weights.astype(v.dtype), over=1)
 
     over_scores(find_maximum)
@@ -276,21 +287,21 @@ def _attend_again(q_ref, k_ref, v_ref, y_ref, sums_ref, totals_ref, num_keys, fa
     y_ref[...] = sums_ref[...].astype(y_ref.dtype)
 
 
-def _taken_off(keys: Array, q: Array, factor: float) -> Array:
-    """Return the rows that are kept below the queries `q`, and multiplied with ones below the keys.
+def _subtracted_rows(keys: Array, q: Array, factor: float) -> Array:
+    """Return rows to put below the queries `q`: products with ones below the keys subtract from the scores.
 
-    Row 0 is minus the maximum of the scores with `keys`, rounded. Row 1 is minus `FAR`, for padding keys. The
-    others are zeros. A negative `factor` turns both signs, and the maximum to the minimum.
+    Row 0 is minus the maximum of the scores with `keys`, rounded. Row 1 is minus `PADDING_PENALTY`, for
+    padding keys. The others are zeros. A negative `factor` turns both signs, and the maximum to the minimum.
     """
     scores = _product(keys, q, over=0)
     largest = scores.max(0, keepdims=True) if factor > 0 else scores.min(0, keepdims=True)
-    row = lax.broadcasted_iota(jnp.int32, (_tile(q), q.shape[1]), 0)
-    rows = jnp.where(row == 0, -largest, jnp.where(row == 1, -math.copysign(FAR, factor), 0.0))
+    row = lax.broadcasted_iota(jnp.int32, (_tile_rows(q), q.shape[1]), 0)
+    rows = jnp.where(row == 0, -largest, jnp.where(row == 1, -math.copysign(PADDING_PENALTY, factor), 0.0))
     return rows.astype(q.dtype)
 
 
 def _slices(length: int, step: int) -> list[slice]:
-    """Return slices of `step` indices that cover `length`; the last one may be shorter."""
+    """Return the slices of `step` indices each that cover `length`; the last one may be shorter."""
     return [slice(at, min(at + step, length)) for at in range(0, length, step)]
 
 
@@ -299,7 +310,7 @@ def _positions(at: Any, count: int) -> Array:
     return at + lax.broadcasted_iota(jnp.int32, (1, count), 1)
 
 
-def _with_padding_as(x: Array, at: Any, num_keys: int, other: Array | int) -> Array:
+def _replace_padding(x: Array, at: Any, num_keys: int, other: Array | int) -> Array:
     """Return `x`, keys or values from position `at` on, with `other` in place of padding."""
     return jnp.where(_positions(at, x.shape[1]) < num_keys, x, other)
 

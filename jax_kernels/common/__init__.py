@@ -1,1 +1,1 @@
-"""Code that the kernels share: columns over a mesh, layouts in memory, tiles."""
+"""Code that the kernels share: dispatch to a platform, columns over a mesh, layouts in memory, tiles."""

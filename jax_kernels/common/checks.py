@@ -1,10 +1,10 @@
-"""Refusals that several kernels share: what would be broadcast in silence."""
+"""Checks that several kernels share, of vectors that would be broadcast without an error."""
 
 from typing import Any
 
 
 def check_channels(kernel: str, channels: int, **vectors: Any) -> None:
-    """Raise `ValueError` for vectors, by name, that are not None and have not one number a channel.
+    """Raise `ValueError` unless each vector, given by name, is None or has one number for each channel.
 
     Raises:
         ValueError: a vector of another shape than (channels,).

@@ -1,12 +1,12 @@
 """Activations whose columns are split over the devices of a mesh, and padded where they do not divide.
 
 Between kernels XLA's partitioner carries the split. A kernel that looks at neighbouring columns, or has a
-part in Pallas, runs by hand on each device's own (`dispatch.map_shards`): what its neighbours' columns add to
-its edges is computed from the columns that they send, so that the rest is the program of one device,
-unchanged.
+part in Pallas, runs on each device's own columns, its shard (`dispatch.map_shards`). Neighbouring devices
+send the columns at their edges. What those add to the shard's own edges is computed separately, so that the
+rest is the program of one device, unchanged.
 
-Padding fills up the last shards of a width that does not divide. It holds zeros: kernels take it so and give
-it so, which costs them nothing where they compute the result anyway. Statistics leave it out.
+A width that the devices do not divide is padded: the last shards have padding columns. They are zero before
+and after every kernel. Statistics leave them out.
 """
 
 import math
@@ -26,7 +26,8 @@ class Split:
     A split over devices goes with `jax.sharding.use_abstract_mesh`, whose axes it names.
 
     Attributes:
-        real, padded: of every `padded` columns, `real` are the frame's and the others are padding.
+        real, padded: of every `padded` columns, `real` are the frame's and the others are padding: a ratio,
+            which holds at every resolution of a model.
         videos: the mesh axis that splits videos, or None.
         columns: the mesh axes that split columns; none outside a mesh.
         in_shard: whether the code runs for one device, on its local columns.
@@ -110,7 +111,7 @@ def exchanged(
 
 
 def add_columns(y: Float[Array, "N T H W C"], columns: Float[Array, "N T H w C"], at: int) -> Array:
-    """Return `y` with `columns` added from column `at` on."""
+    """Return `y` with `columns`, w of them, added to its columns from `at` on."""
     after = y.shape[3] - columns.shape[3] - at
     none, zero = (0, 0, 0), jnp.zeros((), columns.dtype)
     return y + lax.pad(columns, zero, [none, none, none, (at, after, 0), none])
@@ -123,14 +124,15 @@ def add_from_neighbours(
     kernel: Float[Array, "... kw I O"],
     convolve: Callable[[Array, Array, tuple[int, int]], Array],
 ) -> Float[Array, "N T2 H2 W O"]:
-    """Add to the sums of a window over `x` the contribution of a shard's neighbours at its edges.
+    """Add to a shard's convolution `y` of `x` what its neighbours' columns contribute at its edges.
 
     Args:
         split: the sharding of columns.
-        y: the sums with zeros in the neighbours' place, not yet rounded.
-        x: the input of the window.
-        kernel: the window, of an odd number of columns.
-        convolve: convolves columns with a window, with a number of zero columns on the left and on the right.
+        y: float32 sums, computed with zeros in the place of the neighbours.
+        x: the input of the convolution.
+        kernel: its kernel, of an odd number of columns.
+        convolve: the convolution, a function of columns, a kernel, and the number of zero columns on the left
+            and on the right.
     """
     reach = kernel.shape[-3] // 2
     if not reach or not split.has_neighbours:

@@ -1,8 +1,8 @@
 """Choose how an op runs: for which platform, with Pallas kernels or not, over how many devices.
 
-An op's public function checks what it is given and calls its body through `dispatched`. The body is traced
-for each platform that has a form of its own, and the one that the program is lowered for is kept. A `Target`
-tells the body which that is.
+An op's public function checks its arguments and calls its body (`..._on`) through `dispatched`. The body is
+traced once for each platform that has an implementation (form) of its own, and the program keeps the trace of
+the platform that it is lowered for. A `Target` tells the body which platform it is traced for.
 """
 
 import functools
@@ -52,7 +52,7 @@ def dispatched(body: Callable[..., Any], *platforms: str) -> Callable[..., Any]:
 
     Args:
         body: takes arrays, or trees of them, by position and everything else by name.
-        platforms: for which it has a form of its own.
+        platforms: names of the platforms that it has its own implementation for.
     """
 
     def traced(*operands: Any, split: Split, pallas: str, **options: Any) -> Any:
@@ -69,6 +69,7 @@ def dispatched(body: Callable[..., Any], *platforms: str) -> Callable[..., Any]:
     compiled = jax.jit(traced, static_argnames=("split", "pallas", *options))
 
     def call(*operands: Any, split: Split = WHOLE, **options: Any) -> Any:
+        """Call the compiled body; operands are arrays, or trees of arrays."""
         return compiled(*operands, split=split, pallas=pallas_mode(traced.__name__), **options)
 
     return call
@@ -97,12 +98,13 @@ def map_shards(
         return function(target, *activations, *weights, *statistics)
     inside = replace(target, split=replace(split, in_shard=True))
 
-    def shard(*groups: tuple[Any, ...]) -> Any:
+    def call_on_shard(*groups: tuple[Any, ...]) -> Any:
+        """Call `function` with the arrays of the three groups, of which a device has its shards."""
         return function(inside, *(array for group in groups for array in group))
 
     own = PartitionSpec(split.videos, None, None, split.columns)
     return jax.shard_map(
-        shard,
+        call_on_shard,
         mesh=jax.sharding.get_abstract_mesh(),
         in_specs=(own, PartitionSpec(), PartitionSpec(split.videos)),
         out_specs=own,
@@ -111,7 +113,10 @@ def map_shards(
 
 
 def with_derivatives_of(plain: Callable[..., Any], kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `kernel` with the derivatives of `plain`, a function of the same arrays."""
+    """Return `kernel` with the derivatives of `plain`, which computes the same from the same arrays.
+
+    JAX cannot differentiate a Pallas kernel.
+    """
     derived = jax.custom_jvp(kernel)
     derived.defjvp(lambda primals, tangents: (derived(*primals), jax.jvp(plain, primals, tangents)[1]))
     return derived

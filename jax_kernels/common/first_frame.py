@@ -1,9 +1,9 @@
-"""Runs of frames that a TPU computes together: the first of an odd number by itself, the rest in equal runs.
+"""Runs of frames that a TPU computes together: the first of an odd number alone, the rest in equal runs.
 
-A TPU keeps frames in the sublanes of its tiles, and nine fill them badly: a chunk of nine computed so takes
-two and a half times as long as one of eight. Each kernel therefore computes the first frame as an image, and
-the others as frames without it, two, four or eight at a time, and joins them at its end, where XLA sees
-through to the parts. Rows of the image may be cut into bands, which fill the sublanes in place of frames.
+A TPU keeps frames in the sublanes of its tiles. Nine fill them badly: together they take two and a half times
+as long as eight. Each kernel therefore computes the first of an odd number of frames alone, as an image, and
+the others two, four or eight at a time (a run), and joins them at its end. XLA removes a join that the next
+kernel's split undoes. An image may be cut into bands of rows, which fill the sublanes in place of frames.
 """
 
 from collections.abc import Sequence
@@ -17,22 +17,24 @@ from jax_kernels.common.dispatch import Target
 
 
 def splits_first_frame(target: Target, x: jax.Array) -> bool:
-    """Return whether a first frame is computed by itself: bfloat16 frames on a TPU, as estimated."""
+    """Return whether a first frame is computed alone: bfloat16 frames on a TPU, by the estimate."""
     return x.dtype == jnp.bfloat16 and target.on_tpu
 
 
 RUNS = 8, 4, 2
-"""Frames that are computed together, the longest first."""
+"""Numbers of frames that are computed together, in order of preference."""
 
 
 def split_frames(target: Target, *arrays: jax.Array | None, time_axis: int = 1) -> list[tuple[Any, ...]]:
-    """Split the arrays' frames into runs that are computed together, in order.
+    """Split the frames of arrays into runs that are computed together; return each run's arrays, in order.
 
-    A run is all frames, or, if the first frame is split off, the first of an odd number, then equal `RUNS`.
+    On a TPU, in bfloat16, an odd number of frames begins with a run of one; the others have equal `RUNS`.
+    Elsewhere all frames are one run. None stays None.
 
     Args:
         target: the target.
-        arrays: the first array gives the number of frames. If another has fewer, the others stay together.
+        arrays: the first one has the number of frames. If another has fewer, such as latents, frames after
+            the first stay in one run.
         time_axis: axis of the frames.
     """
     x = arrays[0]
@@ -59,7 +61,7 @@ def split_frames(target: Target, *arrays: jax.Array | None, time_axis: int = 1) 
 
 
 def join_frames(parts: Sequence[jax.Array], time_axis: int = 1) -> jax.Array:
-    """Concatenate the results of `split_frames` along time."""
+    """Concatenate the results of the runs of `split_frames` along time."""
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=time_axis)
 
 
@@ -68,21 +70,21 @@ def is_image_for_tpu(target: Target, x: jax.Array) -> bool:
     return x.shape[1] == 1 and splits_first_frame(target, x)
 
 
-def split_bands(x: Float[Array, "N 1 H W C"], beyond: int, bands: int) -> Float[Array, "N B h W C"]:
+def split_bands(x: Float[Array, "N 1 H W C"], overlap: int, bands: int) -> Float[Array, "N B h W C"]:
     """Cut an image's rows into bands, with rows of their neighbours above and below, zeros beyond the image.
 
     Args:
         x: an image.
-        beyond: rows of each neighbour.
+        overlap: rows of each neighbour.
         bands: number of bands, which must divide the rows.
     """
     rows = x.shape[2] // bands
-    padded = jnp.pad(x, [(0, 0), (0, 0), (beyond, beyond), (0, 0), (0, 0)])
-    cut = (padded[:, :, band * rows : (band + 1) * rows + 2 * beyond] for band in range(bands))
+    padded = jnp.pad(x, [(0, 0), (0, 0), (overlap, overlap), (0, 0), (0, 0)])
+    cut = (padded[:, :, band * rows : (band + 1) * rows + 2 * overlap] for band in range(bands))
     return jnp.concatenate(list(cut), axis=1)
 
 
-def join_bands(x: Float[Array, "N B h W C"], beyond: int) -> Float[Array, "N 1 H W C"]:
-    """Join bands to an image, dropping the rows that each shares with its neighbours."""
-    own = slice(beyond, x.shape[2] - beyond)
+def join_bands(x: Float[Array, "N B h W C"], overlap: int) -> Float[Array, "N 1 H W C"]:
+    """Join bands to an image, without the `overlap` rows above and below each that its neighbours have."""
+    own = slice(overlap, x.shape[2] - overlap)
     return jnp.concatenate([x[:, band : band + 1, own] for band in range(x.shape[1])], axis=2)

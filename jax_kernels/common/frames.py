@@ -19,7 +19,10 @@ def conv_frames(
     padding: Sequence[tuple[int, int]],
     stride: int = 1,
 ) -> Float[Array, "N T H2 W2 O"]:
-    """Convolve every frame by itself; the result is the float32 accumulator, not yet rounded."""
+    """Convolve every frame in 2-D; return float32 sums, not yet rounded.
+
+    `padding` is zeros (before, after) the rows and the columns.
+    """
     n, t = x_NTHWC.shape[:2]
     y = lax.conv_general_dilated(
         x_NTHWC.reshape(n * t, *x_NTHWC.shape[2:]),
@@ -34,13 +37,16 @@ def conv_frames(
 
 
 MOST_IN_PATCHES = 2**29
-"""Most bytes of all windows' patches: `conv_patches` writes each pixel once for each tap."""
+"""Most bytes of patches, the pixels under all windows: `conv_patches` writes each pixel once for each tap."""
 
 
 def conv_patches(
     taps: Sequence[Float[Array, "N T H W I"]], kernel: Float[Array, "*taps kh kw I O"], *, stride: int = 1
 ) -> Float[Array, "N T H2 W2 O"]:
-    """Convolve padded frames under each tap of time as `conv_frames`, by one product of the windows."""
+    """Convolve frames by one matrix product of all windows (patches); return float32 sums.
+
+    `taps` has the frames under each tap of time, padded already: one array for a kernel without that axis.
+    """
     window_rows, window_columns, _, outputs = kernel.shape[-4:]
     height, width = (
         (size - window) // stride + 1

@@ -9,9 +9,10 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def jitted(*static_argnames: str) -> Callable[[Function], Function]:
-    """Compile a function once for each value of these arguments; what `jax.jit` returns has no signature."""
+    """Return a decorator: `jax.jit` with these static arguments, which keeps the function's signature."""
 
     def decorate(function: Function) -> Function:
+        """Compile `function`, typed as itself: type checkers see no signature of `jax.jit`'s result."""
         return cast(Function, jax.jit(function, static_argnames=static_argnames))
 
     return decorate

@@ -12,7 +12,7 @@ LARGE_FRAME = 16384
 
 
 def precision_for(dtype: jnp.dtype) -> lax.Precision:
-    """Full precision for float32, the hardware's own for narrower types.
+    """Return the precision of products: full for float32, the hardware's own for narrower dtypes.
 
     By default a TPU multiplies float32 operands in bfloat16 and a recent GPU in TF32; either is a thousand
     times outside the 1e-5 that float32 has to keep here.
@@ -71,16 +71,16 @@ def store_pixels_first(target: Target, x_NTHWC: jax.Array) -> jax.Array:
 
 
 def store_columns_last(target: Target, x_NTHWC: jax.Array) -> jax.Array:
-    """Return `x`, kept in memory as N, C, T, H, W on a TPU.
+    """Return `x`, kept in memory as N, C, T, H, W on a TPU: columns in the lanes of its tiles.
 
-    A few channels in the lanes of its tiles would leave the rest empty. For one device or one shard, as
+    For few channels, which would leave most of 128 lanes empty. On a mesh inside `map_shards` only, as
     `store_pixels_first`.
     """
     return with_layout_constraint(x_NTHWC, Layout((0, 4, 1, 2, 3))) if target.on_tpu else x_NTHWC
 
 
 def zero_of(x: jax.Array) -> jax.Array:
-    """Return a zero that depends on `x`, for operations that have to wait for it; zero for a NaN too.
+    """Return a zero that is computed from `x`; adding it makes an operation wait for `x`. Zero for a NaN too.
 
     XLA does not see that the result is zero. It drops an optimization barrier before it orders operations.
     """

@@ -1,4 +1,8 @@
-"""Limits of the Pallas kernels for TPUs: supported arrays, and the size of a step."""
+"""Limits of the Pallas kernels for TPUs: supported arrays, and the size of a grid step.
+
+A TPU keeps an array's last two axes in tiles: 128 lanes of the last, and as many sublanes (rows) of the one
+before as 32 bytes hold.
+"""
 
 import os
 
@@ -16,16 +20,16 @@ It is read at each call; inside a compiled program, when the call is traced.
 """
 
 BLOCK_BYTES = 4 * 2**20
-"""Bytes of a step's inputs and results, held twice, as the next are fetched meanwhile.
+"""Most bytes of a grid step's inputs and results; two steps' are in VMEM, as the next are fetched meanwhile.
 
 A kernel has 16 MiB on a v5e.
 """
 
 LANES = 128
-"""Channels of a tile."""
+"""Lanes of a tile: the channels that it holds."""
 
 SMALLEST = 4096
-"""Pixels of a frame that are worth a kernel with frames in the sublanes of its tiles."""
+"""Fewest pixels of a frame for which a kernel with frames in the sublanes is faster than XLA."""
 
 MIB = 2**20
 
@@ -35,7 +39,7 @@ DTYPES = jnp.float32, jnp.bfloat16
 
 
 def pallas_mode(op: str | None = None) -> str:
-    """Return the value of `SWITCH`; of an op, if one is named, "on", "off" or "direct"."""
+    """Return the value of `SWITCH`, "on" if it is not set; for a named op "on", "off" or "direct"."""
     mode = os.environ.get(SWITCH, "on")
     if op is None or not mode.startswith("off:"):
         return mode
@@ -43,30 +47,36 @@ def pallas_mode(op: str | None = None) -> str:
 
 
 def fills_tiles(x: Float[Array | jax.ShapeDtypeStruct, "N T H W C"]) -> bool:
-    """Return whether a Pallas kernel supports frames of so many channels of this dtype."""
+    """Return whether the channels of `x` fill whole tiles, in a dtype that a Pallas kernel loads."""
     return x.size > 0 and x.shape[-1] % LANES == 0 and x.dtype in DTYPES
 
 
 def tiled_sublanes(frames: int, dtype: jnp.dtype) -> int:
-    """Return the sublanes that so many frames use in whole tiles."""
+    """Return the sublanes of whole tiles that hold so many frames."""
     tile = 32 // dtype.itemsize
     return -(-frames // tile) * tile
 
 
 def pixel_bytes(like: Float[Array, "N T H W C"], *frames: int) -> int:
-    """Return the bytes of one pixel in arrays of so many frames each, in whole tiles."""
+    """Return the bytes that one pixel takes in arrays like `like`, one for each of `frames`, its frames.
+
+    Frames count in whole tiles.
+    """
     videos, channels = like.shape[0], like.shape[-1]
     return videos * sum(tiled_sublanes(n, like.dtype) for n in frames) * channels * like.dtype.itemsize
 
 
-def words_of_twice(rows: Float[Array, "rows lanes"]) -> Int[Array, "rows lanes"]:
-    """Return 32-bit words that hold each bfloat16 row twice, as a tile packs two rows; inside a kernel."""
+def duplicated_in_words(rows: Float[Array, "rows lanes"]) -> Int[Array, "rows lanes"]:
+    """Return 32-bit words that hold each bfloat16 number twice: every row is repeated. Inside a kernel.
+
+    A tile packs two rows of bfloat16 into the words of one.
+    """
     high = pltpu.bitcast(rows.astype(jnp.float32), jnp.int32)
     return high | lax.shift_right_logical(high, 16)
 
 
 def vmem_limit() -> int:
-    """Return the VMEM that a kernel may use on the target chip, as far as it is known."""
+    """Return the bytes of VMEM that a kernel may use on the chip it is traced for; 127 MiB if not known."""
     try:
         capacity = pltpu.get_tpu_info().vmem_capacity_bytes
     except ValueError:  # traced on another platform

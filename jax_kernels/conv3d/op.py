@@ -35,7 +35,7 @@ def conv3d(
     the padding of `start`. Sums are float32, rounded once.
 
     Args:
-        x: a batch of frames.
+        x: frames.
         kernel: odd in space; `x`'s dtype.
         bias: (O,), or None.
         cache: what the call on the frames before returned, in `x`'s dtype; None at the start.
@@ -95,20 +95,20 @@ def _causal(
     start: Start,
     implementation: Implementation | None,
 ) -> tuple[Array, Array | None]:
-    """Convolve frames after those of `cache`; return the result and the next cache.
+    """Convolve a run of frames on one device after those of `cache`; return the result and the next cache.
 
     A kernel of one tap in time has no cache. A video's first frame alone is convolved as an image.
     """
     if kernel.shape[0] == 1:
-        sums = xla.same(target, x, kernel, xla.image_form(target, x, kernel))
-        return xla.finished(target, sums, bias, residual, like=x), None
+        sums = xla.convolve_same(target, x, kernel, xla.image_form(target, x, kernel))
+        return xla.finish(target, sums, bias, residual, like=x), None
     if cache is None and x.shape[1] == 1 and implementation is None:
         return xla.convolve_image(target, x, residual, kernel, bias, replicate=start == "replicate")
     if cache is None:
         before = x[:, :1] if start == "replicate" else jnp.zeros_like(x[:, :1])
         cache = jnp.repeat(before, kernel.shape[0] - 1, axis=1)
     form = _IMPLEMENTATIONS[implementation or _fastest(target, x, kernel)]
-    return xla.by_xla(target, x, cache, residual, kernel, bias, form=form)
+    return xla.convolve_frames(target, x, cache, residual, kernel, bias, form=form)
 
 
 def _fastest(target: Target, x: Array, kernel: Array) -> Implementation:

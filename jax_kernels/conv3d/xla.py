@@ -28,10 +28,7 @@ Form = Callable[[Array, Array, Padding], Array]
 
 
 FEW = 16
-"""Output channels of all taps together that leave a TPU's matrix unit nearly empty.
-
-As input channels they leave its tiles nearly empty.
-"""
+"""Most channels that count as few: they leave a TPU's matrix unit, or its tiles, nearly empty."""
 
 
 def direct(frames: Array, kernel: Array, columns: Padding) -> Array:
@@ -77,15 +74,15 @@ def suits_patches(x: Array, kernel: Array) -> bool:
     """
     few = x.shape[-1] <= FEW or kernel.shape[-1] < LANES
     small = x.shape[2] * x.shape[3] < LARGE_FRAME
-    return few and small and _seen_bytes(x, kernel.shape[:3]) <= MOST_IN_PATCHES
+    return few and small and _patch_bytes(x, kernel.shape[:3]) <= MOST_IN_PATCHES
 
 
-def _seen_bytes(x: Array, window: tuple[int, ...]) -> int:
-    """Return the bytes of the patches under all windows of this size, which `patches` writes."""
+def _patch_bytes(x: Array, window: tuple[int, ...]) -> int:
+    """Return the bytes of the patches that `patches` writes: all pixels of `x` under windows of this size."""
     return x.size * math.prod(window) * x.dtype.itemsize
 
 
-def by_xla(
+def convolve_frames(
     target: Target,
     x: Array,
     cache: Array,
@@ -95,10 +92,10 @@ def by_xla(
     *,
     form: Form,
 ) -> tuple[Array, Array]:
-    """Convolve frames after those of `cache` by `form`; return the finished result and the next cache."""
+    """Convolve frames after those of `cache` by `form`; return the rounded result and the next cache."""
     past = cache.shape[1]
     frames = jnp.concatenate([cache, x], axis=1)
-    y = finished(target, same(target, frames, kernel, form), bias, residual, like=x)
+    y = finish(target, convolve_same(target, frames, kernel, form), bias, residual, like=x)
     # From x alone where it is long enough, and after the old cache was read: a donated cache whose memory is
     # written while something still reads it is one that XLA copies first.
     latest = x if x.shape[1] >= past else frames
@@ -117,14 +114,14 @@ def convolve_image(
     rounded = taps_sum.astype(x.dtype)
     form = image_form(target, x, kernel)
     if rounded.dtype == taps_sum.dtype:
-        sums = same(target, x, rounded, form)
+        sums = convolve_same(target, x, rounded, form)
     else:
         rounding_error = (taps_sum - rounded.astype(taps_sum.dtype)).astype(x.dtype)
-        both = same(target, x, jnp.concatenate([rounded, rounding_error], axis=-1), form)
+        both = convolve_same(target, x, jnp.concatenate([rounded, rounding_error], axis=-1), form)
         sums = functools.reduce(jnp.add, jnp.split(both, 2, axis=-1))
     past = kernel.shape[0] - 1
     earlier = x if replicate else jnp.zeros_like(x)
-    y = finished(target, sums, bias, residual, like=x)
+    y = finish(target, sums, bias, residual, like=x)
     return y, jnp.concatenate([*[earlier] * (past - 1), x], axis=1)
 
 
@@ -137,48 +134,49 @@ def image_form(target: Target, x: Array, kernel: Array) -> Form:
     if not is_image_for_tpu(target, x):
         return summed
     window = kernel.shape[1:3]
-    return patches if window == (1, 1) or _seen_bytes(x, window) <= MOST_IN_PATCHES else summed
+    return patches if window == (1, 1) or _patch_bytes(x, window) <= MOST_IN_PATCHES else summed
 
 
-def same(target: Target, frames: Array, kernel: Array, form: Form) -> Array:
-    """Return `form`'s sums, zero-padded to the same size in space, with neighbours' columns added."""
-    sums = form(frames, kernel, same_columns(kernel))
+def convolve_same(target: Target, frames: Array, kernel: Array, form: Form) -> Array:
+    """Convolve by `form`, zero-padded to the same size in space; return float32 sums.
+
+    The columns of neighbouring shards are counted in.
+    """
+    sums = form(frames, kernel, same_width_padding(kernel))
     return add_from_neighbours(target.split, sums, frames, kernel, form)
 
 
 def _taps(frames: Array, kernel: Array) -> list[Array]:
-    """Return the frames under each tap of the kernel."""
+    """Return the frames under each of the kernel's taps of time."""
     taps = kernel.shape[0]
     length = frames.shape[1] - taps + 1
     return [frames[:, tap : tap + length] for tap in range(taps)]
 
 
-def same_columns(kernel: Array) -> Padding:
-    """Return the padding of columns that keeps a frame's width."""
+def same_width_padding(kernel: Array) -> Padding:
+    """Return the zero columns (left, right) that keep a frame's width."""
     return kernel.shape[2] // 2, kernel.shape[2] // 2
 
 
 def _padding(kernel: Array, columns: Padding) -> tuple[tuple[int, int], Padding]:
-    """Return the padding of rows for the same size, and these columns on the left and right."""
+    """Return the padding (before, after) of rows, which keeps their number, and of columns, as given."""
     rows = kernel.shape[1] // 2
     return (rows, rows), columns
 
 
-def completed(sums: Array, bias: Array | None, residual: Array | None) -> Array:
-    """Return the sums with bias and residual added, not yet rounded."""
+def add_bias_and_residual(sums: Array, bias: Array | None, residual: Array | None) -> Array:
+    """Return float32 sums with bias and residual, where given, added."""
     if bias is not None:
         sums = sums + bias.astype(jnp.float32)
     return sums if residual is None else sums + residual.astype(jnp.float32)
 
 
-def finished(
-    target: Target, sums: Array, bias: Array | None, residual: Array | None, *, like: Array
-) -> Array:
+def finish(target: Target, sums: Array, bias: Array | None, residual: Array | None, *, like: Array) -> Array:
     """Return the sums with bias and residual, rounded to the dtype of `like`, the convolution's input.
 
     Padding columns are zero. Large frames get the memory layout that a TPU's next operation reads.
     """
-    y = with_clear_padding(completed(sums, bias, residual).astype(like.dtype), target.split)
+    y = with_clear_padding(add_bias_and_residual(sums, bias, residual).astype(like.dtype), target.split)
     if is_image_for_tpu(target, like):
         return kernel_layout(y)
     if not is_large(like):

@@ -62,7 +62,7 @@ def layer_norm(
     bias: Float[Array, " C"] | None,
     eps: float = 1e-5,
 ) -> Float[Array, "*batch C"]:
-    """Layer normalization (Ba et al. 2016) over the last axis.
+    """Apply layer normalization (Ba et al. 2016) over the last axis.
 
     Args:
         x: any float dtype.
@@ -113,7 +113,7 @@ def split_linear(
     parts: int,
 ) -> Float[Array, "parts S O/parts"]:
     """Compute `linear` with its outputs in `parts` separate arrays; cutting them later would copy."""
-    return _split_linear(x, weight, _bias("split_linear", weight, bias), parts=parts)
+    return _split_linear(x, weight, _checked_bias("split_linear", weight, bias), parts=parts)
 
 
 def split_linear_on(target: Target, x: Array, weight: Array, bias: Array, *, parts: int) -> Array:
@@ -130,12 +130,12 @@ def split_linear_on(target: Target, x: Array, weight: Array, bias: Array, *, par
         )
         return (y + bias.astype(jnp.float32).reshape(parts, 1, -1)).astype(x.dtype)
 
-    def own(x: Array, weight: Array, bias: Array) -> Array:
+    def by_kernel(x: Array, weight: Array, bias: Array) -> Array:
         return tpu.product(x[None], weight, bias, parts=parts)
 
     form = plain
     if target.uses_pallas and tpu.supports_product(x[None], weight, parts):
-        form = with_derivatives_of(plain, own)
+        form = with_derivatives_of(plain, by_kernel)
     return form(x, weight, bias)
 
 
@@ -156,7 +156,7 @@ def adaptive_layer_norm(
     Args:
         x: any float dtype.
         weight, bias: the norm's, or None.
-        scale, shift: vectors for each video's tokens before `first`, and for its other tokens.
+        scale, shift: two vectors a video: for the tokens before `first` (text), and for the others (frames).
         first: index of the first token of the second kind; may lie outside the tokens.
         eps: added to the variance.
 
@@ -185,8 +185,8 @@ def adaptive_layer_norm_on(
         y = y * _token_vectors(factor, x, first) + _token_vectors(offset, x, first)
         return lax.optimization_barrier(y.astype(x.dtype))
 
-    own = functools.partial(tpu.adaptive_layer_norm, eps=eps)
-    form = with_derivatives_of(plain, own) if target.uses_pallas and tpu.is_supported(x) else plain
+    by_kernel = functools.partial(tpu.adaptive_layer_norm, eps=eps)
+    form = with_derivatives_of(plain, by_kernel) if target.uses_pallas and tpu.is_supported(x) else plain
     return form(x, factor, offset, first)
 
 
@@ -200,7 +200,10 @@ def gated_residual(
     gate: Float[Array, "N 2 C"],
     first: Int[Array, ""] | int,
 ) -> Float[Array, "N S C"]:
-    """Return `x + gate * y`, in one pass; see `adaptive_layer_norm`."""
+    """Return `x + gate * y` in one pass.
+
+    A video's first gate is for its tokens before `first`, its second for the others.
+    """
     total = x.astype(jnp.float32) + _token_vectors(gate.astype(jnp.float32), x, first) * y.astype(jnp.float32)
     return lax.optimization_barrier(total.astype(x.dtype))
 
@@ -212,7 +215,7 @@ def linear_gelu(
 
     Args, raises: as `linear`.
     """
-    return _linear_gelu(x, weight, _bias("linear_gelu", weight, bias))
+    return _linear_gelu(x, weight, _checked_bias("linear_gelu", weight, bias))
 
 
 def linear_gelu_on(target: Target, x: Array, weight: Array, bias: Array) -> Array:
@@ -222,8 +225,8 @@ def linear_gelu_on(target: Target, x: Array, weight: Array, bias: Array) -> Arra
         """Compute the product, then GELU, as XLA compiles them."""
         return gelu(linear(x, weight, bias))
 
-    own = with_derivatives_of(plain, functools.partial(tpu.product, gelu=True))
-    return (own if target.uses_pallas and tpu.supports_product(x, weight) else plain)(x, weight, bias)
+    by_kernel = with_derivatives_of(plain, functools.partial(tpu.product, gelu=True))
+    return (by_kernel if target.uses_pallas and tpu.supports_product(x, weight) else plain)(x, weight, bias)
 
 
 _linear_gelu = dispatched(linear_gelu_on, "tpu")
@@ -248,7 +251,7 @@ def gated_linear(
         residual, gate, first: as `gated_residual` takes them.
         transposed: whether channels of `x` come before its tokens, as attention gives them.
     """
-    bias = _bias("gated_linear", weight, bias)
+    bias = _checked_bias("gated_linear", weight, bias)
     return _gated_linear(
         x, weight, bias, residual, gate, jnp.asarray(first, jnp.int32), transposed=transposed
     )
@@ -273,27 +276,27 @@ def gated_linear_on(
         x_SC = (x.swapaxes(1, 2) if transposed else x).reshape(-1, weight.shape[1])
         return gated_residual(residual, linear(x_SC, weight, bias).reshape(residual.shape), gate, first)
 
-    def own(x: Array, weight: Array, bias: Array, residual: Array, gate: Array, first: Array) -> Array:
+    def by_kernel(x: Array, weight: Array, bias: Array, residual: Array, gate: Array, first: Array) -> Array:
         gated = residual, gate.astype(jnp.float32), first
         return tpu.product(x, weight, bias, gated, transposed=transposed)
 
     form = plain
     if target.uses_pallas and tpu.supports_product(x, weight):
-        form = with_derivatives_of(plain, own)
+        form = with_derivatives_of(plain, by_kernel)
     return form(x, weight, bias, residual, gate, first)
 
 
 _gated_linear = dispatched(gated_linear_on, "tpu")
 
 
-def _bias(kernel: str, weight: Array, bias: Array | None) -> Array:
-    """Return `bias`, checked, or zeros in its place if it is None."""
+def _checked_bias(kernel: str, weight: Array, bias: Array | None) -> Array:
+    """Return `bias`, or zeros if it is None; raise `ValueError`, for the op `kernel`, for another length."""
     check_channels(kernel, weight.shape[0], bias=bias)
     return jnp.zeros(weight.shape[0], weight.dtype) if bias is None else bias
 
 
 def _token_vectors(vectors_N2C: Array, x_NSC: Array, first: Array | int) -> Array:
-    """Return each token's vector: the first for tokens before `first`, the second for the others."""
+    """Return (N, S, C): a video's first vector for each token before `first`, its second for the others."""
     second = jnp.arange(x_NSC.shape[1]) >= first
     return jnp.where(second[:, None], vectors_N2C[:, 1:], vectors_N2C[:, :1])
 
@@ -320,7 +323,7 @@ def _gelu_inner(x: jax.Array) -> jax.Array:
 
 @_gelu.defjvp
 def _gelu_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Differentiate GELU by hand: the quotient's derivative is inf / inf where the exponential overflows."""
+    """Return `_gelu` and its derivative: the quotient's own is inf / inf where the exponential overflows."""
     (x,), (tangent,) = primals, tangents
     share = jax.nn.sigmoid(2 * _gelu_inner(x))
     slope = 2 * math.sqrt(2 / math.pi) * (1 + 3 * 0.044715 * x**2)

@@ -25,7 +25,7 @@ def layer_norm(x, weight, bias, eps=1e-5):
 
 
 def adaptive_layer_norm(x, weight, bias, scale, shift, first, eps=1e-5):
-    """Compute the norm in float32, then apply each token's own vectors."""
+    """Compute the norm in float32, then apply scale and shift of each token's kind."""
     kind = (jnp.arange(x.shape[1]) >= first).astype(int)
     y = layer_norm(x.astype(jnp.float32), weight, bias, eps)
     return (y * (1 + scale.astype(jnp.float32)[:, kind]) + shift[:, kind]).astype(x.dtype)

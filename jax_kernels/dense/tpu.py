@@ -30,21 +30,21 @@ UNROLLED = 4
 VMEM = 64 * 2**20
 """Bytes of VMEM that the kernel may use."""
 
-HEIGHTS, UNIT = (512, 384), 256
-"""Tokens of a product's block, of which the fullest is chosen, and outputs of a unit.
+TOKEN_BLOCKS = 512, 384
+"""Choices for the tokens of a product's block: the one with the least padding is taken."""
 
-A unit's epilogue is computed while the next unit is multiplied.
-"""
+UNIT_OUTPUTS = 256
+"""Outputs of a unit, whose epilogue (bias, GELU, gated sum) is computed while the next unit is multiplied."""
 
-WIDEST = 1024
-"""Outputs of a block, at most."""
+MOST_OUTPUTS = 1024
+"""Most outputs of a block."""
 
-BODY = 2**23
-"""Inputs times outputs in a loop's body, at most: more compile for minutes."""
+MOST_PRODUCTS = 2**23
+"""Most inputs times outputs of a loop's body: more compile for minutes."""
 
 
 def is_supported(x: Float[Array, "N S C"]) -> bool:
-    """Return whether the kernel takes such tokens: float32 or bfloat16, channels in whole tiles."""
+    """Return whether `adaptive_layer_norm` supports `x`: float32 or bfloat16, channels in whole tiles."""
     return x.size > 0 and x.dtype in tiles.DTYPES and x.shape[-1] % tiles.LANES == 0
 
 
@@ -70,7 +70,7 @@ def adaptive_layer_norm(
     token_spec = pl.BlockSpec((None, block, width), lambda n, i, _: (n, i, 0))
     vector_spec = pl.BlockSpec((None, 2, width), lambda n, i, _: (n, 0, 0))
     return pl.pallas_call(
-        functools.partial(_modulated_norm, eps=eps),
+        functools.partial(_norm_block, eps=eps),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(videos, pl.cdiv(tokens, block)),
@@ -85,7 +85,7 @@ def adaptive_layer_norm(
     )(first.reshape(1), x, factor, offset)
 
 
-def _modulated_norm(first_ref, x_ref, factor_ref, offset_ref, y_ref, *, eps: float) -> None:
+def _norm_block(first_ref, x_ref, factor_ref, offset_ref, y_ref, *, eps: float) -> None:
     """Norm and modulate a block of tokens, `ROWS` at a time.
 
     A token's factor and offset are the first vectors if it lies before token `first_ref[0]`, else the second.
@@ -105,10 +105,10 @@ def _modulated_norm(first_ref, x_ref, factor_ref, offset_ref, y_ref, *, eps: flo
 
 
 def supports_product(x: Float[Array, "N first second"], weight: Float[Array, "O I"], parts: int = 1) -> bool:
-    """Return whether `product` takes them: bfloat16, inputs and each part's outputs in whole tiles."""
+    """Return whether `product` supports these: bfloat16, inputs and each part's outputs in whole tiles."""
     outputs, inputs = weight.shape
     whole = outputs % (parts * tiles.LANES) == 0 and inputs % tiles.LANES == 0
-    fits = 4 * inputs * (max(HEIGHTS) + UNIT) < tiles.vmem_limit() // 2
+    fits = 4 * inputs * (max(TOKEN_BLOCKS) + UNIT_OUTPUTS) < tiles.vmem_limit() // 2
     return x.size > 0 and x.dtype == weight.dtype == jnp.bfloat16 and whole and fits
 
 
@@ -127,22 +127,22 @@ def product(
     Args:
         x: tokens.
         weight, bias: the product's.
-        gated: the residual, (N, S, O), the gate, (N, 2, O) float32, for the tokens before `first` and for the
-            others, and `first`. Empty for no sum.
+        gated: empty, or three arrays for `residual + gate * product`: the residual (N, S, O); the gate
+            (N, 2, O), float32, for the tokens before `first` and for the others; `first`, a token's index.
         gelu: whether GELU follows.
-        transposed: whether channels of `x` come before its tokens.
-        parts: of the outputs, without `gated`.
+        transposed: whether `x` is (N, I, S); else it is (N, S, I).
+        parts: number of separate arrays that the outputs are written to; 1 with `gated`.
 
     Returns:
         (N * parts, S, O / parts), all parts of a video together.
     """
     videos, outputs = x.shape[0], weight.shape[0] // parts
     tokens, inputs = x.shape[1:][:: -1 if transposed else 1]
-    rows = min(HEIGHTS, key=lambda rows: (pl.cdiv(tokens, rows) * rows, -rows))
-    # The last unit of one part may be half outside, where nothing is written; several parts have none such.
-    unit = UNIT if parts == 1 or outputs % UNIT == 0 else outputs
-    columns = unit * _most(
-        pl.cdiv(outputs, unit), min(WIDEST, tiles.vmem_limit() // 2 // (4 * inputs)) // unit
+    rows = min(TOKEN_BLOCKS, key=lambda rows: (pl.cdiv(tokens, rows) * rows, -rows))
+    # A single part's last unit may reach beyond the outputs, where nothing is written. With several none may.
+    unit = UNIT_OUTPUTS if parts == 1 or outputs % UNIT_OUTPUTS == 0 else outputs
+    columns = unit * _largest_divisor(
+        pl.cdiv(outputs, unit), min(MOST_OUTPUTS, tiles.vmem_limit() // 2 // (4 * inputs)) // unit
     )
     blocks = pl.cdiv(outputs, columns)
     x_spec = pl.BlockSpec(
@@ -158,9 +158,9 @@ def product(
     *added, first = gated or (jnp.int32(0),)
     return pl.pallas_call(
         functools.partial(
-            _product,
+            _product_block,
             width=unit,
-            body=_most(columns // unit, BODY // inputs // unit),
+            body=_largest_divisor(columns // unit, MOST_PRODUCTS // inputs // unit),
             gelu=gelu,
             transposed=transposed,
         ),
@@ -178,18 +178,24 @@ def product(
     )(first.reshape(1), x, weight, bias.astype(jnp.float32)[None], *added)
 
 
-def _most(count: int, most: int) -> int:
-    """Return the largest divisor of a count that is at most `most`, or one."""
-    return max(n for n in range(1, max(most, 1) + 1) if count % n == 0)
+def _largest_divisor(count: int, limit: int) -> int:
+    """Return the largest divisor of `count` up to `limit`, at least 1."""
+    return max(n for n in range(1, max(limit, 1) + 1) if count % n == 0)
 
 
-def _product(
+def _product_block(
     first_ref, x_ref, weight_ref, bias_ref, *refs, width: int, body: int, gelu: bool, transposed: bool
 ) -> None:
-    """Compute a block, as many outputs at a time as a unit has: `width`.
+    """Compute a block of tokens and outputs, a unit of outputs at a time.
 
-    Each of the `body` units of a loop's body is multiplied before the epilogue of the unit before it. `refs`
-    are residual and gate, for a gated sum, and the result.
+    Each unit of a loop's body is multiplied before the epilogue of the unit before it, so that they overlap.
+
+    Args:
+        first_ref, x_ref, weight_ref, bias_ref: references to the arguments of `product`.
+        refs: references to residual and gate, for a gated sum, and to the result.
+        width: outputs of a unit.
+        body: units of a loop's body.
+        gelu, transposed: as `product` takes them.
     """
     *gated, y_ref = refs
 

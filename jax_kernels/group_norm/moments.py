@@ -13,7 +13,7 @@ from jax_kernels.group_norm.welford import Moments
 
 
 def moments(target: Target, x: Float[Array, "N *rest"], *, num_groups: int, channel_axis: int = 1) -> Moments:
-    """Return the moments of each video's groups, in float32, from a single pass over `x`.
+    """Return count, mean and M2 of each video's groups of channels, in float32, by one pass over `x`.
 
     Columns of pixels are reduced to their (count, mean, M2), a block of rows at a time: a sum of squares over
     all rows would lose the digits of a column whose first pixel lies far from the rest. All are merged by
@@ -31,13 +31,15 @@ def moments(target: Target, x: Float[Array, "N *rest"], *, num_groups: int, chan
 def column_moments(
     target: Target, x: Float[Array, "N T H W C"]
 ) -> tuple[Float[Array, "N T W C"], Float[Array, "N T W C"]]:
-    """Return the mean of each column of pixels and its M2, in float32."""
-    parts = [_squeezed(map_shards(target, _of_columns, part), axis=2) for part in split_frames(target, x)]
+    """Return mean and M2 (sum of squared deviations) of each column of pixels, along H, in float32."""
+    parts = [
+        _squeezed(map_shards(target, _shard_column_moments, part), axis=2) for part in split_frames(target, x)
+    ]
     return join_frames([mean for mean, _ in parts]), join_frames([m2 for _, m2 in parts])
 
 
 def _squeezed(parts: tuple[Array, Array], axis: int) -> tuple[Array, Array]:
-    """Return mean and M2 without the axis of rows, which is one long."""
+    """Return mean and M2 without the axis of rows, `axis`, which has length one."""
     mean, m2 = parts
     return jnp.squeeze(mean, axis), jnp.squeeze(m2, axis)
 
@@ -50,14 +52,17 @@ def moments_of_columns(
     *,
     num_groups: int,
 ) -> Moments:
-    """Merge the moments of columns of `length` pixels, channels last, to each video's groups."""
+    """Merge mean and M2 of columns, of `length` pixels each, to the moments of each video's groups, (N, G).
+
+    Channels are the last axis.
+    """
     columns = Moments(length, *(_split_groups(part, num_groups) for part in (mean, m2)))
     axes = (*range(1, columns.mean.ndim - 2), columns.mean.ndim - 1)
     return _merge_columns(target.split, columns, axes, column_axis=columns.mean.ndim - 3)
 
 
-def _of_columns(target: Target, x_NTHWC: Array) -> tuple[Array, Array]:
-    """Return the mean and M2 of a device's own columns, by a Pallas kernel if it supports them."""
+def _shard_column_moments(target: Target, x_NTHWC: Array) -> tuple[Array, Array]:
+    """Return mean and M2 of a shard's columns, (N, T, 1, W, C), by a Pallas kernel if it supports them."""
     if target.uses_pallas and is_large(x_NTHWC) and tpu.is_supported(x_NTHWC):
         return tpu.column_moments(x_NTHWC)
     if target.uses_pallas and is_image_for_tpu(target, x_NTHWC) and tpu.supports_image(x_NTHWC):
@@ -66,10 +71,14 @@ def _of_columns(target: Target, x_NTHWC: Array) -> tuple[Array, Array]:
 
 
 def _merge_columns(split: Split, parts: Moments, axes: tuple[int, ...], column_axis: int) -> Moments:
-    """Merge equal parts along several axes as `merge_equal` does along one, without padding columns."""
+    """Merge the moments of equal counts along `axes`, of which `column_axis` may hold padding, left out.
+
+    As `merge_equal` along one axis, by differences from one of the means.
+    """
     columns = parts.mean.shape[column_axis]
 
     def without_padding(values: Array) -> Array:
+        """Return values with zeros in padding columns, if columns are merged."""
         return with_clear_padding(values, split, column_axis) if column_axis in axes else values
 
     size = 1

@@ -15,19 +15,19 @@ from jaxtyping import Array, Float
 from jax_kernels.common.dispatch import with_derivatives_of
 from jax_kernels.common.tiles import BLOCK_BYTES, fills_tiles, pixel_bytes, tiled_sublanes
 from jax_kernels.group_norm import xla
-from jax_kernels.group_norm.welford import typical
+from jax_kernels.group_norm.welford import median_of_three
 
 COLUMNS = 16
-"""Columns of a step."""
+"""Columns of a grid step."""
 
 TOGETHER = 4
-"""Columns that a step of a kernel's loop takes: as many as registers hold what is kept of them."""
+"""Columns that a loop reduces together: as many as have their sums in registers."""
 
 SUBLANES = 8
 """Rows of a register of float32: frames of a column, or columns of an image."""
 
 UNROLLED = 5
-"""Rows of a step of a kernel's loop."""
+"""Rows of a loop's body."""
 
 
 def is_supported(x: Float[Array, "N T H W C"]) -> bool:
@@ -39,18 +39,18 @@ def is_supported(x: Float[Array, "N T H W C"]) -> bool:
 
 
 def _pixel_bytes(x: Array) -> int:
-    """Return a step's bytes for one pixel and its result."""
+    """Return the bytes of VMEM that one pixel takes in a grid step, all videos and frames."""
     return pixel_bytes(x, *[x.shape[1]] * 2)
 
 
 def _column_bytes(x: Array) -> int:
-    """Return a step's further bytes for one column: mean, M2 and an origin, in float32."""
+    """Return the bytes of VMEM that a column takes besides its pixels: mean, M2 and an origin, in float32."""
     videos, length, _, _, channels = x.shape
     return 3 * videos * tiled_sublanes(length, jnp.dtype(jnp.float32)) * channels * 4
 
 
-def _block(x: Array) -> tuple[int, int]:
-    """Return the rows and columns of a step; rows divide the height, columns may leave a remainder."""
+def _block_shape(x: Array) -> tuple[int, int]:
+    """Return the (rows, columns) of a grid step; rows divide the height, columns may leave a remainder."""
     height, width = x.shape[2:4]
     columns = min(COLUMNS, width)
     fit = min((BLOCK_BYTES // columns - _column_bytes(x)) // _pixel_bytes(x), height)
@@ -69,7 +69,7 @@ def _column_moments(
         x: activations that the kernel supports.
     """
     videos, length, height, width, channels = x.shape
-    rows, columns = _block(x)
+    rows, columns = _block_shape(x)
     column_shape = (columns, length, channels)
     results = pl.pallas_call(
         _moments,
@@ -78,7 +78,7 @@ def _column_moments(
             pl.BlockSpec((None, rows, *column_shape), lambda video, column, row: (video, row, column, 0, 0))
         ],
         out_specs=[pl.BlockSpec((None, *column_shape), lambda video, column, row: (video, column, 0, 0))] * 2,
-        # Said to be in HBM: XLA else brings small ones into VMEM and back.
+        # In HBM: XLA would bring small results into VMEM and back.
         out_shape=[pltpu.HBM((videos, width, length, channels), jnp.float32)] * 2,
         scratch_shapes=[pltpu.VMEM(column_shape, jnp.float32)],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
@@ -111,7 +111,7 @@ def _rows_of_image(x: Float[Array, "N 1 H W C"]) -> int:
 def _image_moments(
     x: Float[Array, "N 1 H W C"],
 ) -> tuple[Float[Array, "N 1 1 W C"], Float[Array, "N 1 1 W C"]]:
-    """Return `column_moments` of an image, whose columns, not frames, lie in the sublanes of a tile.
+    """Return `column_moments` of an image, with its columns, not frames, in the sublanes of a tile.
 
     Args:
         x: an image that the kernel supports.
@@ -146,7 +146,7 @@ def _moments(x_ref, mean_ref, m2_ref, origin_ref, *, together: int = TOGETHER) -
     def _():
         """Before the first rows: choose origins, and clear the moments."""
         picked = (x_ref[row].astype(jnp.float32) for row in (0, rows // 2, rows - 1))
-        origin_ref[...] = typical(*picked)
+        origin_ref[...] = median_of_three(*picked)
         mean_ref[...] = jnp.zeros_like(mean_ref)
         m2_ref[...] = jnp.zeros_like(m2_ref)
 
@@ -156,12 +156,14 @@ def _moments(x_ref, mean_ref, m2_ref, origin_ref, *, together: int = TOGETHER) -
         origin = origin_ref[columns]
 
         def add_row(row: Array, total: Array, columns=columns, origin=origin) -> Array:
+            """Add a row's differences from the origin to their total."""
             return total + (x_ref[row, columns].astype(jnp.float32) - origin)
 
         mean = lax.fori_loop(0, rows, add_row, jnp.zeros_like(origin), unroll=UNROLLED) / rows
         centre = origin + mean
 
         def add_square(row: Array, squares: Array, columns=columns, centre=centre) -> Array:
+            """Add the squares of a row's deviations from the mean."""
             deviation = x_ref[row, columns].astype(jnp.float32) - centre
             return squares + deviation * deviation
 

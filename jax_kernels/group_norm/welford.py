@@ -30,7 +30,7 @@ def merge(a: Moments, b: Moments) -> Moments:
     )
 
 
-def typical(first: Array, middle: Array, last: Array) -> Array:
+def median_of_three(first: Array, middle: Array, last: Array) -> Array:
     """Return the element-wise median of three values.
 
     It is close to most of the values it is taken from, so sums of their differences from it are small.

@@ -7,7 +7,7 @@ from jaxtyping import Array
 from jax_kernels.common.columns import with_clear_padding
 from jax_kernels.common.dispatch import Target
 from jax_kernels.common.pointwise import Activation, activate
-from jax_kernels.group_norm.welford import Moments, merge, merge_equal, typical
+from jax_kernels.group_norm.welford import Moments, median_of_three, merge, merge_equal
 
 ROWS = 64
 """Most rows of a column that are summed together.
@@ -18,7 +18,7 @@ block are a small part of its pixels.
 
 
 def column_moments(x: Array) -> tuple[Array, Array]:
-    """Return the mean of each column of pixels and its M2, in float32.
+    """Return mean and M2 (sum of squared deviations) of each column of pixels, in float32.
 
     Args:
         x: any rank of three or more, channels last.
@@ -39,10 +39,13 @@ def column_moments(x: Array) -> tuple[Array, Array]:
 
 
 def _typical_row(x: Array, axis: int) -> Array:
-    """Return for each column a value close to most of its pixels; it affects the last digits only."""
+    """Return for each column a value close to most of its pixels, for sums of differences from it.
+
+    It changes only the rounding of results.
+    """
     height = x.shape[axis]
     picked = (lax.slice_in_dim(x, row, row + 1, axis=axis) for row in (0, height // 2, height - 1))
-    return lax.stop_gradient(typical(*picked).astype(jnp.float32))
+    return lax.stop_gradient(median_of_three(*picked).astype(jnp.float32))
 
 
 def _block_moments(x: Array, origin: Array, axis: int, rows: int) -> Moments:
@@ -72,7 +75,7 @@ def scaled(
     activation: Activation | None,
     channel_axis: int = -1,
 ) -> Array:
-    """Return `activation((x - mean) * scale + shift)`."""
+    """Return `activation((x - mean) * scale + shift)`: GroupNorm's second pass, padding columns zero."""
     channel_axis = channel_axis % x.ndim
 
     def along_channels(part_NC: Array) -> Array:

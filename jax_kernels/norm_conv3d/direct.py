@@ -1,16 +1,16 @@
 """A step by direct convolution: the products of all taps.
 
-A row of a matrix product is a frame of a pixel.
+`step` defines the terms. A row of a matrix product is a frame of a pixel.
 
-- Modulated rows are kept as words of two frames. Beside them lie copies, shifted by a frame (half a word) and
-  by two (a word): what is under the taps of time.
-- The taps of rows and of time are contracted by a product. Those of columns are added where results are:
-  sums of a pixel of eight frames fill registers there, so that a shift by a column costs nothing. Two
-  columns' taps of 128 output channels fill a matrix unit that is 256 wide.
-- A video's first frame by itself is two equal ones to the products: so its words are of equal halves, and
-  every second sum is a result.
+- Modulated rows are kept as words of two frames, with two copies, shifted by one frame (half a word) and by
+  two (a word): the frames under the three taps of time.
+- A product contracts the taps of rows and of time. The taps of columns are added in the memory of the sums,
+  where eight frames of a pixel fill registers, so that a shift by a column costs nothing. Two columns' taps
+  of 128 output channels fill a matrix unit that is 256 wide.
+- A video's first frame alone is multiplied as two equal frames: its words hold it twice, and every second sum
+  is a result.
 
-What a step stores lies some columns behind what it loads.
+A step stores some columns left of those it loads.
 """
 
 import itertools
@@ -23,9 +23,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
-from jax_kernels.common.tiles import words_of_twice
+from jax_kernels.common.tiles import duplicated_in_words
 from jax_kernels.norm_conv3d.sizes import ROWS, TAPS, UNITS, ConvSizes, Product
-from jax_kernels.norm_conv3d.step import ConvStep, clear, lanes_of, matrices
+from jax_kernels.norm_conv3d.step import ConvStep, fill_zeros, lanes_of, matrices
 
 UNROLLED = 9
 """Most products in a loop's body.
@@ -38,11 +38,11 @@ with 6, 4.00 and 2.2.
 def weights(kernel: Float[Array, "3 3 3 I O"], product: Product, turns: int) -> Array:
     """Return the matrices of a product, one for each turn: zeros where no tap connects input and result.
 
-    A turn (`ConvSizes.turns`) computes the results of a share of the output channels.
+    A turn computes the results of a share of the output channels.
     """
 
     def tap(outputs: Array, row: int, time: int, result: int, column: int) -> Array:
-        """Return the weights from input (row, time) to result (row, column) of these output channels."""
+        """Return the weights from input (row, time) to result (result, column) of these output channels."""
         inside = 0 <= row - result < TAPS
         return outputs[time, row - result, column] if inside else jnp.zeros_like(outputs[0, 0, 0])
 
@@ -53,7 +53,7 @@ class DirectStep(ConvStep):
     """A step that multiplies by every tap."""
 
     def __init__(self, sizes: ConvSizes, weights: tuple[Any, ...], refs: dict[str, Any]):
-        """Choose the ring's slots of this step and of the one before it, and the memory to clear."""
+        """Choose the slots of "ring", which holds two blocks in turn, and the memory of the zero padding."""
         super().__init__(sizes, weights, refs)
         self.products = sizes.products
         self.old, self.new = lax.rem(self.step + 1, 2), lax.rem(self.step, 2)
@@ -70,31 +70,31 @@ class DirectStep(ConvStep):
         most = min(UNROLLED // len(self.products), chunks)
         together = next(n for n in range(most, 0, -1) if chunks % n == 0)
 
-        def several(index: Array, carry: None) -> None:
-            """Multiply some chunks; finish the results of the chunk before each."""
+        def multiply_chunks(index: Array, carry: None) -> None:
+            """Multiply `together` chunks, unrolled; finish the results of the chunk before each."""
             for offset in range(together):
                 column = (index * together + offset) * chunk
                 self._multiply(column)
                 self._move(column, chunk)
                 self._finish(column - chunk)
 
-        lax.fori_loop(0, chunks // together, several, None)
+        lax.fori_loop(0, chunks // together, multiply_chunks, None)
         self._end_right()
         self._finish(sizes.width - chunk)
         self._modulate_chunk(sizes.width - chunk)
 
     def _begin_left(self) -> None:
-        """Set the sums left of the first column: a neighbour's contribution, or zeros."""
+        """Start the sums of the first column: with the edges' left column, or zeros without edges."""
         frames, refs = self.sizes.frames, self.refs
         first = pl.ds(self.sizes.chunk * frames, frames)
         if "edges" not in refs:
-            clear([refs["sums"].at[:, :, first]])
+            fill_zeros([refs["sums"].at[:, :, first]])
             return
         for row, part in itertools.product(range(ROWS), range(self.result_parts)):
             refs["sums"][row, part, first] = refs["edges"][0, row, :frames, lanes_of(part)]
 
     def _end_right(self) -> None:
-        """Add a neighbour's contribution to the last column."""
+        """Add the edges' right column, if there are edges, to the sums of the strip's last column."""
         frames, refs = self.sizes.frames, self.refs
         if "edges" not in refs:
             return
@@ -104,25 +104,30 @@ class DirectStep(ConvStep):
             sums[last] = sums[last] + refs["edges"][0, row, frames : 2 * frames, lanes_of(part)]
 
     def _multiply(self, column: Any) -> None:
-        """Compute a chunk's products while the chunk before it is modulated."""
+        """Compute the products of the chunk from `column` on, and modulate the chunk before it.
+
+        With a single turn the compiler overlaps the two.
+        """
         before, turns = column - self.sizes.chunk, self.sizes.turns
         if turns == 1:
-            self._take_turn(0, column, modulated=before)
+            self._multiply_turn(0, column, modulated=before)
         else:
             self._modulate_chunk(before)
-            lax.fori_loop(0, turns, lambda turn, _: self._take_turn(turn, column), None)
+            lax.fori_loop(0, turns, lambda turn, _: self._multiply_turn(turn, column), None)
 
-    def _take_turn(self, turn: Any, column: Any, modulated: Any = None) -> None:
-        """Compute the products for a turn's share of a chunk's results; modulate a chunk meanwhile.
+    def _multiply_turn(self, turn: Any, column: Any, modulated: Any = None) -> None:
+        """Compute the products of a chunk for a share of its output channels; modulate a chunk meanwhile.
 
-        `turn` is the index of the share, `column` the first column of the chunk that is multiplied,
-        `modulated` the first of the chunk that is modulated, or None.
+        Args:
+            turn: index of the share.
+            column: first column of the chunk that is multiplied.
+            modulated: first column of the chunk that is modulated; None for none.
         """
         sizes, refs = self.sizes, self.refs
         parts = self.result_parts // sizes.turns
         for index, (product, weights) in enumerate(zip(self.products, self.weights, strict=True)):
             inputs = [
-                self._input(row, time, part, column)
+                self._input_rows(row, time, part, column)
                 for row, time in product.inputs
                 for part in range(sizes.parts)
             ]
@@ -138,8 +143,11 @@ class DirectStep(ConvStep):
                 unit = index * UNITS // len(self.products)
                 self._modulate(modulated + unit * sizes.unit, unit, after=sums)
 
-    def _input(self, row: int, time: int, part: int, column: Any) -> Array:
-        """Return a chunk of one of the four input rows as the tap `time` sees it: bfloat16, a row a frame."""
+    def _input_rows(self, row: int, time: int, part: int, column: Any) -> Array:
+        """Return a chunk of one of the four input rows as the tap `time` sees it: a row for each frame.
+
+        Row 0 is above the block of results, 1 and 2 are the block, and 3 is below it, still in the stage.
+        """
         sizes = self.sizes
         if row == ROWS + 1:
             at = self._rows(column, sizes.chunk, sizes.words, before=sizes.chunk)
@@ -151,17 +159,17 @@ class DirectStep(ConvStep):
         return pltpu.bitcast(words, jnp.bfloat16)
 
     def _move(self, column: Any, count: int) -> None:
-        """Move the rows of the block before this step's from the stage into the ring."""
+        """Move `count` columns of the block before this step's from the stage into the ring."""
         sizes = self.sizes
         to = self._rows(column, count, sizes.words)
         at = self._rows(column, count, sizes.words, before=sizes.chunk)
         self.refs["ring"][self.old, :, :, :, to] = self.refs["stage"][:, :, :, at]
 
     def _modulate_chunk(self, column: Any) -> None:
-        """Modulate the columns of a chunk, a unit after the other."""
+        """Modulate the columns of the chunk from `column` on, unit by unit."""
         lax.fori_loop(0, UNITS, lambda unit, _: self._modulate(column + unit * self.sizes.unit), None)
 
-    def _keep(
+    def _store_activated(
         self,
         row: int,
         part: int,
@@ -170,10 +178,13 @@ class DirectStep(ConvStep):
         x: Array,
         before: Callable[[Callable[[], Array]], Array],
     ) -> Array:
-        """Keep activated frames in the stage; frames before the first column are never read."""
+        """Store a unit's activated frames in the stage, once for each tap of time; see `ConvStep`.
+
+        A negative `column` is left of the frame: what is stored there is never read.
+        """
         sizes, words = self.sizes, self.sizes.words
         to = self._rows(column, sizes.unit, words, before=sizes.chunk)
-        now = pltpu.bitcast(x, jnp.int32) if sizes.input_frames > 1 else words_of_twice(x)
+        now = pltpu.bitcast(x, jnp.int32) if sizes.input_frames > 1 else duplicated_in_words(x)
         earlier, shifted, same = (self.refs["stage"].at[time, row, part] for time in range(TAPS))
         firsts = pl.ds(to.start, sizes.unit, stride=words)
         same[to, :] = now
@@ -189,4 +200,6 @@ class DirectStep(ConvStep):
         sums_at = self._rows(column, sizes.chunk, sizes.frames, before=sizes.chunk)
         if sizes.input_frames == 1:
             sums_at = pl.ds(sums_at.start, sizes.chunk, stride=sizes.frames)
-        self._give(column, sizes.chunk, lambda row, part: self.refs["sums"].at[row, part][sums_at, :])
+        self._write_results(
+            column, sizes.chunk, lambda row, part: self.refs["sums"].at[row, part][sums_at, :]
+        )

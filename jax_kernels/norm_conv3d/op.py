@@ -1,6 +1,7 @@
 """A norm, SiLU and the causal 3-D convolution after it, in one pass if large.
 
-They are half of a residual block, or a decoder's end.
+A residual block has two such groups, and a decoder ends with one. The kernel (`tpu`) takes the norm as
+coefficients: a multiplier and an offset for each channel, or, modulated by latents, for each latent.
 """
 
 import functools
@@ -28,9 +29,10 @@ from jax_kernels.spatial_norm.op import check_spatial_norm, spatial_norm_on
 
 
 class NormParams(NamedTuple):
-    """GroupNorm's affine, (C,) each, and what modulates it: `zq` and two 1x1x1 convolutions (`spatial_norm`).
+    """Parameters of a GroupNorm, or, with latents `zq`, of a `spatial_norm`.
 
-    Without `zq` it is a plain GroupNorm.
+    Weight and bias are GroupNorm's, (C,) each; kernel and bias `y` and `b` are the 1x1x1 convolutions of the
+    latents.
     """
 
     weight: Any
@@ -43,7 +45,10 @@ class NormParams(NamedTuple):
 
 
 class ColumnMoments(NamedTuple):
-    """Mean and M2 of columns of pixels, in float32: what a norm's statistics are merged from."""
+    """Mean, and sum of squared deviations (M2), of each column of pixels (along H) in float32.
+
+    A norm's statistics are merged from them.
+    """
 
     mean: Float[Array, "N T W C"]
     m2: Float[Array, "N T W C"]
@@ -63,19 +68,20 @@ def norm_conv3d(
     residual: Float[Array, "N T H W O"] | None = None,
     split: Split = WHOLE,
 ) -> tuple[Float[Array, "N T H W O"], Float[Array, "N kt-1 H W I"] | None, ColumnMoments | None]:
-    """Return `conv3d(silu(norm(x)))`; a video starts with its first frame repeated.
+    """Return `conv3d(silu(norm(x)))` and the state for the next call.
 
-    On a TPU it is one Pallas kernel for supported inputs (`sizes`); else it is the two kernels one after the
-    other.
+    Before a video's first frame the convolution sees that frame again. On a TPU all is one Pallas kernel for
+    supported inputs (`sizes.is_supported`); else the norm is computed first, then the convolution.
 
     Args:
         x, kernel, bias, cache, residual, split: as `conv3d` takes them; the cache holds activated frames.
         norm: parameters of `group_norm`, or with latents of `spatial_norm`.
-        moments: the third result of the call that computed `x`, or None; it saves a pass on a TPU.
+        moments: third result of the call that computed `x`, or None; it saves a TPU a pass over `x`.
         num_groups, eps, first_frame_alone: the norm's.
 
     Returns:
-        The convolved frames; the cache for the next call; their columns' moments, or None if no kernel ran.
+        The convolved frames; the cache for the next call; the moments of the convolved frames' columns, or
+        None for inputs that a TPU's kernel does not support.
 
     Raises:
         ValueError: anything that `conv3d`, `group_norm` or `spatial_norm` refuse.
@@ -117,12 +123,14 @@ def norm_conv3d_on(
     first_frame_alone: bool,
 ) -> tuple[Array, Array | None, ColumnMoments | None]:
     """Compute `norm_conv3d` for a target; without the kernel `moments` are not used."""
-    # Asked for a TPU on every platform, as all return moments for the same shapes.
-    is_supported = _is_taken(
+    # Checked for a TPU on every platform: the branches of a program must return the same shapes.
+    is_supported = _kernel_supports(
         replace(target, platform="tpu"), x, norm, kernel, bias, cache, residual, first_frame_alone
     )
     if is_supported and target.on_tpu:
-        return _fused(target, x, norm, kernel, bias, cache, residual, moments, num_groups=num_groups, eps=eps)
+        return _by_kernel(
+            target, x, norm, kernel, bias, cache, residual, moments, num_groups=num_groups, eps=eps
+        )
     norm_form = functools.partial(group_norm_on, channel_axis=-1 % x.ndim)
     if norm.zq is not None:
         norm_form = functools.partial(spatial_norm_on, first_frame_alone=first_frame_alone)
@@ -137,7 +145,7 @@ def norm_conv3d_on(
 _norm_conv3d = dispatched(norm_conv3d_on, "tpu", "cuda")
 
 
-def _is_taken(
+def _kernel_supports(
     target: Target,
     x: Array,
     norm: NormParams,
@@ -147,7 +155,7 @@ def _is_taken(
     residual: Array | None,
     first_frame_alone: bool,
 ) -> bool:
-    """Return whether a TPU's kernel supports all parts of the frames."""
+    """Return whether a TPU's kernel supports all runs of frames of these arguments."""
     parts = split_frames(target, x, norm.zq, residual)
     is_complete = target.pallas and all(vector is not None for vector in (bias, norm.weight, norm.bias))
     # A first latent frame that covers the first frame alone is split off together with it.
@@ -169,16 +177,16 @@ def _is_taken(
 
 
 def _grid(split: Split, x: Array, zq: Array | None) -> tuple[int, ...]:
-    """Return frames, rows and columns of the coefficients, the norm's factors and offsets, of a shard.
+    """Return the numbers of frames, rows and columns that a shard has coefficients for.
 
-    They differ by column if some columns are padding.
+    Without latents one coefficient of a channel serves all; one a column if padding columns get zeros.
     """
     if zq is None:
         return 1, 1, split.shard_of(x).shape[3] if split.is_padded else 1
     return split.shard_of(zq).shape[1:4]
 
 
-def _fused(
+def _by_kernel(
     target: Target,
     x: Array,
     norm: NormParams,
@@ -191,18 +199,20 @@ def _fused(
     num_groups: int,
     eps: float,
 ) -> tuple[Array, Array | None, ColumnMoments]:
-    """Run norm and convolution as the TPU's kernel, a run of frames after the other.
+    """Compute `norm_conv3d` by the TPU's kernel, called once for each run of frames.
 
-    The kernel takes the norm as a scale and shift of each channel, from the moments of `x`. Returns what
-    `norm_conv3d` does.
+    A run is a first frame alone, or two, four or eight frames (`split_frames`).
     """
     channels = x.shape[-1]
+    # The statistics are those of all frames: they come first, and are the same for every run.
     mean, m2 = column_moments(target, x) if moments is None else moments
     stats = moments_of_columns(target, mean, m2, x.shape[2], num_groups=num_groups)
     scale = per_channel(lax.rsqrt(stats.variance + eps), channels) * norm.weight.astype(jnp.float32)
     shift = norm.bias.astype(jnp.float32) - per_channel(stats.mean, channels) * scale
+    # The latents `zq` are sharded as the frames are; these are the same on every device.
     weights, results = (kernel, bias, norm._replace(zq=None)), []
     for frames, zq, added in split_frames(target, x, norm.zq, residual):
+        # A run's cache, its last activated frames, comes before the next run.
         y, cache, *column_parts = map_shards(
             target, _convolved, (frames, cache, added, zq), weights, (scale, shift)
         )
@@ -223,9 +233,11 @@ def _convolved(
     scale_NC: Array,
     shift_NC: Array,
 ) -> tuple[Array, ...]:
-    """Run the kernel on a device's local columns.
+    """Run the kernel for a run of frames on a device's local columns.
 
-    The results are the frames, the next cache, and mean and M2 of columns, each with an axis of one row.
+    Returns:
+        The frames, the next cache, and the frames' column moments, mean and M2, (N, T, 1, W, O): five axes,
+        as `map_shards` wants.
     """
     split = target.split
     frames, _, width, _ = x.shape[1:]
@@ -236,7 +248,7 @@ def _convolved(
     conv_sizes = sizes.sizes_of(x, rows, registers, kernel.shape[-1], residual is not None)
     edges = None
     if conv_sizes.strips > 1 or split.has_neighbours:
-        edges = _edges(target, x, cache, kernel, coefficients, conv_sizes)
+        edges = _edge_sums(target, x, cache, kernel, coefficients, conv_sizes)
     true_width = split.real_columns_here(width) if split.is_padded else None
     y, latest, moments = tpu.convolved(
         x, multiplier, offset, cache, residual, kernel, bias, edges, true_width
@@ -253,9 +265,15 @@ def _coefficients(
     columns: int,
     placed: Callable[[Array], Array],
 ) -> tuple[Array, Array]:
-    """Return the norm's multipliers and offsets under these latents, with zeros in padding columns.
+    """Return the norm as multipliers and offsets, zeros in padding columns: `x * multiplier + offset`.
 
-    `placed` repeats an array N t h w Z, of one value a latent, to the kernel's registers or to a column.
+    Args:
+        split: the sharding of columns.
+        norm, zq: the parameters of the norm, and the latents of this shard; None without latents.
+        scale_NC, shift_NC: GroupNorm as a scale and shift of each channel.
+        columns: number of columns that have coefficients.
+        placed: repeats an array N t h w Z, with a value for each latent, to where the coefficients are
+            needed: the kernel's registers, or the pixels of a column.
     """
     scale, shift = (part[:, None, None, None] for part in (scale_NC, shift_NC))
     if zq is None:
@@ -275,7 +293,7 @@ def _coefficients(
     return multiplier, offset
 
 
-def _edges(
+def _edge_sums(
     target: Target,
     x: Array,
     cache: Array | None,
@@ -283,12 +301,13 @@ def _edges(
     coefficients: Callable[..., tuple[Array, Array]],
     conv_sizes: sizes.ConvSizes,
 ) -> tuple[Array, Array]:
-    """Return the contributions of the columns beside strips to each strip's first and last column.
+    """Return the contributions of the columns beside each strip to its first and to its last column.
 
-    They come from the next strip, from a neighbour, or are zeros: N T H E O each for E strips. `coefficients`
-    takes a function that repeats the norm's factors and offsets to where they are needed.
+    The kernel computes a strip without the columns beside it, which the next strip or a neighbour's shard
+    has, or which are zeros. Both results are (N, T, H, E, O) for E strips, float32. `coefficients` is
+    `_coefficients` but for its last argument.
     """
-    starts, sums = conv_sizes.starts, functools.partial(_sums, tile=conv_sizes.tile)
+    starts, sums = conv_sizes.starts, functools.partial(_column_sums, tile=conv_sizes.tile)
     hidden = functools.partial(_activated_column, target, x, cache, coefficients)
     before = [sums(hidden(start - 1), kernel[:, :, 0]) for start in starts[1:]]
     after = [sums(hidden(start), kernel[:, :, -1]) for start in starts[1:]]
@@ -307,40 +326,44 @@ def _activated_column(
     coefficients: Callable[..., tuple[Array, Array]],
     column: int,
 ) -> Float[Array, "N P H I"]:
-    """Return a column's activated frames and the two before them."""
+    """Return one column of `silu(norm(x))`, and before it the column in the two frames of the cache.
+
+    Without a cache the first frame is repeated. P is two more than T.
+    """
     frames, height, columns = x.shape[1:4]
 
-    def of_column(part: Array) -> Array:
-        """Repeat the coefficients of one column to all of its frames and rows."""
+    def repeat_over_column(part: Array) -> Array:
+        """Repeat the coefficients of the column to all of its frames and rows."""
         index = column * part.shape[3] // columns
         return repeat_nearest(
             part[:, :, :, index : index + 1], {1: frames // part.shape[1], 2: height // part.shape[2]}
         )
 
-    # Cut out as they lie: in the order that suits one column XLA would first lay all of them.
+    # The layout is fixed: XLA would first copy all of `x` into the order that suits a single column.
     own = slice(column, column + 1)
-    now = tpu.activated(store_pixels_first(target, x[:, :, :, own]), *coefficients(of_column))
+    now = tpu.activated(store_pixels_first(target, x[:, :, :, own]), *coefficients(repeat_over_column))
     start = jnp.repeat(now[:, :1], 2, axis=1)
     past = start if cache is None else tpu.column_of_cache(cache, column)
     return jnp.squeeze(jnp.concatenate([past, now], axis=1), 3)
 
 
-def _sums(
+def _column_sums(
     hidden: Float[Array, "N P H I"], kernel: Float[Array, "3 3 I O"], tile: int
 ) -> Float[Array, "N P-2 H O"]:
-    """Return a column's convolution over time and rows, rounded as the kernel rounds it.
+    """Convolve one column over time and rows by one column of the kernel, rounded as the TPU's kernel does.
 
-    `tile` is the number of frames that the kernel filters together by Winograd's method, or 0.
+    `hidden` has two frames before the T of the result. `tile` is the number of frames that the TPU's kernel
+    filters together by Winograd's method, or 0.
     """
     if tile:
-        return filtered(hidden, kernel, tile, lambda frames, taps: _over_taps(frames, taps[None]))
-    return _over_taps(hidden, kernel)
+        return filtered(hidden, kernel, tile, lambda frames, taps: _convolve_column(frames, taps[None]))
+    return _convolve_column(hidden, kernel)
 
 
-def _over_taps(
+def _convolve_column(
     hidden: Float[Array, "N P H I"], kernel: Float[Array, "times 3 I O"]
 ) -> Float[Array, "N P-times+1 H O"]:
-    """Convolve a column over time and rows as one product."""
+    """Convolve a column over time and rows as one product, rows padded with zeros; return float32 sums."""
     times = kernel.shape[0]
     frames, height = hidden.shape[1] - times + 1, hidden.shape[2]
     hidden = jnp.pad(hidden, [(0, 0), (0, 0), (1, 1), (0, 0)])

@@ -1,4 +1,8 @@
-"""The frames that the kernel for TPUs supports, and the sizes that it is compiled for."""
+"""The frames that the kernel for TPUs supports, and the sizes that it is compiled for.
+
+`step` defines the terms: block, strip, chunk, unit, turn, part, word. A cell is the columns with the same
+coefficients (the norm's scale and shift) in one register; a tile the frames that Winograd filters together.
+"""
 
 import math
 from typing import Any, NamedTuple
@@ -12,28 +16,28 @@ from jax_kernels.common.tiles import fills_tiles, pallas_mode, vmem_limit
 from jax_kernels.norm_conv3d.transforms import TAPS, TRANSFORMS
 
 ROWS = 2
-"""Rows of a step."""
+"""Rows of pixels of a block, which a grid step computes."""
 
 LAG = 2
-"""Steps between the modulation of rows and their results."""
+"""Grid steps from the modulation of a block to its results."""
 
 UNIT = 64
-"""Frames of pixels that are modulated together by a step of direct convolution."""
+"""Pixels times frames of a unit, in direct convolution."""
 
 UNITS = 3
-"""Units of columns in a product."""
+"""Units of a chunk, in direct convolution."""
 
 SUBLANES = 8
-"""Rows of a register of float32, and columns that are modulated together by a step of Winograd's."""
+"""Rows of a register of float32, and columns of a unit in Winograd's convolution."""
 
 MARGIN = SUBLANES
-"""Columns of zeros on both sides of what a step of Winograd's multiplies."""
+"""Columns of zeros on both sides of a row in Winograd's memory; whole registers, to keep slices aligned."""
 
 TILES = 2
-"""Tiles of a pixel's frames, in a step of Winograd's."""
+"""Tiles of a pixel's frames."""
 
 MOST_STRIPS = 8
-"""Most strips of columns, into which a frame is cut that is too wide for the chip's VMEM."""
+"""Most strips of a frame that is too wide for the chip's VMEM."""
 
 
 class ConvSizes(NamedTuple):
@@ -42,15 +46,14 @@ class ConvSizes(NamedTuple):
     Attributes:
         input_frames: frames that the kernel gets.
         columns: columns of the frame, or of a shard.
-        strips: strips of columns, one after the other; the last one may be narrower.
-        chunk: columns of a product.
-        chunks: chunks in a row of a strip; the last one may be incomplete.
-        cell: columns that one register of coefficients covers: those with the same coefficients, or as many
-            as it has rows for.
+        strips: strips of the frame; the last one may be narrower.
+        chunk: columns of a chunk.
+        chunks: chunks of a strip's row; the last one may be incomplete.
+        cell: columns of a cell: those with the same coefficients, or as many as a register has rows for.
         cell_rows: rows of pixels that have the same coefficients.
-        blocks: blocks of two rows.
+        blocks: blocks of the frame, of two rows each.
         channels, outputs: channels into the convolution and out of it, in whole tiles.
-        tile: frames that are transformed together, by a step of Winograd's; 0 for direct convolution.
+        tile: frames of a tile, 2 or 4; 0 for direct convolution.
     """
 
     input_frames: int
@@ -67,22 +70,22 @@ class ConvSizes(NamedTuple):
 
     @property
     def frames(self) -> int:
-        """Rows of a product for a pixel."""
+        """Rows of a direct product for each pixel: one a frame; a single frame counts twice."""
         return max(self.input_frames, 2)
 
     @property
     def words(self) -> int:
-        """Words, of two frames each, for a pixel."""
+        """Words of a pixel and channel, of two frames each."""
         return self.frames // 2
 
     @property
     def parts(self) -> int:
-        """Parts of the channels, of a tile's lanes each."""
+        """Parts of the input channels, 128 each."""
         return self.channels // tiles.LANES
 
     @property
     def turns(self) -> int:
-        """Passes over a product, in a loop, for two parts of the outputs each; an odd number is not cut.
+        """Turns of a chunk, for two parts of the outputs each; one turn for an odd number of parts.
 
         With two turns 512 channels take 8 % longer, and compile for 5 s instead of 11.
         """
@@ -91,12 +94,12 @@ class ConvSizes(NamedTuple):
 
     @property
     def unit(self) -> int:
-        """Columns that are modulated together."""
+        """Columns of a unit."""
         return SUBLANES if self.tile else UNIT // self.frames
 
     @property
     def units(self) -> int:
-        """Units of columns in a chunk."""
+        """Units of a chunk."""
         return self.chunk // self.unit
 
     @property
@@ -106,24 +109,24 @@ class ConvSizes(NamedTuple):
 
     @property
     def rows_together(self) -> bool:
-        """True if one product gives both rows of results, in a step of Winograd's."""
+        """True if one product of Winograd's gives the results of both rows of a block."""
         return self.outputs > tiles.LANES
 
     @property
     def products(self) -> "list[Product]":
-        """Products of a chunk and a component."""
+        """Products of a chunk, for each component."""
         if self.tile:
             return winograd_products(self.outputs)
         return direct_products(self.channels, self.outputs)
 
     @property
     def width(self) -> int:
-        """Columns of a strip's whole chunks."""
+        """Columns of a strip, the last chunk taken as complete."""
         return self.chunk * self.chunks
 
     @property
     def last_columns(self) -> int:
-        """The picture's columns in the last strip."""
+        """Columns of the frame in the last strip, without those that complete its last chunk."""
         return self.columns - (self.strips - 1) * self.width
 
     @property
@@ -136,9 +139,9 @@ class Product(NamedTuple):
     """One matrix product of a chunk: which of its inputs it contracts, and which results it adds to.
 
     Attributes:
-        inputs: (row, time tap) of four rows, the results' rows in the middle; to Winograd's, which has no
-            taps of time, (row, column).
-        results: (row, column tap); to Winograd's (row, column).
+        inputs: (row, time tap), or for Winograd's, without taps of time, (row, shift by columns). Rows are 0
+            to 3: above the block of results, its two rows, and below it.
+        results: (row of the block, column tap), or for Winograd's (row of the block, column).
     """
 
     inputs: list[tuple[int, int]]
@@ -146,7 +149,11 @@ class Product(NamedTuple):
 
 
 def direct_products(channels: int, outputs: int) -> list[Product]:
-    """Return the products of two rows of results; taps to the left come first and set sums, others add."""
+    """Return the direct products of a block of results, of so many channels in and out.
+
+    With 128 output channels a product gives two results, to fill the width of a matrix unit. The results of
+    column tap 0 come first: they set the sums, and the others are added.
+    """
     rows = [range(TAPS), range(1, TAPS + 1), range(TAPS + 1)]
     row_inputs = [[(row, time) for row in several for time in range(TAPS)] for several in rows]
     if channels == tiles.LANES:  # two inputs fill the depth of a matrix unit: the same two in each product
@@ -164,9 +171,10 @@ def direct_products(channels: int, outputs: int) -> list[Product]:
 
 
 def winograd_products(outputs: int) -> list[Product]:
-    """Return the products of two rows of results, or of one row if both have the same weights.
+    """Return Winograd's products of a block, for each component, with so many output channels.
 
-    Adjacent products with the same results are summed.
+    With more than 128 they are of one row: one matrix multiplies the inputs of both rows. The sums of
+    adjacent products with the same results are added.
     """
     if outputs == tiles.LANES:
         return [
@@ -195,8 +203,8 @@ def is_supported(
         x: frames; only their shape and dtype are read, and the kernel's.
         grid: frames, rows and columns of the coefficients.
         kernel: (3, 3, 3, I, O).
-        residual: whether there is one.
-        at_start: whether the first of the frames is the video's.
+        residual: whether a residual is added.
+        at_start: whether the video starts with these frames: there is no cache.
         pixels: pixels of a whole frame, of which `x` may be a shard.
     """
     if not fills_tiles(x) or x.dtype != jnp.bfloat16:
@@ -214,8 +222,8 @@ def is_supported(
         return False
     registers = (
         grid_columns
-        if grid_columns == 1 or is_shared(columns // grid_columns, frames)
-        else _registers(columns, frames)
+        if grid_columns == 1 or fills_registers(columns // grid_columns, frames)
+        else _register_count(columns, frames)
     )
     sizes = sizes_of(x, grid_rows, registers, outputs, residual)
     if (sizes.cell_rows > 1 and sizes.cell_rows % ROWS) or (grid_columns > 1 and sizes.unit % sizes.cell):
@@ -223,19 +231,19 @@ def is_supported(
     return _vmem_bytes(sizes, residual) <= vmem_limit()
 
 
-def is_shared(cell: int, frames: int) -> bool:
-    """Return whether so many columns under the same coefficients fill whole registers."""
+def fills_registers(cell: int, frames: int) -> bool:
+    """Return whether `cell` columns with the same coefficients fill whole registers, in so many frames."""
     return cell * frames % SUBLANES == 0
 
 
-def _registers(columns: int, frames: int) -> int:
-    """Return the registers that the frames of so many columns use."""
+def _register_count(columns: int, frames: int) -> int:
+    """Return the number of registers that hold one row of so many columns, a register row for each frame."""
     return -(-columns * frames // SUBLANES)
 
 
 def columns_of_register(columns: int, frames: int, registers: int) -> int:
     """Return the columns that a register of coefficients covers, one of `registers` from `to_registers`."""
-    return SUBLANES // frames if registers == _registers(columns, frames) else columns // registers
+    return SUBLANES // frames if registers == _register_count(columns, frames) else columns // registers
 
 
 def sizes_of(
@@ -250,24 +258,24 @@ def sizes_of(
         x: frames.
         rows, registers: rows and registers of the coefficients.
         outputs: output channels.
-        residual: whether there is one.
+        residual: whether a residual is added.
     """
     input_frames, height, columns, channels = x.shape[1:]
     outputs += -outputs % tiles.LANES
     cell = columns_of_register(columns, input_frames, registers)
-    by_taps = ConvSizes(
+    direct = ConvSizes(
         input_frames, columns, 1, 0, 0, cell, height // rows, height // ROWS, channels, outputs, 0
     )
     if input_frames in (TILES * tile for tile in TRANSFORMS) and pallas_mode() != "direct":
-        by_winograd = _in_strips(by_taps._replace(tile=input_frames // TILES), residual)
-        fits = _vmem_bytes(by_winograd, residual) <= vmem_limit()
-        if fits and (registers == 1 or by_winograd.unit % cell == 0):
-            return by_winograd
-    return _in_strips(by_taps, residual)
+        winograd = _cut_into_strips(direct._replace(tile=input_frames // TILES), residual)
+        fits = _vmem_bytes(winograd, residual) <= vmem_limit()
+        if fits and (registers == 1 or winograd.unit % cell == 0):
+            return winograd
+    return _cut_into_strips(direct, residual)
 
 
-def _in_strips(sizes: ConvSizes, residual: bool) -> ConvSizes:
-    """Cut the columns into as few strips as fit into VMEM, or into the most there may be."""
+def _cut_into_strips(sizes: ConvSizes, residual: bool) -> ConvSizes:
+    """Return the sizes with as few strips as fit into VMEM, or with `MOST_STRIPS`."""
     chunk = _chunk(sizes)
     chunks = -(-sizes.columns // chunk)
     for strips in range(1, min(MOST_STRIPS, chunks) + 1):
@@ -279,9 +287,10 @@ def _in_strips(sizes: ConvSizes, residual: bool) -> ConvSizes:
 
 
 def _chunk(sizes: ConvSizes) -> int:
-    """Return the columns of a product.
+    """Return the columns of a chunk.
 
-    For Winograd's they pad a row least, keep the matrix unit busy, and have sums that fit into registers.
+    Winograd's are chosen in a range that keeps the matrix unit busy and whose sums fit into registers; of
+    those the number that pads a row least.
     """
     if not sizes.tile:
         return UNIT * UNITS // sizes.frames
@@ -292,38 +301,51 @@ def _chunk(sizes: ConvSizes) -> int:
 
 
 def scratch_shapes(sizes: ConvSizes) -> dict[str, tuple[tuple[int, ...], Any]]:
-    """Return shape and dtype of the kernel's scratch memory, by name, without the last axis of lanes.
+    """Return (shape, dtype) of each scratch buffer by name; the kernel adds a last axis of 128 lanes.
 
-    Memory for results has one chunk of columns more than a strip: results lag behind by a chunk.
+    Results are written a chunk after their products: buffers of results have one chunk of columns more than a
+    strip. int32 holds words.
     """
-    width, chunk_more, result_parts = sizes.width, sizes.width + sizes.chunk, sizes.outputs // tiles.LANES
-    moments = {"moments": ((3, result_parts, chunk_more * sizes.input_frames), jnp.float32)}
+    width, result_width, result_parts = sizes.width, sizes.width + sizes.chunk, sizes.outputs // tiles.LANES
+    # Of each column: its first result, then the sum and the sum of squares of the differences from it.
+    moments = {"moments": ((3, result_parts, result_width * sizes.input_frames), jnp.float32)}
     if not sizes.tile:
-        words = (TAPS, ROWS, sizes.parts)
+        block_shape = (TAPS, ROWS, sizes.parts)  # a copy for each tap of time
         return moments | {
-            "ring": ((2, *words, width * sizes.words), jnp.int32),
-            "stage": ((*words, chunk_more * sizes.words), jnp.int32),
+            # Modulated rows that the products load: two blocks, in turn.
+            "ring": ((2, *block_shape, width * sizes.words), jnp.int32),
+            # The block that this step modulates.
+            "stage": ((*block_shape, result_width * sizes.words), jnp.int32),
+            # The last two activated frames of each unit: the next call's cache.
             "past": ((UNITS, ROWS, sizes.unit * sizes.parts), jnp.int32),
-            "sums": ((ROWS, result_parts, (chunk_more + sizes.chunk) * sizes.frames), jnp.float32),
+            # Sums of the products, a chunk more on both sides: column taps reach beyond the strip.
+            "sums": ((ROWS, result_parts, (result_width + sizes.chunk) * sizes.frames), jnp.float32),
         }
-    words = (sizes.components, sizes.parts, width + 2 * MARGIN)
+    row_shape = (sizes.components, sizes.parts, width + 2 * MARGIN)
     unit_shape, unit_rows = (sizes.units, ROWS), sizes.unit * sizes.input_frames
     shapes = moments | {
-        "lower": ((3, *words), jnp.int32),
-        "upper": ((2, *words), jnp.int32),
-        "stage": ((ROWS, *words), jnp.int32),
+        # Transformed rows that the products load: lower rows of three blocks, upper rows of two.
+        "lower": ((3, *row_shape), jnp.int32),
+        "upper": ((2, *row_shape), jnp.int32),
+        # The block that this step modulates, transformed.
+        "stage": ((ROWS, *row_shape), jnp.int32),
+        # The last two activated frames of each unit: the next call's cache.
         "past": ((*unit_shape, sizes.unit * sizes.parts), jnp.int32),
+        # A unit's activated frames, to be read frame by frame.
         "pixels": ((*unit_shape, sizes.parts, unit_rows // 2), jnp.int32),
-        "components": ((sizes.components, ROWS, result_parts, chunk_more * TILES), jnp.float32),
+        # Sums of the products, until they are transformed back.
+        "components": ((sizes.components, ROWS, result_parts, result_width * TILES), jnp.float32),
+        # A unit's sums, transformed back.
         "frames": ((*unit_shape, result_parts, unit_rows), jnp.float32),
     }
     if not sizes.rows_together:
+        # A chunk's sums for the next column, to be added one column later.
         shapes["shifted"] = ((sizes.components, ROWS, sizes.chunk * TILES + SUBLANES), jnp.float32)
     return shapes
 
 
 def _vmem_bytes(sizes: ConvSizes, residual: bool) -> int:
-    """Return the kernel's VMEM: blocks twice, as the next is fetched meanwhile."""
+    """Return the bytes of VMEM that the kernel uses; blocks count twice, as the next is fetched meanwhile."""
     row = sizes.width * sizes.input_frames
     input_bytes, output_bytes = row * sizes.channels * 2, row * sizes.outputs * 2
     cells = 2 * ROWS * -(-sizes.width // sizes.cell) * SUBLANES * sizes.channels * 4

@@ -1,11 +1,24 @@
 """The work of every kernel step around its products: modulation, results, moments of columns.
 
-Rows are modulated once and kept in VMEM, transformed as the products take them. The next rows are modulated,
-and the last columns' results finished, while the matrix unit multiplies. Rows lag: step g modulates the rows
-of block g, moves the rows of block g - 1 from the stage to the products' memory, and finishes the results of
-block g - 2. Stores go to a stage because the compiler would make loads of the products' inputs wait for them.
+Terms of this package:
 
-A video's first frame by itself is one frame to everything before and after its products.
+    modulate   apply the norm's scale and shift, then SiLU
+    block      two rows of pixels; each grid step modulates one
+    strip      the columns that the grid computes together; a frame too wide for VMEM has several
+    chunk      the columns of a strip that one matrix product covers
+    unit       the columns of a chunk that are modulated together
+    turn       a pass over a chunk's products, for a share of the output channels
+    part       128 channels, which fill the lanes of a register
+    word       32 bits: two bfloat16 frames of one pixel and channel
+    edges      the products of the columns just outside a strip, added to its first and last column
+    stage      memory that a step stores modulated rows to; the next step moves them to where products load
+
+Rows are modulated once and kept in VMEM as the products load them. While the matrix unit multiplies, the next
+rows are modulated and the results of the columns before are finished. Rows lag: step g modulates
+block g, moves block g - 1 from the stage to the memory of the products, and finishes results of block g - 2.
+A stage is needed because the compiler makes loads from a memory wait for stores to it.
+
+A video's first frame alone is stored and read as one frame, and multiplied as two equal ones.
 """
 
 from collections.abc import Callable, Iterable
@@ -26,7 +39,7 @@ LOW_HALF = 0xFFFF
 
 
 def lanes_of(part: int) -> slice:
-    """Return the lanes of a part of the channels."""
+    """Return the slice of channels that part number `part` has: 128 of them."""
     return slice(part * tiles.LANES, (part + 1) * tiles.LANES)
 
 
@@ -37,25 +50,28 @@ def matrices(kernel: Array, product: Product, turns: int, tap: Callable[..., Arr
     result, from `outputs`, the kernel of the share.
     """
 
-    def of_turn(outputs: Array) -> Array:
+    def turn_matrix(outputs: Array) -> Array:
+        """Return the matrix of one share: a row of blocks for each input, a column for each result."""
         rows = [[tap(outputs, *part, *result) for result in product.results] for part in product.inputs]
         return jnp.concatenate([jnp.concatenate(row, axis=-1) for row in rows], axis=-2)
 
-    return jnp.stack([of_turn(outputs) for outputs in jnp.split(kernel, turns, axis=-1)])
+    return jnp.stack([turn_matrix(outputs) for outputs in jnp.split(kernel, turns, axis=-1)])
 
 
-def clear(memory: Iterable[Any]) -> None:
-    """Fill references with zeros."""
-    for ref in memory:
+def fill_zeros(refs: Iterable[Any]) -> None:
+    """Fill the memory of references with zeros."""
+    for ref in refs:
         ref[...] = jnp.zeros(ref.shape, ref.dtype)
 
 
 class ConvStep:
-    """A step of the kernel, on its references by name. Its subclasses know the products.
+    """A grid step of the kernel; its subclasses multiply.
+
+    `refs` holds the kernel's references to memory by name: operands, results and scratch (`scratch_shapes`).
 
     Attributes:
-        above, below, beyond: functions that return the memory of the row above the first, of the row below
-            the last, and right of the frame's last column, all of which is cleared.
+        above, below, beyond: functions that return the memory of the row above the frame, of the row below
+            it, and of the columns right of it. It is filled with zeros, the convolution's padding.
     """
 
     above: Callable[[], Iterable[Any]]
@@ -66,22 +82,22 @@ class ConvStep:
         self.sizes, self.weights, self.refs = sizes, weights, refs
         self.result_parts = sizes.outputs // tiles.LANES
         self.axes = 2 if sizes.strips == 1 else 3
-        _, self.strip, self.step = of_grid(tuple(map(pl.program_id, range(self.axes))))
+        _, self.strip, self.step = grid_position(tuple(map(pl.program_id, range(self.axes))))
 
     def run(self) -> None:
-        """Modulate a block of rows and, once `LAG` blocks are there, convolve and finish an earlier one.
+        """Modulate a block of rows and, from step `LAG` on, convolve and finish the block `LAG` before it.
 
         The first step prepares the memory, and the last one writes the moments of columns.
         """
         last = pl.num_programs(self.axes - 1) - 1
         pl.when(self.step == 0)(self._begin)
-        pl.when(self.step == LAG)(lambda: clear(self.above()))
-        pl.when(self.step == last)(lambda: clear(self.below()))
-        pl.when(self.step < LAG)(self._fill)
+        pl.when(self.step == LAG)(lambda: fill_zeros(self.above()))
+        pl.when(self.step == last)(lambda: fill_zeros(self.below()))
+        pl.when(self.step < LAG)(self._modulate_block)
         pl.when(self.step >= LAG)(self._convolve)
         if self.sizes.width > self.sizes.last_columns:
-            pl.when(self.strip == self.sizes.strips - 1)(lambda: clear(self.beyond()))
-        pl.when(self.step == last)(self._give_moments)
+            pl.when(self.strip == self.sizes.strips - 1)(lambda: fill_zeros(self.beyond()))
+        pl.when(self.step == last)(self._write_moments)
 
     def _begin(self) -> None:
         """Prepare memory before a strip's first rows; by default nothing."""
@@ -91,10 +107,10 @@ class ConvStep:
         raise NotImplementedError
 
     def _move(self, column: Any, count: int) -> None:
-        """Move the block before this step's from the stage to the products' memory."""
+        """Move `count` columns, from `column` on, of the block before this step's to the products' memory."""
         raise NotImplementedError
 
-    def _keep(
+    def _store_activated(
         self,
         row: int,
         part: int,
@@ -103,32 +119,38 @@ class ConvStep:
         x: Array,
         before: Callable[[Callable[[], Array]], Array],
     ) -> Array:
-        """Keep activated frames of a unit's columns in the stage; return the words of their last two.
+        """Store activated frames of a unit's columns in the stage; return the words of their last two frames.
 
-        `before` returns the words before them, from a function that returns their first words.
+        Args:
+            row, part: the row of the block, and the part of the channels.
+            unit, column: index of the unit's memory, and its first column.
+            x: the activated frames, a row for each frame of a pixel.
+            before: returns the words of the two frames before them, called with a function that returns the
+                words of the first two: at a video's start its first frame is repeated.
         """
         raise NotImplementedError
 
-    def _fill(self) -> None:
-        """Modulate a block of rows without products, in the first `LAG` steps."""
+    def _modulate_block(self) -> None:
+        """Modulate a block of rows without products: the first `LAG` steps have no results."""
 
-        def unit(index: Array, carry: None) -> None:
+        def modulate_unit(index: Array, carry: None) -> None:
             """Move and modulate one unit of columns."""
             column = index * self.sizes.unit
             self._move(column, self.sizes.unit)
             self._modulate(column)
 
-        lax.fori_loop(0, self.sizes.width // self.sizes.unit, unit, None)
+        lax.fori_loop(0, self.sizes.width // self.sizes.unit, modulate_unit, None)
 
     def _modulate(self, column: Any, unit: int = 0, after: Array | None = None) -> None:
-        """Modulate a unit of columns into the stage; after the product that gave `after`, if given.
+        """Modulate the columns of a unit, from `column` on, and store them in the stage.
 
-        `unit` is the index of the memory for the unit's last two frames, which become the next cache.
+        `unit` is the index of the memory for the unit's last two frames, which become the next cache. The
+        work waits for `after`, the sums of a product, if given: the two then overlap.
         """
         sizes, refs = self.sizes, self.refs
-        past_at = self._rows(_from_left(column), sizes.unit, 2 * sizes.parts)
+        past_at = self._rows(_at_least_zero(column), sizes.unit, 2 * sizes.parts)
         for row in range(ROWS):
-            x = self._activated(row, _from_left(column), after)
+            x = self._activated(row, _at_least_zero(column), after)
             past = refs["past"].at[unit, row]
             if "cache" in refs:
                 past[...] = pltpu.bitcast(refs["cache"][0, row, past_at], jnp.int32)
@@ -136,14 +158,20 @@ class ConvStep:
                 pixels_at = pl.ds(part, sizes.unit, stride=sizes.parts)
 
                 def before(first: Callable[[], Array], past: Any = past, pixels_at: Any = pixels_at) -> Array:
-                    """Return the two frames before the unit's: the cache's, or the first one twice."""
-                    return past[pixels_at, :] if "cache" in refs else twice(first())
+                    """Return the two frames before the unit's: the cache's, or the first one repeated."""
+                    return past[pixels_at, :] if "cache" in refs else repeat_earlier_frame(first())
 
-                past[pixels_at, :] = self._keep(row, part, unit, column, x[:, lanes_of(part)], before)
+                past[pixels_at, :] = self._store_activated(
+                    row, part, unit, column, x[:, lanes_of(part)], before
+                )
             refs["latest"][0, row, past_at] = pltpu.bitcast(past[...], jnp.bfloat16)
 
     def _activated(self, row: int, column: Any, after: Array | None) -> Array:
-        """Return a unit's activated frames in a row, pixel by pixel."""
+        """Return `silu(x * scale + shift)` for a unit's columns in a row of the block, in bfloat16.
+
+        The result has a row for each frame of a pixel. A cell is the columns with the same coefficients. SiLU
+        is `h + h tanh(h)` of half its argument, so the coefficients come halved.
+        """
         sizes, refs = self.sizes, self.refs
         cells = max(1, sizes.unit // sizes.cell)
         cells_at = pl.ds(lax.div(column, sizes.cell), cells)
@@ -158,19 +186,21 @@ class ConvStep:
         x = x.reshape(cells, -1, SUBLANES, sizes.channels) * half[:, None] + offset[:, None]
         return (x + x * jnp.tanh(x)).reshape(-1, sizes.channels).astype(jnp.bfloat16)
 
-    def _give(
+    def _write_results(
         self, column: Any, count: int, sums: Callable[[int, int], Array], after: Array | None = None
     ) -> None:
-        """Write the results of `count` columns, and add them to the columns' moments.
+        """Round and write the results of `count` columns from `column` on; add them to the columns' moments.
 
-        `sums(row, part)` returns a row for each frame of a pixel. Results before the first column are
-        overwritten by the first column's.
+        `sums(row, part)` returns the products' sums, a row for each frame of a pixel. `column` is negative
+        for the chunk before a row's first: its results have no meaning, and the first chunk overwrites them.
+        A column's moments are sums of differences from its first result, against cancellation. The work waits
+        for `after`, the sums of a product, if given.
         """
         sizes, refs = self.sizes, self.refs
-        at = self._rows(_from_left(column), count, sizes.input_frames)
+        at = self._rows(_at_least_zero(column), count, sizes.input_frames)
         moments_at = self._rows(column, count, sizes.input_frames, before=sizes.chunk)
         start = self.step == LAG
-        in_frame = self._rows_in_frame(_from_left(column), count) if "true_width" in refs else None
+        in_frame = self._rows_in_frame(_at_least_zero(column), count) if "true_width" in refs else None
         for part in range(self.result_parts):
             lanes = lanes_of(part)
             rounded = []
@@ -194,18 +224,18 @@ class ConvStep:
             squares[moments_at] = jnp.where(start, 0.0, squares[moments_at]) + (one * one + other * other)
 
     def _rows_in_frame(self, column: Any, count: int) -> Array:
-        """Return for `count` columns, a row for each frame of a pixel, whether it is no padding."""
+        """Return a mask of `count` columns, a row for each frame of a pixel: false in padding columns."""
         shape = (count * self.sizes.input_frames, tiles.LANES)
         row = lax.broadcasted_iota(jnp.int32, shape, 0)
         true_width = self.refs["true_width"][0] - self.strip * self.sizes.width
         return row < (true_width - column) * self.sizes.input_frames
 
-    def _give_moments(self) -> None:
-        """Write mean and M2 of the strip's columns, from the sums of differences from their origins."""
+    def _write_moments(self) -> None:
+        """Write mean and M2 of the strip's columns from the sums that `_write_results` has kept."""
         sizes, refs = self.sizes, self.refs
         share = 1 / (ROWS * sizes.blocks)
 
-        def chunk(index: Array, carry: None) -> None:
+        def write_chunk(index: Array, carry: None) -> None:
             """Write the moments of one chunk of columns."""
             to = self._rows(index * sizes.chunk, sizes.chunk, sizes.input_frames)
             moments_at = self._rows(index * sizes.chunk, sizes.chunk, sizes.input_frames, before=sizes.chunk)
@@ -214,7 +244,7 @@ class ConvStep:
                 refs["mean"][0, to, lanes_of(part)] = origin + total * share
                 refs["m2"][0, to, lanes_of(part)] = jnp.maximum(squares - total * total * share, 0.0)
 
-        lax.fori_loop(0, sizes.chunks, chunk, None)
+        lax.fori_loop(0, sizes.chunks, write_chunk, None)
 
     def _last_column(self) -> Any:
         """Return the last column of the strip."""
@@ -224,10 +254,10 @@ class ConvStep:
         return jnp.where(self.strip == sizes.strips - 1, sizes.last_columns, sizes.width) - 1
 
     def _rows(self, column: Any, count: int, each: int, before: int = 0, shift: int = 0) -> Any:
-        """Return the slice of memory that holds `count` columns with `each` rows a column.
+        """Return the slice of a memory that holds `count` columns, `each` rows for a column.
 
-        The memory begins with `before` columns more. `column` is a multiple of `count`; the slice begins
-        `shift` columns after it.
+        The memory begins `before` columns left of column 0. `column` is a multiple of `count`, which lets the
+        compiler align the slice; the slice begins `shift` columns after it.
         """
         start = (column + before) * each
         if isinstance(start, jax.Array):
@@ -235,24 +265,24 @@ class ConvStep:
         return pl.ds(start + shift * each, count * each)
 
 
-def of_grid(indices: tuple[Any, ...]) -> tuple[Any, Any, Any]:
-    """Return video, strip and step of the grid's indices, which leave a single strip out."""
+def grid_position(indices: tuple[Any, ...]) -> tuple[Any, Any, Any]:
+    """Return the indices of video, strip and step; a grid of a single strip has no axis for strips."""
     return indices if len(indices) == 3 else (indices[0], 0, indices[1])
 
 
-def _from_left(column: Any) -> Any:
-    """Return `column`, or 0 if it is negative."""
+def _at_least_zero(column: Any) -> Any:
+    """Return `column`, traced or not, or 0 if it is negative."""
     return lax.max(column, 0) if isinstance(column, jax.Array) else max(column, 0)
 
 
-def twice(words: Array) -> Array:
-    """Return words whose halves both are the earlier frame of `words`."""
+def repeat_earlier_frame(words: Array) -> Array:
+    """Return words of two equal frames: the earlier frame of each of `words`, its low 16 bits."""
     return (words & LOW_HALF) | (words << 16)
 
 
 def zeros_after(sums: Array) -> Array:
-    """Return zeros that wait for a register of a product's sums.
+    """Return zeros that are computed from a product's sums; adding them makes an operation wait for it.
 
-    Without them the compiler would do the vector unit's work before all products.
+    Without them the compiler would do the vector unit's work before all products, not between them.
     """
     return jnp.minimum(jnp.abs(sums[:SUBLANES, : tiles.LANES]), 0.0)

@@ -1,8 +1,8 @@
 """Modulation, SiLU, a causal 3 x 3 x 3 convolution, bias and residual in one Pallas kernel, for TPUs.
 
-Nothing but the frames before and after it lies in HBM, whole tiles of channels. `step` is what a step of its
-grid does, `direct` and `winograd` how it multiplies, `sizes` which frames it takes. Here are what goes in and
-what comes out, in the order of axes that both have, and its derivatives.
+Only the frames before and after it are stored in HBM, with whole tiles of channels. `step` is the work of a
+grid step and defines the terms: block, strip, chunk, unit, part, word, edges. `direct` and `winograd` are the
+two ways to multiply; `sizes` chooses between them. This file has the operands, results and derivatives.
 
 A v6e schedules 2.5 ms for 128 channels of 8 x 480 x 720, and directly convolved 3.85, of which 2.7 are its
 matrix units' peak; XLA's convolution alone takes 5.4.
@@ -35,11 +35,11 @@ from jax_kernels.norm_conv3d.sizes import (
     TAPS,
     ConvSizes,
     columns_of_register,
-    is_shared,
+    fills_registers,
     scratch_shapes,
     sizes_of,
 )
-from jax_kernels.norm_conv3d.step import of_grid
+from jax_kernels.norm_conv3d.step import grid_position
 from jax_kernels.norm_conv3d.transforms import transformed_taps
 
 RAGGED_IN_PLACE = True
@@ -51,14 +51,14 @@ it.
 
 
 def to_registers(z: Shaped[Array, "N t h w Z"], frames: int, columns: int) -> Shaped[Array, "N h v S Z"]:
-    """Repeat `z` to the registers of pixels of so many frames and columns.
+    """Repeat `z`, one value for each latent, to registers: the form in which the kernel reads coefficients.
 
-    A register has a row for each frame of a pixel, for as many pixels as fit. v is w, or, if fewer pixels lie
-    under one of `z`, as many registers as the columns use.
+    A register (S = 8 rows) has a row for each frame of a pixel, for as many pixels as fit. v, the registers
+    of a row of pixels, is w if one latent's pixels fill whole registers; else it is as many as the row fills.
     """
     register_pixels, cell = SUBLANES // frames, columns // z.shape[3]
     z = repeat_nearest(z.transpose(0, 2, 3, 1, 4), {3: frames // z.shape[1]})
-    if z.shape[2] == 1 or is_shared(cell, frames):
+    if z.shape[2] == 1 or fills_registers(cell, frames):
         return jnp.concatenate([z] * register_pixels, axis=3)
     z = repeat_nearest(z, {2: cell})
     z = jnp.pad(z, [(0, 0), (0, 0), (0, -columns % register_pixels), (0, 0), (0, 0)])
@@ -66,7 +66,7 @@ def to_registers(z: Shaped[Array, "N t h w Z"], frames: int, columns: int) -> Sh
 
 
 def _over_pixels(part: Float[Array, "N h v S C"], x: Float[Array, "N T H W C"]) -> Float[Array, "N T H W C"]:
-    """Invert `to_registers`, at the pixels' own rows and columns."""
+    """Invert `to_registers`: return a coefficient for each pixel of `x`."""
     frames, height, columns, channels = x.shape[1:]
     videos, rows, registers = part.shape[:3]
     register_pixels, cell = SUBLANES // frames, columns_of_register(columns, frames, registers)
@@ -98,12 +98,12 @@ def _xla_form(
     if cache is None:
         cache = jnp.concatenate([hidden[:, :1]] * 2, axis=1)
     frames = jnp.concatenate([cache, hidden], axis=1)
-    sums = xla.summed(frames, kernel, xla.same_columns(kernel))
+    sums = xla.summed(frames, kernel, xla.same_width_padding(kernel))
     if edges is not None:
         left, right = edges  # the edges between strips are in the sums already
         sums = add_columns(sums, left[:, :, :, :1], at=0)
         sums = add_columns(sums, right[:, :, :, -1:], at=x.shape[3] - 1)
-    sums = xla.completed(sums, bias, residual)
+    sums = xla.add_bias_and_residual(sums, bias, residual)
     if true_width is not None:
         sums = jnp.where(lax.iota(jnp.int32, x.shape[3])[:, None] < true_width, sums, 0.0)
     y = sums.astype(x.dtype)
@@ -172,9 +172,9 @@ def _by_kernel(
     y, latest, *moments = pl.pallas_call(
         run,
         grid=_grid(x.shape[0], sizes),
-        in_specs=[*map(_whole, weights), *(spec for _, spec in operands.values())],
+        in_specs=[*map(_whole_spec, weights), *(spec for _, spec in operands.values())],
         out_specs=[spec for _, spec in results.values()],
-        # Said to be in HBM: XLA else brings small ones into VMEM and back.
+        # In HBM: XLA would bring small results into VMEM and back.
         out_shape=[pltpu.HBM(struct.shape, struct.dtype) for struct, _ in results.values()],
         scratch_shapes=[*scratch.values()],
         input_output_aliases=aliases,
@@ -192,7 +192,7 @@ def _by_kernel(
         part[..., :outputs].reshape(x.shape[0], sizes.columns, sizes.input_frames, -1) for part in moments
     )
     mean, m2 = (part.swapaxes(1, 2) for part in moments)
-    return _frames_first(y, sizes, outputs), _frames_of_cache(latest, cache_shape), (mean, m2)
+    return _frames_first(y, sizes, outputs), _cache_frames_first(latest, cache_shape), (mean, m2)
 
 
 def _operands(
@@ -207,7 +207,10 @@ def _operands(
     edges: tuple[Array, Array] | None,
     true_width: Array | None,
 ) -> tuple[dict[str, tuple[Any, pl.BlockSpec]], list[Array]]:
-    """Return the kernel's operands, by name, each with its blocks; and the products' weights."""
+    """Return the kernel's operands by name, each with its `BlockSpec`; and the matrices of its products.
+
+    A cell is the pixels under one register of coefficients: `cells` are those of a strip's row.
+    """
     cells = -(-sizes.width // sizes.cell)
     row = sizes.width * sizes.input_frames
     rows = ROWS if sizes.cell_rows == 1 else 1
@@ -216,24 +219,24 @@ def _operands(
         """Pad the last axis, output channels, to whole tiles."""
         return jnp.pad(part, [(0, 0)] * (part.ndim - 1) + [(0, sizes.outputs - part.shape[-1])])
 
-    def under(*indices: Any) -> tuple[Any, ...]:
-        """Return the block of coefficients that covers the rows of a step."""
-        video, strip, step = of_grid(indices)
+    def coefficient_block(*indices: Any) -> tuple[Any, ...]:
+        """Return the index of the block of coefficients that covers the rows of a step."""
+        video, strip, step = grid_position(indices)
         strip = strip if multiplier.shape[2] > 1 else 0
-        return video, lax.div(_now(sizes, step) * ROWS, max(ROWS, sizes.cell_rows)), strip, 0, 0
+        return video, lax.div(_modulated_block(sizes, step) * ROWS, max(ROWS, sizes.cell_rows)), strip, 0, 0
 
-    cell_spec = pl.BlockSpec((1, rows, cells, SUBLANES, sizes.channels), under)
+    cell_spec = pl.BlockSpec((1, rows, cells, SUBLANES, sizes.channels), coefficient_block)
     kernel, bias = in_tiles(kernel), in_tiles(bias.astype(jnp.float32)[None])
-    operands = {"x": (_pixels_first(x), _rows_now(sizes, row, sizes.channels))}
+    operands = {"x": (_pixels_first(x), _modulated_rows_spec(sizes, row, sizes.channels))}
     if cache is not None:
-        operands["cache"] = _pixels_of_cache(cache), _rows_of_cache(sizes)
+        operands["cache"] = _cache_pixels_first(cache), _cache_rows_spec(sizes)
     operands |= {
         "half": (multiplier / 2, cell_spec),  # for SiLU by a hyperbolic tangent
         "half_offset": (offset / 2, cell_spec),
-        "bias": (bias, _whole(bias)),
+        "bias": (bias, _whole_spec(bias)),
     }
     if residual is not None:
-        operands["residual"] = _pixels_first(in_tiles(residual)), _rows_later(row, sizes.outputs)
+        operands["residual"] = _pixels_first(in_tiles(residual)), _finished_rows_spec(row, sizes.outputs)
     if edges is not None:
         padded_edges = (
             jnp.repeat(in_tiles(edge), sizes.frames // sizes.input_frames, axis=1) for edge in edges
@@ -243,7 +246,7 @@ def _operands(
             both = jnp.pad(both, [(0, 0)] * 3 + [(0, SUBLANES - both.shape[3]), (0, 0)])
         length = both.shape[3]
         both = both.reshape(*both.shape[:2], -1, sizes.outputs)
-        operands["edges"] = both, _rows_later(length, sizes.outputs)
+        operands["edges"] = both, _finished_rows_spec(length, sizes.outputs)
     if true_width is not None:
         operands["true_width"] = true_width[None], pl.BlockSpec(memory_space=pltpu.SMEM)
     weights = winograd.weights if sizes.tile else direct.weights
@@ -255,16 +258,16 @@ def _operands(
 def _results(
     sizes: ConvSizes, operands: dict[str, tuple[Any, pl.BlockSpec]]
 ) -> dict[str, tuple[Any, pl.BlockSpec]]:
-    """Return the kernel's results, by name, each with its blocks."""
+    """Return the structs of the kernel's results by name, each with its `BlockSpec`."""
     x, _ = operands["x"]
     row, videos, height = sizes.width * sizes.input_frames, *x.shape[:2]
     latest = (videos, height, sizes.columns * sizes.parts * (TAPS - 1), tiles.LANES)
     moments = jax.ShapeDtypeStruct((videos, x.shape[2], sizes.outputs), jnp.float32)
-    strip_spec = pl.BlockSpec((1, row, sizes.outputs), lambda *indices: (*of_grid(indices)[:2], 0))
+    strip_spec = pl.BlockSpec((1, row, sizes.outputs), lambda *indices: (*grid_position(indices)[:2], 0))
     y = jax.ShapeDtypeStruct((*x.shape[:3], sizes.outputs), x.dtype)
     return {
-        "y": (y, _rows_later(row, sizes.outputs)),
-        "latest": (jax.ShapeDtypeStruct(latest, x.dtype), _rows_of_cache(sizes)),
+        "y": (y, _finished_rows_spec(row, sizes.outputs)),
+        "latest": (jax.ShapeDtypeStruct(latest, x.dtype), _cache_rows_spec(sizes)),
         "mean": (moments, strip_spec),
         "m2": (moments, strip_spec),
     }
@@ -276,37 +279,43 @@ def _grid(videos: int, sizes: ConvSizes) -> tuple[int, ...]:
     return (videos, steps) if sizes.strips == 1 else (videos, sizes.strips, steps)
 
 
-def _now(sizes: ConvSizes, step: Array) -> Array:
-    """Return the block of rows that a step modulates; the last `LAG` steps keep the last block."""
+def _modulated_block(sizes: ConvSizes, step: Array) -> Array:
+    """Return the index of the two rows that a step modulates.
+
+    The last `LAG` steps only finish results: their index stays at the last rows, so that nothing is fetched.
+    """
     return lax.min(step, sizes.blocks - 1)
 
 
-def _rows(block: Callable[[Any], Any], length: int, lanes: int) -> pl.BlockSpec:
-    """Return the spec of the rows that a step reads or writes: those of `block(step)`."""
+def _rows_spec(block: Callable[[Any], Any], length: int, lanes: int) -> pl.BlockSpec:
+    """Return the spec of the two rows that a step reads or writes.
+
+    `block(step)` is their index; `length` counts the entries of a row, pixels times frames, in a strip.
+    """
 
     def rows(*indices: Any) -> tuple[Any, ...]:
-        video, strip, step = of_grid(indices)
+        video, strip, step = grid_position(indices)
         return video, block(step), strip, 0
 
     return pl.BlockSpec((1, ROWS, length, lanes), rows)
 
 
-def _rows_now(sizes: ConvSizes, length: int, lanes: int) -> pl.BlockSpec:
+def _modulated_rows_spec(sizes: ConvSizes, length: int, lanes: int) -> pl.BlockSpec:
     """Return the spec of the rows that a step modulates."""
-    return _rows(partial(_now, sizes), length, lanes)
+    return _rows_spec(partial(_modulated_block, sizes), length, lanes)
 
 
-def _rows_of_cache(sizes: ConvSizes) -> pl.BlockSpec:
+def _cache_rows_spec(sizes: ConvSizes) -> pl.BlockSpec:
     """Return the spec of a cache's rows, which a step reads and writes."""
-    return _rows_now(sizes, sizes.width * sizes.parts * (TAPS - 1), tiles.LANES)
+    return _modulated_rows_spec(sizes, sizes.width * sizes.parts * (TAPS - 1), tiles.LANES)
 
 
-def _rows_later(length: int, lanes: int) -> pl.BlockSpec:
-    """Return the spec of the rows that a step finishes."""
-    return _rows(lambda step: lax.max(step - LAG, 0), length, lanes)
+def _finished_rows_spec(length: int, lanes: int) -> pl.BlockSpec:
+    """Return the spec of the rows that a step finishes, `LAG` steps after it has modulated them."""
+    return _rows_spec(lambda step: lax.max(step - LAG, 0), length, lanes)
 
 
-def _whole(array: Array) -> pl.BlockSpec:
+def _whole_spec(array: Array) -> pl.BlockSpec:
     """Return the spec of an array that all steps read as a whole, from a single buffer."""
     return pl.BlockSpec(array.shape, lambda *_: (0,) * array.ndim, pipeline_mode=pl.Buffered(1))
 
@@ -329,7 +338,7 @@ def _frames_first(y: Array, sizes: ConvSizes, outputs: int) -> Array:
     return few.reshape(videos, outputs, height, sizes.columns, sizes.input_frames).transpose(0, 4, 2, 3, 1)
 
 
-def _pixels_of_cache(cache_NTHWC: Array) -> Array:
+def _cache_pixels_first(cache_NTHWC: Array) -> Array:
     """Reshape a cache to (N, H, W P T, lanes), P parts of channels: as two frames lie in memory."""
     cache = cache_NTHWC.transpose(0, 2, 3, 1, 4)
     videos, height, columns, frames, channels = cache.shape
@@ -344,12 +353,12 @@ def column_of_cache(cache: Float[Array, "N 2 H W I"], column: int) -> Float[Arra
     """
     videos, frames, height, _, channels = cache.shape
     rows = channels // tiles.LANES * frames
-    cut = _pixels_of_cache(cache)[:, :, column * rows : (column + 1) * rows]
-    return _frames_of_cache(cut, (videos, frames, height, 1, channels))
+    cut = _cache_pixels_first(cache)[:, :, column * rows : (column + 1) * rows]
+    return _cache_frames_first(cut, (videos, frames, height, 1, channels))
 
 
-def _frames_of_cache(latest: Array, shape: tuple[int, ...]) -> Array:
-    """Invert `_pixels_of_cache`, step by step: XLA leaves both out if they follow each other."""
+def _cache_frames_first(latest: Array, shape: tuple[int, ...]) -> Array:
+    """Invert `_cache_pixels_first`, step by step: XLA leaves both out if they follow each other."""
     videos, frames, height, columns, channels = shape
     latest = latest.reshape(videos, height, columns, -1, frames, tiles.LANES).transpose(0, 1, 2, 4, 3, 5)
     return latest.reshape(videos, height, columns, frames, channels).transpose(0, 3, 1, 2, 4)

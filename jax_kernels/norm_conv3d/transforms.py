@@ -1,9 +1,10 @@
 """Winograd's minimal filtering: few products for several results of a filter with three taps.
 
-A tile's results are linear combinations of products, each of a combination of the taps and one of the frames
-under them: 4 products for two results and 7 for four, where each result takes 3. The combinations only add
-and subtract but for powers of two with the taps, so they round as little as for two results: six
-products would do for four, but with factors that make three times the error of white noise.
+A tile is the two or four results (frames) that are computed together. They are linear combinations of
+products (components) of two factors: a combination of the taps, and one of the frames under them. Two results
+take 4 products and four take 7, where direct filtering takes 3 a result. The combinations only add and
+subtract, but for powers of two with the taps, so they round little. Six products would do for four results,
+but with factors that make three times the error of white noise.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,8 +22,9 @@ class Transform(NamedTuple):
 
     Attributes:
         taps: for each product, the factors of the three taps, powers of two.
-        inputs: gives the other factor of each product from the tile's frames and the two before them.
-        results: gives the tile's results from the products.
+        inputs: function that returns the other factor of each product, from the tile's frames and the two
+            before them.
+        results: function that returns the tile's results from the products.
     """
 
     taps: tuple[tuple[float, float, float], ...]
@@ -92,7 +94,7 @@ For four results also modulo x^2 + 1.
 
 
 def transformed_taps(kernel: Float[Array, "3 ..."], tile: int) -> Float[Array, "components ..."]:
-    """Return a kernel's taps of time as the products take them, rounded to its dtype once."""
+    """Return the factor of each product from a kernel's three taps of time, rounded to its dtype once."""
     # Broadcast and added: XLA compiles a product of matrices, or the components one by one, for up to 15 s.
     factors = jnp.asarray(TRANSFORMS[tile].taps, jnp.float32).reshape(-1, TAPS, *[1] * (kernel.ndim - 1))
     taps = sum(factors[:, tap] * kernel[tap].astype(jnp.float32) for tap in range(TAPS))
@@ -108,10 +110,11 @@ def filtered(
     """Convolve frames along time, rounded as in the kernel: transforms in float32, factors in their dtype.
 
     Args:
-        frames: whole tiles, and two before them.
-        kernel: its taps.
-        tile: results that are transformed together.
-        multiply: gives the products, in float32, of a component of the tiles, N P ..., and of the taps.
+        frames: the frames of whole tiles, and the two before them.
+        kernel: three taps.
+        tile: results of a tile, 2 or 4.
+        multiply: returns the float32 products of one component: of a factor of all tiles (N, tiles, ...), and
+            the factor of the taps.
     """
     transform, last = TRANSFORMS[tile], frames.shape[1] - tile - TAPS + 1
     under_taps = [frames[:, start : start + last + 1 : tile] for start in range(tile + TAPS - 1)]

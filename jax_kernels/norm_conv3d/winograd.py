@@ -1,15 +1,16 @@
 """A step by Winograd's minimal filtering along time: 7 products instead of 12, or 4 instead of 6.
 
-The transforms are in `transforms`. A row of a matrix product is a tile, half of a pixel's frames. A word
-holds both tiles of a pixel.
+`transforms` has the transforms, and `step` the terms. A tile is half of a pixel's frames, which are filtered
+together; its transform has several components, each with products of its own. A row of a matrix product is a
+component of a tile. A word holds one component of both tiles of a pixel.
 
 - Activated frames, rounded as a cache keeps them, are transformed in float32 and rounded for the products;
   so are the taps, outside of the kernel. Products are summed and transformed back in float32.
-- Rows lie in VMEM as transformed words, a component of the transform after the other. A column's shift is a
-  word's, so products contract columns and rows.
-- With 128 output channels, two columns' results of the outer rows fill a matrix unit that is 256 wide, both
-  rows' results fill it for the inner ones. With more, both rows' results have the same weights.
-- Components' sums of a chunk are kept until the next one is multiplied: it hides their transform.
+- Rows are in VMEM as words, one component after the other. A shift by a column is a shift by a word, so that
+  products contract the taps of columns and of rows.
+- With 128 output channels a product gives two results, to fill a matrix unit that is 256 wide: two columns of
+  the outer rows, or both rows of the inner ones. With more channels both rows are multiplied by one matrix.
+- The sums of a chunk are kept until the next one is multiplied, and transformed back meanwhile.
 """
 
 import itertools
@@ -25,7 +26,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
 from jax_kernels.norm_conv3d.sizes import MARGIN, ROWS, SUBLANES, TAPS, TILES, ConvSizes, Product
-from jax_kernels.norm_conv3d.step import ConvStep, clear, lanes_of, matrices
+from jax_kernels.norm_conv3d.step import ConvStep, fill_zeros, lanes_of, matrices
 from jax_kernels.norm_conv3d.transforms import TRANSFORMS
 
 HIGH_HALF = -(2**16)
@@ -35,11 +36,11 @@ HIGH_HALF = -(2**16)
 def weights(transformed: Float[Array, "components 3 3 I O"], product: Product, turns: int) -> Array:
     """Return the matrices of a product, one for each turn and component.
 
-    They are zero where an input is under no tap of a result, or under one that another input has.
+    They are zero where no tap connects input and result, and where another input of the product has the tap.
     """
 
     def tap(outputs: Array, row: int, column: int, result: int, beside: int) -> Array:
-        """Return the weights from input (row, column) to result (row, column), for all components."""
+        """Return the weights from input (row, column) to result (result, beside), for all components."""
         under, along = row - result, column - beside + 1
         inside = 0 <= under < TAPS and 0 <= along < TAPS and (beside == 0 or column == 0)
         return outputs[:, under, along] if inside else jnp.zeros_like(outputs[:, 0, 0])
@@ -51,7 +52,11 @@ class WinogradStep(ConvStep):
     """A step that multiplies transformed frames."""
 
     def __init__(self, sizes: ConvSizes, weights: tuple[Any, ...], refs: dict[str, Any]):
-        """Choose the memory that this step's products load and that its moves store to."""
+        """Choose the slots of memory that this step's products load, and those that its moves store to.
+
+        `rows` are the name and slot of the four input rows, from above the block of results to below it;
+        `moved` those of the block that is moved from the stage.
+        """
         super().__init__(sizes, weights, refs)
         self.transform = TRANSFORMS[sizes.tile]
         step = self.step
@@ -69,35 +74,35 @@ class WinogradStep(ConvStep):
         self.beyond = lambda: [refs["stage"].at[:, :, :, pl.ds(MARGIN + sizes.last_columns, 1)]]
 
     def _begin(self) -> None:
-        """Clear the columns of zeros on both sides of a strip."""
+        """Fill the `MARGIN` columns left and right of a strip with zeros, the convolution's padding."""
         sides = itertools.product(("stage", "upper", "lower"), (0, MARGIN + self.sizes.width))
-        clear(self.refs[name].at[:, :, :, pl.ds(start, MARGIN)] for name, start in sides)
+        fill_zeros(self.refs[name].at[:, :, :, pl.ds(start, MARGIN)] for name, start in sides)
 
     def _convolve(self) -> None:
         """Multiply a strip's chunks of columns, finish each during the next, and the last one at the end."""
         sizes = self.sizes
         self._move(0, MARGIN)
         if "shifted" in self.refs:
-            clear([self.refs["shifted"].at[:, :, pl.ds(sizes.chunk * TILES, TILES)]])
+            fill_zeros([self.refs["shifted"].at[:, :, pl.ds(sizes.chunk * TILES, TILES)]])
 
-        def chunk(index: Array, carry: None) -> None:
+        def multiply_chunk(index: Array, carry: None) -> None:
             """Multiply one chunk in turns, each with other work between its products."""
             column = index * sizes.chunk
             self._move(column + MARGIN, sizes.chunk)
-            lax.fori_loop(0, sizes.turns, lambda turn, _: self._take_turn(turn, column), None)
+            lax.fori_loop(0, sizes.turns, lambda turn, _: self._multiply_turn(turn, column), None)
 
-        lax.fori_loop(0, sizes.chunks, chunk, None)
-        rest, units = sizes.width - sizes.chunk, sizes.chunk // sizes.unit
-        lax.fori_loop(0, units, lambda unit, _: self._finish(rest + unit * sizes.unit), None)
+        lax.fori_loop(0, sizes.chunks, multiply_chunk, None)
+        last_chunk, units = sizes.width - sizes.chunk, sizes.chunk // sizes.unit
+        lax.fori_loop(0, units, lambda unit, _: self._finish(last_chunk + unit * sizes.unit), None)
 
-    def _take_turn(self, turn: Any, column: Any) -> None:
-        """Compute the products for a turn's share of a chunk's results, and other work between them.
+    def _multiply_turn(self, turn: Any, column: Any) -> None:
+        """Compute the products of a chunk for a share of its output channels, and other work between them.
 
         Between them a share of the chunk's columns is modulated for a later step, and a share of the results
-        of the chunk before it is finished.
+        of the chunk before it is finished. `turn` is the index of the share, `column` the chunk's first.
         """
         sizes = self.sizes
-        work = self._work_beside(turn, column)
+        work = self._other_work(turn, column)
         total, multiplied = sizes.components * len(self.weights), 0
         for component in range(sizes.components):
             products = itertools.groupby(
@@ -107,7 +112,7 @@ class WinogradStep(ConvStep):
                 sums: Any = None
                 for product, matrices_of_turns in group:
                     inputs = [
-                        self._input(component, *position, part, column)
+                        self._input_rows(component, *position, part, column)
                         for position in product.inputs
                         for part in range(sizes.parts)
                     ]
@@ -120,12 +125,13 @@ class WinogradStep(ConvStep):
                     multiplied += 1
                     while len(work) * total > (total - multiplied) * 2 * (sizes.units // sizes.turns):
                         work.pop(0)(after=sums)
-                self._collect(turn, component, results, sums, column)
+                self._store_components(turn, component, results, sums, column)
 
-    def _work_beside(self, turn: Any, column: Any) -> list[Callable[..., None]]:
-        """Return the work of a turn besides its products: functions that wait for their argument `after`.
+    def _other_work(self, turn: Any, column: Any) -> list[Callable[..., None]]:
+        """Return the work of a turn besides its products, in pieces to run between them.
 
-        They modulate a share of the units from `column` on, and finish as many of the chunk before.
+        Each is a function of `after`, the sums of the product to wait for. They modulate a share of the units
+        of the chunk from `column` on, and finish as many units of the chunk before.
         """
         sizes = self.sizes
         share = sizes.units // sizes.turns
@@ -135,20 +141,27 @@ class WinogradStep(ConvStep):
             work += [partial(self._modulate, at, unit), partial(self._finish, at - sizes.chunk, unit)]
         return work
 
-    def _input(self, component: int, row: int, shift: int, part: int, column: Any) -> Array:
-        """Return a chunk's words in one of four rows, or in two if both rows' results share weights."""
+    def _input_rows(self, component: int, row: int, shift: int, part: int, column: Any) -> Array:
+        """Return a component of a chunk's tiles in one of the four input rows, shifted by `shift` columns.
+
+        Where one matrix serves both rows of results, `row` and the row below it are returned, joined.
+        """
         sizes = self.sizes
-        at = self._words(column, sizes.chunk, shift)
+        at = self._word_columns(column, sizes.chunk, shift)
         rows = [self.rows[row + result] for result in range(ROWS if sizes.rows_together else 1)]
         words = [self.refs[name][slot, component, part, at] for name, slot in rows]
         return pltpu.bitcast(jnp.concatenate(words), jnp.bfloat16)
 
-    def _collect(
+    def _store_components(
         self, turn: Any, component: int, results: list[tuple[int, int]], sums: Array, column: Any
     ) -> None:
         """Store a product's sums as a component of the results, or add them to it.
 
-        `results` are the (row, column) of the sums' parts.
+        Args:
+            turn, component: the share of the output channels, and the component of the transform.
+            results: (row, column) of each result in the sums; column 1 is the next column's.
+            sums: float32, 128 channels for each result.
+            column: first column of the chunk.
         """
         sizes, refs = self.sizes, self.refs
         count = sizes.chunk * TILES
@@ -161,7 +174,7 @@ class WinogradStep(ConvStep):
             return
         for index, (row, beside) in enumerate(results):
             part_sums = sums[:, lanes_of(index)]
-            if beside:  # in the next column; the last of the chunk before it is this one's first
+            if beside:  # the next column's results: the chunk before has given the first column's
                 shifted = refs["shifted"].at[component, row]
                 shifted[pl.ds(0, TILES)] = shifted[pl.ds(count, TILES)]
                 shifted[pl.ds(TILES, count)] = part_sums
@@ -174,12 +187,12 @@ class WinogradStep(ConvStep):
                 component_sums[at] = component_sums[at] + part_sums
 
     def _move(self, column: Any, count: int) -> None:
-        """Move columns of the block before this step's from the stage to the products' memory."""
-        at = self._words(column, count)
+        """Move `count` columns of the block before this step's from the stage to the products' memory."""
+        at = self._word_columns(column, count)
         for row, (name, slot) in enumerate(self.moved):
             self.refs[name][slot, :, :, at] = self.refs["stage"][row, :, :, at]
 
-    def _keep(
+    def _store_activated(
         self,
         row: int,
         part: int,
@@ -188,7 +201,7 @@ class WinogradStep(ConvStep):
         x: Array,
         before: Callable[[Callable[[], Array]], Array],
     ) -> Array:
-        """Keep the transforms of activated frames, and of the two before them, in the stage."""
+        """Store the transform of a unit's activated frames, and of the two before; see `ConvStep`."""
         sizes = self.sizes
         pixels = self.refs["pixels"].at[unit, row, part]
         pixels[...] = pltpu.bitcast(x, jnp.int32)
@@ -198,17 +211,17 @@ class WinogradStep(ConvStep):
             self.transform.inputs(frames[start : start + sizes.tile + TAPS - 1])
             for start in range(0, sizes.input_frames, sizes.tile)
         ]
-        at = self._words(column, sizes.unit)
+        at = self._word_columns(column, sizes.unit)
         for component, pair in enumerate(zip(*tile_inputs, strict=True)):
             self.refs["stage"][row, component, part, at] = _packed(*pair)
         return words[-1]
 
     def _finish(self, column: Any, unit: int = 0, after: Array | None = None) -> None:
-        """Finish the results of the unit from `column` on; `unit` is the index of its memory."""
-        self._give(column, self.sizes.unit, partial(self._frames, column, unit), after)
+        """Transform back and write the results of the unit from `column` on; `unit` is its memory's index."""
+        self._write_results(column, self.sizes.unit, partial(self._frames, column, unit), after)
 
     def _frames(self, column: Any, unit: int, row: int, part: int) -> Array:
-        """Return the sums of a unit's frames from its tiles' components."""
+        """Return the sums of a unit's frames, transformed back from the components, for a row and a part."""
         sizes = self.sizes
         tiles_at = self._rows(column, sizes.unit, TILES, before=sizes.chunk)
         components = [
@@ -222,10 +235,7 @@ class WinogradStep(ConvStep):
         return frames[...]
 
     def _add_edges(self, frames: Any, column: Any, row: int, part: int) -> None:
-        """Add the contribution of columns beside the strip to its first and last column.
-
-        Only the unit from `column` on is changed.
-        """
+        """Add the edges to the strip's first and last column, where the unit from `column` on has them."""
         sizes = self.sizes
         for side, edge in enumerate((0, self._last_column())):
             inside = (edge >= column) & (edge < column + sizes.unit)
@@ -235,8 +245,11 @@ class WinogradStep(ConvStep):
             ]
             frames[at, :] = frames[at, :] + jnp.where(inside, added, 0.0)
 
-    def _words(self, column: Any, count: int, shift: int = 0) -> Any:
-        """Return the slice of so many columns in the products' memory, from a multiple of a register's on."""
+    def _word_columns(self, column: Any, count: int, shift: int = 0) -> Any:
+        """Return the slice of `count` columns in the products' memory, which begins with `MARGIN` zeros.
+
+        `column` is a multiple of a register's rows; the slice begins `shift` columns after it.
+        """
         start = column + MARGIN
         if isinstance(start, jax.Array):
             start = pl.multiple_of(start, SUBLANES)
@@ -244,10 +257,10 @@ class WinogradStep(ConvStep):
 
 
 def _unpacked(words: Array) -> tuple[Array, Array]:
-    """Return both halves of words of bfloat16, as float32."""
+    """Return the two bfloat16 numbers of each word as float32: the low 16 bits, then the high ones."""
     return pltpu.bitcast(words << 16, jnp.float32), pltpu.bitcast(words & HIGH_HALF, jnp.float32)
 
 
 def _packed(low: Array, high: Array) -> Array:
-    """Pack two halves into words of bfloat16."""
+    """Pack two arrays, rounded to bfloat16, into the low and the high 16 bits of words."""
     return pltpu.bitcast(pltpu.pack_elementwise([low, high], packed_dtype=jnp.bfloat16), jnp.int32)

@@ -28,8 +28,8 @@ from jax_kernels.common.frames import average_pairs, conv_frames, select_frames
 from jax_kernels.common.layout import kernel_layout
 from jax_kernels.resample import upsampled, xla
 
-BEYOND = 1
-"""Rows above and below a band of an image that a 3 x 3 kernel sees."""
+OVERLAP = 1
+"""Rows of its neighbours that a band of an image has above and below: as far as a 3 x 3 kernel sees."""
 
 
 def upsample(
@@ -41,7 +41,7 @@ def upsample(
     first_frame_alone: bool = False,
     split: Split = WHOLE,
 ) -> Float[Array, "N T2 2*H 2*W O"]:
-    """Nearest 2x in space, in time too where `expand_time`, then a 2-D convolution of every frame.
+    """Double rows and columns (nearest), with `expand_time` frames too, then convolve every frame in 2-D.
 
     Doubled frames are equal when the convolution sees them, so it runs before the doubling: half the work,
     the same numbers. On a TPU both are one Pallas kernel if supported (`upsampled.is_supported`).
@@ -78,28 +78,34 @@ def upsample_on(
 
     def convolve(part: Array, expand_time: bool, first_frame_alone: bool) -> Array:
         """Upsample a run of frames by the kernel if it supports them, else as XLA compiles it."""
-        composed = functools.partial(_composed, expand_time=expand_time, first_frame_alone=first_frame_alone)
+        composed = functools.partial(_by_xla, expand_time=expand_time, first_frame_alone=first_frame_alone)
         form = _kernel_for(target, part, kernel, expand_time, first_frame_alone) or composed
         return map_shards(target, form, (part,), (kernel, bias))
 
-    return _by_parts(target, convolve, x, expand_time, first_frame_alone)
+    return _split_and_resample(target, convolve, x, expand_time, first_frame_alone)
 
 
-def _by_parts(
+def _split_and_resample(
     target: Target, resample: Callable[..., Array], x: Array, in_time: bool, first_frame_alone: bool
 ) -> Array:
-    """Apply `resample(frames, in_time, first_frame_alone)` to a split first frame and to the rest."""
+    """Apply `resample(frames, in_time, first_frame_alone)` to each run of frames (`split_frames`).
+
+    `in_time` is whether frames are doubled or averaged too.
+    """
     parts = split_frames(target, x) if first_frame_alone == (x.shape[1] % 2 == 1) else [(x,)]
     if len(parts) == 1:
         return resample(x, in_time, first_frame_alone)
-    # A single frame is the first: the others come in pairs.
+    # A run of one frame is the first frame, which stays single.
     return join_frames([resample(part, in_time and part.shape[1] > 1, False) for (part,) in parts])
 
 
 def _kernel_for(
     target: Target, x: Array, kernel: Array, expand_time: bool, first_frame_alone: bool
 ) -> Callable[..., Array] | None:
-    """Return the kernel for these frames, or for an image in bands; None if neither is supported."""
+    """Return the function that upsamples these frames by the Pallas kernel; None if it does not support them.
+
+    The kernel takes several frames together; an image, one frame, is cut into bands in place of frames.
+    """
     if not target.uses_pallas:
         return None
     shard = target.split.shard_of(x)
@@ -108,17 +114,17 @@ def _kernel_for(
     if is_image_for_tpu(target, x) and (first_frame_alone or not expand_time):
         even = height + height % 2
         for bands in upsampled.FRAMES:
-            shape = videos, bands, even // bands + 2 * BEYOND, columns, channels
+            shape = videos, bands, even // bands + 2 * OVERLAP, columns, channels
             if even % bands == 0 and is_supported(
                 jax.ShapeDtypeStruct(shape, x.dtype), kernel, expand_time=False
             ):
-                return functools.partial(_fused_image, bands=bands)
+                return functools.partial(_image_by_kernel, bands=bands)
     elif not first_frame_alone and is_supported(shard, kernel, expand_time=expand_time):
-        return functools.partial(_fused, expand_time=expand_time)
+        return functools.partial(_by_kernel, expand_time=expand_time)
     return None
 
 
-def _fused(target: Target, x: Array, kernel: Array, bias: Array | None, *, expand_time: bool) -> Array:
+def _by_kernel(target: Target, x: Array, kernel: Array, bias: Array | None, *, expand_time: bool) -> Array:
     """Run the kernel on a device's own columns, with the neighbours' columns beside them."""
     split = target.split
     bias = jnp.zeros(kernel.shape[-1:], kernel.dtype) if bias is None else bias
@@ -127,27 +133,28 @@ def _fused(target: Target, x: Array, kernel: Array, bias: Array | None, *, expan
     return upsampled.upsampled(x, kernel, bias, beside, true_width, expand_time)
 
 
-def _fused_image(target: Target, x: Array, kernel: Array, bias: Array | None, *, bands: int) -> Array:
-    """Upsample one frame by the kernel: bands of its rows, which overlap by `BEYOND`, stand for frames.
+def _image_by_kernel(target: Target, x: Array, kernel: Array, bias: Array | None, *, bands: int) -> Array:
+    """Upsample one frame by the kernel: `bands` bands of its rows take the place of frames.
 
     XLA takes 52 s to compile its own convolution of 120 x 180 x 512, this takes 3. An odd number of rows is
     padded with a row of zeros, which is the convolution's own padding.
     """
     height = x.shape[2]
     even = jnp.pad(kernel_layout(x), [(0, 0), (0, 0), (0, height % 2), (0, 0), (0, 0)])
-    y = _fused(target, split_bands(even, BEYOND, bands), kernel, bias, expand_time=False)
-    return kernel_layout(join_bands(y, 2 * BEYOND)[:, :, : 2 * height])
+    y = _by_kernel(target, split_bands(even, OVERLAP, bands), kernel, bias, expand_time=False)
+    return kernel_layout(join_bands(y, 2 * OVERLAP)[:, :, : 2 * height])
 
 
-def _composed(
+def _by_xla(
     target: Target, x: Array, kernel: Array, bias: Array | None, *, expand_time: bool, first_frame_alone: bool
 ) -> Array:
-    """Double pixels, convolve, then double frames, as XLA compiles it, on a device's own columns."""
+    """Upsample a device's own columns as XLA compiles it: double pixels, convolve, then double frames."""
     rows, columns = (size // 2 for size in kernel.shape[:2])
     outside = target.on_tpu and x.shape[1] > 1
     doubled = xla.double_pixels_outside(x) if outside else xla.double_pixels(x)
 
     def convolve(x: Array, kernel: Array, columns: tuple[int, int]) -> Array:
+        """Convolve frames with zeros above and below, and `columns` zeros on the left and right."""
         return conv_frames(x, kernel, padding=((rows, rows), columns))
 
     y = convolve(doubled, kernel, (columns, columns))
@@ -220,16 +227,18 @@ def downsample_on(
 
     def convolve(part: Array, compress_time: bool, first_frame_alone: bool) -> Array:
         """Downsample a run of frames."""
-        halve = functools.partial(_halved, compress_time=compress_time, first_frame_alone=first_frame_alone)
-        return map_shards(target, halve, (part,), (kernel, bias))
+        form = functools.partial(
+            _downsample_shard, compress_time=compress_time, first_frame_alone=first_frame_alone
+        )
+        return map_shards(target, form, (part,), (kernel, bias))
 
-    return _by_parts(target, convolve, x, compress_time, first_frame_alone)
+    return _split_and_resample(target, convolve, x, compress_time, first_frame_alone)
 
 
 _downsample = dispatched(downsample_on, "tpu")
 
 
-def _halved(
+def _downsample_shard(
     target: Target,
     x: Array,
     kernel: Array,
@@ -238,11 +247,11 @@ def _halved(
     compress_time: bool,
     first_frame_alone: bool,
 ) -> Array:
-    """Average pairs of frames if asked, then convolve with stride 2, on a device's own columns."""
+    """Average pairs of frames if `compress_time`, then convolve with stride 2, on a device's own columns."""
     if compress_time and x.shape[1] > first_frame_alone:
         x = average_pairs(target, x, first_frame_alone=first_frame_alone)
     by_patches = is_image_for_tpu(target, x) and xla.suits_patches(x)
-    halve = xla.halved_by_patches if by_patches else xla.halved
+    halve = xla.downsampled_sums_by_patches if by_patches else xla.downsampled_sums
     y = halve(x, kernel, (0, 1))
     if target.split.has_neighbours:
         if x.shape[3] % 2:

@@ -6,7 +6,8 @@ doubled frame. Frames that are doubled too are multiplied twice, which costs les
 afterwards. A grid step takes a row of pixels. A row of a product is one frame of one pixel, so with eight
 frames a shift by a column is a shift by whole registers.
 
-Step g finishes the two rows of results of row g - 1, since the lower one needs row g.
+Grid step g reads row g of pixels and finishes the two rows of results of row g - 1, whose lower one needs row
+g too: there is one step more than rows.
 
 A v6e schedules 1.4 ms for 8 x 240 x 360 x 256 doubled, of which 0.9 are its matrix units' peak and 1.1 its
 bytes; XLA's convolution of the doubled frames alone takes 4.3.
@@ -26,7 +27,7 @@ from jax_kernels.common import tiles
 from jax_kernels.common.columns import add_columns
 from jax_kernels.common.dispatch import with_derivatives_of
 from jax_kernels.common.frames import conv_frames, repeat_nearest
-from jax_kernels.common.tiles import fills_tiles, vmem_limit, words_of_twice
+from jax_kernels.common.tiles import duplicated_in_words, fills_tiles, vmem_limit
 from jax_kernels.resample import xla
 
 TAPS = 3
@@ -40,7 +41,7 @@ and 4 with 320, 1.5 and 7 with 480.
 """
 
 FRAMES = (8, 4, 2)
-"""Supported frames of a pixel, and of each output pixel."""
+"""Supported numbers of frames, of the input and of the result."""
 
 COLUMNS = 8
 """Fewest columns of a product, which are a multiple of it: two frames of them fill a tile of bfloat16."""
@@ -50,8 +51,8 @@ class UpsampleSizes(NamedTuple):
     """The sizes that a kernel is compiled for.
 
     Attributes:
-        taken: frames of an input pixel.
-        frames: frames of an output pixel.
+        taken: frames of the input.
+        frames: frames of the result: as many, or twice as many.
         columns: columns of the frame, or of a shard.
         channels, outputs: channels into the convolution and out of it.
     """
@@ -64,13 +65,13 @@ class UpsampleSizes(NamedTuple):
 
     @property
     def chunk(self) -> int:
-        """Columns of a product; the last one may have fewer."""
+        """Columns of a product; the last product of a row may have fewer."""
         chunks = -(-self.columns // (PRODUCT // self.frames))
         return -(-self.columns // (chunks * COLUMNS)) * COLUMNS
 
     @property
     def row(self) -> int:
-        """Frames of pixels of a row of results."""
+        """Entries of a row of results: its pixels, 2 W, times their frames."""
         return 2 * self.columns * self.frames
 
 
@@ -109,7 +110,7 @@ def is_supported(
 
 
 def _vmem_bytes(sizes: UpsampleSizes) -> int:
-    """Return the kernel's VMEM: blocks twice, as the next is fetched meanwhile."""
+    """Return the bytes of VMEM that the kernel uses; blocks count twice, as the next is fetched meanwhile."""
     input_bytes, output_bytes = (
         sizes.columns * sizes.taken * sizes.channels * 2,
         sizes.row * sizes.outputs * 2,
@@ -120,7 +121,13 @@ def _vmem_bytes(sizes: UpsampleSizes) -> int:
 
 
 class _Step:
-    """A grid step of the kernel, on its references by name."""
+    """A grid step of the kernel.
+
+    `refs` holds references to memory by name: operands and the result "y" of a grid step, and scratch memory
+    for a row of results. Of the results of the row before: "even", the upper ones, rounded, and "odd", the
+    sums of the lower ones so far. "above": the sums that it adds to this row's upper results. "left": the
+    products of the column left of a chunk.
+    """
 
     def __init__(self, sizes: UpsampleSizes, refs: dict[str, Any]):
         self.sizes, self.refs = sizes, refs
@@ -142,15 +149,16 @@ class _Step:
             refs["y"][0, 1] = self._rounded(refs["odd"][...], 0)
 
     def _add_row(self) -> None:
-        """Add a row's products to its results, in chunks of columns from left to right.
+        """Add the products of a row of pixels to its results, in chunks of columns from left to right.
 
-        The last column's products of a chunk are kept in "left" for the next chunk. At both ends of the row
-        the neighbours' columns enter: "beside" holds the left one's frames, then the right one's.
+        A chunk's last column is left of the next chunk: its products are kept in "left". Beside the row are
+        the columns of neighbouring shards, or zeros: "beside" holds the left column's frames, then the right
+        one's.
         """
         sizes, refs = self.sizes, self.refs
         chunks = -(-sizes.columns // sizes.chunk)
         if "beside" in refs:
-            beside = self._frames(refs["beside"][0, 0])
+            beside = self._repeat_frames(refs["beside"][0, 0])
             of_left, of_right = (
                 [self._product(beside, row, column) for row in range(TAPS)] for column in (0, 2)
             )
@@ -161,31 +169,35 @@ class _Step:
             refs["left"][...] = jnp.zeros(refs["left"].shape, jnp.float32)
             right = [jnp.zeros((sizes.frames, sizes.outputs), jnp.float32)] * TAPS
 
-        def chunk(index: Array, carry: None) -> None:
-            self._add_columns(index * sizes.chunk, sizes.chunk)
+        def add_whole_chunk(index: Array, carry: None) -> None:
+            self._add_chunk(index * sizes.chunk, sizes.chunk)
 
         if chunks > 1:
-            lax.fori_loop(0, chunks - 1, chunk, None)
+            lax.fori_loop(0, chunks - 1, add_whole_chunk, None)
         before = (chunks - 1) * sizes.chunk
-        self._add_columns(before, sizes.columns - before, right)
+        self._add_chunk(before, sizes.columns - before, right)
 
-    def _add_columns(self, column: Any, count: int, right: list[Array] | None = None) -> None:
-        """Add the products of a row's columns; `right` is the column beyond the last, at a row's end."""
+    def _add_chunk(self, column: Any, count: int, right: list[Array] | None = None) -> None:
+        """Add the products of `count` columns from `column` on to the results, and write those that are done.
+
+        `right` are the products of the column beyond the row's last, one for each kernel row; None for a
+        chunk that another follows.
+        """
         sizes, refs = self.sizes, self.refs
         seen = count + (right is None)  # the next one too
         start = pl.multiple_of(column * sizes.taken, 2 * COLUMNS)
-        x = self._frames(refs["x"][0, 0, pl.ds(start, seen * sizes.taken)])
+        x = self._repeat_frames(refs["x"][0, 0, pl.ds(start, seen * sizes.taken)])
         rows = count * sizes.frames
         sums = []
         for row in range(TAPS):
             first, middle, last = (self._product(x, row, tap) for tap in range(TAPS))
-            from_left = _joined(refs["left"][row], first[: rows - sizes.frames])
-            from_right = _joined(
+            from_left = _concatenate(refs["left"][row], first[: rows - sizes.frames])
+            from_right = _concatenate(
                 last[sizes.frames : rows + sizes.frames], *([] if right is None else [right[row]])
             )
             refs["left"][row] = first[rows - sizes.frames : rows]
             first, middle, last = (part[:rows] for part in (first, middle, last))
-            sums.append(self._side_by_side(middle + last + from_left, first + middle + from_right))
+            sums.append(self._interleave_columns(middle + last + from_left, first + middle + from_right))
         upper, middle, lower = sums
         at = pl.ds(pl.multiple_of(2 * column * sizes.frames, 2 * COLUMNS), 2 * rows)
         refs["y"][0, 0, at] = refs["even"][at]
@@ -196,29 +208,29 @@ class _Step:
         refs["odd"][at] = upper + middle
 
     def _product(self, x: Array, row: int, column: int) -> Array:
-        """Multiply frames of pixels by the tap at this row and column."""
+        """Multiply `x`, a row for each frame of a pixel, by the kernel's tap at `row` and `column`."""
         weights = self.refs["weights"][TAPS * row + column]
         return jnp.dot(x, weights, preferred_element_type=jnp.float32)
 
-    def _frames(self, x: Array) -> Array:
-        """Repeat each frame of a pixel as often as the result has it."""
-        return x if self.sizes.taken == self.sizes.frames else pltpu.bitcast(words_of_twice(x), x.dtype)
+    def _repeat_frames(self, x: Array) -> Array:
+        """Repeat each frame of `x`, a row for each frame of a pixel, twice if frames are doubled."""
+        return x if self.sizes.taken == self.sizes.frames else pltpu.bitcast(duplicated_in_words(x), x.dtype)
 
-    def _side_by_side(self, left: Array, right: Array) -> Array:
-        """Interleave pixels of even and of odd columns in the order of columns."""
-        of_pixels = (part.reshape(-1, 1, self.sizes.frames, self.sizes.outputs) for part in (left, right))
-        return jnp.concatenate([*of_pixels], axis=1).reshape(-1, self.sizes.outputs)
+    def _interleave_columns(self, left: Array, right: Array) -> Array:
+        """Interleave the results of even columns, `left`, and of odd ones, `right`."""
+        pixels = (part.reshape(-1, 1, self.sizes.frames, self.sizes.outputs) for part in (left, right))
+        return jnp.concatenate([*pixels], axis=1).reshape(-1, self.sizes.outputs)
 
     def _rounded(self, sums: Array, column: Any) -> Array:
-        """Round the results from this column of pixels on, with zeros in padding columns."""
+        """Round a row's results, from those of pixel `column` on, with zeros in padding columns."""
         if "true_width" in self.refs:
             row = lax.broadcasted_iota(jnp.int32, sums.shape, 0)
             sums = jnp.where(row < (self.refs["true_width"][0] - 2 * column) * self.sizes.frames, sums, 0.0)
         return sums.astype(jnp.bfloat16)
 
 
-def _joined(*parts: Array) -> Array:
-    """Concatenate the parts that are not empty."""
+def _concatenate(*parts: Array) -> Array:
+    """Concatenate the parts that are not empty: a kernel takes no empty arrays."""
     parts = tuple(part for part in parts if part.shape[0])
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
@@ -256,9 +268,9 @@ def _by_kernel(
     sizes = _sizes(x, kernel.shape[-1], expand_time)
     videos, _, height, *_ = x.shape
     weights, bias = kernel.reshape(-1, *kernel.shape[2:]), bias.astype(jnp.float32)[None]
-    operands = {"x": _rows_of(x), "weights": _whole(weights), "bias": _whole(bias)}
+    operands = {"x": _row_operand(x), "weights": _whole_operand(weights), "bias": _whole_operand(bias)}
     if beside is not None:
-        operands["beside"] = _rows_of(jnp.concatenate(beside, axis=3))
+        operands["beside"] = _row_operand(jnp.concatenate(beside, axis=3))
     if true_width is not None:
         operands["true_width"] = true_width[None], pl.BlockSpec(memory_space=pltpu.SMEM)
     scratch = {
@@ -275,7 +287,7 @@ def _by_kernel(
         out_specs=pl.BlockSpec(
             (1, 2, sizes.row, sizes.outputs), lambda video, step: (video, lax.max(step - 1, 0), 0, 0)
         ),
-        # Said to be in HBM: XLA else brings small ones into VMEM and back.
+        # In HBM: XLA would bring small results into VMEM and back.
         out_shape=pltpu.HBM((videos, 2 * height, sizes.row, sizes.outputs), x.dtype),
         scratch_shapes=[*scratch.values()],
         compiler_params=pltpu.CompilerParams(
@@ -292,18 +304,22 @@ def _by_kernel(
     return y.transpose(0, 3, 1, 2, 4)
 
 
-def _rows_of(x_NTHWC: Array) -> tuple[Array, pl.BlockSpec]:
-    """Return frames as (N, H, W T, C), a row for each frame of a pixel, and the spec of a step's row."""
+def _row_operand(x_NTHWC: Array) -> tuple[Array, pl.BlockSpec]:
+    """Return an operand of the kernel: frames as (N, H, W T, C), and the spec by which a step reads a row."""
     x = x_NTHWC.transpose(0, 2, 3, 1, 4)
     x = x.reshape(*x.shape[:2], -1, x.shape[-1])
+    # The last step reads no row: its index stays at the last row, so that nothing is fetched.
     step_spec = pl.BlockSpec(
         (1, 1, *x.shape[2:]), lambda video, step: (video, lax.min(step, x.shape[1] - 1), 0, 0)
     )
     return x, step_spec
 
 
-def _whole(array: Array) -> tuple[Array, pl.BlockSpec]:
-    """Return an array, and the spec by which all steps read it as a whole, from a single buffer."""
+def _whole_operand(array: Array) -> tuple[Array, pl.BlockSpec]:
+    """Return an operand of the kernel: an array, and the spec by which every step reads all of it.
+
+    It never changes, so one buffer does, where others have two.
+    """
     zeros = (0,) * array.ndim
     return array, pl.BlockSpec(array.shape, lambda video, step: zeros, pipeline_mode=pl.Buffered(1))
 

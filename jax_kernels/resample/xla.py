@@ -14,7 +14,7 @@ def double_pixels(x: Array) -> Array:
 
 
 def double_pixels_outside(x: Array) -> Array:
-    """Compute `double_pixels` as a product with ones, one pass in the order in which a TPU keeps pixels.
+    """Compute `double_pixels` as a product with ones: one pass, with pixels outside of a TPU's tiles.
 
     XLA does not see through the barriers that these are ones, and that two axes become one: a broadcast
     written out takes 9.1 ms where this takes 3.4, two broadcasts of inner axes take more (v6e, 8 x 240 x 360
@@ -26,13 +26,16 @@ def double_pixels_outside(x: Array) -> Array:
     return frames_first(doubled.reshape(2 * h, 2 * w, n, t, c))
 
 
-def halved(x: Array, kernel: Array, columns: tuple[int, int]) -> Array:
-    """Return the sums of a convolution of stride 2, with zeros below and `columns` of them at the sides."""
+def downsampled_sums(x: Array, kernel: Array, columns: tuple[int, int]) -> Array:
+    """Convolve with stride 2; return float32 sums.
+
+    Zeros are added below, and `columns` zeros on the left and right.
+    """
     return conv_frames(x, kernel, padding=((0, 1), columns), stride=2)
 
 
-def halved_by_patches(x: Array, kernel: Array, columns: tuple[int, int]) -> Array:
-    """Compute `halved` as one product of the windows.
+def downsampled_sums_by_patches(x: Array, kernel: Array, columns: tuple[int, int]) -> Array:
+    """Compute `downsampled_sums` as one matrix product of all windows (patches).
 
     For images on a TPU: as a convolution XLA compiles 120 x 180 x 256 for 14 s of a core, a shard of 768 x
     170 x 128 for a minute; this compiles for 5 s.

@@ -13,7 +13,7 @@ def match_frames_and_columns(
 
     With `first_frame_alone` the first frame goes with the first latent frame, the rest with the rest.
     """
-    parts, lengths, columns = *_matched(z_NTHWC, activations, first_frame_alone), activations[3]
+    parts, lengths, columns = *_frame_parts(z_NTHWC, activations, first_frame_alone), activations[3]
     resized = [
         repeat_nearest(part, {1: length // part.shape[1], 3: columns // part.shape[3]})
         for part, length in zip(parts, lengths, strict=True)
@@ -21,17 +21,20 @@ def match_frames_and_columns(
     return resized[0] if len(resized) == 1 else jnp.concatenate(resized, axis=1)
 
 
-def _matched(
+def _frame_parts(
     z_NTHWC: Array, activations: tuple[int, ...], first_frame_alone: bool
 ) -> tuple[list[Array], list[int]]:
-    """Return the parts of the latents' frames, and how many frames each covers."""
+    """Return the latents as parts along time, and how many frames of the activations each part covers.
+
+    There are two if the first latent frame covers the first frame alone, else one.
+    """
     parts = [z_NTHWC[:, :1], z_NTHWC[:, 1:]] if first_frame_alone and activations[1] > 1 else [z_NTHWC]
     return parts, [1, activations[1] - 1] if len(parts) == 2 else [activations[1]]
 
 
 def check_sizes(z_NTHWC: Array, activations: tuple[int, ...], *, first_frame_alone: bool) -> None:
     """Raise `ValueError` unless the activations' frames, rows and columns are multiples of the latents'."""
-    for part, length in zip(*_matched(z_NTHWC, activations, first_frame_alone), strict=True):
+    for part, length in zip(*_frame_parts(z_NTHWC, activations, first_frame_alone), strict=True):
         wanted = length, *activations[2:4]
         if 0 in part.shape[1:4] or any(n % m for n, m in zip(wanted, part.shape[1:4], strict=True)):
             raise ValueError(

@@ -38,8 +38,8 @@ def spatial_norm(
 ) -> Float[Array, "N T H W C"]:
     """Return `group_norm(x) * conv_y(zq) + conv_b(zq)`, `zq` upsampled to `x` by nearest neighbour.
 
-    MoVQ, arXiv 2209.09002. A 1x1x1 convolution commutes with nearest upsampling: both run on the latent's
-    rows, an eighth of the pixels or less, and are repeated into place.
+    MoVQ, arXiv 2209.09002. A 1x1x1 convolution commutes with nearest upsampling: both run on the latents'
+    rows, an eighth of the pixels or less, and their results are repeated.
 
     Args:
         x: the activations.

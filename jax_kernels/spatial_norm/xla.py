@@ -23,9 +23,10 @@ def modulate_rows(
     activation: Activation | None,
     first_frame_alone: bool,
 ) -> Array:
-    """Compute `activation((x * scale + shift) * y + b)` as one multiply-add, `y` and `b` by latents' rows.
+    """Return `activation((x * scale + shift) * y + b)`, computed as one multiply-add.
 
-    `y` and `b` are 1x1x1 convolutions of the latents `zq`, with kernel and bias in `to_y` and `to_b`.
+    `y` and `b` are 1x1x1 convolutions of the latents `zq`, with (kernel, bias) in `to_y` and `to_b`; they
+    have the latents' rows, and are broadcast to the rows of `x`.
     """
     zq = match_frames_and_columns(zq, x.shape, first_frame_alone=first_frame_alone)
     y = pointwise("nthwz,zc->nthwc", zq, *to_y)
@@ -76,12 +77,12 @@ def modulate_pixels(
 
 
 def pointwise(equation: str, z: Array, kernel_ZC: Array, bias_C: Array) -> Array:
-    """Compute a 1x1x1 convolution, in float32."""
+    """Compute a 1x1x1 convolution of `z`, an einsum over its channels Z, in float32."""
     precision = precision_for(jnp.promote_types(z.dtype, kernel_ZC.dtype))
     y = jnp.einsum(equation, z, kernel_ZC, precision=precision, preferred_element_type=jnp.float32)
     return y + bias_C.astype(jnp.float32)
 
 
 def _over_pixels(coefficient_NC: Array) -> Array:
-    """Broadcast a coefficient of each video's channels over frames and pixels."""
+    """Reshape a coefficient (N, C) to broadcast over frames and pixels of N T H W C."""
     return coefficient_NC[:, None, None, None, :]
