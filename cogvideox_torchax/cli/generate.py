@@ -126,7 +126,7 @@ def _sampled(args: argparse.Namespace) -> tuple[Any, Latents]:
     model = generate.describe(args.model, image=args.image is not None, clip=args.video is not None)
     if text is not None:
         text.check_model(model.fingerprint)
-    request = stages.requested(vars(args), model.size, text)
+    request = stages.request_from_options(vars(args), model.size, text)
     dtype = common.parse_dtype(request.dtype)
     generate.check(request, model)
     cached = {"steps": generate.steps_of(request, model), "guided": request.guidance_scale > 1}
@@ -138,7 +138,7 @@ def _sampled(args: argparse.Namespace) -> tuple[Any, Latents]:
         pipe.transformer.enable_cache(config)
     pipe.set_progress_bar_config(disable=args.quiet, desc="denoise", leave=False)
     keep = Path(args.save_stages) if args.save_stages else None
-    show = preview.drawn(pipe.vae, args.preview, common.say) if args.preview else None
+    show = preview.preview_writer(pipe.vae, args.preview, common.say) if args.preview else None
     work = generate.Generation(pipe, model, request, keep, show)
     embeddings: dict[str, Any] = work.encode_text() if text is None else dict(text.tensors)
     latents = replace(work.sample(embeddings), fps=args.fps)

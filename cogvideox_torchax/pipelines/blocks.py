@@ -51,7 +51,8 @@ class Block(CogVideoXBlock):
     """A layer of the transformer, which also takes text and patches as one sequence."""
 
     parts: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
-    """By part, "attn1" or "ff": results that replace it, and lists that collect it; see `stand_in`."""
+    """For a step with a cache, by part ("attn1", "ff"): results that replace the part's own, and lists that
+    collect it; see `replace_result`."""
 
     def forward(
         self,
@@ -72,6 +73,9 @@ class Block(CogVideoXBlock):
             image_rotary_emb: tables of the patches, or `Tables` of the whole sequence.
             attention_kwargs: options of diffusers' own forward; None with a sequence.
             sequence: the layout of `hidden_states`.
+
+        Returns:
+            The sequence (N, S, C); without `sequence` diffusers' pair of patches and text.
         """
         if sequence is None:
             return super().forward(
@@ -79,23 +83,26 @@ class Block(CogVideoXBlock):
             )
 
         def layer(x: Any, vectors_NE: torch.Tensor, tables: Tables) -> Any:
+            """Run the layer on one device's tokens, with the parts' given results."""
             x_NSC, given = x
-            return self._joined(x_NSC, given, vectors_NE, tables, sequence)
+            return self._run_local_tokens(x_NSC, given, vectors_NE, tables, sequence)
 
         x_and_given = hidden_states, self.parts[0]
-        x_NSC, results = sequence_view(sequence.map_local_tokens, layer)(x_and_given, temb, image_rotary_emb)
+        x_NSC, results = over_local_tokens(sequence.map_local_tokens, layer)(
+            x_and_given, temb, image_rotary_emb
+        )
         for name, y_NSC in results.items():
             self.parts[1][name].append(y_NSC)
         return x_NSC
 
-    def stand_in(self, part: str, given: dict[str, Any], results: dict[str, Any], name: str) -> None:
-        """Replace a part's result by a given one, zeros for None, or record the result.
+    def replace_result(self, part: str, given: dict[str, Any], results: dict[str, Any], name: str) -> None:
+        """Have a part of this block give a kept result from now on, or have its own result recorded.
 
         Args:
-            part: "attn1" or "ff".
-            given: by a part's name, a tuple of the sequence (N, S, C) that replaces its result, or None.
-            results: by a part's name, the list that gets its result.
-            name: name of this part in the model.
+            part: the part of the block, "attn1" or "ff".
+            given: results by a part's name in the model: a tuple of one sequence (N, S, C); None for zeros.
+            results: lists by a part's name in the model, for the results of parts that are not given.
+            name: the part's name in the model.
         """
         replaced, collected = self.parts
         if name in given:
@@ -103,7 +110,7 @@ class Block(CogVideoXBlock):
         else:
             self.parts = replaced, {**collected, part: results[name]}
 
-    def _joined(
+    def _run_local_tokens(
         self,
         x_NSC: torch.Tensor,
         given: dict[str, torch.Tensor | None],
@@ -113,12 +120,20 @@ class Block(CogVideoXBlock):
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Run attention and feed-forward on a device's local tokens.
 
-        Returns the tokens, and the results of those parts that are to be collected, by part.
+        Args:
+            x_NSC: the tokens.
+            given: by part, "attn1" or "ff", a result to use instead of computing it; None for zeros.
+            temb_NE: the embedded timestep.
+            tables: rotary tables of all positions.
+            sequence: the layout of all tokens.
+
+        Returns:
+            The tokens, and by part the results that a cache collects.
         """
         first, results = sequence.first_patch(), {}
         for name, norm, run_part in (
             ("attn1", self.norm1, lambda h_NSC: self._attend(h_NSC, tables, sequence)),
-            ("ff", self.norm2, lambda h_NSC: self._widen(h_NSC, sequence)),
+            ("ff", self.norm2, lambda h_NSC: self._feed_forward(h_NSC, sequence)),
         ):
             shift, scale, gate = modulation(norm, temb_NE)
             layer_norm: Any = norm.norm
@@ -139,18 +154,18 @@ class Block(CogVideoXBlock):
             x_NSC = torch_view(jax_kernels.gated_residual)(x_NSC, y_NSC, gate, first)
         return x_NSC, results
 
-    def _widen(self, h_NSC: torch.Tensor, sequence: Sequence) -> "Last":
-        """Run the feed-forward up to its last projection, which is left to `Last`."""
+    def _feed_forward(self, h_NSC: torch.Tensor, sequence: Sequence) -> "LastProjection":
+        """Run the feed-forward up to its last projection, which may be fused with the gated sum after it."""
         widen, dropout, *layers = self.ff.net
         if type(widen) is GELU and widen.approximate == "tanh" and supports_fused(widen.proj, sequence):
             project: Any = widen.proj
             h_NSC = torch_view(jax_kernels.linear_gelu)(h_NSC, project.weight, project.bias)
         else:
             h_NSC = widen(h_NSC)
-        return Last(layers, dropout(h_NSC))
+        return LastProjection(layers, dropout(h_NSC))
 
-    def _attend(self, h_NSC: torch.Tensor, tables: Tables, sequence: Sequence) -> "Last":
-        """Run attention up to its output projection, which is left to `Last`."""
+    def _attend(self, h_NSC: torch.Tensor, tables: Tables, sequence: Sequence) -> "LastProjection":
+        """Run attention up to its output projection, which may be fused with the gated sum after it."""
         attn: Any = self.attn1
         videos = h_NSC.shape[0]
         qk_norm_rope = torch_view(sequence.shard_heads(jax_kernels.qk_norm_rope, attn.heads))
@@ -170,15 +185,17 @@ class Block(CogVideoXBlock):
             scale=math.log(2),
             num_keys=sequence.tokens,
         )
-        return Last(list(attn.to_out), torch_view(sequence.to_tokens)(y_NHDS.flatten(1, 2)), transposed=True)
+        return LastProjection(
+            list(attn.to_out), torch_view(sequence.to_tokens)(y_NHDS.flatten(1, 2)), transposed=True
+        )
 
 
 @dataclass(frozen=True)
-class Last:
-    """The end of attention or of the feed-forward: a projection, the layers after it, and their input.
+class LastProjection:
+    """The last projection of attention or of the feed-forward, not computed yet, and its input.
 
     Attributes:
-        layers: the projection, and dropouts.
+        layers: the projection, and the dropouts after it.
         h: the input, (N, S, C), or (N, C, S) if `transposed`.
         transposed: whether channels of `h` come before its tokens.
     """
@@ -195,21 +212,28 @@ class Last:
         return y_SC.unflatten(0, (self.h.shape[0], -1))
 
     def added(self, x_NSC: torch.Tensor, gate_N2C: torch.Tensor, first: Any) -> torch.Tensor:
-        """Return `x_NSC` plus the gated result, by one kernel; for a projection that `supports_fused`."""
+        """Return `x_NSC + gate * result` by one kernel, for a projection that `supports_fused`.
+
+        `gate_N2C` has a vector for tokens before index `first`, the text, and one for the others.
+        """
         fused = functools.partial(jax_kernels.gated_linear, transposed=self.transposed)
         project = self.layers[0]
         return torch_view(fused)(self.h, project.weight, project.bias, x_NSC, gate_N2C, first)
 
 
 def supports_fused(project: Any, sequence: Sequence) -> bool:
-    """Return whether a kernel may replace a projection: unwatched, without a LoRA, not sharded by XLA."""
+    """Return whether a kernel may replace a projection: no hooks, no LoRA, and not sharded by XLA."""
     return type(project) is Linear and sequence.shared is None
 
 
 def projections(attn: Any, h_SC: torch.Tensor, sequence: Sequence) -> Iterator[torch.Tensor]:
-    """Yield queries, keys and values (P, S, C), channels in `sequence.parts`, by three matrices or one."""
+    """Yield queries, keys and values of tokens `h_SC`: (P, S, C / P) each, for P devices that share tokens.
+
+    Each device gets one part of the channels, of whole heads. The matrices are three, or one that is fused.
+    """
 
     def split(y_SC: torch.Tensor) -> torch.Tensor:
+        """Cut channels into P parts: (P, S, C / P)."""
         return y_SC.unflatten(-1, (sequence.parts, -1)).transpose(0, 1)
 
     if type(attn.processor) is FusedAttnProcessor:  # diffusers keeps `to_qkv`, and the flag, when it unfuses
@@ -224,23 +248,24 @@ def projections(attn: Any, h_SC: torch.Tensor, sequence: Sequence) -> Iterator[t
 
 
 def modulation(norm: Any, temb_NE: torch.Tensor) -> list[torch.Tensor]:
-    """Return shift, scale and gate, (N, 2, C) each: a vector for every video's text, one for its patches."""
+    """Return shift, scale and gate of a norm, (N, 2, C) each: for a video's text, and for its patches."""
     shift, scale, gate, text_shift, text_scale, text_gate = norm.linear(norm.silu(temb_NE)).chunk(6, dim=1)
     pairs = ((text_shift, shift), (text_scale, scale), (text_gate, gate))
     return [torch.stack(pair, dim=1) for pair in pairs]
 
 
-def sequence_view(map_local_tokens: Any, function: Any) -> Any:
-    """Return a torch function that runs on each device's local tokens."""
+def over_local_tokens(map_local_tokens: Any, function: Any) -> Any:
+    """Return `function`, of torch tensors, run on local tokens by `Sequence.map_local_tokens`."""
 
-    def arrays(*args: Any) -> Any:
+    def of_arrays(*args: Any) -> Any:
+        """Call `function` with tensors in place of JAX arrays, and return arrays."""
         return array_of(function(*tensor_of(args)))
 
-    return torch_view(map_local_tokens(arrays))
+    return torch_view(map_local_tokens(of_arrays))
 
 
 def takes_sequences(model: Any) -> bool:
-    """Return whether every layer is as it was ported: no part is replaced or watched."""
+    """Return whether text and patches may run as one sequence: every layer is as ported, without hooks."""
     return all(_as_ported(block) for block in model.transformer_blocks)
 
 
@@ -284,7 +309,7 @@ def joined_step(
     Returns:
         (N, T, C, H, W).
     """
-    temb = embedded_time(model, timestep, timestep_cond, ofs, hidden_states.dtype)
+    temb = time_embedding(model, timestep, timestep_cond, ofs, hidden_states.dtype)
     temb = temb.expand(hidden_states.shape[0], -1)
     x_NSC = model.embedding_dropout(model.patch_embed(encoder_hidden_states, hidden_states))
     sequence = Sequence.from_placement(
@@ -294,25 +319,25 @@ def joined_step(
     if image_rotary_emb is not None:  # text has no position: cosine 1, sine 0
         cos, sin = image_rotary_emb
         check_positions(cos, sequence.tokens - sequence.text)
-        fill = torch_view(sequence.fill_table)
+        fill = torch_view(sequence.pad_table)
         tables = fill(cos, 1.0), fill(sin, 0.0)
-    x_NSC = torch_view(sequence.fill_up)(x_NSC)
+    x_NSC = torch_view(sequence.pad_tokens)(x_NSC)
     for block in model.transformer_blocks:
         x_NSC = block(x_NSC, temb=temb, image_rotary_emb=tables, sequence=sequence)
     x_NSC = model.proj_out(model.norm_out(model.norm_final(x_NSC), temb=temb))
-    return unpatched(x_NSC[:, sequence.text : sequence.tokens], hidden_states.shape, model.config)
+    return joined_patches(x_NSC[:, sequence.text : sequence.tokens], hidden_states.shape, model.config)
 
 
-def embedded_time(model: Any, timestep: Any, timestep_cond: Any, ofs: Any, dtype: torch.dtype) -> Any:
-    """Return the vectors (N, E) of the timestep, and of `ofs` if the model has it."""
+def time_embedding(model: Any, timestep: Any, timestep_cond: Any, ofs: Any, dtype: torch.dtype) -> Any:
+    """Return the embedded timestep (N, E); a model with `ofs` adds its embedding."""
     temb = model.time_embedding(model.time_proj(timestep).to(dtype), timestep_cond)
     if model.ofs_embedding is None:
         return temb
     return temb + model.ofs_embedding(model.ofs_proj(ofs).to(dtype))
 
 
-def unpatched(y_NPC: torch.Tensor, shape: torch.Size, config: Any) -> torch.Tensor:
-    """Return latents (N, T, C, H, W) from the patches that were cut of latents of this shape."""
+def joined_patches(y_NPC: torch.Tensor, shape: torch.Size, config: Any) -> torch.Tensor:
+    """Join patches (N, P, C) to the latents (N, T, C, H, W) of `shape` that they were cut from."""
     p, p_t = config["patch_size"], config["patch_size_t"] or 1
     videos, frames, _, height, width = shape
     y = y_NPC.unflatten(1, (-(-frames // p_t), height // p, width // p)).unflatten(-1, (-1, p_t, p, p))

@@ -1,4 +1,4 @@
-"""diffusers' caches by a word, as the command line takes them: `first-block:0.1`."""
+"""diffusers' caches by name and value, as the command line takes them: `first-block:0.1`."""
 
 import importlib
 from collections.abc import Callable
@@ -12,9 +12,9 @@ CHOICES = {
     "pab": "pab:N (2), attention of one in N steps",
     "magcache": "magcache:RATIOS.json, a list that magcache:calibrate prints",
     "taylorseer": "taylorseer:N (5), one in N steps",
-    "fastercache": "fastercache:N (5), the half without a prompt of one in N steps",
+    "fastercache": "fastercache:N (5), the batch without a prompt in one of N steps",
 }
-"""Each cache, with what may follow after a colon and what it is without."""
+"""Each cache, and the value that may follow after a colon, its default in parentheses."""
 
 
 def config_of(choice: str, *, steps: int, guided: bool, timestep: Callable[[], Any] = lambda: 0) -> Any:
@@ -23,7 +23,7 @@ def config_of(choice: str, *, steps: int, guided: bool, timestep: Callable[[], A
     Args:
         choice: one of `CHOICES`, such as "first-block:0.1".
         steps: number of denoising steps.
-        guided: whether steps run on both halves of classifier-free guidance.
+        guided: whether steps run with classifier-free guidance: with the prompt and without it.
         timestep: returns the timestep of the present step.
 
     Raises:
@@ -33,7 +33,9 @@ def config_of(choice: str, *, steps: int, guided: bool, timestep: Callable[[], A
     if name not in CHOICES:
         raise ValueError(f"got --cache {choice}: it takes {'; '.join(CHOICES.values())}")
     if name == "fastercache" and not guided:
-        raise ValueError("got --cache fastercache without guidance, half of which it skips: take another")
+        raise ValueError(
+            "got --cache fastercache without guidance, whose batch without a prompt it skips: take another"
+        )
     try:
         return _config(name, value, steps, timestep)
     except (ValueError, OSError) as error:

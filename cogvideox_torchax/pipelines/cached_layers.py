@@ -1,4 +1,8 @@
-"""Layers of the program of a step with a cache, and the stand-ins for those that are skipped.
+"""A denoising step with a cache: which layers of the program run, and what replaces the skipped ones.
+
+A cache keeps arrays of a step, and a later step uses them instead of running some layers. Two classes run
+such a step: `BlockStack` skips blocks as a whole, `ReusedModules` single modules. Classifier-free guidance
+puts two videos into the batch, first without the prompt, then with it.
 
 Axis letters: N videos, S positions of a sequence (text first, then patches), C channels.
 """
@@ -18,19 +22,19 @@ RunStep = Callable[[dict[str, Any]], torch.Tensor]
 """Function of a step's tensors, by name, to its prediction."""
 
 NUMBERS = ("threshold", "since", "known", "low", "high", "weights")
-"""Inputs of a step besides its tensors."""
+"""Scalars and vectors that a step's program takes besides its tensors, by name; each cache has its own."""
 
 
-class Stack(nn.Module):
-    """All blocks of a program's transformer in one; some of them may not run.
+class BlockStack(nn.Module):
+    """Module in place of all transformer blocks, which runs all of them, some or none.
 
     Args:
-        form: the computation; its first part names the method.
-        kept: arrays of the last step, by name; None to find their shapes.
-        numbers: values of `NUMBERS`.
+        form: the computation (`caches.Form`); its first item names the method.
+        kept: arrays that the last step has kept, by name; None only to find the shapes of new ones.
+        numbers: values of `NUMBERS`, by name.
 
     Attributes:
-        kept: arrays for the next step.
+        kept: arrays for the next step, by name.
         seen: a scalar for the host, or None.
     """
 
@@ -47,9 +51,10 @@ class Stack(nn.Module):
         self.decided = form[3] if len(form) > 3 else None  # a plan compiles each branch by itself
 
     def step(self, model: Any, run: RunStep, tensors: dict[str, Any], joined: bool) -> torch.Tensor:
-        """Return the result of `run(tensors)` with this module in place of the blocks of `model`.
+        """Return the prediction `run(tensors)` with this module in place of the blocks of `model`.
 
-        `model` is a program's own copy.
+        `model` is a program's own copy. `joined`, for the other class, is whether the blocks take text and
+        patches as one sequence.
         """
         blocks = model.transformer_blocks
         self.blocks, model.transformer_blocks = tuple(blocks), nn.ModuleList([self])
@@ -59,7 +64,7 @@ class Stack(nn.Module):
             model.transformer_blocks = blocks
 
     def forward(self, hidden_states: Any, encoder_hidden_states: Any = None, **options: Any) -> Any:
-        """Run the blocks on patches and text, or on one sequence."""
+        """Run the blocks on patches and text, or on one sequence; return what a block returns."""
         joined = encoder_hidden_states is None
         x = (hidden_states,) if joined else (hidden_states, encoder_hidden_states)
         if self.kept is None:
@@ -68,7 +73,7 @@ class Stack(nn.Module):
         y = self._run(x, options)
         return y[0] if joined else y
 
-    def _through(self, blocks: Any, x: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
+    def _run_blocks(self, blocks: Any, x: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
         """Run blocks one after the other on (patches, text), or on (sequence,)."""
         for block in blocks:
             y = block(*x, **options)
@@ -84,19 +89,21 @@ class Stack(nn.Module):
         import jax
 
         kept = self.kept
-        head = self._through(self.blocks[:1], x, options)
+        head = self._run_blocks(self.blocks[:1], x, options)
         residual = head[0] - x[0]
         change, size = (
-            _mean(each.abs(), options).to(residual.dtype)  # diffusers rounds its means too
+            _mean_of_patches(each.abs(), options).to(residual.dtype)  # diffusers rounds its means too
             for each in (residual - kept["head"], kept["head"])
         )
         reuses = change / size <= self.numbers["threshold"]  # the first step's NaN, from zeros, is no reuse
 
         def reuse() -> Any:
+            """Return the result by the kept residual, and the kept residuals."""
             return head[0] + kept["tail"], kept["head"], kept["tail"]
 
         def compute() -> Any:
-            y = self._through(self.blocks[1:], head, options)[0]
+            """Return the result of all blocks, and the residuals of the first and of the others."""
+            y = self._run_blocks(self.blocks[1:], head, options)[0]
             return y, residual, y - head[0]
 
         if self.decided is None:
@@ -108,12 +115,12 @@ class Stack(nn.Module):
         return y, *head[1:]  # the text's result is not used after the blocks
 
     def _all_blocks(self, x: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
-        """Run all blocks and keep their residual; `seen` is its norm over the last step's."""
+        """Run all blocks and keep their residual; `seen` is the ratio of its norm to the last step's."""
         before = self.kept["tail"]
-        y = self._through(self.blocks, x, options)
+        y = self._run_blocks(self.blocks, x, options)
         self.kept = {"tail": y[0] - x[0]}
         now, before = (torch.linalg.norm(each.float(), dim=-1) for each in (self.kept["tail"], before))
-        self.seen = _mean(now / (before + 1e-8), options)
+        self.seen = _mean_of_patches(now / (before + 1e-8), options)
         return y
 
     def _no_block(self, x: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
@@ -121,8 +128,8 @@ class Stack(nn.Module):
         return x[0] + self.kept["tail"], *x[1:]
 
 
-def _mean(values: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
-    """Return the float32 mean of values (N, S, ...) of patches: text and padding do not count."""
+def _mean_of_patches(values: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
+    """Return the float32 mean of values (N, S, ...) over the patches, without text and padding."""
     sequence, values = options.get("sequence"), values.float()
     if sequence is None:
         return values.mean()
@@ -133,22 +140,25 @@ def _mean(values: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
     return torch.where(patches, values, torch.zeros_like(values)).sum() / count
 
 
-class Parts:
-    """Modules of a program's transformer; later steps reuse the results of some.
+class ReusedModules:
+    """A step in which some modules are skipped, and their kept results are used.
+
+    Subclasses estimate a result from what is kept; this class takes it as it is.
 
     Args:
         form: its kind, the names of the modules whose results are kept, and of the skipped modules.
-        kept: of each module, by name, for each of its tensors, a tuple of arrays; None to find their shapes.
-        numbers: of `NUMBERS`.
+        kept: by a module's name, for each tensor of its result, a tuple of arrays of earlier steps; None only
+            to find their shapes.
+        numbers: values of `NUMBERS`, by name.
 
     Attributes:
-        kept: for the next step.
+        kept: arrays for the next step, as the argument.
         seen: None; the host gets no scalar.
     """
 
     seen = None
     arrays = 1
-    """Number of arrays that are kept of each tensor."""
+    """Number of arrays that are kept for each tensor of a result."""
 
     def __init__(self, form: Form, kept: Any, numbers: dict[str, torch.Tensor]):
         """Read the form; without kept arrays nothing is skipped."""
@@ -158,48 +168,52 @@ class Parts:
         self.skipped = () if kept is None else skipped
 
     def step(self, model: Any, run: RunStep, tensors: dict[str, Any], joined: bool) -> torch.Tensor:
-        """Return the result of `run(tensors)` with the skipped modules of `model` replaced by kept results.
+        """Return the prediction `run(tensors)`, with kept results in place of the skipped modules of `model`.
 
-        `model` is a program's own copy.
+        `model` is a program's own copy; `joined` is whether its blocks take text and patches as one sequence.
         """
         dtype, before = tensors["hidden_states"].dtype, self.kept or {}
         given = {
-            name: self._reused(name, before[name], dtype) if name in before else None for name in self.skipped
+            name: self._estimate(name, before[name], dtype) if name in before else None
+            for name in self.skipped
         }
         results: dict[str, list[torch.Tensor]] = {name: [] for name in self.names if name not in given}
         for name in (*given, *results):
             owner, _, part = name.rpartition(".")
             if joined and re.fullmatch(r"transformer_blocks\.\d+", owner):
-                model.get_submodule(owner).stand_in(part, given, results, name)
+                model.get_submodule(owner).replace_result(part, given, results, name)
             else:
-                _stand_in(model.get_submodule(name), given, results, name)
+                _replace_forward(model.get_submodule(name), given, results, name)
         sample = run(tensors)
         self.kept = {}
         for name in self.names:
             y = given.get(name) or results.get(name, ())
             kept = before.get(name) or [self.arrays * (each,) for each in y]
-            self.kept[name] = tuple(self._renewed(name, *pair) for pair in zip(y, kept, strict=True))
+            self.kept[name] = tuple(self._to_keep(name, *pair) for pair in zip(y, kept, strict=True))
         return sample
 
-    def _reused(self, name: str, kept: Any, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        """Return the tensors that replace a module's result, from what is kept of it."""
+    def _estimate(self, name: str, kept: Any, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        """Return the tensors that replace the result of module `name`, from its kept arrays."""
         return tuple(arrays[0] for arrays in kept)
 
-    def _renewed(self, name: str, y: torch.Tensor, kept: Any) -> tuple[torch.Tensor, ...]:
-        """Return what is kept of a tensor `y` from now on, computed or reused; `kept` is from before."""
+    def _to_keep(self, name: str, y: torch.Tensor, kept: Any) -> tuple[torch.Tensor, ...]:
+        """Return the arrays to keep for a tensor `y` of module `name`'s result, which may be an estimate.
+
+        `kept` are those of the step before.
+        """
         return (y,)
 
 
-class TaylorParts(Parts):
-    """Results and their divided differences; what stands for one is extrapolated from them."""
+class TaylorModules(ReusedModules):
+    """TaylorSeer: of each result the divided differences are kept, and skipped results are extrapolated."""
 
     def __init__(self, form: Form, kept: Any, numbers: dict[str, torch.Tensor]):
         """Read from the form how many arrays of a tensor are kept, and their dtype."""
         super().__init__(form, kept, numbers)
         self.arrays, self.dtype = self.static
 
-    def _reused(self, name: str, kept: Any, dtype: torch.dtype) -> tuple[Any, ...]:
-        """Return the Taylor series of a module's tensors after so many steps."""
+    def _estimate(self, name: str, kept: Any, dtype: torch.dtype) -> tuple[Any, ...]:
+        """Return a module's tensors by their Taylor series, `since` steps after the last computed ones."""
         since = self.numbers["since"]
         powers = [(since**order / math.factorial(order)).to(dtype) for order in range(self.arrays)]
         return tuple(
@@ -207,7 +221,7 @@ class TaylorParts(Parts):
             for factors in kept
         )
 
-    def _renewed(self, name: str, y: torch.Tensor, kept: Any) -> tuple[torch.Tensor, ...]:
+    def _to_keep(self, name: str, y: torch.Tensor, kept: Any) -> tuple[torch.Tensor, ...]:
         """Return a computed tensor and its divided differences of rising order; `kept` if it was reused."""
         if name in self.skipped:
             return kept
@@ -218,55 +232,59 @@ class TaylorParts(Parts):
         return tuple(factor.to(self.dtype) for factor in factors)
 
 
-class FasterParts(Parts):
-    """The last two results of attention, of the second half; how the halves of a prediction differ.
+class FasterCacheModules(ReusedModules):
+    """FasterCache: attention is extrapolated, and the prediction without the prompt is estimated.
 
-    It takes the older first, and gives the newer first: that is the order of the donated memory.
+    Kept are the last two results of attention, for the video with the prompt, and the low and high
+    frequencies of the difference of the two predictions. Of the two results a step takes the older first and
+    returns the newer first, as it is written to the older one's memory.
     """
 
     arrays = 2
 
     def step(self, model: Any, run: RunStep, tensors: dict[str, Any], joined: bool) -> torch.Tensor:
-        """Run a step on both halves of guidance, or on the second alone.
+        """Run a step with and without the prompt, or with it alone.
 
-        A step on both keeps the low and high frequencies of the halves' difference. A later step on the
-        second half adds them to its result to get the first.
+        A full step keeps the low and high frequencies of the difference of its two predictions. A step with
+        the prompt alone adds them to its prediction to get the one without it.
         """
         videos, before = self.static[0], self.kept
         if videos == "all":
             return super().step(model, run, tensors, joined)
-        half = before is None or videos == "second half"
+        prompted_only = before is None or videos == "with the prompt"
         low, high = before.pop("frequencies") if before else (torch.zeros(0), torch.zeros(0))
-        if half:
-            tensors = {name: each.chunk(2)[1] if name in HALVED else each for name, each in tensors.items()}
+        if prompted_only:
+            tensors = {
+                name: each.chunk(2)[1] if name in GUIDED_INPUTS else each for name, each in tensors.items()
+            }
         sample = super().step(model, run, tensors, joined)
         if before is None:
             low = high = sample.float()
-        elif half:
+        elif prompted_only:
             low, high = low * self.numbers["low"], high * self.numbers["high"]
             sample = torch.cat([(sample.float() + low + high).to(sample.dtype), sample])
         else:
-            first, second = sample.float().chunk(2)
-            low = torch_view(low_frequencies)(first - second)
-            high = first - second - low
+            unprompted, prompted = sample.float().chunk(2)
+            low = torch_view(low_frequencies)(unprompted - prompted)
+            high = unprompted - prompted - low
         self.kept["frequencies"] = low, high
         return sample
 
-    def _reused(self, name: str, kept: Any, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    def _estimate(self, name: str, kept: Any, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
         """Return a module's tensors extrapolated from their last two results."""
         weight = self.numbers["weights"][self.names.index(name)].to(dtype)
         return tuple(now + (now - before) * weight for before, now in kept)
 
-    def _renewed(self, name: str, y: torch.Tensor, kept: Any) -> tuple[torch.Tensor, ...]:
-        """Return the second half of a new result, and the result before it."""
-        if len(y) > len(kept[1]):  # a mesh may pad the sequences of half the videos to another length
+    def _to_keep(self, name: str, y: torch.Tensor, kept: Any) -> tuple[torch.Tensor, ...]:
+        """Return a new result, for the video with the prompt, and the result before it."""
+        if len(y) > len(kept[1]):  # a mesh may pad the sequences of fewer videos to another length
             y, length = y.chunk(2)[1], kept[1].shape[1]
             y = torch.nn.functional.pad(y[:, :length], (0, 0, 0, max(length - y.shape[1], 0)))
         return y, kept[1]
 
 
-HALVED = ("hidden_states", "encoder_hidden_states", "timestep")
-"""Inputs that hold both halves of guidance."""
+GUIDED_INPUTS = ("hidden_states", "encoder_hidden_states", "timestep")
+"""Inputs of a step that have a video without the prompt and one with it."""
 
 
 def low_frequencies(x: Any) -> Any:
@@ -279,11 +297,14 @@ def low_frequencies(x: Any) -> Any:
     return jnp.fft.ifft2(jnp.fft.fft2(x) * jnp.fft.ifftshift(inside)).real
 
 
-def _stand_in(module: nn.Module, given: dict[str, Any], results: dict[str, Any], name: str) -> None:
-    """Replace the forward of a module of a program's own model.
+def _replace_forward(module: nn.Module, given: dict[str, Any], results: dict[str, Any], name: str) -> None:
+    """Replace a module's forward by a given result, or by one that records its result.
 
-    If `name` is in `given`, it returns that result, or zeros for None. Else it also adds its tensors to
-    `results[name]`.
+    Args:
+        module: a module of a program's own model.
+        given: results by a module's name: a tuple of tensors, or None for zeros like the module's own.
+        results: lists by a module's name, for the results of modules that are not given.
+        name: the module's name.
     """
     forward = module.forward
 
@@ -302,16 +323,24 @@ def _stand_in(module: nn.Module, given: dict[str, Any], results: dict[str, Any],
     vars(module)["forward"] = call
 
 
-REUSES: dict[str, type[Any]] = {"broadcast": Parts, "taylor": TaylorParts, "faster": FasterParts}
-"""Class that runs each kind of form; any other form is a `Stack`."""
+REUSES: dict[str, type[Any]] = {
+    "broadcast": ReusedModules,
+    "taylor": TaylorModules,
+    "faster": FasterCacheModules,
+}
+"""Class that runs each kind of form; any other form is a `BlockStack`."""
 
 
 def reuse(form: Form, kept: Any, numbers: dict[str, torch.Tensor]) -> Any:
-    """Return the object that runs a step of this form, a `Stack` or `Parts`."""
-    return REUSES.get(form[0], Stack)(form, kept, numbers)
+    """Return the object that runs a step of this form, a `BlockStack` or `ReusedModules`."""
+    return REUSES.get(form[0], BlockStack)(form, kept, numbers)
 
 
 def takes_sequences(form: Form) -> bool:
-    """Return whether all modules that a form names still run if layers run on one sequence."""
+    """Return whether a cache of this form works with text and patches as one sequence.
+
+    It then names only blocks, their "attn1" and "ff", and modules outside of the blocks: the modules inside a
+    part do not run.
+    """
     inside = re.compile(r"transformer_blocks\.\d+(\.(attn1|ff))?|(?!transformer_blocks\.).*")
     return all(inside.fullmatch(name) for names in form[1:3] for name in names)

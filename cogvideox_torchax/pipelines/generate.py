@@ -30,7 +30,7 @@ CONFIGS = (INDEX, "*/config.json", "*/scheduler_config.json")
 
 
 class RequestError(ValueError):
-    """Something asked for that the model cannot do; the message says what it can."""
+    """A request that the model cannot serve; the message says what it can."""
 
 
 @dataclass(frozen=True)
@@ -51,16 +51,16 @@ class Model:
 
     @property
     def spatial_compression_ratio(self) -> int:
-        """Pixels to a latent pixel, along one axis."""
+        """Pixels for each pixel of a latent frame, along one axis."""
         return 2 ** (len(self.vae["block_out_channels"]) - 1)
 
     @property
     def temporal_scale(self) -> int:
-        """Frames to a latent frame, but for the first."""
+        """Frames for each latent frame but the first, which stands for one frame."""
         return int(self.vae["temporal_compression_ratio"])
 
     def latent_frames(self, frames: int) -> int:
-        """Return how many latent frames stand for so many frames."""
+        """Return the number of latent frames of a video of so many frames."""
         return (frames - 1) // self.temporal_scale + 1
 
     @property
@@ -75,7 +75,7 @@ class Model:
 
 
 def describe(name: str, *, image: bool, clip: bool) -> Model:
-    """Read a pipeline's configs.
+    """Return a pipeline's kind and the configs of its parts, without loading it.
 
     Args:
         name: a directory or a hub id.
@@ -108,9 +108,9 @@ def _config(name: str, file: str) -> dict[str, Any]:
 
 
 def _kind(name: str, class_name: str, image: bool, clip: bool) -> str:
-    """Return which of `CLASSES` a pipeline is used as; raise `RequestError` for the wrong inputs.
+    """Return the kind, a key of `CLASSES`, that a pipeline is used as; raise `RequestError` for wrong inputs.
 
-    `image` and `clip` say whether the user gave one.
+    `image` and `clip` are whether the user gave an input image, or an input video.
     """
     wants = {CLASSES[IMAGE]: "an image (--image)", CLASSES[CONTROL]: "a control video (--video)"}
     if class_name not in CLASSES.values():
@@ -151,7 +151,7 @@ def check(request: Request, model: Model) -> None:
 
 
 def steps_of(request: Request, model: Model) -> int:
-    """Return how many denoising steps run: for an input video only the share `strength`."""
+    """Return the number of denoising steps: for an input video a fraction `strength` of the request's."""
     return (
         int(request.num_inference_steps * request.strength)
         if model.kind == VIDEO
@@ -211,7 +211,7 @@ def _open_image(path: str) -> Any:
 
 
 def load_generator(model: Model, dtype: torch.dtype, mesh: Any, *, with_text: bool) -> Any:
-    """Load and port the pipeline, without its text encoder if the prompt is encoded already."""
+    """Load and port the pipeline; `with_text=False` leaves out the text encoder, if the prompt is encoded."""
     import diffusers
 
     from cogvideox_torchax.pipelines.loading import load_pipeline
@@ -229,10 +229,10 @@ class Generation:
     """The generation of one video by a loaded pipeline.
 
     Attributes:
-        pipe: the pipeline of `load`.
+        pipe: the pipeline of `load_generator`.
         model, request: the model and the request.
-        keep: directory of the stages, or None.
-        show: receives each step's latents (N, T, C, H, W), plain, as the VAE takes them; waits for them.
+        keep: directory to save stages in; None for none.
+        show: called with each step's latents (N, T, C, H, W) on the host, scaled as the VAE takes them.
     """
 
     pipe: Any
@@ -251,24 +251,24 @@ class Generation:
                 max_sequence_length=self.model.transformer["max_text_seq_length"],
             )
         embeddings = {"prompt_embeds": positive, "negative_prompt_embeds": negative}
-        self._forget_latents()
+        self._remove_saved_latents()
         if self.keep is not None:
             stages.save_text(self.keep, embeddings, request=self.request, model=self.model.fingerprint)
         return embeddings
 
     def sample(self, embeddings: dict[str, torch.Tensor | None]) -> latent_files.Latents:
         """Return latents as the VAE takes them, (1, C, T, H, W)."""
-        self._forget_latents()
+        self._remove_saved_latents()
         result = self.pipe(
             **self._arguments(),
             **embeddings,
-            callback_on_step_end=self._after_step if self.show else None,
+            callback_on_step_end=self._show_step if self.show else None,
             output_type="latent",
         )
-        return self._finished(result.frames)
+        return self._latent_file_of(result.frames)
 
     def _arguments(self) -> dict[str, Any]:
-        """Return the arguments of the pipeline's call, but for the prompt's embeddings."""
+        """Return the arguments of the pipeline's call that the request gives, without the embeddings."""
         request = self.request
         arguments: dict[str, Any] = {
             "height": request.height,
@@ -282,12 +282,12 @@ class Generation:
         if self.model.kind == IMAGE:
             arguments["image"] = _open_image(str(request.image))
         if self.model.kind == VIDEO:
-            arguments |= {"video": self._clip(), "strength": request.strength}
+            arguments |= {"video": self._input_frames(), "strength": request.strength}
         if self.model.kind == CONTROL:
-            arguments["control_video"] = self._clip()
+            arguments["control_video"] = self._input_frames()
         return arguments
 
-    def _clip(self) -> list[Any]:
+    def _input_frames(self) -> list[Any]:
         """Return the frames of the input video as PIL images of the requested size."""
         from PIL import Image
 
@@ -295,25 +295,25 @@ class Generation:
         frames = video.read_frames(str(self.request.video), size, self.request.frames)
         return [Image.fromarray(frame[0].permute(1, 2, 0).numpy()) for frame in frames]
 
-    def _after_step(self, pipe: Any, step: int, timestep: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Show a step's latents; called by the pipeline, whose variables stay as they are."""
+    def _show_step(self, pipe: Any, step: int, timestep: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Show a step's latents: the pipeline's `callback_on_step_end`. Return no variables to change."""
         if self.show is not None:
-            self.show(self._unscaled(kwargs["latents"]))
+            self.show(self._plain_latents(kwargs["latents"]))
         return {}
 
-    def _forget_latents(self) -> None:
+    def _remove_saved_latents(self) -> None:
         """Remove an earlier generation's latents, which must not be decoded as this one's."""
         if self.keep is not None:
             stages.path_of(self.keep, stages.LATENTS).unlink(missing_ok=True)
 
-    def _unscaled(self, latents: torch.Tensor) -> torch.Tensor:
-        """Return plain latents, scaled as the VAE takes them."""
+    def _plain_latents(self, latents: torch.Tensor) -> torch.Tensor:
+        """Return latents of the pipeline on the host, scaled as the VAE takes them."""
         return 1 / self.model.vae["scaling_factor"] * to_torch(latents)
 
-    def _finished(self, sampled: torch.Tensor) -> latent_files.Latents:
-        """Return the sampled latents (1, T, C, H, W) as a latent file holds them, without padded frames."""
+    def _latent_file_of(self, sampled: torch.Tensor) -> latent_files.Latents:
+        """Return the content of a latent file: sampled latents (1, T, C, H, W) without padding frames."""
         latent_frames = self.model.latent_frames(self.request.frames)
-        z = self._unscaled(sampled)[:, sampled.shape[1] - latent_frames :].permute(0, 2, 1, 3, 4)
+        z = self._plain_latents(sampled)[:, sampled.shape[1] - latent_frames :].permute(0, 2, 1, 3, 4)
         return latent_files.Latents(
             tensor=z.contiguous(),
             config=dict(self.pipe.vae.config),

@@ -42,7 +42,7 @@ class LayerNorm(nn.LayerNorm):
 
 
 def check_positions(table: torch.Tensor, patches: int) -> None:
-    """Raise `ValueError` if a rotary table has another number of patches; the rest would count as text."""
+    """Raise `ValueError` unless a rotary table has a position for each patch; others would count as text."""
     if table.shape[0] != patches:
         raise ValueError(
             f"got rotary tables of {table.shape[0]} positions for {patches} patches: make them for the "
@@ -71,7 +71,7 @@ class AttnProcessor(CogVideoXAttnProcessor2_0):
             )
         x_NSC = torch.cat([encoder_hidden_states, hidden_states], dim=1)
         projected = (project(x_NSC) for project in (attn.to_q, attn.to_k, attn.to_v))
-        return _attended(attn, projected, hidden_states.shape[1], image_rotary_emb)
+        return _joint_attention(attn, projected, hidden_states.shape[1], image_rotary_emb)
 
 
 class FusedAttnProcessor(FusedCogVideoXAttnProcessor2_0):
@@ -98,13 +98,15 @@ class FusedAttnProcessor(FusedCogVideoXAttnProcessor2_0):
             )
         x_NSC = torch.cat([encoder_hidden_states, hidden_states], dim=1)
         projected = attn.to_qkv(x_NSC).chunk(3, dim=-1)
-        return _attended(attn, projected, hidden_states.shape[1], image_rotary_emb)
+        return _joint_attention(attn, projected, hidden_states.shape[1], image_rotary_emb)
 
 
-def _attended(attn: Any, projected: Iterable[torch.Tensor], patches: int, image_rotary_emb: Any) -> Any:
-    """Return attention's results for patches and text, from queries, keys and values (N, S, C).
+def _joint_attention(
+    attn: Any, projected: Iterable[torch.Tensor], patches: int, image_rotary_emb: Any
+) -> Any:
+    """Return attention's results (patches, text), from queries, keys and values (N, S, C) of all tokens.
 
-    `image_rotary_emb` is (cos, sin) of the patches, or None.
+    `patches` is the number of patches, `image_rotary_emb` their (cos, sin), or None.
     """
     q, k, v = (part.unflatten(-1, (attn.heads, -1)) for part in projected)
     q = q if attn.norm_q is None else attn.norm_q(q)
@@ -120,10 +122,10 @@ def _attended(attn: Any, projected: Iterable[torch.Tensor], patches: int, image_
 
 
 class PatchEmbed(CogVideoXPatchEmbed):
-    """The patch embedding, its table of positions computed on the host, in float64 as the reference has it.
+    """The patch embedding, with its table of sinusoidal positions computed on the host, in float64.
 
-    The table of a size that is not the model's own is as large as an activation: the transformer's program
-    takes it as an argument.
+    For latents of another size than the model's own, a table is made that is as large as an activation: the
+    transformer's program takes it as an argument.
     """
 
     table: torch.Tensor | None = None
@@ -138,7 +140,7 @@ class PatchEmbed(CogVideoXPatchEmbed):
         )
 
     def table_for(self, height: int, width: int, frames: int) -> torch.Tensor | None:
-        """Return positions (1, S, C) of latents of this size; None if the model's own, or none, serve."""
+        """Return the positions (1, S, C) of latents of this size; None if the model's own table has them."""
         if not self.needs_table(height, width, frames):
             return None
         size = (height, width, frames)
@@ -163,7 +165,7 @@ class PatchEmbed(CogVideoXPatchEmbed):
 
     @contextlib.contextmanager
     def using(self, table: torch.Tensor | None) -> Iterator[None]:
-        """Run a block in which this module, a program's own, adds `table` in place of its own positions."""
+        """Add `table` in place of the module's own positions in a `with` block; for a program's own copy."""
         if table is None:
             yield
             return

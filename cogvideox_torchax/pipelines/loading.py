@@ -1,4 +1,4 @@
-"""A pipeline from its files onto the devices, a tensor at a time: no network is ever whole on the host."""
+"""Load a pipeline from its files onto the devices, a tensor at a time: the host never has a whole network."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -23,7 +23,7 @@ from cogvideox_torchax.vae.checkpoint import WEIGHTS_STEM, check_loading_info, r
 Pipeline = TypeVar("Pipeline")
 
 STEMS = {"transformer": WEIGHTS_STEM, "text_encoder": "model"}
-"""Networks whose weights are read one at a time, and how the names of their files begin."""
+"""Networks whose weights are read one at a time, and the beginning of their files' names."""
 
 
 @overload
@@ -96,7 +96,7 @@ def load_pipeline(
             f"{directory} holds a {index['_class_name']}: load it by its own class, and port the VAE alone"
         )
     networks = {
-        part: _fed(directory / part, part, torch_dtype, variant, mesh, parallel)
+        part: _load_network(directory / part, part, torch_dtype, variant, mesh, parallel)
         for part in STEMS
         if part not in diffusers_options and index.get(part, [None])[0] is not None
     }
@@ -107,7 +107,7 @@ def load_pipeline(
 
 
 def _directory(name: str, variant: str | None, options: dict[str, Any]) -> Path:
-    """Return the directory of the files, downloaded for a hub id."""
+    """Return the directory of a pipeline's files; those of a hub id are downloaded with `options`."""
     directory = local(name)
     if directory is not None:
         if not (directory / INDEX).is_file():
@@ -119,7 +119,7 @@ def _directory(name: str, variant: str | None, options: dict[str, Any]) -> Path:
         raise not_on_hub(name, error) from error
 
 
-def _fed(
+def _load_network(
     directory: Path,
     part: str,
     dtype: torch.dtype,
@@ -127,9 +127,9 @@ def _fed(
     mesh: Any,
     parallel: Parallel | None,
 ) -> Any:
-    """Return a ported network on its devices, its weights read from their files one at a time."""
+    """Return the ported network `part` on its devices, its weights read from `directory` one at a time."""
     files = weight_files(directory, variant, stem=STEMS[part])
-    network = port_network(runtime.without_torchax(_empty, directory, part, dtype))
+    network = port_network(runtime.without_torchax(_network_without_weights, directory, part, dtype))
     if mesh is not None:
         network.place_on(mesh, parallel)
     float32_modules = getattr(network, "_keep_in_fp32_modules", None) if dtype == torch.float16 else None
@@ -143,8 +143,8 @@ def _fed(
     return network.eval()
 
 
-def _empty(directory: Path, part: str, dtype: torch.dtype) -> Any:
-    """Return a network with weights on "meta", and real buffers."""
+def _network_without_weights(directory: Path, part: str, dtype: torch.dtype) -> Any:
+    """Return the network `part` of a config, its parameters on "meta" and its buffers real."""
     default_dtype = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -160,7 +160,10 @@ def _empty(directory: Path, part: str, dtype: torch.dtype) -> Any:
 def _cast(
     tensors: Iterable[tuple[str, np.ndarray]], dtype: torch.dtype, float32_modules: tuple[str, ...]
 ) -> Iterable[tuple[str, np.ndarray]]:
-    """Cast each tensor, to float32 if its module would overflow in float16."""
+    """Yield each (name, tensor) in `dtype`, or in float32 if it is of one of `float32_modules`.
+
+    Those would overflow in float16.
+    """
     for name, tensor in tensors:
         in_float32 = any(part in float32_modules for part in name.split("."))
         yield name, tensor.astype(runtime.jax_dtype(torch.float32 if in_float32 else dtype), copy=False)

@@ -8,24 +8,24 @@ from typing import Any
 
 from cogvideox_torchax import runtime
 
-OF_A_PIPELINE = (
+PIPELINE_METHODS = (
     "load_lora_weights",
     "delete_adapters",
     "fuse_lora",
     "unfuse_lora",
     "unload_lora_weights",
 )
-"""diffusers' methods of a pipeline that do the same to its transformer; some read files first."""
+"""diffusers' methods of a pipeline that change its transformer's LoRAs."""
 
 
 def run_in_pytorch(
     method: Callable[..., Any], network_of: Callable[[Any], Any] = lambda network: network
 ) -> Callable[..., Any]:
-    """Return a method, called while the weights of a network are in PyTorch.
+    """Return `method`, run while the weights of a network are in PyTorch.
 
     Args:
-        method: of the network, or of a pipeline.
-        network_of: function from the method's object to the network: itself, or a pipeline's.
+        method: a method of the network, or of a pipeline.
+        network_of: returns the network of the object that the method is called on: itself, or a pipeline's.
     """
 
     @functools.wraps(method)
@@ -37,17 +37,17 @@ def run_in_pytorch(
 
 
 def pipeline_methods(kind: Any) -> dict[str, Callable[..., Any]]:
-    """Return the methods of `OF_A_PIPELINE` of a pipeline's class, run with the transformer in PyTorch."""
+    """Return the methods of `PIPELINE_METHODS` of a pipeline's class, run with the transformer in PyTorch."""
     network_of = operator.attrgetter("transformer")
-    names = (name for name in OF_A_PIPELINE if hasattr(kind, name))
+    names = (name for name in PIPELINE_METHODS if hasattr(kind, name))
     return {name: run_in_pytorch(getattr(kind, name), network_of) for name in names}
 
 
 @contextlib.contextmanager
 def _on_host(network: Any) -> Iterator[None]:
-    """Run a block with a network's weights in PyTorch, then put them back on JAX, added ones too.
+    """Have a network's weights in PyTorch during a `with` block; then put all, also added ones, on JAX again.
 
-    Added layers are ported, and the next call compiles a program with them.
+    Added layers are ported, and the next call compiles a program with them. A network in PyTorch stays there.
     """
     if not any(map(runtime.on_jax, network.parameters())):
         yield

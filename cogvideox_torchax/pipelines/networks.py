@@ -1,7 +1,7 @@
 """The two networks of a CogVideoX pipeline besides its VAE, ported: the transformer and the T5 text encoder.
 
-Each class subclasses the class that it replaces and adds a second way to run: a plain torch tensor takes the
-inherited forward, a torchax tensor one compiled program.
+Each class subclasses the class that it replaces and adds a second way to run: plain torch tensors run the
+inherited forward, torchax tensors one compiled program.
 
 Axis letters: N videos, S positions of a sequence (text first, then patches), H heads, D channels of a head.
 """
@@ -55,14 +55,13 @@ from cogvideox_torchax.vae.torchax.modules import SiLU
 
 
 class TransformerStep(nn.Module):
-    """A step of the transformer, as a network that a program is compiled of.
+    """A denoising step of the transformer, the module that a program is compiled from.
 
-    It runs on one sequence where it can, else as diffusers' own forward.
+    It runs text and patches as one sequence if its layers allow it, else diffusers' own forward.
 
     Args:
         model: the transformer.
-        attention_kwargs: what a call takes besides tensors, such as a LoRA's scale; another is another
-            program.
+        attention_kwargs: options of a call, such as a LoRA's scale; other values are another program.
     """
 
     component = "transformer"
@@ -74,7 +73,7 @@ class TransformerStep(nn.Module):
         self.joined = takes_sequences(model)
 
     def forward(self, tensors: dict[str, Any], cache: None) -> tuple[torch.Tensor, None]:
-        """Return a step's prediction for its tensors, by name; there is no cache."""
+        """Return (prediction, cache) of a step, from its tensors by name; `cache` is None."""
         arguments = {**tensors, "attention_kwargs": dict(self.options) or None}
         model: Any = self.model
         with model.patch_embed.using(arguments.pop("positions", None)):
@@ -86,12 +85,12 @@ class TransformerStep(nn.Module):
 class CachedStep(TransformerStep):
     """A step that reuses results of earlier steps.
 
-    It maps tensors and cached arrays to a sample, with a scalar for the host, and new cached arrays; without
-    cached arrays only the shapes and dtypes of the new ones are right.
+    Its cache is the arrays that the step before has kept. Without them (None) a call only shows the shapes
+    and dtypes of the arrays to keep.
 
     Args:
-        model, attention_kwargs: as for any step.
-        form: the computation, see `caches`.
+        model, attention_kwargs: as `TransformerStep` takes them.
+        form: which layers run, and which results are kept (`caches.Form`).
     """
 
     keep_unused = True  # cached arrays that a full step does not read must be donated, or stay alive
@@ -104,12 +103,13 @@ class CachedStep(TransformerStep):
         self.joined = self.joined and cached_layers.takes_sequences(form)
 
     def forward(self, tensors: dict[str, Any], cache: Any) -> tuple[Any, Any]:
-        """Return (prediction, scalar for the host) and the arrays for the next step."""
+        """Return (prediction, scalar for the host) and the arrays to keep for the next step."""
         inputs = dict(tensors)
         numbers = {name: inputs.pop(name) for name in cached_layers.NUMBERS if name in inputs}
         reuse = cached_layers.reuse(self.form, cache, numbers)
 
         def run(tensors: dict[str, Any]) -> torch.Tensor:
+            """Return the prediction of a step without a cache."""
             return super(CachedStep, self).forward(tensors, None)[0]
 
         sample = reuse.step(self.model, run, inputs, self.joined and self.options.keys() <= {"scale"})
@@ -117,7 +117,7 @@ class CachedStep(TransformerStep):
 
 
 class TextEncoding(nn.Module):
-    """The text encoder's own forward, as a network that a program is compiled of."""
+    """A call of the text encoder, the module that a program is compiled from."""
 
     component = "text_encoder"
 
@@ -130,8 +130,12 @@ class TextEncoding(nn.Module):
         return result.last_hidden_state, cache
 
 
-class Compiled(PortedModel):
-    """Base of both ported networks: a program for the model as it is now, on the mesh if there is one."""
+class CompiledNetwork(PortedModel):
+    """Base of both ported networks, which run as compiled programs, over a mesh if there is one.
+
+    Attributes:
+        network_class: the module that a program is compiled from, made from the model and a call's options.
+    """
 
     network_class: Any
     _parallelism: Any = None
@@ -149,32 +153,32 @@ class Compiled(PortedModel):
         return SequencePlacement(self.mesh, self.parallelism, heads_of(self))
 
     def split_layers(self, network: Any) -> tuple[type[nn.Module], ...]:
-        """Return the module types whose sequences are sharded, in a program of this network."""
+        """Return the types of layers whose inputs and outputs are sharded sequences."""
         return SPLIT_LAYERS
 
     @property
     def program(self) -> runtime.Program:
-        """The compiled program, to read its count of compilations or to `lower` it."""
+        """The program of a call without options, to read its count of compilations or to `lower` it."""
         return self.program_of(self.network_class(self))
 
     def program_of(self, network: nn.Module) -> runtime.Program:
-        """Return the compiled program of a network around this model; a network like it shares it."""
+        """Return the program of `network`, a module around this model; cached by its options and form."""
         options = tuple(sorted(getattr(network, "options", {}).items()))
         kind = ("forward", options, getattr(network, "form", None))
         return runtime.programs_of(self).get(kind, network, self._compile_for)
 
     def build_program(self) -> runtime.Program:
-        """Build a separate program, to inspect its compiled text."""
+        """Return a new program of a call without options, to inspect its compiled text."""
         return self._compile_for(self.network_class(self))
 
     def _compile_for(self, network: nn.Module) -> runtime.Program:
-        """Return a new program of a network, for the mesh if there is one."""
+        """Return a new program of a module around this model, for the mesh if there is one."""
         if self.mesh is None:
             return runtime.Program(network)
         return runtime.Program(network, replace(self.placement, types=self.split_layers(network)))
 
     def run_program(self, *options: Any, **tensors: Any) -> torch.Tensor:
-        """Return the network's result for tensors or tuples of them; `network_class` takes the options."""
+        """Run the program of `network_class(self, *options)` on tensors, or tuples of them."""
         network = self.network_class(self, *options)
         program = self.program_of(network)
         return runtime.tensor_of(program.run(program.weights(network), program.put(tensors))[0])
@@ -202,7 +206,7 @@ class Compiled(PortedModel):
         return sharding.put_weight(self.mesh, name, array, self.parallelism)
 
     def place_on(self, mesh: Mesh, parallel: Parallel | None = None, memory: float | None = None) -> None:
-        """Compile for a mesh from now on, wherever the weights are; the present program is dropped.
+        """Compile for a mesh from now on, without moving the weights; programs for another are dropped.
 
         Args:
             mesh: of `make_mesh`.
@@ -228,9 +232,9 @@ def heads_of(network: Any) -> int:
 
 
 def parallelism_of(
-    network: Any, mesh: Mesh, asked: Parallel | None = None, memory: float | None = None
+    network: Any, mesh: Mesh, requested: Parallel | None = None, memory: float | None = None
 ) -> Any:
-    """Return how a network, ported or not, would use the mesh's "tp"; see `Compiled.place_on`.
+    """Return what a network, ported or not, splits over the mesh's "tp"; see `CompiledNetwork.place_on`.
 
     Raises:
         ValueError: the request is impossible, or the mesh does not divide the weights.
@@ -242,14 +246,14 @@ def parallelism_of(
             heads=heads_of(network),
             weight_bytes=sum(weight.numel() * weight.element_size() for weight in network.parameters()),
             memory=sharding.memory_of(mesh) if memory is None else memory,
-            asked=asked,
+            requested=requested,
         )
     for name, weight in runtime.named_tensors(network).items():
         sharding.weight_sharding(mesh, name, tuple(weight.shape), chosen)  # raises where "tp" does not divide
     return chosen
 
 
-class CogVideoXTransformer3DModel(Compiled, DiffusersTransformer):
+class CogVideoXTransformer3DModel(CompiledNetwork, DiffusersTransformer):
     """CogVideoX's transformer on torchax, by diffusers' own names: a denoising step is one program."""
 
     network_class = TransformerStep
@@ -269,7 +273,7 @@ class CogVideoXTransformer3DModel(Compiled, DiffusersTransformer):
 
     @property
     def step_cache(self) -> caches.StepCache | None:
-        """The cache that `enable_cache` made of a config, with the steps that it skipped; None without."""
+        """The enabled cache, which has the number of steps that it skipped; None without a cache."""
         return self._step_cache
 
     def enable_cache(self, config: Any) -> None:
@@ -286,7 +290,7 @@ class CogVideoXTransformer3DModel(Compiled, DiffusersTransformer):
         vars(self).pop("_step_cache", None)
 
     def take_cache(self) -> None:
-        """Run what diffusers has hooked for a cache as programs, from now on."""
+        """Take the hooks of diffusers' cache, if there are any, off the modules, and run them as programs."""
         hooks = upstream.take_hooks(self)
         if hooks:
             self._step_cache = caches.cache_of(hooks)
@@ -303,7 +307,7 @@ class CogVideoXTransformer3DModel(Compiled, DiffusersTransformer):
             yield
 
     def _reset_stateful_cache(self, recurse: bool = True) -> None:
-        """Drop what the cache keeps of earlier steps."""
+        """Drop the arrays that the cache keeps of earlier steps."""
         super()._reset_stateful_cache(recurse)
         if self._step_cache is not None:
             self._step_cache.reset()
@@ -328,7 +332,7 @@ class CogVideoXTransformer3DModel(Compiled, DiffusersTransformer):
         return self._step_cache.step(self, functools.partial(CachedStep, self, *options), tensors)
 
     def split_layers(self, network: Any) -> tuple[type[nn.Module], ...]:
-        """Return the module types whose sequences are sharded: with split tokens, joined blocks."""
+        """Return the types of layers with sharded sequences: if tokens are split, blocks of one sequence."""
         if self.parallelism.kind == "tensor":
             return SPLIT_LAYERS
         return (Block,) if network.joined else ()
@@ -379,7 +383,7 @@ class CogVideoXTransformer3DModel(Compiled, DiffusersTransformer):
         return Transformer2DModelOutput(sample=sample) if return_dict else (sample,)
 
 
-class T5EncoderModel(Compiled, TransformersT5Encoder):
+class T5EncoderModel(CompiledNetwork, TransformersT5Encoder):
     """The T5 encoder on torchax, by transformers' own names: a prompt's encoding is one program."""
 
     network_class = TextEncoding
@@ -405,13 +409,13 @@ class T5EncoderModel(Compiled, TransformersT5Encoder):
         return BaseModelOutput(last_hidden_state=hidden)  # pyright: ignore[reportArgumentType]
 
 
-Described = dict[str, Any]
-"""Shape and JAX dtype of each argument of a program, or a tuple of such pairs, by name."""
+TensorSpecs = dict[str, Any]
+"""(shape, JAX dtype) of each argument of a program, or a tuple of such pairs, by name."""
 
 
 def step_tensors(
     transformer: Any, *, batch: int, frames: int, height: int, width: int, text: int | None = None
-) -> Described:
+) -> TensorSpecs:
     """Return a denoising step's inputs, as `Program.structs` takes them.
 
     Args:
@@ -422,7 +426,7 @@ def step_tensors(
     """
     config, dtype = transformer.config, runtime.jax_dtype(transformer.dtype)
     text = text or config["max_text_seq_length"]
-    tensors: Described = {
+    tensors: TensorSpecs = {
         "hidden_states": ((batch, frames, config["in_channels"], height, width), dtype),
         "encoder_hidden_states": ((batch, text, config["text_embed_dim"]), dtype),
         "timestep": ((batch,), jnp.int32),
@@ -440,15 +444,15 @@ def step_tensors(
     return tensors
 
 
-def prompt_tensors(*, batch: int, text: int) -> Described:
+def prompt_tensors(*, batch: int, text: int) -> TensorSpecs:
     """Return the inputs of `batch` prompts of `text` tokens, as `Program.structs` takes them."""
     return {"input_ids": ((batch, text), jnp.int32)}
 
 
 SPLIT_LAYERS = (PatchEmbed, Block, Attention, FeedForward, T5LayerSelfAttention, T5LayerFF)
-"""The modules that take and give sequences split over a mesh."""
+"""The layers whose inputs and outputs are sequences split over a mesh."""
 
-SWAPPED: dict[type[nn.Module], type[nn.Module]] = {
+PORTED_CLASSES: dict[type[nn.Module], type[nn.Module]] = {
     nn.Linear: Linear,
     nn.LayerNorm: LayerNorm,
     nn.SiLU: SiLU,
@@ -470,11 +474,11 @@ PROCESSORS: dict[Any, Any] = {
 def port_network(network: Any) -> Any:
     """Give a loaded transformer or text encoder, and its layers, their ported classes; return it."""
     for module in network.modules():
-        module.__class__ = SWAPPED.get(type(module), type(module))
+        module.__class__ = PORTED_CLASSES.get(type(module), type(module))
         processor = getattr(module, "processor", None)
         if type(processor) in PROCESSORS:
             processor.__class__ = PROCESSORS[type(processor)]
     save_as_stock(network)
     if isinstance(network, TransformersT5Encoder):
-        network.tie_weights()  # moving it by hand has untied them
+        network.tie_weights()  # moving the weights has untied them
     return network

@@ -28,7 +28,7 @@ PIPELINES = (
 
 
 def is_pipeline(candidate: Any) -> bool:
-    """Return whether it is one of diffusers' CogVideoX pipelines."""
+    """Return whether `candidate` is one of diffusers' CogVideoX pipelines."""
     return isinstance(candidate, PIPELINES)
 
 
@@ -48,7 +48,7 @@ def port_pipeline(pipe: Any, mesh: Any = None, parallel: Parallel | None = None)
     if mesh is not None:
         check_mesh(mesh)
     for network in others:
-        _check(network, mesh, parallel)
+        _check_network(network, mesh, parallel)
     for network in others:
         networks.port_network(network)
         network.place(mesh, parallel)
@@ -59,15 +59,15 @@ def port_pipeline(pipe: Any, mesh: Any = None, parallel: Parallel | None = None)
         vae.place()
     if pipe.scheduler is not None:
         port_scheduler(pipe.scheduler)
-    upstream.wrap_from_pipe(_port_again)
+    upstream.wrap_from_pipe(_port_from_pipe)
     if not isinstance(pipe, PortedPipeline):
         pipe.__class__ = _ported_class(type(pipe))
 
 
-def _check(network: Any, mesh: Any, parallel: Parallel | None) -> None:
+def _check_network(network: Any, mesh: Any, parallel: Parallel | None) -> None:
     """Raise `ValueError` for a network that cannot be ported, or whose weights the mesh cannot split."""
     kind = type(network)
-    if not issubclass(networks.SWAPPED.get(kind, kind), networks.Compiled):
+    if not issubclass(networks.PORTED_CLASSES.get(kind, kind), networks.CompiledNetwork):
         raise ValueError(
             f"port got a pipeline with a {kind.__name__}: it takes CogVideoXTransformer3DModel and "
             "T5EncoderModel, unquantized, and before torch.compile"
@@ -82,8 +82,8 @@ def _check(network: Any, mesh: Any, parallel: Parallel | None) -> None:
         networks.parallelism_of(network, mesh, parallel)
 
 
-def _port_again(make: Callable[..., Any], kind: type, pipeline: Any, **options: Any) -> Any:
-    """Call diffusers' `from_pipe`, and port the result of a ported pipeline."""
+def _port_from_pipe(make: Callable[..., Any], kind: type, pipeline: Any, **options: Any) -> Any:
+    """Call diffusers' `from_pipe`, given as `make`, and port its result if `pipeline` is ported."""
     made = make(kind, pipeline, **options)
     if not isinstance(pipeline, PortedPipeline) or not is_pipeline(made):
         return made
@@ -157,18 +157,18 @@ class PortedPipeline(PicklesAsStock, DiffusionPipeline):
 
 @functools.cache
 def _ported_class(kind: type) -> type:
-    """Return a subclass of a pipeline's class, of the same name and signatures."""
+    """Return the ported subclass of a pipeline's class, with its name and signatures."""
     inherited: Any = kind
 
     @functools.wraps(inherited.__call__)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run the pipeline; the scheduler's watch then raises if the last step was not finite."""
+        """Run the pipeline; raise `NonFiniteError` if the last step gave NaN or Inf."""
         port_scheduler(self.scheduler)
         if runtime.is_on_jax(self.transformer):
             self.transformer.take_cache()  # `apply_first_block_cache` and its like do not ask the model
         self.transformer._reset_stateful_cache()  # a run that failed may have left something
         result = inherited.__call__(self, *args, **kwargs)
-        self.scheduler.watch.check()
+        self.scheduler.log.check()
         return result
 
     @functools.wraps(inherited.check_inputs)
@@ -181,25 +181,25 @@ def _ported_class(kind: type) -> type:
         inherited.check_inputs(self, *args, **kwargs)
 
     members = {
-        **{name: _on_torchax(getattr(kind, name)) for name in _own_methods(kind)},
+        **{name: _on_torchax(getattr(kind, name)) for name in _public_methods(kind)},
         "__module__": kind.__module__,
         "__call__": _on_torchax(call),
         "check_inputs": check_inputs,
-        **upstream.rotary_tables(inherited, _beside_the_transformer),
+        **upstream.rotary_tables(inherited, _on_transformer_device),
         **loras.pipeline_methods(kind),
     }
     return type(kind.__name__, (PortedPipeline, kind), members)
 
 
-def _own_methods(kind: type) -> list[str]:
-    """Return the methods that a pipeline's class adds to diffusers' base, which a user may call directly."""
+def _public_methods(kind: type) -> list[str]:
+    """Return the names of the methods that a pipeline's class adds to diffusers' base, for a user to call."""
     bases = kind.__mro__[: kind.__mro__.index(DiffusionPipeline)]
     names = {name for base in bases for name, member in vars(base).items() if inspect.isfunction(member)}
     return [name for name in names if not name.startswith("__") and not hasattr(PortedPipeline, name)]
 
 
 def _on_torchax(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method that runs with torchax on."""
+    """Return `method`, run with torchax enabled."""
 
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -209,8 +209,8 @@ def _on_torchax(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _beside_the_transformer(pipe: Any, table: torch.Tensor) -> torch.Tensor:
-    """Return a table on JAX if the transformer is there, else unchanged."""
+def _on_transformer_device(pipe: Any, table: torch.Tensor) -> torch.Tensor:
+    """Return a table on JAX if the pipeline's transformer is there, else unchanged."""
     return runtime.to_jax(table) if runtime.is_on_jax(pipe.transformer) else table
 
 

@@ -14,15 +14,15 @@ from cogvideox_torchax.files.whole import whole_file
 from cogvideox_torchax.runtime import host_skeleton, without_torchax
 
 PICTURES, PIXELS, PATCHES = 64, 64, 8
-"""Size of the fit: pictures, their side in pixels, and their patches of one color a side."""
+"""Number of pictures that the map is fitted to, their side in pixels, and patches of a color along it."""
 
 SHOWN, ENLARGED = 4, 3
-"""Frames side by side in a picture, and how much larger than latents they are."""
+"""Frames side by side in a picture, and their enlargement."""
 
 
 @dataclass(frozen=True)
 class LinearPreview:
-    """Colors of latents.
+    """A linear map from a latent's channels to a color.
 
     Attributes:
         weights: (C + 1, 3), the last row the constant.
@@ -40,7 +40,7 @@ class LinearPreview:
 
 
 def fit(vae: Any, *, seed: int = 0) -> LinearPreview:
-    """Fit the map to a VAE, by least squares: what its encoder makes of patches of random colors.
+    """Fit a preview's map to a VAE by least squares, on the latents of patches of random colors.
 
     Each picture is a still of patches, blurred into each other; the color of a latent is the mean of the
     pixels that it stands for. Three quarters are fitted to, the rest say how well. The encoder runs in
@@ -75,13 +75,13 @@ def _with_ones(features: torch.Tensor) -> torch.Tensor:
     return torch.cat([features, torch.ones_like(features[..., :1])], dim=-1)
 
 
-def drawn(vae: Any, path: str | Path, say: Callable[[str], None]) -> Callable[[torch.Tensor], None]:
-    """Return a function that writes latents' frames into a PNG file, over the last ones.
+def preview_writer(vae: Any, path: str | Path, say: Callable[[str], None]) -> Callable[[torch.Tensor], None]:
+    """Return a function of latents (N, T, C, H, W) that writes frames of the first video into a PNG file.
 
     Args:
         vae: as `fit` takes it.
-        path: of the file.
-        say: receives the quality of the map's fit.
+        path: path of the file, which each call replaces.
+        say: called with a message of how well the map fits.
     """
     from PIL import Image
 

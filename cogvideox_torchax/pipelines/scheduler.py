@@ -24,9 +24,9 @@ class StepLog:
     """The last step of a run.
 
     Attributes:
-        total, done: steps of the run, and those that were taken.
-        timestep, dtype: of the last one, and of its latents.
-        finite: whether its latents are; a bool on their device, not waited for yet.
+        total, done: number of steps of the run, and of those taken.
+        timestep, dtype: the last step's timestep, and its latents' dtype.
+        finite: whether its latents are finite; a bool on their device, which is not waited for.
     """
 
     total: int = 0
@@ -47,24 +47,24 @@ class StepLog:
 
 
 class HostScheduler(PicklesAsStock):
-    """Mixed into a scheduler's class by `port_scheduler`; the steps that it has watched are not pickled."""
+    """Mixin of `port_scheduler`: tables on the host, and a log of the last step, which is not pickled."""
 
-    watch: StepLog
+    log: StepLog
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes without the log."""
-        return {name: value for name, value in vars(self).items() if name != "watch"}
+        return {name: value for name, value in vars(self).items() if name != "log"}
 
 
 def port_scheduler(scheduler: Any) -> Any:
-    """Give a scheduler the class that keeps its tables on the host and checks its steps; once."""
+    """Give a scheduler, once, the class that keeps its tables on the host and checks steps; return it."""
     if not isinstance(scheduler, HostScheduler):
         scheduler.__class__ = _host_class(type(scheduler))
-    if "watch" not in vars(scheduler):  # nor has a scheduler made from a ported class one yet
+    if "log" not in vars(scheduler):  # nor has a scheduler made from a ported class one yet
         for name, value in vars(scheduler).items():
             if isinstance(value, torch.Tensor):
                 setattr(scheduler, name, runtime.to_torch(value))
-        scheduler.watch = StepLog()
+        scheduler.log = StepLog()
     return scheduler
 
 
@@ -79,22 +79,22 @@ def _host_class(kind: Any) -> type:
         if "device" in bound.arguments:
             bound.arguments["device"] = "cpu"
         kind.set_timesteps(*bound.args, **bound.kwargs)
-        self.watch = StepLog(total=len(self.timesteps))
+        self.log = StepLog(total=len(self.timesteps))
 
     @functools.wraps(kind.step)
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Take a step on float32 latents, check the step before, and record whether this one is finite."""
-        self.watch.check()  # the step before, while this step's network is running
+        self.log.check()  # the step before, while this step's network is running
         bound = inspect.signature(kind.step).bind(self, *args, **kwargs)
         given = bound.arguments
-        given["sample"] = _exact(given["sample"], given)
+        given["sample"] = _in_float32(given["sample"], given)
         result = kind.step(*bound.args, **bound.kwargs)
         latents = result[0] if isinstance(result, tuple) else result.prev_sample
         # Computed now, before the next network is queued: a device runs in order.
         finite = runtime.all_finite(latents)
-        self.watch = replace(
-            self.watch,
-            done=self.watch.done + 1,
+        self.log = replace(
+            self.log,
+            done=self.log.done + 1,
             timestep=given["timestep"],
             dtype=latents.dtype,
             finite=finite,
@@ -118,10 +118,11 @@ def _host_class(kind: Any) -> type:
     return type(kind.__name__, (HostScheduler, kind), members)
 
 
-def _exact(sample: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:
-    """Cast 16-bit latents to float32 for a step's multiply-adds, unless the step draws noise in their dtype.
+def _in_float32(sample: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:
+    """Return latents in float32 for a step's multiply-adds, unless the step draws noise in their dtype.
 
-    JAX rounds a Python number to the array's dtype before it multiplies, PyTorch does not.
+    JAX rounds a Python number to the array's dtype before it multiplies, PyTorch does not. `given` are the
+    step's arguments by name.
     """
     draws_noise = "old_pred_original_sample" in given or bool(given.get("eta"))
     return sample if draws_noise or sample.dtype == torch.float32 else sample.float()

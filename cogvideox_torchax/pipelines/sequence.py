@@ -1,8 +1,8 @@
 """Text and patches as one sequence on a mesh: where its tokens lie, and what devices exchange.
 
-The batch, which holds the two halves of classifier-free guidance, is split over "dp". By tokens, all that is
-done to a token is done where it lies. For attention, which alone looks at several, every device gets all
-tokens of some heads, and gives them back after it (Jacobs et al. 2023, "DeepSpeed Ulysses").
+The batch, two videos with classifier-free guidance, is split over "dp". With split tokens each device
+computes its own (local) tokens. Only attention looks at others: for it the devices exchange tokens for heads,
+so that each has all tokens of some heads, and back afterwards (Jacobs et al. 2023, "DeepSpeed Ulysses").
 """
 
 import contextlib
@@ -32,7 +32,7 @@ from cogvideox_torchax.runtime.layers import watched
 from cogvideox_torchax.sharding import MeshPlace
 
 LANES = 128
-"""Tokens of each device are a multiple of it where there are many, for the kernels' sake."""
+"""Tokens of each device are a multiple of it if there are more: the lanes of a kernel's tile."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,10 @@ class Sequence:
         tokens: tokens of prompt and patches.
         length: tokens with padding, to which no token attends.
         batch: the mesh axis that the videos are split over, or None.
-        axes: the mesh axes that the tokens are split over; attention has its heads there.
+        axes: the mesh axes that the tokens are split over, and inside attention the heads.
         mesh: the mesh that tokens are split over; None if they are not.
-        shared: the placement if XLA shards the computation; None if each device runs on local tokens.
+        shared: the placement if XLA's partitioner shards the layers ("tensor"); None if a layer runs on each
+            device's local tokens ("context"), or without a mesh.
     """
 
     text: int
@@ -64,10 +65,10 @@ class Sequence:
         """Return the layout of so many videos' sequences, sharded by a placement; whole without one."""
         if placement is None or placement.parallelism.kind == TENSOR:
             parts = placement.mesh.shape["tp"] if placement else 1
-            return cls(text, tokens, _filled(tokens, parts), shared=placement)
+            return cls(text, tokens, _padded_length(tokens, parts), shared=placement)
         mesh, axes = placement.mesh, placement.token_axes(videos)
         parts = math.prod(mesh.shape[axis] for axis in axes)
-        return cls(text, tokens, _filled(tokens, parts), placement.batch_axis(videos), axes, mesh)
+        return cls(text, tokens, _padded_length(tokens, parts), placement.batch_axis(videos), axes, mesh)
 
     @property
     def spec(self) -> PartitionSpec:
@@ -79,22 +80,22 @@ class Sequence:
         """Number of devices that share a video's tokens."""
         return math.prod(self.mesh.shape[axis] for axis in self.axes) if self.mesh is not None else 1
 
-    def fill_up(self, x_NSC: jax.Array) -> jax.Array:
+    def pad_tokens(self, x_NSC: jax.Array) -> jax.Array:
         """Return the tokens padded with zeros to `length`, and sharded over the mesh."""
         padded = jnp.pad(x_NSC, ((0, 0), (0, self.length - self.tokens), (0, 0)))
         if self.mesh is None:
             return padded
         return jax.lax.with_sharding_constraint(padded, NamedSharding(self.mesh, self.spec))
 
-    def fill_table(self, table_PD: jax.Array, value: float) -> jax.Array:
-        """Pad a table of patches (P, D) to all tokens (S, D) with `value`."""
+    def pad_table(self, table_PD: jax.Array, value: float) -> jax.Array:
+        """Pad a table of patches (P, D) to all tokens (S, D), with `value` for text and padding."""
         before, after = self.tokens - table_PD.shape[0], self.length - self.tokens
         return jnp.pad(table_PD, ((before, after), (0, 0)), constant_values=value)
 
     def map_local_tokens(self, function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-        """Run a function of tokens (N, S, C), vectors (N, C) and tables (S, D) on each device's local tokens.
+        """Return a function of tokens (N, S, C), vectors (N, C) and tables (S, D), run on local tokens.
 
-        Tables and further arguments, such as weights, are whole on every device.
+        Each device calls `function` with its own tokens; tables are whole on every device.
         """
         if self.mesh is None:
             return function
@@ -108,44 +109,57 @@ class Sequence:
         )
 
     def shard_heads(self, qk_norm_rope: Callable[..., jax.Array], heads: int) -> Callable[..., jax.Array]:
-        """Return `jax_kernels.qk_norm_rope` for (N, S, C), vectors (D,) and tables (S, D), sharded.
+        """Return `jax_kernels.qk_norm_rope`, sharded as the attention after it.
 
-        XLA cannot shard a kernel, so it is sharded by hand where XLA shards the rest: by heads, or by tokens
-        if "tp" does not divide them, as attention is.
+        On local tokens it runs with the device's heads. Where XLA shards the layers it is sharded here, as
+        XLA cannot shard a kernel: by heads, or by tokens if "tp" does not divide the heads.
+
+        Args:
+            qk_norm_rope: the kernel.
+            heads: number of heads of all devices.
+
+        Returns:
+            A function of the kernel's arguments but `heads`: queries, keys or values (N, S, C), vectors (D,),
+            tables (S, D), and options. It returns (N, H, D, S).
         """
         if self.shared is None:
             return functools.partial(qk_norm_rope, heads=heads // self.parts)
         placement, tp = self.shared, self.shared.mesh.shape["tp"]
 
-        def split(x_NSC: jax.Array, *others: jax.Array, **options: Any) -> jax.Array:
-            """Run `qk_norm_rope` on each device's heads, or tokens, of its videos."""
+        def sharded_qk_norm_rope(x_NSC: jax.Array, *others: jax.Array, **options: Any) -> jax.Array:
+            """Run `qk_norm_rope` on each device's heads, or tokens, of its videos.
+
+            `others` are the norm's vectors (D,), on every device, and the rotary tables (S, D).
+            """
             batch, by_heads = placement.batch_axis(x_NSC.shape[0]), heads % tp == 0
             batch_spec, replicated = functools.partial(PartitionSpec, batch), PartitionSpec()
-            tables = replicated if by_heads else PartitionSpec("tp", None)
+            table_spec = replicated if by_heads else PartitionSpec("tp", None)
             return jax.shard_map(
                 functools.partial(qk_norm_rope, heads=heads // tp if by_heads else heads, **options),
                 mesh=placement.mesh,
                 in_specs=(
                     batch_spec(None, "tp") if by_heads else batch_spec("tp", None),
-                    *(replicated if other.ndim == 1 else tables for other in others),
+                    *(replicated if other.ndim == 1 else table_spec for other in others),
                 ),
+                # (N, H, D, S): the kernel puts tokens last.
                 out_specs=batch_spec("tp", None, None) if by_heads else batch_spec(None, None, "tp"),
                 check_vma=False,
             )(x_NSC, *others)
 
-        return split
+        return sharded_qk_norm_rope
 
     def shard_tokens(self, kernel: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-        """Return a kernel of tokens (N, S, C), vectors (N, 2, C) and weights, for `map_local_tokens`.
+        """Return a kernel of tokens (N, S, C), vectors (N, 2, C) and weights, sharded as the layers are.
 
-        XLA cannot shard a kernel, so where XLA shards the rest each device has whole videos.
+        On local tokens it is the kernel itself. Where XLA shards the layers it is sharded here, by videos, as
+        XLA cannot shard a kernel.
         """
         if self.shared is None:
             return kernel
         placement = self.shared
 
-        def split(x_NSC: jax.Array, *others: Any) -> jax.Array:
-            """Run the kernel with arrays of three axes split by video, other arrays whole."""
+        def sharded_kernel(x_NSC: jax.Array, *others: Any) -> jax.Array:
+            """Run the kernel on each device's videos: arrays of three axes are split, others whole."""
             batch_spec = PartitionSpec(placement.batch_axis(x_NSC.shape[0]))
             specs = (batch_spec if np.ndim(other) == 3 else PartitionSpec() for other in others)
             return jax.shard_map(
@@ -156,7 +170,7 @@ class Sequence:
                 check_vma=False,
             )(x_NSC, *others)
 
-        return split
+        return sharded_kernel
 
     def first_patch(self) -> Any:
         """Return the index of the first local token that is not text; inside `map_local_tokens`."""
@@ -196,8 +210,8 @@ class Sequence:
         return y_PNCS.swapaxes(0, 1).reshape(videos, self.parts * channels, -1)
 
 
-def _filled(tokens: int, parts: int) -> int:
-    """Return the tokens padded to whole shards of so many devices."""
+def _padded_length(tokens: int, parts: int) -> int:
+    """Return the length of a sequence, padded so that `parts` devices get equal shards of whole tiles."""
     unit = parts * (LANES if tokens > LANES * parts else 1)
     return -(-tokens // unit) * unit
 
@@ -210,7 +224,7 @@ class SequencePlacement(MeshPlace):
 
     Attributes:
         parallelism: what is split over "tp".
-        heads: of attention.
+        heads: number of attention heads.
     """
 
     parallelism: Parallelism = field(default_factory=Parallelism)
@@ -246,22 +260,22 @@ class SequencePlacement(MeshPlace):
         with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
             result, cache = run(inputs, cache)
         return jax.lax.with_sharding_constraint(result, self.replicated), jax.tree.map(
-            lambda part: jax.lax.with_sharding_constraint(part, self._kept(part.shape)), cache
+            lambda part: jax.lax.with_sharding_constraint(part, self._cache_sharding(part.shape)), cache
         )
 
-    def _kept(self, shape: tuple[int, ...]) -> NamedSharding:
-        """Return the sharding of an array that a step keeps for the next: sequences as layers have them."""
+    def _cache_sharding(self, shape: tuple[int, ...]) -> NamedSharding:
+        """Return the sharding of an array that a step keeps for the next: of a sequence as in the layers."""
         spec = self.spec(shape) if len(shape) == 3 else PartitionSpec()
         divides = all(size % parts == 0 for size, parts in zip(shape, self.parts(spec), strict=False))
         return NamedSharding(self.mesh, spec if divides else PartitionSpec())
 
     def cache_struct(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=self._kept(shape))
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=self._cache_sharding(shape))
 
     def watching(self, network: nn.Module) -> contextlib.AbstractContextManager[Any]:
-        """Return a context in which a network's layers have their sequences constrained to the sharding.
+        """Return a context that constrains inputs and outputs of a network's layers to the sharding.
 
-        With "tensor", linear layers are told whether their inputs' channels are split.
+        With "tensor", linear layers get `inputs_split`: whether their inputs' channels are split.
         """
         self.layers.clear()
         if self.parallelism.kind == TENSOR:

@@ -1,7 +1,7 @@
 """The sharding of the transformer's and the text encoder's weights: a table by name.
 
-With "context", weights lie whole on every device; if they do not fit, they are sharded, and a layer's are
-gathered for its turn. With "tensor", the first of two matrices is split by its outputs, the second by its
+With "context", every device has whole weights; if they do not fit, they are sharded, and each layer's are
+gathered before it runs. With "tensor", the first of two matrices is split by its outputs, the second by its
 inputs, so that activations between them stay local and one sum over "tp" follows (Shoeybi et al. 2019,
 "Megatron-LM"). Attention has its heads over "tp"; if "tp" does not divide the heads, attention is split by
 queries (`jax_kernels.attention`).
@@ -30,16 +30,16 @@ WEIGHTS: dict[str, P] = {
     r"ff\.net\.2(\.base_layer)?\.weight": BY_INPUTS,
     r"SelfAttention\.o(\.base_layer)?\.weight": BY_INPUTS,
     r"DenseReluDense\.wo(\.base_layer)?\.weight": BY_INPUTS,
-    # What comes out of the modulation is cut into six parts, which shards of its outputs would straddle.
+    # The modulation's result is cut into six parts, which shards of its outputs would straddle.
     r"norm[12]\.linear(\.base_layer)?\.weight": BY_INPUTS,
     # Tables (entries, channels).
     r"(shared|embed_tokens|relative_attention_bias)\.weight": BY_INPUTS,
 }
-"""Sharding of weights by the ending of their names, with TENSOR; all others lie on every device."""
+"""Sharding of weights by the ending of their names, with TENSOR; all others are whole on every device."""
 
 
 def weight_spec(name: str) -> P:
-    """Return how a weight is split by channels."""
+    """Return the sharding of the weight of this name with TENSOR."""
     return next((spec for ending, spec in WEIGHTS.items() if re.search(f"(^|\\.)({ending})$", name)), P())
 
 
@@ -51,7 +51,7 @@ SHARE_OF_WEIGHTS = 0.5
 """Share of a device's memory that a network's whole weights may take on every device."""
 
 BLOCK = re.compile(r"transformer_blocks\.\d+\.")
-"""Weights of one layer of many."""
+"""Beginning of the names of a transformer block's weights."""
 
 
 @dataclass(frozen=True)
@@ -81,35 +81,35 @@ class Parallelism:
 
 
 def choose_parallelism(
-    mesh: Mesh, *, heads: int, weight_bytes: int, memory: float | None, asked: Parallel | None = None
+    mesh: Mesh, *, heads: int, weight_bytes: int, memory: float | None, requested: Parallel | None = None
 ) -> Parallelism:
     """Choose what a transformer splits over "tp": tokens where "tp" divides the heads.
 
     Args:
         mesh: of `make_mesh`.
-        heads: of its attention.
-        weight_bytes: of all its weights.
-        memory: of a device, in bytes; None where it is not known, and weights are taken to fit.
+        heads: number of its attention heads.
+        weight_bytes: bytes of all its weights.
+        memory: bytes of a device; None where it is not known, and weights are taken to fit.
         asked: the requested kind; None to choose.
 
     Raises:
         ValueError: another request, or CONTEXT where "tp" does not divide the heads.
     """
     tp = mesh.shape["tp"]
-    if asked not in (None, CONTEXT, TENSOR):
-        raise ValueError(f"got parallel={asked!r}: it takes {CONTEXT!r}, {TENSOR!r} or None")
+    if requested not in (None, CONTEXT, TENSOR):
+        raise ValueError(f"got parallel={requested!r}: it takes {CONTEXT!r}, {TENSOR!r} or None")
     if heads % tp:
-        if asked == CONTEXT:
+        if requested == CONTEXT:
             raise ValueError(
                 f"got parallel={CONTEXT!r} and a mesh with tp={tp}: it does not divide the {heads} heads; "
                 f"choose tp among {[n for n in range(1, heads + 1) if heads % n == 0]}, or "
                 f"parallel={TENSOR!r}"
             )
         return Parallelism(TENSOR, reason=f"tp={tp} does not divide {heads} heads")
-    if asked == TENSOR:
+    if requested == TENSOR:
         return Parallelism(TENSOR, reason="requested")
     gathered = tp > 1 and memory is not None and weight_bytes > SHARE_OF_WEIGHTS * memory
-    reason = "requested" if asked else f"tp={tp} divides {heads} heads"
+    reason = "requested" if requested else f"tp={tp} divides {heads} heads"
     return Parallelism(CONTEXT, gathered, reason)
 
 

@@ -20,8 +20,8 @@ from cogvideox_torchax.files import tensors as tensor_files
 FORMAT = "cogvideox-torchax-stage/1"
 TEXT, LATENTS = "text", "latents"
 
-OF_TEXT = ("prompt", "negative_prompt", "dtype")
-"""Fields of a request that its text stage depends on."""
+TEXT_FIELDS = ("prompt", "negative_prompt", "dtype")
+"""Fields of a request that the embeddings of its prompt depend on."""
 
 DEFAULTS = {
     **{"negative_prompt": "", "image": None, "video": None, "dtype": "bfloat16"},
@@ -69,7 +69,7 @@ class Request:
 
 
 def fingerprint(configs: dict[str, dict[str, Any]]) -> str:
-    """Return a hash of a model's networks' and scheduler's configs."""
+    """Return a hash of the configs of a model's networks and scheduler."""
     plain = {
         part: {key: value for key, value in config.items() if not key.startswith("_")}
         for part, config in configs.items()
@@ -97,19 +97,19 @@ def option(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def requested(options: dict[str, Any], size: tuple[int, int, int], text: Stage | None) -> Request:
-    """Return the request that a command line's options make.
+def request_from_options(options: dict[str, Any], size: tuple[int, int, int], text: Stage | None) -> Request:
+    """Return the request of a command line's options, completed by defaults.
 
     Args:
-        options: the fields of a request among them; None for what was not given.
-        size: frames, height and width where those are not given.
-        text: the stage to resume from, whose fields may not be contradicted; or None.
+        options: options by name, a request's fields among them; None for those that were not given.
+        size: frames, height and width to use if those are not given.
+        text: the text stage to resume from, whose prompts and dtype are used; None for none.
 
     Raises:
         ValueError: no prompt, or options that contradict the stage.
     """
     given = {name: options[name] for name in Request.names() if options[name] is not None}
-    fixed = {} if text is None else {name: getattr(text.request, name) for name in OF_TEXT}
+    fixed = {} if text is None else {name: getattr(text.request, name) for name in TEXT_FIELDS}
     for name, value in fixed.items():
         if given.get(name, value) != value:
             conflict = f"the stage was made with {option(name)} {value!r}, got {given[name]!r}"
@@ -169,7 +169,7 @@ def load_text(directory: str | Path) -> Stage:
 
 
 def _request(values: dict[str, Any]) -> Request:
-    """Return the request that JSON holds; `TypeError` where its fields, or their types, are others."""
+    """Return the request of a JSON object; raise `TypeError` for other fields, or values of other types."""
     request = Request(**values)
     for name, kind in get_type_hints(Request).items():
         value = getattr(request, name)

@@ -23,7 +23,7 @@ from cogvideox_torchax.files.models import locate, read_json
 from cogvideox_torchax.pipelines.cache_options import config_of
 from cogvideox_torchax.pipelines.networks import (
     CachedStep,
-    Described,
+    TensorSpecs,
     port_network,
     prompt_tensors,
     step_tensors,
@@ -237,12 +237,12 @@ def _enabled(network: Any, cache: str, batch: int) -> list[Any]:
     config = config_of(cache, steps=STEPS, guided=batch == 2, timestep=lambda: at[0])
     network.enable_cache(config)
     network.take_cache()
-    return runtime.without_torchax(network.step_cache.ahead, network, batch, steps())
+    return runtime.without_torchax(network.step_cache.plan_run, network, batch, steps())
 
 
 def cached_program(
-    network: Any, tensors: Described, cache: str, batch: int, step: int
-) -> tuple[Any, Described]:
+    network: Any, tensors: TensorSpecs, cache: str, batch: int, step: int
+) -> tuple[Any, TensorSpecs]:
     """Return the program of a step with a cache, and the shape and dtype of each of its inputs by name.
 
     `step` is the step's number in a run; the other arguments are as in `plan_step`.
@@ -255,7 +255,7 @@ def cached_program(
     return network.program_of(CachedStep(network, None, form)), tensors | numbers
 
 
-def cache_bytes(program: runtime.Program, tensors: Described) -> int:
+def cache_bytes(program: runtime.Program, tensors: TensorSpecs) -> int:
     """Return the bytes of the cache that a program gives back for such inputs, on one device."""
     _, _, structs = program.structs(tensors, before=tensors)
     shards = [

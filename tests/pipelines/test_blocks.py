@@ -358,7 +358,7 @@ CHOICES = {
     "it does not": ({"heads": 30}, "tensor over tp (tp=4 does not divide 30 heads)"),
     "weights fit": ({"memory": 23e9}, "context over tp, weights whole (tp=4 divides 48 heads)"),
     "weights do not": ({"memory": 16e9}, "context over tp, weights gathered (tp=4 divides 48 heads)"),
-    "requested": ({"asked": TENSOR}, "tensor over tp (requested)"),
+    "requested": ({"requested": TENSOR}, "tensor over tp (requested)"),
 }
 
 
@@ -372,7 +372,7 @@ def test_a_split_that_cannot_be_is_refused():
     model = ported()
     with pytest.raises(ValueError, match=r"parallel='rows': it takes 'context', 'tensor' or None"):
         model.place_on(make_mesh(2, 4), "rows")
-    odd = {"heads": 30, "weight_bytes": 0, "memory": None, "asked": CONTEXT}
+    odd = {"heads": 30, "weight_bytes": 0, "memory": None, "requested": CONTEXT}
     with pytest.raises(
         ValueError, match=r"tp=4: it does not divide the 30 heads; choose tp among \[1, 2, 3, 5"
     ):

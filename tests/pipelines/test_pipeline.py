@@ -272,7 +272,7 @@ def test_an_interrupted_run_stops_where_the_callback_says(ported):
         return {}
 
     frames(ported, callback_on_step_end=callback, output_type="latent")
-    assert ported.scheduler.watch.done == 2
+    assert ported.scheduler.log.done == 2
 
 
 def test_gradients_of_the_transformer_are_refused_in_words(ported):

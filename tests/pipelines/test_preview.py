@@ -45,7 +45,7 @@ def test_a_picture_shows_frames_from_the_first_to_the_last(tmp_path, monkeypatch
     weights = torch.tensor([[1.0, 1, 1], [0, 0, 0]])  # of one channel, which is the color
     monkeypatch.setattr(preview, "fit", lambda vae: preview.LinearPreview(weights, 0.5))
     said = []
-    show = preview.drawn(None, tmp_path / "steps.png", said.append)
+    show = preview.preview_writer(None, tmp_path / "steps.png", said.append)
     show(torch.linspace(-1, 1, 13).reshape(1, 13, 1, 1, 1).expand(1, 13, 1, 2, 2))
     assert said == ["preview: a linear map of latents that explains 50% of colors"]
     middles = np.asarray(Image.open(tmp_path / "steps.png"))[3, 3::6, 0]
