@@ -25,7 +25,7 @@ import torch
 from benchmarks.pages import fill
 from cogvideox_torchax import runtime
 from cogvideox_torchax.cli.common import DEMO_MODEL
-from cogvideox_torchax.dataset import Clip, EncodeClip, Recipe, manifest, sources
+from cogvideox_torchax.dataset import Clip, ClipConfig, EncodeClip, manifest, sources
 from cogvideox_torchax.files import reports
 from cogvideox_torchax.plan import jobs
 from cogvideox_torchax.versions import versions
@@ -62,7 +62,7 @@ def alone(unit: EncodeClip, clips: list[Clip]) -> Took:
 def through(unit: EncodeClip, clips: list[Clip], out: Path) -> Took:
     """Time the directory, from its listing to its last shard."""
     start, cores = time.perf_counter(), time.process_time()
-    made_by = unit.recipe.fixed_settings(unit.model_sha256)
+    made_by = unit.config.fixed_settings(unit.model_sha256)
     with manifest.DatasetDirectory(out, made_by, clips, kind="parquet", shard_size=8) as directory:
         done = list(directory.work(unit))
         assert all(step.error is None for step in done)
@@ -125,7 +125,7 @@ def main() -> None:
             path = root / "in" / f"{number:03}.mp4"
             write_clip(path, 3 * number, args.frames, args.height, args.width)
         clips = sources.clips(root / "in")
-        unit = EncodeClip(Recipe(args.model))
+        unit = EncodeClip(ClipConfig(args.model))
         unit(clips[0])
         rounds: list[dict[str, Any]] = []
         for _ in range(args.rounds):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from cogvideox_torchax.dataset import Bucket, ClipError, EncodeClip, Recipe, sources
+from cogvideox_torchax.dataset import Bucket, ClipConfig, ClipError, EncodeClip, sources
 from cogvideox_torchax.files import latents
 from cogvideox_torchax.files.video import VideoError
 
@@ -44,7 +44,7 @@ def main() -> None:
     args = parser.parse_args()
 
     args.output.mkdir(parents=True, exist_ok=True)
-    encode = EncodeClip(Recipe(args.model, dtype=args.dtype, buckets=(args.bucket,)))
+    encode = EncodeClip(ClipConfig(args.model, dtype=args.dtype, buckets=(args.bucket,)))
     for clip in sources.clips(args.folder):
         try:
             path = args.output / f"{clip.id}.safetensors"

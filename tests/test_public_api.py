@@ -34,9 +34,9 @@ cogvideox_torchax.AutoencoderKLCogVideoX.tiled_decode(self, z: torch.Tensor, ret
 cogvideox_torchax.AutoencoderKLCogVideoX.place_on(self, mesh: Mesh) -> None
 cogvideox_torchax.AutoencoderKLCogVideoX.spatial_compression_ratio(self) -> int
 data.Clip(id: str, source: video.Source, caption: str = '', frames: int | None = None, height: int | None = None, width: int | None = None)
-data.Recipe(model: str, backend: str = 'torchax', dtype: str = 'float32', frames: int | None = None, height: int | None = None, width: int | None = None, crop: bool = False, buckets: tuple[Bucket, ...] = (), keep: str = POSTERIOR, seed: int = 0, tiling: str | None = None, dp: int | None = None, tp: int | None = None)
-data.Recipe.fixed_settings(self, model_sha256: str) -> dict[str, Any]
-data.Recipe.load(self) -> Any
+data.ClipConfig(model: str, backend: str = 'torchax', dtype: str = 'float32', frames: int | None = None, height: int | None = None, width: int | None = None, crop: bool = False, buckets: tuple[Bucket, ...] = (), keep: str = POSTERIOR, seed: int = 0, tiling: str | None = None, dp: int | None = None, tp: int | None = None)
+data.ClipConfig.fixed_settings(self, model_sha256: str) -> dict[str, Any]
+data.ClipConfig.load(self) -> Any
 data.Bucket(frames: int, height: int, width: int)
 data.Bucket.parse(cls, text: str) -> 'Bucket'
 data.EncodeClip()

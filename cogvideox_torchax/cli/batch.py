@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from cogvideox_torchax.cli import common, devices
-from cogvideox_torchax.cli.clips import recipe_of
+from cogvideox_torchax.cli.clips import config_of
 from cogvideox_torchax.dataset import Bucket, DecodeClip, EncodeClip, formats, sources
 from cogvideox_torchax.dataset.clip import MEAN, POSTERIOR
 from cogvideox_torchax.dataset.decoding import VideoDirectory
@@ -45,13 +45,13 @@ def encode(args: argparse.Namespace) -> int:
     clips = sources.clips(args.video)
     common.take_bundled_model(args)
     buckets = tuple(Bucket.parse(text) for text in args.buckets.split(",")) if args.buckets else ()
-    recipe = recipe_of(args, buckets=buckets, keep=args.keep or POSTERIOR, seed=args.seed or 0)
-    unit = EncodeClip(recipe, common.say)
+    config = config_of(args, buckets=buckets, keep=args.keep or POSTERIOR, seed=args.seed or 0)
+    unit = EncodeClip(config, common.say)
     if args.ray is not None:
-        unit = EncodeClip(replace(recipe, backend="torch", dp=None, tp=None))  # this host may have no chips
+        unit = EncodeClip(replace(config, backend="torch", dp=None, tp=None))  # this host may have no chips
     with devices.process_shard(args) as share:
         unit.check()
-        made_by = recipe.fixed_settings(unit.model_sha256)
+        made_by = config.fixed_settings(unit.model_sha256)
         options = {
             "kind": args.format or formats.SAFETENSORS,
             "shard_size": args.shard_size or 64,
@@ -63,7 +63,7 @@ def encode(args: argparse.Namespace) -> int:
             from cogvideox_torchax.dataset import ray
 
             ray.connect(args.ray or None)
-            return _through(args, ray.work(directory, recipe, actors=args.actors), directory)
+            return _through(args, ray.work(directory, config, actors=args.actors), directory)
 
 
 def decode(args: argparse.Namespace) -> int:
@@ -78,10 +78,10 @@ def decode(args: argparse.Namespace) -> int:
         for name, reason in directory.bad.items():
             common.say(f"bad: {name}: {reason}")
         first = directory.first()
-        unit = DecodeClip(recipe_of(args, model=args.model or (first.model if first else "")), common.say)
+        unit = DecodeClip(config_of(args, model=args.model or (first.model if first else "")), common.say)
         if first:
             unit.check(first)
-            directory.begin(unit.recipe.fixed_settings(unit.model_sha256))
+            directory.begin(unit.config.fixed_settings(unit.model_sha256))
         return _through(args, directory.work(unit, readers=args.workers or READERS), directory)
 
 

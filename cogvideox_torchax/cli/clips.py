@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from cogvideox_torchax.cli import common
 from cogvideox_torchax.cli.devices import Fetch, ProcessGroup
-from cogvideox_torchax.dataset import Clip, DecodeClip, EncodeClip, Recipe
+from cogvideox_torchax.dataset import Clip, ClipConfig, DecodeClip, EncodeClip
 from cogvideox_torchax.dataset.clip import MEAN, SAMPLE, DecodedClip, select_part
 from cogvideox_torchax.files import sinks, video
 from cogvideox_torchax.files.latents import TENSOR, Latents
@@ -18,15 +18,15 @@ SPATIAL_SCALE = 8
 Unit = TypeVar("Unit", EncodeClip, DecodeClip)
 
 
-def recipe_of(args: argparse.Namespace, **options: Any) -> Recipe:
-    """Return the recipe of a command, by those of its options that it has.
+def config_of(args: argparse.Namespace, **options: Any) -> ClipConfig:
+    """Return the config of a command, by those of its options that it has.
 
-    `options` are fields of `Recipe` to set instead.
+    `options` are fields of `ClipConfig` to set instead.
     """
     names = ("model", "backend", "dtype", "tiling", "dp", "tp", "frames", "height", "width", "crop")
     given = {name: getattr(args, name) for name in names if hasattr(args, name)} | options
     common.parse_dtype(given["dtype"])
-    return Recipe(**given)
+    return ClipConfig(**given)
 
 
 def open_clip(args: argparse.Namespace, at_most: int | None = None) -> DecodedClip:
@@ -35,8 +35,8 @@ def open_clip(args: argparse.Namespace, at_most: int | None = None) -> DecodedCl
     Without `--frames` it is the first `at_most` frames, or all of a shorter video.
     """
     count = args.frames or (at_most and min(at_most, video.probe(args.video).num_frames))
-    recipe = Recipe("", frames=count, height=args.height, width=args.width, crop=args.crop)
-    return select_part(Clip("", args.video), recipe, SPATIAL_SCALE)
+    config = ClipConfig("", frames=count, height=args.height, width=args.width, crop=args.crop)
+    return select_part(Clip("", args.video), config, SPATIAL_SCALE)
 
 
 def unit_of(kind: type[Unit], args: argparse.Namespace, vae: Any, fetch: Fetch, **options: Any) -> Unit:
@@ -47,13 +47,13 @@ def unit_of(kind: type[Unit], args: argparse.Namespace, vae: Any, fetch: Fetch, 
         args: the command's options.
         vae: the loaded model.
         fetch: brings a chunk's result to the host.
-        options: fields of `Recipe` besides the command's.
+        options: fields of `ClipConfig` besides the command's.
     """
 
     def follow(parts: Iterator[Any], total: int, name: str) -> Iterator[Any]:
         return common.progress(parts, total=total, name=name, args=args)
 
-    return kind(recipe_of(args, **options), common.say, vae=vae, fetch=fetch, follow=follow)
+    return kind(config_of(args, **options), common.say, vae=vae, fetch=fetch, follow=follow)
 
 
 def encoder_of(args: argparse.Namespace, vae: Any, fetch: Fetch) -> EncodeClip:

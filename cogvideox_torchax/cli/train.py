@@ -15,7 +15,7 @@ from cogvideox_torchax.cli.arguments import EXCLUSIVE, REPORT, Command, Option, 
 from cogvideox_torchax.train import clips, start
 from cogvideox_torchax.train.checkpoints import NAME
 from cogvideox_torchax.train.run import HeldOut, Run
-from cogvideox_torchax.train.stages import Plan, TrainingRecipe
+from cogvideox_torchax.train.stages import Plan, TrainingSettings
 from cogvideox_torchax.train.trainer import Trainer
 
 _batches = functools.partial(Option, group="batches")
@@ -54,9 +54,9 @@ COMMAND = Command(
         ),
         _batches("--seed", type=int, default=0, help="of first weights, batches and noise (default: 0)"),
         _batches(
-            "--recipe",
+            "--settings",
             metavar="FILE",
-            help="TOML with any of cuts, colour, rate and whole (docs/datasets.md lists them)",
+            help="TOML file of further settings (docs/datasets.md lists them)",
         ),
         Option(
             "--validate",
@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
     directory = common.report_directory(args.output)
     if not args.resume and (directory / NAME).exists():
         raise ValueError(f"{directory} holds a training: --resume it, or give another directory")
-    recipe = TrainingRecipe.load(Path(args.recipe)) if args.recipe else TrainingRecipe()
+    settings = TrainingSettings.load(Path(args.settings)) if args.settings else TrainingSettings()
     plan = Plan(
         steps=args.steps,
         clips=args.batch,
@@ -101,14 +101,14 @@ def run(args: argparse.Namespace) -> int:
         seed=args.seed,
         mixed=args.backend == "torch",
         stills=args.config is not None,
-        recipe=recipe,
+        settings=settings,
     )
     parts = clips.parts(args.clips, without=directory)  # the output's own pictures are no clips
-    sources = clips.load_all(parts, common.say, frames=args.frames, size=args.size, whole=recipe.whole)
+    sources = clips.load_all(parts, common.say, frames=args.frames, size=args.size, whole=settings.whole)
     held_out = [HeldOut.load(clip, args.frames) for clip in args.validate]
     kind, mesh = backends.backend(args.backend), devices.mesh_of(args)
     backend = start.load(kind, mesh, model=args.model, config=args.config, seed=args.seed)
-    trainer = Trainer(backend, clips.Sampler(sources, seed=args.seed, cuts=recipe.cuts), plan)
+    trainer = Trainer(backend, clips.Sampler(sources, seed=args.seed, cuts=settings.cuts), plan)
     names = [source.part.name for source in sources]
     training = Run(trainer, directory, held_out, asdict(plan) | {"backend": args.backend, "clips": names})
     done = training.resume() if args.resume else training.begin()

@@ -1,6 +1,6 @@
 """Many clips: a data set's videos to latents and back, one clip a unit of work, whatever runs them."""
 
-from cogvideox_torchax.dataset.clip import Bucket, Clip, DecodeClip, EncodeClip, Recipe
+from cogvideox_torchax.dataset.clip import Bucket, Clip, ClipConfig, DecodeClip, EncodeClip
 from cogvideox_torchax.dataset.names import ClipError
 
-__all__ = ["Bucket", "Clip", "ClipError", "DecodeClip", "EncodeClip", "Recipe"]
+__all__ = ["Bucket", "Clip", "ClipConfig", "ClipError", "DecodeClip", "EncodeClip"]

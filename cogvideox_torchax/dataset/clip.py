@@ -66,7 +66,7 @@ class Clip:
         id: its name in the data set; "" for a clip by itself.
         source: a video file's path, or its bytes.
         caption: kept beside the latents.
-        frames, height, width: its own, where they differ from the recipe's; with buckets only frames, the
+        frames, height, width: its own, where they differ from the config's; with buckets only frames, the
             most of them that may be taken.
     """
 
@@ -79,7 +79,7 @@ class Clip:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class ClipConfig:
     """The settings by which clips are encoded, or latents decoded, as plain values.
 
     Attributes:
@@ -174,23 +174,23 @@ class DecodedClip:
             yield from self.frames.unbind(2)
 
 
-def select_part(clip: Clip, recipe: "Recipe", scale: int) -> DecodedClip:
-    """Return the part of a clip that a recipe takes, unread, its sides multiples of `scale` pixels.
+def select_part(clip: Clip, config: "ClipConfig", scale: int) -> DecodedClip:
+    """Return the part of a clip that a config takes, unread, its sides multiples of `scale` pixels.
 
     Raises:
         VideoError: a video that cannot be read.
-        ClipError: a clip with fewer frames or of another size than the recipe asks for.
+        ClipError: a clip with fewer frames or of another size than the config asks for.
     """
     stamp, info = _stamp(clip.source), video.probe(clip.source)
-    if recipe.buckets:
+    if config.buckets:
         if clip.height or clip.width:
             raise ClipError("it has a height or a width of its own: buckets say them")
-        bucket = choose(recipe.buckets, info, clip.frames)
+        bucket = choose(config.buckets, info, clip.frames)
         framing = video.cover(info, bucket.height, bucket.width)
         return DecodedClip(clip, info, framing, bucket.frames, stamp=stamp)
-    height, width = clip.height or recipe.height, clip.width or recipe.width
-    framing = video.framing(info, multiple=scale, height=height, width=width, crop=recipe.crop)
-    frames = clip.frames or recipe.frames or info.num_frames
+    height, width = clip.height or config.height, clip.width or config.width
+    framing = video.framing(info, multiple=scale, height=height, width=width, crop=config.crop)
+    frames = clip.frames or config.frames or info.num_frames
     if frames > info.num_frames:
         raise ClipError(f"{info.path} has {info.num_frames} frames, {frames} are wanted")
     return DecodedClip(clip, info, framing, frames, stamp=stamp)
@@ -201,10 +201,10 @@ _LOADING = threading.RLock()
 
 
 class _ClipUnit:
-    """A recipe and its model: loaded when it is first needed, and left out of a pickle.
+    """A config and its model: loaded when it is first needed, and left out of a pickle.
 
     Args:
-        recipe: which model, and what is made.
+        config: which model, and what is made.
         say: receives messages for a user.
         vae: the model, where it is loaded already.
         fetch: brings a chunk's result to the host.
@@ -213,7 +213,7 @@ class _ClipUnit:
 
     def __init__(
         self,
-        recipe: Recipe,
+        config: ClipConfig,
         say: Callable[[str], None] = print,
         *,
         vae: Any = None,
@@ -221,7 +221,7 @@ class _ClipUnit:
         follow: Callable[[Chunks, int, str], Chunks] | None = None,
     ):
         """Keep the settings; the model is loaded when it is first needed."""
-        self.recipe = recipe
+        self.config = config
         self._say = say
         self._vae = vae
         self._hash = ""
@@ -233,7 +233,7 @@ class _ClipUnit:
         """The model, loaded on first use."""
         with _LOADING:  # threads that read clips ask for the model, too
             if self._vae is None:
-                self._vae = self.recipe.load()
+                self._vae = self.config.load()
             return self._vae
 
     @property
@@ -258,7 +258,7 @@ class _ClipUnit:
             start: returns the results from the first chunk on; called again where memory ran out.
             name: the clip's id; "" for a clip by itself.
         """
-        chosen = memory.set_tiles(self.vae, self.recipe.tiling, direction, *size, frames)
+        chosen = memory.set_tiles(self.vae, self.config.tiling, direction, *size, frames)
         if chosen:
             self._say(f"{name}: {chosen}" if name else f"{direction} in {chosen}")
 
@@ -271,7 +271,7 @@ class _ClipUnit:
 
 
 class EncodeClip(_ClipUnit):
-    """Encodes clips: `EncodeClip(recipe)(clip)`; equal clips give equal latents, whatever came before.
+    """Encodes clips: `EncodeClip(config)(clip)`; equal clips give equal latents, whatever came before.
 
     A program is compiled for each picture size and length of a chunk, once. `read` and `encode` are the two
     steps of a call, for a loop that reads the next clip while one is computed; any thread may read.
@@ -287,7 +287,7 @@ class EncodeClip(_ClipUnit):
 
     def read(self, clip: Clip) -> DecodedClip:
         """Read a clip, in the size in which it is encoded; raise as `__call__` does."""
-        part = select_part(clip, self.recipe, self.vae.spatial_compression_ratio)
+        part = select_part(clip, self.config, self.vae.spatial_compression_ratio)
         with io.BytesIO(clip.source) if isinstance(clip.source, bytes) else open(clip.source, "rb") as file:
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         frames = None
@@ -296,11 +296,11 @@ class EncodeClip(_ClipUnit):
         return replace(part, frames=frames, sha256=sha256)
 
     def check(self) -> None:
-        """Raise `ClipError` or `SizeError` for a recipe by which this model can encode no clip."""
-        recipe, scale = self.recipe, self.vae.spatial_compression_ratio
-        memory.check_tiling(recipe.tiling, scale)
-        own = () if recipe.crop else (recipe.height, recipe.width)  # a crop takes what fits
-        for side in (*own, *(side for bucket in recipe.buckets for side in (bucket.height, bucket.width))):
+        """Raise `ClipError` or `SizeError` for a config by which this model can encode no clip."""
+        config, scale = self.config, self.vae.spatial_compression_ratio
+        memory.check_tiling(config.tiling, scale)
+        own = () if config.crop else (config.height, config.width)  # a crop takes what fits
+        for side in (*own, *(side for bucket in config.buckets for side in (bucket.height, bucket.width))):
             if side and side % scale:
                 raise ClipError(
                     f"got a side of {side} pixels: a multiple of {scale} is wanted, such as "
@@ -309,7 +309,7 @@ class EncodeClip(_ClipUnit):
 
     def encode(self, decoded: DecodedClip) -> Latents:
         """Return the latents of a clip that was read; their `about` is empty for a clip without an id."""
-        recipe, vae, framing = self.recipe, self.vae, decoded.framing
+        config, vae, framing = self.config, self.vae, decoded.framing
         size, kept = (framing.height, framing.width), {}
         with memory.tiles_put_back(vae):
             start = functools.partial(self.pieces, decoded)
@@ -322,7 +322,7 @@ class EncodeClip(_ClipUnit):
         return Latents(
             tensor=tensors[latent_files.TENSOR],
             config=dict(vae.config),
-            model=recipe.model,
+            model=config.model,
             fps=decoded.info.fps,
             num_frames=decoded.num_frames,
             logvar=tensors.get(latent_files.LOGVAR),
@@ -333,13 +333,13 @@ class EncodeClip(_ClipUnit):
     def pieces(self, decoded: DecodedClip) -> Iterator[dict[str, torch.Tensor]]:
         """Yield the tensors to keep of each chunk's posterior, by their names in a latent file.
 
-        Samples are drawn from a seed that depends on the recipe's and on the clip's id, not on other clips.
+        Samples are drawn from a seed that depends on the config's and on the clip's id, not on other clips.
         """
-        recipe, name = self.recipe, decoded.clip.id
-        seed = zlib.crc32(f"{recipe.seed} {name}".encode()) if name else recipe.seed
+        config, name = self.config, decoded.clip.id
+        seed = zlib.crc32(f"{config.seed} {name}".encode()) if name else config.seed
         generator = torch.Generator("cpu").manual_seed(seed)
         for posterior in self.vae.encode_stream(decoded.stream(), decoded.num_frames, fetch=self._fetch):
-            yield {tensor: take(posterior, generator) for tensor, take in KEEP[recipe.keep].items()}
+            yield {tensor: take(posterior, generator) for tensor, take in KEEP[config.keep].items()}
 
     def _about(self, decoded: DecodedClip) -> dict[str, Any]:
         """Return what a data set's latent file says of its clip: caption, sizes, tiles and hashes."""
@@ -351,7 +351,7 @@ class EncodeClip(_ClipUnit):
             "width": decoded.framing.width,
             "source_frames": decoded.info.num_frames,
             "variable_frame_rate": decoded.info.variable,
-            "kept": self.recipe.keep,
+            "kept": self.config.keep,
             "tiles": "{}x{}".format(*tile) if tile else None,
             "source_sha256": decoded.sha256,
             "model_sha256": self.model_sha256,
@@ -359,7 +359,7 @@ class EncodeClip(_ClipUnit):
 
 
 class DecodeClip(_ClipUnit):
-    """Decodes latents: `DecodeClip(recipe)(latents)`, in the recipe's dtype, not in the encoder's."""
+    """Decodes latents: `DecodeClip(config)(latents)`, in the config's dtype, not in the encoder's."""
 
     def __call__(self, latents: Latents) -> torch.Tensor:
         """Return the frames, uint8 (1, 3, T, H, W); `LatentsError` for another model's latents."""
@@ -367,7 +367,7 @@ class DecodeClip(_ClipUnit):
 
     def check(self, latents: Latents) -> None:
         """Raise `LatentsError` for another model's latents, `SizeError` for tiles that do not fit it."""
-        memory.check_tiling(self.recipe.tiling, self.vae.spatial_compression_ratio)
+        memory.check_tiling(self.config.tiling, self.vae.spatial_compression_ratio)
         latents.check_model(self.vae.config)
 
     def stream(self, latents: Latents) -> Iterator[torch.Tensor]:

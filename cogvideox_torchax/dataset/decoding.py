@@ -49,7 +49,7 @@ class VideoDirectory(OutputDirectory):
         """Find out which clips have a video, which are noted as bad and which are missing.
 
         Raises:
-            OutputError: videos of these names are there, but no recipe: this program did not make them.
+            OutputError: videos of these names are there, but no config: this program did not make them.
         """
         written = list(lines(self.directory, self.NAME))
         noted = {line["id"]: line["error"] for line in written if line["kind"] == BAD and not self._retry}
@@ -62,7 +62,7 @@ class VideoDirectory(OutputDirectory):
             else:
                 self._readers[name] = read
         self.missing = list(self._readers)
-        # A run writes its recipe before its first video.
+        # A run writes its config before its first video.
         if not self._load_state(None) and self.done_before:
             raise OutputError(
                 f"{self.directory} holds videos of these names that were not decoded there: give another "
@@ -100,8 +100,8 @@ class VideoDirectory(OutputDirectory):
         """Return the path of a clip's video; an id may end in .mp4 already."""
         return self.directory / f"{name.removesuffix('.mp4')}.mp4"
 
-    def begin(self, recipe: dict[str, Any], **state: Any) -> None:
-        super().begin({**recipe, "fps": None if self._fps is None else str(self._fps)}, **state)
+    def begin(self, config: dict[str, Any], **state: Any) -> None:
+        super().begin({**config, "fps": None if self._fps is None else str(self._fps)}, **state)
 
     def first(self) -> Latents | None:
         """Return the latents of the first missing clip that can be read; None where there is none."""

@@ -1,6 +1,6 @@
 """A directory of latents and its state: the files are the truth, the manifest says how they came.
 
-    clips.json           the recipe, and the clips in the order in which they got their numbers
+    clips.json           the config, and the clips in the order in which they got their numbers
     manifest-0.jsonl     a line for each clip done or bad and for each shard; a file for each process
     work/00000012.safetensors    a clip that waits for its shard
     latents-00000.parquet        a shard: clips 0 to 63, or as many of them as could be encoded
@@ -88,7 +88,7 @@ class OutputDirectory:
         done_before: how many clips of this share were there.
 
     Raises:
-        OutputError: a directory that cannot be written, or whose state is broken or of another recipe.
+        OutputError: a directory that cannot be written, or whose state is broken or of another config.
     """
 
     LIST: str
@@ -142,27 +142,27 @@ class OutputDirectory:
         self.bad[key] = reason
         self.add_line(BAD, **self.manifest_keys(key), error=reason)
 
-    def begin(self, recipe: dict[str, Any], **state: Any) -> None:
-        """Write the settings by which clips are made, as JSON; a directory has one recipe for good."""
-        self._load_state(recipe)
+    def begin(self, config: dict[str, Any], **state: Any) -> None:
+        """Write the settings by which clips are made, as JSON; a directory has one config for good."""
+        self._load_state(config)
         if state or not (self.directory / self.LIST).exists():
-            content = {"format": self.FORMAT, "recipe": recipe, **state}
+            content = {"format": self.FORMAT, "config": config, **state}
             reports.write_json(self.directory / self.LIST, content)
 
-    def _load_state(self, recipe: dict[str, Any] | None) -> dict[str, Any]:
+    def _load_state(self, config: dict[str, Any] | None) -> dict[str, Any]:
         """Return the JSON that `begin` wrote; empty where there is none.
 
         Raises:
-            OutputError: it is broken, or of another recipe than this one; None takes any.
+            OutputError: it is broken, or of another config than this one; None takes any.
         """
         path = self.directory / self.LIST
         if not path.exists():
             return {}
         state = reports.load(path, self.FORMAT)
-        saved = state.get("recipe")
+        saved = state.get("config")
         if not isinstance(saved, dict):
-            raise OutputError(f"{path} is broken (its recipe is no object): give another directory")
-        wanted = saved if recipe is None else json.loads(json.dumps(recipe))
+            raise OutputError(f"{path} is broken (its config is no object): give another directory")
+        wanted = saved if config is None else json.loads(json.dumps(config))
         differing = sorted(key for key in wanted if saved.get(key) != wanted[key])
         if differing:
             raise OutputError(
@@ -177,7 +177,7 @@ class DatasetDirectory(OutputDirectory):
 
     Args:
         directory: made where it is not there.
-        recipe: what the clips are made by, as JSON; a directory has one for good.
+        config: what the clips are made by, as JSON; a directory has one for good.
         clips: those that are wanted.
         kind: of `formats`.
         shard_size: clips a shard; with a file a clip it is 1.
@@ -198,7 +198,7 @@ class DatasetDirectory(OutputDirectory):
     def __init__(
         self,
         directory: str | Path,
-        recipe: dict[str, Any],
+        config: dict[str, Any],
         clips: Sequence[Clip],
         *,
         kind: str = formats.SAFETENSORS,
@@ -214,7 +214,7 @@ class DatasetDirectory(OutputDirectory):
         self.kind = kind
         self.shard_size = 1 if kind == formats.SAFETENSORS else shard_size
         self._clips = {clip.id: clip for clip in clips}
-        self._recipe = {**recipe, "format": kind, "shard_size": self.shard_size}
+        self._config = {**config, "format": kind, "shard_size": self.shard_size}
         self._retry = retry
 
     def _scan(self) -> None:
@@ -239,7 +239,7 @@ class DatasetDirectory(OutputDirectory):
 
         New clips begin a new shard: None stands for the numbers that are left in the one before.
         """
-        known = (self._load_state(self._recipe) or {"clips": []}).get("clips")
+        known = (self._load_state(self._config) or {"clips": []}).get("clips")
         try:
             if not isinstance(known, list):
                 raise ClipError("its clips are no list")
@@ -253,7 +253,7 @@ class DatasetDirectory(OutputDirectory):
         if new:
             known += [None] * (-len(known) % self.shard_size)
             known += new
-            self.begin(self._recipe, clips=known)
+            self.begin(self._config, clips=known)
         return known
 
     def _sort(self, index: int, taken: Container[Path], is_noted: bool) -> None:

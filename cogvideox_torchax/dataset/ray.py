@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from cogvideox_torchax.dataset.clip import Clip, EncodeClip, Recipe
+from cogvideox_torchax.dataset.clip import Clip, ClipConfig, EncodeClip
 from cogvideox_torchax.dataset.loop import CLIPS_OWN, IN_READING, Step, attempt
 from cogvideox_torchax.dataset.manifest import DatasetDirectory, manifest_fields, save_latents
 from cogvideox_torchax.files import latents as latent_files
@@ -24,11 +24,11 @@ class ClipActor:
     """An actor on a Ray host: a model, which encodes the clips that it is given one at a time.
 
     Args:
-        recipe: how they are encoded.
+        config: how they are encoded.
     """
 
-    def __init__(self, recipe: Recipe):
-        self._encode = EncodeClip(recipe)
+    def __init__(self, config: ClipConfig):
+        self._encode = EncodeClip(config)
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, list[str]]:
         """Encode the clips of a batch, JSON texts under "row"; return what became of each, under "line"."""
@@ -71,14 +71,14 @@ def connect(address: str | None = None) -> None:
     ray.data.DataContext.get_current().enable_progress_bars = False
 
 
-def work(directory: DatasetDirectory, recipe: Recipe, *, actors: int | None = None) -> Iterator[Step]:
+def work(directory: DatasetDirectory, config: ClipConfig, *, actors: int | None = None) -> Iterator[Step]:
     """Encode what a directory lacks on the cluster that this process is connected to.
 
-    An actor takes the chips of the recipe's mesh where the cluster has TPUs, and a CPU elsewhere.
+    An actor takes the chips of the config's mesh where the cluster has TPUs, and a CPU elsewhere.
 
     Args:
         directory: the output; every machine can open it and the clips by the same paths.
-        recipe: how they are encoded.
+        config: how they are encoded.
         actors: how many models run at a time; as many as there are chips for where None, or one.
     """
     import ray
@@ -90,11 +90,11 @@ def work(directory: DatasetDirectory, recipe: Recipe, *, actors: int | None = No
         rows.append({"row": json.dumps({"index": index, "path": str(path), "clip": fields})})
     if not rows:
         return
-    chips, mesh = int(ray.cluster_resources().get("TPU", 0)), (recipe.dp or 1) * (recipe.tp or 1)
+    chips, mesh = int(ray.cluster_resources().get("TPU", 0)), (config.dp or 1) * (config.tp or 1)
     resources: dict[str, Any] = {"num_cpus": 0, "resources": {"TPU": mesh}} if chips else {"num_cpus": 1}
     data = ray.data.from_items(rows, override_num_blocks=len(rows)).map_batches(
         ClipActor,
-        fn_constructor_args=(recipe,),
+        fn_constructor_args=(config,),
         batch_size=1,
         compute=ray.data.ActorPoolStrategy(size=actors or max(chips // mesh, 1)),
         max_restarts=RETRIES,

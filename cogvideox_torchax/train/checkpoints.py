@@ -1,4 +1,4 @@
-"""A training's state in one safetensors file, written whole: killed at any moment, it goes on from there."""
+"""A training's state in one safetensors file, written whole or not at all, to resume it from."""
 
 import json
 from pathlib import Path
@@ -19,11 +19,11 @@ def save(directory: Path, state: State, *, step: int, seconds: float, settings: 
     """Write the state after `step` steps, whole or not at all.
 
     Args:
-        directory: of the training.
+        directory: directory of the training.
         state: the tensors.
-        step: how many steps were made.
-        seconds: they took.
-        settings: what a training that goes on has to agree with.
+        step: number of steps done.
+        seconds: time that they took.
+        settings: settings that a resumed training must have too.
     """
     metadata = {
         "format": FORMAT,
@@ -35,7 +35,7 @@ def save(directory: Path, state: State, *, step: int, seconds: float, settings: 
 
 
 def load(directory: Path, *, settings: dict[str, Any]) -> tuple[State, int, float]:
-    """Return the state, the steps made and the seconds they took.
+    """Return the state, the number of steps done, and the seconds that they took.
 
     Raises:
         ValueError: no checkpoint there, one that is broken, or of a training with other settings.

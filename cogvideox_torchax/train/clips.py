@@ -22,7 +22,7 @@ RANGE = re.compile(r"(.*)#(\d*)-(\d*)", re.DOTALL)
 PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".webp")
 
 LEVELS = ((2.0, 0.85), (2.5, 1.0), (3.4, 1.0), (4.5, 1.0))
-"""The sizes that a source is kept in: its shorter side in crops' sides, and how much it is narrowed."""
+"""The sizes that a source is kept in: its shorter side over a crop's side, and a factor of its width."""
 
 LARGEST_CROP = 1.5
 """Largest crop, as a multiple of the requested side; the last part of a training takes it, see `schedule`."""
@@ -63,7 +63,7 @@ def parts(texts: Sequence[str], without: Path | None = None) -> list[Part]:
     """Return the parts that texts name: files, `file#start-end`, directories.
 
     Args:
-        texts: what is named.
+        texts: as a user gives them.
         without: a directory, such as the training's output, whose files are left out where a text names a
             directory above it.
 
@@ -104,7 +104,7 @@ def _is_below(file: Path, directory: Path) -> bool:
 class Source:
     """A part in several sizes, uint8 (T, H, W, C); a picture has one frame.
 
-    `whole` is a video in the size that its whole frames are trained on, where they are asked for.
+    `whole` is a video in the size that its whole frames are trained on, or None.
     """
 
     part: Part
@@ -149,10 +149,10 @@ def load_all(
     size: int,
     whole: tuple[int, ...] | None,
 ) -> list[Source]:
-    """Return the parts that can be trained on, as `load` does; `say` names the others.
+    """Load the parts that can be trained on; `say` gets a message for each of the others.
 
     Raises:
-        ValueError: none can be, or, where whole frames are asked for, no video.
+        ValueError: none of them, or, with `whole`, no video.
     """
     sources = []
     for part in found:
@@ -168,7 +168,10 @@ def load_all(
 
 
 def _sizes(height: int, width: int, needed: int, size: int) -> list[tuple[int, int]]:
-    """Return the sizes (height, width) of `LEVELS` that are not larger than the source, or its own."""
+    """Return the sizes (height, width) of `LEVELS` that are no larger than a source, or its own.
+
+    `size` is a crop's side; a source whose shorter side is below `needed` raises `ValueError`.
+    """
     short = min(height, width)
     if short < needed:
         raise ValueError(f"is {height} x {width}, at least {needed} are needed")
@@ -211,12 +214,12 @@ class Shape:
 
 
 class Sampler:
-    """Batches of clips, each made of its number alone: the same whenever and in whatever order asked for.
+    """Batches of clips; a batch depends on its number and the seed alone, not on those drawn before.
 
     Args:
-        sources: what is cut into clips.
-        seed: of what is drawn.
-        cuts: whether some clips cut to another, and more of a video's lie where it changes fast.
+        sources: the videos and pictures that clips are cut from.
+        seed: seed of all that is drawn.
+        cuts: whether some clips cut to another scene, and more of a video's are where it changes fast.
     """
 
     def __init__(self, sources: Sequence[Source], *, seed: int, cuts: bool = False):
@@ -233,10 +236,14 @@ class Sampler:
             ValueError: a video was loaded without whole frames.
         """
         rng = np.random.default_rng((self._seed, number))
-        cut = self._whole if shape.size is None else functools.partial(self._sample, size=shape.size)
+        cut = (
+            self._whole_frames_clip
+            if shape.size is None
+            else functools.partial(self._crop_clip, size=shape.size)
+        )
         return torch.stack([cut(rng, shape.frames) for _ in range(shape.clips)])
 
-    def _whole(self, rng: np.random.Generator, frames: int) -> torch.Tensor:
+    def _whole_frames_clip(self, rng: np.random.Generator, frames: int) -> torch.Tensor:
         """Return a clip (C, T, H, W) of a video's whole frames, half of them aligned with its chunks."""
         source = self._videos[rng.integers(len(self._videos))]
         if source.whole is None:
@@ -244,31 +251,34 @@ class Sampler:
         start = _start(rng, source, frames, self._event_share)
         if rng.random() < ALIGNED_SHARE:
             start -= start % chunks.SAMPLE_FRAMES_A_CHUNK
-        return _clip(source.whole[start : start + frames])
+        return _as_clip(source.whole[start : start + frames])
 
-    def _sample(self, rng: np.random.Generator, frames: int, size: int) -> torch.Tensor:
+    def _crop_clip(self, rng: np.random.Generator, frames: int, size: int) -> torch.Tensor:
         """Return a clip (C, T, S, S), which now and then cuts to another scene if cuts are requested."""
-        clip = self._scene(rng, frames, size)
+        clip = self._scene_clip(rng, frames, size)
         if self._cuts and frames > 1 and rng.random() < CUT_SHARE:
             cut = rng.integers(1, frames)
-            clip = torch.cat([clip[:, :cut], self._scene(rng, frames, size)[:, cut:]], 1)
+            clip = torch.cat([clip[:, :cut], self._scene_clip(rng, frames, size)[:, cut:]], 1)
         return clip
 
-    def _scene(self, rng: np.random.Generator, frames: int, size: int) -> torch.Tensor:
-        """Return a clip (C, T, S, S) of a video, or of a picture under a moving camera, varied by chance."""
+    def _scene_clip(self, rng: np.random.Generator, frames: int, size: int) -> torch.Tensor:
+        """Return a clip (C, T, S, S) of a video, or of a picture by a moving camera, flipped and tinted."""
         share = VIDEO_SHARE if self._videos and self._pictures else float(bool(self._videos))
         if rng.random() < share:
             source = self._videos[rng.integers(len(self._videos))]
             clip = _crop(rng, source, frames, size, self._event_share)
         else:
-            clip = _camera(rng, self._pictures[rng.integers(len(self._pictures))], frames, size)
-        return _recoloured(rng, _turned(rng, clip))
+            clip = _moving_camera(rng, self._pictures[rng.integers(len(self._pictures))], frames, size)
+        return _tinted(rng, _flipped(rng, clip))
 
 
 def _crop(
     rng: np.random.Generator, source: Source, frames: int, size: int, event_share: float
 ) -> torch.Tensor:
-    """Return frames in a fixed window, one after the other or every second, forwards or backwards."""
+    """Return a clip (C, T, S, S) of a video, in a fixed square window.
+
+    It has all frames or every second one, forwards or backwards.
+    """
     level = source.levels[rng.integers(len(source.levels))]
     stride = int(rng.choice([1, 1, 1, 2]))
     if (frames - 1) * stride >= len(level):
@@ -279,14 +289,14 @@ def _crop(
     window = level[t : t + span : stride, y : y + size, x : x + size]
     if rng.random() < 0.5:
         window = window[::-1]
-    return _clip(window)
+    return _as_clip(window)
 
 
 def _start(rng: np.random.Generator, source: Source, span: int, event_share: float) -> int:
-    """Draw the first frame of a window of `span` frames.
+    """Draw the index of the first frame of a window of `span` frames of a source.
 
-    A share `event_share` of windows holds a frame that is drawn by how much it changes; others begin
-    anywhere.
+    With probability `event_share` the window holds an event, a frame drawn by how much it changes; else it
+    begins anywhere.
     """
     last = source.frames - span
     if event_share and rng.random() < event_share and span > 1:
@@ -295,13 +305,13 @@ def _start(rng: np.random.Generator, source: Source, span: int, event_share: flo
     return int(rng.integers(last + 1))
 
 
-def _clip(frames: np.ndarray) -> torch.Tensor:
+def _as_clip(frames: np.ndarray) -> torch.Tensor:
     """Return uint8 frames (T, H, W, C) as a clip (C, T, H, W), float32 in [-1, 1]."""
     return from_uint8(torch.from_numpy(frames.transpose(3, 0, 1, 2).copy()), "float32")
 
 
-def _camera(rng: np.random.Generator, source: Source, frames: int, size: int) -> torch.Tensor:
-    """Return a picture seen by a camera that drifts, turns and zooms a little."""
+def _moving_camera(rng: np.random.Generator, source: Source, frames: int, size: int) -> torch.Tensor:
+    """Return a clip (C, T, S, S) of a picture, by a camera that drifts, turns and zooms a little."""
     picture = source.levels[rng.integers(len(source.levels))][0]
     height, width = picture.shape[:2]
     speed = rng.choice([0.0, 0.7, 2.0], p=[0.2, 0.5, 0.3])
@@ -319,7 +329,7 @@ def _camera(rng: np.random.Generator, source: Source, frames: int, size: int) ->
         across = (center[0] + drift[0] + cosine * x - sine * y) / width
         down = (center[1] + drift[1] + sine * x + cosine * y) / height
         grids.append(torch.stack([across, down], -1) * 2 - 1)
-    pixels = _clip(picture[None])
+    pixels = _as_clip(picture[None])
     seen = functional.grid_sample(
         pixels.transpose(0, 1).expand(frames, -1, -1, -1),
         torch.stack(grids),
@@ -330,8 +340,8 @@ def _camera(rng: np.random.Generator, source: Source, frames: int, size: int) ->
     return seen.clamp(-1, 1).transpose(0, 1)
 
 
-def _turned(rng: np.random.Generator, clip: torch.Tensor) -> torch.Tensor:
-    """Mirror a clip, turn it upside down, or swap its rows and columns, each by chance."""
+def _flipped(rng: np.random.Generator, clip: torch.Tensor) -> torch.Tensor:
+    """Return a clip mirrored, upside down, or with rows and columns swapped, each by chance."""
     if rng.random() < 0.5:
         clip = clip.flip(-1)
     if rng.random() < 0.15:
@@ -339,8 +349,8 @@ def _turned(rng: np.random.Generator, clip: torch.Tensor) -> torch.Tensor:
     return clip.transpose(-1, -2) if rng.random() < 0.15 else clip
 
 
-def _recoloured(rng: np.random.Generator, clip: torch.Tensor) -> torch.Tensor:
-    """Make a clip brighter or darker, with a tint; channels keep their places."""
+def _tinted(rng: np.random.Generator, clip: torch.Tensor) -> torch.Tensor:
+    """Return a clip, by chance brighter or darker and with a tint."""
     if rng.random() < 0.5:
         return clip
     gain = rng.uniform(0.7, 1.15) * rng.uniform(0.92, 1.08, (3, 1, 1, 1))

@@ -75,7 +75,7 @@ def orthogonal(matrices: torch.Tensor) -> torch.Tensor:
     """Return matrices (N, R, C) with their singular values drawn towards 1, by five Newton-Schulz iterations.
 
     Each iteration multiplies x by a polynomial of x x^T, and all of these commute: they are gathered on the
-    short side, so the long one is gone over twice in all, not twice an iteration.
+    short side, so that products over the long one are two in all, not two an iteration.
     """
     wide = matrices if matrices.shape[1] <= matrices.shape[2] else matrices.transpose(1, 2)
     x = wide / (wide.square().sum((1, 2), keepdim=True).sqrt() + 1e-7)
@@ -99,34 +99,36 @@ class Optimizers:
     Args:
         weights: parameters by their names.
         steps: of the whole training.
-        rate: of the learning rates, of which the usual is 1.
+        rate: factor of the learning rates.
     """
 
     def __init__(self, weights: dict[str, nn.Parameter], *, steps: int, rate: float = 1.0):
         self._weights = weights
         self._steps = steps
-        self._rate = rate
-        self._each = _optimizers(weights, traced=False)
+        self._rate_factor = rate
+        self._by_name = _optimizers(weights, traced=False)
 
     def step(self, number: int, average: dict[str, torch.Tensor]) -> float:
-        """Make step `number` of the weights and of their average; return the gradient's norm, not clipped.
+        """Update the weights and their average in step `number`; return the gradient's norm before clipping.
 
         Raises:
             FloatingPointError: a gradient that was not finite; everything stays as it was.
         """
-        norm = self._advance(average, self._rate * schedule(number, self._steps), average_decay(number))
+        norm = self._advance(
+            average, self._rate_factor * schedule(number, self._steps), average_decay(number)
+        )
         if not math.isfinite(norm):
             raise FloatingPointError(f"the gradient of step {number} is {norm}")
         return norm
 
     def _advance(self, average: dict[str, torch.Tensor], rate: float, decay: float) -> float:
-        """Make a step with both optimizers and of the average; return the gradient's norm."""
-        return _advance(self._each, self._weights, average, rate, decay).item()
+        """Update weights and average, with a learning rate factor `rate`; return the gradient's norm."""
+        return _advance(self._by_name, self._weights, average, rate, decay).item()
 
     @property
     def moments(self) -> Moments:
-        """The optimizers' own tensors."""
-        return _moments(self._each)
+        """The optimizers' state."""
+        return _moments(self._by_name)
 
 
 class CompiledOptimizers(Optimizers):
@@ -137,7 +139,7 @@ class CompiledOptimizers(Optimizers):
         return runtime.jit_torch(_traced)
 
     def _advance(self, average: dict[str, torch.Tensor], rate: float, decay: float) -> float:
-        """Make the step as one program, and put its results into the tensors that it is given."""
+        """Make the step as one program, and assign its results to weights, average and moments."""
         moments = self.moments
         static = tuple(self._weights), tuple(moments)
         gradients = [weight.grad for weight in self._weights.values()]
@@ -150,9 +152,9 @@ class CompiledOptimizers(Optimizers):
 
 
 def _traced(static: tuple[tuple[str, ...], tuple[str, ...]], scalars: Any, *tensors: Any) -> tuple[Any, ...]:
-    """Return the gradients' norm, then weights, average and moments after the step.
+    """Return the gradients' norm, then weights, average and moments after the step; traced as one program.
 
-    With a norm that is not finite these are as before.
+    With a norm that is not finite these are as before the step.
 
     Args:
         static: the names of the weights, and of the moments in `Moments`.
@@ -166,13 +168,13 @@ def _traced(static: tuple[tuple[str, ...], tuple[str, ...]], scalars: Any, *tens
     )
     for name, weight in weights.items():
         weight.grad = gradients[name]
-    each = _optimizers(weights, traced=True)
+    optimizers = _optimizers(weights, traced=True)
     for key, tensor in zip(keys, tensors[3 * count :], strict=True):
         kind, index, moment = key.split("/")
-        each[kind].state[each[kind].param_groups[0]["params"][int(index)]][moment] = tensor
+        optimizers[kind].state[optimizers[kind].param_groups[0]["params"][int(index)]][moment] = tensor
     before = [tensor.clone() for tensor in tensors[count:]]
-    norm = _advance(each, weights, average, scalars[0], scalars[1], traced=True)
-    after = [*weights.values(), *average.values(), *_moments(each).values()]
+    norm = _advance(optimizers, weights, average, scalars[0], scalars[1], traced=True)
+    after = [*weights.values(), *average.values(), *_moments(optimizers).values()]
     is_finite = torch.isfinite(norm)
     return norm, *(torch.where(is_finite, new, old) for new, old in zip(after, before, strict=True))
 
@@ -182,8 +184,10 @@ def _optimizers(weights: dict[str, Any], *, traced: bool) -> dict[str, torch.opt
 
     With `traced`, AdamW takes numbers that change from step to step as tensors, so that they are traced.
     """
-    kernels = [weight for name, weight in weights.items() if weight.ndim > 1 and not _at_border(name)]
-    others = [weight for name, weight in weights.items() if weight.ndim == 1 or _at_border(name)]
+    kernels = [
+        weight for name, weight in weights.items() if weight.ndim > 1 and not _is_outer_convolution(name)
+    ]
+    others = [weight for name, weight in weights.items() if weight.ndim == 1 or _is_outer_convolution(name)]
     adamw = torch.optim.AdamW(
         others, lr=OTHERS_RATE, betas=(0.9, 0.98), weight_decay=1e-3, differentiable=traced
     )
@@ -196,18 +200,18 @@ def _optimizers(weights: dict[str, Any], *, traced: bool) -> dict[str, torch.opt
     return {"muon": Muon(kernels, lr=KERNELS_RATE), "adamw": adamw}
 
 
-def _moments(each: dict[str, torch.optim.Optimizer]) -> Moments:
+def _moments(optimizers: dict[str, torch.optim.Optimizer]) -> Moments:
     """Return the optimizers' tensors by the names of `Moments`."""
     return {
         f"{kind}/{index}/{name}": moment
-        for kind, optimizer in each.items()
+        for kind, optimizer in optimizers.items()
         for index, weight in enumerate(optimizer.param_groups[0]["params"])
         for name, moment in optimizer.state[weight].items()
     }
 
 
 def _advance(
-    each: dict[str, torch.optim.Optimizer],
+    optimizers: dict[str, torch.optim.Optimizer],
     weights: dict[str, Any],
     average: dict[str, torch.Tensor],
     rate: Any,
@@ -217,12 +221,12 @@ def _advance(
 ) -> torch.Tensor:
     """Step the optimizers, then the average; return the gradient's norm.
 
-    With a norm that is not finite nothing is stepped, unless the step is traced: then the caller chooses.
+    With a norm that is not finite nothing changes, except in a traced step, whose caller chooses.
     """
     norm = torch.nn.utils.clip_grad_norm_(weights.values(), 1.0)
     if not traced and not math.isfinite(norm):
         return norm
-    for optimizer, largest in zip(each.values(), (KERNELS_RATE, OTHERS_RATE), strict=True):
+    for optimizer, largest in zip(optimizers.values(), (KERNELS_RATE, OTHERS_RATE), strict=True):
         optimizer.param_groups[0]["lr"] = largest * rate
         optimizer.step()
     with torch.no_grad():
@@ -231,7 +235,7 @@ def _advance(
     return norm
 
 
-def _at_border(name: str) -> bool:
+def _is_outer_convolution(name: str) -> bool:
     """Return whether a parameter belongs to the first or the last convolution of the encoder or decoder."""
     return "conv_in" in name or "conv_out" in name
 
@@ -243,5 +247,5 @@ def schedule(step: int, steps: int) -> float:
 
 
 def average_decay(step: int) -> float:
-    """Return the share of the average that a step keeps: little at first, `AVERAGE` in the long run."""
+    """Return the fraction of the weights' average that step `step` keeps: it rises to `AVERAGE`."""
     return min(AVERAGE, (1 + step) / (10 + step))

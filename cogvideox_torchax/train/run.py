@@ -20,7 +20,7 @@ from cogvideox_torchax.vae.quality import ssim
 from cogvideox_torchax.vae.tolerances import psnr
 
 LOSSES, VALIDATION = "losses.csv", "validation.csv"
-LOSSES_HEAD = ("step", "loss", "l1", "mse", "kl", "colour", "gradient", "psnr")
+LOSSES_HEAD = ("step", "loss", "l1", "mse", "kl", "mean_color", "gradient", "psnr")
 VALIDATION_HEAD = ("step", "minutes", "clip", "psnr", "ssim")
 
 
@@ -71,24 +71,24 @@ class Run:
         self._seconds = 0.0
 
     def begin(self) -> int:
-        """Begin before the first step; return 0, the steps done. Tables of a killed training are removed."""
+        """Remove the tables of a killed training from the directory; return 0, the number of steps done."""
         for name in (LOSSES, VALIDATION):
             (self._directory / name).unlink(missing_ok=True)
         return 0
 
     def resume(self) -> int:
-        """Resume from the checkpoint; return the steps done. Lines of later steps leave the tables."""
+        """Restore the checkpoint, and remove later steps from the tables; return the number of steps done."""
         state, step, self._seconds = checkpoints.load(self._directory, settings=self._settings)
         self.trainer.restore(state, step)
         for name, head in ((LOSSES, LOSSES_HEAD), (VALIDATION, VALIDATION_HEAD)):
-            _cut(self._directory / name, head, step)
+            _remove_lines_after(self._directory / name, head, step)
         return step
 
     def go(self, *, every: int, stopped: Callable[[], bool]) -> Iterator[tuple[Losses, list[Validation]]]:
         """Make the remaining steps; yield each one's losses, and the validations that were made after it.
 
         Args:
-            every: after how many steps to validate and to write a checkpoint.
+            every: number of steps between validations and checkpoints.
             stopped: returns whether to end after the present step, with a checkpoint.
         """
         total = self.trainer.plan.steps
@@ -128,7 +128,7 @@ class Run:
         model = self._directory / "vae"
         with self.trainer.averaged() as vae, whole_file(model, directory=True) as temporary:
             vae.save_pretrained(temporary)
-            shutil.rmtree(model, ignore_errors=True)  # of the training that this one went on from
+            shutil.rmtree(model, ignore_errors=True)  # of the training that this one has resumed
         report.draw(
             report.curves(self._directory / LOSSES, self._directory / VALIDATION),
             self._directory / "curves.png",
@@ -153,7 +153,7 @@ def _table(path: Path, head: tuple[str, ...]) -> TextIO:
     return file
 
 
-def _cut(path: Path, head: tuple[str, ...], step: int) -> None:
+def _remove_lines_after(path: Path, head: tuple[str, ...], step: int) -> None:
     """Remove a table's lines after a step, and lines, even the head, that a killed run did not complete."""
     if not path.exists():
         return

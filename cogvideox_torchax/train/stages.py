@@ -11,55 +11,58 @@ from cogvideox_torchax.train.clips import LARGEST_CROP, Shape
 from cogvideox_torchax.vae.sizes import check_sides, parse_size
 
 STILLS_END, SMALL_END = 0.12, 0.75
-"""The parts of a training in which stills, and clips of the size asked for, prevail."""
+"""Fractions of a training's steps at which the part of mostly stills ends, and the part of smaller clips."""
 
 WHOLE_SHARE = 0.5
 """Share of batches of clips with whole frames, if they are requested."""
 
 
 @dataclass(frozen=True)
-class TrainingRecipe:
-    """The differences of a training from the plain one; a file of it is TOML with these fields.
+class TrainingSettings:
+    """Settings of a training that `--settings` reads from a TOML file with these fields.
 
     Attributes:
         cuts: whether a tenth of the crops cut to another scene, and half of a video's windows lie where it
             changes fast.
-        colour: how much the errors of frames' means count, beside L1's 1.
-        rate: of the learning rates, of which the usual is 1.
-        whole: height and width of whole frames that half of the batches of clips are of, multiples of 16;
-            in a file a text such as "128x192".
+        mean_color_weight: weight of the loss on frames' mean colors; L1 has 1.
+        learning_rate_factor: factor of the learning rates.
+        whole: height and width, multiples of 16, of whole frames for half of the batches of clips; in a file
+            a text such as "128x192".
     """
 
     cuts: bool = False
-    colour: float = 0.0
-    rate: float = 1.0
+    mean_color_weight: float = 0.0
+    learning_rate_factor: float = 1.0
     whole: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         """Raise `ValueError` for a field of another type or outside its range."""
         if not isinstance(self.cuts, bool):
             raise ValueError(f"got cuts = {self.cuts!r}: give true or false")
-        for name, wanted in (("colour", "0 or more"), ("rate", "a number above 0")):
+        for name, wanted in (
+            ("mean_color_weight", "0 or more"),
+            ("learning_rate_factor", "a number above 0"),
+        ):
             value = getattr(self, name)
             number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not (number and 0 <= value < math.inf and (value or name == "colour")):
+            if not (number and 0 <= value < math.inf and (value or name == "mean_color_weight")):
                 raise ValueError(f"got {name} = {value!r}: give {wanted}")
         if self.whole:
             check_sides("whole frames", *self.whole, multiple=16)
 
     @classmethod
-    def load(cls, path: Path) -> "TrainingRecipe":
-        """Return the recipe of a TOML file; `ValueError` for one that is none, or a field that is wrong."""
+    def load(cls, path: Path) -> "TrainingSettings":
+        """Return the settings of a TOML file; raise `ValueError` for another file, or a wrong field."""
         try:
             given = tomllib.loads(path.read_text("utf-8"))
             unknown = sorted(given.keys() - {field.name for field in fields(cls)})
             if unknown:
-                raise ValueError(f"got {', '.join(unknown)}: a recipe has {', '.join(vars(cls()))}")
+                raise ValueError(f"got {', '.join(unknown)}: the fields are {', '.join(vars(cls()))}")
             if "whole" in given:
                 given["whole"] = parse_size(str(given["whole"]), "whole frames")
             return cls(**given)
         except (OSError, RecursionError, ValueError) as error:
-            raise ValueError(f"{path} is no recipe: {error}") from error
+            raise ValueError(f"{path} has no training settings: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -67,14 +70,14 @@ class Plan:
     """The settings of a training, but for its clips.
 
     Attributes:
-        steps: of the whole training; the learning rate's course is stretched over them.
-        clips: in a batch.
-        frames: of the longest clips, 8 n + 1.
-        size: of the square crops in pixels, a multiple of 16.
-        seed: of the first weights, the batches and the noise.
+        steps: number of steps of the whole training, which its learning rate's schedule covers.
+        clips: number of clips in a batch.
+        frames: length of the longest clips, 8 n + 1.
+        size: side of the square crops in pixels, a multiple of 16.
+        seed: seed of the first weights, the batches and the noise.
         mixed: whether layers compute in bfloat16, around float32 weights.
         stills: whether most of the first batches are stills, for weights that know nothing yet.
-        recipe: how it differs from the plain one.
+        settings: further settings, of a file.
     """
 
     steps: int
@@ -84,21 +87,21 @@ class Plan:
     seed: int = 0
     mixed: bool = False
     stills: bool = True
-    recipe: TrainingRecipe = TrainingRecipe()
+    settings: TrainingSettings = TrainingSettings()
 
     def __post_init__(self) -> None:
         """Raise `ValueError` for a size, a length or settings together that cannot be trained."""
         if self.size % 16:
             raise ValueError(f"got crops of {self.size} pixels: give a multiple of 16")
-        if self.recipe.whole and self.frames == 1:
+        if self.settings.whole and self.frames == 1:
             raise ValueError(
-                "got whole frames with clips of 1 frame: they are of longer clips, give 9 or more"
+                "got whole frames with clips of 1 frame: whole frames need longer clips, give 9 or more"
             )
         if self.frames % 8 != 1:
             raise ValueError(f"got clips of {self.frames} frames: give 8 n + 1, as 1, 9, 17 or 49")
 
     def shape(self, step: int) -> Shape:
-        """Return the shape of a step's batch, drawn by its number, from 0 on."""
+        """Return the shape of the batch of step number `step`, from 0 on; the seed and it decide."""
         clips, half_frames, large = self.clips, (self.frames - 1) // 16 * 8 + 1, int(self.size * LARGEST_CROP)
         still, short = Shape(4 * clips, 1, self.size), Shape(clips, half_frames, self.size)
         long = Shape(clips, self.frames, self.size)
@@ -110,6 +113,6 @@ class Plan:
             odds = ((Shape(2 * clips, 1, large), 0.1), (Shape(clips, half_frames, large), 0.4), (long, 0.5))
         rng = np.random.default_rng((self.seed, step, 1))
         shape = odds[rng.choice(len(odds), p=[odd for _, odd in odds])][0]
-        if self.recipe.whole and shape.frames > 1 and rng.random() < WHOLE_SHARE:
+        if self.settings.whole and shape.frames > 1 and rng.random() < WHOLE_SHARE:
             return replace(shape, size=None)
         return shape

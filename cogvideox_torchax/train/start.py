@@ -19,11 +19,11 @@ def load(kind: type[Backend], mesh: Any, *, model: str | None, config: str | Non
     """Return a backend with the model to train.
 
     Args:
-        kind: of `backends`.
-        mesh: which it is split over; None for one device.
-        model: a directory or a hub id, to begin with its weights; None to draw them.
-        config: a config.json, where they are drawn.
-        seed: of what is drawn.
+        kind: the backend's class.
+        mesh: mesh that the model is split over; None for one device.
+        model: a directory or a hub id of weights to begin with; None to draw them.
+        config: path of a config.json, if weights are drawn.
+        seed: seed of weights that are drawn.
 
     Raises:
         ValueError: a config that cannot be read.
@@ -42,7 +42,7 @@ def load(kind: type[Backend], mesh: Any, *, model: str | None, config: str | Non
 
 
 def _channels_last(vae: Any) -> None:
-    """Lay convolutions' kernels out channels last, which halves the time of a step in PyTorch on a CPU."""
+    """Store convolutions' kernels channels last, with which PyTorch on a CPU takes half the time a step."""
     layouts = {4: torch.channels_last, 5: torch.channels_last_3d}
     for weight in vae.parameters():
         if weight.ndim in layouts:

@@ -25,15 +25,15 @@ TINY = 1e-12
 class Losses:
     """The losses of a step.
 
-    `total` is minimised; `colour` is the root mean square of the errors of frames' means; `psnr` is in
-    decibels, before values are clipped.
+    `total` is minimised; `mean_color` is the root mean square error of frames' mean colors; `gradient`
+    the norm of the gradients before they are clipped; `psnr` is in decibels.
     """
 
     total: float
     l1: float
     mse: float
     kl: float
-    colour: float
+    mean_color: float
     gradient: float
 
     @property
@@ -55,7 +55,7 @@ class Trainer:
         if backend.compiled_by_jax:
             runtime.enable()  # a step is PyTorch's own operations on weights that lie on JAX
         kind = CompiledOptimizers if backend.compiled_by_jax else Optimizers
-        self._optimizers = kind(self._weights, steps=plan.steps, rate=plan.recipe.rate)
+        self._optimizers = kind(self._weights, steps=plan.steps, rate=plan.settings.learning_rate_factor)
         self._average = {name: weight.detach().clone() for name, weight in self._weights.items()}
 
     def step(self) -> Losses:
@@ -68,11 +68,11 @@ class Trainer:
         losses[0].backward()
         gradient = self._optimizers.step(number, self._average)
         self.step_number += 1
-        total, l1, mse, kl, colour = (self._backend.to_torch(loss).item() for loss in losses)
-        return Losses(total, l1, mse, kl, colour, gradient)
+        total, l1, mse, kl, mean_color = (self._backend.to_torch(loss).item() for loss in losses)
+        return Losses(total, l1, mse, kl, mean_color, gradient)
 
     def _losses(self, x: torch.Tensor, noise: torch.Generator) -> tuple[torch.Tensor, ...]:
-        """Return a batch's total loss, L1, MSE, KL and error of colours, as scalar tensors."""
+        """Return a batch's total loss, L1, MSE, KL and error of mean colors, as scalar tensors."""
         x = self._backend.put(x.contiguous(memory_format=torch.channels_last_3d))
         with self._precision():
             posterior = self.vae.encode(x).latent_dist
@@ -82,9 +82,9 @@ class Trainer:
         difference = y.float() - x
         l1, mse = difference.abs().mean(), difference.square().mean()
         kl = 0.5 * (mean.square() + logvar.exp() - 1 - logvar).mean()
-        colour = (difference.mean((3, 4)).square().mean() + TINY).sqrt()
-        total = L1 * l1 + MSE * mse + KL * kl + self.plan.recipe.colour * colour
-        return total, l1, mse, kl, colour
+        mean_color = (difference.mean((3, 4)).square().mean() + TINY).sqrt()
+        total = L1 * l1 + MSE * mse + KL * kl + self.plan.settings.mean_color_weight * mean_color
+        return total, l1, mse, kl, mean_color
 
     def _precision(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which layers compute in bfloat16, if the plan asks for it."""

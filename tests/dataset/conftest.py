@@ -39,12 +39,12 @@ def small(tmp_path_factory):
     root = tmp_path_factory.mktemp("clips")
     write_clips(root / "in")
     reference.small_vae(**reference.THREE_LEVELS).save_pretrained(root / "vae")
-    recipe = Recipe(str(root / "vae"), backend="torch")
-    unit = EncodeClip(recipe)
+    config = ClipConfig(str(root / "vae"), backend="torch")
+    unit = EncodeClip(config)
     with torch.no_grad():
         wanted = {name: unit(Clip(name, root / "in" / name)) for name in GOOD}
     return SimpleNamespace(
-        root=root, clips=root / "in", model=str(root / "vae"), recipe=recipe, unit=unit, wanted=wanted
+        root=root, clips=root / "in", model=str(root / "vae"), config=config, unit=unit, wanted=wanted
     )
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cogvideox_torchax.dataset import Bucket, Clip, ClipError, DecodeClip, EncodeClip, Recipe
+from cogvideox_torchax.dataset import Bucket, Clip, ClipConfig, ClipError, DecodeClip, EncodeClip
 from cogvideox_torchax.dataset.clip import choose
 from cogvideox_torchax.files import video
 from cogvideox_torchax.files.latents import LatentsError
@@ -63,9 +63,11 @@ def test_two_threads_load_a_model_once(small, monkeypatch):
     from concurrent.futures import ThreadPoolExecutor
     from time import sleep
 
-    loads, real = [], Recipe.load
-    monkeypatch.setattr(Recipe, "load", lambda recipe: (loads.append(recipe), sleep(0.2), real(recipe))[2])
-    unit = EncodeClip(small.recipe)
+    loads, real = [], ClipConfig.load
+    monkeypatch.setattr(
+        ClipConfig, "load", lambda config: (loads.append(config), sleep(0.2), real(config))[2]
+    )
+    unit = EncodeClip(small.config)
     with ThreadPoolExecutor(2) as threads:
         first, second = threads.map(lambda _: unit.vae, range(2))
     assert first is second
@@ -80,7 +82,7 @@ def test_another_weight_or_dtype_is_another_model(small, other_weights):
 
 def test_a_sample_depends_on_seed_and_id_and_not_on_the_clips_before(small):
     def sample(seed, *names):
-        unit = EncodeClip(Recipe(small.model, "torch", keep="both", seed=seed))
+        unit = EncodeClip(ClipConfig(small.model, "torch", keep="both", seed=seed))
         return [unit(clip_of(small, name)) for name in names][-1]
 
     alone, after = sample(1, "b.mp4"), sample(1, "a.mp4", "b.mp4")
@@ -88,7 +90,7 @@ def test_a_sample_depends_on_seed_and_id_and_not_on_the_clips_before(small):
     assert not torch.equal(alone.sample, sample(2, "b.mp4").sample)
     assert torch.equal(alone.tensor, small.wanted["b.mp4"].tensor)
     assert torch.equal(alone.logvar, small.wanted["b.mp4"].logvar)
-    only = EncodeClip(Recipe(small.model, "torch", keep="sample", seed=1))(clip_of(small, "b.mp4"))
+    only = EncodeClip(ClipConfig(small.model, "torch", keep="sample", seed=1))(clip_of(small, "b.mp4"))
     assert torch.equal(only.tensor, alone.sample)
     assert only.logvar is None
 
@@ -112,7 +114,7 @@ def test_a_clip_goes_into_the_bucket_nearest_in_the_shape_that_is_shown_then_the
 
 def test_a_bucket_holds_no_more_frames_than_a_clip_may_give(small, tmp_path):
     path = write_clip(tmp_path / "long.mp4", frames=25)
-    unit = EncodeClip(Recipe(small.model, "torch", buckets=(Bucket(9, 16, 24), Bucket(17, 16, 24))))
+    unit = EncodeClip(ClipConfig(small.model, "torch", buckets=(Bucket(9, 16, 24), Bucket(17, 16, 24))))
     assert unit.read(Clip("long", path)).num_frames == 17
     assert unit.read(Clip("long", path, frames=12)).num_frames == 9
     with pytest.raises(ClipError, match="has 8 frames, the shortest bucket 9"):
@@ -123,7 +125,7 @@ def test_a_bucket_holds_no_more_frames_than_a_clip_may_give(small, tmp_path):
 
 def test_a_bucket_is_filled_and_its_middle_cut_out(small, tmp_path):
     path = write_clip(tmp_path / "wide.mp4", frames=17, height=32, width=96)
-    unit = EncodeClip(Recipe(small.model, "torch", buckets=(Bucket(9, 16, 24),)))
+    unit = EncodeClip(ClipConfig(small.model, "torch", buckets=(Bucket(9, 16, 24),)))
     reading = unit.read(Clip("wide", path))
     assert reading.frames is not None
     assert reading.frames.shape == (1, 3, 9, 16, 24)
@@ -159,12 +161,12 @@ def test_a_long_clip_is_read_while_it_is_encoded_and_gives_the_same(small, monke
 
 
 def test_tiles_of_one_clip_are_put_back_before_the_next_and_written_down(small, monkeypatch):
-    unit = EncodeClip(replace(small.recipe, tiling="8x12"))
+    unit = EncodeClip(replace(small.config, tiling="8x12"))
     latents = unit(clip_of(small))
     assert latents.about["tiles"] == "8x12"
     assert not torch.equal(latents.tensor, small.wanted["a.mp4"].tensor)
     assert not unit.vae.use_tiling
-    decoder, out = DecodeClip(small.recipe), RuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+    decoder, out = DecodeClip(small.config), RuntimeError("RESOURCE_EXHAUSTED: Out of memory")
     real = decoder.vae.decode_stream
 
     def once(*args, **options):
@@ -179,11 +181,11 @@ def test_tiles_of_one_clip_are_put_back_before_the_next_and_written_down(small, 
 
 def test_decoding_has_a_dtype_of_its_own_and_gives_diffusers_bytes(small):
     latents = small.wanted["a.mp4"]
-    frames = DecodeClip(small.recipe)(latents)
+    frames = DecodeClip(small.config)(latents)
     stock = reference.small_vae(**reference.THREE_LEVELS)
     wanted = ((stock.decode(latents.tensor).sample * 0.5 + 0.5).clip(0, 1) * 255).round()
     assert (frames.float() - wanted).abs().max() <= 1  # a value between two bytes may go either way
-    rough = DecodeClip(Recipe(small.model, "torch", "bfloat16"))(latents)
+    rough = DecodeClip(ClipConfig(small.model, "torch", "bfloat16"))(latents)
     assert rough.dtype == torch.uint8
     assert 0 < (rough.float() - frames.float()).abs().mean() < 20
 
@@ -191,14 +193,14 @@ def test_decoding_has_a_dtype_of_its_own_and_gives_diffusers_bytes(small):
 def test_another_models_latents_are_refused(small, tmp_path):
     reference.small_vae(**{**reference.THREE_LEVELS, "norm_num_groups": 2}).save_pretrained(tmp_path / "vae")
     with pytest.raises(LatentsError, match="norm_num_groups"):
-        DecodeClip(Recipe(str(tmp_path / "vae"), "torch"))(small.wanted["a.mp4"])
+        DecodeClip(ClipConfig(str(tmp_path / "vae"), "torch"))(small.wanted["a.mp4"])
 
 
 @pytest.mark.usefixtures("torchax_off")
 def test_on_jax_mean_and_sample_are_those_of_pytorch(small):
-    recipe = Recipe(small.model, "torch", keep="both", seed=1)
-    wanted = EncodeClip(recipe)(clip_of(small, "b.mp4"))
-    found = EncodeClip(replace(recipe, backend="torchax"))(clip_of(small, "b.mp4"))
+    config = ClipConfig(small.model, "torch", keep="both", seed=1)
+    wanted = EncodeClip(config)(clip_of(small, "b.mp4"))
+    found = EncodeClip(replace(config, backend="torchax"))(clip_of(small, "b.mp4"))
     for name, tensor in wanted.tensors.items():
         assert relative_error(found.tensors[name], tensor) < FLOAT32_RELATIVE
     assert found.about == wanted.about

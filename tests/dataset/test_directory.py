@@ -192,9 +192,9 @@ STATES = {
         lambda text: text.replace('"clips": [', '"clips": {"": [') + "}",
     ),
     "clips that are a text": ("clips.json", lambda text: text.replace('"clips":', '"clips": "abc", "x":')),
-    "a recipe that is a list": (
+    "a config that is a list": (
         "clips.json",
-        lambda text: text.replace('"recipe": {', '"recipe": [], "x": {'),
+        lambda text: text.replace('"config": {', '"config": [], "x": {'),
     ),
     "clips that are numbers": ("clips.json", lambda text: text.replace('"a.mp4"', "3")),
     "a clip that leads out": ("clips.json", lambda text: text.replace('"a.mp4"', '"../a"')),
@@ -208,7 +208,7 @@ STATES = {
     "a line of another process": ("manifest-1.jsonl", lambda text: '{"kind": {}}\n'),
     "a line of videos without a name": ("videos-0.jsonl", lambda text: '{"kind": "done", "id": 3}\n'),
     "a list for videos": ("videos.json", lambda text: "[]"),
-    "videos without a recipe": ("videos.json", lambda text: '{"format": "cogvideox-torchax-videos/1"}'),
+    "videos without a config": ("videos.json", lambda text: '{"format": "cogvideox-torchax-videos/1"}'),
 }
 
 

@@ -64,11 +64,11 @@ def test_a_list_is_encoded_or_refused(small, holds):
 )
 def test_a_state_is_taken_or_refused(small, holds, shard, name):  # noqa: F811
     lines = [{"kind": "bad", "index": 0, "id": "a", "error": "e"}, {"kind": "done", "index": 1, "id": "b"}]
-    recipe = {"format": "safetensors", "shard_size": 1}
+    config = {"format": "safetensors", "shard_size": 1}
     documents = {
-        "clips.json": {"format": DatasetDirectory.FORMAT, "recipe": recipe, "clips": ["a", None, "b"]}
+        "clips.json": {"format": DatasetDirectory.FORMAT, "config": config, "clips": ["a", None, "b"]}
     }
-    documents["videos.json"] = {"format": VideoDirectory.FORMAT, "recipe": {"fps": None}}
+    documents["videos.json"] = {"format": VideoDirectory.FORMAT, "config": {"fps": None}}
     path = shard("webdataset")
 
     def check(directory, found):

@@ -85,7 +85,7 @@ def test_an_actor_refuses_a_clip_that_cannot_be_read_and_ends_where_the_output_c
 
     clip = {"id": "a.mp4", "source": str(small.clips / "a.mp4")}
     row = {"row": [json.dumps({"index": 0, "path": str(tmp_path / "a.safetensors"), "clip": clip})]}
-    actor = engine.ClipActor(small.recipe)
+    actor = engine.ClipActor(small.config)
     with monkeypatch.context() as patch:
         patch.setattr("cogvideox_torchax.files.video.probe", failing(OSError(5, "Input/output error")))
         (line,) = actor(row)["line"]

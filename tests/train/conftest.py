@@ -29,7 +29,7 @@ def _gradients():
 
 
 def make_material(directory):
-    """Write a config, a recipe, a video of 24 x 40 pixels and a picture."""
+    """Write a config, settings, a video of 24 x 40 pixels and a picture."""
     config = {"_class_name": "AutoencoderKLCogVideoX", **TINY}
     (directory / "config.json").write_text(json.dumps(config))
     (directory / "recipe.toml").write_text('cuts = true\ncolour = 2\nwhole = "16x32"\n')

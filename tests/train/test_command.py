@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from cogvideox_torchax import cli
 from cogvideox_torchax.files import video
 from cogvideox_torchax.train import checkpoints, clips, run
-from cogvideox_torchax.train.stages import TrainingRecipe
+from cogvideox_torchax.train.stages import TrainingSettings
 from cogvideox_torchax.train.trainer import Trainer
 from cogvideox_torchax.vae.pixels import from_uint8, to_uint8
 from cogvideox_torchax.vae.quality import ssim
@@ -45,7 +45,7 @@ OPTIONS = (
         5,
         "--quiet",
     ),
-    *("--recipe", "recipe.toml"),
+    *("--settings", "settings.toml"),
 )
 
 
@@ -70,20 +70,20 @@ def test_clips_that_no_training_can_be_made_of_are_an_error(material, capsys, cl
 
 
 @pytest.mark.parametrize(
-    ("recipe", "words"),
+    ("settings", "words"),
     [
         ('whole = "16"', "give HEIGHTxWIDTH in pixels"),
         ('whole = "16x40"', "must be multiples of 16"),
         ("whole = [16, 32]", "give HEIGHTxWIDTH in pixels"),
         ("cuts = 1", "give true or false"),
-        ("colour = -1", "give 0 or more"),
-        ("colour = true", "give 0 or more"),
-        ("colour = nan", "give 0 or more"),
-        ("rate = 0", "give a number above 0"),
-        ('rate = "1"', "give a number above 0"),
-        ("rates = 1", "got rates: a recipe has cuts, colour, rate, whole"),
-        ("rate", "recipe.toml is no recipe"),
-        (f"rate = {'[' * 100_000}", "recipe.toml is no recipe"),
+        ("mean_color_weight = -1", "give 0 or more"),
+        ("mean_color_weight = true", "give 0 or more"),
+        ("mean_color_weight = nan", "give 0 or more"),
+        ("learning_rate_factor = 0", "give a number above 0"),
+        ('learning_rate_factor = "1"', "give a number above 0"),
+        ("rate = 1", "got rate: the fields are cuts, mean_color_weight, learning_rate_factor, whole"),
+        ("rate", "settings.toml has no training settings"),
+        (f"rate = {'[' * 100_000}", "settings.toml has no training settings"),
         ("[1]", "config.json is not a JSON object"),
         ("[" * 100_000, "config.json is not valid JSON"),
     ],
@@ -116,9 +116,11 @@ def test_a_broken_checkpoint_is_one_line(tmp_path, change):
         checkpoints.load(tmp_path, settings={})
 
 
-def test_the_recipe_of_the_bundled_model_is_one():
-    recipe = TrainingRecipe.load(Path(__file__).parents[2] / "examples/tiny-vae.toml")
-    assert recipe == TrainingRecipe(cuts=True, colour=10, rate=0.12, whole=(128, 192))
+def test_the_settings_of_the_bundled_model_are_valid():
+    settings = TrainingSettings.load(Path(__file__).parents[2] / "examples/tiny-vae.toml")
+    assert settings == TrainingSettings(
+        cuts=True, mean_color_weight=10, learning_rate_factor=0.12, whole=(128, 192)
+    )
 
 
 def start(output, *more):
@@ -171,7 +173,7 @@ def test_killed_and_resumed_every_loss_is_that_of_a_training_left_alone(whole, m
 @pytest.mark.parametrize("left", ["", "step,min", "step,minutes,clip,psnr,ssim\r\n1,0.1,a,20,0.5\r\n2,0.2,a"])
 def test_a_table_that_a_full_disk_cut_short_goes_on(tmp_path, left):
     (tmp_path / run.VALIDATION).write_text(left)
-    run._cut(tmp_path / run.VALIDATION, run.VALIDATION_HEAD, 1)
+    run._remove_lines_after(tmp_path / run.VALIDATION, run.VALIDATION_HEAD, 1)
     with (tmp_path / run.VALIDATION).open(newline="") as file:
         head, *lines = csv.reader(file)
     assert tuple(head) == run.VALIDATION_HEAD
@@ -225,7 +227,7 @@ def test_what_was_measured_is_in_its_tables_and_pictures(whole, monkeypatch):
     assert float(lines[-1]["ssim"]) == pytest.approx(ssim(got, source), abs=0.01)
     for line in table("whole/losses.csv"):
         parts = float(line["l1"]) + 4 * float(line["mse"]) + 1e-3 * float(line["kl"])
-        parts += COLOUR * float(line["colour"])
+        parts += COLOUR * float(line["mean_color"])
         assert float(line["loss"]) == pytest.approx(parts, rel=1e-5)
     for name in ("clip.mp4#0-9.png", "curves.png"):
         with Image.open(f"whole/{name}") as picture:

@@ -13,7 +13,7 @@ from cogvideox_torchax import backends, make_mesh, port
 from cogvideox_torchax.train import start
 from cogvideox_torchax.train.clips import Sampler, Shape, load, parts
 from cogvideox_torchax.train.optimizers import OTHERS_RATE, orthogonal, schedule
-from cogvideox_torchax.train.stages import Plan, TrainingRecipe
+from cogvideox_torchax.train.stages import Plan, TrainingSettings
 from cogvideox_torchax.train.trainer import Trainer
 from tests.train.conftest import TINY
 
@@ -81,7 +81,7 @@ def test_on_jax_a_training_has_the_state_that_it_has_in_pytorch(stock, sampler):
 
 def test_half_of_the_steps_with_clips_take_whole_frames(stock, material, monkeypatch):
     source = load(parts(["clip.mp4"])[0], frames=9, size=16, whole=(32, 48))
-    plan = replace(PLAN, stills=False, recipe=TrainingRecipe(whole=(32, 48)))
+    plan = replace(PLAN, stills=False, settings=TrainingSettings(whole=(32, 48)))
     training = trainer_of(stock, Sampler([source], seed=0), plan)
     taken = []
     monkeypatch.setattr(
@@ -95,7 +95,7 @@ def test_half_of_the_steps_with_clips_take_whole_frames(stock, material, monkeyp
 
 
 def test_losses_are_what_they_are_called(stock, sampler):
-    training = trainer_of(stock, sampler, replace(PLAN, recipe=TrainingRecipe(colour=2.0)))
+    training = trainer_of(stock, sampler, replace(PLAN, settings=TrainingSettings(mean_color_weight=2.0)))
     x = sampler.batch(0, Shape(2, 9, 16))
     found = training._losses(x, torch.Generator().manual_seed(3))
     posterior = stock.encode(x).latent_dist
@@ -193,7 +193,7 @@ def test_stills_come_first_and_clips_are_of_lengths_that_come_back_whole():
 def test_learning_rates_are_a_part_of_the_usual(stock, sampler, only, rate):
     """AdamW's first step is its rate, whatever the gradient."""
     only(1)
-    plan = Plan(steps=1000, frames=1, size=16, recipe=TrainingRecipe(rate=rate))
+    plan = Plan(steps=1000, frames=1, size=16, settings=TrainingSettings(learning_rate_factor=rate))
     training = trainer_of(stock, sampler, plan)
     training.step_number = 99
     training.step()
@@ -202,8 +202,8 @@ def test_learning_rates_are_a_part_of_the_usual(stock, sampler, only, rate):
 
 
 def test_half_of_the_clips_are_whole_frames_where_they_are_asked_for():
-    recipe = TrainingRecipe(whole=(128, 192))
-    plain, shapes = shapes_of(400, stills=False), shapes_of(400, stills=False, recipe=recipe)
+    settings = TrainingSettings(whole=(128, 192))
+    plain, shapes = shapes_of(400, stills=False), shapes_of(400, stills=False, settings=settings)
     pairs = zip(shapes, plain, strict=True)
     assert [shape if shape.size else replace(shape, size=own.size) for shape, own in pairs] == plain
     whole = [shape.size is None for shape in shapes if shape.frames > 1]
@@ -214,7 +214,7 @@ def test_half_of_the_clips_are_whole_frames_where_they_are_asked_for():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"recipe": TrainingRecipe(whole=(32, 48)), "frames": 1}, "give 9 or more"),
+        ({"settings": TrainingSettings(whole=(32, 48)), "frames": 1}, "give 9 or more"),
         ({"size": 40}, "multiple of 16"),
         ({"frames": 8}, "8 n"),
     ],
