@@ -40,18 +40,18 @@ def published_vae() -> AutoencoderKLCogVideoX:
         ).to(torch.bfloat16)
 
 
-def measure(single, sharded, kind: Direction, height: int, width: int) -> dict:
+def measure(single, sharded, direction: Direction, height: int, width: int) -> dict:
     """One program, on one device and on the mesh."""
-    shape = (1, 16, 5, height, width) if kind is DECODE else (1, 3, 17, 8 * height, 8 * width)
+    shape = (1, 16, 5, height, width) if direction is DECODE else (1, 3, 17, 8 * height, 8 * width)
     started = time.perf_counter()
-    _, alone = compile_last_chunk(single, shape, kind=kind)
+    _, alone = compile_last_chunk(single, shape, direction=direction)
     halfway = time.perf_counter()
-    found = report(sharded, shape, kind=kind)
+    found = report(sharded, shape, direction=direction)
     flops = alone.cost_analysis()["flops"]
     temp = alone.memory_analysis().temp_size_in_bytes
     devices = sharded.mesh.size
     return {
-        "kind": kind,
+        "kind": direction,
         "latents": [height, width],
         "input": shape,
         "flops_single_device": flops,
@@ -101,8 +101,8 @@ def main() -> None:
     single, sharded = published_vae(), port(published_vae(), mesh=make_mesh(dp=1, tp=8))
     results = []
     for size in args.sizes:
-        for kind in Direction:
-            results.append(measure(single, sharded, kind, *map(int, size.split("x"))))
+        for direction in Direction:
+            results.append(measure(single, sharded, direction, *map(int, size.split("x"))))
             print({key: value for key, value in results[-1].items() if key != "layers"}, flush=True)
             about = {
                 "versions": {

@@ -59,8 +59,8 @@ data.save(latents: Latents, path: str | Path) -> None
 data.backend(name: str) -> type[Backend]
 data.Backend()
 data.Backend.load(cls, model: str, dtype: torch.dtype, mesh: 'Mesh | None'=None) -> 'Backend'
-data.Backend.run(self, kind: Direction, x: torch.Tensor) -> torch.Tensor
-data.Backend.chunks(self, kind: Direction, x: torch.Tensor) -> Iterator[torch.Tensor]
+data.Backend.run(self, direction: Direction, x: torch.Tensor) -> torch.Tensor
+data.Backend.chunks(self, direction: Direction, x: torch.Tensor) -> Iterator[torch.Tensor]
 data.Backend.put(self, x: torch.Tensor) -> torch.Tensor
 data.Backend.wait(self, chunk: torch.Tensor) -> torch.Tensor
 data.Backend.to_torch(self, chunk: torch.Tensor) -> torch.Tensor

@@ -59,7 +59,7 @@ class Backend(abc.ABC):
         """Return a backend with the weights of a PyTorch model, diffusers' or ported."""
 
     @classmethod
-    def program(cls, vae: Any, kind: Direction) -> Any:
+    def program(cls, vae: Any, direction: Direction) -> Any:
         """Return the chunk program of a direction, for a weightless model's config, dtype and mesh."""
         raise NotImplementedError(f"{cls.__name__} compiles nothing ahead of time")
 
@@ -74,23 +74,23 @@ class Backend(abc.ABC):
 
     # A whole video
 
-    def run(self, kind: Direction, x: torch.Tensor) -> torch.Tensor:
+    def run(self, direction: Direction, x: torch.Tensor) -> torch.Tensor:
         """Return the posterior's moments of a video, or the frames of latents, as a plain tensor."""
         placed = self.put(x)
-        if kind == ENCODE:
+        if direction == ENCODE:
             return self.to_torch(self.vae.encode(placed).latent_dist.parameters)
         return self.to_torch(self.vae.decode(placed).sample)
 
     # Chunk by chunk
 
-    def chunks(self, kind: Direction, x: torch.Tensor) -> Iterator[torch.Tensor]:
+    def chunks(self, direction: Direction, x: torch.Tensor) -> Iterator[torch.Tensor]:
         """Yield the results of a video's chunks, left on the device that computed them."""
         from cogvideox_torchax.vae.streaming import frames_of_chunks  # imports JAX, which the list does not
 
-        return self.vae.results(kind, frames_of_chunks(self.vae, kind, self.put(x)))
+        return self.vae.results(direction, frames_of_chunks(self.vae, direction, self.put(x)))
 
     @abc.abstractmethod
-    def recorder(self, kind: Direction, wanted: Callable[[str], Any]) -> Recorder:
+    def recorder(self, direction: Direction, wanted: Callable[[str], Any]) -> Recorder:
         """Return a pass over a video: a function of a chunk to the outputs of layers named in `wanted`."""
 
     @property

@@ -24,15 +24,15 @@ class Flax(Backend):
         return cls(FlaxVAEForPipelines.from_diffusers(native))
 
     @classmethod
-    def program(cls, vae: Any, kind: Direction) -> runtime.Program:
+    def program(cls, vae: Any, direction: Direction) -> runtime.Program:
         config = FlaxAutoencoderKLCogVideoXConfig.from_dict(dict(vae.config))
         dtype = runtime.jax_dtype(vae.dtype)
         weightless = FlaxAutoencoderKLCogVideoX.weightless(config, dtype=dtype, param_dtype=dtype)
         weightless.mesh = vae.mesh
-        return weightless.build_program(kind)
+        return weightless.build_program(direction)
 
-    def recorder(self, kind: Direction, wanted: Callable[[str], Any]) -> Recorder:
-        network, weights = Network.split(RecordedLayers(self.vae.flax_vae.chunk(kind), wanted))
+    def recorder(self, direction: Direction, wanted: Callable[[str], Any]) -> Recorder:
+        network, weights = Network.split(RecordedLayers(self.vae.flax_vae.chunk(direction), wanted))
         run = compiled(network).begin(weights)
         return lambda chunk: {
             name: runtime.to_torch(to_tensor(output)) for name, output in run(to_array(chunk)).items()

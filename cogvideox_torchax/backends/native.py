@@ -28,15 +28,17 @@ class Torch(Backend):
     def device(cls) -> str:
         return "cpu"
 
-    def _network(self, kind: Direction) -> Any:
+    def _network(self, direction: Direction) -> Any:
         """Return the network that computes one chunk of a direction."""
-        return chunk_network(self.vae, kind)
+        return chunk_network(self.vae, direction)
 
-    def chunks(self, kind: Direction, x: torch.Tensor) -> Iterator[torch.Tensor]:
-        return map(runtime.carried(self._network(kind)), frames_of_chunks(self.vae, kind, x))
+    def chunks(self, direction: Direction, x: torch.Tensor) -> Iterator[torch.Tensor]:
+        return map(
+            runtime.with_kept_cache(self._network(direction)), frames_of_chunks(self.vae, direction, x)
+        )
 
-    def recorder(self, kind: Direction, wanted: Callable[[str], Any]) -> Recorder:
-        return runtime.carried(RecordedLayers(chunk_network(self.vae, kind), wanted))
+    def recorder(self, direction: Direction, wanted: Callable[[str], Any]) -> Recorder:
+        return runtime.with_kept_cache(RecordedLayers(chunk_network(self.vae, direction), wanted))
 
 
 class TorchCompile(Torch):
@@ -44,7 +46,9 @@ class TorchCompile(Torch):
 
     def __init__(self, vae: Any):
         super().__init__(vae)
-        self._networks = {kind: torch.compile(super(TorchCompile, self)._network(kind)) for kind in Direction}
+        self._networks = {
+            direction: torch.compile(super(TorchCompile, self)._network(direction)) for direction in Direction
+        }
 
-    def _network(self, kind: Direction) -> Any:
-        return self._networks[kind]
+    def _network(self, direction: Direction) -> Any:
+        return self._networks[direction]

@@ -28,12 +28,12 @@ class Torchax(Backend):
         return cls(port_vae(native))
 
     @classmethod
-    def program(cls, vae: AutoencoderKLCogVideoX, kind: Direction) -> runtime.Program:
-        return vae.build_program(kind)
+    def program(cls, vae: AutoencoderKLCogVideoX, direction: Direction) -> runtime.Program:
+        return vae.build_program(direction)
 
     @property
     def program_counts(self) -> dict[str, int]:
-        return {kind: self.vae.program(kind).compilations for kind in Direction}
+        return {direction: self.vae.program(direction).compilations for direction in Direction}
 
     def put(self, x: torch.Tensor) -> torch.Tensor:
         return runtime.to_jax(x)
@@ -43,8 +43,10 @@ class Torchax(Backend):
         program = runtime.programs_of(self.vae).get(name, network, runtime.Program)
         return program.begin(program.weights(network))
 
-    def recorder(self, kind: Direction, wanted: Callable[[str], Any]) -> Recorder:
-        run = self._begin(f"{kind}, recorded", RecordedLayers(chunk_network(self.vae, kind), wanted))
+    def recorder(self, direction: Direction, wanted: Callable[[str], Any]) -> Recorder:
+        run = self._begin(
+            f"{direction}, recorded", RecordedLayers(chunk_network(self.vae, direction), wanted)
+        )
         return lambda chunk: {
             name: runtime.to_torch(runtime.tensor_of(output)) for name, output in run(chunk).items()
         }
@@ -60,10 +62,10 @@ class TorchaxStock(Torchax):
         return cls(stock_of(native))
 
     @classmethod
-    def program(cls, vae: AutoencoderKLCogVideoX, kind: Direction) -> runtime.Program:
+    def program(cls, vae: AutoencoderKLCogVideoX, direction: Direction) -> runtime.Program:
         # Stock modules take the padding of an uneven width for picture: this is for planning alone.
-        return vae.build_program(kind, stock=True)
+        return vae.build_program(direction, stock=True)
 
-    def chunks(self, kind: Direction, x: torch.Tensor) -> Iterator[torch.Tensor]:
-        run = self._begin(kind, chunk_network(self.vae, kind))
-        return map(runtime.tensor_of, map(run, frames_of_chunks(self.vae, kind, self.put(x))))
+    def chunks(self, direction: Direction, x: torch.Tensor) -> Iterator[torch.Tensor]:
+        run = self._begin(direction, chunk_network(self.vae, direction))
+        return map(runtime.tensor_of, map(run, frames_of_chunks(self.vae, direction, self.put(x))))

@@ -118,7 +118,7 @@ class Task:
         return "cuda" if self.way and torch.cuda.is_available() else "cpu"
 
     @property
-    def kind(self) -> Direction:
+    def direction(self) -> Direction:
         """The direction of a job of chunks: "encode" encodes, all others decode."""
         return ENCODE if self.job == "encode" else DECODE
 
@@ -331,10 +331,10 @@ def _backend(request: Task, size: Size, *directions: Direction) -> tuple[Any, li
 
 def _chunks(request: Task, size: Size) -> Run:
     """Load a VAE; a run gives the results of a video's chunks, one "first" and the "later" ones."""
-    kind = request.kind
-    backend, (x,) = _backend(request, size, kind)
+    direction = request.direction
+    backend, (x,) = _backend(request, size, direction)
     names = "first", *["later"] * size.frames
-    return lambda: zip(names, backend.chunks(kind, x), strict=False)
+    return lambda: zip(names, backend.chunks(direction, x), strict=False)
 
 
 def _training_step(request: Task, size: Size) -> Run:
@@ -541,6 +541,9 @@ def _works(request: Task, size: Size, mesh: Any) -> Iterable[Work]:
         placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=one), structs)
         run = jax.jit(functools.partial(getattr(jax_kernels, name), **options))
         return [Work(name, size.frames, run.lower, lambda: placed)]
-    vae, video = models.weightless_vae(size.model, request.torch_dtype), jobs.Job(request.kind, *size[1:])
+    vae, video = (
+        models.weightless_vae(size.model, request.torch_dtype),
+        jobs.Job(request.direction, *size[1:]),
+    )
     works = training.gradient_works if request.job == "train" else jobs.chunk_works
     return works(vae, video, mesh)

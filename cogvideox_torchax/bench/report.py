@@ -103,7 +103,7 @@ def _megabytes(value: int | None) -> str:
 
 
 HEAD = (
-    *("half", "backend", "video", "error", "device", "lower, s", "compile, s", "cold start, s"),
+    *("direction", "backend", "video", "error", "device", "lower, s", "compile, s", "cold start, s"),
     *("warm start, s", "first chunk, s", "steady, s (min to max)", "frames/s", "GFLOP/s", "of peak"),
     *("host, MB", "device, MB"),
 )

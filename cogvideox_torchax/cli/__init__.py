@@ -52,9 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (KeyboardInterrupt, Exception) as error:
         code = _report_error(error, args)
     if args.distributed:  # the other processes may wait for results that this one will not send
-        from cogvideox_torchax.sharding import abandon
+        from cogvideox_torchax.sharding import exit_at_once
 
-        abandon(code)
+        exit_at_once(code)
     return code
 
 

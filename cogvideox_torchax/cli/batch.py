@@ -49,44 +49,45 @@ def encode(args: argparse.Namespace) -> int:
     unit = EncodeClip(config, common.say)
     if args.ray is not None:
         unit = EncodeClip(replace(config, backend="torch", dp=None, tp=None))  # this host may have no chips
-    with devices.process_shard(args) as share:
+    with devices.process_shard(args) as process_shard:
         unit.check()
         made_by = config.fixed_settings(unit.model_sha256)
         options = {
             "kind": args.format or formats.SAFETENSORS,
             "shard_size": args.shard_size or 64,
-            "share": share,
+            "process_shard": process_shard,
         }
         with DatasetDirectory(args.output, made_by, clips, retry=args.retry_failed, **options) as directory:
             if args.ray is None:
-                return _through(args, directory.work(unit, readers=args.workers or READERS), directory)
+                return _run_loop(args, directory.work(unit, readers=args.workers or READERS), directory)
             from cogvideox_torchax.dataset import ray
 
             ray.connect(args.ray or None)
-            return _through(args, ray.work(directory, config, actors=args.actors), directory)
+            return _run_loop(args, ray.work(directory, config, actors=args.actors), directory)
 
 
 def decode(args: argparse.Namespace) -> int:
     """Decode a directory's latents that have no video yet; return 1 where some cannot be decoded, else 0."""
     _check_output(args.output)
     devices.check(args, together=False)
-    shards = sources.shards(Path(args.latents))
+    shards = sources.shards(Path(args.latents))  # files of latents; each process decodes some of them
     with (
-        devices.process_shard(args) as share,
-        VideoDirectory(args.output, shards, args.fps, share, retry=args.retry_failed) as directory,
+        devices.process_shard(args) as process_shard,
+        VideoDirectory(args.output, shards, args.fps, process_shard, retry=args.retry_failed) as directory,
     ):
         for name, reason in directory.bad.items():
             common.say(f"bad: {name}: {reason}")
-        first = directory.first()
+        # One clip is checked before the loop begins: a wrong model is then an error, not a list of bad clips.
+        first = directory.first_latents()
         unit = DecodeClip(config_of(args, model=args.model or (first.model if first else "")), common.say)
         if first:
             unit.check(first)
             directory.begin(unit.config.fixed_settings(unit.model_sha256))
-        return _through(args, directory.work(unit, readers=args.workers or READERS), directory)
+        return _run_loop(args, directory.work(unit, readers=args.workers or READERS), directory)
 
 
-def _through(args: argparse.Namespace, steps: Iterable[Step], directory: OutputDirectory) -> int:
-    """Run the steps of a loop over clips, under a bar; name bad clips, and print the report.
+def _run_loop(args: argparse.Namespace, steps: Iterable[Step], directory: OutputDirectory) -> int:
+    """Run a loop over clips under a progress bar; print each bad clip, and the report.
 
     Returns:
         The exit code: 1 where clips are bad, of this run or of an earlier one, else 0.

@@ -52,7 +52,7 @@ COMMAND = Command(
             group="several devices",
             type=int,
             default=1,
-            help="mesh: devices for the halves of guidance (default: 1)",
+            help="mesh: devices for the two batches of guidance (default: 1)",
         ),
         Option(
             "--tp",

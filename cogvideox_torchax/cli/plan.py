@@ -75,7 +75,7 @@ COMMAND = Command(
             "--no-guidance",
             group="denoising step",
             action="store_true",
-            help="with --network step: without the second half of guidance",
+            help="with --network step: without guidance, which doubles the batch",
         ),
         Option(
             "--parallel",

@@ -39,7 +39,7 @@ def _vae(args: argparse.Namespace, vae: Any, chip: Any, devices: Any, mesh: dict
     pieces, _ = job.chunk_shapes(vae)
     common.say(f"compiling for {min(len(pieces), 2)} of {len(pieces)} chunks; each can take minutes")
     planned = jobs.plan_programs(vae, job, devices, chip, backend=args.backend, **mesh)
-    programs = list(_printed_programs(planned, chip, args.save_hlo and f"{args.save_hlo}/{job.kind}"))
+    programs = list(_printed_programs(planned, chip, args.save_hlo and f"{args.save_hlo}/{job.direction}"))
     whole = summary.whole_video(job, len(pieces), job.tiles(vae), programs, chip)
     common.print_report(whole, as_json=False)
     layers = programs[-1].layers if args.layers else []

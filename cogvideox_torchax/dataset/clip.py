@@ -34,7 +34,7 @@ KEEP: dict[str, Kept] = {
     SAMPLE: {latent_files.TENSOR: _SAMPLE[latent_files.SAMPLE]},
     BOTH: _MEAN | _LOGVAR | _SAMPLE,
 }
-"""The tensors of a latent file, by its name, that each choice takes of a posterior."""
+"""By choice, the tensors of a latent file: for each name, the function that takes it from a posterior."""
 
 AHEAD_BYTES = 2**30
 """Most bytes of a clip's frames to read ahead; a longer clip is read while it is encoded."""
@@ -66,8 +66,8 @@ class Clip:
         id: its name in the data set; "" for a clip by itself.
         source: a video file's path, or its bytes.
         caption: kept beside the latents.
-        frames, height, width: its own, where they differ from the config's; with buckets only frames, the
-            most of them that may be taken.
+        frames, height, width: to encode, in place of the config's; with buckets only `frames`, the most that
+            may be taken.
     """
 
     id: str
@@ -84,18 +84,18 @@ class ClipConfig:
 
     Attributes:
         model: a directory or a hub id.
-        backend: of `backends`.
-        dtype: of the weights: "float32", "bfloat16" or "float16".
-        frames: only the first so many; all where None. A clip that has fewer is an error.
-        height, width: pixels to resize to; the clip's own where None.
-        crop: whether the middle is cut out instead of resizing.
-        buckets: sizes to choose from instead, for each clip the one nearest in shape whose frames it has, and
-            of those the longest; the frames are resized to fill it and their middle is cut out.
-        keep: "posterior" for mean and log-variance, "mean" for that alone, "sample" for one drawn from it,
-            "both" for all three.
-        seed: of the samples; a clip's own depends on it and on the clip's id alone.
-        tiling: "HEIGHTxWIDTH" in pixels, "auto" for tiles where a clip does not fit, None for none.
-        dp, tp: mesh of this process's own devices; one device where both are None.
+        backend: name of the backend.
+        dtype: dtype of the weights: "float32", "bfloat16" or "float16".
+        frames: number of first frames to encode; None for all. A clip with fewer is an error.
+        height, width: pixels to resize to; None for the clip's own.
+        crop: whether to cut out the middle instead of resizing.
+        buckets: sizes to choose from instead. A clip gets the one nearest in shape of those that it has the
+            frames for, and of equally near ones the longest; it is resized to fill it, and cropped.
+        keep: tensors to keep: "posterior" for mean and log-variance, "mean", "sample" for a sample of the
+            posterior, "both" for all three.
+        seed: seed of the samples, which depend on it and on the clip's id alone.
+        tiling: "HEIGHTxWIDTH" in pixels, "auto" for tiles if a clip does not fit, None for none.
+        dp, tp: mesh of this process's own devices; None for one device.
     """
 
     model: str
@@ -116,7 +116,9 @@ class ClipConfig:
         if self.keep not in KEEP:
             raise ClipError(f"got keep={self.keep!r}: one of {', '.join(KEEP)}")
         if self.buckets and (self.frames or self.height or self.width or self.crop):
-            raise ClipError("got buckets and frames, a height, a width or a crop: buckets say all of them")
+            raise ClipError(
+                "got buckets and frames, a height, a width or a crop: buckets have them all; give one of them"
+            )
 
     def fixed_settings(self, model_sha256: str) -> dict[str, Any]:
         """Return the settings that the latents depend on: a run that resumes another must have the same.
@@ -143,13 +145,13 @@ class ClipConfig:
 
 @dataclass(frozen=True)
 class DecodedClip:
-    """The part of a clip that is encoded.
+    """The frames of a clip to encode, read or to be read.
 
     Attributes:
         clip, info: the clip, and the properties of its file.
-        framing, num_frames: the size to bring frames to, and how many of the first frames are taken.
-        frames: uint8 (1, 3, T, H, W); None for one that is read while it is encoded.
-        sha256: of the file; "" where it was not computed.
+        framing, num_frames: the size to resize frames to, and the number of frames, from the first on.
+        frames: uint8 (1, 3, T, H, W); None for a long clip, which is read while it is encoded.
+        sha256: hash of the file; "" if it was not computed.
         stamp: the file's size and time of change, before it was read; None for bytes.
     """
 
@@ -175,7 +177,7 @@ class DecodedClip:
 
 
 def select_part(clip: Clip, config: "ClipConfig", scale: int) -> DecodedClip:
-    """Return the part of a clip that a config takes, unread, its sides multiples of `scale` pixels.
+    """Return the frames of a clip that a config asks for, not read yet, sides multiples of `scale` pixels.
 
     Raises:
         VideoError: a video that cannot be read.
@@ -184,7 +186,7 @@ def select_part(clip: Clip, config: "ClipConfig", scale: int) -> DecodedClip:
     stamp, info = _stamp(clip.source), video.probe(clip.source)
     if config.buckets:
         if clip.height or clip.width:
-            raise ClipError("it has a height or a width of its own: buckets say them")
+            raise ClipError("it has a height or a width of its own: buckets have theirs")
         bucket = choose(config.buckets, info, clip.frames)
         framing = video.cover(info, bucket.height, bucket.width)
         return DecodedClip(clip, info, framing, bucket.frames, stamp=stamp)
@@ -201,14 +203,14 @@ _LOADING = threading.RLock()
 
 
 class _ClipUnit:
-    """A config and its model: loaded when it is first needed, and left out of a pickle.
+    """A config and its model, which is loaded on first use, and left out of a pickle.
 
     Args:
-        config: which model, and what is made.
-        say: receives messages for a user.
-        vae: the model, where it is loaded already.
+        config: model and settings.
+        say: called with messages for a user.
+        vae: the model, if it is loaded already.
         fetch: brings a chunk's result to the host.
-        follow: wraps a clip's chunks in a bar, given their number and the direction's name.
+        follow: wraps a clip's chunks in a progress bar, given their number and the direction.
     """
 
     def __init__(
@@ -246,17 +248,20 @@ class _ClipUnit:
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_vae": None, "_hash": ""}
 
-    def _in_tiles(
+    def _with_tiles_and_progress(
         self, direction: Direction, size: tuple[int, int], frames: int, start: Callable[[], Chunks], name: str
     ) -> Chunks:
-        """Yield the results of a clip's chunks, in tiles where those are asked for or memory runs out.
+        """Return the iterator `start()`, with tiles set, memory errors handled and progress shown.
+
+        The model's tiles are set by the config's `tiling`. If memory runs out, smaller tiles are set and
+        `start` is called again.
 
         Args:
             direction: ENCODE or DECODE.
             size: height and width in pixels.
-            frames: the number of frames to encode, or of latent frames to decode.
-            start: returns the results from the first chunk on; called again where memory ran out.
-            name: the clip's id; "" for a clip by itself.
+            frames: number of frames to encode, or of latent frames to decode.
+            start: returns an iterator over the results of a clip's chunks, from the first on.
+            name: the clip's id, for messages; "" for a clip without one.
         """
         chosen = memory.set_tiles(self.vae, self.config.tiling, direction, *size, frames)
         if chosen:
@@ -311,9 +316,11 @@ class EncodeClip(_ClipUnit):
         """Return the latents of a clip that was read; their `about` is empty for a clip without an id."""
         config, vae, framing = self.config, self.vae, decoded.framing
         size, kept = (framing.height, framing.width), {}
-        with memory.tiles_put_back(vae):
+        with memory.restoring_tiles(vae):
             start = functools.partial(self.pieces, decoded)
-            for piece in self._in_tiles(ENCODE, size, decoded.num_frames, start, decoded.clip.id):
+            for piece in self._with_tiles_and_progress(
+                ENCODE, size, decoded.num_frames, start, decoded.clip.id
+            ):
                 for name, tensor in piece.items():
                     kept.setdefault(name, []).append(tensor)
             about = self._about(decoded) if decoded.clip.id else {}
@@ -331,7 +338,7 @@ class EncodeClip(_ClipUnit):
         )
 
     def pieces(self, decoded: DecodedClip) -> Iterator[dict[str, torch.Tensor]]:
-        """Yield the tensors to keep of each chunk's posterior, by their names in a latent file.
+        """Yield, for each chunk, the tensors to keep of its posterior, by their names in a latent file.
 
         Samples are drawn from a seed that depends on the config's and on the clip's id, not on other clips.
         """
@@ -342,7 +349,7 @@ class EncodeClip(_ClipUnit):
             yield {tensor: take(posterior, generator) for tensor, take in KEEP[config.keep].items()}
 
     def _about(self, decoded: DecodedClip) -> dict[str, Any]:
-        """Return what a data set's latent file says of its clip: caption, sizes, tiles and hashes."""
+        """Return the description of a clip in its latent file: caption, sizes, tiles and hashes."""
         tile = memory.tile_of(self.vae)
         return {
             "id": decoded.clip.id,
@@ -379,31 +386,32 @@ class DecodeClip(_ClipUnit):
     def pieces(
         self, start: Callable[[], Iterable[torch.Tensor]], shape: tuple[int, int, int]
     ) -> Iterator[torch.Tensor]:
-        """Yield the frames of latents that come in pieces.
+        """Yield the frames, uint8 (1, 3, t, H, W), of latents that come in pieces.
 
         Args:
-            start: returns the latents (1, C, t, h, w), from the first on; called again where memory ran out.
-            shape: of all latents together: frames, rows, columns.
+            start: returns the pieces (1, C, t, h, w) from the first on; called again if memory ran out.
+            shape: (frames, rows, columns) of all latents together.
         """
         vae, frames = self.vae, shape[0]
         size = shape[1] * vae.spatial_compression_ratio, shape[2] * vae.spatial_compression_ratio
 
         def decoded() -> Iterator[torch.Tensor]:
+            """Return the frames from the first on."""
             return vae.decode_stream(start(), frames, output_dtype=torch.uint8, fetch=self._fetch)
 
-        with memory.tiles_put_back(vae):
-            yield from self._in_tiles(DECODE, size, frames, decoded, "")
+        with memory.restoring_tiles(vae):
+            yield from self._with_tiles_and_progress(DECODE, size, frames, decoded, "")
 
 
 def choose(buckets: Sequence[Bucket], info: video.VideoInfo, frames: int | None = None) -> Bucket:
-    """Return the bucket of a video: the nearest in shape of those whose number of frames it has.
+    """Return the bucket for a video: the nearest in shape of those that the video is long enough for.
 
     Of equally near ones it is the longest, and then the one with the most pixels.
 
     Args:
-        buckets: to choose from.
-        info: of the video.
-        frames: how many of its frames may be taken; all where None.
+        buckets: buckets to choose from.
+        info: properties of the video.
+        frames: number of its frames that may be taken; None for all.
 
     Raises:
         ClipError: a video shorter than every bucket.
@@ -415,6 +423,7 @@ def choose(buckets: Sequence[Bucket], info: video.VideoInfo, frames: int | None 
         raise ClipError(f"{info.path} has {frames} frames, the shortest bucket {shortest}")
 
     def rank(bucket: Bucket) -> tuple[float, int, int]:
+        """Return the bucket's place: by distance of shapes, then more frames, then more pixels."""
         distance = abs(math.log(bucket.width / bucket.height / float(info.shape)))
         return round(distance, 6), -bucket.frames, -bucket.height * bucket.width
 
@@ -433,6 +442,6 @@ def model_sha256(vae: Any) -> str:
 
 
 def _stamp(source: video.Source) -> tuple[int, int] | None:
-    """Return a file's size and the time of its last change; None where there is no file."""
+    """Return a file's size and time of change, to tell whether it was changed; None if it is no file."""
     status = None if isinstance(source, bytes) or not Path(source).is_file() else Path(source).stat()
     return status and (status.st_size, status.st_mtime_ns)

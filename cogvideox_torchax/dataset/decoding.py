@@ -1,6 +1,6 @@
-"""A data set's latents to videos, one .mp4 a clip.
+"""Decode a data set's latents to videos, one .mp4 a clip.
 
-videos.json         what they are made by
+videos.json         the config that they are made by
 videos-0.jsonl      a line for each video done or latents bad; a file for each process
 """
 
@@ -24,7 +24,7 @@ class VideoDirectory(OutputDirectory):
 
     Args:
         directory: made where it is not there.
-        shards: the files that hold the latents; a process has those that `share` names.
+        shards: files of latents, of which each process decodes some.
         fps: frames a second; each clip's own where None.
         share: of this process.
         retry: whether clips that were bad are tried again.
@@ -37,16 +37,20 @@ class VideoDirectory(OutputDirectory):
         directory: str | Path,
         shards: Sequence[Path],
         fps: Fraction | None = None,
-        share: ProcessShard | None = None,
+        process_shard: ProcessShard | None = None,
         *,
         retry: bool = False,
     ):
         """Take this process's shards; `with` finds what is missing."""
-        super().__init__(directory, share)
-        self._shards, self._fps, self._retry = shards[self.share.index :: self.share.count], fps, retry
+        super().__init__(directory, process_shard)
+        self._shards, self._fps, self._retry = (
+            shards[self.process_shard.index :: self.process_shard.count],
+            fps,
+            retry,
+        )
 
     def _scan(self) -> None:
-        """Find out which clips have a video, which are noted as bad and which are missing.
+        """Find out which clips have a video, which the manifest lists as bad, and which are missing.
 
         Raises:
             OutputError: videos of these names are there, but no config: this program did not make them.
@@ -54,8 +58,8 @@ class VideoDirectory(OutputDirectory):
         written = list(lines(self.directory, self.NAME))
         noted = {line["id"]: line["error"] for line in written if line["kind"] == BAD and not self._retry}
         self._readers: dict[str, Callable[[], Latents]] = {}
-        for name, read in self._owned():
-            if self._path(name).exists():  # whatever another process's manifest says
+        for name, read in self._own_entries():
+            if self._video_path(name).exists():  # whatever another process's manifest says
                 self.done_before += 1
             elif name in noted:
                 self.bad[name] = noted[name]
@@ -69,10 +73,10 @@ class VideoDirectory(OutputDirectory):
                 "directory"
             )
 
-    def _owned(self) -> Iterator[formats.Entry]:
-        """Yield the entries of the shards, but for those whose video cannot be written; note these as bad.
+    def _own_entries(self) -> Iterator[formats.Entry]:
+        """Yield the entries of this process's shards; add those whose video cannot be written to `bad`.
 
-        Of clips with one path the first owns it. A shard that cannot be read is noted, too.
+        Of several clips with one path the first has it, and the others are bad. So is an unreadable shard.
         """
         shard_entries: list[tuple[Path, Any, Callable[[], Latents]]] = []
         for shard in self._shards:
@@ -84,29 +88,29 @@ class VideoDirectory(OutputDirectory):
         owners: dict[Path, tuple[Any, Path]] = {listed: ("", listed)}
         for shard, name, _ in shard_entries:
             if isinstance(name, str):
-                owners.setdefault(self._path(name), (name, shard))
+                owners.setdefault(self._video_path(name), (name, shard))
         for shard, name, read in shard_entries:
             try:
                 check_id(name)
-                check_file(name, self._path(name), self.directory, owners)
-                owner, where = owners[self._path(name)]
+                check_file(name, self._video_path(name), self.directory, owners)
+                owner, where = owners[self._video_path(name)]
                 if (owner, where) != (name, shard):
                     raise ClipError(f"its video would replace {owner}'s in {where}: give it another id")
                 yield name, read
             except ClipError as error:
                 self.bad[str(name)] = f"{shard}: {error}"
 
-    def _path(self, name: str) -> Path:
+    def _video_path(self, name: str) -> Path:
         """Return the path of a clip's video; an id may end in .mp4 already."""
         return self.directory / f"{name.removesuffix('.mp4')}.mp4"
 
     def begin(self, config: dict[str, Any], **state: Any) -> None:
         super().begin({**config, "fps": None if self._fps is None else str(self._fps)}, **state)
 
-    def first(self) -> Latents | None:
-        """Return the latents of the first missing clip that can be read; None where there is none."""
+    def first_latents(self) -> Latents | None:
+        """Return the latents of the first missing clip that can be read; None if there is none."""
         for name in self.missing:
-            with contextlib.suppress(*loop.IN_READING):  # `work` meets the error again and notes it
+            with contextlib.suppress(*loop.IN_READING):  # `work` gets the error again, and reports it
                 return self._readers[name]()
         return None
 
@@ -117,8 +121,9 @@ class VideoDirectory(OutputDirectory):
         """
 
         def compute(given: tuple[str, Latents]) -> dict[str, Any]:
+            """Decode a clip into its video; return the fields of its manifest line."""
             name, latents = given
-            path = self._path(name)
+            path = self._video_path(name)
             path.parent.mkdir(parents=True, exist_ok=True)
             with video.writing(path, self._fps or latents.fps) as sink:
                 written = sinks.write_all(sink, unit.stream(latents))

@@ -51,27 +51,27 @@ def write(kind: str, members: Sequence[tuple[int, Path]], path: Path) -> None:
 
 
 Entry = tuple[str, Callable[[], Latents]]
-"""A clip's id, and the function that reads its latents."""
+"""A clip's id, and a function that reads its latents."""
 
 
 def entries(path: Path) -> list[Entry]:
-    """Return the clips of a shard, or the one of a latent file; of each only its id is read yet.
+    """Return the entries of a shard, or of a latent file, which is one; only ids are read yet.
 
     Raises:
         LatentsError: a file that is truncated, or no such shard; reading a clip may raise it too.
         ImportError: pyarrow is not installed.
     """
     readers = {".safetensors": _latent_file, ".parquet": _parquet_entries, ".tar": _tar_entries}
-    with _refusing(path):
+    with _naming_errors(path):
         return [
-            (name, functools.partial(_read, f"{path}, {name!r}", read))
+            (name, functools.partial(_read_entry, f"{path}, {name!r}", read))
             for name, read in readers[path.suffix](path)
         ]
 
 
-def _read(name: str, read: Callable[[], Latents]) -> Latents:
-    """Return a clip's latents; `LatentsError` names it where they are broken or of several videos."""
-    with _refusing(name):
+def _read_entry(name: str, read: Callable[[], Latents]) -> Latents:
+    """Return `read()`, a clip's latents; raise `LatentsError`, with `name`, if they are broken or several."""
+    with _naming_errors(name):
         latents = read()
     if len(latents.tensor) != 1:
         raise LatentsError(f"{name} holds {len(latents.tensor)} videos: one is wanted")
@@ -79,8 +79,8 @@ def _read(name: str, read: Callable[[], Latents]) -> Latents:
 
 
 @contextlib.contextmanager
-def _refusing(name: str | Path) -> Iterator[None]:
-    """Raise `LatentsError`, which names the file, in place of any error that a broken file causes."""
+def _naming_errors(name: str | Path) -> Iterator[None]:
+    """Raise `LatentsError`, with the file's name, in place of an error that a broken file causes."""
     try:
         yield
     except LatentsError:
@@ -106,7 +106,7 @@ def pyarrow() -> Any:
 
 
 def _schema(arrow: Any) -> Any:
-    """Return the columns of a Parquet shard: those that FastVideo's loader reads, then ours.
+    """Return the schema of a Parquet shard: the columns that FastVideo's loader reads, then our own.
 
     FastVideo's are those for text to video, in `fastvideo/dataset/dataloader/schema.py`.
     """
@@ -140,16 +140,16 @@ def _write_parquet(members: Sequence[tuple[int, Path]], path: Path) -> None:
     packed = {name: "zstd" if name.startswith("text_") else "none" for name in schema.names}
     with arrow.parquet.ParquetWriter(path, schema, compression=packed) as writer:
         for _, file in members:  # a row group for each, so that a reader need not hold several
-            writer.write_table(arrow.Table.from_pylist([_row(file)], schema=schema))
+            writer.write_table(arrow.Table.from_pylist([_row_of_file(file)], schema=schema))
 
 
-def _row(file: Path) -> dict[str, Any]:
+def _row_of_file(file: Path) -> dict[str, Any]:
     """Return a latent file's tensors and fields as a row, by the columns of `_schema`."""
     latents = latent_files.load(file)
     about, described = latents.about, {"latents": latents.metadata(), "dtype": str(latents.tensor.dtype)}
     row: dict[str, Any] = {
         "id": about["id"],
-        # Zeros, as FastVideo's loaders have a text that is dropped: its shape has to be a text's.
+        # Zeros, which FastVideo's loaders take for a dropped text: they must have a text's shape.
         "text_embedding_bytes": np.zeros(TEXT_SHAPE, np.float32).tobytes(),
         "text_embedding_shape": list(TEXT_SHAPE),
         "text_embedding_dtype": "float32",
@@ -191,10 +191,10 @@ def _parquet_latents(path: Path, group: int, offset: int, name: Any) -> Latents:
     """Return the latents of one row.
 
     Args:
-        path: of the shard.
-        group: the row's group.
-        offset: its place in the group.
-        name: the id that it has to have, as the file may have been replaced.
+        path: path of the shard.
+        group: index of the row's group.
+        offset: index of the row in its group.
+        name: the expected id, as the file may have been replaced.
     """
     columns = [
         "id",
@@ -210,7 +210,7 @@ def _parquet_latents(path: Path, group: int, offset: int, name: Any) -> Latents:
 
 
 def _latents_of_row(path: Path, row: dict[str, Any]) -> Latents:
-    """Return the latents of a row that `_row` made, in the dtype that they were encoded in."""
+    """Return the latents of a row that `_row_of_file` made, in the dtype that they were encoded in."""
     about = reports.parse(row["about"])
     dtype = DTYPES[about["dtype"]]
     tensors = {}
@@ -221,7 +221,7 @@ def _latents_of_row(path: Path, row: dict[str, Any]) -> Latents:
                 raise ValueError(f"its {column} has the shape {shape}")
             values = np.frombuffer(row[f"{column}_bytes"], np.float32).reshape(1, *shape)
             tensors[name] = without_torchax(lambda values=values: torch.from_numpy(values.copy()).to(dtype))
-    return latent_files.assembled(path, dict(about["latents"]), tensors)
+    return latent_files.from_metadata(path, dict(about["latents"]), tensors)
 
 
 def _write_tar(members: Sequence[tuple[int, Path]], path: Path) -> None:
@@ -231,13 +231,13 @@ def _write_tar(members: Sequence[tuple[int, Path]], path: Path) -> None:
             data = file.read_bytes()
             latents = latent_files.loads(data, file)
             described = {**latents.about, "fps": float(latents.fps), "num_frames": latents.num_frames}
-            _add(tar, f"{index:08}.json", json.dumps(described, sort_keys=True).encode())
-            _add(tar, f"{index:08}.safetensors", data)
-            _add(tar, f"{index:08}.txt", latents.about["caption"].encode())
+            _add_member(tar, f"{index:08}.json", json.dumps(described, sort_keys=True).encode())
+            _add_member(tar, f"{index:08}.safetensors", data)
+            _add_member(tar, f"{index:08}.txt", latents.about["caption"].encode())
 
 
-def _add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
-    """Add a file to a tar, with nothing that differs from run to run."""
+def _add_member(tar: tarfile.TarFile, name: str, data: bytes) -> None:
+    """Add a file to a tar, without times and owners, which would differ from run to run."""
     entry = tarfile.TarInfo(name)
     entry.size, entry.mode = len(data), 0o644
     tar.addfile(entry, io.BytesIO(data))
@@ -252,15 +252,18 @@ def _tar_entries(path: Path) -> list[Entry]:
         raise LatentsError(f"{path} is truncated, as its end is missing: make it again")
 
     def read(name: str) -> bytes:
+        """Return the bytes of a member."""
         with path.open("rb") as file:
             file.seek(members[name].offset_data)
             return file.read(members[name].size)
 
     def latents(name: str) -> Latents:
+        """Return the latents of a member."""
         return latent_files.loads(read(name), f"{path}, {name}")
 
     def id_of(stem: str) -> Any:
-        with _refusing(f"{path}, {stem}.json"):
+        """Return the id in a clip's .json member; the member's name without one."""
+        with _naming_errors(f"{path}, {stem}.json"):
             return reports.parse(read(f"{stem}.json"))["id"] if f"{stem}.json" in members else stem
 
     tar_entries: list[Entry] = []

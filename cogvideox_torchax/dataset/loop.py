@@ -1,4 +1,4 @@
-"""One machine's loop over clips: the next are read, and the last are written, while one is computed."""
+"""A loop over clips on one machine: while one is computed, the next are read and the last is written."""
 
 import itertools
 import time
@@ -14,20 +14,20 @@ from cogvideox_torchax.files.whole import OutputError
 Job = TypeVar("Job")
 
 READERS = 2
-"""Clips that are read at a time."""
+"""Number of clips that are read at a time."""
 WRITTEN_BEHIND = 2
-"""Results that may wait to be written."""
+"""Number of results that may wait to be written."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """The result of a job.
+    """The outcome of a job.
 
     Attributes:
-        job: which.
-        error: why it could not be done; None where it was.
-        waited: seconds that computing it had to wait for its reading.
-        computed: seconds that it took to compute.
+        job: the job.
+        error: why it failed; None if it did not.
+        waited: seconds that its computation waited for its input.
+        computed: seconds of its computation.
     """
 
     job: Any
@@ -38,19 +38,19 @@ class Step:
 
 CLIPS_OWN = (ValueError, OverflowError, MemoryError, RuntimeError)
 IN_READING = (*CLIPS_OWN, OSError)
-"""Errors of one clip when it is computed, and when it is read; but for some, see `attempt`."""
+"""Errors that fail one clip, and not the loop, when it is computed and when it is read; see `attempt`."""
 
 
 def attempt(
     step: Callable[[Any], Any], given: Any, errors: tuple[type[Exception], ...]
 ) -> tuple[Any, str | None]:
-    """Return a step's result and None, or None and why it failed, where its input is to blame.
+    """Return (`step(given)`, None), or (None, reason) for an error of `errors`.
 
     Args:
-        step: the function.
-        given: its input.
-        errors: those that the input is to blame for. An `OutputError`, and a `RuntimeError` for anything but
-            memory, are raised all the same.
+        step: a function of one argument.
+        given: its argument.
+        errors: errors that the argument causes. Still raised are an `OutputError`, and a `RuntimeError` that
+            does not report exhausted memory.
     """
     try:
         return step(given), None
@@ -70,15 +70,16 @@ def work(
     *,
     readers: int = READERS,
 ) -> Iterator[Step]:
-    """Run jobs in their order; yield each when it has been computed, and return when all are kept.
+    """Run jobs in order; yield the outcome of each after its computation, and return when all are written.
 
     Args:
-        jobs: what there is to do.
-        read: makes a job's input, in threads of its own. Errors of `IN_READING` fail this job alone.
-        compute: makes the input's result, in the caller's thread. Errors of `CLIPS_OWN` fail this job alone.
-        keep: writes a result, in one thread. Any error there ends the loop.
-        refuse: receives a job that failed, and why, in the thread of `keep`.
-        readers: jobs that are read at a time.
+        jobs: the jobs.
+        read: returns a job's input; runs in threads of its own. Errors of `IN_READING` fail this job alone.
+        compute: returns the result of an input; runs in the caller's thread. Errors of `CLIPS_OWN` fail this
+            job alone.
+        keep: writes a job's result; runs in one thread. Any error there ends the loop.
+        refuse: called with a job that failed, and the reason, in the thread of `keep`.
+        readers: number of jobs that are read at a time.
     """
     reading = ThreadPoolExecutor(readers, "read")
     writing = ThreadPoolExecutor(1, "write")

@@ -1,4 +1,7 @@
-"""A directory of latents and its state: the files are the truth, the manifest says how they came.
+"""A directory of latents, written clip by clip, and resumed by what is there.
+
+A shard is a file of the latents of several clips. Each process writes the shards of its own index
+(`ProcessShard`). The latent files count; the manifest lists how they were made.
 
     clips.json           the config, and the clips in the order in which they got their numbers
     manifest-0.jsonl     a line for each clip done or bad and for each shard; a file for each process
@@ -27,18 +30,18 @@ from cogvideox_torchax.files.whole import OutputError, lock
 
 DONE, BAD, SHARD = "done", "bad", "shard"
 KEYS: dict[str, tuple[str, type]] = {"manifest": ("index", int), "videos": ("id", str)}
-"""Field, and its type, that names a clip in the lines of each manifest, of latents or of videos."""
+"""Field, and its type, that names a clip in a manifest's lines: of latents, and of videos."""
 
 
 @dataclass(frozen=True)
 class ProcessShard:
-    """The share of one of several processes: shard k is the work of process k modulo `count`."""
+    """The part of one of several processes in the work: process `index` has every `count`-th shard."""
 
     index: int = 0
     count: int = 1
 
 
-def opened(directory: Path, name: str) -> BinaryIO:
+def open_manifest(directory: Path, name: str) -> BinaryIO:
     """Open a manifest to add lines to, locked; the incomplete last line of a killed run is removed.
 
     Raises:
@@ -80,12 +83,14 @@ def lines(directory: Path, name: str = "manifest") -> Iterator[dict[str, Any]]:
 
 
 class OutputDirectory:
-    """A directory that fills up, clip by clip, and one process's share of that work.
+    """An output directory that is written clip by clip, and one process's part of that work.
+
+    A key names a clip: its number in a data set, or its id.
 
     Attributes:
         missing: keys of the clips that this process has to make.
-        bad: why clips cannot be made, by their keys.
-        done_before: how many clips of this share were there.
+        bad: reasons why clips cannot be made, by key.
+        done_before: number of this process's clips that an earlier run has made.
 
     Raises:
         OutputError: a directory that cannot be written, or whose state is broken or of another config.
@@ -95,17 +100,17 @@ class OutputDirectory:
     NAME: str
     FORMAT: str
 
-    def __init__(self, directory: str | Path, share: ProcessShard | None):
+    def __init__(self, directory: str | Path, process_shard: ProcessShard | None):
         self.directory = Path(directory)
-        self.share = share or ProcessShard()
+        self.process_shard = process_shard or ProcessShard()
         self.missing: list[Any] = []
         self.bad: dict[Any, str] = {}
         self.done_before = 0
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:
-            name = f"{self.NAME}-{self.share.index}.jsonl"
-            self._file = stack.enter_context(opened(self.directory, name))
+            name = f"{self.NAME}-{self.process_shard.index}.jsonl"
+            self._file = stack.enter_context(open_manifest(self.directory, name))
             self._scan()
             stack.pop_all()
         return self
@@ -126,24 +131,27 @@ class OutputDirectory:
         return str(key)
 
     def bad_clips(self) -> dict[str, str]:
-        """Return why clips of this share could not be made, by their ids."""
+        """Return the reasons why clips of this process could not be made, by id."""
         return {self.clip_id(key): reason for key, reason in self.bad.items()}
 
     def manifest_keys(self, key: Any) -> dict[str, Any]:
-        """Return how a line of the manifest names a clip."""
+        """Return the fields by which a manifest's line names a clip."""
         return {"id": self.clip_id(key)}
 
     def note(self, key: Any, **about: Any) -> None:
-        """Write into the manifest that a clip is done; `about` are further fields of the line."""
+        """Add the line to the manifest that a clip is done; `about` are further fields of the line."""
         self.add_line(DONE, **self.manifest_keys(key), **about)
 
     def refuse(self, key: Any, reason: str) -> None:
-        """Write into the manifest that a clip cannot be made, and why."""
+        """Add the line to the manifest that a clip cannot be made, with the reason."""
         self.bad[key] = reason
         self.add_line(BAD, **self.manifest_keys(key), error=reason)
 
     def begin(self, config: dict[str, Any], **state: Any) -> None:
-        """Write the settings by which clips are made, as JSON; a directory has one config for good."""
+        """Write the config of the clips, as JSON, to the directory; it must equal one that is there.
+
+        `state` are further fields of the file.
+        """
         self._load_state(config)
         if state or not (self.directory / self.LIST).exists():
             content = {"format": self.FORMAT, "config": config, **state}
@@ -177,16 +185,16 @@ class DatasetDirectory(OutputDirectory):
 
     Args:
         directory: made where it is not there.
-        config: what the clips are made by, as JSON; a directory has one for good.
-        clips: those that are wanted.
-        kind: of `formats`.
-        shard_size: clips a shard; with a file a clip it is 1.
-        share: of this process.
-        retry: whether clips that were bad get another number, and another chance.
+        config: settings that the clips depend on, as JSON; a directory has one config for good.
+        clips: the requested clips.
+        kind: format of the shards, one of `formats`.
+        shard_size: number of clips in a shard; 1 with a file a clip.
+        process_shard: the part of this process; None for a single process.
+        retry: whether bad clips are tried again, under another number.
 
     Attributes:
-        ids: of all clips by their numbers, which are the keys, those of earlier runs first; None for a number
-            that no clip has.
+        ids: ids of all clips in the order of their numbers, those of earlier runs first; None for a number
+            without a clip.
 
     Raises:
         OutputError: as `OutputDirectory`.
@@ -203,14 +211,14 @@ class DatasetDirectory(OutputDirectory):
         *,
         kind: str = formats.SAFETENSORS,
         shard_size: int = 64,
-        share: ProcessShard | None = None,
+        process_shard: ProcessShard | None = None,
         retry: bool = False,
     ):
         """Check the ids; `with` finds what is missing."""
         if kind == formats.PARQUET:
             formats.pyarrow()  # raises before the work, not after it
         check_ids((clip.id for clip in clips), "the data set")
-        super().__init__(directory, share)
+        super().__init__(directory, process_shard)
         self.kind = kind
         self.shard_size = 1 if kind == formats.SAFETENSORS else shard_size
         self._clips = {clip.id: clip for clip in clips}
@@ -231,8 +239,8 @@ class DatasetDirectory(OutputDirectory):
         for shard in self.shards:
             for index in self.members(shard):
                 if index not in self.bad:
-                    self._sort(index, taken, index in noted)
-            self._close_if_whole(shard)
+                    self._count_clip(index, taken, index in noted)
+            self._write_shard_if_complete(shard)
 
     def _load_ids(self) -> list[str | None]:
         """Return the ids of all clips, by their numbers, and write them where new clips get numbers.
@@ -256,8 +264,11 @@ class DatasetDirectory(OutputDirectory):
             self.begin(self._config, clips=known)
         return known
 
-    def _sort(self, index: int, taken: Container[Path], is_noted: bool) -> None:
-        """Count a clip as done, missing or bad; note one that a killed run has encoded and not noted."""
+    def _count_clip(self, index: int, taken: Container[Path], is_noted: bool) -> None:
+        """Count a clip as done, missing or bad; add a missing line for one that a killed run has encoded.
+
+        `taken` are the files of all clips; `is_noted` is whether the manifest has the clip's line.
+        """
         try:
             check_file(self.clip_id(index), self.clip_path(index), self.directory, taken)
             if self.is_done(index):
@@ -290,7 +301,7 @@ class DatasetDirectory(OutputDirectory):
     @property
     def shards(self) -> range:
         """The numbers of the shards of this process."""
-        return range(self.share.index, -(-len(self.ids) // self.shard_size), self.share.count)
+        return range(self.process_shard.index, -(-len(self.ids) // self.shard_size), self.process_shard.count)
 
     def shard_path(self, shard: int) -> Path:
         """Return the path of a shard, which for a file a clip is the clip's."""
@@ -325,7 +336,9 @@ class DatasetDirectory(OutputDirectory):
         return self._clips[self.clip_id(index)]
 
     def keep(self, index: int, latents: Latents) -> None:
-        """Save a clip's latents, and its shard when this was the last clip missing in it.
+        """Save a clip's latents, and add its line to the manifest.
+
+        `note`, which adds the line, also writes the clip's shard if this was the last clip missing in it.
 
         Raises:
             OSError: no room, or a directory that cannot be written.
@@ -334,18 +347,18 @@ class DatasetDirectory(OutputDirectory):
         self.note(index, **manifest_fields(latents))
 
     def note(self, key: int, **about: Any) -> None:
-        """Write into the manifest that a clip is done; write its shard, if it was the last one missing."""
+        """Add the line that a clip is done; write its shard, if it was the last clip missing in it."""
         super().note(key, **about)
-        self._close_if_whole(key // self.shard_size)
+        self._write_shard_if_complete(key // self.shard_size)
 
     def refuse(self, key: int, reason: str) -> None:
         super().refuse(key, reason)
-        self._close_if_whole(key // self.shard_size)
+        self._write_shard_if_complete(key // self.shard_size)
 
-    def _close_if_whole(self, shard: int) -> None:
-        """Write a shard and remove its clips' files, unless a clip is missing or each is a file of its own.
+    def _write_shard_if_complete(self, shard: int) -> None:
+        """Write a shard of the clips' latent files, and remove those, once no clip of it is missing.
 
-        Bad clips are left out of a shard.
+        Bad clips are left out. With a file a clip (safetensors) there is nothing to write.
         """
         members, path = self.members(shard), self.shard_path(shard)
         encoded = [index for index in members if index not in self.bad]

@@ -1,4 +1,4 @@
-"""Ids of clips, and where their files may lie below the directory of an output."""
+"""Ids of clips, which are the paths of their files below an output directory."""
 
 import re
 from collections.abc import Container, Iterable
@@ -6,7 +6,7 @@ from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
 
 LONGEST_NAME, LONGEST_PATH, MOST_PARTS = 255, 4095, 100
-"""Bytes of a file's name and of a path, by Linux's limits.h, and parts of one, which is made by recursion."""
+"""Most bytes of a file's name and of a path, by Linux's limits.h; most parts of a path, made by recursion."""
 WORK = "work"
 """Folder of clips that wait for their shard, in a data set's directory."""
 _WAITING = re.compile(WORK + r"/\d{8}(\.safetensors)?")
@@ -22,7 +22,7 @@ def is_waiting(path: PurePath) -> bool:
 
 
 def check_id(name: Any) -> None:
-    """Raise `ClipError` for an id that names no file of its own below an output's directory."""
+    """Raise `ClipError` unless an id is a relative path below an output directory, in its plainest form."""
     path = PurePosixPath(name) if isinstance(name, str) else PurePosixPath()
     if not path.parts or path.is_absolute() or ".." in path.parts or path.as_posix() != name:
         raise ClipError(f"got the id {name!r}: a path that must not lead out of the output is wanted")
@@ -31,7 +31,7 @@ def check_id(name: Any) -> None:
 
 
 def check_ids(names: Iterable[str], where: str) -> None:
-    """Raise `ClipError`, which names the origin `where`, for an id that comes twice or is no valid one."""
+    """Raise `ClipError` for an id that comes twice or is not valid; `where` names their origin."""
     seen: set[str] = set()
     for name in names:
         if name in seen:
@@ -48,9 +48,9 @@ def check_file(name: str, path: Path, directory: Path, taken: Container[Path]) -
 
     Args:
         name: the id.
-        path: of the file.
-        directory: of the output; the file lies in it or below.
-        taken: the files of all clips.
+        path: path of the file.
+        directory: the output directory, which the file is in or below.
+        taken: the files of all clips, none of which may be a directory of `path`.
     """
     try:
         name.encode()

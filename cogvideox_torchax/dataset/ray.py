@@ -1,8 +1,8 @@
 """Encoding on Ray Data: many machines, an actor for each host's chips, and an engine that replaces dead ones.
 
-An actor writes a clip's latents itself, into a directory that all machines see, and gives the line of the
-manifest back; so a task that Ray runs again, as its actor died, finds what was done. The process that started
-it writes manifest and shards.
+An actor writes a clip's latents itself, into a directory that all machines see, and returns the clip's line
+of the manifest. A task that Ray runs again, as its actor died, finds the latents there. The process that
+started the work writes manifest and shards.
 """
 
 import json
@@ -24,17 +24,17 @@ class ClipActor:
     """An actor on a Ray host: a model, which encodes the clips that it is given one at a time.
 
     Args:
-        config: how they are encoded.
+        config: settings by which they are encoded.
     """
 
     def __init__(self, config: ClipConfig):
         self._encode = EncodeClip(config)
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, list[str]]:
-        """Encode the clips of a batch, JSON texts under "row"; return what became of each, under "line"."""
-        return {"line": [self._one(json.loads(row)) for row in batch["row"]]}
+        """Encode the clips of a batch, JSON texts under "row"; return their manifest lines under "line"."""
+        return {"line": [self._encode_row(json.loads(row)) for row in batch["row"]]}
 
-    def _one(self, row: dict[str, Any]) -> str:
+    def _encode_row(self, row: dict[str, Any]) -> str:
         """Encode a clip and write its latents; return its number and manifest fields or error, as JSON."""
         path, latents, reason = Path(row["path"]), None, None
         if path.exists():  # written by an actor that died before it could return
@@ -72,14 +72,14 @@ def connect(address: str | None = None) -> None:
 
 
 def work(directory: DatasetDirectory, config: ClipConfig, *, actors: int | None = None) -> Iterator[Step]:
-    """Encode what a directory lacks on the cluster that this process is connected to.
+    """Encode a directory's missing clips on the connected Ray cluster; yield each one's outcome.
 
     An actor takes the chips of the config's mesh where the cluster has TPUs, and a CPU elsewhere.
 
     Args:
         directory: the output; every machine can open it and the clips by the same paths.
-        config: how they are encoded.
-        actors: how many models run at a time; as many as there are chips for where None, or one.
+        config: settings by which they are encoded.
+        actors: number of models that run at a time; None for as many as the chips allow, or one.
     """
     import ray
 

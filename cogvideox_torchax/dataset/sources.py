@@ -18,7 +18,7 @@ FIELDS: dict[str, type] = {
 
 
 def is_many(path: str | Path) -> bool:
-    """Return whether a path stands for many clips: a directory, or a list in .txt or .jsonl."""
+    """Return whether a path names many clips: a directory, or a list in .txt or .jsonl."""
     path = Path(path)
     return path.is_dir() or path.suffix in LISTS
 
@@ -26,12 +26,12 @@ def is_many(path: str | Path) -> bool:
 def clips(path: str | Path) -> list[Clip]:
     """Return the clips of a directory and of those below it, or of a list, in a fixed order.
 
-    Beside a directory's clip a .txt file of the same name may hold its caption. A .txt list has a path a
-    line, a .jsonl one an object with `path` and, as it likes, `id`, `caption`, `frames`, `height` and
-    `width`; paths are relative to the list.
+    In a directory a .txt file beside a clip, of the same name, is its caption. A .txt list has a path on each
+    line, a .jsonl list an object with `path` and optional `id`, `caption`, `frames`, `height` and `width`;
+    paths are relative to the list.
 
     Raises:
-        ClipError: no such directory or list, none in it, a line that says no path, or an id that comes twice.
+        ClipError: no such directory or list, none in it, a line without a path, or an id that comes twice.
     """
     path = Path(path)
     found = _in_directory(path) if path.is_dir() else list(_in_list(path))
@@ -47,19 +47,19 @@ def _in_directory(directory: Path) -> list[Clip]:
         path for path in directory.rglob("*") if path.suffix.lower() in video.SUFFIXES and path.is_file()
     )
     return [
-        Clip(file.relative_to(directory).as_posix(), file, _caption(file))
+        Clip(file.relative_to(directory).as_posix(), file, _caption_beside(file))
         for file in sorted(files, key=lambda file: file.relative_to(directory).as_posix())
     ]
 
 
-def _caption(file: Path) -> str:
+def _caption_beside(file: Path) -> str:
     """Return the text of the .txt file beside a video; "" where there is none."""
     beside = file.with_suffix(".txt")
-    return _text(beside).strip() if beside.is_file() else ""
+    return _read_text(beside).strip() if beside.is_file() else ""
 
 
-def _text(path: Path) -> str:
-    """Return the text of a UTF-8 file, without the mark that Windows' editors begin one with."""
+def _read_text(path: Path) -> str:
+    """Return the text of a UTF-8 file, without the byte order mark that Windows' editors write."""
     try:
         return path.read_text("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -72,16 +72,16 @@ def _in_list(path: Path) -> Iterator[Clip]:
     """Yield the clips of a .txt or .jsonl list; errors name the line."""
     if not path.is_file():
         raise ClipError(f"there is no file {path}")
-    for number, line in enumerate(_text(path).split("\n"), 1):
+    for number, line in enumerate(_read_text(path).split("\n"), 1):
         if line.strip():
             try:
-                yield _clip(line, path)
+                yield _clip_of_line(line, path)
             except ClipError as error:
                 raise ClipError(f"{path}, line {number}: {error}") from error
 
 
-def _clip(line: str, path: Path) -> Clip:
-    """Return the clip of a line of a list; `ClipError` where the line names none."""
+def _clip_of_line(line: str, path: Path) -> Clip:
+    """Return the clip of one line of the list `path`; raise `ClipError` for a wrong line."""
     try:
         given: dict[str, Any] = {"path": line.strip()} if path.suffix == ".txt" else dict(reports.parse(line))
         file = path.parent / given["path"]
@@ -98,11 +98,11 @@ def _clip(line: str, path: Path) -> Clip:
         except UnicodeEncodeError as error:
             raise ClipError(f"{name} is {value!r}, which UTF-8 cannot hold ({error.reason})") from error
     del given["path"]
-    return Clip(given.pop("id", _name(file, path.parent)), file, **given)
+    return Clip(given.pop("id", _relative_name(file, path.parent)), file, **given)
 
 
-def _name(file: Path, directory: Path) -> str:
-    """Return a file's path below a directory; its own name where it lies elsewhere."""
+def _relative_name(file: Path, directory: Path) -> str:
+    """Return a file's path relative to a directory; the file's name if it is not below it."""
     below = file.relative_to(directory) if file.is_relative_to(directory) else Path(file.name)
     return file.name if ".." in below.parts else below.as_posix()
 

@@ -17,7 +17,7 @@ from cogvideox_torchax.runtime import without_torchax
 
 KEY, FORMAT = "cogvideox-torchax", 2
 FACTORS = ("scaling_factor", "shift_factor", "invert_scale_latents")
-"""Fields of the config that a diffusion pipeline applies."""
+"""Fields of the config by which a diffusion pipeline scales latents."""
 FORMER = "cogvideox-torchax-latents/1"
 TENSOR, LOGVAR, SAMPLE = "latents", "logvar", "sample"
 
@@ -55,9 +55,9 @@ class Latents:
         model: directory or hub id of that VAE.
         fps: of the source video.
         num_frames: of the source video.
-        logvar: the logarithm of the posterior's variance, of the mean's shape; None where it was not kept.
-        sample: drawn from the posterior, beside its mean; None where none was.
-        about: what else is known: a data set keeps each clip's caption, sizes and hashes there.
+        logvar: the posterior's log-variance, of the mean's shape; None if it was not kept.
+        sample: a sample of the posterior, besides its mean; None if none was kept.
+        about: further fields: in a data set the clip's caption, sizes and hashes.
     """
 
     tensor: torch.Tensor
@@ -118,7 +118,7 @@ def load(path: str | Path) -> Latents:
     path = Path(path)
     if not path.is_file():
         raise LatentsError(f"there is no file {path}")
-    return assembled(path, *tensors.load(path, LatentsError))
+    return from_metadata(path, *tensors.load(path, LatentsError))
 
 
 def about(path: Path) -> dict[str, Any]:
@@ -144,11 +144,11 @@ def loads(data: bytes, name: str | Path) -> Latents:
     with tensors.readable(name, LatentsError):
         found = without_torchax(deserialized, data)
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    return assembled(name, header.get("__metadata__", {}), found)
+    return from_metadata(name, header.get("__metadata__", {}), found)
 
 
-def assembled(path: str | Path, metadata: dict[str, str], found: dict[str, torch.Tensor]) -> Latents:
-    """Return the latents of a file's metadata and tensors.
+def from_metadata(path: str | Path, metadata: dict[str, str], found: dict[str, torch.Tensor]) -> Latents:
+    """Return the latents that a file's metadata and tensors describe.
 
     Args:
         path: of the file, for errors.
@@ -163,8 +163,8 @@ def assembled(path: str | Path, metadata: dict[str, str], found: dict[str, torch
         raise _foreign(path)
     if tensor.ndim != 5 or not tensor.numel() or not tensor.dtype.is_floating_point:
         raise LatentsError(
-            f"{path} holds {tensor.dtype} of shape {tuple(tensor.shape)}: floats (N, C, T, H, W), none of "
-            "them 0, are wanted"
+            f"{path} holds {tensor.dtype} of shape {tuple(tensor.shape)}: floats of shape (N, C, T, H, W), "
+            "without an empty axis, are wanted"
         )
     return Latents(tensor, **fields, logvar=found.get(LOGVAR), sample=found.get(SAMPLE))
 
@@ -177,7 +177,7 @@ def _foreign(path: str | Path) -> LatentsError:
 
 
 def _fields(path: str | Path, metadata: dict[str, str]) -> dict[str, Any]:
-    """Return the arguments of `Latents` that a file's metadata holds, each checked.
+    """Return the arguments of `Latents`, but for its tensors, from a file's metadata, each checked.
 
     The config's `FACTORS` are checked like fields, since pipelines multiply latents by them: an error names
     the factor, not the whole config.
@@ -214,9 +214,9 @@ def _fields_of_format_1(metadata: dict[str, str]) -> dict[str, Any]:
 
 
 def _is_number(value: Any) -> bool:
-    """Return whether a value is a number that float32 has.
+    """Return whether a value is a number in float32's range, and no bool.
 
-    The value is not converted first: an int of JSON may be beyond any float.
+    It is not converted to a float first: an int of JSON may be larger than any.
     """
     return isinstance(value, int | float) and not isinstance(value, bool) and -1e38 < value < 1e38
 

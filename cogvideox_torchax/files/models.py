@@ -93,14 +93,16 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def saved_from_host(save_pretrained: Callable[..., None]) -> Callable[..., None]:
-    """Wrap a model's inherited `save_pretrained`, so that it saves a model on JAX as if it were in PyTorch.
+    """Return a model's `save_pretrained` for weights on JAX or in PyTorch.
 
-    The files get the mode that the umask leaves them: safetensors gives its own to their owner alone.
+    It calls `save_pretrained` with a copy of the module tree that has plain tensors (`host_skeleton`). Then
+    it repairs permissions: safetensors makes weight files that only their owner may read, whatever the umask;
+    config.json has the mode that the umask gives.
     """
 
     @functools.wraps(save_pretrained)
     def save(model: Any, save_directory: str | Path, *args: Any, **options: Any) -> None:
-        """Save the model, and give the files that were written config.json's mode."""
+        """Save the model, then give the weight files that this call wrote the permissions of config.json."""
         directory = Path(save_directory)
         before = {file: file.stat().st_mtime_ns for file in directory.glob("*.safetensors")}
         without_torchax(save_pretrained, host_skeleton(model), save_directory, *args, **options)

@@ -1,4 +1,4 @@
-"""Contact sheets: frames of a video, and of what came of it, in one picture."""
+"""Contact sheets: frames of a video and of its reconstruction in one picture."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ def contact_sheet(source: torch.Tensor, result: torch.Tensor, columns: int = 5) 
 
     Args:
         source, result: uint8 (1, 3, T, H, W).
-        columns: at most so many frames.
+        columns: most frames of a row.
     """
     from PIL import Image, ImageDraw
 

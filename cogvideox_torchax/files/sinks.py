@@ -24,7 +24,7 @@ class Sink:
 
 
 def write_all(sink: Sink, pieces: Iterable[torch.Tensor]) -> int:
-    """Write frames as they come; return how many."""
+    """Write all pieces (1, 3, t, H, W) into a sink as they come; return the number of frames."""
     written = 0
     for frames in pieces:
         sink.write(frames)
@@ -41,7 +41,7 @@ class GifSink(Sink):
     """An animated GIF, each frame with a palette of its own, shown for whole hundredths of a second."""
 
     SHORTEST = 20
-    """Milliseconds of a frame: shorter ones are slowed to a tenth of a second where GIFs are shown."""
+    """Fewest milliseconds of a frame: browsers show shorter ones for a tenth of a second."""
 
     def __init__(self, path: Path, fps: Fraction):
         self._path = path

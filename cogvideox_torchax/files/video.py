@@ -24,13 +24,13 @@ SUFFIXES = (".avi", ".gif", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg", ".t
 """Suffixes of a directory's videos."""
 
 RATE = re.compile(r"[0-9]{1,10}(\.[0-9]{1,10})?(/[0-9]{1,10})?")
-"""A frame rate as text; without exponents, as a few bytes of those make a number that fills memory."""
+"""A frame rate as text. Exponents are not allowed: a short one makes a number that fills memory."""
 LONGEST = 600
-"""Seconds that a frame may last: neither .gif nor .mp4 has numbers for many more."""
+"""Most seconds that a frame may last: .gif and .mp4 cannot store many more."""
 LARGEST = 16_384
-"""Pixels of a side, the most that H.264 has."""
+"""Most pixels of a side in H.264."""
 COPIED = ("aac", "ac3", "alac", "eac3", "mp3", "opus")
-"""Codecs of sound that .mp4 knows."""
+"""Codecs of sound that an .mp4 can hold."""
 
 
 class VideoError(ValueError):
@@ -45,7 +45,7 @@ class VideoInfo:
         path: of the file; a word in its place for one that came as bytes.
         height, width: of a frame, upright, in pixels as they are stored.
         fps: frames a second; their average where the gaps between frames differ.
-        num_frames: that are really in the file, and shown: a cut without encoding anew hides some.
+        num_frames: number of frames in the file that are shown; an edit list may hide others.
         times: when each frame is shown, in seconds after the first; empty where the file does not say.
         tick: period of the clock of `times`, in seconds.
         sound: the codec of the sound track; "" where there is none, "unknown" where FFmpeg has no decoder.
@@ -68,7 +68,7 @@ class VideoInfo:
         return self.width * self.pixel / self.height
 
     @property
-    def copies_sound(self) -> bool:
+    def can_copy_sound(self) -> bool:
         """True if an .mp4 can hold the sound as it is."""
         return self.sound in COPIED
 
@@ -110,7 +110,7 @@ def _av() -> Any:
     return av
 
 
-def _name(source: Source) -> Path:
+def _name_for_messages(source: Source) -> Path:
     """Return a video's path for messages; words in its place for one in bytes."""
     return Path("the video") if isinstance(source, bytes) else Path(source)
 
@@ -118,7 +118,7 @@ def _name(source: Source) -> Path:
 @contextlib.contextmanager
 def _opened(source: Source, **options: str) -> Iterator[Any]:
     """Open a container that has a video stream; raise PyAV's errors as one line."""
-    av, path = _av(), _name(source)
+    av, path = _av(), _name_for_messages(source)
     if not isinstance(source, bytes):
         if not path.exists():
             raise VideoError(f"there is no file {path}")
@@ -146,7 +146,7 @@ def probe(source: Source) -> VideoInfo:
     Raises:
         VideoError: no file, no video, no frames, or fewer frames than the header announces.
     """
-    path = _name(source)
+    path = _name_for_messages(source)
     with _opened(source) as container:
         stream = container.streams.video[0]
         shown, orientation = [], None
@@ -199,12 +199,12 @@ def _codec(stream: Any) -> str:
 
 @dataclass(frozen=True)
 class Framing:
-    """The size in which frames are wanted.
+    """The size to bring frames to.
 
     Attributes:
-        height, width: what frames are resized to.
-        crop: whether the middle is cut out instead of resizing.
-        resized: (height, width) to which they are resized before the middle is cut out; None for their own.
+        height, width: the size, in pixels.
+        crop: whether the middle is cut out; else frames are resized.
+        resized: (height, width) to resize to before the middle is cut out; None to cut it out of the frame.
     """
 
     height: int
@@ -214,7 +214,7 @@ class Framing:
 
 
 def cover(info: VideoInfo, height: int, width: int) -> Framing:
-    """Return the middle of a video, resized as little as fills `height` x `width` square pixels."""
+    """Return the framing that resizes a video to just cover `height` x `width`, and cuts out the middle."""
     scale = max(Fraction(height), width / info.shape)
     resized = max(round(scale), height), max(round(scale * info.shape), width)
     return Framing(height, width, crop=True, resized=resized)
@@ -224,10 +224,10 @@ def framing(info: VideoInfo, *, multiple: int, height: int | None, width: int | 
     """Return the size to read a video in, every side a multiple of `multiple`.
 
     Args:
-        info: of the video.
-        multiple: of pixels.
-        height, width: what to resize to. One alone keeps the picture's shape, as near as a multiple comes;
-            with `crop` the other side is the video's own, as both are where none is given.
+        info: properties of the video.
+        multiple: number of pixels that must divide both sides.
+        height, width: the requested size. Of None and a number, the first follows from the video's shape, or
+            with `crop` from its size; two None are the video's size.
         crop: whether to cut out the middle instead of resizing.
 
     Raises:
@@ -262,7 +262,7 @@ def read_frames(source: Source, size: Framing, num_frames: int) -> Iterator[torc
     Raises:
         VideoError: a file that cannot be read, that ends before `num_frames`, or whose frames change size.
     """
-    path = _name(source)
+    path = _name_for_messages(source)
     count, first_size = 0, None
     with _opened(source) as container:
         container.streams.video[0].thread_type = "AUTO"
@@ -273,13 +273,13 @@ def read_frames(source: Source, size: Framing, num_frames: int) -> Iterator[torc
                     f"{path} changes size at frame {count}, from {first_size[0]} x {first_size[1]} pixels to "
                     f"{frame.height} x {frame.width}: cut it there, or take fewer frames"
                 )
-            yield torch.from_numpy(_pixels(frame, size)).permute(2, 0, 1)[None].contiguous()
+            yield torch.from_numpy(_framed_pixels(frame, size)).permute(2, 0, 1)[None].contiguous()
             count += 1
     if count < num_frames:
         raise VideoError(f"{path} is truncated: {num_frames} frames were expected, {count} could be decoded")
 
 
-def _pixels(frame: Any, size: Framing) -> Any:
+def _framed_pixels(frame: Any, size: Framing) -> Any:
     """Return a decoded frame's RGB bytes (H, W, 3) in the wanted size, upright."""
     resized, orientation = size.resized if size.crop else (size.height, size.width), _orientation(frame)
     if resized is None:
@@ -296,7 +296,7 @@ def _pixels(frame: Any, size: Framing) -> Any:
 
 @dataclass(frozen=True)
 class SourceTiming:
-    """Times, sound and pixel shape that an .mp4 takes over from the video of its frames.
+    """Times, sound and pixel shape of the source video, for an .mp4 to have as well.
 
     Attributes:
         times: when each frame is shown, in seconds after the first; for an even rate none are needed.
@@ -318,7 +318,7 @@ def writing(path: str | Path, fps: Fraction | float, source: SourceTiming | None
     Args:
         path: of the file or the directory.
         fps: frames a second.
-        source: what an .mp4 takes of its source besides; the others take nothing.
+        source: times and sound of the source video for an .mp4; .gif and PNG have none.
 
     Raises:
         OutputError: another suffix, an output that cannot be written, a directory that has files in it, or a
@@ -380,7 +380,7 @@ class _Mp4Sink(Sink):
         self._stream: Any = None
         self._container = _av().open(str(path), "w", format="mp4")
         self._sound = _copied_sound(source, self._container)
-        self._heard = next(self._sound, None)
+        self._sound_until = next(self._sound, None)
 
     def write(self, frames: torch.Tensor) -> None:
         """Write the frames, each after the sound that is heard before it."""
@@ -393,8 +393,8 @@ class _Mp4Sink(Sink):
             if times:
                 frame.pts, frame.time_base = round(shown / self.TICK), self.TICK
             self._container.mux(self._stream.encode(frame))
-            while self._heard is not None and self._heard < shown:
-                self._heard = next(self._sound, None)
+            while self._sound_until is not None and self._sound_until < shown:
+                self._sound_until = next(self._sound, None)
             self._written += 1
 
     def _video_stream(self, height: int, width: int) -> Any:
@@ -426,9 +426,9 @@ class _Mp4Sink(Sink):
 
 
 def _copied_sound(source: SourceTiming, container: Any) -> Generator[Fraction]:
-    """Copy the source's sound into a container, a packet for each step of the generator.
+    """Copy the source's sound into a container, one packet for each step of the generator.
 
-    Before each packet it yields when that is heard, in seconds after the first frame.
+    It yields a packet's time, in seconds after the first frame, before it copies the packet.
     """
     if source.sound is None:
         return

@@ -22,7 +22,7 @@ class OutputError(ValueError):
 
 
 def refuse(path: str | Path, faults: dict[str, bool]) -> None:
-    """Raise `OutputError` for the first fault that `path` has."""
+    """Raise `OutputError` with the first message of `faults` that is true of `path`."""
     for fault, is_there in faults.items():
         if is_there:
             raise OutputError(f"cannot write {path}: {fault}")
@@ -49,23 +49,23 @@ def check_output(path: str | Path) -> Path:
 
 
 def check_file(path: str | Path) -> Path:
-    """Return the path, if a file that is no directory can be written there; raise as `check_output` does."""
+    """Return the path, if a file, no directory, can be written there; raise as `check_output` does."""
     path = check_output(path)
     refuse(path, {"it is a directory": path.is_dir()})
     return path
 
 
 def resolved(path: str | Path) -> Path:
-    """Return the absolute path that links lead to."""
+    """Return the absolute path, with symbolic links followed."""
     return Path(os.path.realpath(path))
 
 
 @contextlib.contextmanager
 def whole_file(path: str | Path, *, directory: bool = False) -> Iterator[Path]:
-    """Yield an empty file that becomes `path`, on the disk, when the block ends well.
+    """Yield an empty temporary file that replaces `path` when the `with` block ends without an error.
 
-    Where the block raises, the file vanishes and what was at `path` stays. A link stays, and leads to what
-    was written. The block writes into the file and puts no other in its place.
+    If the block raises, the temporary file is removed and `path` stays as it was. A symbolic link stays, and
+    its target is replaced. The block must write into the file, not replace it.
 
     Args:
         path: of the output.
@@ -75,12 +75,14 @@ def whole_file(path: str | Path, *, directory: bool = False) -> Iterator[Path]:
         OutputError: `path` cannot be written, or another run is writing it.
     """
     path = resolved(path)
-    _remove_left(hidden(path, EXCHANGE))
+    _remove_leftover(hidden(path, EXCHANGE))
     with reserved(path, WRITING) as (place, handle):
         made = place / "output"
         made.mkdir() if directory else made.touch()
         yield made
-        refuse(path, {"another run writes it, and files cannot be locked there": not _is_at(handle, place)})
+        refuse(
+            path, {"another run writes it, and files cannot be locked there": not _is_still_at(handle, place)}
+        )
         for written in (*(made.iterdir() if directory else ()), made):
             _sync(written)
         os.replace(made, path)
@@ -97,7 +99,7 @@ def reserved(path: str | Path, suffix: str) -> Iterator[tuple[Path, int]]:
     """
     place = hidden(check_output(path), suffix)
     try:
-        handle = _locked(place)
+        handle = _make_locked(place)
     except OSError as error:
         running = "another run is writing it; wait for it, or end it"
         reason = running if isinstance(error, BlockingIOError) else error.strerror
@@ -105,13 +107,13 @@ def reserved(path: str | Path, suffix: str) -> Iterator[tuple[Path, int]]:
     try:
         yield place, handle
     finally:
-        if _is_at(handle, place):
+        if _is_still_at(handle, place):
             shutil.rmtree(place, ignore_errors=True)
         os.close(handle)
 
 
 def hidden(path: str | Path, suffix: str) -> Path:
-    """Return the hidden path beside `path` with a suffix; a hash where the name would be too long."""
+    """Return the hidden path beside `path`, `.NAMEsuffix`; a hash is the name if that is too long."""
     path = resolved(path)
     name = f".{path.name}{suffix}"
     if len(os.fsencode(name)) > 255:
@@ -119,8 +121,8 @@ def hidden(path: str | Path, suffix: str) -> Path:
     return path.with_name(name)
 
 
-def _locked(place: Path) -> int:
-    """Return the descriptor of a locked empty directory, made anew where a killed run has left one.
+def _make_locked(place: Path) -> int:
+    """Make an empty directory, in place of one that a killed run has left; return the descriptor of its lock.
 
     Raises:
         BlockingIOError: another run holds the lock.
@@ -130,9 +132,9 @@ def _locked(place: Path) -> int:
         # Another run may remove the directory between these two lines.
         with contextlib.suppress(FileNotFoundError), _opened(place) as handle:
             lock(handle)
-            if _is_at(handle, place) and not any(place.iterdir()):
+            if _is_still_at(handle, place) and not any(place.iterdir()):
                 return os.dup(handle)  # which keeps the lock
-            if _is_at(handle, place):
+            if _is_still_at(handle, place):
                 shutil.rmtree(place)
 
 
@@ -151,15 +153,15 @@ def lock(handle: int) -> None:
             raise
 
 
-def _remove_left(place: Path) -> None:
-    """Remove the directory that a killed run has left; where it cannot be locked, its run may be alive."""
+def _remove_leftover(place: Path) -> None:
+    """Remove a directory that a killed run has left, unless it is locked: its run is then alive."""
     with contextlib.suppress(OSError), _opened(place) as handle:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(place)
 
 
-def _is_at(handle: int, path: Path) -> bool:
-    """Return whether an open file or directory still lies at a path."""
+def _is_still_at(handle: int, path: Path) -> bool:
+    """Return whether the open file or directory `handle` is still the one at `path`."""
     with contextlib.suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(handle), path.stat())
     return False

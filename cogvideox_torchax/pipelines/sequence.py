@@ -290,7 +290,7 @@ class SequencePlacement(MeshPlace):
         if isinstance(value, torch.Tensor):
             if value.ndim != 3 or not runtime.on_jax(value):
                 return value
-            self._note(name, value)
+            self._add_shape(name, value)
             return runtime.torch_view(self.constrain)(value)
         if isinstance(value, dict):
             return {key: self._split(name, part) for key, part in value.items()}

@@ -33,7 +33,7 @@ class Job:
     `tile` is the (height, width) in pixels of the tiles that the video is cut into, or None.
     """
 
-    kind: Direction
+    direction: Direction
     frames: int
     height: int
     width: int
@@ -52,11 +52,11 @@ class Job:
         if self.tile is not None:
             check_sides("tiles", *self.tile, multiple=scale, least=SMALLEST_TILE)
             height, width = min(height, self.tile[0]), min(width, self.tile[1])
-        channels, frames = vae.config[self.kind.channels], self.frames
-        if self.kind is DECODE:
+        channels, frames = vae.config[self.direction.channels], self.frames
+        if self.direction is DECODE:
             frames = sum(ENCODE.results(vae, frames))
             height, width = height // scale, width // scale
-        return self.kind.chunks(vae, frames), (channels, height, width)
+        return self.direction.chunks(vae, frames), (channels, height, width)
 
     def tiles(self, vae: AutoencoderKLCogVideoX) -> int:
         """Return the number of tiles of a picture; tiles at its edges are smaller."""
@@ -108,7 +108,7 @@ def chunk_works(vae: AutoencoderKLCogVideoX, job: Job, mesh: Any, backend: str =
         vae.place_on(mesh)
     pieces, (channels, *size) = job.chunk_shapes(vae)
     build = backends.backend(backend)
-    program = build.program(vae, job.kind)
+    program = build.program(vae, job.direction)
     if mesh.size == 1:
         program.place = runtime.Place(mesh.devices.item())
     dtype = runtime.jax_dtype(vae.dtype)
@@ -147,7 +147,7 @@ def smallest_tiling_that_fits(
     Returns:
         The tile, compiled; None if not even the smallest one fits.
     """
-    scale, weights = vae.spatial_compression_ratio, _weight_bytes(vae, job.kind)
+    scale, weights = vae.spatial_compression_ratio, _weight_bytes(vae, job.direction)
     height, width = job.tile or (job.height, job.width)
     while True:
         share = 0.95 * max(chip.memory - weights, 0) / (peak_bytes - weights)
@@ -184,7 +184,7 @@ def smallest_mesh_that_fits(
         The mesh, compiled; None if 256 chips are not enough, or the generation comes in other grids.
     """
     generation, _, grid = topology.partition(":")
-    chip, weights = CHIPS[generation], _weight_bytes(weightless_vae(model, dtype), job.kind)
+    chip, weights = CHIPS[generation], _weight_bytes(weightless_vae(model, dtype), job.direction)
     if grid.count("x") != 1:
         return None
     for count, name in GRIDS.items():

@@ -58,7 +58,7 @@ def _cells(row: Row) -> list[str]:
     return [row.layer, shape, row.spec, str(row.shards or ""), f"{row.bytes_per_device:,}", moved]
 
 
-def report(vae: Any, shape: tuple[int, ...], *, kind: Direction = DECODE) -> ProgramPlan:
+def report(vae: Any, shape: tuple[int, ...], *, direction: Direction = DECODE) -> ProgramPlan:
     """Compile the program of an input's last chunk and report its sharding, layer by layer.
 
     In the result's `layers` all but `shape` and `spec` is read off the compiled program.
@@ -66,30 +66,32 @@ def report(vae: Any, shape: tuple[int, ...], *, kind: Direction = DECODE) -> Pro
     Args:
         vae: an `AutoencoderKLCogVideoX` with a mesh, in PyTorch, on JAX or on torch's "meta" device.
         shape: the whole input's (N, C, T, H, W): latents to decode, frames to encode.
-        kind: `DECODE` or `ENCODE`.
+        direction: `DECODE` or `ENCODE`.
 
     Raises:
         ValueError: a model of the Flax build, or one that was ported without a mesh.
     """
     if not isinstance(vae, AutoencoderKLCogVideoX):
-        raise ValueError("a report tells the layers of the torchax build apart: port diffusers' model for it")
+        raise ValueError(
+            f"got a {type(vae).__name__}: a report needs diffusers' model; pass port(vae, mesh=...)"
+        )
     _check_mesh("model", vae)
-    return _read(kind, shape[2], *compile_last_chunk(vae, shape, kind=kind))
+    return _read(direction, shape[2], *compile_last_chunk(vae, shape, direction=direction))
 
 
 def compile_last_chunk(
-    vae: AutoencoderKLCogVideoX, shape: tuple[int, ...], *, kind: Direction = DECODE
+    vae: AutoencoderKLCogVideoX, shape: tuple[int, ...], *, direction: Direction = DECODE
 ) -> tuple[runtime.Program, Any]:
     """Compile, without running it, the program of an input's last chunk, which all but the first share.
 
     Args:
-        vae, shape, kind: as `report` takes them; a mesh is not needed.
+        vae, shape, direction: as `report` takes them; a mesh is not needed.
 
     Returns:
         The program and its compiled form.
     """
-    program, dtype = vae.build_program(kind), runtime.jax_dtype(vae.dtype)
-    pieces = Direction(kind).chunks(vae, shape[2])
+    program, dtype = vae.build_program(direction), runtime.jax_dtype(vae.dtype)
+    pieces = Direction(direction).chunks(vae, shape[2])
     chunks = [((*shape[:2], piece.length, *shape[3:]), dtype) for piece in pieces]
     structs = program.structs(chunks[-1], before=chunks[0] if len(chunks) > 1 else None)
     return program, program.lower(*structs).compile()

@@ -63,7 +63,7 @@ def whole_video(
     """
     peak = max(program.peak_bytes for program in programs)
     found: dict[str, Any] = {
-        "video": f"{job.kind} {job.frames} x {job.height} x {job.width}",
+        "video": f"{job.direction} {job.frames} x {job.height} x {job.width}",
         "chunks": count,
         "tiles": tiles,
         "peak_memory_GiB": peak / GIB,

@@ -42,7 +42,7 @@ def plan_train_step(
 
     Args:
         vae: of `weightless_vae`.
-        job: the video, its `kind` aside.
+        job: the video, its `direction` aside.
         devices, chip, dp, tp: as `plan_programs` takes them.
 
     Raises:
@@ -61,7 +61,7 @@ def gradient_works(vae: AutoencoderKLCogVideoX, job: Job, mesh: Any) -> Iterator
     trained: Any = vae.train()  # whose method is wrapped in a way that pyright cannot follow
     trained.enable_gradient_checkpointing()
     for direction in Direction:
-        pieces, (channels, *size) = replace(job, kind=direction).chunk_shapes(vae)
+        pieces, (channels, *size) = replace(job, direction=direction).chunk_shapes(vae)
         lengths = [chunk.length for chunk in pieces]
         program = vae.build_program(direction)
         if mesh.size == 1:
@@ -94,7 +94,7 @@ def training_table(
     seconds = [plan.seconds_with_collectives for plan in plans]
     whole = sum(part for part in seconds if part is not None)
     return figures(
-        "train-step: the gradients of every weight, both halves",
+        "train-step: the gradients of every weight of encoder and decoder",
         {
             "weights_and_inputs_GiB": arguments,
             "temporaries_GiB_at_most": temporaries,

@@ -1,4 +1,4 @@
-"""torchax at the edge: tensors and arrays, compiled programs, loading, and the compile cache."""
+"""torch on JAX: tensors and arrays, compiled programs, weights, and the compile cache."""
 
 from cogvideox_torchax.runtime.arrays import (
     all_finite,
@@ -47,9 +47,9 @@ from cogvideox_torchax.runtime.programs import (
     Place,
     Program,
     Programs,
-    carried,
     forget_programs,
     programs_of,
+    with_kept_cache,
 )
 from cogvideox_torchax.runtime.skeleton import host_skeleton
 from cogvideox_torchax.runtime.weights import (
@@ -71,7 +71,6 @@ __all__ = [
     "array_of",
     "as_array",
     "assign",
-    "carried",
     "concatenate",
     "configure_compile_cache",
     "device_and_dtype",
@@ -111,6 +110,7 @@ __all__ = [
     "torch_view",
     "wait",
     "wants_gradient",
+    "with_kept_cache",
     "without_gradient",
     "without_torchax",
 ]

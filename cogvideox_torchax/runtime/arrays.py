@@ -1,4 +1,4 @@
-"""Queries on tensors, wherever they lie: frames, videos, dtypes, non-finite values."""
+"""Operations on tensors and arrays, plain or on JAX: fetching, dtypes, non-finite values, slices."""
 
 import functools
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from cogvideox_torchax.upstream import is_traced
 
 
 def fetch_async(tensor: torch.Tensor) -> None:
-    """Start copying a result to the host; `to_torch` then finds it there."""
+    """Start copying a tensor on JAX to the host, in the background; `to_torch` then waits for less."""
     if on_jax(tensor):
         array_of(tensor).copy_to_host_async()
 
@@ -77,7 +77,7 @@ def first_nonfinite_of(array: Any) -> tuple[int, ...] | None:
     for shard in array.addressable_shards:
         for index in np.argwhere(~np.isfinite(np.asarray(shard.data))):
             return tuple(int(i) + (s.start or 0) for i, s in zip(index, shard.index, strict=True))
-    raise ValueError("got NaN or Inf in the part of the input that another process holds, which says where")
+    raise ValueError("got NaN or Inf in the input's part of another process: see that process's error")
 
 
 def all_finite(tensor: torch.Tensor) -> Any:
@@ -95,7 +95,7 @@ def _jitted_all_finite():
 
 
 def concatenate(parts: Sequence[Any], axis: int) -> Any:
-    """Return tensors, or arrays, joined along an axis, in any thread: on JAX without torchax's modes."""
+    """Return tensors, or arrays, joined along an axis; torchax need not be enabled in this thread."""
     first = parts[0]
     if len(parts) == 1:
         return first
@@ -110,7 +110,7 @@ def concatenate(parts: Sequence[Any], axis: int) -> Any:
 
 
 def take(x: Any, axis: int, start: int, length: int) -> Any:
-    """Return entries `start` to `start + length` of an axis of a tensor or an array, in any thread.
+    """Return entries `start` to `start + length` of an axis of a tensor or an array; without torchax enabled.
 
     On JAX one small program serves every start.
     """

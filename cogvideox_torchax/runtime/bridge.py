@@ -1,7 +1,6 @@
-"""torchax at the edge: turning it on and off, JAX functions as torch functions and back, tensors across.
+"""The bridge between torch and JAX by torchax: enable and disable it, convert functions and tensors.
 
-The one place that imports torchax, and lazily: importing the package costs no JAX start-up, and a user who
-stays in native PyTorch never pays for it.
+Only this module imports torchax, and only when it is needed: a user of native PyTorch never starts JAX.
 """
 
 import contextlib
@@ -17,7 +16,7 @@ from cogvideox_torchax.upstream import one_program_each, teach_copying, torchax_
 from cogvideox_torchax.upstream import torchax_is_on as is_enabled
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
-"""The types of PyTorch's own tensors; one on JAX has a type of torchax's."""
+"""The types of PyTorch's own tensors; a tensor on JAX has a type of torchax."""
 
 
 @functools.cache
@@ -53,9 +52,9 @@ def enable() -> None:
 
 @contextlib.contextmanager
 def active() -> Iterator[None]:
-    """Run a block with this thread's torch calls through torchax, whether or not the thread enabled it.
+    """Enable torchax for this thread's torch calls in a `with` block.
 
-    Inference mode is off meanwhile, and gradients stay as they were. In inference mode torch does not
+    Inference mode is off in the block, and gradients stay as they were. In inference mode torch does not
     decompose operations such as `chunk` and `split`, and torchax implements only their parts.
     """
     gradients = torch.is_grad_enabled()
@@ -74,24 +73,24 @@ def without_torchax(function: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 
 
 def on_jax(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor lives on JAX: a torchax tensor or a view of one."""
+    """Return whether a tensor is on JAX: a torchax tensor or a view of one."""
     # torchax's mode turns each attribute of a plain tensor into a call of its own.
     return type(tensor) not in PLAIN and tensor.device.type == "jax"
 
 
 def is_on_jax(module: torch.nn.Module) -> bool:
-    """Return whether a module's weights lie on JAX, by its first one."""
+    """Return whether a module's first weight, and so all of them, is on JAX."""
     first = next(module.parameters(), None)
     return first is not None and on_jax(first)
 
 
 def is_jax_device(device: Any) -> bool:
-    """Return whether "jax", or one of its devices, is named: a name that torch itself may not know yet."""
+    """Return whether `device`, a name or a torch device, is "jax" or one of its devices, such as "jax:0"."""
     return str(device).partition(":")[0] == "jax"
 
 
 def torch_view(jax_function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a JAX function as a torch function: `torchax.interop.torch_view`, imported at the first call."""
+    """Return a function of JAX arrays as one of torchax tensors; torchax is imported at the first call."""
 
     @functools.wraps(jax_function)
     def call(*args: Any, **kwargs: Any) -> Any:

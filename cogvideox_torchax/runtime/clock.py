@@ -1,4 +1,4 @@
-"""The clock of compilation: what JAX itself says that it spent on tracing, lowering and compiling."""
+"""The time that JAX reports for tracing, lowering and compiling."""
 
 import time
 from collections.abc import Callable
@@ -6,17 +6,17 @@ from collections.abc import Callable
 from cogvideox_torchax.upstream import COMPILING_EVENTS, TRACING_EVENTS
 
 LONG = 1.0
-"""Seconds of lowering from which on a program is large enough to be announced."""
+"""Seconds of lowering from which on the compilation of a program is announced."""
 
 
 class CompileClock:
-    """Seconds that JAX spent lowering (tracing included) and compiling; nested spans count once.
+    """Counts the seconds of JAX's lowering (with tracing) and compiling; nested spans count once.
 
     Args:
-        announce: called with a line before a program that took long to lower is compiled, once for its name.
+        announce: called with a message before a large program is compiled, once for each name.
 
     Attributes:
-        started: when the clock was made, by `time.perf_counter`.
+        started: time when the clock was made, of `time.perf_counter`.
     """
 
     def __init__(self, announce: Callable[[str], None] = lambda line: None) -> None:
@@ -41,7 +41,7 @@ class CompileClock:
     @property
     def seconds(self) -> float:
         """Seconds of tracing and compiling together, since the last `take`."""
-        return union(self.spans, (*TRACING_EVENTS, *COMPILING_EVENTS))
+        return covered_seconds(self.spans, (*TRACING_EVENTS, *COMPILING_EVENTS))
 
     @property
     def elapsed(self) -> float:
@@ -51,10 +51,13 @@ class CompileClock:
     def take(self) -> dict[str, float]:
         """Return the seconds of lowering and of compiling since the last call, as `lower_s`, `compile_s`."""
         spans, self.spans = self.spans, []
-        return {"lower_s": union(spans, TRACING_EVENTS), "compile_s": union(spans, COMPILING_EVENTS)}
+        return {
+            "lower_s": covered_seconds(spans, TRACING_EVENTS),
+            "compile_s": covered_seconds(spans, COMPILING_EVENTS),
+        }
 
 
-def union(spans: list[tuple[str, float, float]], events: tuple[str, ...]) -> float:
+def covered_seconds(spans: list[tuple[str, float, float]], events: tuple[str, ...]) -> float:
     """Return the seconds that spans (event, start, stop) of some events cover."""
     total, end = 0.0, float("-inf")
     for _, start, stop in sorted((span for span in spans if span[0] in events), key=lambda span: span[1]):

@@ -47,7 +47,7 @@ class _Differentiated(torch.autograd.Function):
 
 
 def _keep(ctx: Any, tree: Any) -> Callable[[tuple[torch.Tensor, ...]], Any]:
-    """Save a tree's arrays for the backward pass; return a function that rebuilds the tree from them.
+    """Save a tree's arrays in `ctx` for the backward pass; return a function of them that rebuilds the tree.
 
     torch frees the arrays after the backward pass.
     """
@@ -58,6 +58,7 @@ def _keep(ctx: Any, tree: Any) -> Callable[[tuple[torch.Tensor, ...]], Any]:
     ctx.save_for_backward(*(tensor_of(leaf) for leaf in leaves if isinstance(leaf, jax.Array)))
 
     def restored(saved: tuple[torch.Tensor, ...]) -> Any:
+        """Return the tree with the saved arrays."""
         arrays = map(array_of, saved)
         return jax.tree.unflatten(structure, [next(arrays) if leaf is None else leaf for leaf in others])
 
@@ -65,7 +66,7 @@ def _keep(ctx: Any, tree: Any) -> Callable[[tuple[torch.Tensor, ...]], Any]:
 
 
 def differentiated(function: Function, *tensors: torch.Tensor) -> torch.Tensor:
-    """Call a JAX function on torchax tensors and give each that requires one its gradient."""
+    """Call a JAX function on torchax tensors; the result has gradients for those with `requires_grad`."""
     return _Differentiated.apply(function, None, *tensors)  # pyright: ignore[reportReturnType]
 
 
@@ -108,6 +109,7 @@ def without_gradient(
         return run()
 
     def refuse(*_: Any) -> Any:
+        """Raise the error: called by the backward pass alone."""
         raise ValueError(why)
 
     return differentiable(refuse, network, {}, x, run=run)
@@ -121,9 +123,9 @@ def wants_gradient(network: nn.Module, x: torch.Tensor) -> bool:
 
 
 def rematerialized(module: nn.Module, *inputs: Any) -> Any:
-    """Call a module, on JAX or in PyTorch, whose activations the backward pass recomputes instead of keeping.
+    """Call a module with gradient checkpointing: the backward pass recomputes its activations.
 
-    diffusers' `enable_gradient_checkpointing` takes it.
+    diffusers' `enable_gradient_checkpointing` takes this function. It serves JAX and PyTorch.
     """
     tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
     if not any(map(on_jax, tensors)):

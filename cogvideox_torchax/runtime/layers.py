@@ -1,4 +1,4 @@
-"""The layers of a torch network, watched from outside while it runs: what each takes and what it gives."""
+"""Hooks on a torch network's layers, which see or change inputs and outputs, and name scopes in a program."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -19,15 +19,17 @@ def watched(
     taken: Visit = lambda _, values: values,
     names_only: bool = False,
 ) -> Iterator[None]:
-    """Run a block in which `taken` and `given` see the arguments and results of every layer.
+    """Call `taken` with the arguments and `given` with the result of every layer that runs in a `with` block.
 
-    A program that is traced meanwhile names its instructions after the layers.
+    A program that is traced in the block names its instructions after the layers.
 
     Args:
         network: gets hooks; pass a copy where the user's modules must stay as they are.
-        is_layer: whether a module, by its name and itself, is one of the layers.
-        given, taken: called with a layer's result, and with its arguments; see `Visit`.
-        names_only: whether both return values unchanged; `is_watched` is then false for the layers.
+        is_layer: returns whether a module, given its name and itself, is a layer.
+        given, taken: called with a layer's name and its result, or its arguments (args, kwargs); return their
+            replacement.
+        names_only: whether both return values unchanged; a fused kernel may then replace layers, as
+            `is_watched` is false for them.
     """
     import jax
 
@@ -65,13 +67,16 @@ def watched(
 
 
 def is_watched(module: nn.Module) -> bool:
-    """Return whether a module has hooks that see or change its work, or a forward of its own."""
+    """Return whether a module has hooks, but for `names_only` ones, or an instance's own forward.
+
+    Such a module must really be called: no fused kernel may replace it.
+    """
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     return "forward" in vars(module) or any(not getattr(hook, "names_only", False) for hook in hooks)
 
 
 def as_layer(module: nn.Module, run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `run` in place of a module that is not `is_watched`, under the name that `watched` gives it."""
+    """Return `run`, which replaces a module that is not `is_watched`, with the module's name scope."""
 
     def call(*inputs: Any) -> Any:
         """Run, with the module's hooks called for the names that they give; they change nothing."""

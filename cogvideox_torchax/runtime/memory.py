@@ -1,4 +1,4 @@
-"""Memory: how much the device that computes has, what this process took, whether an error says it ran out."""
+"""Memory: what is free on a device, what this process has used, and errors of exhausted memory."""
 
 import os
 from pathlib import Path
@@ -33,10 +33,10 @@ def of_several_processes(mesh: "Mesh | None") -> bool:
 
 
 def free_memory(mesh: "Mesh | None" = None) -> int:
-    """Return the bytes that a program may still take on a device: JAX's first here, or each of a mesh.
+    """Return the free bytes of a device: of JAX's first one here, or of each device of a mesh.
 
-    CPU devices share the host's memory, and so each of a mesh has a part of what is free. Over several
-    processes it is the least of theirs; each of them has to ask.
+    CPU devices share the host's free memory equally. Over several processes it is the least of all, and every
+    process must call this.
     """
     local_bytes = _free_memory(1 if mesh is None else mesh.local_mesh.size)
     if not of_several_processes(mesh):
@@ -48,7 +48,7 @@ def free_memory(mesh: "Mesh | None" = None) -> int:
 
 
 def _free_memory(devices: int) -> int:
-    """Return the free bytes of the first local device; of the host, each of `devices` has a share."""
+    """Return the free bytes of the first local device; on a CPU the host's, divided by `devices`."""
     import jax
 
     stats = jax.local_devices()[0].memory_stats()

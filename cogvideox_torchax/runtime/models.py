@@ -14,22 +14,22 @@ from cogvideox_torchax.runtime.weights import put_weights, replace_weights
 
 
 def save_as_stock(model: nn.Module) -> None:
-    """Make a pipeline that holds a model name another package's class for it in model_index.json."""
+    """Have a pipeline's model_index.json name the model's class of diffusers or transformers, not ours."""
     ours = __name__.partition(".")[0]
     kinds = (kind for kind in type(model).__mro__ if kind.__module__.partition(".")[0] != ours)
     upstream.saved_as(model, next(kinds))
 
 
 PROGRAMS = "_compiled_programs"
-"""The attribute in which a model's own programs lie (`programs_of`)."""
+"""The attribute of a model that has its compiled programs (`programs_of`)."""
 DERIVED_ATTRIBUTES = frozenset({PROGRAMS, upstream.COMPILED_CALL})
-"""Attributes that a copy must not have: torch.compile's would run the original's modules."""
-BESIDE_IT = DERIVED_ATTRIBUTES | upstream.CACHE_STATE
+"""Attributes that a copy must not have: a call that torch.compile made would run the original's modules."""
+UNTRACED_ATTRIBUTES = DERIVED_ATTRIBUTES | upstream.CACHE_STATE
 """Attributes that tracing a program does not read; a copy keeps the step caches among them."""
 
 
 class CopiesWithoutPrograms:
-    """Mixed into a class by `port`: a copy is ported as well."""
+    """Mixin of ported classes: a copy is ported as well, and compiles its own programs."""
 
     def _state(self) -> dict[str, Any]:
         """Return the attributes for a copy: without compiled programs."""
@@ -52,7 +52,7 @@ class CopiesWithoutPrograms:
 
 
 class PicklesAsStock(CopiesWithoutPrograms):
-    """Mixed into the class of a pipeline or scheduler: its pickle has the class from before `port`."""
+    """Mixin of ported pipelines and schedulers: a pickle has the original class, from before `port`."""
 
     def __getstate__(self) -> dict[str, Any]:
         return self._state()
@@ -64,9 +64,9 @@ class PicklesAsStock(CopiesWithoutPrograms):
 
 
 class PortedModel(CopiesWithoutPrograms, nn.Module):
-    """Mixed into a model's class by `port`: copied with its mesh, pickled without; programs go with neither.
+    """Mixin of ported models: a copy has the mesh, a pickle has not, and neither has compiled programs.
 
-    What is unpickled is in PyTorch.
+    An unpickled model is in PyTorch.
     """
 
     _mesh: Any = None

@@ -1,4 +1,4 @@
-"""A profile by JAX of what runs meanwhile, its instructions named after the layers of the VAE."""
+"""A profile by JAX, with instructions named after the layers of torch networks."""
 
 import contextlib
 from collections.abc import Iterator
@@ -14,13 +14,13 @@ _profiling = False
 
 @contextlib.contextmanager
 def profiling(directory: str | Path) -> Iterator[None]:
-    """Record what JAX runs during a block, into a file for TensorBoard and Perfetto.
+    """Record what JAX runs in a `with` block, into files for TensorBoard and Perfetto.
 
-    Programs that are traced meanwhile name their instructions after the layers of a torch network; programs
-    of the compile cache have no names, so those with names are kept apart there.
+    Programs that are traced in the block name their instructions after layers. The compile cache keeps them
+    apart from programs without names.
 
     Args:
-        directory: made where it is not there yet; the trace lies in `plugins/profile/`.
+        directory: directory of the profile, created if missing; the trace is in its `plugins/profile/`.
 
     Raises:
         ValueError: a directory that cannot be written into.

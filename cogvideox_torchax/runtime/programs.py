@@ -23,28 +23,28 @@ from cogvideox_torchax.upstream import is_traced
 
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 TRACING = threading.RLock()
-"""Held while a network is traced: torchax's modes and its environment are not made for two traces at once."""
+"""Lock held while a network is traced: torchax does not support two traces at once."""
 
 T = TypeVar("T")
 
 
 class Programs:
-    """The programs of one model, each for the module tree that it was traced from; safe in any thread."""
+    """A model's compiled programs, each for the module tree that it was traced from; safe in any thread."""
 
     KEPT = 4
-    """Programs of one kind, for trees that take turns."""
+    """Most programs of one kind: for module trees that a user switches between."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._kept: dict[Hashable, list[tuple[Snapshot, Any]]] = {}
 
     def get(self, kind: Hashable, network: nn.Module, build: Callable[[nn.Module], T]) -> T:
-        """Return the program built for this very module tree, or build one.
+        """Return the program of this kind for the module tree as it is now; build one if there is none.
 
         Args:
-            kind: key of the model's program, such as a direction.
-            network: the module tree as it is now.
-            build: function from the network to a new program.
+            kind: key of a program of the model, such as a direction.
+            network: the module tree.
+            build: returns a new program of the network.
         """
         from jax_kernels.common.tiles import pallas_mode
 
@@ -90,7 +90,7 @@ def _check_deterministic(network: nn.Module) -> nn.Module:
 
 
 class Place:
-    """The device of a program: one device, JAX's default if None. A subclass stands for a mesh."""
+    """The devices of a program; here one device, JAX's default if None. Subclasses are for a mesh."""
 
     def __init__(self, device: Any = None):
         self._device = device
@@ -104,7 +104,7 @@ class Place:
         return array
 
     def struct(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        """Return what `put` would give of an input, with `jax.ShapeDtypeStruct` in the place of arrays."""
+        """Return the result of `put` for an input of this shape, with structs in place of arrays."""
         import jax
 
         sharding = None if self._device is None else jax.sharding.SingleDeviceSharding(self._device)
@@ -242,7 +242,7 @@ class Program:
         return jax.tree.map(lambda value: self.place.put(as_array(value)), inputs)
 
     def run(self, weights: Any, inputs: Any, cache: Any = None) -> tuple[Any, Any]:
-        """Run on weights where the program takes them, and on what `put` gives; a cache is used up."""
+        """Return (result, cache) for placed `weights` and for inputs of `put`; the given cache is donated."""
         return self._compiled(weights, inputs, cache)
 
     def empty_cache(self, weights: Any, inputs: Any) -> Any:
@@ -256,8 +256,8 @@ class Program:
         )
 
     def begin(self, weights: Any) -> Callable[[Any], Any]:
-        """Return a function from a video's chunks, given in order, to their results; it keeps the cache."""
-        return carried(lambda chunk, cache: self.run(weights, self.put(chunk), cache))
+        """Return a function of a video's chunks, called in order, that returns their results."""
+        return with_kept_cache(lambda chunk, cache: self.run(weights, self.put(chunk), cache))
 
     def run_video(self, weights: Any, video: Any, lengths: Sequence[int]) -> Any:
         """Run all chunks of a video, a JAX array (N, C, T, H, W), for `jax.vjp`.
@@ -271,7 +271,9 @@ class Program:
         """
         import jax.numpy as jnp
 
-        run = carried(lambda chunk, cache: self._differentiable(weights, self.place.put(chunk), cache))
+        run = with_kept_cache(
+            lambda chunk, cache: self._differentiable(weights, self.place.put(chunk), cache)
+        )
         ends = list(itertools.accumulate(lengths))
         chunks = (video[:, :, end - length : end] for end, length in zip(ends, lengths, strict=True))
         return jnp.concatenate(list(map(run, chunks)), axis=2)
@@ -316,7 +318,7 @@ class Program:
         return tuple(map(self._structs, described)) if several else self.place.struct(shape, dtype)
 
 
-def carried(step: Callable[[Any, Any], tuple[Any, Any]]) -> Callable[[Any], Any]:
+def with_kept_cache(step: Callable[[Any, Any], tuple[Any, Any]]) -> Callable[[Any], Any]:
     """Return a function of a chunk that runs `step(chunk, cache)` -> (result, cache) and keeps the cache."""
     cache: Any = None
 

@@ -1,4 +1,4 @@
-"""A module tree of its own around a user's parameters, to be traced in its place."""
+"""Skeletons: copies of a user's module tree with the same parameters, to be traced in its place."""
 
 import copy
 from collections import OrderedDict
@@ -11,7 +11,7 @@ from torch import nn
 
 from cogvideox_torchax import upstream
 from cogvideox_torchax.runtime.bridge import to_torch, without_torchax
-from cogvideox_torchax.runtime.models import BESIDE_IT, PortedModel
+from cogvideox_torchax.runtime.models import UNTRACED_ATTRIBUTES, PortedModel
 from cogvideox_torchax.runtime.weights import replace_weights
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -53,9 +53,9 @@ def _copied(module: Module, done: dict[int, Any]) -> Module:
     elif id(module) not in done:
         copied = done[id(module)] = object.__new__(type(module))
         attributes = {
-            name: _own(value, done, name == PROCESSOR)  # all blocks may share a processor
+            name: _copy_value(value, done, name == PROCESSOR)  # all blocks may share a processor
             for name, value in vars(module).copy().items()
-            if name not in BESIDE_IT
+            if name not in UNTRACED_ATTRIBUTES
         }
         forward = attributes.get("forward")
         if isinstance(forward, MethodType) and forward.__self__ is module:
@@ -73,7 +73,7 @@ def has_state(value: Any) -> bool:
     return hasattr(value, "__dict__") and not isinstance(value, others)
 
 
-def _own(value: Any, done: dict[int, Any], of_processor: bool) -> Any:
+def _copy_value(value: Any, done: dict[int, Any], of_processor: bool) -> Any:
     """Copy a container, at any depth, or an attention processor and each object that it holds.
 
     `done` maps ids of originals to copies; `of_processor` says whether `value` belongs to a processor.
@@ -81,20 +81,20 @@ def _own(value: Any, done: dict[int, Any], of_processor: bool) -> Any:
     if id(value) in done:
         return done[id(value)]
 
-    def own(item: Any) -> Any:
-        return _own(item, done, of_processor)
+    def copy_item(item: Any) -> Any:
+        return _copy_value(item, done, of_processor)
 
     if of_processor and has_state(value):
         done[id(value)] = copied = copy.copy(value)
-        vars(copied).update({name: own(item) for name, item in vars(value).items()})
+        vars(copied).update({name: copy_item(item) for name, item in vars(value).items()})
     elif type(value) in (dict, OrderedDict):
         done[id(value)] = copied = type(value)()
-        copied.update((name, own(item)) for name, item in value.items())
+        copied.update((name, copy_item(item)) for name, item in value.items())
     elif type(value) is list:
         done[id(value)] = copied = []
-        copied.extend(map(own, value))
+        copied.extend(map(copy_item, value))
     elif type(value) in CONTAINERS:
-        done[id(value)] = copied = type(value)(map(own, value))
+        done[id(value)] = copied = type(value)(map(copy_item, value))
     else:
         return value
     return copied

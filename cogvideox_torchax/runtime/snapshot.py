@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from cogvideox_torchax.runtime.models import BESIDE_IT
+from cogvideox_torchax.runtime.models import UNTRACED_ATTRIBUTES
 from cogvideox_torchax.runtime.skeleton import CONTAINERS, PROCESSOR, has_state
 
 TREE = frozenset({"_modules", "_parameters", "_buffers"})
@@ -21,7 +21,7 @@ class Snapshot:
 
     def __init__(self, root: nn.Module):
         """Record a module tree as it is now."""
-        self._modules = [_Seen(module) for module in _tree(root)]
+        self._modules = [_ModuleSnapshot(module) for module in _tree(root)]
         contents = _contents(seen.attributes for seen in self._modules)
         # Most containers are empty dictionaries of hooks, which this check before each call makes cheap.
         self._empty = [container for container, items in contents if not items]
@@ -33,7 +33,7 @@ class Snapshot:
         modules = list(_tree(root))
         return (
             len(modules) == len(self._modules)
-            and all(seen.is_still(module) for seen, module in zip(self._modules, modules, strict=True))
+            and all(seen.is_unchanged(module) for seen, module in zip(self._modules, modules, strict=True))
             and all(
                 seen.module() is module for seen, module in zip(self._modules[1:], modules[1:], strict=True)
             )
@@ -43,7 +43,7 @@ class Snapshot:
         )
 
 
-class _Seen:
+class _ModuleSnapshot:
     """The snapshot of one module."""
 
     def __init__(self, module: nn.Module):
@@ -53,17 +53,17 @@ class _Seen:
         self.attributes = {
             name: value
             for name, value in vars(module).copy().items()
-            if name not in TREE and name not in BESIDE_IT
+            if name not in TREE and name not in UNTRACED_ATTRIBUTES
         }
         # Only ids are kept: the dictionaries of weights would keep the weights alive.
         self._ids = tuple(map(id, vars(module).values()))
 
-    def is_still(self, module: nn.Module) -> bool:
+    def is_unchanged(self, module: nn.Module) -> bool:
         """Return whether a module has the recorded type and attributes; equal ids of all prove it fast."""
         attributes = vars(module)
         if type(module) is self._type and tuple(map(id, attributes.values())) == self._ids:
             return True
-        derived = len(attributes.keys() & BESIDE_IT)
+        derived = len(attributes.keys() & UNTRACED_ATTRIBUTES)
         if type(module) is not self._type or len(attributes) != len(self.attributes) + len(TREE) + derived:
             return False
         for name, value in self.attributes.items():

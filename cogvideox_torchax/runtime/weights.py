@@ -1,4 +1,4 @@
-"""A module's parameters and buffers on JAX: read, moved, put there."""
+"""Read, move and replace a module's parameters and buffers on JAX."""
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
@@ -17,8 +17,8 @@ def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
-def _held(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Yield the name, the dictionary and the key of each parameter and buffer, tied ones each time."""
+def _weight_slots(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Yield (name, dictionary, key) of each parameter and buffer in a module; tied ones repeat."""
     for prefix, part in module.named_modules():
         for tensors in (part._parameters, part._buffers):
             for key in [key for key, tensor in tensors.items() if tensor is not None]:
@@ -70,15 +70,15 @@ def put_weights(module: nn.Module, place: Callable[[str, Any], Any] = on_default
 def _replace(module: nn.Module, make: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
     """Replace a module's parameters and buffers by `make(name, tensor)`, once for each tensor."""
     replacements: dict[int, torch.Tensor] = {}
-    for name, tensors, key in _held(module):
+    for name, tensors, key in _weight_slots(module):
         tensor = tensors[key]
         if id(tensor) not in replacements:
-            replacements[id(tensor)] = _remade(tensor, functools.partial(make, name))
+            replacements[id(tensor)] = _replaced(tensor, functools.partial(make, name))
         tensors[key] = replacements[id(tensor)]
 
 
-def _remade(tensor: torch.Tensor, make: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """Return a parameter or buffer made from the old one, with its gradient; the old one if unchanged."""
+def _replaced(tensor: torch.Tensor, make: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """Return `make(tensor)`, as a parameter with its gradient if `tensor` is one; `tensor` if unchanged."""
     made = make(tensor)
     if made is tensor or not isinstance(tensor, nn.Parameter):
         return made
@@ -95,8 +95,8 @@ def feed_weights(
 
     Args:
         module: of parameters and buffers that are saved.
-        tensors: (name, array) pairs, each taken when the one before lies where it belongs.
-        place: a name and a NumPy array to the JAX array that takes its place.
+        tensors: (name, array) pairs; each is read when the one before is placed.
+        place: function of a name and a NumPy array that returns the placed JAX array.
 
     Returns:
         The names that no tensor came for, and those that the module does not have.
@@ -104,7 +104,7 @@ def feed_weights(
     Raises:
         ValueError: a tensor of another shape than the module's.
     """
-    slots = {name: (owner, key) for name, owner, key in _held(module)}
+    slots = {name: (owner, key) for name, owner, key in _weight_slots(module)}
     missing, unexpected = {*module.state_dict()}, []
     for name, array in tensors:
         if name not in missing:

@@ -31,20 +31,20 @@ def make_mesh(dp: int = 1, tp: int | None = None, *, devices: Any = None) -> Mes
             f"got dp={dp} for {devices.size} devices: it does not divide them; pass tp, or a dp of "
             f"{[n for n in range(1, devices.size + 1) if devices.size % n == 0]}"
         )
-    columns = devices.size // dp if tp is None else tp
-    size = dp * columns
+    tp_size = devices.size // dp if tp is None else tp
+    size = dp * tp_size
     if size > devices.size:
         on_cpu = f", or try it on a CPU with XLA_FLAGS=--xla_force_host_platform_device_count={size} set"
         only_cpus = all(device.platform == "cpu" for device in devices)
         raise ValueError(
-            f"got a mesh of dp={dp} x tp={columns}, {size} devices, where there are {devices.size}: "
+            f"got a mesh of dp={dp} x tp={tp_size}, {size} devices, where there are {devices.size}: "
             f"make dp * tp no larger{on_cpu if only_cpus else ''}"
         )
-    return Mesh(devices[:size].reshape(dp, columns), AXES, axis_types=(AxisType.Auto,) * 2)
+    return Mesh(devices[:size].reshape(dp, tp_size), AXES, axis_types=(AxisType.Auto,) * 2)
 
 
 def check_mesh(mesh: Any) -> Mesh:
-    """Return the mesh if this package can place arrays on it.
+    """Return `mesh`, checked: a mesh as `make_mesh` makes it.
 
     Raises:
         ValueError: not a mesh, other axes, or axes that are not Auto.

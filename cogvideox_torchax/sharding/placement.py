@@ -35,9 +35,9 @@ from jax_kernels.common.layout import store_columns_last
 
 @dataclass(frozen=True)
 class PaddedChunk:
-    """A chunk as it enters a program: split evenly, and the shape of what it stands for.
+    """A chunk that is padded to split evenly, and its shape without the padding.
 
-    `shape` is static: a compiled program knows it, and two shapes with the same padding are two programs.
+    `shape` is static: another shape, even of the same padded array, is another program.
     """
 
     array: Any
@@ -49,13 +49,12 @@ jax.tree_util.register_dataclass(PaddedChunk, data_fields=["array"], meta_fields
 
 @dataclass(frozen=True)
 class MeshPlace(Place):
-    """A program's place on a mesh; a subclass gives the sharding of an activation by its shape.
+    """The devices of a program on a mesh; a subclass chooses the sharding of an activation by its shape.
 
     Attributes:
         mesh: of `make_mesh`.
         types: the types of a torch network's modules that count as layers.
-        layers: the shapes of the activations that each of those modules took and gave, by its name, as last
-            traced.
+        layers: by a layer's name, the shapes of its inputs' and outputs' activations in the last trace.
     """
 
     mesh: Mesh
@@ -67,7 +66,7 @@ class MeshPlace(Place):
         raise NotImplementedError
 
     def parts(self, spec: PartitionSpec) -> list[int]:
-        """Return the number of devices that split each axis."""
+        """Return, for each axis of a spec, the number of devices that split it."""
         return [
             math.prod(self.mesh.shape[name] for name in ((names,) if isinstance(names, str) else names or ()))
             for names in spec
@@ -79,14 +78,14 @@ class MeshPlace(Place):
 
     @property
     def replicated(self) -> NamedSharding:
-        """The sharding of an array that lies whole on every device."""
+        """The sharding of an array that is whole on every device."""
         return NamedSharding(self.mesh, PartitionSpec())
 
     def constrain(self, x: jax.Array) -> jax.Array:
         """Constrain `x` to its spec, inside a program."""
         return jax.lax.with_sharding_constraint(x, self.sharding(x.shape))
 
-    def _note(self, name: str, x: Any) -> None:
+    def _add_shape(self, name: str, x: Any) -> None:
         """Add the shape of a layer's activation to `layers`."""
         self.layers.setdefault(name, set()).add(tuple(x.shape))
 
@@ -96,9 +95,9 @@ class Placement(MeshPlace):
     """The sharding of a VAE's chunks, caches and results on a mesh.
 
     Attributes:
-        axes: of the activations, chunks and results that are placed.
-        cache_axes: of the caches between two chunks; as `axes` where None.
-        unit: columns of a chunk that stay together: one latent pixel's.
+        axes: the order of axes of chunks, activations and results.
+        cache_axes: the order of axes of the caches between two chunks; None for `axes`.
+        unit: columns of a chunk that stay on one device: those of a latent pixel.
     """
 
     axes: Axes = NCTHW
@@ -114,9 +113,9 @@ class Placement(MeshPlace):
         return self._split(shape, self.axes.index("W"))
 
     def _split(self, shape: tuple[int, ...], axis: int) -> PartitionSpec:
-        """Split by video over "dp" and along `axis` over "tp", or along `axis` over both.
+        """Return the sharding by video over "dp" and along `axis` over "tp".
 
-        "dp" splits the batch where it divides it.
+        If "dp" does not divide the number of videos, it is along `axis` over both.
         """
         if shape[self.axes.index("N")] % self.mesh.shape["dp"] == 0:
             names = {self.axes.index("N"): "dp", axis: "tp"}
@@ -125,24 +124,25 @@ class Placement(MeshPlace):
         return PartitionSpec(*(names.get(i) for i in range(len(shape))))
 
     def padding(self, shape: tuple[int, ...]) -> list[tuple[int, int]]:
-        """Return the padding at the end of each axis that makes a chunk divide at all of its levels."""
+        """Return the padding (before, after) of each axis with which a chunk divides at all resolutions."""
         units = [self.unit if axis == self.axes.index("W") else 1 for axis in range(len(shape))]
         parts = self.parts(self.spec(shape))
         return [(0, -size % (n * unit)) for size, n, unit in zip(shape, parts, units, strict=True)]
 
-    def hand_out(self, x: jax.Array, split: Split = WHOLE) -> jax.Array:
-        """Cut off the padding of a result, and shard it by `result_spec`, inside a program.
+    def result_without_padding(self, x: jax.Array, split: Split = WHOLE) -> jax.Array:
+        """Return a result without the padding columns, sharded by `result_spec`; inside a program.
 
-        The result is constrained to a split by width first. Otherwise XLA would propagate a result split
-        by rows or channels (`result_spec`) back into the layers before it, and gather their inputs.
+        The padded result is constrained to a split by width first. Otherwise XLA would propagate a split by
+        rows or channels (`result_spec`) back into the layers before it, and gather their inputs.
         """
         column = self.axes.index("W")
-        picture = jax.lax.slice_in_dim(self.constrain(x), 0, split.real_columns(x.shape[column]), axis=column)
-        sharding = NamedSharding(self.mesh, self.result_spec(picture.shape))
-        return jax.lax.with_sharding_constraint(picture, sharding)
+        width = split.real_columns(x.shape[column])
+        result = jax.lax.slice_in_dim(self.constrain(x), 0, width, axis=column)
+        sharding = NamedSharding(self.mesh, self.result_spec(result.shape))
+        return jax.lax.with_sharding_constraint(result, sharding)
 
     def trace(self, run: Callable[..., Any], inputs: PaddedChunk, cache: Any) -> tuple[jax.Array, Any]:
-        """Return `run(chunk, cache, split=...)`, (result, cache), inside a program, sharded throughout."""
+        """Return `run(chunk, cache, split=...)`, (result, cache), with all shardings; inside a program."""
         column = self.axes.index("W")
         spec = self.spec(inputs.shape)
         columns = spec[column]
@@ -154,12 +154,14 @@ class Placement(MeshPlace):
         )
         with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
             result, cache = run(inputs.array, cache, split=split)
-            result = _columns_last(jnp.moveaxis(result, self.axes.index("C"), -1), split=split)
-            result = jnp.moveaxis(result, -1, self.axes.index("C"))  # `hand_out` cuts its padding off
-            return self.hand_out(result, split), jax.tree.map(self.cache_placement.constrain, cache)
+            result = _store_columns_last(jnp.moveaxis(result, self.axes.index("C"), -1), split=split)
+            result = jnp.moveaxis(result, -1, self.axes.index("C"))
+            return self.result_without_padding(result, split), jax.tree.map(
+                self.cache_placement.constrain, cache
+            )
 
     def watching(self, network: nn.Module, *, split: Split) -> contextlib.AbstractContextManager[Any]:
-        """Tell a network's kernels how columns lie, and record its layers' shapes while it runs."""
+        """Return a context that gives a network's kernels the sharding, and records its layers' shapes."""
         self.layers.clear()
         set_split(network.modules(), split)
         # `_record` changes nothing, hence `names_only`: a norm and a convolution may run as one kernel.
@@ -172,14 +174,14 @@ class Placement(MeshPlace):
         )
 
     def _record(self, name: str, values: Any) -> Any:
-        """Note the shapes of the activations, arrays of five axes, among a layer's values."""
+        """Add the shapes of the activations (five axes) in `values` to `layers`; return the values."""
         for value in jax.tree.leaves(values):
             if getattr(value, "ndim", 0) == 5:
-                self._note(name, value)
+                self._add_shape(name, value)
         return values
 
     def put(self, array: Any) -> PaddedChunk:
-        """Shard a chunk, a NumPy or a JAX array, over the mesh.
+        """Return a chunk, a NumPy or a JAX array, padded and sharded over the mesh.
 
         Each of several processes passes an array of the whole shape, and reads only the columns of its own
         devices.
@@ -204,9 +206,9 @@ class Placement(MeshPlace):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.replicated)
 
     def result_spec(self, shape: tuple[int, ...]) -> PartitionSpec:
-        """Return the sharding of a user's result, which cannot be padded.
+        """Return the sharding of a result, which may have no padding.
 
-        A result is split by width like everything else, or by rows or channels if its width does not divide.
+        It is split by width; if the width does not divide, by rows, and if they do not, by channels.
 
         Raises:
             ValueError: none of them divides; the message names the sizes that would.
@@ -224,15 +226,15 @@ class Placement(MeshPlace):
 
 
 def columns_last_on(target: Target, x_NTHWC: jax.Array) -> jax.Array:
-    """Keep frames of a few channels in the order that suits a TPU best."""
+    """Return frames of a few channels, on a TPU in memory with columns last, to fill its lanes."""
     return map_shards(target, store_columns_last, (x_NTHWC,))
 
 
-_columns_last = dispatched(columns_last_on, "tpu")
+_store_columns_last = dispatched(columns_last_on, "tpu")
 
 
 def spread(array: Any, sharding: NamedSharding) -> jax.Array:
-    """Shard an array; each of several processes places the part on its own devices."""
+    """Return an array with a sharding, as it is if it has it; each process places its own shards."""
     if is_traced(array):
         return jax.device_put(array, sharding)
     if isinstance(array, jax.Array) and array.sharding == sharding:

@@ -1,9 +1,9 @@
-"""Several processes on one mesh: how they meet, and how a result's parts come together.
+"""Several processes on one mesh: how they connect, and how the parts of a result are joined.
 
-Every process runs the same program on its own devices. What it puts in it gives as an array of the whole
-shape, of which its own columns alone are looked at (`Placement.put`). What comes out lies on the devices of
-all: each process writes its part to a file, and whoever wants the whole reads the others' (`Exchange`). No
-device ever holds it.
+Every process runs the same program on its own devices. It passes inputs as arrays of the whole shape; only
+its own columns of them are read (`Placement.put`). A result is spread over the devices of all processes: each
+process writes its part to a file, and a process that needs the whole reads all files (`Exchange`). No device
+ever holds the whole.
 """
 
 import contextlib
@@ -25,11 +25,11 @@ from cogvideox_torchax import runtime
 from cogvideox_torchax.files.whole import EXCHANGE, OutputError, hidden, reserved, whole_file
 
 TIMEOUT = 60
-"""Seconds after which the others give up on a process that does not come, or that has gone silent."""
+"""Seconds to wait for a process that does not join, or that is silent."""
 
 
 class ProcessError(ValueError):
-    """Processes that cannot meet as asked; the message says what to change."""
+    """Processes that cannot connect; the message says what to change."""
 
 
 def connect(
@@ -75,14 +75,14 @@ def connect(
 
 
 def is_first() -> bool:
-    """Return whether this process writes what is written once; a single process does."""
+    """Return whether this is the first process, which writes outputs that are written once."""
     return jax.process_index() == 0
 
 
 def wait_for_all() -> None:
-    """Wait until every process has come here.
+    """Wait until every process has called this.
 
-    The first process keeps the others' connection, and may not end before them.
+    The first process holds the others' connection, and must not end before them.
     """
     multihost_utils.sync_global_devices("cogvideox_torchax")
 
@@ -97,10 +97,10 @@ def check_all_take_part(mesh: Mesh) -> None:
         )
 
 
-def abandon(code: int) -> None:
-    """End a process that has failed among others, at once; do nothing if it runs by itself.
+def exit_at_once(code: int) -> None:
+    """Exit at once, with an exit code, if this process has joined others; a single process goes on.
 
-    A clean exit would first wait for the others, which wait for this one.
+    For a process that has failed: a clean exit would first wait for the others, which wait for this one.
     """
     if jax.distributed.is_initialized():
         sys.stdout.flush()
@@ -109,12 +109,12 @@ def abandon(code: int) -> None:
 
 
 class Exchange:
-    """Brings chunks from the devices of all processes to the host, in files that all of them see.
+    """Copies chunks from the devices of all processes to the host, through files that all processes see.
 
-    Its methods have to be called in the same order in every process.
+    Its methods must be called in the same order in every process.
 
     Attributes:
-        directory: where the files go; the same for all, and of this run alone.
+        directory: directory of the files; the same for all processes, and of this run alone.
     """
 
     def __init__(self, directory: Path):
@@ -142,7 +142,7 @@ class Exchange:
         return whole
 
     def leave(self) -> None:
-        """Announce that this process reads no more; the first process waits for all, and cleans up."""
+        """Announce that this process reads no more files; the first process waits until all have."""
         mark = lambda process: self.directory / f"{process}.left"  # noqa: E731
         mark(jax.process_index()).touch()
         if is_first():
@@ -154,14 +154,14 @@ class Exchange:
         return self.directory / f"{chunk:06}.{process}"
 
     def _write(self, tensor: torch.Tensor) -> jax.Array:
-        """Write this process's part: the file is whole, or absent."""
+        """Write this process's part of a chunk to its file, whole or not at all; return the chunk's array."""
         self._chunks += 1
         array = runtime.array_of(tensor)
         shards = {shard.device: shard.data for shard in array.addressable_shards}
         path = self._path(self._chunks, jax.process_index())
         temporary = path.with_name(f"{path.name}.writing")
         with temporary.open("wb") as file:
-            for device, _ in parts(array)[jax.process_index()]:
+            for device, _ in shards_by_process(array)[jax.process_index()]:
                 file.write(np.ascontiguousarray(shards[device]).tobytes())
         os.replace(temporary, path)
         return array
@@ -169,7 +169,7 @@ class Exchange:
     def _join(self, array: jax.Array) -> torch.Tensor:
         """Return the whole array, joined from the files of all processes."""
         whole = np.empty(array.shape, array.dtype)
-        for process, shards in parts(array).items():
+        for process, shards in shards_by_process(array).items():
             values = np.frombuffer(self._wait(self._path(self._chunks, process)).read_bytes(), array.dtype)
             offset = 0
             for _, index in shards:
@@ -179,7 +179,10 @@ class Exchange:
         return runtime.plain_tensor(whole)
 
     def _wait(self, path: Path) -> Path:
-        """Return the file once it exists. If its process has died, the runtime ends this one in time."""
+        """Wait for a file, and return its path; raise `RuntimeError` if a process has failed.
+
+        If a process has died, JAX's runtime ends this one.
+        """
         pause = 0.001
         while not path.exists():
             for failure in self.directory.glob("*.failed"):
@@ -193,8 +196,8 @@ class Exchange:
         return path
 
 
-def parts(array: jax.Array) -> dict[int, list[tuple[Any, tuple[slice, ...]]]]:
-    """Return the shards of an array that each process holds, by device; of equal shards only the first."""
+def shards_by_process(array: jax.Array) -> dict[int, list[tuple[Any, tuple[slice, ...]]]]:
+    """Return, by process, the (device, index) of each shard that it holds; of equal shards only the first."""
     by_process: dict[int, list[tuple[Any, tuple[slice, ...]]]] = {}
     seen: set[str] = set()
     for device, index in array.sharding.devices_indices_map(array.shape).items():

@@ -1,4 +1,4 @@
-"""A model directory, checked before any of it is loaded, with errors that say what to do."""
+"""Check a model directory before it is loaded; errors say what to do."""
 
 import json
 from collections.abc import Iterable, Iterator

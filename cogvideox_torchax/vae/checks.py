@@ -3,45 +3,49 @@
 from cogvideox_torchax.vae.axes import Axes
 
 
-def check_shape(what: str, shape: tuple[int, ...], axes: Axes, *, channels: int, multiple: int = 1) -> None:
+def check_shape(
+    input_name: str, shape: tuple[int, ...], axes: Axes, *, channels: int, multiple: int = 1
+) -> None:
     """Raise `ValueError` unless a video, or latents, have a shape that a model takes.
 
     Args:
-        what: "video" or "latents".
-        shape: their shape, in the order of `axes`.
-        axes: the layout.
+        input_name: "video" or "latents".
+        shape: its shape, in the order of `axes`.
+        axes: order of the axes.
         channels: channels that the model takes.
         multiple: required divisor of height and width.
     """
     if len(shape) != 5:
-        raise ValueError(f"got {what} of rank {len(shape)}, shape {shape}: it takes {axes}")
+        raise ValueError(f"got {input_name} of rank {len(shape)}, shape {shape}: it takes {axes}")
     given, height, width = (shape[axes.index(letter)] for letter in "CHW")
     if given != channels:
-        raise ValueError(f"got {what} of {given} channels, shape {shape}: the model takes {channels}")
+        raise ValueError(f"got {input_name} of {given} channels, shape {shape}: the model takes {channels}")
     if 0 in shape:
-        raise ValueError(f"got empty {what}, shape {shape}")
+        raise ValueError(f"got empty {input_name}, shape {shape}")
     if height % multiple or width % multiple:
         fitting = [max(side // multiple * multiple, multiple) for side in (height, width)]
         raise ValueError(
-            f"got a {what} of {height} x {width} pixels (height x width): both must be multiples of "
+            f"got a {input_name} of {height} x {width} pixels (height x width): both must be multiples of "
             f"{multiple}; crop it to {fitting[0]} x {fitting[1]}"
         )
 
 
-def check_finite(what: str, found: tuple[int, ...] | None, axes: Axes, *, first_frame: int = 0) -> None:
-    """Raise `ValueError` if a NaN or Inf has been found.
+def check_finite(
+    input_name: str, nonfinite_index: tuple[int, ...] | None, axes: Axes, *, first_frame: int = 0
+) -> None:
+    """Raise `ValueError` if a search of an input has found a NaN or Inf.
 
     Args:
-        what: "video" or "latents".
-        found: index of the first non-finite value, or None.
-        axes: the layout.
-        first_frame: number of the first frame that was checked.
+        input_name: "video" or "latents".
+        nonfinite_index: index of the first NaN or Inf (`runtime.first_nonfinite`), or None.
+        axes: order of the input's axes.
+        first_frame: position of the input's first frame in the whole video, for the message.
     """
-    if found is None:
+    if nonfinite_index is None:
         return
-    at = {letter: found[axes.index(letter)] for letter in axes.names}
+    index = dict(zip(axes.names, nonfinite_index, strict=True))
     raise ValueError(
-        f"got NaN or Inf in the {what}: video {at['N']}, frame {at['T'] + first_frame}, channel {at['C']}, "
-        f"row {at['H']}, column {at['W']}; find where they come from (float16 overflows: try bfloat16 or "
-        "float32)"
+        f"got NaN or Inf in the {input_name}: video {index['N']}, frame {index['T'] + first_frame}, "
+        f"channel {index['C']}, row {index['H']}, column {index['W']}; find where they come from "
+        "(float16 overflows: try bfloat16 or float32)"
     )

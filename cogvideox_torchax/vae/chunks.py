@@ -1,8 +1,8 @@
-"""The frame-batch plan: which frames go through the network together, and how many come out.
+"""The chunks of a video: which frames go through the network together, and how many frames result.
 
-GroupNorm's statistics span the frames of a batch, so the batching is part of the function (diffusers'
-`AutoencoderKLCogVideoX._encode` and `_decode`), and this file is the only place that knows it.
-It also holds the rule of the first frame, which up- and downsampling in time go by.
+GroupNorm's statistics span the frames of a chunk, so the chunks are part of the function that the VAE
+computes (diffusers' `AutoencoderKLCogVideoX._encode` and `_decode`); only this file knows them. It also has
+the rule of the first frame for up- and downsampling in time.
 """
 
 from dataclasses import dataclass
@@ -43,9 +43,9 @@ def plan(num_frames: int, frames_a_chunk: int) -> list[Chunk]:
 
 
 def first_frame_is_alone(frames: int) -> bool:
-    """Return whether the first of a batch of `frames` frames stays out of temporal resampling.
+    """Return whether the first of a chunk's `frames` frames stays single in temporal resampling.
 
-    CogVideoX compresses 4k + 1 frames to k + 1: a batch of odd length starts with the video's first frame,
+    CogVideoX compresses 4k + 1 frames to k + 1: a chunk of odd length starts with the video's first frame,
     which is kept single (diffusers: `CogVideoXUpsample3D`, `CogVideoXDownsample3D`,
     `CogVideoXSpatialNorm3D`).
     """
@@ -53,7 +53,7 @@ def first_frame_is_alone(frames: int) -> bool:
 
 
 def temporal_steps(compression_ratio: float) -> int:
-    """Return how many times a model of this compression ratio halves (or doubles) its frames."""
+    """Return the number of times that a model of this temporal compression ratio halves or doubles frames."""
     return max(int(compression_ratio), 1).bit_length() - 1
 
 

@@ -7,17 +7,17 @@ from jax_kernels.common.columns import WHOLE, Split
 
 
 class OnColumns:
-    """Mixed into a module whose kernels are given how columns lie on devices.
+    """Mixin of modules whose kernels take the sharding of the width.
 
     Attributes:
-        split: all columns on one device; over several in a copy traced over a mesh (`set_split`).
+        split: the sharding: a single device's, but in a copy that is traced over a mesh (`set_split`).
     """
 
     split: Split = WHOLE
 
 
 def set_split(modules: Iterable[Any], split: Split) -> None:
-    """Set how columns lie on devices in modules of a copy that is traced, never in the user's."""
+    """Set the sharding of the width in modules of a copy that is traced, never in the user's."""
     for module in modules:
         if isinstance(module, OnColumns):
             module.split = split

@@ -1,4 +1,4 @@
-"""The two directions of a VAE, encoding and decoding: what each takes, and how many frames at a time."""
+"""The two directions of a VAE, encoding and decoding, with the inputs and chunks of each."""
 
 from enum import StrEnum
 from typing import Any
@@ -31,11 +31,11 @@ class Direction(StrEnum):
         return member
 
     def scale(self, spatial_compression_ratio: int) -> int:
-        """Return how many pixels of the direction's input belong to one latent pixel, along one axis."""
+        """Return the number of input pixels for each latent pixel, along one axis: 1 to decode."""
         return spatial_compression_ratio if self is ENCODE else 1
 
     def frames_a_chunk(self, vae: Any) -> int:
-        """Return how many frames every chunk but the first has, from the attribute of the model `vae`."""
+        """Return the number of frames of every chunk but the first, an attribute of the model `vae`."""
         return getattr(vae, self._frames)
 
     def chunks(self, vae: Any, frames: int) -> list[chunks.Chunk]:
@@ -43,7 +43,7 @@ class Direction(StrEnum):
         return chunks.plan(frames, self.frames_a_chunk(vae))
 
     def results(self, vae: Any, frames: int) -> list[int]:
-        """Return how many frames each chunk of such an input gives."""
+        """Return the number of frames of each chunk's result, for an input of so many frames."""
         length = chunks.encoded_length if self is ENCODE else chunks.decoded_length
         steps = chunks.temporal_steps(vae.config["temporal_compression_ratio"])
         return [length(chunk.length, steps) for chunk in self.chunks(vae, frames)]

@@ -35,7 +35,7 @@ WITHOUT_KERNEL = 2.1
 13513 bytes to decode were planned before the kernel existed.
 """
 MARGIN = 0.9
-"""The share of the free memory that the estimate may take."""
+"""Fraction of the free memory that the estimate may take."""
 
 Item = TypeVar("Item")
 
@@ -43,7 +43,7 @@ Item = TypeVar("Item")
 def parse_tiles(text: str, scale: int) -> tuple[int, int]:
     """Return a tile's height and width in pixels, of text like "240x360".
 
-    `scale` is the number of pixels to a latent pixel, along one axis.
+    `scale` is the number of pixels for each latent pixel, along one axis.
 
     Raises:
         SizeError: another text, or sides that are no multiples of `scale`, or below two of them.
@@ -53,9 +53,7 @@ def parse_tiles(text: str, scale: int) -> tuple[int, int]:
 
 
 def check_tiling(tiling: str | None, scale: int) -> None:
-    """Raise `SizeError` for a text that `set_tiles` cannot take.
-
-    Tiles are parsed for the errors alone; the result is dropped.
+    """Raise `SizeError` unless `set_tiles` takes this `tiling`.
 
     Args:
         tiling: tiles as "HEIGHTxWIDTH", or "auto" or None, which are always valid.
@@ -65,14 +63,14 @@ def check_tiling(tiling: str | None, scale: int) -> None:
         parse_tiles(tiling, scale)
 
 
-def needed(vae: Any, direction: Direction, height: int, width: int, frames: int) -> int:
-    """Estimate the bytes of a video's largest chunk, beside the weights, on one device of the model's mesh.
+def estimated_bytes(vae: Any, direction: Direction, height: int, width: int, frames: int) -> int:
+    """Return the estimated bytes of a video's largest chunk, without weights, on one device.
 
     Args:
         vae: the model.
         direction: `ENCODE` or `DECODE`.
-        height, width: of the picture, in pixels.
-        frames: of the whole input: of the video, or of the latents.
+        height, width: size of the frames, in pixels.
+        frames: number of frames of the whole input, a video or latents.
     """
     longest = max(chunk.length for chunk in direction.chunks(vae, frames))
     relative_size = (
@@ -89,16 +87,16 @@ def needed(vae: Any, direction: Direction, height: int, width: int, frames: int)
 def fitting_tile(
     vae: Any, direction: Direction, height: int, width: int, frames: int, free: int
 ) -> tuple[int, int] | None:
-    """Return the largest tile of the picture's own shape that fits into memory by the estimate.
+    """Return the largest tile, of the frame's shape, that fits into memory by the estimate.
 
     Args:
-        vae, direction, height, width, frames: as `needed` takes them.
-        free: bytes on one device.
+        vae, direction, height, width, frames: as `estimated_bytes` takes them.
+        free: free bytes of a device.
 
     Returns:
-        Height and width in pixels; None where the whole picture fits.
+        Height and width in pixels; None if whole frames fit.
     """
-    whole_bytes = needed(vae, direction, height, width, frames)
+    whole_bytes = estimated_bytes(vae, direction, height, width, frames)
     if whole_bytes <= MARGIN * free:
         return None
     shrink, scale = math.sqrt(MARGIN * free / whole_bytes), vae.spatial_compression_ratio
@@ -111,15 +109,15 @@ def fitting_tile(
 def set_tiles(
     vae: Any, tiling: str | None, direction: Direction, height: int, width: int, frames: int
 ) -> str | None:
-    """Turn tiling on or off for a video.
+    """Enable or disable a model's tiling for a video.
 
     Args:
-        vae: the model; left as it is where `tiling` is None.
-        tiling: "HEIGHTxWIDTH" in pixels, "auto" for tiles where the picture does not fit, or None.
-        direction, height, width, frames: as `needed` takes them.
+        vae: the model, which None for `tiling` leaves as it is.
+        tiling: "HEIGHTxWIDTH" in pixels, "auto" for tiles if whole frames do not fit into memory, or None.
+        direction, height, width, frames: as `estimated_bytes` takes them.
 
     Returns:
-        The tiles, in words, where "auto" has chosen some.
+        A message about tiles that "auto" has chosen, or None.
 
     Raises:
         SizeError: a size that cannot be taken.
@@ -149,8 +147,8 @@ def tile_of(vae: Any) -> tuple[int, int] | None:
 
 
 @contextlib.contextmanager
-def tiles_put_back(vae: Any) -> Iterator[None]:
-    """Restore a model's tiles after the block, whatever it turned on."""
+def restoring_tiles(vae: Any) -> Iterator[None]:
+    """Restore a model's tile settings after the `with` block, whatever it has changed."""
     names = ("use_tiling", *(name for name in vars(vae).copy() if name.startswith("tile_")))
     saved = {name: getattr(vae, name) for name in names}
     try:
@@ -161,24 +159,24 @@ def tiles_put_back(vae: Any) -> Iterator[None]:
 
 
 def _enable(vae: Any, tile: tuple[int, int]) -> None:
-    """Turn on tiles of this height and width, in pixels."""
+    """Enable tiles of this (height, width) in pixels."""
     vae.enable_tiling(tile_sample_min_height=tile[0], tile_sample_min_width=tile[1])
 
 
 def retry_tiled_on_oom(
     vae: Any, size: tuple[int, int], start: Callable[[], Iterator[Item]], say: Callable[[str], None]
 ) -> Iterator[Item]:
-    """Yield the results of a video's chunks; when memory runs out, continue in tiles, once.
+    """Yield the results of a video's chunks; if memory runs out, continue once in smaller tiles.
 
-    The video then starts again, in tiles half as high and wide, as a failed chunk may have lost the
-    convolutions' cache; chunks that were yielded before are computed again, but not yielded again. With
-    several processes the error is raised: the others know nothing of it, and would wait.
+    The video then starts again, in tiles of half the height and width, as a failed chunk may have lost the
+    convolutions' cache; results that were yielded before are computed, but not yielded, again. With several
+    processes the error is raised: the others do not know of it, and would wait.
 
     Args:
         vae: the model; its tiling stays on afterwards.
-        size: height and width of the picture, in pixels.
-        start: starts the video and returns its chunks' results.
-        say: receives one message, once.
+        size: height and width of the frames, in pixels.
+        start: starts the video, and returns an iterator over its chunks' results.
+        say: called with a message if memory runs out.
     """
     yielded = 0
     try:

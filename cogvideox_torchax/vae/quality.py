@@ -8,10 +8,10 @@ K1, K2 = 0.01, 0.03
 
 
 def ssim(got: torch.Tensor, reference: torch.Tensor, peak: float = 255.0) -> float:
-    """Return the mean structural similarity of videos, 1 for equal ones; a frame at a time.
+    """Return the mean structural similarity (SSIM) of two videos; 1 if they are equal.
 
-    Each channel by itself, under a Gaussian window of 11 x 11 pixels and 1.5 pixels' deviation that lies
-    wholly in the picture, a smaller one where the picture is smaller: Wang et al., "Image quality assessment:
+    Each channel of each frame is compared under a Gaussian window of 11 x 11 pixels with a deviation of 1.5,
+    wholly in the frame, or a smaller one for a smaller frame: Wang et al., "Image quality assessment:
     from error visibility to structural similarity", 2004.
 
     Args:

@@ -1,7 +1,7 @@
 """Sizes as a user writes them: HEIGHTxWIDTH or FRAMESxHEIGHTxWIDTH, in pixels."""
 
 SMALLEST_TILE = 2
-"""Latent pixels on a side: a smaller tile would not advance beyond what it shares with the next."""
+"""Fewest latent pixels of a tile's side: a smaller tile would only overlap the next."""
 
 
 class SizeError(ValueError):
@@ -14,11 +14,11 @@ def parse_size(
     """Return the numbers of a text such as "480x720" (height and width).
 
     Args:
-        text: what the user wrote.
-        what: is of this size, for an error.
-        frames: whether the number of frames stands before them, as in "49x480x720".
-        multiple: of which height and width must be multiples.
-        least: how many times `multiple` they must be at least.
+        text: text of the user.
+        what: name, for an error, of what has the size.
+        frames: whether the number of frames comes first, as in "49x480x720".
+        multiple: required divisor of height and width.
+        least: fewest multiples of it on a side.
 
     Raises:
         SizeError: another text, no frames, or sides that do not fit.
@@ -34,7 +34,7 @@ def parse_size(
 
 
 def check_sides(what: str, height: int, width: int, *, multiple: int, least: int = 1) -> None:
-    """Raise `SizeError` unless both sides are multiples of `multiple`, `least` times it at least."""
+    """Raise `SizeError` unless both sides are multiples of `multiple`, and at least `least * multiple`."""
     good = [max(round(side / multiple), least) * multiple for side in (height, width)]
     if [height, width] != good:
         raise SizeError(

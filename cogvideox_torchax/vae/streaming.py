@@ -1,4 +1,4 @@
-"""A VAE run chunk by chunk, whatever computes a chunk: streams, slices and checks, the same for both builds.
+"""A VAE that runs chunk by chunk: streams, slices and checks, which both builds share.
 
 Axis letters: N videos, C channels, T frames, H rows, W columns. Tensors are NCTHW.
 """
@@ -20,14 +20,14 @@ from cogvideox_torchax.vae.chunks import Chunk
 from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction
 
 Fetch = Callable[[torch.Tensor], torch.Tensor]
-"""Function of a torchax tensor, possibly still being computed, to a plain tensor."""
+"""Function that copies a torchax tensor, which may still be computed, to the host."""
 
 
 class ChunkedVAE:
-    """Mixed into a VAE of diffusers' interface: streams over its chunks, and checks of inputs.
+    """Mixin of VAEs with diffusers' interface: streams over their chunks, and checks of inputs.
 
-    The class beside it has diffusers' attributes (`config`, `dtype`, tiles' and slices'), and defines
-    `_results`.
+    The class that it is mixed into has diffusers' attributes (`config`, `dtype`, tiling, slicing), and
+    defines `_results`, which runs the chunks.
     """
 
     config: Any
@@ -116,17 +116,19 @@ class ChunkedVAE:
         *,
         as_uint8: bool = False,
     ) -> Iterator[torch.Tensor]:
-        """Check an input and yield its chunks' results on the host, fetched while the next is computed.
+        """Check an input; return its chunks' results on the host, each fetched while the next is computed.
 
-        `given` is a whole input or an iterable of its pieces. `as_uint8` makes decoded frames bytes.
+        `given` is a whole input or an iterable of its pieces. `as_uint8` is whether decoded frames are bytes.
         """
         pieces, size = self._pieces(direction, given, num_frames)
-        return overlapped(self.results(direction, pieces, self._tile_plan(direction, size), as_uint8), fetch)
+        return fetched_one_behind(
+            self.results(direction, pieces, self._tile_plan(direction, size), as_uint8), fetch
+        )
 
     def _pieces(
         self, direction: Direction, given: torch.Tensor | Iterable[torch.Tensor], num_frames: int | None
     ) -> tuple[Iterator[torch.Tensor], torch.Size]:
-        """Return the chunks of a checked input, and its rows and columns."""
+        """Check an input; return an iterator over its chunks, and its (rows, columns)."""
         name = f"{direction}_stream"
         if isinstance(given, torch.Tensor):
             self._check(direction, given, follow_weights=True)
@@ -146,7 +148,7 @@ class ChunkedVAE:
             raise ValueError(f"{name} got no frames where {num_frames} were announced")
         self._check(direction, with_time(first), follow_weights=True)
         plan, check = direction.chunks(self, num_frames), functools.partial(self._check, direction)
-        return gathered(direction.takes, first, iterator, plan, check), first.shape[-2:]
+        return regrouped_into_chunks(direction.takes, first, iterator, plan, check), first.shape[-2:]
 
     def results(
         self,
@@ -173,22 +175,24 @@ class ChunkedVAE:
     def _results(
         self, direction: Direction, pieces: Iterable[torch.Tensor], plan: Any, as_uint8: bool
     ) -> Iterator[torch.Tensor]:
-        """Return the results of a video's chunks, all videos together."""
+        """Return the results of a video's chunks, all videos of the batch together."""
         raise NotImplementedError
 
     @contextlib.contextmanager
     def _running(self, x: torch.Tensor) -> Iterator[None]:
-        """Run a block with torchax on if `x` is on JAX, whether or not this thread has enabled it."""
+        """Enable torchax in a `with` block if `x` is on JAX."""
         if not runtime.on_jax(x):
             yield
             return
         with runtime.active():
             yield
 
-    def _joined(self, direction: Direction, x: torch.Tensor, plan: tiling.TilePlan | None) -> torch.Tensor:
-        """Return all results in one tensor, on the host if `x` is there.
+    def _all_results(
+        self, direction: Direction, x: torch.Tensor, plan: tiling.TilePlan | None
+    ) -> torch.Tensor:
+        """Return the results of all chunks of `x` in one tensor, on the host if `x` is there.
 
-        All chunks are computed before the first is fetched, so that fetching does not delay them.
+        All chunks are queued before the first is fetched, so that fetching does not delay them.
         """
         results = list(self.results(direction, frames_of_chunks(self, direction, x), plan))
         if not runtime.on_jax(x):
@@ -198,7 +202,7 @@ class ChunkedVAE:
         return runtime.concatenate(results, 2)
 
     def _tile_plan(self, direction: Direction, size: torch.Size) -> tiling.TilePlan | None:
-        """Return the tiles of a picture's rows and columns; None where it is one, or tiling is off."""
+        """Return the tiles of frames of this (rows, columns); None if one is enough, or tiling is off."""
         scale = self.spatial_compression_ratio
         cuts = self.use_tiling and self._tiles.cuts(direction, size, scale)
         return self._tiles.plan(direction, size, scale) if cuts else None
@@ -246,24 +250,24 @@ def frames_of_chunks(vae: Any, direction: Direction, x: torch.Tensor) -> Iterato
 
 
 def with_time(frames: torch.Tensor) -> torch.Tensor:
-    """Return a frame (N, C, H, W) as a piece of one frame; a piece is returned unchanged."""
+    """Return a frame (N, C, H, W) as a piece (N, C, 1, H, W); a piece is returned unchanged."""
     return frames[:, :, None] if frames.ndim == 4 else frames
 
 
-def gathered(
+def regrouped_into_chunks(
     what: str,
     first: torch.Tensor,
     rest: Iterator[torch.Tensor],
     plan: list[Chunk],
     check: Callable[..., None],
 ) -> Iterator[torch.Tensor]:
-    """Yield chunks (N, C, t, H, W) of pieces of any length, or of single frames (N, C, H, W).
+    """Yield the chunks (N, C, t, H, W) of an input that comes in pieces of any length or single frames.
 
     Args:
         what: "video" or "latents", for errors.
-        first, rest: the pieces.
-        plan: the chunks of the whole.
-        check: takes a chunk, `follow_weights=True` and its `first_frame`, and raises for a bad one.
+        first, rest: the first piece, and an iterator over the others.
+        plan: the chunks of the whole input.
+        check: raises an error for a bad chunk; called with it, `follow_weights=True` and its `first_frame`.
 
     Raises:
         ValueError: a piece of another size than the first; more or fewer frames than planned.
@@ -296,10 +300,10 @@ def gathered(
 
 
 @torch.no_grad()
-def overlapped(results: Iterator[torch.Tensor], fetch: Fetch) -> Iterator[torch.Tensor]:
-    """Yield each result on the host; fetch it only while the next one is being computed.
+def fetched_one_behind(results: Iterator[torch.Tensor], fetch: Fetch) -> Iterator[torch.Tensor]:
+    """Yield each result on the host, fetched while the next one is computed.
 
-    If the next one fails, the one before it still comes.
+    If the next one fails, the one before it is yielded first.
     """
     previous = None
     while True:
@@ -320,7 +324,7 @@ def overlapped(results: Iterator[torch.Tensor], fetch: Fetch) -> Iterator[torch.
 
 
 def split_videos(pieces: Iterable[torch.Tensor]) -> list[Iterator[torch.Tensor]]:
-    """Return the chunks of each video of a batch."""
+    """Return, for each video of a batch, an iterator over its chunks."""
     chunked = iter(pieces)
     first = next(chunked)
     all_chunks = itertools.chain([first], chunked)

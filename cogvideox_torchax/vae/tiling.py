@@ -1,9 +1,8 @@
 """The tile plan and the blending of tiles, for any array library and either layout.
 
-Tiles are cut, run and blended as in diffusers. There, overlap and crop are rounded each for itself, so a tile
-size whose overlap is not a whole number of latent pixels gives an output of the wrong size. Here all sizes
-follow from one number of latent pixels: equal to diffusers wherever diffusers is right, and of the right
-size everywhere.
+Tiles are cut, run and blended as in diffusers. There, overlap and crop are rounded separately, so that a tile
+whose overlap is not a whole number of latent pixels gives an output of the wrong size. Here all sizes follow
+from one number of latent pixels: equal to diffusers' where those are right, and right everywhere.
 """
 
 import functools
@@ -32,8 +31,8 @@ class AxisPlan:
 
     Attributes:
         spans: (start, stop) of each tile, in input pixels.
-        keep: output pixels that each tile contributes; the last one contributes all it has.
-        blend: output pixels over which a tile fades in from the one before.
+        keep: output pixels that each tile contributes; the last one contributes all of its pixels.
+        blend: output pixels at the start of a tile that are blended with the tile before.
     """
 
     spans: tuple[tuple[int, int], ...]
@@ -49,11 +48,11 @@ class TilePlan:
     columns: AxisPlan
 
 
-def groups(plan: TilePlan, together: int) -> list[list[tuple[int, int]]]:
-    """Group the tiles of a plan by size, `together` tiles to a group; the remainder is run one by one.
+def tile_groups_of(plan: TilePlan, together: int) -> list[list[tuple[int, int]]]:
+    """Group the tiles of a plan into batches: `together` tiles of one size, and single tiles that are left.
 
     Returns:
-        Groups of (row, column), each of `together` tiles or of one.
+        Groups of tiles, each tile its (row, column) in the plan.
     """
     by_size: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for row, (top, bottom) in enumerate(plan.rows.spans):
@@ -73,8 +72,8 @@ def plan_axis(size: int, *, tile: int, overlap: float, scale_in: int = 1, scale_
     Args:
         size: the input's pixels along the axis.
         tile: a tile's size in latent pixels.
-        overlap: the share of a tile that overlaps the next, 0 <= overlap < 1.
-        scale_in, scale_out: pixels of the input and of the output to one latent pixel (1 and 8 to decode, 8
+        overlap: fraction of a tile that overlaps the next, 0 <= overlap < 1.
+        scale_in, scale_out: pixels of the input and of the output for each latent pixel (1 and 8 to decode, 8
             and 1 to encode).
 
     Raises:
@@ -98,7 +97,7 @@ def plan_axis(size: int, *, tile: int, overlap: float, scale_in: int = 1, scale_
 
 @dataclass(frozen=True)
 class TileSettings:
-    """The size of a tile in latent pixels, and its overlap with the next, as a share."""
+    """The size of a tile in latent pixels, and the fraction of it that overlaps the next."""
 
     latent_height: int
     latent_width: int
@@ -106,12 +105,12 @@ class TileSettings:
     overlap_width: float = 1 / 5
 
     def plan(self, direction: Direction, size: tuple[int, ...], scale: int) -> TilePlan:
-        """Return the tiles of a picture.
+        """Return the tiles of an input.
 
         Args:
-            direction: what is done with it.
-            size: the rows and columns of the input.
-            scale: sample pixels to a latent pixel.
+            direction: `ENCODE` or `DECODE`.
+            size: rows and columns of the input.
+            scale: video pixels for each latent pixel.
         """
         scale_in = direction.scale(scale)
         scale_out = scale // scale_in
@@ -122,7 +121,7 @@ class TileSettings:
         )
 
     def cuts(self, direction: Direction, size: tuple[int, ...], scale: int) -> bool:
-        """Return whether a picture is larger than one tile; the arguments are `plan`'s."""
+        """Return whether an input is larger than one tile; the arguments are those of `plan`."""
         scale_in = direction.scale(scale)
         return size[0] > self.latent_height * scale_in or size[1] > self.latent_width * scale_in
 
@@ -140,11 +139,11 @@ def run_chunks(
 
     Args:
         pieces: the chunks, videos on axis 0: torch tensors, or arrays of JAX or NumPy.
-        plan: how they are cut; None for whole frames.
-        start: returns a new function from a chunk to its result, which keeps the convolutions' cache for the
-            next chunk; its argument is whether results are bytes.
-        axes: of the chunks.
-        placement: of chunks and results on a mesh; None for one device.
+        plan: the tiles; None for whole frames.
+        start: called with whether results are bytes; returns a new function of a chunk that returns its
+            result, and keeps the convolutions' cache for the next chunk.
+        axes: order of the chunks' axes.
+        placement: sharding of chunks and results on a mesh; None for one device.
         as_uint8: whether results are bytes; tiles are blended as floats.
     """
     if plan is None:
@@ -152,7 +151,8 @@ def run_chunks(
     row_axis = axes.index("H")
 
     def join_tiles(tiles: list[list[Any]]) -> Any:
-        join = _join_on_jax if isinstance(tiles[0][0], jax.Array) else _join
+        """Return a chunk's result from its tiles' results, in rows of columns."""
+        join = _join_on_jax if isinstance(tiles[0][0], jax.Array) else _join_and_place
         return join(tiles, plan, row_axis, placement, as_uint8)
 
     dp = 1 if placement is None else placement.mesh.shape["dp"]
@@ -172,17 +172,17 @@ def run_tiles(
 
     Args:
         pieces, plan: as `run_chunks` takes them.
-        start: returns a new function from a chunk of a tile to its result, which keeps the cache of the
-            convolutions for this tile's next chunk.
-        join: blends the tiles' outputs, in rows of columns.
-        row_axis: of the chunks; columns follow.
-        dp: over how many devices of a mesh a batch is split; as many tiles of one size are run together.
+        start: returns a new function of a tile's chunk that returns its result, and keeps the convolutions'
+            cache for the tile's next chunk.
+        join: returns a chunk's result from its tiles' results, in rows of columns.
+        row_axis: axis of rows in the chunks; columns are the next.
+        dp: number of devices that split a batch; as many tiles of one size are run together.
     """
     pieces = iter(pieces)
     first = next(pieces)
     videos = first.shape[0]
     # A batch that "dp" divides is split by videos, else `dp` tiles are run as one batch.
-    tile_groups = groups(plan, 1 if videos % dp == 0 else dp)
+    tile_groups = tile_groups_of(plan, 1 if videos % dp == 0 else dp)
     runs = [start() for _ in tile_groups]
     for piece in itertools.chain([first], pieces):
         tiles = (_cut_on_jax if isinstance(piece, jax.Array) else cut)(piece, plan, row_axis)
@@ -207,34 +207,34 @@ def cut(x: Any, plan: TilePlan, row_axis: int) -> list[list[Any]]:
 _cut_on_jax = functools.partial(jax.jit, static_argnums=(1, 2))(cut)
 
 
-def _join(
+def _join_and_place(
     tiles: list[list[Any]], plan: TilePlan, row_axis: int, placement: "Placement | None", as_uint8: bool
 ) -> Any:
-    """Blend the tiles' outputs, as bytes and laid on a mesh where that is asked for."""
+    """Blend the tiles' outputs to frames; as bytes if `as_uint8`, and sharded by `placement` if given."""
     frames = join(tiles, plan, row_axis)
     frames = to_uint8(frames) if as_uint8 else frames
-    return frames if placement is None else placement.hand_out(frames)
+    return frames if placement is None else placement.result_without_padding(frames)
 
 
-_join_on_jax = functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))(_join)
+_join_on_jax = functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))(_join_and_place)
 
 
 def join(tiles: Sequence[Sequence[Any]], plan: TilePlan, row_axis: int) -> Any:
-    """Blend the tiles' outputs, crop each to its share and put them together."""
+    """Blend the tiles' outputs at their edges, crop each to what it contributes, and concatenate them."""
     column_axis = row_axis + 1
     blended: list[list[Any]] = []
     for i, row in enumerate(tiles):
         blended.append([])
         for j, tile in enumerate(row):
             if i > 0:
-                tile = _fade(blended[i - 1][j], tile, plan.rows.blend, row_axis)
+                tile = _blend_edge(blended[i - 1][j], tile, plan.rows.blend, row_axis)
             if j > 0:
-                tile = _fade(blended[i][j - 1], tile, plan.columns.blend, column_axis)
+                tile = _blend_edge(blended[i][j - 1], tile, plan.columns.blend, column_axis)
             blended[i].append(tile)
     rows = [
         arrays.concatenate(
             [
-                _part(_part(tile, row_axis, 0, plan.rows.keep), column_axis, 0, plan.columns.keep)
+                _slice_of(_slice_of(tile, row_axis, 0, plan.rows.keep), column_axis, 0, plan.columns.keep)
                 for tile in row
             ],
             column_axis,
@@ -244,8 +244,8 @@ def join(tiles: Sequence[Sequence[Any]], plan: TilePlan, row_axis: int) -> Any:
     return arrays.concatenate(rows, row_axis)
 
 
-def _fade(before: Any, tile: Any, extent: int, axis: int) -> Any:
-    """Blend the first `extent` pixels of `tile` linearly with the last ones of `before`."""
+def _blend_edge(before: Any, tile: Any, extent: int, axis: int) -> Any:
+    """Return `tile` with its first `extent` pixels blended linearly with the last ones of `before`."""
     extent = min(before.shape[axis], tile.shape[axis], extent)
     if extent == 0:
         return tile
@@ -254,8 +254,8 @@ def _fade(before: Any, tile: Any, extent: int, axis: int) -> Any:
     weight: Any = np.linspace(0, 1, extent, endpoint=False, dtype=np.float32).reshape(shape)
     if isinstance(tile, torch.Tensor):
         weight = torch.as_tensor(weight, device=tile.device)
-    old = _part(before, axis, before.shape[axis] - extent, before.shape[axis])
-    new = _part(tile, axis, 0, extent)
+    old = _slice_of(before, axis, before.shape[axis] - extent, before.shape[axis])
+    new = _slice_of(tile, axis, 0, extent)
     # The library's own promotion makes this float32 for bfloat16 tiles; `+ 0 * new` style casts differ by
     # library, so the result is brought back to the tile's dtype by concatenating it in that dtype.
     mixed = old * (1 - weight) + new * weight

@@ -27,7 +27,7 @@ def rms_error(got: torch.Tensor, reference: torch.Tensor) -> float:
 
 
 def contract(dtype: torch.dtype, relative: float, rms: float, torchs: float) -> tuple[str, float, float]:
-    """Return the name of the error that a dtype is judged by, its value, and the largest allowed value.
+    """Return (name, value, largest allowed value) of the error that decides for a dtype.
 
     Args:
         dtype: the dtype of the computation.
@@ -40,7 +40,7 @@ def contract(dtype: torch.dtype, relative: float, rms: float, torchs: float) -> 
 
 
 def ratio(error: float, scale: float) -> float:
-    """Return an error over a scale; of a scale of zero, infinity for any error."""
+    """Return `error / scale`; for a scale of zero 0 without an error, else infinity."""
     return error / scale if scale else (0.0 if error == 0 else float("inf"))
 
 

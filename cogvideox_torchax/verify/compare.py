@@ -108,9 +108,9 @@ class Candidate:
     def vae(self) -> Any:
         return self.backend.vae
 
-    def run(self, kind: Direction, x: torch.Tensor) -> torch.Tensor:
+    def run(self, direction: Direction, x: torch.Tensor) -> torch.Tensor:
         """Return the posterior's moments of a video, or the frames of latents, as a plain tensor."""
-        return self.backend.run(kind, x.to(self.dtype))
+        return self.backend.run(direction, x.to(self.dtype))
 
 
 @dataclass
@@ -191,23 +191,23 @@ class _Sums:
 
 
 def compare_layers(
-    reference: DiffusersAutoencoder, vaes: dict[str, Candidate], kind: Direction, x: torch.Tensor
+    reference: DiffusersAutoencoder, vaes: dict[str, Candidate], direction: Direction, x: torch.Tensor
 ) -> dict[str, dict[str, _Sums]]:
     """Run the reference and all candidates over the same chunks; return the sums of their differences.
 
     Args:
         reference: diffusers' model in float32.
         vaes: the candidates by a name.
-        kind: the direction.
+        direction: the direction that is compared.
         x: its input, of all chunks.
 
     Returns:
         By each candidate's name, the sums by each layer's name, in running order.
     """
-    runs = {name: each.backend.recorder(kind, LAYER_NAME.fullmatch) for name, each in vaes.items()}
-    exact_run = Torch(reference).recorder(kind, LAYER_NAME.fullmatch)
+    runs = {name: each.backend.recorder(direction, LAYER_NAME.fullmatch) for name, each in vaes.items()}
+    exact_run = Torch(reference).recorder(direction, LAYER_NAME.fullmatch)
     sums: dict[str, dict[str, _Sums]] = {name: {} for name in vaes}
-    for chunk in kind.chunks(reference, x.shape[2]):
+    for chunk in direction.chunks(reference, x.shape[2]):
         piece = x[:, :, chunk.start : chunk.stop]
         exact = exact_run(piece)
         for name, candidate in vaes.items():
@@ -276,10 +276,10 @@ def _mean(values: list[float]) -> float | None:
 # The contracts
 
 
-def _same_function(kind: str, dtype: torch.dtype, whole: WholeError, torchs: WholeError) -> Contract:
+def _same_function(direction: str, dtype: torch.dtype, whole: WholeError, torchs: WholeError) -> Contract:
     """Return the contract that a whole answer is the reference's, in bfloat16 beside PyTorch's own error."""
     name, measured, allowed = tolerances.contract(dtype, whole.relative, whole.rms, torchs.rms)
-    return Contract(f"{kind}: {name}", measured, allowed, measured <= allowed)
+    return Contract(f"{direction}: {name}", measured, allowed, measured <= allowed)
 
 
 def _stream(candidate: Candidate, z: torch.Tensor, want: torch.Tensor) -> Contract:
@@ -312,7 +312,10 @@ class Verifier:
         # All backends decode the reference's latents: no error of encoding is counted again in the frames.
         self.inputs = {ENCODE: x, DECODE: moments.chunk(2, dim=1)[0]}
         self.answers = {ENCODE: moments, DECODE: exact.run(DECODE, self.inputs[DECODE])}
-        self.lengths = {kind: kind.results(reference, self.inputs[kind].shape[2]) for kind in Direction}
+        self.lengths = {
+            direction: direction.results(reference, self.inputs[direction].shape[2])
+            for direction in Direction
+        }
 
     @torch.no_grad()
     def verify(
@@ -345,9 +348,9 @@ class Verifier:
         if torchs is not None:
             compared["baseline"] = torchs
         found: list[list[LayerError]] = [[] for _ in candidates]
-        for kind in Direction:
-            say(f"{kind}: layer by layer")
-            sums = compare_layers(self.reference, compared, kind, self.inputs[kind])
+        for direction in Direction:
+            say(f"{direction}: layer by layer")
+            sums = compare_layers(self.reference, compared, direction, self.inputs[direction])
             for index, candidate in enumerate(candidates):
                 found[index] += _judged(candidate.dtype, sums[str(index)], sums.get("baseline", {}))
         return found
@@ -356,18 +359,18 @@ class Verifier:
         """Return a candidate's whole errors by direction, and the contracts on shapes and on streaming."""
         errors: dict[str, WholeError] = {}
         contracts = []
-        for kind in Direction:
-            got, want = candidate.run(kind, self.inputs[kind]), self.answers[kind]
-            frames, wanted = got.shape[2], sum(self.lengths[kind])
-            contracts.append(Contract(f"{kind}: frames", frames, wanted, frames == wanted))
+        for direction in Direction:
+            got, want = candidate.run(direction, self.inputs[direction]), self.answers[direction]
+            frames, wanted = got.shape[2], sum(self.lengths[direction])
+            contracts.append(Contract(f"{direction}: frames", frames, wanted, frames == wanted))
             if got.shape != want.shape:
                 contracts.append(
-                    Contract(f"{kind}: shape {tuple(got.shape)} for {tuple(want.shape)}", 1, 0, False)
+                    Contract(f"{direction}: shape {tuple(got.shape)} for {tuple(want.shape)}", 1, 0, False)
                 )
                 continue
-            errors[kind] = compare_whole(got, want, self.lengths[kind], pixels=kind == DECODE)
-            if kind == DECODE and hasattr(candidate.vae, "decode_stream"):
-                contracts.append(_stream(candidate, self.inputs[kind], got))
+            errors[direction] = compare_whole(got, want, self.lengths[direction], pixels=direction == DECODE)
+            if direction == DECODE and hasattr(candidate.vae, "decode_stream"):
+                contracts.append(_stream(candidate, self.inputs[direction], got))
         return errors, contracts
 
     def _result(
@@ -379,8 +382,8 @@ class Verifier:
         """
         whole, contracts = self._whole(candidate)
         same = [
-            _same_function(kind, candidate.dtype, error, baseline.get(kind, error))
-            for kind, error in whole.items()
+            _same_function(direction, candidate.dtype, error, baseline.get(direction, error))
+            for direction, error in whole.items()
         ]
         contracts += [
             Contract(f"{kind}: programs compiled", count, PROGRAMS_A_NETWORK, count <= PROGRAMS_A_NETWORK)

@@ -47,11 +47,11 @@ def whole_table(results: list[Result]) -> str:
     """Return a table with a row for each direction of each backend: errors, worst frame's PSNR and SSIM."""
     rows = []
     for r in results:
-        for kind, w in r.whole.items():
+        for direction, w in r.whole.items():
             quality = (f"{min(w.psnr):.1f}", f"{min(w.ssim):.6f}") if w.psnr else ("", "")
             errors = [w.mean, w.largest, w.relative, w.at_borders, w.inside]
-            rows.append((f"{r.backend} {r.dtype}", kind, *map(_number, errors), *quality))
-    head = ("backend", "half", "mean", "max", "relative", "mean at chunk borders", "mean inside")
+            rows.append((f"{r.backend} {r.dtype}", direction, *map(_number, errors), *quality))
+    head = ("backend", "direction", "mean", "max", "relative", "mean at chunk borders", "mean inside")
     return table((*head, "lowest PSNR, dB", "lowest SSIM"), rows)
 
 

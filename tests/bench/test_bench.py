@@ -71,7 +71,7 @@ def merged(rounds=(ROUND, ROUND)):
 
 
 def made_up_report(*results, sizes=SIZES[:1]):
-    """Return a report of results by way, of both halves."""
+    """Return a report of results by way, of both directions."""
     entries = [
         {"job": kind, "way": way, "size": size._asdict(), **result}
         for size in sizes

@@ -69,8 +69,8 @@ def test_two_threads_load_a_model_once(small, monkeypatch):
     )
     unit = EncodeClip(small.config)
     with ThreadPoolExecutor(2) as threads:
-        first, second = threads.map(lambda _: unit.vae, range(2))
-    assert first is second
+        first_latents, second = threads.map(lambda _: unit.vae, range(2))
+    assert first_latents is second
     assert len(loads) == 1
 
 

@@ -318,7 +318,7 @@ def test_sound_without_a_decoder_is_none_that_can_be_read(tmp_path):
     assert data.count(b"A_AAC") == 1
     (tmp_path / "clip.mkv").write_bytes(data.replace(b"A_AAC", b"A_ZZZ"))
     info = video.probe(tmp_path / "clip.mkv")
-    assert (info.sound, info.copies_sound) == ("unknown", False)
+    assert (info.sound, info.can_copy_sound) == ("unknown", False)
     assert read_all(tmp_path / "clip.mkv").shape == (1, 3, 9, 24, 40)
 
 

@@ -200,7 +200,7 @@ def test_the_report_names_what_runs_by_itself_and_its_split(compiled_pair):
 def test_a_batch_that_dp_does_not_divide_is_reported_as_split_by_width_and_gathers_nothing(stock):
     # In bfloat16, whose strided convolutions of uneven widths compile only as the kernels do them on a mesh.
     vae = sharded(copy.deepcopy(stock).to(torch.bfloat16), 2, 4, move=False)
-    found = report.report(vae, (3, 3, 1, 8, 4 * 45), kind="encode")
+    found = report.report(vae, (3, 3, 1, 8, 4 * 45), direction="encode")
     layers = [row for row in found.layers if row.shape]
     assert {row.spec for row in layers} == {str(PartitionSpec(*VIDEO))}
     assert not [row.layer for row in layers if row.shards == 1]

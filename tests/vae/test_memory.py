@@ -35,7 +35,7 @@ def test_the_estimate_is_what_the_compiler_says_or_somewhat_more(path):
         each["temp_bytes"] + each["output_bytes"] + (cache if each["name"] == "later" else 0)
         for each in plan["programs"]
     )
-    estimate = memory.needed(WIDE, Direction(job["kind"]), job["height"], job["width"], frames)
+    estimate = memory.estimated_bytes(WIDE, Direction(job["kind"]), job["height"], job["width"], frames)
     assert 0.95 <= estimate / taken <= (1.2 if frames == 13 else 1.05)  # 13 are computed four at a time
 
 
@@ -46,34 +46,40 @@ def test_an_even_number_of_frames_takes_as_much_as_one_more(job):
     kind = job.split()[0]
     taken = program["temp_bytes"] / (480 * 720) + memory.CACHE_BYTES[kind]
     assert program["frames"] % 2 == 0
-    assert memory.needed(WIDE, Direction(kind), 480, 720, program["frames"]) / (480 * 720) == pytest.approx(
-        taken, rel=0.05
-    )
+    assert memory.estimated_bytes(WIDE, Direction(kind), 480, 720, program["frames"]) / (
+        480 * 720
+    ) == pytest.approx(taken, rel=0.05)
 
 
 def test_a_picture_that_fits_is_not_cut_and_one_that_does_not_is_cut_into_what_fits():
-    def needed(height, width):
-        return memory.needed(WIDE, DECODE, height, width, 13)
+    def estimated_bytes(height, width):
+        return memory.estimated_bytes(WIDE, DECODE, height, width, 13)
 
-    free = int(needed(480, 720) / memory.MARGIN) + 1
+    free = int(estimated_bytes(480, 720) / memory.MARGIN) + 1
     assert memory.fitting_tile(WIDE, DECODE, 480, 720, 13, free) is None
     tile = memory.fitting_tile(WIDE, DECODE, 960, 1440, 13, free)
     assert tile is not None
     assert all(side % 8 == 0 for side in tile)
-    assert 0.9 * needed(480, 720) < needed(*tile) <= memory.MARGIN * free
+    assert 0.9 * estimated_bytes(480, 720) < estimated_bytes(*tile) <= memory.MARGIN * free
     assert memory.fitting_tile(WIDE, DECODE, 960, 1440, 13, 0) == (16, 16)
 
 
 def test_other_dtypes_and_longer_first_chunks_need_more_and_a_device_of_a_mesh_less():
-    def needed(**other):
+    def estimated_bytes(**other):
         vae = SimpleNamespace(**{**vars(WIDE), **other})
-        return memory.needed(vae, ENCODE, 64, 64, 17) / memory.needed(WIDE, ENCODE, 64, 64, 17)
+        return memory.estimated_bytes(vae, ENCODE, 64, 64, 17) / memory.estimated_bytes(
+            WIDE, ENCODE, 64, 64, 17
+        )
 
-    assert needed(dtype=torch.float32) == pytest.approx(2 * memory.WITHOUT_KERNEL, rel=1e-6)
-    assert needed(dtype=torch.float16) == pytest.approx(memory.WITHOUT_KERNEL, rel=1e-6)
-    assert needed(mesh=SimpleNamespace(size=8)) == pytest.approx(1 / 8, rel=1e-6)
-    assert needed(num_sample_frames_batch_size=16) == needed(num_sample_frames_batch_size=17) > 1.4
-    assert memory.needed(WIDE, ENCODE, 64, 64, 15) > memory.needed(WIDE, ENCODE, 64, 64, 17)
+    assert estimated_bytes(dtype=torch.float32) == pytest.approx(2 * memory.WITHOUT_KERNEL, rel=1e-6)
+    assert estimated_bytes(dtype=torch.float16) == pytest.approx(memory.WITHOUT_KERNEL, rel=1e-6)
+    assert estimated_bytes(mesh=SimpleNamespace(size=8)) == pytest.approx(1 / 8, rel=1e-6)
+    assert (
+        estimated_bytes(num_sample_frames_batch_size=16)
+        == estimated_bytes(num_sample_frames_batch_size=17)
+        > 1.4
+    )
+    assert memory.estimated_bytes(WIDE, ENCODE, 64, 64, 15) > memory.estimated_bytes(WIDE, ENCODE, 64, 64, 17)
 
 
 BAD = {
@@ -129,9 +135,9 @@ def quick_vae():
 
 def failing(vae, monkeypatch, at, error):
     """Make a program of the whole picture fail once, at a chunk of the first run."""
-    real, calls = runtime.carried, []
+    real, calls = runtime.with_kept_cache, []
 
-    def carried(network):
+    def with_kept_cache(network):
         own = real(network)
 
         def chunk(piece):
@@ -143,7 +149,7 @@ def failing(vae, monkeypatch, at, error):
 
         return chunk
 
-    monkeypatch.setattr(runtime, "carried", carried)
+    monkeypatch.setattr(runtime, "with_kept_cache", with_kept_cache)
     return calls
 
 

@@ -236,7 +236,7 @@ class FlaxVAEForPipelines(ChunkedVAE, PortedModel, ModelMixin, ConfigMixin):
     def _whole(self, direction: Direction, x: torch.Tensor) -> torch.Tensor:
         """Check an input, and return the results of all of its chunks joined."""
         self._check(direction, x)
-        return self._joined(direction, x, self._tile_plan(direction, x.shape[3:]))
+        return self._all_results(direction, x, self._tile_plan(direction, x.shape[3:]))
 
     def _results(
         self, direction: Direction, pieces: Iterable[torch.Tensor], plan: Any, as_uint8: bool

@@ -44,7 +44,7 @@ class DifferentiablePosterior(DiagonalGaussianDistribution):
         self.std, self.var = torch.exp(0.5 * self.logvar), torch.exp(self.logvar)
 
 
-def _hand_over(make: Callable[..., Any], kind: type, pipeline: Any, **options: Any) -> Any:
+def _from_pipe_with_ported_parts(make: Callable[..., Any], kind: type, pipeline: Any, **options: Any) -> Any:
     """Call diffusers' `from_pipe` so that it accepts ported parts in place of stock ones."""
     parts = upstream.parts_for(kind, pipeline)
     ported = {name: part for name, part in parts.items() if isinstance(part, PortedModel)}
@@ -55,7 +55,7 @@ def _hand_over(make: Callable[..., Any], kind: type, pipeline: Any, **options: A
 
 
 # At import: `from_pipe` must know a model that was unpickled, for which nothing here was called.
-upstream.wrap_from_pipe(_hand_over)
+upstream.wrap_from_pipe(_from_pipe_with_ported_parts)
 
 
 class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
@@ -126,7 +126,7 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
     def _encode(self, x: torch.Tensor) -> torch.Tensor:
         """Return the moments of a checked video; diffusers' `encode` calls it."""
         self._check(ENCODE, x)
-        return self._whole(ENCODE, x)
+        return self._run_all_chunks(ENCODE, x)
 
     @functools.wraps(DiffusersAutoencoder.decode)
     def decode(self, z: torch.Tensor, return_dict: bool = True) -> Any:
@@ -141,18 +141,18 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
     def _decode(self, z: torch.Tensor, return_dict: bool = True) -> DecoderOutput | tuple[torch.Tensor]:
         """Return the frames of checked latents; diffusers' `decode` calls it."""
         self._check(DECODE, z)
-        frames = self._whole(DECODE, z)
+        frames = self._run_all_chunks(DECODE, z)
         return DecoderOutput(sample=frames) if return_dict else (frames,)
 
     # Tiling: the plan of `tiling.py` in place of diffusers' own
 
     def tiled_encode(self, x: torch.Tensor) -> torch.Tensor:
         """Encode in tiles, also if one tile would do; the result has the right size for any tile size."""
-        return self._whole(ENCODE, x, in_tiles=True)
+        return self._run_all_chunks(ENCODE, x, in_tiles=True)
 
     def tiled_decode(self, z: torch.Tensor, return_dict: bool = True) -> DecoderOutput | tuple[torch.Tensor]:
         """Decode in tiles, also if one tile would do; the result has the right size for any tile size."""
-        frames = self._whole(DECODE, z, in_tiles=True)
+        frames = self._run_all_chunks(DECODE, z, in_tiles=True)
         return DecoderOutput(sample=frames) if return_dict else (frames,)
 
     # Running chunks
@@ -160,17 +160,14 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
     def _results(
         self, direction: Direction, pieces: Iterable[torch.Tensor], plan: Any, as_uint8: bool
     ) -> Iterator[torch.Tensor]:
-        """Yield the results of a video's chunks, from PyTorch's modules or from compiled programs.
-
-        The weights decide which.
-        """
+        """Return the results of the chunks, by compiled programs for weights on JAX, else by PyTorch."""
         on_jax = runtime.is_on_jax(self)
 
         def start(as_uint8: bool) -> Callable[[Any], Any]:
             """Return a new function of chunks that keeps its cache; see `tiling.run_chunks`."""
             network = chunk_network(self, direction, as_uint8)
             if not on_jax:
-                return runtime.carried(network)
+                return runtime.with_kept_cache(network)
             program = self._program((direction, as_uint8), network)
             return program.begin(program.weights(network))
 
@@ -180,16 +177,21 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
         results = tiling.run_chunks(arrays, plan, start, NCTHW, placement, as_uint8=as_uint8)
         return map(runtime.tensor_of, results)
 
-    def _whole(self, direction: Direction, x: torch.Tensor, *, in_tiles: bool = False) -> torch.Tensor:
-        """Return the results of all chunks joined, differentiable where torch records a backward pass.
+    def _run_all_chunks(
+        self, direction: Direction, x: torch.Tensor, *, in_tiles: bool = False
+    ) -> torch.Tensor:
+        """Return the results of all chunks, concatenated, with gradients if torch records them.
 
-        In training mode the forward pass keeps the activations that the backward pass needs; else only the
-        input, as most who decode without `torch.no_grad()` never ask for gradients.
+        In training mode the forward pass keeps what the backward pass needs. Else it keeps the input alone,
+        as most users who forget `torch.no_grad()` never call `backward()`. `in_tiles` forces tiles, even one.
         """
         size = x.shape[3:]
         forced_plan = self._tiles.plan(direction, size, self.spatial_compression_ratio) if in_tiles else None
         plan = forced_plan or self._tile_plan(direction, size)
-        network, run = chunk_network(self, direction), functools.partial(self._joined, direction, x, plan)
+        network, run = (
+            chunk_network(self, direction),
+            functools.partial(self._all_results, direction, x, plan),
+        )
         if plan is not None:
             refusal = "gradients do not pass through tiles on JAX: call disable_tiling() before"
             return runtime.without_gradient(network, x, run, refusal)

@@ -29,10 +29,12 @@ COLUMN_AXIS = 4
 
 
 def _channels_last(x_NCTHW: torch.Tensor) -> torch.Tensor:
+    """Return a tensor as the kernels take it, (N, T, H, W, C)."""
     return x_NCTHW.permute(0, 2, 3, 4, 1)
 
 
 def _channels_first(x_NTHWC: torch.Tensor) -> torch.Tensor:
+    """Return a kernel's result as diffusers has it, (N, C, T, H, W)."""
     return x_NTHWC.permute(0, 4, 1, 2, 3)
 
 
@@ -47,8 +49,8 @@ def _as_ported(module: nn.Module) -> bool:
     return all(type(part) in PARTS and not is_watched(part) for part in parts)
 
 
-def cleared(x_NCTHW: torch.Tensor, split: Split) -> torch.Tensor:
-    """Return `x_NCTHW` with zeros in columns that are padding, which stock operations may have filled."""
+def with_zero_padding(x_NCTHW: torch.Tensor, split: Split) -> torch.Tensor:
+    """Return `x_NCTHW` with zeros in padding columns, which diffusers' own operations may have changed."""
     return torch_view(with_clear_padding)(x_NCTHW, split, COLUMN_AXIS) if on_jax(x_NCTHW) else x_NCTHW
 
 
@@ -66,7 +68,7 @@ class GroupNorm(OnColumns, nn.GroupNorm):
     def forward(self, input: torch.Tensor, *, activation: str | None = None) -> torch.Tensor:
         """Norm, and apply the activation, by the kernel on JAX; by PyTorch without one."""
         if not on_jax(input) or input.ndim < 3:
-            _refuse(activation)
+            _refuse_activation(activation)
             return super().forward(input)
         return torch_view(jax_kernels.group_norm)(
             input,
@@ -79,7 +81,7 @@ class GroupNorm(OnColumns, nn.GroupNorm):
         )
 
 
-def _refuse(activation: str | None) -> None:
+def _refuse_activation(activation: str | None) -> None:
     """Raise `ValueError` if a norm that runs in PyTorch was given an activation to fuse."""
     if activation is not None:
         raise ValueError("a norm that runs in PyTorch takes no activation: apply it to the result")
@@ -132,7 +134,7 @@ class CausalConv3d(OnColumns, diffusers_vae.CogVideoXCausalConv3d):
         conv = self.conv
         if not on_jax(inputs) or not self.is_plain:
             y, new_cache = super().forward(inputs, conv_cache)
-            return cleared(y if residual is None else y + residual, self.split), new_cache
+            return with_zero_padding(y if residual is None else y + residual, self.split), new_cache
         cache, residual = (None if x is None else _channels_last(x) for x in (conv_cache, residual))
         y, new_cache = torch_view(jax_kernels.conv3d)(
             _channels_last(inputs),
@@ -163,13 +165,13 @@ class SpatialNorm3D(OnColumns, diffusers_vae.CogVideoXSpatialNorm3D):
         None.
         """
         if not on_jax(f):
-            _refuse(activation)
+            _refuse_activation(activation)
             return super().forward(f, zq, conv_cache)  # pyright: ignore[reportReturnType]
         if not _as_ported(self):
-            y = _only(super().forward(f, zq))
+            y = _without_cache(super().forward(f, zq))
             if activation is not None:
                 y = torch_view(getattr(jax_kernels, activation))(y)
-            return cleared(y, self.split), {}
+            return with_zero_padding(y, self.split), {}
         norm, conv_y, conv_b = self.norm_layer, self.conv_y.conv, self.conv_b.conv
         y = torch_view(jax_kernels.spatial_norm)(
             _channels_last(f),
@@ -229,26 +231,29 @@ class ResnetBlock3D(diffusers_vae.CogVideoXResnetBlock3D):
         moments: Any = None,
         **options: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor | None, Any]:
-        """Apply a norm, the activation and a convolution; in one kernel unless a hook sees what lies between.
+        """Apply a norm, the activation and a convolution, fused unless one of them has a hook.
 
-        `moments` is the last result of the convolution before, and of this one (`jax_kernels.norm_conv3d`).
+        `moments` are those that the convolution before has returned, or None. Returns the frames, the next
+        cache, and the moments of the frames for the next norm (`jax_kernels.norm_conv3d`).
         """
-        together = isinstance(self.nonlinearity, nn.SiLU) and _fits_together(norm, conv)
+        together = isinstance(self.nonlinearity, nn.SiLU) and _can_fuse(norm, conv)
         if not together or is_watched(norm) or is_watched(conv):
-            hidden = self._activated(norm, hidden, zq)
+            hidden = self._norm_and_activate(norm, hidden, zq)
             return *conv(hidden, conv_cache=conv_cache, **options), None
         return _norm_conv(norm, conv, hidden, zq, conv_cache, moments, **options)
 
-    def _activated(self, norm: nn.Module, hidden: torch.Tensor, zq: torch.Tensor | None) -> torch.Tensor:
+    def _norm_and_activate(
+        self, norm: nn.Module, hidden: torch.Tensor, zq: torch.Tensor | None
+    ) -> torch.Tensor:
         """Return a norm's result after the activation, in one call if the norm takes it."""
         inputs = (hidden,) if zq is None else (hidden, zq)
         if isinstance(self.nonlinearity, nn.SiLU) and isinstance(norm, GroupNorm | SpatialNorm3D):
-            return _only(norm(*inputs, activation="silu"))
-        return self.nonlinearity(_only(norm(*inputs)))
+            return _without_cache(norm(*inputs, activation="silu"))
+        return self.nonlinearity(_without_cache(norm(*inputs)))
 
 
-def _fits_together(norm: nn.Module, conv: nn.Module) -> bool:
-    """Return whether both are as they were ported, and of kinds that `jax_kernels.norm_conv3d` fuses."""
+def _can_fuse(norm: nn.Module, conv: nn.Module) -> bool:
+    """Return whether `jax_kernels.norm_conv3d` may replace the two: as ported, and of types that it fuses."""
     kinds = type(norm) in (GroupNorm, SpatialNorm3D) and type(conv) is CausalConv3d
     return kinds and _as_ported(norm) and conv.is_plain  # pyright: ignore[reportReturnType]
 
@@ -264,7 +269,7 @@ def _norm_conv(
 ) -> tuple[torch.Tensor, torch.Tensor | None, Any]:
     """Run a norm, SiLU and a convolution as one kernel, on tensors with channels first.
 
-    The results are the frames, the next cache, and the moments of the result's columns for the next norm.
+    Returns the frames, the next cache, and the frames' column moments for the next norm.
     """
     conv, group_norm = causal.conv, norm
     latents: tuple[Any, ...] = ()
@@ -287,7 +292,7 @@ def _norm_conv(
     return _channels_first(y), None if new_cache is None else _channels_first(new_cache), moments
 
 
-def _only(result: Any) -> torch.Tensor:
+def _without_cache(result: Any) -> torch.Tensor:
     """Return a norm's result without the cache that diffusers adds."""
     return result[0] if isinstance(result, tuple) else result
 
@@ -298,7 +303,7 @@ class Upsample3D(OnColumns, CogVideoXUpsample3D):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Upsample by the kernel, or by diffusers' forward if it is not applicable."""
         if not on_jax(inputs) or not _as_ported(self):
-            return cleared(super().forward(inputs), self.split)
+            return with_zero_padding(super().forward(inputs), self.split)
         y = torch_view(jax_kernels.upsample)(
             _channels_last(inputs),
             _kernel_last(self.conv.weight),
@@ -316,7 +321,7 @@ class Downsample3D(OnColumns, CogVideoXDownsample3D):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Downsample by the kernel, or by diffusers' forward if it is not applicable."""
         if not on_jax(x) or not _as_ported(self):
-            return cleared(super().forward(x), self.split)
+            return with_zero_padding(super().forward(x), self.split)
         y = torch_view(jax_kernels.downsample)(
             _channels_last(x),
             _kernel_last(self.conv.weight),
@@ -353,9 +358,9 @@ class CogVideoXDecoder3D(diffusers_vae.CogVideoXDecoder3D):
         for name, block in {"mid_block": self.mid_block, **blocks}.items():
             hidden, new_cache[name] = self._run(block, hidden, temb, sample, cache.get(name))
         conv, last = self.conv_out, cache.get("conv_out")
-        if is_watched(conv) or not _fits_together(norm, conv):
+        if is_watched(conv) or not _can_fuse(norm, conv):
             hidden, new_cache["conv_out"] = conv(
-                _only(norm(hidden, sample, activation="silu")), conv_cache=last
+                _without_cache(norm(hidden, sample, activation="silu")), conv_cache=last
             )
         else:
             together = as_layer(conv, lambda hidden: _norm_conv(norm, conv, hidden, sample, last, None)[:2])

@@ -17,7 +17,7 @@ from cogvideox_torchax.runtime.layers import watched
 from cogvideox_torchax.vae.columns import OnColumns
 from cogvideox_torchax.vae.directions import ENCODE, Direction
 from cogvideox_torchax.vae.pixels import from_uint8, to_uint8
-from cogvideox_torchax.vae.torchax.modules import cleared
+from cogvideox_torchax.vae.torchax.modules import with_zero_padding
 
 
 class EncoderChunk(OnColumns, nn.Module):
@@ -32,7 +32,7 @@ class EncoderChunk(OnColumns, nn.Module):
         """Encode a chunk; return its moments and the cache for the next chunk."""
         if x.dtype == torch.uint8:
             dtype = runtime.dtype_name(self.encoder.conv_in.conv.weight.dtype)
-            x = cleared(from_uint8(x, dtype), self.split)
+            x = with_zero_padding(from_uint8(x, dtype), self.split)
         moments, conv_cache = self.encoder(x, conv_cache=conv_cache)
         if self.quant_conv is not None:
             moments = self.quant_conv(moments)
