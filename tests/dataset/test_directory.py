@@ -411,6 +411,6 @@ def test_a_second_live_run_of_one_directory_is_refused(small, tmp_path, refused)
 def test_a_torn_line_is_cut_and_the_whole_ones_stay(tmp_path):
     path = tmp_path / "manifest-0.jsonl"
     path.write_bytes(b'{"kind": "done", "index": 0}\n{"kind": "do')
-    with manifest.opened(tmp_path, path.name) as file:
+    with manifest.open_manifest(tmp_path, path.name) as file:
         file.write(b'{"kind": "done", "index": 1}\n')
     assert [line["index"] for line in manifest.lines(tmp_path)] == [0, 1]
