@@ -249,7 +249,7 @@ OVERRIDDEN = {
         "decode_latents",
         "progress_bar",
     ),
-    **dict.fromkeys((*PORTED.values(), *networks.SWAPPED.values()), ("forward",)),
+    **dict.fromkeys((*PORTED.values(), *networks.PORTED_CLASSES.values()), ("forward",)),
     networks.CogVideoXTransformer3DModel: (
         "forward",
         "enable_cache",

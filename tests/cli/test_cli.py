@@ -304,7 +304,7 @@ WRONG = {
     "no frames": (
         lambda: _edit_latents(tensor=torch.zeros(1, 16, 0, 3, 5)),
         DECODE,
-        "floats (N, C, T, H, W), none of them 0",
+        "floats of shape (N, C, T, H, W), without an empty axis",
     ),
     "an output's long name": (lambda: None, (*DECODE[:3], "x" * 252 + ".mp4"), "File name too long"),
     "a latent file's long name": (
