@@ -260,9 +260,9 @@ def _blend_edge(before: Any, tile: Any, extent: int, axis: int) -> Any:
     # library, so the result is brought back to the tile's dtype by concatenating it in that dtype.
     mixed = old * (1 - weight) + new * weight
     mixed = mixed.to(tile.dtype) if isinstance(tile, torch.Tensor) else mixed.astype(tile.dtype)
-    return arrays.concatenate([mixed, _part(tile, axis, extent, tile.shape[axis])], axis)
+    return arrays.concatenate([mixed, _slice_of(tile, axis, extent, tile.shape[axis])], axis)
 
 
-def _part(x: Any, axis: int, start: int, stop: int) -> Any:
+def _slice_of(x: Any, axis: int, start: int, stop: int) -> Any:
     """Return the indices `start` to `stop` of an axis."""
     return x[(slice(None),) * axis + (slice(start, stop),)]

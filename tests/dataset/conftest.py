@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from cogvideox_torchax import cli
-from cogvideox_torchax.dataset import Clip, EncodeClip, Recipe, formats
+from cogvideox_torchax.dataset import Clip, ClipConfig, EncodeClip, formats
 from tests import reference
 from tests.conftest import torchax_disabled
 from tests.files.test_video import moving_frames, write

@@ -75,7 +75,7 @@ def test_two_threads_load_a_model_once(small, monkeypatch):
 
 
 def test_another_weight_or_dtype_is_another_model(small, other_weights):
-    others = (Recipe(other_weights, "torch"), Recipe(small.model, "torch", "bfloat16"))
+    others = (ClipConfig(other_weights, "torch"), ClipConfig(small.model, "torch", "bfloat16"))
     hashes = {small.unit.model_sha256, *(EncodeClip(recipe).model_sha256 for recipe in others)}
     assert len(hashes) == 3
 

@@ -70,7 +70,7 @@ def test_other_settings_are_refused_in_the_same_directory(small, encoded, refuse
 
 def test_two_shares_make_what_one_process_makes(small, encoded, tmp_path, monkeypatch, capsys):
     out = tmp_path / "out"
-    monkeypatch.setattr("cogvideox_torchax.sharding.abandon", None)  # bad clips are no reason to
+    monkeypatch.setattr("cogvideox_torchax.sharding.exit_at_once", None)  # bad clips are no reason to
     options = ("--format", "webdataset", "--shard-size", 3, "--distributed", "--processes", 2, "--process")
     assert [encode(small, out, *options, index) for index in (1, 0)] == [1, 1]
     assert capsys.readouterr().err.count("1 bad clip was left out") == 2, "each names its own"
@@ -404,7 +404,7 @@ def test_an_output_that_cannot_be_written_is_a_line(small, tmp_path, refused):
 
 def test_a_second_live_run_of_one_directory_is_refused(small, tmp_path, refused):
     (tmp_path / "out").mkdir()
-    with manifest.opened(tmp_path / "out", "manifest-0.jsonl"):
+    with manifest.open_manifest(tmp_path / "out", "manifest-0.jsonl"):
         assert "another run is writing" in refused(*command(small, tmp_path / "out"))
 
 

@@ -64,7 +64,7 @@ def test_on_ray_a_cluster_that_is_not_there_and_shares_are_refused(small, tmp_pa
         raise ConnectionError("nobody listens")
 
     monkeypatch.setattr(ray, "init", gone)
-    monkeypatch.setattr("cogvideox_torchax.sharding.abandon", lambda code: None)
+    monkeypatch.setattr("cogvideox_torchax.sharding.exit_at_once", lambda code: None)
     given = command(small, tmp_path / "out")
     assert "no Ray cluster at here:1" in refused(*given, "--ray", "here:1")
     assert "leave out" in refused(*given, "--ray", "--distributed")

@@ -225,7 +225,7 @@ def test_a_mesh_that_leaves_a_process_out_is_refused(monkeypatch):
 
 def test_a_process_that_failed_waits_for_no_other_with_a_traceback_either(directory, monkeypatch, capsys):
     left = []
-    monkeypatch.setattr("cogvideox_torchax.sharding.abandon", left.append)
+    monkeypatch.setattr("cogvideox_torchax.sharding.exit_at_once", left.append)
     command = ["encode", "none.mp4", "-o", "z.safetensors", "--model", "vae", "--distributed", "--traceback"]
     assert cli.main(command) == 2
     assert left == [2]

@@ -32,7 +32,7 @@ def make_material(directory):
     """Write a config, settings, a video of 24 x 40 pixels and a picture."""
     config = {"_class_name": "AutoencoderKLCogVideoX", **TINY}
     (directory / "config.json").write_text(json.dumps(config))
-    (directory / "recipe.toml").write_text('cuts = true\ncolour = 2\nwhole = "16x32"\n')
+    (directory / "settings.toml").write_text('cuts = true\nmean_color_weight = 2\nwhole = "16x32"\n')
     write(directory / "clip.mp4", moving_frames(20))
     noise = np.random.default_rng(0).integers(0, 256, (40, 48, 3), dtype=np.uint8)
     Image.fromarray(noise).save(directory / "picture.png")

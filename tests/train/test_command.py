@@ -88,19 +88,19 @@ def test_clips_that_no_training_can_be_made_of_are_an_error(material, capsys, cl
         ("[" * 100_000, "config.json is not valid JSON"),
     ],
 )
-def test_a_recipe_or_a_config_that_is_none_is_one_line(material, refused, recipe, words):
-    Path("config.json" if "config" in words else "recipe.toml").write_text(recipe)
+def test_settings_or_a_config_that_is_none_is_one_line(material, refused, settings, words):
+    Path("config.json" if "config" in words else "settings.toml").write_text(settings)
     assert words in refused(*arguments("out"))
 
 
-def test_a_training_takes_its_recipe_and_is_not_resumed_with_another(material, refused, monkeypatch):
+def test_a_training_takes_its_settings_and_is_not_resumed_with_another(material, refused, monkeypatch):
     taken, real = [], clips.Sampler
     monkeypatch.setattr(clips, "Sampler", lambda *args, **named: taken.append(named) or real(*args, **named))
     assert cli.main(arguments("out", "--steps", 1)) == 0
     assert taken == [{"seed": 0, "cuts": True}]
-    recipe = Path("recipe.toml")
-    recipe.write_text(recipe.read_text() + "rate = 0.5\n")
-    assert "is of a training with recipe" in refused(*arguments("out", "--steps", 1, "--resume"))
+    settings = Path("settings.toml")
+    settings.write_text(settings.read_text() + "learning_rate_factor = 0.5\n")
+    assert "is of a training with settings" in refused(*arguments("out", "--steps", 1, "--resume"))
 
 
 @pytest.mark.parametrize(

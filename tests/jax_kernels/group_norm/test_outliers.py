@@ -99,7 +99,9 @@ def width(request, monkeypatch):
         yield 8
         return
     monkeypatch.setattr(norm_moments, "_shard_column_moments", lambda _, x: tpu.column_moments(x))
-    monkeypatch.setattr(tpu, "_block_shape", lambda x: (next(n for n in (120, 60, 4, 1) if x.shape[2] % n == 0), 2))
+    monkeypatch.setattr(
+        tpu, "_block_shape", lambda x: (next(n for n in (120, 60, 4, 1) if x.shape[2] % n == 0), 2)
+    )
     # Not the interpreter of a TPU's memory: it takes arrays through callbacks, which wait for each other
     # forever where they are large and the devices many.
     monkeypatch.setattr(pl, "pallas_call", functools.partial(pl.pallas_call, interpret=True))
