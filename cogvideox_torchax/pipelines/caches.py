@@ -41,7 +41,7 @@ def form(*parts: Any) -> Form:
 
 @dataclass
 class RunState:
-    """What a run of denoising steps carries from step to step, in one context of the pipeline.
+    """The state of a run of denoising steps, in one context of the pipeline.
 
     A context (diffusers' `cache_context`) separates calls of a step that are not batched, such as those with
     and without the prompt.
