@@ -402,15 +402,12 @@ def test_a_size_that_no_patches_fit_is_refused_before_anything_runs(ported, size
     assert ported.text_encoder.program.compilations == compiled
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("version", ["2b", "5b-I2V"])
 def test_a_prompt_without_positions_is_refused_in_words(version):
     model = transformer("one device", version, ())
-    patches = torch.zeros(1, 3, 16, 4, 8, device="jax")
-    with pytest.raises(
-        ValueError, match="prompt of 226 tokens.* pass max_sequence_length=16 to the pipeline"
-    ):
-        model.patch_embed(torch.zeros(1, 226, 32, device="jax"), patches)
+    tensors = [runtime.to_jax(torch.zeros(size)) for size in ((1, 3, 16, 4, 8), (1, 226, 32), (1,))]
+    with pytest.raises(ValueError, match="prompt of 226 tokens.* pass max_sequence_length=16 to the"):
+        model(*tensors)
 
 
 def test_dropout_is_refused_by_the_component_of_the_pipeline():
@@ -422,6 +419,7 @@ def test_dropout_is_refused_by_the_component_of_the_pipeline():
         encoder.train()(torch.zeros(1, 16, dtype=torch.long))
 
 
+@pytest.mark.slow
 def test_another_size_than_the_models_own_gives_the_same_frames():
     size = {"height": 16, "width": 24, "num_frames": 7, "guidance_scale": 1.0}
     for version in ("2b", "5b"):
