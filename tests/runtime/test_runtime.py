@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from cogvideox_torchax import enable, runtime
+from cogvideox_torchax.runtime.bridge import import_torchax
 
 
 def run_python(code, *arguments, **environment):
@@ -34,6 +35,12 @@ assert not runtime.is_enabled()   # one level, however often it was enabled
     assert result.returncode == 0, result.stderr
 
 
+def test_it_is_enabled_as_long_as_torch_says_so():
+    enable()
+    jax.jit(lambda x: import_torchax().interop.jax_view(lambda t: t * 2)(x))(jax.numpy.ones(2))
+    assert runtime.is_enabled()  # torchax's own flag is False by now
+
+
 VARIABLE = contextvars.ContextVar("the caller's", default="unset")
 
 
@@ -55,7 +62,9 @@ def test_without_torchax_all_else_is_as_the_caller_has_it(mode):
     token = VARIABLE.set("set")
     with mode(), jax.default_matmul_precision("float32"), torch.device("meta"):
         modes = torch.overrides._get_current_function_mode_stack()
-        assert runtime.without_torchax(own_state) == own_state()
+        grad, inference = mode is torch.enable_grad, mode is torch.inference_mode
+        want = grad, inference, "meta", "float32", "set", threading.get_ident()
+        assert runtime.without_torchax(own_state) == want
         assert runtime.without_torchax(runtime.is_enabled) is False
         assert type(runtime.without_torchax(torch.ones, 2)) is torch.Tensor
         assert runtime.without_torchax(torch.ones, 2).is_meta
