@@ -163,7 +163,7 @@ def draw(found: dict[str, Any]) -> None:
         axis.set_xlabel(label)
         axis.set_ylabel("MiB over a video of one frame")
         axis.set_ylim(bottom=0)
-        axis.legend()
+        axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2, frameon=False)  # above the curves
         name = (lambda point: f"{point[1]} x {point[2]}") if kind == "over_size" else (lambda p: str(p[0]))
         fill(PAGE, part, _table("pixels" if kind == "over_size" else "frames", found[kind], name))
     figure.tight_layout()

@@ -33,13 +33,18 @@ class Posteriors(torch.utils.data.Dataset):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="A folder of videos encoded once, and read by a trainer.")
-    parser.add_argument("folder")
-    parser.add_argument("-o", "--output", type=Path, default=Path("latents"), metavar="DIR")
-    parser.add_argument("--model", default="zai-org/CogVideoX-5b")
-    parser.add_argument("--dtype", default="bfloat16")
+    parser = argparse.ArgumentParser(
+        description="A folder of videos encoded once, and read by a trainer.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("folder", help="of videos")
     parser.add_argument(
-        "--bucket", type=Bucket.parse, default=Bucket(49, 480, 720), help="FRAMESxHEIGHTxWIDTH"
+        "-o", "--output", type=Path, default=Path("latents"), metavar="DIR", help="of the latents"
+    )
+    parser.add_argument("--model", default="zai-org/CogVideoX-5b", help="a directory or a hub id")
+    parser.add_argument("--dtype", default="bfloat16", help="of the weights")
+    parser.add_argument(
+        "--bucket", type=Bucket.parse, default="49x480x720", help="FRAMESxHEIGHTxWIDTH of a clip"
     )
     args = parser.parse_args()
 

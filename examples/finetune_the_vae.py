@@ -24,17 +24,22 @@ def clip(path: str, frames: int, height: int, width: int) -> torch.Tensor:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="The decoder fine-tuned on a clip of one's own.")
-    parser.add_argument("video")
-    parser.add_argument("-o", "--output", default="vae", metavar="DIR")
+    parser = argparse.ArgumentParser(
+        description="The decoder fine-tuned on a clip of one's own.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("video", help="to fine-tune on")
+    parser.add_argument("-o", "--output", default="vae", metavar="DIR", help="of the model")
     parser.add_argument(
         "--model", default="zai-org/CogVideoX-5b", help="a VAE's directory, or a pipeline's hub id"
     )
     parser.add_argument("--subfolder", help='"vae" for a whole pipeline')
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--frames", type=int, default=9)
-    parser.add_argument("--size", type=int, nargs=2, default=(240, 360), metavar=("HEIGHT", "WIDTH"))
-    parser.add_argument("--rate", type=float, default=1e-5)
+    parser.add_argument("--steps", type=int, default=100, help="of the optimizer")
+    parser.add_argument("--frames", type=int, default=9, help="of the clip, from its start")
+    parser.add_argument(
+        "--size", type=int, nargs=2, default=(240, 360), metavar=("HEIGHT", "WIDTH"), help="in pixels"
+    )
+    parser.add_argument("--rate", type=float, default=1e-5, help="of learning")
     args = parser.parse_args()
 
     frames = clip(args.video, args.frames, *args.size)

@@ -25,15 +25,18 @@ def write(frames_THWC: Any, path: str | Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="A video from a picture, with a LoRA and without.")
-    parser.add_argument("image")
-    parser.add_argument("prompt")
+    parser = argparse.ArgumentParser(
+        description="A video from a picture, with a LoRA and without.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("image", help="the first frame")
+    parser.add_argument("prompt", help="what to show")
     parser.add_argument("--lora", required=True, help="a directory or a hub id")
     parser.add_argument("--scale", type=float, default=1.0, help="of the LoRA")
-    parser.add_argument("-o", "--output", default="video.mp4")
-    parser.add_argument("--model", default="zai-org/CogVideoX-5b-I2V")
-    parser.add_argument("--frames", type=int, default=49)
-    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("-o", "--output", default="video.mp4", help="the file to write")
+    parser.add_argument("--model", default="zai-org/CogVideoX-5b-I2V", help="a directory or a hub id")
+    parser.add_argument("--frames", type=int, default=49, help="of the video")
+    parser.add_argument("--steps", type=int, default=50, help="denoising steps")
     args = parser.parse_args()
 
     pipe = CogVideoXImageToVideoPipeline.from_pretrained(args.model, torch_dtype=torch.bfloat16)

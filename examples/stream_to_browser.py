@@ -169,13 +169,16 @@ def make_app(vae: Any, *, queue: int = 4, largest: int = 64_000_000) -> FastAPI:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="A page that shows a video while it is being decoded.")
+    parser = argparse.ArgumentParser(
+        description="A page that shows a video while it is being decoded.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
     parser.add_argument("--model", default="zai-org/CogVideoX-5b", help="a directory or a hub id")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--host", default="127.0.0.1", help="to listen on (default: 127.0.0.1)")
-    parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument("--queue", type=int, default=4, help="videos that may wait (default: 4)")
-    parser.add_argument("--largest", type=int, default=64, help="MB of an upload (default: 64)")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the weights")
+    parser.add_argument("--host", default="127.0.0.1", help="to listen on")
+    parser.add_argument("--port", type=int, default=8000, help="to listen on")
+    parser.add_argument("--queue", type=int, default=4, help="videos that may wait")
+    parser.add_argument("--largest", type=int, default=64, help="MB of an upload")
     args = parser.parse_args()
     vae = backend("torchax").load(args.model, getattr(torch, args.dtype)).vae
     app = make_app(vae, queue=args.queue, largest=args.largest * 1_000_000)

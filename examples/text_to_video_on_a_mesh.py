@@ -24,15 +24,20 @@ def write(frames_THWC: Any, path: str | Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="A video from a prompt, over several devices.")
-    parser.add_argument("prompt")
-    parser.add_argument("-o", "--output", default="video.mp4")
-    parser.add_argument("--model", default="zai-org/CogVideoX-5b")
+    parser = argparse.ArgumentParser(
+        description="A video from a prompt, over several devices.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("prompt", help="what to show")
+    parser.add_argument("-o", "--output", default="video.mp4", help="the file to write")
+    parser.add_argument("--model", default="zai-org/CogVideoX-5b", help="a directory or a hub id")
     parser.add_argument("--dp", type=int, default=1, help="devices for the halves of guidance")
-    parser.add_argument("--tp", type=int, help="devices for tokens and frames' width (default: all)")
-    parser.add_argument("--frames", type=int, default=49)
-    parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--tp", type=int, help="devices for tokens and frames' width; None for all that --dp leaves"
+    )
+    parser.add_argument("--frames", type=int, default=49, help="of the video")
+    parser.add_argument("--steps", type=int, default=50, help="denoising steps")
+    parser.add_argument("--seed", type=int, default=0, help="of the noise")
     args = parser.parse_args()
 
     pipe = CogVideoXPipeline.from_pretrained(args.model, torch_dtype=torch.bfloat16)

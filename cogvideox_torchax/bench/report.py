@@ -246,6 +246,7 @@ def _draw_lines(lines: dict[str, list[tuple[int, float]]], axis: str, path: Path
     for name, line in lines.items():
         place.plot(*zip(*sorted(line), strict=True), marker="o", label=name)
     label = "frames" if axis == "frames" else "pixels a frame"
+    place.xaxis.get_major_locator().set_params(integer=True)
     place.set(title="steady run, median", xlabel=label, ylabel="s", ylim=(0, None))
     place.legend()
     save_figure(figure, path)

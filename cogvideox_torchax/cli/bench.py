@@ -16,12 +16,18 @@ from cogvideox_torchax.vae import checkpoint
 
 _backends = functools.partial(Option, group="bench backends")
 BACKENDS = (
-    _backends("--model", metavar="DIR_OR_ID", default=str(common.DEMO_MODEL)),
+    _backends(
+        "--model",
+        metavar="DIR_OR_ID",
+        default=str(common.DEMO_MODEL),
+        help="a CogVideoX VAE or a whole pipeline (default: the bundled one)",
+    ),
     _backends(
         "--backends",
         nargs="+",
         choices=names(Use.BENCH),
         default=["torch", "torchax-stock", "torchax"],
+        help="default: torch torchax-stock torchax; torchax-stock is diffusers' modules on torchax",
     ),
     _backends("--frames", type=int, default=17, help="of the video (default: 17)"),
     _backends("--height", type=int, default=64, help="in pixels (default: 64)"),
@@ -31,7 +37,7 @@ BACKENDS = (
         action="append",
         default=[],
         metavar="AXIS",
-        help="frames=9,17,33 or size=64x96,128x192",
+        help="values to measure: frames=9,17,33 or size=64x96,128x192; repeatable",
     ),
     _backends(
         "--repetitions",
@@ -50,7 +56,13 @@ BACKENDS = (
 """Options of the comparison of backends."""
 _device = functools.partial(Option, group="bench device")
 DEVICE = (
-    _device("--jobs", nargs="+", metavar="JOB", default=[*ladder.JOBS], help=" ".join(ladder.JOBS)),
+    _device(
+        "--jobs",
+        nargs="+",
+        metavar="JOB",
+        default=[*ladder.JOBS],
+        help=f"any of {', '.join(ladder.JOBS)}, with spaces between (default: all)",
+    ),
     _device("--device", metavar="tpu|cuda|cpu", help="default: what JAX chooses"),
     _device("--dp", type=positive, help="mesh: devices that a batch is split over"),
     _device("--tp", type=positive, help="mesh: devices that a width is split over (default: one device)"),

@@ -7,7 +7,7 @@ from cogvideox_torchax.cli.arguments import Command, Option
 COMMAND = Command(
     "print the shell's completion of commands and options",
     "bash > ~/.local/share/bash-completion/completions/cogvideox-torchax",
-    (Option("shell", choices=("bash", "zsh", "tcsh")),),
+    (Option("shell", choices=("bash", "zsh", "tcsh"), help="whose script to print"),),
 )
 
 

@@ -23,6 +23,7 @@ OPTIONAL = {
     "fastapi": ("web", "the example that streams into a browser"),
     "libtpu": ("tpu", "running on a TPU, and `plan` for one"),
 }
+INSTALL = "pip install -c constraints.txt -e"
 
 
 COMMAND = Command("show versions and devices, and what is missing", "", (options.JSON,))
@@ -35,11 +36,11 @@ def run(args: argparse.Namespace) -> int:
     for name in CORE:
         report[name] = installed(name) or "missing"
         if report[name] == "missing":
-            advice.append(f"{name} is missing: pip install cogvideox-torchax")
+            advice.append(f"{name} is missing: in the checkout {INSTALL} .")
     for name, (extra, purpose) in OPTIONAL.items():
         report[name] = installed(name) or "not installed"
         if report[name] == "not installed":
-            advice.append(f"{name} ({purpose}): pip install 'cogvideox-torchax[{extra}]'")
+            advice.append(f"optional, for {purpose}: {name}; in the checkout {INSTALL} '.[{extra}]'")
     advice += untested()
     broken = _broken_pair()
     if broken:

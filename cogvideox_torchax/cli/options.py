@@ -77,8 +77,7 @@ MESH = (
     _devices(
         "--tp",
         type=positive,
-        help="mesh: devices that a width is split over (default: all that --dp leaves, where it or "
-        "--distributed is given)",
+        help="mesh: devices that a width is split over (default: 1; with --dp, all that it leaves)",
     ),
 )
 PROCESSES = (
@@ -87,7 +86,7 @@ PROCESSES = (
         "--distributed",
         action="store_true",
         help="run as one of several processes, each started with the same command line; TPU pods, Slurm, "
-        "Open MPI and Kubernetes say which, elsewhere the next three do",
+        "Open MPI and Kubernetes say which, elsewhere the next three do; --tp is then all that --dp leaves",
     ),
     _devices("--coordinator", metavar="HOST:PORT", help="of the first process"),
     _devices("--processes", type=positive, metavar="COUNT", help="how many there are"),

@@ -1,5 +1,6 @@
 """Contact sheets: frames of a video and of its reconstruction in one picture."""
 
+import math
 from typing import Any
 
 import torch
@@ -15,21 +16,24 @@ def contact_sheet(source: torch.Tensor, result: torch.Tensor, columns: int = 5) 
         source, result: uint8 (1, 3, T, H, W).
         columns: most frames of a row.
     """
-    from PIL import Image, ImageDraw
+    from PIL import Image, ImageDraw, ImageFont
 
     count = min(columns, source.shape[2])
     chosen = [round(i * (source.shape[2] - 1) / max(count - 1, 1)) for i in range(count)]
     difference = (source.int() - result.int()).abs().to(source.dtype)
     rows = {"source": source, "reconstruction": result, "difference": difference}
+    labels = {(name, t): f"{name}, frame {t}" for name in rows for t in chosen}
     height, width = source.shape[3:]
-    sheet = Image.new(
-        "RGB", (count * (width + MARGIN) + MARGIN, len(rows) * (height + LABEL + MARGIN)), "white"
+    pitch = (
+        max(width, *(math.ceil(ImageFont.load_default().getlength(each)) for each in labels.values()))
+        + MARGIN
     )
+    sheet = Image.new("RGB", (count * pitch + MARGIN, len(rows) * (height + LABEL + MARGIN)), "white")
     draw = ImageDraw.Draw(sheet)
     for i, (name, frames) in enumerate(rows.items()):
         for j, t in enumerate(chosen):
-            left, top = MARGIN + j * (width + MARGIN), i * (height + LABEL + MARGIN)
-            draw.text((left, top + 2), f"{name}, frame {t}", fill="black")
+            left, top = MARGIN + j * pitch, i * (height + LABEL + MARGIN)
+            draw.text((left, top + 2), labels[name, t], fill="black")
             sheet.paste(
                 Image.fromarray(frames[0, :, t].permute(1, 2, 0).contiguous().numpy()), (left, top + LABEL)
             )

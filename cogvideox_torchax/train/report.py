@@ -49,6 +49,8 @@ def draw(found: dict[str, Any], path: Path) -> None:
     for clip in sorted({line["clip"] for line in found["validation"]}):
         lines = [line for line in found["validation"] if line["clip"] == clip]
         right.plot([line["step"] for line in lines], [line["psnr"] for line in lines], ".-", label=clip)
+    for axes in (left, right):
+        axes.xaxis.get_major_locator().set_params(integer=True)
     right.set(xlabel="step", ylabel="PSNR in dB, average of the weights")
     if found["validation"]:
         right.legend()

@@ -159,6 +159,14 @@ def test_doctor_advises_where_an_untested_version_is_installed(capsys, monkeypat
     assert line in report(capsys, "doctor")["advice"]
 
 
+def test_doctor_says_what_is_optional_and_how_a_checkout_installs_it(capsys, monkeypatch):
+    monkeypatch.setattr(
+        doctor, "installed", lambda name: None if name == "flax" else versions.installed(name)
+    )
+    line = "optional, for the Flax build: flax; in the checkout pip install -c constraints.txt -e '.[flax]'"
+    assert line in report(capsys, "doctor")["advice"]
+
+
 def test_doctor_works_where_jax_does_not():
     code = "import sys; sys.modules['jax'] = None; from cogvideox_torchax import cli; "
     code += "sys.exit(cli.main(['doctor']))"

@@ -156,6 +156,11 @@ def test_completion_knows_every_command(shell, capsys):
         assert command in script
 
 
+def test_every_option_has_help():
+    for name, command in cli.parser()._subparsers._group_actions[0].choices.items():
+        assert not [action.dest for action in command._actions if not action.help], name
+
+
 def test_json_is_a_switch_wherever_it_is_taken():
     for name, command in cli.parser()._subparsers._group_actions[0].choices.items():
         options = {option: action for action in command._actions for option in action.option_strings}

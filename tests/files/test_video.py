@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cogvideox_torchax.cli.demo import demo_clip
-from cogvideox_torchax.files import video
+from cogvideox_torchax.files import sheets, video
 from cogvideox_torchax.files.whole import OutputError
 
 
@@ -396,3 +396,13 @@ def test_sound_ends_with_the_frames(tmp_path):
     assert codec == "aac"
     assert packets == heard(source)[1][: len(packets)]
     assert 0.4 * 16000 < 1024 * len(packets) < 0.65 * 16000
+
+
+@pytest.mark.parametrize("width", [16, 96, 256])
+def test_labels_of_a_contact_sheet_leave_a_gap_between_them(width):
+    frames = torch.zeros(1, 3, 101, 8, width, dtype=torch.uint8)
+    sheet = np.asarray(sheets.contact_sheet(frames, frames))
+    starts = np.flatnonzero(np.diff((sheet == 255).all((0, 2)).astype(int)) == -1)
+    # A picture is black from its first pixel on; a label may begin one pixel to the left of it.
+    pictures = [start for start in starts if not sheet[sheets.LABEL, start + 1 : start + 3].all()]
+    assert len(pictures) == 5, "a white column before each picture"
