@@ -286,7 +286,7 @@ WRONG = {
     "latents of another rank": (
         lambda: _edit_latents(tensor=torch.zeros(16, 3, 5)),
         DECODE,
-        r"floats (N, C, T, H, W)",
+        r"floats of shape (N, C, T, H, W)",
     ),
     "latents of another model": (
         _other_model,

@@ -117,7 +117,7 @@ MEET = """
 import os, signal, traceback
 import jax, jax.numpy as jnp
 from cogvideox_torchax import make_mesh, runtime
-from cogvideox_torchax.sharding import (Placement, abandon, connect, exchanging)
+from cogvideox_torchax.sharding import (Placement, exit_at_once, connect, exchanging)
 
 connect(f"localhost:{port}", 2, index, timeout=TIMEOUT)
 try:
@@ -130,7 +130,7 @@ try:
     print("done", flush=True)
 except Exception:
     traceback.print_exc()
-    abandon(1)
+    exit_at_once(1)
 """.replace("TIMEOUT", str(TIMEOUT))
 DIE = "os.kill(os.getpid(), signal.SIGKILL)"
 FAIL = "raise OSError('the disk is full')"

@@ -91,16 +91,16 @@ def test_every_pixel_is_given_once_by_a_tile_that_has_it(size, tile, overlap, sc
 )
 def test_groups_have_every_tile_once_and_tiles_of_one_size_alone(sizes, tile, together):
     plan = tiling.TilePlan(*(tiling.plan_axis(size, tile=tile, overlap=0.2) for size in sizes))
-    tile_groups_of = tiling.tile_groups_of(plan, together)
+    groups = tiling.tile_groups_of(plan, together)
     size = lambda at: tuple(  # noqa: E731
         axis.spans[i][1] - axis.spans[i][0] for axis, i in zip((plan.rows, plan.columns), at, strict=True)
     )
-    assert all(len(group) in (1, together) and len(set(map(size, group))) == 1 for group in tile_groups_of)
+    assert all(len(group) in (1, together) and len(set(map(size, group))) == 1 for group in groups)
     every = [
         (row, column) for row in range(len(plan.rows.spans)) for column in range(len(plan.columns.spans))
     ]
-    assert sorted(at for group in tile_groups_of for at in group) == every
-    left = [size(group[0]) for group in tile_groups_of if len(group) == 1]
+    assert sorted(at for group in groups for at in group) == every
+    left = [size(group[0]) for group in groups if len(group) == 1]
     assert together == 1 or all(left.count(shape) < together for shape in left)
 
 

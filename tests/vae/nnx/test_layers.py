@@ -49,7 +49,7 @@ class Layer:
 
 def _resnet(latents: int | None) -> torch.nn.Module:
     return stock.CogVideoXResnetBlock3D(
-        NARROW, WIDE, temb_channels=0, tile_groups_of=GROUPS, spatial_norm_dim=latents
+        NARROW, WIDE, temb_channels=0, groups=GROUPS, spatial_norm_dim=latents
     )
 
 
@@ -88,7 +88,7 @@ LAYERS: dict[str, Layer] = {
     ),
     "spatial norm": Layer(
         1e-6,
-        lambda: stock.CogVideoXSpatialNorm3D(NARROW, LATENTS, tile_groups_of=GROUPS),
+        lambda: stock.CogVideoXSpatialNorm3D(NARROW, LATENTS, groups=GROUPS),
         lambda r: modules.SpatialNorm3D(NARROW, LATENTS, _config(r)),
         NARROW,
         "x, zq",

@@ -202,7 +202,7 @@ REFUSED = {
     "a mesh": (lambda vae: vae.place_on("dp=8"), "make one with make_mesh"),
     "a report of layers": (
         lambda vae: report.report(port(vae, mesh=make_mesh(1, 2)), (1, 16, 1, 2, 4)),
-        "port diffusers' model for it",
+        "a report needs diffusers' model",
     ),
 }
 
