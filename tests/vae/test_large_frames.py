@@ -69,7 +69,11 @@ def vae(request, stock, traced):
         yield vae
 
 
-@pytest.mark.parametrize("frames", range(1, 14))
+LENGTHS = [*range(1, 6), *(pytest.param(frames, marks=pytest.mark.product) for frames in range(6, 13)), 13]
+"""Numbers of latent frames: a still, one chunk, two, and many; the rest has chunks of the same kinds."""
+
+
+@pytest.mark.parametrize("frames", LENGTHS)
 @pytest.mark.slow
 def test_every_length_decodes(frames, vae, stock, traced):
     z = reference.latents(frames, height=2, width=6)
