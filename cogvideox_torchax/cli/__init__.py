@@ -60,10 +60,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def _ended_by_ctrl_c() -> Iterator[None]:
-    """Have Ctrl-C end the process at once, for a block of imports: those of C++ may abort at an exception."""
+    """Have Ctrl-C end the process at once while the block imports packages.
+
+    A `KeyboardInterrupt` that is raised in the import of a C++ module may abort the process with a dump.
+    """
     before = signal.getsignal(signal.SIGINT)
-    is_main = threading.current_thread() is threading.main_thread()  # no other thread sets a handler
-    if before is not signal.default_int_handler or not is_main:
+    is_main = threading.current_thread() is threading.main_thread()  # Python allows handlers in no other
+    if before is not signal.default_int_handler or not is_main:  # a caller's own handler stays
         yield
         return
     signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
@@ -74,7 +77,10 @@ def _ended_by_ctrl_c() -> Iterator[None]:
 
 
 def _report_error(error: BaseException, args: argparse.Namespace) -> int:
-    """Print the one line of an error that ended a command; return its exit code."""
+    """Print the one line of an error that ended a command; return its exit code.
+
+    With `--traceback` the error itself is raised, or printed where the command has several processes.
+    """
     if isinstance(error, KeyboardInterrupt):
         print("interrupted; nothing half-written was left", file=sys.stderr)
         return INTERRUPTED
@@ -85,9 +91,10 @@ def _report_error(error: BaseException, args: argparse.Namespace) -> int:
     if args.traceback:
         if not args.distributed:
             raise error
-        traceback.print_exception(error)  # raised, it would have this process wait for the others
+        # Not raised: at the interpreter's exit JAX would wait for the other processes.
+        traceback.print_exception(error)
     wrong_input = isinstance(error, ValueError | ImportError) or (
-        isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG  # whichever name was given
+        isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG  # a name that the user gave
     )
     name = "" if wrong_input else f"{type(error).__name__}: "
     print(f"cogvideox-torchax {args.command}: {name}{_one_line(error)}", file=sys.stderr)

@@ -14,9 +14,10 @@ class Option:
     """An option or a positional argument of a command, declared as for argparse's `add_argument`.
 
     Args:
-        flags: its names.
-        group: the title under which help lists it; of the `EXCLUSIVE` ones a command takes exactly one.
-        settings: of `add_argument`.
+        flags: its names, such as "-o" and "--output"; a positional argument has one, without dashes.
+        group: the title under which help lists it; None for help's usual titles. A command takes exactly
+            one of its options in the group `EXCLUSIVE`.
+        settings: keyword arguments of `add_argument`.
     """
 
     def __init__(self, *flags: str, group: str | None = None, **settings: Any):
@@ -30,11 +31,12 @@ TRACEBACK = Option(
     "--traceback", group=REPORT, action="store_true", help="show where in the code an error came from"
 )
 EXCLUSIVE = "exclusive"
+"""The group of options of which a command takes exactly one."""
 ABSENT: dict[str, Any] = {
     **{"quiet": False, "profile": None, "distributed": False, "backend": "torchax"},
     **dict.fromkeys(("coordinator", "processes", "process", "timeout"), None),
 }
-"""Options that shared code reads, as they are in commands that do not take them."""
+"""Values of the options that shared code reads, for commands that do not take those options."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class Command:
             allow_abbrev=False,  # a prefix that means one option today may mean two tomorrow
         )
         parser.set_defaults(**ABSENT)
-        groups: dict[str | None, Any] = {None: parser}
+        groups: dict[str | None, Any] = {None: parser}  # by title, each has argparse's `add_argument`
         for each in sorted((*self.options, TRACEBACK), key=lambda option: option.group == REPORT):
             if each.group == EXCLUSIVE and each.group not in groups:
                 groups[each.group] = parser.add_mutually_exclusive_group(required=True)
@@ -75,7 +77,7 @@ def positive(text: str) -> int:
 
 
 def argument(read: Callable[[str], Value]) -> Callable[[str], Value]:
-    """Return a reader for argparse, which shows the message of a `ValueError` of `read`."""
+    """Return `read` as a `type` for argparse, which then prints the message of a `ValueError` of `read`."""
 
     def value(text: str) -> Value:
         try:

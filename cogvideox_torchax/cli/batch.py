@@ -22,20 +22,24 @@ FOR_MANY = ("format", "shard_size", "keep", "buckets", "ray", "actors", "workers
 def check_one(args: argparse.Namespace) -> None:
     """Raise `ValueError` for options that a single clip has no use for."""
     for name in FOR_MANY:
-        if getattr(args, name, None) not in (None, False):
+        if getattr(args, name, None) not in (None, False):  # the defaults: the option was given
             option = f"--{name.replace('_', '-')}"
             raise ValueError(f"{option} is for many clips: leave it out, or give a directory or a list")
 
 
 def _check_output(path: str) -> None:
-    """Raise `OutputError` for a file's name, where a directory is wanted; one that is there may have it."""
+    """Raise `OutputError` for an output directory with a file's suffix, unless that directory exists."""
     suffix = Path(path).suffix.lower()
     fault = f"many clips go into a directory: give a name without {suffix}"
     refuse(path, {fault: suffix in (*formats.SUFFIXES.values(), ".mp4", ".gif") and not Path(path).is_dir()})
 
 
 def encode(args: argparse.Namespace) -> int:
-    """Encode the clips that the output directory lacks; return 1 where some cannot be encoded, else 0."""
+    """Encode the clips that the output directory lacks; return 1 where some cannot be encoded, else 0.
+
+    An `EncodeClip`, the `unit`, checks the settings before the loop, and encodes one clip at a time in it.
+    With `--ray` actors on the cluster encode, each with a unit of its own.
+    """
     if args.seed is not None and args.keep in (None, POSTERIOR, MEAN):
         raise ValueError("--seed draws samples: add --keep sample, or both")
     if args.ray is not None and args.distributed:
@@ -48,7 +52,8 @@ def encode(args: argparse.Namespace) -> int:
     config = config_of(args, buckets=buckets, keep=args.keep or POSTERIOR, seed=args.seed or 0)
     unit = EncodeClip(config, common.say)
     if args.ray is not None:
-        unit = EncodeClip(replace(config, backend="torch", dp=None, tp=None))  # this host may have no chips
+        # This unit only checks the config and hashes the model; this host may have no chips.
+        unit = EncodeClip(replace(config, backend="torch", dp=None, tp=None))
     with devices.process_shard(args) as process_shard:
         unit.check()
         made_by = config.fixed_settings(unit.model_sha256)
@@ -62,12 +67,16 @@ def encode(args: argparse.Namespace) -> int:
                 return _run_loop(args, directory.work(unit, readers=args.workers or READERS), directory)
             from cogvideox_torchax.dataset import ray
 
-            ray.connect(args.ray or None)
+            ray.connect(args.ray or None)  # "" is `--ray` without an address
             return _run_loop(args, ray.work(directory, config, actors=args.actors), directory)
 
 
 def decode(args: argparse.Namespace) -> int:
-    """Decode a directory's latents that have no video yet; return 1 where some cannot be decoded, else 0."""
+    """Decode a directory's latents that have no video yet; return 1 where some cannot be decoded, else 0.
+
+    A `DecodeClip`, the `unit`, decodes one clip at a time, with the model of `--model`, or else with the one
+    that the first latent file names.
+    """
     _check_output(args.output)
     devices.check(args, together=False)
     shards = sources.shards(Path(args.latents))  # files of latents; each process decodes some of them
@@ -89,6 +98,11 @@ def decode(args: argparse.Namespace) -> int:
 def _run_loop(args: argparse.Namespace, steps: Iterable[Step], directory: OutputDirectory) -> int:
     """Run a loop over clips under a progress bar; print each bad clip, and the report.
 
+    Args:
+        args: the command's options.
+        steps: the loop; it yields the outcome of each clip.
+        directory: the output that the loop writes.
+
     Returns:
         The exit code: 1 where clips are bad, of this run or of an earlier one, else 0.
     """
@@ -106,7 +120,7 @@ def _run_loop(args: argparse.Namespace, steps: Iterable[Step], directory: Output
     report = {
         "output": args.output,
         "backend": args.backend,
-        # Actors of this host may hold its chips.
+        # With Ray JAX is not asked: actors on this host may hold its chips.
         "device": "Ray" if getattr(args, "ray", None) is not None else common.device_name(args.backend),
         "done_before": directory.done_before,
         "bad": len(bad),

@@ -94,7 +94,7 @@ COMMAND = Command(
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raise `ValueError` for options of the measurement that is not asked for: of "backends" or "device"."""
+    """Raise `ValueError` for an option of `bench device` in `bench backends`, or the other way round."""
     for option in BACKENDS if args.what == "device" else DEVICE:
         flag = option.flags[0]
         if getattr(args, flag.removeprefix("--")) != option.settings.get("default"):
@@ -102,7 +102,9 @@ def check(args: argparse.Namespace) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure what is asked for; print the report, and keep it after each result.
+    """Measure backends or a device; print the report.
+
+    With `--output` the report is written after each result too, so that an ended run leaves its results.
 
     Returns:
         The exit code: 1 where a result is wrong or none succeeded, else 0.
@@ -125,7 +127,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _compared(args: argparse.Namespace, keep: Callable[[Any], None]) -> dict[str, Any]:
-    """Return the report of a comparison of backends."""
+    """Return the report of a comparison of backends; `keep` gets it after each size."""
     from cogvideox_torchax.bench import ab
 
     sizes = ab.sweep(ladder.Size(args.model, args.frames, args.height, args.width), args.sweep)
@@ -146,7 +148,7 @@ def _measured(args: argparse.Namespace, kept: Path | None, keep: Callable[[Any],
 
     Args:
         args: the command's options.
-        kept: the report's file; one that exists is resumed. None where none is asked for.
+        kept: the report's file: an earlier run's report there is resumed. None without `--output`.
         keep: gets the report after each result.
     """
     from cogvideox_torchax.bench import device

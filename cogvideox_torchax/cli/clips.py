@@ -19,9 +19,9 @@ Unit = TypeVar("Unit", EncodeClip, DecodeClip)
 
 
 def config_of(args: argparse.Namespace, **options: Any) -> ClipConfig:
-    """Return the config of a command, by those of its options that it has.
+    """Return the `ClipConfig` of a command, from those of the command's options that are its fields.
 
-    `options` are fields of `ClipConfig` to set instead.
+    `options` are further fields, and take precedence over the command's.
     """
     names = ("model", "backend", "dtype", "tiling", "dp", "tp", "frames", "height", "width", "crop")
     given = {name: getattr(args, name) for name in names if hasattr(args, name)} | options
@@ -30,40 +30,43 @@ def config_of(args: argparse.Namespace, **options: Any) -> ClipConfig:
 
 
 def open_clip(args: argparse.Namespace, at_most: int | None = None) -> DecodedClip:
-    """Return the part of `args.video` to encode, unread, after a check of its size.
+    """Return the part of `args.video` to encode, not read yet; raise `ValueError` for a size that cannot be.
 
-    Without `--frames` it is the first `at_most` frames, or all of a shorter video.
+    Without `--frames` the part is the first `at_most` frames, or all of a shorter video; all without both.
     """
+    # The model's name and the clip's id are empty, as `select_part` uses neither.
     count = args.frames or (at_most and min(at_most, video.probe(args.video).num_frames))
     config = ClipConfig("", frames=count, height=args.height, width=args.width, crop=args.crop)
     return select_part(Clip("", args.video), config, SPATIAL_SCALE)
 
 
 def unit_of(kind: type[Unit], args: argparse.Namespace, vae: Any, fetch: Fetch, **options: Any) -> Unit:
-    """Return what encodes or decodes one clip, under a bar of its chunks.
+    """Return an `EncodeClip` or a `DecodeClip`, which shows a bar of a clip's chunks.
 
     Args:
-        kind: `EncodeClip` or `DecodeClip`.
+        kind: which of the two classes.
         args: the command's options.
         vae: the loaded model.
         fetch: brings a chunk's result to the host.
-        options: fields of `ClipConfig` besides the command's.
+        options: fields of `ClipConfig`; they take precedence over the command's.
     """
 
     def follow(parts: Iterator[Any], total: int, name: str) -> Iterator[Any]:
+        """Yield the `total` results of a clip's chunks under a bar named `name`."""
         return common.progress(parts, total=total, name=name, args=args)
 
     return kind(config_of(args, **options), common.say, vae=vae, fetch=fetch, follow=follow)
 
 
 def encoder_of(args: argparse.Namespace, vae: Any, fetch: Fetch) -> EncodeClip:
-    """Return the encoder of a clip to its posterior's mode, or to a sample where there is a seed."""
+    """Return the encoder of a clip to its posterior's mode, or with `--seed` to a sample of the posterior."""
     keep = MEAN if args.seed is None else SAMPLE
     return unit_of(EncodeClip, args, vae, fetch, keep=keep, seed=args.seed or 0)
 
 
 def decode_to(sink: sinks.Sink, vae: Any, latents: Latents, args: argparse.Namespace, fetch: Fetch) -> int:
-    """Decode latents into a sink, frames as they come; return how many."""
+    """Decode latents with `vae` and write each chunk's frames into a sink; return the number of frames."""
+    # `args` may name neither: the latents name their model, and the loaded VAE has the dtype.
     options = {"model": latents.model, "dtype": str(vae.dtype).removeprefix("torch.")}
     return sinks.write_all(sink, unit_of(DecodeClip, args, vae, fetch, **options).stream(latents))
 
@@ -71,9 +74,10 @@ def decode_to(sink: sinks.Sink, vae: Any, latents: Latents, args: argparse.Names
 def reconstruct_to(
     sink: sinks.Sink, vae: Any, clip: DecodedClip, args: argparse.Namespace, group: ProcessGroup
 ) -> int:
-    """Encode and decode a clip, and write the frames as they come; return how many.
+    """Encode and decode a clip, and write each chunk's frames into a sink; return the number of frames.
 
-    A chunk's latents are decoded when there are enough of them: memory does not grow with the clip.
+    Latents are decoded as soon as there are enough for a chunk: memory does not grow with the clip.
+    Every process gets the latents, which all of them decode; the first process alone gets the frames.
     """
     encoder, scale = encoder_of(args, vae, group.fetch_to_all), vae.spatial_compression_ratio
     latent_frames, _ = frames_through(vae, clip.num_frames)

@@ -20,7 +20,7 @@ Item = TypeVar("Item")
 
 
 def check_input(path: str) -> None:
-    """Raise `ValueError` for an input that is not there; an empty name would be the current directory."""
+    """Raise `ValueError` for an input that does not exist, or an empty name, which `Path` takes for "."."""
     if not path:
         raise ValueError('got an empty name: give a file or a directory, "." for the current one')
     if not Path(path).exists():
@@ -28,7 +28,7 @@ def check_input(path: str) -> None:
 
 
 def take_bundled_model(args: argparse.Namespace) -> None:
-    """Have a command that was given no model take the bundled one, and say so."""
+    """Set `args.model` to the bundled model if the command was given none, and print a line about it."""
     if args.model is None:
         args.model = str(DEMO_MODEL)
         say(f"no --model is given: taking the small bundled model {DEMO_MODEL} (docs/tiny-vae.md)")
@@ -42,7 +42,7 @@ def parse_dtype(name: str) -> torch.dtype:
 
 
 def load_vae(model: str, backend: str, dtype: str, mesh: Any = None) -> Any:
-    """Load the model, or a pipeline's VAE, on its backend and over a mesh if there is one."""
+    """Return the VAE of a model or a pipeline, loaded on a backend, and over `mesh` if it is not None."""
     return backends.backend(backend).load(model, parse_dtype(dtype), mesh).vae
 
 
@@ -54,7 +54,15 @@ def device_name(backend: str) -> str:
 def progress(
     items: Iterable[Item], *, total: int, name: str, args: argparse.Namespace, unit: str = "chunk"
 ) -> Iterator[Item]:
-    """Yield the items under a bar that counts them."""
+    """Yield the items under a progress bar; `--quiet` hides it.
+
+    Args:
+        items: the items.
+        total: number of items.
+        name: the bar's title.
+        args: the command's options.
+        unit: the word for an item.
+    """
     from tqdm import tqdm
 
     yield from tqdm(items, total=total, desc=name, unit=unit, disable=args.quiet, leave=False)
@@ -85,7 +93,10 @@ def print_results(args: argparse.Namespace, clock: CompileClock, results: dict[s
 
 
 def make_directory(name: str, purpose: str = "write into") -> Path:
-    """Return a directory to write into, made where it is not there yet; `ValueError` where it cannot be."""
+    """Return a directory to write into, made where it is not there yet; `ValueError` where it cannot be.
+
+    `purpose` completes "cannot" in the error's message.
+    """
     path = Path(name)
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -95,7 +106,7 @@ def make_directory(name: str, purpose: str = "write into") -> Path:
 
 
 def report_directory(name: str) -> Path:
-    """Return a directory for a report with plots; `ValueError` where nothing can be drawn."""
+    """Return a directory for a report with plots; `ValueError` where matplotlib is not installed."""
     reports.pyplot()  # raises before the work, not after it
     return make_directory(name)
 
@@ -106,5 +117,6 @@ def narrator(args: argparse.Namespace) -> Callable[[str], None]:
 
 
 def say(message: str) -> None:
-    """Print a line for the person at the terminal, on stderr, out of what a program reads from stdout."""
+    """Print a line for a person on stderr: stdout is for results, which a program may read."""
+    # A file name that is no UTF-8 has lone surrogates, which not every stream can write.
     print(message.encode("utf-8", "backslashreplace").decode(), file=sys.stderr)

@@ -54,21 +54,27 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run_all(vae: Any, direction: Direction, frames: int, height: int, width: int) -> None:
-    """Run zeros through every program of a direction.
+    """Run zeros through every program of a direction, which compiles it.
 
-    There are programs for a first chunk and for a later one, each for bytes (the command line's and the
-    streams') and for the model's dtype (`vae.encode`, `vae.decode` and pipelines').
+    A first chunk and a later chunk have a program each, and each of these exists for pixels in uint8 (the
+    command line and the streams) and in the model's dtype (`vae.encode`, `vae.decode` and pipelines).
+
+    Args:
+        vae: the loaded model.
+        direction: ENCODE or DECODE.
+        frames, height, width: size of the video, in pixels for both directions.
     """
-    if direction is DECODE:
+    if direction is DECODE:  # from here on the size is the input's, the latents'
         frames = sum(ENCODE.results(vae, frames))
         height, width = height // vae.spatial_compression_ratio, width // vae.spatial_compression_ratio
+    # Two chunks are enough: the program of the second one serves all later chunks.
     count = sum(chunk.length for chunk in direction.chunks(vae, frames)[:2])
     shape = (1, vae.config[direction.channels], count, height, width)
     for dtype in (torch.uint8, vae.dtype):
         if direction is ENCODE:
             results = vae.encode_stream(torch.zeros(shape, dtype=dtype))
         else:
-            as_bytes = dtype if dtype == torch.uint8 else None
-            results = vae.decode_stream(torch.zeros(shape, dtype=vae.dtype), output_dtype=as_bytes)
+            output_dtype = dtype if dtype == torch.uint8 else None  # None is the model's dtype
+            results = vae.decode_stream(torch.zeros(shape, dtype=vae.dtype), output_dtype=output_dtype)
         for _ in results:
             pass

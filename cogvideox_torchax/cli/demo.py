@@ -46,7 +46,7 @@ COMMAND = Command(
 def run(args: argparse.Namespace) -> int:
     """Encode and decode a clip, and compare each result with PyTorch's; return 0.
 
-    Writes a video and a picture of the source beside the result, and the latents; prints the figures.
+    Writes a video and a picture of the source beside the reconstruction, and the latents; prints the figures.
     """
     if args.video is None:
         args.video = demo_clip()
@@ -71,6 +71,7 @@ def run(args: argparse.Namespace) -> int:
     native_latents = _run(ENCODE, native, source, args, "PyTorch")
     native_frames = _run(DECODE, native, latents, args, "PyTorch")
 
+    # The reconstruction may be shorter or longer than the source: the frames that both have are compared.
     pixels = to_uint8(frames)
     shown = source[:, :, : pixels.shape[2]]
     pixels = pixels[:, :, : shown.shape[2]]
@@ -117,7 +118,15 @@ def demo_clip() -> Path:
 def _run(
     direction: Direction, vae: Any, x: torch.Tensor, args: argparse.Namespace, name: str
 ) -> torch.Tensor:
-    """Return the mean of a video's latents, or the frames of latents, under a bar of chunks."""
+    """Return the mean of a video's latents, or the frames of latents, under a progress bar of chunks.
+
+    Args:
+        direction: ENCODE or DECODE.
+        vae: the model.
+        x: a video (1, 3, T, H, W), or latents (1, C, T, H, W).
+        args: the command's options.
+        name: begins the bar's title.
+    """
     if direction is ENCODE:
         results = (posterior.mode() for posterior in vae.encode_stream(x))
     else:

@@ -17,14 +17,16 @@ from cogvideox_torchax.dataset.manifest import ProcessShard
 from cogvideox_torchax.files import sinks, video
 
 Fetch = Callable[[torch.Tensor], torch.Tensor]
+"""Brings the result of a chunk from the devices to the host."""
 
 
 def check(args: argparse.Namespace, *, together: bool = True) -> None:
     """Raise `ValueError` for options that cannot go together.
 
     Args:
-        args: those of `options.PROCESSES`, and `backend`.
-        together: whether all processes form one mesh; processes that each have their own run on any backend.
+        args: the options of `options.PROCESSES`, and `backend`.
+        together: whether all processes form one mesh, which needs a backend that runs on a mesh. If each
+            process works alone, as on many clips, `--distributed` goes with any backend.
     """
     meshes = ("dp", "tp", "distributed") if together else ("dp", "tp")
     for name in meshes:
@@ -49,18 +51,18 @@ def mesh_of(args: argparse.Namespace) -> Any:
         return None
     from cogvideox_torchax import sharding
 
-    return sharding.make_mesh(args.dp or 1, args.tp)
+    return sharding.make_mesh(args.dp or 1, args.tp)  # without --tp, all devices that dp leaves
 
 
 @dataclass(frozen=True)
 class ProcessGroup:
-    """The processes that run a command together; mostly one.
+    """The processes that run a command together; usually a single one.
 
     Attributes:
         mesh: the mesh of their devices; None for one device.
         is_first: whether this process writes outputs and messages.
         fetch_to_all, fetch_to_first: bring a computed chunk to the host, in every process or in the first
-            alone; the others then get no frames.
+            process alone; all other processes then get no frames.
     """
 
     mesh: Any = None
@@ -71,7 +73,10 @@ class ProcessGroup:
     def writing(
         self, path: str, fps: Fraction | float, alongside: video.SourceTiming | None = None
     ) -> contextlib.AbstractContextManager[sinks.Sink]:
-        """Return the sink of `video.writing` in the first process, one that drops frames in the others."""
+        """Return the sink of `video.writing` in the first process; elsewhere a sink that drops its frames.
+
+        `alongside` is what an .mp4 takes over from its source video, or None.
+        """
         return video.writing(path, fps, alongside) if self.is_first else contextlib.nullcontext(sinks.Sink())
 
 
@@ -95,9 +100,9 @@ def process_group(args: argparse.Namespace) -> Iterator[ProcessGroup]:
 
 @contextlib.contextmanager
 def process_shard(args: argparse.Namespace) -> Iterator[ProcessShard]:
-    """Yield this process's share of many clips.
+    """Yield the index of this process and the number of processes, by which many clips are divided.
 
-    With `--process` and `--processes` but no coordinator the processes work without a connection.
+    With `--process` and `--processes` but no `--coordinator` the processes work without a connection.
     """
     if not args.distributed:
         yield ProcessShard()
@@ -116,14 +121,14 @@ def process_shard(args: argparse.Namespace) -> Iterator[ProcessShard]:
 
 @contextlib.contextmanager
 def _connected(args: argparse.Namespace) -> Iterator[Any]:
-    """Connect this process to the others for the block; yield the package `sharding`, imported here.
+    """Connect this process to the command's other processes for the block; yield the package `sharding`.
 
-    Inside the block stdout goes to stderr: gloo, which connects CPUs, prints of its connections.
+    Inside the block stdout goes to stderr: gloo, which connects CPUs, prints lines about its connections.
     """
     from cogvideox_torchax import sharding
 
     sys.stdout.flush()
-    stdout = os.dup(1)
+    stdout = os.dup(1)  # by descriptors, as gloo is C++ and knows no `sys.stdout`
     os.dup2(2, 1)
     try:
         timeout = args.timeout or sharding.TIMEOUT

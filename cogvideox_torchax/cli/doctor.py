@@ -23,6 +23,7 @@ OPTIONAL = {
     "fastapi": ("web", "the example that streams into a browser"),
     "libtpu": ("tpu", "running on a TPU, and `plan` for one"),
 }
+"""By package: the extra of this project that installs it, and its purpose."""
 INSTALL = "pip install -c constraints.txt -e"
 
 

@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError(f"cannot write {args.preview}: a preview goes into a .png file")
     kept = load_latents_stage(args) if args.from_stage == stages.LATENTS else None
     args.fps = args.fps or (kept.fps if kept else FPS)
-    # The video's context, the inner one, ends first: latents are kept until the video is whole.
+    # `keeping` is the outer context: the video is whole when it ends, and only then the latents are removed.
     with contextlib.ExitStack() as keeping, video.writing(args.output, args.fps) as sink:
         if args.save_stages:
             common.make_directory(args.save_stages, "keep stages in")
@@ -114,13 +114,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _vae_for(args: argparse.Namespace, latents: Latents) -> Any:
-    """Return the model's VAE, to decode latents in their own dtype unless another is asked for."""
+    """Return the model's VAE to decode latents with, in `--dtype` or else in the latents' dtype."""
     dtype = args.dtype or str(latents.tensor.dtype).removeprefix("torch.")
     return common.load_vae(args.model, "torchax", dtype, devices.mesh_of(args))
 
 
 def _sampled(args: argparse.Namespace) -> tuple[Any, Latents]:
-    """Check all that is asked for, then sample; return the pipeline's VAE and the latents."""
+    """Check the request, then run the pipeline but for its VAE; return the VAE and the sampled latents.
+
+    With `--save-stages` the embeddings and the latents are written too.
+    """
     mesh = devices.mesh_of(args)
     text = stages.load_text(args.save_stages) if args.from_stage else None
     model = generate.describe(args.model, image=args.image is not None, clip=args.video is not None)
@@ -131,7 +134,7 @@ def _sampled(args: argparse.Namespace) -> tuple[Any, Latents]:
     generate.check(request, model)
     cached = {"steps": generate.steps_of(request, model), "guided": request.guidance_scale > 1}
     if args.cache:
-        cache_options.config_of(args.cache, **cached)
+        cache_options.config_of(args.cache, **cached)  # raises before the weights are loaded
     pipe = generate.load_generator(model, dtype, mesh, with_text=text is None)
     if args.cache:
         config = cache_options.config_of(args.cache, **cached, timestep=lambda: pipe.current_timestep)

@@ -12,12 +12,12 @@ from cogvideox_torchax.pipelines import generate, stages
 
 
 def load_latents_stage(args: argparse.Namespace) -> Latents:
-    """Return the latents that an earlier run kept, which are only to be decoded.
+    """Return the latents that an earlier run wrote into `--save-stages`; this run only decodes them.
 
     Raises:
-        ValueError: options of sampling, which is done already.
+        ValueError: options of sampling, which is done already; no latents, or another model's.
     """
-    sampling = {*stages.Request.names(), "preview", "cache"} - {"dtype"}
+    sampling = {*stages.Request.names(), "preview", "cache"} - {"dtype"}  # the VAE has a dtype too
     given = sorted(name for name in sampling if getattr(args, name) is not None)
     if given:
         options = ", ".join(map(stages.option, given))
@@ -35,7 +35,10 @@ def kept_path(args: argparse.Namespace) -> Path:
 
 @contextlib.contextmanager
 def saved_latents(args: argparse.Namespace, latents: Latents) -> Iterator[None]:
-    """Keep the latents in a file while the block writes their video; where it fails, say where they are."""
+    """Keep the latents in a file while the block writes their video.
+
+    If the block succeeds, the file is removed. If it fails, the command that decodes the file is printed.
+    """
     kept = kept_path(args)
     latent_files.save(latents, kept)
     try:

@@ -12,7 +12,10 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def model_options(default: str = "the small bundled model, as a line says") -> tuple[Option, ...]:
-    """Return the options of a command that runs a model: the model's, and the report's."""
+    """Return the options of a command that runs a model: the model's, and the report's.
+
+    `default` is help's text about the model that is used without `--model`.
+    """
     model = f"a CogVideoX VAE or a whole pipeline, as a directory or a hub id (default: {default})"
     names, dtypes = backends.names(backends.Use.RUN), ", ".join(DTYPES)
     return (
@@ -27,7 +30,10 @@ def model_options(default: str = "the small bundled model, as a line says") -> t
 
 
 def clip_options(frames: int | None = None) -> tuple[Option, ...]:
-    """Return the options that name a part of a clip; `frames` is the default of `--frames`, None for all."""
+    """Return the options that name a part of a clip.
+
+    Without `--frames` a command takes the first `frames` frames; None for all of them. Only help shows it.
+    """
     shown = "" if frames is None else f" (default: {frames}, or all of a shorter clip)"
     follows = "resize to this {} in pixels; the {} follows if it is not given"
     return (
@@ -49,7 +55,7 @@ def clip_options(frames: int | None = None) -> tuple[Option, ...]:
 
 
 def output(help: str, metavar: str = "FILE", **settings: Any) -> Option:
-    """Return the option that names a command's output."""
+    """Return the option that names a command's output; `settings` are further ones of `Option`."""
     return Option("-o", "--output", metavar=metavar, help=help, **settings)
 
 

@@ -17,7 +17,7 @@ ONLY = {
     **dict.fromkeys(("backend", "tiling", "no_advice", "layers", "encode", "save_hlo"), ("vae",)),
     **dict.fromkeys(("no_guidance", "parallel", "cache", "skips"), ("step",)),
 }
-"""Options that some networks alone have a use for."""
+"""By option, the values of `--network` that it goes with; other options go with all."""
 
 
 COMMAND = Command(
@@ -116,8 +116,8 @@ COMMAND = Command(
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raise `ValueError` for options that have no effect beside the others."""
-    for name, networks in ONLY.items():
+    """Raise `ValueError` for options that would have no effect, given the other options."""
+    for name, networks in ONLY.items():  # None, False and BACKEND are the options' defaults
         if args.network not in networks and getattr(args, name) not in (None, False, BACKEND):
             raise ValueError(f"--{name.replace('_', '-')} does not go with --network {args.network}")
     if args.platform == "cpu" and args.topology != TOPOLOGY:
@@ -139,7 +139,10 @@ def check(args: argparse.Namespace) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compile and print a plan, on stderr where stdout gets JSON; write it where asked to; return 0."""
+    """Compile and print a plan; with `--output` write it too. Return 0.
+
+    With `--json` stdout gets the JSON document alone, and all that is printed before it goes to stderr.
+    """
     check(args)
     if args.output:  # raises before the work, not after it
         reports.check_file(Path(args.output))

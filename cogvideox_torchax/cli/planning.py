@@ -14,33 +14,43 @@ from cogvideox_torchax.vae.memory import parse_tiles
 from cogvideox_torchax.versions import versions
 
 Document = dict[str, Any]
+"""A plan as JSON; `_document` builds it."""
 
 
-def planned(args: argparse.Namespace) -> dict[str, Any]:
-    """Compile what the options ask for, and print it; return the plan as a JSON document."""
+def planned(args: argparse.Namespace) -> Document:
+    """Compile the programs of `--network`, and print their figures; return the plan as a JSON document."""
     from cogvideox_torchax.plan import models
 
-    chip, devices = _target(args)  # first: libtpu writes kernels' schedules only if this loads it
+    # First of all: libtpu writes the schedules of kernels only if `_target` is what loads it.
+    chip, devices = _target(args)
     vae = models.weightless_vae(args.model, common.parse_dtype(args.dtype))
     plan = {"vae": _vae, "train-step": _train_step}.get(args.network, _network)
     return plan(args, vae, chip, devices, {"dp": args.dp, "tp": args.tp})
 
 
 def _vae(args: argparse.Namespace, vae: Any, chip: Any, devices: Any, mesh: dict[str, int]) -> Document:
-    """Return the plan of encoding or decoding; for a video that does not fit, also what would fit."""
+    """Return the plan of encoding or decoding; for a video that does not fit, also what would fit.
+
+    Args:
+        args: the command's options.
+        vae: the model without weights.
+        chip, devices: as `_target` returns them.
+        mesh: the sizes of its axes "dp" and "tp".
+    """
     from cogvideox_torchax.plan import jobs, report, summary
 
     if args.save_hlo:
         Path(args.save_hlo).mkdir(parents=True, exist_ok=True)
-    tile = args.tiling and (vae.tile_sample_min_height, vae.tile_sample_min_width)
+    tile = args.tiling and (vae.tile_sample_min_height, vae.tile_sample_min_width)  # None without --tiling
     if args.tiling not in (None, "default"):
         tile = parse_tiles(args.tiling, vae.spatial_compression_ratio)
     job = jobs.Job(ENCODE if args.encode else DECODE, args.frames, args.height, args.width, tile)
-    pieces, _ = job.chunk_shapes(vae)
-    common.say(f"compiling for {min(len(pieces), 2)} of {len(pieces)} chunks; each can take minutes")
-    planned = jobs.plan_programs(vae, job, devices, chip, backend=args.backend, **mesh)
-    programs = list(_printed_programs(planned, chip, args.save_hlo and f"{args.save_hlo}/{job.direction}"))
-    whole = summary.whole_video(job, len(pieces), job.tiles(vae), programs, chip)
+    chunks, _ = job.chunk_shapes(vae)
+    # There are two programs at most: the first chunk's, and one for all later chunks.
+    common.say(f"compiling for {min(len(chunks), 2)} of {len(chunks)} chunks; each can take minutes")
+    plans = jobs.plan_programs(vae, job, devices, chip, backend=args.backend, **mesh)
+    programs = list(_printed_programs(plans, chip, args.save_hlo and f"{args.save_hlo}/{job.direction}"))
+    whole = summary.whole_video(job, len(chunks), job.tiles(vae), programs, chip)
     common.print_report(whole, as_json=False)
     layers = programs[-1].layers if args.layers else []
     if layers:
@@ -49,10 +59,12 @@ def _vae(args: argparse.Namespace, vae: Any, chip: Any, devices: Any, mesh: dict
     if chip and not whole["fits"] and not args.no_advice:
         peak = max(program.peak_bytes for program in programs)
         common.say("it does not fit: compiling what would")
-        backend, used = {"backend": args.backend}, args.dp * args.tp
+        backend, chips_now = {"backend": args.backend}, args.dp * args.tp
         changes = [
             jobs.smallest_tiling_that_fits(vae, job, devices, chip, peak, **backend, **mesh),
-            jobs.smallest_mesh_that_fits(args.model, vae.dtype, job, args.topology, used, peak, **backend),
+            jobs.smallest_mesh_that_fits(
+                args.model, vae.dtype, job, args.topology, chips_now, peak, **backend
+            ),
         ]
         whole["would_fit"] = {change.what: change.peak_bytes / 2**30 for change in changes if change}
         advice = {f"with {what}": f"{size:.2f} GiB" for what, size in whole["would_fit"].items()}
@@ -62,10 +74,14 @@ def _vae(args: argparse.Namespace, vae: Any, chip: Any, devices: Any, mesh: dict
 
 
 def _network(args: argparse.Namespace, vae: Any, chip: Any, devices: Any, mesh: dict[str, int]) -> Document:
-    """Return the plan of a denoising step, of a video with a cache, or of the text encoder."""
+    """Return the plan of the text encoder, of a denoising step, or of all steps of a video with `--cache`.
+
+    The arguments are as in `_vae`; of `vae` only its dtype and its compression ratios are used.
+    """
     from cogvideox_torchax.plan import networks
 
     runtime.enable()
+    # Programs of 2 and of 3 layers give the figures of the whole network: a layer adds their difference.
     common.say("compiling 2 programs; each can take minutes")
     if args.network == "prompt":
         tokens = networks.transformer_config(args.model).get("max_text_seq_length", 226)
@@ -77,11 +93,13 @@ def _network(args: argparse.Namespace, vae: Any, chip: Any, devices: Any, mesh: 
         options |= {"guided": not args.no_guidance, "parallel": args.parallel}
         step = functools.partial(networks.plan_step, args.model, vae.dtype, devices, chip, **options)
         if args.cache:
-            counts = networks.cached_steps(args.model, vae.dtype, args.cache, not args.no_guidance)
-            plans = [step(cache=args.cache, step=first) for first in counts]
-            if args.skips is not None:
-                counts = {0: networks.STEPS - args.skips, 1: args.skips}
-            table = networks.cached_table(plans, list(counts.values()), chip)
+            # With a cache there are several kinds of steps: computed in full, and those that skip a part.
+            # By the number of the first step of a kind: the number of steps of that kind in a video.
+            steps_of_kind = networks.cached_steps(args.model, vae.dtype, args.cache, not args.no_guidance)
+            plans = [step(cache=args.cache, step=first) for first in steps_of_kind]
+            if args.skips is not None:  # a first-block cache decides at run time: the user gives the number
+                steps_of_kind = {0: networks.STEPS - args.skips, 1: args.skips}
+            table = networks.cached_table(plans, list(steps_of_kind.values()), chip)
             return _printed(args, [plan.program for plan in plans], table)
         plan = step()
     return _printed(args, [plan.program], networks.network_table(plan, chip))
@@ -90,17 +108,24 @@ def _network(args: argparse.Namespace, vae: Any, chip: Any, devices: Any, mesh: 
 def _train_step(
     args: argparse.Namespace, vae: Any, chip: Any, devices: Any, mesh: dict[str, int]
 ) -> Document:
-    """Return the plan of the gradients that a step training the VAE computes."""
+    """Return the plan of the gradients that a step training the VAE computes.
+
+    There are two programs, encoding and decoding, each with its backward pass. The arguments are as in
+    `_vae`.
+    """
     from cogvideox_torchax.plan import jobs, training
 
-    job = jobs.Job(ENCODE, args.frames, args.height, args.width)
+    job = jobs.Job(ENCODE, args.frames, args.height, args.width)  # planned in both directions
     common.say("compiling 2 programs; each takes minutes")
     plans = list(_printed_programs(training.plan_train_step(vae, job, devices, chip, **mesh), chip))
     return _printed(args, plans, training.training_table(plans, vae, chip))
 
 
-def _printed(args: argparse.Namespace, programs: list[Any], table: dict[str, Any]) -> dict[str, Any]:
-    """Print a network's table; return the document of its plan."""
+def _printed(args: argparse.Namespace, programs: list[Any], table: dict[str, Any]) -> Document:
+    """Print the figures of a network, `table`; return the document of its plan.
+
+    `programs` are the plans of the compiled programs.
+    """
     common.print_report(table, as_json=False)
     job = {name: getattr(args, name) for name in ("network", "frames", "height", "width")}
     return _document(args, job, programs, table)
@@ -108,15 +133,15 @@ def _printed(args: argparse.Namespace, programs: list[Any], table: dict[str, Any
 
 def _document(
     args: argparse.Namespace, job: dict[str, Any], programs: list[Any], summary: dict[str, Any], **more: Any
-) -> dict[str, Any]:
+) -> Document:
     """Return a plan as a JSON document.
 
     Args:
         args: the command's options.
-        job: what was planned.
-        programs: the compiled ones.
-        summary: the printed figures.
-        more: fields to add.
+        job: the network or direction that was planned, and the size of the video.
+        programs: the plans of the compiled programs.
+        summary: the printed figures, by name.
+        more: further fields of the document.
     """
     from cogvideox_torchax.plan import jobs
 
@@ -136,7 +161,11 @@ def _document(
 
 
 def _target(args: argparse.Namespace) -> tuple[Any, list[Any]]:
-    """Return the chip whose peaks apply, None for a CPU, and the devices to compile for."""
+    """Return the chip to plan for, None for a CPU, and the devices to compile for.
+
+    The chip holds the peak rates and the memory of one device. A TPU's devices are those of `--topology`,
+    which need not exist.
+    """
     from cogvideox_torchax.plan import chips
 
     if args.platform == "tpu":
@@ -147,16 +176,19 @@ def _target(args: argparse.Namespace) -> tuple[Any, list[Any]]:
     return None, jax.devices("cpu")
 
 
-def _printed_programs(programs: Iterable[Any], chip: Any, text: str | None = None) -> Iterator[Any]:
-    """Print each program's figures as it is compiled, and yield it.
+def _printed_programs(programs: Iterable[Any], chip: Any, prefix: str | None = None) -> Iterator[Any]:
+    """Print each program's figures as it is compiled, and yield the program's plan.
 
-    `text` begins the names of files for the compiled texts; None for none.
+    Args:
+        programs: the plans of programs; an iterator compiles one at each step.
+        chip: as `_target` returns it.
+        prefix: path that the names of files for the compiled texts begin with; None for no files.
     """
     from cogvideox_torchax.plan import summary
 
     for program in programs:
         print(f"{program.name} chunk, {program.frames} frames in")
         common.print_report(summary.program_rows(program, chip), as_json=False)
-        if text:
-            reports.write_text(Path(f"{text}_{program.name}.hlo.txt"), program.text)
+        if prefix:
+            reports.write_text(Path(f"{prefix}_{program.name}.hlo.txt"), program.text)
         yield program

@@ -62,7 +62,12 @@ def _alongside(
 ) -> tuple[video.SourceTiming, list[str]]:
     """Return the times, sound and pixel shape that an .mp4 takes over from its source, and lines to print.
 
-    The lines say what differs from the source, and why.
+    The lines name each difference between output and source, with its reason.
+
+    Args:
+        args: the command's options.
+        clip: the part of the source that is encoded.
+        frames_out: number of frames of the reconstruction.
     """
     info, messages = clip.info, []
     is_mp4 = Path(args.output).suffix.lower() == ".mp4"
@@ -83,9 +88,10 @@ def _alongside(
     if info.sound and not info.can_copy_sound:
         messages.append(f"the sound is left out: an .mp4 takes {', '.join(video.COPIED)}, not {info.sound}")
     elif info.sound and sound is None:
-        messages.append("the sound is left out: it is kept in an .mp4 at the source's source_size rate")
+        messages.append("the sound is left out: it is kept in an .mp4 at the source's own rate")
     times = info.times[: clip.num_frames] if keeps_times else ()
     seconds = times[-1] + 1 / info.fps if times else clip.num_frames / info.fps
     size, source_size = (clip.framing.height, clip.framing.width), (info.height, info.width)
+    # Resized frames have square pixels; cropped ones, and those in the source's size, keep the source's.
     pixel = info.pixel if clip.framing.crop or size == source_size else Fraction(1)
     return video.SourceTiming(times, sound, seconds, pixel), messages

@@ -81,7 +81,7 @@ COMMAND = Command(
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train a VAE until the last step, or until someone asks for the end; write its weights and curves.
+    """Train a VAE until the last step, or until Ctrl-C or SIGTERM; write its weights and curves.
 
     Returns:
         0, the exit code.
@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
         size=args.size,
         seed=args.seed,
         mixed=args.backend == "torch",
-        stills=args.config is not None,
+        stills=args.config is not None,  # weights from scratch learn from stills first
         settings=settings,
     )
     parts = clips.parts(args.clips, without=directory)  # the output's own pictures are no clips
@@ -122,10 +122,17 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run_steps(training: Run, done: int, stop_is_asked: Callable[[], bool], args: argparse.Namespace) -> None:
-    """Make the steps under a bar that shows the loss as a moving mean."""
+    """Make the remaining steps under a progress bar; print each validation.
+
+    Args:
+        training: the training, begun or resumed.
+        done: number of steps that are done already.
+        stop_is_asked: returns whether to end after the present step.
+        args: the command's options.
+    """
     from tqdm import tqdm
 
-    smooth = None
+    smooth = None  # the loss as a moving mean, which a batch of other content hardly changes
     with tqdm(total=args.steps, initial=done, unit="step", disable=args.quiet, mininterval=1.0) as bar:
         for losses, validations in training.go(every=args.checkpoint_every, stopped=stop_is_asked):
             smooth = losses.total if smooth is None else 0.98 * smooth + 0.02 * losses.total

@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _video(args: argparse.Namespace) -> torch.Tensor:
-    """Return the clip, or noise, as floats (1, 3, T, H, W) in [-1, 1]."""
+    """Return the frames of `--video`, or noise from a fixed seed, as floats (1, 3, T, H, W) in [-1, 1]."""
     if args.video is not None:
         frames = torch.stack(list(open_clip(args).stream()), dim=2)
         return frames.float() / 127.5 - 1
