@@ -8,7 +8,7 @@ from jaxtyping import Array
 def is_supported(q: Array) -> bool:
     """Return whether cuDNN's attention supports these queries: 16 bits, and a GPU as JAX's backend.
 
-    Tracing cuDNN's kernel asks the GPU, so lowering for one from another machine does not work.
+    Tracing cuDNN's kernel queries the GPU, so a machine without one cannot lower it for a GPU.
     """
     return q.dtype != jnp.float32 and jax.default_backend() == "gpu"
 

@@ -30,18 +30,20 @@ def attention(
 ) -> Float[Array, "N S H D"]:
     """Return `softmax(q k^T * scale) v`, a head at a time: torch's `scaled_dot_product_attention`, no mask.
 
-    On a mesh (`jax.sharding.use_abstract_mesh`) the batch is split over the first axis and the heads over the
-    others; the queries over those axes whose size divides neither. Inside `jax.shard_map`, with
-    `check_vma=False`, each device attends to what it has.
+    On a mesh (`jax.sharding.use_abstract_mesh`) the first mesh axis splits the batch and the other axes split
+    the heads. An axis whose size does not divide its dimension splits the queries. Inside `jax.shard_map`,
+    with `check_vma=False`, each device attends from its own queries to its own keys.
 
     Args:
-        q, k, v: any float dtype, all of one.
-        scale: of the scores before the softmax; 1 / sqrt(D) where None, as in torch. ln 2 where queries hold
-            their scale times log2(e) already, as `qk_norm_rope` writes them: it then costs nothing.
-        num_keys: number of keys; any behind them are padding and may hold anything. None for all.
+        q, k, v: any float dtype, the same for all three.
+        scale: factor of the scores before the softmax; None for 1 / sqrt(D), as in torch. ln 2 for queries
+            that are multiplied by their scale times log2(e) already, as `qk_norm_rope` can return them: the
+            TPU's kernel, which computes powers of two, then multiplies no scores.
+        num_keys: number of real keys, which come first; keys after them are padding and may hold anything.
+            None if all are real.
         implementation: "plain" is XLA's, a block of queries at a time; "transposed" a Pallas kernel for TPUs,
-            for float32 and bfloat16; "cudnn" cuDNN's, for 16 bits. None takes the fastest known for the
-            platform that is compiled for, of those that take `q`.
+            for float32 and bfloat16; "cudnn" cuDNN's, for 16 bits. None takes the fastest known that supports
+            `q` and `k` on the platform that is compiled for.
 
     Returns:
         The shape and dtype of `q`. Scores and softmax are float32 whatever the dtype.
@@ -114,7 +116,8 @@ def attention_on(
     num_keys: int,
     implementation: Implementation | None,
 ) -> Array:
-    """Compute `attention` for the platform of `target`, over the current mesh if there is one."""
+    """Compute `attention` on `target`, the platform that is traced for, over the mesh if there is one."""
+    # The TPU's kernel masks padding keys; the other two get the real keys alone.
     plain, cudnn = (
         functools.partial(_with_real_keys, form, scale=scale, num_keys=num_keys)
         for form in (xla.plain, gpu.cudnn)
@@ -123,6 +126,7 @@ def attention_on(
     forms = {"plain": plain, "transposed": with_derivatives_of(plain, by_kernel), "cudnn": cudnn}
     attend = forms[implementation or _fastest(target, q, k)]
     mesh = jax.sharding.get_abstract_mesh()
+    # Without a mesh, or inside a `jax.shard_map` over all of its axes, the arrays are one device's.
     is_local = mesh.empty or set(mesh.manual_axes) == set(mesh.axis_names)
     return attend(q, k, v) if is_local else _over_mesh(attend, mesh, q, k, v)
 
@@ -140,28 +144,34 @@ def _fastest(target: Target, q: Array, k: Array) -> Implementation:
 def _with_real_keys(
     form: Callable[..., Array], q: Array, k: Array, v: Array, *, scale: float, num_keys: int
 ) -> Array:
-    """Attend by `form` to the first `num_keys` keys and values, without those that are padding."""
+    """Attend by `form(q, k, v, scale=scale)` to the first `num_keys` keys, which alone are real."""
     return form(q, k[:, :num_keys], v[:, :num_keys], scale=scale)
 
 
-def _over_mesh(attend, mesh: jax.sharding.AbstractMesh, q: Array, k: Array, v: Array) -> Array:
-    """Run `attend(q, k, v)` on every device for its share of videos, heads and queries, all keys.
+def _over_mesh(
+    attend: Callable[..., Array], mesh: jax.sharding.AbstractMesh, q: Array, k: Array, v: Array
+) -> Array:
+    """Run `attend(q, k, v)` on every device for its share of videos, heads and queries, with all keys.
 
-    XLA cannot split a kernel, and would gather its inputs. The first mesh axis splits videos, the others
-    split heads; an axis whose size divides neither splits the queries, which are padded.
+    XLA cannot split a kernel, and would gather its inputs. The first mesh axis splits videos, the other axes
+    split heads; an axis whose size does not divide these splits the queries, which are padded.
     """
-    batch_axis, *head_axes = mesh.axis_names
-    query_axes: list[str] = []
-    batch = batch_axis if q.shape[0] % mesh.shape[batch_axis] == 0 else query_axes.append(batch_axis)
-    heads = []
-    for axis in head_axes:
-        size = math.prod(mesh.shape[name] for name in (*heads, axis))
-        (heads if q.shape[2] % size == 0 else query_axes).append(axis)
+    first_axis, *other_axes = mesh.axis_names
+    video_axis = first_axis if q.shape[0] % mesh.shape[first_axis] == 0 else None
+    query_axes = [] if video_axis else [first_axis]
+    head_axes: list[str] = []
+    for axis in other_axes:
+        size = math.prod(mesh.shape[name] for name in (*head_axes, axis))
+        (head_axes if q.shape[2] % size == 0 else query_axes).append(axis)
     query_shards = math.prod(mesh.shape[axis] for axis in query_axes)
-    queries = PartitionSpec(batch, tuple(query_axes) or None, tuple(heads) or None, None)
-    keys = PartitionSpec(batch, None, tuple(heads) or None, None)
+    query_spec = PartitionSpec(video_axis, tuple(query_axes) or None, tuple(head_axes) or None, None)
+    key_spec = PartitionSpec(video_axis, None, tuple(head_axes) or None, None)
     padded = jnp.pad(q, ((0, 0), (0, -q.shape[1] % query_shards), (0, 0), (0, 0)))
-    split = jax.shard_map(
-        attend, mesh=mesh, in_specs=(queries, keys, keys), out_specs=queries, check_vma=False
+    attend_on_shards = jax.shard_map(
+        attend,
+        mesh=mesh,
+        in_specs=(query_spec, key_spec, key_spec),
+        out_specs=query_spec,
+        check_vma=False,  # a Pallas kernel does not say over which mesh axes its results vary
     )
-    return split(padded, k, v)[:, : q.shape[1]]
+    return attend_on_shards(padded, k, v)[:, : q.shape[1]]

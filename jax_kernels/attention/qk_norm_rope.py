@@ -1,7 +1,10 @@
 """Queries, keys and values as the TPU's attention takes them: normed, rotated, scaled, heads first.
 
-Axis letters here: N batch, S positions, C channels of all heads, H heads, D
-channels of a head.
+Axis letters here: N batch, S positions, C channels of all heads, H heads, D channels of a head.
+
+Rotary positions rotate pairs of channels: (a, b) becomes (a cos - b sin, b cos + a sin). Here a rotated
+channel is `channel * cos + partner * signed sin`: its partner is the other channel of its pair, and the sign
+is stored in the table of sines.
 """
 
 import functools
@@ -43,19 +46,21 @@ def qk_norm_rope(
     On a TPU one pass by a Pallas kernel. The result is rounded once.
 
     Args:
-        x: what a projection gives, any float dtype; head h has the channels from h D on.
-        weight, bias: (D,), of the norm; None for no norm, as values take it. A bias takes a weight.
-        cos, sin: (S, D), float32, each angle once for either channel of its pair: channels (a, b) = (2 i,
-            2 i + 1) become (a cos - b sin, b cos + a sin). None for no position.
+        x: a projection to queries, keys or values, any float dtype; head h has the channels from h D on.
+        weight, bias: (D,), of the norm; a weight of None means no norm, as for values. A bias needs a weight.
+        cos, sin: (S, D), float32, each angle twice, for both channels of its pair: channels (a, b) = (2 i,
+            2 i + 1) become (a cos - b sin, b cos + a sin). None for no rotation.
         heads: the number of heads, H.
-        scale: of the result. Queries that hold log2(e) / sqrt(D) are for `attention_transposed(scale=ln 2)`.
+        scale: factor of the result: for queries log2(e) / sqrt(D) if `attention_transposed` is called with
+            scale=ln 2, else 1.
         eps: added to the variance.
 
     Returns:
-        The dtype of `x`; all arithmetic is float32 whatever it is.
+        The dtype of `x`, channels before positions; all arithmetic is float32.
 
     Raises:
-        ValueError: channels that heads do not divide or pairs do not, vectors or tables that fit neither.
+        ValueError: channels that `heads` does not divide; a rotation of an odd number of channels; vectors or
+            tables that do not fit; a bias without a weight.
     """
     _check(x, weight, bias, cos, sin, heads)
     tables = () if cos is None or sin is None else (cos, _signed(sin))
@@ -73,9 +78,14 @@ def qk_norm_rope_on(
     scale: float,
     eps: float,
 ) -> Array:
-    """Compute `qk_norm_rope` for the platform of `target`.
+    """Compute `qk_norm_rope` on `target`, the platform that is traced for.
 
-    `norm` holds weight and bias, `tables` holds cos and the signed sin; either may be empty.
+    Args:
+        target: the target.
+        x: the projection.
+        norm: (weight, bias), or () for no norm.
+        tables: (cos, signed sin of `_signed`), or () for no rotation.
+        heads, scale, eps: as `qk_norm_rope` takes them.
     """
     options = {"heads": heads, "scale": scale, "eps": eps}
     plain, by_kernel = (functools.partial(form, **options) for form in (_xla_form, _by_kernel))
@@ -87,7 +97,11 @@ _qk_norm_rope = dispatched(qk_norm_rope_on, "tpu")
 
 
 def is_supported(x: Float[Array, "N S C"], heads: int) -> bool:
-    """Return whether the kernel supports these projections: float32 or bfloat16, heads of whole 8s."""
+    """Return whether the kernel supports this projection.
+
+    It supports float32 or bfloat16 and heads whose number of channels is a multiple of 8, the rows of a tile of
+    float32, as the result has channels in its rows.
+    """
     return x.dtype in DTYPES and x.shape[-1] // heads % 8 == 0
 
 
@@ -108,7 +122,7 @@ def _check(x: Array, weight: Any, bias: Any, cos: Any, sin: Any, heads: int) -> 
 
 
 def _signed(sin_SD: Array) -> Array:
-    """Return the factor of each channel's partner in the rotation: -sin for a pair's first, sin else."""
+    """Return the factor of each channel's partner: -sin for a pair's first channel, sin for its second."""
     return jnp.where(lax.iota(jnp.int32, sin_SD.shape[1]) % 2 == 0, -sin_SD, sin_SD)
 
 
@@ -121,16 +135,21 @@ def _xla_form(
     scale: float,
     eps: float,
 ) -> Array:
-    """Compute `qk_norm_rope` in its plainest form, which the kernel has to equal."""
-    y = x.astype(jnp.float32).reshape(*x.shape[:2], heads, -1)
+    """Compute `qk_norm_rope` as XLA compiles it, with the arguments of `qk_norm_rope_on`.
+
+    A channel's partner is the other channel of its pair, (2 i, 2 i + 1).
+    """
+    y = x.astype(jnp.float32).reshape(*x.shape[:2], heads, -1)  # N S H D
     if norm:
+        weight, bias = norm
         y = standardized(y, eps)
-        y = y * norm[0].astype(jnp.float32) + norm[1].astype(jnp.float32)
+        y = y * weight.astype(jnp.float32) + bias.astype(jnp.float32)
     if tables:
-        cos, sin = (table[:, None] for table in tables)
-        partner = jnp.flip(y.reshape(*y.shape[:-1], -1, 2), -1)
-        y = y * cos + partner.reshape(y.shape) * sin
-    return (y * scale).astype(x.dtype).transpose(0, 2, 3, 1)
+        # (a cos - b sin, b cos + a sin): the minus is in the table. Tables (S, D) serve all heads.
+        cos, signed_sin = (table[:, None] for table in tables)
+        partners = jnp.flip(y.reshape(*y.shape[:-1], -1, 2), -1)
+        y = y * cos + partners.reshape(y.shape) * signed_sin
+    return (y * scale).astype(x.dtype).transpose(0, 2, 3, 1)  # N H D S, as `attention_transposed` takes it
 
 
 def _by_kernel(
@@ -142,9 +161,13 @@ def _by_kernel(
     scale: float,
     eps: float,
 ) -> Array:
-    """Run the Pallas kernel over blocks of positions, with the arguments of `qk_norm_rope_on`."""
+    """Run the Pallas kernel over blocks of positions, with the arguments of `qk_norm_rope_on`.
+
+    Channels are in the rows of the result, so vectors are passed as columns and tables transposed.
+    """
     videos, positions, width = x.shape
     channels = width // heads
+    # Positions of a block, whole tiles of lanes: at most `POSITIONS`, and as many as `BLOCK_BYTES` hold.
     step = min(POSITIONS, max(LANES, BLOCK_BYTES // (width * x.dtype.itemsize) // LANES * LANES))
     norm_spec = pl.BlockSpec((channels, 1), lambda n, i: (0, 0))
     table_spec = pl.BlockSpec((channels, step), lambda n, i: (0, i))
@@ -165,43 +188,49 @@ def _by_kernel(
     )(x, *(vector.astype(jnp.float32)[:, None] for vector in norm), *(table.T for table in tables))
 
 
-def _process_block(x_ref, *others: Any, normed: bool, scale: float, eps: float) -> None:
+def _process_block(x_ref, *other_refs: Any, normed: bool, scale: float, eps: float) -> None:
     """Norm, rotate and scale a block of positions, as many heads at a time as fill whole tiles of lanes.
 
-    `others` are references: weight and bias if `normed`, then cos and sin if given, then the result. A
-    projection's channels are in its lanes, and the result's in its rows.
+    Args:
+        x_ref: reference to the projection, (S, H D): its channels are in the lanes.
+        other_refs: references to weight and bias, (D, 1), if `normed`; then to cos and the signed sin,
+            (D, S), if positions are rotated; then to the result, (H, D, S): its channels are in the rows.
+        normed: whether there is a norm.
+        scale, eps: as `qk_norm_rope` takes them.
     """
-    *operands, y_ref = others
+    *operands, y_ref = other_refs
     heads, channels, _ = y_ref.shape
-    norm, tables = operands[: 2 * normed], operands[2 * normed :]
+    norm, tables = (operands[:2], operands[2:]) if normed else ([], operands)
 
-    def process_heads(first: Any, count: int) -> None:
-        """Norm, rotate and scale `count` heads, from head `first` on."""
-        lanes = pl.ds(pl.multiple_of(first * channels, LANES), count * channels)
+    def process_heads(first_head: Any, count: int) -> None:
+        """Norm, rotate and scale `count` heads, from `first_head` on."""
+        lanes = pl.ds(pl.multiple_of(first_head * channels, LANES), count * channels)
         x = x_ref[:, lanes]
         y = x.astype(jnp.float32).T.reshape(count, channels, -1)
-        if normed:
+        if norm:
+            weight_ref, bias_ref = norm
             y = standardized(y, eps, axis=1)
-            y = y * norm[0][...] + norm[1][...]
+            y = y * weight_ref[...] + bias_ref[...]
         if tables:
-            y = y * tables[0][...] + _partners(y) * tables[1][...]
-        y_ref[pl.ds(first, count)] = (y * scale).astype(y_ref.dtype)
+            cos_ref, signed_sin_ref = tables
+            y = y * cos_ref[...] + _partners(y) * signed_sin_ref[...]
+        y_ref[pl.ds(first_head, count)] = (y * scale).astype(y_ref.dtype)
 
-    together = math.lcm(channels, LANES) // channels
-    whole, left = divmod(heads, together)
+    together = math.lcm(channels, LANES) // channels  # fewest heads whose channels are whole tiles of lanes
+    groups, remainder = divmod(heads, together)
 
-    @pl.loop(0, whole)
+    @pl.loop(0, groups)
     def _(index: Array) -> None:
         process_heads(index * together, together)
 
-    if left:
-        process_heads(whole * together, left)
+    if remainder:
+        process_heads(groups * together, remainder)
 
 
 def _partners(y_HDS: Array) -> Array:
-    """Return `y` with the two channels of each pair swapped."""
+    """Return `y` with the two channels of each pair, (2 i, 2 i + 1), swapped; inside the kernel."""
     y = y_HDS.reshape(-1, y_HDS.shape[-1])
     rows = y.shape[0]
-    first = lax.broadcasted_iota(jnp.int32, (rows, 1), 0) % 2 == 0
-    partners = jnp.where(first, pltpu.roll(y, rows - 1, 0), pltpu.roll(y, 1, 0))
-    return partners.reshape(y_HDS.shape)
+    is_first_of_pair = lax.broadcasted_iota(jnp.int32, (rows, 1), 0) % 2 == 0
+    next_row, row_before = pltpu.roll(y, rows - 1, 0), pltpu.roll(y, 1, 0)  # `roll` takes no negative shift
+    return jnp.where(is_first_of_pair, next_row, row_before).reshape(y_HDS.shape)

@@ -37,7 +37,7 @@ def apply_rotary(x, cos, sin):
     """Rotate each pair (a, b) of neighbours to (a cos - b sin, b cos + a sin), at the last positions."""
     before, x_f32 = x.shape[1] - cos.shape[0], x.astype(jnp.float32)
     a, b = x_f32[:, before:, :, ::2], x_f32[:, before:, :, 1::2]
-    cos, sin = (table[:, None, ::2] for table in (cos, sin))
+    cos, sin = (table[:, None, ::2] for table in (cos, sin))  # tables have each angle twice
     pairs = jnp.stack([a * cos - b * sin, b * cos + a * sin], axis=-1)
     rotated = pairs.reshape(*pairs.shape[:3], -1)
     return jnp.concatenate([x_f32[:, :before], rotated], axis=1).astype(x.dtype)

@@ -63,6 +63,7 @@ def is_supported(
     It supports float32 or bfloat16, heads of at most 256 channels, and as many keys as fit into VMEM (with 64
     channels in bfloat16, 130,000 on a v6e).
     """
+    # Keys and values, of this head and of the next.
     fits = 4 * k.shape[1] * k.shape[3] * k.dtype.itemsize < KEYS_SHARE * vmem_limit()
     return q.dtype in DTYPES and q.shape[-1] <= CHANNELS and fits
 
@@ -75,12 +76,12 @@ def transposed(
     scale: float,
     num_keys: int,
 ) -> Float[Array, "N S H D"]:
-    """Compute attention by the kernel, for arrays that it supports: transposed, padded, and back.
+    """Compute attention by the kernel, for arrays that it supports: they are transposed and padded, and back.
 
     Args:
-        q, k, v: as `attention` takes them. XLA transposes them, unless it finds them transposed.
-        scale: of the scores.
-        num_keys: how many keys are real, at least one; the others may hold anything.
+        q, k, v: as `attention` takes them. XLA drops the transpose if it follows the opposite one.
+        scale: factor of the scores.
+        num_keys: number of real keys, at least one, which come first; keys after them may hold anything.
     """
     videos, queries, heads, channels = q.shape
     padding = -channels % _tile_rows(q)
@@ -90,7 +91,7 @@ def transposed(
         )
         for x in (q, k, v)
     )
-    if scale == 0:  # a scale of zero would give padding keys a weight
+    if scale == 0:  # the penalty of padding keys is multiplied by the scale too
         q_BDS, scale = jnp.zeros_like(q_BDS), 1.0
     y_BDS = attend(q_BDS, k_BDK, v_BDK, scale=scale, num_keys=num_keys)
     return y_BDS.reshape(videos, heads, channels + padding, queries)[:, :, :channels].transpose(0, 3, 1, 2)
@@ -104,7 +105,13 @@ def attend(
     scale: float,
     num_keys: int,
 ) -> Float[Array, "B D S"]:
-    """Run the kernel; channels D fill whole tiles, and the scale is not zero. Real keys come first."""
+    """Run the kernel.
+
+    Args:
+        q, k, v: channels before positions; D, padded with zeros, fills whole tiles.
+        scale: factor of the scores, not zero.
+        num_keys: number of real keys, which come first.
+    """
     batch, channels, queries = q.shape
     query_block, key_block = _block_length(queries, QUERIES), _block_length(num_keys, KEYS)
     query_spec = pl.BlockSpec((None, channels, query_block), lambda b, i: (b, 0, i))
@@ -117,7 +124,7 @@ def attend(
             queries=queries,
             num_keys=num_keys,
             block=key_block,
-            factor=scale * math.log2(math.e),
+            factor=scale * math.log2(math.e),  # exp(scale * score) is 2 ** (factor * score)
         ),
         grid=(batch, pl.cdiv(queries, query_block)),
         in_specs=[query_spec, key_spec, key_spec],
@@ -141,9 +148,10 @@ def _tile_rows(x: Array) -> int:
 
 
 def _block_length(length: int, sizes: tuple[int, ...]) -> int:
-    """Return the block length, of `sizes` or a shorter one for a short sequence, that pads `length` least.
+    """Return the block length for a sequence of so many positions: the one of `sizes` that pads it least.
 
-    The last block may reach beyond the sequence.
+    Of equal ones it is the largest. A sequence shorter than all `sizes` is one block, of whole chunks or of a
+    tile's lanes. The last block may reach beyond the sequence.
     """
     if length <= min(sizes):
         unit = LANES if length <= LANES else CHUNK
@@ -156,15 +164,18 @@ def _attend_block(
 ) -> None:
     """Attend from a block of queries to all keys, a block of keys at a time.
 
-    The scores of `STRIPS_AHEAD` strips of queries are multiplied before the weights of one are computed: the
-    matrix unit need not wait for them.
+    Scores are taken less the maximum over the first chunk of keys, which any number near the true maximum can
+    replace; if sums of weights show that it is far off, `_attend_again` computes the block. The scores of
+    `STRIPS_AHEAD` strips of queries are multiplied before the weights of one are computed, so that the matrix
+    unit does not wait for weights.
 
     Args:
-        q_ref, k_ref, v_ref: queries, keys and values of a head; keys and values in whole blocks.
-        y_ref: the result.
+        q_ref, k_ref, v_ref: queries (D, S), keys and values (D, K) of a head; keys and values in whole
+            blocks.
+        y_ref: the result, (D, S).
         extended_ref: memory for the queries, and below them the rows of `_subtracted_rows`.
-        sums_ref, totals_ref: memory for the sums of weighted values, and for the sums of weights, as 8
-            partial sums in a register's rows.
+        sums_ref: memory for the sums of weighted values, (D, S).
+        totals_ref: memory for the sums of weights, (8, S): partial sums, one in each row of a register.
         queries, num_keys: number of real queries and keys.
         block: keys of a loop's body.
         factor: factor of the scores, so that a weight is a power of two of its score.
@@ -173,34 +184,34 @@ def _attend_block(
     strips, chunk = _slices(q_ref.shape[1], STRIP), min(CHUNK, block)
     sums_ref[...] = jnp.zeros_like(sums_ref)
     totals_ref[...] = jnp.zeros_like(totals_ref)
-    first = _replace_padding(k_ref[:, :chunk], 0, num_keys, k_ref[:, :1])
+    first_keys = _replace_padding(k_ref[:, :chunk], 0, num_keys, k_ref[:, :1])
     for strip in strips:
         extended_ref[:channels, strip] = q_ref[:, strip]
-        extended_ref[channels:, strip] = _subtracted_rows(first, q_ref[:, strip], factor)
+        extended_ref[channels:, strip] = _subtracted_rows(first_keys, q_ref[:, strip], factor)
 
     @pl.loop(0, pl.cdiv(num_keys, block))
     def _(index: Array) -> None:
         """Add the values of a block of keys, weighted, to the sums of all strips of queries."""
 
-        @functools.cache
+        @functools.cache  # loaded once for all strips of queries
         def keys_of(start: int) -> Array:
-            """Return a chunk's keys, and two rows of ones and zeros below them.
+            """Return the keys of the block's chunk at `start`, and below them a tile of ones and zeros.
 
-            The first row, of ones, meets the queries' row of minus their maximum; the second, of ones at
+            Its first row, of ones, meets the queries' row of minus their maximum; its second, of ones at
             padding keys alone, meets the queries' row of minus `PADDING_PENALTY`.
             """
             at = pl.multiple_of(index * block + start, LANES)
             k = k_ref[:, pl.ds(at, chunk)]
             row = lax.broadcasted_iota(jnp.int32, (_tile_rows(k), chunk), 0)
             ones = row == 0
-            if num_keys % block:
+            if num_keys % block:  # else no block has padding
                 ones |= (row == 1) & (_positions(at, chunk) >= num_keys)
                 k = _replace_padding(k, at, num_keys, k_ref[:, :1])
             return jnp.concatenate([k, ones.astype(k.dtype)])
 
         @functools.cache
         def values_of(start: int) -> Array:
-            """Return a chunk's values, with zeros for padding keys."""
+            """Return the values of the block's chunk at `start`, with zeros for padding keys."""
             at = pl.multiple_of(index * block + start, LANES)
             v = v_ref[:, pl.ds(at, chunk)]
             return _replace_padding(v, at, num_keys, 0) if num_keys % block else v
@@ -211,10 +222,11 @@ def _attend_block(
             A weight is two to the power of its score.
             """
             scores = _product(keys_of(start), extended_ref[:, strips[n]], over=0)
-            return scores if factor == 1.0 else scores * factor  # queries that hold their scale need no pass
+            return scores if factor == 1.0 else scores * factor  # scaled queries (`attention`) need no pass
 
         sums = [sums_ref[:, strip] for strip in strips]
         totals = [totals_ref[:, strip] for strip in strips]
+        # Pairs of a chunk's start and a strip's index. `scores` holds those of the next `STRIPS_AHEAD` pairs.
         units = list(itertools.product(range(0, block, chunk), range(len(strips))))
         scores = [scores_of(*unit) for unit in units[:STRIPS_AHEAD]]
         for (start, n), later in itertools.zip_longest(units, units[STRIPS_AHEAD:]):
@@ -228,7 +240,7 @@ def _attend_block(
 
     total, weighted = totals_ref[...].sum(0, keepdims=True), sums_ref[...]
     y_ref[...] = (weighted / total).astype(y_ref.dtype)
-    # Queries behind the last one may hold anything.
+    # Padding queries, after the last real one, may hold anything: their sums are not checked.
     is_query = pl.program_id(1) * q_ref.shape[1] + lax.broadcasted_iota(jnp.int32, total.shape, 1) < queries
     is_correct = (total > 1 / LARGEST_SUM) & (total < LARGEST_SUM) & (jnp.abs(weighted) < jnp.inf) | ~is_query
 
@@ -240,12 +252,13 @@ def _attend_block(
 def _attend_again(q_ref, k_ref, v_ref, y_ref, sums_ref, totals_ref, num_keys, factor) -> None:
     """Attend from a block of queries with the maximum over all keys, in two passes.
 
-    The first pass finds the maximum; the second uses weights that are divided already, so that no sum
-    overflows.
+    The first pass finds the maximum and the sum of weights; the second adds values with weights that are
+    divided by that sum already, so that no sum overflows. The arguments are those of `_attend_block`, whose
+    memory for sums is used again.
     """
     queries = q_ref.shape[1]
     strip, chunk = min(STRIP, queries), min(CHUNK, k_ref.shape[1])
-    maximum_ref, total_ref = totals_ref.at[:1], totals_ref.at[1:2]
+    maximum_ref, total_ref = totals_ref.at[:1], totals_ref.at[1:2]  # one row each
     maximum_ref[...] = jnp.full_like(maximum_ref, jnp.finfo(jnp.float32).min)
     total_ref[...] = jnp.zeros_like(total_ref)
     sums_ref[...] = jnp.zeros_like(sums_ref)
@@ -253,7 +266,7 @@ def _attend_again(q_ref, k_ref, v_ref, y_ref, sums_ref, totals_ref, num_keys, fa
     def over_scores(visit: Callable[[Any, Any, Array], None]) -> None:
         """Call `visit(queries_at, keys_at, scores)` for every chunk of keys and strip of queries.
 
-        The first two are slices. Padding keys score minus infinity.
+        `queries_at` is the strip's slice, `keys_at` the chunk's. Padding keys score minus infinity.
         """
 
         @pl.loop(0, pl.cdiv(num_keys, chunk))
@@ -270,7 +283,7 @@ def _attend_again(q_ref, k_ref, v_ref, y_ref, sums_ref, totals_ref, num_keys, fa
                 visit(queries_at, keys_at, jnp.where(is_key, scores, -jnp.inf))
 
     def find_maximum(queries_at: Any, _: Any, scores: Array) -> None:
-        """Raise the maximum to these scores, and rescale the sum of weights to it."""
+        """Raise the maximum to these scores, rescale the sum of weights to it, and add these weights."""
         before = maximum_ref[:, queries_at]
         maximum_ref[:, queries_at] = maximum = jnp.maximum(before, scores.max(0, keepdims=True))
         chunk_total = jnp.exp2(scores - maximum).sum(0, keepdims=True)
@@ -288,10 +301,12 @@ def _attend_again(q_ref, k_ref, v_ref, y_ref, sums_ref, totals_ref, num_keys, fa
 
 
 def _subtracted_rows(keys: Array, q: Array, factor: float) -> Array:
-    """Return rows to put below the queries `q`: products with ones below the keys subtract from the scores.
+    """Return a tile of rows to put below the queries `q`, which subtracts from the scores inside the product.
 
-    Row 0 is minus the maximum of the scores with `keys`, rounded. Row 1 is minus `PADDING_PENALTY`, for
-    padding keys. The others are zeros. A negative `factor` turns both signs, and the maximum to the minimum.
+    Row 0 is minus the maximum of the scores with `keys`, rounded: it meets a row of ones below all keys. Row
+    1 is minus `PADDING_PENALTY`: it meets a row of ones below padding keys. The rows after them are zeros.
+    Scores are multiplied by `factor` after the product: if it is negative, the smallest is subtracted, and
+    the penalty is added.
     """
     scores = _product(keys, q, over=0)
     largest = scores.max(0, keepdims=True) if factor > 0 else scores.min(0, keepdims=True)
@@ -306,17 +321,20 @@ def _slices(length: int, step: int) -> list[slice]:
 
 
 def _positions(at: Any, count: int) -> Array:
-    """Return the positions of `count` keys from `at` on, as one row."""
+    """Return the positions of `count` keys from position `at` on, as one row (1, count)."""
     return at + lax.broadcasted_iota(jnp.int32, (1, count), 1)
 
 
 def _replace_padding(x: Array, at: Any, num_keys: int, other: Array | int) -> Array:
-    """Return `x`, keys or values from position `at` on, with `other` in place of padding."""
+    """Return `x`, keys or values (D, K) from position `at` on, with `other` in place of padding.
+
+    Padding may hold NaNs, which no weight of zero would remove. `other` is one column, or a number.
+    """
     return jnp.where(_positions(at, x.shape[1]) < num_keys, x, other)
 
 
 def _product(a: Array, b: Array, *, over: int) -> Array:
-    """Multiply `a` and `b` over one axis of `a` and the first of `b`, summed in float32."""
+    """Contract axis `over` of the matrix `a` with the first axis of the matrix `b`, summed in float32."""
     return lax.dot_general(
         a,
         b,

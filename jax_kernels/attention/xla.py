@@ -12,7 +12,13 @@ QUERY_BLOCK = 1024
 
 
 def plain(q: Array, k: Array, v: Array, *, scale: float) -> Array:
-    """Compute attention a block of queries at a time: memory grows with the keys, not their square."""
+    """Compute attention in XLA, a block of queries at a time, so that scores take memory for one block.
+
+    Args:
+        q: queries (N, S, H, D).
+        k, v: keys and values (N, K, H, D), all real.
+        scale: factor of the scores.
+    """
     length = q.shape[1]
     if length <= QUERY_BLOCK:
         return _plain_block(q, k, v, scale)

@@ -4,7 +4,12 @@ from typing import Any
 
 
 def check_channels(kernel: str, channels: int, **vectors: Any) -> None:
-    """Raise `ValueError` unless each vector, given by name, is None or has one number for each channel.
+    """Raise `ValueError` unless each vector is None or has one number for each channel.
+
+    Args:
+        kernel: name of the function that checks its arguments, for the message.
+        channels: number of channels.
+        vectors: weights, biases and the like, each by the name of its argument.
 
     Raises:
         ValueError: a vector of another shape than (channels,).

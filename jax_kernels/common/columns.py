@@ -55,16 +55,16 @@ class Split:
         return self.real != self.padded
 
     def real_columns(self, columns: int) -> int:
-        """Return how many of `columns` a shard, times all shards, are the frame's and no padding."""
+        """Return how many columns a whole frame has without padding, if each shard has `columns` with it."""
         return columns * self.shards * self.real // self.padded
 
     def real_columns_here(self, columns: int) -> Int[Array, ""]:
-        """Return how many of this shard's `columns` are the frame's and no padding."""
-        first = lax.axis_index(self.columns) * columns if self.in_shard else 0
-        return jnp.clip(jnp.int32(self.real_columns(columns)) - first, 0, columns)
+        """Return how many of this shard's `columns` are the frame's; the padding is right of them."""
+        before = lax.axis_index(self.columns) * columns if self.in_shard else 0
+        return jnp.clip(jnp.int32(self.real_columns(columns)) - before, 0, columns)
 
     def mask(self, columns: int) -> jax.Array:
-        """Return, for each of this shard's `columns`, whether it is the frame's and no padding: (W,)."""
+        """Return booleans (W,): for each of this shard's `columns` whether it is the frame's, no padding."""
         return lax.iota(jnp.int32, columns) < self.real_columns_here(columns)
 
     def shard_of(self, x: jax.Array) -> jax.ShapeDtypeStruct:
@@ -84,7 +84,15 @@ WHOLE = Split()
 def neighbours_of(
     split: Split, x: Float[Array, "N T H W C"], reach: int
 ) -> tuple[Float[Array, "N T H reach C"], Float[Array, "N T H reach C"]]:
-    """Return the `reach` columns left and right of a shard, zeros beyond the first and the last shard.
+    """Fetch from the neighbouring devices the `reach` columns left and right of a shard.
+
+    Args:
+        split: the sharding of columns.
+        x: the shard, inside `dispatch.map_shards`.
+        reach: number of columns on each side.
+
+    Returns:
+        The columns left of the shard, zeros for the first shard; those right of it, zeros for the last.
 
     Raises:
         ValueError: a reach beyond the next shard's columns.
@@ -100,21 +108,30 @@ def neighbours_of(
 def exchanged(
     split: Split, first: Shaped[Array, "*column"], last: Shaped[Array, "*column"]
 ) -> tuple[Array, Array]:
-    """Exchange the first and the last columns of a shard for its neighbours'.
+    """Send a shard's columns at its edges to its neighbours, and return the neighbours' columns.
 
-    The results are the left neighbour's last and the right neighbour's first columns, zeros beyond the first
-    and the last shard.
+    Args:
+        split: the sharding of columns.
+        first, last: the shard's first and last columns.
+
+    Returns:
+        The left neighbour's last columns, zeros for the first shard; the right neighbour's first columns,
+        zeros for the last shard.
     """
-    pairs = [(shard, shard + 1) for shard in range(split.shards - 1)]
-    left = lax.ppermute(last, split.columns, pairs)
-    return left, lax.ppermute(first, split.columns, [(b, a) for a, b in pairs])
+    to_right = [(shard, shard + 1) for shard in range(split.shards - 1)]
+    to_left = [(receiver, sender) for sender, receiver in to_right]
+    # A device that no pair names as receiver gets zeros.
+    return lax.ppermute(last, split.columns, to_right), lax.ppermute(first, split.columns, to_left)
 
 
 def add_columns(y: Float[Array, "N T H W C"], columns: Float[Array, "N T H w C"], at: int) -> Array:
-    """Return `y` with `columns`, w of them, added to its columns from `at` on."""
+    """Return `y` with `columns`, w of them, added to its columns from `at` on.
+
+    They are padded to the width of `y`, which XLA fuses with the sum; `y.at[...].add` would be a scatter.
+    """
     after = y.shape[3] - columns.shape[3] - at
-    none, zero = (0, 0, 0), jnp.zeros((), columns.dtype)
-    return y + lax.pad(columns, zero, [none, none, none, (at, after, 0), none])
+    unpadded, zero = (0, 0, 0), jnp.zeros((), columns.dtype)  # (before, after, between elements)
+    return y + lax.pad(columns, zero, [unpadded, unpadded, unpadded, (at, after, 0), unpadded])
 
 
 def add_from_neighbours(
@@ -128,9 +145,9 @@ def add_from_neighbours(
 
     Args:
         split: the sharding of columns.
-        y: float32 sums, computed with zeros in the place of the neighbours.
-        x: the input of the convolution.
-        kernel: its kernel, of an odd number of columns.
+        y: the shard's float32 sums, computed with zeros in the place of the neighbours' columns.
+        x: the shard's input of the convolution.
+        kernel: of the convolution, an odd number of columns wide.
         convolve: the convolution, a function of columns, a kernel, and the number of zero columns on the left
             and on the right.
     """
@@ -138,15 +155,16 @@ def add_from_neighbours(
     if not reach or not split.has_neighbours:
         return y
     left, right = neighbours_of(split, x, reach)
-    before, after = kernel[..., :reach, :, :], kernel[..., reach + 1 :, :, :]
-    y = add_columns(y, convolve(left, before, (0, reach - 1)), at=0)
-    return add_columns(y, convolve(right, after, (reach - 1, 0)), at=y.shape[3] - reach)
+    left_taps, right_taps = kernel[..., :reach, :, :], kernel[..., reach + 1 :, :, :]
+    # Zeros in the place of the shard's own columns, which `y` has counted: `reach` columns of sums result.
+    y = add_columns(y, convolve(left, left_taps, (0, reach - 1)), at=0)
+    return add_columns(y, convolve(right, right_taps, (reach - 1, 0)), at=y.shape[3] - reach)
 
 
 def with_clear_padding(x: jax.Array, split: Split, column_axis: int = 3) -> jax.Array:
-    """Return `x`, of any shape and dtype, with zeros in the padding columns."""
+    """Return `x`, of any shape and dtype, with zeros in the padding columns (see `Split`)."""
     if not split.is_padded:
         return x
-    others = [axis for axis in range(x.ndim) if axis != column_axis]
-    mask = jnp.expand_dims(split.mask(x.shape[column_axis]), others)
+    other_axes = [axis for axis in range(x.ndim) if axis != column_axis]
+    mask = jnp.expand_dims(split.mask(x.shape[column_axis]), other_axes)
     return jnp.where(mask, x, jnp.zeros((), x.dtype))

@@ -1,8 +1,9 @@
 """Choose how an op runs: for which platform, with Pallas kernels or not, over how many devices.
 
-An op's public function checks its arguments and calls its body (`..._on`) through `dispatched`. The body is
-traced once for each platform that has an implementation (form) of its own, and the program keeps the trace of
-the platform that it is lowered for. A `Target` tells the body which platform it is traced for.
+An op's public function checks its arguments and calls its body through `dispatched`. The body is named
+`OP_on`: the op on a target. It is traced once for each platform that has an implementation (form) of its own,
+and the program keeps the trace of the platform that it is lowered for. A `Target` tells the body which
+platform it is traced for.
 """
 
 import functools
@@ -47,24 +48,24 @@ class Target:
 def dispatched(body: Callable[..., Any], *platforms: str) -> Callable[..., Any]:
     """Return `body(target, *operands, **options)` as a compiled function of operands and options.
 
-    Options are static, and so are the function's argument `split` and the `pallas_mode` when it is called:
-    each value is another program.
+    Options are static. So are the function's further argument `split` and the value of `pallas_mode` when it
+    is called: each value of them is another program.
 
     Args:
-        body: takes arrays, or trees of them, by position and everything else by name.
-        platforms: names of the platforms that it has its own implementation for.
+        body: takes a `Target`, then operands (arrays or trees of arrays) by position and options by name.
+        platforms: names of the platforms that the body has its own implementation for.
     """
 
     def traced(*operands: Any, split: Split, pallas: str, **options: Any) -> Any:
         """Trace `body` for each platform, into a branch of the program for each."""
-        # Fresh partials: JAX would take a branch that it has traced for equal shapes before.
+        # New partials at each trace: of the same function JAX would reuse a trace made for equal shapes.
         forms = {
             platform: functools.partial(body, Target(platform, pallas != "off", split), **options)
             for platform in (*platforms, "default")
         }
         return platform_dependent(*operands, **forms)
 
-    traced.__name__ = body.__name__.removesuffix("_on")  # what a program calls its instructions after
+    traced.__name__ = body.__name__.removesuffix("_on")  # the op's name in programs and in `SWITCH`
     options = [p.name for p in inspect.signature(body).parameters.values() if p.kind is p.KEYWORD_ONLY]
     compiled = jax.jit(traced, static_argnames=("split", "pallas", *options))
 
@@ -87,35 +88,35 @@ def map_shards(
     Without a split over devices it is called once, for all columns.
 
     Args:
-        target: the target; inside a shard `split.in_shard` holds.
-        function: returns activations.
+        target: the target; the one that `function` gets on a device has `split.in_shard` set.
+        function: returns activations, or a tuple of them.
         activations: arrays N T H W C, sharded by the target's `split`, or None.
         weights: arrays that are the same on every device, or None.
-        statistics: arrays N ..., of each video and all of its columns.
+        statistics: arrays N ..., sharded by video alone: they cover all columns of a video.
     """
     split = target.split
     if not split.columns or split.in_shard:
         return function(target, *activations, *weights, *statistics)
-    inside = replace(target, split=replace(split, in_shard=True))
+    shard_target = replace(target, split=replace(split, in_shard=True))
 
     def call_on_shard(*groups: tuple[Any, ...]) -> Any:
-        """Call `function` with the arrays of the three groups, of which a device has its shards."""
-        return function(inside, *(array for group in groups for array in group))
+        """Call `function` with a device's shards of activations, weights and statistics (the groups)."""
+        return function(shard_target, *(array for group in groups for array in group))
 
-    own = PartitionSpec(split.videos, None, None, split.columns)
+    activation_spec = PartitionSpec(split.videos, None, None, split.columns)
     return jax.shard_map(
         call_on_shard,
         mesh=jax.sharding.get_abstract_mesh(),
-        in_specs=(own, PartitionSpec(), PartitionSpec(split.videos)),
-        out_specs=own,
-        check_vma=False,
+        in_specs=(activation_spec, PartitionSpec(), PartitionSpec(split.videos)),
+        out_specs=activation_spec,
+        check_vma=False,  # a Pallas kernel does not say over which mesh axes its results vary
     )(activations, weights, statistics)
 
 
 def with_derivatives_of(plain: Callable[..., Any], kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `kernel` with the derivatives of `plain`, which computes the same from the same arrays.
+    """Return a function that computes `kernel` and has the derivatives of `plain`.
 
-    JAX cannot differentiate a Pallas kernel.
+    JAX cannot differentiate a Pallas kernel. Both compute the same results from the same arrays.
     """
     derived = jax.custom_jvp(kernel)
     derived.defjvp(lambda primals, tangents: (derived(*primals), jax.jvp(plain, primals, tangents)[1]))

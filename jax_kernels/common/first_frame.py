@@ -17,7 +17,10 @@ from jax_kernels.common.dispatch import Target
 
 
 def splits_first_frame(target: Target, x: jax.Array) -> bool:
-    """Return whether a first frame is computed alone: bfloat16 frames on a TPU, by the estimate."""
+    """Return whether the first of an odd number of frames is computed alone: of bfloat16 frames on a TPU.
+
+    The module's docstring has the reason.
+    """
     return x.dtype == jnp.bfloat16 and target.on_tpu
 
 
@@ -28,21 +31,24 @@ RUNS = 8, 4, 2
 def split_frames(target: Target, *arrays: jax.Array | None, time_axis: int = 1) -> list[tuple[Any, ...]]:
     """Split the frames of arrays into runs that are computed together; return each run's arrays, in order.
 
-    On a TPU, in bfloat16, an odd number of frames begins with a run of one; the others have equal `RUNS`.
-    Elsewhere all frames are one run. None stays None.
+    On a TPU, in bfloat16, the first of an odd number of frames is a run, and the frames after it are equal
+    runs, of the largest of `RUNS` that divides their number. Elsewhere all frames are one run.
 
     Args:
         target: the target.
-        arrays: the first one has the number of frames. If another has fewer, such as latents, frames after
-            the first stay in one run.
+        arrays: arrays of frames, or None. The first one is an array and has the number of frames. If another
+            has fewer, such as latents, frames after the first stay in one run.
         time_axis: axis of the frames.
+
+    Returns:
+        For each run a tuple of its frames in every array, None for None.
     """
     x = arrays[0]
     assert x is not None
     frames = x.shape[time_axis]
     if not splits_first_frame(target, x):
         return [arrays]
-    alone = frames % 2
+    alone = frames % 2  # frames that are computed alone: none, or the first
     run = next(run for run in RUNS if (frames - alone) % run == 0)
     if any(array is not None and array.shape[time_axis] != frames for array in arrays):
         run = frames
@@ -51,7 +57,7 @@ def split_frames(target: Target, *arrays: jax.Array | None, time_axis: int = 1) 
         return [arrays]
 
     def take(start: int, stop: int | None) -> tuple[Any, ...]:
-        """Return the frames `start` to `stop` of every array that is not None."""
+        """Return the frames `start` to `stop`, None for the last one, of every array that is not None."""
         return tuple(
             None if array is None else jax.lax.slice_in_dim(array, start, stop, axis=time_axis)
             for array in arrays
@@ -66,17 +72,23 @@ def join_frames(parts: Sequence[jax.Array], time_axis: int = 1) -> jax.Array:
 
 
 def is_image_for_tpu(target: Target, x: jax.Array) -> bool:
-    """Return whether `x`, frames N T H W C, is an image that a TPU computes by itself."""
+    """Return whether `x`, frames N T H W C, is one frame (an image), on a TPU and in bfloat16.
+
+    A TPU's kernels then have other forms, as one frame leaves the sublanes of a tile empty.
+    """
     return x.shape[1] == 1 and splits_first_frame(target, x)
 
 
 def split_bands(x: Float[Array, "N 1 H W C"], overlap: int, bands: int) -> Float[Array, "N B h W C"]:
-    """Cut an image's rows into bands, with rows of their neighbours above and below, zeros beyond the image.
+    """Cut an image's rows into bands, which stand along the axis of frames.
 
     Args:
         x: an image.
-        overlap: rows of each neighbour.
-        bands: number of bands, which must divide the rows.
+        overlap: rows of the bands above and below that each band has too, zeros beyond the image.
+        bands: number of bands B, which must divide the rows.
+
+    Returns:
+        Bands of h = H / B + 2 `overlap` rows each.
     """
     rows = x.shape[2] // bands
     padded = jnp.pad(x, [(0, 0), (0, 0), (overlap, overlap), (0, 0), (0, 0)])
@@ -85,6 +97,6 @@ def split_bands(x: Float[Array, "N 1 H W C"], overlap: int, bands: int) -> Float
 
 
 def join_bands(x: Float[Array, "N B h W C"], overlap: int) -> Float[Array, "N 1 H W C"]:
-    """Join bands to an image, without the `overlap` rows above and below each that its neighbours have."""
-    own = slice(overlap, x.shape[2] - overlap)
-    return jnp.concatenate([x[:, band : band + 1, own] for band in range(x.shape[1])], axis=2)
+    """Join bands to an image; the first and the last `overlap` rows of each band are left out."""
+    kept = slice(overlap, x.shape[2] - overlap)
+    return jnp.concatenate([x[:, band : band + 1, kept] for band in range(x.shape[1])], axis=2)

@@ -21,7 +21,11 @@ def conv_frames(
 ) -> Float[Array, "N T H2 W2 O"]:
     """Convolve every frame in 2-D; return float32 sums, not yet rounded.
 
-    `padding` is zeros (before, after) the rows and the columns.
+    Args:
+        x_NTHWC: frames.
+        kernel_HWIO: the 2-D kernel, in the dtype of the frames.
+        padding: numbers of zero rows (above, below) and of zero columns (left, right).
+        stride: along rows and columns.
     """
     n, t = x_NTHWC.shape[:2]
     y = lax.conv_general_dilated(
@@ -45,14 +49,18 @@ def conv_patches(
 ) -> Float[Array, "N T H2 W2 O"]:
     """Convolve frames by one matrix product of all windows (patches); return float32 sums.
 
-    `taps` has the frames under each tap of time, padded already: one array for a kernel without that axis.
+    Args:
+        taps: for each of the kernel's taps of time the frames under it, padded in space already. One array
+            for a kernel without the axis of time.
+        kernel: one matrix of patches to outputs, when reshaped.
+        stride: along rows and columns.
     """
     window_rows, window_columns, _, outputs = kernel.shape[-4:]
     height, width = (
         (size - window) // stride + 1
         for size, window in zip(taps[0].shape[2:4], (window_rows, window_columns), strict=True)
     )
-    patches = [
+    patches = [  # for each tap of the kernel, the pixels under it in all windows
         tap[
             :,
             :,
@@ -73,12 +81,14 @@ def conv_patches(
 
 
 def repeat_nearest(x: Array, factors: dict[int, int]) -> Array:
-    """Repeat each element `factors[axis]` times along `axis`: nearest-neighbour upsampling by whole factors.
+    """Upsample by whole factors (nearest): repeat each element `factors[axis]` times along every `axis`.
 
-    A broadcast and a reshape: an index gather would gather the whole of a sharded axis, and with
-    `total_repeat_length` jnp.repeat would compute its indices on the device. Columns first, while the array
-    is smallest: where the shards of a width and of its multiple do not line up, columns are communicated.
+    It differs from `jnp.repeat` in two ways: it repeats along several axes, the later ones first, and it
+    takes whole factors alone, no array of counts. For these `jnp.repeat` is a broadcast and a reshape, and no
+    gather by index, which on a mesh would collect all of a sharded axis on every device.
     """
+    # Columns before rows and frames, while the array is smallest: where the shards of a width and of its
+    # multiple do not line up, devices exchange columns.
     for axis in sorted(factors, reverse=True):
         x = jnp.repeat(x, factors[axis], axis=axis)
     return x
@@ -96,7 +106,7 @@ def select_frames(
         target: the target.
         x_NTHWC: frames.
         frames: indices in order; the same one may come twice.
-        after: N T H W C; a TPU selects once this has been computed.
+        after: an array N T H W C, or None. A TPU selects the frames once this array has been computed.
     """
     index = np.asarray(frames)
     if not target.on_tpu:
@@ -106,28 +116,29 @@ def select_frames(
 
 
 def _mix_frames(weights_ST: jax.Array, x_NTHWC: jax.Array) -> jax.Array:
-    """Return S weighted sums of T frames."""
+    """Return S weighted sums of the T frames of `x`: a row of `weights` for each sum."""
     return jnp.einsum("st,nthwc->nshwc", weights_ST, x_NTHWC, precision=precision_for(x_NTHWC.dtype))
 
 
 def average_pairs(target: Target, x_NTHWC: jax.Array, *, first_frame_alone: bool) -> jax.Array:
-    """Return the means of pairs of frames, which must be finite; `first_frame_alone` keeps the first frame.
+    """Return the means of pairs of frames; `first_frame_alone` keeps the first frame, before the pairs.
 
-    On a TPU it is a matrix product with 0.5 and 0, which bfloat16 holds exactly; 0 times an infinity would be
-    NaN. Reducing pairs of sublanes takes 25.6 ms there (v6e, 8 x 480 x 720 x 128).
+    Frames must be finite. On a TPU the means are a matrix product with 0.5 and 0, which bfloat16 holds
+    exactly; 0 times an infinity would be NaN. Reducing pairs of sublanes takes 25.6 ms there (v6e, 8 x 480 x
+    720 x 128).
     """
     if target.on_tpu:
         return _average_by_product(x_NTHWC, first_frame_alone=first_frame_alone)
-    first, rest = ([x_NTHWC[:, :1]], x_NTHWC[:, 1:]) if first_frame_alone else ([], x_NTHWC)
-    pairs = rest.reshape(rest.shape[0], rest.shape[1] // 2, 2, *rest.shape[2:])
-    return jnp.concatenate([*first, jnp.mean(pairs.astype(jnp.float32), axis=2).astype(rest.dtype)], axis=1)
+    kept, paired = ([x_NTHWC[:, :1]], x_NTHWC[:, 1:]) if first_frame_alone else ([], x_NTHWC)
+    pairs = paired.reshape(paired.shape[0], paired.shape[1] // 2, 2, *paired.shape[2:])
+    return jnp.concatenate([*kept, jnp.mean(pairs.astype(jnp.float32), axis=2).astype(paired.dtype)], axis=1)
 
 
 def _average_by_product(x_NTHWC: jax.Array, *, first_frame_alone: bool) -> jax.Array:
     """Compute `average_pairs` as a matrix product over the frames."""
     length = x_NTHWC.shape[1]
-    alone = int(first_frame_alone)
-    weights = np.zeros((alone + length // 2, length))
+    alone = int(first_frame_alone)  # frames that are kept
+    weights = np.zeros((alone + length // 2, length))  # of each frame in each result
     weights[:alone, :alone] = 1
     for pair in range(length // 2):
         weights[alone + pair, alone + 2 * pair : alone + 2 * pair + 2] = 0.5

@@ -9,10 +9,10 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def jitted(*static_argnames: str) -> Callable[[Function], Function]:
-    """Return a decorator: `jax.jit` with these static arguments, which keeps the function's signature."""
+    """Return a decorator that applies `jax.jit` with these static arguments and keeps the typed signature."""
 
     def decorate(function: Function) -> Function:
-        """Compile `function`, typed as itself: type checkers see no signature of `jax.jit`'s result."""
+        """Compile `function`; the cast tells type checkers its signature, which `jax.jit`'s result hides."""
         return cast(Function, jax.jit(function, static_argnames=static_argnames))
 
     return decorate

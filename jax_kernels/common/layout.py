@@ -14,8 +14,8 @@ LARGE_FRAME = 16384
 def precision_for(dtype: jnp.dtype) -> lax.Precision:
     """Return the precision of products: full for float32, the hardware's own for narrower dtypes.
 
-    By default a TPU multiplies float32 operands in bfloat16 and a recent GPU in TF32; either is a thousand
-    times outside the 1e-5 that float32 has to keep here.
+    By default a TPU multiplies float32 operands in bfloat16 and a recent GPU in TF32. The error of either is
+    a thousand times the 1e-5 that tests allow float32.
     """
     return lax.Precision.HIGHEST if dtype == jnp.float32 else lax.Precision.DEFAULT
 
@@ -36,9 +36,10 @@ def frames_first(x_HWNTC: jax.Array) -> jax.Array:
 def is_large(x_NTHWC: jax.Array) -> bool:
     """Return whether a layout constraint on such frames helps a TPU; on an image it does not.
 
-    CogVideoX's VAE has frames of 60 x 90 and of 120 x 180 and more on one device, by the v6e compiler's
-    estimate for a steady-state chunk: 178 ms with constraints above 120 x 180, 156 ms with 120 x 180 too.
-    With a shard's 192 x 44 too it compiles for longer than twelve minutes.
+    The limit is between 192 x 44 and 120 x 180 pixels. A steady-state chunk of CogVideoX's VAE takes, by the
+    v6e compiler's estimate, 178 ms with constraints on frames larger than 120 x 180 alone, and 156 ms with
+    constraints on 120 x 180 too. With constraints on a shard's 192 x 44 too it compiles for longer than
+    twelve minutes.
     """
     return x_NTHWC.shape[1] > 1 and x_NTHWC.shape[2] * x_NTHWC.shape[3] >= LARGE_FRAME
 
@@ -46,13 +47,13 @@ def is_large(x_NTHWC: jax.Array) -> bool:
 def kernel_layout(x_NTHWC: jax.Array) -> jax.Array:
     """Return `x` in the memory layout of the Pallas kernels; for a TPU.
 
-    The layout is `pixels_first`'s; an image's is row by row. (Some kernels take each video by itself. For one
-    video that is the same order; more have not been planned.)
+    The layout is H W N T C, as `pixels_first` returns it; an image's is N T H W C. (Some kernels take one
+    video after the other. For a single video that is the same order; the cost for several is not known.)
 
-    XLA otherwise copies frames that are cut out of several arrays' joined ones, such as a first chunk's, into
-    another order and back (v6e, 8 x 480 x 720 x 128: 4.3 ms).
+    Without the constraint XLA copies frames that are sliced from a concatenation, such as a first chunk's
+    runs, into another order and back (v6e, 8 x 480 x 720 x 128: 4.3 ms).
     """
-    order = (0, 1, 2, 3, 4) if x_NTHWC.shape[1] == 1 else (2, 3, 0, 1, 4)
+    order = (0, 1, 2, 3, 4) if x_NTHWC.shape[1] == 1 else (2, 3, 0, 1, 4)  # the outermost axis first
     return with_layout_constraint(x_NTHWC, Layout(order))
 
 
@@ -61,27 +62,29 @@ def store_pixels_first(target: Target, x_NTHWC: jax.Array) -> jax.Array:
 
     XLA finds that order by itself for most large frames. If it does not, an activation is written in float32,
     copied, and rounded in separate passes (v6e, one of 8 x 480 x 720 x 128: 11 ms). Small frames are better
-    left to XLA: with constraints on all it compiles for longer than ten minutes. Over a mesh whose
-    partitioning is XLA's, it gathers a constrained array: constrain inside `dispatch.map_shards`.
+    left to XLA: with constraints on all of them it compiles for longer than ten minutes. On a mesh XLA's
+    partitioner would gather a constrained array; inside `dispatch.map_shards` there is nothing to gather.
     """
     if not target.on_tpu:
         return x_NTHWC
-    # Without the barrier XLA leaves out the rounding, and keeps a shortcut in float32.
+    # Without the barrier XLA leaves out the rounding of `x`, and keeps a residual in float32.
     return lax.optimization_barrier(with_layout_constraint(x_NTHWC, Layout((2, 3, 0, 1, 4))))
 
 
 def store_columns_last(target: Target, x_NTHWC: jax.Array) -> jax.Array:
     """Return `x`, kept in memory as N, C, T, H, W on a TPU: columns in the lanes of its tiles.
 
-    For few channels, which would leave most of 128 lanes empty. On a mesh inside `map_shards` only, as
-    `store_pixels_first`.
+    For few channels, which would leave most of 128 lanes empty. On a mesh call it inside `map_shards` only,
+    for the reason that `store_pixels_first` has.
     """
     return with_layout_constraint(x_NTHWC, Layout((0, 4, 1, 2, 3))) if target.on_tpu else x_NTHWC
 
 
 def zero_of(x: jax.Array) -> jax.Array:
-    """Return a zero that is computed from `x`; adding it makes an operation wait for `x`. Zero for a NaN too.
+    """Return zeros that are computed from `x`; adding them makes an operation wait for `x`.
 
-    XLA does not see that the result is zero. It drops an optimization barrier before it orders operations.
+    XLA does not see that the results are zero. An optimization barrier would not do: XLA drops it before it
+    orders operations.
     """
+    # The minimum of a NaN and 0 is NaN.
     return jnp.where(jnp.isnan(x), 0, jnp.minimum(jnp.abs(x), 0))

@@ -11,17 +11,20 @@ Activation = Literal["silu"]
 
 
 def check_activation(activation: str | None) -> None:
-    """Raise `ValueError` for an activation other than "silu" or None."""
+    """Raise `ValueError` for an activation function other than "silu" or None."""
     if activation not in (None, "silu"):
         raise ValueError(f"got the activation {activation!r}: 'silu' or None can be fused with a norm")
 
 
 def activate(x: jax.Array, activation: Activation | None) -> jax.Array:
-    """Apply the activation, if there is one."""
+    """Apply the activation function; None is the identity."""
     return jax.nn.silu(x) if activation == "silu" else x
 
 
 def standardized(x: jax.Array, eps: float, axis: int = -1) -> jax.Array:
-    """Return `(x - mean) / sqrt(variance + eps)` over an axis of float32, in two passes."""
+    """Return `(x - mean) / sqrt(variance + eps)` with mean and variance over `axis`; `x` is float32.
+
+    The variance is taken of the differences from the mean, in a second pass, against cancellation.
+    """
     x = x - x.mean(axis, keepdims=True)
     return x * lax.rsqrt(jnp.square(x).mean(axis, keepdims=True) + eps)

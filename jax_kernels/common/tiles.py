@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 SWITCH = "JAX_KERNELS_PALLAS"
 """Environment variable of the kernels: "off" leaves their work to XLA, "off:OP,OP" the work of these ops,
-"direct" turns Winograd off.
+"direct" turns Winograd's filtering off.
 
 It is read at each call; inside a compiled program, when the call is traced.
 """
@@ -39,7 +39,10 @@ DTYPES = jnp.float32, jnp.bfloat16
 
 
 def pallas_mode(op: str | None = None) -> str:
-    """Return the value of `SWITCH`, "on" if it is not set; for a named op "on", "off" or "direct"."""
+    """Return the value of `SWITCH`, "on" if it is not set; for an `op` what it means for this op.
+
+    That is "on" or "off" where the value lists ops, else the value itself.
+    """
     mode = os.environ.get(SWITCH, "on")
     if op is None or not mode.startswith("off:"):
         return mode
@@ -58,25 +61,30 @@ def tiled_sublanes(frames: int, dtype: jnp.dtype) -> int:
 
 
 def pixel_bytes(like: Float[Array, "N T H W C"], *frames: int) -> int:
-    """Return the bytes that one pixel takes in arrays like `like`, one for each of `frames`, its frames.
+    """Return the bytes that one pixel takes in several arrays together, frames padded to whole tiles.
 
-    Frames count in whole tiles.
+    Args:
+        like: has the videos, channels and dtype of all of these arrays.
+        frames: the number of frames of each array.
     """
     videos, channels = like.shape[0], like.shape[-1]
     return videos * sum(tiled_sublanes(n, like.dtype) for n in frames) * channels * like.dtype.itemsize
 
 
 def duplicated_in_words(rows: Float[Array, "rows lanes"]) -> Int[Array, "rows lanes"]:
-    """Return 32-bit words that hold each bfloat16 number twice: every row is repeated. Inside a kernel.
+    """Return 32-bit words that hold each bfloat16 number twice; call it inside a Pallas kernel.
 
-    A tile packs two rows of bfloat16 into the words of one.
+    A tile packs two rows of bfloat16 into one row of words. Read as bfloat16, the result has every row twice.
     """
-    high = pltpu.bitcast(rows.astype(jnp.float32), jnp.int32)
+    high = pltpu.bitcast(rows.astype(jnp.float32), jnp.int32)  # the number's 16 bits, then 16 zero bits
     return high | lax.shift_right_logical(high, 16)
 
 
 def vmem_limit() -> int:
-    """Return the bytes of VMEM that a kernel may use on the chip it is traced for; 127 MiB if not known."""
+    """Return the bytes of VMEM that a kernel may use: all but 1 MiB, left for what the compiler adds.
+
+    The chip is the one that the kernel is traced for; if none is known, a v6e.
+    """
     try:
         capacity = pltpu.get_tpu_info().vmem_capacity_bytes
     except ValueError:  # traced on another platform
