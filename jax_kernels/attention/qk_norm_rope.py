@@ -99,8 +99,8 @@ _qk_norm_rope = dispatched(qk_norm_rope_on, "tpu")
 def is_supported(x: Float[Array, "N S C"], heads: int) -> bool:
     """Return whether the kernel supports this projection.
 
-    It supports float32 or bfloat16 and heads whose number of channels is a multiple of 8, the rows of a tile of
-    float32, as the result has channels in its rows.
+    It supports float32 or bfloat16, and heads whose number of channels is a multiple of 8: the result has
+    channels in its rows, and a tile of float32 has 8 rows.
     """
     return x.dtype in DTYPES and x.shape[-1] // heads % 8 == 0
 
