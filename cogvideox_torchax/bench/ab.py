@@ -1,8 +1,8 @@
 """`bench`: the backends against each other on the same input and weights, one process each, interleaved.
 
-Every size is measured in rounds; in a round each backend has its turn, in a process of its own, so that what
-drifts on the machine hits all of them, and a TPU, which belongs to one process at a time, is free for the
-next. The first round starts with an empty compile cache, the later ones with what it filled.
+Every size is measured in rounds. In a round each backend has its turn, in a process of its own. So a drift of
+the machine's speed hits all backends, and a TPU, which belongs to one process at a time, is free for the next
+one. The first round starts with an empty compile cache, later rounds with the one that the first has filled.
 """
 
 import statistics
@@ -32,8 +32,8 @@ class Options:
     """Options that all processes share.
 
     Attributes:
-        model: its name or directory.
-        backends: their names.
+        model: directory or hub id of the VAE.
+        backends: names of the backends to measure.
         dtype: of weights and activations.
         repetitions: measured runs in each process.
         warmups: runs before the measured ones.
@@ -52,11 +52,12 @@ def sweep(base: Size, axes: list[str]) -> list[Size]:
     """Return the sizes to measure: the base alone, or the base with each value of each axis.
 
     Args:
-        base: the size where nothing else is asked for.
-        axes: texts such as `frames=9,17` and `size=64x96,128x192`.
+        base: the model, and the frames, height and width that an axis leaves as they are.
+        axes: texts such as `frames=9,17` and `size=64x96,128x192`; none for the base alone.
 
     Raises:
-        ValueError: another axis, or a value that is no number and no size.
+        ValueError: an axis other than these two, a value that it does not take, or a base of a size that no
+            VAE takes.
     """
     check_sides("a video", base.height, base.width, multiple=8)
     if base.frames < 1:
@@ -81,12 +82,12 @@ def run(
     say: Callable[[str], None],
     keep: Callable[[dict[str, Any]], None] = lambda report: None,
 ) -> dict[str, Any]:
-    """Measure every backend at every size; a failure or a wrong answer is reported, and the rest continues.
+    """Measure every backend at every size; one that fails or is wrong is reported, and the run continues.
 
     Args:
-        options: what is the same in every process.
-        sizes: the videos, each with the model's name or directory.
-        say: gets a line for each process that starts.
+        options: settings of every process.
+        sizes: the sizes of videos, each with the model's directory or hub id.
+        say: gets a line for each request to a process.
         keep: gets the report after each size, so that a long run that is stopped leaves its results.
 
     Returns:
@@ -112,14 +113,19 @@ def run(
 def _measured(
     options: Options, size: Size, scratch: Path, say: Callable[[str], None]
 ) -> dict[tuple[str, str], dict[str, Any]]:
-    """Return the result of each direction and backend at one size, by both names.
+    """Return the results at one size, by (direction, name of the backend).
 
     PyTorch in float32 computes a direction's reference once, in the worker. Then a round gives each backend
-    a process of its own, which runs both directions; one in which the backend failed is not run again.
+    a process of its own, which runs both directions. A direction in which a backend failed is not run again.
+
+    Args:
+        options, say: as `run` takes them.
+        size: the size to measure.
+        scratch: a directory for references and compile caches.
     """
     worker = Worker(scratch, LIMIT)
-    requests: dict[Direction, dict[str, Any]] = {}
-    rounds_of: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    requests: dict[Direction, dict[str, Any]] = {}  # the fields of `measure.Task` that all backends share
+    rounds_of: dict[tuple[str, str], list[dict[str, Any]]] = {}  # the worker's answers, one for each round
     flops = {}
     for direction in Direction:
         say(f"{size.video}: {direction}: reference")
@@ -128,11 +134,11 @@ def _measured(
         answer = worker.ask("reference", request, {})
         requests[direction] = request | {"runs": options.repetitions, "fewest": options.repetitions}
         requests[direction]["rms"], flops[direction] = answer.get("rms"), answer.get("flops")
-        rounds = [] if answer["status"] == "ok" else [answer]
+        rounds = [] if answer["status"] == "ok" else [answer]  # without a reference no backend is run
         rounds_of |= {(direction, way): list(rounds) for way in options.backends}
     for number in range(options.rounds):
         for way in options.backends:
-            worker.close()
+            worker.close()  # the next request starts a new process
             cache = {
                 "JAX_COMPILATION_CACHE_DIR": str(scratch / "compiled" / way),
                 "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
@@ -156,20 +162,22 @@ def _measured(
 
 
 def merge(rounds: list[dict[str, Any]], frames: int, flops: int, dtype: str) -> dict[str, Any]:
-    """Merge one backend's rounds into one result: the first is the cold start, the later ones warm starts.
+    """Merge one backend's rounds into one result: the first round starts cold, later rounds start warm.
+
+    Warm means with a compile cache that the first round has filled.
 
     Args:
-        rounds: answers of `measure.measure`, in order; the first that failed is the result.
-        frames: of the video.
+        rounds: answers of `measure.measure`, in order; if any failed, the first of those is the result.
+        frames: number of frames of the video.
         flops: floating-point operations of a run.
-        dtype: of the run; a device's published peak is bfloat16's.
+        dtype: of the run; a share of the device's peak is given for bfloat16, whose peak is published.
     """
     failure = next((result for result in rounds if result["status"] != "ok"), None)
     if failure is not None:
         return failure
     first, whole = rounds[0], [result["whole"] for result in rounds]
     steady = spread([seconds for each in whole for seconds in each["all_s"]])
-    chunks = [seconds for result in rounds for seconds in result["parts"][0]["all_s"]]
+    first_chunks = [seconds for result in rounds for seconds in result["parts"][0]["all_s"]]
     warm = [each["start_s"] for each in whole[1:]]
     generation, rate = DEVICE_KINDS.get(first["device"]), flops / steady["median_s"]
     share = rate / CHIPS[generation].flops if generation and dtype == "bfloat16" else None
@@ -178,11 +186,12 @@ def merge(rounds: list[dict[str, Any]], frames: int, flops: int, dtype: str) -> 
         **{name: whole[0][name] for name in ("lower_s", "compile_s")},
         "start_cold_s": whole[0]["start_s"],
         "start_warm_s": statistics.median(warm) if warm else None,
-        "first_chunk_s": statistics.median(chunks),
+        "first_chunk_s": statistics.median(first_chunks),
         "steady": steady,
         "frames_per_s": frames / steady["median_s"],
         "flops_per_s": rate,
         "share_of_peak": share,
+        # A process that cannot read a peak gives None; the result is None if no process can.
         "host_peak_bytes": max(result["host_peak_bytes"] or 0 for result in rounds) or None,
         "device_peak_bytes": max(result["parts"][0]["peak_bytes"] or 0 for result in rounds) or None,
     }

@@ -1,9 +1,9 @@
-"""`bench device`: what `plan` estimates, measured on the devices that there are, beside the port's peers.
+"""`bench device`: the jobs that `plan` estimates, measured on JAX's devices, by the port and by its peers.
 
-A job may fail, hang or run out of memory: it runs in another process, of which an accelerator gets a new one
-for each result, as its own counter of peak memory never falls. A kernel that raises, or that computes
-something wrong, is switched off for the jobs after it. The report is kept after each result: a run that was
-ended goes on from there.
+A job may fail, hang or run out of memory, so it runs in another process. On an accelerator each result has a
+new process, since the device's counter of peak memory never falls. A kernel that raises, or whose results are
+wrong, is switched off for all later jobs. The report is kept after each result: a run that was ended is
+resumed from it.
 """
 
 import os
@@ -33,8 +33,8 @@ class DeviceOptions:
     """Settings of a run.
 
     Attributes:
-        small: the directory of the small VAE.
-        jobs: of `ladder.JOBS`.
+        small: directory of the VAE that stands for the model "small" of `ladder`.
+        jobs: names of jobs, of `ladder.JOBS`.
         platform: of `PLATFORMS`; JAX's choice where None.
         dtype: bfloat16 on an accelerator and float32 on a CPU where None.
         dp, tp: the mesh; one device where both are None.
@@ -56,16 +56,16 @@ def run(
     keep: Callable[[dict[str, Any]], None] = lambda report: None,
     before: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Measure all jobs, then have `plan` estimate them.
+    """Measure all jobs, then have `plan` estimate them; return the report.
 
     Args:
-        options: what is measured.
+        options: settings of the run.
         say: gets a line for each result that is begun.
         keep: gets the report after each result.
-        before: the report of a run that was ended; what it has is not measured again.
+        before: the report of a run that was ended; its results are not measured again.
 
     Raises:
-        ValueError: a job, a device or a mesh that there is not, or a report of something else.
+        ValueError: an unknown job, no such device or mesh, or `before` is of other settings.
     """
     if options.platform not in (None, *PLATFORMS):
         raise ValueError(f"got device {options.platform!r}: one of {', '.join(PLATFORMS)}")
@@ -94,13 +94,13 @@ class _Bench:
 
     Args:
         options, say: as `run` takes them.
-        scratch: a directory for what the processes exchange.
+        scratch: a directory for the references' results and the worker's stderr.
     """
 
     def __init__(self, options: DeviceOptions, scratch: Path, say: Callable[[str], None]):
         self._options, self._scratch, self._say = options, scratch, say
         self.worker = Worker(scratch, options.limit)
-        self._references: dict[str, dict[str, Any]] = {}
+        self._references: dict[str, dict[str, Any]] = {}  # the answer to "reference", of the latest job
         self._report: dict[str, Any] = {}
         platforms = options.platform or os.environ.get("JAX_PLATFORMS")
         self._platforms = {"JAX_PLATFORMS": platforms} if platforms else {}
@@ -158,13 +158,16 @@ class _Bench:
     def _attempt(self, job: str, way: str, size: ladder.Size) -> dict[str, Any]:
         """Return a job's result at one size; where the port fails, switch off the kernel that is to blame.
 
-        A job of one kernel blames that one. Any other job that did not hang is run again without each kernel
-        in turn, until it passes. A kernel to blame stays off for all later jobs; the report says why.
+        If the job runs one kernel alone, that kernel is to blame. Any other job, unless it hung, is run again
+        without one of its kernels, each in turn, until the job passes: the kernel left out is to blame. It
+        stays off for all later jobs, and the report's "switched_off" has the reason.
         """
         off = self._report["switched_off"]
         request = {"job": job, "size": size, "checked": ladder.checked(job, self._on_cpu)}
         request |= {"data": str(self._scratch / "wanted.npy"), "platform": self._report["device"]["platform"]}
-        if job not in self._references:  # of this job alone, as all its ways run before the next
+        if (
+            job not in self._references
+        ):  # one is kept, and one file: all ways of a job run before the next job
             self._references = {job: self._ask("reference", request)}
         if self._references[job]["status"] != "ok":
             return self._references[job]
@@ -185,9 +188,9 @@ class _Bench:
         return result
 
     def estimated(self) -> Iterator[dict[str, Any]]:
-        """Add `plan`'s estimate to each of the port's results, and yield each result.
+        """Add `plan`'s estimate, or why there is none, to each of the port's results, and yield each result.
 
-        Where nothing can be planned for, the report says why instead.
+        If `plan` does not know the device, nothing is yielded: the report's "not_planned" has the reason.
         """
         device, off = self._report["device"], self._report["switched_off"]
         try:
@@ -208,9 +211,11 @@ class _Bench:
 
         Args:
             do: the function's name.
-            request: fields of `measure.Task`; the mesh and the dtype are added.
-            off: kernels to run without.
+            request: fields of `measure.Task`; the mesh and the dtype are added, and a size's model "small"
+                becomes a directory.
+            off: names of kernels to run without.
         """
+        # Without a compile cache, as compiling is measured, too.
         environment = {"JAX_ENABLE_COMPILATION_CACHE": "false", "TORCHINDUCTOR_CACHE_DIR": str(self._scratch)}
         environment |= {"JAX_PLATFORMS": "cpu"} if do in ("reference", "estimate") else self._platforms
         if request.get("way") == ladder.OFF or off:
@@ -221,7 +226,7 @@ class _Bench:
             model, *video = request[name]
             common[name] = [self._options.small if model == "small" else model, *video]
         answer = self.worker.ask(do, request | common, environment)
-        if do == "measure" and not self._on_cpu:
+        if do == "measure" and not self._on_cpu:  # a new process has a new counter of peak memory
             self.worker.close()
         if "reason" in answer:  # a result is read on other machines
             answer["reason"] = re.sub(r"(?:/[\w.+-]+)+/", "", answer["reason"])

@@ -1,4 +1,4 @@
-"""Jobs of `bench device`, ways to run each, and sizes, of which the first that fits is taken."""
+"""Jobs of `bench device`, ways to run each, and sizes, of which the first that fits into memory is taken."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 class Size(NamedTuple):
     """A model and a video in pixels.
 
-    The model is "5b" or "2b" for published shapes with random weights, "small", or a
-    VAE's directory or hub id.
+    The model is "5b" or "2b" for published shapes with random weights, "small" for the bundled VAE and small
+    networks, or a VAE's directory or hub id.
     """
 
     model: str
@@ -35,18 +35,18 @@ KERNELS = (
     *("norm_conv3d", "upsample", "group_norm", "spatial_norm"),
     *("attention", "qk_norm_rope", "adaptive_layer_norm", "linear_gelu", "gated_linear"),
 )
-"""The ops of `jax_kernels` with a kernel of their own, the VAE's first."""
+"""The ops of `jax_kernels` with a kernel of their own: the VAE's four, then the transformer's."""
 
 
 @dataclass(frozen=True)
 class JobRow:
-    """A row of the table of jobs.
+    """A row of `JOBS`: the sizes, the kernels and the ways of a job.
 
     Attributes:
         small: the size for a CPU, and the last resort where memory runs out.
         published: sizes for an accelerator, the largest first.
-        checked: the size for PyTorch in float32 on the host of an accelerator.
-        kernels: that the job may run.
+        checked: the size at which an accelerator's results are compared with PyTorch in float32 on its host.
+        kernels: names of the kernels that the job may run.
         peers: the ways besides the port's own two.
     """
 
@@ -63,6 +63,7 @@ _CHUNKS = JobRow(
     Size("5b", 17, 96, 128),
 )
 _NETWORK = Size("small", 9, 64, 96)
+"""The size of a transformer and a text encoder that a CPU can run."""
 JOBS = {
     "kernels": JobRow(
         Size("small", 4, 32, 64),
@@ -88,6 +89,8 @@ JOBS = {
     ),
     "prompt": JobRow(_NETWORK, (Size("5b", 49, 480, 720),), _NETWORK, KERNELS[4:], OTHERS),
 }
+"""By name: all kernels, each alone; the VAE decodes or encodes a video, or decodes a still; a step training
+the VAE; a denoising step; the encoding of a prompt."""
 
 
 def row(job: str) -> JobRow:
@@ -109,12 +112,12 @@ def ways(job: str, device: dict[str, Any], several: bool) -> tuple[str, ...]:
     """Return the ways, of `WAYS`, in which a job can be run.
 
     Args:
-        job: its name.
+        job: the job's name.
         device: the devices, as `measure.probe` describes them.
-        several: whether they form a mesh, which PyTorch and diffusers' own modules do not run on.
+        several: whether the devices form a mesh, on which PyTorch and diffusers' own modules do not run.
     """
     no_torch = several or device["torch"] is None
-    left_out = {
+    left_out = {  # by way, whether it cannot be run
         OFF: device["platform"] == "cpu",  # the same programs
         "torchax-stock": several,  # stock modules take an uneven width's padding for picture
         "torch": no_torch,
@@ -124,10 +127,12 @@ def ways(job: str, device: dict[str, Any], several: bool) -> tuple[str, ...]:
 
 
 def all_jobs(chosen: Iterable[str], several: bool) -> list[str]:
-    """Return the jobs of a run: "kernels" becomes a job for each kernel, and none on several devices.
+    """Return the jobs of a run: "kernels" becomes a job "kernels OP" for each kernel.
+
+    On several devices there is none of these, as a kernel runs on one. `chosen` are names of `JOBS`.
 
     Raises:
-        ValueError: a job that there is not.
+        ValueError: an unknown job.
     """
     for name in chosen:
         if name not in JOBS:

@@ -1,6 +1,7 @@
 """Work of a process of `bench`: describe the devices, compute a job's reference, measure a job, or plan it.
 
-A job runs in parts: a VAE's first and later chunks, a training step's two directions, a network, an op.
+A job runs in parts: a VAE's first chunk and its later chunks, a training step's two directions, one call of a
+network, one call of an op.
 
 Letters of the kernels' shapes: T frames, H rows, W columns, S tokens, A heads, C channels of all heads.
 """
@@ -39,11 +40,11 @@ ALLOWED = {
     ("train", "float32"): 1e-4,  # gradients sum what many pixels contribute
     ("kernels", "bfloat16"): tolerances.BFLOAT16_LAYER_RMS_RATIO,
 }
-"""Bounds of jobs in a dtype other than the contract's."""
+"""By job and dtype, bounds of the error in place of the contract's."""
 LATENT_FRAMES, LATENT_SIDE = 4, 8
-"""Frames, and pixels along each side, of which a latent one is made."""
+"""Frames to a latent frame, and pixels to a latent pixel along each side."""
 WHOLE = "whole"
-"""All parts of a run together."""
+"""The name under which all parts of a run are timed together."""
 TOKENS = 226
 """Tokens of a prompt."""
 SMALL_TRANSFORMER: dict[str, Any] = {
@@ -64,7 +65,7 @@ SMALL_TEXT_ENCODER: dict[str, Any] = {
 }
 
 Run = Callable[[], Iterator[tuple[str, Any]]]
-"""Runs a job once: yields the name and the result of each part, which JAX may be computing still."""
+"""Runs a job once: yields the name and the result of each part, which JAX may still be computing."""
 
 
 @dataclass(frozen=True)
@@ -72,14 +73,16 @@ class Task:
     """Request to a process.
 
     Attributes:
-        job, way: of `ladder`; without a way, PyTorch on the host.
-        size, checked: to be measured at, and to be compared at with the reference.
+        job, way: of `ladder`; "" as the way is the reference: PyTorch on the host, or an op's plain form.
+        size: the `ladder.Size` to measure, as a sequence.
+        checked: the `ladder.Size` at which results are compared with the reference.
         dtype: of weights and activations.
         dp, tp: the mesh; one device where both are None.
-        data, rms: the reference's results, and the error of PyTorch's own run; see `reference`.
+        data: path of the .npy file of the reference's results.
+        rms: error of PyTorch's own run in the dtype; see `reference`.
         peer: whether the way is a peer, which is timed with any finite error, even beyond the contract.
         platform: of the device that is measured.
-        topology: to plan for.
+        topology: of TPUs to plan for, such as "v6e:1x1".
         warmups: runs that do not count.
         runs, seconds, fewest: at most `runs` runs, as many as `seconds` hold, but at least `fewest`.
     """
@@ -129,7 +132,9 @@ class Task:
 
 
 def probe(request: Task) -> dict[str, Any]:
-    """Return what the devices are, and where PyTorch can run beside them ("torch": "cuda", "cpu" or None).
+    """Return a description of JAX's devices, those that the mesh uses.
+
+    "torch" is where PyTorch can be measured on the same hardware: "cuda", "cpu", or None on a TPU.
 
     Raises:
         ValueError: a mesh that does not fit the devices.
@@ -149,17 +154,19 @@ def probe(request: Task) -> dict[str, Any]:
 
 @torch.no_grad()
 def reference(request: Task) -> dict[str, Any]:
-    """Write a job's results in float32 on the host to `request.data`.
+    """Write a job's results in float32 to `request.data`: PyTorch's on the host, or an op's plain form's.
 
     Returns:
-        "rms", the error of the same run in the job's dtype, and "flops", those of a run.
+        "rms", the error of the same computation in the job's dtype, and "flops", PyTorch's operations.
     """
-    size, own = Size(*request.checked), replace(request, way="")
-    exact = replace(own, dtype="float32")
+    size, in_dtype = Size(*request.checked), replace(request, way="")
+    exact = replace(in_dtype, dtype="float32")
     with FlopCounterMode(display=False) as counter:
-        want = _flat(_once(_begun(exact, size))[1])
+        _, results = _once(_load(exact, size))
+    want = _flat(results)
+    del results
     np.save(request.data, want.numpy())
-    got = want if own == exact else _flat(_once(_begun(own, size))[1])
+    got = want if in_dtype == exact else _flat(_once(_load(in_dtype, size))[1])
     return {"rms": tolerances.rms_error(got, want), "flops": counter.get_total_flops()}
 
 
@@ -169,21 +176,23 @@ def measure(request: Task) -> dict[str, Any]:
 
     Returns:
         "check", the comparison, and, unless "status" is "wrong": the device, the seconds to load, memory, and
-        the times of the "whole" run and of its "parts".
+        the times of the "whole" run and of its "parts": the first run's, which compiles, and the spread of
+        those after the warm-ups.
     """
     checked, size = Size(*request.checked), Size(*request.size)
     start = time.perf_counter()
-    run = _begun(request, checked)
-    loaded = time.perf_counter() - start
+    run = _load(request, checked)
+    load_seconds = time.perf_counter() - start
     first_run, results = _once(run)
     allowed = ALLOWED.get((request.job.partition(" ")[0], request.dtype))
     want = torch.from_numpy(np.load(request.data))
     verdict = check(_flat(results), want, request.dtype, request.rms, allowed)
-    del results
-    if not (verdict["passed"] or (request.peer and isinstance(verdict.get("rms_error"), float))):
+    del results  # frees the device's memory for the runs below
+    is_finite = isinstance(verdict.get("rms_error"), float)  # `check` gives text for any other number
+    if not (verdict["passed"] or (request.peer and is_finite)):
         return {"status": "wrong", "check": verdict}
     if size != checked:
-        run = _begun(request, size)
+        run = _load(request, size)
         first_run, _ = _once(run)
     for _ in range(request.warmups):
         _once(run)
@@ -194,14 +203,15 @@ def measure(request: Task) -> dict[str, Any]:
     parts = {
         name: part | spread([each[name]["start_s"] for each in runs]) for name, part in first_run.items()
     }
-    for part in parts.values() if request.torch_device else ():  # JAX compiled nothing here
+    for part in parts.values() if request.torch_device else ():
+        # JAX compiled nothing here; `torch.compile` compiles within the first run, and does not say how long.
         compiled = part["start_s"] if request.way == "torch-compile" else None
         part.update(lower_s=None, compile_s=compiled)
     peak = _peak_bytes()
     return {
         "check": verdict,
         "device": backends.backend(request.backend).device(),
-        "load_s": loaded,
+        "load_s": load_seconds,
         "whole": parts.pop(WHOLE),
         "parts": [{"part": name, **part, "peak_bytes": peak} for name, part in parts.items()],
         "host_peak_bytes": runtime.host_peak_bytes(),
@@ -209,11 +219,12 @@ def measure(request: Task) -> dict[str, Any]:
 
 
 def _once(run: Run) -> tuple[dict[str, dict[str, Any]], list[Any]]:
-    """Run a job once, each part computed to its end before the next begins.
+    """Run a job once, each part computed to its end before the next begins; return (seconds, results).
 
     Returns:
-        The seconds by part, parts of one name summed, and of the whole run under `WHOLE`: "start_s" are all,
-        others those of lowering and compiling. Then the parts' results.
+        The seconds of each part by its name, parts of one name summed, and of the whole run under `WHOLE`:
+        "start_s" in all, and of these "lower_s" and "compile_s" in JAX's compiler. Then a list of the parts'
+        results.
     """
     clock, parts, results = _clock(), dict[str, Counter[str]](), []
     start = time.perf_counter()
@@ -230,7 +241,7 @@ def _once(run: Run) -> tuple[dict[str, dict[str, Any]], list[Any]]:
     return {name: dict(part) for name, part in parts.items()}, results
 
 
-_clock = functools.cache(CompileClock)
+_clock = functools.cache(CompileClock)  # one for the process, as a clock listens to JAX for good
 
 
 def _peak_bytes() -> int | None:
@@ -256,20 +267,21 @@ def check(
 
     Args:
         got, want: all numbers of the results and of the reference, in one row each.
-        dtype: whose contract holds.
+        dtype: the dtype whose contract of `tolerances` must hold.
         torchs: the RMS error of PyTorch's own run in that dtype, which bfloat16's contract multiplies.
         allowed: a bound in place of the contract's.
 
     Returns:
-        "passed" and the errors; "reason" where the shapes differ. A number that is not finite is text.
+        "passed", "relative_error" and "rms_error", or "passed" and a "reason" where the shapes differ. An
+        error that is not finite is text, as JSON has no such number.
     """
     if got.shape != want.shape:
         return {"passed": False, "reason": f"shape {tuple(got.shape)} for {tuple(want.shape)}"}
     error, rms = tolerances.relative_error(got, want), tolerances.rms_error(got, want)
-    _, measured, most = tolerances.contract(getattr(torch, dtype), error, rms, torchs)
+    _, measured, bound = tolerances.contract(getattr(torch, dtype), error, rms, torchs)
     numbers = {"relative_error": error, "rms_error": rms}
     shown = {name: value if np.isfinite(value) else str(value) for name, value in numbers.items()}
-    return {"passed": measured <= (allowed or most), **shown}
+    return {"passed": measured <= (allowed or bound), **shown}
 
 
 def _flat(results: list[Any]) -> torch.Tensor:
@@ -284,8 +296,8 @@ def _flat(results: list[Any]) -> torch.Tensor:
 # Jobs
 
 
-def _begun(request: Task, size: Size) -> Run:
-    """Load a job's model and inputs; return the function that runs it once."""
+def _load(request: Task, size: Size) -> Run:
+    """Load the model and the inputs of a job at a size; return the function that runs the job once."""
     families = {"kernels": _op, "train": _training_step, "step": _network, "prompt": _network}
     return families.get(request.job.partition(" ")[0], _chunks)(request, size)
 
@@ -293,7 +305,7 @@ def _begun(request: Task, size: Size) -> Run:
 def _seeded() -> Callable[..., torch.Tensor]:
     """Return a function that draws an input of a shape and a NumPy dtype, from a fixed seed.
 
-    Floats are normal. Integers are all 7, valid as any of them: a token, a timestep, a text's length.
+    Floats are normal. Integers are all 7, which is valid as a token, as a timestep and as a text's length.
     """
     generator = torch.Generator().manual_seed(1)
 
@@ -307,9 +319,9 @@ def _seeded() -> Callable[..., torch.Tensor]:
 
 
 def _backend(request: Task, size: Size, *directions: Direction) -> tuple[Any, list[torch.Tensor]]:
-    """Return a VAE on the way's backend, and an input for each direction, where the VAE takes it.
+    """Return a VAE on the way's backend, and for each direction an input on the device that the VAE is on.
 
-    A published config gets random weights.
+    A published config gets random weights. In training there is a video for each device of "dp".
     """
     dtype, device = request.torch_dtype, request.torch_device
     torch.manual_seed(0)
@@ -320,8 +332,9 @@ def _backend(request: Task, size: Size, *directions: Direction) -> tuple[Any, li
     draw, videos = _seeded(), (request.dp or 1) if request.job == "train" else 1
     inputs = []
     for direction in directions:
-        pieces, (channels, *sides) = jobs.Job(direction, *size[1:]).chunk_shapes(vae)
-        x = draw((videos, channels, pieces[-1].stop, *sides), np.float32).to(dtype)
+        chunks, (channels, *sides) = jobs.Job(direction, *size[1:]).chunk_shapes(vae)
+        frames = chunks[-1].stop  # of the whole input: latent frames to decode
+        x = draw((videos, channels, frames, *sides), np.float32).to(dtype)
         inputs.append(x.to(device) if device else runtime.to_jax(x))
     backend = backends.backend(request.backend).from_native(nn.Module.to(vae, device) if device else vae)
     if request.way and (request.dp or request.tp):
@@ -330,15 +343,15 @@ def _backend(request: Task, size: Size, *directions: Direction) -> tuple[Any, li
 
 
 def _chunks(request: Task, size: Size) -> Run:
-    """Load a VAE; a run gives the results of a video's chunks, one "first" and the "later" ones."""
+    """Load a VAE; a run gives the results of a video's chunks: the part "first", then each as "later"."""
     direction = request.direction
     backend, (x,) = _backend(request, size, direction)
-    names = "first", *["later"] * size.frames
+    names = "first", *["later"] * size.frames  # more than there are chunks: `zip` drops the excess
     return lambda: zip(names, backend.chunks(direction, x), strict=False)
 
 
 def _training_step(request: Task, size: Size) -> Run:
-    """Load a VAE to train; a run gives the weights' gradients of encoding, then those of decoding.
+    """Load a VAE to train; a run gives the weights' gradients of encoding, then the gradients of decoding.
 
     The loss is half the sum of the squares of the result, and gradient checkpointing is on.
     """
@@ -364,7 +377,10 @@ def _training_step(request: Task, size: Size) -> Run:
 
 
 class Stock(nn.Module):
-    """A transformer or a text encoder as it is, in the form that `runtime.Program` compiles."""
+    """diffusers' transformer or text encoder, not ported, in the form that `runtime.Program` compiles.
+
+    That form takes and returns a cache besides its inputs and its result; this network has none, so None.
+    """
 
     def __init__(self, model: nn.Module):
         super().__init__()
@@ -375,7 +391,11 @@ class Stock(nn.Module):
 
 
 def _network(request: Task, size: Size) -> Run:
-    """Load the transformer or the text encoder; a published config gets random weights."""
+    """Load the transformer or the text encoder; a run gives the result of one call.
+
+    A published config gets random weights. On JAX they are drawn on the device: its PyTorch model is on
+    "meta", without memory.
+    """
     dtype, published = request.torch_dtype, size.model in networks.TRANSFORMERS
     device = request.torch_device or ("meta" if published else "cpu")
     torch.manual_seed(0)
@@ -386,10 +406,10 @@ def _network(request: Task, size: Size) -> Run:
     else:
         config = networks.TRANSFORMERS.get(size.model, SMALL_TRANSFORMER)
         model, ported = networks.transformer(config, dtype, device), networks.transformer(config, dtype)
-        port_network(ported)
-        described = step_tensors(ported, batch=2, **_latents(size))
-    # Each input is described by (shape, dtype), or by a tuple of such pairs. The table of positions is for
-    # the port alone: diffusers' model computes its own.
+        port_network(ported)  # without weights, for the description of its inputs alone
+        described = step_tensors(ported, batch=2, **_latents(size))  # 2: with the prompt, and without
+    # `described` has each input's (shape, dtype), or a tuple of such pairs, by name. The table of positions
+    # is an input of the port alone: diffusers' model computes its own.
     if request.backend != "torchax":
         described.pop("positions", None)
     draw = _seeded()
@@ -408,8 +428,8 @@ def _network(request: Task, size: Size) -> Run:
         network = Stock(model)
         program = runtime.Program(network)
     if published:
-        structs, *_ = program.structs(described)
-        weights = jax.tree.map(_array, structs)
+        weight_structs, *_ = program.structs(described)
+        weights = jax.tree.map(_array, weight_structs)
     else:
         runtime.put_weights(network)
         weights = program.weights(network)
@@ -423,13 +443,17 @@ def _are_several(described: Any) -> bool:
 
 
 def _array(struct: Any) -> jax.Array:
-    """Return small random numbers as an array of a struct's shape, dtype and sharding."""
+    """Return small random numbers as an array of a struct's shape, dtype and sharding.
+
+    Some numbers are drawn and repeated, as billions would take minutes; their count is a prime, so that the
+    rows of a matrix differ.
+    """
     numbers = np.random.default_rng(0).normal(0, 0.02, 65_537).astype(struct.dtype)
     return jax.device_put(np.resize(numbers, struct.shape), struct.sharding)
 
 
 def _latents(size: Size) -> dict[str, int]:
-    """Return the "frames", "height" and "width" of a video's latents."""
+    """Return the "frames", "height" and "width" of the latents of a video of a size."""
     frames = (size.frames - 1) // LATENT_FRAMES + 1
     return {"frames": frames, "height": size.height // LATENT_SIDE, "width": size.width // LATENT_SIDE}
 
@@ -438,19 +462,25 @@ def _latents(size: Size) -> dict[str, int]:
 
 
 def _op(request: Task, size: Size) -> Run:
-    """Load an op with random operands, or, without a way, its plain reference on the host."""
+    """Load an op with random operands, or, for the reference, the op's plain form on the host.
+
+    A run gives the result of one call.
+    """
     name = request.job.removeprefix("kernels ")
     structs, options = op_structs(name, size, runtime.jax_dtype(request.torch_dtype))
     draw = _seeded()
 
     def operand(struct: Any) -> Any:
+        """Return a random array of a struct's shape and dtype."""
         is_integer = np.issubdtype(struct.dtype, np.integer)
         numbers = draw(struct.shape, np.int32 if is_integer else np.float32).numpy()
+        # Weights of convolutions and products are among the operands of 2 and 5 axes: scaled down, sums of
+        # their products stay near 1. A mean other than 0 shows an error in a norm's mean.
         scale = math.sqrt(math.prod(struct.shape[:-1])) if len(struct.shape) in (2, 5) else 1.0
         return jax.device_put((numbers if is_integer else (numbers + 0.3) / scale).astype(struct.dtype))
 
     operands = jax.tree.map(operand, structs)
-    if name == "qk_norm_rope":
+    if name == "qk_norm_rope":  # its last two operands are the rotation's tables, cosines and sines
         operands = *operands[:3], *map(of_pairs, operands[3:])
     op = run = getattr(jax_kernels, name)
     if request.way:
@@ -458,18 +488,27 @@ def _op(request: Task, size: Size) -> Run:
     else:
         module = importlib.import_module(op.__module__.rpartition(".")[0] + ".reference")
         tiled = name == "norm_conv3d" and request.platform == "tpu" and request.dtype != "float32"
-        tile = {"tile": 2} if tiled else {}  # Winograd's, as a TPU runs it
+        tile = {"tile": 2} if tiled else {}  # Winograd's, whose rounding a TPU's results have
         run = functools.partial(getattr(module, name), **options, **tile)
     return lambda: iter([(name, run(*operands))])
 
 
 def of_pairs(angles: Any) -> Any:
-    """Return a rotation's table of angles (S, D), both channels of a pair with the angle of the first."""
+    """Return a rotation's table (S, D) with the entry of each even channel repeated in the odd one after it.
+
+    Two channels form a pair, which is rotated by one angle.
+    """
     return angles[:, ::2].repeat(2, axis=1)
 
 
 def op_structs(name: str, size: Size, dtype: Any) -> tuple[Any, dict[str, Any]]:
-    """Return the shapes and dtypes of an op's operands, nested as the op takes them, and its options."""
+    """Return the structs (shape, dtype) of an op's operands, nested as the op takes them, and its options.
+
+    Args:
+        name: of the op, of `ladder.KERNELS`.
+        size: of the video, and the model whose transformer gives the number of heads.
+        dtype: of all operands but integers and rotations' tables.
+    """
     T, H, W = min(size.frames, 8), size.height, size.width
     A = networks.TRANSFORMERS.get(size.model, SMALL_TRANSFORMER)["num_attention_heads"]
     S = TOKENS + ((size.frames - 1) // LATENT_FRAMES + 1) * (H // 16) * (W // 16)
@@ -510,7 +549,7 @@ def op_structs(name: str, size: Size, dtype: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def estimate(request: Task) -> dict[str, Any]:
-    """Return the "seconds" that `plan` estimates, by part of a job, on a machine without the device.
+    """Return {"seconds": `plan`'s estimates by part of a job}; no device is needed.
 
     Raises:
         PlanError: a network of another shape than the published ones.

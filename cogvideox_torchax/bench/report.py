@@ -1,4 +1,4 @@
-"""Results of `bench` as Markdown and as plots, and what they were made with."""
+"""Results of `bench` as Markdown and as plots, and the versions and the machine of a run."""
 
 import datetime
 import os
@@ -14,10 +14,11 @@ from cogvideox_torchax.versions import versions
 
 PACKAGES = ("torch", "torchax", "jax", "jaxlib", "diffusers", "flax", "numpy")
 Row = tuple[str, ...]
+"""The cells of a table's row."""
 
 
 def about() -> dict[str, Any]:
-    """Return the date, the code, the versions and the machine of a run."""
+    """Return a report's fields about a run: its date, commit, versions and machine."""
     return {
         "version": __version__,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -33,7 +34,7 @@ def about() -> dict[str, Any]:
 
 
 def _commit() -> str | None:
-    """Return the git commit of the running code, "+" if it has changed since; None outside a checkout."""
+    """Return the git commit of the running code, with "+" if files have changed; None outside a checkout."""
     root = Path(__file__).parents[2]
 
     def git(*arguments: str) -> str:
@@ -53,7 +54,10 @@ def _commit() -> str | None:
 
 
 def markdown(report: dict[str, Any]) -> str:
-    """Return a report as Markdown: what was measured, on what and with which versions, then a table."""
+    """Return a report as Markdown: a line about the device, the host and the versions, then a table.
+
+    The report is of `device.run`, which has a "device", or of `ab.run`.
+    """
     device = report.get("device")
     head, rows, described = (DEVICE_HEAD, _device_rows, _device) if device else (HEAD, _row, _comparison)
     host, packages = report["host"], ", ".join(f"{name} {each}" for name, each in report["versions"].items())
@@ -74,8 +78,9 @@ def _rows(result: dict[str, Any], rows: Callable[[dict[str, Any]], list[Row]], w
 
     Args:
         result: of one job in one way.
-        rows: returns the cells behind the first four, of a result that succeeded.
-        width: columns of the table.
+        rows: returns the rows of a result that succeeded, without their first four cells: job, way, size
+            and error.
+        width: number of columns of the table.
     """
     size = result["size"]
     about = (
@@ -93,7 +98,7 @@ def _rows(result: dict[str, Any], rows: Callable[[dict[str, Any]], list[Row]], w
 
 
 def _seconds(value: float | None, unit: float = 1.0) -> str:
-    """Return the cell of a time, in multiples of a unit in seconds; empty for None."""
+    """Return the cell of a time in seconds, in a unit of so many seconds; empty for None."""
     return "" if value is None else f"{value / unit:.3g}"
 
 
@@ -108,6 +113,7 @@ HEAD = (
     *("host, MB", "device, MB"),
 )
 STARTS = ("lower_s", "compile_s", "start_cold_s", "start_warm_s", "first_chunk_s")
+"""Fields of a result below the columns of `HEAD` from "lower, s" to "first chunk, s"."""
 
 
 def _comparison(report: dict[str, Any]) -> str:
@@ -121,7 +127,7 @@ def _comparison(report: dict[str, Any]) -> str:
 
 
 def _row(result: dict[str, Any]) -> list[Row]:
-    """Return the cells of a backend's result below `HEAD`, from the device on, as the one row of a list."""
+    """Return a list of one row: the cells of a backend's result below `HEAD`, from the device on."""
     steady, share = result["steady"], result["share_of_peak"]
     median, least, most = (_seconds(steady[name]) for name in ("median_s", "min_s", "max_s"))
     return [
@@ -168,7 +174,12 @@ def _device_rows(result: dict[str, Any]) -> list[Row]:
 
 
 def _estimated(estimates: dict[str, Any], part: dict[str, Any]) -> Row:
-    """Return two cells: a part's estimate, or why there is none, and the estimate over the measured time."""
+    """Return two cells: a part's estimate, or why there is none, and the estimate over the measured time.
+
+    Args:
+        estimates: seconds by the names of parts; empty, or a "reason" why there are none.
+        part: the measured times of a part.
+    """
     seconds = estimates.get(part["part"])
     if seconds is None:
         return (f"not planned: {estimates['reason']}".replace("|", "/") if "reason" in estimates else "", "")
@@ -180,7 +191,7 @@ def _estimated(estimates: dict[str, Any], part: dict[str, Any]) -> Row:
 
 def draw_device(report: dict[str, Any], path: Path) -> list[Path]:
     """Draw each part's estimate over its measured time; return the files, none without estimates."""
-    points = [
+    points = [  # (name, measured seconds, estimated seconds)
         (f"{result['job']} {part['part']}", part["median_s"], result["estimate"][part["part"]])
         for result in report["results"]
         for part in result.get("parts", [])
@@ -190,7 +201,7 @@ def draw_device(report: dict[str, Any], path: Path) -> list[Path]:
         return []
     figure, axes = pyplot().subplots(figsize=(7, 6), layout="constrained")
     axes.loglog([x for _, x, _ in points], [y for _, _, y in points], "o")
-    axes.axline((1, 1), (2, 2), color="0.6")
+    axes.axline((1, 1), (2, 2), color="0.6")  # where the estimate equals the measured time
     for name, x, y in points:
         axes.annotate(name, (x, y), fontsize=7, xytext=(4, 2), textcoords="offset points")
     axes.set(xlabel="measured, s", ylabel="estimated, s", title=report["device"]["kind"])
@@ -201,12 +212,13 @@ def draw_device(report: dict[str, Any], path: Path) -> list[Path]:
 def draw(report: dict[str, Any], path: Path) -> list[Path]:
     """Draw bars of time and memory, and time over frames and over size if several were measured.
 
-    Only results that succeeded are drawn; the files are returned.
+    Only results that succeeded are drawn. A line has the results that differ from the first one in the drawn
+    axis alone. The files are returned.
     """
     succeeded = [result for result in report["results"] if result["status"] == "ok"]
     paths = [_draw_bars(succeeded, path.with_name(f"{path.stem}-bars.png"))] if succeeded else []
     for axis, fixed_fields in (("frames", ("height", "width")), ("size", ("frames",))):
-        lines: dict[str, list[tuple[int, float]]] = {}
+        lines: dict[str, list[tuple[int, float]]] = {}  # by job and way: (frames or pixels, seconds)
         for result in succeeded:
             size = result["size"]
             if all(size[field] == succeeded[0]["size"][field] for field in fixed_fields):
@@ -234,8 +246,8 @@ def _draw_bars(succeeded: list[dict[str, Any]], path: Path) -> Path:
     for place, (title, values) in zip(places, shown.items(), strict=True):
         place.bar_label(place.barh(names, values), fmt="%.3g", padding=2)
         place.set(title=title)
-    ends = [[result["steady"][name] for result in results] for name in ("min_s", "max_s")]
-    places[0].hlines(names, *ends, color="0.2")
+    least, most = ([result["steady"][name] for result in results] for name in ("min_s", "max_s"))
+    places[0].hlines(names, least, most, color="0.2")
     save_figure(figure, path)
     return path
 

@@ -1,4 +1,4 @@
-"""A process that answers requests, one after another: both of its ends.
+"""A process that answers requests, one after another: `Worker` starts it and asks, `main` runs in it.
 
 python -m cogvideox_torchax.bench.worker < REQUESTS > ANSWERS
 """
@@ -35,12 +35,12 @@ class Worker:
     def ask(self, do: str, request: dict[str, Any], environment: dict[str, str]) -> dict[str, Any]:
         """Have the process call a function of `measure`; return the answer, with a "status".
 
-        A crash, a kill and a hang are answers too, with a "reason".
+        A crash, a kill and a hang give answers too, of a status other than "ok" and with a "reason".
 
         Args:
             do: the function's name.
             request: the fields of `measure.Task`.
-            environment: variables to set for the process.
+            environment: variables to set for the process; other ones than the last time start a new process.
         """
         if self._process is None or environment != self._environment:
             self.close()
@@ -60,7 +60,7 @@ class Worker:
         return answer
 
     def _answer(self, process: Any, line: str) -> dict[str, Any]:
-        """Send the process a request, one line of JSON; return its answer, or how it failed."""
+        """Send the process a request, one line of JSON; return its answer, or the failure of the process."""
         try:
             print(line, file=process.stdin, flush=True)
             if not select.select([process.stdout], [], [], self._limit)[0]:
@@ -77,7 +77,7 @@ class Worker:
         return {"status": "failed", "reason": f"exit code {process.returncode}: {last[:300]}"}
 
     def close(self) -> None:
-        """End the process, whatever it does."""
+        """Kill the process, if there is one; the next request starts another."""
         if self._process is not None:
             self._process.kill()
             self._process.communicate()
@@ -85,7 +85,10 @@ class Worker:
 
 
 def answer(do: str, request: dict[str, Any]) -> dict[str, Any]:
-    """Call a function of `measure` here; return its result with the status "ok", or its failure."""
+    """Call a function of `measure` in this process; return its result, or its failure, with a status.
+
+    A result has the status "ok", unless it has one of its own.
+    """
     try:
         from cogvideox_torchax.bench import measure
 
@@ -95,7 +98,7 @@ def answer(do: str, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def failure(error: BaseException) -> dict[str, Any]:
-    """Return a result with the kind of a failure and its reason."""
+    """Return the result for an error: "does not fit" where memory ran out, else "failed", and the reason."""
     from cogvideox_torchax import runtime
 
     text = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
@@ -103,17 +106,17 @@ def failure(error: BaseException) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Answer the requests on stdin, a line of JSON each, on stdout; what libraries print goes to stderr."""
+    """Answer the requests on stdin, a line of JSON each, on stdout; output of libraries goes to stderr."""
     from cogvideox_torchax.runtime.quiet import quiet_libraries
 
     quiet_libraries()
-    if sys.platform == "linux":  # ends with its parent, and frees the device
+    if sys.platform == "linux":  # this process ends with its parent, and frees the device
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # libraries print too
     for line in sys.stdin:
         print(json.dumps(answer(**json.loads(line))), file=answers, flush=True)
-        gc.collect()
+        gc.collect()  # frees the device's memory before the next request
 
 
 if __name__ == "__main__":
