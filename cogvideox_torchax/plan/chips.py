@@ -20,25 +20,27 @@ class PlanError(ValueError):
 
 @dataclass(frozen=True)
 class Chip:
-    """Published peaks of one device, and what the compiler's figures count in.
+    """Published peaks of one device of a TPU, and the units of the compiler's figures.
 
-    The sources are the generations' pages at cloud.google.com/tpu/docs (v5e, v5p, v6e, tpu7x). A link's
-    bandwidth is theirs of the interconnect, in both directions of all of a chip's links, over twice the
-    links: 400 GB/s over 4 on v5e, 800 over 4 on v6e, 1200 over 6 on v5p and tpu7x. A device is a chip, but on
-    tpu7x one of a chip's two cores: it has half of a chip's arithmetic and memory, both share its links, and
-    the interface between them is published as six times as fast as a link. tpu7x's clock is not published:
-    2.2 GHz is its peak over v6e's multiply-adds a cycle, with which the compiler's cycles of a large product
-    come to 80 % of the peak (70 % on v6e).
+    The sources are the generations' pages at cloud.google.com/tpu/docs (v5e, v5p, v6e, tpu7x). They publish
+    the bandwidth of all of a chip's links in both directions: 400 GB/s for 4 links on v5e, 800 for 4 on v6e,
+    1200 for 6 on v5p and tpu7x. A link's bandwidth one way is that over twice the number of links.
+
+    A device is a chip, except on tpu7x, where it is one of a chip's two cores: a core has half of the chip's
+    arithmetic and memory, and both cores share its links. tpu7x's clock is not published: 2.2 GHz is its peak
+    over v6e's multiply-adds a cycle, with which the compiler's cycles of a large product come to 80 % of the
+    peak (70 % on v6e).
 
     Attributes:
         flops: bfloat16 multiply-adds a second, times two.
         bandwidth: bytes a second between the device and its memory.
-        memory: bytes that a program may use; what the v6e runtime keeps for itself is taken off.
+        memory: bytes that a program may use; on v6e without the part that the runtime keeps for itself.
         clock: cycles a second.
         link: bytes a second of one link between two chips, one way; None where it is not known.
-        wraps: 16 where an axis of a flat slice is closed to a ring when it is so long; 4 where all axes of a
-            slice are when every one is a multiple of it.
-        delay_slots: bundles behind a branch that run whether it is taken or not.
+        wraps: rule of the axes of a slice that are closed to rings. 16, for chips in two-dimensional grids:
+            each axis of 16 chips is closed. 4, for three-dimensional grids: all axes are closed if the length
+            of each is a multiple of 4, else none.
+        delay_slots: number of bundles after a branch that run whether it is taken or not (`plan.schedule`).
     """
 
     flops: float
@@ -60,7 +62,7 @@ CHIPS = {
 }
 
 CORES_LINK = 6
-"""Speed of the interface between a chip's two cores, as a multiple of a link's."""
+"""Published speed of the interface between the two cores of a tpu7x chip, as a multiple of a link's."""
 
 DEVICE_KINDS = {
     "TPU v5 lite": "v5e",
@@ -69,7 +71,7 @@ DEVICE_KINDS = {
     "TPU v6 lite": "v6e",
     "TPU7x": "tpu7x",
 }
-"""The generation behind a device's name in JAX."""
+"""The generation, a key of `CHIPS`, by a device's `device_kind` in JAX."""
 
 FLAGS = "LIBTPU_INIT_ARGS"
 """Flags of libtpu, which it reads when it is loaded and not again."""
@@ -86,15 +88,16 @@ def topology_of(kind: str, coordinates: list[list[int]]) -> str:
     """Return the topology of real devices, such as "v6e:2x4".
 
     Args:
-        kind: their name in JAX.
-        coordinates: of each device that is used.
+        kind: the devices' `device_kind` in JAX.
+        coordinates: the chip's coordinates of each device that is used.
 
     Raises:
-        PlanError: a kind of device that is not planned for.
+        PlanError: a kind that is not in `DEVICE_KINDS`.
     """
     if kind not in DEVICE_KINDS:
         raise PlanError(f"plan knows {', '.join(DEVICE_KINDS)}, not {kind}")
     generation = DEVICE_KINDS[kind]
+    # JAX gives all chips three coordinates; v5e and v6e have two-dimensional grids.
     axes = list(zip(*coordinates, strict=True))[: 2 if generation in ("v5e", "v6e") else 3]
     return f"{generation}:{'x'.join(str(max(axis) - min(axis) + 1) for axis in axes)}"
 
@@ -119,12 +122,13 @@ def topology_devices(name: str) -> list[Any]:
             f"got topology {name!r}: it takes one of {', '.join(CHIPS)}, a colon and a grid, such as v6e:2x4"
         )
     check_compiler()
+    # libtpu reads facts of its host here, else from a metadata server, which this machine does not have.
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v6e-8")
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     # libtpu locks itself to one process of a machine, for the chips' sake: planning opens none.
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-    # A grid narrower than a host's own is made of hosts of one chip.
+    # A grid with an axis of 1 is narrower than a host's own grid of chips: it is made of hosts of one chip.
     narrow = "1" in grid.split("x")
     bounds = {"chips_per_host_bounds": [1, 1, 1]} if narrow else {}
     try:
@@ -137,12 +141,12 @@ def topology_devices(name: str) -> list[Any]:
 
 @contextlib.contextmanager
 def _dumping_schedules() -> Iterator[None]:
-    """Make libtpu, if it is loaded in the block, dump schedules to this process's directory.
+    """Make libtpu, if it is loaded in a `with` block, dump schedules to `dump_directory()`.
 
-    The flags are taken back afterwards: a child process gets none of them.
+    The environment's flags are restored after the block: a child process gets none of them.
     """
     before = os.environ.get(FLAGS)
-    # Where libtpu's dumps go elsewhere already, they stay there, and no schedule is read.
+    # A user's own directory for dumps is kept; then no schedule is read.
     if DUMP not in (before or ""):
         os.environ[FLAGS] = f"{before or ''} {DUMP}{dump_directory()} {SCHEDULES}".strip()
     try:

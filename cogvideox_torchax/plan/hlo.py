@@ -1,4 +1,8 @@
-"""The reader of compiled text (`compiled.as_text()`): instructions, arrays, cycles, collectives."""
+"""The reader of compiled text (`compiled.as_text()`, XLA's HLO): instructions, arrays, cycles, collectives.
+
+The text is a list of computations: the entry, and the bodies of fusions, loops and branches. Each has a head
+line and one line for each instruction. On a mesh it is the program of one device.
+"""
 
 import math
 import re
@@ -45,8 +49,8 @@ class ArrayType:
     @property
     def tiled_bytes(self) -> int:
         """Bytes in the layout of a TPU's kernels: row-major, in tiles of 128 lanes and up to 8 sublanes."""
-        *outer, sublanes, lanes = [1, 1, *self.shape]
-        tile = min(SUBLANES, 1 << (sublanes - 1).bit_length())
+        *outer, sublanes, lanes = [1, 1, *self.shape]  # a scalar or a vector has axes of 1 before it
+        tile = min(SUBLANES, 1 << (sublanes - 1).bit_length())  # few sublanes: the next power of two
         return _bytes(self.dtype, (*outer, -(-sublanes // tile) * tile, -(-lanes // LANES) * LANES))
 
 
@@ -61,20 +65,22 @@ class Instruction:
     """One instruction of a compiled program.
 
     Attributes:
-        name: its own, which no other instruction of the program has.
-        op: what it does.
-        results: the arrays that it gives, on one device.
-        operands: the arrays that it takes, where the text says their types: of custom calls alone.
-        scope: the name that it was traced under, "" for none.
-        computation: the computation that it stands in.
-        called: the computation that it calls, or None.
+        name: unique in the program.
+        op: the opcode, such as "fusion", "custom-call" or "all-gather-start".
+        results: the arrays that it returns, on one device.
+        operands: a custom call's input arrays; empty for other instructions, whose text has no input types.
+        scope: the name stack that it was traced under, with the module's name; "" for none.
+        computation: name of the computation that the instruction is in.
+        called: name of the computation that a fusion calls (`calls=`), or None.
         cycles: the compiler's own estimate, or None.
-        target: of a custom call, or None.
-        runs: the computations that it runs, with the bodies of a loop or of a branch.
-        trips: of a loop, where the compiler knows them; 1 for any other instruction, None for other loops.
-        groups: of a collective, the devices that exchange, by their place in the mesh; of a permutation the
-            pairs of sender and receiver. Empty where all do.
-        started: of the end of an asynchronous pair, the name of its start; else None.
+        target: a custom call's target, `PALLAS` for a Pallas kernel; None for other instructions.
+        runs: names of all computations that it runs: the one it calls, a loop's body and condition, a
+            conditional's branches, a reduction's function.
+        trips: a loop's number of iterations, None if the compiler does not know it; 1 for other instructions.
+        groups: a collective's groups of devices that exchange, by their index in the mesh; empty if all
+            devices are one group. For a collective-permute each group is a pair (sender, receiver).
+        started: name of the start that this instruction, the end of an asynchronous pair, waits for; None for
+            other instructions.
     """
 
     name: str
@@ -93,28 +99,29 @@ class Instruction:
 
     @property
     def collective(self) -> str | None:
-        """The kind of collective, or None; of an asynchronous pair the start is one, and the end is not."""
+        """The kind, one of `COLLECTIVES`; None if it is none. An asynchronous pair counts at its start."""
         kind = self.op.removesuffix("-start")
         return kind if kind in COLLECTIVES else None
 
     @property
     def is_kernel(self) -> bool:
-        """True if it runs a Pallas kernel."""
+        """Whether it runs a Pallas kernel."""
         return self.op == "custom-call" and self.target == PALLAS
 
     @property
     def bytes(self) -> int:
-        """Bytes of its result; the start of an asynchronous pair includes its operand, which is no larger."""
+        """Bytes of its result on one device."""
         sizes = [array.bytes for array in self.results]
+        # The start of an asynchronous pair returns its operand too, which is no larger than the result.
         return max(sizes, default=0) if self.op.endswith("-start") else sum(sizes)
 
 
 def instructions(text: str) -> Iterator[Instruction]:
-    """Yield the instructions of a compiled program's text, in its order."""
+    """Yield the instructions of a compiled program's text, in the text's order."""
     computation = ""
     for line in text.splitlines():
-        if opened := _COMPUTATION.match(line):
-            computation = opened[1]
+        if head := _COMPUTATION.match(line):
+            computation = head[1]
         elif match := _INSTRUCTION.match(line):
             cycles = _found(_CYCLES, line)
             yield Instruction(
@@ -135,13 +142,14 @@ def instructions(text: str) -> Iterator[Instruction]:
 
 
 def _runs(line: str) -> tuple[str, ...]:
-    """Return the computations that an instruction names as its callees, bodies and branches."""
-    named = [name for _, name in _CALLS.findall(line)]
-    return (*named, *(name.strip(" %") for name in (_found(_BRANCHES, line) or "").split(",") if name))
+    """Return the names of the computations that an instruction's line runs; see `Instruction.runs`."""
+    named = [name for _, name in _CALLS.findall(line)]  # (keyword, name)
+    branches = (_found(_BRANCHES, line) or "").split(",")  # [""] without branches
+    return (*named, *(name.strip(" %") for name in branches if name))
 
 
 def _trips(op: str, line: str) -> int | None:
-    """Return how often an instruction runs what it calls: a loop's trips, None where not known, else 1."""
+    """Return how often an instruction of opcode `op` runs what it calls; see `Instruction.trips`."""
     if op != "while":
         return 1
     trips = _found(_TRIPS, line)
@@ -149,37 +157,42 @@ def _trips(op: str, line: str) -> int | None:
 
 
 def _groups(text: str) -> tuple[tuple[int, ...], ...]:
-    """Parse the groups of devices of a collective.
+    """Parse a collective's groups of devices; empty for an empty text.
 
-    They stand as "{{0,1},{2,3}}", or as "[2,2]<=[4]": all devices in order, their axes permuted as "T" says.
+    The text lists them, "{{0,1},{2,3}}", or describes an array of them: "[4,2]<=[2,4]T(1,0)" is
+    `arange(8).reshape(2, 4).transpose(1, 0).reshape(4, 2)`, 4 groups of 2. "T" may be missing.
     """
     if iota := _IOTA.match(text):
         sizes, shape, order = ([int(size) for size in part.split(",") if size] for part in iota.groups(""))
         strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
         axes = order or range(len(shape))
-        places = [0]
+        devices = [0]  # the transposed array's numbers, in row-major order
         for axis in axes:
-            places = [place + index * strides[axis] for place in places for index in range(shape[axis])]
+            devices = [number + index * strides[axis] for number in devices for index in range(shape[axis])]
         size = sizes[-1]
-        return tuple(tuple(places[start : start + size]) for start in range(0, len(places), size))
-    found = re.findall(r"\{([\d,]+)\}", text)
-    return tuple(tuple(map(int, group.split(","))) for group in found)
+        return tuple(tuple(devices[start : start + size]) for start in range(0, len(devices), size))
+    groups = re.findall(r"\{([\d,]+)\}", text)
+    return tuple(tuple(map(int, group.split(","))) for group in groups)
 
 
 def times_run(found: Sequence[Instruction]) -> dict[str, int]:
-    """Return how often each computation runs in one run of the program: a loop's body once per trip.
+    """Return how often each computation, by its name, runs in one run of the program.
 
-    A loop of unknown length counts once. A computation that several instructions run, such as the start and
-    the end of an asynchronous pair, counts for the instruction that runs most.
+    A loop's body runs once per trip; a loop of unknown length counts as one trip. Several instructions may
+    run one computation, such as the start and the end of an asynchronous pair: it counts as often as the most
+    frequent of them, not as their sum.
+
+    Args:
+        found: all instructions of the program.
     """
-    callers: dict[str, list[tuple[str, int]]] = {}
+    callers: dict[str, list[tuple[str, int]]] = {}  # by computation: (calling computation, trips)
     for instruction in found:
         for name in instruction.runs:
             callers.setdefault(name, []).append((instruction.computation, instruction.trips or 1))
     times: dict[str, int] = {}
 
     def count(name: str) -> int:
-        """Return how often a computation runs, once its callers are counted."""
+        """Return how often a computation runs: as often as its caller, times the trips; the entry once."""
         if name not in times:
             times[name] = max((trips * count(caller) for caller, trips in callers.get(name, ())), default=1)
         return times[name]
@@ -190,13 +203,13 @@ def times_run(found: Sequence[Instruction]) -> dict[str, int]:
 
 
 def _found(pattern: re.Pattern[str], line: str) -> str | None:
-    """Return what a pattern's group matches in a line; None where nothing does."""
+    """Return the text that a pattern's first group matches in a line; None without a match."""
     match = pattern.search(line)
     return match[1] if match else None
 
 
 def _arrays(types: str) -> tuple[ArrayType, ...]:
-    """Return the arrays of a text of types, such as a tuple's."""
+    """Parse types, such as "(bf16[2,3]{1,0}, f32[])", into arrays."""
     return tuple(
         ArrayType(dtype, tuple(int(size) for size in sizes.split(",") if size))
         for dtype, sizes in _ARRAY.findall(types)
@@ -205,7 +218,13 @@ def _arrays(types: str) -> tuple[ArrayType, ...]:
 
 @dataclass(frozen=True)
 class Traffic:
-    """The collectives of one kind: how many, their bytes on one device, and the largest array's bytes."""
+    """The collectives of one kind, on one device.
+
+    Attributes:
+        count: number of instructions.
+        bytes: bytes of their results, summed.
+        largest: bytes of the largest array of any of them.
+    """
 
     count: int
     bytes: int
@@ -213,7 +232,11 @@ class Traffic:
 
 
 def collectives(found: Iterable[Instruction]) -> dict[str, Traffic]:
-    """Return a device's communication, by kind of collective."""
+    """Return a device's communication by kind of collective; one inside a loop counts once.
+
+    Args:
+        found: instructions of a program, or of a part of it.
+    """
     total: dict[str, Traffic] = {}
     for instruction in found:
         if instruction.collective:

@@ -1,6 +1,6 @@
-"""Compiles the real chunk programs for a TPU on a machine that has none: does it fit, how long does it take.
+"""The VAE's chunk programs, compiled for a TPU on a machine without one: do they fit, how long do they take.
 
-libtpu carries the TPU's compiler. Every instruction of the text that it compiles to has the compiler's own
+libtpu contains the TPU's compiler. Every instruction of the compiled text has the compiler's own
 `estimated_cycles`; their sum over the clock is its estimate of the time. It leaves out the work
 inside a Pallas kernel, which the kernel's final schedule gives, and communication, which is timed separately.
 """
@@ -28,9 +28,12 @@ FORMAT = "cogvideox-torchax-plan/2"
 
 @dataclass(frozen=True)
 class Job:
-    """A planned job: a direction, for a video of `frames` x `height` x `width` pixels.
+    """A job to plan: encoding or decoding one video.
 
-    `tile` is the (height, width) in pixels of the tiles that the video is cut into, or None.
+    Attributes:
+        direction: `ENCODE` or `DECODE`.
+        frames, height, width: size of the video, in frames and pixels.
+        tile: (height, width) in pixels of the tiles that the video is cut into; None for no tiling.
     """
 
     direction: Direction
@@ -40,7 +43,9 @@ class Job:
     tile: tuple[int, int] | None = None
 
     def chunk_shapes(self, vae: AutoencoderKLCogVideoX) -> tuple[list[chunks.Chunk], tuple[int, int, int]]:
-        """Return the chunks of the input, and the (channels, rows, columns) of one, of the largest tile's.
+        """Return the chunks of the input, and (channels, height, width) of the input of each.
+
+        With tiles it is the input of the largest tile. Frames are encoded, latents are decoded.
 
         Raises:
             SizeError: a video or a tile of a size that the model cannot take.
@@ -59,7 +64,7 @@ class Job:
         return self.direction.chunks(vae, frames), (channels, height, width)
 
     def tiles(self, vae: AutoencoderKLCogVideoX) -> int:
-        """Return the number of tiles of a picture; tiles at its edges are smaller."""
+        """Return the number of tiles of a frame; tiles at its edges are smaller."""
         if self.tile is None or (self.height <= self.tile[0] and self.width <= self.tile[1]):
             return 1
         scale = vae.spatial_compression_ratio
@@ -81,19 +86,19 @@ def plan_programs(
     tp: int = 1,
     backend: str = "torchax",
 ) -> Iterator[ProgramPlan]:
-    """Compile the first and, if there is one, the later chunk program of a job.
+    """Compile a job's program of the first chunk and, if it has later chunks, their program; yield each plan.
 
     Args:
         vae: of `weightless_vae`, or any ported VAE; with more than one device it is placed on their mesh.
-        job: the video.
-        devices: of a topology, or of this machine.
-        chip: the peaks to hold a program against; None for none.
-        dp, tp: the mesh; one device where both are 1.
-        backend: whose program, one of `backends.names(Use.PLAN)`.
+        job: the job to plan.
+        devices: devices of a topology, or of this machine.
+        chip: the chip whose peaks apply; None for none.
+        dp, tp: sizes of the mesh; both 1 for one device.
+        backend: the backend whose programs are compiled, one of `backends.names(Use.PLAN)`.
 
     Raises:
         SizeError: a size that the model cannot take.
-        BackendError: a build that is not installed.
+        BackendError: a backend that is not installed.
     """
     mesh = make_mesh(dp, tp, devices=devices)
     for work in chunk_works(vae, job, mesh, backend):
@@ -103,7 +108,12 @@ def plan_programs(
 
 
 def chunk_works(vae: AutoencoderKLCogVideoX, job: Job, mesh: Any, backend: str = "torchax") -> Iterator[Work]:
-    """Yield the first and, where there is one, the later chunk program of a job, over a mesh."""
+    """Yield a job's program of the first chunk and, if it has later chunks, their program.
+
+    Args:
+        vae, job, backend: as `plan_programs` takes them.
+        mesh: of `make_mesh`, of the devices to compile for.
+    """
     if mesh.size > 1:
         vae.place_on(mesh)
     pieces, (channels, *size) = job.chunk_shapes(vae)
@@ -112,15 +122,21 @@ def chunk_works(vae: AutoencoderKLCogVideoX, job: Job, mesh: Any, backend: str =
     if mesh.size == 1:
         program.place = runtime.Place(mesh.devices.item())
     dtype = runtime.jax_dtype(vae.dtype)
-    given = [(build.axes.ordered((1, channels, piece.length, *size)), dtype) for piece in pieces[:2]]
-    for name, piece, chunk, before in zip(("first", "later"), pieces, given, (None, *given), strict=False):
+    inputs = [(build.axes.ordered((1, channels, piece.length, *size)), dtype) for piece in pieces[:2]]
+    # The later program takes the cache of the first one, so it needs the first one's input, `before`.
+    for name, piece, chunk, before in zip(("first", "later"), pieces, inputs, (None, *inputs), strict=False):
         structs = functools.partial(program.structs, chunk, before=before)
         yield Work(name, piece.length, program.lower, structs, program)
 
 
 @dataclass(frozen=True)
 class Change:
-    """A change that makes a job fit, and the memory that its largest program then takes."""
+    """A change that makes a job fit.
+
+    Attributes:
+        what: the change, as options of the command line.
+        peak_bytes: peak memory of the job's largest program with it.
+    """
 
     what: str
     peak_bytes: int
@@ -134,25 +150,25 @@ def smallest_tiling_that_fits(
     peak_bytes: int,
     **options: Any,
 ) -> Change | None:
-    """Return the largest tile of the picture's shape with which the job fits.
+    """Return a tile, about as large as possible and of the picture's aspect ratio, with which a job fits.
 
-    A program's memory besides its weights grows with the pixels: this gives the tile's size, with a margin of
-    a twentieth; the tile is then compiled, and made smaller until it fits.
+    A program's memory besides its weights grows with the pixels. That gives the tile's size, with a margin of
+    a twentieth; the tile's programs are compiled, and the tile is made smaller until they fit.
 
     Args:
         vae, job, devices, chip: as `plan_programs` takes them.
-        peak_bytes: peak memory of the job as it is.
+        peak_bytes: peak memory of the job as it is, which is too much.
         options: options of `plan_programs`.
 
     Returns:
-        The tile, compiled; None if not even the smallest one fits.
+        The tiling and its peak memory; None if not even the smallest tile fits.
     """
     scale, weights = vae.spatial_compression_ratio, _weight_bytes(vae, job.direction)
     height, width = job.tile or (job.height, job.width)
     while True:
-        share = 0.95 * max(chip.memory - weights, 0) / (peak_bytes - weights)
-        side = min(share, 0.9) ** 0.5
-        height, width = (int(size * side) // scale * scale for size in (height, width))
+        share_of_pixels = 0.95 * max(chip.memory - weights, 0) / (peak_bytes - weights)
+        shrink = min(share_of_pixels, 0.9) ** 0.5  # of each side; each round makes the tile smaller
+        height, width = (int(size * shrink) // scale * scale for size in (height, width))
         if min(height, width) < SMALLEST_TILE * scale:
             return None
         tiled = replace(job, tile=(height, width))
@@ -170,24 +186,27 @@ def smallest_mesh_that_fits(
     peak_bytes: int,
     **options: Any,
 ) -> Change | None:
-    """Return the fewest chips of a topology's generation, a power of two, on which a job fits unchanged.
+    """Return the smallest grid of a topology's generation on which a job fits, its width split by all chips.
 
     Args:
         model, dtype: as `weightless_vae` takes them.
         job: as `plan_programs` takes it.
-        topology: such as "v6e:1x1"; its generation's larger grids are tried.
-        tp: number of chips that split the width so far.
-        peak_bytes: peak memory of the job as it is.
+        topology: the present topology, such as "v6e:1x1"; larger grids of its generation are tried.
+        tp: number of chips that split the width at present.
+        peak_bytes: peak memory of the job at present, which is too much.
         options: options of `plan_programs`.
 
     Returns:
-        The mesh, compiled; None if 256 chips are not enough, or the generation comes in other grids.
+        The mesh and its peak memory; None if 256 chips are not enough, or for a generation whose grids are
+        not those of `GRIDS` (v5p, tpu7x).
     """
     generation, _, grid = topology.partition(":")
     chip, weights = CHIPS[generation], _weight_bytes(weightless_vae(model, dtype), job.direction)
-    if grid.count("x") != 1:
+    if grid.count("x") != 1:  # a three-dimensional grid
         return None
     for count, name in GRIDS.items():
+        # Not compiled: a grid that is no larger, or that falls short by a rough estimate, memory besides the
+        # weights being split evenly.
         if count <= tp or weights + (peak_bytes - weights) * tp / count > 1.1 * chip.memory:
             continue
         devices = topology_devices(f"{generation}:{name}")
@@ -199,6 +218,6 @@ def smallest_mesh_that_fits(
 
 
 def _weight_bytes(vae: AutoencoderKLCogVideoX, direction: Direction) -> int:
-    """Return the bytes of the encoder's or the decoder's weights."""
+    """Return the bytes of the encoder's or the decoder's weights, whichever the direction runs."""
     network = getattr(vae, direction.network)
     return sum(value.numel() * value.element_size() for value in network.parameters())

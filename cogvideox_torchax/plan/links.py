@@ -1,9 +1,10 @@
 """Time of collectives on the links between chips: bytes over bandwidth, nothing else.
 
-Messages go from chip to chip along one axis after the other, the shorter way round where an axis is closed;
-all groups send at once; the link that carries most decides. Sums and gathers go round a ring in both
-directions, half of the bytes each way. Collectives run one after the other, and no latency is counted. An
-asynchronous one overlaps with the instructions that the compiler scheduled between its start and its end.
+A message goes from chip to chip along one axis after the other, the shorter way round where the axis is
+closed to a ring. All groups of devices send at once; the link that carries the most bytes gives the time.
+All-reduce, all-gather and reduce-scatter go round a ring of devices in both directions, half of the bytes
+each way. Collectives run one after the other, and no latency is counted. An asynchronous collective overlaps
+with the instructions that the compiler scheduled between its start and its end.
 """
 
 import functools
@@ -17,10 +18,10 @@ from cogvideox_torchax.plan.chips import CORES_LINK, Chip
 from cogvideox_torchax.plan.hlo import Instruction, times_run
 
 Coordinates = tuple[int, ...]
-"""Position of a device: its chip's coordinates and its core's number."""
+"""Position of a device: its chip's coordinates, and last the core's number on the chip."""
 
 SCATTERED = "all-reduce-scatter"
-"""Computations so called sum and keep a part of the sum: TPUs' form of a reduce-scatter."""
+"""Beginning of the names of computations that sum and keep a part: a TPU's form of a reduce-scatter."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +29,8 @@ class Links:
     """The links between the devices of a mesh.
 
     Attributes:
-        places: of the devices, in the mesh's order.
-        chip: of all of them.
+        places: position of each device, in the mesh's order: collectives name devices by this index.
+        chip: the chip that all of them are.
     """
 
     places: tuple[Coordinates, ...]
@@ -44,89 +45,99 @@ class Links:
         return cls(tuple((*device.coords, device.core_on_chip) for device in devices), chip)
 
     def seconds(self, found: Sequence[Instruction], busy: Callable[[Instruction], float]) -> dict[str, float]:
-        """Return the time that a program waits for its collectives, by kind.
+        """Return the seconds that a program waits for its collectives, by kind.
+
+        Each computation is followed on its own: the chip runs its instructions in order, and the links send
+        its collectives in order.
 
         Args:
-            found: instructions in the order of their schedule.
+            found: the program's instructions, in the order of their schedule.
             busy: returns the seconds of an instruction that is no collective.
         """
         times, total = times_run(found), dict[str, float]()
         for computation, own in itertools.groupby(found, lambda instruction: instruction.computation):
-            clock = free = 0.0  # of the chip; when the links have sent everything so far
-            sent: dict[str, tuple[str, float]] = {}
+            clock = free = 0.0  # the chip's time, and the time at which the links are free again
+            sent: dict[str, tuple[str, float]] = {}  # by its name, a collective's kind and its end
             for instruction in own:
                 if instruction.collective:
-                    kind, seconds = self._one(instruction)
+                    kind, seconds = self._kind_and_seconds(instruction)
                     free = max(clock, free) + seconds
                     sent[instruction.name] = kind, free
                 if instruction.collective and not instruction.op.endswith("-start"):
-                    kind, end = sent.pop(instruction.name)
+                    kind, end = sent.pop(instruction.name)  # a synchronous one: the chip waits at once
                 elif instruction.started in sent:
-                    kind, end = sent.pop(instruction.started)
-                else:
+                    kind, end = sent.pop(instruction.started)  # the end of an asynchronous pair
+                else:  # no wait: the start of an asynchronous pair, or an instruction that computes
                     clock += 0.0 if instruction.collective else busy(instruction)
                     continue
                 total[kind] = total.get(kind, 0.0) + times[computation] * max(0.0, end - clock)
                 clock = max(clock, end)
         return total
 
-    def _one(self, instruction: Instruction) -> tuple[str, float]:
-        """Return a collective's kind and its seconds; a sum of which parts are kept is a reduce-scatter."""
+    def _kind_and_seconds(self, instruction: Instruction) -> tuple[str, float]:
+        """Return a collective's kind and the seconds of its messages.
+
+        An all-reduce of which each device keeps a part counts as the reduce-scatter that it is.
+        """
         kind, size = str(instruction.collective), instruction.bytes
-        groups = instruction.groups or (tuple(range(len(self.places))),)
-        if kind == "collective-permute":
+        groups = instruction.groups or (tuple(range(len(self.places))),)  # no groups: one of all devices
+        if kind == "collective-permute":  # whose groups are pairs (sender, receiver)
             return kind, size * self._slowest(groups)
         if kind == "all-reduce" and instruction.computation.startswith(SCATTERED):
             kind, size = "reduce-scatter", size / len(groups[0])
         return kind, self.collective_seconds(kind, size, groups)
 
     def collective_seconds(self, kind: str, size: float, groups: Sequence[Sequence[int]]) -> float:
-        """Return the time of one collective.
+        """Return the seconds of one collective.
 
         Args:
             kind: "all-reduce", "all-gather", "reduce-scatter" or "all-to-all".
             size: bytes of its result on one device.
-            groups: groups of devices that exchange, by their place in the mesh; all of one size.
+            groups: groups of devices that exchange, by their index in the mesh; all of one size.
         """
         count = len(groups[0])
-        if kind == "all-to-all":
+        if kind == "all-to-all":  # each device sends a part of its array to each other one
             pairs = [pair for group in groups for pair in itertools.permutations(group, 2)]
             return size / count * self._slowest(pairs)
+        # Round a ring: in each round every device passes one of `count` parts of the whole array on, half of
+        # it to each neighbour. An all-reduce is a reduce-scatter and then an all-gather: twice the rounds.
         whole = size * count if kind == "reduce-scatter" else size
         rounds = (2 if kind == "all-reduce" else 1) * (count - 1)
         steps = [
             pair
             for group in groups
-            for one, other in itertools.pairwise([*self._ring(group), self._ring(group)[0]])
-            for pair in ((one, other), (other, one))
+            for device, neighbour in itertools.pairwise([*self._ring(group), self._ring(group)[0]])
+            for pair in ((device, neighbour), (neighbour, device))
         ]
         return rounds * whole / count / 2 * self._slowest(steps)
 
     def _ring(self, group: Sequence[int]) -> list[int]:
-        """Order a group so that neighbours lie side by side; if possible, last and first too.
+        """Order a group of devices so that consecutive ones are neighbours, if possible last and first too.
 
-        A grid with an even number of rows runs along the first column, and back through the rest of each row.
+        A group that is a grid runs along its first column, and back through the rest of each row; with an
+        even number of rows that ends beside the start. A group that is no grid keeps its order.
         """
         axes = [sorted(set(values)) for values in zip(*(self.places[one] for one in group), strict=True)]
-        at = {self.places[one]: one for one in group}
-        if len(at) != len(list(itertools.product(*axes))):
+        device_at = {self.places[one]: one for one in group}
+        if len(device_at) != len(list(itertools.product(*axes))):
             return list(group)
-        ranked = sorted(
-            (axis for axis in range(len(axes)) if len(axes[axis]) > 1), key=lambda a: len(axes[a]) % 2
-        )
-        if len(ranked) < 2:
+        long_axes = [axis for axis, values in enumerate(axes) if len(values) > 1]
+        if len(long_axes) < 2:
             return sorted(group, key=lambda one: self.places[one])
-        first, *rest = ranked
-        columns = _snake([len(axes[axis]) for axis in rest])
+        # The rows are along an axis of even length, if there is one. A "column" is a place on all other axes.
+        row_axis, *column_axes = sorted(long_axes, key=lambda axis: len(axes[axis]) % 2)
+        columns = _snake([len(axes[axis]) for axis in column_axes])
 
         def device(row: int, column: tuple[int, ...]) -> int:
+            """Return the device at these indices into the values of the group's axes."""
             place = [values[0] for values in axes]
-            place[first] = axes[first][row]
-            for axis, index in zip(rest, column, strict=True):
+            place[row_axis] = axes[row_axis][row]
+            for axis, index in zip(column_axes, column, strict=True):
                 place[axis] = axes[axis][index]
-            return at[tuple(place)]
+            return device_at[tuple(place)]
 
-        rows = range(len(axes[first]))
+        rows = range(len(axes[row_axis]))
+        # From the last row to the first, through the columns but the first one, to and fro.
         back = [
             device(row, column)
             for turn, row in enumerate(reversed(rows))
@@ -135,25 +146,29 @@ class Links:
         return [device(row, columns[0]) for row in rows] + back
 
     def _slowest(self, pairs: Iterable[Sequence[int]]) -> float:
-        """Return the seconds that the busiest link takes where each pair of devices sends one byte."""
-        carried = Counter[Any]()
-        for one, other in pairs:
-            carried.update(self._route(self.places[one], self.places[other]))
+        """Return the seconds of the busiest link if each pair (sender, receiver) sends one byte."""
+        carried = Counter[Any]()  # bytes by link, as `_route` names links
+        for sender, receiver in pairs:
+            carried.update(self._route(self.places[sender], self.places[receiver]))
         link = self.chip.link or float("inf")
         return max(
             (count / (link * (CORES_LINK if axis is None else 1)) for (axis, *_), count in carried.items()),
             default=0.0,
         )
 
-    def _route(self, one: Coordinates, other: Coordinates) -> Iterable[tuple[Any, ...]]:
-        """Return the links of a message: each its axis (None between cores), source chip and direction."""
-        *here, core = one
-        *there, target = other
+    def _route(self, sender: Coordinates, receiver: Coordinates) -> Iterable[tuple[Any, ...]]:
+        """Yield the links that a message goes over, each as (axis, source chip, direction).
+
+        The interface between a chip's two cores is a link whose axis is None and whose direction is the core
+        that it leads to.
+        """
+        *here, core = sender
+        *there, target = receiver
         if core != target:
             yield None, tuple(here), target
         for axis, (length, closed) in enumerate(self._axes):
             distance = there[axis] - here[axis]
-            if closed and abs(distance) * 2 > length:
+            if closed and abs(distance) * 2 > length:  # shorter the other way round
                 distance -= length if distance > 0 else -length
             step = 1 if distance > 0 else -1
             for _ in range(abs(distance)):
@@ -162,21 +177,22 @@ class Links:
 
     @functools.cached_property
     def _axes(self) -> list[tuple[int, bool]]:
-        """The length of each axis of the slice, and whether it is closed to a ring."""
-        lengths = [max(values) + 1 for values in zip(*(place[:-1] for place in self.places), strict=True)]
+        """(length, whether it is closed to a ring) of each axis of the chips' grid; see `Chip.wraps`."""
+        *axes, _cores = zip(*self.places, strict=True)
+        lengths = [max(values) + 1 for values in axes]
         wraps = self.chip.wraps
-        flat = wraps == 16
-        all_closed = not flat and all(length % wraps == 0 for length in lengths)
-        return [(length, length == wraps if flat else all_closed) for length in lengths]
+        is_flat = wraps == 16  # a chip of two-dimensional grids: an axis is closed for itself, if 16 long
+        all_closed = not is_flat and all(length % wraps == 0 for length in lengths)
+        return [(length, length == wraps if is_flat else all_closed) for length in lengths]
 
 
 def _snake(lengths: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return all places of a grid in an order in which each lies beside the one before."""
+    """Return all places of a grid of these axes' lengths, ordered so that consecutive ones are neighbours."""
     if not lengths:
         return [()]
     inner = _snake(lengths[1:])
     return [
         (index, *place)
         for index in range(lengths[0])
-        for place in (inner if index % 2 == 0 else reversed(inner))
+        for place in (inner if index % 2 == 0 else reversed(inner))  # there and back: no jump in between
     ]

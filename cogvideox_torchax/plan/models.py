@@ -1,4 +1,4 @@
-"""The VAE without its weights, on torch's "meta" device: what `plan` compiles needs shapes alone."""
+"""The VAE without its weights, on torch's "meta" device: `plan` needs their shapes alone."""
 
 from typing import Any
 
@@ -18,9 +18,12 @@ CONFIGS = {
 
 
 def weightless_vae(model: str | None, dtype: torch.dtype, device: str = "meta") -> AutoencoderKLCogVideoX:
-    """Return the ported VAE of a published config, a directory or a hub id, without its weights.
+    """Return the ported VAE without its weights.
 
-    On another device than "meta" they are random.
+    Args:
+        model: a published config of `CONFIGS`, a directory or a hub id; None for "5b".
+        dtype: dtype of the weights.
+        device: torch's device; on another device than "meta" there are weights, random ones.
 
     Raises:
         ModelError: a model whose config cannot be read.

@@ -1,9 +1,10 @@
-"""`plan` for a pipeline's other two networks: one denoising step, and the encoding of a prompt.
+"""`plan` for a pipeline's transformer and text encoder: one denoising step, and the encoding of a prompt.
 
-Their layers are all alike and compile one by one, which takes minutes each: two programs of a few layers are
-compiled, and what a layer adds is multiplied. Of temporaries that is an upper bound: buffers are used again.
-Attention on a TPU is a kernel, for which the compiler gives no cycles: its final schedule counts. Where that
-is not known, its floating-point operations over the chip's peak do, and the plan says so.
+All layers of a network are equal, and the compiler takes minutes for each. So two programs of a few layers
+are compiled, and the difference that a layer makes is extrapolated to all layers. For temporaries this is an
+upper bound, as buffers are reused. Attention on a TPU is a kernel, for which the compiler gives no cycles:
+its final schedule counts. If that is not known, attention counts as its floating-point operations over the
+chip's peak, and the plan says so.
 """
 
 import functools
@@ -45,7 +46,7 @@ TRANSFORMERS: dict[str, dict[str, Any]] = {
         "max_text_seq_length": 224,
     },
 }
-"""The published transformers, in what costs time; everything else is diffusers' default."""
+"""Configs of the published transformers, as far as they cost time; other values are diffusers' defaults."""
 
 TEXT_ENCODER: dict[str, Any] = {
     "vocab_size": 32128,
@@ -56,10 +57,10 @@ TEXT_ENCODER: dict[str, Any] = {
     "num_heads": 64,
     "feed_forward_proj": "gated-gelu",
 }
-"""T5 v1.1 XXL's encoder, which all of them have."""
+"""Config of T5 v1.1 XXL's encoder, which all published pipelines have."""
 
 FEW = (2, 3)
-"""Layers of the two programs that are compiled.
+"""Number of layers of the two programs that are compiled.
 
 One layer alone would mislead: the second reuses buffers of the first, and a step cache treats the first layer
 differently.
@@ -75,14 +76,14 @@ class NetworkPlan:
 
     Attributes:
         name: "step" or "prompt".
-        program: plan of the whole network: estimates and sizes extended, and the time of its collectives; not
-            their number.
+        program: plan of the program of `FEW[1]` layers, with times, sizes and numbers of kernels
+            extrapolated to all layers; its `collectives` are not.
         layers: number of layers of the whole network.
-        attention_seconds: time of its attention kernels and of those that prepare for them; part of the
-            whole. None without a chip.
-        by_schedule: whether that time is by their schedules, or at the chip's peak.
+        attention_seconds: time of all Pallas kernels, attention's among them; a part of `seconds`. None
+            without a chip.
+        by_schedule: whether attention's time is by its schedule, not at the chip's peak.
         parallel: the use of "tp", and its reason.
-        kept: bytes that a cache leaves for the next step, among the arguments.
+        kept: bytes that a step cache keeps for the next step; they are in `argument_bytes`.
     """
 
     name: str
@@ -95,31 +96,33 @@ class NetworkPlan:
 
     @property
     def seconds(self) -> float | None:
-        """The compiler's estimate and its kernels, without collectives; None where there is no estimate."""
+        """The estimate of the whole network, without collectives; None if there is none."""
         if self.program.seconds is None or self.attention_seconds is None:
             return None
+        # The kernels' time is replaced: it may be one at the chip's peak.
         return self.program.seconds - self.program.shares.get(KERNEL, 0.0) + self.attention_seconds
 
 
 def weightless_transformer(model: str | None, dtype: torch.dtype, layers: int) -> Any:
-    """Return the ported transformer of a published config or a directory, of so many layers, weightless."""
+    """Return a ported transformer without weights, of so many layers; `model` as in `transformer_config`."""
     return port_network(transformer({**transformer_config(model), "num_layers": layers}, dtype))
 
 
 def transformer(config: dict[str, Any], dtype: torch.dtype, device: str = "meta") -> Any:
-    """Return diffusers' transformer of a config; its weights are random, on "meta" there are none."""
+    """Return diffusers' transformer of a config, with random weights; on torch's "meta" device without."""
     return _built(CogVideoXTransformer3DModel.from_config, config, dtype, device)
 
 
 def text_encoder(config: dict[str, Any], dtype: torch.dtype, device: str = "meta") -> Any:
-    """Return the text encoder of a T5 config, as `transformer` does."""
-    return _built(lambda given: T5EncoderModel(T5Config(**given)), config, dtype, device)
+    """Return transformers' text encoder of a T5 config, with random weights; on "meta" without."""
+    return _built(lambda config: T5EncoderModel(T5Config(**config)), config, dtype, device)
 
 
 def _built(build: Any, config: dict[str, Any], dtype: torch.dtype, device: str) -> Any:
-    """Return a network that `build` makes of a config, without torchax, on a device and in a dtype."""
+    """Return the network `build(config)`, made on a device and cast to a dtype, while torchax is off."""
 
     def built() -> Any:
+        """Make the network."""
         with torch.device(device):
             return torch.nn.Module.to(build(config), dtype).eval()
 
@@ -127,7 +130,10 @@ def _built(build: Any, config: dict[str, Any], dtype: torch.dtype, device: str) 
 
 
 def transformer_config(model: str | None) -> dict[str, Any]:
-    """Return the config of a published transformer, or of a pipeline's directory or hub id."""
+    """Return the transformer's config of `model`: a name of `TRANSFORMERS`, a pipeline's directory or hub id.
+
+    None is "5b".
+    """
     name = model or "5b"
     if name in TRANSFORMERS:
         return TRANSFORMERS[name]
@@ -135,7 +141,7 @@ def transformer_config(model: str | None) -> dict[str, Any]:
 
 
 def text_encoder_config(model: str | None) -> dict[str, Any]:
-    """Return the config of a published text encoder, or of a pipeline's directory or hub id.
+    """Return the text encoder's config of `model`, as `transformer_config` takes it.
 
     Raises:
         PlanError: a model that has no T5.
@@ -170,16 +176,16 @@ def plan_step(
     """Plan one denoising step of one video.
 
     Args:
-        model: "2b", "5b", "1.5-5b", a pipeline's directory or its hub id.
+        model: as `transformer_config` takes it.
         dtype: dtype of weights and activations.
         devices: devices of a topology, or of this machine.
         chip: the chip whose peaks apply; None for none.
         frames, height, width: size of the latents.
-        guided: whether the batch holds the video twice, with the prompt and without, for guidance.
-        dp, tp: the mesh.
+        guided: whether the batch has the video twice, without the prompt and with it, for guidance.
+        dp, tp: sizes of the mesh.
         parallel: as `port` takes it.
-        cache: a cache of `cache_options`; None for none.
-        step: with a cache, the step to plan, of those that `cached_steps` counts.
+        cache: a step cache, as the command line takes it (`cache_options.CHOICES`); None for none.
+        step: with a cache, number of the step to plan, a key of `cached_steps`. Step 0 runs all layers.
 
     Raises:
         PlanError: a config that cannot be read, or a size that its patches do not divide.
@@ -191,50 +197,58 @@ def plan_step(
         raise PlanError(
             f"got {height} x {width} latents: the transformer's patches take multiples of {patch}"
         )
-    frames = -(-frames // patch_t) * patch_t
+    frames = -(-frames // patch_t) * patch_t  # padded to whole patches, as diffusers' pipelines do
     batch = 2 if guided else 1
     plans, kept, mesh = [], [], make_mesh(dp, tp, devices=devices)
     for few, network in zip(FEW, networks, strict=True):
-        # As all layers would be split, of which these have their share of the memory.
+        # Weights are gathered or whole as with all layers: these few get their share of the memory.
         network.place_on(mesh, parallel, chip and chip.memory * few / layers)
         tensors = step_tensors(network, batch=batch, frames=frames, height=height, width=width)
         program, before = network.program, None
         if cache is not None:
             program, tensors = cached_program(network, tensors, cache, batch, step)
-            before = tensors
+            before = tensors  # a step takes the arrays that a step on the same inputs keeps
             kept.append(cache_bytes(program, tensors))
         structs = functools.partial(program.structs, tensors, before=before)
         plans.append(compile_program(Work("step", frames, program.lower, structs), network.mesh, chip))
     tokens = config["max_text_seq_length"] + frames // patch_t * (height // patch) * (width // patch)
-    products = 4 * batch * config["num_attention_heads"] * config["attention_head_dim"] * tokens**2
-    attention = products * layers / (dp * tp) if plans[0].kernels else 0.0
-    plan = _extended("step", plans, layers, 0.0 if step else attention, chip)
+    # Attention has two products, queries by keys and scores by values, of 2 operations for a multiply-add.
+    layer_flops = 2 * 2 * batch * config["num_attention_heads"] * config["attention_head_dim"] * tokens**2
+    attention_flops = layer_flops * layers / (dp * tp) if plans[0].kernels else 0.0
+    # A step of a cache after the first may skip attention: then only the schedules of its kernels count.
+    plan = _extended("step", plans, layers, 0.0 if step else attention_flops, chip)
     kept_of_all_layers = _extend(kept[0], kept[1], layers) if kept else 0
     return replace(plan, parallel=str(networks[0].parallelism), kept=kept_of_all_layers)
 
 
 def cached_steps(model: str | None, dtype: torch.dtype, cache: str, guided: bool = True) -> dict[int, int]:
-    """Return the first step of each kind in a run with a cache, and the number of steps like it.
+    """Return the number of steps of each kind in a run with a cache, by the number of the kind's first step.
 
-    FirstBlockCache decides at run time: for it, one step that computes and one that does not.
+    Steps of one kind share a program. FirstBlockCache decides at run time: the result has one step that runs
+    all blocks, and one that does not.
+
+    Args:
+        model, dtype, cache, guided: as `plan_step` takes them.
     """
-    forms = [form for form, _ in _enabled(weightless_transformer(model, dtype, 2), cache, 2 if guided else 1)]
+    network = weightless_transformer(model, dtype, FEW[0])
+    forms = [form for form, _ in _plan_cached_run(network, cache, 2 if guided else 1)]
     return {forms.index(form): count for form, count in Counter(forms).items()}
 
 
-def _enabled(network: Any, cache: str, batch: int) -> list[Any]:
-    """Return what each step of a run does with a cache enabled on a transformer without weights.
+def _plan_cached_run(network: Any, cache: str, batch: int) -> list[Any]:
+    """Enable a cache on a transformer without weights, and return each step's `caches.StepPlan` of a run.
 
-    Each is the form of the step's program, and the numbers by name that the program takes besides the inputs.
+    `cache` is as in `plan_step`, `batch` the number of videos: 2 with guidance, else 1.
     """
-    at = [0.0]
+    timestep = [0.0]  # of the present step: some caches skip only steps in a range of timesteps
 
     def steps() -> Iterator[int]:
+        """Yield each step's number, once its timestep is set: from 999 down, as diffusers' schedulers."""
         for step in range(STEPS):
-            at[0] = 999 - step * 1000 / STEPS
+            timestep[0] = 999 - step * 1000 / STEPS
             yield step
 
-    config = config_of(cache, steps=STEPS, guided=batch == 2, timestep=lambda: at[0])
+    config = config_of(cache, steps=STEPS, guided=batch == 2, timestep=lambda: timestep[0])
     network.enable_cache(config)
     network.take_cache()
     return runtime.without_torchax(network.step_cache.plan_run, network, batch, steps())
@@ -243,24 +257,29 @@ def _enabled(network: Any, cache: str, batch: int) -> list[Any]:
 def cached_program(
     network: Any, tensors: TensorSpecs, cache: str, batch: int, step: int
 ) -> tuple[Any, TensorSpecs]:
-    """Return the program of a step with a cache, and the shape and dtype of each of its inputs by name.
+    """Return the program of a step with a cache, and the (shape, JAX dtype) of each of its inputs by name.
 
-    `step` is the step's number in a run; the other arguments are as in `plan_step`.
+    Args:
+        network: a ported transformer without weights; the cache is enabled on it.
+        tensors: inputs of a step without a cache, of `step_tensors`.
+        cache: as `plan_step` takes it.
+        batch: number of videos: 2 with guidance, else 1.
+        step: the step's number in a run.
     """
-    form, given = _enabled(network, cache, batch)[step]
-    numbers = {
+    form, numbers = _plan_cached_run(network, cache, batch)[step]
+    number_specs = {
         name: (tuple(each.shape), jax.dtypes.canonicalize_dtype(runtime.jax_dtype(each.dtype)))
-        for name, each in given.items()
+        for name, each in numbers.items()
     }
-    return network.program_of(CachedStep(network, None, form)), tensors | numbers
+    return network.program_of(CachedStep(network, None, form)), tensors | number_specs
 
 
 def cache_bytes(program: runtime.Program, tensors: TensorSpecs) -> int:
-    """Return the bytes of the cache that a program gives back for such inputs, on one device."""
-    _, _, structs = program.structs(tensors, before=tensors)
+    """Return the bytes on one device of the cache that a program returns for these inputs."""
+    _weights, _inputs, cache = program.structs(tensors, before=tensors)
     shards = [
         (each.sharding.shard_shape(each.shape) if each.sharding else each.shape, each.dtype.itemsize)
-        for each in jax.tree.leaves(structs)
+        for each in jax.tree.leaves(cache)
     ]
     return sum(math.prod(shape) * size for shape, size in shards)
 
@@ -275,7 +294,7 @@ def plan_prompt(
     dp: int = 1,
     tp: int = 1,
 ) -> NetworkPlan:
-    """Plan the encoding of one prompt of so many tokens; the rest as `plan_step` takes it."""
+    """Plan the encoding of one prompt of so many tokens; the other arguments are as in `plan_step`."""
     config = text_encoder_config(model)
     tensors = prompt_tensors(batch=1, text=tokens)
     plans = []
@@ -292,38 +311,49 @@ def plan_prompt(
 def _extended(
     name: str, plans: list[ProgramPlan], layers: int, attention_flops: float, chip: Chip | None
 ) -> NetworkPlan:
-    """Extrapolate from the plans of `FEW` layers to the plan of all.
+    """Extrapolate from the plans of a few layers to the plan of the whole network.
 
-    `attention_flops` are those of all layers, for which the chip's peak counts where a schedule is missing.
+    Args:
+        name: "step" or "prompt".
+        plans: plans of the programs of `FEW` layers.
+        layers: number of layers of the whole network.
+        attention_flops: operations of all layers' attention, which count at the chip's peak if a schedule of
+            the attention kernel is missing.
+        chip: the chip whose peaks apply; None for none.
     """
     fewer, more = plans
     names = ("flops", "bytes_accessed", "seconds", "floor_seconds", "shares", "collective_seconds", "kernels")
-    grown = _extend_fields(fewer, more, layers, *names, "argument_bytes", "temp_bytes", "output_bytes")
-    grown["temp_bytes"] = max(more.temp_bytes, grown["temp_bytes"])
+    whole = _extend_fields(fewer, more, layers, *names, "argument_bytes", "temp_bytes", "output_bytes")
+    whole["temp_bytes"] = max(more.temp_bytes, whole["temp_bytes"])  # reused buffers may make it fall
     times = ("count", "bytes_seconds", "schedule_seconds", "seconds")
-    grown["kernel_times"] = {
-        kind: replace(time, **_extend_fields(fewer.kernel_times.get(kind, time), time, layers, *times))
-        for kind, time in more.kernel_times.items()
+    whole["kernel_times"] = {
+        kernel: replace(time, **_extend_fields(fewer.kernel_times.get(kernel, time), time, layers, *times))
+        for kernel, time in more.kernel_times.items()
     }
-    program = replace(more, compile_seconds=fewer.compile_seconds + more.compile_seconds, **grown)
+    program = replace(more, compile_seconds=fewer.compile_seconds + more.compile_seconds, **whole)
     if chip is None:
         return NetworkPlan(name, program, layers, None)
-    scheduled, attention = program.shares.get(KERNEL, 0.0), program.kernel_times.get("attention")
+    kernel_seconds, attention = program.shares.get(KERNEL, 0.0), program.kernel_times.get("attention")
     by_schedule = attention is None or attention.by_bytes == 0
-    seconds = scheduled if by_schedule else max(scheduled, attention_flops / chip.flops)
+    seconds = kernel_seconds if by_schedule else max(kernel_seconds, attention_flops / chip.flops)
     return NetworkPlan(name, program, layers, seconds, by_schedule)
 
 
 def _extend_fields(fewer: Any, more: Any, layers: int, *fields: str) -> dict[str, Any]:
-    """Extrapolate fields of two plans, or of two kernels' times, from `FEW` layers to all."""
+    """Return fields of `fewer` and `more`, two plans or two `KernelTime`s, each by `_extend`."""
     return {field: _extend(getattr(fewer, field), getattr(more, field), layers) for field in fields}
 
 
 def _extend(fewer: Any, more: Any, layers: int) -> Any:
-    """Extrapolate a figure from `FEW` layers to all: each further layer adds the difference of the two.
+    """Extrapolate a figure of `FEW` layers to `layers`: each further layer adds the difference of the two.
 
-    Of a dictionary each figure is extrapolated; a whole number stays one. The result is None if either figure
-    is None.
+    Args:
+        fewer, more: the figure for `FEW[0]` and for `FEW[1]` layers: a number, a dictionary of numbers, or
+            None.
+        layers: number of layers of the whole network.
+
+    Returns:
+        A result of `more`'s type; None if either figure is None.
     """
     if fewer is None or more is None:
         return None
@@ -333,11 +363,11 @@ def _extend(fewer: Any, more: Any, layers: int) -> Any:
 
 
 def cached_table(plans: list[NetworkPlan], counts: list[int], chip: Chip | None) -> dict[str, Any]:
-    """Return the figures of a full step, and of a video with a cache: kept memory, steps' times, the sum.
+    """Return the figures of a video with a cache: of a full step, kept memory, times of all kinds of steps.
 
     Args:
-        plans: plans of each kind of step, the full one first.
-        counts: number of each kind in a video.
+        plans: a plan of each kind of step (`cached_steps`), the full step first.
+        counts: number of steps of each kind in a video.
         chip: the chip whose peaks apply; None for none.
     """
     rows = network_table(plans[0], chip)
@@ -353,7 +383,7 @@ def cached_table(plans: list[NetworkPlan], counts: list[int], chip: Chip | None)
 
 
 def network_table(plan: NetworkPlan, chip: Chip | None) -> dict[str, Any]:
-    """Return a plan's figures, see `report.figures`."""
+    """Return a plan's figures per device, by the names that `plan` prints."""
     program = plan.program
     seconds: dict[str, Any] = {}
     if plan.seconds is not None:

@@ -16,20 +16,23 @@ from cogvideox_torchax.plan.links import Links
 from cogvideox_torchax.plan.schedule import Schedule, compile_with_schedules
 
 CONVOLUTION, COPY, OTHER, KERNEL = "convolutions", "copies", "other", "kernels"
+"""Kinds of instructions by which a program's time is divided; matrix products are convolutions on a TPU."""
+
 COPIES = ("copy", "slice", "pad", "broadcast", "transpose")
+"""Opcodes that only move data."""
 
 
 @dataclass(frozen=True)
 class KernelTime:
-    """The Pallas kernels of one name, all together.
+    """The time of a program's Pallas kernels of one name, all together.
 
     Attributes:
-        count: how many run, those in a loop as often as it does.
-        bytes_seconds: what they take and give over the chip's bandwidth.
-        schedule_seconds: the cycles of their final schedules over the clock; None where one is not known.
-        seconds: the larger of the two, kernel by kernel.
-        by_bytes: of how many the schedule is not known.
-        assumed_branches: of a schedule, those that hang on data (`Schedule.assumed`).
+        count: number of kernels that run; one in a loop counts once per trip.
+        bytes_seconds: time to read their operands and write their results at the chip's bandwidth.
+        schedule_seconds: cycles of their final schedules over the clock; None if one schedule is not known.
+        seconds: for each kernel the larger of its two times, summed.
+        by_bytes: number of kernels whose schedule is not known, and which count by bytes alone.
+        assumed_branches: number of branches in their schedules that depend on data (`Schedule.assumed`).
     """
 
     count: int
@@ -42,16 +45,16 @@ class KernelTime:
 
 @dataclass
 class Row:
-    """A layer.
+    """A layer's sharding and communication in a compiled program.
 
     Attributes:
-        layer: the module's name, or "(program)" for what belongs to none.
-        shape: its largest activation, (N, C, T, H, W) or a sequence (N, S, C), whole.
-        spec: how that was to be split.
-        shards: over how many devices the compiled program splits it, by the shapes of the arrays that are
-            there; 1 where it is whole, None where no array is of either shape (fused away).
-        bytes_per_device: the largest array that the layer's instructions give on one device.
-        collectives: by kind, how many and how many bytes a device receives.
+        layer: the module's name, or "(program)" for all instructions of no layer.
+        shape: the whole shape of its largest activation, (N, C, T, H, W) or a sequence (N, S, C).
+        spec: the requested `PartitionSpec` of that activation.
+        shards: number of devices that the compiled program splits it over, as the shapes of its arrays show;
+            1 if it is whole, None if no array has the whole or the split shape, for it is fused away.
+        bytes_per_device: bytes of the largest result of the layer's instructions on one device.
+        collectives: by kind, {"count": number, "bytes": bytes of their results on one device}.
     """
 
     layer: str
@@ -64,28 +67,28 @@ class Row:
 
 @dataclass
 class ProgramPlan:
-    """The compiler's figures for one chunk program, per device.
+    """The compiler's figures for one program, per device.
 
     Attributes:
-        name: "first" or "later" chunk.
-        frames: input frames of the chunk.
+        name: the program's name: "first" or "later" for a chunk's, "step" or "prompt" for a pipeline's.
+        frames: number of input frames; of tokens for a prompt.
         flops: multiply-adds times two.
         bytes_accessed: traffic between the chip and its memory, as the compiler counts.
         seconds: the compiler's estimate, and for Pallas kernels, which it does not estimate, the larger of
-            their bytes' and their final schedule's time; without collectives. None without cycles (a CPU).
+            the times of their bytes and of their final schedule; without collectives. None for a CPU.
         kernels: number of Pallas kernels in the program.
-        shares: seconds by kind of instruction.
-        floor_seconds: FLOPs over the chip's peak.
+        shares: the seconds by kind of instruction.
+        floor_seconds: FLOPs over the chip's peak; None without a chip.
         argument_bytes, temp_bytes, output_bytes: memory; donated caches are in the arguments alone.
-        collectives: kind to (count, largest result in bytes).
+        collectives: by kind, (number, bytes of the largest array).
         compile_seconds: seconds to compile on this machine.
         text: the compiled program's text.
-        layers: each layer's sharding and communication, on a mesh.
+        layers: each layer's sharding and communication; empty without a mesh.
         kernel_times: times by the name of a Pallas kernel.
-        kernels_by_bytes: kernels of unknown schedule, which count by their bytes alone.
-        collective_seconds: kind to the time that the program waits for its collectives; None if the links are
-            unknown.
-        open_loops: loops of unknown length, which count once.
+        kernels_by_bytes: number of kernels whose schedule is not known, and which count by bytes alone.
+        collective_seconds: by kind, the time that the program waits for its collectives; None if the links
+            are not known.
+        open_loops: number of loops of unknown length, which count once.
     """
 
     name: str
@@ -110,18 +113,18 @@ class ProgramPlan:
 
     @property
     def seconds_with_collectives(self) -> float | None:
-        """The estimate and what the program waits for; None where one of them is not known."""
+        """The estimate, and the time of waiting for collectives; None if one of the two is not known."""
         if self.seconds is None or self.collective_seconds is None:
             return None
         return self.seconds + sum(self.collective_seconds.values())
 
     @property
     def traffic(self) -> dict[str, dict[str, int]]:
-        """Kind to how many collectives the layers have, and how many bytes a device receives of them."""
+        """The collectives of all layers, by kind as `Row.collectives`."""
         total: dict[str, dict[str, int]] = {}
-        for kind, part in (moved for row in self.layers for moved in row.collectives.items()):
+        for kind, of_layer in (item for row in self.layers for item in row.collectives.items()):
             before = total.get(kind, {"count": 0, "bytes": 0})
-            total[kind] = {key: before[key] + value for key, value in part.items()}
+            total[kind] = {key: before[key] + value for key, value in of_layer.items()}
         return total
 
     @property
@@ -129,6 +132,7 @@ class ProgramPlan:
         return self.argument_bytes + self.temp_bytes + self.output_bytes
 
     def as_json(self) -> dict[str, Any]:
+        """Return the figures for `json.dumps`: without the text and the layers, with the sums."""
         values = asdict(self)
         del values["text"], values["layers"]
         return values | {
@@ -139,13 +143,14 @@ class ProgramPlan:
 
 @dataclass(frozen=True)
 class Work:
-    """A program to be planned, or to be run.
+    """A program to plan, or to run.
 
     Attributes:
         name, frames: as `ProgramPlan` has them.
-        lower: lowers the program for arrays or for their structs.
-        structs: gives the structs of its weights, its inputs and, where it takes one, of its cache.
-        program: that it is lowered of; None for a function of no network.
+        lower: lowers the program for arrays, or for `jax.ShapeDtypeStruct`s of their shapes.
+        structs: returns the structs that `lower` takes: of weights, of inputs and, for a program with a
+            cache, of the cache.
+        program: the `runtime.Program` that is lowered; None for another function.
     """
 
     name: str
@@ -156,9 +161,9 @@ class Work:
 
 
 def compile_program(work: Work, mesh: Any, chip: Chip | None) -> ProgramPlan:
-    """Lower a program over a mesh, compile it and read it; the chip as `read_program` takes it."""
+    """Lower a program over a mesh, compile it, and return its figures; `chip` as in `read_program`."""
     start = time.perf_counter()
-    with jax.set_mesh(mesh):  # lowering a kernel for a TPU asks it for the chip's kind
+    with jax.set_mesh(mesh):  # lowering a kernel for a TPU reads the chip's kind from the mesh
         lowered = work.lower(*work.structs())
     compiled, schedules = compile_with_schedules(lowered, chip)
     return read_program(work.name, work.frames, compiled, chip, time.perf_counter() - start, schedules)
@@ -172,14 +177,14 @@ def read_program(
     compile_seconds: float,
     schedules: Mapping[str, Schedule] | None = None,
 ) -> ProgramPlan:
-    """Read a compiled program's cost; see `ProgramPlan`.
+    """Return the figures of a compiled program.
 
     Args:
         name, frames, compile_seconds: facts of the program, to go into the plan.
         compiled: the result of `.compile()`.
-        chip: the chip whose peaks apply; None for none.
-        schedules: schedules of its Pallas kernels, by their instructions' names; other kernels count by
-            bytes.
+        chip: the chip whose peaks apply; None, on a CPU, for no times.
+        schedules: schedules of its Pallas kernels, by their instructions' names; kernels that are missing
+            count by bytes alone.
     """
     text = compiled.as_text()
     found = list(instructions(text))
@@ -216,7 +221,10 @@ def read_program(
 def _collective_seconds(
     found: list[Instruction], compiled: Any, chip: Chip | None, schedules: Mapping[str, Schedule]
 ) -> dict[str, float] | None:
-    """Return the seconds that a program waits for collectives, by kind; None where links are not known."""
+    """Return the seconds that a program waits for collectives, by kind; None if the links are not known.
+
+    `found` are the instructions of `compiled`, the other arguments as `read_program` takes them.
+    """
     if chip is None:
         return None
     if not any(instruction.collective for instruction in found):
@@ -233,7 +241,7 @@ def _collective_seconds(
 
 
 def _devices(compiled: Any) -> list[Any]:
-    """Return a compiled program's devices, in its mesh's order, by which collectives name them."""
+    """Return a compiled program's devices in its mesh's order; collectives name them by that index."""
     for sharding in jax.tree.leaves(compiled.input_shardings):
         if isinstance(sharding, jax.sharding.NamedSharding):
             return np.asarray(sharding.mesh.devices).reshape(-1).tolist()
@@ -241,9 +249,9 @@ def _devices(compiled: Any) -> list[Any]:
 
 
 def cycles_by_kind(found: list[Instruction]) -> Counter[str]:
-    """Count the compiler's cycles of all instructions, by convolutions, copies and the rest.
+    """Sum the compiler's cycles of a program's instructions, by `CONVOLUTION`, `COPY` and `OTHER`.
 
-    An instruction inside a loop counts as often as it runs, if the compiler knows.
+    An instruction inside a loop counts once per trip; a fusion with a convolution inside is one.
     """
     times = times_run(found)
     convolving = {instruction.computation for instruction in found if instruction.op == "convolution"}
@@ -263,7 +271,13 @@ def cycles_by_kind(found: list[Instruction]) -> Counter[str]:
 def kernel_times(
     found: list[Instruction], chip: Chip, schedules: Mapping[str, Schedule]
 ) -> dict[str, KernelTime]:
-    """Return the time of the Pallas kernels of each name, by their bytes in tiles and by their schedules."""
+    """Return the time of a program's Pallas kernels by their name.
+
+    Args:
+        found: the program's instructions.
+        chip: the chip whose peaks apply.
+        schedules: as `read_program` takes them.
+    """
     times = times_run(found)
     total: dict[str, KernelTime] = {}
     for kernel in found:
@@ -271,7 +285,7 @@ def kernel_times(
             continue
         count, schedule = times[kernel.computation], schedules.get(kernel.name)
         by_bytes, by_schedule = (count * seconds for seconds in _kernel_seconds(kernel, chip, schedules))
-        name = re.sub(r"[.\d]+$", "", kernel.name)
+        name = re.sub(r"[.\d]+$", "", kernel.name)  # without the number that tells equal names apart
         before = total.get(name, KernelTime(0, 0.0, 0.0, 0.0, 0, 0))
         scheduled = before.schedule_seconds
         total[name] = KernelTime(
@@ -288,7 +302,10 @@ def kernel_times(
 def _kernel_seconds(
     kernel: Instruction, chip: Chip, schedules: Mapping[str, Schedule]
 ) -> tuple[float, float]:
-    """Return the time of a kernel's bytes, in tiles, and of its schedule, 0 where that is not known."""
-    moved = sum(array.tiled_bytes for array in (*kernel.results, *kernel.operands))
+    """Return the seconds of one run of a kernel: (by its bytes in memory, by its schedule).
+
+    The second is 0 if the schedule is not known.
+    """
+    tiled_bytes = sum(array.tiled_bytes for array in (*kernel.results, *kernel.operands))
     schedule = schedules.get(kernel.name)
-    return moved / chip.bandwidth, schedule.cycles / chip.clock if schedule else 0.0
+    return tiled_bytes / chip.bandwidth, schedule.cycles / chip.clock if schedule else 0.0

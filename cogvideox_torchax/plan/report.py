@@ -1,4 +1,4 @@
-"""The work of a program on a mesh on each device, layer by layer, read off its compiled text."""
+"""The work of each device of a mesh, layer by layer, read off a program's compiled text."""
 
 import itertools
 import math
@@ -13,6 +13,7 @@ from cogvideox_torchax.vae.directions import DECODE, Direction
 from cogvideox_torchax.vae.torchax.autoencoder import AutoencoderKLCogVideoX
 
 ELSEWHERE = "(program)"
+"""Name of the row of instructions that belong to no layer."""
 
 
 def figures(
@@ -25,20 +26,22 @@ def figures(
     chip: Chip | None,
     **about: str,
 ) -> dict[str, Any]:
-    """Return a plan in words and figures, a device: what `plan` prints.
+    """Return the figures of a plan, per device, by the names that `plan` prints.
 
     Args:
-        network: what was planned.
+        network: the network that was planned, in words.
         memory: bytes by their name, the peak last.
-        seconds: what it is estimated to take; empty for no estimate.
-        flops, compile_seconds: of all programs.
-        chip: whose memory the peak has to fit, or None.
+        seconds: estimated times and remarks on them, by name; empty for no estimate.
+        flops: floating-point operations of all programs.
+        compile_seconds: seconds to compile all programs.
+        chip: the chip whose memory the peak has to fit in; None for no verdict.
         about: further rows, by their names.
     """
     rows: dict[str, Any] = {"network": network, **about, "TFLOP": flops / 1e12}
     rows |= {name: size / GIB for name, size in memory.items()}
     if chip is not None:
-        fits = "yes" if [*memory.values()][-1] <= chip.memory else "no"
+        *_, peak = memory.values()
+        fits = "yes" if peak <= chip.memory else "no"
         rows["fits"] = f"{fits} ({chip.memory / GIB:.2f} GiB)"
     return {**rows, **seconds, "compiled_in_s": compile_seconds}
 
@@ -51,17 +54,18 @@ def table(rows: list[Row]) -> list[list[str]]:
 
 def _cells(row: Row) -> list[str]:
     """Return a layer as the cells of a table's row."""
-    moved = ", ".join(
-        f"{what['count']} {kind} ({what['bytes']:,} B)" for kind, what in sorted(row.collectives.items())
+    communication = ", ".join(
+        f"{total['count']} {kind} ({total['bytes']:,} B)" for kind, total in sorted(row.collectives.items())
     )
     shape = " x ".join(map(str, row.shape)) if row.shape else ""
-    return [row.layer, shape, row.spec, str(row.shards or ""), f"{row.bytes_per_device:,}", moved]
+    return [row.layer, shape, row.spec, str(row.shards or ""), f"{row.bytes_per_device:,}", communication]
 
 
 def report(vae: Any, shape: tuple[int, ...], *, direction: Direction = DECODE) -> ProgramPlan:
     """Compile the program of an input's last chunk and report its sharding, layer by layer.
 
-    In the result's `layers` all but `shape` and `spec` is read off the compiled program.
+    The result's `layers` have a `Row` for each layer: its `shape` and `spec` are from tracing, its other
+    figures are read off the compiled program.
 
     Args:
         vae: an `AutoencoderKLCogVideoX` with a mesh, in PyTorch, on JAX or on torch's "meta" device.
@@ -76,23 +80,28 @@ def report(vae: Any, shape: tuple[int, ...], *, direction: Direction = DECODE) -
             f"got a {type(vae).__name__}: a report needs diffusers' model; pass port(vae, mesh=...)"
         )
     _check_mesh("model", vae)
-    return _read(direction, shape[2], *compile_last_chunk(vae, shape, direction=direction))
+    _, _, frames, *_ = shape
+    return _read(direction, frames, *compile_last_chunk(vae, shape, direction=direction))
 
 
 def compile_last_chunk(
     vae: AutoencoderKLCogVideoX, shape: tuple[int, ...], *, direction: Direction = DECODE
 ) -> tuple[runtime.Program, Any]:
-    """Compile, without running it, the program of an input's last chunk, which all but the first share.
+    """Compile, without running it, the program of an input's last chunk.
+
+    All chunks after the first are of one length and share it.
 
     Args:
         vae, shape, direction: as `report` takes them; a mesh is not needed.
 
     Returns:
-        The program and its compiled form.
+        The program, and JAX's compiled form of it.
     """
     program, dtype = vae.build_program(direction), runtime.jax_dtype(vae.dtype)
-    pieces = Direction(direction).chunks(vae, shape[2])
-    chunks = [((*shape[:2], piece.length, *shape[3:]), dtype) for piece in pieces]
+    videos, channels, frames, *size = shape
+    pieces = Direction(direction).chunks(vae, frames)
+    chunks = [((videos, channels, piece.length, *size), dtype) for piece in pieces]
+    # A later chunk takes a cache, whose shapes are those that the chunk before it returns.
     structs = program.structs(chunks[-1], before=chunks[0] if len(chunks) > 1 else None)
     return program, program.lower(*structs).compile()
 
@@ -102,7 +111,7 @@ def report_network(network: Any, tensors: dict[str, Any]) -> ProgramPlan:
 
     Args:
         network: a network with a mesh; in PyTorch, on JAX or on torch's "meta" device.
-        tensors: shape and JAX dtype of each argument, by name, from `step_tensors` or `prompt_tensors` of
+        tensors: (shape, JAX dtype) of each argument, by name, from `step_tensors` or `prompt_tensors` of
             `pipelines.networks`.
 
     Raises:
@@ -111,33 +120,43 @@ def report_network(network: Any, tensors: dict[str, Any]) -> ProgramPlan:
     _check_mesh("network", network)
     program = network.build_program()
     compiled = program.lower(*program.structs(tensors)).compile()
-    return _read(type(network).__name__, next(iter(tensors.values()))[0][1], program, compiled)
+    # The first argument is a step's latents (N, T, C, H, W), or a prompt's token numbers (N, S).
+    (_, frames_or_tokens, *_), _dtype = next(iter(tensors.values()))
+    return _read(type(network).__name__, frames_or_tokens, program, compiled)
 
 
-def _check_mesh(what: str, model: Any) -> None:
-    """Raise `ValueError` for a model without a mesh, called by the word `what`."""
+def _check_mesh(kind: str, model: Any) -> None:
+    """Raise `ValueError` for a model without a mesh; `kind` is the message's word for the model."""
     if model.mesh is None:
-        raise ValueError(f"report got a {what} without a mesh: port(..., mesh=make_mesh(dp, tp)) first")
+        raise ValueError(f"report got a {kind} without a mesh: port(..., mesh=make_mesh(dp, tp)) first")
 
 
 def _read(name: str, frames: int, program: Any, compiled: Any) -> ProgramPlan:
-    """Return the plan of a compiled program with its layers, without times."""
+    """Return the plan of a program, compiled as `compiled`, with its layers and without times.
+
+    `name` and `frames` go into the plan.
+    """
     plan = read_program(name, frames, compiled, None, 0.0)
     plan.layers = layers(program, plan.text)
     return plan
 
 
 def layers(program: runtime.Program, text: str) -> list[Row]:
-    """Return each layer's sharding and communication, read off the compiled text of the last tracing.
+    """Return each layer's sharding and communication.
 
     The list is empty for a program on one device, and for one of the Flax build: they name no layers.
+
+    Args:
+        program: a program over a mesh, traced before.
+        text: the compiled text of its last tracing.
     """
     place: Any = program.place
-    shapes = getattr(place, "layers", {})
+    shapes = getattr(place, "layers", {})  # by a layer's name, its activations' shapes in the last tracing
     if not shapes:
         return []
     owned: dict[str, list[Instruction]] = {name: [] for name in [*shapes, ELSEWHERE]}
     for instruction in instructions(text):
+        # The innermost layer that the instruction was traced in.
         owner = next((part for part in reversed(instruction.scope.split("/")) if part in owned), ELSEWHERE)
         owned[owner].append(instruction)
     return [_row(name, shapes.get(name), own, place) for name, own in owned.items()]
@@ -147,49 +166,66 @@ def _row(name: str, shapes: set[tuple[int, ...]] | None, own: list[Instruction],
     """Return the row of a layer.
 
     Args:
-        name: of the layer.
-        shapes: of its activations; None for what belongs to no layer.
+        name: name of the layer.
+        shapes: whole shapes of its activations; None for instructions of no layer.
         own: its instructions.
-        place: the mesh, which knows how an activation was to be split.
+        place: the placement on the mesh, which gives an activation's requested sharding.
     """
-    arrays = [i for i in own if not i.op.startswith(("parameter", "tuple", "get-tuple"))]
+    computing = [
+        instruction
+        for instruction in own
+        if not instruction.op.startswith(("parameter", "tuple", "get-tuple"))  # these make no new array
+    ]
     row = Row(
         name,
-        collectives={kind: {"count": t.count, "bytes": t.bytes} for kind, t in collectives(own).items()},
-        bytes_per_device=max((i.bytes for i in arrays), default=0),
+        collectives={
+            kind: {"count": traffic.count, "bytes": traffic.bytes}
+            for kind, traffic in collectives(own).items()
+        },
+        bytes_per_device=max((instruction.bytes for instruction in computing), default=0),
     )
     if shapes is not None:
         row.shape = max(shapes, key=math.prod)
         row.spec = str(place.spec(row.shape))
-        row.shards = _shards(shapes, row.shape, arrays, place)
+        row.shards = _shards(shapes, row.shape, computing, place)
     return row
 
 
 def _shards(
-    shapes: set[tuple[int, ...]], largest: tuple[int, ...], arrays: list[Instruction], place: MeshPlace
+    shapes: set[tuple[int, ...]], largest: tuple[int, ...], computing: list[Instruction], place: MeshPlace
 ) -> int | None:
-    """Return the number of devices that split a layer's activations, by the shapes in the text."""
-    found = {array.shape for instruction in arrays for array in instruction.results}
-    parts = place.parts(place.spec(largest))
-    if math.prod(parts) == 1 or any(_is_laid_as(shape, largest) for shape in found):
+    """Return the number of devices that split a layer's activations, as `Row.shards` has it.
+
+    Args:
+        shapes: whole shapes of the activations.
+        largest: the largest of them.
+        computing: the layer's instructions, whose results have the shapes on one device.
+        place: as `_row` takes it.
+    """
+    found = {array.shape for instruction in computing for array in instruction.results}
+    parts = place.parts(place.spec(largest))  # number of shards of each axis, as requested
+    if math.prod(parts) == 1 or any(_can_hold(shape, largest) for shape in found):
         return 1
-    local = {tuple(-(-size // n) for size, n in zip(s, parts, strict=True)) for s in shapes}
-    return math.prod(parts) if any(_is_laid_as(shape, one) for shape in found for one in local) else None
+    local_shapes = {
+        tuple(-(-size // count) for size, count in zip(shape, parts, strict=True)) for shape in shapes
+    }
+    is_split = any(_can_hold(shape, local) for shape in found for local in local_shapes)
+    return math.prod(parts) if is_split else None
 
 
-def _is_laid_as(shape: tuple[int, ...], axes: tuple[int, ...]) -> bool:
-    """Return whether an array of this shape can hold these axes: in any order, some of them joined.
+def _can_hold(shape: tuple[int, ...], axes: tuple[int, ...]) -> bool:
+    """Return whether an array of this shape can be an activation with these axes, as XLA may lay it out.
 
-    A weight with as many numbers as an activation seldom can.
+    XLA transposes axes and joins some of them to one. A weight has seldom a shape that can be made so.
     """
     if math.prod(shape) != math.prod(axes):
         return False
     if not shape:
         return True
-    first, *rest = shape
+    first, *rest = shape  # try each set of axes that may be joined to the first one, then the other axes
     for count in range(len(axes) + 1):
         for joined in itertools.combinations(range(len(axes)), count):
             left = tuple(size for index, size in enumerate(axes) if index not in joined)
-            if math.prod(axes[index] for index in joined) == first and _is_laid_as(tuple(rest), left):
+            if math.prod(axes[index] for index in joined) == first and _can_hold(tuple(rest), left):
                 return True
     return False

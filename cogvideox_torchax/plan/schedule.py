@@ -1,10 +1,17 @@
 """The compiler's final schedule of a Pallas kernel, and how many cycles it takes to run through.
 
-libtpu writes the schedule as text, a line for each bundle: what the core issues in one cycle. Which bundles
-run, and how often, hangs on scalar instructions alone: those that branches need are run here, all else is
-counted. So the grid's iterations, loops inside, the pipeline's first and last stages and what `pl.when`
-guards count as often as they run. Nothing waits in this count: for memory, for a result of the matrix unit,
-for another chip.
+libtpu writes the schedule as text, with a line for each bundle, the instructions that the core issues in one
+cycle. Which bundles run, and how often, depends on scalar instructions alone: those that branches need are
+run here, and bundles are counted. So iterations of the grid, loops inside, the first and last stages of the
+pipeline and the blocks of `pl.when` count as often as they run. The count has no time of waiting: for memory,
+for a result of the matrix unit, for another chip.
+
+    0x6 LB: > { %s21_s2 = sadd.s32 1, %s22_s2  ;;  %24 = sbr.rel (!%p23_p0) target = $region5 } /* comment */
+
+is the bundle at address 6, the beginning of a loop's body ("LB"), of an addition and a branch. `%s21_s2` is
+the value named s21, in register s2; a name is given to one result, a register holds many in turn. An
+instruction with a guard, `(!%p23_p0)` or `(%p23_p0)`, has effect only where the predicate is false, or true.
+A branch goes to the bundle with the comment "Start region 5".
 """
 
 import bisect
@@ -20,18 +27,23 @@ from cogvideox_torchax.plan.chips import Chip, dump_directory
 from cogvideox_torchax.plan.hlo import instructions
 
 LONGEST = 20_000_000
-"""Steps after which a schedule is given up: it then counts as not known."""
+"""Number of bundles with a followed instruction after which a schedule is given up, as not known."""
 
 WORD = 2**32
+"""Number of values of a register, which has 32 bits."""
 
-_BUNDLE = re.compile(r"^\s*(0x[0-9a-f]+|0)\s+([A-Z]{2})?\s*:[ >]*\{", re.M)
+_BUNDLE = re.compile(r"^\s*(?P<address>0x[0-9a-f]+|0)\s+(?P<marker>[A-Z]{2})?\s*:[ >]*\{", re.M)
 _REGION = re.compile(r"Start(?:/End empty)? region (\d+)")
 _CORE = re.compile(r"= sld \[[^/]*\] /\* core id \*/")
 _COMMENT = re.compile(r"/\*.*?\*/", re.S)
-_BRANCH = re.compile(r"sbr\.rel\s*(?:\((!?)%(\w+)\))?,?\s*target = \$region(\d+)")
+_BRANCH = re.compile(
+    r"sbr\.rel\s*(?:\((?P<not>!?)%(?P<condition>\w+)\))?,?\s*target = \$region(?P<region>\d+)"
+)
 _SCALAR = re.compile(r"%([sp]\d+)_([sp]\d+) = ([a-z_]+[\w.]*)\s*(.*)")
-_STORE = re.compile(r"= sst\s*(.*\])\s+%(s\d+)_(s\d+)")
-_GUARD = re.compile(r"^\((!?)%([sp]\d+)_([sp]\d+)(?:, (%\w+|-?\d+))?\),?\s*")
+_STORE = re.compile(r"= sst\s*(?P<address>.*\])\s+%(?P<name>s\d+)_(?P<register>s\d+)")
+_GUARD = re.compile(
+    r"^\((?P<not>!?)%(?P<name>[sp]\d+)_(?P<register>[sp]\d+)(?:, (?P<old>%\w+|-?\d+))?\),?\s*"
+)
 _OPERAND = re.compile(r"%([sp]\d+)_([sp]\d+)|(?<![\w%#])(-?(?:0x[0-9a-f]+|\d+))(?!\w)")
 _SLOT = re.compile(r"\[smem:\[(#allocation\w+)\]\]")
 _FILE = re.compile(r"\d+-(.+)-\d+-final_bundles\.txt")
@@ -47,9 +59,10 @@ class Schedule:
     """The totals of a kernel's schedule.
 
     Attributes:
-        cycles: bundles that run.
-        assumed: branches that depend on data. The bundles they would skip are counted, except repairs of
-            wrong numbers: a branch on a comparison of floats skips those.
+        cycles: number of bundles that run, each as often as it does.
+        assumed: number of branches that depend on data. They count as not taken: the bundles that they may
+            skip run. A branch on a comparison of floats counts as taken: in this package's kernels it skips a
+            recomputation that is seldom needed, such as attention's with an exact maximum.
     """
 
     cycles: int
@@ -57,15 +70,15 @@ class Schedule:
 
 
 def compile_with_schedules(lowered: Any, chip: Chip | None) -> tuple[Any, dict[str, Schedule]]:
-    """Compile the result of `jax.jit(...).lower(...)`.
+    """Compile a program, and read the schedules of its Pallas kernels.
 
     Args:
-        lowered: for the devices of a topology, or of this machine.
-        chip: what the topology is made of; None for a CPU.
+        lowered: the result of `jax.jit(...).lower(...)`, for the devices of a topology or of this machine.
+        chip: the chip that the topology is made of; None for a CPU.
 
     Returns:
-        The compiled program, and the schedule of each of its Pallas kernels that has one, by the name of its
-        instruction. No schedules for a CPU, nor where libtpu was loaded before `topology_devices`.
+        The compiled program, and the schedules by the name of a kernel's instruction. There are none for a
+        CPU, or if libtpu was loaded before `chips.topology_devices`, which sets its flags.
     """
     import jax
     from jax.experimental.compilation_cache import compilation_cache
@@ -89,7 +102,7 @@ def compile_with_schedules(lowered: Any, chip: Chip | None) -> tuple[Any, dict[s
 
 
 def _forget() -> None:
-    """Remove the dumps of programs that were compiled before."""
+    """Empty the directory of libtpu's dumps."""
     for path in dump_directory().iterdir():
         path.unlink() if path.is_file() else shutil.rmtree(path)
 
@@ -99,12 +112,16 @@ def read_schedules(directory: Path, kernels: Iterable[str], delay_slots: int) ->
 
     Args:
         directory: dump of one program.
-        kernels: names of their instructions. The compiler schedules one of several alike.
+        kernels: names of the kernels' instructions.
         delay_slots: delay slots of the chip.
+
+    Returns:
+        The schedules by the name of a kernel's instruction.
     """
-    # Names begin with the time: of a kernel that was scheduled again, the last one counts.
+    # Names of files begin with the time: of a kernel that was scheduled again, the last file counts.
     paths = sorted(directory.iterdir())
     written = {match[1]: path for path in paths if (match := _FILE.fullmatch(path.name))}
+    # The compiler schedules one of several equal kernels; here is its name, by theirs.
     alike: dict[str, str] = {}
     for path in directory.glob("*deduplication-map.txt"):
         for key, names in _EQUIVALENT.findall(path.read_text()):
@@ -112,6 +129,7 @@ def read_schedules(directory: Path, kernels: Iterable[str], delay_slots: int) ->
 
     @functools.cache
     def schedule(path: Path) -> Schedule | None:
+        """Read a file; None if it cannot be read."""
         try:
             return read_schedule(path.read_text(), delay_slots)
         except UnknownDumpError:
@@ -126,7 +144,7 @@ def read_schedules(directory: Path, kernels: Iterable[str], delay_slots: int) ->
 
 
 Value = int | bool | None
-"""Value of a register: None if it depends on data."""
+"""Value of a register, a word or a predicate: None if it depends on data."""
 
 
 @dataclass(frozen=True)
@@ -134,11 +152,11 @@ class _Operation:
     """A scalar instruction.
 
     Attributes:
-        name: of its result, given once in a schedule.
-        target: the register or the slot of memory that holds it.
-        compute: what becomes of the operands; None for nothing.
-        operands: registers, slots and numbers.
-        reads: the results that it takes.
+        name: the name of its result, which no other result of a schedule has.
+        target: the register, or the slot of scalar memory, that holds the result.
+        compute: function of the operands' values to the result; None for a phi, which does nothing.
+        operands: registers and slots to read, and numbers.
+        reads: names of the results that it depends on.
     """
 
     name: str
@@ -150,9 +168,13 @@ class _Operation:
 
 @dataclass(frozen=True)
 class _Branch:
-    """A branch: its condition's register and the name of the value there, None to branch always; its target.
+    """A branch, taken if its condition is true, or, if negated, false.
 
-    It is taken where the condition is true, or, if negated, where it is false.
+    Attributes:
+        register: the condition's register; None for a branch that is always taken.
+        name: the name of the condition's value; None as `register`.
+        negated: whether the condition must be false.
+        target: address of the bundle to go on at.
     """
 
     register: str | None
@@ -169,7 +191,7 @@ def read_schedule(text: str, delay_slots: int) -> Schedule:
         delay_slots: bundles behind a branch that run whether it is taken or not.
 
     Raises:
-        UnknownDumpError: another text, or a loop whose end hangs on data or is too far.
+        UnknownDumpError: another text, a loop whose end depends on data, or more than `LONGEST` steps.
     """
     bundles, regions = _bundles(text)
     operations: dict[int, list[_Operation]] = {}
@@ -177,11 +199,11 @@ def read_schedule(text: str, delay_slots: int) -> Schedule:
     for address, bundle in enumerate(bundles):
         for part in bundle.split(";;"):
             if match := _BRANCH.search(part):
-                target = regions.get(match[3], regions.get(""))
+                target = regions.get(match["region"], regions.get(""))
                 if target is None:
-                    raise UnknownDumpError(f"a branch goes to region {match[3]}, which nothing starts")
-                name, _, register = (match[2] or "").rpartition("_")
-                branches[address] = _Branch(register or None, name or None, bool(match[1]), target)
+                    raise UnknownDumpError(f"a branch goes to region {match['region']}, which nothing starts")
+                name, _, register = (match["condition"] or "").rpartition("_")
+                branches[address] = _Branch(register or None, name or None, bool(match["not"]), target)
             elif "sbr" in part:
                 raise UnknownDumpError(f"got a branch of another form: {part.strip()[:80]}")
             elif operation := _operation(part):
@@ -192,25 +214,33 @@ def read_schedule(text: str, delay_slots: int) -> Schedule:
 
 
 def _bundles(text: str) -> tuple[list[str], dict[str, int]]:
-    """Return each bundle's instructions without comments, and the bundle that each region starts at."""
-    starts = list(_BUNDLE.finditer(text))
-    if not starts or [int(start[1], 16) for start in starts] != list(range(len(starts))):
+    """Cut a schedule into bundles.
+
+    Returns:
+        The text of each bundle's instructions, without comments, by its address; and by a region's number the
+        address that it starts at. Region "" is the target of branches to regions that start nowhere.
+    """
+    heads = list(_BUNDLE.finditer(text))
+    if not heads or [int(head["address"], 16) for head in heads] != list(range(len(heads))):
         raise UnknownDumpError("got no bundles, or not one after the other")
-    ends = [start.start() for start in starts[1:]] + [len(text)]
-    bodies = [text[start.end() : end] for start, end in zip(starts, ends, strict=True)]
-    regions = {number: index for index, body in enumerate(bodies) for number in _REGION.findall(body)}
-    if starts[-1][2] == "PF":  # where a core that has nothing to do goes on: no region starts there
+    ends = [head.start() for head in heads[1:]] + [len(text)]
+    bodies = [text[head.end() : end] for head, end in zip(heads, ends, strict=True)]
+    regions = {number: address for address, body in enumerate(bodies) for number in _REGION.findall(body)}
+    # "PF" is the fall-through of a guarded region. On the last bundle it is where a core goes on that has no
+    # work, and the dump does not say which region starts there.
+    if heads[-1]["marker"] == "PF":
         regions[""] = len(bodies) - 1
+    # The core's number is read from memory: core 0 is followed.
     return [_COMMENT.sub("", _CORE.sub("= smov 0", body)) for body in bodies], regions
 
 
 def _operation(part: str) -> _Operation | None:
-    """Parse a scalar instruction; return None for any other."""
+    """Parse the text of an instruction of a bundle; None if it is no scalar instruction to follow."""
     if match := _STORE.search(part):
-        slot = _SLOT.search(match[1])
-        if slot is None or _GUARD.search(match[1]):
+        slot = _SLOT.search(match["address"])
+        if slot is None or _GUARD.search(match["address"]):
             return None
-        return _Operation(slot[1], slot[1], _same, (match[3],), (match[2],))
+        return _Operation(slot[1], slot[1], _same, (match["register"],), (match["name"],))
     match = _SCALAR.search(part)
     if match is None:
         return None
@@ -218,25 +248,29 @@ def _operation(part: str) -> _Operation | None:
     rest = rest.rstrip("} \n")
     guard = _GUARD.match(rest)
     rest = rest[guard.end() :] if guard else rest
-    if op in ("sphi", "pphi"):  # all that it joins lie in one register already
-        return _Operation(name, target, None, (), tuple(found[0] for found in _operands(rest) if found[0]))
-    if op == "sld":
+    if op in ("sphi", "pphi"):  # a phi: the values that it joins are in its own register already
+        joined = tuple(source for source, _ in _operands(rest) if source)
+        return _Operation(name, target, None, (), joined)
+    if op == "sld":  # a load: a slot stands for a name and a register, as in a store
         slot = _SLOT.search(rest)
         compute, found = (_same, [(slot[1], slot[1])]) if slot else (_unknown, [])
     else:
         compute, found = _OPERATIONS.get(op.split(".")[0], _unknown), _operands(rest)
-        if op.startswith("scmp."):
+        if op.startswith("scmp."):  # such as "scmp.lt.s32.totalorder"
             compute = _checked if ".f32" in op else _COMPARISONS.get(op.split(".")[1], _unknown)
-    operands, reads = tuple(found[1] for found in found), tuple(found[0] for found in found if found[0])
+    operands = tuple(operand for _, operand in found)
+    reads = tuple(source for source, _ in found if source)
     if guard is None:
         return _Operation(name, target, compute, operands, reads)
-    (old_name, old), *_ = _operands(guard[4] or "") or [("", target)]
-    guarded = functools.partial(_guarded, bool(guard[1]), compute)
-    return _Operation(name, target, guarded, (guard[3], old, *operands), (guard[2], old_name, *reads))
+    # A guard names the value of the result if it has no effect; by default the target keeps its value.
+    (old_name, old), *_ = _operands(guard["old"] or "") or [("", target)]
+    guarded = functools.partial(_guarded, bool(guard["not"]), compute)
+    operands = (guard["register"], old, *operands)
+    return _Operation(name, target, guarded, operands, (guard["name"], old_name, *reads))
 
 
 def _operands(text: str) -> list[tuple[str, str | int]]:
-    """Return the names and registers, or "" and numbers, of a list of operands."""
+    """Parse operands: each a pair (name of a value, its register), or ("", number)."""
     return [
         (name, register) if name else ("", int(number, 0) % WORD)
         for name, register, number in _OPERAND.findall(text)
@@ -244,7 +278,7 @@ def _operands(text: str) -> list[tuple[str, str | int]]:
 
 
 def _signed(value: int) -> int:
-    """Return a word of 32 bits as a signed number."""
+    """Return the signed number that a word, 0 to `WORD` - 1, stands for."""
     return value - WORD if value >= WORD // 2 else value
 
 
@@ -259,29 +293,38 @@ def _unknown(*_: Value) -> Value:
 
 
 def _checked(*_: Value) -> Value:
-    """Return an unknown value, as `_unknown`: as another function it marks a comparison of floats."""
+    """Return an unknown value as `_unknown` does; a second function, to tell comparisons of floats."""
     return None
 
 
 def _guarded(negated: bool, compute: Callable[..., Value], guard: Value, old: Value, *values: Value) -> Value:
-    """Return what an instruction gives under a guard: where the guard is false, the register's old value."""
+    """Return the result of an instruction with a guard.
+
+    Args:
+        negated: whether the instruction has effect if the guard is false, not true.
+        compute: its function.
+        guard: value of the guard's predicate.
+        old: the result if the instruction has no effect.
+        values: values of its operands.
+    """
     if guard is None:
         return None
     return compute(*values) if bool(guard) is not negated else old
 
 
 def _known(function: Callable[..., Any], *values: Value) -> Value:
-    """Return a function's result as a word; unknown where an operand is."""
+    """Return a function's result as a word; unknown if an operand is."""
     return None if None in values else function(*values) % WORD
 
 
 def _compared(function: Callable[[int, int], bool], *values: Value) -> Value:
-    """Return a comparison of signed numbers; unknown where one is."""
+    """Return a comparison of two words as signed numbers; unknown if one of them is."""
     one, other = values
     return None if one is None or other is None else function(_signed(one), _signed(other))
 
 
 def _or(*values: Value) -> Value:
+    """Return whether any predicate is true: True if one is, whatever is unknown."""
     return True if True in values else None if None in values else False
 
 
@@ -290,6 +333,7 @@ def _not(value: Value) -> Value:
 
 
 def _and(*values: Value) -> Value:
+    """Return whether all predicates are true: False if one is false, whatever is unknown."""
     return _not(_or(*map(_not, values)))
 
 
@@ -325,8 +369,13 @@ _COMPARISONS: dict[str, Callable[..., Value]] = {
 
 
 def _keep_what_branches_need(operations: dict[int, list[_Operation]], branches: dict[int, _Branch]) -> None:
-    """Remove the operations whose results no branch depends on: the others alone are followed."""
-    sources: dict[str, set[str]] = {}
+    """Remove from `operations` those that need not be followed: no branch depends on their results.
+
+    Args:
+        operations: operations by address; changed in place.
+        branches: branches by address.
+    """
+    sources: dict[str, set[str]] = {}  # by a value's name, the names of the values that it is made from
     for found in operations.values():
         for operation in found:
             sources.setdefault(operation.name, set()).update(operation.reads)
@@ -347,12 +396,21 @@ def _follow(
     delay_slots: int,
     checks: set[str],
 ) -> Schedule:
-    """Return the bundles that run, and the number of branches that depend on data."""
-    state: dict[str | int, Value] = {}
-    assumed: set[int] = set()
-    events = sorted({*operations, *branches})
-    index_of = [bisect.bisect_left(events, address) for address in range(count)]
-    cycles = steps = first = index = 0
+    """Run a schedule's branches and the operations that they need, and count the bundles that run.
+
+    Args:
+        count: number of bundles.
+        operations: operations by address.
+        branches: branches by address.
+        delay_slots: bundles behind a branch that run whether it is taken or not.
+        checks: names of the results of floats' comparisons.
+    """
+    state: dict[str | int, Value] = {}  # values by register or slot
+    assumed: set[int] = set()  # addresses of branches that depend on data
+    events = sorted({*operations, *branches})  # addresses of the bundles that must be looked at
+    index_of = [bisect.bisect_left(events, address) for address in range(count)]  # the next event's index
+    # `cycles` counts the bundles up to the last branch taken; those from `start`, its target, follow.
+    cycles = steps = start = index = 0
 
     def execute(address: int) -> None:
         """Run the operations of a bundle."""
@@ -369,31 +427,31 @@ def _follow(
     while index < len(events):
         address = events[index]
         branch = branches.get(address)
-        goes = _goes(branch, state) if branch else False
+        taken = _is_taken(branch, state) if branch else False  # before the bundle writes its results
         execute(address)
         index += 1
         steps += 1
         if steps > LONGEST:
             raise UnknownDumpError(f"it takes more than {LONGEST} steps")
-        if branch is None or goes is False:
+        if branch is None or taken is False:
             continue
-        if goes is None:
+        if taken is None:
             if branch.target <= address:
                 raise UnknownDumpError("the end of a loop hangs on data")
             assumed.add(address)
             if branch.name not in checks:
-                continue
+                continue  # as not taken, see `Schedule.assumed`
         last = min(address + delay_slots, count - 1)
         while index < len(events) and events[index] <= last:
             execute(events[index])
             index += 1
-        cycles += last - first + 1
-        first, index = branch.target, index_of[branch.target]
-    return Schedule(cycles + count - first, len(assumed))
+        cycles += last - start + 1
+        start, index = branch.target, index_of[branch.target]
+    return Schedule(cycles + count - start, len(assumed))
 
 
-def _goes(branch: _Branch, state: dict[str | int, Value]) -> bool | None:
-    """Return whether a branch is taken; None where that depends on data."""
+def _is_taken(branch: _Branch, state: dict[str | int, Value]) -> bool | None:
+    """Return whether a branch is taken, by the values in `state`; None if that depends on data."""
     if branch.register is None:
         return True
     guard = state.get(branch.register)

@@ -9,7 +9,7 @@ from cogvideox_torchax.plan.programs import KernelTime, ProgramPlan
 
 
 def program_rows(program: ProgramPlan, chip: Chip | None) -> dict[str, Any]:
-    """Return the rows of a program's table, by their names."""
+    """Return the rows of a program's table, by their names; estimates of time if there is a chip."""
     rows: dict[str, Any] = {
         "TFLOP": program.flops / 1e12,
         "GB moved": program.bytes_accessed / 1e9,
@@ -41,7 +41,7 @@ def program_rows(program: ProgramPlan, chip: Chip | None) -> dict[str, Any]:
 
 
 def _kernel(kernel: KernelTime) -> str:
-    """Return in words how many kernels of one name there are, and their times by bytes and by schedule."""
+    """Return the cell of the kernels of one name: their number, and their times by bytes and by schedule."""
     by_bytes = f"{kernel.count} of them, by bytes {1e3 * kernel.bytes_seconds:.2f}"
     if kernel.schedule_seconds is None:
         return f"{by_bytes}; by schedule not known for {kernel.by_bytes}"
@@ -52,14 +52,14 @@ def _kernel(kernel: KernelTime) -> str:
 def whole_video(
     job: Job, count: int, tiles: int, programs: Sequence[ProgramPlan], chip: Chip | None
 ) -> dict[str, Any]:
-    """Return what a job takes as a whole.
+    """Return the memory and the time of a whole job, by name.
 
     Args:
-        job: what is planned.
-        count: of its chunks.
-        tiles: of its picture.
-        programs: of the first chunk and, where there is one, of a later chunk.
-        chip: that they are compiled for; no time and no verdict where None.
+        job: the planned job.
+        count: number of its chunks.
+        tiles: number of tiles of a frame.
+        programs: plans of the first chunk's program and, if there are later chunks, of theirs.
+        chip: the chip that they are compiled for; None for no time and no verdict.
     """
     peak = max(program.peak_bytes for program in programs)
     found: dict[str, Any] = {
@@ -71,7 +71,8 @@ def whole_video(
     if chip:
         found |= {"memory_of_a_chip_GiB": chip.memory / GIB, "fits": peak <= chip.memory}
         seconds = [program.seconds or 0.0 for program in programs]
-        # Tiles at the edges are smaller: with tiles this is an upper bound.
+        # Each chunk after the first takes the time of the last program. Tiles at the edges are smaller: with
+        # tiles this is an upper bound.
         found["whole_video_s"] = tiles * (seconds[0] + seconds[-1] * (count - 1))
         whole = [program.seconds_with_collectives for program in programs]
         if whole[0] is not None and whole[-1] is not None:

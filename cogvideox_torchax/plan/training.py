@@ -1,7 +1,8 @@
-"""`plan` for a step of training: the gradients of every weight, of a video encoded and decoded again.
+"""`plan` for a step of training: the gradients of every weight, for a video that is encoded and decoded.
 
-Each direction is a program, its forward and backward pass, blocks computed anew. A torch loop runs the same
-chunks one after another, and its optimizer's moments lie beside the weights: `training_table` counts them.
+Each direction is a program with its forward and backward pass, in which blocks are recomputed (gradient
+checkpointing). A torch loop runs the same chunks one after another. Its optimizer's moments are in memory
+beside the weights: `training_table` counts them.
 """
 
 import functools
@@ -22,7 +23,7 @@ from cogvideox_torchax.vae.directions import Direction
 from cogvideox_torchax.vae.torchax.autoencoder import AutoencoderKLCogVideoX
 
 MOMENTS = 2
-"""Moments of a weight, in float32, that AdamW keeps."""
+"""Number of moments that AdamW keeps of each weight, in float32."""
 FLOAT32_BYTES = 4
 
 
@@ -35,14 +36,14 @@ def plan_train_step(
     dp: int = 1,
     tp: int = 1,
 ) -> Iterator[ProgramPlan]:
-    """Compile a training step's gradients: a program that encodes and one that decodes, forward and backward.
+    """Compile a training step's gradients, and yield the plan of each direction's program.
 
-    The optimizer's update is not compiled: `training_table` counts its memory. A batch has one video for each
-    device of "dp".
+    A program is the forward and backward pass of encoding or of decoding. The optimizer's update is not
+    compiled; `training_table` counts its memory. A batch has one video for each device of "dp".
 
     Args:
-        vae: of `weightless_vae`.
-        job: the video, its `direction` aside.
+        vae: of `weightless_vae`; it is set to train with gradient checkpointing.
+        job: the video; its `direction` is not read.
         devices, chip, dp, tp: as `plan_programs` takes them.
 
     Raises:
@@ -54,11 +55,16 @@ def plan_train_step(
 
 
 def gradient_works(vae: AutoencoderKLCogVideoX, job: Job, mesh: Any) -> Iterator[Work]:
-    """Yield the gradients' program of each direction; the arguments are as `chunk_works` takes them."""
+    """Yield the program of each direction's gradients.
+
+    Args:
+        vae, job: as `plan_train_step` takes them.
+        mesh: of `make_mesh`, of the devices to compile for.
+    """
     runtime.enable()
     if mesh.size > 1:
         vae.place_on(mesh)
-    trained: Any = vae.train()  # whose method is wrapped in a way that pyright cannot follow
+    trained: Any = vae.train()  # diffusers wraps the next method in a way that pyright cannot follow
     trained.enable_gradient_checkpointing()
     for direction in Direction:
         pieces, (channels, *size) = replace(job, direction=direction).chunk_shapes(vae)
@@ -68,12 +74,14 @@ def gradient_works(vae: AutoencoderKLCogVideoX, job: Job, mesh: Any) -> Iterator
             program.place = runtime.Place(mesh.devices.item())
         shape, dtype = (mesh.shape["dp"], channels, sum(lengths), *size), runtime.jax_dtype(vae.dtype)
         weights, *_ = program.structs((shape, dtype))
-        sharding = next(iter(weights.values())).sharding  # that of what is whole on every device
-        x = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+        replicated = next(iter(weights.values())).sharding  # weights are whole on every device; so is x
+        x = jax.ShapeDtypeStruct(shape, dtype, sharding=replicated)
 
+        # Defaults keep this direction's program and lengths: it may be traced after the loop has gone on.
         def gradients(weights: Any, x: Any, program: Any = program, lengths: Any = lengths) -> Any:
-            result, pull_back = jax.vjp(lambda *given: program.run_video(*given, lengths), weights, x)
-            return pull_back(result)  # the gradient of half the sum of squares is the result itself
+            """Return the gradients of weights and input `x`, for half the sum of the result's squares."""
+            result, pull_back = jax.vjp(lambda *inputs: program.run_video(*inputs, lengths), weights, x)
+            return pull_back(result)  # the loss's gradient with respect to the result is the result itself
 
         structs = functools.partial(tuple, (weights, x))
         yield Work(f"train {direction}", sum(lengths), jax.jit(gradients).lower, structs, program)
@@ -82,10 +90,15 @@ def gradient_works(vae: AutoencoderKLCogVideoX, job: Job, mesh: Any) -> Iterator
 def training_table(
     plans: list[ProgramPlan], vae: AutoencoderKLCogVideoX, chip: Chip | None
 ) -> dict[str, Any]:
-    """Return a plan's figures per device, as `plan` prints them.
+    """Return the figures of a training step per device, by the names that `plan` prints.
 
-    The encoder's activations for its backward pass lie beside the decoder's: a step takes at most the
-    temporaries of both programs together.
+    The encoder's activations stay in memory for its backward pass while the decoder runs: a step takes at
+    most the temporaries of both programs together.
+
+    Args:
+        plans: plans of `plan_train_step`.
+        vae: the VAE that they are of.
+        chip: the chip that they are compiled for, or None.
     """
     moments = MOMENTS * FLOAT32_BYTES * sum(math.prod(weight.shape) for weight in vae.parameters())
     temporaries = sum(plan.temp_bytes for plan in plans)
