@@ -16,10 +16,13 @@ from cogvideox_torchax.files import reports, tensors, video
 from cogvideox_torchax.runtime import without_torchax
 
 KEY, FORMAT = "cogvideox-torchax", 2
+"""The key of a file's metadata that holds the JSON object, and the version of its fields."""
 FACTORS = ("scaling_factor", "shift_factor", "invert_scale_latents")
 """Fields of the config by which a diffusion pipeline scales latents."""
 FORMER = "cogvideox-torchax-latents/1"
+"""The format before `FORMAT`, which is read but not written."""
 TENSOR, LOGVAR, SAMPLE = "latents", "logvar", "sample"
+"""Names of the tensors in a file; see `Latents`."""
 
 SHAPING_FIELDS = (
     "in_channels",
@@ -71,12 +74,12 @@ class Latents:
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors that are there, by their names in a latent file."""
+        """The tensors that are not None, by their names in a latent file."""
         kept = {TENSOR: self.tensor, LOGVAR: self.logvar, SAMPLE: self.sample}
         return {name: tensor for name, tensor in kept.items() if tensor is not None}
 
     def metadata(self) -> dict[str, str]:
-        """Return all but the tensors, as a file holds it: one JSON object."""
+        """Return the metadata of a latent file: all but the tensors, as one JSON object under `KEY`."""
         fields = {
             "format": FORMAT,
             "model": self.model,
@@ -90,10 +93,10 @@ class Latents:
     def check_model(self, config: dict[str, Any]) -> None:
         """Raise `LatentsError` unless a VAE of this config can decode these latents."""
         for name in SHAPING_FIELDS:
-            mine, its = (_plain(source.get(name)) for source in (self.config, config))
-            if mine != its:
+            own, models = (_plain(source.get(name)) for source in (self.config, config))
+            if own != models:
                 raise LatentsError(
-                    f"these latents are of another model: their {name} is {mine}, the model's is {its}; "
+                    f"these latents are of another model: their {name} is {own}, the model's is {models}; "
                     f"they were made with --model {self.model}"
                 )
 
@@ -132,7 +135,7 @@ def about(path: Path) -> dict[str, Any]:
 
 
 def loads(data: bytes, name: str | Path) -> Latents:
-    """Return all that a latent file holds, given its bytes.
+    """Return the latents of a latent file, given its bytes.
 
     Args:
         data: the file.
@@ -143,6 +146,7 @@ def loads(data: bytes, name: str | Path) -> Latents:
     """
     with tensors.readable(name, LatentsError):
         found = without_torchax(deserialized, data)
+    # The file begins with the length of its JSON header, in eight bytes; `deserialized` drops the metadata.
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     return from_metadata(name, header.get("__metadata__", {}), found)
 
@@ -179,8 +183,12 @@ def _foreign(path: str | Path) -> LatentsError:
 def _fields(path: str | Path, metadata: dict[str, str]) -> dict[str, Any]:
     """Return the arguments of `Latents`, but for its tensors, from a file's metadata, each checked.
 
-    The config's `FACTORS` are checked like fields, since pipelines multiply latents by them: an error names
-    the factor, not the whole config.
+    The config's `FACTORS`, by which pipelines multiply latents, are checked like fields of the file: an error
+    names the factor, not the whole config.
+
+    Args:
+        path: of the file, for errors.
+        metadata: as `Latents.metadata` gives it, or of the former format.
     """
     try:
         fields = reports.parse(metadata[KEY]) if KEY in metadata else _fields_of_format_1(metadata)
@@ -201,9 +209,9 @@ def _fields(path: str | Path, metadata: dict[str, str]) -> dict[str, Any]:
 
 
 def _fields_of_format_1(metadata: dict[str, str]) -> dict[str, Any]:
-    """Return the fields of a file of format 1, as format 2 has them; empty for another file.
+    """Return the fields of a file of format 1, in the form of format 2; empty for another file.
 
-    Format 1 kept each field as a text of its own, and some of the config's once more beside it.
+    In format 1 each field was a text of its own, and some of the config's fields were repeated as texts.
     """
     if metadata.get("format") != FORMER:
         return {}
@@ -216,7 +224,7 @@ def _fields_of_format_1(metadata: dict[str, str]) -> dict[str, Any]:
 def _is_number(value: Any) -> bool:
     """Return whether a value is a number in float32's range, and no bool.
 
-    It is not converted to a float first: an int of JSON may be larger than any.
+    The value is not converted to a float first: an int of JSON may be larger than any float.
     """
     return isinstance(value, int | float) and not isinstance(value, bool) and -1e38 < value < 1e38
 
@@ -239,4 +247,4 @@ _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "num_frames": (lambda value: type(value) is int and 0 < value < 2**63, "a whole number above 0"),
     "about": (lambda value: isinstance(value, dict), "a JSON object"),
 }
-"""Check of each field, `FACTORS` of the config among them, and its requirement in words."""
+"""By field, the `FACTORS` of the config among them: the check of its value, and the requirement in words."""

@@ -13,20 +13,20 @@ INDEX = "model_index.json"
 
 
 class ModelError(ValueError, OSError):
-    """A model that cannot be loaded; the message names the file and the way out.
+    """A model that cannot be loaded; the message names the file and what to do.
 
-    It is an `OSError` too, which is what diffusers raises for a file that is not there.
+    It is an `OSError` too, the error that diffusers raises for a missing file.
     """
 
 
 def local(name: str | Path) -> Path | None:
-    """Return the directory of a model on this machine; None for the hub's, which is OWNER/NAME.
+    """Return the directory of a model on this machine; None for a hub id, OWNER/NAME.
 
     Args:
         name: a directory, a file in one, or a hub id; "~" is the home directory.
 
     Raises:
-        ModelError: no directory and no hub id.
+        ModelError: a name that is neither.
     """
     path = Path(name).expanduser()
     if path.exists():
@@ -43,8 +43,8 @@ def locate(
 
     Args:
         name: as `local` takes it.
-        part: the folder within a pipeline, "vae" say; a model that is no pipeline is its own part.
-        files: patterns of those to download.
+        part: the folder within a pipeline, such as "vae"; a directory that is no pipeline counts as the part.
+        files: patterns of the files to download.
         hub_options: of huggingface_hub's `snapshot_download`: `revision`, `token`, `cache_dir`,
             `local_files_only`. Without a network its cache serves.
 
@@ -55,14 +55,14 @@ def locate(
     if directory is None:
         within = [f"{part}/{file}" for file in files] if part else []
         directory = _snapshot(str(name), [INDEX, *within], hub_options)
-        if not (part and (directory / INDEX).is_file()):
+        if not (part and (directory / INDEX).is_file()):  # no pipeline, or no part: files at the top
             directory = _snapshot(str(name), list(files), hub_options)
     whole = (directory / INDEX).is_file()
     return directory / part if part and (whole or (directory / part).is_dir()) else directory
 
 
 def _snapshot(repository: str, patterns: list[str], hub_options: dict[str, Any]) -> Path:
-    """Return the directory of a hub's repository in the cache, its files of these patterns downloaded."""
+    """Download a hub repository's files of some patterns; return the repository's directory in the cache."""
     from huggingface_hub import snapshot_download
 
     try:
@@ -72,7 +72,7 @@ def _snapshot(repository: str, patterns: list[str], hub_options: dict[str, Any])
 
 
 def not_on_hub(repository: str, error: Exception) -> ModelError:
-    """Return the error for a repository that neither the hub nor its cache has given."""
+    """Return the error for a repository that neither the hub nor its cache has; `error` is the reason."""
     return ModelError(
         f"cannot load {repository} from the hub, nor from its cache on this machine: check the name and the "
         f"network, or give a local directory ({' '.join(str(error).split())[:200]})"

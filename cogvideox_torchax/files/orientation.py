@@ -20,9 +20,9 @@ class Orientation(NamedTuple):
 
     @classmethod
     def parse(cls, matrix: bytes | None) -> Self:
-        """Return the orientation of a display matrix of ISO/IEC 14496-12.
+        """Return the orientation of a display matrix of ISO/IEC 14496-12: nine integers, row by row.
 
-        Its terms are x' = a x + c y and y' = b x + d y.
+        A pixel at (x, y) is shown at x' = a x + c y and y' = b x + d y. None is an upright frame.
         """
         if matrix is None:
             return cls()

@@ -9,7 +9,7 @@ from cogvideox_torchax.files.whole import check_file, whole_file
 
 
 def parse(text: str | bytes) -> Any:
-    """Return the value of a JSON text; raise `ValueError` if it is none, or nested too deep."""
+    """Return the value of a JSON text; raise `ValueError` for another text, or one nested too deep."""
     try:
         return json.loads(text)
     except RecursionError as error:
@@ -17,7 +17,7 @@ def parse(text: str | bytes) -> Any:
 
 
 def load(path: Path, wanted: str) -> dict[str, Any]:
-    """Return a report whose format is `wanted`; raise `ValueError` for another file or version."""
+    """Return the report in a file; raise `ValueError` unless its field "format" is `wanted`."""
     try:
         report = parse(path.read_bytes())
     except (OSError, ValueError) as error:

@@ -6,15 +6,15 @@ from typing import Any
 import torch
 
 LABEL, MARGIN = 16, 4
-"""Pixels above a frame, for its name, and around it."""
+"""Pixels above a frame, for its label, and between frames."""
 
 
 def contact_sheet(source: torch.Tensor, result: torch.Tensor, columns: int = 5) -> Any:
     """Return a Pillow image of source, reconstruction and difference, a row each.
 
     Args:
-        source, result: uint8 (1, 3, T, H, W).
-        columns: most frames of a row.
+        source, result: uint8 (1, 3, T, H, W), the video and its reconstruction.
+        columns: most frames of a row; they are spread evenly over the video.
     """
     from PIL import Image, ImageDraw, ImageFont
 
@@ -24,7 +24,7 @@ def contact_sheet(source: torch.Tensor, result: torch.Tensor, columns: int = 5) 
     rows = {"source": source, "reconstruction": result, "difference": difference}
     labels = {(name, t): f"{name}, frame {t}" for name in rows for t in chosen}
     height, width = source.shape[3:]
-    pitch = (
+    pitch = (  # pixels from one column's left edge to the next one's: a label may be wider than its frame
         max(width, *(math.ceil(ImageFont.load_default().getlength(each)) for each in labels.values()))
         + MARGIN
     )

@@ -41,11 +41,11 @@ class GifSink(Sink):
     """An animated GIF, each frame with a palette of its own, shown for whole hundredths of a second."""
 
     SHORTEST = 20
-    """Fewest milliseconds of a frame: browsers show shorter ones for a tenth of a second."""
+    """Fewest milliseconds of a frame: browsers show a shorter frame for a tenth of a second."""
 
     def __init__(self, path: Path, fps: Fraction):
         self._path = path
-        self._hundredths = Fraction(100) / fps
+        self._hundredths = Fraction(100) / fps  # of a second, the duration of a frame
         self._images: list[Any] = []
 
     def write(self, frames: torch.Tensor) -> None:
@@ -58,9 +58,10 @@ class GifSink(Sink):
         """Write the file, which needs all frames."""
         if self._images:
             first, *rest = self._images
-            ends = [round(i * self._hundredths) for i in range(len(self._images) + 1)]
-            times = [max(10 * (end - start), self.SHORTEST) for start, end in itertools.pairwise(ends)]
-            first.save(self._path, "GIF", save_all=True, append_images=rest, duration=times, loop=0)
+            # Times are rounded, not durations: errors of rounding do not add up.
+            starts = [round(i * self._hundredths) for i in range(len(self._images) + 1)]
+            durations = [max(10 * (end - start), self.SHORTEST) for start, end in itertools.pairwise(starts)]
+            first.save(self._path, "GIF", save_all=True, append_images=rest, duration=durations, loop=0)
 
 
 class FrameSink(Sink):

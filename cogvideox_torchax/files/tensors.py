@@ -13,7 +13,7 @@ from cogvideox_torchax.runtime import to_torch, without_torchax
 
 
 def save(tensors: Mapping[str, torch.Tensor], path: str | Path, metadata: dict[str, str]) -> None:
-    """Write tensors, which may lie on JAX, and metadata: whole or not at all."""
+    """Write tensors, which may be on JAX, and metadata: whole or not at all."""
     plain = {name: to_torch(tensor).contiguous() for name, tensor in tensors.items()}
     data = without_torchax(serialized, plain, metadata=metadata)
     with whole_file(path) as temporary:  # safetensors' own writer would put another file in its place
@@ -23,7 +23,7 @@ def save(tensors: Mapping[str, torch.Tensor], path: str | Path, metadata: dict[s
 def load(
     path: Path, refused: type[ValueError] = ValueError
 ) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
-    """Return the metadata and the tensors of a file; `refused` is raised where it cannot be read."""
+    """Return the metadata and the tensors of a file; `refused` is raised for a file that cannot be read."""
 
     def read() -> tuple[dict[str, str], dict[str, torch.Tensor]]:
         with safe_open(path, framework="pt") as file:
@@ -35,7 +35,7 @@ def load(
 
 @contextlib.contextmanager
 def readable(path: str | Path, refused: type[ValueError]) -> Iterator[None]:
-    """Raise the error class `refused` in place of what safetensors raises at a broken file."""
+    """Raise the error class `refused` in place of safetensors' errors at a broken file, in the block."""
     try:
         yield
     except (SafetensorError, OSError) as error:

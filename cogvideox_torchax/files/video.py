@@ -42,7 +42,7 @@ class VideoInfo:
     """The properties of a video file.
 
     Attributes:
-        path: of the file; a word in its place for one that came as bytes.
+        path: of the file; for a video in bytes, words for messages.
         height, width: of a frame, upright, in pixels as they are stored.
         fps: frames a second; their average where the gaps between frames differ.
         num_frames: number of frames in the file that are shown; an edit list may hide others.
@@ -74,13 +74,17 @@ class VideoInfo:
 
     @property
     def gaps(self) -> tuple[Fraction, Fraction]:
-        """The shortest and the longest time between frames; twice 0 where there are none."""
+        """The shortest and the longest time between two frames, in seconds; (0, 0) without `times`."""
         found = [b - a for a, b in itertools.pairwise(self.times)]
         return (min(found), max(found)) if found else (Fraction(0), Fraction(0))
 
     @property
     def variable(self) -> bool:
-        """True if the frame rate varies by more than the rounding to a clock that ticks often enough."""
+        """True if the frame rate varies.
+
+        Times are rounded to the clock, so at a steady rate the gaps between frames may differ by one tick.
+        Where a gap has four ticks or fewer, one tick is too much of the gap to be taken for rounding.
+        """
         shortest, longest = self.gaps
         return longest - shortest > (self.tick if 4 * self.tick < shortest else 0)
 
@@ -89,7 +93,7 @@ def frame_rate(text: str) -> Fraction:
     """Return the frames a second that a text such as 29.97 or 30000/1001 names.
 
     Raises:
-        ValueError: no number above 0 that FFmpeg has a fraction of 32 bits for.
+        ValueError: no number above 0, or one that does not fit FFmpeg's fractions of 32-bit integers.
     """
     with contextlib.suppress(ValueError, ZeroDivisionError):
         if RATE.fullmatch(text):
@@ -111,13 +115,16 @@ def _av() -> Any:
 
 
 def _name_for_messages(source: Source) -> Path:
-    """Return a video's path for messages; words in its place for one in bytes."""
+    """Return a video's path for messages; for a video in bytes, words in place of a path."""
     return Path("the video") if isinstance(source, bytes) else Path(source)
 
 
 @contextlib.contextmanager
 def _opened(source: Source, **options: str) -> Iterator[Any]:
-    """Open a container that has a video stream; raise PyAV's errors as one line."""
+    """Open a container that has a video stream, for the block; raise `VideoError` in place of PyAV's errors.
+
+    `options` are FFmpeg's for its reader of the format.
+    """
     av, path = _av(), _name_for_messages(source)
     if not isinstance(source, bytes):
         if not path.exists():
@@ -125,7 +132,7 @@ def _opened(source: Source, **options: str) -> Iterator[Any]:
         if path.is_dir():
             raise VideoError(f"{path} is a directory: give a video file")
     try:
-        # FFmpeg takes what stands before a colon for a protocol, but not after a slash.
+        # In a relative name FFmpeg takes the text before a colon for a protocol; after a slash it does not.
         file = io.BytesIO(source) if isinstance(source, bytes) else str(path.absolute())
         with av.open(file, options=options) as container:
             if not container.streams.video:
@@ -149,7 +156,7 @@ def probe(source: Source) -> VideoInfo:
     path = _name_for_messages(source)
     with _opened(source) as container:
         stream = container.streams.video[0]
-        shown, orientation = [], None
+        shown, orientation = [], None  # times of the frames that are shown, in ticks of the stream's clock
         for packet in container.demux(stream):
             if orientation is None:  # packets are decoded until the first frame comes out
                 orientation = next(map(_orientation, packet.decode()), None)
@@ -158,6 +165,7 @@ def probe(source: Source) -> VideoInfo:
         count = len(shown)
         if count == 0:
             raise VideoError(f"{path} has no frames")
+        # The header announces hidden frames as well: if too few are shown, all are counted.
         stored = count if count >= stream.frames else _count_frames(source)
         if stream.frames > stored:
             raise VideoError(f"{path} is truncated: {stream.frames} frames are announced, {stored} are there")
@@ -168,20 +176,20 @@ def probe(source: Source) -> VideoInfo:
         height, width = orientation.sides((stream.height, stream.width))
         pixel = stream.sample_aspect_ratio or Fraction(1)
         return VideoInfo(
-            path,
-            height,
-            width,
-            stream.average_rate or Fraction(25),
-            count,
-            times,
-            stream.time_base or Fraction(0),
-            _codec(container.streams.audio[0]) if container.streams.audio else "",
-            1 / pixel if orientation.swapped else pixel,
+            path=path,
+            height=height,
+            width=width,
+            fps=stream.average_rate or Fraction(25),
+            num_frames=count,
+            times=times,
+            tick=stream.time_base or Fraction(0),
+            sound=_codec(container.streams.audio[0]) if container.streams.audio else "",
+            pixel=1 / pixel if orientation.swapped else pixel,
         )
 
 
 def _count_frames(source: Source) -> int:
-    """Return how many frames a file holds, those that its edit list hides among them."""
+    """Return the number of frames in a file, with the frames that its edit list hides."""
     with _opened(source, ignore_editlist="1") as container:
         return sum(packet.size > 0 for packet in container.demux(container.streams.video[0]))
 
@@ -193,18 +201,22 @@ def _orientation(frame: Any) -> Orientation:
 
 
 def _codec(stream: Any) -> str:
-    """Return the codec's own name; FFmpeg's decoder may have another, such as mp3float."""
+    """Return the name of a stream's codec; "unknown" where FFmpeg has no decoder.
+
+    A codec's decoder may have another name: "mp3float" is one of "mp3".
+    """
     return stream.codec_context.codec.canonical_name if stream.codec_context else "unknown"
 
 
 @dataclass(frozen=True)
 class Framing:
-    """The size to bring frames to.
+    """The size that frames are brought to, and the way: resized, cropped, or resized and then cropped.
 
     Attributes:
         height, width: the size, in pixels.
         crop: whether the middle is cut out; else frames are resized.
-        resized: (height, width) to resize to before the middle is cut out; None to cut it out of the frame.
+        resized: with `crop`, the (height, width) to resize to before the middle is cut out; None to cut it
+            out of the frame as it is.
     """
 
     height: int
@@ -215,8 +227,9 @@ class Framing:
 
 def cover(info: VideoInfo, height: int, width: int) -> Framing:
     """Return the framing that resizes a video to just cover `height` x `width`, and cuts out the middle."""
-    scale = max(Fraction(height), width / info.shape)
-    resized = max(round(scale), height), max(round(scale * info.shape), width)
+    covering_height = max(Fraction(height), width / info.shape)
+    # At least the size to cut out: rounding may lose a pixel.
+    resized = max(round(covering_height), height), max(round(covering_height * info.shape), width)
     return Framing(height, width, crop=True, resized=resized)
 
 
@@ -226,12 +239,13 @@ def framing(info: VideoInfo, *, multiple: int, height: int | None, width: int | 
     Args:
         info: properties of the video.
         multiple: number of pixels that must divide both sides.
-        height, width: the requested size. Of None and a number, the first follows from the video's shape, or
-            with `crop` from its size; two None are the video's size.
-        crop: whether to cut out the middle instead of resizing.
+        height, width: the requested size. If one side is None, it follows from the video's shape, or with
+            `crop` from the video's size. If both are None, the video's size is taken.
+        crop: whether to cut out the middle instead of resizing; sides are then rounded down to multiples.
 
     Raises:
-        VideoError: a size that is no such multiple; the message offers the crop.
+        VideoError: sides that are no multiples, for which the message offers the crop; a size that is too
+            large, or larger than the video to crop.
     """
     if not crop and height and not width:
         width = max(round(height * info.shape / multiple), 1) * multiple
@@ -285,7 +299,7 @@ def _framed_pixels(frame: Any, size: Framing) -> Any:
     if resized is None:
         pixels = frame.to_ndarray(format="rgb24")
     else:
-        height, width = orientation.sides(resized)
+        height, width = orientation.sides(resized)  # as the frame is stored, which may be on its side
         pixels = frame.to_ndarray(format="rgb24", width=width, height=height, interpolation="BICUBIC")
     pixels = orientation.pixels(pixels)
     if not size.crop:
@@ -296,12 +310,12 @@ def _framed_pixels(frame: Any, size: Framing) -> Any:
 
 @dataclass(frozen=True)
 class SourceTiming:
-    """Times, sound and pixel shape of the source video, for an .mp4 to have as well.
+    """Times, sound and pixel shape of a source video, which an .mp4 takes over.
 
     Attributes:
-        times: when each frame is shown, in seconds after the first; for an even rate none are needed.
-        sound: the file whose sound, in a codec that .mp4 takes, is copied; or None.
-        seconds: after which the sound ends.
+        times: when each frame is shown, in seconds after the first; empty for an even rate.
+        sound: the file whose sound, in a codec that .mp4 takes, is copied; None for no sound.
+        seconds: the length of the output, at which the sound is cut.
         pixel: a pixel's width over its height.
     """
 
@@ -339,9 +353,12 @@ def writing(path: str | Path, fps: Fraction | float, source: SourceTiming | None
 
 
 def check_writing(path: str | Path, fps: Fraction | float, times: Sequence[Fraction] = ()) -> str:
-    """Return the suffix of an output, "" for a directory; raise as `writing` does for a bad output."""
+    """Return the suffix of an output, "" for a directory; raise as `writing` does for a bad output.
+
+    `times` are as in `SourceTiming`.
+    """
     path = check_output(path)
-    refuse(path, {f"it has {fps} frames a second: give a rate above 0": not fps > 0})
+    refuse(path, {f"it has {fps} frames a second: give a rate above 0": not fps > 0})  # NaN is refused, too
     suffix, longest = (
         path.suffix.lower(),
         max([1 / Fraction(fps), *(b - a for a, b in itertools.pairwise(times))]),
@@ -360,13 +377,13 @@ def check_writing(path: str | Path, fps: Fraction | float, times: Sequence[Fract
 
 
 class _Mp4Sink(Sink):
-    """An .mp4 of H.264 in yuv420p, which every player shows, in a quality whose losses are hardly seen."""
+    """An .mp4 of H.264 in yuv420p, which every player shows, in a quality that looks like the frames."""
 
     OPTIONS: ClassVar = {"crf": "18", "mbtree": "0"}
-    """Options for equal files from equal frames; with macroblock trees x264 varies from run to run.
+    """Options of x264: equal frames give equal files.
 
-    It does so on one thread too. Without them a rate factor of 18 gives the PSNR of 16 with them, in a
-    quarter more bytes.
+    With macroblock trees (mbtree) its output varies from run to run, even on one thread. Without the trees a
+    rate factor of 18 gives the PSNR that 16 gives with them, in a quarter more bytes.
     """
 
     TICK = Fraction(1, 90_000)
@@ -380,10 +397,10 @@ class _Mp4Sink(Sink):
         self._stream: Any = None
         self._container = _av().open(str(path), "w", format="mp4")
         self._sound = _copied_sound(source, self._container)
-        self._sound_until = next(self._sound, None)
+        self._next_sound = next(self._sound, None)  # time of the packet that is copied next; None at the end
 
     def write(self, frames: torch.Tensor) -> None:
-        """Write the frames, each after the sound that is heard before it."""
+        """Write the frames, and after each the sound that is heard before it."""
         times, av = self._source.times, _av()
         for pixels in frames_NHWC(frames):
             if self._stream is None:
@@ -393,12 +410,12 @@ class _Mp4Sink(Sink):
             if times:
                 frame.pts, frame.time_base = round(shown / self.TICK), self.TICK
             self._container.mux(self._stream.encode(frame))
-            while self._sound_until is not None and self._sound_until < shown:
-                self._sound_until = next(self._sound, None)
+            while self._next_sound is not None and self._next_sound < shown:
+                self._next_sound = next(self._sound, None)
             self._written += 1
 
     def _video_stream(self, height: int, width: int) -> Any:
-        """Add the video stream: its size, its pixels' shape and the clock of its frames' times."""
+        """Add the video stream to the file, with its size, shape of pixels and clock; return it."""
         stream = self._container.add_stream("libx264", rate=self._fps, options=self.OPTIONS)
         stream.height, stream.width, stream.pix_fmt = height, width, "yuv420p"
         if self._source.pixel != 1:
@@ -411,14 +428,14 @@ class _Mp4Sink(Sink):
         """Write the frames that x264 holds back, the rest of the sound, and the index."""
         if self._stream is not None:
             self._container.mux(self._stream.encode(None))
-            collections.deque(self._sound, maxlen=0)
+            collections.deque(self._sound, maxlen=0)  # runs the generator to its end
         self._container.close()
 
     def close(self) -> None:
         """Close the files.
 
-        Nothing is muxed here: after a header that could not be written, on a full disk, FFmpeg would begin it
-        again and crash.
+        Nothing is muxed here: if the header could not be written, on a full disk, FFmpeg would begin it again
+        and crash.
         """
         self._sound.close()
         with contextlib.suppress(_av().error.FFmpegError):  # the trailer, where frames failed before
@@ -428,7 +445,7 @@ class _Mp4Sink(Sink):
 def _copied_sound(source: SourceTiming, container: Any) -> Generator[Fraction]:
     """Copy the source's sound into a container, one packet for each step of the generator.
 
-    It yields a packet's time, in seconds after the first frame, before it copies the packet.
+    The generator yields a packet's time, in seconds after the first frame, before it copies the packet.
     """
     if source.sound is None:
         return

@@ -1,8 +1,8 @@
 """Write files and directories whole or not at all.
 
 An output is made beside its final name, in a hidden directory whose name follows from the output's. The
-writer holds a lock on that directory while it lives: no second one writes there, and the next writer of the
-same output removes what a killed one has left.
+writer holds a lock on that directory while it lives: no second writer uses it, and the next writer of the
+same output removes the directory of a killed one.
 """
 
 import contextlib
@@ -22,9 +22,9 @@ class OutputError(ValueError):
 
 
 def refuse(path: str | Path, faults: dict[str, bool]) -> None:
-    """Raise `OutputError` with the first message of `faults` that is true of `path`."""
-    for fault, is_there in faults.items():
-        if is_there:
+    """Raise `OutputError` with the first message in `faults` whose value is True; return if none is."""
+    for fault, is_present in faults.items():
+        if is_present:
             raise OutputError(f"cannot write {path}: {fault}")
 
 
@@ -69,13 +69,13 @@ def whole_file(path: str | Path, *, directory: bool = False) -> Iterator[Path]:
 
     Args:
         path: of the output.
-        directory: whether it is a directory of files, which may replace an empty one.
+        directory: whether the output is a directory of files; it may replace an empty directory.
 
     Raises:
         OutputError: `path` cannot be written, or another run is writing it.
     """
     path = resolved(path)
-    _remove_leftover(hidden(path, EXCHANGE))
+    _remove_leftover(hidden(path, EXCHANGE))  # of several processes that were killed
     with reserved(path, WRITING) as (place, handle):
         made = place / "output"
         made.mkdir() if directory else made.touch()
@@ -92,7 +92,7 @@ def whole_file(path: str | Path, *, directory: bool = False) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def reserved(path: str | Path, suffix: str) -> Iterator[tuple[Path, int]]:
-    """Yield the empty directory `hidden(path, suffix)` and the descriptor of its lock; remove it afterwards.
+    """Yield the empty directory `hidden(path, suffix)` and its locked descriptor; remove it afterwards.
 
     Raises:
         OutputError: `path` cannot be written, or another run is writing it.
@@ -113,7 +113,7 @@ def reserved(path: str | Path, suffix: str) -> Iterator[tuple[Path, int]]:
 
 
 def hidden(path: str | Path, suffix: str) -> Path:
-    """Return the hidden path beside `path`, `.NAMEsuffix`; a hash is the name if that is too long."""
+    """Return the hidden path `.NAMEsuffix` beside `path`; a hash stands for a NAME that is too long."""
     path = resolved(path)
     name = f".{path.name}{suffix}"
     if len(os.fsencode(name)) > 255:
@@ -122,7 +122,9 @@ def hidden(path: str | Path, suffix: str) -> Path:
 
 
 def _make_locked(place: Path) -> int:
-    """Make an empty directory, in place of one that a killed run has left; return the descriptor of its lock.
+    """Make and lock an empty directory, in place of a killed run's; return its descriptor.
+
+    The lock lasts until the descriptor is closed.
 
     Raises:
         BlockingIOError: another run holds the lock.
@@ -141,7 +143,7 @@ def _make_locked(place: Path) -> int:
 def lock(handle: int) -> None:
     """Lock an open file or directory until it is closed.
 
-    On a file system without locks nothing is locked: a later run takes the place of an earlier one.
+    On a file system without locks nothing is locked: a later run then replaces the output of an earlier one.
 
     Raises:
         BlockingIOError: another run has locked it.
