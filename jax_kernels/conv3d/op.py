@@ -38,13 +38,13 @@ def conv3d(
         x: frames.
         kernel: odd in space; `x`'s dtype.
         bias: (O,), or None.
-        cache: what the call on the frames before returned, in `x`'s dtype; None at the start.
+        cache: second result of the call on the frames before, in `x`'s dtype; None at the start of a video.
         residual: added to the sums before they are rounded, or None.
         start: what lies before a video's first frame: that frame again ("replicate"), or zeros.
         implementation: "direct" is one 3-D convolution; "summed" adds kt 2-D convolutions; "folded" is one
-            2-D convolution over kt * I channels; "patches" is one product of all that a window sees, for few
-            channels. None takes the fastest known for the platform that is compiled for.
-        split: how columns lie on devices.
+            2-D convolution over kt * I channels; "patches" is one product of all pixels under a window, for
+            few channels. None takes the fastest known for the platform that is compiled for.
+        split: the sharding of columns.
 
     Returns:
         The convolved frames, and the cache for the next call (None where kt is 1).
@@ -72,10 +72,11 @@ def conv3d_on(
     start: Start = "replicate",
     implementation: Implementation | None = None,
 ) -> tuple[Array, Array | None]:
-    """Compute `conv3d` for a target."""
+    """Compute `conv3d` on `target`, the platform that is traced for, one run of frames after the other."""
     causal = functools.partial(_causal, start=start, implementation=implementation)
     results = []
     for frames, added in split_frames(target, x, residual):
+        # A run's second result is the cache of the run after it.
         y, cache = map_shards(target, causal, (frames, cache, added), (kernel, bias))
         results.append(y)
     return join_frames(results), cache
@@ -95,7 +96,7 @@ def _causal(
     start: Start,
     implementation: Implementation | None,
 ) -> tuple[Array, Array | None]:
-    """Convolve a run of frames on one device after those of `cache`; return the result and the next cache.
+    """Convolve a run of frames after the frames of `cache`, on one device; return result and next cache.
 
     A kernel of one tap in time has no cache. A video's first frame alone is convolved as an image.
     """
@@ -114,8 +115,8 @@ def _causal(
 def _fastest(target: Target, x: Array, kernel: Array) -> Implementation:
     """Return the fastest formulation, on a TPU by the v6e compiler's estimate for CogVideoX's own layers.
 
-    The 3-D form wins while a frame is small; on large ones its relayouts cost more than folding the taps'
-    copies.
+    There the 3-D convolution is faster for small frames. For large ones its relayouts cost more than the
+    copies of frames that "folded" makes, one for each tap of time.
     """
     if not target.on_tpu:
         return "direct" if target.platform == "cuda" else "summed"

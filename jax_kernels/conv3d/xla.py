@@ -23,6 +23,8 @@ from jax_kernels.common.layout import (
 from jax_kernels.common.tiles import LANES
 
 Padding = tuple[int, int]
+"""Numbers of zeros before and after an axis."""
+
 Form = Callable[[Array, Array, Padding], Array]
 """Function of frames, a kernel and the padding of columns, which returns float32 sums."""
 
@@ -56,7 +58,10 @@ def summed(frames: Array, kernel: Array, columns: Padding) -> Array:
 
 
 def folded(frames: Array, kernel: Array, columns: Padding) -> Array:
-    """Convolve once in 2-D over the channels under all taps of time; return float32 sums."""
+    """Convolve once in 2-D over the channels under all taps of time; return float32 sums.
+
+    The taps of time are joined along the input channels, of frames and of the kernel.
+    """
     taps = jnp.concatenate(_taps(frames, kernel), axis=-1)
     return conv_frames(taps, jnp.concatenate(list(kernel), axis=2), padding=_padding(kernel, columns))
 
@@ -92,12 +97,15 @@ def convolve_frames(
     *,
     form: Form,
 ) -> tuple[Array, Array]:
-    """Convolve frames after those of `cache` by `form`; return the rounded result and the next cache."""
+    """Convolve frames `x` after the frames of `cache` by `form`; return the result and the next cache.
+
+    The result is rounded, with bias and residual added.
+    """
     past = cache.shape[1]
     frames = jnp.concatenate([cache, x], axis=1)
     y = finish(target, convolve_same(target, frames, kernel, form), bias, residual, like=x)
-    # From x alone where it is long enough, and after the old cache was read: a donated cache whose memory is
-    # written while something still reads it is one that XLA copies first.
+    # The next cache takes the memory of a donated one. XLA copies the old cache first if anything reads it
+    # later: so the frames are selected after `y`, and from `x` alone if it has enough.
     latest = x if x.shape[1] >= past else frames
     return y, select_frames(target, latest, range(latest.shape[1] - past, latest.shape[1]), after=y)
 
@@ -105,10 +113,11 @@ def convolve_frames(
 def convolve_image(
     target: Target, x: Array, residual: Array | None, kernel: Array, bias: Array | None, *, replicate: bool
 ) -> tuple[Array, Array]:
-    """Convolve a video's first frame by itself; every tap of time sees a copy, or all but the last see zeros.
+    """Convolve a video's first frame alone, by one 2-D kernel; return the result and the next cache.
 
-    The taps are added up beforehand. In a narrow dtype their sum is two kernels, itself and its rounding
-    error.
+    With `replicate` the frames before it are copies of it: all taps of time see it, and their sum is the
+    kernel. Else the frames before it are zeros: the last tap is the kernel. A sum in a narrow dtype is
+    represented by two kernels, its rounded value and the rounding error, whose results are added.
     """
     taps_sum = jnp.sum(kernel, axis=0, keepdims=True, dtype=jnp.float32) if replicate else kernel[-1:]
     rounded = taps_sum.astype(x.dtype)
@@ -119,35 +128,36 @@ def convolve_image(
         rounding_error = (taps_sum - rounded.astype(taps_sum.dtype)).astype(x.dtype)
         both = convolve_same(target, x, jnp.concatenate([rounded, rounding_error], axis=-1), form)
         sums = functools.reduce(jnp.add, jnp.split(both, 2, axis=-1))
-    past = kernel.shape[0] - 1
+    past = kernel.shape[0] - 1  # frames of a cache
     earlier = x if replicate else jnp.zeros_like(x)
     y = finish(target, sums, bias, residual, like=x)
     return y, jnp.concatenate([*[earlier] * (past - 1), x], axis=1)
 
 
 def image_form(target: Target, x: Array, kernel: Array) -> Form:
-    """Return the form for a kernel of one tap in time: "patches" for an image on a TPU, else "summed".
+    """Return the form to convolve by one tap of time: `patches` for an image on a TPU, else `summed`.
 
-    Patches that fit into memory compile fast: the convolution of the image of 60 x 90 x 512 that an encoder
-    ends with takes XLA 111 s to compile, one product 5.
+    Patches must fit into memory. They compile fast: XLA takes 111 s to compile the convolution of an image of
+    60 x 90 x 512, an encoder's last, and 5 s for one product.
     """
     if not is_image_for_tpu(target, x):
         return summed
     window = kernel.shape[1:3]
+    # The patches of a window of one pixel are the image itself.
     return patches if window == (1, 1) or _patch_bytes(x, window) <= MOST_IN_PATCHES else summed
 
 
 def convolve_same(target: Target, frames: Array, kernel: Array, form: Form) -> Array:
     """Convolve by `form`, zero-padded to the same size in space; return float32 sums.
 
-    The columns of neighbouring shards are counted in.
+    They include what the columns of neighbouring shards contribute.
     """
     sums = form(frames, kernel, same_width_padding(kernel))
     return add_from_neighbours(target.split, sums, frames, kernel, form)
 
 
 def _taps(frames: Array, kernel: Array) -> list[Array]:
-    """Return the frames under each of the kernel's taps of time."""
+    """Return for each of the kernel's taps of time the frames under it."""
     taps = kernel.shape[0]
     length = frames.shape[1] - taps + 1
     return [frames[:, tap : tap + length] for tap in range(taps)]
@@ -172,9 +182,16 @@ def add_bias_and_residual(sums: Array, bias: Array | None, residual: Array | Non
 
 
 def finish(target: Target, sums: Array, bias: Array | None, residual: Array | None, *, like: Array) -> Array:
-    """Return the sums with bias and residual, rounded to the dtype of `like`, the convolution's input.
+    """Add bias and residual, where given, to a convolution's float32 sums, and round them.
 
-    Padding columns are zero. Large frames get the memory layout that a TPU's next operation reads.
+    Padding columns are zero. Large frames, and images, get the memory layout that a TPU's next operation
+    reads.
+
+    Args:
+        target: the target.
+        sums: the convolution's result, before it is rounded.
+        bias, residual: added to the sums, or None.
+        like: the convolution's input: it has the dtype of the result.
     """
     y = with_clear_padding(add_bias_and_residual(sums, bias, residual).astype(like.dtype), target.split)
     if is_image_for_tpu(target, like):
@@ -183,5 +200,6 @@ def finish(target: Target, sums: Array, bias: Array | None, residual: Array | No
         return y
     if y.shape[-1] >= LANES:
         return store_pixels_first(target, y)
+    # Columns in the lanes instead of few channels; but a shard may have fewer columns than lanes.
     few = y.shape[-1] <= FEW and not target.split.has_neighbours
     return store_columns_last(target, y) if few else y

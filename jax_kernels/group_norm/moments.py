@@ -13,35 +13,46 @@ from jax_kernels.group_norm.welford import Moments
 
 
 def moments(target: Target, x: Float[Array, "N *rest"], *, num_groups: int, channel_axis: int = 1) -> Moments:
-    """Return count, mean and M2 of each video's groups of channels, in float32, by one pass over `x`.
+    """Return count, mean and M2 of each video's groups of channels, by one pass over `x`.
 
-    Columns of pixels are reduced to their (count, mean, M2), a block of rows at a time: a sum of squares over
-    all rows would lose the digits of a column whose first pixel lies far from the rest. All are merged by
-    Chan's formula. A column runs along H: W may be sharded, and only the merged triples are communicated.
+    M2 is the sum of squared deviations from the mean. A column of pixels, along H, is reduced to its count,
+    mean and M2 a block of rows at a time: a sum of squares over all rows would lose the digits of a column
+    whose first pixel is far from the other pixels. The columns' triples are merged by Chan's formula. W may
+    be sharded: only the merged triples are communicated.
+
+    Args:
+        target: the target.
+        x: any rank of three or more; the rows of pixels are the third axis from the end, channels last.
+        num_groups: number of groups G.
+        channel_axis: axis of the channels in `x`.
 
     Returns:
         `Moments` of shape (N, G), float32.
     """
     x = jnp.moveaxis(x, channel_axis, -1)
-    axis = max(1, x.ndim - 3)
-    columns = column_moments(target, x) if x.ndim == 5 else _squeezed(xla.column_moments(x), axis)
-    return moments_of_columns(target, *columns, x.shape[axis], num_groups=num_groups)
+    row_axis = max(1, x.ndim - 3)  # of rank 3, the only axis of pixels
+    if x.ndim == 5:
+        mean, m2 = column_moments(target, x)
+    else:
+        mean, m2 = _squeezed(xla.column_moments(x), row_axis)
+    return moments_of_columns(target, mean, m2, x.shape[row_axis], num_groups=num_groups)
 
 
 def column_moments(
     target: Target, x: Float[Array, "N T H W C"]
 ) -> tuple[Float[Array, "N T W C"], Float[Array, "N T W C"]]:
     """Return mean and M2 (sum of squared deviations) of each column of pixels, along H, in float32."""
-    parts = [
-        _squeezed(map_shards(target, _shard_column_moments, part), axis=2) for part in split_frames(target, x)
+    parts = [  # mean and M2 of each run of frames
+        _squeezed(map_shards(target, _shard_column_moments, run), row_axis=2)
+        for run in split_frames(target, x)
     ]
     return join_frames([mean for mean, _ in parts]), join_frames([m2 for _, m2 in parts])
 
 
-def _squeezed(parts: tuple[Array, Array], axis: int) -> tuple[Array, Array]:
-    """Return mean and M2 without the axis of rows, `axis`, which has length one."""
-    mean, m2 = parts
-    return jnp.squeeze(mean, axis), jnp.squeeze(m2, axis)
+def _squeezed(mean_and_m2: tuple[Array, Array], row_axis: int) -> tuple[Array, Array]:
+    """Return mean and M2 of columns without the axis of rows, which has length one."""
+    mean, m2 = mean_and_m2
+    return jnp.squeeze(mean, row_axis), jnp.squeeze(m2, row_axis)
 
 
 def moments_of_columns(
@@ -52,11 +63,19 @@ def moments_of_columns(
     *,
     num_groups: int,
 ) -> Moments:
-    """Merge mean and M2 of columns, of `length` pixels each, to the moments of each video's groups, (N, G).
+    """Merge the moments of columns of pixels to those of each video's groups of channels.
 
-    Channels are the last axis.
+    Args:
+        target: the target.
+        mean, m2: of each column and channel; channels are the last axis, columns the one before.
+        length: number of pixels of a column.
+        num_groups: number of groups G.
+
+    Returns:
+        `Moments` of shape (N, G).
     """
     columns = Moments(length, *(_split_groups(part, num_groups) for part in (mean, m2)))
+    # Of (N, ..., W, G, C / G) all axes but videos and groups.
     axes = (*range(1, columns.mean.ndim - 2), columns.mean.ndim - 1)
     return _merge_columns(target.split, columns, axes, column_axis=columns.mean.ndim - 3)
 
@@ -71,9 +90,15 @@ def _shard_column_moments(target: Target, x_NTHWC: Array) -> tuple[Array, Array]
 
 
 def _merge_columns(split: Split, parts: Moments, axes: tuple[int, ...], column_axis: int) -> Moments:
-    """Merge the moments of equal counts along `axes`, of which `column_axis` may hold padding, left out.
+    """Merge parts of equal count along `axes` by Chan's formula, without the padding columns.
 
-    As `merge_equal` along one axis, by differences from one of the means.
+    It is `merge_equal` for several axes: the means are averaged as differences from one of them (`origin`).
+
+    Args:
+        split: the sharding of columns.
+        parts: the moments to merge.
+        axes: axes that are merged.
+        column_axis: the axis of columns, which may have padding; merged if it is one of `axes`.
     """
     columns = parts.mean.shape[column_axis]
 
@@ -81,7 +106,7 @@ def _merge_columns(split: Split, parts: Moments, axes: tuple[int, ...], column_a
         """Return values with zeros in padding columns, if columns are merged."""
         return with_clear_padding(values, split, column_axis) if column_axis in axes else values
 
-    size = 1
+    size = 1  # number of parts that are merged to one
     for axis in axes:
         size *= split.real_columns(columns) if axis == column_axis else parts.mean.shape[axis]
     origin = parts.mean

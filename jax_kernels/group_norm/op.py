@@ -26,16 +26,16 @@ def group_norm(
     activation: Activation | None = None,
     split: Split = WHOLE,
 ) -> Float[Array, "N *rest"]:
-    """Group normalization (Wu and He 2018): `(x - mean) / sqrt(variance + eps) * weight + bias` by groups.
+    """Return `(x - mean) / sqrt(variance + eps) * weight + bias` by groups of channels (Wu and He 2018).
 
     Args:
         x: any float dtype, rank 3 or more, axis 0 the batch.
         weight, bias: (C,), or None.
         num_groups: divides C.
         eps: added to the variance, as in PyTorch.
-        channel_axis: where C lies in `x`.
+        channel_axis: axis of the channels C.
         activation: applied to the result before it is rounded ("silu"), or None.
-        split: how columns lie on devices, for an `x` of rank 5.
+        split: the sharding of columns, for an `x` of rank 5.
 
     Returns:
         The shape and dtype of `x`; statistics and arithmetic are float32 whatever the dtype.
@@ -80,7 +80,7 @@ def group_norm_on(
     channel_axis: int,
     activation: Activation | None,
 ) -> Array:
-    """Compute `group_norm` for a target; `channel_axis` is not negative."""
+    """Compute `group_norm` on `target`, the platform that is traced for; `channel_axis` is not negative."""
     channels = x.shape[channel_axis]
     stats = moments(target, x, num_groups=num_groups, channel_axis=channel_axis)
     mean = per_channel(stats.mean, channels)
@@ -92,8 +92,8 @@ def group_norm_on(
         return xla.scaled(target, x, mean, scale, shift, activation=activation, channel_axis=channel_axis)
     x = jnp.moveaxis(x, channel_axis, -1)
     scaled = functools.partial(xla.scaled, activation=activation)
-    parts = split_frames(target, x)
-    y = join_frames([map_shards(target, scaled, part, (), (mean, scale, shift)) for part in parts])
+    runs = split_frames(target, x)
+    y = join_frames([map_shards(target, scaled, run, (), (mean, scale, shift)) for run in runs])
     return jnp.moveaxis(y, -1, channel_axis)
 
 

@@ -39,8 +39,12 @@ def is_supported(x: Float[Array, "N T H W C"]) -> bool:
 
 
 def _pixel_bytes(x: Array) -> int:
-    """Return the bytes of VMEM that one pixel takes in a grid step, all videos and frames."""
-    return pixel_bytes(x, *[x.shape[1]] * 2)
+    """Return the bytes of VMEM that one pixel takes in a grid step, all videos and frames.
+
+    They count twice, as the next step's pixels are fetched meanwhile.
+    """
+    frames = x.shape[1]
+    return pixel_bytes(x, frames, frames)
 
 
 def _column_bytes(x: Array) -> int:
@@ -50,20 +54,23 @@ def _column_bytes(x: Array) -> int:
 
 
 def _block_shape(x: Array) -> tuple[int, int]:
-    """Return the (rows, columns) of a grid step; rows divide the height, columns may leave a remainder."""
+    """Return the numbers of rows and of columns of a grid step.
+
+    Rows divide the height; the last step's columns may reach beyond the width.
+    """
     height, width = x.shape[2:4]
     columns = min(COLUMNS, width)
-    fit = min((BLOCK_BYTES // columns - _column_bytes(x)) // _pixel_bytes(x), height)
-    return next(rows for rows in range(fit, 0, -1) if height % rows == 0), columns
+    fitting_rows = min((BLOCK_BYTES // columns - _column_bytes(x)) // _pixel_bytes(x), height)
+    return next(rows for rows in range(fitting_rows, 0, -1) if height % rows == 0), columns
 
 
 def _column_moments(
     x: Float[Array, "N T H W C"],
 ) -> tuple[Float[Array, "N T 1 W C"], Float[Array, "N T 1 W C"]]:
-    """Return the mean of each column of pixels and its M2, in float32.
+    """Return the mean of each column of pixels and its M2 (sum of squared deviations), in float32.
 
-    A step finds the mean of its own rows, then the squares of their deviations from it, in VMEM: its bytes
-    are fetched once. Steps are merged by Chan's formula.
+    A grid step finds the mean of its own rows, then the squares of their deviations from it, in VMEM: a pixel
+    is fetched once. Steps are merged by Chan's formula.
 
     Args:
         x: activations that the kernel supports.
@@ -78,13 +85,13 @@ def _column_moments(
             pl.BlockSpec((None, rows, *column_shape), lambda video, column, row: (video, row, column, 0, 0))
         ],
         out_specs=[pl.BlockSpec((None, *column_shape), lambda video, column, row: (video, column, 0, 0))] * 2,
-        # In HBM: XLA would bring small results into VMEM and back.
+        # Declared in HBM: XLA would copy small results into VMEM and back.
         out_shape=[pltpu.HBM((videos, width, length, channels), jnp.float32)] * 2,
         scratch_shapes=[pltpu.VMEM(column_shape, jnp.float32)],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
         name="column_moments",
     )(x.transpose(0, 2, 3, 1, 4))
-    mean, m2 = (part.swapaxes(1, 2)[:, :, None] for part in results)
+    mean, m2 = (part.swapaxes(1, 2)[:, :, None] for part in results)  # frames first, and an axis of one row
     return mean, m2
 
 
@@ -100,18 +107,19 @@ def supports_image(x: Float[Array, "N 1 H W C"]) -> bool:
 
 
 def _rows_of_image(x: Float[Array, "N 1 H W C"]) -> int:
-    """Return the rows of an image in a grid step, which divide its height; 0 if not one fits."""
+    """Return the rows of an image in a grid step, which divide its height; 0 if not one row fits."""
     height, width, channels = x.shape[2:]
     row_bytes = tiled_sublanes(width, x.dtype) * channels * x.dtype.itemsize
+    # Mean, M2 and an origin of each column, in float32.
     moment_bytes = 3 * tiled_sublanes(width, jnp.dtype(jnp.float32)) * channels * 4
-    fit = min(max(0, BLOCK_BYTES - moment_bytes) // row_bytes, height)
-    return next((rows for rows in range(fit, 0, -1) if height % rows == 0), 0)
+    fitting_rows = min(max(0, BLOCK_BYTES - moment_bytes) // row_bytes, height)
+    return next((rows for rows in range(fitting_rows, 0, -1) if height % rows == 0), 0)
 
 
 def _image_moments(
     x: Float[Array, "N 1 H W C"],
 ) -> tuple[Float[Array, "N 1 1 W C"], Float[Array, "N 1 1 W C"]]:
-    """Return `column_moments` of an image, with its columns, not frames, in the sublanes of a tile.
+    """Return mean and M2 as `_column_moments` does, with columns, not frames, in the sublanes of a tile.
 
     Args:
         x: an image that the kernel supports.
@@ -119,7 +127,7 @@ def _image_moments(
     videos, _, height, width, channels = x.shape
     rows = _rows_of_image(x)
     mean, m2 = pl.pallas_call(
-        functools.partial(_moments, together=TOGETHER * SUBLANES),
+        functools.partial(_moments, together=TOGETHER * SUBLANES),  # a register has 8 columns of an image
         grid=(videos, 1, height // rows),
         in_specs=[pl.BlockSpec((None, rows, width, channels), lambda video, _, row: (video, row, 0, 0))],
         out_specs=[pl.BlockSpec((None, width, channels), lambda video, _, row: (video, 0, 0))] * 2,
@@ -135,10 +143,14 @@ image_moments = with_derivatives_of(xla.column_moments, _image_moments)
 
 
 def _moments(x_ref, mean_ref, m2_ref, origin_ref, *, together: int = TOGETHER) -> None:
-    """Add a block of rows to the mean and M2 of its columns, `together` columns at a time.
+    """Add a block of rows to the mean and M2 of its columns, a grid step of both kernels.
 
-    `x_ref` has rows first, then columns. Until the last block of rows `mean_ref` holds the difference from
-    `origin_ref`, a typical value of each column.
+    Args:
+        x_ref: the block: rows first, then columns.
+        mean_ref, m2_ref: the results. Until the last block of rows the mean is less `origin_ref`.
+        origin_ref: memory for a typical value of each column; sums are of differences from it, against
+            cancellation.
+        together: number of columns in a loop's body.
     """
     blocks_before, rows = pl.program_id(2), x_ref.shape[0]
 
@@ -150,7 +162,7 @@ def _moments(x_ref, mean_ref, m2_ref, origin_ref, *, together: int = TOGETHER) -
         mean_ref[...] = jnp.zeros_like(mean_ref)
         m2_ref[...] = jnp.zeros_like(m2_ref)
 
-    share = 1 / (blocks_before + 1).astype(jnp.float32)
+    share = 1 / (blocks_before + 1).astype(jnp.float32)  # of this block in all rows so far
     for column in range(0, x_ref.shape[1], together):
         columns = slice(column, column + together)
         origin = origin_ref[columns]
@@ -168,6 +180,7 @@ def _moments(x_ref, mean_ref, m2_ref, origin_ref, *, together: int = TOGETHER) -
             return squares + deviation * deviation
 
         squares = lax.fori_loop(0, rows, add_square, jnp.zeros_like(origin), unroll=UNROLLED)
+        # Chan's formula for this block of `rows` and the `blocks_before`, as many rows each.
         delta = mean - mean_ref[columns]
         mean_ref[columns] += delta * share
         m2_ref[columns] += squares + delta * delta * (share * blocks_before.astype(jnp.float32) * rows)

@@ -16,6 +16,7 @@ class Moments(NamedTuple):
 
     @property
     def variance(self) -> Float[Array, "..."]:
+        """M2 / count, without Bessel's correction, as norms take it."""
         return self.m2 / float(self.count)  # the count may be more than an int32 holds
 
 
@@ -39,10 +40,10 @@ def median_of_three(first: Array, middle: Array, last: Array) -> Array:
 
 
 def merge_equal(parts: Moments, axis: int) -> Moments:
-    """Merge parts of equal count that lie along `axis` by Chan's formula, all at once.
+    """Merge parts of equal count along `axis` by Chan's formula, all at once.
 
-    The means are averaged as differences from one of them: a plain float32 sum of many means near 1000
-    loses digits.
+    The means are averaged as differences from the first of them (`origin`): a plain float32 sum of many means
+    near 1000 loses digits.
     """
     origin = lax.slice_in_dim(parts.mean, 0, 1, axis=axis)
     offset = jnp.mean(parts.mean - origin, axis, keepdims=True)

@@ -26,22 +26,23 @@ def column_moments(x: Array) -> tuple[Array, Array]:
     Returns:
         Mean and M2, each of the shape of `x` with a single row.
     """
-    axis = max(1, x.ndim - 3)
+    axis = max(1, x.ndim - 3)  # of rows
     height = x.shape[axis]
-    rows = -(-height // max(1, -(-height // ROWS)))
+    rows = -(-height // max(1, -(-height // ROWS)))  # of a block: the fewest blocks, as equal as possible
     in_blocks = height // rows * rows
     origin = _typical_row(x, axis)
     moments = _block_moments(lax.slice_in_dim(x, 0, in_blocks, axis=axis), origin, axis, rows)
     if height > in_blocks:
-        rest = lax.slice_in_dim(x, in_blocks, height, axis=axis)
-        moments = merge(moments, _block_moments(rest, origin, axis, height - in_blocks))
+        remainder = lax.slice_in_dim(x, in_blocks, height, axis=axis)
+        moments = merge(moments, _block_moments(remainder, origin, axis, height - in_blocks))
+    # The moments are those of `x - origin`.
     return origin + jnp.expand_dims(moments.mean, axis), jnp.expand_dims(moments.m2, axis)
 
 
 def _typical_row(x: Array, axis: int) -> Array:
-    """Return for each column a value close to most of its pixels, for sums of differences from it.
+    """Return for each column of pixels a value close to most of them, for sums of differences from it.
 
-    It changes only the rounding of results.
+    Results depend on it by their rounding alone, so it gets no derivative.
     """
     height = x.shape[axis]
     picked = (lax.slice_in_dim(x, row, row + 1, axis=axis) for row in (0, height // 2, height - 1))
@@ -51,7 +52,8 @@ def _typical_row(x: Array, axis: int) -> Array:
 def _block_moments(x: Array, origin: Array, axis: int, rows: int) -> Moments:
     """Return the moments of `x - origin` along `axis`, merged from blocks of `rows` rows.
 
-    A block is shifted by a typical row of its own, against cancellation.
+    A block's sums are of differences from a typical row of its own (`shift`), against cancellation; `origin`
+    is the typical row of all blocks.
     """
     x = x.reshape(*x.shape[:axis], x.shape[axis] // rows, rows, *x.shape[axis + 1 :])
     shift = _typical_row(x, axis + 1)
@@ -75,14 +77,17 @@ def scaled(
     activation: Activation | None,
     channel_axis: int = -1,
 ) -> Array:
-    """Return `activation((x - mean) * scale + shift)`: GroupNorm's second pass, padding columns zero."""
+    """Return `activation((x - mean) * scale + shift)`: GroupNorm's second pass.
+
+    Padding columns (`Split`) are zero. Columns are the last axis of `x` that is not the channels'.
+    """
     channel_axis = channel_axis % x.ndim
 
-    def along_channels(part_NC: Array) -> Array:
-        """Reshape a coefficient so that it broadcasts over the other axes of `x`."""
+    def along_channels(coefficient_NC: Array) -> Array:
+        """Reshape a coefficient so that it broadcasts over frames and pixels of `x`."""
         shape = [1] * x.ndim
-        shape[0], shape[channel_axis] = part_NC.shape
-        return part_NC.reshape(shape)
+        shape[0], shape[channel_axis] = coefficient_NC.shape
+        return coefficient_NC.reshape(shape)
 
     y = (x.astype(jnp.float32) - along_channels(mean_NC)) * along_channels(scale_NC)
     y = y + along_channels(shift_NC)

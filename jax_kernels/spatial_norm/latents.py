@@ -9,11 +9,16 @@ from jax_kernels.common.frames import repeat_nearest
 def match_frames_and_columns(
     z_NTHWC: Array, activations: tuple[int, ...], *, first_frame_alone: bool
 ) -> Array:
-    """Upsample latents (nearest) to the frames and columns of activations' shape (N T H W C); rows stay.
+    """Upsample latents (nearest) to the frames and columns of activations; rows stay.
 
-    With `first_frame_alone` the first frame goes with the first latent frame, the rest with the rest.
+    Args:
+        z_NTHWC: the latents.
+        activations: shape (N, T, H, W, C) of the activations.
+        first_frame_alone: whether the first latent frame covers the first frame alone, and the latent frames
+            after it all frames after the first.
     """
-    parts, lengths, columns = *_frame_parts(z_NTHWC, activations, first_frame_alone), activations[3]
+    parts, lengths = _frame_parts(z_NTHWC, activations, first_frame_alone)
+    columns = activations[3]
     resized = [
         repeat_nearest(part, {1: length // part.shape[1], 3: columns // part.shape[3]})
         for part, length in zip(parts, lengths, strict=True)
@@ -26,14 +31,20 @@ def _frame_parts(
 ) -> tuple[list[Array], list[int]]:
     """Return the latents as parts along time, and how many frames of the activations each part covers.
 
-    There are two if the first latent frame covers the first frame alone, else one.
+    There are two parts if the first latent frame covers the first frame alone, else one. `activations` is a
+    shape (N, T, H, W, C).
     """
-    parts = [z_NTHWC[:, :1], z_NTHWC[:, 1:]] if first_frame_alone and activations[1] > 1 else [z_NTHWC]
-    return parts, [1, activations[1] - 1] if len(parts) == 2 else [activations[1]]
+    frames = activations[1]
+    if first_frame_alone and frames > 1:
+        return [z_NTHWC[:, :1], z_NTHWC[:, 1:]], [1, frames - 1]
+    return [z_NTHWC], [frames]
 
 
 def check_sizes(z_NTHWC: Array, activations: tuple[int, ...], *, first_frame_alone: bool) -> None:
-    """Raise `ValueError` unless the activations' frames, rows and columns are multiples of the latents'."""
+    """Raise `ValueError` unless the activations' frames, rows and columns are multiples of the latents'.
+
+    `activations` is their shape (N, T, H, W, C).
+    """
     for part, length in zip(*_frame_parts(z_NTHWC, activations, first_frame_alone), strict=True):
         wanted = length, *activations[2:4]
         if 0 in part.shape[1:4] or any(n % m for n, m in zip(wanted, part.shape[1:4], strict=True)):

@@ -38,22 +38,22 @@ def spatial_norm(
 ) -> Float[Array, "N T H W C"]:
     """Return `group_norm(x) * conv_y(zq) + conv_b(zq)`, `zq` upsampled to `x` by nearest neighbour.
 
-    MoVQ, arXiv 2209.09002. A 1x1x1 convolution commutes with nearest upsampling: both run on the latents'
-    rows, an eighth of the pixels or less, and their results are repeated.
+    MoVQ, arXiv 2209.09002. A 1x1x1 convolution commutes with nearest upsampling: both convolutions are
+    computed for the latents' rows, an eighth of the rows of `x` or fewer, and their results are repeated.
 
     Args:
         x: the activations.
-        zq: the latents: H / h, W / w and T / t are whole; see `first_frame_alone`.
+        zq: the latents: H / h, W / w and T / t are whole; see `first_frame_alone` for T.
         weight, bias: GroupNorm's affine.
         kernel_y, bias_y, kernel_b, bias_b: the two 1x1x1 convolutions.
         num_groups, eps: GroupNorm's.
         activation: applied to the result ("silu"), or None.
         first_frame_alone: whether the first latent frame covers the first frame alone; (T - 1) / (t - 1) is
             then whole.
-        implementation: "rows" broadcasts what comes of the latents over rows; "pixels_first" does so in the
-            order that a TPU keeps large frames in. None takes the fastest known for the platform that is
-            compiled for.
-        split: how columns lie on devices.
+        implementation: "rows" broadcasts the convolutions' results over rows; "pixels_first" does so in the
+            memory order in which a TPU keeps large frames. None takes the fastest known for the platform that
+            is compiled for.
+        split: the sharding of columns.
 
     Returns:
         The shape and dtype of `x`; everything in between is float32.
@@ -97,22 +97,25 @@ def spatial_norm_on(
     first_frame_alone: bool,
     implementation: Implementation | None = None,
 ) -> Array:
-    """Compute `spatial_norm` for a target."""
+    """Compute `spatial_norm` on `target`, the platform that is traced for."""
     channels = x.shape[-1]
     stats = moments(target, x, num_groups=num_groups, channel_axis=-1)
     scale = per_channel(lax.rsqrt(stats.variance + eps), channels) * weight.astype(jnp.float32)
     shift = bias.astype(jnp.float32) - per_channel(stats.mean, channels) * scale
-    parts = split_frames(target, x, zq) if first_frame_alone else [(x, zq)]
+    runs = split_frames(target, x, zq) if first_frame_alone else [(x, zq)]
     convolutions = (kernel_y, bias_y), (kernel_b, bias_b)
 
     def modulated(target: Target, x: Array, zq: Array, *operands: Any) -> Array:
-        """Modulate a part of the frames on one device, by the fastest form for it."""
+        """Modulate a run of frames on one device, by the fastest form for it.
+
+        `operands` are the two convolutions, then GroupNorm's scale and shift.
+        """
         fastest = "pixels_first" if target.on_tpu and x.shape[1] > 1 else "rows"
         modulate = _IMPLEMENTATIONS[implementation or fastest]
-        alone = first_frame_alone and len(parts) == 1
+        alone = first_frame_alone and len(runs) == 1  # with several runs the first frame is one of them
         return modulate(target, x, zq, *operands, activation=activation, first_frame_alone=alone)
 
-    return join_frames([map_shards(target, modulated, part, convolutions, (scale, shift)) for part in parts])
+    return join_frames([map_shards(target, modulated, run, convolutions, (scale, shift)) for run in runs])
 
 
 _spatial_norm = dispatched(spatial_norm_on, "tpu")

@@ -22,18 +22,18 @@ def spatial_norm(
     activation=None,
     first_frame_alone=False,
 ):
-    """Upsample the latents, convolve twice at full resolution, then modulate."""
-    wide, full = x.astype(jnp.float32), upsampled(zq, x.shape, first_frame_alone).astype(jnp.float32)
+    """Upsample the latents, convolve them twice at full resolution, then modulate; all in float32."""
+    x_f32, latents = x.astype(jnp.float32), upsampled(zq, x.shape, first_frame_alone).astype(jnp.float32)
     y, b = (
-        jnp.einsum("nthwz,zc->nthwc", full, kernel, precision=lax.Precision.HIGHEST) + offset
+        jnp.einsum("nthwz,zc->nthwc", latents, kernel, precision=lax.Precision.HIGHEST) + offset
         for kernel, offset in ((kernel_y, bias_y), (kernel_b, bias_b))
     )
-    result = group_norm(wide, weight, bias, num_groups=num_groups, eps=eps, channel_axis=-1) * y + b
+    result = group_norm(x_f32, weight, bias, num_groups=num_groups, eps=eps, channel_axis=-1) * y + b
     return (jax.nn.silu(result) if activation == "silu" else result).astype(x.dtype)
 
 
 def upsampled(zq, shape, first_frame_alone):
-    """Return for every pixel of every frame the latent that covers it, an index at a time."""
+    """Repeat the latents to every pixel of `shape` (N, T, H, W, C), by a list of indices for each axis."""
     _, frames, rows, columns, _ = shape
     _, t, h, w, _ = zq.shape
     if first_frame_alone:

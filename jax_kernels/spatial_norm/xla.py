@@ -25,15 +25,24 @@ def modulate_rows(
 ) -> Array:
     """Return `activation((x * scale + shift) * y + b)`, computed as one multiply-add.
 
-    `y` and `b` are 1x1x1 convolutions of the latents `zq`, with (kernel, bias) in `to_y` and `to_b`; they
-    have the latents' rows, and are broadcast to the rows of `x`.
+    `y` and `b` are 1x1x1 convolutions of the latents. They are computed for the latents' rows, and broadcast
+    to the rows of `x`.
+
+    Args:
+        target: the target, for one device.
+        x: activations N T H W C.
+        zq: latents N t h w Z.
+        to_y, to_b: (kernel, bias) of each convolution.
+        scale_NC, shift_NC: GroupNorm as a multiplication and an addition.
+        activation: applied to the result, or None.
+        first_frame_alone: whether the first latent frame covers the first frame alone.
     """
     zq = match_frames_and_columns(zq, x.shape, first_frame_alone=first_frame_alone)
     y = pointwise("nthwz,zc->nthwc", zq, *to_y)
     multiplier = y * _over_pixels(scale_NC)
     offset = y * _over_pixels(shift_NC) + pointwise("nthwz,zc->nthwc", zq, *to_b)
     n, t, h, w, c = multiplier.shape
-    rows = x.reshape(n, t, h, x.shape[2] // h, w, c)
+    rows = x.reshape(n, t, h, x.shape[2] // h, w, c)  # an axis for the rows that one latent row covers
     result = activate(
         rows.astype(jnp.float32) * multiplier[:, :, :, None] + offset[:, :, :, None], activation
     )
@@ -54,15 +63,16 @@ def modulate_pixels(
 ) -> Array:
     """Compute `modulate_rows` in the order H W N T C, in which a TPU keeps a convolution's activations.
 
-    There, repeating a row is a broadcast over an outer axis, which costs nothing inside a fusion: two
-    multiply-adds a pixel are less than a pass that makes them one. The barriers keep XLA from moving the
-    reshape past the multiplication: it would then write the broadcast `y` and `b` out, in float32 and at full
-    size (v6e, a block at 8 x 480 x 720 x 128: 61 ms instead of 41). Without an activation nothing keeps the
-    next operation from being fused.
+    In this order repeating a row is a broadcast over an outer axis, which costs nothing inside a fusion. So
+    each pixel gets two multiply-adds: the pass that would combine them to one costs more. The barriers keep
+    XLA from moving the reshape past the multiplication: it would then write the broadcast `y` and `b` out, in
+    float32 and at full size (v6e, a block at 8 x 480 x 720 x 128: 61 ms instead of 41). Without an activation
+    there is no second barrier, so that the next operation can be fused.
     """
     zq = match_frames_and_columns(zq, x.shape, first_frame_alone=first_frame_alone)
-    # Not before the statistics: the compiler would compute the `y` and `b` of all norms first, and keep them.
-    zero = zero_of(scale_NC[:, :1, None])  # of each video, whose statistics other videos' shards do not have
+    # `y` and `b` wait for the statistics, in `scale`: the compiler would compute the `y` and `b` of all norms
+    # first, and keep them. One zero for each video, as a shard has the statistics of its own videos alone.
+    zero = zero_of(scale_NC[:, :1, None])
     y, b = (
         pointwise("hwntz,zc->hwntc", pixels_first(zq), kernel, bias + zero) for kernel, bias in (to_y, to_b)
     )
@@ -77,12 +87,12 @@ def modulate_pixels(
 
 
 def pointwise(equation: str, z: Array, kernel_ZC: Array, bias_C: Array) -> Array:
-    """Compute a 1x1x1 convolution of `z`, an einsum over its channels Z, in float32."""
+    """Convolve `z` by 1x1x1: the einsum `equation` over its channels Z, plus the bias, in float32."""
     precision = precision_for(jnp.promote_types(z.dtype, kernel_ZC.dtype))
     y = jnp.einsum(equation, z, kernel_ZC, precision=precision, preferred_element_type=jnp.float32)
     return y + bias_C.astype(jnp.float32)
 
 
 def _over_pixels(coefficient_NC: Array) -> Array:
-    """Reshape a coefficient (N, C) to broadcast over frames and pixels of N T H W C."""
+    """Reshape a coefficient (N, C) so that it broadcasts over frames and pixels of N T H W C."""
     return coefficient_NC[:, None, None, None, :]
