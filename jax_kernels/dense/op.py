@@ -31,8 +31,8 @@ def linear(
         x: any float dtype.
         weight: (O, I), `x`'s dtype.
         bias: (O,), or None.
-        rounded_parts: whether each device rounds its sum before the sums are added, if the inputs' channels
-            are split over devices, so that 16 bits are communicated and not 32.
+        rounded_parts: whether sums are rounded before the bias is added. If the input channels are split over
+            devices, each device then rounds its part of a sum, and 16 bits are communicated instead of 32.
 
     Returns:
         The dtype of `x`.
@@ -95,10 +95,10 @@ def silu(x: Float[Array, "*any"], *, time_axis: int | None = None) -> Float[Arra
 
 
 def silu_on(target: Target, x: Array, *, time_axis: int | None) -> Array:
-    """Compute `silu` for a target."""
-    parts = [(x,)] if time_axis is None else split_frames(target, x, time_axis=time_axis)
+    """Compute `silu` on `target`, the platform that is traced for, one run of frames after the other."""
+    runs = [(x,)] if time_axis is None else split_frames(target, x, time_axis=time_axis)
     return join_frames(
-        [jax.nn.silu(part.astype(jnp.float32)).astype(x.dtype) for (part,) in parts], time_axis or 0
+        [jax.nn.silu(frames.astype(jnp.float32)).astype(x.dtype) for (frames,) in runs], time_axis or 0
     )
 
 
@@ -112,12 +112,12 @@ def split_linear(
     *,
     parts: int,
 ) -> Float[Array, "parts S O/parts"]:
-    """Compute `linear` with its outputs in `parts` separate arrays; cutting them later would copy."""
+    """Compute `linear` with its outputs in `parts` arrays along axis 0; slicing them later would copy."""
     return _split_linear(x, weight, _checked_bias("split_linear", weight, bias), parts=parts)
 
 
 def split_linear_on(target: Target, x: Array, weight: Array, bias: Array, *, parts: int) -> Array:
-    """Compute `split_linear` for a target."""
+    """Compute `split_linear` on `target`, the platform that is traced for."""
 
     def plain(x: Array, weight: Array, bias: Array) -> Array:
         """Compute all parts by one product that XLA compiles."""
@@ -131,6 +131,7 @@ def split_linear_on(target: Target, x: Array, weight: Array, bias: Array, *, par
         return (y + bias.astype(jnp.float32).reshape(parts, 1, -1)).astype(x.dtype)
 
     def by_kernel(x: Array, weight: Array, bias: Array) -> Array:
+        """Compute all parts by the Pallas kernel, which takes a batch of videos: here one."""
         return tpu.product(x[None], weight, bias, parts=parts)
 
     form = plain
@@ -151,13 +152,14 @@ def adaptive_layer_norm(
     first: Int[Array, ""] | int,
     eps: float = 1e-5,
 ) -> Float[Array, "N S C"]:
-    """Return `layer_norm(x) * (1 + scale) + shift`, in one pass, for tokens of two kinds.
+    """Return `layer_norm(x) * (1 + scale) + shift`, in one pass, for a sequence of text, then patches.
 
     Args:
-        x: any float dtype.
+        x: tokens of any float dtype: text first, then patches of frames.
         weight, bias: the norm's, or None.
-        scale, shift: two vectors a video: for the tokens before `first` (text), and for the others (frames).
-        first: index of the first token of the second kind; may lie outside the tokens.
+        scale, shift: two vectors for each video: one for its text tokens, one for its patches.
+        first: index of the first patch. It may be negative or beyond the tokens: on a device that has a part
+            of the sequence all tokens may be of one kind.
         eps: added to the variance.
 
     Returns:
@@ -176,18 +178,29 @@ def adaptive_layer_norm(
 
 
 def adaptive_layer_norm_on(
-    target: Target, x: Array, factor: Array, offset: Array, first: Array, *, eps: float
+    target: Target, x: Array, factor: Array, offset: Array, first_patch: Array, *, eps: float
 ) -> Array:
-    """Compute `adaptive_layer_norm` for a target."""
+    """Compute `adaptive_layer_norm` on `target`, the platform that is traced for.
 
-    def plain(x: Array, factor: Array, offset: Array, first: Array) -> Array:
+    Args:
+        target: the target.
+        x: tokens (N, S, C).
+        factor, offset: the norm's weight and bias combined with scale and shift, (N, 2, C) in float32: one
+            vector for text tokens, one for patches.
+        first_patch: index of the first patch.
+        eps: added to the variance.
+    """
+
+    def plain(x: Array, factor: Array, offset: Array, first_patch: Array) -> Array:
+        """Compute the norm, then the modulation, as XLA compiles them."""
         y = standardized(x.astype(jnp.float32), eps)
-        y = y * _token_vectors(factor, x, first) + _token_vectors(offset, x, first)
+        y = y * _token_vectors(factor, x, first_patch) + _token_vectors(offset, x, first_patch)
+        # Written once, rounded: XLA would fuse it into the products that read it, and compute it in each.
         return lax.optimization_barrier(y.astype(x.dtype))
 
     by_kernel = functools.partial(tpu.adaptive_layer_norm, eps=eps)
     form = with_derivatives_of(plain, by_kernel) if target.uses_pallas and tpu.is_supported(x) else plain
-    return form(x, factor, offset, first)
+    return form(x, factor, offset, first_patch)
 
 
 _modulated_norm = dispatched(adaptive_layer_norm_on, "tpu")
@@ -200,26 +213,36 @@ def gated_residual(
     gate: Float[Array, "N 2 C"],
     first: Int[Array, ""] | int,
 ) -> Float[Array, "N S C"]:
-    """Return `x + gate * y` in one pass.
+    """Return `x + gate * y` in one pass, for a sequence of text, then patches.
 
-    A video's first gate is for its tokens before `first`, its second for the others.
+    Args:
+        x, y: tokens of any float dtype: text first, then patches of frames.
+        gate: two vectors for each video: one for its text tokens, one for its patches.
+        first: index of the first patch; it may be outside of the tokens, as in `adaptive_layer_norm`.
+
+    Returns:
+        The dtype of `x`; the arithmetic is float32.
     """
     total = x.astype(jnp.float32) + _token_vectors(gate.astype(jnp.float32), x, first) * y.astype(jnp.float32)
+    # Written once, rounded: XLA would compute the sum again in the operations that read it.
     return lax.optimization_barrier(total.astype(x.dtype))
 
 
 def linear_gelu(
     x: Float[Array, "N S I"], weight: Float[Array, "O I"], bias: Float[Array, " O"] | None = None
 ) -> Float[Array, "N S O"]:
-    """Return `gelu(linear(x, weight, bias))`, in one pass: a kernel rounds once, XLA's form twice.
+    """Return `gelu(linear(x, weight, bias))` for arguments as `linear` takes them.
 
-    Args, raises: as `linear`.
+    On a TPU one pass by a Pallas kernel, which rounds once; XLA's form rounds twice.
+
+    Raises:
+        ValueError: as `linear`.
     """
     return _linear_gelu(x, weight, _checked_bias("linear_gelu", weight, bias))
 
 
 def linear_gelu_on(target: Target, x: Array, weight: Array, bias: Array) -> Array:
-    """Compute `linear_gelu` for a target."""
+    """Compute `linear_gelu` on `target`, the platform that is traced for."""
 
     def plain(x: Array, weight: Array, bias: Array) -> Array:
         """Compute the product, then GELU, as XLA compiles them."""
@@ -233,7 +256,7 @@ _linear_gelu = dispatched(linear_gelu_on, "tpu")
 
 
 def gated_linear(
-    x: Float[Array, "N first second"],
+    x: Float[Array, "N S_or_I I_or_S"],
     weight: Float[Array, "O I"],
     bias: Float[Array, " O"] | None,
     residual: Float[Array, "N S O"],
@@ -242,14 +265,20 @@ def gated_linear(
     *,
     transposed: bool = False,
 ) -> Float[Array, "N S O"]:
-    """Return `gated_residual(residual, linear(x, weight, bias), gate, first)` in one pass.
+    """Return `gated_residual(residual, linear(x, weight, bias), gate, first)`.
 
-    A kernel rounds once, XLA's form twice.
+    On a TPU one pass by a Pallas kernel, which rounds once; XLA's form rounds twice.
 
     Args:
-        x, weight, bias: as `linear` takes them; `x` (N, S, I), or (N, I, S) where `transposed`.
-        residual, gate, first: as `gated_residual` takes them.
-        transposed: whether channels of `x` come before its tokens, as attention gives them.
+        x: (N, S, I), or (N, I, S) if `transposed`.
+        weight, bias: as `linear` takes them.
+        residual: the tokens that the gated product is added to.
+        gate: two vectors for each video: one for its text tokens, one for its patches.
+        first: index of the first patch; it may be outside of the tokens, as in `adaptive_layer_norm`.
+        transposed: whether channels of `x` come before its tokens, as `attention_transposed` returns them.
+
+    Raises:
+        ValueError: as `linear`.
     """
     bias = _checked_bias("gated_linear", weight, bias)
     return _gated_linear(
@@ -264,67 +293,83 @@ def gated_linear_on(
     bias: Array,
     residual: Array,
     gate: Array,
-    first: Array,
+    first_patch: Array,
     *,
     transposed: bool,
 ) -> Array:
-    """Compute `gated_linear` for a target."""
+    """Compute `gated_linear` on `target`, the platform that is traced for.
 
-    def plain(x: Array, weight: Array, bias: Array, residual: Array, gate: Array, first: Array) -> Array:
+    `first_patch` is the index of the first patch: text tokens are before it.
+    """
+
+    def plain(
+        x: Array, weight: Array, bias: Array, residual: Array, gate: Array, first_patch: Array
+    ) -> Array:
         """Compute the product, then the gated sum, as XLA compiles them."""
         # Videos and tokens as one axis: XLA's CPU backend transposes no bfloat16 if an axis has length 1.
         x_SC = (x.swapaxes(1, 2) if transposed else x).reshape(-1, weight.shape[1])
-        return gated_residual(residual, linear(x_SC, weight, bias).reshape(residual.shape), gate, first)
+        return gated_residual(residual, linear(x_SC, weight, bias).reshape(residual.shape), gate, first_patch)
 
-    def by_kernel(x: Array, weight: Array, bias: Array, residual: Array, gate: Array, first: Array) -> Array:
-        gated = residual, gate.astype(jnp.float32), first
+    def by_kernel(
+        x: Array, weight: Array, bias: Array, residual: Array, gate: Array, first_patch: Array
+    ) -> Array:
+        """Compute both by the Pallas kernel."""
+        gated = residual, gate.astype(jnp.float32), first_patch
         return tpu.product(x, weight, bias, gated, transposed=transposed)
 
     form = plain
     if target.uses_pallas and tpu.supports_product(x, weight):
         form = with_derivatives_of(plain, by_kernel)
-    return form(x, weight, bias, residual, gate, first)
+    return form(x, weight, bias, residual, gate, first_patch)
 
 
 _gated_linear = dispatched(gated_linear_on, "tpu")
 
 
 def _checked_bias(kernel: str, weight: Array, bias: Array | None) -> Array:
-    """Return `bias`, or zeros if it is None; raise `ValueError`, for the op `kernel`, for another length."""
+    """Return `bias`, or zeros if it is None; raise `ValueError` for another length, which names `kernel`."""
     check_channels(kernel, weight.shape[0], bias=bias)
     return jnp.zeros(weight.shape[0], weight.dtype) if bias is None else bias
 
 
-def _token_vectors(vectors_N2C: Array, x_NSC: Array, first: Array | int) -> Array:
-    """Return (N, S, C): a video's first vector for each token before `first`, its second for the others."""
-    second = jnp.arange(x_NSC.shape[1]) >= first
-    return jnp.where(second[:, None], vectors_N2C[:, 1:], vectors_N2C[:, :1])
+def _token_vectors(vectors_N2C: Array, x_NSC: Array, first_patch: Array | int) -> Array:
+    """Return a vector for each token of `x`, (N, S, C): its video's vector for text or for patches.
+
+    Of a video's two vectors the first is for text, the tokens before index `first_patch`.
+    """
+    is_patch = jnp.arange(x_NSC.shape[1]) >= first_patch
+    return jnp.where(is_patch[:, None], vectors_N2C[:, 1:], vectors_N2C[:, :1])
 
 
 @jitted()
 def gelu(x: Float[Array, "*any"]) -> Float[Array, "*any"]:
     """Compute GELU by its tanh approximation, in float32, rounded once and in a pass of its own.
 
-    Inside the matrix product that takes it, XLA would compute it again for every block of outputs.
+    The barrier ends the pass: XLA would fuse GELU into the matrix product that reads the result, and compute
+    it again for every block of that product's outputs.
     """
     return lax.optimization_barrier(_gelu(x.astype(jnp.float32)).astype(x.dtype))
 
 
 @jax.custom_jvp
 def _gelu(x: jax.Array) -> jax.Array:
-    # x * (1 + tanh(z)) / 2 is x / (1 + exp(-2 z)), with one transcendental function and no other.
+    """Compute GELU of float32 by its tanh approximation, without a barrier."""
+    # x * (1 + tanh(z)) / 2 is x / (1 + exp(-2 z)): the exponential is its one transcendental function.
     return x / (1 + jnp.exp(-2 * _gelu_inner(x)))
 
 
 def _gelu_inner(x: jax.Array) -> jax.Array:
-    """Return the argument of tanh in GELU's approximation."""
+    """Return z, the argument of tanh in GELU's approximation `x * (1 + tanh(z)) / 2`."""
     return math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)
 
 
 @_gelu.defjvp
 def _gelu_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Return `_gelu` and its derivative: the quotient's own is inf / inf where the exponential overflows."""
+    """Return `_gelu(x)` and its tangent.
+
+    JAX's own derivative of the quotient would be inf / inf where the exponential overflows.
+    """
     (x,), (tangent,) = primals, tangents
-    share = jax.nn.sigmoid(2 * _gelu_inner(x))
-    slope = 2 * math.sqrt(2 / math.pi) * (1 + 3 * 0.044715 * x**2)
+    share = jax.nn.sigmoid(2 * _gelu_inner(x))  # GELU is x * share
+    slope = 2 * math.sqrt(2 / math.pi) * (1 + 3 * 0.044715 * x**2)  # the derivative of 2 z
     return _gelu(x), tangent * share * (1 + x * (1 - share) * slope)

@@ -6,13 +6,13 @@ from jax import lax
 
 
 def linear(x, weight, bias=None, *, rounded_parts=False):
-    """Multiply in float32; round once wherever parts of the sum are added."""
+    """Multiply in float32 and round once, whatever `rounded_parts` is: one device has no parts of a sum."""
     y = jnp.matmul(x.astype(jnp.float32), weight.astype(jnp.float32).T, precision=lax.Precision.HIGHEST)
     return (y if bias is None else y + bias).astype(x.dtype)
 
 
 def split_linear(x, weight, bias=None, *, parts):
-    """Split the outputs of `linear`."""
+    """Split the outputs of `linear` into `parts` arrays along a first axis."""
     return jnp.stack(jnp.split(linear(x, weight, bias), parts, axis=1))
 
 
@@ -25,36 +25,36 @@ def layer_norm(x, weight, bias, eps=1e-5):
 
 
 def adaptive_layer_norm(x, weight, bias, scale, shift, first, eps=1e-5):
-    """Compute the norm in float32, then apply scale and shift of each token's kind."""
-    kind = (jnp.arange(x.shape[1]) >= first).astype(int)
+    """Compute the norm in float32, then apply scale and shift for text or, from token `first` on, patches."""
+    kind = (jnp.arange(x.shape[1]) >= first).astype(int)  # of each token: 0 is text, 1 a patch
     y = layer_norm(x.astype(jnp.float32), weight, bias, eps)
     return (y * (1 + scale.astype(jnp.float32)[:, kind]) + shift[:, kind]).astype(x.dtype)
 
 
 def gated_residual(x, y, gate, first):
-    """Return `x + gate * y`, added in float32."""
-    kind = (jnp.arange(x.shape[1]) >= first).astype(int)
+    """Return `x + gate * y`, added in float32, by the gate for text or, from token `first` on, patches."""
+    kind = (jnp.arange(x.shape[1]) >= first).astype(int)  # of each token: 0 is text, 1 a patch
     return (x + gate.astype(jnp.float32)[:, kind] * y.astype(jnp.float32)).astype(x.dtype)
 
 
 def linear_gelu(x, weight, bias=None):
     """Compute `linear`, then `gelu`, in float32."""
-    return gelu(_wide(linear, x, weight, bias)).astype(x.dtype)
+    return gelu(_in_float32(linear, x, weight, bias)).astype(x.dtype)
 
 
 def gated_linear(x, weight, bias, residual, gate, first, *, transposed=False):
     """Compute `linear`, then `gated_residual`, in float32."""
-    y = _wide(linear, x.swapaxes(1, 2) if transposed else x, weight, bias)
+    y = _in_float32(linear, x.swapaxes(1, 2) if transposed else x, weight, bias)
     return gated_residual(residual, y, gate, first)
 
 
-def _wide(function, *arrays):
-    """Call `function` with its arrays in float32."""
+def _in_float32(function, *arrays):
+    """Call `function` with its arrays, which may be None, in float32."""
     return function(*(None if array is None else array.astype(jnp.float32) for array in arrays))
 
 
 def silu(x, *, time_axis=None):
-    """Compute SiLU in float32, for all frames alike."""
+    """Compute SiLU in float32, all frames at once: `time_axis` makes no difference here."""
     return jax.nn.silu(x.astype(jnp.float32)).astype(x.dtype)
 
 

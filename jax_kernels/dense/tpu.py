@@ -34,7 +34,10 @@ TOKEN_BLOCKS = 512, 384
 """Choices for the tokens of a product's block: the one with the least padding is taken."""
 
 UNIT_OUTPUTS = 256
-"""Outputs of a unit, whose epilogue (bias, GELU, gated sum) is computed while the next unit is multiplied."""
+"""Outputs of a unit, whose epilogue (bias, GELU, gated sum) is computed while the next unit is multiplied.
+
+Outputs are columns of the result, the channels O; the tokens are its rows.
+"""
 
 MOST_OUTPUTS = 1024
 """Most outputs of a block."""
@@ -52,21 +55,22 @@ def adaptive_layer_norm(
     x: Float[Array, "N S C"],
     factor: Float[Array, "N 2 C"],
     offset: Float[Array, "N 2 C"],
-    first: Int[Array, ""],
+    first_patch: Int[Array, ""],
     *,
     eps: float,
 ) -> Float[Array, "N S C"]:
     """Return `standardized(x) * factor + offset`, in one pass, for supported tokens.
 
     Args:
-        x: tokens.
-        factor, offset: float32, vectors for the tokens before `first` and for the others.
-        first: index of the first token of the second kind; may lie outside the tokens.
+        x: tokens: text, then patches.
+        factor, offset: float32, two vectors for each video: one for its text tokens, one for its patches.
+        first_patch: index of the first patch; it may be outside of the tokens.
         eps: added to the variance.
     """
     videos, tokens, width = x.shape
     fitting = tiles.BLOCK_BYTES // (width * x.dtype.itemsize) // ROWS * ROWS
     block = max(ROWS, min(TOKENS, fitting, -(-tokens // ROWS) * ROWS))
+    # The scalar `first_patch` is read before the grid, and is the last argument of an index map.
     token_spec = pl.BlockSpec((None, block, width), lambda n, i, _: (n, i, 0))
     vector_spec = pl.BlockSpec((None, 2, width), lambda n, i, _: (n, 0, 0))
     return pl.pallas_call(
@@ -82,38 +86,47 @@ def adaptive_layer_norm(
             dimension_semantics=("parallel", "parallel"), vmem_limit_bytes=VMEM
         ),
         name="modulated_norm",
-    )(first.reshape(1), x, factor, offset)
+    )(first_patch.reshape(1), x, factor, offset)
 
 
-def _norm_block(first_ref, x_ref, factor_ref, offset_ref, y_ref, *, eps: float) -> None:
+def _norm_block(first_patch_ref, x_ref, factor_ref, offset_ref, y_ref, *, eps: float) -> None:
     """Norm and modulate a block of tokens, `ROWS` at a time.
 
-    A token's factor and offset are the first vectors if it lies before token `first_ref[0]`, else the second.
+    Args:
+        first_patch_ref: index of the first patch in the sequence.
+        x_ref: the block of tokens.
+        factor_ref, offset_ref: two vectors each, for text tokens and for patches.
+        y_ref: the result.
+        eps: added to the variance.
     """
     block = x_ref.shape[0]
-    boundary = first_ref[0] - pl.program_id(1) * block
+    boundary = first_patch_ref[0] - pl.program_id(1) * block  # the first patch's index in this block
 
     def norm(at: Array) -> None:
         """Norm and modulate `ROWS` tokens, from index `at` of the block on."""
         rows = pl.ds(pl.multiple_of(at, ROWS), ROWS)
-        second = at + lax.broadcasted_iota(jnp.int32, (ROWS, 1), 0) >= boundary
-        factor, offset = (jnp.where(second, ref[1:], ref[:1]) for ref in (factor_ref, offset_ref))
+        is_patch = at + lax.broadcasted_iota(jnp.int32, (ROWS, 1), 0) >= boundary
+        factor, offset = (jnp.where(is_patch, ref[1:], ref[:1]) for ref in (factor_ref, offset_ref))
         y = standardized(x_ref[rows].astype(jnp.float32), eps)
         y_ref[rows] = (y * factor + offset).astype(y_ref.dtype)
 
     pl.loop(0, block, step=ROWS, unroll=min(UNROLLED, block // ROWS))(norm)
 
 
-def supports_product(x: Float[Array, "N first second"], weight: Float[Array, "O I"], parts: int = 1) -> bool:
-    """Return whether `product` supports these: bfloat16, inputs and each part's outputs in whole tiles."""
+def supports_product(x: Float[Array, "N S_or_I I_or_S"], weight: Float[Array, "O I"], parts: int = 1) -> bool:
+    """Return whether `product` supports these: bfloat16, inputs and each part's outputs in whole tiles.
+
+    A block of tokens and a unit's weights must fit into half of VMEM.
+    """
     outputs, inputs = weight.shape
-    whole = outputs % (parts * tiles.LANES) == 0 and inputs % tiles.LANES == 0
+    fills_tiles = outputs % (parts * tiles.LANES) == 0 and inputs % tiles.LANES == 0
+    # 2 bytes a number, in two buffers: the next step's are fetched meanwhile.
     fits = 4 * inputs * (max(TOKEN_BLOCKS) + UNIT_OUTPUTS) < tiles.vmem_limit() // 2
-    return x.size > 0 and x.dtype == weight.dtype == jnp.bfloat16 and whole and fits
+    return x.size > 0 and x.dtype == weight.dtype == jnp.bfloat16 and fills_tiles and fits
 
 
 def product(
-    x: Float[Array, "N first second"],
+    x: Float[Array, "N S_or_I I_or_S"],
     weight: Float[Array, "O I"],
     bias: Float[Array, " O"],
     gated: tuple[Array, ...] = (),
@@ -128,23 +141,28 @@ def product(
         x: tokens.
         weight, bias: the product's.
         gated: empty, or three arrays for `residual + gate * product`: the residual (N, S, O); the gate
-            (N, 2, O), float32, for the tokens before `first` and for the others; `first`, a token's index.
+            (N, 2, O), float32, one vector for text tokens and one for patches; the index of the first patch.
         gelu: whether GELU follows.
         transposed: whether `x` is (N, I, S); else it is (N, S, I).
-        parts: number of separate arrays that the outputs are written to; 1 with `gated`.
+        parts: number of arrays that the outputs are written to; 1 with `gated`.
 
     Returns:
-        (N * parts, S, O / parts), all parts of a video together.
+        (N * parts, S, O / parts): the parts of the first video, then those of the second, and so on.
     """
     videos, outputs = x.shape[0], weight.shape[0] // parts
-    tokens, inputs = x.shape[1:][:: -1 if transposed else 1]
+    inputs, tokens = x.shape[1:] if transposed else (x.shape[2], x.shape[1])
+    # Tokens of a block: the choice with the least padding, of equal ones the larger.
     rows = min(TOKEN_BLOCKS, key=lambda rows: (pl.cdiv(tokens, rows) * rows, -rows))
-    # A single part's last unit may reach beyond the outputs, where nothing is written. With several none may.
+    # The last unit may reach beyond the outputs, where nothing is written, but not into another part: where
+    # units do not divide a part, the part is one unit.
     unit = UNIT_OUTPUTS if parts == 1 or outputs % UNIT_OUTPUTS == 0 else outputs
+    # Outputs of a block: whole units, whose weights, 2 bytes each in two buffers, take half of VMEM at most.
     columns = unit * _largest_divisor(
         pl.cdiv(outputs, unit), min(MOST_OUTPUTS, tiles.vmem_limit() // 2 // (4 * inputs)) // unit
     )
-    blocks = pl.cdiv(outputs, columns)
+    blocks = pl.cdiv(outputs, columns)  # of a part
+    # Grid indices: j is the block of outputs of all parts, n the video, i the block of tokens. The scalar
+    # index of the first patch comes last.
     x_spec = pl.BlockSpec(
         (None, inputs, rows) if transposed else (None, rows, inputs),
         lambda j, n, i, _: (n, 0, i) if transposed else (n, i, 0),
@@ -155,7 +173,7 @@ def product(
     weight_spec = pl.BlockSpec((columns, inputs), lambda j, n, i, _: (j, 0))
     bias_spec = pl.BlockSpec((1, columns), lambda j, n, i, _: (0, j))
     gate_spec = pl.BlockSpec((None, 2, columns), lambda j, n, i, _: (n, 0, j))
-    *added, first = gated or (jnp.int32(0),)
+    *residual_and_gate, first_patch = gated or (jnp.int32(0),)
     return pl.pallas_call(
         functools.partial(
             _product_block,
@@ -167,7 +185,7 @@ def product(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(parts * blocks, videos, pl.cdiv(tokens, rows)),
-            in_specs=[x_spec, weight_spec, bias_spec, *[y_spec, gate_spec][: len(added)]],
+            in_specs=[x_spec, weight_spec, bias_spec, *([y_spec, gate_spec] if gated else [])],
             out_specs=y_spec,
         ),
         out_shape=jax.ShapeDtypeStruct((videos * parts, tokens, outputs), x.dtype),
@@ -175,7 +193,7 @@ def product(
             dimension_semantics=("parallel",) * 3, vmem_limit_bytes=tiles.vmem_limit()
         ),
         name="gated_linear" if gated else "linear_gelu" if gelu else "linear",
-    )(first.reshape(1), x, weight, bias.astype(jnp.float32)[None], *added)
+    )(first_patch.reshape(1), x, weight, bias.astype(jnp.float32)[None], *residual_and_gate)
 
 
 def _largest_divisor(count: int, limit: int) -> int:
@@ -184,14 +202,15 @@ def _largest_divisor(count: int, limit: int) -> int:
 
 
 def _product_block(
-    first_ref, x_ref, weight_ref, bias_ref, *refs, width: int, body: int, gelu: bool, transposed: bool
+    first_patch_ref, x_ref, weight_ref, bias_ref, *refs, width: int, body: int, gelu: bool, transposed: bool
 ) -> None:
     """Compute a block of tokens and outputs, a unit of outputs at a time.
 
     Each unit of a loop's body is multiplied before the epilogue of the unit before it, so that they overlap.
 
     Args:
-        first_ref, x_ref, weight_ref, bias_ref: references to the arguments of `product`.
+        first_patch_ref: index of the first patch in the sequence; read for a gated sum alone.
+        x_ref, weight_ref, bias_ref: blocks of the arguments of `product`.
         refs: references to residual and gate, for a gated sum, and to the result.
         width: outputs of a unit.
         body: units of a loop's body.
@@ -200,37 +219,37 @@ def _product_block(
     *gated, y_ref = refs
 
     def multiplied(outputs: Any) -> Array:
-        """Return the float32 product for a slice of the outputs."""
+        """Return the float32 product for `outputs`, a slice."""
         dimensions = (((0 if transposed else 1,), (1,)), ((), ()))
         return lax.dot_general(
             x_ref[...], weight_ref[outputs, :], dimensions, preferred_element_type=jnp.float32
         )
 
     def finish(outputs: Any, y: Array) -> None:
-        """Add the bias, apply GELU or the gated sum, and write the result of a unit."""
+        """Add the bias to a unit's product `y`, apply GELU or the gated sum, and write the result."""
         y = y + bias_ref[:, outputs]
         if gelu:
             y = _gelu(y)
         if gated:
             residual_ref, gate_ref = gated
-            boundary = first_ref[0] - pl.program_id(2) * y.shape[0]
-            second = lax.broadcasted_iota(jnp.int32, (y.shape[0], 1), 0) >= boundary
-            gate = jnp.where(second, gate_ref[1:, outputs], gate_ref[:1, outputs])
+            boundary = first_patch_ref[0] - pl.program_id(2) * y.shape[0]  # its index in this block
+            is_patch = lax.broadcasted_iota(jnp.int32, (y.shape[0], 1), 0) >= boundary
+            gate = jnp.where(is_patch, gate_ref[1:, outputs], gate_ref[:1, outputs])
             y = residual_ref[:, outputs].astype(jnp.float32) + gate * y
         y_ref[:, outputs] = y.astype(y_ref.dtype)
 
     @pl.loop(0, y_ref.shape[1] // width // body)
     def _(index: Array) -> None:
-        """Compute the units of a loop's body, each multiplied before the one before it is finished."""
+        """Compute the units of a loop's body: multiply the next unit, then finish the current one."""
         units = [pl.ds(pl.multiple_of((index * body + n) * width, width), width) for n in range(body)]
-        ahead = multiplied(units[0])
-        for unit, following in itertools.pairwise(units):
-            y, ahead = ahead, multiplied(following)
+        next_product = multiplied(units[0])
+        for unit, next_unit in itertools.pairwise(units):
+            y, next_product = next_product, multiplied(next_unit)
             finish(unit, y)
-        finish(units[-1], ahead)
+        finish(units[-1], next_product)
 
 
 def _gelu(x: Array) -> Array:
-    """Compute GELU by tanh, for which a TPU has an instruction."""
+    """Compute GELU of float32 by its tanh approximation: a TPU has an instruction for tanh."""
     half, inner = 0.5 * x, math.sqrt(2 / math.pi)
     return half + half * jnp.tanh(x * (inner + (0.044715 * inner) * (x * x)))

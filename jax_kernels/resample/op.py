@@ -52,7 +52,7 @@ def upsample(
         bias: (O,), or None.
         expand_time: whether frames are doubled.
         first_frame_alone: whether the first frame stays a single one.
-        split: how columns lie on devices.
+        split: the sharding of columns.
 
     Returns:
         2H x 2W pixels in `x`'s dtype; T2 is T, or with `expand_time` 2T, with `first_frame_alone` too 2T - 1.
@@ -74,13 +74,13 @@ def upsample(
 def upsample_on(
     target: Target, x: Array, kernel: Array, bias: Array | None, *, expand_time: bool, first_frame_alone: bool
 ) -> Array:
-    """Compute `upsample` for a target."""
+    """Compute `upsample` on `target`, the platform that is traced for, one run of frames after the other."""
 
-    def convolve(part: Array, expand_time: bool, first_frame_alone: bool) -> Array:
-        """Upsample a run of frames by the kernel if it supports them, else as XLA compiles it."""
-        composed = functools.partial(_by_xla, expand_time=expand_time, first_frame_alone=first_frame_alone)
-        form = _kernel_for(target, part, kernel, expand_time, first_frame_alone) or composed
-        return map_shards(target, form, (part,), (kernel, bias))
+    def convolve(frames: Array, expand_time: bool, first_frame_alone: bool) -> Array:
+        """Upsample a run of frames by the Pallas kernel if it supports them, else as XLA compiles it."""
+        by_xla = functools.partial(_by_xla, expand_time=expand_time, first_frame_alone=first_frame_alone)
+        form = _kernel_for(target, frames, kernel, expand_time, first_frame_alone) or by_xla
+        return map_shards(target, form, (frames,), (kernel, bias))
 
     return _split_and_resample(target, convolve, x, expand_time, first_frame_alone)
 
@@ -90,13 +90,15 @@ def _split_and_resample(
 ) -> Array:
     """Apply `resample(frames, in_time, first_frame_alone)` to each run of frames (`split_frames`).
 
-    `in_time` is whether frames are doubled or averaged too.
+    `in_time` is whether pairs of frames are resampled too: doubled or averaged.
     """
-    parts = split_frames(target, x) if first_frame_alone == (x.shape[1] % 2 == 1) else [(x,)]
-    if len(parts) == 1:
+    # Runs begin with the first frame alone if the number of frames is odd. If `first_frame_alone` does not
+    # agree with that, all frames are one run.
+    runs = split_frames(target, x) if first_frame_alone == (x.shape[1] % 2 == 1) else [(x,)]
+    if len(runs) == 1:
         return resample(x, in_time, first_frame_alone)
     # A run of one frame is the first frame, which stays single.
-    return join_frames([resample(part, in_time and part.shape[1] > 1, False) for (part,) in parts])
+    return join_frames([resample(frames, in_time and frames.shape[1] > 1, False) for (frames,) in runs])
 
 
 def _kernel_for(
@@ -104,7 +106,8 @@ def _kernel_for(
 ) -> Callable[..., Array] | None:
     """Return the function that upsamples these frames by the Pallas kernel; None if it does not support them.
 
-    The kernel takes several frames together; an image, one frame, is cut into bands in place of frames.
+    The function takes a target, a device's frames, kernel and bias. The Pallas kernel computes several frames
+    together; an image, one frame, is cut into bands of rows, which take the place of frames.
     """
     if not target.uses_pallas:
         return None
@@ -112,7 +115,7 @@ def _kernel_for(
     videos, _, height, columns, channels = shard.shape
     is_supported = functools.partial(upsampled.is_supported, pixels=x.shape[2] * x.shape[3])
     if is_image_for_tpu(target, x) and (first_frame_alone or not expand_time):
-        even = height + height % 2
+        even = height + height % 2  # rows, as `_image_by_kernel` pads them
         for bands in upsampled.FRAMES:
             shape = videos, bands, even // bands + 2 * OVERLAP, columns, channels
             if even % bands == 0 and is_supported(
@@ -125,7 +128,7 @@ def _kernel_for(
 
 
 def _by_kernel(target: Target, x: Array, kernel: Array, bias: Array | None, *, expand_time: bool) -> Array:
-    """Run the kernel on a device's own columns, with the neighbours' columns beside them."""
+    """Run the Pallas kernel on a device's own columns, with the neighbours' columns beside them."""
     split = target.split
     bias = jnp.zeros(kernel.shape[-1:], kernel.dtype) if bias is None else bias
     beside = neighbours_of(split, x, 1) if split.has_neighbours else None
@@ -134,10 +137,10 @@ def _by_kernel(target: Target, x: Array, kernel: Array, bias: Array | None, *, e
 
 
 def _image_by_kernel(target: Target, x: Array, kernel: Array, bias: Array | None, *, bands: int) -> Array:
-    """Upsample one frame by the kernel: `bands` bands of its rows take the place of frames.
+    """Upsample one frame by the Pallas kernel: `bands` bands of its rows take the place of frames.
 
-    XLA takes 52 s to compile its own convolution of 120 x 180 x 512, this takes 3. An odd number of rows is
-    padded with a row of zeros, which is the convolution's own padding.
+    XLA takes 52 s to compile its own convolution of 120 x 180 x 512, and 3 s for this. An odd number of rows
+    is padded with a row of zeros, which the convolution sees below an image anyway.
     """
     height = x.shape[2]
     even = jnp.pad(kernel_layout(x), [(0, 0), (0, 0), (0, height % 2), (0, 0), (0, 0)])
@@ -150,8 +153,8 @@ def _by_xla(
 ) -> Array:
     """Upsample a device's own columns as XLA compiles it: double pixels, convolve, then double frames."""
     rows, columns = (size // 2 for size in kernel.shape[:2])
-    outside = target.on_tpu and x.shape[1] > 1
-    doubled = xla.double_pixels_outside(x) if outside else xla.double_pixels(x)
+    has_pixels_outside = target.on_tpu and x.shape[1] > 1  # of tiles, which hold frames and channels
+    doubled = xla.double_pixels_outside(x) if has_pixels_outside else xla.double_pixels(x)
 
     def convolve(x: Array, kernel: Array, columns: tuple[int, int]) -> Array:
         """Convolve frames with zeros above and below, and `columns` zeros on the left and right."""
@@ -223,14 +226,14 @@ def downsample_on(
     compress_time: bool,
     first_frame_alone: bool,
 ) -> Array:
-    """Compute `downsample` for a target."""
+    """Compute `downsample` on `target`, the platform traced for, one run of frames after the other."""
 
-    def convolve(part: Array, compress_time: bool, first_frame_alone: bool) -> Array:
+    def convolve(frames: Array, compress_time: bool, first_frame_alone: bool) -> Array:
         """Downsample a run of frames."""
         form = functools.partial(
             _downsample_shard, compress_time=compress_time, first_frame_alone=first_frame_alone
         )
-        return map_shards(target, form, (part,), (kernel, bias))
+        return map_shards(target, form, (frames,), (kernel, bias))
 
     return _split_and_resample(target, convolve, x, compress_time, first_frame_alone)
 
@@ -258,6 +261,7 @@ def _downsample_shard(
             raise ValueError(
                 f"downsample got shards of {x.shape[3]} columns: over several an even number is needed"
             )
+        # The last window's third column is the right neighbour's first; no window reaches to the left.
         _, right = neighbours_of(target.split, x, 1)
         y = add_columns(y, halve(right, kernel[:, 2:], (0, 0)), at=y.shape[3] - 1)
     if bias is not None:

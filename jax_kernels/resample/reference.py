@@ -5,7 +5,7 @@ from jax import lax
 
 
 def upsample(x, kernel, bias, *, expand_time, first_frame_alone=False):
-    """Double in space and time first, then convolve every frame."""
+    """Double in time (if `expand_time`) and in space first, then convolve every frame."""
     if expand_time:
         x = jnp.concatenate([x[:, :first_frame_alone], jnp.repeat(x[:, first_frame_alone:], 2, 1)], 1)
     x = jnp.repeat(jnp.repeat(x, 2, axis=2), 2, axis=3)
@@ -23,7 +23,7 @@ def downsample(x, kernel, bias, *, compress_time, first_frame_alone=False):
 
 
 def convolved(x, kernel, bias, padding, *, stride):
-    """Pad every frame explicitly and convolve it by itself, in float32."""
+    """Pad every frame with zeros, ((above, below), (left, right)), and convolve it in float32."""
     frames = jnp.pad(x.reshape(-1, *x.shape[2:]), ((0, 0), *padding, (0, 0)))
     y = lax.conv_general_dilated(
         frames.astype(jnp.float32),

@@ -1,16 +1,16 @@
-"""Nearest 2x in space, a 3 x 3 convolution and its bias in one Pallas kernel, for TPUs.
+"""Upsampling by two in space (nearest), a 3 x 3 convolution and its bias in one Pallas kernel, for TPUs.
 
-No doubled array but the result is stored in HBM. A pixel is multiplied by each of the nine taps once, and the
-products are added to the four pixels that it becomes: a quarter of the operations of a convolution of the
-doubled frame. Frames that are doubled too are multiplied twice, which costs less than writing them twice
-afterwards. A grid step takes a row of pixels. A row of a product is one frame of one pixel, so with eight
-frames a shift by a column is a shift by whole registers.
+Of all doubled arrays only the result is stored in HBM. A pixel is multiplied by each of the nine taps once,
+and the products are added to the four pixels that it becomes: a quarter of the operations of a convolution of
+the doubled frame. If frames are doubled too, each is multiplied twice, which costs less than writing results
+twice afterwards. A grid step computes a row of pixels. A row of a matrix product is one frame of one pixel,
+so with eight frames a shift by a column is a shift by whole registers.
 
 Grid step g reads row g of pixels and finishes the two rows of results of row g - 1, whose lower one needs row
 g too: there is one step more than rows.
 
-A v6e schedules 1.4 ms for 8 x 240 x 360 x 256 doubled, of which 0.9 are its matrix units' peak and 1.1 its
-bytes; XLA's convolution of the doubled frames alone takes 4.3.
+For 8 x 240 x 360 x 256 doubled the schedule for a v6e takes 1.4 ms. At their peak the matrix units would take
+0.9 ms, and the bytes read and written 1.1 ms; XLA's convolution of the doubled frames alone takes 4.3 ms.
 """
 
 import functools
@@ -34,17 +34,17 @@ TAPS = 3
 """Taps of the kernel along each axis."""
 
 PRODUCT = 288
-"""Rows of a product, before columns are rounded up: 320 for eight frames of 360 columns.
+"""Rows of a matrix product, before its columns are rounded up to a multiple of `COLUMNS`.
 
-Milliseconds of a schedule for 8 x 240 x 360 x 256, and seconds to compile it: 1.8 and 4 with 192 rows, 1.4
-and 4 with 320, 1.5 and 7 with 480.
+They are 320 then for eight frames of 360 columns. Milliseconds of a schedule for 8 x 240 x 360 x 256, and
+seconds to compile it: 1.8 and 4 with 192 rows, 1.4 and 4 with 320, 1.5 and 7 with 480.
 """
 
 FRAMES = (8, 4, 2)
 """Supported numbers of frames, of the input and of the result."""
 
 COLUMNS = 8
-"""Fewest columns of a product, which are a multiple of it: two frames of them fill a tile of bfloat16."""
+"""A product's columns are a multiple of this number: two frames of so many fill a tile of bfloat16."""
 
 
 class UpsampleSizes(NamedTuple):
@@ -65,7 +65,7 @@ class UpsampleSizes(NamedTuple):
 
     @property
     def chunk(self) -> int:
-        """Columns of a product; the last product of a row may have fewer."""
+        """Columns of a matrix product, about `PRODUCT` rows; the last product of a row may have fewer."""
         chunks = -(-self.columns // (PRODUCT // self.frames))
         return -(-self.columns // (chunks * COLUMNS)) * COLUMNS
 
@@ -117,16 +117,24 @@ def _vmem_bytes(sizes: UpsampleSizes) -> int:
     )
     weights = TAPS**2 * sizes.channels * sizes.outputs * 2
     product = sizes.chunk * sizes.frames * TAPS**2 * sizes.outputs * 4
+    # A row of pixels and two rows of results; "above" and "odd" in float32, "even" in bfloat16.
     return 2 * (input_bytes + 2 * output_bytes) + weights + 2 * 2 * output_bytes + output_bytes + 2 * product
 
 
 class _Step:
     """A grid step of the kernel.
 
-    `refs` holds references to memory by name: operands and the result "y" of a grid step, and scratch memory
-    for a row of results. Of the results of the row before: "even", the upper ones, rounded, and "odd", the
-    sums of the lower ones so far. "above": the sums that it adds to this row's upper results. "left": the
-    products of the column left of a chunk.
+    A row of pixels becomes two rows of results: an upper one (even) and a lower one (odd). An upper result
+    has products of the row of pixels above, a lower one of the row below.
+
+    Attributes:
+        sizes: the sizes that the kernel is compiled for.
+        refs: references to memory by name. Operands: "x", a row of pixels; "weights", "bias"; "beside", the
+            neighbours' columns, and "true_width", if needed. Result: "y", two rows of results. Scratch, of
+            the row of pixels before this step's: "even", its upper results, rounded; "odd", the sums of its
+            lower results so far; "above", what it adds to the upper results of the row after it, plus bias.
+            "left": the products of the column left of a chunk, for each kernel row.
+        step, last: index of this grid step, and of the last one.
     """
 
     def __init__(self, sizes: UpsampleSizes, refs: dict[str, Any]):
@@ -134,17 +142,17 @@ class _Step:
         self.step, self.last = pl.program_id(1), pl.num_programs(1) - 1
 
     def run(self) -> None:
-        """Add a row's products, and finish the results of the row before it."""
+        """Compute a row's products, and write the results of the row before it."""
         refs = self.refs
 
         @pl.when(self.step == 0)
-        def _():  # above the first row
+        def _():  # nothing is above the first row
             refs["above"][...] = jnp.broadcast_to(refs["bias"][...], refs["above"].shape)
 
         pl.when(self.step < self.last)(self._add_row)
 
         @pl.when(self.step == self.last)
-        def _():  # below the last
+        def _():  # nothing is below the last row
             refs["y"][0, 0] = refs["even"][...]
             refs["y"][0, 1] = self._rounded(refs["odd"][...], 0)
 
@@ -153,18 +161,19 @@ class _Step:
 
         A chunk's last column is left of the next chunk: its products are kept in "left". Beside the row are
         the columns of neighbouring shards, or zeros: "beside" holds the left column's frames, then the right
-        one's.
+        column's.
         """
         sizes, refs = self.sizes, self.refs
         chunks = -(-sizes.columns // sizes.chunk)
         if "beside" in refs:
             beside = self._repeat_frames(refs["beside"][0, 0])
-            of_left, of_right = (
-                [self._product(beside, row, column) for row in range(TAPS)] for column in (0, 2)
+            # Each kernel row's products with its left and with its right tap, of both columns.
+            by_left_tap, by_right_tap = (
+                [self._product(beside, row, tap) for row in range(TAPS)] for tap in (0, 2)
             )
             for row in range(TAPS):
-                refs["left"][row] = of_left[row][: sizes.frames]
-            right = [part[sizes.frames :] for part in of_right]
+                refs["left"][row] = by_left_tap[row][: sizes.frames]
+            right = [products[sizes.frames :] for products in by_right_tap]
         else:
             refs["left"][...] = jnp.zeros(refs["left"].shape, jnp.float32)
             right = [jnp.zeros((sizes.frames, sizes.outputs), jnp.float32)] * TAPS
@@ -174,20 +183,20 @@ class _Step:
 
         if chunks > 1:
             lax.fori_loop(0, chunks - 1, add_whole_chunk, None)
-        before = (chunks - 1) * sizes.chunk
-        self._add_chunk(before, sizes.columns - before, right)
+        last_chunk = (chunks - 1) * sizes.chunk  # its first column
+        self._add_chunk(last_chunk, sizes.columns - last_chunk, right)
 
     def _add_chunk(self, column: Any, count: int, right: list[Array] | None = None) -> None:
-        """Add the products of `count` columns from `column` on to the results, and write those that are done.
+        """Add the products of `count` columns from `column` on to the results, and write complete ones.
 
-        `right` are the products of the column beyond the row's last, one for each kernel row; None for a
-        chunk that another follows.
+        `right` has the products of the column beyond the row's last, one array for each kernel row; None for
+        a chunk that another follows.
         """
         sizes, refs = self.sizes, self.refs
-        seen = count + (right is None)  # the next one too
+        loaded = count + (right is None)  # columns; the one right of the chunk too, if the row goes on
         start = pl.multiple_of(column * sizes.taken, 2 * COLUMNS)
-        x = self._repeat_frames(refs["x"][0, 0, pl.ds(start, seen * sizes.taken)])
-        rows = count * sizes.frames
+        x = self._repeat_frames(refs["x"][0, 0, pl.ds(start, loaded * sizes.taken)])
+        rows = count * sizes.frames  # of the products of the chunk alone
         sums = []
         for row in range(TAPS):
             first, middle, last = (self._product(x, row, tap) for tap in range(TAPS))
@@ -197,9 +206,12 @@ class _Step:
             )
             refs["left"][row] = first[rows - sizes.frames : rows]
             first, middle, last = (part[:rows] for part in (first, middle, last))
+            # Pixel w is under two taps of its even result, which sees columns w - 1, w, w, and under two of
+            # its odd result, which sees w, w, w + 1.
             sums.append(self._interleave_columns(middle + last + from_left, first + middle + from_right))
-        upper, middle, lower = sums
+        upper, middle, lower = sums  # by the kernel's rows; likewise two of them for each row of results
         at = pl.ds(pl.multiple_of(2 * column * sizes.frames, 2 * COLUMNS), 2 * rows)
+        # The results of the row before; step 0 writes what has no meaning, and step 1 overwrites it.
         refs["y"][0, 0, at] = refs["even"][at]
         refs["y"][0, 1, at] = self._rounded(refs["odd"][at] + lower, column)
         refs["even"][at] = self._rounded(refs["above"][at] + (middle + lower), column)
@@ -208,21 +220,21 @@ class _Step:
         refs["odd"][at] = upper + middle
 
     def _product(self, x: Array, row: int, column: int) -> Array:
-        """Multiply `x`, a row for each frame of a pixel, by the kernel's tap at `row` and `column`."""
+        """Multiply `x`, (pixels * frames, I), by the tap at `row` and `column`; return float32 products."""
         weights = self.refs["weights"][TAPS * row + column]
         return jnp.dot(x, weights, preferred_element_type=jnp.float32)
 
     def _repeat_frames(self, x: Array) -> Array:
-        """Repeat each frame of `x`, a row for each frame of a pixel, twice if frames are doubled."""
+        """Return `x`, a row for each frame of a pixel, with every row twice if frames are doubled."""
         return x if self.sizes.taken == self.sizes.frames else pltpu.bitcast(duplicated_in_words(x), x.dtype)
 
     def _interleave_columns(self, left: Array, right: Array) -> Array:
-        """Interleave the results of even columns, `left`, and of odd ones, `right`."""
+        """Interleave the results of even columns, `left`, and of odd columns, `right`, pixel by pixel."""
         pixels = (part.reshape(-1, 1, self.sizes.frames, self.sizes.outputs) for part in (left, right))
         return jnp.concatenate([*pixels], axis=1).reshape(-1, self.sizes.outputs)
 
     def _rounded(self, sums: Array, column: Any) -> Array:
-        """Round a row's results, from those of pixel `column` on, with zeros in padding columns."""
+        """Round results in a row, from those of pixel `column` on, with zeros in padding columns."""
         if "true_width" in self.refs:
             row = lax.broadcasted_iota(jnp.int32, sums.shape, 0)
             sums = jnp.where(row < (self.refs["true_width"][0] - 2 * column) * self.sizes.frames, sums, 0.0)
@@ -230,7 +242,7 @@ class _Step:
 
 
 def _concatenate(*parts: Array) -> Array:
-    """Concatenate the parts that are not empty: a kernel takes no empty arrays."""
+    """Concatenate the parts that are not empty: a Pallas kernel takes no empty arrays."""
     parts = tuple(part for part in parts if part.shape[0])
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
@@ -248,9 +260,9 @@ def upsampled(
     Args:
         x: frames for which `is_supported` holds.
         kernel, bias: the convolution's.
-        beside: the neighbours' columns left and right of a shard, or None.
+        beside: the neighbours' columns (left, right) of a shard; None for zeros.
         true_width: columns of the result from this one on are padding and get zeros; None without padding.
-        expand_time: whether each frame is repeated.
+        expand_time: whether frames are doubled too.
     """
     plain, by_kernel = (functools.partial(form, expand_time=expand_time) for form in (_xla_form, _by_kernel))
     return with_derivatives_of(plain, by_kernel)(x, kernel, bias, beside, true_width)
@@ -264,10 +276,11 @@ def _by_kernel(
     true_width: Array | None,
     expand_time: bool,
 ) -> Array:
-    """Run the Pallas kernel, a row of pixels a step, with the arguments of `upsampled`."""
+    """Run the Pallas kernel, a row of pixels a grid step, with the arguments of `upsampled`."""
     sizes = _sizes(x, kernel.shape[-1], expand_time)
     videos, _, height, *_ = x.shape
     weights, bias = kernel.reshape(-1, *kernel.shape[2:]), bias.astype(jnp.float32)[None]
+    # By name: arrays with the specs of their blocks, then the shapes of scratch memory (`_Step`).
     operands = {"x": _row_operand(x), "weights": _whole_operand(weights), "bias": _whole_operand(bias)}
     if beside is not None:
         operands["beside"] = _row_operand(jnp.concatenate(beside, axis=3))
@@ -287,7 +300,7 @@ def _by_kernel(
         out_specs=pl.BlockSpec(
             (1, 2, sizes.row, sizes.outputs), lambda video, step: (video, lax.max(step - 1, 0), 0, 0)
         ),
-        # In HBM: XLA would bring small results into VMEM and back.
+        # Declared in HBM: XLA would copy small results into VMEM and back.
         out_shape=pltpu.HBM((videos, 2 * height, sizes.row, sizes.outputs), x.dtype),
         scratch_shapes=[*scratch.values()],
         compiler_params=pltpu.CompilerParams(
@@ -318,7 +331,7 @@ def _row_operand(x_NTHWC: Array) -> tuple[Array, pl.BlockSpec]:
 def _whole_operand(array: Array) -> tuple[Array, pl.BlockSpec]:
     """Return an operand of the kernel: an array, and the spec by which every step reads all of it.
 
-    It never changes, so one buffer does, where others have two.
+    It never changes, so one buffer is enough; a block that changes from step to step has two.
     """
     zeros = (0,) * array.ndim
     return array, pl.BlockSpec(array.shape, lambda video, step: zeros, pipeline_mode=pl.Buffered(1))
@@ -332,7 +345,7 @@ def _xla_form(
     true_width: Array | None,
     expand_time: bool,
 ) -> Array:
-    """Compute what `_by_kernel` does in XLA, for the derivatives."""
+    """Compute in XLA what `_by_kernel` computes, for the derivatives; arguments as `upsampled` takes them."""
     sums = conv_frames(xla.double_pixels(x), kernel, padding=((1, 1), (1, 1)))
     if beside is not None:
         left, right = (

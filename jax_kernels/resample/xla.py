@@ -9,16 +9,16 @@ from jax_kernels.common.layout import frames_first, pixels_first
 
 
 def double_pixels(x: Array) -> Array:
-    """Repeat each pixel twice in both directions."""
+    """Double rows and columns of frames N T H W C: each pixel becomes four."""
     return repeat_nearest(x, {2: 2, 3: 2})
 
 
 def double_pixels_outside(x: Array) -> Array:
     """Compute `double_pixels` as a product with ones: one pass, with pixels outside of a TPU's tiles.
 
-    XLA does not see through the barriers that these are ones, and that two axes become one: a broadcast
-    written out takes 9.1 ms where this takes 3.4, two broadcasts of inner axes take more (v6e, 8 x 240 x 360
-    x 256 doubled).
+    The barriers hide from XLA that the factors are ones and that pairs of axes become one, so it computes one
+    fused product in 3.4 ms. It would write a broadcast out in 9.1 ms, and two broadcasts of inner axes in
+    more (v6e, 8 x 240 x 360 x 256 doubled).
     """
     h, w, n, t, c = pixels_first(x).shape
     ones = lax.optimization_barrier(jnp.ones((1, 2, 1, 2, 1, 1, 1), x.dtype))
@@ -29,7 +29,7 @@ def double_pixels_outside(x: Array) -> Array:
 def downsampled_sums(x: Array, kernel: Array, columns: tuple[int, int]) -> Array:
     """Convolve with stride 2; return float32 sums.
 
-    Zeros are added below, and `columns` zeros on the left and right.
+    A row of zeros is added below, and `columns` zeros on the (left, right).
     """
     return conv_frames(x, kernel, padding=((0, 1), columns), stride=2)
 
@@ -37,12 +37,12 @@ def downsampled_sums(x: Array, kernel: Array, columns: tuple[int, int]) -> Array
 def downsampled_sums_by_patches(x: Array, kernel: Array, columns: tuple[int, int]) -> Array:
     """Compute `downsampled_sums` as one matrix product of all windows (patches).
 
-    For images on a TPU: as a convolution XLA compiles 120 x 180 x 256 for 14 s of a core, a shard of 768 x
-    170 x 128 for a minute; this compiles for 5 s.
+    It is for images on a TPU, whose convolution XLA compiles for 14 s (120 x 180 x 256) to a minute (a shard
+    of 768 x 170 x 128) on a core; the product compiles for 5 s.
     """
     return conv_patches([jnp.pad(x, [(0, 0), (0, 0), (0, 1), columns, (0, 0)])], kernel, stride=2)
 
 
 def suits_patches(x: Array) -> bool:
-    """Return whether the 3 x 3 windows of `x` at every second row and column fit into memory."""
+    """Return whether the patches of `x`, 3 x 3 windows at every second row and column, fit into memory."""
     return x.size // 4 * 9 * x.dtype.itemsize <= MOST_IN_PATCHES
