@@ -10,7 +10,7 @@
 - A video's first frame alone is multiplied as two equal frames: its words hold it twice, and every second sum
   is a result.
 
-A step stores some columns left of those it loads.
+Memory is used again behind the products: a step stores columns left of those that it still loads.
 """
 
 import itertools
@@ -41,10 +41,14 @@ def weights(kernel: Float[Array, "3 3 3 I O"], product: Product, turns: int) -> 
     A turn computes the results of a share of the output channels.
     """
 
-    def tap(outputs: Array, row: int, time: int, result: int, column: int) -> Array:
-        """Return the weights from input (row, time) to result (result, column) of these output channels."""
-        inside = 0 <= row - result < TAPS
-        return outputs[time, row - result, column] if inside else jnp.zeros_like(outputs[0, 0, 0])
+    def tap(share: Array, row: int, time: int, result_row: int, column: int) -> Array:
+        """Return the weights (I, O) from input (row, time) to result (result_row, column).
+
+        `share` is the kernel of a share of the output channels.
+        """
+        row_tap = row - result_row
+        inside = 0 <= row_tap < TAPS
+        return share[time, row_tap, column] if inside else jnp.zeros_like(share[0, 0, 0])
 
     return matrices(kernel, product, turns, tap)
 
@@ -53,7 +57,11 @@ class DirectStep(ConvStep):
     """A step that multiplies by every tap."""
 
     def __init__(self, sizes: ConvSizes, weights: tuple[Any, ...], refs: dict[str, Any]):
-        """Choose the slots of "ring", which holds two blocks in turn, and the memory of the zero padding."""
+        """Choose the slots of "ring", which holds two blocks in turn, and the memory of the zero padding.
+
+        The slot `new` has the block of results; `old` has the block above it, which the block below it
+        replaces, moved from the stage.
+        """
         super().__init__(sizes, weights, refs)
         self.products = sizes.products
         self.old, self.new = lax.rem(self.step + 1, 2), lax.rem(self.step, 2)
@@ -68,10 +76,10 @@ class DirectStep(ConvStep):
         chunk, chunks = sizes.chunk, sizes.chunks
         self._begin_left()
         most = min(UNROLLED // len(self.products), chunks)
-        together = next(n for n in range(most, 0, -1) if chunks % n == 0)
+        together = next(n for n in range(most, 0, -1) if chunks % n == 0)  # chunks of a loop's body
 
         def multiply_chunks(index: Array, carry: None) -> None:
-            """Multiply `together` chunks, unrolled; finish the results of the chunk before each."""
+            """Multiply and move `together` chunks, unrolled; after each finish the chunk before it."""
             for offset in range(together):
                 column = (index * together + offset) * chunk
                 self._multiply(column)
@@ -84,7 +92,7 @@ class DirectStep(ConvStep):
         self._modulate_chunk(sizes.width - chunk)
 
     def _begin_left(self) -> None:
-        """Start the sums of the first column: with the edges' left column, or zeros without edges."""
+        """Set the sums of the first column, which no product sets: to the left edge, or to zeros."""
         frames, refs = self.sizes.frames, self.refs
         first = pl.ds(self.sizes.chunk * frames, frames)
         if "edges" not in refs:
@@ -94,7 +102,7 @@ class DirectStep(ConvStep):
             refs["sums"][row, part, first] = refs["edges"][0, row, :frames, lanes_of(part)]
 
     def _end_right(self) -> None:
-        """Add the edges' right column, if there are edges, to the sums of the strip's last column."""
+        """Add the right edge, if there are edges, to the sums of the strip's last column."""
         frames, refs = self.sizes.frames, self.refs
         if "edges" not in refs:
             return
@@ -133,12 +141,14 @@ class DirectStep(ConvStep):
             ]
             sums = jnp.dot(jnp.concatenate(inputs, axis=1), weights[turn], preferred_element_type=jnp.float32)
             for result, (row, tap) in enumerate(product.results):
+                # A column under its left tap (0) belongs to the result right of it, under tap 2 left of it.
                 sums_at = self._rows(column, sizes.chunk, sizes.frames, before=sizes.chunk, shift=1 - tap)
                 for part in range(parts):
                     part_sums, out_part = sums[:, lanes_of(result * parts + part)], turn * parts + part
-                    if tap:
+                    if tap:  # tap 0, whose products come first, sets the sums
                         part_sums = part_sums + refs["sums"][row, out_part, sums_at]
                     refs["sums"][row, out_part, sums_at] = part_sums
+            # The units to modulate are spread evenly over the products.
             if modulated is not None and index * UNITS % len(self.products) == 0:
                 unit = index * UNITS // len(self.products)
                 self._modulate(modulated + unit * sizes.unit, unit, after=sums)
@@ -147,6 +157,7 @@ class DirectStep(ConvStep):
         """Return a chunk of one of the four input rows as the tap `time` sees it: a row for each frame.
 
         Row 0 is above the block of results, 1 and 2 are the block, and 3 is below it, still in the stage.
+        `part` is the part of the input channels.
         """
         sizes = self.sizes
         if row == ROWS + 1:
@@ -159,7 +170,10 @@ class DirectStep(ConvStep):
         return pltpu.bitcast(words, jnp.bfloat16)
 
     def _move(self, column: Any, count: int) -> None:
-        """Move `count` columns of the block before this step's from the stage into the ring."""
+        """Move `count` columns of the block modulated last step from the stage into the ring.
+
+        They replace columns of the row above the block of results, which the products have loaded.
+        """
         sizes = self.sizes
         to = self._rows(column, count, sizes.words)
         at = self._rows(column, count, sizes.words, before=sizes.chunk)
@@ -185,20 +199,22 @@ class DirectStep(ConvStep):
         sizes, words = self.sizes, self.sizes.words
         to = self._rows(column, sizes.unit, words, before=sizes.chunk)
         now = pltpu.bitcast(x, jnp.int32) if sizes.input_frames > 1 else duplicated_in_words(x)
+        # The frames under the three taps of time: two frames (a word) earlier, one frame earlier, the same.
         earlier, shifted, same = (self.refs["stage"].at[time, row, part] for time in range(TAPS))
-        firsts = pl.ds(to.start, sizes.unit, stride=words)
+        firsts = pl.ds(to.start, sizes.unit, stride=words)  # the first word of each pixel
         same[to, :] = now
         if words > 1:
             earlier[pl.ds(to.start + 1, sizes.unit * words - 1), :] = now[:-1]
         earlier[firsts, :] = before(lambda: same[firsts, :])
+        # The later frame of the word before, then the earlier frame of this word.
         shifted[to, :] = lax.shift_right_logical(earlier[to, :], 16) | (now << 16)
         return same[pl.ds(to.start + words - 1, sizes.unit, stride=words), :]
 
     def _finish(self, column: Any) -> None:
-        """Finish the results of the chunk from `column` on."""
+        """Finish the results of the chunk from `column` on: add bias and residual, round, write."""
         sizes = self.sizes
         sums_at = self._rows(column, sizes.chunk, sizes.frames, before=sizes.chunk)
-        if sizes.input_frames == 1:
+        if sizes.input_frames == 1:  # multiplied as two equal frames: every second sum is a result
             sums_at = pl.ds(sums_at.start, sizes.chunk, stride=sizes.frames)
         self._write_results(
             column, sizes.chunk, lambda row, part: self.refs["sums"].at[row, part][sums_at, :]

@@ -31,8 +31,10 @@ from jax_kernels.spatial_norm.op import check_spatial_norm, spatial_norm_on
 class NormParams(NamedTuple):
     """Parameters of a GroupNorm, or, with latents `zq`, of a `spatial_norm`.
 
-    Weight and bias are GroupNorm's, (C,) each; kernel and bias `y` and `b` are the 1x1x1 convolutions of the
-    latents.
+    Attributes:
+        weight, bias: GroupNorm's, (C,) each.
+        zq: latents (N, t, h, w, Z), or None for a GroupNorm.
+        kernel_y, bias_y, kernel_b, bias_b: the two 1x1x1 convolutions of the latents, (Z, C) and (C,).
     """
 
     weight: Any
@@ -70,18 +72,19 @@ def norm_conv3d(
 ) -> tuple[Float[Array, "N T H W O"], Float[Array, "N kt-1 H W I"] | None, ColumnMoments | None]:
     """Return `conv3d(silu(norm(x)))` and the state for the next call.
 
-    Before a video's first frame the convolution sees that frame again. On a TPU all is one Pallas kernel for
-    supported inputs (`sizes.is_supported`); else the norm is computed first, then the convolution.
+    Before a video's first frame the convolution sees that frame again. On a TPU one Pallas kernel computes
+    all of it for supported inputs (`sizes.is_supported`); else the norm is computed first, then the
+    convolution.
 
     Args:
         x, kernel, bias, cache, residual, split: as `conv3d` takes them; the cache holds activated frames.
         norm: parameters of `group_norm`, or with latents of `spatial_norm`.
         moments: third result of the call that computed `x`, or None; it saves a TPU a pass over `x`.
-        num_groups, eps, first_frame_alone: the norm's.
+        num_groups, eps, first_frame_alone: as the norm takes them.
 
     Returns:
-        The convolved frames; the cache for the next call; the moments of the convolved frames' columns, or
-        None for inputs that a TPU's kernel does not support.
+        The convolved frames; the cache for the next call, None where kt is 1; the moments of the convolved
+        frames' columns of pixels, or None for inputs that the TPU's kernel does not support.
 
     Raises:
         ValueError: anything that `conv3d`, `group_norm` or `spatial_norm` refuse.
@@ -122,8 +125,12 @@ def norm_conv3d_on(
     eps: float,
     first_frame_alone: bool,
 ) -> tuple[Array, Array | None, ColumnMoments | None]:
-    """Compute `norm_conv3d` for a target; without the kernel `moments` are not used."""
-    # Checked for a TPU on every platform: the branches of a program must return the same shapes.
+    """Compute `norm_conv3d` on `target`, the platform that is traced for.
+
+    `moments`, the statistics of the columns of `x`, are used by the TPU's kernel alone.
+    """
+    # Checked for a TPU on every platform: the branches of a program must return the same shapes, and so
+    # moments wherever the TPU's kernel returns them.
     is_supported = _kernel_supports(
         replace(target, platform="tpu"), x, norm, kernel, bias, cache, residual, first_frame_alone
     )
@@ -131,11 +138,13 @@ def norm_conv3d_on(
         return _by_kernel(
             target, x, norm, kernel, bias, cache, residual, moments, num_groups=num_groups, eps=eps
         )
-    norm_form = functools.partial(group_norm_on, channel_axis=-1 % x.ndim)
-    if norm.zq is not None:
+    weight, norm_bias, zq, *convolutions = norm
+    if zq is None:
+        norm_form = functools.partial(group_norm_on, channel_axis=x.ndim - 1)
+        inputs = x, weight, norm_bias
+    else:
         norm_form = functools.partial(spatial_norm_on, first_frame_alone=first_frame_alone)
-    weight, shift, zq, *convolutions = norm
-    inputs = (x, weight, shift) if zq is None else (x, zq, weight, shift, *convolutions)
+        inputs = x, zq, weight, norm_bias, *convolutions
     hidden = norm_form(target, *inputs, num_groups=num_groups, eps=eps, activation="silu")
     y, latest = conv3d_on(target, hidden, kernel, bias, cache, residual)
     column_parts = (jnp.squeeze(part, 2) for part in norm_xla.column_moments(y)) if is_supported else ()
@@ -156,12 +165,13 @@ def _kernel_supports(
     first_frame_alone: bool,
 ) -> bool:
     """Return whether a TPU's kernel supports all runs of frames of these arguments."""
-    parts = split_frames(target, x, norm.zq, residual)
+    runs = split_frames(target, x, norm.zq, residual)
     is_complete = target.pallas and all(vector is not None for vector in (bias, norm.weight, norm.bias))
-    # A first latent frame that covers the first frame alone is split off together with it.
+    first_run, *_ = runs[0]
+    # The first run must be one frame if, and only if, the first latent frame covers the first frame alone.
     return (
         is_complete
-        and first_frame_alone == (parts[0][0].shape[1] == 1)
+        and first_frame_alone == (first_run.shape[1] == 1)
         and all(
             sizes.is_supported(
                 target.split.shard_of(frames),
@@ -171,15 +181,16 @@ def _kernel_supports(
                 at_start=cache is None,
                 pixels=x.shape[2] * x.shape[3],
             )
-            for frames, zq, added in parts
+            for frames, zq, added in runs
         )
     )
 
 
 def _grid(split: Split, x: Array, zq: Array | None) -> tuple[int, ...]:
-    """Return the numbers of frames, rows and columns that a shard has coefficients for.
+    """Return the numbers of frames, rows and columns of a shard that have coefficients of their own.
 
-    Without latents one coefficient of a channel serves all; one a column if padding columns get zeros.
+    A norm is a multiplier and an offset (the coefficients) of each channel. With latents there is one for
+    each latent; without, a single one, or one for each column if padding columns get zeros.
     """
     if zq is None:
         return 1, 1, split.shard_of(x).shape[3] if split.is_padded else 1
@@ -204,15 +215,16 @@ def _by_kernel(
     A run is a first frame alone, or two, four or eight frames (`split_frames`).
     """
     channels = x.shape[-1]
-    # The statistics are those of all frames: they come first, and are the same for every run.
+    # Statistics span all frames: they are computed first, and are the same for every run.
     mean, m2 = column_moments(target, x) if moments is None else moments
     stats = moments_of_columns(target, mean, m2, x.shape[2], num_groups=num_groups)
     scale = per_channel(lax.rsqrt(stats.variance + eps), channels) * norm.weight.astype(jnp.float32)
     shift = norm.bias.astype(jnp.float32) - per_channel(stats.mean, channels) * scale
-    # The latents `zq` are sharded as the frames are; these are the same on every device.
+    # The latents `zq` are sharded as the frames are; the weights are the same on every device.
     weights, results = (kernel, bias, norm._replace(zq=None)), []
     for frames, zq, added in split_frames(target, x, norm.zq, residual):
-        # A run's cache, its last activated frames, comes before the next run.
+        # A run's second result, its last activated frames, is the cache of the run after it. Its mean and M2
+        # have an axis of one row.
         y, cache, *column_parts = map_shards(
             target, _convolved, (frames, cache, added, zq), weights, (scale, shift)
         )
@@ -233,11 +245,18 @@ def _convolved(
     scale_NC: Array,
     shift_NC: Array,
 ) -> tuple[Array, ...]:
-    """Run the kernel for a run of frames on a device's local columns.
+    """Run the Pallas kernel for a run of frames on a device's local columns.
+
+    Args:
+        target: the target, for one device.
+        x, cache, residual, zq: the run's frames, and the device's columns of what belongs to them.
+        kernel, bias: the convolution's.
+        norm: parameters of the norm; its `zq` is not used.
+        scale_NC, shift_NC: GroupNorm as a multiplication and an addition.
 
     Returns:
-        The frames, the next cache, and the frames' column moments, mean and M2, (N, T, 1, W, O): five axes,
-        as `map_shards` wants.
+        The frames; the next cache; mean and M2 of the frames' columns of pixels, (N, T, 1, W, O): five axes,
+        as `map_shards` needs.
     """
     split = target.split
     frames, _, width, _ = x.shape[1:]
@@ -246,7 +265,7 @@ def _convolved(
     multiplier, offset = coefficients(lambda part: tpu.to_registers(part, frames, width))
     _, rows, registers, *_ = multiplier.shape
     conv_sizes = sizes.sizes_of(x, rows, registers, kernel.shape[-1], residual is not None)
-    edges = None
+    edges = None  # without strips or neighbours the columns beside the frame are zeros
     if conv_sizes.strips > 1 or split.has_neighbours:
         edges = _edge_sums(target, x, cache, kernel, coefficients, conv_sizes)
     true_width = split.real_columns_here(width) if split.is_padded else None
@@ -270,17 +289,18 @@ def _coefficients(
     Args:
         split: the sharding of columns.
         norm, zq: the parameters of the norm, and the latents of this shard; None without latents.
-        scale_NC, shift_NC: GroupNorm as a scale and shift of each channel.
-        columns: number of columns that have coefficients.
-        placed: repeats an array N t h w Z, with a value for each latent, to where the coefficients are
-            needed: the kernel's registers, or the pixels of a column.
+        scale_NC, shift_NC: GroupNorm as a multiplication and an addition for each channel.
+        columns: number of columns that have coefficients of their own (`_grid`).
+        placed: function that repeats an array N t h w Z, with a value for each latent, to where coefficients
+            are needed: the kernel's registers, or the pixels of a column.
     """
     scale, shift = (part[:, None, None, None] for part in (scale_NC, shift_NC))
     if zq is None:
         multiplier, offset = (placed(jnp.repeat(part, columns, axis=3)) for part in (scale, shift))
     else:
-        zq = placed(zq)  # while it has few channels
-        # Registers' rows on one axis: a product of 23 registers of 8 compiles for 47 s, of 184 rows for 7.
+        zq = placed(zq)  # before the convolutions, as it has fewer channels than their results
+        # Rows of all registers on one axis: XLA takes 47 s to compile a product of 23 registers of 8 rows,
+        # and 7 s for one of 184 rows.
         rows = zq.reshape(*zq.shape[:2], -1, zq.shape[-1])
         y, b = (
             spatial_xla.pointwise("nabz,zo->nabo", rows, kernel, bias).reshape(*zq.shape[:-1], -1)
@@ -301,22 +321,32 @@ def _edge_sums(
     coefficients: Callable[..., tuple[Array, Array]],
     conv_sizes: sizes.ConvSizes,
 ) -> tuple[Array, Array]:
-    """Return the contributions of the columns beside each strip to its first and to its last column.
+    """Return the contributions of the columns left and right of each strip to its first and last column.
 
-    The kernel computes a strip without the columns beside it, which the next strip or a neighbour's shard
-    has, or which are zeros. Both results are (N, T, H, E, O) for E strips, float32. `coefficients` is
-    `_coefficients` but for its last argument.
+    The kernel computes a strip (a part of the width) without the columns beside it: those are in the next
+    strip or in a neighbour's shard, or are zeros.
+
+    Args:
+        target: the target, for one device.
+        x, cache: the device's frames, and its cache or None.
+        kernel: the convolution's.
+        coefficients: `coefficients(placed)` returns the norm's multiplier and offset (`_coefficients`).
+        conv_sizes: the kernel's sizes, which have the strips.
+
+    Returns:
+        For the first columns, then for the last columns: (N, T, H, E, O) for E strips, float32.
     """
     starts, sums = conv_sizes.starts, functools.partial(_column_sums, tile=conv_sizes.tile)
     hidden = functools.partial(_activated_column, target, x, cache, coefficients)
+    # At each boundary between strips: what its left column adds to the right strip, and the other way.
     before = [sums(hidden(start - 1), kernel[:, :, 0]) for start in starts[1:]]
     after = [sums(hidden(start), kernel[:, :, -1]) for start in starts[1:]]
     if target.split.has_neighbours:
         left, right = exchanged(target.split, hidden(0), hidden(x.shape[3] - 1))
-        outer = sums(left, kernel[:, :, 0]), sums(right, kernel[:, :, -1])
+        first, last = sums(left, kernel[:, :, 0]), sums(right, kernel[:, :, -1])
     else:
-        outer = (jnp.zeros_like(before[0]),) * 2
-    return jnp.stack([outer[0], *before], axis=3), jnp.stack([*after, outer[1]], axis=3)
+        first = last = jnp.zeros_like(before[0])
+    return jnp.stack([first, *before], axis=3), jnp.stack([*after, last], axis=3)
 
 
 def _activated_column(
@@ -326,14 +356,15 @@ def _activated_column(
     coefficients: Callable[..., tuple[Array, Array]],
     column: int,
 ) -> Float[Array, "N P H I"]:
-    """Return one column of `silu(norm(x))`, and before it the column in the two frames of the cache.
+    """Return one column of `silu(norm(x))` in P = T + 2 frames: first the two frames of the cache.
 
-    Without a cache the first frame is repeated. P is two more than T.
+    Without a cache the first frame is repeated in their place. `coefficients(placed)` returns the norm's
+    multiplier and offset, as `_edge_sums` takes it.
     """
     frames, height, columns = x.shape[1:4]
 
     def repeat_over_column(part: Array) -> Array:
-        """Repeat the coefficients of the column to all of its frames and rows."""
+        """Repeat the column's values in `part`, (N, t, h, w, Z), to all of its frames and rows."""
         index = column * part.shape[3] // columns
         return repeat_nearest(
             part[:, :, :, index : index + 1], {1: frames // part.shape[1], 2: height // part.shape[2]}
@@ -352,8 +383,10 @@ def _column_sums(
 ) -> Float[Array, "N P-2 H O"]:
     """Convolve one column over time and rows by one column of the kernel, rounded as the TPU's kernel does.
 
-    `hidden` has two frames before the T of the result. `tile` is the number of frames that the TPU's kernel
-    filters together by Winograd's method, or 0.
+    Args:
+        hidden: one column of P activated frames; the first two are before those of the result.
+        kernel: its taps of time and rows.
+        tile: number of frames that the TPU's kernel filters together by Winograd's method, or 0.
     """
     if tile:
         return filtered(hidden, kernel, tile, lambda frames, taps: _convolve_column(frames, taps[None]))
@@ -363,7 +396,10 @@ def _column_sums(
 def _convolve_column(
     hidden: Float[Array, "N P H I"], kernel: Float[Array, "times 3 I O"]
 ) -> Float[Array, "N P-times+1 H O"]:
-    """Convolve a column over time and rows as one product, rows padded with zeros; return float32 sums."""
+    """Convolve a column over time and rows as one product, rows padded with zeros; return float32 sums.
+
+    `kernel` has its taps of time, then three taps of rows.
+    """
     times = kernel.shape[0]
     frames, height = hidden.shape[1] - times + 1, hidden.shape[2]
     hidden = jnp.pad(hidden, [(0, 0), (0, 0), (1, 1), (0, 0)])

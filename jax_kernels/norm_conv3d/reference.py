@@ -25,24 +25,26 @@ def norm_conv3d(
 ):
     """Apply the norm, SiLU and the convolution one after the other, in float32.
 
-    Activated frames are rounded, as a cache keeps them. With a `tile`, so many results of Winograd's
-    filtering come from the same products, whose factors are rounded too. The columns' moments are found anew,
-    and no third result is returned.
+    Activated frames are rounded, as a cache keeps them. `tile` is the number of results of Winograd's
+    filtering, whose factors are rounded too; 0 for direct convolution. `moments` is not used: statistics are
+    computed again, and the third result is None.
     """
-    wide, (weight, shift, *latents) = jax.tree.map(lambda part: part.astype(jnp.float32), (x, norm))
+    x_f32, norm_f32 = jax.tree.map(lambda part: part.astype(jnp.float32), (x, norm))
+    weight, norm_bias, zq, *convolutions = norm_f32
     options = {"num_groups": num_groups, "eps": eps, "activation": "silu"}
-    if norm.zq is None:
-        hidden = group_norm(wide, weight, shift, channel_axis=-1, **options)
+    if zq is None:
+        hidden = group_norm(x_f32, weight, norm_bias, channel_axis=-1, **options)
     else:
-        zq, *convolutions = latents
         hidden = spatial_norm(
-            wide, zq, weight, shift, *convolutions, first_frame_alone=first_frame_alone, **options
+            x_f32, zq, weight, norm_bias, *convolutions, first_frame_alone=first_frame_alone, **options
         )
-    rounded = jax.tree.map(lambda part: part.astype(x.dtype).astype(jnp.float32), (hidden, kernel, cache))
-    y, latest = conv3d(rounded[0], rounded[1], bias, rounded[2], residual=residual)
+    hidden, kernel_f32, cache = jax.tree.map(
+        lambda part: part.astype(x.dtype).astype(jnp.float32), (hidden, kernel, cache)
+    )
+    y, latest = conv3d(hidden, kernel_f32, bias, cache, residual=residual)
     if tile:
-        past = rounded[2] if cache is not None else jnp.concatenate([rounded[0][:, :1]] * 2, axis=1)
-        frames = jnp.concatenate([past, rounded[0]], axis=1).astype(x.dtype)
+        past = cache if cache is not None else jnp.concatenate([hidden[:, :1]] * 2, axis=1)
+        frames = jnp.concatenate([past, hidden], axis=1).astype(x.dtype)
         y = filtered(frames, kernel, tile, lambda part, taps: conv3d(part.astype(jnp.float32), taps[None])[0])
         y = y + sum(part.astype(jnp.float32) for part in (bias, residual) if part is not None)
     return y.astype(x.dtype), None if latest is None else latest.astype(x.dtype), None

@@ -70,7 +70,7 @@ class ConvSizes(NamedTuple):
 
     @property
     def frames(self) -> int:
-        """Rows of a direct product for each pixel: one a frame; a single frame counts twice."""
+        """Rows of a direct product for each pixel: one for each frame; a single frame counts twice."""
         return max(self.input_frames, 2)
 
     @property
@@ -114,7 +114,7 @@ class ConvSizes(NamedTuple):
 
     @property
     def products(self) -> "list[Product]":
-        """Products of a chunk, for each component."""
+        """Products of a chunk, the same for each component."""
         if self.tile:
             return winograd_products(self.outputs)
         return direct_products(self.channels, self.outputs)
@@ -126,7 +126,7 @@ class ConvSizes(NamedTuple):
 
     @property
     def last_columns(self) -> int:
-        """Columns of the frame in the last strip, without those that complete its last chunk."""
+        """Columns of the frame in the last strip, whose last chunk may be incomplete."""
         return self.columns - (self.strips - 1) * self.width
 
     @property
@@ -139,9 +139,10 @@ class Product(NamedTuple):
     """One matrix product of a chunk: which of its inputs it contracts, and which results it adds to.
 
     Attributes:
-        inputs: (row, time tap), or for Winograd's, without taps of time, (row, shift by columns). Rows are 0
-            to 3: above the block of results, its two rows, and below it.
-        results: (row of the block, column tap), or for Winograd's (row of the block, column).
+        inputs: in direct convolution (row, time tap); in Winograd's, which has no taps of time, (row, shift
+            by columns). Input rows are 0 to 3: above the block of results, its two rows, and below it.
+        results: in direct convolution (row of the block, column tap); in Winograd's (row of the block,
+            column): 0 for the inputs' own column, 1 for the column right of it.
     """
 
     inputs: list[tuple[int, int]]
@@ -152,32 +153,41 @@ def direct_products(channels: int, outputs: int) -> list[Product]:
     """Return the direct products of a block of results, of so many channels in and out.
 
     With 128 output channels a product gives two results, to fill the width of a matrix unit. The results of
-    column tap 0 come first: they set the sums, and the others are added.
+    column tap 0 come first: they set the sums, to which the results of other column taps are added.
     """
-    rows = [range(TAPS), range(1, TAPS + 1), range(TAPS + 1)]
-    row_inputs = [[(row, time) for row in several for time in range(TAPS)] for several in rows]
-    if channels == tiles.LANES:  # two inputs fill the depth of a matrix unit: the same two in each product
-        both = [(1, 0), (1, 1), (2, 0), (2, 1), (1, 2), (2, 2), (0, 2), (3, 2)]
-        upper, lower = [(0, 0), (0, 1)], [(3, 0), (3, 1)]
-        row_inputs = [both + upper, both + lower, both + upper + lower]
-    first, second, all_rows = row_inputs
+    # (row, time tap) of the inputs of the upper row of results, of the lower row, and of both.
+    rows_of_inputs = [range(TAPS), range(1, TAPS + 1), range(TAPS + 1)]
+    upper, lower, both = ([(row, time) for row in rows for time in range(TAPS)] for rows in rows_of_inputs)
+    if channels == tiles.LANES:
+        # Two inputs of 128 channels fill the depth of a matrix unit: the same pairs in all products. So both
+        # rows of results take all inputs of `shared`, some of them with weights of zero.
+        shared = [(1, 0), (1, 1), (2, 0), (2, 1), (1, 2), (2, 2), (0, 2), (3, 2)]
+        above, below = [(0, 0), (0, 1)], [(3, 0), (3, 1)]
+        upper, lower, both = shared + above, shared + below, shared + above + below
     if outputs == tiles.LANES:
         return [
-            Product(first, [(0, 0), (0, 1)]),
-            Product(second, [(1, 0), (1, 1)]),
-            Product(all_rows, [(0, 2), (1, 2)]),
+            Product(upper, [(0, 0), (0, 1)]),
+            Product(lower, [(1, 0), (1, 1)]),
+            Product(both, [(0, 2), (1, 2)]),
         ]
-    return [Product(row_inputs[row], [(row, column)]) for row in range(ROWS) for column in range(TAPS)]
+    return [
+        Product(inputs, [(row, column)])
+        for row, inputs in enumerate((upper, lower))
+        for column in range(TAPS)
+    ]
 
 
 def winograd_products(outputs: int) -> list[Product]:
     """Return Winograd's products of a block, for each component, with so many output channels.
 
-    With more than 128 they are of one row: one matrix multiplies the inputs of both rows. The sums of
-    adjacent products with the same results are added.
+    With 128 a product gives two results: for the rows above and below the block, results of two columns; for
+    the rows of the block, results of both rows. With more channels the products are those of one row: one
+    matrix multiplies the inputs of both rows. The sums of adjacent products with the same results are added.
     """
     if outputs == tiles.LANES:
         return [
+            # The input's own column by its middle tap (shift 0) and right tap (shift 1), and the next column
+            # by its left tap (shift 0).
             Product([(0, 0), (0, 1)], [(0, 0), (0, 1)]),
             Product([(3, 0), (3, 1)], [(1, 0), (1, 1)]),
             *(Product([(1, column), (2, column)], [(0, 0), (1, 0)]) for column in (-1, 0, 1)),
@@ -196,12 +206,13 @@ def is_supported(
 ) -> bool:
     """Return whether the kernel supports these frames.
 
-    It supports two, four or eight frames of bfloat16, or a video's first, not small, with an even number of
-    rows, whole tiles of channels in, and out if they are more than one, and `MOST_STRIPS` that fit into VMEM.
+    It supports two, four or eight frames of bfloat16, or a video's first frame. They must not be small, and
+    must have an even number of rows. Input channels must be whole tiles, output channels too if they are more
+    than one tile. At most `MOST_STRIPS` strips must fit into VMEM.
 
     Args:
-        x: frames; only their shape and dtype are read, and the kernel's.
-        grid: frames, rows and columns of the coefficients.
+        x: frames; only their shape and dtype are read, and the kernel's shape.
+        grid: numbers of frames, rows and columns that have coefficients of their own.
         kernel: (3, 3, 3, I, O).
         residual: whether a residual is added.
         at_start: whether the video starts with these frames: there is no cache.
@@ -220,29 +231,34 @@ def is_supported(
     grid_frames, grid_rows, grid_columns = grid
     if frames % grid_frames or height % grid_rows or columns % grid_columns:
         return False
-    registers = (
+    registers = (  # of a row of coefficients, as `tpu.to_registers` makes them
         grid_columns
         if grid_columns == 1 or fills_registers(columns // grid_columns, frames)
         else _register_count(columns, frames)
     )
     sizes = sizes_of(x, grid_rows, registers, outputs, residual)
+    # The two rows of a block have the same coefficients or one row each; a unit has whole cells.
     if (sizes.cell_rows > 1 and sizes.cell_rows % ROWS) or (grid_columns > 1 and sizes.unit % sizes.cell):
         return False
     return _vmem_bytes(sizes, residual) <= vmem_limit()
 
 
 def fills_registers(cell: int, frames: int) -> bool:
-    """Return whether `cell` columns with the same coefficients fill whole registers, in so many frames."""
+    """Return whether the values of `cell` columns, one for each of so many frames, fill whole registers."""
     return cell * frames % SUBLANES == 0
 
 
 def _register_count(columns: int, frames: int) -> int:
-    """Return the number of registers that hold one row of so many columns, a register row for each frame."""
+    """Return the number of registers that hold one row of pixels, a register's row for each frame of one."""
     return -(-columns * frames // SUBLANES)
 
 
 def columns_of_register(columns: int, frames: int, registers: int) -> int:
-    """Return the columns that a register of coefficients covers, one of `registers` from `to_registers`."""
+    """Return the number of columns that one register of coefficients covers.
+
+    `registers` is the number of them for a row of pixels (`tpu.to_registers`): as many as hold a value for
+    each pixel, or fewer, each of which holds the same value for all pixels that it covers.
+    """
     return SUBLANES // frames if registers == _register_count(columns, frames) else columns // registers
 
 
@@ -251,20 +267,30 @@ def sizes_of(
 ) -> ConvSizes:
     """Choose the sizes that the kernel is compiled for.
 
-    Four and eight frames take Winograd's filtering if it is on and fits into VMEM, others direct convolution;
-    strips are as few as fit, or the most there may be.
+    Four and eight frames take Winograd's filtering if it is on and fits into VMEM, other frames direct
+    convolution. Strips are the fewest that fit into VMEM, or `MOST_STRIPS`.
 
     Args:
         x: frames.
-        rows, registers: rows and registers of the coefficients.
+        rows, registers: numbers of rows of coefficients, and of registers in a row (`tpu.to_registers`).
         outputs: output channels.
         residual: whether a residual is added.
     """
     input_frames, height, columns, channels = x.shape[1:]
-    outputs += -outputs % tiles.LANES
+    outputs += -outputs % tiles.LANES  # padded to whole tiles
     cell = columns_of_register(columns, input_frames, registers)
     direct = ConvSizes(
-        input_frames, columns, 1, 0, 0, cell, height // rows, height // ROWS, channels, outputs, 0
+        input_frames=input_frames,
+        columns=columns,
+        strips=1,
+        chunk=0,  # chunk and chunks follow from the others (`_cut_into_strips`)
+        chunks=0,
+        cell=cell,
+        cell_rows=height // rows,
+        blocks=height // ROWS,
+        channels=channels,
+        outputs=outputs,
+        tile=0,
     )
     if input_frames in (TILES * tile for tile in TRANSFORMS) and pallas_mode() != "direct":
         winograd = _cut_into_strips(direct._replace(tile=input_frames // TILES), residual)
@@ -275,7 +301,7 @@ def sizes_of(
 
 
 def _cut_into_strips(sizes: ConvSizes, residual: bool) -> ConvSizes:
-    """Return the sizes with as few strips as fit into VMEM, or with `MOST_STRIPS`."""
+    """Return the sizes with a chunk, and with the fewest strips that fit into VMEM, or with `MOST_STRIPS`."""
     chunk = _chunk(sizes)
     chunks = -(-sizes.columns // chunk)
     for strips in range(1, min(MOST_STRIPS, chunks) + 1):
@@ -289,13 +315,14 @@ def _cut_into_strips(sizes: ConvSizes, residual: bool) -> ConvSizes:
 def _chunk(sizes: ConvSizes) -> int:
     """Return the columns of a chunk.
 
-    Winograd's are chosen in a range that keeps the matrix unit busy and whose sums fit into registers; of
-    those the number that pads a row least.
+    In direct convolution they are `UNITS` units. In Winograd's they are in a range that keeps the matrix unit
+    busy and whose sums fit into registers: the number that pads a row least, of equal ones the largest.
     """
     if not sizes.tile:
         return UNIT * UNITS // sizes.frames
+    # A product of both rows of a block has twice as many rows: its chunk has half as many columns.
     least, most = (24, 48) if sizes.rows_together else (48, 80)
-    step = sizes.unit * sizes.turns
+    step = sizes.unit * sizes.turns  # whole units in each turn
     lengths = range(-(-least // step) * step, most + 1, step)
     return min(lengths, key=lambda chunk: (-sizes.columns % chunk, -chunk))
 
@@ -304,7 +331,7 @@ def scratch_shapes(sizes: ConvSizes) -> dict[str, tuple[tuple[int, ...], Any]]:
     """Return (shape, dtype) of each scratch buffer by name; the kernel adds a last axis of 128 lanes.
 
     Results are written a chunk after their products: buffers of results have one chunk of columns more than a
-    strip. int32 holds words.
+    strip. The dtype of words is int32.
     """
     width, result_width, result_parts = sizes.width, sizes.width + sizes.chunk, sizes.outputs // tiles.LANES
     # Of each column: its first result, then the sum and the sum of squares of the differences from it.
@@ -347,17 +374,17 @@ def scratch_shapes(sizes: ConvSizes) -> dict[str, tuple[tuple[int, ...], Any]]:
 def _vmem_bytes(sizes: ConvSizes, residual: bool) -> int:
     """Return the bytes of VMEM that the kernel uses; blocks count twice, as the next is fetched meanwhile."""
     row = sizes.width * sizes.input_frames
-    input_bytes, output_bytes = row * sizes.channels * 2, row * sizes.outputs * 2
+    input_bytes, output_bytes = row * sizes.channels * 2, row * sizes.outputs * 2  # of a row, in bfloat16
+    # Multiplier and offset, in float32.
     cells = 2 * ROWS * -(-sizes.width // sizes.cell) * SUBLANES * sizes.channels * 4
+    # The last cache and the next, of two frames of bfloat16.
     caches = 2 * ROWS * sizes.width * 2 * sizes.channels * 2
+    # For the first and the last column, in float32.
     edges = 2 * ROWS * sizes.frames * sizes.outputs * 4
-    blocks = (
-        ROWS * (input_bytes + output_bytes * (1 + residual))
-        + cells
-        + caches
-        + edges
-        + 2 * row * sizes.outputs * 4
-    )
+    # Mean and M2, in float32.
+    moments = 2 * row * sizes.outputs * 4
+    blocks = ROWS * (input_bytes + output_bytes * (1 + residual)) + cells + caches + edges + moments
+    # Matrices have a block of (I, O) for each input and result.
     blocks_of_weights = sum(len(product.inputs) * len(product.results) for product in sizes.products)
     weights = sizes.components * blocks_of_weights * sizes.channels * sizes.outputs * 2
     scratch = sum(4 * math.prod(shape) * tiles.LANES for shape, _ in scratch_shapes(sizes).values())

@@ -44,34 +44,45 @@ def lanes_of(part: int) -> slice:
 
 
 def matrices(kernel: Array, product: Product, turns: int, tap: Callable[..., Array]) -> Array:
-    """Return a product's weights, one matrix for each turn's share of the output channels.
+    """Return a product's weights, one matrix for each turn: each computes a share of the output channels.
 
-    `tap(outputs, *input, *result)` returns the weights (..., I, O) that connect an input of the product to a
-    result, from `outputs`, the kernel of the share.
+    Args:
+        kernel: the kernel, or its transform; output channels are the last axis.
+        product: inputs and results of the product, two indices each (`Product`).
+        turns: number of shares of the output channels.
+        tap: `tap(share, *input, *result)` returns the weights (..., I, O) that connect an input of the
+            product to a result, from `share`, the kernel for a share of the output channels.
     """
 
-    def turn_matrix(outputs: Array) -> Array:
+    def turn_matrix(share: Array) -> Array:
         """Return the matrix of one share: a row of blocks for each input, a column for each result."""
-        rows = [[tap(outputs, *part, *result) for result in product.results] for part in product.inputs]
+        rows = [[tap(share, *source, *result) for result in product.results] for source in product.inputs]
         return jnp.concatenate([jnp.concatenate(row, axis=-1) for row in rows], axis=-2)
 
-    return jnp.stack([turn_matrix(outputs) for outputs in jnp.split(kernel, turns, axis=-1)])
+    return jnp.stack([turn_matrix(share) for share in jnp.split(kernel, turns, axis=-1)])
 
 
 def fill_zeros(refs: Iterable[Any]) -> None:
-    """Fill the memory of references with zeros."""
+    """Fill the memory of these references with zeros."""
     for ref in refs:
         ref[...] = jnp.zeros(ref.shape, ref.dtype)
 
 
 class ConvStep:
-    """A grid step of the kernel; its subclasses multiply.
-
-    `refs` holds the kernel's references to memory by name: operands, results and scratch (`scratch_shapes`).
+    """A grid step of the kernel; its subclasses multiply. The module's docstring defines the terms.
 
     Attributes:
-        above, below, beyond: functions that return the memory of the row above the frame, of the row below
-            it, and of the columns right of it. It is filled with zeros, the convolution's padding.
+        sizes: the sizes that the kernel is compiled for.
+        weights: references to the matrices of each product.
+        refs: references to memory by name: operands ("x", "cache", "half", "half_offset", "bias", "residual",
+            "edges", "true_width"; the optional ones if present), results ("y", "latest", "mean", "m2") and
+            scratch (`scratch_shapes`).
+        result_parts: number of parts, 128 channels each, of the outputs.
+        axes: number of the grid's axes.
+        strip, step: index of the strip, and of this step in it.
+        above, below, beyond: functions that return references to the memory of the row above the frame, of
+            the row below it, and of the columns right of it. It is filled with zeros, the convolution's
+            padding.
     """
 
     above: Callable[[], Iterable[Any]]
@@ -87,7 +98,8 @@ class ConvStep:
     def run(self) -> None:
         """Modulate a block of rows and, from step `LAG` on, convolve and finish the block `LAG` before it.
 
-        The first step prepares the memory, and the last one writes the moments of columns.
+        The first step prepares the memory, and the last one writes the moments of columns. Zeros are filled
+        in for the first block of results, which has no row above, and for the last, which has none below.
         """
         last = pl.num_programs(self.axes - 1) - 1
         pl.when(self.step == 0)(self._begin)
@@ -103,11 +115,11 @@ class ConvStep:
         """Prepare memory before a strip's first rows; by default nothing."""
 
     def _convolve(self) -> None:
-        """Compute all columns' products, and the work beside them."""
+        """Multiply all columns of a strip; between products, move, modulate and finish others."""
         raise NotImplementedError
 
     def _move(self, column: Any, count: int) -> None:
-        """Move `count` columns, from `column` on, of the block before this step's to the products' memory."""
+        """Move `count` columns from `column` on to the products' memory: of the block modulated last step."""
         raise NotImplementedError
 
     def _store_activated(
@@ -125,13 +137,14 @@ class ConvStep:
             row, part: the row of the block, and the part of the channels.
             unit, column: index of the unit's memory, and its first column.
             x: the activated frames, a row for each frame of a pixel.
-            before: returns the words of the two frames before them, called with a function that returns the
-                words of the first two: at a video's start its first frame is repeated.
+            before: `before(first)` returns the words of the two frames before `x`. Without a cache they are
+                the first frame of `x`, repeated, from the words of its first two frames that `first()`
+                returns.
         """
         raise NotImplementedError
 
     def _modulate_block(self) -> None:
-        """Modulate a block of rows without products: the first `LAG` steps have no results."""
+        """Move and modulate a block of rows without products: the first `LAG` steps have no results."""
 
         def modulate_unit(index: Array, carry: None) -> None:
             """Move and modulate one unit of columns."""
@@ -145,10 +158,11 @@ class ConvStep:
         """Modulate the columns of a unit, from `column` on, and store them in the stage.
 
         `unit` is the index of the memory for the unit's last two frames, which become the next cache. The
-        work waits for `after`, the sums of a product, if given: the two then overlap.
+        work waits for `after`, the sums of a product, if given, so that it overlaps with the next product. A
+        negative `column` is left of the frame: column 0 is modulated in its place.
         """
         sizes, refs = self.sizes, self.refs
-        past_at = self._rows(_at_least_zero(column), sizes.unit, 2 * sizes.parts)
+        past_at = self._rows(_at_least_zero(column), sizes.unit, 2 * sizes.parts)  # in the caches
         for row in range(ROWS):
             x = self._activated(row, _at_least_zero(column), after)
             past = refs["past"].at[unit, row]
@@ -169,8 +183,9 @@ class ConvStep:
     def _activated(self, row: int, column: Any, after: Array | None) -> Array:
         """Return `silu(x * scale + shift)` for a unit's columns in a row of the block, in bfloat16.
 
-        The result has a row for each frame of a pixel. A cell is the columns with the same coefficients. SiLU
-        is `h + h tanh(h)` of half its argument, so the coefficients come halved.
+        The result has a row for each frame of a pixel. A cell is the columns under one register of
+        coefficients. SiLU is `h + h tanh(h)` of half its argument h, so the coefficients are halved: "half"
+        and "half_offset". The work waits for `after`, the sums of a product, if given.
         """
         sizes, refs = self.sizes, self.refs
         cells = max(1, sizes.unit // sizes.cell)
@@ -218,13 +233,16 @@ class ConvStep:
                 rounded.append(y.astype(jnp.float32))
             origin, total, squares = (refs["moments"].at[index, part] for index in range(3))
             shared_origin = jnp.where(start, rounded[0], origin[moments_at])
-            one, other = (y - shared_origin for y in rounded)
+            upper, lower = (y - shared_origin for y in rounded)  # the two rows of the block
             origin[moments_at] = shared_origin
-            total[moments_at] = jnp.where(start, 0.0, total[moments_at]) + (one + other)
-            squares[moments_at] = jnp.where(start, 0.0, squares[moments_at]) + (one * one + other * other)
+            total[moments_at] = jnp.where(start, 0.0, total[moments_at]) + (upper + lower)
+            squares[moments_at] = jnp.where(start, 0.0, squares[moments_at]) + (upper * upper + lower * lower)
 
     def _rows_in_frame(self, column: Any, count: int) -> Array:
-        """Return a mask of `count` columns, a row for each frame of a pixel: false in padding columns."""
+        """Return a mask of `count` columns, a row for each frame of a pixel: false in padding columns.
+
+        "true_width" is the number of the frame's columns without padding.
+        """
         shape = (count * self.sizes.input_frames, tiles.LANES)
         row = lax.broadcasted_iota(jnp.int32, shape, 0)
         true_width = self.refs["true_width"][0] - self.strip * self.sizes.width
@@ -233,7 +251,7 @@ class ConvStep:
     def _write_moments(self) -> None:
         """Write mean and M2 of the strip's columns from the sums that `_write_results` has kept."""
         sizes, refs = self.sizes, self.refs
-        share = 1 / (ROWS * sizes.blocks)
+        share = 1 / (ROWS * sizes.blocks)  # of a pixel in the mean of its column
 
         def write_chunk(index: Array, carry: None) -> None:
             """Write the moments of one chunk of columns."""
@@ -247,7 +265,7 @@ class ConvStep:
         lax.fori_loop(0, sizes.chunks, write_chunk, None)
 
     def _last_column(self) -> Any:
-        """Return the last column of the strip."""
+        """Return the index, in the strip, of its last column."""
         sizes = self.sizes
         if sizes.strips == 1:
             return sizes.last_columns - 1
@@ -256,8 +274,8 @@ class ConvStep:
     def _rows(self, column: Any, count: int, each: int, before: int = 0, shift: int = 0) -> Any:
         """Return the slice of a memory that holds `count` columns, `each` rows for a column.
 
-        The memory begins `before` columns left of column 0. `column` is a multiple of `count`, which lets the
-        compiler align the slice; the slice begins `shift` columns after it.
+        The memory begins `before` columns left of column 0. The slice begins `shift` columns after `column`,
+        which is a multiple of `count`, so that the compiler can align the slice.
         """
         start = (column + before) * each
         if isinstance(start, jax.Array):
@@ -283,6 +301,7 @@ def repeat_earlier_frame(words: Array) -> Array:
 def zeros_after(sums: Array) -> Array:
     """Return zeros that are computed from a product's sums; adding them makes an operation wait for it.
 
-    Without them the compiler would do the vector unit's work before all products, not between them.
+    Without them the compiler would schedule the vector unit's work before all products, not between them.
+    The zeros fill one register.
     """
     return jnp.minimum(jnp.abs(sums[:SUBLANES, : tiles.LANES]), 0.0)

@@ -4,8 +4,8 @@ Only the frames before and after it are stored in HBM, with whole tiles of chann
 grid step and defines the terms: block, strip, chunk, unit, part, word, edges. `direct` and `winograd` are the
 two ways to multiply; `sizes` chooses between them. This file has the operands, results and derivatives.
 
-A v6e schedules 2.5 ms for 128 channels of 8 x 480 x 720, and directly convolved 3.85, of which 2.7 are its
-matrix units' peak; XLA's convolution alone takes 5.4.
+For 128 channels of 8 x 480 x 720 the schedule for a v6e takes 2.5 ms, and 3.85 ms by direct convolution, for
+which its matrix units at their peak would take 2.7. XLA's convolution alone takes 5.4 ms.
 """
 
 from collections.abc import Callable
@@ -43,21 +43,28 @@ from jax_kernels.norm_conv3d.step import grid_position
 from jax_kernels.norm_conv3d.transforms import transformed_taps
 
 RAGGED_IN_PLACE = True
-"""True if the next cache reuses the memory of the last one where columns are no whole chunks.
+"""True if the next cache reuses the memory of the last one even where columns are no whole chunks.
 
-JAX's interpreters run no blocks that reach beyond such an argument: tests compile it for TPUs and do not run
-it.
+JAX's interpreters cannot run blocks that reach beyond such an argument. So tests that interpret the kernel
+set this to False; others compile it for TPUs without running it.
 """
 
 
 def to_registers(z: Shaped[Array, "N t h w Z"], frames: int, columns: int) -> Shaped[Array, "N h v S Z"]:
     """Repeat `z`, one value for each latent, to registers: the form in which the kernel reads coefficients.
 
-    A register (S = 8 rows) has a row for each frame of a pixel, for as many pixels as fit. v, the registers
-    of a row of pixels, is w if one latent's pixels fill whole registers; else it is as many as the row fills.
+    A register (S = 8 rows) has a row for each frame of a pixel, for as many pixels as fit.
+
+    Args:
+        z: latents, or coefficients of them, channels last.
+        frames, columns: of the activations, whole multiples of t and w.
+
+    Returns:
+        v registers for a row of pixels: one for each latent (v = w) if a latent's pixels fill whole
+        registers, all of which are equal; else as many as hold a value for each pixel.
     """
-    register_pixels, cell = SUBLANES // frames, columns // z.shape[3]
-    z = repeat_nearest(z.transpose(0, 2, 3, 1, 4), {3: frames // z.shape[1]})
+    register_pixels, cell = SUBLANES // frames, columns // z.shape[3]  # a latent covers `cell` columns
+    z = repeat_nearest(z.transpose(0, 2, 3, 1, 4), {3: frames // z.shape[1]})  # N h w T Z
     if z.shape[2] == 1 or fills_registers(cell, frames):
         return jnp.concatenate([z] * register_pixels, axis=3)
     z = repeat_nearest(z, {2: cell})
@@ -65,12 +72,14 @@ def to_registers(z: Shaped[Array, "N t h w Z"], frames: int, columns: int) -> Sh
     return z.reshape(*z.shape[:2], -1, SUBLANES, z.shape[-1])
 
 
-def _over_pixels(part: Float[Array, "N h v S C"], x: Float[Array, "N T H W C"]) -> Float[Array, "N T H W C"]:
-    """Invert `to_registers`: return a coefficient for each pixel of `x`."""
+def _over_pixels(
+    coefficients: Float[Array, "N h v S C"], x: Float[Array, "N T H W C"]
+) -> Float[Array, "N T H W C"]:
+    """Return a coefficient for each pixel of `x`, from coefficients in registers (`to_registers`)."""
     frames, height, columns, channels = x.shape[1:]
-    videos, rows, registers = part.shape[:3]
+    videos, rows, registers = coefficients.shape[:3]
     register_pixels, cell = SUBLANES // frames, columns_of_register(columns, frames, registers)
-    pixels = part.reshape(videos, rows, registers * register_pixels, frames, channels)
+    pixels = coefficients.reshape(videos, rows, registers * register_pixels, frames, channels)
     if cell != register_pixels:  # a register holds the same for all pixels that it covers
         pixels = repeat_nearest(pixels[:, :, ::register_pixels], {2: cell})
     pixels = repeat_nearest(pixels[:, :, :columns], {1: height // rows})
@@ -78,7 +87,7 @@ def _over_pixels(part: Float[Array, "N h v S C"], x: Float[Array, "N T H W C"]) 
 
 
 def activated(x: Array, multiplier: Array, offset: Array) -> Array:
-    """Return `silu(x * multiplier + offset)` in float32, rounded to the dtype of `x`."""
+    """Return `silu(x * multiplier + offset)`, computed in float32 and rounded to the dtype of `x`."""
     return jax.nn.silu(x.astype(jnp.float32) * multiplier + offset).astype(x.dtype)
 
 
@@ -93,14 +102,15 @@ def _xla_form(
     edges: tuple[Array, Array] | None = None,
     true_width: Array | None = None,
 ) -> Any:
-    """Compute what `_by_kernel` does in XLA, for the derivatives."""
+    """Compute in XLA what `_by_kernel` computes, from the same arguments, for the derivatives."""
     hidden = activated(x, _over_pixels(multiplier, x), _over_pixels(offset, x))
     if cache is None:
         cache = jnp.concatenate([hidden[:, :1]] * 2, axis=1)
     frames = jnp.concatenate([cache, hidden], axis=1)
     sums = xla.summed(frames, kernel, xla.same_width_padding(kernel))
     if edges is not None:
-        left, right = edges  # the edges between strips are in the sums already
+        # Edges of the shard alone: the sums contain what the columns of adjacent strips contribute.
+        left, right = edges
         sums = add_columns(sums, left[:, :, :, :1], at=0)
         sums = add_columns(sums, right[:, :, :, -1:], at=x.shape[3] - 1)
     sums = xla.add_bias_and_residual(sums, bias, residual)
@@ -127,21 +137,21 @@ def _by_kernel(
     Float[Array, "N 2 H W I"],
     tuple[Float[Array, "N T W O"], Float[Array, "N T W O"]],
 ]:
-    """Run the causal convolution of `silu(x * multiplier + offset)`, and the operations after it.
+    """Run the Pallas kernel: the causal convolution of `silu(x * multiplier + offset)`, and what follows it.
 
     Args:
-        x: frames that the kernel supports, together with all of these.
-        multiplier, offset: float32, `to_registers`; each the same for H / h rows.
-        cache: the two activated frames before `x`, whose memory the next ones reuse; None at the start of a
-            video, whose first frame then stands before itself.
+        x: frames; the kernel supports all of these arguments (`sizes.is_supported`).
+        multiplier, offset: the norm, float32, as `to_registers` makes them; each is for H / h rows.
+        cache: the two activated frames before `x`, whose memory the next cache reuses; None at the start of a
+            video, before which its first frame is repeated.
         residual: added to the sums before they are rounded, or None.
         kernel, bias: the convolution's.
-        edges: contributions of the columns beside each strip (`ConvSizes`) to the sums of its first and last
-            column, float32; None for a single strip without neighbours.
+        edges: contributions of the columns left and right of each of E strips (`ConvSizes`) to the sums of
+            its first and its last column, float32; None for a single strip without neighbours.
         true_width: columns from this one on are padding and get zeros; None without padding.
 
     Returns:
-        The convolved frames; the next cache; mean and M2 of each of their columns of pixels.
+        The convolved frames; the next cache; (mean, M2) of each column of pixels of the convolved frames.
     """
     _, rows, registers, *_ = multiplier.shape
     outputs = kernel.shape[-1]
@@ -154,19 +164,20 @@ def _by_kernel(
         name: pltpu.VMEM((*shape, tiles.LANES), dtype)
         for name, (shape, dtype) in scratch_shapes(sizes).items()
     }
-    names = [*operands, *results, *scratch]
+    names = [*operands, *results, *scratch]  # of references, in the order of a Pallas kernel's arguments
 
     def run(*refs: Any) -> None:
-        """Run a step on its references by name; those of the weights come first."""
-        last = len(refs) - len(names)
+        """Run a grid step. References to weights come first; those after them are passed by name."""
+        count = len(refs) - len(names)  # of references to weights
         step = winograd.WinogradStep if sizes.tile else direct.DirectStep
-        step(sizes, refs[:last], dict(zip(names, refs[last:], strict=True))).run()
+        step(sizes, refs[:count], dict(zip(names, refs[count:], strict=True))).run()
 
     in_place = sizes.width == sizes.columns or RAGGED_IN_PLACE
+    # The result is written, and a residual of its size read.
     y_bytes = x.nbytes // sizes.channels * sizes.outputs * (1 if residual is None else 2)
     cache_bytes = x.nbytes // sizes.input_frames * (TAPS - 1)
     aliases = {}
-    if cache is not None and in_place:
+    if cache is not None and in_place:  # the next cache in the memory of the last one
         aliases = {len(weights) + names.index("cache"): [*results].index("latest")}
     cache_shape = (x.shape[0], TAPS - 1, *x.shape[2:])
     y, latest, *moments = pl.pallas_call(
@@ -174,7 +185,7 @@ def _by_kernel(
         grid=_grid(x.shape[0], sizes),
         in_specs=[*map(_whole_spec, weights), *(spec for _, spec in operands.values())],
         out_specs=[spec for _, spec in results.values()],
-        # In HBM: XLA would bring small results into VMEM and back.
+        # Declared in HBM: XLA would copy small results into VMEM and back.
         out_shape=[pltpu.HBM(struct.shape, struct.dtype) for struct, _ in results.values()],
         scratch_shapes=[*scratch.values()],
         input_output_aliases=aliases,
@@ -188,7 +199,7 @@ def _by_kernel(
         ),
         name="norm_conv3d",
     )(*weights, *(array for array, _ in operands.values()))
-    moments = (
+    moments = (  # N W T O
         part[..., :outputs].reshape(x.shape[0], sizes.columns, sizes.input_frames, -1) for part in moments
     )
     mean, m2 = (part.swapaxes(1, 2) for part in moments)
@@ -209,11 +220,11 @@ def _operands(
 ) -> tuple[dict[str, tuple[Any, pl.BlockSpec]], list[Array]]:
     """Return the kernel's operands by name, each with its `BlockSpec`; and the matrices of its products.
 
-    A cell is the pixels under one register of coefficients: `cells` are those of a strip's row.
+    Optional operands that are None are left out. The arguments are those of `_by_kernel`.
     """
-    cells = -(-sizes.width // sizes.cell)
+    cells = -(-sizes.width // sizes.cell)  # of a strip's row; a cell is the pixels under one register
     row = sizes.width * sizes.input_frames
-    rows = ROWS if sizes.cell_rows == 1 else 1
+    rows = ROWS if sizes.cell_rows == 1 else 1  # of coefficients, for a block of rows of pixels
 
     def in_tiles(part: Array) -> Array:
         """Pad the last axis, output channels, to whole tiles."""
@@ -222,7 +233,7 @@ def _operands(
     def coefficient_block(*indices: Any) -> tuple[Any, ...]:
         """Return the index of the block of coefficients that covers the rows of a step."""
         video, strip, step = grid_position(indices)
-        strip = strip if multiplier.shape[2] > 1 else 0
+        strip = strip if multiplier.shape[2] > 1 else 0  # one register serves all strips
         return video, lax.div(_modulated_block(sizes, step) * ROWS, max(ROWS, sizes.cell_rows)), strip, 0, 0
 
     cell_spec = pl.BlockSpec((1, rows, cells, SUBLANES, sizes.channels), coefficient_block)
@@ -231,16 +242,17 @@ def _operands(
     if cache is not None:
         operands["cache"] = _cache_pixels_first(cache), _cache_rows_spec(sizes)
     operands |= {
-        "half": (multiplier / 2, cell_spec),  # for SiLU by a hyperbolic tangent
+        "half": (multiplier / 2, cell_spec),  # SiLU is h + h tanh(h) of half its argument h
         "half_offset": (offset / 2, cell_spec),
         "bias": (bias, _whole_spec(bias)),
     }
     if residual is not None:
         operands["residual"] = _pixels_first(in_tiles(residual)), _finished_rows_spec(row, sizes.outputs)
     if edges is not None:
-        padded_edges = (
+        padded_edges = (  # a single frame twice, as it is multiplied
             jnp.repeat(in_tiles(edge), sizes.frames // sizes.input_frames, axis=1) for edge in edges
         )
+        # (N, H, E, 2 T, O): for each strip the frames of its left edge, then those of its right edge.
         both = jnp.concatenate([edge.transpose(0, 2, 3, 1, 4) for edge in padded_edges], axis=3)
         if sizes.strips > 1 and both.shape[3] % SUBLANES:  # a strip's rows fill whole registers
             both = jnp.pad(both, [(0, 0)] * 3 + [(0, SUBLANES - both.shape[3]), (0, 0)])
@@ -258,7 +270,7 @@ def _operands(
 def _results(
     sizes: ConvSizes, operands: dict[str, tuple[Any, pl.BlockSpec]]
 ) -> dict[str, tuple[Any, pl.BlockSpec]]:
-    """Return the structs of the kernel's results by name, each with its `BlockSpec`."""
+    """Return shapes and dtypes of the kernel's results by name, each with its `BlockSpec`."""
     x, _ = operands["x"]
     row, videos, height = sizes.width * sizes.input_frames, *x.shape[:2]
     latest = (videos, height, sizes.columns * sizes.parts * (TAPS - 1), tiles.LANES)
@@ -288,9 +300,9 @@ def _modulated_block(sizes: ConvSizes, step: Array) -> Array:
 
 
 def _rows_spec(block: Callable[[Any], Any], length: int, lanes: int) -> pl.BlockSpec:
-    """Return the spec of the two rows that a step reads or writes.
+    """Return the spec of the two rows that a step reads or writes, of an array (N, H, length, lanes).
 
-    `block(step)` is their index; `length` counts the entries of a row, pixels times frames, in a strip.
+    `block(step)` is the index of the two rows; `length` counts the entries of a row in a strip.
     """
 
     def rows(*indices: Any) -> tuple[Any, ...]:
@@ -301,7 +313,7 @@ def _rows_spec(block: Callable[[Any], Any], length: int, lanes: int) -> pl.Block
 
 
 def _modulated_rows_spec(sizes: ConvSizes, length: int, lanes: int) -> pl.BlockSpec:
-    """Return the spec of the rows that a step modulates."""
+    """Return the spec of the rows that a step modulates; arguments as `_rows_spec` takes them."""
     return _rows_spec(partial(_modulated_block, sizes), length, lanes)
 
 
@@ -311,7 +323,7 @@ def _cache_rows_spec(sizes: ConvSizes) -> pl.BlockSpec:
 
 
 def _finished_rows_spec(length: int, lanes: int) -> pl.BlockSpec:
-    """Return the spec of the rows that a step finishes, `LAG` steps after it has modulated them."""
+    """Return the spec of the rows that a step finishes: another step has modulated them, `LAG` before it."""
     return _rows_spec(lambda step: lax.max(step - LAG, 0), length, lanes)
 
 
@@ -327,19 +339,20 @@ def _pixels_first(x_NTHWC: Array) -> Array:
 
 
 def _frames_first(y: Array, sizes: ConvSizes, outputs: int) -> Array:
-    """Invert `_pixels_first`, and drop the channels that only fill a tile."""
+    """Invert `_pixels_first`, and keep the first `outputs` channels: the last ones are padding of a tile."""
     videos, height, *_ = y.shape
     if outputs == sizes.outputs or sizes.input_frames == 1:
         y = y.reshape(videos, height, sizes.columns, sizes.input_frames, -1).transpose(0, 3, 1, 2, 4)
         return y[..., :outputs]
-    # The channels are selected by a product, exact if finite, pixels last: XLA would transpose the whole tile
-    # for a slice. It slices an image, above, without that, and would compile the product for 90 s.
+    # A product with ones and zeros, exact for finite values, selects the channels and puts pixels last. To
+    # slice them, XLA would transpose the whole tile. It slices an image (above) without a transpose, and
+    # would take 90 s to compile the product for it.
     few = jnp.einsum("nhpc,co->nohp", y, jnp.eye(sizes.outputs, outputs, dtype=y.dtype))
     return few.reshape(videos, outputs, height, sizes.columns, sizes.input_frames).transpose(0, 4, 2, 3, 1)
 
 
 def _cache_pixels_first(cache_NTHWC: Array) -> Array:
-    """Reshape a cache to (N, H, W P T, lanes), P parts of channels: as two frames lie in memory."""
+    """Reshape a cache to (N, H, W P T, lanes), P parts of channels: the order of two frames in memory."""
     cache = cache_NTHWC.transpose(0, 2, 3, 1, 4)
     videos, height, columns, frames, channels = cache.shape
     cache = cache.reshape(videos, height, columns, frames, channels // tiles.LANES, tiles.LANES)
@@ -347,18 +360,22 @@ def _cache_pixels_first(cache_NTHWC: Array) -> Array:
 
 
 def column_of_cache(cache: Float[Array, "N 2 H W I"], column: int) -> Float[Array, "N 2 H 1 I"]:
-    """Slice a column of a cache in the form that the kernel takes.
+    """Return `cache[:, :, :, column : column + 1]`, sliced in the order of axes that the kernel takes.
 
-    For a slice of the frames XLA would copy the whole cache into another order.
+    Before a slice in the order of `cache` XLA would copy the whole cache.
     """
     videos, frames, height, _, channels = cache.shape
-    rows = channels // tiles.LANES * frames
+    rows = channels // tiles.LANES * frames  # of a column
     cut = _cache_pixels_first(cache)[:, :, column * rows : (column + 1) * rows]
     return _cache_frames_first(cut, (videos, frames, height, 1, channels))
 
 
 def _cache_frames_first(latest: Array, shape: tuple[int, ...]) -> Array:
-    """Invert `_cache_pixels_first`, step by step: XLA leaves both out if they follow each other."""
+    """Invert `_cache_pixels_first` for a cache of this shape (N, 2, H, W, C).
+
+    Each reshape and transpose is inverted by itself, so that XLA drops both functions where one follows the
+    other.
+    """
     videos, frames, height, columns, channels = shape
     latest = latest.reshape(videos, height, columns, -1, frames, tiles.LANES).transpose(0, 1, 2, 4, 3, 5)
     return latest.reshape(videos, height, columns, frames, channels).transpose(0, 3, 1, 2, 4)

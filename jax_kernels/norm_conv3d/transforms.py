@@ -33,9 +33,10 @@ class Transform(NamedTuple):
 
 
 def _inputs_of_two(frames: Sequence[Any]) -> list[Any]:
-    """Return the frames' factors for two results, d2 and d3 being the tile and d0, d1 before it.
+    """Return the frames' factors of the four products for two results.
 
-    The last one's sign differs from the textbook's d1 - d3, and so does its use in `_two_results`.
+    Frames d2 and d3 are the tile, d0 and d1 the two before it. The last factor is the negative of the
+    textbook's d1 - d3; `_two_results` adds its product where the textbook subtracts.
     """
     d0, d1, d2, d3 = frames
     return [d0 - d2, d1 + d2, d2 - d1, d3 - d1]
@@ -48,7 +49,11 @@ def _two_results(products: Sequence[Any]) -> list[Any]:
 
 
 def _inputs_of_four(frames: Sequence[Any]) -> list[Any]:
-    """Return the frames' factors for four results, d2 to d5 being the tile and d0, d1 before it."""
+    """Return the frames' factors of the seven products for four results.
+
+    Frames d2 to d5 are the tile, d0 and d1 the two before it. The factors belong to the points 0, 1 and -1,
+    then (three) to the polynomial x^2 + 1, then to infinity.
+    """
     d0, d1, d2, d3, d4, d5 = frames
     even, odd, even_step, odd_step = d2 + d4, d1 + d3, d4 - d2, d3 - d1
     return [
@@ -65,8 +70,9 @@ def _inputs_of_four(frames: Sequence[Any]) -> list[Any]:
 def _four_results(products: Sequence[Any]) -> list[Any]:
     """Return four frames of results from their seven products."""
     m0, m1, m2, m3, m4, m5, m6 = products
-    even, odd, one, other = m1 + m2, m1 - m2, m3 + m5, m4 + m5
-    return [m0 + (even + one), odd + other, even - one, m6 + (odd - other)]
+    # From the points 1 and -1, and from the two coefficients modulo x^2 + 1, by which x^2 is -1.
+    even, odd, constant, linear = m1 + m2, m1 - m2, m3 + m5, m4 + m5
+    return [m0 + (even + constant), odd + linear, even - constant, m6 + (odd - linear)]
 
 
 TRANSFORMS = {
@@ -87,14 +93,17 @@ TRANSFORMS = {
         _four_results,
     ),
 }
-"""Transforms by a tile's results; polynomials are evaluated at 0, 1, -1 and infinity.
+"""Transforms by the number of a tile's results.
 
-For four results also modulo x^2 + 1.
+Their products are of polynomials at the points 0, 1, -1 and infinity; for four results also modulo x^2 + 1.
 """
 
 
 def transformed_taps(kernel: Float[Array, "3 ..."], tile: int) -> Float[Array, "components ..."]:
-    """Return the factor of each product from a kernel's three taps of time, rounded to its dtype once."""
+    """Return for each product (component) of a tile its factor: a combination of a kernel's taps of time.
+
+    It is rounded to the kernel's dtype once.
+    """
     # Broadcast and added: XLA compiles a product of matrices, or the components one by one, for up to 15 s.
     factors = jnp.asarray(TRANSFORMS[tile].taps, jnp.float32).reshape(-1, TAPS, *[1] * (kernel.ndim - 1))
     taps = sum(factors[:, tap] * kernel[tap].astype(jnp.float32) for tap in range(TAPS))
@@ -107,17 +116,21 @@ def filtered(
     tile: int,
     multiply: Callable[[Array, Array], Array],
 ) -> Float[Array, "N P-2 ..."]:
-    """Convolve frames along time, rounded as in the kernel: transforms in float32, factors in their dtype.
+    """Convolve frames along time, rounded as the TPU's kernel does.
+
+    Transforms are float32; the factors of products are rounded to the dtype of frames and kernel.
 
     Args:
-        frames: the frames of whole tiles, and the two before them.
-        kernel: three taps.
+        frames: P frames: those of whole tiles, and the two before them.
+        kernel: three taps of time.
         tile: results of a tile, 2 or 4.
-        multiply: returns the float32 products of one component: of a factor of all tiles (N, tiles, ...), and
-            the factor of the taps.
+        multiply: `multiply(frames_factor, taps_factor)` returns the float32 products of one component, for
+            the frames' factor (N, tiles, ...).
     """
-    transform, last = TRANSFORMS[tile], frames.shape[1] - tile - TAPS + 1
-    under_taps = [frames[:, start : start + last + 1 : tile] for start in range(tile + TAPS - 1)]
+    transform = TRANSFORMS[tile]
+    last_tile = frames.shape[1] - tile - TAPS + 1  # its first frame under a tap
+    # For each position under a tile's taps the frames at that position in all tiles.
+    under_taps = [frames[:, start : start + last_tile + 1 : tile] for start in range(tile + TAPS - 1)]
     inputs = transform.inputs([part.astype(jnp.float32) for part in under_taps])
     taps = transformed_taps(kernel, tile)
     products = [multiply(part.astype(frames.dtype), tap) for part, tap in zip(inputs, taps, strict=True)]

@@ -37,13 +37,18 @@ def weights(transformed: Float[Array, "components 3 3 I O"], product: Product, t
     """Return the matrices of a product, one for each turn and component.
 
     They are zero where no tap connects input and result, and where another input of the product has the tap.
+    `transformed` has the kernel's taps of time transformed to components (`transformed_taps`).
     """
 
-    def tap(outputs: Array, row: int, column: int, result: int, beside: int) -> Array:
-        """Return the weights from input (row, column) to result (result, beside), for all components."""
-        under, along = row - result, column - beside + 1
-        inside = 0 <= under < TAPS and 0 <= along < TAPS and (beside == 0 or column == 0)
-        return outputs[:, under, along] if inside else jnp.zeros_like(outputs[:, 0, 0])
+    def tap(share: Array, row: int, shift: int, result_row: int, beside: int) -> Array:
+        """Return the weights (components, I, O) from input (row, shift) to result (result_row, beside).
+
+        `share` is the transformed kernel of a share of the output channels. `beside` is 1 for the column
+        right of the input's own, which takes the unshifted input alone.
+        """
+        row_tap, column_tap = row - result_row, shift - beside + 1
+        inside = 0 <= row_tap < TAPS and 0 <= column_tap < TAPS and (beside == 0 or shift == 0)
+        return share[:, row_tap, column_tap] if inside else jnp.zeros_like(share[:, 0, 0])
 
     return matrices(transformed, product, turns, tap)
 
@@ -54,13 +59,14 @@ class WinogradStep(ConvStep):
     def __init__(self, sizes: ConvSizes, weights: tuple[Any, ...], refs: dict[str, Any]):
         """Choose the slots of memory that this step's products load, and those that its moves store to.
 
-        `rows` are the name and slot of the four input rows, from above the block of results to below it;
-        `moved` those of the block that is moved from the stage.
+        `rows` has (memory, slot) of each of the four input rows, from the row above the block of results to
+        the row below it; `moved` has (memory, slot) of the two rows that are moved from the stage.
         """
         super().__init__(sizes, weights, refs)
         self.transform = TRANSFORMS[sizes.tile]
         step = self.step
-        # Three slots for blocks' lower rows, two for their upper ones: nothing is stored where a step loads.
+        # Three slots for blocks' lower rows, two for their upper rows. A move stores to the slot of the row
+        # below, before the products load it, and to a slot that no product loads.
         self.rows = (
             ("lower", lax.rem(step, 3)),
             ("upper", lax.rem(step, 2)),
@@ -81,8 +87,8 @@ class WinogradStep(ConvStep):
     def _convolve(self) -> None:
         """Multiply a strip's chunks of columns, finish each during the next, and the last one at the end."""
         sizes = self.sizes
-        self._move(0, MARGIN)
-        if "shifted" in self.refs:
+        self._move(0, MARGIN)  # a product sees a column right of its chunk: moves are `MARGIN` columns ahead
+        if "shifted" in self.refs:  # no column is left of the first one
             fill_zeros([self.refs["shifted"].at[:, :, pl.ds(sizes.chunk * TILES, TILES)]])
 
         def multiply_chunk(index: Array, carry: None) -> None:
@@ -98,18 +104,19 @@ class WinogradStep(ConvStep):
     def _multiply_turn(self, turn: Any, column: Any) -> None:
         """Compute the products of a chunk for a share of its output channels, and other work between them.
 
-        Between them a share of the chunk's columns is modulated for a later step, and a share of the results
-        of the chunk before it is finished. `turn` is the index of the share, `column` the chunk's first.
+        The other work modulates a share of the chunk's columns, for a later step, and finishes a share of the
+        results of the chunk before. `turn` is the index of the share, `column` the chunk's first column.
         """
         sizes = self.sizes
         work = self._other_work(turn, column)
-        total, multiplied = sizes.components * len(self.weights), 0
+        pieces = 2 * (sizes.units // sizes.turns)  # of other work
+        total, multiplied = sizes.components * len(self.weights), 0  # products
         for component in range(sizes.components):
             products = itertools.groupby(
                 zip(sizes.products, self.weights, strict=True), lambda pair: pair[0].results
             )
             for results, group in products:
-                sums: Any = None
+                sums: Any = None  # of adjacent products with the same results
                 for product, matrices_of_turns in group:
                     inputs = [
                         self._input_rows(component, *position, part, column)
@@ -123,15 +130,16 @@ class WinogradStep(ConvStep):
                     )
                     sums = product_sums if sums is None else sums + product_sums
                     multiplied += 1
-                    while len(work) * total > (total - multiplied) * 2 * (sizes.units // sizes.turns):
+                    # Other work goes on as the products do: equal shares of both are left.
+                    while len(work) * total > (total - multiplied) * pieces:
                         work.pop(0)(after=sums)
                 self._store_components(turn, component, results, sums, column)
 
     def _other_work(self, turn: Any, column: Any) -> list[Callable[..., None]]:
         """Return the work of a turn besides its products, in pieces to run between them.
 
-        Each is a function of `after`, the sums of the product to wait for. They modulate a share of the units
-        of the chunk from `column` on, and finish as many units of the chunk before.
+        A piece is a function of `after`, the sums of the product to wait for. It modulates a unit of the
+        chunk from `column` on, or finishes a unit of the chunk before; a turn has a share of both.
         """
         sizes = self.sizes
         share = sizes.units // sizes.turns
@@ -144,7 +152,8 @@ class WinogradStep(ConvStep):
     def _input_rows(self, component: int, row: int, shift: int, part: int, column: Any) -> Array:
         """Return a component of a chunk's tiles in one of the four input rows, shifted by `shift` columns.
 
-        Where one matrix serves both rows of results, `row` and the row below it are returned, joined.
+        `part` is the part of the input channels. If one matrix serves both rows of results (`rows_together`),
+        `row` and the row below it are returned, joined.
         """
         sizes = self.sizes
         at = self._word_columns(column, sizes.chunk, shift)
@@ -159,8 +168,9 @@ class WinogradStep(ConvStep):
 
         Args:
             turn, component: the share of the output channels, and the component of the transform.
-            results: (row, column) of each result in the sums; column 1 is the next column's.
-            sums: float32, 128 channels for each result.
+            results: (row, column) of each result in the sums; column 1 is the column right of the input's.
+                With `rows_together` the sums have both rows, one after the other, of a single result.
+            sums: float32, a row for each tile of a pixel, 128 channels for each result.
             column: first column of the chunk.
         """
         sizes, refs = self.sizes, self.refs
@@ -174,20 +184,22 @@ class WinogradStep(ConvStep):
             return
         for index, (row, beside) in enumerate(results):
             part_sums = sums[:, lanes_of(index)]
-            if beside:  # the next column's results: the chunk before has given the first column's
+            if (
+                beside
+            ):  # results of the next column: shifted by one, after the last column of the chunk before
                 shifted = refs["shifted"].at[component, row]
                 shifted[pl.ds(0, TILES)] = shifted[pl.ds(count, TILES)]
                 shifted[pl.ds(TILES, count)] = part_sums
                 component_sums = refs["components"].at[component, row, 0]
                 component_sums[at] = component_sums[at] + shifted[pl.ds(0, count)]
-            elif len({row for row, _ in results}) == 1:
+            elif len({row for row, _ in results}) == 1:  # the first product of its row of results
                 refs["components"][component, row, 0, at] = part_sums
             else:
                 component_sums = refs["components"].at[component, row, 0]
                 component_sums[at] = component_sums[at] + part_sums
 
     def _move(self, column: Any, count: int) -> None:
-        """Move `count` columns of the block before this step's from the stage to the products' memory."""
+        """Move `count` columns of the block modulated last step from the stage to the products' memory."""
         at = self._word_columns(column, count)
         for row, (name, slot) in enumerate(self.moved):
             self.refs[name][slot, :, :, at] = self.refs["stage"][row, :, :, at]
@@ -205,9 +217,10 @@ class WinogradStep(ConvStep):
         sizes = self.sizes
         pixels = self.refs["pixels"].at[unit, row, part]
         pixels[...] = pltpu.bitcast(x, jnp.int32)
+        # Each word of all pixels, then each frame, from the two before on.
         words = [pixels[pl.ds(index, sizes.unit, stride=sizes.words), :] for index in range(sizes.words)]
         frames = [frame for pair in (before(lambda: words[0]), *words) for frame in _unpacked(pair)]
-        tile_inputs = [
+        tile_inputs = [  # of both tiles, each a list of its components
             self.transform.inputs(frames[start : start + sizes.tile + TAPS - 1])
             for start in range(0, sizes.input_frames, sizes.tile)
         ]
@@ -217,7 +230,10 @@ class WinogradStep(ConvStep):
         return words[-1]
 
     def _finish(self, column: Any, unit: int = 0, after: Array | None = None) -> None:
-        """Transform back and write the results of the unit from `column` on; `unit` is its memory's index."""
+        """Transform back and write the results of the unit from `column` on.
+
+        `unit` is the index of the unit's memory. The work waits for `after`, the sums of a product, if given.
+        """
         self._write_results(column, self.sizes.unit, partial(self._frames, column, unit), after)
 
     def _frames(self, column: Any, unit: int, row: int, part: int) -> Array:
@@ -237,18 +253,18 @@ class WinogradStep(ConvStep):
     def _add_edges(self, frames: Any, column: Any, row: int, part: int) -> None:
         """Add the edges to the strip's first and last column, where the unit from `column` on has them."""
         sizes = self.sizes
-        for side, edge in enumerate((0, self._last_column())):
-            inside = (edge >= column) & (edge < column + sizes.unit)
-            at = self._rows(edge % sizes.unit, 1, sizes.input_frames)
-            added = self.refs["edges"][
+        for side, edge_column in enumerate((0, self._last_column())):
+            inside = (edge_column >= column) & (edge_column < column + sizes.unit)
+            at = self._rows(edge_column % sizes.unit, 1, sizes.input_frames)
+            edge = self.refs["edges"][
                 0, row, side * sizes.input_frames : (side + 1) * sizes.input_frames, lanes_of(part)
             ]
-            frames[at, :] = frames[at, :] + jnp.where(inside, added, 0.0)
+            frames[at, :] = frames[at, :] + jnp.where(inside, edge, 0.0)
 
     def _word_columns(self, column: Any, count: int, shift: int = 0) -> Any:
         """Return the slice of `count` columns in the products' memory, which begins with `MARGIN` zeros.
 
-        `column` is a multiple of a register's rows; the slice begins `shift` columns after it.
+        The slice begins `shift` columns after `column`, which is a multiple of a register's rows.
         """
         start = column + MARGIN
         if isinstance(start, jax.Array):
