@@ -1,4 +1,4 @@
-"""Many clips: a data set's videos to latents and back, one clip a unit of work, whatever runs them."""
+"""Many clips: a data set's videos to latents and back, a clip at a time, on one machine or on Ray."""
 
 from cogvideox_torchax.dataset.clip import Bucket, Clip, ClipConfig, DecodeClip, EncodeClip
 from cogvideox_torchax.dataset.names import ClipError

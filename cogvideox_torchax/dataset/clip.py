@@ -25,6 +25,7 @@ from cogvideox_torchax.vae.sizes import parse_size
 
 POSTERIOR, MEAN, SAMPLE, BOTH = "posterior", "mean", "sample", "both"
 Kept = dict[str, Callable[[Any, torch.Generator], torch.Tensor]]
+"""By the name of a tensor in a latent file: the function that takes it from a posterior, or samples it."""
 _MEAN: Kept = {latent_files.TENSOR: lambda posterior, _: posterior.mode()}
 _LOGVAR: Kept = {latent_files.LOGVAR: lambda posterior, _: posterior.logvar}
 _SAMPLE: Kept = {latent_files.SAMPLE: lambda posterior, generator: posterior.sample(generator)}
@@ -34,7 +35,7 @@ KEEP: dict[str, Kept] = {
     SAMPLE: {latent_files.TENSOR: _SAMPLE[latent_files.SAMPLE]},
     BOTH: _MEAN | _LOGVAR | _SAMPLE,
 }
-"""By choice, the tensors of a latent file: for each name, the function that takes it from a posterior."""
+"""The choices of the tensors to keep. With `SAMPLE` alone the sample has the place of the mean."""
 
 AHEAD_BYTES = 2**30
 """Most bytes of a clip's frames to read ahead; a longer clip is read while it is encoded."""
@@ -63,11 +64,12 @@ class Clip:
     """A video to encode.
 
     Attributes:
-        id: its name in the data set; "" for a clip by itself.
+        id: its name in the data set; "" for a clip that is in none.
         source: a video file's path, or its bytes.
         caption: kept beside the latents.
-        frames, height, width: to encode, in place of the config's; with buckets only `frames`, the most that
-            may be taken.
+        frames, height, width: the number of frames and the size to encode, which take precedence over the
+            config's. If the config has buckets, `frames` is the most that may be taken, and a height or a
+            width is an error.
     """
 
     id: str
@@ -86,15 +88,15 @@ class ClipConfig:
         model: a directory or a hub id.
         backend: name of the backend.
         dtype: dtype of the weights: "float32", "bfloat16" or "float16".
-        frames: number of first frames to encode; None for all. A clip with fewer is an error.
+        frames: number of first frames to encode; None for all. A clip with fewer frames is an error.
         height, width: pixels to resize to; None for the clip's own.
         crop: whether to cut out the middle instead of resizing.
-        buckets: sizes to choose from instead. A clip gets the one nearest in shape of those that it has the
-            frames for, and of equally near ones the longest; it is resized to fill it, and cropped.
+        buckets: sizes to choose from, in place of `frames` to `crop`; see `choose`. A clip is resized to
+            cover its bucket, and cropped.
         keep: tensors to keep: "posterior" for mean and log-variance, "mean", "sample" for a sample of the
             posterior, "both" for all three.
         seed: seed of the samples, which depend on it and on the clip's id alone.
-        tiling: "HEIGHTxWIDTH" in pixels, "auto" for tiles if a clip does not fit, None for none.
+        tiling: tiles of "HEIGHTxWIDTH" in pixels, "auto" for tiles if a clip does not fit, None for no tiles.
         dp, tp: mesh of this process's own devices; None for one device.
     """
 
@@ -149,7 +151,8 @@ class DecodedClip:
 
     Attributes:
         clip, info: the clip, and the properties of its file.
-        framing, num_frames: the size to resize frames to, and the number of frames, from the first on.
+        framing: the size that frames are brought to.
+        num_frames: number of frames to encode, from the first on.
         frames: uint8 (1, 3, T, H, W); None for a long clip, which is read while it is encoded.
         sha256: hash of the file; "" if it was not computed.
         stamp: the file's size and time of change, before it was read; None for bytes.
@@ -177,7 +180,9 @@ class DecodedClip:
 
 
 def select_part(clip: Clip, config: "ClipConfig", scale: int) -> DecodedClip:
-    """Return the frames of a clip that a config asks for, not read yet, sides multiples of `scale` pixels.
+    """Return the frames of a clip that a config asks for, not read yet.
+
+    `scale` is the number of pixels to a latent pixel along a side, which must divide both sides.
 
     Raises:
         VideoError: a video that cannot be read.
@@ -199,7 +204,9 @@ def select_part(clip: Clip, config: "ClipConfig", scale: int) -> DecodedClip:
 
 
 Chunks = Iterator[Any]
+"""Yields the result of each chunk of a clip."""
 _LOADING = threading.RLock()
+"""Held while a model is loaded or hashed; `model_sha256` loads the model within it."""
 
 
 class _ClipUnit:
@@ -210,7 +217,8 @@ class _ClipUnit:
         say: called with messages for a user.
         vae: the model, if it is loaded already.
         fetch: brings a chunk's result to the host.
-        follow: wraps a clip's chunks in a progress bar, given their number and the direction.
+        follow: wraps the results of a clip's chunks in a progress bar; it gets them, their number and the
+            direction. None for no bar.
     """
 
     def __init__(
@@ -233,7 +241,7 @@ class _ClipUnit:
     @property
     def vae(self) -> Any:
         """The model, loaded on first use."""
-        with _LOADING:  # threads that read clips ask for the model, too
+        with _LOADING:  # the loop's thread and the threads that read clips may ask at the same time
             if self._vae is None:
                 self._vae = self.config.load()
             return self._vae
@@ -263,9 +271,9 @@ class _ClipUnit:
             start: returns an iterator over the results of a clip's chunks, from the first on.
             name: the clip's id, for messages; "" for a clip without one.
         """
-        chosen = memory.set_tiles(self.vae, self.config.tiling, direction, *size, frames)
-        if chosen:
-            self._say(f"{name}: {chosen}" if name else f"{direction} in {chosen}")
+        auto_tiles = memory.set_tiles(self.vae, self.config.tiling, direction, *size, frames)  # in words
+        if auto_tiles:
+            self._say(f"{name}: {auto_tiles}" if name else f"{direction} in {auto_tiles}")
 
         def say(line: str) -> None:
             self._say(f"{name}: {line}" if name else line)
@@ -291,7 +299,10 @@ class EncodeClip(_ClipUnit):
         return self.encode(self.read(clip))
 
     def read(self, clip: Clip) -> DecodedClip:
-        """Read a clip, in the size in which it is encoded; raise as `__call__` does."""
+        """Read a clip's frames in the size in which they are encoded; raise as `__call__` does.
+
+        Frames of a clip above `AHEAD_BYTES` are not read yet.
+        """
         part = select_part(clip, self.config, self.vae.spatial_compression_ratio)
         with io.BytesIO(clip.source) if isinstance(clip.source, bytes) else open(clip.source, "rb") as file:
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()
@@ -304,8 +315,8 @@ class EncodeClip(_ClipUnit):
         """Raise `ClipError` or `SizeError` for a config by which this model can encode no clip."""
         config, scale = self.config, self.vae.spatial_compression_ratio
         memory.check_tiling(config.tiling, scale)
-        own = () if config.crop else (config.height, config.width)  # a crop takes what fits
-        for side in (*own, *(side for bucket in config.buckets for side in (bucket.height, bucket.width))):
+        sides = () if config.crop else (config.height, config.width)  # a crop is rounded down to a multiple
+        for side in (*sides, *(side for bucket in config.buckets for side in (bucket.height, bucket.width))):
             if side and side % scale:
                 raise ClipError(
                     f"got a side of {side} pixels: a multiple of {scale} is wanted, such as "
@@ -315,7 +326,7 @@ class EncodeClip(_ClipUnit):
     def encode(self, decoded: DecodedClip) -> Latents:
         """Return the latents of a clip that was read; their `about` is empty for a clip without an id."""
         config, vae, framing = self.config, self.vae, decoded.framing
-        size, kept = (framing.height, framing.width), {}
+        size, kept = (framing.height, framing.width), {}  # `kept`: each tensor's pieces, by its name
         with memory.restoring_tiles(vae):
             start = functools.partial(self.pieces, decoded)
             for piece in self._with_tiles_and_progress(
@@ -340,7 +351,7 @@ class EncodeClip(_ClipUnit):
     def pieces(self, decoded: DecodedClip) -> Iterator[dict[str, torch.Tensor]]:
         """Yield, for each chunk, the tensors to keep of its posterior, by their names in a latent file.
 
-        Samples are drawn from a seed that depends on the config's and on the clip's id, not on other clips.
+        Samples depend on the config's seed and the clip's id, not on clips before it.
         """
         config, name = self.config, decoded.clip.id
         seed = zlib.crc32(f"{config.seed} {name}".encode()) if name else config.seed
@@ -349,7 +360,7 @@ class EncodeClip(_ClipUnit):
             yield {tensor: take(posterior, generator) for tensor, take in KEEP[config.keep].items()}
 
     def _about(self, decoded: DecodedClip) -> dict[str, Any]:
-        """Return the description of a clip in its latent file: caption, sizes, tiles and hashes."""
+        """Return the field `about` of a clip's latent file: its id, caption, sizes, tiles and hashes."""
         tile = memory.tile_of(self.vae)
         return {
             "id": decoded.clip.id,
@@ -366,7 +377,7 @@ class EncodeClip(_ClipUnit):
 
 
 class DecodeClip(_ClipUnit):
-    """Decodes latents: `DecodeClip(config)(latents)`, in the config's dtype, not in the encoder's."""
+    """Decodes latents: `DecodeClip(config)(latents)`, in the config's dtype, whatever the latents' is."""
 
     def __call__(self, latents: Latents) -> torch.Tensor:
         """Return the frames, uint8 (1, 3, T, H, W); `LatentsError` for another model's latents."""
@@ -378,7 +389,7 @@ class DecodeClip(_ClipUnit):
         latents.check_model(self.vae.config)
 
     def stream(self, latents: Latents) -> Iterator[torch.Tensor]:
-        """Yield the frames as they come, uint8 (1, 3, t, H, W)."""
+        """Yield the frames of each chunk, uint8 (1, 3, t, H, W); raise as `check` does."""
         self.check(latents)
         z = latents.tensor.to(self.vae.dtype)
         return self.pieces(lambda: [z], (z.shape[2], z.shape[3], z.shape[4]))
@@ -386,11 +397,11 @@ class DecodeClip(_ClipUnit):
     def pieces(
         self, start: Callable[[], Iterable[torch.Tensor]], shape: tuple[int, int, int]
     ) -> Iterator[torch.Tensor]:
-        """Yield the frames, uint8 (1, 3, t, H, W), of latents that come in pieces.
+        """Yield the frames of each chunk, uint8 (1, 3, t, H, W), of latents that come in pieces.
 
         Args:
             start: returns the pieces (1, C, t, h, w) from the first on; called again if memory ran out.
-            shape: (frames, rows, columns) of all latents together.
+            shape: (latent frames, rows, columns) of all pieces together.
         """
         vae, frames = self.vae, shape[0]
         size = shape[1] * vae.spatial_compression_ratio, shape[2] * vae.spatial_compression_ratio
@@ -404,9 +415,9 @@ class DecodeClip(_ClipUnit):
 
 
 def choose(buckets: Sequence[Bucket], info: video.VideoInfo, frames: int | None = None) -> Bucket:
-    """Return the bucket for a video: the nearest in shape of those that the video is long enough for.
+    """Return the bucket for a video: of the buckets that are not longer than it, the nearest in shape.
 
-    Of equally near ones it is the longest, and then the one with the most pixels.
+    Of equally near buckets the longest is taken, and of equally long ones the bucket with the most pixels.
 
     Args:
         buckets: buckets to choose from.
@@ -423,15 +434,16 @@ def choose(buckets: Sequence[Bucket], info: video.VideoInfo, frames: int | None 
         raise ClipError(f"{info.path} has {frames} frames, the shortest bucket {shortest}")
 
     def rank(bucket: Bucket) -> tuple[float, int, int]:
-        """Return the bucket's place: by distance of shapes, then more frames, then more pixels."""
+        """Return the bucket's place, the best lowest: by distance of shapes, then frames, then pixels."""
         distance = abs(math.log(bucket.width / bucket.height / float(info.shape)))
+        # Rounded, so that equal shapes of other sizes are equally near.
         return round(distance, 6), -bucket.frames, -bucket.height * bucket.width
 
     return min(fitting, key=rank)
 
 
 def model_sha256(vae: Any) -> str:
-    """Return a hash of a model's config, its weights and their dtype."""
+    """Return a hash of a model's weights, their dtype, and the config's `SHAPING_FIELDS`."""
     shaping = {name: vae.config.get(name) for name in latent_files.SHAPING_FIELDS}
     digest = hashlib.sha256(json.dumps(shaping, sort_keys=True).encode())
     for name, value in sorted(vae.state_dict().items()):

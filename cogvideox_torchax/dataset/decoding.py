@@ -1,7 +1,9 @@
 """Decode a data set's latents to videos, one .mp4 a clip.
 
-videos.json         the config that they are made by
-videos-0.jsonl      a line for each video done or latents bad; a file for each process
+The output directory has two more files:
+
+    videos.json         the config that the videos are made by
+    videos-0.jsonl      the manifest, a file for each process: a line for each clip that is done or bad
 """
 
 import contextlib
@@ -20,13 +22,13 @@ from cogvideox_torchax.files.whole import OutputError
 
 
 class VideoDirectory(OutputDirectory):
-    """A directory of decoded clips; their keys are their ids.
+    """A directory of decoded clips; a clip's key is its id.
 
     Args:
         directory: made where it is not there.
-        shards: files of latents, of which each process decodes some.
+        shards: files of latents, of one clip or several; each process decodes some of the files.
         fps: frames a second; each clip's own where None.
-        share: of this process.
+        process_shard: the part of this process; None for a single process.
         retry: whether clips that were bad are tried again.
     """
 
@@ -56,13 +58,15 @@ class VideoDirectory(OutputDirectory):
             OutputError: videos of these names are there, but no config: this program did not make them.
         """
         written = list(lines(self.directory, self.NAME))
-        noted = {line["id"]: line["error"] for line in written if line["kind"] == BAD and not self._retry}
+        bad_before = {
+            line["id"]: line["error"] for line in written if line["kind"] == BAD and not self._retry
+        }
         self._readers: dict[str, Callable[[], Latents]] = {}
         for name, read in self._own_entries():
             if self._video_path(name).exists():  # whatever another process's manifest says
                 self.done_before += 1
-            elif name in noted:
-                self.bad[name] = noted[name]
+            elif name in bad_before:
+                self.bad[name] = bad_before[name]
             else:
                 self._readers[name] = read
         self.missing = list(self._readers)
@@ -74,9 +78,10 @@ class VideoDirectory(OutputDirectory):
             )
 
     def _own_entries(self) -> Iterator[formats.Entry]:
-        """Yield the entries of this process's shards; add those whose video cannot be written to `bad`.
+        """Yield the entries, (id, function that reads the latents), of this process's shards.
 
-        Of several clips with one path the first has it, and the others are bad. So is an unreadable shard.
+        A shard that cannot be read, and a clip whose video cannot be written, are added to `bad` instead. If
+        the videos of several clips would have one path, the first clip gets it, and the later clips are bad.
         """
         shard_entries: list[tuple[Path, Any, Callable[[], Latents]]] = []
         for shard in self._shards:
@@ -85,6 +90,7 @@ class VideoDirectory(OutputDirectory):
             except LatentsError as error:
                 self.bad[shard.name] = str(error)
         listed = self.directory / self.LIST
+        # By a video's path: the clip's id, and its shard. No clip may have the path of the config.
         owners: dict[Path, tuple[Any, Path]] = {listed: ("", listed)}
         for shard, name, _ in shard_entries:
             if isinstance(name, str):
@@ -105,6 +111,7 @@ class VideoDirectory(OutputDirectory):
         return self.directory / f"{name.removesuffix('.mp4')}.mp4"
 
     def begin(self, config: dict[str, Any], **state: Any) -> None:
+        """Write the config, with the requested rate; it must equal the config of an earlier run."""
         super().begin({**config, "fps": None if self._fps is None else str(self._fps)}, **state)
 
     def first_latents(self) -> Latents | None:

@@ -24,11 +24,13 @@ from cogvideox_torchax.runtime import without_torchax
 
 SAFETENSORS, PARQUET, WEBDATASET = "safetensors", "parquet", "webdataset"
 SUFFIXES = {SAFETENSORS: ".safetensors", PARQUET: ".parquet", WEBDATASET: ".tar"}
+"""By format, the suffix of a shard's file."""
 COLUMNS = {
     latent_files.TENSOR: "vae_latent",
     latent_files.LOGVAR: "vae_logvar",
     latent_files.SAMPLE: "vae_sample",
 }
+"""By the name of a tensor in a latent file, the beginning of its columns' names in Parquet."""
 DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
 TEXT_SHAPE = 226, 4096
 """Tokens and width of the text that published CogVideoX models are conditioned on."""
@@ -51,14 +53,14 @@ def write(kind: str, members: Sequence[tuple[int, Path]], path: Path) -> None:
 
 
 Entry = tuple[str, Callable[[], Latents]]
-"""A clip's id, and a function that reads its latents."""
+"""A clip's id, and a function that reads the clip's latents."""
 
 
 def entries(path: Path) -> list[Entry]:
-    """Return the entries of a shard, or of a latent file, which is one; only ids are read yet.
+    """Return the entries of a shard, or the one entry of a latent file; only ids are read yet.
 
     Raises:
-        LatentsError: a file that is truncated, or no such shard; reading a clip may raise it too.
+        LatentsError: a file that is truncated, or no shard; an entry's function may raise it, too.
         ImportError: pyarrow is not installed.
     """
     readers = {".safetensors": _latent_file, ".parquet": _parquet_entries, ".tar": _tar_entries}
@@ -70,7 +72,10 @@ def entries(path: Path) -> list[Entry]:
 
 
 def _read_entry(name: str, read: Callable[[], Latents]) -> Latents:
-    """Return `read()`, a clip's latents; raise `LatentsError`, with `name`, if they are broken or several."""
+    """Return a clip's latents, `read()`; raise `LatentsError` if they are broken, or several videos.
+
+    `name` names the shard and the clip in the error's message.
+    """
     with _naming_errors(name):
         latents = read()
     if len(latents.tensor) != 1:
@@ -80,7 +85,7 @@ def _read_entry(name: str, read: Callable[[], Latents]) -> Latents:
 
 @contextlib.contextmanager
 def _naming_errors(name: str | Path) -> Iterator[None]:
-    """Raise `LatentsError`, with the file's name, in place of an error that a broken file causes."""
+    """Raise `LatentsError`, with the file's name, in place of the block's errors over a broken file."""
     try:
         yield
     except LatentsError:
@@ -93,6 +98,7 @@ _BROKEN = (
     *(AttributeError, EOFError, LookupError, NotImplementedError, OSError, OverflowError),
     *(TypeError, ValueError, tarfile.TarError),
 )
+"""The errors that a broken file may cause in the code that reads it."""
 
 
 def pyarrow() -> Any:
@@ -108,7 +114,7 @@ def pyarrow() -> Any:
 def _schema(arrow: Any) -> Any:
     """Return the schema of a Parquet shard: the columns that FastVideo's loader reads, then our own.
 
-    FastVideo's are those for text to video, in `fastvideo/dataset/dataloader/schema.py`.
+    FastVideo's columns are its schema for text to video, in `fastvideo/dataset/dataloader/schema.py`.
     """
     text, count, numbers, data = arrow.string(), arrow.int64(), arrow.list_(arrow.int64()), arrow.binary()
     tensor = lambda name: [(f"{name}_bytes", data), (f"{name}_shape", numbers), (f"{name}_dtype", text)]  # noqa: E731
@@ -133,12 +139,12 @@ def _schema(arrow: Any) -> Any:
 
 
 def _write_parquet(members: Sequence[tuple[int, Path]], path: Path) -> None:
-    """Write latent files as rows of a Parquet file; the numbers of clips are not written."""
+    """Write latent files as rows of a Parquet file; of `members`, see `write`, the numbers are not kept."""
     arrow = pyarrow()
     schema = _schema(arrow)
     # Latents hardly compress; the zeros in place of a text do.
-    packed = {name: "zstd" if name.startswith("text_") else "none" for name in schema.names}
-    with arrow.parquet.ParquetWriter(path, schema, compression=packed) as writer:
+    compression = {name: "zstd" if name.startswith("text_") else "none" for name in schema.names}
+    with arrow.parquet.ParquetWriter(path, schema, compression=compression) as writer:
         for _, file in members:  # a row group for each, so that a reader need not hold several
             writer.write_table(arrow.Table.from_pylist([_row_of_file(file)], schema=schema))
 
@@ -161,7 +167,7 @@ def _row_of_file(file: Path) -> dict[str, Any]:
         "num_frames": latents.num_frames,
         "duration_sec": float(latents.num_frames / latents.fps),
         "fps": float(latents.fps),
-        # Fields without a column: the model's config, the rate as a fraction, the hashes.
+        # The latent file's metadata, for fields without a column: the model's config, the rate as a fraction.
         "about": json.dumps(described, sort_keys=True),
     }
     for name, tensor in latents.tensors.items():
@@ -194,7 +200,7 @@ def _parquet_latents(path: Path, group: int, offset: int, name: Any) -> Latents:
         path: path of the shard.
         group: index of the row's group.
         offset: index of the row in its group.
-        name: the expected id, as the file may have been replaced.
+        name: the expected id; another one is an error, as the file was replaced since.
     """
     columns = [
         "id",
@@ -210,7 +216,10 @@ def _parquet_latents(path: Path, group: int, offset: int, name: Any) -> Latents:
 
 
 def _latents_of_row(path: Path, row: dict[str, Any]) -> Latents:
-    """Return the latents of a row that `_row_of_file` made, in the dtype that they were encoded in."""
+    """Return the latents of a row that `_row_of_file` made, in the dtype of its latent file.
+
+    `path` is the shard's, for errors.
+    """
     about = reports.parse(row["about"])
     dtype = DTYPES[about["dtype"]]
     tensors = {}
@@ -225,7 +234,10 @@ def _latents_of_row(path: Path, row: dict[str, Any]) -> Latents:
 
 
 def _write_tar(members: Sequence[tuple[int, Path]], path: Path) -> None:
-    """Write latent files as a WebDataset tar: for each clip a .json, its .safetensors and a .txt caption."""
+    """Write latent files as a WebDataset tar: for each clip a .json, its .safetensors and a .txt caption.
+
+    `members` are as in `write`; a clip's number names its three files.
+    """
     with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
         for index, file in members:
             data = file.read_bytes()
@@ -248,7 +260,7 @@ def _tar_entries(path: Path) -> list[Entry]:
     with tarfile.open(path, "r:") as tar:
         members = {entry.name: entry for entry in tar if entry.isfile()}
         end = tar.offset
-    if path.stat().st_size < end + tarfile.BLOCKSIZE:  # cut between two of its members
+    if path.stat().st_size < end + tarfile.BLOCKSIZE:  # a tar that ends after a member has lost later ones
         raise LatentsError(f"{path} is truncated, as its end is missing: make it again")
 
     def read(name: str) -> bytes:
@@ -262,7 +274,7 @@ def _tar_entries(path: Path) -> list[Entry]:
         return latent_files.loads(read(name), f"{path}, {name}")
 
     def id_of(stem: str) -> Any:
-        """Return the id in a clip's .json member; the member's name without one."""
+        """Return the id in a clip's .json member; without one `stem`, which all its members begin with."""
         with _naming_errors(f"{path}, {stem}.json"):
             return reports.parse(read(f"{stem}.json"))["id"] if f"{stem}.json" in members else stem
 
@@ -271,6 +283,6 @@ def _tar_entries(path: Path) -> list[Entry]:
         stem = Path(name).stem
         try:
             tar_entries.append((id_of(stem), functools.partial(latents, name)))
-        except LatentsError:  # reading the clip raises it again
+        except LatentsError:  # its entry's function raises the error again, for this clip alone
             tar_entries.append((name, functools.partial(id_of, stem)))
     return tar_entries

@@ -1,4 +1,4 @@
-"""A loop over clips on one machine: while one is computed, the next are read and the last is written."""
+"""A loop over clips on one machine: while one is computed, next ones are read and the last one is written."""
 
 import itertools
 import time
@@ -25,9 +25,9 @@ class Step:
 
     Attributes:
         job: the job.
-        error: why it failed; None if it did not.
-        waited: seconds that its computation waited for its input.
-        computed: seconds of its computation.
+        error: why the job failed; None if it succeeded.
+        waited: seconds for which the computation waited for the job's input.
+        computed: seconds of the computation.
     """
 
     job: Any
@@ -38,7 +38,10 @@ class Step:
 
 CLIPS_OWN = (ValueError, OverflowError, MemoryError, RuntimeError)
 IN_READING = (*CLIPS_OWN, OSError)
-"""Errors that fail one clip, and not the loop, when it is computed and when it is read; see `attempt`."""
+"""Errors that fail one clip, not the loop: `CLIPS_OWN` where it is computed, `IN_READING` where it is read.
+
+`attempt` excepts some of them.
+"""
 
 
 def attempt(
@@ -49,8 +52,8 @@ def attempt(
     Args:
         step: a function of one argument.
         given: its argument.
-        errors: errors that the argument causes. Still raised are an `OutputError`, and a `RuntimeError` that
-            does not report exhausted memory.
+        errors: errors that the argument causes, not the machine. An `OutputError`, and a `RuntimeError` for
+            another reason than exhausted memory, are raised all the same.
     """
     try:
         return step(given), None
@@ -88,7 +91,7 @@ def work(
     waiting = iter(jobs)
 
     def read_on() -> None:
-        """Start reading jobs until there are as many ahead as readers, and one more."""
+        """Start reading jobs until `readers` + 1 are ahead: one may be read already while the next are."""
         for job in itertools.islice(waiting, readers + 1 - len(ahead)):
             ahead.append((job, reading.submit(read, job)))
 
@@ -102,7 +105,7 @@ def work(
             begun, result = time.perf_counter(), None
             if reason is None:
                 result, reason = attempt(compute, given, CLIPS_OWN)
-            given = None
+            given = None  # frees a clip's frames before the next clip is taken
             ended = time.perf_counter()
             behind.append(
                 writing.submit(keep, job, result) if reason is None else writing.submit(refuse, job, reason)

@@ -8,8 +8,8 @@ A shard is a file of the latents of several clips. Each process writes the shard
     work/00000012.safetensors    a clip that waits for its shard
     latents-00000.parquet        a shard: clips 0 to 63, or as many of them as could be encoded
 
-A clip's number says which shard it goes into, so shards do not depend on where a run was ended. New clips of
-a later run get new numbers that begin a new shard.
+A clip's number decides its shard, so shards do not depend on where a run was ended. New clips of a later run
+get new numbers that begin a new shard.
 """
 
 import contextlib
@@ -29,8 +29,9 @@ from cogvideox_torchax.files.latents import Latents
 from cogvideox_torchax.files.whole import OutputError, lock
 
 DONE, BAD, SHARD = "done", "bad", "shard"
+"""The kinds of a manifest's lines: a clip that is made, one that cannot be made, a shard that is written."""
 KEYS: dict[str, tuple[str, type]] = {"manifest": ("index", int), "videos": ("id", str)}
-"""Field, and its type, that names a clip in a manifest's lines: of latents, and of videos."""
+"""By a manifest's name: the field that names a clip in a line, and the field's type."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,11 @@ class ProcessShard:
 
 
 def open_manifest(directory: Path, name: str) -> BinaryIO:
-    """Open a manifest to add lines to, locked; the incomplete last line of a killed run is removed.
+    """Open a manifest to add lines to, and lock it; remove the incomplete last line of a killed run.
+
+    Args:
+        directory: the output directory, made where it is not there.
+        name: name of the file.
 
     Raises:
         OutputError: a directory that cannot be written, or another running process writes the same file.
@@ -63,10 +68,10 @@ def open_manifest(directory: Path, name: str) -> BinaryIO:
 
 
 def lines(directory: Path, name: str = "manifest") -> Iterator[dict[str, Any]]:
-    """Yield the whole lines of all processes' manifests of this name.
+    """Yield the complete lines of all processes' manifests; `name` is "manifest" or "videos", of `KEYS`.
 
     Raises:
-        OutputError: a line that no process has written.
+        OutputError: a line that this program has not written.
     """
     key, key_type = KEYS[name]
     for path in sorted(directory.glob(f"{name}-*.jsonl")):
@@ -85,7 +90,8 @@ def lines(directory: Path, name: str = "manifest") -> Iterator[dict[str, Any]]:
 class OutputDirectory:
     """An output directory that is written clip by clip, and one process's part of that work.
 
-    A key names a clip: its number in a data set, or its id.
+    A key names a clip: its number in a data set, or its id. A subclass sets `LIST`, the name of the file with
+    the config; `NAME`, the manifests' of `KEYS`; and `FORMAT`, of the file with the config.
 
     Attributes:
         missing: keys of the clips that this process has to make.
@@ -112,11 +118,11 @@ class OutputDirectory:
             name = f"{self.NAME}-{self.process_shard.index}.jsonl"
             self._file = stack.enter_context(open_manifest(self.directory, name))
             self._scan()
-            stack.pop_all()
+            stack.pop_all()  # closes the file only if `_scan` raised; else `__exit__` does
         return self
 
     def _scan(self) -> None:
-        """Find out what is there: fill `missing`, `bad` and `done_before`."""
+        """Fill `missing`, `bad` and `done_before` from the files that are there."""
 
     def __exit__(self, *_: object) -> None:
         self._file.close()
@@ -139,18 +145,18 @@ class OutputDirectory:
         return {"id": self.clip_id(key)}
 
     def note(self, key: Any, **about: Any) -> None:
-        """Add the line to the manifest that a clip is done; `about` are further fields of the line."""
+        """Add the manifest's line of a clip that is done; `about` are further fields of the line."""
         self.add_line(DONE, **self.manifest_keys(key), **about)
 
     def refuse(self, key: Any, reason: str) -> None:
-        """Add the line to the manifest that a clip cannot be made, with the reason."""
+        """Add the manifest's line of a clip that cannot be made, with the reason."""
         self.bad[key] = reason
         self.add_line(BAD, **self.manifest_keys(key), error=reason)
 
     def begin(self, config: dict[str, Any], **state: Any) -> None:
-        """Write the config of the clips, as JSON, to the directory; it must equal one that is there.
+        """Write the config of the clips, as JSON, to the directory; raise as `_load_state` does.
 
-        `state` are further fields of the file.
+        `state` are further fields of the file, which is then written even if it is there.
         """
         self._load_state(config)
         if state or not (self.directory / self.LIST).exists():
@@ -158,10 +164,10 @@ class OutputDirectory:
             reports.write_json(self.directory / self.LIST, content)
 
     def _load_state(self, config: dict[str, Any] | None) -> dict[str, Any]:
-        """Return the JSON that `begin` wrote; empty where there is none.
+        """Return the JSON object that `begin` wrote; an empty one where there is no file.
 
         Raises:
-            OutputError: it is broken, or of another config than this one; None takes any.
+            OutputError: the file is broken, or of a config that differs from `config`, unless that is None.
         """
         path = self.directory / self.LIST
         if not path.exists():
@@ -181,19 +187,19 @@ class OutputDirectory:
 
 
 class DatasetDirectory(OutputDirectory):
-    """A directory of latents: what is there, what is missing, and how to add to it.
+    """A directory of latents, to which the missing clips of a data set are added.
 
     Args:
         directory: made where it is not there.
         config: settings that the clips depend on, as JSON; a directory has one config for good.
         clips: the requested clips.
         kind: format of the shards, one of `formats`.
-        shard_size: number of clips in a shard; 1 with a file a clip.
+        shard_size: number of clips in a shard; for `SAFETENSORS`, a file for each clip, it is always 1.
         process_shard: the part of this process; None for a single process.
         retry: whether bad clips are tried again, under another number.
 
     Attributes:
-        ids: ids of all clips in the order of their numbers, those of earlier runs first; None for a number
+        ids: ids of all clips in the order of their numbers, clips of earlier runs first; None for a number
             without a clip.
 
     Raises:
@@ -232,20 +238,20 @@ class DatasetDirectory(OutputDirectory):
         """
         written = list(lines(self.directory))
         self.bad = {line["index"]: line["error"] for line in written if line["kind"] == BAD}
-        noted = {line["index"] for line in written if line["kind"] == DONE}
+        done = {line["index"] for line in written if line["kind"] == DONE}
         self.ids = self._load_ids()
         (self.directory / WORK).mkdir(exist_ok=True)
         taken = {self.clip_path(index) for index, name in enumerate(self.ids) if name is not None}
         for shard in self.shards:
             for index in self.members(shard):
                 if index not in self.bad:
-                    self._count_clip(index, taken, index in noted)
+                    self._count_clip(index, taken, index in done)
             self._write_shard_if_complete(shard)
 
     def _load_ids(self) -> list[str | None]:
-        """Return the ids of all clips, by their numbers, and write them where new clips get numbers.
+        """Return the ids of all clips in the order of their numbers; if there are new clips, write the list.
 
-        New clips begin a new shard: None stands for the numbers that are left in the one before.
+        New clips begin a new shard: None stands for each number that is left in the last shard before them.
         """
         known = (self._load_state(self._config) or {"clips": []}).get("clips")
         try:
@@ -259,15 +265,20 @@ class DatasetDirectory(OutputDirectory):
         last = {name: index for index, name in enumerate(known)}
         new = [name for name in self._clips if name not in last or (self._retry and last[name] in self.bad)]
         if new:
-            known += [None] * (-len(known) % self.shard_size)
+            known += [None] * (-len(known) % self.shard_size)  # up to a multiple of the shard's size
             known += new
             self.begin(self._config, clips=known)
         return known
 
     def _count_clip(self, index: int, taken: Container[Path], is_noted: bool) -> None:
-        """Count a clip as done, missing or bad; add a missing line for one that a killed run has encoded.
+        """Count a clip as done, missing or bad.
 
-        `taken` are the files of all clips; `is_noted` is whether the manifest has the clip's line.
+        A clip whose latents a killed run has written, but not its line of the manifest, gets the line.
+
+        Args:
+            index: the clip's number.
+            taken: the latent files of all clips, none of which may be a directory of this clip's file.
+            is_noted: whether the manifest has the clip's line.
         """
         try:
             check_file(self.clip_id(index), self.clip_path(index), self.directory, taken)
@@ -290,7 +301,9 @@ class DatasetDirectory(OutputDirectory):
 
     def bad_clips(self) -> dict[str, str]:
         own = {index for shard in self.shards for index in self.members(shard)} & {*self.bad}
-        newest = {name: index for index, name in enumerate(self.ids) if name}
+        newest = {
+            name: index for index, name in enumerate(self.ids) if name
+        }  # of a clip that was tried again
         return {name: self.bad[index] for name, index in newest.items() if index in own}
 
     def members(self, shard: int) -> list[int]:
@@ -304,20 +317,20 @@ class DatasetDirectory(OutputDirectory):
         return range(self.process_shard.index, -(-len(self.ids) // self.shard_size), self.process_shard.count)
 
     def shard_path(self, shard: int) -> Path:
-        """Return the path of a shard, which for a file a clip is the clip's."""
+        """Return the path of a shard; with a file for each clip (safetensors), of the clip of that number."""
         suffix = formats.SUFFIXES[self.kind]
         if self.kind == formats.SAFETENSORS:
             return self.directory / f"{self.ids[shard]}{suffix}"
         return self.directory / f"latents-{shard:05}{suffix}"
 
     def clip_path(self, index: int) -> Path:
-        """Return the path of a clip's latent file, which may wait there for its shard."""
+        """Return the path of a clip's latent file, where it stays (safetensors) or waits for its shard."""
         if self.kind == formats.SAFETENSORS:
             return self.shard_path(index)
         return self.directory / WORK / f"{index:08}.safetensors"
 
     def is_done(self, index: int) -> bool:
-        """Return whether a clip's latent file or its shard is there."""
+        """Return whether a clip's latent file, or the shard that it belongs to, exists."""
         return self.clip_path(index).exists() or self.shard_path(index // self.shard_size).exists()
 
     def work(self, unit: EncodeClip, *, readers: int = loop.READERS) -> Iterator[loop.Step]:
@@ -347,18 +360,19 @@ class DatasetDirectory(OutputDirectory):
         self.note(index, **manifest_fields(latents))
 
     def note(self, key: int, **about: Any) -> None:
-        """Add the line that a clip is done; write its shard, if it was the last clip missing in it."""
+        """Add the manifest's line of a clip that is done; write its shard, if no other clip is missing."""
         super().note(key, **about)
         self._write_shard_if_complete(key // self.shard_size)
 
     def refuse(self, key: int, reason: str) -> None:
+        """Add the manifest's line of a bad clip; write its shard, if no other clip is missing."""
         super().refuse(key, reason)
         self._write_shard_if_complete(key // self.shard_size)
 
     def _write_shard_if_complete(self, shard: int) -> None:
-        """Write a shard of the clips' latent files, and remove those, once no clip of it is missing.
+        """Write a shard of its clips' latent files, and remove these files, if no clip of it is missing.
 
-        Bad clips are left out. With a file a clip (safetensors) there is nothing to write.
+        Bad clips are left out. With a file for each clip (safetensors) nothing is written.
         """
         members, path = self.members(shard), self.shard_path(shard)
         encoded = [index for index in members if index not in self.bad]

@@ -6,10 +6,14 @@ from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
 
 LONGEST_NAME, LONGEST_PATH, MOST_PARTS = 255, 4095, 100
-"""Most bytes of a file's name and of a path, by Linux's limits.h; most parts of a path, made by recursion."""
+"""Most bytes of a file's name and of a path, by Linux's limits.h; most parts of a path.
+
+The last is our own: `Path.mkdir` makes directories by recursion, which Python limits.
+"""
 WORK = "work"
 """Folder of clips that wait for their shard, in a data set's directory."""
 _WAITING = re.compile(WORK + r"/\d{8}(\.safetensors)?")
+"""Paths of these clips: a number in eight digits, as `DatasetDirectory.clip_path` names them."""
 
 
 class ClipError(ValueError):
@@ -31,7 +35,7 @@ def check_id(name: Any) -> None:
 
 
 def check_ids(names: Iterable[str], where: str) -> None:
-    """Raise `ClipError` for an id that comes twice or is not valid; `where` names their origin."""
+    """Raise `ClipError` for an id that comes twice or is not valid; `where` begins the message."""
     seen: set[str] = set()
     for name in names:
         if name in seen:
@@ -59,7 +63,8 @@ def check_file(name: str, path: Path, directory: Path, taken: Container[Path]) -
         raise ClipError(f"got the id {name!r}: it is no UTF-8 ({error.reason})") from error
     if max(sizes) > LONGEST_NAME:
         raise ClipError(f"its file would have a name of {max(sizes)} bytes, {LONGEST_NAME} are the most")
-    if sum(sizes) + len(sizes) + LONGEST_NAME > LONGEST_PATH or len(sizes) > MOST_PARTS:  # beside a temporary
+    # A path of this length is free for the temporary file beside it, whose name may be the longest.
+    if sum(sizes) + len(sizes) + LONGEST_NAME > LONGEST_PATH or len(sizes) > MOST_PARTS:
         raise ClipError(f"its file would have a path of {sum(sizes)} bytes in {len(sizes)} parts: too long")
     above = [directory / parent for parent in path.relative_to(directory).parents[:-1]]
     if path.is_dir() or any(parent in taken or parent.is_file() for parent in above):

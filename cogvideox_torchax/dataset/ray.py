@@ -1,7 +1,7 @@
-"""Encoding on Ray Data: many machines, an actor for each host's chips, and an engine that replaces dead ones.
+"""Encoding on Ray Data: many machines, an actor for each host's chips; Ray replaces actors that die.
 
 An actor writes a clip's latents itself, into a directory that all machines see, and returns the clip's line
-of the manifest. A task that Ray runs again, as its actor died, finds the latents there. The process that
+of the manifest. A task that Ray runs again because its actor died finds the latents there. The process that
 started the work writes manifest and shards.
 """
 
@@ -31,11 +31,18 @@ class ClipActor:
         self._encode = EncodeClip(config)
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, list[str]]:
-        """Encode the clips of a batch, JSON texts under "row"; return their manifest lines under "line"."""
+        """Encode the clips of a batch, the rows of `work` under "row"; return their outcomes under "line"."""
         return {"line": [self._encode_row(json.loads(row)) for row in batch["row"]]}
 
     def _encode_row(self, row: dict[str, Any]) -> str:
-        """Encode a clip and write its latents; return its number and manifest fields or error, as JSON."""
+        """Encode a clip and write its latents.
+
+        Args:
+            row: the clip's number "index", the "path" of its latents, and the fields of its `Clip`.
+
+        Returns:
+            JSON of the "index", and of "about", the fields of the manifest's line, or of an "error".
+        """
         path, latents, reason = Path(row["path"]), None, None
         if path.exists():  # written by an actor that died before it could return
             latents = latent_files.load(path)
@@ -91,6 +98,7 @@ def work(directory: DatasetDirectory, config: ClipConfig, *, actors: int | None 
     if not rows:
         return
     chips, mesh = int(ray.cluster_resources().get("TPU", 0)), (config.dp or 1) * (config.tp or 1)
+    # With chips no CPU is reserved: the chips alone limit the actors on a host.
     resources: dict[str, Any] = {"num_cpus": 0, "resources": {"TPU": mesh}} if chips else {"num_cpus": 1}
     data = ray.data.from_items(rows, override_num_blocks=len(rows)).map_batches(
         ClipActor,
@@ -107,4 +115,4 @@ def work(directory: DatasetDirectory, config: ClipConfig, *, actors: int | None 
             directory.refuse(line["index"], line["error"])
         else:
             directory.note(line["index"], **line["about"])
-        yield Step(line["index"], line.get("error"), 0.0, 0.0)
+        yield Step(line["index"], line.get("error"), 0.0, 0.0)  # an actor's seconds are not measured

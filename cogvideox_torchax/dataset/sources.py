@@ -14,7 +14,7 @@ FIELDS: dict[str, type] = {
     **dict.fromkeys(("path", "id", "caption"), str),
     **dict.fromkeys(("frames", "height", "width"), int),
 }
-"""Fields that a line of a list may give a clip."""
+"""Fields that a line of a .jsonl list may have, and their types."""
 
 
 def is_many(path: str | Path) -> bool:
@@ -24,14 +24,14 @@ def is_many(path: str | Path) -> bool:
 
 
 def clips(path: str | Path) -> list[Clip]:
-    """Return the clips of a directory and of those below it, or of a list, in a fixed order.
+    """Return the clips of a directory and of the directories below it, or of a list, in a fixed order.
 
     In a directory a .txt file beside a clip, of the same name, is its caption. A .txt list has a path on each
     line, a .jsonl list an object with `path` and optional `id`, `caption`, `frames`, `height` and `width`;
     paths are relative to the list.
 
     Raises:
-        ClipError: no such directory or list, none in it, a line without a path, or an id that comes twice.
+        ClipError: no such directory or list, no clip in it, a wrong line, or an id that comes twice.
     """
     path = Path(path)
     found = _in_directory(path) if path.is_dir() else list(_in_list(path))
@@ -42,7 +42,7 @@ def clips(path: str | Path) -> list[Clip]:
 
 
 def _in_directory(directory: Path) -> list[Clip]:
-    """Return the clips of a directory and of those below it, ordered by their paths in it."""
+    """Return the clips of a directory and of the directories below it, ordered by their paths in it."""
     files = (
         path for path in directory.rglob("*") if path.suffix.lower() in video.SUFFIXES and path.is_file()
     )
@@ -94,7 +94,8 @@ def _clip_of_line(line: str, path: Path) -> Clip:
             wanted = "a whole number above 0" if FIELDS[name] is int else "a text"
             raise ClipError(f"{name} is {value!r}, {wanted} is wanted")
         try:
-            str(value if name != "path" else "").encode()  # a path that cannot be is its clip's
+            # A path that UTF-8 cannot hold is left to the check of its clip, which is then bad, not the list.
+            str(value if name != "path" else "").encode()
         except UnicodeEncodeError as error:
             raise ClipError(f"{name} is {value!r}, which UTF-8 cannot hold ({error.reason})") from error
     del given["path"]
