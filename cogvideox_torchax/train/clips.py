@@ -22,22 +22,28 @@ RANGE = re.compile(r"(.*)#(\d*)-(\d*)", re.DOTALL)
 PICTURES = (".png", ".jpg", ".jpeg", ".bmp", ".webp")
 
 LEVELS = ((2.0, 0.85), (2.5, 1.0), (3.4, 1.0), (4.5, 1.0))
-"""The sizes that a source is kept in: its shorter side over a crop's side, and a factor of its width."""
+"""The sizes, or levels, that a source is kept in.
+
+Each is the source's shorter side over a crop's side, and a factor of the source's width.
+"""
 
 LARGEST_CROP = 1.5
-"""Largest crop, as a multiple of the requested side; the last part of a training takes it, see `schedule`."""
+"""Largest crop, as a multiple of the requested side; the last part of a training has it, see `Plan.shape`."""
 
 VIDEO_SHARE = 0.65
 """Share of samples from videos, if there are both videos and pictures."""
 
 CUT_SHARE = 0.1
-"""Share of samples that cut to another at any frame, if cuts are requested."""
+"""Share of crops that cut to another scene at any frame, if cuts are requested."""
 
 EVENT_SHARE = 0.5
-"""Share of a video's windows around a frame drawn by its change, if cuts are requested."""
+"""Share of a video's windows of frames that hold an event, a fast change (`Source.events`), with cuts."""
 
 ALIGNED_SHARE = 0.5
-"""Share of windows of whole frames whose chunks, but for the first, are the video's."""
+"""Share of windows of whole frames that begin at a multiple of 8 frames, the length of the VAE's chunks.
+
+Except for the first, the chunks of such a window are chunks of the whole video, too.
+"""
 
 
 @dataclass(frozen=True)
@@ -68,7 +74,7 @@ def parts(texts: Sequence[str], without: Path | None = None) -> list[Part]:
             directory above it.
 
     Raises:
-        ValueError: nothing there, or a range that is none.
+        ValueError: no video or picture, or a range of frames that is not valid.
     """
     found = [part for text in texts for part in _parts(text, without)]
     if not found:
@@ -79,12 +85,13 @@ def parts(texts: Sequence[str], without: Path | None = None) -> list[Part]:
 
 
 def _parts(text: str, without: Path | None) -> Iterator[Part]:
-    """Yield the parts of one text of `parts`: one of a file, or one for each file below a directory."""
+    """Yield the parts that one text of `parts` names: a file's, or one for each file below a directory."""
     is_range = "#" in text and not Path(text).exists()
     found = RANGE.fullmatch(text) if is_range else None
     path = Path(found[1] if found else text)
     if path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.suffix.lower() in video.SUFFIXES + PICTURES)
+        # A text that names `without` itself means its files: they are left out only from a directory above.
         inner = without if without is not None and _is_below(without, path) else None
         yield from (Part(file) for file in files if inner is None or not _is_below(file, inner))
         return
@@ -96,15 +103,19 @@ def _parts(text: str, without: Path | None) -> Iterator[Part]:
 
 
 def _is_below(file: Path, directory: Path) -> bool:
-    """Return whether a file lies in a directory or deeper."""
+    """Return whether a file is in a directory, or in one below it."""
     return directory.resolve() in file.resolve().parents
 
 
 @dataclass(frozen=True)
 class Source:
-    """A part in several sizes, uint8 (T, H, W, C); a picture has one frame.
+    """A part of a video, or a picture, which has one frame, in memory.
 
-    `whole` is a video in the size that its whole frames are trained on, or None.
+    Attributes:
+        part: the file and the range of its frames.
+        levels: the frames in each size of `LEVELS`, uint8 (T, H, W, C).
+        whole: the frames in the size in which whole frames are trained on, uint8 (T, H, W, C); None if they
+            are not.
     """
 
     part: Part
@@ -117,14 +128,21 @@ class Source:
 
     @functools.cached_property
     def events(self) -> np.ndarray:
-        """The probability to draw each frame but the first, by the square of its change."""
-        frames = self.levels[0][:, ::2, ::2].astype(np.float32)
+        """The probability to draw each frame but the first, by the square of its change, (T - 1,)."""
+        frames = self.levels[0][:, ::2, ::2].astype(np.float32)  # every second pixel is enough
+        # A video of one still picture has no change: adding 0.1 of 255 keeps the sum above 0.
         change = np.square(np.abs(np.diff(frames, axis=0)).mean((1, 2, 3)) + 0.1)
         return change / change.sum()
 
 
 def load(part: Part, *, frames: int, size: int, whole: tuple[int, ...] | None = None) -> Source:
-    """Read a part in all sizes that crops of `size` are cut from, and a video in the size `whole` too.
+    """Read a part in all sizes that its clips are cut from.
+
+    Args:
+        part: of a video, or a picture.
+        frames: length of the longest clips.
+        size: side of the crops, in pixels.
+        whole: (height, width) to keep a video in, besides, for whole frames; None for none.
 
     Raises:
         ValueError: a file that cannot be read, with fewer frames than `frames`, or too small.
@@ -138,7 +156,7 @@ def load(part: Part, *, frames: int, size: int, whole: tuple[int, ...] | None = 
         raise ValueError(f"has {max(end - part.start, 0)} frames from its start on, {frames} are needed")
     sizes = [*_sizes(info.height, info.width, needed, size), *([whole] if whole else [])]
     levels = tuple(read(part, video.Framing(*chosen), end) for chosen in sizes)
-    return Source(part, levels[:-1], levels[-1]) if whole else Source(part, levels)
+    return Source(part, levels[:-1], levels[-1]) if whole else Source(part, levels)  # `whole` was read last
 
 
 def load_all(
@@ -149,10 +167,12 @@ def load_all(
     size: int,
     whole: tuple[int, ...] | None,
 ) -> list[Source]:
-    """Load the parts that can be trained on; `say` gets a message for each of the others.
+    """Load the parts that can be trained on; `say` gets a message for each part that is left out.
+
+    The other arguments are as in `load`.
 
     Raises:
-        ValueError: none of them, or, with `whole`, no video.
+        ValueError: no part can be trained on, or, with `whole`, no video.
     """
     sources = []
     for part in found:
@@ -168,9 +188,15 @@ def load_all(
 
 
 def _sizes(height: int, width: int, needed: int, size: int) -> list[tuple[int, int]]:
-    """Return the sizes (height, width) of `LEVELS` that are no larger than a source, or its own.
+    """Return the sizes (height, width) of `LEVELS` that are no larger than a source, or else its own size.
 
-    `size` is a crop's side; a source whose shorter side is below `needed` raises `ValueError`.
+    Args:
+        height, width: of the source.
+        needed: the side of the largest crop: fewest pixels of each side.
+        size: the side of a usual crop, of which `LEVELS` has multiples.
+
+    Raises:
+        ValueError: a source whose shorter side is below `needed`.
     """
     short = min(height, width)
     if short < needed:
@@ -184,13 +210,13 @@ def _sizes(height: int, width: int, needed: int, size: int) -> list[tuple[int, i
 
 
 def read(part: Part, framing: video.Framing, end: int) -> np.ndarray:
-    """Read the frames of a video, from the part's first to `end`, uint8 (T, H, W, C)."""
+    """Read the frames of a video from the part's first to `end`, not included, uint8 (T, H, W, C)."""
     frames = video.read_frames(part.path, framing, end)
     return np.stack([frame[0].permute(1, 2, 0).numpy() for i, frame in enumerate(frames) if i >= part.start])
 
 
 def _picture(part: Part, needed: int, size: int) -> tuple[np.ndarray, ...]:
-    """Read a picture in all sizes that crops of `size` are cut from, each uint8 (1, H, W, C)."""
+    """Read a picture in the sizes of `_sizes`, each uint8 (1, H, W, C)."""
     from PIL import Image
 
     try:
@@ -206,7 +232,10 @@ def _picture(part: Part, needed: int, size: int) -> tuple[np.ndarray, ...]:
 
 @dataclass(frozen=True)
 class Shape:
-    """The clips of a batch, their frames, and the side of a square crop; None for whole frames."""
+    """The shape of a batch: the number of clips, their frames, and the side of a square crop in pixels.
+
+    A `size` of None is a batch of whole frames.
+    """
 
     clips: int
     frames: int
@@ -214,12 +243,12 @@ class Shape:
 
 
 class Sampler:
-    """Batches of clips; a batch depends on its number and the seed alone, not on those drawn before.
+    """Batches of clips; a batch depends on its number and the seed alone, not on batches drawn before it.
 
     Args:
         sources: the videos and pictures that clips are cut from.
         seed: seed of all that is drawn.
-        cuts: whether some clips cut to another scene, and more of a video's are where it changes fast.
+        cuts: whether some clips cut to another scene, and more clips are taken where a video changes fast.
     """
 
     def __init__(self, sources: Sequence[Source], *, seed: int, cuts: bool = False):
@@ -244,7 +273,10 @@ class Sampler:
         return torch.stack([cut(rng, shape.frames) for _ in range(shape.clips)])
 
     def _whole_frames_clip(self, rng: np.random.Generator, frames: int) -> torch.Tensor:
-        """Return a clip (C, T, H, W) of a video's whole frames, half of them aligned with its chunks."""
+        """Return a clip (C, T, H, W) of a video's whole frames.
+
+        A share of the clips (`ALIGNED_SHARE`) begins at a multiple of 8 frames.
+        """
         source = self._videos[rng.integers(len(self._videos))]
         if source.whole is None:
             raise ValueError(f"{source.part} was loaded without whole frames: give load() their size")
@@ -275,12 +307,13 @@ class Sampler:
 def _crop(
     rng: np.random.Generator, source: Source, frames: int, size: int, event_share: float
 ) -> torch.Tensor:
-    """Return a clip (C, T, S, S) of a video, in a fixed square window.
+    """Return a clip (C, T, S, S) of a video, in a fixed square window of one of its levels.
 
-    It has all frames or every second one, forwards or backwards.
+    The clip has successive frames or every second one, forwards or backwards. `_start` explains
+    `event_share`.
     """
     level = source.levels[rng.integers(len(source.levels))]
-    stride = int(rng.choice([1, 1, 1, 2]))
+    stride = int(rng.choice([1, 1, 1, 2]))  # every second frame in a quarter of the clips
     if (frames - 1) * stride >= len(level):
         stride = 1
     span = (frames - 1) * stride + 1
@@ -311,24 +344,30 @@ def _as_clip(frames: np.ndarray) -> torch.Tensor:
 
 
 def _moving_camera(rng: np.random.Generator, source: Source, frames: int, size: int) -> torch.Tensor:
-    """Return a clip (C, T, S, S) of a picture, by a camera that drifts, turns and zooms a little."""
+    """Return a clip (C, T, S, S) of a picture, by a camera that drifts, turns and zooms a little.
+
+    The camera sees S x S points around a center, in pixels: a grid that is turned, scaled and moved for each
+    frame, at whose points the picture is sampled.
+    """
     picture = source.levels[rng.integers(len(source.levels))][0]
     height, width = picture.shape[:2]
+    # In pixels a frame. A fifth of the cameras does not drift; the others' velocity changes a little.
     speed = rng.choice([0.0, 0.7, 2.0], p=[0.2, 0.5, 0.3])
     steps = rng.normal(0, speed, 2) + np.cumsum(rng.normal(0, 0.1, (frames, 2)), 0) * (speed > 0)
     path = np.cumsum(steps, 0)
     zoom = rng.uniform(0.75, 1.15) * np.exp(np.arange(frames) * rng.normal(0, 0.006))
     angle = rng.normal(0, 0.1) + np.arange(frames) * rng.normal(0, 0.004)
     margin = 0.6 * size
-    center = [rng.uniform(margin, max(side - margin, margin + 1)) for side in (width, height)]
+    center_x, center_y = (rng.uniform(margin, max(side - margin, margin + 1)) for side in (width, height))
     offsets = torch.linspace(-(size - 1) / 2, (size - 1) / 2, size)
     y, x = torch.meshgrid(offsets, offsets, indexing="ij")
     grids = []
-    for drift, factor, turn in zip(path - path[frames // 2], zoom, angle, strict=True):
+    # The middle frame is the one that looks at the center.
+    for (drift_x, drift_y), factor, turn in zip(path - path[frames // 2], zoom, angle, strict=True):
         cosine, sine = math.cos(turn) * factor, math.sin(turn) * factor
-        across = (center[0] + drift[0] + cosine * x - sine * y) / width
-        down = (center[1] + drift[1] + sine * x + cosine * y) / height
-        grids.append(torch.stack([across, down], -1) * 2 - 1)
+        across = (center_x + drift_x + cosine * x - sine * y) / width
+        down = (center_y + drift_y + sine * x + cosine * y) / height
+        grids.append(torch.stack([across, down], -1) * 2 - 1)  # in [-1, 1], as `grid_sample` takes points
     pixels = _as_clip(picture[None])
     seen = functional.grid_sample(
         pixels.transpose(0, 1).expand(frames, -1, -1, -1),
@@ -341,7 +380,7 @@ def _moving_camera(rng: np.random.Generator, source: Source, frames: int, size: 
 
 
 def _flipped(rng: np.random.Generator, clip: torch.Tensor) -> torch.Tensor:
-    """Return a clip mirrored, upside down, or with rows and columns swapped, each by chance."""
+    """Return a clip (C, T, S, S) mirrored, upside down, and with rows and columns swapped, each by chance."""
     if rng.random() < 0.5:
         clip = clip.flip(-1)
     if rng.random() < 0.15:
@@ -350,8 +389,9 @@ def _flipped(rng: np.random.Generator, clip: torch.Tensor) -> torch.Tensor:
 
 
 def _tinted(rng: np.random.Generator, clip: torch.Tensor) -> torch.Tensor:
-    """Return a clip, by chance brighter or darker and with a tint."""
+    """Return a clip in [-1, 1]; every second one, by chance, brighter or darker and with a tint."""
     if rng.random() < 0.5:
         return clip
+    # One gain of the brightness, and one of each channel, the tint.
     gain = rng.uniform(0.7, 1.15) * rng.uniform(0.92, 1.08, (3, 1, 1, 1))
     return (clip * torch.from_numpy(gain).float() + rng.normal(0, 0.08)).clamp(-1, 1)

@@ -18,21 +18,23 @@ LOWEST = 0.02
 """Learning rate at the end of the cosine, as a share of the largest."""
 
 KERNELS_RATE, OTHERS_RATE = 5e-3, 1e-3
+"""Largest learning rates: Muon's, for kernels of convolutions, and AdamW's, for all other weights."""
 AVERAGE = 0.9995
+"""Fraction of the weights' average that a late step keeps; see `average_decay`."""
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum made orthogonal, for the kernels of convolutions.
+    """An optimizer whose updates are momenta made orthogonal, for the kernels of convolutions.
 
-    `torch.optim.Muon` takes matrices alone: here a kernel (O, I, ...) is one of O rows. Kernels of one shape
-    go through the iteration together. The iteration and its coefficients: Jordan et al., "Muon: An optimizer
-    for hidden layers in neural networks", 2024.
+    `torch.optim.Muon` takes matrices alone: here a kernel (O, I, ...) is taken as a matrix of O rows. Kernels
+    of one shape go through the iteration of `orthogonal` together. The iteration and its coefficients: Jordan
+    et al., "Muon: An optimizer for hidden layers in neural networks", 2024.
 
     Args:
         kernels: parameters of two or more axes.
         lr: the learning rate.
-        momentum: Nesterov's.
-        weight_decay: of a step, times the learning rate.
+        momentum: factor of Nesterov's momentum.
+        weight_decay: a step multiplies kernels by 1 - lr * weight_decay.
     """
 
     def __init__(
@@ -50,7 +52,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """Update the kernels that have a gradient, those of one shape together."""
+        """Update the kernels that have a gradient, kernels of one shape together; a closure is not called."""
         for group in self.param_groups:
             alike = defaultdict(list)
             for kernel in group["params"]:
@@ -60,12 +62,13 @@ class Muon(torch.optim.Optimizer):
                 self._step_alike(kernels, group)
 
     def _step_alike(self, kernels: list[nn.Parameter], group: dict[str, Any]) -> None:
-        """Update kernels of one shape by their orthogonal momentum, with the options of their group."""
-        directions = []
+        """Update kernels of one shape, and their momenta, with the options of their group."""
+        directions = []  # Nesterov's: the gradient and the new momentum, which is scaled once more
         for kernel in kernels:
             momentum = self.state[kernel]["momentum"].mul_(group["momentum"]).add_(kernel.grad)
             directions.append((kernel.grad + momentum * group["momentum"]).flatten(1))
         rows, columns = directions[0].shape
+        # An orthogonal update of a tall matrix has small rows: the factor is Jordan's.
         scale = -group["lr"] * math.sqrt(max(1.0, rows / columns))
         for kernel, update in zip(kernels, orthogonal(torch.stack(directions)), strict=True):
             kernel.mul_(1 - group["lr"] * group["weight_decay"]).add_(update.view(kernel.shape) * scale)
@@ -74,12 +77,13 @@ class Muon(torch.optim.Optimizer):
 def orthogonal(matrices: torch.Tensor) -> torch.Tensor:
     """Return matrices (N, R, C) with their singular values drawn towards 1, by five Newton-Schulz iterations.
 
-    Each iteration multiplies x by a polynomial of x x^T, and all of these commute: they are gathered on the
-    short side, so that products over the long one are two in all, not two an iteration.
+    Each iteration multiplies x by a polynomial of x x^T. These polynomials commute: their product is gathered
+    in square matrices of the shorter side, so that products over the longer side are two in all, not two an
+    iteration.
     """
     wide = matrices if matrices.shape[1] <= matrices.shape[2] else matrices.transpose(1, 2)
     x = wide / (wide.square().sum((1, 2), keepdim=True).sqrt() + 1e-7)
-    square = x @ x.transpose(1, 2)
+    square = x @ x.transpose(1, 2)  # x x^T of the iteration's present x
     gathered = identity = torch.eye(square.shape[1], device=square.device).expand_as(square)
     for _ in range(5):
         factor = 3.4445 * identity - 4.7750 * square + 2.0315 * square @ square
@@ -90,15 +94,20 @@ def orthogonal(matrices: torch.Tensor) -> torch.Tensor:
 
 
 Moments = dict[str, torch.Tensor]
-"""State of the optimizers, as `muon/3/momentum`: an optimizer, the index of its parameter, its name there."""
+"""Tensors of the optimizers' state, by names such as `muon/3/momentum`.
+
+A name has the optimizer, the index of one of its parameters, and the tensor's name in the parameter's state.
+"""
 
 
 class Optimizers:
-    """Muon for the inner convolutions, AdamW for the rest, along one schedule; gradients clipped to 1.
+    """Muon for kernels of inner convolutions, AdamW for all other weights, along one schedule.
+
+    The norm of all gradients together is clipped to 1.
 
     Args:
         weights: parameters by their names.
-        steps: of the whole training.
+        steps: number of steps of the whole training.
         rate: factor of the learning rates.
     """
 
@@ -111,6 +120,8 @@ class Optimizers:
     def step(self, number: int, average: dict[str, torch.Tensor]) -> float:
         """Update the weights and their average in step `number`; return the gradient's norm before clipping.
 
+        `average` has the averaged weights by name, and is updated in place.
+
         Raises:
             FloatingPointError: a gradient that was not finite; everything stays as it was.
         """
@@ -122,12 +133,18 @@ class Optimizers:
         return norm
 
     def _advance(self, average: dict[str, torch.Tensor], rate: float, decay: float) -> float:
-        """Update weights and average, with a learning rate factor `rate`; return the gradient's norm."""
+        """Update weights, average and moments; return the gradient's norm.
+
+        Args:
+            average: the averaged weights by name.
+            rate: factor of the learning rates in this step.
+            decay: fraction of the average that this step keeps.
+        """
         return _advance(self._by_name, self._weights, average, rate, decay).item()
 
     @property
     def moments(self) -> Moments:
-        """The optimizers' state."""
+        """The tensors of the optimizers' state."""
         return _moments(self._by_name)
 
 
@@ -136,10 +153,14 @@ class CompiledOptimizers(Optimizers):
 
     @functools.cached_property
     def _program(self) -> Any:
+        """`_traced`, compiled once."""
         return runtime.jit_torch(_traced)
 
     def _advance(self, average: dict[str, torch.Tensor], rate: float, decay: float) -> float:
-        """Make the step as one program, and assign its results to weights, average and moments."""
+        """Make the step as one program, and assign its results to weights, average and moments.
+
+        Arguments and result are as in `Optimizers`.
+        """
         moments = self.moments
         static = tuple(self._weights), tuple(moments)
         gradients = [weight.grad for weight in self._weights.values()]
@@ -154,14 +175,14 @@ class CompiledOptimizers(Optimizers):
 def _traced(static: tuple[tuple[str, ...], tuple[str, ...]], scalars: Any, *tensors: Any) -> tuple[Any, ...]:
     """Return the gradients' norm, then weights, average and moments after the step; traced as one program.
 
-    With a norm that is not finite these are as before the step.
+    If the norm is not finite, weights, average and moments are returned as they were before the step.
 
     Args:
         static: the names of the weights, and of the moments in `Moments`.
         scalars: the learning rate's factor, and the average's decay.
         tensors: gradients, weights and average, each in the order of the names, then the moments.
     """
-    names, keys = static
+    names, moment_names = static
     count = len(names)
     gradients, weights, average = (
         dict(zip(names, tensors[i * count : (i + 1) * count], strict=True)) for i in range(3)
@@ -169,8 +190,8 @@ def _traced(static: tuple[tuple[str, ...], tuple[str, ...]], scalars: Any, *tens
     for name, weight in weights.items():
         weight.grad = gradients[name]
     optimizers = _optimizers(weights, traced=True)
-    for key, tensor in zip(keys, tensors[3 * count :], strict=True):
-        kind, index, moment = key.split("/")
+    for moment_name, tensor in zip(moment_names, tensors[3 * count :], strict=True):
+        kind, index, moment = moment_name.split("/")
         optimizers[kind].state[optimizers[kind].param_groups[0]["params"][int(index)]][moment] = tensor
     before = [tensor.clone() for tensor in tensors[count:]]
     norm = _advance(optimizers, weights, average, scalars[0], scalars[1], traced=True)
@@ -180,9 +201,10 @@ def _traced(static: tuple[tuple[str, ...], tuple[str, ...]], scalars: Any, *tens
 
 
 def _optimizers(weights: dict[str, Any], *, traced: bool) -> dict[str, torch.optim.Optimizer]:
-    """Return Muon and AdamW by their names, their moments 0.
+    """Return new optimizers for the weights, "muon" and "adamw" by their names, with moments of 0.
 
-    With `traced`, AdamW takes numbers that change from step to step as tensors, so that they are traced.
+    With `traced`, AdamW computes with its step number and learning rate as tensors, so that they are traced,
+    not compiled in as constants.
     """
     kernels = [
         weight for name, weight in weights.items() if weight.ndim > 1 and not _is_outer_convolution(name)
@@ -201,7 +223,7 @@ def _optimizers(weights: dict[str, Any], *, traced: bool) -> dict[str, torch.opt
 
 
 def _moments(optimizers: dict[str, torch.optim.Optimizer]) -> Moments:
-    """Return the optimizers' tensors by the names of `Moments`."""
+    """Return the tensors of the optimizers' state by the names of `Moments`."""
     return {
         f"{kind}/{index}/{name}": moment
         for kind, optimizer in optimizers.items()
@@ -221,7 +243,16 @@ def _advance(
 ) -> torch.Tensor:
     """Step the optimizers, then the average; return the gradient's norm.
 
-    With a norm that is not finite nothing changes, except in a traced step, whose caller chooses.
+    Weights, average and moments change in place. If the norm is not finite, nothing changes; a traced step
+    cannot branch on the norm, and its caller chooses between the results and the old tensors.
+
+    Args:
+        optimizers: Muon and AdamW, in this order.
+        weights: parameters by name.
+        average: their averages by name.
+        rate: factor of both largest learning rates.
+        decay: fraction of the average that this step keeps.
+        traced: whether the tensors are traced by JAX.
     """
     norm = torch.nn.utils.clip_grad_norm_(weights.values(), 1.0)
     if not traced and not math.isfinite(norm):

@@ -9,14 +9,15 @@ import numpy as np
 from cogvideox_torchax.files import reports
 
 POINTS = 400
-"""Points of a drawn curve: each is a mean of as many steps as it takes."""
+"""Most points of a drawn curve; each is the mean over an equal part of the steps."""
 
 
 def curves(losses_table: Path, validation_table: Path) -> dict[str, Any]:
     """Return losses as means over equal parts of a training, and its held-out clips.
 
     Returns:
-        `losses`: lists by column of the table, `step` the middle of a part; `validation`: a list of lines.
+        "losses": by column of the table, the list of its means; the mean "step" is the middle of a part.
+        "validation": a list of the table's lines.
     """
     with losses_table.open(newline="") as file:
         head, *lines = csv.reader(file)
@@ -38,7 +39,7 @@ def curves(losses_table: Path, validation_table: Path) -> dict[str, Any]:
 
 
 def draw(found: dict[str, Any], path: Path) -> None:
-    """Draw `curves`: the loss, and the PSNR of the held-out clips, by step."""
+    """Draw the loss, and the PSNR of the held-out clips, by step; `found` is the result of `curves`."""
     pyplot = reports.pyplot()
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
     losses = found["losses"]

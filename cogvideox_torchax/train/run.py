@@ -20,20 +20,25 @@ from cogvideox_torchax.vae.quality import ssim
 from cogvideox_torchax.vae.tolerances import psnr
 
 LOSSES, VALIDATION = "losses.csv", "validation.csv"
+"""The tables of a training: a line for each step, and one for each held-out clip and checkpoint."""
 LOSSES_HEAD = ("step", "loss", "l1", "mse", "kl", "mean_color", "gradient", "psnr")
 VALIDATION_HEAD = ("step", "minutes", "clip", "psnr", "ssim")
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """A clip that is not trained on: its name, and its frames in bytes (1, C, T, H, W)."""
+    """A clip that is not trained on: its name, and its frames, uint8 (1, C, T, H, W)."""
 
     name: str
     frames: torch.Tensor
 
     @classmethod
     def load(cls, text: str, frames: int) -> "HeldOut":
-        """Return at most so many frames, 8 n + 1, of a file or a range of one.
+        """Return the frames of a file, or of a range of one.
+
+        Args:
+            text: the file or `file#start-end`, as `clips.parts` takes it.
+            frames: most frames to take.
 
         Raises:
             ValueError: several clips, or a range without frames.
@@ -44,7 +49,8 @@ class HeldOut:
         info = video.probe(part.path)
         framing = video.framing(info, multiple=8, height=None, width=None, crop=True)
         last = min(part.end or info.num_frames, info.num_frames, part.start + frames)
-        count = (last - part.start - 1) // 8 * 8 + 1  # others come back with more frames than they have
+        # 8 n + 1 frames: the VAE gives back more frames than it took for any other number.
+        count = (last - part.start - 1) // 8 * 8 + 1
         if count < 1:
             raise ValueError(f"{text} has no frame to validate with: {part.path} has {info.num_frames}")
         pixels = torch.from_numpy(clips.read(part, framing, part.start + count))
@@ -61,7 +67,14 @@ class Validation:
 
 
 class Run:
-    """A training in a directory of its own."""
+    """A training in a directory of its own.
+
+    Args:
+        trainer: makes the steps.
+        directory: gets the tables, pictures, the checkpoint and the trained model.
+        held_out: clips to validate with.
+        settings: settings that a resumed training must have too.
+    """
 
     def __init__(self, trainer: Trainer, directory: Path, held_out: list[HeldOut], settings: dict[str, Any]):
         self.trainer = trainer
@@ -85,7 +98,7 @@ class Run:
         return step
 
     def go(self, *, every: int, stopped: Callable[[], bool]) -> Iterator[tuple[Losses, list[Validation]]]:
-        """Make the remaining steps; yield each one's losses, and the validations that were made after it.
+        """Make the remaining steps; yield each step's losses, and the validations that were made after it.
 
         Args:
             every: number of steps between validations and checkpoints.
@@ -100,42 +113,46 @@ class Run:
                 step = self.trainer.step_number
                 table.writerow((step, *astuple(losses), losses.psnr))
                 last = step == total or stopped()
-                found: list[Validation] = []
+                validations: list[Validation] = []
                 if last or step % every == 0:
                     losses_file.flush()
-                    self._seconds += time.perf_counter() - since
-                    found = self.validate()
+                    self._seconds += time.perf_counter() - since  # the time of validations is left out
+                    validations = self.validate()
                     self.save()
                     since = time.perf_counter()
-                yield losses, found
+                yield losses, validations
                 if last:
                     return
 
     def validate(self) -> list[Validation]:
-        """Write PSNR, SSIM and a picture of each held-out clip, by the averaged weights."""
-        found, minutes = [], f"{self._seconds / 60:.2f}"
+        """Reconstruct each held-out clip with the averaged weights; write and return PSNR and SSIM.
+
+        A picture of each clip and its reconstruction is written too.
+        """
+        validations, minutes = [], f"{self._seconds / 60:.2f}"
         with _table(self._directory / VALIDATION, VALIDATION_HEAD) as file:
             for clip in self._held_out:
                 got = to_uint8(self.trainer.reconstruct(from_uint8(clip.frames, "float32")))
-                found.append(Validation(clip.name, psnr(got, clip.frames), ssim(got, clip.frames)))
-                csv.writer(file).writerow((self.trainer.step_number, minutes, *astuple(found[-1])))
+                validation = Validation(clip.name, psnr(got, clip.frames), ssim(got, clip.frames))
+                validations.append(validation)
+                csv.writer(file).writerow((self.trainer.step_number, minutes, *astuple(validation)))
                 with whole_file(self._directory / f"{clip.name}.png") as temporary:
                     contact_sheet(clip.frames, got).save(temporary, "PNG")
-        return found
+        return validations
 
     def finish(self) -> None:
         """Write the averaged weights as a model directory, and the curves."""
         model = self._directory / "vae"
         with self.trainer.averaged() as vae, whole_file(model, directory=True) as temporary:
             vae.save_pretrained(temporary)
-            shutil.rmtree(model, ignore_errors=True)  # of the training that this one has resumed
+            shutil.rmtree(model, ignore_errors=True)  # an earlier run's, which this one has resumed
         report.draw(
             report.curves(self._directory / LOSSES, self._directory / VALIDATION),
             self._directory / "curves.png",
         )
 
     def save(self) -> None:
-        """Write the checkpoint."""
+        """Write the checkpoint in place of the last one."""
         checkpoints.save(
             self._directory,
             self.trainer.state(),
@@ -146,7 +163,7 @@ class Run:
 
 
 def _table(path: Path, head: tuple[str, ...]) -> TextIO:
-    """Open a table to add lines to; a new one gets its head."""
+    """Open a .csv table to add lines to; a new table gets its head, the names of the columns."""
     file = path.open("a", newline="")
     if not file.tell():
         csv.writer(file).writerow(head)
@@ -154,7 +171,7 @@ def _table(path: Path, head: tuple[str, ...]) -> TextIO:
 
 
 def _remove_lines_after(path: Path, head: tuple[str, ...], step: int) -> None:
-    """Remove a table's lines after a step, and lines, even the head, that a killed run did not complete."""
+    """Remove a table's lines after a step, and incomplete lines of a killed run; write the head again."""
     if not path.exists():
         return
     with path.open(newline="") as file:

@@ -67,7 +67,7 @@ class TrainingSettings:
 
 @dataclass(frozen=True)
 class Plan:
-    """The settings of a training, but for its clips.
+    """The settings of a training, except for its clips.
 
     Attributes:
         steps: number of steps of the whole training, which its learning rate's schedule covers.
@@ -101,7 +101,11 @@ class Plan:
             raise ValueError(f"got clips of {self.frames} frames: give 8 n + 1, as 1, 9, 17 or 49")
 
     def shape(self, step: int) -> Shape:
-        """Return the shape of the batch of step number `step`, from 0 on; the seed and it decide."""
+        """Return the shape of the batch of step number `step`, from 0 on.
+
+        The shape is drawn by the seed and the step; its probabilities are those of the part of the training.
+        """
+        # `half_frames` is 8 n + 1, too. A still costs less than a clip: a batch has several for each clip.
         clips, half_frames, large = self.clips, (self.frames - 1) // 16 * 8 + 1, int(self.size * LARGEST_CROP)
         still, short = Shape(4 * clips, 1, self.size), Shape(clips, half_frames, self.size)
         long = Shape(clips, self.frames, self.size)
@@ -111,7 +115,7 @@ class Plan:
             odds = ((still, 0.1), (short, 0.55), (long, 0.35))
         else:
             odds = ((Shape(2 * clips, 1, large), 0.1), (Shape(clips, half_frames, large), 0.4), (long, 0.5))
-        rng = np.random.default_rng((self.seed, step, 1))
+        rng = np.random.default_rng((self.seed, step, 1))  # with 1, as (seed, step) draws the batch's clips
         shape = odds[rng.choice(len(odds), p=[odd for _, odd in odds])][0]
         if self.settings.whole and shape.frames > 1 and rng.random() < WHOLE_SHARE:
             return replace(shape, size=None)

@@ -10,19 +10,22 @@ from cogvideox_torchax.backends import Backend
 from cogvideox_torchax.files.models import read_json
 
 QUIET = -6.0
-"""The log-variance that the encoder begins with: its samples are next to its means."""
+"""The log-variance that the encoder begins with: samples of the posterior are close to its means."""
 SMALLER = {"conv2.conv.weight": 0.3, "conv_b.conv.weight": 0.3, "conv_y.conv.weight": 0.2}
-"""Factors of weights, by the ends of their names."""
+"""Factors of weights, by the ends of their names.
+
+"conv2" is a residual block's last convolution; "conv_b" gives a spatial norm's shift, "conv_y" its gain.
+"""
 
 
 def load(kind: type[Backend], mesh: Any, *, model: str | None, config: str | None, seed: int) -> Backend:
-    """Return a backend with the model to train.
+    """Return a backend with the model to train, in float32.
 
     Args:
         kind: the backend's class.
         mesh: mesh that the model is split over; None for one device.
-        model: a directory or a hub id of weights to begin with; None to draw them.
-        config: path of a config.json, if weights are drawn.
+        model: a directory or a hub id of weights to begin with; None to draw weights.
+        config: path of a config.json, whose model gets drawn weights; used without `model`.
         seed: seed of weights that are drawn.
 
     Raises:
@@ -42,7 +45,7 @@ def load(kind: type[Backend], mesh: Any, *, model: str | None, config: str | Non
 
 
 def _channels_last(vae: Any) -> None:
-    """Store convolutions' kernels channels last, with which PyTorch on a CPU takes half the time a step."""
+    """Store convolutions' kernels channels last: on a CPU PyTorch's step then takes half the time."""
     layouts = {4: torch.channels_last, 5: torch.channels_last_3d}
     for weight in vae.parameters():
         if weight.ndim in layouts:
@@ -50,10 +53,10 @@ def _channels_last(vae: Any) -> None:
 
 
 def initialize(vae: Any, *, seed: int) -> None:
-    """Draw the weights of diffusers' VAE so that it learns from the first step on.
+    """Draw the weights of diffusers' VAE, in place, so that it learns from the first step on.
 
-    Each convolution keeps its input's variance; a residual branch begins small; a spatial norm begins as a
-    plain one, with a gain of 1.
+    Each convolution keeps its input's variance; a residual branch begins small; a spatial norm begins close
+    to a plain norm, with a gain of 1; decoded frames begin close to gray.
     """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -67,7 +70,7 @@ def initialize(vae: Any, *, seed: int) -> None:
             if name.endswith("conv_y.conv.bias"):
                 parameter.fill_(1.0)
         latents = vae.config.latent_channels
-        moments = vae.encoder.conv_out.conv
-        moments.weight[latents:] *= 0.02
+        moments = vae.encoder.conv_out.conv  # gives the means' channels, then those of the log-variances
+        moments.weight[latents:] *= 0.02  # almost constant, at the bias
         moments.bias[latents:] = QUIET
         vae.decoder.conv_out.conv.weight *= 0.3

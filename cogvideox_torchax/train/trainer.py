@@ -15,7 +15,7 @@ from cogvideox_torchax.train.optimizers import CompiledOptimizers, Optimizers
 from cogvideox_torchax.train.stages import Plan
 
 L1, MSE, KL = 1.0, 4.0, 1e-3
-"""Weights of the losses; the last is a mean over latent values."""
+"""Weights of the losses; the KL divergence is a mean over latent values, not a sum."""
 
 TINY = 1e-12
 """Keeps the gradient of a square root finite where there is no error."""
@@ -25,8 +25,12 @@ TINY = 1e-12
 class Losses:
     """The losses of a step.
 
-    `total` is minimised; `mean_color` is the root mean square error of frames' mean colors; `gradient`
-    the norm of the gradients before they are clipped; `psnr` is in decibels.
+    Attributes:
+        total: the weighted sum, which is minimised.
+        l1, mse: errors of the reconstruction, whose values are in [-1, 1].
+        kl: divergence of the posterior from a standard normal distribution.
+        mean_color: the root mean square error of frames' mean colors.
+        gradient: the norm of the gradients before they are clipped.
     """
 
     total: float
@@ -38,11 +42,18 @@ class Losses:
 
     @property
     def psnr(self) -> float:
+        """The peak signal-to-noise ratio in decibels; the peak is 2, squared 4."""
         return 10 * torch.log10(torch.tensor(4 / self.mse)).item()
 
 
 class Trainer:
-    """A VAE on a backend, its optimizers, and the average of its weights."""
+    """A VAE on a backend, its optimizers, and the average of its weights.
+
+    Args:
+        backend: the backend with the model to train.
+        sampler: draws the batches.
+        plan: settings of the training.
+    """
 
     def __init__(self, backend: Backend, sampler: Sampler, plan: Plan):
         """Begin before the first step: the average is the weights, the optimizers' moments are 0."""
@@ -53,7 +64,7 @@ class Trainer:
         self.vae = backend.vae.train()
         self._weights = dict(self.vae.named_parameters())
         if backend.compiled_by_jax:
-            runtime.enable()  # a step is PyTorch's own operations on weights that lie on JAX
+            runtime.enable()  # for PyTorch's operations of a step, on weights that are on JAX
         kind = CompiledOptimizers if backend.compiled_by_jax else Optimizers
         self._optimizers = kind(self._weights, steps=plan.steps, rate=plan.settings.learning_rate_factor)
         self._average = {name: weight.detach().clone() for name, weight in self._weights.items()}
@@ -62,17 +73,23 @@ class Trainer:
         """Make the next step, on the batch and with the noise of its number; return its losses."""
         plan, number = self.plan, self.step_number
         x = self._sampler.batch(number, plan.shape(number))
+        # Below a million steps no two pairs of seed and step have the same noise.
         noise = torch.Generator().manual_seed(plan.seed * 1_000_003 + number)
-        losses = self._losses(x, noise)
+        total, *parts = self._losses(x, noise)
         self.vae.zero_grad()
-        losses[0].backward()
+        total.backward()
         gradient = self._optimizers.step(number, self._average)
         self.step_number += 1
-        total, l1, mse, kl, mean_color = (self._backend.to_torch(loss).item() for loss in losses)
-        return Losses(total, l1, mse, kl, mean_color, gradient)
+        loss, l1, mse, kl, mean_color = (self._backend.to_torch(each).item() for each in (total, *parts))
+        return Losses(loss, l1, mse, kl, mean_color, gradient)
 
     def _losses(self, x: torch.Tensor, noise: torch.Generator) -> tuple[torch.Tensor, ...]:
-        """Return a batch's total loss, L1, MSE, KL and error of mean colors, as scalar tensors."""
+        """Return a batch's total loss, L1, MSE, KL and error of mean colors, as scalar tensors.
+
+        Args:
+            x: the batch (N, C, T, H, W), in [-1, 1].
+            noise: draws the posterior's sample.
+        """
         x = self._backend.put(x.contiguous(memory_format=torch.channels_last_3d))
         with self._precision():
             posterior = self.vae.encode(x).latent_dist
@@ -92,7 +109,7 @@ class Trainer:
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[Any]:
-        """Yield the VAE with the average of its weights, for as long as the block lasts."""
+        """Yield the VAE with the average in place of its weights; they are put back after the block."""
         with torch.no_grad():
             own = {name: weight.detach().clone() for name, weight in self._weights.items()}
             for name, weight in self._weights.items():
@@ -120,18 +137,19 @@ class Trainer:
         return {**weights, **average, **self._optimizers.moments}
 
     def restore(self, state: State, step: int) -> None:
-        """Resume after `step` steps.
+        """Set weights, average and moments to those of a checkpoint after `step` steps.
 
         Raises:
             ValueError: the state of another model.
         """
-        own = self._tensors()
-        shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
+        current = self._tensors()
+        shapes = {name: tuple(tensor.shape) for name, tensor in current.items()}
         if {name: tuple(tensor.shape) for name, tensor in state.items()} != shapes:
             raise ValueError(
                 "the checkpoint is of a model with another config: give the same, or another directory"
             )
         with torch.no_grad():
-            for name, tensor in own.items():  # each keeps its layout: in another, PyTorch may round otherwise
+            # Copied: a tensor keeps its memory layout, by which PyTorch's rounding may depend.
+            for name, tensor in current.items():
                 tensor.copy_(self._backend.put(state[name]))
         self.step_number = step
