@@ -1,4 +1,4 @@
-"""ComfyUI's way in: it imports this folder and reads these two names."""
+"""The entry point for ComfyUI, which imports this folder and reads these two names."""
 
 from .nodes import NODE_CLASS_MAPPINGS, NODE_DISPLAY_NAME_MAPPINGS
 

@@ -12,12 +12,17 @@ import torch
 
 DTYPES = ["bfloat16", "float32", "float16"]
 VAE = "COGVIDEOX_TORCHAX_VAE"
+"""The type of a loaded VAE in ComfyUI, which connects inputs and outputs of one type."""
 PREVIEW_PIXELS = 512
 """The longest side of a preview, in pixels."""
 
 
 class Node:
-    """Attributes that ComfyUI requires of every node."""
+    """Attributes that ComfyUI requires of every node.
+
+    `FUNCTION` names the method that ComfyUI calls with the inputs that `INPUT_TYPES` declares. The method
+    returns a tuple with an item for each of `RETURN_TYPES`.
+    """
 
     CATEGORY = "CogVideoX/torchax"
 
@@ -51,7 +56,7 @@ class LoadVAE(Node):
 
 
 class TileVAE(Node):
-    """The same VAE in tiles, for frames too large for a device; what comes in stays as it is."""
+    """A copy of a VAE that works in tiles, for frames too large for a device; the VAE stays as it is."""
 
     FUNCTION = "tile"
     RETURN_TYPES = (VAE,)
@@ -75,7 +80,7 @@ class TileVAE(Node):
 
 
 class Encode(Node):
-    """The frames of one video to latents, a chunk at a time."""
+    """Encodes the frames of one video to the mean of their latents, a chunk at a time."""
 
     FUNCTION = "encode"
     RETURN_TYPES = ("LATENT",)
@@ -85,7 +90,7 @@ class Encode(Node):
         return {"required": {"vae": (VAE,), "pixels": ("IMAGE",)}}
 
     def encode(self, vae: Any, pixels: torch.Tensor) -> tuple[dict[str, torch.Tensor]]:
-        frames = (pixels[..., :3].movedim(-1, 1) * 2 - 1).to(vae.dtype)
+        frames = (pixels[..., :3].movedim(-1, 1) * 2 - 1).to(vae.dtype)  # (T, 3, H, W), without alpha
         total = len(frames)
         advance = _progress(total)
         posteriors = vae.encode_stream(_counted(frames, advance), num_frames=total)
@@ -94,7 +99,7 @@ class Encode(Node):
 
 
 class Decode(Node):
-    """Latents to the frames of a video; each chunk's last frame is shown while the next is computed."""
+    """Decodes latents to frames; the last frame of each chunk is shown while the next chunk is computed."""
 
     FUNCTION = "decode"
     RETURN_TYPES = ("IMAGE",)
@@ -119,18 +124,21 @@ class Decode(Node):
             images = (chunk.float() / 2 + 0.5).clamp(0, 1).movedim(1, -1)  # N t H W C
             advance(images.shape[1], images[0, -1])
             decoded.append(images)
-        return (torch.cat(decoded, dim=1).flatten(0, 1),)
+        return (torch.cat(decoded, dim=1).flatten(0, 1),)  # an IMAGE has the frames of all videos in one axis
 
 
 def _counted(frames: torch.Tensor, advance: Callable[..., None]) -> Iterator[torch.Tensor]:
-    """Yield the frames (1, C, H, W), one by one."""
+    """Yield frames (T, C, H, W) one by one, each (1, C, H, W), and call `advance(1)` after each."""
     for frame in frames:
         yield frame[None]
         advance(1)
 
 
 def _progress(total: int) -> Callable[..., None]:
-    """Return a function that moves ComfyUI's bar and shows a frame (H, W, C); it does nothing elsewhere."""
+    """Return `advance(count, shown=None)`, which moves ComfyUI's bar by `count` of `total` frames.
+
+    It shows the frame `shown` (H, W, C), if there is one. Outside ComfyUI it does nothing.
+    """
     try:
         from comfy.utils import ProgressBar  # pyright: ignore[reportMissingImports]
     except ImportError:
@@ -147,6 +155,7 @@ def _progress(total: int) -> Callable[..., None]:
 
 
 def _picture(frame_HWC: torch.Tensor) -> Any:
+    """Return the Pillow image of a frame in [0, 1]."""
     from PIL import Image
 
     return Image.fromarray((frame_HWC * 255).round().to(torch.uint8).numpy())

@@ -43,6 +43,7 @@ def swap(place: str) -> None:
 
 
 def _port_when_built(kind: Any) -> None:
+    """Replace the `__init__` of a pipeline's class by one that ports each new pipeline."""
     from cogvideox_torchax import port
 
     inherited = kind.__init__
@@ -56,7 +57,13 @@ def _port_when_built(kind: Any) -> None:
 
 
 def outcomes(checkout: Path, tests: list[str], place: str | None) -> dict[str, str]:
-    """Return "passed", "failed" or "skipped" for each test, by its name."""
+    """Return "passed", "failed" or "skipped" for each test, by its name.
+
+    Args:
+        checkout: of diffusers' repository.
+        tests: paths of tests in it.
+        place: "torch" or "jax", where this package's classes run; None for diffusers' own classes.
+    """
     environment = {
         **os.environ,
         "DIFFUSERS_TEST_DEVICE": "jax" if place == "jax" else "cpu",
@@ -75,6 +82,7 @@ def outcomes(checkout: Path, tests: list[str], place: str | None) -> dict[str, s
 
 
 def _outcome(case: ElementTree.Element) -> str:
+    """Return the outcome of a "testcase" of pytest's JUnit report."""
     found = [part.tag for part in case if part.tag in ("failure", "error", "skipped")]
     return "passed" if not found else "skipped" if found == ["skipped"] else "failed"
 
@@ -107,5 +115,5 @@ def main() -> int:
 
 if __name__ == "__main__":
     sys.exit(main())
-elif os.environ.get(PLACE):  # pytest loads this file as a plugin, before the checkout's conftest.py
+elif os.environ.get(PLACE):  # `outcomes` has pytest load this file as a plugin, before any conftest.py
     swap(os.environ[PLACE])

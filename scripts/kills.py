@@ -25,21 +25,25 @@ from tests import reference
 from tests.dataset.conftest import write_clip
 
 BAD_EVERY = 10
+"""Every tenth clip is a truncated file."""
 OPTIONS = ("--backend", "torch", "--quiet")
 
 
 def make(root: Path, clips: int) -> None:
-    """Write so many clips, of which every tenth is none, and the model."""
+    """Write the model, and so many clips, of which every tenth is truncated."""
     for number in range(clips):
         path = root / "in" / f"{number % 7}" / f"{number:02}.mp4"
         write_clip(path, shift=5 * number, height=32, width=48)
         if number % BAD_EVERY == 5:
-            path.write_bytes(path.read_bytes()[: 100 * (number % 4)])
+            path.write_bytes(path.read_bytes()[: 100 * (number % 4)])  # after 100 or 300 bytes
     reference.small_vae(**reference.THREE_LEVELS).save_pretrained(root / "vae")
 
 
 def commands(root: Path, out: Path) -> dict[str, list[list[object]]]:
-    """Return the arguments of the processes of each way to work, which write into a directory."""
+    """Return, by way to work, the arguments of each process of that way; they write into `out`.
+
+    The ways to decode read what an undisturbed run of an earlier way has written below `root`.
+    """
     model, clip = ("--model", root / "vae"), root / "in" / "0" / "00.mp4"
     encode = ["encode", root / "in", "-o", out / "encoded", *model, "--format", "parquet", "--shard-size", 8]
     share = ["--distributed", "--processes", 2, "--process"]
@@ -54,17 +58,30 @@ def commands(root: Path, out: Path) -> dict[str, list[list[object]]]:
 
 
 def start(command: list[object]) -> subprocess.Popen[bytes]:
+    """Start the command line with arguments, and `OPTIONS`."""
     words = [sys.executable, "-m", "cogvideox_torchax.cli", *map(str, command), *OPTIONS]
     return subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 def files(directory: Path) -> dict[str, bytes]:
+    """Return the bytes of a directory's files by path, except manifests, which depend on the kills."""
     found = (path for path in sorted(directory.rglob("*")) if path.is_file() and path.suffix != ".jsonl")
     return {str(path.relative_to(directory)): path.read_bytes() for path in found}
 
 
 def disturbed(root: Path, way: str, kills: int, chance: random.Random) -> dict[str, object]:
-    """Work once as it is and once killed; return what differs."""
+    """Work once undisturbed and once with kills; return a comparison of both.
+
+    Args:
+        root: directory of the clips, the model and all outputs.
+        way: one of `commands`.
+        kills: number of kills of running processes.
+        chance: draws the times of kills, and the processes.
+
+    Returns:
+        The number of "kills", whether the files are "equal", and the numbers of clips "done twice" and of
+        temporary files "left behind".
+    """
     whole, out = root / way / "whole", root / way / "killed"
     for directory in (whole, out):
         directory.mkdir(parents=True)

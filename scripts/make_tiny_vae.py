@@ -1,4 +1,4 @@
-"""Makes the model that the package carries of one that was trained: its weights rounded to bfloat16.
+"""Makes the bundled model of a trained one: its weights rounded to bfloat16.
 
 python scripts/make_tiny_vae.py run/vae cogvideox_torchax/assets/tiny-vae
 """
@@ -11,7 +11,10 @@ from cogvideox_torchax import AutoencoderKLCogVideoX
 
 
 def make(trained: str, directory: str) -> None:
-    """Write config.json and bfloat16 weights into a directory that may hold other files."""
+    """Write config.json and bfloat16 weights of the model in `trained` into a directory.
+
+    Other files of the directory stay as they are.
+    """
     vae = AutoencoderKLCogVideoX.from_pretrained(trained)
     config = {name: value for name, value in vae.config.items() if name != "_name_or_path"}
     rounded = AutoencoderKLCogVideoX.from_config(config).to(torch.bfloat16)

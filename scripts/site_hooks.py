@@ -14,11 +14,11 @@ from mkdocs.structure.files import File
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("cogvideox_torchax", "cogvideox_torchax.flax", "jax_kernels")
 FROM_ROOT = {"index.md": "README.md", "changelog.md": "CHANGELOG.md", "contributing.md": "CONTRIBUTING.md"}
-"""Pages of the site that are files of the root, where people look for them."""
+"""By page of the site: the file of the repository's root, where people look for it."""
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the pages of the root, and the JSON files that tables are drawn from."""
+    """Add the pages of the root, and the JSON files that tables are drawn from; return `files`."""
     for page, source in FROM_ROOT.items():
         text = (ROOT / source).read_text().replace("](docs/", "](")
         files.append(File.generated(config, page, content=text))

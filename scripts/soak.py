@@ -42,7 +42,7 @@ STUCK = 300.0
 
 
 def given(call: str, size: tuple[int, int, int]) -> torch.Tensor:
-    """Return the input of a call: latents, or a video of as many latent frames."""
+    """Return the input of a call: latents of a size of `SIZES`, or a video that is encoded to these."""
     frames, height, width = size
     if call.startswith("decode"):
         return reference.latents(frames, height=height, width=width)
@@ -50,7 +50,7 @@ def given(call: str, size: tuple[int, int, int]) -> torch.Tensor:
 
 
 def answer(vae: Any, call: str, x: torch.Tensor) -> torch.Tensor:
-    """Return what a VAE, ported or diffusers' own, gives."""
+    """Return the result of a call of a VAE, ported or diffusers' own: frames, or a posterior's parameters."""
     if call == "decode_stream":
         return torch.cat(list(vae.decode_stream(x)), dim=2)
     if call == "encode_stream":
@@ -60,7 +60,15 @@ def answer(vae: Any, call: str, x: torch.Tensor) -> torch.Tensor:
 
 
 class Soak:
-    """One ported VAE, the answers that it should give, and what its threads have seen."""
+    """One ported VAE, called by several threads.
+
+    Attributes:
+        wanted: diffusers' results, by (call, size).
+        done: number of calls, by (call, size).
+        wrong: a message for each wrong result and each error.
+        stop: set to end the threads.
+        lock: held to count in `done`.
+    """
 
     def __init__(self) -> None:
         stock = reference.small_vae(**reference.THREE_LEVELS)
@@ -77,13 +85,14 @@ class Soak:
         self.stop, self.lock = threading.Event(), threading.Lock()
 
     def work(self, thread: int) -> None:
-        """Make random calls until told to stop, or one is wrong."""
+        """Make random calls until `stop` is set, or a result is wrong; `thread` is the seed."""
         chance = random.Random(thread)
         while not self.stop.is_set() and not self.wrong:
             call, size = chance.choice(CALLS), chance.choice(SIZES)
             try:
                 with torch.no_grad():
                     x = given(call, size)
+                    # Streams take tensors on the host, whole calls tensors on the device.
                     got = answer(self.vae, call, x if "stream" in call else runtime.to_jax(x))
                 error = relative_error(got, self.wanted[call.partition("_")[0], size])
                 if not error < FLOAT32_RELATIVE:
@@ -96,6 +105,7 @@ class Soak:
 
 
 def resident_bytes() -> int:
+    """Return the memory of this process that is in RAM."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 

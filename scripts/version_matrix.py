@@ -60,7 +60,12 @@ def declared() -> dict[str, str]:
 
 
 def wanted(name: str, pins: list[str]) -> list[str]:
-    """Return pip's requirements for a set; pip chooses the newest fitting version of all other packages."""
+    """Return pip's requirements for a set; pip chooses the newest fitting version of all other packages.
+
+    Args:
+        name: "lowest" or "newest".
+        pins: requirements that replace the set's for their packages.
+    """
     if name == "lowest":
         # 0.8 stands for its newest patch, which is what somebody who is held to 0.8 has.
         asked = {
@@ -75,7 +80,16 @@ def wanted(name: str, pins: list[str]) -> list[str]:
 
 
 def run(name: str, asked: list[str], directory: Path) -> dict[str, Any]:
-    """Install a set, run `TESTS` with it, and report the outcome."""
+    """Install a set, run `TESTS` with it, and return a report of the outcome.
+
+    Args:
+        name: of the set.
+        asked: pip's requirements.
+        directory: for the virtual environment.
+
+    Returns:
+        The report, with a "reason" where the set could not be installed or tested.
+    """
     python = directory / "bin" / "python"
     subprocess.run([sys.executable, "-m", "venv", directory], check=True)
     install = [python, "-m", "pip", "install", "--quiet", f"{ROOT}[cpu,test,text]", *asked]
@@ -95,6 +109,12 @@ def run(name: str, asked: list[str], directory: Path) -> dict[str, Any]:
 
 
 def _tested(python: Path, junit: Path) -> dict[str, Any]:
+    """Run `TESTS`; return the numbers of outcomes, and the first failures with their messages.
+
+    Args:
+        python: the interpreter of the set.
+        junit: path for pytest's JUnit report.
+    """
     subprocess.run(
         [
             *(python, "-m", "pytest", "-q", "-n", "0", "--tb=line", "--continue-on-collection-errors"),
@@ -122,7 +142,7 @@ def _tested(python: Path, junit: Path) -> dict[str, Any]:
 
 
 def drawn(found: list[dict[str, Any]]) -> str:
-    """Return the table of docs/install.md."""
+    """Return the table of docs/install.md: a row for each report of `run`."""
     rows = [
         (
             report["set"],
