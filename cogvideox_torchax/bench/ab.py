@@ -96,7 +96,7 @@ def run(
     """
     for name in options.backends:
         backends.backend(name)  # raises before the work, not after it
-    # A result is read on other machines: the model by name, no path of this one.
+    # A report is read on other machines: it has the model's name, and no path of this machine.
     model = Path(options.model).expanduser().resolve().name
     report = {"format": FORMAT, **about(), "model_name": model, "options": asdict(options) | {"model": model}}
     report["results"] = []
@@ -177,6 +177,7 @@ def merge(rounds: list[dict[str, Any]], frames: int, flops: int, dtype: str) -> 
         return failure
     first, whole = rounds[0], [result["whole"] for result in rounds]
     steady = spread([seconds for each in whole for seconds in each["all_s"]])
+    # The first part of a run is the first chunk, and the second one all later chunks.
     first_chunks = [seconds for result in rounds for seconds in result["parts"][0]["all_s"]]
     warm = [each["start_s"] for each in whole[1:]]
     generation, rate = DEVICE_KINDS.get(first["device"]), flops / steady["median_s"]

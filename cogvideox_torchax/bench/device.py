@@ -118,7 +118,7 @@ class _Bench:
         if device.pop("status") != "ok":
             raise ValueError(device["reason"].removeprefix("ValueError: "))
         on_cpu = device["platform"] == "cpu"
-        if on_cpu:
+        if on_cpu:  # the environment of references, too: one process answers all requests
             self._platforms = {"JAX_PLATFORMS": "cpu"}
         self._report = {
             "format": FORMAT,
@@ -165,9 +165,8 @@ class _Bench:
         off = self._report["switched_off"]
         request = {"job": job, "size": size, "checked": ladder.checked(job, self._on_cpu)}
         request |= {"data": str(self._scratch / "wanted.npy"), "platform": self._report["device"]["platform"]}
-        if (
-            job not in self._references
-        ):  # one is kept, and one file: all ways of a job run before the next job
+        # One reference is kept, and one file of its results: all ways of a job run before the next job.
+        if job not in self._references:
             self._references = {job: self._ask("reference", request)}
         if self._references[job]["status"] != "ok":
             return self._references[job]
@@ -228,6 +227,6 @@ class _Bench:
         answer = self.worker.ask(do, request | common, environment)
         if do == "measure" and not self._on_cpu:  # a new process has a new counter of peak memory
             self.worker.close()
-        if "reason" in answer:  # a result is read on other machines
+        if "reason" in answer:  # paths lose their directories: a result is read on other machines
             answer["reason"] = re.sub(r"(?:/[\w.+-]+)+/", "", answer["reason"])
         return answer

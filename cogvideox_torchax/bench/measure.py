@@ -115,7 +115,7 @@ class Task:
 
     @property
     def torch_device(self) -> str | None:
-        """The device of a way in PyTorch; None for one on JAX."""
+        """The device of a way that runs in PyTorch; None for a way on JAX."""
         if self.backend not in ("torch", "torch-compile"):
             return None
         return "cuda" if self.way and torch.cuda.is_available() else "cpu"
@@ -126,15 +126,19 @@ class Task:
         return ENCODE if self.job == "encode" else DECODE
 
     def mesh(self, devices: Any = None) -> Any:
-        """Return the mesh of `dp` x `tp` of the devices; of one device where neither is given."""
+        """Return the mesh of `dp` x `tp` devices, or of one device where neither is given.
+
+        `devices` are those of a topology; None for JAX's.
+        """
         several = self.dp or self.tp
+        # A tp of None takes all devices that dp leaves.
         return make_mesh(self.dp or 1, self.tp if several else 1, devices=devices)
 
 
 def probe(request: Task) -> dict[str, Any]:
-    """Return a description of JAX's devices, those that the mesh uses.
+    """Return a description of the devices in the request's mesh.
 
-    "torch" is where PyTorch can be measured on the same hardware: "cuda", "cpu", or None on a TPU.
+    "torch" is the device on which PyTorch runs on the same hardware, "cuda" or "cpu"; None on a TPU.
 
     Raises:
         ValueError: a mesh that does not fit the devices.
@@ -175,9 +179,9 @@ def measure(request: Task) -> dict[str, Any]:
     """Compare a job's results with the reference; where they are right, time its runs.
 
     Returns:
-        "check", the comparison, and, unless "status" is "wrong": the device, the seconds to load, memory, and
-        the times of the "whole" run and of its "parts": the first run's, which compiles, and the spread of
-        those after the warm-ups.
+        "check", the comparison. Unless "status" is "wrong", also the device, the seconds to load, the memory,
+        and the times of the "whole" run and of its "parts": of the first run, which compiles, and the spread
+        over the runs after the warm-ups.
     """
     checked, size = Size(*request.checked), Size(*request.size)
     start = time.perf_counter()
@@ -226,7 +230,7 @@ def _once(run: Run) -> tuple[dict[str, dict[str, Any]], list[Any]]:
         "start_s" in all, and of these "lower_s" and "compile_s" in JAX's compiler. Then a list of the parts'
         results.
     """
-    clock, parts, results = _clock(), dict[str, Counter[str]](), []
+    clock, seconds, results = _clock(), dict[str, Counter[str]](), []
     start = time.perf_counter()
     for name, result in run():
         for leaf in jax.tree.leaves(result):
@@ -235,17 +239,17 @@ def _once(run: Run) -> tuple[dict[str, dict[str, Any]], list[Any]]:
             torch.cuda.synchronize()
         taken: Any = {"start_s": time.perf_counter() - start, **clock.take()}
         for key in (name, WHOLE):
-            parts.setdefault(key, Counter()).update(taken)
+            seconds.setdefault(key, Counter()).update(taken)  # adds
         results.append(result)
         start = time.perf_counter()
-    return {name: dict(part) for name, part in parts.items()}, results
+    return {name: dict(part) for name, part in seconds.items()}, results
 
 
 _clock = functools.cache(CompileClock)  # one for the process, as a clock listens to JAX for good
 
 
 def _peak_bytes() -> int | None:
-    """Return the device's peak memory by its own counter; None if it has none, as a CPU."""
+    """Return the device's peak memory by its own counter; None for a device without one, such as a CPU."""
     if torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated()
     return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
@@ -310,6 +314,7 @@ def _seeded() -> Callable[..., torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
 
     def draw(shape: tuple[int, ...], dtype: Any) -> torch.Tensor:
+        """Return the next input on the host."""
         name = np.dtype(dtype).name
         if "int" in name:
             return torch.full(shape, 7, dtype=torch.int32)
@@ -319,9 +324,9 @@ def _seeded() -> Callable[..., torch.Tensor]:
 
 
 def _backend(request: Task, size: Size, *directions: Direction) -> tuple[Any, list[torch.Tensor]]:
-    """Return a VAE on the way's backend, and for each direction an input on the device that the VAE is on.
+    """Return a VAE on the way's backend, and an input for each of the directions, on the VAE's device.
 
-    A published config gets random weights. In training there is a video for each device of "dp".
+    A published config gets random weights. An input to train on has a video for each device of "dp".
     """
     dtype, device = request.torch_dtype, request.torch_device
     torch.manual_seed(0)
@@ -333,7 +338,7 @@ def _backend(request: Task, size: Size, *directions: Direction) -> tuple[Any, li
     inputs = []
     for direction in directions:
         chunks, (channels, *sides) = jobs.Job(direction, *size[1:]).chunk_shapes(vae)
-        frames = chunks[-1].stop  # of the whole input: latent frames to decode
+        frames = chunks[-1].stop  # of all chunks; for decoding latent frames
         x = draw((videos, channels, frames, *sides), np.float32).to(dtype)
         inputs.append(x.to(device) if device else runtime.to_jax(x))
     backend = backends.backend(request.backend).from_native(nn.Module.to(vae, device) if device else vae)
@@ -363,7 +368,7 @@ def _training_step(request: Task, size: Size) -> Run:
         vae.decoder.compile()
 
     def gradients(direction: Direction, x: torch.Tensor) -> tuple[str, Any]:
-        """Return the part's name, and by name the gradients of the weights that the direction uses."""
+        """Return the part's name, and by name the gradients of the weights that a direction uses on `x`."""
         vae.zero_grad()
         with torch.enable_grad(), contextlib.nullcontext() if request.torch_device else runtime.active():
             result = vae.encode(x).latent_dist.parameters if direction == ENCODE else vae.decode(x).sample
@@ -393,8 +398,8 @@ class Stock(nn.Module):
 def _network(request: Task, size: Size) -> Run:
     """Load the transformer or the text encoder; a run gives the result of one call.
 
-    A published config gets random weights. On JAX they are drawn on the device: its PyTorch model is on
-    "meta", without memory.
+    A published config gets random weights. For a way on JAX the PyTorch model is then on "meta", without
+    memory, and JAX arrays are drawn in the place of its weights.
     """
     dtype, published = request.torch_dtype, size.model in networks.TRANSFORMERS
     device = request.torch_device or ("meta" if published else "cpu")
@@ -413,7 +418,7 @@ def _network(request: Task, size: Size) -> Run:
     if request.backend != "torchax":
         described.pop("positions", None)
     draw = _seeded()
-    inputs = jax.tree.map(lambda one: draw(*one), described, is_leaf=lambda one: not _are_several(one))
+    inputs = jax.tree.map(lambda spec: draw(*spec), described, is_leaf=lambda spec: not _are_several(spec))
     if request.torch_device:
         if request.way == "torch-compile":
             model.compile()
@@ -438,7 +443,10 @@ def _network(request: Task, size: Size) -> Run:
 
 
 def _are_several(described: Any) -> bool:
-    """Return whether a description holds several inputs: it is a dict, or a tuple of (shape, dtype) pairs."""
+    """Return whether a description is of several inputs: a dict, or a tuple of (shape, dtype) pairs.
+
+    The description of one input is such a pair itself.
+    """
     return isinstance(described, dict) or isinstance(described[1], tuple)
 
 
@@ -517,9 +525,13 @@ def op_structs(name: str, size: Size, dtype: Any) -> tuple[Any, dict[str, Any]]:
     def struct(*shape: int, dtype: Any = dtype) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype)
 
+    # The VAE's: a chunk at full size, where it has 128 channels; its latents; a weight or bias of a norm; the
+    # two convolutions of a spatial norm, each a kernel and a bias.
     x, z, channels = struct(1, T, H, W, 128), struct(1, max(T // 4, 1), H // 8, W // 8, 16), struct(128)
     modulation = struct(16, 128), channels, struct(16, 128), channels
     half_size, text_length = struct(1, max(T // 2, 1), H // 2, W // 2, 128), struct(dtype=np.int32)
+    # The transformer's: two sequences, for guidance; their feed-forward's inner channels; a vector for the
+    # text and one for the video of each sequence; a rotation's table.
     tokens, inner, text_and_video, angles = (
         struct(2, S, C),
         struct(2, S, 4 * C),
@@ -567,6 +579,7 @@ def estimate(request: Task) -> dict[str, Any]:
     if request.job == "step":
         plan = networks.plan_step(size.model, dtype, devices, chip, **_latents(size), **options)
     else:
+        # All published models have one text encoder, which None stands for.
         plan = networks.plan_prompt(None, dtype, devices, chip, tokens=TOKENS, **options)
     return {"seconds": {request.job: networks.network_table(plan, chip).get("with_collectives_s")}}
 
@@ -580,9 +593,7 @@ def _works(request: Task, size: Size, mesh: Any) -> Iterable[Work]:
         placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=one), structs)
         run = jax.jit(functools.partial(getattr(jax_kernels, name), **options))
         return [Work(name, size.frames, run.lower, lambda: placed)]
-    vae, video = (
-        models.weightless_vae(size.model, request.torch_dtype),
-        jobs.Job(request.direction, *size[1:]),
-    )
+    vae = models.weightless_vae(size.model, request.torch_dtype)
+    job = jobs.Job(request.direction, *size[1:])  # its direction does not matter in training, which has both
     works = training.gradient_works if request.job == "train" else jobs.chunk_works
-    return works(vae, video, mesh)
+    return works(vae, job, mesh)

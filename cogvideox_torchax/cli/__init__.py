@@ -39,7 +39,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; return 0 for success, 2 for wrong input, 1 for a failed run, 130 for Ctrl-C."""
+    """Run a command; return 0 for success, 2 for wrong input, 1 for a failed run, 130 for Ctrl-C.
+
+    `argv` is the command line without the program's name; None for the process's own.
+    """
     with _ended_by_ctrl_c():
         from cogvideox_torchax.runtime import profiling
         from cogvideox_torchax.runtime.quiet import quiet_libraries

@@ -22,7 +22,7 @@ FOR_MANY = ("format", "shard_size", "keep", "buckets", "ray", "actors", "workers
 def check_one(args: argparse.Namespace) -> None:
     """Raise `ValueError` for options that a single clip has no use for."""
     for name in FOR_MANY:
-        if getattr(args, name, None) not in (None, False):  # the defaults: the option was given
+        if getattr(args, name, None) not in (None, False):  # another value than the defaults: it was given
             option = f"--{name.replace('_', '-')}"
             raise ValueError(f"{option} is for many clips: leave it out, or give a directory or a list")
 

@@ -34,8 +34,8 @@ def open_clip(args: argparse.Namespace, at_most: int | None = None) -> DecodedCl
 
     Without `--frames` the part is the first `at_most` frames, or all of a shorter video; all without both.
     """
-    # The model's name and the clip's id are empty, as `select_part` uses neither.
     count = args.frames or (at_most and min(at_most, video.probe(args.video).num_frames))
+    # The model's name and the clip's id are "": `select_part` uses neither.
     config = ClipConfig("", frames=count, height=args.height, width=args.width, crop=args.crop)
     return select_part(Clip("", args.video), config, SPATIAL_SCALE)
 
@@ -76,8 +76,8 @@ def reconstruct_to(
 ) -> int:
     """Encode and decode a clip, and write each chunk's frames into a sink; return the number of frames.
 
-    Latents are decoded as soon as there are enough for a chunk: memory does not grow with the clip.
-    Every process gets the latents, which all of them decode; the first process alone gets the frames.
+    Latents are decoded as soon as there are enough for a chunk: memory does not grow with the clip. If there
+    are several processes, each gets the latents, which all decode together; only the first gets the frames.
     """
     encoder, scale = encoder_of(args, vae, group.fetch_to_all), vae.spatial_compression_ratio
     latent_frames, _ = frames_through(vae, clip.num_frames)

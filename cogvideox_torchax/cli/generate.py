@@ -120,33 +120,34 @@ def _vae_for(args: argparse.Namespace, latents: Latents) -> Any:
 
 
 def _sampled(args: argparse.Namespace) -> tuple[Any, Latents]:
-    """Check the request, then run the pipeline but for its VAE; return the VAE and the sampled latents.
+    """Check the request, then run the pipeline up to its VAE; return the VAE and the sampled latents.
 
-    With `--save-stages` the embeddings and the latents are written too.
+    With `--save-stages` the embeddings and the latents are written too. With `--from-stage text` the prompt's
+    embeddings are those of an earlier run.
     """
     mesh = devices.mesh_of(args)
-    text = stages.load_text(args.save_stages) if args.from_stage else None
+    text = stages.load_text(args.save_stages) if args.from_stage else None  # an earlier run's embeddings
     model = generate.describe(args.model, image=args.image is not None, clip=args.video is not None)
     if text is not None:
         text.check_model(model.fingerprint)
     request = stages.request_from_options(vars(args), model.size, text)
     dtype = common.parse_dtype(request.dtype)
     generate.check(request, model)
-    cached = {"steps": generate.steps_of(request, model), "guided": request.guidance_scale > 1}
+    run_settings = {"steps": generate.steps_of(request, model), "guided": request.guidance_scale > 1}
     if args.cache:
-        cache_options.config_of(args.cache, **cached)  # raises before the weights are loaded
+        cache_options.config_of(args.cache, **run_settings)  # raises before the weights are loaded
     pipe = generate.load_generator(model, dtype, mesh, with_text=text is None)
     if args.cache:
-        config = cache_options.config_of(args.cache, **cached, timestep=lambda: pipe.current_timestep)
+        config = cache_options.config_of(args.cache, **run_settings, timestep=lambda: pipe.current_timestep)
         pipe.transformer.enable_cache(config)
     pipe.set_progress_bar_config(disable=args.quiet, desc="denoise", leave=False)
-    keep = Path(args.save_stages) if args.save_stages else None
+    directory = Path(args.save_stages) if args.save_stages else None
     show = preview.preview_writer(pipe.vae, args.preview, common.say) if args.preview else None
-    work = generate.Generation(pipe, model, request, keep, show)
+    work = generate.Generation(pipe, model, request, directory, show)
     embeddings: dict[str, Any] = work.encode_text() if text is None else dict(text.tensors)
     latents = replace(work.sample(embeddings), fps=args.fps)
-    if keep is not None:
-        latent_files.save(latents, stages.path_of(keep, stages.LATENTS))
+    if directory is not None:
+        latent_files.save(latents, stages.path_of(directory, stages.LATENTS))
     if args.cache:
         common.say(f"--cache {args.cache}: {pipe.transformer.step_cache}")
     return pipe.vae, latents

@@ -92,6 +92,6 @@ def _alongside(
     times = info.times[: clip.num_frames] if keeps_times else ()
     seconds = times[-1] + 1 / info.fps if times else clip.num_frames / info.fps
     size, source_size = (clip.framing.height, clip.framing.width), (info.height, info.width)
-    # Resized frames have square pixels; cropped ones, and those in the source's size, keep the source's.
+    # Resized frames have square pixels; cropped frames, and frames of the source's size, have the source's.
     pixel = info.pixel if clip.framing.crop or size == source_size else Fraction(1)
     return video.SourceTiming(times, sound, seconds, pixel), messages

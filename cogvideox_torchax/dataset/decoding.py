@@ -122,13 +122,17 @@ class VideoDirectory(OutputDirectory):
         return None
 
     def work(self, unit: DecodeClip, *, readers: int) -> Iterator[loop.Step]:
-        """Decode the clips whose video is missing; yield each one's outcome.
+        """Decode the clips whose video is missing; yield the outcome of each.
 
-        Frames are written as they come, so a clip may be of any length.
+        Frames are written chunk by chunk, so a clip may be of any length.
+
+        Args:
+            unit: decodes one clip's latents.
+            readers: number of clips whose latents are read at a time.
         """
 
         def compute(given: tuple[str, Latents]) -> dict[str, Any]:
-            """Decode a clip into its video; return the fields of its manifest line."""
+            """Decode a clip, given its (id, latents), into its video; return fields of its manifest line."""
             name, latents = given
             path = self._video_path(name)
             path.parent.mkdir(parents=True, exist_ok=True)

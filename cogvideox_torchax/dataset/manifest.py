@@ -334,7 +334,10 @@ class DatasetDirectory(OutputDirectory):
         return self.clip_path(index).exists() or self.shard_path(index // self.shard_size).exists()
 
     def work(self, unit: EncodeClip, *, readers: int = loop.READERS) -> Iterator[loop.Step]:
-        """Encode the missing clips on this machine; yield each one's outcome."""
+        """Encode the missing clips on this machine with `unit`; yield the outcome of each.
+
+        `readers` is the number of clips that are read at a time.
+        """
         return loop.work(
             self.missing,
             lambda index: unit.read(self.clip(index)),

@@ -1,6 +1,7 @@
 """Training samples: parts of videos and pictures, cut, panned and zoomed into short clips.
 
-Axes: C channels, T frames, S the side of a square crop.
+Axes: C channels, T frames, S the side of a square crop. A function that takes `rng` draws all that is random
+from it; `frames` and `size` are the T and the S of the clip that it returns.
 """
 
 import functools
@@ -389,7 +390,7 @@ def _flipped(rng: np.random.Generator, clip: torch.Tensor) -> torch.Tensor:
 
 
 def _tinted(rng: np.random.Generator, clip: torch.Tensor) -> torch.Tensor:
-    """Return a clip in [-1, 1]; every second one, by chance, brighter or darker and with a tint."""
+    """Return a clip in [-1, 1]; half of the clips, by chance, become brighter or darker and get a tint."""
     if rng.random() < 0.5:
         return clip
     # One gain of the brightness, and one of each channel, the tint.
