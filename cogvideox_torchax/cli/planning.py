@@ -84,17 +84,18 @@ def _network(args: argparse.Namespace, vae: Any, chip: Any, devices: Any, mesh: 
     # Programs of 2 and of 3 layers give the figures of the whole network: a layer adds their difference.
     common.say("compiling 2 programs; each can take minutes")
     if args.network == "prompt":
-        tokens = networks.transformer_config(args.model).get("max_text_seq_length", 226)
+        tokens = networks.transformer_config(args.model).get("max_text_seq_length", 226)  # diffusers' default
         plan = networks.plan_prompt(args.model, vae.dtype, devices, chip, tokens=tokens, **mesh)
     else:
         scale = vae.spatial_compression_ratio
         frames = (args.frames - 1) // vae.config["temporal_compression_ratio"] + 1
+        # The transformer's input is latents, and so are these sizes.
         options = {"frames": frames, "height": args.height // scale, "width": args.width // scale, **mesh}
         options |= {"guided": not args.no_guidance, "parallel": args.parallel}
         step = functools.partial(networks.plan_step, args.model, vae.dtype, devices, chip, **options)
         if args.cache:
-            # With a cache there are several kinds of steps: computed in full, and those that skip a part.
-            # By the number of the first step of a kind: the number of steps of that kind in a video.
+            # A video has several kinds of steps: steps computed in full, and steps that skip a part. The key is
+            # the number of a kind's first step, the value counts the steps of that kind.
             steps_of_kind = networks.cached_steps(args.model, vae.dtype, args.cache, not args.no_guidance)
             plans = [step(cache=args.cache, step=first) for first in steps_of_kind]
             if args.skips is not None:  # a first-block cache decides at run time: the user gives the number
