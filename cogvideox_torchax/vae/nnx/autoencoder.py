@@ -1,6 +1,9 @@
 """FlaxAutoencoderKLCogVideoX: the VAE in Flax NNX: encode, decode, and their streams, a chunk at a time.
 
-Axis letters: N videos, T frames, H rows, W columns, C channels. Arrays are NTHWC.
+A chunk is the frames that go through the network together. Its *cache*, which the next chunk takes, is the
+last input frames of each causal convolution.
+
+Axis letters: N videos, T frames, H rows, W columns, C channels; t h w the sizes of latents. Arrays are NTHWC.
 """
 
 import dataclasses
@@ -39,7 +42,10 @@ class Posterior(NamedTuple):
 
     @classmethod
     def from_moments(cls, moments: jax.Array) -> "Posterior":
-        """Return the posterior of the encoder's output; its log-variance is clamped to [-30, 20]."""
+        """Return the posterior of the encoder's output, means and log-variances (N, t, h, w, 2 C).
+
+        Log-variances are clamped to [-30, 20].
+        """
         mean, logvar = jnp.split(moments, 2, axis=-1)
         return cls(mean, jnp.clip(logvar, -30.0, 20.0))
 
@@ -55,7 +61,7 @@ class Posterior(NamedTuple):
 
 
 class EncoderChunk(OnColumns, nnx.Module):
-    """Network of one chunk of frames, float in [-1, 1] or uint8, to its moments."""
+    """Network of one chunk of frames, float in [-1, 1] or uint8, to its moments (means and log-variances)."""
 
     def __init__(self, vae: "FlaxAutoencoderKLCogVideoX"):
         """Keep the parts of `vae` that a chunk needs, and the mode of the kernels."""
@@ -67,6 +73,7 @@ class EncoderChunk(OnColumns, nnx.Module):
     def __call__(self, x: jax.Array, cache: Cache | None) -> tuple[jax.Array, Cache]:
         """Encode a chunk; return its moments and the cache for the next chunk."""
         if x.dtype == jnp.uint8:
+            # `from_uint8` turns the zeros of padding columns into -1.
             x = with_clear_padding(from_uint8(x, "float32"), self.split)
         moments, cache = self.encoder(x.astype(self.dtype), cache)
         return moments if self.quant_conv is None else self.quant_conv(moments), cache
@@ -78,7 +85,7 @@ class DecoderChunk(nnx.Module):
     Args:
         vae: the model whose parts it runs.
         as_uint8: whether the frames are bytes.
-        frame_by_frame: whether a later chunk's only frame is not the video's first.
+        frame_by_frame: whether each chunk is a single latent frame.
     """
 
     def __init__(
@@ -96,6 +103,7 @@ class DecoderChunk(nnx.Module):
         z = z.astype(self.dtype)
         if self.post_quant_conv is not None:
             z = self.post_quant_conv(z)
+        # None decides by the number of frames: a later chunk's single frame would pass for a video's first.
         first_frame_alone = False if cache is not None and self.frame_by_frame else None
         frames, cache = self.decoder(z, cache, first_frame_alone=first_frame_alone)
         return to_uint8(frames) if self.as_uint8 else frames, cache
@@ -106,18 +114,19 @@ class Network:
     """A Flax network as a `Program` takes it.
 
     Attributes:
-        graph: of `nnx.split`.
-        name: of its class.
-        weights: `jax.ShapeDtypeStruct`s; None where they are not asked for.
+        graph: the module without its weights, from `nnx.split`.
+        name: of the module's class.
+        weights: `jax.ShapeDtypeStruct`s of the weights, to compile ahead of time; else None.
     """
 
     graph: nnx.GraphDef
     name: str
+    # Not compared: networks of one graph are equal, and share a program.
     weights: nnx.State | None = dataclasses.field(default=None, compare=False)
 
     @classmethod
     def split(cls, module: nnx.Module) -> tuple["Network", nnx.State]:
-        """Return a module as a network, and its weights."""
+        """Return a module as a network without `weights`, and the module's weights."""
         graph, weights = nnx.split(module)
         return cls(graph, type(module).__name__), weights
 
@@ -126,18 +135,19 @@ class Network:
     ) -> tuple[jax.Array, Cache]:
         """Run a chunk on `weights`; return the result and the next cache.
 
-        The cache goes in and out with the axes HWNTC. `split` says how columns lie on devices.
+        The cache goes in and out with the axes HWNTC. `split` is the sharding of the width; `_place`, which a
+        `Program` passes to every network, is not used.
         """
         network: Any = nnx.merge(self.graph, weights)
         if split != WHOLE:
             set_split((module for _, module in nnx.iter_modules(network)), split)
         result, cache = network(chunk, jax.tree.map(frames_first, cache))
-        # Between two chunks a cache lies as a TPU holds it while it computes, see `TorchNetwork`.
+        # HWNTC is the order that a TPU computes in: see `TorchNetwork.__call__`.
         return result, jax.tree.map(pixels_first, cache)
 
 
 compiled = functools.lru_cache(maxsize=256)(runtime.Program)
-"""Function of a `Network` and its placement to their program, which models of one graph share."""
+"""Return the program of a `Network` and a placement; models of one graph and placement share it."""
 
 
 class FlaxAutoencoderKLCogVideoX(nnx.Module):
@@ -172,10 +182,10 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         self.encoder = Encoder3D(config, param_dtype=param_dtype, rngs=rngs)
         self.decoder = Decoder3D(config, param_dtype=param_dtype, rngs=rngs)
         # diffusers sizes these two convolutions by the sample's channels, not by the latents'.
-        samples = config.out_channels
+        channels = config.out_channels
         layers = LayerConfig(rngs, param_dtype=param_dtype)
-        self.quant_conv = Conv3d(2 * samples, 2 * samples, layers) if config.use_quant_conv else None
-        self.post_quant_conv = Conv3d(samples, samples, layers) if config.use_post_quant_conv else None
+        self.quant_conv = Conv3d(2 * channels, 2 * channels, layers) if config.use_quant_conv else None
+        self.post_quant_conv = Conv3d(channels, channels, layers) if config.use_post_quant_conv else None
         self.tile_settings: tiling.TileSettings | None = None
         self.use_slicing = False
 
@@ -185,7 +195,10 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
     def weightless(
         cls, config: FlaxAutoencoderKLCogVideoXConfig, **dtypes: Any
     ) -> "FlaxAutoencoderKLCogVideoX":
-        """Return a model of `jax.ShapeDtypeStruct`s; `dtype` and `param_dtype` as in `from_tensors`."""
+        """Return a model with `jax.ShapeDtypeStruct`s as weights.
+
+        `dtypes` are `dtype` and `param_dtype`, as in `from_tensors`.
+        """
         return nnx.eval_shape(lambda: cls(config, rngs=nnx.Rngs(0), **dtypes))
 
     @classmethod
@@ -198,7 +211,13 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         dtype: DTypeLike = jnp.float32,
         param_dtype: DTypeLike = jnp.float32,
     ) -> "FlaxAutoencoderKLCogVideoX":
-        """Build a model from diffusers' tensors, (name, NumPy array) pairs that are read one at a time.
+        """Build a model from diffusers' tensors.
+
+        Args:
+            config: sizes of the model.
+            tensors: (name, NumPy array) pairs, read one at a time.
+            source: name of the weights in an error.
+            dtype, param_dtype: dtypes of the computation and of the stored parameters.
 
         Raises:
             ModelError: a tensor that is missing, left over or of another shape, by name.
@@ -214,7 +233,7 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         state_dict: dict[str, Any],
         **dtypes: Any,
     ) -> "FlaxAutoencoderKLCogVideoX":
-        """Build a model from a torch state dict; `dtype` and `param_dtype` as in `from_tensors`."""
+        """Build a model from a torch state dict; `dtypes` are `from_tensors`' `dtype` and `param_dtype`."""
         if not isinstance(config, FlaxAutoencoderKLCogVideoXConfig):
             config = FlaxAutoencoderKLCogVideoXConfig.from_dict(config)
         return cls.from_tensors(config, weights.from_torch(state_dict), **dtypes)
@@ -257,6 +276,10 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
 
     def load_tensors(self, tensors: Iterable[tuple[str, Any]], *, source: object = "the state dict") -> None:
         """Replace the weights by diffusers' tensors, all or none, on the mesh if there is one.
+
+        Args:
+            tensors: (name, NumPy array) pairs, read one at a time.
+            source: name of the weights in an error.
 
         Raises:
             ModelError: a tensor that is missing, left over or of another shape, by name.
@@ -323,15 +346,22 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         return self._stream(DECODE, z, as_uint8=output_dtype is not None)
 
     def _whole(self, direction: Direction, x: jax.Array, **options: bool) -> jax.Array:
-        """Return the results of all chunks joined, one video at a time with slicing."""
-        videos = [x] if not self.use_slicing or x.shape[0] == 1 else [video[None] for video in x]
-        results = [runtime.concatenate(list(self._stream(direction, part, **options)), 1) for part in videos]
+        """Return the results of all chunks of `x`, joined; with slicing each video runs alone.
+
+        `options` are `_stream`'s.
+        """
+        batches = [x] if not self.use_slicing or x.shape[0] == 1 else [video[None] for video in x]
+        streams = (self._stream(direction, batch, **options) for batch in batches)
+        results = [runtime.concatenate(list(chunk_results), 1) for chunk_results in streams]
         return runtime.concatenate(results, 0)
 
     def _stream(
         self, direction: Direction, x: jax.Array, *, frame_by_frame: bool = False, **options: bool
     ) -> Iterator[jax.Array]:
-        """Check an input and return an iterator over its chunks' results; `options` are `run_chunks`'."""
+        """Check an input and return an iterator over its chunks' results.
+
+        With `frame_by_frame` each chunk is one latent frame. `options` are further ones of `run_chunks`.
+        """
         self._check(direction, x)
         plan = chunks.plan(x.shape[1], 1) if frame_by_frame else direction.chunks(self, x.shape[1])
         # If `x` is a NumPy array, only one chunk's frames at a time go to the device.
@@ -352,15 +382,15 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
 
         Args:
             direction: `ENCODE` or `DECODE`.
-            pieces: the chunks, of JAX or NumPy, frames or latents.
-            plan: of the tiles to run in; None for whole frames.
+            pieces: the chunks of frames or latents, arrays of JAX or NumPy.
+            plan: the tiles of a frame; None for whole frames.
             as_uint8: whether decoded frames are bytes.
-            frame_by_frame: as `decode_frame_by_frame` decodes.
+            frame_by_frame: whether each chunk is one latent frame, see `decode_frame_by_frame`.
         """
         placement = self.placement(direction)
 
         def start(as_uint8: bool) -> Callable[[Any], jax.Array]:
-            """Return a new function of chunks that keeps its cache; see `tiling.run_chunks`."""
+            """Return a new function of a chunk that keeps the cache for the next; see `tiling.run_chunks`."""
             chunk = self.chunk(direction, as_uint8=as_uint8, frame_by_frame=frame_by_frame)
             network, weights = Network.split(chunk)
             return compiled(network, placement).begin(weights)
@@ -368,11 +398,11 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         return tiling.run_chunks(pieces, plan, start, NTHWC, placement, as_uint8=as_uint8)
 
     def chunk(self, direction: Direction, **options: bool) -> EncoderChunk | DecoderChunk:
-        """Return the module of one chunk; `options` are `DecoderChunk`'s."""
+        """Return the module of one chunk; `options` are `DecoderChunk`'s, and unused to encode."""
         return EncoderChunk(self) if direction == ENCODE else DecoderChunk(self, **options)
 
     def build_program(self, direction: Direction) -> runtime.Program:
-        """Return the chunk program of a `weightless` model, to look at what it compiles to."""
+        """Return the chunk program of a `weightless` model, to inspect its compiled text."""
         network, weights = Network.split(self.chunk(direction))
         return runtime.Program(dataclasses.replace(network, weights=weights), self.placement(direction))
 
@@ -402,10 +432,10 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         return {**super().__getstate__(), "mesh": None}
 
     def placement(self, direction: Direction) -> Placement | None:
-        """Return where a direction's arrays lie on the mesh; None for one device."""
+        """Return the sharding of a direction's arrays on the mesh; None for one device."""
         if self.mesh is None:
             return None
-        unit = direction.scale(self.config.spatial_compression_ratio)
+        unit = direction.scale(self.config.spatial_compression_ratio)  # input columns of a latent pixel
         return Placement(self.mesh, NTHWC, HWNTC, unit)
 
     # Training
@@ -454,7 +484,7 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         self.tile_settings = None
 
     def _tile_plan(self, direction: Direction, size: tuple[int, ...]) -> tiling.TilePlan | None:
-        """Return the tiles of a picture's rows and columns; None where it is one, or tiling is off."""
+        """Return the tiles of inputs of this (rows, columns); None if one is enough, or tiling is off."""
         tiles, scale = self.tile_settings, self.config.spatial_compression_ratio
         if tiles is None or not tiles.cuts(direction, size, scale):
             return None
@@ -462,7 +492,7 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
 
     def _check(self, direction: Direction, x: jax.Array) -> None:
         """Raise `ValueError` for an input of a wrong shape, or with NaN or Inf."""
-        what, multiple = direction.takes, direction.scale(self.config.spatial_compression_ratio)
+        multiple = direction.scale(self.config.spatial_compression_ratio)
         channels = getattr(self.config, direction.channels)
-        check_shape(what, x.shape, NTHWC, channels=channels, multiple=multiple)
-        check_finite(what, runtime.first_nonfinite_of(x), NTHWC)
+        check_shape(direction.takes, x.shape, NTHWC, channels=channels, multiple=multiple)
+        check_finite(direction.takes, runtime.first_nonfinite_of(x), NTHWC)

@@ -48,7 +48,7 @@ class FlaxAutoencoderKLCogVideoXConfig:
     invert_scale_latents: bool = False
 
     def __post_init__(self) -> None:
-        """Raise `ModelError` for blocks, activations or sizes that the Flax build does not have."""
+        """Raise `ModelError` for block types, an activation or sizes that the Flax build does not have."""
         levels = len(self.block_out_channels)
         for field, wanted in (
             ("down_block_types", (DOWN_BLOCK,) * levels),
@@ -72,7 +72,7 @@ class FlaxAutoencoderKLCogVideoXConfig:
 
     @property
     def time_doublings(self) -> int:
-        """Number of blocks that halve (or double) the frames."""
+        """Number of levels whose block halves the frames to encode, and doubles them to decode."""
         return chunks.temporal_steps(self.temporal_compression_ratio)
 
     @property
@@ -111,5 +111,5 @@ class FlaxAutoencoderKLCogVideoXConfig:
 
 
 def _hashable(value: Any) -> Any:
-    """Return a list of the JSON as a tuple, any other value unchanged."""
+    """Return a list of the JSON as a tuple, so that the config is hashable; any other value unchanged."""
     return tuple(value) if isinstance(value, list) else value

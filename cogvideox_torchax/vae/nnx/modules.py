@@ -2,10 +2,12 @@
 
 Every module has the attribute names of its diffusers counterpart, so a parameter's path is its diffusers name
 but for the last word (`kernel` or `scale` for `weight`). A layer computes in the dtype of its input:
-parameters, stored in `param_dtype`, are cast to it. What a causal convolution remembers of earlier frames
-goes in and out as an explicit pytree, a dict by module name; at the start of a video it is None.
+parameters, stored in `param_dtype`, are cast to it. The cache, the last input frames of each causal
+convolution, goes in and out as an explicit pytree, a dict by module name; at the start of a video it is None.
+`zq`, as in diffusers, are the latents that modulate a spatial norm.
 
-Axis letters: N videos, T frames, H rows, W columns, C channels; t h w the sizes of the latents.
+Axis letters: N videos, T frames, H rows, W columns, C channels; t h w the sizes of the latents; I and O the
+input and output channels of a kernel.
 """
 
 import functools
@@ -24,7 +26,7 @@ from cogvideox_torchax.vae.columns import OnColumns
 from jax_kernels.common.pointwise import Activation
 
 Cache = dict[str, Any]
-"""Last frames before each causal convolution, by the names of modules: the next chunk's past."""
+"""Cache of a block: its modules' caches by name; that of a causal convolution is its last input frames."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ class Conv(OnColumns, nnx.Module):
 
 
 class Conv3d(Conv):
-    """A 1x1x1 convolution: no padding, no memory."""
+    """A 1x1x1 convolution: no padding, no cache."""
 
     def __init__(self, in_channels: int, out_channels: int, config: LayerConfig):
         super().__init__(in_channels, out_channels, (1, 1, 1), config)
@@ -89,7 +91,11 @@ class CausalConv3d(OnColumns, nnx.Module):
         *,
         residual: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array | None]:
-        """Convolve, and add `residual`; return the result and the cache for the next chunk."""
+        """Convolve, and add `residual`; return the result and the cache for the next chunk.
+
+        Without a cache, at a video's start, the first frame is repeated before it. For a `kernel_size` of 1
+        the next cache is None.
+        """
         kernel, bias = self.conv.cast(x_NTHWC.dtype)
         return jax_kernels.conv3d(
             x_NTHWC, kernel, bias, cache, residual=residual, start="replicate", split=self.split
@@ -154,34 +160,48 @@ def normed_conv(
     zq_NthwC: jax.Array | None,
     cache: jax.Array | None,
     moments: jax_kernels.ColumnMoments | None = None,
-    **options: jax.Array | None,
+    *,
+    residual: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array | None, jax_kernels.ColumnMoments | None]:
-    """Compute conv(silu(norm(x))): a GroupNorm takes no latents, a spatial norm does.
+    """Compute conv(silu(norm(x))) + residual, by one call of `jax_kernels.norm_conv3d`.
 
-    It is one call of `jax_kernels.norm_conv3d`, unless another object stands in a layer's place to record its
-    output. `moments` are the third result of the call that computed `x_NTHWC`. The results are the frames,
-    the cache for the next chunk, and moments for the next call.
+    If another object stands in a layer's place to record its output (`vae.nnx.recording`), the layers are
+    called one after the other.
+
+    Args:
+        norm: a `GroupNorm` or a `SpatialNorm3D`.
+        causal: a `CausalConv3d`.
+        x_NTHWC: the frames.
+        zq_NthwC: latents for a spatial norm; None for a GroupNorm.
+        cache: the convolution's, from the chunk before; None at a video's start.
+        moments: column moments of `x_NTHWC`, from the call that returned it; None computes the norm's
+            statistics from the frames.
+        residual: frames to add, or None.
+
+    Returns:
+        The frames; the convolution's cache for the next chunk; the column moments of the frames, for a next
+        norm, or None.
     """
     if type(norm) not in (GroupNorm, SpatialNorm3D) or type(causal) is not CausalConv3d:
         inputs = (x_NTHWC,) if zq_NthwC is None else (x_NTHWC, zq_NthwC)
-        return *causal(norm(*inputs, activation="silu"), cache, **options), None
+        return *causal(norm(*inputs, activation="silu"), cache, residual=residual), None
     dtype = x_NTHWC.dtype
-    affine = norm
+    group_norm = norm
     latents: tuple[Any, ...] = ()
     if isinstance(norm, SpatialNorm3D):
-        affine = norm.norm_layer
+        group_norm = norm.norm_layer
         latents = (zq_NthwC, *norm.conv_y.conv.matrix(dtype), *norm.conv_b.conv.matrix(dtype))
     return jax_kernels.norm_conv3d(
         x_NTHWC,
-        jax_kernels.NormParams(affine.scale[...], affine.bias[...], *latents),
+        jax_kernels.NormParams(group_norm.scale[...], group_norm.bias[...], *latents),
         *causal.conv.cast(dtype),
         cache,
         moments,
-        num_groups=affine.num_groups,
-        eps=affine.eps,
+        num_groups=group_norm.num_groups,
+        eps=group_norm.eps,
         first_frame_alone=first_frame_is_alone(x_NTHWC.shape[1]),
+        residual=residual,
         split=causal.split,
-        **options,
     )
 
 
@@ -214,21 +234,21 @@ class ResnetBlock3D(nnx.Module):
         y_NTHWC, new["conv1"], moments = normed_conv(
             self.norm1, self.conv1, x_NTHWC, zq_NthwC, old.get("conv1")
         )
-        y_NTHWC, new["conv2"], _ = normed_conv(
+        y_NTHWC, new["conv2"], _moments = normed_conv(
             self.norm2, self.conv2, y_NTHWC, zq_NthwC, old.get("conv2"), moments, residual=shortcut
         )
         return y_NTHWC, new
 
 
 class Downsample3D(OnColumns, nnx.Module):
-    """Half the pixels, and half the frames where `compress_time`."""
+    """Half the height and width, and with `compress_time` half the frames."""
 
     def __init__(self, channels: int, config: LayerConfig, *, compress_time: bool):
         self.conv = Conv(channels, channels, (3, 3), config)
         self.compress_time = compress_time
 
     def __call__(self, x_NTHWC: jax.Array) -> jax.Array:
-        """Downsample; a first frame that is alone is not averaged with another."""
+        """Downsample; the first of an odd number of frames is not averaged with another."""
         kernel, bias = self.conv.cast(x_NTHWC.dtype)
         return jax_kernels.downsample(
             x_NTHWC,
@@ -241,14 +261,18 @@ class Downsample3D(OnColumns, nnx.Module):
 
 
 class Upsample3D(OnColumns, nnx.Module):
-    """Twice the pixels, and twice the frames where `expand_time`."""
+    """Twice the height and width, and with `expand_time` twice the frames."""
 
     def __init__(self, channels: int, config: LayerConfig, *, expand_time: bool):
         self.conv = Conv(channels, channels, (3, 3), config)
         self.expand_time = expand_time
 
     def __call__(self, x_NTHWC: jax.Array, *, first_frame_alone: bool | None = None) -> jax.Array:
-        """Upsample; `first_frame_alone` keeps the first frame single, None asks the number of frames."""
+        """Upsample.
+
+        `first_frame_alone` is whether the first frame stays single in time; if None, it does if the number of
+        frames is odd.
+        """
         if first_frame_alone is None:
             first_frame_alone = first_frame_is_alone(x_NTHWC.shape[1])
         kernel, bias = self.conv.cast(x_NTHWC.dtype)
@@ -266,7 +290,7 @@ class Resnets(nnx.Module):
     """A row of residual blocks, the part that down, mid and up blocks share.
 
     Attributes:
-        rematerialize: whether a backward pass computes what lies inside of a block anew.
+        rematerialize: whether a backward pass recomputes the activations inside of each residual block.
     """
 
     def __init__(self, in_channels: int, out_channels: int, config: LayerConfig, *, num_layers: int):
@@ -279,7 +303,7 @@ class Resnets(nnx.Module):
     def _run_resnets(
         self, x_NTHWC: jax.Array, zq_NthwC: jax.Array | None, cache: Cache | None
     ) -> tuple[jax.Array, Cache]:
-        """Run the residual blocks one after the other; return the result and their caches."""
+        """Run the residual blocks one after the other; return the result and the blocks' caches by name."""
         old, new = cache or {}, {}
         for i, resnet in enumerate(self.resnets):
             name = f"resnet_{i}"
@@ -290,6 +314,7 @@ class Resnets(nnx.Module):
 
 def _rematerialized(module: nnx.Module) -> Callable[..., Any]:
     """Return a module's call whose backward pass recomputes the module's activations."""
+    # `nnx.remat` takes a function that has the module as an argument, not in its closure.
     return functools.partial(nnx.remat(type(module).__call__), module)
 
 
@@ -318,6 +343,7 @@ class DownBlock3D(Resnets):
     ):
         """Build the residual blocks, and a downsampler if `add_downsample`."""
         super().__init__(in_channels, out_channels, config, num_layers=num_layers)
+        # A list of one or none, for diffusers' parameter names.
         self.downsamplers = nnx.List(
             Downsample3D(out_channels, config, compress_time=compress_time) for _ in range(add_downsample)
         )
@@ -345,6 +371,7 @@ class UpBlock3D(Resnets):
     ):
         """Build the residual blocks, and an upsampler if `add_upsample`."""
         super().__init__(in_channels, out_channels, config, num_layers=num_layers)
+        # A list of one or none, for diffusers' parameter names.
         self.upsamplers = nnx.List(
             Upsample3D(out_channels, config, expand_time=expand_time) for _ in range(add_upsample)
         )
@@ -357,7 +384,11 @@ class UpBlock3D(Resnets):
         *,
         first_frame_alone: bool | None = None,
     ) -> tuple[jax.Array, Cache]:
-        """Run the block on a chunk; `first_frame_alone` is `Upsample3D`'s."""
+        """Run the block on a chunk; return the result and the next cache.
+
+        `first_frame_alone` is whether the upsampler keeps the first frame single in time; if None, it does so
+        if the number of frames is odd.
+        """
         x_NTHWC, cache = self._run_resnets(x_NTHWC, zq_NthwC, cache)
         for upsampler in self.upsamplers:
             x_NTHWC = upsampler(x_NTHWC, first_frame_alone=first_frame_alone)

@@ -24,7 +24,7 @@ class Encoder3D(nnx.Module):
 
     def __init__(self, config: FlaxAutoencoderKLCogVideoXConfig, *, param_dtype: DTypeLike, rngs: nnx.Rngs):
         """Build the network of these sizes; the first `time_doublings` levels halve the frames."""
-        widths = config.block_out_channels
+        widths = config.block_out_channels  # a level's input has the channels of the level before
         layers = LayerConfig(
             rngs, num_groups=config.norm_num_groups, eps=config.norm_eps, param_dtype=param_dtype
         )
@@ -52,6 +52,7 @@ class Encoder3D(nnx.Module):
             name = f"down_block_{i}"
             x_NTHWC, new[name] = block(x_NTHWC, old.get(name))
         x_NTHWC, new["mid_block"] = self.mid_block(x_NTHWC, None, old.get("mid_block"))
+        # Two calls, as in diffusers: the output of `norm_out` can be recorded without the activation.
         x_NTHWC = jax_kernels.silu(self.norm_out(x_NTHWC), time_axis=1)
         x_NTHWC, new["conv_out"] = self.conv_out(x_NTHWC, old.get("conv_out"))
         return x_NTHWC, new
@@ -64,6 +65,7 @@ class Decoder3D(nnx.Module):
         """Build the network of these sizes; the first `time_doublings` levels double the frames."""
         widths = config.block_out_channels[::-1]
         latents = config.latent_channels
+        # Without `eps`: diffusers' spatial norms do not take the config's.
         layers = LayerConfig(
             rngs, num_groups=config.norm_num_groups, latent_channels=latents, param_dtype=param_dtype
         )
@@ -88,8 +90,8 @@ class Decoder3D(nnx.Module):
     ) -> tuple[jax.Array, Cache]:
         """Decode a chunk; return its frames and the cache for the next chunk.
 
-        `first_frame_alone` says whether the first frame stays undoubled; None decides by the number of
-        frames.
+        `first_frame_alone` is whether the first frame stays single in time; if None, it does if the number of
+        frames is odd.
         """
         old, new = cache or {}, {}
         x_NTHWC, new["conv_in"] = self.conv_in(z_NthwC, old.get("conv_in"))
@@ -97,6 +99,7 @@ class Decoder3D(nnx.Module):
         for i, block in enumerate(self.up_blocks):
             name = f"up_block_{i}"
             x_NTHWC, new[name] = block(x_NTHWC, z_NthwC, old.get(name), first_frame_alone=first_frame_alone)
-        last = old.get("conv_out")
-        x_NTHWC, new["conv_out"], _ = normed_conv(self.norm_out, self.conv_out, x_NTHWC, z_NthwC, last)
+        x_NTHWC, new["conv_out"], _moments = normed_conv(
+            self.norm_out, self.conv_out, x_NTHWC, z_NthwC, old.get("conv_out")
+        )
         return x_NTHWC, new

@@ -12,13 +12,13 @@ from cogvideox_torchax.vae.nnx.modules import Cache
 
 
 class RecordedLayers(nnx.Module):
-    """A chunk's network that gives its layers' outputs, by diffusers' names, for its result.
+    """A chunk's network whose result is its layers' outputs, by diffusers' names.
 
-    `decoder.norm_out` is left out: here it comes with its activation, in diffusers without.
+    `decoder.norm_out` is left out: its output here has the activation in it, diffusers' has not.
 
     Args:
-        network: whose layers; of one trace alone when it is called.
-        wanted: whether a layer of that name is to be recorded.
+        network: the network of the layers. A call changes it: give a copy, and trace it once.
+        wanted: returns whether a layer of this name is recorded.
     """
 
     def __init__(self, network: EncoderChunk | DecoderChunk, wanted: Callable[[str], Any]):
@@ -28,39 +28,42 @@ class RecordedLayers(nnx.Module):
     def __call__(self, chunk_NTHWC: jax.Array, cache: Cache | None) -> tuple[dict[str, jax.Array], Cache]:
         """Run a chunk; return the recorded layers' outputs, by name, and the next cache.
 
-        The network is changed, so it must be a copy that is traced once.
+        Each recorded layer of `network` is replaced by a `_Recorded`.
         """
         outputs: dict[str, jax.Array] = {}
         # Inner layers first: inside a layer that has been replaced nothing can be replaced any more.
-        for path, module in sorted(nnx.iter_modules(self.network), key=lambda found: -len(found[0])):
+        layers = dict(nnx.iter_modules(self.network))
+        for path in sorted(layers, key=len, reverse=True):
             name = ".".join(map(str, path))
             if self._wanted(name) and name != "decoder.norm_out":
-                _replace(self.network, path, _Recorded(module, functools.partial(outputs.__setitem__, name)))
-        return outputs, self.network(chunk_NTHWC, cache)[1]
+                record = functools.partial(outputs.__setitem__, name)
+                _replace(self.network, path, _Recorded(layers[path], record))
+        _, cache = self.network(chunk_NTHWC, cache)
+        return outputs, cache
 
 
 class _Recorded:
-    """A layer in its own place that also hands on what it gives."""
+    """A stand-in for a layer: it calls the layer, and `record` with the layer's output."""
 
     def __init__(self, layer: Any, record: Callable[[jax.Array], None]):
         self._layer = layer
         self._record = record
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the layer, and record its result without its cache."""
+        """Call the layer and return its result; record the output alone where the result has a cache too."""
         result = self._layer(*args, **kwargs)
         self._record(result[0] if isinstance(result, tuple) else result)
         return result
 
 
 def _replace(network: Any, path: tuple[Any, ...], layer: Any) -> None:
-    """Put `layer` in the place of the module at `path`, outside of the NNX graph."""
+    """Put `layer` in the place of the module at `path`, names and list indices from `network` down."""
     *parents, last = path
     owner = functools.reduce(_child, parents, network)
     if isinstance(last, int):
         owner[last] = layer
     else:
-        object.__setattr__(owner, last, layer)
+        object.__setattr__(owner, last, layer)  # past NNX's record of which attributes are modules
 
 
 def _child(owner: Any, name: Any) -> Any:

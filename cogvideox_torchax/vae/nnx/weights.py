@@ -44,7 +44,7 @@ def to_nnx(path: Keys, tensor: np.ndarray) -> np.ndarray:
 
 
 def to_torch(path: Keys, parameter: np.ndarray) -> np.ndarray:
-    """Invert `to_nnx`."""
+    """Return the parameter at `path` as a torch tensor's array: the inverse of `to_nnx`."""
     if path[-1] != "kernel":
         return parameter
     last = parameter.ndim - 1
@@ -57,8 +57,8 @@ def read_state(
     """Build an NNX state of concrete arrays from diffusers' tensors, read one by one.
 
     Args:
-        abstract: the state's shapes (`nnx.eval_shape`).
-        tensors: (name, array) pairs; a name may carry `_orig_mod.`.
+        abstract: the state with shapes in place of arrays (`nnx.eval_shape`), or a state to replace.
+        tensors: (name, array) pairs; a name may have the `COMPILED_PREFIX` of `torch.compile` in it.
         source: name of the weights in an error.
         param_dtype: dtype of the result.
 
@@ -85,7 +85,11 @@ def read_state(
 def _checked(
     path: Keys, tensor: np.ndarray, variable: Any, name: str, source: object, param_dtype: DTypeLike
 ) -> Any:
-    """Return a tensor as the parameter at `path` takes it; `ModelError` if its shape is another."""
+    """Return a tensor as the array of the parameter at `path`, `variable`, in `param_dtype`.
+
+    Raises:
+        ModelError: the tensor's shape is not the variable's; the message has `name` and `source`.
+    """
     expected = torch_shape(path, variable.shape)
     if tensor.shape != expected:
         raise checkpoint.ModelError(
@@ -102,7 +106,7 @@ def torch_shape(path: Keys, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def state_dict(state: nnx.State) -> dict[str, np.ndarray]:
-    """Return diffusers' state dict as NumPy arrays (bfloat16 as `ml_dtypes` has it)."""
+    """Return an NNX state as diffusers' state dict of NumPy arrays (bfloat16 as `ml_dtypes` has it)."""
     return {
         diffusers_name(path): to_torch(path, np.asarray(variable[...]))
         for path, variable in nnx.to_flat_state(state)

@@ -63,15 +63,16 @@ class FlaxVAEForPipelines(ChunkedVAE, PortedModel, ModelMixin, ConfigMixin):
     """
 
     config_name = "config.json"
-    stands_for = Diffusers  # to diffusers' `from_pipe`
+    stands_for = Diffusers  # the class that `from_pipe` passes it on as (`upstream.parts_for`)
 
     def __init__(self, flax_vae: FlaxAutoencoderKLCogVideoX):
-        """Take diffusers' config from the Flax model, and set tiling's sizes, off at first."""
+        """Take diffusers' config from the Flax model; set the sizes of tiles, and leave tiling off."""
         super().__init__()
         self.register_to_config(**flax_vae.config.to_dict())
         self.flax_vae = flax_vae
         self.use_tiling = self.use_slicing = False
         self.tile_overlap_factor_height, self.tile_overlap_factor_width = 1 / 6, 1 / 5
+        # diffusers' method sets the attributes of the tiles' sizes too.
         self.enable_tiling(flax_vae.config.sample_height // 2, flax_vae.config.sample_width // 2)
         self.disable_tiling()
         self.eval()
@@ -133,10 +134,14 @@ class FlaxVAEForPipelines(ChunkedVAE, PortedModel, ModelMixin, ConfigMixin):
         """Write diffusers' format in one safetensors file; diffusers' options have no effect."""
         self.flax_vae.save_pretrained(save_directory)
 
-    # What torch modules and diffusers' models have besides; the weights are the Flax model's.
+    # Methods of torch modules and of diffusers' models, on the Flax model's weights
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:  # pyright: ignore
-        """Return the weights by diffusers' names, as plain tensors of their own."""
+        """Return copies of the weights as plain tensors, by diffusers' names.
+
+        Raises:
+            ValueError: an option of torch's `state_dict`.
+        """
         if args or kwargs:
             raise ValueError("state_dict of the Flax build takes no options: it gives every weight, by name")
         arrays = weights.state_dict(nnx.state(self.flax_vae, nnx.Param))
@@ -170,7 +175,11 @@ class FlaxVAEForPipelines(ChunkedVAE, PortedModel, ModelMixin, ConfigMixin):
     def _apply(
         self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
     ) -> "FlaxVAEForPipelines":
-        """Cast the weights; torch's other casts call this with their function of a tensor."""
+        """Cast the weights; torch's `half()`, `float()` and the like call this with their cast as `fn`.
+
+        `recurse` has no effect.
+        """
+        # An empty tensor shows the dtype that `fn` casts to.
         return self._cast(runtime.without_torchax(lambda: fn(torch.zeros(0, dtype=self.dtype)).dtype))
 
     def _cast(self, dtype: torch.dtype | None) -> "FlaxVAEForPipelines":
@@ -192,7 +201,7 @@ class FlaxVAEForPipelines(ChunkedVAE, PortedModel, ModelMixin, ConfigMixin):
         return self
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
-        """Return the number of parameters."""
+        """Return the number of parameters; diffusers' options have no effect."""
         return sum(weight.size for weight in jax.tree.leaves(nnx.state(self.flax_vae, nnx.Param)))
 
     def enable_gradient_checkpointing(self, *args: Any, **kwargs: Any) -> None:
@@ -241,6 +250,9 @@ class FlaxVAEForPipelines(ChunkedVAE, PortedModel, ModelMixin, ConfigMixin):
     def _results(
         self, direction: Direction, pieces: Iterable[torch.Tensor], plan: Any, as_uint8: bool
     ) -> Iterator[torch.Tensor]:
-        """Yield the results of a video's chunks as torchax tensors, computed by the Flax model."""
+        """Return the results of a video's chunks as torchax tensors, computed by the Flax model.
+
+        The arguments are those of `ChunkedVAE.results`.
+        """
         results = self.flax_vae.run_chunks(direction, map(to_array, pieces), plan, as_uint8=as_uint8)
         return map(to_tensor, results)
