@@ -25,8 +25,10 @@ def locate_vae(
     """Return the directory of a whole AutoencoderKLCogVideoX in safetensors, alone or in a pipeline.
 
     Args:
-        name, part, hub_options: as `locate` takes them.
+        name: a directory or a hub id.
+        part: folder of the VAE in a pipeline.
         variant: of the weight files, such as "fp16".
+        hub_options: options of `locate` for the hub.
 
     Raises:
         ModelError: no such model, or one that is not whole.
@@ -106,7 +108,12 @@ def _check_safetensors(path: Path) -> None:
 
 
 def check_loading_info(info: dict[str, Any], source: object) -> None:
-    """Raise `ModelError` if loading left a parameter without a value, or a value without a parameter."""
+    """Raise `ModelError` if loading left a parameter without a value, or a value without a parameter.
+
+    Args:
+        info: names under "missing_keys", "unexpected_keys" and "mismatched_keys", as diffusers returns them.
+        source: name of the weights in the message.
+    """
     kinds = {"missing": "missing", "unexpected": "unexpected", "mismatched": "of another shape"}
     for kind, what in kinds.items():
         names = sorted(map(str, info.get(f"{kind}_keys") or []))

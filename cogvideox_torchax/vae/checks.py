@@ -17,9 +17,11 @@ def check_shape(
     """
     if len(shape) != 5:
         raise ValueError(f"got {input_name} of rank {len(shape)}, shape {shape}: it takes {axes}")
-    given, height, width = (shape[axes.index(letter)] for letter in "CHW")
-    if given != channels:
-        raise ValueError(f"got {input_name} of {given} channels, shape {shape}: the model takes {channels}")
+    given_channels, height, width = (shape[axes.index(letter)] for letter in "CHW")
+    if given_channels != channels:
+        raise ValueError(
+            f"got {input_name} of {given_channels} channels, shape {shape}: the model takes {channels}"
+        )
     if 0 in shape:
         raise ValueError(f"got empty {input_name}, shape {shape}")
     if height % multiple or width % multiple:

@@ -37,8 +37,8 @@ def plan(num_frames: int, frames_a_chunk: int) -> list[Chunk]:
     if num_frames < 1:
         raise ValueError(f"got a video of {num_frames} frames: at least one is needed")
     count = max(num_frames // frames_a_chunk, 1)
-    first = num_frames - frames_a_chunk * (count - 1)
-    starts = [0, *(first + frames_a_chunk * i for i in range(count - 1))]
+    first_length = num_frames - frames_a_chunk * (count - 1)
+    starts = [0, *(first_length + frames_a_chunk * i for i in range(count - 1))]
     return [Chunk(start, stop) for start, stop in zip(starts, [*starts[1:], num_frames], strict=True)]
 
 
@@ -58,7 +58,7 @@ def temporal_steps(compression_ratio: float) -> int:
 
 
 def decoded_length(latent_frames: int, doublings: int = 2) -> int:
-    """Return the number of sample frames of a decoded chunk; a first frame that is alone is not doubled."""
+    """Return the number of sample frames of a decoded chunk; the first of an odd number is not doubled."""
     length = latent_frames
     for _ in range(doublings):
         length = 2 * length - first_frame_is_alone(length)
@@ -66,7 +66,7 @@ def decoded_length(latent_frames: int, doublings: int = 2) -> int:
 
 
 def encoded_length(sample_frames: int, halvings: int = 2) -> int:
-    """Return the number of latent frames of an encoded chunk; a first frame that is alone is not halved."""
+    """Return the number of latent frames of an encoded chunk; the first of an odd number is not averaged."""
     length = sample_frames
     for _ in range(halvings):
         length = (length + first_frame_is_alone(length)) // 2

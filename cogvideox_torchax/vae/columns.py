@@ -10,14 +10,15 @@ class OnColumns:
     """Mixin of modules whose kernels take the sharding of the width.
 
     Attributes:
-        split: the sharding: a single device's, but in a copy that is traced over a mesh (`set_split`).
+        split: the sharding. It is a single device's (`WHOLE`) until `set_split` sets it, in a copy that is
+            traced over a mesh.
     """
 
     split: Split = WHOLE
 
 
 def set_split(modules: Iterable[Any], split: Split) -> None:
-    """Set the sharding of the width in modules of a copy that is traced, never in the user's."""
+    """Set the sharding of the width in `modules`, those of a copy to be traced, never the user's own."""
     for module in modules:
         if isinstance(module, OnColumns):
             module.split = split

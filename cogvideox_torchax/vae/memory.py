@@ -1,8 +1,8 @@
 """Tiles chosen by the free memory, and a video continued in tiles where memory runs out.
 
-What a chunk takes is estimated from what the TPU's compiler says of CogVideoX-5b at 480 x 720 in bfloat16
-(`cogvideox-torchax plan`): bytes for each pixel of the picture, of the cache and of each frame of the chunk,
-in proportion to the channels and to the bytes of a number.
+The memory of a chunk is estimated from the TPU compiler's plan of CogVideoX-5b at 480 x 720 in bfloat16
+(`cogvideox-torchax plan`): bytes for each pixel of a frame, for the cache and for each frame of the chunk, in
+proportion to the channels and to the bytes of a number.
 """
 
 import contextlib
@@ -16,23 +16,28 @@ from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction
 from cogvideox_torchax.vae.sizes import SMALLEST_TILE, parse_size
 
 CACHE_BYTES = {ENCODE: 5217, DECODE: 8187}
-"""Bytes of the convolutions' cache for each pixel of the picture; an image gives one too."""
+"""Bytes of the convolutions' cache for each pixel of a frame (of the video, to decode too).
+
+The cache has this size after a chunk of any length, even a single frame.
+"""
 FRAME_BYTES = {ENCODE: 840, DECODE: 5230}
-"""Bytes of temporaries beside the cache, for each pixel of a frame to encode or of a latent frame to decode.
+"""Bytes of temporaries beside the cache, for each pixel of each frame to encode or latent frame to decode.
 
 The first of an odd number of frames is computed by itself and needs no further memory.
 """
 IMAGE_BYTES = {ENCODE: 1083, DECODE: 739}
-"""Bytes of temporaries for each pixel of a single frame.
+"""Bytes of temporaries beside the cache, for each pixel of a chunk of a single frame.
 
-All come from benchmarks/results/plan-v6e-1-*-torchax.json and compile-times.json, for first chunks. A later
-chunk has its cache besides: it takes less at 480 x 720, and a twentieth more than estimated at 720 x 1280.
+All three tables come from benchmarks/results/plan-v6e-1-*-torchax.json and compile-times.json, for first
+chunks. A later chunk takes a cache too: it needs less than a first chunk at 480 x 720, and a twentieth more
+than estimated at 720 x 1280.
 """
 PLANNED_CHANNELS, PLANNED_ITEMSIZE = 128, 2
+"""Channels at the highest resolution, and bytes of a number, of the planned model: CogVideoX-5b, bfloat16."""
 WITHOUT_KERNEL = 2.1
 """Factor for dtypes other than bfloat16, which do not use the convolution's kernel.
 
-13513 bytes to decode were planned before the kernel existed.
+Before the kernel existed, a chunk to decode was planned at 13513 bytes for each pixel of a latent frame.
 """
 MARGIN = 0.9
 """Fraction of the free memory that the estimate may take."""
@@ -57,7 +62,7 @@ def check_tiling(tiling: str | None, scale: int) -> None:
 
     Args:
         tiling: tiles as "HEIGHTxWIDTH", or "auto" or None, which are always valid.
-        scale: pixels to a latent pixel along one axis, which tiles must be multiples of.
+        scale: pixels for each latent pixel, along one axis; a tile's sides must be multiples of it.
     """
     if tiling not in (None, "auto"):
         parse_tiles(tiling, scale)
@@ -79,9 +84,10 @@ def estimated_bytes(vae: Any, direction: Direction, height: int, width: int, fra
     mesh = getattr(vae, "mesh", None)
     devices = 1 if mesh is None else mesh.size
     kernel_factor = 1.0 if runtime.dtype_name(vae.dtype) == "bfloat16" else WITHOUT_KERNEL
+    # An odd frame needs no further memory (`FRAME_BYTES`); `or`: none is left of a single one.
     temporaries = FRAME_BYTES[direction] * (longest - longest % 2) or IMAGE_BYTES[direction]
-    a_pixel = CACHE_BYTES[direction] + temporaries
-    return math.ceil(a_pixel * relative_size * kernel_factor * height * width / devices)
+    bytes_a_pixel = CACHE_BYTES[direction] + temporaries
+    return math.ceil(bytes_a_pixel * relative_size * kernel_factor * height * width / devices)
 
 
 def fitting_tile(
@@ -90,7 +96,9 @@ def fitting_tile(
     """Return the largest tile, of the frame's shape, that fits into memory by the estimate.
 
     Args:
-        vae, direction, height, width, frames: as `estimated_bytes` takes them.
+        vae, direction: the model, and `ENCODE` or `DECODE`.
+        height, width: size of the frames, in pixels.
+        frames: number of frames of the whole input, a video or latents.
         free: free bytes of a device.
 
     Returns:
@@ -112,9 +120,12 @@ def set_tiles(
     """Enable or disable a model's tiling for a video.
 
     Args:
-        vae: the model, which None for `tiling` leaves as it is.
-        tiling: "HEIGHTxWIDTH" in pixels, "auto" for tiles if whole frames do not fit into memory, or None.
-        direction, height, width, frames: as `estimated_bytes` takes them.
+        vae: the model.
+        tiling: "HEIGHTxWIDTH" in pixels, "auto" for tiles if whole frames do not fit into memory, or None,
+            which leaves the model's tiling as it is.
+        direction: `ENCODE` or `DECODE`; this and the sizes are for "auto".
+        height, width: size of the frames, in pixels.
+        frames: number of frames of the whole input, a video or latents.
 
     Returns:
         A message about tiles that "auto" has chosen, or None.
@@ -148,7 +159,7 @@ def tile_of(vae: Any) -> tuple[int, int] | None:
 
 @contextlib.contextmanager
 def restoring_tiles(vae: Any) -> Iterator[None]:
-    """Restore a model's tile settings after the `with` block, whatever it has changed."""
+    """Restore a model's tile settings after the `with` block, which may change them."""
     names = ("use_tiling", *(name for name in vars(vae).copy() if name.startswith("tile_")))
     saved = {name: getattr(vae, name) for name in names}
     try:
@@ -170,12 +181,12 @@ def retry_tiled_on_oom(
 
     The video then starts again, in tiles of half the height and width, as a failed chunk may have lost the
     convolutions' cache; results that were yielded before are computed, but not yielded, again. With several
-    processes the error is raised: the others do not know of it, and would wait.
+    processes the error is raised: the other processes do not know of it, and would wait.
 
     Args:
         vae: the model; its tiling stays on afterwards.
         size: height and width of the frames, in pixels.
-        start: starts the video, and returns an iterator over its chunks' results.
+        start: starts the video with the model's tiling, and returns an iterator over its chunks' results.
         say: called with a message if memory runs out.
     """
     yielded = 0
@@ -185,11 +196,12 @@ def retry_tiled_on_oom(
             yielded += 1
         return
     except Exception as error:
-        alone = not runtime.of_several_processes(getattr(vae, "mesh", None))
-        if not (alone and runtime.out_of_memory(error)):
+        several_processes = runtime.of_several_processes(getattr(vae, "mesh", None))
+        if several_processes or not runtime.out_of_memory(error):
             raise
     scale = vae.spatial_compression_ratio
-    tile = [max(side // 2 // scale, SMALLEST_TILE) * scale for side in map(min, tile_of(vae) or size, size)]
+    last_sides = map(min, tile_of(vae) or size, size)  # a tile may be larger than the frame
+    tile = [max(side // 2 // scale, SMALLEST_TILE) * scale for side in last_sides]
     say(f"out of memory after {yielded} chunks: going on in tiles of {tile[0]} x {tile[1]} pixels")
     _enable(vae, (tile[0], tile[1]))
     yield from itertools.islice(start(), yielded, None)

@@ -4,7 +4,9 @@ import numpy as np
 import torch
 
 WINDOW, SIGMA = 11, 1.5
+"""Side of the Gaussian window, and its standard deviation, in pixels, as in the paper that `ssim` names."""
 K1, K2 = 0.01, 0.03
+"""The paper's constants, relative to the peak: they bound the ratio if means or variances are near zero."""
 
 
 def ssim(got: torch.Tensor, reference: torch.Tensor, peak: float = 255.0) -> float:
@@ -23,7 +25,7 @@ def ssim(got: torch.Tensor, reference: torch.Tensor, peak: float = 255.0) -> flo
 
 
 def _similarity(a: np.ndarray, b: np.ndarray, peak: float) -> float:
-    """Return the mean structural similarity of two frames."""
+    """Return the mean structural similarity of two frames (N, C, H, W) of values in a range of `peak`."""
     mean_a, mean_b = _windowed(a), _windowed(b)
     var_a, var_b = _windowed(a * a) - mean_a**2, _windowed(b * b) - mean_b**2
     covariance = _windowed(a * b) - mean_a * mean_b

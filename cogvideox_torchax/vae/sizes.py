@@ -15,18 +15,18 @@ def parse_size(
 
     Args:
         text: text of the user.
-        what: name, for an error, of what has the size.
+        what: name of the sized thing for an error, such as "tiles".
         frames: whether the number of frames comes first, as in "49x480x720".
         multiple: required divisor of height and width.
-        least: fewest multiples of it on a side.
+        least: fewest multiples of `multiple` on a side.
 
     Raises:
         SizeError: another text, no frames, or sides that do not fit.
     """
     form, example = ("FRAMESxHEIGHTxWIDTH", "49x480x720") if frames else ("HEIGHTxWIDTH", "240x360")
     parts = text.lower().split("x")
-    good = all(part.isascii() and part.isdigit() and int(part) for part in parts)
-    if not good or len(parts) != len(form.split("x")):
+    are_positive = all(part.isascii() and part.isdigit() and int(part) for part in parts)
+    if not are_positive or len(parts) != len(form.split("x")):
         raise SizeError(f"got {what} of {text!r}: give {form} in pixels, such as {example}")
     numbers = tuple(map(int, parts))
     check_sides(what, numbers[-2], numbers[-1], multiple=multiple, least=least)
@@ -34,7 +34,10 @@ def parse_size(
 
 
 def check_sides(what: str, height: int, width: int, *, multiple: int, least: int = 1) -> None:
-    """Raise `SizeError` unless both sides are multiples of `multiple`, and at least `least * multiple`."""
+    """Raise `SizeError` unless both sides are multiples of `multiple`, and at least `least * multiple`.
+
+    `what` is the name of the sized thing, for the message.
+    """
     good = [max(round(side / multiple), least) * multiple for side in (height, width)]
     if [height, width] != good:
         raise SizeError(

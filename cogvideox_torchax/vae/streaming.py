@@ -1,5 +1,7 @@
 """A VAE that runs chunk by chunk: streams, slices and checks, which both builds share.
 
+A chunk is the frames that go through the network together (`vae.chunks`).
+
 Axis letters: N videos, C channels, T frames, H rows, W columns. Tensors are NCTHW.
 """
 
@@ -63,10 +65,8 @@ class ChunkedVAE:
 
         Returns:
             An iterator over the posteriors of the chunks, as plain torch tensors without gradients; their
-            `mode()`s,
-            concatenated on axis 2, equal the mode of `encode`. If the source of the frames fails, the chunks
-            that
-            were computed come first, then the failure.
+            `mode()`s, concatenated on axis 2, equal the mode of `encode`. If the source of the frames fails,
+            the chunks that were computed come first, then the failure.
 
         Raises:
             ValueError: a bad video or first frame, or no `num_frames` for an iterable, at once; a bad later
@@ -95,8 +95,7 @@ class ChunkedVAE:
 
         Returns:
             An iterator over frames (N, C, t, H, W), plain torch tensors without gradients; concatenated, they
-            equal
-            the frames of `decode`.
+            equal the frames of `decode`.
 
         Raises:
             ValueError: bad latents or a bad first piece, another output dtype, or no `num_frames` for an
@@ -118,7 +117,12 @@ class ChunkedVAE:
     ) -> Iterator[torch.Tensor]:
         """Check an input; return its chunks' results on the host, each fetched while the next is computed.
 
-        `given` is a whole input or an iterable of its pieces. `as_uint8` is whether decoded frames are bytes.
+        Args:
+            direction: `ENCODE` or `DECODE`.
+            given: a whole input or an iterable of its pieces.
+            num_frames: number of frames of all pieces.
+            fetch: copies a result to the host.
+            as_uint8: whether decoded frames are bytes.
         """
         pieces, size = self._pieces(direction, given, num_frames)
         return fetched_one_behind(
@@ -128,7 +132,10 @@ class ChunkedVAE:
     def _pieces(
         self, direction: Direction, given: torch.Tensor | Iterable[torch.Tensor], num_frames: int | None
     ) -> tuple[Iterator[torch.Tensor], torch.Size]:
-        """Check an input; return an iterator over its chunks, and its (rows, columns)."""
+        """Check an input; return an iterator over its chunks, and its (rows, columns).
+
+        `given` is a whole input, or an iterable of its pieces, which have `num_frames` frames in all.
+        """
         name = f"{direction}_stream"
         if isinstance(given, torch.Tensor):
             self._check(direction, given, follow_weights=True)
@@ -175,7 +182,7 @@ class ChunkedVAE:
     def _results(
         self, direction: Direction, pieces: Iterable[torch.Tensor], plan: Any, as_uint8: bool
     ) -> Iterator[torch.Tensor]:
-        """Return the results of a video's chunks, all videos of the batch together."""
+        """Return the results of a video's chunks as `results` does, all videos of the batch together."""
         raise NotImplementedError
 
     @contextlib.contextmanager
@@ -191,6 +198,8 @@ class ChunkedVAE:
         self, direction: Direction, x: torch.Tensor, plan: tiling.TilePlan | None
     ) -> torch.Tensor:
         """Return the results of all chunks of `x` in one tensor, on the host if `x` is there.
+
+        `plan` has the tiles; None is for whole frames.
 
         All chunks are queued before the first is fetched, so that fetching does not delay them.
         """
@@ -222,21 +231,28 @@ class ChunkedVAE:
     ) -> None:
         """Raise `ValueError` for an input that the model cannot take.
 
-        `follow_weights` allows a plain tensor for weights on JAX; `first_frame` is the input's position in
-        the video, for the message.
+        Args:
+            direction: `ENCODE` or `DECODE`.
+            x: a whole input, or a chunk or piece of a stream.
+            follow_weights: whether `x` is of a stream, which may be plain for weights on JAX, and uint8 to
+                encode.
+            first_frame: position of the first frame of `x` in the video, for the message.
         """
-        what, multiple = direction.takes, direction.scale(self.spatial_compression_ratio)
-        check_shape(what, tuple(x.shape), NCTHW, channels=self.config[direction.channels], multiple=multiple)
-        bytes_too = follow_weights and direction == ENCODE and x.dtype == torch.uint8
-        self._check_place(what, x, follow_weights)
-        if not bytes_too and not self._takes_dtype(x):
+        name, multiple = direction.takes, direction.scale(self.spatial_compression_ratio)
+        check_shape(name, tuple(x.shape), NCTHW, channels=self.config[direction.channels], multiple=multiple)
+        is_stream_of_bytes = follow_weights and direction == ENCODE and x.dtype == torch.uint8
+        self._check_place(name, x, follow_weights)
+        if not is_stream_of_bytes and not self._takes_dtype(x):
             raise ValueError(
-                f"got {what} of {x.dtype} for weights of {self.dtype}: pass them .to({self.dtype})"
+                f"got {name} of {x.dtype} for weights of {self.dtype}: pass them .to({self.dtype})"
             )
-        check_finite(what, runtime.first_nonfinite(x), NCTHW, first_frame=first_frame)
+        check_finite(name, runtime.first_nonfinite(x), NCTHW, first_frame=first_frame)
 
-    def _check_place(self, what: str, x: torch.Tensor, follow_weights: bool) -> None:
-        """Raise `ValueError` for a tensor that is not where the model takes it."""
+    def _check_place(self, name: str, x: torch.Tensor, follow_weights: bool) -> None:
+        """Raise `ValueError` for a tensor in PyTorch or on JAX where the model does not take it; here none.
+
+        `name` is "video" or "latents"; `follow_weights` is as in `_check`.
+        """
 
     def _takes_dtype(self, x: torch.Tensor) -> bool:
         """Return whether the model computes in the dtype of `x`."""
@@ -265,15 +281,17 @@ def regrouped_into_chunks(
 
     Args:
         what: "video" or "latents", for errors.
-        first, rest: the first piece, and an iterator over the others.
+        first: the first piece.
+        rest: iterator over the pieces after the first.
         plan: the chunks of the whole input.
-        check: raises an error for a bad chunk; called with it, `follow_weights=True` and its `first_frame`.
+        check: raises an error for a bad chunk; called with the chunk, `follow_weights=True`, and the position
+            of the chunk's first frame as `first_frame`.
 
     Raises:
         ValueError: a piece of another size than the first; more or fewer frames than planned.
     """
     num_frames = plan[-1].stop
-    piece = with_time(first)
+    piece = with_time(first)  # from here on the frames of a piece that no chunk has taken yet
     for chunk in plan:
         parts: list[torch.Tensor] = []
         position = chunk.start
@@ -285,6 +303,7 @@ def regrouped_into_chunks(
                         f"the {what} ended after {position} frames where {num_frames} were announced"
                     )
                 piece = with_time(piece)
+            # All axes but the frames'; `first` may be a single frame, without that axis.
             if (*piece.shape[:2], *piece.shape[3:]) != (*first.shape[:2], *first.shape[-2:]):
                 raise ValueError(
                     f"frame {position} is {tuple(piece.shape)}, the ones before it {tuple(first.shape)}"
@@ -303,7 +322,7 @@ def regrouped_into_chunks(
 def fetched_one_behind(results: Iterator[torch.Tensor], fetch: Fetch) -> Iterator[torch.Tensor]:
     """Yield each result on the host, fetched while the next one is computed.
 
-    If the next one fails, the one before it is yielded first.
+    If computing a result fails, the result before it is yielded first, then the error is raised.
     """
     previous = None
     while True:
@@ -330,5 +349,5 @@ def split_videos(pieces: Iterable[torch.Tensor]) -> list[Iterator[torch.Tensor]]
     all_chunks = itertools.chain([first], chunked)
     if first.shape[0] == 1:
         return [all_chunks]
-    copies = itertools.tee(all_chunks, first.shape[0])
+    copies = itertools.tee(all_chunks, first.shape[0])  # all videos' chunks, for each video
     return [map(lambda chunk, i=i: runtime.take(chunk, 0, i, 1), copy) for i, copy in enumerate(copies)]

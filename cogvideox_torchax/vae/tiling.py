@@ -49,10 +49,14 @@ class TilePlan:
 
 
 def tile_groups_of(plan: TilePlan, together: int) -> list[list[tuple[int, int]]]:
-    """Group the tiles of a plan into batches: `together` tiles of one size, and single tiles that are left.
+    """Group the tiles of a plan into batches to run at once.
+
+    Args:
+        plan: the tiles of a frame.
+        together: number of tiles of one size in a group; each tile of a remainder is a group by itself.
 
     Returns:
-        Groups of tiles, each tile its (row, column) in the plan.
+        Groups of tiles, each tile given as its (row, column) in the plan.
     """
     by_size: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for row, (top, bottom) in enumerate(plan.rows.spans):
@@ -77,14 +81,15 @@ def plan_axis(size: int, *, tile: int, overlap: float, scale_in: int = 1, scale_
             and 1 to encode).
 
     Raises:
-        ValueError: a tile without pixels, or an overlap that leaves no step or a gap; it names good values.
+        ValueError: an overlap out of range, or a tile that starts less than one latent pixel after the tile
+            before; the message names good values.
     """
     if not 0 <= overlap < 1:
         raise ValueError(
             f"got tiles that overlap by {overlap:.3f} of their size: at least 0 and less than 1 is wanted; "
             "diffusers takes 1/6 of the height and 1/5 of the width"
         )
-    step = int(tile * (1 - overlap) + 1e-6)
+    step = int(tile * (1 - overlap) + 1e-6)  # 1e-6: for a product rounded to just below a whole number
     if tile < 1 or step < 1:
         wanted = math.ceil(1 / (1 - overlap) - 1e-6)
         raise ValueError(
@@ -110,7 +115,7 @@ class TileSettings:
         Args:
             direction: `ENCODE` or `DECODE`.
             size: rows and columns of the input.
-            scale: video pixels for each latent pixel.
+            scale: video pixels for each latent pixel, along one axis.
         """
         scale_in = direction.scale(scale)
         scale_out = scale // scale_in
@@ -140,18 +145,18 @@ def run_chunks(
     Args:
         pieces: the chunks, videos on axis 0: torch tensors, or arrays of JAX or NumPy.
         plan: the tiles; None for whole frames.
-        start: called with whether results are bytes; returns a new function of a chunk that returns its
-            result, and keeps the convolutions' cache for the next chunk.
+        start: `start(as_uint8)` returns a new function of a chunk, called in order, that returns the chunk's
+            result, as bytes if `as_uint8`, and keeps the convolutions' cache for the next chunk.
         axes: order of the chunks' axes.
         placement: sharding of chunks and results on a mesh; None for one device.
-        as_uint8: whether results are bytes; tiles are blended as floats.
+        as_uint8: whether results are bytes; tiles are run and blended as floats before.
     """
     if plan is None:
         return map(start(as_uint8), pieces)
     row_axis = axes.index("H")
 
     def join_tiles(tiles: list[list[Any]]) -> Any:
-        """Return a chunk's result from its tiles' results, in rows of columns."""
+        """Return a chunk's result from its tiles' results, a list for each row of tiles."""
         join = _join_on_jax if isinstance(tiles[0][0], jax.Array) else _join_and_place
         return join(tiles, plan, row_axis, placement, as_uint8)
 
@@ -171,11 +176,12 @@ def run_tiles(
     """Yield the result of each chunk, run in tiles.
 
     Args:
-        pieces, plan: as `run_chunks` takes them.
-        start: returns a new function of a tile's chunk that returns its result, and keeps the convolutions'
-            cache for the tile's next chunk.
-        join: returns a chunk's result from its tiles' results, in rows of columns.
-        row_axis: axis of rows in the chunks; columns are the next.
+        pieces: the chunks, videos on axis 0.
+        plan: the tiles.
+        start: returns a new function of a tile of a chunk, or of several tiles as a batch, that returns the
+            result and keeps the convolutions' cache for the same tiles of the next chunk.
+        join: returns a chunk's result from its tiles' results, a list for each row of tiles.
+        row_axis: axis of rows in the chunks; columns are the next axis.
         dp: number of devices that split a batch; as many tiles of one size are run together.
     """
     pieces = iter(pieces)
@@ -196,7 +202,7 @@ def run_tiles(
 
 
 def cut(x: Any, plan: TilePlan, row_axis: int) -> list[list[Any]]:
-    """Cut `x` into tiles, rows of columns; the column axis follows `row_axis`."""
+    """Return the tiles of `x`, a list for each row of tiles; the column axis follows `row_axis`."""
     before = (slice(None),) * row_axis
     return [
         [x[(*before, slice(*row), slice(*column))] for column in plan.columns.spans]
@@ -220,7 +226,11 @@ _join_on_jax = functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))(_join_and
 
 
 def join(tiles: Sequence[Sequence[Any]], plan: TilePlan, row_axis: int) -> Any:
-    """Blend the tiles' outputs at their edges, crop each to what it contributes, and concatenate them."""
+    """Return a frame of the tiles' outputs: blend them at their edges, crop them and concatenate them.
+
+    `tiles` has a list for each row of tiles; the column axis follows `row_axis`. Each tile is blended with
+    the blended tile above it, then with the blended tile to its left, as in diffusers.
+    """
     column_axis = row_axis + 1
     blended: list[list[Any]] = []
     for i, row in enumerate(tiles):
@@ -256,13 +266,12 @@ def _blend_edge(before: Any, tile: Any, extent: int, axis: int) -> Any:
         weight = torch.as_tensor(weight, device=tile.device)
     old = _slice_of(before, axis, before.shape[axis] - extent, before.shape[axis])
     new = _slice_of(tile, axis, 0, extent)
-    # The library's own promotion makes this float32 for bfloat16 tiles; `+ 0 * new` style casts differ by
-    # library, so the result is brought back to the tile's dtype by concatenating it in that dtype.
+    # The weights are float32, and so is a mixture of bfloat16 tiles.
     mixed = old * (1 - weight) + new * weight
     mixed = mixed.to(tile.dtype) if isinstance(tile, torch.Tensor) else mixed.astype(tile.dtype)
     return arrays.concatenate([mixed, _slice_of(tile, axis, extent, tile.shape[axis])], axis)
 
 
 def _slice_of(x: Any, axis: int, start: int, stop: int) -> Any:
-    """Return the indices `start` to `stop` of an axis."""
+    """Return the entries `start` to `stop` (exclusive) of an axis of `x`."""
     return x[(slice(None),) * axis + (slice(start, stop),)]

@@ -11,7 +11,7 @@ BFLOAT16_RMS_RATIO = 1.1
 BFLOAT16_LAYER_RMS_RATIO = 1.5
 """Bound of the same ratio for a single layer in a single chunk, where fewer roundings average out.
 
-It only finds the layer to name, and fails nothing by itself.
+It only finds the layer to report; no check fails by it.
 """
 
 
@@ -31,7 +31,7 @@ def contract(dtype: torch.dtype, relative: float, rms: float, torchs: float) -> 
 
     Args:
         dtype: the dtype of the computation.
-        relative, rms: the errors of an answer.
+        relative, rms: the result's `relative_error` and `rms_error`.
         torchs: the root-mean-square error of PyTorch's own run in this dtype.
     """
     if dtype == torch.float32:
@@ -40,7 +40,7 @@ def contract(dtype: torch.dtype, relative: float, rms: float, torchs: float) -> 
 
 
 def ratio(error: float, scale: float) -> float:
-    """Return `error / scale`; for a scale of zero 0 without an error, else infinity."""
+    """Return `error / scale`; for a scale of zero, 0 if the error is 0 and infinity if not."""
     return error / scale if scale else (0.0 if error == 0 else float("inf"))
 
 

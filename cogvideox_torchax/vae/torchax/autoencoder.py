@@ -36,6 +36,7 @@ class DifferentiablePosterior(DiagonalGaussianDistribution):
     """diffusers' posterior with gradients on JAX, where torch's own split and clamp lose them."""
 
     def __init__(self, parameters: torch.Tensor):
+        """Set the attributes of diffusers' class from moments (N, 2 C, t, h, w), in place of its own init."""
         self.parameters, self.deterministic = parameters, False
         self.mean = runtime.differentiated(lambda moments: moments[:, : moments.shape[1] // 2], parameters)
         self.logvar = runtime.differentiated(
@@ -45,7 +46,14 @@ class DifferentiablePosterior(DiagonalGaussianDistribution):
 
 
 def _from_pipe_with_ported_parts(make: Callable[..., Any], kind: type, pipeline: Any, **options: Any) -> Any:
-    """Call diffusers' `from_pipe` so that it accepts ported parts in place of stock ones."""
+    """Call diffusers' `from_pipe` so that it accepts ported parts in place of stock ones.
+
+    Args:
+        make: diffusers' `from_pipe`, as a function of the class and the pipeline.
+        kind: the class of the pipeline to make.
+        pipeline: the pipeline that gives its parts.
+        options: further arguments of `from_pipe`.
+    """
     parts = upstream.parts_for(kind, pipeline)
     ported = {name: part for name, part in parts.items() if isinstance(part, PortedModel)}
     if not ported:
@@ -124,7 +132,7 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
         return AutoencoderKLOutput(latent_dist=posterior) if return_dict else (posterior,)
 
     def _encode(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the moments of a checked video; diffusers' `encode` calls it."""
+        """Check a video and return its moments; diffusers' `encode` calls this."""
         self._check(ENCODE, x)
         return self._run_all_chunks(ENCODE, x)
 
@@ -139,7 +147,7 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
             return super().forward(sample, *args, **kwargs)
 
     def _decode(self, z: torch.Tensor, return_dict: bool = True) -> DecoderOutput | tuple[torch.Tensor]:
-        """Return the frames of checked latents; diffusers' `decode` calls it."""
+        """Check latents and return their frames; diffusers' `decode` calls this."""
         self._check(DECODE, z)
         frames = self._run_all_chunks(DECODE, z)
         return DecoderOutput(sample=frames) if return_dict else (frames,)
@@ -160,11 +168,14 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
     def _results(
         self, direction: Direction, pieces: Iterable[torch.Tensor], plan: Any, as_uint8: bool
     ) -> Iterator[torch.Tensor]:
-        """Return the results of the chunks, by compiled programs for weights on JAX, else by PyTorch."""
+        """Return the results of the chunks, by compiled programs for weights on JAX, else by PyTorch.
+
+        The arguments are those of `ChunkedVAE.results`.
+        """
         on_jax = runtime.is_on_jax(self)
 
         def start(as_uint8: bool) -> Callable[[Any], Any]:
-            """Return a new function of chunks that keeps its cache; see `tiling.run_chunks`."""
+            """Return a new function of a chunk that keeps the cache for the next; see `tiling.run_chunks`."""
             network = chunk_network(self, direction, as_uint8)
             if not on_jax:
                 return runtime.with_kept_cache(network)
@@ -173,7 +184,8 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
 
         if not on_jax:
             return tiling.run_chunks(pieces, plan, start, NCTHW, as_uint8=as_uint8)
-        arrays, placement = map(runtime.as_array, pieces), None if self.mesh is None else Placement(self.mesh)
+        arrays = map(runtime.as_array, pieces)
+        placement = None if self.mesh is None else Placement(self.mesh)  # of tiles' results, joined
         results = tiling.run_chunks(arrays, plan, start, NCTHW, placement, as_uint8=as_uint8)
         return map(runtime.tensor_of, results)
 
@@ -182,16 +194,15 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
     ) -> torch.Tensor:
         """Return the results of all chunks, concatenated, with gradients if torch records them.
 
-        In training mode the forward pass keeps what the backward pass needs. Else it keeps the input alone,
-        as most users who forget `torch.no_grad()` never call `backward()`. `in_tiles` forces tiles, even one.
+        In training mode the forward pass keeps what the backward pass needs. In evaluation mode it keeps the
+        input alone, as most users who forget `torch.no_grad()` never call `backward()`. `in_tiles` runs tiles
+        even if one is enough or tiling is off.
         """
         size = x.shape[3:]
         forced_plan = self._tiles.plan(direction, size, self.spatial_compression_ratio) if in_tiles else None
         plan = forced_plan or self._tile_plan(direction, size)
-        network, run = (
-            chunk_network(self, direction),
-            functools.partial(self._all_results, direction, x, plan),
-        )
+        network = chunk_network(self, direction)
+        run = functools.partial(self._all_results, direction, x, plan)
         if plan is not None:
             refusal = "gradients do not pass through tiles on JAX: call disable_tiling() before"
             return runtime.without_gradient(network, x, run, refusal)
@@ -199,9 +210,9 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
             return run()
         program = self._program((direction, False), network)
         lengths = [chunk.length for chunk in direction.chunks(self, x.shape[2])]
-        whole = functools.partial(program.run_video, lengths=lengths)
+        run_video = functools.partial(program.run_video, lengths=lengths)
         weights = program.weights(network)
-        return runtime.differentiable(whole, network, weights, x, run=None if self.training else run)
+        return runtime.differentiable(run_video, network, weights, x, run=None if self.training else run)
 
     @functools.wraps(DiffusersAutoencoder.enable_gradient_checkpointing)
     def enable_gradient_checkpointing(self, gradient_checkpointing_func: Any = None) -> None:
@@ -215,7 +226,7 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
         return self._program((direction, as_uint8), chunk_network(self, direction, as_uint8))
 
     def _program(self, kind: tuple[Direction, bool], network: nn.Module) -> runtime.Program:
-        """Return the program of a `kind`, (direction, whether frames are bytes), built once for a network."""
+        """Return the program of `network`, whose `kind` is (direction, as_uint8), built on first request."""
         return runtime.programs_of(self).get(kind, network, self._compile_for)
 
     def build_program(self, direction: Direction, *, stock: bool = False) -> runtime.Program:
@@ -226,7 +237,8 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
         """Return a new program of a network, for the model's mesh if there is one."""
         if self.mesh is None:
             return runtime.Program(network)
-        unit = (ENCODE if isinstance(network, EncoderChunk) else DECODE).scale(self.spatial_compression_ratio)
+        direction = ENCODE if isinstance(network, EncoderChunk) else DECODE
+        unit = direction.scale(self.spatial_compression_ratio)  # input columns of a latent pixel
         return runtime.Program(network, Placement(self.mesh, NCTHW, HWNTC, unit, types=LAYERS))
 
     def place_on(self, mesh: Mesh) -> None:
@@ -239,16 +251,16 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
             self._mesh = mesh
             runtime.forget_programs(self)
 
-    def _check_place(self, what: str, x: torch.Tensor, follow_weights: bool) -> None:
+    def _check_place(self, name: str, x: torch.Tensor, follow_weights: bool) -> None:
         """Raise `ValueError` for a tensor on JAX and weights in PyTorch, or the other way round.
 
-        With `follow_weights` a plain tensor may be given for weights on JAX.
+        With `follow_weights` a plain tensor may be given for weights on JAX. `name` is "video" or "latents".
         """
         weights_on_jax = runtime.is_on_jax(self)
         if runtime.on_jax(x) != weights_on_jax and not (follow_weights and weights_on_jax):
             tensor, model = ("jax", "in PyTorch") if runtime.on_jax(x) else (str(x.device), "on jax")
             move = 'vae.to("jax")' if runtime.on_jax(x) else 'the tensor .to("jax")'
-            raise ValueError(f"got {what} on {tensor} for weights {model}: move {move}")
+            raise ValueError(f"got {name} on {tensor} for weights {model}: move {move}")
 
     def _takes_dtype(self, x: torch.Tensor) -> bool:
         """Return whether the model computes in the dtype of `x`, by autocast if it is on in PyTorch."""
@@ -273,11 +285,12 @@ def port_vae(vae: Any) -> Any:
 
 @functools.cache
 def _ported_class(kind: type[DiffusersAutoencoder]) -> Any:
-    """Return the ported class of diffusers' class, or of a subclass of it, whose methods come first."""
+    """Return the ported class of diffusers' class, or of a subclass of it, whose own methods come first."""
     if kind is DiffusersAutoencoder:
         return AutoencoderKLCogVideoX
 
     def reduce(self: Any, _protocol: Any) -> Any:
+        """Return how to unpickle `self`: pickle could not import the class that is made here."""
         return _revived, (kind,), self.__getstate__()
 
     members = {"__module__": kind.__module__, "__doc__": kind.__doc__, "__reduce_ex__": reduce}
@@ -285,6 +298,6 @@ def _ported_class(kind: type[DiffusersAutoencoder]) -> Any:
 
 
 def _revived(kind: type[DiffusersAutoencoder]) -> Any:
-    """Return an instance for unpickling a ported subclass, whose class was made here."""
+    """Return a blank instance of the ported class of `kind`, for unpickling."""
     ported = _ported_class(kind)
     return ported.__new__(ported)

@@ -2,8 +2,11 @@
 
 Each class here subclasses the module that it replaces, adds no state, and decides by the tensor it
 gets: a plain torch tensor takes the inherited forward, a torchax tensor the JAX kernel. `port` swaps a
-module's class in place, so parameters, names, hooks and `isinstance` stay what they were. On JAX a norm's
-activation is computed with it, so that what hooks see of the two differs.
+module's class in place, so parameters, names, hooks and `isinstance` stay what they were. On JAX a norm and
+the activation after it are one call, so that their hooks see other tensors than in diffusers.
+
+A causal convolution's cache (`conv_cache`) is its last input frames, which the next chunk of frames takes; a
+block has its modules' caches by name. `zq`, as in diffusers, are the latents that modulate a spatial norm.
 
 Axis letters: N videos, C channels, T frames, H rows, W columns; O, I output and input channels of a kernel.
 """
@@ -39,18 +42,18 @@ def _channels_first(x_NTHWC: torch.Tensor) -> torch.Tensor:
 
 
 def _kernel_last(kernel_OI: torch.Tensor) -> torch.Tensor:
-    """Return a torch kernel (O, I, *window) as XLA takes it, (*window, I, O)."""
+    """Return a torch kernel (O, I, *window) as the JAX kernels take it, (*window, I, O)."""
     return kernel_OI.permute(*range(2, kernel_OI.ndim), 1, 0)
 
 
 def _as_ported(module: nn.Module) -> bool:
-    """Return whether none of a module's parts was replaced since `port`, or has a hook."""
+    """Return whether all parts of a module are as `port` left them: of known types, and without hooks."""
     parts = (part for part in module.modules() if part is not module)
     return all(type(part) in PARTS and not is_watched(part) for part in parts)
 
 
 def with_zero_padding(x_NCTHW: torch.Tensor, split: Split) -> torch.Tensor:
-    """Return `x_NCTHW` with zeros in padding columns, which diffusers' own operations may have changed."""
+    """Return `x_NCTHW` with zeros in the padding columns, which PyTorch's operations may have overwritten."""
     return torch_view(with_clear_padding)(x_NCTHW, split, COLUMN_AXIS) if on_jax(x_NCTHW) else x_NCTHW
 
 
@@ -66,8 +69,8 @@ class GroupNorm(OnColumns, nn.GroupNorm):
     """
 
     def forward(self, input: torch.Tensor, *, activation: str | None = None) -> torch.Tensor:
-        """Norm, and apply the activation, by the kernel on JAX; by PyTorch without one."""
-        if not on_jax(input) or input.ndim < 3:
+        """Norm on JAX by the kernel, and apply `activation` ("silu"); in PyTorch norm without activation."""
+        if not on_jax(input) or input.ndim < 3:  # the kernel norms over at least one axis beside channels
             _refuse_activation(activation)
             return super().forward(input)
         return torch_view(jax_kernels.group_norm)(
@@ -98,13 +101,13 @@ class SiLU(nn.SiLU):
 
 
 class SafeConv3d(OnColumns, diffusers_vae.CogVideoXSafeConv3d):
-    """A 3-D convolution; one of a single pixel is a product, and never cut into chunks of memory."""
+    """A 3-D convolution. On JAX a 1x1x1 window is one product, which diffusers would cut to save memory."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Convolve a 1x1x1 window by the kernel on JAX, any other by diffusers' forward."""
         if not on_jax(input) or self.kernel_size != (1, 1, 1) or self.stride != (1, 1, 1):
             return super().forward(input)
-        y, _ = torch_view(jax_kernels.conv3d)(
+        y, _no_cache = torch_view(jax_kernels.conv3d)(
             _channels_last(input), _kernel_last(self.weight), self.bias, split=self.split
         )
         return _channels_first(y)
@@ -120,8 +123,9 @@ class CausalConv3d(OnColumns, diffusers_vae.CogVideoXCausalConv3d):
     def is_plain(self) -> bool:
         """True if the kernels compute this convolution."""
         conv = self.conv
-        window = (1, 1, 1)
-        return _as_ported(self) and conv.stride == conv.dilation == window and self.pad_mode != "replicate"
+        ones = (1, 1, 1)
+        # diffusers' "replicate" also repeats edge rows and columns, and has no cache.
+        return _as_ported(self) and conv.stride == conv.dilation == ones and self.pad_mode != "replicate"
 
     def forward(
         self,
@@ -142,7 +146,7 @@ class CausalConv3d(OnColumns, diffusers_vae.CogVideoXCausalConv3d):
             conv.bias,
             cache,
             residual=residual,
-            start="replicate",
+            start="replicate",  # the first frame again before a video's start; not diffusers' `pad_mode`
             split=self.split,
         )
         return _channels_first(y), None if new_cache is None else _channels_first(new_cache)
@@ -194,8 +198,9 @@ class SpatialNorm3D(OnColumns, diffusers_vae.CogVideoXSpatialNorm3D):
 class ResnetBlock3D(diffusers_vae.CogVideoXResnetBlock3D):
     """The residual block: activations go to the norms before them, the shortcut to the last convolution.
 
-    A hook on `conv2` therefore sees the sum when the block runs on JAX, one on a norm its activation, and one
-    on `nonlinearity` nothing. A norm and a convolution without hooks run as one (`jax_kernels.norm_conv3d`).
+    On JAX a hook on `conv2` therefore sees the sum with the shortcut, a hook on a norm sees its result after
+    the activation, and a hook on `nonlinearity` is not called. A norm and a convolution without hooks run as
+    one kernel (`jax_kernels.norm_conv3d`).
     """
 
     def forward(
@@ -231,10 +236,19 @@ class ResnetBlock3D(diffusers_vae.CogVideoXResnetBlock3D):
         moments: Any = None,
         **options: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor | None, Any]:
-        """Apply a norm, the activation and a convolution, fused unless one of them has a hook.
+        """Apply a norm, the activation and a convolution, as one kernel unless the norm or conv has a hook.
 
-        `moments` are those that the convolution before has returned, or None. Returns the frames, the next
-        cache, and the moments of the frames for the next norm (`jax_kernels.norm_conv3d`).
+        Args:
+            norm, conv: the layers; `conv` is causal.
+            hidden: the frames.
+            zq: latents for a spatial norm; None for a GroupNorm.
+            conv_cache: of `conv`, from the chunk before; None at a video's start.
+            moments: column moments of `hidden`, from the call that returned it; None computes the norm's
+                statistics from the frames.
+            options: `residual`, frames to add to the result; absent where `conv` need not take it.
+
+        Returns:
+            The frames; the next cache of `conv`; the frames' column moments for the next norm, or None.
         """
         together = isinstance(self.nonlinearity, nn.SiLU) and _can_fuse(norm, conv)
         if not together or is_watched(norm) or is_watched(conv):
@@ -253,9 +267,9 @@ class ResnetBlock3D(diffusers_vae.CogVideoXResnetBlock3D):
 
 
 def _can_fuse(norm: nn.Module, conv: nn.Module) -> bool:
-    """Return whether `jax_kernels.norm_conv3d` may replace the two: as ported, and of types that it fuses."""
-    kinds = type(norm) in (GroupNorm, SpatialNorm3D) and type(conv) is CausalConv3d
-    return kinds and _as_ported(norm) and conv.is_plain  # pyright: ignore[reportReturnType]
+    """Return whether `jax_kernels.norm_conv3d` computes this norm and convolution, by types and settings."""
+    types_fit = type(norm) in (GroupNorm, SpatialNorm3D) and type(conv) is CausalConv3d
+    return types_fit and _as_ported(norm) and conv.is_plain  # pyright: ignore[reportReturnType]
 
 
 def _norm_conv(
@@ -264,19 +278,30 @@ def _norm_conv(
     hidden: torch.Tensor,
     zq: Any,
     conv_cache: torch.Tensor | None,
-    moments: Any,
-    **options: torch.Tensor,
+    moments: Any = None,
+    *,
+    residual: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, Any]:
-    """Run a norm, SiLU and a convolution as one kernel, on tensors with channels first.
+    """Run a norm, SiLU and a convolution as one kernel; tensors are NCTHW.
 
-    Returns the frames, the next cache, and the frames' column moments for the next norm.
+    Args:
+        norm, causal: a `GroupNorm` or a `SpatialNorm3D`, and a `CausalConv3d`, as `_can_fuse` accepts them.
+        hidden: the frames.
+        zq: latents for a spatial norm; None for a GroupNorm.
+        conv_cache: of `causal`, from the chunk before; None at a video's start.
+        moments: column moments (`jax_kernels.ColumnMoments`) of `hidden`, from the call that returned it;
+            None computes the norm's statistics from the frames.
+        residual: frames to add to the result, or None.
+
+    Returns:
+        The frames; the next cache; the frames' column moments for the next norm, or None.
     """
     conv, group_norm = causal.conv, norm
     latents: tuple[Any, ...] = ()
     if isinstance(norm, SpatialNorm3D):
         group_norm, conv_y, conv_b = norm.norm_layer, norm.conv_y.conv, norm.conv_b.conv
         latents = (_channels_last(zq), _matrix(conv_y), conv_y.bias, _matrix(conv_b), conv_b.bias)
-    y, new_cache, moments = torch_view(jax_kernels.norm_conv3d)(
+    y, new_cache, new_moments = torch_view(jax_kernels.norm_conv3d)(
         _channels_last(hidden),
         jax_kernels.NormParams(group_norm.weight, group_norm.bias, *latents),
         _kernel_last(conv.weight),
@@ -286,10 +311,10 @@ def _norm_conv(
         num_groups=group_norm.num_groups,
         eps=group_norm.eps,
         first_frame_alone=first_frame_is_alone(hidden.shape[2]),
+        residual=None if residual is None else _channels_last(residual),
         split=causal.split,
-        **{name: _channels_last(tensor) for name, tensor in options.items()},
     )
-    return _channels_first(y), None if new_cache is None else _channels_first(new_cache), moments
+    return _channels_first(y), None if new_cache is None else _channels_first(new_cache), new_moments
 
 
 def _without_cache(result: Any) -> torch.Tensor:
@@ -334,16 +359,16 @@ class Downsample3D(OnColumns, CogVideoXDownsample3D):
 
 
 class CogVideoXDecoder3D(diffusers_vae.CogVideoXDecoder3D):
-    """The decoder: the activation after its last norm goes to that norm, and both to the last convolution.
+    """The decoder: its last norm, activation and convolution run as one kernel on JAX.
 
-    A hook on that norm or on its activation sees what it sees in diffusers; one on the convolution, the
-    activation.
+    If the norm or the activation has a hook, diffusers' forward runs, and the hook sees the same as there. If
+    the convolution has one, norm and activation run as one kernel before it.
     """
 
     def forward(
         self, sample: torch.Tensor, temb: torch.Tensor | None = None, conv_cache: Cache | None = None
     ) -> tuple[torch.Tensor, Cache]:
-        """Decode a chunk `sample` of latents; return its frames and the next cache.
+        """Decode a chunk `sample` of latents; return its frames and the next cache (`temb` is None).
 
         Diffusers' forward is taken for plain tensors, and if a hook must see the last norm or its activation.
         """
@@ -357,13 +382,14 @@ class CogVideoXDecoder3D(diffusers_vae.CogVideoXDecoder3D):
         blocks = {f"up_block_{index}": block for index, block in enumerate(self.up_blocks)}
         for name, block in {"mid_block": self.mid_block, **blocks}.items():
             hidden, new_cache[name] = self._run(block, hidden, temb, sample, cache.get(name))
-        conv, last = self.conv_out, cache.get("conv_out")
+        conv, out_cache = self.conv_out, cache.get("conv_out")
         if is_watched(conv) or not _can_fuse(norm, conv):
             hidden, new_cache["conv_out"] = conv(
-                _without_cache(norm(hidden, sample, activation="silu")), conv_cache=last
+                _without_cache(norm(hidden, sample, activation="silu")), conv_cache=out_cache
             )
         else:
-            together = as_layer(conv, lambda hidden: _norm_conv(norm, conv, hidden, sample, last, None)[:2])
+            # `[:2]`: the frames and the cache, as the convolution returns them, without moments.
+            together = as_layer(conv, lambda hidden: _norm_conv(norm, conv, hidden, sample, out_cache)[:2])
             hidden, new_cache["conv_out"] = together(hidden)
         return hidden, new_cache
 
@@ -385,17 +411,17 @@ PORTED: dict[type[nn.Module], type[nn.Module]] = {
     CogVideoXDownsample3D: Downsample3D,
     diffusers_vae.CogVideoXDecoder3D: CogVideoXDecoder3D,
 }
-"""The class that each of diffusers' hot modules becomes."""
+"""The ported class of each of diffusers' modules that take most of the time."""
 
 PARTS = (nn.Conv2d, GroupNorm, SafeConv3d, CausalConv3d)
-"""Submodule types that a fused layer replaces."""
+"""Types of submodules that a layer's kernel computes along with the layer, unless they have hooks."""
 
 LAYERS = tuple(ported for ported in PORTED.values() if ported is not CogVideoXDecoder3D)
-"""Ported classes that are no whole network."""
+"""Ported classes of single layers and blocks: all but the decoder."""
 
 
 def port_modules(root: nn.Module) -> None:
-    """Give every hot module below `root` its ported class; ported modules are left alone."""
+    """Give every module below `root` that `PORTED` lists its ported class, in place."""
     for module in root.modules():
         ported = PORTED.get(type(module))
         if ported is not None:

@@ -1,4 +1,8 @@
-"""The networks of one chunk, around the modules of a VAE: what its programs are compiled of.
+"""The networks of one chunk, around the modules of a VAE, which its programs are compiled of.
+
+A chunk is the frames that go through the network together. Its cache (`conv_cache`) is the last input frames
+of each causal convolution, by names; at the start of a video it is None. Moments are the encoder's means and
+log-variances.
 
 Axis letters: N videos, C channels, T frames, H rows, W columns.
 """
@@ -32,6 +36,7 @@ class EncoderChunk(OnColumns, nn.Module):
         """Encode a chunk; return its moments and the cache for the next chunk."""
         if x.dtype == torch.uint8:
             dtype = runtime.dtype_name(self.encoder.conv_in.conv.weight.dtype)
+            # `from_uint8` turns the zeros of padding columns into -1.
             x = with_zero_padding(from_uint8(x, dtype), self.split)
         moments, conv_cache = self.encoder(x, conv_cache=conv_cache)
         if self.quant_conv is not None:
@@ -62,11 +67,11 @@ def chunk_network(vae: DiffusersAutoencoder, direction: Direction, as_uint8: boo
 
 
 class RecordedLayers(nn.Module):
-    """A chunk network (chunk, cache) -> (result, cache) that gives its layers' outputs for its result.
+    """A chunk's network whose result is its layers' outputs.
 
     Args:
-        network: whose layers.
-        wanted: whether a layer of that name is recorded.
+        network: the network of the layers, (chunk, cache) -> (result, cache).
+        wanted: returns whether a layer of this name is recorded.
     """
 
     def __init__(self, network: nn.Module, wanted: Callable[[str], Any]):
@@ -79,6 +84,7 @@ class RecordedLayers(nn.Module):
         outputs: dict[str, torch.Tensor] = {}
 
         def record(name: str, result: Any) -> Any:
+            """Record a layer's output, without a cache that comes with it; return the result unchanged."""
             outputs[name] = result[0] if isinstance(result, tuple) else result
             return result
 
@@ -93,7 +99,7 @@ def stock_of(vae: DiffusersAutoencoder) -> DiffusersAutoencoder:
         return vae
 
     def build() -> DiffusersAutoencoder:
-        """Build the stock model without memory, then assign the weights."""
+        """Build the stock model on "meta", which takes no memory, then assign the weights."""
         with torch.device("meta"):
             stock: Any = DiffusersAutoencoder.from_config(vae.config)
         stock.load_state_dict(vae.state_dict(), assign=True)
