@@ -17,7 +17,7 @@ def make_mesh(dp: int = 1, tp: int | None = None, *, devices: Any = None) -> Mes
 
     Args:
         dp: number of devices that split a batch.
-        tp: number of devices that split a width; None for all that are left.
+        tp: number of devices that split a width; None for all devices over `dp`.
         devices: devices in order, of which the first dp * tp are used; None for `jax.devices()`.
 
     Raises:

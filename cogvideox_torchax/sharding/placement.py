@@ -1,13 +1,14 @@
 """The sharding of a VAE's arrays on a mesh, and the padding of sizes that do not divide.
 
 Videos are split by width, in either layout: one video over both mesh axes, a batch that "dp" divides by video
-over "dp" and by width over "tp". Another batch is split as one video is: padding it would cost each device a
-video's work, padding a width costs a few columns. Time is never split, weights are copied to every device.
+over "dp" and by width over "tp". A batch that "dp" does not divide is split as one video is: padding the
+batch would cost each device a video's work, padding a width costs a few columns. Time is never split, weights
+are copied to every device.
 
 A width that does not divide is padded on entry (`PaddedChunk`): 90 latent columns over 8 devices to 8 x 12,
-and so 24, 48 and 96 columns a device at the levels above. Kernels get which columns belong to the frame
-(`jax_kernels.common.columns.Split`), and the padding is cut off a user's results. XLA would pad each level by
-itself, 180 into 23 and 360 into 45, and columns would move between devices at every level.
+and so 24, 48 and 96 columns a device at the levels above. Kernels get the number of columns that belong to
+the frame (`jax_kernels.common.columns.Split`), and the padding is cut off a user's results. XLA would pad
+each level by itself, 180 columns to 8 x 23 and 360 to 8 x 45, and move columns between devices at each level.
 """
 
 import contextlib
@@ -52,7 +53,7 @@ class MeshPlace(Place):
     """The devices of a program on a mesh; a subclass chooses the sharding of an activation by its shape.
 
     Attributes:
-        mesh: of `make_mesh`.
+        mesh: the mesh, from `make_mesh`.
         types: the types of a torch network's modules that count as layers.
         layers: by a layer's name, the shapes of its inputs' and outputs' activations in the last trace.
     """
@@ -67,10 +68,9 @@ class MeshPlace(Place):
 
     def parts(self, spec: PartitionSpec) -> list[int]:
         """Return, for each axis of a spec, the number of devices that split it."""
-        return [
-            math.prod(self.mesh.shape[name] for name in ((names,) if isinstance(names, str) else names or ()))
-            for names in spec
-        ]
+        # A spec has the name of one mesh axis, a tuple of several names, or None for an axis.
+        axes = [(names,) if isinstance(names, str) else names or () for names in spec]
+        return [math.prod(self.mesh.shape[name] for name in names) for names in axes]
 
     def sharding(self, shape: tuple[int, ...]) -> NamedSharding:
         """Return the sharding of an activation of this shape on the mesh."""
@@ -82,7 +82,7 @@ class MeshPlace(Place):
         return NamedSharding(self.mesh, PartitionSpec())
 
     def constrain(self, x: jax.Array) -> jax.Array:
-        """Constrain `x` to its spec, inside a program."""
+        """Return `x`, constrained to its `sharding`; inside a program."""
         return jax.lax.with_sharding_constraint(x, self.sharding(x.shape))
 
     def _add_shape(self, name: str, x: Any) -> None:
@@ -97,7 +97,7 @@ class Placement(MeshPlace):
     Attributes:
         axes: the order of axes of chunks, activations and results.
         cache_axes: the order of axes of the caches between two chunks; None for `axes`.
-        unit: columns of a chunk that stay on one device: those of a latent pixel.
+        unit: number of columns of a chunk that a device has together: those of a latent pixel.
     """
 
     axes: Axes = NCTHW
@@ -106,16 +106,16 @@ class Placement(MeshPlace):
 
     @property
     def cache_placement(self) -> "Placement":
-        """The placement of the caches."""
+        """The placement of the caches, by their order of axes."""
         return Placement(self.mesh, self.cache_axes or self.axes)
 
     def spec(self, shape: tuple[int, ...]) -> PartitionSpec:
         return self._split(shape, self.axes.index("W"))
 
     def _split(self, shape: tuple[int, ...], axis: int) -> PartitionSpec:
-        """Return the sharding by video over "dp" and along `axis` over "tp".
+        """Return the sharding of an array: by video over "dp" and along `axis` over "tp".
 
-        If "dp" does not divide the number of videos, it is along `axis` over both.
+        If "dp" does not divide the number of videos, the array is split along `axis` over "dp" and "tp".
         """
         if shape[self.axes.index("N")] % self.mesh.shape["dp"] == 0:
             names = {self.axes.index("N"): "dp", axis: "tp"}
@@ -125,12 +125,15 @@ class Placement(MeshPlace):
 
     def padding(self, shape: tuple[int, ...]) -> list[tuple[int, int]]:
         """Return the padding (before, after) of each axis with which a chunk divides at all resolutions."""
+        # Each device gets a multiple of `unit` columns, whole latent pixels.
         units = [self.unit if axis == self.axes.index("W") else 1 for axis in range(len(shape))]
         parts = self.parts(self.spec(shape))
         return [(0, -size % (n * unit)) for size, n, unit in zip(shape, parts, units, strict=True)]
 
     def result_without_padding(self, x: jax.Array, split: Split = WHOLE) -> jax.Array:
         """Return a result without the padding columns, sharded by `result_spec`; inside a program.
+
+        `split` is the ratio of the frame's columns to all; by default there is no padding.
 
         The padded result is constrained to a split by width first. Otherwise XLA would propagate a split by
         rows or channels (`result_spec`) back into the layers before it, and gather their inputs.
@@ -142,18 +145,28 @@ class Placement(MeshPlace):
         return jax.lax.with_sharding_constraint(result, sharding)
 
     def trace(self, run: Callable[..., Any], inputs: PaddedChunk, cache: Any) -> tuple[jax.Array, Any]:
-        """Return `run(chunk, cache, split=...)`, (result, cache), with all shardings; inside a program."""
+        """Run a network on a chunk and its cache with their shardings; inside a program.
+
+        Args:
+            run: returns (result, next cache) of `run(array, cache, split=split)`.
+            inputs: the padded chunk.
+            cache: from the chunk before; None at a video's start.
+
+        Returns:
+            The result, without padding, and the next cache.
+        """
         column = self.axes.index("W")
         spec = self.spec(inputs.shape)
-        columns = spec[column]
+        mesh_axes = spec[column]
         split = Split(
             real=inputs.shape[column],
             padded=inputs.array.shape[column],
             videos=spec[self.axes.index("N")],
-            columns=(columns,) if isinstance(columns, str) else columns,
+            columns=(mesh_axes,) if isinstance(mesh_axes, str) else mesh_axes,
         )
         with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
             result, cache = run(inputs.array, cache, split=split)
+            # The last kernel's layout, channels last, would leave most of a TPU's lanes empty.
             result = _store_columns_last(jnp.moveaxis(result, self.axes.index("C"), -1), split=split)
             result = jnp.moveaxis(result, -1, self.axes.index("C"))
             return self.result_without_padding(result, split), jax.tree.map(
@@ -161,7 +174,7 @@ class Placement(MeshPlace):
             )
 
     def watching(self, network: nn.Module, *, split: Split) -> contextlib.AbstractContextManager[Any]:
-        """Return a context that gives a network's kernels the sharding, and records its layers' shapes."""
+        """Return a context in which a network's kernels get `split`, and its shapes are added to `layers`."""
         self.layers.clear()
         set_split(network.modules(), split)
         # `_record` changes nothing, hence `names_only`: a norm and a convolution may run as one kernel.
@@ -206,9 +219,9 @@ class Placement(MeshPlace):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.replicated)
 
     def result_spec(self, shape: tuple[int, ...]) -> PartitionSpec:
-        """Return the sharding of a result, which may have no padding.
+        """Return the sharding of a result, which must not have padding.
 
-        It is split by width; if the width does not divide, by rows, and if they do not, by channels.
+        It is split by width; if the devices do not divide the width, by rows; if not the rows, by channels.
 
         Raises:
             ValueError: none of them divides; the message names the sizes that would.
@@ -226,7 +239,7 @@ class Placement(MeshPlace):
 
 
 def columns_last_on(target: Target, x_NTHWC: jax.Array) -> jax.Array:
-    """Return frames of a few channels, on a TPU in memory with columns last, to fill its lanes."""
+    """Return frames of a few channels; on a TPU they are in memory with columns last, to fill its lanes."""
     return map_shards(target, store_columns_last, (x_NTHWC,))
 
 
@@ -234,12 +247,19 @@ _store_columns_last = dispatched(columns_last_on, "tpu")
 
 
 def spread(array: Any, sharding: NamedSharding) -> jax.Array:
-    """Return an array with a sharding, as it is if it has it; each process places its own shards."""
+    """Return an array with a sharding, the same object if it has it; each process places its own shards.
+
+    Args:
+        array: of NumPy or JAX, even a traced one. Each of several processes passes the whole array, or a JAX
+            array that is on the devices of all processes.
+        sharding: of the result.
+    """
     if is_traced(array):
         return jax.device_put(array, sharding)
     if isinstance(array, jax.Array) and array.sharding == sharding:
         return array
     if sharding.is_fully_addressable or (isinstance(array, jax.Array) and not array.is_fully_addressable):
         return jax.device_put(array, sharding)
+    # A local array onto several processes' devices: JAX reads the shards of this process's devices alone.
     host = np.asarray(array)
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])

@@ -1,9 +1,9 @@
-"""Several processes on one mesh: how they connect, and how the parts of a result are joined.
+"""Several processes on one mesh: they connect, and join the parts of a result.
 
 Every process runs the same program on its own devices. It passes inputs as arrays of the whole shape; only
-its own columns of them are read (`Placement.put`). A result is spread over the devices of all processes: each
-process writes its part to a file, and a process that needs the whole reads all files (`Exchange`). No device
-ever holds the whole.
+the columns of its own devices are read (`Placement.put`). A result is spread over the devices of all
+processes: each process writes its part to a file, and a process that needs the whole reads all files
+(`Exchange`). No device ever holds the whole.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from cogvideox_torchax import runtime
 from cogvideox_torchax.files.whole import EXCHANGE, OutputError, hidden, reserved, whole_file
 
 TIMEOUT = 60
-"""Seconds to wait for a process that does not join, or that is silent."""
+"""Seconds to wait for a process that does not join, or that sends no sign of life."""
 
 
 class ProcessError(ValueError):
@@ -39,7 +39,7 @@ def connect(
     *,
     timeout: int = TIMEOUT,
 ) -> None:
-    """Join this process to the others, once, before anything has touched a device.
+    """Join this process to the others, before anything has touched a device; a second call does nothing.
 
     Args:
         coordinator: host and port of the first process; `JAX_COORDINATOR_ADDRESS` if None.
@@ -98,9 +98,10 @@ def check_all_take_part(mesh: Mesh) -> None:
 
 
 def exit_at_once(code: int) -> None:
-    """Exit at once, with an exit code, if this process has joined others; a single process goes on.
+    """Exit at once, with an exit code, if this process has joined others; return if it is alone.
 
-    For a process that has failed: a clean exit would first wait for the others, which wait for this one.
+    For a process that has failed: a clean exit would first wait for the other processes, which wait for this
+    one.
     """
     if jax.distributed.is_initialized():
         sys.stdout.flush()
@@ -119,13 +120,13 @@ class Exchange:
 
     def __init__(self, directory: Path):
         self.directory = directory
-        self._chunks = 0
-        self._read: list[Path] = []
+        self._chunks = 0  # number of chunks written so far; the number of the last one
+        self._read: list[Path] = []  # this process's files that others may still be reading
 
     def fetch_to_all(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the chunk as a plain tensor in every process."""
         whole = self._join(self._write(tensor))
-        # All processes have written this chunk, so all have read the one before.
+        # All processes have written this chunk, so all have read the previous one.
         for path in self._read:
             path.unlink()
         self._read = [self._path(self._chunks, jax.process_index())]
@@ -142,7 +143,7 @@ class Exchange:
         return whole
 
     def leave(self) -> None:
-        """Announce that this process reads no more files; the first process waits until all have."""
+        """Announce that this process reads no more files; the first process waits until all have done so."""
         mark = lambda process: self.directory / f"{process}.left"  # noqa: E731
         mark(jax.process_index()).touch()
         if is_first():
@@ -150,7 +151,7 @@ class Exchange:
                 self._wait(mark(process))
 
     def _path(self, chunk: int, process: int) -> Path:
-        """Return the file of a process's part of a chunk."""
+        """Return the file of a process's part of a chunk, by the numbers of both."""
         return self.directory / f"{chunk:06}.{process}"
 
     def _write(self, tensor: torch.Tensor) -> jax.Array:
@@ -197,7 +198,10 @@ class Exchange:
 
 
 def shards_by_process(array: jax.Array) -> dict[int, list[tuple[Any, tuple[slice, ...]]]]:
-    """Return, by process, the (device, index) of each shard that it holds; of equal shards only the first."""
+    """Return, for each process, the (device, index into `array`) of each shard that it holds.
+
+    Of the shards of one index, copies on several devices, only the first is returned.
+    """
     by_process: dict[int, list[tuple[Any, tuple[slice, ...]]]] = {}
     seen: set[str] = set()
     for device, index in array.sharding.devices_indices_map(array.shape).items():
