@@ -12,13 +12,13 @@ from cogvideox_torchax.upstream import is_traced
 
 
 def fetch_async(tensor: torch.Tensor) -> None:
-    """Start copying a tensor on JAX to the host, in the background; `to_torch` then waits for less."""
+    """Start copying a tensor on JAX to the host in the background, so that `to_torch` waits less later."""
     if on_jax(tensor):
         array_of(tensor).copy_to_host_async()
 
 
 def wait(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor once its value has been computed; a native tensor always has been."""
+    """Return the tensor once its value has been computed; a plain tensor's always is."""
     if on_jax(tensor):
         array_of(tensor).block_until_ready()
     return tensor
@@ -60,7 +60,11 @@ def first_nonfinite(tensor: torch.Tensor) -> tuple[int, ...] | None:
 
 
 def first_nonfinite_of(array: Any) -> tuple[int, ...] | None:
-    """Return the index of the first NaN or Inf in a JAX or NumPy array, or None; see `first_nonfinite`."""
+    """Return the index of the first NaN or Inf in a JAX or NumPy array, or None; as `first_nonfinite` does.
+
+    Raises:
+        ValueError: only another process's shard of the array has one.
+    """
     import jax
     import jax.numpy as jnp
 
@@ -75,8 +79,8 @@ def first_nonfinite_of(array: Any) -> tuple[int, ...] | None:
     if array.is_fully_addressable:
         return tuple(int(i) for i in np.argwhere(~np.isfinite(np.asarray(array)))[0])
     for shard in array.addressable_shards:
-        for index in np.argwhere(~np.isfinite(np.asarray(shard.data))):
-            return tuple(int(i) + (s.start or 0) for i, s in zip(index, shard.index, strict=True))
+        for index in np.argwhere(~np.isfinite(np.asarray(shard.data))):  # in the shard
+            return tuple(int(i) + (part.start or 0) for i, part in zip(index, shard.index, strict=True))
     raise ValueError("got NaN or Inf in the input's part of another process: see that process's error")
 
 

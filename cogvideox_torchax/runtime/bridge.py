@@ -64,7 +64,7 @@ def active() -> Iterator[None]:
 
 
 def without_torchax(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call `function` with torchax off and every other setting of this thread kept.
+    """Return `function(*args, **kwargs)`, with torchax off and every other setting of this thread kept.
 
     Loading safetensors and building on `torch.device("meta")` go wrong while torchax is on.
     """
@@ -74,7 +74,7 @@ def without_torchax(function: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 
 def on_jax(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is on JAX: a torchax tensor or a view of one."""
-    # torchax's mode turns each attribute of a plain tensor into a call of its own.
+    # The type comes first: while torchax is on, each attribute of a plain tensor costs a call of its mode.
     return type(tensor) not in PLAIN and tensor.device.type == "jax"
 
 
@@ -144,7 +144,10 @@ def as_array(value: Any) -> Any:
 
 
 def jit_torch(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a torch function of tensors with JAX; its first argument is static and hashable."""
+    """Return a torch function, compiled with JAX, of torchax tensors; its result is one tensor.
+
+    The first argument, of the function and of the result, is no tensor but static and hashable.
+    """
     import jax
 
     compiled = jax.jit(

@@ -17,6 +17,7 @@ class CompileClock:
 
     Attributes:
         started: time when the clock was made, of `time.perf_counter`.
+        spans: (event, start, stop) of JAX's work since the last `take`.
     """
 
     def __init__(self, announce: Callable[[str], None] = lambda line: None) -> None:
@@ -28,7 +29,10 @@ class CompileClock:
         jax.monitoring.register_event_duration_secs_listener(self._listen)
 
     def _listen(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
-        """Record a span of JAX's work, and announce a program whose lowering took long."""
+        """Record a span of JAX's work, and announce a program whose lowering took long.
+
+        JAX calls it when `event` has ended, after `duration_secs`.
+        """
         now = time.perf_counter()
         self.spans.append((event, now - duration_secs, now))
         name = str(kwargs.get("fun_name")).removeprefix("jit(").removesuffix(")")
@@ -45,7 +49,7 @@ class CompileClock:
 
     @property
     def elapsed(self) -> float:
-        """Return the wall seconds since the clock was made."""
+        """Wall seconds since the clock was made."""
         return time.perf_counter() - self.started
 
     def take(self) -> dict[str, float]:
@@ -58,8 +62,8 @@ class CompileClock:
 
 
 def covered_seconds(spans: list[tuple[str, float, float]], events: tuple[str, ...]) -> float:
-    """Return the seconds that spans (event, start, stop) of some events cover."""
-    total, end = 0.0, float("-inf")
+    """Return the seconds that spans (event, start, stop) of some events cover; overlaps count once."""
+    total, end = 0.0, float("-inf")  # end: of all spans counted so far
     for _, start, stop in sorted((span for span in spans if span[0] in events), key=lambda span: span[1]):
         total += max(0.0, stop - max(start, end))
         end = max(end, stop)

@@ -23,8 +23,9 @@ class _Differentiated(torch.autograd.Function):
     ) -> torch.Tensor:
         """Compute `function(*tensors)` on JAX, and save what `backward` needs.
 
-        Without `run` that is the residuals of `jax.vjp`. With `run`, which returns the same result more
-        cheaply, it is the inputs alone: `backward` then computes the function again.
+        If `run` is None, the residuals of `jax.vjp` are saved. Otherwise `run`, which returns the same result
+        more cheaply, is called, and the inputs alone are saved: `backward` then computes the function again.
+        In `ctx`, `kept` rebuilds what was saved, and `pull` returns gradients from that and a gradient.
         """
         import jax
 
@@ -47,13 +48,14 @@ class _Differentiated(torch.autograd.Function):
 
 
 def _keep(ctx: Any, tree: Any) -> Callable[[tuple[torch.Tensor, ...]], Any]:
-    """Save a tree's arrays in `ctx` for the backward pass; return a function of them that rebuilds the tree.
+    """Save a tree's arrays in `ctx`; return a function of `ctx.saved_tensors` that rebuilds the tree.
 
-    torch frees the arrays after the backward pass.
+    Saved so, torch frees the arrays after the backward pass.
     """
     import jax
 
-    leaves, structure = jax.tree.flatten(tree)  # no leaf of a tree is None
+    leaves, structure = jax.tree.flatten(tree)
+    # None marks a saved array: no leaf of a tree is None.
     others = [None if isinstance(leaf, jax.Array) else leaf for leaf in leaves]
     ctx.save_for_backward(*(tensor_of(leaf) for leaf in leaves if isinstance(leaf, jax.Array)))
 
@@ -81,10 +83,10 @@ def differentiable(
     """Call a JAX function of weights and an input, with torch's gradients for those that require one.
 
     Args:
-        function: of arrays, the weights by name and the input, to an array.
+        function: returns an array from the arrays of the weights, by name, and of the input.
         network: the network that has these weights as parameters; those with `requires_grad` get a gradient.
         weights: the arrays of the parameters, by name, as the function takes them.
-        x: a torchax tensor; it gets a gradient if it has `requires_grad`.
+        x: the input, a torchax tensor; it gets a gradient if it has `requires_grad`.
         run: returns the same result without keeping anything for `backward`, which then runs `function`
             first. None keeps what `backward` needs.
     """
@@ -93,7 +95,7 @@ def differentiable(
     x_array = array_of(x)
 
     def on_leaves(*values: Any) -> Any:
-        """Call `function` with the input and trained weights taken from `values`."""
+        """Call `function` with `values`, arrays of `leaves`, as the input and the trained weights."""
         (*inputs,) = values[: len(leaves) - len(trained)]
         trained_arrays = dict(zip(trained, values[len(inputs) :], strict=True))
         return function(weights | trained_arrays, *(inputs or [x_array]))

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 Visit = Callable[[str, Any], Any]
-"""Function of a layer's name and its arguments (args, kwargs) or result, to their replacement."""
+"""Function of a layer's name and its result, or its arguments (args, kwargs), to their replacement."""
 
 
 @contextlib.contextmanager
@@ -25,15 +25,15 @@ def watched(
 
     Args:
         network: gets hooks; pass a copy where the user's modules must stay as they are.
-        is_layer: returns whether a module, given its name and itself, is a layer.
-        given, taken: called with a layer's name and its result, or its arguments (args, kwargs); return their
-            replacement.
-        names_only: whether both return values unchanged; a fused kernel may then replace layers, as
-            `is_watched` is false for them.
+        is_layer: `is_layer(name, module)` returns whether a module of the network is a layer.
+        given: `given(name, result)` returns the replacement of a layer's result.
+        taken: `taken(name, (args, kwargs))` returns the replacement of a layer's arguments.
+        names_only: whether `given` and `taken` return values unchanged; a fused kernel may then replace the
+            layers, as `is_watched` is false for them.
     """
     import jax
 
-    scopes: list[Any] = []
+    scopes: list[Any] = []  # open name scopes, the innermost layer's last
 
     def before(name: str):
         """Return a pre-hook that opens the layer's name scope and calls `taken`."""
@@ -67,19 +67,19 @@ def watched(
 
 
 def is_watched(module: nn.Module) -> bool:
-    """Return whether a module has hooks, but for `names_only` ones, or an instance's own forward.
+    """Return whether a module must be called itself, so that no fused kernel may replace it.
 
-    Such a module must really be called: no fused kernel may replace it.
+    It must if it has a hook that is not `names_only` (`watched`), or a `forward` set on the instance.
     """
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     return "forward" in vars(module) or any(not getattr(hook, "names_only", False) for hook in hooks)
 
 
 def as_layer(module: nn.Module, run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `run`, which replaces a module that is not `is_watched`, with the module's name scope."""
+    """Return `run` in the name scope of the module that it replaces, which is not `is_watched`."""
 
     def call(*inputs: Any) -> Any:
-        """Run, with the module's hooks called for the names that they give; they change nothing."""
+        """Call `run` between the module's `names_only` hooks, which open and close the name scope."""
         for hook in module._forward_pre_hooks.values():
             hook(module, inputs, {})  # pyright: ignore[reportCallIssue]
         result = run(*inputs)

@@ -1,4 +1,4 @@
-"""Memory: what is free on a device, what this process has used, and errors of exhausted memory."""
+"""Memory: free bytes of a device, peak bytes of this process, and errors of exhausted memory."""
 
 import os
 from pathlib import Path
@@ -33,16 +33,17 @@ def of_several_processes(mesh: "Mesh | None") -> bool:
 
 
 def free_memory(mesh: "Mesh | None" = None) -> int:
-    """Return the free bytes of a device: of JAX's first one here, or of each device of a mesh.
+    """Return the free bytes of a device: of JAX's first device here, or of each device of a mesh.
 
-    CPU devices share the host's free memory equally. Over several processes it is the least of all, and every
-    process must call this.
+    CPU devices share the host's free memory equally. For a mesh of several processes the result is the least
+    of all processes', and every process must call this.
     """
     local_bytes = _free_memory(1 if mesh is None else mesh.local_mesh.size)
     if not of_several_processes(mesh):
         return local_bytes
     from jax.experimental import multihost_utils
 
+    # In MiB, which fit into 32 bits: JAX has no 64-bit integers by default.
     mebibytes = multihost_utils.process_allgather(np.asarray(local_bytes // 2**20, np.int32))
     return int(np.min(mebibytes)) * 2**20
 

@@ -46,7 +46,7 @@ class CopiesWithoutPrograms:
         """Return a deep copy without compiled programs."""
         copied = object.__new__(type(self))
         memo[id(self)] = copied
-        # With torchax on, plain tensors, which a model may hold besides, could not be copied.
+        # With torchax on, plain tensors, which a model may hold beside its weights, could not be copied.
         vars(copied).update(without_torchax(copy.deepcopy, self._state(), memo))
         return copied
 
@@ -64,9 +64,9 @@ class PicklesAsStock(CopiesWithoutPrograms):
 
 
 class PortedModel(CopiesWithoutPrograms, nn.Module):
-    """Mixin of ported models: a copy has the mesh, a pickle has not, and neither has compiled programs.
+    """Mixin of ported models, with a mesh; a copy has the mesh too, and no compiled programs.
 
-    An unpickled model is in PyTorch.
+    A pickle has neither mesh nor programs; an unpickled model is in PyTorch.
     """
 
     _mesh: Any = None

@@ -1,4 +1,4 @@
-"""A profile by JAX, with instructions named after the layers of torch networks."""
+"""A profile by JAX, whose instructions are named after the layers of torch networks."""
 
 import contextlib
 from collections.abc import Iterator
@@ -16,8 +16,8 @@ _profiling = False
 def profiling(directory: str | Path) -> Iterator[None]:
     """Record what JAX runs in a `with` block, into files for TensorBoard and Perfetto.
 
-    Programs that are traced in the block name their instructions after layers. The compile cache keeps them
-    apart from programs without names.
+    Programs that are traced in the block name their instructions after layers. Names are part of the compile
+    cache's key there: a program that was compiled without names is not taken from it.
 
     Args:
         directory: directory of the profile, created if missing; the trace is in its `plugins/profile/`.

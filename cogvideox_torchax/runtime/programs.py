@@ -1,4 +1,8 @@
-"""Compiled programs: pure functions of weights, inputs and a cache, each for a place."""
+"""Compiled programs: pure functions of weights, inputs and a cache, each for a place.
+
+A cache is a tree of arrays that a call returns and the next call takes: a VAE's convolutions keep frames of a
+chunk in it for the next chunk. A struct is a `jax.ShapeDtypeStruct`, which stands for an array.
+"""
 
 import contextlib
 import functools
@@ -32,7 +36,7 @@ class Programs:
     """A model's compiled programs, each for the module tree that it was traced from; safe in any thread."""
 
     KEPT = 4
-    """Most programs of one kind: for module trees that a user switches between."""
+    """Most programs kept of one kind: for module trees that a user switches between."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -42,13 +46,14 @@ class Programs:
         """Return the program of this kind for the module tree as it is now; build one if there is none.
 
         Args:
-            kind: key of a program of the model, such as a direction.
+            kind: key of a program among the model's, such as a direction of a VAE.
             network: the module tree.
             build: returns a new program of the network.
         """
         from jax_kernels.common.tiles import pallas_mode
 
         with self._lock:
+            # Profiling and the Pallas mode change the traced program too.
             entries = self._kept.setdefault((kind, is_profiling(), pallas_mode()), [])
             for snapshot, program in entries:
                 if snapshot.holds(network):
@@ -76,11 +81,12 @@ def _check_deterministic(network: nn.Module) -> nn.Module:
     """Return the network, checked for modules that are random.
 
     Raises:
-        ValueError: a module drops values at random, which a program would draw once and for all.
+        ValueError: a module drops values at random; a program would drop the same ones in each call.
     """
     for name, module in network.named_modules():
         if isinstance(module, DROPOUTS) and module.training and module.p > 0:
-            component = getattr(network, "component", None)  # of a pipeline
+            # A pipeline's network holds its model as `model`; the user knows it by the pipeline's name.
+            component = getattr(network, "component", None)
             shown = name if component is None else name.replace("model", component, 1)
             raise ValueError(
                 f"{shown} drops values by chance (p={module.p}), which no program on JAX does: call the "
@@ -90,13 +96,16 @@ def _check_deterministic(network: nn.Module) -> nn.Module:
 
 
 class Place:
-    """The devices of a program; here one device, JAX's default if None. Subclasses are for a mesh."""
+    """The devices of a program: here one device, JAX's default if None; a subclass is for a mesh.
+
+    A method's `name` is the weight's, by which a subclass may choose a sharding.
+    """
 
     def __init__(self, device: Any = None):
         self._device = device
 
     def weight(self, name: str, array: Any) -> Any:
-        """Return a weight, an array on JAX, on the devices where the program takes it."""
+        """Return a weight, an array on JAX, on the program's devices."""
         return array
 
     def put(self, array: Any) -> Any:
@@ -119,7 +128,10 @@ class Place:
         return self.struct(shape, dtype)
 
     def trace(self, run: Callable[..., Any], inputs: Any, cache: Any) -> Any:
-        """Return `run(inputs, cache)`, (result, cache), in a program; other keywords go to the network."""
+        """Return `run(inputs, cache)`, the result and the next cache; inside a program.
+
+        A subclass may pass keywords to `run`, which a `TorchNetwork` passes to `watching`.
+        """
         return run(inputs, cache)
 
     def compiler_options(self) -> dict[str, str]:
@@ -153,13 +165,13 @@ class TorchNetwork:
     def __call__(self, place: Place, weights: dict[str, Any], inputs: Any, cache: Any, **how: Any) -> Any:
         """Run the network on `weights`; return the result and the next cache.
 
-        Each call runs a new copy of the module tree, since tracing changes it. `how` goes to
-        `Place.watching`.
+        Each call runs a new copy of the module tree, since tracing changes it. `how` are the keywords of
+        `Place.trace`, for `Place.watching`.
         """
         import jax
 
-        # Between two chunks a cache lies as (H, W, N, T, C), as a TPU holds it while it computes: in any
-        # other order each program would rearrange it on its way in and out.
+        # Between two chunks a VAE's cache has the axes (H, W, N, T, C), in the order that a TPU computes in:
+        # in any other order each program would rearrange it on its way in and out.
         # Arrays that a denoising step keeps have other than five axes, and are not transposed.
         cache = jax.tree.map(lambda kept: kept.transpose(2, 4, 3, 0, 1) if kept.ndim == 5 else kept, cache)
         network = _check_deterministic(skeleton(self._module))
@@ -169,7 +181,7 @@ class TorchNetwork:
         precision = jax.default_matmul_precision("highest" if exact else "default")
         watching = place.watching(network, **how)
         with TRACING, named_layers(network), watching, precision, warnings.catch_warnings():
-            # What torch counts in 64 bits, JAX counts in 32: positions and token ids fit.
+            # torch's int64 becomes JAX's int32, which positions and token ids fit into.
             warnings.filterwarnings("ignore", "Explicitly requested dtype int64")
             result, cache = call(weights, (inputs, cache))
         return result, jax.tree.map(
@@ -180,9 +192,9 @@ class TorchNetwork:
 class Program:
     """A network (inputs, cache) -> (result, cache), compiled for a place: a pure function of weights too.
 
-    A call without a cache, such as a video's first chunk, is one program for each set of shapes; every
-    later chunk runs the other, whose cache is donated. Weights are arguments, and none are kept. Any thread
-    may run it. `compilations` counts the programs traced so far.
+    For each set of shapes there are two programs: a call without a cache, such as a video's first chunk, runs
+    one, and a later chunk the other, whose cache is donated. Weights are arguments, and none are kept. Any
+    thread may run it. `compilations` counts the programs traced so far.
 
     Args:
         network: a torch module, whose inputs are a tensor, or a dictionary of tensors and of tuples of them;
@@ -192,7 +204,7 @@ class Program:
     """
 
     def __init__(self, network: Any, place: Place | None = None):
-        """Prepare the two compiled functions, with and without donation; nothing is traced yet."""
+        """Prepare jitted functions for `run`, which donates the cache, and for `run_video`; trace nothing."""
         import jax
 
         configure_compile_cache()
@@ -216,14 +228,15 @@ class Program:
         return self.place.trace(functools.partial(self._network, self.place, weights), inputs, cache)
 
     def _trace_for_gradients(self, weights: dict[str, Any], inputs: Any, cache: Any) -> Any:
-        with torch.enable_grad():  # where it is off, modules leave gradient checkpointing out
+        """Trace with torch's gradients on: without them modules leave gradient checkpointing out."""
+        with torch.enable_grad():
             return self._trace(weights, inputs, cache)
 
     def weights(self, network: nn.Module) -> dict[str, Any]:
         """Return the arrays of a network's weights, by name, on the devices where the program takes them.
 
-        The network is like the compiled one. Weights that lie elsewhere, as after `load_state_dict`, are
-        moved, in the network too.
+        The network is like the compiled one. Weights on other devices, as after `load_state_dict`, are moved,
+        in the network too.
         """
         named = named_tensors(network)
         for name, tensor in named.items():
@@ -234,7 +247,10 @@ class Program:
         return {name: array_of(tensor) for name, tensor in named.items()}
 
     def put(self, inputs: Any) -> Any:
-        """Return arrays or tensors, plain or on JAX, as arrays on the program's devices; drop None values."""
+        """Return a tree of arrays or tensors, plain or on JAX, as arrays on the program's devices.
+
+        Entries of a dictionary that are None are left out.
+        """
         import jax
 
         if isinstance(inputs, dict):
@@ -260,14 +276,14 @@ class Program:
         return with_kept_cache(lambda chunk, cache: self.run(weights, self.put(chunk), cache))
 
     def run_video(self, weights: Any, video: Any, lengths: Sequence[int]) -> Any:
-        """Run all chunks of a video, a JAX array (N, C, T, H, W), for `jax.vjp`.
+        """Return the results of all chunks of a video, joined in time, for `jax.vjp`.
 
         The gradient of a later frame flows through the caches to earlier frames.
 
         Args:
-            weights: where the program takes them.
-            video: frames or latents.
-            lengths: of the chunks, in frames.
+            weights: on the program's devices.
+            video: frames or latents, a JAX array (N, C, T, H, W).
+            lengths: numbers of frames of the chunks.
         """
         import jax.numpy as jnp
 
@@ -288,8 +304,10 @@ class Program:
         """Return the structs of the weights, the inputs and the cache that `lower` takes.
 
         Args:
-            inputs: (shape, JAX dtype) of an input; of several, such pairs by name and in tuples.
-            before: inputs of the call whose cache this one takes; None for a call without one.
+            inputs: (shape, JAX dtype) of the input; for several inputs a dictionary by name, of such pairs or
+                of two of them as a tuple.
+            before: the same, for the inputs of the call whose cache this call takes; None for a call without
+                a cache.
         """
         import jax
 
@@ -310,12 +328,14 @@ class Program:
         return jax.tree.map(lambda part: self.place.cache_struct(part.shape, part.dtype), cache)
 
     def _structs(self, described: Any) -> Any:
-        """Return the structs of inputs, given as (shape, dtype), or as a dict or a tuple of such pairs."""
+        """Return the structs of inputs that are described as `structs` takes them."""
         if isinstance(described, dict):
-            return {name: self._structs(of) for name, of in described.items()}
+            return {name: self._structs(value) for name, value in described.items()}
         shape, dtype = described
-        several = isinstance(dtype, tuple)  # a pair of tensors, each with its shape and dtype
-        return tuple(map(self._structs, described)) if several else self.place.struct(shape, dtype)
+        is_pair_of_tensors = isinstance(dtype, tuple)  # `shape` and `dtype` are each a (shape, dtype) then
+        if is_pair_of_tensors:
+            return tuple(map(self._structs, described))
+        return self.place.struct(shape, dtype)
 
 
 def with_kept_cache(step: Callable[[Any, Any], tuple[Any, Any]]) -> Callable[[Any], Any]:

@@ -1,4 +1,4 @@
-"""Other packages kept quiet on a user's terminal."""
+"""Warnings and progress bars of other packages, kept off a user's terminal."""
 
 import importlib
 import importlib.util

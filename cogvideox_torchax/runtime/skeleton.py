@@ -57,6 +57,7 @@ def _copied(module: Module, done: dict[int, Any]) -> Module:
             for name, value in vars(module).copy().items()
             if name not in UNTRACED_ATTRIBUTES
         }
+        # A forward that is set on the instance must run the copy.
         forward = attributes.get("forward")
         if isinstance(forward, MethodType) and forward.__self__ is module:
             attributes["forward"] = MethodType(forward.__func__, copied)
@@ -68,7 +69,7 @@ def _copied(module: Module, done: dict[int, Any]) -> Module:
 
 
 def has_state(value: Any) -> bool:
-    """Return whether it is an object with attributes, and no module, tensor, class or function."""
+    """Return whether a value is an object with attributes, and no module, tensor, class or function."""
     others = nn.Module | torch.Tensor | type | ModuleType | FunctionType | MethodType
     return hasattr(value, "__dict__") and not isinstance(value, others)
 
@@ -85,6 +86,7 @@ def _copy_value(value: Any, done: dict[int, Any], of_processor: bool) -> Any:
         return _copy_value(item, done, of_processor)
 
     if of_processor and has_state(value):
+        # Here and below the copy is in `done` before its items are copied: they may refer to it.
         done[id(value)] = copied = copy.copy(value)
         vars(copied).update({name: copy_item(item) for name, item in vars(value).items()})
     elif type(value) in (dict, OrderedDict):
@@ -104,7 +106,7 @@ def weightless(module: Module) -> Module:
     """Return a `skeleton` whose weights have a shape and a dtype, and take no memory.
 
     Raises:
-        ValueError: a function stands where a module's forward is.
+        ValueError: a module's instance has a `forward` that is no method of it.
     """
 
     def empty(tensor: torch.Tensor) -> torch.Tensor:
@@ -128,7 +130,7 @@ def host_skeleton(module: Module) -> Module:
 
 
 def _with_weights(module: Module, make: Callable[[torch.Tensor], torch.Tensor]) -> Module:
-    """Return a skeleton with weights of its own; tied weights stay tied."""
+    """Return a skeleton whose weights are `make(tensor)` of the module's; tied weights stay tied."""
     copied = skeleton(module)
     without_torchax(replace_weights, copied, make)
     return copied

@@ -10,6 +10,7 @@ from cogvideox_torchax.runtime.models import UNTRACED_ATTRIBUTES
 from cogvideox_torchax.runtime.skeleton import CONTAINERS, PROCESSOR, has_state
 
 TREE = frozenset({"_modules", "_parameters", "_buffers"})
+"""Attributes of a module that hold its children and weights."""
 
 
 class Snapshot:
@@ -59,7 +60,7 @@ class _ModuleSnapshot:
         self._ids = tuple(map(id, vars(module).values()))
 
     def is_unchanged(self, module: nn.Module) -> bool:
-        """Return whether a module has the recorded type and attributes; equal ids of all prove it fast."""
+        """Return whether a module has the recorded type and attributes; equal ids of all prove it quickly."""
         attributes = vars(module)
         if type(module) is self._type and tuple(map(id, attributes.values())) == self._ids:
             return True
@@ -67,16 +68,18 @@ class _ModuleSnapshot:
         if type(module) is not self._type or len(attributes) != len(self.attributes) + len(TREE) + derived:
             return False
         for name, value in self.attributes.items():
-            found = attributes.get(name, self)
+            found = attributes.get(name, self)  # `self` is no module's attribute: it stands for a missing one
             if found is not value and not (type(value) in CONTAINERS and _same(_items(found), _items(value))):
                 return False
         return True
 
 
 def _contents(modules: Iterable[dict[str, Any]]) -> list[tuple[Any, list[Any]]]:
-    """Return every container that modules' attributes hold, at any depth, each with its items as they are.
+    """Return (container, its items now) of every container in modules' attributes, at any depth.
 
-    For a processor, and for the objects that it holds, the container is their attributes.
+    Args:
+        modules: the attributes of each module. For an attention processor among them, and for each object
+            that it holds, the container is the object's attributes.
     """
     found: dict[int, tuple[Any, list[Any]]] = {}
     for attributes in modules:
@@ -117,7 +120,11 @@ def _tree(root: nn.Module) -> Iterator[nn.Module]:
 
 
 def _weight_pattern(modules: Iterable[nn.Module]) -> list[Any]:
-    """Return the names of the weights, and which of them are one tensor under two names."""
+    """Return the names of children and weights in order, each weight's with a number.
+
+    The number is that of the tensor, by first appearance, so that tied weights have one number; None for a
+    weight that is None.
+    """
     first: dict[int, int] = {}
     pattern: list[Any] = []
     for module in modules:

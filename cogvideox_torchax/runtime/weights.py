@@ -18,7 +18,10 @@ def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _weight_slots(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Yield (name, dictionary, key) of each parameter and buffer in a module; tied ones repeat."""
+    """Yield (name, dictionary, key) of each parameter and buffer: `dictionary[key]` of a part holds it.
+
+    A tied weight is yielded under each of its names.
+    """
     for prefix, part in module.named_modules():
         for tensors in (part._parameters, part._buffers):
             for key in [key for key, tensor in tensors.items() if tensor is not None]:
@@ -26,12 +29,15 @@ def _weight_slots(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]
 
 
 def assign(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Replace a torchax tensor's array by another tensor's, without a copy."""
+    """Replace the array in the torchax tensor `tensor` by the array of `value`, without a copy."""
     replace_array(tensor, lambda _: array_of(value))
 
 
 def on_default_device(_name: str, array: Any) -> Any:
-    """Return a NumPy array on JAX's default device, in memory of its own; one on JAX where it is."""
+    """Return a NumPy array as a copy on JAX's default device; return a JAX array unchanged.
+
+    A `place` of `put_weights`.
+    """
     import jax
     import jax.numpy as jnp
 
@@ -78,7 +84,7 @@ def _replace(module: nn.Module, make: Callable[[str, torch.Tensor], torch.Tensor
 
 
 def _replaced(tensor: torch.Tensor, make: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """Return `make(tensor)`, as a parameter with its gradient if `tensor` is one; `tensor` if unchanged."""
+    """Return `make(tensor)`; if `tensor` is a parameter, as a parameter with its gradient made anew too."""
     made = make(tensor)
     if made is tensor or not isinstance(tensor, nn.Parameter):
         return made
@@ -94,12 +100,12 @@ def feed_weights(
     """Assign a module's weights one at a time; its parameters may be on torch's "meta" device.
 
     Args:
-        module: of parameters and buffers that are saved.
-        tensors: (name, array) pairs; each is read when the one before is placed.
+        module: gets the weights; all of its buffers must be saved ones, of its state dict.
+        tensors: (name, array) pairs; each is read when the previous one is placed.
         place: function of a name and a NumPy array that returns the placed JAX array.
 
     Returns:
-        The names that no tensor came for, and those that the module does not have.
+        The names of weights for which there was no tensor, and the names of tensors that the module lacks.
 
     Raises:
         ValueError: a tensor of another shape than the module's.
@@ -111,12 +117,13 @@ def feed_weights(
             unexpected.append(name)
             continue
         owner, key = slots[name]
-        before = owner[key]
-        if tuple(before.shape) != array.shape:
-            raise ValueError(f"got {name} of shape {array.shape}: the model's is {tuple(before.shape)}")
+        old = owner[key]
+        if tuple(old.shape) != array.shape:
+            raise ValueError(f"got {name} of shape {array.shape}: the model's is {tuple(old.shape)}")
+        # Wait: transfers run asynchronously, and would keep many host arrays alive at once.
         placed = tensor_of(place(name, array).block_until_ready())
-        if isinstance(before, nn.Parameter):
-            placed = nn.Parameter(placed, requires_grad=before.requires_grad)
+        if isinstance(old, nn.Parameter):
+            placed = nn.Parameter(placed, requires_grad=old.requires_grad)
         owner[key] = placed
         missing.discard(name)
     return missing, unexpected
