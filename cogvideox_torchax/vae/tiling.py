@@ -91,10 +91,10 @@ def plan_axis(size: int, *, tile: int, overlap: float, scale_in: int = 1, scale_
         )
     step = int(tile * (1 - overlap) + 1e-6)  # 1e-6: for a product rounded to just below a whole number
     if tile < 1 or step < 1:
-        wanted = math.ceil(1 / (1 - overlap) - 1e-6)
+        smallest = math.ceil(1 / (1 - overlap) - 1e-6)
         raise ValueError(
             f"got a tile of {tile} latent pixels with overlap {overlap:.3f}: a tile must advance by at least "
-            f"one latent pixel; with this overlap use a tile of {wanted} at least, or a smaller overlap"
+            f"one latent pixel; with this overlap use a tile of {smallest} at least, or a smaller overlap"
         )
     spans = tuple((start, min(start + tile * scale_in, size)) for start in range(0, size, step * scale_in))
     return AxisPlan(spans, keep=step * scale_out, blend=(tile - step) * scale_out)

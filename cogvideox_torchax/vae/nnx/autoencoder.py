@@ -390,7 +390,10 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         placement = self.placement(direction)
 
         def start(as_uint8: bool) -> Callable[[Any], jax.Array]:
-            """Return a new function of a chunk that keeps the cache for the next; see `tiling.run_chunks`."""
+            """Return a new function of a chunk that keeps the cache for the next chunk.
+
+            `as_uint8` is `tiling.run_chunks`'s, which asks for bytes of whole frames but not of tiles.
+            """
             chunk = self.chunk(direction, as_uint8=as_uint8, frame_by_frame=frame_by_frame)
             network, weights = Network.split(chunk)
             return compiled(network, placement).begin(weights)

@@ -74,7 +74,7 @@ class Conv3d(Conv):
         super().__init__(in_channels, out_channels, (1, 1, 1), config)
 
     def __call__(self, x_NTHWC: jax.Array) -> jax.Array:
-        y_NTHWC, _ = jax_kernels.conv3d(x_NTHWC, *self.cast(x_NTHWC.dtype), split=self.split)
+        y_NTHWC, _no_cache = jax_kernels.conv3d(x_NTHWC, *self.cast(x_NTHWC.dtype), split=self.split)
         return y_NTHWC
 
 
@@ -174,8 +174,8 @@ def normed_conv(
         x_NTHWC: the frames.
         zq_NthwC: latents for a spatial norm; None for a GroupNorm.
         cache: the convolution's, from the chunk before; None at a video's start.
-        moments: column moments of `x_NTHWC`, from the call that returned it; None computes the norm's
-            statistics from the frames.
+        moments: column moments of `x_NTHWC` (mean and squared deviations of each column of pixels), from the
+            call that returned it; None computes the norm's statistics from the frames.
         residual: frames to add, or None.
 
     Returns:
@@ -231,11 +231,11 @@ class ResnetBlock3D(nnx.Module):
         """Run the block on a chunk; return the result and the caches of both convolutions."""
         old, new = cache or {}, {}
         shortcut = x_NTHWC if self.conv_shortcut is None else self.conv_shortcut(x_NTHWC)
-        y_NTHWC, new["conv1"], moments = normed_conv(
+        y_NTHWC, new["conv1"], column_moments = normed_conv(
             self.norm1, self.conv1, x_NTHWC, zq_NthwC, old.get("conv1")
         )
-        y_NTHWC, new["conv2"], _moments = normed_conv(
-            self.norm2, self.conv2, y_NTHWC, zq_NthwC, old.get("conv2"), moments, residual=shortcut
+        y_NTHWC, new["conv2"], _column_moments = normed_conv(
+            self.norm2, self.conv2, y_NTHWC, zq_NthwC, old.get("conv2"), column_moments, residual=shortcut
         )
         return y_NTHWC, new
 

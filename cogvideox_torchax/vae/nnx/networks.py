@@ -99,7 +99,7 @@ class Decoder3D(nnx.Module):
         for i, block in enumerate(self.up_blocks):
             name = f"up_block_{i}"
             x_NTHWC, new[name] = block(x_NTHWC, z_NthwC, old.get(name), first_frame_alone=first_frame_alone)
-        x_NTHWC, new["conv_out"], _moments = normed_conv(
+        x_NTHWC, new["conv_out"], _column_moments = normed_conv(
             self.norm_out, self.conv_out, x_NTHWC, z_NthwC, old.get("conv_out")
         )
         return x_NTHWC, new

@@ -28,6 +28,7 @@ COMPILED_PREFIX = "_orig_mod."
 """Prefix that `torch.compile` adds to the names of a compiled module's tensors."""
 
 _LEAVES = {"kernel": "weight", "scale": "weight", "bias": "bias"}
+"""Last word of diffusers' name for the last word of an NNX path."""
 
 
 def diffusers_name(path: Keys) -> str:

@@ -175,7 +175,10 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
         on_jax = runtime.is_on_jax(self)
 
         def start(as_uint8: bool) -> Callable[[Any], Any]:
-            """Return a new function of a chunk that keeps the cache for the next; see `tiling.run_chunks`."""
+            """Return a new function of a chunk that keeps the cache for the next chunk.
+
+            `as_uint8` is `tiling.run_chunks`'s, which asks for bytes of whole frames but not of tiles.
+            """
             network = chunk_network(self, direction, as_uint8)
             if not on_jax:
                 return runtime.with_kept_cache(network)

@@ -218,11 +218,11 @@ class ResnetBlock3D(diffusers_vae.CogVideoXResnetBlock3D):
         cache = conv_cache or {}
         new_cache: Cache = {}
         shortcut = inputs if self.in_channels == self.out_channels else self.conv_shortcut(inputs)
-        hidden, new_cache["conv1"], moments = self._normed_conv(
+        hidden, new_cache["conv1"], column_moments = self._normed_conv(
             self.norm1, self.conv1, inputs, zq, cache.get("conv1")
         )
-        hidden, new_cache["conv2"], _ = self._normed_conv(
-            self.norm2, self.conv2, hidden, zq, cache.get("conv2"), moments, residual=shortcut
+        hidden, new_cache["conv2"], _column_moments = self._normed_conv(
+            self.norm2, self.conv2, hidden, zq, cache.get("conv2"), column_moments, residual=shortcut
         )
         return hidden, new_cache
 
@@ -243,8 +243,8 @@ class ResnetBlock3D(diffusers_vae.CogVideoXResnetBlock3D):
             hidden: the frames.
             zq: latents for a spatial norm; None for a GroupNorm.
             conv_cache: of `conv`, from the chunk before; None at a video's start.
-            moments: column moments of `hidden`, from the call that returned it; None computes the norm's
-                statistics from the frames.
+            moments: column moments of `hidden` (mean and squared deviations of each column of pixels), from
+                the call that returned it; None computes the norm's statistics from the frames.
             options: `residual`, frames to add to the result; absent where `conv` need not take it.
 
         Returns:
