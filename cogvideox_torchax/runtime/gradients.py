@@ -25,18 +25,21 @@ class _Differentiated(torch.autograd.Function):
 
         If `run` is None, the residuals of `jax.vjp` are saved. Otherwise `run`, which returns the same result
         more cheaply, is called, and the inputs alone are saved: `backward` then computes the function again.
-        In `ctx`, `kept` rebuilds what was saved, and `pull` returns gradients from that and a gradient.
+        In `ctx`, `rebuild` returns the saved object, and `pull` the gradients from it and the result's
+        gradient.
         """
         import jax
 
         arrays = tuple(map(array_of, tensors))
         if run is None:
             array, pull_back = jax.vjp(function, *arrays)
-            ctx.kept, ctx.pull = _keep(ctx, pull_back), lambda kept, gradient: kept(gradient)
+            ctx.rebuild = _keep(ctx, pull_back)
+            ctx.pull = lambda pull_back, gradient: pull_back(gradient)
             return tensor_of(array)
         result = run()
-        ctx.kept = _keep(ctx, arrays)
-        ctx.pull = lambda kept, gradient: jax.vjp(function, *kept)[1](gradient)
+        ctx.rebuild = _keep(ctx, arrays)
+        # `jax.vjp` returns the result and the function of the result's gradient.
+        ctx.pull = lambda arrays, gradient: jax.vjp(function, *arrays)[1](gradient)
         return result
 
     @staticmethod
@@ -44,7 +47,8 @@ class _Differentiated(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         """Return no gradients for `function` and `run`, and one for each tensor."""
         (gradient,) = map(array_of, gradients)
-        return None, None, *map(tensor_of, ctx.pull(ctx.kept(ctx.saved_tensors), gradient))
+        saved = ctx.rebuild(ctx.saved_tensors)
+        return None, None, *map(tensor_of, ctx.pull(saved, gradient))
 
 
 def _keep(ctx: Any, tree: Any) -> Callable[[tuple[torch.Tensor, ...]], Any]:
@@ -96,9 +100,9 @@ def differentiable(
 
     def on_leaves(*values: Any) -> Any:
         """Call `function` with `values`, arrays of `leaves`, as the input and the trained weights."""
-        (*inputs,) = values[: len(leaves) - len(trained)]
+        inputs = values[: len(leaves) - len(trained)]  # of `x`, or none if `x` requires no gradient
         trained_arrays = dict(zip(trained, values[len(inputs) :], strict=True))
-        return function(weights | trained_arrays, *(inputs or [x_array]))
+        return function(weights | trained_arrays, *(inputs or (x_array,)))
 
     return _Differentiated.apply(on_leaves, run, *leaves)  # pyright: ignore[reportReturnType]
 

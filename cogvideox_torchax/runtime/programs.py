@@ -171,12 +171,13 @@ class TorchNetwork:
         import jax
 
         # Between two chunks a VAE's cache has the axes (H, W, N, T, C), in the order that a TPU computes in:
-        # in any other order each program would rearrange it on its way in and out.
-        # Arrays that a denoising step keeps have other than five axes, and are not transposed.
+        # in any other order each program would rearrange it on its way in and out. torch's order is NCTHW.
+        # The cache of a denoising step has no arrays of five axes, and is not transposed.
         cache = jax.tree.map(lambda kept: kept.transpose(2, 4, 3, 0, 1) if kept.ndim == 5 else kept, cache)
         network = _check_deterministic(skeleton(self._module))
         call = import_torchax().interop.jax_view(functools.partial(torch.func.functional_call, network))
-        # By default a TPU multiplies float32 in bfloat16, and a recent GPU in TF32.
+        # By default a TPU multiplies float32 in bfloat16, and a recent GPU in TF32. Vectors do not count: a
+        # bfloat16 model may have norms in float32.
         exact = any(array.dtype == "float32" for array in weights.values() if array.ndim > 1)
         precision = jax.default_matmul_precision("highest" if exact else "default")
         watching = place.watching(network, **how)

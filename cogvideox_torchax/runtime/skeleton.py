@@ -86,7 +86,7 @@ def _copy_value(value: Any, done: dict[int, Any], of_processor: bool) -> Any:
         return _copy_value(item, done, of_processor)
 
     if of_processor and has_state(value):
-        # Here and below the copy is in `done` before its items are copied: they may refer to it.
+        # Here, and for dictionaries and lists, `done` gets the copy before its items: they may refer to it.
         done[id(value)] = copied = copy.copy(value)
         vars(copied).update({name: copy_item(item) for name, item in vars(value).items()})
     elif type(value) in (dict, OrderedDict):

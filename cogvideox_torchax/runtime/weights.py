@@ -84,7 +84,7 @@ def _replace(module: nn.Module, make: Callable[[str, torch.Tensor], torch.Tensor
 
 
 def _replaced(tensor: torch.Tensor, make: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """Return `make(tensor)`; if `tensor` is a parameter, as a parameter with its gradient made anew too."""
+    """Return `make(tensor)`; for a parameter as a parameter, whose gradient goes through `make` too."""
     made = make(tensor)
     if made is tensor or not isinstance(tensor, nn.Parameter):
         return made

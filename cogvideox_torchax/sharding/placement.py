@@ -8,7 +8,7 @@ are copied to every device.
 A width that does not divide is padded on entry (`PaddedChunk`): 90 latent columns over 8 devices to 8 x 12,
 and so 24, 48 and 96 columns a device at the levels above. Kernels get the number of columns that belong to
 the frame (`jax_kernels.common.columns.Split`), and the padding is cut off a user's results. XLA would pad
-each level by itself, 180 columns to 8 x 23 and 360 to 8 x 45, and move columns between devices at each level.
+each level separately, 180 columns to 8 x 23 and 360 to 8 x 45, and move columns between devices each time.
 """
 
 import contextlib
@@ -97,7 +97,7 @@ class Placement(MeshPlace):
     Attributes:
         axes: the order of axes of chunks, activations and results.
         cache_axes: the order of axes of the caches between two chunks; None for `axes`.
-        unit: number of columns of a chunk that a device has together: those of a latent pixel.
+        unit: number of columns of a chunk for each latent pixel; a device has all columns of a latent pixel.
     """
 
     axes: Axes = NCTHW
@@ -125,7 +125,7 @@ class Placement(MeshPlace):
 
     def padding(self, shape: tuple[int, ...]) -> list[tuple[int, int]]:
         """Return the padding (before, after) of each axis with which a chunk divides at all resolutions."""
-        # Each device gets a multiple of `unit` columns, whole latent pixels.
+        # Each device gets a multiple of `unit` columns; `-size % k` is missing to the next multiple of k.
         units = [self.unit if axis == self.axes.index("W") else 1 for axis in range(len(shape))]
         parts = self.parts(self.spec(shape))
         return [(0, -size % (n * unit)) for size, n, unit in zip(shape, parts, units, strict=True)]

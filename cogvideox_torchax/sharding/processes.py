@@ -39,18 +39,18 @@ def connect(
     *,
     timeout: int = TIMEOUT,
 ) -> None:
-    """Join this process to the others, before anything has touched a device; a second call does nothing.
+    """Join this process to the other processes, before anything uses a device; a second call does nothing.
 
     Args:
         coordinator: host and port of the first process; `JAX_COORDINATOR_ADDRESS` if None.
         count, index: number of processes, and this one's index from 0. If both are None, they and the
             coordinator come from the environment: a TPU pod, Slurm, Open MPI, Kubernetes.
-        timeout: seconds to wait for the others to join, and seconds of silence after which a process counts
-            as dead and every process ends with an error.
+        timeout: seconds to wait for all processes to join, and seconds of silence after which a process
+            counts as dead and every process ends with an error.
 
     Raises:
         ProcessError: one of `count` and `index` without the other, or an environment that names neither.
-        RuntimeError: the others did not join.
+        RuntimeError: the other processes did not join.
     """
     if (count is None) != (index is None):
         raise ProcessError(
@@ -82,7 +82,7 @@ def is_first() -> bool:
 def wait_for_all() -> None:
     """Wait until every process has called this.
 
-    The first process holds the others' connection, and must not end before them.
+    The first process serves the connection of all processes, and must end last.
     """
     multihost_utils.sync_global_devices("cogvideox_torchax")
 
@@ -133,7 +133,7 @@ class Exchange:
         return whole
 
     def fetch_to_first(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the chunk as a plain tensor in the first process, a tensor of no frames in the others."""
+        """Return the chunk as a plain tensor in the first process, one of no frames in other processes."""
         array = self._write(tensor)
         if not is_first():
             return runtime.plain_tensor(np.zeros((*array.shape[:2], 0, *array.shape[3:]), array.dtype))

@@ -88,7 +88,7 @@ def read_tensors(files: Iterable[Path]) -> Iterator[tuple[str, np.ndarray]]:
         with safe_open(path, framework="numpy") as file:
             names = list(file.keys())
         for name in names:
-            # Opened anew for each tensor: pages that a mapping has touched stay in memory until it is closed,
+            # Opened again for each tensor: pages that a mapping has read stay in memory until it is closed,
             # and would add up to the whole file beside the weights.
             with safe_open(path, framework="numpy") as file:
                 yield name, file.get_tensor(name)

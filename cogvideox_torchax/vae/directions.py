@@ -50,4 +50,4 @@ class Direction(StrEnum):
         return [length(chunk.length, steps) for chunk in self.chunks(vae, frames)]
 
 
-ENCODE, DECODE = Direction  # an enum's members, in order
+ENCODE, DECODE = Direction  # iterating over an enum gives its members in order

@@ -23,7 +23,7 @@ The cache has this size after a chunk of any length, even a single frame.
 FRAME_BYTES = {ENCODE: 840, DECODE: 5230}
 """Bytes of temporaries beside the cache, for each pixel of each frame to encode or latent frame to decode.
 
-The first of an odd number of frames is computed by itself and needs no further memory.
+The first of an odd number of frames is computed alone, and needs no further memory.
 """
 IMAGE_BYTES = {ENCODE: 1083, DECODE: 739}
 """Bytes of temporaries beside the cache, for each pixel of a chunk of a single frame.

@@ -2,7 +2,7 @@
 
 Tiles are cut, run and blended as in diffusers. There, overlap and crop are rounded separately, so that a tile
 whose overlap is not a whole number of latent pixels gives an output of the wrong size. Here all sizes follow
-from one number of latent pixels: equal to diffusers' where those are right, and right everywhere.
+from one number of latent pixels: they equal diffusers' sizes where diffusers' are right.
 """
 
 import functools
@@ -53,7 +53,7 @@ def tile_groups_of(plan: TilePlan, together: int) -> list[list[tuple[int, int]]]
 
     Args:
         plan: the tiles of a frame.
-        together: number of tiles of one size in a group; each tile of a remainder is a group by itself.
+        together: number of tiles of one size in a group; each tile of a remainder is a group alone.
 
     Returns:
         Groups of tiles, each tile given as its (row, column) in the plan.

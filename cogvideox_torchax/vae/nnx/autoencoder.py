@@ -415,7 +415,7 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         """Run on a mesh of `cogvideox_torchax.make_mesh` from now on; the weights are copied to its devices.
 
         One video is split by width over all devices, a batch that "dp" divides by video over "dp" and by
-        width over "tp"; any width is valid. Inputs may lie anywhere, results are sharded.
+        width over "tp"; any width is valid. Inputs may be on any device, results are sharded.
 
         Raises:
             ValueError: a mesh that was not made by `make_mesh`.

@@ -1,4 +1,4 @@
-"""FlaxVAEForPipelines: what a diffusers pipeline asks of a VAE, answered by the Flax build.
+"""FlaxVAEForPipelines: the interface of a VAE to a diffusers pipeline, over the Flax build.
 
 Axis letters: N videos, C channels, T frames, H rows, W columns. Tensors are NCTHW, as diffusers has them.
 """

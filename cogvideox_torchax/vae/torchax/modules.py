@@ -70,7 +70,7 @@ class GroupNorm(OnColumns, nn.GroupNorm):
 
     def forward(self, input: torch.Tensor, *, activation: str | None = None) -> torch.Tensor:
         """Norm on JAX by the kernel, and apply `activation` ("silu"); in PyTorch norm without activation."""
-        if not on_jax(input) or input.ndim < 3:  # the kernel norms over at least one axis beside channels
+        if not on_jax(input) or input.ndim < 3:  # the kernel wants a pixel axis
             _refuse_activation(activation)
             return super().forward(input)
         return torch_view(jax_kernels.group_norm)(
@@ -210,7 +210,11 @@ class ResnetBlock3D(diffusers_vae.CogVideoXResnetBlock3D):
         zq: torch.Tensor | None = None,
         conv_cache: Cache | None = None,
     ) -> tuple[torch.Tensor, Cache]:
-        """Run the block fused; by diffusers' forward for plain tensors, a time embedding or dropout."""
+        """Run the block fused, or by diffusers' forward.
+
+        Diffusers' forward is taken for plain tensors, convolutions that are not ported, a time embedding
+        `temb`, dropout, or a causal convolution as shortcut (`use_conv_shortcut`).
+        """
         drops = self.training and self.dropout.p > 0
         ported = all(isinstance(conv, CausalConv3d) for conv in (self.conv1, self.conv2))
         if not on_jax(inputs) or not ported or temb is not None or self.use_conv_shortcut or drops:
