@@ -242,6 +242,7 @@ class Program:
         named = named_tensors(network)
         for name, tensor in named.items():
             array = array_of(tensor)
+            # An array that is traced, as by a user's `jax.grad`, has no devices.
             placed = array if is_traced(array) else self.place.weight(name, array)
             if placed is not array:
                 assign(tensor, tensor_of(placed))

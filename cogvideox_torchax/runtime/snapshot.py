@@ -35,7 +35,7 @@ class Snapshot:
         return (
             len(modules) == len(self._modules)
             and all(seen.is_unchanged(module) for seen, module in zip(self._modules, modules, strict=True))
-            and all(
+            and all(  # but for the root
                 seen.module() is module for seen, module in zip(self._modules[1:], modules[1:], strict=True)
             )
             and not any(self._empty)
@@ -64,8 +64,8 @@ class _ModuleSnapshot:
         attributes = vars(module)
         if type(module) is self._type and tuple(map(id, attributes.values())) == self._ids:
             return True
-        derived = len(attributes.keys() & UNTRACED_ATTRIBUTES)
-        if type(module) is not self._type or len(attributes) != len(self.attributes) + len(TREE) + derived:
+        untraced = len(attributes.keys() & UNTRACED_ATTRIBUTES)  # may have come or gone
+        if type(module) is not self._type or len(attributes) != len(self.attributes) + len(TREE) + untraced:
             return False
         for name, value in self.attributes.items():
             found = attributes.get(name, self)  # `self` is no module's attribute: it stands for a missing one

@@ -84,7 +84,7 @@ def estimated_bytes(vae: Any, direction: Direction, height: int, width: int, fra
     mesh = getattr(vae, "mesh", None)
     devices = 1 if mesh is None else mesh.size
     kernel_factor = 1.0 if runtime.dtype_name(vae.dtype) == "bfloat16" else WITHOUT_KERNEL
-    # An odd frame needs no further memory (`FRAME_BYTES`); `or`: none is left of a single one.
+    # `FRAME_BYTES` is for the even number of frames that run together; a single frame has `IMAGE_BYTES`.
     temporaries = FRAME_BYTES[direction] * (longest - longest % 2) or IMAGE_BYTES[direction]
     bytes_a_pixel = CACHE_BYTES[direction] + temporaries
     return math.ceil(bytes_a_pixel * relative_size * kernel_factor * height * width / devices)

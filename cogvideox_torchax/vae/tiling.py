@@ -195,8 +195,8 @@ def run_tiles(
         outputs: list[list[Any]] = [[None] * len(row) for row in tiles]
         for group, run in zip(tile_groups, runs, strict=True):
             batch = run(arrays.concatenate([tiles[row][column] for row, column in group], 0))
-            for index, (row, column) in enumerate(group):
-                is_alone = len(group) == 1
+            is_alone = len(group) == 1
+            for index, (row, column) in enumerate(group):  # each tile has `videos` entries of the batch
                 outputs[row][column] = batch if is_alone else arrays.take(batch, 0, index * videos, videos)
         yield join(outputs)
 
@@ -210,7 +210,7 @@ def cut(x: Any, plan: TilePlan, row_axis: int) -> list[list[Any]]:
     ]
 
 
-_cut_on_jax = functools.partial(jax.jit, static_argnums=(1, 2))(cut)
+_cut_on_jax = functools.partial(jax.jit, static_argnums=(1, 2))(cut)  # static: all but the array
 
 
 def _join_and_place(
@@ -222,7 +222,7 @@ def _join_and_place(
     return frames if placement is None else placement.result_without_padding(frames)
 
 
-_join_on_jax = functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))(_join_and_place)
+_join_on_jax = functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))(_join_and_place)  # all but the tiles
 
 
 def join(tiles: Sequence[Sequence[Any]], plan: TilePlan, row_axis: int) -> Any:
