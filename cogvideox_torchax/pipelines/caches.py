@@ -2,8 +2,8 @@
 
 `enable_cache` has diffusers hook the transformer's modules. The hooks are removed from the modules, and kept:
 a copy of them for each run decides on the host what a step skips; for FirstBlockCache the device decides.
-Each set of skipped modules, a form, is a program of its own. The arrays that a step keeps for later ones are
-the program's cache: donated, and zeros before the first step.
+A step's form says what it skips; each form is a program. The arrays that a step keeps for later steps are
+the program's cache: donated, and zeros before the first step. A residual of blocks is result minus input.
 """
 
 import contextlib
@@ -23,19 +23,20 @@ from torch import nn
 from cogvideox_torchax import runtime, upstream
 
 Form = tuple[Any, ...]
-"""A step's computation: its kind, the names of modules whose results are kept, and of skipped modules.
+"""What a step computes: (kind, names of modules whose results are kept, names of skipped modules, ...).
 
-Further items depend on the kind; a form may end early. Another form is another program.
+Further items depend on the kind, a key of `cached_layers.REUSES` or a method of `cached_layers.BlockStack`,
+whose forms may have the kind alone. Another form is another program.
 """
 
 
 StepPlan = tuple[Form, dict[str, torch.Tensor]]
-"""The form of a step, and the tensors of `cached_layers.NUMBERS` that its program takes, by name."""
+"""(form, numbers) of a step: `numbers` are tensors of `cached_layers.NUMBERS`, by name, for its program."""
 
 
 @functools.cache
 def form(*parts: Any) -> Form:
-    """Return the form of these items, the same object for the same items: programs are cached by it."""
+    """Return the form of these items; equal items give the same object."""
     return parts
 
 
@@ -48,8 +49,8 @@ class RunState:
 
     Attributes:
         hooks: diffusers' hooks, copied for this run, by the module's name.
-        kept: arrays of the last step; None before the first.
-        computed: for each step, whether nothing was skipped: a bool, or a scalar on the device that is not
+        kept: arrays that the last step has kept; None before the first step.
+        computed: for each step, whether it skipped nothing: a bool, or a scalar on the device that is not
             waited for.
     """
 
@@ -59,7 +60,7 @@ class RunState:
 
 
 class _ThreadStates(threading.local):
-    """The states of this thread's runs, by cache and name of a context, and the current context."""
+    """The states of this thread's runs, by cache and name of a context, and the current context's name."""
 
     def __init__(self) -> None:
         self.states: MutableMapping[StepCache, dict[str | None, RunState]] = WeakKeyDictionary()
@@ -109,12 +110,13 @@ class StepCache:
 
         Args:
             model: the transformer.
-            network: returns the network of a step of a form.
+            network: returns the network of a step of a given form.
             tensors: inputs of the step, by name.
         """
+        # Hooks without a state manager do not tell contexts apart, in diffusers either.
         name = _THREAD.context if any(hasattr(each.hook, "state_manager") for each in self.hooks) else None
         states = _THREAD.states.setdefault(self, {})
-        state = states.pop(name, None) or self._new_state(name)  # a step that fails leaves nothing
+        state = states.pop(name, None) or self._new_state(name)  # a step that fails leaves no state behind
         form, numbers = runtime.without_torchax(self._plan_step, state, model, tensors)
         network_of_form = network(form)
         program = model.program_of(network_of_form)
@@ -127,15 +129,22 @@ class StepCache:
         return runtime.tensor_of(sample)
 
     def plan_run(self, model: Any, batch: int, steps: Iterable[Any]) -> list[StepPlan]:
-        """Return the plan of each of a run's steps on `batch` videos, without running them.
+        """Return the plan of each step of a run, without running any.
 
-        `steps` is iterated meanwhile, so it may set the timestep that callbacks return.
+        Args:
+            model: the transformer.
+            batch: number of videos in a step's inputs.
+            steps: an item for each step, taken just before the step is planned: a generator may set the
+                timestep that the hooks' callbacks return.
         """
         state, tensors = self._new_state("a plan"), {"hidden_states": torch.empty(batch, 0)}
         return [self._plan_step(state, model, tensors) for _ in steps]
 
     def _new_state(self, name: str | None) -> RunState:
-        """Return the state of a new run, with copies of the hooks, reset and in the context `name`."""
+        """Return the state of a new run in the context `name`, with copies of the hooks.
+
+        From now on `computed` is about this run.
+        """
         state = RunState(
             runtime.without_torchax(copy.deepcopy, {each.module: each.hook for each in self.hooks})
         )
@@ -146,9 +155,12 @@ class StepCache:
         return state
 
     def _plan_step(self, state: RunState, model: Any, tensors: dict[str, Any]) -> StepPlan:
-        """Return the next step's form and the tensors of its `NUMBERS`, and count the step.
+        """Return the next step's form and numbers, and have the hooks count the step.
 
-        The hooks of `state` decide what the step skips; `tensors` are its inputs, by name.
+        Args:
+            state: the run's state, whose hooks decide what the step skips; its `computed` grows.
+            model: the transformer.
+            tensors: inputs of the step, by name.
         """
         raise NotImplementedError
 
@@ -157,36 +169,47 @@ class StepCache:
 
 
 class FirstBlockSteps(StepCache):
-    """FirstBlockCache: the other blocks run if the first one's residual has changed enough."""
+    """FirstBlockCache: the blocks after the first run if the first one's residual has changed enough."""
 
     def plan_run(self, model: Any, batch: int, steps: Iterable[Any]) -> list[StepPlan]:
-        """Return two plans: of a step that runs all blocks, and of one that reuses the others' residual."""
-        ((_, numbers),) = super().plan_run(model, batch, range(1))
+        """Return two plans, whatever the `steps`: of a step that runs all blocks, and of one that reuses.
+
+        The second runs the first block, and adds the kept residual of the blocks after it. In a run the
+        device decides between the two; in a plan each is a program.
+        """
+        # One step is planned, `range(1)`, for its threshold: all steps have the same plan.
+        ((_form, numbers),) = super().plan_run(model, batch, range(1))
+        # No modules are named as kept or skipped: `BlockStack` keeps its own residuals.
         return [(form("first_block", (), (), reuses), numbers) for reuses in (False, True)]
 
     def _plan_step(self, state: RunState, model: Any, tensors: dict[str, Any]) -> StepPlan:
-        """Return the form that is the same for all steps, and the threshold: the device decides."""
-        head = next(iter(state.hooks.values()))
+        """Return the form of every step, and the threshold with which the device decides."""
+        head = next(iter(state.hooks.values()))  # the first block's hook
         head.state_manager.get_state()  # raises an error outside of a context
         return form("first_block"), {"threshold": torch.tensor(head.threshold)}
 
     def _record(self, state: RunState, seen: Any) -> None:
-        """Record whether the step ran all blocks."""
+        """Record `seen`, whether the step ran all blocks."""
         state.computed.append(seen)
 
 
 class MagSteps(StepCache):
-    """MagCache: all blocks or none, by ratios that are known before the run."""
+    """MagCache: all blocks or none, by ratios that are known before the run.
+
+    A ratio is the norm of a step's residual of all blocks over that of the step before. A calibration run
+    measures the ratios; it skips nothing.
+    """
 
     def _plan_step(self, state: RunState, model: Any, tensors: dict[str, Any]) -> StepPlan:
         """Return the form that runs all blocks or none, as the hooks decide by their ratios."""
         if self.hooks[0].hook.config.calibrate:
-            return form("all_blocks"), {}
-        state.computed.append(self._count_step(state))
-        return form("all_blocks" if state.computed[-1] else "no_block"), {}
+            return form("all_blocks"), {}  # `_record` counts the step, once its ratio is measured
+        computes = self._count_step(state)
+        state.computed.append(computes)
+        return form("all_blocks" if computes else "no_block"), {}
 
     def _record(self, state: RunState, seen: Any) -> None:
-        """Give the measured ratio to the hooks, if they calibrate."""
+        """Give the hooks `seen`, the ratio that the step has measured, if they calibrate."""
         if self.hooks[0].hook.config.calibrate:
             state.computed.append(runtime.without_torchax(self._count_step, state, seen))
 
@@ -195,18 +218,23 @@ class MagSteps(StepCache):
 
         `ratio` is the ratio that a calibration has measured at this step, or None.
         """
-        nothing = torch.zeros(1, 1, 1)
+        placeholder = torch.zeros(1, 1, 1)  # the hooks need tensors, but decide without their values
         head, *_, tail = state.hooks.values()
 
-        def calibrate(counted: Any, _residual: Any) -> None:
-            """Append the measured ratio to diffusers' state, in place of its own measurement."""
-            counted.calibration_ratios.append(float(ratio) if counted.calibration_ratios else 1.0)
+        def calibrate(hook_state: Any, _residual: Any) -> None:
+            """Append the measured ratio to diffusers' state; as in diffusers, the first step's is 1."""
+            hook_state.calibration_ratios.append(float(ratio) if hook_state.calibration_ratios else 1.0)
 
-        computes, _ = (
-            computes_module(hook, (nothing, nothing), hidden_states=nothing, encoder_hidden_states=nothing)
+        head_computes, _tail_computes = (
+            computes_module(
+                hook,
+                (placeholder, placeholder),
+                hidden_states=placeholder,
+                encoder_hidden_states=placeholder,
+            )
             for hook in (head, upstream.calibrated(tail, calibrate))
         )
-        return computes
+        return head_computes
 
 
 class BroadcastSteps(StepCache):
@@ -225,47 +253,59 @@ class TaylorSteps(StepCache):
     """TaylorSeer: results are extrapolated from earlier steps."""
 
     def _plan_step(self, state: RunState, model: Any, tensors: dict[str, Any]) -> StepPlan:
-        """Return the form, the steps `since` the last computed one, and how many differences are `known`.
+        """Return the form, with the number of arrays of a tensor that are kept, and their dtype.
 
-        All hooks compute or skip the same steps.
+        The numbers are the steps `since` the last computed step, and how many arrays of a tensor are `known`
+        by then: the result, its first difference, and so on.
         """
-        counts = {name: hook.state_manager.get_state() for name, hook in state.hooks.items()}
-        kept = tuple(name for name in results_that_skips_read(counts) if not counts[name].is_inactive)
-        first = counts[kept[0]] if kept else next(iter(counts.values()))
-        last, known = first.last_update_step, len(first.taylor_factors.get(0, ()))
+        hook_states = {name: hook.state_manager.get_state() for name, hook in state.hooks.items()}
+        # Of an inactive module diffusers keeps no result: zeros replace it.
+        read = results_that_skips_read(hook_states)
+        kept = tuple(name for name in read if not hook_states[name].is_inactive)
+        # All hooks compute or skip the same steps: any of them counts for all.
+        hook_state = hook_states[kept[0]] if kept else next(iter(hook_states.values()))
+        # Read before the hooks count this step, and then its number.
+        last_step, known = hook_state.last_update_step, len(hook_state.taylor_factors.get(0, ()))
         (computes,) = {computes_module(hook, torch.zeros(1)) for hook in state.hooks.values()}
         state.computed.append(computes)
-        since = 1.0 if last is None else float(first.current_step - last)
-        static = kept, () if computes else tuple(counts), first.max_order + 1, first.taylor_factors_dtype
-        return form("taylor", *static), {"since": torch.tensor(since), "known": torch.tensor(known)}
+        since = 1.0 if last_step is None else float(hook_state.current_step - last_step)
+        skipped = () if computes else tuple(hook_states)
+        arrays, dtype = hook_state.max_order + 1, hook_state.taylor_factors_dtype
+        numbers = {"since": torch.tensor(since), "known": torch.tensor(known)}
+        return form("taylor", kept, skipped, arrays, dtype), numbers
 
 
 def results_that_skips_read(names: Iterable[str]) -> list[str]:
-    """Return the modules, of those named, whose results are read by a step that skips all of them.
+    """Return those of the modules `names` whose results a step reads that skips all of them.
 
-    A block that is skipped as a whole, or the last layer, needs no results of the modules before it: those
-    are left out.
+    If a whole block is skipped, or the last layer, "proj_out", its result replaces all that is computed
+    before it: the modules before it are left out.
     """
 
     def position(name: str) -> tuple[float, bool]:
-        """Return a module's place among the blocks, and whether it is a whole block or the last layer."""
-        block = re.match(r"transformer_blocks\.(\d+)(\.?)", name)
-        return (float(block[1]), not block[2]) if block else (math.inf, name == "proj_out")
+        """Return (index of a module's block, whether it is the whole block), in the order of running.
 
-    last = max((position(name) for name in names if position(name)[1]), default=(-1.0, False))
-    return [name for name in names if position(name) >= last]
+        A module outside of the blocks is after them, and counts as whole if it is the last layer.
+        """
+        block = re.match(r"transformer_blocks\.(?P<index>\d+)(?P<inside>\.?)", name)
+        return (float(block["index"]), not block["inside"]) if block else (math.inf, name == "proj_out")
+
+    positions = {name: position(name) for name in names}
+    last_whole = max(((index, whole) for index, whole in positions.values() if whole), default=(-1.0, False))
+    return [name for name in names if positions[name] >= last_whole]
 
 
 class FasterSteps(StepCache):
-    """FasterCache: attention is extrapolated, the prediction without the prompt made from the other one."""
+    """FasterCache: attention is extrapolated, the prediction without the prompt made from the one with it."""
 
     def _plan_step(self, state: RunState, model: Any, tensors: dict[str, Any]) -> StepPlan:
         """Return the form, with the videos that the step runs on, and the weights of its extrapolations.
 
         The transformer's hook decides whether to skip the videos without a prompt, attention's hooks whether
-        to skip a module.
+        to skip a module. The numbers are the `low` and `high` frequencies' weights, and the `weights` of the
+        modules.
         """
-        weights: dict[str, float] = {}
+        weights: dict[str, float] = {}  # by "MODULE.CALLBACK"; the transformer's module name is ""
         for each in self.hooks:  # the user's callbacks are asked with the user's modules
             self._record_weights(state.hooks[each.module], each, model.get_submodule(each.module), weights)
         denoiser, parts = state.hooks[""], {name: hook for name, hook in state.hooks.items() if name}
@@ -279,13 +319,13 @@ class FasterSteps(StepCache):
             )
             return (hidden_states,)
 
-        known = denoiser.state.iteration > 1  # results of two steps
+        has_two_results = denoiser.state.iteration > 1  # else there is nothing to extrapolate: weight 0
         upstream.call_hook(denoiser, denoise, hidden_states=torch.zeros(batch, 1, 1, 1, 1))
         numbers = {
             name: torch.tensor(weights.get(f".{name}_frequency_weight_callback", 1.0))
             for name in ("low", "high")
         }
-        part_weights = [known * weights.get(f"{name}.weight_callback", 0.0) for name in parts]
+        part_weights = [has_two_results * weights.get(f"{name}.weight_callback", 0.0) for name in parts]
         numbers["weights"] = torch.tensor(part_weights)
         state.computed.append(not (prompted_only[0] or skipped))
         videos = "with the prompt" if prompted_only[0] else "with and without"
@@ -294,7 +334,7 @@ class FasterSteps(StepCache):
 
     def _record(self, state: RunState, seen: Any) -> None:
         """Put the two kept results of each tensor in order again, the older one first."""
-        # The program returns the newer result first, written to the memory of the older one.
+        # The program returns the newer result first: it is written to the donated memory of the older one.
         swapped = {name: tuple(pair[::-1] for pair in state.kept[name]) for name in state.hooks if name}
         state.kept = {**state.kept, **swapped}
 
@@ -303,11 +343,16 @@ class FasterSteps(StepCache):
     ) -> None:
         """Make a copied hook call the user's weight callbacks with the user's module; record their results.
 
-        `original` is the hook that was copied, `weights` gets a result by "MODULE.CALLBACK".
+        Args:
+            hook: the copied hook; its callbacks are replaced.
+            original: the hook that was copied, with the user's callbacks.
+            module: the user's module.
+            weights: gets the results, by "MODULE.CALLBACK".
         """
         for name in [name for name in vars(original.hook) if name.endswith("weight_callback")]:
 
             def ask(_: Any, name: str = name) -> float:
+                """Return the user's weight, and record it."""
                 key = f"{original.module}.{name}"
                 weights[key] = float(getattr(original.hook, name)(module))
                 return weights[key]
@@ -316,7 +361,10 @@ class FasterSteps(StepCache):
 
 
 def computes_module(hook: Any, result: Any, *args: Any, **kwargs: Any) -> bool:
-    """Call a hook, and return whether it calls its module, in place of which a function returns `result`."""
+    """Call a hook with arguments of its module; return whether it calls the module, or skips it.
+
+    A function that returns `result` stands for the module.
+    """
     ran: list[bool] = []
 
     def module(*_: Any, **__: Any) -> Any:
@@ -343,10 +391,15 @@ WITHOUT_EFFECT = (
     "PyramidAttentionBroadcastConfig or FasterCacheConfig, or TaylorSeerCacheConfig with use_lite_mode=True "
     r"or cache_identifiers=[r'transformer_blocks\.\d+\.attn1']"
 )
+"""Warning for the name of a config whose cache skips nothing."""
 
 
 def cache_of(hooks: list[upstream.Hooked]) -> StepCache | None:
-    """Return the cache that diffusers' hooks, taken off a transformer, ask for; None if they skip nothing."""
+    """Return the cache that diffusers' hooks, taken off a transformer, make; None if they skip nothing.
+
+    Raises:
+        ValueError: hooks of several caches.
+    """
     names = {type(each.hook).__name__ for each in hooks}
     kinds = {kind for prefix, kind in KINDS.items() for name in names if name.startswith(prefix)}
     if len(kinds) > 1:
