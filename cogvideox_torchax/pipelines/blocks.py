@@ -51,8 +51,8 @@ class Block(CogVideoXBlock):
     """A layer of the transformer, which also takes text and patches as one sequence."""
 
     parts: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
-    """For a step with a cache, by part ("attn1", "ff"): results that replace the part's own, and lists that
-    collect it; see `replace_result`."""
+    """(replaced, collected) for a step with a cache, each by part ("attn1", "ff"): results to use instead of
+    the part's own, and lists that its own result is appended to; see `replace_result`."""
 
     def forward(
         self,
@@ -82,21 +82,22 @@ class Block(CogVideoXBlock):
                 hidden_states, encoder_hidden_states, temb, image_rotary_emb, attention_kwargs
             )
 
-        def layer(x: Any, vectors_NE: torch.Tensor, tables: Tables) -> Any:
-            """Run the layer on one device's tokens, with the parts' given results."""
-            x_NSC, given = x
-            return self._run_local_tokens(x_NSC, given, vectors_NE, tables, sequence)
+        replaced, collected = self.parts
 
-        x_and_given = hidden_states, self.parts[0]
+        def layer(tokens: Any, temb_NE: torch.Tensor, tables: Tables) -> Any:
+            """Run the layer on one device's tokens and its tokens of `replaced`."""
+            x_NSC, given = tokens
+            return self._run_local_tokens(x_NSC, given, temb_NE, tables, sequence)
+
         x_NSC, results = over_local_tokens(sequence.map_local_tokens, layer)(
-            x_and_given, temb, image_rotary_emb
+            (hidden_states, replaced), temb, image_rotary_emb
         )
-        for name, y_NSC in results.items():
-            self.parts[1][name].append(y_NSC)
+        for part, y_NSC in results.items():
+            collected[part].append(y_NSC)
         return x_NSC
 
     def replace_result(self, part: str, given: dict[str, Any], results: dict[str, Any], name: str) -> None:
-        """Have a part of this block give a kept result from now on, or have its own result recorded.
+        """Have a part of this block replaced by a given result from now on, or its own result collected.
 
         Args:
             part: the part of the block, "attn1" or "ff".
@@ -106,7 +107,7 @@ class Block(CogVideoXBlock):
         """
         replaced, collected = self.parts
         if name in given:
-            self.parts = {**replaced, part: given[name] and given[name][0]}, collected
+            self.parts = {**replaced, part: given[name] and given[name][0]}, collected  # None stays None
         else:
             self.parts = replaced, {**collected, part: results[name]}
 
@@ -130,6 +131,7 @@ class Block(CogVideoXBlock):
         Returns:
             The tokens, and by part the results that a cache collects.
         """
+        # Tokens before index `first` are text: a norm has other shifts, scales and gates for them.
         first, results = sequence.first_patch(), {}
         for name, norm, run_part in (
             ("attn1", self.norm1, lambda h_NSC: self._attend(h_NSC, tables, sequence)),
@@ -144,18 +146,18 @@ class Block(CogVideoXBlock):
             if name in given:
                 y_NSC = torch.zeros_like(h_NSC) if given[name] is None else given[name]
             else:
-                end = run_part(h_NSC)
-                if name not in self.parts[1] and supports_fused(end.layers[0], sequence):
-                    x_NSC = end.added(x_NSC, gate, first)
+                last = run_part(h_NSC)
+                if name not in self.parts[1] and supports_fused(last.layers[0], sequence):
+                    x_NSC = last.added(x_NSC, gate, first)
                     continue
-                y_NSC = end.result()
-            if name in self.parts[1]:
+                y_NSC = last.result()
+            if name in self.parts[1]:  # collected by a cache, so not fused with the sum
                 results[name] = y_NSC
             x_NSC = torch_view(jax_kernels.gated_residual)(x_NSC, y_NSC, gate, first)
         return x_NSC, results
 
     def _feed_forward(self, h_NSC: torch.Tensor, sequence: Sequence) -> "LastProjection":
-        """Run the feed-forward up to its last projection, which may be fused with the gated sum after it."""
+        """Run the feed-forward on normed tokens up to its last projection; the caller may fuse that."""
         widen, dropout, *layers = self.ff.net
         if type(widen) is GELU and widen.approximate == "tanh" and supports_fused(widen.proj, sequence):
             project: Any = widen.proj
@@ -165,7 +167,7 @@ class Block(CogVideoXBlock):
         return LastProjection(layers, dropout(h_NSC))
 
     def _attend(self, h_NSC: torch.Tensor, tables: Tables, sequence: Sequence) -> "LastProjection":
-        """Run attention up to its output projection, which may be fused with the gated sum after it."""
+        """Run attention on normed tokens up to its output projection; the caller may fuse that."""
         attn: Any = self.attn1
         videos = h_NSC.shape[0]
         qk_norm_rope = torch_view(sequence.shard_heads(jax_kernels.qk_norm_rope, attn.heads))
@@ -173,7 +175,8 @@ class Block(CogVideoXBlock):
             torch_view(sequence.to_heads)(part_PSC, videos)
             for part_PSC in projections(attn, h_NSC.flatten(0, 1), sequence)
         )
-        # The scores' scale, in powers of two, is in the queries.
+        # The queries carry the scores' scale, 1 / sqrt(channels of a head), times log2(e), for a softmax by
+        # powers of two. The kernel's own scale, ln(2) = 1 / log2(e), undoes that factor.
         scale = math.log2(math.e) / math.sqrt(q.shape[-1] * sequence.parts / attn.heads)
         norm_q, norm_k = attn.norm_q, attn.norm_k
         q = qk_norm_rope(q, norm_q.weight, norm_q.bias, *tables, eps=norm_q.eps, scale=scale)
@@ -181,7 +184,7 @@ class Block(CogVideoXBlock):
         y_NHDS = torch_view(jax_kernels.attention_transposed)(
             q,
             k,
-            qk_norm_rope(v),
+            qk_norm_rope(v),  # without weights and tables: the layout alone
             scale=math.log(2),
             num_keys=sequence.tokens,
         )
@@ -214,7 +217,7 @@ class LastProjection:
     def added(self, x_NSC: torch.Tensor, gate_N2C: torch.Tensor, first: Any) -> torch.Tensor:
         """Return `x_NSC + gate * result` by one kernel, for a projection that `supports_fused`.
 
-        `gate_N2C` has a vector for tokens before index `first`, the text, and one for the others.
+        `gate_N2C` has a vector for text, the tokens before index `first`, and one for patches.
         """
         fused = functools.partial(jax_kernels.gated_linear, transposed=self.transposed)
         project = self.layers[0]
@@ -227,9 +230,14 @@ def supports_fused(project: Any, sequence: Sequence) -> bool:
 
 
 def projections(attn: Any, h_SC: torch.Tensor, sequence: Sequence) -> Iterator[torch.Tensor]:
-    """Yield queries, keys and values of tokens `h_SC`: (P, S, C / P) each, for P devices that share tokens.
+    """Yield queries, keys and values of tokens, (P, S, C / P) each, for P devices that share tokens.
 
-    Each device gets one part of the channels, of whole heads. The matrices are three, or one that is fused.
+    Each part of the channels has whole heads, and is for one of the devices.
+
+    Args:
+        attn: diffusers' attention, with three projections or with one that is fused.
+        h_SC: tokens of all videos.
+        sequence: their layout.
     """
 
     def split(y_SC: torch.Tensor) -> torch.Tensor:
@@ -243,19 +251,24 @@ def projections(attn: Any, h_SC: torch.Tensor, sequence: Sequence) -> Iterator[t
     for project in (attn.to_q, attn.to_k, attn.to_v):
         if supports_fused(project, sequence):
             yield kernel(h_SC, project.weight, project.bias)
-        else:  # with a LoRA, somebody's own, or sharded by XLA
+        else:  # a projection with a LoRA, of a user's class, or sharded by XLA
             yield split(project(h_SC))
 
 
 def modulation(norm: Any, temb_NE: torch.Tensor) -> list[torch.Tensor]:
-    """Return shift, scale and gate of a norm, (N, 2, C) each: for a video's text, and for its patches."""
+    """Return [shift, scale, gate] of a norm at a timestep, each (N, 2, C): for text, for patches."""
     shift, scale, gate, text_shift, text_scale, text_gate = norm.linear(norm.silu(temb_NE)).chunk(6, dim=1)
     pairs = ((text_shift, shift), (text_scale, scale), (text_gate, gate))
     return [torch.stack(pair, dim=1) for pair in pairs]
 
 
 def over_local_tokens(map_local_tokens: Any, function: Any) -> Any:
-    """Return `function`, of torch tensors, run on local tokens by `Sequence.map_local_tokens`."""
+    """Return `function`, of torch tensors, mapped over devices by `map_local_tokens`, which takes JAX arrays.
+
+    Args:
+        map_local_tokens: method of a `Sequence`.
+        function: as that method takes it, but of tensors.
+    """
 
     def of_arrays(*args: Any) -> Any:
         """Call `function` with tensors in place of JAX arrays, and return arrays."""
@@ -265,7 +278,7 @@ def over_local_tokens(map_local_tokens: Any, function: Any) -> Any:
 
 
 def takes_sequences(model: Any) -> bool:
-    """Return whether text and patches may run as one sequence: every layer is as ported, without hooks."""
+    """Return whether a transformer's layers may run on one sequence: all as ported, and without hooks."""
     return all(_as_ported(block) for block in model.transformer_blocks)
 
 
@@ -329,7 +342,7 @@ def joined_step(
 
 
 def time_embedding(model: Any, timestep: Any, timestep_cond: Any, ofs: Any, dtype: torch.dtype) -> Any:
-    """Return the embedded timestep (N, E); a model with `ofs` adds its embedding."""
+    """Return the embedded timestep (N, E); models with an `ofs_embedding` add that of `ofs`."""
     temb = model.time_embedding(model.time_proj(timestep).to(dtype), timestep_cond)
     if model.ofs_embedding is None:
         return temb
@@ -337,9 +350,9 @@ def time_embedding(model: Any, timestep: Any, timestep_cond: Any, ofs: Any, dtyp
 
 
 def joined_patches(y_NPC: torch.Tensor, shape: torch.Size, config: Any) -> torch.Tensor:
-    """Join patches (N, P, C) to the latents (N, T, C, H, W) of `shape` that they were cut from."""
+    """Join patches (N, P, C), P here their number, to the latents (N, T, C, H, W) of `shape`."""
     p, p_t = config["patch_size"], config["patch_size_t"] or 1
     videos, frames, _, height, width = shape
     y = y_NPC.unflatten(1, (-(-frames // p_t), height // p, width // p)).unflatten(-1, (-1, p_t, p, p))
-    # (N, T, H, W, C, t, h, w)
+    # (N, T, H, W, C, t, h, w): t, h, w are inside a patch.
     return y.permute(0, 1, 5, 4, 2, 6, 3, 7).reshape(videos, -1, y.shape[4], height, width)

@@ -43,7 +43,7 @@ def config_of(choice: str, *, steps: int, guided: bool, timestep: Callable[[], A
 
 
 def _config(name: str, value: str, steps: int, timestep: Callable[[], Any]) -> Any:
-    """Return the config of a cache; `value` is the text after its colon, "" for none."""
+    """Return the config of a cache; `value` is the text after the name's colon, "" for none."""
     hooks: Any = importlib.import_module("diffusers.hooks")
     if name == "first-block":
         threshold = float(value or 0.05)
@@ -73,7 +73,7 @@ def _config(name: str, value: str, steps: int, timestep: Callable[[], Any]) -> A
 
 
 def _ratios(path: str) -> list[float]:
-    """Return the ratios of MagCache in a JSON file."""
+    """Return the ratios of MagCache, read from a JSON file; raise `ValueError` for "" or another content."""
     if not path:
         raise ValueError("its ratios are each model's own")
     values = reports.parse(Path(path).read_bytes())

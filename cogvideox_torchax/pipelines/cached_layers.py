@@ -1,8 +1,9 @@
 """A denoising step with a cache: which layers of the program run, and what replaces the skipped ones.
 
 A cache keeps arrays of a step, and a later step uses them instead of running some layers. Two classes run
-such a step: `BlockStack` skips blocks as a whole, `ReusedModules` single modules. Classifier-free guidance
-puts two videos into the batch, first without the prompt, then with it.
+such a step: `BlockStack` skips all blocks after one, `ReusedModules` single modules. A residual of blocks is
+their result minus their input. A full step skips nothing. Classifier-free guidance puts two videos into the
+batch, first without the prompt, then with it.
 
 Axis letters: N videos, S positions of a sequence (text first, then patches), C channels.
 """
@@ -22,15 +23,22 @@ RunStep = Callable[[dict[str, Any]], torch.Tensor]
 """Function of a step's tensors, by name, to its prediction."""
 
 NUMBERS = ("threshold", "since", "known", "low", "high", "weights")
-"""Scalars and vectors that a step's program takes besides its tensors, by name; each cache has its own."""
+"""Names of scalars and vectors that a step's program takes besides its tensors; each cache uses some.
+
+threshold: FirstBlockCache reuses if the first block's residual has changed by no more than this share.
+since, known: TaylorSeer's steps since the last computed one, and arrays of each tensor that are known then.
+low, high, weights: FasterCache's weights of low and high frequencies, and of each module's extrapolation.
+"""
 
 
 class BlockStack(nn.Module):
     """Module in place of all transformer blocks, which runs all of them, some or none.
 
     Args:
-        form: the computation (`caches.Form`); its first item names the method.
-        kept: arrays that the last step has kept, by name; None only to find the shapes of new ones.
+        form: the computation (`caches.Form`); its kind, "first_block", "all_blocks" or "no_block", names the
+            method that runs. A fourth item decides a "first_block" step: whether it reuses.
+        kept: residuals that the last step has kept, by name, "head" of the first block and "tail" of the
+            blocks after it, or of all; None in a trace for the shapes of what a step keeps.
         numbers: values of `NUMBERS`, by name.
 
     Attributes:
@@ -48,13 +56,16 @@ class BlockStack(nn.Module):
         kind = form[0]
         self.names = ("head", "tail") if kind == "first_block" else ("tail",)
         self._run = getattr(self, f"_{kind}")
-        self.decided = form[3] if len(form) > 3 else None  # a plan compiles each branch by itself
+        self.decided = form[3] if len(form) > 3 else None  # in a plan, which compiles each branch alone
 
     def step(self, model: Any, run: RunStep, tensors: dict[str, Any], joined: bool) -> torch.Tensor:
         """Return the prediction `run(tensors)` with this module in place of the blocks of `model`.
 
-        `model` is a program's own copy. `joined`, for the other class, is whether the blocks take text and
-        patches as one sequence.
+        Args:
+            model: a program's own copy of the transformer.
+            run: runs a step of `model`.
+            tensors: the step's inputs.
+            joined: not used; `ReusedModules.step` needs it.
         """
         blocks = model.transformer_blocks
         self.blocks, model.transformer_blocks = tuple(blocks), nn.ModuleList([self])
@@ -64,10 +75,10 @@ class BlockStack(nn.Module):
             model.transformer_blocks = blocks
 
     def forward(self, hidden_states: Any, encoder_hidden_states: Any = None, **options: Any) -> Any:
-        """Run the blocks on patches and text, or on one sequence; return what a block returns."""
+        """Run the step's blocks; take and return what one block does: (patches, text), or one sequence."""
         joined = encoder_hidden_states is None
         x = (hidden_states,) if joined else (hidden_states, encoder_hidden_states)
-        if self.kept is None:
+        if self.kept is None:  # for the shapes alone: a residual has its input's
             self.kept = dict.fromkeys(self.names, hidden_states)
             return x[0] if joined else x
         y = self._run(x, options)
@@ -81,10 +92,10 @@ class BlockStack(nn.Module):
         return x
 
     def _first_block(self, x: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
-        """Run the first block, and the others only if its residual has changed by more than the threshold.
+        """Run the first block, and the later blocks only if its residual has changed beyond the threshold.
 
-        Else the others' residual of the last full step is added. Both residuals are kept, as "head" and
-        "tail"; `seen` is whether the others ran.
+        Else the later blocks' residual of the last full step is added. The first block's residual is kept as
+        "head", the later blocks' as "tail"; `seen` is whether the later blocks ran.
         """
         import jax
 
@@ -98,24 +109,24 @@ class BlockStack(nn.Module):
         reuses = change / size <= self.numbers["threshold"]  # the first step's NaN, from zeros, is no reuse
 
         def reuse() -> Any:
-            """Return the result by the kept residual, and the kept residuals."""
+            """Return (patches by the kept residual, and both kept residuals again)."""
             return head[0] + kept["tail"], kept["head"], kept["tail"]
 
         def compute() -> Any:
-            """Return the result of all blocks, and the residuals of the first and of the others."""
+            """Return (patches after all blocks, first block's residual, later blocks' residual)."""
             y = self._run_blocks(self.blocks[1:], head, options)[0]
             return y, residual, y - head[0]
 
         if self.decided is None:
-            y, *new = torch_view(jax.lax.cond)(reuses, reuse, compute)
+            y, *residuals = torch_view(jax.lax.cond)(reuses, reuse, compute)
         else:
-            y, *new = reuse() if self.decided else compute()
-        self.kept = dict(zip(("head", "tail"), new, strict=True))
+            y, *residuals = reuse() if self.decided else compute()
+        self.kept = dict(zip(("head", "tail"), residuals, strict=True))
         self.seen = ~reuses
-        return y, *head[1:]  # the text's result is not used after the blocks
+        return y, *head[1:]  # the text is only passed on: after the blocks nothing reads it
 
     def _all_blocks(self, x: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
-        """Run all blocks and keep their residual; `seen` is the ratio of its norm to the last step's."""
+        """Run all blocks and keep their residual as "tail"; `seen` is its norm over the last residual's."""
         before = self.kept["tail"]
         y = self._run_blocks(self.blocks, x, options)
         self.kept = {"tail": y[0] - x[0]}
@@ -129,7 +140,10 @@ class BlockStack(nn.Module):
 
 
 def _mean_of_patches(values: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
-    """Return the float32 mean of values (N, S, ...) over the patches, without text and padding."""
+    """Return the float32 mean of values (N, S, ...) over the patches, without text and padding.
+
+    `options` are those of a block: its "sequence" is the layout of S; without one all are patches.
+    """
     sequence, values = options.get("sequence"), values.float()
     if sequence is None:
         return values.mean()
@@ -146,9 +160,9 @@ class ReusedModules:
     Subclasses estimate a result from what is kept; this class takes it as it is.
 
     Args:
-        form: its kind, the names of the modules whose results are kept, and of the skipped modules.
-        kept: by a module's name, for each tensor of its result, a tuple of arrays of earlier steps; None only
-            to find their shapes.
+        form: (kind, names of modules whose results are kept, names of skipped modules, items of a subclass).
+        kept: by a module's name, for each tensor of its result, a tuple of arrays of earlier steps; None in a
+            trace for the shapes of what a step keeps.
         numbers: values of `NUMBERS`, by name.
 
     Attributes:
@@ -170,7 +184,11 @@ class ReusedModules:
     def step(self, model: Any, run: RunStep, tensors: dict[str, Any], joined: bool) -> torch.Tensor:
         """Return the prediction `run(tensors)`, with kept results in place of the skipped modules of `model`.
 
-        `model` is a program's own copy; `joined` is whether its blocks take text and patches as one sequence.
+        Args:
+            model: a program's own copy of the transformer.
+            run: runs a step of `model`.
+            tensors: the step's inputs.
+            joined: whether the blocks of `model` take text and patches as one sequence.
         """
         dtype, before = tensors["hidden_states"].dtype, self.kept or {}
         given = {
@@ -188,24 +206,31 @@ class ReusedModules:
         self.kept = {}
         for name in self.names:
             y = given.get(name) or results.get(name, ())
+            # In a trace for shapes there is nothing before: arrays like the result stand for it.
             kept = before.get(name) or [self.arrays * (each,) for each in y]
             self.kept[name] = tuple(self._to_keep(name, *pair) for pair in zip(y, kept, strict=True))
         return sample
 
     def _estimate(self, name: str, kept: Any, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        """Return the tensors that replace the result of module `name`, from its kept arrays."""
+        """Return the tensors, of `dtype`, that replace the result of module `name`.
+
+        `kept` has for each of them the arrays of earlier steps.
+        """
         return tuple(arrays[0] for arrays in kept)
 
     def _to_keep(self, name: str, y: torch.Tensor, kept: Any) -> tuple[torch.Tensor, ...]:
         """Return the arrays to keep for a tensor `y` of module `name`'s result, which may be an estimate.
 
-        `kept` are those of the step before.
+        `kept` are the arrays that the step before has kept for this tensor.
         """
         return (y,)
 
 
 class TaylorModules(ReusedModules):
-    """TaylorSeer: of each result the divided differences are kept, and skipped results are extrapolated."""
+    """TaylorSeer: skipped results are extrapolated by a Taylor series.
+
+    Of each tensor are kept the result of the last computed step, and its divided differences of rising order.
+    """
 
     def __init__(self, form: Form, kept: Any, numbers: dict[str, torch.Tensor]):
         """Read from the form how many arrays of a tensor are kept, and their dtype."""
@@ -213,7 +238,7 @@ class TaylorModules(ReusedModules):
         self.arrays, self.dtype = self.static
 
     def _estimate(self, name: str, kept: Any, dtype: torch.dtype) -> tuple[Any, ...]:
-        """Return a module's tensors by their Taylor series, `since` steps after the last computed ones."""
+        """Return a module's tensors by their Taylor series, `since` steps after the last computed step."""
         since = self.numbers["since"]
         powers = [(since**order / math.factorial(order)).to(dtype) for order in range(self.arrays)]
         return tuple(
@@ -222,12 +247,13 @@ class TaylorModules(ReusedModules):
         )
 
     def _to_keep(self, name: str, y: torch.Tensor, kept: Any) -> tuple[torch.Tensor, ...]:
-        """Return a computed tensor and its divided differences of rising order; `kept` if it was reused."""
+        """Return a computed tensor and its divided differences of rising order; `kept` if it was skipped."""
         if name in self.skipped:
             return kept
         factors = [y]
         for order, before in enumerate(kept[:-1]):
             change = (factors[order] - before.to(y.dtype)) / self.numbers["since"].to(y.dtype)
+            # With too few steps computed, `before` is the zeros of the start: there is no difference yet.
             factors.append(torch.where(self.numbers["known"] > order, change, torch.zeros_like(change)))
         return tuple(factor.to(self.dtype) for factor in factors)
 
@@ -236,29 +262,29 @@ class FasterCacheModules(ReusedModules):
     """FasterCache: attention is extrapolated, and the prediction without the prompt is estimated.
 
     Kept are the last two results of attention, for the video with the prompt, and the low and high
-    frequencies of the difference of the two predictions. Of the two results a step takes the older first and
-    returns the newer first, as it is written to the older one's memory.
+    frequencies of the difference of the two predictions. A step takes (older, newer) of the two results and
+    returns (newer, older): its new result is written to the memory of the oldest one, which is donated.
     """
 
     arrays = 2
 
     def step(self, model: Any, run: RunStep, tensors: dict[str, Any], joined: bool) -> torch.Tensor:
-        """Run a step with and without the prompt, or with it alone.
+        """Run a step with and without the prompt, or with the prompt alone; arguments as in the base class.
 
-        A full step keeps the low and high frequencies of the difference of its two predictions. A step with
-        the prompt alone adds them to its prediction to get the one without it.
+        A step of both videos keeps the low and high frequencies of the difference of its two predictions. A
+        step with the prompt alone adds them to its prediction to get the prediction without the prompt.
         """
-        videos, before = self.static[0], self.kept
-        if videos == "all":
+        (videos,), before = self.static, self.kept
+        if videos == "all":  # a model of distilled guidance: no video has a twin without the prompt
             return super().step(model, run, tensors, joined)
         prompted_only = before is None or videos == "with the prompt"
         low, high = before.pop("frequencies") if before else (torch.zeros(0), torch.zeros(0))
-        if prompted_only:
+        if prompted_only:  # the second half of the batch
             tensors = {
                 name: each.chunk(2)[1] if name in GUIDED_INPUTS else each for name, each in tensors.items()
             }
         sample = super().step(model, run, tensors, joined)
-        if before is None:
+        if before is None:  # a trace for shapes: one video, as arrays are kept for it alone
             low = high = sample.float()
         elif prompted_only:
             low, high = low * self.numbers["low"], high * self.numbers["high"]
@@ -271,16 +297,18 @@ class FasterCacheModules(ReusedModules):
         return sample
 
     def _estimate(self, name: str, kept: Any, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        """Return a module's tensors extrapolated from their last two results."""
+        """Return a module's tensors extrapolated from their last two results (before, now)."""
         weight = self.numbers["weights"][self.names.index(name)].to(dtype)
         return tuple(now + (now - before) * weight for before, now in kept)
 
     def _to_keep(self, name: str, y: torch.Tensor, kept: Any) -> tuple[torch.Tensor, ...]:
-        """Return a new result, for the video with the prompt, and the result before it."""
-        if len(y) > len(kept[1]):  # a mesh may pad the sequences of fewer videos to another length
-            y, length = y.chunk(2)[1], kept[1].shape[1]
+        """Return (new result for the video with the prompt, result before it); `kept` is (older, newer)."""
+        _oldest, newer = kept
+        if len(y) > len(newer):  # both videos: take the second half of the batch
+            y, length = y.chunk(2)[1], newer.shape[1]
+            # A mesh may pad the sequences of two videos to another length than that of one.
             y = torch.nn.functional.pad(y[:, :length], (0, 0, 0, max(length - y.shape[1], 0)))
-        return y, kept[1]
+        return y, newer
 
 
 GUIDED_INPUTS = ("hidden_states", "encoder_hidden_states", "timestep")
@@ -288,7 +316,7 @@ GUIDED_INPUTS = ("hidden_states", "encoder_hidden_states", "timestep")
 
 
 def low_frequencies(x: Any) -> Any:
-    """Return pictures (..., H, W) without the frequencies above a fifth of the shorter side."""
+    """Return pictures (..., H, W) without the frequencies above a fifth of the shorter side, as diffusers."""
     import jax.numpy as jnp
 
     height, width = x.shape[-2:]
@@ -298,10 +326,10 @@ def low_frequencies(x: Any) -> Any:
 
 
 def _replace_forward(module: nn.Module, given: dict[str, Any], results: dict[str, Any], name: str) -> None:
-    """Replace a module's forward by a given result, or by one that records its result.
+    """Replace a module's forward by one that returns a given result, or that records its own result.
 
     Args:
-        module: a module of a program's own model.
+        module: a module of a program's own copy of the transformer.
         given: results by a module's name: a tuple of tensors, or None for zeros like the module's own.
         results: lists by a module's name, for the results of modules that are not given.
         name: the module's name.
@@ -339,8 +367,9 @@ def reuse(form: Form, kept: Any, numbers: dict[str, torch.Tensor]) -> Any:
 def takes_sequences(form: Form) -> bool:
     """Return whether a cache of this form works with text and patches as one sequence.
 
-    It then names only blocks, their "attn1" and "ff", and modules outside of the blocks: the modules inside a
-    part do not run.
+    It may name only blocks, their parts "attn1" and "ff", and modules outside of the blocks: with one
+    sequence the modules inside a part are not called, as kernels take their weights.
     """
-    inside = re.compile(r"transformer_blocks\.\d+(\.(attn1|ff))?|(?!transformer_blocks\.).*")
-    return all(inside.fullmatch(name) for names in form[1:3] for name in names)
+    allowed = re.compile(r"transformer_blocks\.\d+(\.(attn1|ff))?|(?!transformer_blocks\.).*")
+    kept_and_skipped = form[1:3]  # empty for a form of the kind alone
+    return all(allowed.fullmatch(name) for names in kept_and_skipped for name in names)

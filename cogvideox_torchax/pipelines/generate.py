@@ -19,14 +19,18 @@ from cogvideox_torchax.pipelines.stages import Request
 from cogvideox_torchax.runtime import to_torch, without_torchax
 
 TEXT, IMAGE, VIDEO, CONTROL = "text", "image", "video", "control"
+"""Kinds of pipelines, by what conditions the video besides the prompt."""
+
 CLASSES = {
     TEXT: "CogVideoXPipeline",
     IMAGE: "CogVideoXImageToVideoPipeline",
     VIDEO: "CogVideoXVideoToVideoPipeline",
     CONTROL: "CogVideoXFunControlPipeline",
 }
+"""The name of diffusers' class of each kind of pipeline."""
 
 CONFIGS = (INDEX, "*/config.json", "*/scheduler_config.json")
+"""Patterns of a pipeline's files that are read before it is loaded."""
 
 
 class RequestError(ValueError):
@@ -35,7 +39,13 @@ class RequestError(ValueError):
 
 @dataclass(frozen=True)
 class Model:
-    """A pipeline that is not loaded yet: its name, its kind, and the configs of its parts."""
+    """A pipeline that is not loaded yet.
+
+    Attributes:
+        name: a directory or a hub id.
+        kind: `TEXT`, `IMAGE`, `VIDEO` or `CONTROL`: the use of the pipeline.
+        transformer, vae, scheduler: the configs of its parts.
+    """
 
     name: str
     kind: str
@@ -56,7 +66,7 @@ class Model:
 
     @property
     def temporal_scale(self) -> int:
-        """Frames for each latent frame but the first, which stands for one frame."""
+        """Frames for each latent frame after the first; the first latent frame is one frame."""
         return int(self.vae["temporal_compression_ratio"])
 
     def latent_frames(self, frames: int) -> int:
@@ -65,7 +75,7 @@ class Model:
 
     @property
     def size(self) -> tuple[int, int, int]:
-        """Frames, height and width, in pixels, of the videos that the model was made for."""
+        """(frames, height, width) of the videos that the model was made for, in frames and pixels."""
         config = self.transformer
         return (
             config["sample_frames"],
@@ -88,9 +98,9 @@ def describe(name: str, *, image: bool, clip: bool) -> Model:
     kind = _kind(name, str(index.get("_class_name")), image, clip)
     transformer = _config(name, "transformer/config.json")
     scheduler = _config(name, "scheduler/scheduler_config.json")
-    scheduler["_class_name"] = index["scheduler"][
-        1
-    ]  # the class that diffusers loads, whatever the scheduler's file says
+    # The index has (library, class) of each part.
+    # diffusers loads that class, whatever the part's own config says.
+    _library, scheduler["_class_name"] = index["scheduler"]
     return Model(name, kind, transformer, vae_config(name), scheduler)
 
 
@@ -100,7 +110,7 @@ def vae_config(name: str) -> dict[str, Any]:
 
 
 def _config(name: str, file: str) -> dict[str, Any]:
-    """Return a JSON file of a pipeline; raise `RequestError` if it cannot be read."""
+    """Return the content of a pipeline's JSON file; raise `RequestError` if it cannot be read."""
     try:
         return read_json(locate(name, files=CONFIGS) / file)
     except ModelError as error:
@@ -108,9 +118,15 @@ def _config(name: str, file: str) -> dict[str, Any]:
 
 
 def _kind(name: str, class_name: str, image: bool, clip: bool) -> str:
-    """Return the kind, a key of `CLASSES`, that a pipeline is used as; raise `RequestError` for wrong inputs.
+    """Return the kind, a key of `CLASSES`, that a pipeline is used as.
 
-    `image` and `clip` are whether the user gave an input image, or an input video.
+    Args:
+        name: the pipeline's directory or hub id.
+        class_name: the class that its index names.
+        image, clip: whether the user gave an input image, or an input video.
+
+    Raises:
+        RequestError: another class, or inputs that the class does not take.
     """
     wants = {CLASSES[IMAGE]: "an image (--image)", CLASSES[CONTROL]: "a control video (--video)"}
     if class_name not in CLASSES.values():
@@ -151,7 +167,10 @@ def check(request: Request, model: Model) -> None:
 
 
 def steps_of(request: Request, model: Model) -> int:
-    """Return the number of denoising steps: for an input video a fraction `strength` of the request's."""
+    """Return the number of denoising steps.
+
+    For `VIDEO`, whose input video has noise added in part, they are the fraction `strength` of the request's.
+    """
     return (
         int(request.num_inference_steps * request.strength)
         if model.kind == VIDEO
@@ -166,16 +185,16 @@ def _check_size(request: Request, model: Model) -> None:
     check_size(request.height, request.width, model.transformer, model.spatial_compression_ratio)
     if request.height % 8 or request.width % 8:
         raise RequestError(f"got {request.height} x {request.width} pixels: both must be multiples of 8")
-    learned_size = model.size[1:]
+    _, *learned_size = model.size
     if (
         model.transformer["use_learned_positional_embeddings"]
-        and (request.height, request.width) != learned_size
+        and [request.height, request.width] != learned_size
     ):
         raise RequestError(
             f"got height={request.height}, width={request.width}: {model.name} has learned its positions, "
             f"and takes height={learned_size[0]}, width={learned_size[1]} alone"
         )
-    # The pipelines without a clip pad their latents to whole patches, and cut the padding off.
+    # A patch may span several latent frames. Pipelines without a clip pad to whole patches themselves.
     patch = 1 if model.kind in (TEXT, IMAGE) else model.transformer["patch_size_t"] or 1
     scale, latent = model.temporal_scale, model.latent_frames(request.frames)
     if request.frames < 1 or (request.frames - 1) % scale or latent % patch:
@@ -211,7 +230,17 @@ def _open_image(path: str) -> Any:
 
 
 def load_generator(model: Model, dtype: torch.dtype, mesh: Any, *, with_text: bool) -> Any:
-    """Load and port the pipeline; `with_text=False` leaves out the text encoder, if the prompt is encoded."""
+    """Load and port a model's pipeline.
+
+    Args:
+        model: of `describe`.
+        dtype: dtype of all weights.
+        mesh: of `make_mesh`, or None.
+        with_text: whether to load the text encoder, which is not needed if the prompt is encoded already.
+
+    Raises:
+        RequestError: the pipeline cannot be loaded.
+    """
     import diffusers
 
     from cogvideox_torchax.pipelines.loading import load_pipeline
@@ -232,7 +261,8 @@ class Generation:
         pipe: the pipeline of `load_generator`.
         model, request: the model and the request.
         keep: directory to save stages in; None for none.
-        show: called with each step's latents (N, T, C, H, W) on the host, scaled as the VAE takes them.
+        show: called with each step's latents (N, T, C, H, W) on the host, scaled as the VAE takes them; None
+            for no call.
     """
 
     pipe: Any
@@ -242,7 +272,10 @@ class Generation:
     show: Callable[[torch.Tensor], None] | None = None
 
     def encode_text(self) -> dict[str, torch.Tensor | None]:
-        """Return the prompts' embeddings (1, S, C), and save them as a stage."""
+        """Return the prompts' embeddings (1, S, C) by the pipeline's argument names; save them as a stage.
+
+        Without guidance the negative prompt's are None. Latents that an earlier generation saved are removed.
+        """
         with torch.no_grad():
             positive, negative = self.pipe.encode_prompt(
                 self.request.prompt,
@@ -257,7 +290,10 @@ class Generation:
         return embeddings
 
     def sample(self, embeddings: dict[str, torch.Tensor | None]) -> latent_files.Latents:
-        """Return latents as the VAE takes them, (1, C, T, H, W)."""
+        """Denoise, and return the latents as the content of a latent file, (1, C, T, H, W).
+
+        `embeddings` are those of `encode_text`, or of a saved stage.
+        """
         self._remove_saved_latents()
         result = self.pipe(
             **self._arguments(),
@@ -296,7 +332,7 @@ class Generation:
         return [Image.fromarray(frame[0].permute(1, 2, 0).numpy()) for frame in frames]
 
     def _show_step(self, pipe: Any, step: int, timestep: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Show a step's latents: the pipeline's `callback_on_step_end`. Return no variables to change."""
+        """Show a step's latents; the pipeline's `callback_on_step_end`, which changes no variables."""
         if self.show is not None:
             self.show(self._plain_latents(kwargs["latents"]))
         return {}
@@ -311,7 +347,10 @@ class Generation:
         return 1 / self.model.vae["scaling_factor"] * to_torch(latents)
 
     def _latent_file_of(self, sampled: torch.Tensor) -> latent_files.Latents:
-        """Return the content of a latent file: sampled latents (1, T, C, H, W) without padding frames."""
+        """Return the content of a latent file, of sampled latents (1, T, C, H, W).
+
+        Padding frames are cut off: the pipelines put them first.
+        """
         latent_frames = self.model.latent_frames(self.request.frames)
         z = self._plain_latents(sampled)[:, sampled.shape[1] - latent_frames :].permute(0, 2, 1, 3, 4)
         return latent_files.Latents(

@@ -22,7 +22,7 @@ class Linear(nn.Linear):
     """A matrix product rounded once, bias included (`jax_kernels.linear`)."""
 
     inputs_split: bool = False
-    """True if a program has the inputs' channels sharded; set while it is traced."""
+    """Whether the inputs' channels are sharded, and the product is a sum over devices; set for a trace."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Multiply by the kernel on JAX, else as PyTorch."""
@@ -42,7 +42,10 @@ class LayerNorm(nn.LayerNorm):
 
 
 def check_positions(table: torch.Tensor, patches: int) -> None:
-    """Raise `ValueError` unless a rotary table has a position for each patch; others would count as text."""
+    """Raise `ValueError` unless a rotary table (positions, D) has one for each patch.
+
+    Patches without a position would count as text.
+    """
     if table.shape[0] != patches:
         raise ValueError(
             f"got rotary tables of {table.shape[0]} positions for {patches} patches: make them for the "
@@ -104,9 +107,13 @@ class FusedAttnProcessor(FusedCogVideoXAttnProcessor2_0):
 def _joint_attention(
     attn: Any, projected: Iterable[torch.Tensor], patches: int, image_rotary_emb: Any
 ) -> Any:
-    """Return attention's results (patches, text), from queries, keys and values (N, S, C) of all tokens.
+    """Return attention's results (patches, text).
 
-    `patches` is the number of patches, `image_rotary_emb` their (cos, sin), or None.
+    Args:
+        attn: diffusers' attention.
+        projected: queries, keys and values (N, S, C) of all tokens.
+        patches: number of patches.
+        image_rotary_emb: (cos, sin) of the patches' positions; None for none.
     """
     q, k, v = (part.unflatten(-1, (attn.heads, -1)) for part in projected)
     q = q if attn.norm_q is None else attn.norm_q(q)
@@ -124,11 +131,12 @@ def _joint_attention(
 class PatchEmbed(CogVideoXPatchEmbed):
     """The patch embedding, with its table of sinusoidal positions computed on the host, in float64.
 
-    For latents of another size than the model's own, a table is made that is as large as an activation: the
-    transformer's program takes it as an argument.
+    Latents of another size than the model's own need another table, which is as large as an activation: the
+    transformer's program takes it as an argument, "positions".
     """
 
     table: torch.Tensor | None = None
+    """The table that replaces the module's own, inside `using`."""
 
     def needs_table(self, height: int, width: int, frames: int) -> bool:
         """Return whether latents of this size need another table than the model's own."""
@@ -165,22 +173,30 @@ class PatchEmbed(CogVideoXPatchEmbed):
 
     @contextlib.contextmanager
     def using(self, table: torch.Tensor | None) -> Iterator[None]:
-        """Add `table` in place of the module's own positions in a `with` block; for a program's own copy."""
+        """Have `forward` add `table` in place of the module's own positions in a `with` block.
+
+        None changes nothing. It sets attributes: use it on a program's own copy of the module.
+        """
         if table is None:
             yield
             return
-        self.table, self.use_positional_embeddings = table, False
+        self.table, self.use_positional_embeddings = table, False  # the inherited forward adds none
         try:
             yield
         finally:
             self.table, self.use_positional_embeddings = None, True
 
     def forward(self, text_embeds: torch.Tensor, image_embeds: torch.Tensor) -> torch.Tensor:
-        added = (
+        """Return text and embedded patches as one sequence (N, S, C), with positions added.
+
+        Raises:
+            ValueError: a prompt of another length than the positions have.
+        """
+        has_positions = (
             self.use_positional_embeddings or self.use_learned_positional_embeddings or self.table is not None
         )
         tokens, wanted = text_embeds.shape[1], self.max_text_seq_length
-        if added and tokens != wanted:
+        if has_positions and tokens != wanted:
             raise ValueError(
                 f"got a prompt of {tokens} tokens, padding among them: this transformer has positions for "
                 f"{wanted} (max_text_seq_length); pass max_sequence_length={wanted} to the pipeline"

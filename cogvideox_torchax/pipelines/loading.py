@@ -23,7 +23,7 @@ from cogvideox_torchax.vae.checkpoint import WEIGHTS_STEM, check_loading_info, r
 Pipeline = TypeVar("Pipeline")
 
 STEMS = {"transformer": WEIGHTS_STEM, "text_encoder": "model"}
-"""Networks whose weights are read one at a time, and the beginning of their files' names."""
+"""The networks whose weights are read one at a time, and the beginning of the names of their files."""
 
 
 @overload
@@ -136,15 +136,15 @@ def _load_network(
     missing, unexpected = runtime.feed_weights(
         network, _cast(read_tensors(files), dtype, tuple(float32_modules or ())), network.put_weight
     )
-    port_network(network)  # ties weights again that have two names
+    port_network(network)  # ties weights again that have two names, of which a file has one
     without_weight = {name for name, weight in network.named_parameters() if weight.is_meta}
     check_loading_info({"missing_keys": missing & without_weight, "unexpected_keys": unexpected}, directory)
-    network.place()  # its buffers
+    network.place()  # the buffers, which no file has
     return network.eval()
 
 
 def _network_without_weights(directory: Path, part: str, dtype: torch.dtype) -> Any:
-    """Return the network `part` of a config, its parameters on "meta" and its buffers real."""
+    """Return the network `part` of the config in `directory`, parameters on "meta", buffers real."""
     default_dtype = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -160,9 +160,9 @@ def _network_without_weights(directory: Path, part: str, dtype: torch.dtype) -> 
 def _cast(
     tensors: Iterable[tuple[str, np.ndarray]], dtype: torch.dtype, float32_modules: tuple[str, ...]
 ) -> Iterable[tuple[str, np.ndarray]]:
-    """Yield each (name, tensor) in `dtype`, or in float32 if it is of one of `float32_modules`.
+    """Yield each (name, tensor) in `dtype`, or in float32 if it is in one of `float32_modules`.
 
-    Those would overflow in float16.
+    `float32_modules` are names of modules that would overflow in float16, anywhere in a tensor's name.
     """
     for name, tensor in tensors:
         in_float32 = any(part in float32_modules for part in name.split("."))

@@ -25,29 +25,31 @@ def run_in_pytorch(
 
     Args:
         method: a method of the network, or of a pipeline.
-        network_of: returns the network of the object that the method is called on: itself, or a pipeline's.
+        network_of: returns the network for the object that the method is called on: that object itself, or a
+            pipeline's transformer.
     """
 
     @functools.wraps(method)
     def call(owner: Any, *args: Any, **options: Any) -> Any:
-        with _on_host(network_of(owner)):
+        with _weights_on_host(network_of(owner)):
             return runtime.without_torchax(method, owner, *args, **options)
 
     return call
 
 
 def pipeline_methods(kind: Any) -> dict[str, Callable[..., Any]]:
-    """Return the methods of `PIPELINE_METHODS` of a pipeline's class, run with the transformer in PyTorch."""
+    """Return by name the `PIPELINE_METHODS` that a pipeline's class has, made to run in PyTorch."""
     network_of = operator.attrgetter("transformer")
     names = (name for name in PIPELINE_METHODS if hasattr(kind, name))
     return {name: run_in_pytorch(getattr(kind, name), network_of) for name in names}
 
 
 @contextlib.contextmanager
-def _on_host(network: Any) -> Iterator[None]:
-    """Have a network's weights in PyTorch during a `with` block; then put all, also added ones, on JAX again.
+def _weights_on_host(network: Any) -> Iterator[None]:
+    """Move a network's weights to PyTorch for a `with` block; then put all, also added ones, on JAX again.
 
-    Added layers are ported, and the next call compiles a program with them. A network in PyTorch stays there.
+    Layers that the block adds are ported, and the next call compiles a program with them. A network that is
+    in PyTorch before the block stays there.
     """
     if not any(map(runtime.on_jax, network.parameters())):
         yield

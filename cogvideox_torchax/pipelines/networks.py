@@ -62,6 +62,10 @@ class TransformerStep(nn.Module):
     Args:
         model: the transformer.
         attention_kwargs: options of a call, such as a LoRA's scale; other values are another program.
+
+    Attributes:
+        options: the attention_kwargs, {} for None.
+        joined: whether the layers allow one sequence.
     """
 
     component = "transformer"
@@ -73,11 +77,11 @@ class TransformerStep(nn.Module):
         self.joined = takes_sequences(model)
 
     def forward(self, tensors: dict[str, Any], cache: None) -> tuple[torch.Tensor, None]:
-        """Return (prediction, cache) of a step, from its tensors by name; `cache` is None."""
+        """Return (prediction, None) of a step, from its tensors by name (`step_tensors`); it has no cache."""
         arguments = {**tensors, "attention_kwargs": dict(self.options) or None}
         model: Any = self.model
         with model.patch_embed.using(arguments.pop("positions", None)):
-            if self.joined and self.options.keys() <= {"scale"}:
+            if self.joined and self.options.keys() <= {"scale"}:  # all that `joined_step` knows
                 return joined_step(model, **arguments), cache
             return DiffusersTransformer.forward(model, **arguments, return_dict=False)[0], cache
 
@@ -85,8 +89,8 @@ class TransformerStep(nn.Module):
 class CachedStep(TransformerStep):
     """A step that reuses results of earlier steps.
 
-    Its cache is the arrays that the step before has kept. Without them (None) a call only shows the shapes
-    and dtypes of the arrays to keep.
+    Its cache is the arrays that the step before has kept. With None a call is only traced, for the shapes and
+    dtypes of the arrays that a step keeps.
 
     Args:
         model, attention_kwargs: as `TransformerStep` takes them.
@@ -103,7 +107,10 @@ class CachedStep(TransformerStep):
         self.joined = self.joined and cached_layers.takes_sequences(form)
 
     def forward(self, tensors: dict[str, Any], cache: Any) -> tuple[Any, Any]:
-        """Return (prediction, scalar for the host) and the arrays to keep for the next step."""
+        """Return ((prediction, scalar for the host), arrays to keep for the next step).
+
+        `tensors` are the step's inputs and `cached_layers.NUMBERS`, by name; `cache` is the kept arrays.
+        """
         inputs = dict(tensors)
         numbers = {name: inputs.pop(name) for name in cached_layers.NUMBERS if name in inputs}
         reuse = cached_layers.reuse(self.form, cache, numbers)
@@ -126,6 +133,7 @@ class TextEncoding(nn.Module):
         self.model = model
 
     def forward(self, tensors: dict[str, Any], cache: None) -> tuple[torch.Tensor, None]:
+        """Return (last hidden states, None) of the encoder's arguments by name; it has no cache."""
         result: Any = TransformersT5Encoder.forward(self.model, **tensors)
         return result.last_hidden_state, cache
 
@@ -153,7 +161,7 @@ class CompiledNetwork(PortedModel):
         return SequencePlacement(self.mesh, self.parallelism, heads_of(self))
 
     def split_layers(self, network: Any) -> tuple[type[nn.Module], ...]:
-        """Return the types of layers whose inputs and outputs are sharded sequences."""
+        """Return the types of layers whose inputs and outputs are sharded sequences, in a `network_class`."""
         return SPLIT_LAYERS
 
     @property
@@ -162,10 +170,13 @@ class CompiledNetwork(PortedModel):
         return self.program_of(self.network_class(self))
 
     def program_of(self, network: nn.Module) -> runtime.Program:
-        """Return the program of `network`, a module around this model; cached by its options and form."""
+        """Return the program of `network`, a `network_class` or `CachedStep` around this model.
+
+        It is kept by the network's options and form.
+        """
         options = tuple(sorted(getattr(network, "options", {}).items()))
-        kind = ("forward", options, getattr(network, "form", None))
-        return runtime.programs_of(self).get(kind, network, self._compile_for)
+        key = ("forward", options, getattr(network, "form", None))
+        return runtime.programs_of(self).get(key, network, self._compile_for)
 
     def build_program(self) -> runtime.Program:
         """Return a new program of a call without options, to inspect its compiled text."""
@@ -178,23 +189,31 @@ class CompiledNetwork(PortedModel):
         return runtime.Program(network, replace(self.placement, types=self.split_layers(network)))
 
     def run_program(self, *options: Any, **tensors: Any) -> torch.Tensor:
-        """Run the program of `network_class(self, *options)` on tensors, or tuples of them."""
+        """Return the result of the program of `network_class(self, *options)`.
+
+        Args:
+            options: of the call, in the order of `network_class`.
+            tensors: arguments of the forward, by name: tensors, or tuples of them.
+        """
         network = self.network_class(self, *options)
         program = self.program_of(network)
-        return runtime.tensor_of(program.run(program.weights(network), program.put(tensors))[0])
+        result, _cache = program.run(program.weights(network), program.put(tensors))
+        return runtime.tensor_of(result)
 
     def place(self, mesh: Mesh | None = None, parallel: Parallel | None = None) -> None:
         """Put the weights on JAX, on the default device or over a mesh; later calls run there.
 
         Args:
-            mesh: a mesh of `make_mesh`; None keeps the present one, or none.
+            mesh: a mesh of `make_mesh`; None keeps the present mesh, if there is one.
             parallel: as `place_on` takes it.
 
         Raises:
             ValueError: a mesh not made by `make_mesh`, or one that does not divide the weights.
         """
         port_network(self)  # layers that were added later, such as a LoRA's
-        mesh = mesh if mesh is not None or parallel is None else self.mesh
+        mesh = (
+            mesh if mesh is not None or parallel is None else self.mesh
+        )  # `parallel` is for the present one
         if mesh is not None:
             self.place_on(mesh, parallel)
         runtime.put_weights(self, self.put_weight)
@@ -206,7 +225,7 @@ class CompiledNetwork(PortedModel):
         return sharding.put_weight(self.mesh, name, array, self.parallelism)
 
     def place_on(self, mesh: Mesh, parallel: Parallel | None = None, memory: float | None = None) -> None:
-        """Compile for a mesh from now on, without moving the weights; programs for another are dropped.
+        """Compile for a mesh from now on, without moving the weights; programs for another mesh are dropped.
 
         Args:
             mesh: of `make_mesh`.
@@ -234,7 +253,12 @@ def heads_of(network: Any) -> int:
 def parallelism_of(
     network: Any, mesh: Mesh, requested: Parallel | None = None, memory: float | None = None
 ) -> Any:
-    """Return what a network, ported or not, splits over the mesh's "tp"; see `CompiledNetwork.place_on`.
+    """Return the `sharding.Parallelism` of a network, ported or not: its use of the mesh's "tp".
+
+    Args:
+        network: a transformer or a text encoder.
+        mesh, memory: as `CompiledNetwork.place_on` takes them.
+        requested: `parallel` of `CompiledNetwork.place_on`.
 
     Raises:
         ValueError: the request is impossible, or the mesh does not divide the weights.
@@ -290,7 +314,7 @@ class CogVideoXTransformer3DModel(CompiledNetwork, DiffusersTransformer):
         vars(self).pop("_step_cache", None)
 
     def take_cache(self) -> None:
-        """Take the hooks of diffusers' cache, if there are any, off the modules, and run them as programs."""
+        """Take the hooks of diffusers' cache, if there are any, off the modules; steps run as they say."""
         hooks = upstream.take_hooks(self)
         if hooks:
             self._step_cache = caches.cache_of(hooks)
@@ -332,7 +356,10 @@ class CogVideoXTransformer3DModel(CompiledNetwork, DiffusersTransformer):
         return self._step_cache.step(self, functools.partial(CachedStep, self, *options), tensors)
 
     def split_layers(self, network: Any) -> tuple[type[nn.Module], ...]:
-        """Return the types of layers with sharded sequences: if tokens are split, blocks of one sequence."""
+        """Return the types of layers whose inputs and outputs are sharded sequences, in `network`.
+
+        If tokens are split, these are the blocks; none if text and patches are not one sequence.
+        """
         if self.parallelism.kind == "tensor":
             return SPLIT_LAYERS
         return (Block,) if network.joined else ()
@@ -419,10 +446,10 @@ def step_tensors(
     """Return a denoising step's inputs, as `Program.structs` takes them.
 
     Args:
-        transformer: a ported one; with weights or without.
+        transformer: a ported transformer; with weights or without.
         batch: number of videos, each counted twice with guidance.
         frames, height, width: size of the latents.
-        text: tokens of a prompt; the model's own limit if None.
+        text: number of tokens of a prompt; None for the model's limit.
     """
     config, dtype = transformer.config, runtime.jax_dtype(transformer.dtype)
     text = text or config["max_text_seq_length"]
@@ -445,7 +472,7 @@ def step_tensors(
 
 
 def prompt_tensors(*, batch: int, text: int) -> TensorSpecs:
-    """Return the inputs of `batch` prompts of `text` tokens, as `Program.structs` takes them."""
+    """Return the inputs of `batch` prompts of `text` tokens each, as `Program.structs` takes them."""
     return {"input_ids": ((batch, text), jnp.int32)}
 
 
@@ -472,13 +499,18 @@ PROCESSORS: dict[Any, Any] = {
 
 
 def port_network(network: Any) -> Any:
-    """Give a loaded transformer or text encoder, and its layers, their ported classes; return it."""
+    """Give a loaded transformer or text encoder, and its layers, their ported classes; return it.
+
+    The objects stay, their `__class__` changes. A second call ports layers that were added since.
+    """
     for module in network.modules():
         module.__class__ = PORTED_CLASSES.get(type(module), type(module))
         processor = getattr(module, "processor", None)
         if type(processor) in PROCESSORS:
             processor.__class__ = PROCESSORS[type(processor)]
-    save_as_stock(network)
+    save_as_stock(network)  # a saved pipeline names the original class: it loads without this package
     if isinstance(network, TransformersT5Encoder):
-        network.tie_weights()  # moving the weights has untied them
+        # The token embedding is one weight under two names. torch's own `to` with torchax, before `port`, and
+        # loading weights by name make two tensors of it.
+        network.tie_weights()
     return network

@@ -1,4 +1,4 @@
-"""Whole diffusers pipelines on JAX: how `port` treats one, and the support of its own call."""
+"""Whole diffusers pipelines on JAX: `port` for a pipeline, and the methods that its own call needs."""
 
 import functools
 import inspect
@@ -44,12 +44,12 @@ def port_pipeline(pipe: Any, mesh: Any = None, parallel: Parallel | None = None)
         ValueError: a mesh that does not divide the networks' weights, networks of another kind, or weights
             that are offloaded. Nothing has been moved then.
     """
-    others = [network for network in (pipe.transformer, pipe.text_encoder) if network is not None]
+    around_vae = [network for network in (pipe.transformer, pipe.text_encoder) if network is not None]
     if mesh is not None:
         check_mesh(mesh)
-    for network in others:
+    for network in around_vae:
         _check_network(network, mesh, parallel)
-    for network in others:
+    for network in around_vae:
         networks.port_network(network)
         network.place(mesh, parallel)
     if pipe.vae is not None:
@@ -83,7 +83,14 @@ def _check_network(network: Any, mesh: Any, parallel: Parallel | None) -> None:
 
 
 def _port_from_pipe(make: Callable[..., Any], kind: type, pipeline: Any, **options: Any) -> Any:
-    """Call diffusers' `from_pipe`, given as `make`, and port its result if `pipeline` is ported."""
+    """Make a pipeline of another's parts by diffusers' `from_pipe`; port it if the other one is ported.
+
+    Args:
+        make: diffusers' own `from_pipe`.
+        kind: the class of the pipeline to make.
+        pipeline: the pipeline whose parts are used.
+        options: of `from_pipe`.
+    """
     made = make(kind, pipeline, **options)
     if not isinstance(pipeline, PortedPipeline) or not is_pipeline(made):
         return made
@@ -91,7 +98,7 @@ def _port_from_pipe(make: Callable[..., Any], kind: type, pipeline: Any, **optio
     if parts and runtime.is_on_jax(parts[0]):
         parallelism = getattr(parts[0], "parallelism", None)
         port_pipeline(made, parts[0].mesh, parallelism and parallelism.kind)
-    else:  # moved to the host, where the two share their parts
+    else:  # the parts, which the two pipelines share, were moved to the host: they stay there
         made.__class__ = _ported_class(type(made))
     return made
 
@@ -114,7 +121,7 @@ class PortedPipeline(PicklesAsStock, DiffusionPipeline):
         device, dtype = runtime.device_and_dtype(args, kwargs)
         if device is None or not (runtime.is_jax_device(device) or torch.device(device).type == "cuda"):
             return super().to(*args, **kwargs)
-        port_pipeline(self)  # it may have been moved to the host
+        port_pipeline(self)  # puts weights on JAX that were moved to the host
         return self if dtype is None else super().to(dtype)
 
     def enable_model_cpu_offload(self, *args: Any, **kwargs: Any) -> None:
@@ -157,16 +164,17 @@ class PortedPipeline(PicklesAsStock, DiffusionPipeline):
 
 @functools.cache
 def _ported_class(kind: type) -> type:
-    """Return the ported subclass of a pipeline's class, with its name and signatures."""
+    """Return the ported subclass of a pipeline's class, with the class's own name and signatures."""
     inherited: Any = kind
 
     @functools.wraps(inherited.__call__)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the pipeline; raise `NonFiniteError` if the last step gave NaN or Inf."""
-        port_scheduler(self.scheduler)
+        port_scheduler(self.scheduler)  # the user may have replaced it
         if runtime.is_on_jax(self.transformer):
-            self.transformer.take_cache()  # `apply_first_block_cache` and its like do not ask the model
-        self.transformer._reset_stateful_cache()  # a run that failed may have left something
+            # `apply_first_block_cache` and its like hook the modules without the model's `enable_cache`.
+            self.transformer.take_cache()
+        self.transformer._reset_stateful_cache()  # a run that failed may have left arrays
         result = inherited.__call__(self, *args, **kwargs)
         self.scheduler.log.check()
         return result
@@ -210,7 +218,7 @@ def _on_torchax(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _on_transformer_device(pipe: Any, table: torch.Tensor) -> torch.Tensor:
-    """Return a table on JAX if the pipeline's transformer is there, else unchanged."""
+    """Return a rotary table on JAX if the pipeline's transformer is on JAX, else unchanged."""
     return runtime.to_jax(table) if runtime.is_on_jax(pipe.transformer) else table
 
 

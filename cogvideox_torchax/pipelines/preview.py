@@ -14,7 +14,7 @@ from cogvideox_torchax.files.whole import whole_file
 from cogvideox_torchax.runtime import host_skeleton, without_torchax
 
 PICTURES, PIXELS, PATCHES = 64, 64, 8
-"""Number of pictures that the map is fitted to, their side in pixels, and patches of a color along it."""
+"""Number of pictures that the map is fitted to, their side in pixels, and patches of a color along a side."""
 
 SHOWN, ENLARGED = 4, 3
 """Frames side by side in a picture, and their enlargement."""
@@ -42,13 +42,13 @@ class LinearPreview:
 def fit(vae: Any, *, seed: int = 0) -> LinearPreview:
     """Fit a preview's map to a VAE by least squares, on the latents of patches of random colors.
 
-    Each picture is a still of patches, blurred into each other; the color of a latent is the mean of the
-    pixels that it stands for. Three quarters are fitted to, the rest say how well. The encoder runs in
-    PyTorch, on the host, for some seconds.
+    Each picture is a video of one frame, of patches blurred into each other; the color of a latent is the
+    mean of the pixels that it stands for. Three quarters of the pictures are fitted to, and the other quarter
+    gives `explained`. The encoder runs in PyTorch, on the host, for some seconds.
 
     Args:
-        vae: a ported `AutoencoderKLCogVideoX`, wherever its weights are.
-        seed: of the pictures.
+        vae: a ported `AutoencoderKLCogVideoX`, with weights on JAX or in PyTorch.
+        seed: seed of the pictures.
     """
     return without_torchax(_fit, host_skeleton(vae), seed)
 
@@ -71,12 +71,12 @@ def _fit(vae: Any, seed: int) -> LinearPreview:
 
 
 def _with_ones(features: torch.Tensor) -> torch.Tensor:
-    """Append a feature of ones, for the constant."""
+    """Append a feature of ones to features (..., C), for the map's constant."""
     return torch.cat([features, torch.ones_like(features[..., :1])], dim=-1)
 
 
 def preview_writer(vae: Any, path: str | Path, say: Callable[[str], None]) -> Callable[[torch.Tensor], None]:
-    """Return a function of latents (N, T, C, H, W) that writes frames of the first video into a PNG file.
+    """Return a function of latents (N, T, C, H, W) that writes frames of the first video to a PNG file.
 
     Args:
         vae: as `fit` takes it.

@@ -1,7 +1,7 @@
 """Schedulers around a pipeline on JAX: their tables stay on the host, and a NaN or Inf names its step.
 
-A scheduler's work is a few numbers a step from tables in float64, which JAX does not have by default, and a
-multiply-add of the latents. The numbers are found where they are exact; the latents never leave the device.
+A scheduler's work in a step is a few numbers from tables in float64, which JAX does not have by default, and
+a multiply-add of the latents. The numbers are computed on the host, in float64; the latents stay on the device.
 """
 
 import functools
@@ -24,9 +24,9 @@ class StepLog:
     """The last step of a run.
 
     Attributes:
-        total, done: number of steps of the run, and of those taken.
+        total, done: number of steps of the run, and of steps that were taken.
         timestep, dtype: the last step's timestep, and its latents' dtype.
-        finite: whether its latents are finite; a bool on their device, which is not waited for.
+        finite: whether the last step's latents are finite; a bool on their device, not waited for.
     """
 
     total: int = 0
@@ -57,10 +57,13 @@ class HostScheduler(PicklesAsStock):
 
 
 def port_scheduler(scheduler: Any) -> Any:
-    """Give a scheduler, once, the class that keeps its tables on the host and checks steps; return it."""
+    """Give a scheduler the class that keeps its tables on the host and checks steps; return it.
+
+    The object stays, its `__class__` changes. A second call changes nothing.
+    """
     if not isinstance(scheduler, HostScheduler):
         scheduler.__class__ = _host_class(type(scheduler))
-    if "log" not in vars(scheduler):  # nor has a scheduler made from a ported class one yet
+    if "log" not in vars(scheduler):  # the first call, or a scheduler that was made by its ported class
         for name, value in vars(scheduler).items():
             if isinstance(value, torch.Tensor):
                 setattr(scheduler, name, runtime.to_torch(value))
@@ -102,7 +105,7 @@ def _host_class(kind: Any) -> type:
         return result
 
     def add_noise(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Add noise as the scheduler does, and keep its tables on the host."""
+        """Add noise as the scheduler does, and keep the scheduler's tables on the host."""
         tables = {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
         try:
             return kind.add_noise(self, *args, **kwargs)
@@ -121,8 +124,12 @@ def _host_class(kind: Any) -> type:
 def _in_float32(sample: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:
     """Return latents in float32 for a step's multiply-adds, unless the step draws noise in their dtype.
 
-    JAX rounds a Python number to the array's dtype before it multiplies, PyTorch does not. `given` are the
-    step's arguments by name.
+    JAX rounds a Python number to the array's dtype before it multiplies, PyTorch does not.
+
+    Args:
+        sample: the latents.
+        given: the arguments of the scheduler's `step`, by name.
     """
+    # CogVideoX's DPM scheduler has the first of these arguments, DDIM the second: with `eta` it draws noise.
     draws_noise = "old_pred_original_sample" in given or bool(given.get("eta"))
     return sample if draws_noise or sample.dtype == torch.float32 else sample.float()

@@ -1,8 +1,12 @@
-"""Text and patches as one sequence on a mesh: where its tokens lie, and what devices exchange.
+"""Text and patches as one sequence on a mesh: the placement of its tokens, and the communication.
 
 The batch, two videos with classifier-free guidance, is split over "dp". With split tokens each device
-computes its own (local) tokens. Only attention looks at others: for it the devices exchange tokens for heads,
-so that each has all tokens of some heads, and back afterwards (Jacobs et al. 2023, "DeepSpeed Ulysses").
+computes its own (local) tokens. Attention alone needs tokens of other devices: before it the devices exchange
+tokens for heads, so that each has all tokens of some heads, and after it back (Jacobs et al. 2023, "DeepSpeed
+Ulysses").
+
+Axis letters: N videos, S positions of a sequence, C channels, H heads, D channels of a head, P parts, one for
+each device that shares a video's tokens (in `pad_table` P is patches).
 """
 
 import contextlib
@@ -32,22 +36,22 @@ from cogvideox_torchax.runtime.layers import watched
 from cogvideox_torchax.sharding import MeshPlace
 
 LANES = 128
-"""Tokens of each device are a multiple of it if there are more: the lanes of a kernel's tile."""
+"""Lanes of a kernel's tile: a device's number of tokens is a multiple of it, if larger."""
 
 
 @dataclass(frozen=True)
 class Sequence:
-    """Text and patches as one sequence: how long it is, and over which devices its tokens are split.
+    """The layout of text and patches as one sequence: its length, and the devices that share its tokens.
 
     Attributes:
         text: tokens of the prompt, which come first.
         tokens: tokens of prompt and patches.
         length: tokens with padding, to which no token attends.
         batch: the mesh axis that the videos are split over, or None.
-        axes: the mesh axes that the tokens are split over, and inside attention the heads.
-        mesh: the mesh that tokens are split over; None if they are not.
-        shared: the placement if XLA's partitioner shards the layers ("tensor"); None if a layer runs on each
-            device's local tokens ("context"), or without a mesh.
+        axes: the mesh axes that the tokens are split over, and inside attention the heads; empty if none are.
+        mesh: the mesh if a layer runs on each device's local tokens ("context"); else None.
+        shared: the placement if XLA's partitioner shards the layers ("tensor"); else None. Without a mesh
+            both are None.
     """
 
     text: int
@@ -88,14 +92,15 @@ class Sequence:
         return jax.lax.with_sharding_constraint(padded, NamedSharding(self.mesh, self.spec))
 
     def pad_table(self, table_PD: jax.Array, value: float) -> jax.Array:
-        """Pad a table of patches (P, D) to all tokens (S, D), with `value` for text and padding."""
+        """Pad a rotary table of patches (P, D) to all tokens (S, D), with `value` for text and padding."""
         before, after = self.tokens - table_PD.shape[0], self.length - self.tokens
         return jnp.pad(table_PD, ((before, after), (0, 0)), constant_values=value)
 
     def map_local_tokens(self, function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-        """Return a function of tokens (N, S, C), vectors (N, C) and tables (S, D), run on local tokens.
+        """Return a function of whole arrays that calls `function` on each device with its local ones.
 
-        Each device calls `function` with its own tokens; tables are whole on every device.
+        Its arguments are tokens (N, S, C), split by videos and tokens, vectors (N, C), split by videos, and
+        tables (S, D), whole on every device; its result is tokens. Each may be nested.
         """
         if self.mesh is None:
             return function
@@ -173,7 +178,10 @@ class Sequence:
         return sharded_kernel
 
     def first_patch(self) -> Any:
-        """Return the index of the first local token that is not text; inside `map_local_tokens`."""
+        """Return the first patch's index from this device's first token; inside `map_local_tokens`.
+
+        It is negative on a device whose tokens all are patches, and beyond them if all are text.
+        """
         local_tokens = self.length // self.parts
         return self.text - (jax.lax.axis_index(self.axes) * local_tokens if self.axes else 0)
 
@@ -191,17 +199,20 @@ class Sequence:
             # Without the barrier the communication is float32, not the rounded values.
             sent = jax.lax.optimization_barrier(x_PNC)
             x_PNC = jax.lax.all_to_all(sent, self.axes, split_axis=0, concat_axis=0, tiled=True)
-        parts, _, channels = x_PNC.shape  # of tokens now
-        if videos == 1:  # no axis of one in the middle: it would be kept, and filled up to a tile
+        parts, _, channels = x_PNC.shape  # the parts are of the tokens now
+        if videos == 1:  # XLA would keep an axis of 1 in the middle, and pad it to a tile
             return x_PNC.reshape(1, -1, channels)
         return x_PNC.reshape(parts, videos, -1, channels).swapaxes(0, 1).reshape(videos, -1, channels)
 
     def to_tokens(self, y_NCS: jax.Array) -> jax.Array:
-        """Exchange all tokens of local channels for local tokens (N, C, S); inside `map_local_tokens`."""
+        """Exchange all tokens of local channels for all channels of local tokens, the inverse of `to_heads`.
+
+        It runs inside `map_local_tokens`. Argument and result are (N, C, S), as the attention kernel has it.
+        """
         videos, channels, _ = y_NCS.shape
         if not self.axes:
             return y_NCS
-        if videos == 1:
+        if videos == 1:  # as in `to_heads`
             y_PCS = y_NCS.reshape(channels, self.parts, -1).swapaxes(0, 1)
             y_PCS = jax.lax.all_to_all(y_PCS, self.axes, split_axis=0, concat_axis=0, tiled=True)
             return y_PCS.reshape(1, self.parts * channels, -1)
@@ -211,7 +222,10 @@ class Sequence:
 
 
 def _padded_length(tokens: int, parts: int) -> int:
-    """Return the length of a sequence, padded so that `parts` devices get equal shards of whole tiles."""
+    """Return the length of a sequence, padded so that `parts` devices get equal shards of whole tiles.
+
+    A sequence shorter than a tile for each device is padded to equal shards alone.
+    """
     unit = parts * (LANES if tokens > LANES * parts else 1)
     return -(-tokens // unit) * unit
 
@@ -235,7 +249,10 @@ class SequencePlacement(MeshPlace):
         return "dp" if videos % self.mesh.shape["dp"] == 0 else None
 
     def token_axes(self, videos: int) -> tuple[str, ...]:
-        """Return the mesh axes that split a video's tokens: "dp" too if it divides heads and no videos."""
+        """Return the mesh axes that split a video's tokens; those of one device are left out.
+
+        "dp" splits tokens too, if it does not divide the `videos`, but the mesh divides the heads.
+        """
         if self.parallelism.kind == TENSOR:
             return ()
         both = self.batch_axis(videos) is None and self.heads % self.mesh.size == 0
@@ -244,9 +261,10 @@ class SequencePlacement(MeshPlace):
 
     def spec(self, shape: tuple[int, ...]) -> PartitionSpec:
         """Return the sharding of sequences (N, S, C), or of another array whose first axis is the videos."""
-        tokens = (self.token_axes(shape[0]) or None,) if len(shape) == 3 else ()
-        rest = (None,) * (len(shape) - 1 - len(tokens))
-        return PartitionSpec(self.batch_axis(shape[0]), *tokens, *rest)
+        videos, *others = shape
+        tokens = (self.token_axes(videos) or None,) if len(shape) == 3 else ()
+        rest = (None,) * (len(others) - len(tokens))
+        return PartitionSpec(self.batch_axis(videos), *tokens, *rest)
 
     def compiler_options(self) -> dict[str, str]:
         """Return XLA's options for a program over the mesh."""
@@ -255,8 +273,8 @@ class SequencePlacement(MeshPlace):
         return {"xla_tpu_enable_async_all_to_all": "true"} if on_tpu else {}
 
     def trace(self, run: Callable[..., Any], inputs: Any, cache: Any) -> Any:
-        """Return `run(inputs, cache)`, (result, cache), in a program, with the results' shardings."""
-        # The attention kernel reads the mesh: it splits itself, as XLA cannot split a kernel.
+        """Return (result, cache) of `run(inputs, cache)` in a trace, constrained to their shardings."""
+        # The attention kernel reads the mesh, and maps itself over the devices: XLA cannot split a kernel.
         with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
             result, cache = run(inputs, cache)
         return jax.lax.with_sharding_constraint(result, self.replicated), jax.tree.map(
@@ -264,7 +282,10 @@ class SequencePlacement(MeshPlace):
         )
 
     def _cache_sharding(self, shape: tuple[int, ...]) -> NamedSharding:
-        """Return the sharding of an array that a step keeps for the next: of a sequence as in the layers."""
+        """Return the sharding of an array that a step keeps for the next step.
+
+        A sequence is sharded as in the layers if the mesh divides it; other arrays are whole on every device.
+        """
         spec = self.spec(shape) if len(shape) == 3 else PartitionSpec()
         divides = all(size % parts == 0 for size, parts in zip(shape, self.parts(spec), strict=False))
         return NamedSharding(self.mesh, spec if divides else PartitionSpec())
@@ -273,9 +294,10 @@ class SequencePlacement(MeshPlace):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self._cache_sharding(shape))
 
     def watching(self, network: nn.Module) -> contextlib.AbstractContextManager[Any]:
-        """Return a context that constrains inputs and outputs of a network's layers to the sharding.
+        """Return a context that constrains sequences that enter or leave a network's layers to the sharding.
 
-        With "tensor", linear layers get `inputs_split`: whether their inputs' channels are split.
+        `network` is a program's own copy. With "tensor", its modules get the attribute `inputs_split`:
+        whether their weight is split by inputs.
         """
         self.layers.clear()
         if self.parallelism.kind == TENSOR:
@@ -286,7 +308,10 @@ class SequencePlacement(MeshPlace):
         )
 
     def _split(self, name: str, value: Any) -> Any:
-        """Constrain the sequences in a value, which may be nested."""
+        """Return a value, which may be nested, with its sequences constrained to the sharding.
+
+        Their shapes are recorded under the layer's `name`.
+        """
         if isinstance(value, torch.Tensor):
             if value.ndim != 3 or not runtime.on_jax(value):
                 return value

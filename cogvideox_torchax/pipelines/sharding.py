@@ -3,7 +3,7 @@
 With "context", every device has whole weights; if they do not fit, they are sharded, and each layer's are
 gathered before it runs. With "tensor", the first of two matrices is split by its outputs, the second by its
 inputs, so that activations between them stay local and one sum over "tp" follows (Shoeybi et al. 2019,
-"Megatron-LM"). Attention has its heads over "tp"; if "tp" does not divide the heads, attention is split by
+"Megatron-LM"). Attention's heads are split over "tp"; if "tp" does not divide them, attention is split by
 queries (`jax_kernels.attention`).
 """
 
@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from cogvideox_torchax.sharding import Parallel
 
 BY_OUTPUTS, BY_INPUTS = P("tp"), P(None, "tp")
+"""Shardings of a matrix (out, in), and of its bias (out)."""
 
 WEIGHTS: dict[str, P] = {
     # Matrices (out, in) and their biases: the first of two.
@@ -39,7 +40,7 @@ WEIGHTS: dict[str, P] = {
 
 
 def weight_spec(name: str) -> P:
-    """Return the sharding of the weight of this name with TENSOR."""
+    """Return the sharding with TENSOR of the weight of this name, by `WEIGHTS`."""
     return next((spec for ending, spec in WEIGHTS.items() if re.search(f"(^|\\.)({ending})$", name)), P())
 
 
@@ -73,7 +74,13 @@ class Parallelism:
         return f"{self.kind} over tp{weights} ({self.reason})"
 
     def weight_spec(self, name: str, shape: tuple[int, ...], parts: int) -> P:
-        """Return the sharding of a weight by its name, over so many devices."""
+        """Return the sharding of a weight.
+
+        Args:
+            name: the weight's name in the network.
+            shape: its shape.
+            parts: size of "tp". A gathered matrix that it does not divide is whole on every device.
+        """
         if self.kind == TENSOR:
             return weight_spec(name)
         divides = self.gathered and BLOCK.search(name) and len(shape) == 2 and shape[0] % parts == 0
@@ -83,17 +90,17 @@ class Parallelism:
 def choose_parallelism(
     mesh: Mesh, *, heads: int, weight_bytes: int, memory: float | None, requested: Parallel | None = None
 ) -> Parallelism:
-    """Choose what a transformer splits over "tp": tokens where "tp" divides the heads.
+    """Choose what a transformer splits over "tp": tokens if "tp" divides the heads, else channels of weights.
 
     Args:
         mesh: of `make_mesh`.
-        heads: number of its attention heads.
+        heads: number of the transformer's attention heads.
         weight_bytes: bytes of all its weights.
-        memory: bytes of a device; None where it is not known, and weights are taken to fit.
-        asked: the requested kind; None to choose.
+        memory: bytes of a device's memory; None if it is not known: then weights count as fitting.
+        requested: the kind to use; None to choose.
 
     Raises:
-        ValueError: another request, or CONTEXT where "tp" does not divide the heads.
+        ValueError: a request of no kind, or CONTEXT if "tp" does not divide the heads.
     """
     tp = mesh.shape["tp"]
     if requested not in (None, CONTEXT, TENSOR):
@@ -125,7 +132,7 @@ def memory_of(mesh: Mesh) -> float | None:
 def weight_sharding(
     mesh: Mesh, name: str, shape: tuple[int, ...], parallelism: Parallelism = Parallelism()
 ) -> NamedSharding:
-    """Return a weight's sharding.
+    """Return the sharding of the weight `name` on a mesh.
 
     Raises:
         ValueError: "tp" does not divide the axis that it splits.
@@ -141,5 +148,5 @@ def weight_sharding(
 
 
 def put_weight(mesh: Mesh, name: str, array: Any, parallelism: Parallelism = Parallelism()) -> jax.Array:
-    """Put a network's weight on a mesh, each device's shard straight from its source."""
+    """Put a network's weight, a NumPy or JAX array, on a mesh: to each device its shard alone."""
     return jax.device_put(array, weight_sharding(mesh, name, array.shape, parallelism))

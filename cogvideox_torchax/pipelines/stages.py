@@ -19,6 +19,7 @@ from cogvideox_torchax.files import tensors as tensor_files
 
 FORMAT = "cogvideox-torchax-stage/1"
 TEXT, LATENTS = "text", "latents"
+"""Names of the stages."""
 
 TEXT_FIELDS = ("prompt", "negative_prompt", "dtype")
 """Fields of a request that the embeddings of its prompt depend on."""
@@ -79,7 +80,14 @@ def fingerprint(configs: dict[str, dict[str, Any]]) -> str:
 
 @dataclass(frozen=True)
 class Stage:
-    """The content of a stage file: tensors by name, the request, the model's fingerprint."""
+    """The content of the text stage's file.
+
+    Attributes:
+        path: path of the file.
+        tensors: the prompts' embeddings, by the pipeline's argument names.
+        request: the request that they were made for.
+        model: the model's `fingerprint`.
+    """
 
     path: Path
     tensors: dict[str, torch.Tensor]
@@ -87,7 +95,7 @@ class Stage:
     model: str
 
     def check_model(self, model: str) -> None:
-        """Raise `StageError` unless this is the fingerprint of the stage's model."""
+        """Raise `StageError` unless `model` is the fingerprint of the stage's model."""
         if self.model != model:
             raise StageError(f"{self.path} is of another model: give the --model that it was made with")
 
@@ -101,14 +109,15 @@ def request_from_options(options: dict[str, Any], size: tuple[int, int, int], te
     """Return the request of a command line's options, completed by defaults.
 
     Args:
-        options: options by name, a request's fields among them; None for those that were not given.
-        size: frames, height and width to use if those are not given.
+        options: options by name, a request's fields among them; an option that was not given is None.
+        size: default of (frames, height, width).
         text: the text stage to resume from, whose prompts and dtype are used; None for none.
 
     Raises:
         ValueError: no prompt, or options that contradict the stage.
     """
     given = {name: options[name] for name in Request.names() if options[name] is not None}
+    # Fields that the stage's embeddings fix.
     fixed = {} if text is None else {name: getattr(text.request, name) for name in TEXT_FIELDS}
     for name, value in fixed.items():
         if given.get(name, value) != value:
@@ -139,7 +148,7 @@ def save_text(
 
     Args:
         directory: the stages' directory, which has to exist.
-        tensors: on JAX or plain; this waits for them.
+        tensors: the prompts' embeddings by name, on JAX or plain; this waits for them.
         request: the request for the video.
         model: the model's `fingerprint`.
     """
@@ -169,7 +178,7 @@ def load_text(directory: str | Path) -> Stage:
 
 
 def _request(values: dict[str, Any]) -> Request:
-    """Return the request of a JSON object; raise `TypeError` for other fields, or values of other types."""
+    """Return the request of a JSON object's values; raise `TypeError` for other fields or types of values."""
     request = Request(**values)
     for name, kind in get_type_hints(Request).items():
         value = getattr(request, name)
@@ -182,7 +191,8 @@ def load_latents(directory: str | Path) -> latent_files.Latents:
     """Read the final latents, a latent file as `encode` writes it.
 
     Raises:
-        StageError: no such file. LatentsError: one that is truncated or no latent file.
+        StageError: no such file.
+        LatentsError: a file that is truncated, or no latent file.
     """
     path = path_of(directory, LATENTS)
     if not path.is_file():
