@@ -1,6 +1,6 @@
 """`port`: a loaded diffusers model or pipeline, made ready for torchax in place.
 
-Importing it lets diffusers' `from_pretrained` work while torchax is on.
+An import of this module lets diffusers' `from_pretrained` work while torchax is on.
 """
 
 import importlib.util
@@ -43,8 +43,8 @@ def port(
     Args:
         model_or_pipeline: a diffusers `AutoencoderKLCogVideoX`, or a pipeline whose `vae` is one
             or, of CogVideoX, None.
-        mesh: of `make_mesh`, to run split over it. None leaves it as it is: on one device, or on the mesh of
-            an earlier `port`.
+        mesh: of `make_mesh`, to split the work over it. None changes nothing: it runs on one device, or on
+            the mesh of an earlier `port`.
         parallel: how a pipeline's transformer uses "tp". "context" splits its tokens, with weights whole on
             every device or gathered a layer at a time; "tensor" splits the channels of its weights. None
             chooses "context" where "tp" divides the attention's heads. `pipe.transformer.parallelism` gives
@@ -58,8 +58,8 @@ def port(
             one that does not divide the weights; a pipeline that offloads its weights, or whose networks are
             of another kind.
     """
-    whole = isinstance(model_or_pipeline, nn.Module)
-    vae = model_or_pipeline if whole else getattr(model_or_pipeline, "vae", None)
+    is_model = isinstance(model_or_pipeline, nn.Module)
+    vae = model_or_pipeline if is_model else getattr(model_or_pipeline, "vae", None)
     if not isinstance(vae, DiffusersAutoencoder | ChunkedVAE) and (
         vae is not None or not _is_pipeline(model_or_pipeline)
     ):

@@ -20,10 +20,10 @@ from cogvideox_torchax.versions import TESTED, installed
 
 
 def _part(package: str, owner: Any, name: str) -> Any:
-    """Return an attribute that a package may remove.
+    """Return the attribute `name` of `owner`, a module or a class that a package may change.
 
     Raises:
-        ImportError: it is gone; the message names the release that still has it.
+        ImportError: the attribute is gone; the message names the release that still has it.
     """
     try:
         return getattr(owner, name)
@@ -49,11 +49,12 @@ def torchax_is_on() -> bool:
 
 @contextlib.contextmanager
 def torchax_off() -> Iterator[None]:
-    """Take torchax's modes off this thread's stacks for the block, wherever they lie between others.
+    """Take torchax's modes off this thread's stacks of modes for a `with` block; then put them back.
 
-    Needs torch's stacks of function modes and of dispatch modes, which have no public way to take one off
-    that is not the last.
+    Needs torch's stacks of function modes and of dispatch modes, which have no public way to take off a mode
+    that is not the last one.
     """
+    # (torch's module, its function that returns the stack, torchax's class of mode)
     stacks = (
         (torch.overrides, "_get_current_function_mode_stack", "XLAFunctionMode"),
         (
@@ -69,6 +70,7 @@ def torchax_off() -> Iterator[None]:
             ours = _part("torchax", sys.modules["torchax.tensor"], kind)
 
             def put(modes: list[Any], current: Any = current, push: Any = push, pop: Any = pop) -> None:
+                """Make `modes` the whole stack."""
                 for _ in current():
                     pop()
                 for mode in modes:
@@ -82,8 +84,8 @@ def torchax_off() -> Iterator[None]:
 def replace_array(tensor: Any, move: Callable[[Any], Any]) -> Any:
     """Replace the array of a torchax tensor by `move(array)`; the tensor stays the same object.
 
-    Needs `apply_jax_` of torchax's tensors: a parameter stays the object that it is, which no public function
-    of `torchax.interop` gives.
+    Needs `apply_jax_` of torchax's tensors: with public functions of `torchax.interop` a parameter would
+    become another object.
     """
     return _part("torchax", type(tensor), "apply_jax_")(tensor, move)
 
@@ -97,11 +99,12 @@ def teach_copying(kind: Any, tensor_of: Any, to_torch: Any, without_torchax: Any
     nor pickles.
 
     Args:
-        kind: the class.
+        kind: the class; it gets a `__deepcopy__`, and an entry of `copyreg`.
         tensor_of, to_torch, without_torchax: functions of `runtime`.
     """
 
     def deepcopy(tensor: Any, memo: dict[int, Any]) -> Any:
+        """Return a tensor of the same array, a parameter if `tensor` is one."""
         copied = tensor_of(tensor.jax())
         if isinstance(tensor, nn.Parameter):
             copied = nn.Parameter(copied, requires_grad=tensor.requires_grad)
@@ -109,6 +112,8 @@ def teach_copying(kind: Any, tensor_of: Any, to_torch: Any, without_torchax: Any
         return copied
 
     def reduce(tensor: Any) -> Any:
+        """Return how to unpickle the tensor: as a plain one."""
+
         def plain() -> Any:
             host = to_torch(tensor)
             is_parameter = isinstance(tensor, nn.Parameter)
@@ -123,11 +128,12 @@ def teach_copying(kind: Any, tensor_of: Any, to_torch: Any, without_torchax: Any
 def one_program_each(registry: Any) -> None:
     """Compile torchax's additions, subtractions and products of tensors as one program each.
 
-    By itself torchax sends `y * alpha`, and each Python number, as a program of its own before the sum. A
-    device takes 32 programs ahead: a step of diffusers' DPM scheduler had 43, so the next network was not
-    sent before the one before it was done.
+    By itself torchax runs `y * alpha`, and the conversion of each Python number, as a program before that of
+    the sum. A device's queue has room for 32 programs. A step of diffusers' DPM scheduler had 43, so Python
+    waited until one network was done before it sent the next.
 
-    Needs the JAX function of each as `func` in the table of its module `registry`.
+    Needs the JAX function of each operator as `func` in the table of torchax's module `registry`, where this
+    replaces it.
     """
     import jax
 
@@ -186,8 +192,12 @@ def wrap_from_pipe(around: Callable[..., Any]) -> None:
 def parts_for(pipeline_class: Any, pipeline: Any) -> dict[str, Any]:
     """Return the parts of a pipeline whose kind another pipeline's class takes by that name.
 
-    A part whose class names another as `stands_for` counts as one of that class. Needs the class to give its
-    parts' types. `from_pipe` itself passes on no instance of a subclass unless it gets it by name.
+    A part whose class has the attribute `stands_for`, another class, counts as an instance of that class.
+    `from_pipe` itself leaves out parts of a subclass, unless they are passed by name. Needs
+    `pipeline_class` to give its parts' types.
+
+    Returns:
+        The parts by their name in both pipelines.
     """
     kinds = _part("diffusers", pipeline_class, "_get_signature_types")()
     return {
@@ -201,13 +211,14 @@ def parts_for(pipeline_class: Any, pipeline: Any) -> dict[str, Any]:
 
 
 def rotary_tables(pipeline_class: Any, move: Callable[[Any, Any], Any]) -> dict[str, Any]:
-    """Return, by its name, the method that computes a pipeline's rotary tables on the host.
+    """Return {name: method} of the method that computes a pipeline's rotary tables, on the host.
 
-    `move(pipeline, table)` puts each table where the pipeline takes it.
-
-    Needs diffusers' CogVideoX pipelines to take them from this method, a table of cosines and one of sines.
     On JAX they would be computed from angles in float32, where the reference has float64, by many small
-    programs.
+    programs. Needs diffusers' CogVideoX pipelines to take a table of cosines and one of sines from it.
+
+    Args:
+        pipeline_class: diffusers' class, whose method does the work.
+        move: called with the pipeline and a table; returns the table on the pipeline's device.
     """
     name = "_prepare_rotary_positional_embeddings"
     inherited = _part("diffusers", pipeline_class, name)
@@ -219,23 +230,27 @@ def rotary_tables(pipeline_class: Any, move: Callable[[Any, Any], Any]) -> dict[
     return {name: tables}
 
 
-def saved_as(model: Any, kind: type) -> None:
-    """Make a pipeline that holds a model name the package of `kind` for it in model_index.json.
+def set_saved_package(model: Any, kind: type) -> None:
+    """Set an attribute on a model: a pipeline that is saved with it names the package of `kind` for it.
 
-    Needs diffusers to ask the object for its `__module__` (`_fetch_class_library_tuple`); the class keeps its
-    own.
+    The name is in model_index.json; `from_pretrained` imports the model's class from that package. Needs
+    diffusers to read `__module__` of the object (`_fetch_class_library_tuple`); the class keeps its own.
+
+    Args:
+        model: the model, which gets an attribute `__module__`.
+        kind: the class that the model replaces, of the same name.
     """
     vars(model)["__module__"] = kind.__module__
 
 
 def is_compiled(module: Any) -> bool:
-    """Return whether a module is torch.compile's wrapper. Needs its class and `_orig_mod` in it."""
+    """Return whether a module is torch.compile's wrapper of another. Needs the class `OptimizedModule`."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     return dynamo is not None and isinstance(module, _part("torch", dynamo, "OptimizedModule"))
 
 
 COMPILED_CALL = "_compiled_call_impl"
-"""The attribute in which a module that was compiled in place, `module.compile()`, holds what it calls."""
+"""The attribute of a module that was compiled in place, `module.compile()`, with its compiled call."""
 
 
 def is_offloaded(network: Any) -> bool:
@@ -247,14 +262,14 @@ TRACING_EVENTS = (
     "/jax/core/compile/jaxpr_trace_duration",
     "/jax/core/compile/jaxpr_to_mlir_module_duration",
 )
-"""Undocumented names in `jax.monitoring` of the times to trace and to lower."""
+"""Names of the events in `jax.monitoring` for the times to trace and to lower, which are undocumented."""
 
 COMPILING_EVENTS = ("/jax/core/compile/backend_compile_duration",)
-"""Undocumented name in `jax.monitoring` of the time to compile."""
+"""Name of the event in `jax.monitoring` for the time to compile, which is undocumented."""
 
 
 def scaling_loras(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Scale a transformer's LoRAs by `attention_kwargs["scale"]` in its forward, as diffusers does.
+    """Return a transformer's forward with its LoRAs scaled by `attention_kwargs["scale"]`; a decorator.
 
     Needs the decorator that diffusers gives its transformers' forwards.
     """
@@ -271,7 +286,13 @@ CACHE_STATE = frozenset({"_cache_config", "_diffusers_hook", "_step_cache"})
 
 
 class Hooked(NamedTuple):
-    """A hook of diffusers: the module's name in the model, the hook's name in the module, itself."""
+    """A hook of diffusers, and where it was.
+
+    Attributes:
+        module: name of the hooked module in the model.
+        name: name of the hook in the module's registry.
+        hook: the hook itself.
+    """
 
     module: str
     name: str
@@ -279,24 +300,27 @@ class Hooked(NamedTuple):
 
 
 def take_hooks(model: Any) -> list[Hooked]:
-    """Take the hooks of diffusers' caches off a model; return them with their modules' forwards.
+    """Take the hooks of diffusers' caches off a model's modules, and return them.
 
-    Needs the registry of a module's hooks, and the attribute that holds it.
+    The modules get their own forwards back. Needs the registry of a module's hooks, and the attribute that
+    holds it.
     """
     taken = []
     for name, module in model.named_modules():
         registry = vars(module).get("_diffusers_hook")
         if registry is None:
             continue
-        for own, hook in list(registry.hooks.items()):
+        for hook_name, hook in list(registry.hooks.items()):
             if type(hook).__name__.startswith(CACHE_HOOKS):
-                registry.remove_hook(own, recurse=False)
-                hook.fn_ref = None  # it holds the module
-                taken.append(Hooked(name, own, hook))
+                registry.remove_hook(hook_name, recurse=False)
+                hook.fn_ref = None  # it refers to the module
+                taken.append(Hooked(name, hook_name, hook))
+        # A removed hook leaves the forward of the module's class as an attribute. It may be the class from
+        # before `port`, a base of the present one: without the attribute the present class's forward runs.
         forward = vars(module).get("forward")
         kinds = type(module).__mro__
         if isinstance(forward, MethodType) and any(vars(k).get("forward") is forward.__func__ for k in kinds):
-            del vars(module)["forward"]  # its class's, or its former class's
+            del vars(module)["forward"]
     return taken
 
 
@@ -311,7 +335,7 @@ def put_hooks(model: Any, hooks: list[Hooked]) -> None:
 
 
 def set_context(hook: Any, name: str | None) -> None:
-    """Make a hook outside of a module count under a context's name. Needs its `state_manager`."""
+    """Set the context, by name, whose state a hook outside of a module uses. Needs its `state_manager`."""
     from diffusers.hooks.hooks import CacheContext
 
     if hasattr(hook, "state_manager"):
@@ -319,15 +343,18 @@ def set_context(hook: Any, name: str | None) -> None:
 
 
 def call_hook(hook: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    """Call a hook outside of a module, with a function as the module's forward. Needs `fn_ref`."""
+    """Call a hook that is on no module, with `forward` in place of a module's, and drop the result.
+
+    Needs the hook's `fn_ref`, which is changed.
+    """
     hook.fn_ref = SimpleNamespace(original_forward=forward)
     hook.new_forward(None, *args, **kwargs)
 
 
 def calibrated(hook: Any, note: Callable[[Any, Any], None]) -> Any:
-    """Return the hook of MagCache's last block, which then calls `note(state, residual)` at each step.
+    """Make the hook of MagCache's last block call `note(state, residual)` at each step; return the hook.
 
-    `note` takes the place of the method that computes a step's ratio. Needs that method.
+    `note` replaces the hook's method that computes and records a step's ratio. Needs that method.
     """
     _part("diffusers", type(hook), "_perform_calibration_step")
     hook._perform_calibration_step = note
@@ -338,7 +365,7 @@ def calibrated(hook: Any, note: Callable[[Any, Any], None]) -> Any:
 def cached_block(kind: type) -> None:
     """Register a class with diffusers' caches as the CogVideoX block that it replaces; once.
 
-    Needs the registry in which they look the result's parts up.
+    Needs the registry in which they look up which parts of a block's result are patches and text.
     """
     from diffusers.hooks import _helpers
 

@@ -1,4 +1,4 @@
-"""The packages that a result depends on: which versions are tested, which are installed."""
+"""Versions, tested and installed, of the packages that a result depends on."""
 
 import importlib.metadata
 from dataclasses import dataclass
@@ -14,14 +14,14 @@ class Tested:
     newest: str
 
     def holds(self, version: str) -> bool:
-        """Return whether a version lies in the range.
+        """Return whether a version is in the range.
 
-        A build for a device (`2.13.0+cpu`) is the version itself. Final patches of the newest release, with
-        the same first two numbers, lie in the range too; 0.0 has none.
+        A build for a device (`2.13.0+cpu`) counts as its version. Final patches of the newest release, with
+        its first two numbers, are in the range too; not for 0.0, whose releases may change anything.
         """
         found, newest = Version(Version(version).public), Version(self.newest)
-        patch = found.release[:2] == newest.release[:2] != (0, 0) and not found.is_prerelease
-        return found >= Version(self.oldest) and (found <= newest or patch)
+        is_patch = found.release[:2] == newest.release[:2] != (0, 0) and not found.is_prerelease
+        return found >= Version(self.oldest) and (found <= newest or is_patch)
 
 
 TESTED = {

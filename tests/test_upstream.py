@@ -149,9 +149,11 @@ def test_diffusers_names_a_pipelines_part_after_the_object_not_its_class(small_v
     vae = runtime.without_torchax(copy.deepcopy, small_vae)
     vae.__class__ = AutoencoderKLCogVideoX
     own = _fetch_class_library_tuple(vae)
-    upstream.saved_as(vae, diffusers.AutoencoderKLCogVideoX)
+    upstream.set_saved_package(vae, diffusers.AutoencoderKLCogVideoX)
     named = _fetch_class_library_tuple(vae)
-    assert own != named == ("diffusers", "AutoencoderKLCogVideoX"), "upstream.saved_as has no effect any more"
+    assert own != named == ("diffusers", "AutoencoderKLCogVideoX"), (
+        "upstream.set_saved_package has no effect any more"
+    )
 
 
 def test_what_torch_compile_makes_of_a_module_is_known():

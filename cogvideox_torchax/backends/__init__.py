@@ -10,7 +10,7 @@ __all__ = ["Backend", "BackendError", "Use", "backend", "names"]
 
 
 class BackendError(ValueError):
-    """A backend that there is not, or that is not part of this installation; the message says what to do."""
+    """An unknown backend, or one that is not installed; the message says what to do."""
 
 
 class Use(Enum):
@@ -24,7 +24,14 @@ class Use(Enum):
 
 @dataclass(frozen=True)
 class _Entry:
-    """The location of a backend's class, and its purposes; the class is imported on request."""
+    """The location of a backend's class, which is imported on request, and its purposes.
+
+    Attributes:
+        module: the module in this package.
+        attribute: name of the class in it.
+        uses: purposes of the backend.
+        extra: the extra of this package that installs its requirements; None if it needs none.
+    """
 
     module: str
     attribute: str
@@ -42,7 +49,7 @@ _REGISTRY = {
 
 
 def names(use: Use) -> tuple[str, ...]:
-    """Return the backends for one use."""
+    """Return the names of the backends for a use."""
     return tuple(name for name, entry in _REGISTRY.items() if use in entry.uses)
 
 

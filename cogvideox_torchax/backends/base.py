@@ -15,7 +15,10 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
 
 Recorder = Callable[[torch.Tensor], dict[str, torch.Tensor]]
-"""Function of one chunk to its layers' outputs, plain, by diffusers' names. It carries the cache."""
+"""Function of one chunk to the outputs of its layers, plain tensors by the layers' names in diffusers.
+
+It keeps the cache of causal convolutions from each call to the next: call it with a video's chunks in order.
+"""
 
 
 class Backend(abc.ABC):
@@ -28,10 +31,11 @@ class Backend(abc.ABC):
     model_class = cast(Any, None)
     """The class whose `from_pretrained` loads a model; each backend has one."""
     runs_on_mesh = True
+    """Whether a model can be split over a mesh."""
     axes = NCTHW
     """Layout of the chunks that `program` takes."""
     compiled_by_jax = True
-    """True if JAX's own clock times its lowering and compilation."""
+    """Whether JAX compiles it, so that `jax.monitoring` has the times to lower and to compile."""
 
     def __init__(self, vae: Any):
         self.vae = vae
@@ -91,7 +95,12 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def recorder(self, direction: Direction, wanted: Callable[[str], Any]) -> Recorder:
-        """Return a pass over a video: a function of a chunk to the outputs of layers named in `wanted`."""
+        """Return a function, for one pass over a video, of a chunk to the outputs of its layers.
+
+        Args:
+            direction: whether the video is encoded, or latents are decoded.
+            wanted: predicate of a layer's name: whether its output is returned.
+        """
 
     @property
     def program_counts(self) -> dict[str, int]:
@@ -99,7 +108,7 @@ class Backend(abc.ABC):
         return {}
 
     def put(self, x: torch.Tensor) -> torch.Tensor:
-        """Put a plain tensor on the device that the model takes it on."""
+        """Return a plain tensor on the device of the model."""
         return x
 
     def wait(self, chunk: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Stock diffusers in PyTorch on the CPU: the reference, eager or through `torch.compile`."""
+"""Diffusers' own modules in PyTorch on the CPU, the reference: eager, or through `torch.compile`."""
 
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -39,7 +39,11 @@ class Torchax(Backend):
         return runtime.to_jax(x)
 
     def _begin(self, name: str, network: nn.Module) -> Callable[[Any], Any]:
-        """Begin a video: return a function of a chunk, compiled and kept by `name`; it carries the cache."""
+        """Begin a video, and return a function of a chunk to the network's result, in JAX arrays.
+
+        The function keeps the cache of convolutions from each call to the next. The compiled program is kept
+        with the model by `name`.
+        """
         program = runtime.programs_of(self.vae).get(name, network, runtime.Program)
         return program.begin(program.weights(network))
 
@@ -53,7 +57,7 @@ class Torchax(Backend):
 
 
 class TorchaxStock(Torchax):
-    """diffusers' own modules, unchanged: what torchax makes of them by itself."""
+    """diffusers' own modules, unchanged, through torchax."""
 
     program_counts = Backend.program_counts
 
@@ -63,7 +67,8 @@ class TorchaxStock(Torchax):
 
     @classmethod
     def program(cls, vae: AutoencoderKLCogVideoX, direction: Direction) -> runtime.Program:
-        # Stock modules take the padding of an uneven width for picture: this is for planning alone.
+        # Stock modules would treat the padding of a width that devices do not divide as picture: the program
+        # is for planning, and not run.
         return vae.build_program(direction, stock=True)
 
     def chunks(self, direction: Direction, x: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -1,7 +1,7 @@
 """Schedulers around a pipeline on JAX: their tables stay on the host, and a NaN or Inf names its step.
 
 A scheduler's work in a step is a few numbers from tables in float64, which JAX does not have by default, and
-a multiply-add of the latents. The numbers are computed on the host, in float64; the latents stay on the device.
+a multiply-add of the latents. The numbers are computed on the host; the latents stay on the device.
 """
 
 import functools

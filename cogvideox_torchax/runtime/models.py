@@ -17,7 +17,7 @@ def save_as_stock(model: nn.Module) -> None:
     """Have a pipeline's model_index.json name the model's class of diffusers or transformers, not ours."""
     ours = __name__.partition(".")[0]
     kinds = (kind for kind in type(model).__mro__ if kind.__module__.partition(".")[0] != ours)
-    upstream.saved_as(model, next(kinds))
+    upstream.set_saved_package(model, next(kinds))
 
 
 PROGRAMS = "_compiled_programs"

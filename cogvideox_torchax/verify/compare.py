@@ -1,7 +1,7 @@
 """`verify`: backends compared with diffusers' PyTorch in float32, layer by layer and as a whole.
 
-Every backend gets the same input and the same weights. Layers are compared chunk by chunk, in lockstep, so
-that no more than one chunk of activations is held.
+Every backend gets the same input and the same weights. Layers are compared chunk by chunk, all backends on
+one chunk before the next, so that no more than one chunk of activations is held.
 """
 
 import copy
@@ -26,7 +26,9 @@ from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction
 from cogvideox_torchax.vae.quality import ssim
 
 DTYPES = ("float32", "bfloat16")
+"""Names of the dtypes that backends are verified in."""
 PROGRAMS_A_NETWORK = 2
+"""Programs that a direction may compile: of the first chunk, and of later chunks."""
 PIXEL_RANGE = 2.0
 """Range of frames in [-1, 1]: the peak of PSNR and SSIM."""
 
@@ -34,17 +36,19 @@ LAYER_NAME = re.compile(
     r"((encoder|decoder)\.(conv_in|conv_out|norm_out|mid_block|(down|up)_blocks\.\d+)"
     r"(\.(resnets|downsamplers|upsamplers)\.\d+)?|(post_)?quant_conv)"
 )
+"""Names in diffusers of the layers that are compared."""
 
 
 @dataclass
 class LayerError:
-    """A layer's output against the reference's, over all chunks.
+    """The error of a layer's output against the reference's, over all chunks.
 
     Attributes:
-        mean, largest: of the absolute difference.
+        name: the layer's name.
+        mean, largest: mean and maximum of the absolute difference.
         relative: the largest difference over the largest absolute value of the reference.
         rms: root of the mean squared difference.
-        chunk: the first chunk in which the difference leaves the tolerance; None where it never does.
+        chunk: the first chunk in which the difference leaves the tolerance; None if it never does.
     """
 
     name: str
@@ -57,13 +61,14 @@ class LayerError:
 
 @dataclass
 class WholeError:
-    """A whole answer against the reference's.
+    """The error of a whole result, moments or decoded frames, against the reference's.
 
     Attributes:
         mean, largest, relative, rms: as in `LayerError`.
-        at_borders, inside: the mean difference of the frames next to a border of chunks, and of the others;
-            None where there are none.
-        psnr, ssim: of each frame against the reference's; decoded frames only, infinite and 1 for equal ones.
+        at_borders: mean difference of the frames next to a border between chunks; None without such frames.
+        inside: mean difference of all other frames; None without such frames.
+        psnr, ssim: of each decoded frame against the reference's, infinite and 1 for equal frames; empty for
+            moments.
     """
 
     mean: float
@@ -78,7 +83,13 @@ class WholeError:
 
 @dataclass
 class Contract:
-    """One contract of docs/architecture.md, as measured; `passed` is false for a NaN too."""
+    """One contract of docs/architecture.md, as measured.
+
+    Attributes:
+        name: the contract in words, with the direction.
+        measured, allowed: the measured value and its bound.
+        passed: whether the bound is kept; false for a NaN too.
+    """
 
     name: str
     measured: float
@@ -91,9 +102,9 @@ class Candidate:
     """A backend to verify.
 
     Attributes:
-        name: of the backend.
-        dtype: of its weights and input.
-        backend: around a model.
+        name: name of the backend.
+        dtype: dtype of its weights and input.
+        backend: the backend with its model.
     """
 
     name: str
@@ -115,7 +126,15 @@ class Candidate:
 
 @dataclass
 class Result:
-    """The results of one backend in one dtype."""
+    """The results of one backend in one dtype.
+
+    Attributes:
+        backend, dtype: their names.
+        layers: the errors of the layers of both directions, in running order.
+        whole: the whole result's error by direction; without those of a wrong shape.
+        contracts: the contracts, kept or not.
+        first_bad_layer: the first layer that leaves the tolerance, or None.
+    """
 
     backend: str
     dtype: str
@@ -136,8 +155,8 @@ def make_candidate(name: str, dtype: torch.dtype, reference: DiffusersAutoencode
     """Return a backend, by its name, with a copy of the reference's weights in a dtype.
 
     Args:
-        name: of the backend.
-        dtype: of its weights and input.
+        name: name of the backend.
+        dtype: dtype of its weights and input.
         reference: diffusers' own model.
 
     Raises:
@@ -152,7 +171,15 @@ def make_candidate(name: str, dtype: torch.dtype, reference: DiffusersAutoencode
 
 
 class _Sums:
-    """Sums over a layer's chunks from which a `LayerError` is made."""
+    """Sums over a layer's chunks from which a `LayerError` is made.
+
+    Attributes:
+        count: number of values.
+        absolute, square: sums of the absolute and of the squared differences.
+        largest: the largest absolute difference.
+        scale: the reference's largest absolute value.
+        by_chunk: (largest absolute difference, RMS of the differences) of each chunk.
+    """
 
     def __init__(self) -> None:
         self.count = 0
@@ -183,8 +210,9 @@ class _Sums:
         )
 
     def first_chunk(self, allowed_largest: float, allowed_rms: float) -> int | None:
-        """Return the first chunk whose largest difference or RMS is above its bound; None where none is."""
+        """Return the first chunk whose largest difference or RMS is above its bound; None if none is."""
         for index, (largest, rms) in enumerate(self.by_chunk):
+            # "not" below, instead of above: a NaN is above every bound.
             if not (largest <= allowed_largest and rms <= allowed_rms):
                 return index
         return None
@@ -199,10 +227,11 @@ def compare_layers(
         reference: diffusers' model in float32.
         vaes: the candidates by a name.
         direction: the direction that is compared.
-        x: its input, of all chunks.
+        x: the direction's input, all chunks of it.
 
     Returns:
-        By each candidate's name, the sums by each layer's name, in running order.
+        By each candidate's name, the sums by each layer's name, in running order. Layers that a backend does
+        not have are left out.
     """
     runs = {name: each.backend.recorder(direction, LAYER_NAME.fullmatch) for name, each in vaes.items()}
     exact_run = Torch(reference).recorder(direction, LAYER_NAME.fullmatch)
@@ -219,12 +248,13 @@ def compare_layers(
 
 
 def _judged(dtype: torch.dtype, sums: dict[str, _Sums], baseline: dict[str, _Sums]) -> list[LayerError]:
-    """Return the layers' errors, with the first chunk outside the tolerance.
+    """Return the errors of a candidate's layers, with the first chunk outside the tolerance.
 
     Args:
-        dtype: the candidate's; in bfloat16 a layer's tolerance is a multiple of PyTorch's own error in it.
-        sums: the candidate's, by layer.
-        baseline: those of PyTorch in bfloat16, by layer; unused in float32.
+        dtype: the candidate's dtype. In float32 the tolerance is of the largest difference, relative to the
+            reference; in bfloat16 of the RMS, as a multiple of PyTorch's own in bfloat16.
+        sums: the candidate's sums by layer.
+        baseline: the sums of PyTorch in bfloat16 by layer; not read in float32.
     """
     layers = []
     for name, layer in sums.items():
@@ -232,9 +262,9 @@ def _judged(dtype: torch.dtype, sums: dict[str, _Sums], baseline: dict[str, _Sum
         if dtype == torch.float32:
             allowed = (tolerances.FLOAT32_RELATIVE * layer.scale, float("inf"))
         else:
-            torchs = max(rms for _, rms in baseline[name].by_chunk)
-            allowed = (float("inf"), tolerances.BFLOAT16_LAYER_RMS_RATIO * torchs)
-        error.chunk = layer.first_chunk(*allowed)
+            torch_rms = max(rms for _, rms in baseline[name].by_chunk)
+            allowed = (float("inf"), tolerances.BFLOAT16_LAYER_RMS_RATIO * torch_rms)
+        error.chunk = layer.first_chunk(*allowed)  # (largest difference, RMS)
         layers.append(error)
     return layers
 
@@ -243,13 +273,19 @@ def _judged(dtype: torch.dtype, sums: dict[str, _Sums], baseline: dict[str, _Sum
 
 
 def border_frames(lengths: list[int]) -> list[int]:
-    """Return the frames on either side of each border between chunks of these lengths."""
+    """Return the indices of frames on either side of each border between chunks of these lengths."""
     borders = np.cumsum(lengths)[:-1].tolist()
     return sorted({frame for border in borders for frame in (border - 1, border)})
 
 
 def compare_whole(got: torch.Tensor, want: torch.Tensor, lengths: list[int], pixels: bool) -> WholeError:
-    """Return the errors of an answer (N, C, T, H, W); `pixels` adds PSNR and SSIM of each frame."""
+    """Return the error of a whole result (N, C, T, H, W).
+
+    Args:
+        got, want: the result and the reference's.
+        lengths: number of the result's frames in each chunk.
+        pixels: whether they are frames, to add PSNR and SSIM of each.
+    """
     difference = (got.double() - want.double()).abs()
     by_frame = difference.mean(dim=(0, 1, 3, 4)).tolist()
     at_borders = border_frames(lengths)
@@ -277,13 +313,20 @@ def _mean(values: list[float]) -> float | None:
 
 
 def _same_function(direction: str, dtype: torch.dtype, whole: WholeError, torchs: WholeError) -> Contract:
-    """Return the contract that a whole answer is the reference's, in bfloat16 beside PyTorch's own error."""
+    """Return the contract that a whole result is the reference's, within the tolerance.
+
+    Args:
+        direction: the direction of the result, for the contract's name.
+        dtype: the candidate's dtype.
+        whole: the candidate's error.
+        torchs: PyTorch's own error in bfloat16, of which that dtype's tolerance is a multiple.
+    """
     name, measured, allowed = tolerances.contract(dtype, whole.relative, whole.rms, torchs.rms)
     return Contract(f"{direction}: {name}", measured, allowed, measured <= allowed)
 
 
 def _stream(candidate: Candidate, z: torch.Tensor, want: torch.Tensor) -> Contract:
-    """Return the contract that `decode_stream` gives what `decode` gave.
+    """Return the contract that `decode_stream` of latents `z` gives `want`, the result of `decode`.
 
     Only the order of work differs, so the tolerance of float32 holds in every dtype.
     """
@@ -297,15 +340,19 @@ def _stream(candidate: Candidate, z: torch.Tensor, want: torch.Tensor) -> Contra
 
 
 class Verifier:
-    """The reference, its answers for one video, and PyTorch's own bfloat16 run.
+    """The reference and its results for one video, to compare backends with.
 
     Args:
         reference: stock diffusers in float32 on the CPU.
         x: the video (N, C, T, H, W), float32 in [-1, 1].
+
+    Attributes:
+        inputs, answers: the reference's input and result by direction.
+        lengths: by direction, number of the result's frames in each chunk.
     """
 
     def __init__(self, reference: DiffusersAutoencoder, x: torch.Tensor):
-        """Compute the reference's answers, in both directions."""
+        """Compute the reference's results, in both directions."""
         self.reference = reference
         exact = Torch(reference)
         moments = exact.run(ENCODE, x)
@@ -321,7 +368,10 @@ class Verifier:
     def verify(
         self, candidates: list[Candidate], say: Callable[[str], None] = lambda line: None
     ) -> list[Result]:
-        """Compare every candidate; the slow part, PyTorch in float32, runs once for all of them."""
+        """Return the results of all candidates, in their order.
+
+        The slow part, PyTorch in float32, runs once for all of them. `say` is called with lines on progress.
+        """
         torchs = None
         if any(candidate.dtype == torch.bfloat16 for candidate in candidates):
             torchs = make_candidate("torch", torch.bfloat16, self.reference)
@@ -329,7 +379,7 @@ class Verifier:
         baseline = {}
         if torchs is not None:
             say("PyTorch's own bfloat16 run")
-            baseline = self._whole(torchs)[0]
+            baseline, _contracts = self._whole(torchs)
         results = []
         for index, candidate in enumerate(candidates):
             say(f"{candidate.name} {candidate.dtype_name}: encode and decode")
@@ -341,8 +391,8 @@ class Verifier:
     ) -> list[list[LayerError]]:
         """Return the errors of each candidate's layers, of both directions, in the candidates' order.
 
-        `torchs` is PyTorch in bfloat16, whose own errors set that dtype's tolerances; None where all are in
-        float32.
+        `torchs` is PyTorch in bfloat16, whose own errors set that dtype's tolerances; None if all candidates
+        are in float32.
         """
         compared = {str(index): candidate for index, candidate in enumerate(candidates)}
         if torchs is not None:
@@ -356,7 +406,10 @@ class Verifier:
         return found
 
     def _whole(self, candidate: Candidate) -> tuple[dict[str, WholeError], list[Contract]]:
-        """Return a candidate's whole errors by direction, and the contracts on shapes and on streaming."""
+        """Return (errors of whole results by direction, contracts on shapes and on streaming).
+
+        A result of a wrong shape has no error, but a contract that is not kept.
+        """
         errors: dict[str, WholeError] = {}
         contracts = []
         for direction in Direction:
@@ -376,9 +429,12 @@ class Verifier:
     def _result(
         self, candidate: Candidate, layers: list[LayerError], baseline: dict[str, WholeError]
     ) -> Result:
-        """Return a candidate's result: its layers' errors, and whole answers under their contracts.
+        """Run a candidate, and return its result.
 
-        `baseline` has PyTorch's own whole errors in bfloat16, by direction; empty where all are in float32.
+        Args:
+            candidate: the backend.
+            layers: the errors of its layers.
+            baseline: PyTorch's own whole errors in bfloat16, by direction; empty if all are in float32.
         """
         whole, contracts = self._whole(candidate)
         same = [

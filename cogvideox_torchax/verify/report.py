@@ -102,7 +102,10 @@ def _number(value: float | None) -> str:
 
 
 def draw_layers(results: list[Result], path: Path) -> None:
-    """Draw error over depth on a log axis, a line for each result; exact layers lie on the floor."""
+    """Draw each layer's relative error on a log axis, a line for each result, and save the picture.
+
+    Exact layers, whose error of 0 has no place on the axis, are drawn on a floor below all others.
+    """
     plt = pyplot()
     figure, axes = plt.subplots(figsize=(12, 6), layout="constrained")
     values = [layer.relative for result in results for layer in result.layers]
