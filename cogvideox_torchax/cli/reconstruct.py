@@ -74,8 +74,8 @@ def _alongside(
     at_own_rate = args.fps in (None, info.fps)
     if frames_out != clip.num_frames:
         messages.append(
-            f"{clip.num_frames} frames were read, {frames_out} written: the model gives back as many as it "
-            "took for 8 k + 1 of them"
+            f"{clip.num_frames} frames were read, {frames_out} written: the model returns as many as it "
+            "took only for 8 k or 8 k + 1 of them"
         )
     keeps_times = info.variable and at_own_rate and is_mp4 and frames_out == clip.num_frames
     if info.variable:
