@@ -105,7 +105,7 @@ class Instruction:
 
     @property
     def is_kernel(self) -> bool:
-        """Whether it runs a Pallas kernel."""
+        """True if it runs a Pallas kernel."""
         return self.op == "custom-call" and self.target == PALLAS
 
     @property
