@@ -31,11 +31,11 @@ class Backend(abc.ABC):
     model_class = cast(Any, None)
     """The class whose `from_pretrained` loads a model; each backend has one."""
     runs_on_mesh = True
-    """Whether a model can be split over a mesh."""
+    """True if a model can be split over a mesh."""
     axes = NCTHW
     """Layout of the chunks that `program` takes."""
     compiled_by_jax = True
-    """Whether JAX compiles it, so that `jax.monitoring` has the times to lower and to compile."""
+    """True if JAX compiles it, so that `jax.monitoring` has the times to lower and to compile."""
 
     def __init__(self, vae: Any):
         self.vae = vae

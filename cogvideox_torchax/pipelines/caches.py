@@ -23,7 +23,7 @@ from torch import nn
 from cogvideox_torchax import runtime, upstream
 
 Form = tuple[Any, ...]
-"""What a step computes: (kind, names of modules whose results are kept, names of skipped modules, ...).
+"""Form of a step: (kind, names of modules whose results are kept, names of skipped modules, ...).
 
 Further items depend on the kind, a key of `cached_layers.REUSES` or a method of `cached_layers.BlockStack`,
 whose forms may have the kind alone. Another form is another program.

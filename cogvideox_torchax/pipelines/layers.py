@@ -22,7 +22,7 @@ class Linear(nn.Linear):
     """A matrix product rounded once, bias included (`jax_kernels.linear`)."""
 
     inputs_split: bool = False
-    """Whether the inputs' channels are sharded, and the product is a sum over devices; set for a trace."""
+    """True if the inputs' channels are sharded, and the product is a sum over devices; set for a trace."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Multiply by the kernel on JAX, else as PyTorch."""
