@@ -120,7 +120,7 @@ jax_kernels.apply_rotary(x: Float[Array, 'N S H D'], cos: Float[Array, 'P D'], s
 jax_kernels.linear(x: Float[Array, '*batch I'], weight: Float[Array, 'O I'], bias: Float[Array, ' O'] | None=None, *, rounded_parts: bool=False) -> Float[Array, '*batch O']
 jax_kernels.split_linear(x: Float[Array, 'S I'], weight: Float[Array, 'O I'], bias: Float[Array, ' O'] | None=None, *, parts: int) -> Float[Array, 'parts S O/parts']
 jax_kernels.linear_gelu(x: Float[Array, 'N S I'], weight: Float[Array, 'O I'], bias: Float[Array, ' O'] | None=None) -> Float[Array, 'N S O']
-jax_kernels.gated_linear(x: Float[Array, 'N first second'], weight: Float[Array, 'O I'], bias: Float[Array, ' O'] | None, residual: Float[Array, 'N S O'], gate: Float[Array, 'N 2 O'], first: Int[Array, ''] | int, *, transposed: bool=False) -> Float[Array, 'N S O']
+jax_kernels.gated_linear(x: Float[Array, 'N S_or_I I_or_S'], weight: Float[Array, 'O I'], bias: Float[Array, ' O'] | None, residual: Float[Array, 'N S O'], gate: Float[Array, 'N 2 O'], first: Int[Array, ''] | int, *, transposed: bool=False) -> Float[Array, 'N S O']
 jax_kernels.layer_norm(x: Float[Array, '*batch C'], weight: Float[Array, ' C'] | None, bias: Float[Array, ' C'] | None, eps: float=1e-05) -> Float[Array, '*batch C']
 jax_kernels.adaptive_layer_norm(x: Float[Array, 'N S C'], weight: Float[Array, ' C'] | None, bias: Float[Array, ' C'] | None, scale: Float[Array, 'N 2 C'], shift: Float[Array, 'N 2 C'], first: Int[Array, ''] | int, eps: float=1e-05) -> Float[Array, 'N S C']
 jax_kernels.gated_residual(x: Float[Array, 'N S C'], y: Float[Array, 'N S C'], gate: Float[Array, 'N 2 C'], first: Int[Array, ''] | int) -> Float[Array, 'N S C']
