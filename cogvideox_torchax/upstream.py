@@ -64,11 +64,12 @@ def torchax_off() -> Iterator[None]:
         ),
     )
     with contextlib.ExitStack() as restored:
-        for owner, modes, kind in stacks:
-            current, push, pop = (_part("torch", owner, name) for name in (modes, "_push_mode", "_pop_mode"))
+        for owner, reader, kind in stacks:
+            current, push, pop = (_part("torch", owner, name) for name in (reader, "_push_mode", "_pop_mode"))
             before = current()
-            ours = _part("torchax", sys.modules["torchax.tensor"], kind)
+            torchaxs = _part("torchax", sys.modules["torchax.tensor"], kind)
 
+            # Defaults keep this stack's functions: `put` runs again when the loop has gone on.
             def put(modes: list[Any], current: Any = current, push: Any = push, pop: Any = pop) -> None:
                 """Make `modes` the whole stack."""
                 for _ in current():
@@ -77,7 +78,7 @@ def torchax_off() -> Iterator[None]:
                     push(mode)
 
             restored.callback(put, before)
-            put([mode for mode in before if not isinstance(mode, ours)])
+            put([mode for mode in before if not isinstance(mode, torchaxs)])
         yield
 
 

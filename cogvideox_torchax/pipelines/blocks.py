@@ -133,7 +133,8 @@ class Block(CogVideoXBlock):
         """
         # Tokens before index `first` are text: a norm has other shifts, scales and gates for them.
         first, results = sequence.first_patch(), {}
-        for name, norm, run_part in (
+        _replaced, collected = self.parts
+        for part, norm, run_part in (
             ("attn1", self.norm1, lambda h_NSC: self._attend(h_NSC, tables, sequence)),
             ("ff", self.norm2, lambda h_NSC: self._feed_forward(h_NSC, sequence)),
         ):
@@ -143,16 +144,16 @@ class Block(CogVideoXBlock):
                 functools.partial(jax_kernels.adaptive_layer_norm, eps=layer_norm.eps)
             )
             h_NSC = torch_view(modulated)(x_NSC, layer_norm.weight, layer_norm.bias, scale, shift, first)
-            if name in given:
-                y_NSC = torch.zeros_like(h_NSC) if given[name] is None else given[name]
+            if part in given:
+                y_NSC = torch.zeros_like(h_NSC) if given[part] is None else given[part]
             else:
                 last = run_part(h_NSC)
-                if name not in self.parts[1] and supports_fused(last.layers[0], sequence):
+                if part not in collected and supports_fused(last.layers[0], sequence):
                     x_NSC = last.added(x_NSC, gate, first)
                     continue
                 y_NSC = last.result()
-            if name in self.parts[1]:  # collected by a cache, so not fused with the sum
-                results[name] = y_NSC
+            if part in collected:  # for a cache: not fused with the sum
+                results[part] = y_NSC
             x_NSC = torch_view(jax_kernels.gated_residual)(x_NSC, y_NSC, gate, first)
         return x_NSC, results
 
@@ -323,7 +324,7 @@ def joined_step(
         (N, T, C, H, W).
     """
     temb = time_embedding(model, timestep, timestep_cond, ofs, hidden_states.dtype)
-    temb = temb.expand(hidden_states.shape[0], -1)
+    temb = temb.expand(hidden_states.shape[0], -1)  # one timestep may be given for all videos
     x_NSC = model.embedding_dropout(model.patch_embed(encoder_hidden_states, hidden_states))
     sequence = Sequence.from_placement(
         model.placement, videos=x_NSC.shape[0], text=encoder_hidden_states.shape[1], tokens=x_NSC.shape[1]

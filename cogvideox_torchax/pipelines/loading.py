@@ -95,6 +95,7 @@ def load_pipeline(
         raise ModelError(
             f"{directory} holds a {index['_class_name']}: load it by its own class, and port the VAE alone"
         )
+    # The index has (library, class) of each part; both are None for one that the pipeline was saved without.
     networks = {
         part: _load_network(directory / part, part, torch_dtype, variant, mesh, parallel)
         for part in STEMS
@@ -127,7 +128,13 @@ def _load_network(
     mesh: Any,
     parallel: Parallel | None,
 ) -> Any:
-    """Return the ported network `part` on its devices, its weights read from `directory` one at a time."""
+    """Return the ported network `part` on its devices, its weights read one at a time.
+
+    Args:
+        directory: directory of the network's files.
+        part: "transformer" or "text_encoder".
+        dtype, variant, mesh, parallel: as `load_pipeline` takes them.
+    """
     files = weight_files(directory, variant, stem=STEMS[part])
     network = port_network(runtime.without_torchax(_network_without_weights, directory, part, dtype))
     if mesh is not None:
@@ -137,6 +144,7 @@ def _load_network(
         network, _cast(read_tensors(files), dtype, tuple(float32_modules or ())), network.put_weight
     )
     port_network(network)  # ties weights again that have two names, of which a file has one
+    # A tied name that no file has is not missing.
     without_weight = {name for name, weight in network.named_parameters() if weight.is_meta}
     check_loading_info({"missing_keys": missing & without_weight, "unexpected_keys": unexpected}, directory)
     network.place()  # the buffers, which no file has

@@ -95,6 +95,7 @@ def _port_from_pipe(make: Callable[..., Any], kind: type, pipeline: Any, **optio
     if not isinstance(pipeline, PortedPipeline) or not is_pipeline(made):
         return made
     parts = [part for part in (pipeline.transformer, pipeline.vae, pipeline.text_encoder) if part is not None]
+    # All parts are on the same devices: the first one tells the mesh. A transformer has a parallelism too.
     if parts and runtime.is_on_jax(parts[0]):
         parallelism = getattr(parts[0], "parallelism", None)
         port_pipeline(made, parts[0].mesh, parallelism and parallelism.kind)

@@ -70,7 +70,10 @@ class Request:
 
 
 def fingerprint(configs: dict[str, dict[str, Any]]) -> str:
-    """Return a hash of the configs of a model's networks and scheduler."""
+    """Return a hash of the configs of a model's networks and scheduler, by the part's name.
+
+    Keys that begin with "_", such as the version of diffusers that wrote a config, are left out.
+    """
     plain = {
         part: {key: value for key, value in config.items() if not key.startswith("_")}
         for part, config in configs.items()

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
 PALLAS = "tpu_custom_call"
+"""Target of the custom call that runs a Pallas kernel."""
 
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?(?P<name>\S+) = (?P<result>\(.*?\)|\S+) (?P<op>[a-z][\w-]*)\(")
@@ -30,6 +31,7 @@ _STARTED = re.compile(r"-done\((?:\(.*\) |[^%]\S* )?%?([\w.\-]+)\)")
 _OPERANDS = re.compile(r"operand_layout_constraints=\{(.*?\})\}")
 
 LANES, SUBLANES = 128, 8
+"""A TPU's tile, in numbers along the last axis of an array and along the axis before it."""
 
 NO_ESTIMATE = 2**63 - 1
 """The compiler's cycle count for an instruction without an estimate (some copies on tpu7x)."""

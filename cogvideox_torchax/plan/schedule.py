@@ -152,7 +152,7 @@ class _Operation:
     """A scalar instruction.
 
     Attributes:
-        name: the name of its result, which no other result of a schedule has.
+        name: the name of its result, which no other result of a schedule has; the slot's name for a store.
         target: the register, or the slot of scalar memory, that holds the result.
         compute: function of the operands' values to the result; None for a phi, which does nothing.
         operands: registers and slots to read, and numbers.
@@ -187,7 +187,7 @@ def read_schedule(text: str, delay_slots: int) -> Schedule:
     """Follow a final schedule from its first bundle to its last.
 
     Args:
-        text: of libtpu's `final_bundles` dump of one kernel.
+        text: libtpu's `final_bundles` dump of one kernel.
         delay_slots: bundles behind a branch that run whether it is taken or not.
 
     Raises:

@@ -12,7 +12,10 @@ FORMAT = "cogvideox-torchax-verify/1"
 
 
 def as_json(results: list[Result], about: dict[str, Any]) -> dict[str, Any]:
-    """Return the results for `json.dumps`; infinities and NaNs become the strings "inf" and "nan"."""
+    """Return the results for `json.dumps`; infinities and NaNs become the strings "inf" and "nan".
+
+    `about` are facts of the run, by name.
+    """
     entries = [{**dataclasses.asdict(result), "passed": result.passed} for result in results]
     passed = all(result.passed for result in results)
     return _finite({"format": FORMAT, **about, "passed": passed, "results": entries})
@@ -47,9 +50,9 @@ def whole_table(results: list[Result]) -> str:
     """Return a table with a row for each direction of each backend: errors, worst frame's PSNR and SSIM."""
     rows = []
     for r in results:
-        for direction, w in r.whole.items():
-            quality = (f"{min(w.psnr):.1f}", f"{min(w.ssim):.6f}") if w.psnr else ("", "")
-            errors = [w.mean, w.largest, w.relative, w.at_borders, w.inside]
+        for direction, e in r.whole.items():
+            quality = (f"{min(e.psnr):.1f}", f"{min(e.ssim):.6f}") if e.psnr else ("", "")
+            errors = [e.mean, e.largest, e.relative, e.at_borders, e.inside]
             rows.append((f"{r.backend} {r.dtype}", direction, *map(_number, errors), *quality))
     head = ("backend", "direction", "mean", "max", "relative", "mean at chunk borders", "mean inside")
     return table((*head, "lowest PSNR, dB", "lowest SSIM"), rows)
@@ -87,7 +90,7 @@ def verdict(result: Result) -> str:
 
 
 def markdown(results: list[Result], about: dict[str, Any]) -> str:
-    """Return the whole report as a Markdown page."""
+    """Return the whole report as a Markdown page; `about` are facts of the run, by name."""
     facts = "\n".join(f"- {key}: {value}" for key, value in about.items())
     parts = ["# verify", facts, "\n".join(f"    {verdict(result)}" for result in results)]
     parts += ["## Contracts", contracts_table(results), "## As a whole", whole_table(results)]
