@@ -14,8 +14,8 @@ and those with a Pallas kernel. `common` is what several share.
 
 Each function chooses its form for the platform that its program is lowered for, and leaves Pallas kernels
 out where the environment has `JAX_KERNELS_PALLAS=off` when it is called. Columns that are split over devices
-are its argument `split` (`common.columns.Split`). A program for TPUs that leaves it to XLA's partitioner to
-split activations needs the switch: Pallas kernels cannot be split so.
+are its argument `split` (`common.columns.Split`). A program for TPUs in which XLA's partitioner alone splits
+activations needs `JAX_KERNELS_PALLAS=off`: XLA cannot split a Pallas kernel.
 """
 
 from jax_kernels.attention.op import attention, attention_transposed

@@ -76,7 +76,7 @@ def transposed(
     scale: float,
     num_keys: int,
 ) -> Float[Array, "N S H D"]:
-    """Compute attention by the kernel, for arrays that it supports: they are transposed and padded, and back.
+    """Compute attention by the kernel: transpose and pad arrays that it supports, and its result back.
 
     Args:
         q, k, v: as `attention` takes them. XLA drops the transpose if it follows the opposite one.

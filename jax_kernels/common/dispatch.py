@@ -58,7 +58,7 @@ def dispatched(body: Callable[..., Any], *platforms: str) -> Callable[..., Any]:
 
     def traced(*operands: Any, split: Split, pallas: str, **options: Any) -> Any:
         """Trace `body` for each platform, into a branch of the program for each."""
-        # New partials at each trace: of the same function JAX would reuse a trace made for equal shapes.
+        # New partials for each trace: JAX would reuse an earlier trace of the same function at equal shapes.
         forms = {
             platform: functools.partial(body, Target(platform, pallas != "off", split), **options)
             for platform in (*platforms, "default")

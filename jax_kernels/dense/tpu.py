@@ -206,7 +206,8 @@ def _product_block(
 ) -> None:
     """Compute a block of tokens and outputs, a unit of outputs at a time.
 
-    Each unit of a loop's body is multiplied before the epilogue of the unit before it, so that they overlap.
+    Each unit of a loop's body is multiplied before the epilogue (bias, GELU or gated sum) of the unit before
+    it, so that they overlap.
 
     Args:
         first_patch_ref: index of the first patch in the sequence; read for a gated sum alone.

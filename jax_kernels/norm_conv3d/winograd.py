@@ -119,8 +119,8 @@ class WinogradStep(ConvStep):
                 sums: Any = None  # of adjacent products with the same results
                 for product, matrices_of_turns in group:
                     inputs = [
-                        self._input_rows(component, *position, part, column)
-                        for position in product.inputs
+                        self._input_rows(component, row, shift, part, column)
+                        for row, shift in product.inputs
                         for part in range(sizes.parts)
                     ]
                     product_sums = jnp.dot(
@@ -130,7 +130,7 @@ class WinogradStep(ConvStep):
                     )
                     sums = product_sums if sums is None else sums + product_sums
                     multiplied += 1
-                    # Other work goes on as the products do: equal shares of both are left.
+                    # Other work keeps pace with the products: equal shares of both are left.
                     while len(work) * total > (total - multiplied) * pieces:
                         work.pop(0)(after=sums)
                 self._store_components(turn, component, results, sums, column)
@@ -184,9 +184,8 @@ class WinogradStep(ConvStep):
             return
         for index, (row, beside) in enumerate(results):
             part_sums = sums[:, lanes_of(index)]
-            if (
-                beside
-            ):  # results of the next column: shifted by one, after the last column of the chunk before
+            if beside:
+                # Results of the next column: the chunk's shifted by one, after those of the column before it.
                 shifted = refs["shifted"].at[component, row]
                 shifted[pl.ds(0, TILES)] = shifted[pl.ds(count, TILES)]
                 shifted[pl.ds(TILES, count)] = part_sums

@@ -90,11 +90,11 @@ def is_supported(
 ) -> bool:
     """Return whether the kernel supports these frames.
 
-    It supports two, four or eight frames of bfloat16, at most as many frames of the result, which is not
-    small, whole tiles of channels in and out, and a row that fits into VMEM.
+    It supports two, four or eight frames of bfloat16, if the result has one of these numbers of frames too,
+    and is not small. Channels in and out must be whole tiles, and a row must fit into VMEM.
 
     Args:
-        x: frames; only their shape and dtype are read, and the kernel's.
+        x: frames; only their shape and dtype are read, and the kernel's shape.
         kernel: (3, 3, I, O).
         expand_time: whether frames are doubled too.
         pixels: pixels of a whole frame, of which `x` may be a shard.
