@@ -67,8 +67,8 @@ def encode(args: argparse.Namespace) -> int:
                 return _run_loop(args, directory.work(unit, readers=args.workers or READERS), directory)
             from cogvideox_torchax.dataset import ray
 
-            ray.connect(args.ray or None)  # "" is `--ray` without an address
-            return _run_loop(args, ray.work(directory, config, actors=args.actors), directory)
+            address = args.ray or None  # "" is `--ray` without an address
+            return _run_loop(args, ray.work(directory, config, address, actors=args.actors), directory)
 
 
 def decode(args: argparse.Namespace) -> int:

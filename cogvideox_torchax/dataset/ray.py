@@ -5,7 +5,9 @@ of the manifest. A task that Ray runs again because its actor died finds the lat
 started the work writes manifest and shards.
 """
 
+import contextlib
 import json
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -56,8 +58,12 @@ class ClipActor:
         return json.dumps({"index": row["index"], **outcome})
 
 
-def connect(address: str | None = None) -> None:
-    """Connect this process to a Ray cluster, unless it is connected already.
+@contextlib.contextmanager
+def _connected(address: str | None) -> Iterator[None]:
+    """Connect this process to a Ray cluster for a `with` block, unless it is connected already.
+
+    Ray prints on stdout that an actor has died, and more when a connection ends. In the block stdout is
+    stderr: a command's stdout is its report.
 
     Args:
         address: of the cluster; where None, the one that RAY_ADDRESS names, or a new one on this machine.
@@ -70,33 +76,50 @@ def connect(address: str | None = None) -> None:
         import ray.data
     except ImportError as error:
         raise ValueError("encoding on Ray needs it: pip install 'cogvideox-torchax[ray]'") from error
-    if not ray.is_initialized():
-        try:
-            ray.init(address=address, log_to_driver=False)
-        except ConnectionError as error:
-            raise ValueError(f"there is no Ray cluster at {address}: {error}") from error
-    ray.data.DataContext.get_current().enable_progress_bars = False
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.redirect_stdout(sys.stderr))
+        if not ray.is_initialized():
+            try:
+                ray.init(address=address, log_to_driver=False)
+            except ConnectionError as error:
+                raise ValueError(f"there is no Ray cluster at {address}: {error}") from error
+            stack.callback(ray.shutdown)  # before stdout is back
+        ray.data.DataContext.get_current().enable_progress_bars = False
+        yield
 
 
-def work(directory: DatasetDirectory, config: ClipConfig, *, actors: int | None = None) -> Iterator[Step]:
-    """Encode a directory's missing clips on the connected Ray cluster; yield each one's outcome.
+def work(
+    directory: DatasetDirectory, config: ClipConfig, address: str | None = None, *, actors: int | None = None
+) -> Iterator[Step]:
+    """Encode a directory's missing clips on a Ray cluster; yield each one's outcome.
 
     An actor takes the chips of the config's mesh where the cluster has TPUs, and a CPU elsewhere.
 
     Args:
         directory: the output; every machine can open it and the clips by the same paths.
         config: settings by which they are encoded.
+        address: of the cluster, as `_connected` takes it; a connection that is there is used.
         actors: number of models that run at a time; None for as many as the chips allow, or one.
-    """
-    import ray
 
+    Raises:
+        ValueError: Ray is not installed, or no cluster is there.
+    """
     rows = []
     for index in directory.missing:
         clip, path = directory.clip(index), directory.clip_path(index).absolute()
         fields = {**asdict(clip), "source": str(Path(str(clip.source)).absolute())}
         rows.append({"row": json.dumps({"index": index, "path": str(path), "clip": fields})})
-    if not rows:
-        return
+    if rows:
+        with _connected(address):
+            yield from _outcomes(directory, config, rows, actors)
+
+
+def _outcomes(
+    directory: DatasetDirectory, config: ClipConfig, rows: list[dict[str, str]], actors: int | None
+) -> Iterator[Step]:
+    """Encode the clips of `rows`, the input of `ClipActor`, on the connected cluster; yield each outcome."""
+    import ray
+
     chips, mesh = int(ray.cluster_resources().get("TPU", 0)), (config.dp or 1) * (config.tp or 1)
     # With chips no CPU is reserved: the chips alone limit the actors on a host.
     resources: dict[str, Any] = {"num_cpus": 0, "resources": {"TPU": mesh}} if chips else {"num_cpus": 1}
