@@ -1,6 +1,7 @@
 """`port`: a loaded diffusers model or pipeline, made ready for torchax in place.
 
-An import of this module lets diffusers' `from_pretrained` work while torchax is on.
+An import of this module lets diffusers' `from_pretrained` work while torchax is on. Its name is not `port`:
+importing a submodule of that name would replace the function `port`.
 """
 
 import importlib.util
