@@ -22,6 +22,7 @@ class Torch(Backend):
 
     @classmethod
     def from_native(cls, native: Any) -> "Torch":
+        """Return the backend of a loaded VAE, ported or not: stock modules that share its weights."""
         return cls(stock_of(native))
 
     @classmethod

@@ -398,8 +398,9 @@ class Stock(nn.Module):
 def _network(request: Task, size: Size) -> Run:
     """Load the transformer or the text encoder; a run gives the result of one call.
 
-    A published config gets random weights. For a way on JAX the PyTorch model is then on "meta", without
-    memory, and JAX arrays are drawn in the place of its weights.
+    It runs in PyTorch where `request.torch_device` names a device; else on JAX, ported for the backend
+    "torchax" and stock for "torchax-stock". A published config gets random weights. For a way on JAX the
+    PyTorch model is then on "meta", without memory, and JAX arrays are drawn in the place of its weights.
     """
     dtype, published = request.torch_dtype, size.model in networks.TRANSFORMERS
     device = request.torch_device or ("meta" if published else "cpu")

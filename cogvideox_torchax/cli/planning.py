@@ -61,7 +61,7 @@ def _vae(args: argparse.Namespace, vae: Any, chip: Any, devices: Any, mesh: dict
         common.say("it does not fit: compiling what would")
         backend, chips_now = {"backend": args.backend}, args.dp * args.tp
         changes = [
-            jobs.smallest_tiling_that_fits(vae, job, devices, chip, peak, **backend, **mesh),
+            jobs.largest_tile_that_fits(vae, job, devices, chip, peak, **backend, **mesh),
             jobs.smallest_mesh_that_fits(
                 args.model, vae.dtype, job, args.topology, chips_now, peak, **backend
             ),

@@ -142,7 +142,7 @@ class Change:
     peak_bytes: int
 
 
-def smallest_tiling_that_fits(
+def largest_tile_that_fits(
     vae: AutoencoderKLCogVideoX,
     job: Job,
     devices: list[Any],
@@ -150,7 +150,7 @@ def smallest_tiling_that_fits(
     peak_bytes: int,
     **options: Any,
 ) -> Change | None:
-    """Return a tile, about as large as possible and of the picture's aspect ratio, with which a job fits.
+    """Return the option for a tile, about as large as possible and of the picture's aspect ratio, that fits.
 
     A program's memory besides its weights grows with the pixels. That gives the tile's size, with a margin of
     a twentieth; the tile's programs are compiled, and the tile is made smaller until they fit.

@@ -365,6 +365,8 @@ def _extend(fewer: Any, more: Any, layers: int) -> Any:
 def cached_table(plans: list[NetworkPlan], counts: list[int], chip: Chip | None) -> dict[str, Any]:
     """Return the figures of a video with a cache: of a full step, kept memory, times of all kinds of steps.
 
+    Kinds of steps that skip are numbered: "skipping_step_2_s" has the seconds of a step of the second kind.
+
     Args:
         plans: a plan of each kind of step (`cached_steps`), the full step first.
         counts: number of steps of each kind in a video.
@@ -372,12 +374,12 @@ def cached_table(plans: list[NetworkPlan], counts: list[int], chip: Chip | None)
     """
     rows = network_table(plans[0], chip)
     rows["kept_GiB"] = plans[0].kept / GIB
-    skipping = (f"{count} of skipping step {number}" for number, count in enumerate(counts[1:], 1))
+    skipping = (f"{count} of skipping step {kind}" for kind, count in enumerate(counts[1:], 1))
     rows["steps"] = ", ".join([f"{counts[0]} in full", *skipping])
     seconds = [network_table(plan, chip).get("with_collectives_s", plan.seconds) for plan in plans]
     if chip is not None:
-        for number, each in enumerate(seconds[1:], 1):
-            rows[f"skipping_step_{number}_s"] = each
+        for kind, each in enumerate(seconds[1:], 1):
+            rows[f"skipping_step_{kind}_s"] = each
         rows["all_steps_s"] = sum(count * each for count, each in zip(counts, seconds, strict=True))
     return rows
 

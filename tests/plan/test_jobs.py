@@ -160,7 +160,7 @@ def test_what_fits_is_said_by_the_largest_of_its_programs(model_directory, monke
     monkeypatch.setattr(jobs, "topology_devices", lambda name: [])
     monkeypatch.setitem(chips.CHIPS, "v6e", chip := chips.Chip(1e12, 1e12, weights + 512 * 768, 1e9))
     job, peak = jobs.Job(DECODE, 17, 512, 768), weights + 2 * 512 * 768
-    tiled = jobs.smallest_tiling_that_fits(vae, job, [], chip, peak)
+    tiled = jobs.largest_tile_that_fits(vae, job, [], chip, peak)
     assert tiled is not None
     height, width = map(int, tiled.what.split()[1].split("x"))
     assert tiled.peak_bytes == weights + 2 * height * width <= chip.memory
@@ -169,7 +169,7 @@ def test_what_fits_is_said_by_the_largest_of_its_programs(model_directory, monke
     assert spread == jobs.Change("--topology v6e:1x2 --tp 2", weights + 512 * 768)
     assert jobs.smallest_mesh_that_fits(*model, job, "v5p:2x2x1", 1, peak) is None  # comes in other grids
     tiny = chips.Chip(1e12, 1e12, weights + 2 * 8 * 16, 1e9)  # room for one latent pixel by two, no tile
-    assert jobs.smallest_tiling_that_fits(vae, job, [], tiny, peak) is None
+    assert jobs.largest_tile_that_fits(vae, job, [], tiny, peak) is None
 
 
 def test_a_hollow_model_has_shapes_and_no_weights():

@@ -174,21 +174,21 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
         """
         on_jax = runtime.is_on_jax(self)
 
-        def start(as_uint8: bool) -> Callable[[Any], Any]:
+        def start(gives_uint8: bool) -> Callable[[Any], Any]:
             """Return a new function of a chunk that keeps the cache for the next chunk.
 
-            `as_uint8` is `tiling.run_chunks`'s, which asks for bytes of whole frames but not of tiles.
+            `tiling.run_chunks` asks for bytes of whole frames alone: tiles are blended as floats.
             """
-            network = chunk_network(self, direction, as_uint8)
+            network = chunk_network(self, direction, gives_uint8)
             if not on_jax:
                 return runtime.with_kept_cache(network)
-            program = self._program((direction, as_uint8), network)
+            program = self._program((direction, gives_uint8), network)
             return program.begin(program.weights(network))
 
         if not on_jax:
             return tiling.run_chunks(pieces, plan, start, NCTHW, as_uint8=as_uint8)
         arrays = map(runtime.as_array, pieces)
-        placement = None if self.mesh is None else Placement(self.mesh)  # of tiles' results, joined
+        placement = None if self.mesh is None else Placement(self.mesh)
         results = tiling.run_chunks(arrays, plan, start, NCTHW, placement, as_uint8=as_uint8)
         return map(runtime.tensor_of, results)
 
