@@ -69,8 +69,8 @@ def vae(request, stock, traced):
 
 
 # A first chunk of 1, 2 or 3 latent frames, or 1 or 8 to 15 frames, is a program of its own, and so is a later
-# chunk. The torchax build has all of them; the other build, and both on a mesh, have a first and a later one.
-DECODED = {"torchax": range(1, 14), "flax": (1, 5), "flax on a mesh": (2,)}
+# chunk. The torchax build has all of them; flax, and both on a mesh, have a first and a later one.
+DECODED = {"torchax": range(1, 14), "flax": (1, 5)}
 ENCODED = {"torchax": (1, 9, 16), "flax": (13,), "torchax on a mesh": (10,), "flax on a mesh": (16,)}
 
 
