@@ -67,8 +67,8 @@ class TorchaxStock(Torchax):
 
     @classmethod
     def program(cls, vae: AutoencoderKLCogVideoX, direction: Direction) -> runtime.Program:
-        # Stock modules would treat the padding of a width that devices do not divide as picture: the program
-        # is for planning, and not run.
+        # For `plan` alone; `chunks` runs a program of its own. On a mesh this one would be wrong: stock
+        # modules do not leave out the padding of a width that the devices do not divide.
         return vae.build_program(direction, stock=True)
 
     def chunks(self, direction: Direction, x: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -109,12 +109,12 @@ def weightless_transformer(model: str | None, dtype: torch.dtype, layers: int) -
 
 
 def transformer(config: dict[str, Any], dtype: torch.dtype, device: str = "meta") -> Any:
-    """Return diffusers' transformer of a config, with random weights; on torch's "meta" device without."""
+    """Return diffusers' transformer of a config, with random weights; with none on device "meta"."""
     return _built(CogVideoXTransformer3DModel.from_config, config, dtype, device)
 
 
 def text_encoder(config: dict[str, Any], dtype: torch.dtype, device: str = "meta") -> Any:
-    """Return transformers' text encoder of a T5 config, with random weights; on "meta" without."""
+    """Return transformers' text encoder of a T5 config, with random weights; with none on device "meta"."""
     return _built(lambda config: T5EncoderModel(T5Config(**config)), config, dtype, device)
 
 

@@ -381,11 +381,13 @@ def _activated_column(
 def _column_sums(
     hidden: Float[Array, "N P H I"], kernel: Float[Array, "3 3 I O"], tile: int
 ) -> Float[Array, "N P-2 H O"]:
-    """Convolve one column over time and rows by one column of the kernel, rounded as the TPU's kernel does.
+    """Convolve frames at one W by the kernel's taps at one kw, rounded as the TPU's kernel does.
+
+    Rows are padded with zeros, so their number H stays.
 
     Args:
-        hidden: one column of P activated frames; the first two are before those of the result.
-        kernel: its taps of time and rows.
+        hidden: P activated frames at one W; the first two come before the frames of the result.
+        kernel: taps (kt, kh, I, O) at one kw.
         tile: number of frames that the TPU's kernel filters together by Winograd's method, or 0.
     """
     if tile:

@@ -69,14 +69,21 @@ def vae(request, stock, traced):
 
 
 # A first chunk of 1, 2 or 3 latent frames, or 1 or 8 to 15 frames, is a program of its own, and so is a later
-# chunk. The torchax build has all of them; flax, and both on a mesh, have a first and a later one.
-DECODED = {"torchax": range(1, 14), "flax": (1, 5)}
+# chunk: 1, 4 and 13 latent frames have all of them. Flax, and both on a mesh, have a first and a later one.
+OTHER_LENGTHS = {2, 3, *range(5, 13)}
+DECODED = {"torchax": range(1, 14), "flax": (1, 13)}
 ENCODED = {"torchax": (1, 9, 16), "flax": (13,), "torchax on a mesh": (10,), "flax on a mesh": (16,)}
 
 
 def cases(lengths):
     """Return the parameters "vae" and "frames" of a test."""
-    pairs = [(build, frames) for build, numbers in lengths.items() for frames in numbers]
+    pairs = [
+        pytest.param(
+            build, frames, marks=[pytest.mark.product] * (lengths is DECODED and frames in OTHER_LENGTHS)
+        )
+        for build, numbers in lengths.items()
+        for frames in numbers
+    ]
     return pytest.mark.parametrize(("vae", "frames"), pairs, indirect=["vae"])
 
 
