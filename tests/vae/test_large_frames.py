@@ -36,14 +36,19 @@ HOOKED = {"up_blocks.2.resnets.0.norm1": 5, "conv_act": 3, "conv_out": 3}
 """Number of kernels traced beside a hook on one of these; without one it is four."""
 
 
-@pytest.mark.parametrize("module", HOOKED)
+@pytest.mark.parametrize(
+    ("module", "devices"),
+    [*[(name, 1) for name in HOOKED], pytest.param(next(iter(HOOKED)), 4, marks=pytest.mark.product)],
+)
 @pytest.mark.slow
-def test_a_hook_sees_what_its_layer_gives(module, stock):
+def test_a_hook_sees_what_its_layer_gives(module, devices, stock):
     vae = build("torchax", stock)
+    if devices > 1:
+        vae.place_on(make_mesh(1, devices, devices=jax.devices()[:devices]))
     seen = []
     vae.decoder.get_submodule(module).register_forward_hook(lambda *_: seen.append(1))
     z = reference.latents(2, height=2, width=6)
-    with reference.interpreted_kernels(**LARGE) as traced:
+    with reference.interpreted_kernels(**LARGE, on_mesh=devices > 1) as traced:
         got = vae.decode(runtime.to_jax(z.bfloat16())).sample
     check_decoded(got, z, stock)
     assert len(seen) == 1
@@ -57,9 +62,18 @@ def traced():
         yield found
 
 
+BUILDS = ["torchax", "flax", "torchax on a mesh", "flax on a mesh"]
+
+
+def each_build(*names, values=((),), kept):
+    """Parametrize "vae", and `names` by each of `values`; cases that are not in `kept` are marked `product`."""
+    cases = [(build, *value) for build in BUILDS for value in values]
+    marked = [pytest.param(*case, marks=[pytest.mark.product] * (case not in kept)) for case in cases]
+    return pytest.mark.parametrize(("vae", *names), marked, indirect=["vae"])
+
+
 @pytest.fixture(scope="module")
 def vae(request, stock, traced):
-    """Return a build of the VAE, "torchax" or "flax", on one device or "on a mesh"."""
     traced.clear()
     vae = build(request.param.split()[0], stock)
     if request.param.endswith("on a mesh"):
@@ -70,24 +84,11 @@ def vae(request, stock, traced):
 
 # A first chunk of 1, 2 or 3 latent frames, or 1 or 8 to 15 frames, is a program of its own, and so is a later
 # chunk: 1, 4 and 13 latent frames have all of them. Flax, and both on a mesh, have a first and a later one.
-OTHER_LENGTHS = {2, 3, *range(5, 13)}
-DECODED = {"torchax": range(1, 14), "flax": (1, 13)}
-ENCODED = {"torchax": (1, 9, 16), "flax": (13,), "torchax on a mesh": (10,), "flax on a mesh": (16,)}
-
-
-def cases(lengths):
-    """Return the parameters "vae" and "frames" of a test."""
-    pairs = [
-        pytest.param(
-            build, frames, marks=[pytest.mark.product] * (lengths is DECODED and frames in OTHER_LENGTHS)
-        )
-        for build, numbers in lengths.items()
-        for frames in numbers
-    ]
-    return pytest.mark.parametrize(("vae", "frames"), pairs, indirect=["vae"])
-
-
-@cases(DECODED)
+@each_build(
+    "frames",
+    values=[(frames,) for frames in range(1, 14)],
+    kept=[("torchax", 1), ("torchax", 4), ("torchax", 13), ("flax", 1), ("flax", 13)],
+)
 @pytest.mark.slow
 def test_every_length_decodes(frames, vae, stock, traced):
     z = reference.latents(frames, height=2, width=6)
@@ -95,11 +96,18 @@ def test_every_length_decodes(frames, vae, stock, traced):
     assert all(counted(traced))
 
 
-@cases(ENCODED)
+@each_build(
+    "frames",
+    "larger",
+    values=[(1, 3), (9, 1), (10, 1), (13, 1), (16, 1)],
+    kept=[
+        *[("torchax", 1, 3), ("torchax", 9, 1), ("torchax", 16, 1)],
+        *[("flax", 13, 1), ("torchax on a mesh", 10, 1), ("flax on a mesh", 16, 1)],
+    ],
+)
 @pytest.mark.slow
-def test_every_kind_of_length_encodes(frames, vae, stock, traced):
+def test_every_kind_of_length_encodes(frames, larger, vae, stock, traced):
     # A still of 8 x 24 has too few latents for two errors to compare: 1.13 times, less when larger.
-    larger = 3 if frames == 1 else 1
     x = reference.video(frames, height=8 * larger, width=24 * larger)
     traced.clear()
     got = vae.encode(runtime.to_jax(x.bfloat16())).latent_dist.parameters
@@ -109,21 +117,28 @@ def test_every_kind_of_length_encodes(frames, vae, stock, traced):
     assert not upsamplers
 
 
-@pytest.mark.parametrize("vae", ["torchax on a mesh"], indirect=True)
+@each_build(kept=[("torchax on a mesh",)])
 @pytest.mark.slow
 def test_a_stream_of_a_batch(vae, stock):
-    z = reference.latents(4, batch=2, height=2, width=6)
+    z = reference.latents(5, batch=2, height=2, width=6)
     pieces = list(vae.decode_stream(z.bfloat16()))
     assert len(pieces) == 2
     check_decoded(torch.cat(pieces, dim=2), z, stock)
 
 
-@pytest.mark.parametrize("vae", ["torchax", "flax"], indirect=True)
+# Tiles of two heights are two programs; with an overlap of columns too there are six shapes.
+@each_build(
+    "shape",
+    "overlap",
+    values=[((2, 3, 6), 0.0), ((3, 6, 6), 0.5)],
+    kept=[(build, (2, 3, 6), 0.0) for build in BUILDS[:2]],
+)
 @pytest.mark.slow
-def test_tiles(vae, stock):
-    z = reference.latents(2, height=3, width=6)  # tiles of 2 and of 1 rows: two programs
+def test_tiles(shape, overlap, vae, stock):
+    frames, height, width = shape
+    z = reference.latents(frames, height=height, width=width)
     options = {"tile_sample_min_height": 16, "tile_sample_min_width": 24}
-    options |= {"tile_overlap_factor_height": 0.5, "tile_overlap_factor_width": 0.0}
+    options |= {"tile_overlap_factor_height": 0.5, "tile_overlap_factor_width": overlap}
     in_tiles = copy.deepcopy(stock)
     for each in (vae, in_tiles):
         each.enable_tiling(**options)

@@ -14,10 +14,9 @@ from cogvideox_torchax.vae.tolerances import BFLOAT16_RMS_RATIO, FLOAT32_RELATIV
 from tests import reference
 from tests.conftest import BACKENDS
 
-# Each kind of first chunk, with and without later ones: other lengths run the same programs more often.
-LATENT_FRAMES = [1, 2, 3, 4, 5, 13]
-SAMPLE_FRAMES = [1, 5, 8, 9, 13, 16, 29, 49]
-ODD_FRAMES = [3, 6, 10, 12, 15]
+LATENT_FRAMES = [1, 2, 3, 4, 5, 8, 9, 13]
+SAMPLE_FRAMES = [1, 5, 8, 9, 13, 16, 17, 29, 32, 33, 49]
+ODD_FRAMES = [2, 3, 6, 7, 10, 12, 15]
 """Counts that no whole number of latent frames decodes to, and that diffusers encodes all the same."""
 
 
