@@ -66,7 +66,7 @@ BUILDS = ["torchax", "flax", "torchax on a mesh", "flax on a mesh"]
 
 
 def each_build(*names, values=((),), kept):
-    """Parametrize "vae", and `names` by each of `values`; cases that are not in `kept` are marked `product`."""
+    """Parametrize "vae", and `names` by each of `values`; cases that `kept` has not are marked `product`."""
     cases = [(build, *value) for build in BUILDS for value in values]
     marked = [pytest.param(*case, marks=[pytest.mark.product] * (case not in kept)) for case in cases]
     return pytest.mark.parametrize(("vae", *names), marked, indirect=["vae"])
