@@ -2,7 +2,8 @@
 
 The pipeline has random weights; results/caches.json keeps the figures for the table in docs/pipelines.md.
 
-    python benchmarks/caches.py      # minutes, on a CPU
+    PYTHONPATH=. python benchmarks/caches.py          # minutes, on a CPU
+    PYTHONPATH=. python benchmarks/caches.py --draw   # the table of docs/pipelines.md
 """
 
 import os
@@ -15,13 +16,14 @@ if __name__ == "__main__":
 
 import torch
 
-from benchmarks.pages import fill
+from benchmarks.pages import draws_only, fill
 from cogvideox_torchax import make_mesh, port, runtime
 from cogvideox_torchax.files.reports import load, table, write_json
 from cogvideox_torchax.pipelines.cache_options import config_of
 from cogvideox_torchax.pipelines.networks import step_tensors
 from cogvideox_torchax.plan import networks
 from cogvideox_torchax.plan.jobs import FORMAT as PLAN_FORMAT
+from cogvideox_torchax.vae.tolerances import psnr
 from tests import small_pipelines
 
 FORMAT = "cogvideox-torchax-caches/1"
@@ -41,24 +43,24 @@ HEAD = (
 
 
 def measured() -> dict[str, Any]:
-    """Return each cache's memory, skipped steps and error."""
+    """Return the report: by cache, GiB kept on one chip and on each of eight, skipped steps, PSNR in dB."""
     pipe = port(small_pipelines.build(transformer=small_pipelines.transformer("5b", num_layers=4)))
     plain, rows = _frames(pipe), {}
     for choice in CHOICES:
-        kept = [_kept_bytes(make_mesh(*mesh), choice) / 2**30 for mesh in ((1, 1), (2, 4))]
+        kept = [_kept_bytes(make_mesh(*sizes), choice) / 2**30 for sizes in ((1, 1), (2, 4))]
         pipe.transformer.enable_cache(
             config_of(choice, steps=STEPS, guided=True, timestep=lambda: pipe.current_timestep)
         )
-        error = (_frames(pipe) - plain).square().mean()
+        quality = psnr(_frames(pipe), plain, peak=1.0)
         skipped = pipe.transformer.step_cache.computed.count(False)
         pipe.transformer.disable_cache()
-        rows[choice.removesuffix(f":{RATIOS}")] = [*kept, skipped, float(-10 * error.log10())]
-        print(choice, kept, skipped, float(-10 * error.log10()), flush=True)
+        rows[choice.removesuffix(f":{RATIOS}")] = [*kept, skipped, quality]
+        print(choice, kept, skipped, quality, flush=True)
     return {"format": FORMAT, "rows": rows}
 
 
 def _kept_bytes(mesh: Any, cache: str) -> int:
-    """Return what a guided step of 5b leaves on each device for the next one."""
+    """Return the bytes that a guided step of 5b, 49 x 480 x 720, keeps on each device for the next step."""
     layers = networks.transformer_config("5b")["num_layers"]
     network = networks.weightless_transformer("5b", torch.bfloat16, layers)
     network.place_on(mesh)
@@ -67,14 +69,16 @@ def _kept_bytes(mesh: Any, cache: str) -> int:
 
 
 def _frames(pipe: Any) -> torch.Tensor:
+    """Return the frames, in [0, 1], that a pipeline generates from a fixed prompt and seed."""
     result = pipe(**small_pipelines.inputs("text", num_inference_steps=STEPS))
     return runtime.to_torch(result.frames).float()
 
 
 def _estimate(name: str, skipped: int) -> str:
-    """Return the seconds that `plan` estimates with a cache, or nothing if there is no plan.
+    """Return the cell of the seconds that `plan` estimates for a video with a cache; empty without a plan.
 
-    FirstBlockCache decides as it runs: its plan tells what each kind of step takes.
+    FirstBlockCache decides at run time which steps it skips: its plan has the seconds of a full and of a
+    skipping step, and `skipped` is the number of skipping steps.
     """
     cache = name.partition(":")[0]
     file = RESULT.parent / f"cached-{cache}.json"
@@ -87,15 +91,16 @@ def _estimate(name: str, skipped: int) -> str:
 
 
 def draw() -> None:
-    """Fill the table of the page."""
+    """Fill the table of the page from the kept report."""
     rows = load(RESULT, FORMAT)["rows"].items()
     cells = [
-        (f"`{name}`", f"{one:.2f}", f"{eight:.2f}", _estimate(name, n), str(n), f"{psnr:.1f}")
-        for name, (one, eight, n, psnr) in rows
+        (f"`{name}`", f"{one:.2f}", f"{eight:.2f}", _estimate(name, skipped), str(skipped), f"{quality:.1f}")
+        for name, (one, eight, skipped, quality) in rows
     ]
     fill(PAGE, "caches", table(HEAD, cells))
 
 
 if __name__ == "__main__":
-    write_json(RESULT, measured())
+    if not draws_only(__doc__):
+        write_json(RESULT, measured())
     draw()

@@ -1,6 +1,7 @@
 """Memory over the frames and over the size of a video: streamed, whole, in tiles, and diffusers in PyTorch.
 
     PYTHONPATH=. python benchmarks/memory.py          # writes results/memory.json, draws the plot
+    PYTHONPATH=. python benchmarks/memory.py --draw   # draws the plot and the tables
 
 Each point is a process of its own. What counts is its largest resident set less that of the same process
 with one frame, which has the packages, the weights and the programs: of the curve's own size where the frames
@@ -9,15 +10,15 @@ there to frames that stay there. Random weights of a small model, float32, one C
 so that compiling takes no memory of note; the C library gives back at once what is freed.
 """
 
-import argparse
 import contextlib
 import ctypes
 import functools
 import io
-import json
+import multiprocessing
 import os
 import resource
 import tempfile
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ import torchax  # noqa: F401 (imported once, before the first fork)
 
 import cogvideox_torchax.backends.torchax
 import cogvideox_torchax.sharding  # noqa: F401
-from benchmarks.pages import fill
+from benchmarks.pages import draws_only, fill
 from cogvideox_torchax import cli
 from cogvideox_torchax.files import reports, video
 from cogvideox_torchax.versions import versions
@@ -62,49 +63,42 @@ def settle_malloc() -> None:
 
 @functools.cache
 def measured(way: str, frames: int, height: int, width: int) -> float:
-    """Mebibytes of the largest resident set of a process of its own, forked before JAX has a device."""
-    read, write = os.pipe()
-    child = os.fork()
-    if not child:
-        code = 1
-        try:
-            os.write(write, str(one(way, frames, height, width)).encode())
-            code = 0
-        finally:
-            os._exit(code)
-    os.close(write)
-    with os.fdopen(read, "rb") as said:
-        found = said.read()
-    if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
-        raise RuntimeError(f"{way} of {frames} x {height} x {width} failed")
-    return float(found)
+    """Return `largest_resident_set` of a process of its own, forked before JAX has a device."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as processes:
+        return processes.submit(largest_resident_set, way, frames, height, width).result()
 
 
-def one(way: str, frames: int, height: int, width: int) -> float:
-    """Measure one point; return mebibytes of this process's largest resident set."""
+def largest_resident_set(way: str, frames: int, height: int, width: int) -> float:
+    """Decode or reconstruct a video one way, and return this process's largest resident set in MiB."""
     torch.set_grad_enabled(False)
     torch.set_num_threads(1)
     if way == "reconstruct":
         _reconstruct(frames, height, width)
     else:
-        stock = reference.small_vae(**reference.THREE_LEVELS)
-        z = torch.zeros(1, 16, -(-frames // 4), height // 4, width // 4)
-        if way == "diffusers in PyTorch":
-            stock.decode(z)
-        else:
-            vae = reference.on_jax(stock)
-            if way == "torchax, in tiles":
-                rows = TILE[0] if height > TILE[0] else height // 2
-                vae.enable_tiling(tile_sample_min_height=rows, tile_sample_min_width=min(width, TILE[1]))
-            if way == "torchax, streamed":
-                for _ in vae.decode_stream(z, output_dtype=torch.uint8):
-                    pass
-            else:
-                vae.decode(z.to("jax")).sample.to("cpu")
+        _decode(way, frames, height, width)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / MIB
 
 
+def _decode(way: str, frames: int, height: int, width: int) -> None:
+    """Decode latents of a video one of `WAYS`; the small model has four pixels to a latent pixel."""
+    stock = reference.small_vae(**reference.THREE_LEVELS)
+    z = torch.zeros(1, 16, -(-frames // 4), height // 4, width // 4)
+    if way == "diffusers in PyTorch":
+        stock.decode(z)
+        return
+    vae = reference.on_jax(stock)
+    if way == "torchax, streamed":
+        for _ in vae.decode_stream(z, output_dtype=torch.uint8):
+            pass
+        return
+    if way == "torchax, in tiles":
+        rows = TILE[0] if height > TILE[0] else height // 2
+        vae.enable_tiling(tile_sample_min_height=rows, tile_sample_min_width=min(width, TILE[1]))
+    vae.decode(z.to("jax")).sample.to("cpu")
+
+
 def _reconstruct(frames: int, height: int, width: int) -> None:
+    """Encode and decode a video by the command line, from file to file."""
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         reference.small_vae(**reference.THREE_LEVELS).save_pretrained(directory / "vae")
@@ -119,74 +113,61 @@ def _reconstruct(frames: int, height: int, width: int) -> None:
 
 
 def curve(way: str, points: list[tuple[int, int, int]], before: tuple[int, int, int]) -> dict[str, Any]:
+    """Return the memory of one way at each point over that at the point `before`.
+
+    A point is (frames, height, width).
+    """
     base = measured(way, *before)
     found = [round(measured(way, *point) - base, 1) for point in points]
     print(way, points, found, flush=True)
     return {"way": way, "points": [list(point) for point in points], "base_MiB": round(base, 1), "MiB": found}
 
 
-def measure(only: list[str] | None) -> dict[str, Any]:
-    """Measure the curves, saving each at once; with `only`, other kinds are kept from the last run."""
-    found = json.loads(RESULTS.read_text()) if only else {}
-    found |= {"format": FORMAT, "versions": versions("torch", "torchax", "jax", "diffusers")}
-    points = {
-        "long": ([(frames, *SMALL) for frames in LONG], (1, *SMALL)),
-        "over_frames": ([(frames, *PLACE) for frames in FRAMES], (1, *PLACE)),
-        "over_size": ([(4 * LATENT_FRAMES - 3, *size) for size in SIZES], (1, *PLACE)),
+def measure() -> None:
+    """Measure all curves, keeping the results after each."""
+    found: dict[str, Any] = {"format": FORMAT, "versions": versions("torch", "torchax", "jax", "diffusers")}
+    kinds = {  # by kind of curves: the ways, the points and the point that is subtracted
+        "long": (("reconstruct",), [(frames, *SMALL) for frames in LONG], (1, *SMALL)),
+        "over_frames": (WAYS, [(frames, *PLACE) for frames in FRAMES], (1, *PLACE)),
+        "over_size": (WAYS, [(4 * LATENT_FRAMES - 3, *size) for size in SIZES], (1, *PLACE)),
     }
-    for kind in only or points:
-        ways = ("reconstruct",) if kind == "long" else WAYS
+    for kind, (ways, points, before) in kinds.items():
         found[kind] = []
         for way in ways:
-            found[kind].append(curve(way, *points[kind]))
+            found[kind].append(curve(way, points, before))
             reports.write_json(RESULTS, found)
-    return found
 
 
 PANELS = {
-    "over_frames": ("frames of 64 x 96", "frames", lambda point: point[0]),
-    "over_size": ("pixels of each of 17 frames", "size", lambda point: point[1] * point[2]),
-    "long": ("frames of 16 x 24, file to file", "long", lambda point: point[0]),
+    # kind of curves: (label of its axis, name of its table in the page, head of that table)
+    "over_frames": ("frames of 64 x 96", "frames", "frames"),
+    "over_size": ("pixels of each of 17 frames", "size", "pixels"),
+    "long": ("frames of 16 x 24, file to file", "long", "frames"),
 }
-"""For each kind of curve: the axis, its part of the page, and a point's place on it."""
 
 
 def draw(found: dict[str, Any]) -> None:
-    """Draw the plot of the curves that exist, and their tables in the page."""
-    pyplot = reports.pyplot()
-    kinds = [kind for kind in PANELS if kind in found]
-    figure, axes = pyplot.subplots(1, len(kinds), figsize=(4.5 * len(kinds), 4), squeeze=False)
-    for axis, kind in zip(axes[0], kinds, strict=True):
-        label, part, place = PANELS[kind]
+    """Draw the plot of all curves, and their tables in the page."""
+    figure, axes = reports.pyplot().subplots(1, len(PANELS), figsize=(4.5 * len(PANELS), 4))
+    for axis, (kind, (label, part, head)) in zip(axes, PANELS.items(), strict=True):
+        points = found[kind][0]["points"]  # of every curve of this kind: (frames, height, width)
+        frames, heights, widths = zip(*points, strict=True)
+        places, names = frames, [str(number) for number in frames]
+        if head == "pixels":
+            places = [height * width for height, width in zip(heights, widths, strict=True)]
+            names = [f"{height} x {width}" for height, width in zip(heights, widths, strict=True)]
         for curve in found[kind]:
-            axis.plot([place(point) for point in curve["points"]], curve["MiB"], "o-", label=curve["way"])
-        axis.set_xlabel(label)
-        axis.set_ylabel("MiB over a video of one frame")
-        axis.set_ylim(bottom=0)
+            axis.plot(places, curve["MiB"], "o-", label=curve["way"])
+        axis.set(xlabel=label, ylabel="MiB over a video of one frame", ylim=(0, None))
         axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2, frameon=False)  # above the curves
-        name = (lambda point: f"{point[1]} x {point[2]}") if kind == "over_size" else (lambda p: str(p[0]))
-        fill(PAGE, part, _table("pixels" if kind == "over_size" else "frames", found[kind], name))
+        rows = [(curve["way"], *(f"{value:.0f}" for value in curve["MiB"])) for curve in found[kind]]
+        fill(PAGE, part, reports.table((f"MiB, by {head}", *names), rows))
     figure.tight_layout()
-    figure.savefig(PLOT, dpi=110)
-
-
-def _table(head: str, curves: list[dict[str, Any]], name: Any) -> str:
-    rows = [(curve["way"], *(f"{value:.0f}" for value in curve["MiB"])) for curve in curves]
-    return reports.table((f"MiB, by {head}", *map(name, curves[0]["points"])), rows)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--draw", action="store_true", help="from the results that there are")
-    parser.add_argument("--only", nargs="+", choices=("long", "over_frames", "over_size"))
-    args = parser.parse_args()
-    if not args.draw:
-        settle_malloc()
-        measure(args.only)
-    draw(json.loads(RESULTS.read_text()))
+    reports.save_figure(figure, PLOT)
 
 
 if __name__ == "__main__":
-    main()
+    if not draws_only(__doc__):
+        settle_malloc()
+        measure()
+    draw(reports.load(RESULTS, FORMAT))

@@ -1,9 +1,19 @@
-"""Puts tables into the pages of docs/."""
+"""Shared by the benchmarks: the option to draw without measuring, and tables put into the pages of docs/."""
 
+import argparse
 import re
 from pathlib import Path
 
 from cogvideox_torchax.files.reports import write_text
+
+
+def draws_only(description: str) -> bool:
+    """Parse a benchmark's command line; return whether its tables are to be drawn from the kept results."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--draw", action="store_true", help="measure nothing: draw the kept results")
+    return parser.parse_args().draw
 
 
 def fill(page: Path, name: str, drawn: str) -> None:

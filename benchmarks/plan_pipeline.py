@@ -43,7 +43,7 @@ CASES = {
 }
 STEPS = 50
 VIDEOS = {
-    # The plans of its parts: prompt, step and VAE.
+    # Cases of the plans of a video's parts: of the prompt and a step in `CASES`, of the VAE in `plan.CASES`.
     "2b, 49 x 480 x 720, one v6e": ("prompt-v6e-1", "step-2b-v6e-1", "v6e-1-decode"),
     "5b, 49 x 480 x 720, one v6e": ("prompt-v6e-1", "step-5b-v6e-1", "v6e-1-decode"),
     "5b, 49 x 480 x 720, v6e-8": ("prompt-v6e-8", "step-5b-v6e-8", "v6e-8-decode-small"),
@@ -61,7 +61,18 @@ HEAD = (
 )
 
 
+def _file(case: str) -> str:
+    """Return the name in results/ of the plan of a case of `CASES`."""
+    return case if case.startswith(("train", "cached")) else f"network-{case}"
+
+
+def _plan(name: str) -> dict[str, Any]:
+    """Return a kept plan, by its name in results/."""
+    return load(RESULTS / f"{name}.json", FORMAT)
+
+
 def _row(plan: dict[str, Any]) -> tuple[str, ...]:
+    """Return the row of a network's plan below `HEAD`."""
     job, mesh, summary = plan["job"], plan["mesh"], plan["summary"]
     video = f", {job['frames']} x {job['height']} x {job['width']}" if job["network"] == "step" else ""
     return (
@@ -70,67 +81,46 @@ def _row(plan: dict[str, Any]) -> tuple[str, ...]:
         f"{summary['arguments_GiB']:.2f}",
         f"{summary['temporaries_GiB']:.2f}",
         summary["fits"].partition(" ")[0],
-        *map(_seconds, (summary["estimate_s"], summary["collectives_s"])),
+        *(_seconds(summary[name], 0.01, 4) for name in ("estimate_s", "collectives_s")),
     )
 
 
-def _seconds(value: float) -> str:
-    return f"{value:.4f}" if value < 0.01 else f"{value:.2f}"
+def _seconds(value: float, least: float, digits: int) -> str:
+    """Return the cell of a time: two digits after the point, or so many `digits` below `least`."""
+    return f"{value:.{digits if value < least else 2}f}"
 
 
-def _parts(prompt: str, step: str, vae: str) -> list[Path]:
-    return [
-        RESULTS / f"network-{prompt}.json",
-        RESULTS / f"network-{step}.json",
-        RESULTS / f"plan-{vae}-torchax.json",
-    ]
-
-
-def _video(name: str, plans: list[Path]) -> tuple[str, ...]:
-    prompts, step, frames = (load(plan, FORMAT)["summary"]["with_collectives_s"] for plan in plans)
-    parts = (prompts, STEPS * step, step, frames, prompts + STEPS * step + frames)
-    return name, *(f"{seconds:.3f}" if seconds < 0.1 else f"{seconds:.2f}" for seconds in parts)
+def _video(name: str) -> tuple[str, ...]:
+    """Return the row of a video of `VIDEOS` below `VIDEO_HEAD`."""
+    prompt, step, vae = VIDEOS[name]
+    plans = _plan(_file(prompt)), _plan(_file(step)), _plan(f"plan-{vae}-torchax")
+    prompts, one_step, frames = (plan["summary"]["with_collectives_s"] for plan in plans)
+    steps = STEPS * one_step
+    parts = (prompts, steps, one_step, frames, prompts + steps + frames)
+    return name, *(_seconds(seconds, 0.1, 3) for seconds in parts)
 
 
 FIGURE_HEAD = ("estimates, CogVideoX-5b, bfloat16", "chips", "diffusers through torchax", "this project")
 
 
 def _figures() -> list[tuple[str, ...]]:
-    """Return the rows of README's table."""
-
-    def plan(name: str) -> dict[str, Any]:
-        return load(RESULTS / f"{name}.json", FORMAT)
-
-    def steady(kind: str, build: str) -> str:
-        found = plan(f"plan-v6e-1-{kind}-{build}")["programs"][-1]["seconds_with_collectives"]
-        return f"{found:.3f} s"
-
-    rows = [
-        (
-            f"{kind} a chunk, 8 frames of 480 x 720",
-            "1 v6e",
-            *(steady(kind, b) for b in ("torchax-stock", "torchax")),
-        )
-        for kind in ("decode", "encode")
-    ]
-    video = plan("plan-v6e-8-decode-torchax")["summary"]["with_collectives_s"]
+    """Return the rows of README's table, below `FIGURE_HEAD`."""
+    rows = []
+    for kind in ("decode", "encode"):
+        plans = [_plan(f"plan-v6e-1-{kind}-{build}") for build in ("torchax-stock", "torchax")]
+        seconds = (f"{plan['programs'][-1]['seconds_with_collectives']:.3f} s" for plan in plans)
+        rows.append((f"{kind} a chunk, 8 frames of 480 x 720", "1 v6e", *seconds))
+    video = _plan("plan-v6e-8-decode-torchax")["summary"]["with_collectives_s"]
     rows.append(("decode 81 frames of 768 x 1360", "8 v6e", "", f"{video:.2f} s"))
-    step = plan("network-step-5b-v6e-1")["summary"]["with_collectives_s"]
+    step = _plan("network-step-5b-v6e-1")["summary"]["with_collectives_s"]
     rows.append(("a denoising step, 49 frames of 480 x 720", "1 v6e", "", f"{step:.2f} s"))
-    name = "5b, 49 x 480 x 720, v6e-8"
-    rows.append(
-        (
-            "a prompt to 49 frames of 480 x 720, 50 steps",
-            "8 v6e",
-            "",
-            f"{_video(name, _parts(*VIDEOS[name]))[-1]} s",
-        )
-    )
+    whole = _video("5b, 49 x 480 x 720, v6e-8")[-1]
+    rows.append(("a prompt to 49 frames of 480 x 720, 50 steps", "8 v6e", "", f"{whole} s"))
     return rows
 
 
 LAYER = {
-    # A kernel of 5b: what of a layer it computes; ms before (XLA, or a kernel of commit 4ef3ce7); floor.
+    # By a kernel of 5b: (its part of a layer; ms before it, of XLA or a kernel of commit 4ef3ce7; floor, ms)
     "attention": ("attention", 28.7, 21.2),
     "modulated_norm": ("two modulated norms", 5.21, 0.54),
     "linear": ("queries, keys and values", 2.94, 2.20),
@@ -143,6 +133,7 @@ LAYER_HEAD = ("part of a layer", "before, ms", "now, ms", "floor, ms")
 
 
 def _layer(plan: dict[str, Any]) -> list[tuple[str, ...]]:
+    """Return the rows below `LAYER_HEAD`, of the plan of a step of 5b."""
     (step,) = plan["programs"]
     now = {name: step["kernel_times"][name]["seconds"] / LAYERS * 1e3 for name in LAYER}
     return [
@@ -155,6 +146,7 @@ TRAINING_HEAD = ("v6e, 1 x 64 x 64, bfloat16", "estimate, ms", "floor, ms", "tem
 
 
 def _training(plan: dict[str, Any]) -> list[tuple[str, ...]]:
+    """Return the rows of a training step's plan below `TRAINING_HEAD`: of each program, and of the step."""
     rows = [
         (
             f"{program['name']}, forward and backward",
@@ -173,21 +165,13 @@ def _training(plan: dict[str, Any]) -> list[tuple[str, ...]]:
     return [*rows, (step, *whole)]
 
 
-def _kept(case: str) -> Path:
-    return RESULTS / f"{case if case.startswith(('train', 'cached')) else f'network-{case}'}.json"
-
-
 if __name__ == "__main__":
     for case in sys.argv[1:]:
-        if code := main(["plan", *CASES[case].split(), "-o", str(_kept(case))]):
+        if code := main(["plan", *CASES[case].split(), "-o", str(RESULTS / f"{_file(case)}.json")]):
             sys.exit(code)
-    training = load(_kept(TRAINING), FORMAT)
-    fill(DOCS / "planning.md", "training", table(TRAINING_HEAD, _training(training)))
-    layer = _layer(load(_kept("step-5b-v6e-1"), FORMAT))
-    fill(DOCS / "kernels.md", "layer", table(LAYER_HEAD, layer))
-    plans = [load(path, FORMAT) for path in sorted(RESULTS.glob("network-*.json"))]
+    fill(DOCS / "planning.md", "training", table(TRAINING_HEAD, _training(_plan(TRAINING))))
+    fill(DOCS / "kernels.md", "layer", table(LAYER_HEAD, _layer(_plan("network-step-5b-v6e-1"))))
+    plans = [_plan(path.stem) for path in sorted(RESULTS.glob("network-*.json"))]
     fill(PAGE, "network plans", table(HEAD, [_row(plan) for plan in plans]))
-    videos = {name: _parts(*cases) for name, cases in VIDEOS.items()}
-    kept = {name: parts for name, parts in videos.items() if all(part.exists() for part in parts)}
-    fill(PAGE, "videos", table(VIDEO_HEAD, [_video(*item) for item in kept.items()]))
+    fill(PAGE, "videos", table(VIDEO_HEAD, [_video(name) for name in VIDEOS]))
     fill(DOCS.parent / "README.md", "figures", table(FIGURE_HEAD, _figures()))

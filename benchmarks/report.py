@@ -8,6 +8,7 @@ from typing import Any
 
 from benchmarks.pages import fill
 from cogvideox_torchax.bench import device
+from cogvideox_torchax.bench.ladder import Size
 from cogvideox_torchax.bench.report import draw_device, markdown
 from cogvideox_torchax.cli.common import print_report
 from cogvideox_torchax.files.reports import load, parse, table
@@ -24,19 +25,20 @@ PLANS_HEAD = (
     "whole video, s",
     "peak, GB",
 )
-COMPILED = "decode 49 x 480 x 720", "encode 49 x 480 x 720", "decode 49 x 768 x 1360"
-"""The jobs of `compile_times`."""
+COMPILED_VIDEOS = "decode 49 x 480 x 720", "encode 49 x 480 x 720", "decode 49 x 768 x 1360"
+"""The videos of the rows of `compile_times`."""
 
 
 def measured(report: dict[str, Any]) -> str:
-    """Return a table of milliseconds, of each part of a job each way, under its origin."""
-    rows: dict[tuple[str, ...], dict[str, str]] = {}
+    """Return the times of a report of `bench device`: a title, and a table with a column for each way.
+
+    A row has the milliseconds of one part of a job, by each way of running it. Kernels are left out.
+    """
+    rows: dict[tuple[str, ...], dict[str, str]] = {}  # by (job, part, video): the cells by way
     for result in report["results"]:
-        size = result["size"]
-        video = f"{size['frames']} x {size['height']} x {size['width']}"
         for part in result.get("parts", []):
             if not result["job"].startswith("kernels "):
-                row = rows.setdefault((result["job"], part["part"], video), {})
+                row = rows.setdefault((result["job"], part["part"], Size(**result["size"]).video), {})
                 row[result["way"]] = f"{1e3 * part['median_s']:.3g}"
     ways = list(dict.fromkeys(way for row in rows.values() for way in row))
     errors = [result["check"]["relative_error"] for result in report["results"] if result["status"] == "ok"]
@@ -47,27 +49,26 @@ def measured(report: dict[str, Any]) -> str:
 
 
 FUSED = "norm_conv3d", "upsampled"
-"""The kernels that `composition` names; it adds all others."""
+"""The kernels with a column in `composition`, which sums up the times of all others."""
 
 
 def plans_table(plans: list[dict[str, Any]]) -> str:
-    """Return a table for each job, topology and mesh, with a row for each backend."""
-    origins = sorted({_origin(plan) for plan in plans})
-    rows = sorted((_row(plan) for plan in plans), key=lambda row: (row[1], row[0]))
-    return f"{'; '.join(origins)}:\n\n{table(PLANS_HEAD, rows)}\n"
+    """Return the model and the compiler of the VAE's plans, and a table with a row for each plan."""
+    origins = {
+        f"Model {plan['model']}, {plan['dtype']}, libtpu {plan['versions']['libtpu']}, "
+        f"jax {plan['versions']['jax']}"
+        for plan in plans
+    }
+    rows = sorted(map(_row, plans), key=lambda row: (row[1], row[0]))  # by chips, then by video
+    return f"{'; '.join(sorted(origins))}:\n\n{table(PLANS_HEAD, rows)}\n"
 
 
-def _origin(plan: dict[str, Any]) -> str:
-    versions = plan["versions"]
-    return f"Model {plan['model']}, {plan['dtype']}, libtpu {versions['libtpu']}, jax {versions['jax']}"
-
-
-def composition(plans: list[dict[str, Any]], backend: str = "torchax") -> str:
-    """Return each v6e program's time by its parts, in milliseconds, for a backend."""
+def composition(plans: list[dict[str, Any]]) -> str:
+    """Return a table of the milliseconds of each part of a program, of the torchax build's plans for v6e."""
     head = ("program", "total", *FUSED, "other kernels", "XLA", "collectives")
     rows = []
     for plan in plans:
-        if plan["backend"] != backend or len(plan["programs"]) == 1 or "v6e" not in plan["topology"]:
+        if plan["backend"] != "torchax" or len(plan["programs"]) == 1 or "v6e" not in plan["topology"]:
             continue
         job, mesh = plan["job"], plan["mesh"]
         chips = mesh["dp"] * mesh["tp"]
@@ -84,45 +85,47 @@ def composition(plans: list[dict[str, Any]], backend: str = "torchax") -> str:
     return table(head, rows)
 
 
-def _chips(plan: dict[str, Any]) -> str:
-    count, generation = plan["mesh"]["dp"] * plan["mesh"]["tp"], plan["topology"].partition(":")[0]
-    return f"{count} {generation}" + (" core" + "s" * (count > 1) if generation == "tpu7x" else "")
-
-
 def _row(plan: dict[str, Any]) -> tuple[str, ...]:
+    """Return the row of a plan below `PLANS_HEAD`; a plan may have the steady chunk's program alone."""
     job, summary = plan["job"], plan["summary"]
     first, steady = plan["programs"][0], plan["programs"][-1]
+    count, generation = plan["mesh"]["dp"] * plan["mesh"]["tp"], plan["topology"].partition(":")[0]
+    devices = f"{count} {generation}" + (" core" + "s" * (count > 1) if generation == "tpu7x" else "")
     tiles = f" in tiles of {job['tile'][0]} x {job['tile'][1]}" if job["tile"] else ""
-    one = summary["chunks"] == 1
-    whole = one or len(plan["programs"]) > 1  # else the first chunk's program was not planned
+    one_chunk = summary["chunks"] == 1
+    whole = one_chunk or len(plan["programs"]) > 1  # else the first chunk's program was not planned
     peak = max(program["peak_bytes"] for program in plan["programs"])
     return (
         f"{job['kind']} {job['frames']} x {job['height']} x {job['width']}{tiles}",
-        _chips(plan),
+        devices,
         plan["backend"],
         _milliseconds(first["seconds_with_collectives"]) if whole else "",
-        "" if one else _milliseconds(steady["seconds_with_collectives"]),
+        "" if one_chunk else _milliseconds(steady["seconds_with_collectives"]),
         f"{summary['with_collectives_s']:.2f}" if whole and "with_collectives_s" in summary else "",
         (f"{peak / 1e9:.1f}" + (" (does not fit)" if summary.get("fits") is False else "")) if whole else "",
     )
 
 
 def _milliseconds(seconds: float | None) -> str:
+    """Return the cell of a time; None, a time that is not known, is empty."""
     return "" if seconds is None else f"{1e3 * seconds:.0f}"
 
 
 def compile_times(document: dict[str, Any]) -> str:
-    """Return the table of what it takes to compile some programs of the VAE."""
+    """Return the table of the seconds and the memory to compile the programs of `COMPILED_VIDEOS`."""
     rows = []
     for job in document["jobs"]:
-        if job["job"].rpartition(",")[0] in COMPILED:
+        if job["job"].rpartition(",")[0] in COMPILED_VIDEOS:  # without ", one chip"
             seconds = [f"{program['compile_seconds']:.0f}" for program in job["programs"]]
             rows.append((job["job"], *seconds, f"{job['process_bytes'] / 2**30:.1f}"))
     return table(("job", "first chunk, s", "steady chunk, s", "memory of the host, GiB"), rows)
 
 
 def rounding(document: dict[str, Any]) -> str:
-    """Return the table of bfloat16's errors over PyTorch's, by direct convolution and by filtering."""
+    """Return the table of bfloat16's errors over PyTorch's, by the results that are convolved together.
+
+    `document` is the report of `rounding.py`, whose tile "0" is direct convolution.
+    """
     rows = [
         (row["name"], *(f"{row[tile] / row['torch']:.2f}" if tile in row else "" for tile in ("0", "2", "4")))
         for row in document["rows"]
@@ -139,21 +142,23 @@ def sample(plan: dict[str, Any]) -> str:
 
 
 def redraw(results: Path, docs: Path) -> None:
-    """Write the tables of every `plan*.json` of `results` into the pages, between their marks."""
-    plans = {path.stem: load(path, jobs.FORMAT) for path in sorted(results.glob("plan*.json"))}
-    fill(docs / "performance.md", "plans", plans_table([*plans.values()]))
-    fill(docs / "kernels.md", "composition", composition([*plans.values()]))
-    fill(
-        docs / "performance.md",
-        "compile-times",
-        compile_times(parse((results / "compile-times.json").read_text())),
+    """Write the tables of the VAE's plans, of compile times and of rounding into the pages of `docs`."""
+    plans = [load(path, jobs.FORMAT) for path in sorted(results.glob("plan*.json"))]
+    compiled, rounded = (
+        parse((results / f"{name}.json").read_text()) for name in ("compile-times", "rounding")
     )
-    fill(docs / "accuracy.md", "rounding", rounding(parse((results / "rounding.json").read_text())))
-    fill(docs / "planning.md", "sample", sample(next(iter(plans.values()))))
+    fill(docs / "performance.md", "plans", plans_table(plans))
+    fill(docs / "kernels.md", "composition", composition(plans))
+    fill(docs / "performance.md", "compile-times", compile_times(compiled))
+    fill(docs / "accuracy.md", "rounding", rounding(rounded))
+    fill(docs / "planning.md", "sample", sample(plans[0]))
 
 
 def redraw_devices(results: Path, page: Path) -> None:
-    """Write a table and a plot beside each file of results/devices; links and a CPU's times into a page."""
+    """Write a table and a plot beside each report in `results`/devices, and links to them into a page.
+
+    Times on a CPU go into the page too.
+    """
     links = []
     for path in sorted((results / "devices").glob("*.json")):
         report = load(path, device.FORMAT)

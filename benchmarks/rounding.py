@@ -56,15 +56,18 @@ def shapes(stock: AutoencoderKLCogVideoX) -> list[tuple[int, int]]:
 
 
 def by_torch(x: torch.Tensor, *parts: torch.Tensor, groups: int) -> torch.Tensor:
-    """Return GroupNorm, SiLU and the causal convolution of (N, C, T, H, W), in the dtype of all of them."""
+    """Return GroupNorm, SiLU and the causal convolution of (N, C, T, H, W), in the dtype of all arguments.
+
+    `parts` are the norm's weight and bias, and the convolution's kernel and bias.
+    """
     weight, shift, kernel, bias = parts
     hidden = torch.nn.functional.silu(torch.nn.functional.group_norm(x, groups, weight, shift, 1e-6))
-    hidden = torch.cat([hidden[:, :, :1]] * 2 + [hidden], dim=2)
+    hidden = torch.cat([hidden[:, :, :1]] * 2 + [hidden], dim=2)  # the first frame stands for earlier ones
     return torch.nn.functional.conv3d(hidden, kernel, bias, padding=(0, 1, 1))
 
 
 def layer(inputs: int, outputs: int) -> dict[str, Any]:
-    """Return the errors of one layer."""
+    """Return the `row` of one layer, with so many channels into and out of the convolution."""
     torch.manual_seed(0)
     x = torch.randn(1, inputs, FRAMES, HEIGHT, WIDTH)
     kernel = torch.randn(outputs, inputs, 3, 3, 3) / (27 * inputs) ** 0.5
@@ -82,17 +85,24 @@ def layer(inputs: int, outputs: int) -> dict[str, Any]:
 
 
 def row(name: str, want: torch.Tensor, half: torch.Tensor, errors: dict[int, float]) -> dict[str, Any]:
+    """Return a row of the results: errors over the reference's root mean square.
+
+    Args:
+        name: of the row.
+        want, half: PyTorch's results in float32 and in bfloat16.
+        errors: by Winograd's tile, or `DIRECT`, the error in bfloat16.
+    """
     scale = rms_error(want, torch.zeros(()))
     result = {"name": name, "torch": rms_error(half.float(), want) / scale}
     return result | {str(tile): error / scale for tile, error in errors.items()}
 
 
 def whole(stock: AutoencoderKLCogVideoX) -> list[dict[str, Any]]:
-    """Return the errors of the whole model."""
+    """Return the `row` of each direction of the whole model, without filtering and with it."""
     half = copy.deepcopy(stock).bfloat16()
     results = []
     for kind, given in ("encode", video(9, height=48, width=72)), ("decode", latents(3, height=6, width=9)):
-        want, by_half = (run(vae, kind, given.to(vae.dtype)) for vae in (stock, half))
+        want, by_half = (run(torchs, kind, given.to(torchs.dtype)) for torchs in (stock, half))
         vae, errors = FlaxVAEForPipelines.from_diffusers(half), {}
         for filters in (False, True):
             with rounded_as_the_kernel(filters):
@@ -104,34 +114,37 @@ def whole(stock: AutoencoderKLCogVideoX) -> list[dict[str, Any]]:
 
 @torch.no_grad()
 def run(vae: Any, kind: str, given: Any) -> Any:
+    """Return the frames, or the posterior's parameters, that "decode" or "encode" gives."""
     return vae.decode(given).sample if kind == "decode" else vae.encode(given).latent_dist.parameters
 
 
 @contextlib.contextmanager
 def rounded_as_the_kernel(filters: bool) -> Iterator[None]:
-    """Have ops take a TPU's forms by XLA, `norm_conv3d` with its kernel's rounding."""
+    """Have ops take a TPU's forms by XLA, and `norm_conv3d` its kernel's rounding.
+
+    Args:
+        filters: whether convolutions of four and eight frames are filtered by Winograd's algorithm.
+    """
 
     def summed(frames: Any, kernel: Any, columns: Any) -> Any:
+        """Convolve in float32, or filter; arguments and result are those of `xla.summed`."""
         wide, length = frames.astype(jnp.float32), frames.shape[1] - 2
         if not filters or length not in (4, 8):
             return xla.summed(wide, kernel.astype(jnp.float32), columns)
 
         def multiply(part: Any, taps: Any) -> Any:
+            """Return one of the filter's products: of transformed frames and transformed taps."""
             return xla.summed(part.astype(jnp.float32), taps[None].astype(jnp.float32), columns)
 
         return filtered(frames, kernel, length // 2, multiply)
 
-    forms = SimpleNamespace(
-        summed=summed,
-        same_width_padding=xla.same_width_padding,
-        add_bias_and_residual=xla.add_bias_and_residual,
-    )
-    jax.clear_caches()  # what was traced with another rounding
+    jax.clear_caches()  # of programs with another rounding
     with as_on_a_tpu() as patch:
         patch.setenv(SWITCH, f"off:group_norm,spatial_norm,upsample,downsample,{filters}")
+        patch.setattr(tiles, "SMALLEST", 1)  # else frames this small would not take the kernel
+        # No Pallas kernel can run here: the norms' sums, and the fused kernel around `summed`, are XLA's.
         patch.setattr(moments, "_shard_column_moments", lambda target, x: norm_xla.column_moments(x))
-        patch.setattr(tiles, "SMALLEST", 1)
-        patch.setattr(tpu, "xla", forms)
+        patch.setattr(tpu, "xla", SimpleNamespace(**{**vars(xla), "summed": summed}))
         patch.setattr(tpu, "convolved", tpu._xla_form)
         yield
 

@@ -1,7 +1,7 @@
 """Final schedules of kernels by themselves, compiled for TPUs that are not there: tables of docs/kernels.md.
 
     PYTHONPATH=. python benchmarks/schedules.py          # two minutes
-    PYTHONPATH=. python benchmarks/schedules.py draw
+    PYTHONPATH=. python benchmarks/schedules.py --draw
 
 Floor: FLOPs, of a convolution by its direct form, over the chip's peak. Bytes: operands and results over the
 bandwidth. Cycles of attention are for 1024 x 1024 scores of a head, the second pass not taken.
@@ -9,7 +9,6 @@ bandwidth. Cycles of attention are for 1024 x 1024 scores of a head, the second 
 
 import functools
 import math
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 import jax_kernels
-from benchmarks.pages import fill
+from benchmarks.pages import draws_only, fill
 from cogvideox_torchax.files.reports import load, table, write_json
 from cogvideox_torchax.plan.chips import CHIPS, topology_devices
 from cogvideox_torchax.plan.programs import Work, compile_program
@@ -29,7 +28,7 @@ OUTPUT, PAGE = ROOT / "benchmarks" / "results" / "schedules.json", ROOT / "docs"
 FORMAT = "cogvideox-torchax schedules 2"
 LARGE, MEDIUM, SMALL, SMALLEST = (480, 720), (240, 360), (120, 180), (60, 90)
 CONVOLUTIONS = {
-    # Frames, rows and columns, channels in and out; whether latents modulate the norm.
+    # (frames, (rows, columns), channels in and out, whether latents modulate the norm)
     "decoder, 128 to 128": (8, LARGE, 128, True),
     "decoder, 256 to 256": (8, MEDIUM, 256, True),
     "decoder, 256 to 256, four frames": (4, SMALL, 256, True),
@@ -41,13 +40,13 @@ CONVOLUTIONS = {
     "encoder, 256 to 256, two frames": (2, SMALL, 256, False),
 }
 UPSAMPLERS = {
-    # Frames, rows and columns before, channels; whether frames are doubled too.
+    # (frames, (rows, columns), channels, whether the number of frames is doubled too); sizes before it
     "upsampler, 256 to 256": (8, MEDIUM, 256, False),
     "upsampler, 256 to 256, four frames to eight": (4, SMALL, 256, True),
     "upsampler, 512 to 512, two frames to four": (2, SMALLEST, 512, True),
 }
 ATTENTION = {
-    # Of heads of 64 channels: topology, and whether the queries hold the scale.
+    # (topology, whether the queries are already scaled)
     "v6e": ("v6e:1x1", True),
     "v6e, any scale": ("v6e:1x1", False),
     "v5e": ("v5e:1x1", True),
@@ -63,16 +62,21 @@ ATTENTION_HEAD = ("chip", "cycles", "with a running maximum, formerly")
 
 
 def schedule(topology: str, function: Callable[..., Any], *shapes: Sequence[int]) -> dict[str, float]:
-    """Return the milliseconds of the one Pallas kernel of a function of bfloat16 arrays."""
+    """Return "schedule_ms" and "bytes_ms" of the one Pallas kernel in a function of bfloat16 arrays.
+
+    Args:
+        topology: a name such as "v6e:1x1"; one of its devices is compiled for.
+        function: takes the arrays as one list.
+        shapes: of the arrays.
+    """
     devices, chip = topology_devices(topology)[:1], CHIPS[topology.partition(":")[0]]
     mesh = jax.sharding.Mesh(devices, "x")
     whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     structs = [jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=whole) for shape in shapes]
     plan = compile_program(Work("kernel", 1, jax.jit(function).lower, lambda: (structs,)), mesh, chip)
-    times = [
-        time for name, time in plan.kernel_times.items() if name in ("attention", "norm_conv3d", "upsampled")
-    ]
-    (kernel,) = times
+    # An upsampler's program has small kernels besides, which are not counted.
+    (name,) = plan.kernel_times.keys() & {"attention", "norm_conv3d", "upsampled"}
+    kernel = plan.kernel_times[name]
     return {
         "schedule_ms": 1e3 * (kernel.schedule_seconds or math.nan),
         "bytes_ms": 1e3 * kernel.bytes_seconds,
@@ -80,12 +84,16 @@ def schedule(topology: str, function: Callable[..., Any], *shapes: Sequence[int]
 
 
 def convolution(frames: int, size: tuple[int, int], channels: int, modulated: bool) -> dict[str, float]:
-    """Return the times of a norm, SiLU, a convolution and a residual."""
+    """Return the times on v6e of a norm, SiLU, a convolution and a residual, for a case of `CONVOLUTIONS`.
+
+    One frame is an image, and more are a chunk that takes the cache of the chunk before.
+    """
     x, kernel = (1, frames, *size, channels), (3, 3, 3, channels, channels)
     latents = [(1, -(-frames // 4), 60, 90, 16), *[(16, channels), (channels,)] * 2] if modulated else []
     cache = [] if frames == 1 else [(1, 2, *size, channels)]
 
     def run(arrays: list[jax.Array]) -> Any:
+        """Run the kernel on arrays in the order of the shapes below; one bias serves norm and convolution."""
         x, residual, kernel, weight, bias, *rest = arrays
         norm = jax_kernels.NormParams(weight, bias, *rest[: len(latents)])
         cache = rest[-1] if frames > 1 else None
@@ -98,7 +106,7 @@ def convolution(frames: int, size: tuple[int, int], channels: int, modulated: bo
 
 
 def upsampler(frames: int, size: tuple[int, int], channels: int, expand_time: bool) -> dict[str, float]:
-    """Return the times of an upsampler."""
+    """Return the times on v6e of an upsampler, for a case of `UPSAMPLERS`."""
     x, kernel = (1, frames, *size, channels), (3, 3, channels, channels)
     run = functools.partial(jax_kernels.upsample, expand_time=expand_time)
     found = schedule("v6e:1x1", lambda arrays: run(*arrays), x, kernel, (channels,))
@@ -106,7 +114,11 @@ def upsampler(frames: int, size: tuple[int, int], channels: int, expand_time: bo
 
 
 def attention(topology: str, scaled: bool) -> dict[str, float]:
-    """Return the cycles of attention, and its times."""
+    """Return the times of attention, and its cycles for 1024 x 1024 scores of a head.
+
+    `scaled` queries hold the scale for base-2 exponentials, so a scale of log(2) is left, which the kernel
+    need not apply.
+    """
     run = functools.partial(
         jax_kernels.attention_transposed, scale=math.log(2) if scaled else None, num_keys=TOKENS
     )
@@ -116,11 +128,12 @@ def attention(topology: str, scaled: bool) -> dict[str, float]:
 
 
 def _floor(products: float) -> float:
+    """Return the milliseconds of so many multiply-adds at the peak of a v6e."""
     return 1e3 * 2 * products / CHIPS["v6e"].flops
 
 
 def draw(report: dict[str, Any]) -> None:
-    """Write the tables into the page."""
+    """Write the tables of a kept report into the page."""
     names = "schedule_ms", "floor_ms", "bytes_ms"
     kernels = [
         (kind, *(f"{one[name]:.2f}" for name in names)) for kind, one in report["convolutions"].items()
@@ -134,10 +147,15 @@ def draw(report: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] != ["draw"]:
-        found = {name: convolution(*case) for name, case in CONVOLUTIONS.items()}
-        found |= {name: upsampler(*case) for name, case in UPSAMPLERS.items()}
-        heads = {name: attention(*case) for name, case in ATTENTION.items()}
-        kept = {"format": FORMAT, "versions": versions(), "convolutions": found, "attention": heads}
+    if not draws_only(__doc__):
+        kept = {
+            "format": FORMAT,
+            "versions": versions(),
+            "convolutions": {
+                **{name: convolution(*case) for name, case in CONVOLUTIONS.items()},
+                **{name: upsampler(*case) for name, case in UPSAMPLERS.items()},
+            },
+            "attention": {name: attention(*case) for name, case in ATTENTION.items()},
+        }
         write_json(OUTPUT, kept)
     draw(load(OUTPUT, FORMAT))

@@ -7,13 +7,13 @@ Compiles the steady-state chunk of the published model's widths (bfloat16) for o
 dp=1, tp=8, on eight CPU devices that are really one machine; nothing is run, and no weights are made.
 """
 
-import argparse
 import json
 import os
 import platform
 import time
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
@@ -22,14 +22,17 @@ os.environ.setdefault("COGVIDEOX_TORCHAX_COMPILE_CACHE", "off")
 import jax
 import torch
 
-from benchmarks.pages import fill
+from benchmarks.pages import draws_only, fill
 from cogvideox_torchax import AutoencoderKLCogVideoX, make_mesh, port
 from cogvideox_torchax.files import reports
 from cogvideox_torchax.plan.report import compile_last_chunk, report
 from cogvideox_torchax.vae.directions import DECODE, Direction
+from cogvideox_torchax.versions import versions
 
 MIB = 2**20
-PAGE = Path("docs/architecture.md")
+PAGE, RESULTS = Path("docs/architecture.md"), Path("benchmarks/results/sharding.json")
+LATENTS = ((60, 90), (96, 170))
+"""Heights and widths of the latents."""
 
 
 def published_vae() -> AutoencoderKLCogVideoX:
@@ -40,8 +43,20 @@ def published_vae() -> AutoencoderKLCogVideoX:
         ).to(torch.bfloat16)
 
 
-def measure(single, sharded, direction: Direction, height: int, width: int) -> dict:
-    """One program, on one device and on the mesh."""
+def measure(
+    single: AutoencoderKLCogVideoX,
+    sharded: AutoencoderKLCogVideoX,
+    direction: Direction,
+    height: int,
+    width: int,
+) -> dict[str, Any]:
+    """Compile a direction's steady-state chunk for one device and for the mesh; return the costs of both.
+
+    Args:
+        single, sharded: the VAE for one device and the VAE on the mesh.
+        direction: the direction.
+        height, width: of the latents.
+    """
     shape = (1, 16, 5, height, width) if direction is DECODE else (1, 3, 17, 8 * height, 8 * width)
     started = time.perf_counter()
     _, alone = compile_last_chunk(single, shape, direction=direction)
@@ -66,8 +81,8 @@ def measure(single, sharded, direction: Direction, height: int, width: int) -> d
     }
 
 
-def table(results: list[dict]) -> str:
-    """Return the figures as Markdown, a program a row."""
+def table(results: list[dict[str, Any]]) -> str:
+    """Return the figures as Markdown, with a row for each result of `measure`."""
     head = ("chunk", "latents", "work x 8", "temporaries, MiB", "on each of 8, MiB", "halos", "sums")
     rows = []
     for result in results:
@@ -88,34 +103,23 @@ def table(results: list[dict]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--sizes", nargs="+", default=["60x90", "96x170"], help="latents, height x width")
-    parser.add_argument("-o", "--output", type=Path, default=Path("benchmarks/results/sharding.json"))
-    parser.add_argument("--draw", action="store_true", help="from the results that there are")
-    args = parser.parse_args()
-    if args.draw:
-        fill(PAGE, "sharding", table(json.loads(args.output.read_text())["results"]))
-        return
-    single, sharded = published_vae(), port(published_vae(), mesh=make_mesh(dp=1, tp=8))
-    results = []
-    for size in args.sizes:
-        for direction in Direction:
-            results.append(measure(single, sharded, direction, *map(int, size.split("x"))))
-            print({key: value for key, value in results[-1].items() if key != "layers"}, flush=True)
-            about = {
-                "versions": {
-                    "jax": jax.__version__,
-                    "torch": torch.__version__,
-                    "python": platform.python_version(),
-                },
-                "platform": jax.devices()[0].platform,
-                "mesh": dict(sharded.mesh.shape),
-                "dtype": "bfloat16",
-                "results": results,
-            }
-            args.output.write_text(json.dumps(about, indent=1) + "\n")
+    """Measure each direction and size, keeping the results after each; draw the table."""
+    if not draws_only(__doc__):
+        single, sharded = published_vae(), port(published_vae(), mesh=make_mesh(dp=1, tp=8))
+        results = []
+        for size in LATENTS:
+            for direction in Direction:
+                results.append(measure(single, sharded, direction, *size))
+                print({key: value for key, value in results[-1].items() if key != "layers"}, flush=True)
+                about = {
+                    "versions": {**versions("jax", "torch"), "python": platform.python_version()},
+                    "platform": jax.devices()[0].platform,
+                    "mesh": dict(sharded.mesh.shape),
+                    "dtype": "bfloat16",
+                    "results": results,
+                }
+                reports.write_json(RESULTS, about)
+    fill(PAGE, "sharding", table(json.loads(RESULTS.read_text())["results"]))
 
 
 if __name__ == "__main__":

@@ -37,10 +37,12 @@ RESULTS, IMAGES, PAGE = ROOT / "benchmarks/results", ROOT / "docs/images", ROOT 
 FORMAT, TRAINING_FORMAT = "cogvideox-torchax tiny-vae 1", "cogvideox-torchax tiny-vae training 1"
 FRAMES = (17, 49)
 OFF_COLOUR = 2.0
+"""Error of a frame's mean color, of 255, above which the frame is named."""
 MEASURES = ("psnr", "worst_frame_psnr", "ssim", "colour")
+"""The measures that the table has."""
 
 CASES = {
-    # The clip, its first frame, height and width, and what it was to the training.
+    # name: (clip, number of its first frame, height, width, its role in training)
     "bikes, end": ("bikes.mp4", 187, 136, 320, "held out"),
     "carphone": ("carphone_pristine.mp4", 0, 144, 176, "chose settings"),
     "carphone, resized": ("carphone_pristine.mp4", 0, 128, 192, "chose settings"),
@@ -48,6 +50,7 @@ CASES = {
     "bikes": ("bikes.mp4", 0, 128, 192, "trained on"),
 }
 SHOWN = "bikes, end"
+"""The case whose source and reconstruction are drawn."""
 
 
 def frames_of(name: str, count: int) -> torch.Tensor:
@@ -59,16 +62,17 @@ def frames_of(name: str, count: int) -> torch.Tensor:
 
 
 def reconstructed(backend: backends.Backend, source: torch.Tensor) -> torch.Tensor:
+    """Return the frames decoded from the mean of a video's posterior; both in bytes (1, C, T, H, W)."""
     moments = backend.run(ENCODE, from_uint8(source, "float32"))
     return to_uint8(backend.run(DECODE, moments.chunk(2, 1)[0]))
 
 
 def measure(source: torch.Tensor, got: torch.Tensor) -> dict[str, Any]:
-    """Return the errors of a reconstruction; both are in bytes.
+    """Return the errors of a reconstruction; both are in bytes (1, C, T, H, W).
 
-    `colour` is the largest error of a frame's mean in a channel; frames where it is above 2 are named.
-    `flicker` is the change of its error from a frame to the next, in 255ths, at chunk borders and elsewhere:
-    frames that jump between chunks would show there.
+    "colour" is the largest error of a frame's mean in a channel, and "frames_off_colour" are the frames where
+    it is above `OFF_COLOUR`. "flicker" is the mean absolute change of a pixel's error from a frame to the
+    next, at chunk borders and elsewhere: frames that jump between chunks would show there.
     """
     error = got.double() - source.double()
     colour = error.mean((3, 4)).abs().amax((0, 1))
@@ -90,6 +94,7 @@ def measure(source: torch.Tensor, got: torch.Tensor) -> dict[str, Any]:
 
 
 def measured(model: Path, names: list[str]) -> list[dict[str, Any]]:
+    """Return the errors of each of these backends, for every case and length; draw the first of `SHOWN`."""
     found = []
     for name in names:
         backend = backends.backend(name).load(str(model), torch.float32)
@@ -108,7 +113,7 @@ def measured(model: Path, names: list[str]) -> list[dict[str, Any]]:
 
 
 def table(report: dict[str, Any]) -> str:
-    """Return a line for each case and length; figures that all builds share are given once."""
+    """Return a table with a row for each case and length; a figure that all builds share is given once."""
     head = ("clip", "role in training", "frames", "PSNR, dB", "worst frame, dB", "SSIM", "color error")
     rows = []
     for case, (_, _, _, _, role) in CASES.items():
