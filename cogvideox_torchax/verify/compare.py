@@ -8,7 +8,7 @@ import copy
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,8 +25,6 @@ from cogvideox_torchax.vae import tolerances
 from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction
 from cogvideox_torchax.vae.quality import ssim
 
-DTYPES = ("float32", "bfloat16")
-"""Names of the dtypes that backends are verified in."""
 PROGRAMS_A_NETWORK = 2
 """Programs that a direction may compile: of the first chunk, and of later chunks."""
 PIXEL_RANGE = 2.0
@@ -39,42 +37,46 @@ LAYER_NAME = re.compile(
 """Names in diffusers of the layers that are compared."""
 
 
-@dataclass
-class LayerError:
-    """The error of a layer's output against the reference's, over all chunks.
+@dataclass(kw_only=True)
+class Error:
+    """The error of a result against the reference's.
 
     Attributes:
-        name: the layer's name.
         mean, largest: mean and maximum of the absolute difference.
         relative: the largest difference over the largest absolute value of the reference.
         rms: root of the mean squared difference.
-        chunk: the first chunk in which the difference leaves the tolerance; None if it never does.
     """
 
-    name: str
     mean: float
     largest: float
     relative: float
     rms: float
-    chunk: int | None = None
 
 
-@dataclass
-class WholeError:
-    """The error of a whole result, moments or decoded frames, against the reference's.
+@dataclass(kw_only=True)
+class LayerError(Error):
+    """The error of a layer's output, over all chunks.
 
     Attributes:
-        mean, largest, relative, rms: as in `LayerError`.
+        name: the layer's name.
+        chunk: number of the first chunk in which the difference leaves the tolerance; None if it never does.
+    """
+
+    name: str
+    chunk: int | None
+
+
+@dataclass(kw_only=True)
+class WholeError(Error):
+    """The error of a whole result, moments or decoded frames.
+
+    Attributes:
         at_borders: mean difference of the frames next to a border between chunks; None without such frames.
         inside: mean difference of all other frames; None without such frames.
         psnr, ssim: of each decoded frame against the reference's, infinite and 1 for equal frames; empty for
             moments.
     """
 
-    mean: float
-    largest: float
-    relative: float
-    rms: float
     at_borders: float | None
     inside: float | None
     psnr: list[float] = field(default_factory=list)
@@ -118,10 +120,6 @@ class Candidate:
     @property
     def vae(self) -> Any:
         return self.backend.vae
-
-    def run(self, direction: Direction, x: torch.Tensor) -> torch.Tensor:
-        """Return the posterior's moments of a video, or the frames of latents, as a plain tensor."""
-        return self.backend.run(direction, x.to(self.dtype))
 
 
 @dataclass
@@ -170,103 +168,106 @@ def make_candidate(name: str, dtype: torch.dtype, reference: DiffusersAutoencode
 # Layer by layer
 
 
-class _Sums:
-    """Sums over a layer's chunks from which a `LayerError` is made.
+class Differences(NamedTuple):
+    """The differences of a layer's output from the reference's: numbers of a chunk, or arrays of all chunks.
 
     Attributes:
-        count: number of values.
+        size: number of values.
         absolute, square: sums of the absolute and of the squared differences.
         largest: the largest absolute difference.
         scale: the reference's largest absolute value.
-        by_chunk: (largest absolute difference, RMS of the differences) of each chunk.
     """
 
-    def __init__(self) -> None:
-        self.count = 0
-        self.absolute = self.square = self.largest = self.scale = 0.0
-        self.by_chunk: list[tuple[float, float]] = []
+    size: Any
+    absolute: Any
+    square: Any
+    largest: Any
+    scale: Any
 
-    def add(self, got: torch.Tensor, want: torch.Tensor) -> None:
-        """Add the differences of one chunk's output from the reference's."""
+    @classmethod
+    def between(cls, got: torch.Tensor, want: torch.Tensor) -> "Differences":
+        """Return the differences of one chunk's output from the reference's."""
         if got.shape != want.shape:
             raise ValueError(
                 f"got a layer of shape {tuple(got.shape)}, the reference's is {tuple(want.shape)}"
             )
         difference = (got.float() - want).abs_()
-        # torch's max passes a NaN on, Python's does not
-        largest = torch.stack([difference.max(), torch.tensor(self.largest)]).max().item()
-        square = difference.square().sum(dtype=torch.float64).item()
-        self.by_chunk.append((difference.max().item(), (square / got.numel()) ** 0.5))
-        self.absolute += difference.sum(dtype=torch.float64).item()
-        self.largest, self.square = largest, self.square + square
-        self.scale = max(self.scale, want.abs().max().item())
-        self.count += got.numel()
-
-    def error(self, name: str) -> LayerError:
-        """Return the error over all chunks, of the layer with this name."""
-        rms = (self.square / self.count) ** 0.5
-        return LayerError(
-            name, self.absolute / self.count, self.largest, tolerances.ratio(self.largest, self.scale), rms
+        return cls(
+            size=got.numel(),
+            absolute=difference.sum(dtype=torch.float64).item(),
+            square=difference.square().sum(dtype=torch.float64).item(),
+            largest=difference.max().item(),
+            scale=want.abs().max().item(),
         )
 
-    def first_chunk(self, allowed_largest: float, allowed_rms: float) -> int | None:
-        """Return the first chunk whose largest difference or RMS is above its bound; None if none is."""
-        for index, (largest, rms) in enumerate(self.by_chunk):
-            # "not" below, instead of above: a NaN is above every bound.
-            if not (largest <= allowed_largest and rms <= allowed_rms):
-                return index
-        return None
+    @classmethod
+    def of_chunks(cls, chunks: "list[Differences]") -> "Differences":
+        """Return the differences of all chunks: each attribute an array with a number for each chunk."""
+        return cls(*np.transpose(chunks))
+
+    @property
+    def rms(self) -> Any:
+        """The root of the mean squared difference, of each chunk."""
+        return (self.square / self.size) ** 0.5
+
+
+Layers = dict[str, list[Differences]]
+"""By a layer's name, the differences of each chunk; in running order."""
 
 
 def compare_layers(
-    reference: DiffusersAutoencoder, vaes: dict[str, Candidate], direction: Direction, x: torch.Tensor
-) -> dict[str, dict[str, _Sums]]:
-    """Run the reference and all candidates over the same chunks; return the sums of their differences.
+    reference: DiffusersAutoencoder, candidates: list[Candidate], direction: Direction, x: torch.Tensor
+) -> list[Layers]:
+    """Run the reference and all candidates over the same chunks; return the candidates' differences.
 
     Args:
         reference: diffusers' model in float32.
-        vaes: the candidates by a name.
+        candidates: the backends to compare.
         direction: the direction that is compared.
         x: the direction's input, all chunks of it.
 
     Returns:
-        By each candidate's name, the sums by each layer's name, in running order. Layers that a backend does
-        not have are left out.
+        The differences of each candidate, in their order. Layers that a backend does not have are left out.
     """
-    runs = {name: each.backend.recorder(direction, LAYER_NAME.fullmatch) for name, each in vaes.items()}
+    runs = [candidate.backend.recorder(direction, LAYER_NAME.fullmatch) for candidate in candidates]
     exact_run = Torch(reference).recorder(direction, LAYER_NAME.fullmatch)
-    sums: dict[str, dict[str, _Sums]] = {name: {} for name in vaes}
+    found: list[Layers] = [{} for _ in candidates]
     for chunk in direction.chunks(reference, x.shape[2]):
         piece = x[:, :, chunk.start : chunk.stop]
         exact = exact_run(piece)
-        for name, candidate in vaes.items():
-            outputs = runs[name](candidate.backend.put(piece.to(candidate.dtype)))
-            for layer, want in exact.items():
-                if layer in outputs:
-                    sums[name].setdefault(layer, _Sums()).add(outputs[layer], want)
-    return sums
+        for candidate, run, layers in zip(candidates, runs, found, strict=True):
+            outputs = run(candidate.backend.put(piece.to(candidate.dtype)))
+            for name, want in exact.items():
+                if name in outputs:
+                    layers.setdefault(name, []).append(Differences.between(outputs[name], want))
+    return found
 
 
-def _judged(dtype: torch.dtype, sums: dict[str, _Sums], baseline: dict[str, _Sums]) -> list[LayerError]:
-    """Return the errors of a candidate's layers, with the first chunk outside the tolerance.
+def _error(name: str, dtype: torch.dtype, chunks: list[Differences], torchs: list[Differences]) -> LayerError:
+    """Return a layer's error over all chunks, with the first chunk that leaves the tolerance.
 
     Args:
+        name: the layer's name.
         dtype: the candidate's dtype. In float32 the tolerance is of the largest difference, relative to the
             reference; in bfloat16 of the RMS, as a multiple of PyTorch's own in bfloat16.
-        sums: the candidate's sums by layer.
-        baseline: the sums of PyTorch in bfloat16 by layer; not read in float32.
+        chunks: the candidate's differences in each chunk.
+        torchs: the differences of PyTorch in bfloat16; not read in float32.
     """
-    layers = []
-    for name, layer in sums.items():
-        error = layer.error(name)
-        if dtype == torch.float32:
-            allowed = (tolerances.FLOAT32_RELATIVE * layer.scale, float("inf"))
-        else:
-            torch_rms = max(rms for _, rms in baseline[name].by_chunk)
-            allowed = (float("inf"), tolerances.BFLOAT16_LAYER_RMS_RATIO * torch_rms)
-        error.chunk = layer.first_chunk(*allowed)  # (largest difference, RMS)
-        layers.append(error)
-    return layers
+    each = Differences.of_chunks(chunks)
+    if dtype == torch.float32:
+        passed = each.largest <= tolerances.FLOAT32_RELATIVE * each.scale.max()
+    else:
+        allowed = tolerances.BFLOAT16_LAYER_RMS_RATIO * Differences.of_chunks(torchs).rms.max()
+        passed = each.rms <= allowed
+    size, largest = each.size.sum(), each.largest.max()
+    return LayerError(
+        name=name,
+        mean=each.absolute.sum() / size,
+        largest=largest,
+        relative=tolerances.ratio(largest, each.scale.max()),
+        rms=(each.square.sum() / size) ** 0.5,
+        chunk=None if passed.all() else int(passed.argmin()),  # a NaN is not at most its bound
+    )
 
 
 # As a whole
@@ -310,19 +311,6 @@ def _mean(values: list[float]) -> float | None:
 
 
 # The contracts
-
-
-def _same_function(direction: str, dtype: torch.dtype, whole: WholeError, torchs: WholeError) -> Contract:
-    """Return the contract that a whole result is the reference's, within the tolerance.
-
-    Args:
-        direction: the direction of the result, for the contract's name.
-        dtype: the candidate's dtype.
-        whole: the candidate's error.
-        torchs: PyTorch's own error in bfloat16, of which that dtype's tolerance is a multiple.
-    """
-    name, measured, allowed = tolerances.contract(dtype, whole.relative, whole.rms, torchs.rms)
-    return Contract(f"{direction}: {name}", measured, allowed, measured <= allowed)
 
 
 def _stream(candidate: Candidate, z: torch.Tensor, want: torch.Tensor) -> Contract:
@@ -372,18 +360,17 @@ class Verifier:
 
         The slow part, PyTorch in float32, runs once for all of them. `say` is called with lines on progress.
         """
-        torchs = None
+        torchs, baseline = None, {}
         if any(candidate.dtype == torch.bfloat16 for candidate in candidates):
             torchs = make_candidate("torch", torch.bfloat16, self.reference)
         layers = self._layers(candidates, torchs, say)
-        baseline = {}
         if torchs is not None:
             say("PyTorch's own bfloat16 run")
             baseline, _contracts = self._whole(torchs)
         results = []
-        for index, candidate in enumerate(candidates):
+        for candidate, errors in zip(candidates, layers, strict=True):
             say(f"{candidate.name} {candidate.dtype_name}: encode and decode")
-            results.append(self._result(candidate, layers[index], baseline))
+            results.append(self._result(candidate, errors, baseline))
         return results
 
     def _layers(
@@ -394,16 +381,17 @@ class Verifier:
         `torchs` is PyTorch in bfloat16, whose own errors set that dtype's tolerances; None if all candidates
         are in float32.
         """
-        compared = {str(index): candidate for index, candidate in enumerate(candidates)}
-        if torchs is not None:
-            compared["baseline"] = torchs
-        found: list[list[LayerError]] = [[] for _ in candidates]
+        errors: list[list[LayerError]] = [[] for _ in candidates]
+        compared = candidates if torchs is None else [*candidates, torchs]
         for direction in Direction:
             say(f"{direction}: layer by layer")
-            sums = compare_layers(self.reference, compared, direction, self.inputs[direction])
-            for index, candidate in enumerate(candidates):
-                found[index] += _judged(candidate.dtype, sums[str(index)], sums.get("baseline", {}))
-        return found
+            found = compare_layers(self.reference, compared, direction, self.inputs[direction])
+            for candidate, layers, own in zip(candidates, found, errors, strict=False):  # without `torchs`
+                own += [
+                    _error(name, candidate.dtype, chunks, found[-1].get(name, []))
+                    for name, chunks in layers.items()
+                ]
+        return errors
 
     def _whole(self, candidate: Candidate) -> tuple[dict[str, WholeError], list[Contract]]:
         """Return (errors of whole results by direction, contracts on shapes and on streaming).
@@ -413,7 +401,8 @@ class Verifier:
         errors: dict[str, WholeError] = {}
         contracts = []
         for direction in Direction:
-            got, want = candidate.run(direction, self.inputs[direction]), self.answers[direction]
+            want = self.answers[direction]
+            got = candidate.backend.run(direction, self.inputs[direction].to(candidate.dtype))
             frames, wanted = got.shape[2], sum(self.lengths[direction])
             contracts.append(Contract(f"{direction}: frames", frames, wanted, frames == wanted))
             if got.shape != want.shape:
@@ -436,14 +425,18 @@ class Verifier:
             layers: the errors of its layers.
             baseline: PyTorch's own whole errors in bfloat16, by direction; empty if all are in float32.
         """
-        whole, contracts = self._whole(candidate)
-        same = [
-            _same_function(direction, candidate.dtype, error, baseline.get(direction, error))
-            for direction, error in whole.items()
-        ]
+        whole, others = self._whole(candidate)
+        contracts = []
+        for direction, error in whole.items():
+            torchs_rms = baseline.get(direction, error).rms  # not read in float32
+            name, measured, allowed = tolerances.contract(
+                candidate.dtype, error.relative, error.rms, torchs_rms
+            )
+            contracts.append(Contract(f"{direction}: {name}", measured, allowed, measured <= allowed))
+        contracts += others
         contracts += [
             Contract(f"{kind}: programs compiled", count, PROGRAMS_A_NETWORK, count <= PROGRAMS_A_NETWORK)
             for kind, count in candidate.backend.program_counts.items()
         ]
         first_bad = next((layer for layer in layers if layer.chunk is not None), None)
-        return Result(candidate.name, candidate.dtype_name, layers, whole, same + contracts, first_bad)
+        return Result(candidate.name, candidate.dtype_name, layers, whole, contracts, first_bad)

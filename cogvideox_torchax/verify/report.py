@@ -82,7 +82,6 @@ def verdict(result: Result) -> str:
     layer = result.first_bad_layer
     if layer is None:
         return f"{head}: {failed}; no single layer leaves the tolerance"
-    assert layer.chunk is not None
     return (
         f"{head}: {failed}; the first layer outside the tolerance is {layer.name}, "
         f"from chunk {layer.chunk} on (relative error {layer.relative:.3g})"
@@ -109,8 +108,7 @@ def draw_layers(results: list[Result], path: Path) -> None:
 
     Exact layers, whose error of 0 has no place on the axis, are drawn on a floor below all others.
     """
-    plt = pyplot()
-    figure, axes = plt.subplots(figsize=(12, 6), layout="constrained")
+    figure, axes = pyplot().subplots(figsize=(12, 6), layout="constrained")
     values = [layer.relative for result in results for layer in result.layers]
     floor = min((value for value in values if value > 0), default=1e-7) / 3
     for index, result in enumerate(results):
@@ -122,8 +120,10 @@ def draw_layers(results: list[Result], path: Path) -> None:
     axes.text(0, floor, "exact", va="bottom", color="0.5", fontsize=8)
     names = [layer.name for layer in results[0].layers]
     axes.set_xticks(range(len(names)), names, rotation=90, fontsize=7)
-    axes.set_ylabel("largest difference / largest reference value")
-    axes.set_title("Error of each layer against PyTorch in float32, in running order")
+    axes.set(
+        ylabel="largest difference / largest reference value",
+        title="Error of each layer against PyTorch in float32, in running order",
+    )
     axes.grid(axis="y", alpha=0.3)
     axes.legend()
     save_figure(figure, path)
