@@ -22,7 +22,6 @@ from cogvideox_torchax.vae.directions import Direction
 from cogvideox_torchax.vae.sizes import check_sides, parse_size
 
 FORMAT = "cogvideox-torchax-bench-ab/2"
-DEFAULT_BACKENDS = ("torch", "torchax-stock", "torchax")
 LIMIT = 3600.0
 """Seconds that a worker may take for one request: one backend, encoding or decoding."""
 
@@ -41,7 +40,7 @@ class Options:
     """
 
     model: str
-    backends: tuple[str, ...] = DEFAULT_BACKENDS
+    backends: tuple[str, ...] = ("torch", "torchax-stock", "torchax")
     dtype: str = "float32"
     repetitions: int = 5
     warmups: int = 2

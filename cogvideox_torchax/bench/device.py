@@ -6,6 +6,7 @@ wrong, is switched off for all later jobs. The report is kept after each result:
 resumed from it.
 """
 
+import contextlib
 import os
 import re
 import tempfile
@@ -22,8 +23,6 @@ from jax_kernels.common.tiles import SWITCH
 
 FORMAT = "cogvideox-torchax-bench-device/1"
 PLATFORMS = ("tpu", "cuda", "cpu")
-LIMIT = 1800.0
-"""Seconds that one result may take."""
 SAME = ("version", "commit", "versions", "device", "dtype", "mesh")
 """Fields of a kept report that must be equal for a run to resume it."""
 
@@ -47,7 +46,7 @@ class DeviceOptions:
     dtype: str | None = None
     dp: int | None = None
     tp: int | None = None
-    limit: float = LIMIT
+    limit: float = 1800.0
 
 
 def run(
@@ -71,21 +70,21 @@ def run(
         raise ValueError(f"got device {options.platform!r}: one of {', '.join(PLATFORMS)}")
     several = bool(options.dp or options.tp)
     names = ladder.all_jobs(options.jobs, several)
-    with tempfile.TemporaryDirectory() as scratch:
-        bench = _Bench(options, Path(scratch), say)
-        try:
-            report = bench.begin(before)
-            done = {(result["job"], result["way"]) for result in report["results"]}
-            for job in names:
-                for way in ladder.ways(job, report["device"], several):
-                    if (job, way) not in done:
-                        report["results"].append(bench.measured(job, way))
-                        keep(report)
-            for result in bench.estimated():
-                say(f"planned: {result['job']}")
-                keep(report)
-        finally:
-            bench.worker.close()
+    with (
+        tempfile.TemporaryDirectory() as name,
+        contextlib.closing(Worker(Path(name), options.limit)) as worker,
+    ):
+        bench = _Bench(options, Path(name), say, worker)
+        report = bench.begin(before)
+        done = {(result["job"], result["way"]) for result in report["results"]}
+        for job in names:
+            for way in ladder.ways(job, report["device"], several):
+                if (job, way) not in done:
+                    report["results"].append(bench.measured(job, way))
+                    keep(report)
+        for result in bench.estimated():
+            say(f"planned: {result['job']}")
+            keep(report)
     return report
 
 
@@ -94,16 +93,15 @@ class _Bench:
 
     Args:
         options, say: as `run` takes them.
-        scratch: a directory for the references' results and the worker's stderr.
+        scratch: a directory for the references' results.
+        worker: answers the requests.
     """
 
-    def __init__(self, options: DeviceOptions, scratch: Path, say: Callable[[str], None]):
-        self._options, self._scratch, self._say = options, scratch, say
-        self.worker = Worker(scratch, options.limit)
+    def __init__(self, options: DeviceOptions, scratch: Path, say: Callable[[str], None], worker: Worker):
+        self._options, self._scratch, self._say, self._worker = options, scratch, say, worker
         self._references: dict[str, dict[str, Any]] = {}  # the answer to "reference", of the latest job
         self._report: dict[str, Any] = {}
-        platforms = options.platform or os.environ.get("JAX_PLATFORMS")
-        self._platforms = {"JAX_PLATFORMS": platforms} if platforms else {}
+        self._on_cpu = False  # until `begin` knows the device
 
     def begin(self, before: dict[str, Any] | None) -> dict[str, Any]:
         """Ask the worker for the devices; return the report to add results to.
@@ -117,14 +115,12 @@ class _Bench:
         device = self._ask("probe", {})
         if device.pop("status") != "ok":
             raise ValueError(device["reason"].removeprefix("ValueError: "))
-        on_cpu = device["platform"] == "cpu"
-        if on_cpu:  # the environment of references, too: one process answers all requests
-            self._platforms = {"JAX_PLATFORMS": "cpu"}
+        self._on_cpu = device["platform"] == "cpu"
         self._report = {
             "format": FORMAT,
             **about(),
             "device": device,
-            "dtype": self._options.dtype or ("float32" if on_cpu else "bfloat16"),
+            "dtype": self._options.dtype or ("float32" if self._on_cpu else "bfloat16"),
             "mesh": {"dp": self._options.dp, "tp": self._options.tp},
             "switched_off": {},
             "results": [],
@@ -138,10 +134,6 @@ class _Bench:
                 )
             self._report = before
         return self._report
-
-    @property
-    def _on_cpu(self) -> bool:
-        return self._report["device"]["platform"] == "cpu"
 
     def measured(self, job: str, way: str) -> dict[str, Any]:
         """Return the result of a job in one way of `ladder.WAYS`, at the largest size that fits."""
@@ -216,7 +208,10 @@ class _Bench:
         """
         # Without a compile cache, as compiling is measured, too.
         environment = {"JAX_ENABLE_COMPILATION_CACHE": "false", "TORCHINDUCTOR_CACHE_DIR": str(self._scratch)}
-        environment |= {"JAX_PLATFORMS": "cpu"} if do in ("reference", "estimate") else self._platforms
+        on_host = self._on_cpu or do in ("reference", "estimate")
+        platform = "cpu" if on_host else self._options.platform or os.environ.get("JAX_PLATFORMS")
+        if platform:
+            environment["JAX_PLATFORMS"] = platform
         if request.get("way") == ladder.OFF or off:
             environment[SWITCH] = "off" if request.get("way") == ladder.OFF else f"off:{','.join(off)}"
         common: dict[str, Any] = {"dp": self._options.dp, "tp": self._options.tp}
@@ -224,9 +219,9 @@ class _Bench:
         for name in request.keys() & {"size", "checked"}:
             model, *video = request[name]
             common[name] = [self._options.small if model == "small" else model, *video]
-        answer = self.worker.ask(do, request | common, environment)
+        answer = self._worker.ask(do, request | common, environment)
         if do == "measure" and not self._on_cpu:  # a new process has a new counter of peak memory
-            self.worker.close()
+            self._worker.close()
         if "reason" in answer:  # paths lose their directories: a result is read on other machines
             answer["reason"] = re.sub(r"(?:/[\w.+-]+)+/", "", answer["reason"])
         return answer

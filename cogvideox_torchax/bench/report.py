@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from cogvideox_torchax import __version__
+from cogvideox_torchax.bench.ladder import Size
 from cogvideox_torchax.files.reports import pyplot, save_figure, table, write_json, write_text
 from cogvideox_torchax.versions import versions
 
@@ -36,17 +37,12 @@ def about() -> dict[str, Any]:
 def _commit() -> str | None:
     """Return the git commit of the running code, with "+" if files have changed; None outside a checkout."""
     root = Path(__file__).parents[2]
-
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(root), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
+    # With these two git looks into no directory above, where an installed package may be in another checkout.
+    git = ["git", f"--git-dir={root / '.git'}", f"--work-tree={root}"]
+    describe = [*git, "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty=+"]
     try:
-        if Path(git("rev-parse", "--show-toplevel")).resolve() != root.resolve():
-            return None  # installed into somebody else's repository
-        changed = git("status", "--porcelain", "--untracked-files=no")
-        return git("rev-parse", "HEAD") + ("+" if changed else "")
-    except (OSError, subprocess.CalledProcessError):
+        return subprocess.run(describe, capture_output=True, text=True).stdout.strip() or None
+    except OSError:  # there is no git
         return None
 
 
@@ -82,12 +78,7 @@ def _rows(result: dict[str, Any], rows: Callable[[dict[str, Any]], list[Row]], w
             and error.
         width: number of columns of the table.
     """
-    size = result["size"]
-    about = (
-        result["job"],
-        result["way"],
-        f"{size['model']}, {size['frames']} x {size['height']} x {size['width']}",
-    )
+    about = (result["job"], result["way"], Size(**result["size"]).name)
     if result["status"] == "ok":
         beyond = "" if result["check"]["passed"] else ", beyond the contract"
         error = f"{result['check']['relative_error']:.1e}{beyond}"
@@ -97,14 +88,14 @@ def _rows(result: dict[str, Any], rows: Callable[[dict[str, Any]], list[Row]], w
     return [(*about, f"{result['status']}: {reason}".replace("|", "/"), *[""] * (width - 4))]
 
 
-def _seconds(value: float | None, unit: float = 1.0) -> str:
-    """Return the cell of a time in seconds, in a unit of so many seconds; empty for None."""
-    return "" if value is None else f"{value / unit:.3g}"
+def _cell(value: float | None, unit: float = 1.0, form: str = ".3g") -> str:
+    """Return the cell of a value in a unit, such as seconds in ms for a unit of 1e-3; None is empty."""
+    return "" if value is None else format(value / unit, form)
 
 
 def _megabytes(value: int | None) -> str:
-    """Return the cell of a number of bytes, in MB; empty for None."""
-    return "" if value is None else f"{value / 1e6:.0f}"
+    """Return the cell of a number of bytes, in MB; None is empty."""
+    return _cell(value, 1e6, ".0f")
 
 
 HEAD = (
@@ -112,8 +103,6 @@ HEAD = (
     *("warm start, s", "first chunk, s", "steady, s (min to max)", "frames/s", "GFLOP/s", "of peak"),
     *("host, MB", "device, MB"),
 )
-STARTS = ("lower_s", "compile_s", "start_cold_s", "start_warm_s", "first_chunk_s")
-"""Fields of a result below the columns of `HEAD` from "lower, s" to "first chunk, s"."""
 
 
 def _comparison(report: dict[str, Any]) -> str:
@@ -128,16 +117,16 @@ def _comparison(report: dict[str, Any]) -> str:
 
 def _row(result: dict[str, Any]) -> list[Row]:
     """Return a list of one row: the cells of a backend's result below `HEAD`, from the device on."""
-    steady, share = result["steady"], result["share_of_peak"]
-    median, least, most = (_seconds(steady[name]) for name in ("median_s", "min_s", "max_s"))
+    starts = ("lower_s", "compile_s", "start_cold_s", "start_warm_s", "first_chunk_s")
+    median, least, most = (_cell(result["steady"][name]) for name in ("median_s", "min_s", "max_s"))
     return [
         (
             result["device"],
-            *(_seconds(result[name]) for name in STARTS),
+            *(_cell(result[name]) for name in starts),
             f"{median} ({least} to {most})",
             f"{result['frames_per_s']:.1f}",
             f"{result['flops_per_s'] / 1e9:.1f}",
-            "" if share is None else f"{share:.1%}",
+            _cell(result["share_of_peak"], form=".1%"),
             _megabytes(result["host_peak_bytes"]),
             _megabytes(result["device_peak_bytes"]),
         )
@@ -162,9 +151,9 @@ def _device_rows(result: dict[str, Any]) -> list[Row]:
     return [
         (
             part["part"],
-            _seconds(part["compile_s"]),
-            _seconds(part["median_s"], 1e-3),
-            f"{_seconds(part['min_s'], 1e-3)} to {_seconds(part['max_s'], 1e-3)}",
+            _cell(part["compile_s"]),
+            _cell(part["median_s"], 1e-3),
+            f"{_cell(part['min_s'], 1e-3)} to {_cell(part['max_s'], 1e-3)}",
             str(part["runs"]),
             _megabytes(part["peak_bytes"]),
             *_estimated(result.get("estimate", {}), part),
@@ -183,7 +172,7 @@ def _estimated(estimates: dict[str, Any], part: dict[str, Any]) -> Row:
     seconds = estimates.get(part["part"])
     if seconds is None:
         return (f"not planned: {estimates['reason']}".replace("|", "/") if "reason" in estimates else "", "")
-    return _seconds(seconds, 1e-3), f"{seconds / part['median_s']:.2f}"
+    return _cell(seconds, 1e-3), f"{seconds / part['median_s']:.2f}"
 
 
 # Plots

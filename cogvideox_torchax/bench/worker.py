@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import Any
 
 COMMAND = (sys.executable, "-m", "cogvideox_torchax.bench.worker")
-PR_SET_PDEATHSIG = 1
-"""Linux's `prctl`: the signal that a process gets when its parent ends."""
 
 
 class Worker:
@@ -111,7 +109,8 @@ def main() -> None:
 
     quiet_libraries()
     if sys.platform == "linux":  # this process ends with its parent, and frees the device
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        set_parent_death_signal = 1  # PR_SET_PDEATHSIG of Linux
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # libraries print too
     for line in sys.stdin:

@@ -15,7 +15,7 @@ import pytest
 import jax_kernels
 from benchmarks import report as drawn
 from cogvideox_torchax import cli
-from cogvideox_torchax.bench import device, ladder, measure, report, worker
+from cogvideox_torchax.bench import device, ladder, measure, ops, report, worker
 from cogvideox_torchax.bench.ladder import Size
 from cogvideox_torchax.cli import doctor
 from cogvideox_torchax.plan import chips, networks
@@ -402,7 +402,7 @@ def test_bfloat16_is_held_to_the_error_of_pytorch(way, tiny, tmp_path):
 @pytest.mark.parametrize("way", ["torchax", "torchax-stock"])
 def test_a_published_network_is_compared_small_and_measured_large(way, monkeypatch, tmp_path):
     """A large model has no weights on the host: what is measured are other arrays than those compared."""
-    monkeypatch.setitem(networks.TRANSFORMERS, "large", measure.SMALL_TRANSFORMER | {"num_layers": 1})
+    monkeypatch.setitem(networks.TRANSFORMERS, "large", ops.SMALL_TRANSFORMER | {"num_layers": 1})
     small, large = Size("small", 5, 16, 16), Size("large", 5, 16, 32)
     found = measured("step", way, small, tmp_path, size=large)
     assert found["status"] == "ok", found
@@ -435,11 +435,10 @@ def test_a_job_runs_over_a_mesh(job, tiny, tmp_path):
 @pytest.mark.parametrize("name", ladder.KERNELS)
 def test_a_kernel_is_compared_at_a_size_at_which_a_tpu_runs_it(name, monkeypatch):
     monkeypatch.setenv(SWITCH, "on")
-    structs, options = measure.op_structs(name, ladder.checked("kernels", on_cpu=False), "bfloat16")
+    op, structs = ops.bound(name, ladder.checked("kernels", on_cpu=False), "bfloat16")
 
-    def text(structs=structs, options=options):
-        op = getattr(jax_kernels, name)
-        traced = jax.jit(lambda *operands: op(*operands, **options)).trace(*structs)
+    def text(op=op, structs=structs):
+        traced = jax.jit(lambda *operands: op(*operands)).trace(*structs)
         return traced.lower(lowering_platforms=("tpu",)).as_text()
 
     assert "kernel_name" in text()

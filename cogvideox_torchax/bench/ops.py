@@ -1,0 +1,131 @@
+"""The ops that `bench device` runs alone: a table of their operands, and how one is loaded and run.
+
+An operand is its shape, axis by axis, and after a colon its dtype where that is not the job's. Axes are
+numbers, and letters that `axes` gives a length: T frames, H rows, W columns of a chunk at full size, and
+fractions of these; S tokens, A heads, C channels of all heads, 4C inside the feed-forward.
+"""
+
+import functools
+import importlib
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+import jax_kernels
+from cogvideox_torchax.bench.ladder import Size
+from cogvideox_torchax.plan.networks import TRANSFORMERS
+
+TOKENS = 226
+"""Tokens of a prompt."""
+INTEGER = 7
+"""Every number of an integer input: valid as a token, as a timestep and as a text's length."""
+SMALL_TRANSFORMER: dict[str, Any] = {
+    "num_attention_heads": 4,
+    "num_layers": 2,
+    "use_rotary_positional_embeddings": True,
+    "text_embed_dim": 256,
+    "max_text_seq_length": 64,
+}
+
+# The VAE's: a chunk; its latents; a norm's weight or bias; kernel and bias of a spatial norm's convolutions.
+_X, _Z, _CHANNELS = "1 T H W 128", "1 T/4 H/8 W/8 16", "128"
+_MODULATION = ("16 128", _CHANNELS, "16 128", _CHANNELS)
+_GROUPS = {"num_groups": 32}
+# The transformer's: two sequences, for guidance; of each a vector for the text and one for the video; the
+# cosines or the sines of a rotation.
+_SEQUENCES, _VECTORS, _TEXT_LENGTH, _ANGLES = "2 S C", "2 2 C", ": int32", "S 64: float32"
+
+OPS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "norm_conv3d": (
+        (
+            _X,
+            jax_kernels.NormParams(_CHANNELS, _CHANNELS, _Z, *_MODULATION),
+            "3 3 3 128 128",
+            _CHANNELS,
+            "1 2 H W 128",  # the convolution's cache: two frames of an earlier chunk
+        ),
+        _GROUPS,
+    ),
+    "upsample": (("1 T/2 H/2 W/2 128", "3 3 128 128", _CHANNELS), {"expand_time": True}),
+    "group_norm": ((_X, _CHANNELS, _CHANNELS), {**_GROUPS, "channel_axis": -1, "activation": "silu"}),
+    "spatial_norm": ((_X, _Z, _CHANNELS, _CHANNELS, *_MODULATION), {**_GROUPS, "activation": "silu"}),
+    "attention": (("2 S A 64",) * 3, {}),
+    "qk_norm_rope": ((_SEQUENCES, "64", "64", _ANGLES, _ANGLES), {"heads": "A"}),
+    "adaptive_layer_norm": ((_SEQUENCES, "C", "C", _VECTORS, _VECTORS, _TEXT_LENGTH), {}),
+    "linear_gelu": ((_SEQUENCES, "4C C", "4C"), {}),
+    "gated_linear": (("2 S 4C", "C 4C", "C", _SEQUENCES, _VECTORS, _TEXT_LENGTH), {}),
+}
+"""By the name of an op: its operands, nested as the op takes them, and its options."""
+
+
+def latents(size: Size) -> dict[str, int]:
+    """Return the "frames", "height" and "width" of a video's latents.
+
+    The first frame makes a latent frame, and every 4 after it; 8 x 8 pixels make a latent pixel.
+    """
+    return {"frames": (size.frames - 1) // 4 + 1, "height": size.height // 8, "width": size.width // 8}
+
+
+def axes(size: Size) -> dict[str, int]:
+    """Return the length of each axis of `OPS` that is a letter, for a video and a model's transformer."""
+    T, H, W = min(size.frames, 8), size.height, size.width
+    heads = TRANSFORMERS.get(size.model, SMALL_TRANSFORMER)["num_attention_heads"]
+    patches = latents(size)["frames"] * (H // 16) * (W // 16)  # of two latent pixels along each side
+    whole = {"T": T, "H": H, "W": W, "S": TOKENS + patches, "A": heads, "C": 64 * heads, "4C": 256 * heads}
+    halves = {"T/2": max(T // 2, 1), "H/2": H // 2, "W/2": W // 2}
+    return {**whole, **halves, "T/4": max(T // 4, 1), "H/8": H // 8, "W/8": W // 8}
+
+
+def bound(name: str, size: Size, dtype: Any) -> tuple[functools.partial[Any], Any]:
+    """Return an op as a function of its operands alone, and the operands' structs (shape, dtype).
+
+    Args:
+        name: of the op, in `OPS`.
+        size: of the video, and the model whose transformer gives the number of heads.
+        dtype: of the operands for which `OPS` names none.
+    """
+    lengths, (operands, options) = axes(size), OPS[name]
+
+    def struct(operand: str) -> Any:
+        """Return the struct of an operand of `OPS`."""
+        shape, _, other = operand.partition(": ")
+        return jax.ShapeDtypeStruct([int(lengths.get(axis, axis)) for axis in shape.split()], other or dtype)
+
+    options = {option: lengths.get(value, value) for option, value in options.items()}
+    return functools.partial(getattr(jax_kernels, name), **options), jax.tree.map(struct, operands)
+
+
+def load(name: str, size: Size, dtype: Any, reference: dict[str, int] | None) -> Callable[[], Any]:
+    """Load an op with random operands; return the function that runs it once.
+
+    Args:
+        name, size, dtype: as `bound` takes them.
+        reference: None for the op itself; for its reference, the plain form, further options of that form.
+    """
+    op, structs = bound(name, size, dtype)
+    generator = torch.Generator().manual_seed(1)
+
+    def draw(struct: Any) -> jax.Array:
+        """Return a random operand of a struct's shape and dtype."""
+        if struct.dtype == np.int32:
+            return jnp.full(struct.shape, INTEGER, np.int32)
+        numbers = torch.randn(struct.shape, generator=generator).numpy()
+        # Weights of convolutions and products are among the operands of 2 and 5 axes: scaled down, sums of
+        # their products stay near 1. A mean other than 0 shows an error in a norm's mean.
+        scale = math.sqrt(math.prod(struct.shape[:-1])) if len(struct.shape) in (2, 5) else 1.0
+        return jnp.asarray((numbers + 0.3) / scale, struct.dtype)
+
+    operands = jax.tree.map(draw, structs)
+    if name == "qk_norm_rope":
+        # Of the rotation's cosines and sines, an odd channel has those of the even channel before it: the
+        # two form a pair, which is rotated by one angle.
+        operands = *operands[:3], *(table[:, ::2].repeat(2, axis=1) for table in operands[3:])
+    if reference is None:
+        return functools.partial(jax.jit(op), *operands)
+    module = importlib.import_module(op.func.__module__.rpartition(".")[0] + ".reference")
+    return functools.partial(getattr(module, name), *operands, **op.keywords, **reference)

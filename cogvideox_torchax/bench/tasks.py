@@ -1,0 +1,259 @@
+"""The requests to a process of `bench`: how the job of each is loaded, and run once.
+
+A job runs in parts: a VAE's first chunk and its later chunks, a training step's two directions, one call of a
+network, one call of an op.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+from torch import nn
+
+from cogvideox_torchax import backends, runtime
+from cogvideox_torchax.bench import ops
+from cogvideox_torchax.bench.ladder import Size
+from cogvideox_torchax.pipelines.networks import port_network, prompt_tensors, step_tensors
+from cogvideox_torchax.plan import jobs, models, networks
+from cogvideox_torchax.sharding import make_mesh
+from cogvideox_torchax.vae.checkpoint import locate_vae
+from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction
+from cogvideox_torchax.vae.torchax.autoencoder import AutoencoderKLCogVideoX
+
+SMALL_TEXT_ENCODER: dict[str, Any] = {
+    "vocab_size": 512,
+    "d_model": 256,
+    "d_kv": 64,
+    "d_ff": 512,
+    "num_layers": 2,
+    "num_heads": 4,
+    "feed_forward_proj": "gated-gelu",
+}
+
+
+Run = Callable[[], Iterable[tuple[str, Any]]]
+"""Runs a job once: gives the name and the result of each part, which JAX may still be computing."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """Request to a process.
+
+    Attributes:
+        job, way: of `ladder`; "" as the way is the reference: PyTorch on the host, or an op's plain form.
+        size: the `ladder.Size` to measure, as a sequence.
+        checked: the `ladder.Size` at which results are compared with the reference.
+        dtype: of weights and activations.
+        dp, tp: the mesh; one device where both are None.
+        data: path of the .npy file of the reference's results.
+        rms: error of PyTorch's own run in the dtype; see `reference`.
+        peer: whether the way is a peer, which is timed with any finite error, even beyond the contract.
+        platform: of the device that is measured.
+        topology: of TPUs to plan for, such as "v6e:1x1".
+        warmups: runs that do not count.
+        runs, seconds, fewest: at most `runs` runs, as many as `seconds` hold, but at least `fewest`.
+    """
+
+    job: str = ""
+    way: str = ""
+    size: Any = None
+    checked: Any = None
+    dtype: str = "float32"
+    dp: int | None = None
+    tp: int | None = None
+    data: str = ""
+    rms: float = 0.0
+    peer: bool = False
+    platform: str = "cpu"
+    topology: str = ""
+    warmups: int = 2
+    runs: int = 20
+    seconds: float = 5.0
+    fewest: int = 3
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)
+
+    @property
+    def backend(self) -> str:
+        """The backend of the way, which may end in ", kernels off"; PyTorch for a reference."""
+        return self.way.partition(",")[0] or "torch"
+
+    @property
+    def torch_device(self) -> str | None:
+        """The device of a way that runs in PyTorch; None for a way on JAX."""
+        if self.backend not in ("torch", "torch-compile"):
+            return None
+        return "cuda" if self.way and torch.cuda.is_available() else "cpu"
+
+    @property
+    def direction(self) -> Direction:
+        """The direction of a job of chunks: "encode" encodes, all others decode."""
+        return ENCODE if self.job == "encode" else DECODE
+
+    def mesh(self, devices: Any = None) -> Any:
+        """Return the mesh of `dp` x `tp` devices, or of one device where neither is given.
+
+        `devices` are those of a topology; None for JAX's.
+        """
+        several = self.dp or self.tp
+        # A tp of None takes all devices that dp leaves.
+        return make_mesh(self.dp or 1, self.tp if several else 1, devices=devices)
+
+
+def load(task: Task, size: Size) -> Run:
+    """Load the model and the inputs of a job at a size; return the function that runs the job once."""
+    families = {"kernels": _op, "train": _training_step, "step": _network, "prompt": _network}
+    return families.get(task.job.partition(" ")[0], _chunks)(task, size)
+
+
+def _backend(task: Task, size: Size, *directions: Direction) -> tuple[Any, list[torch.Tensor]]:
+    """Return a VAE on the way's backend, and an input for each of the directions, on the VAE's device.
+
+    A published config gets random weights. An input to train on has a video for each device of "dp".
+    """
+    dtype, device = task.torch_dtype, task.torch_device
+    torch.manual_seed(0)
+    if size.model in models.CONFIGS:
+        vae: Any = nn.Module.to(models.weightless_vae(size.model, torch.float32, "cpu"), dtype)
+    else:
+        vae = AutoencoderKLCogVideoX.from_pretrained(locate_vae(size.model), torch_dtype=dtype)
+    generator, videos = torch.Generator().manual_seed(1), (task.dp or 1) if task.job == "train" else 1
+    inputs = []
+    for direction in directions:
+        chunks, (channels, *sides) = jobs.Job(direction, *size[1:]).chunk_shapes(vae)
+        frames = chunks[-1].stop  # of all chunks; for decoding latent frames
+        x = torch.randn((videos, channels, frames, *sides), generator=generator).to(dtype)
+        inputs.append(x.to(device) if device else runtime.to_jax(x))
+    backend = backends.backend(task.backend).from_native(nn.Module.to(vae, device) if device else vae)
+    if task.way and (task.dp or task.tp):
+        backend.vae.place_on(task.mesh())
+    return backend, inputs
+
+
+def _chunks(task: Task, size: Size) -> Run:
+    """Load a VAE; a run gives the results of a video's chunks: the part "first", then each as "later"."""
+    backend, (x,) = _backend(task, size, task.direction)
+    names = "first", *["later"] * size.frames  # more than there are chunks: `zip` drops the excess
+    return lambda: zip(names, backend.chunks(task.direction, x), strict=False)
+
+
+def _training_step(task: Task, size: Size) -> Run:
+    """Load a VAE to train; a run gives the weights' gradients of encoding, then the gradients of decoding.
+
+    The loss is half the sum of the squares of the result, and gradient checkpointing is on.
+    """
+    backend, inputs = _backend(task, size, *Direction)
+    vae = backend.vae.train()
+    vae.enable_gradient_checkpointing()
+    if task.way == "torch-compile":
+        vae.encoder.compile()
+        vae.decoder.compile()
+
+    def gradients(direction: Direction, x: torch.Tensor) -> tuple[str, Any]:
+        """Return the part's name, and by name the gradients of the weights that a direction uses on `x`."""
+        vae.zero_grad()
+        with torch.enable_grad(), contextlib.nullcontext() if task.torch_device else runtime.active():
+            result = vae.encode(x).latent_dist.parameters if direction == ENCODE else vae.decode(x).sample
+            (result.square().sum() / 2).backward()
+        weights = vae.named_parameters()
+        return f"train {direction}", {
+            name: weight.grad for name, weight in weights if weight.grad is not None
+        }
+
+    return lambda: map(gradients, Direction, inputs)
+
+
+class Stock(nn.Module):
+    """diffusers' transformer or text encoder, not ported, in the form that `runtime.Program` compiles.
+
+    That form takes and returns a cache besides its inputs and its result; this network has none, so None.
+    """
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, tensors: dict[str, Any], cache: None) -> tuple[torch.Tensor, None]:
+        return self.model(**tensors, return_dict=False)[0], cache
+
+
+def _network(task: Task, size: Size) -> Run:
+    """Load the transformer or the text encoder; a run gives the result of one call.
+
+    It runs in PyTorch where `task.torch_device` names a device; else on JAX, ported for the backend
+    "torchax" and stock for "torchax-stock". A published config gets random weights. For a way on JAX the
+    PyTorch model is then on "meta", without memory, and JAX arrays are drawn in the place of its weights.
+    """
+    dtype, published = task.torch_dtype, size.model in networks.TRANSFORMERS
+    device = task.torch_device or ("meta" if published else "cpu")
+    torch.manual_seed(0)
+    if task.job == "prompt":
+        config = networks.TEXT_ENCODER if published else SMALL_TEXT_ENCODER
+        model = networks.text_encoder(config, dtype, device)
+        described = prompt_tensors(batch=1, text=ops.TOKENS)
+    else:
+        config = networks.TRANSFORMERS.get(size.model, ops.SMALL_TRANSFORMER)
+        model = networks.transformer(config, dtype, device)
+        weightless = port_network(networks.transformer(config, dtype))
+        described = step_tensors(weightless, batch=2, **ops.latents(size))  # 2: with the prompt, and without
+    if task.backend == "torchax":
+        port_network(model)
+        if task.dp or task.tp:
+            model.place_on(task.mesh())
+        network, program = model.network_class(model), model.build_program()
+    else:
+        described.pop("positions", None)  # diffusers' model computes its own table of them
+        network = Stock(model)
+        program = runtime.Program(network)
+    weight_structs, input_structs, _no_cache = program.structs(described)
+    generator = torch.Generator().manual_seed(1)
+
+    def draw(struct: Any) -> torch.Tensor:
+        """Return an input of a struct's shape and dtype on the host, of normal numbers where not integers."""
+        if struct.dtype == np.int32:
+            return torch.full(struct.shape, ops.INTEGER, dtype=torch.int32)
+        return torch.randn(struct.shape, generator=generator).to(getattr(torch, struct.dtype.name))
+
+    inputs = jax.tree.map(draw, input_structs)
+    if task.torch_device:
+        if task.way == "torch-compile":
+            model.compile()
+        given = jax.tree.map(lambda x: x.to(device), inputs)
+        return lambda: iter([(task.job, model(**given, return_dict=False)[0])])
+    if published:
+        weights = jax.tree.map(_random_weight, weight_structs)
+    else:
+        runtime.put_weights(network)
+        weights = program.weights(network)
+    arrays = program.put(inputs)
+    return lambda: iter([(task.job, program.run(weights, arrays)[0])])
+
+
+def _random_weight(struct: Any) -> jax.Array:
+    """Return small random numbers as an array of a struct's shape, dtype and sharding.
+
+    Some numbers are drawn and repeated, as billions would take minutes; their count is a prime, so that the
+    rows of a matrix differ.
+    """
+    numbers = np.random.default_rng(0).normal(0, 0.02, 65_537).astype(struct.dtype)
+    return jax.device_put(np.resize(numbers, struct.shape), struct.sharding)
+
+
+def _op(task: Task, size: Size) -> Run:
+    """Load an op with random operands, or, for the reference, the op's plain form on the host.
+
+    A run gives the result of one call.
+    """
+    name = task.job.removeprefix("kernels ")
+    tile = {}
+    if name == "norm_conv3d" and task.platform == "tpu" and task.dtype != "float32":
+        tile = {"tile": 2}  # a TPU's kernel filters by Winograd's algorithm, and has its rounding
+    dtype, reference = runtime.jax_dtype(task.torch_dtype), None if task.way else tile
+    run = ops.load(name, size, dtype, reference)
+    return lambda: iter([(name, run())])
