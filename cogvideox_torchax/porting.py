@@ -91,6 +91,6 @@ def _is_pipeline(candidate: Any) -> bool:
     """Return whether an object is one of diffusers' CogVideoX pipelines, which are ported whole."""
     if isinstance(candidate, nn.Module) or importlib.util.find_spec("transformers") is None:
         return False
-    from cogvideox_torchax.pipelines.port import is_pipeline
+    from cogvideox_torchax.pipelines.port import PIPELINES
 
-    return is_pipeline(candidate)
+    return isinstance(candidate, PIPELINES)

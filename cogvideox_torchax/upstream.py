@@ -151,6 +151,17 @@ def is_traced(array: Any) -> bool:
     return isinstance(array, _part("jax", jax.core, "Tracer"))
 
 
+def _wrap_class_method(kind: Any, name: str, around: Callable[..., Any]) -> None:
+    """Replace a class method of diffusers by a call of `around(method, cls, ...)` with its arguments."""
+    method = _part("diffusers", kind, name).__func__
+
+    @functools.wraps(method)
+    def call(cls: type, *args: Any, **kwargs: Any) -> Any:
+        return around(method, cls, *args, **kwargs)
+
+    setattr(kind, name, classmethod(call))
+
+
 @functools.cache
 def wrap_from_pretrained(around: Callable[..., Any]) -> None:
     """Wrap diffusers' `from_pretrained`, of models and of pipelines, as `around(load, cls, ...)`; once.
@@ -164,13 +175,7 @@ def wrap_from_pretrained(around: Callable[..., Any]) -> None:
     from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
     for kind in (DiffusionPipeline, ModelMixin):
-        load = _part("diffusers", kind, "from_pretrained").__func__
-
-        @functools.wraps(load)
-        def from_pretrained(cls: type, *args: Any, _load: Any = load, **kwargs: Any) -> Any:
-            return around(_load, cls, *args, **kwargs)
-
-        kind.from_pretrained = classmethod(from_pretrained)  # pyright: ignore[reportAttributeAccessIssue]
+        _wrap_class_method(kind, "from_pretrained", around)
 
 
 @functools.cache
@@ -181,13 +186,7 @@ def wrap_from_pipe(around: Callable[..., Any]) -> None:
     """
     from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
-    make = _part("diffusers", DiffusionPipeline, "from_pipe").__func__
-
-    @functools.wraps(make)
-    def from_pipe(cls: type, pipeline: Any, **kwargs: Any) -> Any:
-        return around(make, cls, pipeline, **kwargs)
-
-    DiffusionPipeline.from_pipe = classmethod(from_pipe)  # pyright: ignore[reportAttributeAccessIssue]
+    _wrap_class_method(DiffusionPipeline, "from_pipe", around)
 
 
 def parts_for(pipeline_class: Any, pipeline: Any) -> dict[str, Any]:
@@ -229,6 +228,20 @@ def rotary_tables(pipeline_class: Any, move: Callable[[Any, Any], Any]) -> dict[
         return tuple(move(self, table) for table in inherited(self, height, width, num_frames, "cpu"))
 
     return {name: tables}
+
+
+def positions(patch_embed: Any, height: int, width: int, frames: int) -> Any:
+    """Return a patch embedding's table of sinusoidal positions (1, S, C) for latents, zeros for the text.
+
+    Needs the method with which diffusers computes the table that a module of that size has.
+
+    Args:
+        patch_embed: diffusers' module, whose numbers of channels and text tokens apply.
+        height, width, frames: size of the latents.
+    """
+    pixel_frames = (frames - 1) * patch_embed.temporal_compression_ratio + 1
+    table = _part("diffusers", type(patch_embed), "_get_positional_embeddings")
+    return table(patch_embed, height, width, pixel_frames)
 
 
 def set_saved_package(model: Any, kind: type) -> None:
@@ -282,7 +295,7 @@ def scaling_loras(step: Callable[..., Any]) -> Callable[..., Any]:
 CACHE_HOOKS = ("FBC", "Mag", "PyramidAttention", "FasterCache", "TaylorSeer", "SeaCache", "TextKVCache")
 """Prefixes of the class names of diffusers' cache hooks."""
 
-CACHE_STATE = frozenset({"_cache_config", "_diffusers_hook", "_step_cache"})
+CACHE_STATE = frozenset({"_cache_config", "_diffusers_hook", "step_cache"})
 """The attributes in which a transformer holds its cache."""
 
 
@@ -352,14 +365,18 @@ def call_hook(hook: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any)
     hook.new_forward(None, *args, **kwargs)
 
 
-def calibrated(hook: Any, note: Callable[[Any, Any], None]) -> Any:
-    """Make the hook of MagCache's last block call `note(state, residual)` at each step; return the hook.
+def record_ratio(hook: Any, ratio: Any) -> None:
+    """Record the ratio that a calibrating step of MagCache has measured, and count the step.
 
-    `note` replaces the hook's method that computes and records a step's ratio. Needs that method.
+    Diffusers prints the ratios after the last step. Needs its list of them, and the method that counts.
+
+    Args:
+        hook: of the last block; its state manager has a context.
+        ratio: a tensor with one value; the first step's is replaced by 1, as in diffusers.
     """
-    _part("diffusers", type(hook), "_perform_calibration_step")
-    hook._perform_calibration_step = note
-    return hook
+    state = hook.state_manager.get_state()
+    state.calibration_ratios.append(float(ratio) if state.calibration_ratios else 1.0)
+    _part("diffusers", type(hook), "_advance_step")(hook, state)
 
 
 @functools.cache

@@ -11,14 +11,13 @@ import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from diffusers.models.activations import GELU as DiffusersGELU
 from diffusers.models.attention_processor import Attention
 from diffusers.models.normalization import CogVideoXLayerNormZero
 from diffusers.models.transformers.cogvideox_transformer_3d import CogVideoXBlock
-from torch import nn
 
 import jax_kernels
 from cogvideox_torchax.pipelines.layers import (
@@ -50,9 +49,11 @@ class GELU(DiffusersGELU):
 class Block(CogVideoXBlock):
     """A layer of the transformer, which also takes text and patches as one sequence."""
 
-    parts: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
-    """(replaced, collected) for a step with a cache, each by part ("attn1", "ff"): results to use instead of
-    the part's own, and lists that its own result is appended to; see `replace_result`."""
+    # A step with a cache sets both in its own copy of the block, by part of the block: "attn1" or "ff".
+    replaced: dict[str, torch.Tensor | None] = {}  # noqa: RUF012 - set anew, not written to
+    """Results (N, S, C) to use instead of running a part; None for zeros."""
+    collected: dict[str, list[torch.Tensor]] = {}  # noqa: RUF012
+    """Lists to which the results of parts that run are appended."""
 
     def forward(
         self,
@@ -82,77 +83,58 @@ class Block(CogVideoXBlock):
                 hidden_states, encoder_hidden_states, temb, image_rotary_emb, attention_kwargs
             )
 
-        replaced, collected = self.parts
+        def run_local_arrays(*arrays: Any) -> Any:
+            """Run the layer on one device's shards of (tokens, `replaced`), `temb` and tables: JAX arrays."""
+            (x_NSC, replaced), temb_NE, tables = cast(Any, tensor_of(arrays))
+            return array_of(self._run_local_tokens(x_NSC, replaced, temb_NE, tables, sequence))
 
-        def layer(tokens: Any, temb_NE: torch.Tensor, tables: Tables) -> Any:
-            """Run the layer on one device's tokens and its tokens of `replaced`."""
-            x_NSC, given = tokens
-            return self._run_local_tokens(x_NSC, given, temb_NE, tables, sequence)
-
-        x_NSC, results = over_local_tokens(sequence.map_local_tokens, layer)(
-            (hidden_states, replaced), temb, image_rotary_emb
-        )
+        run = torch_view(sequence.map_local_tokens(run_local_arrays))
+        x_NSC, results = run((hidden_states, self.replaced), temb, image_rotary_emb)
         for part, y_NSC in results.items():
-            collected[part].append(y_NSC)
+            self.collected[part].append(y_NSC)
         return x_NSC
-
-    def replace_result(self, part: str, given: dict[str, Any], results: dict[str, Any], name: str) -> None:
-        """Have a part of this block replaced by a given result from now on, or its own result collected.
-
-        Args:
-            part: the part of the block, "attn1" or "ff".
-            given: results by a part's name in the model: a tuple of one sequence (N, S, C); None for zeros.
-            results: lists by a part's name in the model, for the results of parts that are not given.
-            name: the part's name in the model.
-        """
-        replaced, collected = self.parts
-        if name in given:
-            self.parts = {**replaced, part: given[name] and given[name][0]}, collected  # None stays None
-        else:
-            self.parts = replaced, {**collected, part: results[name]}
 
     def _run_local_tokens(
         self,
         x_NSC: torch.Tensor,
-        given: dict[str, torch.Tensor | None],
+        replaced: dict[str, torch.Tensor | None],
         temb_NE: torch.Tensor,
         tables: Tables,
         sequence: Sequence,
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    ) -> Any:
         """Run attention and feed-forward on a device's local tokens.
 
         Args:
             x_NSC: the tokens.
-            given: by part, "attn1" or "ff", a result to use instead of computing it; None for zeros.
+            replaced: the device's shards of the attribute `replaced`.
             temb_NE: the embedded timestep.
             tables: rotary tables of all positions.
             sequence: the layout of all tokens.
 
         Returns:
-            The tokens, and by part the results that a cache collects.
+            The layer's tokens, and by part the results for `collected`.
         """
         # Tokens before index `first` are text: a norm has other shifts, scales and gates for them.
         first, results = sequence.first_patch(), {}
-        _replaced, collected = self.parts
         for part, norm, run_part in (
             ("attn1", self.norm1, lambda h_NSC: self._attend(h_NSC, tables, sequence)),
             ("ff", self.norm2, lambda h_NSC: self._feed_forward(h_NSC, sequence)),
         ):
             shift, scale, gate = modulation(norm, temb_NE)
             layer_norm: Any = norm.norm
-            modulated = sequence.shard_tokens(
+            modulated_norm = sequence.shard_norm(
                 functools.partial(jax_kernels.adaptive_layer_norm, eps=layer_norm.eps)
             )
-            h_NSC = torch_view(modulated)(x_NSC, layer_norm.weight, layer_norm.bias, scale, shift, first)
-            if part in given:
-                y_NSC = torch.zeros_like(h_NSC) if given[part] is None else given[part]
+            h_NSC = torch_view(modulated_norm)(x_NSC, layer_norm.weight, layer_norm.bias, scale, shift, first)
+            if part in replaced:
+                y_NSC = torch.zeros_like(h_NSC) if replaced[part] is None else replaced[part]
             else:
                 last = run_part(h_NSC)
-                if part not in collected and supports_fused(last.layers[0], sequence):
+                if part not in self.collected and supports_fused(last.layers[0], sequence):
                     x_NSC = last.added(x_NSC, gate, first)
                     continue
                 y_NSC = last.result()
-            if part in collected:  # for a cache: not fused with the sum
+            if part in self.collected:
                 results[part] = y_NSC
             x_NSC = torch_view(jax_kernels.gated_residual)(x_NSC, y_NSC, gate, first)
         return x_NSC, results
@@ -263,39 +245,26 @@ def modulation(norm: Any, temb_NE: torch.Tensor) -> list[torch.Tensor]:
     return [torch.stack(pair, dim=1) for pair in pairs]
 
 
-def over_local_tokens(map_local_tokens: Any, function: Any) -> Any:
-    """Return `function`, of torch tensors, mapped over devices by `map_local_tokens`, which takes JAX arrays.
-
-    Args:
-        map_local_tokens: method of a `Sequence`.
-        function: as that method takes it, but of tensors.
-    """
-
-    def of_arrays(*args: Any) -> Any:
-        """Call `function` with tensors in place of JAX arrays, and return arrays."""
-        return array_of(function(*tensor_of(args)))
-
-    return torch_view(map_local_tokens(of_arrays))
-
-
 def takes_sequences(model: Any) -> bool:
     """Return whether a transformer's layers may run on one sequence: all as ported, and without hooks."""
     return all(_as_ported(block) for block in model.transformer_blocks)
 
 
-def _as_ported(block: nn.Module) -> bool:
+def _as_ported(block: Any) -> bool:
     """Return whether a layer's modules have the types that `port` gave them, and no hooks."""
     if type(block) is not Block:
         return False
     attn: Any = block.attn1
-    parts = (block, attn, block.norm1, block.norm2, block.norm1.norm, block.norm2.norm)
-    kinds = (Block, Attention, CogVideoXLayerNormZero, CogVideoXLayerNormZero, LayerNorm, LayerNorm)
-    norms = (attn.norm_q, attn.norm_k)
+    types = (
+        (attn, Attention),
+        (block.norm1, CogVideoXLayerNormZero),
+        (block.norm2, CogVideoXLayerNormZero),
+        *((norm, LayerNorm) for norm in (block.norm1.norm, block.norm2.norm, attn.norm_q, attn.norm_k)),
+    )
     return (
-        all(type(part) is kind for part, kind in zip(parts, kinds, strict=True))
-        and all(type(norm) is LayerNorm for norm in norms)
-        and not any(map(is_watched, block.modules()))
+        all(type(module) is kind for module, kind in types)
         and type(attn.processor) in (AttnProcessor, FusedAttnProcessor)
+        and not any(map(is_watched, block.modules()))
     )
 
 
@@ -323,7 +292,10 @@ def joined_step(
     Returns:
         (N, T, C, H, W).
     """
-    temb = time_embedding(model, timestep, timestep_cond, ofs, hidden_states.dtype)
+    dtype = hidden_states.dtype
+    temb = model.time_embedding(model.time_proj(timestep).to(dtype), timestep_cond)
+    if model.ofs_embedding is not None:
+        temb = temb + model.ofs_embedding(model.ofs_proj(ofs).to(dtype))
     temb = temb.expand(hidden_states.shape[0], -1)  # one timestep may be given for all videos
     x_NSC = model.embedding_dropout(model.patch_embed(encoder_hidden_states, hidden_states))
     sequence = Sequence.from_placement(
@@ -340,14 +312,6 @@ def joined_step(
         x_NSC = block(x_NSC, temb=temb, image_rotary_emb=tables, sequence=sequence)
     x_NSC = model.proj_out(model.norm_out(model.norm_final(x_NSC), temb=temb))
     return joined_patches(x_NSC[:, sequence.text : sequence.tokens], hidden_states.shape, model.config)
-
-
-def time_embedding(model: Any, timestep: Any, timestep_cond: Any, ofs: Any, dtype: torch.dtype) -> Any:
-    """Return the embedded timestep (N, E); models with an `ofs_embedding` add that of `ofs`."""
-    temb = model.time_embedding(model.time_proj(timestep).to(dtype), timestep_cond)
-    if model.ofs_embedding is None:
-        return temb
-    return temb + model.ofs_embedding(model.ofs_proj(ofs).to(dtype))
 
 
 def joined_patches(y_NPC: torch.Tensor, shape: torch.Size, config: Any) -> torch.Tensor:

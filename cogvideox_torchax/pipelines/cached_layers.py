@@ -13,6 +13,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import torch
 from torch import nn
 
@@ -35,8 +37,7 @@ class BlockStack(nn.Module):
     """Module in place of all transformer blocks, which runs all of them, some or none.
 
     Args:
-        form: the computation (`caches.Form`); its kind, "first_block", "all_blocks" or "no_block", names the
-            method that runs. A fourth item decides a "first_block" step: whether it reuses.
+        form: of the step; its kind, "first_block", "all_blocks" or "no_block", names the method that runs.
         kept: residuals that the last step has kept, by name, "head" of the first block and "tail" of the
             blocks after it, or of all; None in a trace for the shapes of what a step keeps.
         numbers: values of `NUMBERS`, by name.
@@ -47,16 +48,13 @@ class BlockStack(nn.Module):
     """
 
     def __init__(self, form: Form, kept: Any, numbers: dict[str, torch.Tensor]):
-        """Choose the method by the form's kind, and the names of the arrays that it keeps."""
+        """Choose the method by the form's kind."""
         super().__init__()
+        self.form = form
         self.blocks: tuple[nn.Module, ...] = ()
         self.kept: Any = kept
         self.numbers = numbers
         self.seen: Any = None
-        kind = form[0]
-        self.names = ("head", "tail") if kind == "first_block" else ("tail",)
-        self._run = getattr(self, f"_{kind}")
-        self.decided = form[3] if len(form) > 3 else None  # in a plan, which compiles each branch alone
 
     def step(self, model: Any, run: RunStep, tensors: dict[str, Any], joined: bool) -> torch.Tensor:
         """Return the prediction `run(tensors)` with this module in place of the blocks of `model`.
@@ -67,22 +65,20 @@ class BlockStack(nn.Module):
             tensors: the step's inputs.
             joined: not used; `ReusedModules.step` needs it.
         """
-        blocks = model.transformer_blocks
-        self.blocks, model.transformer_blocks = tuple(blocks), nn.ModuleList([self])
-        try:
-            return run(tensors)
-        finally:
-            model.transformer_blocks = blocks
+        self.blocks = tuple(model.transformer_blocks)
+        model.transformer_blocks = nn.ModuleList([self])
+        return run(tensors)
 
     def forward(self, hidden_states: Any, encoder_hidden_states: Any = None, **options: Any) -> Any:
         """Run the step's blocks; take and return what one block does: (patches, text), or one sequence."""
         joined = encoder_hidden_states is None
         x = (hidden_states,) if joined else (hidden_states, encoder_hidden_states)
         if self.kept is None:  # for the shapes alone: a residual has its input's
-            self.kept = dict.fromkeys(self.names, hidden_states)
-            return x[0] if joined else x
-        y = self._run(x, options)
-        return y[0] if joined else y
+            names = ("head", "tail") if self.form.kind == "first_block" else ("tail",)
+            self.kept = dict.fromkeys(names, hidden_states)
+        else:
+            x = getattr(self, f"_{self.form.kind}")(x, options)
+        return x[0] if joined else x
 
     def _run_blocks(self, blocks: Any, x: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
         """Run blocks one after the other on (patches, text), or on (sequence,)."""
@@ -97,16 +93,14 @@ class BlockStack(nn.Module):
         Else the later blocks' residual of the last full step is added. The first block's residual is kept as
         "head", the later blocks' as "tail"; `seen` is whether the later blocks ran.
         """
-        import jax
-
-        kept = self.kept
+        kept, reuses = self.kept, self.form.reuses
         head = self._run_blocks(self.blocks[:1], x, options)
         residual = head[0] - x[0]
         change, size = (
             _mean_of_patches(each.abs(), options).to(residual.dtype)  # diffusers rounds its means too
             for each in (residual - kept["head"], kept["head"])
         )
-        reuses = change / size <= self.numbers["threshold"]  # the first step's NaN, from zeros, is no reuse
+        is_similar = change / size <= self.numbers["threshold"]  # false for the first step's NaN, from zeros
 
         def reuse() -> Any:
             """Return (patches by the kept residual, and both kept residuals again)."""
@@ -117,12 +111,12 @@ class BlockStack(nn.Module):
             y = self._run_blocks(self.blocks[1:], head, options)[0]
             return y, residual, y - head[0]
 
-        if self.decided is None:
-            y, *residuals = torch_view(jax.lax.cond)(reuses, reuse, compute)
-        else:
-            y, *residuals = reuse() if self.decided else compute()
-        self.kept = dict(zip(("head", "tail"), residuals, strict=True))
-        self.seen = ~reuses
+        if reuses is None:
+            y, first, later = torch_view(jax.lax.cond)(is_similar, reuse, compute)
+        else:  # in a plan, which compiles each branch alone
+            y, first, later = reuse() if reuses else compute()
+        self.kept = {"head": first, "tail": later}
+        self.seen = ~is_similar
         return y, *head[1:]  # the text is only passed on: after the blocks nothing reads it
 
     def _all_blocks(self, x: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
@@ -160,7 +154,7 @@ class ReusedModules:
     Subclasses estimate a result from what is kept; this class takes it as it is.
 
     Args:
-        form: (kind, names of modules whose results are kept, names of skipped modules, items of a subclass).
+        form: of the step.
         kept: by a module's name, for each tensor of its result, a tuple of arrays of earlier steps; None in a
             trace for the shapes of what a step keeps.
         numbers: values of `NUMBERS`, by name.
@@ -171,15 +165,13 @@ class ReusedModules:
     """
 
     seen = None
-    arrays = 1
-    """Number of arrays that are kept for each tensor of a result."""
 
     def __init__(self, form: Form, kept: Any, numbers: dict[str, torch.Tensor]):
-        """Read the form; without kept arrays nothing is skipped."""
-        _, self.names, skipped, *self.static = form
+        """Skip the form's modules, but none without kept arrays."""
+        self.form = form
         self.kept: Any = kept
         self.numbers = numbers
-        self.skipped = () if kept is None else skipped
+        self.skipped = () if kept is None else form.skipped
 
     def step(self, model: Any, run: RunStep, tensors: dict[str, Any], joined: bool) -> torch.Tensor:
         """Return the prediction `run(tensors)`, with kept results in place of the skipped modules of `model`.
@@ -191,23 +183,28 @@ class ReusedModules:
             joined: whether the blocks of `model` take text and patches as one sequence.
         """
         dtype, before = tensors["hidden_states"].dtype, self.kept or {}
-        given = {
+        # The results to use; None for a module whose result is not kept: zeros replace it.
+        given: dict[str, Any] = {
             name: self._estimate(name, before[name], dtype) if name in before else None
             for name in self.skipped
         }
-        results: dict[str, list[torch.Tensor]] = {name: [] for name in self.names if name not in given}
+        results: dict[str, list[torch.Tensor]] = {name: [] for name in self.form.kept if name not in given}
         for name in (*given, *results):
             owner, _, part = name.rpartition(".")
             if joined and re.fullmatch(r"transformer_blocks\.\d+", owner):
-                model.get_submodule(owner).replace_result(part, given, results, name)
+                block: Any = model.get_submodule(owner)
+                if name in given:
+                    block.replaced = {**block.replaced, part: given[name] and given[name][0]}
+                else:
+                    block.collected = {**block.collected, part: results[name]}
             else:
                 _replace_forward(model.get_submodule(name), given, results, name)
         sample = run(tensors)
         self.kept = {}
-        for name in self.names:
+        for name in self.form.kept:
             y = given.get(name) or results.get(name, ())
             # In a trace for shapes there is nothing before: arrays like the result stand for it.
-            kept = before.get(name) or [self.arrays * (each,) for each in y]
+            kept = before.get(name) or [self.form.arrays * (each,) for each in y]
             self.kept[name] = tuple(self._to_keep(name, *pair) for pair in zip(y, kept, strict=True))
         return sample
 
@@ -232,15 +229,10 @@ class TaylorModules(ReusedModules):
     Of each tensor are kept the result of the last computed step, and its divided differences of rising order.
     """
 
-    def __init__(self, form: Form, kept: Any, numbers: dict[str, torch.Tensor]):
-        """Read from the form how many arrays of a tensor are kept, and their dtype."""
-        super().__init__(form, kept, numbers)
-        self.arrays, self.dtype = self.static
-
     def _estimate(self, name: str, kept: Any, dtype: torch.dtype) -> tuple[Any, ...]:
         """Return a module's tensors by their Taylor series, `since` steps after the last computed step."""
         since = self.numbers["since"]
-        powers = [(since**order / math.factorial(order)).to(dtype) for order in range(self.arrays)]
+        powers = [(since**order / math.factorial(order)).to(dtype) for order in range(self.form.arrays)]
         return tuple(
             sum(each.to(dtype) * power for each, power in zip(factors, powers, strict=True))
             for factors in kept
@@ -255,7 +247,7 @@ class TaylorModules(ReusedModules):
             change = (factors[order] - before.to(y.dtype)) / self.numbers["since"].to(y.dtype)
             # With too few steps computed, `before` is the zeros of the start: there is no difference yet.
             factors.append(torch.where(self.numbers["known"] > order, change, torch.zeros_like(change)))
-        return tuple(factor.to(self.dtype) for factor in factors)
+        return tuple(factor.to(self.form.dtype) for factor in factors)
 
 
 class FasterCacheModules(ReusedModules):
@@ -266,25 +258,24 @@ class FasterCacheModules(ReusedModules):
     returns (newer, older): its new result is written to the memory of the oldest one, which is donated.
     """
 
-    arrays = 2
-
     def step(self, model: Any, run: RunStep, tensors: dict[str, Any], joined: bool) -> torch.Tensor:
         """Run a step with and without the prompt, or with the prompt alone; arguments as in the base class.
 
         A step of both videos keeps the low and high frequencies of the difference of its two predictions. A
         step with the prompt alone adds them to its prediction to get the prediction without the prompt.
         """
-        (videos,), before = self.static, self.kept
-        if videos == "all":  # a model of distilled guidance: no video has a twin without the prompt
+        before = self.kept
+        if self.form.prompted_only is None:  # distilled guidance: no video has a twin without the prompt
             return super().step(model, run, tensors, joined)
-        prompted_only = before is None or videos == "with the prompt"
+        # Arrays are kept for the video with the prompt alone: a trace for their shapes runs on it.
+        prompted_only = before is None or self.form.prompted_only
         low, high = before.pop("frequencies") if before else (torch.zeros(0), torch.zeros(0))
         if prompted_only:  # the second half of the batch
             tensors = {
                 name: each.chunk(2)[1] if name in GUIDED_INPUTS else each for name, each in tensors.items()
             }
         sample = super().step(model, run, tensors, joined)
-        if before is None:  # a trace for shapes: one video, as arrays are kept for it alone
+        if before is None:
             low = high = sample.float()
         elif prompted_only:
             low, high = low * self.numbers["low"], high * self.numbers["high"]
@@ -298,7 +289,7 @@ class FasterCacheModules(ReusedModules):
 
     def _estimate(self, name: str, kept: Any, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
         """Return a module's tensors extrapolated from their last two results (before, now)."""
-        weight = self.numbers["weights"][self.names.index(name)].to(dtype)
+        weight = self.numbers["weights"][self.form.kept.index(name)].to(dtype)
         return tuple(now + (now - before) * weight for before, now in kept)
 
     def _to_keep(self, name: str, y: torch.Tensor, kept: Any) -> tuple[torch.Tensor, ...]:
@@ -317,8 +308,6 @@ GUIDED_INPUTS = ("hidden_states", "encoder_hidden_states", "timestep")
 
 def low_frequencies(x: Any) -> Any:
     """Return pictures (..., H, W) without the frequencies above a fifth of the shorter side, as diffusers."""
-    import jax.numpy as jnp
-
     height, width = x.shape[-2:]
     rows, columns = jnp.arange(height)[:, None] - height // 2, jnp.arange(width) - width // 2
     inside = rows**2 + columns**2 <= (min(height, width) // 5) ** 2
@@ -351,17 +340,13 @@ def _replace_forward(module: nn.Module, given: dict[str, Any], results: dict[str
     vars(module)["forward"] = call
 
 
-REUSES: dict[str, type[Any]] = {
+REUSES: dict[str, Any] = {
+    **dict.fromkeys(("first_block", "all_blocks", "no_block"), BlockStack),
     "broadcast": ReusedModules,
     "taylor": TaylorModules,
     "faster": FasterCacheModules,
 }
-"""Class that runs each kind of form; any other form is a `BlockStack`."""
-
-
-def reuse(form: Form, kept: Any, numbers: dict[str, torch.Tensor]) -> Any:
-    """Return the object that runs a step of this form, a `BlockStack` or `ReusedModules`."""
-    return REUSES.get(form[0], BlockStack)(form, kept, numbers)
+"""The class that runs a step, by the kind of its form."""
 
 
 def takes_sequences(form: Form) -> bool:
@@ -371,5 +356,4 @@ def takes_sequences(form: Form) -> bool:
     sequence the modules inside a part are not called, as kernels take their weights.
     """
     allowed = re.compile(r"transformer_blocks\.\d+(\.(attn1|ff))?|(?!transformer_blocks\.).*")
-    kept_and_skipped = form[1:3]  # empty for a form of the kind alone
-    return all(allowed.fullmatch(name) for names in kept_and_skipped for name in names)
+    return all(allowed.fullmatch(name) for name in (*form.kept, *form.skipped))

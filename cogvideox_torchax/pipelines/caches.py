@@ -14,7 +14,7 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,22 +22,35 @@ from torch import nn
 
 from cogvideox_torchax import runtime, upstream
 
-Form = tuple[Any, ...]
-"""Form of a step: (kind, names of modules whose results are kept, names of skipped modules, ...).
 
-Further items depend on the kind, a key of `cached_layers.REUSES` or a method of `cached_layers.BlockStack`,
-whose forms may have the kind alone. Another form is another program.
-"""
+class Form(NamedTuple):
+    """The form of a step: which layers it runs, and which results it keeps for later steps.
 
+    Attributes:
+        kind: a key of `cached_layers.REUSES`, the class that runs the step.
+        kept: names of the modules whose results are kept.
+        skipped: names of the modules whose kept results are used.
+        arrays: number of arrays that are kept for each tensor of a result.
+        dtype: dtype of kept arrays; None for the results' own.
+        prompted_only: whether the step runs on the videos with the prompt alone, and makes up the prediction
+            without it; None if no video has a twin without the prompt.
+        reuses: whether a "first_block" step reuses; None lets the device decide.
+    """
+
+    kind: str
+    kept: tuple[str, ...] = ()
+    skipped: tuple[str, ...] = ()
+    arrays: int = 1
+    dtype: torch.dtype | None = None
+    prompted_only: bool | None = None
+    reuses: bool | None = None
+
+
+form = functools.cache(Form)
+"""Make a `Form`; the same arguments give the same object, by which a program is found again."""
 
 StepPlan = tuple[Form, dict[str, torch.Tensor]]
 """(form, numbers) of a step: `numbers` are tensors of `cached_layers.NUMBERS`, by name, for its program."""
-
-
-@functools.cache
-def form(*parts: Any) -> Form:
-    """Return the form of these items; equal items give the same object."""
-    return parts
 
 
 @dataclass
@@ -179,8 +192,7 @@ class FirstBlockSteps(StepCache):
         """
         # One step is planned, `range(1)`, for its threshold: all steps have the same plan.
         ((_form, numbers),) = super().plan_run(model, batch, range(1))
-        # No modules are named as kept or skipped: `BlockStack` keeps its own residuals.
-        return [(form("first_block", (), (), reuses), numbers) for reuses in (False, True)]
+        return [(form("first_block", reuses=reuses), numbers) for reuses in (False, True)]
 
     def _plan_step(self, state: RunState, model: Any, tensors: dict[str, Any]) -> StepPlan:
         """Return the form of every step, and the threshold with which the device decides."""
@@ -201,40 +213,21 @@ class MagSteps(StepCache):
     """
 
     def _plan_step(self, state: RunState, model: Any, tensors: dict[str, Any]) -> StepPlan:
-        """Return the form that runs all blocks or none, as the hooks decide by their ratios."""
-        if self.hooks[0].hook.config.calibrate:
-            return form("all_blocks"), {}  # `_record` counts the step, once its ratio is measured
-        computes = self._count_step(state)
+        """Return the form that runs all blocks or none, as the first block's hook decides by its ratios."""
+        head, *_, tail = state.hooks.values()
+        placeholder = torch.zeros(1, 1, 1)  # the hooks need tensors, but decide without their values
+        inputs = {"hidden_states": placeholder, "encoder_hidden_states": placeholder}
+        computes = computes_module(head, 2 * (placeholder,), **inputs)
+        if not head.config.calibrate:  # else `_record` counts the step, once its ratio is measured
+            computes_module(tail, 2 * (placeholder,), **inputs)  # the last block's hook counts the step
         state.computed.append(computes)
         return form("all_blocks" if computes else "no_block"), {}
 
     def _record(self, state: RunState, seen: Any) -> None:
-        """Give the hooks `seen`, the ratio that the step has measured, if they calibrate."""
-        if self.hooks[0].hook.config.calibrate:
-            state.computed.append(runtime.without_torchax(self._count_step, state, seen))
-
-    def _count_step(self, state: RunState, ratio: Any = None) -> bool:
-        """Make the hooks of the first and the last block count a step; return whether it runs the blocks.
-
-        `ratio` is the ratio that a calibration has measured at this step, or None.
-        """
-        placeholder = torch.zeros(1, 1, 1)  # the hooks need tensors, but decide without their values
-        head, *_, tail = state.hooks.values()
-
-        def calibrate(hook_state: Any, _residual: Any) -> None:
-            """Append the measured ratio to diffusers' state; as in diffusers, the first step's is 1."""
-            hook_state.calibration_ratios.append(float(ratio) if hook_state.calibration_ratios else 1.0)
-
-        head_computes, _tail_computes = (
-            computes_module(
-                hook,
-                (placeholder, placeholder),
-                hidden_states=placeholder,
-                encoder_hidden_states=placeholder,
-            )
-            for hook in (head, upstream.calibrated(tail, calibrate))
-        )
-        return head_computes
+        """Give the last block's hook `seen`, the ratio that the step has measured, if it calibrates."""
+        *_, tail = state.hooks.values()
+        if tail.config.calibrate:
+            runtime.without_torchax(upstream.record_ratio, tail, seen)
 
 
 class BroadcastSteps(StepCache):
@@ -253,7 +246,7 @@ class TaylorSteps(StepCache):
     """TaylorSeer: results are extrapolated from earlier steps."""
 
     def _plan_step(self, state: RunState, model: Any, tensors: dict[str, Any]) -> StepPlan:
-        """Return the form, with the number of arrays of a tensor that are kept, and their dtype.
+        """Return the form that runs all modules or skips all, as the hooks decide, and its numbers.
 
         The numbers are the steps `since` the last computed step, and how many arrays of a tensor are `known`
         by then: the result, its first difference, and so on.
@@ -269,10 +262,14 @@ class TaylorSteps(StepCache):
         (computes,) = {computes_module(hook, torch.zeros(1)) for hook in state.hooks.values()}
         state.computed.append(computes)
         since = 1.0 if last_step is None else float(hook_state.current_step - last_step)
-        skipped = () if computes else tuple(hook_states)
-        arrays, dtype = hook_state.max_order + 1, hook_state.taylor_factors_dtype
-        numbers = {"since": torch.tensor(since), "known": torch.tensor(known)}
-        return form("taylor", kept, skipped, arrays, dtype), numbers
+        taylor_form = form(
+            "taylor",
+            kept,
+            skipped=() if computes else tuple(hook_states),
+            arrays=hook_state.max_order + 1,
+            dtype=hook_state.taylor_factors_dtype,
+        )
+        return taylor_form, {"since": torch.tensor(since), "known": torch.tensor(known)}
 
 
 def results_that_skips_read(names: Iterable[str]) -> list[str]:
@@ -299,15 +296,16 @@ class FasterSteps(StepCache):
     """FasterCache: attention is extrapolated, the prediction without the prompt made from the one with it."""
 
     def _plan_step(self, state: RunState, model: Any, tensors: dict[str, Any]) -> StepPlan:
-        """Return the form, with the videos that the step runs on, and the weights of its extrapolations.
+        """Return the form, and the weights of its extrapolations by the user's callbacks.
 
         The transformer's hook decides whether to skip the videos without a prompt, attention's hooks whether
-        to skip a module. The numbers are the `low` and `high` frequencies' weights, and the `weights` of the
-        modules.
+        to skip a module. The numbers are the weights of `low` and `high` frequencies, and the modules'
+        `weights`.
         """
-        weights: dict[str, float] = {}  # by "MODULE.CALLBACK"; the transformer's module name is ""
-        for each in self.hooks:  # the user's callbacks are asked with the user's modules
-            self._record_weights(state.hooks[each.module], each, model.get_submodule(each.module), weights)
+        own = {each.module: each.hook for each in self.hooks}  # with the user's callbacks
+        for hook in state.hooks.values():  # the copies need weights, but decide without their values
+            callbacks = [name for name in vars(hook) if name.endswith("weight_callback")]
+            vars(hook).update(dict.fromkeys(callbacks, lambda _module: 0.0))
         denoiser, parts = state.hooks[""], {name: hook for name, hook in state.hooks.items() if name}
         batch, prompted_only, skipped = len(tensors["hidden_states"]), [], []
 
@@ -321,43 +319,32 @@ class FasterSteps(StepCache):
 
         has_two_results = denoiser.state.iteration > 1  # else there is nothing to extrapolate: weight 0
         upstream.call_hook(denoiser, denoise, hidden_states=torch.zeros(batch, 1, 1, 1, 1))
-        numbers = {
-            name: torch.tensor(weights.get(f".{name}_frequency_weight_callback", 1.0))
-            for name in ("low", "high")
-        }
-        part_weights = [has_two_results * weights.get(f"{name}.weight_callback", 0.0) for name in parts]
-        numbers["weights"] = torch.tensor(part_weights)
+        weights = [
+            has_two_results * float(own[name].weight_callback(model.get_submodule(name)))
+            if name in skipped
+            else 0.0
+            for name in parts
+        ]
+        low, high = 1.0, 1.0
+        if prompted_only[0]:
+            low = float(own[""].low_frequency_weight_callback(model))
+            high = float(own[""].high_frequency_weight_callback(model))
         state.computed.append(not (prompted_only[0] or skipped))
-        videos = "with the prompt" if prompted_only[0] else "with and without"
-        videos = "all" if denoiser.is_guidance_distilled else videos
-        return form("faster", tuple(parts), tuple(skipped), videos), numbers
+        faster_form = form(
+            "faster",
+            tuple(parts),
+            tuple(skipped),
+            arrays=2,
+            prompted_only=None if denoiser.is_guidance_distilled else prompted_only[0],
+        )
+        numbers = {"low": low, "high": high, "weights": weights}
+        return faster_form, {name: torch.tensor(value) for name, value in numbers.items()}
 
     def _record(self, state: RunState, seen: Any) -> None:
         """Put the two kept results of each tensor in order again, the older one first."""
         # The program returns the newer result first: it is written to the donated memory of the older one.
         swapped = {name: tuple(pair[::-1] for pair in state.kept[name]) for name in state.hooks if name}
         state.kept = {**state.kept, **swapped}
-
-    def _record_weights(
-        self, hook: Any, original: upstream.Hooked, module: nn.Module, weights: dict[str, float]
-    ) -> None:
-        """Make a copied hook call the user's weight callbacks with the user's module; record their results.
-
-        Args:
-            hook: the copied hook; its callbacks are replaced.
-            original: the hook that was copied, with the user's callbacks.
-            module: the user's module.
-            weights: gets the results, by "MODULE.CALLBACK".
-        """
-        for name in [name for name in vars(original.hook) if name.endswith("weight_callback")]:
-
-            def ask(_: Any, name: str = name) -> float:
-                """Return the user's weight, and record it."""
-                key = f"{original.module}.{name}"
-                weights[key] = float(getattr(original.hook, name)(module))
-                return weights[key]
-
-            setattr(hook, name, ask)
 
 
 def computes_module(hook: Any, result: Any, *args: Any, **kwargs: Any) -> bool:

@@ -3,6 +3,8 @@
 Everything that a user passes is checked against the model's configs before any weight is loaded.
 """
 
+import hashlib
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
@@ -32,6 +34,8 @@ CLASSES = {
 CONFIGS = (INDEX, "*/config.json", "*/scheduler_config.json")
 """Patterns of a pipeline's files that are read before it is loaded."""
 
+VAE_CONFIG = "vae/config.json"
+
 
 class RequestError(ValueError):
     """A request that the model cannot serve; the message says what it can."""
@@ -55,9 +59,16 @@ class Model:
 
     @property
     def fingerprint(self) -> str:
-        """The hash of the configs, which a saved stage is compared by."""
+        """A hash of the configs, which a saved stage is compared by.
+
+        Keys that begin with "_", such as the version of diffusers that wrote a config, are left out.
+        """
         configs = {"transformer": self.transformer, "vae": self.vae, "scheduler": self.scheduler}
-        return stages.fingerprint(configs)
+        plain = {
+            part: {key: value for key, value in config.items() if not key.startswith("_")}
+            for part, config in configs.items()
+        }
+        return hashlib.sha256(json.dumps(plain, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
     @property
     def spatial_compression_ratio(self) -> int:
@@ -94,23 +105,22 @@ def describe(name: str, *, image: bool, clip: bool) -> Model:
     Raises:
         RequestError: no CogVideoX pipeline there, or one that takes something else.
     """
-    index = _config(name, INDEX)
+    index = config_of(name, INDEX)
     kind = _kind(name, str(index.get("_class_name")), image, clip)
-    transformer = _config(name, "transformer/config.json")
-    scheduler = _config(name, "scheduler/scheduler_config.json")
+    transformer = config_of(name, "transformer/config.json")
+    scheduler = config_of(name, "scheduler/scheduler_config.json")
     # The index has (library, class) of each part.
     # diffusers loads that class, whatever the part's own config says.
     _library, scheduler["_class_name"] = index["scheduler"]
-    return Model(name, kind, transformer, vae_config(name), scheduler)
+    return Model(name, kind, transformer, config_of(name, VAE_CONFIG), scheduler)
 
 
-def vae_config(name: str) -> dict[str, Any]:
-    """Return the config of a pipeline's VAE; raise `RequestError` if there is none."""
-    return _config(name, "vae/config.json")
+def config_of(name: str, file: str) -> dict[str, Any]:
+    """Return the content of a JSON file, one of `CONFIGS`, of a pipeline's directory or hub id.
 
-
-def _config(name: str, file: str) -> dict[str, Any]:
-    """Return the content of a pipeline's JSON file; raise `RequestError` if it cannot be read."""
+    Raises:
+        RequestError: it cannot be read.
+    """
     try:
         return read_json(locate(name, files=CONFIGS) / file)
     except ModelError as error:
@@ -128,19 +138,18 @@ def _kind(name: str, class_name: str, image: bool, clip: bool) -> str:
     Raises:
         RequestError: another class, or inputs that the class does not take.
     """
-    wants = {CLASSES[IMAGE]: "an image (--image)", CLASSES[CONTROL]: "a control video (--video)"}
     if class_name not in CLASSES.values():
         raise RequestError(f"{name} is a {class_name}: it takes one of {', '.join(CLASSES.values())}")
-    if (class_name == CLASSES[IMAGE]) != image or (class_name == CLASSES[CONTROL] and not clip):
-        takes = wants.get(class_name, "no image")
+    conditioned = {CLASSES[IMAGE]: IMAGE, CLASSES[CONTROL]: CONTROL}
+    kind = conditioned.get(class_name, VIDEO if clip else TEXT)
+    if (kind == IMAGE) != image or (kind == CONTROL and not clip):
+        takes = {IMAGE: "an image (--image)", CONTROL: "a control video (--video)"}.get(kind, "no image")
         raise RequestError(
             f"{name} is a {class_name}: it takes {takes}: change the request, or give another --model"
         )
     if image and clip:
         raise RequestError("got both --image and --video: give one")
-    if class_name in wants:
-        return IMAGE if image else CONTROL
-    return VIDEO if clip else TEXT
+    return kind
 
 
 def check(request: Request, model: Model) -> None:
@@ -274,7 +283,7 @@ class Generation:
     def encode_text(self) -> dict[str, torch.Tensor | None]:
         """Return the prompts' embeddings (1, S, C) by the pipeline's argument names; save them as a stage.
 
-        Without guidance the negative prompt's are None. Latents that an earlier generation saved are removed.
+        Without guidance the negative prompt's are None.
         """
         with torch.no_grad():
             positive, negative = self.pipe.encode_prompt(
@@ -284,7 +293,6 @@ class Generation:
                 max_sequence_length=self.model.transformer["max_text_seq_length"],
             )
         embeddings = {"prompt_embeds": positive, "negative_prompt_embeds": negative}
-        self._remove_saved_latents()
         if self.keep is not None:
             stages.save_text(self.keep, embeddings, request=self.request, model=self.model.fingerprint)
         return embeddings
@@ -292,16 +300,28 @@ class Generation:
     def sample(self, embeddings: dict[str, torch.Tensor | None]) -> latent_files.Latents:
         """Denoise, and return the latents as the content of a latent file, (1, C, T, H, W).
 
-        `embeddings` are those of `encode_text`, or of a saved stage.
+        Latents that an earlier generation saved are removed: they must not be decoded as this one's.
+
+        Args:
+            embeddings: of `encode_text`, or of a saved stage.
         """
-        self._remove_saved_latents()
-        result = self.pipe(
+        if self.keep is not None:
+            stages.path_of(self.keep, stages.LATENTS).unlink(missing_ok=True)
+        sampled = self.pipe(
             **self._arguments(),
             **embeddings,
             callback_on_step_end=self._show_step if self.show else None,
             output_type="latent",
+        ).frames
+        # The pipelines pad to whole patches by frames at the start, which are cut off.
+        padding = sampled.shape[1] - self.model.latent_frames(self.request.frames)
+        return latent_files.Latents(
+            tensor=self._plain_latents(sampled)[:, padding:].permute(0, 2, 1, 3, 4).contiguous(),
+            config=dict(self.pipe.vae.config),
+            model=self.model.name,
+            fps=Fraction(8),
+            num_frames=self.request.frames,
         )
-        return self._latent_file_of(result.frames)
 
     def _arguments(self) -> dict[str, Any]:
         """Return the arguments of the pipeline's call that the request gives, without the embeddings."""
@@ -337,26 +357,6 @@ class Generation:
             self.show(self._plain_latents(kwargs["latents"]))
         return {}
 
-    def _remove_saved_latents(self) -> None:
-        """Remove an earlier generation's latents, which must not be decoded as this one's."""
-        if self.keep is not None:
-            stages.path_of(self.keep, stages.LATENTS).unlink(missing_ok=True)
-
     def _plain_latents(self, latents: torch.Tensor) -> torch.Tensor:
         """Return latents of the pipeline on the host, scaled as the VAE takes them."""
         return 1 / self.model.vae["scaling_factor"] * to_torch(latents)
-
-    def _latent_file_of(self, sampled: torch.Tensor) -> latent_files.Latents:
-        """Return the content of a latent file, of sampled latents (1, T, C, H, W).
-
-        Padding frames are cut off: the pipelines put them first.
-        """
-        latent_frames = self.model.latent_frames(self.request.frames)
-        z = self._plain_latents(sampled)[:, sampled.shape[1] - latent_frames :].permute(0, 2, 1, 3, 4)
-        return latent_files.Latents(
-            tensor=z.contiguous(),
-            config=dict(self.pipe.vae.config),
-            model=self.model.name,
-            fps=Fraction(8),
-            num_frames=self.request.frames,
-        )

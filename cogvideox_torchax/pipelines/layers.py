@@ -3,18 +3,17 @@
 Axis letters: N videos, S positions of a sequence (text first, then patches), H heads, D channels of a head.
 """
 
-import contextlib
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import MutableMapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from diffusers.models.attention_processor import CogVideoXAttnProcessor2_0, FusedCogVideoXAttnProcessor2_0
-from diffusers.models.embeddings import CogVideoXPatchEmbed, get_3d_sincos_pos_embed
+from diffusers.models.embeddings import CogVideoXPatchEmbed
 from torch import nn
 
 import jax_kernels
-from cogvideox_torchax import runtime
+from cogvideox_torchax import runtime, upstream
 from cogvideox_torchax.runtime import on_jax, torch_view
 
 
@@ -53,32 +52,8 @@ def check_positions(table: torch.Tensor, patches: int) -> None:
         )
 
 
-class AttnProcessor(CogVideoXAttnProcessor2_0):
-    """CogVideoX's joint attention over text and patches, through `jax_kernels.attention`."""
-
-    def __call__(
-        self,
-        attn: Any,
-        hidden_states: torch.Tensor,
-        encoder_hidden_states: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        image_rotary_emb: Any = None,
-    ) -> Any:
-        """Return attention's results for patches and text, in one pass over both.
-
-        Diffusers' code runs for plain tensors, cross-attention and masks, which the kernel does not take.
-        """
-        if not on_jax(hidden_states) or attention_mask is not None or attn.is_cross_attention:
-            return super().__call__(
-                attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb
-            )
-        x_NSC = torch.cat([encoder_hidden_states, hidden_states], dim=1)
-        projected = (project(x_NSC) for project in (attn.to_q, attn.to_k, attn.to_v))
-        return _joint_attention(attn, projected, hidden_states.shape[1], image_rotary_emb)
-
-
-class FusedAttnProcessor(FusedCogVideoXAttnProcessor2_0):
-    """`AttnProcessor` where the three projections were fused into one (`fuse_qkv_projections`).
+class JointAttention:
+    """Mixin of diffusers' attention processors: attention over text and patches by `jax_kernels.attention`.
 
     The inherited code writes rotated queries into a view of a view, which torchax loses.
     """
@@ -91,41 +66,46 @@ class FusedAttnProcessor(FusedCogVideoXAttnProcessor2_0):
         attention_mask: torch.Tensor | None = None,
         image_rotary_emb: Any = None,
     ) -> Any:
-        """Return attention's results for patches and text, in one pass over both.
+        """Return attention's results (patches, text), in one pass over both.
 
-        Diffusers' code runs for plain tensors and for masks, which the kernel does not take.
+        Diffusers' code runs for plain tensors, cross-attention and masks, which the kernel does not take.
+
+        Args:
+            attn: diffusers' attention, whose layers are used.
+            hidden_states: patches (N, S, C).
+            encoder_hidden_states: text, likewise.
+            attention_mask: as diffusers takes it.
+            image_rotary_emb: (cos, sin) of the patches' positions; None for none.
         """
-        if not on_jax(hidden_states) or attention_mask is not None:
-            return super().__call__(
+        if not on_jax(hidden_states) or attention_mask is not None or attn.is_cross_attention:
+            inherited: Any = super()
+            return inherited.__call__(
                 attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb
             )
         x_NSC = torch.cat([encoder_hidden_states, hidden_states], dim=1)
-        projected = attn.to_qkv(x_NSC).chunk(3, dim=-1)
-        return _joint_attention(attn, projected, hidden_states.shape[1], image_rotary_emb)
+        if isinstance(self, FusedCogVideoXAttnProcessor2_0):  # the three projections are one
+            projected = attn.to_qkv(x_NSC).chunk(3, dim=-1)
+        else:
+            projected = (project(x_NSC) for project in (attn.to_q, attn.to_k, attn.to_v))
+        q, k, v = (part.unflatten(-1, (attn.heads, -1)) for part in projected)
+        q = q if attn.norm_q is None else attn.norm_q(q)
+        k = k if attn.norm_k is None else attn.norm_k(k)
+        if image_rotary_emb is not None:  # the last positions are patches; text has none
+            check_positions(image_rotary_emb[0], hidden_states.shape[1])
+            q, k = (torch_view(jax_kernels.apply_rotary)(x, *image_rotary_emb) for x in (q, k))
+        y_NSHD = torch_view(jax_kernels.attention)(q, k, v)
+        project, dropout = attn.to_out
+        y_NSC = dropout(project(y_NSHD.flatten(2)))
+        text = encoder_hidden_states.shape[1]
+        return y_NSC[:, text:], y_NSC[:, :text]
 
 
-def _joint_attention(
-    attn: Any, projected: Iterable[torch.Tensor], patches: int, image_rotary_emb: Any
-) -> Any:
-    """Return attention's results (patches, text).
+class AttnProcessor(JointAttention, CogVideoXAttnProcessor2_0):
+    """CogVideoX's attention, for three separate projections."""
 
-    Args:
-        attn: diffusers' attention.
-        projected: queries, keys and values (N, S, C) of all tokens.
-        patches: number of patches.
-        image_rotary_emb: (cos, sin) of the patches' positions; None for none.
-    """
-    q, k, v = (part.unflatten(-1, (attn.heads, -1)) for part in projected)
-    q = q if attn.norm_q is None else attn.norm_q(q)
-    k = k if attn.norm_k is None else attn.norm_k(k)
-    if image_rotary_emb is not None:  # the last positions are patches; text has none
-        check_positions(image_rotary_emb[0], patches)
-        q, k = (torch_view(jax_kernels.apply_rotary)(x, *image_rotary_emb) for x in (q, k))
-    y_NSHD = torch_view(jax_kernels.attention)(q, k, v)
-    project, dropout = attn.to_out
-    y_NSC = dropout(project(y_NSHD.flatten(2)))
-    text = y_NSC.shape[1] - patches
-    return y_NSC[:, text:], y_NSC[:, :text]
+
+class FusedAttnProcessor(JointAttention, FusedCogVideoXAttnProcessor2_0):
+    """CogVideoX's attention, for projections that `fuse_qkv_projections` has made one."""
 
 
 class PatchEmbed(CogVideoXPatchEmbed):
@@ -136,7 +116,7 @@ class PatchEmbed(CogVideoXPatchEmbed):
     """
 
     table: torch.Tensor | None = None
-    """The table that replaces the module's own, inside `using`."""
+    """The table that replaces the module's own (`use_table`)."""
 
     def needs_table(self, height: int, width: int, frames: int) -> bool:
         """Return whether latents of this size need another table than the model's own."""
@@ -152,39 +132,15 @@ class PatchEmbed(CogVideoXPatchEmbed):
         if not self.needs_table(height, width, frames):
             return None
         size = (height, width, frames)
-        known, table = _TABLES.get(self, (None, None))
-        if known != size:  # other threads may store another size's table at any time
-            table = runtime.to_jax(runtime.without_torchax(self._positions, *size))
+        known_size, table = _TABLES.get(self, (None, None))
+        if known_size != size:  # other threads may store another size's table at any time
+            table = runtime.to_jax(runtime.without_torchax(upstream.positions, self, *size))
             _TABLES[self] = size, table
         return table
 
-    def _positions(self, height: int, width: int, frames: int) -> torch.Tensor:
-        """Compute the table of positions (1, S, C) on the host, with zeros for the text."""
-        patches_TSC = get_3d_sincos_pos_embed(
-            self.embed_dim,
-            (width // self.patch_size, height // self.patch_size),
-            frames,
-            self.spatial_interpolation_scale,
-            self.temporal_interpolation_scale,
-            output_type="pt",
-        )
-        text_SC = patches_TSC.new_zeros(self.max_text_seq_length, self.embed_dim)
-        return torch.cat([text_SC, patches_TSC.flatten(0, 1)])[None]
-
-    @contextlib.contextmanager
-    def using(self, table: torch.Tensor | None) -> Iterator[None]:
-        """Have `forward` add `table` in place of the module's own positions in a `with` block.
-
-        None changes nothing. It sets attributes: use it on a program's own copy of the module.
-        """
-        if table is None:
-            yield
-            return
+    def use_table(self, table: torch.Tensor) -> None:
+        """Have `forward` add `table` in place of the module's own positions; for a program's own copy."""
         self.table, self.use_positional_embeddings = table, False  # the inherited forward adds none
-        try:
-            yield
-        finally:
-            self.table, self.use_positional_embeddings = None, True
 
     def forward(self, text_embeds: torch.Tensor, image_embeds: torch.Tensor) -> torch.Tensor:
         """Return text and embedded patches as one sequence (N, S, C), with positions added.

@@ -2,11 +2,23 @@
 
 import contextlib
 import functools
-import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from cogvideox_torchax import runtime
+
+NETWORK_METHODS = (
+    "fuse_qkv_projections",
+    "unfuse_qkv_projections",
+    "load_lora_adapter",
+    "save_lora_adapter",
+    "add_adapter",
+    "delete_adapters",
+    "fuse_lora",
+    "unfuse_lora",
+    "unload_lora",
+)
+"""diffusers' methods of a transformer that read or make weights; scaling and switching adapters does not."""
 
 PIPELINE_METHODS = (
     "load_lora_weights",
@@ -18,16 +30,22 @@ PIPELINE_METHODS = (
 """diffusers' methods of a pipeline that change its transformer's LoRAs."""
 
 
-def run_in_pytorch(
-    method: Callable[..., Any], network_of: Callable[[Any], Any] = lambda network: network
-) -> Callable[..., Any]:
-    """Return `method`, run while the weights of a network are in PyTorch.
+def methods_in_pytorch(
+    kind: Any, names: Iterable[str], network_of: Callable[[Any], Any] = lambda network: network
+) -> dict[str, Callable[..., Any]]:
+    """Return by name the methods of a class, of `names` those it has, run while weights are in PyTorch.
 
     Args:
-        method: a method of the network, or of a pipeline.
-        network_of: returns the network for the object that the method is called on: that object itself, or a
+        kind: class of the network, or of a pipeline.
+        names: of its methods.
+        network_of: returns the network for the object that a method is called on: that object itself, or a
             pipeline's transformer.
     """
+    return {name: _in_pytorch(getattr(kind, name), network_of) for name in names if hasattr(kind, name)}
+
+
+def _in_pytorch(method: Callable[..., Any], network_of: Callable[[Any], Any]) -> Callable[..., Any]:
+    """Return a method, run while the weights of `network_of(its object)` are in PyTorch."""
 
     @functools.wraps(method)
     def call(owner: Any, *args: Any, **options: Any) -> Any:
@@ -35,13 +53,6 @@ def run_in_pytorch(
             return runtime.without_torchax(method, owner, *args, **options)
 
     return call
-
-
-def pipeline_methods(kind: Any) -> dict[str, Callable[..., Any]]:
-    """Return by name the `PIPELINE_METHODS` that a pipeline's class has, made to run in PyTorch."""
-    network_of = operator.attrgetter("transformer")
-    names = (name for name in PIPELINE_METHODS if hasattr(kind, name))
-    return {name: run_in_pytorch(getattr(kind, name), network_of) for name in names}
 
 
 @contextlib.contextmanager

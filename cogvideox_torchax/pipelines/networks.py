@@ -65,25 +65,29 @@ class TransformerStep(nn.Module):
 
     Attributes:
         options: the attention_kwargs, {} for None.
-        joined: whether the layers allow one sequence.
+        joined: whether text and patches run as one sequence.
     """
 
     component = "transformer"
 
-    def __init__(self, model: DiffusersTransformer, attention_kwargs: dict[str, Any] | None = None):
+    def __init__(self, model: Any, attention_kwargs: dict[str, Any] | None = None):
         super().__init__()
         self.model = model
         self.options = dict(attention_kwargs or {})
-        self.joined = takes_sequences(model)
+        self.joined = takes_sequences(model) and self.options.keys() <= {"scale"}  # all `joined_step` knows
+
+    def predict(self, tensors: dict[str, Any]) -> torch.Tensor:
+        """Return the prediction of a step from its tensors by name (`step_tensors`)."""
+        arguments = {**tensors, "attention_kwargs": dict(self.options) or None}
+        if "positions" in arguments:
+            self.model.patch_embed.use_table(arguments.pop("positions"))
+        if self.joined:
+            return joined_step(self.model, **arguments)
+        return DiffusersTransformer.forward(self.model, **arguments, return_dict=False)[0]
 
     def forward(self, tensors: dict[str, Any], cache: None) -> tuple[torch.Tensor, None]:
-        """Return (prediction, None) of a step, from its tensors by name (`step_tensors`); it has no cache."""
-        arguments = {**tensors, "attention_kwargs": dict(self.options) or None}
-        model: Any = self.model
-        with model.patch_embed.using(arguments.pop("positions", None)):
-            if self.joined and self.options.keys() <= {"scale"}:  # all that `joined_step` knows
-                return joined_step(model, **arguments), cache
-            return DiffusersTransformer.forward(model, **arguments, return_dict=False)[0], cache
+        """Return (prediction, None) of a step from its tensors by name; it has no cache."""
+        return self.predict(tensors), cache
 
 
 class CachedStep(TransformerStep):
@@ -99,9 +103,7 @@ class CachedStep(TransformerStep):
 
     keep_unused = True  # cached arrays that a full step does not read must be donated, or stay alive
 
-    def __init__(
-        self, model: DiffusersTransformer, attention_kwargs: dict[str, Any] | None, form: caches.Form
-    ):
+    def __init__(self, model: Any, attention_kwargs: dict[str, Any] | None, form: caches.Form):
         super().__init__(model, attention_kwargs)
         self.form = form
         self.joined = self.joined and cached_layers.takes_sequences(form)
@@ -113,13 +115,8 @@ class CachedStep(TransformerStep):
         """
         inputs = dict(tensors)
         numbers = {name: inputs.pop(name) for name in cached_layers.NUMBERS if name in inputs}
-        reuse = cached_layers.reuse(self.form, cache, numbers)
-
-        def run(tensors: dict[str, Any]) -> torch.Tensor:
-            """Return the prediction of a step without a cache."""
-            return super(CachedStep, self).forward(tensors, None)[0]
-
-        sample = reuse.step(self.model, run, inputs, self.joined and self.options.keys() <= {"scale"})
+        reuse = cached_layers.REUSES[self.form.kind](self.form, cache, numbers)
+        sample = reuse.step(self.model, self.predict, inputs, self.joined)
         return (sample, reuse.seen), reuse.kept
 
 
@@ -134,8 +131,7 @@ class TextEncoding(nn.Module):
 
     def forward(self, tensors: dict[str, Any], cache: None) -> tuple[torch.Tensor, None]:
         """Return (last hidden states, None) of the encoder's arguments by name; it has no cache."""
-        result: Any = TransformersT5Encoder.forward(self.model, **tensors)
-        return result.last_hidden_state, cache
+        return TransformersT5Encoder.forward(self.model, **tensors)[0], cache
 
 
 class CompiledNetwork(PortedModel):
@@ -143,26 +139,18 @@ class CompiledNetwork(PortedModel):
 
     Attributes:
         network_class: the module that a program is compiled from, made from the model and a call's options.
+        parallelism: the use of "tp" and its reason, a `pipelines.sharding.Parallelism`; None without a mesh.
     """
 
     network_class: Any
-    _parallelism: Any = None
+    parallelism: Any = None
 
     @property
-    def parallelism(self) -> Any:
-        """The use of "tp" and its reason, a `pipelines.sharding.Parallelism`; None without a mesh."""
-        return self._parallelism
-
-    @property
-    def placement(self) -> Any:
+    def placement(self: Any) -> Any:
         """The sharding of the sequences, a `pipelines.sequence.SequencePlacement`; None without a mesh."""
         if self.mesh is None:
             return None
-        return SequencePlacement(self.mesh, self.parallelism, heads_of(self))
-
-    def split_layers(self, network: Any) -> tuple[type[nn.Module], ...]:
-        """Return the types of layers whose inputs and outputs are sharded sequences, in a `network_class`."""
-        return SPLIT_LAYERS
+        return SequencePlacement(self.mesh, self.parallelism, self.config.num_attention_heads)
 
     @property
     def program(self) -> runtime.Program:
@@ -182,11 +170,14 @@ class CompiledNetwork(PortedModel):
         """Return a new program of a call without options, to inspect its compiled text."""
         return self._compile_for(self.network_class(self))
 
-    def _compile_for(self, network: nn.Module) -> runtime.Program:
+    def _compile_for(self, network: Any) -> runtime.Program:
         """Return a new program of a module around this model, for the mesh if there is one."""
         if self.mesh is None:
             return runtime.Program(network)
-        return runtime.Program(network, replace(self.placement, types=self.split_layers(network)))
+        types = SPLIT_LAYERS
+        if self.parallelism.kind == sharding.CONTEXT:  # a transformer's blocks take and return local tokens
+            types = (Block,) if network.joined else ()
+        return runtime.Program(network, replace(self.placement, types=types))
 
     def run_program(self, *options: Any, **tensors: Any) -> torch.Tensor:
         """Return the result of the program of `network_class(self, *options)`.
@@ -211,9 +202,7 @@ class CompiledNetwork(PortedModel):
             ValueError: a mesh not made by `make_mesh`, or one that does not divide the weights.
         """
         port_network(self)  # layers that were added later, such as a LoRA's
-        mesh = (
-            mesh if mesh is not None or parallel is None else self.mesh
-        )  # `parallel` is for the present one
+        mesh = self.mesh if mesh is None else mesh
         if mesh is not None:
             self.place_on(mesh, parallel)
         runtime.put_weights(self, self.put_weight)
@@ -222,7 +211,7 @@ class CompiledNetwork(PortedModel):
         """Put a weight, a NumPy or a JAX array, on the default device or on the mesh."""
         if self.mesh is None:
             return runtime.on_default_device(name, array)
-        return sharding.put_weight(self.mesh, name, array, self.parallelism)
+        return self.placement.weight(name, array)
 
     def place_on(self, mesh: Mesh, parallel: Parallel | None = None, memory: float | None = None) -> None:
         """Compile for a mesh from now on, without moving the weights; programs for another mesh are dropped.
@@ -236,18 +225,12 @@ class CompiledNetwork(PortedModel):
         Raises:
             ValueError: a mesh not made by `make_mesh`, or one that does not divide the weights.
         """
-        is_unchanged = mesh == self._mesh and parallel is None and memory is None
-        chosen = (
-            self._parallelism if is_unchanged else parallelism_of(self, check_mesh(mesh), parallel, memory)
-        )
-        if (mesh, chosen) != (self._mesh, self._parallelism):
-            self._mesh, self._parallelism = mesh, chosen
+        chosen = self.parallelism
+        if mesh != self._mesh or parallel is not None or memory is not None:
+            chosen = parallelism_of(self, mesh, parallel, memory)
+        if (mesh, chosen) != (self._mesh, self.parallelism):
+            self._mesh, self.parallelism = mesh, chosen
             runtime.forget_programs(self)
-
-
-def heads_of(network: Any) -> int:
-    """Return the heads of a transformer's attention; 1 for a text encoder, where they are not used."""
-    return network.config["num_attention_heads"] if isinstance(network, DiffusersTransformer) else 1
 
 
 def parallelism_of(
@@ -261,13 +244,15 @@ def parallelism_of(
         requested: `parallel` of `CompiledNetwork.place_on`.
 
     Raises:
-        ValueError: the request is impossible, or the mesh does not divide the weights.
+        ValueError: a mesh not made by `make_mesh`, or one that does not divide the weights, or an impossible
+            request.
     """
+    check_mesh(mesh)
     chosen = sharding.Parallelism()
     if isinstance(network, DiffusersTransformer):
         chosen = sharding.choose_parallelism(
             mesh,
-            heads=heads_of(network),
+            heads=network.config["num_attention_heads"],
             weight_bytes=sum(weight.numel() * weight.element_size() for weight in network.parameters()),
             memory=sharding.memory_of(mesh) if memory is None else memory,
             requested=requested,
@@ -282,23 +267,8 @@ class CogVideoXTransformer3DModel(CompiledNetwork, DiffusersTransformer):
 
     network_class = TransformerStep
     save_pretrained = saved_from_host(DiffusersTransformer.save_pretrained)
-    # These methods read or make weights; scaling and switching a LoRA's adapters does not.
-    fuse_qkv_projections = loras.run_in_pytorch(DiffusersTransformer.fuse_qkv_projections)
-    unfuse_qkv_projections = loras.run_in_pytorch(DiffusersTransformer.unfuse_qkv_projections)
-    load_lora_adapter = loras.run_in_pytorch(DiffusersTransformer.load_lora_adapter)
-    save_lora_adapter = loras.run_in_pytorch(DiffusersTransformer.save_lora_adapter)
-    add_adapter = loras.run_in_pytorch(DiffusersTransformer.add_adapter)
-    delete_adapters = loras.run_in_pytorch(DiffusersTransformer.delete_adapters)
-    fuse_lora = loras.run_in_pytorch(DiffusersTransformer.fuse_lora)
-    unfuse_lora = loras.run_in_pytorch(DiffusersTransformer.unfuse_lora)
-    unload_lora = loras.run_in_pytorch(DiffusersTransformer.unload_lora)
-
-    _step_cache: caches.StepCache | None = None
-
-    @property
-    def step_cache(self) -> caches.StepCache | None:
-        """The enabled cache, which has the number of steps that it skipped; None without a cache."""
-        return self._step_cache
+    step_cache: caches.StepCache | None = None
+    """The enabled cache, which has the number of steps that it skipped; None without a cache."""
 
     def enable_cache(self, config: Any) -> None:
         """Enable a cache as diffusers does, before `port` or after."""
@@ -311,17 +281,17 @@ class CogVideoXTransformer3DModel(CompiledNetwork, DiffusersTransformer):
     def disable_cache(self) -> None:
         """Disable the cache as diffusers does."""
         super().disable_cache()
-        vars(self).pop("_step_cache", None)
+        vars(self).pop("step_cache", None)
 
     def take_cache(self) -> None:
         """Take the hooks of diffusers' cache, if there are any, off the modules; steps run as they say."""
         hooks = upstream.take_hooks(self)
         if hooks:
-            self._step_cache = caches.cache_of(hooks)
+            self.step_cache = caches.cache_of(hooks)
 
     def _warn_without_effect(self) -> None:
         """Warn if the enabled cache skips nothing."""
-        if self.is_cache_enabled and self._step_cache is None:
+        if self.is_cache_enabled and self.step_cache is None:
             warnings.warn(caches.WITHOUT_EFFECT.format(type(self._cache_config).__name__), stacklevel=3)
 
     @contextlib.contextmanager
@@ -333,8 +303,8 @@ class CogVideoXTransformer3DModel(CompiledNetwork, DiffusersTransformer):
     def _reset_stateful_cache(self, recurse: bool = True) -> None:
         """Drop the arrays that the cache keeps of earlier steps."""
         super()._reset_stateful_cache(recurse)
-        if self._step_cache is not None:
-            self._step_cache.reset()
+        if self.step_cache is not None:
+            self.step_cache.reset()
 
     def place(self, mesh: Mesh | None = None, parallel: Parallel | None = None) -> None:
         """Put the weights on JAX, and run diffusers' cache, if enabled, as programs."""
@@ -345,24 +315,15 @@ class CogVideoXTransformer3DModel(CompiledNetwork, DiffusersTransformer):
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """Move or cast as `PortedModel.to`; away from JAX diffusers' cache hooks are put back."""
         moved = super().to(*args, **kwargs)
-        if self._step_cache is not None and not runtime.is_on_jax(self):
-            upstream.put_hooks(self, vars(self).pop("_step_cache").hooks)
+        if self.step_cache is not None and not runtime.is_on_jax(self):
+            upstream.put_hooks(self, vars(self).pop("step_cache").hooks)
         return moved
 
     def run_program(self, *options: Any, **tensors: Any) -> torch.Tensor:
         """Return a step's prediction, through the cache if one is enabled."""
-        if self._step_cache is None:
+        if self.step_cache is None:
             return super().run_program(*options, **tensors)
-        return self._step_cache.step(self, functools.partial(CachedStep, self, *options), tensors)
-
-    def split_layers(self, network: Any) -> tuple[type[nn.Module], ...]:
-        """Return the types of layers whose inputs and outputs are sharded sequences, in `network`.
-
-        If tokens are split, these are the blocks; none if text and patches are not one sequence.
-        """
-        if self.parallelism.kind == "tensor":
-            return SPLIT_LAYERS
-        return (Block,) if network.joined else ()
+        return self.step_cache.step(self, functools.partial(CachedStep, self, *options), tensors)
 
     def forward(
         self,
@@ -408,6 +369,10 @@ class CogVideoXTransformer3DModel(CompiledNetwork, DiffusersTransformer):
                 self, hidden_states, run, "on JAX a transformer has no gradients"
             )
         return Transformer2DModelOutput(sample=sample) if return_dict else (sample,)
+
+
+for _name, _method in loras.methods_in_pytorch(DiffusersTransformer, loras.NETWORK_METHODS).items():
+    setattr(CogVideoXTransformer3DModel, _name, _method)
 
 
 class T5EncoderModel(CompiledNetwork, TransformersT5Encoder):
@@ -458,8 +423,8 @@ def step_tensors(
         "encoder_hidden_states": ((batch, text, config["text_embed_dim"]), dtype),
         "timestep": ((batch,), jnp.int32),
     }
-    patches = frames // (config["patch_size_t"] or 1) * (height // config["patch_size"])
-    patches *= width // config["patch_size"]
+    patch, patch_t = config["patch_size"], config["patch_size_t"] or 1
+    patches = frames // patch_t * (height // patch) * (width // patch)
     if config["use_rotary_positional_embeddings"]:
         table = ((patches, config["attention_head_dim"]), jnp.float32)
         tensors["image_rotary_emb"] = (table, table)

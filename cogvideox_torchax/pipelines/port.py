@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ from cogvideox_torchax import runtime, upstream
 from cogvideox_torchax.pipelines import loras, networks
 from cogvideox_torchax.pipelines.scheduler import port_scheduler
 from cogvideox_torchax.runtime.models import PicklesAsStock
-from cogvideox_torchax.sharding import Parallel, check_mesh
+from cogvideox_torchax.sharding import Parallel
 from cogvideox_torchax.vae.torchax.autoencoder import port_vae
 
 PIPELINES = (
@@ -25,11 +26,6 @@ PIPELINES = (
     CogVideoXVideoToVideoPipeline,
     CogVideoXFunControlPipeline,
 )
-
-
-def is_pipeline(candidate: Any) -> bool:
-    """Return whether `candidate` is one of diffusers' CogVideoX pipelines."""
-    return isinstance(candidate, PIPELINES)
 
 
 def port_pipeline(pipe: Any, mesh: Any = None, parallel: Parallel | None = None) -> None:
@@ -45,13 +41,10 @@ def port_pipeline(pipe: Any, mesh: Any = None, parallel: Parallel | None = None)
             that are offloaded. Nothing has been moved then.
     """
     around_vae = [network for network in (pipe.transformer, pipe.text_encoder) if network is not None]
-    if mesh is not None:
-        check_mesh(mesh)
     for network in around_vae:
         _check_network(network, mesh, parallel)
     for network in around_vae:
-        networks.port_network(network)
-        network.place(mesh, parallel)
+        networks.port_network(network).place(mesh, parallel)
     if pipe.vae is not None:
         vae = port_vae(pipe.vae)
         if mesh is not None:
@@ -92,7 +85,7 @@ def _port_from_pipe(make: Callable[..., Any], kind: type, pipeline: Any, **optio
         options: of `from_pipe`.
     """
     made = make(kind, pipeline, **options)
-    if not isinstance(pipeline, PortedPipeline) or not is_pipeline(made):
+    if not isinstance(pipeline, PortedPipeline) or not isinstance(made, PIPELINES):
         return made
     parts = [part for part in (pipeline.transformer, pipeline.vae, pipeline.text_encoder) if part is not None]
     # All parts are on the same devices: the first one tells the mesh. A transformer has a parallelism too.
@@ -109,13 +102,6 @@ class PortedPipeline(PicklesAsStock, DiffusionPipeline):
 
     A copy runs on JAX too. An unpickled pipeline is in PyTorch, as its models are, until it is ported again.
     """
-
-    vae: Any
-    transformer: Any
-    text_encoder: Any
-    scheduler: Any
-    vae_scaling_factor_image: float
-    vae_scale_factor_spatial: int
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """Move as diffusers' `to` does; "cuda" and "jax" name the devices of `port`."""
@@ -190,12 +176,13 @@ def _ported_class(kind: type) -> type:
         inherited.check_inputs(self, *args, **kwargs)
 
     members = {
-        **{name: _on_torchax(getattr(kind, name)) for name in _public_methods(kind)},
+        # `active()` is a decorator too: each call of a method runs with torchax enabled.
+        **{name: runtime.active()(getattr(kind, name)) for name in _public_methods(kind)},
         "__module__": kind.__module__,
-        "__call__": _on_torchax(call),
+        "__call__": runtime.active()(call),
         "check_inputs": check_inputs,
         **upstream.rotary_tables(inherited, _on_transformer_device),
-        **loras.pipeline_methods(kind),
+        **loras.methods_in_pytorch(kind, loras.PIPELINE_METHODS, operator.attrgetter("transformer")),
     }
     return type(kind.__name__, (PortedPipeline, kind), members)
 
@@ -205,17 +192,6 @@ def _public_methods(kind: type) -> list[str]:
     bases = kind.__mro__[: kind.__mro__.index(DiffusionPipeline)]
     names = {name for base in bases for name, member in vars(base).items() if inspect.isfunction(member)}
     return [name for name in names if not name.startswith("__") and not hasattr(PortedPipeline, name)]
-
-
-def _on_torchax(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `method`, run with torchax enabled."""
-
-    @functools.wraps(method)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with runtime.active():
-            return method(*args, **kwargs)
-
-    return call
 
 
 def _on_transformer_device(pipe: Any, table: torch.Tensor) -> torch.Tensor:

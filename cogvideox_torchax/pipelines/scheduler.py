@@ -37,13 +37,12 @@ class StepLog:
 
     def check(self) -> None:
         """Raise `NonFiniteError` if the last step's latents hold a NaN or an Inf; this waits for them."""
-        if bool(self.finite):
-            return
-        raise NonFiniteError(
-            f"step {self.done} of {self.total} (timestep {self.timestep}) gave NaN or Inf in {self.dtype}: "
-            f"{'float16 overflows in this model, ' if self.dtype == torch.float16 else ''}"
-            "load the pipeline with torch_dtype=torch.bfloat16 or torch.float32, and check the weights"
-        )
+        if not self.finite:
+            raise NonFiniteError(
+                f"step {self.done} of {self.total} (timestep {self.timestep}) gave NaN or Inf in "
+                f"{self.dtype}: {'float16 overflows in this model, ' * (self.dtype == torch.float16)}"
+                "load the pipeline with torch_dtype=torch.bfloat16 or torch.float32, and check the weights"
+            )
 
 
 class HostScheduler(PicklesAsStock):
@@ -76,12 +75,9 @@ def _host_class(kind: Any) -> type:
     """Return a subclass of a scheduler's class, of the same name and signatures."""
 
     @functools.wraps(kind.set_timesteps)
-    def set_timesteps(self: Any, *args: Any, **kwargs: Any) -> None:
-        """Set the timesteps on the host, and begin a new log."""
-        bound = inspect.signature(kind.set_timesteps).bind(self, *args, **kwargs)
-        if "device" in bound.arguments:
-            bound.arguments["device"] = "cpu"
-        kind.set_timesteps(*bound.args, **bound.kwargs)
+    def set_timesteps(self: Any, num_inference_steps: Any = None, device: Any = None, **options: Any) -> None:
+        """Set the timesteps, on the host whatever the `device`, and begin a new log."""
+        kind.set_timesteps(self, num_inference_steps, device="cpu", **options)
         self.log = StepLog(total=len(self.timesteps))
 
     @functools.wraps(kind.step)
@@ -90,7 +86,11 @@ def _host_class(kind: Any) -> type:
         self.log.check()  # the step before, while this step's network is running
         bound = inspect.signature(kind.step).bind(self, *args, **kwargs)
         given = bound.arguments
-        given["sample"] = _in_float32(given["sample"], given)
+        # CogVideoX's DPM scheduler has the first argument, DDIM the second: with `eta` it draws noise.
+        draws_noise = "old_pred_original_sample" in given or bool(given.get("eta"))
+        if not draws_noise:  # else the noise would be drawn in another dtype
+            # JAX rounds a Python number to the array's dtype before it multiplies, PyTorch does not.
+            given["sample"] = given["sample"].float()
         result = kind.step(*bound.args, **bound.kwargs)
         latents = result[0] if isinstance(result, tuple) else result.prev_sample
         # Computed now, before the next network is queued: a device runs in order.
@@ -112,24 +112,5 @@ def _host_class(kind: Any) -> type:
         finally:
             vars(self).update(tables)  # diffusers moves one of the tables to the latents' device
 
-    members = {
-        "__module__": kind.__module__,
-        "set_timesteps": set_timesteps,
-        "step": step,
-        "add_noise": add_noise,
-    }
-    return type(kind.__name__, (HostScheduler, kind), members)
-
-
-def _in_float32(sample: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:
-    """Return latents in float32 for a step's multiply-adds, unless the step draws noise in their dtype.
-
-    JAX rounds a Python number to the array's dtype before it multiplies, PyTorch does not.
-
-    Args:
-        sample: the latents.
-        given: the arguments of the scheduler's `step`, by name.
-    """
-    # CogVideoX's DPM scheduler has the first of these arguments, DDIM the second: with `eta` it draws noise.
-    draws_noise = "old_pred_original_sample" in given or bool(given.get("eta"))
-    return sample if draws_noise or sample.dtype == torch.float32 else sample.float()
+    members = {"set_timesteps": set_timesteps, "step": step, "add_noise": add_noise}
+    return type(kind.__name__, (HostScheduler, kind), {"__module__": kind.__module__, **members})

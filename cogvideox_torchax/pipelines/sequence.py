@@ -18,7 +18,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import torch
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from torch import nn
@@ -28,7 +27,6 @@ from cogvideox_torchax.pipelines.sharding import (
     BY_INPUTS,
     TENSOR,
     Parallelism,
-    put_weight,
     weight_sharding,
     weight_spec,
 )
@@ -67,12 +65,14 @@ class Sequence:
         cls, placement: "SequencePlacement | None", *, videos: int, text: int, tokens: int
     ) -> "Sequence":
         """Return the layout of so many videos' sequences, sharded by a placement; whole without one."""
-        if placement is None or placement.parallelism.kind == TENSOR:
-            parts = placement.mesh.shape["tp"] if placement else 1
-            return cls(text, tokens, _padded_length(tokens, parts), shared=placement)
-        mesh, axes = placement.mesh, placement.token_axes(videos)
-        parts = math.prod(mesh.shape[axis] for axis in axes)
-        return cls(text, tokens, _padded_length(tokens, parts), placement.batch_axis(videos), axes, mesh)
+        if placement is None:
+            return cls(text, tokens, _padded_length(tokens, 1))
+        mesh, batch = placement.mesh, placement.batch_axis(videos)
+        if placement.parallelism.kind == TENSOR:
+            return cls(text, tokens, _padded_length(tokens, mesh.shape["tp"]), batch, shared=placement)
+        axes = placement.token_axes(videos)
+        length = _padded_length(tokens, math.prod(mesh.shape[axis] for axis in axes))
+        return cls(text, tokens, length, batch, axes, mesh)
 
     @property
     def spec(self) -> PartitionSpec:
@@ -129,53 +129,46 @@ class Sequence:
         """
         if self.shared is None:
             return functools.partial(qk_norm_rope, heads=heads // self.parts)
-        placement, tp = self.shared, self.shared.mesh.shape["tp"]
+        batch, mesh, tp = self.batch, self.shared.mesh, self.shared.mesh.shape["tp"]
+        by_heads = heads % tp == 0
 
         def sharded_qk_norm_rope(x_NSC: jax.Array, *others: jax.Array, **options: Any) -> jax.Array:
             """Run `qk_norm_rope` on each device's heads, or tokens, of its videos.
 
             `others` are the norm's vectors (D,), on every device, and the rotary tables (S, D).
             """
-            batch, by_heads = placement.batch_axis(x_NSC.shape[0]), heads % tp == 0
-            batch_spec, replicated = functools.partial(PartitionSpec, batch), PartitionSpec()
-            table_spec = replicated if by_heads else PartitionSpec("tp", None)
+            table_spec = PartitionSpec() if by_heads else PartitionSpec("tp", None)
             return jax.shard_map(
                 functools.partial(qk_norm_rope, heads=heads // tp if by_heads else heads, **options),
-                mesh=placement.mesh,
+                mesh=mesh,
                 in_specs=(
-                    batch_spec(None, "tp") if by_heads else batch_spec("tp", None),
-                    *(replicated if other.ndim == 1 else table_spec for other in others),
+                    PartitionSpec(batch, None, "tp") if by_heads else PartitionSpec(batch, "tp", None),
+                    *(PartitionSpec() if other.ndim == 1 else table_spec for other in others),
                 ),
                 # (N, H, D, S): the kernel puts tokens last.
-                out_specs=batch_spec("tp", None, None) if by_heads else batch_spec(None, None, "tp"),
+                out_specs=PartitionSpec(batch, *(("tp", None, None) if by_heads else (None, None, "tp"))),
                 check_vma=False,
             )(x_NSC, *others)
 
         return sharded_qk_norm_rope
 
-    def shard_tokens(self, kernel: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-        """Return a kernel of tokens (N, S, C), vectors (N, 2, C) and weights, sharded as the layers are.
+    def shard_norm(self, adaptive_layer_norm: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+        """Return `jax_kernels.adaptive_layer_norm`, without its options, sharded as the layers are.
 
         On local tokens it is the kernel itself. Where XLA shards the layers it is sharded here, by videos, as
         XLA cannot shard a kernel.
         """
         if self.shared is None:
-            return kernel
-        placement = self.shared
-
-        def sharded_kernel(x_NSC: jax.Array, *others: Any) -> jax.Array:
-            """Run the kernel on each device's videos: arrays of three axes are split, others whole."""
-            batch_spec = PartitionSpec(placement.batch_axis(x_NSC.shape[0]))
-            specs = (batch_spec if np.ndim(other) == 3 else PartitionSpec() for other in others)
-            return jax.shard_map(
-                kernel,
-                mesh=placement.mesh,
-                in_specs=(batch_spec, *specs),
-                out_specs=batch_spec,
-                check_vma=False,
-            )(x_NSC, *others)
-
-        return sharded_kernel
+            return adaptive_layer_norm
+        by_video, whole = PartitionSpec(self.batch), PartitionSpec()
+        return jax.shard_map(
+            adaptive_layer_norm,
+            mesh=self.shared.mesh,
+            # (tokens, weight, bias, scale, shift, index of the first patch)
+            in_specs=(by_video, whole, whole, by_video, by_video, whole),
+            out_specs=by_video,
+            check_vma=False,
+        )
 
     def first_patch(self) -> Any:
         """Return the first patch's index from this device's first token; inside `map_local_tokens`.
@@ -260,11 +253,9 @@ class SequencePlacement(MeshPlace):
         return tuple(axis for axis in axes if self.mesh.shape[axis] > 1)
 
     def spec(self, shape: tuple[int, ...]) -> PartitionSpec:
-        """Return the sharding of sequences (N, S, C), or of another array whose first axis is the videos."""
-        videos, *others = shape
-        tokens = (self.token_axes(videos) or None,) if len(shape) == 3 else ()
-        rest = (None,) * (len(others) - len(tokens))
-        return PartitionSpec(self.batch_axis(videos), *tokens, *rest)
+        """Return the sharding of sequences (N, S, C)."""
+        videos = shape[0]
+        return PartitionSpec(self.batch_axis(videos), self.token_axes(videos) or None, None)
 
     def compiler_options(self) -> dict[str, str]:
         """Return XLA's options for a program over the mesh."""
@@ -322,14 +313,14 @@ class SequencePlacement(MeshPlace):
         return tuple(self._split(name, part) for part in value) if isinstance(value, tuple) else value
 
     def weight(self, name: str, array: Any) -> jax.Array:
-        """Return a weight with its sharding, moved if it has another."""
+        """Return a weight, a NumPy or a JAX array, with its sharding; unchanged if it has it."""
         wanted = weight_sharding(self.mesh, name, array.shape, self.parallelism)
-        is_placed = array.sharding.is_equivalent_to(wanted, array.ndim)
-        return array if is_placed else put_weight(self.mesh, name, array, self.parallelism)
+        is_placed = isinstance(array, jax.Array) and array.sharding.is_equivalent_to(wanted, array.ndim)
+        return array if is_placed else jax.device_put(array, wanted)
 
     def weight_struct(self, name: str, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-        sharding = weight_sharding(self.mesh, name, shape, self.parallelism)
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+        wanted = weight_sharding(self.mesh, name, shape, self.parallelism)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=wanted)
 
     def put(self, array: Any) -> jax.Array:
         return jax.device_put(array, self.replicated)

@@ -9,7 +9,6 @@ queries (`jax_kernels.attention`).
 
 import re
 from dataclasses import dataclass, field
-from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding
@@ -51,9 +50,6 @@ TENSOR: Parallel = "tensor"
 SHARE_OF_WEIGHTS = 0.5
 """Share of a device's memory that a network's whole weights may take on every device."""
 
-BLOCK = re.compile(r"transformer_blocks\.\d+\.")
-"""Beginning of the names of a transformer block's weights."""
-
 
 @dataclass(frozen=True)
 class Parallelism:
@@ -72,19 +68,6 @@ class Parallelism:
     def __str__(self) -> str:
         weights = "" if self.kind == TENSOR else f", weights {'gathered' if self.gathered else 'whole'}"
         return f"{self.kind} over tp{weights} ({self.reason})"
-
-    def weight_spec(self, name: str, shape: tuple[int, ...], parts: int) -> P:
-        """Return the sharding of a weight.
-
-        Args:
-            name: the weight's name in the network.
-            shape: its shape.
-            parts: size of "tp". A gathered matrix that it does not divide is whole on every device.
-        """
-        if self.kind == TENSOR:
-            return weight_spec(name)
-        divides = self.gathered and BLOCK.search(name) and len(shape) == 2 and shape[0] % parts == 0
-        return BY_OUTPUTS if divides else P()
 
 
 def choose_parallelism(
@@ -129,15 +112,23 @@ def memory_of(mesh: Mesh) -> float | None:
     return (stats or {}).get("bytes_limit")
 
 
-def weight_sharding(
-    mesh: Mesh, name: str, shape: tuple[int, ...], parallelism: Parallelism = Parallelism()
-) -> NamedSharding:
-    """Return the sharding of the weight `name` on a mesh.
+def weight_sharding(mesh: Mesh, name: str, shape: tuple[int, ...], parallelism: Parallelism) -> NamedSharding:
+    """Return the sharding of a network's weight on a mesh.
+
+    Args:
+        mesh: of `make_mesh`.
+        name, shape: of the weight.
+        parallelism: the network's use of "tp". A gathered matrix that it does not divide is whole everywhere.
 
     Raises:
         ValueError: "tp" does not divide the axis that it splits.
     """
-    spec = parallelism.weight_spec(name, shape, mesh.shape["tp"])
+    if parallelism.kind == TENSOR:
+        spec = weight_spec(name)
+    else:
+        is_block_matrix = re.search(r"transformer_blocks\.\d+\.", name) and len(shape) == 2
+        splits = parallelism.gathered and is_block_matrix and shape[0] % mesh.shape["tp"] == 0
+        spec = BY_OUTPUTS if splits else P()
     for size, axis in zip(shape, spec, strict=False):
         if axis is not None and size % mesh.shape[axis]:
             raise ValueError(
@@ -145,8 +136,3 @@ def weight_sharding(
                 f"choose tp among {[n for n in range(1, size + 1) if size % n == 0][:12]}"
             )
     return NamedSharding(mesh, spec)
-
-
-def put_weight(mesh: Mesh, name: str, array: Any, parallelism: Parallelism = Parallelism()) -> jax.Array:
-    """Put a network's weight, a NumPy or JAX array, on a mesh: to each device its shard alone."""
-    return jax.device_put(array, weight_sharding(mesh, name, array.shape, parallelism))

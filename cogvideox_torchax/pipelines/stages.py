@@ -4,7 +4,6 @@ Each is a safetensors file that holds the request and the model's fingerprint, i
 and is enough to resume the generation from.
 """
 
-import hashlib
 import json
 import reprlib
 from dataclasses import asdict, dataclass, fields
@@ -13,7 +12,6 @@ from typing import Any, get_type_hints
 
 import torch
 
-from cogvideox_torchax.files import latents as latent_files
 from cogvideox_torchax.files import reports
 from cogvideox_torchax.files import tensors as tensor_files
 
@@ -24,20 +22,14 @@ TEXT, LATENTS = "text", "latents"
 TEXT_FIELDS = ("prompt", "negative_prompt", "dtype")
 """Fields of a request that the embeddings of its prompt depend on."""
 
-DEFAULTS = {
-    **{"negative_prompt": "", "image": None, "video": None, "dtype": "bfloat16"},
-    **{"num_inference_steps": 50, "guidance_scale": 6.0, "strength": 0.8, "seed": 0},
-}
-"""Defaults of a request's fields; the model gives the others."""
-
 
 class StageError(ValueError):
     """A stage that cannot be resumed from; the message gives the reason and the remedy."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Request:
-    """A request to generate a video.
+    """A request to generate a video; the model gives the size, if the user does not.
 
     Attributes:
         prompt, negative_prompt: texts; no negative one is "".
@@ -51,34 +43,22 @@ class Request:
     """
 
     prompt: str
-    negative_prompt: str
-    image: str | None
-    video: str | None
+    negative_prompt: str = ""
+    image: str | None = None
+    video: str | None = None
     frames: int
     height: int
     width: int
-    num_inference_steps: int
-    guidance_scale: float
-    strength: float
-    seed: int
-    dtype: str
+    num_inference_steps: int = 50
+    guidance_scale: float = 6.0
+    strength: float = 0.8
+    seed: int = 0
+    dtype: str = "bfloat16"
 
     @classmethod
     def names(cls) -> list[str]:
         """Return the names of the fields."""
         return [field.name for field in fields(cls)]
-
-
-def fingerprint(configs: dict[str, dict[str, Any]]) -> str:
-    """Return a hash of the configs of a model's networks and scheduler, by the part's name.
-
-    Keys that begin with "_", such as the version of diffusers that wrote a config, are left out.
-    """
-    plain = {
-        part: {key: value for key, value in config.items() if not key.startswith("_")}
-        for part, config in configs.items()
-    }
-    return hashlib.sha256(json.dumps(plain, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
@@ -89,7 +69,7 @@ class Stage:
         path: path of the file.
         tensors: the prompts' embeddings, by the pipeline's argument names.
         request: the request that they were made for.
-        model: the model's `fingerprint`.
+        model: the `generate.Model.fingerprint`.
     """
 
     path: Path
@@ -129,7 +109,7 @@ def request_from_options(options: dict[str, Any], size: tuple[int, int, int], te
     if "prompt" not in {**given, **fixed}:
         raise ValueError("a prompt is needed: give --prompt")
     sizes = dict(zip(("frames", "height", "width"), size, strict=True))
-    request = Request(**{**DEFAULTS, **sizes, **given, **fixed})
+    request = Request(**{**sizes, **given, **fixed})
     guided = request.guidance_scale > 1
     if text is not None and guided != ("negative_prompt_embeds" in text.tensors):
         raise ValueError(
@@ -153,7 +133,7 @@ def save_text(
         directory: the stages' directory, which has to exist.
         tensors: the prompts' embeddings by name, on JAX or plain; this waits for them.
         request: the request for the video.
-        model: the model's `fingerprint`.
+        model: the `generate.Model.fingerprint`.
     """
     given = {key: value for key, value in tensors.items() if value is not None}
     metadata = {"format": FORMAT, "stage": TEXT, "request": json.dumps(asdict(request)), "model": model}
@@ -188,16 +168,3 @@ def _request(values: dict[str, Any]) -> Request:
         if not isinstance(value, int | float if kind is float else kind):
             raise TypeError(f"its {name} is {reprlib.repr(value)}")
     return request
-
-
-def load_latents(directory: str | Path) -> latent_files.Latents:
-    """Read the final latents, a latent file as `encode` writes it.
-
-    Raises:
-        StageError: no such file.
-        LatentsError: a file that is truncated, or no latent file.
-    """
-    path = path_of(directory, LATENTS)
-    if not path.is_file():
-        raise StageError(f"there is no stage {path}: resume from 'text'")
-    return latent_files.load(path)

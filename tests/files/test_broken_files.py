@@ -39,7 +39,14 @@ METADATA = (
 )
 REQUEST = {
     **{"prompt": "a cat", "negative_prompt": "", "image": None, "video": None, "frames": 9, "height": 16},
-    **{"width": 24, "steps": 2, "guidance": 6.0, "strength": 0.8, "seed": 0, "dtype": "float32"},
+    **{
+        "width": 24,
+        "num_inference_steps": 2,
+        "guidance_scale": 6.0,
+        "strength": 0.8,
+        "seed": 0,
+        "dtype": "float32",
+    },
 }
 STAGE = {
     "format": stages.FORMAT,

@@ -19,7 +19,7 @@ from tests.files.test_video import moving_frames
 
 pytestmark = pytest.mark.usefixtures("torchax_off")
 
-REQUEST = stages.Request("a cat", "", None, None, 9, 16, 24, 2, 6.0, 0.8, 0, "float32")
+REQUEST = stages.Request(prompt="a cat", frames=9, height=16, width=24)
 ABOUT = {"id": "a", "caption": "a cat", "width": 40, "height": 24}
 
 

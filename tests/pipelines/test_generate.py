@@ -260,7 +260,8 @@ def kept(models):
     """Stages without a run: as `generate` leaves them."""
     model = generation.describe(str(models("text")), image=False, clip=False)
     frames, height, width = model.size
-    request = stages.Request("a panda", "", None, None, frames, height, width, 4, 6.0, 0.8, 0, "float32")
+    size = {"frames": frames, "height": height, "width": width}
+    request = stages.Request(prompt="a panda", **size, num_inference_steps=4, dtype="float32")
     Path("kept").mkdir()
     embeddings = {name: torch.zeros(1, 16, 32) for name in ("prompt_embeds", "negative_prompt_embeds")}
     stages.save_text("kept", embeddings, request=request, model=model.fingerprint)
