@@ -18,9 +18,8 @@ are its argument `split` (`common.columns.Split`). A program for TPUs in which X
 activations needs `JAX_KERNELS_PALLAS=off`: XLA cannot split a Pallas kernel.
 """
 
-from jax_kernels.attention.op import attention, attention_transposed
+from jax_kernels.attention.op import apply_rotary, attention, attention_transposed
 from jax_kernels.attention.qk_norm_rope import qk_norm_rope
-from jax_kernels.attention.rotary import apply_rotary
 from jax_kernels.conv3d.op import conv3d
 from jax_kernels.dense.op import (
     adaptive_layer_norm,

@@ -30,7 +30,7 @@ from cogvideox_torchax.upstream import is_traced
 from cogvideox_torchax.vae.axes import NCTHW, Axes
 from cogvideox_torchax.vae.columns import set_split
 from jax_kernels.common.columns import WHOLE, Split
-from jax_kernels.common.dispatch import Target, dispatched, map_shards
+from jax_kernels.common.dispatch import Target, dispatch, map_shards
 from jax_kernels.common.layout import store_columns_last
 
 
@@ -167,7 +167,9 @@ class Placement(MeshPlace):
         with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
             result, cache = run(inputs.array, cache, split=split)
             # The last kernel's layout, channels last, would leave most of a TPU's lanes empty.
-            result = _store_columns_last(jnp.moveaxis(result, self.axes.index("C"), -1), split=split)
+            result = dispatch(
+                columns_last_on, ("tpu",), jnp.moveaxis(result, self.axes.index("C"), -1), split=split
+            )
             result = jnp.moveaxis(result, -1, self.axes.index("C"))
             return self.result_without_padding(result, split), jax.tree.map(
                 self.cache_placement.constrain, cache
@@ -241,9 +243,6 @@ class Placement(MeshPlace):
 def columns_last_on(target: Target, x_NTHWC: jax.Array) -> jax.Array:
     """Return frames of a few channels; on a TPU they are in memory with columns last, to fill its lanes."""
     return map_shards(target, store_columns_last, (x_NTHWC,))
-
-
-_store_columns_last = dispatched(columns_last_on, "tpu")
 
 
 def spread(array: Any, sharding: NamedSharding) -> jax.Array:

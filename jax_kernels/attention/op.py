@@ -1,4 +1,4 @@
-"""Scaled dot-product attention for any sequence length, by each platform's own kernel.
+"""Scaled dot-product attention for any sequence length, by each platform's own kernel; rotary positions.
 
 Axis letters here: N batch, S and K positions of the queries and of the keys, H heads, D channels of a head.
 """
@@ -10,11 +10,14 @@ from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
-from jax_kernels.attention import gpu, tpu, xla
-from jax_kernels.common.dispatch import Target, dispatched, with_derivatives_of
+from jax_kernels.attention import tpu, xla
+from jax_kernels.common.dispatch import Target, dispatch, jitted, with_derivatives_of
+from jax_kernels.common.layout import precision_for
+from jax_kernels.common.pointwise import check_choice
 
 Implementation = Literal["plain", "transposed", "cudnn"]
 
@@ -53,7 +56,9 @@ def attention(
             unknown implementation.
     """
     _check(q, k, v, num_keys, implementation)
-    return _attention(
+    return dispatch(
+        attention_on,
+        ("tpu", "cuda"),
         q,
         k,
         v,
@@ -78,13 +83,46 @@ def attention_transposed(
             f"attention_transposed got q {q.shape}, k {k.shape}, v {v.shape}: it takes (N, H, D, S), "
             f"(N, H, D, K) twice"
         )
-    y_NSHD = attention(
+    return attention(
         *(x.transpose(0, 3, 1, 2) for x in (q, k, v)),
         scale=scale,
         num_keys=num_keys,
         implementation=implementation,
-    )
-    return y_NSHD.transpose(0, 2, 3, 1)
+    ).transpose(0, 2, 3, 1)
+
+
+@jitted()
+def apply_rotary(
+    x: Float[Array, "N S H D"], cos: Float[Array, "P D"], sin: Float[Array, "P D"]
+) -> Float[Array, "N S H D"]:
+    """Apply rotary positions (Su et al. 2021) to the last P of S positions, and copy the positions before.
+
+    Neighbouring channels are a pair: (a, b) becomes (a cos - b sin, b cos + a sin). A product with a matrix
+    of 0, 1 and -1, which is exact, swaps the channels of pairs: an axis of two channels would fill a TPU's
+    lanes with padding.
+
+    Args:
+        x: any float dtype, D even.
+        cos, sin: float32, each angle twice, for both channels of its pair.
+
+    Returns:
+        The shape and dtype of `x`; the arithmetic is float32.
+
+    Raises:
+        ValueError: tables that do not fit `x`.
+    """
+    positions, channels = cos.shape
+    if cos.shape != sin.shape or x.ndim != 4 or channels != x.shape[-1] or positions > x.shape[1]:
+        raise ValueError(
+            f"apply_rotary got x {x.shape}, cos {cos.shape}, sin {sin.shape}: it takes (N, S, H, D), (P, D)"
+        )
+    padding = ((x.shape[1] - positions, 0), (0, 0))  # positions without a rotation: cos is 1 and sin 0
+    cos_SHD = jnp.pad(cos, padding, constant_values=1.0)[:, None]
+    sin_SHD = jnp.pad(sin, padding)[:, None]
+    # The product with it takes every pair (a, b) of channels to (-b, a).
+    rotation_DD = jnp.asarray(np.kron(np.eye(channels // 2), [[0, 1], [-1, 0]]), x.dtype)
+    partners = jnp.einsum("nshd,de->nshe", x, rotation_DD, precision=precision_for(x.dtype))
+    return (x.astype(jnp.float32) * cos_SHD + partners.astype(jnp.float32) * sin_SHD).astype(x.dtype)
 
 
 def _check(q: Array, k: Array, v: Array, num_keys: int | None, implementation: str | None) -> None:
@@ -100,10 +138,7 @@ def _check(q: Array, k: Array, v: Array, num_keys: int | None, implementation: s
         raise ValueError(
             f"attention got {k.shape[1]} keys, {num_keys} of them real: it takes 1 to all of them"
         )
-    if implementation is not None and implementation not in get_args(Implementation):
-        raise ValueError(
-            f"implementation {implementation!r} is not one of {sorted(get_args(Implementation))}"
-        )
+    check_choice("implementation", implementation, None, *get_args(Implementation))
 
 
 def attention_on(
@@ -117,12 +152,10 @@ def attention_on(
     implementation: Implementation | None,
 ) -> Array:
     """Compute `attention` on `target`, the platform that is traced for, over the mesh if there is one."""
-    # The TPU's kernel masks padding keys; the other two get the real keys alone.
-    plain, cudnn = (
-        functools.partial(_with_real_keys, form, scale=scale, num_keys=num_keys)
-        for form in (xla.plain, gpu.cudnn)
+    plain, by_kernel, cudnn = (
+        functools.partial(form, scale=scale, num_keys=num_keys)
+        for form in (xla.plain, tpu.transposed, xla.cudnn)
     )
-    by_kernel = functools.partial(tpu.transposed, scale=scale, num_keys=num_keys)
     forms = {"plain": plain, "transposed": with_derivatives_of(plain, by_kernel), "cudnn": cudnn}
     attend = forms[implementation or _fastest(target, q, k)]
     mesh = jax.sharding.get_abstract_mesh()
@@ -131,21 +164,11 @@ def attention_on(
     return attend(q, k, v) if is_local else _over_mesh(attend, mesh, q, k, v)
 
 
-_attention = dispatched(attention_on, "tpu", "cuda")
-
-
 def _fastest(target: Target, q: Array, k: Array) -> Implementation:
     """Return the fastest implementation that supports `q` and `k` on the platform of `target`."""
     if target.uses_pallas and tpu.is_supported(q, k):
         return "transposed"
-    return "cudnn" if target.platform == "cuda" and target.pallas and gpu.is_supported(q) else "plain"
-
-
-def _with_real_keys(
-    form: Callable[..., Array], q: Array, k: Array, v: Array, *, scale: float, num_keys: int
-) -> Array:
-    """Attend by `form(q, k, v, scale=scale)` to the first `num_keys` keys, which alone are real."""
-    return form(q, k[:, :num_keys], v[:, :num_keys], scale=scale)
+    return "cudnn" if target.platform == "cuda" and target.pallas and xla.cudnn_supports(q) else "plain"
 
 
 def _over_mesh(

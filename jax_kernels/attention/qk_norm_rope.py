@@ -13,21 +13,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
-from jax_kernels.common.checks import check_channels
-from jax_kernels.common.dispatch import Target, dispatched, with_derivatives_of
-from jax_kernels.common.pointwise import standardized
-from jax_kernels.common.tiles import BLOCK_BYTES, DTYPES, LANES
+from jax_kernels.common.dispatch import Target, dispatch, with_derivatives_of
+from jax_kernels.common.pointwise import check_channels, standardized
+from jax_kernels.common.tiles import BLOCK_BYTES, DTYPES, KERNEL_VMEM, LANES
 
 POSITIONS = 512
 """Most positions of a block, which a grid step computes."""
-
-VMEM = 64 * 2**20
-"""Bytes of VMEM that the kernel may use."""
 
 
 def qk_norm_rope(
@@ -65,7 +60,7 @@ def qk_norm_rope(
     _check(x, weight, bias, cos, sin, heads)
     tables = () if cos is None or sin is None else (cos, _signed(sin))
     norm = () if weight is None else (weight, jnp.zeros_like(weight) if bias is None else bias)
-    return _qk_norm_rope(x, norm, tables, heads=heads, scale=scale, eps=eps)
+    return dispatch(qk_norm_rope_on, ("tpu",), x, norm, tables, heads=heads, scale=scale, eps=eps)
 
 
 def qk_norm_rope_on(
@@ -91,9 +86,6 @@ def qk_norm_rope_on(
     plain, by_kernel = (functools.partial(form, **options) for form in (_xla_form, _by_kernel))
     form = with_derivatives_of(plain, by_kernel) if target.uses_pallas and is_supported(x, heads) else plain
     return form(x, norm, tables)
-
-
-_qk_norm_rope = dispatched(qk_norm_rope_on, "tpu")
 
 
 def is_supported(x: Float[Array, "N S C"], heads: int) -> bool:
@@ -123,7 +115,7 @@ def _check(x: Array, weight: Any, bias: Any, cos: Any, sin: Any, heads: int) -> 
 
 def _signed(sin_SD: Array) -> Array:
     """Return the factor of each channel's partner: -sin for a pair's first channel, sin for its second."""
-    return jnp.where(lax.iota(jnp.int32, sin_SD.shape[1]) % 2 == 0, -sin_SD, sin_SD)
+    return jnp.where(jax.lax.iota(jnp.int32, sin_SD.shape[1]) % 2 == 0, -sin_SD, sin_SD)
 
 
 def _xla_form(
@@ -182,7 +174,7 @@ def _by_kernel(
         out_specs=pl.BlockSpec((None, heads, channels, step), lambda n, i: (n, 0, 0, i)),
         out_shape=jax.ShapeDtypeStruct((videos, heads, channels, positions), x.dtype),
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel"), vmem_limit_bytes=VMEM
+            dimension_semantics=("parallel", "parallel"), vmem_limit_bytes=KERNEL_VMEM
         ),
         name="prepare",
     )(x, *(vector.astype(jnp.float32)[:, None] for vector in norm), *(table.T for table in tables))
@@ -205,8 +197,7 @@ def _process_block(x_ref, *other_refs: Any, normed: bool, scale: float, eps: flo
     def process_heads(first_head: Any, count: int) -> None:
         """Norm, rotate and scale `count` heads, from `first_head` on."""
         lanes = pl.ds(pl.multiple_of(first_head * channels, LANES), count * channels)
-        x = x_ref[:, lanes]
-        y = x.astype(jnp.float32).T.reshape(count, channels, -1)
+        y = x_ref[:, lanes].astype(jnp.float32).T.reshape(count, channels, -1)
         if norm:
             weight_ref, bias_ref = norm
             y = standardized(y, eps, axis=1)
@@ -231,6 +222,6 @@ def _partners(y_HDS: Array) -> Array:
     """Return `y` with the two channels of each pair, (2 i, 2 i + 1), swapped; inside the kernel."""
     y = y_HDS.reshape(-1, y_HDS.shape[-1])
     rows = y.shape[0]
-    is_first_of_pair = lax.broadcasted_iota(jnp.int32, (rows, 1), 0) % 2 == 0
+    is_first_of_pair = jax.lax.broadcasted_iota(jnp.int32, (rows, 1), 0) % 2 == 0
     next_row, row_before = pltpu.roll(y, rows - 1, 0), pltpu.roll(y, 1, 0)  # `roll` takes no negative shift
     return jnp.where(is_first_of_pair, next_row, row_before).reshape(y_HDS.shape)

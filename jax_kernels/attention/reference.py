@@ -2,24 +2,24 @@
 
 import math
 
+import jax
 import jax.numpy as jnp
-from jax import lax
 
 
 def attention(q, k, v, *, scale=None, num_keys=None):
     """Compute all scores of the real keys at once, everything in float32."""
     q_f32, k_f32, v_f32 = (x.astype(jnp.float32) for x in (q, k[:, :num_keys], v[:, :num_keys]))
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    scores = jnp.einsum("nshd,nkhd->nhsk", q_f32, k_f32, precision=lax.Precision.HIGHEST) * scale
+    scores = jnp.einsum("nshd,nkhd->nhsk", q_f32, k_f32, precision=jax.lax.Precision.HIGHEST) * scale
     weights = jnp.exp(scores - scores.max(-1, keepdims=True))
     weights = weights / weights.sum(-1, keepdims=True)
-    return jnp.einsum("nhsk,nkhd->nshd", weights, v_f32, precision=lax.Precision.HIGHEST).astype(q.dtype)
+    return jnp.einsum("nhsk,nkhd->nshd", weights, v_f32, precision=jax.lax.Precision.HIGHEST).astype(q.dtype)
 
 
 def attention_transposed(q, k, v, *, scale=None, num_keys=None):
     """Compute `attention` of arrays with channels before positions."""
-    y = attention(*(x.transpose(0, 3, 1, 2) for x in (q, k, v)), scale=scale, num_keys=num_keys)
-    return y.transpose(0, 2, 3, 1)
+    q, k, v = (x.transpose(0, 3, 1, 2) for x in (q, k, v))
+    return attention(q, k, v, scale=scale, num_keys=num_keys).transpose(0, 2, 3, 1)
 
 
 def qk_norm_rope(x, weight=None, bias=None, cos=None, sin=None, *, heads, scale=1.0, eps=1e-6):
@@ -39,5 +39,4 @@ def apply_rotary(x, cos, sin):
     a, b = x_f32[:, before:, :, ::2], x_f32[:, before:, :, 1::2]
     cos, sin = (table[:, None, ::2] for table in (cos, sin))  # tables have each angle twice
     pairs = jnp.stack([a * cos - b * sin, b * cos + a * sin], axis=-1)
-    rotated = pairs.reshape(*pairs.shape[:3], -1)
-    return jnp.concatenate([x_f32[:, :before], rotated], axis=1).astype(x.dtype)
+    return jnp.concatenate([x_f32[:, :before], pairs.reshape(*pairs.shape[:3], -1)], axis=1).astype(x.dtype)

@@ -19,13 +19,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
 from jax_kernels.common.layout import precision_for
-from jax_kernels.common.tiles import DTYPES, LANES, vmem_limit
+from jax_kernels.common.tiles import DTYPES, LANES, SUBLANES, tile_rows, tiled_sublanes, vmem_limit
 
 QUERIES = 2048, 2304, 2560, 2816
 """Choices for the queries of a block, in a long sequence: the one with the least padding is taken."""
@@ -35,9 +34,6 @@ KEYS = 2560, 3072, 3584
 
 CHUNK, STRIP = 256, 256
 """Keys (a chunk) and queries (a strip) whose weights are computed at a time."""
-
-SUBLANES = 8
-"""Rows of a register of float32."""
 
 STRIPS_AHEAD = 4
 """Strips of queries whose scores are computed before the weights of the current one."""
@@ -84,41 +80,19 @@ def transposed(
         num_keys: number of real keys, at least one, which come first; keys after them may hold anything.
     """
     videos, queries, heads, channels = q.shape
-    padding = -channels % _tile_rows(q)
+    rows = tiled_sublanes(channels, q.dtype)  # channels, padded with zeros to whole tiles
     q_BDS, k_BDK, v_BDK = (
-        jnp.pad(x.transpose(0, 2, 3, 1), [(0, 0), (0, 0), (0, padding), (0, 0)]).reshape(
-            videos * heads, channels + padding, x.shape[1]
+        jnp.pad(x.transpose(0, 2, 3, 1), [(0, 0), (0, 0), (0, rows - channels), (0, 0)]).reshape(
+            videos * heads, rows, x.shape[1]
         )
         for x in (q, k, v)
     )
     if scale == 0:  # the penalty of padding keys is multiplied by the scale too
         q_BDS, scale = jnp.zeros_like(q_BDS), 1.0
-    y_BDS = attend(q_BDS, k_BDK, v_BDK, scale=scale, num_keys=num_keys)
-    return y_BDS.reshape(videos, heads, channels + padding, queries)[:, :, :channels].transpose(0, 3, 1, 2)
-
-
-def attend(
-    q: Float[Array, "B D S"],
-    k: Float[Array, "B D K"],
-    v: Float[Array, "B D K"],
-    *,
-    scale: float,
-    num_keys: int,
-) -> Float[Array, "B D S"]:
-    """Run the kernel.
-
-    Args:
-        q, k, v: channels before positions; D, padded with zeros, fills whole tiles.
-        scale: factor of the scores, not zero.
-        num_keys: number of real keys, which come first.
-    """
-    batch, channels, queries = q.shape
     query_block, key_block = _block_length(queries, QUERIES), _block_length(num_keys, KEYS)
-    query_spec = pl.BlockSpec((None, channels, query_block), lambda b, i: (b, 0, i))
-    key_spec = pl.BlockSpec(
-        (None, channels, pl.cdiv(num_keys, key_block) * key_block), lambda b, i: (b, 0, 0)
-    )
-    return pl.pallas_call(
+    query_spec = pl.BlockSpec((None, rows, query_block), lambda b, i: (b, 0, i))
+    key_spec = pl.BlockSpec((None, rows, pl.cdiv(num_keys, key_block) * key_block), lambda b, i: (b, 0, 0))
+    y_BDS = pl.pallas_call(
         functools.partial(
             _attend_block,
             queries=queries,
@@ -126,25 +100,21 @@ def attend(
             block=key_block,
             factor=scale * math.log2(math.e),  # exp(scale * score) is 2 ** (factor * score)
         ),
-        grid=(batch, pl.cdiv(queries, query_block)),
+        grid=(videos * heads, pl.cdiv(queries, query_block)),
         in_specs=[query_spec, key_spec, key_spec],
         out_specs=query_spec,
-        out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        out_shape=jax.ShapeDtypeStruct(q_BDS.shape, q.dtype),
         scratch_shapes=[
-            pltpu.VMEM((channels + _tile_rows(q), query_block), q.dtype),
-            pltpu.VMEM((channels, query_block), jnp.float32),
+            pltpu.VMEM((rows + tile_rows(q.dtype), query_block), q.dtype),
+            pltpu.VMEM((rows, query_block), jnp.float32),
             pltpu.VMEM((SUBLANES, query_block), jnp.float32),
         ],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel"), vmem_limit_bytes=vmem_limit()
         ),
         name="attention",
-    )(q, k, v)
-
-
-def _tile_rows(x: Array) -> int:
-    """Return the rows of a TPU's tile for the dtype of `x`: 8 in float32, 16 in bfloat16."""
-    return 32 // x.dtype.itemsize
+    )(q_BDS, k_BDK, v_BDK)
+    return y_BDS.reshape(videos, heads, rows, queries)[:, :, :channels].transpose(0, 3, 1, 2)
 
 
 def _block_length(length: int, sizes: tuple[int, ...]) -> int:
@@ -180,8 +150,9 @@ def _attend_block(
         block: keys of a loop's body.
         factor: factor of the scores, so that a weight is a power of two of its score.
     """
-    channels = k_ref.shape[0]
-    strips, chunk = _slices(q_ref.shape[1], STRIP), min(CHUNK, block)
+    channels, length = q_ref.shape
+    chunk = min(CHUNK, block)
+    strips = [slice(at, min(at + STRIP, length)) for at in range(0, length, STRIP)]
     sums_ref[...] = jnp.zeros_like(sums_ref)
     totals_ref[...] = jnp.zeros_like(totals_ref)
     first_keys = _replace_padding(k_ref[:, :chunk], 0, num_keys, k_ref[:, :1])
@@ -202,7 +173,7 @@ def _attend_block(
             """
             at = pl.multiple_of(index * block + start, LANES)
             k = k_ref[:, pl.ds(at, chunk)]
-            row = lax.broadcasted_iota(jnp.int32, (_tile_rows(k), chunk), 0)
+            row = jax.lax.broadcasted_iota(jnp.int32, (tile_rows(k.dtype), chunk), 0)
             ones = row == 0
             if num_keys % block:  # else no block has padding
                 ones |= (row == 1) & (_positions(at, chunk) >= num_keys)
@@ -241,12 +212,13 @@ def _attend_block(
     total, weighted = totals_ref[...].sum(0, keepdims=True), sums_ref[...]
     y_ref[...] = (weighted / total).astype(y_ref.dtype)
     # Padding queries, after the last real one, may hold anything: their sums are not checked.
-    is_query = pl.program_id(1) * q_ref.shape[1] + lax.broadcasted_iota(jnp.int32, total.shape, 1) < queries
+    is_query = pl.program_id(1) * length + jax.lax.broadcasted_iota(jnp.int32, total.shape, 1) < queries
     is_correct = (total > 1 / LARGEST_SUM) & (total < LARGEST_SUM) & (jnp.abs(weighted) < jnp.inf) | ~is_query
 
-    @pl.when(jnp.min(is_correct.astype(jnp.float32)) == 0)
-    def _() -> None:
-        _attend_again(q_ref, k_ref, v_ref, y_ref, sums_ref, totals_ref, num_keys, factor)
+    attend_again = functools.partial(
+        _attend_again, q_ref, k_ref, v_ref, y_ref, sums_ref, totals_ref, num_keys, factor
+    )
+    pl.when(jnp.min(is_correct.astype(jnp.float32)) == 0)(attend_again)
 
 
 def _attend_again(q_ref, k_ref, v_ref, y_ref, sums_ref, totals_ref, num_keys, factor) -> None:
@@ -273,7 +245,7 @@ def _attend_again(q_ref, k_ref, v_ref, y_ref, sums_ref, totals_ref, num_keys, fa
         def _(i: Array) -> None:
             """Visit one chunk of keys with all strips of queries."""
             keys_at = pl.ds(pl.multiple_of(i * chunk, LANES), chunk)
-            is_key = i * chunk + lax.broadcasted_iota(jnp.int32, (chunk, 1), 0) < num_keys
+            is_key = i * chunk + jax.lax.broadcasted_iota(jnp.int32, (chunk, 1), 0) < num_keys
 
             @pl.loop(0, queries // strip)
             def _(n: Array) -> None:
@@ -310,19 +282,14 @@ def _subtracted_rows(keys: Array, q: Array, factor: float) -> Array:
     """
     scores = _product(keys, q, over=0)
     largest = scores.max(0, keepdims=True) if factor > 0 else scores.min(0, keepdims=True)
-    row = lax.broadcasted_iota(jnp.int32, (_tile_rows(q), q.shape[1]), 0)
+    row = jax.lax.broadcasted_iota(jnp.int32, (tile_rows(q.dtype), q.shape[1]), 0)
     rows = jnp.where(row == 0, -largest, jnp.where(row == 1, -math.copysign(PADDING_PENALTY, factor), 0.0))
     return rows.astype(q.dtype)
 
 
-def _slices(length: int, step: int) -> list[slice]:
-    """Return the slices of `step` indices each that cover `length`; the last one may be shorter."""
-    return [slice(at, min(at + step, length)) for at in range(0, length, step)]
-
-
 def _positions(at: Any, count: int) -> Array:
     """Return the positions of `count` keys from position `at` on, as one row (1, count)."""
-    return at + lax.broadcasted_iota(jnp.int32, (1, count), 1)
+    return at + jax.lax.broadcasted_iota(jnp.int32, (1, count), 1)
 
 
 def _replace_padding(x: Array, at: Any, num_keys: int, other: Array | int) -> Array:
@@ -335,7 +302,7 @@ def _replace_padding(x: Array, at: Any, num_keys: int, other: Array | int) -> Ar
 
 def _product(a: Array, b: Array, *, over: int) -> Array:
     """Contract axis `over` of the matrix `a` with the first axis of the matrix `b`, summed in float32."""
-    return lax.dot_general(
+    return jax.lax.dot_general(
         a,
         b,
         (((over,), (0,)), ((), ())),

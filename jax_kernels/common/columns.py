@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
 
@@ -42,7 +41,7 @@ class Split:
     @property
     def shards(self) -> int:
         """Number of devices that share a frame's columns; 1 for code outside a shard, which sees all."""
-        return lax.axis_size(self.columns) if self.in_shard else 1
+        return jax.lax.axis_size(self.columns) if self.in_shard else 1
 
     @property
     def has_neighbours(self) -> bool:
@@ -60,12 +59,12 @@ class Split:
 
     def real_columns_here(self, columns: int) -> Int[Array, ""]:
         """Return how many of this shard's `columns` are the frame's; the padding is right of them."""
-        before = lax.axis_index(self.columns) * columns if self.in_shard else 0
+        before = jax.lax.axis_index(self.columns) * columns if self.in_shard else 0
         return jnp.clip(jnp.int32(self.real_columns(columns)) - before, 0, columns)
 
     def mask(self, columns: int) -> jax.Array:
         """Return booleans (W,): for each of this shard's `columns` whether it is the frame's, no padding."""
-        return lax.iota(jnp.int32, columns) < self.real_columns_here(columns)
+        return jax.lax.iota(jnp.int32, columns) < self.real_columns_here(columns)
 
     def shard_of(self, x: jax.Array) -> jax.ShapeDtypeStruct:
         """Return shape and dtype of one device's shard of `x`, an activation N T H W C."""
@@ -121,7 +120,7 @@ def exchanged(
     to_right = [(shard, shard + 1) for shard in range(split.shards - 1)]
     to_left = [(receiver, sender) for sender, receiver in to_right]
     # A device that no pair names as receiver gets zeros.
-    return lax.ppermute(last, split.columns, to_right), lax.ppermute(first, split.columns, to_left)
+    return jax.lax.ppermute(last, split.columns, to_right), jax.lax.ppermute(first, split.columns, to_left)
 
 
 def add_columns(y: Float[Array, "N T H W C"], columns: Float[Array, "N T H w C"], at: int) -> Array:
@@ -131,7 +130,7 @@ def add_columns(y: Float[Array, "N T H W C"], columns: Float[Array, "N T H w C"]
     """
     after = y.shape[3] - columns.shape[3] - at
     unpadded, zero = (0, 0, 0), jnp.zeros((), columns.dtype)  # (before, after, between elements)
-    return y + lax.pad(columns, zero, [unpadded, unpadded, unpadded, (at, after, 0), unpadded])
+    return y + jax.lax.pad(columns, zero, [unpadded, unpadded, unpadded, (at, after, 0), unpadded])
 
 
 def add_from_neighbours(

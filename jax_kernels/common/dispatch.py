@@ -1,16 +1,16 @@
 """Choose how an op runs: for which platform, with Pallas kernels or not, over how many devices.
 
-An op's public function checks its arguments and calls its body through `dispatched`. The body is named
+An op's public function checks its arguments and calls its body through `dispatch`. The body is named
 `OP_on`: the op on a target. It is traced once for each platform that has an implementation (form) of its own,
 and the program keeps the trace of the platform that it is lowered for. A `Target` tells the body which
-platform it is traced for.
+platform it is traced for. An op that is the same on every platform is compiled by `jitted`.
 """
 
 import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import jax
 from jax.lax import platform_dependent
@@ -18,6 +18,22 @@ from jax.sharding import PartitionSpec
 
 from jax_kernels.common.columns import WHOLE, Split
 from jax_kernels.common.tiles import pallas_mode
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+"""A function of any signature."""
+
+
+def jitted(*static_argnames: str) -> Callable[[Function], Function]:
+    """Return a decorator that applies `jax.jit` with these static arguments.
+
+    The cast keeps the function's signature for type checkers: the result of `jax.jit` hides it.
+    """
+
+    def decorate(function: Function) -> Function:
+        """Return `function`, compiled."""
+        return cast(Function, jax.jit(function, static_argnames=static_argnames))
+
+    return decorate
 
 
 @dataclass(frozen=True)
@@ -45,16 +61,27 @@ class Target:
         return self.on_tpu and self.pallas
 
 
-def dispatched(body: Callable[..., Any], *platforms: str) -> Callable[..., Any]:
-    """Return `body(target, *operands, **options)` as a compiled function of operands and options.
+def dispatch(
+    body: Callable[..., Any], platforms: tuple[str, ...], *operands: Any, split: Split = WHOLE, **options: Any
+) -> Any:
+    """Call `body(target, *operands, **options)` as a compiled function, with a `Target` for each platform.
 
-    Options are static. So are the function's further argument `split` and the value of `pallas_mode` when it
-    is called: each value of them is another program.
+    Options are static. So are `split` and the value of `pallas_mode`: each value of them is another program.
 
     Args:
-        body: takes a `Target`, then operands (arrays or trees of arrays) by position and options by name.
+        body: function of a `Target`, then operands by position and options by name.
         platforms: names of the platforms that the body has its own implementation for.
+        operands: arrays, or trees of arrays.
+        split: the sharding of columns.
+        options: further arguments of the body.
     """
+    compiled = _compiled(body, platforms)
+    return compiled(*operands, split=split, pallas=pallas_mode(compiled.__name__), **options)
+
+
+@functools.cache
+def _compiled(body: Callable[..., Any], platforms: tuple[str, ...]) -> Callable[..., Any]:
+    """Return the function that `dispatch` calls. Its name is the op's, in programs and in `SWITCH`."""
 
     def traced(*operands: Any, split: Split, pallas: str, **options: Any) -> Any:
         """Trace `body` for each platform, into a branch of the program for each."""
@@ -65,15 +92,9 @@ def dispatched(body: Callable[..., Any], *platforms: str) -> Callable[..., Any]:
         }
         return platform_dependent(*operands, **forms)
 
-    traced.__name__ = body.__name__.removesuffix("_on")  # the op's name in programs and in `SWITCH`
+    traced.__name__ = body.__name__.removesuffix("_on")
     options = [p.name for p in inspect.signature(body).parameters.values() if p.kind is p.KEYWORD_ONLY]
-    compiled = jax.jit(traced, static_argnames=("split", "pallas", *options))
-
-    def call(*operands: Any, split: Split = WHOLE, **options: Any) -> Any:
-        """Call the compiled body; operands are arrays, or trees of arrays."""
-        return compiled(*operands, split=split, pallas=pallas_mode(traced.__name__), **options)
-
-    return call
+    return jax.jit(traced, static_argnames=("split", "pallas", *options))
 
 
 def map_shards(

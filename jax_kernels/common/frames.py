@@ -1,15 +1,130 @@
-"""Operations on whole frames: convolution frame by frame, repetition, selection, averages of pairs."""
+"""Frames: the runs in which a TPU computes them, and operations on whole frames.
+
+A TPU keeps frames in the sublanes of its tiles. Nine fill them badly: together they take two and a half times
+as long as eight. Each kernel therefore computes the first of an odd number of frames alone, as an image, and
+the others two, four or eight at a time (a run), and joins them at its end. XLA removes a join that the next
+kernel's split undoes. An image may be cut into bands of rows, which fill the sublanes in place of frames.
+"""
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxtyping import Array, Float
 
 from jax_kernels.common.dispatch import Target
 from jax_kernels.common.layout import precision_for, zero_of
+from jax_kernels.common.pointwise import check_channels
+
+RUNS = 8, 4, 2
+"""Numbers of frames that are computed together, in order of preference."""
+
+MOST_IN_PATCHES = 2**29
+"""Most bytes of patches, the pixels under all windows: `conv_patches` writes each pixel once for each tap."""
+
+
+def splits_first_frame(target: Target, x: jax.Array) -> bool:
+    """Return whether the first of an odd number of frames is computed alone: of bfloat16 frames on a TPU.
+
+    The module's docstring has the reason.
+    """
+    return x.dtype == jnp.bfloat16 and target.on_tpu
+
+
+def split_frames(
+    target: Target, x: jax.Array, *others: jax.Array | None, time_axis: int = 1
+) -> list[tuple[Any, ...]]:
+    """Split the frames of arrays into runs that are computed together; return each run's arrays, in order.
+
+    On a TPU, in bfloat16, the first of an odd number of frames is a run, and the frames after it are equal
+    runs, of the largest of `RUNS` that divides their number. Elsewhere all frames are one run.
+
+    Args:
+        target: the target.
+        x: frames.
+        others: more arrays of frames, or None. If one has fewer frames than `x`, as latents have, all frames
+            after the first are one run.
+        time_axis: axis of the frames.
+
+    Returns:
+        For each run a tuple of its frames in `x` and in each of the others, None for None.
+    """
+    arrays, frames = (x, *others), x.shape[time_axis]
+    if not splits_first_frame(target, x):
+        return [arrays]
+    alone = frames % 2  # frames that are computed alone: none, or the first
+    run = next(run for run in RUNS if (frames - alone) % run == 0)
+    if any(array is not None and array.shape[time_axis] != frames for array in others):
+        run = frames
+    starts = [*range(alone), *range(alone, frames, run)]
+    if len(starts) == 1:
+        return [arrays]
+
+    def take(start: int, stop: int | None) -> tuple[Any, ...]:
+        """Return the frames `start` to `stop`, None for the last one, of every array that is not None."""
+        return tuple(
+            None if array is None else jax.lax.slice_in_dim(array, start, stop, axis=time_axis)
+            for array in arrays
+        )
+
+    return list(map(take, starts, [*starts[1:], None]))
+
+
+def join_frames(parts: Sequence[jax.Array], time_axis: int = 1) -> jax.Array:
+    """Concatenate the results of the runs of `split_frames` along time."""
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=time_axis)
+
+
+def is_image_for_tpu(target: Target, x: jax.Array) -> bool:
+    """Return whether `x`, frames N T H W C, is one frame (an image), on a TPU and in bfloat16.
+
+    A TPU's kernels then have other forms, as one frame leaves the sublanes of a tile empty.
+    """
+    return x.shape[1] == 1 and splits_first_frame(target, x)
+
+
+def split_bands(x: Float[Array, "N 1 H W C"], overlap: int, bands: int) -> Float[Array, "N B h W C"]:
+    """Cut an image's rows into bands, which stand along the axis of frames.
+
+    Args:
+        x: an image.
+        overlap: rows of the bands above and below that each band has too, zeros beyond the image.
+        bands: number of bands B, which must divide the rows.
+
+    Returns:
+        Bands of h = H / B + 2 `overlap` rows each.
+    """
+    rows = x.shape[2] // bands
+    padded = jnp.pad(x, [(0, 0), (0, 0), (overlap, overlap), (0, 0), (0, 0)])
+    return jnp.concatenate(
+        [padded[:, :, band * rows : (band + 1) * rows + 2 * overlap] for band in range(bands)], axis=1
+    )
+
+
+def join_bands(x: Float[Array, "N B h W C"], overlap: int) -> Float[Array, "N 1 H W C"]:
+    """Join bands to an image; the first and the last `overlap` rows of each band are left out."""
+    kept = slice(overlap, x.shape[2] - overlap)
+    return jnp.concatenate([x[:, band : band + 1, kept] for band in range(x.shape[1])], axis=2)
+
+
+def check_convolution(name: str, x: Array, kernel: Array, bias: Array | None, kernel_axes: str) -> None:
+    """Raise `ValueError` for frames, a kernel and a bias that do not fit each other.
+
+    Args:
+        name: of the function that takes them, for the message.
+        x, kernel, bias: the arguments to check.
+        kernel_axes: axes that the kernel must have, such as "kh kw I O".
+    """
+    if x.ndim != 5 or kernel.ndim != len(kernel_axes.split()):
+        raise ValueError(
+            f"{name} got x {x.shape} and kernel {kernel.shape}: it needs N T H W I and {kernel_axes}"
+        )
+    inputs, outputs = kernel.shape[-2:]
+    if x.shape[-1] != inputs:
+        raise ValueError(f"{name} got {x.shape[-1]} channels for a kernel that takes {inputs}")
+    check_channels(name, outputs, bias=bias)
 
 
 def conv_frames(
@@ -28,7 +143,7 @@ def conv_frames(
         stride: along rows and columns.
     """
     n, t = x_NTHWC.shape[:2]
-    y = lax.conv_general_dilated(
+    y = jax.lax.conv_general_dilated(
         x_NTHWC.reshape(n * t, *x_NTHWC.shape[2:]),
         kernel_HWIO,
         window_strides=(stride, stride),
@@ -38,10 +153,6 @@ def conv_frames(
         preferred_element_type=jnp.float32,
     )
     return y.reshape(n, t, *y.shape[1:])
-
-
-MOST_IN_PATCHES = 2**29
-"""Most bytes of patches, the pixels under all windows: `conv_patches` writes each pixel once for each tap."""
 
 
 def conv_patches(
@@ -140,6 +251,5 @@ def _average_by_product(x_NTHWC: jax.Array, *, first_frame_alone: bool) -> jax.A
     alone = int(first_frame_alone)  # frames that are kept
     weights = np.zeros((alone + length // 2, length))  # of each frame in each result
     weights[:alone, :alone] = 1
-    for pair in range(length // 2):
-        weights[alone + pair, alone + 2 * pair : alone + 2 * pair + 2] = 0.5
+    weights[alone:, alone:] = np.kron(np.eye(length // 2), [0.5, 0.5])
     return _mix_frames(jnp.asarray(weights, x_NTHWC.dtype), x_NTHWC)

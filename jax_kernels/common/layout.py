@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from jax_kernels.common.dispatch import Target
@@ -11,13 +10,13 @@ LARGE_FRAME = 16384
 """Pixels; see `is_large`."""
 
 
-def precision_for(dtype: jnp.dtype) -> lax.Precision:
+def precision_for(dtype: jnp.dtype) -> jax.lax.Precision:
     """Return the precision of products: full for float32, the hardware's own for narrower dtypes.
 
     By default a TPU multiplies float32 operands in bfloat16 and a recent GPU in TF32. The error of either is
     a thousand times the 1e-5 that tests allow float32.
     """
-    return lax.Precision.HIGHEST if dtype == jnp.float32 else lax.Precision.DEFAULT
+    return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else jax.lax.Precision.DEFAULT
 
 
 def pixels_first(x_NTHWC: jax.Array) -> jax.Array:
@@ -69,7 +68,7 @@ def store_pixels_first(target: Target, x_NTHWC: jax.Array) -> jax.Array:
     if not target.on_tpu:
         return x_NTHWC
     # Without the barrier XLA leaves out the rounding of `x`, and keeps a residual in float32.
-    return lax.optimization_barrier(with_layout_constraint(x_NTHWC, Layout((2, 3, 0, 1, 4))))
+    return jax.lax.optimization_barrier(with_layout_constraint(x_NTHWC, Layout((2, 3, 0, 1, 4))))
 
 
 def store_columns_last(target: Target, x_NTHWC: jax.Array) -> jax.Array:

@@ -1,19 +1,37 @@
-"""Operations on single numbers, or on a few together, that several kernels use."""
+"""Activation and standardization of channels, and checks of their vectors, for several kernels."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 Activation = Literal["silu"]
-"""SiLU, `x * sigmoid(x)`."""
+"""An activation that norms apply to their result: SiLU, `x * sigmoid(x)`."""
 
 
-def check_activation(activation: str | None) -> None:
-    """Raise `ValueError` for an activation function other than "silu" or None."""
-    if activation not in (None, "silu"):
-        raise ValueError(f"got the activation {activation!r}: 'silu' or None can be fused with a norm")
+def check_channels(kernel: str, channels: int, **vectors: Any) -> None:
+    """Raise `ValueError` unless each vector is None or has one number for each channel.
+
+    Args:
+        kernel: name of the function that checks its arguments, for the message.
+        channels: number of channels.
+        vectors: weights, biases and the like, each by the name of its argument.
+
+    Raises:
+        ValueError: a vector of another shape than (channels,).
+    """
+    for name, vector in vectors.items():
+        if vector is not None and vector.shape != (channels,):
+            raise ValueError(
+                f"{kernel} got a {name} of shape {vector.shape} for {channels} channels: it needs one number "
+                f"for each, ({channels},)"
+            )
+
+
+def check_choice(name: str, value: str | None, *choices: str | None) -> None:
+    """Raise `ValueError` unless the value of the argument `name` is one of the choices."""
+    if value not in choices:
+        raise ValueError(f"{name} {value!r} is not one of {list(choices)}")
 
 
 def activate(x: jax.Array, activation: Activation | None) -> jax.Array:
@@ -27,4 +45,4 @@ def standardized(x: jax.Array, eps: float, axis: int = -1) -> jax.Array:
     The variance is taken of the differences from the mean, in a second pass, against cancellation.
     """
     x = x - x.mean(axis, keepdims=True)
-    return x * lax.rsqrt(jnp.square(x).mean(axis, keepdims=True) + eps)
+    return x * jax.lax.rsqrt(jnp.square(x).mean(axis, keepdims=True) + eps)

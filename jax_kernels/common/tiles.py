@@ -8,7 +8,7 @@ import os
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
@@ -28,11 +28,14 @@ A kernel has 16 MiB on a v5e.
 LANES = 128
 """Lanes of a tile: the channels that it holds."""
 
+SUBLANES = 8
+"""Rows of a register of float32."""
+
 SMALLEST = 4096
 """Fewest pixels of a frame for which a kernel with frames in the sublanes is faster than XLA."""
 
-MIB = 2**20
-
+KERNEL_VMEM = 64 * 2**20
+"""Bytes of VMEM for a kernel whose blocks have at most `BLOCK_BYTES`, and what it computes from them."""
 
 DTYPES = jnp.float32, jnp.bfloat16
 """Dtypes that a Pallas kernel loads."""
@@ -49,26 +52,32 @@ def pallas_mode(op: str | None = None) -> str:
     return "off" if op in mode.removeprefix("off:").split(",") else "on"
 
 
-def fills_tiles(x: Float[Array | jax.ShapeDtypeStruct, "N T H W C"]) -> bool:
+def fills_tiles(x: Float[Array | jax.ShapeDtypeStruct, "*axes C"]) -> bool:
     """Return whether the channels of `x` fill whole tiles, in a dtype that a Pallas kernel loads."""
     return x.size > 0 and x.shape[-1] % LANES == 0 and x.dtype in DTYPES
 
 
+def tile_rows(dtype: jnp.dtype) -> int:
+    """Return the rows (sublanes) of a tile: 8 in float32, 16 in bfloat16."""
+    return 32 // dtype.itemsize
+
+
 def tiled_sublanes(frames: int, dtype: jnp.dtype) -> int:
     """Return the sublanes of whole tiles that hold so many frames."""
-    tile = 32 // dtype.itemsize
-    return -(-frames // tile) * tile
+    return pl.cdiv(frames, tile_rows(dtype)) * tile_rows(dtype)
 
 
-def pixel_bytes(like: Float[Array, "N T H W C"], *frames: int) -> int:
-    """Return the bytes that one pixel takes in several arrays together, frames padded to whole tiles.
+def largest_divisor(count: int, limit: int) -> int:
+    """Return the largest divisor of `count` up to `limit`; 0 if the limit is below 1."""
+    return next((n for n in range(min(limit, count), 0, -1) if count % n == 0), 0)
 
-    Args:
-        like: has the videos, channels and dtype of all of these arrays.
-        frames: the number of frames of each array.
+
+def whole_spec(array: Array) -> pl.BlockSpec:
+    """Return the spec by which every grid step of a kernel reads all of an array.
+
+    It never changes, so one buffer is enough; a block that changes from step to step has two.
     """
-    videos, channels = like.shape[0], like.shape[-1]
-    return videos * sum(tiled_sublanes(n, like.dtype) for n in frames) * channels * like.dtype.itemsize
+    return pl.BlockSpec(array.shape, lambda *_: (0,) * array.ndim, pipeline_mode=pl.Buffered(1))
 
 
 def duplicated_in_words(rows: Float[Array, "rows lanes"]) -> Int[Array, "rows lanes"]:
@@ -77,7 +86,7 @@ def duplicated_in_words(rows: Float[Array, "rows lanes"]) -> Int[Array, "rows la
     A tile packs two rows of bfloat16 into one row of words. Read as bfloat16, the result has every row twice.
     """
     high = pltpu.bitcast(rows.astype(jnp.float32), jnp.int32)  # the number's 16 bits, then 16 zero bits
-    return high | lax.shift_right_logical(high, 16)
+    return high | jax.lax.shift_right_logical(high, 16)
 
 
 def vmem_limit() -> int:
@@ -88,5 +97,5 @@ def vmem_limit() -> int:
     try:
         capacity = pltpu.get_tpu_info().vmem_capacity_bytes
     except ValueError:  # traced on another platform
-        capacity = 128 * MIB
-    return capacity - MIB
+        capacity = 128 * 2**20
+    return capacity - 2**20

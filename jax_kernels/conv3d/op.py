@@ -7,11 +7,11 @@ from typing import Literal, get_args
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jax_kernels.common.checks import check_channels
 from jax_kernels.common.columns import WHOLE, Split
-from jax_kernels.common.dispatch import Target, dispatched, map_shards
-from jax_kernels.common.first_frame import join_frames, split_frames
+from jax_kernels.common.dispatch import Target, dispatch, map_shards
+from jax_kernels.common.frames import check_convolution, join_frames, split_frames
 from jax_kernels.common.layout import is_large
+from jax_kernels.common.pointwise import check_choice
 from jax_kernels.conv3d import xla
 
 Start = Literal["replicate", "zeros"]
@@ -54,11 +54,20 @@ def conv3d(
             implementation.
     """
     check_conv3d(x, kernel, bias, cache, residual)
-    if implementation is not None and implementation not in _IMPLEMENTATIONS:
-        raise ValueError(f"implementation {implementation!r} is not one of {sorted(_IMPLEMENTATIONS)}")
-    if start not in get_args(Start):
-        raise ValueError(f"start {start!r} is not one of {list(get_args(Start))}")
-    return _conv3d(x, kernel, bias, cache, residual, start=start, implementation=implementation, split=split)
+    check_choice("implementation", implementation, None, *_IMPLEMENTATIONS)
+    check_choice("start", start, *get_args(Start))
+    return dispatch(
+        conv3d_on,
+        ("tpu", "cuda"),
+        x,
+        kernel,
+        bias,
+        cache,
+        residual,
+        start=start,
+        implementation=implementation,
+        split=split,
+    )
 
 
 def conv3d_on(
@@ -82,9 +91,6 @@ def conv3d_on(
     return join_frames(results), cache
 
 
-_conv3d = dispatched(conv3d_on, "tpu", "cuda")
-
-
 def _causal(
     target: Target,
     x: Array,
@@ -101,8 +107,8 @@ def _causal(
     A kernel of one tap in time has no cache. A video's first frame alone is convolved as an image.
     """
     if kernel.shape[0] == 1:
-        sums = xla.convolve_same(target, x, kernel, xla.image_form(target, x, kernel))
-        return xla.finish(target, sums, bias, residual, like=x), None
+        y = xla.convolve_same(target, x, kernel, xla.image_form(target, x, kernel))
+        return xla.finish(target, y, bias, residual, like=x), None
     if cache is None and x.shape[1] == 1 and implementation is None:
         return xla.convolve_image(target, x, residual, kernel, bias, replicate=start == "replicate")
     if cache is None:
@@ -137,17 +143,11 @@ def check_conv3d(
     x: Array, kernel: Array, bias: Array | None, cache: Array | None, residual: Array | None
 ) -> None:
     """Raise `ValueError` for arrays that `conv3d` does not take."""
-    if x.ndim != 5 or kernel.ndim != 5:
-        raise ValueError(
-            f"conv3d got x {x.shape} and kernel {kernel.shape}: it needs N T H W I and kt kh kw I O"
-        )
-    if x.shape[-1] != kernel.shape[3]:
-        raise ValueError(f"conv3d got {x.shape[-1]} channels for a kernel that takes {kernel.shape[3]}")
+    check_convolution("conv3d", x, kernel, bias, "kt kh kw I O")
     if kernel.shape[1] % 2 == 0 or kernel.shape[2] % 2 == 0:
         raise ValueError(
             f"conv3d got a kernel of {kernel.shape[1]} x {kernel.shape[2]} pixels: both must be odd"
         )
-    check_channels("conv3d", kernel.shape[4], bias=bias)
     wanted = (x.shape[0], kernel.shape[0] - 1, *x.shape[2:])
     if cache is not None and (cache.shape, cache.dtype) != (wanted, x.dtype):
         raise ValueError(

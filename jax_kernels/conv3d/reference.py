@@ -1,7 +1,7 @@
 """Causal 3-D convolution in its plainest form: what the fast forms have to equal."""
 
+import jax
 import jax.numpy as jnp
-from jax import lax
 
 
 def conv3d(x, kernel, bias=None, cache=None, *, residual=None, start="replicate"):
@@ -16,13 +16,13 @@ def conv3d(x, kernel, bias=None, cache=None, *, residual=None, start="replicate"
         cache = jnp.concatenate([x[:, :0], *[before] * past], axis=1)
     frames = jnp.concatenate([cache, x], axis=1)
     padded = jnp.pad(frames, ((0, 0), (0, 0), (rows, rows), (columns, columns), (0, 0)))
-    y = lax.conv_general_dilated(
+    y = jax.lax.conv_general_dilated(
         padded.astype(jnp.float32),
         kernel.astype(jnp.float32),
         (1, 1, 1),
         "VALID",
         dimension_numbers=("NDHWC", "DHWIO", "NDHWC"),
-        precision=lax.Precision.HIGHEST,
+        precision=jax.lax.Precision.HIGHEST,
     )
     y = sum((part.astype(jnp.float32) for part in (bias, residual) if part is not None), start=y)
     return y.astype(x.dtype), frames[:, frames.shape[1] - past :] if past else None

@@ -4,14 +4,19 @@ import functools
 import math
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array
 
 from jax_kernels.common.columns import add_from_neighbours, with_clear_padding
 from jax_kernels.common.dispatch import Target
-from jax_kernels.common.first_frame import is_image_for_tpu
-from jax_kernels.common.frames import MOST_IN_PATCHES, conv_frames, conv_patches, select_frames
+from jax_kernels.common.frames import (
+    MOST_IN_PATCHES,
+    conv_frames,
+    conv_patches,
+    is_image_for_tpu,
+    select_frames,
+)
 from jax_kernels.common.layout import (
     LARGE_FRAME,
     is_large,
@@ -35,7 +40,7 @@ FEW = 16
 
 def direct(frames: Array, kernel: Array, columns: Padding) -> Array:
     """Convolve in 3-D at once; return float32 sums."""
-    return lax.conv_general_dilated(
+    return jax.lax.conv_general_dilated(
         frames,
         kernel,
         window_strides=(1, 1, 1),
@@ -77,9 +82,11 @@ def suits_patches(x: Array, kernel: Array) -> bool:
 
     XLA compiles a convolution to few channels for half a minute, and one from few channels for ten seconds.
     """
-    few = x.shape[-1] <= FEW or kernel.shape[-1] < LANES
-    small = x.shape[2] * x.shape[3] < LARGE_FRAME
-    return few and small and _patch_bytes(x, kernel.shape[:3]) <= MOST_IN_PATCHES
+    return (
+        (x.shape[-1] <= FEW or kernel.shape[-1] < LANES)
+        and x.shape[2] * x.shape[3] < LARGE_FRAME
+        and _patch_bytes(x, kernel.shape[:3]) <= MOST_IN_PATCHES
+    )
 
 
 def _patch_bytes(x: Array, window: tuple[int, ...]) -> int:
@@ -128,10 +135,9 @@ def convolve_image(
         rounding_error = (taps_sum - rounded.astype(taps_sum.dtype)).astype(x.dtype)
         both = convolve_same(target, x, jnp.concatenate([rounded, rounding_error], axis=-1), form)
         sums = functools.reduce(jnp.add, jnp.split(both, 2, axis=-1))
-    past = kernel.shape[0] - 1  # frames of a cache
     earlier = x if replicate else jnp.zeros_like(x)
-    y = finish(target, sums, bias, residual, like=x)
-    return y, jnp.concatenate([*[earlier] * (past - 1), x], axis=1)
+    cached = [earlier] * (kernel.shape[0] - 2)  # the frames before `x` in the next cache
+    return finish(target, sums, bias, residual, like=x), jnp.concatenate([*cached, x], axis=1)
 
 
 def image_form(target: Target, x: Array, kernel: Array) -> Form:
@@ -152,8 +158,8 @@ def convolve_same(target: Target, frames: Array, kernel: Array, form: Form) -> A
 
     They include what the columns of neighbouring shards contribute.
     """
-    sums = form(frames, kernel, same_width_padding(kernel))
-    return add_from_neighbours(target.split, sums, frames, kernel, form)
+    own_sums = form(frames, kernel, same_width_padding(kernel))
+    return add_from_neighbours(target.split, own_sums, frames, kernel, form)
 
 
 def _taps(frames: Array, kernel: Array) -> list[Array]:
@@ -174,7 +180,7 @@ def _padding(kernel: Array, columns: Padding) -> tuple[tuple[int, int], Padding]
     return (rows, rows), columns
 
 
-def add_bias_and_residual(sums: Array, bias: Array | None, residual: Array | None) -> Array:
+def add_bias_and_residual(sums: Array, bias: Array | None, residual: Array | None = None) -> Array:
     """Return float32 sums with bias and residual, where given, added."""
     if bias is not None:
         sums = sums + bias.astype(jnp.float32)

@@ -5,15 +5,13 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jax_kernels.common.checks import check_channels
-from jax_kernels.common.dispatch import Target, dispatched, with_derivatives_of
-from jax_kernels.common.first_frame import join_frames, split_frames
-from jax_kernels.common.jitted import jitted
+from jax_kernels.common.dispatch import Target, dispatch, jitted, with_derivatives_of
+from jax_kernels.common.frames import join_frames, split_frames
 from jax_kernels.common.layout import precision_for
-from jax_kernels.common.pointwise import standardized
+from jax_kernels.common.pointwise import check_channels, standardized
+from jax_kernels.common.tiles import fills_tiles
 from jax_kernels.dense import tpu
 
 
@@ -43,7 +41,7 @@ def linear(
     if x.shape[-1] != weight.shape[1]:
         raise ValueError(f"linear got {x.shape[-1]} channels for a weight that takes {weight.shape[1]}")
     check_channels("linear", weight.shape[0], bias=bias)
-    y = lax.dot_general(
+    y = jax.lax.dot_general(
         x,
         weight,
         (((x.ndim - 1,), (1,)), ((), ())),
@@ -91,7 +89,7 @@ def silu(x: Float[Array, "*any"], *, time_axis: int | None = None) -> Float[Arra
         x: any float dtype.
         time_axis: axis of the frames, if `x` has one.
     """
-    return _silu(x, time_axis=time_axis)
+    return dispatch(silu_on, ("tpu",), x, time_axis=time_axis)
 
 
 def silu_on(target: Target, x: Array, *, time_axis: int | None) -> Array:
@@ -102,9 +100,6 @@ def silu_on(target: Target, x: Array, *, time_axis: int | None) -> Array:
     )
 
 
-_silu = dispatched(silu_on, "tpu")
-
-
 def split_linear(
     x: Float[Array, "S I"],
     weight: Float[Array, "O I"],
@@ -113,7 +108,9 @@ def split_linear(
     parts: int,
 ) -> Float[Array, "parts S O/parts"]:
     """Compute `linear` with its outputs in `parts` arrays along axis 0; slicing them later would copy."""
-    return _split_linear(x, weight, _checked_bias("split_linear", weight, bias), parts=parts)
+    return dispatch(
+        split_linear_on, ("tpu",), x, weight, _checked_bias("split_linear", weight, bias), parts=parts
+    )
 
 
 def split_linear_on(target: Target, x: Array, weight: Array, bias: Array, *, parts: int) -> Array:
@@ -134,13 +131,8 @@ def split_linear_on(target: Target, x: Array, weight: Array, bias: Array, *, par
         """Compute all parts by the Pallas kernel, which takes a batch of videos: here one."""
         return tpu.product(x[None], weight, bias, parts=parts)
 
-    form = plain
-    if target.uses_pallas and tpu.supports_product(x[None], weight, parts):
-        form = with_derivatives_of(plain, by_kernel)
-    return form(x, weight, bias)
-
-
-_split_linear = dispatched(split_linear_on, "tpu")
+    is_supported = target.uses_pallas and tpu.supports_product(x[None], weight, parts)
+    return (with_derivatives_of(plain, by_kernel) if is_supported else plain)(x, weight, bias)
 
 
 def adaptive_layer_norm(
@@ -174,7 +166,9 @@ def adaptive_layer_norm(
         offset = offset + factor * bias.astype(jnp.float32)
     if weight is not None:
         factor = factor * weight.astype(jnp.float32)
-    return _modulated_norm(x, factor, offset, jnp.asarray(first, jnp.int32), eps=eps)
+    return dispatch(
+        adaptive_layer_norm_on, ("tpu",), x, factor, offset, jnp.asarray(first, jnp.int32), eps=eps
+    )
 
 
 def adaptive_layer_norm_on(
@@ -196,14 +190,11 @@ def adaptive_layer_norm_on(
         y = standardized(x.astype(jnp.float32), eps)
         y = y * _token_vectors(factor, x, first_patch) + _token_vectors(offset, x, first_patch)
         # Written once, rounded: XLA would fuse it into the products that read it, and compute it in each.
-        return lax.optimization_barrier(y.astype(x.dtype))
+        return jax.lax.optimization_barrier(y.astype(x.dtype))
 
     by_kernel = functools.partial(tpu.adaptive_layer_norm, eps=eps)
-    form = with_derivatives_of(plain, by_kernel) if target.uses_pallas and tpu.is_supported(x) else plain
+    form = with_derivatives_of(plain, by_kernel) if target.uses_pallas and fills_tiles(x) else plain
     return form(x, factor, offset, first_patch)
-
-
-_modulated_norm = dispatched(adaptive_layer_norm_on, "tpu")
 
 
 @jitted()
@@ -225,7 +216,7 @@ def gated_residual(
     """
     total = x.astype(jnp.float32) + _token_vectors(gate.astype(jnp.float32), x, first) * y.astype(jnp.float32)
     # Written once, rounded: XLA would compute the sum again in the operations that read it.
-    return lax.optimization_barrier(total.astype(x.dtype))
+    return jax.lax.optimization_barrier(total.astype(x.dtype))
 
 
 def linear_gelu(
@@ -238,7 +229,7 @@ def linear_gelu(
     Raises:
         ValueError: as `linear`.
     """
-    return _linear_gelu(x, weight, _checked_bias("linear_gelu", weight, bias))
+    return dispatch(linear_gelu_on, ("tpu",), x, weight, _checked_bias("linear_gelu", weight, bias))
 
 
 def linear_gelu_on(target: Target, x: Array, weight: Array, bias: Array) -> Array:
@@ -250,9 +241,6 @@ def linear_gelu_on(target: Target, x: Array, weight: Array, bias: Array) -> Arra
 
     by_kernel = with_derivatives_of(plain, functools.partial(tpu.product, gelu=True))
     return (by_kernel if target.uses_pallas and tpu.supports_product(x, weight) else plain)(x, weight, bias)
-
-
-_linear_gelu = dispatched(linear_gelu_on, "tpu")
 
 
 def gated_linear(
@@ -281,8 +269,16 @@ def gated_linear(
         ValueError: as `linear`.
     """
     bias = _checked_bias("gated_linear", weight, bias)
-    return _gated_linear(
-        x, weight, bias, residual, gate, jnp.asarray(first, jnp.int32), transposed=transposed
+    return dispatch(
+        gated_linear_on,
+        ("tpu",),
+        x,
+        weight,
+        bias,
+        residual,
+        gate,
+        jnp.asarray(first, jnp.int32),
+        transposed=transposed,
     )
 
 
@@ -314,16 +310,13 @@ def gated_linear_on(
         x: Array, weight: Array, bias: Array, residual: Array, gate: Array, first_patch: Array
     ) -> Array:
         """Compute both by the Pallas kernel."""
-        gated = residual, gate.astype(jnp.float32), first_patch
-        return tpu.product(x, weight, bias, gated, transposed=transposed)
+        return tpu.product(
+            x, weight, bias, (residual, gate.astype(jnp.float32), first_patch), transposed=transposed
+        )
 
-    form = plain
-    if target.uses_pallas and tpu.supports_product(x, weight):
-        form = with_derivatives_of(plain, by_kernel)
+    is_supported = target.uses_pallas and tpu.supports_product(x, weight)
+    form = with_derivatives_of(plain, by_kernel) if is_supported else plain
     return form(x, weight, bias, residual, gate, first_patch)
-
-
-_gated_linear = dispatched(gated_linear_on, "tpu")
 
 
 def _checked_bias(kernel: str, weight: Array, bias: Array | None) -> Array:
@@ -348,7 +341,7 @@ def gelu(x: Float[Array, "*any"]) -> Float[Array, "*any"]:
     The barrier ends the pass: XLA would fuse GELU into the matrix product that reads the result, and compute
     it again for every block of that product's outputs.
     """
-    return lax.optimization_barrier(_gelu(x.astype(jnp.float32)).astype(x.dtype))
+    return jax.lax.optimization_barrier(_gelu(x.astype(jnp.float32)).astype(x.dtype))
 
 
 @jax.custom_jvp

@@ -2,12 +2,11 @@
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 
 def linear(x, weight, bias=None, *, rounded_parts=False):
     """Multiply in float32 and round once, whatever `rounded_parts` is: one device has no parts of a sum."""
-    y = jnp.matmul(x.astype(jnp.float32), weight.astype(jnp.float32).T, precision=lax.Precision.HIGHEST)
+    y = jnp.matmul(x.astype(jnp.float32), weight.astype(jnp.float32).T, precision=jax.lax.Precision.HIGHEST)
     return (y if bias is None else y + bias).astype(x.dtype)
 
 

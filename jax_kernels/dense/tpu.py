@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
@@ -26,9 +25,6 @@ ROWS = 16
 
 UNROLLED = 4
 """Groups of `ROWS` tokens in a loop's body."""
-
-VMEM = 64 * 2**20
-"""Bytes of VMEM that the kernel may use."""
 
 TOKEN_BLOCKS = 512, 384
 """Choices for the tokens of a product's block: the one with the least padding is taken."""
@@ -46,11 +42,6 @@ MOST_PRODUCTS = 2**23
 """Most inputs times outputs of a loop's body: more compile for minutes."""
 
 
-def is_supported(x: Float[Array, "N S C"]) -> bool:
-    """Return whether `adaptive_layer_norm` supports `x`: float32 or bfloat16, channels in whole tiles."""
-    return x.size > 0 and x.dtype in tiles.DTYPES and x.shape[-1] % tiles.LANES == 0
-
-
 def adaptive_layer_norm(
     x: Float[Array, "N S C"],
     factor: Float[Array, "N 2 C"],
@@ -59,10 +50,10 @@ def adaptive_layer_norm(
     *,
     eps: float,
 ) -> Float[Array, "N S C"]:
-    """Return `standardized(x) * factor + offset`, in one pass, for supported tokens.
+    """Return `standardized(x) * factor + offset`, in one pass.
 
     Args:
-        x: tokens: text, then patches.
+        x: tokens: text, then patches; float32 or bfloat16, channels in whole tiles.
         factor, offset: float32, two vectors for each video: one for its text tokens, one for its patches.
         first_patch: index of the first patch; it may be outside of the tokens.
         eps: added to the variance.
@@ -83,7 +74,7 @@ def adaptive_layer_norm(
         ),
         out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel"), vmem_limit_bytes=VMEM
+            dimension_semantics=("parallel", "parallel"), vmem_limit_bytes=tiles.KERNEL_VMEM
         ),
         name="modulated_norm",
     )(first_patch.reshape(1), x, factor, offset)
@@ -105,10 +96,10 @@ def _norm_block(first_patch_ref, x_ref, factor_ref, offset_ref, y_ref, *, eps: f
     def norm(at: Array) -> None:
         """Norm and modulate `ROWS` tokens, from index `at` of the block on."""
         rows = pl.ds(pl.multiple_of(at, ROWS), ROWS)
-        is_patch = at + lax.broadcasted_iota(jnp.int32, (ROWS, 1), 0) >= boundary
+        is_patch = at + jax.lax.broadcasted_iota(jnp.int32, (ROWS, 1), 0) >= boundary
         factor, offset = (jnp.where(is_patch, ref[1:], ref[:1]) for ref in (factor_ref, offset_ref))
-        y = standardized(x_ref[rows].astype(jnp.float32), eps)
-        y_ref[rows] = (y * factor + offset).astype(y_ref.dtype)
+        x = standardized(x_ref[rows].astype(jnp.float32), eps)
+        y_ref[rows] = (x * factor + offset).astype(y_ref.dtype)
 
     pl.loop(0, block, step=ROWS, unroll=min(UNROLLED, block // ROWS))(norm)
 
@@ -119,10 +110,14 @@ def supports_product(x: Float[Array, "N S_or_I I_or_S"], weight: Float[Array, "O
     A block of tokens and a unit's weights must fit into half of VMEM.
     """
     outputs, inputs = weight.shape
-    fills_tiles = outputs % (parts * tiles.LANES) == 0 and inputs % tiles.LANES == 0
-    # 2 bytes a number, in two buffers: the next step's are fetched meanwhile.
-    fits = 4 * inputs * (max(TOKEN_BLOCKS) + UNIT_OUTPUTS) < tiles.vmem_limit() // 2
-    return x.size > 0 and x.dtype == weight.dtype == jnp.bfloat16 and fills_tiles and fits
+    return (
+        x.size > 0
+        and x.dtype == weight.dtype == jnp.bfloat16
+        and outputs % (parts * tiles.LANES) == 0
+        and inputs % tiles.LANES == 0
+        # 2 bytes a number, in two buffers: the next step's are fetched meanwhile.
+        and 4 * inputs * (max(TOKEN_BLOCKS) + UNIT_OUTPUTS) < tiles.vmem_limit() // 2
+    )
 
 
 def product(
@@ -157,9 +152,8 @@ def product(
     # units do not divide a part, the part is one unit.
     unit = UNIT_OUTPUTS if parts == 1 or outputs % UNIT_OUTPUTS == 0 else outputs
     # Outputs of a block: whole units, whose weights, 2 bytes each in two buffers, take half of VMEM at most.
-    columns = unit * _largest_divisor(
-        pl.cdiv(outputs, unit), min(MOST_OUTPUTS, tiles.vmem_limit() // 2 // (4 * inputs)) // unit
-    )
+    most_columns = min(MOST_OUTPUTS, tiles.vmem_limit() // 2 // (4 * inputs))
+    columns = unit * tiles.largest_divisor(pl.cdiv(outputs, unit), max(1, most_columns // unit))
     blocks = pl.cdiv(outputs, columns)  # of a part
     # Grid indices: j is the block of outputs of all parts, n the video, i the block of tokens. The scalar
     # index of the first patch comes last.
@@ -168,7 +162,8 @@ def product(
         lambda j, n, i, _: (n, 0, i) if transposed else (n, i, 0),
     )
     y_spec = pl.BlockSpec(
-        (None, rows, columns), lambda j, n, i, _: (n * parts + lax.div(j, blocks), i, lax.rem(j, blocks))
+        (None, rows, columns),
+        lambda j, n, i, _: (n * parts + jax.lax.div(j, blocks), i, jax.lax.rem(j, blocks)),
     )
     weight_spec = pl.BlockSpec((columns, inputs), lambda j, n, i, _: (j, 0))
     bias_spec = pl.BlockSpec((1, columns), lambda j, n, i, _: (0, j))
@@ -178,7 +173,7 @@ def product(
         functools.partial(
             _product_block,
             width=unit,
-            body=_largest_divisor(columns // unit, MOST_PRODUCTS // inputs // unit),
+            body=tiles.largest_divisor(columns // unit, max(1, MOST_PRODUCTS // inputs // unit)),
             gelu=gelu,
             transposed=transposed,
         ),
@@ -194,11 +189,6 @@ def product(
         ),
         name="gated_linear" if gated else "linear_gelu" if gelu else "linear",
     )(first_patch.reshape(1), x, weight, bias.astype(jnp.float32)[None], *residual_and_gate)
-
-
-def _largest_divisor(count: int, limit: int) -> int:
-    """Return the largest divisor of `count` up to `limit`, at least 1."""
-    return max(n for n in range(1, max(limit, 1) + 1) if count % n == 0)
 
 
 def _product_block(
@@ -222,7 +212,7 @@ def _product_block(
     def multiplied(outputs: Any) -> Array:
         """Return the float32 product for `outputs`, a slice."""
         dimensions = (((0 if transposed else 1,), (1,)), ((), ()))
-        return lax.dot_general(
+        return jax.lax.dot_general(
             x_ref[...], weight_ref[outputs, :], dimensions, preferred_element_type=jnp.float32
         )
 
@@ -234,7 +224,7 @@ def _product_block(
         if gated:
             residual_ref, gate_ref = gated
             boundary = first_patch_ref[0] - pl.program_id(2) * y.shape[0]  # its index in this block
-            is_patch = lax.broadcasted_iota(jnp.int32, (y.shape[0], 1), 0) >= boundary
+            is_patch = jax.lax.broadcasted_iota(jnp.int32, (y.shape[0], 1), 0) >= boundary
             gate = jnp.where(is_patch, gate_ref[1:, outputs], gate_ref[:1, outputs])
             y = residual_ref[:, outputs].astype(jnp.float32) + gate * y
         y_ref[:, outputs] = y.astype(y_ref.dtype)

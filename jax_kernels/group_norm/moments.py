@@ -1,15 +1,20 @@
 """The mean and variance of groups of channels, by Welford's moments and Chan's formula."""
 
+import functools
+import math
+from typing import Any
+
+import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float
 
-from jax_kernels.common.columns import Split, with_clear_padding
+from jax_kernels.common.columns import WHOLE, with_clear_padding
 from jax_kernels.common.dispatch import Target, map_shards
-from jax_kernels.common.first_frame import is_image_for_tpu, join_frames, split_frames
+from jax_kernels.common.frames import is_image_for_tpu, join_frames, split_frames
 from jax_kernels.common.layout import is_large
+from jax_kernels.common.pointwise import check_channels
 from jax_kernels.group_norm import tpu, xla
-from jax_kernels.group_norm.welford import Moments
+from jax_kernels.group_norm.xla import Moments
 
 
 def moments(target: Target, x: Float[Array, "N *rest"], *, num_groups: int, channel_axis: int = 1) -> Moments:
@@ -31,10 +36,7 @@ def moments(target: Target, x: Float[Array, "N *rest"], *, num_groups: int, chan
     """
     x = jnp.moveaxis(x, channel_axis, -1)
     row_axis = max(1, x.ndim - 3)  # of rank 3, the only axis of pixels
-    if x.ndim == 5:
-        mean, m2 = column_moments(target, x)
-    else:
-        mean, m2 = _squeezed(xla.column_moments(x), row_axis)
+    mean, m2 = column_moments(target, x) if x.ndim == 5 else _squeezed(*xla.column_moments(x), row_axis)
     return moments_of_columns(target, mean, m2, x.shape[row_axis], num_groups=num_groups)
 
 
@@ -43,15 +45,14 @@ def column_moments(
 ) -> tuple[Float[Array, "N T W C"], Float[Array, "N T W C"]]:
     """Return mean and M2 (sum of squared deviations) of each column of pixels, along H, in float32."""
     parts = [  # mean and M2 of each run of frames
-        _squeezed(map_shards(target, _shard_column_moments, run), row_axis=2)
+        _squeezed(*map_shards(target, _shard_column_moments, run), row_axis=2)
         for run in split_frames(target, x)
     ]
     return join_frames([mean for mean, _ in parts]), join_frames([m2 for _, m2 in parts])
 
 
-def _squeezed(mean_and_m2: tuple[Array, Array], row_axis: int) -> tuple[Array, Array]:
+def _squeezed(mean: Array, m2: Array, row_axis: int) -> tuple[Array, Array]:
     """Return mean and M2 of columns without the axis of rows, which has length one."""
-    mean, m2 = mean_and_m2
     return jnp.squeeze(mean, row_axis), jnp.squeeze(m2, row_axis)
 
 
@@ -63,7 +64,10 @@ def moments_of_columns(
     *,
     num_groups: int,
 ) -> Moments:
-    """Merge the moments of columns of pixels to those of each video's groups of channels.
+    """Merge the moments of columns of pixels to those of each video's groups of channels, by Chan's formula.
+
+    It is `merge_equal` for several axes: the means are averaged as differences from one of them (`origin`).
+    Padding columns (`Split`) are left out.
 
     Args:
         target: the target.
@@ -74,10 +78,21 @@ def moments_of_columns(
     Returns:
         `Moments` of shape (N, G).
     """
-    columns = Moments(length, *(_split_groups(part, num_groups) for part in (mean, m2)))
-    # Of (N, ..., W, G, C / G) all axes but videos and groups.
-    axes = (*range(1, columns.mean.ndim - 2), columns.mean.ndim - 1)
-    return _merge_columns(target.split, columns, axes, column_axis=columns.mean.ndim - 3)
+    groups = num_groups, mean.shape[-1] // num_groups
+    mean, m2 = (part.reshape(*part.shape[:-1], *groups) for part in (mean, m2))  # (N, ..., W, G, C / G)
+    axes = (*range(1, mean.ndim - 2), mean.ndim - 1)  # all but videos and groups: the axes to merge
+    column_axis = mean.ndim - 3
+    split = target.split if column_axis in axes else WHOLE  # an `x` of rank 3 has one column, without an axis
+    without_padding = functools.partial(with_clear_padding, split=split, column_axis=column_axis)
+    columns = split.real_columns(mean.shape[column_axis])
+    count = math.prod(columns if axis == column_axis else mean.shape[axis] for axis in axes)  # of columns
+    origin = mean
+    for axis in axes:
+        origin = jax.lax.slice_in_dim(origin, 0, 1, axis=axis)
+    offset = jnp.sum(without_padding(mean - origin), axes, keepdims=True) / count
+    deviation = without_padding(mean - origin - offset)
+    m2 = jnp.sum(without_padding(m2), axes) + length * jnp.sum(deviation * deviation, axes)
+    return Moments(length * count, jnp.squeeze(origin + offset, axes), m2)
 
 
 def _shard_column_moments(target: Target, x_NTHWC: Array) -> tuple[Array, Array]:
@@ -89,38 +104,19 @@ def _shard_column_moments(target: Target, x_NTHWC: Array) -> tuple[Array, Array]
     return xla.column_moments(x_NTHWC)
 
 
-def _merge_columns(split: Split, parts: Moments, axes: tuple[int, ...], column_axis: int) -> Moments:
-    """Merge parts of equal count along `axes` by Chan's formula, without the padding columns.
-
-    It is `merge_equal` for several axes: the means are averaged as differences from one of them (`origin`).
+def scale_and_shift(
+    stats: Moments, weight: Float[Array, " C"], bias: Float[Array, " C"], eps: float
+) -> tuple[Float[Array, "N C"], Float[Array, "N C"]]:
+    """Return GroupNorm as a factor and an addend of each channel, float32: the norm is `x * scale + shift`.
 
     Args:
-        split: the sharding of columns.
-        parts: the moments to merge.
-        axes: axes that are merged.
-        column_axis: the axis of columns, which may have padding; merged if it is one of `axes`.
+        stats: the groups' moments, (N, G).
+        weight, bias: GroupNorm's.
+        eps: added to the variance.
     """
-    columns = parts.mean.shape[column_axis]
-
-    def without_padding(values: Array) -> Array:
-        """Return values with zeros in padding columns, if columns are merged."""
-        return with_clear_padding(values, split, column_axis) if column_axis in axes else values
-
-    size = 1  # number of parts that are merged to one
-    for axis in axes:
-        size *= split.real_columns(columns) if axis == column_axis else parts.mean.shape[axis]
-    origin = parts.mean
-    for axis in axes:
-        origin = lax.slice_in_dim(origin, 0, 1, axis=axis)
-    offset = jnp.sum(without_padding(parts.mean - origin), axes, keepdims=True) / size
-    deviation = without_padding(parts.mean - origin - offset)
-    m2 = jnp.sum(without_padding(parts.m2), axes) + parts.count * jnp.sum(deviation * deviation, axes)
-    return Moments(parts.count * size, jnp.squeeze(origin + offset, axes), m2)
-
-
-def _split_groups(x: Array, num_groups: int) -> Array:
-    """Split the channels, the last axis, into groups: (..., G, C / G)."""
-    return x.reshape(*x.shape[:-1], num_groups, x.shape[-1] // num_groups)
+    channels = weight.shape[0]
+    scale = per_channel(jax.lax.rsqrt(stats.variance + eps), channels) * weight.astype(jnp.float32)
+    return scale, bias.astype(jnp.float32) - per_channel(stats.mean, channels) * scale
 
 
 def per_channel(stat_NG: Float[Array, "N G"], channels: int) -> Float[Array, "N C"]:
@@ -128,9 +124,13 @@ def per_channel(stat_NG: Float[Array, "N G"], channels: int) -> Float[Array, "N 
     return jnp.repeat(stat_NG, channels // stat_NG.shape[1], axis=1)
 
 
-def check_groups(channels: int, num_groups: int) -> None:
-    """Raise `ValueError` unless the number of groups divides the channels."""
+def check_groups(kernel: str, channels: int, num_groups: int, **vectors: Any) -> None:
+    """Raise `ValueError` unless the number of groups divides the channels, and vectors fit the channels.
+
+    Arguments are those of `check_channels`, and the number of groups.
+    """
     if num_groups < 1 or channels % num_groups:
         raise ValueError(
             f"got {channels} channels in {num_groups} groups: num_groups must divide the channel count"
         )
+    check_channels(kernel, channels, **vectors)

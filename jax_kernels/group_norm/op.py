@@ -2,15 +2,14 @@
 
 import functools
 
+import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float
 
-from jax_kernels.common.checks import check_channels
 from jax_kernels.common.columns import WHOLE, Split
-from jax_kernels.common.dispatch import Target, dispatched, map_shards
-from jax_kernels.common.first_frame import join_frames, split_frames
-from jax_kernels.common.pointwise import Activation, check_activation
+from jax_kernels.common.dispatch import Target, dispatch, map_shards
+from jax_kernels.common.frames import join_frames, split_frames
+from jax_kernels.common.pointwise import Activation, check_choice
 from jax_kernels.group_norm import xla
 from jax_kernels.group_norm.moments import check_groups, moments, per_channel
 
@@ -49,9 +48,11 @@ def group_norm(
             f"group_norm got rank {x.ndim}, shape {x.shape}: it needs a batch, a channel and a pixel axis"
         )
     channel_axis = channel_axis % x.ndim
-    check_group_norm(x.shape[channel_axis], weight, bias, num_groups)
-    check_activation(activation)
-    return _group_norm(
+    check_groups("group_norm", x.shape[channel_axis], num_groups, weight=weight, bias=bias)
+    check_choice("activation", activation, None, "silu")
+    return dispatch(
+        group_norm_on,
+        ("tpu",),
         x,
         weight,
         bias,
@@ -61,12 +62,6 @@ def group_norm(
         activation=activation,
         split=split,
     )
-
-
-def check_group_norm(channels: int, weight: Array | None, bias: Array | None, num_groups: int) -> None:
-    """Raise `ValueError` for groups or vectors that do not fit the channels."""
-    check_groups(channels, num_groups)
-    check_channels("group_norm", channels, weight=weight, bias=bias)
 
 
 def group_norm_on(
@@ -84,7 +79,7 @@ def group_norm_on(
     channels = x.shape[channel_axis]
     stats = moments(target, x, num_groups=num_groups, channel_axis=channel_axis)
     mean = per_channel(stats.mean, channels)
-    scale = per_channel(lax.rsqrt(stats.variance + eps), channels)
+    scale = per_channel(jax.lax.rsqrt(stats.variance + eps), channels)
     if weight is not None:
         scale = scale * weight.astype(jnp.float32)
     shift = jnp.zeros_like(mean) if bias is None else jnp.broadcast_to(bias.astype(jnp.float32), mean.shape)
@@ -92,9 +87,5 @@ def group_norm_on(
         return xla.scaled(target, x, mean, scale, shift, activation=activation, channel_axis=channel_axis)
     x = jnp.moveaxis(x, channel_axis, -1)
     scaled = functools.partial(xla.scaled, activation=activation)
-    runs = split_frames(target, x)
-    y = join_frames([map_shards(target, scaled, run, (), (mean, scale, shift)) for run in runs])
-    return jnp.moveaxis(y, -1, channel_axis)
-
-
-_group_norm = dispatched(group_norm_on, "tpu")
+    results = [map_shards(target, scaled, run, (), (mean, scale, shift)) for run in split_frames(target, x)]
+    return jnp.moveaxis(join_frames(results), -1, channel_axis)

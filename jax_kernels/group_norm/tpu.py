@@ -6,25 +6,21 @@ It computes a tile in less time than its bytes take. XLA's own pass takes three 
 
 import functools
 
+import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
 from jax_kernels.common.dispatch import with_derivatives_of
-from jax_kernels.common.tiles import BLOCK_BYTES, fills_tiles, pixel_bytes, tiled_sublanes
+from jax_kernels.common.tiles import BLOCK_BYTES, SUBLANES, fills_tiles, largest_divisor, tiled_sublanes
 from jax_kernels.group_norm import xla
-from jax_kernels.group_norm.welford import median_of_three
 
 COLUMNS = 16
 """Columns of a grid step."""
 
 TOGETHER = 4
 """Columns that a loop reduces together: as many as have their sums in registers."""
-
-SUBLANES = 8
-"""Rows of a register of float32: frames of a column, or columns of an image."""
 
 UNROLLED = 5
 """Rows of a loop's body."""
@@ -43,8 +39,8 @@ def _pixel_bytes(x: Array) -> int:
 
     They count twice, as the next step's pixels are fetched meanwhile.
     """
-    frames = x.shape[1]
-    return pixel_bytes(x, frames, frames)
+    videos, length, _, _, channels = x.shape
+    return 2 * videos * tiled_sublanes(length, x.dtype) * channels * x.dtype.itemsize
 
 
 def _column_bytes(x: Array) -> int:
@@ -60,8 +56,8 @@ def _block_shape(x: Array) -> tuple[int, int]:
     """
     height, width = x.shape[2:4]
     columns = min(COLUMNS, width)
-    fitting_rows = min((BLOCK_BYTES // columns - _column_bytes(x)) // _pixel_bytes(x), height)
-    return next(rows for rows in range(fitting_rows, 0, -1) if height % rows == 0), columns
+    fitting_rows = (BLOCK_BYTES // columns - _column_bytes(x)) // _pixel_bytes(x)
+    return largest_divisor(height, fitting_rows), columns
 
 
 def _column_moments(
@@ -112,8 +108,7 @@ def _rows_of_image(x: Float[Array, "N 1 H W C"]) -> int:
     row_bytes = tiled_sublanes(width, x.dtype) * channels * x.dtype.itemsize
     # Mean, M2 and an origin of each column, in float32.
     moment_bytes = 3 * tiled_sublanes(width, jnp.dtype(jnp.float32)) * channels * 4
-    fitting_rows = min(max(0, BLOCK_BYTES - moment_bytes) // row_bytes, height)
-    return next((rows for rows in range(fitting_rows, 0, -1) if height % rows == 0), 0)
+    return largest_divisor(height, (BLOCK_BYTES - moment_bytes) // row_bytes)
 
 
 def _image_moments(
@@ -157,8 +152,9 @@ def _moments(x_ref, mean_ref, m2_ref, origin_ref, *, together: int = TOGETHER) -
     @pl.when(blocks_before == 0)
     def _():
         """Before the first rows: choose origins, and clear the moments."""
-        picked = (x_ref[row].astype(jnp.float32) for row in (0, rows // 2, rows - 1))
-        origin_ref[...] = median_of_three(*picked)
+        origin_ref[...] = xla.median_of_three(
+            *(x_ref[row].astype(jnp.float32) for row in (0, rows // 2, rows - 1))
+        )
         mean_ref[...] = jnp.zeros_like(mean_ref)
         m2_ref[...] = jnp.zeros_like(m2_ref)
 
@@ -171,7 +167,7 @@ def _moments(x_ref, mean_ref, m2_ref, origin_ref, *, together: int = TOGETHER) -
             """Add a row's differences from the origin to their total."""
             return total + (x_ref[row, columns].astype(jnp.float32) - origin)
 
-        mean = lax.fori_loop(0, rows, add_row, jnp.zeros_like(origin), unroll=UNROLLED) / rows
+        mean = jax.lax.fori_loop(0, rows, add_row, jnp.zeros_like(origin), unroll=UNROLLED) / rows
         centre = origin + mean
 
         def add_square(row: Array, squares: Array, columns=columns, centre=centre) -> Array:
@@ -179,7 +175,7 @@ def _moments(x_ref, mean_ref, m2_ref, origin_ref, *, together: int = TOGETHER) -
             deviation = x_ref[row, columns].astype(jnp.float32) - centre
             return squares + deviation * deviation
 
-        squares = lax.fori_loop(0, rows, add_square, jnp.zeros_like(origin), unroll=UNROLLED)
+        squares = jax.lax.fori_loop(0, rows, add_square, jnp.zeros_like(origin), unroll=UNROLLED)
         # Chan's formula for this block of `rows` and the `blocks_before`, as many rows each.
         delta = mean - mean_ref[columns]
         mean_ref[columns] += delta * share

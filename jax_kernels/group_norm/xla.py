@@ -1,13 +1,17 @@
-"""GroupNorm's two passes over an activation as XLA compiles them: statistics, then scaling."""
+"""GroupNorm's two passes over an activation as XLA compiles them: statistics, then scaling.
 
+Statistics are Welford's moments; Chan's formula merges those of parts.
+"""
+
+from typing import NamedTuple
+
+import jax
 import jax.numpy as jnp
-from jax import lax
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
 from jax_kernels.common.columns import with_clear_padding
 from jax_kernels.common.dispatch import Target
 from jax_kernels.common.pointwise import Activation, activate
-from jax_kernels.group_norm.welford import Moments, median_of_three, merge, merge_equal
 
 ROWS = 64
 """Most rows of a column that are summed together.
@@ -15,6 +19,51 @@ ROWS = 64
 float32 sums of squares keep the digits of so many, wherever their outliers lie, and the kept moments of each
 block are a small part of its pixels.
 """
+
+
+class Moments(NamedTuple):
+    """The state of Welford's recurrence: count, mean, and M2, the sum of squared deviations from the mean."""
+
+    count: int
+    mean: Float[Array, "..."]
+    m2: Float[Array, "..."]
+
+    @property
+    def variance(self) -> Float[Array, "..."]:
+        """M2 / count, without Bessel's correction, as norms take it."""
+        return self.m2 / float(self.count)  # the count may be more than an int32 holds
+
+
+def merge(a: Moments, b: Moments) -> Moments:
+    """Merge the moments of two samples (Chan, Golub and LeVeque 1979, eq. 2.1)."""
+    count = a.count + b.count
+    delta = b.mean - a.mean
+    return Moments(
+        count,
+        a.mean + delta * (b.count / count),
+        a.m2 + b.m2 + delta * delta * (a.count * b.count / count),
+    )
+
+
+def median_of_three(first: Array, middle: Array, last: Array) -> Array:
+    """Return the element-wise median of three values.
+
+    It is close to most of the values it is taken from, so sums of their differences from it are small.
+    """
+    return jnp.maximum(jnp.minimum(first, last), jnp.minimum(jnp.maximum(first, last), middle))
+
+
+def merge_equal(parts: Moments, axis: int) -> Moments:
+    """Merge parts of equal count along `axis` by Chan's formula, all at once.
+
+    The means are averaged as differences from the first of them (`origin`): a plain float32 sum of many means
+    near 1000 loses digits.
+    """
+    origin = jax.lax.slice_in_dim(parts.mean, 0, 1, axis=axis)
+    offset = jnp.mean(parts.mean - origin, axis, keepdims=True)
+    deviation = parts.mean - origin - offset
+    m2 = jnp.sum(parts.m2, axis) + parts.count * jnp.sum(deviation * deviation, axis)
+    return Moments(parts.count * parts.mean.shape[axis], jnp.squeeze(origin + offset, axis), m2)
 
 
 def column_moments(x: Array) -> tuple[Array, Array]:
@@ -31,9 +80,9 @@ def column_moments(x: Array) -> tuple[Array, Array]:
     rows = -(-height // max(1, -(-height // ROWS)))  # of a block: the fewest blocks, as equal as possible
     in_blocks = height // rows * rows
     origin = _typical_row(x, axis)
-    moments = _block_moments(lax.slice_in_dim(x, 0, in_blocks, axis=axis), origin, axis, rows)
+    moments = _block_moments(jax.lax.slice_in_dim(x, 0, in_blocks, axis=axis), origin, axis, rows)
     if height > in_blocks:
-        remainder = lax.slice_in_dim(x, in_blocks, height, axis=axis)
+        remainder = jax.lax.slice_in_dim(x, in_blocks, height, axis=axis)
         moments = merge(moments, _block_moments(remainder, origin, axis, height - in_blocks))
     # The moments are those of `x - origin`.
     return origin + jnp.expand_dims(moments.mean, axis), jnp.expand_dims(moments.m2, axis)
@@ -45,8 +94,8 @@ def _typical_row(x: Array, axis: int) -> Array:
     Results depend on it by their rounding alone, so it gets no derivative.
     """
     height = x.shape[axis]
-    picked = (lax.slice_in_dim(x, row, row + 1, axis=axis) for row in (0, height // 2, height - 1))
-    return lax.stop_gradient(median_of_three(*picked).astype(jnp.float32))
+    picked = (jax.lax.slice_in_dim(x, row, row + 1, axis=axis) for row in (0, height // 2, height - 1))
+    return jax.lax.stop_gradient(median_of_three(*picked).astype(jnp.float32))
 
 
 def _block_moments(x: Array, origin: Array, axis: int, rows: int) -> Moments:
@@ -60,7 +109,7 @@ def _block_moments(x: Array, origin: Array, axis: int, rows: int) -> Moments:
     shifted = x.astype(jnp.float32) - shift
     # One reduction with two results: two reductions would make XLA's CPU backend write `shifted` out.
     zero = jnp.zeros((), jnp.float32)
-    total, squares = lax.reduce(
+    total, squares = jax.lax.reduce(
         (shifted, shifted * shifted), (zero, zero), lambda a, b: (a[0] + b[0], a[1] + b[1]), (axis + 1,)
     )
     mean = jnp.squeeze(shift, axis + 1) - origin + total / rows

@@ -17,15 +17,15 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
-from jax_kernels.common.tiles import duplicated_in_words
-from jax_kernels.norm_conv3d.sizes import ROWS, TAPS, UNITS, ConvSizes, Product
-from jax_kernels.norm_conv3d.step import ConvStep, fill_zeros, lanes_of, matrices
+from jax_kernels.common.tiles import duplicated_in_words, largest_divisor
+from jax_kernels.norm_conv3d.sizes import ROWS, TAPS, UNITS, ConvSizes
+from jax_kernels.norm_conv3d.step import ConvStep, fill_zeros, lanes_of
 
 UNROLLED = 9
 """Most products in a loop's body.
@@ -35,48 +35,48 @@ with 6, 4.00 and 2.2.
 """
 
 
-def weights(kernel: Float[Array, "3 3 3 I O"], product: Product, turns: int) -> Array:
-    """Return the matrices of a product, one for each turn: zeros where no tap connects input and result.
+def tap(kernel: Float[Array, "3 3 3 I O"], row: int, time: int, result_row: int, column: int) -> Array:
+    """Return the weights (I, O) from input (row, time) to result (result_row, column); see `Product`.
 
-    A turn computes the results of a share of the output channels.
+    They are zeros where no tap connects the two.
     """
-
-    def tap(share: Array, row: int, time: int, result_row: int, column: int) -> Array:
-        """Return the weights (I, O) from input (row, time) to result (result_row, column).
-
-        `share` is the kernel of a share of the output channels.
-        """
-        row_tap = row - result_row
-        inside = 0 <= row_tap < TAPS
-        return share[time, row_tap, column] if inside else jnp.zeros_like(share[0, 0, 0])
-
-    return matrices(kernel, product, turns, tap)
+    row_tap = row - result_row
+    inside = 0 <= row_tap < TAPS
+    return kernel[time, row_tap, column] if inside else jnp.zeros_like(kernel[0, 0, 0])
 
 
 class DirectStep(ConvStep):
     """A step that multiplies by every tap."""
 
     def __init__(self, sizes: ConvSizes, weights: tuple[Any, ...], refs: dict[str, Any]):
-        """Choose the slots of "ring", which holds two blocks in turn, and the memory of the zero padding.
+        """Choose the slots of "ring", which holds two blocks in turn.
 
         The slot `new` has the block of results; `old` has the block above it, which the block below it
         replaces, moved from the stage.
         """
         super().__init__(sizes, weights, refs)
-        self.products = sizes.products
-        self.old, self.new = lax.rem(self.step + 1, 2), lax.rem(self.step, 2)
-        self.above = lambda: [refs["ring"].at[self.old, :, 1]]
-        self.below = lambda: [refs["stage"].at[:, 0]]
-        beyond = pl.ds((sizes.last_columns + sizes.chunk) * sizes.words, sizes.words)
-        self.beyond = lambda: (refs["stage"].at[:, :, part, beyond] for part in range(sizes.parts))
+        self.old, self.new = jax.lax.rem(self.step + 1, 2), jax.lax.rem(self.step, 2)
+
+    def _padding(self) -> dict[str, list[Any]]:
+        """Return the memory of the padding; see `ConvStep`. No product loads columns beside a strip."""
+        sizes, stage = self.sizes, self.refs["stage"]
+        right = pl.ds((sizes.last_columns + sizes.chunk) * sizes.words, sizes.words)
+        return {
+            "beside": [],
+            "above": [self.refs["ring"].at[self.old, :, 1]],
+            "below": [stage.at[:, 0]],
+            # Memory ends with the last chunk, which has no padding if it is complete.
+            "right": [
+                stage.at[:, :, part, right] for part in range(sizes.parts) if sizes.width > sizes.last_columns
+            ],
+        }
 
     def _convolve(self) -> None:
         """Multiply, move and finish a strip's chunks of columns, from left to right."""
         sizes = self.sizes
         chunk, chunks = sizes.chunk, sizes.chunks
         self._begin_left()
-        most = min(UNROLLED // len(self.products), chunks)
-        together = next(n for n in range(most, 0, -1) if chunks % n == 0)  # chunks of a loop's body
+        together = largest_divisor(chunks, UNROLLED // len(self.weights))  # chunks of a loop's body
 
         def multiply_chunks(index: Array, carry: None) -> None:
             """Multiply and move `together` chunks, unrolled; after each finish the chunk before it."""
@@ -86,7 +86,7 @@ class DirectStep(ConvStep):
                 self._move(column, chunk)
                 self._finish(column - chunk)
 
-        lax.fori_loop(0, chunks // together, multiply_chunks, None)
+        jax.lax.fori_loop(0, chunks // together, multiply_chunks, None)
         self._end_right()
         self._finish(sizes.width - chunk)
         self._modulate_chunk(sizes.width - chunk)
@@ -121,7 +121,7 @@ class DirectStep(ConvStep):
             self._multiply_turn(0, column, modulated=before)
         else:
             self._modulate_chunk(before)
-            lax.fori_loop(0, turns, lambda turn, _: self._multiply_turn(turn, column), None)
+            jax.lax.fori_loop(0, turns, lambda turn, _: self._multiply_turn(turn, column), None)
 
     def _multiply_turn(self, turn: Any, column: Any, modulated: Any = None) -> None:
         """Compute the products of a chunk for a share of its output channels; modulate a chunk meanwhile.
@@ -133,7 +133,7 @@ class DirectStep(ConvStep):
         """
         sizes, refs = self.sizes, self.refs
         parts = self.result_parts // sizes.turns
-        for index, (product, weights) in enumerate(zip(self.products, self.weights, strict=True)):
+        for index, (product, weights) in enumerate(zip(sizes.products, self.weights, strict=True)):
             inputs = [
                 self._input_rows(row, time, part, column)
                 for row, time in product.inputs
@@ -149,8 +149,8 @@ class DirectStep(ConvStep):
                         part_sums = part_sums + refs["sums"][row, out_part, sums_at]
                     refs["sums"][row, out_part, sums_at] = part_sums
             # The units to modulate are spread evenly over the products.
-            if modulated is not None and index * UNITS % len(self.products) == 0:
-                unit = index * UNITS // len(self.products)
+            if modulated is not None and index * UNITS % len(self.weights) == 0:
+                unit = index * UNITS // len(self.weights)
                 self._modulate(modulated + unit * sizes.unit, unit, after=sums)
 
     def _input_rows(self, row: int, time: int, part: int, column: Any) -> Array:
@@ -181,7 +181,7 @@ class DirectStep(ConvStep):
 
     def _modulate_chunk(self, column: Any) -> None:
         """Modulate the columns of the chunk from `column` on, unit by unit."""
-        lax.fori_loop(0, UNITS, lambda unit, _: self._modulate(column + unit * self.sizes.unit), None)
+        jax.lax.fori_loop(0, UNITS, lambda unit, _: self._modulate(column + unit * self.sizes.unit), None)
 
     def _store_activated(
         self,
@@ -207,7 +207,7 @@ class DirectStep(ConvStep):
             earlier[pl.ds(to.start + 1, sizes.unit * words - 1), :] = now[:-1]
         earlier[firsts, :] = before(lambda: same[firsts, :])
         # The later frame of the word before, then the earlier frame of this word.
-        shifted[to, :] = lax.shift_right_logical(earlier[to, :], 16) | (now << 16)
+        shifted[to, :] = jax.lax.shift_right_logical(earlier[to, :], 16) | (now << 16)
         return same[pl.ds(to.start + words - 1, sizes.unit, stride=words), :]
 
     def _finish(self, column: Any) -> None:

@@ -10,18 +10,21 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float
 
 from jax_kernels.common.columns import WHOLE, Split, exchanged
-from jax_kernels.common.dispatch import Target, dispatched, map_shards
-from jax_kernels.common.first_frame import join_frames, split_frames
-from jax_kernels.common.frames import repeat_nearest
+from jax_kernels.common.dispatch import Target, dispatch, map_shards
+from jax_kernels.common.frames import join_frames, repeat_nearest, split_frames
 from jax_kernels.common.layout import store_pixels_first
 from jax_kernels.conv3d.op import check_conv3d, conv3d_on
 from jax_kernels.group_norm import xla as norm_xla
-from jax_kernels.group_norm.moments import column_moments, moments_of_columns, per_channel
-from jax_kernels.group_norm.op import check_group_norm, group_norm_on
+from jax_kernels.group_norm.moments import (
+    check_groups,
+    column_moments,
+    moments_of_columns,
+    scale_and_shift,
+)
+from jax_kernels.group_norm.op import group_norm_on
 from jax_kernels.norm_conv3d import sizes, tpu
 from jax_kernels.norm_conv3d.transforms import filtered
 from jax_kernels.spatial_norm import xla as spatial_xla
@@ -91,12 +94,14 @@ def norm_conv3d(
     """
     check_conv3d(x, kernel, bias, cache, residual)
     if norm.zq is None:
-        check_group_norm(x.shape[-1], norm.weight, norm.bias, num_groups)
+        check_groups("group_norm", x.shape[-1], num_groups, weight=norm.weight, bias=norm.bias)
     else:
         check_spatial_norm(
             x, norm.zq, *norm[:2], *norm[3:], num_groups=num_groups, first_frame_alone=first_frame_alone
         )
-    return _norm_conv3d(
+    return dispatch(
+        norm_conv3d_on,
+        ("tpu", "cuda"),
         x,
         norm,
         kernel,
@@ -147,11 +152,9 @@ def norm_conv3d_on(
         inputs = x, zq, weight, norm_bias, *convolutions
     hidden = norm_form(target, *inputs, num_groups=num_groups, eps=eps, activation="silu")
     y, latest = conv3d_on(target, hidden, kernel, bias, cache, residual)
-    column_parts = (jnp.squeeze(part, 2) for part in norm_xla.column_moments(y)) if is_supported else ()
-    return y, latest, ColumnMoments(*column_parts) if is_supported else None
-
-
-_norm_conv3d = dispatched(norm_conv3d_on, "tpu", "cuda")
+    if not is_supported:
+        return y, latest, None
+    return y, latest, ColumnMoments(*(jnp.squeeze(part, 2) for part in norm_xla.column_moments(y)))
 
 
 def _kernel_supports(
@@ -214,20 +217,16 @@ def _by_kernel(
 
     A run is a first frame alone, or two, four or eight frames (`split_frames`).
     """
-    channels = x.shape[-1]
     # Statistics span all frames: they are computed first, and are the same for every run.
     mean, m2 = column_moments(target, x) if moments is None else moments
     stats = moments_of_columns(target, mean, m2, x.shape[2], num_groups=num_groups)
-    scale = per_channel(lax.rsqrt(stats.variance + eps), channels) * norm.weight.astype(jnp.float32)
-    shift = norm.bias.astype(jnp.float32) - per_channel(stats.mean, channels) * scale
+    factors = scale_and_shift(stats, norm.weight, norm.bias, eps)
     # The latents `zq` are sharded as the frames are; the weights are the same on every device.
     weights, results = (kernel, bias, norm._replace(zq=None)), []
     for frames, zq, added in split_frames(target, x, norm.zq, residual):
         # A run's second result, its last activated frames, is the cache of the run after it. Its mean and M2
         # have an axis of one row.
-        y, cache, *column_parts = map_shards(
-            target, _convolved, (frames, cache, added, zq), weights, (scale, shift)
-        )
+        y, cache, *column_parts = map_shards(target, _convolved, (frames, cache, added, zq), weights, factors)
         results.append((y, *(jnp.squeeze(part, 2) for part in column_parts)))
     y, *column_parts = (join_frames(parts) for parts in zip(*results, strict=True))
     return y, cache, ColumnMoments(*column_parts)
@@ -336,7 +335,8 @@ def _edge_sums(
     Returns:
         For the first columns, then for the last columns: (N, T, H, E, O) for E strips, float32.
     """
-    starts, sums = conv_sizes.starts, functools.partial(_column_sums, tile=conv_sizes.tile)
+    starts = range(0, conv_sizes.columns, conv_sizes.width)  # the first column of each strip
+    sums = functools.partial(_column_sums, tile=conv_sizes.tile)
     hidden = functools.partial(_activated_column, target, x, cache, coefficients)
     # At each boundary between strips: what its left column adds to the right strip, and the other way.
     before = [sums(hidden(start - 1), kernel[:, :, 0]) for start in starts[1:]]

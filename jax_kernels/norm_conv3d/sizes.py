@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jax_kernels.common import tiles
-from jax_kernels.common.tiles import fills_tiles, pallas_mode, vmem_limit
+from jax_kernels.common.tiles import SUBLANES, fills_tiles, pallas_mode, vmem_limit
 from jax_kernels.norm_conv3d.transforms import TAPS, TRANSFORMS
 
 ROWS = 2
@@ -26,9 +26,6 @@ UNIT = 64
 
 UNITS = 3
 """Units of a chunk, in direct convolution."""
-
-SUBLANES = 8
-"""Rows of a register of float32, and columns of a unit in Winograd's convolution."""
 
 MARGIN = SUBLANES
 """Columns of zeros on both sides of a row in Winograd's memory; whole registers, to keep slices aligned."""
@@ -94,7 +91,7 @@ class ConvSizes(NamedTuple):
 
     @property
     def unit(self) -> int:
-        """Columns of a unit."""
+        """Columns of a unit; in Winograd's convolution as many as a register has rows."""
         return SUBLANES if self.tile else UNIT // self.frames
 
     @property
@@ -128,11 +125,6 @@ class ConvSizes(NamedTuple):
     def last_columns(self) -> int:
         """Columns of the frame in the last strip, whose last chunk may be incomplete."""
         return self.columns - (self.strips - 1) * self.width
-
-    @property
-    def starts(self) -> range:
-        """The first column of each strip."""
-        return range(0, self.columns, self.width)
 
 
 class Product(NamedTuple):
@@ -218,18 +210,20 @@ def is_supported(
         at_start: whether the video starts with these frames: there is no cache.
         pixels: pixels of a whole frame, of which `x` may be a shard.
     """
-    if not fills_tiles(x) or x.dtype != jnp.bfloat16:
-        return False
     frames, height, columns = x.shape[1:4]
-    if pixels < tiles.SMALLEST:
-        return False
-    outputs = kernel.shape[4]
-    if kernel.shape[:3] != (TAPS,) * 3 or (outputs > tiles.LANES and outputs % tiles.LANES):
-        return False
-    if frames not in ((1, 2, 4, 8) if at_start else (2, 4, 8)) or height % ROWS:
-        return False
     grid_frames, grid_rows, grid_columns = grid
-    if frames % grid_frames or height % grid_rows or columns % grid_columns:
+    outputs = kernel.shape[4]
+    is_suitable = (
+        fills_tiles(x)
+        and x.dtype == jnp.bfloat16
+        and pixels >= tiles.SMALLEST
+        and kernel.shape[:3] == (TAPS, TAPS, TAPS)
+        and (outputs <= tiles.LANES or outputs % tiles.LANES == 0)
+        and frames in ((1, 2, 4, 8) if at_start else (2, 4, 8))
+        and height % ROWS == 0
+        and frames % grid_frames == height % grid_rows == columns % grid_columns == 0
+    )
+    if not is_suitable:
         return False
     registers = (  # of a row of coefficients, as `tpu.to_registers` makes them
         grid_columns
@@ -237,10 +231,12 @@ def is_supported(
         else _register_count(columns, frames)
     )
     sizes = sizes_of(x, grid_rows, registers, outputs, residual)
-    # The two rows of a block have the same coefficients or one row each; a unit has whole cells.
-    if (sizes.cell_rows > 1 and sizes.cell_rows % ROWS) or (grid_columns > 1 and sizes.unit % sizes.cell):
-        return False
-    return _vmem_bytes(sizes, residual) <= vmem_limit()
+    return (
+        # The two rows of a block have the same coefficients or one row each; a unit has whole cells.
+        (sizes.cell_rows == 1 or sizes.cell_rows % ROWS == 0)
+        and (grid_columns == 1 or sizes.unit % sizes.cell == 0)
+        and _vmem_bytes(sizes, residual) <= vmem_limit()
+    )
 
 
 def fills_registers(cell: int, frames: int) -> bool:

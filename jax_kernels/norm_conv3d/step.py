@@ -21,21 +21,19 @@ A stage is needed because the compiler makes loads from a memory wait for stores
 A video's first frame alone is stored and read as one frame, and multiplied as two equal ones.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
 from jax_kernels.common import tiles
 from jax_kernels.norm_conv3d.sizes import LAG, ROWS, SUBLANES, ConvSizes, Product
-
-LOW_HALF = 0xFFFF
-"""Mask of a word's earlier frame."""
 
 
 def lanes_of(part: int) -> slice:
@@ -53,13 +51,12 @@ def matrices(kernel: Array, product: Product, turns: int, tap: Callable[..., Arr
         tap: `tap(share, *input, *result)` returns the weights (..., I, O) that connect an input of the
             product to a result, from `share`, the kernel for a share of the output channels.
     """
-
-    def turn_matrix(share: Array) -> Array:
-        """Return the matrix of one share: a row of blocks for each input, a column for each result."""
+    of_turns = []
+    for share in jnp.split(kernel, turns, axis=-1):
+        # A row of blocks for each input, a column for each result.
         rows = [[tap(share, *source, *result) for result in product.results] for source in product.inputs]
-        return jnp.concatenate([jnp.concatenate(row, axis=-1) for row in rows], axis=-2)
-
-    return jnp.stack([turn_matrix(share) for share in jnp.split(kernel, turns, axis=-1)])
+        of_turns.append(jnp.concatenate([jnp.concatenate(row, axis=-1) for row in rows], axis=-2))
+    return jnp.stack(of_turns)
 
 
 def fill_zeros(refs: Iterable[Any]) -> None:
@@ -68,7 +65,7 @@ def fill_zeros(refs: Iterable[Any]) -> None:
         ref[...] = jnp.zeros(ref.shape, ref.dtype)
 
 
-class ConvStep:
+class ConvStep(ABC):
     """A grid step of the kernel; its subclasses multiply. The module's docstring defines the terms.
 
     Attributes:
@@ -80,14 +77,7 @@ class ConvStep:
         result_parts: number of parts, 128 channels each, of the outputs.
         axes: number of the grid's axes.
         strip, step: index of the strip, and of this step in it.
-        above, below, beyond: functions that return references to the memory of the row above the frame, of
-            the row below it, and of the columns right of it. It is filled with zeros, the convolution's
-            padding.
     """
-
-    above: Callable[[], Iterable[Any]]
-    below: Callable[[], Iterable[Any]]
-    beyond: Callable[[], Iterable[Any]]
 
     def __init__(self, sizes: ConvSizes, weights: tuple[Any, ...], refs: dict[str, Any]):
         self.sizes, self.weights, self.refs = sizes, weights, refs
@@ -98,30 +88,40 @@ class ConvStep:
     def run(self) -> None:
         """Modulate a block of rows and, from step `LAG` on, convolve and finish the block `LAG` before it.
 
-        The first step prepares the memory, and the last one writes the moments of columns. Zeros are filled
-        in for the first block of results, which has no row above, and for the last, which has none below.
+        The last step writes the moments of columns. Zeros are filled in beside a strip at its first step, for
+        the first block of results, which has no row above, and for the last block, which has none below.
         """
         last = pl.num_programs(self.axes - 1) - 1
-        pl.when(self.step == 0)(self._begin)
-        pl.when(self.step == LAG)(lambda: fill_zeros(self.above()))
-        pl.when(self.step == last)(lambda: fill_zeros(self.below()))
+        pl.when(self.step == 0)(partial(self._clear, "beside"))
+        pl.when(self.step == LAG)(partial(self._clear, "above"))
+        pl.when(self.step == last)(partial(self._clear, "below"))
         pl.when(self.step < LAG)(self._modulate_block)
         pl.when(self.step >= LAG)(self._convolve)
         if self.sizes.width > self.sizes.last_columns:
-            pl.when(self.strip == self.sizes.strips - 1)(lambda: fill_zeros(self.beyond()))
+            pl.when(self.strip == self.sizes.strips - 1)(partial(self._clear, "right"))
         pl.when(self.step == last)(self._write_moments)
 
-    def _begin(self) -> None:
-        """Prepare memory before a strip's first rows; by default nothing."""
+    def _clear(self, place: str) -> None:
+        """Fill the memory at a place (`_padding`) with zeros."""
+        fill_zeros(self._padding()[place])
 
+    @abstractmethod
+    def _padding(self) -> dict[str, list[Any]]:
+        """Return references to the memory of the convolution's padding, by its place.
+
+        The places are "beside" a strip, left and right of its columns; "above" and "below" the frame; and
+        "right" of the frame's columns, where the last chunk of the last strip is incomplete.
+        """
+
+    @abstractmethod
     def _convolve(self) -> None:
         """Multiply all columns of a strip; between products, move, modulate and finish others."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _move(self, column: Any, count: int) -> None:
         """Move `count` columns from `column` on to the products' memory: of the block modulated last step."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _store_activated(
         self,
         row: int,
@@ -141,7 +141,6 @@ class ConvStep:
                 the first frame of `x`, repeated, from the words of its first two frames that `first()`
                 returns.
         """
-        raise NotImplementedError
 
     def _modulate_block(self) -> None:
         """Move and modulate a block of rows without products: the first `LAG` steps have no results."""
@@ -152,7 +151,7 @@ class ConvStep:
             self._move(column, self.sizes.unit)
             self._modulate(column)
 
-        lax.fori_loop(0, self.sizes.width // self.sizes.unit, modulate_unit, None)
+        jax.lax.fori_loop(0, self.sizes.width // self.sizes.unit, modulate_unit, None)
 
     def _modulate(self, column: Any, unit: int = 0, after: Array | None = None) -> None:
         """Modulate the columns of a unit, from `column` on, and store them in the stage.
@@ -189,7 +188,7 @@ class ConvStep:
         """
         sizes, refs = self.sizes, self.refs
         cells = max(1, sizes.unit // sizes.cell)
-        cells_at = pl.ds(lax.div(column, sizes.cell), cells)
+        cells_at = pl.ds(jax.lax.div(column, sizes.cell), cells)
         coefficient_row = row if sizes.cell_rows == 1 else 0
         half, offset = (
             refs["half"][0, coefficient_row, cells_at],
@@ -243,8 +242,7 @@ class ConvStep:
 
         "true_width" is the number of the frame's columns without padding.
         """
-        shape = (count * self.sizes.input_frames, tiles.LANES)
-        row = lax.broadcasted_iota(jnp.int32, shape, 0)
+        row = jax.lax.broadcasted_iota(jnp.int32, (count * self.sizes.input_frames, tiles.LANES), 0)
         true_width = self.refs["true_width"][0] - self.strip * self.sizes.width
         return row < (true_width - column) * self.sizes.input_frames
 
@@ -262,7 +260,7 @@ class ConvStep:
                 refs["mean"][0, to, lanes_of(part)] = origin + total * share
                 refs["m2"][0, to, lanes_of(part)] = jnp.maximum(squares - total * total * share, 0.0)
 
-        lax.fori_loop(0, sizes.chunks, write_chunk, None)
+        jax.lax.fori_loop(0, sizes.chunks, write_chunk, None)
 
     def _last_column(self) -> Any:
         """Return the index, in the strip, of its last column."""
@@ -290,12 +288,12 @@ def grid_position(indices: tuple[Any, ...]) -> tuple[Any, Any, Any]:
 
 def _at_least_zero(column: Any) -> Any:
     """Return `column`, traced or not, or 0 if it is negative."""
-    return lax.max(column, 0) if isinstance(column, jax.Array) else max(column, 0)
+    return jax.lax.max(column, 0) if isinstance(column, jax.Array) else max(column, 0)
 
 
 def repeat_earlier_frame(words: Array) -> Array:
     """Return words of two equal frames: the earlier frame of each of `words`, its low 16 bits."""
-    return (words & LOW_HALF) | (words << 16)
+    return (words & 0xFFFF) | (words << 16)
 
 
 def zeros_after(sums: Array) -> Array:

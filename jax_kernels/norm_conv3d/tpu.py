@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int, Shaped
@@ -24,7 +23,6 @@ from jax_kernels.common.columns import add_columns
 from jax_kernels.common.dispatch import with_derivatives_of
 from jax_kernels.common.frames import repeat_nearest
 from jax_kernels.common.layout import kernel_layout
-from jax_kernels.common.tiles import vmem_limit
 from jax_kernels.conv3d import xla
 from jax_kernels.group_norm.xla import column_moments
 from jax_kernels.norm_conv3d import direct, winograd
@@ -39,7 +37,7 @@ from jax_kernels.norm_conv3d.sizes import (
     scratch_shapes,
     sizes_of,
 )
-from jax_kernels.norm_conv3d.step import grid_position
+from jax_kernels.norm_conv3d.step import grid_position, matrices
 from jax_kernels.norm_conv3d.transforms import transformed_taps
 
 RAGGED_IN_PLACE = True
@@ -115,7 +113,7 @@ def _xla_form(
         sums = add_columns(sums, right[:, :, :, -1:], at=x.shape[3] - 1)
     sums = xla.add_bias_and_residual(sums, bias, residual)
     if true_width is not None:
-        sums = jnp.where(lax.iota(jnp.int32, x.shape[3])[:, None] < true_width, sums, 0.0)
+        sums = jnp.where(jax.lax.iota(jnp.int32, x.shape[3])[:, None] < true_width, sums, 0.0)
     y = sums.astype(x.dtype)
     latest = frames[:, frames.shape[1] - cache.shape[1] :]
     mean, m2 = column_moments(y)
@@ -172,25 +170,26 @@ def _by_kernel(
         step = winograd.WinogradStep if sizes.tile else direct.DirectStep
         step(sizes, refs[:count], dict(zip(names, refs[count:], strict=True))).run()
 
-    in_place = sizes.width == sizes.columns or RAGGED_IN_PLACE
     # The result is written, and a residual of its size read.
     y_bytes = x.nbytes // sizes.channels * sizes.outputs * (1 if residual is None else 2)
     cache_bytes = x.nbytes // sizes.input_frames * (TAPS - 1)
     aliases = {}
-    if cache is not None and in_place:  # the next cache in the memory of the last one
+    if cache is not None and (sizes.width == sizes.columns or RAGGED_IN_PLACE):
+        # The next cache is in the memory of the last one.
         aliases = {len(weights) + names.index("cache"): [*results].index("latest")}
-    cache_shape = (x.shape[0], TAPS - 1, *x.shape[2:])
+    # A grid of a single strip has no axis for strips; steps follow blocks of rows.
+    grid = x.shape[0], *([sizes.strips] if sizes.strips > 1 else []), sizes.blocks + LAG
     y, latest, *moments = pl.pallas_call(
         run,
-        grid=_grid(x.shape[0], sizes),
-        in_specs=[*map(_whole_spec, weights), *(spec for _, spec in operands.values())],
+        grid=grid,
+        in_specs=[*map(tiles.whole_spec, weights), *(spec for _, spec in operands.values())],
         out_specs=[spec for _, spec in results.values()],
         # Declared in HBM: XLA would copy small results into VMEM and back.
         out_shape=[pltpu.HBM(struct.shape, struct.dtype) for struct, _ in results.values()],
         scratch_shapes=[*scratch.values()],
         input_output_aliases=aliases,
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary",) * len(_grid(x.shape[0], sizes)), vmem_limit_bytes=vmem_limit()
+            dimension_semantics=("arbitrary",) * len(grid), vmem_limit_bytes=tiles.vmem_limit()
         ),
         cost_estimate=pl.CostEstimate(
             flops=2 * kernel.size * x.size // sizes.channels,
@@ -199,10 +198,9 @@ def _by_kernel(
         ),
         name="norm_conv3d",
     )(*weights, *(array for array, _ in operands.values()))
-    moments = (  # N W T O
-        part[..., :outputs].reshape(x.shape[0], sizes.columns, sizes.input_frames, -1) for part in moments
-    )
-    mean, m2 = (part.swapaxes(1, 2) for part in moments)
+    pixels = x.shape[0], sizes.columns, sizes.input_frames
+    mean, m2 = (part[..., :outputs].reshape(*pixels, -1).swapaxes(1, 2) for part in moments)
+    cache_shape = (x.shape[0], TAPS - 1, *x.shape[2:])
     return _frames_first(y, sizes, outputs), _cache_frames_first(latest, cache_shape), (mean, m2)
 
 
@@ -234,20 +232,30 @@ def _operands(
         """Return the index of the block of coefficients that covers the rows of a step."""
         video, strip, step = grid_position(indices)
         strip = strip if multiplier.shape[2] > 1 else 0  # one register serves all strips
-        return video, lax.div(_modulated_block(sizes, step) * ROWS, max(ROWS, sizes.cell_rows)), strip, 0, 0
+        return (
+            video,
+            jax.lax.div(_modulated_block(sizes, step) * ROWS, max(ROWS, sizes.cell_rows)),
+            strip,
+            0,
+            0,
+        )
 
     cell_spec = pl.BlockSpec((1, rows, cells, SUBLANES, sizes.channels), coefficient_block)
     kernel, bias = in_tiles(kernel), in_tiles(bias.astype(jnp.float32)[None])
-    operands = {"x": (_pixels_first(x), _modulated_rows_spec(sizes, row, sizes.channels))}
+    x_spec = _rows_spec(partial(_modulated_block, sizes), row, sizes.channels)
+    operands = {"x": (_pixels_first(x), x_spec)}
     if cache is not None:
         operands["cache"] = _cache_pixels_first(cache), _cache_rows_spec(sizes)
     operands |= {
         "half": (multiplier / 2, cell_spec),  # SiLU is h + h tanh(h) of half its argument h
         "half_offset": (offset / 2, cell_spec),
-        "bias": (bias, _whole_spec(bias)),
+        "bias": (bias, tiles.whole_spec(bias)),
     }
     if residual is not None:
-        operands["residual"] = _pixels_first(in_tiles(residual)), _finished_rows_spec(row, sizes.outputs)
+        operands["residual"] = (
+            _pixels_first(in_tiles(residual)),
+            _rows_spec(_finished_block, row, sizes.outputs),
+        )
     if edges is not None:
         padded_edges = (  # a single frame twice, as it is multiplied
             jnp.repeat(in_tiles(edge), sizes.frames // sizes.input_frames, axis=1) for edge in edges
@@ -258,13 +266,13 @@ def _operands(
             both = jnp.pad(both, [(0, 0)] * 3 + [(0, SUBLANES - both.shape[3]), (0, 0)])
         length = both.shape[3]
         both = both.reshape(*both.shape[:2], -1, sizes.outputs)
-        operands["edges"] = both, _finished_rows_spec(length, sizes.outputs)
+        operands["edges"] = both, _rows_spec(_finished_block, length, sizes.outputs)
     if true_width is not None:
         operands["true_width"] = true_width[None], pl.BlockSpec(memory_space=pltpu.SMEM)
-    weights = winograd.weights if sizes.tile else direct.weights
+    tap = winograd.tap if sizes.tile else direct.tap
     if sizes.tile:
         kernel = transformed_taps(kernel, sizes.tile)
-    return operands, [weights(kernel, product, sizes.turns) for product in sizes.products]
+    return operands, [matrices(kernel, product, sizes.turns, tap) for product in sizes.products]
 
 
 def _results(
@@ -278,17 +286,11 @@ def _results(
     strip_spec = pl.BlockSpec((1, row, sizes.outputs), lambda *indices: (*grid_position(indices)[:2], 0))
     y = jax.ShapeDtypeStruct((*x.shape[:3], sizes.outputs), x.dtype)
     return {
-        "y": (y, _finished_rows_spec(row, sizes.outputs)),
+        "y": (y, _rows_spec(_finished_block, row, sizes.outputs)),
         "latest": (jax.ShapeDtypeStruct(latest, x.dtype), _cache_rows_spec(sizes)),
         "mean": (moments, strip_spec),
         "m2": (moments, strip_spec),
     }
-
-
-def _grid(videos: int, sizes: ConvSizes) -> tuple[int, ...]:
-    """Return the grid: videos, strips if there are several, and steps, which follow blocks of rows."""
-    steps = sizes.blocks + LAG
-    return (videos, steps) if sizes.strips == 1 else (videos, sizes.strips, steps)
 
 
 def _modulated_block(sizes: ConvSizes, step: Array) -> Array:
@@ -296,40 +298,35 @@ def _modulated_block(sizes: ConvSizes, step: Array) -> Array:
 
     The last `LAG` steps only finish results: their index stays at the last rows, so that nothing is fetched.
     """
-    return lax.min(step, sizes.blocks - 1)
+    return jax.lax.min(step, sizes.blocks - 1)
+
+
+def _finished_block(step: Array) -> Array:
+    """Return the index of the two rows that a step finishes: modulated `LAG` steps before."""
+    return jax.lax.max(step - LAG, 0)
 
 
 def _rows_spec(block: Callable[[Any], Any], length: int, lanes: int) -> pl.BlockSpec:
     """Return the spec of the two rows that a step reads or writes, of an array (N, H, length, lanes).
 
-    `block(step)` is the index of the two rows; `length` counts the entries of a row in a strip.
+    Args:
+        block: function of a step that returns the index of its two rows.
+        length: entries of a row in a strip.
+        lanes: length of the array's last axis.
     """
 
-    def rows(*indices: Any) -> tuple[Any, ...]:
+    def index(*indices: Any) -> tuple[Any, ...]:
+        """Return the index of the block with these rows; `indices` are the grid's (`grid_position`)."""
         video, strip, step = grid_position(indices)
         return video, block(step), strip, 0
 
-    return pl.BlockSpec((1, ROWS, length, lanes), rows)
-
-
-def _modulated_rows_spec(sizes: ConvSizes, length: int, lanes: int) -> pl.BlockSpec:
-    """Return the spec of the rows that a step modulates; arguments as `_rows_spec` takes them."""
-    return _rows_spec(partial(_modulated_block, sizes), length, lanes)
+    return pl.BlockSpec((1, ROWS, length, lanes), index)
 
 
 def _cache_rows_spec(sizes: ConvSizes) -> pl.BlockSpec:
     """Return the spec of a cache's rows, which a step reads and writes."""
-    return _modulated_rows_spec(sizes, sizes.width * sizes.parts * (TAPS - 1), tiles.LANES)
-
-
-def _finished_rows_spec(length: int, lanes: int) -> pl.BlockSpec:
-    """Return the spec of the rows that a step finishes: another step has modulated them, `LAG` before it."""
-    return _rows_spec(lambda step: lax.max(step - LAG, 0), length, lanes)
-
-
-def _whole_spec(array: Array) -> pl.BlockSpec:
-    """Return the spec of an array that all steps read as a whole, from a single buffer."""
-    return pl.BlockSpec(array.shape, lambda *_: (0,) * array.ndim, pipeline_mode=pl.Buffered(1))
+    length = sizes.width * sizes.parts * (TAPS - 1)
+    return _rows_spec(partial(_modulated_block, sizes), length, tiles.LANES)
 
 
 def _pixels_first(x_NTHWC: Array) -> Array:

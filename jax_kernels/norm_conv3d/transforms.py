@@ -132,7 +132,9 @@ def filtered(
     # For each position under a tile's taps the frames at that position in all tiles.
     under_taps = [frames[:, start : start + last_tile + 1 : tile] for start in range(tile + TAPS - 1)]
     inputs = transform.inputs([part.astype(jnp.float32) for part in under_taps])
-    taps = transformed_taps(kernel, tile)
-    products = [multiply(part.astype(frames.dtype), tap) for part, tap in zip(inputs, taps, strict=True)]
+    products = [
+        multiply(part.astype(frames.dtype), tap)
+        for part, tap in zip(inputs, transformed_taps(kernel, tile), strict=True)
+    ]
     results = jnp.stack(transform.results(products), axis=2)
     return results.reshape(results.shape[0], -1, *results.shape[3:])

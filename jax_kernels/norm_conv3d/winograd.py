@@ -20,37 +20,27 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
-from jax_kernels.norm_conv3d.sizes import MARGIN, ROWS, SUBLANES, TAPS, TILES, ConvSizes, Product
-from jax_kernels.norm_conv3d.step import ConvStep, fill_zeros, lanes_of, matrices
+from jax_kernels.norm_conv3d.sizes import MARGIN, ROWS, SUBLANES, TAPS, TILES, ConvSizes
+from jax_kernels.norm_conv3d.step import ConvStep, fill_zeros, lanes_of
 from jax_kernels.norm_conv3d.transforms import TRANSFORMS
 
-HIGH_HALF = -(2**16)
-"""Mask of a word's later frame."""
 
+def tap(
+    transformed: Float[Array, "components 3 3 I O"], row: int, shift: int, result_row: int, beside: int
+) -> Array:
+    """Return the weights (components, I, O) from input (row, shift) to result (result_row, beside).
 
-def weights(transformed: Float[Array, "components 3 3 I O"], product: Product, turns: int) -> Array:
-    """Return the matrices of a product, one for each turn and component.
-
-    They are zero where no tap connects input and result, and where another input of the product has the tap.
-    `transformed` has the kernel's taps of time transformed to components (`transformed_taps`).
+    They are zeros where no tap connects the two, and where another input of the product has the tap: a result
+    in the column right of the input's own (`beside` is 1) takes the unshifted input alone. See `Product`.
+    `transformed` is a kernel whose taps of time are components (`transformed_taps`).
     """
-
-    def tap(share: Array, row: int, shift: int, result_row: int, beside: int) -> Array:
-        """Return the weights (components, I, O) from input (row, shift) to result (result_row, beside).
-
-        `share` is the transformed kernel of a share of the output channels. `beside` is 1 for the column
-        right of the input's own, which takes the unshifted input alone.
-        """
-        row_tap, column_tap = row - result_row, shift - beside + 1
-        inside = 0 <= row_tap < TAPS and 0 <= column_tap < TAPS and (beside == 0 or shift == 0)
-        return share[:, row_tap, column_tap] if inside else jnp.zeros_like(share[:, 0, 0])
-
-    return matrices(transformed, product, turns, tap)
+    row_tap, column_tap = row - result_row, shift - beside + 1
+    inside = 0 <= row_tap < TAPS and 0 <= column_tap < TAPS and (beside == 0 or shift == 0)
+    return transformed[:, row_tap, column_tap] if inside else jnp.zeros_like(transformed[:, 0, 0])
 
 
 class WinogradStep(ConvStep):
@@ -68,21 +58,23 @@ class WinogradStep(ConvStep):
         # Three slots for blocks' lower rows, two for their upper rows. A move stores to the slot of the row
         # below, before the products load it, and to a slot that no product loads.
         self.rows = (
-            ("lower", lax.rem(step, 3)),
-            ("upper", lax.rem(step, 2)),
-            ("lower", lax.rem(step + 1, 3)),
-            ("upper", lax.rem(step + 1, 2)),
+            ("lower", jax.lax.rem(step, 3)),
+            ("upper", jax.lax.rem(step, 2)),
+            ("lower", jax.lax.rem(step + 1, 3)),
+            ("upper", jax.lax.rem(step + 1, 2)),
         )
-        self.moved = self.rows[ROWS + 1], ("lower", lax.rem(step + 2, 3))
-        above, slot = self.rows[0]
-        self.above = lambda: [refs[above].at[slot]]
-        self.below = lambda: [refs["stage"].at[0]]
-        self.beyond = lambda: [refs["stage"].at[:, :, :, pl.ds(MARGIN + sizes.last_columns, 1)]]
+        self.moved = self.rows[ROWS + 1], ("lower", jax.lax.rem(step + 2, 3))
 
-    def _begin(self) -> None:
-        """Fill the `MARGIN` columns left and right of a strip with zeros, the convolution's padding."""
+    def _padding(self) -> dict[str, list[Any]]:
+        """Return the memory of the padding; see `ConvStep`. Beside a strip it is `MARGIN` columns wide."""
+        refs, (above, slot) = self.refs, self.rows[0]
         sides = itertools.product(("stage", "upper", "lower"), (0, MARGIN + self.sizes.width))
-        fill_zeros(self.refs[name].at[:, :, :, pl.ds(start, MARGIN)] for name, start in sides)
+        return {
+            "beside": [refs[name].at[:, :, :, pl.ds(start, MARGIN)] for name, start in sides],
+            "above": [refs[above].at[slot]],
+            "below": [refs["stage"].at[0]],
+            "right": [refs["stage"].at[:, :, :, pl.ds(MARGIN + self.sizes.last_columns, 1)]],
+        }
 
     def _convolve(self) -> None:
         """Multiply a strip's chunks of columns, finish each during the next, and the last one at the end."""
@@ -95,11 +87,11 @@ class WinogradStep(ConvStep):
             """Multiply one chunk in turns, each with other work between its products."""
             column = index * sizes.chunk
             self._move(column + MARGIN, sizes.chunk)
-            lax.fori_loop(0, sizes.turns, lambda turn, _: self._multiply_turn(turn, column), None)
+            jax.lax.fori_loop(0, sizes.turns, lambda turn, _: self._multiply_turn(turn, column), None)
 
-        lax.fori_loop(0, sizes.chunks, multiply_chunk, None)
+        jax.lax.fori_loop(0, sizes.chunks, multiply_chunk, None)
         last_chunk, units = sizes.width - sizes.chunk, sizes.chunk // sizes.unit
-        lax.fori_loop(0, units, lambda unit, _: self._finish(last_chunk + unit * sizes.unit), None)
+        jax.lax.fori_loop(0, units, lambda unit, _: self._finish(last_chunk + unit * sizes.unit), None)
 
     def _multiply_turn(self, turn: Any, column: Any) -> None:
         """Compute the products of a chunk for a share of its output channels, and other work between them.
@@ -158,8 +150,8 @@ class WinogradStep(ConvStep):
         sizes = self.sizes
         at = self._word_columns(column, sizes.chunk, shift)
         rows = [self.rows[row + result] for result in range(ROWS if sizes.rows_together else 1)]
-        words = [self.refs[name][slot, component, part, at] for name, slot in rows]
-        return pltpu.bitcast(jnp.concatenate(words), jnp.bfloat16)
+        words = jnp.concatenate([self.refs[name][slot, component, part, at] for name, slot in rows])
+        return pltpu.bitcast(words, jnp.bfloat16)
 
     def _store_components(
         self, turn: Any, component: int, results: list[tuple[int, int]], sums: Array, column: Any
@@ -273,7 +265,7 @@ class WinogradStep(ConvStep):
 
 def _unpacked(words: Array) -> tuple[Array, Array]:
     """Return the two bfloat16 numbers of each word as float32: the low 16 bits, then the high ones."""
-    return pltpu.bitcast(words << 16, jnp.float32), pltpu.bitcast(words & HIGH_HALF, jnp.float32)
+    return pltpu.bitcast(words << 16, jnp.float32), pltpu.bitcast(words & -(2**16), jnp.float32)
 
 
 def _packed(low: Array, high: Array) -> Array:

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jax_kernels.common.checks import check_channels
 from jax_kernels.common.columns import (
     WHOLE,
     Split,
@@ -16,16 +15,20 @@ from jax_kernels.common.columns import (
     neighbours_of,
     with_clear_padding,
 )
-from jax_kernels.common.dispatch import Target, dispatched, map_shards
-from jax_kernels.common.first_frame import (
+from jax_kernels.common.dispatch import Target, dispatch, map_shards
+from jax_kernels.common.frames import (
+    average_pairs,
+    check_convolution,
+    conv_frames,
     is_image_for_tpu,
     join_bands,
     join_frames,
+    select_frames,
     split_bands,
     split_frames,
 )
-from jax_kernels.common.frames import average_pairs, conv_frames, select_frames
 from jax_kernels.common.layout import kernel_layout
+from jax_kernels.conv3d.xla import add_bias_and_residual
 from jax_kernels.resample import upsampled, xla
 
 OVERLAP = 1
@@ -60,14 +63,21 @@ def upsample(
     Raises:
         ValueError: a kernel that is even or does not take `x`, a bias of another length.
     """
-    _check("upsample", x, kernel, bias)
+    check_convolution("upsample", x, kernel, bias, "kh kw I O")
     if kernel.shape[0] % 2 == 0 or kernel.shape[1] % 2 == 0:
         raise ValueError(
             f"upsample got a kernel of {kernel.shape[0]} x {kernel.shape[1]} pixels: both must be odd"
         )
 
-    return _upsample(
-        x, kernel, bias, expand_time=expand_time, first_frame_alone=first_frame_alone, split=split
+    return dispatch(
+        upsample_on,
+        ("tpu",),
+        x,
+        kernel,
+        bias,
+        expand_time=expand_time,
+        first_frame_alone=first_frame_alone,
+        split=split,
     )
 
 
@@ -162,18 +172,13 @@ def _by_xla(
 
     y = convolve(doubled, kernel, (columns, columns))
     y = add_from_neighbours(target.split, y, doubled, kernel, convolve)
-    if bias is not None:
-        y = y + bias.astype(jnp.float32)
-    y = with_clear_padding(y.astype(x.dtype), target.split)
+    y = with_clear_padding(add_bias_and_residual(y, bias).astype(x.dtype), target.split)
     length, alone = x.shape[1], int(first_frame_alone)
     if not expand_time or length == alone:
         return y
     return select_frames(
         target, y, [*range(alone), *(frame for frame in range(alone, length) for _ in range(2))]
     )
-
-
-_upsample = dispatched(upsample_on, "tpu")
 
 
 def downsample(
@@ -203,7 +208,7 @@ def downsample(
         ValueError: a kernel of another size or that does not take `x`, a bias of another length; frames that
             are no pairs; columns split over devices, an odd number each.
     """
-    _check("downsample", x, kernel, bias)
+    check_convolution("downsample", x, kernel, bias, "kh kw I O")
     if kernel.shape[:2] != (3, 3):
         raise ValueError(
             f"downsample got a kernel of {kernel.shape[0]} x {kernel.shape[1]} pixels: it must have 3 x 3"
@@ -212,8 +217,15 @@ def downsample(
         after = " after the first" if first_frame_alone else ""
         raise ValueError(f"downsample got {x.shape[1]} frames: those{after} must be pairs to be averaged")
 
-    return _downsample(
-        x, kernel, bias, compress_time=compress_time, first_frame_alone=first_frame_alone, split=split
+    return dispatch(
+        downsample_on,
+        ("tpu",),
+        x,
+        kernel,
+        bias,
+        compress_time=compress_time,
+        first_frame_alone=first_frame_alone,
+        split=split,
     )
 
 
@@ -236,9 +248,6 @@ def downsample_on(
         return map_shards(target, form, (frames,), (kernel, bias))
 
     return _split_and_resample(target, convolve, x, compress_time, first_frame_alone)
-
-
-_downsample = dispatched(downsample_on, "tpu")
 
 
 def _downsample_shard(
@@ -264,17 +273,4 @@ def _downsample_shard(
         # The last window's third column is the right neighbour's first; no window reaches to the left.
         _, right = neighbours_of(target.split, x, 1)
         y = add_columns(y, halve(right, kernel[:, 2:], (0, 0)), at=y.shape[3] - 1)
-    if bias is not None:
-        y = y + bias.astype(jnp.float32)
-    return with_clear_padding(y.astype(x.dtype), target.split)
-
-
-def _check(name: str, x: Array, kernel: Array, bias: Array | None) -> None:
-    """Raise `ValueError` for frames, a kernel or a bias that the function `name` refuses."""
-    if x.ndim != 5 or kernel.ndim != 4:
-        raise ValueError(
-            f"{name} got x {x.shape} and kernel {kernel.shape}: it needs N T H W I and kh kw I O"
-        )
-    if x.shape[-1] != kernel.shape[2]:
-        raise ValueError(f"{name} got {x.shape[-1]} channels for a kernel that takes {kernel.shape[2]}")
-    check_channels(name, kernel.shape[3], bias=bias)
+    return with_clear_padding(add_bias_and_residual(y, bias).astype(x.dtype), target.split)

@@ -1,7 +1,7 @@
 """Up- and downsampling in their plainest form: what the fast forms have to equal."""
 
+import jax
 import jax.numpy as jnp
-from jax import lax
 
 
 def upsample(x, kernel, bias, *, expand_time, first_frame_alone=False):
@@ -25,13 +25,13 @@ def downsample(x, kernel, bias, *, compress_time, first_frame_alone=False):
 def convolved(x, kernel, bias, padding, *, stride):
     """Pad every frame with zeros, ((above, below), (left, right)), and convolve it in float32."""
     frames = jnp.pad(x.reshape(-1, *x.shape[2:]), ((0, 0), *padding, (0, 0)))
-    y = lax.conv_general_dilated(
+    y = jax.lax.conv_general_dilated(
         frames.astype(jnp.float32),
         kernel.astype(jnp.float32),
         (stride, stride),
         "VALID",
         dimension_numbers=("NHWC", "HWIO", "NHWC"),
-        precision=lax.Precision.HIGHEST,
+        precision=jax.lax.Precision.HIGHEST,
     )
     y = y if bias is None else y + bias.astype(jnp.float32)
     return y.astype(x.dtype).reshape(*x.shape[:2], *y.shape[1:])

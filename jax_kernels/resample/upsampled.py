@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
@@ -27,7 +26,6 @@ from jax_kernels.common import tiles
 from jax_kernels.common.columns import add_columns
 from jax_kernels.common.dispatch import with_derivatives_of
 from jax_kernels.common.frames import conv_frames, repeat_nearest
-from jax_kernels.common.tiles import duplicated_in_words, fills_tiles, vmem_limit
 from jax_kernels.resample import xla
 
 TAPS = 3
@@ -99,14 +97,16 @@ def is_supported(
         expand_time: whether frames are doubled too.
         pixels: pixels of a whole frame, of which `x` may be a shard.
     """
-    if not fills_tiles(x) or x.dtype != jnp.bfloat16:
-        return False
-    if 4 * pixels < tiles.SMALLEST:
-        return False
-    if kernel.shape[:2] != (TAPS,) * 2 or kernel.shape[3] % tiles.LANES:
-        return False
     sizes = _sizes(x, kernel.shape[3], expand_time)
-    return {sizes.taken, sizes.frames} <= {*FRAMES} and _vmem_bytes(sizes) <= vmem_limit()
+    return (
+        tiles.fills_tiles(x)
+        and x.dtype == jnp.bfloat16
+        and 4 * pixels >= tiles.SMALLEST
+        and kernel.shape[:2] == (TAPS, TAPS)
+        and kernel.shape[3] % tiles.LANES == 0
+        and {sizes.taken, sizes.frames} <= {*FRAMES}
+        and _vmem_bytes(sizes) <= tiles.vmem_limit()
+    )
 
 
 def _vmem_bytes(sizes: UpsampleSizes) -> int:
@@ -182,7 +182,7 @@ class _Step:
             self._add_chunk(index * sizes.chunk, sizes.chunk)
 
         if chunks > 1:
-            lax.fori_loop(0, chunks - 1, add_whole_chunk, None)
+            jax.lax.fori_loop(0, chunks - 1, add_whole_chunk, None)
         last_chunk = (chunks - 1) * sizes.chunk  # its first column
         self._add_chunk(last_chunk, sizes.columns - last_chunk, right)
 
@@ -226,17 +226,22 @@ class _Step:
 
     def _repeat_frames(self, x: Array) -> Array:
         """Return `x`, a row for each frame of a pixel, with every row twice if frames are doubled."""
-        return x if self.sizes.taken == self.sizes.frames else pltpu.bitcast(duplicated_in_words(x), x.dtype)
+        return (
+            x
+            if self.sizes.taken == self.sizes.frames
+            else pltpu.bitcast(tiles.duplicated_in_words(x), x.dtype)
+        )
 
     def _interleave_columns(self, left: Array, right: Array) -> Array:
         """Interleave the results of even columns, `left`, and of odd columns, `right`, pixel by pixel."""
-        pixels = (part.reshape(-1, 1, self.sizes.frames, self.sizes.outputs) for part in (left, right))
-        return jnp.concatenate([*pixels], axis=1).reshape(-1, self.sizes.outputs)
+        frames, outputs = self.sizes.frames, self.sizes.outputs
+        pixels = [part.reshape(-1, 1, frames, outputs) for part in (left, right)]
+        return jnp.concatenate(pixels, axis=1).reshape(-1, outputs)
 
     def _rounded(self, sums: Array, column: Any) -> Array:
         """Round results in a row, from those of pixel `column` on, with zeros in padding columns."""
         if "true_width" in self.refs:
-            row = lax.broadcasted_iota(jnp.int32, sums.shape, 0)
+            row = jax.lax.broadcasted_iota(jnp.int32, sums.shape, 0)
             sums = jnp.where(row < (self.refs["true_width"][0] - 2 * column) * self.sizes.frames, sums, 0.0)
         return sums.astype(jnp.bfloat16)
 
@@ -281,7 +286,11 @@ def _by_kernel(
     videos, _, height, *_ = x.shape
     weights, bias = kernel.reshape(-1, *kernel.shape[2:]), bias.astype(jnp.float32)[None]
     # By name: arrays with the specs of their blocks, then the shapes of scratch memory (`_Step`).
-    operands = {"x": _row_operand(x), "weights": _whole_operand(weights), "bias": _whole_operand(bias)}
+    operands = {
+        "x": _row_operand(x),
+        "weights": (weights, tiles.whole_spec(weights)),
+        "bias": (bias, tiles.whole_spec(bias)),
+    }
     if beside is not None:
         operands["beside"] = _row_operand(jnp.concatenate(beside, axis=3))
     if true_width is not None:
@@ -298,13 +307,13 @@ def _by_kernel(
         grid=(videos, height + 1),
         in_specs=[spec for _, spec in operands.values()],
         out_specs=pl.BlockSpec(
-            (1, 2, sizes.row, sizes.outputs), lambda video, step: (video, lax.max(step - 1, 0), 0, 0)
+            (1, 2, sizes.row, sizes.outputs), lambda video, step: (video, jax.lax.max(step - 1, 0), 0, 0)
         ),
         # Declared in HBM: XLA would copy small results into VMEM and back.
         out_shape=pltpu.HBM((videos, 2 * height, sizes.row, sizes.outputs), x.dtype),
         scratch_shapes=[*scratch.values()],
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary", "arbitrary"), vmem_limit_bytes=vmem_limit()
+            dimension_semantics=("arbitrary", "arbitrary"), vmem_limit_bytes=tiles.vmem_limit()
         ),
         cost_estimate=pl.CostEstimate(
             flops=2 * kernel.size * videos * height * sizes.columns * sizes.frames,
@@ -323,18 +332,9 @@ def _row_operand(x_NTHWC: Array) -> tuple[Array, pl.BlockSpec]:
     x = x.reshape(*x.shape[:2], -1, x.shape[-1])
     # The last step reads no row: its index stays at the last row, so that nothing is fetched.
     step_spec = pl.BlockSpec(
-        (1, 1, *x.shape[2:]), lambda video, step: (video, lax.min(step, x.shape[1] - 1), 0, 0)
+        (1, 1, *x.shape[2:]), lambda video, step: (video, jax.lax.min(step, x.shape[1] - 1), 0, 0)
     )
     return x, step_spec
-
-
-def _whole_operand(array: Array) -> tuple[Array, pl.BlockSpec]:
-    """Return an operand of the kernel: an array, and the spec by which every step reads all of it.
-
-    It never changes, so one buffer is enough; a block that changes from step to step has two.
-    """
-    zeros = (0,) * array.ndim
-    return array, pl.BlockSpec(array.shape, lambda video, step: zeros, pipeline_mode=pl.Buffered(1))
 
 
 def _xla_form(
@@ -355,6 +355,6 @@ def _xla_form(
         sums = add_columns(add_columns(sums, left, at=0), right, at=sums.shape[3] - 1)
     sums = sums + bias.astype(jnp.float32)
     if true_width is not None:
-        sums = jnp.where(lax.iota(jnp.int32, sums.shape[3])[:, None] < true_width, sums, 0.0)
+        sums = jnp.where(jax.lax.iota(jnp.int32, sums.shape[3])[:, None] < true_width, sums, 0.0)
     y = sums.astype(x.dtype)
     return repeat_nearest(y, {1: 2}) if expand_time else y

@@ -1,7 +1,7 @@
 """Resampling by a factor of two as XLA compiles it, on any platform and on a TPU."""
 
+import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array
 
 from jax_kernels.common.frames import MOST_IN_PATCHES, conv_frames, conv_patches, repeat_nearest
@@ -21,8 +21,8 @@ def double_pixels_outside(x: Array) -> Array:
     more (v6e, 8 x 240 x 360 x 256 doubled).
     """
     h, w, n, t, c = pixels_first(x).shape
-    ones = lax.optimization_barrier(jnp.ones((1, 2, 1, 2, 1, 1, 1), x.dtype))
-    doubled = lax.optimization_barrier(pixels_first(x)[:, None, :, None] * ones)
+    ones = jax.lax.optimization_barrier(jnp.ones((1, 2, 1, 2, 1, 1, 1), x.dtype))
+    doubled = jax.lax.optimization_barrier(pixels_first(x)[:, None, :, None] * ones)
     return frames_first(doubled.reshape(2 * h, 2 * w, n, t, c))
 
 

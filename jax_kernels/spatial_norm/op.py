@@ -3,18 +3,14 @@
 from collections.abc import Callable
 from typing import Any, Literal
 
-import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float
 
-from jax_kernels.common.checks import check_channels
 from jax_kernels.common.columns import WHOLE, Split
-from jax_kernels.common.dispatch import Target, dispatched, map_shards
-from jax_kernels.common.first_frame import join_frames, split_frames
-from jax_kernels.common.pointwise import Activation, check_activation
-from jax_kernels.group_norm.moments import check_groups, moments, per_channel
+from jax_kernels.common.dispatch import Target, dispatch, map_shards
+from jax_kernels.common.frames import join_frames, split_frames
+from jax_kernels.common.pointwise import Activation, check_choice
+from jax_kernels.group_norm.moments import check_groups, moments, scale_and_shift
 from jax_kernels.spatial_norm import xla
-from jax_kernels.spatial_norm.latents import check_sizes
 
 Implementation = Literal["rows", "pixels_first"]
 
@@ -64,10 +60,11 @@ def spatial_norm(
     """
     weights = weight, bias, kernel_y, bias_y, kernel_b, bias_b
     check_spatial_norm(x, zq, *weights, num_groups=num_groups, first_frame_alone=first_frame_alone)
-    check_activation(activation)
-    if implementation is not None and implementation not in _IMPLEMENTATIONS:
-        raise ValueError(f"implementation {implementation!r} is not one of {sorted(_IMPLEMENTATIONS)}")
-    return _spatial_norm(
+    check_choice("activation", activation, None, "silu")
+    check_choice("implementation", implementation, None, *_IMPLEMENTATIONS)
+    return dispatch(
+        spatial_norm_on,
+        ("tpu",),
         x,
         zq,
         *weights,
@@ -98,10 +95,8 @@ def spatial_norm_on(
     implementation: Implementation | None = None,
 ) -> Array:
     """Compute `spatial_norm` on `target`, the platform that is traced for."""
-    channels = x.shape[-1]
     stats = moments(target, x, num_groups=num_groups, channel_axis=-1)
-    scale = per_channel(lax.rsqrt(stats.variance + eps), channels) * weight.astype(jnp.float32)
-    shift = bias.astype(jnp.float32) - per_channel(stats.mean, channels) * scale
+    norm = scale_and_shift(stats, weight, bias, eps)
     runs = split_frames(target, x, zq) if first_frame_alone else [(x, zq)]
     convolutions = (kernel_y, bias_y), (kernel_b, bias_b)
 
@@ -111,14 +106,12 @@ def spatial_norm_on(
         `operands` are the two convolutions, then GroupNorm's scale and shift.
         """
         fastest = "pixels_first" if target.on_tpu and x.shape[1] > 1 else "rows"
-        modulate = _IMPLEMENTATIONS[implementation or fastest]
         alone = first_frame_alone and len(runs) == 1  # with several runs the first frame is one of them
-        return modulate(target, x, zq, *operands, activation=activation, first_frame_alone=alone)
+        return _IMPLEMENTATIONS[implementation or fastest](
+            target, x, zq, *operands, activation=activation, first_frame_alone=alone
+        )
 
-    return join_frames([map_shards(target, modulated, run, convolutions, (scale, shift)) for run in runs])
-
-
-_spatial_norm = dispatched(spatial_norm_on, "tpu")
+    return join_frames([map_shards(target, modulated, run, convolutions, norm) for run in runs])
 
 
 def check_spatial_norm(
@@ -136,9 +129,8 @@ def check_spatial_norm(
 ) -> None:
     """Raise `ValueError` for arrays that `spatial_norm` does not take."""
     channels, latent_channels = x.shape[-1], zq.shape[-1]
-    check_groups(channels, num_groups)
-    check_channels("spatial_norm", channels, weight=weight, bias=bias, bias_y=bias_y, bias_b=bias_b)
-    check_sizes(zq, x.shape, first_frame_alone=first_frame_alone)
+    check_groups("spatial_norm", channels, num_groups, weight=weight, bias=bias, bias_y=bias_y, bias_b=bias_b)
+    xla.check_sizes(zq, x.shape, first_frame_alone=first_frame_alone)
     for kernel in (kernel_y, kernel_b):
         if kernel.shape != (latent_channels, channels):
             raise ValueError(

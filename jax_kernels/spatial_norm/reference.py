@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jax_kernels.group_norm.reference import group_norm
 
@@ -25,7 +24,7 @@ def spatial_norm(
     """Upsample the latents, convolve them twice at full resolution, then modulate; all in float32."""
     x_f32, latents = x.astype(jnp.float32), upsampled(zq, x.shape, first_frame_alone).astype(jnp.float32)
     y, b = (
-        jnp.einsum("nthwz,zc->nthwc", latents, kernel, precision=lax.Precision.HIGHEST) + offset
+        jnp.einsum("nthwz,zc->nthwc", latents, kernel, precision=jax.lax.Precision.HIGHEST) + offset
         for kernel, offset in ((kernel_y, bias_y), (kernel_b, bias_b))
     )
     result = group_norm(x_f32, weight, bias, num_groups=num_groups, eps=eps, channel_axis=-1) * y + b

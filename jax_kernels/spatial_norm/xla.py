@@ -1,14 +1,14 @@
-"""The forms of a spatial norm's modulation that XLA compiles."""
+"""The forms of a spatial norm's modulation that XLA compiles, and the latents that they modulate by."""
 
+import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array
 
 from jax_kernels.common.columns import with_clear_padding
 from jax_kernels.common.dispatch import Target
+from jax_kernels.common.frames import join_frames, repeat_nearest
 from jax_kernels.common.layout import frames_first, pixels_first, precision_for, zero_of
 from jax_kernels.common.pointwise import Activation, activate
-from jax_kernels.spatial_norm.latents import match_frames_and_columns
 
 
 def modulate_rows(
@@ -39,8 +39,8 @@ def modulate_rows(
     """
     zq = match_frames_and_columns(zq, x.shape, first_frame_alone=first_frame_alone)
     y = pointwise("nthwz,zc->nthwc", zq, *to_y)
-    multiplier = y * _over_pixels(scale_NC)
-    offset = y * _over_pixels(shift_NC) + pointwise("nthwz,zc->nthwc", zq, *to_b)
+    multiplier = y * scale_NC[:, None, None, None]
+    offset = y * shift_NC[:, None, None, None] + pointwise("nthwz,zc->nthwc", zq, *to_b)
     n, t, h, w, c = multiplier.shape
     rows = x.reshape(n, t, h, x.shape[2] // h, w, c)  # an axis for the rows that one latent row covers
     result = activate(
@@ -77,13 +77,59 @@ def modulate_pixels(
         pointwise("hwntz,zc->hwntc", pixels_first(zq), kernel, bias + zero) for kernel, bias in (to_y, to_b)
     )
     h, w, n, t, c = y.shape
-    rows = lax.optimization_barrier(pixels_first(x).reshape(h, x.shape[2] // h, w, n, t, c))
+    rows = jax.lax.optimization_barrier(pixels_first(x).reshape(h, x.shape[2] // h, w, n, t, c))
     normed = rows.astype(jnp.float32) * scale_NC[:, None] + shift_NC[:, None]
     result = activate(normed * y[:, None] + b[:, None], activation)
     result = with_clear_padding(result.astype(x.dtype), target.split, column_axis=2)
     if activation is not None:
-        result = lax.optimization_barrier(result)
+        result = jax.lax.optimization_barrier(result)
     return frames_first(result.reshape(x.shape[2], w, n, t, c))
+
+
+def match_frames_and_columns(
+    z_NTHWC: Array, activations: tuple[int, ...], *, first_frame_alone: bool
+) -> Array:
+    """Upsample latents (nearest) to the frames and columns of activations; rows stay.
+
+    Args:
+        z_NTHWC: the latents.
+        activations: shape (N, T, H, W, C) of the activations.
+        first_frame_alone: whether the first latent frame covers the first frame alone, and the latent frames
+            after it all frames after the first.
+    """
+    resized = [
+        repeat_nearest(part, {1: length // part.shape[1], 3: activations[3] // part.shape[3]})
+        for part, length in _frame_parts(z_NTHWC, activations, first_frame_alone)
+    ]
+    return join_frames(resized)
+
+
+def _frame_parts(
+    z_NTHWC: Array, activations: tuple[int, ...], first_frame_alone: bool
+) -> list[tuple[Array, int]]:
+    """Return parts of the latents along time, each with the number of frames of the activations it covers.
+
+    There are two parts if the first latent frame covers the first frame alone, else one. `activations` is a
+    shape (N, T, H, W, C).
+    """
+    frames = activations[1]
+    if first_frame_alone and frames > 1:
+        return [(z_NTHWC[:, :1], 1), (z_NTHWC[:, 1:], frames - 1)]
+    return [(z_NTHWC, frames)]
+
+
+def check_sizes(z_NTHWC: Array, activations: tuple[int, ...], *, first_frame_alone: bool) -> None:
+    """Raise `ValueError` unless the activations' frames, rows and columns are multiples of the latents'.
+
+    `activations` is their shape (N, T, H, W, C).
+    """
+    for part, length in _frame_parts(z_NTHWC, activations, first_frame_alone):
+        pairs = zip((length, *activations[2:4]), part.shape[1:4], strict=True)  # of sizes, for each axis
+        if any(latents == 0 or size % latents for size, latents in pairs):
+            raise ValueError(
+                f"spatial_norm got latents {z_NTHWC.shape} for activations {activations}: frames, rows and "
+                "columns of the activations must be whole multiples of the latents'"
+            )
 
 
 def pointwise(equation: str, z: Array, kernel_ZC: Array, bias_C: Array) -> Array:
@@ -91,8 +137,3 @@ def pointwise(equation: str, z: Array, kernel_ZC: Array, bias_C: Array) -> Array
     precision = precision_for(jnp.promote_types(z.dtype, kernel_ZC.dtype))
     y = jnp.einsum(equation, z, kernel_ZC, precision=precision, preferred_element_type=jnp.float32)
     return y + bias_C.astype(jnp.float32)
-
-
-def _over_pixels(coefficient_NC: Array) -> Array:
-    """Reshape a coefficient (N, C) so that it broadcasts over frames and pixels of N T H W C."""
-    return coefficient_NC[:, None, None, None, :]

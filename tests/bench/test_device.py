@@ -466,10 +466,10 @@ def test_doctor_names_the_command_where_there_is_a_device(monkeypatch, capsys):
 
 
 def test_cudnn_is_left_out_where_kernels_are_off(monkeypatch):
-    from jax_kernels.attention import gpu, op
+    from jax_kernels.attention import op, xla
     from jax_kernels.common.dispatch import Target
 
-    monkeypatch.setattr(gpu, "is_supported", lambda q: True)
+    monkeypatch.setattr(xla, "cudnn_supports", lambda q: True)
     q = jax.numpy.zeros(1)
     assert op._fastest(Target("cuda", pallas=True), q, q) == "cudnn"
     assert op._fastest(Target("cuda", pallas=False), q, q) == "plain"

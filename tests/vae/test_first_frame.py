@@ -7,7 +7,7 @@ from cogvideox_torchax import make_mesh, runtime
 from cogvideox_torchax.runtime.bridge import import_torchax
 from cogvideox_torchax.vae.tolerances import FLOAT32_RELATIVE
 from cogvideox_torchax.vae.torchax.modules import SiLU
-from jax_kernels.common import first_frame
+from jax_kernels.common import frames as over_frames
 from tests import reference
 
 
@@ -21,7 +21,7 @@ def parts():
         return True
 
     with reference.traced_anew() as patch:
-        patch.setattr(first_frame, "splits_first_frame", splits_first_frame)
+        patch.setattr(over_frames, "splits_first_frame", splits_first_frame)
         yield found
 
 

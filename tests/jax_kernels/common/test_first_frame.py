@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_kernels.common import first_frame
+from jax_kernels.common import frames as over_frames
 from jax_kernels.common.dispatch import Target
-from jax_kernels.common.first_frame import join_frames, split_frames
+from jax_kernels.common.frames import join_frames, split_frames
 from jax_kernels.norm_conv3d import sizes
 
 CHANNELS, LATENTS, ANYWHERE = 8, 4, Target()
@@ -21,7 +21,7 @@ def draw(*shape):
 @pytest.fixture
 def as_on_a_tpu(monkeypatch):
     """Return a function from whose call on the first of an odd number of frames is split off."""
-    return lambda: monkeypatch.setattr(first_frame, "splits_first_frame", lambda target, x: True)
+    return lambda: monkeypatch.setattr(over_frames, "splits_first_frame", lambda target, x: True)
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ def as_on_a_tpu(monkeypatch):
     [(jnp.bfloat16, "tpu", True), (jnp.bfloat16, "cuda", False), (jnp.float32, "tpu", False)],
 )
 def test_where_a_first_frame_stands_apart(dtype, platform, apart):
-    assert first_frame.splits_first_frame(Target(platform), draw(1, 5, 2, 4, 1).astype(dtype)) == apart
+    assert over_frames.splits_first_frame(Target(platform), draw(1, 5, 2, 4, 1).astype(dtype)) == apart
 
 
 PARTS = {
@@ -60,7 +60,7 @@ def test_frames_are_taken_apart_and_joined(frames, lengths, as_on_a_tpu):
 
 
 def test_kernels_take_every_part():
-    assert set(first_frame.RUNS) == {frames for frames in range(2, 20) if is_supported(frames)}
+    assert set(over_frames.RUNS) == {frames for frames in range(2, 20) if is_supported(frames)}
 
 
 def is_supported(frames):
