@@ -143,17 +143,16 @@ def _tested(python: Path, junit: Path) -> dict[str, Any]:
 
 def drawn(found: list[dict[str, Any]]) -> str:
     """Return the table of docs/install.md: a row for each report of `run`."""
-    rows = [
-        (
-            report["set"],
-            *(report.get("versions", {}).get(package, "") for package in SHOWN),
-            f"{report['passed']} of {report['passed'] + report['failed']}"
-            + (f", {report['skipped']} skipped" if report.get("skipped") else "")
-            if "passed" in report
-            else report["reason"].replace("|", "/"),
-        )
-        for report in found
-    ]
+    rows = []
+    for report in found:
+        if "reason" in report:
+            outcome = report["reason"].replace("|", "/")
+        else:
+            outcome = f"{report['passed']} of {report['passed'] + report['failed']}"
+            if report.get("skipped"):
+                outcome += f", {report['skipped']} skipped"
+        versions = (report.get("versions", {}).get(package, "") for package in SHOWN)
+        rows.append((report["set"], *versions, outcome))
     return reports.table(("set", *SHOWN, "tests passed"), rows)
 
 

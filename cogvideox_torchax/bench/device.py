@@ -155,8 +155,13 @@ class _Bench:
         stays off for all later jobs, and the report's "switched_off" has the reason.
         """
         off = self._report["switched_off"]
-        request = {"job": job, "size": size, "checked": ladder.checked(job, self._on_cpu)}
-        request |= {"data": str(self._scratch / "wanted.npy"), "platform": self._report["device"]["platform"]}
+        request = {
+            "job": job,
+            "size": size,
+            "checked": ladder.checked(job, self._on_cpu),
+            "data": str(self._scratch / "wanted.npy"),
+            "platform": self._report["device"]["platform"],
+        }
         # One reference is kept, and one file of its results: all ways of a job run before the next job.
         if job not in self._references:
             self._references = {job: self._ask("reference", request)}
@@ -214,12 +219,12 @@ class _Bench:
             environment["JAX_PLATFORMS"] = platform
         if request.get("way") == ladder.OFF or off:
             environment[SWITCH] = "off" if request.get("way") == ladder.OFF else f"off:{','.join(off)}"
-        common: dict[str, Any] = {"dp": self._options.dp, "tp": self._options.tp}
-        common["dtype"] = self._report.get("dtype", "float32")
+        request = request | {"dp": self._options.dp, "tp": self._options.tp}
+        request["dtype"] = self._report.get("dtype", "float32")  # there is no report before `probe`
         for name in request.keys() & {"size", "checked"}:
             model, *video = request[name]
-            common[name] = [self._options.small if model == "small" else model, *video]
-        answer = self._worker.ask(do, request | common, environment)
+            request[name] = [self._options.small if model == "small" else model, *video]
+        answer = self._worker.ask(do, request, environment)
         if do == "measure" and not self._on_cpu:  # a new process has a new counter of peak memory
             self._worker.close()
         if "reason" in answer:  # paths lose their directories: a result is read on other machines

@@ -288,16 +288,15 @@ def compare_whole(got: torch.Tensor, want: torch.Tensor, lengths: list[int], pix
         pixels: whether they are frames, to add PSNR and SSIM of each.
     """
     difference = (got.double() - want.double()).abs()
-    by_frame = difference.mean(dim=(0, 1, 3, 4)).tolist()
-    at_borders = border_frames(lengths)
-    inside = [frame for frame in range(len(by_frame)) if frame not in at_borders]
+    by_frame = difference.mean(dim=(0, 1, 3, 4)).numpy()
+    is_border = np.isin(np.arange(len(by_frame)), border_frames(lengths))
     whole = WholeError(
         mean=difference.mean().item(),
         largest=difference.max().item(),
         relative=tolerances.relative_error(got, want),
         rms=tolerances.rms_error(got, want),
-        at_borders=_mean([by_frame[frame] for frame in at_borders]),
-        inside=_mean([by_frame[frame] for frame in inside]),
+        at_borders=_mean(by_frame[is_border]),
+        inside=_mean(by_frame[~is_border]),
     )
     if pixels:
         frames = range(want.shape[2])
@@ -306,8 +305,9 @@ def compare_whole(got: torch.Tensor, want: torch.Tensor, lengths: list[int], pix
     return whole
 
 
-def _mean(values: list[float]) -> float | None:
-    return float(np.mean(values)) if values else None
+def _mean(values: np.ndarray) -> float | None:
+    """Return the mean; None for no values."""
+    return float(values.mean()) if values.size else None
 
 
 # The contracts

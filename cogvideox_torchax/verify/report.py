@@ -1,7 +1,7 @@
 """The results of `verify` as JSON, as Markdown tables and as a picture."""
 
 import dataclasses
-import math
+import json
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +18,9 @@ def as_json(results: list[Result], about: dict[str, Any]) -> dict[str, Any]:
     """
     entries = [{**dataclasses.asdict(result), "passed": result.passed} for result in results]
     passed = all(result.passed for result in results)
-    return _finite({"format": FORMAT, **about, "passed": passed, "results": entries})
-
-
-def _finite(value: Any) -> Any:
-    """Return nested values with infinities and NaNs as the strings "inf" and "nan", which JSON can hold."""
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_finite(item) for item in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+    text = json.dumps({"format": FORMAT, **about, "passed": passed, "results": entries})
+    # Python writes them as NaN and Infinity, which JSON does not have.
+    return json.loads(text, parse_constant=lambda constant: str(float(constant)))
 
 
 def contracts_table(results: list[Result]) -> str:
