@@ -128,11 +128,18 @@ def _measured(
     flops = {}
     for direction in Direction:
         say(f"{size.video}: {direction}: reference")
-        request = {"job": direction, "size": size, "checked": size, "dtype": options.dtype}
-        request |= {"data": str(scratch / f"{direction}.npy"), "warmups": options.warmups}
+        request = {
+            "job": direction,
+            "size": size,
+            "checked": size,
+            "dtype": options.dtype,
+            "data": str(scratch / f"{direction}.npy"),
+            "warmups": options.warmups,
+            "runs": options.repetitions,
+            "fewest": options.repetitions,
+        }
         answer = worker.ask("reference", request, {})
-        requests[direction] = request | {"runs": options.repetitions, "fewest": options.repetitions}
-        requests[direction]["rms"], flops[direction] = answer.get("rms"), answer.get("flops")
+        requests[direction], flops[direction] = request | {"rms": answer.get("rms")}, answer.get("flops")
         rounds = [] if answer["status"] == "ok" else [answer]  # without a reference no backend is run
         rounds_of |= {(direction, way): list(rounds) for way in options.backends}
     for number in range(options.rounds):

@@ -167,7 +167,7 @@ class _Bench:
             self._references = {job: self._ask("reference", request)}
         if self._references[job]["status"] != "ok":
             return self._references[job]
-        request |= {"way": way, "peer": way in ladder.OTHERS, "rms": self._references[job]["rms"]}
+        request |= {"way": way, "peer": way in ladder.STOCK_WAYS, "rms": self._references[job]["rms"]}
         result = self._ask("measure", request, off)
         if way != "torchax" or result["status"] not in ("failed", "wrong"):
             return result
@@ -217,8 +217,10 @@ class _Bench:
         platform = "cpu" if on_host else self._options.platform or os.environ.get("JAX_PLATFORMS")
         if platform:
             environment["JAX_PLATFORMS"] = platform
-        if request.get("way") == ladder.OFF or off:
-            environment[SWITCH] = "off" if request.get("way") == ladder.OFF else f"off:{','.join(off)}"
+        if request.get("way") == ladder.KERNELS_OFF or off:
+            environment[SWITCH] = (
+                "off" if request.get("way") == ladder.KERNELS_OFF else f"off:{','.join(off)}"
+            )
         request = request | {"dp": self._options.dp, "tp": self._options.tp}
         request["dtype"] = self._report.get("dtype", "float32")  # there is no report before `probe`
         for name in request.keys() & {"size", "checked"}:

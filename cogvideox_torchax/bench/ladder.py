@@ -26,11 +26,11 @@ class Size(NamedTuple):
         return f"{self.model}, {self.video}"
 
 
-OFF = "torchax, kernels off"
-WAYS = ("torchax", OFF, "torchax-stock", "flax", "torch", "torch-compile")
+KERNELS_OFF = "torchax, kernels off"
+WAYS = ("torchax", KERNELS_OFF, "torchax-stock", "flax", "torch", "torch-compile")
 """Ways to run a job: the port, the port with XLA doing its kernels' work, and its peers, other backends."""
-OTHERS = ("torchax-stock", "torch", "torch-compile")
-"""Peers that are not this project's, which need not keep its contract."""
+STOCK_WAYS = ("torchax-stock", "torch", "torch-compile")
+"""Peers that run diffusers' own modules: they need not keep this project's bounds of errors."""
 KERNELS = (
     *("norm_conv3d", "upsample", "group_norm", "spatial_norm"),
     *("attention", "qk_norm_rope", "adaptive_layer_norm", "linear_gelu", "gated_linear"),
@@ -85,9 +85,9 @@ JOBS = {
         (Size("5b", 49, 480, 720), Size("2b", 49, 480, 720), Size("2b", 17, 160, 240)),
         _NETWORK,
         KERNELS[4:],
-        OTHERS,
+        STOCK_WAYS,
     ),
-    "prompt": JobRow(_NETWORK, (Size("5b", 49, 480, 720),), _NETWORK, KERNELS[4:], OTHERS),
+    "prompt": JobRow(_NETWORK, (Size("5b", 49, 480, 720),), _NETWORK, KERNELS[4:], STOCK_WAYS),
 }
 """By name: all kernels, each alone; the VAE decodes or encodes a video, or decodes a still; a step training
 the VAE; a denoising step; the encoding of a prompt."""
@@ -114,11 +114,11 @@ def ways(job: str, device: dict[str, Any], several: bool) -> tuple[str, ...]:
     Args:
         job: the job's name.
         device: the devices, as `measure.probe` describes them.
-        several: whether the devices form a mesh, on which PyTorch and diffusers' own modules do not run.
+        several: whether the devices form a mesh, on which no `STOCK_WAYS` run.
     """
     no_torch = several or device["torch"] is None
     left_out = {  # by way, whether it cannot be run
-        OFF: device["platform"] == "cpu",  # the same programs
+        KERNELS_OFF: device["platform"] == "cpu",  # the same programs
         "torchax-stock": several,  # stock modules take an uneven width's padding for picture
         "torch": no_torch,
         "torch-compile": no_torch or device["torch"] == "cpu",

@@ -183,32 +183,40 @@ class Stock(nn.Module):
         return self.model(**tensors, return_dict=False)[0], cache
 
 
+def _untrained(task: Task, size: Size) -> tuple[Any, dict[str, Any]]:
+    """Return diffusers' network of a task with random weights, and its inputs.
+
+    A small network's weights are drawn on the host, the same ones for all ways. A published network's are
+    drawn on the way's device of torch; for a way on JAX it has none, and is on "meta". The inputs are
+    described as `Program.structs` takes them: (shape, dtype) by name.
+    """
+    dtype, published = task.torch_dtype, size.model in networks.TRANSFORMERS
+    device = (task.torch_device or "meta") if published else "cpu"
+    torch.manual_seed(0)
+    if task.job == "prompt":
+        config = networks.TEXT_ENCODER if published else SMALL_TEXT_ENCODER
+        return networks.text_encoder(config, dtype, device), prompt_tensors(batch=1, text=ops.TOKENS)
+    config = networks.TRANSFORMERS.get(size.model, ops.SMALL_TRANSFORMER)
+    ported = port_network(networks.transformer(config, dtype))  # without weights, to describe its inputs
+    inputs = step_tensors(ported, batch=2, **ops.latents(size))  # 2: with the prompt, and without
+    if task.backend != "torchax":
+        inputs.pop("positions", None)  # diffusers' own model computes its table of positions
+    return networks.transformer(config, dtype, device), inputs
+
+
 def _network(task: Task, size: Size) -> Run:
     """Load the transformer or the text encoder; a run gives the result of one call.
 
     It runs in PyTorch where `task.torch_device` names a device; else on JAX, ported for the backend
-    "torchax" and stock for "torchax-stock". A published config gets random weights. For a way on JAX the
-    PyTorch model is then on "meta", without memory, and JAX arrays are drawn in the place of its weights.
+    "torchax" and stock for "torchax-stock". There a published network's weights are drawn as JAX arrays.
     """
-    dtype, published = task.torch_dtype, size.model in networks.TRANSFORMERS
-    device = task.torch_device or ("meta" if published else "cpu")
-    torch.manual_seed(0)
-    if task.job == "prompt":
-        config = networks.TEXT_ENCODER if published else SMALL_TEXT_ENCODER
-        model = networks.text_encoder(config, dtype, device)
-        described = prompt_tensors(batch=1, text=ops.TOKENS)
-    else:
-        config = networks.TRANSFORMERS.get(size.model, ops.SMALL_TRANSFORMER)
-        model = networks.transformer(config, dtype, device)
-        weightless = port_network(networks.transformer(config, dtype))
-        described = step_tensors(weightless, batch=2, **ops.latents(size))  # 2: with the prompt, and without
+    model, described = _untrained(task, size)
     if task.backend == "torchax":
         port_network(model)
         if task.dp or task.tp:
             model.place_on(task.mesh())
         network, program = model.network_class(model), model.build_program()
     else:
-        described.pop("positions", None)  # diffusers' model computes its own table of them
         network = Stock(model)
         program = runtime.Program(network)
     weight_structs, input_structs, _no_cache = program.structs(described)
@@ -224,9 +232,10 @@ def _network(task: Task, size: Size) -> Run:
     if task.torch_device:
         if task.way == "torch-compile":
             model.compile()
-        given = jax.tree.map(lambda x: x.to(device), inputs)
+        nn.Module.to(model, task.torch_device)
+        given = jax.tree.map(lambda x: x.to(task.torch_device), inputs)
         return lambda: iter([(task.job, model(**given, return_dict=False)[0])])
-    if published:
+    if size.model in networks.TRANSFORMERS:
         weights = jax.tree.map(_random_weight, weight_structs)
     else:
         runtime.put_weights(network)

@@ -11,11 +11,12 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+import torch
 
 import jax_kernels
 from benchmarks import report as drawn
 from cogvideox_torchax import cli
-from cogvideox_torchax.bench import device, ladder, measure, ops, report, worker
+from cogvideox_torchax.bench import device, ladder, measure, ops, report, tasks, worker
 from cogvideox_torchax.bench.ladder import Size
 from cogvideox_torchax.cli import doctor
 from cogvideox_torchax.plan import chips, networks
@@ -409,6 +410,16 @@ def test_a_published_network_is_compared_small_and_measured_large(way, monkeypat
     assert len(found["parts"][0]["all_s"]) == 2
 
 
+@pytest.mark.parametrize("job", ["step", "prompt"])
+def test_a_gpu_has_the_weights_of_the_host_that_it_is_compared_with(job, monkeypatch):
+    """A GPU draws other random numbers from the same seed."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    task = tasks.Task(job=job, way="torch")
+    assert task.torch_device == "cuda"
+    model, _inputs = tasks._untrained(task, Size("small", 5, 16, 16))
+    assert {weight.device.type for weight in model.parameters()} == {"cpu"}
+
+
 @pytest.mark.parametrize(
     ("peer", "error", "status"), [(True, 0.5, "ok"), (True, "nan", "wrong"), (False, 0.5, "wrong")]
 )
@@ -454,8 +465,8 @@ def test_ways_follow_the_device(way):
     tpu = CPU | {"platform": "tpu", "kind": "TPU v6 lite", "torch": None}
     assert way in ladder.ways("step", gpu, False)
     assert (way in ladder.ways("step", tpu, False)) == (not way.startswith("torch-") and way != "torch")
-    assert (way in ladder.ways("step", CPU, False)) == (way not in (ladder.OFF, "torch-compile"))
-    assert (way in ladder.ways("step", tpu, True)) == (way in ("torchax", ladder.OFF))
+    assert (way in ladder.ways("step", CPU, False)) == (way not in (ladder.KERNELS_OFF, "torch-compile"))
+    assert (way in ladder.ways("step", tpu, True)) == (way in ("torchax", ladder.KERNELS_OFF))
 
 
 def test_doctor_names_the_command_where_there_is_a_device(monkeypatch, capsys):
