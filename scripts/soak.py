@@ -28,7 +28,7 @@ os.environ.setdefault("COGVIDEOX_TORCHAX_COMPILE_CACHE", "off")
 
 import torch
 
-from cogvideox_torchax import enable, port, runtime
+from cogvideox_torchax import runtime
 from cogvideox_torchax.vae.tolerances import FLOAT32_RELATIVE, relative_error
 from tests import reference
 
@@ -77,9 +77,7 @@ class Soak:
                 (call, size): answer(stock, call, given(call, size))
                 for call, size in itertools.product(("decode", "encode"), SIZES)
             }
-        self.vae = port(copy.deepcopy(stock))
-        enable()
-        self.vae.to("jax")
+        self.vae = reference.on_jax(copy.deepcopy(stock))
         self.done: Counter[tuple[str, tuple[int, int, int]]] = Counter()
         self.wrong: list[str] = []
         self.stop, self.lock = threading.Event(), threading.Lock()

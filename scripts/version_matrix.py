@@ -145,12 +145,10 @@ def drawn(found: list[dict[str, Any]]) -> str:
     """Return the table of docs/install.md: a row for each report of `run`."""
     rows = []
     for report in found:
-        if "reason" in report:
-            outcome = report["reason"].replace("|", "/")
-        else:
-            outcome = f"{report['passed']} of {report['passed'] + report['failed']}"
-            if report.get("skipped"):
-                outcome += f", {report['skipped']} skipped"
+        outcome = report.get("reason", "").replace("|", "/")
+        if not outcome:
+            skipped = f", {report['skipped']} skipped" if report.get("skipped") else ""
+            outcome = f"{report['passed']} of {report['passed'] + report['failed']}{skipped}"
         versions = (report.get("versions", {}).get(package, "") for package in SHOWN)
         rows.append((report["set"], *versions, outcome))
     return reports.table(("set", *SHOWN, "tests passed"), rows)
