@@ -332,8 +332,9 @@ def take_hooks(model: Any) -> list[Hooked]:
         # A removed hook leaves the forward of the module's class as an attribute. It may be the class from
         # before `port`, a base of the present one: without the attribute the present class's forward runs.
         forward = vars(module).get("forward")
-        kinds = type(module).__mro__
-        if isinstance(forward, MethodType) and any(vars(k).get("forward") is forward.__func__ for k in kinds):
+        if isinstance(forward, MethodType) and any(
+            vars(kind).get("forward") is forward.__func__ for kind in type(module).__mro__
+        ):
             del vars(module)["forward"]
     return taken
 

@@ -88,8 +88,9 @@ class Block(CogVideoXBlock):
             (x_NSC, replaced), temb_NE, tables = cast(Any, tensor_of(arrays))
             return array_of(self._run_local_tokens(x_NSC, replaced, temb_NE, tables, sequence))
 
-        run = torch_view(sequence.map_local_tokens(run_local_arrays))
-        x_NSC, results = run((hidden_states, self.replaced), temb, image_rotary_emb)
+        x_NSC, results = torch_view(sequence.map_local_tokens(run_local_arrays))(
+            (hidden_states, self.replaced), temb, image_rotary_emb
+        )
         for part, y_NSC in results.items():
             self.collected[part].append(y_NSC)
         return x_NSC
@@ -241,7 +242,7 @@ def projections(attn: Any, h_SC: torch.Tensor, sequence: Sequence) -> Iterator[t
 def modulation(norm: Any, temb_NE: torch.Tensor) -> list[torch.Tensor]:
     """Return [shift, scale, gate] of a norm at a timestep, each (N, 2, C): for text, for patches."""
     shift, scale, gate, text_shift, text_scale, text_gate = norm.linear(norm.silu(temb_NE)).chunk(6, dim=1)
-    pairs = ((text_shift, shift), (text_scale, scale), (text_gate, gate))
+    pairs = (text_shift, shift), (text_scale, scale), (text_gate, gate)
     return [torch.stack(pair, dim=1) for pair in pairs]
 
 

@@ -125,7 +125,7 @@ class BlockStack(nn.Module):
         y = self._run_blocks(self.blocks, x, options)
         self.kept = {"tail": y[0] - x[0]}
         now, before = (torch.linalg.norm(each.float(), dim=-1) for each in (self.kept["tail"], before))
-        self.seen = _mean_of_patches(now / (before + 1e-8), options)
+        self.seen = _mean_of_patches(now / (before + 1e-8), options)  # never over zero, as in diffusers
         return y
 
     def _no_block(self, x: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
@@ -269,7 +269,7 @@ class FasterCacheModules(ReusedModules):
             return super().step(model, run, tensors, joined)
         # Arrays are kept for the video with the prompt alone: a trace for their shapes runs on it.
         prompted_only = before is None or self.form.prompted_only
-        low, high = before.pop("frequencies") if before else (torch.zeros(0), torch.zeros(0))
+        low, high = before.pop("frequencies") if before else (torch.zeros(0), torch.zeros(0))  # set below
         if prompted_only:  # the second half of the batch
             tensors = {
                 name: each.chunk(2)[1] if name in GUIDED_INPUTS else each for name, each in tensors.items()

@@ -304,18 +304,21 @@ class FasterSteps(StepCache):
         """
         own = {each.module: each.hook for each in self.hooks}  # with the user's callbacks
         for hook in state.hooks.values():  # the copies need weights, but decide without their values
-            callbacks = [name for name in vars(hook) if name.endswith("weight_callback")]
-            vars(hook).update(dict.fromkeys(callbacks, lambda _module: 0.0))
+            vars(hook).update(
+                {name: lambda _module: 0.0 for name in vars(hook) if name.endswith("weight_callback")}
+            )
+        # The transformer's own hook has the name "".
         denoiser, parts = state.hooks[""], {name: hook for name, hook in state.hooks.items() if name}
         batch, prompted_only, skipped = len(tensors["hidden_states"]), [], []
 
         def denoise(hidden_states: torch.Tensor) -> tuple[torch.Tensor]:
             """Stand for the transformer: record if it runs with the prompt alone, and the skipped modules."""
             prompted_only.append(len(hidden_states) < batch)
+            result = hidden_states  # of each module: the hooks read its number of videos alone
             skipped.extend(
-                name for name, hook in parts.items() if not computes_module(hook, *2 * [hidden_states])
+                name for name, hook in parts.items() if not computes_module(hook, result, hidden_states)
             )
-            return (hidden_states,)
+            return (result,)
 
         has_two_results = denoiser.state.iteration > 1  # else there is nothing to extrapolate: weight 0
         upstream.call_hook(denoiser, denoise, hidden_states=torch.zeros(batch, 1, 1, 1, 1))

@@ -15,7 +15,7 @@ import torch
 
 from cogvideox_torchax.files import latents as latent_files
 from cogvideox_torchax.files import video
-from cogvideox_torchax.files.models import INDEX, ModelError, locate, read_json
+from cogvideox_torchax.files.models import INDEX, locate, read_json
 from cogvideox_torchax.pipelines import stages
 from cogvideox_torchax.pipelines.stages import Request
 from cogvideox_torchax.runtime import to_torch, without_torchax
@@ -63,10 +63,9 @@ class Model:
 
         Keys that begin with "_", such as the version of diffusers that wrote a config, are left out.
         """
-        configs = {"transformer": self.transformer, "vae": self.vae, "scheduler": self.scheduler}
         plain = {
-            part: {key: value for key, value in config.items() if not key.startswith("_")}
-            for part, config in configs.items()
+            part: {key: value for key, value in getattr(self, part).items() if not key.startswith("_")}
+            for part in ("transformer", "vae", "scheduler")
         }
         return hashlib.sha256(json.dumps(plain, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
@@ -103,7 +102,8 @@ def describe(name: str, *, image: bool, clip: bool) -> Model:
         image, clip: whether an image or a clip conditions the video.
 
     Raises:
-        RequestError: no CogVideoX pipeline there, or one that takes something else.
+        ModelError: no pipeline there, or one that lacks a config.
+        RequestError: a pipeline that takes something else.
     """
     index = config_of(name, INDEX)
     kind = _kind(name, str(index.get("_class_name")), image, clip)
@@ -119,12 +119,9 @@ def config_of(name: str, file: str) -> dict[str, Any]:
     """Return the content of a JSON file, one of `CONFIGS`, of a pipeline's directory or hub id.
 
     Raises:
-        RequestError: it cannot be read.
+        ModelError: it cannot be read.
     """
-    try:
-        return read_json(locate(name, files=CONFIGS) / file)
-    except ModelError as error:
-        raise RequestError(f"cannot read the pipeline {name}: {error}") from error
+    return read_json(locate(name, files=CONFIGS) / file)
 
 
 def _kind(name: str, class_name: str, image: bool, clip: bool) -> str:
@@ -192,7 +189,7 @@ def _check_size(request: Request, model: Model) -> None:
     from cogvideox_torchax.pipelines.port import check_size
 
     check_size(request.height, request.width, model.transformer, model.spatial_compression_ratio)
-    if request.height % 8 or request.width % 8:
+    if request.height % 8 or request.width % 8:  # the pipelines refuse it, after their weights are loaded
         raise RequestError(f"got {request.height} x {request.width} pixels: both must be multiples of 8")
     _, *learned_size = model.size
     if (
@@ -219,8 +216,8 @@ def _check_prompt(request: Request, model: Model) -> None:
     from transformers import AutoTokenizer
 
     limit = model.transformer["max_text_seq_length"]
-    files = locate(model.name, "tokenizer", files=("*",))
-    tokenizer = without_torchax(AutoTokenizer.from_pretrained, files)
+    directory = locate(model.name, "tokenizer", files=("*",))
+    tokenizer = without_torchax(AutoTokenizer.from_pretrained, directory)
     for name, text in (("--prompt", request.prompt), ("--negative-prompt", request.negative_prompt)):
         count = len(tokenizer(text).input_ids)
         if count > limit:
@@ -229,12 +226,12 @@ def _check_prompt(request: Request, model: Model) -> None:
 
 def _open_image(path: str) -> Any:
     """Return an image file as RGB; raise `RequestError` if it cannot be read."""
-    from PIL import Image, UnidentifiedImageError
+    from PIL import Image
 
     try:
         with Image.open(path) as image:
             return image.convert("RGB")
-    except (OSError, UnidentifiedImageError) as error:
+    except OSError as error:  # also for a file that is no image
         raise RequestError(f"cannot read {path} as an image ({error})") from error
 
 
@@ -256,8 +253,13 @@ def load_generator(model: Model, dtype: torch.dtype, mesh: Any, *, with_text: bo
 
     without = {} if with_text else {"text_encoder": None, "tokenizer": None}
     try:
-        kind = getattr(diffusers, CLASSES[model.kind])
-        return load_pipeline(model.name, pipeline_class=kind, mesh=mesh, torch_dtype=dtype, **without)
+        return load_pipeline(
+            model.name,
+            pipeline_class=getattr(diffusers, CLASSES[model.kind]),
+            mesh=mesh,
+            torch_dtype=dtype,
+            **without,
+        )
     except (OSError, ValueError, RuntimeError) as error:
         raise RequestError(f"cannot load {model.name}: {' '.join(str(error).split())[:300]}") from error
 
@@ -319,7 +321,7 @@ class Generation:
             tensor=self._plain_latents(sampled)[:, padding:].permute(0, 2, 1, 3, 4).contiguous(),
             config=dict(self.pipe.vae.config),
             model=self.model.name,
-            fps=Fraction(8),
+            fps=Fraction(8),  # the rate of the videos that the models were trained on
             num_frames=self.request.frames,
         )
 

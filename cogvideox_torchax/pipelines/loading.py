@@ -101,8 +101,11 @@ def load_pipeline(
         for part in STEMS
         if part not in diffusers_options and index.get(part, [None])[0] is not None
     }
-    options = {"torch_dtype": torch_dtype, "variant": variant, **diffusers_options, **networks}
-    pipe = runtime.without_torchax(kind.from_pretrained, directory, **options)
+    pipe = runtime.without_torchax(
+        kind.from_pretrained,
+        directory,
+        **{"torch_dtype": torch_dtype, "variant": variant, **diffusers_options, **networks},
+    )
     port_pipeline(pipe, mesh, parallel)
     return pipe
 
@@ -110,12 +113,10 @@ def load_pipeline(
 def _directory(name: str, variant: str | None, options: dict[str, Any]) -> Path:
     """Return the directory of a pipeline's files; those of a hub id are downloaded with `options`."""
     directory = local(name)
-    if directory is not None:
-        if not (directory / INDEX).is_file():
-            raise ModelError(f"{name} has no {INDEX}: give the directory of a whole pipeline, or a hub id")
-        return directory
     try:
-        return Path(DiffusionPipeline.download(name, variant=variant, use_safetensors=True, **options))
+        return directory or Path(
+            DiffusionPipeline.download(name, variant=variant, use_safetensors=True, **options)
+        )
     except (OSError, ValueError) as error:
         raise not_on_hub(name, error) from error
 

@@ -30,26 +30,22 @@ PIPELINE_METHODS = (
 """diffusers' methods of a pipeline that change its transformer's LoRAs."""
 
 
-def methods_in_pytorch(
-    kind: Any, names: Iterable[str], network_of: Callable[[Any], Any] = lambda network: network
-) -> dict[str, Callable[..., Any]]:
+def methods_in_pytorch(kind: Any, names: Iterable[str]) -> dict[str, Callable[..., Any]]:
     """Return by name the methods of a class, of `names` those it has, run while weights are in PyTorch.
 
     Args:
-        kind: class of the network, or of a pipeline.
-        names: of its methods.
-        network_of: returns the network for the object that a method is called on: that object itself, or a
-            pipeline's transformer.
+        kind: class of the network, or of a pipeline around one as its `transformer`.
+        names: of methods.
     """
-    return {name: _in_pytorch(getattr(kind, name), network_of) for name in names if hasattr(kind, name)}
+    return {name: _in_pytorch(getattr(kind, name)) for name in names if hasattr(kind, name)}
 
 
-def _in_pytorch(method: Callable[..., Any], network_of: Callable[[Any], Any]) -> Callable[..., Any]:
-    """Return a method, run while the weights of `network_of(its object)` are in PyTorch."""
+def _in_pytorch(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method of a network or a pipeline, run while the network's weights are in PyTorch."""
 
     @functools.wraps(method)
     def call(owner: Any, *args: Any, **options: Any) -> Any:
-        with _weights_on_host(network_of(owner)):
+        with _weights_on_host(getattr(owner, "transformer", owner)):
             return runtime.without_torchax(method, owner, *args, **options)
 
     return call

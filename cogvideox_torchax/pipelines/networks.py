@@ -163,7 +163,7 @@ class CompiledNetwork(PortedModel):
         It is kept by the network's options and form.
         """
         options = tuple(sorted(getattr(network, "options", {}).items()))
-        key = ("forward", options, getattr(network, "form", None))
+        key = (options, getattr(network, "form", None))
         return runtime.programs_of(self).get(key, network, self._compile_for)
 
     def build_program(self) -> runtime.Program:

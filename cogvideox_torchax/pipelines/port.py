@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -182,7 +181,7 @@ def _ported_class(kind: type) -> type:
         "__call__": runtime.active()(call),
         "check_inputs": check_inputs,
         **upstream.rotary_tables(inherited, _on_transformer_device),
-        **loras.methods_in_pytorch(kind, loras.PIPELINE_METHODS, operator.attrgetter("transformer")),
+        **loras.methods_in_pytorch(kind, loras.PIPELINE_METHODS),
     }
     return type(kind.__name__, (PortedPipeline, kind), members)
 

@@ -63,9 +63,8 @@ def port_scheduler(scheduler: Any) -> Any:
     if not isinstance(scheduler, HostScheduler):
         scheduler.__class__ = _host_class(type(scheduler))
     if "log" not in vars(scheduler):  # the first call, or a scheduler that was made by its ported class
-        for name, value in vars(scheduler).items():
-            if isinstance(value, torch.Tensor):
-                setattr(scheduler, name, runtime.to_torch(value))
+        tables = {name: value for name, value in vars(scheduler).items() if isinstance(value, torch.Tensor)}
+        vars(scheduler).update({name: runtime.to_torch(table) for name, table in tables.items()})
         scheduler.log = StepLog()
     return scheduler
 
@@ -93,14 +92,13 @@ def _host_class(kind: Any) -> type:
             given["sample"] = given["sample"].float()
         result = kind.step(*bound.args, **bound.kwargs)
         latents = result[0] if isinstance(result, tuple) else result.prev_sample
-        # Computed now, before the next network is queued: a device runs in order.
-        finite = runtime.all_finite(latents)
         self.log = replace(
             self.log,
             done=self.log.done + 1,
             timestep=given["timestep"],
             dtype=latents.dtype,
-            finite=finite,
+            # Computed now, before the next network is queued: a device runs in order.
+            finite=runtime.all_finite(latents),
         )
         return result
 

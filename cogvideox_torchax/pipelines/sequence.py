@@ -48,8 +48,8 @@ class Sequence:
         batch: the mesh axis that the videos are split over, or None.
         axes: the mesh axes that the tokens are split over, and inside attention the heads; empty if none are.
         mesh: the mesh if a layer runs on each device's local tokens ("context"); else None.
-        shared: the placement if XLA's partitioner shards the layers ("tensor"); else None. Without a mesh
-            both are None.
+        shared: the mesh if XLA's partitioner shards the layers ("tensor"); else None. On one device both are
+            None.
     """
 
     text: int
@@ -58,7 +58,7 @@ class Sequence:
     batch: str | None = None
     axes: tuple[str, ...] = ()
     mesh: Mesh | None = None
-    shared: "SequencePlacement | None" = None
+    shared: Mesh | None = None
 
     @classmethod
     def from_placement(
@@ -69,7 +69,7 @@ class Sequence:
             return cls(text, tokens, _padded_length(tokens, 1))
         mesh, batch = placement.mesh, placement.batch_axis(videos)
         if placement.parallelism.kind == TENSOR:
-            return cls(text, tokens, _padded_length(tokens, mesh.shape["tp"]), batch, shared=placement)
+            return cls(text, tokens, _padded_length(tokens, mesh.shape["tp"]), batch, shared=mesh)
         axes = placement.token_axes(videos)
         length = _padded_length(tokens, math.prod(mesh.shape[axis] for axis in axes))
         return cls(text, tokens, length, batch, axes, mesh)
@@ -104,11 +104,10 @@ class Sequence:
         """
         if self.mesh is None:
             return function
-        tables = PartitionSpec()
         return jax.shard_map(
             function,
             mesh=self.mesh,
-            in_specs=(self.spec, PartitionSpec(self.batch, None), tables),
+            in_specs=(self.spec, PartitionSpec(self.batch, None), PartitionSpec()),
             out_specs=self.spec,
             check_vma=False,
         )
@@ -129,7 +128,7 @@ class Sequence:
         """
         if self.shared is None:
             return functools.partial(qk_norm_rope, heads=heads // self.parts)
-        batch, mesh, tp = self.batch, self.shared.mesh, self.shared.mesh.shape["tp"]
+        batch, mesh, tp = self.batch, self.shared, self.shared.shape["tp"]
         by_heads = heads % tp == 0
 
         def sharded_qk_norm_rope(x_NSC: jax.Array, *others: jax.Array, **options: Any) -> jax.Array:
@@ -163,7 +162,7 @@ class Sequence:
         by_video, whole = PartitionSpec(self.batch), PartitionSpec()
         return jax.shard_map(
             adaptive_layer_norm,
-            mesh=self.shared.mesh,
+            mesh=self.shared,
             # (tokens, weight, bias, scale, shift, index of the first patch)
             in_specs=(by_video, whole, whole, by_video, by_video, whole),
             out_specs=by_video,
@@ -190,8 +189,8 @@ class Sequence:
         """
         if self.axes:
             # Without the barrier the communication is float32, not the rounded values.
-            sent = jax.lax.optimization_barrier(x_PNC)
-            x_PNC = jax.lax.all_to_all(sent, self.axes, split_axis=0, concat_axis=0, tiled=True)
+            x_PNC = jax.lax.optimization_barrier(x_PNC)
+            x_PNC = jax.lax.all_to_all(x_PNC, self.axes, split_axis=0, concat_axis=0, tiled=True)
         parts, _, channels = x_PNC.shape  # the parts are of the tokens now
         if videos == 1:  # XLA would keep an axis of 1 in the middle, and pad it to a tile
             return x_PNC.reshape(1, -1, channels)

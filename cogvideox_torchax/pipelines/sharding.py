@@ -99,8 +99,7 @@ def choose_parallelism(
     if requested == TENSOR:
         return Parallelism(TENSOR, reason="requested")
     gathered = tp > 1 and memory is not None and weight_bytes > SHARE_OF_WEIGHTS * memory
-    reason = "requested" if requested else f"tp={tp} divides {heads} heads"
-    return Parallelism(CONTEXT, gathered, reason)
+    return Parallelism(CONTEXT, gathered, "requested" if requested else f"tp={tp} divides {heads} heads")
 
 
 def memory_of(mesh: Mesh) -> float | None:

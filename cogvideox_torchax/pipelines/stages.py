@@ -104,8 +104,10 @@ def request_from_options(options: dict[str, Any], size: tuple[int, int, int], te
     fixed = {} if text is None else {name: getattr(text.request, name) for name in TEXT_FIELDS}
     for name, value in fixed.items():
         if given.get(name, value) != value:
-            conflict = f"the stage was made with {option(name)} {value!r}, got {given[name]!r}"
-            raise ValueError(f"{conflict}: leave {option(name)} out")
+            raise ValueError(
+                f"the stage was made with {option(name)} {value!r}, got {given[name]!r}: "
+                f"leave {option(name)} out"
+            )
     if "prompt" not in {**given, **fixed}:
         raise ValueError("a prompt is needed: give --prompt")
     sizes = dict(zip(("frames", "height", "width"), size, strict=True))
