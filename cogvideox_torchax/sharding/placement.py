@@ -31,7 +31,7 @@ from cogvideox_torchax.vae.axes import NCTHW, Axes
 from cogvideox_torchax.vae.columns import set_split
 from jax_kernels.common.columns import WHOLE, Split
 from jax_kernels.common.dispatch import Target, dispatch, map_shards
-from jax_kernels.common.layout import store_columns_last
+from jax_kernels.common.frames import store_columns_last
 
 
 @dataclass(frozen=True)

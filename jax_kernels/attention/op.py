@@ -16,8 +16,7 @@ from jaxtyping import Array, Float
 
 from jax_kernels.attention import tpu, xla
 from jax_kernels.common.dispatch import Target, dispatch, jitted, with_derivatives_of
-from jax_kernels.common.layout import precision_for
-from jax_kernels.common.pointwise import check_choice
+from jax_kernels.common.pointwise import check_choice, precision_for
 
 Implementation = Literal["plain", "transposed", "cudnn"]
 
@@ -186,15 +185,13 @@ def _over_mesh(
     for axis in other_axes:
         size = math.prod(mesh.shape[name] for name in (*head_axes, axis))
         (head_axes if q.shape[2] % size == 0 else query_axes).append(axis)
-    query_shards = math.prod(mesh.shape[axis] for axis in query_axes)
     query_spec = PartitionSpec(video_axis, tuple(query_axes) or None, tuple(head_axes) or None, None)
     key_spec = PartitionSpec(video_axis, None, tuple(head_axes) or None, None)
-    padded = jnp.pad(q, ((0, 0), (0, -q.shape[1] % query_shards), (0, 0), (0, 0)))
-    attend_on_shards = jax.shard_map(
+    padding = -q.shape[1] % math.prod(mesh.shape[axis] for axis in query_axes)
+    return jax.shard_map(
         attend,
         mesh=mesh,
         in_specs=(query_spec, key_spec, key_spec),
         out_specs=query_spec,
         check_vma=False,  # a Pallas kernel does not say over which mesh axes its results vary
-    )
-    return attend_on_shards(padded, k, v)[:, : q.shape[1]]
+    )(jnp.pad(q, ((0, 0), (0, padding), (0, 0), (0, 0))), k, v)[:, : q.shape[1]]

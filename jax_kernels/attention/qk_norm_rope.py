@@ -82,8 +82,9 @@ def qk_norm_rope_on(
         tables: (cos, signed sin of `_signed`), or () for no rotation.
         heads, scale, eps: as `qk_norm_rope` takes them.
     """
-    options = {"heads": heads, "scale": scale, "eps": eps}
-    plain, by_kernel = (functools.partial(form, **options) for form in (_xla_form, _by_kernel))
+    plain, by_kernel = (
+        functools.partial(form, heads=heads, scale=scale, eps=eps) for form in (_xla_form, _by_kernel)
+    )
     form = with_derivatives_of(plain, by_kernel) if target.uses_pallas and is_supported(x, heads) else plain
     return form(x, norm, tables)
 

@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
-from jax_kernels.common.layout import precision_for
+from jax_kernels.common.pointwise import precision_for
 from jax_kernels.common.tiles import DTYPES, LANES, SUBLANES, tile_rows, tiled_sublanes, vmem_limit
 
 QUERIES = 2048, 2304, 2560, 2816

@@ -2,15 +2,16 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
 
-from jax_kernels.common.layout import precision_for
+from jax_kernels.common.pointwise import precision_for
 
 QUERY_BLOCK = 1024
 """Queries that the plain form holds scores for at a time."""
 
 
-def plain(q: Array, k: Array, v: Array, *, scale: float, num_keys: int | None = None) -> Array:
+def plain(
+    q: jax.Array, k: jax.Array, v: jax.Array, *, scale: float, num_keys: int | None = None
+) -> jax.Array:
     """Compute attention in XLA, a block of queries at a time, so that scores take memory for one block.
 
     Args:
@@ -30,7 +31,7 @@ def plain(q: Array, k: Array, v: Array, *, scale: float, num_keys: int | None = 
     return jnp.moveaxis(y, 0, 1).reshape(padded.shape)[:, :length]
 
 
-def _plain_block(q: Array, k: Array, v: Array, scale: float) -> Array:
+def _plain_block(q: jax.Array, k: jax.Array, v: jax.Array, scale: float) -> jax.Array:
     """Compute attention for a block of queries, with all of its scores in memory at once."""
     scores = jnp.einsum(
         "nshd,nkhd->nhsk", q, k, precision=precision_for(q.dtype), preferred_element_type=jnp.float32
@@ -41,7 +42,7 @@ def _plain_block(q: Array, k: Array, v: Array, scale: float) -> Array:
     ).astype(q.dtype)
 
 
-def cudnn_supports(q: Array) -> bool:
+def cudnn_supports(q: jax.Array) -> bool:
     """Return whether cuDNN's attention supports these queries: 16 bits, and a GPU as JAX's backend.
 
     Tracing cuDNN's kernel queries the GPU, so a machine without one cannot lower it for a GPU.
@@ -49,7 +50,7 @@ def cudnn_supports(q: Array) -> bool:
     return q.dtype != jnp.float32 and jax.default_backend() == "gpu"
 
 
-def cudnn(q: Array, k: Array, v: Array, *, scale: float, num_keys: int) -> Array:
+def cudnn(q: jax.Array, k: jax.Array, v: jax.Array, *, scale: float, num_keys: int) -> jax.Array:
     """Attend by cuDNN's fused kernel; arguments as `plain` takes them."""
     k, v = k[:, :num_keys], v[:, :num_keys]
     return jax.nn.dot_product_attention(q, k, v, scale=scale, implementation="cudnn")

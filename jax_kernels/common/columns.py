@@ -128,9 +128,9 @@ def add_columns(y: Float[Array, "N T H W C"], columns: Float[Array, "N T H w C"]
 
     They are padded to the width of `y`, which XLA fuses with the sum; `y.at[...].add` would be a scatter.
     """
-    after = y.shape[3] - columns.shape[3] - at
-    unpadded, zero = (0, 0, 0), jnp.zeros((), columns.dtype)  # (before, after, between elements)
-    return y + jax.lax.pad(columns, zero, [unpadded, unpadded, unpadded, (at, after, 0), unpadded])
+    padding = [(0, 0, 0)] * 5  # of each axis: before, after, between elements
+    padding[3] = at, y.shape[3] - columns.shape[3] - at, 0
+    return y + jax.lax.pad(columns, jnp.zeros((), columns.dtype), padding)
 
 
 def add_from_neighbours(

@@ -1,4 +1,4 @@
-"""Frames: the runs in which a TPU computes them, and operations on whole frames.
+"""Frames: the runs in which a TPU computes them, their layout in its memory, and operations on whole frames.
 
 A TPU keeps frames in the sublanes of its tiles. Nine fill them badly: together they take two and a half times
 as long as eight. Each kernel therefore computes the first of an odd number of frames alone, as an image, and
@@ -12,17 +12,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float
 
 from jax_kernels.common.dispatch import Target
-from jax_kernels.common.layout import precision_for, zero_of
-from jax_kernels.common.pointwise import check_channels
+from jax_kernels.common.pointwise import check_channels, precision_for
 
 RUNS = 8, 4, 2
 """Numbers of frames that are computed together, in order of preference."""
 
 MOST_IN_PATCHES = 2**29
 """Most bytes of patches, the pixels under all windows: `conv_patches` writes each pixel once for each tap."""
+
+LARGE_FRAME = 16384
+"""Pixels; see `is_large`."""
 
 
 def splits_first_frame(target: Target, x: jax.Array) -> bool:
@@ -109,8 +112,79 @@ def join_bands(x: Float[Array, "N B h W C"], overlap: int) -> Float[Array, "N 1 
     return jnp.concatenate([x[:, band : band + 1, kept] for band in range(x.shape[1])], axis=2)
 
 
+def pixels_first(x_NTHWC: jax.Array) -> jax.Array:
+    """Transpose to (H, W, N, T, C), the order in which a TPU keeps the frames of a 2-D convolution.
+
+    Frames lie in the sublanes of its tiles and pixels outside, so repeating pixels is a plain broadcast.
+    """
+    return x_NTHWC.transpose(2, 3, 0, 1, 4)
+
+
+def frames_first(x_HWNTC: jax.Array) -> jax.Array:
+    """Invert `pixels_first`."""
+    return x_HWNTC.transpose(2, 3, 0, 1, 4)
+
+
+def is_large(x_NTHWC: jax.Array) -> bool:
+    """Return whether a layout constraint on such frames helps a TPU; on an image it does not.
+
+    The limit is between 192 x 44 and 120 x 180 pixels. A steady-state chunk of CogVideoX's VAE takes, by the
+    v6e compiler's estimate, 178 ms with constraints on frames larger than 120 x 180 alone, and 156 ms with
+    constraints on 120 x 180 too. With constraints on a shard's 192 x 44 too it compiles for longer than
+    twelve minutes.
+    """
+    return x_NTHWC.shape[1] > 1 and x_NTHWC.shape[2] * x_NTHWC.shape[3] >= LARGE_FRAME
+
+
+def kernel_layout(x_NTHWC: jax.Array) -> jax.Array:
+    """Return `x` in the memory layout of the Pallas kernels; for a TPU.
+
+    The layout is H W N T C, as `pixels_first` returns it; of an image (T = 1) it is N T H W C. A kernel that
+    processes one video after the other would have N first. For one video the order is the same; for several,
+    the cost of the constraint is not known.
+
+    Without the constraint XLA copies frames that are sliced from a concatenation, such as the frames after
+    the first in a first chunk, into another order and back (v6e, 8 x 480 x 720 x 128: 4.3 ms).
+    """
+    order = (0, 1, 2, 3, 4) if x_NTHWC.shape[1] == 1 else (2, 3, 0, 1, 4)  # the outermost axis first
+    return with_layout_constraint(x_NTHWC, Layout(order))
+
+
+def store_pixels_first(target: Target, x_NTHWC: jax.Array) -> jax.Array:
+    """Return `x`, kept in memory in the order of `pixels_first` on a TPU.
+
+    XLA finds that order by itself for most large frames. If it does not, an activation is written in float32,
+    copied, and rounded in separate passes (v6e, one of 8 x 480 x 720 x 128: 11 ms). Small frames are better
+    left to XLA: with constraints on all of them it compiles for longer than ten minutes. On a mesh XLA's
+    partitioner would gather a constrained array; inside `dispatch.map_shards` there is nothing to gather.
+    """
+    if not target.on_tpu:
+        return x_NTHWC
+    # Without the barrier XLA leaves out the rounding of `x`, and keeps a residual in float32.
+    return jax.lax.optimization_barrier(with_layout_constraint(x_NTHWC, Layout((2, 3, 0, 1, 4))))
+
+
+def store_columns_last(target: Target, x_NTHWC: jax.Array) -> jax.Array:
+    """Return `x`, kept in memory as N, C, T, H, W on a TPU: columns in the lanes of its tiles.
+
+    For few channels, which would leave most of 128 lanes empty. On a mesh call it inside `map_shards` only,
+    for the reason that `store_pixels_first` has.
+    """
+    return with_layout_constraint(x_NTHWC, Layout((0, 4, 1, 2, 3))) if target.on_tpu else x_NTHWC
+
+
+def zero_of(x: jax.Array) -> jax.Array:
+    """Return zeros that are computed from `x`; adding them makes an operation wait for `x`.
+
+    XLA does not see that the results are zero. An optimization barrier would not do: XLA drops it before it
+    orders operations.
+    """
+    # The minimum of a NaN and 0 is NaN.
+    return jnp.where(jnp.isnan(x), 0, jnp.minimum(jnp.abs(x), 0))
+
+
 def check_convolution(name: str, x: Array, kernel: Array, bias: Array | None, kernel_axes: str) -> None:
-    """Raise `ValueError` for frames, a kernel and a bias that do not fit each other.
+    """Raise `ValueError` for frames, a kernel and a bias that do not fit each other, or an even kernel.
 
     Args:
         name: of the function that takes them, for the message.
@@ -121,9 +195,11 @@ def check_convolution(name: str, x: Array, kernel: Array, bias: Array | None, ke
         raise ValueError(
             f"{name} got x {x.shape} and kernel {kernel.shape}: it needs N T H W I and {kernel_axes}"
         )
-    inputs, outputs = kernel.shape[-2:]
+    rows, columns, inputs, outputs = kernel.shape[-4:]
     if x.shape[-1] != inputs:
         raise ValueError(f"{name} got {x.shape[-1]} channels for a kernel that takes {inputs}")
+    if rows % 2 == 0 or columns % 2 == 0:
+        raise ValueError(f"{name} got a kernel of {rows} x {columns} pixels: both must be odd")
     check_channels(name, outputs, bias=bias)
 
 

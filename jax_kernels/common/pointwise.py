@@ -1,4 +1,4 @@
-"""Activation and standardization of channels, and checks of their vectors, for several kernels."""
+"""Arithmetic and checks that several kernels share: precision, activation, standardization."""
 
 from typing import Any, Literal
 
@@ -32,6 +32,15 @@ def check_choice(name: str, value: str | None, *choices: str | None) -> None:
     """Raise `ValueError` unless the value of the argument `name` is one of the choices."""
     if value not in choices:
         raise ValueError(f"{name} {value!r} is not one of {list(choices)}")
+
+
+def precision_for(dtype: jnp.dtype) -> jax.lax.Precision:
+    """Return the precision of products: full for float32, the hardware's own for narrower dtypes.
+
+    By default a TPU multiplies float32 operands in bfloat16 and a recent GPU in TF32. The error of either is
+    a thousand times the 1e-5 that tests allow float32.
+    """
+    return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else jax.lax.Precision.DEFAULT
 
 
 def activate(x: jax.Array, activation: Activation | None) -> jax.Array:

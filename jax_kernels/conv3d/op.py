@@ -9,8 +9,7 @@ from jaxtyping import Array, Float
 
 from jax_kernels.common.columns import WHOLE, Split
 from jax_kernels.common.dispatch import Target, dispatch, map_shards
-from jax_kernels.common.frames import check_convolution, join_frames, split_frames
-from jax_kernels.common.layout import is_large
+from jax_kernels.common.frames import check_convolution, is_large, join_frames, split_frames
 from jax_kernels.common.pointwise import check_choice
 from jax_kernels.conv3d import xla
 
@@ -144,10 +143,6 @@ def check_conv3d(
 ) -> None:
     """Raise `ValueError` for arrays that `conv3d` does not take."""
     check_convolution("conv3d", x, kernel, bias, "kt kh kw I O")
-    if kernel.shape[1] % 2 == 0 or kernel.shape[2] % 2 == 0:
-        raise ValueError(
-            f"conv3d got a kernel of {kernel.shape[1]} x {kernel.shape[2]} pixels: both must be odd"
-        )
     wanted = (x.shape[0], kernel.shape[0] - 1, *x.shape[2:])
     if cache is not None and (cache.shape, cache.dtype) != (wanted, x.dtype):
         raise ValueError(

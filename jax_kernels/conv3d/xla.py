@@ -11,20 +11,18 @@ from jaxtyping import Array
 from jax_kernels.common.columns import add_from_neighbours, with_clear_padding
 from jax_kernels.common.dispatch import Target
 from jax_kernels.common.frames import (
+    LARGE_FRAME,
     MOST_IN_PATCHES,
     conv_frames,
     conv_patches,
     is_image_for_tpu,
-    select_frames,
-)
-from jax_kernels.common.layout import (
-    LARGE_FRAME,
     is_large,
     kernel_layout,
-    precision_for,
+    select_frames,
     store_columns_last,
     store_pixels_first,
 )
+from jax_kernels.common.pointwise import precision_for
 from jax_kernels.common.tiles import LANES
 
 Padding = tuple[int, int]

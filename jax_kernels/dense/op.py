@@ -9,8 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from jax_kernels.common.dispatch import Target, dispatch, jitted, with_derivatives_of
 from jax_kernels.common.frames import join_frames, split_frames
-from jax_kernels.common.layout import precision_for
-from jax_kernels.common.pointwise import check_channels, standardized
+from jax_kernels.common.pointwise import check_channels, precision_for, standardized
 from jax_kernels.common.tiles import fills_tiles
 from jax_kernels.dense import tpu
 

@@ -43,8 +43,8 @@ def linear_gelu(x, weight, bias=None):
 
 def gated_linear(x, weight, bias, residual, gate, first, *, transposed=False):
     """Compute `linear`, then `gated_residual`, in float32."""
-    y = _in_float32(linear, x.swapaxes(1, 2) if transposed else x, weight, bias)
-    return gated_residual(residual, y, gate, first)
+    x = x.swapaxes(1, 2) if transposed else x
+    return gated_residual(residual, _in_float32(linear, x, weight, bias), gate, first)
 
 
 def _in_float32(function, *arrays):

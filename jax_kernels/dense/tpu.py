@@ -211,9 +211,11 @@ def _product_block(
 
     def multiplied(outputs: Any) -> Array:
         """Return the float32 product for `outputs`, a slice."""
-        dimensions = (((0 if transposed else 1,), (1,)), ((), ()))
         return jax.lax.dot_general(
-            x_ref[...], weight_ref[outputs, :], dimensions, preferred_element_type=jnp.float32
+            x_ref[...],
+            weight_ref[outputs, :],
+            (((0 if transposed else 1,), (1,)), ((), ())),
+            preferred_element_type=jnp.float32,
         )
 
     def finish(outputs: Any, y: Array) -> None:

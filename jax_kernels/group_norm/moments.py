@@ -10,8 +10,7 @@ from jaxtyping import Array, Float
 
 from jax_kernels.common.columns import WHOLE, with_clear_padding
 from jax_kernels.common.dispatch import Target, map_shards
-from jax_kernels.common.frames import is_image_for_tpu, join_frames, split_frames
-from jax_kernels.common.layout import is_large
+from jax_kernels.common.frames import is_image_for_tpu, is_large, join_frames, split_frames
 from jax_kernels.common.pointwise import check_channels
 from jax_kernels.group_norm import tpu, xla
 from jax_kernels.group_norm.xla import Moments

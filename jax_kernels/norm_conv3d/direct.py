@@ -87,7 +87,8 @@ class DirectStep(ConvStep):
                 self._finish(column - chunk)
 
         jax.lax.fori_loop(0, chunks // together, multiply_chunks, None)
-        self._end_right()
+        if "edges" in self.refs:
+            self._end_right()
         self._finish(sizes.width - chunk)
         self._modulate_chunk(sizes.width - chunk)
 
@@ -102,10 +103,8 @@ class DirectStep(ConvStep):
             refs["sums"][row, part, first] = refs["edges"][0, row, :frames, lanes_of(part)]
 
     def _end_right(self) -> None:
-        """Add the right edge, if there are edges, to the sums of the strip's last column."""
+        """Add the right edge to the sums of the strip's last column."""
         frames, refs = self.sizes.frames, self.refs
-        if "edges" not in refs:
-            return
         last = self._rows(self._last_column(), 1, frames, before=self.sizes.chunk)
         for row, part in itertools.product(range(ROWS), range(self.result_parts)):
             sums = refs["sums"].at[row, part]
@@ -174,9 +173,8 @@ class DirectStep(ConvStep):
 
         They replace columns of the row above the block of results, which the products have loaded.
         """
-        sizes = self.sizes
-        to = self._rows(column, count, sizes.words)
-        at = self._rows(column, count, sizes.words, before=sizes.chunk)
+        to = self._rows(column, count, self.sizes.words)
+        at = self._rows(column, count, self.sizes.words, before=self.sizes.chunk)
         self.refs["ring"][self.old, :, :, :, to] = self.refs["stage"][:, :, :, at]
 
     def _modulate_chunk(self, column: Any) -> None:

@@ -14,8 +14,7 @@ from jaxtyping import Array, Float
 
 from jax_kernels.common.columns import WHOLE, Split, exchanged
 from jax_kernels.common.dispatch import Target, dispatch, map_shards
-from jax_kernels.common.frames import join_frames, repeat_nearest, split_frames
-from jax_kernels.common.layout import store_pixels_first
+from jax_kernels.common.frames import join_frames, repeat_nearest, split_frames, store_pixels_first
 from jax_kernels.conv3d.op import check_conv3d, conv3d_on
 from jax_kernels.group_norm import xla as norm_xla
 from jax_kernels.group_norm.moments import (
@@ -169,11 +168,11 @@ def _kernel_supports(
 ) -> bool:
     """Return whether a TPU's kernel supports all runs of frames of these arguments."""
     runs = split_frames(target, x, norm.zq, residual)
-    is_complete = target.pallas and all(vector is not None for vector in (bias, norm.weight, norm.bias))
     first_run, *_ = runs[0]
-    # The first run must be one frame if, and only if, the first latent frame covers the first frame alone.
     return (
-        is_complete
+        target.pallas
+        and all(vector is not None for vector in (bias, norm.weight, norm.bias))
+        # The first run must be one frame if and only if the first latent frame covers the first frame alone.
         and first_frame_alone == (first_run.shape[1] == 1)
         and all(
             sizes.is_supported(
@@ -219,14 +218,16 @@ def _by_kernel(
     """
     # Statistics span all frames: they are computed first, and are the same for every run.
     mean, m2 = column_moments(target, x) if moments is None else moments
-    stats = moments_of_columns(target, mean, m2, x.shape[2], num_groups=num_groups)
-    factors = scale_and_shift(stats, norm.weight, norm.bias, eps)
+    groups = moments_of_columns(target, mean, m2, x.shape[2], num_groups=num_groups)
+    statistics = scale_and_shift(groups, norm.weight, norm.bias, eps)
     # The latents `zq` are sharded as the frames are; the weights are the same on every device.
     weights, results = (kernel, bias, norm._replace(zq=None)), []
     for frames, zq, added in split_frames(target, x, norm.zq, residual):
         # A run's second result, its last activated frames, is the cache of the run after it. Its mean and M2
         # have an axis of one row.
-        y, cache, *column_parts = map_shards(target, _convolved, (frames, cache, added, zq), weights, factors)
+        y, cache, *column_parts = map_shards(
+            target, _convolved, (frames, cache, added, zq), weights, statistics
+        )
         results.append((y, *(jnp.squeeze(part, 2) for part in column_parts)))
     y, *column_parts = (join_frames(parts) for parts in zip(*results, strict=True))
     return y, cache, ColumnMoments(*column_parts)
@@ -336,7 +337,8 @@ def _edge_sums(
         For the first columns, then for the last columns: (N, T, H, E, O) for E strips, float32.
     """
     starts = range(0, conv_sizes.columns, conv_sizes.width)  # the first column of each strip
-    sums = functools.partial(_column_sums, tile=conv_sizes.tile)
+    filters = functools.partial(filtered, tile=conv_sizes.tile, multiply=_component_sums)
+    sums = filters if conv_sizes.tile else _column_sums  # rounded as the TPU's kernel rounds
     hidden = functools.partial(_activated_column, target, x, cache, coefficients)
     # At each boundary between strips: what its left column adds to the right strip, and the other way.
     before = [sums(hidden(start - 1), kernel[:, :, 0]) for start in starts[1:]]
@@ -379,28 +381,15 @@ def _activated_column(
 
 
 def _column_sums(
-    hidden: Float[Array, "N P H I"], kernel: Float[Array, "3 3 I O"], tile: int
-) -> Float[Array, "N P-2 H O"]:
-    """Convolve frames at one W by the kernel's taps at one kw, rounded as the TPU's kernel does.
+    hidden: Float[Array, "N P H I"], kernel: Float[Array, "times 3 I O"]
+) -> Float[Array, "N P-times+1 H O"]:
+    """Convolve one column of pixels over time and rows as one product; return float32 sums.
 
     Rows are padded with zeros, so their number H stays.
 
     Args:
-        hidden: P activated frames at one W; the first two come before the frames of the result.
+        hidden: P activated frames of the column; the first `times` - 1 come before the frames of the result.
         kernel: taps (kt, kh, I, O) at one kw.
-        tile: number of frames that the TPU's kernel filters together by Winograd's method, or 0.
-    """
-    if tile:
-        return filtered(hidden, kernel, tile, lambda frames, taps: _convolve_column(frames, taps[None]))
-    return _convolve_column(hidden, kernel)
-
-
-def _convolve_column(
-    hidden: Float[Array, "N P H I"], kernel: Float[Array, "times 3 I O"]
-) -> Float[Array, "N P-times+1 H O"]:
-    """Convolve a column over time and rows as one product, rows padded with zeros; return float32 sums.
-
-    `kernel` has its taps of time, then three taps of rows.
     """
     times = kernel.shape[0]
     frames, height = hidden.shape[1] - times + 1, hidden.shape[2]
@@ -410,3 +399,10 @@ def _convolve_column(
     return jnp.einsum(
         "nthi,io->ntho", jnp.concatenate(taps, axis=-1), weights, preferred_element_type=jnp.float32
     )
+
+
+def _component_sums(
+    hidden: Float[Array, "N P H I"], kernel: Float[Array, "3 I O"]
+) -> Float[Array, "N P H O"]:
+    """Convolve one component of Winograd's filtering over rows; arguments as `_column_sums`, without time."""
+    return _column_sums(hidden, kernel[None])

@@ -112,9 +112,7 @@ class ConvSizes(NamedTuple):
     @property
     def products(self) -> "list[Product]":
         """Products of a chunk, the same for each component."""
-        if self.tile:
-            return winograd_products(self.outputs)
-        return direct_products(self.channels, self.outputs)
+        return winograd_products(self.outputs) if self.tile else direct_products(self.channels, self.outputs)
 
     @property
     def width(self) -> int:
@@ -148,8 +146,10 @@ def direct_products(channels: int, outputs: int) -> list[Product]:
     column tap 0 come first: they set the sums, to which the results of other column taps are added.
     """
     # (row, time tap) of the inputs of the upper row of results, of the lower row, and of both.
-    rows_of_inputs = [range(TAPS), range(1, TAPS + 1), range(TAPS + 1)]
-    upper, lower, both = ([(row, time) for row in rows for time in range(TAPS)] for rows in rows_of_inputs)
+    upper, lower, both = (
+        [(row, time) for row in rows for time in range(TAPS)]
+        for rows in (range(TAPS), range(1, TAPS + 1), range(TAPS + 1))
+    )
     if channels == tiles.LANES:
         # Two inputs of 128 channels fill the depth of a matrix unit: the same pairs in all products. So both
         # rows of results take all inputs of `shared`, some of them with weights of zero.

@@ -21,8 +21,7 @@ from jaxtyping import Array, Float, Int, Shaped
 from jax_kernels.common import tiles
 from jax_kernels.common.columns import add_columns
 from jax_kernels.common.dispatch import with_derivatives_of
-from jax_kernels.common.frames import repeat_nearest
-from jax_kernels.common.layout import kernel_layout
+from jax_kernels.common.frames import kernel_layout, repeat_nearest
 from jax_kernels.conv3d import xla
 from jax_kernels.group_norm.xla import column_moments
 from jax_kernels.norm_conv3d import direct, winograd
@@ -281,12 +280,14 @@ def _results(
     """Return shapes and dtypes of the kernel's results by name, each with its `BlockSpec`."""
     x, _ = operands["x"]
     row, videos, height = sizes.width * sizes.input_frames, *x.shape[:2]
-    latest = (videos, height, sizes.columns * sizes.parts * (TAPS - 1), tiles.LANES)
+    latest = (videos, height, sizes.columns * sizes.parts * (TAPS - 1), tiles.LANES)  # the next cache
     moments = jax.ShapeDtypeStruct((videos, x.shape[2], sizes.outputs), jnp.float32)
     strip_spec = pl.BlockSpec((1, row, sizes.outputs), lambda *indices: (*grid_position(indices)[:2], 0))
-    y = jax.ShapeDtypeStruct((*x.shape[:3], sizes.outputs), x.dtype)
     return {
-        "y": (y, _rows_spec(_finished_block, row, sizes.outputs)),
+        "y": (
+            jax.ShapeDtypeStruct((*x.shape[:3], sizes.outputs), x.dtype),
+            _rows_spec(_finished_block, row, sizes.outputs),
+        ),
         "latest": (jax.ShapeDtypeStruct(latest, x.dtype), _cache_rows_spec(sizes)),
         "mean": (moments, strip_spec),
         "m2": (moments, strip_spec),
@@ -325,8 +326,8 @@ def _rows_spec(block: Callable[[Any], Any], length: int, lanes: int) -> pl.Block
 
 def _cache_rows_spec(sizes: ConvSizes) -> pl.BlockSpec:
     """Return the spec of a cache's rows, which a step reads and writes."""
-    length = sizes.width * sizes.parts * (TAPS - 1)
-    return _rows_spec(partial(_modulated_block, sizes), length, tiles.LANES)
+    block = partial(_modulated_block, sizes)
+    return _rows_spec(block, sizes.width * sizes.parts * (TAPS - 1), tiles.LANES)
 
 
 def _pixels_first(x_NTHWC: Array) -> Array:

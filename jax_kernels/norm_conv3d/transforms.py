@@ -106,8 +106,9 @@ def transformed_taps(kernel: Float[Array, "3 ..."], tile: int) -> Float[Array, "
     """
     # Broadcast and added: XLA compiles a product of matrices, or the components one by one, for up to 15 s.
     factors = jnp.asarray(TRANSFORMS[tile].taps, jnp.float32).reshape(-1, TAPS, *[1] * (kernel.ndim - 1))
-    taps = sum(factors[:, tap] * kernel[tap].astype(jnp.float32) for tap in range(TAPS))
-    return jnp.asarray(taps, kernel.dtype)
+    return jnp.asarray(
+        sum(factors[:, tap] * kernel[tap].astype(jnp.float32) for tap in range(TAPS)), kernel.dtype
+    )
 
 
 def filtered(

@@ -23,11 +23,11 @@ from jax_kernels.common.frames import (
     is_image_for_tpu,
     join_bands,
     join_frames,
+    kernel_layout,
     select_frames,
     split_bands,
     split_frames,
 )
-from jax_kernels.common.layout import kernel_layout
 from jax_kernels.conv3d.xla import add_bias_and_residual
 from jax_kernels.resample import upsampled, xla
 
@@ -64,11 +64,6 @@ def upsample(
         ValueError: a kernel that is even or does not take `x`, a bias of another length.
     """
     check_convolution("upsample", x, kernel, bias, "kh kw I O")
-    if kernel.shape[0] % 2 == 0 or kernel.shape[1] % 2 == 0:
-        raise ValueError(
-            f"upsample got a kernel of {kernel.shape[0]} x {kernel.shape[1]} pixels: both must be odd"
-        )
-
     return dispatch(
         upsample_on,
         ("tpu",),
@@ -208,11 +203,10 @@ def downsample(
         ValueError: a kernel of another size or that does not take `x`, a bias of another length; frames that
             are no pairs; columns split over devices, an odd number each.
     """
-    check_convolution("downsample", x, kernel, bias, "kh kw I O")
     if kernel.shape[:2] != (3, 3):
-        raise ValueError(
-            f"downsample got a kernel of {kernel.shape[0]} x {kernel.shape[1]} pixels: it must have 3 x 3"
-        )
+        size = " x ".join(map(str, kernel.shape[:2]))
+        raise ValueError(f"downsample got a kernel of {size} pixels: it must have 3 x 3")
+    check_convolution("downsample", x, kernel, bias, "kh kw I O")
     if compress_time and (x.shape[1] - first_frame_alone) % 2:
         after = " after the first" if first_frame_alone else ""
         raise ValueError(f"downsample got {x.shape[1]} frames: those{after} must be pairs to be averaged")

@@ -221,8 +221,7 @@ class _Step:
 
     def _product(self, x: Array, row: int, column: int) -> Array:
         """Multiply `x`, (pixels * frames, I), by the tap at `row` and `column`; return float32 products."""
-        weights = self.refs["weights"][TAPS * row + column]
-        return jnp.dot(x, weights, preferred_element_type=jnp.float32)
+        return jnp.dot(x, self.refs["weights"][TAPS * row + column], preferred_element_type=jnp.float32)
 
     def _repeat_frames(self, x: Array) -> Array:
         """Return `x`, a row for each frame of a pixel, with every row twice if frames are doubled."""

@@ -2,18 +2,23 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
 
-from jax_kernels.common.frames import MOST_IN_PATCHES, conv_frames, conv_patches, repeat_nearest
-from jax_kernels.common.layout import frames_first, pixels_first
+from jax_kernels.common.frames import (
+    MOST_IN_PATCHES,
+    conv_frames,
+    conv_patches,
+    frames_first,
+    pixels_first,
+    repeat_nearest,
+)
 
 
-def double_pixels(x: Array) -> Array:
+def double_pixels(x: jax.Array) -> jax.Array:
     """Double rows and columns of frames N T H W C: each pixel becomes four."""
     return repeat_nearest(x, {2: 2, 3: 2})
 
 
-def double_pixels_outside(x: Array) -> Array:
+def double_pixels_outside(x: jax.Array) -> jax.Array:
     """Compute `double_pixels` as a product with ones: one pass, with pixels outside of a TPU's tiles.
 
     The barriers hide from XLA that the factors are ones and that pairs of axes become one, so it computes one
@@ -26,7 +31,7 @@ def double_pixels_outside(x: Array) -> Array:
     return frames_first(doubled.reshape(2 * h, 2 * w, n, t, c))
 
 
-def downsampled_sums(x: Array, kernel: Array, columns: tuple[int, int]) -> Array:
+def downsampled_sums(x: jax.Array, kernel: jax.Array, columns: tuple[int, int]) -> jax.Array:
     """Convolve with stride 2; return float32 sums.
 
     A row of zeros is added below, and `columns` zeros on the (left, right).
@@ -34,7 +39,7 @@ def downsampled_sums(x: Array, kernel: Array, columns: tuple[int, int]) -> Array
     return conv_frames(x, kernel, padding=((0, 1), columns), stride=2)
 
 
-def downsampled_sums_by_patches(x: Array, kernel: Array, columns: tuple[int, int]) -> Array:
+def downsampled_sums_by_patches(x: jax.Array, kernel: jax.Array, columns: tuple[int, int]) -> jax.Array:
     """Compute `downsampled_sums` as one matrix product of all windows (patches).
 
     It is for images on a TPU, whose convolution XLA compiles for 14 s (120 x 180 x 256) to a minute (a shard
@@ -43,6 +48,6 @@ def downsampled_sums_by_patches(x: Array, kernel: Array, columns: tuple[int, int
     return conv_patches([jnp.pad(x, [(0, 0), (0, 0), (0, 1), columns, (0, 0)])], kernel, stride=2)
 
 
-def suits_patches(x: Array) -> bool:
+def suits_patches(x: jax.Array) -> bool:
     """Return whether the patches of `x`, 3 x 3 windows at every second row and column, fit into memory."""
     return x.size // 4 * 9 * x.dtype.itemsize <= MOST_IN_PATCHES

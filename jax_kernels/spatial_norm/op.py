@@ -95,8 +95,8 @@ def spatial_norm_on(
     implementation: Implementation | None = None,
 ) -> Array:
     """Compute `spatial_norm` on `target`, the platform that is traced for."""
-    stats = moments(target, x, num_groups=num_groups, channel_axis=-1)
-    norm = scale_and_shift(stats, weight, bias, eps)
+    groups = moments(target, x, num_groups=num_groups, channel_axis=-1)
+    statistics = scale_and_shift(groups, weight, bias, eps)
     runs = split_frames(target, x, zq) if first_frame_alone else [(x, zq)]
     convolutions = (kernel_y, bias_y), (kernel_b, bias_b)
 
@@ -111,7 +111,7 @@ def spatial_norm_on(
             target, x, zq, *operands, activation=activation, first_frame_alone=alone
         )
 
-    return join_frames([map_shards(target, modulated, run, convolutions, norm) for run in runs])
+    return join_frames([map_shards(target, modulated, run, convolutions, statistics) for run in runs])
 
 
 def check_spatial_norm(

@@ -35,10 +35,9 @@ def upsampled(zq, shape, first_frame_alone):
     """Repeat the latents to every pixel of `shape` (N, T, H, W, C), by a list of indices for each axis."""
     _, frames, rows, columns, _ = shape
     _, t, h, w, _ = zq.shape
-    if first_frame_alone:
-        frame = [0, *(1 + i * (t - 1) // (frames - 1) for i in range(frames - 1))]
-    else:
-        frame = [i * t // frames for i in range(frames)]
+    alone = int(first_frame_alone)  # frames that the first latent frame covers by itself
+    after = frames - alone
+    frame = [*range(alone), *(alone + i * (t - alone) // after for i in range(after))]
     zq = zq[:, jnp.array(frame)]
     zq = zq[:, :, jnp.array([i * h // rows for i in range(rows)])]
     return zq[:, :, :, jnp.array([i * w // columns for i in range(columns)])]

@@ -6,9 +6,8 @@ from jaxtyping import Array
 
 from jax_kernels.common.columns import with_clear_padding
 from jax_kernels.common.dispatch import Target
-from jax_kernels.common.frames import join_frames, repeat_nearest
-from jax_kernels.common.layout import frames_first, pixels_first, precision_for, zero_of
-from jax_kernels.common.pointwise import Activation, activate
+from jax_kernels.common.frames import frames_first, join_frames, pixels_first, repeat_nearest, zero_of
+from jax_kernels.common.pointwise import Activation, activate, precision_for
 
 
 def modulate_rows(

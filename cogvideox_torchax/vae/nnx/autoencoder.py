@@ -30,7 +30,7 @@ from cogvideox_torchax.vae.nnx.modules import Cache, Conv3d, LayerConfig, Resnet
 from cogvideox_torchax.vae.nnx.networks import Decoder3D, Encoder3D
 from cogvideox_torchax.vae.pixels import from_uint8, to_uint8
 from jax_kernels.common.columns import WHOLE, Split, with_clear_padding
-from jax_kernels.common.layout import frames_first, pixels_first
+from jax_kernels.common.frames import frames_first, pixels_first
 from jax_kernels.common.tiles import pallas_mode
 
 

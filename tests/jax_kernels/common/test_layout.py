@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 
 from jax_kernels.common import frames as over_frames
-from jax_kernels.common import layout
 from jax_kernels.common.dispatch import Target
 from jax_kernels.resample import xla
 
@@ -48,10 +47,12 @@ def test_pairs_averaged_by_a_product_are_the_means(dtype, frames):
 
 def test_what_is_waited_for_adds_nothing():
     x = jnp.array([1.0, -2.0, 0.0, jnp.inf, jnp.nan])
-    np.testing.assert_array_equal(np.array(layout.zero_of(x)), np.zeros(5))
+    np.testing.assert_array_equal(np.array(over_frames.zero_of(x)), np.zeros(5))
 
 
 def test_pixels_first_and_back():
     x = _frames()
-    assert layout.pixels_first(x).shape == (4, 6, 2, 4, 3)
-    np.testing.assert_array_equal(np.array(layout.frames_first(layout.pixels_first(x))), np.array(x))
+    assert over_frames.pixels_first(x).shape == (4, 6, 2, 4, 3)
+    np.testing.assert_array_equal(
+        np.array(over_frames.frames_first(over_frames.pixels_first(x))), np.array(x)
+    )
