@@ -351,4 +351,4 @@ def test_a_loras_layers_have_what_a_program_is_compiled_for():
     )
     read = ("active_adapters", "scaling", "disable_adapters", "merged_adapters")
     missing = [name for name in read if not hasattr(layer, name)]
-    assert not missing, f"PEFT's layers have no {missing} any more: networks.layer_options"
+    assert not missing, f"PEFT's layers have no {missing} any more: runtime.snapshot"
