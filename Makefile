@@ -1,6 +1,6 @@
 # make demo    the main job: a real clip to latents and back; pictures in out/, and a table
 # make test    the tests, without those marked slow: some minutes on two cores
-# make test-all    the slow ones too; of caches each pair of pipeline, mesh and cache, not their whole product
+# make test-all    the slow ones too; of builds, meshes, lengths and caches some pairs, not their whole products
 # make lint    ruff and pyright
 # make docs    the site, in out/site; a dead link or a public name without a docstring fails
 # make test-versions    a part of the tests with the lowest and the newest versions of other packages

@@ -32,6 +32,7 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
 import contextlib
 import copy
 import ctypes
+import itertools
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -43,8 +44,8 @@ from tests import reference
 
 jaxtyping.install_import_hook("jax_kernels", "beartype.beartype")  # annotated shapes are checked
 
-MEMORY_AFTER_A_MODULE, MEMORY_AFTER_A_TEST = 3 * 2**29, 3 * 2**30
-"""Bytes of a test process beyond which it forgets what it has compiled."""
+GROWTH = 3 * 2**29
+"""Bytes that a test process may grow by before it forgets what it has compiled."""
 
 # Tracing makes millions of objects that live on: at Python's own thresholds, looking through them for garbage
 # takes a tenth of the time.
@@ -53,19 +54,22 @@ gc.set_threshold(100_000, 20, 100)
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(config, items):
-    """Mark cases as `slow`: those that `slow_cases("pattern")` names, or that `but=["pattern"]` does not."""
+    """Mark cases as `slow` or `product`.
+
+    They are those that `slow_cases("pattern")` names, or that `slow_cases(but=["pattern"])` does not.
+    """
     used = {}
-    for item in items:
-        for marker in item.iter_markers("slow_cases"):
+    for item, mark in itertools.product(items, ("slow", "product")):
+        for marker in item.iter_markers(f"{mark}_cases"):
             fits = {p: fnmatchcase(item.callspec.id, p) for p in marker.args or marker.kwargs["but"]}
             if any(fits.values()) == bool(marker.args):
-                item.add_marker("slow")
+                item.add_marker(mark)
             for pattern, fit in fits.items():
                 case = f"{item.location[0]}::{item.originalname}[{pattern}]"
                 used[case] = used.get(case, False) or fit
     unused = [case for case, fit in used.items() if not fit]
     if unused and not any("::" in argument for argument in config.args):
-        raise pytest.UsageError(f"slow_cases names cases that are not there: {', '.join(unused)}")
+        raise pytest.UsageError(f"a mark names cases that are not there: {', '.join(unused)}")
 
 
 def pytest_collection_finish():
@@ -73,28 +77,27 @@ def pytest_collection_finish():
     gc.freeze()
 
 
-def forget_programs(beyond: int):
-    """Return memory to the system if the process takes more bytes; if it still does, drop JAX's programs."""
-    import jax
-
-    for drop in (lambda: None, jax.clear_caches):
-        resident_pages = int(Path("/proc/self/statm").read_text().split()[1])
-        if resident_pages * os.sysconf("SC_PAGE_SIZE") > beyond:
-            drop()
-            gc.collect()
-            ctypes.CDLL(None).malloc_trim(0)
+def resident_bytes():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _memory_of_a_module():
-    yield
-    forget_programs(MEMORY_AFTER_A_MODULE)
+@pytest.fixture(scope="session")
+def kept_bytes():
+    """Return a list whose last entry is the memory of this process when it last forgot its programs."""
+    return [resident_bytes()]
 
 
 @pytest.fixture(autouse=True)
-def _memory_of_a_test():
+def _bounded_memory(kept_bytes):
+    """Drop JAX's programs and return memory to the system where the process has grown by `GROWTH`."""
     yield
-    forget_programs(MEMORY_AFTER_A_TEST)
+    if resident_bytes() > kept_bytes[-1] + GROWTH:
+        import jax
+
+        jax.clear_caches()
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
+        kept_bytes.append(resident_bytes())
 
 
 @pytest.fixture(scope="session")
@@ -196,6 +199,33 @@ def refused(capsys):
         return said
 
     return run
+
+
+@pytest.fixture
+def restored_cache():
+    """Let a test configure JAX's compile cache anew; afterwards it is as before."""
+    import jax
+    from jax.experimental.compilation_cache import compilation_cache
+
+    from cogvideox_torchax.runtime.compile_cache import configure_compile_cache
+
+    settings = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = {setting: getattr(jax.config, setting) for setting in settings}
+    configure_compile_cache.cache_clear()
+    yield
+    for setting, value in before.items():
+        jax.config.update(setting, value)
+    compilation_cache.reset_cache()
+    configure_compile_cache.cache_clear()
+
+
+@contextlib.contextmanager
+def umask_of(mode):
+    before = os.umask(mode)
+    try:
+        yield
+    finally:
+        os.umask(before)
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import itertools
+import re
 
 import numpy as np
 import pytest
@@ -18,6 +19,14 @@ SMALL = {
 }
 """Narrow and shallow, but with every code path of the published models."""
 
+TWO_LEVELS = {
+    "block_out_channels": (8, 16),
+    "down_block_types": ("CogVideoXDownBlock3D",) * 2,
+    "up_block_types": ("CogVideoXUpBlock3D",) * 2,
+    "temporal_compression_ratio": 2,
+    "norm_num_groups": 4,
+}
+"""The fewest levels that have every kind of block: half the frames, and half the pixels along each side."""
 
 THREE_LEVELS = {
     "block_out_channels": (8, 8, 16),
@@ -74,6 +83,18 @@ def program_of(vae, kind):
     return program, program.weights(chunk_network(vae, kind))
 
 
+@contextlib.contextmanager
+def tiled(*models, **options):
+    """Have models work in tiles in a `with` block."""
+    for model in models:
+        model.enable_tiling(**options)
+    try:
+        yield
+    finally:
+        for model in models:
+            model.disable_tiling()
+
+
 _answers: dict[tuple, tuple[object, torch.Tensor]] = {}
 
 
@@ -107,6 +128,12 @@ def latents(
 def video(frames: int, *, batch: int = 1, height: int = 24, width: int = 40, seed: int = 2):
     generator = torch.Generator().manual_seed(seed)
     return torch.rand(batch, 3, frames, height, width, generator=generator) * 2 - 1
+
+
+def multiplies_exactly(text: str) -> bool:
+    """Return whether a lowered program has products, and each of them in full precision."""
+    products = [line for line in text.splitlines() if re.search(r"\.(dot_general|convolution)\b", line)]
+    return bool(products) and all("HIGHEST" in line for line in products)
 
 
 def largest_error(got, want) -> float:

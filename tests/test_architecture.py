@@ -223,8 +223,7 @@ def test_what_breaks_a_rule_is_named(module, added, words):
     modules = sources()
     modules[module] = "x = 1" if added is None else f"{modules[module]}\n{added}\n"
     (line,) = complaints(modules)
-    assert line.startswith(f"{module}: ")
-    assert words in line
+    assert re.match(f"{module}: .*{re.escape(words)}", line)
 
 
 FIRST_WORDS = {"What", "Whether", "Where", "How", "Of", "That", "As"}
@@ -270,27 +269,14 @@ def test_no_two_classes_have_one_name():
     assert doubled_classes({"a.b": "class X: pass", "a.c": "class X: pass"}) == ["X"]
 
 
-def test_an_import_for_type_checkers_is_none():
-    modules = sources()
-    module = "cogvideox_torchax.runtime.arrays"
-    modules[module] += "\nif TYPE_CHECKING:\n    from cogvideox_torchax.sharding import Placement\n"
-    assert complaints(modules) == []
-
-
 def public_names():
     for package in (*PACKAGES, "cogvideox_torchax.flax"):
         yield from ((package, name) for name in importlib.import_module(package).__all__)
 
 
 @pytest.mark.parametrize(("package", "name"), list(public_names()))
-def test_every_public_name_imports(package, name):
-    found = getattr(importlib.import_module(package), name)
-    assert found.__name__ == name
-    assert name in dir(importlib.import_module(package))
-
-
-@pytest.mark.parametrize(("package", "name"), list(public_names()))
 def test_every_public_name_is_in_the_reference(package, name):
+    assert name in dir(importlib.import_module(package))
     page = ROOT / "docs" / "reference" / f"{package.removeprefix('cogvideox_torchax.')}.md"
     assert re.search(rf"^::: \S+\.{name}$", page.read_text(), re.MULTILINE)
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from fractions import Fraction
 from pathlib import Path
+from unittest.mock import Mock
 
 import av
 import pytest
@@ -25,6 +26,7 @@ from cogvideox_torchax.vae.pixels import from_uint8, to_uint8
 from cogvideox_torchax.vae.quality import ssim
 from cogvideox_torchax.vae.tolerances import psnr
 from tests import reference
+from tests.conftest import umask_of
 from tests.files.test_video import TIMES, encode, heard, moving_frames, with_sound, write
 
 pytestmark = pytest.mark.usefixtures("torchax_off", "in_an_empty_directory")
@@ -88,10 +90,11 @@ def test_the_small_model_is_named_where_none_is_given(clip, capsys, source, outp
 
 
 def test_a_seed_samples_as_diffusers_does_and_repeats(clip, model_directory, small_vae):
-    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
-        arguments = ("-o", f"{name}.safetensors", "--model", "vae", "--backend", "torch", "--seed", seed)
-        assert run("encode", clip, *arguments) == 0
-    a, b, c = (latents.load(f"{name}.safetensors").tensor for name in "abc")
+    def sampled(seed):
+        assert run(*ENCODE, "--backend", "torch", "--seed", seed) == 0
+        return latents.load("new.safetensors").tensor
+
+    a, b, c = map(sampled, (1, 1, 2))
     assert torch.equal(a, b)
     assert not torch.equal(a, c)
     want = small_vae.encode(pixels(clip)).latent_dist.sample(torch.Generator("cpu").manual_seed(1))
@@ -103,13 +106,11 @@ def test_a_seed_samples_as_diffusers_does_and_repeats(clip, model_directory, sma
 def test_demo_writes_all_and_agrees_with_pytorch(clip, capsys, backend):
     result = report(capsys, "demo", clip, "--frames", 5, "-o", "out", "--backend", backend)
     assert result["backend"] == backend
-    assert sorted(path.name for path in Path("out").iterdir()) == ["demo.mp4", "demo.png", "demo.safetensors"]
-    assert result["largest_difference_to_PyTorch_latents"] < 1e-5
-    assert result["largest_difference_to_PyTorch_frames"] < 1e-5
-    assert result["compile_s"] > 0
-    assert result["run_s"] > 0
+    assert {path.name for path in Path("out").iterdir()} == {"demo.mp4", "demo.png", "demo.safetensors"}
+    for what in ("latents", "frames"):
+        assert result[f"largest_difference_to_PyTorch_{what}"] < 1e-5
+    assert min(result["compile_s"], result["run_s"], result["SSIM_against_source"]) > 0
     assert 10 < result["PSNR_against_source_dB"] < 60
-    assert 0 < result["SSIM_against_source"] < 1
     assert video.probe("out/demo.mp4").width == 2 * 40
     assert latents.load("out/demo.safetensors").num_frames == 5
 
@@ -141,17 +142,14 @@ def test_the_bundled_model_gives_back_a_clip_that_it_was_not_trained_on():
 
 def test_doctor_names_devices_and_versions(capsys):
     result = report(capsys, "doctor")
-    assert result["torchax works"] == "yes"
-    for name in (*doctor.CORE, "pyarrow"):
-        assert result[name] == versions.installed(name)
+    installed = {name: versions.installed(name) for name in (*doctor.CORE, "pyarrow")}
+    cache = os.environ[COMPILE_CACHE_VARIABLE]
+    assert result == result | installed | {"torchax works": "yes", "compile cache": cache}
     assert result["devices"].startswith("cpu:0")
-    assert result["compile cache"] == os.environ[COMPILE_CACHE_VARIABLE]
-    assert run("doctor") == 0
+    assert "is tested" not in result["advice"]
 
 
 def test_doctor_advises_where_an_untested_version_is_installed(capsys, monkeypatch):
-    assert run("doctor") == 0
-    assert "is tested" not in capsys.readouterr().out
     monkeypatch.setitem(versions.TESTED, "jax", versions.Tested("0.1.0", "0.2.0"))
     line = f"jax {versions.installed('jax')} is installed, 0.1.0 to 0.2.0 is tested"
     assert run("doctor") == 0
@@ -171,33 +169,28 @@ def test_doctor_works_where_jax_does_not():
     code = "import sys; sys.modules['jax'] = None; from cogvideox_torchax import cli; "
     code += "sys.exit(cli.main(['doctor']))"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert ended.returncode == 1, ended.stderr
+    assert (ended.returncode, ended.stderr) == (1, "")
     assert "JAX_PLATFORMS=cpu" in ended.stdout
     assert "pip install" in ended.stdout
-    assert not ended.stderr
 
 
 def test_doctor_names_a_broken_pair(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "torchax.interop", None)
     monkeypatch.setattr(doctor, "import_torchax", doctor.import_torchax.__wrapped__)  # without its cache
     assert run("doctor") == 1
-    out = capsys.readouterr().out
-    assert "does not import with torch" in out
-    assert "pip install 'torchax>=0.0.14" in out
+    assert re.search("does not import with torch.*pip install 'torchax>=0.0.14", capsys.readouterr().out)
 
 
 def test_the_prefix_of_an_option_is_no_option(capsys):
-    with pytest.raises(SystemExit) as failure:
+    with pytest.raises(SystemExit, match=str(cli.USER_ERROR)):
         cli.main(["generate", "--model", "any", "--prompt", "a panda", "-o", "any.mp4", "--guidance", "1"])
-    assert failure.value.code == cli.USER_ERROR
     assert "unrecognized arguments: --guidance 1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", cli.COMMANDS)
 def test_help_shows_an_example_and_fits_a_screen_or_groups_its_options(command, capsys):
-    with pytest.raises(SystemExit) as end:
+    with pytest.raises(SystemExit, match="0"):
         cli.main([command, "--help"])
-    assert end.value.code == 0
     text = capsys.readouterr().out
     assert f"example: cogvideox-torchax {command}" in text
     groups = [part.split("\n  -")[1:] for part in re.split(r"\n(?=\S[^\n]*:\n)", text)]
@@ -229,7 +222,7 @@ def _edit_latents(**changes):
 
 
 def _nan():
-    tensor = latents.load("z.safetensors").tensor.clone()
+    tensor = torch.zeros(1, 16, 3, 3, 5)
     tensor[0, 3, 2, 1, 0] = float("nan")
     _edit_latents(tensor=tensor)
 
@@ -352,38 +345,34 @@ WRONG = {
 
 @pytest.mark.parametrize(("prepare", "arguments", "words"), WRONG.values(), ids=WRONG)
 def test_wrong_input_is_one_line_exit_code_2_and_no_output(latent_file, refused, prepare, arguments, words):
+    def files():
+        return {path: path.stat().st_mtime_ns for path in Path().rglob("*") if not path.is_dir()}
+
     prepare()
-    before = {path: path.stat().st_mtime_ns for path in Path().rglob("*")}
+    before = files()
     assert words in refused(*arguments, "--backend", "torch", "--quiet")
-    assert {path: path.stat().st_mtime_ns for path in Path().rglob("*") if not path.is_dir()} == {
-        path: time_ns for path, time_ns in before.items() if not path.is_dir()
-    }
+    assert files() == before
 
 
 def test_reconstruct_keeps_times_and_sound_and_says_what_it_cannot(model_directory, capsys):
     source = with_sound(Path("sound.mp4"))
     write("clip.mp4", moving_frames(9), source=video.SourceTiming(TIMES, source, Fraction(2)))
-    command = ("reconstruct", "clip.mp4", "--model", "vae", "--backend", "torch", "-o")
-    assert run(*command, "again.mp4") == 0
-    said = capsys.readouterr()
-    assert "10 to 300 ms from frame to frame: frames keep their times" in said.err
-    assert "copied" in said.out
-    assert video.probe("again.mp4").times == tuple(TIMES)
-    assert heard("again.mp4") == heard("clip.mp4")
-    assert run(*command, "AGAIN.MP4") == 0
-    assert "frames keep their times" in capsys.readouterr().err
-    assert heard("AGAIN.MP4") == heard("clip.mp4")
-    assert run(*command, "short.mp4", "--frames", 6) == 0
-    err = capsys.readouterr().err
-    assert "6 frames were read, 8 written" in err
-    assert "the output's does not" in err
-    assert run(*command, "other.mp4", "--fps", 20) == 0
-    assert "the sound is left out" in capsys.readouterr().err
-    assert not video.probe("other.mp4").sound
     with_sound(Path("raw.mkv"), codec="pcm_s16le", container="matroska")
-    assert run("reconstruct", "raw.mkv", *command[2:], "raw.mp4", "--frames", 5) == 0
-    assert "the sound is left out: an .mp4 takes aac" in capsys.readouterr().err
-    assert not video.probe("raw.mp4").sound
+    for words, clip, output, *more in (
+        ("10 to 300 ms from frame to frame: frames keep their times", "clip.mp4", "again.mp4"),
+        ("frames keep their times", "clip.mp4", "AGAIN.MP4"),
+        ("6 frames were read, 8 written", "clip.mp4", "short.mp4", "--frames", 6),
+        ("the output's does not", "clip.mp4", "short.mp4", "--frames", 6),
+        ("the sound is left out", "clip.mp4", "other.mp4", "--fps", 20),
+        ("the sound is left out: an .mp4 takes aac", "raw.mkv", "raw.mp4", "--frames", 5),
+    ):
+        assert run("reconstruct", clip, "--model", "vae", "--backend", "torch", "-o", output, *more) == 0
+        said = capsys.readouterr()
+        assert words in said.err
+        assert ("copied" in said.out) == bool(video.probe(output).sound)
+    assert video.probe("again.mp4").times == tuple(TIMES)
+    assert heard("again.mp4") == heard("AGAIN.MP4") == heard("clip.mp4")
+    assert [bool(video.probe(name).sound) for name in ("short.mp4", "other.mp4", "raw.mp4")] == [1, 0, 0]
 
 
 def test_tiles_are_those_that_are_asked_for(clip, latent_file, native_vae):
@@ -402,12 +391,10 @@ def test_tiles_are_those_that_are_asked_for(clip, latent_file, native_vae):
     "rate", ["0", "-3", "0/1", "1/0", "nan", "inf", "fast", "1e-9", "1e12", "1e99999999"]
 )
 def test_a_frame_rate_that_is_none_is_refused_before_anything_is_read(command, rate, capsys):
-    with pytest.raises(SystemExit) as end:
+    with pytest.raises(SystemExit, match="2"):
         cli.main([command, *(() if command == "generate" else ("no.file",)), "-o", "new.mp4", "--fps", rate])
-    assert end.value.code == 2
-    assert (
-        f"--fps: {rate} is no frame rate: give a number above 0" in capsys.readouterr().err.splitlines()[-1]
-    )
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert f"--fps: {rate} is no frame rate: give a number above 0" in said
 
 
 @pytest.mark.parametrize("rate", ["8", "29.97", "30000/1001"])
@@ -416,12 +403,9 @@ def test_a_frame_rate_is_taken_as_a_number_or_a_fraction(rate):
 
 
 def test_what_is_written_may_be_read_by_those_whom_the_umask_lets(latent_file, clip):
-    before = os.umask(0o027)
-    try:
+    with umask_of(0o027):
         for command in (ENCODE, DECODE, ("demo", clip, "--frames", 5, "-o", "out")):
             assert run(*command, "--backend", "torch") == 0
-    finally:
-        os.umask(before)
     written = [Path("new.safetensors"), Path("new.mp4"), *Path("out").iterdir()]
     assert {path.name: oct(path.stat().st_mode & 0o777) for path in written} == dict.fromkeys(
         ["new.safetensors", "new.mp4", "demo.safetensors", "demo.mp4", "demo.png"], "0o640"
@@ -429,10 +413,7 @@ def test_what_is_written_may_be_read_by_those_whom_the_umask_lets(latent_file, c
 
 
 def test_a_failure_of_the_work_is_exit_code_1(clip, model_directory, monkeypatch, capsys):
-    def fail(*_):
-        raise MemoryError("no room")
-
-    monkeypatch.setattr("cogvideox_torchax.cli.encode.encoder_of", fail)
+    monkeypatch.setattr("cogvideox_torchax.cli.encode.encoder_of", Mock(side_effect=MemoryError("no room")))
     assert run(*ENCODE) == 1
     assert "MemoryError: no room" in capsys.readouterr().err
     with pytest.raises(MemoryError):
@@ -444,10 +425,8 @@ def test_ctrl_c_during_the_imports_is_no_traceback(tmp_path):
     code = "import signal, runpy; signal.signal(signal.SIGINT, signal.default_int_handler); "
     code += "runpy.run_module('cogvideox_torchax.cli', run_name='__main__')"
     path = os.pathsep.join([str(tmp_path), *sys.path])
-    settings = {**os.environ, "PYTHONPATH": path}
-    ended = subprocess.run(
-        [sys.executable, "-c", code, "doctor"], env=settings, capture_output=True, text=True
-    )
+    options = {"env": os.environ | {"PYTHONPATH": path}, "capture_output": True, "text": True}
+    ended = subprocess.run([sys.executable, "-c", code, "doctor"], **options)
     assert (ended.returncode, ended.stdout, ended.stderr) == (cli.INTERRUPTED, "", "")
 
 
@@ -461,9 +440,8 @@ def test_ctrl_c_leaves_nothing_half_written(clip, model_directory, tmp_path, mon
     monkeypatch.setattr(video._Mp4Sink, "write", write)
     # A shell has what it runs in the background ignore the interrupt, and so would this process.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        assert run("reconstruct", clip, "-o", "new.mp4", "--model", "vae", "--backend", "torch") == 130
-    finally:
-        signal.signal(signal.SIGINT, before)
+    ended = run("reconstruct", clip, "-o", "new.mp4", "--model", "vae", "--backend", "torch")
+    signal.signal(signal.SIGINT, before)
+    assert ended == cli.INTERRUPTED
     assert capsys.readouterr().err == "interrupted; nothing half-written was left\n"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["clip.mp4", "vae"]

@@ -7,38 +7,24 @@ import threading
 import jax
 import pytest
 import torch
-
-from cogvideox_torchax import enable, runtime
-from cogvideox_torchax.runtime.bridge import import_torchax
-
-
-def run_python(code, *arguments, **environment):
-    return subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
-def test_enabling_is_safe_to_repeat_and_to_mix_with_the_users_own():
-    code = """
 import torchax
+
 from cogvideox_torchax import enable, runtime
-torchax.enable_globally(); enable(); enable()
-assert runtime.is_enabled()
-torchax.disable_globally()
-assert not runtime.is_enabled()   # one level, however often it was enabled
-"""
-    result = run_python(code)
-    assert result.returncode == 0, result.stderr
 
 
-def test_it_is_enabled_as_long_as_torch_says_so():
+def run_python(code, **environment):
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.usefixtures("torchax_off")
+def test_enabling_is_safe_to_repeat_and_to_mix_with_the_users_own():
+    torchax.enable_globally()
     enable()
-    jax.jit(lambda x: import_torchax().interop.jax_view(lambda t: t * 2)(x))(jax.numpy.ones(2))
-    assert runtime.is_enabled()  # torchax's own flag is False by now
+    enable()
+    assert runtime.is_enabled()
+    torchax.disable_globally()
+    assert not runtime.is_enabled(), "one level, however often it was enabled"
 
 
 VARIABLE = contextvars.ContextVar("the caller's", default="unset")
@@ -95,37 +81,27 @@ def test_frames_are_taken_from_a_view_too():
 def test_the_first_value_that_is_not_finite_is_found_on_both_backends(bad):
     enable()
     x = torch.zeros(2, 3, 4)
-    assert runtime.first_nonfinite(x) is None
-    assert runtime.first_nonfinite(runtime.to_jax(x)) is None
+    assert runtime.first_nonfinite(x) is runtime.first_nonfinite(runtime.to_jax(x)) is None
     x[1, 2, 3] = x[1, 0, 2] = bad
-    assert runtime.first_nonfinite(x) == (1, 0, 2)
-    assert runtime.first_nonfinite(runtime.to_jax(x)) == (1, 0, 2)
-
-
-CACHE = (
-    "from cogvideox_torchax import enable; enable(); import jax; print(jax.config.jax_compilation_cache_dir)"
-)
+    assert runtime.first_nonfinite(x) == runtime.first_nonfinite(runtime.to_jax(x)) == (1, 0, 2)
 
 
 @pytest.mark.parametrize(
-    ("environment", "words"),
+    ("variable", "configured", "directory"),
     [
-        (
-            {"COGVIDEOX_TORCHAX_COMPILE_CACHE": "", "XDG_CACHE_HOME": "/tmp/caches"},
-            "/tmp/caches/cogvideox-torchax/xla",
-        ),
-        ({"COGVIDEOX_TORCHAX_COMPILE_CACHE": "/tmp/mine"}, "/tmp/mine"),
-        ({"COGVIDEOX_TORCHAX_COMPILE_CACHE": "off"}, "None"),
-        (
-            {"COGVIDEOX_TORCHAX_COMPILE_CACHE": "/tmp/mine", "JAX_COMPILATION_CACHE_DIR": "/tmp/users"},
-            "/tmp/users",
-        ),
+        ("", None, "/tmp/caches/cogvideox-torchax/xla"),
+        ("/tmp/mine", None, "/tmp/mine"),
+        ("off", None, None),
+        ("/tmp/mine", "/tmp/users", "/tmp/users"),
     ],
 )
-@pytest.mark.slow_cases(but=["environment2-None"])
-def test_the_compile_cache_is_where_it_should_be(environment, words):
-    result = run_python(CACHE, **environment)
-    assert result.stdout.strip() == words, result.stderr
+@pytest.mark.usefixtures("restored_cache")
+def test_the_compile_cache_is_where_it_should_be(variable, configured, directory, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/tmp/caches")
+    monkeypatch.setenv(runtime.COMPILE_CACHE_VARIABLE, variable)
+    jax.config.update("jax_compilation_cache_dir", configured)
+    enable()
+    assert jax.config.jax_compilation_cache_dir == directory
 
 
 @pytest.mark.slow
@@ -137,7 +113,7 @@ jax.jit(lambda x: x + 1)(1.0)
 from cogvideox_torchax import runtime
 runtime.configure_compile_cache()
 jax.jit(lambda x: x * 3 + 1)(1.0)
-assert os.listdir(sys.argv[1] if len(sys.argv) > 1 else os.environ["COGVIDEOX_TORCHAX_COMPILE_CACHE"])
+assert os.listdir(os.environ["COGVIDEOX_TORCHAX_COMPILE_CACHE"])
 """
     result = run_python(code, COGVIDEOX_TORCHAX_COMPILE_CACHE=str(tmp_path))
     assert result.returncode == 0, result.stderr
@@ -146,21 +122,22 @@ assert os.listdir(sys.argv[1] if len(sys.argv) > 1 else os.environ["COGVIDEOX_TO
 TALK = """
 import sys, warnings
 from cogvideox_torchax import cli
-assert cli.main(["encode", "none.mp4", "-o", "z.safetensors", *sys.argv[1:]]) == 2
-from diffusers.utils import logging as diffusers
-from transformers.utils import logging as transformers
-for logging in (diffusers, transformers):
-    logging.get_logger(logging.__name__).warning("accelerate was not found")
-    list(logging.tqdm([1], desc="Loading pipeline components"))
-warnings.warn("a warning")
+for options in ((), ("--quiet",)):
+    assert cli.main(["encode", "none.mp4", "-o", "z.safetensors", *options]) == 2
+    from diffusers.utils import logging as diffusers
+    from transformers.utils import logging as transformers
+    for logging in (diffusers, transformers):
+        logging.get_logger(logging.__name__).warning("accelerate was not found")
+        list(logging.tqdm([1], desc="Loading pipeline components"))
+    warnings.warn("a warning")
 """
 
 
-@pytest.mark.parametrize("options", [(), ("--quiet",)])
-def test_no_warning_of_another_package_is_shown_and_no_bar_where_quiet(options):
-    ended = run_python(TALK, *options)
+def test_no_warning_of_another_package_is_shown_and_no_bar_where_quiet():
+    ended = run_python(TALK)
     assert ended.returncode == 0, ended.stderr
-    written = ended.stderr
-    assert "accelerate" not in written
-    assert "a warning" not in written
-    assert ("Loading pipeline components" in written) == (not options)
+    assert "accelerate" not in ended.stderr
+    assert "a warning" not in ended.stderr
+    shown, quiet = ended.stderr.split("cogvideox-torchax encode: ")[1:]
+    assert "Loading pipeline components" in shown
+    assert "Loading pipeline components" not in quiet
