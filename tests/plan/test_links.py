@@ -1,9 +1,9 @@
 """Times of collectives on the links: by hand for small slices, and off made-up text."""
 
 import dataclasses
+import itertools
 
 import jax
-import numpy as np
 import pytest
 
 from cogvideox_torchax.plan.chips import CHIPS
@@ -15,12 +15,9 @@ GB = 1e9
 
 def slice_of(generation, *lengths, cores=1, link=100 * GB):
     """Devices in the order of libtpu: the first axis fastest, a chip's cores together."""
-    places = np.stack(np.meshgrid(*map(range, reversed(lengths)), indexing="ij"), -1).reshape(
-        -1, len(lengths)
-    )
     places = [
-        (*map(int, reversed(place)), *[0] * (3 - len(lengths)), core)
-        for place in places
+        (*reversed(place), *[0] * (3 - len(lengths)), core)
+        for place in itertools.product(*map(range, reversed(lengths)))
         for core in range(cores)
     ]
     return Links(tuple(places), dataclasses.replace(CHIPS[generation], link=link))
@@ -82,9 +79,7 @@ ENTRY %main (x: f32[1000]) -> f32[1000] {
 def test_groups_and_trips_are_read_off_the_text():
     found = {one.name: one for one in instructions(HLO)}
     assert found["r"].groups == found["b"].groups == HALVES
-    assert found["g"].groups == COLUMNS
-    assert found["p"].groups == ((0, 1), (1, 0), (2, 4))
-    assert found["t"].groups == ()
+    assert [found[name].groups for name in "gpt"] == [COLUMNS, ((0, 1), (1, 0), (2, 4)), ()]
     assert (found["w"].trips, found["u"].trips, found["g"].trips) == (5, None, 1)
     times = times_run(list(found.values()))
     assert times == times | {"main": 1, "body": 5, "all-reduce-scatter.1": 1}

@@ -8,7 +8,7 @@ import jax
 import pytest
 import torch
 
-from cogvideox_torchax import cli, runtime
+from cogvideox_torchax import cli, make_mesh, runtime
 from cogvideox_torchax.pipelines.networks import step_tensors
 from cogvideox_torchax.plan import chips, models, networks, programs
 from cogvideox_torchax.plan.chips import PlanError
@@ -29,12 +29,9 @@ def _small(monkeypatch, tmp_path):
 
 def whole(network, tensors):
     """Compile the program of all layers on a mesh of one device, as the plan has it."""
-    from cogvideox_torchax import make_mesh
-    from cogvideox_torchax.plan.programs import read_program
-
     network.place_on(make_mesh(1, 1))
     compiled = network.program.lower(*network.program.structs(tensors)).compile()
-    return read_program("whole", 0, compiled, None, 0.0)
+    return programs.read_program("whole", 0, compiled, None, 0.0)
 
 
 def test_a_plan_from_few_layers_is_that_of_all():
@@ -60,18 +57,25 @@ def test_a_plan_of_a_prompt_is_of_the_models_own_text_encoder(tmp_path):
     assert plan.program.argument_bytes < 1e6, "its own width"
 
 
-def test_a_plan_on_the_command_line(capsys):
-    size = ["--frames", "9", "--height", "32", "--width", "64"]
-    common = ["plan", "--platform", "cpu", "--dtype", "float32", "-o", "plan.json"]
-    assert cli.main([*common, "--network", "step", *size, "--dp", "2", "--tp", "4"]) == 0
-    document = json.loads(Path("plan.json").read_text())
-    assert document["summary"]["network"].startswith("step, 4 layers")
-    assert document["summary"]["parallel"] == "context over tp, weights whole (tp=4 divides 8 heads)"
-    assert document["programs"][0]["collectives"]["all-to-all"][0] > 0
-    assert cli.main([*common, "--network", "step", *size, "--tp", "8", "--parallel", "tensor"]) == 0
-    assert json.loads(Path("plan.json").read_text())["summary"]["parallel"] == "tensor over tp (requested)"
-    assert cli.main([*common, "--network", "prompt"]) == 0
-    assert json.loads(Path("plan.json").read_text())["summary"]["network"].startswith("prompt, 3 layers")
+SIZE = ("--frames", "9", "--height", "32", "--width", "64")
+
+
+def planned(network, *more):
+    """Return the plan of a network on the CPU, by the command line."""
+    common = ("--platform", "cpu", "--dtype", "float32", "-o", "plan.json")
+    assert cli.main(["plan", "--network", network, *common, *more]) == 0
+    return json.loads(Path("plan.json").read_text())
+
+
+def test_a_plan_on_the_command_line():
+    step = ("step", *SIZE)
+    found = planned(*step, "--dp", "2", "--tp", "4")
+    assert found["summary"]["network"].startswith("step, 4 layers")
+    assert found["summary"]["parallel"] == "context over tp, weights whole (tp=4 divides 8 heads)"
+    assert found["programs"][0]["collectives"]["all-to-all"][0] > 0
+    of_tensors = planned(*step, "--tp", "8", "--parallel", "tensor")
+    assert of_tensors["summary"]["parallel"] == "tensor over tp (requested)"
+    assert planned("prompt")["summary"]["network"].startswith("prompt, 3 layers")
 
 
 CACHES = {
@@ -87,17 +91,14 @@ CACHES = {
     ("cache", "more", "counts", "arrays"), [(k, *v) for k, v in CACHES.items()], ids=CACHES
 )
 @pytest.mark.slow_cases(but=["pab"])
-def test_a_plan_of_a_cache_counts_its_steps_and_what_it_keeps(cache, more, counts, arrays, capsys):
-    size = ["--frames", "9", "--height", "32", "--width", "64", "--platform", "cpu", "--dtype", "float32"]
-    assert cli.main(["plan", "--network", "step", *size, "--cache", cache, *more, "-o", "plan.json"]) == 0
-    document = json.loads(Path("plan.json").read_text())
+def test_a_plan_of_a_cache_counts_its_steps_and_what_it_keeps(cache, more, counts, arrays):
+    document = planned("step", *SIZE, "--cache", cache, *more)
     assert document["summary"]["steps"] == counts
     full, *skipping = document["programs"]
     assert all(program["flops"] < full["flops"] for program in skipping)
     kept = document["summary"]["kept_GiB"] * 2**30
     if arrays:
-        tokens = 16 + 3 * 2 * 4
-        assert kept == arrays * 2 * tokens * 128 * 4
+        assert kept == arrays * 2 * (16 + 3 * 2 * 4) * 128 * 4  # of the tokens of text and picture
     # Weights, inputs and kept arrays are alive while a step runs, read or not; results are written over them.
     assert {program["argument_bytes"] for program in skipping} == {full["argument_bytes"]}
     assert full["output_bytes"] < kept
@@ -142,9 +143,7 @@ def program(layers, *, by_bytes=0):
 
 def test_attention_and_collectives_are_those_of_all_layers():
     plan = networks._extended("step", [program(2), program(3)], 5, 7 * CHIP.flops, CHIP)
-    assert plan.by_schedule
-    assert plan.attention_seconds == 5.0
-    assert plan.seconds == 1 + 2 * 5 + 5
+    assert (plan.by_schedule, plan.attention_seconds, plan.seconds) == (True, 5.0, 1 + 2 * 5 + 5)
     rows = networks.network_table(plan, CHIP)
     assert (rows["attention_counted"], rows["of_it_attention_s"]) == ("by schedule", 5.0)
     assert (rows["collectives_s"], rows["with_collectives_s"]) == (5.0, 16 + 5)
@@ -153,8 +152,7 @@ def test_attention_and_collectives_are_those_of_all_layers():
 
 def test_attention_without_a_schedule_counts_at_the_peak_and_is_told():
     plan = networks._extended("step", [program(2), program(3, by_bytes=1)], 5, 7 * CHIP.flops, CHIP)
-    assert plan.attention_seconds == 7.0
-    assert plan.seconds == 1 + 2 * 5 + 7
+    assert (plan.attention_seconds, plan.seconds) == (7.0, 1 + 2 * 5 + 7)
     assert networks.network_table(plan, CHIP)["attention_counted"] == "at the chip's peak"
 
 
@@ -171,12 +169,9 @@ def test_a_size_that_no_patches_fit_is_refused():
 
 @pytest.mark.slow
 def test_a_training_step_is_planned_by_its_halves_with_what_the_optimizer_keeps(monkeypatch, capsys):
-    monkeypatch.setitem(models.CONFIGS, "5b", {**reference.SMALL, **reference.THREE_LEVELS})
-    size = ["--frames", "1", "--height", "16", "--width", "16"]
-    command = ["plan", "--platform", "cpu", "--dtype", "float32", "--network", "train-step", *size]
-    assert cli.main([*command, "-o", "plan.json"]) == 0
+    monkeypatch.setitem(models.CONFIGS, "5b", {**reference.SMALL, **reference.TWO_LEVELS})
+    document = planned("train-step", "--frames", "1", "--height", "8", "--width", "8")
     assert "train-step" in capsys.readouterr().out
-    document = json.loads(Path("plan.json").read_text())
     encode, decode = document["programs"]
     assert (encode["name"], decode["name"]) == ("train encode", "train decode")
     weights = sum(4 * weight.numel() for weight in models.weightless_vae("5b", torch.float32).parameters())

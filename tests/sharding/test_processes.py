@@ -93,15 +93,15 @@ def frames_of(directory):
 
 @pytest.mark.slow
 def test_two_processes_write_what_one_writes(directory):
-    alone = ("--quiet", "--backend", "torch")
-    assert cli.main(["encode", "clip.mp4", "-o", "one.safetensors", "--model", "vae", *alone]) == 0
-    assert cli.main(["decode", "one.safetensors", "-o", "one", *alone]) == 0
-    tiled = ("-o", "one-tiled", "--tiling", "32x24")
-    assert cli.main(["decode", "one.safetensors", *tiled, *alone]) == 0
+    for command in (
+        ("encode", "clip.mp4", "-o", "one.safetensors", "--model", "vae"),
+        ("decode", "one.safetensors", "-o", "one"),
+        ("decode", "one.safetensors", "-o", "one-tiled", "--tiling", "32x24"),
+    ):
+        assert cli.main([*command, "--quiet", "--backend", "torch"]) == 0
     first, second = finish(start(directory, TOGETHER), within=300)
     assert (first[0], second[0]) == (0, 0), first[2] + second[2]
-    assert len(first[1].splitlines()) == 3  # a report for each command
-    assert second[1] == ""
+    assert [len(said.splitlines()) for _, said, _ in (first, second)] == [3, 0], "a report for each command"
     one, two = (latents.load(f"{name}.safetensors").tensor for name in ("one", "two"))
     assert reference.largest_error(two, one) < 1e-5
     for ours, theirs in (("one", "two"), ("one-tiled", "two-tiled")):
@@ -150,9 +150,7 @@ def test_when_a_process_dies_the_other_ends_with_an_error_in_time(tmp_path, dyin
     script = MEET.replace("WORK", f"if index == {dying}: {end}\n        {work}")
     results = finish(start(tmp_path, script), within=60 + 2 * TIMEOUT)
     for code, stdout, stderr in results:
-        assert "met" in stdout, stderr
-        assert "done" not in stdout
-        assert code != 0
+        assert (code != 0, "met" in stdout, "done" in stdout) == (True, True, False), stderr
     assert words in results[1 - dying][2]
     # What both have left beside the output goes with the next run of it.
     with whole_file(tmp_path / "out.mp4") as temporary:
@@ -212,9 +210,7 @@ WRONG = {
 def test_options_that_cannot_be_met_are_one_line(directory, capfd, options, words):
     arguments = ["encode", "clip.mp4", "-o", "z.safetensors", "--model", "vae", *map(str, options)]
     assert cli.main(arguments) == 2
-    said = capfd.readouterr().err
-    assert words in said
-    assert len(said.splitlines()) == 1
+    assert re.fullmatch(f".*{re.escape(words)}.*\n", capfd.readouterr().err)
 
 
 def test_a_mesh_that_leaves_a_process_out_is_refused(monkeypatch):
@@ -239,5 +235,4 @@ def test_processes_that_nobody_names_are_told_how_to_meet(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, env=environment
     )
-    assert "ProcessError: cannot join the other processes" in done.stderr
-    assert "pass a coordinator" in done.stderr
+    assert re.search("ProcessError: cannot join the other processes.*pass a coordinator", done.stderr)

@@ -3,6 +3,7 @@
 import contextlib
 import csv
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -32,20 +33,8 @@ pytestmark = pytest.mark.usefixtures("torchax_off")
 
 STEPS, COLOUR = 12, 2.0
 OPTIONS = (
-    *(
-        "--config",
-        "config.json",
-        "--steps",
-        STEPS,
-        "--frames",
-        9,
-        "--size",
-        16,
-        "--checkpoint-every",
-        5,
-        "--quiet",
-    ),
-    *("--settings", "settings.toml"),
+    *("--config", "config.json", "--settings", "settings.toml", "--steps", STEPS, "--frames", 9),
+    *("--size", 16, "--checkpoint-every", 5, "--quiet"),
 )
 
 
@@ -123,17 +112,6 @@ def test_the_settings_of_the_bundled_model_are_valid():
     )
 
 
-def start(output, *more):
-    program = [sys.executable, "-m", "cogvideox_torchax.cli", *arguments(output, *more)]
-    return subprocess.Popen(program, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
-
-
-def wait_for(path, process):
-    while not Path(path).exists():
-        assert process.poll() is None, "ended before it had written anything"
-        time.sleep(0.01)
-
-
 def step_of(directory):
     """Return a checkpoint's number of steps."""
     with safe_open(f"{directory}/checkpoint.safetensors", "pt") as file:
@@ -151,9 +129,12 @@ def whole(tmp_path_factory):
 
 
 def test_killed_and_resumed_every_loss_is_that_of_a_training_left_alone(whole, material, monkeypatch):
-    process = start("killed")
-    wait_for("killed/checkpoint.safetensors", process)
-    process.send_signal(signal.SIGKILL)
+    program = [sys.executable, "-m", "cogvideox_torchax.cli", *arguments("killed")]
+    process = subprocess.Popen(program, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
+    while not Path("killed/checkpoint.safetensors").exists():
+        assert process.poll() is None, "ended before it had written anything"
+        time.sleep(0.01)
+    process.kill()
     process.wait()
     with Path("killed/losses.csv").open("a") as file:
         file.write("11,1.0,1.0,1.0,1.0,1.0,1.0,1.0\n12,1.0,0.")  # later than the checkpoint, and cut short
@@ -161,13 +142,11 @@ def test_killed_and_resumed_every_loss_is_that_of_a_training_left_alone(whole, m
     real = Trainer.step
     monkeypatch.setattr(Trainer, "step", lambda trainer: made.append(trainer) or real(trainer))
     assert cli.main(arguments("killed", "--resume")) == 0
-    assert len(made) == left < STEPS
-    assert len(table(whole / "losses.csv")) == STEPS
+    assert len(made) == left < STEPS == len(table(whole / "losses.csv"))
     assert table("killed/losses.csv") == table(whole / "losses.csv")
-    left, right = (load_file(path / "checkpoint.safetensors") for path in (whole, Path("killed")))
-    assert left.keys() == right.keys()
-    for name, tensor in left.items():
-        assert torch.equal(tensor, right[name]), name
+    one, other = (load_file(path / "checkpoint.safetensors") for path in (whole, Path("killed")))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
 
 
 @pytest.mark.parametrize("left", ["", "step,min", "step,minutes,clip,psnr,ssim\r\n1,0.1,a,20,0.5\r\n2,0.2,a"])
@@ -239,14 +218,11 @@ def test_a_full_disk_ends_a_training_in_one_line_and_leaves_nothing_half_written
 ):
     # The model's file is too large; tests/files/test_full_disk.py has a checkpoint that is.
     monkeypatch.setattr(checkpoints, "save", lambda *_, **__: None)
-    size = ("--steps", "1", "--frames", "9", "--size", "16", "--checkpoint-every", "1", "--quiet")
-    train = ["train", "clip.mp4", "--config", "config.json", *size, "-o"]
-    assert cli.main([*train, "whole"]) == 0
+    few = ("--steps", 1, "--checkpoint-every", 1)
+    assert cli.main(arguments("whole", *few)) == 0
     (model,) = Path("whole").rglob("*.safetensors")
     capsys.readouterr()
     with files_of_at_most(model.stat().st_size // 2):
-        assert cli.main([*train, "full"]) == 1
-    err = capsys.readouterr().err
-    assert err.count("\n") == 1
-    assert "too large" in err
+        assert cli.main(arguments("full", *few)) == 1
+    assert re.fullmatch(".*too large.*\n", capsys.readouterr().err)
     assert sorted(path.name for path in Path("full").iterdir()) == ["losses.csv", "validation.csv"]
