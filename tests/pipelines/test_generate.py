@@ -1,9 +1,9 @@
 """`generate` as a user meets it: stock diffusers' frames, stages, kills, and wrong input before any work."""
 
-import dataclasses
 import re
 from fractions import Fraction
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ from diffusers import CogVideoXDPMScheduler
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from cogvideox_torchax import cli
+from cogvideox_torchax import cli, make_mesh
 from cogvideox_torchax.cli import common
 from cogvideox_torchax.files import latents, video
 from cogvideox_torchax.pipelines import generate as generation
@@ -61,11 +61,9 @@ def inputs():
 
 def arguments(model, *more, output="frames"):
     own = {"--prompt": "a panda", "--num-inference-steps": 4, "--dtype": "float32"}
-    given = [str(argument) for argument in more]
-    defaults = [str(part) for pair in own.items() if pair[0] not in given for part in pair]
-    if "--from-stage" in given:
-        defaults = []
-    return ["generate", "--model", str(model), "-o", output, "--quiet", *defaults, *given]
+    own = {} if "--from-stage" in more else own
+    defaults = [part for pair in own.items() if pair[0] not in more for part in pair]
+    return ["generate", "--model", str(model), "-o", output, "--quiet", *map(str, (*defaults, *more))]
 
 
 def generate(model, *more, output="frames"):
@@ -161,11 +159,10 @@ def test_a_conditioned_video_is_sampled_again_from_its_text(models, steps, name,
 
 
 def test_a_failed_decode_loses_nothing(models, monkeypatch, capsys):
-    def fail(*args):
-        raise RuntimeError("out of memory")
-
     with monkeypatch.context() as patch:
-        patch.setattr("cogvideox_torchax.cli.generate.decode_to", fail)
+        patch.setattr(
+            "cogvideox_torchax.cli.generate.decode_to", Mock(side_effect=RuntimeError("out of memory"))
+        )
         assert generate(models("text"), output="frames/") == 1
         assert generate(models("text"), "--save-stages", "kept") == 1
     said, kept = capsys.readouterr().err, Path("frames.latents.safetensors")
@@ -182,25 +179,18 @@ def test_a_failed_decode_loses_nothing(models, monkeypatch, capsys):
 
 def test_latents_that_are_kept_take_no_other_request_and_have_their_rate(models, refused):
     assert generate(models("text"), "--save-stages", "kept", "--fps", 5) == 0
-    again = ["generate", "--model", str(models("text")), "--save-stages", "kept", "--from-stage", "latents"]
-    for option, value in (
-        ("--prompt", "a dog"),
-        ("--num-inference-steps", "9"),
-        ("--preview", "a.png"),
-    ):
-        assert f"leave {option} out" in refused(*again, "-o", "x.mp4", option, value, "--quiet")
-    assert cli.main([*again, "-o", "x.mp4", "--quiet"]) == 0
-    assert video.probe("x.mp4").fps == 5
-    assert cli.main([*again, "-o", "y.mp4", "--fps", "10", "--quiet"]) == 0
-    assert video.probe("y.mp4").fps == 10
+    again = ("--save-stages", "kept", "--from-stage", "latents")
+    for option, value in (("--prompt", "a dog"), ("--num-inference-steps", "9"), ("--preview", "a.png")):
+        assert f"leave {option} out" in refused(*arguments(models("text"), *again, option, value))
+    for more, fps in (([], 5), (["--fps", 10], 10)):
+        assert generate(models("text"), *again, *more, output="x.mp4") == 0
+        assert video.probe("x.mp4").fps == fps
 
 
 def test_latents_that_are_kept_are_decoded_on_the_mesh_that_is_asked_for(monkeypatch):
     monkeypatch.setattr(common, "load_vae", lambda *given: given)
     args = cli.parser().parse_args(["generate", "--model", "m", "-o", "x.mp4", "--tp", "4"])
-    *given, mesh = cli.generate._vae_for(args, MADE)
-    assert given == ["m", "torchax", "float32"]
-    assert dict(mesh.shape) == {"dp": 1, "tp": 4}
+    assert cli.generate._vae_for(args, MADE) == ("m", "torchax", "float32", make_mesh(1, 4))
 
 
 def test_a_nan_is_one_line_that_names_the_step(models, capsys):
@@ -290,27 +280,9 @@ def test_a_stage_of_another_model_or_truncated_or_contradicted_is_refused(models
 
 
 def test_a_new_generation_takes_the_stages_of_the_one_before_away(models, kept, monkeypatch):
-    def fail(*args, **kwargs):
-        raise RuntimeError("killed")
-
-    def left():
-        return {path.name for path in Path("kept").iterdir()}
-
-    pipe = small_pipelines.CLASSES["text"]
-    Path("kept/latents.safetensors").touch()
-    with monkeypatch.context() as patch:
-        patch.setattr(pipe, "__call__", fail)
-        assert generate(models("text"), "--save-stages", "kept") == 1
-        assert left() == {"text.safetensors"}
+    assert stages.load_text("kept").request == kept
+    monkeypatch.setattr(small_pipelines.CLASSES["text"], "__call__", Mock(side_effect=RuntimeError("killed")))
+    for more in ([], ["--from-stage", "text", "--num-inference-steps", 4]):
         Path("kept/latents.safetensors").touch()
-        assert (
-            generate(
-                models("text"), "--save-stages", "kept", "--from-stage", "text", "--num-inference-steps", 4
-            )
-            == 1
-        )
-        assert left() == {"text.safetensors"}
-
-
-def test_a_request_survives_its_file(kept):
-    assert stages.load_text("kept").request == dataclasses.replace(kept)
+        assert generate(models("text"), "--save-stages", "kept", *more) == 1
+        assert [path.name for path in Path("kept").iterdir()] == ["text.safetensors"]

@@ -1,5 +1,7 @@
 """Latents shown without a decoder: the fitted map. What `generate --preview` writes is in test_generate."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -16,8 +18,11 @@ class LinearVAE:
 
     def encode(self, x):
         means = torch.nn.functional.avg_pool2d(x[:, :, 0], 8)
-        mixed = torch.einsum("oc,nchw->nohw", self.mix, means)[:, :, None] + 0.25
-        return type("Output", (), {"latent_dist": type("D", (), {"mode": lambda self: mixed})()})()
+        return posterior_of(torch.einsum("oc,nchw->nohw", self.mix, means)[:, :, None] + 0.25)
+
+
+def posterior_of(mean):
+    return SimpleNamespace(latent_dist=SimpleNamespace(mode=lambda: mean))
 
 
 def test_a_map_that_exists_is_found_and_its_colors_are_the_pixels():
@@ -35,8 +40,7 @@ def test_a_map_that_exists_is_found_and_its_colors_are_the_pixels():
 def test_how_much_is_explained_is_measured_on_other_pictures():
     class Noise(LinearVAE):
         def encode(self, x):
-            noise = torch.randn(1, 4000, 1, 8, 8)
-            return type("Output", (), {"latent_dist": type("D", (), {"mode": lambda self: noise})()})()
+            return posterior_of(torch.randn(1, 4000, 1, 8, 8))
 
     assert preview._fit(Noise(), seed=0).explained < 0.1  # so many channels would fit what they have seen
 
