@@ -1,6 +1,5 @@
 """Kernels that compute a first frame by itself give what they give of all frames together."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -9,9 +8,9 @@ from jax_kernels.common import frames as over_frames
 from jax_kernels.common.dispatch import Target
 from jax_kernels.common.frames import join_frames, split_frames
 from jax_kernels.norm_conv3d import sizes
+from tests.jax_kernels.chips import answer, struct
 
-CHANNELS, LATENTS, ANYWHERE = 8, 4, Target()
-NORM = {"num_groups": 2}
+ANYWHERE = Target()
 
 
 def draw(*shape):
@@ -59,11 +58,14 @@ def test_frames_are_taken_apart_and_joined(frames, lengths, as_on_a_tpu):
         assert of_both == [(1, 1)] * alone + [(frames - alone, fewer.shape[1] - alone)]
 
 
+def test_what_is_waited_for_adds_nothing():
+    x = jnp.array([1.0, -2.0, 0.0, jnp.inf, jnp.nan])
+    assert (over_frames.zero_of(x) == 0).all()
+
+
 def test_kernels_take_every_part():
-    assert set(over_frames.RUNS) == {frames for frames in range(2, 20) if is_supported(frames)}
+    def takes(x, kernel):
+        return sizes.is_supported(x, (1, 1, 1), kernel, residual=False, at_start=True, pixels=64 * 64)
 
-
-def is_supported(frames):
-    x = jax.ShapeDtypeStruct((1, frames, 64, 64, 128), jnp.bfloat16)
-    kernel = jnp.zeros((3, 3, 3, 128, 128), jnp.bfloat16)
-    return sizes.is_supported(x, (1, 1, 1), kernel, residual=False, at_start=True, pixels=64 * 64)
+    structs = {frames: (struct(1, frames, 64, 64, 128), struct(3, 3, 3, 128, 128)) for frames in range(2, 20)}
+    assert set(over_frames.RUNS) == {frames for frames, given in structs.items() if answer(takes, *given)}

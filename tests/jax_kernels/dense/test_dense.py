@@ -34,8 +34,8 @@ def test_linear_and_layer_norm_are_torchs(affine):
 
 
 def test_silu_is_rounded_once():
-    x = jnp.asarray(np.random.default_rng(0).normal(size=1000), jnp.bfloat16)
-    want = torch.nn.functional.silu(torch.from_numpy(np.array(x, np.float32)).bfloat16())
+    x = draw(1000, dtype=jnp.bfloat16)
+    want = torch.nn.functional.silu(to_torch(x).bfloat16())
     np.testing.assert_array_equal(np.array(silu(x), np.float32), want.float().numpy())
 
 

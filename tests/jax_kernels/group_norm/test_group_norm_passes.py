@@ -101,6 +101,7 @@ def test_mosaic_compiles_it_for_an_image(topology, width):
 
 @pytest.mark.parametrize("shape", [(12, 9, 128, 128, 256), (24, 9, 128, 128, 128), (8, 9, 128, 128, 512)])
 @pytest.mark.slow
+@pytest.mark.product_cases("shape0", "shape2")
 def test_many_videos_fit_the_memory_of_a_step_or_are_left_to_xla(shape):
     norm = functools.partial(group_norm, num_groups=4, channel_axis=-1, activation="silu")
     compiled_for("v5e:1x1", lambda x: norm(x, None, None), struct(*shape))

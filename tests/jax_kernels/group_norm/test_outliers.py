@@ -20,47 +20,29 @@ EPS = 1e-6
 FRAMES, CHANNELS, GROUPS = 2, 4, 2
 
 
-def _border(x, out):
-    for edge in (np.s_[:, :, 0], np.s_[:, :, -1], np.s_[:, :, :, 0], np.s_[:, :, :, -1]):
-        x[edge] += out
+def outliers(rows):
+    """Return the pixels of each kind of outlier in frames of so many rows, as indices."""
+    some = np.random.default_rng(1).permutation(rows)[: -(-rows // 100)]
+    return {
+        "first pixel": [np.s_[:, 0, 0, 0]],
+        "first row": [np.s_[:, :, 0]],
+        "last row": [np.s_[:, :, -1]],
+        "first frame": [np.s_[:, 0]],
+        "border": [np.s_[:, :, 0], np.s_[:, :, -1], np.s_[:, :, :, 0], np.s_[:, :, :, -1]],
+        "subtitle": [np.s_[:, :, rows // 2 : rows // 2 + -(-rows // 12)]],
+        "scattered rows": [np.s_[:, :, some]],
+        "every thirtieth row": [np.s_[:, :, ::30]],
+    }
 
 
-def _subtitle(x, out):
-    rows = x.shape[2]
-    x[:, :, rows // 2 : rows // 2 + -(-rows // 12)] += out
-
-
-def _scattered(x, out):
-    rows = x.shape[2]
-    x[:, :, np.random.default_rng(1).permutation(rows)[: -(-rows // 100)]] += out
-
-
-def _place(index):
-    def move(x, out):
-        x[index] += out
-
-    return move
-
-
-OUTLIERS = {
-    "first pixel": _place(np.s_[:, 0, 0, 0]),
-    "first row": _place(np.s_[:, :, 0]),
-    "last row": _place(np.s_[:, :, -1]),
-    "first frame": _place(np.s_[:, 0]),
-    "border": _border,
-    "subtitle": _subtitle,
-    "scattered rows": _scattered,
-    "every thirtieth row": _place(np.s_[:, :, ::30]),
-}
-
-
-CASES = list(itertools.product((1, 100, 1000), OUTLIERS))
+CASES = list(itertools.product((1, 100, 1000), outliers(1)))
 """Outliers' distance in deviations, and their pixels: a video for each."""
 
 
-def frames_of(rows, width, deviations, outlier):
+def frames_of(rows, width, deviations, kind):
     x = np.random.default_rng(0).normal(0.5, 1, (1, FRAMES, rows, width, CHANNELS))
-    OUTLIERS[outlier](x, deviations)
+    for pixels in outliers(rows)[kind]:
+        x[pixels] += deviations
     return x.astype(np.float32)
 
 

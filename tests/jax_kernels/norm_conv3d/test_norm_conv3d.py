@@ -17,7 +17,7 @@ from jax_kernels import ColumnMoments, NormParams, norm_conv3d
 from jax_kernels.common.columns import Split
 from jax_kernels.common.tiles import SWITCH
 from jax_kernels.norm_conv3d import reference, sizes, tpu
-from tests.jax_kernels.chips import compiled_for, pixels_first, struct
+from tests.jax_kernels.chips import answer, compiled_for, pixels_first, struct
 from tests.jax_kernels.meshes import on_mesh
 from tests.reference import largest_error, traced_anew
 
@@ -41,15 +41,10 @@ def inputs(shape, outputs, *, cell=None, cached=True, dtype=jnp.bfloat16):
     return draw(*shape), norm, kernel, draw(outputs), cache
 
 
-def tile_of(frames):
-    """Return the results of Winograd's filtering that the kernel takes together; 0 for direct convolution."""
-    return frames // 2 if frames in (4, 8) else 0
-
-
 def check(results, operands, residual):
     """Check that results are the reference's, with zeros in padding columns."""
-    (y, latest, columns), real = results, operands[0].shape[3]
-    tile = tile_of(operands[0].shape[1])
+    (y, latest, columns), (_, frames, _, real, _) = results, operands[0].shape
+    tile = frames // 2 if frames in (4, 8) else 0  # results that Winograd's filtering gives together
     want, want_latest, _ = reference.norm_conv3d(*operands, num_groups=GROUPS, residual=residual, tile=tile)
     # An activated value next to a rounding's edge may fall on its other side. The sums that it is in then
     # move by less than their last place, which rounds few of them otherwise.
@@ -82,15 +77,25 @@ CASES = {
 }
 
 
+def given(shape, outputs, cell, cached, added):
+    """Return a case's operands, and its options: the residual among them."""
+    residual = jnp.ones((*shape[:4], outputs), jnp.bfloat16) / 3 if added else None
+    options = {"num_groups": GROUPS, "residual": residual, "first_frame_alone": shape[1] % 2 == 1}
+    return inputs(shape, outputs, cell=cell, cached=cached), options
+
+
 @pytest.mark.parametrize(("shape", "outputs", "cell", "cached", "added"), CASES.values(), ids=CASES)
 @pytest.mark.slow_cases(but=["a first frame", "four frames to three channels"])
+@pytest.mark.product_cases(
+    *("eight frames, two chunks", "eight frames, one tile to two, two chunks"),
+    *("four frames, one tile to two", "a first frame to three channels"),
+    *("the start of a video, eight frames", "a first frame of a plain norm"),
+)
 def test_the_kernel_equals_norm_activation_and_convolution(shape, outputs, cell, cached, added, interpreted):
-    operands = inputs(shape, outputs, cell=cell, cached=cached)
-    residual = jnp.ones((*shape[:4], outputs), jnp.bfloat16) / 3 if added else None
-    alone = shape[1] == 1
-    results = norm_conv3d(*operands, num_groups=GROUPS, residual=residual, first_frame_alone=alone)
+    operands, options = given(shape, outputs, cell, cached, added)
+    results = norm_conv3d(*operands, **options)
     assert interpreted
-    check(results, operands, residual)
+    check(results, operands, options["residual"])
 
 
 @pytest.mark.slow
@@ -118,13 +123,12 @@ STRIPS = {
     ("shape", "outputs", "cell", "cached", "added", "strips"), STRIPS.values(), ids=STRIPS
 )
 @pytest.mark.slow_cases(but=["four frames to three channels in two"])
+@pytest.mark.product_cases("eight frames*", "two videos*", "five frames*")
 def test_strips_give_what_the_whole_picture_gives(shape, outputs, cell, cached, added, strips, interpreted):
-    operands = inputs(shape, outputs, cell=cell, cached=cached)
-    residual = jnp.ones((*shape[:4], outputs), jnp.bfloat16) / 3 if added else None
-    convolve = functools.partial(norm_conv3d, num_groups=GROUPS, first_frame_alone=shape[1] % 2 == 1)
-    want = convolve(*operands, residual=residual)
+    operands, options = given(shape, outputs, cell, cached, added)
+    want = norm_conv3d(*operands, **options)
     with cut_into(strips) as found:
-        got = convolve(*operands, residual=residual)
+        got = norm_conv3d(*operands, **options)
     assert {size.strips for size in found} == {strips, *[1] * (shape[1] % 2)}
     for mine, whole in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert largest_error(mine, whole) <= A_UNIT
@@ -150,11 +154,12 @@ def cut_into(strips):
 
 @pytest.mark.slow
 def test_strips_have_the_gradients_of_the_whole_picture(interpreted):
-    shape = 1, 5, 2, 168, 16  # the first frame whole
+    shape = 1, 2, 2, 168, 16
     operands = inputs(shape, 16, cached=False)
     weigh = jnp.asarray(np.random.default_rng(1).normal(size=shape), jnp.float32)
-    convolve = functools.partial(norm_conv3d, num_groups=GROUPS, first_frame_alone=True)
-    loss = lambda *operands: jnp.sum(convolve(*operands)[0] * weigh)  # noqa: E731
+
+    def loss(*operands):
+        return jnp.sum(norm_conv3d(*operands, num_groups=GROUPS)[0] * weigh)
 
     def slopes():  # a new function each time: JAX would take the program of the same one
         return jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3)))(*operands)
@@ -162,7 +167,7 @@ def test_strips_have_the_gradients_of_the_whole_picture(interpreted):
     want = slopes()
     with cut_into(3) as found:
         got = slopes()
-    assert {size.strips for size in found} == {1, 3}
+    assert {size.strips for size in found} == {3}
     for mine, whole in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert largest_error(mine, whole) <= 2 * A_UNIT
 
@@ -179,8 +184,7 @@ def test_strips_of_few_frames_have_blocks_that_a_tpu_takes(frames, monkeypatch):
 
 def test_as_few_strips_as_fit_into_vmem():
     def strips(columns, inputs, outputs):
-        x = jax.ShapeDtypeStruct((1, 8, 720, columns, inputs), jnp.bfloat16)
-        found = sizes.sizes_of(x, 90, columns // 8, outputs, True)
+        found = sizes.sizes_of(struct(1, 8, 720, columns, inputs), 90, columns // 8, outputs, True)
         starts = [*range(0, columns, found.width), columns]
         assert found.last_columns == starts[-1] - starts[-2]
         return len(starts) - 1, found.strips
@@ -210,8 +214,7 @@ def test_four_and_eight_frames_are_filtered_by_winograd(
     frames, columns, outputs, mode, tile, chunk, monkeypatch
 ):
     monkeypatch.setenv(SWITCH, mode)
-    x = jax.ShapeDtypeStruct((1, frames, 128, columns, 256), jnp.bfloat16)
-    found = sizes.sizes_of(x, 1, 1, outputs, True)
+    found = sizes.sizes_of(struct(1, frames, 128, columns, 256), 1, 1, outputs, True)
     assert (found.tile, found.chunk) == (tile, chunk)
     assert found.units % found.turns == 0 or not tile
 
@@ -230,14 +233,14 @@ SHARDS = {
 @pytest.mark.parametrize(
     ("shape", "outputs", "cell", "cached", "added", "width", "mesh"), SHARDS.values(), ids=SHARDS
 )
-@pytest.mark.slow_cases(but=["one shard, padded"])
+@pytest.mark.slow_cases(but=["a plain norm, padded"])
+@pytest.mark.product_cases("eight frames*", "two videos*", "a first frame*", "one shard*")
 def test_shards_give_what_one_device_gives(
     shape, outputs, cell, cached, added, width, mesh, interpreted_on_mesh
 ):
-    operands = inputs(shape, outputs, cell=cell, cached=cached)
-    residual = jnp.ones((*shape[:4], outputs), jnp.bfloat16) / 3 if added else None
-    alone = functools.partial(norm_conv3d, num_groups=GROUPS, first_frame_alone=shape[1] == 1)
-    convolve = on_mesh(alone, *width, *mesh)
+    operands, options = given(shape, outputs, cell, cached, added)
+    residual = options.pop("residual")
+    convolve = on_mesh(functools.partial(norm_conv3d, **options), *width, *mesh)
     check(convolve(*operands, residual=residual), operands, residual)
     assert interpreted_on_mesh
 
@@ -314,17 +317,12 @@ LARGE = (1, 8, 128, 256, 128)
     ],
 )
 def test_what_the_kernel_takes(shape, dtype, grid, window, outputs, taken):
-    x = jax.ShapeDtypeStruct(shape, dtype)
-    kernel = jax.ShapeDtypeStruct((*window, shape[-1], outputs), dtype)
-    found = []
-
-    def ask(x, kernel):
+    def takes(x, kernel):
         pixels = shape[2] * shape[3]
-        found.append(sizes.is_supported(x, grid, kernel, residual=True, at_start=True, pixels=pixels))
-        return x
+        return sizes.is_supported(x, grid, kernel, residual=True, at_start=True, pixels=pixels)
 
-    jax.eval_shape(ask, x, kernel)
-    assert found == [taken]
+    kernel = struct(*window, shape[-1], outputs, dtype=dtype)
+    assert answer(takes, struct(*shape, dtype=dtype), kernel) == taken
 
 
 @pytest.mark.parametrize(
@@ -341,6 +339,7 @@ def test_what_the_kernel_takes(shape, dtype, grid, window, outputs, taken):
     ],
 )
 @pytest.mark.slow_cases(but=["v6e:1x1-8-4-*", "v6e:1x1-4-0-128-3"])
+@pytest.mark.product_cases("v6e:1x1-8-0-*")
 def test_mosaic_compiles_it_in_place(topology, frames, beyond, channels, outputs):
     height, width = 8, 192 // frames + beyond  # columns of a product, and a part of one
 
@@ -370,8 +369,7 @@ def test_mosaic_compiles_the_start_of_a_video(frames, channels):
     cells = [struct(1, height // 4, width * frames // 8, 8, channels, dtype=jnp.float32)] * 2
     x = struct(1, frames, height, width, channels)
     operands = x, *cells, None, None, struct(3, 3, 3, channels, channels), struct(channels)
-    text = compiled_for("v6e:1x1", tpu.convolved, *operands).as_text()
-    assert "norm_conv3d" in text
+    assert "norm_conv3d" in compiled_for("v6e:1x1", tpu.convolved, *operands).as_text()
 
 
 @pytest.mark.parametrize("frames", [2, 8])
@@ -415,8 +413,17 @@ def test_a_shard_copies_neither_its_frames_nor_its_cache_for_its_neighbours(fram
     assert compiled.memory_analysis().alias_size_in_bytes == 2 * own * 2 // frames
 
 
+def spatial(latent_frames, width, channels):
+    """Return a spatial norm by one row of latents, a kernel and a bias, as structs."""
+    vector, matrix = struct(channels), struct(16, channels)
+    latents = struct(1, latent_frames, 1, width // 8, 16)
+    norm = NormParams(vector, vector, latents, matrix, vector, matrix, vector)
+    return norm, struct(3, 3, 3, channels, channels), vector
+
+
 @pytest.mark.parametrize("topology", ["v5p:2x2x1", "v6e:1x1"])
 @pytest.mark.slow
+@pytest.mark.product_cases("v6e*")
 def test_strips_of_a_wide_picture_copy_neither_its_frames_nor_its_cache(topology):
     height, width, channels = 8, 1600, 128
 
@@ -424,11 +431,8 @@ def test_strips_of_a_wide_picture_copy_neither_its_frames_nor_its_cache(topology
         y, latest, _ = norm_conv3d(pixels_first(x), norm, kernel, bias, pixels_first(cache), num_groups=32)
         return pixels_first(y), pixels_first(latest)
 
-    vector, matrix = struct(channels), struct(16, channels)
-    norm = NormParams(vector, vector, struct(1, 2, 1, width // 8, 16), matrix, vector, matrix, vector)
     x, cache = (struct(height, width, 1, length, channels) for length in (8, 2))
-    kernel = struct(3, 3, 3, channels, channels)
-    compiled = compiled_for(topology, run, x, cache, norm, kernel, vector, donate=1)
+    compiled = compiled_for(topology, run, x, cache, *spatial(2, width, channels), donate=1)
     text = compiled.as_text()
     assert text.count('custom_call_target="tpu_custom_call"') == 1  # for all strips
     copies = re.findall(r"= bf16\[([\d,]*)\]\S* (?:copy|fusion)\(", text)
@@ -436,6 +440,7 @@ def test_strips_of_a_wide_picture_copy_neither_its_frames_nor_its_cache(topology
     assert compiled.memory_analysis().alias_size_in_bytes == 2 * math.prod(cache.shape)
 
 
+@pytest.mark.product
 @pytest.mark.slow
 def test_strips_of_a_first_chunk_take_the_first_frames_cache_as_it_lies():
     height, width, channels = 8, 704, 256
@@ -446,10 +451,8 @@ def test_strips_of_a_first_chunk_take_the_first_frames_cache_as_it_lies():
         assert sizes.sizes_of(of_later, 1, width // 8, channels, False).strips > 1
         return [pixels_first(part) for part in results[:2]]
 
-    vector, matrix = struct(channels), struct(16, channels)
-    norm = NormParams(vector, vector, struct(1, 3, 1, width // 8, 16), matrix, vector, matrix, vector)
-    x, kernel = struct(height, width, 1, 9, channels), struct(3, 3, 3, channels, channels)
-    text = compiled_for("v5p:2x2x1", run, x, norm, kernel, vector).as_text()
+    x = struct(height, width, 1, 9, channels)
+    text = compiled_for("v5p:2x2x1", run, x, *spatial(3, width, channels)).as_text()
     assert len(re.findall(r"%norm_conv3d[.\d]* = .* custom-call\(", text)) == 2
     written = re.findall(r"bf16\[([\d,]+)\]\S*[^=\n]* (?:copy|copy-start|fusion)\(", text)
     assert written
