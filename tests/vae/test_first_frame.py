@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from cogvideox_torchax import make_mesh, runtime
+from cogvideox_torchax import make_mesh, port, runtime
 from cogvideox_torchax.runtime.bridge import import_torchax
 from cogvideox_torchax.vae.tolerances import FLOAT32_RELATIVE
 from cogvideox_torchax.vae.torchax.modules import SiLU
@@ -43,10 +43,11 @@ CASES = {
 @pytest.mark.parametrize("build", ["torchax", "flax"])
 @pytest.mark.parametrize(("x", "mesh"), CASES.values(), ids=CASES)
 @pytest.mark.slow_cases(but=["decode 5-torchax", "encode 13-flax"])
+@pytest.mark.product_cases(
+    "decode 1-flax", "decode 5-flax", "*mesh*-torchax", "encode 1[03]-torchax", "*17-flax"
+)
 def test_a_chunk_is_that_of_stock_diffusers(build, x, mesh, stock, parts):
-    vae = reference.built(build, stock)
-    if mesh is not None:
-        vae.place_on(make_mesh(*mesh))
+    vae = port(reference.built(build, stock), mesh=mesh and make_mesh(*mesh))
     if x.shape[1] == 3:
         got, want = vae.encode(runtime.to_jax(x)).latent_dist.parameters, reference.encoded(stock, x)
     else:

@@ -34,6 +34,5 @@ def test_small_pictures_have_smaller_windows_and_flat_ones_the_formulas_value():
     smooth, _ = clips()
     small = smooth[..., :5, :7]
     assert ssim(small, small) == pytest.approx(1)
-    flat = torch.zeros(1, 1, 1, 16, 16)
-    c1 = (0.01 * 2) ** 2
+    flat, c1 = torch.zeros(1, 1, 1, 16, 16), (0.01 * 2) ** 2
     assert ssim(flat + 0.5, flat, 2.0) == pytest.approx(c1 / (0.25 + c1))  # no variance

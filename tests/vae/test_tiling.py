@@ -1,5 +1,7 @@
 """The plan and the blending; that a tiled model equals diffusers' is tested in test_autoencoder.py."""
 
+import functools
+
 import hypothesis
 import numpy as np
 import pytest
@@ -22,16 +24,15 @@ def test_published_sizes_give_diffusers_numbers():
 def test_any_tile_size_gives_the_right_output_size_and_equal_tiles_blend_to_themselves(
     size, tile, overlap, layout
 ):
+    def upscale(tile):
+        return tile.repeat(8, axis).repeat(8, axis + 1)
+
     axis = layout.index("H")
-    shape = [1, 1, 1, 1, 1]
-    shape[axis] = shape[axis + 1] = size
+    shape = [size if name in "HW" else 1 for name in layout]
     x = np.random.default_rng(0).normal(size=shape).astype(np.float32)
-    plan = tiling.plan_axis(size, tile=tile, overlap=overlap, scale_out=8)
-    plan = tiling.TilePlan(plan, plan)
-    upscale = lambda tile: tile.repeat(8, axis).repeat(8, axis + 1)  # noqa: E731
+    plan = tiling.TilePlan(*[tiling.plan_axis(size, tile=tile, overlap=overlap, scale_out=8)] * 2)
     tiles = [[upscale(tile) for tile in row] for row in tiling.cut(x, plan, axis)]
-    joined = tiling.join(tiles, plan, axis)
-    np.testing.assert_allclose(joined, upscale(x), rtol=1e-6)
+    np.testing.assert_allclose(tiling.join(tiles, plan, axis), upscale(x), rtol=1e-6)
 
 
 def test_a_tile_fades_in_from_the_one_before():
@@ -122,9 +123,7 @@ def test_tiles_of_a_size_run_together_where_a_mesh_splits_batches(videos, dp, ba
 
         return run
 
-    def join(outputs):
-        return tiling.join(outputs, plan, 2)
-
+    join = functools.partial(tiling.join, plan=plan, row_axis=2)
     results = list(tiling.run_tiles((chunk[:, None] for chunk in chunks), plan, start, join, 2, dp=dp))
     assert seen == batches
     assert all(len(own) == 2 and len(set(own)) == 1 for own in runs), "a run keeps the cache of its tiles"

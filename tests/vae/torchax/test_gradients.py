@@ -26,7 +26,7 @@ def encoded(vae, x):
 
 @pytest.fixture(scope="module")
 def small_vae():
-    return reference.small_vae(**reference.THREE_LEVELS)
+    return reference.small_vae(**reference.TWO_LEVELS)
 
 
 @pytest.fixture(scope="module")
@@ -34,12 +34,12 @@ def jax_vae(small_vae):
     return reference.on_jax(copy.deepcopy(small_vae))
 
 
-LATENTS, VIDEO = reference.latents(4, height=2, width=3), reference.video(17, height=8, width=12)
+LATENTS, VIDEO = reference.latents(4, height=2, width=3), reference.video(17, height=4, width=6)
 CASES = {
     # What runs, its input, from which frame on the loss looks, whether blocks are computed anew, the devices.
-    "decode two chunks, a loss on the second, blocks anew": (decoded, LATENTS, 8, True, 1),
-    "encode two chunks, a loss on the second": (encoded, VIDEO, 3, False, 1),
-    "encode over eight devices, blocks anew": (encoded, reference.video(1), 0, True, 8),
+    "decode two chunks, a loss on the second, blocks anew": (decoded, LATENTS, 4, True, 1),
+    "encode two chunks, a loss on the second": (encoded, VIDEO, 5, False, 1),
+    "encode over eight devices, blocks anew": (encoded, reference.video(1, height=4), 0, True, 8),
 }
 
 
@@ -63,9 +63,8 @@ def backward(vae, run, x, first_frame):
 
 @pytest.mark.parametrize(("run", "x", "first_frame", "anew", "devices"), CASES.values(), ids=CASES)
 @pytest.mark.slow_cases(but=["encode two chunks, a loss on the second"])
-def test_gradients_equal_pytorchs(run, x, first_frame, anew, devices):
-    stock = reference.small_vae(**reference.THREE_LEVELS)
-    vae = copy.deepcopy(stock)
+def test_gradients_equal_pytorchs(small_vae, run, x, first_frame, anew, devices):
+    stock, vae = copy.deepcopy(small_vae), copy.deepcopy(small_vae)
     vae = reference.on_jax(vae if devices == 1 else port_to_eight(vae)).train()
     if anew:
         vae.enable_gradient_checkpointing()
@@ -73,37 +72,10 @@ def test_gradients_equal_pytorchs(run, x, first_frame, anew, devices):
     got = backward(vae, run, x, first_frame)
     assert want[:, :, 0].abs().max() > 0, "the loss reaches the first frame"
     assert relative_error(runtime.to_torch(got), want) < RELATIVE
-    wanted = {name: weight.grad for name, weight in stock.named_parameters() if weight.grad is not None}
-    found = {name: weight.grad for name, weight in vae.named_parameters() if weight.grad is not None}
-    assert found.keys() == wanted.keys()
-    for name, gradient in wanted.items():
-        assert relative_error(runtime.to_torch(found[name]), gradient) < RELATIVE, name
-
-
-@pytest.mark.slow
-def test_a_torch_optimizer_trains_it_without_compiling_again():
-    stock = reference.small_vae(**reference.THREE_LEVELS)
-    vae = reference.on_jax(copy.deepcopy(stock)).train()
-    x = reference.video(1)
-
-    def losses(vae, x):
-        optimizer = torch.optim.AdamW(vae.encoder.parameters(), lr=1e-3)
-        values = []
-        for _ in range(3):
-            optimizer.zero_grad()
-            with torch.enable_grad():
-                loss = vae.encode(x).latent_dist.kl().mean()
-                loss.backward()
-            torch.nn.utils.clip_grad_norm_(vae.encoder.parameters(), 1.0)
-            optimizer.step()
-            values.append(float(runtime.to_torch(loss.detach())))
-        return values
-
-    want = runtime.without_torchax(losses, stock, x)
-    got = losses(vae, runtime.to_jax(x))
-    assert want[0] > want[1] > want[2]
-    assert got == pytest.approx(want, rel=1e-4)
-    assert vae.program("encode").compilations == 1
+    for (name, weight), other in zip(stock.named_parameters(), vae.parameters(), strict=True):
+        assert (weight.grad is None) == (other.grad is None), name
+        if weight.grad is not None:
+            assert relative_error(runtime.to_torch(other.grad), weight.grad) < RELATIVE, name
 
 
 def test_frozen_weights_get_none_and_where_nothing_is_trained_nothing_is_recorded(jax_vae):
@@ -117,18 +89,21 @@ def test_frozen_weights_get_none_and_where_nothing_is_trained_nothing_is_recorde
     assert trained == ["encoder.conv_out.conv.weight", "encoder.conv_out.conv.bias"]
 
 
+def alive():
+    return sum(array.nbytes for array in jax.live_arrays())
+
+
 def test_only_training_keeps_activations_and_fewer_where_blocks_are_computed_anew(small_vae):
     vae = copy.deepcopy(small_vae)
     vae.enable_gradient_checkpointing()
-    vae, x = reference.on_jax(vae), runtime.to_jax(reference.video(1))
+    vae, x = reference.on_jax(vae), runtime.to_jax(reference.video(1, height=12, width=20))
 
     def kept():
         vae.encode(x)  # what the first call makes stays
-        before = sum(array.nbytes for array in jax.live_arrays())
+        before = alive()
         posterior = vae.encode(x).latent_dist
         results = (posterior.parameters, posterior.mean, posterior.logvar, posterior.std, posterior.var)
-        after = sum(array.nbytes for array in jax.live_arrays())
-        return after - before - sum(runtime.array_of(result).nbytes for result in results)
+        return alive() - before - sum(runtime.array_of(result).nbytes for result in results)
 
     with torch.enable_grad():
         in_evaluation = kept()
@@ -144,7 +119,6 @@ def test_only_training_keeps_activations_and_fewer_where_blocks_are_computed_ane
 def test_a_backward_pass_lets_go_what_the_forward_pass_kept(jax_vae):
     vae = copy.deepcopy(jax_vae).train()
     x = runtime.to_jax(reference.video(1))
-    alive = lambda: sum(array.nbytes for array in jax.live_arrays())  # noqa: E731
     with torch.enable_grad():
         vae.encode(x).latent_dist.mean.sum().backward()  # gradients, and what the first call makes, stay
         vae.zero_grad()
@@ -199,12 +173,10 @@ def test_tiles_decode_and_refuse_gradients_in_words(jax_vae):
             frames.sum().backward()
 
 
-def test_slices_of_a_batch_have_their_gradients():
-    stock = reference.small_vae(**reference.THREE_LEVELS)
-    vae = reference.on_jax(copy.deepcopy(stock)).train()
+def test_slices_of_a_batch_have_their_gradients(small_vae, jax_vae):
+    stock, vae, x = copy.deepcopy(small_vae), copy.deepcopy(jax_vae).train(), reference.video(1, batch=2)
     for model in (stock, vae):
         model.enable_slicing()
-    x = reference.video(1, batch=2)
     want = runtime.without_torchax(backward, stock, encoded, x, 0)
     assert relative_error(runtime.to_torch(backward(vae, encoded, x, 0)), want) < RELATIVE
 
