@@ -55,9 +55,10 @@ class Request:
     seed: int = 0
     dtype: str = "bfloat16"
 
-
-FIELDS = [field.name for field in fields(Request)]
-"""Names of a request's fields."""
+    @classmethod
+    def names(cls) -> list[str]:
+        """Return the names of the fields."""
+        return [field.name for field in fields(cls)]
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ def request_from_options(options: dict[str, Any], size: tuple[int, int, int], te
     Raises:
         ValueError: no prompt, or options that contradict the stage.
     """
-    given = {name: options[name] for name in FIELDS if options[name] is not None}
+    given = {name: options[name] for name in Request.names() if options[name] is not None}
     # Fields that the stage's embeddings fix.
     fixed = {} if text is None else {name: getattr(text.request, name) for name in TEXT_FIELDS}
     for name, value in fixed.items():
@@ -166,6 +167,6 @@ def _request(values: dict[str, Any]) -> Request:
     request = Request(**values)
     for name, kind in get_type_hints(Request).items():
         value = getattr(request, name)
-        if not isinstance(value, int | float if kind is float else kind):  # JSON has 6 for 6.0
+        if not isinstance(value, int | float if kind is float else kind):
             raise TypeError(f"its {name} is {reprlib.repr(value)}")
     return request

@@ -79,17 +79,12 @@ def test_webdataset_reads_the_tars(small, shard):
 @pytest.mark.parametrize("rows", [1, 2, 3, 9])
 def test_a_rewritten_shard_gives_each_clip_its_own_latents(small, shard, rows):
     path = shard("parquet")
-    pyarrow.parquet.write_table(pyarrow.parquet.read_table(path), path, row_group_size=rows)
+    table = pyarrow.parquet.read_table(path)
+    pyarrow.parquet.write_table(table, path, row_group_size=rows)
     entries = formats.entries(path)
     assert [name for name, _ in entries] == GOOD
     for name, read in entries:
         assert torch.equal(read().tensor, small.wanted[name].tensor)
-
-
-def test_a_shard_that_is_rewritten_while_it_is_read_gives_no_clip_anothers_latents(shard):
-    path = shard("parquet")
-    entries = formats.entries(path)
-    table = pyarrow.parquet.read_table(path)
     pyarrow.parquet.write_table(table.take([4, 3, 2, 1, 0]), path, row_group_size=1)
     with pytest.raises(latent_files.LatentsError, match="holds z.mp4 where a.mp4 was"):
         entries[0][1]()
@@ -105,14 +100,12 @@ def test_fastvideos_loaders_take_the_rows(small, shard, style):
         groups = (file.read_row_group(index).to_pydict() for index in range(file.num_row_groups))
         rows = [{name: column[0] for name, column in group.items()} for group in groups]
     for row in rows:
-        tensors = {}
-        for name in ("vae_latent", "text_embedding"):
-            assert len(row[f"{name}_bytes"])  # the map style takes an empty text for one of width 768
-            values = np.frombuffer(row[f"{name}_bytes"], dtype=np.float32)
-            tensors[name] = values.reshape(row[f"{name}_shape"])
-        assert np.array_equal(tensors["vae_latent"], small.wanted[row["id"]].tensor[0].numpy())
-        assert tensors["text_embedding"].shape == (226, 4096)
-        assert not tensors["text_embedding"].any()
+        latents, text = (
+            np.frombuffer(row[f"{name}_bytes"], np.float32).reshape(row[f"{name}_shape"])
+            for name in ("vae_latent", "text_embedding")
+        )
+        assert np.array_equal(latents, small.wanted[row["id"]].tensor[0].numpy())
+        assert np.array_equal(text, np.zeros((226, 4096)))  # the map style takes none for one of width 768
     assert [row["id"] for row in rows] == GOOD
 
 
@@ -121,10 +114,8 @@ def test_fastvideos_loaders_take_the_rows(small, shard, style):
 
 def test_an_entry_of_two_videos_is_refused(small, tmp_path):
     """One of them would be left out, and nobody would know."""
-    tensor = small.wanted["a.mp4"].tensor
-    latent_files.save(
-        replace(small.wanted["a.mp4"], tensor=tensor.repeat(2, 1, 1, 1, 1)), tmp_path / "a.safetensors"
-    )
+    tensor = small.wanted["a.mp4"].tensor.repeat(2, 1, 1, 1, 1)
+    latent_files.save(replace(small.wanted["a.mp4"], tensor=tensor), tmp_path / "a.safetensors")
     ((_, read),) = formats.entries(tmp_path / "a.safetensors")
     with pytest.raises(latent_files.LatentsError, match="holds 2 videos: one is wanted"):
         read()

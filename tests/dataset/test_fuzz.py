@@ -16,7 +16,7 @@ from cogvideox_torchax.dataset.decoding import VideoDirectory
 from cogvideox_torchax.dataset.loop import IN_READING, attempt
 from cogvideox_torchax.dataset.manifest import DatasetDirectory
 from tests.broken import texts
-from tests.dataset.test_formats import parquet, shard, webdataset  # noqa: F401
+from tests.dataset.test_formats import parquet, shard  # noqa: F401
 
 pytestmark = [
     pytest.mark.usefixtures("torchax_off"),
@@ -66,9 +66,9 @@ def test_a_state_is_taken_or_refused(small, holds, shard, name):  # noqa: F811
     lines = [{"kind": "bad", "index": 0, "id": "a", "error": "e"}, {"kind": "done", "index": 1, "id": "b"}]
     config = {"format": "safetensors", "shard_size": 1}
     documents = {
-        "clips.json": {"format": DatasetDirectory.FORMAT, "config": config, "clips": ["a", None, "b"]}
+        "clips.json": {"format": DatasetDirectory.FORMAT, "config": config, "clips": ["a", None, "b"]},
+        "videos.json": {"format": VideoDirectory.FORMAT, "config": {"fps": None}},
     }
-    documents["videos.json"] = {"format": VideoDirectory.FORMAT, "config": {"fps": None}}
     path = shard("webdataset")
 
     def check(directory, found):
@@ -87,33 +87,20 @@ def test_a_state_is_taken_or_refused(small, holds, shard, name):  # noqa: F811
     holds(check, strategies.lists(near_one, min_size=1, max_size=3))
 
 
-@pytest.mark.parametrize("kind", ["parquet", "webdataset"])
-def test_an_entry_is_read_or_refused(small, holds, shard, kind):  # noqa: F811
-    path = shard(kind)
-    if kind == "parquet":
-        parquet(path)
-    row = {} if kind == "webdataset" else pyarrow.parquet.read_table(path).to_pylist()[1]
-    about = {"id": "b.mp4"} if kind == "webdataset" else json.loads(row["about"])
+def test_an_entry_is_read_or_refused(small, holds, shard):  # noqa: F811
+    path = shard("parquet")
+    parquet(path)
+    row = pyarrow.parquet.read_table(path).to_pylist()[1]
 
     def check(directory, found):
-        copied = Path(shutil.copy(path, directory))
-        text, shape, data = found
-        if kind == "webdataset":
-            webdataset(copied, lambda _: text)
-        else:
-            parquet(
-                copied, about=text.decode(errors="replace"), vae_latent_shape=shape, vae_logvar_bytes=data
-            )
+        copied, (text, shape, data) = Path(shutil.copy(path, directory)), found
+        parquet(copied, about=text.decode(errors="replace"), vae_latent_shape=shape, vae_logvar_bytes=data)
         with VideoDirectory(directory / "out", [copied]) as output:
-            found = [
-                attempt(lambda name: output._readers[name](), name, IN_READING) for name in output.missing
-            ]
-            assert len([latents for latents, _ in found if latents is not None]) >= 4
+            read = [attempt(lambda name: output._readers[name](), n, IN_READING) for n in output.missing]
+            assert len([latents for latents, _ in read if latents is not None]) >= 4
             output.bad_clips()
 
-    shapes = (
-        strategies.just(row.get("vae_latent_shape"))
-        | strategies.lists(strategies.integers(-2, 2**40))
-        | strategies.none()
-    )
-    holds(check, strategies.tuples(texts(about), shapes, strategies.none() | strategies.binary()))
+    shapes = strategies.lists(strategies.integers(-2, 2**40)) | strategies.none()
+    shapes |= strategies.just(row["vae_latent_shape"])
+    about = texts(json.loads(row["about"]))
+    holds(check, strategies.tuples(about, shapes, strategies.none() | strategies.binary()))

@@ -1,6 +1,7 @@
 """One machine's loop over clips: what overlaps, and which errors are a clip's own."""
 
 import threading
+from unittest.mock import Mock
 
 import pytest
 
@@ -64,8 +65,6 @@ def test_an_error_of_one_clip_is_its_own_and_one_of_the_program_ends_the_loop(er
 
 
 def test_a_failure_to_keep_ends_the_loop():
-    def keep(job, _):
-        raise OSError(28, "No space left on device")
-
+    keep = Mock(side_effect=OSError(28, "No space left on device"))
     with pytest.raises(OSError, match="No space"):
         list(loop.work(range(50), lambda job: job, lambda job: job, keep, lambda *_: None))

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -58,12 +59,7 @@ def test_an_actor_that_is_killed_is_replaced_and_the_result_is_that_of_one_machi
 
 
 def test_on_ray_a_cluster_that_is_not_there_and_shares_are_refused(small, tmp_path, refused, monkeypatch):
-    import ray
-
-    def gone(**options):
-        raise ConnectionError("nobody listens")
-
-    monkeypatch.setattr(ray, "init", gone)
+    monkeypatch.setattr("ray.init", Mock(side_effect=ConnectionError("nobody listens")))
     monkeypatch.setattr("cogvideox_torchax.sharding.exit_at_once", lambda code: None)
     given = command(small, tmp_path / "out")
     assert "no Ray cluster at here:1" in refused(*given, "--ray", "here:1")
@@ -77,19 +73,15 @@ def test_an_actor_refuses_a_clip_that_cannot_be_read_and_ends_where_the_output_c
 ):
     from cogvideox_torchax.dataset import ray as engine
 
-    def failing(error):
-        def fail(*args):
-            raise error
-
-        return fail
-
     clip = {"id": "a.mp4", "source": str(small.clips / "a.mp4")}
     row = {"row": [json.dumps({"index": 0, "path": str(tmp_path / "a.safetensors"), "clip": clip})]}
     actor = engine.ClipActor(small.config)
     with monkeypatch.context() as patch:
-        patch.setattr("cogvideox_torchax.files.video.probe", failing(OSError(5, "Input/output error")))
+        patch.setattr(
+            "cogvideox_torchax.files.video.probe", Mock(side_effect=OSError(5, "Input/output error"))
+        )
         (line,) = actor(row)["line"]
     assert "Input/output error" in json.loads(line)["error"]
-    monkeypatch.setattr("cogvideox_torchax.files.latents.save", failing(OutputError("not writable")))
+    monkeypatch.setattr("cogvideox_torchax.files.latents.save", Mock(side_effect=OutputError("not writable")))
     with pytest.raises(OutputError, match="not writable"):
         actor(row)

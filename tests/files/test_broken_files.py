@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -85,10 +86,7 @@ def broken(draw, metadata):
 @pytest.mark.parametrize("examples", [50, pytest.param(500, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["metadata", "latents", "stages", "stages' files"])
 def test_a_broken_file_is_one_line(tmp_path, refused, monkeypatch, kind, examples):
-    def refuse(*_):
-        raise ValueError("these latents can be decoded")
-
-    monkeypatch.setattr(common, "load_vae", refuse)
+    monkeypatch.setattr(common, "load_vae", Mock(side_effect=ValueError("these latents can be decoded")))
     contents = {
         "metadata": METADATA.map(lambda fields: save({latents.TENSOR: torch.ones(1, 16, 1, 2, 3)}, fields)),
         "latents": broken({latents.KEY: json.dumps(FIELDS)}),

@@ -66,9 +66,8 @@ def test_what_is_saved_is_loaded(tmp_path, scale, shift):
         latents.save(made, path)
     loaded = latents.load(files[0])
     assert torch.equal(loaded.tensor, made.tensor)
-    assert {name: loaded.config[name] for name in config} == config
-    assert (loaded.model, loaded.fps, loaded.num_frames) == ("vae", Fraction(30000, 1001), 8)
-    assert loaded.about == latents.about(files[0]) == about
+    assert (loaded.config | config, loaded.model, loaded.fps) == (loaded.config, "vae", Fraction(30000, 1001))
+    assert (loaded.num_frames, loaded.about, latents.about(files[0])) == (8, about, about)
     assert files[0].read_bytes() == files[1].read_bytes()
     assert torch.equal(latents.loads(files[0].read_bytes(), "a").logvar, tensors[1])
     with safe_open(files[0], "pt") as file:
