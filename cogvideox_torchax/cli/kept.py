@@ -17,7 +17,7 @@ def load_latents_stage(args: argparse.Namespace) -> Latents:
     Raises:
         ValueError: options of sampling, which is done already; no latents, or another model's.
     """
-    sampling = {*stages.Request.names(), "preview", "cache"} - {"dtype"}  # the VAE has a dtype too
+    sampling = {*stages.FIELDS, "preview", "cache"} - {"dtype"}  # the VAE has a dtype too
     given = sorted(name for name in sampling if getattr(args, name) is not None)
     if given:
         options = ", ".join(map(stages.option, given))

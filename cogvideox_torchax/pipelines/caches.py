@@ -162,7 +162,7 @@ class StepCache:
             runtime.without_torchax(copy.deepcopy, {each.module: each.hook for each in self.hooks})
         )
         for hook in state.hooks.values():
-            hook.reset_state(None)
+            hook.reset_state(None)  # in place of a module, which no cache's hook reads
             upstream.set_context(hook, name)
         self._computed = state.computed
         return state

@@ -276,22 +276,21 @@ class CogVideoXTransformer3DModel(CompiledNetwork, DiffusersTransformer):
         super().enable_cache(config)
         if runtime.is_on_jax(self):
             self.take_cache()
-            self._warn_without_effect()
 
     def disable_cache(self) -> None:
         """Disable the cache as diffusers does."""
         super().disable_cache()
         vars(self).pop("step_cache", None)
 
-    def take_cache(self) -> None:
-        """Take the hooks of diffusers' cache, if there are any, off the modules; steps run as they say."""
+    def take_cache(self, *, warn: bool = True) -> None:
+        """Take the hooks of diffusers' cache, if there are any, off the modules; steps run as they say.
+
+        `warn` is whether to warn of an enabled cache that skips nothing.
+        """
         hooks = upstream.take_hooks(self)
         if hooks:
             self.step_cache = caches.cache_of(hooks)
-
-    def _warn_without_effect(self) -> None:
-        """Warn if the enabled cache skips nothing."""
-        if self.is_cache_enabled and self.step_cache is None:
+        if warn and self.is_cache_enabled and self.step_cache is None:
             warnings.warn(caches.WITHOUT_EFFECT.format(type(self._cache_config).__name__), stacklevel=3)
 
     @contextlib.contextmanager
@@ -310,7 +309,6 @@ class CogVideoXTransformer3DModel(CompiledNetwork, DiffusersTransformer):
         """Put the weights on JAX, and run diffusers' cache, if enabled, as programs."""
         super().place(mesh, parallel)
         self.take_cache()
-        self._warn_without_effect()
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """Move or cast as `PortedModel.to`; away from JAX diffusers' cache hooks are put back."""
@@ -429,8 +427,7 @@ def step_tensors(
         table = ((patches, config["attention_head_dim"]), jnp.float32)
         tensors["image_rotary_emb"] = (table, table)
     elif transformer.patch_embed.needs_table(height, width, frames):
-        channels = config["num_attention_heads"] * config["attention_head_dim"]
-        tensors["positions"] = ((1, text + patches, channels), jnp.float32)
+        tensors["positions"] = ((1, text + patches, transformer.patch_embed.embed_dim), jnp.float32)
     if config["ofs_embed_dim"]:
         tensors["ofs"] = ((1,), dtype)
     return tensors

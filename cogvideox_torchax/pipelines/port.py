@@ -159,7 +159,7 @@ def _ported_class(kind: type) -> type:
         port_scheduler(self.scheduler)  # the user may have replaced it
         if runtime.is_on_jax(self.transformer):
             # `apply_first_block_cache` and its like hook the modules without the model's `enable_cache`.
-            self.transformer.take_cache()
+            self.transformer.take_cache(warn=False)  # `enable_cache` has warned
         self.transformer._reset_stateful_cache()  # a run that failed may have left arrays
         result = inherited.__call__(self, *args, **kwargs)
         self.scheduler.log.check()

@@ -181,7 +181,8 @@ class Sequence:
         """Exchange all channels of local tokens for all tokens of local channels; inside `map_local_tokens`.
 
         Args:
-            x_PNC: local tokens of all videos (N * S), channels in one part per device.
+            x_PNC: (P, N * S, C / P): local tokens, one video's after the other's, and their channels in one
+                part per device.
             videos: number of videos.
 
         Returns:

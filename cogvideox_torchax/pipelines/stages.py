@@ -55,10 +55,9 @@ class Request:
     seed: int = 0
     dtype: str = "bfloat16"
 
-    @classmethod
-    def names(cls) -> list[str]:
-        """Return the names of the fields."""
-        return [field.name for field in fields(cls)]
+
+FIELDS = [field.name for field in fields(Request)]
+"""Names of a request's fields."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +98,7 @@ def request_from_options(options: dict[str, Any], size: tuple[int, int, int], te
     Raises:
         ValueError: no prompt, or options that contradict the stage.
     """
-    given = {name: options[name] for name in Request.names() if options[name] is not None}
+    given = {name: options[name] for name in FIELDS if options[name] is not None}
     # Fields that the stage's embeddings fix.
     fixed = {} if text is None else {name: getattr(text.request, name) for name in TEXT_FIELDS}
     for name, value in fixed.items():
@@ -167,6 +166,6 @@ def _request(values: dict[str, Any]) -> Request:
     request = Request(**values)
     for name, kind in get_type_hints(Request).items():
         value = getattr(request, name)
-        if not isinstance(value, int | float if kind is float else kind):
+        if not isinstance(value, int | float if kind is float else kind):  # JSON has 6 for 6.0
             raise TypeError(f"its {name} is {reprlib.repr(value)}")
     return request
