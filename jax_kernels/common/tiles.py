@@ -35,7 +35,7 @@ SMALLEST = 4096
 """Fewest pixels of a frame for which a kernel with frames in the sublanes is faster than XLA."""
 
 KERNEL_VMEM = 64 * 2**20
-"""Bytes of VMEM for a kernel whose blocks have at most `BLOCK_BYTES`, and what it computes from them."""
+"""Bytes of VMEM that a kernel with blocks of `BLOCK_BYTES` may use, for them and for what it computes."""
 
 DTYPES = jnp.float32, jnp.bfloat16
 """Dtypes that a Pallas kernel loads."""
@@ -75,7 +75,7 @@ def largest_divisor(count: int, limit: int) -> int:
 def whole_spec(array: Array) -> pl.BlockSpec:
     """Return the spec by which every grid step of a kernel reads all of an array.
 
-    It never changes, so one buffer is enough; a block that changes from step to step has two.
+    The block never changes, so one buffer is enough; a block that changes from step to step has two.
     """
     return pl.BlockSpec(array.shape, lambda *_: (0,) * array.ndim, pipeline_mode=pl.Buffered(1))
 

@@ -134,7 +134,7 @@ def convolve_image(
         both = convolve_same(target, x, jnp.concatenate([rounded, rounding_error], axis=-1), form)
         sums = functools.reduce(jnp.add, jnp.split(both, 2, axis=-1))
     earlier = x if replicate else jnp.zeros_like(x)
-    cached = [earlier] * (kernel.shape[0] - 2)  # the frames before `x` in the next cache
+    cached = [earlier] * (kernel.shape[0] - 2)  # the next cache has kt - 1 frames: these, then `x`
     return finish(target, sums, bias, residual, like=x), jnp.concatenate([*cached, x], axis=1)
 
 

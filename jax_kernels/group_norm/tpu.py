@@ -35,16 +35,20 @@ def is_supported(x: Float[Array, "N T H W C"]) -> bool:
 
 
 def _pixel_bytes(x: Array) -> int:
-    """Return the bytes of VMEM that one pixel takes in a grid step, all videos and frames.
+    """Return a bound of the bytes of VMEM that one pixel takes in a grid step: all videos and frames, twice.
 
-    They count twice, as the next step's pixels are fetched meanwhile.
+    It is cautious: a step has the frames of one video, and `BLOCK_BYTES` allows for the next step's pixels
+    already. A smaller bound would give larger blocks, whose times are not known.
     """
     videos, length, _, _, channels = x.shape
     return 2 * videos * tiled_sublanes(length, x.dtype) * channels * x.dtype.itemsize
 
 
 def _column_bytes(x: Array) -> int:
-    """Return the bytes of VMEM that a column takes besides its pixels: mean, M2 and an origin, in float32."""
+    """Return the bytes of VMEM that a column takes besides its pixels, of all videos.
+
+    They are a mean, an M2 and an origin, in float32.
+    """
     videos, length, _, _, channels = x.shape
     return 3 * videos * tiled_sublanes(length, jnp.dtype(jnp.float32)) * channels * 4
 

@@ -94,8 +94,8 @@ def _typical_row(x: Array, axis: int) -> Array:
     Results depend on it by their rounding alone, so it gets no derivative.
     """
     height = x.shape[axis]
-    picked = (jax.lax.slice_in_dim(x, row, row + 1, axis=axis) for row in (0, height // 2, height - 1))
-    return jax.lax.stop_gradient(median_of_three(*picked).astype(jnp.float32))
+    rows = (jax.lax.slice_in_dim(x, row, row + 1, axis=axis) for row in (0, height // 2, height - 1))
+    return jax.lax.stop_gradient(median_of_three(*rows).astype(jnp.float32))
 
 
 def _block_moments(x: Array, origin: Array, axis: int, rows: int) -> Moments:

@@ -260,7 +260,7 @@ def _convolved(
     """
     split = target.split
     frames, _, width, _ = x.shape[1:]
-    columns = _grid(split, x, zq)[-1]
+    *_, columns = _grid(split, x, zq)
     coefficients = functools.partial(_coefficients, split, norm, zq, scale_NC, shift_NC, columns)
     multiplier, offset = coefficients(lambda part: tpu.to_registers(part, frames, width))
     _, rows, registers, *_ = multiplier.shape
