@@ -76,20 +76,31 @@ DEVICE_KINDS = {
 FLAGS = "LIBTPU_INIT_ARGS"
 """Flags of libtpu, which it reads when it is loaded and not again."""
 
+HOST_FACTS = {
+    # Facts of the host: without them libtpu asks a metadata server, which only Google's machines have.
+    "TPU_ACCELERATOR_TYPE": "v6e-8",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_SKIP_MDS_QUERY": "1",
+    # libtpu locks itself to one process of a machine, as one process must own the chips: planning opens none.
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+"""Variables of the environment that libtpu reads on a machine without TPUs; a user's own values are kept."""
+
 DUMP = "--xla_jf_dump_to="
+"""Flag of libtpu, followed by the directory of its dumps."""
 SCHEDULES = "--xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=final_bundles|deduplication-map"
-"""Flags for libtpu's dumps: final schedules, and which instructions share one."""
+"""Flags of libtpu: its dumps are final schedules, and which instructions share one."""
 
 GRIDS = {2: "1x2", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}
 """The flat grids that a slice of v5e or v6e comes in, by its chips."""
 
 
 def topology_of(kind: str, coordinates: list[list[int]]) -> str:
-    """Return the topology of real devices, such as "v6e:2x4".
+    """Return the topology of real devices: the smallest grid around their chips, such as "v6e:2x4".
 
     Args:
         kind: the devices' `device_kind` in JAX.
-        coordinates: the chip's coordinates of each device that is used.
+        coordinates: for each device that is used, the coordinates (x, y, z) of its chip.
 
     Raises:
         PlanError: a kind that is not in `DEVICE_KINDS`.
@@ -122,15 +133,10 @@ def topology_devices(name: str) -> list[Any]:
             f"got topology {name!r}: it takes one of {', '.join(CHIPS)}, a colon and a grid, such as v6e:2x4"
         )
     check_compiler()
-    # libtpu reads facts of its host here, else from a metadata server, which this machine does not have.
-    os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v6e-8")
-    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    # libtpu locks itself to one process of a machine, for the chips' sake: planning opens none.
-    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    for variable, value in HOST_FACTS.items():
+        os.environ.setdefault(variable, value)
     # A grid with an axis of 1 is narrower than a host's own grid of chips: it is made of hosts of one chip.
-    narrow = "1" in grid.split("x")
-    bounds = {"chips_per_host_bounds": [1, 1, 1]} if narrow else {}
+    bounds = {"chips_per_host_bounds": [1, 1, 1]} if "1" in grid.split("x") else {}
     try:
         with _dumping_schedules():
             return list(topologies.get_topology_desc(platform="tpu", topology_name=name, **bounds).devices)
@@ -141,7 +147,7 @@ def topology_devices(name: str) -> list[Any]:
 
 @contextlib.contextmanager
 def _dumping_schedules() -> Iterator[None]:
-    """Make libtpu, if it is loaded in a `with` block, dump schedules to `dump_directory()`.
+    """Make libtpu, if it is first loaded in this `with` block, dump schedules to `dump_directory()`.
 
     The environment's flags are restored after the block: a child process gets none of them.
     """

@@ -4,14 +4,17 @@ The text is a list of computations: the entry, and the bodies of fusions, loops 
 line and one line for each instruction. On a mesh it is the program of one device.
 """
 
+import functools
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
-PALLAS = "tpu_custom_call"
-"""Target of the custom call that runs a Pallas kernel."""
+PALLAS = 'custom_call_target="tpu_custom_call"'
+"""The attribute of a custom call that runs a Pallas kernel."""
 
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?(?P<name>\S+) = (?P<result>\(.*?\)|\S+) (?P<op>[a-z][\w-]*)\(")
@@ -19,8 +22,7 @@ _ARRAY = re.compile(r"\b(pred|[a-z]+\d+\w*)\[([\d,]*)\]")
 _SCOPE = re.compile(r'op_name="([^"]*)"')
 _CALLED = re.compile(r"calls=%?([\w.\-]+)")
 _CYCLES = re.compile(r'"?estimated_cycles"?:"(\d+)"')
-_TARGET = re.compile(r'custom_call_target="([^"]*)"')
-_CALLS = re.compile(r"\b(calls|to_apply|body|condition)=%?([\w.\-]+)")
+_RUNS = re.compile(r"\b(?:calls|to_apply|body|condition)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{(.*?)\}")
 _TRIPS = re.compile(r'"?known_trip_count"?:\{"n":"(\d+)"\}')
 _GROUPS = re.compile(
@@ -46,20 +48,20 @@ class ArrayType:
 
     @property
     def bytes(self) -> int:
-        return _bytes(self.dtype, self.shape)
+        """Bytes without padding."""
+        bits = re.search(r"\d+", self.dtype)  # "bf16" has 16; a bool, "pred", names none and takes a byte
+        return math.ceil(math.prod(self.shape) * (int(bits[0]) if bits else 8) / 8)
 
     @property
     def tiled_bytes(self) -> int:
-        """Bytes in the layout of a TPU's kernels: row-major, in tiles of 128 lanes and up to 8 sublanes."""
+        """Bytes in the layout of a TPU's kernels: row-major, in tiles of 128 lanes and up to 8 sublanes.
+
+        The last axis is padded to whole tiles of lanes, the axis before it to whole tiles of sublanes.
+        """
         *outer, sublanes, lanes = [1, 1, *self.shape]  # a scalar or a vector has axes of 1 before it
         tile = min(SUBLANES, 1 << (sublanes - 1).bit_length())  # few sublanes: the next power of two
-        return _bytes(self.dtype, (*outer, -(-sublanes // tile) * tile, -(-lanes // LANES) * LANES))
-
-
-def _bytes(dtype: str, shape: tuple[int, ...]) -> int:
-    """Return the bytes of an array of XLA's dtype, such as bf16, and shape."""
-    bits = re.search(r"\d+", dtype)  # a bool, "pred", has none and takes a byte
-    return math.ceil(math.prod(shape) * (int(bits[0]) if bits else 8) / 8)
+        padded = *outer, -(-sublanes // tile) * tile, -(-lanes // LANES) * LANES
+        return ArrayType(self.dtype, padded).bytes
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ class Instruction:
         computation: name of the computation that the instruction is in.
         called: name of the computation that a fusion calls (`calls=`), or None.
         cycles: the compiler's own estimate, or None.
-        target: a custom call's target, `PALLAS` for a Pallas kernel; None for other instructions.
+        is_kernel: whether it runs a Pallas kernel.
         runs: names of all computations that it runs: the one it calls, a loop's body and condition, a
             conditional's branches, a reduction's function.
         trips: a loop's number of iterations, None if the compiler does not know it; 1 for other instructions.
@@ -93,7 +95,7 @@ class Instruction:
     computation: str
     called: str | None
     cycles: int | None
-    target: str | None
+    is_kernel: bool
     runs: tuple[str, ...]
     trips: int | None
     groups: tuple[tuple[int, ...], ...]
@@ -101,20 +103,21 @@ class Instruction:
 
     @property
     def collective(self) -> str | None:
-        """The kind, one of `COLLECTIVES`; None if it is none. An asynchronous pair counts at its start."""
+        """The kind of collective, one of `COLLECTIVES`; None for other instructions.
+
+        An asynchronous pair, such as "all-gather-start" and "all-gather-done", is one collective: its start.
+        """
         kind = self.op.removesuffix("-start")
         return kind if kind in COLLECTIVES else None
-
-    @property
-    def is_kernel(self) -> bool:
-        """True if it runs a Pallas kernel."""
-        return self.op == "custom-call" and self.target == PALLAS
 
     @property
     def bytes(self) -> int:
         """Bytes of its result on one device."""
         sizes = [array.bytes for array in self.results]
-        # The start of an asynchronous pair returns its operand too, which is no larger than the result.
+        # The start of an asynchronous pair returns its operand beside its result. The result is the larger
+        # one, but for a reduce-scatter, of which a device keeps a part. Scalars in the tuple are no data.
+        if self.op == "reduce-scatter-start":
+            return min(array.bytes for array in self.results if array.shape)
         return max(sizes, default=0) if self.op.endswith("-start") else sum(sizes)
 
 
@@ -125,7 +128,8 @@ def instructions(text: str) -> Iterator[Instruction]:
         if head := _COMPUTATION.match(line):
             computation = head[1]
         elif match := _INSTRUCTION.match(line):
-            cycles = _found(_CYCLES, line)
+            cycles = _number(_CYCLES, line)
+            branches = _found(_BRANCHES, line) or ""  # "%one, %other"
             yield Instruction(
                 name=match["name"],
                 op=match["op"],
@@ -134,28 +138,13 @@ def instructions(text: str) -> Iterator[Instruction]:
                 scope=_found(_SCOPE, line) or "",
                 computation=computation,
                 called=_found(_CALLED, line),
-                cycles=None if cycles is None or int(cycles) == NO_ESTIMATE else int(cycles),
-                target=_found(_TARGET, line),
-                runs=_runs(line),
-                trips=_trips(match["op"], line),
+                cycles=None if cycles == NO_ESTIMATE else cycles,
+                is_kernel=match["op"] == "custom-call" and PALLAS in line,
+                runs=(*_RUNS.findall(line), *re.findall(r"[\w.\-]+", branches)),
+                trips=_number(_TRIPS, line) if match["op"] == "while" else 1,
                 groups=_groups(_found(_GROUPS, line) or ""),
                 started=_found(_STARTED, line),
             )
-
-
-def _runs(line: str) -> tuple[str, ...]:
-    """Return the names of the computations that an instruction's line runs; see `Instruction.runs`."""
-    named = [name for _, name in _CALLS.findall(line)]  # (keyword, name)
-    branches = (_found(_BRANCHES, line) or "").split(",")  # [""] without branches
-    return (*named, *(name.strip(" %") for name in branches if name))
-
-
-def _trips(op: str, line: str) -> int | None:
-    """Return how often an instruction of opcode `op` runs what it calls; see `Instruction.trips`."""
-    if op != "while":
-        return 1
-    trips = _found(_TRIPS, line)
-    return int(trips) if trips else None
 
 
 def _groups(text: str) -> tuple[tuple[int, ...], ...]:
@@ -166,13 +155,9 @@ def _groups(text: str) -> tuple[tuple[int, ...], ...]:
     """
     if iota := _IOTA.match(text):
         sizes, shape, order = ([int(size) for size in part.split(",") if size] for part in iota.groups(""))
-        strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
         axes = order or range(len(shape))
-        devices = [0]  # the transposed array's numbers, in row-major order
-        for axis in axes:
-            devices = [number + index * strides[axis] for number in devices for index in range(shape[axis])]
-        size = sizes[-1]
-        return tuple(tuple(devices[start : start + size]) for start in range(0, len(devices), size))
+        devices = np.arange(math.prod(shape)).reshape(shape).transpose(axes).reshape(-1, sizes[-1])
+        return tuple(map(tuple, devices.tolist()))
     groups = re.findall(r"\{([\d,]+)\}", text)
     return tuple(tuple(map(int, group.split(","))) for group in groups)
 
@@ -191,23 +176,25 @@ def times_run(found: Sequence[Instruction]) -> dict[str, int]:
     for instruction in found:
         for name in instruction.runs:
             callers.setdefault(name, []).append((instruction.computation, instruction.trips or 1))
-    times: dict[str, int] = {}
 
+    @functools.cache
     def count(name: str) -> int:
         """Return how often a computation runs: as often as its caller, times the trips; the entry once."""
-        if name not in times:
-            times[name] = max((trips * count(caller) for caller, trips in callers.get(name, ())), default=1)
-        return times[name]
+        return max((trips * count(caller) for caller, trips in callers.get(name, ())), default=1)
 
-    for instruction in found:
-        count(instruction.computation)
-    return times
+    return {instruction.computation: count(instruction.computation) for instruction in found}
 
 
 def _found(pattern: re.Pattern[str], line: str) -> str | None:
     """Return the text that a pattern's first group matches in a line; None without a match."""
     match = pattern.search(line)
     return match[1] if match else None
+
+
+def _number(pattern: re.Pattern[str], line: str) -> int | None:
+    """Return the number that a pattern's first group matches in a line; None without a match."""
+    text = _found(pattern, line)
+    return int(text) if text else None
 
 
 def _arrays(types: str) -> tuple[ArrayType, ...]:
@@ -239,13 +226,15 @@ def collectives(found: Iterable[Instruction]) -> dict[str, Traffic]:
     Args:
         found: instructions of a program, or of a part of it.
     """
-    total: dict[str, Traffic] = {}
+    by_kind: dict[str, list[Instruction]] = {}
     for instruction in found:
         if instruction.collective:
-            before = total.get(instruction.collective, Traffic(0, 0, 0))
-            total[instruction.collective] = Traffic(
-                before.count + 1,
-                before.bytes + instruction.bytes,
-                max([before.largest, *(array.bytes for array in instruction.results)]),
-            )
-    return total
+            by_kind.setdefault(instruction.collective, []).append(instruction)
+    return {
+        kind: Traffic(
+            count=len(own),
+            bytes=sum(instruction.bytes for instruction in own),
+            largest=max(array.bytes for instruction in own for array in instruction.results),
+        )
+        for kind, own in by_kind.items()
+    }

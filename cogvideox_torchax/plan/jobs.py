@@ -201,16 +201,16 @@ def smallest_mesh_that_fits(
         not those of `GRIDS` (v5p, tpu7x).
     """
     generation, _, grid = topology.partition(":")
-    chip, weights = CHIPS[generation], _weight_bytes(weightless_vae(model, dtype), job.direction)
     if grid.count("x") != 1:  # a three-dimensional grid
         return None
+    chip, vae = CHIPS[generation], weightless_vae(model, dtype)
+    weights = _weight_bytes(vae, job.direction)
     for count, name in GRIDS.items():
         # Not compiled: a grid that is no larger, or that falls short by a rough estimate, memory besides the
         # weights being split evenly.
         if count <= tp or weights + (peak_bytes - weights) * tp / count > 1.1 * chip.memory:
             continue
         devices = topology_devices(f"{generation}:{name}")
-        vae = weightless_vae(model, dtype)
         peak = max(plan.peak_bytes for plan in plan_programs(vae, job, devices, chip, tp=count, **options))
         if peak <= chip.memory:
             return Change(f"--topology {generation}:{name} --tp {count}", peak)

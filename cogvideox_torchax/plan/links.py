@@ -9,10 +9,13 @@ with the instructions that the compiler scheduled between its start and its end.
 
 import functools
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from cogvideox_torchax.plan.chips import CORES_LINK, Chip
 from cogvideox_torchax.plan.hlo import Instruction, times_run
@@ -21,7 +24,7 @@ Coordinates = tuple[int, ...]
 """Position of a device: its chip's coordinates, and last the core's number on the chip."""
 
 SCATTERED = "all-reduce-scatter"
-"""Beginning of the names of computations that sum and keep a part: a TPU's form of a reduce-scatter."""
+"""Prefix of a computation's name: it is an all-reduce and a slice of its result, a TPU's reduce-scatter."""
 
 
 @dataclass(frozen=True)
@@ -117,33 +120,15 @@ class Links:
         A group that is a grid runs along its first column, and back through the rest of each row; with an
         even number of rows that ends beside the start. A group that is no grid keeps its order.
         """
-        axes = [sorted(set(values)) for values in zip(*(self.places[one] for one in group), strict=True)]
-        device_at = {self.places[one]: one for one in group}
-        if len(device_at) != len(list(itertools.product(*axes))):
+        lengths = [len(set(values)) for values in zip(*(self.places[one] for one in group), strict=True)]
+        if math.prod(lengths) != len(group):
             return list(group)
-        long_axes = [axis for axis, values in enumerate(axes) if len(values) > 1]
-        if len(long_axes) < 2:
-            return sorted(group, key=lambda one: self.places[one])
-        # The rows are along an axis of even length, if there is one. A "column" is a place on all other axes.
-        row_axis, *column_axes = sorted(long_axes, key=lambda axis: len(axes[axis]) % 2)
-        columns = _snake([len(axes[axis]) for axis in column_axes])
-
-        def device(row: int, column: tuple[int, ...]) -> int:
-            """Return the device at these indices into the values of the group's axes."""
-            place = [values[0] for values in axes]
-            place[row_axis] = axes[row_axis][row]
-            for axis, index in zip(column_axes, column, strict=True):
-                place[axis] = axes[axis][index]
-            return device_at[tuple(place)]
-
-        rows = range(len(axes[row_axis]))
-        # From the last row to the first, through the columns but the first one, to and fro.
-        back = [
-            device(row, column)
-            for turn, row in enumerate(reversed(rows))
-            for column in (columns[1:] if turn % 2 == 0 else columns[:0:-1])
-        ]
-        return [device(row, columns[0]) for row in rows] + back
+        grid = np.array(sorted(group, key=lambda one: self.places[one])).reshape(lengths)
+        # The rows are along an axis of even length, if there is one; axes of one device come last.
+        axes = sorted(range(grid.ndim), key=lambda axis: (lengths[axis] == 1, lengths[axis] % 2))
+        rows = np.array([_snake(row) for row in grid.transpose(axes)])
+        # Down the first column, and from the last row to the first through the other columns, to and fro.
+        return [*rows[:, 0].tolist(), *_snake(rows[::-1, 1:])]
 
     def _slowest(self, pairs: Iterable[Sequence[int]]) -> float:
         """Return the seconds of the busiest link if each pair (sender, receiver) sends one byte."""
@@ -180,19 +165,17 @@ class Links:
         """(length, whether it is closed to a ring) of each axis of the chips' grid; see `Chip.wraps`."""
         *axes, _cores = zip(*self.places, strict=True)
         lengths = [max(values) + 1 for values in axes]
-        wraps = self.chip.wraps
-        is_flat = wraps == 16  # a chip of two-dimensional grids: an axis is closed for itself, if 16 long
-        all_closed = not is_flat and all(length % wraps == 0 for length in lengths)
-        return [(length, length == wraps if is_flat else all_closed) for length in lengths]
+        if self.chip.wraps == 16:
+            return [(length, length == 16) for length in lengths]
+        all_closed = all(length % self.chip.wraps == 0 for length in lengths)
+        return [(length, all_closed) for length in lengths]
 
 
-def _snake(lengths: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return all places of a grid of these axes' lengths, ordered so that consecutive ones are neighbours."""
-    if not lengths:
-        return [()]
-    inner = _snake(lengths[1:])
-    return [
-        (index, *place)
-        for index in range(lengths[0])
-        for place in (inner if index % 2 == 0 else reversed(inner))  # there and back: no jump in between
-    ]
+def _snake(grid: Any) -> list[int]:
+    """Return the numbers of an array, ordered so that consecutive ones are neighbours in it.
+
+    Every second row, and within it every second row of its own, is read backwards: no jump between two rows.
+    """
+    if grid.ndim == 0:
+        return [int(grid)]
+    return [number for turn, row in enumerate(grid) for number in _snake(row)[:: -1 if turn % 2 else 1]]

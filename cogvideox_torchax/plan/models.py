@@ -1,5 +1,6 @@
-"""The VAE without its weights, on torch's "meta" device: `plan` needs their shapes alone."""
+"""Networks without their weights, on torch's "meta" device: `plan` needs the weights' shapes alone."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,10 +35,14 @@ def weightless_vae(model: str | None, dtype: torch.dtype, device: str = "meta") 
             config = checkpoint.read_config(locate(str(model), "vae", files=("config.json",)))
         except ModelError as error:
             raise ModelError(f"{error}; of published models plan knows {', '.join(CONFIGS)}") from error
+    return build(lambda: AutoencoderKLCogVideoX.from_config(config), dtype, device)
 
-    def build() -> AutoencoderKLCogVideoX:
+
+def build(make: Callable[[], Any], dtype: torch.dtype, device: str) -> Any:
+    """Return the network `make()`, built on torch's `device` and cast to a dtype, while torchax is off."""
+
+    def built() -> Any:
         with torch.device(device):
-            vae: Any = AutoencoderKLCogVideoX.from_config(config)
-        return vae.to(dtype).eval()
+            return torch.nn.Module.to(make(), dtype).eval()
 
-    return runtime.without_torchax(build)
+    return runtime.without_torchax(built)

@@ -29,8 +29,9 @@ from cogvideox_torchax.pipelines.networks import (
     prompt_tensors,
     step_tensors,
 )
+from cogvideox_torchax.plan import models
 from cogvideox_torchax.plan.chips import GIB, Chip, PlanError
-from cogvideox_torchax.plan.programs import KERNEL, ProgramPlan, Work, compile_program
+from cogvideox_torchax.plan.programs import COPY, KERNEL, ProgramPlan, Work, compile_program
 from cogvideox_torchax.plan.report import figures
 from cogvideox_torchax.sharding import Parallel, make_mesh
 
@@ -104,29 +105,18 @@ class NetworkPlan:
 
 
 def weightless_transformer(model: str | None, dtype: torch.dtype, layers: int) -> Any:
-    """Return a ported transformer without weights, of so many layers; `model` as in `transformer_config`."""
+    """Return the ported transformer of `model` (`transformer_config`) with so many layers and no weights."""
     return port_network(transformer({**transformer_config(model), "num_layers": layers}, dtype))
 
 
 def transformer(config: dict[str, Any], dtype: torch.dtype, device: str = "meta") -> Any:
     """Return diffusers' transformer of a config, with random weights; with none on device "meta"."""
-    return _built(CogVideoXTransformer3DModel.from_config, config, dtype, device)
+    return models.build(lambda: CogVideoXTransformer3DModel.from_config(config), dtype, device)
 
 
 def text_encoder(config: dict[str, Any], dtype: torch.dtype, device: str = "meta") -> Any:
     """Return transformers' text encoder of a T5 config, with random weights; with none on device "meta"."""
-    return _built(lambda config: T5EncoderModel(T5Config(**config)), config, dtype, device)
-
-
-def _built(build: Any, config: dict[str, Any], dtype: torch.dtype, device: str) -> Any:
-    """Return the network `build(config)`, made on a device and cast to a dtype, while torchax is off."""
-
-    def built() -> Any:
-        """Make the network."""
-        with torch.device(device):
-            return torch.nn.Module.to(build(config), dtype).eval()
-
-    return runtime.without_torchax(built)
+    return models.build(lambda: T5EncoderModel(T5Config(**config)), dtype, device)
 
 
 def transformer_config(model: str | None) -> dict[str, Any]:
@@ -192,7 +182,7 @@ def plan_step(
     """
     networks = [weightless_transformer(model, dtype, few) for few in FEW]
     config, layers = networks[0].config, transformer_config(model)["num_layers"]
-    patch, patch_t = config["patch_size"], config["patch_size_t"] or 1
+    patch, patch_t = config["patch_size"], config["patch_size_t"] or 1  # None: patches have a single frame
     if height % patch or width % patch:
         raise PlanError(
             f"got {height} x {width} latents: the transformer's patches take multiples of {patch}"
@@ -210,15 +200,15 @@ def plan_step(
             before = tensors  # a step takes the arrays that a step on the same inputs keeps
             kept.append(cache_bytes(program, tensors))
         structs = functools.partial(program.structs, tensors, before=before)
-        plans.append(compile_program(Work("step", frames, program.lower, structs), network.mesh, chip))
+        plans.append(compile_program(Work("step", frames, program.lower, structs), mesh, chip))
     tokens = config["max_text_seq_length"] + frames // patch_t * (height // patch) * (width // patch)
     # Attention has two products, queries by keys and scores by values, of 2 operations for a multiply-add.
     layer_flops = 2 * 2 * batch * config["num_attention_heads"] * config["attention_head_dim"] * tokens**2
     attention_flops = layer_flops * layers / (dp * tp) if plans[0].kernels else 0.0
     # A step of a cache after the first may skip attention: then only the schedules of its kernels count.
     plan = _extended("step", plans, layers, 0.0 if step else attention_flops, chip)
-    kept_of_all_layers = _extend(kept[0], kept[1], layers) if kept else 0
-    return replace(plan, parallel=str(networks[0].parallelism), kept=kept_of_all_layers)
+    kept_by_all_layers = _extend(kept[0], kept[1], layers) if kept else 0
+    return replace(plan, parallel=str(networks[0].parallelism), kept=kept_by_all_layers)
 
 
 def cached_steps(model: str | None, dtype: torch.dtype, cache: str, guided: bool = True) -> dict[int, int]:
@@ -277,11 +267,11 @@ def cached_program(
 def cache_bytes(program: runtime.Program, tensors: TensorSpecs) -> int:
     """Return the bytes on one device of the cache that a program returns for these inputs."""
     _weights, _inputs, cache = program.structs(tensors, before=tensors)
-    shards = [
-        (each.sharding.shard_shape(each.shape) if each.sharding else each.shape, each.dtype.itemsize)
+    return sum(
+        math.prod(each.sharding.shard_shape(each.shape) if each.sharding else each.shape)
+        * each.dtype.itemsize
         for each in jax.tree.leaves(cache)
-    ]
-    return sum(math.prod(shape) * size for shape, size in shards)
+    )
 
 
 def plan_prompt(
@@ -295,15 +285,14 @@ def plan_prompt(
     tp: int = 1,
 ) -> NetworkPlan:
     """Plan the encoding of one prompt of so many tokens; the other arguments are as in `plan_step`."""
-    config = text_encoder_config(model)
-    tensors = prompt_tensors(batch=1, text=tokens)
+    config, mesh = text_encoder_config(model), make_mesh(dp, tp, devices=devices)
     plans = []
-    for layers in FEW:
-        network = port_network(text_encoder({**config, "num_layers": layers}, dtype))
-        network.place_on(make_mesh(dp, tp, devices=devices))
+    for few in FEW:
+        network = port_network(text_encoder({**config, "num_layers": few}, dtype))
+        network.place_on(mesh)
         program = network.program
-        structs = functools.partial(program.structs, tensors)
-        plans.append(compile_program(Work("prompt", tokens, program.lower, structs), network.mesh, chip))
+        structs = functools.partial(program.structs, prompt_tensors(batch=1, text=tokens))
+        plans.append(compile_program(Work("prompt", tokens, program.lower, structs), mesh, chip))
     plan = _extended("prompt", plans, config["num_layers"], 0.0, chip)
     return replace(plan, parallel=str(network.parallelism))
 
@@ -322,12 +311,12 @@ def _extended(
         chip: the chip whose peaks apply; None for none.
     """
     fewer, more = plans
-    names = ("flops", "bytes_accessed", "seconds", "floor_seconds", "shares", "collective_seconds", "kernels")
-    whole = _extend_fields(fewer, more, layers, *names, "argument_bytes", "temp_bytes", "output_bytes")
+    whole = _extend_fields(EXTENDED, fewer, more, layers)
     whole["temp_bytes"] = max(more.temp_bytes, whole["temp_bytes"])  # reused buffers may make it fall
-    times = ("count", "bytes_seconds", "schedule_seconds", "seconds")
     whole["kernel_times"] = {
-        kernel: replace(time, **_extend_fields(fewer.kernel_times.get(kernel, time), time, layers, *times))
+        kernel: replace(
+            time, **_extend_fields(EXTENDED_TIMES, fewer.kernel_times.get(kernel, time), time, layers)
+        )
         for kernel, time in more.kernel_times.items()
     }
     program = replace(more, compile_seconds=fewer.compile_seconds + more.compile_seconds, **whole)
@@ -339,8 +328,25 @@ def _extended(
     return NetworkPlan(name, program, layers, seconds, by_schedule)
 
 
-def _extend_fields(fewer: Any, more: Any, layers: int, *fields: str) -> dict[str, Any]:
-    """Return fields of `fewer` and `more`, two plans or two `KernelTime`s, each by `_extend`."""
+EXTENDED = (
+    "flops",
+    "bytes_accessed",
+    "seconds",
+    "floor_seconds",
+    "shares",
+    "collective_seconds",
+    "kernels",
+    "argument_bytes",
+    "temp_bytes",
+    "output_bytes",
+)
+"""Fields of a `ProgramPlan` that grow with each layer."""
+EXTENDED_TIMES = ("count", "bytes_seconds", "schedule_seconds", "seconds")
+"""Fields of a `KernelTime` that grow with each layer."""
+
+
+def _extend_fields(fields: tuple[str, ...], fewer: Any, more: Any, layers: int) -> dict[str, Any]:
+    """Return these fields of `fewer` and `more`, two plans or two `KernelTime`s, each by `_extend`."""
     return {field: _extend(getattr(fewer, field), getattr(more, field), layers) for field in fields}
 
 
@@ -378,8 +384,7 @@ def cached_table(plans: list[NetworkPlan], counts: list[int], chip: Chip | None)
     rows["steps"] = ", ".join([f"{counts[0]} in full", *skipping])
     seconds = [network_table(plan, chip).get("with_collectives_s", plan.seconds) for plan in plans]
     if chip is not None:
-        for kind, each in enumerate(seconds[1:], 1):
-            rows[f"skipping_step_{kind}_s"] = each
+        rows |= {f"skipping_step_{kind}_s": each for kind, each in enumerate(seconds[1:], 1)}
         rows["all_steps_s"] = sum(count * each for count, each in zip(counts, seconds, strict=True))
     return rows
 
@@ -389,11 +394,13 @@ def network_table(plan: NetworkPlan, chip: Chip | None) -> dict[str, Any]:
     program = plan.program
     seconds: dict[str, Any] = {}
     if plan.seconds is not None:
-        seconds["estimate_s"] = plan.seconds
-        seconds["of_it_attention_s"] = plan.attention_seconds
-        seconds["attention_counted"] = "by schedule" if plan.by_schedule else "at the chip's peak"
-        seconds |= {f"of_it_{kind}_s": time.seconds for kind, time in program.kernel_times.items()}
-        seconds["of_it_copies_s"] = program.shares.get("copies", 0.0)
+        seconds = {
+            "estimate_s": plan.seconds,
+            "of_it_attention_s": plan.attention_seconds,
+            "attention_counted": "by schedule" if plan.by_schedule else "at the chip's peak",
+            **{f"of_it_{kernel}_s": time.seconds for kernel, time in program.kernel_times.items()},
+            "of_it_copies_s": program.shares.get(COPY, 0.0),
+        }
     if plan.seconds is not None and program.collective_seconds is not None:
         seconds["collectives_s"] = collectives = sum(program.collective_seconds.values())
         seconds["with_collectives_s"] = plan.seconds + collectives

@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import jax
-import numpy as np
 
 from cogvideox_torchax.plan.chips import Chip
 from cogvideox_torchax.plan.hlo import Instruction, collectives, instructions, times_run
@@ -189,6 +188,7 @@ def read_program(
     text = compiled.as_text()
     found = list(instructions(text))
     memory, cost = compiled.memory_analysis(), compiled.cost_analysis()
+    flops = cost.get("flops", 0.0)
     times: dict[str, KernelTime] = {}
     shares: dict[str, float] = {}
     if chip:
@@ -199,12 +199,12 @@ def read_program(
     return ProgramPlan(
         name=name,
         frames=frames,
-        flops=cost.get("flops", 0.0),
+        flops=flops,
         bytes_accessed=cost.get("bytes accessed", 0.0),
         seconds=sum(shares.values()) if shares else None,
         kernels=sum(instruction.is_kernel for instruction in found),
         shares=shares,
-        floor_seconds=cost.get("flops", 0.0) / chip.flops if chip else None,
+        floor_seconds=flops / chip.flops if chip else None,
         argument_bytes=memory.argument_size_in_bytes,
         temp_bytes=memory.temp_size_in_bytes,
         output_bytes=memory.output_size_in_bytes - memory.alias_size_in_bytes,
@@ -213,39 +213,32 @@ def read_program(
         text=text,
         kernel_times=times,
         kernels_by_bytes=sum(time.by_bytes for time in times.values()),
-        collective_seconds=_collective_seconds(found, compiled, chip, schedules or {}),
+        collective_seconds=_collective_seconds(found, compiled, chip, schedules or {}) if chip else None,
         open_loops=sum(instruction.trips is None for instruction in found),
     )
 
 
 def _collective_seconds(
-    found: list[Instruction], compiled: Any, chip: Chip | None, schedules: Mapping[str, Schedule]
+    found: list[Instruction], compiled: Any, chip: Chip, schedules: Mapping[str, Schedule]
 ) -> dict[str, float] | None:
     """Return the seconds that a program waits for collectives, by kind; None if the links are not known.
 
     `found` are the instructions of `compiled`, the other arguments as `read_program` takes them.
     """
-    if chip is None:
-        return None
     if not any(instruction.collective for instruction in found):
         return {}
 
     def busy(instruction: Instruction) -> float:
         """Return the seconds of an instruction that is no collective."""
         if instruction.is_kernel:
-            return max(_kernel_seconds(instruction, chip, schedules))
+            return max(_kernel_seconds(instruction, chip, schedules.get(instruction.name)))
         return (instruction.cycles or 0) / chip.clock
 
-    links = Links.from_devices(_devices(compiled), chip)
+    # The inputs have the program's mesh: collectives name devices by their index in it.
+    shardings = jax.tree.leaves(compiled.input_shardings)
+    mesh: Any = next(each.mesh for each in shardings if isinstance(each, jax.sharding.NamedSharding))
+    links = Links.from_devices(mesh.devices.flat, chip)
     return links.seconds(found, busy) if links else None
-
-
-def _devices(compiled: Any) -> list[Any]:
-    """Return a compiled program's devices in its mesh's order; collectives name them by that index."""
-    for sharding in jax.tree.leaves(compiled.input_shardings):
-        if isinstance(sharding, jax.sharding.NamedSharding):
-            return np.asarray(sharding.mesh.devices).reshape(-1).tolist()
-    return []
 
 
 def cycles_by_kind(found: list[Instruction]) -> Counter[str]:
@@ -259,11 +252,10 @@ def cycles_by_kind(found: list[Instruction]) -> Counter[str]:
     for instruction in found:
         if instruction.cycles is None:
             continue
-        kind = OTHER
         if instruction.op == "convolution" or instruction.called in convolving:
             kind = CONVOLUTION
-        elif instruction.op in COPIES:
-            kind = COPY
+        else:
+            kind = COPY if instruction.op in COPIES else OTHER
         counted[kind] += times[instruction.computation] * instruction.cycles
     return counted
 
@@ -280,11 +272,9 @@ def kernel_times(
     """
     times = times_run(found)
     total: dict[str, KernelTime] = {}
-    for kernel in found:
-        if not kernel.is_kernel:
-            continue
+    for kernel in (instruction for instruction in found if instruction.is_kernel):
         count, schedule = times[kernel.computation], schedules.get(kernel.name)
-        by_bytes, by_schedule = (count * seconds for seconds in _kernel_seconds(kernel, chip, schedules))
+        by_bytes, by_schedule = (count * seconds for seconds in _kernel_seconds(kernel, chip, schedule))
         name = re.sub(r"[.\d]+$", "", kernel.name)  # without the number that tells equal names apart
         before = total.get(name, KernelTime(0, 0.0, 0.0, 0.0, 0, 0))
         scheduled = before.schedule_seconds
@@ -299,13 +289,10 @@ def kernel_times(
     return total
 
 
-def _kernel_seconds(
-    kernel: Instruction, chip: Chip, schedules: Mapping[str, Schedule]
-) -> tuple[float, float]:
+def _kernel_seconds(kernel: Instruction, chip: Chip, schedule: Schedule | None) -> tuple[float, float]:
     """Return the seconds of one run of a kernel: (by its bytes in memory, by its schedule).
 
-    The second is 0 if the schedule is not known.
+    The second is 0 if the schedule is None, not known.
     """
     tiled_bytes = sum(array.tiled_bytes for array in (*kernel.results, *kernel.operands))
-    schedule = schedules.get(kernel.name)
     return tiled_bytes / chip.bandwidth, schedule.cycles / chip.clock if schedule else 0.0

@@ -48,17 +48,13 @@ def figures(
 
 def table(rows: list[Row]) -> list[list[str]]:
     """Return the layers as rows of cells, the header first."""
-    header = ["layer", "shape", "spec", "shards", "bytes a device", "collectives"]
-    return [header, *map(_cells, rows)]
-
-
-def _cells(row: Row) -> list[str]:
-    """Return a layer as the cells of a table's row."""
-    communication = ", ".join(
-        f"{total['count']} {kind} ({total['bytes']:,} B)" for kind, total in sorted(row.collectives.items())
-    )
-    shape = " x ".join(map(str, row.shape)) if row.shape else ""
-    return [row.layer, shape, row.spec, str(row.shards or ""), f"{row.bytes_per_device:,}", communication]
+    cells = [["layer", "shape", "spec", "shards", "bytes a device", "collectives"]]
+    for row in rows:
+        shape = " x ".join(map(str, row.shape or ()))
+        totals = sorted(row.collectives.items())
+        sums = ", ".join(f"{total['count']} {kind} ({total['bytes']:,} B)" for kind, total in totals)
+        cells.append([row.layer, shape, row.spec, str(row.shards or ""), f"{row.bytes_per_device:,}", sums])
+    return cells
 
 
 def report(vae: Any, shape: tuple[int, ...], *, direction: Direction = DECODE) -> ProgramPlan:
@@ -178,11 +174,11 @@ def _row(name: str, shapes: set[tuple[int, ...]] | None, own: list[Instruction],
     ]
     row = Row(
         name,
+        bytes_per_device=max((instruction.bytes for instruction in computing), default=0),
         collectives={
             kind: {"count": traffic.count, "bytes": traffic.bytes}
             for kind, traffic in collectives(own).items()
         },
-        bytes_per_device=max((instruction.bytes for instruction in computing), default=0),
     )
     if shapes is not None:
         row.shape = max(shapes, key=math.prod)
@@ -222,10 +218,12 @@ def _can_hold(shape: tuple[int, ...], axes: tuple[int, ...]) -> bool:
         return False
     if not shape:
         return True
-    first, *rest = shape  # try each set of axes that may be joined to the first one, then the other axes
-    for count in range(len(axes) + 1):
-        for joined in itertools.combinations(range(len(axes)), count):
-            left = tuple(size for index, size in enumerate(axes) if index not in joined)
-            if math.prod(axes[index] for index in joined) == first and _can_hold(tuple(rest), left):
-                return True
-    return False
+    first, *rest = shape
+    indices = range(len(axes))
+    # Each set of axes, by their indices, is tried as joined to the first one; the other axes make the rest.
+    sets = (joined for count in range(len(axes) + 1) for joined in itertools.combinations(indices, count))
+    return any(
+        math.prod(axes[index] for index in joined) == first
+        and _can_hold(tuple(rest), tuple(axes[index] for index in indices if index not in joined))
+        for joined in sets
+    )

@@ -16,6 +16,7 @@ A branch goes to the bundle with the comment "Start region 5".
 
 import bisect
 import functools
+import operator
 import re
 import shutil
 from collections.abc import Callable, Iterable
@@ -39,7 +40,8 @@ _COMMENT = re.compile(r"/\*.*?\*/", re.S)
 _BRANCH = re.compile(
     r"sbr\.rel\s*(?:\((?P<not>!?)%(?P<condition>\w+)\))?,?\s*target = \$region(?P<region>\d+)"
 )
-_SCALAR = re.compile(r"%([sp]\d+)_([sp]\d+) = ([a-z_]+[\w.]*)\s*(.*)")
+# An opcode and its type: "sadd" and ".s32", or "scmp.lt" and ".s32.totalorder".
+_SCALAR = re.compile(r"%([sp]\d+)_([sp]\d+) = ([a-z_]\w*(?:\.(?:eq|ne|lt|le|gt|ge)\b)?)([\w.]*)\s*(.*)")
 _STORE = re.compile(r"= sst\s*(?P<address>.*\])\s+%(?P<name>s\d+)_(?P<register>s\d+)")
 _GUARD = re.compile(
     r"^\((?P<not>!?)%(?P<name>[sp]\d+)_(?P<register>[sp]\d+)(?:, (?P<old>%\w+|-?\d+))?\),?\s*"
@@ -152,11 +154,12 @@ class _Operation:
     """A scalar instruction.
 
     Attributes:
-        name: the name of its result, which no other result of a schedule has; the slot's name for a store.
+        name: the name of its result, which no other result of a schedule has; for a store the slot's name.
         target: the register, or the slot of scalar memory, that holds the result.
-        compute: function of the operands' values to the result; None for a phi, which does nothing.
+        compute: function of the operands' values to the result; None for a phi, which does nothing, as the
+            values that it joins are in its own register already.
         operands: registers and slots to read, and numbers.
-        reads: names of the results that it depends on.
+        reads: for each operand the name of the result that it depends on; "" for a number.
     """
 
     name: str
@@ -208,7 +211,9 @@ def read_schedule(text: str, delay_slots: int) -> Schedule:
                 raise UnknownDumpError(f"got a branch of another form: {part.strip()[:80]}")
             elif operation := _operation(part):
                 operations.setdefault(address, []).append(operation)
-    _keep_what_branches_need(operations, branches)
+    needed = _needed((one for found in operations.values() for one in found), branches.values())
+    for address, found in operations.items():
+        operations[address] = [one for one in found if one.name in needed and one.compute]
     checks = {one.name for found in operations.values() for one in found if one.compute is _checked}
     return _follow(len(bundles), operations, branches, delay_slots, checks)
 
@@ -244,33 +249,26 @@ def _operation(part: str) -> _Operation | None:
     match = _SCALAR.search(part)
     if match is None:
         return None
-    name, target, op, rest = match.groups()
-    rest = rest.rstrip("} \n")
+    name, target, op, type_, rest = match.groups()
     guard = _GUARD.match(rest)
     rest = rest[guard.end() :] if guard else rest
-    if op in ("sphi", "pphi"):  # a phi: the values that it joins are in its own register already
-        joined = tuple(source for source, _ in _operands(rest) if source)
-        return _Operation(name, target, None, (), joined)
-    if op == "sld":  # a load: a slot stands for a name and a register, as in a store
+    compute, operands = _OPERATIONS.get(op, _unknown), _operands(rest)
+    if op.startswith("scmp") and ".f32" in type_:
+        compute = _checked
+    if op == "sld":  # a load: the slot stands for a name and a register, as in a store
         slot = _SLOT.search(rest)
-        compute, found = (_same, [(slot[1], slot[1])]) if slot else (_unknown, [])
-    else:
-        compute, found = _OPERATIONS.get(op.split(".")[0], _unknown), _operands(rest)
-        if op.startswith("scmp."):  # such as "scmp.lt.s32.totalorder"
-            compute = _checked if ".f32" in op else _COMPARISONS.get(op.split(".")[1], _unknown)
-    operands = tuple(operand for _, operand in found)
-    reads = tuple(source for source, _ in found if source)
-    if guard is None:
-        return _Operation(name, target, compute, operands, reads)
-    # A guard names the value of the result if it has no effect; by default the target keeps its value.
-    (old_name, old), *_ = _operands(guard["old"] or "") or [("", target)]
-    guarded = functools.partial(_guarded, bool(guard["not"]), compute)
-    operands = (guard["register"], old, *operands)
-    return _Operation(name, target, guarded, operands, (guard["name"], old_name, *reads))
+        compute, operands = (_same, [(slot[1], slot[1])]) if slot else (_unknown, [])
+    if guard and compute:
+        # A guard names the value of the result if it has no effect; by default the target keeps its value.
+        old = (_operands(guard["old"] or "") or [("", target)])[0]
+        compute = functools.partial(_guarded, bool(guard["not"]), compute)
+        operands = [(guard["name"], guard["register"]), old, *operands]
+    reads, values = zip(*operands, strict=True) if operands else ((), ())
+    return _Operation(name, target, compute, values, reads)
 
 
 def _operands(text: str) -> list[tuple[str, str | int]]:
-    """Parse operands: each a pair (name of a value, its register), or ("", number)."""
+    """Parse operands into pairs: (name of a value, its register), or ("", number)."""
     return [
         (name, register) if name else ("", int(number, 0) % WORD)
         for name, register, number in _OPERAND.findall(text)
@@ -337,56 +335,49 @@ def _and(*values: Value) -> Value:
     return _not(_or(*map(_not, values)))
 
 
-_OPERATIONS: dict[str, Callable[..., Value]] = {
+_OPERATIONS: dict[str, Callable[..., Value] | None] = {
+    "sphi": None,
+    "pphi": None,
     "smov": _same,
     "pmov": _same,
-    "sadd": functools.partial(_known, lambda a, b: a + b),
-    "ssub": functools.partial(_known, lambda a, b: a - b),
+    "sadd": functools.partial(_known, operator.add),
+    "ssub": functools.partial(_known, operator.sub),
     "smin": functools.partial(_known, min),
     "smax": functools.partial(_known, max),
-    "smul": functools.partial(_known, lambda a, b: a * b),
-    "sand": functools.partial(_known, lambda a, b: a & b),
-    "sor": functools.partial(_known, lambda a, b: a | b),
-    "sxor": functools.partial(_known, lambda a, b: a ^ b),
-    "sshll": functools.partial(_known, lambda a, b: a << b),
-    "sshrl": functools.partial(_known, lambda a, b: a >> b),
+    "smul": functools.partial(_known, operator.mul),
+    "sand": functools.partial(_known, operator.and_),
+    "sor": functools.partial(_known, operator.or_),
+    "sxor": functools.partial(_known, operator.xor),
+    "sshll": functools.partial(_known, operator.lshift),
+    "sshrl": functools.partial(_known, operator.rshift),
     "sshra": functools.partial(_known, lambda a, b: _signed(a) >> b),
     "scalar_select": lambda guard, one, other: None if guard is None else one if guard else other,
     "por": _or,
     "pand": _and,
     "pneg": _not,
     "pnand": lambda *values: _not(_and(*values)),
+    "scmp.eq": functools.partial(_compared, operator.eq),
+    "scmp.ne": functools.partial(_compared, operator.ne),
+    "scmp.lt": functools.partial(_compared, operator.lt),
+    "scmp.le": functools.partial(_compared, operator.le),
+    "scmp.gt": functools.partial(_compared, operator.gt),
+    "scmp.ge": functools.partial(_compared, operator.ge),
 }
-
-_COMPARISONS: dict[str, Callable[..., Value]] = {
-    "eq": functools.partial(_compared, lambda a, b: a == b),
-    "ne": functools.partial(_compared, lambda a, b: a != b),
-    "lt": functools.partial(_compared, lambda a, b: a < b),
-    "le": functools.partial(_compared, lambda a, b: a <= b),
-    "gt": functools.partial(_compared, lambda a, b: a > b),
-    "ge": functools.partial(_compared, lambda a, b: a >= b),
-}
+"""Functions of the operands' values to the result, by opcode. A phi has none, see `_Operation`."""
 
 
-def _keep_what_branches_need(operations: dict[int, list[_Operation]], branches: dict[int, _Branch]) -> None:
-    """Remove from `operations` those that need not be followed: no branch depends on their results.
-
-    Args:
-        operations: operations by address; changed in place.
-        branches: branches by address.
-    """
+def _needed(operations: Iterable[_Operation], branches: Iterable[_Branch]) -> set[str]:
+    """Return the names of the results that branches depend on, directly or through other operations."""
     sources: dict[str, set[str]] = {}  # by a value's name, the names of the values that it is made from
-    for found in operations.values():
-        for operation in found:
-            sources.setdefault(operation.name, set()).update(operation.reads)
+    for operation in operations:
+        sources.setdefault(operation.name, set()).update(operation.reads)
     needed: set[str] = set()
-    waiting = [branch.name for branch in branches.values() if branch.name]
+    waiting = [branch.name for branch in branches if branch.name]
     while waiting:
         if (name := waiting.pop()) not in needed:
             needed.add(name)
             waiting += sources.get(name, ())
-    for address, found in list(operations.items()):
-        operations[address] = [one for one in found if one.name in needed and one.compute is not None]
+    return needed
 
 
 def _follow(

@@ -23,52 +23,39 @@ class _Differentiated(torch.autograd.Function):
     ) -> torch.Tensor:
         """Compute `function(*tensors)` on JAX, and save what `backward` needs.
 
-        If `run` is None, the residuals of `jax.vjp` are saved. Otherwise `run`, which returns the same result
-        more cheaply, is called, and the inputs alone are saved: `backward` then computes the function again.
-        In `ctx`, `rebuild` returns the saved object, and `pull` the gradients from it and the result's
-        gradient.
+        If `run` is None, the function that `jax.vjp` returns is saved, with all that it keeps. Otherwise
+        `run`, which returns the same result more cheaply, is called, and the inputs alone are saved:
+        `backward` then computes the function again.
         """
         import jax
 
-        arrays = tuple(map(array_of, tensors))
+        saved: Any = tuple(map(array_of, tensors))
         if run is None:
-            array, pull_back = jax.vjp(function, *arrays)
-            ctx.rebuild = _keep(ctx, pull_back)
-            ctx.pull = lambda pull_back, gradient: pull_back(gradient)
-            return tensor_of(array)
-        result = run()
-        ctx.rebuild = _keep(ctx, arrays)
-        # `jax.vjp` returns the result and the function of the result's gradient.
-        ctx.pull = lambda arrays, gradient: jax.vjp(function, *arrays)[1](gradient)
+            array, saved = jax.vjp(function, *saved)
+            result = tensor_of(array)
+        else:
+            result = run()
+        ctx.recomputed = None if run is None else function
+        # torch frees saved tensors after the backward pass, so arrays are saved as tensors. Beside them are
+        # the other leaves of the tree, with None in each array's place: no leaf is None.
+        leaves, ctx.structure = jax.tree.flatten(saved)
+        ctx.save_for_backward(*(tensor_of(leaf) for leaf in leaves if isinstance(leaf, jax.Array)))
+        ctx.leaves = [None if isinstance(leaf, jax.Array) else leaf for leaf in leaves]
         return result
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         """Return no gradients for `function` and `run`, and one for each tensor."""
+        import jax
+
+        arrays = map(array_of, ctx.saved_tensors)
+        leaves = [next(arrays) if leaf is None else leaf for leaf in ctx.leaves]
+        pull_back = jax.tree.unflatten(ctx.structure, leaves)
+        if ctx.recomputed is not None:  # then the tree is the inputs
+            _result, pull_back = jax.vjp(ctx.recomputed, *pull_back)
         (gradient,) = map(array_of, gradients)
-        saved = ctx.rebuild(ctx.saved_tensors)
-        return None, None, *map(tensor_of, ctx.pull(saved, gradient))
-
-
-def _keep(ctx: Any, tree: Any) -> Callable[[tuple[torch.Tensor, ...]], Any]:
-    """Save a tree's arrays in `ctx`; return a function of `ctx.saved_tensors` that rebuilds the tree.
-
-    Saved so, torch frees the arrays after the backward pass.
-    """
-    import jax
-
-    leaves, structure = jax.tree.flatten(tree)
-    # None marks a saved array: no leaf of a tree is None.
-    others = [None if isinstance(leaf, jax.Array) else leaf for leaf in leaves]
-    ctx.save_for_backward(*(tensor_of(leaf) for leaf in leaves if isinstance(leaf, jax.Array)))
-
-    def restored(saved: tuple[torch.Tensor, ...]) -> Any:
-        """Return the tree with the saved arrays."""
-        arrays = map(array_of, saved)
-        return jax.tree.unflatten(structure, [next(arrays) if leaf is None else leaf for leaf in others])
-
-    return restored
+        return None, None, *map(tensor_of, pull_back(gradient))
 
 
 def differentiated(function: Function, *tensors: torch.Tensor) -> torch.Tensor:
@@ -95,16 +82,17 @@ def differentiable(
             first. None keeps what `backward` needs.
     """
     trained = {name: weight for name, weight in network.named_parameters() if weight.requires_grad}
-    leaves = ([x] if x.requires_grad else []) + list(trained.values())
+    inputs = [x] if x.requires_grad else []
     x_array = array_of(x)
 
-    def on_leaves(*values: Any) -> Any:
-        """Call `function` with `values`, arrays of `leaves`, as the input and the trained weights."""
-        inputs = values[: len(leaves) - len(trained)]  # of `x`, or none if `x` requires no gradient
-        trained_arrays = dict(zip(trained, values[len(inputs) :], strict=True))
-        return function(weights | trained_arrays, *(inputs or (x_array,)))
+    def of_differentiated(*arrays: Any) -> Any:
+        """Call `function` with arrays of `x`, if it requires a gradient, and of the trained weights."""
+        trained_arrays = dict(zip(trained, arrays[len(inputs) :], strict=True))
+        return function(weights | trained_arrays, *(arrays[: len(inputs)] or (x_array,)))
 
-    return _Differentiated.apply(on_leaves, run, *leaves)  # pyright: ignore[reportReturnType]
+    return _Differentiated.apply(  # pyright: ignore[reportReturnType]
+        of_differentiated, run, *inputs, *trained.values()
+    )
 
 
 def without_gradient(

@@ -1,6 +1,7 @@
 """Hooks on a torch network's layers, which see or change inputs and outputs, and name scopes in a program."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -35,34 +36,25 @@ def watched(
 
     scopes: list[Any] = []  # open name scopes, the innermost layer's last
 
-    def before(name: str):
-        """Return a pre-hook that opens the layer's name scope and calls `taken`."""
+    def before(name: str, _module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Open the layer's name scope and call `taken`: as a pre-hook, once `name` is bound."""
+        scopes.append(jax.named_scope(name))
+        scopes[-1].__enter__()
+        return taken(name, (args, kwargs))
 
-        def hook(_module: nn.Module, args: Any, kwargs: Any) -> Any:
-            scopes.append(jax.named_scope(name))
-            scopes[-1].__enter__()
-            return taken(name, (args, kwargs))
-
-        return hook
-
-    def after(name: str):
-        """Return a hook that calls `given` and closes the layer's name scope."""
-
-        def hook(_module: nn.Module, _args: Any, result: Any) -> Any:
-            result = given(name, result)
-            scopes.pop().__exit__(None, None, None)
-            return result
-
-        return hook
+    def after(name: str, _module: nn.Module, _args: Any, result: Any) -> Any:
+        """Call `given` and close the layer's name scope: as a hook, once `name` is bound."""
+        result = given(name, result)
+        scopes.pop().__exit__(None, None, None)
+        return result
 
     with contextlib.ExitStack() as hooks:
         for name, module in network.named_modules():
             if is_layer(name, module):
-                pair = before(name), after(name)
-                for hook in pair:
-                    vars(hook)["names_only"] = names_only
-                hooks.callback(module.register_forward_pre_hook(pair[0], with_kwargs=True).remove)
-                hooks.callback(module.register_forward_hook(pair[1]).remove)
+                pre_hook, hook = functools.partial(before, name), functools.partial(after, name)
+                vars(pre_hook)["names_only"] = vars(hook)["names_only"] = names_only  # for `is_watched`
+                hooks.callback(module.register_forward_pre_hook(pre_hook, with_kwargs=True).remove)
+                hooks.callback(module.register_forward_hook(hook).remove)
         yield
 
 

@@ -85,9 +85,8 @@ def _check_deterministic(network: nn.Module) -> nn.Module:
     """
     for name, module in network.named_modules():
         if isinstance(module, DROPOUTS) and module.training and module.p > 0:
-            # A pipeline's network holds its model as `model`; the user knows it by the pipeline's name.
-            component = getattr(network, "component", None)
-            shown = name if component is None else name.replace("model", component, 1)
+            # A pipeline's network holds its model as `model`; the user knows the pipeline's name for it.
+            shown = name.replace("model", getattr(network, "component", "model"), 1)
             raise ValueError(
                 f"{shown} drops values by chance (p={module.p}), which no program on JAX does: call the "
                 "eval() of its model, or set its p to 0"
@@ -331,13 +330,14 @@ class Program:
 
     def _structs(self, described: Any) -> Any:
         """Return the structs of inputs that are described as `structs` takes them."""
-        if isinstance(described, dict):
-            return {name: self._structs(value) for name, value in described.items()}
-        shape, dtype = described
-        is_pair_of_tensors = isinstance(dtype, tuple)  # `shape` and `dtype` are each a (shape, dtype) then
-        if is_pair_of_tensors:
-            return tuple(map(self._structs, described))
-        return self.place.struct(shape, dtype)
+        import jax
+
+        return jax.tree.map(lambda pair: self.place.struct(*pair), described, is_leaf=_describes_one_input)
+
+
+def _describes_one_input(node: Any) -> bool:
+    """Return whether a node of described inputs is a (shape, dtype), and no container of such pairs."""
+    return isinstance(node, tuple) and not isinstance(node[1], tuple)
 
 
 def with_kept_cache(step: Callable[[Any, Any], tuple[Any, Any]]) -> Callable[[Any], Any]:

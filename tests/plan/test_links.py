@@ -70,6 +70,7 @@ ENTRY %main (x: f32[1000]) -> f32[1000] {
   %f = f32[250]{0} fusion(%w), kind=kCustom, calls=%all-reduce-scatter.1
   %g = f32[1000]{0} all-gather(%f), replica_groups=[4,2]<=[2,4]T(1,0), dimensions={0}
   %p = f32[1000]{0} collective-permute(%g), source_target_pairs={{0,1},{1,0},{2,4}}
+  %o = f32[1000]{0} all-gather(%f), replica_groups=[2,4]<=[2,4], dimensions={0}
   %t = (f32[500]{0}, f32[500]{0}) all-to-all(%g, %g), replica_groups={}
   %u = f32[1000]{0} while(%t), condition=%test, body=%other
 }
@@ -79,7 +80,7 @@ ENTRY %main (x: f32[1000]) -> f32[1000] {
 def test_groups_and_trips_are_read_off_the_text():
     found = {one.name: one for one in instructions(HLO)}
     assert found["r"].groups == found["b"].groups == HALVES
-    assert [found[name].groups for name in "gpt"] == [COLUMNS, ((0, 1), (1, 0), (2, 4)), ()]
+    assert [found[name].groups for name in "gopt"] == [COLUMNS, HALVES, ((0, 1), (1, 0), (2, 4)), ()]
     assert (found["w"].trips, found["u"].trips, found["g"].trips) == (5, None, 1)
     times = times_run(list(found.values()))
     assert times == times | {"main": 1, "body": 5, "all-reduce-scatter.1": 1}
@@ -91,7 +92,7 @@ def test_a_programs_collectives_add_up_by_kind():
         {
             "all-reduce": 5 * EIGHT.collective_seconds("all-reduce", size, HALVES),
             "reduce-scatter": EIGHT.collective_seconds("reduce-scatter", size / 4, HALVES),
-            "all-gather": EIGHT.collective_seconds("all-gather", size, COLUMNS),
+            "all-gather": sum(EIGHT.collective_seconds("all-gather", size, g) for g in (COLUMNS, HALVES)),
             "collective-permute": size / (100 * GB),
             "all-to-all": EIGHT.collective_seconds("all-to-all", size, ALL),
         }
@@ -119,6 +120,19 @@ ENTRY %main (x: bf16[1000]) -> bf16[1000] {
     assert waiting(one / 2) == pytest.approx((one / 2 + one, two))
     assert waiting(one + two / 4) == pytest.approx((one, two * 3 / 4))
     assert waiting(9.0) == pytest.approx((one, 0.0))  # the last one is synchronous
+
+
+def test_a_reduce_scatter_in_two_halves_is_as_large_as_the_part_that_a_device_keeps():
+    text = """
+ENTRY %main (x: f32[1000]) -> f32[250] {
+  %s = ((f32[1000]{0}), f32[250]{0}, u32[]) reduce-scatter-start(%x), replica_groups={{0,1,2,3},{4,5,6,7}}
+  ROOT %d = f32[250]{0} reduce-scatter-done(%s)
+}
+"""
+    start, _done = found = list(instructions(text))
+    assert start.bytes == 1000
+    want = EIGHT.collective_seconds("reduce-scatter", 1000, HALVES)
+    assert EIGHT.seconds(found, lambda _: 0.0) == pytest.approx({"reduce-scatter": want})
 
 
 def test_devices_without_coordinates_have_no_links():
