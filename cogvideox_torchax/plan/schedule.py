@@ -42,7 +42,7 @@ _BRANCH = re.compile(
 )
 # An opcode and its type: "sadd" and ".s32", or "scmp.lt" and ".s32.totalorder".
 _SCALAR = re.compile(r"%([sp]\d+)_([sp]\d+) = ([a-z_]\w*(?:\.(?:eq|ne|lt|le|gt|ge)\b)?)([\w.]*)\s*(.*)")
-_STORE = re.compile(r"= sst\s*(?P<address>.*\])\s+%(?P<name>s\d+)_(?P<register>s\d+)")
+_STORE = re.compile(r"= sst\s*\[smem:\[(#allocation\w+)\]\]\s*(.*)")
 _GUARD = re.compile(
     r"^\((?P<not>!?)%(?P<name>[sp]\d+)_(?P<register>[sp]\d+)(?:, (?P<old>%\w+|-?\d+))?\),?\s*"
 )
@@ -241,15 +241,12 @@ def _bundles(text: str) -> tuple[list[str], dict[str, int]]:
 
 def _operation(part: str) -> _Operation | None:
     """Parse the text of an instruction of a bundle; None if it is no scalar instruction to follow."""
-    if match := _STORE.search(part):
-        slot = _SLOT.search(match["address"])
-        if slot is None or _GUARD.search(match["address"]):
-            return None
-        return _Operation(slot[1], slot[1], _same, (match["register"],), (match["name"],))
-    match = _SCALAR.search(part)
-    if match is None:
+    if match := _STORE.search(part):  # a move into a slot of scalar memory
+        name, target, op, type_, rest = match[1], match[1], "smov", "", match[2]
+    elif match := _SCALAR.search(part):
+        name, target, op, type_, rest = match.groups()
+    else:
         return None
-    name, target, op, type_, rest = match.groups()
     guard = _GUARD.match(rest)
     rest = rest[guard.end() :] if guard else rest
     compute, operands = _OPERATIONS.get(op, _unknown), _operands(rest)

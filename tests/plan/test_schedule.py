@@ -65,6 +65,19 @@ def test_bundles_count_as_often_as_they_run(bundles, skipped, assumed):
     assert (found.cycles, found.assumed) == (3 + 4 * 7 + 3 * 13 + skipped, assumed)
 
 
+@pytest.mark.parametrize(("guard", "trips"), [("%p60_p4", 5), ("!%p60_p4", 3)])
+def test_a_store_with_a_guard_has_effect_only_where_the_guard_says_so(guard, trips):
+    stored = (
+        text(bound="%s65_s7")
+        .replace("smov 0 }", "smov 0  ;;  %p60_p4 = scmp.eq.s32.totalorder 1, 1  ;;  %s61_s5 = smov 3 }", 1)
+        .replace("%s20_s2 = smov 0 }", "%s20_s2 = smov 0  ;;  %62 = sst [smem:[#allocation9]] %s61_s5 }")
+        .replace("0x5   : > {}", f"0x5   : > {{ %63 = sst [smem:[#allocation9]] ({guard}), %s64_s6 }}")
+        .replace("0x3   : > {", "0x3   : > { %s64_s6 = smov 5  ;; ")
+        .replace("0xd   : > {}", "0xd   : > { %s65_s7 = sld [smem:[#allocation9]] }")
+    )
+    assert schedule.read_schedule(stored, 4) == schedule.Schedule(3 + 4 * 7 + trips * 13 + 1, 0)
+
+
 @pytest.mark.parametrize(
     ("broken", "words"),
     [
