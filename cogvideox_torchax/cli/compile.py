@@ -68,7 +68,7 @@ def _run_all(vae: Any, direction: Direction, frames: int, height: int, width: in
         frames = sum(ENCODE.results(vae, frames))
         height, width = height // vae.spatial_compression_ratio, width // vae.spatial_compression_ratio
     # Two chunks are enough: the program of the second one serves all later chunks.
-    count = sum(chunk.length for chunk in direction.chunks(vae, frames)[:2])
+    count = sum(len(chunk) for chunk in direction.chunks(vae, frames)[:2])
     shape = (1, vae.config[direction.channels], count, height, width)
     for dtype in (torch.uint8, vae.dtype):
         if direction is ENCODE:

@@ -18,7 +18,8 @@ from cogvideox_torchax.plan.models import weightless_vae
 from cogvideox_torchax.plan.programs import ProgramPlan, Work, compile_program
 from cogvideox_torchax.plan.report import layers
 from cogvideox_torchax.sharding import make_mesh
-from cogvideox_torchax.vae import chunks, tiling
+from cogvideox_torchax.vae import tiling
+from cogvideox_torchax.vae.axes import ordered
 from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction
 from cogvideox_torchax.vae.sizes import SMALLEST_TILE, check_sides
 from cogvideox_torchax.vae.torchax.autoencoder import AutoencoderKLCogVideoX
@@ -42,8 +43,8 @@ class Job:
     width: int
     tile: tuple[int, int] | None = None
 
-    def chunk_shapes(self, vae: AutoencoderKLCogVideoX) -> tuple[list[chunks.Chunk], tuple[int, int, int]]:
-        """Return the chunks of the input, and (channels, height, width) of the input of each.
+    def chunk_shapes(self, vae: AutoencoderKLCogVideoX) -> tuple[list[range], tuple[int, int, int]]:
+        """Return each chunk's range of frames, and (channels, height, width) of the input of each.
 
         With tiles it is the input of the largest tile. Frames are encoded, latents are decoded.
 
@@ -122,11 +123,11 @@ def chunk_works(vae: AutoencoderKLCogVideoX, job: Job, mesh: Any, backend: str =
     if mesh.size == 1:
         program.place = runtime.Place(mesh.devices.item())
     dtype = runtime.jax_dtype(vae.dtype)
-    inputs = [(build.axes.ordered((1, channels, piece.length, *size)), dtype) for piece in pieces[:2]]
+    inputs = [(ordered((1, channels, len(piece), *size), build.axes), dtype) for piece in pieces[:2]]
     # The later program takes the cache of the first one, so it needs the first one's input, `before`.
     for name, piece, chunk, before in zip(("first", "later"), pieces, inputs, (None, *inputs), strict=False):
         structs = functools.partial(program.structs, chunk, before=before)
-        yield Work(name, piece.length, program.lower, structs, program)
+        yield Work(name, len(piece), program.lower, structs, program)
 
 
 @dataclass(frozen=True)

@@ -96,7 +96,7 @@ def compile_last_chunk(
     program, dtype = vae.build_program(direction), runtime.jax_dtype(vae.dtype)
     videos, channels, frames, *size = shape
     pieces = Direction(direction).chunks(vae, frames)
-    chunks = [((videos, channels, piece.length, *size), dtype) for piece in pieces]
+    chunks = [((videos, channels, len(piece), *size), dtype) for piece in pieces]
     # A later chunk takes a cache, whose shapes are those that the chunk before it returns.
     structs = program.structs(chunks[-1], before=chunks[0] if len(chunks) > 1 else None)
     return program, program.lower(*structs).compile()

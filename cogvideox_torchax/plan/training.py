@@ -68,7 +68,7 @@ def gradient_works(vae: AutoencoderKLCogVideoX, job: Job, mesh: Any) -> Iterator
     trained.enable_gradient_checkpointing()
     for direction in Direction:
         pieces, (channels, *size) = replace(job, direction=direction).chunk_shapes(vae)
-        lengths = [chunk.length for chunk in pieces]
+        lengths = [len(chunk) for chunk in pieces]
         program = vae.build_program(direction)
         if mesh.size == 1:
             program.place = runtime.Place(mesh.devices.item())

@@ -34,11 +34,10 @@ def make_mesh(dp: int = 1, tp: int | None = None, *, devices: Any = None) -> Mes
     tp_size = devices.size // dp if tp is None else tp
     size = dp * tp_size
     if size > devices.size:
-        on_cpu = f", or try it on a CPU with XLA_FLAGS=--xla_force_host_platform_device_count={size} set"
-        only_cpus = all(device.platform == "cpu" for device in devices)
+        more_cpus = f", or try it on a CPU with XLA_FLAGS=--xla_force_host_platform_device_count={size} set"
         raise ValueError(
             f"got a mesh of dp={dp} x tp={tp_size}, {size} devices, where there are {devices.size}: "
-            f"make dp * tp no larger{on_cpu if only_cpus else ''}"
+            f"make dp * tp no larger{more_cpus if devices[0].platform == 'cpu' else ''}"
         )
     return Mesh(devices[:size].reshape(dp, tp_size), AXES, axis_types=(AxisType.Auto,) * 2)
 

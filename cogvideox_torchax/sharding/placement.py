@@ -141,8 +141,9 @@ class Placement(MeshPlace):
         column = self.axes.index("W")
         width = split.real_columns(x.shape[column])
         result = jax.lax.slice_in_dim(self.constrain(x), 0, width, axis=column)
-        sharding = NamedSharding(self.mesh, self.result_spec(result.shape))
-        return jax.lax.with_sharding_constraint(result, sharding)
+        return jax.lax.with_sharding_constraint(
+            result, NamedSharding(self.mesh, self.result_spec(result.shape))
+        )
 
     def trace(self, run: Callable[..., Any], inputs: PaddedChunk, cache: Any) -> tuple[jax.Array, Any]:
         """Run a network on a chunk and its cache with their shardings; inside a program.

@@ -7,7 +7,6 @@ processes: each process writes its part to a file, and a process that needs the 
 """
 
 import contextlib
-import math
 import os
 import sys
 import time
@@ -121,15 +120,12 @@ class Exchange:
     def __init__(self, directory: Path):
         self.directory = directory
         self._chunks = 0  # number of chunks written so far; the number of the last one
-        self._read: list[Path] = []  # this process's files that others may still be reading
 
     def fetch_to_all(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the chunk as a plain tensor in every process."""
         whole = self._join(self._write(tensor))
-        # All processes have written this chunk, so all have read the previous one.
-        for path in self._read:
-            path.unlink()
-        self._read = [self._path(self._chunks, jax.process_index())]
+        # All processes have written this chunk, so all have read the previous one, if there is one.
+        self._path(self._chunks - 1, jax.process_index()).unlink(missing_ok=True)
         return whole
 
     def fetch_to_first(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -144,11 +140,10 @@ class Exchange:
 
     def leave(self) -> None:
         """Announce that this process reads no more files; the first process waits until all have done so."""
-        mark = lambda process: self.directory / f"{process}.left"  # noqa: E731
-        mark(jax.process_index()).touch()
+        (self.directory / f"{jax.process_index()}.left").touch()
         if is_first():
             for process in range(jax.process_count()):
-                self._wait(mark(process))
+                self._wait(self.directory / f"{process}.left")
 
     def _path(self, chunk: int, process: int) -> Path:
         """Return the file of a process's part of a chunk, by the numbers of both."""
@@ -171,12 +166,10 @@ class Exchange:
         """Return the whole array, joined from the files of all processes."""
         whole = np.empty(array.shape, array.dtype)
         for process, shards in shards_by_process(array).items():
-            values = np.frombuffer(self._wait(self._path(self._chunks, process)).read_bytes(), array.dtype)
-            offset = 0
-            for _, index in shards:
-                size = math.prod(whole[index].shape)
-                whole[index] = values[offset : offset + size].reshape(whole[index].shape)
-                offset += size
+            with self._wait(self._path(self._chunks, process)).open("rb") as file:
+                for _, index in shards:
+                    shard = whole[index]
+                    shard[...] = np.fromfile(file, array.dtype, shard.size).reshape(shard.shape)
         return runtime.plain_tensor(whole)
 
     def _wait(self, path: Path) -> Path:

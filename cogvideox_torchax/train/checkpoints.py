@@ -25,13 +25,16 @@ def save(directory: Path, state: State, *, step: int, seconds: float, settings: 
         seconds: time that they took.
         settings: settings that a resumed training must have too.
     """
-    metadata = {
-        "format": FORMAT,
-        "step": str(step),
-        "seconds": repr(seconds),
-        "settings": json.dumps(settings, sort_keys=True),
-    }
-    tensors.save(state, directory / NAME, metadata)
+    tensors.save(
+        state,
+        directory / NAME,
+        {
+            "format": FORMAT,
+            "step": str(step),
+            "seconds": repr(seconds),
+            "settings": json.dumps(settings, sort_keys=True),
+        },
+    )
 
 
 def load(directory: Path, *, settings: dict[str, Any]) -> tuple[State, int, float]:

@@ -257,7 +257,6 @@ class Sampler:
         self._pictures = [source for source in sources if source.frames == 1]
         self._seed = seed
         self._cuts = cuts
-        self._event_share = EVENT_SHARE if cuts else 0.0
 
     def batch(self, number: int, shape: Shape) -> torch.Tensor:
         """Return batch `number`, float32 in [-1, 1]: (N, C, T, S, S), or (N, C, T, H, W) of whole frames.
@@ -281,7 +280,7 @@ class Sampler:
         source = self._videos[rng.integers(len(self._videos))]
         if source.whole is None:
             raise ValueError(f"{source.part} was loaded without whole frames: give load() their size")
-        start = _start(rng, source, frames, self._event_share)
+        start = _start(rng, source, frames, self._cuts)
         if rng.random() < ALIGNED_SHARE:
             start -= start % chunks.SAMPLE_FRAMES_A_CHUNK
         return _as_clip(source.whole[start : start + frames])
@@ -299,26 +298,23 @@ class Sampler:
         share = VIDEO_SHARE if self._videos and self._pictures else float(bool(self._videos))
         if rng.random() < share:
             source = self._videos[rng.integers(len(self._videos))]
-            clip = _crop(rng, source, frames, size, self._event_share)
+            clip = _crop(rng, source, frames, size, self._cuts)
         else:
             clip = _moving_camera(rng, self._pictures[rng.integers(len(self._pictures))], frames, size)
         return _tinted(rng, _flipped(rng, clip))
 
 
-def _crop(
-    rng: np.random.Generator, source: Source, frames: int, size: int, event_share: float
-) -> torch.Tensor:
+def _crop(rng: np.random.Generator, source: Source, frames: int, size: int, events: bool) -> torch.Tensor:
     """Return a clip (C, T, S, S) of a video, in a fixed square window of one of its levels.
 
-    The clip has successive frames or every second one, forwards or backwards. `_start` explains
-    `event_share`.
+    The clip has successive frames or every second one, forwards or backwards. `_start` explains `events`.
     """
     level = source.levels[rng.integers(len(source.levels))]
     stride = int(rng.choice([1, 1, 1, 2]))  # every second frame in a quarter of the clips
     if (frames - 1) * stride >= len(level):
         stride = 1
     span = (frames - 1) * stride + 1
-    t = _start(rng, source, span, event_share)
+    t = _start(rng, source, span, events)
     y, x = (rng.integers(side - size + 1) for side in level.shape[1:3])
     window = level[t : t + span : stride, y : y + size, x : x + size]
     if rng.random() < 0.5:
@@ -326,14 +322,14 @@ def _crop(
     return _as_clip(window)
 
 
-def _start(rng: np.random.Generator, source: Source, span: int, event_share: float) -> int:
+def _start(rng: np.random.Generator, source: Source, span: int, events: bool) -> int:
     """Draw the index of the first frame of a window of `span` frames of a source.
 
-    With probability `event_share` the window holds an event, a frame drawn by how much it changes; else it
-    begins anywhere.
+    With `events` a share of the windows (`EVENT_SHARE`) holds an event, a frame drawn by how much it changes;
+    all others begin anywhere.
     """
     last = source.frames - span
-    if event_share and rng.random() < event_share and span > 1:
+    if events and rng.random() < EVENT_SHARE and span > 1:
         event = 1 + rng.choice(len(source.events), p=source.events)
         return int(min(max(event - rng.integers(span), 0), last))
     return int(rng.integers(last + 1))
@@ -360,19 +356,18 @@ def _moving_camera(rng: np.random.Generator, source: Source, frames: int, size: 
     angle = rng.normal(0, 0.1) + np.arange(frames) * rng.normal(0, 0.004)
     margin = 0.6 * size
     center_x, center_y = (rng.uniform(margin, max(side - margin, margin + 1)) for side in (width, height))
-    offsets = torch.linspace(-(size - 1) / 2, (size - 1) / 2, size)
-    y, x = torch.meshgrid(offsets, offsets, indexing="ij")
-    grids = []
-    # The middle frame is the one that looks at the center.
-    for (drift_x, drift_y), factor, turn in zip(path - path[frames // 2], zoom, angle, strict=True):
-        cosine, sine = math.cos(turn) * factor, math.sin(turn) * factor
-        across = (center_x + drift_x + cosine * x - sine * y) / width
-        down = (center_y + drift_y + sine * x + cosine * y) / height
-        grids.append(torch.stack([across, down], -1) * 2 - 1)  # in [-1, 1], as `grid_sample` takes points
-    pixels = _as_clip(picture[None])
+    drift = path - path[frames // 2]  # the middle frame is the one that looks at the center
+    cosine, sine = np.cos(angle) * zoom * size, np.sin(angle) * zoom * size
+    # `affine_grid` takes pictures' sides as [-1, 1]: offsets are halves of sides.
+    across = np.stack([cosine, -sine, 2 * (center_x + drift[:, 0]) - width], -1) / width
+    down = np.stack([sine, cosine, 2 * (center_y + drift[:, 1]) - height], -1) / height
     seen = functional.grid_sample(
-        pixels.transpose(0, 1).expand(frames, -1, -1, -1),
-        torch.stack(grids),
+        _as_clip(picture[None]).transpose(0, 1).expand(frames, -1, -1, -1),
+        functional.affine_grid(
+            torch.from_numpy(np.stack([across, down], 1)).float(),
+            [frames, 3, size, size],
+            align_corners=False,
+        ),
         mode="bicubic",
         padding_mode="reflection",
         align_corners=False,

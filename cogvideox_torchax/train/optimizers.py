@@ -1,6 +1,7 @@
 """The optimizers, their learning rates, and the average of the weights that is kept."""
 
 import functools
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterable
@@ -53,25 +54,21 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
         """Update the kernels that have a gradient, kernels of one shape together; a closure is not called."""
-        for group in self.param_groups:
-            alike = defaultdict(list)
-            for kernel in group["params"]:
-                if kernel.grad is not None:
-                    alike[tuple(kernel.shape)].append(kernel)
-            for kernels in alike.values():
-                self._step_alike(kernels, group)
-
-    def _step_alike(self, kernels: list[nn.Parameter], group: dict[str, Any]) -> None:
-        """Update kernels of one shape, and their momenta, with the options of their group."""
-        directions = []  # Nesterov's: the gradient and the new momentum, which is scaled once more
-        for kernel in kernels:
-            momentum = self.state[kernel]["momentum"].mul_(group["momentum"]).add_(kernel.grad)
-            directions.append((kernel.grad + momentum * group["momentum"]).flatten(1))
-        rows, columns = directions[0].shape
-        # An orthogonal update of a tall matrix has small rows: the factor is Jordan's.
-        scale = -group["lr"] * math.sqrt(max(1.0, rows / columns))
-        for kernel, update in zip(kernels, orthogonal(torch.stack(directions)), strict=True):
-            kernel.mul_(1 - group["lr"] * group["weight_decay"]).add_(update.view(kernel.shape) * scale)
+        (group,) = self.param_groups  # the kernels and the settings of the constructor
+        alike = defaultdict(list)
+        for kernel in group["params"]:
+            if kernel.grad is not None:
+                alike[tuple(kernel.shape)].append(kernel)
+        for kernels in alike.values():
+            directions = []  # Nesterov's: the gradient and the new momentum, which is scaled once more
+            for kernel in kernels:
+                momentum = self.state[kernel]["momentum"].mul_(group["momentum"]).add_(kernel.grad)
+                directions.append((kernel.grad + momentum * group["momentum"]).flatten(1))
+            rows, columns = directions[0].shape
+            # An orthogonal update of a tall matrix has small rows: the factor is Jordan's.
+            scale = -group["lr"] * math.sqrt(max(1.0, rows / columns))
+            for kernel, update in zip(kernels, orthogonal(torch.stack(directions)), strict=True):
+                kernel.mul_(1 - group["lr"] * group["weight_decay"]).add_(update.view(kernel.shape) * scale)
 
 
 def orthogonal(matrices: torch.Tensor) -> torch.Tensor:
@@ -115,7 +112,7 @@ class Optimizers:
         self._weights = weights
         self._steps = steps
         self._rate_factor = rate
-        self._by_name = _optimizers(weights, traced=False)
+        self._by_kind = _optimizers(weights, traced=False)
 
     def step(self, number: int, average: dict[str, torch.Tensor]) -> float:
         """Update the weights and their average in step `number`; return the gradient's norm before clipping.
@@ -125,27 +122,26 @@ class Optimizers:
         Raises:
             FloatingPointError: a gradient that was not finite; everything stays as it was.
         """
-        norm = self._advance(
-            average, self._rate_factor * schedule(number, self._steps), average_decay(number)
-        )
+        rate = self._rate_factor * schedule(number, self._steps)
+        norm = self._advance([average[name] for name in self._weights], rate, average_decay(number))
         if not math.isfinite(norm):
             raise FloatingPointError(f"the gradient of step {number} is {norm}")
         return norm
 
-    def _advance(self, average: dict[str, torch.Tensor], rate: float, decay: float) -> float:
+    def _advance(self, average: list[torch.Tensor], rate: float, decay: float) -> float:
         """Update weights, average and moments; return the gradient's norm.
 
         Args:
-            average: the averaged weights by name.
+            average: the averaged weights, in the order of the weights.
             rate: factor of the learning rates in this step.
             decay: fraction of the average that this step keeps.
         """
-        return _advance(self._by_name, self._weights, average, rate, decay).item()
+        return _advance(self._by_kind, list(self._weights.values()), average, rate, decay).item()
 
     @property
     def moments(self) -> Moments:
         """The tensors of the optimizers' state."""
-        return _moments(self._by_name)
+        return _moments(self._by_kind)
 
 
 class CompiledOptimizers(Optimizers):
@@ -156,46 +152,49 @@ class CompiledOptimizers(Optimizers):
         """`_traced`, compiled once."""
         return runtime.jit_torch(_traced)
 
-    def _advance(self, average: dict[str, torch.Tensor], rate: float, decay: float) -> float:
+    def _advance(self, average: list[torch.Tensor], rate: float, decay: float) -> float:
         """Make the step as one program, and assign its results to weights, average and moments.
 
         Arguments and result are as in `Optimizers`.
         """
-        moments = self.moments
-        static = tuple(self._weights), tuple(moments)
-        gradients = [weight.grad for weight in self._weights.values()]
-        tensors = [*self._weights.values(), *(average[name] for name in self._weights), *moments.values()]
+        weights, moments = list(self._weights.values()), self.moments
+        state = [weights, average, list(moments.values())]
+        gradients = [weight.grad for weight in weights]
         scalars = runtime.to_jax(torch.tensor([rate, decay]))
-        norm, *advanced = self._program(static, scalars, *gradients, *tensors)
-        for tensor, value in zip(tensors, advanced, strict=True):
+        norm, *advanced = self._program((tuple(self._weights), tuple(moments)), scalars, gradients, *state)
+        for tensor, value in zip(itertools.chain(*state), advanced, strict=True):
             runtime.assign(tensor, value)
         return runtime.to_torch(norm).item()
 
 
-def _traced(static: tuple[tuple[str, ...], tuple[str, ...]], scalars: Any, *tensors: Any) -> tuple[Any, ...]:
+def _traced(
+    names: tuple[tuple[str, ...], tuple[str, ...]],
+    scalars: Any,
+    gradients: list[Any],
+    weights: list[Any],
+    average: list[Any],
+    moments: list[Any],
+) -> tuple[Any, ...]:
     """Return the gradients' norm, then weights, average and moments after the step; traced as one program.
 
     If the norm is not finite, weights, average and moments are returned as they were before the step.
 
     Args:
-        static: the names of the weights, and of the moments in `Moments`.
+        names: the names of the weights, and of the moments in `Moments`.
         scalars: the learning rate's factor, and the average's decay.
-        tensors: gradients, weights and average, each in the order of the names, then the moments.
+        gradients, weights, average: in the order of the weights' names.
+        moments: in the order of the moments' names.
     """
-    names, moment_names = static
-    count = len(names)
-    gradients, weights, average = (
-        dict(zip(names, tensors[i * count : (i + 1) * count], strict=True)) for i in range(3)
-    )
-    for name, weight in weights.items():
-        weight.grad = gradients[name]
-    optimizers = _optimizers(weights, traced=True)
-    for moment_name, tensor in zip(moment_names, tensors[3 * count :], strict=True):
+    weight_names, moment_names = names
+    for weight, gradient in zip(weights, gradients, strict=True):
+        weight.grad = gradient
+    optimizers = _optimizers(dict(zip(weight_names, weights, strict=True)), traced=True)
+    for moment_name, tensor in zip(moment_names, moments, strict=True):
         kind, index, moment = moment_name.split("/")
         optimizers[kind].state[optimizers[kind].param_groups[0]["params"][int(index)]][moment] = tensor
-    before = [tensor.clone() for tensor in tensors[count:]]
+    before = [tensor.clone() for tensor in (*weights, *average, *moments)]
     norm = _advance(optimizers, weights, average, scalars[0], scalars[1], traced=True)
-    after = [*weights.values(), *average.values(), *_moments(optimizers).values()]
+    after = [*weights, *average, *_moments(optimizers).values()]
     is_finite = torch.isfinite(norm)
     return norm, *(torch.where(is_finite, new, old) for new, old in zip(after, before, strict=True))
 
@@ -206,10 +205,8 @@ def _optimizers(weights: dict[str, Any], *, traced: bool) -> dict[str, torch.opt
     With `traced`, AdamW computes with its step number and learning rate as tensors, so that they are traced,
     not compiled in as constants.
     """
-    kernels = [
-        weight for name, weight in weights.items() if weight.ndim > 1 and not _is_outer_convolution(name)
-    ]
-    others = [weight for name, weight in weights.items() if weight.ndim == 1 or _is_outer_convolution(name)]
+    kernels = [weight for name, weight in weights.items() if _is_inner_kernel(name, weight)]
+    others = [weight for name, weight in weights.items() if not _is_inner_kernel(name, weight)]
     adamw = torch.optim.AdamW(
         others, lr=OTHERS_RATE, betas=(0.9, 0.98), weight_decay=1e-3, differentiable=traced
     )
@@ -234,8 +231,8 @@ def _moments(optimizers: dict[str, torch.optim.Optimizer]) -> Moments:
 
 def _advance(
     optimizers: dict[str, torch.optim.Optimizer],
-    weights: dict[str, Any],
-    average: dict[str, torch.Tensor],
+    weights: list[Any],
+    average: list[torch.Tensor],
     rate: Any,
     decay: Any,
     *,
@@ -247,28 +244,28 @@ def _advance(
     cannot branch on the norm, and its caller chooses between the results and the old tensors.
 
     Args:
-        optimizers: Muon and AdamW, in this order.
-        weights: parameters by name.
-        average: their averages by name.
-        rate: factor of both largest learning rates.
+        optimizers: Muon and AdamW.
+        weights: all parameters.
+        average: their averages, in the same order.
+        rate: factor of both optimizers' largest learning rates, which they were made with.
         decay: fraction of the average that this step keeps.
         traced: whether the tensors are traced by JAX.
     """
-    norm = torch.nn.utils.clip_grad_norm_(weights.values(), 1.0)
+    norm = nn.utils.clip_grad_norm_(weights, 1.0)
     if not traced and not math.isfinite(norm):
         return norm
-    for optimizer, largest in zip(optimizers.values(), (KERNELS_RATE, OTHERS_RATE), strict=True):
-        optimizer.param_groups[0]["lr"] = largest * rate
+    for optimizer in optimizers.values():
+        optimizer.param_groups[0]["lr"] = optimizer.defaults["lr"] * rate
         optimizer.step()
     with torch.no_grad():
-        for name, weight in weights.items():
-            average[name].lerp_(weight, 1 - decay)
+        for averaged, weight in zip(average, weights, strict=True):
+            averaged.lerp_(weight, 1 - decay)
     return norm
 
 
-def _is_outer_convolution(name: str) -> bool:
-    """Return whether a parameter belongs to the first or the last convolution of the encoder or decoder."""
-    return "conv_in" in name or "conv_out" in name
+def _is_inner_kernel(name: str, weight: torch.Tensor) -> bool:
+    """Return whether a parameter is a kernel, not of the first or last convolution of encoder or decoder."""
+    return weight.ndim > 1 and "conv_in" not in name and "conv_out" not in name
 
 
 def schedule(step: int, steps: int) -> float:

@@ -22,7 +22,6 @@ def curves(losses_table: Path, validation_table: Path) -> dict[str, Any]:
     with losses_table.open(newline="") as file:
         head, *lines = csv.reader(file)
     parts = np.array_split(np.array(lines, float), min(POINTS, len(lines)))
-    means = np.array([part.mean(0) for part in parts])
     with validation_table.open(newline="") as file:
         validation = [
             {
@@ -34,7 +33,8 @@ def curves(losses_table: Path, validation_table: Path) -> dict[str, Any]:
             }
             for line in csv.DictReader(file)
         ]
-    losses = {name: [float(f"{value:.5g}") for value in means[:, i]] for i, name in enumerate(head)}
+    columns = zip(head, np.array([part.mean(0) for part in parts]).T, strict=True)
+    losses = {name: [float(f"{value:.5g}") for value in means] for name, means in columns}
     return {"losses": losses, "validation": validation}
 
 

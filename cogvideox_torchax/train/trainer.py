@@ -75,16 +75,15 @@ class Trainer:
         x = self._sampler.batch(number, plan.shape(number))
         # Below a million steps no two pairs of seed and step have the same noise.
         noise = torch.Generator().manual_seed(plan.seed * 1_000_003 + number)
-        total, *parts = self._losses(x, noise)
+        losses = self._losses(x, noise)
         self.vae.zero_grad()
-        total.backward()
+        losses[0].backward()
         gradient = self._optimizers.step(number, self._average)
         self.step_number += 1
-        loss, l1, mse, kl, mean_color = (self._backend.to_torch(each).item() for each in (total, *parts))
-        return Losses(loss, l1, mse, kl, mean_color, gradient)
+        return Losses(*(self._backend.to_torch(loss).item() for loss in losses), gradient)
 
     def _losses(self, x: torch.Tensor, noise: torch.Generator) -> tuple[torch.Tensor, ...]:
-        """Return a batch's total loss, L1, MSE, KL and error of mean colors, as scalar tensors.
+        """Return a batch's losses as scalar tensors: the fields of `Losses` but for the gradient's norm.
 
         Args:
             x: the batch (N, C, T, H, W), in [-1, 1].
@@ -132,9 +131,10 @@ class Trainer:
 
     def _tensors(self) -> State:
         """Return the weights, their average and the optimizers' moments, by their names in a checkpoint."""
-        weights = {f"weights/{name}": weight for name, weight in self._weights.items()}
-        average = {f"average/{name}": weight for name, weight in self._average.items()}
-        return {**weights, **average, **self._optimizers.moments}
+        kinds = {"weights": self._weights, "average": self._average}
+        return {
+            f"{kind}/{name}": tensor for kind, tensors in kinds.items() for name, tensor in tensors.items()
+        } | self._optimizers.moments
 
     def restore(self, state: State, step: int) -> None:
         """Set weights, average and moments to those of a checkpoint after `step` steps.

@@ -1,30 +1,13 @@
-"""The axes of videos, latents and caches, by letter."""
+"""The orders of axes of videos, latents and caches, as texts of a letter for each axis."""
 
-from dataclasses import dataclass
+Axes = str
+"""An order of axes: N videos, C channels, T frames, H rows, W columns; `axes.index("W")` is the axis of W."""
 
-
-@dataclass(frozen=True)
-class Axes:
-    """The order of an array's axes.
-
-    Attributes:
-        names: their letters: N videos, C channels, T frames, H rows, W columns.
-    """
-
-    names: str
-
-    def index(self, letter: str) -> int:
-        """Return the axis of a letter."""
-        return self.names.index(letter)
-
-    def ordered(self, shape_NCTHW: tuple[int, ...]) -> tuple[int, ...]:
-        """Return a shape (N, C, T, H, W) in this order."""
-        return tuple(shape_NCTHW["NCTHW".index(letter)] for letter in self.names)
-
-    def __str__(self) -> str:
-        return f"({', '.join(self.names)})"
+NCTHW: Axes = "NCTHW"
+NTHWC: Axes = "NTHWC"
+HWNTC: Axes = "HWNTC"
 
 
-NCTHW = Axes("NCTHW")
-NTHWC = Axes("NTHWC")
-HWNTC = Axes("HWNTC")
+def ordered(shape_NCTHW: tuple[int, ...], axes: Axes) -> tuple[int, ...]:
+    """Return a shape (N, C, T, H, W) in another order of axes."""
+    return tuple(shape_NCTHW[NCTHW.index(letter)] for letter in axes)

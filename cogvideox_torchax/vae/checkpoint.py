@@ -46,10 +46,10 @@ def read_config(directory: Path) -> dict[str, Any]:
     if not path.is_file() and (directory / INDEX).is_file():
         raise ModelError(f"{directory} has no config.json; this is a whole pipeline: pass subfolder='vae'")
     config = read_json(path)
-    name = config.get("_class_name")
-    if name != CLASS_NAME:
+    if config.get("_class_name") != CLASS_NAME:
         raise ModelError(
-            f"{path} is for {name or 'no known class'}, not for {CLASS_NAME}: give a CogVideoX VAE"
+            f"{path} is for {config.get('_class_name') or 'no known class'}, not for {CLASS_NAME}: give a "
+            "CogVideoX VAE"
         )
     return config
 

@@ -1,22 +1,34 @@
 """Checks of a user's inputs to a VAE, where they enter, in either layout."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from cogvideox_torchax.vae.axes import Axes
+from cogvideox_torchax.vae.directions import Direction
 
 
 def check_shape(
-    input_name: str, shape: tuple[int, ...], axes: Axes, *, channels: int, multiple: int = 1
+    direction: Direction,
+    shape: tuple[int, ...],
+    axes: Axes,
+    config: Mapping[str, Any],
+    spatial_compression_ratio: int,
 ) -> None:
-    """Raise `ValueError` unless a video, or latents, have a shape that a model takes.
+    """Raise `ValueError` unless the input of a direction has a shape that a model takes.
 
     Args:
-        input_name: "video" or "latents".
-        shape: its shape, in the order of `axes`.
+        direction: `ENCODE` for a video, `DECODE` for latents.
+        shape: the input's shape, in the order of `axes`.
         axes: order of the axes.
-        channels: channels that the model takes.
-        multiple: required divisor of height and width.
+        config: the model's config, which has the numbers of channels.
+        spatial_compression_ratio: the model's pixels for each latent pixel, along one axis.
     """
+    input_name, channels = direction.takes, config[direction.channels]
+    multiple = direction.scale(spatial_compression_ratio)  # divisor of height and width
     if len(shape) != 5:
-        raise ValueError(f"got {input_name} of rank {len(shape)}, shape {shape}: it takes {axes}")
+        raise ValueError(
+            f"got {input_name} of rank {len(shape)}, shape {shape}: it takes ({', '.join(axes)})"
+        )
     given_channels, height, width = (shape[axes.index(letter)] for letter in "CHW")
     if given_channels != channels:
         raise ValueError(
@@ -33,21 +45,21 @@ def check_shape(
 
 
 def check_finite(
-    input_name: str, nonfinite_index: tuple[int, ...] | None, axes: Axes, *, first_frame: int = 0
+    direction: Direction, nonfinite_index: tuple[int, ...] | None, axes: Axes, *, first_frame: int = 0
 ) -> None:
     """Raise `ValueError` if a search of an input has found a NaN or Inf.
 
     Args:
-        input_name: "video" or "latents".
+        direction: `ENCODE` for a video, `DECODE` for latents.
         nonfinite_index: index of the first NaN or Inf (`runtime.first_nonfinite`), or None.
         axes: order of the input's axes.
         first_frame: position of the input's first frame in the whole video, for the message.
     """
     if nonfinite_index is None:
         return
-    index = dict(zip(axes.names, nonfinite_index, strict=True))
+    index = dict(zip(axes, nonfinite_index, strict=True))
     raise ValueError(
-        f"got NaN or Inf in the {input_name}: video {index['N']}, frame {index['T'] + first_frame}, "
+        f"got NaN or Inf in the {direction.takes}: video {index['N']}, frame {index['T'] + first_frame}, "
         f"channel {index['C']}, row {index['H']}, column {index['W']}; find where they come from "
         "(float16 overflows: try bfloat16 or float32)"
     )

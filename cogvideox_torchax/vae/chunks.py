@@ -5,26 +5,14 @@ computes (diffusers' `AutoencoderKLCogVideoX._encode` and `_decode`); only this 
 the rule of the first frame for up- and downsampling in time.
 """
 
-from dataclasses import dataclass
+import itertools
 
 LATENT_FRAMES_A_CHUNK = 2
 SAMPLE_FRAMES_A_CHUNK = 8
 
 
-@dataclass(frozen=True)
-class Chunk:
-    """Frames `start` to `stop` (exclusive) of the input."""
-
-    start: int
-    stop: int
-
-    @property
-    def length(self) -> int:
-        return self.stop - self.start
-
-
-def plan(num_frames: int, frames_a_chunk: int) -> list[Chunk]:
-    """Split a video into chunks; the remainder joins the first chunk.
+def plan(num_frames: int, frames_a_chunk: int) -> list[range]:
+    """Return the range of frames of each chunk of a video; the remainder joins the first chunk.
 
     Args:
         num_frames: length of the whole video: latent frames to decode or sample frames to encode.
@@ -38,8 +26,8 @@ def plan(num_frames: int, frames_a_chunk: int) -> list[Chunk]:
         raise ValueError(f"got a video of {num_frames} frames: at least one is needed")
     count = max(num_frames // frames_a_chunk, 1)
     first_length = num_frames - frames_a_chunk * (count - 1)
-    starts = [0, *(first_length + frames_a_chunk * i for i in range(count - 1))]
-    return [Chunk(start, stop) for start, stop in zip(starts, [*starts[1:], num_frames], strict=True)]
+    bounds = [0, *range(first_length, num_frames, frames_a_chunk), num_frames]
+    return [range(start, stop) for start, stop in itertools.pairwise(bounds)]
 
 
 def first_frame_is_alone(frames: int) -> bool:

@@ -39,15 +39,15 @@ class Direction(StrEnum):
         """Return the number of frames of every chunk but the first, an attribute of the model `vae`."""
         return getattr(vae, self._frames)
 
-    def chunks(self, vae: Any, frames: int) -> list[chunks.Chunk]:
-        """Return the chunks of a video, or of latents, of so many frames."""
+    def chunks(self, vae: Any, frames: int) -> list[range]:
+        """Return the range of frames of each chunk of a video, or of latents, of so many frames."""
         return chunks.plan(frames, self.frames_a_chunk(vae))
 
     def results(self, vae: Any, frames: int) -> list[int]:
         """Return the number of frames of each chunk's result, for an input of so many frames."""
         length = chunks.encoded_length if self is ENCODE else chunks.decoded_length
         steps = chunks.temporal_steps(vae.config["temporal_compression_ratio"])
-        return [length(chunk.length, steps) for chunk in self.chunks(vae, frames)]
+        return [length(len(chunk), steps) for chunk in self.chunks(vae, frames)]
 
 
 ENCODE, DECODE = Direction  # iterating over an enum gives its members in order

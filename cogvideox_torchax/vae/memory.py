@@ -77,7 +77,7 @@ def estimated_bytes(vae: Any, direction: Direction, height: int, width: int, fra
         height, width: size of the frames, in pixels.
         frames: number of frames of the whole input, a video or latents.
     """
-    longest = max(chunk.length for chunk in direction.chunks(vae, frames))
+    longest = max(map(len, direction.chunks(vae, frames)))
     relative_size = (
         vae.config["block_out_channels"][0] / PLANNED_CHANNELS * vae.dtype.itemsize / PLANNED_ITEMSIZE
     )
@@ -92,7 +92,7 @@ def estimated_bytes(vae: Any, direction: Direction, height: int, width: int, fra
 
 def fitting_tile(
     vae: Any, direction: Direction, height: int, width: int, frames: int, free: int
-) -> tuple[int, int] | None:
+) -> tuple[int, ...] | None:
     """Return the largest tile, of the frame's shape, that fits into memory by the estimate.
 
     Args:
@@ -108,10 +108,7 @@ def fitting_tile(
     if whole_bytes <= MARGIN * free:
         return None
     shrink, scale = math.sqrt(MARGIN * free / whole_bytes), vae.spatial_compression_ratio
-    tile_height, tile_width = (
-        max(int(size * shrink) // scale, SMALLEST_TILE) * scale for size in (height, width)
-    )
-    return tile_height, tile_width
+    return tuple(max(int(side * shrink) // scale, SMALLEST_TILE) * scale for side in (height, width))
 
 
 def set_tiles(
@@ -136,14 +133,14 @@ def set_tiles(
     if tiling is None:
         return None
     if tiling != "auto":
-        _enable(vae, parse_tiles(tiling, vae.spatial_compression_ratio))
+        vae.enable_tiling(*parse_tiles(tiling, vae.spatial_compression_ratio))
         return None
     free = runtime.free_memory(getattr(vae, "mesh", None))
     tile = fitting_tile(vae, direction, height, width, frames, free)
     if tile is None:
         vae.disable_tiling()
         return None
-    _enable(vae, tile)
+    vae.enable_tiling(*tile)
     return f"tiles of {tile[0]} x {tile[1]} pixels, as {free / 2**30:.1f} GiB are free"
 
 
@@ -169,11 +166,6 @@ def restoring_tiles(vae: Any) -> Iterator[None]:
             setattr(vae, name, value)
 
 
-def _enable(vae: Any, tile: tuple[int, int]) -> None:
-    """Enable tiles of this (height, width) in pixels."""
-    vae.enable_tiling(tile_sample_min_height=tile[0], tile_sample_min_width=tile[1])
-
-
 def retry_tiled_on_oom(
     vae: Any, size: tuple[int, int], start: Callable[[], Iterator[Item]], say: Callable[[str], None]
 ) -> Iterator[Item]:
@@ -196,12 +188,11 @@ def retry_tiled_on_oom(
             yielded += 1
         return
     except Exception as error:
-        several_processes = runtime.of_several_processes(getattr(vae, "mesh", None))
-        if several_processes or not runtime.out_of_memory(error):
+        if runtime.of_several_processes(getattr(vae, "mesh", None)) or not runtime.out_of_memory(error):
             raise
     scale = vae.spatial_compression_ratio
     last_sides = map(min, tile_of(vae) or size, size)  # a tile may be larger than the frame
     tile = [max(side // 2 // scale, SMALLEST_TILE) * scale for side in last_sides]
     say(f"out of memory after {yielded} chunks: going on in tiles of {tile[0]} x {tile[1]} pixels")
-    _enable(vae, (tile[0], tile[1]))
+    vae.enable_tiling(*tile)
     yield from itertools.islice(start(), yielded, None)

@@ -18,7 +18,6 @@ from cogvideox_torchax import runtime
 from cogvideox_torchax.vae import tiling
 from cogvideox_torchax.vae.axes import NCTHW
 from cogvideox_torchax.vae.checks import check_finite, check_shape
-from cogvideox_torchax.vae.chunks import Chunk
 from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction
 
 Fetch = Callable[[torch.Tensor], torch.Tensor]
@@ -72,8 +71,10 @@ class ChunkedVAE:
             ValueError: a bad video or first frame, or no `num_frames` for an iterable, at once; a bad later
                 frame, or more or fewer frames than announced, when it is their turn.
         """
-        moments = self._stream(ENCODE, frames, num_frames, fetch)
-        return (DiagonalGaussianDistribution(chunk) for chunk in moments)
+        return (
+            DiagonalGaussianDistribution(moments)
+            for moments in self._stream(ENCODE, frames, num_frames, fetch)
+        )
 
     def decode_stream(
         self,
@@ -154,8 +155,11 @@ class ChunkedVAE:
         if first is None:
             raise ValueError(f"{name} got no frames where {num_frames} were announced")
         self._check(direction, with_time(first), follow_weights=True)
-        plan, check = direction.chunks(self, num_frames), functools.partial(self._check, direction)
-        return regrouped_into_chunks(direction.takes, first, iterator, plan, check), first.shape[-2:]
+        check = functools.partial(self._check, direction, follow_weights=True)
+        chunks = regrouped_into_chunks(
+            direction.takes, first, iterator, direction.chunks(self, num_frames), check
+        )
+        return chunks, first.shape[-2:]
 
     def results(
         self,
@@ -185,14 +189,9 @@ class ChunkedVAE:
         """Return the results of a video's chunks as `results` does, all videos of the batch together."""
         raise NotImplementedError
 
-    @contextlib.contextmanager
-    def _running(self, x: torch.Tensor) -> Iterator[None]:
-        """Enable torchax in a `with` block if `x` is on JAX."""
-        if not runtime.on_jax(x):
-            yield
-            return
-        with runtime.active():
-            yield
+    def _running(self, x: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
+        """Return a context in which torchax is on if `x` is on JAX."""
+        return runtime.active() if runtime.on_jax(x) else contextlib.nullcontext()
 
     def _all_results(
         self, direction: Direction, x: torch.Tensor, plan: tiling.TilePlan | None
@@ -210,21 +209,22 @@ class ChunkedVAE:
             results = [runtime.to_torch(result) for result in results]
         return runtime.concatenate(results, 2)
 
-    def _tile_plan(self, direction: Direction, size: torch.Size) -> tiling.TilePlan | None:
-        """Return the tiles of frames of this (rows, columns); None if one is enough, or tiling is off."""
-        scale = self.spatial_compression_ratio
-        cuts = self.use_tiling and self._tiles.cuts(direction, size, scale)
-        return self._tiles.plan(direction, size, scale) if cuts else None
+    def _tile_plan(
+        self, direction: Direction, size: torch.Size, *, always: bool = False
+    ) -> tiling.TilePlan | None:
+        """Return the tiles of frames of this (rows, columns), by diffusers' attributes of the model.
 
-    @property
-    def _tiles(self) -> tiling.TileSettings:
-        """The tile settings, from diffusers' attributes."""
-        return tiling.TileSettings(
+        It is None if one tile is enough, or tiling is off; with `always` it is a plan even then.
+        """
+        if not always and not self.use_tiling:
+            return None
+        tiles = tiling.TileSettings(
             self.tile_latent_min_height,
             self.tile_latent_min_width,
             self.tile_overlap_factor_height,
             self.tile_overlap_factor_width,
         )
+        return tiles.plan(direction, size, self.spatial_compression_ratio, always=always)
 
     def _check(
         self, direction: Direction, x: torch.Tensor, *, follow_weights: bool = False, first_frame: int = 0
@@ -238,15 +238,14 @@ class ChunkedVAE:
                 encode.
             first_frame: position of the first frame of `x` in the video, for the message.
         """
-        name, multiple = direction.takes, direction.scale(self.spatial_compression_ratio)
-        check_shape(name, tuple(x.shape), NCTHW, channels=self.config[direction.channels], multiple=multiple)
+        check_shape(direction, tuple(x.shape), NCTHW, self.config, self.spatial_compression_ratio)
+        self._check_place(direction.takes, x, follow_weights)
         is_stream_of_bytes = follow_weights and direction == ENCODE and x.dtype == torch.uint8
-        self._check_place(name, x, follow_weights)
         if not is_stream_of_bytes and not self._takes_dtype(x):
             raise ValueError(
-                f"got {name} of {x.dtype} for weights of {self.dtype}: pass them .to({self.dtype})"
+                f"got {direction.takes} of {x.dtype} for weights of {self.dtype}: pass them .to({self.dtype})"
             )
-        check_finite(name, runtime.first_nonfinite(x), NCTHW, first_frame=first_frame)
+        check_finite(direction, runtime.first_nonfinite(x), NCTHW, first_frame=first_frame)
 
     def _check_place(self, name: str, x: torch.Tensor, follow_weights: bool) -> None:
         """Raise `ValueError` for a tensor in PyTorch or on JAX where the model does not take it; here none.
@@ -262,7 +261,7 @@ class ChunkedVAE:
 def frames_of_chunks(vae: Any, direction: Direction, x: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield the chunks (N, C, t, H, W) of a video or of latents."""
     for chunk in Direction(direction).chunks(vae, x.shape[2]):  # `direction` may be a name
-        yield runtime.take(x, 2, chunk.start, chunk.length)
+        yield runtime.take(x, 2, chunk.start, len(chunk))
 
 
 def with_time(frames: torch.Tensor) -> torch.Tensor:
@@ -274,7 +273,7 @@ def regrouped_into_chunks(
     what: str,
     first: torch.Tensor,
     rest: Iterator[torch.Tensor],
-    plan: list[Chunk],
+    plan: list[range],
     check: Callable[..., None],
 ) -> Iterator[torch.Tensor]:
     """Yield the chunks (N, C, t, H, W) of an input that comes in pieces of any length or single frames.
@@ -283,38 +282,37 @@ def regrouped_into_chunks(
         what: "video" or "latents", for errors.
         first: the first piece.
         rest: iterator over the pieces after the first.
-        plan: the chunks of the whole input.
-        check: raises an error for a bad chunk; called with the chunk, `follow_weights=True`, and the position
-            of the chunk's first frame as `first_frame`.
+        plan: each chunk's range of frames.
+        check: raises an error for a bad chunk; called with the chunk, and the position of the chunk's first
+            frame as `first_frame`.
 
     Raises:
         ValueError: a piece of another size than the first; more or fewer frames than planned.
     """
     num_frames = plan[-1].stop
-    piece = with_time(first)  # from here on the frames of a piece that no chunk has taken yet
-    for chunk in plan:
-        parts: list[torch.Tensor] = []
-        position = chunk.start
-        while position < chunk.stop:
-            if not piece.shape[2]:
-                piece = next(rest, None)
-                if piece is None:
-                    raise ValueError(
-                        f"the {what} ended after {position} frames where {num_frames} were announced"
-                    )
-                piece = with_time(piece)
+
+    def single_frames() -> Iterator[torch.Tensor]:
+        """Yield the frames (N, C, H, W) of all pieces, each piece checked to have the first one's size."""
+        position = 0
+        for piece in map(with_time, itertools.chain([first], rest)):
             # All axes but the frames'; `first` may be a single frame, without that axis.
             if (*piece.shape[:2], *piece.shape[3:]) != (*first.shape[:2], *first.shape[-2:]):
                 raise ValueError(
                     f"frame {position} is {tuple(piece.shape)}, the ones before it {tuple(first.shape)}"
                 )
-            count = min(chunk.stop - position, piece.shape[2])
-            parts.append(piece[:, :, :count])
-            piece, position = piece[:, :, count:], position + count
-        joined = torch.cat(parts, dim=2)
-        check(joined, follow_weights=True, first_frame=chunk.start)
+            position += piece.shape[2]
+            yield from piece.unbind(2)
+
+    frames = single_frames()
+    for chunk in plan:
+        taken = list(itertools.islice(frames, len(chunk)))
+        if len(taken) < len(chunk):
+            ended = chunk.start + len(taken)
+            raise ValueError(f"the {what} ended after {ended} frames where {num_frames} were announced")
+        joined = torch.stack(taken, dim=2)
+        check(joined, first_frame=chunk.start)
         yield joined
-    if piece.shape[2] or next(rest, None) is not None:
+    if next(frames, None) is not None:
         raise ValueError(f"the {what} goes on after the {num_frames} frames that were announced")
 
 
@@ -324,22 +322,20 @@ def fetched_one_behind(results: Iterator[torch.Tensor], fetch: Fetch) -> Iterato
 
     If computing a result fails, the result before it is yielded first, then the error is raised.
     """
-    previous = None
-    while True:
-        result, failure = None, None
+    result, failure = next(results), None
+    runtime.fetch_async(result)
+    while result is not None:
+        following = None
         try:
-            result = next(results, None)
-            if result is not None:
-                runtime.fetch_async(result)
+            following = next(results, None)
+            if following is not None:
+                runtime.fetch_async(following)
         except Exception as error:
             failure = error
-        if previous is not None:
-            yield fetch(previous)
-        if failure is not None:
-            raise failure
-        if result is None:
-            return
-        previous = result
+        yield fetch(result)
+        result = following
+    if failure is not None:
+        raise failure
 
 
 def split_videos(pieces: Iterable[torch.Tensor]) -> list[Iterator[torch.Tensor]]:

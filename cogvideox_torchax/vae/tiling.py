@@ -109,26 +109,26 @@ class TileSettings:
     overlap_height: float = 1 / 6
     overlap_width: float = 1 / 5
 
-    def plan(self, direction: Direction, size: tuple[int, ...], scale: int) -> TilePlan:
-        """Return the tiles of an input.
+    def plan(
+        self, direction: Direction, size: tuple[int, ...], scale: int, *, always: bool = False
+    ) -> TilePlan | None:
+        """Return the tiles of an input; None if it is no larger than one tile.
 
         Args:
             direction: `ENCODE` or `DECODE`.
             size: rows and columns of the input.
             scale: video pixels for each latent pixel, along one axis.
+            always: whether an input of one tile has a plan too.
         """
         scale_in = direction.scale(scale)
-        scale_out = scale // scale_in
-        plan = functools.partial(plan_axis, scale_in=scale_in, scale_out=scale_out)
+        fits = size[0] <= self.latent_height * scale_in and size[1] <= self.latent_width * scale_in
+        if fits and not always:
+            return None
+        plan = functools.partial(plan_axis, scale_in=scale_in, scale_out=scale // scale_in)
         return TilePlan(
             plan(size[0], tile=self.latent_height, overlap=self.overlap_height),
             plan(size[1], tile=self.latent_width, overlap=self.overlap_width),
         )
-
-    def cuts(self, direction: Direction, size: tuple[int, ...], scale: int) -> bool:
-        """Return whether an input is larger than one tile; the arguments are those of `plan`."""
-        scale_in = direction.scale(scale)
-        return size[0] > self.latent_height * scale_in or size[1] > self.latent_width * scale_in
 
 
 def run_chunks(

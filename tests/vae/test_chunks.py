@@ -24,13 +24,13 @@ from cogvideox_torchax.vae import chunks
     ],
 )
 def test_what_does_not_fill_a_chunk_joins_the_first(frames, size, lengths):
-    assert [chunk.length for chunk in chunks.plan(frames, size)] == lengths
+    assert [len(chunk) for chunk in chunks.plan(frames, size)] == lengths
 
 
 @pytest.mark.parametrize("frames", range(1, 30))
 def test_decoded_frames_are_1_for_1_and_4n_minus_3_for_odd_and_4n_for_even(frames):
     total = sum(
-        chunks.decoded_length(chunk.length) for chunk in chunks.plan(frames, chunks.LATENT_FRAMES_A_CHUNK)
+        chunks.decoded_length(len(chunk)) for chunk in chunks.plan(frames, chunks.LATENT_FRAMES_A_CHUNK)
     )
     assert total == (1 if frames == 1 else 4 * frames - 3 if frames % 2 else 4 * frames)
 
@@ -40,7 +40,7 @@ def test_decoded_frames_are_1_for_1_and_4n_minus_3_for_odd_and_4n_for_even(frame
 )
 def test_encoded_frames(frames, latents):
     plan = chunks.plan(frames, chunks.SAMPLE_FRAMES_A_CHUNK)
-    assert sum(chunks.encoded_length(chunk.length) for chunk in plan) == latents
+    assert sum(chunks.encoded_length(len(chunk)) for chunk in plan) == latents
 
 
 def test_no_frames_is_an_error():
@@ -57,6 +57,6 @@ def test_a_ratio_is_so_many_halvings(ratio, steps):
 def test_every_frame_is_in_one_chunk_and_only_the_first_is_longer(frames, a_chunk):
     plan = chunks.plan(frames, a_chunk)
     assert [frame for chunk in plan for frame in range(chunk.start, chunk.stop)] == list(range(frames))
-    assert all(chunk.length == a_chunk for chunk in plan[1:])
-    assert plan[0].length < 2 * a_chunk
-    assert len(plan) == 1 or plan[0].length >= a_chunk
+    assert all(len(chunk) == a_chunk for chunk in plan[1:])
+    assert len(plan[0]) < 2 * a_chunk
+    assert len(plan) == 1 or len(plan[0]) >= a_chunk

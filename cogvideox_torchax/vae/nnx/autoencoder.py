@@ -26,7 +26,7 @@ from cogvideox_torchax.vae.columns import OnColumns, set_split
 from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction
 from cogvideox_torchax.vae.nnx import weights
 from cogvideox_torchax.vae.nnx.config import FlaxAutoencoderKLCogVideoXConfig
-from cogvideox_torchax.vae.nnx.modules import Cache, Conv3d, LayerConfig, Resnets
+from cogvideox_torchax.vae.nnx.modules import Cache, Conv3d, LayerConfig
 from cogvideox_torchax.vae.nnx.networks import Decoder3D, Encoder3D
 from cogvideox_torchax.vae.pixels import from_uint8, to_uint8
 from jax_kernels.common.columns import WHOLE, Split, with_clear_padding
@@ -222,9 +222,9 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         Raises:
             ModelError: a tensor that is missing, left over or of another shape, by name.
         """
-        graph, abstract = nnx.split(cls.weightless(config, dtype=dtype, param_dtype=param_dtype))
-        state = weights.read_state(abstract, tensors, source=source, param_dtype=param_dtype)
-        return nnx.merge(graph, state)
+        model = cls.weightless(config, dtype=dtype, param_dtype=param_dtype)
+        model.load_tensors(tensors, source=source)
+        return model
 
     @classmethod
     def from_state_dict(
@@ -264,11 +264,22 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         Raises:
             ModelError: a `ValueError` that says what is missing or wrong, and what to do.
         """
-        hub = {"revision": revision, "token": token, "cache_dir": cache_dir}
-        directory = checkpoint.locate_vae(name, subfolder, variant, local_files_only=local_files_only, **hub)
-        config = FlaxAutoencoderKLCogVideoXConfig.from_file(directory)
-        tensors = checkpoint.read_tensors(checkpoint.weight_files(directory, variant))
-        return cls.from_tensors(config, tensors, source=directory, dtype=dtype, param_dtype=param_dtype)
+        directory = checkpoint.locate_vae(
+            name,
+            subfolder,
+            variant,
+            revision=revision,
+            token=token,
+            cache_dir=cache_dir,
+            local_files_only=local_files_only,
+        )
+        return cls.from_tensors(
+            FlaxAutoencoderKLCogVideoXConfig.from_file(directory),
+            checkpoint.read_tensors(checkpoint.weight_files(directory, variant)),
+            source=directory,
+            dtype=dtype,
+            param_dtype=param_dtype,
+        )
 
     def save_pretrained(self, directory: str | Path) -> None:
         """Write the model as diffusers' `AutoencoderKLCogVideoX` loads it, in `param_dtype`."""
@@ -284,17 +295,15 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         Raises:
             ModelError: a tensor that is missing, left over or of another shape, by name.
         """
-        parameters = nnx.state(self, nnx.Param)
-        state = weights.read_state(parameters, tensors, source=source, param_dtype=self.param_dtype)
-        nnx.update(self, state)
+        state = nnx.state(self, nnx.Param)
+        nnx.update(self, weights.read_state(state, tensors, source=source, param_dtype=self.param_dtype))
         if self.mesh is not None:
             self.place_on(self.mesh)
 
     def cast(self, dtype: DTypeLike) -> None:
         """Store the parameters in another dtype, and compute in it."""
         self.dtype = self.param_dtype = jnp.dtype(dtype)
-        cast = jax.tree.map(lambda weight: weight.astype(dtype), nnx.state(self, nnx.Param))
-        nnx.update(self, cast)
+        nnx.update(self, jax.tree.map(lambda weight: weight.astype(dtype), nnx.state(self, nnx.Param)))
 
     # Encoding and decoding
 
@@ -351,8 +360,9 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         `options` are `_stream`'s.
         """
         batches = [x] if not self.use_slicing or x.shape[0] == 1 else [video[None] for video in x]
-        streams = (self._stream(direction, batch, **options) for batch in batches)
-        results = [runtime.concatenate(list(chunk_results), 1) for chunk_results in streams]
+        results = [
+            runtime.concatenate(list(self._stream(direction, batch, **options)), 1) for batch in batches
+        ]
         return runtime.concatenate(results, 0)
 
     def _stream(
@@ -365,7 +375,7 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
         self._check(direction, x)
         plan = chunks.plan(x.shape[1], 1) if frame_by_frame else direction.chunks(self, x.shape[1])
         # If `x` is a NumPy array, only one chunk's frames at a time go to the device.
-        pieces = (runtime.take(x, 1, chunk.start, chunk.length) for chunk in plan)
+        pieces = (runtime.take(x, 1, chunk.start, len(chunk)) for chunk in plan)
         tiles = self._tile_plan(direction, x.shape[2:4])
         return self.run_chunks(direction, pieces, tiles, frame_by_frame=frame_by_frame, **options)
 
@@ -394,8 +404,9 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
 
             `as_uint8` is `tiling.run_chunks`'s, which asks for bytes of whole frames but not of tiles.
             """
-            chunk = self.chunk(direction, as_uint8=as_uint8, frame_by_frame=frame_by_frame)
-            network, weights = Network.split(chunk)
+            network, weights = Network.split(
+                self.chunk(direction, as_uint8=as_uint8, frame_by_frame=frame_by_frame)
+            )
             return compiled(network, placement).begin(weights)
 
         return tiling.run_chunks(pieces, plan, start, NTHWC, placement, as_uint8=as_uint8)
@@ -445,17 +456,11 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
 
     def enable_gradient_checkpointing(self) -> None:
         """Make a backward pass recompute residual blocks (`nnx.remat`) instead of keeping activations."""
-        self._rematerialize(True)
+        self.set_attributes(rematerialize=True)  # of all `Block3D`s
 
     def disable_gradient_checkpointing(self) -> None:
         """Make a backward pass keep all activations, which is the default."""
-        self._rematerialize(False)
-
-    def _rematerialize(self, recompute: bool) -> None:
-        """Set whether a backward pass recomputes the residual blocks' activations."""
-        for _, module in nnx.iter_modules(self):
-            if isinstance(module, Resnets):
-                module.rematerialize = recompute
+        self.set_attributes(rematerialize=False)
 
     # Tiling and slicing
 
@@ -488,14 +493,11 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
 
     def _tile_plan(self, direction: Direction, size: tuple[int, ...]) -> tiling.TilePlan | None:
         """Return the tiles of inputs of this (rows, columns); None if one is enough, or tiling is off."""
-        tiles, scale = self.tile_settings, self.config.spatial_compression_ratio
-        if tiles is None or not tiles.cuts(direction, size, scale):
-            return None
-        return tiles.plan(direction, size, scale)
+        tiles = self.tile_settings
+        scale = self.config.spatial_compression_ratio
+        return None if tiles is None else tiles.plan(direction, size, scale)
 
     def _check(self, direction: Direction, x: jax.Array) -> None:
         """Raise `ValueError` for an input of a wrong shape, or with NaN or Inf."""
-        multiple = direction.scale(self.config.spatial_compression_ratio)
-        channels = getattr(self.config, direction.channels)
-        check_shape(direction.takes, x.shape, NTHWC, channels=channels, multiple=multiple)
-        check_finite(direction.takes, runtime.first_nonfinite_of(x), NTHWC)
+        check_shape(direction, x.shape, NTHWC, vars(self.config), self.config.spatial_compression_ratio)
+        check_finite(direction, runtime.first_nonfinite_of(x), NTHWC)

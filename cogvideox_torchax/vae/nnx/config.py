@@ -63,12 +63,10 @@ class FlaxAutoencoderKLCogVideoXConfig:
                 f"temporal_compression_ratio is {self.temporal_compression_ratio} for {levels} blocks: it is "
                 f"a power of two below {2**levels}"
             )
-        for channels in self.block_out_channels:
-            if channels % self.norm_num_groups:
-                raise checkpoint.ModelError(
-                    f"norm_num_groups is {self.norm_num_groups}: it must divide each of "
-                    f"{self.block_out_channels}"
-                )
+        if any(channels % self.norm_num_groups for channels in self.block_out_channels):
+            raise checkpoint.ModelError(
+                f"norm_num_groups is {self.norm_num_groups}: it must divide each of {self.block_out_channels}"
+            )
 
     @property
     def time_doublings(self) -> int:
@@ -98,7 +96,11 @@ class FlaxAutoencoderKLCogVideoXConfig:
                 f"the config has {unknown[0]} = {config[unknown[0]]!r}, which the Flax build does not know: "
                 "use the torchax build, or remove the field if the model does not depend on it"
             )
-        return cls(**{name: _hashable(value) for name, value in config.items() if name in known})
+        # Lists of the JSON become tuples, so that the config is hashable.
+        hashable: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in config.items()
+        }
+        return cls(**{name: value for name, value in hashable.items() if name in known})
 
     @classmethod
     def from_file(cls, directory: str | Path) -> "FlaxAutoencoderKLCogVideoXConfig":
@@ -108,8 +110,3 @@ class FlaxAutoencoderKLCogVideoXConfig:
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as diffusers' class takes them."""
         return dataclasses.asdict(self)
-
-
-def _hashable(value: Any) -> Any:
-    """Return a list of the JSON as a tuple, so that the config is hashable; any other value unchanged."""
-    return tuple(value) if isinstance(value, list) else value

@@ -96,9 +96,13 @@ class CausalConv3d(OnColumns, nnx.Module):
         Without a cache, at a video's start, the first frame is repeated before it. For a `kernel_size` of 1
         the next cache is None.
         """
-        kernel, bias = self.conv.cast(x_NTHWC.dtype)
         return jax_kernels.conv3d(
-            x_NTHWC, kernel, bias, cache, residual=residual, start="replicate", split=self.split
+            x_NTHWC,
+            *self.conv.cast(x_NTHWC.dtype),
+            cache,
+            residual=residual,
+            start="replicate",
+            split=self.split,
         )
 
 
@@ -165,7 +169,7 @@ def normed_conv(
 ) -> tuple[jax.Array, jax.Array | None, jax_kernels.ColumnMoments | None]:
     """Compute conv(silu(norm(x))) + residual, by one call of `jax_kernels.norm_conv3d`.
 
-    If another object stands in a layer's place to record its output (`vae.nnx.recording`), the layers are
+    If a layer is of another class, as one that records its output (`vae.nnx.recording`), the layers are
     called one after the other.
 
     Args:
@@ -249,11 +253,9 @@ class Downsample3D(OnColumns, nnx.Module):
 
     def __call__(self, x_NTHWC: jax.Array) -> jax.Array:
         """Downsample; the first of an odd number of frames is not averaged with another."""
-        kernel, bias = self.conv.cast(x_NTHWC.dtype)
         return jax_kernels.downsample(
             x_NTHWC,
-            kernel,
-            bias,
+            *self.conv.cast(x_NTHWC.dtype),
             compress_time=self.compress_time,
             first_frame_alone=first_frame_is_alone(x_NTHWC.shape[1]),
             split=self.split,
@@ -275,111 +277,51 @@ class Upsample3D(OnColumns, nnx.Module):
         """
         if first_frame_alone is None:
             first_frame_alone = first_frame_is_alone(x_NTHWC.shape[1])
-        kernel, bias = self.conv.cast(x_NTHWC.dtype)
         return jax_kernels.upsample(
             x_NTHWC,
-            kernel,
-            bias,
+            *self.conv.cast(x_NTHWC.dtype),
             expand_time=self.expand_time,
             first_frame_alone=first_frame_alone,
             split=self.split,
         )
 
 
-class Resnets(nnx.Module):
-    """A row of residual blocks, the part that down, mid and up blocks share.
+class Block3D(nnx.Module):
+    """Residual blocks, then a down- or upsampler: a down or up block, or with neither a mid block.
+
+    Args:
+        in_channels, out_channels: of the block; the first residual block changes the one to the other.
+        config: settings of the residual blocks.
+        num_layers: number of residual blocks.
+        downsampler, upsampler: the layer that follows them; both None for a block that keeps the size.
 
     Attributes:
         rematerialize: whether a backward pass recomputes the activations inside of each residual block.
     """
 
-    def __init__(self, in_channels: int, out_channels: int, config: LayerConfig, *, num_layers: int):
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        config: LayerConfig,
+        *,
+        num_layers: int,
+        downsampler: Downsample3D | None = None,
+        upsampler: Upsample3D | None = None,
+    ):
         self.resnets = nnx.List(
             ResnetBlock3D(in_channels if i == 0 else out_channels, out_channels, config)
             for i in range(num_layers)
         )
+        # Lists of one or none, for diffusers' parameter names.
+        self.downsamplers = nnx.List([] if downsampler is None else [downsampler])
+        self.upsamplers = nnx.List([] if upsampler is None else [upsampler])
         self.rematerialize = False
-
-    def _run_resnets(
-        self, x_NTHWC: jax.Array, zq_NthwC: jax.Array | None, cache: Cache | None
-    ) -> tuple[jax.Array, Cache]:
-        """Run the residual blocks one after the other; return the result and the blocks' caches by name."""
-        old, new = cache or {}, {}
-        for i, resnet in enumerate(self.resnets):
-            name = f"resnet_{i}"
-            run = _rematerialized(resnet) if self.rematerialize else resnet
-            x_NTHWC, new[name] = run(x_NTHWC, zq_NthwC, old.get(name))
-        return x_NTHWC, new
-
-
-def _rematerialized(module: nnx.Module) -> Callable[..., Any]:
-    """Return a module's call whose backward pass recomputes the module's activations."""
-    # `nnx.remat` takes a function that has the module as an argument, not in its closure.
-    return functools.partial(nnx.remat(type(module).__call__), module)
-
-
-class MidBlock3D(Resnets):
-    """Residual blocks at the lowest resolution."""
-
-    def __call__(
-        self, x_NTHWC: jax.Array, zq_NthwC: jax.Array | None = None, cache: Cache | None = None
-    ) -> tuple[jax.Array, Cache]:
-        """Run the block on a chunk; return the result and the next cache."""
-        return self._run_resnets(x_NTHWC, zq_NthwC, cache)
-
-
-class DownBlock3D(Resnets):
-    """Residual blocks, then the downsampler, which the last level does not have."""
-
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        config: LayerConfig,
-        *,
-        num_layers: int,
-        add_downsample: bool,
-        compress_time: bool,
-    ):
-        """Build the residual blocks, and a downsampler if `add_downsample`."""
-        super().__init__(in_channels, out_channels, config, num_layers=num_layers)
-        # A list of one or none, for diffusers' parameter names.
-        self.downsamplers = nnx.List(
-            Downsample3D(out_channels, config, compress_time=compress_time) for _ in range(add_downsample)
-        )
-
-    def __call__(self, x_NTHWC: jax.Array, cache: Cache | None = None) -> tuple[jax.Array, Cache]:
-        """Run the block on a chunk; return the result and the next cache."""
-        x_NTHWC, cache = self._run_resnets(x_NTHWC, None, cache)
-        for downsampler in self.downsamplers:
-            x_NTHWC = downsampler(x_NTHWC)
-        return x_NTHWC, cache
-
-
-class UpBlock3D(Resnets):
-    """Residual blocks with spatial norms, then the upsampler, which the last level does not have."""
-
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        config: LayerConfig,
-        *,
-        num_layers: int,
-        add_upsample: bool,
-        expand_time: bool,
-    ):
-        """Build the residual blocks, and an upsampler if `add_upsample`."""
-        super().__init__(in_channels, out_channels, config, num_layers=num_layers)
-        # A list of one or none, for diffusers' parameter names.
-        self.upsamplers = nnx.List(
-            Upsample3D(out_channels, config, expand_time=expand_time) for _ in range(add_upsample)
-        )
 
     def __call__(
         self,
         x_NTHWC: jax.Array,
-        zq_NthwC: jax.Array,
+        zq_NthwC: jax.Array | None = None,
         cache: Cache | None = None,
         *,
         first_frame_alone: bool | None = None,
@@ -389,7 +331,19 @@ class UpBlock3D(Resnets):
         `first_frame_alone` is whether the upsampler keeps the first frame single in time; if None, it does so
         if the number of frames is odd.
         """
-        x_NTHWC, cache = self._run_resnets(x_NTHWC, zq_NthwC, cache)
+        old, new = cache or {}, {}
+        for i, resnet in enumerate(self.resnets):
+            name = f"resnet_{i}"
+            run = _rematerialized(resnet) if self.rematerialize else resnet
+            x_NTHWC, new[name] = run(x_NTHWC, zq_NthwC, old.get(name))
+        for downsampler in self.downsamplers:
+            x_NTHWC = downsampler(x_NTHWC)
         for upsampler in self.upsamplers:
             x_NTHWC = upsampler(x_NTHWC, first_frame_alone=first_frame_alone)
-        return x_NTHWC, cache
+        return x_NTHWC, new
+
+
+def _rematerialized(module: nnx.Module) -> Callable[..., Any]:
+    """Return a module's call whose backward pass recomputes the module's activations."""
+    # `nnx.remat` takes a function that has the module as an argument, not in its closure.
+    return functools.partial(nnx.remat(type(module).__call__), module)

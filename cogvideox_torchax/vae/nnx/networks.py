@@ -7,14 +7,14 @@ from jax.typing import DTypeLike
 import jax_kernels
 from cogvideox_torchax.vae.nnx.config import FlaxAutoencoderKLCogVideoXConfig
 from cogvideox_torchax.vae.nnx.modules import (
+    Block3D,
     Cache,
     CausalConv3d,
-    DownBlock3D,
+    Downsample3D,
     GroupNorm,
     LayerConfig,
-    MidBlock3D,
     SpatialNorm3D,
-    UpBlock3D,
+    Upsample3D,
     normed_conv,
 )
 
@@ -30,17 +30,18 @@ class Encoder3D(nnx.Module):
         )
         self.conv_in = CausalConv3d(config.in_channels, widths[0], 3, layers)
         self.down_blocks = nnx.List(
-            DownBlock3D(
+            Block3D(
                 widths[max(i - 1, 0)],
                 width,
                 layers,
                 num_layers=config.layers_per_block,
-                add_downsample=i < len(widths) - 1,
-                compress_time=i < config.time_doublings,
+                downsampler=Downsample3D(width, layers, compress_time=i < config.time_doublings)
+                if i < len(widths) - 1  # the last level has none
+                else None,
             )
             for i, width in enumerate(widths)
         )
-        self.mid_block = MidBlock3D(widths[-1], widths[-1], layers, num_layers=2)
+        self.mid_block = Block3D(widths[-1], widths[-1], layers, num_layers=2)
         self.norm_out = GroupNorm(widths[-1], layers)
         self.conv_out = CausalConv3d(widths[-1], 2 * config.latent_channels, 3, layers)
 
@@ -50,7 +51,7 @@ class Encoder3D(nnx.Module):
         x_NTHWC, new["conv_in"] = self.conv_in(x_NTHWC, old.get("conv_in"))
         for i, block in enumerate(self.down_blocks):
             name = f"down_block_{i}"
-            x_NTHWC, new[name] = block(x_NTHWC, old.get(name))
+            x_NTHWC, new[name] = block(x_NTHWC, None, old.get(name))
         x_NTHWC, new["mid_block"] = self.mid_block(x_NTHWC, None, old.get("mid_block"))
         # Two calls, as in diffusers: the output of `norm_out` can be recorded without the activation.
         x_NTHWC = jax_kernels.silu(self.norm_out(x_NTHWC), time_axis=1)
@@ -70,15 +71,16 @@ class Decoder3D(nnx.Module):
             rngs, num_groups=config.norm_num_groups, latent_channels=latents, param_dtype=param_dtype
         )
         self.conv_in = CausalConv3d(latents, widths[0], 3, layers)
-        self.mid_block = MidBlock3D(widths[0], widths[0], layers, num_layers=2)
+        self.mid_block = Block3D(widths[0], widths[0], layers, num_layers=2)
         self.up_blocks = nnx.List(
-            UpBlock3D(
+            Block3D(
                 widths[max(i - 1, 0)],
                 width,
                 layers,
                 num_layers=config.layers_per_block + 1,
-                add_upsample=i < len(widths) - 1,
-                expand_time=i < config.time_doublings,
+                upsampler=Upsample3D(width, layers, expand_time=i < config.time_doublings)
+                if i < len(widths) - 1  # the last level has none
+                else None,
             )
             for i, width in enumerate(widths)
         )

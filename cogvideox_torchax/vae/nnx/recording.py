@@ -28,44 +28,29 @@ class RecordedLayers(nnx.Module):
     def __call__(self, chunk_NTHWC: jax.Array, cache: Cache | None) -> tuple[dict[str, jax.Array], Cache]:
         """Run a chunk; return the recorded layers' outputs, by name, and the next cache.
 
-        Each recorded layer of `network` is replaced by a `_Recorded`.
+        The class of each recorded layer of `network` is swapped for one that records the output.
         """
         outputs: dict[str, jax.Array] = {}
-        # Inner layers first: inside a layer that has been replaced nothing can be replaced any more.
-        layers = dict(nnx.iter_modules(self.network))
-        for path in sorted(layers, key=len, reverse=True):
+        for path, layer in list(nnx.iter_modules(self.network)):
             name = ".".join(map(str, path))
             if self._wanted(name) and name != "decoder.norm_out":
-                record = functools.partial(outputs.__setitem__, name)
-                _replace(self.network, path, _Recorded(layers[path], record))
+                # Past NNX's own `__setattr__`, which takes attributes for a part of the module's state.
+                object.__setattr__(layer, "__class__", _recording_class(type(layer)))
+                object.__setattr__(layer, "_record", functools.partial(outputs.__setitem__, name))
         _, cache = self.network(chunk_NTHWC, cache)
         return outputs, cache
 
 
-class _Recorded:
-    """A stand-in for a layer: it calls the layer, and `record` with the layer's output."""
+@functools.cache
+def _recording_class(kind: type[nnx.Module]) -> type[nnx.Module]:
+    """Return a subclass of a layer's class, whose call passes its output to the layer's `_record` too.
 
-    def __init__(self, layer: Any, record: Callable[[jax.Array], None]):
-        self._layer = layer
-        self._record = record
+    A cache that comes with the output is not recorded.
+    """
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the layer and return its result; record the output alone where the result has a cache too."""
-        result = self._layer(*args, **kwargs)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = kind.__call__(self, *args, **kwargs)
         self._record(result[0] if isinstance(result, tuple) else result)
         return result
 
-
-def _replace(network: Any, path: tuple[Any, ...], layer: Any) -> None:
-    """Put `layer` in the place of the module at `path`, names and list indices from `network` down."""
-    *parents, last = path
-    owner = functools.reduce(_child, parents, network)
-    if isinstance(last, int):
-        owner[last] = layer
-    else:
-        object.__setattr__(owner, last, layer)  # past NNX's record of which attributes are modules
-
-
-def _child(owner: Any, name: Any) -> Any:
-    """Return an item of a list, or an attribute of a module."""
-    return owner[name] if isinstance(name, int) else getattr(owner, name)
+    return type(kind.__name__, (kind,), {"__call__": call})

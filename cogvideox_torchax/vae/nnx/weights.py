@@ -5,7 +5,7 @@ only kernels are stored the other way round: torch (O, I, *window), here (*windo
 """
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,17 +39,13 @@ def diffusers_name(path: Keys) -> str:
 
 def to_nnx(path: Keys, tensor: np.ndarray) -> np.ndarray:
     """Return a torch tensor's array as the parameter at `path` holds it: kernels transposed."""
-    if path[-1] != "kernel":
-        return tensor
-    return np.ascontiguousarray(tensor.transpose(*range(2, tensor.ndim), 1, 0))
+    return np.ascontiguousarray(np.moveaxis(tensor, (1, 0), (-2, -1))) if path[-1] == "kernel" else tensor
 
 
 def to_torch(path: Keys, parameter: np.ndarray) -> np.ndarray:
     """Return the parameter at `path` as a torch tensor's array: the inverse of `to_nnx`."""
-    if path[-1] != "kernel":
-        return parameter
-    last = parameter.ndim - 1
-    return np.ascontiguousarray(parameter.transpose(last, last - 1, *range(last - 1)))
+    is_kernel = path[-1] == "kernel"
+    return np.ascontiguousarray(np.moveaxis(parameter, (-1, -2), (0, 1))) if is_kernel else parameter
 
 
 def read_state(
@@ -77,28 +73,18 @@ def read_state(
         if name in loaded:
             raise checkpoint.ModelError(f"{source} gives {name} twice: the second time as {given_name}")
         path, variable = wanted[name]
-        loaded[name] = path, variable.replace(_checked(path, tensor, variable, name, source, param_dtype))
-    missing = wanted.keys() - loaded.keys()
-    checkpoint.check_loading_info({"missing_keys": missing, "unexpected_keys": unexpected}, source)
+        expected = torch_shape(path, variable.shape)
+        if tensor.shape != expected:
+            raise checkpoint.ModelError(
+                f"{name} of {source} has the shape {tensor.shape}: the config asks for {expected}; give the "
+                "config.json that belongs to these weights"
+            )
+        # Wait: copies to a device run asynchronously, and would keep many host tensors alive at once.
+        array = jnp.array(to_nnx(path, tensor), dtype=param_dtype).block_until_ready()
+        loaded[name] = path, variable.replace(array)
+    info = {"missing_keys": wanted.keys() - loaded.keys(), "unexpected_keys": unexpected}
+    checkpoint.check_loading_info(info, source)
     return nnx.from_flat_state([loaded[name] for name in wanted])
-
-
-def _checked(
-    path: Keys, tensor: np.ndarray, variable: Any, name: str, source: object, param_dtype: DTypeLike
-) -> Any:
-    """Return a tensor as the array of the parameter at `path`, `variable`, in `param_dtype`.
-
-    Raises:
-        ModelError: the tensor's shape is not the variable's; the message has `name` and `source`.
-    """
-    expected = torch_shape(path, variable.shape)
-    if tensor.shape != expected:
-        raise checkpoint.ModelError(
-            f"{name} of {source} has the shape {tensor.shape}: the config asks for {expected}; give the "
-            "config.json that belongs to these weights"
-        )
-    # Wait: copies to a device run asynchronously, and would keep many host tensors alive at once.
-    return jnp.array(to_nnx(path, tensor), dtype=param_dtype).block_until_ready()
 
 
 def torch_shape(path: Keys, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -114,19 +100,18 @@ def state_dict(state: nnx.State) -> dict[str, np.ndarray]:
     }
 
 
-def from_torch(tensors: dict[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield a torch state dict's tensors as NumPy arrays, one at a time."""
+def from_torch(tensors: Mapping[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield a torch state dict's tensors, plain or on JAX, as NumPy arrays, one at a time."""
     for name, tensor in tensors.items():
-        yield name, runtime.host_array(tensor.cpu())
+        yield name, runtime.host_array(runtime.to_torch(tensor).cpu())
 
 
 def save(state: nnx.State, config: FlaxAutoencoderKLCogVideoXConfig, directory: str | Path) -> None:
     """Write config.json and the weights as diffusers' `save_pretrained` does, in one file."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    header = {"_class_name": checkpoint.CLASS_NAME, "_diffusers_version": __version__}
-    fields = json.dumps(header | config.to_dict(), indent=2, sort_keys=True) + "\n"
+    fields = {"_class_name": checkpoint.CLASS_NAME, "_diffusers_version": __version__, **config.to_dict()}
     with whole_file(directory / "config.json") as temporary:
-        temporary.write_text(fields)
+        temporary.write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
     with whole_file(directory / f"{checkpoint.WEIGHTS_STEM}.safetensors") as temporary:
         temporary.write_bytes(serialized(state_dict(state), metadata={"format": "pt"}))

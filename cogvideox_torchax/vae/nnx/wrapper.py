@@ -123,10 +123,9 @@ class FlaxVAEForPipelines(ChunkedVAE, PortedModel, ModelMixin, ConfigMixin):
         """Copy the weights of a loaded diffusers VAE; `torch_dtype` is the VAE's own if None."""
         native: Any = vae
         dtype = runtime.jax_dtype(torch_dtype or native.dtype)
-        state_dict = {name: runtime.to_torch(tensor) for name, tensor in native.state_dict().items()}
         return cls(
             FlaxAutoencoderKLCogVideoX.from_state_dict(
-                dict(native.config), state_dict, dtype=dtype, param_dtype=dtype
+                dict(native.config), native.state_dict(), dtype=dtype, param_dtype=dtype
             )
         )
 
@@ -158,8 +157,7 @@ class FlaxVAEForPipelines(ChunkedVAE, PortedModel, ModelMixin, ConfigMixin):
         """
         if not strict:
             raise ValueError("load_state_dict of the Flax build is strict: give every weight, and no other")
-        plain = {name: runtime.to_torch(tensor) for name, tensor in state_dict.items()}
-        self.flax_vae.load_tensors(weights.from_torch(plain))
+        self.flax_vae.load_tensors(weights.from_torch(state_dict))
         return super().load_state_dict({})  # torch's result for a complete load
 
     def to(self, *args: Any, **kwargs: Any) -> "FlaxVAEForPipelines":
@@ -254,5 +252,5 @@ class FlaxVAEForPipelines(ChunkedVAE, PortedModel, ModelMixin, ConfigMixin):
 
         The arguments are those of `ChunkedVAE.results`.
         """
-        results = self.flax_vae.run_chunks(direction, map(to_array, pieces), plan, as_uint8=as_uint8)
-        return map(to_tensor, results)
+        arrays = map(to_array, pieces)
+        return map(to_tensor, self.flax_vae.run_chunks(direction, arrays, plan, as_uint8=as_uint8))

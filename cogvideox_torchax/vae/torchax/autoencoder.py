@@ -109,12 +109,16 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
             option: diffusers_options.pop(option) for option in HUB_OPTIONS & diffusers_options.keys()
         }
         directory = checkpoint.locate_vae(name, subfolder, variant, **hub_options)
-        options = {**diffusers_options, "variant": variant, "torch_dtype": torch_dtype or torch.float32}
-        load = functools.partial(
-            super().from_pretrained, directory, use_safetensors=True, output_loading_info=True, **options
-        )
         try:
-            vae, info = runtime.without_torchax(load)
+            vae, info = runtime.without_torchax(
+                super().from_pretrained,
+                directory,
+                variant=variant,
+                torch_dtype=torch_dtype or torch.float32,
+                use_safetensors=True,
+                output_loading_info=True,
+                **diffusers_options,
+            )
         except (OSError, ValueError, RuntimeError) as error:
             reason = " ".join(str(error).split())
             raise checkpoint.ModelError(f"cannot load {name}: {reason}") from error
@@ -182,15 +186,13 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
             network = chunk_network(self, direction, gives_uint8)
             if not on_jax:
                 return runtime.with_kept_cache(network)
-            program = self._program((direction, gives_uint8), network)
+            program = self.program(direction, gives_uint8)
             return program.begin(program.weights(network))
 
-        if not on_jax:
-            return tiling.run_chunks(pieces, plan, start, NCTHW, as_uint8=as_uint8)
-        arrays = map(runtime.as_array, pieces)
-        placement = None if self.mesh is None else Placement(self.mesh)
-        results = tiling.run_chunks(arrays, plan, start, NCTHW, placement, as_uint8=as_uint8)
-        return map(runtime.tensor_of, results)
+        placement = Placement(self.mesh) if on_jax and self.mesh is not None else None
+        chunks = map(runtime.as_array, pieces) if on_jax else pieces
+        results = tiling.run_chunks(chunks, plan, start, NCTHW, placement, as_uint8=as_uint8)
+        return map(runtime.tensor_of, results) if on_jax else results
 
     def _run_all_chunks(
         self, direction: Direction, x: torch.Tensor, *, in_tiles: bool = False
@@ -201,21 +203,24 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
         input alone, as most users who forget `torch.no_grad()` never call `backward()`. `in_tiles` runs tiles
         even if one is enough or tiling is off.
         """
-        size = x.shape[3:]
-        forced_plan = self._tiles.plan(direction, size, self.spatial_compression_ratio) if in_tiles else None
-        plan = forced_plan or self._tile_plan(direction, size)
+        plan = self._tile_plan(direction, x.shape[3:], always=in_tiles)
         network = chunk_network(self, direction)
         run = functools.partial(self._all_results, direction, x, plan)
         if plan is not None:
-            refusal = "gradients do not pass through tiles on JAX: call disable_tiling() before"
-            return runtime.without_gradient(network, x, run, refusal)
+            return runtime.without_gradient(
+                network, x, run, "gradients do not pass through tiles on JAX: call disable_tiling() before"
+            )
         if not runtime.wants_gradient(network, x):
             return run()
-        program = self._program((direction, False), network)
-        lengths = [chunk.length for chunk in direction.chunks(self, x.shape[2])]
-        run_video = functools.partial(program.run_video, lengths=lengths)
-        weights = program.weights(network)
-        return runtime.differentiable(run_video, network, weights, x, run=None if self.training else run)
+        program = self.program(direction)
+        lengths = [len(chunk) for chunk in direction.chunks(self, x.shape[2])]
+        return runtime.differentiable(
+            functools.partial(program.run_video, lengths=lengths),
+            network,
+            program.weights(network),
+            x,
+            run=None if self.training else run,
+        )
 
     @functools.wraps(DiffusersAutoencoder.enable_gradient_checkpointing)
     def enable_gradient_checkpointing(self, gradient_checkpointing_func: Any = None) -> None:
@@ -226,11 +231,8 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
 
         It is built again once modules, hooks or attributes differ from those that it was traced from.
         """
-        return self._program((direction, as_uint8), chunk_network(self, direction, as_uint8))
-
-    def _program(self, kind: tuple[Direction, bool], network: nn.Module) -> runtime.Program:
-        """Return the program of `network`, whose `kind` is (direction, as_uint8), built on first request."""
-        return runtime.programs_of(self).get(kind, network, self._compile_for)
+        network = chunk_network(self, direction, as_uint8)
+        return runtime.programs_of(self).get((direction, as_uint8), network, self._compile_for)
 
     def build_program(self, direction: Direction, *, stock: bool = False) -> runtime.Program:
         """Build a separate chunk program, to inspect its compiled text; `stock` for diffusers' modules."""
@@ -267,10 +269,9 @@ class AutoencoderKLCogVideoX(ChunkedVAE, PortedModel, DiffusersAutoencoder):
 
     def _takes_dtype(self, x: torch.Tensor) -> bool:
         """Return whether the model computes in the dtype of `x`, by autocast if it is on in PyTorch."""
-        if super()._takes_dtype(x):
-            return True
         native = not runtime.is_on_jax(self)
-        return native and torch.is_autocast_enabled(x.device.type) and x.is_floating_point()
+        by_autocast = native and torch.is_autocast_enabled(x.device.type) and x.is_floating_point()
+        return by_autocast or super()._takes_dtype(x)
 
 
 def port_vae(vae: Any) -> Any:

@@ -11,6 +11,7 @@ block has its modules' caches by name. `zq`, as in diffusers, are the latents th
 Axis letters: N videos, C channels, T frames, H rows, W columns; O, I output and input channels of a kernel.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -69,9 +70,8 @@ class GroupNorm(OnColumns, nn.GroupNorm):
     """
 
     def forward(self, input: torch.Tensor, *, activation: str | None = None) -> torch.Tensor:
-        """Norm on JAX by the kernel, and apply `activation` ("silu"); in PyTorch norm without activation."""
+        """Norm on JAX by the kernel, and apply `activation`, "silu" or None; in PyTorch it must be None."""
         if not on_jax(input) or input.ndim < 3:  # the kernel wants a pixel axis
-            _refuse_activation(activation)
             return super().forward(input)
         return torch_view(jax_kernels.group_norm)(
             input,
@@ -82,12 +82,6 @@ class GroupNorm(OnColumns, nn.GroupNorm):
             activation=activation,
             split=self.split if input.ndim == 5 else WHOLE,
         )
-
-
-def _refuse_activation(activation: str | None) -> None:
-    """Raise `ValueError` if a norm that runs in PyTorch was given an activation to fuse."""
-    if activation is not None:
-        raise ValueError("a norm that runs in PyTorch takes no activation: apply it to the result")
 
 
 class SiLU(nn.SiLU):
@@ -122,10 +116,9 @@ class CausalConv3d(OnColumns, diffusers_vae.CogVideoXCausalConv3d):
     @property
     def is_plain(self) -> bool:
         """True if the kernels compute this convolution."""
-        conv = self.conv
-        ones = (1, 1, 1)
+        is_dense = self.conv.stride == self.conv.dilation == (1, 1, 1)
         # diffusers' "replicate" also repeats edge rows and columns, and has no cache.
-        return _as_ported(self) and conv.stride == conv.dilation == ones and self.pad_mode != "replicate"
+        return _as_ported(self) and is_dense and self.pad_mode != "replicate"
 
     def forward(
         self,
@@ -165,11 +158,10 @@ class SpatialNorm3D(OnColumns, diffusers_vae.CogVideoXSpatialNorm3D):
     ) -> tuple[torch.Tensor, Cache]:
         """Norm and modulate `f` by the latents `zq`, by the kernel if no part of this module was changed.
 
-        The cache of diffusers' interface is empty: 1x1x1 convolutions need none. `activation` is "silu" or
-        None.
+        The cache of diffusers' interface is empty: 1x1x1 convolutions need none. `activation` is applied to
+        the result: "silu" or None, which it must be in PyTorch.
         """
         if not on_jax(f):
-            _refuse_activation(activation)
             return super().forward(f, zq, conv_cache)  # pyright: ignore[reportReturnType]
         if not _as_ported(self):
             y = _without_cache(super().forward(f, zq))
@@ -254,11 +246,10 @@ class ResnetBlock3D(diffusers_vae.CogVideoXResnetBlock3D):
         Returns:
             The frames; the next cache of `conv`; the frames' column moments for the next norm, or None.
         """
-        together = isinstance(self.nonlinearity, nn.SiLU) and _can_fuse(norm, conv)
-        if not together or is_watched(norm) or is_watched(conv):
+        if not isinstance(self.nonlinearity, nn.SiLU) or not _can_fuse(norm, conv):
             hidden = self._norm_and_activate(norm, hidden, zq)
             return *conv(hidden, conv_cache=conv_cache, **options), None
-        return _norm_conv(norm, conv, hidden, zq, conv_cache, moments, **options)
+        return _fused_norm_conv(norm, conv, hidden, zq, conv_cache, moments, **options)
 
     def _norm_and_activate(
         self, norm: nn.Module, hidden: torch.Tensor, zq: torch.Tensor | None
@@ -271,12 +262,17 @@ class ResnetBlock3D(diffusers_vae.CogVideoXResnetBlock3D):
 
 
 def _can_fuse(norm: nn.Module, conv: nn.Module) -> bool:
-    """Return whether `jax_kernels.norm_conv3d` computes this norm and convolution, by types and settings."""
+    """Return whether `jax_kernels.norm_conv3d` may run a norm and a convolution, in place of both.
+
+    It may not if a hook must see one of them, or for types and settings that the kernel does not have.
+    """
     types_fit = type(norm) in (GroupNorm, SpatialNorm3D) and type(conv) is CausalConv3d
-    return types_fit and _as_ported(norm) and conv.is_plain  # pyright: ignore[reportReturnType]
+    if not types_fit or is_watched(norm) or is_watched(conv):
+        return False
+    return _as_ported(norm) and conv.is_plain  # pyright: ignore[reportReturnType]
 
 
-def _norm_conv(
+def _fused_norm_conv(
     norm: Any,
     causal: Any,
     hidden: torch.Tensor,
@@ -384,24 +380,24 @@ class CogVideoXDecoder3D(diffusers_vae.CogVideoXDecoder3D):
         new_cache: Cache = {}
         hidden, new_cache["conv_in"] = self.conv_in(sample, conv_cache=cache.get("conv_in"))
         blocks = {f"up_block_{index}": block for index, block in enumerate(self.up_blocks)}
+        recomputed = torch.is_grad_enabled() and self.gradient_checkpointing
         for name, block in {"mid_block": self.mid_block, **blocks}.items():
-            hidden, new_cache[name] = self._run(block, hidden, temb, sample, cache.get(name))
+            run: Any = block
+            if recomputed:
+                run = functools.partial(self._gradient_checkpointing_func, block)  # pyright: ignore
+            hidden, new_cache[name] = run(hidden, temb, sample, cache.get(name))
         conv, out_cache = self.conv_out, cache.get("conv_out")
-        if is_watched(conv) or not _can_fuse(norm, conv):
+        if not _can_fuse(norm, conv):
             hidden, new_cache["conv_out"] = conv(
                 _without_cache(norm(hidden, sample, activation="silu")), conv_cache=out_cache
             )
         else:
             # `[:2]`: the frames and the cache, as the convolution returns them, without moments.
-            together = as_layer(conv, lambda hidden: _norm_conv(norm, conv, hidden, sample, out_cache)[:2])
+            together = as_layer(
+                conv, lambda hidden: _fused_norm_conv(norm, conv, hidden, sample, out_cache)[:2]
+            )
             hidden, new_cache["conv_out"] = together(hidden)
         return hidden, new_cache
-
-    def _run(self, block: nn.Module, *inputs: Any) -> tuple[torch.Tensor, Cache]:
-        """Run a block, under gradient checkpointing if it is on."""
-        if torch.is_grad_enabled() and self.gradient_checkpointing:
-            return self._gradient_checkpointing_func(block, *inputs)  # pyright: ignore[reportCallIssue]
-        return block(*inputs)
 
 
 PORTED: dict[type[nn.Module], type[nn.Module]] = {

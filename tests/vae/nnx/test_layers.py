@@ -128,13 +128,12 @@ LAYERS: dict[str, Layer] = {
         lambda: stock.CogVideoXDownBlock3D(
             NARROW, WIDE, temb_channels=0, num_layers=RESNETS, resnet_groups=GROUPS, compress_time=True
         ),
-        lambda r: modules.DownBlock3D(
+        lambda r: modules.Block3D(
             NARROW,
             WIDE,
             _config(r),
             num_layers=RESNETS,
-            add_downsample=True,
-            compress_time=True,
+            downsampler=modules.Downsample3D(WIDE, _config(r), compress_time=True),
         ),
         NARROW,
         "x, cache",
@@ -145,7 +144,7 @@ LAYERS: dict[str, Layer] = {
         lambda: stock.CogVideoXMidBlock3D(
             WIDE, temb_channels=0, num_layers=2, resnet_groups=GROUPS, spatial_norm_dim=LATENTS
         ),
-        lambda r: modules.MidBlock3D(WIDE, WIDE, _config(r, LATENTS), num_layers=2),
+        lambda r: modules.Block3D(WIDE, WIDE, _config(r, LATENTS), num_layers=2),
         WIDE,
         "x, zq, cache",
     ),
@@ -160,13 +159,12 @@ LAYERS: dict[str, Layer] = {
             spatial_norm_dim=LATENTS,
             compress_time=True,
         ),
-        lambda r: modules.UpBlock3D(
+        lambda r: modules.Block3D(
             WIDE,
             NARROW,
             _config(r, LATENTS),
             num_layers=RESNETS + 1,
-            add_upsample=True,
-            expand_time=True,
+            upsampler=modules.Upsample3D(NARROW, _config(r), expand_time=True),
         ),
         WIDE,
         "x, zq, cache",
@@ -204,8 +202,9 @@ def test_a_layer_equals_diffusers(layer):
     graph, state = nnx.split(ours)
     run = jax.jit(lambda state, *inputs: nnx.merge(graph, state)(*inputs))
     cached = "cache" in layer.call
-    # A resnet block takes its latents before its cache even where it has none.
-    between = (None,) if layer.call == "x, cache" and isinstance(ours, modules.ResnetBlock3D) else ()
+    # A block takes its latents before its cache even where it has none.
+    is_block = isinstance(ours, modules.ResnetBlock3D | modules.Block3D)
+    between = (None,) if layer.call == "x, cache" and is_block else ()
     their_cache, our_cache = {}, ()
     for frames in layer.frames:
         x, *latents = inputs(layer, frames)

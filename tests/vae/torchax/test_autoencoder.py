@@ -43,7 +43,7 @@ on_meshes_too = pytest.mark.parametrize("backend", BACKENDS, indirect=True)
 def test_decode_equals_diffusers(small_vae, backend, frames):
     z = reference.latents(frames)
     got = run_decode(backend, z)
-    assert got.shape[2] == sum(chunks.decoded_length(c.length) for c in chunks.plan(frames, 2))
+    assert got.shape[2] == sum(chunks.decoded_length(len(c)) for c in chunks.plan(frames, 2))
     assert largest_error(got, reference.decoded(small_vae, z)) < FLOAT32_RELATIVE
 
 
