@@ -125,6 +125,7 @@ class Source:
 
     @property
     def frames(self) -> int:
+        """The number of frames."""
         return len(self.levels[0])
 
     @functools.cached_property
@@ -212,8 +213,8 @@ def _sizes(height: int, width: int, needed: int, size: int) -> list[tuple[int, i
 
 def read(part: Part, framing: video.Framing, end: int) -> np.ndarray:
     """Read the frames of a video from the part's first to `end`, not included, uint8 (T, H, W, C)."""
-    frames = video.read_frames(part.path, framing, end)
-    return np.stack([frame[0].permute(1, 2, 0).numpy() for i, frame in enumerate(frames) if i >= part.start])
+    frames = enumerate(video.read_frames(part.path, framing, end))
+    return np.stack([frame[0].permute(1, 2, 0).numpy() for i, frame in frames if i >= part.start])
 
 
 def _picture(part: Part, needed: int, size: int) -> tuple[np.ndarray, ...]:

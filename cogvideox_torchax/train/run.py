@@ -21,8 +21,11 @@ from cogvideox_torchax.vae.tolerances import psnr
 
 LOSSES, VALIDATION = "losses.csv", "validation.csv"
 """The tables of a training: a line for each step, and one for each held-out clip and checkpoint."""
-LOSSES_HEAD = ("step", "loss", "l1", "mse", "kl", "mean_color", "gradient", "psnr")
-VALIDATION_HEAD = ("step", "minutes", "clip", "psnr", "ssim")
+HEADS = {
+    LOSSES: ("step", "loss", "l1", "mse", "kl", "mean_color", "gradient", "psnr"),
+    VALIDATION: ("step", "minutes", "clip", "psnr", "ssim"),
+}
+"""The names of each table's columns."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,7 @@ class Run:
 
     def begin(self) -> int:
         """Remove the tables of a killed training from the directory; return 0, the number of steps done."""
-        for name in (LOSSES, VALIDATION):
+        for name in HEADS:
             (self._directory / name).unlink(missing_ok=True)
         return 0
 
@@ -93,8 +96,8 @@ class Run:
         """Restore the checkpoint, and remove later steps from the tables; return the number of steps done."""
         state, step, self._seconds = checkpoints.load(self._directory, settings=self._settings)
         self.trainer.restore(state, step)
-        for name, head in ((LOSSES, LOSSES_HEAD), (VALIDATION, VALIDATION_HEAD)):
-            _remove_lines_after(self._directory / name, head, step)
+        for name in HEADS:
+            _remove_lines_after(self._directory / name, step)
         return step
 
     def go(self, *, every: int, stopped: Callable[[], bool]) -> Iterator[tuple[Losses, list[Validation]]]:
@@ -106,7 +109,7 @@ class Run:
         """
         total = self.trainer.plan.steps
         since = time.perf_counter()
-        with _table(self._directory / LOSSES, LOSSES_HEAD) as losses_file:
+        with _table(self._directory / LOSSES) as losses_file:
             table = csv.writer(losses_file)
             while self.trainer.step_number < total:
                 losses = self.trainer.step()
@@ -130,7 +133,7 @@ class Run:
         A picture of each clip and its reconstruction is written too.
         """
         validations, minutes = [], f"{self._seconds / 60:.2f}"
-        with _table(self._directory / VALIDATION, VALIDATION_HEAD) as file:
+        with _table(self._directory / VALIDATION) as file:
             for clip in self._held_out:
                 got = to_uint8(self.trainer.reconstruct(from_uint8(clip.frames, "float32")))
                 validation = Validation(clip.name, psnr(got, clip.frames), ssim(got, clip.frames))
@@ -162,20 +165,24 @@ class Run:
         )
 
 
-def _table(path: Path, head: tuple[str, ...]) -> TextIO:
-    """Open a .csv table to add lines to; a new table gets its head, the names of the columns."""
+def _table(path: Path) -> TextIO:
+    """Open a table of `HEADS` to add lines to; a new one gets its head."""
     file = path.open("a", newline="")
     if not file.tell():
-        csv.writer(file).writerow(head)
+        csv.writer(file).writerow(HEADS[path.name])
     return file
 
 
-def _remove_lines_after(path: Path, head: tuple[str, ...], step: int) -> None:
-    """Remove a table's lines after a step, and incomplete lines of a killed run; write the head again."""
+def _remove_lines_after(path: Path, step: int) -> None:
+    """Remove the lines after a step from a table of `HEADS`, and a killed run's incomplete lines.
+
+    The head is written again, as it may be incomplete too.
+    """
     if not path.exists():
         return
     with path.open(newline="") as file:
         lines = list(csv.reader(file))[1:]
+    head = HEADS[path.name]
     kept = [line for line in lines if len(line) == len(head) and int(line[0]) <= step]
     with whole_file(path) as temporary, temporary.open("w", newline="") as file:
         csv.writer(file).writerows([head, *kept])

@@ -152,10 +152,10 @@ def test_killed_and_resumed_every_loss_is_that_of_a_training_left_alone(whole, m
 @pytest.mark.parametrize("left", ["", "step,min", "step,minutes,clip,psnr,ssim\r\n1,0.1,a,20,0.5\r\n2,0.2,a"])
 def test_a_table_that_a_full_disk_cut_short_goes_on(tmp_path, left):
     (tmp_path / run.VALIDATION).write_text(left)
-    run._remove_lines_after(tmp_path / run.VALIDATION, run.VALIDATION_HEAD, 1)
+    run._remove_lines_after(tmp_path / run.VALIDATION, 1)
     with (tmp_path / run.VALIDATION).open(newline="") as file:
         head, *lines = csv.reader(file)
-    assert tuple(head) == run.VALIDATION_HEAD
+    assert tuple(head) == run.HEADS[run.VALIDATION]
     assert [line[0] for line in lines] == ["1"] * ("0.1" in left)
 
 
