@@ -28,7 +28,7 @@ from cogvideox_torchax.runtime.programs import Place
 from cogvideox_torchax.sharding.mesh import AXES
 from cogvideox_torchax.upstream import is_traced
 from cogvideox_torchax.vae.axes import NCTHW, Axes
-from cogvideox_torchax.vae.columns import set_split
+from cogvideox_torchax.vae.columns import OnColumns
 from jax_kernels.common.columns import WHOLE, Split
 from jax_kernels.common.dispatch import Target, dispatch, map_shards
 from jax_kernels.common.frames import store_columns_last
@@ -179,7 +179,9 @@ class Placement(MeshPlace):
     def watching(self, network: nn.Module, *, split: Split) -> contextlib.AbstractContextManager[Any]:
         """Return a context in which a network's kernels get `split`, and its shapes are added to `layers`."""
         self.layers.clear()
-        set_split(network.modules(), split)
+        for module in network.modules():
+            if isinstance(module, OnColumns):
+                module.split = split
         # `_record` changes nothing, hence `names_only`: a norm and a convolution may run as one kernel.
         return watched(
             network,

@@ -157,8 +157,8 @@ def tile_of(vae: Any) -> tuple[int, int] | None:
 @contextlib.contextmanager
 def restoring_tiles(vae: Any) -> Iterator[None]:
     """Restore a model's tile settings after the `with` block, which may change them."""
-    names = ("use_tiling", *(name for name in vars(vae).copy() if name.startswith("tile_")))
-    saved = {name: getattr(vae, name) for name in names}
+    attributes = vars(vae).copy()  # at once: another thread may add an attribute
+    saved = {name: attributes[name] for name in attributes if name.startswith(("use_tiling", "tile_"))}
     try:
         yield
     finally:

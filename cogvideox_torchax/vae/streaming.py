@@ -156,10 +156,8 @@ class ChunkedVAE:
             raise ValueError(f"{name} got no frames where {num_frames} were announced")
         self._check(direction, with_time(first), follow_weights=True)
         check = functools.partial(self._check, direction, follow_weights=True)
-        chunks = regrouped_into_chunks(
-            direction.takes, first, iterator, direction.chunks(self, num_frames), check
-        )
-        return chunks, first.shape[-2:]
+        plan = direction.chunks(self, num_frames)
+        return regrouped_into_chunks(direction.takes, first, iterator, plan, check), first.shape[-2:]
 
     def results(
         self,

@@ -22,12 +22,11 @@ from cogvideox_torchax.sharding import Placement, check_mesh, spread
 from cogvideox_torchax.vae import checkpoint, chunks, tiling
 from cogvideox_torchax.vae.axes import HWNTC, NTHWC
 from cogvideox_torchax.vae.checks import check_finite, check_shape
-from cogvideox_torchax.vae.columns import OnColumns, set_split
+from cogvideox_torchax.vae.columns import OnColumns
 from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction
 from cogvideox_torchax.vae.nnx import weights
 from cogvideox_torchax.vae.nnx.config import FlaxAutoencoderKLCogVideoXConfig
-from cogvideox_torchax.vae.nnx.modules import Cache, Conv3d, LayerConfig
-from cogvideox_torchax.vae.nnx.networks import Decoder3D, Encoder3D
+from cogvideox_torchax.vae.nnx.modules import Cache, Conv3d, Decoder3D, Encoder3D, LayerConfig
 from cogvideox_torchax.vae.pixels import from_uint8, to_uint8
 from jax_kernels.common.columns import WHOLE, Split, with_clear_padding
 from jax_kernels.common.frames import frames_first, pixels_first
@@ -140,7 +139,7 @@ class Network:
         """
         network: Any = nnx.merge(self.graph, weights)
         if split != WHOLE:
-            set_split((module for _, module in nnx.iter_modules(network)), split)
+            network.set_attributes(split=split)  # of all modules that are `OnColumns`
         result, cache = network(chunk, jax.tree.map(frames_first, cache))
         # HWNTC is the order that a TPU computes in: see `TorchNetwork.__call__`.
         return result, jax.tree.map(pixels_first, cache)
@@ -494,8 +493,7 @@ class FlaxAutoencoderKLCogVideoX(nnx.Module):
     def _tile_plan(self, direction: Direction, size: tuple[int, ...]) -> tiling.TilePlan | None:
         """Return the tiles of inputs of this (rows, columns); None if one is enough, or tiling is off."""
         tiles = self.tile_settings
-        scale = self.config.spatial_compression_ratio
-        return None if tiles is None else tiles.plan(direction, size, scale)
+        return None if tiles is None else tiles.plan(direction, size, self.config.spatial_compression_ratio)
 
     def _check(self, direction: Direction, x: jax.Array) -> None:
         """Raise `ValueError` for an input of a wrong shape, or with NaN or Inf."""

@@ -54,8 +54,11 @@ def _from_pipe_with_ported_parts(make: Callable[..., Any], kind: type, pipeline:
         pipeline: the pipeline that gives its parts.
         options: further arguments of `from_pipe`.
     """
-    parts = upstream.parts_for(kind, pipeline)
-    ported = {name: part for name, part in parts.items() if isinstance(part, PortedModel)}
+    ported = {
+        name: part
+        for name, part in upstream.parts_for(kind, pipeline).items()
+        if isinstance(part, PortedModel)
+    }
     if not ported:
         return make(kind, pipeline, **options)
     with runtime.active():  # `from_pipe` casts the parts that it takes over
