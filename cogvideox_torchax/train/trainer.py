@@ -80,7 +80,8 @@ class Trainer:
         losses[0].backward()
         gradient = self._optimizers.step(number, self._average)
         self.step_number += 1
-        return Losses(*(self._backend.to_torch(loss).item() for loss in losses), gradient)
+        total, l1, mse, kl, mean_color = (self._backend.to_torch(loss).item() for loss in losses)
+        return Losses(total, l1, mse, kl, mean_color, gradient)
 
     def _losses(self, x: torch.Tensor, noise: torch.Generator) -> tuple[torch.Tensor, ...]:
         """Return a batch's losses as scalar tensors: the fields of `Losses` but for the gradient's norm.

@@ -195,7 +195,7 @@ class FlaxVAEForPipelines(ChunkedVAE, PortedModel, ModelMixin, ConfigMixin):
             ValueError: asked for gradients.
         """
         if requires_grad:
-            self.enable_gradient_checkpointing()
+            self.enable_gradient_checkpointing()  # raises the error
         return self
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:

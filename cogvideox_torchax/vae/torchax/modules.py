@@ -164,7 +164,7 @@ class SpatialNorm3D(OnColumns, diffusers_vae.CogVideoXSpatialNorm3D):
         if not on_jax(f):
             return super().forward(f, zq, conv_cache)  # pyright: ignore[reportReturnType]
         if not _as_ported(self):
-            y = _without_cache(super().forward(f, zq))
+            y, _no_cache = super().forward(f, zq)
             if activation is not None:
                 y = torch_view(getattr(jax_kernels, activation))(y)
             return with_zero_padding(y, self.split), {}
@@ -247,18 +247,13 @@ class ResnetBlock3D(diffusers_vae.CogVideoXResnetBlock3D):
             The frames; the next cache of `conv`; the frames' column moments for the next norm, or None.
         """
         if not isinstance(self.nonlinearity, nn.SiLU) or not _can_fuse(norm, conv):
-            hidden = self._norm_and_activate(norm, hidden, zq)
+            activates = isinstance(self.nonlinearity, nn.SiLU) and isinstance(norm, GroupNorm | SpatialNorm3D)
+            keywords = {"activation": "silu"} if activates else {}  # in one call, if the norm takes it
+            normed = norm(hidden, **keywords) if zq is None else norm(hidden, zq, **keywords)
+            normed = normed[0] if isinstance(normed, tuple) else normed  # without a spatial norm's cache
+            hidden = normed if activates else self.nonlinearity(normed)
             return *conv(hidden, conv_cache=conv_cache, **options), None
         return _fused_norm_conv(norm, conv, hidden, zq, conv_cache, moments, **options)
-
-    def _norm_and_activate(
-        self, norm: nn.Module, hidden: torch.Tensor, zq: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Return a norm's result after the activation, in one call if the norm takes it."""
-        inputs = (hidden,) if zq is None else (hidden, zq)
-        if isinstance(self.nonlinearity, nn.SiLU) and isinstance(norm, GroupNorm | SpatialNorm3D):
-            return _without_cache(norm(*inputs, activation="silu"))
-        return self.nonlinearity(_without_cache(norm(*inputs)))
 
 
 def _can_fuse(norm: nn.Module, conv: nn.Module) -> bool:
@@ -315,11 +310,6 @@ def _fused_norm_conv(
         split=causal.split,
     )
     return _channels_first(y), None if new_cache is None else _channels_first(new_cache), new_moments
-
-
-def _without_cache(result: Any) -> torch.Tensor:
-    """Return a norm's result without the cache that diffusers adds."""
-    return result[0] if isinstance(result, tuple) else result
 
 
 class Upsample3D(OnColumns, CogVideoXUpsample3D):
@@ -388,9 +378,8 @@ class CogVideoXDecoder3D(diffusers_vae.CogVideoXDecoder3D):
             hidden, new_cache[name] = run(hidden, temb, sample, cache.get(name))
         conv, out_cache = self.conv_out, cache.get("conv_out")
         if not _can_fuse(norm, conv):
-            hidden, new_cache["conv_out"] = conv(
-                _without_cache(norm(hidden, sample, activation="silu")), conv_cache=out_cache
-            )
+            hidden, _no_cache = norm(hidden, sample, activation="silu")
+            hidden, new_cache["conv_out"] = conv(hidden, conv_cache=out_cache)
         else:
             # `[:2]`: the frames and the cache, as the convolution returns them, without moments.
             together = as_layer(
