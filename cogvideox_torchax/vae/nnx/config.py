@@ -97,10 +97,12 @@ class FlaxAutoencoderKLCogVideoXConfig:
                 "use the torchax build, or remove the field if the model does not depend on it"
             )
         # Lists of the JSON become tuples, so that the config is hashable.
-        hashable: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in config.items()
+        fields: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in config.items()
+            if name in known
         }
-        return cls(**{name: value for name, value in hashable.items() if name in known})
+        return cls(**fields)
 
     @classmethod
     def from_file(cls, directory: str | Path) -> "FlaxAutoencoderKLCogVideoXConfig":
