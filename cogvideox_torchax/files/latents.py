@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import load as deserialized
 
 from cogvideox_torchax.files import reports, tensors, video
@@ -17,10 +16,10 @@ from cogvideox_torchax.runtime import without_torchax
 
 KEY, FORMAT = "cogvideox-torchax", 2
 """The key of a file's metadata that holds the JSON object, and the version of its fields."""
+FORMER = "cogvideox-torchax-latents/1"
+"""The name of format 1, which is read but not written."""
 FACTORS = ("scaling_factor", "shift_factor", "invert_scale_latents")
 """Fields of the config by which a diffusion pipeline scales latents."""
-FORMER = "cogvideox-torchax-latents/1"
-"""The format before `FORMAT`, which is read but not written."""
 TENSOR, LOGVAR, SAMPLE = "latents", "logvar", "sample"
 """Names of the tensors in a file; see `Latents`."""
 
@@ -118,9 +117,6 @@ def load(path: str | Path) -> Latents:
         LatentsError: no file, no safetensors, truncated, without the tensor or the metadata of `save`, or
             with a field that is broken, which is named.
     """
-    path = Path(path)
-    if not path.is_file():
-        raise LatentsError(f"there is no file {path}")
     return from_metadata(path, *tensors.load(path, LatentsError))
 
 
@@ -130,8 +126,7 @@ def about(path: Path) -> dict[str, Any]:
     Raises:
         LatentsError: no safetensors, truncated, another format, or a broken field.
     """
-    with tensors.readable(path, LatentsError), safe_open(path, framework="np") as file:
-        return _fields(path, file.metadata() or {})["about"]
+    return _fields(path, tensors.metadata(path, LatentsError))["about"]
 
 
 def loads(data: bytes, name: str | Path) -> Latents:
@@ -215,10 +210,9 @@ def _fields_of_format_1(metadata: dict[str, str]) -> dict[str, Any]:
     """
     if metadata.get("format") != FORMER:
         return {}
-    texts = {name: metadata[name] for name in ("model", "fps") if name in metadata}
-    json_names = ("config", "num_frames", "about")
-    values = {name: reports.parse(metadata[name]) for name in json_names if name in metadata}
-    return {"about": {}, **texts, **values, "format": FORMAT}
+    readers = {"model": str, "fps": str, **dict.fromkeys(("config", "num_frames", "about"), reports.parse)}
+    fields = {name: read(metadata[name]) for name, read in readers.items() if name in metadata}
+    return {"about": {}, **fields, "format": FORMAT}
 
 
 def _is_number(value: Any) -> bool:

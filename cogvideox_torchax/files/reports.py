@@ -43,10 +43,9 @@ def write_json(path: Path, report: dict[str, Any]) -> Path:
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a Markdown table with its columns lined up."""
     widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
-    lines = [head, ["-" * width for width in widths], *rows]
     return "\n".join(
         "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |"
-        for line in lines
+        for line in (head, ["-" * width for width in widths], *rows)
     )
 
 

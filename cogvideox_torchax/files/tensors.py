@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 from safetensors.torch import save as serialized
 
 from cogvideox_torchax.files.whole import whole_file
@@ -21,21 +22,22 @@ def save(tensors: Mapping[str, torch.Tensor], path: str | Path, metadata: dict[s
 
 
 def load(
-    path: Path, refused: type[ValueError] = ValueError
+    path: str | Path, refused: type[ValueError] = ValueError
 ) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
     """Return the metadata and the tensors of a file; `refused` is raised for a file that cannot be read."""
-
-    def read() -> tuple[dict[str, str], dict[str, torch.Tensor]]:
-        with safe_open(path, framework="pt") as file:
-            return file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-
     with readable(path, refused):
-        return without_torchax(read)
+        return metadata(path, refused), without_torchax(load_file, path)
+
+
+def metadata(path: str | Path, refused: type[ValueError]) -> dict[str, str]:
+    """Return the metadata of a file, whose tensors are not read; raise `refused` as `load` does."""
+    with readable(path, refused), safe_open(path, framework="np") as file:
+        return file.metadata() or {}
 
 
 @contextlib.contextmanager
 def readable(path: str | Path, refused: type[ValueError]) -> Iterator[None]:
-    """Raise the error class `refused` in place of safetensors' errors at a broken file, in the block."""
+    """Raise the class `refused` in place of safetensors' errors of the block, which reads the file `path`."""
     try:
         yield
     except (SafetensorError, OSError) as error:

@@ -5,16 +5,16 @@ import contextlib
 import io
 import itertools
 import re
-from collections.abc import Generator, Iterator, Sequence
+import struct
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple, Self
 
+import numpy as np
 import torch
 
-from cogvideox_torchax.files.orientation import Orientation
-from cogvideox_torchax.files.sinks import FrameSink, GifSink, Sink, frames_NHWC
 from cogvideox_torchax.files.whole import check_output, refuse, resolved, whole_file
 
 Source = str | Path | bytes
@@ -35,6 +35,9 @@ COPIED = ("aac", "ac3", "alac", "eac3", "mp3", "opus")
 
 class VideoError(ValueError):
     """A video that cannot be read, or not in the size wanted; the message says what to do."""
+
+
+# Reading
 
 
 @dataclass(frozen=True)
@@ -169,9 +172,8 @@ def probe(source: Source) -> VideoInfo:
         stored = count if count >= stream.frames else _count_frames(source)
         if stream.frames > stored:
             raise VideoError(f"{path} is truncated: {stream.frames} frames are announced, {stored} are there")
-        times: tuple[Fraction, ...] = ()
-        if None not in shown and len(set(shown)) == count:
-            times = tuple((pts - min(shown)) * stream.time_base for pts in sorted(shown))
+        has_times = None not in shown and len(set(shown)) == count
+        times = tuple((pts - min(shown)) * stream.time_base for pts in sorted(shown)) if has_times else ()
         orientation = orientation or Orientation()
         height, width = orientation.sides((stream.height, stream.width))
         pixel = stream.sample_aspect_ratio or Fraction(1)
@@ -192,6 +194,42 @@ def _count_frames(source: Source) -> int:
     """Return the number of frames in a file, with the frames that its edit list hides."""
     with _opened(source, ignore_editlist="1") as container:
         return sum(packet.size > 0 for packet in container.demux(container.streams.video[0]))
+
+
+class Orientation(NamedTuple):
+    """The changes that set a frame's pixels upright, in their order: a phone stores a portrait on its side.
+
+    Attributes:
+        swapped: rows and columns change places.
+        upward, leftward: rows, and columns, come in the opposite order.
+    """
+
+    swapped: bool = False
+    upward: bool = False
+    leftward: bool = False
+
+    @classmethod
+    def parse(cls, matrix: bytes | None) -> Self:
+        """Return the orientation of a display matrix of ISO/IEC 14496-12: nine integers, row by row.
+
+        A pixel at (x, y) is shown at x' = a x + c y and y' = b x + d y. None is an upright frame.
+        """
+        if matrix is None:
+            return cls()
+        a, b, _, c, d, *_ = struct.unpack("=9i", matrix)
+        swapped = abs(b) > abs(a)
+        return cls(swapped, (b if swapped else d) < 0, (c if swapped else a) < 0)
+
+    def sides(self, sides: tuple[int, int]) -> tuple[int, int]:
+        """Return the stored height and width for upright ones, or the upright ones for stored ones."""
+        return (sides[1], sides[0]) if self.swapped else sides
+
+    def pixels(self, pixels: np.ndarray) -> np.ndarray:
+        """Return pixels (H, W, 3), upright."""
+        if not any(self):
+            return pixels
+        pixels = pixels.swapaxes(0, 1) if self.swapped else pixels
+        return np.ascontiguousarray(pixels[:: -1 if self.upward else 1, :: -1 if self.leftward else 1])
 
 
 def _orientation(frame: Any) -> Orientation:
@@ -277,18 +315,17 @@ def read_frames(source: Source, size: Framing, num_frames: int) -> Iterator[torc
         VideoError: a file that cannot be read, that ends before `num_frames`, or whose frames change size.
     """
     path = _name_for_messages(source)
-    count, first_size = 0, None
+    count, first_size = 0, None  # number of decoded frames, and (height, width) of the first
     with _opened(source) as container:
         container.streams.video[0].thread_type = "AUTO"
-        for frame in itertools.islice(container.decode(video=0), num_frames):
+        for count, frame in enumerate(itertools.islice(container.decode(video=0), num_frames), 1):
             first_size = first_size or (frame.height, frame.width)
             if (frame.height, frame.width) != first_size:
                 raise VideoError(
-                    f"{path} changes size at frame {count}, from {first_size[0]} x {first_size[1]} pixels to "
-                    f"{frame.height} x {frame.width}: cut it there, or take fewer frames"
+                    f"{path} changes size at frame {count - 1}, from {first_size[0]} x {first_size[1]} "
+                    f"pixels to {frame.height} x {frame.width}: cut it there, or take fewer frames"
                 )
             yield torch.from_numpy(_framed_pixels(frame, size)).permute(2, 0, 1)[None].contiguous()
-            count += 1
     if count < num_frames:
         raise VideoError(f"{path} is truncated: {num_frames} frames were expected, {count} could be decoded")
 
@@ -306,6 +343,78 @@ def _framed_pixels(frame: Any, size: Framing) -> Any:
         return pixels
     top, left = (pixels.shape[0] - size.height) // 2, (pixels.shape[1] - size.width) // 2
     return pixels[top : top + size.height, left : left + size.width]
+
+
+# Writing
+
+
+class Sink:
+    """A sink of frames; this one drops them."""
+
+    def write(self, frames: torch.Tensor) -> None:
+        """Write uint8 frames (1, 3, t, H, W)."""
+
+    def finish(self) -> None:
+        """Write the end of the output, after the last frame."""
+
+    def close(self) -> None:
+        """Close the files that are open, whatever was written."""
+
+
+def write_all(sink: Sink, pieces: Iterable[torch.Tensor]) -> int:
+    """Write all pieces (1, 3, t, H, W) into a sink as they come; return the number of frames."""
+    written = 0
+    for frames in pieces:
+        sink.write(frames)
+        written += frames.shape[2]
+    return written
+
+
+def _frames_NHWC(frames: torch.Tensor) -> Iterator[np.ndarray]:
+    """Yield the frames of (1, 3, t, H, W), each (H, W, 3)."""
+    yield from frames[0].permute(1, 2, 3, 0).contiguous().numpy()
+
+
+class _GifSink(Sink):
+    """An animated GIF, each frame with a palette of its own, shown for whole hundredths of a second."""
+
+    SHORTEST = 20
+    """Fewest milliseconds of a frame: browsers show a shorter frame for a tenth of a second."""
+
+    def __init__(self, path: Path, fps: Fraction):
+        self._path = path
+        self._hundredths = Fraction(100) / fps  # of a second, the duration of a frame
+        self._images: list[Any] = []
+
+    def write(self, frames: torch.Tensor) -> None:
+        from PIL import Image
+
+        # A GIF's frames are held as palette bytes, a third of their pixels: Pillow writes them all at once.
+        self._images += [Image.fromarray(pixels).quantize() for pixels in _frames_NHWC(frames)]
+
+    def finish(self) -> None:
+        """Write the file, which needs all frames."""
+        if self._images:
+            first, *rest = self._images
+            # Times are rounded, not durations: errors of rounding do not add up.
+            starts = [round(i * self._hundredths) for i in range(len(self._images) + 1)]
+            durations = [max(10 * (end - start), self.SHORTEST) for start, end in itertools.pairwise(starts)]
+            first.save(self._path, "GIF", save_all=True, append_images=rest, duration=durations, loop=0)
+
+
+class _FrameSink(Sink):
+    """Numbered pictures: frame_00000.png and so on."""
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._count = 0
+
+    def write(self, frames: torch.Tensor) -> None:
+        from PIL import Image
+
+        for pixels in _frames_NHWC(frames):
+            Image.fromarray(pixels).save(self._path / f"frame_{self._count:05d}.png")
+            self._count += 1
 
 
 @dataclass(frozen=True)
@@ -339,13 +448,13 @@ def writing(path: str | Path, fps: Fraction | float, source: SourceTiming | None
             rate that is not above 0 or has a frame last for longer than `LONGEST`.
     """
     source = source or SourceTiming()
-    path, kind = Path(path), check_writing(path, fps, source.times)
+    kind = check_writing(path, fps, source.times)
     rate = Fraction(fps).limit_denominator(100_000)
     with whole_file(path, directory=not kind) as temporary:
         makers = {
             ".mp4": lambda: _Mp4Sink(temporary, rate, source),
-            ".gif": lambda: GifSink(temporary, rate),
-            "": lambda: FrameSink(temporary),
+            ".gif": lambda: _GifSink(temporary, rate),
+            "": lambda: _FrameSink(temporary),
         }
         with contextlib.closing(makers[kind]()) as sink:
             yield sink
@@ -359,10 +468,8 @@ def check_writing(path: str | Path, fps: Fraction | float, times: Sequence[Fract
     """
     path = check_output(path)
     refuse(path, {f"it has {fps} frames a second: give a rate above 0": not fps > 0})  # NaN is refused, too
-    suffix, longest = (
-        path.suffix.lower(),
-        max([1 / Fraction(fps), *(b - a for a, b in itertools.pairwise(times))]),
-    )
+    suffix = path.suffix.lower()
+    longest = max([1 / Fraction(fps), *(b - a for a, b in itertools.pairwise(times))])
     lasting = f"a frame would last for {float(longest):.0f} s, at most {LONGEST} s are possible"
     faults = {
         f"{lasting}; give another --fps": longest > LONGEST,
@@ -402,7 +509,7 @@ class _Mp4Sink(Sink):
     def write(self, frames: torch.Tensor) -> None:
         """Write the frames, and after each the sound that is heard before it."""
         times, av = self._source.times, _av()
-        for pixels in frames_NHWC(frames):
+        for pixels in _frames_NHWC(frames):
             if self._stream is None:
                 self._stream = self._video_stream(*pixels.shape[:2])
             frame = av.VideoFrame.from_ndarray(pixels, format="rgb24")

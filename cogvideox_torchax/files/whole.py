@@ -101,8 +101,8 @@ def reserved(path: str | Path, suffix: str) -> Iterator[tuple[Path, int]]:
     try:
         handle = _make_locked(place)
     except OSError as error:
-        running = "another run is writing it; wait for it, or end it"
-        reason = running if isinstance(error, BlockingIOError) else error.strerror
+        is_locked = isinstance(error, BlockingIOError)
+        reason = "another run is writing it; wait for it, or end it" if is_locked else error.strerror
         raise OutputError(f"cannot write {path}: {reason}") from error
     try:
         yield place, handle
