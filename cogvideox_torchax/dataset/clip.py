@@ -1,6 +1,5 @@
 """One clip as one unit of work: `EncodeClip` and `DecodeClip`, which hold a model and know no other clip."""
 
-import functools
 import hashlib
 import io
 import json
@@ -129,8 +128,8 @@ class ClipConfig:
         devices. The model counts by its hash, wherever its files lie.
         """
         not_fixed = ("model", "backend", "dp", "tp")
-        settings = {name: value for name, value in asdict(self).items() if name not in not_fixed}
-        return {**settings, "model_sha256": model_sha256}
+        fixed = {name: value for name, value in asdict(self).items() if name not in not_fixed}
+        return {**fixed, "model_sha256": model_sha256}
 
     def load(self) -> Any:
         """Return the VAE, loaded on its backend and placed on the mesh."""
@@ -141,8 +140,7 @@ class ClipConfig:
             from cogvideox_torchax import sharding
 
             mesh = sharding.make_mesh(self.dp or 1, self.tp, devices=jax.local_devices())
-        dtype = getattr(torch, self.dtype)
-        return backends.backend(self.backend).load(self.model, dtype, mesh).vae
+        return backends.backend(self.backend).load(self.model, getattr(torch, self.dtype), mesh).vae
 
 
 @dataclass(frozen=True)
@@ -166,11 +164,6 @@ class DecodedClip:
     sha256: str = ""
     stamp: tuple[int, int] | None = None
 
-    def check(self) -> None:
-        """Raise `ClipError` where the file was changed since `stamp` was taken."""
-        if _stamp(self.clip.source) != self.stamp:
-            raise ClipError(f"{self.info.path} was changed while it was read: run again when it is complete")
-
     def stream(self) -> Iterator[torch.Tensor]:
         """Yield the frames, uint8 (1, 3, H, W), one at a time."""
         if self.frames is None:
@@ -193,13 +186,13 @@ def select_part(clip: Clip, config: "ClipConfig", scale: int) -> DecodedClip:
         if clip.height or clip.width:
             raise ClipError("it has a height or a width of its own: buckets have theirs")
         bucket = choose(config.buckets, info, clip.frames)
-        framing = video.cover(info, bucket.height, bucket.width)
-        return DecodedClip(clip, info, framing, bucket.frames, stamp=stamp)
-    height, width = clip.height or config.height, clip.width or config.width
-    framing = video.framing(info, multiple=scale, height=height, width=width, crop=config.crop)
-    frames = clip.frames or config.frames or info.num_frames
-    if frames > info.num_frames:
-        raise ClipError(f"{info.path} has {info.num_frames} frames, {frames} are wanted")
+        frames, framing = bucket.frames, video.cover(info, bucket.height, bucket.width)
+    else:
+        height, width = clip.height or config.height, clip.width or config.width
+        framing = video.framing(info, multiple=scale, height=height, width=width, crop=config.crop)
+        frames = clip.frames or config.frames or info.num_frames
+        if frames > info.num_frames:
+            raise ClipError(f"{info.path} has {info.num_frames} frames, {frames} are wanted")
     return DecodedClip(clip, info, framing, frames, stamp=stamp)
 
 
@@ -271,13 +264,13 @@ class _ClipUnit:
             start: returns an iterator over the results of a clip's chunks, from the first on.
             name: the clip's id, for messages; "" for a clip without one.
         """
-        auto_tiles = memory.set_tiles(self.vae, self.config.tiling, direction, *size, frames)  # in words
-        if auto_tiles:
-            self._say(f"{name}: {auto_tiles}" if name else f"{direction} in {auto_tiles}")
 
         def say(line: str) -> None:
             self._say(f"{name}: {line}" if name else line)
 
+        auto_tiles = memory.set_tiles(self.vae, self.config.tiling, direction, *size, frames)  # in words
+        if auto_tiles:
+            say(f"{direction} in {auto_tiles}")
         parts = memory.retry_tiled_on_oom(self.vae, size, start, say)
         total = len(direction.chunks(self.vae, frames))
         return self._follow(parts, total, direction) if self._follow else parts
@@ -306,9 +299,8 @@ class EncodeClip(_ClipUnit):
         part = select_part(clip, self.config, self.vae.spatial_compression_ratio)
         with io.BytesIO(clip.source) if isinstance(clip.source, bytes) else open(clip.source, "rb") as file:
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-        frames = None
-        if 3 * part.num_frames * part.framing.height * part.framing.width <= AHEAD_BYTES:
-            frames = torch.stack(list(part.stream()), dim=2)
+        is_short = 3 * part.num_frames * part.framing.height * part.framing.width <= AHEAD_BYTES
+        frames = torch.stack(list(part.stream()), dim=2) if is_short else None
         return replace(part, frames=frames, sha256=sha256)
 
     def check(self) -> None:
@@ -328,14 +320,16 @@ class EncodeClip(_ClipUnit):
         config, vae, framing = self.config, self.vae, decoded.framing
         size, kept = (framing.height, framing.width), {}  # `kept`: each tensor's pieces, by its name
         with memory.restoring_tiles(vae):
-            start = functools.partial(self.pieces, decoded)
             for piece in self._with_tiles_and_progress(
-                ENCODE, size, decoded.num_frames, start, decoded.clip.id
+                ENCODE, size, decoded.num_frames, lambda: self.pieces(decoded), decoded.clip.id
             ):
                 for name, tensor in piece.items():
                     kept.setdefault(name, []).append(tensor)
             about = self._about(decoded) if decoded.clip.id else {}
-        decoded.check()
+        if _stamp(decoded.clip.source) != decoded.stamp:
+            raise ClipError(
+                f"{decoded.info.path} was changed while it was read: run again when it is complete"
+            )
         tensors = {name: torch.cat(parts, dim=2) for name, parts in kept.items()}
         return Latents(
             tensor=tensors[latent_files.TENSOR],
@@ -405,13 +399,11 @@ class DecodeClip(_ClipUnit):
         """
         vae, frames = self.vae, shape[0]
         size = shape[1] * vae.spatial_compression_ratio, shape[2] * vae.spatial_compression_ratio
-
-        def decoded() -> Iterator[torch.Tensor]:
-            """Return the frames from the first on."""
-            return vae.decode_stream(start(), frames, output_dtype=torch.uint8, fetch=self._fetch)
-
+        decoding = {"output_dtype": torch.uint8, "fetch": self._fetch}
         with memory.restoring_tiles(vae):
-            yield from self._with_tiles_and_progress(DECODE, size, frames, decoded, "")
+            yield from self._with_tiles_and_progress(
+                DECODE, size, frames, lambda: vae.decode_stream(start(), frames, **decoding), ""
+            )
 
 
 def choose(buckets: Sequence[Bucket], info: video.VideoInfo, frames: int | None = None) -> Bucket:

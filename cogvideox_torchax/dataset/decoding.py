@@ -16,7 +16,7 @@ from cogvideox_torchax.dataset import formats, loop
 from cogvideox_torchax.dataset.clip import DecodeClip
 from cogvideox_torchax.dataset.manifest import BAD, OutputDirectory, ProcessShard, lines
 from cogvideox_torchax.dataset.names import ClipError, check_file, check_id
-from cogvideox_torchax.files import sinks, video
+from cogvideox_torchax.files import video
 from cogvideox_torchax.files.latents import Latents, LatentsError
 from cogvideox_torchax.files.whole import OutputError
 
@@ -45,11 +45,8 @@ class VideoDirectory(OutputDirectory):
     ):
         """Take this process's shards; `with` finds what is missing."""
         super().__init__(directory, process_shard)
-        self._shards, self._fps, self._retry = (
-            shards[self.process_shard.index :: self.process_shard.count],
-            fps,
-            retry,
-        )
+        self._shards = shards[self.process_shard.index :: self.process_shard.count]
+        self._fps, self._retry = fps, retry
 
     def _scan(self) -> None:
         """Find out which clips have a video, which the manifest lists as bad, and which are missing.
@@ -57,15 +54,13 @@ class VideoDirectory(OutputDirectory):
         Raises:
             OutputError: videos of these names are there, but no config: this program did not make them.
         """
-        written = list(lines(self.directory, self.NAME))
-        bad_before = {
-            line["id"]: line["error"] for line in written if line["kind"] == BAD and not self._retry
-        }
+        written = lines(self.directory, self.NAME)
+        bad_before = {line["id"]: line["error"] for line in written if line["kind"] == BAD}
         self._readers: dict[str, Callable[[], Latents]] = {}
         for name, read in self._own_entries():
             if self._video_path(name).exists():  # whatever another process's manifest says
                 self.done_before += 1
-            elif name in bad_before:
+            elif name in bad_before and not self._retry:
                 self.bad[name] = bad_before[name]
             else:
                 self._readers[name] = read
@@ -137,9 +132,14 @@ class VideoDirectory(OutputDirectory):
             path = self._video_path(name)
             path.parent.mkdir(parents=True, exist_ok=True)
             with video.writing(path, self._fps or latents.fps) as sink:
-                written = sinks.write_all(sink, unit.stream(latents))
+                written = video.write_all(sink, unit.stream(latents))
             return {"frames": written, "frames_encoded": latents.num_frames}
 
-        read = lambda name: (name, self._readers[name]())  # noqa: E731
-        keep = lambda name, about: self.note(name, **about)  # noqa: E731
-        return loop.work(self.missing, read, compute, keep, self.refuse, readers=readers)
+        return loop.work(
+            self.missing,
+            lambda name: (name, self._readers[name]()),
+            compute,
+            lambda name, about: self.note(name, **about),
+            self.refuse,
+            readers=readers,
+        )

@@ -194,7 +194,7 @@ def _parquet_entries(path: Path) -> list[Entry]:
 
 
 def _parquet_latents(path: Path, group: int, offset: int, name: Any) -> Latents:
-    """Return the latents of one row.
+    """Return the latents of one row, which `_row_of_file` made, in the dtype of its latent file.
 
     Args:
         path: path of the shard.
@@ -212,14 +212,6 @@ def _parquet_latents(path: Path, group: int, offset: int, name: Any) -> Latents:
         (row,) = next(itertools.islice(rows, offset, None)).to_pylist()
         if row["id"] != name:
             raise LatentsError(f"{path} holds {row['id']} where {name} was: it was changed, run again")
-        return _latents_of_row(path, row)
-
-
-def _latents_of_row(path: Path, row: dict[str, Any]) -> Latents:
-    """Return the latents of a row that `_row_of_file` made, in the dtype of its latent file.
-
-    `path` is the shard's, for errors.
-    """
     about = reports.parse(row["about"])
     dtype = DTYPES[about["dtype"]]
     tensors = {}
@@ -243,16 +235,16 @@ def _write_tar(members: Sequence[tuple[int, Path]], path: Path) -> None:
             data = file.read_bytes()
             latents = latent_files.loads(data, file)
             described = {**latents.about, "fps": float(latents.fps), "num_frames": latents.num_frames}
-            _add_member(tar, f"{index:08}.json", json.dumps(described, sort_keys=True).encode())
-            _add_member(tar, f"{index:08}.safetensors", data)
-            _add_member(tar, f"{index:08}.txt", latents.about["caption"].encode())
-
-
-def _add_member(tar: tarfile.TarFile, name: str, data: bytes) -> None:
-    """Add a file to a tar, without times and owners, which would differ from run to run."""
-    entry = tarfile.TarInfo(name)
-    entry.size, entry.mode = len(data), 0o644
-    tar.addfile(entry, io.BytesIO(data))
+            contents = {
+                ".json": json.dumps(described, sort_keys=True).encode(),
+                ".safetensors": data,
+                ".txt": latents.about["caption"].encode(),
+            }
+            for suffix, content in contents.items():
+                # Without times and owners, which would differ from run to run.
+                entry = tarfile.TarInfo(f"{index:08}{suffix}")
+                entry.size, entry.mode = len(content), 0o644
+                tar.addfile(entry, io.BytesIO(content))
 
 
 def _tar_entries(path: Path) -> list[Entry]:

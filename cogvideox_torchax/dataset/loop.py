@@ -86,22 +86,16 @@ def work(
     """
     reading = ThreadPoolExecutor(readers, "read")
     writing = ThreadPoolExecutor(1, "write")
-    ahead: deque[tuple[Job, Future[Any]]] = deque()
+    started = ((job, reading.submit(read, job)) for job in jobs)  # reading begins when an item is taken
     behind: deque[Future[None]] = deque()
-    waiting = iter(jobs)
-
-    def read_on() -> None:
-        """Start reading jobs until `readers` + 1 are ahead: one may be read already while the next are."""
-        for job in itertools.islice(waiting, readers + 1 - len(ahead)):
-            ahead.append((job, reading.submit(read, job)))
-
     try:
-        read_on()
+        # One more than `readers`: a clip that is read already does not keep its reader from the next one.
+        ahead = deque(itertools.islice(started, readers + 1))
         while ahead:
             job, future = ahead.popleft()
             start = time.perf_counter()
             given, reason = attempt(Future.result, future, IN_READING)
-            read_on()
+            ahead.extend(itertools.islice(started, 1))
             begun, result = time.perf_counter(), None
             if reason is None:
                 result, reason = attempt(compute, given, CLIPS_OWN)

@@ -25,7 +25,6 @@ from cogvideox_torchax.dataset.clip import Clip, EncodeClip
 from cogvideox_torchax.dataset.names import WORK, ClipError, check_file, check_id, check_ids
 from cogvideox_torchax.files import latents as latent_files
 from cogvideox_torchax.files import reports
-from cogvideox_torchax.files.latents import Latents
 from cogvideox_torchax.files.whole import OutputError, lock
 
 DONE, BAD, SHARD = "done", "bad", "shard"
@@ -74,16 +73,18 @@ def lines(directory: Path, name: str = "manifest") -> Iterator[dict[str, Any]]:
         OutputError: a line that this program has not written.
     """
     key, key_type = KEYS[name]
+    # By the kind of a line: the fields that it must have, and their types.
+    types_of = {DONE: {key: key_type}, BAD: {key: key_type, "error": str}, SHARD: {}}
     for path in sorted(directory.glob(f"{name}-*.jsonl")):
         for number, text in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
             try:
                 line = reports.parse(text)
-                is_valid = line["kind"] == SHARD or isinstance(line[key], key_type)
-                is_valid = is_valid and (line["kind"] != BAD or isinstance(line["error"], str))
-            except (KeyError, TypeError, ValueError):
-                is_valid = False
-            if not is_valid:
-                raise OutputError(f"{path} is broken: line {number} is none of a manifest; remove it")
+                if not all(isinstance(line[field], kind) for field, kind in types_of[line["kind"]].items()):
+                    raise TypeError("a field is of another type")
+            except (KeyError, TypeError, ValueError) as error:
+                raise OutputError(
+                    f"{path} is broken: line {number} is none of a manifest; remove it"
+                ) from error
             yield line
 
 
@@ -115,8 +116,9 @@ class OutputDirectory:
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:
-            name = f"{self.NAME}-{self.process_shard.index}.jsonl"
-            self._file = stack.enter_context(open_manifest(self.directory, name))
+            self._file = stack.enter_context(
+                open_manifest(self.directory, f"{self.NAME}-{self.process_shard.index}.jsonl")
+            )
             self._scan()
             stack.pop_all()  # closes the file only if `_scan` raised; else `__exit__` does
         return self
@@ -140,18 +142,18 @@ class OutputDirectory:
         """Return the reasons why clips of this process could not be made, by id."""
         return {self.clip_id(key): reason for key, reason in self.bad.items()}
 
-    def manifest_keys(self, key: Any) -> dict[str, Any]:
-        """Return the fields by which a manifest's line names a clip."""
-        return {"id": self.clip_id(key)}
-
     def note(self, key: Any, **about: Any) -> None:
         """Add the manifest's line of a clip that is done; `about` are further fields of the line."""
-        self.add_line(DONE, **self.manifest_keys(key), **about)
+        self._add_clip_line(DONE, key, about)
 
     def refuse(self, key: Any, reason: str) -> None:
         """Add the manifest's line of a clip that cannot be made, with the reason."""
         self.bad[key] = reason
-        self.add_line(BAD, **self.manifest_keys(key), error=reason)
+        self._add_clip_line(BAD, key, {"error": reason})
+
+    def _add_clip_line(self, kind: str, key: Any, about: dict[str, Any]) -> None:
+        """Add the manifest's line of a clip: its kind, the clip's key and id, and the fields `about`."""
+        self.add_line(kind, **{KEYS[self.NAME][0]: key, "id": self.clip_id(key)}, **about)
 
     def begin(self, config: dict[str, Any], **state: Any) -> None:
         """Write the config of the clips, as JSON, to the directory; raise as `_load_state` does.
@@ -160,8 +162,7 @@ class OutputDirectory:
         """
         self._load_state(config)
         if state or not (self.directory / self.LIST).exists():
-            content = {"format": self.FORMAT, "config": config, **state}
-            reports.write_json(self.directory / self.LIST, content)
+            reports.write_json(self.directory / self.LIST, {"format": self.FORMAT, "config": config, **state})
 
     def _load_state(self, config: dict[str, Any] | None) -> dict[str, Any]:
         """Return the JSON object that `begin` wrote; an empty one where there is no file.
@@ -296,9 +297,6 @@ class DatasetDirectory(OutputDirectory):
     def clip_id(self, key: int) -> str:
         return self.ids[key] or ""
 
-    def manifest_keys(self, key: int) -> dict[str, Any]:
-        return {"index": key, **super().manifest_keys(key)}
-
     def bad_clips(self) -> dict[str, str]:
         own = {index for shard in self.shards for index in self.members(shard)} & {*self.bad}
         newest = {
@@ -351,10 +349,8 @@ class DatasetDirectory(OutputDirectory):
         """Return a clip by its number."""
         return self._clips[self.clip_id(index)]
 
-    def keep(self, index: int, latents: Latents) -> None:
+    def keep(self, index: int, latents: latent_files.Latents) -> None:
         """Save a clip's latents, and add its line to the manifest.
-
-        `note`, which adds the line, also writes the clip's shard if this was the last clip missing in it.
 
         Raises:
             OSError: no room, or a directory that cannot be written.
@@ -362,14 +358,9 @@ class DatasetDirectory(OutputDirectory):
         save_latents(latents, self.clip_path(index))
         self.note(index, **manifest_fields(latents))
 
-    def note(self, key: int, **about: Any) -> None:
-        """Add the manifest's line of a clip that is done; write its shard, if no other clip is missing."""
-        super().note(key, **about)
-        self._write_shard_if_complete(key // self.shard_size)
-
-    def refuse(self, key: int, reason: str) -> None:
-        """Add the manifest's line of a bad clip; write its shard, if no other clip is missing."""
-        super().refuse(key, reason)
+    def _add_clip_line(self, kind: str, key: int, about: dict[str, Any]) -> None:
+        """Add the manifest's line of a clip; write the clip's shard, if no other clip of it is missing."""
+        super()._add_clip_line(kind, key, about)
         self._write_shard_if_complete(key // self.shard_size)
 
     def _write_shard_if_complete(self, shard: int) -> None:
@@ -388,19 +379,18 @@ class DatasetDirectory(OutputDirectory):
             self.clip_path(index).unlink(missing_ok=True)
 
 
-def save_latents(latents: Latents, path: Path) -> None:
+def save_latents(latents: latent_files.Latents, path: Path) -> None:
     """Write a clip's latent file, and make the directories that its id names."""
     path.parent.mkdir(parents=True, exist_ok=True)
     latent_files.save(latents, path)
 
 
-def manifest_fields(latents: Latents) -> dict[str, Any]:
+def manifest_fields(latents: latent_files.Latents) -> dict[str, Any]:
     """Return the fields of a manifest's line for a clip that is done."""
-    names = ("source_frames", "variable_frame_rate", "source_sha256")
-    about = {name: latents.about[name] for name in names if name in latents.about}
+    source = ("source_frames", "variable_frame_rate", "source_sha256")
     return {
         "latents": list(latents.tensor.shape),
         "frames": latents.num_frames,
         "fps": str(latents.fps),
-        **about,
+        **{name: latents.about[name] for name in source if name in latents.about},
     }

@@ -63,7 +63,7 @@ def check_file(name: str, path: Path, directory: Path, taken: Container[Path]) -
         raise ClipError(f"got the id {name!r}: it is no UTF-8 ({error.reason})") from error
     if max(sizes) > LONGEST_NAME:
         raise ClipError(f"its file would have a name of {max(sizes)} bytes, {LONGEST_NAME} are the most")
-    # A path of this length is free for the temporary file beside it, whose name may be the longest.
+    # `LONGEST_NAME` bytes are left for the name of the temporary file beside it.
     if sum(sizes) + len(sizes) + LONGEST_NAME > LONGEST_PATH or len(sizes) > MOST_PARTS:
         raise ClipError(f"its file would have a path of {sum(sizes)} bytes in {len(sizes)} parts: too long")
     above = [directory / parent for parent in path.relative_to(directory).parents[:-1]]

@@ -59,8 +59,8 @@ class ClipActor:
 
 
 @contextlib.contextmanager
-def _connected(address: str | None) -> Iterator[None]:
-    """Connect this process to a Ray cluster for a `with` block, unless it is connected already.
+def _connected(address: str | None) -> Iterator[Any]:
+    """Connect this process to a Ray cluster for a `with` block, unless it is connected already; yield `ray`.
 
     Ray prints on stdout that an actor has died, and more when a connection ends. In the block stdout is
     stderr: a command's stdout is its report.
@@ -85,7 +85,7 @@ def _connected(address: str | None) -> Iterator[None]:
                 raise ValueError(f"there is no Ray cluster at {address}: {error}") from error
             stack.callback(ray.shutdown)  # before stdout is back
         ray.data.DataContext.get_current().enable_progress_bars = False
-        yield
+        yield ray
 
 
 def work(
@@ -104,38 +104,30 @@ def work(
     Raises:
         ValueError: Ray is not installed, or no cluster is there.
     """
-    rows = []
+    rows = []  # the input of `ClipActor`
     for index in directory.missing:
         clip, path = directory.clip(index), directory.clip_path(index).absolute()
         fields = {**asdict(clip), "source": str(Path(str(clip.source)).absolute())}
         rows.append({"row": json.dumps({"index": index, "path": str(path), "clip": fields})})
-    if rows:
-        with _connected(address):
-            yield from _outcomes(directory, config, rows, actors)
-
-
-def _outcomes(
-    directory: DatasetDirectory, config: ClipConfig, rows: list[dict[str, str]], actors: int | None
-) -> Iterator[Step]:
-    """Encode the clips of `rows`, the input of `ClipActor`, on the connected cluster; yield each outcome."""
-    import ray
-
-    chips, mesh = int(ray.cluster_resources().get("TPU", 0)), (config.dp or 1) * (config.tp or 1)
-    # With chips no CPU is reserved: the chips alone limit the actors on a host.
-    resources: dict[str, Any] = {"num_cpus": 0, "resources": {"TPU": mesh}} if chips else {"num_cpus": 1}
-    data = ray.data.from_items(rows, override_num_blocks=len(rows)).map_batches(
-        ClipActor,
-        fn_constructor_args=(config,),
-        batch_size=1,
-        compute=ray.data.ActorPoolStrategy(size=actors or max(chips // mesh, 1)),
-        max_restarts=RETRIES,
-        max_task_retries=RETRIES,
-        **resources,
-    )
-    for row in data.iter_rows():
-        line = json.loads(row["line"])
-        if "error" in line:
-            directory.refuse(line["index"], line["error"])
-        else:
-            directory.note(line["index"], **line["about"])
-        yield Step(line["index"], line.get("error"), 0.0, 0.0)  # an actor's seconds are not measured
+    if not rows:
+        return
+    with _connected(address) as ray:
+        chips, mesh = int(ray.cluster_resources().get("TPU", 0)), (config.dp or 1) * (config.tp or 1)
+        # With chips no CPU is reserved: the chips alone limit the actors on a host.
+        resources: dict[str, Any] = {"num_cpus": 0, "resources": {"TPU": mesh}} if chips else {"num_cpus": 1}
+        data = ray.data.from_items(rows, override_num_blocks=len(rows)).map_batches(
+            ClipActor,
+            fn_constructor_args=(config,),
+            batch_size=1,
+            compute=ray.data.ActorPoolStrategy(size=actors or max(chips // mesh, 1)),
+            max_restarts=RETRIES,
+            max_task_retries=RETRIES,
+            **resources,
+        )
+        for row in data.iter_rows():
+            line = json.loads(row["line"])
+            if "error" in line:
+                directory.refuse(line["index"], line["error"])
+            else:
+                directory.note(line["index"], **line["about"])
+            yield Step(line["index"], line.get("error"), 0.0, 0.0)  # an actor's seconds are not measured
