@@ -1,4 +1,7 @@
-"""The command line: `cogvideox-torchax COMMAND ...`. A command is a file with a `COMMAND` and `run(args)`."""
+"""The command line: `cogvideox-torchax COMMAND ...`.
+
+A command is a file with its options, `COMMAND`, and `run(args)`, which returns the exit code, or None for 0.
+"""
 
 import argparse
 import contextlib
@@ -68,15 +71,17 @@ def _ended_by_ctrl_c() -> Iterator[None]:
     A `KeyboardInterrupt` that is raised in the import of a C++ module may abort the process with a dump.
     """
     before = signal.getsignal(signal.SIGINT)
-    is_main = threading.current_thread() is threading.main_thread()  # Python allows handlers in no other
-    if before is not signal.default_int_handler or not is_main:  # a caller's own handler stays
-        yield
-        return
-    signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
+    # A caller's own handler stays. Python allows handlers in the main thread alone.
+    is_replaced = (
+        before is signal.default_int_handler and threading.current_thread() is threading.main_thread()
+    )
+    if is_replaced:
+        signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        if is_replaced:
+            signal.signal(signal.SIGINT, before)
 
 
 def _report_error(error: BaseException, args: argparse.Namespace) -> int:

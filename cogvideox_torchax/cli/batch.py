@@ -6,14 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from cogvideox_torchax.cli import common, devices
-from cogvideox_torchax.cli.clips import config_of
-from cogvideox_torchax.dataset import Bucket, DecodeClip, EncodeClip, formats, sources
-from cogvideox_torchax.dataset.clip import MEAN, POSTERIOR
-from cogvideox_torchax.dataset.decoding import VideoDirectory
-from cogvideox_torchax.dataset.loop import READERS, Step
-from cogvideox_torchax.dataset.manifest import DatasetDirectory, OutputDirectory
+from cogvideox_torchax.dataset import clip, decoding, formats, loop, manifest, sources
 from cogvideox_torchax.files.whole import refuse
-from cogvideox_torchax.runtime.clock import CompileClock
 
 FOR_MANY = ("format", "shard_size", "keep", "buckets", "ray", "actors", "workers", "retry_failed")
 """Options that a single clip has no use for."""
@@ -40,35 +34,38 @@ def encode(args: argparse.Namespace) -> int:
     An `EncodeClip`, the `unit`, checks the settings before the loop, and encodes one clip at a time in it.
     With `--ray` actors on the cluster encode, each with a unit of its own.
     """
-    if args.seed is not None and args.keep in (None, POSTERIOR, MEAN):
+    if args.seed is not None and args.keep in (None, clip.POSTERIOR, clip.MEAN):
         raise ValueError("--seed draws samples: add --keep sample, or both")
     if args.ray is not None and args.distributed:
         raise ValueError("--ray deals out the clips itself: leave out --distributed")
     _check_output(args.output)
-    devices.check(args, together=False)
     clips = sources.clips(args.video)
     common.take_bundled_model(args)
-    buckets = tuple(Bucket.parse(text) for text in args.buckets.split(",")) if args.buckets else ()
-    config = config_of(args, buckets=buckets, keep=args.keep or POSTERIOR, seed=args.seed or 0)
-    unit = EncodeClip(config, common.say)
+    buckets = tuple(clip.Bucket.parse(text) for text in args.buckets.split(",")) if args.buckets else ()
+    config = common.config_of(args, buckets=buckets, keep=args.keep or clip.POSTERIOR, seed=args.seed or 0)
+    unit = clip.EncodeClip(config, common.say)
     if args.ray is not None:
         # This unit only checks the config and hashes the model; this host may have no chips.
-        unit = EncodeClip(replace(config, backend="torch", dp=None, tp=None))
+        unit = clip.EncodeClip(replace(config, backend="torch", dp=None, tp=None))
     with devices.process_shard(args) as process_shard:
         unit.check()
-        made_by = config.fixed_settings(unit.model_sha256)
-        options = {
-            "kind": args.format or formats.SAFETENSORS,
-            "shard_size": args.shard_size or 64,
-            "process_shard": process_shard,
-        }
-        with DatasetDirectory(args.output, made_by, clips, retry=args.retry_failed, **options) as directory:
+        with manifest.DatasetDirectory(
+            args.output,
+            config.fixed_settings(unit.model_sha256),
+            clips,
+            kind=args.format or formats.SAFETENSORS,
+            shard_size=args.shard_size or 64,
+            process_shard=process_shard,
+            retry=args.retry_failed,
+        ) as directory:
             if args.ray is None:
-                return _run_loop(args, directory.work(unit, readers=args.workers or READERS), directory)
-            from cogvideox_torchax.dataset import ray
+                steps = directory.work(unit, readers=args.workers or loop.READERS)
+            else:
+                from cogvideox_torchax.dataset import ray
 
-            address = args.ray or None  # "" is `--ray` without an address
-            return _run_loop(args, ray.work(directory, config, address, actors=args.actors), directory)
+                # "" is `--ray` without an address.
+                steps = ray.work(directory, config, args.ray or None, actors=args.actors)
+            return _run_loop(args, steps, directory)
 
 
 def decode(args: argparse.Namespace) -> int:
@@ -78,24 +75,29 @@ def decode(args: argparse.Namespace) -> int:
     that the first latent file names.
     """
     _check_output(args.output)
-    devices.check(args, together=False)
     shards = sources.shards(Path(args.latents))  # files of latents; each process decodes some of them
     with (
         devices.process_shard(args) as process_shard,
-        VideoDirectory(args.output, shards, args.fps, process_shard, retry=args.retry_failed) as directory,
+        decoding.VideoDirectory(
+            args.output, shards, args.fps, process_shard, retry=args.retry_failed
+        ) as directory,
     ):
         for name, reason in directory.bad.items():
             common.say(f"bad: {name}: {reason}")
         # One clip is checked before the loop begins: a wrong model is then an error, not a list of bad clips.
         first = directory.first_latents()
-        unit = DecodeClip(config_of(args, model=args.model or (first.model if first else "")), common.say)
+        unit = clip.DecodeClip(
+            common.config_of(args, model=args.model or (first.model if first else "")), common.say
+        )
         if first:
             unit.check(first)
             directory.begin(unit.config.fixed_settings(unit.model_sha256))
-        return _run_loop(args, directory.work(unit, readers=args.workers or READERS), directory)
+        return _run_loop(args, directory.work(unit, readers=args.workers or loop.READERS), directory)
 
 
-def _run_loop(args: argparse.Namespace, steps: Iterable[Step], directory: OutputDirectory) -> int:
+def _run_loop(
+    args: argparse.Namespace, steps: Iterable[loop.Step], directory: manifest.OutputDirectory
+) -> int:
     """Run a loop over clips under a progress bar; print each bad clip, and the report.
 
     Args:
@@ -106,11 +108,10 @@ def _run_loop(args: argparse.Namespace, steps: Iterable[Step], directory: Output
     Returns:
         The exit code: 1 where clips are bad, of this run or of an earlier one, else 0.
     """
-    clock = CompileClock(common.narrator(args))
+    clock = common.announcing_clock(args)
     count = 0
     waited = computed = 0.0
-    bar = common.progress(steps, total=len(directory.missing), name=args.command, args=args, unit="clip")
-    for step in bar:
+    for step in common.progress(steps, len(directory.missing), args.command, args=args, unit="clip"):
         waited, computed = waited + step.waited, computed + step.computed
         if step.error is None:
             count += 1

@@ -10,11 +10,10 @@ from typing import Any
 from cogvideox_torchax.backends import Use, names
 from cogvideox_torchax.bench import ladder, report
 from cogvideox_torchax.cli import common, options
-from cogvideox_torchax.cli.arguments import Command, Option, positive
 from cogvideox_torchax.files import reports
 from cogvideox_torchax.vae import checkpoint
 
-_backends = functools.partial(Option, group="bench backends")
+_backends = functools.partial(options.Option, group="bench backends")
 BACKENDS = (
     _backends(
         "--model",
@@ -41,20 +40,20 @@ BACKENDS = (
     ),
     _backends(
         "--repetitions",
-        type=positive,
+        type=options.positive,
         default=5,
         help="measured runs in each process (default: 5)",
     ),
     _backends("--warmups", type=int, default=2, help="runs before the first that counts (default: 2)"),
     _backends(
         "--rounds",
-        type=positive,
+        type=options.positive,
         default=2,
         help="processes for each backend; with 2 or more, warm starts are measured too (default: 2)",
     ),
 )
 """Options of the comparison of backends."""
-_device = functools.partial(Option, group="bench device")
+_device = functools.partial(options.Option, group="bench device")
 DEVICE = (
     _device(
         "--jobs",
@@ -64,31 +63,33 @@ DEVICE = (
         help=f"any of {', '.join(ladder.JOBS)}, with spaces between (default: all)",
     ),
     _device("--device", metavar="tpu|cuda|cpu", help="default: what JAX chooses"),
-    _device("--dp", type=positive, help="mesh: devices that a batch is split over"),
-    _device("--tp", type=positive, help="mesh: devices that a width is split over (default: one device)"),
+    _device("--dp", type=options.positive, help="mesh: devices that a batch is split over"),
+    _device(
+        "--tp", type=options.positive, help="mesh: devices that a width is split over (default: one device)"
+    ),
     _device("--limit", type=float, metavar="SECONDS", default=1800.0, help="for one job (default: 1800)"),
 )
 """Options of the measurement of a device."""
 
-COMMAND = Command(
+COMMAND = options.Command(
     "measure backends against each other, or a device",
     "--frames 17 --height 128 --width 192 --sweep frames=9,17,33 -o out/bench",
     (
-        Option(
+        options.Option(
             "what",
             nargs="?",
             choices=("backends", "device"),
             default="backends",
             help="backends against each other (default), or the device against plan's estimates",
         ),
-        Option(
+        options.Option(
             "--dtype", choices=("float32", "bfloat16"), help="default: float32; on a TPU or GPU, bfloat16"
         ),
         *BACKENDS,
         *DEVICE,
         options.output("write JSON, Markdown and plots there", metavar="DIR"),
-        Option("--json", action="store_true", help="print the results as JSON"),
-        Option("--quiet", action="store_true", help="do not say what is being run"),
+        options.Option("--json", action="store_true", help="print the results as JSON"),
+        options.Option("--quiet", action="store_true", help="do not say what is being run"),
     ),
 )
 
@@ -132,7 +133,7 @@ def _compared(args: argparse.Namespace, keep: Callable[[Any], None]) -> dict[str
 
     sizes = ab.sweep(ladder.Size(args.model, args.frames, args.height, args.width), args.sweep)
     checkpoint.locate_vae(args.model)  # raises before the work, not after it
-    options = ab.Options(
+    settings = ab.Options(
         model=args.model,
         backends=tuple(dict.fromkeys(args.backends)),
         dtype=args.dtype or "float32",
@@ -140,7 +141,7 @@ def _compared(args: argparse.Namespace, keep: Callable[[Any], None]) -> dict[str
         warmups=args.warmups,
         rounds=args.rounds,
     )
-    return ab.run(options, sizes, common.narrator(args), keep)
+    return ab.run(settings, sizes, common.narrator(args), keep)
 
 
 def _measured(args: argparse.Namespace, kept: Path | None, keep: Callable[[Any], None]) -> dict[str, Any]:
@@ -153,7 +154,7 @@ def _measured(args: argparse.Namespace, kept: Path | None, keep: Callable[[Any],
     """
     from cogvideox_torchax.bench import device
 
-    options = device.DeviceOptions(
+    settings = device.DeviceOptions(
         small=str(common.DEMO_MODEL),
         jobs=tuple(dict.fromkeys(args.jobs)),
         platform=args.device,
@@ -163,4 +164,4 @@ def _measured(args: argparse.Namespace, kept: Path | None, keep: Callable[[Any],
         limit=args.limit,
     )
     before = reports.load(kept, device.FORMAT) if kept is not None and kept.exists() else None
-    return device.run(options, common.narrator(args), keep, before)
+    return device.run(settings, common.narrator(args), keep, before)

@@ -1,6 +1,7 @@
-"""Code that commands share: the model, the backend, tables and JSON."""
+"""Code that commands share: models, clips to latents, latents to a sink, tables and JSON."""
 
 import argparse
+import functools
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -10,13 +11,28 @@ from typing import Any, TypeVar
 import torch
 
 from cogvideox_torchax import backends
+from cogvideox_torchax.cli.devices import Fetch
 from cogvideox_torchax.cli.options import DTYPES
-from cogvideox_torchax.files import reports
+from cogvideox_torchax.dataset.clip import (
+    MEAN,
+    SAMPLE,
+    Clip,
+    ClipConfig,
+    DecodeClip,
+    DecodedClip,
+    EncodeClip,
+    select_part,
+)
+from cogvideox_torchax.files import reports, video
+from cogvideox_torchax.files.latents import Latents
 from cogvideox_torchax.runtime.clock import CompileClock
 
 DEMO_MODEL = Path(__file__).parent.parent / "assets" / "tiny-vae"
+SPATIAL_SCALE = 8
+"""Sample pixels to a latent pixel in every published CogVideoX; the model checks its own."""
 
 Item = TypeVar("Item")
+Unit = TypeVar("Unit", EncodeClip, DecodeClip)
 
 
 def check_input(path: str) -> None:
@@ -51,8 +67,63 @@ def device_name(backend: str) -> str:
     return backends.backend(backend).device()
 
 
+# Clips
+
+
+def config_of(args: argparse.Namespace, **options: Any) -> ClipConfig:
+    """Return the `ClipConfig` of a command, from those of the command's options that are its fields.
+
+    `options` are further fields, and take precedence over the command's.
+    """
+    names = ("model", "backend", "dtype", "tiling", "dp", "tp", "frames", "height", "width", "crop")
+    given = {name: getattr(args, name) for name in names if hasattr(args, name)} | options
+    parse_dtype(given["dtype"])
+    return ClipConfig(**given)
+
+
+def open_clip(args: argparse.Namespace, at_most: int | None = None) -> DecodedClip:
+    """Return the part of `args.video` to encode, not read yet; raise `ValueError` for a size that cannot be.
+
+    Without `--frames` the part is the first `at_most` frames, or all of a shorter video; all without both.
+    """
+    count = args.frames or (at_most and min(at_most, video.probe(args.video).num_frames))
+    # The model's name and the clip's id are "": `select_part` uses neither.
+    config = ClipConfig("", frames=count, height=args.height, width=args.width, crop=args.crop)
+    return select_part(Clip("", args.video), config, SPATIAL_SCALE)
+
+
+def unit_of(kind: type[Unit], args: argparse.Namespace, vae: Any, fetch: Fetch, **options: Any) -> Unit:
+    """Return an `EncodeClip` or a `DecodeClip` that shows its progress through a clip's chunks as a bar.
+
+    Args:
+        kind: which of the two classes.
+        args: the command's options.
+        vae: the loaded model.
+        fetch: brings a chunk's result to the host.
+        options: fields of `ClipConfig`; they take precedence over the command's.
+    """
+    follow = functools.partial(progress, args=args)
+    return kind(config_of(args, **options), say, vae=vae, fetch=fetch, follow=follow)
+
+
+def encoder_of(args: argparse.Namespace, vae: Any, fetch: Fetch) -> EncodeClip:
+    """Return the encoder of a clip to its posterior's mode, or with `--seed` to a sample of the posterior."""
+    keep = MEAN if args.seed is None else SAMPLE
+    return unit_of(EncodeClip, args, vae, fetch, keep=keep, seed=args.seed or 0)
+
+
+def decode_to(sink: video.Sink, vae: Any, latents: Latents, args: argparse.Namespace, fetch: Fetch) -> int:
+    """Decode latents with `vae` and write each chunk's frames into a sink; return the number of frames."""
+    # `args` may name neither: the latents name their model, and the loaded VAE has the dtype.
+    options = {"model": latents.model, "dtype": str(vae.dtype).removeprefix("torch.")}
+    return video.write_all(sink, unit_of(DecodeClip, args, vae, fetch, **options).stream(latents))
+
+
+# Messages and reports
+
+
 def progress(
-    items: Iterable[Item], *, total: int, name: str, args: argparse.Namespace, unit: str = "chunk"
+    items: Iterable[Item], total: int, name: str, *, args: argparse.Namespace, unit: str = "chunk"
 ) -> Iterator[Item]:
     """Yield the items under a progress bar; `--quiet` hides it.
 
@@ -68,14 +139,11 @@ def progress(
     yield from tqdm(items, total=total, desc=name, unit=unit, disable=args.quiet, leave=False)
 
 
-def print_report(report: dict[str, Any], as_json: bool) -> None:
+def print_report(report: dict[str, Any], as_json: bool = False) -> None:
     """Print a report as JSON on one line, or as a table of two columns."""
-    if as_json:
-        print(json.dumps(report))
-        return
     width = max(len(key) for key in report)
-    for key, value in report.items():
-        print(f"  {key.replace('_', ' '):<{width}}  {_shown(value)}")
+    rows = (f"  {key.replace('_', ' '):<{width}}  {_shown(value)}" for key, value in report.items())
+    print(json.dumps(report) if as_json else "\n".join(rows))
 
 
 def _shown(value: Any) -> str:
@@ -87,9 +155,15 @@ def _shown(value: Any) -> str:
 
 def print_results(args: argparse.Namespace, clock: CompileClock, results: dict[str, Any]) -> None:
     """Print the report of a command that has written `args.output`: the device, `results`, the times."""
-    ran = {"output": args.output, "backend": args.backend, "device": device_name(args.backend)}
-    times = {"compile_s": clock.seconds, "total_s": clock.elapsed}
-    print_report({**ran, **results, **times}, args.json)
+    report = {
+        "output": args.output,
+        "backend": args.backend,
+        "device": device_name(args.backend),
+        **results,
+        "compile_s": clock.seconds,
+        "total_s": clock.elapsed,
+    }
+    print_report(report, args.json)
 
 
 def make_directory(name: str, purpose: str = "write into") -> Path:
@@ -109,6 +183,11 @@ def report_directory(name: str) -> Path:
     """Return a directory for a report with plots; `ValueError` where matplotlib is not installed."""
     reports.pyplot()  # raises before the work, not after it
     return make_directory(name)
+
+
+def announcing_clock(args: argparse.Namespace) -> CompileClock:
+    """Return a clock that also prints when a large program is compiled, unless `--quiet` is given."""
+    return CompileClock(narrator(args))
 
 
 def narrator(args: argparse.Namespace) -> Callable[[str], None]:

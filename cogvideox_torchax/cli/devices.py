@@ -11,26 +11,23 @@ from typing import Any
 
 import torch
 
-from cogvideox_torchax import runtime
-from cogvideox_torchax.backends import backend
+from cogvideox_torchax import backends, runtime
 from cogvideox_torchax.dataset.manifest import ProcessShard
-from cogvideox_torchax.files import sinks, video
+from cogvideox_torchax.files import video
 
 Fetch = Callable[[torch.Tensor], torch.Tensor]
 """Brings the result of a chunk from the devices to the host."""
 
 
-def check(args: argparse.Namespace, *, together: bool = True) -> None:
+def _check(args: argparse.Namespace, need_mesh: tuple[str, ...]) -> None:
     """Raise `ValueError` for options that cannot go together.
 
     Args:
         args: the options of `options.PROCESSES`, and `backend`.
-        together: whether all processes form one mesh, which needs a backend that runs on a mesh. If each
-            process works alone, as on many clips, `--distributed` goes with any backend.
+        need_mesh: names of the options that need a backend which runs on a mesh.
     """
-    meshes = ("dp", "tp", "distributed") if together else ("dp", "tp")
-    for name in meshes:
-        if getattr(args, name) and not backend(args.backend).runs_on_mesh:
+    for name in need_mesh:
+        if getattr(args, name) and not backends.backend(args.backend).runs_on_mesh:
             raise ValueError(
                 f"--backend {args.backend} runs on one device: leave out --{name}, or take torchax"
             )
@@ -44,9 +41,9 @@ def mesh_of(args: argparse.Namespace) -> Any:
     """Return the mesh of this process's devices that `--dp` and `--tp` ask for; None for one device.
 
     Raises:
-        ValueError: options as in `check`, or a mesh that does not fit.
+        ValueError: options that contradict each other, or a mesh that does not fit.
     """
-    check(args)
+    _check(args, ("dp", "tp"))
     if (args.dp, args.tp) in ((None, None), (1, 1)):
         return None
     from cogvideox_torchax import sharding
@@ -72,12 +69,12 @@ class ProcessGroup:
 
     def writing(
         self, path: str, fps: Fraction | float, alongside: video.SourceTiming | None = None
-    ) -> contextlib.AbstractContextManager[sinks.Sink]:
+    ) -> contextlib.AbstractContextManager[video.Sink]:
         """Return the sink of `video.writing` in the first process; elsewhere a sink that drops its frames.
 
         `alongside` is what an .mp4 takes over from its source video, or None.
         """
-        return video.writing(path, fps, alongside) if self.is_first else contextlib.nullcontext(sinks.Sink())
+        return video.writing(path, fps, alongside) if self.is_first else contextlib.nullcontext(video.Sink())
 
 
 @contextlib.contextmanager
@@ -87,15 +84,15 @@ def process_group(args: argparse.Namespace) -> Iterator[ProcessGroup]:
     Raises:
         ValueError: options that contradict each other, a mesh that does not fit, processes that cannot meet.
     """
-    if not args.distributed:
+    _check(args, ("dp", "tp", "distributed"))
+    if args.distributed:
+        with _connected(args) as sharding:
+            mesh = sharding.make_mesh(args.dp or 1, args.tp)
+            sharding.check_all_take_part(mesh)
+            with sharding.exchanging(args.output) as exchange:
+                yield ProcessGroup(mesh, sharding.is_first(), exchange.fetch_to_all, exchange.fetch_to_first)
+    else:
         yield ProcessGroup(mesh_of(args))
-        return
-    check(args)
-    with _connected(args) as sharding:
-        mesh = sharding.make_mesh(args.dp or 1, args.tp)
-        sharding.check_all_take_part(mesh)
-        with sharding.exchanging(args.output) as exchange:
-            yield ProcessGroup(mesh, sharding.is_first(), exchange.fetch_to_all, exchange.fetch_to_first)
 
 
 @contextlib.contextmanager
@@ -103,20 +100,23 @@ def process_shard(args: argparse.Namespace) -> Iterator[ProcessShard]:
     """Yield the index of this process and the number of processes, by which many clips are divided.
 
     With `--process` and `--processes` but no `--coordinator` the processes work without a connection.
+
+    Raises:
+        ValueError: options that contradict each other, or processes that cannot meet.
     """
+    _check(args, ("dp", "tp"))  # each process has its own mesh: `--distributed` goes with any backend
     if not args.distributed:
         yield ProcessShard()
-        return
-    if args.processes is not None and args.process is not None and args.coordinator is None:
+    elif args.processes is not None and args.process is not None and args.coordinator is None:
         if not 0 <= args.process < args.processes:
             raise ValueError(f"got --process {args.process} of --processes {args.processes}: count from 0 on")
         yield ProcessShard(args.process, args.processes)
-        return
-    import jax
+    else:
+        import jax
 
-    with _connected(args) as sharding:
-        yield ProcessShard(jax.process_index(), jax.process_count())
-        sharding.wait_for_all()
+        with _connected(args) as sharding:
+            yield ProcessShard(jax.process_index(), jax.process_count())
+            sharding.wait_for_all()
 
 
 @contextlib.contextmanager

@@ -4,8 +4,8 @@ import argparse
 import platform
 from typing import Any
 
+from cogvideox_torchax import runtime
 from cogvideox_torchax.cli import common, options
-from cogvideox_torchax.cli.arguments import Command
 from cogvideox_torchax.runtime.bridge import import_torchax
 from cogvideox_torchax.versions import installed, untested
 
@@ -24,67 +24,49 @@ OPTIONAL = {
     "libtpu": ("tpu", "running on a TPU, and `plan` for one"),
 }
 """By package: the extra of this project that installs it, and its purpose."""
-INSTALL = "pip install -c constraints.txt -e"
+INSTALL = "in the checkout pip install -c constraints.txt -e"
 
-
-COMMAND = Command("show versions and devices, and what is missing", "", (options.JSON,))
+COMMAND = options.Command("show versions and devices, and what is missing", "", (options.JSON,))
 
 
 def run(args: argparse.Namespace) -> int:
     """Print versions, devices and advice; return 1 where torch and torchax do not work together, else 0."""
-    report: dict[str, Any] = {"python": platform.python_version()}
-    advice: list[str] = []
-    for name in CORE:
-        report[name] = installed(name) or "missing"
-        if report[name] == "missing":
-            advice.append(f"{name} is missing: in the checkout {INSTALL} .")
-    for name, (extra, purpose) in OPTIONAL.items():
-        report[name] = installed(name) or "not installed"
-        if report[name] == "not installed":
-            advice.append(f"optional, for {purpose}: {name}; in the checkout {INSTALL} '.[{extra}]'")
+    core = {name: installed(name) or "missing" for name in CORE}
+    optional = {name: installed(name) or "not installed" for name in OPTIONAL}
+    advice = [f"{name} is missing: {INSTALL} ." for name in CORE if core[name] == "missing"]
+    advice += [
+        f"optional, for {purpose}: {name}; {INSTALL} '.[{extra}]'"
+        for name, (extra, purpose) in OPTIONAL.items()
+        if optional[name] == "not installed"
+    ]
     advice += untested()
-    broken = _broken_pair()
-    if broken:
-        advice.insert(0, broken)
-    report["torchax works"] = "no" if broken else "yes"
-    report["devices"] = _devices()
-    if report["devices"].startswith(("tpu", "gpu")):
-        advice.append("measure this device: cogvideox-torchax bench device -o out/device")
-    report["compile cache"] = _compile_cache()
-    common.print_report(report | ({"advice": advice} if args.json else {}), args.json)
-    if not args.json and advice:
-        print("\n" + "\n".join(f"  - {line}" for line in advice))
-    return 1 if broken else 0
-
-
-def _broken_pair() -> str | None:
-    """Return why the installed torch and torchax do not work together; None where they do."""
+    report: dict[str, Any] = {"python": platform.python_version(), **core, **optional, "torchax works": "yes"}
     try:
         import_torchax()
     except Exception as error:
-        return " ".join(str(error).split())[:600]
-    return None
+        report["torchax works"] = "no"
+        advice.insert(0, " ".join(str(error).split())[:600])
+    report |= _devices_and_cache()
+    if report["devices"].startswith(("tpu", "gpu")):
+        advice.append("measure this device: cogvideox-torchax bench device -o out/device")
+    common.print_report(report | ({"advice": advice} if args.json else {}), args.json)
+    if not args.json and advice:
+        print("\n" + "\n".join(f"  - {line}" for line in advice))
+    return 0 if report["torchax works"] == "yes" else 1
 
 
-def _devices() -> str:
-    """Return JAX's devices as text, or why there are none."""
+def _devices_and_cache() -> dict[str, str]:
+    """Return JAX's "devices" and the directory of its "compile cache", or why there are none."""
     try:
         import jax
 
-        return ", ".join(f"{device.platform}:{device.id} ({device.device_kind})" for device in jax.devices())
+        devices = [f"{device.platform}:{device.id} ({device.device_kind})" for device in jax.devices()]
     except Exception as error:
-        return (
-            f"none ({' '.join(str(error).split())[:200]}); on a machine without a TPU set JAX_PLATFORMS=cpu"
-        )
-
-
-def _compile_cache() -> str:
-    """Return the directory of JAX's compile cache, or why there is none."""
-    from cogvideox_torchax import runtime
-
-    try:
-        import jax
-    except Exception:
-        return "none, as JAX does not import"
+        reason = " ".join(str(error).split())[:200]
+        return {
+            "devices": f"none ({reason}); on a machine without a TPU set JAX_PLATFORMS=cpu",
+            "compile cache": "none, as JAX has no devices",
+        }
     runtime.configure_compile_cache()
-    return jax.config.jax_compilation_cache_dir or "off"  # pyright: ignore[reportAttributeAccessIssue]
+    cache = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
+    return {"devices": ", ".join(devices), "compile cache": cache or "off"}

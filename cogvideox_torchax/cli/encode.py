@@ -3,18 +3,14 @@
 import argparse
 
 from cogvideox_torchax.cli import batch, common, devices, options
-from cogvideox_torchax.cli.arguments import Command, Option
-from cogvideox_torchax.cli.clips import encoder_of, open_clip
 from cogvideox_torchax.dataset import sources
-from cogvideox_torchax.files import latents
-from cogvideox_torchax.files.whole import check_file
-from cogvideox_torchax.runtime.clock import CompileClock
+from cogvideox_torchax.files import latents, whole
 
-COMMAND = Command(
+COMMAND = options.Command(
     "encode a video, or a directory of them, to latents",
     "clip.mp4 -o clip.safetensors --model zai-org/CogVideoX-5b --dtype bfloat16",
     (
-        Option(
+        options.Option(
             "video",
             help="any video that FFmpeg reads; or many: a directory of them, or a list, in .txt a path a "
             "line, in .jsonl objects with path, caption and so on",
@@ -42,13 +38,13 @@ def run(args: argparse.Namespace) -> int:
     batch.check_one(args)
     if not args.output.endswith(".safetensors"):
         raise ValueError(f"cannot write {args.output}: latents go into a .safetensors file")
-    check_file(args.output)
-    clip = open_clip(args)
+    whole.check_file(args.output)
+    clip = common.open_clip(args)
     with devices.process_group(args) as group:
         common.take_bundled_model(args)
         vae = common.load_vae(args.model, args.backend, args.dtype, group.mesh)
-        clock = CompileClock(common.narrator(args))
-        encoded = encoder_of(args, vae, group.fetch_to_first).encode(clip)
+        clock = common.announcing_clock(args)
+        encoded = common.encoder_of(args, vae, group.fetch_to_first).encode(clip)
         if not group.is_first:
             return 0
         latents.save(encoded, args.output)

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import functools
+from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -10,25 +11,19 @@ from typing import Any
 
 from cogvideox_torchax import runtime
 from cogvideox_torchax.cli import common, devices, options
-from cogvideox_torchax.cli.arguments import Command, Option, frame_rate, positive
-from cogvideox_torchax.cli.clips import decode_to
-from cogvideox_torchax.cli.kept import kept_path, load_latents_stage, saved_latents
 from cogvideox_torchax.files import latents as latent_files
-from cogvideox_torchax.files import video
-from cogvideox_torchax.files.latents import Latents
-from cogvideox_torchax.files.whole import check_file
+from cogvideox_torchax.files import video, whole
 from cogvideox_torchax.pipelines import cache_options, generate, preview, stages
-from cogvideox_torchax.runtime.clock import CompileClock
 
 FPS = Fraction(8)
 
-_request = functools.partial(Option, group="request")
-_sampling = functools.partial(Option, group="sampling")
-COMMAND = Command(
+_request = functools.partial(options.Option, group="request")
+_sampling = functools.partial(options.Option, group="sampling")
+COMMAND = options.Command(
     "generate a video with a CogVideoX pipeline",
     "--prompt 'A cat walks.' --model zai-org/CogVideoX-5b -o cat.mp4",
     (
-        Option("--model", required=True, metavar="DIR_OR_ID", help="a whole pipeline"),
+        options.Option("--model", required=True, metavar="DIR_OR_ID", help="a whole pipeline"),
         _request("--prompt", help="what to show"),
         _request("--negative-prompt", help="what not to show"),
         _request("--image", metavar="FILE", help="the first frame, for an image-to-video model"),
@@ -37,24 +32,28 @@ COMMAND = Command(
         _sampling("--num-inference-steps", type=int, help="denoising steps (default: 50)"),
         _sampling("--guidance-scale", type=float, help="classifier-free guidance, 1 for none (default: 6)"),
         _sampling("--seed", type=int, help="of the noise (default: 0)"),
-        Option("--frames", group="size", type=int, help="how many (default: the model's)"),
-        Option("--height", group="size", type=positive, help="in pixels (default: the model's)"),
-        Option("--width", group="size", type=positive, help="in pixels (default: the model's)"),
-        Option(
+        options.Option("--frames", group="size", type=int, help="how many (default: the model's)"),
+        options.Option(
+            "--height", group="size", type=options.positive, help="in pixels (default: the model's)"
+        ),
+        options.Option(
+            "--width", group="size", type=options.positive, help="in pixels (default: the model's)"
+        ),
+        options.Option(
             "--fps",
             group="size",
-            type=frame_rate,
+            type=options.frame_rate,
             help="frames a second (default: 8, or a latents stage's)",
         ),
-        Option("--dtype", help="of weights and latents (default: bfloat16)"),
-        Option(
+        options.Option("--dtype", help="of weights and latents (default: bfloat16)"),
+        options.Option(
             "--dp",
             group="several devices",
             type=int,
             default=1,
             help="mesh: devices for the two batches of guidance (default: 1)",
         ),
-        Option(
+        options.Option(
             "--tp",
             group="several devices",
             type=int,
@@ -67,8 +66,10 @@ COMMAND = Command(
             metavar="first-block:0.1|pab|magcache:FILE|taylorseer|fastercache",
             help="reuse what steps have computed, by one of diffusers' caches",
         ),
-        Option("--save-stages", group="stages", metavar="DIR", help="keep embeddings and latents there"),
-        Option(
+        options.Option(
+            "--save-stages", group="stages", metavar="DIR", help="keep embeddings and latents there"
+        ),
+        options.Option(
             "--from-stage",
             group="stages",
             choices=("text", "latents"),
@@ -88,38 +89,76 @@ COMMAND = Command(
 )
 
 
-def run(args: argparse.Namespace) -> int:
-    """Generate a video, from a prompt or from the stage of an earlier run; print the report, return 0."""
+def run(args: argparse.Namespace) -> None:
+    """Generate a video, from a prompt or from the stage of an earlier run, and print the report."""
     if args.from_stage and not args.save_stages:
         raise ValueError("--from-stage needs the stages' directory: pass --save-stages DIR")
     if args.preview:
-        check_file(args.preview)
+        whole.check_file(args.preview)
         if not args.preview.endswith(".png"):
             raise ValueError(f"cannot write {args.preview}: a preview goes into a .png file")
-    kept = load_latents_stage(args) if args.from_stage == stages.LATENTS else None
-    args.fps = args.fps or (kept.fps if kept else FPS)
+    latents = _load_latents_stage(args) if args.from_stage == stages.LATENTS else None
+    args.fps = args.fps or (latents.fps if latents else FPS)
     # `keeping` is the outer context: the video is whole when it ends, and only then the latents are removed.
     with contextlib.ExitStack() as keeping, video.writing(args.output, args.fps) as sink:
         if args.save_stages:
             common.make_directory(args.save_stages, "keep stages in")
         else:
-            check_file(kept_path(args))
-        clock = CompileClock(common.narrator(args))
-        vae, latents = _sampled(args) if kept is None else (_vae_for(args, kept), kept)
+            whole.check_file(_kept_path(args))
+        clock = common.announcing_clock(args)
+        vae, latents = _sampled(args) if latents is None else (_vae_for(args, latents), latents)
         if not args.save_stages:
-            keeping.enter_context(saved_latents(args, latents))
-        written = decode_to(sink, vae, latents, args, runtime.to_torch)
+            keeping.enter_context(_kept(args, latents))
+        written = common.decode_to(sink, vae, latents, args, runtime.to_torch)
     common.print_results(args, clock, {"frames": written, "fps": float(args.fps)})
-    return 0
 
 
-def _vae_for(args: argparse.Namespace, latents: Latents) -> Any:
+def _vae_for(args: argparse.Namespace, latents: latent_files.Latents) -> Any:
     """Return the model's VAE to decode latents with, in `--dtype` or else in the latents' dtype."""
     dtype = args.dtype or str(latents.tensor.dtype).removeprefix("torch.")
     return common.load_vae(args.model, "torchax", dtype, devices.mesh_of(args))
 
 
-def _sampled(args: argparse.Namespace) -> tuple[Any, Latents]:
+def _load_latents_stage(args: argparse.Namespace) -> latent_files.Latents:
+    """Return the latents that an earlier run wrote into `--save-stages`; this run only decodes them.
+
+    Raises:
+        ValueError: options of sampling, which is done already; no latents, or another model's.
+    """
+    sampling = {*stages.Request.names(), "preview", "cache"} - {"dtype"}  # the VAE has a dtype too
+    given = sorted(stages.option(name) for name in sampling if getattr(args, name) is not None)
+    if given:
+        raise ValueError(
+            f"the latents are sampled already: leave {', '.join(given)} out, or resume from 'text'"
+        )
+    latents = stages.load_latents(args.save_stages)
+    latents.check_model(generate.vae_config(args.model))
+    return latents
+
+
+def _kept_path(args: argparse.Namespace) -> Path:
+    """Return the file, beside the output, that keeps latents until their video is whole."""
+    output = Path(args.output)  # drops the slash that a directory may end in
+    return output.with_name(f"{output.name}.latents.safetensors")
+
+
+@contextlib.contextmanager
+def _kept(args: argparse.Namespace, latents: latent_files.Latents) -> Iterator[None]:
+    """Keep the latents in a file while the block writes their video.
+
+    If the block succeeds, the file is removed. If it fails, the command that decodes the file is printed.
+    """
+    path = _kept_path(args)
+    latent_files.save(latents, path)
+    try:
+        yield
+    except BaseException:
+        common.say(f"the latents are kept: cogvideox-torchax decode {path} -o {args.output}")
+        raise
+    path.unlink()
+
+
+def _sampled(args: argparse.Namespace) -> tuple[Any, latent_files.Latents]:
     """Check the request, then run the pipeline up to its VAE; return the VAE and the sampled latents.
 
     With `--save-stages` the embeddings and the latents are written too. With `--from-stage text` the prompt's
@@ -133,13 +172,17 @@ def _sampled(args: argparse.Namespace) -> tuple[Any, Latents]:
     request = stages.request_from_options(vars(args), model.size, text)
     dtype = common.parse_dtype(request.dtype)
     generate.check(request, model)
-    run_settings = {"steps": generate.steps_of(request, model), "guided": request.guidance_scale > 1}
-    if args.cache:
-        cache_options.config_of(args.cache, **run_settings)  # raises before the weights are loaded
+    cache_config = None
+    if args.cache:  # before the weights are loaded, so that a wrong --cache is refused at once
+        cache_config = cache_options.config_of(
+            args.cache,
+            steps=generate.steps_of(request, model),
+            guided=request.guidance_scale > 1,
+            timestep=lambda: pipe.current_timestep,  # called while the pipeline below runs
+        )
     pipe = generate.load_generator(model, dtype, mesh, with_text=text is None)
-    if args.cache:
-        config = cache_options.config_of(args.cache, **run_settings, timestep=lambda: pipe.current_timestep)
-        pipe.transformer.enable_cache(config)
+    if cache_config is not None:
+        pipe.transformer.enable_cache(cache_config)
     pipe.set_progress_bar_config(disable=args.quiet, desc="denoise", leave=False)
     directory = Path(args.save_stages) if args.save_stages else None
     show = preview.preview_writer(pipe.vae, args.preview, common.say) if args.preview else None

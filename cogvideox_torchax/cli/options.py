@@ -1,17 +1,98 @@
-"""Options that several commands take."""
+"""Commands as tables of options, and the options that several commands take."""
 
+import argparse
 import functools
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from cogvideox_torchax import backends
-from cogvideox_torchax.cli.arguments import REPORT, Option, frame_rate, positive
-from cogvideox_torchax.dataset.clip import KEEP
-from cogvideox_torchax.dataset.formats import SUFFIXES
+from cogvideox_torchax.dataset import clip, formats
+from cogvideox_torchax.files import video
 
 DTYPES = ("float32", "bfloat16", "float16")
+REPORT = "report"
+"""The group of options that help lists last."""
+EXCLUSIVE = "exclusive"
+"""The group of options of which a command takes exactly one."""
+ABSENT: dict[str, Any] = {
+    **{"quiet": False, "profile": None, "distributed": False, "backend": "torchax"},
+    **dict.fromkeys(("coordinator", "processes", "process", "timeout"), None),
+}
+"""Values of the options that shared code reads, for commands that do not take those options."""
 
 
-def model_options(default: str = "the small bundled model, as a line says") -> tuple[Option, ...]:
+class Option:
+    """An option or a positional argument of a command, declared as for argparse's `add_argument`.
+
+    Args:
+        flags: its names, such as "-o" and "--output"; a positional argument has one, without dashes.
+        group: the title under which help lists it, or `EXCLUSIVE`; None for argparse's own titles.
+        settings: keyword arguments of `add_argument`.
+    """
+
+    def __init__(self, *flags: str, group: str | None = None, **settings: Any):
+        self.flags, self.group, self.settings = flags, group, settings
+
+
+TRACEBACK = Option(
+    "--traceback", group=REPORT, action="store_true", help="show where in the code an error came from"
+)
+
+
+@dataclass(frozen=True)
+class Command:
+    """A subcommand, named after its module: its summary and an example for its help, and its options."""
+
+    summary: str
+    example: str
+    options: tuple[Option, ...]
+
+    def add_to(self, subparsers: Any, name: str) -> argparse.ArgumentParser:
+        """Add this command's parser to argparse's subparsers; return it."""
+        parser = subparsers.add_parser(
+            name,
+            help=self.summary,
+            description=self.summary[0].upper() + self.summary[1:] + ".",
+            epilog=f"example: cogvideox-torchax {name} {self.example}".rstrip(),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,  # a prefix that means one option today may mean two tomorrow
+        )
+        parser.set_defaults(**ABSENT)
+        groups: dict[str | None, Any] = {None: parser}  # by title, each has argparse's `add_argument`
+        for each in sorted((*self.options, TRACEBACK), key=lambda option: option.group == REPORT):
+            if each.group == EXCLUSIVE and each.group not in groups:
+                groups[each.group] = parser.add_mutually_exclusive_group(required=True)
+            elif each.group not in groups:
+                groups[each.group] = parser.add_argument_group(each.group)
+            groups[each.group].add_argument(*each.flags, **each.settings)
+        return parser
+
+
+def positive(text: str) -> int:
+    """Return the whole number above 0 that a text names."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not a positive number")
+    return value
+
+
+def argument(read: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Return `read` as a `type` for argparse, which then prints the message of a `ValueError` of `read`."""
+
+    def value(text: str) -> Any:
+        try:
+            return read(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return value
+
+
+frame_rate = argument(video.frame_rate)
+
+
+def model_options(default: str = "the small bundled model") -> tuple[Option, ...]:
     """Return the options of a command that runs a model: the model's, and the report's.
 
     `default` is help's text about the model that is used without `--model`.
@@ -112,12 +193,14 @@ DECODE_MANY = (
 ENCODE_MANY = (
     _many(
         "--format",
-        choices=SUFFIXES,
+        choices=formats.SUFFIXES,
         help="a latent file a clip (default), or shards: Parquet as FastVideo reads it (needs the extra "
         "data), or WebDataset tars",
     ),
     _many("--shard-size", type=positive, metavar="CLIPS", help="clips a shard (default: 64)"),
-    _many("--keep", choices=KEEP, help="mean and log-variance (default), the mean, a sample, or all three"),
+    _many(
+        "--keep", choices=clip.KEEP, help="mean and log-variance (default), the mean, a sample, or all three"
+    ),
     _many(
         "--buckets",
         metavar="SIZES",

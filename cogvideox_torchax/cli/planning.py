@@ -6,9 +6,12 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from cogvideox_torchax import runtime
 from cogvideox_torchax.cli import common
 from cogvideox_torchax.files import reports
+from cogvideox_torchax.plan import chips, jobs, models, report, summary, training
 from cogvideox_torchax.vae.directions import DECODE, ENCODE
 from cogvideox_torchax.vae.memory import parse_tiles
 from cogvideox_torchax.versions import versions
@@ -19,8 +22,6 @@ Document = dict[str, Any]
 
 def planned(args: argparse.Namespace) -> Document:
     """Compile the programs of `--network`, and print their figures; return the plan as a JSON document."""
-    from cogvideox_torchax.plan import models
-
     # First of all: libtpu writes the schedules of kernels only if `_target` is what loads it.
     chip, devices = _target(args)
     vae = models.weightless_vae(args.model, common.parse_dtype(args.dtype))
@@ -33,12 +34,10 @@ def _vae(args: argparse.Namespace, vae: Any, chip: Any, devices: Any, mesh: dict
 
     Args:
         args: the command's options.
-        vae: the model without weights.
+        vae: the model without weights, on the meta device.
         chip, devices: as `_target` returns them.
         mesh: the sizes of its axes "dp" and "tp".
     """
-    from cogvideox_torchax.plan import jobs, report, summary
-
     if args.save_hlo:
         Path(args.save_hlo).mkdir(parents=True, exist_ok=True)
     tile = args.tiling and (vae.tile_sample_min_height, vae.tile_sample_min_width)  # None without --tiling
@@ -51,7 +50,7 @@ def _vae(args: argparse.Namespace, vae: Any, chip: Any, devices: Any, mesh: dict
     plans = jobs.plan_programs(vae, job, devices, chip, backend=args.backend, **mesh)
     programs = list(_printed_programs(plans, chip, args.save_hlo and f"{args.save_hlo}/{job.direction}"))
     whole = summary.whole_video(job, len(chunks), job.tiles(vae), programs, chip)
-    common.print_report(whole, as_json=False)
+    common.print_report(whole)
     layers = programs[-1].layers if args.layers else []
     if layers:
         head, *cells = report.table(layers)
@@ -59,16 +58,15 @@ def _vae(args: argparse.Namespace, vae: Any, chip: Any, devices: Any, mesh: dict
     if chip and not whole["fits"] and not args.no_advice:
         peak = max(program.peak_bytes for program in programs)
         common.say("it does not fit: compiling what would")
-        backend, chips_now = {"backend": args.backend}, args.dp * args.tp
         changes = [
-            jobs.largest_tile_that_fits(vae, job, devices, chip, peak, **backend, **mesh),
+            jobs.largest_tile_that_fits(vae, job, devices, chip, peak, backend=args.backend, **mesh),
             jobs.smallest_mesh_that_fits(
-                args.model, vae.dtype, job, args.topology, chips_now, peak, **backend
+                args.model, vae.dtype, job, args.topology, args.dp * args.tp, peak, backend=args.backend
             ),
         ]
         whole["would_fit"] = {change.what: change.peak_bytes / 2**30 for change in changes if change}
         advice = {f"with {what}": f"{size:.2f} GiB" for what, size in whole["would_fit"].items()}
-        common.print_report(advice or {"would fit": "nothing that was tried"}, as_json=False)
+        common.print_report(advice or {"would fit": "nothing that was tried"})
     layers = [vars(row) for row in layers]
     return _document(args, vars(job), programs, whole, backend=args.backend, layers=layers)
 
@@ -78,7 +76,7 @@ def _network(args: argparse.Namespace, vae: Any, chip: Any, devices: Any, mesh: 
 
     The arguments are as in `_vae`; of `vae` only its dtype and its compression ratios are used.
     """
-    from cogvideox_torchax.plan import networks
+    from cogvideox_torchax.plan import networks  # needs transformers, as the VAE does not
 
     runtime.enable()
     # Programs of 2 and of 3 layers give the figures of the whole network: a layer adds their difference.
@@ -114,8 +112,6 @@ def _train_step(
     There are two programs, encoding and decoding, each with its backward pass. The arguments are as in
     `_vae`.
     """
-    from cogvideox_torchax.plan import jobs, training
-
     job = jobs.Job(ENCODE, args.frames, args.height, args.width)  # planned in both directions
     common.say("compiling 2 programs; each takes minutes")
     plans = list(_printed_programs(training.plan_train_step(vae, job, devices, chip, **mesh), chip))
@@ -127,13 +123,13 @@ def _printed(args: argparse.Namespace, programs: list[Any], table: dict[str, Any
 
     `programs` are the plans of the compiled programs.
     """
-    common.print_report(table, as_json=False)
+    common.print_report(table)
     job = {name: getattr(args, name) for name in ("network", "frames", "height", "width")}
     return _document(args, job, programs, table)
 
 
 def _document(
-    args: argparse.Namespace, job: dict[str, Any], programs: list[Any], summary: dict[str, Any], **more: Any
+    args: argparse.Namespace, job: dict[str, Any], programs: list[Any], figures: dict[str, Any], **more: Any
 ) -> Document:
     """Return a plan as a JSON document.
 
@@ -141,11 +137,9 @@ def _document(
         args: the command's options.
         job: the network or direction that was planned, and the size of the video.
         programs: the plans of the compiled programs.
-        summary: the printed figures, by name.
+        figures: the printed figures, by name.
         more: further fields of the document.
     """
-    from cogvideox_torchax.plan import jobs
-
     return {
         "format": jobs.FORMAT,
         "job": job,
@@ -155,7 +149,7 @@ def _document(
         "model": args.model,
         "versions": versions("torch", "torchax", "jax", "jaxlib", "libtpu", "diffusers"),
         "programs": [program.as_json() for program in programs],
-        "summary": summary,
+        "summary": figures,
         "process_bytes": runtime.host_peak_bytes(),
         **more,
     }
@@ -167,13 +161,9 @@ def _target(args: argparse.Namespace) -> tuple[Any, list[Any]]:
     The chip holds the peak rates and the memory of one device. A TPU's devices are those of `--topology`,
     which need not exist.
     """
-    from cogvideox_torchax.plan import chips
-
     if args.platform == "tpu":
         devices = chips.topology_devices(args.topology)
         return chips.CHIPS[args.topology.partition(":")[0]], devices
-    import jax
-
     return None, jax.devices("cpu")
 
 
@@ -185,11 +175,9 @@ def _printed_programs(programs: Iterable[Any], chip: Any, prefix: str | None = N
         chip: as `_target` returns it.
         prefix: path that the names of files for the compiled texts begin with; None for no files.
     """
-    from cogvideox_torchax.plan import summary
-
     for program in programs:
         print(f"{program.name} chunk, {program.frames} frames in")
-        common.print_report(summary.program_rows(program, chip), as_json=False)
+        common.print_report(summary.program_rows(program, chip))
         if prefix:
             reports.write_text(Path(f"{prefix}_{program.name}.hlo.txt"), program.text)
         yield program

@@ -1,22 +1,23 @@
 """`reconstruct`: a video through the VAE and back."""
 
 import argparse
-import contextlib
+from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from cogvideox_torchax.cli import common, devices, options
-from cogvideox_torchax.cli.arguments import Command, Option
-from cogvideox_torchax.cli.clips import frames_through, open_clip, reconstruct_to
-from cogvideox_torchax.dataset.clip import DecodedClip
-from cogvideox_torchax.files import video
-from cogvideox_torchax.runtime.clock import CompileClock
+from cogvideox_torchax.dataset.clip import DecodeClip, DecodedClip
+from cogvideox_torchax.files import latents, video
+from cogvideox_torchax.vae.directions import DECODE, ENCODE
 
-COMMAND = Command(
+COMMAND = options.Command(
     "encode a video and decode it again",
     "clip.mp4 -o again.mp4 --frames 49 --crop",
     (
-        Option("video", help="any video that FFmpeg reads"),
+        options.Option("video", help="any video that FFmpeg reads"),
         options.VIDEO_OUTPUT,
         *options.model_options(),
         *options.clip_options(),
@@ -29,32 +30,51 @@ COMMAND = Command(
 )
 
 
-def run(args: argparse.Namespace) -> int:
-    """Encode a video and decode it again into another; print the report, return 0."""
-    clip = open_clip(args)
-    with contextlib.ExitStack() as stack:
-        group = stack.enter_context(devices.process_group(args))
+def run(args: argparse.Namespace) -> None:
+    """Encode a video and decode it again into another; print the report."""
+    clip = common.open_clip(args)
+    with devices.process_group(args) as group:
         fps = args.fps or clip.info.fps
         video.check_writing(args.output, fps)
         common.take_bundled_model(args)
         vae = common.load_vae(args.model, args.backend, args.dtype, group.mesh)
-        _, frames_out = frames_through(vae, clip.num_frames)
+        latent_frames = sum(ENCODE.results(vae, clip.num_frames))
+        frames_out = sum(DECODE.results(vae, latent_frames))
         alongside, messages = _alongside(args, clip, frames_out)
-        sink = stack.enter_context(group.writing(args.output, fps, alongside))
-        clock = CompileClock(common.narrator(args))
-        written = reconstruct_to(sink, vae, clip, args, group)
-    if not group.is_first:
-        return 0
-    for line in messages:
-        common.say(line)
-    results = {
-        "frames_in": clip.num_frames,
-        "frames_out": written,
-        "sound": "copied" if alongside.sound else "left out" if clip.info.sound else "none",
-        "size": f"{clip.framing.height} x {clip.framing.width}",
-    }
-    common.print_results(args, clock, results)
-    return 0
+        with group.writing(args.output, fps, alongside) as sink:
+            clock = common.announcing_clock(args)
+            written = video.write_all(sink, _reconstruction(vae, clip, latent_frames, args, group))
+    if group.is_first:
+        for line in messages:
+            common.say(line)
+        results = {
+            "frames_in": clip.num_frames,
+            "frames_out": written,
+            "sound": "copied" if alongside.sound else "left out" if clip.info.sound else "none",
+            "size": f"{clip.framing.height} x {clip.framing.width}",
+        }
+        common.print_results(args, clock, results)
+
+
+def _reconstruction(
+    vae: Any, clip: DecodedClip, latent_frames: int, args: argparse.Namespace, group: devices.ProcessGroup
+) -> Iterator[torch.Tensor]:
+    """Encode and decode a clip; yield each chunk's frames, uint8 (1, 3, t, H, W).
+
+    Latents are decoded as soon as there are enough for a chunk: memory does not grow with the clip. If there
+    are several processes, each gets the latents, which all decode together; only the first gets the frames.
+
+    Args:
+        vae: the loaded model.
+        clip: the part of the source to encode.
+        latent_frames: number of frames that it is encoded to.
+        args: the command's options.
+        group: the processes of the command.
+    """
+    encoder, scale = common.encoder_of(args, vae, group.fetch_to_all), vae.spatial_compression_ratio
+    shape = latent_frames, clip.framing.height // scale, clip.framing.width // scale
+    decoder = common.unit_of(DecodeClip, args, vae, group.fetch_to_first)
+    return decoder.pieces(lambda: (piece[latents.TENSOR] for piece in encoder.pieces(clip)), shape)
 
 
 def _alongside(

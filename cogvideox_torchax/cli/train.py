@@ -11,44 +11,44 @@ from pathlib import Path
 
 from cogvideox_torchax import backends
 from cogvideox_torchax.cli import common, devices, options
-from cogvideox_torchax.cli.arguments import EXCLUSIVE, REPORT, Command, Option, positive
-from cogvideox_torchax.train import clips, start
-from cogvideox_torchax.train.checkpoints import NAME
+from cogvideox_torchax.train import checkpoints, clips, stages, start, trainer
 from cogvideox_torchax.train.run import HeldOut, Run
-from cogvideox_torchax.train.stages import Plan, TrainingSettings
-from cogvideox_torchax.train.trainer import Trainer
 
-_batches = functools.partial(Option, group="batches")
-COMMAND = Command(
+_batches = functools.partial(options.Option, group="batches")
+COMMAND = options.Command(
     "train a VAE on clips, from scratch or from given weights",
     "clips/ -o run --config vae/config.json --steps 10000 --validate other.mp4",
     (
-        Option(
+        options.Option(
             "clips",
             nargs="+",
             metavar="CLIP",
             help="videos, pictures, directories of both; video.mp4#0-100 for its first 100 frames",
         ),
         options.output("of the training", metavar="DIR", required=True),
-        Option("--model", metavar="DIR_OR_ID", help="begin with its weights", group=EXCLUSIVE),
-        Option(
+        options.Option(
+            "--model", metavar="DIR_OR_ID", help="begin with its weights", group=options.EXCLUSIVE
+        ),
+        options.Option(
             "--config",
             metavar="FILE",
             help="a config.json: begin with weights drawn by --seed",
-            group=EXCLUSIVE,
+            group=options.EXCLUSIVE,
         ),
-        Option(
+        options.Option(
             "--backend",
             choices=("torch", "torchax"),
             default="torch",
             help="torch computes in bfloat16, with float32 weights; torchax in float32 (default: torch)",
         ),
-        Option("--steps", type=positive, required=True, help="of the whole training"),
-        _batches("--batch", type=positive, default=1, help="clips in a batch (default: 1)"),
-        _batches("--frames", type=positive, default=17, help="of the longest clips, 8 n + 1 (default: 17)"),
+        options.Option("--steps", type=options.positive, required=True, help="of the whole training"),
+        _batches("--batch", type=options.positive, default=1, help="clips in a batch (default: 1)"),
+        _batches(
+            "--frames", type=options.positive, default=17, help="of the longest clips, 8 n + 1 (default: 17)"
+        ),
         _batches(
             "--size",
-            type=positive,
+            type=options.positive,
             default=64,
             help="of the square crops, in pixels, a multiple of 16 (default: 64)",
         ),
@@ -58,7 +58,7 @@ COMMAND = Command(
             metavar="FILE",
             help="TOML file of further settings (docs/datasets.md lists them)",
         ),
-        Option(
+        options.Option(
             "--validate",
             group="run",
             action="append",
@@ -66,34 +66,33 @@ COMMAND = Command(
             metavar="CLIP",
             help="a held-out video; repeatable",
         ),
-        Option(
+        options.Option(
             "--checkpoint-every",
             group="run",
-            type=positive,
+            type=options.positive,
             default=500,
             help="steps between checkpoints (default: 500)",
         ),
-        Option("--resume", group="run", action="store_true", help="go on from the checkpoint in DIR"),
-        Option("--quiet", group=REPORT, action="store_true", help="no progress bar"),
+        options.Option("--resume", group="run", action="store_true", help="go on from the checkpoint in DIR"),
+        options.Option("--quiet", group=options.REPORT, action="store_true", help="no progress bar"),
         *options.MESH,
     ),
 )
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> None:
     """Train a VAE until the last step, or until Ctrl-C or SIGTERM; write its weights and curves.
-
-    Returns:
-        0, the exit code.
 
     Raises:
         KeyboardInterrupt: ended before the last step; the checkpoint is written.
     """
     directory = common.report_directory(args.output)
-    if not args.resume and (directory / NAME).exists():
+    if not args.resume and (directory / checkpoints.NAME).exists():
         raise ValueError(f"{directory} holds a training: --resume it, or give another directory")
-    settings = TrainingSettings.load(Path(args.settings)) if args.settings else TrainingSettings()
-    plan = Plan(
+    settings = (
+        stages.TrainingSettings.load(Path(args.settings)) if args.settings else stages.TrainingSettings()
+    )
+    plan = stages.Plan(
         steps=args.steps,
         clips=args.batch,
         frames=args.frames,
@@ -108,17 +107,21 @@ def run(args: argparse.Namespace) -> int:
     held_out = [HeldOut.load(clip, args.frames) for clip in args.validate]
     kind, mesh = backends.backend(args.backend), devices.mesh_of(args)
     backend = start.load(kind, mesh, model=args.model, config=args.config, seed=args.seed)
-    trainer = Trainer(backend, clips.Sampler(sources, seed=args.seed, cuts=settings.cuts), plan)
+    sampler = clips.Sampler(sources, seed=args.seed, cuts=settings.cuts)
     names = [source.part.name for source in sources]
-    training = Run(trainer, directory, held_out, asdict(plan) | {"backend": args.backend, "clips": names})
+    training = Run(
+        trainer.Trainer(backend, sampler, plan),
+        directory,
+        held_out,
+        asdict(plan) | {"backend": args.backend, "clips": names},
+    )
     done = training.resume() if args.resume else training.begin()
     with _stop_requests() as stop_is_asked:
         _run_steps(training, done, stop_is_asked, args)
         training.finish()
-    if trainer.step_number < args.steps:
-        common.say(f"ended after {trainer.step_number} of {args.steps} steps: go on with --resume")
+    if training.trainer.step_number < args.steps:
+        common.say(f"ended after {training.trainer.step_number} of {args.steps} steps: go on with --resume")
         raise KeyboardInterrupt
-    return 0
 
 
 def _run_steps(training: Run, done: int, stop_is_asked: Callable[[], bool], args: argparse.Namespace) -> None:
@@ -149,9 +152,11 @@ def _run_steps(training: Run, done: int, stop_is_asked: Callable[[], bool], args
 @contextlib.contextmanager
 def _stop_requests() -> Iterator[Callable[[], bool]]:
     """Yield a function that returns whether Ctrl-C or SIGTERM has come since the block began."""
-    asked: list[int] = []
-    handle = lambda number, _: asked.append(number)  # noqa: E731
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    asked: list[int] = []  # numbers of the signals that have come
+    before = {
+        number: signal.signal(number, lambda number, _: asked.append(number))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
     try:
         yield lambda: bool(asked)
     finally:

@@ -5,11 +5,8 @@ import json
 
 import torch
 
-from cogvideox_torchax import __version__
-from cogvideox_torchax.backends import Use, backend, names
+from cogvideox_torchax import __version__, backends
 from cogvideox_torchax.cli import common, options
-from cogvideox_torchax.cli.arguments import Command, Option
-from cogvideox_torchax.cli.clips import SPATIAL_SCALE, open_clip
 from cogvideox_torchax.files import reports
 from cogvideox_torchax.vae.sizes import check_sides
 
@@ -17,29 +14,31 @@ DTYPES = ("float32", "bfloat16")
 FILES = ("verify.json", "verify.md", "verify.png")
 
 
-COMMAND = Command(
+COMMAND = options.Command(
     "compare backends with PyTorch in float32, layer by layer and as a whole",
     "--model zai-org/CogVideoX-5b --video clip.mp4 --frames 17 --crop -o out",
     (
-        Option(
+        options.Option(
             "--model",
             metavar="DIR_OR_ID",
             default=str(common.DEMO_MODEL),
             help="a CogVideoX VAE or a whole pipeline (default: the bundled one)",
         ),
-        Option("--video", metavar="CLIP", help="what to encode (default: noise from a fixed seed)"),
-        Option(
+        options.Option("--video", metavar="CLIP", help="what to encode (default: noise from a fixed seed)"),
+        options.Option(
             "--backends",
             nargs="+",
-            choices=names(Use.VERIFY),
+            choices=backends.names(backends.Use.VERIFY),
             default=["torch", "torchax"],
             help="to compare (default: torch torchax)",
         ),
-        Option("--dtype", nargs="+", choices=DTYPES, default=["float32"], help="of each (default: float32)"),
+        options.Option(
+            "--dtype", nargs="+", choices=DTYPES, default=["float32"], help="of each (default: float32)"
+        ),
         *options.clip_options(),
         options.output(f"write {', '.join(FILES)} there", metavar="DIR"),
         options.JSON,
-        Option("--quiet", action="store_true", help="do not say what is being run"),
+        options.Option("--quiet", action="store_true", help="do not say what is being run"),
         options.PROFILE,
     ),
 )
@@ -51,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     from cogvideox_torchax.verify import compare, report
 
     for name in args.backends:
-        backend(name)  # raises before the work, not after it
+        backends.backend(name)  # raises before the work, not after it
     output = None if args.output is None else common.report_directory(args.output)
     x = _video(args)
     reference = stock_of(common.load_vae(args.model, "torch", "float32"))
@@ -85,11 +84,11 @@ def run(args: argparse.Namespace) -> int:
 def _video(args: argparse.Namespace) -> torch.Tensor:
     """Return the frames of `--video`, or noise from a fixed seed, as floats (1, 3, T, H, W) in [-1, 1]."""
     if args.video is not None:
-        frames = torch.stack(list(open_clip(args).stream()), dim=2)
+        frames = torch.stack(list(common.open_clip(args).stream()), dim=2)
         return frames.float() / 127.5 - 1
     if args.crop:
         raise ValueError("--crop is for a clip: pass one with --video")
     generator = torch.Generator().manual_seed(0)
     shape = (1, 3, args.frames or 17, args.height or 64, args.width or 96)
-    check_sides("noise", *shape[3:], multiple=SPATIAL_SCALE)
+    check_sides("noise", *shape[3:], multiple=common.SPATIAL_SCALE)
     return torch.rand(shape, generator=generator) * 2 - 1

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from cogvideox_torchax import cli, versions
-from cogvideox_torchax.cli import arguments, common, doctor
+from cogvideox_torchax.cli import common, doctor, options
 from cogvideox_torchax.cli.common import DEMO_MODEL
 from cogvideox_torchax.cli.demo import demo_clip
 from cogvideox_torchax.files import latents, video
@@ -399,7 +399,7 @@ def test_a_frame_rate_that_is_none_is_refused_before_anything_is_read(command, r
 
 @pytest.mark.parametrize("rate", ["8", "29.97", "30000/1001"])
 def test_a_frame_rate_is_taken_as_a_number_or_a_fraction(rate):
-    assert arguments.frame_rate(rate) == Fraction(rate)
+    assert options.frame_rate(rate) == Fraction(rate)
 
 
 def test_what_is_written_may_be_read_by_those_whom_the_umask_lets(latent_file, clip):
@@ -413,7 +413,7 @@ def test_what_is_written_may_be_read_by_those_whom_the_umask_lets(latent_file, c
 
 
 def test_a_failure_of_the_work_is_exit_code_1(clip, model_directory, monkeypatch, capsys):
-    monkeypatch.setattr("cogvideox_torchax.cli.encode.encoder_of", Mock(side_effect=MemoryError("no room")))
+    monkeypatch.setattr("cogvideox_torchax.cli.common.encoder_of", Mock(side_effect=MemoryError("no room")))
     assert run(*ENCODE) == 1
     assert "MemoryError: no room" in capsys.readouterr().err
     with pytest.raises(MemoryError):

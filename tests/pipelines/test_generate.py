@@ -161,7 +161,7 @@ def test_a_conditioned_video_is_sampled_again_from_its_text(models, steps, name,
 def test_a_failed_decode_loses_nothing(models, monkeypatch, capsys):
     with monkeypatch.context() as patch:
         patch.setattr(
-            "cogvideox_torchax.cli.generate.decode_to", Mock(side_effect=RuntimeError("out of memory"))
+            "cogvideox_torchax.cli.common.decode_to", Mock(side_effect=RuntimeError("out of memory"))
         )
         assert generate(models("text"), output="frames/") == 1
         assert generate(models("text"), "--save-stages", "kept") == 1
