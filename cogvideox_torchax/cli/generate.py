@@ -131,8 +131,8 @@ def _load_latents_stage(args: argparse.Namespace) -> latent_files.Latents:
         raise ValueError(
             f"the latents are sampled already: leave {', '.join(given)} out, or resume from 'text'"
         )
-    latents = stages.load_latents(args.save_stages)
-    latents.check_model(generate.vae_config(args.model))
+    latents = latent_files.load(stages.path_of(args.save_stages, stages.LATENTS))
+    latents.check_model(generate.config_of(args.model, generate.VAE_CONFIG))
     return latents
 
 

@@ -117,6 +117,8 @@ def load(path: str | Path) -> Latents:
         LatentsError: no file, no safetensors, truncated, without the tensor or the metadata of `save`, or
             with a field that is broken, which is named.
     """
+    if not Path(path).is_file():
+        raise LatentsError(f"there is no file {path}")
     return from_metadata(path, *tensors.load(path, LatentsError))
 
 
