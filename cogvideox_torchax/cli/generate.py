@@ -125,7 +125,7 @@ def _load_latents_stage(args: argparse.Namespace) -> latent_files.Latents:
     Raises:
         ValueError: options of sampling, which is done already; no latents, or another model's.
     """
-    sampling = {*stages.Request.names(), "preview", "cache"} - {"dtype"}  # the VAE has a dtype too
+    sampling = {*stages.FIELDS, "preview", "cache"} - {"dtype"}  # the VAE has a dtype too
     given = sorted(stages.option(name) for name in sampling if getattr(args, name) is not None)
     if given:
         raise ValueError(
