@@ -359,7 +359,8 @@ def _moving_camera(rng: np.random.Generator, source: Source, frames: int, size: 
     center_x, center_y = (rng.uniform(margin, max(side - margin, margin + 1)) for side in (width, height))
     drift = path - path[frames // 2]  # the middle frame is the one that looks at the center
     cosine, sine = np.cos(angle) * zoom * size, np.sin(angle) * zoom * size
-    # `affine_grid` takes pictures' sides as [-1, 1]: offsets are halves of sides.
+    # The rows of `affine_grid`'s matrices, from points of the crop to points of the picture, both of whose
+    # sides span [-1, 1] there: hence the factors of 2.
     across = np.stack([cosine, -sine, 2 * (center_x + drift[:, 0]) - width], -1) / width
     down = np.stack([sine, cosine, 2 * (center_y + drift[:, 1]) - height], -1) / height
     seen = functional.grid_sample(

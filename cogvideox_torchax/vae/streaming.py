@@ -331,9 +331,9 @@ def fetched_one_behind(results: Iterator[torch.Tensor], fetch: Fetch) -> Iterato
         except Exception as error:
             failure = error
         yield fetch(result)
+        if failure is not None:
+            raise failure
         result = following
-    if failure is not None:
-        raise failure
 
 
 def split_videos(pieces: Iterable[torch.Tensor]) -> list[Iterator[torch.Tensor]]:
