@@ -35,9 +35,10 @@ def program_rows(program: ProgramPlan, chip: Chip | None) -> dict[str, Any]:
         rows["loops of unknown length"] = f"{program.open_loops}: counted once"
     if program.collective_seconds:
         rows["waiting for collectives ms"] = 1e3 * sum(program.collective_seconds.values())
-    for kind, (count, largest) in program.collectives.items():
-        rows[kind] = f"{count}, the largest {largest / 2**20:.2f} MiB"
-    return rows
+    return rows | {
+        kind: f"{count}, the largest {largest / 2**20:.2f} MiB"
+        for kind, (count, largest) in program.collectives.items()
+    }
 
 
 def _kernel(kernel: KernelTime) -> str:

@@ -111,9 +111,11 @@ def without_gradient(
 
 def wants_gradient(network: nn.Module, x: torch.Tensor) -> bool:
     """Return whether torch, in this thread, records operations on this JAX input or on the weights."""
-    if not torch.is_grad_enabled() or not on_jax(x):
-        return False
-    return x.requires_grad or any(weight.requires_grad for weight in network.parameters())
+    return (
+        torch.is_grad_enabled()
+        and on_jax(x)
+        and (x.requires_grad or any(weight.requires_grad for weight in network.parameters()))
+    )
 
 
 def rematerialized(module: nn.Module, *inputs: Any) -> Any:

@@ -57,9 +57,8 @@ def _free_memory(devices: int) -> int:
         return int(stats["bytes_limit"] - stats.get("bytes_in_use", 0))
     if not MEMINFO.is_file():  # off Linux: all memory of the machine
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // devices
-    lines = MEMINFO.read_text().splitlines()
-    free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    return free // devices
+    lines = MEMINFO.read_text().splitlines()  # such as "MemAvailable:   12345678 kB"
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")) // devices
 
 
 def host_peak_bytes() -> int | None:

@@ -217,8 +217,12 @@ class Program:
 
         run.__name__ = self._network.name  # in a profile and in the compile cache
         options = self.place.compiler_options()
-        keep = getattr(network, "keep_unused", False)
-        self._compiled = jax.jit(run, donate_argnums=2, keep_unused=keep, compiler_options=options)
+        self._compiled = jax.jit(
+            run,
+            donate_argnums=2,
+            keep_unused=getattr(network, "keep_unused", False),
+            compiler_options=options,
+        )
         # No cache is donated here: a backward pass reads it again.
         self._differentiable = jax.jit(self._trace_for_gradients, compiler_options=options)
 
