@@ -230,8 +230,3 @@ def test_every_kind_of_offload_is_refused_in_one_line(ported, name):
     with pytest.raises(ValueError, match="^a ported pipeline's weights stay on JAX: take the offload out"):
         getattr(ported, name)(device="cuda")
     assert runtime.on_jax(ported.transformer.proj_out.weight)
-
-
-def test_a_callback_of_an_unknown_tensor_is_refused_as_ever(ported):
-    with pytest.raises(ValueError, match="callback_on_step_end_tensor_inputs"):
-        latents(ported, callback_on_step_end_tensor_inputs=["nothing"])
