@@ -1,7 +1,5 @@
 """Builds small diffusers pipelines, saved and loaded back, with a tokenizer that was really trained."""
 
-import functools
-import io
 from typing import Any
 
 import torch
@@ -15,15 +13,10 @@ from diffusers import (
 )
 from PIL import Image
 
+from examples.small_pipeline import tokenizer
 from tests import reference
 
 HEIGHT, WIDTH, FRAMES = 8, 16, 5
-SENTENCES = (
-    "a panda plays a guitar in a bamboo forest",
-    "a garden comes to life as butterflies flutter",
-    "an astronaut hatches from an egg on the moon",
-    "the sea is calm and the sky is full of stars",
-)
 CLASSES = {
     "text": CogVideoXPipeline,
     "image": CogVideoXImageToVideoPipeline,
@@ -51,29 +44,6 @@ VERSIONS = {
     "1.5": {"use_rotary_positional_embeddings": True, "patch_size_t": 2, "patch_bias": False},
 }
 """Differences between the published versions' transformers."""
-
-
-@functools.cache
-def tokenizer():
-    """Train a T5 tokenizer on four sentences."""
-    import sentencepiece
-    from transformers import T5Tokenizer
-
-    model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(SENTENCES * 4),
-        model_writer=model,
-        vocab_size=60,
-        hard_vocab_limit=False,
-        pad_id=0,
-        eos_id=1,
-        unk_id=2,
-        bos_id=-1,
-        minloglevel=2,
-    )
-    processor = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
-    pieces = [(processor.id_to_piece(i), processor.get_score(i)) for i in range(processor.get_piece_size())]
-    return T5Tokenizer(vocab=pieces, extra_ids=0)
 
 
 def text_encoder(seed: int = 0, num_layers: int = 2):

@@ -16,7 +16,7 @@ OPTIONAL = {
     "transformers": ("text", "text encoders of whole pipelines"),
     "sentencepiece": ("text", "the T5 tokenizer"),
     "peft": ("text", "LoRAs"),
-    "matplotlib": ("bench", "plots of benchmarks"),
+    "matplotlib": ("bench", "`train`, and plots of benchmarks"),
     "pyarrow": ("data", "data sets in Parquet"),
     "ray": ("ray", "encoding data sets on Ray"),
     "scikit-learn": ("train", "pictures that the bundled model is trained on"),

@@ -36,7 +36,10 @@ def clips(path: str | Path) -> list[Clip]:
     path = Path(path)
     found = _in_directory(path) if path.is_dir() else list(_in_list(path))
     if not found:
-        raise ClipError(f"{path} names no clips: a video ends in {', '.join(video.SUFFIXES)}")
+        raise ClipError(
+            f"{path} names no clips: a video ends in {', '.join(video.SUFFIXES)}; of pictures, make a video "
+            "first (docs/command-line.md)"
+        )
     check_ids((clip.id for clip in found), str(path))
     return found
 

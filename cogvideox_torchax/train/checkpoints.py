@@ -57,7 +57,7 @@ def load(directory: Path, *, settings: dict[str, Any]) -> tuple[State, int, floa
     for name, value in json.loads(json.dumps(settings)).items():
         if saved.get(name) != value:
             raise ValueError(
-                f"{path} is of a training with {name} {saved.get(name)}, this one has {value}: "
-                "give the same, or another directory"
+                f"{path} is of a training with {name} {saved.get(name)}, this one has {value}: give the "
+                f"same, or begin another with its weights (--model {directory / 'vae'}) in another directory"
             )
     return state, step, seconds

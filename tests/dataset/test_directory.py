@@ -115,6 +115,14 @@ def test_a_bad_list_or_a_wrong_option_is_one_line_and_marks_no_clip_bad(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_directory_of_pictures_is_refused_with_what_to_do(small, tmp_path, refused):
+    (tmp_path / "frames").mkdir()
+    (tmp_path / "frames" / "frame_00000.png").touch()
+    got = refused(*command(small, tmp_path / "out", clips=tmp_path / "frames"))
+    assert "frames names no clips" in got
+    assert "of pictures, make a video first" in got
+
+
 LISTS = {
     "a file elsewhere": ("list.txt", "../in/a.mp4\n", ("a.mp4", "")),
     "a line separator": (

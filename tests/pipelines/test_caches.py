@@ -20,6 +20,7 @@ from diffusers.hooks.taylorseer_cache import TaylorSeerCacheConfig
 
 from cogvideox_torchax import port, runtime
 from cogvideox_torchax.vae.tolerances import relative_error
+from examples.small_pipeline import SENTENCES
 from tests import small_pipelines
 from tests.pipelines.test_pipeline import PLACEMENTS, TOLERANCE, compilations, port_to, shared
 
@@ -255,9 +256,9 @@ def test_threads_do_not_mix_with_a_transformer_each_or_one_for_both(ported):
     def run(pipe, prompt, callback=None):
         return frames(pipe, prompt=prompt, callback_on_step_end=callback)
 
-    want = [run(*each) for each in zip(pipes, small_pipelines.SENTENCES, strict=False)]
+    want = [run(*each) for each in zip(pipes, SENTENCES, strict=False)]
     with ThreadPoolExecutor(3) as pool:
-        got = pool.map(run, pipes, small_pipelines.SENTENCES, 3 * [take_turns])
+        got = pool.map(run, pipes, SENTENCES, 3 * [take_turns])
         assert [torch.equal(*pair) for pair in zip(got, want, strict=True)] == 3 * [True]
     assert is_as_stock(ported)
 

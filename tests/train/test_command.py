@@ -90,6 +90,8 @@ def test_a_training_takes_its_settings_and_is_not_resumed_with_another(material,
     settings = Path("settings.toml")
     settings.write_text(settings.read_text() + "learning_rate_factor = 0.5\n")
     assert "is of a training with settings" in refused(*arguments("out", "--steps", 1, "--resume"))
+    more_steps = refused(*arguments("out", "--steps", 2, "--resume"))
+    assert "begin another with its weights (--model out/vae)" in more_steps
 
 
 @pytest.mark.parametrize(
