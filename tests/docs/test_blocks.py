@@ -99,7 +99,9 @@ def run(words: list[str], where: str):
         added = OPTIONS.get(words[1], [])
         assert cli.main([*words[1:], *(added if not {*added} & {*words} else [])]) == 0, f"{where}: {words}"
     elif words[0] == "python":
-        runpy.run_path(str(ROOT / words[1]), run_name="__main__")
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr("sys.argv", words[1:])
+            runpy.run_path(str(ROOT / words[1]), run_name="__main__")
 
 
 ALL = [block for page in PAGES for block in blocks(page)]

@@ -9,6 +9,7 @@ import torch
 
 from cogvideox_torchax import runtime
 from cogvideox_torchax.files import video
+from cogvideox_torchax.pipelines import generate
 from tests import reference, small_pipelines
 from tests.files.test_video import read_all, write
 
@@ -25,6 +26,11 @@ def saved(pipe, directory: str) -> str:
 def run(name: str, monkeypatch, *arguments: object):
     monkeypatch.setattr("sys.argv", [name, *map(str, arguments)])
     runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+
+
+def test_the_small_pipeline_is_one_that_generate_takes(monkeypatch):
+    run("small_pipeline.py", monkeypatch, "small")
+    assert generate.describe("small", image=False, clip=False).size == (9, 64, 96)
 
 
 @pytest.mark.filterwarnings("ignore")
