@@ -64,7 +64,9 @@ def pipeline() -> CogVideoXPipeline:
         text_encoder=T5EncoderModel(T5Config(**T5, feed_forward_proj="gated-gelu")).eval(),
         vae=AutoencoderKLCogVideoX.from_pretrained(str(files("cogvideox_torchax") / "assets" / "tiny-vae")),
         transformer=CogVideoXTransformer3DModel(**TRANSFORMER).eval(),
-        scheduler=CogVideoXDDIMScheduler(rescale_betas_zero_snr=True, timestep_spacing="trailing"),
+        scheduler=CogVideoXDDIMScheduler(
+            prediction_type="v_prediction", rescale_betas_zero_snr=True, timestep_spacing="trailing"
+        ),
     )
 
 
