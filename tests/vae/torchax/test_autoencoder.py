@@ -118,7 +118,7 @@ TILINGS = {
     ),
     "columns, several chunks": (
         (4, 4, 6),
-        {"tile_overlap_factor_height": 0.0, "tile_overlap_factor_width": 1 / 2},
+        {"tile_overlap_factor_height": 1 / 4, "tile_overlap_factor_width": 1 / 2},
     ),
     "rows and columns, a narrow last tile": (
         (1, 5, 7),
