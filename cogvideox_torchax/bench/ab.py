@@ -51,12 +51,12 @@ def sweep(base: Size, axes: list[str]) -> list[Size]:
     """Return the sizes to measure: the base alone, or the base with each value of each axis.
 
     Args:
-        base: the model, and the frames, height and width that an axis leaves as they are.
+        base: the model and a video; an axis replaces the frames, or the height and width.
         axes: texts such as `frames=9,17` and `size=64x96,128x192`; none for the base alone.
 
     Raises:
-        ValueError: an axis other than these two, a value that it does not take, or a base of a size that no
-            VAE takes.
+        ValueError: an axis other than these two, a value that does not fit its axis, or a base of a size that
+            no VAE takes.
     """
     check_sides("a video", base.height, base.width, multiple=8)
     if base.frames < 1:
@@ -72,7 +72,7 @@ def sweep(base: Size, axes: list[str]) -> list[Size]:
                 sizes.append(base._replace(height=height, width=width))
             else:
                 raise ValueError(f"got --sweep {name}={value}: it takes frames=9,17 or size=64x96,128x192")
-    return list(dict.fromkeys(sizes))
+    return list(dict.fromkeys(sizes))  # without duplicates, in order
 
 
 def run(
@@ -90,8 +90,8 @@ def run(
         keep: gets the report after each size, so that a long run that is stopped leaves its results.
 
     Returns:
-        The report: settings, versions, and in "results" a result of `merge` for each size, direction ("job")
-        and backend ("way").
+        The report: settings, versions, and "results", a list with the result of `merge` for each size,
+        direction (its field "job") and backend (its field "way").
     """
     for name in options.backends:
         backends.backend(name)  # raises before the work, not after it
@@ -112,20 +112,21 @@ def run(
 def _measured(
     options: Options, size: Size, scratch: Path, say: Callable[[str], None]
 ) -> dict[tuple[str, str], dict[str, Any]]:
-    """Return the results at one size, by (direction, name of the backend).
+    """Return the merged results at one size, by (direction, name of the backend).
 
-    PyTorch in float32 computes a direction's reference once, in the worker. Then a round gives each backend
-    a process of its own, which runs both directions. A direction in which a backend failed is not run again.
+    For each direction PyTorch computes the float32 reference once. Then, in each round, each backend gets a
+    new process, which runs both directions. A backend that failed in a direction is not run in it again.
 
     Args:
-        options, say: as `run` takes them.
+        options: settings of every process.
         size: the size to measure.
         scratch: a directory for references and compile caches.
+        say: gets a line for each request to a process.
     """
     worker = Worker(scratch, LIMIT)
     requests: dict[Direction, dict[str, Any]] = {}  # the fields of `measure.Task` that all backends share
     rounds_of: dict[tuple[str, str], list[dict[str, Any]]] = {}  # the worker's answers, one for each round
-    flops = {}
+    flops = {}  # by direction, floating-point operations of a run
     for direction in Direction:
         say(f"{size.video}: {direction}: reference")
         request = {
@@ -145,7 +146,7 @@ def _measured(
     for number in range(options.rounds):
         for way in options.backends:
             worker.close()  # the next request starts a new process
-            cache = {
+            environment = {  # by default JAX would not cache quick or small programs
                 "JAX_COMPILATION_CACHE_DIR": str(scratch / "compiled" / way),
                 "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
                 "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
@@ -156,7 +157,7 @@ def _measured(
                 if rounds and rounds[-1]["status"] != "ok":
                     continue
                 say(f"{size.video}: round {number + 1} of {options.rounds}: {direction}, {way}")
-                rounds.append(worker.ask("measure", requests[direction] | {"way": way}, cache))
+                rounds.append(worker.ask("measure", requests[direction] | {"way": way}, environment))
                 if rounds[-1]["status"] != "ok":
                     reason = rounds[-1].get("reason", "an answer misses its tolerance")
                     say(f"{size.video}: {direction}, {way}: {rounds[-1]['status']}: {reason}")
@@ -168,37 +169,41 @@ def _measured(
 
 
 def merge(rounds: list[dict[str, Any]], frames: int, flops: int, dtype: str) -> dict[str, Any]:
-    """Merge one backend's rounds into one result: the first round starts cold, later rounds start warm.
+    """Merge one backend's rounds into one result.
 
-    Warm means with a compile cache that the first round has filled.
+    The first round starts cold, with an empty compile cache. Later rounds start warm: the first round has
+    filled the cache.
 
     Args:
-        rounds: answers of `measure.measure`, in order; if any failed, the first of those is the result.
+        rounds: answers of `measure.measure`, in order; if any failed, the first failure is the result.
         frames: number of frames of the video.
         flops: floating-point operations of a run.
-        dtype: of the run; a share of the device's peak is given for bfloat16, whose peak is published.
+        dtype: of the run; only in bfloat16, for which the device's peak is published, has the result a
+            "share_of_peak".
     """
     failure = next((result for result in rounds if result["status"] != "ok"), None)
     if failure is not None:
         return failure
-    first, whole = rounds[0], [result["whole"] for result in rounds]
-    steady = spread([seconds for each in whole for seconds in each["all_s"]])
-    # The first part of a run is the first chunk, and the second one all later chunks.
+    first_round = rounds[0]
+    cold_run, *warm_runs = [result["whole"] for result in rounds]  # times of whole runs, one for each round
+    steady = spread([seconds for run in (cold_run, *warm_runs) for seconds in run["all_s"]])
+    # The first part of a run is the first chunk; the second part, if any, is all later chunks.
     first_chunks = [seconds for result in rounds for seconds in result["parts"][0]["all_s"]]
-    warm = [each["start_s"] for each in whole[1:]]
-    generation, rate = DEVICE_KINDS.get(first["device"]), flops / steady["median_s"]
+    warm_starts = [run["start_s"] for run in warm_runs]
+    generation, rate = DEVICE_KINDS.get(first_round["device"]), flops / steady["median_s"]
     share = rate / CHIPS[generation].flops if generation and dtype == "bfloat16" else None
     return {
-        **{name: first[name] for name in ("status", "check", "device", "load_s")},
-        **{name: whole[0][name] for name in ("lower_s", "compile_s")},
-        "start_cold_s": whole[0]["start_s"],
-        "start_warm_s": statistics.median(warm) if warm else None,
+        **{name: first_round[name] for name in ("status", "check", "device", "load_s")},
+        **{name: cold_run[name] for name in ("lower_s", "compile_s")},
+        "start_cold_s": cold_run["start_s"],
+        "start_warm_s": statistics.median(warm_starts) if warm_starts else None,
         "first_chunk_s": statistics.median(first_chunks),
         "steady": steady,
         "frames_per_s": frames / steady["median_s"],
         "flops_per_s": rate,
         "share_of_peak": share,
-        # A process that cannot read a peak gives None; the result is None if no process can.
+        # Each process gives its peak, or None if it cannot read one; None if no process can.
         "host_peak_bytes": max(result["host_peak_bytes"] or 0 for result in rounds) or None,
+        # A process has one device peak, which each of its parts holds.
         "device_peak_bytes": max(result["parts"][0]["peak_bytes"] or 0 for result in rounds) or None,
     }

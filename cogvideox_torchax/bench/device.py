@@ -61,14 +61,14 @@ def run(
         options: settings of the run.
         say: gets a line for each result that is begun.
         keep: gets the report after each result.
-        before: the report of a run that was ended; its results are not measured again.
+        before: the report of an unfinished run, to resume: its results are not measured again.
 
     Raises:
         ValueError: an unknown job, no such device or mesh, or `before` is of other settings.
     """
     if options.platform not in (None, *PLATFORMS):
         raise ValueError(f"got device {options.platform!r}: one of {', '.join(PLATFORMS)}")
-    several = bool(options.dp or options.tp)
+    several = bool(options.dp or options.tp)  # whether devices form a mesh
     names = ladder.all_jobs(options.jobs, several)
     with (
         tempfile.TemporaryDirectory() as name,
@@ -92,22 +92,23 @@ class _Bench:
     """A run: its worker, and the report so far.
 
     Args:
-        options, say: as `run` takes them.
+        options: settings of the run.
         scratch: a directory for the references' results.
+        say: gets a line for each result that is begun.
         worker: answers the requests.
     """
 
     def __init__(self, options: DeviceOptions, scratch: Path, say: Callable[[str], None], worker: Worker):
         self._options, self._scratch, self._say, self._worker = options, scratch, say, worker
-        self._references: dict[str, dict[str, Any]] = {}  # the answer to "reference", of the latest job
+        self._references: dict[str, dict[str, Any]] = {}  # the latest job's name, and its reference's answer
         self._report: dict[str, Any] = {}
         self._on_cpu = False  # until `begin` knows the device
 
     def begin(self, before: dict[str, Any] | None) -> dict[str, Any]:
-        """Ask the worker for the devices; return the report to add results to.
+        """Ask the worker for the devices; return the report to which results are then added.
 
         Args:
-            before: the report of a run that was ended, which is resumed; None for a new report.
+            before: the report of an unfinished run, to resume; None for a new report.
 
         Raises:
             ValueError: no such device or mesh, or `before` is of other settings.
@@ -136,7 +137,10 @@ class _Bench:
         return self._report
 
     def measured(self, job: str, way: str) -> dict[str, Any]:
-        """Return the result of a job in one way of `ladder.WAYS`, at the largest size that fits."""
+        """Measure a job in one way of `ladder.WAYS`, at the largest size that fits; return the result.
+
+        If no size fits, it is the failure at the smallest.
+        """
         result: dict[str, Any] = {}
         for size in ladder.sizes(job, self._on_cpu):
             self._say(f"{job}, {way}: {size.name}")
@@ -148,11 +152,13 @@ class _Bench:
         return result
 
     def _attempt(self, job: str, way: str, size: ladder.Size) -> dict[str, Any]:
-        """Return a job's result at one size; where the port fails, switch off the kernel that is to blame.
+        """Measure a job at one size; if the port's way fails, find the kernel to blame and switch it off.
 
-        If the job runs one kernel alone, that kernel is to blame. Any other job, unless it hung, is run again
-        without one of its kernels, each in turn, until the job passes: the kernel left out is to blame. It
-        stays off for all later jobs, and the report's "switched_off" has the reason.
+        If the job runs one kernel alone, that kernel is to blame. Any other job is run again without one of
+        its kernels, each in turn. If it then passes, the kernel left out is to blame, and the result of that
+        run is returned. A job that hung is not run again.
+
+        A kernel that is switched off stays off for later jobs. The report's "switched_off" has the reason.
         """
         off = self._report["switched_off"]
         request = {
@@ -162,7 +168,7 @@ class _Bench:
             "data": str(self._scratch / "wanted.npy"),
             "platform": self._report["device"]["platform"],
         }
-        # One reference is kept, and one file of its results: all ways of a job run before the next job.
+        # One reference is kept, with one file of results, as all ways of a job run before the next job.
         if job not in self._references:
             self._references = {job: self._ask("reference", request)}
         if self._references[job]["status"] != "ok":
@@ -174,8 +180,10 @@ class _Bench:
         reason = result.get("reason") or f"wrong: {result['check']}"
         if job.startswith("kernels "):
             off[job.removeprefix("kernels ")] = reason
-        elif "not done after" not in reason:  # each try could hang as long
-            for name in [name for name in ladder.row(job).kernels if name not in off]:
+        elif "not done after" not in reason:  # `Worker` gives this reason for a hang; each try could hang too
+            for name in ladder.row(job).kernels:
+                if name in off:
+                    continue
                 self._say(f"{job}, {way}: without the kernel of {name}")
                 retried = self._ask("measure", request, [*off, name])
                 if retried["status"] == "ok":
@@ -184,9 +192,10 @@ class _Bench:
         return result
 
     def estimated(self) -> Iterator[dict[str, Any]]:
-        """Add `plan`'s estimate, or why there is none, to each of the port's results, and yield each result.
+        """Add an "estimate" by `plan`, or a reason why there is none, to each of the port's results.
 
-        If `plan` does not know the device, nothing is yielded: the report's "not_planned" has the reason.
+        A result is yielded once it has its estimate. If `plan` does not know the device, nothing is yielded,
+        and the report's "not_planned" has the reason.
         """
         device, off = self._report["device"], self._report["switched_off"]
         try:
@@ -207,20 +216,20 @@ class _Bench:
 
         Args:
             do: the function's name.
-            request: fields of `measure.Task`; the mesh and the dtype are added, and a size's model "small"
-                becomes a directory.
+            request: fields of `measure.Task`. A copy gets the mesh and the dtype, and the VAE's directory for
+                the model "small".
             off: names of kernels to run without.
         """
-        # Without a compile cache, as compiling is measured, too.
+        # JAX has no compile cache, as compiling is measured too; PyTorch's cache is this run's own.
         environment = {"JAX_ENABLE_COMPILATION_CACHE": "false", "TORCHINDUCTOR_CACHE_DIR": str(self._scratch)}
         on_host = self._on_cpu or do in ("reference", "estimate")
         platform = "cpu" if on_host else self._options.platform or os.environ.get("JAX_PLATFORMS")
         if platform:
             environment["JAX_PLATFORMS"] = platform
-        if request.get("way") == ladder.KERNELS_OFF or off:
-            environment[SWITCH] = (
-                "off" if request.get("way") == ladder.KERNELS_OFF else f"off:{','.join(off)}"
-            )
+        if request.get("way") == ladder.KERNELS_OFF:
+            environment[SWITCH] = "off"
+        elif off:
+            environment[SWITCH] = f"off:{','.join(off)}"
         request = request | {"dp": self._options.dp, "tp": self._options.tp}
         request["dtype"] = self._report.get("dtype", "float32")  # there is no report before `probe`
         for name in request.keys() & {"size", "checked"}:

@@ -94,12 +94,13 @@ the VAE; a denoising step; the encoding of a prompt."""
 
 
 def row(job: str) -> JobRow:
-    """Return the row of a job in `JOBS`; "kernels OP", the job of one kernel, has that of "kernels"."""
-    return JOBS[job.partition(" ")[0]]
+    """Return a job's row in `JOBS`; a job "kernels OP", which runs one kernel, has the row of "kernels"."""
+    name, _, _op = job.partition(" ")
+    return JOBS[name]
 
 
 def sizes(job: str, on_cpu: bool) -> tuple[Size, ...]:
-    """Return the sizes to try for a job, the largest first; on a CPU the small one alone."""
+    """Return the sizes to try for a job, the largest first; where JAX is on a CPU only the small size."""
     return (row(job).small,) if on_cpu else (*row(job).published, row(job).small)
 
 
@@ -113,23 +114,26 @@ def ways(job: str, device: dict[str, Any], several: bool) -> tuple[str, ...]:
 
     Args:
         job: the job's name.
-        device: the devices, as `measure.probe` describes them.
+        device: a description by `measure.probe`: "platform" is JAX's, "torch" the device of PyTorch or None.
         several: whether the devices form a mesh, on which no `STOCK_WAYS` run.
     """
     no_torch = several or device["torch"] is None
     left_out = {  # by way, whether it cannot be run
-        KERNELS_OFF: device["platform"] == "cpu",  # the same programs
+        KERNELS_OFF: device["platform"] == "cpu",  # a CPU never uses the kernels
         "torchax-stock": several,  # stock modules take an uneven width's padding for picture
         "torch": no_torch,
         "torch-compile": no_torch or device["torch"] == "cpu",
     }
-    return tuple(way for way in (*WAYS[:2], *row(job).peers) if not left_out.get(way))
+    candidates = "torchax", KERNELS_OFF, *row(job).peers
+    return tuple(way for way in candidates if not left_out.get(way))
 
 
 def all_jobs(chosen: Iterable[str], several: bool) -> list[str]:
     """Return the jobs of a run: "kernels" becomes a job "kernels OP" for each kernel.
 
-    On several devices there is none of these, as a kernel runs on one. `chosen` are names of `JOBS`.
+    Args:
+        chosen: names of `JOBS`.
+        several: whether the run is on several devices; "kernels" is then dropped, as a kernel runs on one.
 
     Raises:
         ValueError: an unknown job.

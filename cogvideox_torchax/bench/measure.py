@@ -34,39 +34,47 @@ WHOLE = "whole"
 def probe(task: Task) -> dict[str, Any]:
     """Return a description of the devices in the task's mesh.
 
-    "torch" is the device on which PyTorch runs on the same hardware, "cuda" or "cpu"; None on a TPU.
+    "count" is the number of all devices, "used" of those in the mesh. "torch" is PyTorch's name for the same
+    hardware, "cuda" or "cpu"; None on a TPU.
 
     Raises:
         ValueError: a mesh that does not fit the devices.
     """
     used = task.mesh().devices.reshape(-1).tolist()
     platform = used[0].platform
-    beside = {"gpu": "cuda" if torch.cuda.is_available() else None, "cpu": "cpu"}
+    torch_devices = {"gpu": "cuda" if torch.cuda.is_available() else None, "cpu": "cpu"}
     return {
         "platform": platform,
         "kind": used[0].device_kind,
         "count": len(jax.devices()),
         "used": len(used),
+        # Of each chip in the grid of TPUs; other devices have none.
         "coordinates": [list(getattr(device, "coords", None) or (0, 0, 0)) for device in used],
-        "torch": beside.get(platform),
+        "torch": torch_devices.get(platform),
     }
 
 
 @torch.no_grad()
 def reference(task: Task) -> dict[str, Any]:
-    """Write a job's results in float32 to `task.data`: PyTorch's on the host, or an op's plain form's.
+    """Compute a job in float32 on the host, and write the results to the file `task.data`.
+
+    A network is diffusers' own in PyTorch; an op of `jax_kernels` is its plain form, without a kernel.
 
     Returns:
-        "rms", the error of the same computation in the job's dtype, and "flops", PyTorch's operations.
+        "rms", the error of the same computation in the job's dtype, and "flops", the floating-point
+        operations that PyTorch counts in the float32 run.
     """
-    size, in_dtype = Size(*task.checked), replace(task, way="")
-    exact = replace(in_dtype, dtype="float32")
+    size = Size(*task.checked)
+    rounded = replace(task, way="")  # "" is the way of a reference; in the job's dtype
+    exact = replace(rounded, dtype="float32")
     with FlopCounterMode(display=False) as counter:
-        _, results = _once(load(exact, size))
-    want = _flat(results)
-    del results
+        _seconds, results = _once(load(exact, size))
+    want = got = _flat(results)
+    del results  # frees the memory for the second run
     np.save(task.data, want.numpy())
-    got = want if in_dtype == exact else _flat(_once(load(in_dtype, size))[1])
+    if rounded != exact:
+        _seconds, results = _once(load(rounded, size))
+        got = _flat(results)
     return {"rms": tolerances.rms_error(got, want), "flops": counter.get_total_flops()}
 
 
@@ -75,21 +83,22 @@ def measure(task: Task) -> dict[str, Any]:
     """Compare a job's results with the reference; where they are right, time its runs.
 
     Returns:
-        "check", the comparison. Unless "status" is "wrong", also the device, the seconds to load, the memory,
-        and the times of the "whole" run and of its "parts": of the first run, which compiles, and the spread
-        over the runs after the warm-ups.
+        "check", the comparison, with "status" "wrong" if it fails. Else also the device, the seconds to load,
+        the peak memory, and times: one dictionary for the "whole" run, and a list of them for its "parts".
+        Each has the times of the first run, which compiles, and the `spread` of the runs after the warm-ups.
     """
     checked, size = Size(*task.checked), Size(*task.size)
     start = time.perf_counter()
     run = load(task, checked)
     load_seconds = time.perf_counter() - start
     first_run, results = _once(run)
-    allowed = ALLOWED.get((task.job.partition(" ")[0], task.dtype))
+    job, _, _op = task.job.partition(" ")  # an op's job is "kernels OP"
+    allowed = ALLOWED.get((job, task.dtype))
     want = torch.from_numpy(np.load(task.data))
     verdict = check(_flat(results), want, task.dtype, task.rms, allowed)
     del results  # frees the device's memory for the runs below
     is_finite = isinstance(verdict.get("rms_error"), float)  # `check` gives text for any other number
-    if not (verdict["passed"] or (task.peer and is_finite)):
+    if not (verdict["passed"] or (task.peer and is_finite)):  # a peer is timed beyond the bound too
         return {"status": "wrong", "check": verdict}
     if size != checked:
         run = load(task, size)
@@ -99,14 +108,16 @@ def measure(task: Task) -> dict[str, Any]:
     runs: list[dict[str, Any]] = []
     end = time.perf_counter() + task.seconds
     while len(runs) < task.fewest or (len(runs) < task.runs and time.perf_counter() < end):
-        runs.append(_once(run)[0])
+        runs.append(_once(run)[0])  # the seconds alone: keeping the results would add to the peak memory
     parts = {
         name: part | spread([each[name]["start_s"] for each in runs]) for name, part in first_run.items()
     }
-    for part in parts.values() if task.torch_device else ():
-        # JAX compiled nothing here; `torch.compile` compiles within the first run, and does not say how long.
-        compiled = part["start_s"] if task.way == "torch-compile" else None
-        part.update(lower_s=None, compile_s=compiled)
+    if task.torch_device:
+        for part in parts.values():
+            # JAX compiled nothing here. `torch.compile` compiles within the first run, without a time of its
+            # own, so the whole first run counts as compilation.
+            compiled = part["start_s"] if task.way == "torch-compile" else None
+            part.update(lower_s=None, compile_s=compiled)
     peak = _peak_bytes()
     return {
         "check": verdict,
@@ -119,12 +130,12 @@ def measure(task: Task) -> dict[str, Any]:
 
 
 def _once(run: Run) -> tuple[dict[str, dict[str, Any]], list[Any]]:
-    """Run a job once, each part computed to its end before the next begins; return (seconds, results).
+    """Run a job once, part by part; each part is finished before the next begins.
 
     Returns:
-        The seconds of each part by its name, parts of one name summed, and of the whole run under `WHOLE`:
-        "start_s" in all, and of these "lower_s" and "compile_s" in JAX's compiler. Then a list of the parts'
-        results.
+        (seconds, results). The seconds are a dictionary for each part's name, and one for the whole run under
+        `WHOLE`: "start_s" is the wall time, "lower_s" and "compile_s" the time within it in JAX's compiler.
+        Parts of one name are summed. The results are a list, one for each part.
     """
     clock, seconds, results = _clock(), dict[str, Counter[str]](), []
     start = time.perf_counter()
@@ -132,10 +143,10 @@ def _once(run: Run) -> tuple[dict[str, dict[str, Any]], list[Any]]:
         for leaf in jax.tree.leaves(result):
             jax.block_until_ready(runtime.wait(leaf) if isinstance(leaf, torch.Tensor) else leaf)
         if torch.cuda.is_initialized():
-            torch.cuda.synchronize()
+            torch.cuda.synchronize()  # PyTorch returns before a GPU is done
         taken: Any = {"start_s": time.perf_counter() - start, **clock.take()}
         for key in (name, WHOLE):
-            seconds.setdefault(key, Counter()).update(taken)  # adds
+            seconds.setdefault(key, Counter()).update(taken)  # a Counter adds, where a dict replaces
         results.append(result)
         start = time.perf_counter()
     return {name: dict(part) for name, part in seconds.items()}, results
@@ -167,8 +178,9 @@ def check(
 
     Args:
         got, want: all numbers of the results and of the reference, in one row each.
-        dtype: the dtype whose contract of `tolerances` must hold.
-        torch_rms: the RMS error of PyTorch's own run in that dtype, which bfloat16's contract multiplies.
+        dtype: the job's dtype, for which `tolerances.contract` has a bound: of the relative error in
+            float32, of the RMS error over `torch_rms` in bfloat16.
+        torch_rms: the RMS error of PyTorch's own run in that dtype.
         allowed: a bound in place of the contract's.
 
     Returns:
@@ -178,9 +190,9 @@ def check(
     if got.shape != want.shape:
         return {"passed": False, "reason": f"shape {tuple(got.shape)} for {tuple(want.shape)}"}
     error, rms = tolerances.relative_error(got, want), tolerances.rms_error(got, want)
-    _, measured, bound = tolerances.contract(getattr(torch, dtype), error, rms, torch_rms)
-    numbers = {"relative_error": error, "rms_error": rms}
-    shown = {name: value if np.isfinite(value) else str(value) for name, value in numbers.items()}
+    _name, measured, bound = tolerances.contract(getattr(torch, dtype), error, rms, torch_rms)
+    errors = {"relative_error": error, "rms_error": rms}
+    shown = {name: value if np.isfinite(value) else str(value) for name, value in errors.items()}
     return {"passed": measured <= (allowed or bound), **shown}
 
 
@@ -197,20 +209,25 @@ def _flat(results: list[Any]) -> torch.Tensor:
 
 
 def estimate(task: Task) -> dict[str, Any]:
-    """Return {"seconds": `plan`'s estimates by part of a job}; no device is needed.
+    """Estimate a job's seconds by `plan`, which compiles for `task.topology` and needs no device.
+
+    Returns:
+        {"seconds": the estimates by the names of the job's parts}.
 
     Raises:
         PlanError: a network of another shape than the published ones.
     """
     size, dtype = Size(*task.size), task.torch_dtype
     devices = chips.topology_devices(task.topology)
-    chip = chips.CHIPS[task.topology.partition(":")[0]]
+    generation, _, _grid = task.topology.partition(":")  # such as "v6e:2x4"
+    chip = chips.CHIPS[generation]
     mesh = task.mesh(devices)
     if task.job not in ("step", "prompt"):
         plans = [compile_program(work, mesh, chip) for work in _works(task, size, mesh)]
         return {"seconds": {plan.name: plan.seconds_with_collectives for plan in plans}}
     if size.model not in networks.TRANSFORMERS:
         raise chips.PlanError("plan has the published shapes alone")
+    # `mesh.shape` gives the arguments `dp` and `tp`.
     if task.job == "step":
         plan = networks.plan_step(size.model, dtype, devices, chip, **ops.latents(size), **mesh.shape)
     else:
@@ -219,7 +236,7 @@ def estimate(task: Task) -> dict[str, Any]:
 
 
 def _works(task: Task, size: Size, mesh: Any) -> Iterable[Work]:
-    """Return the programs of a kernel's or a VAE's job, to be compiled for a mesh of a topology's devices."""
+    """Return the programs of a job that runs a kernel or the VAE, to be compiled for the mesh's devices."""
     if task.job.startswith("kernels "):
         name = task.job.removeprefix("kernels ")
         op, structs = ops.bound(name, size, runtime.jax_dtype(task.torch_dtype))
@@ -227,6 +244,7 @@ def _works(task: Task, size: Size, mesh: Any) -> Iterable[Work]:
         placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=one), structs)
         return [Work(name, size.frames, jax.jit(op).lower, lambda: placed)]
     vae = models.weightless_vae(size.model, task.torch_dtype)
-    job = jobs.Job(task.direction, *size[1:])  # its direction does not matter in training, which has both
+    # Training has both directions, and does not read the job's.
+    job = jobs.Job(task.direction, size.frames, size.height, size.width)
     works = training.gradient_works if task.job == "train" else jobs.chunk_works
     return works(vae, job, mesh)

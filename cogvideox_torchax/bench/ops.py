@@ -66,23 +66,30 @@ OPS: dict[str, tuple[Any, dict[str, Any]]] = {
 def latents(size: Size) -> dict[str, int]:
     """Return the "frames", "height" and "width" of a video's latents.
 
-    The first frame makes a latent frame, and every 4 after it; 8 x 8 pixels make a latent pixel.
+    The first frame gives one latent frame, each 4 further frames give another; 8 x 8 pixels give one latent
+    pixel.
     """
     return {"frames": (size.frames - 1) // 4 + 1, "height": size.height // 8, "width": size.width // 8}
 
 
 def axes(size: Size) -> dict[str, int]:
-    """Return the length of each axis of `OPS` that is a letter, for a video and a model's transformer."""
-    T, H, W = min(size.frames, 8), size.height, size.width
+    """Return the length of each axis that `OPS` names by letters, such as T or H/2.
+
+    Args:
+        size: of the video, and the model whose transformer gives the number of heads.
+    """
+    T, H, W = min(size.frames, 8), size.height, size.width  # 8: the frames of a chunk
     heads = TRANSFORMERS.get(size.model, SMALL_TRANSFORMER)["num_attention_heads"]
-    patches = latents(size)["frames"] * (H // 16) * (W // 16)  # of two latent pixels along each side
+    patches = latents(size)["frames"] * (H // 16) * (W // 16)  # a patch: 2 x 2 latent pixels, 16 x 16 pixels
     whole = {"T": T, "H": H, "W": W, "S": TOKENS + patches, "A": heads, "C": 64 * heads, "4C": 256 * heads}
     halves = {"T/2": max(T // 2, 1), "H/2": H // 2, "W/2": W // 2}
     return {**whole, **halves, "T/4": max(T // 4, 1), "H/8": H // 8, "W/8": W // 8}
 
 
 def bound(name: str, size: Size, dtype: Any) -> tuple[functools.partial[Any], Any]:
-    """Return an op as a function of its operands alone, and the operands' structs (shape, dtype).
+    """Return an op with its options bound, and the `jax.ShapeDtypeStruct`s of its operands.
+
+    The structs are nested as the op takes the operands.
 
     Args:
         name: of the op, in `OPS`.
@@ -92,10 +99,12 @@ def bound(name: str, size: Size, dtype: Any) -> tuple[functools.partial[Any], An
     lengths, (operands, options) = axes(size), OPS[name]
 
     def struct(operand: str) -> Any:
-        """Return the struct of an operand of `OPS`."""
-        shape, _, other = operand.partition(": ")
-        return jax.ShapeDtypeStruct([int(lengths.get(axis, axis)) for axis in shape.split()], other or dtype)
+        """Return the struct of an operand of `OPS`, such as "2 S C" or "S 64: float32"."""
+        axes_text, _, own_dtype = operand.partition(": ")
+        shape = [int(lengths.get(axis, axis)) for axis in axes_text.split()]  # a letter's length, or a number
+        return jax.ShapeDtypeStruct(shape, own_dtype or dtype)
 
+    # An option may be an axis too: `heads` is "A".
     options = {option: lengths.get(value, value) for option, value in options.items()}
     return functools.partial(getattr(jax_kernels, name), **options), jax.tree.map(struct, operands)
 
@@ -105,7 +114,8 @@ def load(name: str, size: Size, dtype: Any, reference: dict[str, int] | None) ->
 
     Args:
         name, size, dtype: as `bound` takes them.
-        reference: None for the op itself; for its reference, the plain form, further options of that form.
+        reference: None to load the op itself. Else the op's plain form, without a kernel, is loaded, and
+            these are options which it takes besides the op's.
     """
     op, structs = bound(name, size, dtype)
     generator = torch.Generator().manual_seed(1)
@@ -115,17 +125,18 @@ def load(name: str, size: Size, dtype: Any, reference: dict[str, int] | None) ->
         if struct.dtype == np.int32:
             return jnp.full(struct.shape, INTEGER, np.int32)
         numbers = torch.randn(struct.shape, generator=generator).numpy()
-        # Weights of convolutions and products are among the operands of 2 and 5 axes: scaled down, sums of
-        # their products stay near 1. A mean other than 0 shows an error in a norm's mean.
+        # Operands of 2 and 5 axes include the weights of matrix products and convolutions. These are scaled
+        # down, so that results stay near 1. The mean of 0.3, not 0, shows an error in a norm's mean.
         scale = math.sqrt(math.prod(struct.shape[:-1])) if len(struct.shape) in (2, 5) else 1.0
         return jnp.asarray((numbers + 0.3) / scale, struct.dtype)
 
     operands = jax.tree.map(draw, structs)
     if name == "qk_norm_rope":
-        # Of the rotation's cosines and sines, an odd channel has those of the even channel before it: the
-        # two form a pair, which is rotated by one angle.
-        operands = *operands[:3], *(table[:, ::2].repeat(2, axis=1) for table in operands[3:])
+        # RoPE rotates a pair of channels by one angle, so both have the same cosine and the same sine.
+        x, weight, bias, *tables = operands
+        operands = x, weight, bias, *(table[:, ::2].repeat(2, axis=1) for table in tables)
     if reference is None:
         return functools.partial(jax.jit(op), *operands)
-    module = importlib.import_module(op.func.__module__.rpartition(".")[0] + ".reference")
+    package, _, _module = op.func.__module__.rpartition(".")
+    module = importlib.import_module(package + ".reference")  # has the plain form, by the op's name
     return functools.partial(getattr(module, name), *operands, **op.keywords, **reference)

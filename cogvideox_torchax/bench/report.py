@@ -35,9 +35,13 @@ def about() -> dict[str, Any]:
 
 
 def _commit() -> str | None:
-    """Return the git commit of the running code, with "+" if files have changed; None outside a checkout."""
+    """Return the git commit of the running code, with "+" if files have changed.
+
+    Return None if the code is not in a git checkout.
+    """
     root = Path(__file__).parents[2]
-    # With these two git looks into no directory above, where an installed package may be in another checkout.
+    # The paths are given so that git does not search the directories above: an installed package may be
+    # inside another project's checkout.
     git = ["git", f"--git-dir={root / '.git'}", f"--work-tree={root}"]
     describe = [*git, "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty=+"]
     try:
@@ -52,13 +56,16 @@ def _commit() -> str | None:
 def markdown(report: dict[str, Any]) -> str:
     """Return a report as Markdown: a line about the device, the host and the versions, then a table.
 
-    The report is of `device.run`, which has a "device", or of `ab.run`.
+    The report is of `device.run`, which has a field "device", or of `ab.run`.
     """
-    device = report.get("device")
-    head, rows, described = (DEVICE_HEAD, _device_rows, _device) if device else (HEAD, _row, _comparison)
-    host, packages = report["host"], ", ".join(f"{name} {each}" for name, each in report["versions"].items())
+    if "device" in report:
+        head, rows, description = DEVICE_HEAD, _device_rows, _device(report)
+    else:
+        head, rows, description = HEAD, _backend_rows, _comparison(report)
+    host = report["host"]
+    packages = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
     lines = [
-        f"{described(report)}, {report['date'][:10]}, commit {(report['commit'] or 'unknown')[:12]}, "
+        f"{description}, {report['date'][:10]}, commit {(report['commit'] or 'unknown')[:12]}, "
         f"{host['cpus']} CPUs ({host['machine']}), load {host['load']:.1f}, {packages}."
     ]
     if "not_planned" in report:
@@ -70,31 +77,32 @@ def markdown(report: dict[str, Any]) -> str:
 
 
 def _rows(result: dict[str, Any], rows: Callable[[dict[str, Any]], list[Row]], width: int) -> list[Row]:
-    """Return a result's rows of the table; a failed or wrong result has one, with the reason and no times.
+    """Return the table's rows of one job in one way.
 
     Args:
-        result: of one job in one way.
-        rows: returns the rows of a result that succeeded, without their first four cells: job, way, size
-            and error.
+        result: the job's result. A failed or wrong one has a single row, with the reason and no times.
+        rows: returns the rows of a result that succeeded, from the fifth cell on. The first four are job,
+            way, size and error.
         width: number of columns of the table.
     """
-    about = (result["job"], result["way"], Size(**result["size"]).name)
+    labels = (result["job"], result["way"], Size(**result["size"]).name)
     if result["status"] == "ok":
         beyond = "" if result["check"]["passed"] else ", beyond the contract"
         error = f"{result['check']['relative_error']:.1e}{beyond}"
-        return [(*about, error, *row) for row in rows(result)]
+        return [(*labels, error, *row) for row in rows(result)]
     reason = result.get("reason") or result["check"].get("reason")
     reason = reason or f"relative error {float(result['check']['relative_error']):.1e}"
-    return [(*about, f"{result['status']}: {reason}".replace("|", "/"), *[""] * (width - 4))]
+    # "|" would end the cell.
+    return [(*labels, f"{result['status']}: {reason}".replace("|", "/"), *[""] * (width - 4))]
 
 
-def _cell(value: float | None, unit: float = 1.0, form: str = ".3g") -> str:
-    """Return the cell of a value in a unit, such as seconds in ms for a unit of 1e-3; None is empty."""
-    return "" if value is None else format(value / unit, form)
+def _cell(value: float | None, unit: float = 1.0, format_spec: str = ".3g") -> str:
+    """Return a value as text in a unit, such as seconds in ms for a unit of 1e-3; empty for None."""
+    return "" if value is None else format(value / unit, format_spec)
 
 
 def _megabytes(value: int | None) -> str:
-    """Return the cell of a number of bytes, in MB; None is empty."""
+    """Return a number of bytes as text in MB; empty for None."""
     return _cell(value, 1e6, ".0f")
 
 
@@ -106,7 +114,7 @@ HEAD = (
 
 
 def _comparison(report: dict[str, Any]) -> str:
-    """Return in words how backends were compared."""
+    """Return a phrase on how backends were compared: model, dtype, and numbers of runs."""
     options = report["options"]
     return (
         f"Model {report['model_name']}, {options['dtype']}, median of "
@@ -115,18 +123,18 @@ def _comparison(report: dict[str, Any]) -> str:
     )
 
 
-def _row(result: dict[str, Any]) -> list[Row]:
-    """Return a list of one row: the cells of a backend's result below `HEAD`, from the device on."""
-    starts = ("lower_s", "compile_s", "start_cold_s", "start_warm_s", "first_chunk_s")
+def _backend_rows(result: dict[str, Any]) -> list[Row]:
+    """Return the one row of a backend's result, as a list: the cells below `HEAD` from "device" on."""
+    times = ("lower_s", "compile_s", "start_cold_s", "start_warm_s", "first_chunk_s")
     median, least, most = (_cell(result["steady"][name]) for name in ("median_s", "min_s", "max_s"))
     return [
         (
             result["device"],
-            *(_cell(result[name]) for name in starts),
+            *(_cell(result[name]) for name in times),
             f"{median} ({least} to {most})",
             f"{result['frames_per_s']:.1f}",
             f"{result['flops_per_s'] / 1e9:.1f}",
-            _cell(result["share_of_peak"], form=".1%"),
+            _cell(result["share_of_peak"], format_spec=".1%"),
             _megabytes(result["host_peak_bytes"]),
             _megabytes(result["device_peak_bytes"]),
         )
@@ -140,14 +148,14 @@ DEVICE_HEAD = (
 
 
 def _device(report: dict[str, Any]) -> str:
-    """Return in words which devices were measured."""
+    """Return a phrase on the devices that were measured: their number, kind, mesh and dtype."""
     device, dp = report["device"], report["mesh"]["dp"] or 1
-    over = f", mesh dp={dp} tp={device['used'] // dp}" if device["used"] > 1 else ""
-    return f"{device['used']} x {device['kind']}{over}, {report['dtype']}"
+    mesh = f", mesh dp={dp} tp={device['used'] // dp}" if device["used"] > 1 else ""
+    return f"{device['used']} x {device['kind']}{mesh}, {report['dtype']}"
 
 
 def _device_rows(result: dict[str, Any]) -> list[Row]:
-    """Return a row of cells for each part of a job's result below `DEVICE_HEAD`, from the part on."""
+    """Return a row for each part of a job's result: the cells below `DEVICE_HEAD` from "part" on."""
     return [
         (
             part["part"],
@@ -163,15 +171,18 @@ def _device_rows(result: dict[str, Any]) -> list[Row]:
 
 
 def _estimated(estimates: dict[str, Any], part: dict[str, Any]) -> Row:
-    """Return two cells: a part's estimate, or why there is none, and the estimate over the measured time.
+    """Return two cells: a part's estimate in ms, and the ratio of the estimate to the measured time.
+
+    Without an estimate the first cell has the reason, if there is one, and the second cell is empty.
 
     Args:
-        estimates: seconds by the names of parts; empty, or a "reason" why there are none.
-        part: the measured times of a part.
+        estimates: seconds by the names of parts. If nothing was estimated, it is empty or has a "reason".
+        part: the part's name and its measured times.
     """
     seconds = estimates.get(part["part"])
     if seconds is None:
-        return (f"not planned: {estimates['reason']}".replace("|", "/") if "reason" in estimates else "", "")
+        reason = f"not planned: {estimates['reason']}" if "reason" in estimates else ""
+        return reason.replace("|", "/"), ""  # "|" would end the cell
     return _cell(seconds, 1e-3), f"{seconds / part['median_s']:.2f}"
 
 
@@ -179,7 +190,7 @@ def _estimated(estimates: dict[str, Any], part: dict[str, Any]) -> Row:
 
 
 def draw_device(report: dict[str, Any], path: Path) -> list[Path]:
-    """Draw each part's estimate over its measured time; return the files, none without estimates."""
+    """Plot each part's estimate against its measured time; return the files, none without an estimate."""
     points = [  # (name, measured seconds, estimated seconds)
         (f"{result['job']} {part['part']}", part["median_s"], result["estimate"][part["part"]])
         for result in report["results"]
@@ -189,7 +200,8 @@ def draw_device(report: dict[str, Any], path: Path) -> list[Path]:
     if not points:
         return []
     figure, axes = pyplot().subplots(figsize=(7, 6), layout="constrained")
-    axes.loglog([x for _, x, _ in points], [y for _, _, y in points], "o")
+    _names, measured, estimated = zip(*points, strict=True)
+    axes.loglog(measured, estimated, "o")
     axes.axline((1, 1), (2, 2), color="0.6")  # where the estimate equals the measured time
     for name, x, y in points:
         axes.annotate(name, (x, y), fontsize=7, xytext=(4, 2), textcoords="offset points")
@@ -199,28 +211,29 @@ def draw_device(report: dict[str, Any], path: Path) -> list[Path]:
 
 
 def draw(report: dict[str, Any], path: Path) -> list[Path]:
-    """Draw bars of time and memory, and time over frames and over size if several were measured.
+    """Draw the results that succeeded; return the files.
 
-    Only results that succeeded are drawn. A line has the results that differ from the first one in the drawn
-    axis alone. The files are returned.
+    One picture has bars of time and memory. Two more have time against the number of frames and against the
+    size, if several were measured; there, results that also differ from the first result in the other axis
+    are left out.
     """
     succeeded = [result for result in report["results"] if result["status"] == "ok"]
     paths = [_draw_bars(succeeded, path.with_name(f"{path.stem}-bars.png"))] if succeeded else []
     for axis, fixed_fields in (("frames", ("height", "width")), ("size", ("frames",))):
-        lines: dict[str, list[tuple[int, float]]] = {}  # by job and way: (frames or pixels, seconds)
+        lines: dict[str, list[tuple[int, float]]] = {}  # for each job and way: (frames or pixels, seconds)
         for result in succeeded:
             size = result["size"]
             if all(size[field] == succeeded[0]["size"][field] for field in fixed_fields):
                 x = size["frames"] if axis == "frames" else size["height"] * size["width"]
                 name = f"{result['job']}, {result['way']}"
                 lines.setdefault(name, []).append((x, result["steady"]["median_s"]))
-        if max(map(len, lines.values()), default=0) > 1:
+        if max(map(len, lines.values()), default=0) > 1:  # a line of one point shows nothing
             paths.append(_draw_lines(lines, axis, path.with_name(f"{path.stem}-{axis}.png")))
     return paths
 
 
 def _draw_bars(succeeded: list[dict[str, Any]], path: Path) -> Path:
-    """Draw the times and the memory of all results of the first one's size; return the file."""
+    """Draw bars of the times and the memory, for results of the same size as the first; return the file."""
     results = [result for result in succeeded if result["size"] == succeeded[0]["size"]]
     names = [f"{result['job']}, {result['way']}" for result in results]
     shown = {
@@ -231,31 +244,39 @@ def _draw_bars(succeeded: list[dict[str, Any]], path: Path) -> Path:
             (result["device_peak_bytes"] or result["host_peak_bytes"] or 0) / 1e6 for result in results
         ],
     }
-    figure, places = pyplot().subplots(1, len(shown), figsize=(20, 5), layout="constrained", sharey=True)
-    for place, (title, values) in zip(places, shown.items(), strict=True):
-        place.bar_label(place.barh(names, values), fmt="%.3g", padding=2)
-        place.set(title=title)
-    least, most = ([result["steady"][name] for result in results] for name in ("min_s", "max_s"))
-    places[0].hlines(names, least, most, color="0.2")
+    figure, panels = pyplot().subplots(1, len(shown), figsize=(20, 5), layout="constrained", sharey=True)
+    for panel, (title, values) in zip(panels, shown.items(), strict=True):
+        panel.bar_label(panel.barh(names, values), fmt="%.3g", padding=2)
+        panel.set(title=title)
+    fastest, slowest = ([result["steady"][name] for result in results] for name in ("min_s", "max_s"))
+    steady_panel, *_ = panels
+    steady_panel.hlines(names, fastest, slowest, color="0.2")
     save_figure(figure, path)
     return path
 
 
 def _draw_lines(lines: dict[str, list[tuple[int, float]]], axis: str, path: Path) -> Path:
-    """Draw each line's (frames or pixels, seconds) points; return the file. `axis` is "frames" or "size"."""
-    figure, place = pyplot().subplots(figsize=(8, 5), layout="constrained")
-    for name, line in lines.items():
-        place.plot(*zip(*sorted(line), strict=True), marker="o", label=name)
+    """Draw a line for each job and way; return the file.
+
+    Args:
+        lines: by the line's label, its points: (frames or pixels, seconds).
+        axis: "frames" if the points have frames, "size" if they have pixels.
+        path: of the picture.
+    """
+    figure, panel = pyplot().subplots(figsize=(8, 5), layout="constrained")
+    for name, points in lines.items():
+        x, seconds = zip(*sorted(points), strict=True)
+        panel.plot(x, seconds, marker="o", label=name)
     label = "frames" if axis == "frames" else "pixels a frame"
-    place.xaxis.get_major_locator().set_params(integer=True)
-    place.set(title="steady run, median", xlabel=label, ylabel="s", ylim=(0, None))
-    place.legend()
+    panel.xaxis.get_major_locator().set_params(integer=True)
+    panel.set(title="steady run, median", xlabel=label, ylabel="s", ylim=(0, None))
+    panel.legend()
     save_figure(figure, path)
     return path
 
 
 def write(report: dict[str, Any], path: Path) -> list[Path]:
-    """Write a report as JSON, Markdown and plots; return the files."""
+    """Write a report to `path` as JSON, and beside it as Markdown and plots; return the files."""
     plots = draw_device(report, path.with_suffix(".png")) if "device" in report else draw(report, path)
     text = markdown(report)
     return [write_json(path, report), write_text(path.with_suffix(".md"), text), *plots]

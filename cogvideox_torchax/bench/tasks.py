@@ -44,18 +44,21 @@ class Task:
     """Request to a process.
 
     Attributes:
-        job, way: of `ladder`; "" as the way is the reference: PyTorch on the host, or an op's plain form.
+        job: name of a job in `ladder.JOBS`, or "kernels OP" for the job of one kernel.
+        way: one of `ladder.WAYS`; "" for the reference: PyTorch on the host, or an op's plain form.
         size: the `ladder.Size` to measure, as a sequence.
         checked: the `ladder.Size` at which results are compared with the reference.
         dtype: of weights and activations.
         dp, tp: the mesh; one device where both are None.
         data: path of the .npy file of the reference's results.
-        rms: error of PyTorch's own run in the dtype; see `reference`.
+        rms: RMS error of PyTorch's own run in the dtype, which `measure.reference` gives.
         peer: whether the way is a peer, which is timed with any finite error, even beyond the contract.
         platform: of the device that is measured.
         topology: of TPUs to plan for, such as "v6e:1x1".
         warmups: runs that do not count.
-        runs, seconds, fewest: at most `runs` runs, as many as `seconds` hold, but at least `fewest`.
+        runs: largest number of measured runs.
+        seconds: time after which no further run begins.
+        fewest: number of runs that are measured even beyond `seconds`.
     """
 
     job: str = ""
@@ -81,12 +84,13 @@ class Task:
 
     @property
     def backend(self) -> str:
-        """The backend of the way, which may end in ", kernels off"; PyTorch for a reference."""
-        return self.way.partition(",")[0] or "torch"
+        """The name of the way's backend, without ", kernels off"; "torch" for a reference."""
+        name, _, _kernels_off = self.way.partition(",")
+        return name or "torch"
 
     @property
     def torch_device(self) -> str | None:
-        """The device of a way that runs in PyTorch; None for a way on JAX."""
+        """PyTorch's device for a way that runs in PyTorch, "cpu" for a reference; None for a way on JAX."""
         if self.backend not in ("torch", "torch-compile"):
             return None
         return "cuda" if self.way and torch.cuda.is_available() else "cpu"
@@ -99,7 +103,8 @@ class Task:
     def mesh(self, devices: Any = None) -> Any:
         """Return the mesh of `dp` x `tp` devices, or of one device where neither is given.
 
-        `devices` are those of a topology; None for JAX's.
+        Args:
+            devices: the devices of a topology to plan for; None for JAX's.
         """
         several = self.dp or self.tp
         # A tp of None takes all devices that dp leaves.
@@ -108,14 +113,16 @@ class Task:
 
 def load(task: Task, size: Size) -> Run:
     """Load the model and the inputs of a job at a size; return the function that runs the job once."""
-    families = {"kernels": _op, "train": _training_step, "step": _network, "prompt": _network}
-    return families.get(task.job.partition(" ")[0], _chunks)(task, size)
+    loaders = {"kernels": _op, "train": _training_step, "step": _network, "prompt": _network}
+    job, _, _op_name = task.job.partition(" ")  # an op's job is "kernels OP"
+    return loaders.get(job, _chunks)(task, size)
 
 
 def _backend(task: Task, size: Size, *directions: Direction) -> tuple[Any, list[torch.Tensor]]:
-    """Return a VAE on the way's backend, and an input for each of the directions, on the VAE's device.
+    """Return a VAE on the way's backend, and a list of random inputs, one for each of the directions.
 
-    A published config gets random weights. An input to train on has a video for each device of "dp".
+    The inputs are on the VAE's device. A published config gets random weights. An input has one video; to
+    train, one for each of the mesh's `dp` devices.
     """
     dtype, device = task.torch_dtype, task.torch_device
     torch.manual_seed(0)
@@ -123,12 +130,14 @@ def _backend(task: Task, size: Size, *directions: Direction) -> tuple[Any, list[
         vae: Any = nn.Module.to(models.weightless_vae(size.model, torch.float32, "cpu"), dtype)
     else:
         vae = AutoencoderKLCogVideoX.from_pretrained(locate_vae(size.model), torch_dtype=dtype)
-    generator, videos = torch.Generator().manual_seed(1), (task.dp or 1) if task.job == "train" else 1
+    generator = torch.Generator().manual_seed(1)
+    videos = (task.dp or 1) if task.job == "train" else 1
     inputs = []
     for direction in directions:
-        chunks, (channels, *sides) = jobs.Job(direction, *size[1:]).chunk_shapes(vae)
-        frames = chunks[-1].stop  # of all chunks; for decoding latent frames
-        x = torch.randn((videos, channels, frames, *sides), generator=generator).to(dtype)
+        job = jobs.Job(direction, size.frames, size.height, size.width)
+        chunks, (channels, height, width) = job.chunk_shapes(vae)
+        frames = chunks[-1].stop  # the end of the last chunk; latent frames for decoding
+        x = torch.randn((videos, channels, frames, height, width), generator=generator).to(dtype)
         inputs.append(x.to(device) if device else runtime.to_jax(x))
     backend = backends.backend(task.backend).from_native(nn.Module.to(vae, device) if device else vae)
     if task.way and (task.dp or task.tp):
@@ -137,16 +146,19 @@ def _backend(task: Task, size: Size, *directions: Direction) -> tuple[Any, list[
 
 
 def _chunks(task: Task, size: Size) -> Run:
-    """Load a VAE; a run gives the results of a video's chunks: the part "first", then each as "later"."""
+    """Load a VAE; a run encodes or decodes a video, and gives a result for each chunk.
+
+    The first chunk is the part "first"; all later chunks are named "later".
+    """
     backend, (x,) = _backend(task, size, task.direction)
     names = "first", *["later"] * size.frames  # more than there are chunks: `zip` drops the excess
     return lambda: zip(names, backend.chunks(task.direction, x), strict=False)
 
 
 def _training_step(task: Task, size: Size) -> Run:
-    """Load a VAE to train; a run gives the weights' gradients of encoding, then the gradients of decoding.
+    """Load a VAE to train; a run gives the weights' gradients in encoding, then those in decoding.
 
-    The loss is half the sum of the squares of the result, and gradient checkpointing is on.
+    The loss is half the sum of the squares of the direction's result. Gradient checkpointing is on.
     """
     backend, inputs = _backend(task, size, *Direction)
     vae = backend.vae.train()
@@ -156,15 +168,15 @@ def _training_step(task: Task, size: Size) -> Run:
         vae.decoder.compile()
 
     def gradients(direction: Direction, x: torch.Tensor) -> tuple[str, Any]:
-        """Return the part's name, and by name the gradients of the weights that a direction uses on `x`."""
+        """Run a direction on `x` and its backward pass; return the part's name, and gradients by weight."""
         vae.zero_grad()
+        # `measure` runs jobs without gradients, so they are enabled here.
         with torch.enable_grad(), contextlib.nullcontext() if task.torch_device else runtime.active():
             result = vae.encode(x).latent_dist.parameters if direction == ENCODE else vae.decode(x).sample
             (result.square().sum() / 2).backward()
-        weights = vae.named_parameters()
-        return f"train {direction}", {
-            name: weight.grad for name, weight in weights if weight.grad is not None
-        }
+        # The weights of the other direction have no gradients.
+        found = {name: weight.grad for name, weight in vae.named_parameters() if weight.grad is not None}
+        return f"train {direction}", found
 
     return lambda: map(gradients, Direction, inputs)
 
@@ -172,7 +184,7 @@ def _training_step(task: Task, size: Size) -> Run:
 class Stock(nn.Module):
     """diffusers' transformer or text encoder, not ported, in the form that `runtime.Program` compiles.
 
-    That form takes and returns a cache besides its inputs and its result; this network has none, so None.
+    A program's network takes (inputs, cache) and returns (result, cache). This one has no cache: None.
     """
 
     def __init__(self, model: nn.Module):
@@ -184,11 +196,11 @@ class Stock(nn.Module):
 
 
 def _untrained(task: Task, size: Size) -> tuple[Any, dict[str, Any]]:
-    """Return diffusers' network of a task with random weights, and its inputs.
+    """Return diffusers' network of a task, and a description of its inputs: (shape, dtype) by name.
 
-    A small network's weights are drawn on the host, the same ones for all ways. A published network's are
-    drawn on the way's device of torch; for a way on JAX it has none, and is on "meta". The inputs are
-    described as `Program.structs` takes them: (shape, dtype) by name.
+    The network has random weights. If it is small, they are on the host and equal in all ways. If it is a
+    published one, they are on the way's device in PyTorch. For a way on JAX a published network is on the
+    device "meta", without weights.
     """
     dtype, published = task.torch_dtype, size.model in networks.TRANSFORMERS
     device = (task.torch_device or "meta") if published else "cpu"
@@ -207,8 +219,9 @@ def _untrained(task: Task, size: Size) -> tuple[Any, dict[str, Any]]:
 def _network(task: Task, size: Size) -> Run:
     """Load the transformer or the text encoder; a run gives the result of one call.
 
-    It runs in PyTorch where `task.torch_device` names a device; else on JAX, ported for the backend
-    "torchax" and stock for "torchax-stock". There a published network's weights are drawn as JAX arrays.
+    It runs in PyTorch where `task.torch_device` names a device, else on JAX: ported for the backend
+    "torchax", as diffusers' own for "torchax-stock". On JAX a published network gets random JAX arrays as
+    its weights.
     """
     model, described = _untrained(task, size)
     if task.backend == "torchax":
@@ -223,7 +236,7 @@ def _network(task: Task, size: Size) -> Run:
     generator = torch.Generator().manual_seed(1)
 
     def draw(struct: Any) -> torch.Tensor:
-        """Return an input of a struct's shape and dtype on the host, of normal numbers where not integers."""
+        """Return an input of a struct's shape and dtype on the host: `ops.INTEGER`, or normal numbers."""
         if struct.dtype == np.int32:
             return torch.full(struct.shape, ops.INTEGER, dtype=torch.int32)
         return torch.randn(struct.shape, generator=generator).to(getattr(torch, struct.dtype.name))
@@ -245,24 +258,21 @@ def _network(task: Task, size: Size) -> Run:
 
 
 def _random_weight(struct: Any) -> jax.Array:
-    """Return small random numbers as an array of a struct's shape, dtype and sharding.
-
-    Some numbers are drawn and repeated, as billions would take minutes; their count is a prime, so that the
-    rows of a matrix differ.
-    """
+    """Return small random numbers as an array of a struct's shape, dtype and sharding."""
+    # To draw billions of numbers would take minutes, so 65,537 are repeated: a prime, so that the rows of a
+    # matrix differ.
     numbers = np.random.default_rng(0).normal(0, 0.02, 65_537).astype(struct.dtype)
     return jax.device_put(np.resize(numbers, struct.shape), struct.sharding)
 
 
 def _op(task: Task, size: Size) -> Run:
-    """Load an op with random operands, or, for the reference, the op's plain form on the host.
-
-    A run gives the result of one call.
-    """
+    """Load an op, or for a reference its plain form, with random operands; a run is one call."""
     name = task.job.removeprefix("kernels ")
-    tile = {}
+    plain_options = {}
     if name == "norm_conv3d" and task.platform == "tpu" and task.dtype != "float32":
-        tile = {"tile": 2}  # a TPU's kernel filters by Winograd's algorithm, and has its rounding
-    dtype, reference = runtime.jax_dtype(task.torch_dtype), None if task.way else tile
-    run = ops.load(name, size, dtype, reference)
+        # A TPU's kernel convolves by Winograd's algorithm, 2 results at a time; its reference does the same,
+        # to round alike.
+        plain_options = {"tile": 2}
+    reference = None if task.way else plain_options
+    run = ops.load(name, size, runtime.jax_dtype(task.torch_dtype), reference)
     return lambda: iter([(name, run())])

@@ -33,12 +33,14 @@ class Worker:
     def ask(self, do: str, request: dict[str, Any], environment: dict[str, str]) -> dict[str, Any]:
         """Have the process call a function of `measure`; return the answer, with a "status".
 
-        A crash, a kill and a hang give answers too, of a status other than "ok" and with a "reason".
+        If the process crashes, is killed or hangs, the status is not "ok", and a "reason" says why. The
+        process is then ended.
 
         Args:
             do: the function's name.
             request: the fields of `measure.Task`.
-            environment: variables to set for the process; other ones than the last time start a new process.
+            environment: variables to set for the process; if they differ from the last call's, a new process
+                is started.
         """
         if self._process is None or environment != self._environment:
             self.close()
@@ -61,33 +63,39 @@ class Worker:
         """Send the process a request, one line of JSON; return its answer, or the failure of the process."""
         try:
             print(line, file=process.stdin, flush=True)
-            if not select.select([process.stdout], [], [], self._limit)[0]:
+            readable, _, _ = select.select([process.stdout], [], [], self._limit)
+            if not readable:
                 return {"status": "failed", "reason": f"not done after {self._limit:.0f} s"}
             answer = process.stdout.readline()
         except BrokenPipeError:
             answer = ""
         if answer:
             return json.loads(answer)
+        # An empty answer is the end of the pipe: the process has ended.
         if process.wait() == -signal.SIGKILL:
             why = "killed, as the system does when host memory runs out"
             return {"status": "does not fit", "reason": why}
-        last = (self._log.read_text(errors="replace").strip().splitlines() or ["no message"])[-1]
-        return {"status": "failed", "reason": f"exit code {process.returncode}: {last[:300]}"}
+        *_, last_line = ["no message", *self._log.read_text(errors="replace").strip().splitlines()]
+        return {"status": "failed", "reason": f"exit code {process.returncode}: {last_line[:300]}"}
 
     def close(self) -> None:
         """Kill the process, if there is one; the next request starts another."""
         if self._process is not None:
             self._process.kill()
-            self._process.communicate()
+            self._process.communicate()  # waits for its end, and closes the pipes
             self._process = None
 
 
 def answer(do: str, request: dict[str, Any]) -> dict[str, Any]:
-    """Call a function of `measure` in this process; return its result, or its failure, with a status.
+    """Call a function of `measure` in this process; return its result, or the `failure` for its error.
 
-    A result has the status "ok", unless it has one of its own.
+    The result's "status" is "ok", unless the function sets another.
+
+    Args:
+        do: the function's name.
+        request: the fields of `measure.Task`.
     """
-    try:
+    try:  # the import may fail too
         from cogvideox_torchax.bench import measure
 
         return {"status": "ok"} | getattr(measure, do)(measure.Task(**request))
@@ -108,11 +116,12 @@ def main() -> None:
     from cogvideox_torchax.runtime.quiet import quiet_libraries
 
     quiet_libraries()
-    if sys.platform == "linux":  # this process ends with its parent, and frees the device
+    if sys.platform == "linux":  # the system then kills this process with its parent: the device is freed
         set_parent_death_signal = 1  # PR_SET_PDEATHSIG of Linux
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+    # Answers go to a copy of stdout; stdout itself becomes stderr, as libraries print to it.
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # libraries print too
+    os.dup2(2, 1)
     for line in sys.stdin:
         print(json.dumps(answer(**json.loads(line))), file=answers, flush=True)
         gc.collect()  # frees the device's memory before the next request
