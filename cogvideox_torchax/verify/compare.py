@@ -89,8 +89,9 @@ class Contract:
 
     Attributes:
         name: the contract in words, with the direction.
-        measured, allowed: the measured value and its bound.
-        passed: whether the bound is kept; false for a NaN too.
+        measured: the measured value.
+        allowed: its bound.
+        passed: whether the bound is kept; false for a NaN.
     """
 
     name: str
@@ -129,9 +130,9 @@ class Result:
     Attributes:
         backend, dtype: their names.
         layers: the errors of the layers of both directions, in running order.
-        whole: the whole result's error by direction; without those of a wrong shape.
+        whole: by direction, the error of the whole result; a result of a wrong shape has no entry.
         contracts: the contracts, kept or not.
-        first_bad_layer: the first layer that leaves the tolerance, or None.
+        first_bad_layer: the first layer, in running order, that leaves the tolerance, or None.
     """
 
     backend: str
@@ -150,7 +151,7 @@ class Result:
 
 
 def make_candidate(name: str, dtype: torch.dtype, reference: DiffusersAutoencoder) -> Candidate:
-    """Return a backend, by its name, with a copy of the reference's weights in a dtype.
+    """Return a backend that has a copy of the reference's weights in another dtype.
 
     Args:
         name: name of the backend.
@@ -160,7 +161,7 @@ def make_candidate(name: str, dtype: torch.dtype, reference: DiffusersAutoencode
     Raises:
         BackendError: a backend that is unknown, or not part of this installation.
     """
-    # The model's own `to` is wrapped by diffusers in a way that pyright cannot follow.
+    # Not `copy.to(dtype)`: diffusers wraps that method in a way that pyright cannot follow.
     copied = nn.Module.to(copy.deepcopy(reference), dtype)
     return Candidate(name, dtype, backend(name).from_native(copied))
 
@@ -202,8 +203,8 @@ class Differences(NamedTuple):
 
     @classmethod
     def of_chunks(cls, chunks: "list[Differences]") -> "Differences":
-        """Return the differences of all chunks: each attribute an array with a number for each chunk."""
-        return cls(*np.transpose(chunks))
+        """Return the differences of all chunks; each attribute is an array with a number for each chunk."""
+        return cls(*np.transpose(chunks))  # (chunks, attributes) to (attributes, chunks)
 
     @property
     def rms(self) -> Any:
@@ -224,20 +225,22 @@ def compare_layers(
         reference: diffusers' model in float32.
         candidates: the backends to compare.
         direction: the direction that is compared.
-        x: the direction's input, all chunks of it.
+        x: the direction's whole input (N, C, T, H, W): a video, or latents.
 
     Returns:
-        The differences of each candidate, in their order. Layers that a backend does not have are left out.
+        A `Layers` for each candidate, in the candidates' order. Layers that a backend lacks are left out.
     """
-    runs = [candidate.backend.recorder(direction, LAYER_NAME.fullmatch) for candidate in candidates]
-    exact_run = Torch(reference).recorder(direction, LAYER_NAME.fullmatch)
+    # A recorder runs one chunk and returns the outputs of the layers by name; it keeps the convolutions'
+    # caches for the next chunk.
+    recorders = [candidate.backend.recorder(direction, LAYER_NAME.fullmatch) for candidate in candidates]
+    reference_recorder = Torch(reference).recorder(direction, LAYER_NAME.fullmatch)
     found: list[Layers] = [{} for _ in candidates]
     for chunk in direction.chunks(reference, x.shape[2]):
         piece = x[:, :, chunk.start : chunk.stop]
-        exact = exact_run(piece)
-        for candidate, run, layers in zip(candidates, runs, found, strict=True):
-            outputs = run(candidate.backend.put(piece.to(candidate.dtype)))
-            for name, want in exact.items():
+        wanted = reference_recorder(piece)
+        for candidate, recorder, layers in zip(candidates, recorders, found, strict=True):
+            outputs = recorder(candidate.backend.put(piece.to(candidate.dtype)))
+            for name, want in wanted.items():
                 if name in outputs:
                     layers.setdefault(name, []).append(Differences.between(outputs[name], want))
     return found
@@ -248,10 +251,10 @@ def _error(name: str, dtype: torch.dtype, chunks: list[Differences], torchs: lis
 
     Args:
         name: the layer's name.
-        dtype: the candidate's dtype. In float32 the tolerance is of the largest difference, relative to the
-            reference; in bfloat16 of the RMS, as a multiple of PyTorch's own in bfloat16.
+        dtype: the candidate's dtype. In float32 the tolerance bounds the largest difference over the
+            reference's largest value. In bfloat16 it bounds the RMS difference, as a multiple of PyTorch's.
         chunks: the candidate's differences in each chunk.
-        torchs: the differences of PyTorch in bfloat16; not read in float32.
+        torchs: the differences of PyTorch's own bfloat16 run in each chunk; not read in float32.
     """
     each = Differences.of_chunks(chunks)
     if dtype == torch.float32:
@@ -266,7 +269,7 @@ def _error(name: str, dtype: torch.dtype, chunks: list[Differences], torchs: lis
         largest=largest,
         relative=tolerances.ratio(largest, each.scale.max()),
         rms=(each.square.sum() / size) ** 0.5,
-        chunk=None if passed.all() else int(passed.argmin()),  # a NaN is not at most its bound
+        chunk=None if passed.all() else int(passed.argmin()),  # the first False; a NaN never passes
     )
 
 
@@ -274,8 +277,8 @@ def _error(name: str, dtype: torch.dtype, chunks: list[Differences], torchs: lis
 
 
 def border_frames(lengths: list[int]) -> list[int]:
-    """Return the indices of frames on either side of each border between chunks of these lengths."""
-    borders = np.cumsum(lengths)[:-1].tolist()
+    """Return the indices of the frames on both sides of each border between chunks of these lengths."""
+    *borders, _end = np.cumsum(lengths).tolist()  # each is the first frame after a border
     return sorted({frame for border in borders for frame in (border - 1, border)})
 
 
@@ -283,9 +286,10 @@ def compare_whole(got: torch.Tensor, want: torch.Tensor, lengths: list[int], pix
     """Return the error of a whole result (N, C, T, H, W).
 
     Args:
-        got, want: the result and the reference's.
+        got: the backend's result.
+        want: the reference's result.
         lengths: number of the result's frames in each chunk.
-        pixels: whether they are frames, to add PSNR and SSIM of each.
+        pixels: whether the results are decoded frames, which get PSNR and SSIM too; false for moments.
     """
     difference = (got.double() - want.double()).abs()
     by_frame = difference.mean(dim=(0, 1, 3, 4)).numpy()
@@ -335,7 +339,8 @@ class Verifier:
         x: the video (N, C, T, H, W), float32 in [-1, 1].
 
     Attributes:
-        inputs, answers: the reference's input and result by direction.
+        inputs: by direction, the input: the video, or the reference's latents.
+        answers: by direction, the reference's result: moments (mean and log-variance), or decoded frames.
         lengths: by direction, number of the result's frames in each chunk.
     """
 
@@ -344,8 +349,9 @@ class Verifier:
         self.reference = reference
         exact = Torch(reference)
         moments = exact.run(ENCODE, x)
-        # All backends decode the reference's latents: no error of encoding is counted again in the frames.
-        self.inputs = {ENCODE: x, DECODE: moments.chunk(2, dim=1)[0]}
+        # All backends decode the reference's latents, so an error in encoding does not reach the frames.
+        mean, _log_variance = moments.chunk(2, dim=1)
+        self.inputs = {ENCODE: x, DECODE: mean}
         self.answers = {ENCODE: moments, DECODE: exact.run(DECODE, self.inputs[DECODE])}
         self.lengths = {
             direction: direction.results(reference, self.inputs[direction].shape[2])
@@ -356,12 +362,13 @@ class Verifier:
     def verify(
         self, candidates: list[Candidate], say: Callable[[str], None] = lambda line: None
     ) -> list[Result]:
-        """Return the results of all candidates, in their order.
+        """Compare all candidates with the reference; return their results, in the candidates' order.
 
-        The slow part, PyTorch in float32, runs once for all of them. `say` is called with lines on progress.
+        The slow part, PyTorch in float32, runs once for all candidates. `say` gets a line for each step.
         """
         torchs, baseline = None, {}
         if any(candidate.dtype == torch.bfloat16 for candidate in candidates):
+            # PyTorch's own bfloat16 errors, which set the tolerances of bfloat16.
             torchs = make_candidate("torch", torch.bfloat16, self.reference)
         layers = self._layers(candidates, torchs, say)
         if torchs is not None:
@@ -376,35 +383,40 @@ class Verifier:
     def _layers(
         self, candidates: list[Candidate], torchs: Candidate | None, say: Callable[[str], None]
     ) -> list[list[LayerError]]:
-        """Return the errors of each candidate's layers, of both directions, in the candidates' order.
+        """Return for each candidate, in order, the errors of its layers in both directions.
 
-        `torchs` is PyTorch in bfloat16, whose own errors set that dtype's tolerances; None if all candidates
-        are in float32.
+        Args:
+            candidates: the backends to compare.
+            torchs: PyTorch in bfloat16, whose own errors set the tolerances of that dtype; None if all
+                candidates are in float32.
+            say: gets a line for each direction.
         """
         errors: list[list[LayerError]] = [[] for _ in candidates]
         compared = candidates if torchs is None else [*candidates, torchs]
         for direction in Direction:
             say(f"{direction}: layer by layer")
             found = compare_layers(self.reference, compared, direction, self.inputs[direction])
-            for candidate, layers, own in zip(candidates, found, errors, strict=False):  # without `torchs`
-                own += [
-                    _error(name, candidate.dtype, chunks, found[-1].get(name, []))
+            torchs_layers = found[-1]  # those of `torchs`; `_error` does not read them in float32
+            # `found` is longer by the layers of `torchs`, which `zip` leaves out.
+            for candidate, layers, layer_errors in zip(candidates, found, errors, strict=False):
+                layer_errors += [
+                    _error(name, candidate.dtype, chunks, torchs_layers.get(name, []))
                     for name, chunks in layers.items()
                 ]
         return errors
 
     def _whole(self, candidate: Candidate) -> tuple[dict[str, WholeError], list[Contract]]:
-        """Return (errors of whole results by direction, contracts on shapes and on streaming).
+        """Run a candidate; return (errors of whole results by direction, contracts on shapes and streaming).
 
-        A result of a wrong shape has no error, but a contract that is not kept.
+        A result of a wrong shape has no entry in the errors, but a contract that is not kept.
         """
         errors: dict[str, WholeError] = {}
         contracts = []
         for direction in Direction:
             want = self.answers[direction]
             got = candidate.backend.run(direction, self.inputs[direction].to(candidate.dtype))
-            frames, wanted = got.shape[2], sum(self.lengths[direction])
-            contracts.append(Contract(f"{direction}: frames", frames, wanted, frames == wanted))
+            frames, wanted_frames = got.shape[2], sum(self.lengths[direction])
+            contracts.append(Contract(f"{direction}: frames", frames, wanted_frames, frames == wanted_frames))
             if got.shape != want.shape:
                 contracts.append(
                     Contract(f"{direction}: shape {tuple(got.shape)} for {tuple(want.shape)}", 1, 0, False)
@@ -418,25 +430,29 @@ class Verifier:
     def _result(
         self, candidate: Candidate, layers: list[LayerError], baseline: dict[str, WholeError]
     ) -> Result:
-        """Run a candidate, and return its result.
+        """Run a candidate on the whole video; return its result, with all contracts.
 
         Args:
             candidate: the backend.
             layers: the errors of its layers.
-            baseline: PyTorch's own whole errors in bfloat16, by direction; empty if all are in float32.
+            baseline: by direction, the error of PyTorch's own whole result in bfloat16; empty if all
+                candidates are in float32.
         """
-        whole, others = self._whole(candidate)
+        whole, shape_contracts = self._whole(candidate)
         contracts = []
         for direction, error in whole.items():
-            torchs_rms = baseline.get(direction, error).rms  # not read in float32
+            # In float32 there is no baseline, and this value is not read.
+            torchs_rms = baseline.get(direction, error).rms
             name, measured, allowed = tolerances.contract(
                 candidate.dtype, error.relative, error.rms, torchs_rms
             )
             contracts.append(Contract(f"{direction}: {name}", measured, allowed, measured <= allowed))
-        contracts += others
+        contracts += shape_contracts
         contracts += [
-            Contract(f"{kind}: programs compiled", count, PROGRAMS_A_NETWORK, count <= PROGRAMS_A_NETWORK)
-            for kind, count in candidate.backend.program_counts.items()
+            Contract(
+                f"{direction}: programs compiled", count, PROGRAMS_A_NETWORK, count <= PROGRAMS_A_NETWORK
+            )
+            for direction, count in candidate.backend.program_counts.items()
         ]
         first_bad = next((layer for layer in layers if layer.chunk is not None), None)
         return Result(candidate.name, candidate.dtype_name, layers, whole, contracts, first_bad)

@@ -12,14 +12,17 @@ FORMAT = "cogvideox-torchax-verify/1"
 
 
 def as_json(results: list[Result], about: dict[str, Any]) -> dict[str, Any]:
-    """Return the results for `json.dumps`; infinities and NaNs become the strings "inf" and "nan".
+    """Return the report as a dictionary for `json.dumps`, in which infinities and NaNs are "inf" and "nan".
 
-    `about` are facts of the run, by name.
+    Args:
+        results: of all backends and dtypes.
+        about: facts of the run by name, which become fields of the report.
     """
     entries = [{**dataclasses.asdict(result), "passed": result.passed} for result in results]
     passed = all(result.passed for result in results)
     text = json.dumps({"format": FORMAT, **about, "passed": passed, "results": entries})
-    # Python writes them as NaN and Infinity, which JSON does not have.
+    # `dumps` has written NaN and Infinity, which JSON does not have: `parse_constant` gets their text, and
+    # `str(float(...))` makes "nan" and "inf" of it.
     return json.loads(text, parse_constant=lambda constant: str(float(constant)))
 
 
@@ -27,32 +30,33 @@ def contracts_table(results: list[Result]) -> str:
     """Return a table with a row for each contract of each backend."""
     rows = [
         (
-            f"{r.backend} {r.dtype}",
-            c.name,
-            f"{c.measured:.3g}",
-            f"{c.allowed:.3g}",
-            "PASS" if c.passed else "FAIL",
+            f"{result.backend} {result.dtype}",
+            contract.name,
+            f"{contract.measured:.3g}",
+            f"{contract.allowed:.3g}",
+            "PASS" if contract.passed else "FAIL",
         )
-        for r in results
-        for c in r.contracts
+        for result in results
+        for contract in result.contracts
     ]
     return table(("backend", "contract", "measured", "wanted", "verdict"), rows)
 
 
 def whole_table(results: list[Result]) -> str:
-    """Return a table with a row for each direction of each backend: errors, worst frame's PSNR and SSIM."""
+    """Return a table with a row for each direction of each backend: errors, and the lowest PSNR and SSIM."""
     rows = []
-    for r in results:
-        for direction, e in r.whole.items():
-            quality = (f"{min(e.psnr):.1f}", f"{min(e.ssim):.6f}") if e.psnr else ("", "")
-            errors = [e.mean, e.largest, e.relative, e.at_borders, e.inside]
-            rows.append((f"{r.backend} {r.dtype}", direction, *map(_number, errors), *quality))
+    for result in results:
+        for direction, error in result.whole.items():
+            # Moments, the result of encoding, have no PSNR and SSIM.
+            lowest = (f"{min(error.psnr):.1f}", f"{min(error.ssim):.6f}") if error.psnr else ("", "")
+            errors = (error.mean, error.largest, error.relative, error.at_borders, error.inside)
+            rows.append((f"{result.backend} {result.dtype}", direction, *map(_number, errors), *lowest))
     head = ("backend", "direction", "mean", "max", "relative", "mean at chunk borders", "mean inside")
     return table((*head, "lowest PSNR, dB", "lowest SSIM"), rows)
 
 
 def layers_table(result: Result) -> str:
-    """Return a table with a row for each layer, in running order."""
+    """Return a table with a row for each layer of one backend, in running order."""
     rows = [
         (
             layer.name,
@@ -67,7 +71,10 @@ def layers_table(result: Result) -> str:
 
 
 def verdict(result: Result) -> str:
-    """Return one line for one backend; a failure names the first layer outside the tolerance."""
+    """Return PASS or FAIL for one backend, in one line.
+
+    A failure names the contracts that are not kept, and the first layer outside the tolerance.
+    """
     head = f"{'PASS' if result.passed else 'FAIL'}  {result.backend} {result.dtype}"
     if result.passed:
         return head
@@ -92,19 +99,21 @@ def markdown(results: list[Result], about: dict[str, Any]) -> str:
 
 
 def _number(value: float | None) -> str:
-    """Return the cell of an error; empty for None."""
+    """Return an error as text; empty for None."""
     return "" if value is None else f"{value:.2e}"
 
 
 def draw_layers(results: list[Result], path: Path) -> None:
     """Draw each layer's relative error on a log axis, a line for each result, and save the picture.
 
-    Exact layers, whose error of 0 has no place on the axis, are drawn on a floor below all others.
+    A log axis has no 0. So a layer with an error of 0 is drawn on a line named "exact", at a third of the
+    smallest other error.
     """
     figure, axes = pyplot().subplots(figsize=(12, 6), layout="constrained")
     values = [layer.relative for result in results for layer in result.layers]
     floor = min((value for value in values if value > 0), default=1e-7) / 3
     for index, result in enumerate(results):
+        # Each result has a marker of its own, as lines may cover each other.
         heights = [max(layer.relative, floor) for layer in result.layers]
         axes.semilogy(
             heights, marker="os^Dvx"[index % 6], markersize=4, label=f"{result.backend} {result.dtype}"
