@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         from cogvideox_torchax.runtime import profiling
         from cogvideox_torchax.runtime.quiet import quiet_libraries
 
-        args = parser().parse_args(argv)
+        args = parser().parse_args(argv)  # imports every command's module, and so torch
     try:
         quiet_libraries(bars=not args.quiet)
         with contextlib.nullcontext() if args.profile is None else profiling(args.profile):
@@ -70,10 +70,11 @@ def _ended_by_ctrl_c() -> Iterator[None]:
 
     A `KeyboardInterrupt` that is raised in the import of a C++ module may abort the process with a dump.
     """
-    before = signal.getsignal(signal.SIGINT)
+    previous_handler = signal.getsignal(signal.SIGINT)
     # A caller's own handler stays. Python allows handlers in the main thread alone.
     is_replaced = (
-        before is signal.default_int_handler and threading.current_thread() is threading.main_thread()
+        previous_handler is signal.default_int_handler
+        and threading.current_thread() is threading.main_thread()
     )
     if is_replaced:
         signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
@@ -81,19 +82,21 @@ def _ended_by_ctrl_c() -> Iterator[None]:
         yield
     finally:
         if is_replaced:
-            signal.signal(signal.SIGINT, before)
+            signal.signal(signal.SIGINT, previous_handler)
 
 
 def _report_error(error: BaseException, args: argparse.Namespace) -> int:
-    """Print the one line of an error that ended a command; return its exit code.
+    """Print the error that ended a command, in one line; return the command's exit code.
 
-    With `--traceback` the error itself is raised, or printed where the command has several processes.
+    With `--traceback` the error is raised instead. Where the command has several processes, the traceback is
+    printed before the line.
     """
     if isinstance(error, KeyboardInterrupt):
         print("interrupted; nothing half-written was left", file=sys.stderr)
         return INTERRUPTED
     if isinstance(error, BrokenPipeError):
-        # The reader of our output is gone: keep the interpreter from flushing into it once more.
+        # The program that read our stdout has ended. The interpreter flushes stdout at exit: let it do so
+        # into /dev/null, not into the broken pipe, where it would raise once more.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILURE
     if args.traceback:
@@ -104,8 +107,8 @@ def _report_error(error: BaseException, args: argparse.Namespace) -> int:
     wrong_input = isinstance(error, ValueError | ImportError) or (
         isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG  # a name that the user gave
     )
-    name = "" if wrong_input else f"{type(error).__name__}: "
-    print(f"cogvideox-torchax {args.command}: {name}{_one_line(error)}", file=sys.stderr)
+    error_class = "" if wrong_input else f"{type(error).__name__}: "  # a user needs the message alone
+    print(f"cogvideox-torchax {args.command}: {error_class}{_one_line(error)}", file=sys.stderr)
     return USER_ERROR if wrong_input else FAILURE
 
 

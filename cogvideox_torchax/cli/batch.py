@@ -16,7 +16,8 @@ FOR_MANY = ("format", "shard_size", "keep", "buckets", "ray", "actors", "workers
 def check_one(args: argparse.Namespace) -> None:
     """Raise `ValueError` for options that a single clip has no use for."""
     for name in FOR_MANY:
-        if getattr(args, name, None) not in (None, False):  # another value than the defaults: it was given
+        # The defaults are None and False, and None stands for an option that this command does not take.
+        if getattr(args, name, None) not in (None, False):
             option = f"--{name.replace('_', '-')}"
             raise ValueError(f"{option} is for many clips: leave it out, or give a directory or a list")
 
@@ -25,14 +26,16 @@ def _check_output(path: str) -> None:
     """Raise `OutputError` for an output directory with a file's suffix, unless that directory exists."""
     suffix = Path(path).suffix.lower()
     fault = f"many clips go into a directory: give a name without {suffix}"
-    refuse(path, {fault: suffix in (*formats.SUFFIXES.values(), ".mp4", ".gif") and not Path(path).is_dir()})
+    is_file_name = suffix in (*formats.SUFFIXES.values(), ".mp4", ".gif")
+    refuse(path, {fault: is_file_name and not Path(path).is_dir()})  # raises if the value is True
 
 
 def encode(args: argparse.Namespace) -> int:
     """Encode the clips that the output directory lacks; return 1 where some cannot be encoded, else 0.
 
-    An `EncodeClip`, the `unit`, checks the settings before the loop, and encodes one clip at a time in it.
-    With `--ray` actors on the cluster encode, each with a unit of its own.
+    `unit`, an `EncodeClip`, is the model and its settings. It checks the settings before the loop over clips
+    begins; in the loop it encodes one clip at a time. With `--ray` actors on the cluster encode, each with a
+    unit of its own.
     """
     if args.seed is not None and args.keep in (None, clip.POSTERIOR, clip.MEAN):
         raise ValueError("--seed draws samples: add --keep sample, or both")
@@ -51,13 +54,14 @@ def encode(args: argparse.Namespace) -> int:
         unit.check()
         with manifest.DatasetDirectory(
             args.output,
-            config.fixed_settings(unit.model_sha256),
+            config.fixed_settings(unit.model_sha256),  # must equal those of the run that is resumed
             clips,
             kind=args.format or formats.SAFETENSORS,
             shard_size=args.shard_size or 64,
             process_shard=process_shard,
             retry=args.retry_failed,
         ) as directory:
+            # `steps` is an iterator over outcomes: a clip is encoded when `_run_loop` takes its outcome.
             if args.ray is None:
                 steps = directory.work(unit, readers=args.workers or loop.READERS)
             else:
@@ -71,8 +75,8 @@ def encode(args: argparse.Namespace) -> int:
 def decode(args: argparse.Namespace) -> int:
     """Decode a directory's latents that have no video yet; return 1 where some cannot be decoded, else 0.
 
-    A `DecodeClip`, the `unit`, decodes one clip at a time, with the model of `--model`, or else with the one
-    that the first latent file names.
+    `unit`, a `DecodeClip`, decodes one clip at a time, with the model of `--model`, or else with the model
+    that the first clip's latents name.
     """
     _check_output(args.output)
     shards = sources.shards(Path(args.latents))  # files of latents; each process decodes some of them
@@ -85,12 +89,13 @@ def decode(args: argparse.Namespace) -> int:
         for name, reason in directory.bad.items():
             common.say(f"bad: {name}: {reason}")
         # One clip is checked before the loop begins: a wrong model is then an error, not a list of bad clips.
-        first = directory.first_latents()
+        first = directory.first_latents()  # None where no clip is left to decode: no model is loaded then
         unit = clip.DecodeClip(
             common.config_of(args, model=args.model or (first.model if first else "")), common.say
         )
         if first:
             unit.check(first)
+            # Writes the settings there; raises if an earlier run's videos were made with other settings.
             directory.begin(unit.config.fixed_settings(unit.model_sha256))
         return _run_loop(args, directory.work(unit, readers=args.workers or loop.READERS), directory)
 
@@ -121,7 +126,7 @@ def _run_loop(
     report = {
         "output": args.output,
         "backend": args.backend,
-        # With Ray JAX is not asked: actors on this host may hold its chips.
+        # With Ray JAX is not asked: actors on this host may hold its chips. `decode` has no option `ray`.
         "device": "Ray" if getattr(args, "ray", None) is not None else common.device_name(args.backend),
         "done_before": directory.done_before,
         "bad": len(bad),
@@ -134,6 +139,7 @@ def _run_loop(
     }
     common.print_report(report, args.json)
     if bad:
+        # The first five ids and the number of further ones: the line stays short.
         named = ", ".join(list(bad)[:5]) + (f" and {len(bad) - 5} more" if len(bad) > 5 else "")
         counted = "1 bad clip was" if len(bad) == 1 else f"{len(bad)} bad clips were"
         common.say(f"{counted} left out: {named}; the manifest says why")

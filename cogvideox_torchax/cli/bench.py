@@ -95,9 +95,12 @@ COMMAND = options.Command(
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raise `ValueError` for an option of `bench device` in `bench backends`, or the other way round."""
+    """Raise `ValueError` for an option of `bench device` in `bench backends`, or the other way round.
+
+    A value other than the default shows that an option was given.
+    """
     for option in BACKENDS if args.what == "device" else DEVICE:
-        flag = option.flags[0]
+        (flag,) = option.flags
         if getattr(args, flag.removeprefix("--")) != option.settings.get("default"):
             raise ValueError(f"{flag} does not go with bench {args.what}")
 
@@ -115,6 +118,7 @@ def run(args: argparse.Namespace) -> int:
     path = None if output is None else output / ("device.json" if args.what == "device" else "ab.json")
 
     def keep(document: dict[str, Any]) -> None:
+        """Write the report to `path`, the JSON file in `--output`, if there is one."""
         if path is not None:
             reports.write_json(path, document)
 
@@ -123,19 +127,23 @@ def run(args: argparse.Namespace) -> int:
     if path is not None:
         for written in report.write(document, path):
             common.say(f"wrote {written}")
+    # "wrong" is beyond the tolerance; further statuses are "failed" and "does not fit" (into memory).
     statuses = [result["status"] for result in document["results"]]
     return 1 if "wrong" in statuses or "ok" not in statuses else 0
 
 
 def _compared(args: argparse.Namespace, keep: Callable[[Any], None]) -> dict[str, Any]:
-    """Return the report of a comparison of backends; `keep` gets it after each size."""
+    """Compare backends, and return the report.
+
+    `keep` is called with the unfinished report after each size of video, to write it to a file.
+    """
     from cogvideox_torchax.bench import ab
 
     sizes = ab.sweep(ladder.Size(args.model, args.frames, args.height, args.width), args.sweep)
     checkpoint.locate_vae(args.model)  # raises before the work, not after it
     settings = ab.Options(
         model=args.model,
-        backends=tuple(dict.fromkeys(args.backends)),
+        backends=tuple(dict.fromkeys(args.backends)),  # each once, in the given order
         dtype=args.dtype or "float32",
         repetitions=args.repetitions,
         warmups=args.warmups,
@@ -144,24 +152,25 @@ def _compared(args: argparse.Namespace, keep: Callable[[Any], None]) -> dict[str
     return ab.run(settings, sizes, common.narrator(args), keep)
 
 
-def _measured(args: argparse.Namespace, kept: Path | None, keep: Callable[[Any], None]) -> dict[str, Any]:
-    """Return the report of a measurement of the devices.
+def _measured(args: argparse.Namespace, path: Path | None, keep: Callable[[Any], None]) -> dict[str, Any]:
+    """Measure the devices, and return the report.
 
     Args:
         args: the command's options.
-        kept: the report's file: an earlier run's report there is resumed. None without `--output`.
-        keep: gets the report after each result.
+        path: path of the report's file; the report of an earlier run in that file is resumed. None without
+            `--output`.
+        keep: called with the unfinished report after each result, to write it to `path`.
     """
     from cogvideox_torchax.bench import device
 
     settings = device.DeviceOptions(
-        small=str(common.DEMO_MODEL),
-        jobs=tuple(dict.fromkeys(args.jobs)),
+        small=str(common.DEMO_MODEL),  # the model for the sizes that are called small
+        jobs=tuple(dict.fromkeys(args.jobs)),  # each once, in the given order
         platform=args.device,
         dtype=args.dtype,
         dp=args.dp,
         tp=args.tp,
         limit=args.limit,
     )
-    before = reports.load(kept, device.FORMAT) if kept is not None and kept.exists() else None
-    return device.run(settings, common.narrator(args), keep, before)
+    earlier_report = reports.load(path, device.FORMAT) if path is not None and path.exists() else None
+    return device.run(settings, common.narrator(args), keep, earlier_report)

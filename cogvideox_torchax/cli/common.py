@@ -71,20 +71,21 @@ def device_name(backend: str) -> str:
 
 
 def config_of(args: argparse.Namespace, **options: Any) -> ClipConfig:
-    """Return the `ClipConfig` of a command, from those of the command's options that are its fields.
+    """Return the `ClipConfig` of a command, from those of the command's options that are fields of the class.
 
-    `options` are further fields, and take precedence over the command's.
+    `options` are further fields of `ClipConfig`; they take precedence over the command's options.
     """
     names = ("model", "backend", "dtype", "tiling", "dp", "tp", "frames", "height", "width", "crop")
     given = {name: getattr(args, name) for name in names if hasattr(args, name)} | options
-    parse_dtype(given["dtype"])
+    parse_dtype(given["dtype"])  # raises for an unknown name
     return ClipConfig(**given)
 
 
 def open_clip(args: argparse.Namespace, at_most: int | None = None) -> DecodedClip:
     """Return the part of `args.video` to encode, not read yet; raise `ValueError` for a size that cannot be.
 
-    Without `--frames` the part is the first `at_most` frames, or all of a shorter video; all without both.
+    The part is the first `--frames` frames. Without `--frames` it is the first `at_most` frames, or all
+    frames of a shorter video; where `at_most` is None, all frames.
     """
     count = args.frames or (at_most and min(at_most, video.probe(args.video).num_frames))
     # The model's name and the clip's id are "": `select_part` uses neither.
@@ -100,21 +101,27 @@ def unit_of(kind: type[Unit], args: argparse.Namespace, vae: Any, fetch: Fetch, 
         args: the command's options.
         vae: the loaded model.
         fetch: brings a chunk's result to the host.
-        options: fields of `ClipConfig`; they take precedence over the command's.
+        options: fields of `ClipConfig`; they take precedence over the command's options.
     """
     follow = functools.partial(progress, args=args)
     return kind(config_of(args, **options), say, vae=vae, fetch=fetch, follow=follow)
 
 
 def encoder_of(args: argparse.Namespace, vae: Any, fetch: Fetch) -> EncodeClip:
-    """Return the encoder of a clip to its posterior's mode, or with `--seed` to a sample of the posterior."""
+    """Return the encoder of a clip to its posterior's mode, or with `--seed` to a sample of the posterior.
+
+    `vae` is the loaded model; `fetch` brings a chunk's result to the host.
+    """
     keep = MEAN if args.seed is None else SAMPLE
     return unit_of(EncodeClip, args, vae, fetch, keep=keep, seed=args.seed or 0)
 
 
 def decode_to(sink: video.Sink, vae: Any, latents: Latents, args: argparse.Namespace, fetch: Fetch) -> int:
-    """Decode latents with `vae` and write each chunk's frames into a sink; return the number of frames."""
-    # `args` may name neither: the latents name their model, and the loaded VAE has the dtype.
+    """Decode latents with `vae` and write each chunk's frames into a sink; return the number of frames.
+
+    `args` are the command's options; `fetch` brings a chunk's frames to the host.
+    """
+    # `args` may have no model and no dtype: the latents name their model, and the loaded VAE has the dtype.
     options = {"model": latents.model, "dtype": str(vae.dtype).removeprefix("torch.")}
     return video.write_all(sink, unit_of(DecodeClip, args, vae, fetch, **options).stream(latents))
 

@@ -31,7 +31,7 @@ COMMAND = options.Command(
 
 
 def run(args: argparse.Namespace) -> None:
-    """Compile both directions' programs for each size into JAX's cache, and report the seconds."""
+    """Compile the programs that encode and decode each size into JAX's cache, and report the seconds."""
     import jax
 
     if not backends.backend(args.backend).compiled_by_jax:
@@ -41,8 +41,7 @@ def run(args: argparse.Namespace) -> None:
     if not cache:
         raise ValueError(f"the compile cache is off: set {runtime.COMPILE_CACHE_VARIABLE} to a directory")
     common.take_bundled_model(args)
-    with devices.process_group(args) as group:
-        vae = common.load_vae(args.model, args.backend, args.dtype, group.mesh)
+    vae = common.load_vae(args.model, args.backend, args.dtype, devices.mesh_of(args))
     programs = []
     for size in args.sizes:
         text = "x".join(map(str, size))
@@ -52,15 +51,17 @@ def run(args: argparse.Namespace) -> None:
             _run_all(vae, direction, *size)
             programs.append({"kind": direction, "size": text, "compile_s": clock.seconds})
     report = {"device": common.device_name(args.backend), "compile_cache": cache}
+    # The printed table has a row for each program; the JSON has a list of them.
     rows = {f"{each['kind']} {each['size']}, s": each["compile_s"] for each in programs}
     common.print_report(report | ({"programs": programs} if args.json else rows), args.json)
 
 
 def _run_all(vae: Any, direction: Direction, frames: int, height: int, width: int) -> None:
-    """Run zeros through every program of a direction, which compiles it.
+    """Run zeros through every program of a direction: the first run of a program compiles it.
 
-    A first chunk and a later chunk have a program each, and each of these exists for pixels in uint8 (the
-    command line and the streams) and in the model's dtype (`vae.encode`, `vae.decode` and pipelines).
+    A video is encoded or decoded in chunks of frames. The first chunk has one program, all later chunks
+    another. Each exists for pixels in uint8 (the command line and the streams) and for pixels in the model's
+    dtype (`vae.encode`, `vae.decode` and pipelines).
 
     Args:
         vae: the loaded model.
@@ -68,10 +69,11 @@ def _run_all(vae: Any, direction: Direction, frames: int, height: int, width: in
         frames, height, width: size of the video, in pixels for both directions.
     """
     if direction is DECODE:  # from here on the size is the input's, the latents'
-        frames = sum(ENCODE.results(vae, frames))
+        frames = sum(ENCODE.results(vae, frames))  # the latent frames of every chunk
         height, width = height // vae.spatial_compression_ratio, width // vae.spatial_compression_ratio
     # Two chunks are enough: the program of the second one serves all later chunks.
     count = sum(len(chunk) for chunk in direction.chunks(vae, frames)[:2])
+    # `direction.channels` is the name of the config's field for the number of input channels.
     shape = (1, vae.config[direction.channels], count, height, width)
     for dtype in (torch.uint8, vae.dtype):
         if direction is ENCODE:
@@ -79,5 +81,5 @@ def _run_all(vae: Any, direction: Direction, frames: int, height: int, width: in
         else:
             output_dtype = dtype if dtype == torch.uint8 else None  # None is the model's dtype
             results = vae.decode_stream(torch.zeros(shape, dtype=vae.dtype), output_dtype=output_dtype)
-        for _ in results:
+        for _ in results:  # a chunk is computed when its result is taken
             pass

@@ -55,6 +55,7 @@ def run(args: argparse.Namespace) -> None:
     common.take_bundled_model(args)
     native = common.load_vae(args.model, "torch", args.dtype)
     vae = native if args.backend == "torch" else common.load_vae(args.model, args.backend, args.dtype)
+    # Encoding and decoding run twice: the first run compiles the programs, the second run is timed.
     clock = CompileClock()
     _run(DECODE, vae, _run(ENCODE, vae, source, args, "compile"), args, "compile")
     compile_seconds = clock.seconds
@@ -62,7 +63,7 @@ def run(args: argparse.Namespace) -> None:
     latents = _run(ENCODE, vae, source, args, args.backend)
     frames = _run(DECODE, vae, latents, args, args.backend)
     run_seconds = clock.elapsed
-    # Both decode the same latents: a difference that encoding made is not counted again in the frames.
+    # Both models decode the same latents: a difference that encoding made is not counted again in the frames.
     native_latents = _run(ENCODE, native, source, args, "PyTorch")
     native_frames = _run(DECODE, native, latents, args, "PyTorch")
 
@@ -111,14 +112,17 @@ def demo_clip() -> Path:
 def _run(
     direction: Direction, vae: Any, x: torch.Tensor, args: argparse.Namespace, name: str
 ) -> torch.Tensor:
-    """Return the mean of a video's latents, or the frames of latents, under a progress bar of chunks.
+    """Encode a video to the mean of its latents, or decode latents to frames, under a progress bar of chunks.
 
     Args:
         direction: ENCODE or DECODE.
         vae: the model.
         x: a video (1, 3, T, H, W), or latents (1, C, T, H, W).
         args: the command's options.
-        name: begins the bar's title.
+        name: first word of the bar's title.
+
+    Returns:
+        The latents (1, C, t, h, w), or the frames (1, 3, t, H, W).
     """
     if direction is ENCODE:
         results = (posterior.mode() for posterior in vae.encode_stream(x))

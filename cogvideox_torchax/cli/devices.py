@@ -89,6 +89,7 @@ def process_group(args: argparse.Namespace) -> Iterator[ProcessGroup]:
         with _connected(args) as sharding:
             mesh = sharding.make_mesh(args.dp or 1, args.tp)
             sharding.check_all_take_part(mesh)
+            # Results of chunks are sent through files in a directory beside the output.
             with sharding.exchanging(args.output) as exchange:
                 yield ProcessGroup(mesh, sharding.is_first(), exchange.fetch_to_all, exchange.fetch_to_first)
     else:
@@ -97,7 +98,7 @@ def process_group(args: argparse.Namespace) -> Iterator[ProcessGroup]:
 
 @contextlib.contextmanager
 def process_shard(args: argparse.Namespace) -> Iterator[ProcessShard]:
-    """Yield the index of this process and the number of processes, by which many clips are divided.
+    """Yield the index of this process and the number of processes, by which they divide many clips.
 
     With `--process` and `--processes` but no `--coordinator` the processes work without a connection.
 
@@ -116,7 +117,7 @@ def process_shard(args: argparse.Namespace) -> Iterator[ProcessShard]:
 
         with _connected(args) as sharding:
             yield ProcessShard(jax.process_index(), jax.process_count())
-            sharding.wait_for_all()
+            sharding.wait_for_all()  # the first process serves the connection of all, and must end last
 
 
 @contextlib.contextmanager

@@ -31,6 +31,7 @@ COMMAND = options.Command("show versions and devices, and what is missing", "", 
 
 def run(args: argparse.Namespace) -> int:
     """Print versions, devices and advice; return 1 where torch and torchax do not work together, else 0."""
+    # Each package's version, or a word in its place.
     core = {name: installed(name) or "missing" for name in CORE}
     optional = {name: installed(name) or "not installed" for name in OPTIONAL}
     advice = [f"{name} is missing: {INSTALL} ." for name in CORE if core[name] == "missing"]
@@ -45,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
         import_torchax()
     except Exception as error:
         report["torchax works"] = "no"
-        advice.insert(0, " ".join(str(error).split())[:600])
+        advice.insert(0, " ".join(str(error).split())[:600])  # on one line, cut where it is long
     report |= _devices_and_cache()
     if report["devices"].startswith(("tpu", "gpu")):
         advice.append("measure this device: cogvideox-torchax bench device -o out/device")

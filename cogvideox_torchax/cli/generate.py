@@ -99,7 +99,8 @@ def run(args: argparse.Namespace) -> None:
             raise ValueError(f"cannot write {args.preview}: a preview goes into a .png file")
     latents = _load_latents_stage(args) if args.from_stage == stages.LATENTS else None
     args.fps = args.fps or (latents.fps if latents else FPS)
-    # `keeping` is the outer context: the video is whole when it ends, and only then the latents are removed.
+    # Without --save-stages a file keeps the sampled latents while they are decoded (`_kept`). `keeping` ends
+    # that, and is the outer context: the file is removed only when the video is written completely.
     with contextlib.ExitStack() as keeping, video.writing(args.output, args.fps) as sink:
         if args.save_stages:
             common.make_directory(args.save_stages, "keep stages in")
@@ -125,7 +126,8 @@ def _load_latents_stage(args: argparse.Namespace) -> latent_files.Latents:
     Raises:
         ValueError: options of sampling, which is done already; no latents, or another model's.
     """
-    sampling = {*stages.FIELDS, "preview", "cache"} - {"dtype"}  # the VAE has a dtype too
+    # Names of the options of sampling. `--dtype` is not one of them: the VAE has a dtype too.
+    sampling = {*stages.FIELDS, "preview", "cache"} - {"dtype"}
     given = sorted(stages.option(name) for name in sampling if getattr(args, name) is not None)
     if given:
         raise ValueError(
@@ -137,8 +139,8 @@ def _load_latents_stage(args: argparse.Namespace) -> latent_files.Latents:
 
 
 def _kept_path(args: argparse.Namespace) -> Path:
-    """Return the file, beside the output, that keeps latents until their video is whole."""
-    output = Path(args.output)  # drops the slash that a directory may end in
+    """Return the path, beside the output, of the file that keeps latents until their video is complete."""
+    output = Path(args.output)  # drops the slash that a directory's name may end in
     return output.with_name(f"{output.name}.latents.safetensors")
 
 
@@ -161,11 +163,12 @@ def _kept(args: argparse.Namespace, latents: latent_files.Latents) -> Iterator[N
 def _sampled(args: argparse.Namespace) -> tuple[Any, latent_files.Latents]:
     """Check the request, then run the pipeline up to its VAE; return the VAE and the sampled latents.
 
-    With `--save-stages` the embeddings and the latents are written too. With `--from-stage text` the prompt's
-    embeddings are those of an earlier run.
+    With `--save-stages` the prompt's embeddings and the latents are written there. With `--from-stage text`
+    an earlier run's embeddings are read from there, and no text encoder is loaded.
     """
     mesh = devices.mesh_of(args)
-    text = stages.load_text(args.save_stages) if args.from_stage else None  # an earlier run's embeddings
+    # An earlier run's embeddings. Here --from-stage is "text": with "latents" nothing is sampled.
+    text = stages.load_text(args.save_stages) if args.from_stage else None
     model = generate.describe(args.model, image=args.image is not None, clip=args.video is not None)
     if text is not None:
         text.check_model(model.fingerprint)
@@ -185,10 +188,12 @@ def _sampled(args: argparse.Namespace) -> tuple[Any, latent_files.Latents]:
         pipe.transformer.enable_cache(cache_config)
     pipe.set_progress_bar_config(disable=args.quiet, desc="denoise", leave=False)
     directory = Path(args.save_stages) if args.save_stages else None
+    # Called with the latents after each step.
     show = preview.preview_writer(pipe.vae, args.preview, common.say) if args.preview else None
-    work = generate.Generation(pipe, model, request, directory, show)
-    embeddings: dict[str, Any] = work.encode_text() if text is None else dict(text.tensors)
-    latents = replace(work.sample(embeddings), fps=args.fps)
+    generation = generate.Generation(pipe, model, request, directory, show)
+    # By the names of the pipeline's arguments.
+    embeddings: dict[str, Any] = generation.encode_text() if text is None else dict(text.tensors)
+    latents = replace(generation.sample(embeddings), fps=args.fps)
     if directory is not None:
         latent_files.save(latents, stages.path_of(directory, stages.LATENTS))
     if args.cache:

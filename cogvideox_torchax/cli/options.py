@@ -32,6 +32,7 @@ class Option:
     """
 
     def __init__(self, *flags: str, group: str | None = None, **settings: Any):
+        """Keep the declaration, which `Command.add_to` passes to argparse."""
         self.flags, self.group, self.settings = flags, group, settings
 
 
@@ -60,6 +61,7 @@ class Command:
         )
         parser.set_defaults(**ABSENT)
         groups: dict[str | None, Any] = {None: parser}  # by title, each has argparse's `add_argument`
+        # Help lists groups in the order in which they are made. REPORT, whose key is True, comes last.
         for each in sorted((*self.options, TRACEBACK), key=lambda option: option.group == REPORT):
             if each.group == EXCLUSIVE and each.group not in groups:
                 groups[each.group] = parser.add_mutually_exclusive_group(required=True)
@@ -81,6 +83,7 @@ def argument(read: Callable[[str], Any]) -> Callable[[str], Any]:
     """Return `read` as a `type` for argparse, which then prints the message of a `ValueError` of `read`."""
 
     def value(text: str) -> Any:
+        """Return `read(text)`; argparse prints the message of an `ArgumentTypeError` alone."""
         try:
             return read(text)
         except ValueError as error:
@@ -113,7 +116,8 @@ def model_options(default: str = "the small bundled model") -> tuple[Option, ...
 def clip_options(frames: int | None = None) -> tuple[Option, ...]:
     """Return the options that name a part of a clip.
 
-    Without `--frames` a command takes the first `frames` frames; None for all of them. Only help shows it.
+    `frames` is the number of frames that the command takes without `--frames`; None for all frames. It is
+    only printed in the help: the command itself applies it.
     """
     shown = "" if frames is None else f" (default: {frames}, or all of a shorter clip)"
     follows = "resize to this {} in pixels; the {} follows if it is not given"
@@ -136,7 +140,7 @@ def clip_options(frames: int | None = None) -> tuple[Option, ...]:
 
 
 def output(help: str, metavar: str = "FILE", **settings: Any) -> Option:
-    """Return the option that names a command's output; `settings` are further ones of `Option`."""
+    """Return the option that names a command's output; `settings` are further arguments of `Option`."""
     return Option("-o", "--output", metavar=metavar, help=help, **settings)
 
 

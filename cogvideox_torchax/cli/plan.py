@@ -135,7 +135,9 @@ COMMAND = options.Command(
 
 def check(args: argparse.Namespace) -> None:
     """Raise `ValueError` for options that would have no effect, given the other options."""
-    for name, networks in ONLY.items():  # None, False and BACKEND are the options' defaults
+    # `ONLY` has, by option, the values of --network that it goes with. None, False and BACKEND are the
+    # defaults of these options: another value was given.
+    for name, networks in ONLY.items():
         if args.network not in networks and getattr(args, name) not in (None, False, BACKEND):
             raise ValueError(f"--{name.replace('_', '-')} does not go with --network {args.network}")
     if args.cache:

@@ -22,9 +22,10 @@ Document = dict[str, Any]
 
 def planned(args: argparse.Namespace) -> Document:
     """Compile the programs of `--network`, and print their figures; return the plan as a JSON document."""
-    # First of all: libtpu writes the schedules of kernels only if `_target` is what loads it.
+    # `_target` comes first: libtpu writes the schedules of kernels only if `_target` is what loads libtpu.
     chip, devices = _target(args)
     vae = models.weightless_vae(args.model, common.parse_dtype(args.dtype))
+    # `_network` plans the two other choices of --network, "step" and "prompt".
     plan = {"vae": _vae, "train-step": _train_step}.get(args.network, _network)
     return plan(args, vae, chip, devices, {"dp": args.dp, "tp": args.tp})
 
@@ -35,12 +36,13 @@ def _vae(args: argparse.Namespace, vae: Any, chip: Any, devices: Any, mesh: dict
     Args:
         args: the command's options.
         vae: the model without weights, on the meta device.
-        chip, devices: as `_target` returns them.
+        chip, devices: the chip to plan for, None for a CPU; the devices to compile for.
         mesh: the sizes of its axes "dp" and "tp".
     """
     if args.save_hlo:
         Path(args.save_hlo).mkdir(parents=True, exist_ok=True)
-    tile = args.tiling and (vae.tile_sample_min_height, vae.tile_sample_min_width)  # None without --tiling
+    # Height and width of a tile: the model's own for "default", without a size; None without --tiling.
+    tile = args.tiling and (vae.tile_sample_min_height, vae.tile_sample_min_width)
     if args.tiling not in (None, "default"):
         tile = parse_tiles(args.tiling, vae.spatial_compression_ratio)
     job = jobs.Job(ENCODE if args.encode else DECODE, args.frames, args.height, args.width, tile)
@@ -51,14 +53,14 @@ def _vae(args: argparse.Namespace, vae: Any, chip: Any, devices: Any, mesh: dict
     programs = list(_printed_programs(plans, chip, args.save_hlo and f"{args.save_hlo}/{job.direction}"))
     whole = summary.whole_video(job, len(chunks), job.tiles(vae), programs, chip)
     common.print_report(whole)
-    layers = programs[-1].layers if args.layers else []
+    layers = programs[-1].layers if args.layers else []  # of the later chunks, which are most of a video
     if layers:
-        head, *cells = report.table(layers)
+        head, *cells = report.table(layers)  # rows of texts
         print(reports.table(head, cells))
-    if chip and not whole["fits"] and not args.no_advice:
+    if chip and not whole["fits"] and not args.no_advice:  # a CPU has no chip, and so no limit of memory
         peak = max(program.peak_bytes for program in programs)
         common.say("it does not fit: compiling what would")
-        changes = [
+        changes = [  # each an option with which the video fits, or None
             jobs.largest_tile_that_fits(vae, job, devices, chip, peak, backend=args.backend, **mesh),
             jobs.smallest_mesh_that_fits(
                 args.model, vae.dtype, job, args.topology, args.dp * args.tp, peak, backend=args.backend
@@ -74,7 +76,11 @@ def _vae(args: argparse.Namespace, vae: Any, chip: Any, devices: Any, mesh: dict
 def _network(args: argparse.Namespace, vae: Any, chip: Any, devices: Any, mesh: dict[str, int]) -> Document:
     """Return the plan of the text encoder, of a denoising step, or of all steps of a video with `--cache`.
 
-    The arguments are as in `_vae`; of `vae` only its dtype and its compression ratios are used.
+    Args:
+        args: the command's options.
+        vae: the VAE, of which only the dtype and the compression ratios are used.
+        chip, devices: the chip to plan for, None for a CPU; the devices to compile for.
+        mesh: the sizes of its axes "dp" and "tp".
     """
     from cogvideox_torchax.plan import networks  # needs transformers, as the VAE does not
 
@@ -92,8 +98,8 @@ def _network(args: argparse.Namespace, vae: Any, chip: Any, devices: Any, mesh: 
         options |= {"guided": not args.no_guidance, "parallel": args.parallel}
         step = functools.partial(networks.plan_step, args.model, vae.dtype, devices, chip, **options)
         if args.cache:
-            # A video has several kinds of steps: computed in full, or without a part. A key is the number of
-            # a kind's first step, its value the number of steps of that kind.
+            # A video has several kinds of steps: steps computed in full, and steps that skip some blocks. By
+            # the number of a kind's first step, `steps_of_kind` has the number of steps of that kind.
             steps_of_kind = networks.cached_steps(args.model, vae.dtype, args.cache, not args.no_guidance)
             plans = [step(cache=args.cache, step=first) for first in steps_of_kind]
             if args.skips is not None:  # a first-block cache decides at run time: the user gives the number
@@ -109,8 +115,13 @@ def _train_step(
 ) -> Document:
     """Return the plan of the gradients that a step training the VAE computes.
 
-    There are two programs, encoding and decoding, each with its backward pass. The arguments are as in
-    `_vae`.
+    There are two programs, encoding and decoding, each with its backward pass.
+
+    Args:
+        args: the command's options.
+        vae: the model without weights, on the meta device.
+        chip, devices: the chip to plan for, None for a CPU; the devices to compile for.
+        mesh: the sizes of its axes "dp" and "tp".
     """
     job = jobs.Job(ENCODE, args.frames, args.height, args.width)  # planned in both directions
     common.say("compiling 2 programs; each takes minutes")
@@ -172,7 +183,7 @@ def _printed_programs(programs: Iterable[Any], chip: Any, prefix: str | None = N
 
     Args:
         programs: the plans of programs; an iterator compiles one at each step.
-        chip: as `_target` returns it.
+        chip: the chip to plan for, None for a CPU.
         prefix: path that the names of files for the compiled texts begin with; None for no files.
     """
     for program in programs:

@@ -71,10 +71,16 @@ def _reconstruction(
         args: the command's options.
         group: the processes of the command.
     """
-    encoder, scale = common.encoder_of(args, vae, group.fetch_to_all), vae.spatial_compression_ratio
-    shape = latent_frames, clip.framing.height // scale, clip.framing.width // scale
+    encoder = common.encoder_of(args, vae, group.fetch_to_all)
     decoder = common.unit_of(DecodeClip, args, vae, group.fetch_to_first)
-    return decoder.pieces(lambda: (piece[latents.TENSOR] for piece in encoder.pieces(clip)), shape)
+    scale = vae.spatial_compression_ratio
+    shape = latent_frames, clip.framing.height // scale, clip.framing.width // scale
+
+    def encoded() -> Iterator[torch.Tensor]:
+        """Yield the latents of each chunk, from the first; called again if decoding ran out of memory."""
+        return (piece[latents.TENSOR] for piece in encoder.pieces(clip))
+
+    return decoder.pieces(encoded, shape)
 
 
 def _alongside(
@@ -91,7 +97,7 @@ def _alongside(
     """
     info, messages = clip.info, []
     is_mp4 = Path(args.output).suffix.lower() == ".mp4"
-    at_own_rate = args.fps in (None, info.fps)
+    at_own_rate = args.fps in (None, info.fps)  # None, without --fps, is the source's rate
     if frames_out != clip.num_frames:
         messages.append(
             f"{clip.num_frames} frames were read, {frames_out} written: the model returns as many as it "
@@ -110,6 +116,7 @@ def _alongside(
     elif info.sound and sound is None:
         messages.append("the sound is left out: it is kept in an .mp4 at the source's own rate")
     times = info.times[: clip.num_frames] if keeps_times else ()
+    # The length of the output, at which the sound is cut: the last frame is shown for 1 / fps.
     seconds = times[-1] + 1 / info.fps if times else clip.num_frames / info.fps
     size, source_size = (clip.framing.height, clip.framing.width), (info.height, info.width)
     # Resized frames have square pixels; cropped frames, and frames of the source's size, have the source's.

@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> None:
         frames=args.frames,
         size=args.size,
         seed=args.seed,
-        mixed=args.backend == "torch",
+        mixed=args.backend == "torch",  # bfloat16 in computations, float32 in weights
         stills=args.config is not None,  # weights from scratch learn from stills first
         settings=settings,
     )
@@ -113,7 +113,7 @@ def run(args: argparse.Namespace) -> None:
         trainer.Trainer(backend, sampler, plan),
         directory,
         held_out,
-        asdict(plan) | {"backend": args.backend, "clips": names},
+        asdict(plan) | {"backend": args.backend, "clips": names},  # settings that --resume must repeat
     )
     done = training.resume() if args.resume else training.begin()
     with _stop_requests() as stop_is_asked:
@@ -153,12 +153,12 @@ def _run_steps(training: Run, done: int, stop_is_asked: Callable[[], bool], args
 def _stop_requests() -> Iterator[Callable[[], bool]]:
     """Yield a function that returns whether Ctrl-C or SIGTERM has come since the block began."""
     asked: list[int] = []  # numbers of the signals that have come
-    before = {
+    previous_handlers = {
         number: signal.signal(number, lambda number, _: asked.append(number))
         for number in (signal.SIGINT, signal.SIGTERM)
     }
     try:
         yield lambda: bool(asked)
     finally:
-        for number, handler in before.items():
+        for number, handler in previous_handlers.items():
             signal.signal(number, handler)

@@ -45,14 +45,19 @@ COMMAND = options.Command(
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compare backends with PyTorch in float32, in each dtype; return 1 if one breaks a contract, else 0."""
+    """Compare backends with PyTorch in float32, in each dtype; print the report.
+
+    Returns:
+        The exit code: 1 if a backend breaks a contract, a bound on its difference from PyTorch, else 0.
+    """
     from cogvideox_torchax.vae.torchax.networks import stock_of
     from cogvideox_torchax.verify import compare, report
 
     for name in args.backends:
-        backends.backend(name)  # raises before the work, not after it
+        backends.backend(name)  # raises for one that is not installed, before the work
     output = None if args.output is None else common.report_directory(args.output)
     x = _video(args)
+    # diffusers' own modules, as `load_vae` loads this project's class.
     reference = stock_of(common.load_vae(args.model, "torch", "float32"))
     say = common.narrator(args)
     with torch.no_grad():
@@ -74,9 +79,10 @@ def run(args: argparse.Namespace) -> int:
     }
     found, page = report.as_json(results, about), report.markdown(results, about)
     if output is not None:
-        reports.write_json(output / FILES[0], found)
-        reports.write_text(output / FILES[1], page)
-        report.draw_layers(results, output / FILES[2])
+        json_name, markdown_name, plot_name = FILES
+        reports.write_json(output / json_name, found)
+        reports.write_text(output / markdown_name, page)
+        report.draw_layers(results, output / plot_name)
     print(json.dumps(found) if args.json else page)
     return 0 if all(result.passed for result in results) else 1
 
