@@ -73,7 +73,7 @@ class Latents:
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors that are not None, by their names in a latent file."""
+        """The mean, the log-variance and the sample, those that are not None, by their names in a file."""
         kept = {TENSOR: self.tensor, LOGVAR: self.logvar, SAMPLE: self.sample}
         return {name: tensor for name, tensor in kept.items() if tensor is not None}
 
@@ -92,10 +92,10 @@ class Latents:
     def check_model(self, config: dict[str, Any]) -> None:
         """Raise `LatentsError` unless a VAE of this config can decode these latents."""
         for name in SHAPING_FIELDS:
-            own, models = (_plain(source.get(name)) for source in (self.config, config))
-            if own != models:
+            own, wanted = _plain(self.config.get(name)), _plain(config.get(name))
+            if own != wanted:
                 raise LatentsError(
-                    f"these latents are of another model: their {name} is {own}, the model's is {models}; "
+                    f"these latents are of another model: their {name} is {own}, the model's is {wanted}; "
                     f"they were made with --model {self.model}"
                 )
 
@@ -119,7 +119,8 @@ def load(path: str | Path) -> Latents:
     """
     if not Path(path).is_file():
         raise LatentsError(f"there is no file {path}")
-    return from_metadata(path, *tensors.load(path, LatentsError))
+    metadata, found = tensors.load(path, LatentsError)
+    return from_metadata(path, metadata, found)
 
 
 def about(path: Path) -> dict[str, Any]:
@@ -142,7 +143,7 @@ def loads(data: bytes, name: str | Path) -> Latents:
         LatentsError: as `load`.
     """
     with tensors.readable(name, LatentsError):
-        found = without_torchax(deserialized, data)
+        found = without_torchax(deserialized, data)  # while torchax is on, safetensors cannot be loaded
     # The file begins with the length of its JSON header, in eight bytes; `deserialized` drops the metadata.
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     return from_metadata(name, header.get("__metadata__", {}), found)
@@ -154,7 +155,7 @@ def from_metadata(path: str | Path, metadata: dict[str, str], found: dict[str, t
     Args:
         path: of the file, for errors.
         metadata: as `Latents.metadata` gives it, or of the former format.
-        found: as `Latents.tensors` gives them.
+        found: tensors by their names in a file, as `Latents.tensors` gives them.
 
     Raises:
         LatentsError: no tensor, another format, or a broken field, which is named.
@@ -178,10 +179,10 @@ def _foreign(path: str | Path) -> LatentsError:
 
 
 def _fields(path: str | Path, metadata: dict[str, str]) -> dict[str, Any]:
-    """Return the arguments of `Latents`, but for its tensors, from a file's metadata, each checked.
+    """Check the fields of a file's metadata; return them as the arguments of `Latents`, without its tensors.
 
-    The config's `FACTORS`, by which pipelines multiply latents, are checked like fields of the file: an error
-    names the factor, not the whole config.
+    `_CHECKS` has a check for each field. The config's `FACTORS`, by which pipelines scale latents, are
+    checked like fields of the file: an error then names the factor, not the whole config.
 
     Args:
         path: of the file, for errors.
@@ -208,10 +209,12 @@ def _fields(path: str | Path, metadata: dict[str, str]) -> dict[str, Any]:
 def _fields_of_format_1(metadata: dict[str, str]) -> dict[str, Any]:
     """Return the fields of a file of format 1, in the form of format 2; empty for another file.
 
-    In format 1 each field was a text of its own, and some of the config's fields were repeated as texts.
+    In format 1 each field was a text of its own: "config", "num_frames" and "about" as JSON. Some fields of
+    the config were repeated as texts; the repetitions are left out.
     """
     if metadata.get("format") != FORMER:
         return {}
+    # By field, the function that reads its text.
     readers = {"model": str, "fps": str, **dict.fromkeys(("config", "num_frames", "about"), reports.parse)}
     fields = {name: read(metadata[name]) for name, read in readers.items() if name in metadata}
     return {"about": {}, **fields, "format": FORMAT}
@@ -220,7 +223,7 @@ def _fields_of_format_1(metadata: dict[str, str]) -> dict[str, Any]:
 def _is_number(value: Any) -> bool:
     """Return whether a value is a number in float32's range, and no bool.
 
-    The value is not converted to a float first: an int of JSON may be larger than any float.
+    An int of JSON may be larger than any float: the value is compared as it is, not converted.
     """
     return isinstance(value, int | float) and not isinstance(value, bool) and -1e38 < value < 1e38
 

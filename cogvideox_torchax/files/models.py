@@ -31,7 +31,7 @@ def local(name: str | Path) -> Path | None:
     path = Path(name).expanduser()
     if path.exists():
         return path.parent if path.is_file() else path
-    if str(name).count("/") == 1 and str(name)[0] not in "./~":
+    if str(name).count("/") == 1 and str(name)[0] not in "./~":  # OWNER/NAME, and no path
         return None
     raise ModelError(f"there is no model directory {path}: give a directory, or a hub id such as OWNER/NAME")
 
@@ -52,13 +52,14 @@ def locate(
         ModelError: no such directory, or a repository that cannot be downloaded and is not in the cache.
     """
     directory = local(name)
-    if directory is None:
-        within = [f"{part}/{file}" for file in files] if part else []
-        directory = _snapshot(str(name), [INDEX, *within], hub_options)
-        if not (part and (directory / INDEX).is_file()):  # no pipeline, or no part: files at the top
+    if directory is None:  # a hub id
+        within_part = [f"{part}/{file}" for file in files] if part else []
+        directory = _snapshot(str(name), [INDEX, *within_part], hub_options)
+        # If the repository is no pipeline, or no part is wanted, the files are at its top.
+        if not (part and (directory / INDEX).is_file()):
             directory = _snapshot(str(name), list(files), hub_options)
-    whole = (directory / INDEX).is_file()
-    return directory / part if part and (whole or (directory / part).is_dir()) else directory
+    is_pipeline = (directory / INDEX).is_file()
+    return directory / part if part and (is_pipeline or (directory / part).is_dir()) else directory
 
 
 def _snapshot(repository: str, patterns: list[str], hub_options: dict[str, Any]) -> Path:
@@ -95,9 +96,9 @@ def read_json(path: Path) -> dict[str, Any]:
 def saved_from_host(save_pretrained: Callable[..., None]) -> Callable[..., None]:
     """Return a model's `save_pretrained` for weights on JAX or in PyTorch.
 
-    It calls `save_pretrained` with a copy of the module tree that has plain tensors (`host_skeleton`). Then
-    it repairs permissions: safetensors makes weight files that only their owner may read, whatever the umask;
-    config.json has the mode that the umask gives.
+    The returned method calls `save_pretrained` with a copy of the module tree that has plain tensors
+    (`host_skeleton`). Then it repairs permissions: safetensors makes weight files that only their owner may
+    read, whatever the umask is; config.json has the permissions that the umask gives.
     """
 
     @functools.wraps(save_pretrained)

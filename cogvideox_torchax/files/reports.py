@@ -41,7 +41,7 @@ def write_json(path: Path, report: dict[str, Any]) -> Path:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table with its columns lined up."""
+    """Return a Markdown table with its columns lined up; each row has as many cells as the head."""
     widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
     return "\n".join(
         "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |"
@@ -50,7 +50,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def pyplot() -> Any:
-    """Return matplotlib, drawing into files; `ValueError` where it is not installed."""
+    """Return `matplotlib.pyplot`, set to draw without a display; `ValueError` where it is not installed."""
     try:
         import matplotlib
     except ImportError as error:
@@ -62,7 +62,7 @@ def pyplot() -> Any:
 
 
 def save_figure(figure: Any, path: Path) -> None:
-    """Write a plot as a whole PNG, and close it."""
+    """Write a matplotlib figure as a PNG, whole or not at all; then close the figure, to free its memory."""
     with whole_file(path) as temporary:
         figure.savefig(temporary, dpi=110, format="png")
     pyplot().close(figure)

@@ -10,17 +10,18 @@ LABEL, MARGIN = 16, 4
 
 
 def contact_sheet(source: torch.Tensor, result: torch.Tensor, columns: int = 5) -> Any:
-    """Return a Pillow image of source, reconstruction and difference, a row each.
+    """Return a Pillow image with a row of frames each for source, reconstruction and absolute difference.
 
     Args:
         source, result: uint8 (1, 3, T, H, W), the video and its reconstruction.
-        columns: most frames of a row; they are spread evenly over the video.
+        columns: most frames in a row; they are spread evenly over the video.
     """
     from PIL import Image, ImageDraw, ImageFont
 
     count = min(columns, source.shape[2])
+    # Numbers of the frames from the first to the last; `max` is for a video of one frame.
     chosen = [round(i * (source.shape[2] - 1) / max(count - 1, 1)) for i in range(count)]
-    difference = (source.int() - result.int()).abs().to(source.dtype)
+    difference = (source.int() - result.int()).abs().to(source.dtype)  # a negative uint8 would wrap around
     rows = {"source": source, "reconstruction": result, "difference": difference}
     labels = {(name, t): f"{name}, frame {t}" for name in rows for t in chosen}
     height, width = source.shape[3:]

@@ -14,30 +14,32 @@ from cogvideox_torchax.runtime import to_torch, without_torchax
 
 
 def save(tensors: Mapping[str, torch.Tensor], path: str | Path, metadata: dict[str, str]) -> None:
-    """Write tensors, which may be on JAX, and metadata: whole or not at all."""
+    """Write a safetensors file of tensors, which may be on JAX, and metadata: whole or not at all."""
     plain = {name: to_torch(tensor).contiguous() for name, tensor in tensors.items()}
     data = without_torchax(serialized, plain, metadata=metadata)
-    with whole_file(path) as temporary:  # safetensors' own writer would put another file in its place
+    # Not by safetensors' own writer: it would put another file in the place of `temporary`.
+    with whole_file(path) as temporary:
         temporary.write_bytes(data)
 
 
 def load(
     path: str | Path, refused: type[ValueError] = ValueError
 ) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
-    """Return the metadata and the tensors of a file; `refused` is raised for a file that cannot be read."""
+    """Return the metadata and the tensors of a file; raise the error class `refused` if it is broken."""
     with readable(path, refused):
         return metadata(path, refused), without_torchax(load_file, path)
 
 
 def metadata(path: str | Path, refused: type[ValueError]) -> dict[str, str]:
     """Return the metadata of a file, whose tensors are not read; raise `refused` as `load` does."""
+    # "np": PyTorch is not needed, as no tensor is read.
     with readable(path, refused), safe_open(path, framework="np") as file:
         return file.metadata() or {}
 
 
 @contextlib.contextmanager
 def readable(path: str | Path, refused: type[ValueError]) -> Iterator[None]:
-    """Raise the class `refused` in place of safetensors' errors of the block, which reads the file `path`."""
+    """Raise the error class `refused` in place of safetensors' errors in the block, which reads `path`."""
     try:
         yield
     except (SafetensorError, OSError) as error:

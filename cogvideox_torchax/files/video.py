@@ -86,7 +86,8 @@ class VideoInfo:
         """True if the frame rate varies.
 
         Times are rounded to the clock, so at a steady rate the gaps between frames may differ by one tick.
-        Where a gap has four ticks or fewer, one tick is too much of the gap to be taken for rounding.
+        Where the shortest gap has four ticks or fewer, a difference of a tick is too large a part of the gap
+        to be taken for rounding.
         """
         shortest, longest = self.gaps
         return longest - shortest > (self.tick if 4 * self.tick < shortest else 0)
@@ -101,7 +102,7 @@ def frame_rate(text: str) -> Fraction:
     with contextlib.suppress(ValueError, ZeroDivisionError):
         if RATE.fullmatch(text):
             rate = Fraction(text)
-            if 0 < rate.numerator < 2**31 > rate.denominator:
+            if 0 < rate.numerator < 2**31 and rate.denominator < 2**31:
                 return rate
     raise ValueError(f"{text[:40]} is no frame rate: give a number above 0, 8 or 30000/1001")
 
@@ -126,7 +127,7 @@ def _name_for_messages(source: Source) -> Path:
 def _opened(source: Source, **options: str) -> Iterator[Any]:
     """Open a container that has a video stream, for the block; raise `VideoError` in place of PyAV's errors.
 
-    `options` are FFmpeg's for its reader of the format.
+    `options` are options of FFmpeg's demuxer for the format.
     """
     av, path = _av(), _name_for_messages(source)
     if not isinstance(source, bytes):
@@ -151,7 +152,7 @@ def _opened(source: Source, **options: str) -> Iterator[Any]:
 def probe(source: Source) -> VideoInfo:
     """Read a video's size, rate, frame count and times.
 
-    Packets are counted, so a header that promises more is caught.
+    The packets are counted: a header that announces more frames than the file has is an error.
 
     Raises:
         VideoError: no file, no video, no frames, or fewer frames than the header announces.
@@ -163,7 +164,7 @@ def probe(source: Source) -> VideoInfo:
         for packet in container.demux(stream):
             if orientation is None:  # packets are decoded until the first frame comes out
                 orientation = next(map(_orientation, packet.decode()), None)
-            if packet.size and not packet.is_discard:
+            if packet.size and not packet.is_discard:  # no empty packet at the end, and no hidden frame
                 shown.append(packet.pts)
         count = len(shown)
         if count == 0:
@@ -172,7 +173,7 @@ def probe(source: Source) -> VideoInfo:
         stored = count if count >= stream.frames else _count_frames(source)
         if stream.frames > stored:
             raise VideoError(f"{path} is truncated: {stream.frames} frames are announced, {stored} are there")
-        has_times = None not in shown and len(set(shown)) == count
+        has_times = None not in shown and len(set(shown)) == count  # every frame has a time of its own
         times = tuple((pts - min(shown)) * stream.time_base for pts in sorted(shown)) if has_times else ()
         orientation = orientation or Orientation()
         height, width = orientation.sides((stream.height, stream.width))
@@ -181,7 +182,7 @@ def probe(source: Source) -> VideoInfo:
             path=path,
             height=height,
             width=width,
-            fps=stream.average_rate or Fraction(25),
+            fps=stream.average_rate or Fraction(25),  # 25, FFmpeg's default, where the file has none
             num_frames=count,
             times=times,
             tick=stream.time_base or Fraction(0),
@@ -191,7 +192,7 @@ def probe(source: Source) -> VideoInfo:
 
 
 def _count_frames(source: Source) -> int:
-    """Return the number of frames in a file, with the frames that its edit list hides."""
+    """Return the number of frames in a file, the frames that its edit list hides among them."""
     with _opened(source, ignore_editlist="1") as container:
         return sum(packet.size > 0 for packet in container.demux(container.streams.video[0]))
 
@@ -221,11 +222,14 @@ class Orientation(NamedTuple):
         return cls(swapped, (b if swapped else d) < 0, (c if swapped else a) < 0)
 
     def sides(self, sides: tuple[int, int]) -> tuple[int, int]:
-        """Return the stored height and width for upright ones, or the upright ones for stored ones."""
+        """Return the upright (height, width) of a stored frame, or the stored one of an upright frame.
+
+        Both are the same exchange of the two sides.
+        """
         return (sides[1], sides[0]) if self.swapped else sides
 
     def pixels(self, pixels: np.ndarray) -> np.ndarray:
-        """Return pixels (H, W, 3), upright."""
+        """Return stored pixels (H, W, 3) set upright."""
         if not any(self):
             return pixels
         pixels = pixels.swapaxes(0, 1) if self.swapped else pixels
@@ -265,8 +269,9 @@ class Framing:
 
 def cover(info: VideoInfo, height: int, width: int) -> Framing:
     """Return the framing that resizes a video to just cover `height` x `width`, and cuts out the middle."""
+    # The smallest height at which neither side is smaller than the size; `shape` is width over height.
     covering_height = max(Fraction(height), width / info.shape)
-    # At least the size to cut out: rounding may lose a pixel.
+    # `max`, as rounding may lose a pixel of the size to cut out.
     resized = max(round(covering_height), height), max(round(covering_height * info.shape), width)
     return Framing(height, width, crop=True, resized=resized)
 
@@ -292,17 +297,20 @@ def framing(info: VideoInfo, *, multiple: int, height: int | None, width: int | 
     chosen_height, chosen_width = height or info.height, width or info.width
     if max(chosen_height, chosen_width) > LARGEST:
         raise VideoError(f"got {chosen_height} x {chosen_width} pixels: give at most {LARGEST} a side")
-    fitting = [max(side // multiple * multiple, multiple) for side in (chosen_height, chosen_width)]
+    # Rounded down to multiples, but not to 0.
+    cropped_height, cropped_width = (
+        max(side // multiple * multiple, multiple) for side in (chosen_height, chosen_width)
+    )
     if crop:
-        if fitting[0] > info.height or fitting[1] > info.width:
+        if cropped_height > info.height or cropped_width > info.width:
             raise VideoError(
-                f"cannot crop {info.height} x {info.width} pixels to {fitting[0]} x {fitting[1]}"
+                f"cannot crop {info.height} x {info.width} pixels to {cropped_height} x {cropped_width}"
             )
-        return Framing(fitting[0], fitting[1], crop=True)
-    if (chosen_height, chosen_width) != tuple(fitting):
+        return Framing(cropped_height, cropped_width, crop=True)
+    if (chosen_height, chosen_width) != (cropped_height, cropped_width):
         raise VideoError(
             f"{info.path.name} in {chosen_height} x {chosen_width} pixels (height x width): both must be "
-            f"multiples of {multiple}; pass --crop for {fitting[0]} x {fitting[1]}, "
+            f"multiples of {multiple}; pass --crop for {cropped_height} x {cropped_width}, "
             "or --height and --width to resize"
         )
     return Framing(chosen_height, chosen_width)
@@ -311,13 +319,18 @@ def framing(info: VideoInfo, *, multiple: int, height: int | None, width: int | 
 def read_frames(source: Source, size: Framing, num_frames: int) -> Iterator[torch.Tensor]:
     """Yield the first `num_frames` frames as uint8 (1, 3, H, W), upright, one at a time.
 
+    Args:
+        source: path or bytes of the video file.
+        size: the size that frames are brought to, and whether they are resized or cropped.
+        num_frames: number of frames, from the first on.
+
     Raises:
         VideoError: a file that cannot be read, that ends before `num_frames`, or whose frames change size.
     """
     path = _name_for_messages(source)
     count, first_size = 0, None  # number of decoded frames, and (height, width) of the first
     with _opened(source) as container:
-        container.streams.video[0].thread_type = "AUTO"
+        container.streams.video[0].thread_type = "AUTO"  # decodes on several threads
         for count, frame in enumerate(itertools.islice(container.decode(video=0), num_frames), 1):
             first_size = first_size or (frame.height, frame.width)
             if (frame.height, frame.width) != first_size:
@@ -331,8 +344,9 @@ def read_frames(source: Source, size: Framing, num_frames: int) -> Iterator[torc
 
 
 def _framed_pixels(frame: Any, size: Framing) -> Any:
-    """Return a decoded frame's RGB bytes (H, W, 3) in the wanted size, upright."""
-    resized, orientation = size.resized if size.crop else (size.height, size.width), _orientation(frame)
+    """Return a decoded frame's RGB bytes (H, W, 3), upright, resized and cropped as `size` says."""
+    orientation = _orientation(frame)
+    resized = size.resized if size.crop else (size.height, size.width)  # upright; None keeps the frame's size
     if resized is None:
         pixels = frame.to_ndarray(format="rgb24")
     else:
@@ -371,7 +385,7 @@ def write_all(sink: Sink, pieces: Iterable[torch.Tensor]) -> int:
 
 
 def _frames_NHWC(frames: torch.Tensor) -> Iterator[np.ndarray]:
-    """Yield the frames of (1, 3, t, H, W), each (H, W, 3)."""
+    """Yield the frames of a video (1, 3, t, H, W), each as an array (H, W, 3)."""
     yield from frames[0].permute(1, 2, 3, 0).contiguous().numpy()
 
 
@@ -383,13 +397,14 @@ class _GifSink(Sink):
 
     def __init__(self, path: Path, fps: Fraction):
         self._path = path
-        self._hundredths = Fraction(100) / fps  # of a second, the duration of a frame
+        self._hundredths = Fraction(100) / fps  # the duration of a frame, in hundredths of a second
         self._images: list[Any] = []
 
     def write(self, frames: torch.Tensor) -> None:
+        """Keep the frames, as Pillow images, for `finish`."""
         from PIL import Image
 
-        # A GIF's frames are held as palette bytes, a third of their pixels: Pillow writes them all at once.
+        # All frames are held, as Pillow writes a GIF at once. Palette indices take a third of RGB's bytes.
         self._images += [Image.fromarray(pixels).quantize() for pixels in _frames_NHWC(frames)]
 
     def finish(self) -> None:
@@ -398,6 +413,7 @@ class _GifSink(Sink):
             first, *rest = self._images
             # Times are rounded, not durations: errors of rounding do not add up.
             starts = [round(i * self._hundredths) for i in range(len(self._images) + 1)]
+            # Pillow takes milliseconds; with loop=0 the GIF is repeated without end.
             durations = [max(10 * (end - start), self.SHORTEST) for start, end in itertools.pairwise(starts)]
             first.save(self._path, "GIF", save_all=True, append_images=rest, duration=durations, loop=0)
 
@@ -410,6 +426,7 @@ class _FrameSink(Sink):
         self._count = 0
 
     def write(self, frames: torch.Tensor) -> None:
+        """Write a PNG file for each frame."""
         from PIL import Image
 
         for pixels in _frames_NHWC(frames):
@@ -449,8 +466,10 @@ def writing(path: str | Path, fps: Fraction | float, source: SourceTiming | None
     """
     source = source or SourceTiming()
     kind = check_writing(path, fps, source.times)
-    rate = Fraction(fps).limit_denominator(100_000)
-    with whole_file(path, directory=not kind) as temporary:
+    rate = Fraction(fps).limit_denominator(
+        100_000
+    )  # a float's fraction does not fit FFmpeg's 32-bit integers
+    with whole_file(path, directory=not kind) as temporary:  # the suffix "" is a directory
         makers = {
             ".mp4": lambda: _Mp4Sink(temporary, rate, source),
             ".gif": lambda: _GifSink(temporary, rate),
@@ -464,12 +483,12 @@ def writing(path: str | Path, fps: Fraction | float, source: SourceTiming | None
 def check_writing(path: str | Path, fps: Fraction | float, times: Sequence[Fraction] = ()) -> str:
     """Return the suffix of an output, "" for a directory; raise as `writing` does for a bad output.
 
-    `times` are as in `SourceTiming`.
+    `times` are the seconds after the first frame at which each frame is shown; empty for an even rate.
     """
     path = check_output(path)
     refuse(path, {f"it has {fps} frames a second: give a rate above 0": not fps > 0})  # NaN is refused, too
     suffix = path.suffix.lower()
-    longest = max([1 / Fraction(fps), *(b - a for a, b in itertools.pairwise(times))])
+    longest = max([1 / Fraction(fps), *(b - a for a, b in itertools.pairwise(times))])  # seconds of a frame
     lasting = f"a frame would last for {float(longest):.0f} s, at most {LONGEST} s are possible"
     faults = {
         f"{lasting}; give another --fps": longest > LONGEST,
@@ -507,7 +526,7 @@ class _Mp4Sink(Sink):
         self._next_sound = next(self._sound, None)  # time of the packet that is copied next; None at the end
 
     def write(self, frames: torch.Tensor) -> None:
-        """Write the frames, and after each the sound that is heard before it."""
+        """Write the frames, and after each frame the sound that is heard before that frame."""
         times, av = self._source.times, _av()
         for pixels in _frames_NHWC(frames):
             if self._stream is None:
@@ -517,6 +536,7 @@ class _Mp4Sink(Sink):
             if times:
                 frame.pts, frame.time_base = round(shown / self.TICK), self.TICK
             self._container.mux(self._stream.encode(frame))
+            # `next` copies the packet of the time `_next_sound`, and returns the following packet's time.
             while self._next_sound is not None and self._next_sound < shown:
                 self._next_sound = next(self._sound, None)
             self._written += 1
@@ -534,7 +554,7 @@ class _Mp4Sink(Sink):
     def finish(self) -> None:
         """Write the frames that x264 holds back, the rest of the sound, and the index."""
         if self._stream is not None:
-            self._container.mux(self._stream.encode(None))
+            self._container.mux(self._stream.encode(None))  # None flushes the encoder
             collections.deque(self._sound, maxlen=0)  # runs the generator to its end
         self._container.close()
 
@@ -552,21 +572,23 @@ class _Mp4Sink(Sink):
 def _copied_sound(source: SourceTiming, container: Any) -> Generator[Fraction]:
     """Copy the source's sound into a container, one packet for each step of the generator.
 
-    The generator yields a packet's time, in seconds after the first frame, before it copies the packet.
+    The generator yields a packet's time, in seconds after the first frame, before it copies the packet. It
+    ends at `source.seconds`, the length of the output.
     """
     if source.sound is None:
         return
     with _av().open(str(source.sound.absolute())) as file:
         video, sound = file.streams.video[0], file.streams.audio[0]
-        start = (video.start_time or 0) * (video.time_base or Fraction(0))
+        start = (video.start_time or 0) * (video.time_base or Fraction(0))  # of the first frame, in seconds
         stream = container.add_stream_from_template(sound)
         for packet in file.demux(sound):
-            if packet.pts is None:
+            if packet.pts is None:  # such as the empty packet at the end
                 continue
             heard = packet.pts * packet.time_base - start
             if heard >= source.seconds:
                 return
             yield heard
+            # Times count from the first frame. Sound is decoded in the order in which it plays: dts is pts.
             packet.pts = packet.dts = packet.pts - round(start / packet.time_base)
             packet.stream = stream
             container.mux(packet)

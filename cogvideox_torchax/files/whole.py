@@ -75,11 +75,12 @@ def whole_file(path: str | Path, *, directory: bool = False) -> Iterator[Path]:
         OutputError: `path` cannot be written, or another run is writing it.
     """
     path = resolved(path)
-    _remove_leftover(hidden(path, EXCHANGE))  # of several processes that were killed
+    _remove_leftover(hidden(path, EXCHANGE))  # the messages of several processes that were killed
     with reserved(path, WRITING) as (place, handle):
         made = place / "output"
         made.mkdir() if directory else made.touch()
         yield made
+        # On a file system without locks another run may have removed the directory, and made its own.
         refuse(
             path, {"another run writes it, and files cannot be locked there": not _is_still_at(handle, place)}
         )
@@ -92,7 +93,10 @@ def whole_file(path: str | Path, *, directory: bool = False) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def reserved(path: str | Path, suffix: str) -> Iterator[tuple[Path, int]]:
-    """Yield the empty directory `hidden(path, suffix)` and its locked descriptor; remove it afterwards.
+    """Make and lock the empty directory `hidden(path, suffix)` for the block; then remove it.
+
+    Yields:
+        The directory, and its open descriptor, which holds the lock.
 
     Raises:
         OutputError: `path` cannot be written, or another run is writing it.
@@ -107,7 +111,7 @@ def reserved(path: str | Path, suffix: str) -> Iterator[tuple[Path, int]]:
     try:
         yield place, handle
     finally:
-        if _is_still_at(handle, place):
+        if _is_still_at(handle, place):  # else another run's directory is there
             shutil.rmtree(place, ignore_errors=True)
         os.close(handle)
 
@@ -116,26 +120,26 @@ def hidden(path: str | Path, suffix: str) -> Path:
     """Return the hidden path `.NAMEsuffix` beside `path`; a hash stands for a NAME that is too long."""
     path = resolved(path)
     name = f".{path.name}{suffix}"
-    if len(os.fsencode(name)) > 255:
+    if len(os.fsencode(name)) > 255:  # bytes, the most for a name on Linux
         name = f".{hashlib.sha256(os.fsencode(path.name)).hexdigest()}{suffix}"
     return path.with_name(name)
 
 
 def _make_locked(place: Path) -> int:
-    """Make and lock an empty directory, in place of a killed run's; return its descriptor.
+    """Make and lock an empty directory; return its descriptor, with which the lock lasts until it is closed.
 
-    The lock lasts until the descriptor is closed.
+    A directory that a killed run has left, with its files, is removed first.
 
     Raises:
         BlockingIOError: another run holds the lock.
     """
     while True:
         place.mkdir(exist_ok=True)
-        # Another run may remove the directory between these two lines.
+        # Another run may remove the directory before it is opened, or before it is locked: then try again.
         with contextlib.suppress(FileNotFoundError), _opened(place) as handle:
             lock(handle)
             if _is_still_at(handle, place) and not any(place.iterdir()):
-                return os.dup(handle)  # which keeps the lock
+                return os.dup(handle)  # `_opened` closes `handle`: the copy keeps the lock
             if _is_still_at(handle, place):
                 shutil.rmtree(place)
 
@@ -143,7 +147,7 @@ def _make_locked(place: Path) -> int:
 def lock(handle: int) -> None:
     """Lock an open file or directory until it is closed.
 
-    On a file system without locks nothing is locked: a later run then replaces the output of an earlier one.
+    On a file system without locks nothing is locked, and no error is raised.
 
     Raises:
         BlockingIOError: another run has locked it.
