@@ -114,6 +114,7 @@ class ClipConfig:
     tp: int | None = None
 
     def __post_init__(self) -> None:
+        """Raise `ClipError` for an unknown `keep`, or for buckets together with a size or a crop."""
         if self.keep not in KEEP:
             raise ClipError(f"got keep={self.keep!r}: one of {', '.join(KEEP)}")
         if self.buckets and (self.frames or self.height or self.width or self.crop):
@@ -132,7 +133,7 @@ class ClipConfig:
         return {**fixed, "model_sha256": model_sha256}
 
     def load(self) -> Any:
-        """Return the VAE, loaded on its backend and placed on the mesh."""
+        """Return the VAE, loaded on its backend and placed on the mesh of this process's devices."""
         mesh = None
         if self.dp or self.tp:
             import jax
@@ -173,9 +174,9 @@ class DecodedClip:
 
 
 def select_part(clip: Clip, config: "ClipConfig", scale: int) -> DecodedClip:
-    """Return the frames of a clip that a config asks for, not read yet.
+    """Return the part of a clip that a config asks for, its first frames in some size; they are not read yet.
 
-    `scale` is the number of pixels to a latent pixel along a side, which must divide both sides.
+    `scale` is the number of pixels to a latent pixel along a side: it must divide the height and the width.
 
     Raises:
         VideoError: a video that cannot be read.
@@ -247,6 +248,7 @@ class _ClipUnit:
             return self._hash
 
     def __getstate__(self) -> dict[str, Any]:
+        """Return the state to pickle, without the model: the process that unpickles it loads its own."""
         return {**vars(self), "_vae": None, "_hash": ""}
 
     def _with_tiles_and_progress(
@@ -254,8 +256,8 @@ class _ClipUnit:
     ) -> Chunks:
         """Return the iterator `start()`, with tiles set, memory errors handled and progress shown.
 
-        The model's tiles are set by the config's `tiling`. If memory runs out, smaller tiles are set and
-        `start` is called again.
+        The model gets the tiles of the config's `tiling`; it keeps its own where `tiling` is None. If memory
+        runs out, smaller tiles are set and `start` is called again.
 
         Args:
             direction: ENCODE or DECODE.
@@ -266,14 +268,16 @@ class _ClipUnit:
         """
 
         def say(line: str) -> None:
+            """Print a message, the clip's id before it."""
             self._say(f"{name}: {line}" if name else line)
 
-        auto_tiles = memory.set_tiles(self.vae, self.config.tiling, direction, *size, frames)  # in words
+        # A text that describes the tiles if `tiling` is "auto" and the clip needs them, else None.
+        auto_tiles = memory.set_tiles(self.vae, self.config.tiling, direction, *size, frames)
         if auto_tiles:
             say(f"{direction} in {auto_tiles}")
-        parts = memory.retry_tiled_on_oom(self.vae, size, start, say)
+        results = memory.retry_tiled_on_oom(self.vae, size, start, say)
         total = len(direction.chunks(self.vae, frames))
-        return self._follow(parts, total, direction) if self._follow else parts
+        return self._follow(results, total, direction) if self._follow else results
 
 
 class EncodeClip(_ClipUnit):
@@ -299,6 +303,7 @@ class EncodeClip(_ClipUnit):
         part = select_part(clip, self.config, self.vae.spatial_compression_ratio)
         with io.BytesIO(clip.source) if isinstance(clip.source, bytes) else open(clip.source, "rb") as file:
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        # Bytes of uint8 RGB.
         is_short = 3 * part.num_frames * part.framing.height * part.framing.width <= AHEAD_BYTES
         frames = torch.stack(list(part.stream()), dim=2) if is_short else None
         return replace(part, frames=frames, sha256=sha256)
@@ -308,7 +313,8 @@ class EncodeClip(_ClipUnit):
         config, scale = self.config, self.vae.spatial_compression_ratio
         memory.check_tiling(config.tiling, scale)
         sides = () if config.crop else (config.height, config.width)  # a crop is rounded down to a multiple
-        for side in (*sides, *(side for bucket in config.buckets for side in (bucket.height, bucket.width))):
+        bucket_sides = [side for bucket in config.buckets for side in (bucket.height, bucket.width)]
+        for side in (*sides, *bucket_sides):
             if side and side % scale:
                 raise ClipError(
                     f"got a side of {side} pixels: a multiple of {scale} is wanted, such as "
@@ -318,19 +324,21 @@ class EncodeClip(_ClipUnit):
     def encode(self, decoded: DecodedClip) -> Latents:
         """Return the latents of a clip that was read; their `about` is empty for a clip without an id."""
         config, vae, framing = self.config, self.vae, decoded.framing
-        size, kept = (framing.height, framing.width), {}  # `kept`: each tensor's pieces, by its name
+        size = framing.height, framing.width
+        # By a tensor's name in a latent file, the tensor's piece of each chunk.
+        kept: dict[str, list[torch.Tensor]] = {}
         with memory.restoring_tiles(vae):
             for piece in self._with_tiles_and_progress(
                 ENCODE, size, decoded.num_frames, lambda: self.pieces(decoded), decoded.clip.id
             ):
                 for name, tensor in piece.items():
                     kept.setdefault(name, []).append(tensor)
-            about = self._about(decoded) if decoded.clip.id else {}
+            about = self._about(decoded) if decoded.clip.id else {}  # while the tiles are set: it names them
         if _stamp(decoded.clip.source) != decoded.stamp:
             raise ClipError(
                 f"{decoded.info.path} was changed while it was read: run again when it is complete"
             )
-        tensors = {name: torch.cat(parts, dim=2) for name, parts in kept.items()}
+        tensors = {name: torch.cat(pieces, dim=2) for name, pieces in kept.items()}
         return Latents(
             tensor=tensors[latent_files.TENSOR],
             config=dict(vae.config),
@@ -348,6 +356,7 @@ class EncodeClip(_ClipUnit):
         Samples depend on the config's seed and the clip's id, not on clips before it.
         """
         config, name = self.config, decoded.clip.id
+        # A checksum gives each id a seed, equal in every process, which Python's `hash` is not.
         seed = zlib.crc32(f"{config.seed} {name}".encode()) if name else config.seed
         generator = torch.Generator("cpu").manual_seed(seed)
         for posterior in self.vae.encode_stream(decoded.stream(), decoded.num_frames, fetch=self._fetch):
@@ -386,7 +395,8 @@ class DecodeClip(_ClipUnit):
         """Yield the frames of each chunk, uint8 (1, 3, t, H, W); raise as `check` does."""
         self.check(latents)
         z = latents.tensor.to(self.vae.dtype)
-        return self.pieces(lambda: [z], (z.shape[2], z.shape[3], z.shape[4]))
+        _, _, frames, rows, columns = z.shape
+        return self.pieces(lambda: [z], (frames, rows, columns))
 
     def pieces(
         self, start: Callable[[], Iterable[torch.Tensor]], shape: tuple[int, int, int]
@@ -397,8 +407,9 @@ class DecodeClip(_ClipUnit):
             start: returns the pieces (1, C, t, h, w) from the first on; called again if memory ran out.
             shape: (latent frames, rows, columns) of all pieces together.
         """
-        vae, frames = self.vae, shape[0]
-        size = shape[1] * vae.spatial_compression_ratio, shape[2] * vae.spatial_compression_ratio
+        vae = self.vae
+        frames, rows, columns = shape
+        size = rows * vae.spatial_compression_ratio, columns * vae.spatial_compression_ratio  # in pixels
         decoding = {"output_dtype": torch.uint8, "fetch": self._fetch}
         with memory.restoring_tiles(vae):
             yield from self._with_tiles_and_progress(
@@ -426,9 +437,9 @@ def choose(buckets: Sequence[Bucket], info: video.VideoInfo, frames: int | None 
         raise ClipError(f"{info.path} has {frames} frames, the shortest bucket {shortest}")
 
     def rank(bucket: Bucket) -> tuple[float, int, int]:
-        """Return the bucket's place, the best lowest: by distance of shapes, then frames, then pixels."""
+        """Return a key that is lowest for the best bucket: distance of shapes, then frames, then pixels."""
         distance = abs(math.log(bucket.width / bucket.height / float(info.shape)))
-        # Rounded, so that equal shapes of other sizes are equally near.
+        # Rounded, so that buckets of one shape and different sizes are equally near.
         return round(distance, 6), -bucket.frames, -bucket.height * bucket.width
 
     return min(fitting, key=rank)
@@ -447,5 +458,7 @@ def model_sha256(vae: Any) -> str:
 
 def _stamp(source: video.Source) -> tuple[int, int] | None:
     """Return a file's size and time of change, to tell whether it was changed; None if it is no file."""
-    status = None if isinstance(source, bytes) or not Path(source).is_file() else Path(source).stat()
-    return status and (status.st_size, status.st_mtime_ns)
+    if isinstance(source, bytes) or not Path(source).is_file():
+        return None
+    status = Path(source).stat()
+    return status.st_size, status.st_mtime_ns

@@ -58,7 +58,7 @@ class VideoDirectory(OutputDirectory):
         bad_before = {line["id"]: line["error"] for line in written if line["kind"] == BAD}
         self._readers: dict[str, Callable[[], Latents]] = {}
         for name, read in self._own_entries():
-            if self._video_path(name).exists():  # whatever another process's manifest says
+            if self._video_path(name).exists():  # whether or not a manifest lists the clip, even as bad
                 self.done_before += 1
             elif name in bad_before and not self._retry:
                 self.bad[name] = bad_before[name]
@@ -78,6 +78,7 @@ class VideoDirectory(OutputDirectory):
         A shard that cannot be read, and a clip whose video cannot be written, are added to `bad` instead. If
         the videos of several clips would have one path, the first clip gets it, and the later clips are bad.
         """
+        # Each a shard, a clip's id and the function that reads the clip's latents.
         shard_entries: list[tuple[Path, Any, Callable[[], Latents]]] = []
         for shard in self._shards:
             try:
@@ -94,9 +95,9 @@ class VideoDirectory(OutputDirectory):
             try:
                 check_id(name)
                 check_file(name, self._video_path(name), self.directory, owners)
-                owner, where = owners[self._video_path(name)]
-                if (owner, where) != (name, shard):
-                    raise ClipError(f"its video would replace {owner}'s in {where}: give it another id")
+                owner, owner_shard = owners[self._video_path(name)]
+                if (owner, owner_shard) != (name, shard):
+                    raise ClipError(f"its video would replace {owner}'s in {owner_shard}: give it another id")
                 yield name, read
             except ClipError as error:
                 self.bad[str(name)] = f"{shard}: {error}"
@@ -106,7 +107,10 @@ class VideoDirectory(OutputDirectory):
         return self.directory / f"{name.removesuffix('.mp4')}.mp4"
 
     def begin(self, config: dict[str, Any], **state: Any) -> None:
-        """Write the config, with the requested rate; it must equal the config of an earlier run."""
+        """Write the config, and the requested frame rate in it; both must equal those of an earlier run.
+
+        `state` are further fields of the file.
+        """
         super().begin({**config, "fps": None if self._fps is None else str(self._fps)}, **state)
 
     def first_latents(self) -> Latents | None:
@@ -136,10 +140,10 @@ class VideoDirectory(OutputDirectory):
             return {"frames": written, "frames_encoded": latents.num_frames}
 
         return loop.work(
-            self.missing,
-            lambda name: (name, self._readers[name]()),
-            compute,
-            lambda name, about: self.note(name, **about),
-            self.refuse,
+            jobs=self.missing,
+            read=lambda name: (name, self._readers[name]()),
+            compute=compute,
+            keep=lambda name, about: self.note(name, **about),
+            refuse=self.refuse,
             readers=readers,
         )

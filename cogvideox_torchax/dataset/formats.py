@@ -63,7 +63,8 @@ def entries(path: Path) -> list[Entry]:
         LatentsError: a file that is truncated, or no shard; an entry's function may raise it, too.
         ImportError: pyarrow is not installed.
     """
-    readers = {".safetensors": _latent_file, ".parquet": _parquet_entries, ".tar": _tar_entries}
+    # By suffix, the function that lists a file's entries.
+    readers = {".safetensors": _file_entries, ".parquet": _parquet_entries, ".tar": _tar_entries}
     with _naming_errors(path):
         return [
             (name, functools.partial(_read_entry, f"{path}, {name!r}", read))
@@ -72,9 +73,9 @@ def entries(path: Path) -> list[Entry]:
 
 
 def _read_entry(name: str, read: Callable[[], Latents]) -> Latents:
-    """Return a clip's latents, `read()`; raise `LatentsError` if they are broken, or several videos.
+    """Return a clip's latents, `read()`; raise `LatentsError` if they are broken, or of several videos.
 
-    `name` names the shard and the clip in the error's message.
+    `name` is the name of the shard and the clip in the error's message.
     """
     with _naming_errors(name):
         latents = read()
@@ -117,7 +118,11 @@ def _schema(arrow: Any) -> Any:
     FastVideo's columns are its schema for text to video, in `fastvideo/dataset/dataloader/schema.py`.
     """
     text, count, numbers, data = arrow.string(), arrow.int64(), arrow.list_(arrow.int64()), arrow.binary()
-    tensor = lambda name: [(f"{name}_bytes", data), (f"{name}_shape", numbers), (f"{name}_dtype", text)]  # noqa: E731
+
+    def tensor(name: str) -> list[tuple[str, Any]]:
+        """Return the three columns of a tensor, each as a name and a type."""
+        return [(f"{name}_bytes", data), (f"{name}_shape", numbers), (f"{name}_dtype", text)]
+
     return arrow.schema(
         [
             ("id", text),
@@ -139,7 +144,10 @@ def _schema(arrow: Any) -> Any:
 
 
 def _write_parquet(members: Sequence[tuple[int, Path]], path: Path) -> None:
-    """Write latent files as rows of a Parquet file; of `members`, see `write`, the numbers are not kept."""
+    """Write latent files as rows of a Parquet file.
+
+    `members` are each clip's number in the data set, which is not written, and its latent file.
+    """
     arrow = pyarrow()
     schema = _schema(arrow)
     # Latents hardly compress; the zeros in place of a text do.
@@ -152,7 +160,8 @@ def _write_parquet(members: Sequence[tuple[int, Path]], path: Path) -> None:
 def _row_of_file(file: Path) -> dict[str, Any]:
     """Return a latent file's tensors and fields as a row, by the columns of `_schema`."""
     latents = latent_files.load(file)
-    about, described = latents.about, {"latents": latents.metadata(), "dtype": str(latents.tensor.dtype)}
+    about = latents.about
+    described = {"latents": latents.metadata(), "dtype": str(latents.tensor.dtype)}
     row: dict[str, Any] = {
         "id": about["id"],
         # Zeros, which FastVideo's loaders take for a dropped text: they must have a text's shape.
@@ -171,15 +180,15 @@ def _row_of_file(file: Path) -> dict[str, Any]:
         "about": json.dumps(described, sort_keys=True),
     }
     for name, tensor in latents.tensors.items():
-        # NumPy, and so every reader, has no bfloat16.
+        # Stored in float32: NumPy has no bfloat16. The dtype is in `described`.
         array = without_torchax(lambda tensor=tensor: tensor[0].float().contiguous().numpy())
         fields = {"bytes": array.tobytes(), "shape": list(array.shape), "dtype": "float32"}
         row |= {f"{COLUMNS[name]}_{part}": value for part, value in fields.items()}
     return row
 
 
-def _latent_file(path: Path) -> list[Entry]:
-    """Return the only entry of a latent file."""
+def _file_entries(path: Path) -> list[Entry]:
+    """Return the only entry of a latent file; the file's name is the id if it holds none."""
     return [(latent_files.about(path).get("id", path.stem), functools.partial(latent_files.load, path))]
 
 
@@ -209,26 +218,29 @@ def _parquet_latents(path: Path, group: int, offset: int, name: Any) -> Latents:
     ]
     with pyarrow().parquet.ParquetFile(path) as file:
         rows = file.iter_batches(1, row_groups=[group], columns=columns)
-        (row,) = next(itertools.islice(rows, offset, None)).to_pylist()
+        (row,) = next(itertools.islice(rows, offset, None)).to_pylist()  # a batch is one row
         if row["id"] != name:
             raise LatentsError(f"{path} holds {row['id']} where {name} was: it was changed, run again")
-    about = reports.parse(row["about"])
-    dtype = DTYPES[about["dtype"]]
+    described = reports.parse(row["about"])  # the latent file's metadata and dtype
+    dtype = DTYPES[described["dtype"]]
     tensors = {}
-    for name, column in COLUMNS.items():
+    for tensor_name, column in COLUMNS.items():
         if row[f"{column}_bytes"] is not None:
             shape = row[f"{column}_shape"]
             if min(shape) < 1:
                 raise ValueError(f"its {column} has the shape {shape}")
             values = np.frombuffer(row[f"{column}_bytes"], np.float32).reshape(1, *shape)
-            tensors[name] = without_torchax(lambda values=values: torch.from_numpy(values.copy()).to(dtype))
-    return latent_files.from_metadata(path, dict(about["latents"]), tensors)
+            # A copy: `values` is a read-only view, which PyTorch warns of.
+            tensors[tensor_name] = without_torchax(
+                lambda values=values: torch.from_numpy(values.copy()).to(dtype)
+            )
+    return latent_files.from_metadata(path, dict(described["latents"]), tensors)
 
 
 def _write_tar(members: Sequence[tuple[int, Path]], path: Path) -> None:
     """Write latent files as a WebDataset tar: for each clip a .json, its .safetensors and a .txt caption.
 
-    `members` are as in `write`; a clip's number names its three files.
+    `members` are each clip's number in the data set, which names its three files, and its latent file.
     """
     with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
         for index, file in members:
@@ -249,9 +261,9 @@ def _write_tar(members: Sequence[tuple[int, Path]], path: Path) -> None:
 
 def _tar_entries(path: Path) -> list[Entry]:
     """Return the entries of a WebDataset tar, by the ids in its .json files."""
-    with tarfile.open(path, "r:") as tar:
+    with tarfile.open(path, "r:") as tar:  # "r:" refuses a compressed tar
         members = {entry.name: entry for entry in tar if entry.isfile()}
-        end = tar.offset
+        end = tar.offset  # the end of the last member, where a block of zeros ends a complete tar
     if path.stat().st_size < end + tarfile.BLOCKSIZE:  # a tar that ends after a member has lost later ones
         raise LatentsError(f"{path} is truncated, as its end is missing: make it again")
 
@@ -266,7 +278,7 @@ def _tar_entries(path: Path) -> list[Entry]:
         return latent_files.loads(read(name), f"{path}, {name}")
 
     def id_of(stem: str) -> Any:
-        """Return the id in a clip's .json member; without one `stem`, which all its members begin with."""
+        """Return the id in the member `stem`.json of a clip; `stem` if there is no such member."""
         with _naming_errors(f"{path}, {stem}.json"):
             return reports.parse(read(f"{stem}.json"))["id"] if f"{stem}.json" in members else stem
 
@@ -275,6 +287,7 @@ def _tar_entries(path: Path) -> list[Entry]:
         stem = Path(name).stem
         try:
             tar_entries.append((id_of(stem), functools.partial(latents, name)))
-        except LatentsError:  # its entry's function raises the error again, for this clip alone
+        # The .json is broken: the entry's function raises the error again when it reads this clip.
+        except LatentsError:
             tar_entries.append((name, functools.partial(id_of, stem)))
     return tar_entries

@@ -47,13 +47,13 @@ IN_READING = (*CLIPS_OWN, OSError)
 def attempt(
     step: Callable[[Any], Any], given: Any, errors: tuple[type[Exception], ...]
 ) -> tuple[Any, str | None]:
-    """Return (`step(given)`, None), or (None, reason) for an error of `errors`.
+    """Call `step(given)`; return (result, None), or (None, reason) if it raises one of `errors`.
 
     Args:
         step: a function of one argument.
         given: its argument.
-        errors: errors that the argument causes, not the machine. An `OutputError`, and a `RuntimeError` for
-            another reason than exhausted memory, are raised all the same.
+        errors: errors that the argument causes, not the machine. Two of them are raised all the same: an
+            `OutputError`, and a `RuntimeError` for another reason than exhausted memory.
     """
     try:
         return step(given), None
@@ -87,16 +87,16 @@ def work(
     reading = ThreadPoolExecutor(readers, "read")
     writing = ThreadPoolExecutor(1, "write")
     started = ((job, reading.submit(read, job)) for job in jobs)  # reading begins when an item is taken
-    behind: deque[Future[None]] = deque()
+    behind: deque[Future[None]] = deque()  # results that wait to be written
     try:
         # One more than `readers`: a clip that is read already does not keep its reader from the next one.
-        ahead = deque(itertools.islice(started, readers + 1))
+        ahead = deque(itertools.islice(started, readers + 1))  # jobs, and the futures of their inputs
         while ahead:
             job, future = ahead.popleft()
-            start = time.perf_counter()
+            waiting_began = time.perf_counter()
             given, reason = attempt(Future.result, future, IN_READING)
-            ahead.extend(itertools.islice(started, 1))
-            begun, result = time.perf_counter(), None
+            ahead.extend(itertools.islice(started, 1))  # begins to read one more job
+            computing_began, result = time.perf_counter(), None
             if reason is None:
                 result, reason = attempt(compute, given, CLIPS_OWN)
             given = None  # frees a clip's frames before the next clip is taken
@@ -104,9 +104,10 @@ def work(
             behind.append(
                 writing.submit(keep, job, result) if reason is None else writing.submit(refuse, job, reason)
             )
+            # Waits while too many results are behind; `result` raises the error of a write that failed.
             while len(behind) > WRITTEN_BEHIND or (behind and behind[0].done()):
                 behind.popleft().result()
-            yield Step(job, reason, begun - start, ended - begun)
+            yield Step(job, reason, computing_began - waiting_began, ended - computing_began)
         while behind:
             behind.popleft().result()
     finally:

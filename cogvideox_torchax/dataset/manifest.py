@@ -62,6 +62,7 @@ def open_manifest(directory: Path, name: str) -> BinaryIO:
         file.close()
         raise OutputError(f"another run is writing {directory / name}: wait for it, or end it") from error
     file.seek(0)
+    # Up to the last newline: `rfind` gives -1, and so an empty file, where there is none.
     file.truncate(file.read().rfind(b"\n") + 1)
     return file
 
@@ -76,7 +77,9 @@ def lines(directory: Path, name: str = "manifest") -> Iterator[dict[str, Any]]:
     # By the kind of a line: the fields that it must have, and their types.
     types_of = {DONE: {key: key_type}, BAD: {key: key_type, "error": str}, SHARD: {}}
     for path in sorted(directory.glob(f"{name}-*.jsonl")):
-        for number, text in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
+        # After the last newline there is nothing, or the incomplete line of a killed run.
+        *complete, _ = path.read_bytes().split(b"\n")
+        for number, text in enumerate(complete, 1):
             try:
                 line = reports.parse(text)
                 if not all(isinstance(line[field], kind) for field, kind in types_of[line["kind"]].items()):
@@ -108,6 +111,7 @@ class OutputDirectory:
     FORMAT: str
 
     def __init__(self, directory: str | Path, process_shard: ProcessShard | None):
+        """Take the directory, which `with` opens, and the part of this process; None for a single process."""
         self.directory = Path(directory)
         self.process_shard = process_shard or ProcessShard()
         self.missing: list[Any] = []
@@ -115,6 +119,7 @@ class OutputDirectory:
         self.done_before = 0
 
     def __enter__(self) -> Self:
+        """Open and lock this process's manifest, and find out which clips are missing."""
         with contextlib.ExitStack() as stack:
             self._file = stack.enter_context(
                 open_manifest(self.directory, f"{self.NAME}-{self.process_shard.index}.jsonl")
@@ -127,6 +132,7 @@ class OutputDirectory:
         """Fill `missing`, `bad` and `done_before` from the files that are there."""
 
     def __exit__(self, *_: object) -> None:
+        """Close the manifest, which unlocks it."""
         self._file.close()
 
     def add_line(self, kind: str, **line: Any) -> None:
@@ -135,7 +141,7 @@ class OutputDirectory:
         os.fsync(self._file.fileno())
 
     def clip_id(self, key: Any) -> str:
-        """Return the id of a clip."""
+        """Return the id of the clip of a key: the key itself, where a subclass does not use numbers."""
         return str(key)
 
     def bad_clips(self) -> dict[str, str]:
@@ -143,22 +149,30 @@ class OutputDirectory:
         return {self.clip_id(key): reason for key, reason in self.bad.items()}
 
     def note(self, key: Any, **about: Any) -> None:
-        """Add the manifest's line of a clip that is done; `about` are further fields of the line."""
+        """Add the manifest's line of a clip that is done.
+
+        `key` is the clip's number or id; `about` are further fields of the line.
+        """
         self._add_clip_line(DONE, key, about)
 
     def refuse(self, key: Any, reason: str) -> None:
-        """Add the manifest's line of a clip that cannot be made, with the reason."""
+        """Add the manifest's line of a clip that cannot be made, with the reason; add the clip to `bad`.
+
+        `key` is the clip's number or id.
+        """
         self.bad[key] = reason
         self._add_clip_line(BAD, key, {"error": reason})
 
     def _add_clip_line(self, kind: str, key: Any, about: dict[str, Any]) -> None:
         """Add the manifest's line of a clip: its kind, the clip's key and id, and the fields `about`."""
-        self.add_line(kind, **{KEYS[self.NAME][0]: key, "id": self.clip_id(key)}, **about)
+        key_name, _ = KEYS[self.NAME]  # "index" for a number, "id" for an id
+        self.add_line(kind, **{key_name: key, "id": self.clip_id(key)}, **about)
 
     def begin(self, config: dict[str, Any], **state: Any) -> None:
         """Write the config of the clips, as JSON, to the directory; raise as `_load_state` does.
 
-        `state` are further fields of the file, which is then written even if it is there.
+        `state` are further fields of the file. A file that is there is replaced if there are such fields, and
+        left as it is if there are none.
         """
         self._load_state(config)
         if state or not (self.directory / self.LIST).exists():
@@ -177,7 +191,7 @@ class OutputDirectory:
         saved = state.get("config")
         if not isinstance(saved, dict):
             raise OutputError(f"{path} is broken (its config is no object): give another directory")
-        wanted = saved if config is None else json.loads(json.dumps(config))
+        wanted = saved if config is None else json.loads(json.dumps(config))  # tuples as lists, as in `saved`
         differing = sorted(key for key in wanted if saved.get(key) != wanted[key])
         if differing:
             raise OutputError(
@@ -242,6 +256,7 @@ class DatasetDirectory(OutputDirectory):
         done = {line["index"] for line in written if line["kind"] == DONE}
         self.ids = self._load_ids()
         (self.directory / WORK).mkdir(exist_ok=True)
+        # The latent files of all clips, none of which may be a directory of another.
         taken = {self.clip_path(index) for index, name in enumerate(self.ids) if name is not None}
         for shard in self.shards:
             for index in self.members(shard):
@@ -254,7 +269,7 @@ class DatasetDirectory(OutputDirectory):
 
         New clips begin a new shard: None stands for each number that is left in the last shard before them.
         """
-        known = (self._load_state(self._config) or {"clips": []}).get("clips")
+        known = (self._load_state(self._config) or {"clips": []}).get("clips")  # the ids of earlier runs
         try:
             if not isinstance(known, list):
                 raise ClipError("its clips are no list")
@@ -263,7 +278,8 @@ class DatasetDirectory(OutputDirectory):
                     check_id(name)
         except ClipError as error:
             raise OutputError(f"{self.directory / self.LIST} is broken ({error})") from error
-        last = {name: index for index, name in enumerate(known)}
+        last = {name: index for index, name in enumerate(known)}  # the newest number of each id
+        # Clips without a number, and bad clips that are tried again, under another number.
         new = [name for name in self._clips if name not in last or (self._retry and last[name] in self.bad)]
         if new:
             known += [None] * (-len(known) % self.shard_size)  # up to a multiple of the shard's size
@@ -295,13 +311,16 @@ class DatasetDirectory(OutputDirectory):
             self.refuse(index, str(error))
 
     def clip_id(self, key: int) -> str:
+        """Return the id of the clip of a number; "" for a number without a clip."""
         return self.ids[key] or ""
 
     def bad_clips(self) -> dict[str, str]:
+        """Return the reasons why clips of this process could not be made, by id.
+
+        A clip that was tried again has several numbers, of which the newest counts.
+        """
         own = {index for shard in self.shards for index in self.members(shard)} & {*self.bad}
-        newest = {
-            name: index for index, name in enumerate(self.ids) if name
-        }  # of a clip that was tried again
+        newest = {name: index for index, name in enumerate(self.ids) if name}
         return {name: self.bad[index] for name, index in newest.items() if index in own}
 
     def members(self, shard: int) -> list[int]:
@@ -312,10 +331,14 @@ class DatasetDirectory(OutputDirectory):
     @property
     def shards(self) -> range:
         """The numbers of the shards of this process."""
-        return range(self.process_shard.index, -(-len(self.ids) // self.shard_size), self.process_shard.count)
+        count = -(-len(self.ids) // self.shard_size)  # of all processes' shards: the quotient, rounded up
+        return range(self.process_shard.index, count, self.process_shard.count)
 
     def shard_path(self, shard: int) -> Path:
-        """Return the path of a shard; with a file for each clip (safetensors), of the clip of that number."""
+        """Return the path of a shard by its number.
+
+        With a file for each clip (safetensors) the number is the clip's, and the path is its latent file's.
+        """
         suffix = formats.SUFFIXES[self.kind]
         if self.kind == formats.SAFETENSORS:
             return self.directory / f"{self.ids[shard]}{suffix}"
@@ -337,11 +360,11 @@ class DatasetDirectory(OutputDirectory):
         `readers` is the number of clips that are read at a time.
         """
         return loop.work(
-            self.missing,
-            lambda index: unit.read(self.clip(index)),
-            unit.encode,
-            self.keep,
-            self.refuse,
+            jobs=self.missing,
+            read=lambda index: unit.read(self.clip(index)),
+            compute=unit.encode,
+            keep=self.keep,
+            refuse=self.refuse,
             readers=readers,
         )
 
@@ -359,14 +382,14 @@ class DatasetDirectory(OutputDirectory):
         self.note(index, **manifest_fields(latents))
 
     def _add_clip_line(self, kind: str, key: int, about: dict[str, Any]) -> None:
-        """Add the manifest's line of a clip; write the clip's shard, if no other clip of it is missing."""
+        """Add the manifest's line of a clip; write the clip's shard if all its clips are done or bad."""
         super()._add_clip_line(kind, key, about)
         self._write_shard_if_complete(key // self.shard_size)
 
     def _write_shard_if_complete(self, shard: int) -> None:
-        """Write a shard of its clips' latent files, and remove these files, if no clip of it is missing.
+        """Join the latent files of a shard's clips to the shard and remove them, if no clip is missing.
 
-        Bad clips are left out. With a file for each clip (safetensors) nothing is written.
+        Bad clips are left out. With a file for each clip (safetensors) there is nothing to do.
         """
         members, path = self.members(shard), self.shard_path(shard)
         encoded = [index for index in members if index not in self.bad]
@@ -375,7 +398,7 @@ class DatasetDirectory(OutputDirectory):
         if encoded and not path.exists():
             formats.write(self.kind, [(index, self.clip_path(index)) for index in encoded], path)
             self.add_line(SHARD, name=path.name, clips=len(encoded))
-        for index in encoded:
+        for index in encoded:  # also files that a run left which was killed after it wrote the shard
             self.clip_path(index).unlink(missing_ok=True)
 
 

@@ -66,6 +66,7 @@ def check_file(name: str, path: Path, directory: Path, taken: Container[Path]) -
     # `LONGEST_NAME` bytes are left for the name of the temporary file beside it.
     if sum(sizes) + len(sizes) + LONGEST_NAME > LONGEST_PATH or len(sizes) > MOST_PARTS:
         raise ClipError(f"its file would have a path of {sum(sizes)} bytes in {len(sizes)} parts: too long")
+    # The directories between the output and the file; the last of `parents` is the output itself.
     above = [directory / parent for parent in path.relative_to(directory).parents[:-1]]
     if path.is_dir() or any(parent in taken or parent.is_file() for parent in above):
         raise ClipError(

@@ -33,17 +33,20 @@ class ClipActor:
         self._encode = EncodeClip(config)
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, list[str]]:
-        """Encode the clips of a batch, the rows of `work` under "row"; return their outcomes under "line"."""
+        """Encode the clips of a batch; return their outcomes, in JSON, under "line".
+
+        Under "row" a batch has the JSON that `work` makes of each clip.
+        """
         return {"line": [self._encode_row(json.loads(row)) for row in batch["row"]]}
 
     def _encode_row(self, row: dict[str, Any]) -> str:
-        """Encode a clip and write its latents.
+        """Encode a clip and write its latents, unless they are there already.
 
         Args:
-            row: the clip's number "index", the "path" of its latents, and the fields of its `Clip`.
+            row: the clip's number "index", the "path" of its latents, and "clip", the fields of its `Clip`.
 
         Returns:
-            JSON of the "index", and of "about", the fields of the manifest's line, or of an "error".
+            JSON of an object with the "index", and "about", the fields of the manifest's line, or an "error".
         """
         path, latents, reason = Path(row["path"]), None, None
         if path.exists():  # written by an actor that died before it could return
@@ -83,7 +86,7 @@ def _connected(address: str | None) -> Iterator[Any]:
                 ray.init(address=address, log_to_driver=False)
             except ConnectionError as error:
                 raise ValueError(f"there is no Ray cluster at {address}: {error}") from error
-            stack.callback(ray.shutdown)  # before stdout is back
+            stack.callback(ray.shutdown)  # runs before stdout is back, as callbacks run in reverse order
         ray.data.DataContext.get_current().enable_progress_bars = False
         yield ray
 
@@ -115,6 +118,7 @@ def work(
         chips, mesh = int(ray.cluster_resources().get("TPU", 0)), (config.dp or 1) * (config.tp or 1)
         # With chips no CPU is reserved: the chips alone limit the actors on a host.
         resources: dict[str, Any] = {"num_cpus": 0, "resources": {"TPU": mesh}} if chips else {"num_cpus": 1}
+        # A clip is a block and a batch of its own: of an actor that dies, one clip is encoded again.
         data = ray.data.from_items(rows, override_num_blocks=len(rows)).map_batches(
             ClipActor,
             fn_constructor_args=(config,),

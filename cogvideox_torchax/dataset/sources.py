@@ -101,12 +101,13 @@ def _clip_of_line(line: str, path: Path) -> Clip:
             str(value if name != "path" else "").encode()
         except UnicodeEncodeError as error:
             raise ClipError(f"{name} is {value!r}, which UTF-8 cannot hold ({error.reason})") from error
-    del given["path"]
+    del given["path"]  # `file` has it; all other fields are arguments of `Clip`
     return Clip(given.pop("id", _relative_name(file, path.parent)), file, **given)
 
 
 def _relative_name(file: Path, directory: Path) -> str:
-    """Return a file's path relative to a directory; the file's name if it is not below it."""
+    """Return a file's path relative to a directory, or the file's name if it is not below the directory."""
+    # A path such as DIRECTORY/../clip.mp4 begins with the directory, but is not below it.
     below = file.relative_to(directory) if file.is_relative_to(directory) else Path(file.name)
     return file.name if ".." in below.parts else below.as_posix()
 
