@@ -76,10 +76,11 @@ def work(
     """Run jobs in order; yield the outcome of each after its computation, and return when all are written.
 
     Args:
-        jobs: the jobs.
-        read: returns a job's input; runs in threads of its own. Errors of `IN_READING` fail this job alone.
-        compute: returns the result of an input; runs in the caller's thread. Errors of `CLIPS_OWN` fail this
-            job alone.
+        jobs: anything that names a clip, such as its number or id.
+        read: returns a job's input; runs in threads of its own. Errors of `IN_READING`, which a broken clip
+            causes, fail this job alone.
+        compute: returns the result of an input; runs in the caller's thread. Errors of `CLIPS_OWN`, the same
+            without `OSError`, fail this job alone.
         keep: writes a job's result; runs in one thread. Any error there ends the loop.
         refuse: called with a job that failed, and the reason, in the thread of `keep`.
         readers: number of jobs that are read at a time.
@@ -89,7 +90,7 @@ def work(
     started = ((job, reading.submit(read, job)) for job in jobs)  # reading begins when an item is taken
     behind: deque[Future[None]] = deque()  # results that wait to be written
     try:
-        # One more than `readers`: a clip that is read already does not keep its reader from the next one.
+        # One more than `readers`: while a clip that is read waits for its computation, no reader is idle.
         ahead = deque(itertools.islice(started, readers + 1))  # jobs, and the futures of their inputs
         while ahead:
             job, future = ahead.popleft()
