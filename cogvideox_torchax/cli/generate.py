@@ -99,8 +99,8 @@ def run(args: argparse.Namespace) -> None:
             raise ValueError(f"cannot write {args.preview}: a preview goes into a .png file")
     latents = _load_latents_stage(args) if args.from_stage == stages.LATENTS else None
     args.fps = args.fps or (latents.fps if latents else FPS)
-    # Without --save-stages `_kept` keeps the sampled latents in a file while they are decoded. `keeping` is the
-    # outer context, which ends last: the file is removed only when the video is written completely.
+    # Without --save-stages `_kept` keeps the sampled latents in a file while they are decoded. `keeping` is
+    # the outer context, which ends last: the file is removed only when the video is written completely.
     with contextlib.ExitStack() as keeping, video.writing(args.output, args.fps) as sink:
         if args.save_stages:
             common.make_directory(args.save_stages, "keep stages in")
