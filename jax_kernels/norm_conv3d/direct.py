@@ -36,9 +36,14 @@ with 6, 4.00 and 2.2.
 
 
 def tap(kernel: Float[Array, "3 3 3 I O"], row: int, time: int, result_row: int, column: int) -> Array:
-    """Return the weights (I, O) from input (row, time) to result (result_row, column); see `Product`.
+    """Return the weights (I, O) by which one input of a `Product` counts in one of its results.
 
-    They are zeros where no tap connects the two.
+    They are zeros where no tap of the kernel connects the two.
+
+    Args:
+        kernel: taps of time, rows and columns.
+        row, time: the input: its row, 0 to 3 (the row above the block of results is 0), and the tap of time.
+        result_row, column: the result: its row, 0 or 1, of the block, and the tap of columns.
     """
     row_tap = row - result_row
     inside = 0 <= row_tap < TAPS
@@ -49,30 +54,35 @@ class DirectStep(ConvStep):
     """A step that multiplies by every tap."""
 
     def __init__(self, sizes: ConvSizes, weights: tuple[Any, ...], refs: dict[str, Any]):
-        """Choose the slots of "ring", which holds two blocks in turn.
+        """Choose the two slots of the memory "ring", which hold one block (two rows of pixels) each.
 
-        The slot `new` has the block of results; `old` has the block above it, which the block below it
-        replaces, moved from the stage.
+        Slot `new` has the block of results. Slot `old` has the block above it; chunk by chunk, once it is
+        multiplied, the block below the results replaces it, moved from the stage. The arguments are
+        those of `ConvStep`.
         """
         super().__init__(sizes, weights, refs)
         self.old, self.new = jax.lax.rem(self.step + 1, 2), jax.lax.rem(self.step, 2)
 
     def _padding(self) -> dict[str, list[Any]]:
-        """Return the memory of the padding; see `ConvStep`. No product loads columns beside a strip."""
+        """Return references to the memory of the padding, by its place (`ConvStep._padding`)."""
         sizes, stage = self.sizes, self.refs["stage"]
+        # Words of the column right of the frame's last; the stage begins a chunk left of column 0.
         right = pl.ds((sizes.last_columns + sizes.chunk) * sizes.words, sizes.words)
         return {
-            "beside": [],
-            "above": [self.refs["ring"].at[self.old, :, 1]],
-            "below": [stage.at[:, 0]],
-            # Memory ends with the last chunk, which has no padding if it is complete.
+            "beside": [],  # no product loads columns beside a strip
+            "above": [self.refs["ring"].at[self.old, :, 1]],  # the lower row of the block above
+            "below": [stage.at[:, 0]],  # the upper row of the block below
+            # If the last chunk is complete, the memory ends with the frame's last column.
             "right": [
                 stage.at[:, :, part, right] for part in range(sizes.parts) if sizes.width > sizes.last_columns
             ],
         }
 
     def _convolve(self) -> None:
-        """Multiply, move and finish a strip's chunks of columns, from left to right."""
+        """Multiply, move, modulate and finish a strip's chunks of columns, from left to right.
+
+        Each chunk is modulated and finished one chunk after its products.
+        """
         sizes = self.sizes
         chunk, chunks = sizes.chunk, sizes.chunks
         self._begin_left()
@@ -82,20 +92,25 @@ class DirectStep(ConvStep):
             """Multiply and move `together` chunks, unrolled; after each finish the chunk before it."""
             for offset in range(together):
                 column = (index * together + offset) * chunk
-                self._multiply(column)
+                self._multiply(column)  # modulates the chunk before it
                 self._move(column, chunk)
-                self._finish(column - chunk)
+                self._finish(column - chunk)  # left of column 0 its results are overwritten later
 
         jax.lax.fori_loop(0, chunks // together, multiply_chunks, None)
         if "edges" in self.refs:
             self._end_right()
+        # The last chunk has no chunk after it.
         self._finish(sizes.width - chunk)
         self._modulate_chunk(sizes.width - chunk)
 
     def _begin_left(self) -> None:
-        """Set the sums of the first column, which no product sets: to the left edge, or to zeros."""
+        """Set the sums of the strip's first column to the left edge, or to zeros without edges.
+
+        No product sets them: a product sets the sums right of its columns, and adds to the other sums. An
+        edge is what the columns just outside the strip add to its first or last column.
+        """
         frames, refs = self.sizes.frames, self.refs
-        first = pl.ds(self.sizes.chunk * frames, frames)
+        first = pl.ds(self.sizes.chunk * frames, frames)  # the sums begin a chunk left of column 0
         if "edges" not in refs:
             fill_zeros([refs["sums"].at[:, :, first]])
             return
@@ -108,12 +123,14 @@ class DirectStep(ConvStep):
         last = self._rows(self._last_column(), 1, frames, before=self.sizes.chunk)
         for row, part in itertools.product(range(ROWS), range(self.result_parts)):
             sums = refs["sums"].at[row, part]
+            # "edges" has the frames of the left edge, then those of the right edge.
             sums[last] = sums[last] + refs["edges"][0, row, frames : 2 * frames, lanes_of(part)]
 
     def _multiply(self, column: Any) -> None:
         """Compute the products of the chunk from `column` on, and modulate the chunk before it.
 
-        With a single turn the compiler overlaps the two.
+        A turn multiplies for a share of the output channels. With a single turn the two kinds of work are in
+        one piece of code, and the compiler overlaps them.
         """
         before, turns = column - self.sizes.chunk, self.sizes.turns
         if turns == 1:
@@ -131,7 +148,7 @@ class DirectStep(ConvStep):
             modulated: first column of the chunk that is modulated; None for none.
         """
         sizes, refs = self.sizes, self.refs
-        parts = self.result_parts // sizes.turns
+        parts = self.result_parts // sizes.turns  # of the outputs, 128 channels each, in a turn
         for index, (product, weights) in enumerate(zip(sizes.products, self.weights, strict=True)):
             inputs = [
                 self._input_rows(row, time, part, column)
@@ -139,6 +156,7 @@ class DirectStep(ConvStep):
                 for part in range(sizes.parts)
             ]
             sums = jnp.dot(jnp.concatenate(inputs, axis=1), weights[turn], preferred_element_type=jnp.float32)
+            # `sums` has a row for each frame of a pixel, and 128 columns for each result and part of outputs.
             for result, (row, tap) in enumerate(product.results):
                 # A column under its left tap (0) belongs to the result right of it, under tap 2 left of it.
                 sums_at = self._rows(column, sizes.chunk, sizes.frames, before=sizes.chunk, shift=1 - tap)
@@ -156,7 +174,7 @@ class DirectStep(ConvStep):
         """Return a chunk of one of the four input rows as the tap `time` sees it: a row for each frame.
 
         Row 0 is above the block of results, 1 and 2 are the block, and 3 is below it, still in the stage.
-        `part` is the part of the input channels.
+        `part` is the index of 128 input channels; `column` is the chunk's first.
         """
         sizes = self.sizes
         if row == ROWS + 1:
@@ -171,7 +189,7 @@ class DirectStep(ConvStep):
     def _move(self, column: Any, count: int) -> None:
         """Move `count` columns of the block modulated last step from the stage into the ring.
 
-        They replace columns of the row above the block of results, which the products have loaded.
+        They replace columns of the block above the block of results, which the products have loaded already.
         """
         to = self._rows(column, count, self.sizes.words)
         at = self._rows(column, count, self.sizes.words, before=self.sizes.chunk)
@@ -190,9 +208,11 @@ class DirectStep(ConvStep):
         x: Array,
         before: Callable[[Callable[[], Array]], Array],
     ) -> Array:
-        """Store a unit's activated frames in the stage, once for each tap of time; see `ConvStep`.
+        """Store a unit's activated frames in the stage, once for each tap of time.
 
-        A negative `column` is left of the frame: what is stored there is never read.
+        A word is two bfloat16 frames of a pixel and channel. Arguments and result are those of
+        `ConvStep._store_activated`: `before(first)` returns the words of the two frames before `x`. A
+        negative `column` is left of the frame: what is stored there is never read.
         """
         sizes, words = self.sizes, self.sizes.words
         to = self._rows(column, sizes.unit, words, before=sizes.chunk)
@@ -201,10 +221,10 @@ class DirectStep(ConvStep):
         earlier, shifted, same = (self.refs["stage"].at[time, row, part] for time in range(TAPS))
         firsts = pl.ds(to.start, sizes.unit, stride=words)  # the first word of each pixel
         same[to, :] = now
-        if words > 1:
+        if words > 1:  # moved by a word; each pixel's first word is replaced below
             earlier[pl.ds(to.start + 1, sizes.unit * words - 1), :] = now[:-1]
         earlier[firsts, :] = before(lambda: same[firsts, :])
-        # The later frame of the word before, then the earlier frame of this word.
+        # The later frame (high 16 bits) of the word before, then the earlier frame of this word.
         shifted[to, :] = jax.lax.shift_right_logical(earlier[to, :], 16) | (now << 16)
         return same[pl.ds(to.start + words - 1, sizes.unit, stride=words), :]
 

@@ -36,7 +36,8 @@ class NormParams(NamedTuple):
     Attributes:
         weight, bias: GroupNorm's, (C,) each.
         zq: latents (N, t, h, w, Z), or None for a GroupNorm.
-        kernel_y, bias_y, kernel_b, bias_b: the two 1x1x1 convolutions of the latents, (Z, C) and (C,).
+        kernel_y, bias_y: the 1x1x1 convolution of the latents to factors of the norm, (Z, C) and (C,).
+        kernel_b, bias_b: the 1x1x1 convolution of the latents to what is added then, (Z, C) and (C,).
     """
 
     weight: Any
@@ -82,7 +83,9 @@ def norm_conv3d(
         x, kernel, bias, cache, residual, split: as `conv3d` takes them; the cache holds activated frames.
         norm: parameters of `group_norm`, or with latents of `spatial_norm`.
         moments: third result of the call that computed `x`, or None; it saves a TPU a pass over `x`.
-        num_groups, eps, first_frame_alone: as the norm takes them.
+        num_groups: number of groups of channels that are normed together.
+        eps: added to the variance.
+        first_frame_alone: whether the first latent frame covers the first frame alone (`spatial_norm`).
 
     Returns:
         The convolved frames; the cache for the next call, None where kt is 1; the moments of the convolved
@@ -92,15 +95,22 @@ def norm_conv3d(
         ValueError: anything that `conv3d`, `group_norm` or `spatial_norm` refuse.
     """
     check_conv3d(x, kernel, bias, cache, residual)
-    if norm.zq is None:
-        check_groups("group_norm", x.shape[-1], num_groups, weight=norm.weight, bias=norm.bias)
+    weight, norm_bias, zq, *convolutions = norm
+    if zq is None:
+        check_groups("group_norm", x.shape[-1], num_groups, weight=weight, bias=norm_bias)
     else:
         check_spatial_norm(
-            x, norm.zq, *norm[:2], *norm[3:], num_groups=num_groups, first_frame_alone=first_frame_alone
+            x,
+            zq,
+            weight,
+            norm_bias,
+            *convolutions,
+            num_groups=num_groups,
+            first_frame_alone=first_frame_alone,
         )
     return dispatch(
         norm_conv3d_on,
-        ("tpu", "cuda"),
+        ("tpu", "cuda"),  # platforms with an implementation of their own
         x,
         norm,
         kernel,
@@ -129,7 +139,7 @@ def norm_conv3d_on(
     eps: float,
     first_frame_alone: bool,
 ) -> tuple[Array, Array | None, ColumnMoments | None]:
-    """Compute `norm_conv3d` on `target`, the platform that is traced for.
+    """Compute `norm_conv3d`, with its arguments, on `target`, the platform that is traced for.
 
     `moments`, the statistics of the columns of `x`, are used by the TPU's kernel alone.
     """
@@ -150,10 +160,11 @@ def norm_conv3d_on(
         norm_form = functools.partial(spatial_norm_on, first_frame_alone=first_frame_alone)
         inputs = x, zq, weight, norm_bias, *convolutions
     hidden = norm_form(target, *inputs, num_groups=num_groups, eps=eps, activation="silu")
-    y, latest = conv3d_on(target, hidden, kernel, bias, cache, residual)
+    y, next_cache = conv3d_on(target, hidden, kernel, bias, cache, residual)
     if not is_supported:
-        return y, latest, None
-    return y, latest, ColumnMoments(*(jnp.squeeze(part, 2) for part in norm_xla.column_moments(y)))
+        return y, next_cache, None
+    mean, m2 = norm_xla.column_moments(y)  # with an axis of one row
+    return y, next_cache, ColumnMoments(jnp.squeeze(mean, 2), jnp.squeeze(m2, 2))
 
 
 def _kernel_supports(
@@ -166,14 +177,17 @@ def _kernel_supports(
     residual: Array | None,
     first_frame_alone: bool,
 ) -> bool:
-    """Return whether a TPU's kernel supports all runs of frames of these arguments."""
-    runs = split_frames(target, x, norm.zq, residual)
-    first_run, *_ = runs[0]
+    """Return whether a TPU's kernel supports these arguments of `norm_conv3d`.
+
+    The kernel is called for each run, the frames that are computed together, and must support all runs.
+    """
+    runs = split_frames(target, x, norm.zq, residual)  # of each run: frames, latents, residual
+    (first_frames, *_), *_ = runs
     return (
         target.pallas
         and all(vector is not None for vector in (bias, norm.weight, norm.bias))
         # The first run must be one frame if and only if the first latent frame covers the first frame alone.
-        and first_frame_alone == (first_run.shape[1] == 1)
+        and first_frame_alone == (first_frames.shape[1] == 1)
         and all(
             sizes.is_supported(
                 target.split.shard_of(frames),
@@ -223,14 +237,14 @@ def _by_kernel(
     # The latents `zq` are sharded as the frames are; the weights are the same on every device.
     weights, results = (kernel, bias, norm._replace(zq=None)), []
     for frames, zq, added in split_frames(target, x, norm.zq, residual):
-        # A run's second result, its last activated frames, is the cache of the run after it. Its mean and M2
-        # have an axis of one row.
-        y, cache, *column_parts = map_shards(
+        # A run's last activated frames are the cache of the next run. The moments of its result have an axis
+        # of one row.
+        y, cache, y_mean, y_m2 = map_shards(
             target, _convolved, (frames, cache, added, zq), weights, statistics
         )
-        results.append((y, *(jnp.squeeze(part, 2) for part in column_parts)))
-    y, *column_parts = (join_frames(parts) for parts in zip(*results, strict=True))
-    return y, cache, ColumnMoments(*column_parts)
+        results.append((y, jnp.squeeze(y_mean, 2), jnp.squeeze(y_m2, 2)))
+    y, y_mean, y_m2 = (join_frames(parts) for parts in zip(*results, strict=True))
+    return y, cache, ColumnMoments(y_mean, y_m2)
 
 
 def _convolved(
@@ -245,11 +259,12 @@ def _convolved(
     scale_NC: Array,
     shift_NC: Array,
 ) -> tuple[Array, ...]:
-    """Run the Pallas kernel for a run of frames on a device's local columns.
+    """Run the Pallas kernel for a run (frames that are computed together) on a device's columns.
 
     Args:
         target: the target, for one device.
-        x, cache, residual, zq: the run's frames, and the device's columns of what belongs to them.
+        x: the device's columns of the frames.
+        cache, residual, zq: their cache, residual and latents, for the same columns; or None.
         kernel, bias: the convolution's.
         norm: parameters of the norm; its `zq` is not used.
         scale_NC, shift_NC: GroupNorm as a multiplication and an addition.
@@ -268,11 +283,11 @@ def _convolved(
     edges = None  # without strips or neighbours the columns beside the frame are zeros
     if conv_sizes.strips > 1 or split.has_neighbours:
         edges = _edge_sums(target, x, cache, kernel, coefficients, conv_sizes)
-    true_width = split.real_columns_here(width) if split.is_padded else None
-    y, latest, moments = tpu.convolved(
+    true_width = split.real_columns_here(width) if split.is_padded else None  # columns without padding
+    y, next_cache, (mean, m2) = tpu.convolved(
         x, multiplier, offset, cache, residual, kernel, bias, edges, true_width
     )
-    return y, latest, *(jnp.expand_dims(part, 2) for part in moments)
+    return y, next_cache, jnp.expand_dims(mean, 2), jnp.expand_dims(m2, 2)
 
 
 def _coefficients(
@@ -282,7 +297,7 @@ def _coefficients(
     scale_NC: Array,
     shift_NC: Array,
     columns: int,
-    placed: Callable[[Array], Array],
+    repeat: Callable[[Array], Array],
 ) -> tuple[Array, Array]:
     """Return the norm as multipliers and offsets, zeros in padding columns: `x * multiplier + offset`.
 
@@ -291,14 +306,14 @@ def _coefficients(
         norm, zq: the parameters of the norm, and the latents of this shard; None without latents.
         scale_NC, shift_NC: GroupNorm as a multiplication and an addition for each channel.
         columns: number of columns that have coefficients of their own (`_grid`).
-        placed: function that repeats an array N t h w Z, with a value for each latent, to where coefficients
+        repeat: function that repeats an array N t h w Z, with a value for each latent, to where coefficients
             are needed: the kernel's registers, or the pixels of a column.
     """
     scale, shift = (part[:, None, None, None] for part in (scale_NC, shift_NC))
     if zq is None:
-        multiplier, offset = (placed(jnp.repeat(part, columns, axis=3)) for part in (scale, shift))
+        multiplier, offset = (repeat(jnp.repeat(part, columns, axis=3)) for part in (scale, shift))
     else:
-        zq = placed(zq)  # before the convolutions, as it has fewer channels than their results
+        zq = repeat(zq)  # before the convolutions, as it has fewer channels than their results
         # Rows of all registers on one axis: XLA takes 47 s to compile a product of 23 registers of 8 rows,
         # and 7 s for one of 184 rows.
         rows = zq.reshape(*zq.shape[:2], -1, zq.shape[-1])
@@ -306,9 +321,10 @@ def _coefficients(
             spatial_xla.pointwise("nabz,zo->nabo", rows, kernel, bias).reshape(*zq.shape[:-1], -1)
             for kernel, bias in ((norm.kernel_y, norm.bias_y), (norm.kernel_b, norm.bias_b))
         )
+        # With latents the norm is (x * scale + shift) * y + b.
         multiplier, offset = y * scale, y * shift + b
     if split.is_padded:
-        mask = placed(split.mask(columns)[None, None, None, :, None])
+        mask = repeat(split.mask(columns)[None, None, None, :, None])
         multiplier, offset = (jnp.where(mask, part, 0) for part in (multiplier, offset))
     return multiplier, offset
 
@@ -323,32 +339,35 @@ def _edge_sums(
 ) -> tuple[Array, Array]:
     """Return the contributions of the columns left and right of each strip to its first and last column.
 
-    The kernel computes a strip (a part of the width) without the columns beside it: those are in the next
-    strip or in a neighbour's shard, or are zeros.
+    The kernel computes a strip (a part of the width) without the columns beside it. These are in the strip
+    beside it or in a neighbour's shard; beside the frame they are zeros.
 
     Args:
         target: the target, for one device.
         x, cache: the device's frames, and its cache or None.
         kernel: the convolution's.
-        coefficients: `coefficients(placed)` returns the norm's multiplier and offset (`_coefficients`).
+        coefficients: `coefficients(repeat)` returns the norm's multiplier and offset (`_coefficients`).
         conv_sizes: the kernel's sizes, which have the strips.
 
     Returns:
-        For the first columns, then for the last columns: (N, T, H, E, O) for E strips, float32.
+        What is added to the strips' first columns, and to their last columns: each (N, T, H, E, O) for E
+        strips, float32.
     """
     starts = range(0, conv_sizes.columns, conv_sizes.width)  # the first column of each strip
-    filters = functools.partial(filtered, tile=conv_sizes.tile, multiply=_component_sums)
-    sums = filters if conv_sizes.tile else _column_sums  # rounded as the TPU's kernel rounds
-    hidden = functools.partial(_activated_column, target, x, cache, coefficients)
-    # At each boundary between strips: what its left column adds to the right strip, and the other way.
-    before = [sums(hidden(start - 1), kernel[:, :, 0]) for start in starts[1:]]
-    after = [sums(hidden(start), kernel[:, :, -1]) for start in starts[1:]]
+    winograd = functools.partial(filtered, tile=conv_sizes.tile, multiply=_component_sums)
+    convolve = winograd if conv_sizes.tile else _column_sums  # as the kernel does, for the same rounding
+    activated = functools.partial(_activated_column, target, x, cache, coefficients)
+    left_taps, right_taps = kernel[:, :, 0], kernel[:, :, -1]
+    # At each boundary between two strips, what the left strip's last column adds to the right strip, and what
+    # the right strip's first column adds to the left strip.
+    to_right = [convolve(activated(start - 1), left_taps) for start in starts[1:]]
+    to_left = [convolve(activated(start), right_taps) for start in starts[1:]]
     if target.split.has_neighbours:
-        left, right = exchanged(target.split, hidden(0), hidden(x.shape[3] - 1))
-        first, last = sums(left, kernel[:, :, 0]), sums(right, kernel[:, :, -1])
-    else:
-        first = last = jnp.zeros_like(before[0])
-    return jnp.stack([first, *before], axis=3), jnp.stack([*after, last], axis=3)
+        left, right = exchanged(target.split, activated(0), activated(x.shape[3] - 1))
+        first, last = convolve(left, left_taps), convolve(right, right_taps)
+    else:  # zeros are beside the frame; it has several strips, else no edges are computed
+        first = last = jnp.zeros_like(to_right[0])
+    return jnp.stack([first, *to_right], axis=3), jnp.stack([*to_left, last], axis=3)
 
 
 def _activated_column(
@@ -358,16 +377,16 @@ def _activated_column(
     coefficients: Callable[..., tuple[Array, Array]],
     column: int,
 ) -> Float[Array, "N P H I"]:
-    """Return one column of `silu(norm(x))` in P = T + 2 frames: first the two frames of the cache.
+    """Return one column of pixels: two frames of the cache, then T frames of `silu(norm(x))`; P = T + 2.
 
-    Without a cache the first frame is repeated in their place. `coefficients(placed)` returns the norm's
-    multiplier and offset, as `_edge_sums` takes it.
+    Without a cache the first activated frame, twice, takes its place. `coefficients(repeat)` returns the
+    norm's multiplier and offset (`_coefficients`); `repeat` gets arrays with a value for each latent.
     """
     frames, height, columns = x.shape[1:4]
 
     def repeat_over_column(part: Array) -> Array:
         """Repeat the column's values in `part`, (N, t, h, w, Z), to all of its frames and rows."""
-        index = column * part.shape[3] // columns
+        index = column * part.shape[3] // columns  # of the latent that covers the column
         return repeat_nearest(
             part[:, :, :, index : index + 1], {1: frames // part.shape[1], 2: height // part.shape[2]}
         )
@@ -389,7 +408,7 @@ def _column_sums(
 
     Args:
         hidden: P activated frames of the column; the first `times` - 1 come before the frames of the result.
-        kernel: taps (kt, kh, I, O) at one kw.
+        kernel: the kernel's taps of time and of rows, at a single tap of columns.
     """
     times = kernel.shape[0]
     frames, height = hidden.shape[1] - times + 1, hidden.shape[2]
@@ -404,5 +423,8 @@ def _column_sums(
 def _component_sums(
     hidden: Float[Array, "N P H I"], kernel: Float[Array, "3 I O"]
 ) -> Float[Array, "N P H O"]:
-    """Convolve one component of Winograd's filtering over rows; arguments as `_column_sums`, without time."""
+    """Convolve one component of Winograd's filtering (`filtered`) over rows; return float32 sums.
+
+    Taps of time are combined in the component: `kernel` has taps of rows alone. See `_column_sums`.
+    """
     return _column_sums(hidden, kernel[None])

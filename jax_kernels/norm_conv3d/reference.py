@@ -25,9 +25,9 @@ def norm_conv3d(
 ):
     """Apply the norm, SiLU and the convolution one after the other, in float32.
 
-    Activated frames are rounded, as a cache keeps them. `tile` is the number of results of Winograd's
-    filtering, whose factors are rounded too; 0 for direct convolution. `moments` is not used: statistics are
-    computed again, and the third result is None.
+    Activated frames are rounded, as a cache keeps them. `tile` is the number of frames that Winograd's
+    filtering computes together, whose factors are rounded too; 0 for direct convolution. `moments` is not
+    used: statistics are computed again, and the third result is None.
     """
     x_f32, norm_f32 = jax.tree.map(lambda part: part.astype(jnp.float32), (x, norm))
     weight, norm_bias, zq, *convolutions = norm_f32
@@ -45,6 +45,12 @@ def norm_conv3d(
     if tile:
         past = cache if cache is not None else jnp.concatenate([hidden[:, :1]] * 2, axis=1)
         frames = jnp.concatenate([past, hidden], axis=1).astype(x.dtype)
-        y = filtered(frames, kernel, tile, lambda part, taps: conv3d(part.astype(jnp.float32), taps[None])[0])
+        y = filtered(frames, kernel, tile, _convolved_component)
         y = y + sum(part.astype(jnp.float32) for part in (bias, residual) if part is not None)
     return y.astype(x.dtype), None if latest is None else latest.astype(x.dtype), None
+
+
+def _convolved_component(frames, taps):
+    """Convolve a component of Winograd's filtering over pixels: taps of time are combined already."""
+    y, _ = conv3d(frames.astype(jnp.float32), taps[None])
+    return y

@@ -43,8 +43,9 @@ class ConvSizes(NamedTuple):
     Attributes:
         input_frames: frames that the kernel gets.
         columns: columns of the frame, or of a shard.
-        strips: strips of the frame; the last one may be narrower.
-        chunk: columns of a chunk.
+        strips: number of parts of the frame's width that are computed separately; the last one may be
+            narrower.
+        chunk: columns of a chunk, which one matrix product covers.
         chunks: chunks of a strip's row; the last one may be incomplete.
         cell: columns of a cell: those with the same coefficients, or as many as a register has rows for.
         cell_rows: rows of pixels that have the same coefficients.
@@ -67,12 +68,12 @@ class ConvSizes(NamedTuple):
 
     @property
     def frames(self) -> int:
-        """Rows of a direct product for each pixel: one for each frame; a single frame counts twice."""
+        """Rows of a direct product for each pixel: one for each frame, but at least a word's two."""
         return max(self.input_frames, 2)
 
     @property
     def words(self) -> int:
-        """Words of a pixel and channel, of two frames each."""
+        """Words (32 bits: two frames each) of a pixel and channel."""
         return self.frames // 2
 
     @property
@@ -82,16 +83,17 @@ class ConvSizes(NamedTuple):
 
     @property
     def turns(self) -> int:
-        """Turns of a chunk, for two parts of the outputs each; one turn for an odd number of parts.
+        """Turns of a chunk, each for two parts of the outputs; one turn if the number of parts is odd.
 
-        With two turns 512 channels take 8 % longer, and compile for 5 s instead of 11.
+        A part is 128 channels. With two turns instead of one, 512 channels take 8 % longer, and compile for
+        5 s instead of 11.
         """
         parts = self.outputs // tiles.LANES
         return 1 if parts % 2 else parts // 2
 
     @property
     def unit(self) -> int:
-        """Columns of a unit; in Winograd's convolution as many as a register has rows."""
+        """Columns of a unit, which are modulated together; by Winograd's, as many as a register has rows."""
         return SUBLANES if self.tile else UNIT // self.frames
 
     @property
@@ -106,7 +108,7 @@ class ConvSizes(NamedTuple):
 
     @property
     def rows_together(self) -> bool:
-        """True if one product of Winograd's gives the results of both rows of a block."""
+        """True if one of Winograd's products computes both rows of a block by one matrix."""
         return self.outputs > tiles.LANES
 
     @property
@@ -140,10 +142,15 @@ class Product(NamedTuple):
 
 
 def direct_products(channels: int, outputs: int) -> list[Product]:
-    """Return the direct products of a block of results, of so many channels in and out.
+    """Return the products of a block of results by direct convolution.
 
     With 128 output channels a product gives two results, to fill the width of a matrix unit. The results of
     column tap 0 come first: they set the sums, to which the results of other column taps are added.
+    `Product` numbers the rows.
+
+    Args:
+        channels: input channels.
+        outputs: output channels.
     """
     # (row, time tap) of the inputs of the upper row of results, of the lower row, and of both.
     upper, lower, both = (
@@ -163,23 +170,24 @@ def direct_products(channels: int, outputs: int) -> list[Product]:
             Product(both, [(0, 2), (1, 2)]),
         ]
     return [
-        Product(inputs, [(row, column)])
+        Product(inputs, [(row, column_tap)])
         for row, inputs in enumerate((upper, lower))
-        for column in range(TAPS)
+        for column_tap in range(TAPS)
     ]
 
 
 def winograd_products(outputs: int) -> list[Product]:
-    """Return Winograd's products of a block, for each component, with so many output channels.
+    """Return the products of each component of a block, by Winograd's filtering.
 
-    With 128 a product gives two results: for the rows above and below the block, results of two columns; for
-    the rows of the block, results of both rows. With more channels the products are those of one row: one
-    matrix multiplies the inputs of both rows. The sums of adjacent products with the same results are added.
+    With 128 output channels a product gives two results. Inputs above and below the block give results of two
+    columns; inputs in the block give results of both of its rows. With more output channels the products of
+    one row are returned: their matrices multiply the inputs of both rows. Sums of adjacent products with the
+    same results are added.
     """
     if outputs == tiles.LANES:
         return [
-            # The input's own column by its middle tap (shift 0) and right tap (shift 1), and the next column
-            # by its left tap (shift 0).
+            # (row, column) of results: the input's own column, by its middle tap (shift 0) and right tap
+            # (shift 1), and the next column, by its left tap (shift 0).
             Product([(0, 0), (0, 1)], [(0, 0), (0, 1)]),
             Product([(3, 0), (3, 1)], [(1, 0), (1, 1)]),
             *(Product([(1, column), (2, column)], [(0, 0), (1, 0)]) for column in (-1, 0, 1)),
@@ -225,7 +233,7 @@ def is_supported(
     )
     if not is_suitable:
         return False
-    registers = (  # of a row of coefficients, as `tpu.to_registers` makes them
+    registers = (  # number of them for a row of coefficients, as `tpu.to_registers` makes them
         grid_columns
         if grid_columns == 1 or fills_registers(columns // grid_columns, frames)
         else _register_count(columns, frames)
@@ -240,20 +248,20 @@ def is_supported(
 
 
 def fills_registers(cell: int, frames: int) -> bool:
-    """Return whether the values of `cell` columns, one for each of so many frames, fill whole registers."""
+    """Return whether `cell` columns, with a register's row for each of their frames, fill whole registers."""
     return cell * frames % SUBLANES == 0
 
 
 def _register_count(columns: int, frames: int) -> int:
-    """Return the number of registers that hold one row of pixels, a register's row for each frame of one."""
+    """Return the number of registers for a row of pixels, with one register's row for each pixel's frame."""
     return -(-columns * frames // SUBLANES)
 
 
 def columns_of_register(columns: int, frames: int, registers: int) -> int:
     """Return the number of columns that one register of coefficients covers.
 
-    `registers` is the number of them for a row of pixels (`tpu.to_registers`): as many as hold a value for
-    each pixel, or fewer, each of which holds the same value for all pixels that it covers.
+    A row of pixels has this number of `registers` (`tpu.to_registers`). Either they hold a value for each
+    pixel, or they are fewer, and each holds one value for all pixels that it covers.
     """
     return SUBLANES // frames if registers == _register_count(columns, frames) else columns // registers
 
@@ -263,8 +271,9 @@ def sizes_of(
 ) -> ConvSizes:
     """Choose the sizes that the kernel is compiled for.
 
-    Four and eight frames take Winograd's filtering if it is on and fits into VMEM, other frames direct
-    convolution. Strips are the fewest that fit into VMEM, or `MOST_STRIPS`.
+    Four and eight frames are convolved by Winograd's filtering, unless it is off, does not fit into VMEM, or
+    cannot use the registers of coefficients. Other numbers of frames are convolved directly. Strips are the
+    fewest that fit into VMEM, or `MOST_STRIPS`.
 
     Args:
         x: frames.
@@ -291,6 +300,7 @@ def sizes_of(
     if input_frames in (TILES * tile for tile in TRANSFORMS) and pallas_mode() != "direct":
         winograd = _cut_into_strips(direct._replace(tile=input_frames // TILES), residual)
         fits = _vmem_bytes(winograd, residual) <= vmem_limit()
+        # A single register serves all columns; else a unit must have whole cells.
         if fits and (registers == 1 or winograd.unit % cell == 0):
             return winograd
     return _cut_into_strips(direct, residual)
@@ -301,7 +311,7 @@ def _cut_into_strips(sizes: ConvSizes, residual: bool) -> ConvSizes:
     chunk = _chunk(sizes)
     chunks = -(-sizes.columns // chunk)
     for strips in range(1, min(MOST_STRIPS, chunks) + 1):
-        strip_chunks = -(-chunks // strips)
+        strip_chunks = -(-chunks // strips)  # rounded up, so fewer strips may do
         sizes = sizes._replace(chunk=chunk, strips=-(-chunks // strip_chunks), chunks=strip_chunks)
         if _vmem_bytes(sizes, residual) <= vmem_limit():
             break
@@ -311,8 +321,8 @@ def _cut_into_strips(sizes: ConvSizes, residual: bool) -> ConvSizes:
 def _chunk(sizes: ConvSizes) -> int:
     """Return the columns of a chunk.
 
-    In direct convolution they are `UNITS` units. In Winograd's they are in a range that keeps the matrix unit
-    busy and whose sums fit into registers: the number that pads a row least, of equal ones the largest.
+    In direct convolution they are `UNITS` units. In Winograd's, of a range of numbers, which keep the matrix
+    unit busy and whose sums fit into registers, the one that pads a row least; of equal ones the largest.
     """
     if not sizes.tile:
         return UNIT * UNITS // sizes.frames
@@ -327,7 +337,7 @@ def scratch_shapes(sizes: ConvSizes) -> dict[str, tuple[tuple[int, ...], Any]]:
     """Return (shape, dtype) of each scratch buffer by name; the kernel adds a last axis of 128 lanes.
 
     Results are written a chunk after their products: buffers of results have one chunk of columns more than a
-    strip. The dtype of words is int32.
+    strip. A buffer of int32 holds words of two bfloat16 frames.
     """
     width, result_width, result_parts = sizes.width, sizes.width + sizes.chunk, sizes.outputs // tiles.LANES
     # Of each column: its first result, then the sum and the sum of squares of the differences from it.
@@ -362,20 +372,24 @@ def scratch_shapes(sizes: ConvSizes) -> dict[str, tuple[tuple[int, ...], Any]]:
         "frames": ((*unit_shape, result_parts, unit_rows), jnp.float32),
     }
     if not sizes.rows_together:
-        # A chunk's sums for the next column, to be added one column later.
+        # A chunk's sums for the columns right of its own, behind the last such sums of the chunk before it.
+        # These are `TILES` rows, for which a whole register is added.
         shapes["shifted"] = ((sizes.components, ROWS, sizes.chunk * TILES + SUBLANES), jnp.float32)
     return shapes
 
 
 def _vmem_bytes(sizes: ConvSizes, residual: bool) -> int:
-    """Return the bytes of VMEM that the kernel uses; blocks count twice, as the next is fetched meanwhile."""
+    """Return the bytes of VMEM that the kernel uses, with a residual or without one.
+
+    Blocks of operands and results count twice: the next step's are fetched meanwhile.
+    """
     row = sizes.width * sizes.input_frames
     input_bytes, output_bytes = row * sizes.channels * 2, row * sizes.outputs * 2  # of a row, in bfloat16
     # Multiplier and offset, in float32.
     cells = 2 * ROWS * -(-sizes.width // sizes.cell) * SUBLANES * sizes.channels * 4
     # The last cache and the next, of two frames of bfloat16.
     caches = 2 * ROWS * sizes.width * 2 * sizes.channels * 2
-    # For the first and the last column, in float32.
+    # Sums to add to the first and the last column, in float32.
     edges = 2 * ROWS * sizes.frames * sizes.outputs * 4
     # Mean and M2, in float32.
     moments = 2 * row * sizes.outputs * 4

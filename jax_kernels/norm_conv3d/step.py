@@ -37,7 +37,7 @@ from jax_kernels.norm_conv3d.sizes import LAG, ROWS, SUBLANES, ConvSizes, Produc
 
 
 def lanes_of(part: int) -> slice:
-    """Return the slice of channels that part number `part` has: 128 of them."""
+    """Return the slice of the 128 channels that are part number `part`."""
     return slice(part * tiles.LANES, (part + 1) * tiles.LANES)
 
 
@@ -80,6 +80,7 @@ class ConvStep(ABC):
     """
 
     def __init__(self, sizes: ConvSizes, weights: tuple[Any, ...], refs: dict[str, Any]):
+        """Read this step's position in the grid; the arguments are among the class's attributes."""
         self.sizes, self.weights, self.refs = sizes, weights, refs
         self.result_parts = sizes.outputs // tiles.LANES
         self.axes = 2 if sizes.strips == 1 else 3
@@ -88,8 +89,9 @@ class ConvStep(ABC):
     def run(self) -> None:
         """Modulate a block of rows and, from step `LAG` on, convolve and finish the block `LAG` before it.
 
-        The last step writes the moments of columns. Zeros are filled in beside a strip at its first step, for
-        the first block of results, which has no row above, and for the last block, which has none below.
+        The last step writes the moments of columns. Padding is filled with zeros before it is loaded: beside
+        a strip at its first step; above the first block of results; below the last block; and, as
+        modulation overwrites it, right of an incomplete last chunk at every step.
         """
         last = pl.num_programs(self.axes - 1) - 1
         pl.when(self.step == 0)(partial(self._clear, "beside"))
@@ -102,7 +104,7 @@ class ConvStep(ABC):
         pl.when(self.step == last)(self._write_moments)
 
     def _clear(self, place: str) -> None:
-        """Fill the memory at a place (`_padding`) with zeros."""
+        """Fill the padding's memory at `place`, a key of `_padding`, with zeros."""
         fill_zeros(self._padding()[place])
 
     @abstractmethod
@@ -115,11 +117,11 @@ class ConvStep(ABC):
 
     @abstractmethod
     def _convolve(self) -> None:
-        """Multiply all columns of a strip; between products, move, modulate and finish others."""
+        """Multiply all columns of a strip; between products, move, modulate and finish other columns."""
 
     @abstractmethod
     def _move(self, column: Any, count: int) -> None:
-        """Move `count` columns from `column` on to the products' memory: of the block modulated last step."""
+        """Move `count` columns, from `column` on, of the block modulated last step to where products load."""
 
     @abstractmethod
     def _store_activated(
@@ -135,7 +137,8 @@ class ConvStep(ABC):
 
         Args:
             row, part: the row of the block, and the part of the channels.
-            unit, column: index of the unit's memory, and its first column.
+            unit: index of the memory for the unit.
+            column: the unit's first column.
             x: the activated frames, a row for each frame of a pixel.
             before: `before(first)` returns the words of the two frames before `x`. Without a cache they are
                 the first frame of `x`, repeated, from the words of its first two frames that `first()`
@@ -170,8 +173,12 @@ class ConvStep(ABC):
             for part in range(sizes.parts):
                 pixels_at = pl.ds(part, sizes.unit, stride=sizes.parts)
 
+                # The defaults bind the loop's current values.
                 def before(first: Callable[[], Array], past: Any = past, pixels_at: Any = pixels_at) -> Array:
-                    """Return the two frames before the unit's: the cache's, or the first one repeated."""
+                    """Return words of the two frames before `x`: the cache's, or the first frame repeated.
+
+                    `first()` returns words of the first two frames of `x`.
+                    """
                     return past[pixels_at, :] if "cache" in refs else repeat_earlier_frame(first())
 
                 past[pixels_at, :] = self._store_activated(
@@ -189,7 +196,7 @@ class ConvStep(ABC):
         sizes, refs = self.sizes, self.refs
         cells = max(1, sizes.unit // sizes.cell)
         cells_at = pl.ds(jax.lax.div(column, sizes.cell), cells)
-        coefficient_row = row if sizes.cell_rows == 1 else 0
+        coefficient_row = row if sizes.cell_rows == 1 else 0  # a row each, or one for both rows
         half, offset = (
             refs["half"][0, coefficient_row, cells_at],
             refs["half_offset"][0, coefficient_row, cells_at],
@@ -207,13 +214,13 @@ class ConvStep(ABC):
 
         `sums(row, part)` returns the products' sums, a row for each frame of a pixel. `column` is negative
         for the chunk before a row's first: its results have no meaning, and the first chunk overwrites them.
-        A column's moments are sums of differences from its first result, against cancellation. The work waits
-        for `after`, the sums of a product, if given.
+        A column's moments are sums of differences from its first result, to avoid cancellation. The work
+        waits for `after`, the sums of a product, if given.
         """
         sizes, refs = self.sizes, self.refs
         at = self._rows(_at_least_zero(column), count, sizes.input_frames)
         moments_at = self._rows(column, count, sizes.input_frames, before=sizes.chunk)
-        start = self.step == LAG
+        is_first = self.step == LAG  # the first block of results, which sets the moments
         in_frame = self._rows_in_frame(_at_least_zero(column), count) if "true_width" in refs else None
         for part in range(self.result_parts):
             lanes = lanes_of(part)
@@ -231,11 +238,14 @@ class ConvStep(ABC):
                 refs["y"][0, row, at, lanes] = y
                 rounded.append(y.astype(jnp.float32))
             origin, total, squares = (refs["moments"].at[index, part] for index in range(3))
-            shared_origin = jnp.where(start, rounded[0], origin[moments_at])
-            upper, lower = (y - shared_origin for y in rounded)  # the two rows of the block
+            first_row, _ = rounded
+            shared_origin = jnp.where(is_first, first_row, origin[moments_at])
+            upper, lower = (y - shared_origin for y in rounded)  # of the block's two rows
             origin[moments_at] = shared_origin
-            total[moments_at] = jnp.where(start, 0.0, total[moments_at]) + (upper + lower)
-            squares[moments_at] = jnp.where(start, 0.0, squares[moments_at]) + (upper * upper + lower * lower)
+            total[moments_at] = jnp.where(is_first, 0.0, total[moments_at]) + (upper + lower)
+            squares[moments_at] = jnp.where(is_first, 0.0, squares[moments_at]) + (
+                upper * upper + lower * lower
+            )
 
     def _rows_in_frame(self, column: Any, count: int) -> Array:
         """Return a mask of `count` columns, a row for each frame of a pixel: false in padding columns.
@@ -249,15 +259,16 @@ class ConvStep(ABC):
     def _write_moments(self) -> None:
         """Write mean and M2 of the strip's columns from the sums that `_write_results` has kept."""
         sizes, refs = self.sizes, self.refs
-        share = 1 / (ROWS * sizes.blocks)  # of a pixel in the mean of its column
+        share = 1 / (ROWS * sizes.blocks)  # the weight of a pixel in its column's mean
 
-        def write_chunk(index: Array, carry: None) -> None:
-            """Write the moments of one chunk of columns."""
-            to = self._rows(index * sizes.chunk, sizes.chunk, sizes.input_frames)
-            moments_at = self._rows(index * sizes.chunk, sizes.chunk, sizes.input_frames, before=sizes.chunk)
+        def write_chunk(chunk: Array, carry: None) -> None:
+            """Write the moments of the columns of one chunk, given by its index."""
+            to = self._rows(chunk * sizes.chunk, sizes.chunk, sizes.input_frames)
+            moments_at = self._rows(chunk * sizes.chunk, sizes.chunk, sizes.input_frames, before=sizes.chunk)
             for part in range(self.result_parts):
                 origin, total, squares = (refs["moments"][index, part, moments_at] for index in range(3))
                 refs["mean"][0, to, lanes_of(part)] = origin + total * share
+                # Rounding may make the M2 of nearly equal results negative.
                 refs["m2"][0, to, lanes_of(part)] = jnp.maximum(squares - total * total * share, 0.0)
 
         jax.lax.fori_loop(0, sizes.chunks, write_chunk, None)
@@ -300,6 +311,6 @@ def zeros_after(sums: Array) -> Array:
     """Return zeros that are computed from a product's sums; adding them makes an operation wait for it.
 
     Without them the compiler would schedule the vector unit's work before all products, not between them.
-    The zeros fill one register.
+    It does not see that the result is zero. The zeros fill one register.
     """
     return jnp.minimum(jnp.abs(sums[:SUBLANES, : tiles.LANES]), 0.0)

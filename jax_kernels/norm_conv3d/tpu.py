@@ -57,8 +57,9 @@ def to_registers(z: Shaped[Array, "N t h w Z"], frames: int, columns: int) -> Sh
         frames, columns: of the activations, whole multiples of t and w.
 
     Returns:
-        v registers for a row of pixels: one for each latent (v = w) if a latent's pixels fill whole
-        registers, all of which are equal; else as many as hold a value for each pixel.
+        v registers for a row of pixels. There is one for each latent (v = w) if a row has a single latent,
+        or if a latent's pixels fill whole registers, which would be equal. Else there are as many as hold a
+        value for each pixel.
     """
     register_pixels, cell = SUBLANES // frames, columns // z.shape[3]  # a latent covers `cell` columns
     z = repeat_nearest(z.transpose(0, 2, 3, 1, 4), {3: frames // z.shape[1]})  # N h w T Z
@@ -99,14 +100,14 @@ def _xla_form(
     edges: tuple[Array, Array] | None = None,
     true_width: Array | None = None,
 ) -> Any:
-    """Compute in XLA what `_by_kernel` computes, from the same arguments, for the derivatives."""
+    """Compute `_by_kernel` in XLA, with the same arguments and results: the derivatives are taken from it."""
     hidden = activated(x, _over_pixels(multiplier, x), _over_pixels(offset, x))
-    if cache is None:
+    if cache is None:  # at the start of a video its first frame is repeated
         cache = jnp.concatenate([hidden[:, :1]] * 2, axis=1)
     frames = jnp.concatenate([cache, hidden], axis=1)
     sums = xla.summed(frames, kernel, xla.same_width_padding(kernel))
     if edges is not None:
-        # Edges of the shard alone: the sums contain what the columns of adjacent strips contribute.
+        # The shard's own edges alone: here `sums` contain already what adjacent strips contribute.
         left, right = edges
         sums = add_columns(sums, left[:, :, :, :1], at=0)
         sums = add_columns(sums, right[:, :, :, -1:], at=x.shape[3] - 1)
@@ -114,9 +115,9 @@ def _xla_form(
     if true_width is not None:
         sums = jnp.where(jax.lax.iota(jnp.int32, x.shape[3])[:, None] < true_width, sums, 0.0)
     y = sums.astype(x.dtype)
-    latest = frames[:, frames.shape[1] - cache.shape[1] :]
-    mean, m2 = column_moments(y)
-    return y, latest, (jnp.squeeze(mean, 2), jnp.squeeze(m2, 2))
+    next_cache = frames[:, frames.shape[1] - cache.shape[1] :]
+    mean, m2 = column_moments(y)  # with an axis of one row
+    return y, next_cache, (jnp.squeeze(mean, 2), jnp.squeeze(m2, 2))
 
 
 def _by_kernel(
@@ -169,12 +170,12 @@ def _by_kernel(
         step = winograd.WinogradStep if sizes.tile else direct.DirectStep
         step(sizes, refs[:count], dict(zip(names, refs[count:], strict=True))).run()
 
-    # The result is written, and a residual of its size read.
+    # The bytes of the result, which is written, and of a residual of its size, which is read.
     y_bytes = x.nbytes // sizes.channels * sizes.outputs * (1 if residual is None else 2)
     cache_bytes = x.nbytes // sizes.input_frames * (TAPS - 1)
     aliases = {}
     if cache is not None and (sizes.width == sizes.columns or RAGGED_IN_PLACE):
-        # The next cache is in the memory of the last one.
+        # The next cache reuses the memory of the last one. Keys are indices of arguments, values of results.
         aliases = {len(weights) + names.index("cache"): [*results].index("latest")}
     # A grid of a single strip has no axis for strips; steps follow blocks of rows.
     grid = x.shape[0], *([sizes.strips] if sizes.strips > 1 else []), sizes.blocks + LAG
@@ -221,14 +222,17 @@ def _operands(
     """
     cells = -(-sizes.width // sizes.cell)  # of a strip's row; a cell is the pixels under one register
     row = sizes.width * sizes.input_frames
-    rows = ROWS if sizes.cell_rows == 1 else 1  # of coefficients, for a block of rows of pixels
+    rows = ROWS if sizes.cell_rows == 1 else 1  # rows of coefficients for a block's two rows of pixels
 
     def in_tiles(part: Array) -> Array:
         """Pad the last axis, output channels, to whole tiles."""
         return jnp.pad(part, [(0, 0)] * (part.ndim - 1) + [(0, sizes.outputs - part.shape[-1])])
 
     def coefficient_block(*indices: Any) -> tuple[Any, ...]:
-        """Return the index of the block of coefficients that covers the rows of a step."""
+        """Return the index of the block of coefficients that covers the rows of a step.
+
+        `indices` are the grid's (`grid_position`).
+        """
         video, strip, step = grid_position(indices)
         strip = strip if multiplier.shape[2] > 1 else 0  # one register serves all strips
         return (
@@ -256,7 +260,7 @@ def _operands(
             _rows_spec(_finished_block, row, sizes.outputs),
         )
     if edges is not None:
-        padded_edges = (  # a single frame twice, as it is multiplied
+        padded_edges = (  # a single frame twice, as it is multiplied as two
             jnp.repeat(in_tiles(edge), sizes.frames // sizes.input_frames, axis=1) for edge in edges
         )
         # (N, H, E, 2 T, O): for each strip the frames of its left edge, then those of its right edge.
@@ -303,7 +307,10 @@ def _modulated_block(sizes: ConvSizes, step: Array) -> Array:
 
 
 def _finished_block(step: Array) -> Array:
-    """Return the index of the two rows that a step finishes: modulated `LAG` steps before."""
+    """Return the index of the two rows that a step finishes: modulated `LAG` steps before.
+
+    The first `LAG` steps finish none: their index stays at 0, where step `LAG` writes first.
+    """
     return jax.lax.max(step - LAG, 0)
 
 
@@ -325,7 +332,7 @@ def _rows_spec(block: Callable[[Any], Any], length: int, lanes: int) -> pl.Block
 
 
 def _cache_rows_spec(sizes: ConvSizes) -> pl.BlockSpec:
-    """Return the spec of a cache's rows, which a step reads and writes."""
+    """Return the spec of the rows of a cache that a step reads and writes: those that it modulates."""
     block = partial(_modulated_block, sizes)
     return _rows_spec(block, sizes.width * sizes.parts * (TAPS - 1), tiles.LANES)
 
@@ -350,7 +357,10 @@ def _frames_first(y: Array, sizes: ConvSizes, outputs: int) -> Array:
 
 
 def _cache_pixels_first(cache_NTHWC: Array) -> Array:
-    """Reshape a cache to (N, H, W P T, lanes), P parts of channels: the order of two frames in memory."""
+    """Reshape a cache to (N, H, W P T, 128), for T = 2 frames and P parts of 128 channels each.
+
+    That is the order in which a TPU keeps two frames in memory.
+    """
     cache = cache_NTHWC.transpose(0, 2, 3, 1, 4)
     videos, height, columns, frames, channels = cache.shape
     cache = cache.reshape(videos, height, columns, frames, channels // tiles.LANES, tiles.LANES)

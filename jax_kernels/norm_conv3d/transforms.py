@@ -117,7 +117,7 @@ def filtered(
     tile: int,
     multiply: Callable[[Array, Array], Array],
 ) -> Float[Array, "N P-2 ..."]:
-    """Convolve frames along time, rounded as the TPU's kernel does.
+    """Convolve frames along time by Winograd's filtering, rounded as the TPU's kernel does.
 
     Transforms are float32; the factors of products are rounded to the dtype of frames and kernel.
 
@@ -129,13 +129,13 @@ def filtered(
             the frames' factor (N, tiles, ...).
     """
     transform = TRANSFORMS[tile]
-    last_tile = frames.shape[1] - tile - TAPS + 1  # its first frame under a tap
+    last_tile = frames.shape[1] - tile - TAPS + 1  # index of the first frame under the last tile's taps
     # For each position under a tile's taps the frames at that position in all tiles.
     under_taps = [frames[:, start : start + last_tile + 1 : tile] for start in range(tile + TAPS - 1)]
     inputs = transform.inputs([part.astype(jnp.float32) for part in under_taps])
     products = [
-        multiply(part.astype(frames.dtype), tap)
-        for part, tap in zip(inputs, transformed_taps(kernel, tile), strict=True)
+        multiply(frames_factor.astype(frames.dtype), taps_factor)
+        for frames_factor, taps_factor in zip(inputs, transformed_taps(kernel, tile), strict=True)
     ]
     results = jnp.stack(transform.results(products), axis=2)
     return results.reshape(results.shape[0], -1, *results.shape[3:])

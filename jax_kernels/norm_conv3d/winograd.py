@@ -32,11 +32,17 @@ from jax_kernels.norm_conv3d.transforms import TRANSFORMS
 def tap(
     transformed: Float[Array, "components 3 3 I O"], row: int, shift: int, result_row: int, beside: int
 ) -> Array:
-    """Return the weights (components, I, O) from input (row, shift) to result (result_row, beside).
+    """Return the weights (components, I, O) by which one input of a `Product` counts in one of its results.
 
     They are zeros where no tap connects the two, and where another input of the product has the tap: a result
-    in the column right of the input's own (`beside` is 1) takes the unshifted input alone. See `Product`.
-    `transformed` is a kernel whose taps of time are components (`transformed_taps`).
+    in the column right of the input's own takes the unshifted input alone.
+
+    Args:
+        transformed: a kernel whose taps of time are combined to components (`transformed_taps`).
+        row, shift: the input: its row, 0 to 3 (the row above the block of results is 0), and the number of
+            columns that it is shifted by.
+        result_row, beside: the result: its row, 0 or 1, of the block; 1 for the column right of the input's
+            own, else 0.
     """
     row_tap, column_tap = row - result_row, shift - beside + 1
     inside = 0 <= row_tap < TAPS and 0 <= column_tap < TAPS and (beside == 0 or shift == 0)
@@ -49,14 +55,16 @@ class WinogradStep(ConvStep):
     def __init__(self, sizes: ConvSizes, weights: tuple[Any, ...], refs: dict[str, Any]):
         """Choose the slots of memory that this step's products load, and those that its moves store to.
 
-        `rows` has (memory, slot) of each of the four input rows, from the row above the block of results to
-        the row below it; `moved` has (memory, slot) of the two rows that are moved from the stage.
+        `rows` has (name of the memory, slot) of each of the four input rows, from the row above the block of
+        results to the row below it. `moved` has the same of the two rows that are moved from the stage. The
+        arguments are those of `ConvStep`.
         """
         super().__init__(sizes, weights, refs)
         self.transform = TRANSFORMS[sizes.tile]
         step = self.step
-        # Three slots for blocks' lower rows, two for their upper rows. A move stores to the slot of the row
-        # below, before the products load it, and to a slot that no product loads.
+        # Three slots for blocks' lower rows, two for their upper rows. The moved block is the one below the
+        # results. Its upper row is an input, and moved before products load it; its lower row gets the third
+        # slot, which no product of this step loads.
         self.rows = (
             ("lower", jax.lax.rem(step, 3)),
             ("upper", jax.lax.rem(step, 2)),
@@ -66,21 +74,25 @@ class WinogradStep(ConvStep):
         self.moved = self.rows[ROWS + 1], ("lower", jax.lax.rem(step + 2, 3))
 
     def _padding(self) -> dict[str, list[Any]]:
-        """Return the memory of the padding; see `ConvStep`. Beside a strip it is `MARGIN` columns wide."""
-        refs, (above, slot) = self.refs, self.rows[0]
+        """Return references to the memory of the padding, by its place (`ConvStep._padding`).
+
+        Beside a strip it is `MARGIN` columns wide.
+        """
+        refs, ((above, slot), *_) = self.refs, self.rows
         sides = itertools.product(("stage", "upper", "lower"), (0, MARGIN + self.sizes.width))
         return {
             "beside": [refs[name].at[:, :, :, pl.ds(start, MARGIN)] for name, start in sides],
             "above": [refs[above].at[slot]],
-            "below": [refs["stage"].at[0]],
+            "below": [refs["stage"].at[0]],  # the upper row of the block below
             "right": [refs["stage"].at[:, :, :, pl.ds(MARGIN + self.sizes.last_columns, 1)]],
         }
 
     def _convolve(self) -> None:
-        """Multiply a strip's chunks of columns, finish each during the next, and the last one at the end."""
+        """Multiply a strip's chunks of columns; finish each during the next one, and the last at the end."""
         sizes = self.sizes
         self._move(0, MARGIN)  # a product sees a column right of its chunk: moves are `MARGIN` columns ahead
-        if "shifted" in self.refs:  # no column is left of the first one
+        # "shifted" keeps what a chunk's last column adds to the next chunk; the first chunk gets nothing.
+        if "shifted" in self.refs:
             fill_zeros([self.refs["shifted"].at[:, :, pl.ds(sizes.chunk * TILES, TILES)]])
 
         def multiply_chunk(index: Array, carry: None) -> None:
@@ -101,14 +113,13 @@ class WinogradStep(ConvStep):
         """
         sizes = self.sizes
         work = self._other_work(turn, column)
-        pieces = 2 * (sizes.units // sizes.turns)  # of other work
-        total, multiplied = sizes.components * len(self.weights), 0  # products
+        pieces = len(work)
+        total, multiplied = sizes.components * len(self.weights), 0  # numbers of products
+        pairs = list(zip(sizes.products, self.weights, strict=True))  # each product with its matrices
         for component in range(sizes.components):
-            products = itertools.groupby(
-                zip(sizes.products, self.weights, strict=True), lambda pair: pair[0].results
-            )
-            for results, group in products:
-                sums: Any = None  # of adjacent products with the same results
+            # Adjacent products with the same results are a group, whose sums are added.
+            for results, group in itertools.groupby(pairs, lambda pair: pair[0].results):
+                sums: Any = None
                 for product, matrices_of_turns in group:
                     inputs = [
                         self._input_rows(component, row, shift, part, column)
@@ -122,7 +133,7 @@ class WinogradStep(ConvStep):
                     )
                     sums = product_sums if sums is None else sums + product_sums
                     multiplied += 1
-                    # Other work keeps pace with the products: equal shares of both are left.
+                    # Other work keeps pace with the products: of both, the same share is left.
                     while len(work) * total > (total - multiplied) * pieces:
                         work.pop(0)(after=sums)
                 self._store_components(turn, component, results, sums, column)
@@ -131,7 +142,7 @@ class WinogradStep(ConvStep):
         """Return the work of a turn besides its products, in pieces to run between them.
 
         A piece is a function of `after`, the sums of the product to wait for. It modulates a unit of the
-        chunk from `column` on, or finishes a unit of the chunk before; a turn has a share of both.
+        chunk from `column` on, or finishes a unit of the chunk before. Each turn has an equal share of units.
         """
         sizes = self.sizes
         share = sizes.units // sizes.turns
@@ -144,8 +155,8 @@ class WinogradStep(ConvStep):
     def _input_rows(self, component: int, row: int, shift: int, part: int, column: Any) -> Array:
         """Return a component of a chunk's tiles in one of the four input rows, shifted by `shift` columns.
 
-        `part` is the part of the input channels. If one matrix serves both rows of results (`rows_together`),
-        `row` and the row below it are returned, joined.
+        `part` is the index of 128 input channels; `column` is the chunk's first. If one matrix serves both
+        rows of results (`rows_together`), `row` and the row below it are returned, joined.
         """
         sizes = self.sizes
         at = self._word_columns(column, sizes.chunk, shift)
@@ -177,7 +188,8 @@ class WinogradStep(ConvStep):
         for index, (row, beside) in enumerate(results):
             part_sums = sums[:, lanes_of(index)]
             if beside:
-                # Results of the next column: the chunk's shifted by one, after those of the column before it.
+                # Sums for the columns right of the inputs' own: shifted by one column, behind what the last
+                # column of the chunk before adds to this chunk's first.
                 shifted = refs["shifted"].at[component, row]
                 shifted[pl.ds(0, TILES)] = shifted[pl.ds(count, TILES)]
                 shifted[pl.ds(TILES, count)] = part_sums
@@ -204,11 +216,15 @@ class WinogradStep(ConvStep):
         x: Array,
         before: Callable[[Callable[[], Array]], Array],
     ) -> Array:
-        """Store the transform of a unit's activated frames, and of the two before; see `ConvStep`."""
+        """Store the transform of a unit's activated frames, and of the two frames before them, in the stage.
+
+        A word is two bfloat16 frames of a pixel and channel. Arguments and result are those of
+        `ConvStep._store_activated`: `before(first)` returns the words of the two frames before `x`.
+        """
         sizes = self.sizes
         pixels = self.refs["pixels"].at[unit, row, part]
         pixels[...] = pltpu.bitcast(x, jnp.int32)
-        # Each word of all pixels, then each frame, from the two before on.
+        # For each word of a pixel, that word of all pixels; then each frame, from the two before `x` on.
         words = [pixels[pl.ds(index, sizes.unit, stride=sizes.words), :] for index in range(sizes.words)]
         frames = [frame for pair in (before(lambda: words[0]), *words) for frame in _unpacked(pair)]
         tile_inputs = [  # of both tiles, each a list of its components
@@ -245,6 +261,7 @@ class WinogradStep(ConvStep):
         """Add the edges to the strip's first and last column, where the unit from `column` on has them."""
         sizes = self.sizes
         for side, edge_column in enumerate((0, self._last_column())):
+            # In other units zeros are added.
             inside = (edge_column >= column) & (edge_column < column + sizes.unit)
             at = self._rows(edge_column % sizes.unit, 1, sizes.input_frames)
             edge = self.refs["edges"][
@@ -253,7 +270,7 @@ class WinogradStep(ConvStep):
             frames[at, :] = frames[at, :] + jnp.where(inside, edge, 0.0)
 
     def _word_columns(self, column: Any, count: int, shift: int = 0) -> Any:
-        """Return the slice of `count` columns in the products' memory, which begins with `MARGIN` zeros.
+        """Return the slice of `count` columns in the products' memory, whose first `MARGIN` are padding.
 
         The slice begins `shift` columns after `column`, which is a multiple of a register's rows.
         """
@@ -264,7 +281,10 @@ class WinogradStep(ConvStep):
 
 
 def _unpacked(words: Array) -> tuple[Array, Array]:
-    """Return the two bfloat16 numbers of each word as float32: the low 16 bits, then the high ones."""
+    """Return the two bfloat16 numbers of each word as float32: the low 16 bits, then the high ones.
+
+    A bfloat16 is the high half of a float32.
+    """
     return pltpu.bitcast(words << 16, jnp.float32), pltpu.bitcast(words & -(2**16), jnp.float32)
 
 
