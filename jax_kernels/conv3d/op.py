@@ -57,7 +57,7 @@ def conv3d(
     check_choice("start", start, *get_args(Start))
     return dispatch(
         conv3d_on,
-        ("tpu", "cuda"),
+        ("tpu", "cuda"),  # platforms with an implementation of their own
         x,
         kernel,
         bias,
@@ -80,11 +80,14 @@ def conv3d_on(
     start: Start = "replicate",
     implementation: Implementation | None = None,
 ) -> tuple[Array, Array | None]:
-    """Compute `conv3d` on `target`, the platform that is traced for, one run of frames after the other."""
+    """Compute `conv3d`, with its arguments, on `target`, the platform that is traced for.
+
+    Frames are computed in runs (`split_frames`), one after the other.
+    """
     causal = functools.partial(_causal, start=start, implementation=implementation)
     results = []
     for frames, added in split_frames(target, x, residual):
-        # A run's second result is the cache of the run after it.
+        # A run returns the cache of the next run.
         y, cache = map_shards(target, causal, (frames, cache, added), (kernel, bias))
         results.append(y)
     return join_frames(results), cache
@@ -101,9 +104,10 @@ def _causal(
     start: Start,
     implementation: Implementation | None,
 ) -> tuple[Array, Array | None]:
-    """Convolve a run of frames after the frames of `cache`, on one device; return result and next cache.
+    """Convolve frames after the frames of `cache`, on one device; return the result and the next cache.
 
-    A kernel of one tap in time has no cache. A video's first frame alone is convolved as an image.
+    A kernel of one tap in time has no cache. A video's first frame alone is convolved as an image. The
+    arguments are those of `conv3d`.
     """
     if kernel.shape[0] == 1:
         y = xla.convolve_same(target, x, kernel, xla.image_form(target, x, kernel))
@@ -120,7 +124,7 @@ def _causal(
 def _fastest(target: Target, x: Array, kernel: Array) -> Implementation:
     """Return the fastest formulation, on a TPU by the v6e compiler's estimate for CogVideoX's own layers.
 
-    There the 3-D convolution is faster for small frames. For large ones its relayouts cost more than the
+    On a TPU the 3-D convolution is faster for small frames. For large frames its relayouts cost more than the
     copies of frames that "folded" makes, one for each tap of time.
     """
     if not target.on_tpu:

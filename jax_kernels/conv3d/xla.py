@@ -37,7 +37,7 @@ FEW = 16
 
 
 def direct(frames: Array, kernel: Array, columns: Padding) -> Array:
-    """Convolve in 3-D at once; return float32 sums."""
+    """Convolve in 3-D at once, with `columns` padding the width; return float32 sums."""
     return jax.lax.conv_general_dilated(
         frames,
         kernel,
@@ -50,7 +50,7 @@ def direct(frames: Array, kernel: Array, columns: Padding) -> Array:
 
 
 def summed(frames: Array, kernel: Array, columns: Padding) -> Array:
-    """Add one 2-D convolution for each tap of time; return float32 sums."""
+    """Add one 2-D convolution for each tap of time, with `columns` padding the width; return float32 sums."""
     return functools.reduce(
         jnp.add,
         (
@@ -63,14 +63,18 @@ def summed(frames: Array, kernel: Array, columns: Padding) -> Array:
 def folded(frames: Array, kernel: Array, columns: Padding) -> Array:
     """Convolve once in 2-D over the channels under all taps of time; return float32 sums.
 
-    The taps of time are joined along the input channels, of frames and of the kernel.
+    The taps of time are joined along the input channels, of frames and of the kernel. `columns` is the
+    padding of the width.
     """
     taps = jnp.concatenate(_taps(frames, kernel), axis=-1)
     return conv_frames(taps, jnp.concatenate(list(kernel), axis=2), padding=_padding(kernel, columns))
 
 
 def patches(frames: Array, kernel: Array, columns: Padding) -> Array:
-    """Multiply the pixels under each window by the kernel as one product; return float32 sums."""
+    """Multiply the pixels under each window by the kernel as one product; return float32 sums.
+
+    `columns` is the padding of the width.
+    """
     padded = jnp.pad(frames, [(0, 0), (0, 0), *_padding(kernel, columns), (0, 0)])
     return conv_patches(_taps(padded, kernel), kernel)
 
@@ -88,7 +92,7 @@ def suits_patches(x: Array, kernel: Array) -> bool:
 
 
 def _patch_bytes(x: Array, window: tuple[int, ...]) -> int:
-    """Return the bytes of the patches that `patches` writes: all pixels of `x` under windows of this size."""
+    """Return the bytes that `patches` writes: each pixel of `x` once for each tap of the `window`."""
     return x.size * math.prod(window) * x.dtype.itemsize
 
 
@@ -102,15 +106,15 @@ def convolve_frames(
     *,
     form: Form,
 ) -> tuple[Array, Array]:
-    """Convolve frames `x` after the frames of `cache` by `form`; return the result and the next cache.
+    """Convolve frames `x` after the frames of `cache`; return the result and the next cache.
 
-    The result is rounded, with bias and residual added.
+    `form` is the function that convolves. The result is rounded, with bias and residual added.
     """
     past = cache.shape[1]
     frames = jnp.concatenate([cache, x], axis=1)
     y = finish(target, convolve_same(target, frames, kernel, form), bias, residual, like=x)
-    # The next cache takes the memory of a donated one. XLA copies the old cache first if anything reads it
-    # later: so the frames are selected after `y`, and from `x` alone if it has enough.
+    # The next cache takes the memory of the old one, if that is donated. XLA copies the old cache first if
+    # anything reads it later: so the frames are selected after `y`, and from `x` alone if it has enough.
     latest = x if x.shape[1] >= past else frames
     return y, select_frames(target, latest, range(latest.shape[1] - past, latest.shape[1]), after=y)
 
@@ -139,7 +143,7 @@ def convolve_image(
 
 
 def image_form(target: Target, x: Array, kernel: Array) -> Form:
-    """Return the form to convolve by one tap of time: `patches` for an image on a TPU, else `summed`.
+    """Return the function that convolves by one tap of time: `patches` for an image on a TPU, else `summed`.
 
     Patches must fit into memory. They compile fast: XLA takes 111 s to compile the convolution of an image of
     60 x 90 x 512, an encoder's last, and 5 s for one product.
@@ -152,9 +156,9 @@ def image_form(target: Target, x: Array, kernel: Array) -> Form:
 
 
 def convolve_same(target: Target, frames: Array, kernel: Array, form: Form) -> Array:
-    """Convolve by `form`, zero-padded to the same size in space; return float32 sums.
+    """Convolve by the function `form`, zero-padded to the same size in space; return float32 sums.
 
-    They include what the columns of neighbouring shards contribute.
+    The sums include what the columns of neighbouring shards contribute.
     """
     own_sums = form(frames, kernel, same_width_padding(kernel))
     return add_from_neighbours(target.split, own_sums, frames, kernel, form)
