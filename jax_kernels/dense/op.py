@@ -86,7 +86,7 @@ def silu(x: Float[Array, "*any"], *, time_axis: int | None = None) -> Float[Arra
 
     Args:
         x: any float dtype.
-        time_axis: axis of the frames, if `x` has one.
+        time_axis: axis of the frames, which a TPU computes in runs; None if `x` has no such axis.
     """
     return dispatch(silu_on, ("tpu",), x, time_axis=time_axis)
 
@@ -94,6 +94,7 @@ def silu(x: Float[Array, "*any"], *, time_axis: int | None = None) -> Float[Arra
 def silu_on(target: Target, x: Array, *, time_axis: int | None) -> Array:
     """Compute `silu` on `target`, the platform that is traced for, one run of frames after the other."""
     runs = [(x,)] if time_axis is None else split_frames(target, x, time_axis=time_axis)
+    # A single run is returned as it is: without frames the axis has no meaning.
     return join_frames(
         [jax.nn.silu(frames.astype(jnp.float32)).astype(x.dtype) for (frames,) in runs], time_axis or 0
     )
@@ -106,14 +107,17 @@ def split_linear(
     *,
     parts: int,
 ) -> Float[Array, "parts S O/parts"]:
-    """Compute `linear` with its outputs in `parts` arrays along axis 0; slicing them later would copy."""
+    """Compute `linear` with its outputs divided into `parts` arrays along a new first axis.
+
+    Slices of the outputs of `linear` would be copies.
+    """
     return dispatch(
         split_linear_on, ("tpu",), x, weight, _checked_bias("split_linear", weight, bias), parts=parts
     )
 
 
 def split_linear_on(target: Target, x: Array, weight: Array, bias: Array, *, parts: int) -> Array:
-    """Compute `split_linear` on `target`, the platform that is traced for."""
+    """Compute `split_linear` on `target`, the platform that is traced for, by a Pallas kernel or by XLA."""
 
     def plain(x: Array, weight: Array, bias: Array) -> Array:
         """Compute all parts by one product that XLA compiles."""
@@ -232,7 +236,7 @@ def linear_gelu(
 
 
 def linear_gelu_on(target: Target, x: Array, weight: Array, bias: Array) -> Array:
-    """Compute `linear_gelu` on `target`, the platform that is traced for."""
+    """Compute `linear_gelu` on `target`, the platform that is traced for, by a Pallas kernel or by XLA."""
 
     def plain(x: Array, weight: Array, bias: Array) -> Array:
         """Compute the product, then GELU, as XLA compiles them."""
@@ -318,9 +322,13 @@ def gated_linear_on(
     return form(x, weight, bias, residual, gate, first_patch)
 
 
-def _checked_bias(kernel: str, weight: Array, bias: Array | None) -> Array:
-    """Return `bias`, or zeros if it is None; raise `ValueError` for another length, which names `kernel`."""
-    check_channels(kernel, weight.shape[0], bias=bias)
+def _checked_bias(name: str, weight: Array, bias: Array | None) -> Array:
+    """Return `bias`, or zeros if it is None.
+
+    Raises:
+        ValueError: a bias whose length is not the weight's outputs; the message names the function `name`.
+    """
+    check_channels(name, weight.shape[0], bias=bias)
     return jnp.zeros(weight.shape[0], weight.dtype) if bias is None else bias
 
 

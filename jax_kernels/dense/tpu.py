@@ -59,6 +59,7 @@ def adaptive_layer_norm(
         eps: added to the variance.
     """
     videos, tokens, width = x.shape
+    # Tokens of a block: all, or as many as fit, in whole groups of `ROWS`.
     fitting = tiles.BLOCK_BYTES // (width * x.dtype.itemsize) // ROWS * ROWS
     block = max(ROWS, min(TOKENS, fitting, -(-tokens // ROWS) * ROWS))
     # The scalar `first_patch` is read before the grid, and is the last argument of an index map.
@@ -115,7 +116,7 @@ def supports_product(x: Float[Array, "N S_or_I I_or_S"], weight: Float[Array, "O
         and x.dtype == weight.dtype == jnp.bfloat16
         and outputs % (parts * tiles.LANES) == 0
         and inputs % tiles.LANES == 0
-        # 2 bytes a number, in two buffers: the next step's are fetched meanwhile.
+        # 2 bytes for each number, in two buffers: the next step's numbers are fetched meanwhile.
         and 4 * inputs * (max(TOKEN_BLOCKS) + UNIT_OUTPUTS) < tiles.vmem_limit() // 2
     )
 
@@ -168,11 +169,12 @@ def product(
     weight_spec = pl.BlockSpec((columns, inputs), lambda j, n, i, _: (j, 0))
     bias_spec = pl.BlockSpec((1, columns), lambda j, n, i, _: (0, j))
     gate_spec = pl.BlockSpec((None, 2, columns), lambda j, n, i, _: (n, 0, j))
-    *residual_and_gate, first_patch = gated or (jnp.int32(0),)
+    *residual_and_gate, first_patch = gated or (jnp.int32(0),)  # an index that is not read, if not gated
     return pl.pallas_call(
         functools.partial(
             _product_block,
             width=unit,
+            # Units of a loop's body.
             body=tiles.largest_divisor(columns // unit, max(1, MOST_PRODUCTS // inputs // unit)),
             gelu=gelu,
             transposed=transposed,
