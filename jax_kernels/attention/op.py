@@ -38,9 +38,9 @@ def attention(
 
     Args:
         q, k, v: any float dtype, the same for all three.
-        scale: factor of the scores before the softmax; None for 1 / sqrt(D), as in torch. ln 2 for queries
-            that are multiplied by their scale times log2(e) already, as `qk_norm_rope` can return them: the
-            TPU's kernel, which computes powers of two, then multiplies no scores.
+        scale: factor of the scores before the softmax; None for 1 / sqrt(D), as in torch. Pass ln 2 if the
+            queries are multiplied by their scale times log2(e) already, as `qk_norm_rope` can return them.
+            The TPU's kernel, which computes powers of two, then need not multiply the scores.
         num_keys: number of real keys, which come first; keys after them are padding and may hold anything.
             None if all are real.
         implementation: "plain" is XLA's, a block of queries at a time; "transposed" a Pallas kernel for TPUs,
@@ -57,7 +57,7 @@ def attention(
     _check(q, k, v, num_keys, implementation)
     return dispatch(
         attention_on,
-        ("tpu", "cuda"),
+        ("tpu", "cuda"),  # platforms with an implementation of their own
         q,
         k,
         v,
@@ -184,9 +184,11 @@ def _over_mesh(
     head_axes: list[str] = []
     for axis in other_axes:
         size = math.prod(mesh.shape[name] for name in (*head_axes, axis))
-        (head_axes if q.shape[2] % size == 0 else query_axes).append(axis)
+        axes = head_axes if q.shape[2] % size == 0 else query_axes
+        axes.append(axis)
     query_spec = PartitionSpec(video_axis, tuple(query_axes) or None, tuple(head_axes) or None, None)
     key_spec = PartitionSpec(video_axis, None, tuple(head_axes) or None, None)
+    # Queries that are added to divide over the devices; their results are cut off.
     padding = -q.shape[1] % math.prod(mesh.shape[axis] for axis in query_axes)
     return jax.shard_map(
         attend,

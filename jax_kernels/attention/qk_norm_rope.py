@@ -160,7 +160,7 @@ def _by_kernel(
     """
     videos, positions, width = x.shape
     channels = width // heads
-    # Positions of a block, whole tiles of lanes: at most `POSITIONS`, and as many as `BLOCK_BYTES` hold.
+    # `step`, the positions of a block, is whole tiles of lanes: at most `POSITIONS`, as `BLOCK_BYTES` hold.
     step = min(POSITIONS, max(LANES, BLOCK_BYTES // (width * x.dtype.itemsize) // LANES * LANES))
     norm_spec = pl.BlockSpec((channels, 1), lambda n, i: (0, 0))
     table_spec = pl.BlockSpec((channels, step), lambda n, i: (0, i))
@@ -213,6 +213,7 @@ def _process_block(x_ref, *other_refs: Any, normed: bool, scale: float, eps: flo
 
     @pl.loop(0, groups)
     def _(index: Array) -> None:
+        """Process one group of heads."""
         process_heads(index * together, together)
 
     if remainder:

@@ -105,9 +105,9 @@ def transposed(
         out_specs=query_spec,
         out_shape=jax.ShapeDtypeStruct(q_BDS.shape, q.dtype),
         scratch_shapes=[
-            pltpu.VMEM((rows + tile_rows(q.dtype), query_block), q.dtype),
-            pltpu.VMEM((rows, query_block), jnp.float32),
-            pltpu.VMEM((SUBLANES, query_block), jnp.float32),
+            pltpu.VMEM((rows + tile_rows(q.dtype), query_block), q.dtype),  # queries, and rows below them
+            pltpu.VMEM((rows, query_block), jnp.float32),  # sums of weighted values
+            pltpu.VMEM((SUBLANES, query_block), jnp.float32),  # sums of weights
         ],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel"), vmem_limit_bytes=vmem_limit()
@@ -118,10 +118,10 @@ def transposed(
 
 
 def _block_length(length: int, sizes: tuple[int, ...]) -> int:
-    """Return the block length for a sequence of so many positions: the one of `sizes` that pads it least.
+    """Return the block length for a sequence of `length` positions: the one of `sizes` that pads it least.
 
-    Of equal ones it is the largest. A sequence shorter than all `sizes` is one block, of whole chunks or of a
-    tile's lanes. The last block may reach beyond the sequence.
+    Of several that pad it equally it is the largest. A sequence shorter than all `sizes` is one block, of
+    whole chunks or of a tile's lanes. The last block may reach beyond the sequence.
     """
     if length <= min(sizes):
         unit = LANES if length <= LANES else CHUNK
@@ -134,10 +134,10 @@ def _attend_block(
 ) -> None:
     """Attend from a block of queries to all keys, a block of keys at a time.
 
-    Scores are taken less the maximum over the first chunk of keys, which any number near the true maximum can
-    replace; if sums of weights show that it is far off, `_attend_again` computes the block. The scores of
-    `STRIPS_AHEAD` strips of queries are multiplied before the weights of one are computed, so that the matrix
-    unit does not wait for weights.
+    The maximum over the first chunk of keys, not over all keys, is subtracted from the scores: softmax takes
+    any number near the true maximum. If sums of weights show that it is far off, `_attend_again` computes the
+    block. The scores of `STRIPS_AHEAD` strips of queries are multiplied before the weights of one strip are
+    computed, so that the matrix unit does not wait for weights.
 
     Args:
         q_ref, k_ref, v_ref: queries (D, S), keys and values (D, K) of a head; keys and values in whole
@@ -211,7 +211,7 @@ def _attend_block(
 
     total, weighted = totals_ref[...].sum(0, keepdims=True), sums_ref[...]
     y_ref[...] = (weighted / total).astype(y_ref.dtype)
-    # Padding queries, after the last real one, may hold anything: their sums are not checked.
+    # The sums of padding queries, after the last real one, are not checked: these may hold anything.
     is_query = pl.program_id(1) * length + jax.lax.broadcasted_iota(jnp.int32, total.shape, 1) < queries
     is_correct = (total > 1 / LARGEST_SUM) & (total < LARGEST_SUM) & (jnp.abs(weighted) < jnp.inf) | ~is_query
 
@@ -255,7 +255,7 @@ def _attend_again(q_ref, k_ref, v_ref, y_ref, sums_ref, totals_ref, num_keys, fa
                 visit(queries_at, keys_at, jnp.where(is_key, scores, -jnp.inf))
 
     def find_maximum(queries_at: Any, _: Any, scores: Array) -> None:
-        """Raise the maximum to these scores, rescale the sum of weights to it, and add these weights."""
+        """Update the maximum by these scores, rescale the sum of weights to it, and add these weights."""
         before = maximum_ref[:, queries_at]
         maximum_ref[:, queries_at] = maximum = jnp.maximum(before, scores.max(0, keepdims=True))
         chunk_total = jnp.exp2(scores - maximum).sum(0, keepdims=True)

@@ -12,7 +12,7 @@ QUERY_BLOCK = 1024
 def plain(
     q: jax.Array, k: jax.Array, v: jax.Array, *, scale: float, num_keys: int | None = None
 ) -> jax.Array:
-    """Compute attention in XLA, a block of queries at a time, so that scores take memory for one block.
+    """Compute attention in XLA, a block of queries at a time, so that only one block's scores are in memory.
 
     Args:
         q: queries (N, S, H, D).
