@@ -160,7 +160,7 @@ def _by_kernel(
     """
     videos, positions, width = x.shape
     channels = width // heads
-    # `step`, the positions of a block, is whole tiles of lanes: at most `POSITIONS`, as `BLOCK_BYTES` hold.
+    # Positions of a block: `POSITIONS`, or fewer if `BLOCK_BYTES` hold fewer, in whole tiles of lanes.
     step = min(POSITIONS, max(LANES, BLOCK_BYTES // (width * x.dtype.itemsize) // LANES * LANES))
     norm_spec = pl.BlockSpec((channels, 1), lambda n, i: (0, 0))
     table_spec = pl.BlockSpec((channels, step), lambda n, i: (0, i))

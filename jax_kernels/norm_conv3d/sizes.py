@@ -393,6 +393,7 @@ def _vmem_bytes(sizes: ConvSizes, residual: bool) -> int:
     edges = 2 * ROWS * sizes.frames * sizes.outputs * 4
     # Mean and M2, in float32.
     moments = 2 * row * sizes.outputs * 4
+    # A residual has the size of the result.
     blocks = ROWS * (input_bytes + output_bytes * (1 + residual)) + cells + caches + edges + moments
     # Matrices have a block of (I, O) for each input and result.
     blocks_of_weights = sum(len(product.inputs) * len(product.results) for product in sizes.products)

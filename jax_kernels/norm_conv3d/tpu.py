@@ -281,16 +281,22 @@ def _operands(
 def _results(
     sizes: ConvSizes, operands: dict[str, tuple[Any, pl.BlockSpec]]
 ) -> dict[str, tuple[Any, pl.BlockSpec]]:
-    """Return shapes and dtypes of the kernel's results by name, each with its `BlockSpec`."""
+    """Return shapes and dtypes of the kernel's results by name, each with its `BlockSpec`.
+
+    `operands` are those of `_operands`. A row of `x` has an entry for each frame of each pixel.
+    """
     x, _ = operands["x"]
-    row, videos, height = sizes.width * sizes.input_frames, *x.shape[:2]
+    videos, height, row, _ = x.shape
+    strip_row = sizes.width * sizes.input_frames
     latest = (videos, height, sizes.columns * sizes.parts * (TAPS - 1), tiles.LANES)  # the next cache
-    moments = jax.ShapeDtypeStruct((videos, x.shape[2], sizes.outputs), jnp.float32)
-    strip_spec = pl.BlockSpec((1, row, sizes.outputs), lambda *indices: (*grid_position(indices)[:2], 0))
+    moments = jax.ShapeDtypeStruct((videos, row, sizes.outputs), jnp.float32)
+    strip_spec = pl.BlockSpec(
+        (1, strip_row, sizes.outputs), lambda *indices: (*grid_position(indices)[:2], 0)
+    )
     return {
         "y": (
-            jax.ShapeDtypeStruct((*x.shape[:3], sizes.outputs), x.dtype),
-            _rows_spec(_finished_block, row, sizes.outputs),
+            jax.ShapeDtypeStruct((videos, height, row, sizes.outputs), x.dtype),
+            _rows_spec(_finished_block, strip_row, sizes.outputs),
         ),
         "latest": (jax.ShapeDtypeStruct(latest, x.dtype), _cache_rows_spec(sizes)),
         "mean": (moments, strip_spec),
