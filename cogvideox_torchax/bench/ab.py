@@ -125,7 +125,8 @@ def _measured(
     """
     worker = Worker(scratch, LIMIT)
     requests: dict[Direction, dict[str, Any]] = {}  # the fields of `measure.Task` that all backends share
-    rounds_of: dict[tuple[str, str], list[dict[str, Any]]] = {}  # the worker's answers, one for each round
+    # By (direction, backend), the worker's answers, one for each round.
+    rounds_of: dict[tuple[str, str], list[dict[str, Any]]] = {}
     flops = {}  # by direction, floating-point operations of a run
     for direction in Direction:
         say(f"{size.video}: {direction}: reference")
@@ -140,9 +141,11 @@ def _measured(
             "fewest": options.repetitions,
         }
         answer = worker.ask("reference", request, {})
-        requests[direction], flops[direction] = request | {"rms": answer.get("rms")}, answer.get("flops")
-        rounds = [] if answer["status"] == "ok" else [answer]  # without a reference no backend is run
-        rounds_of |= {(direction, way): list(rounds) for way in options.backends}
+        requests[direction] = request | {"rms": answer.get("rms")}
+        flops[direction] = answer.get("flops")
+        # If the reference failed, its failure is each backend's result, and no backend is run.
+        failures = [] if answer["status"] == "ok" else [answer]
+        rounds_of |= {(direction, way): list(failures) for way in options.backends}
     for number in range(options.rounds):
         for way in options.backends:
             worker.close()  # the next request starts a new process
@@ -154,13 +157,14 @@ def _measured(
             }
             for direction in Direction:
                 rounds = rounds_of[direction, way]
-                if rounds and rounds[-1]["status"] != "ok":
+                if rounds and rounds[-1]["status"] != "ok":  # failed in an earlier round
                     continue
                 say(f"{size.video}: round {number + 1} of {options.rounds}: {direction}, {way}")
-                rounds.append(worker.ask("measure", requests[direction] | {"way": way}, environment))
-                if rounds[-1]["status"] != "ok":
-                    reason = rounds[-1].get("reason", "an answer misses its tolerance")
-                    say(f"{size.video}: {direction}, {way}: {rounds[-1]['status']}: {reason}")
+                answer = worker.ask("measure", requests[direction] | {"way": way}, environment)
+                rounds.append(answer)
+                if answer["status"] != "ok":
+                    reason = answer.get("reason", "an answer misses its tolerance")
+                    say(f"{size.video}: {direction}, {way}: {answer['status']}: {reason}")
     worker.close()
     return {
         (direction, way): merge(rounds, size.frames, flops[direction], options.dtype)
@@ -190,7 +194,8 @@ def merge(rounds: list[dict[str, Any]], frames: int, flops: int, dtype: str) -> 
     # The first part of a run is the first chunk; the second part, if any, is all later chunks.
     first_chunks = [seconds for result in rounds for seconds in result["parts"][0]["all_s"]]
     warm_starts = [run["start_s"] for run in warm_runs]
-    generation, rate = DEVICE_KINDS.get(first_round["device"]), flops / steady["median_s"]
+    generation = DEVICE_KINDS.get(first_round["device"])  # of the TPU; None for another device
+    rate = flops / steady["median_s"]
     share = rate / CHIPS[generation].flops if generation and dtype == "bfloat16" else None
     return {
         **{name: first_round[name] for name in ("status", "check", "device", "load_s")},

@@ -69,15 +69,15 @@ def run(
     if options.platform not in (None, *PLATFORMS):
         raise ValueError(f"got device {options.platform!r}: one of {', '.join(PLATFORMS)}")
     several = bool(options.dp or options.tp)  # whether devices form a mesh
-    names = ladder.all_jobs(options.jobs, several)
+    jobs = ladder.all_jobs(options.jobs, several)
     with (
-        tempfile.TemporaryDirectory() as name,
-        contextlib.closing(Worker(Path(name), options.limit)) as worker,
+        tempfile.TemporaryDirectory() as scratch,
+        contextlib.closing(Worker(Path(scratch), options.limit)) as worker,
     ):
-        bench = _Bench(options, Path(name), say, worker)
+        bench = _Bench(options, Path(scratch), say, worker)
         report = bench.begin(before)
         done = {(result["job"], result["way"]) for result in report["results"]}
-        for job in names:
+        for job in jobs:
             for way in ladder.ways(job, report["device"], several):
                 if (job, way) not in done:
                     report["results"].append(bench.measured(job, way))
@@ -115,6 +115,7 @@ class _Bench:
         """
         device = self._ask("probe", {})
         if device.pop("status") != "ok":
+            # The worker's reason begins with the type of its error.
             raise ValueError(device["reason"].removeprefix("ValueError: "))
         self._on_cpu = device["platform"] == "cpu"
         self._report = {
@@ -160,7 +161,7 @@ class _Bench:
 
         A kernel that is switched off stays off for later jobs. The report's "switched_off" has the reason.
         """
-        off = self._report["switched_off"]
+        off = self._report["switched_off"]  # by a kernel's name, the reason
         request = {
             "job": job,
             "size": size,

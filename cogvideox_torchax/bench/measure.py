@@ -83,9 +83,11 @@ def measure(task: Task) -> dict[str, Any]:
     """Compare a job's results with the reference; where they are right, time its runs.
 
     Returns:
-        "check", the comparison, with "status" "wrong" if it fails. Else also the device, the seconds to load,
-        the peak memory, and times: one dictionary for the "whole" run, and a list of them for its "parts".
-        Each has the times of the first run, which compiles, and the `spread` of the runs after the warm-ups.
+        "check", the comparison. If it fails, "status" is "wrong", and nothing is timed; a peer (another
+        backend, with diffusers' modules) is timed with any finite error. Else also the device, the seconds to
+        load, the peak memory, and times: a dictionary for the "whole" run, and a list of them for its
+        "parts". Each has the times of the first run, which compiles, and the `spread` of the runs after the
+        warm-ups.
     """
     checked, size = Size(*task.checked), Size(*task.size)
     start = time.perf_counter()
@@ -98,17 +100,17 @@ def measure(task: Task) -> dict[str, Any]:
     verdict = check(_flat(results), want, task.dtype, task.rms, allowed)
     del results  # frees the device's memory for the runs below
     is_finite = isinstance(verdict.get("rms_error"), float)  # `check` gives text for any other number
-    if not (verdict["passed"] or (task.peer and is_finite)):  # a peer is timed beyond the bound too
+    if not (verdict["passed"] or (task.peer and is_finite)):
         return {"status": "wrong", "check": verdict}
     if size != checked:
         run = load(task, size)
-        first_run, _ = _once(run)
+        first_run = _once(run)[0]  # the seconds alone: keeping the results would add to the peak memory
     for _ in range(task.warmups):
         _once(run)
     runs: list[dict[str, Any]] = []
     end = time.perf_counter() + task.seconds
     while len(runs) < task.fewest or (len(runs) < task.runs and time.perf_counter() < end):
-        runs.append(_once(run)[0])  # the seconds alone: keeping the results would add to the peak memory
+        runs.append(_once(run)[0])
     parts = {
         name: part | spread([each[name]["start_s"] for each in runs]) for name, part in first_run.items()
     }
@@ -240,9 +242,9 @@ def _works(task: Task, size: Size, mesh: Any) -> Iterable[Work]:
     if task.job.startswith("kernels "):
         name = task.job.removeprefix("kernels ")
         op, structs = ops.bound(name, size, runtime.jax_dtype(task.torch_dtype))
-        one = jax.sharding.SingleDeviceSharding(mesh.devices.item())
-        placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=one), structs)
-        return [Work(name, size.frames, jax.jit(op).lower, lambda: placed)]
+        device = jax.sharding.SingleDeviceSharding(mesh.devices.item())
+        placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), structs)
+        return [Work(name, frames=size.frames, lower=jax.jit(op).lower, structs=lambda: placed)]
     vae = models.weightless_vae(size.model, task.torch_dtype)
     # Training has both directions, and does not read the job's.
     job = jobs.Job(task.direction, size.frames, size.height, size.width)

@@ -232,7 +232,7 @@ def _network(task: Task, size: Size) -> Run:
     else:
         network = Stock(model)
         program = runtime.Program(network)
-    weight_structs, input_structs, _no_cache = program.structs(described)
+    weight_structs, input_structs, _no_cache = program.structs(described)  # each a shape and a dtype
     generator = torch.Generator().manual_seed(1)
 
     def draw(struct: Any) -> torch.Tensor:
@@ -246,14 +246,16 @@ def _network(task: Task, size: Size) -> Run:
         if task.way == "torch-compile":
             model.compile()
         nn.Module.to(model, task.torch_device)
-        given = jax.tree.map(lambda x: x.to(task.torch_device), inputs)
-        return lambda: iter([(task.job, model(**given, return_dict=False)[0])])
+        on_device = jax.tree.map(lambda x: x.to(task.torch_device), inputs)
+        # Without a dictionary diffusers returns a tuple, whose first element is the result.
+        return lambda: iter([(task.job, model(**on_device, return_dict=False)[0])])
     if size.model in networks.TRANSFORMERS:
         weights = jax.tree.map(_random_weight, weight_structs)
     else:
         runtime.put_weights(network)
         weights = program.weights(network)
     arrays = program.put(inputs)
+    # `run` returns (result, cache).
     return lambda: iter([(task.job, program.run(weights, arrays)[0])])
 
 
