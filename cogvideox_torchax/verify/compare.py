@@ -246,7 +246,9 @@ def compare_layers(
     return found
 
 
-def _error(name: str, dtype: torch.dtype, chunks: list[Differences], torchs: list[Differences]) -> LayerError:
+def _error(
+    name: str, dtype: torch.dtype, chunks: list[Differences], torch_bfloat16: list[Differences]
+) -> LayerError:
     """Return a layer's error over all chunks, with the first chunk that leaves the tolerance.
 
     Args:
@@ -254,13 +256,13 @@ def _error(name: str, dtype: torch.dtype, chunks: list[Differences], torchs: lis
         dtype: the candidate's dtype. In float32 the tolerance bounds the largest difference over the
             reference's largest value. In bfloat16 it bounds the RMS difference, as a multiple of PyTorch's.
         chunks: the candidate's differences in each chunk.
-        torchs: the differences of PyTorch's own bfloat16 run in each chunk; not read in float32.
+        torch_bfloat16: the differences of PyTorch's own bfloat16 run in each chunk; not read in float32.
     """
     each = Differences.of_chunks(chunks)
     if dtype == torch.float32:
         passed = each.largest <= tolerances.FLOAT32_RELATIVE * each.scale.max()
     else:
-        allowed = tolerances.BFLOAT16_LAYER_RMS_RATIO * Differences.of_chunks(torchs).rms.max()
+        allowed = tolerances.BFLOAT16_LAYER_RMS_RATIO * Differences.of_chunks(torch_bfloat16).rms.max()
         passed = each.rms <= allowed
     size, largest = each.size.sum(), each.largest.max()
     return LayerError(
@@ -366,14 +368,14 @@ class Verifier:
 
         The slow part, PyTorch in float32, runs once for all candidates. `say` gets a line for each step.
         """
-        torchs, baseline = None, {}
+        torch_bfloat16, baseline = None, {}
         if any(candidate.dtype == torch.bfloat16 for candidate in candidates):
             # PyTorch's own bfloat16 errors, which set the tolerances of bfloat16.
-            torchs = make_candidate("torch", torch.bfloat16, self.reference)
-        layers = self._layers(candidates, torchs, say)
-        if torchs is not None:
+            torch_bfloat16 = make_candidate("torch", torch.bfloat16, self.reference)
+        layers = self._layers(candidates, torch_bfloat16, say)
+        if torch_bfloat16 is not None:
             say("PyTorch's own bfloat16 run")
-            baseline, _contracts = self._whole(torchs)
+            baseline, _contracts = self._whole(torch_bfloat16)
         results = []
         for candidate, errors in zip(candidates, layers, strict=True):
             say(f"{candidate.name} {candidate.dtype_name}: encode and decode")
@@ -381,26 +383,28 @@ class Verifier:
         return results
 
     def _layers(
-        self, candidates: list[Candidate], torchs: Candidate | None, say: Callable[[str], None]
+        self, candidates: list[Candidate], torch_bfloat16: Candidate | None, say: Callable[[str], None]
     ) -> list[list[LayerError]]:
         """Return for each candidate, in order, the errors of its layers in both directions.
 
         Args:
             candidates: the backends to compare.
-            torchs: PyTorch in bfloat16, whose own errors set the tolerances of that dtype; None if all
-                candidates are in float32.
+            torch_bfloat16: PyTorch in bfloat16, whose own errors set the tolerances of that dtype. None if
+                all candidates are in float32.
             say: gets a line for each direction.
         """
         errors: list[list[LayerError]] = [[] for _ in candidates]
-        compared = candidates if torchs is None else [*candidates, torchs]
+        compared = candidates if torch_bfloat16 is None else [*candidates, torch_bfloat16]
         for direction in Direction:
             say(f"{direction}: layer by layer")
             found = compare_layers(self.reference, compared, direction, self.inputs[direction])
-            torchs_layers = found[-1]  # those of `torchs`; `_error` does not read them in float32
-            # `found` is longer by the layers of `torchs`, which `zip` leaves out.
+            # With `torch_bfloat16` its layers are the last. Without it all candidates are in float32, and
+            # `_error` does not read this argument.
+            torch_layers = found[-1]
+            # Not strict: `found` is longer than `errors` by the layers of `torch_bfloat16`.
             for candidate, layers, layer_errors in zip(candidates, found, errors, strict=False):
                 layer_errors += [
-                    _error(name, candidate.dtype, chunks, torchs_layers.get(name, []))
+                    _error(name, candidate.dtype, chunks, torch_layers.get(name, []))
                     for name, chunks in layers.items()
                 ]
         return errors
@@ -442,9 +446,9 @@ class Verifier:
         contracts = []
         for direction, error in whole.items():
             # In float32 there is no baseline, and this value is not read.
-            torchs_rms = baseline.get(direction, error).rms
+            torch_rms = baseline.get(direction, error).rms
             name, measured, allowed = tolerances.contract(
-                candidate.dtype, error.relative, error.rms, torchs_rms
+                candidate.dtype, error.relative, error.rms, torch_rms
             )
             contracts.append(Contract(f"{direction}: {name}", measured, allowed, measured <= allowed))
         contracts += shape_contracts

@@ -112,11 +112,14 @@ def draw_layers(results: list[Result], path: Path) -> None:
     figure, axes = pyplot().subplots(figsize=(12, 6), layout="constrained")
     values = [layer.relative for result in results for layer in result.layers]
     floor = min((value for value in values if value > 0), default=1e-7) / 3
+    markers = "os^Dvx"  # matplotlib's names of shapes: lines that cover each other remain distinct
     for index, result in enumerate(results):
-        # Each result has a marker of its own, as lines may cover each other.
         heights = [max(layer.relative, floor) for layer in result.layers]
         axes.semilogy(
-            heights, marker="os^Dvx"[index % 6], markersize=4, label=f"{result.backend} {result.dtype}"
+            heights,
+            marker=markers[index % len(markers)],
+            markersize=4,
+            label=f"{result.backend} {result.dtype}",
         )
     axes.axhline(floor, color="0.8", linewidth=0.8)
     axes.text(0, floor, "exact", va="bottom", color="0.5", fontsize=8)
