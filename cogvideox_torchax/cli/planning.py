@@ -51,13 +51,13 @@ def _vae(args: argparse.Namespace, vae: Any, chip: Any, devices: Any, mesh: dict
     common.say(f"compiling for {min(len(chunks), 2)} of {len(chunks)} chunks; each can take minutes")
     plans = jobs.plan_programs(vae, job, devices, chip, backend=args.backend, **mesh)
     programs = list(_printed_programs(plans, chip, args.save_hlo and f"{args.save_hlo}/{job.direction}"))
-    whole = summary.whole_video(job, len(chunks), job.tiles(vae), programs, chip)
-    common.print_report(whole)
+    figures = summary.whole_video(job, len(chunks), job.tiles(vae), programs, chip)
+    common.print_report(figures)
     layers = programs[-1].layers if args.layers else []  # of the later chunks, which are most of a video
     if layers:
         head, *cells = report.table(layers)  # rows of texts
         print(reports.table(head, cells))
-    if chip and not whole["fits"] and not args.no_advice:  # a CPU has no chip, and so no limit of memory
+    if chip and not figures["fits"] and not args.no_advice:  # a CPU has no chip, and so no limit of memory
         peak = max(program.peak_bytes for program in programs)
         common.say("it does not fit: compiling what would")
         changes = [  # each an option with which the video fits, or None
@@ -66,11 +66,11 @@ def _vae(args: argparse.Namespace, vae: Any, chip: Any, devices: Any, mesh: dict
                 args.model, vae.dtype, job, args.topology, args.dp * args.tp, peak, backend=args.backend
             ),
         ]
-        whole["would_fit"] = {change.what: change.peak_bytes / 2**30 for change in changes if change}
-        advice = {f"with {what}": f"{size:.2f} GiB" for what, size in whole["would_fit"].items()}
+        figures["would_fit"] = {change.what: change.peak_bytes / 2**30 for change in changes if change}  # GiB
+        advice = {f"with {what}": f"{size:.2f} GiB" for what, size in figures["would_fit"].items()}
         common.print_report(advice or {"would fit": "nothing that was tried"})
     layers = [vars(row) for row in layers]
-    return _document(args, vars(job), programs, whole, backend=args.backend, layers=layers)
+    return _document(args, vars(job), programs, figures, backend=args.backend, layers=layers)
 
 
 def _network(args: argparse.Namespace, vae: Any, chip: Any, devices: Any, mesh: dict[str, int]) -> Document:

@@ -56,7 +56,7 @@ class VideoDirectory(OutputDirectory):
         """
         written = lines(self.directory, self.NAME)
         bad_before = {line["id"]: line["error"] for line in written if line["kind"] == BAD}
-        self._readers: dict[str, Callable[[], Latents]] = {}
+        self._readers: dict[str, Callable[[], Latents]] = {}  # by a missing clip's id
         for name, read in self._own_entries():
             if self._video_path(name).exists():  # whether or not a manifest lists the clip, even as bad
                 self.done_before += 1
@@ -82,14 +82,14 @@ class VideoDirectory(OutputDirectory):
         shard_entries: list[tuple[Path, Any, Callable[[], Latents]]] = []
         for shard in self._shards:
             try:
-                shard_entries += [(shard, *entry) for entry in formats.entries(shard)]
+                shard_entries += [(shard, name, read) for name, read in formats.entries(shard)]
             except LatentsError as error:
                 self.bad[shard.name] = str(error)
-        listed = self.directory / self.LIST
+        config_path = self.directory / self.LIST
         # By a video's path: the clip's id, and its shard. No clip may have the path of the config.
-        owners: dict[Path, tuple[Any, Path]] = {listed: ("", listed)}
+        owners: dict[Path, tuple[Any, Path]] = {config_path: ("", config_path)}
         for shard, name, _ in shard_entries:
-            if isinstance(name, str):
+            if isinstance(name, str):  # a broken shard may have any value as an id: `check_id` refuses it
                 owners.setdefault(self._video_path(name), (name, shard))
         for shard, name, read in shard_entries:
             try:

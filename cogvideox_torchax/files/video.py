@@ -174,7 +174,8 @@ def probe(source: Source) -> VideoInfo:
         if stream.frames > stored:
             raise VideoError(f"{path} is truncated: {stream.frames} frames are announced, {stored} are there")
         has_times = None not in shown and len(set(shown)) == count  # every frame has a time of its own
-        times = tuple((pts - min(shown)) * stream.time_base for pts in sorted(shown)) if has_times else ()
+        ticks = sorted(shown) if has_times else []  # a packet comes when it is decoded, not when it is shown
+        times = tuple((pts - ticks[0]) * stream.time_base for pts in ticks)
         orientation = orientation or Orientation()
         height, width = orientation.sides((stream.height, stream.width))
         pixel = stream.sample_aspect_ratio or Fraction(1)
@@ -396,6 +397,7 @@ class _GifSink(Sink):
     """Fewest milliseconds of a frame: browsers show a shorter frame for a tenth of a second."""
 
     def __init__(self, path: Path, fps: Fraction):
+        """Take the path of the file, and the frames a second; nothing is written before `finish`."""
         self._path = path
         self._hundredths = Fraction(100) / fps  # the duration of a frame, in hundredths of a second
         self._images: list[Any] = []
@@ -422,6 +424,7 @@ class _FrameSink(Sink):
     """Numbered pictures: frame_00000.png and so on."""
 
     def __init__(self, path: Path):
+        """Take the path of the directory, which exists."""
         self._path = path
         self._count = 0
 
