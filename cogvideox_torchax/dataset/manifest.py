@@ -249,7 +249,7 @@ class DatasetDirectory(OutputDirectory):
     def _scan(self) -> None:
         """Find out which clips of this process's shards are done, bad or missing.
 
-        A shard that a killed run did not close, though all its clips are there, is closed.
+        A shard that a killed run did not write, though no clip of it is missing, is written.
         """
         written = list(lines(self.directory))
         self.bad = {line["index"]: line["error"] for line in written if line["kind"] == BAD}

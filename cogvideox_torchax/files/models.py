@@ -42,7 +42,7 @@ def locate(
     """Return the directory of a model, or of a part of a pipeline, downloaded where `name` is a hub id.
 
     Args:
-        name: as `local` takes it.
+        name: a directory, a file in one, or a hub id.
         part: the folder within a pipeline, such as "vae"; a directory that is no pipeline counts as the part.
         files: patterns of the files to download.
         hub_options: of huggingface_hub's `snapshot_download`: `revision`, `token`, `cache_dir`,

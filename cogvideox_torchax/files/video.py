@@ -174,7 +174,7 @@ def probe(source: Source) -> VideoInfo:
         if stream.frames > stored:
             raise VideoError(f"{path} is truncated: {stream.frames} frames are announced, {stored} are there")
         has_times = None not in shown and len(set(shown)) == count  # every frame has a time of its own
-        ticks = sorted(shown) if has_times else []  # a packet comes when it is decoded, not when it is shown
+        ticks = sorted(shown) if has_times else []  # packets come in the order of decoding
         times = tuple((pts - ticks[0]) * stream.time_base for pts in ticks)
         orientation = orientation or Orientation()
         height, width = orientation.sides((stream.height, stream.width))
@@ -536,7 +536,7 @@ class _Mp4Sink(Sink):
                 self._stream = self._video_stream(*pixels.shape[:2])
             frame = av.VideoFrame.from_ndarray(pixels, format="rgb24")
             shown = times[self._written] if times else Fraction(self._written) / self._fps
-            if times:
+            if times:  # at an even rate the encoder counts the frames itself
                 frame.pts, frame.time_base = round(shown / self.TICK), self.TICK
             self._container.mux(self._stream.encode(frame))
             # `next` copies the packet of the time `_next_sound`, and returns the following packet's time.
