@@ -65,15 +65,16 @@ class Block(CogVideoXBlock):
         *,
         sequence: Sequence | None = None,
     ) -> Any:
-        """Run diffusers' own forward; with a `sequence`, map all its tokens (N, S, C) to all its tokens.
+        """Run the layer on text and patches as one `sequence`; without one, run diffusers' own forward.
 
         Args:
             hidden_states: the patches, or the whole sequence.
             encoder_hidden_states: the text; None with a sequence.
             temb: embedded timestep, (N, E).
-            image_rotary_emb: tables of the patches, or `Tables` of the whole sequence.
+            image_rotary_emb: rotary (cos, sin) of the patches, or of all positions of the sequence; () for a
+                model without rotary positions.
             attention_kwargs: options of diffusers' own forward; None with a sequence.
-            sequence: the layout of `hidden_states`.
+            sequence: the layout of `hidden_states`, its padding and its sharding.
 
         Returns:
             The sequence (N, S, C); without `sequence` diffusers' pair of patches and text.
@@ -84,10 +85,12 @@ class Block(CogVideoXBlock):
             )
 
         def run_local_arrays(*arrays: Any) -> Any:
-            """Run the layer on one device's shards of (tokens, `replaced`), `temb` and tables: JAX arrays."""
+            """Run the layer on a device's shards, JAX arrays, of (tokens, `replaced`), `temb` and tables."""
             (x_NSC, replaced), temb_NE, tables = cast(Any, tensor_of(arrays))
             return array_of(self._run_local_tokens(x_NSC, replaced, temb_NE, tables, sequence))
 
+        # A step with a cache has set `replaced`, results to use instead of running attention ("attn1") or the
+        # feed-forward ("ff"), and `collected`, lists that get the results of those that run.
         x_NSC, results = torch_view(sequence.map_local_tokens(run_local_arrays))(
             (hidden_states, self.replaced), temb, image_rotary_emb
         )
@@ -107,13 +110,13 @@ class Block(CogVideoXBlock):
 
         Args:
             x_NSC: the tokens.
-            replaced: the device's shards of the attribute `replaced`.
+            replaced: results (N, S, C) to use instead of running a part, "attn1" or "ff"; None for zeros.
             temb_NE: the embedded timestep.
-            tables: rotary tables of all positions.
+            tables: rotary cosines and sines of all positions; () for a model without them.
             sequence: the layout of all tokens.
 
         Returns:
-            The layer's tokens, and by part the results for `collected`.
+            The layer's tokens, and by name the results of the parts that a cache wants (`self.collected`).
         """
         # Tokens before index `first` are text: a norm has other shifts, scales and gates for them.
         first, results = sequence.first_patch(), {}
@@ -130,19 +133,22 @@ class Block(CogVideoXBlock):
             if part in replaced:
                 y_NSC = torch.zeros_like(h_NSC) if replaced[part] is None else replaced[part]
             else:
-                last = run_part(h_NSC)
-                if part not in self.collected and supports_fused(last.layers[0], sequence):
-                    x_NSC = last.added(x_NSC, gate, first)
+                projection = run_part(h_NSC)  # the part's last one, not computed yet
+                if part not in self.collected and supports_fused(projection.layers[0], sequence):
+                    x_NSC = projection.added(x_NSC, gate, first)  # fused with the gate and the residual
                     continue
-                y_NSC = last.result()
+                y_NSC = projection.result()
             if part in self.collected:
                 results[part] = y_NSC
             x_NSC = torch_view(jax_kernels.gated_residual)(x_NSC, y_NSC, gate, first)
         return x_NSC, results
 
     def _feed_forward(self, h_NSC: torch.Tensor, sequence: Sequence) -> "LastProjection":
-        """Run the feed-forward on normed tokens up to its last projection; the caller may fuse that."""
-        widen, dropout, *layers = self.ff.net
+        """Run the feed-forward on normed tokens, and return its last projection without computing it.
+
+        The caller computes the projection, alone or in one kernel with the residual.
+        """
+        widen, dropout, *layers = self.ff.net  # `widen` is the first projection and GELU
         if type(widen) is GELU and widen.approximate == "tanh" and supports_fused(widen.proj, sequence):
             project: Any = widen.proj
             h_NSC = torch_view(jax_kernels.linear_gelu)(h_NSC, project.weight, project.bias)
@@ -151,7 +157,11 @@ class Block(CogVideoXBlock):
         return LastProjection(layers, dropout(h_NSC))
 
     def _attend(self, h_NSC: torch.Tensor, tables: Tables, sequence: Sequence) -> "LastProjection":
-        """Run attention on normed tokens up to its output projection; the caller may fuse that."""
+        """Run attention on normed tokens, and return its output projection without computing it.
+
+        The caller computes the projection, alone or in one kernel with the residual. `tables` are the rotary
+        cosines and sines of all positions; () for none.
+        """
         attn: Any = self.attn1
         videos = h_NSC.shape[0]
         qk_norm_rope = torch_view(sequence.shard_heads(jax_kernels.qk_norm_rope, attn.heads))
@@ -159,6 +169,7 @@ class Block(CogVideoXBlock):
             torch_view(sequence.to_heads)(part_PSC, videos)
             for part_PSC in projections(attn, h_NSC.flatten(0, 1), sequence)
         )
+        # Of a device's q.shape[-1] channels a head has q.shape[-1] / (attn.heads / sequence.parts).
         # The queries carry the scores' scale, 1 / sqrt(channels of a head), times log2(e), for a softmax by
         # powers of two. The kernel's own scale, ln(2) = 1 / log2(e), undoes that factor.
         scale = math.log2(math.e) / math.sqrt(q.shape[-1] * sequence.parts / attn.heads)
@@ -168,7 +179,7 @@ class Block(CogVideoXBlock):
         y_NHDS = torch_view(jax_kernels.attention_transposed)(
             q,
             k,
-            qk_norm_rope(v),  # without weights and tables: the layout alone
+            qk_norm_rope(v),  # without weights and tables it changes the layout alone
             scale=math.log(2),
             num_keys=sequence.tokens,
         )
@@ -199,9 +210,9 @@ class LastProjection:
         return y_SC.unflatten(0, (self.h.shape[0], -1))
 
     def added(self, x_NSC: torch.Tensor, gate_N2C: torch.Tensor, first: Any) -> torch.Tensor:
-        """Return `x_NSC + gate * result` by one kernel, for a projection that `supports_fused`.
+        """Return `x_NSC + gate * result` by one kernel, for a projection for which `supports_fused` holds.
 
-        `gate_N2C` has a vector for text, the tokens before index `first`, and one for patches.
+        `gate_N2C` has a vector for text and one for patches; `first` is the index of the first patch.
         """
         fused = functools.partial(jax_kernels.gated_linear, transposed=self.transposed)
         project = self.layers[0]
@@ -209,7 +220,10 @@ class LastProjection:
 
 
 def supports_fused(project: Any, sequence: Sequence) -> bool:
-    """Return whether a kernel may replace a projection: no hooks, no LoRA, and not sharded by XLA."""
+    """Return whether a kernel may replace a projection: one without a LoRA, and not sharded by XLA.
+
+    A LoRA makes the projection another class. `sequence.shared` is the mesh over which XLA shards, or None.
+    """
     return type(project) is Linear and sequence.shared is None
 
 
@@ -240,7 +254,7 @@ def projections(attn: Any, h_SC: torch.Tensor, sequence: Sequence) -> Iterator[t
 
 
 def modulation(norm: Any, temb_NE: torch.Tensor) -> list[torch.Tensor]:
-    """Return [shift, scale, gate] of a norm at a timestep, each (N, 2, C): for text, for patches."""
+    """Return [shift, scale, gate] of diffusers' norm at a timestep, each (N, 2, C): text, then patches."""
     shift, scale, gate, text_shift, text_scale, text_gate = norm.linear(norm.silu(temb_NE)).chunk(6, dim=1)
     pairs = (text_shift, shift), (text_scale, scale), (text_gate, gate)
     return [torch.stack(pair, dim=1) for pair in pairs]
@@ -288,7 +302,7 @@ def joined_step(
         hidden_states: latents (N, T, C, H, W).
         encoder_hidden_states: embedded prompt, (N, S, C).
         timestep, timestep_cond, ofs, image_rotary_emb: as the transformer takes them.
-        attention_kwargs: {"scale": scale of its LoRAs} or None.
+        attention_kwargs: {"scale": scale of its LoRAs} or None; the decorator reads it.
 
     Returns:
         (N, T, C, H, W).
@@ -316,7 +330,13 @@ def joined_step(
 
 
 def joined_patches(y_NPC: torch.Tensor, shape: torch.Size, config: Any) -> torch.Tensor:
-    """Join patches (N, P, C), P here their number, to the latents (N, T, C, H, W) of `shape`."""
+    """Join patches (N, P, C), P here their number, to latents (N, T, C, H, W).
+
+    Args:
+        y_NPC: the patches, each with p_t x p x p values of all channels in its C.
+        shape: shape of the latents; its channels are not read.
+        config: of the transformer.
+    """
     p, p_t = config["patch_size"], config["patch_size_t"] or 1
     videos, frames, _, height, width = shape
     y = y_NPC.unflatten(1, (-(-frames // p_t), height // p, width // p)).unflatten(-1, (-1, p_t, p, p))

@@ -24,7 +24,8 @@ def config_of(choice: str, *, steps: int, guided: bool, timestep: Callable[[], A
         choice: one of `CHOICES`, such as "first-block:0.1".
         steps: number of denoising steps.
         guided: whether steps run with classifier-free guidance: with the prompt and without it.
-        timestep: returns the timestep of the present step.
+        timestep: returns the timestep of the present step; it is called in each step, so the default will do
+            to check a choice only.
 
     Raises:
         ValueError: no such cache, a value that it does not take, or FasterCache without guidance.
@@ -43,7 +44,16 @@ def config_of(choice: str, *, steps: int, guided: bool, timestep: Callable[[], A
 
 
 def _config(name: str, value: str, steps: int, timestep: Callable[[], Any]) -> Any:
-    """Return the config of a cache; `value` is the text after the name's colon, "" for none."""
+    """Return the config of a cache by a name of `CHOICES`.
+
+    Args:
+        name: key of `CHOICES`.
+        value: text after the name's colon; "" for the default.
+        steps, timestep: as `config_of` takes them.
+
+    Raises:
+        ValueError, OSError: a value that the cache does not take.
+    """
     hooks: Any = importlib.import_module("diffusers.hooks")
     if name == "first-block":
         threshold = float(value or 0.05)
@@ -54,7 +64,9 @@ def _config(name: str, value: str, steps: int, timestep: Callable[[], Any]) -> A
         if value == "calibrate":
             return hooks.MagCacheConfig(calibrate=True, num_inference_steps=steps)
         return hooks.MagCacheConfig(num_inference_steps=steps, mag_ratios=_ratios(value))
-    every = int(value or (2 if name == "pab" else 5))
+    every = int(
+        value or (2 if name == "pab" else 5)
+    )  # steps; what the cache skips is computed in one of them
     if every < 2:
         raise ValueError("nothing would be skipped")
     if name == "pab":

@@ -48,7 +48,7 @@ class BlockStack(nn.Module):
     """
 
     def __init__(self, form: Form, kept: Any, numbers: dict[str, torch.Tensor]):
-        """Choose the method by the form's kind."""
+        """Keep the form, the kept residuals and the numbers for `forward`; `step` sets the blocks."""
         super().__init__()
         self.form = form
         self.blocks: tuple[nn.Module, ...] = ()
@@ -57,23 +57,32 @@ class BlockStack(nn.Module):
         self.seen: Any = None
 
     def step(self, model: Any, run: RunStep, tensors: dict[str, Any], joined: bool) -> torch.Tensor:
-        """Return the prediction `run(tensors)` with this module in place of the blocks of `model`.
+        """Return the prediction `run(tensors)`, after putting this module in place of the blocks of `model`.
 
         Args:
-            model: a program's own copy of the transformer.
+            model: a program's own copy of the transformer, which is changed.
             run: runs a step of `model`.
-            tensors: the step's inputs.
-            joined: not used; `ReusedModules.step` needs it.
+            tensors: the step's inputs by name.
+            joined: not used; `ReusedModules.step`, which is called the same way, needs it.
         """
         self.blocks = tuple(model.transformer_blocks)
         model.transformer_blocks = nn.ModuleList([self])
         return run(tensors)
 
     def forward(self, hidden_states: Any, encoder_hidden_states: Any = None, **options: Any) -> Any:
-        """Run the step's blocks; take and return what one block does: (patches, text), or one sequence."""
+        """Run the blocks that the step's form asks for, in place of all of them.
+
+        Args:
+            hidden_states: the patches, or text and patches joined to one sequence.
+            encoder_hidden_states: the text; None with one sequence.
+            options: keyword arguments of each block.
+
+        Returns:
+            (patches, text), or one sequence, as a block returns.
+        """
         joined = encoder_hidden_states is None
         x = (hidden_states,) if joined else (hidden_states, encoder_hidden_states)
-        if self.kept is None:  # for the shapes alone: a residual has its input's
+        if self.kept is None:  # a trace for the shapes of what is kept: a residual's is the patches'
             names = ("head", "tail") if self.form.kind == "first_block" else ("tail",)
             self.kept = dict.fromkeys(names, hidden_states)
         else:
@@ -81,7 +90,7 @@ class BlockStack(nn.Module):
         return x[0] if joined else x
 
     def _run_blocks(self, blocks: Any, x: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
-        """Run blocks one after the other on (patches, text), or on (sequence,)."""
+        """Run blocks one after the other on (patches, text) or (sequence,); `options` go to each block."""
         for block in blocks:
             y = block(*x, **options)
             x = y if isinstance(y, tuple) else (y,)
@@ -90,8 +99,13 @@ class BlockStack(nn.Module):
     def _first_block(self, x: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
         """Run the first block, and the later blocks only if its residual has changed beyond the threshold.
 
-        Else the later blocks' residual of the last full step is added. The first block's residual is kept as
-        "head", the later blocks' as "tail"; `seen` is whether the later blocks ran.
+        A residual is a result minus its input. If the later blocks do not run, their residual of the last
+        full step is added. The first block's residual is kept as "head", the later blocks' as "tail";
+        `self.seen` tells the host whether the later blocks ran.
+
+        Args:
+            x: (patches, text) or (sequence,).
+            options: keyword arguments of each block.
         """
         kept, reuses = self.kept, self.form.reuses
         head = self._run_blocks(self.blocks[:1], x, options)
@@ -111,7 +125,7 @@ class BlockStack(nn.Module):
             y = self._run_blocks(self.blocks[1:], head, options)[0]
             return y, residual, y - head[0]
 
-        if reuses is None:
+        if reuses is None:  # in a run the device decides
             y, first, later = torch_view(jax.lax.cond)(is_similar, reuse, compute)
         else:  # in a plan, which compiles each branch alone
             y, first, later = reuse() if reuses else compute()
@@ -120,7 +134,11 @@ class BlockStack(nn.Module):
         return y, *head[1:]  # the text is only passed on: after the blocks nothing reads it
 
     def _all_blocks(self, x: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
-        """Run all blocks and keep their residual as "tail"; `seen` is its norm over the last residual's."""
+        """Run all blocks on `x`, (patches, text) or (sequence,), and keep their residual as "tail".
+
+        A residual is a result minus its input. `self.seen`, for the host, is the mean ratio of the residual's
+        norm to the last step's. `options` are keyword arguments of each block.
+        """
         before = self.kept["tail"]
         y = self._run_blocks(self.blocks, x, options)
         self.kept = {"tail": y[0] - x[0]}
@@ -129,21 +147,21 @@ class BlockStack(nn.Module):
         return y
 
     def _no_block(self, x: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
-        """Add the residual of the last full step instead of running any block."""
+        """Add the last full step's residual to `x`, (patches, text) or (sequence,), and run no block."""
         return x[0] + self.kept["tail"], *x[1:]
 
 
 def _mean_of_patches(values: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
     """Return the float32 mean of values (N, S, ...) over the patches, without text and padding.
 
-    `options` are those of a block: its "sequence" is the layout of S; without one all are patches.
+    `options` are keyword arguments of a block: "sequence" is the layout of S; without it all are patches.
     """
     sequence, values = options.get("sequence"), values.float()
     if sequence is None:
         return values.mean()
     position = torch.arange(values.shape[1], device=values.device)
     patches = (position >= sequence.text) & (position < sequence.tokens)
-    patches = patches.reshape(1, -1, *(1,) * (values.ndim - 2))
+    patches = patches.reshape(1, -1, *(1,) * (values.ndim - 2))  # broadcasts over N and the last axes
     count = values.numel() // values.shape[1] * (sequence.tokens - sequence.text)
     return torch.where(patches, values, torch.zeros_like(values)).sum() / count
 
@@ -167,7 +185,7 @@ class ReusedModules:
     seen = None
 
     def __init__(self, form: Form, kept: Any, numbers: dict[str, torch.Tensor]):
-        """Skip the form's modules, but none without kept arrays."""
+        """Skip the form's modules, but none where `kept` is None: in a trace for the shapes to keep."""
         self.form = form
         self.kept: Any = kept
         self.numbers = numbers
@@ -176,24 +194,28 @@ class ReusedModules:
     def step(self, model: Any, run: RunStep, tensors: dict[str, Any], joined: bool) -> torch.Tensor:
         """Return the prediction `run(tensors)`, with kept results in place of the skipped modules of `model`.
 
+        The arrays to keep for the next step are in `self.kept` afterwards.
+
         Args:
-            model: a program's own copy of the transformer.
+            model: a program's own copy of the transformer, which is changed.
             run: runs a step of `model`.
-            tensors: the step's inputs.
+            tensors: the step's inputs by name.
             joined: whether the blocks of `model` take text and patches as one sequence.
         """
         dtype, before = tensors["hidden_states"].dtype, self.kept or {}
-        # The results to use; None for a module whose result is not kept: zeros replace it.
+        # By module, the tuple of tensors to use as its result; None, where none is kept, for zeros.
         given: dict[str, Any] = {
             name: self._estimate(name, before[name], dtype) if name in before else None
             for name in self.skipped
         }
+        # By module that runs and is kept, a list that gets the tensors of its result in the trace.
         results: dict[str, list[torch.Tensor]] = {name: [] for name in self.form.kept if name not in given}
         for name in (*given, *results):
             owner, _, part = name.rpartition(".")
             if joined and re.fullmatch(r"transformer_blocks\.\d+", owner):
+                # A block on one sequence does not call its parts "attn1" and "ff": it reads these attributes.
                 block: Any = model.get_submodule(owner)
-                if name in given:
+                if name in given:  # the result is one tensor, of the whole sequence
                     block.replaced = {**block.replaced, part: given[name] and given[name][0]}
                 else:
                     block.collected = {**block.collected, part: results[name]}
@@ -211,14 +233,14 @@ class ReusedModules:
     def _estimate(self, name: str, kept: Any, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
         """Return the tensors, of `dtype`, that replace the result of module `name`.
 
-        `kept` has for each of them the arrays of earlier steps.
+        `kept` has, for each of the tensors, a tuple of arrays of earlier steps; here it has one array.
         """
         return tuple(arrays[0] for arrays in kept)
 
     def _to_keep(self, name: str, y: torch.Tensor, kept: Any) -> tuple[torch.Tensor, ...]:
         """Return the arrays to keep for a tensor `y` of module `name`'s result, which may be an estimate.
 
-        `kept` are the arrays that the step before has kept for this tensor.
+        `kept` are the arrays that the previous step kept for this tensor; here they are not needed.
         """
         return (y,)
 
@@ -230,7 +252,10 @@ class TaylorModules(ReusedModules):
     """
 
     def _estimate(self, name: str, kept: Any, dtype: torch.dtype) -> tuple[Any, ...]:
-        """Return a module's tensors by their Taylor series, `since` steps after the last computed step."""
+        """Return a module's tensors, of `dtype`, by a Taylor series from the last computed step.
+
+        `kept` has for each tensor its series' factors: the last result, and differences of rising order.
+        """
         since = self.numbers["since"]
         powers = [(since**order / math.factorial(order)).to(dtype) for order in range(self.form.arrays)]
         return tuple(
@@ -242,7 +267,7 @@ class TaylorModules(ReusedModules):
         """Return a computed tensor and its divided differences of rising order; `kept` if it was skipped."""
         if name in self.skipped:
             return kept
-        factors = [y]
+        factors = [y]  # by order; each further one is the change of the factor below it, for each step
         for order, before in enumerate(kept[:-1]):
             change = (factors[order] - before.to(y.dtype)) / self.numbers["since"].to(y.dtype)
             # With too few steps computed, `before` is the zeros of the start: there is no difference yet.
@@ -269,13 +294,14 @@ class FasterCacheModules(ReusedModules):
             return super().step(model, run, tensors, joined)
         # Arrays are kept for the video with the prompt alone: a trace for their shapes runs on it.
         prompted_only = before is None or self.form.prompted_only
-        low, high = before.pop("frequencies") if before else (torch.zeros(0), torch.zeros(0))  # set below
+        # In that trace both are set below. The base class takes the modules' arrays without the frequencies.
+        low, high = before.pop("frequencies") if before else (torch.zeros(0), torch.zeros(0))
         if prompted_only:  # the second half of the batch
             tensors = {
                 name: each.chunk(2)[1] if name in GUIDED_INPUTS else each for name, each in tensors.items()
             }
         sample = super().step(model, run, tensors, joined)
-        if before is None:
+        if before is None:  # for the shapes alone
             low = high = sample.float()
         elif prompted_only:
             low, high = low * self.numbers["low"], high * self.numbers["high"]
@@ -288,12 +314,21 @@ class FasterCacheModules(ReusedModules):
         return sample
 
     def _estimate(self, name: str, kept: Any, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        """Return a module's tensors extrapolated from their last two results (before, now)."""
+        """Return the tensors, of `dtype`, of module `name`, by extrapolation.
+
+        `kept` has for each tensor its last two results (before, now).
+        """
         weight = self.numbers["weights"][self.form.kept.index(name)].to(dtype)
         return tuple(now + (now - before) * weight for before, now in kept)
 
     def _to_keep(self, name: str, y: torch.Tensor, kept: Any) -> tuple[torch.Tensor, ...]:
-        """Return (new result for the video with the prompt, result before it); `kept` is (older, newer)."""
+        """Return (new result for the videos with the prompt, result before it).
+
+        Args:
+            name: of the module, not used.
+            y: the new result, for the videos with the prompt, after those without it if these ran too.
+            kept: (older, newer) of the last two results, for the videos with the prompt.
+        """
         _oldest, newer = kept
         if len(y) > len(newer):  # both videos: take the second half of the batch
             y, length = y.chunk(2)[1], newer.shape[1]
@@ -307,7 +342,11 @@ GUIDED_INPUTS = ("hidden_states", "encoder_hidden_states", "timestep")
 
 
 def low_frequencies(x: Any) -> Any:
-    """Return pictures (..., H, W) without the frequencies above a fifth of the shorter side, as diffusers."""
+    """Return pictures (..., H, W) with the lowest frequencies alone, as diffusers' FasterCache cuts them.
+
+    In the spectrum, with its origin in the center, they are a circle whose radius is a fifth of the shorter
+    side.
+    """
     height, width = x.shape[-2:]
     rows, columns = jnp.arange(height)[:, None] - height // 2, jnp.arange(width) - width // 2
     inside = rows**2 + columns**2 <= (min(height, width) // 5) ** 2
@@ -319,8 +358,8 @@ def _replace_forward(module: nn.Module, given: dict[str, Any], results: dict[str
 
     Args:
         module: a module of a program's own copy of the transformer.
-        given: results by a module's name: a tuple of tensors, or None for zeros like the module's own.
-        results: lists by a module's name, for the results of modules that are not given.
+        given: results to return, by a module's name: a tuple of tensors, or None for zeros like its own.
+        results: lists by a module's name; that of a module not in `given` gets the tensors of its result.
         name: the module's name.
     """
     forward = module.forward
@@ -352,7 +391,7 @@ REUSES: dict[str, Any] = {
 def takes_sequences(form: Form) -> bool:
     """Return whether a cache of this form works with text and patches as one sequence.
 
-    It may name only blocks, their parts "attn1" and "ff", and modules outside of the blocks: with one
+    The form may name only blocks, their parts "attn1" and "ff", and modules outside of the blocks: with one
     sequence the modules inside a part are not called, as kernels take their weights.
     """
     allowed = re.compile(r"transformer_blocks\.\d+(\.(attn1|ff))?|(?!transformer_blocks\.).*")

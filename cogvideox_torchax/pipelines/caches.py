@@ -76,6 +76,7 @@ class _ThreadStates(threading.local):
     """The states of this thread's runs, by cache and name of a context, and the current context's name."""
 
     def __init__(self) -> None:
+        # By a cache, then by the name of a context, None for a cache that has none.
         self.states: MutableMapping[StepCache, dict[str | None, RunState]] = WeakKeyDictionary()
         self.context: str | None = None
 
@@ -119,30 +120,32 @@ class StepCache:
         _THREAD.states.pop(self, None)
 
     def step(self, model: Any, network: Callable[[Form], nn.Module], tensors: dict[str, Any]) -> torch.Tensor:
-        """Run a step, by the program of its form, and return its prediction.
+        """Run a step and return its prediction; keep its arrays for this thread's next step in this context.
 
         Args:
             model: the transformer.
-            network: returns the network of a step of a given form.
+            network: returns the network of a step of a given form, from which a program is compiled.
             tensors: inputs of the step, by name.
         """
         # Hooks without a state manager do not tell contexts apart, in diffusers either.
         name = _THREAD.context if any(hasattr(each.hook, "state_manager") for each in self.hooks) else None
         states = _THREAD.states.setdefault(self, {})
         state = states.pop(name, None) or self._new_state(name)  # a step that fails leaves no state behind
+        # The layers that the step runs, and scalars that its program takes besides the tensors.
         form, numbers = runtime.without_torchax(self._plan_step, state, model, tensors)
         network_of_form = network(form)
         program = model.program_of(network_of_form)
         weights, inputs = program.weights(network_of_form), program.put({**tensors, **numbers})
         if state.kept is None:
             state.kept = program.empty_cache(weights, inputs)
+        # The kept arrays are donated, and replaced by the step's; `seen` is a scalar for the host, or None.
         (sample, seen), state.kept = program.run(weights, inputs, state.kept)
         self._record(state, seen)
         states[name] = state
         return runtime.tensor_of(sample)
 
     def plan_run(self, model: Any, batch: int, steps: Iterable[Any]) -> list[StepPlan]:
-        """Return the plan of each step of a run, without running any.
+        """Return (form, numbers) of each step of a run, without running any.
 
         Args:
             model: the transformer.
@@ -150,25 +153,26 @@ class StepCache:
             steps: an item for each step, taken just before the step is planned: a generator may set the
                 timestep that the hooks' callbacks return.
         """
+        # Hooks need a context, of any name; of the tensors they read the number of videos alone.
         state, tensors = self._new_state("a plan"), {"hidden_states": torch.empty(batch, 0)}
         return [self._plan_step(state, model, tensors) for _ in steps]
 
     def _new_state(self, name: str | None) -> RunState:
-        """Return the state of a new run in the context `name`, with copies of the hooks.
+        """Return the state of a new run, with copies of the hooks; the property `computed` is about it now.
 
-        From now on `computed` is about this run.
+        `name` is the name of the run's context, None for none.
         """
         state = RunState(
             runtime.without_torchax(copy.deepcopy, {each.module: each.hook for each in self.hooks})
         )
         for hook in state.hooks.values():
-            hook.reset_state(None)  # in place of a module, which no cache's hook reads
+            hook.reset_state(None)  # its argument is the hooked module, which no cache's hook reads
             upstream.set_context(hook, name)
         self._computed = state.computed
         return state
 
     def _plan_step(self, state: RunState, model: Any, tensors: dict[str, Any]) -> StepPlan:
-        """Return the next step's form and numbers, and have the hooks count the step.
+        """Return the next step's form and its program's numbers, and have the hooks count the step.
 
         Args:
             state: the run's state, whose hooks decide what the step skips; its `computed` grows.
@@ -178,17 +182,17 @@ class StepCache:
         raise NotImplementedError
 
     def _record(self, state: RunState, seen: Any) -> None:
-        """Record `seen`, the scalar that a step's program returned for the host, or None."""
+        """Update `state` by `seen`, a scalar that a step's program gave the host; here do nothing."""
 
 
 class FirstBlockSteps(StepCache):
     """FirstBlockCache: the blocks after the first run if the first one's residual has changed enough."""
 
     def plan_run(self, model: Any, batch: int, steps: Iterable[Any]) -> list[StepPlan]:
-        """Return two plans, whatever the `steps`: of a step that runs all blocks, and of one that reuses.
+        """Return (form, numbers) of two steps, whatever the `steps`: one runs all blocks, the other reuses.
 
-        The second runs the first block, and adds the kept residual of the blocks after it. In a run the
-        device decides between the two; in a plan each is a program.
+        The step that reuses runs the first block, and adds the kept residual of the later blocks. In a run
+        the device decides between the two; in a plan each is a program.
         """
         # One step is planned, `range(1)`, for its threshold: all steps have the same plan.
         ((_form, numbers),) = super().plan_run(model, batch, range(1))
@@ -201,7 +205,7 @@ class FirstBlockSteps(StepCache):
         return form("first_block"), {"threshold": torch.tensor(head.threshold)}
 
     def _record(self, state: RunState, seen: Any) -> None:
-        """Record `seen`, whether the step ran all blocks."""
+        """Add `seen`, a bool on the device, whether the step ran all blocks, to the list of the run."""
         state.computed.append(seen)
 
 
@@ -214,7 +218,7 @@ class MagSteps(StepCache):
 
     def _plan_step(self, state: RunState, model: Any, tensors: dict[str, Any]) -> StepPlan:
         """Return the form that runs all blocks or none, as the first block's hook decides by its ratios."""
-        head, *_, tail = state.hooks.values()
+        head, *_, tail = state.hooks.values()  # hooks of the first block and of the last
         placeholder = torch.zeros(1, 1, 1)  # the hooks need tensors, but decide without their values
         inputs = {"hidden_states": placeholder, "encoder_hidden_states": placeholder}
         computes = computes_module(head, 2 * (placeholder,), **inputs)
@@ -224,7 +228,7 @@ class MagSteps(StepCache):
         return form("all_blocks" if computes else "no_block"), {}
 
     def _record(self, state: RunState, seen: Any) -> None:
-        """Give the last block's hook `seen`, the ratio that the step has measured, if it calibrates."""
+        """If the run calibrates, have the last block's hook record `seen`, the ratio of the step."""
         *_, tail = state.hooks.values()
         if tail.config.calibrate:
             runtime.without_torchax(upstream.record_ratio, tail, seen)
@@ -234,7 +238,7 @@ class BroadcastSteps(StepCache):
     """PyramidAttentionBroadcast: later steps reuse attention's results."""
 
     def _plan_step(self, state: RunState, model: Any, tensors: dict[str, Any]) -> StepPlan:
-        """Return the form whose skipped modules are those whose hooks would reuse a result."""
+        """Return the form that skips the modules whose hooks would reuse a result; there are no numbers."""
         skipped = tuple(
             name for name, hook in state.hooks.items() if not computes_module(hook, torch.zeros(1))
         )
@@ -252,15 +256,16 @@ class TaylorSteps(StepCache):
         by then: the result, its first difference, and so on.
         """
         hook_states = {name: hook.state_manager.get_state() for name, hook in state.hooks.items()}
-        # Of an inactive module diffusers keeps no result: zeros replace it.
+        # diffusers keeps no result of an inactive module: zeros replace it.
         read = results_that_skips_read(hook_states)
         kept = tuple(name for name in read if not hook_states[name].is_inactive)
         # All hooks compute or skip the same steps: any of them counts for all.
         hook_state = hook_states[kept[0]] if kept else next(iter(hook_states.values()))
-        # Read before the hooks count this step, and then its number.
+        # Both are read before `computes_module` has the hooks count this step; `current_step` is read after.
         last_step, known = hook_state.last_update_step, len(hook_state.taylor_factors.get(0, ()))
         (computes,) = {computes_module(hook, torch.zeros(1)) for hook in state.hooks.values()}
         state.computed.append(computes)
+        # Without a computed step before, no difference is kept: 1 only avoids a division by 0.
         since = 1.0 if last_step is None else float(hook_state.current_step - last_step)
         taylor_form = form(
             "taylor",
@@ -273,10 +278,10 @@ class TaylorSteps(StepCache):
 
 
 def results_that_skips_read(names: Iterable[str]) -> list[str]:
-    """Return those of the modules `names` whose results a step reads that skips all of them.
+    """Return the names of the modules whose kept results matter in a step that skips all modules `names`.
 
-    If a whole block is skipped, or the last layer, "proj_out", its result replaces all that is computed
-    before it: the modules before it are left out.
+    The kept result of a whole block, or of the last layer "proj_out", replaces all that is computed before
+    it: the modules before the last such module are left out.
     """
 
     def position(name: str) -> tuple[float, bool]:
@@ -288,6 +293,7 @@ def results_that_skips_read(names: Iterable[str]) -> list[str]:
         return (float(block["index"]), not block["inside"]) if block else (math.inf, name == "proj_out")
 
     positions = {name: position(name) for name in names}
+    # Without a whole module all names are kept: -1 is before the first block.
     last_whole = max(((index, whole) for index, whole in positions.values() if whole), default=(-1.0, False))
     return [name for name in names if positions[name] >= last_whole]
 
@@ -296,23 +302,24 @@ class FasterSteps(StepCache):
     """FasterCache: attention is extrapolated, the prediction without the prompt made from the one with it."""
 
     def _plan_step(self, state: RunState, model: Any, tensors: dict[str, Any]) -> StepPlan:
-        """Return the form, and the weights of its extrapolations by the user's callbacks.
+        """Return the step's form, and the weights of its extrapolations by the user's callbacks.
 
         The transformer's hook decides whether to skip the videos without a prompt, attention's hooks whether
-        to skip a module. The numbers are the weights of `low` and `high` frequencies, and the modules'
+        to skip their module. The numbers are the weights of `low` and `high` frequencies, and the modules'
         `weights`.
         """
-        own = {each.module: each.hook for each in self.hooks}  # with the user's callbacks
-        for hook in state.hooks.values():  # the copies need weights, but decide without their values
+        user_hooks = {each.module: each.hook for each in self.hooks}  # the originals, with the callbacks
+        for hook in state.hooks.values():  # copies: they need weights, but decide without their values
             vars(hook).update(
                 {name: lambda _module: 0.0 for name in vars(hook) if name.endswith("weight_callback")}
             )
         # The transformer's own hook has the name "".
         denoiser, parts = state.hooks[""], {name: hook for name, hook in state.hooks.items() if name}
+        # `denoise` appends to both lists: one bool, and names of modules.
         batch, prompted_only, skipped = len(tensors["hidden_states"]), [], []
 
         def denoise(hidden_states: torch.Tensor) -> tuple[torch.Tensor]:
-            """Stand for the transformer: record if it runs with the prompt alone, and the skipped modules."""
+            """Stand for the transformer: record whether it gets prompted videos alone, and what it skips."""
             prompted_only.append(len(hidden_states) < batch)
             result = hidden_states  # of each module: the hooks read its number of videos alone
             skipped.extend(
@@ -321,17 +328,18 @@ class FasterSteps(StepCache):
             return (result,)
 
         has_two_results = denoiser.state.iteration > 1  # else there is nothing to extrapolate: weight 0
+        # The hook calls `denoise` with all videos, or with those that it does not skip.
         upstream.call_hook(denoiser, denoise, hidden_states=torch.zeros(batch, 1, 1, 1, 1))
         weights = [
-            has_two_results * float(own[name].weight_callback(model.get_submodule(name)))
+            has_two_results * float(user_hooks[name].weight_callback(model.get_submodule(name)))
             if name in skipped
             else 0.0
             for name in parts
         ]
         low, high = 1.0, 1.0
         if prompted_only[0]:
-            low = float(own[""].low_frequency_weight_callback(model))
-            high = float(own[""].high_frequency_weight_callback(model))
+            low = float(user_hooks[""].low_frequency_weight_callback(model))
+            high = float(user_hooks[""].high_frequency_weight_callback(model))
         state.computed.append(not (prompted_only[0] or skipped))
         faster_form = form(
             "faster",
@@ -344,16 +352,24 @@ class FasterSteps(StepCache):
         return faster_form, {name: torch.tensor(value) for name, value in numbers.items()}
 
     def _record(self, state: RunState, seen: Any) -> None:
-        """Put the two kept results of each tensor in order again, the older one first."""
+        """Put the two kept results of each tensor in order again, the older one first; `seen` is not used."""
         # The program returns the newer result first: it is written to the donated memory of the older one.
-        swapped = {name: tuple(pair[::-1] for pair in state.kept[name]) for name in state.hooks if name}
+        # The hook named "" is the transformer's: it keeps no such pairs.
+        swapped = {
+            name: tuple((older, newer) for newer, older in state.kept[name]) for name in state.hooks if name
+        }
         state.kept = {**state.kept, **swapped}
 
 
 def computes_module(hook: Any, result: Any, *args: Any, **kwargs: Any) -> bool:
-    """Call a hook with arguments of its module; return whether it calls the module, or skips it.
+    """Call a hook, in place of its module, and return whether it calls the module: True, or skips it: False.
 
-    A function that returns `result` stands for the module.
+    The hook counts a step, as in a run.
+
+    Args:
+        hook: a hook of diffusers' caches, which is on no module.
+        result: what the function that stands for the module returns to the hook.
+        args, kwargs: arguments of the module.
     """
     ran: list[bool] = []
 

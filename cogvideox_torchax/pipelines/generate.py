@@ -76,7 +76,7 @@ class Model:
 
     @property
     def temporal_scale(self) -> int:
-        """Frames for each latent frame after the first; the first latent frame is one frame."""
+        """Frames for each latent frame after the first; the first latent frame stands for a single frame."""
         return int(self.vae["temporal_compression_ratio"])
 
     def latent_frames(self, frames: int) -> int:
@@ -133,10 +133,11 @@ def _kind(name: str, class_name: str, image: bool, clip: bool) -> str:
         image, clip: whether the user gave an input image, or an input video.
 
     Raises:
-        RequestError: another class, or inputs that the class does not take.
+        RequestError: the index names another class, or the class does not take the inputs.
     """
     if class_name not in CLASSES.values():
         raise RequestError(f"{name} is a {class_name}: it takes one of {', '.join(CLASSES.values())}")
+    # Pipelines for text and for video have the same parts: their index may name either, the clip decides.
     conditioned = {CLASSES[IMAGE]: IMAGE, CLASSES[CONTROL]: CONTROL}
     kind = conditioned.get(class_name, VIDEO if clip else TEXT)
     if (kind == IMAGE) != image or (kind == CONTROL and not clip):
@@ -175,7 +176,8 @@ def check(request: Request, model: Model) -> None:
 def steps_of(request: Request, model: Model) -> int:
     """Return the number of denoising steps.
 
-    For `VIDEO`, whose input video has noise added in part, they are the fraction `strength` of the request's.
+    A `VIDEO` pipeline adds noise to its input video only in part: the denoising steps are the fraction
+    `strength` of the requested steps.
     """
     return (
         int(request.num_inference_steps * request.strength)
@@ -191,24 +193,21 @@ def _check_size(request: Request, model: Model) -> None:
     check_size(request.height, request.width, model.transformer, model.spatial_compression_ratio)
     if request.height % 8 or request.width % 8:  # the pipelines refuse it, after their weights are loaded
         raise RequestError(f"got {request.height} x {request.width} pixels: both must be multiples of 8")
-    _, *learned_size = model.size
-    if (
-        model.transformer["use_learned_positional_embeddings"]
-        and [request.height, request.width] != learned_size
-    ):
+    _frames, learned_height, learned_width = model.size
+    has_learned_size = (request.height, request.width) == (learned_height, learned_width)
+    if model.transformer["use_learned_positional_embeddings"] and not has_learned_size:
         raise RequestError(
             f"got height={request.height}, width={request.width}: {model.name} has learned its positions, "
-            f"and takes height={learned_size[0]}, width={learned_size[1]} alone"
+            f"and takes height={learned_height}, width={learned_width} alone"
         )
-    # A patch may span several latent frames. Pipelines without a clip pad to whole patches themselves.
+    # A patch may span several latent frames. Pipelines that take no clip pad to whole patches themselves:
+    # for them any number of latent frames will do.
     patch = 1 if model.kind in (TEXT, IMAGE) else model.transformer["patch_size_t"] or 1
     scale, latent = model.temporal_scale, model.latent_frames(request.frames)
     if request.frames < 1 or (request.frames - 1) % scale or latent % patch:
-        below = max(latent // patch * patch, patch)
-        near = [(n - 1) * scale + 1 for n in (below, below + patch)]
-        raise RequestError(
-            f"got --frames {request.frames}: {model.name} generates {near[0]} or {near[1]} of them"
-        )
+        below = max(latent // patch * patch, patch)  # latent frames of the nearest valid request
+        fewer, more = ((n - 1) * scale + 1 for n in (below, below + patch))
+        raise RequestError(f"got --frames {request.frames}: {model.name} generates {fewer} or {more} of them")
 
 
 def _check_prompt(request: Request, model: Model) -> None:
@@ -283,9 +282,10 @@ class Generation:
     show: Callable[[torch.Tensor], None] | None = None
 
     def encode_text(self) -> dict[str, torch.Tensor | None]:
-        """Return the prompts' embeddings (1, S, C) by the pipeline's argument names; save them as a stage.
+        """Return the prompts' embeddings (1, S, C) by the pipeline's argument names.
 
-        Without guidance the negative prompt's are None.
+        Without guidance the negative prompt's are None. They are saved as a stage file too, if the generation
+        has a directory to keep stages in.
         """
         with torch.no_grad():
             positive, negative = self.pipe.encode_prompt(
@@ -300,9 +300,9 @@ class Generation:
         return embeddings
 
     def sample(self, embeddings: dict[str, torch.Tensor | None]) -> latent_files.Latents:
-        """Denoise, and return the latents as the content of a latent file, (1, C, T, H, W).
+        """Denoise, and return the latents (1, C, T, H, W) as the content of a latent file, not written yet.
 
-        Latents that an earlier generation saved are removed: they must not be decoded as this one's.
+        A file of latents that an earlier generation saved is deleted: it must not be taken for this one's.
 
         Args:
             embeddings: of `encode_text`, or of a saved stage.
@@ -354,7 +354,10 @@ class Generation:
         return [Image.fromarray(frame[0].permute(1, 2, 0).numpy()) for frame in frames]
 
     def _show_step(self, pipe: Any, step: int, timestep: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Show a step's latents; the pipeline's `callback_on_step_end`, which changes no variables."""
+        """Pass a step's latents to `show`; the pipeline's `callback_on_step_end`.
+
+        The result would be variables of the pipeline to change: there are none.
+        """
         if self.show is not None:
             self.show(self._plain_latents(kwargs["latents"]))
         return {}

@@ -27,6 +27,7 @@ class Linear(nn.Linear):
         """Multiply by the kernel on JAX, else as PyTorch."""
         if not on_jax(input):
             return super().forward(input)
+        # With inputs split over devices, each device's part of the sum is rounded before the sum.
         return torch_view(jax_kernels.linear)(input, self.weight, self.bias, rounded_parts=self.inputs_split)
 
 
@@ -41,7 +42,7 @@ class LayerNorm(nn.LayerNorm):
 
 
 def check_positions(table: torch.Tensor, patches: int) -> None:
-    """Raise `ValueError` unless a rotary table (positions, D) has one for each patch.
+    """Raise `ValueError` unless a rotary table (positions, D) has a position for each of `patches` patches.
 
     Patches without a position would count as text.
     """
@@ -66,9 +67,9 @@ class JointAttention:
         attention_mask: torch.Tensor | None = None,
         image_rotary_emb: Any = None,
     ) -> Any:
-        """Return attention's results (patches, text), in one pass over both.
+        """Return attention's results (patches, text), computed in one pass over both.
 
-        Diffusers' code runs for plain tensors, cross-attention and masks, which the kernel does not take.
+        The inherited code runs for plain tensors, and for cross-attention and masks, which the kernel lacks.
 
         Args:
             attn: diffusers' attention, whose layers are used.
@@ -128,7 +129,10 @@ class PatchEmbed(CogVideoXPatchEmbed):
         )
 
     def table_for(self, height: int, width: int, frames: int) -> torch.Tensor | None:
-        """Return the positions (1, S, C) of latents of this size; None if the model's own table has them."""
+        """Return the positions (1, S, C) of latents of this size; None if the module's own table has them.
+
+        The last table of each module is kept for the next call.
+        """
         if not self.needs_table(height, width, frames):
             return None
         size = (height, width, frames)
@@ -139,7 +143,10 @@ class PatchEmbed(CogVideoXPatchEmbed):
         return table
 
     def use_table(self, table: torch.Tensor) -> None:
-        """Have `forward` add `table` in place of the module's own positions; for a program's own copy."""
+        """Have `forward` add `table` in place of the module's own positions, from now on.
+
+        Only a program's own copy of the module is to be changed so.
+        """
         self.table, self.use_positional_embeddings = table, False  # the inherited forward adds none
 
     def forward(self, text_embeds: torch.Tensor, image_embeds: torch.Tensor) -> torch.Tensor:

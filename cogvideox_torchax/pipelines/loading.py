@@ -111,7 +111,10 @@ def load_pipeline(
 
 
 def _directory(name: str, variant: str | None, options: dict[str, Any]) -> Path:
-    """Return the directory of a pipeline's files; those of a hub id are downloaded with `options`."""
+    """Return the directory of a pipeline's files; if `name` is a hub id, download them first.
+
+    `variant` and `options` are as diffusers' `download` takes them.
+    """
     directory = local(name)
     try:
         return directory or Path(
@@ -140,12 +143,14 @@ def _load_network(
     network = port_network(runtime.without_torchax(_network_without_weights, directory, part, dtype))
     if mesh is not None:
         network.place_on(mesh, parallel)
+    # Names of modules that would overflow in float16, by the network's class; T5 has some.
     float32_modules = getattr(network, "_keep_in_fp32_modules", None) if dtype == torch.float16 else None
+    # Names of weights that no file has, and of tensors in the files that are no weights.
     missing, unexpected = runtime.feed_weights(
         network, _cast(read_tensors(files), dtype, tuple(float32_modules or ())), network.put_weight
     )
     port_network(network)  # ties weights again that have two names, of which a file has one
-    # A tied name that no file has is not missing.
+    # A tied weight is not missing if a file has it under its other name: then it is not on "meta" any more.
     without_weight = {name for name, weight in network.named_parameters() if weight.is_meta}
     check_loading_info({"missing_keys": missing & without_weight, "unexpected_keys": unexpected}, directory)
     network.place()  # the buffers, which no file has
@@ -153,7 +158,10 @@ def _load_network(
 
 
 def _network_without_weights(directory: Path, part: str, dtype: torch.dtype) -> Any:
-    """Return the network `part` of the config in `directory`, parameters on "meta", buffers real."""
+    """Return a network of the config in `directory`, with parameters on "meta" (no memory) and real buffers.
+
+    `part` is "transformer" or "text_encoder".
+    """
     default_dtype = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

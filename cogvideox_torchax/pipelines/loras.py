@@ -31,20 +31,21 @@ PIPELINE_METHODS = (
 
 
 def methods_in_pytorch(kind: Any, names: Iterable[str]) -> dict[str, Callable[..., Any]]:
-    """Return by name the methods of a class, of `names` those it has, run while weights are in PyTorch.
+    """Return wrapped methods of a class, by name, that move the weights to PyTorch while they run.
 
     Args:
         kind: class of the network, or of a pipeline around one as its `transformer`.
-        names: of methods.
+        names: of methods; those that the class does not have are left out.
     """
     return {name: _in_pytorch(getattr(kind, name)) for name in names if hasattr(kind, name)}
 
 
 def _in_pytorch(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method of a network or a pipeline, run while the network's weights are in PyTorch."""
+    """Wrap a method of a network, or of a pipeline around one: the weights are in PyTorch while it runs."""
 
     @functools.wraps(method)
     def call(owner: Any, *args: Any, **options: Any) -> Any:
+        """Call the method of `owner`, a network or a pipeline with a `transformer`."""
         with _weights_on_host(getattr(owner, "transformer", owner)):
             return runtime.without_torchax(method, owner, *args, **options)
 

@@ -86,7 +86,10 @@ class TransformerStep(nn.Module):
         return DiffusersTransformer.forward(self.model, **arguments, return_dict=False)[0]
 
     def forward(self, tensors: dict[str, Any], cache: None) -> tuple[torch.Tensor, None]:
-        """Return (prediction, None) of a step from its tensors by name; it has no cache."""
+        """Return (prediction, None) of a step from its tensors by name.
+
+        A program's network takes and returns a cache too: this one has none, and `cache` is None.
+        """
         return self.predict(tensors), cache
 
 
@@ -109,9 +112,11 @@ class CachedStep(TransformerStep):
         self.joined = self.joined and cached_layers.takes_sequences(form)
 
     def forward(self, tensors: dict[str, Any], cache: Any) -> tuple[Any, Any]:
-        """Return ((prediction, scalar for the host), arrays to keep for the next step).
+        """Return ((prediction, scalar for the host or None), arrays to keep for the next step).
 
-        `tensors` are the step's inputs and `cached_layers.NUMBERS`, by name; `cache` is the kept arrays.
+        Args:
+            tensors: by name the step's inputs, and numbers that tell what to reuse (`cached_layers.NUMBERS`).
+            cache: the arrays that the last step kept; None in a trace for their shapes.
         """
         inputs = dict(tensors)
         numbers = {name: inputs.pop(name) for name in cached_layers.NUMBERS if name in inputs}
@@ -130,7 +135,10 @@ class TextEncoding(nn.Module):
         self.model = model
 
     def forward(self, tensors: dict[str, Any], cache: None) -> tuple[torch.Tensor, None]:
-        """Return (last hidden states, None) of the encoder's arguments by name; it has no cache."""
+        """Return (last hidden states, None) of the encoder's arguments by name.
+
+        A program's network takes and returns a cache too: this one has none, and `cache` is None.
+        """
         return TransformersT5Encoder.forward(self.model, **tensors)[0], cache
 
 
@@ -160,7 +168,7 @@ class CompiledNetwork(PortedModel):
     def program_of(self, network: nn.Module) -> runtime.Program:
         """Return the program of `network`, a `network_class` or `CachedStep` around this model.
 
-        It is kept by the network's options and form.
+        The model keeps its programs, by the network's options and its form (what a cached step skips).
         """
         options = tuple(sorted(getattr(network, "options", {}).items()))
         key = (options, getattr(network, "form", None))
@@ -174,7 +182,7 @@ class CompiledNetwork(PortedModel):
         """Return a new program of a module around this model, for the mesh if there is one."""
         if self.mesh is None:
             return runtime.Program(network)
-        types = SPLIT_LAYERS
+        types = SPLIT_LAYERS  # modules whose inputs and outputs are constrained to the sharding
         if self.parallelism.kind == sharding.CONTEXT:  # a transformer's blocks take and return local tokens
             types = (Block,) if network.joined else ()
         return runtime.Program(network, replace(self.placement, types=types))
@@ -201,14 +209,14 @@ class CompiledNetwork(PortedModel):
         Raises:
             ValueError: a mesh not made by `make_mesh`, or one that does not divide the weights.
         """
-        port_network(self)  # layers that were added later, such as a LoRA's
+        port_network(self)  # again, for layers that were added later, such as a LoRA's
         mesh = self.mesh if mesh is None else mesh
         if mesh is not None:
             self.place_on(mesh, parallel)
         runtime.put_weights(self, self.put_weight)
 
     def put_weight(self, name: str, array: Any) -> Any:
-        """Put a weight, a NumPy or a JAX array, on the default device or on the mesh."""
+        """Return a weight, given as a NumPy or a JAX array, on the default device or on the mesh."""
         if self.mesh is None:
             return runtime.on_default_device(name, array)
         return self.placement.weight(name, array)
@@ -225,6 +233,7 @@ class CompiledNetwork(PortedModel):
         Raises:
             ValueError: a mesh not made by `make_mesh`, or one that does not divide the weights.
         """
+        # On the same mesh, and without a request, the earlier choice stays.
         chosen = self.parallelism
         if mesh != self._mesh or parallel is not None or memory is not None:
             chosen = parallelism_of(self, mesh, parallel, memory)
@@ -236,7 +245,7 @@ class CompiledNetwork(PortedModel):
 def parallelism_of(
     network: Any, mesh: Mesh, requested: Parallel | None = None, memory: float | None = None
 ) -> Any:
-    """Return the `sharding.Parallelism` of a network, ported or not: its use of the mesh's "tp".
+    """Return how a network, ported or not, uses the mesh's axis "tp": for tokens or for weights' channels.
 
     Args:
         network: a transformer or a text encoder.
@@ -248,7 +257,7 @@ def parallelism_of(
             request.
     """
     check_mesh(mesh)
-    chosen = sharding.Parallelism()
+    chosen = sharding.Parallelism()  # a text encoder's: its sequences are short
     if isinstance(network, DiffusersTransformer):
         chosen = sharding.choose_parallelism(
             mesh,
@@ -271,7 +280,7 @@ class CogVideoXTransformer3DModel(CompiledNetwork, DiffusersTransformer):
     """The enabled cache, which has the number of steps that it skipped; None without a cache."""
 
     def enable_cache(self, config: Any) -> None:
-        """Enable a cache as diffusers does, before `port` or after."""
+        """Enable a cache as diffusers does; on JAX, have steps run as it says (`take_cache`)."""
         upstream.cached_block(Block)
         super().enable_cache(config)
         if runtime.is_on_jax(self):
@@ -280,12 +289,13 @@ class CogVideoXTransformer3DModel(CompiledNetwork, DiffusersTransformer):
     def disable_cache(self) -> None:
         """Disable the cache as diffusers does."""
         super().disable_cache()
-        vars(self).pop("step_cache", None)
+        vars(self).pop("step_cache", None)  # the class's None is left
 
     def take_cache(self, *, warn: bool = True) -> None:
-        """Take the hooks of diffusers' cache, if there are any, off the modules; steps run as they say.
+        """Take the hooks of diffusers' cache, if there are any, off the modules, into `step_cache`.
 
-        `warn` is whether to warn of an enabled cache that skips nothing.
+        From then on steps skip what the hooks would skip. `warn` is whether to warn of an enabled cache that
+        skips nothing.
         """
         hooks = upstream.take_hooks(self)
         if hooks:
@@ -300,7 +310,7 @@ class CogVideoXTransformer3DModel(CompiledNetwork, DiffusersTransformer):
             yield
 
     def _reset_stateful_cache(self, recurse: bool = True) -> None:
-        """Drop the arrays that the cache keeps of earlier steps."""
+        """Drop the arrays of earlier steps, those of diffusers' hooks and those of a cache on JAX."""
         super()._reset_stateful_cache(recurse)
         if self.step_cache is not None:
             self.step_cache.reset()
@@ -313,12 +323,18 @@ class CogVideoXTransformer3DModel(CompiledNetwork, DiffusersTransformer):
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """Move or cast as `PortedModel.to`; away from JAX diffusers' cache hooks are put back."""
         moved = super().to(*args, **kwargs)
+        # On JAX the hooks are off the modules, in `step_cache`; in PyTorch they do diffusers' work again.
         if self.step_cache is not None and not runtime.is_on_jax(self):
             upstream.put_hooks(self, vars(self).pop("step_cache").hooks)
         return moved
 
     def run_program(self, *options: Any, **tensors: Any) -> torch.Tensor:
-        """Return a step's prediction, through the cache if one is enabled."""
+        """Return a step's prediction, through the cache if one is enabled.
+
+        Args:
+            options: the `attention_kwargs` of the call.
+            tensors: arguments of the forward, by name.
+        """
         if self.step_cache is None:
             return super().run_program(*options, **tensors)
         return self.step_cache.step(self, functools.partial(CachedStep, self, *options), tensors)
@@ -386,7 +402,10 @@ class T5EncoderModel(CompiledNetwork, TransformersT5Encoder):
         inputs_embeds: torch.Tensor | None = None,
         **options: Any,
     ) -> Any:
-        """Return the prompts' encoding: by a program if the weights are on JAX and no option is set."""
+        """Return the prompts' encoding, by a program if the weights are on JAX and no option is set.
+
+        Else transformers' own forward runs; `options` are its further arguments.
+        """
         on_torch = not runtime.is_on_jax(self)
         if on_torch or any(value is not None for value in options.values()):
             with contextlib.nullcontext() if on_torch else runtime.active():
@@ -406,11 +425,11 @@ TensorSpecs = dict[str, Any]
 def step_tensors(
     transformer: Any, *, batch: int, frames: int, height: int, width: int, text: int | None = None
 ) -> TensorSpecs:
-    """Return a denoising step's inputs, as `Program.structs` takes them.
+    """Return the (shape, JAX dtype) of each input of a denoising step, by name.
 
     Args:
         transformer: a ported transformer; with weights or without.
-        batch: number of videos, each counted twice with guidance.
+        batch: number of videos; with classifier-free guidance each counts as two.
         frames, height, width: size of the latents.
         text: number of tokens of a prompt; None for the model's limit.
     """
@@ -434,7 +453,7 @@ def step_tensors(
 
 
 def prompt_tensors(*, batch: int, text: int) -> TensorSpecs:
-    """Return the inputs of `batch` prompts of `text` tokens each, as `Program.structs` takes them."""
+    """Return the (shape, JAX dtype) of each input, by name, for `batch` prompts of `text` tokens each."""
     return {"input_ids": ((batch, text), jnp.int32)}
 
 

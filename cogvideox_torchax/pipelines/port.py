@@ -51,13 +51,19 @@ def port_pipeline(pipe: Any, mesh: Any = None, parallel: Parallel | None = None)
         vae.place()
     if pipe.scheduler is not None:
         port_scheduler(pipe.scheduler)
-    upstream.wrap_from_pipe(_port_from_pipe)
+    upstream.wrap_from_pipe(_port_from_pipe)  # diffusers' `from_pipe` of a ported pipeline gives a ported one
     if not isinstance(pipe, PortedPipeline):
         pipe.__class__ = _ported_class(type(pipe))
 
 
 def _check_network(network: Any, mesh: Any, parallel: Parallel | None) -> None:
-    """Raise `ValueError` for a network that cannot be ported, or whose weights the mesh cannot split."""
+    """Raise `ValueError` for a network that cannot be ported, or whose weights the mesh cannot split.
+
+    Args:
+        network: the transformer or the text encoder of a pipeline.
+        mesh: of `make_mesh`; None for the network's present mesh, if it has one.
+        parallel: as `port_pipeline` takes it.
+    """
     kind = type(network)
     if not issubclass(networks.PORTED_CLASSES.get(kind, kind), networks.CompiledNetwork):
         raise ValueError(
@@ -71,11 +77,11 @@ def _check_network(network: Any, mesh: Any, parallel: Parallel | None) -> None:
         )
     mesh = mesh if mesh is not None else getattr(network, "mesh", None)
     if mesh is not None:
-        networks.parallelism_of(network, mesh, parallel)
+        networks.parallelism_of(network, mesh, parallel)  # for its errors alone
 
 
 def _port_from_pipe(make: Callable[..., Any], kind: type, pipeline: Any, **options: Any) -> Any:
-    """Make a pipeline of another's parts by diffusers' `from_pipe`; port it if the other one is ported.
+    """Make a pipeline of the parts of `pipeline` by diffusers' `from_pipe`; port it if `pipeline` is ported.
 
     Args:
         make: diffusers' own `from_pipe`.
@@ -87,10 +93,12 @@ def _port_from_pipe(make: Callable[..., Any], kind: type, pipeline: Any, **optio
     if not isinstance(pipeline, PortedPipeline) or not isinstance(made, PIPELINES):
         return made
     parts = [part for part in (pipeline.transformer, pipeline.vae, pipeline.text_encoder) if part is not None]
-    # All parts are on the same devices: the first one tells the mesh. A transformer has a parallelism too.
-    if parts and runtime.is_on_jax(parts[0]):
-        parallelism = getattr(parts[0], "parallelism", None)
-        port_pipeline(made, parts[0].mesh, parallelism and parallelism.kind)
+    # All parts are on the same devices: the first one tells the mesh. A transformer, which comes first, has a
+    # parallelism too, its use of the mesh's "tp".
+    first = next(iter(parts), None)
+    if first is not None and runtime.is_on_jax(first):
+        parallelism = getattr(first, "parallelism", None)
+        port_pipeline(made, first.mesh, parallelism and parallelism.kind)
     else:  # the parts, which the two pipelines share, were moved to the host: they stay there
         made.__class__ = _ported_class(type(made))
     return made
@@ -103,7 +111,7 @@ class PortedPipeline(PicklesAsStock, DiffusionPipeline):
     """
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """Move as diffusers' `to` does; "cuda" and "jax" name the devices of `port`."""
+        """Move as diffusers' `to` does; "cuda" and "jax" mean JAX, on the device or the mesh of `port`."""
         device, dtype = runtime.device_and_dtype(args, kwargs)
         if device is None or not (runtime.is_jax_device(device) or torch.device(device).type == "cuda"):
             return super().to(*args, **kwargs)
@@ -126,11 +134,11 @@ class PortedPipeline(PicklesAsStock, DiffusionPipeline):
         inherited: Any = super()
         bar, cache = inherited.progress_bar(iterable, total), self.transformer.step_cache
         if cache is not None and not bar.disable:
-            close = bar.close
+            close = bar.close  # called when the pipeline leaves its `with` block, after the last step
 
             def close_with_skips() -> None:
                 """Show how many steps were skipped, and close the bar."""
-                bar.close = close
+                bar.close = close  # a bar is closed again when it is deleted
                 bar.set_postfix_str(str(cache))
                 close()
 
@@ -144,18 +152,23 @@ class PortedPipeline(PicklesAsStock, DiffusionPipeline):
         """
         self.transformer._reset_stateful_cache()  # frees the steps' kept arrays for the decoder
         with runtime.active():
+            # The pipelines name it so; it is the VAE's scaling factor, for videos too.
             z = 1 / self.vae_scaling_factor_image * latents.permute(0, 2, 1, 3, 4)
         return torch.cat(list(self.vae.decode_stream(z)), dim=2)
 
 
 @functools.cache
 def _ported_class(kind: type) -> type:
-    """Return the ported subclass of a pipeline's class, with the class's own name and signatures."""
+    """Return the ported subclass of a pipeline's class `kind`, with that class's own name and signatures."""
     inherited: Any = kind
 
     @functools.wraps(inherited.__call__)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run the pipeline; raise `NonFiniteError` if the last step gave NaN or Inf."""
+        """Make the scheduler and the cache ready for JAX, and run the pipeline.
+
+        Raises:
+            NonFiniteError: a step gave NaN or Inf.
+        """
         port_scheduler(self.scheduler)  # the user may have replaced it
         if runtime.is_on_jax(self.transformer):
             # `apply_first_block_cache` and its like hook the modules without the model's `enable_cache`.

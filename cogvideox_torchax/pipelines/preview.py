@@ -36,6 +36,7 @@ class LinearPreview:
     def __call__(self, latents: torch.Tensor) -> torch.Tensor:
         """Return colors (N, T, H, W, 3), bytes, of plain latents (N, T, C, H, W) as the VAE takes them."""
         colors = _with_ones(latents.float().movedim(2, -1)) @ self.weights
+        # The map's colors are in [-1, 1], but for its errors.
         return ((colors + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
 
 
@@ -55,8 +56,9 @@ def fit(vae: Any, *, seed: int = 0) -> LinearPreview:
 
 @torch.no_grad()
 def _fit(vae: Any, seed: int) -> LinearPreview:
-    """Fit the map in PyTorch; see `fit`."""
+    """Fit the map in PyTorch; arguments and result as in `fit`."""
     generator = torch.Generator().manual_seed(seed)
+    # Colors are in [-1, 1], as the VAE takes them.
     patches = torch.rand(PICTURES, 3, PATCHES, PATCHES, generator=generator) * 2 - 1
     pictures = torch.nn.functional.interpolate(patches, (PIXELS, PIXELS), mode="bilinear")
     latents = torch.cat(
@@ -64,7 +66,7 @@ def _fit(vae: Any, seed: int) -> LinearPreview:
     )
     features = _with_ones(latents[:, :, 0].float().movedim(1, -1))
     colors = torch.nn.functional.avg_pool2d(pictures, vae.spatial_compression_ratio).movedim(1, -1)
-    fitted = PICTURES * 3 // 4
+    fitted = PICTURES * 3 // 4  # the first ones; the map is tested on those after them
     weights = torch.linalg.lstsq(features[:fitted].flatten(0, 2), colors[:fitted].flatten(0, 2)).solution
     error = (features[fitted:] @ weights - colors[fitted:]).square().mean()
     return LinearPreview(weights, float(1 - error / colors[fitted:].var(correction=0)))
@@ -89,9 +91,11 @@ def preview_writer(vae: Any, path: str | Path, say: Callable[[str], None]) -> Ca
     say(f"preview: a linear map of latents that explains {colors_of.explained:.0%} of colors")
 
     def show(latents: torch.Tensor) -> None:
-        """Write the picture of the first video's latents."""
-        frames = colors_of(latents[:1])[0]
+        """Write some frames of the first video, side by side and enlarged, to the file."""
+        (frames,) = colors_of(latents[:1])
+        # Indices of frames at equal distances, the first and the last among them; a short video has fewer.
         chosen = sorted({round(i * (len(frames) - 1) / (SHOWN - 1)) for i in range(SHOWN)})
+        # (T, H, W, 3) to (H, T * W, 3).
         picture = Image.fromarray(frames[chosen].transpose(0, 1).flatten(1, 2).contiguous().numpy())
         with whole_file(path) as temporary:
             picture.resize((picture.width * ENLARGED, picture.height * ENLARGED)).save(temporary, "PNG")

@@ -71,7 +71,10 @@ def port_scheduler(scheduler: Any) -> Any:
 
 @functools.cache
 def _host_class(kind: Any) -> type:
-    """Return a subclass of a scheduler's class, of the same name and signatures."""
+    """Return a subclass of a scheduler's class `kind`, with that class's name and signatures.
+
+    It keeps its tables on the host, and logs whether each step's latents are finite.
+    """
 
     @functools.wraps(kind.set_timesteps)
     def set_timesteps(self: Any, num_inference_steps: Any = None, device: Any = None, **options: Any) -> None:
@@ -81,13 +84,18 @@ def _host_class(kind: Any) -> type:
 
     @functools.wraps(kind.step)
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Take a step on float32 latents, check the step before, and record whether this one is finite."""
-        self.log.check()  # the step before, while this step's network is running
+        """Take a step on float32 latents, and log whether its result is finite.
+
+        Raises:
+            NonFiniteError: the previous step gave NaN or Inf.
+        """
+        # This waits for the previous step's result while the device runs this step's network, queued already.
+        self.log.check()
         bound = inspect.signature(kind.step).bind(self, *args, **kwargs)
         given = bound.arguments
         # CogVideoX's DPM scheduler has the first argument, DDIM the second: with `eta` it draws noise.
         draws_noise = "old_pred_original_sample" in given or bool(given.get("eta"))
-        if not draws_noise:  # else the noise would be drawn in another dtype
+        if not draws_noise:  # noise is drawn in the latents' dtype, which has to stay
             # JAX rounds a Python number to the array's dtype before it multiplies, PyTorch does not.
             given["sample"] = given["sample"].float()
         result = kind.step(*bound.args, **bound.kwargs)
@@ -97,7 +105,7 @@ def _host_class(kind: Any) -> type:
             done=self.log.done + 1,
             timestep=given["timestep"],
             dtype=latents.dtype,
-            # Computed now, before the next network is queued: a device runs in order.
+            # A bool on the device, queued before the next step's network: a device runs in order.
             finite=runtime.all_finite(latents),
         )
         return result

@@ -64,7 +64,14 @@ class Sequence:
     def from_placement(
         cls, placement: "SequencePlacement | None", *, videos: int, text: int, tokens: int
     ) -> "Sequence":
-        """Return the layout of so many videos' sequences, sharded by a placement; whole without one."""
+        """Return the layout of the sequences of a batch, on one device or sharded by a placement.
+
+        Args:
+            placement: the sharding over a mesh; None for one device.
+            videos: number of sequences in the batch.
+            text: tokens of a prompt, which come first.
+            tokens: tokens of prompt and patches together.
+        """
         if placement is None:
             return cls(text, tokens, _padded_length(tokens, 1))
         mesh, batch = placement.mesh, placement.batch_axis(videos)
@@ -76,7 +83,7 @@ class Sequence:
 
     @property
     def spec(self) -> PartitionSpec:
-        """The sharding of its tokens (N, S, C)."""
+        """The sharding of the sequence's tokens (N, S, C)."""
         return PartitionSpec(self.batch, self.axes or None, None)
 
     @property
@@ -93,14 +100,16 @@ class Sequence:
 
     def pad_table(self, table_PD: jax.Array, value: float) -> jax.Array:
         """Pad a rotary table of patches (P, D) to all tokens (S, D), with `value` for text and padding."""
+        # The text comes before the patches, the padding after them.
         before, after = self.tokens - table_PD.shape[0], self.length - self.tokens
         return jnp.pad(table_PD, ((before, after), (0, 0)), constant_values=value)
 
     def map_local_tokens(self, function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-        """Return a function of whole arrays that calls `function` on each device with its local ones.
+        """Return a function of whole arrays that calls `function` on each device with its local arrays.
 
-        Its arguments are tokens (N, S, C), split by videos and tokens, vectors (N, C), split by videos, and
-        tables (S, D), whole on every device; its result is tokens. Each may be nested.
+        The function has three arguments, which may be nested: tokens (N, S, C), split by videos and tokens;
+        vectors (N, C), split by videos; tables (S, D), whole on every device. Its result is tokens. Where
+        layers do not run on local tokens (`mesh` is None), it is `function` itself.
         """
         if self.mesh is None:
             return function
@@ -109,7 +118,7 @@ class Sequence:
             mesh=self.mesh,
             in_specs=(self.spec, PartitionSpec(self.batch, None), PartitionSpec()),
             out_specs=self.spec,
-            check_vma=False,
+            check_vma=False,  # the kernels inside do not declare over which mesh axes their results vary
         )
 
     def shard_heads(self, qk_norm_rope: Callable[..., jax.Array], heads: int) -> Callable[..., jax.Array]:
@@ -126,7 +135,7 @@ class Sequence:
             A function of the kernel's arguments but `heads`: queries, keys or values (N, S, C), vectors (D,),
             tables (S, D), and options. It returns (N, H, D, S).
         """
-        if self.shared is None:
+        if self.shared is None:  # one device, or local tokens; `shared` is the mesh where XLA shards
             return functools.partial(qk_norm_rope, heads=heads // self.parts)
         batch, mesh, tp = self.batch, self.shared, self.shared.shape["tp"]
         by_heads = heads % tp == 0
@@ -152,10 +161,13 @@ class Sequence:
         return sharded_qk_norm_rope
 
     def shard_norm(self, adaptive_layer_norm: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-        """Return `jax_kernels.adaptive_layer_norm`, without its options, sharded as the layers are.
+        """Return a norm of the signature of `jax_kernels.adaptive_layer_norm`, sharded as the layers are.
 
-        On local tokens it is the kernel itself. Where XLA shards the layers it is sharded here, by videos, as
-        XLA cannot shard a kernel.
+        On local tokens it is the argument itself. Where XLA shards the layers it is sharded here, by videos,
+        as XLA cannot shard a kernel.
+
+        Args:
+            adaptive_layer_norm: the kernel, with its options (`eps`) bound.
         """
         if self.shared is None:
             return adaptive_layer_norm
@@ -170,15 +182,18 @@ class Sequence:
         )
 
     def first_patch(self) -> Any:
-        """Return the first patch's index from this device's first token; inside `map_local_tokens`.
+        """Return the index of the first patch, counted from this device's first token.
 
-        It is negative on a device whose tokens all are patches, and beyond them if all are text.
+        It is 0 or negative on a device that has patches alone, and the number of its tokens or more where all
+        are text. With split tokens call it inside `map_local_tokens`.
         """
         local_tokens = self.length // self.parts
         return self.text - (jax.lax.axis_index(self.axes) * local_tokens if self.axes else 0)
 
     def to_heads(self, x_PNC: jax.Array, videos: int) -> jax.Array:
-        """Exchange all channels of local tokens for all tokens of local channels; inside `map_local_tokens`.
+        """Exchange all channels of local tokens for all tokens of one part of the channels, whole heads.
+
+        With split tokens call it inside `map_local_tokens`; else nothing is exchanged.
 
         Args:
             x_PNC: (P, N * S, C / P): local tokens, one video's after the other's, and their channels in one
@@ -198,14 +213,15 @@ class Sequence:
         return x_PNC.reshape(parts, videos, -1, channels).swapaxes(0, 1).reshape(videos, -1, channels)
 
     def to_tokens(self, y_NCS: jax.Array) -> jax.Array:
-        """Exchange all tokens of local channels for all channels of local tokens, the inverse of `to_heads`.
+        """Exchange all tokens of one part of the channels for all channels of local tokens.
 
-        It runs inside `map_local_tokens`. Argument and result are (N, C, S), as the attention kernel has it.
+        This undoes the exchange of `to_heads`. Argument and result are (N, C, S), the attention kernel's
+        layout. With split tokens call it inside `map_local_tokens`; else nothing is exchanged.
         """
         videos, channels, _ = y_NCS.shape
         if not self.axes:
             return y_NCS
-        if videos == 1:  # as in `to_heads`
+        if videos == 1:  # XLA would keep the axis of 1 in the middle, and pad it to a tile
             y_PCS = y_NCS.reshape(channels, self.parts, -1).swapaxes(0, 1)
             y_PCS = jax.lax.all_to_all(y_PCS, self.axes, split_axis=0, concat_axis=0, tiled=True)
             return y_PCS.reshape(1, self.parts * channels, -1)
@@ -217,7 +233,7 @@ class Sequence:
 def _padded_length(tokens: int, parts: int) -> int:
     """Return the length of a sequence, padded so that `parts` devices get equal shards of whole tiles.
 
-    A sequence shorter than a tile for each device is padded to equal shards alone.
+    A tile has `LANES` tokens. A sequence too short for a tile on each device is padded to equal shards alone.
     """
     unit = parts * (LANES if tokens > LANES * parts else 1)
     return -(-tokens // unit) * unit
@@ -238,13 +254,14 @@ class SequencePlacement(MeshPlace):
     heads: int = 1
 
     def batch_axis(self, videos: int) -> str | None:
-        """Return the mesh axis that splits so many videos, or None."""
+        """Return the mesh axis that splits a batch of so many videos: "dp" if it divides them, else None."""
         return "dp" if videos % self.mesh.shape["dp"] == 0 else None
 
     def token_axes(self, videos: int) -> tuple[str, ...]:
-        """Return the mesh axes that split a video's tokens; those of one device are left out.
+        """Return the mesh axes that split a video's tokens; an axis of one device is left out.
 
-        "dp" splits tokens too, if it does not divide the `videos`, but the mesh divides the heads.
+        "tp" splits tokens, unless it splits the weights' channels. "dp" splits tokens too, if it does not
+        divide the number of `videos` and the whole mesh divides the heads.
         """
         if self.parallelism.kind == TENSOR:
             return ()
@@ -253,7 +270,7 @@ class SequencePlacement(MeshPlace):
         return tuple(axis for axis in axes if self.mesh.shape[axis] > 1)
 
     def spec(self, shape: tuple[int, ...]) -> PartitionSpec:
-        """Return the sharding of sequences (N, S, C)."""
+        """Return the sharding of sequences of shape (N, S, C)."""
         videos = shape[0]
         return PartitionSpec(self.batch_axis(videos), self.token_axes(videos) or None, None)
 
@@ -264,7 +281,10 @@ class SequencePlacement(MeshPlace):
         return {"xla_tpu_enable_async_all_to_all": "true"} if on_tpu else {}
 
     def trace(self, run: Callable[..., Any], inputs: Any, cache: Any) -> Any:
-        """Return (result, cache) of `run(inputs, cache)` in a trace, constrained to their shardings."""
+        """Return (result, cache) of `run(inputs, cache)` in a trace, constrained to their shardings.
+
+        The result is whole on every device; the cache, arrays that a step keeps, is split where it can be.
+        """
         # The attention kernel reads the mesh, and maps itself over the devices: XLA cannot split a kernel.
         with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
             result, cache = run(inputs, cache)
@@ -273,35 +293,38 @@ class SequencePlacement(MeshPlace):
         )
 
     def _cache_sharding(self, shape: tuple[int, ...]) -> NamedSharding:
-        """Return the sharding of an array that a step keeps for the next step.
+        """Return the sharding of an array of this shape that a step keeps for the next step.
 
-        A sequence is sharded as in the layers if the mesh divides it; other arrays are whole on every device.
+        A sequence (N, S, C) is sharded as in the layers if the mesh divides it; other arrays are whole on
+        every device.
         """
         spec = self.spec(shape) if len(shape) == 3 else PartitionSpec()
         divides = all(size % parts == 0 for size, parts in zip(shape, self.parts(spec), strict=False))
         return NamedSharding(self.mesh, spec if divides else PartitionSpec())
 
     def cache_struct(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        """Return the shape, dtype and sharding of an array that a step keeps for the next step."""
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self._cache_sharding(shape))
 
     def watching(self, network: nn.Module) -> contextlib.AbstractContextManager[Any]:
-        """Return a context that constrains sequences that enter or leave a network's layers to the sharding.
+        """Return a context in which sequences that enter or leave the network's layers get their sharding.
 
-        `network` is a program's own copy. With "tensor", its modules get the attribute `inputs_split`:
-        whether their weight is split by inputs.
+        `network` is a program's own copy, which is changed. Where "tp" splits the channels of weights, its
+        modules get the attribute `inputs_split`: whether their weight is split by inputs.
         """
-        self.layers.clear()
+        self.layers.clear()  # shapes that an earlier trace recorded
         if self.parallelism.kind == TENSOR:
             for name, module in network.named_modules():
                 vars(module)["inputs_split"] = weight_spec(f"{name}.weight") == BY_INPUTS
+        # `taken` constrains a layer's arguments, `given` its result.
         return watched(
             network, lambda _, module: type(module) in self.types, taken=self._split, given=self._split
         )
 
     def _split(self, name: str, value: Any) -> Any:
-        """Return a value, which may be nested, with its sequences constrained to the sharding.
+        """Return a value, which may be nested, with its sequences (N, S, C) constrained to their sharding.
 
-        Their shapes are recorded under the layer's `name`.
+        The sequences' shapes are recorded in `layers` under the layer's `name`.
         """
         if isinstance(value, torch.Tensor):
             if value.ndim != 3 or not runtime.on_jax(value):
@@ -313,17 +336,20 @@ class SequencePlacement(MeshPlace):
         return tuple(self._split(name, part) for part in value) if isinstance(value, tuple) else value
 
     def weight(self, name: str, array: Any) -> jax.Array:
-        """Return a weight, a NumPy or a JAX array, with its sharding; unchanged if it has it."""
+        """Return a weight, a NumPy or a JAX array, put on the mesh; the same array if it is there already."""
         wanted = weight_sharding(self.mesh, name, array.shape, self.parallelism)
         is_placed = isinstance(array, jax.Array) and array.sharding.is_equivalent_to(wanted, array.ndim)
         return array if is_placed else jax.device_put(array, wanted)
 
     def weight_struct(self, name: str, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        """Return the shape, dtype and sharding of the weight `name`."""
         wanted = weight_sharding(self.mesh, name, shape, self.parallelism)
         return jax.ShapeDtypeStruct(shape, dtype, sharding=wanted)
 
     def put(self, array: Any) -> jax.Array:
+        """Put an input of a program on the mesh, whole on every device."""
         return jax.device_put(array, self.replicated)
 
     def struct(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        """Return the shape, dtype and sharding of an input of a program: whole on every device."""
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.replicated)

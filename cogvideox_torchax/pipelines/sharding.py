@@ -39,7 +39,10 @@ WEIGHTS: dict[str, P] = {
 
 
 def weight_spec(name: str) -> P:
-    """Return the sharding with TENSOR of the weight of this name, by `WEIGHTS`."""
+    """Return the sharding of the weight of this name where "tp" splits channels of weights (`TENSOR`).
+
+    A weight that `WEIGHTS` does not name is whole on every device.
+    """
     return next((spec for ending, spec in WEIGHTS.items() if re.search(f"(^|\\.)({ending})$", name)), P())
 
 
@@ -66,6 +69,7 @@ class Parallelism:
     reason: str = field(default="its sequences are short", compare=False)
 
     def __str__(self) -> str:
+        """Return the use of "tp" in words, with its reason."""
         weights = "" if self.kind == TENSOR else f", weights {'gathered' if self.gathered else 'whole'}"
         return f"{self.kind} over tp{weights} ({self.reason})"
 
@@ -78,12 +82,13 @@ def choose_parallelism(
     Args:
         mesh: of `make_mesh`.
         heads: number of the transformer's attention heads.
-        weight_bytes: bytes of all its weights.
+        weight_bytes: bytes of all its weights. If they take more than `SHARE_OF_WEIGHTS` of a device's
+            memory, tokens are split with the weights gathered a layer at a time.
         memory: bytes of a device's memory; None if it is not known: then weights count as fitting.
-        requested: the kind to use; None to choose.
+        requested: `CONTEXT` to split tokens, `TENSOR` to split channels; None to choose.
 
     Raises:
-        ValueError: a request of no kind, or CONTEXT if "tp" does not divide the heads.
+        ValueError: another request, or CONTEXT if "tp" does not divide the heads.
     """
     tp = mesh.shape["tp"]
     if requested not in (None, CONTEXT, TENSOR):
@@ -103,10 +108,10 @@ def choose_parallelism(
 
 
 def memory_of(mesh: Mesh) -> float | None:
-    """Return the bytes of one of a mesh's devices; None if it does not report them."""
+    """Return the bytes of memory of one of a mesh's devices; None if it does not report them."""
     try:
-        stats = mesh.devices.flat[0].memory_stats()
-    except (RuntimeError, jax.errors.JaxRuntimeError):  # a topology's devices are not there
+        stats = mesh.devices.flat[0].memory_stats()  # all devices are alike
+    except (RuntimeError, jax.errors.JaxRuntimeError):  # a plan's mesh has devices that are not there
         return None
     return (stats or {}).get("bytes_limit")
 
@@ -117,7 +122,8 @@ def weight_sharding(mesh: Mesh, name: str, shape: tuple[int, ...], parallelism: 
     Args:
         mesh: of `make_mesh`.
         name, shape: of the weight.
-        parallelism: the network's use of "tp". A gathered matrix that it does not divide is whole everywhere.
+        parallelism: the network's use of "tp": TENSOR splits weights by their names; CONTEXT leaves them
+            whole, or, with `gathered`, splits the blocks' matrices by outputs where "tp" divides them.
 
     Raises:
         ValueError: "tp" does not divide the axis that it splits.

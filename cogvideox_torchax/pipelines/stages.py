@@ -121,7 +121,7 @@ def request_from_options(options: dict[str, Any], size: tuple[int, int, int], te
 
 
 def path_of(directory: str | Path, name: str) -> Path:
-    """Return the file of a stage in a directory."""
+    """Return the path of the file of the stage `name`, `TEXT` or `LATENTS`, in a directory."""
     return Path(directory) / f"{name}.safetensors"
 
 
@@ -164,7 +164,7 @@ def load_text(directory: str | Path) -> Stage:
 def _request(values: dict[str, Any]) -> Request:
     """Return the request of a JSON object's values; raise `TypeError` for other fields or types of values."""
     request = Request(**values)
-    for name, kind in get_type_hints(Request).items():
+    for name, kind in get_type_hints(Request).items():  # a dataclass does not check the types itself
         value = getattr(request, name)
         if not isinstance(value, int | float if kind is float else kind):  # JSON has 6 for 6.0
             raise TypeError(f"its {name} is {reprlib.repr(value)}")
