@@ -38,7 +38,11 @@ def save(directory: Path, state: State, *, step: int, seconds: float, settings: 
 
 
 def load(directory: Path, *, settings: dict[str, Any]) -> tuple[State, int, float]:
-    """Return the state, the number of steps done, and the seconds that they took.
+    """Return a checkpoint's tensors by name, the number of steps done, and the seconds that they took.
+
+    Args:
+        directory: directory of the training.
+        settings: settings of the training that resumes, which the saved ones must equal.
 
     Raises:
         ValueError: no checkpoint there, one that is broken, or of a training with other settings.
@@ -54,7 +58,7 @@ def load(directory: Path, *, settings: dict[str, Any]) -> tuple[State, int, floa
         step, seconds = int(metadata["step"]), float(metadata["seconds"])
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is broken ({error!r}): give another directory") from error
-    for name, value in json.loads(json.dumps(settings)).items():
+    for name, value in json.loads(json.dumps(settings)).items():  # as saved: JSON makes lists of tuples
         if saved.get(name) != value:
             raise ValueError(
                 f"{path} is of a training with {name} {saved.get(name)}, this one has {value}: give the "

@@ -57,20 +57,21 @@ class Part:
 
     @property
     def name(self) -> str:
-        """The file's name and the range, wherever the file lies."""
+        """The file's name without its directory, and the range if it is not the whole file."""
         if not self.start and self.end is None:
             return self.path.name
         return f"{self.path.name}#{self.start}-{'' if self.end is None else self.end}"
 
     def __str__(self) -> str:
+        """Return the path with the range of frames, as a user writes it."""
         return str(self.path.with_name(self.name))
 
 
 def parts(texts: Sequence[str], without: Path | None = None) -> list[Part]:
-    """Return the parts that texts name: files, `file#start-end`, directories.
+    """Return the parts of files, ranges of frames, that a user's texts name.
 
     Args:
-        texts: as a user gives them.
+        texts: paths of files, `file#start-end` for frames of one, or directories for all files in them.
         without: a directory, such as the training's output, whose files are left out where a text names a
             directory above it.
 
@@ -86,13 +87,18 @@ def parts(texts: Sequence[str], without: Path | None = None) -> list[Part]:
 
 
 def _parts(text: str, without: Path | None) -> Iterator[Part]:
-    """Yield the parts that one text of `parts` names: a file's, or one for each file below a directory."""
-    is_range = "#" in text and not Path(text).exists()
-    found = RANGE.fullmatch(text) if is_range else None
+    """Yield the parts that a text names: one of a file, or one for each file below a directory.
+
+    Args:
+        text: path of a file or a directory, or `file#start-end` for frames of a file.
+        without: as `parts` takes it.
+    """
+    is_range = "#" in text and not Path(text).exists()  # a file's name may have a "#"
+    found = RANGE.fullmatch(text) if is_range else None  # its groups: path, start, end; the numbers may be ""
     path = Path(found[1] if found else text)
     if path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.suffix.lower() in video.SUFFIXES + PICTURES)
-        # A text that names `without` itself means its files: they are left out only from a directory above.
+        # A user who names `without` itself wants its files: only a directory above it leaves them out.
         inner = without if without is not None and _is_below(without, path) else None
         yield from (Part(file) for file in files if inner is None or not _is_below(file, inner))
         return
@@ -125,14 +131,14 @@ class Source:
 
     @property
     def frames(self) -> int:
-        """The number of frames."""
+        """The number of frames; each level has them all."""
         return len(self.levels[0])
 
     @functools.cached_property
     def events(self) -> np.ndarray:
-        """The probability to draw each frame but the first, by the square of its change, (T - 1,)."""
+        """Probabilities to draw each frame but the first, (T - 1,), by the square of the frame's change."""
         frames = self.levels[0][:, ::2, ::2].astype(np.float32)  # every second pixel is enough
-        # A video of one still picture has no change: adding 0.1 of 255 keeps the sum above 0.
+        # A video of one still picture has no change: adding 0.1 (bytes go to 255) keeps the sum above 0.
         change = np.square(np.abs(np.diff(frames, axis=0)).mean((1, 2, 3)) + 0.1)
         return change / change.sum()
 
@@ -141,7 +147,7 @@ def load(part: Part, *, frames: int, size: int, whole: tuple[int, ...] | None = 
     """Read a part in all sizes that its clips are cut from.
 
     Args:
-        part: of a video, or a picture.
+        part: a part of a video, or a picture.
         frames: length of the longest clips.
         size: side of the crops, in pixels.
         whole: (height, width) to keep a video in, besides, for whole frames; None for none.
@@ -151,7 +157,7 @@ def load(part: Part, *, frames: int, size: int, whole: tuple[int, ...] | None = 
     """
     needed = math.ceil(size * LARGEST_CROP)
     if part.path.suffix.lower() in PICTURES:
-        return Source(part, _picture(part, needed, size))
+        return Source(part, _picture(part, needed, size))  # a picture has no size of whole frames
     info = video.probe(part.path)
     end = min(part.end or info.num_frames, info.num_frames)
     if end - part.start < frames:
@@ -169,9 +175,12 @@ def load_all(
     size: int,
     whole: tuple[int, ...] | None,
 ) -> list[Source]:
-    """Load the parts that can be trained on; `say` gets a message for each part that is left out.
+    """Load the parts that can be trained on.
 
-    The other arguments are as in `load`.
+    Args:
+        found: the parts.
+        say: called with a message for each part that is left out, and the reason.
+        frames, size, whole: as `load` takes them.
 
     Raises:
         ValueError: no part can be trained on, or, with `whole`, no video.
@@ -201,6 +210,7 @@ def _sizes(height: int, width: int, needed: int, size: int) -> list[tuple[int, i
         ValueError: a source whose shorter side is below `needed`.
     """
     short = min(height, width)
+    # `LEVELS` has the shorter side as a multiple of `size`, and a factor that makes the width narrower.
     if short < needed:
         raise ValueError(f"is {height} x {width}, at least {needed} are needed")
     scales = [(side * size / short, narrowed) for side, narrowed in LEVELS if side * size <= short] or [
@@ -218,7 +228,15 @@ def read(part: Part, framing: video.Framing, end: int) -> np.ndarray:
 
 
 def _picture(part: Part, needed: int, size: int) -> tuple[np.ndarray, ...]:
-    """Read a picture in the sizes of `_sizes`, each uint8 (1, H, W, C)."""
+    """Read a picture in each of its sizes of `LEVELS`, uint8 (1, H, W, C).
+
+    Args:
+        part: the picture.
+        needed, size: as `_sizes` takes them: the sides of the largest crop and of a usual one.
+
+    Raises:
+        ValueError: a file that cannot be read, or a picture that is too small.
+    """
     from PIL import Image
 
     try:
@@ -260,7 +278,9 @@ class Sampler:
         self._cuts = cuts
 
     def batch(self, number: int, shape: Shape) -> torch.Tensor:
-        """Return batch `number`, float32 in [-1, 1]: (N, C, T, S, S), or (N, C, T, H, W) of whole frames.
+        """Return the batch of step `number`, float32 in [-1, 1].
+
+        It is (N, C, T, S, S), or (N, C, T, H, W) if `shape` asks for whole frames.
 
         Raises:
             ValueError: a video was loaded without whole frames.
@@ -274,7 +294,7 @@ class Sampler:
         return torch.stack([cut(rng, shape.frames) for _ in range(shape.clips)])
 
     def _whole_frames_clip(self, rng: np.random.Generator, frames: int) -> torch.Tensor:
-        """Return a clip (C, T, H, W) of a video's whole frames.
+        """Return a clip (C, T, H, W) of so many whole frames of a video, drawn by `rng`.
 
         A share of the clips (`ALIGNED_SHARE`) begins at a multiple of 8 frames.
         """
@@ -283,11 +303,17 @@ class Sampler:
             raise ValueError(f"{source.part} was loaded without whole frames: give load() their size")
         start = _start(rng, source, frames, self._cuts)
         if rng.random() < ALIGNED_SHARE:
-            start -= start % chunks.SAMPLE_FRAMES_A_CHUNK
+            start -= start % chunks.SAMPLE_FRAMES_A_CHUNK  # 8, the length of the VAE's chunks
         return _as_clip(source.whole[start : start + frames])
 
     def _crop_clip(self, rng: np.random.Generator, frames: int, size: int) -> torch.Tensor:
-        """Return a clip (C, T, S, S), which now and then cuts to another scene if cuts are requested."""
+        """Draw a clip (C, T, S, S), which now and then cuts to another scene if cuts are requested.
+
+        Args:
+            rng: draws all that is random.
+            frames: T of the clip.
+            size: S of the clip.
+        """
         clip = self._scene_clip(rng, frames, size)
         if self._cuts and frames > 1 and rng.random() < CUT_SHARE:
             cut = rng.integers(1, frames)
@@ -295,7 +321,14 @@ class Sampler:
         return clip
 
     def _scene_clip(self, rng: np.random.Generator, frames: int, size: int) -> torch.Tensor:
-        """Return a clip (C, T, S, S) of a video, or of a picture by a moving camera, flipped and tinted."""
+        """Draw a clip (C, T, S, S) of a video, or of a picture under a moving camera; flip and tint it.
+
+        Args:
+            rng: draws all that is random.
+            frames: T of the clip.
+            size: S of the clip.
+        """
+        # The probability of a video: with sources of one kind only it is 1 or 0.
         share = VIDEO_SHARE if self._videos and self._pictures else float(bool(self._videos))
         if rng.random() < share:
             source = self._videos[rng.integers(len(self._videos))]
@@ -306,17 +339,24 @@ class Sampler:
 
 
 def _crop(rng: np.random.Generator, source: Source, frames: int, size: int, events: bool) -> torch.Tensor:
-    """Return a clip (C, T, S, S) of a video, in a fixed square window of one of its levels.
+    """Draw a clip (C, T, S, S) of a video, in a fixed square window of one of its levels (sizes).
 
-    The clip has successive frames or every second one, forwards or backwards. `_start` explains `events`.
+    The clip has successive frames or every second one, forwards or backwards.
+
+    Args:
+        rng: draws all that is random.
+        source: the video.
+        frames: T of the clip.
+        size: S of the clip.
+        events: whether more clips are to be taken where the video changes fast.
     """
     level = source.levels[rng.integers(len(source.levels))]
     stride = int(rng.choice([1, 1, 1, 2]))  # every second frame in a quarter of the clips
-    if (frames - 1) * stride >= len(level):
+    if (frames - 1) * stride >= len(level):  # the video is too short for every second frame
         stride = 1
     span = (frames - 1) * stride + 1
     t = _start(rng, source, span, events)
-    y, x = (rng.integers(side - size + 1) for side in level.shape[1:3])
+    y, x = (rng.integers(side - size + 1) for side in level.shape[1:3])  # the level is (T, H, W, C)
     window = level[t : t + span : stride, y : y + size, x : x + size]
     if rng.random() < 0.5:
         window = window[::-1]
@@ -324,14 +364,14 @@ def _crop(rng: np.random.Generator, source: Source, frames: int, size: int, even
 
 
 def _start(rng: np.random.Generator, source: Source, span: int, events: bool) -> int:
-    """Draw the index of the first frame of a window of `span` frames of a source.
+    """Draw the index of the first frame of a window of `span` successive frames of a source.
 
-    With `events` a share of the windows (`EVENT_SHARE`) holds an event, a frame drawn by how much it changes;
-    all others begin anywhere.
+    If `events` is true, a share of the windows (`EVENT_SHARE`) holds an event: a frame drawn by how much it
+    changes. The first frame of all other windows is drawn evenly.
     """
-    last = source.frames - span
+    last = source.frames - span  # the last index at which a window can begin
     if events and rng.random() < EVENT_SHARE and span > 1:
-        event = 1 + rng.choice(len(source.events), p=source.events)
+        event = 1 + rng.choice(len(source.events), p=source.events)  # the first frame has no probability
         return int(min(max(event - rng.integers(span), 0), last))
     return int(rng.integers(last + 1))
 
@@ -342,20 +382,21 @@ def _as_clip(frames: np.ndarray) -> torch.Tensor:
 
 
 def _moving_camera(rng: np.random.Generator, source: Source, frames: int, size: int) -> torch.Tensor:
-    """Return a clip (C, T, S, S) of a picture, by a camera that drifts, turns and zooms a little.
+    """Draw a clip (C, T, S, S) of a picture, seen by a camera that drifts, turns and zooms a little.
 
-    The camera sees S x S points around a center, in pixels: a grid that is turned, scaled and moved for each
-    frame, at whose points the picture is sampled.
+    All that is random is drawn from `rng`; `frames` and `size` are T and S of the clip. The camera sees S x
+    S points around a center, in pixels: a grid that is turned, scaled and moved for each frame, at whose
+    points the picture is sampled.
     """
     picture = source.levels[rng.integers(len(source.levels))][0]
     height, width = picture.shape[:2]
     # In pixels a frame. A fifth of the cameras does not drift; the others' velocity changes a little.
     speed = rng.choice([0.0, 0.7, 2.0], p=[0.2, 0.5, 0.3])
     steps = rng.normal(0, speed, 2) + np.cumsum(rng.normal(0, 0.1, (frames, 2)), 0) * (speed > 0)
-    path = np.cumsum(steps, 0)
+    path = np.cumsum(steps, 0)  # (T, 2), (x, y) of each frame
     zoom = rng.uniform(0.75, 1.15) * np.exp(np.arange(frames) * rng.normal(0, 0.006))
     angle = rng.normal(0, 0.1) + np.arange(frames) * rng.normal(0, 0.004)
-    margin = 0.6 * size
+    margin = 0.6 * size  # of the center from the edges: a little more than half a crop
     center_x, center_y = (rng.uniform(margin, max(side - margin, margin + 1)) for side in (width, height))
     drift = path - path[frames // 2]  # the middle frame is the one that looks at the center
     cosine, sine = np.cos(angle) * zoom * size, np.sin(angle) * zoom * size
@@ -378,7 +419,7 @@ def _moving_camera(rng: np.random.Generator, source: Source, frames: int, size: 
 
 
 def _flipped(rng: np.random.Generator, clip: torch.Tensor) -> torch.Tensor:
-    """Return a clip (C, T, S, S) mirrored, upside down, and with rows and columns swapped, each by chance."""
+    """Return a clip (C, T, S, S) that is, each by chance, mirrored, turned upside down and transposed."""
     if rng.random() < 0.5:
         clip = clip.flip(-1)
     if rng.random() < 0.15:

@@ -55,17 +55,19 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:
         """Update the kernels that have a gradient, kernels of one shape together; a closure is not called."""
         (group,) = self.param_groups  # the kernels and the settings of the constructor
-        alike = defaultdict(list)
+        alike = defaultdict(list)  # kernels by their shape
         for kernel in group["params"]:
             if kernel.grad is not None:
                 alike[tuple(kernel.shape)].append(kernel)
         for kernels in alike.values():
-            directions = []  # Nesterov's: the gradient and the new momentum, which is scaled once more
+            # Nesterov's: the gradient plus the new momentum, which is multiplied by its factor once more.
+            directions = []
             for kernel in kernels:
+                # The state's tensor is updated in place; the group's "momentum" is the factor.
                 momentum = self.state[kernel]["momentum"].mul_(group["momentum"]).add_(kernel.grad)
                 directions.append((kernel.grad + momentum * group["momentum"]).flatten(1))
             rows, columns = directions[0].shape
-            # An orthogonal update of a tall matrix has small rows: the factor is Jordan's.
+            # An orthogonal update of a tall matrix has small rows: Jordan's factor, the root, enlarges them.
             scale = -group["lr"] * math.sqrt(max(1.0, rows / columns))
             for kernel, update in zip(kernels, orthogonal(torch.stack(directions)), strict=True):
                 kernel.mul_(1 - group["lr"] * group["weight_decay"]).add_(update.view(kernel.shape) * scale)
@@ -74,15 +76,15 @@ class Muon(torch.optim.Optimizer):
 def orthogonal(matrices: torch.Tensor) -> torch.Tensor:
     """Return matrices (N, R, C) with their singular values drawn towards 1, by five Newton-Schulz iterations.
 
-    Each iteration multiplies x by a polynomial of x x^T. These polynomials commute: their product is gathered
-    in square matrices of the shorter side, so that products over the longer side are two in all, not two an
-    iteration.
+    With x a matrix (R, C), transposed if R > C, each iteration multiplies x by a polynomial of x x^T. These
+    polynomials commute: their product is gathered in square matrices of the shorter side, so that products
+    over the longer side are two in all, not two an iteration.
     """
     wide = matrices if matrices.shape[1] <= matrices.shape[2] else matrices.transpose(1, 2)
     x = wide / (wide.square().sum((1, 2), keepdim=True).sqrt() + 1e-7)
     square = x @ x.transpose(1, 2)  # x x^T of the iteration's present x
     gathered = identity = torch.eye(square.shape[1], device=square.device).expand_as(square)
-    for _ in range(5):
+    for _ in range(5):  # the coefficients are Jordan's, for a fast approach to 1 rather than an exact one
         factor = 3.4445 * identity - 4.7750 * square + 2.0315 * square @ square
         gathered = factor @ gathered
         square = factor @ square @ factor
@@ -115,9 +117,11 @@ class Optimizers:
         self._by_kind = _optimizers(weights, traced=False)
 
     def step(self, number: int, average: dict[str, torch.Tensor]) -> float:
-        """Update the weights and their average in step `number`; return the gradient's norm before clipping.
+        """Update the weights and their average; return the norm of all gradients before it is clipped.
 
-        `average` has the averaged weights by name, and is updated in place.
+        Args:
+            number: of the step, from 0 on.
+            average: the averaged weights by name, updated in place.
 
         Raises:
             FloatingPointError: a gradient that was not finite; everything stays as it was.
@@ -129,7 +133,7 @@ class Optimizers:
         return norm
 
     def _advance(self, average: list[torch.Tensor], rate: float, decay: float) -> float:
-        """Update weights, average and moments; return the gradient's norm.
+        """Update weights, average and moments (the optimizers' state) in place; return the gradients' norm.
 
         Args:
             average: the averaged weights, in the order of the weights.
@@ -149,18 +153,26 @@ class CompiledOptimizers(Optimizers):
 
     @functools.cached_property
     def _program(self) -> Any:
-        """`_traced`, compiled once."""
+        """The function `_traced`, compiled at its first use."""
         return runtime.jit_torch(_traced)
 
     def _advance(self, average: list[torch.Tensor], rate: float, decay: float) -> float:
         """Make the step as one program, and assign its results to weights, average and moments.
 
-        Arguments and result are as in `Optimizers`.
+        Args:
+            average: the averaged weights, in the order of the weights.
+            rate: factor of the learning rates in this step.
+            decay: fraction of the average that this step keeps.
+
+        Returns:
+            The gradients' norm.
         """
         weights, moments = list(self._weights.values()), self.moments
         state = [weights, average, list(moments.values())]
         gradients = [weight.grad for weight in weights]
+        # An argument of the program: constants would have it compiled again in each step.
         scalars = runtime.to_jax(torch.tensor([rate, decay]))
+        # The first argument, the names of weights and moments, is static: it tells tensors from each other.
         norm, *advanced = self._program((tuple(self._weights), tuple(moments)), scalars, gradients, *state)
         for tensor, value in zip(itertools.chain(*state), advanced, strict=True):
             runtime.assign(tensor, value)
@@ -175,13 +187,15 @@ def _traced(
     average: list[Any],
     moments: list[Any],
 ) -> tuple[Any, ...]:
-    """Return the gradients' norm, then weights, average and moments after the step; traced as one program.
+    """Return the gradients' norm, then weights, average and moments after a step; traced as one program.
 
-    If the norm is not finite, weights, average and moments are returned as they were before the step.
+    Moments are the tensors of the optimizers' state. If the norm is not finite, weights, average and
+    moments are returned as they were before the step.
 
     Args:
-        names: the names of the weights, and of the moments in `Moments`.
-        scalars: the learning rate's factor, and the average's decay.
+        names: (names of the weights, names of the moments such as `muon/3/momentum`: the optimizer, the index
+            of its parameter, and the tensor's name in the parameter's state).
+        scalars: (factor of the learning rates, fraction of the average to keep).
         gradients, weights, average: in the order of the weights' names.
         moments: in the order of the moments' names.
     """
@@ -189,11 +203,13 @@ def _traced(
     for weight, gradient in zip(weights, gradients, strict=True):
         weight.grad = gradient
     optimizers = _optimizers(dict(zip(weight_names, weights, strict=True)), traced=True)
+    # The new optimizers have moments of 0: the arguments replace them.
     for moment_name, tensor in zip(moment_names, moments, strict=True):
         kind, index, moment = moment_name.split("/")
         optimizers[kind].state[optimizers[kind].param_groups[0]["params"][int(index)]][moment] = tensor
-    before = [tensor.clone() for tensor in (*weights, *average, *moments)]
-    norm = _advance(optimizers, weights, average, scalars[0], scalars[1], traced=True)
+    before = [tensor.clone() for tensor in (*weights, *average, *moments)]  # the step changes them in place
+    rate, decay = scalars[0], scalars[1]
+    norm = _advance(optimizers, weights, average, rate, decay, traced=True)
     after = [*weights, *average, *_moments(optimizers).values()]
     is_finite = torch.isfinite(norm)
     return norm, *(torch.where(is_finite, new, old) for new, old in zip(after, before, strict=True))
@@ -202,15 +218,15 @@ def _traced(
 def _optimizers(weights: dict[str, Any], *, traced: bool) -> dict[str, torch.optim.Optimizer]:
     """Return new optimizers for the weights, "muon" and "adamw" by their names, with moments of 0.
 
-    With `traced`, AdamW computes with its step number and learning rate as tensors, so that they are traced,
-    not compiled in as constants.
+    With `traced`, AdamW is `differentiable`: it computes with its step number and learning rate as tensors,
+    so that they are traced, not compiled in as constants.
     """
     kernels = [weight for name, weight in weights.items() if _is_inner_kernel(name, weight)]
     others = [weight for name, weight in weights.items() if not _is_inner_kernel(name, weight)]
     adamw = torch.optim.AdamW(
         others, lr=OTHERS_RATE, betas=(0.9, 0.98), weight_decay=1e-3, differentiable=traced
     )
-    for weight in others:
+    for weight in others:  # AdamW makes its state in the first step; a checkpoint needs it before
         adamw.state[weight] = {
             "step": torch.zeros((), device=weight.device),
             "exp_avg": torch.zeros_like(weight, requires_grad=False),
@@ -220,7 +236,7 @@ def _optimizers(weights: dict[str, Any], *, traced: bool) -> dict[str, torch.opt
 
 
 def _moments(optimizers: dict[str, torch.optim.Optimizer]) -> Moments:
-    """Return the tensors of the optimizers' state by the names of `Moments`."""
+    """Return the tensors of the optimizers' state, by names such as `muon/3/momentum` (`Moments`)."""
     return {
         f"{kind}/{index}/{name}": moment
         for kind, optimizer in optimizers.items()
@@ -238,7 +254,7 @@ def _advance(
     *,
     traced: bool = False,
 ) -> torch.Tensor:
-    """Step the optimizers, then the average; return the gradient's norm.
+    """Step the optimizers, then the average; return the norm of all gradients, which is clipped to 1.
 
     Weights, average and moments change in place. If the norm is not finite, nothing changes; a traced step
     cannot branch on the norm, and its caller chooses between the results and the old tensors.
@@ -269,11 +285,17 @@ def _is_inner_kernel(name: str, weight: torch.Tensor) -> bool:
 
 
 def schedule(step: int, steps: int) -> float:
-    """Return a step's learning rate over the largest: a rise, then a cosine down to `LOWEST`."""
+    """Return the learning rate of a step as a share of the largest: a rise, then a cosine down to `LOWEST`.
+
+    `step` is the step's number, from 0 on; `steps` is the number of steps of the whole training.
+    """
     cosine = 0.5 * (1 + math.cos(math.pi * min(step / steps, 1.0)))
     return min(1.0, (step + 1) / WARM_UP) * (LOWEST + (1 - LOWEST) * cosine)
 
 
 def average_decay(step: int) -> float:
-    """Return the fraction of the weights' average that step `step` keeps: it rises to `AVERAGE`."""
+    """Return the fraction of the weights' average that step number `step` keeps: it rises to `AVERAGE`.
+
+    The average starts at the first weights, which the small fractions of early steps soon forget.
+    """
     return min(AVERAGE, (1 + step) / (10 + step))

@@ -13,7 +13,11 @@ POINTS = 400
 
 
 def curves(losses_table: Path, validation_table: Path) -> dict[str, Any]:
-    """Return losses as means over equal parts of a training, and its held-out clips.
+    """Return a training's losses, as means over equal parts of its steps, and the quality of held-out clips.
+
+    Args:
+        losses_table: CSV file with a line for each step.
+        validation_table: CSV file with a line for each held-out clip and checkpoint.
 
     Returns:
         "losses": by column of the table, the list of its means; the mean "step" is the middle of a part.
@@ -21,6 +25,7 @@ def curves(losses_table: Path, validation_table: Path) -> dict[str, Any]:
     """
     with losses_table.open(newline="") as file:
         head, *lines = csv.reader(file)
+    # At most `POINTS` parts, each an array (steps, columns).
     parts = np.array_split(np.array(lines, float), min(POINTS, len(lines)))
     with validation_table.open(newline="") as file:
         validation = [
@@ -34,12 +39,18 @@ def curves(losses_table: Path, validation_table: Path) -> dict[str, Any]:
             for line in csv.DictReader(file)
         ]
     columns = zip(head, np.array([part.mean(0) for part in parts]).T, strict=True)
+    # Rounded to five digits, for a short file.
     losses = {name: [float(f"{value:.5g}") for value in means] for name, means in columns}
     return {"losses": losses, "validation": validation}
 
 
 def draw(found: dict[str, Any], path: Path) -> None:
-    """Draw the loss, and the PSNR of the held-out clips, by step; `found` is the result of `curves`."""
+    """Draw the losses, and the PSNR of the held-out clips, over the steps, to an image file.
+
+    Args:
+        found: the result of `curves`.
+        path: path of the file.
+    """
     pyplot = reports.pyplot()
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
     losses = found["losses"]
@@ -54,5 +65,5 @@ def draw(found: dict[str, Any], path: Path) -> None:
         axes.xaxis.get_major_locator().set_params(integer=True)
     right.set(xlabel="step", ylabel="PSNR in dB, average of the weights")
     if found["validation"]:
-        right.legend()
+        right.legend()  # without lines it would warn
     reports.save_figure(figure, path)

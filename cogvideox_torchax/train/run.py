@@ -37,7 +37,7 @@ class HeldOut:
 
     @classmethod
     def load(cls, text: str, frames: int) -> "HeldOut":
-        """Return the frames of a file, or of a range of one.
+        """Return a held-out clip: frames of a file, or of a range of one, cropped to sides of multiples of 8.
 
         Args:
             text: the file or `file#start-end`, as `clips.parts` takes it.
@@ -52,7 +52,8 @@ class HeldOut:
         info = video.probe(part.path)
         framing = video.framing(info, multiple=8, height=None, width=None, crop=True)
         last = min(part.end or info.num_frames, info.num_frames, part.start + frames)
-        # 8 n + 1 frames: the VAE gives back more frames than it took for any other number.
+        # The first 8 n + 1 of the frames from `part.start` to `last`, not included: for any other number the
+        # VAE gives back more frames than it took.
         count = (last - part.start - 1) // 8 * 8 + 1
         if count < 1:
             raise ValueError(f"{text} has no frame to validate with: {part.path} has {info.num_frames}")
@@ -87,7 +88,7 @@ class Run:
         self._seconds = 0.0
 
     def begin(self) -> int:
-        """Remove the tables of a killed training from the directory; return 0, the number of steps done."""
+        """Remove a killed training's tables from the directory; return 0, the number of steps done."""
         for name in HEADS:
             (self._directory / name).unlink(missing_ok=True)
         return 0
@@ -101,14 +102,16 @@ class Run:
         return step
 
     def go(self, *, every: int, stopped: Callable[[], bool]) -> Iterator[tuple[Losses, list[Validation]]]:
-        """Make the remaining steps; yield each step's losses, and the validations that were made after it.
+        """Make the remaining steps; yield (losses, validations) of each; a step without any yields [].
+
+        Every step adds a line to the table of losses; some are followed by a validation and a checkpoint.
 
         Args:
             every: number of steps between validations and checkpoints.
             stopped: returns whether to end after the present step, with a checkpoint.
         """
         total = self.trainer.plan.steps
-        since = time.perf_counter()
+        since = time.perf_counter()  # when the training last went on after a checkpoint
         with _table(self._directory / LOSSES) as losses_file:
             table = csv.writer(losses_file)
             while self.trainer.step_number < total:
@@ -118,7 +121,7 @@ class Run:
                 last = step == total or stopped()
                 validations: list[Validation] = []
                 if last or step % every == 0:
-                    losses_file.flush()
+                    losses_file.flush()  # so that a checkpoint never has more steps than the table
                     self._seconds += time.perf_counter() - since  # the time of validations is left out
                     validations = self.validate()
                     self.save()
@@ -144,10 +147,10 @@ class Run:
         return validations
 
     def finish(self) -> None:
-        """Write the averaged weights as a model directory, and the curves."""
+        """Write the averaged weights as a model, the directory "vae", and draw the tables' curves."""
         model = self._directory / "vae"
         with self.trainer.averaged() as vae, whole_file(model, directory=True) as temporary:
-            vae.save_pretrained(temporary)
+            vae.save_pretrained(temporary)  # renamed to `model` when the block ends
             shutil.rmtree(model, ignore_errors=True)  # an earlier run's, which this one has resumed
         report.draw(
             report.curves(self._directory / LOSSES, self._directory / VALIDATION),
@@ -166,23 +169,24 @@ class Run:
 
 
 def _table(path: Path) -> TextIO:
-    """Open a table of `HEADS` to add lines to; a new one gets its head."""
+    """Open a table of `HEADS`, by its file's name, to add lines to; a new one gets its head, column names."""
     file = path.open("a", newline="")
-    if not file.tell():
+    if not file.tell():  # the file is empty
         csv.writer(file).writerow(HEADS[path.name])
     return file
 
 
 def _remove_lines_after(path: Path, step: int) -> None:
-    """Remove the lines after a step from a table of `HEADS`, and a killed run's incomplete lines.
+    """Remove the lines of steps after `step` from a table of `HEADS`, and a killed run's incomplete lines.
 
-    The head is written again, as it may be incomplete too.
+    The head, a line of column names, is written again, as it may be incomplete too.
     """
     if not path.exists():
         return
     with path.open(newline="") as file:
-        lines = list(csv.reader(file))[1:]
+        lines = list(csv.reader(file))[1:]  # without the head
     head = HEADS[path.name]
+    # The number of the step is the first column.
     kept = [line for line in lines if len(line) == len(head) and int(line[0]) <= step]
     with whole_file(path) as temporary, temporary.open("w", newline="") as file:
         csv.writer(file).writerows([head, *kept])

@@ -39,13 +39,14 @@ class TrainingSettings:
         """Raise `ValueError` for a field of another type or outside its range."""
         if not isinstance(self.cuts, bool):
             raise ValueError(f"got cuts = {self.cuts!r}: give true or false")
-        for name, wanted in (
+        for name, wanted in (  # (field, its range in words)
             ("mean_color_weight", "0 or more"),
             ("learning_rate_factor", "a number above 0"),
         ):
             value = getattr(self, name)
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not (number and 0 <= value < math.inf and (value or name == "mean_color_weight")):
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)  # True is an int
+            # Of the two only the weight may be 0.
+            if not (is_number and 0 <= value < math.inf and (value or name == "mean_color_weight")):
                 raise ValueError(f"got {name} = {value!r}: give {wanted}")
         if self.whole:
             check_sides("whole frames", *self.whole, multiple=16)
@@ -58,7 +59,7 @@ class TrainingSettings:
             unknown = sorted(given.keys() - {field.name for field in fields(cls)})
             if unknown:
                 raise ValueError(f"got {', '.join(unknown)}: the fields are {', '.join(vars(cls()))}")
-            if "whole" in given:
+            if "whole" in given:  # a text such as "128x192"
                 given["whole"] = parse_size(str(given["whole"]), "whole frames")
             return cls(**given)
         except (OSError, RecursionError, ValueError) as error:
@@ -101,14 +102,17 @@ class Plan:
             raise ValueError(f"got clips of {self.frames} frames: give 8 n + 1, as 1, 9, 17 or 49")
 
     def shape(self, step: int) -> Shape:
-        """Return the shape of the batch of step number `step`, from 0 on.
+        """Return the shape (clips, frames, size of the crops) of the batch of step number `step`, from 0 on.
 
-        The shape is drawn by the seed and the step; its probabilities are those of the part of the training.
+        It is drawn, by the seed and the step, from a few shapes; their probabilities depend on the part of
+        the training: stills and short clips come first, long clips and large crops last.
         """
-        # `half_frames` is 8 n + 1, too. A still costs less than a clip: a batch has several for each clip.
+        # `half_frames`, about half of `frames`, is 8 n + 1 too, as the VAE needs. A still costs less than a
+        # clip: a batch has several for each clip.
         clips, half_frames, large = self.clips, (self.frames - 1) // 16 * 8 + 1, int(self.size * LARGEST_CROP)
         still, short = Shape(4 * clips, 1, self.size), Shape(clips, half_frames, self.size)
         long = Shape(clips, self.frames, self.size)
+        # Pairs of a shape and its probability.
         if self.stills and step < STILLS_END * self.steps:
             odds = ((still, 0.85), (short, 0.15))
         elif step < SMALL_END * self.steps:
@@ -116,7 +120,9 @@ class Plan:
         else:
             odds = ((Shape(2 * clips, 1, large), 0.1), (Shape(clips, half_frames, large), 0.4), (long, 0.5))
         rng = np.random.default_rng((self.seed, step, 1))  # with 1, as (seed, step) draws the batch's clips
-        shape = odds[rng.choice(len(odds), p=[odd for _, odd in odds])][0]
+        shapes, probabilities = zip(*odds, strict=True)
+        shape = shapes[rng.choice(len(shapes), p=probabilities)]
+        # A size of None is a batch of whole frames.
         if self.settings.whole and shape.frames > 1 and rng.random() < WHOLE_SHARE:
             return replace(shape, size=None)
         return shape

@@ -19,7 +19,7 @@ SMALLER = {"conv2.conv.weight": 0.3, "conv_b.conv.weight": 0.3, "conv_y.conv.wei
 
 
 def load(kind: type[Backend], mesh: Any, *, model: str | None, config: str | None, seed: int) -> Backend:
-    """Return a backend with the model to train, in float32.
+    """Return a backend (one way to run the VAE) with the model to train, in float32.
 
     Args:
         kind: the backend's class.
@@ -39,13 +39,13 @@ def load(kind: type[Backend], mesh: Any, *, model: str | None, config: str | Non
         if mesh is not None:
             vae.place_on(mesh)
         backend = kind(vae)
-    if not kind.compiled_by_jax:
+    if not kind.compiled_by_jax:  # it runs in PyTorch
         _channels_last(backend.vae)
     return backend
 
 
 def _channels_last(vae: Any) -> None:
-    """Store convolutions' kernels channels last: on a CPU PyTorch's step then takes half the time."""
+    """Store the kernels of `vae`'s convolutions channels last: on a CPU PyTorch then takes half the time."""
     layouts = {4: torch.channels_last, 5: torch.channels_last_3d}
     for weight in vae.parameters():
         if weight.ndim in layouts:
@@ -62,15 +62,17 @@ def initialize(vae: Any, *, seed: int) -> None:
     with torch.no_grad():
         for module in vae.modules():
             if isinstance(module, nn.Conv3d | nn.Conv2d):
-                module.weight.normal_(std=module.weight[0].numel() ** -0.5, generator=generator)
+                # One output is a sum of so many products: each keeps 1 / inputs of the variance.
+                inputs = module.weight[0].numel()
+                module.weight.normal_(std=inputs**-0.5, generator=generator)
                 if module.bias is not None:
                     module.bias.zero_()
         for name, parameter in vae.named_parameters():
             parameter *= next((factor for end, factor in SMALLER.items() if name.endswith(end)), 1.0)
-            if name.endswith("conv_y.conv.bias"):
+            if name.endswith("conv_y.conv.bias"):  # the gain of a spatial norm
                 parameter.fill_(1.0)
         latents = vae.config.latent_channels
         moments = vae.encoder.conv_out.conv  # gives the means' channels, then those of the log-variances
         moments.weight[latents:] *= 0.02  # almost constant, at the bias
         moments.bias[latents:] = QUIET
-        vae.decoder.conv_out.conv.weight *= 0.3
+        vae.decoder.conv_out.conv.weight *= 0.3  # frames close to 0, which is gray

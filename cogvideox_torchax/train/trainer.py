@@ -76,15 +76,16 @@ class Trainer:
         # Below a million steps no two pairs of seed and step have the same noise.
         noise = torch.Generator().manual_seed(plan.seed * 1_000_003 + number)
         losses = self._losses(x, noise)
+        loss, *_ = losses  # the weighted sum
         self.vae.zero_grad()
-        losses[0].backward()
+        loss.backward()
         gradient = self._optimizers.step(number, self._average)
         self.step_number += 1
-        total, l1, mse, kl, mean_color = (self._backend.to_torch(loss).item() for loss in losses)
+        total, l1, mse, kl, mean_color = (self._backend.to_torch(value).item() for value in losses)
         return Losses(total, l1, mse, kl, mean_color, gradient)
 
     def _losses(self, x: torch.Tensor, noise: torch.Generator) -> tuple[torch.Tensor, ...]:
-        """Return a batch's losses as scalar tensors: the fields of `Losses` but for the gradient's norm.
+        """Return (total, l1, mse, kl, mean_color) of a batch, scalar tensors explained by `Losses`.
 
         Args:
             x: the batch (N, C, T, H, W), in [-1, 1].
@@ -94,6 +95,7 @@ class Trainer:
         with self._precision():
             posterior = self.vae.encode(x).latent_dist
             mean, logvar = posterior.mean.float(), posterior.logvar.float()
+            # The noise is drawn on the host, so that every backend has the same.
             drawn = self._backend.put(torch.randn(mean.shape, generator=noise))
             y = self.vae.decode(mean + torch.exp(0.5 * logvar) * drawn).sample
         difference = y.float() - x
@@ -104,12 +106,12 @@ class Trainer:
         return total, l1, mse, kl, mean_color
 
     def _precision(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context in which layers compute in bfloat16, if the plan asks for it."""
+        """Return a context in which layers compute in bfloat16 if the plan is `mixed`; else an idle one."""
         return torch.autocast("cpu", torch.bfloat16, enabled=self.plan.mixed)
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[Any]:
-        """Yield the VAE with the average in place of its weights; they are put back after the block."""
+        """Yield the VAE with the weights' average in its parameters; put the weights back after the block."""
         with torch.no_grad():
             own = {name: weight.detach().clone() for name, weight in self._weights.items()}
             for name, weight in self._weights.items():
@@ -121,24 +123,31 @@ class Trainer:
                     weight.copy_(own[name])
 
     def reconstruct(self, video: torch.Tensor) -> torch.Tensor:
-        """Return a video (N, C, T, H, W) in [-1, 1], reconstructed with the average of the weights."""
+        """Encode and decode a video (N, C, T, H, W) in [-1, 1] with the average of the weights; return it."""
         with self.averaged() as vae, self._precision():
             latents = vae.encode(self._backend.put(video)).latent_dist.mode().float()
             return self._backend.to_torch(vae.decode(latents).sample).float()
 
     def state(self) -> State:
-        """Return all that `restore` needs, as plain tensors."""
+        """Return weights, average and moments, plain tensors by their names in a checkpoint."""
         return {name: self._backend.to_torch(tensor.detach()) for name, tensor in self._tensors().items()}
 
     def _tensors(self) -> State:
-        """Return the weights, their average and the optimizers' moments, by their names in a checkpoint."""
+        """Return the weights, their average and the optimizers' moments, by their names in a checkpoint.
+
+        The tensors are the training's own, not copies. Moments are the tensors of the optimizers' state.
+        """
         kinds = {"weights": self._weights, "average": self._average}
         return {
             f"{kind}/{name}": tensor for kind, tensors in kinds.items() for name, tensor in tensors.items()
         } | self._optimizers.moments
 
     def restore(self, state: State, step: int) -> None:
-        """Set weights, average and moments to those of a checkpoint after `step` steps.
+        """Set weights, average and moments to those of a checkpoint.
+
+        Args:
+            state: the checkpoint's tensors by name, as the method `state` returned them.
+            step: number of steps that were done before the checkpoint.
 
         Raises:
             ValueError: the state of another model.
