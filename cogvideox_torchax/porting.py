@@ -44,8 +44,8 @@ def port(
     Args:
         model_or_pipeline: a diffusers `AutoencoderKLCogVideoX`, or a pipeline whose `vae` is one
             or, of CogVideoX, None.
-        mesh: of `make_mesh`, to split the work over it. None changes nothing: it runs on one device, or on
-            the mesh of an earlier `port`.
+        mesh: of `make_mesh`, to split the work over it. None changes nothing: the work runs on one device,
+            or on the mesh of an earlier `port`.
         parallel: how a pipeline's transformer uses "tp". "context" splits its tokens, with weights whole on
             every device or gathered a layer at a time; "tensor" splits the channels of its weights. None
             chooses "context" where "tp" divides the attention's heads. `pipe.transformer.parallelism` gives
@@ -59,7 +59,7 @@ def port(
             one that does not divide the weights; a pipeline that offloads its weights, or whose networks are
             of another kind.
     """
-    is_model = isinstance(model_or_pipeline, nn.Module)
+    is_model = isinstance(model_or_pipeline, nn.Module)  # a diffusers pipeline is no module
     vae = model_or_pipeline if is_model else getattr(model_or_pipeline, "vae", None)
     if not isinstance(vae, DiffusersAutoencoder | ChunkedVAE) and (
         vae is not None or not _is_pipeline(model_or_pipeline)
@@ -89,6 +89,7 @@ def port(
 
 def _is_pipeline(candidate: Any) -> bool:
     """Return whether an object is one of diffusers' CogVideoX pipelines, which are ported whole."""
+    # The import below needs transformers, which a user of the VAE alone may not have.
     if isinstance(candidate, nn.Module) or importlib.util.find_spec("transformers") is None:
         return False
     from cogvideox_torchax.pipelines.port import PIPELINES

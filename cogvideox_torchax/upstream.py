@@ -20,7 +20,7 @@ from cogvideox_torchax.versions import TESTED, installed
 
 
 def _part(package: str, owner: Any, name: str) -> Any:
-    """Return the attribute `name` of `owner`, a module or a class that a package may change.
+    """Return the attribute `name` of `owner`, a module or a class of `package`, which may change it.
 
     Raises:
         ImportError: the attribute is gone; the message names the release that still has it.
@@ -66,10 +66,11 @@ def torchax_off() -> Iterator[None]:
     with contextlib.ExitStack() as restored:
         for owner, reader, kind in stacks:
             current, push, pop = (_part("torch", owner, name) for name in (reader, "_push_mode", "_pop_mode"))
-            before = current()
-            torchaxs = _part("torchax", sys.modules["torchax.tensor"], kind)
+            before = current()  # the stack's modes, the outermost first
+            torchax_mode = _part("torchax", sys.modules["torchax.tensor"], kind)
 
-            # Defaults keep this stack's functions: `put` runs again when the loop has gone on.
+            # Default arguments keep this stack's functions: at the exit, when `put` runs again, the loop's
+            # variables are those of the last stack.
             def put(modes: list[Any], current: Any = current, push: Any = push, pop: Any = pop) -> None:
                 """Make `modes` the whole stack."""
                 for _ in current():
@@ -78,7 +79,7 @@ def torchax_off() -> Iterator[None]:
                     push(mode)
 
             restored.callback(put, before)
-            put([mode for mode in before if not isinstance(mode, torchaxs)])
+            put([mode for mode in before if not isinstance(mode, torchax_mode)])
         yield
 
 
@@ -101,7 +102,9 @@ def teach_copying(kind: Any, tensor_of: Any, to_torch: Any, without_torchax: Any
 
     Args:
         kind: the class; it gets a `__deepcopy__`, and an entry of `copyreg`.
-        tensor_of, to_torch, without_torchax: functions of `runtime`.
+        tensor_of: makes a torchax tensor of a JAX array.
+        to_torch: makes a plain tensor of a torchax tensor.
+        without_torchax: calls a function while torchax is off.
     """
 
     def deepcopy(tensor: Any, memo: dict[int, Any]) -> Any:
@@ -109,16 +112,18 @@ def teach_copying(kind: Any, tensor_of: Any, to_torch: Any, without_torchax: Any
         copied = tensor_of(tensor.jax())
         if isinstance(tensor, nn.Parameter):
             copied = nn.Parameter(copied, requires_grad=tensor.requires_grad)
-        memo[id(tensor)] = copied
+        memo[id(tensor)] = copied  # two references to one tensor stay one in the copy
         return copied
 
     def reduce(tensor: Any) -> Any:
-        """Return how to unpickle the tensor: as a plain one."""
+        """Return the pickle protocol's description of the tensor: that of a plain copy on the host."""
 
         def plain() -> Any:
+            """Copy the tensor to the host, a parameter as a parameter, and return what its pickle needs."""
             host = to_torch(tensor)
             is_parameter = isinstance(tensor, nn.Parameter)
-            return (nn.Parameter(host, tensor.requires_grad) if is_parameter else host).__reduce_ex__(2)
+            copied = nn.Parameter(host, tensor.requires_grad) if is_parameter else host
+            return copied.__reduce_ex__(2)  # the default protocol of `torch.save`
 
         return without_torchax(plain)
 
@@ -129,9 +134,9 @@ def teach_copying(kind: Any, tensor_of: Any, to_torch: Any, without_torchax: Any
 def one_program_each(registry: Any) -> None:
     """Compile torchax's additions, subtractions and products of tensors as one program each.
 
-    By itself torchax runs `y * alpha`, and the conversion of each Python number, as a program before that of
-    the sum. A device's queue has room for 32 programs. A step of diffusers' DPM scheduler had 43, so Python
-    waited until one network was done before it sent the next.
+    By itself torchax runs `y * alpha`, and the conversion of each Python number, as a program of its own
+    before the program of the sum. A device's queue has room for 32 programs. A step of diffusers' DPM
+    scheduler had 43, so Python waited until one network was done before it sent the next.
 
     Needs the JAX function of each operator as `func` in the table of torchax's module `registry`, where this
     replaces it.
@@ -139,9 +144,10 @@ def one_program_each(registry: Any) -> None:
     import jax
 
     table = _part("torchax", registry, "all_aten_ops")
-    for name, arguments in (("add", ("alpha",)), ("sub", ("alpha",)), ("mul", ())):
+    # (operator, its arguments that are Python numbers to compile in)
+    for name, static_arguments in (("add", ("alpha",)), ("sub", ("alpha",)), ("mul", ())):
         operator = table[getattr(torch.ops.aten, name).Tensor]
-        operator.func = jax.jit(operator.func, static_argnames=arguments)
+        operator.func = jax.jit(operator.func, static_argnames=static_arguments)
 
 
 def is_traced(array: Any) -> bool:
@@ -152,11 +158,18 @@ def is_traced(array: Any) -> bool:
 
 
 def _wrap_class_method(kind: Any, name: str, around: Callable[..., Any]) -> None:
-    """Replace a class method of diffusers by a call of `around(method, cls, ...)` with its arguments."""
-    method = _part("diffusers", kind, name).__func__
+    """Replace a class method of diffusers by a call of `around(method, cls, *args, **kwargs)`.
+
+    Args:
+        kind: the class.
+        name: of the method.
+        around: called with the original as a plain function, the class, and the call's arguments.
+    """
+    method = _part("diffusers", kind, name).__func__  # not bound, so that it takes the class
 
     @functools.wraps(method)
     def call(cls: type, *args: Any, **kwargs: Any) -> Any:
+        """Call `around` with the original method, the class and the arguments."""
         return around(method, cls, *args, **kwargs)
 
     setattr(kind, name, classmethod(call))
@@ -164,9 +177,10 @@ def _wrap_class_method(kind: Any, name: str, around: Callable[..., Any]) -> None
 
 @functools.cache
 def wrap_from_pretrained(around: Callable[..., Any]) -> None:
-    """Wrap diffusers' `from_pretrained`, of models and of pipelines, as `around(load, cls, ...)`; once.
+    """Replace diffusers' `from_pretrained`, of models and of pipelines, by `around(load, cls, ...)`.
 
-    Needs them to be class methods of `ModelMixin` and `DiffusionPipeline`. While torchax is on,
+    `load` is the original, and the rest its arguments; the cache makes each `around` wrap it only once.
+    Needs it to be a class method of `ModelMixin` and of `DiffusionPipeline`. While torchax is on,
     `from_pretrained` can neither read a safetensors file (`torch.asarray` of a storage) nor build a module on
     `torch.device("meta")`. A script that turns torchax on by hand and then loads a pipeline has imported
     `port` and called nothing of this package yet: so the wrap is made on import.
@@ -180,9 +194,10 @@ def wrap_from_pretrained(around: Callable[..., Any]) -> None:
 
 @functools.cache
 def wrap_from_pipe(around: Callable[..., Any]) -> None:
-    """Wrap diffusers' `from_pipe` as `around(make, cls, pipeline, ...)`; once for each `around`.
+    """Replace diffusers' `from_pipe` by `around(make, cls, pipeline, ...)`.
 
-    Needs it to be a class method of `DiffusionPipeline` alone.
+    `make` is the original, and the rest its arguments; the cache makes each `around` wrap it only once.
+    Needs `from_pipe` to be a class method of `DiffusionPipeline` alone.
     """
     from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
@@ -190,11 +205,16 @@ def wrap_from_pipe(around: Callable[..., Any]) -> None:
 
 
 def parts_for(pipeline_class: Any, pipeline: Any) -> dict[str, Any]:
-    """Return the parts of a pipeline whose kind another pipeline's class takes by that name.
+    """Return the parts of a pipeline that another pipeline's class takes under the same names.
 
-    A part whose class has the attribute `stands_for`, another class, counts as an instance of that class.
-    `from_pipe` itself leaves out parts of a subclass, unless they are passed by name. Needs
-    `pipeline_class` to give its parts' types.
+    A part is taken if it has one of the types that the class gives for its name. A part whose class has the
+    attribute `stands_for`, another class, counts as an instance of that class. `from_pipe` itself leaves
+    out parts of a subclass, unless they are passed by name. Needs the class method of diffusers' pipelines
+    that gives their parts' types.
+
+    Args:
+        pipeline_class: the class of the pipeline to make.
+        pipeline: the pipeline that has the parts.
 
     Returns:
         The parts by their name in both pipelines.
@@ -211,10 +231,11 @@ def parts_for(pipeline_class: Any, pipeline: Any) -> dict[str, Any]:
 
 
 def rotary_tables(pipeline_class: Any, move: Callable[[Any, Any], Any]) -> dict[str, Any]:
-    """Return {name: method} of the method that computes a pipeline's rotary tables, on the host.
+    """Return {name: method}, an override, for a subclass, of the method that makes rotary tables.
 
-    On JAX they would be computed from angles in float32, where the reference has float64, by many small
-    programs. Needs diffusers' CogVideoX pipelines to take a table of cosines and one of sines from it.
+    It computes the tables on the host, and then moves them. On JAX they would be computed from angles in
+    float32, where the reference has float64, by many small programs. Needs diffusers' CogVideoX pipelines
+    to take a table of cosines and one of sines from it.
 
     Args:
         pipeline_class: diffusers' class, whose method does the work.
@@ -225,6 +246,7 @@ def rotary_tables(pipeline_class: Any, move: Callable[[Any, Any], Any]) -> dict[
 
     @functools.wraps(inherited)
     def tables(self: Any, height: int, width: int, num_frames: int, device: Any) -> Any:
+        """Compute the tables on the host, whatever the `device`, and move them."""
         return tuple(move(self, table) for table in inherited(self, height, width, num_frames, "cpu"))
 
     return {name: tables}
@@ -233,7 +255,7 @@ def rotary_tables(pipeline_class: Any, move: Callable[[Any, Any], Any]) -> dict[
 def positions(patch_embed: Any, height: int, width: int, frames: int) -> Any:
     """Return a patch embedding's table of sinusoidal positions (1, S, C) for latents, zeros for the text.
 
-    Needs the method with which diffusers computes the table that a module of that size has.
+    Needs the method with which diffusers computes the table of a module that is made for that size.
 
     Args:
         patch_embed: diffusers' module, whose numbers of channels and text tokens apply.
@@ -331,6 +353,7 @@ def take_hooks(model: Any) -> list[Hooked]:
                 taken.append(Hooked(name, hook_name, hook))
         # A removed hook leaves the forward of the module's class as an attribute. It may be the class from
         # before `port`, a base of the present one: without the attribute the present class's forward runs.
+        # A `forward` that is no such method, such as another hook's, stays.
         forward = vars(module).get("forward")
         if isinstance(forward, MethodType) and any(
             vars(kind).get("forward") is forward.__func__ for kind in type(module).__mro__
@@ -340,7 +363,7 @@ def take_hooks(model: Any) -> list[Hooked]:
 
 
 def put_hooks(model: Any, hooks: list[Hooked]) -> None:
-    """Give a model its hooks back, as `take_hooks` returned them."""
+    """Put hooks that `take_hooks` took off a model back on the modules where they were."""
     from diffusers.hooks.hooks import HookRegistry
 
     for each in hooks:
@@ -350,7 +373,10 @@ def put_hooks(model: Any, hooks: list[Hooked]) -> None:
 
 
 def set_context(hook: Any, name: str | None) -> None:
-    """Set the context, by name, whose state a hook outside of a module uses. Needs its `state_manager`."""
+    """Set the context whose state a hook that is on no module uses, by its name; None for none.
+
+    Needs the hook's `state_manager`; a hook that has none, and so one state alone, is left as it is.
+    """
     from diffusers.hooks.hooks import CacheContext
 
     if hasattr(hook, "state_manager"):
@@ -363,7 +389,7 @@ def call_hook(hook: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any)
     Needs the hook's `fn_ref`, which is changed.
     """
     hook.fn_ref = SimpleNamespace(original_forward=forward)
-    hook.new_forward(None, *args, **kwargs)
+    hook.new_forward(None, *args, **kwargs)  # None in place of the module, which the hook does not read
 
 
 def record_ratio(hook: Any, ratio: Any) -> None:
@@ -373,7 +399,7 @@ def record_ratio(hook: Any, ratio: Any) -> None:
 
     Args:
         hook: of the last block; its state manager has a context.
-        ratio: a tensor with one value; the first step's is replaced by 1, as in diffusers.
+        ratio: the step's ratio, a tensor with one value; 1 is recorded for the first step, as in diffusers.
     """
     state = hook.state_manager.get_state()
     state.calibration_ratios.append(float(ratio) if state.calibration_ratios else 1.0)
@@ -382,9 +408,9 @@ def record_ratio(hook: Any, ratio: Any) -> None:
 
 @functools.cache
 def cached_block(kind: type) -> None:
-    """Register a class with diffusers' caches as the CogVideoX block that it replaces; once.
+    """Register a class of blocks with diffusers' caches, as diffusers does for its CogVideoX block; once.
 
-    Needs the registry in which they look up which parts of a block's result are patches and text.
+    Needs the registry in which the caches look up the places of patches and text in a block's result.
     """
     from diffusers.hooks import _helpers
 

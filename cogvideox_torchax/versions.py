@@ -16,8 +16,9 @@ class Tested:
     def holds(self, version: str) -> bool:
         """Return whether a version is in the range.
 
-        A build for a device (`2.13.0+cpu`) counts as its version. Final patches of the newest release, with
-        its first two numbers, are in the range too; not for 0.0, whose releases may change anything.
+        A build for a device (`2.13.0+cpu`) counts as its version (`2.13.0`). Later patches of the newest
+        release, final ones with the same first two numbers, are in the range too; not for 0.0, whose releases
+        may change anything.
         """
         found, newest = Version(Version(version).public), Version(self.newest)
         is_patch = found.release[:2] == newest.release[:2] != (0, 0) and not found.is_prerelease
